@@ -1,5 +1,6 @@
 """Plans made by hand, to run a strategy rather than choose one."""
 
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 from frugal.config.hardware.cluster import Cluster, Device, Node
@@ -7,7 +8,8 @@ from frugal.config.request import Request
 from frugal.planning.batch import BatchPlan
 from frugal.planning.memory.breakdown import MemoryBreakdown
 from frugal.planning.plan import ModelSummary, Plan, StepTime
-from frugal.planning.strategy import Strategy
+from frugal.planning.search.mixtures import Runs
+from frugal.planning.strategy import LayerMode, Strategy
 
 
 def plan_by_hand(
@@ -59,3 +61,13 @@ def plan_by_hand(
         warnings=(),
         rejected=(),
     ).sealed()
+
+
+def all_mixtures(modes: Sequence[LayerMode], num_layers: int) -> Iterator[Runs]:
+    """Those in which layers that keep more come last; `modes`: the least kept first."""
+    if len(modes) == 1:
+        yield ((modes[0], num_layers),)
+        return
+    for count in range(num_layers + 1):
+        for others in all_mixtures(modes[1:], num_layers - count):
+            yield ((modes[0], count), *others)

@@ -1,9 +1,9 @@
-"""Train any batch on the GPUs you have, with memory that comes out as predicted.
+"""Train any global batch on the GPUs you have, with predictable memory.
 
     plan = frugal.plan(model="gpt2", gpus=4, mem="12G", global_batch=512)
-    engine = frugal.initialize(model, plan, objective)
+    engine = frugal.initialize(model, plan, frugal.CausalLM())
 
-Names are imported when they are first used: `import frugal` brings in neither torch nor DeepSpeed.
+Names are imported when they are first used: `import frugal` imports neither torch nor DeepSpeed.
 """
 
 from importlib import import_module
@@ -13,23 +13,59 @@ if TYPE_CHECKING:
     from frugal.distributed.stop import heed_stop_signals
     from frugal.dryrun.loop.run import dry_run
     from frugal.dryrun.planner import plan
-    from frugal.errors import FrugalError
+    from frugal.errors import (
+        CheckpointError,
+        FrugalError,
+        NothingFitsError,
+        NumbersError,
+        OutOfMemoryError,
+        PlanMismatchError,
+        RequestError,
+    )
+    from frugal.integrations.transformers import PlannedMixin, PlannedTrainer, training_arguments
     from frugal.planning.plan import Plan
     from frugal.training.engine import Engine, initialize
+    from frugal.training.objectives import CausalLM, Objective, SummedLoss
 
     __version__: str
 
-__all__ = ["Engine", "FrugalError", "Plan", "__version__", "dry_run", "heed_stop_signals", "initialize", "plan"]
+_NAMES = {
+    "frugal.distributed.stop": ("heed_stop_signals",),
+    "frugal.dryrun.loop.run": ("dry_run",),
+    "frugal.dryrun.planner": ("plan",),
+    "frugal.errors": (
+        "CheckpointError", "FrugalError", "NothingFitsError", "NumbersError", "OutOfMemoryError", "PlanMismatchError",
+        "RequestError",
+    ),
+    "frugal.integrations.transformers": ("PlannedMixin", "PlannedTrainer", "training_arguments"),
+    "frugal.planning.plan": ("Plan",),
+    "frugal.training.engine": ("Engine", "initialize"),
+    "frugal.training.objectives": ("CausalLM", "Objective", "SummedLoss"),
+}  # fmt: skip
+_HOMES = {name: module for module, names in _NAMES.items() for name in names}
 
-_HOMES = {
-    "Engine": "frugal.training.engine",
-    "FrugalError": "frugal.errors",
-    "Plan": "frugal.planning.plan",
-    "dry_run": "frugal.dryrun.loop.run",
-    "heed_stop_signals": "frugal.distributed.stop",
-    "initialize": "frugal.training.engine",
-    "plan": "frugal.dryrun.planner",
-}
+__all__ = [
+    "CausalLM",
+    "CheckpointError",
+    "Engine",
+    "FrugalError",
+    "NothingFitsError",
+    "NumbersError",
+    "Objective",
+    "OutOfMemoryError",
+    "Plan",
+    "PlanMismatchError",
+    "PlannedMixin",
+    "PlannedTrainer",
+    "RequestError",
+    "SummedLoss",
+    "__version__",
+    "dry_run",
+    "heed_stop_signals",
+    "initialize",
+    "plan",
+    "training_arguments",
+]
 
 
 def __getattr__(name: str) -> Any:

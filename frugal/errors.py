@@ -78,7 +78,18 @@ class NumbersError(FrugalError):
     exit_code = 7
 
 
+def refuse(*cases: tuple[object, str, str, str | None]) -> None:
+    """Raise the first case whose condition holds: `(condition, what, because, hint)`.
+
+    Raises:
+        RequestError: one does.
+    """
+    for holds, what, because, hint in cases:
+        if holds:
+            raise RequestError(what, because=because or (), hint=hint)
+
+
 def first_line(error: BaseException) -> str:
-    """The type and the first line of any error, for a `because`: `KeyError: 'n_layers'`."""
+    """Return the type and the first line of any error, for a `because`: `KeyError: 'n_layers'`."""
     text = str(error).strip().splitlines()
     return f"{type(error).__name__}: {text[0]}" if text else type(error).__name__

@@ -6,7 +6,6 @@ What the system says is the same for many causes: no space may be bytes, inodes 
 import errno
 import os
 import pwd
-import resource
 import stat
 from contextlib import suppress
 from pathlib import Path
@@ -16,38 +15,11 @@ from frugal.units import format_bytes
 
 
 class Explanation(NamedTuple):
-    """`because`: one line with the file and the numbers. `remedy`: what to do, as the begin of a sentence."""
+    """The reason of an error, one line with the file and the numbers, and a remedy, the beginning of a sentence."""
 
     because: str
     remedy: str
 
-
-def explain(error: OSError, path: Path | None = None) -> Explanation:
-    """What an error of a file comes from; `path` is that file, where the error does not name it."""
-    name = os.fsdecode(error.filename) if isinstance(error.filename, str | bytes) else path
-    what = error.strerror or str(error) or type(error).__name__
-    if name is None:
-        return Explanation(what, _REMEDIES.get(error.errno or 0, _ANYTHING))
-    path = Path(name)
-    place = _existing(path)
-    numbers, remedy = "", _REMEDIES.get(error.errno or 0, _ANYTHING)
-    with suppress(OSError):  # a file system that says nothing either
-        numbers, remedy = _of_cause(error.errno, path, place, remedy)
-    because = f"{path}: {what}" + (f" ({numbers})" if numbers else "")
-    return Explanation(because.encode(errors="backslashreplace").decode(), remedy)  # names need not be text
-
-
-def or_elsewhere(remedy: str) -> str:
-    """The hint of a run that is not begun."""
-    return f"{remedy}, or choose another folder with --out"
-
-
-def then_resume(remedy: str) -> str:
-    """The hint of a run that has something to continue from."""
-    return f"{remedy}, then continue with --resume"
-
-
-_ANYTHING = "see to it that it can be written"
 
 _NETWORK = "see that the file system is reachable again"
 _REMEDIES = {
@@ -66,64 +38,54 @@ _REMEDIES = {
 }
 
 
-def _of_cause(number: int | None, path: Path, place: Path, remedy: str) -> tuple[str, str]:
-    """The numbers that matter for a cause, and what helps."""
+def explain(error: OSError, path: Path | None = None) -> Explanation:
+    """Explain an error of a file; `path` is that file, if the error does not name it."""
+    name = os.fsdecode(error.filename) if isinstance(error.filename, str | bytes) else path
+    because = error.strerror or str(error) or type(error).__name__
+    remedy = _REMEDIES.get(error.errno or 0, "see to it that it can be written")
+    if name is not None:
+        numbers = ""
+        with suppress(OSError):  # a file system that does not answer either
+            numbers, remedy = _cause(error.errno, Path(name).absolute(), remedy)
+        because = f"{name}: {because}" + (f" ({numbers})" if numbers else "")
+        because = because.encode(errors="backslashreplace").decode()  # names need not be text
+    return Explanation(because, remedy)
+
+
+def or_elsewhere(remedy: str) -> str:
+    """Return the hint of a run that has not begun."""
+    return f"{remedy}, or choose another folder with --out"
+
+
+def then_resume(remedy: str) -> str:
+    """Return the hint of a run that can be resumed."""
+    return f"{remedy}, then continue with --resume"
+
+
+def _cause(number: int | None, path: Path, remedy: str) -> tuple[str, str]:
+    """Return the numbers that matter for a cause, and its remedy."""
+    while not os.path.exists(path) and path != path.parent:  # noqa: PTH110  # False for a loop of links, too
+        path = path.parent
+    mount = path.resolve()
+    while not mount.is_mount():
+        mount = mount.parent
     if number in (errno.ENOSPC, errno.EDQUOT):
-        return _space(number, place, remedy)
-    if number == errno.EROFS:
-        return f"the file system mounted at {_mount(place)} is read-only", remedy
+        disk = os.statvfs(path)
+        free, size = format_bytes(disk.f_bavail * disk.f_frsize), format_bytes(disk.f_blocks * disk.f_frsize)
+        numbers = f"{free} of {size} are free at {mount}"
+        if number == errno.EDQUOT:
+            return f"the quota of {_user(os.geteuid())} is used up; {numbers}", remedy
+        if disk.f_files and not disk.f_favail:
+            remedy = f"remove files at {mount}: it is their number that is too large, not their size"
+            return f"all {disk.f_files} inodes are in use at {mount}; {numbers}", remedy
+        return numbers, f"{remedy} at {mount}"
     if number in (errno.EACCES, errno.EPERM):
-        status = place.stat()
-        return (
-            f"{place} is {stat.filemode(status.st_mode)} of {_user(status.st_uid)}, we are {_user(os.geteuid())}",
-            remedy,
-        )
-    if number == errno.ENAMETOOLONG:
-        longest = max(path.parts, key=lambda part: len(os.fsencode(part)))
-        most = os.statvfs(place).f_namemax
-        return f"a name has {len(os.fsencode(longest))} bytes, and may have {most}", remedy
-    if number == errno.EFBIG:
-        most = resource.getrlimit(resource.RLIMIT_FSIZE)[0]
-        return "" if most == resource.RLIM_INFINITY else f"a file may have {format_bytes(most)} here", remedy
-    if number == errno.EMFILE:
-        return f"a process may have {resource.getrlimit(resource.RLIMIT_NOFILE)[0]} open files here", remedy
-    if remedy == _NETWORK or number == errno.EIO:
-        return f"on the file system mounted at {_mount(place)}", remedy
+        status = path.stat()
+        mode = stat.filemode(status.st_mode)
+        return f"{path} is {mode} of {_user(status.st_uid)}, we are {_user(os.geteuid())}", remedy
+    if remedy == _NETWORK or number in (errno.EIO, errno.EROFS):
+        return f"on the file system mounted at {mount}", remedy
     return "", remedy
-
-
-def _space(number: int, place: Path, remedy: str) -> tuple[str, str]:
-    """Which of bytes, inodes and quota is used up."""
-    of, mount = os.statvfs(place), _mount(place)
-    free = f"{format_bytes(of.f_bavail * of.f_frsize)} of {format_bytes(of.f_blocks * of.f_frsize)} are free at {mount}"
-    if number == errno.EDQUOT:
-        return f"the quota of {_user(os.geteuid())} is used up; {free}", remedy
-    if of.f_files and not of.f_favail:
-        return (
-            f"all {of.f_files} inodes are in use at {mount}; {free}",
-            f"remove files at {mount}: it is their number that is too large, not their size",
-        )
-    return free, f"{remedy} at {mount}"
-
-
-def _existing(path: Path) -> Path:
-    """The path, or the nearest folder above it that can be looked at."""
-    path = path.absolute()
-    for each in (path, *path.parents):
-        try:
-            each.stat()
-        except OSError:
-            continue
-        return each
-    return path
-
-
-def _mount(place: Path) -> Path:
-    """Where the file system of a path is mounted."""
-    place = place.resolve()
-    while not place.is_mount():
-        place = place.parent
-    return place
 
 
 def _user(number: int) -> str:

@@ -1,23 +1,19 @@
 """Files that are written atomically, and caches of them that do not grow without bound.
 
-Atomic: whoever reads a name finds all of its content or nothing, whenever the writer was killed.
+Atomic: a reader of a name finds all of its content or nothing, whenever the writer was killed. Content is written under
+a temporary name in the same folder and renamed when it is complete. Durable writes are also flushed (fsync), the
+content before the rename and the folder's list of names after it, so that they survive a power failure. What can be
+made again, such as a cache, need not be durable.
 
-Content is written under a temporary name in the same folder and renamed when it is complete. Durable writes are also
-flushed (fsync), the content before the rename and the folder's list of names after it, so that they survive a power
-failure. What can be made again, such as a cache, need not be durable.
+Safe: nothing is written through a symbolic link in the place of a file, or through another user's in the place of a
+folder, and nothing but regular files is read: reading a pipe or a device may never end.
 
-Safe from what others put in the way: nothing is written through a symbolic link in the place of a file, or through one
-of another user in the place of a folder, and nothing but regular files is read. A pipe would be waited for, a device
-read for ever.
+Frugal removes only what it wrote: a folder from which things are removed by their names has a record of the names that
+were written there (`WRITTEN`), and what has such a name without being in the record is moved aside.
 
-Only what frugal wrote does it remove: a folder that things are removed from by their names has a record of the names
-that were written there (`WRITTEN`), and what has such a name without being in the record is moved aside.
-
-Bounded: a folder of things that can be made again keeps at most so many bytes, and nothing unused for long.
-
-An entry is a file or a folder. It was last used when it was last modified, which `touch` sets. Once a day, after
-something was added, the least recently used entries beyond the limit are removed. Never removed is what was used within
-a day, or what a process has locked with `lock`.
+Bounded: a cache keeps at most a number of bytes, and nothing that was not used for long. An entry is a file or a
+folder. It was last used when it was last modified, which `touch` sets. Once a day, after something was added, the least
+recently used entries beyond the limit are removed, except what was used within a day or is locked with `lock`.
 """
 
 import codecs
@@ -31,7 +27,6 @@ import re
 import secrets
 import shutil
 import stat
-import tempfile
 import time
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
@@ -88,7 +83,7 @@ def unfinished(final: Path) -> Path:
 
 
 def append(path: Path) -> int:
-    """A descriptor of a file to append to, which is made if there is none; close it.
+    """Open a file for appending, which is created if there is none, and return its descriptor; close it.
 
     Raises:
         OSError: it cannot be written, or a link, a pipe or something else that is no file is in its place.
@@ -103,7 +98,7 @@ def append(path: Path) -> int:
 
 
 def read_regular(path: Path, most_bytes: int = 1 << 30) -> bytes:
-    """The content of a regular file; nothing else in its place is waited for.
+    """Return the content of a regular file, without waiting for anything else in its place.
 
     Raises:
         OSError: there is none, it is a folder, a pipe or a device, or it has more than `most_bytes`.
@@ -116,13 +111,13 @@ def read_regular(path: Path, most_bytes: int = 1 << 30) -> bytes:
 
 
 LONGEST_LINE_BYTES = 1 << 24
-"""Of a file of records: most have a few hundred bytes, a list of samples a few MiB."""
+"""Most records have a few hundred bytes, a list of samples a few MiB."""
 
 
 def read_lines(path: Path) -> Iterator[bytes]:
-    """Yield the lines of a regular file with their ends, one in memory at a time.
+    """Yield the lines of a regular file with their ends, one in memory at a time. Raises as `read_regular`.
 
-    Of a line longer than `LONGEST_LINE_BYTES` the beginning alone comes, without an end. Raises as `read_regular`.
+    A line longer than `LONGEST_LINE_BYTES` is cut, and has no end.
     """
     with open_regular(path) as file:
         while line := file.readline(LONGEST_LINE_BYTES):
@@ -132,10 +127,10 @@ def read_lines(path: Path) -> Iterator[bytes]:
 
 
 def open_regular(path: Path) -> BufferedReader:
-    """A regular file, or a link to one, to read. Raises as `read_regular`."""
+    """Open a regular file, or a link to one, for reading. Raises as `read_regular`."""
     _check_regular(path.stat(), path)  # before it is opened: to open a device is to do something with it
     descriptor = _regular(os.open(path, os.O_RDONLY | os.O_NONBLOCK), path)
-    return open(descriptor, "rb")  # noqa: PTH123  # a Path has no descriptor; whoever calls this closes it
+    return open(descriptor, "rb")  # noqa: PTH123  # a Path has no descriptor; the caller closes it
 
 
 _KINDS = {
@@ -151,7 +146,7 @@ def _check_regular(status: os.stat_result, path: Path) -> None:
 
 
 def _regular(descriptor: int, path: Path) -> int:
-    """The descriptor, if it is of a regular file; otherwise it is closed."""
+    """Return the descriptor of a regular file; close any other."""
     try:
         _check_regular(os.fstat(descriptor), path)
     except OSError:
@@ -161,7 +156,7 @@ def _regular(descriptor: int, path: Path) -> int:
 
 
 def refuse_foreign_link(folder: Path) -> None:
-    """A link to a folder is followed where we or the administrator made it: another user's leads to what is not ours.
+    """Refuse a link of another user in the place of a folder; one of our own or the administrator's is followed.
 
     Raises:
         OSError: `folder` is a symbolic link of another user's.
@@ -173,7 +168,7 @@ def refuse_foreign_link(folder: Path) -> None:
 
 
 def remove(path: Path) -> None:
-    """Remove a file, a link, or a folder with all that is in it; nothing, if there is none. Links are not followed."""
+    """Remove a file, a link (which is not followed), or a folder with all that is in it, if there is one."""
     if path.is_dir() and not path.is_symlink():
         shutil.rmtree(path)
     else:
@@ -181,7 +176,7 @@ def remove(path: Path) -> None:
 
 
 def without_bom(data: bytes) -> bytes:
-    """The UTF-8 text of a file without the mark that some editors begin it with.
+    """Return the UTF-8 text of a file without the mark with which some editors begin it.
 
     Raises:
         ValueError: it is UTF-16.
@@ -189,21 +184,6 @@ def without_bom(data: bytes) -> bytes:
     if data.startswith((codecs.BOM_UTF16_LE, codecs.BOM_UTF16_BE)):
         raise ValueError("it is UTF-16 and must be UTF-8; iconv -f UTF-16 -t UTF-8 converts it")
     return data.removeprefix(codecs.BOM_UTF8)
-
-
-def replace_folder(temporary: Path, final: Path) -> None:
-    """Give a complete folder, whose files are flushed, its final name; durable.
-
-    A folder of that name is kept as `NAME.old` until the new one is in place.
-    """
-    old = final.with_name(f"{final.name}.old")
-    if final.exists() or final.is_symlink():
-        remove(old)
-        final.rename(old)
-    temporary.rename(final)
-    flush(final.parent)
-    with contextlib.suppress(OSError):
-        remove(old)
 
 
 def written(folder: Path) -> set[str]:
@@ -225,7 +205,7 @@ def record_written(folder: Path, names: Iterable[str]) -> None:
 
 
 def move_aside(path: Path) -> None:
-    """Rename a file or folder that frugal did not write and whose name it needs; nothing, if there is none."""
+    """Rename a file or folder that frugal did not write and whose name it needs, if there is one."""
     if not os.path.lexists(path):
         return
     kept = path.with_name(f"{path.name}.kept")
@@ -236,22 +216,26 @@ def move_aside(path: Path) -> None:
 
 
 def replace_own_folder(temporary: Path, final: Path) -> None:
-    """Give a complete folder its final name as `replace_folder` does, and record it as written.
+    """Give a complete folder, whose files are flushed, its final name, and record it as written; durable.
 
-    A folder of that name that is not in the record is moved aside, not removed.
+    An earlier folder of that name is kept as `NAME.old` until the new one is in place. One that is not in the record is
+    then moved aside, not removed.
     """
     folder, old, ours = final.parent, final.with_name(f"{final.name}.old"), written(final.parent)
     is_foreign = os.path.lexists(final) and final.name not in ours
     if old.name not in ours:
         move_aside(old)
-    record_written(folder, {*ours, final.name} | (set() if is_foreign else {old.name}))
+    record_written(folder, {*ours, final.name} - {old.name} if is_foreign else {*ours, final.name, old.name})
+    if os.path.lexists(final):
+        remove(old)
+        final.rename(old)
+    temporary.rename(final)
+    flush(folder)
     if is_foreign:
-        final.rename(old)  # which a run still finds, if this is as far as it gets
-        temporary.rename(final)
-        flush(folder)
         move_aside(old)
     else:
-        replace_folder(temporary, final)
+        with contextlib.suppress(OSError):
+            remove(old)
     record_written(folder, {*ours, final.name} - {old.name})
 
 
@@ -265,25 +249,6 @@ def name_folder(temporary: Path, final: Path) -> None:
         raise FileExistsError(errno.EEXIST, os.strerror(errno.EEXIST), str(final))
     temporary.rename(final)
     flush(final.parent)
-
-
-@contextmanager
-def new_folder(final: Path) -> Iterator[Path]:
-    """A folder to fill, which is renamed to `final` at the end of the block, and removed if the block fails.
-
-    Not durable. Where another process was first with a folder of that name, its folder stays.
-    """
-    final.parent.mkdir(parents=True, exist_ok=True)
-    temporary = Path(tempfile.mkdtemp(prefix=f"{final.name}.", dir=final.parent))
-    try:
-        yield temporary
-        try:
-            temporary.rename(final)
-        except OSError:
-            if not final.exists():
-                raise
-    finally:
-        shutil.rmtree(temporary, ignore_errors=True)
 
 
 def flush_all(folder: Path) -> None:
@@ -308,22 +273,22 @@ UNUSED_SECONDS = 90 * DAY
 
 
 def touch(entry: Path) -> None:
-    """It is used now. Written at most once a day; a folder that cannot be written to is no error."""
+    """Note that a cache's entry is used now, at most once a day. A failure to write it is no error."""
     with contextlib.suppress(OSError):
         if time.time() - entry.stat().st_mtime > DAY:
             os.utime(entry)
 
 
 def lock(file: Path) -> IO[bytes]:
-    """Keep a file, and the folder that is the entry it belongs to, from being removed until the result is closed.
+    """Keep a file, and the cache's entry it belongs to, from being removed until the result is closed.
 
-    Processes of other hosts see it where the file system shares locks.
+    Other hosts see the lock if the file system shares locks.
 
     Raises:
         OSError: there is no such file.
     """
     locked = file.open("rb")
-    with contextlib.suppress(OSError):  # a file system without locks: it was touched, which keeps it for a day
+    with contextlib.suppress(OSError):  # a file system without locks: `touch` keeps it for a day
         fcntl.flock(locked, fcntl.LOCK_SH)
     return locked
 
@@ -332,7 +297,7 @@ def lock(file: Path) -> IO[bytes]:
 def alone(file: Path) -> Iterator[None]:
     """Be the only process in blocks of this file, which is made if there is none; others wait.
 
-    On a file system without locks nobody waits.
+    On a file system without locks no process waits.
 
     Raises:
         OSError: it cannot be made.
@@ -347,9 +312,9 @@ def alone(file: Path) -> Iterator[None]:
 
 
 def prune(folder: Path, limit_bytes: int, unused_seconds: float = UNUSED_SECONDS) -> None:
-    """Remove the entries of `folder` that were not used for `unused_seconds`, and what is beyond `limit_bytes`.
+    """Remove the entries of `folder` that were not used for `unused_seconds`, or are beyond `limit_bytes`.
 
-    The least recently used go first. At most once a day; a folder that cannot be written to is no error.
+    The least recently used go first. Done at most once a day; a failure to write is no error.
     """
     now = time.time()
     with contextlib.suppress(OSError):
@@ -363,7 +328,9 @@ def prune(folder: Path, limit_bytes: int, unused_seconds: float = UNUSED_SECONDS
             unused = now - last_used[entry]
             total += sum(file.stat().st_size for file in _files(entry))
             if unused > DAY and (unused > unused_seconds or total > limit_bytes) and not _is_locked(entry):
-                _remove(entry)
+                removed = entry.with_name(f".{entry.name}.removed")
+                entry.rename(removed)  # a folder disappears at once, not file by file
+                remove(removed)
 
 
 def _files(entry: Path) -> list[Path]:
@@ -371,7 +338,7 @@ def _files(entry: Path) -> list[Path]:
 
 
 def _is_locked(entry: Path) -> bool:
-    """Whether a process reads it, or this one may not write it."""
+    """Return whether a process reads the entry, or this one may not write it."""
     try:
         for file in _files(entry):
             with file.open("rb+") as opened:  # network file systems lock no file that is open for reading only
@@ -379,13 +346,3 @@ def _is_locked(entry: Path) -> bool:
     except OSError:
         return True
     return False
-
-
-def _remove(entry: Path) -> None:
-    """A folder disappears at once, not file by file."""
-    if not entry.is_dir():
-        entry.unlink(missing_ok=True)
-        return
-    removed = entry.with_name(f".{entry.name}.removed")
-    entry.rename(removed)
-    shutil.rmtree(removed, ignore_errors=True)

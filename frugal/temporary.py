@@ -1,7 +1,7 @@
-"""Temporary folders of which nothing stays: whoever makes the next one removes those of processes that were killed.
+"""Temporary folders that do not stay: the next one to be made removes those of processes that were killed.
 
-A process locks its folder (flock) while it lives, and the kernel unlocks it however the process ends: what can be
-locked is nobody's any more. On a file system without such locks nothing can be, and nothing is removed.
+A process locks its folder (flock) while it lives, and the kernel unlocks it however the process ends: a folder that can
+be locked is nobody's any more. On a file system without such locks nothing is removed.
 """
 
 import fcntl
@@ -22,27 +22,33 @@ _RANDOM = r"[a-z0-9_]{8}[0-9a-f]{8}"
 
 @contextmanager
 def folder(parent: Path | None = None, prefix: str = PREFIX) -> Iterator[Path]:
-    """A folder for the time of the block, in `parent` or where the system has temporary files.
+    """Make a folder for the time of the block, in `parent` or in the system's folder of temporary files.
 
     Raises:
         OSError: it cannot be made.
     """
     parent = Path(tempfile.gettempdir()) if parent is None else parent
     remove_abandoned(parent, prefix)
-    path, descriptor = _made(parent, prefix)
+    while True:
+        path = Path(tempfile.mkdtemp(prefix=prefix, suffix=secrets.token_hex(4), dir=parent))
+        with suppress(FileNotFoundError):  # another process, which found it without a lock, removed it
+            descriptor = os.open(path, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW)
+            with suppress(OSError):  # a file system without locks
+                fcntl.flock(descriptor, fcntl.LOCK_EX)
+            if os.fstat(descriptor).st_nlink:
+                break
+            os.close(descriptor)
     try:
         yield path
     finally:
-        with suppress(OSError):  # it may have been moved, together with what it is in
-            path = Path(f"/proc/self/fd/{descriptor}").readlink()
         shutil.rmtree(path, ignore_errors=True)
         os.close(descriptor)
 
 
 def remove_abandoned(parent: Path, prefix: str, *, but: Path | None = None) -> None:
-    """Remove the user's folders in `parent` that `folder` made and no process has locked, and not `but`.
+    """Remove the user's folders in `parent` that `folder` made and no process has locked, except `but`.
 
-    What cannot be removed stays: it is no error.
+    A folder that cannot be removed stays.
     """
     with suppress(OSError):
         for path in list(parent.iterdir()):
@@ -59,18 +65,3 @@ def _remove_unlocked(path: Path) -> None:
                 shutil.rmtree(path, ignore_errors=True)
         finally:
             os.close(descriptor)
-
-
-def _made(parent: Path, prefix: str) -> tuple[Path, int]:
-    """A new folder and the descriptor that holds its lock."""
-    while True:
-        path = Path(tempfile.mkdtemp(prefix=prefix, suffix=secrets.token_hex(4), dir=parent))
-        try:
-            descriptor = os.open(path, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW)
-        except FileNotFoundError:  # removed by another process, which found it without a lock
-            continue
-        with suppress(OSError):  # a file system without locks
-            fcntl.flock(descriptor, fcntl.LOCK_EX)
-        if os.fstat(descriptor).st_nlink:  # otherwise removed just before it was locked
-            return path, descriptor
-        os.close(descriptor)

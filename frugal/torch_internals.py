@@ -1,6 +1,6 @@
 """torch's private names: nothing else uses them. They are checked, in one table, when this module is first imported."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager
 from typing import Any
 
@@ -36,8 +36,6 @@ NAMES = (
     *needed("torch.utils._device:DeviceContext", "default devices", "__init__(self, device)"),
     *needed("torch", "operators made of others", "_C.DispatchKey.CompositeImplicitAutograd"),
     *needed("torch._ops:OpOverload", "operators", "_schema", "_overloadpacket", "has_kernel_for_dispatch_key"),
-    *needed("torch", "what a kernel calls", "_C.DispatchKeySet", "_C.DispatchKey.CPU", "_int_mm"),
-    *needed("torch._ops:OpOverload", "what a kernel calls", "redispatch"),
     *needed("torch._prims_common", "what autograd adds in place", "is_non_overlapping_and_dense_or_false"),
     *needed("torch.autograd.graph", "autograd's own frame", "_engine_run_backward"),
     *needed(
@@ -97,6 +95,16 @@ without_dispatch: Callable[[], AbstractContextManager[Any]] = torch._C._DisableT
 """Operators reach no `TorchDispatchMode` inside the `with` block: the cheapest way past one."""
 
 
+_OUT_OF_MEMORY = ("out of memory", "can't allocate memory", "CUBLAS_STATUS_ALLOC_FAILED", "Failed to CUDA calloc")
+
+
+def is_out_of_memory(error: BaseException) -> bool:
+    """Return whether `error` says that memory ran out, on the device, on the host or inside cuBLAS or NCCL."""
+    return isinstance(error, torch.OutOfMemoryError | MemoryError) or (
+        isinstance(error, RuntimeError) and any(sign in str(error) for sign in _OUT_OF_MEMORY)
+    )
+
+
 def address(tensor: Tensor) -> int:
     """The address of a tensor's storage, its own while it lives."""
     return tensor.untyped_storage()._cdata
@@ -127,6 +135,15 @@ def saved_buffers(module: torch.nn.Module) -> dict[str, Tensor]:
     }
 
 
+def tensors_in(values: Any) -> Iterator[Tensor]:
+    """Yield every tensor in an operator's arguments or results: lists of tensors are the deepest they go."""
+    if isinstance(values, Tensor):
+        yield values
+    elif isinstance(values, (tuple, list)):
+        for value in values:
+            yield from tensors_in(value)
+
+
 def schema(operator: Any) -> Any:
     """What an operator takes, returns and writes to."""
     return operator._schema
@@ -140,15 +157,6 @@ def packet(operator: Any) -> Any:
 def is_composite(operator: Any) -> bool:
     """Whether autograd sees the operators that it is made of, not itself."""
     return operator.has_kernel_for_dispatch_key(torch._C.DispatchKey.CompositeImplicitAutograd)
-
-
-int_matmul: Callable[[Tensor, Tensor], Tensor] = torch._int_mm
-"""The product of two int8 matrices, in int32."""
-
-
-def kernel_of_cpu(operator: Any, *args: Any, **kwargs: Any) -> Any:
-    """Run an operator's kernel for CPUs, whatever the tensors are on: modes see the operators that it calls."""
-    return operator.redispatch(torch._C.DispatchKeySet(torch._C.DispatchKey.CPU), *args, **kwargs)
 
 
 def counting_versions() -> AbstractContextManager[Any]:

@@ -8,6 +8,9 @@ import re
 
 from frugal.errors import RequestError
 
+IGNORED = -100
+"""The label of positions without a target, as in torch's cross entropy."""
+
 KIB, MIB, GIB, TIB = 1 << 10, 1 << 20, 1 << 30, 1 << 40
 
 _BYTES = {

@@ -10,7 +10,7 @@ import hypothesis
 import pytest
 
 from bench.ranks import Ranks
-from tests import forked_workers, kernels
+from tests import forked, kernels
 from tests.browser import browser  # noqa: F401 - a fixture
 
 os.environ.update(DS_ACCELERATOR="cpu", HF_HUB_OFFLINE="1", TOKENIZERS_PARALLELISM="false", OMP_NUM_THREADS="1")
@@ -20,7 +20,7 @@ os.environ["XDG_CONFIG_HOME"] = os.devnull  # plans are to be the same on a mach
 hypothesis.settings.register_profile("any machine", deadline=None)  # tests say nothing about time
 hypothesis.settings.load_profile("any machine")
 
-forked_workers.use()
+forked.use()
 
 signal.signal(signal.SIGINT, signal.default_int_handler)  # a shell's background jobs ignore Ctrl-C, and so would ours
 

@@ -27,9 +27,7 @@ PUBLIC = (ROOT / "__init__.py", ROOT / "__main__.py")
 
 HEAVY = {"torch", "deepspeed", "transformers", "datasets", "accelerate"}
 
-MOST_LINES, MOST_FUNCTION_LINES, FILES_OF_A_FOLDER = 500, 60, range(3, 13)
-
-MOST_STATEMENTS = 31_165
+MOST_STATEMENTS = 27_646
 """Of the package, docstrings apart. It only falls: a feature in, a feature out."""
 
 READ_THE_ENVIRONMENT = {
@@ -266,12 +264,16 @@ def test_the_command_line_of_planning_loads_no_torch() -> None:
 
 def test_whoever_starts_ranks_and_a_rank_before_its_environment_is_set_load_no_deepspeed() -> None:
     """DeepSpeed chooses its accelerator when it is imported, and torch its threads."""
-    starting = "import frugal.cli.train, frugal.launch.pdsh, frugal.training.run, frugal.distributed.process_group"
+    starting = "import frugal.cli.train, frugal.launch.hosts, frugal.training.run, frugal.distributed.process_group"
     assert not loaded_after(starting) & HEAVY
 
 
 def test_the_public_names_are_exactly_these() -> None:
-    public = {"Engine", "FrugalError", "Plan", "__version__", "dry_run", "heed_stop_signals", "initialize", "plan"}
+    public = {
+        "CausalLM", "CheckpointError", "Engine", "FrugalError", "NothingFitsError", "NumbersError", "Objective",
+        "OutOfMemoryError", "Plan", "PlanMismatchError", "PlannedMixin", "PlannedTrainer", "RequestError", "SummedLoss",
+        "__version__", "dry_run", "heed_stop_signals", "initialize", "plan", "training_arguments",
+    }  # fmt: skip
     assert set(frugal.__all__) == public == set(dir(frugal))
     assert all(getattr(frugal, name) is not None for name in public)
 
@@ -301,28 +303,30 @@ def test_the_package_has_few_enough_statements() -> None:
 
 
 @pytest.mark.parametrize("folder", sorted({path.parent for path in modules().values()} - {ROOT}), ids=named)
-def test_a_folder_holds_3_to_12_files_and_says_in_a_sentence_what_is_in_it(folder: Path) -> None:
-    files = [path for path in folder.glob("*.py") if path.name != "__init__.py"]
-    folders = [path for path in folder.iterdir() if path.is_dir() and (path / "__init__.py").exists()]
-    assert len(files) in FILES_OF_A_FOLDER and len(files) + len(folders) <= 15
+def test_a_folder_says_in_a_sentence_what_is_in_it(folder: Path) -> None:
     sentence = ast.get_docstring(tree_of(folder / "__init__.py"))
     assert sentence and sentence.endswith(".") and "\n" not in sentence
 
 
 @pytest.mark.parametrize("path", modules().values(), ids=named)
-def test_a_file_is_short_and_says_what_it_is(path: Path) -> None:
-    assert path.read_text().count("\n") <= MOST_LINES
+def test_a_file_says_what_it_is(path: Path) -> None:
     assert ast.get_docstring(tree_of(path))
     assert not {"utils", "helpers", "common", "base", "manager", "misc"} & {path.stem, path.parent.stem}
 
 
-@pytest.mark.parametrize("name", modules())
-def test_functions_are_short(name: str) -> None:
-    for node in ast.walk(tree_of(modules()[name])):
-        if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef):
-            assert node.end_lineno is not None
-            lines = node.end_lineno - node.lineno + 1
-            assert lines <= MOST_FUNCTION_LINES, f"{node.name} has {lines} lines"
+HEADLESS = re.compile(r"(What|Whether|Of |That of|Those |None: )")
+MOST_HEADLESS = 60
+
+
+def test_docstrings_begin_with_a_verb_or_a_noun() -> None:
+    """A sentence that a PyTorch user reads once has a head."""
+    texts = [
+        ast.get_docstring(node) or ""
+        for path in modules().values()
+        for node in ast.walk(tree_of(path))
+        if isinstance(node, ast.Module | ast.ClassDef | ast.FunctionDef)
+    ]
+    assert sum(bool(HEADLESS.match(text)) for text in texts) <= MOST_HEADLESS
 
 
 def test_no_two_classes_have_the_same_name() -> None:

@@ -71,13 +71,6 @@ def test_the_folder_of_another_user_stays(tmp_path: Path) -> None:
     assert folder.exists()
 
 
-def test_a_folder_that_was_moved_with_its_parent_is_removed_where_it_is(tmp_path: Path) -> None:
-    (tmp_path / "run").mkdir()
-    with temporary.folder(tmp_path / "run", ".start-"):
-        (tmp_path / "run").rename(tmp_path / "moved")
-    assert names(tmp_path / "moved") == []
-
-
 def test_many_that_are_made_at_once_take_none_from_each_other(tmp_path: Path) -> None:
     lost: list[Path] = []
 

@@ -6,7 +6,7 @@ space and runs no kernel. Requests, kernels' choice and workspaces, segments are
     python -m bench.emulated_gpu
     python -m bench.emulated_gpu --predictions predictions.json --predict       (any machine)
     python -m bench.emulated_gpu --predictions predictions.json                 (then with the emulated driver)
-    python -m bench.emulated_gpu --strategies    (shared samples, mixtures of modes, tiled MLP, partial offload, hpZ)
+    python -m bench.emulated_gpu --strategies    (shared samples, mixtures of modes, tiled MLP, partial offload)
     python -m bench.emulated_gpu --only falcon --only t4             (rows whose names have one of these words)
 
 Each configuration runs two optimizer steps of frugal's engine, free, capped at the predicted capacity, and with

@@ -3,7 +3,7 @@
 Each fits its card, and each setting that changes memory is in several: ZeRO stages, activation checkpointing, the
 tiled loss, offloading, overlapped communication, clipping, fp16, packing, an evaluation or a checkpoint in between.
 A table of its own (`--strategies`) has ranks that share samples, a mode of activation checkpointing for each layer, the
-tiled MLP, an optimizer partly in host memory, parameters kept within a node (hpZ).
+tiled MLP, an optimizer partly in host memory.
 """
 
 from collections.abc import Iterator
@@ -150,8 +150,6 @@ _STRATEGIES: dict[str, tuple[_Row, ...]] = {
         ("llama-3b", "bf16", 3, "offloaded", "tiled", 1, 1, 65536,
          {"world_size": 4, "sequence_parallel": 4, "mlp": "tiled", "offload": "optimizer"}),
         ("gpt2-xl", "bf16", 3, "full", "tiled", 2, 2, 1024, {"offload": "optimizer", "offload_ratio": 0.25}),
-        ("tinyllama-1.1b", "bf16", 3, "full", "tiled", 4, 1, 2048, {"world_size": 8, "secondary_partition": 4}),
-        ("llama-3b", "bf16", 3, "full", "tiled", 1, 2, 2048, {"world_size": 8, "secondary_partition": 2}),
     ),
     "h100": (
         ("llama-3b", "bf16", 3, "offloaded", "tiled", 1, 1, 65536, {"world_size": 8, "sequence_parallel": 8}),

@@ -41,7 +41,6 @@ class Configuration:
     mlp: Literal["plain", "tiled"] = "plain"
     sequence_parallel: int = 1
     offload_ratio: float = 1.0
-    secondary_partition: int = 1
     card: str | None = None
 
     @property
@@ -58,7 +57,6 @@ class Configuration:
         words += ["+".join(f"{count} {mode}" for mode, count in self.layer_modes)] * bool(self.layer_modes)
         words += ["tiled MLP"] * (self.mlp == "tiled") + [f"sp {self.sequence_parallel}"] * (self.sequence_parallel > 1)
         words += [f"ratio {self.offload_ratio:g}"] * (self.offload_ratio < 1)
-        words += [f"hpZ {self.secondary_partition}"] * (self.secondary_partition > 1)
         words += [self.between] * (self.between != "nothing")
         return " ".join(words + [self.card] * (self.card is not None))
 
@@ -112,7 +110,6 @@ class Configuration:
             layer_modes=self.layer_modes,
             sequence_parallel=self.sequence_parallel,
             mlp=self.mlp,
-            secondary_partition=self.secondary_partition,
             loss="tiled" if self.loss == "tiled" else "plain",
             reduce_bucket_elements=bucket,
             prefetch_bucket_elements=bucket,

@@ -32,10 +32,9 @@ from bench.goals import report_goals
 from frugal.config.schema import understand
 from frugal.dryrun.cache import presets
 from frugal.dryrun.client import DryRunSource
-from frugal.dryrun.planner import make_plan
 from frugal.dryrun.pool import Pool
 from frugal.errors import FrugalError
-from frugal.planning.plan import Plan
+from frugal.planning.planner import decide
 from frugal.planning.search.candidate import Candidate
 from frugal.planning.what_if import Case, predicted
 
@@ -191,19 +190,6 @@ def last(look: Look, start: int) -> int:
     return low
 
 
-class DraftTakenError(Exception):
-    """A draft is enough."""
-
-    def __init__(self, plan: Plan) -> None:
-        super().__init__()
-        self.plan = plan
-
-
-def take(plan: Plan, _whole: Callable[[], Plan]) -> None:
-    """Be content with a draft."""
-    raise DraftTakenError(plan)
-
-
 def planned(settings: dict[str, Any], place: int, asked: Asked, file: Path) -> dict[str, Any]:
     """What a plan of samples of that length says, dry-run; of the next shorter one where the dry run refuses it."""
     refused = []
@@ -211,9 +197,8 @@ def planned(settings: dict[str, Any], place: int, asked: Asked, file: Path) -> d
     for i in range(place, max(place - 3, -1), -1):
         request = understand(settings | {"seq_len": tokens(i)})
         try:
-            plan = make_plan(*request, dry_run=dry_run, on_draft=take if asked.only_drafts else None)
-        except DraftTakenError as drafted:
-            plan = drafted.plan
+            plans = decide(*request, dry_run)
+            *_, plan = [next(plans)] if asked.only_drafts else plans
         except FrugalError as error:
             refused.append({"seq_len": tokens(i), "why": str(error)})
             continue

@@ -25,13 +25,14 @@ from bench.planning import choice
 from bench.planning.choice import RESULTS, Decision
 from bench.planning.choice_cases import Case
 from bench.planning.choice_worker import Timed
+from bench.plans import all_mixtures
 from frugal.cli.measure import calibrate
 from frugal.config.hardware.calibration import Calibration
 from frugal.config.schema import understand
 from frugal.dryrun.client import DryRunSource, workers
 from frugal.dryrun.pool import Pool
 from frugal.planning.search.candidate import Candidate, SearchResult
-from frugal.planning.search.mixtures import all_mixtures, base_of, mixture
+from frugal.planning.search.mixtures import base_of, mixture
 from frugal.planning.search.search import Search
 from frugal.planning.strategy import LAYER_MODES
 
@@ -86,7 +87,7 @@ def decide(case: BudgetCase, calibration: Calibration | None, pool: Pool, folder
     request, cluster, _ = understand(choice.settings(case, "cpu", budget), calibration)
     with DryRunSource(request, cluster, folder, pool=pool) as source:
         search = Search(request, cluster, source)
-        result = search.run()
+        *_, result = search.run()
         assert isinstance(result, SearchResult), f"nothing fits: {case.name}"
         evaluated = [search.evaluation.evaluate(strategy) for strategy in search.strategies("none")]
         whole = sorted((each for each in evaluated if each.fits), key=lambda each: each.seconds)

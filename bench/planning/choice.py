@@ -109,7 +109,7 @@ def decide(
     request, cluster, _ = understand(settings(case, kind, budget), calibration)
     with DryRunSource(request, cluster, folder, pool=pool) as source:
         search = Search(request, cluster, source)
-        choice = search.run()
+        *_, choice = search.run()
         assert isinstance(choice, SearchResult), f"nothing fits: {case.name}"
         strategies = search.strategies("none")
         looked_at = [

@@ -9,7 +9,6 @@ take turns once more: who seems the fastest of many is partly so by chance.
 
 import gc
 import random
-import statistics
 import sys
 import time
 from collections.abc import Sequence
@@ -26,7 +25,7 @@ from frugal.distributed import first_failure, process_group
 from frugal.distributed.exchange import from_rank_0
 from frugal.planning.plan import Plan
 from frugal.training.engine import Engine, initialize
-from frugal.training.measure.race import steps_needed
+from frugal.training.measure.tuner import steps_needed
 from frugal.training.models.resolve import resolve
 from frugal.training.models.spec import ModelSpec
 from frugal.training.objectives import Batch
@@ -126,7 +125,7 @@ def _turn(spec: ModelSpec, plan: Plan, device: torch.device, steps: int) -> list
 
 def tuned(plans: Sequence[Plan]) -> Tuned | None:
     """What a run with the first plan, tuned without regard to its length, goes on with. Collective."""
-    plan, events = plans[0], list[dict[str, Any]]()
+    plan, ends = plans[0], list[dict[str, Any]]()
     if not plan.alternatives:
         return None
     torch.manual_seed(0)
@@ -137,17 +136,16 @@ def tuned(plans: Sequence[Plan]) -> Tuned | None:
         {name: [chance.randrange(2, 250) for _ in range(plan.request.seq_len)] for name in _NAMES[plan.model.task]}
         for _ in range(plan.batch.global_batch)
     ]
-    engine.tune(steps_needed(1 + len(plan.alternatives)), events.append)
+    engine.tune(steps_needed(1 + len(plan.alternatives)), ends.append)
     while engine.tuner is not None:
         engine.train_step(samples)
-    steps = [event for event in events if event["event"] == "tuning"]
-    planned = statistics.median(step["seconds"] for step in steps if step["is_planned"])
-    now = engine.plan
+    ways, now = ends[0]["ways"], engine.plan
+    timed_ways = [way for way in ways if way["seconds"] is not None]
     engine.destroy()
     return Tuned(
         plan=next(i for i, p in enumerate(plans) if (p.strategy, p.batch) == (now.strategy, now.batch)),
-        steps=len(steps),
-        lost_seconds=sum(step["seconds"] - planned for step in steps if not step["is_planned"]),
+        steps=sum(way["num_steps"] for way in ways),
+        lost_seconds=sum(way["num_steps"] * (way["seconds"] - timed_ways[0]["seconds"]) for way in timed_ways),
     )
 
 

@@ -34,7 +34,6 @@ from collections.abc import Iterator
 from contextlib import contextmanager, redirect_stdout
 from dataclasses import replace
 from datetime import UTC, datetime
-from functools import partial
 from importlib.metadata import version
 from itertools import product
 from pathlib import Path
@@ -43,10 +42,8 @@ from typing import Any
 from frugal.config.schema import understand
 from frugal.dryrun.client import DryRunSource
 from frugal.dryrun.trace.drafts import MIXTURES
-from frugal.planning.memory.allocator import KNOWN
-from frugal.planning.search.candidate import Candidate, SearchResult
+from frugal.planning.search.candidate import Candidate
 from frugal.planning.search.search import Search
-from frugal.planning.what_if import offers
 
 RESULTS = Path(__file__).parents[1] / "results" / "search.json"
 CASES = (
@@ -150,11 +147,10 @@ def measured(repeats: int, model: str, global_batch: int, *cards: str) -> dict[s
 
 
 def beyond_tracing(repeats: int, case: dict[str, Any]) -> dict[str, Any]:
-    """CPU seconds of the search and of what cheaper states would bring, traces apart; medians of several runs."""
+    """CPU seconds of the search, traces apart; medians of several runs."""
     request, cluster, _ = understand({"model": "llama-3.1-8b", "gpus": GPUS, **case})
     runs: Seconds = {}
     for _ in range(repeats):
-        KNOWN.clear()
         MIXTURES.clear()
         with DryRunSource(request, cluster, cache=False, will_dry_run=False) as source:
             search = Search(request, cluster, source)
@@ -162,17 +158,7 @@ def beyond_tracing(repeats: int, case: dict[str, Any]) -> dict[str, Any]:
             with timed("reading traces", runs):
                 source.prepare([strategy for level in levels.values() for strategy in level])
             with timed("search", runs):
-                chosen, candidates = _chosen(search)
-            with timed("cheaper states", runs):
-                assert chosen.memory is not None
-                offers(
-                    search,
-                    SearchResult(
-                        chosen=chosen, memory=chosen.memory, model=search._model(chosen),
-                        candidates=tuple(candidates), warnings=(),
-                    ),
-                    partial(DryRunSource, cache=False, will_dry_run=False),
-                )  # fmt: skip
+                chosen, _ = _chosen(search)
     seconds = medians(runs)
     total = sum(of_part["cpu_seconds"] for of_part in seconds.values())
     print(f"{case}: {total:.2f} s of CPU time, {chosen.strategy}")
@@ -192,9 +178,8 @@ def _chosen(search: Search) -> tuple[Candidate, list[Candidate]]:
 
 def forget_replays(source: DryRunSource) -> None:
     """The same profiles, as they are before the allocator is replayed over any."""
-    KNOWN.clear()
     for key, profile in source._profiles.items():
-        source._profiles[key] = replace(profile, ranks=tuple(replace(rank) for rank in profile.ranks))
+        source._profiles[key] = replace(profile, ranks=tuple(replace(rank, known={}) for rank in profile.ranks))
 
 
 def deepspeed_estimates(search: Search) -> dict[str, Any]:

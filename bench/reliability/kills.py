@@ -111,7 +111,8 @@ class Run:
         has_checkpoint = (self.out / "checkpoints" / "latest").exists()
         self.process = subprocess.Popen(
             command(
-                "--plan", f"plan{ranks}.json", "--data", "text.jsonl", "--steps", steps, "--schedule-steps", of,
+                "--plan", f"plan{ranks}.json", "--data", "text.jsonl", "--steps", steps,
+                "--set", f"schedule.steps={of}",
                 "--save-every", SAVE_EVERY, "--eval-every", 0, "--out", out,
                 *(["--resume"] if has_checkpoint else []), *more,
             ),

@@ -34,6 +34,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from transformers import CONFIG_MAPPING
 
 from bench.environment import environment
 from bench.goals import report_goals
@@ -71,7 +72,7 @@ def pairs(model_types: Sequence[str] = ()) -> Iterator[tuple[str, str, bool]]:
 
 def _has_routers(model_type: str) -> bool:
     try:
-        config = resolve._config_class(model_type)()
+        config = CONFIG_MAPPING[model_type]()
     except Exception:  # its defaults contradict each other, which will be said
         return False
     parts = (config, *(getattr(config, name, None) for name in config.sub_configs or {}))
@@ -142,7 +143,7 @@ def _measured(task: str, model_type: str, routers: bool) -> Record:
 
 def _spec(task: str, model_type: str, routers: bool) -> ModelSpec:
     """As `frugal plan --model config.json --task TASK` has it."""
-    config = small_config(resolve._config_class(model_type))
+    config = small_config(CONFIG_MAPPING[model_type])
     if task == "masked-lm" and model_type == "reformer":
         config.is_decoder = False
     if routers:

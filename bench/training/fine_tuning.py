@@ -92,7 +92,7 @@ def prepare(folder: Path) -> None:
     tokenizer(rows).save_pretrained(folder / "tokenizer")
     frugal(
         folder, "pre", "--model", folder / "config.json", "--tokenizer", folder / "tokenizer", "--data", "stdlib",
-        "--limit", 200, "--global-batch", 16, "--steps", 20, "--learning-rate", RATE,
+        "--set", "train.limit=200", "--global-batch", 16, "--steps", 20, "--learning-rate", RATE,
     )  # fmt: skip
     (folder / "pre" / "model").rename(folder / "model")
     spec = replace(resolve.resolve(str(folder / "model")), lora=Lora(**LORA))
@@ -103,7 +103,8 @@ def frugal(folder: Path, name: str, *words: object) -> list[dict[str, Any]]:
     """`frugal train` on one CPU rank; its steps."""
     command = [
         sys.executable, "-m", "frugal", "train", "--ranks", 1, "--mem", "4G", "--precision", "fp32", "--seq-len",
-        SEQ_LEN, "--validation-fraction", 0, "--schedule", "constant", "--weight-decay", 0, "--adam-beta2", 0.999,
+        SEQ_LEN, "--validation-fraction", 0, "--schedule", "constant", "--weight-decay", 0, "--set",
+        "optimizer.beta2=0.999",
         "--eval-every", 0, "--out", folder / name, *words,
     ]  # fmt: skip
     done = subprocess.run(list(map(str, command)), capture_output=True, text=True, env=_environment())

@@ -19,9 +19,9 @@ from frugal.config.hardware.cluster import GENERIC, Card, Cluster
 from frugal.config.request import Request
 from frugal.config.schema import understand
 from frugal.dryrun.client import DryRunSource, workers
-from frugal.dryrun.messages import ModelFacts
 from frugal.dryrun.pool import Pool
 from frugal.errors import FrugalError, NothingFitsError, RequestError
+from frugal.planning.model_facts import ModelFacts
 from frugal.planning.plan import Plan
 
 

@@ -17,7 +17,8 @@ from frugal.dryrun.cache import presets
 from frugal.errors import RequestError
 from frugal.planning.batch import BatchPlan
 from frugal.planning.memory.breakdown import MemoryBreakdown
-from frugal.planning.search.candidate import Facts, Source
+from frugal.planning.model_facts import ModelFacts
+from frugal.planning.search.candidate import Source
 from frugal.planning.search.fitting import Fitting
 from frugal.planning.strategy import Strategy
 
@@ -126,7 +127,7 @@ def _has_bf16_states(settings: Settings) -> bool:
     return all(both)
 
 
-def readable(request: Request, facts: Facts, settings: Settings) -> Request:
+def readable(request: Request, facts: ModelFacts, settings: Settings) -> Request:
     """The request with samples that the model can read; a length that nobody named is shortened.
 
     Raises:
@@ -144,7 +145,12 @@ def readable(request: Request, facts: Facts, settings: Settings) -> Request:
 
 
 def subject_of(
-    settings: Settings, deepspeed: Resolved, arithmetic: Arithmetic, request: Request, cluster: Cluster, facts: Facts
+    settings: Settings,
+    deepspeed: Resolved,
+    arithmetic: Arithmetic,
+    request: Request,
+    cluster: Cluster,
+    facts: ModelFacts,
 ) -> Subject:
     """What to dry-run. What frugal cannot do of it is noted in `settings`."""
     strategy = deepspeed_json.strategy(settings, deepspeed)

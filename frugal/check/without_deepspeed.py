@@ -15,7 +15,7 @@ from frugal.check.verdict import Subject
 from frugal.config.hardware.cluster import Cluster
 from frugal.config.request import Request
 from frugal.planning.batch import BatchPlan
-from frugal.planning.search.candidate import Facts
+from frugal.planning.model_facts import ModelFacts
 from frugal.planning.strategy import Strategy
 from frugal.planning.what_if import with_gpus
 
@@ -35,7 +35,9 @@ def refuse_autocast(settings: Settings) -> None:
         settings.refuse(f"it does not use DeepSpeed, and {AUTOCAST}", settings.place("precision"))
 
 
-def subject_of(settings: Settings, arithmetic: Arithmetic, request: Request, cluster: Cluster, facts: Facts) -> Subject:
+def subject_of(
+    settings: Settings, arithmetic: Arithmetic, request: Request, cluster: Cluster, facts: ModelFacts
+) -> Subject:
     """What to dry-run in its place; what differs is noted in `settings`."""
     strategy = Strategy(
         zero_stage=0 if request.precision == "fp32" else 2,

@@ -13,16 +13,15 @@ from frugal.errors import INTERRUPTED, FrugalError, RequestError
 
 # Each command lives in its own module and is imported when it is called: `frugal plan` must not wait for torch.
 COMMANDS = {
-    "plan": ("frugal.cli.plan", "Choose the fastest plan that fits, and say why."),
-    "doctor": ("frugal.cli.doctor", "Look at what the hosts have for a run, and say what would stop it."),
-    "explain": ("frugal.cli.explain", "Say why a plan is what it is, and what would help."),
-    "export": ("frugal.cli.export", "Hand a plan to transformers' Trainer, Accelerate or a DeepSpeed script."),
-    "check": ("frugal.cli.check", "Say whether a configuration of another trainer fits, and what is wrong with it."),
-    "measure": ("frugal.cli.measure", "Run a plan for two steps, and hold its memory against the dry run."),
-    "dryrun": ("frugal.cli.dryrun", "Run a step on tensors without storage, and say what fills the memory."),
-    "model": ("frugal.cli.model", "Make a model folder of a checkpoint; merge adapters into their base."),
-    "train": ("frugal.cli.train", "Train as planned; without a plan, plan first."),
-    "report": ("frugal.cli.report", "Say how a run went, or how several differ, as a table and a page."),
+    "plan": ("frugal.cli.plan", "Choose the fastest plan that fits."),
+    "train": ("frugal.cli.train", "Train with a plan; without one, plan first."),
+    "explain": ("frugal.cli.explain", "Explain the decisions of a plan, and what would make it faster."),
+    "export": ("frugal.cli.export", "Export a model from a run, or a plan to another trainer."),
+    "report": ("frugal.cli.report", "Summarize a run, or compare several, as a table and a page."),
+    "measure": ("frugal.cli.measure", "Run a plan for two steps, and compare its memory with the prediction."),
+    "dryrun": ("frugal.cli.dryrun", "Predict a step's memory by running it on meta tensors."),
+    "doctor": ("frugal.cli.doctor", "Check hosts for problems that would prevent a run."),
+    "check": ("frugal.cli.check", "Check whether a configuration of another trainer fits."),
 }
 
 
@@ -30,7 +29,7 @@ CONTEXT_SETTINGS = {"help_option_names": ["-h", "--help"]}
 
 
 class _Commands(click.Group):
-    """The table above as a click group."""
+    """The commands above as a click group."""
 
     def list_commands(self, ctx: click.Context) -> list[str]:
         return list(COMMANDS)
@@ -50,11 +49,11 @@ class _Commands(click.Group):
 @click.group(cls=_Commands, no_args_is_help=True, context_settings=CONTEXT_SETTINGS)
 @click.version_option(package_name="frugal-trainer", prog_name="frugal")
 def cli() -> None:
-    """Train any batch on the GPUs you have, with memory that comes out as predicted."""
+    """Train any global batch on the GPUs you have, with predictable memory."""
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
-    """Run the command line and exit. Who stops reading what it prints changes nothing else."""
+    """Run the command line and exit. A closed pipe behind standard output changes nothing else."""
     rank_logs.guard_console()
     code = run(arguments)
     sys.stdout.flush()
@@ -62,16 +61,16 @@ def main(arguments: Sequence[str] | None = None) -> None:
     if error is not None and error.errno != errno.EPIPE and not _trains(arguments):
         click.echo(f"error: cannot write to standard output\n  because {error.strerror}", err=True)
         code = code or RequestError.exit_code
-    sys.exit(code if code >= 0 else 128 - code)  # of a rank that a signal ended, as shells say it
+    sys.exit(code if code >= 0 else 128 - code)  # ended by a signal, as shells report it
 
 
 def _trains(arguments: Sequence[str] | None) -> bool:
-    """Whether it is a run, which has files for what it says."""
+    """Return True for a run, which also writes its output to files."""
     return "train" in (sys.argv[1:] if arguments is None else arguments)[:1]
 
 
 def run(arguments: Sequence[str] | None = None) -> int:
-    """Run the command line; the exit code. The one place where an error of the user's becomes text."""
+    """Run the command line and return the exit code. Errors of the user become text here."""
     try:
         result = cli.main(args=arguments, prog_name="frugal", standalone_mode=False)
     except FrugalError as error:
@@ -90,7 +89,7 @@ def run(arguments: Sequence[str] | None = None) -> int:
 
 
 def _in_our_voice(error: click.ClickException) -> str:
-    """click's message: lower case, no full stop, its suggestions as a hint."""
+    """Return click's message in lower case, without full stop, its suggestions as a hint."""
     hint = "see `frugal --help`"
     if isinstance(error, click.UsageError) and error.ctx is not None:
         hint = f"see `{error.ctx.command_path} --help`"

@@ -23,18 +23,18 @@ from frugal.errors import RequestError
 @options(ClusterSettings)
 @click.option(
     "--as", "tool", type=click.Choice(get_args(Tool)),
-    help="Whose the first file is, where its keys leave that open: TRL's arguments are Trainer's with other defaults.",
+    help="Tool of the first file, if its keys leave that open: TRL's arguments are Trainer's with other defaults.",
 )  # fmt: skip
 @click.option(
     "--config", "more", multiple=True, metavar="FILE", type=click.Path(path_type=Path), help="The same as FILE."
 )
 @click.option(
     "--oom", "log", metavar="LOG", type=click.Path(path_type=Path),
-    help="Explain the message in LOG that a GPU was out of memory. The card is the one that it names.",
+    help="Explain the out-of-memory message in LOG, for the card that it names.",
 )  # fmt: skip
 @click.option("--json", "as_json", is_flag=True, help="Print the check for programs.")
 @click.option(
-    "--sarif", "as_sarif", is_flag=True, help="Print it as SARIF 2.1.0, which code hosts show beside the lines."
+    "--sarif", "as_sarif", is_flag=True, help="Print it as SARIF 2.1.0, which code hosts show next to the lines."
 )
 @click.option("--no-plan", is_flag=True, help="Leave out the plan that frugal would make, which takes longest.")
 @click.pass_context
@@ -42,7 +42,7 @@ def command(
     context: click.Context, paths: tuple[Path, ...], tool: Tool | None, more: tuple[Path, ...], log: Path | None,
     as_json: bool, as_sarif: bool, no_plan: bool, **values: Any,
 ) -> None:  # fmt: skip
-    """Say whether a configuration of another trainer fits, and what is wrong with it.
+    """Check whether a configuration of another trainer fits, and what is wrong with it.
 
     FILE is a JSON of DeepSpeed, TrainingArguments of transformers (JSON, YAML, or a shell script with the command
     line), or a configuration of TRL, axolotl, LLaMA-Factory or accelerate; those that belong to one run together.
@@ -95,6 +95,6 @@ def command(
 
 
 def _card(name: str) -> str:
-    """A known card, where its name is written without its memory and only one has it."""
+    """Return a known card, if its name without the memory is that of one card only."""
     known = [card for card in CARDS if card.startswith(f"{name}-")]
     return known[0] if name not in CARDS and len(known) == 1 else name

@@ -1,6 +1,5 @@
 """`frugal doctor`."""
 
-import shutil
 from collections.abc import Iterator, Sequence
 from itertools import groupby
 from pathlib import Path
@@ -36,7 +35,7 @@ def command(
     path: Path | None, ssh_port: int | None, nic: str | None, out: Path | None, device: str | None, file: Path | None,
     as_json: bool,
 ) -> int:  # fmt: skip
-    """Look at what this machine, or each host of a hostfile, has for a run; exit code 2 if something would stop it."""
+    """Check this machine, or each host of a hostfile, for problems that would prevent a run (exit code 2)."""
     settings = read_toml(file)
     path = path or (Path(settings.plan["hostfile"]) if "hostfile" in settings.plan else None)
     kind: DeviceKind = "cpu" if (device or settings.plan.get("device")) == "cpu" else "cuda"
@@ -51,14 +50,14 @@ def command(
         named = build_cluster.read_hostfile(path)
         reports = ssh.collect_reports(named, access, folder, kind)
     problems = ssh.problems(named, reports, access, kind) + _wrong_gradients(named, reports)
-    if path is not None and shutil.which("pdsh") is None:
-        problems.append("this machine has no pdsh, with which `frugal train --hostfile` starts the ranks")
     if as_json:
-        told = {
+        by_host = {
             host.name: {"why": report.why} if isinstance(report, UnreachableHost) else report
             for host, report in zip(named, reports, strict=True)
         }
-        click.echo(msgspec.json.format(msgspec.json.encode({"hosts": told, "problems": problems}), indent=2).decode())
+        click.echo(
+            msgspec.json.format(msgspec.json.encode({"hosts": by_host, "problems": problems}), indent=2).decode()
+        )
     else:
         for host, report in zip(named, reports, strict=True):
             click.echo("\n".join(_table(host, report, folder, is_shared=path is not None)) + "\n")
@@ -71,7 +70,7 @@ def command(
 def _table(
     host: HostfileEntry, report: HostReport | UnreachableHost, folder: Path, *, is_shared: bool
 ) -> Iterator[str]:
-    """One host, a line for each thing it has."""
+    """Yield the lines about one host."""
     if isinstance(report, UnreachableHost):
         yield host.name
         yield f"  reached    no: {report.why}"
@@ -86,7 +85,7 @@ def _table(
     yield f"  host       {free} of {total} of memory free, {report.cores} cores"
     shared = ", which all hosts see" if is_shared else ""
     yield f"  disk       {format_bytes(report.free_disk_bytes)} free for {folder}{shared}"
-    networks = [f"{nic} {' '.join(at)}{_speed(report.speeds.get(nic, 0))}" for nic, at in report.networks.items()]
+    networks = [f"{nic} {' '.join(at)}" for nic, at in report.networks.items()]
     yield f"  network    {', '.join(networks) or 'none but loopback'}"
     missing = [name for name in ("c++", "nvcc", "ninja") if name not in report.compilers]
     has = ", ".join(report.compilers.values()) or "none"
@@ -120,9 +119,3 @@ def _gpus(report: HostReport) -> str:
     driver = f"; driver {report.driver}" if report.driver else ""
     usable = "" if report.cuda_devices is None else f"; torch can use {report.cuda_devices}"
     return "; ".join(parts) + driver + usable
-
-
-def _speed(megabits: int) -> str:
-    if not megabits:
-        return ""
-    return f" {megabits / 1000:g} Gbit/s" if megabits >= 1000 else f" {megabits} Mbit/s"

@@ -13,13 +13,12 @@ import click
 import msgspec
 
 from frugal.cli.display.terminal import waiting
-from frugal.cli.options import SettingsCommand, collect, config_option, options, refuse_beside_a_plan
+from frugal.cli.options import SettingsCommand, collect, config_option, options, planning_flags, refuse_beside_a_plan
 from frugal.config.hardware import cuda_allocator
 from frugal.config.hardware.build_cluster import ClusterSettings
 from frugal.config.hardware.cluster import Cluster
 from frugal.config.pins import check_pins
 from frugal.config.request import Request
-from frugal.config.schema import PLAN_SETTINGS
 from frugal.config.setting import settings_of
 from frugal.dryrun.client import DryRunSource
 from frugal.dryrun.compare import predicted
@@ -40,23 +39,20 @@ SHOWN_MODULES = 20
 _NUMBER = re.compile(r"\.\d+(?=\.|$)")  # of a layer in a dotted name
 
 
-@dataclass(frozen=True, kw_only=True)
-class _Subject:
-    """What is dry-run. `promised_bytes`: what its plan says that live tensors take; None where there is no plan."""
-
-    request: Request
-    cluster: Cluster
-    strategy: Strategy
-    batch: BatchPlan
-    promised_bytes: int | None = None
-
-
 @dataclass(frozen=True)
-class _Answer:
-    """What came of it, and how to show it."""
+class _DryRuns:
+    """The dry runs of a step, one for each kind of device.
+
+    Attributes:
+        title: the lines that describe the step.
+        runs: the dry runs.
+        cluster: the devices.
+        expandable_segments: as torch's allocator makes them.
+        promised_bytes: live bytes that a plan promises; None without a plan.
+    """
 
     title: list[str]
-    dry_runs: Sequence[DryRun]
+    runs: Sequence[DryRun]
     cluster: Cluster
     expandable_segments: bool
     promised_bytes: int | None = None
@@ -69,78 +65,59 @@ class _Answer:
 @click.option("--json", "as_json", is_flag=True, help="Print the figures for programs.")
 @click.option(
     "--explain", type=click.Choice(CATEGORIES), metavar="CATEGORY",
-    help=f"Name the modules that hold it at the peak: {', '.join(CATEGORIES)}.",
+    help=f"List the modules that hold a category at the peak: {', '.join(CATEGORIES)}.",
 )  # fmt: skip
 @click.option(
     "--timeline",
     type=click.Path(path_type=Path),
-    help="Write what lives after every event: a .csv or .json table, a .pickle for torch's memory_viz, or a "
-    ".trace.json for Perfetto.",
+    help="Write the live bytes after every event: a .csv table, or a .pickle for torch's memory_viz.",
 )
 @click.option(
     "--steps", "num_steps", type=click.IntRange(1, 100),
-    help="Of SCRIPT.py:STEP: how often it is called.  [default: 2, the second of which is as all later ones]",
+    help="Calls of SCRIPT.py:STEP.  [default: 2; the second is like all later ones]",
 )  # fmt: skip
 def command(
     what: str, as_json: bool, explain: str | None, timeline: Path | None, num_steps: int | None, **values: Any
 ) -> None:
-    """Run a step on tensors without storage, and say what fills the memory.
+    """Predict a step's memory by running it on meta tensors.
 
     A plan.json is dry-run exactly. A model is dry-run with the planning flags given: what they leave open is as
-    simple as possible (the lowest ZeRO stage, nothing recomputed or moved to the host, one sample a micro-step).
-    A training step of yours, SCRIPT.py:STEP, is dry-run as it is: the script has functions named as its parameters.
+    simple as possible (the lowest ZeRO stage, nothing recomputed or moved to the host, one sample per micro-step).
+    Your own training step, SCRIPT.py:STEP, is dry-run as it is: the script has functions named as its parameters.
     """
     if timeline is not None:
         timeline_files.check_file(timeline)
     if names_a_step(what):
-        _show(_loop(what, num_steps, values), as_json, explain, timeline)
-        return
-    if num_steps is not None:
+        made = _own_step(what, num_steps, values)
+    elif num_steps is not None:
         raise RequestError(
             f"--steps is for a training step of yours, and {what} is none",
             hint="name a function with parameters: frugal dryrun train.py:step --steps 3",
         )
-    with waiting(f"dry-running {what}"):
-        subject = _plan(Path(what), values) if _is_plan(what) else None
-        if subject is not None:
-            with DryRunSource(subject.request, subject.cluster) as source:
-                dry_runs = _dry_run(source, subject)
-        else:
-            request, cluster, defaults = collect({**values, "model": _model(what, values)})
-            request = cuda_allocator.planned(request, cluster, os.environ)
-            with DryRunSource(request, cluster) as source:
-                subject = _simplest(request, cluster, defaults, source)
-                dry_runs = _dry_run(source, subject)
-    expandable = subject.strategy.expandable_segments
-    answer = _Answer(_title(subject), dry_runs, subject.cluster, expandable, subject.promised_bytes)
-    _show(answer, as_json, explain, timeline)
-
-
-def _show(answer: _Answer, as_json: bool, explain: str | None, timeline: Path | None) -> None:
-    dry_runs, kind = answer.dry_runs, answer.cluster.devices[0].kind
-    result = predicted(dry_runs, answer.cluster, expandable_segments=answer.expandable_segments)
-    held = fullest(dry_runs, kind).explain(explain) if explain is not None else None
+    else:
+        with waiting(f"dry-running {what}"):
+            made = _plan(Path(what), values) if _is_plan(what) else _model(what, values)
+    kind = made.cluster.devices[0].kind
+    result = predicted(made.runs, made.cluster, expandable_segments=made.expandable_segments)
+    held = None if explain is None else fullest(made.runs, kind).explain(explain)
     if timeline is not None:
-        timeline_files.write(timeline, {"predicted": fullest(dry_runs, kind).timeline})
-    notes = list(dict.fromkeys(note for each in dry_runs for note in each.notes))
-    bounds = interval(result, min(answer.cluster.devices, key=lambda device: device.usable_bytes), notes)
+        timeline_files.write(timeline, {"predicted": fullest(made.runs, kind).timeline})
+    notes = list(dict.fromkeys(note for each in made.runs for note in each.notes))
+    bounds = interval(result, min(made.cluster.devices, key=lambda device: device.usable_bytes), notes)
     if as_json:
         content = msgspec.to_builtins(result) | {"interval": msgspec.to_builtins(bounds), "notes": notes}
         content |= {} if held is None else {"explained": dict(held)}
         click.echo(msgspec.json.format(msgspec.json.encode(content), indent=2).decode())
         return
-    blocks = [answer.title, *_report(result, answer, bounds)]
-    if notes:
-        blocks.append(["assumed, because it depends on data", *(f"  {note}" for note in notes)])
-    if held is not None:
-        blocks.append(_holders(held, str(explain)))
-    if timeline is not None:
-        blocks.append([f"wrote {timeline}"])
+    blocks = [made.title, *_report(result, made, bounds)]
+    blocks += [["assumed, because it depends on data", *(f"  {note}" for note in notes)]] if notes else []
+    blocks += [] if held is None else [_holders(held, str(explain))]
+    blocks += [] if timeline is None else [[f"wrote {timeline}"]]
     click.echo("\n\n".join("\n".join(block) for block in blocks))
 
 
-def _loop(what: str, num_steps: int | None, values: dict[str, Any]) -> _Answer:
-    """Of a training step of the user's own. It has the segments that torch would make, or those asked for."""
+def _own_step(what: str, num_steps: int | None, values: dict[str, Any]) -> _DryRuns:
+    """Dry-run the user's own training step, with the segments that torch would make here, or those asked for."""
     for name, row in settings_of(Request).items():
         if values.get(name) not in (None, ()) and name != "expandable_segments":
             raise RequestError(
@@ -163,14 +140,13 @@ def _loop(what: str, num_steps: int | None, values: dict[str, Any]) -> _Answer:
         runs = dry_runs(lambda: Script.load(what), cluster, num_steps)
     gpus = plural(cluster.world_size, cluster.rank_noun)
     title = [f"{what}, {plural(num_steps, 'step')} on {gpus}: {cluster.devices[0].name}"]
-    expandable = values.get("expandable_segments")
-    if expandable is None:
-        expandable = cuda_allocator.expandable(os.environ)
-    return _Answer(title, runs, cluster, bool(expandable))
+    asked = values.get("expandable_segments")
+    expandable = cuda_allocator.expandable(os.environ) if asked is None else asked
+    return _DryRuns(title, runs, cluster, bool(expandable))
 
 
 def _is_plan(what: str) -> bool:
-    """A .json file is a plan unless it is a model's configuration."""
+    """Return True for a .json file, unless it is a model's configuration."""
     path = Path(what)
     if path.suffix != ".json" or path.is_dir():
         return False
@@ -181,100 +157,85 @@ def _is_plan(what: str) -> bool:
     return not (isinstance(content, dict) and "model_type" in content and "schema" not in content)
 
 
-def _plan(path: Path, values: dict[str, Any]) -> _Subject:
-    refuse_beside_a_plan(str(path), values, "config", *PLAN_SETTINGS)
+def _plan(path: Path, values: dict[str, Any]) -> _DryRuns:
+    refuse_beside_a_plan(str(path), planning_flags(values, "config", "hostfile"))
     plan = Plan.read(path)
-    return _Subject(
-        request=plan.request,
-        cluster=plan.cluster,
-        strategy=plan.strategy,
-        batch=plan.batch,
-        promised_bytes=plan.memory.live_bytes,
-    )
+    with DryRunSource(plan.request, plan.cluster) as source:
+        return _dry_run(source, plan.strategy, plan.batch, plan.memory.live_bytes)
 
 
-def _model(what: str, values: dict[str, Any]) -> str:
+def _model(what: str, values: dict[str, Any]) -> _DryRuns:
+    """Dry-run the first strategy that the search would look at, with one sample per micro-step unless pinned."""
     if values.get("model") is not None:
         raise RequestError(f"{what} was given together with --model", hint="leave one of them out")
-    return what
+    request, cluster, defaults = collect({**values, "model": what})
+    request = cuda_allocator.planned(request, cluster, os.environ)
+    with DryRunSource(request, cluster) as source:
+        facts = source.facts()
+        if "seq_len" in defaults and facts.max_positions is not None:
+            request = source.request = replace(request, seq_len=min(request.seq_len, facts.max_positions))
+        check_pins(request, cluster.world_size)
+        strategies = allowed_strategies(
+            request,
+            replace(facts, can_recompute=True, can_tile=False),
+            world_size=cluster.world_size,
+            offload=offload_levels(request)[0],
+            on_gpus=cluster.devices[0].kind == "cuda",
+        )
+        micro_batch, shared_by = request.micro_batch or 1, request.sequence_parallel or 1
+        num_takers = cluster.world_size // shared_by  # of samples: ranks, or groups that share theirs
+        if request.accumulation_steps is not None and request.micro_batch is None:
+            micro_batch = -(-request.batch_samples // (request.accumulation_steps * num_takers))
+        batch = BatchPlan.of(request.batch_samples, (micro_batch,) * num_takers, sequence_parallel=shared_by)
+        return _dry_run(source, strategies[0], batch)
 
 
-def _simplest(request: Request, cluster: Cluster, defaults: tuple[str, ...], source: DryRunSource) -> _Subject:
-    """The first strategy that the search would look at, with one sample a micro-step where none are pinned."""
-    facts = source.facts()
-    if "seq_len" in defaults and facts.max_positions is not None:
-        request = source.request = replace(request, seq_len=min(request.seq_len, facts.max_positions))
-    check_pins(request, cluster.world_size)
-    strategies = allowed_strategies(
-        request,
-        world_size=cluster.world_size,
-        offload=offload_levels(request)[0],
-        on_gpus=cluster.devices[0].kind == "cuda",
-        trainable_parameters=facts.trainable_parameters,
-    )
-    micro_batch, shared_by = request.micro_batch or 1, request.sequence_parallel or 1
-    num_takers = cluster.world_size // shared_by  # of samples: ranks, or groups that share theirs
-    if request.accumulation_steps is not None and request.micro_batch is None:
-        micro_batch = -(-request.batch_samples // (request.accumulation_steps * num_takers))
-    return _Subject(
-        request=request,
-        cluster=cluster,
-        strategy=strategies[0],
-        batch=BatchPlan.of(request.batch_samples, (micro_batch,) * num_takers, sequence_parallel=shared_by),
-    )
-
-
-def _dry_run(source: DryRunSource, subject: _Subject) -> list[Any]:
-    return source.dry_runs(subject.strategy, subject.batch.largest_micro_batch, subject.batch.accumulation_steps)
-
-
-def _title(subject: _Subject) -> list[str]:
-    batch = subject.batch
-    return [
-        f"{subject.request.model} in {subject.request.precision}, samples of {subject.request.seq_len} tokens",
-        f"{subject.strategy}{', expandable segments' if subject.strategy.expandable_segments else ''}",
-        f"{plural(batch.world_size, subject.cluster.rank_noun)}, micro-batch {batch.largest_micro_batch}, "
+def _dry_run(source: DryRunSource, strategy: Strategy, batch: BatchPlan, promised_bytes: int | None = None) -> _DryRuns:
+    request, cluster = source.request, source.cluster
+    title = [
+        f"{request.model} in {request.precision}, samples of {request.seq_len} tokens",
+        f"{strategy}{', expandable segments' if strategy.expandable_segments else ''}",
+        f"{plural(batch.world_size, cluster.rank_noun)}, micro-batch {batch.largest_micro_batch}, "
         f"{plural(batch.accumulation_steps, 'accumulation step')}",
     ]
+    runs = source.dry_runs(strategy, batch.largest_micro_batch, batch.accumulation_steps)
+    return _DryRuns(title, runs, cluster, strategy.expandable_segments, promised_bytes)
 
 
-def _report(result: Figures, answer: _Answer, bounds: Bounds) -> list[list[str]]:
+def _report(result: Figures, made: _DryRuns, bounds: Bounds) -> list[list[str]]:
     operator = result.operator.removeprefix("aten.").removesuffix(".default")
-    device = min(answer.cluster.devices, key=lambda device: device.usable_bytes)
+    device = min(made.cluster.devices, key=lambda device: device.usable_bytes)
     totals = {
         "allocated": result.peak_allocated_bytes,
         "reserved": result.peak_reserved_bytes,
         "smallest": result.smallest_capacity_bytes,
         "usable": device.usable_bytes,
+        "promised": made.promised_bytes or 0,
+        "host, a node": result.host_bytes_per_node if device.kind == "cuda" else 0,
     }
-    if answer.promised_bytes is not None:
-        totals["promised"] = answer.promised_bytes
-    if device.kind == "cuda":
-        totals["host, a node"] = result.host_bytes_per_node
     missing = result.smallest_capacity_bytes - device.usable_bytes
-    verdict = "it fits" if missing <= 0 else f"it does not fit: {format_bytes(missing)} short"
     with_context = "" if device.kind == "cpu" else ", with the context"
     return [
-        [f"at its peak, in {result.phase} ({operator})", *_table(result.categories, result.peak_allocated_bytes)],
+        [
+            f"at its peak, in {result.phase} ({operator})",
+            *_table({**result.categories, "total": result.peak_allocated_bytes}),
+        ],
         ["peak of each phase", *_table(result.phases)],
         [
             "memory of the fullest device",
             *_table(totals),
             f"  bounds of what it needs{with_context}: {bounds_of(bounds)[1:-1]}",
         ],
-        [verdict],
+        ["it fits" if missing <= 0 else f"it does not fit: {format_bytes(missing)} short"],
     ]
 
 
-def _table(rows: dict[str, int], total: int | None = None) -> list[str]:
-    rows = {name: size for name, size in rows.items() if size}
-    if total is not None:
-        rows["total"] = total
-    return [f"  {name:<16} {format_bytes(size):>12}" for name, size in rows.items()]
+def _table(rows: dict[str, int]) -> list[str]:
+    return [f"  {name:<16} {format_bytes(size):>12}" for name, size in rows.items() if size]
 
 
 def _holders(held: list[tuple[str, int]], category: str) -> list[str]:
-    """The modules, layers that differ in their number only in one line; then what is made outside of the model."""
+    """Return the modules that hold a category, layers that differ only in their number in one line."""
     groups: dict[str, list[int]] = {}
     for name, size in held:
         groups.setdefault(_NUMBER.sub(".*", name), []).append(size)

@@ -1,7 +1,7 @@
 """`frugal export`."""
 
 from pathlib import Path
-from typing import Any, get_args
+from typing import Any, Literal, get_args
 
 import click
 
@@ -24,15 +24,32 @@ _DTYPES = {"bf16": "torch.bfloat16", "fp16": "torch.float16", "fp32": "torch.flo
 
 
 @click.command("export")
-@click.argument("path", metavar="PLAN", type=click.Path(path_type=Path))
-@click.option("--to", "target", type=click.Choice(get_args(Target)), required=True, help="Which trainer.")
-@click.option("-o", "--output", type=click.Path(path_type=Path), help="Write its file and ds_config.json there.")
-def command(path: Path, target: Target, output: Path | None) -> None:
-    """Hand a plan to transformers' Trainer (hf), to Accelerate, or to a plain DeepSpeed script.
+@click.argument("path", metavar="RUN|PLAN", type=click.Path(path_type=Path))
+@click.option(
+    "--to", "target", type=click.Choice(["model", *get_args(Target)]), default="model", show_default=True,
+    help="A model folder, transformers' Trainer (hf), Accelerate, or a plain DeepSpeed script.",
+)  # fmt: skip
+@click.option("-o", "--output", type=click.Path(path_type=Path), help="The folder to write.")
+@click.option("--step", "which", metavar="N", help="Checkpoint of the run: `last`, `best` or a step.  [default: last]")
+@click.option("--merge", is_flag=True, help="Merge adapters into the base model.")
+def command(
+    path: Path, target: Literal["model", "hf", "accelerate", "script"], output: Path | None, which: str | None,
+    merge: bool,
+) -> None:  # fmt: skip
+    """Export a model from a run, or a plan to another trainer.
 
-    PLAN is a plan.json or its folder. A target that can do equal micro-batches only gets a plan of these. What else it
-    cannot do as planned is an error that names what it can. Without -o the file is printed.
+    RUN is a run's folder, or one of its checkpoints, whichever ranks wrote it. It becomes a model folder for
+    `from_pretrained`, or, with adapters and without --merge, for `PeftModel.from_pretrained`. This runs on the CPU, in
+    the memory of the model alone.
+
+    PLAN is a plan.json or its folder. A target that needs equal micro-batches gets a plan of these. What else it cannot
+    do as planned is an error that names what it can. Without -o the file is printed.
     """
+    if target == "model":
+        _write_model(path, output, which, merge)
+        return
+    if which is not None or merge:
+        raise RequestError("--step and --merge are for --to model", hint="leave them out")
     plan = _as_cut(Plan.read(plan_path(path)), target)
     make_model = _make_model(plan) if target == "script" else ""
     decoder_inputs = ""
@@ -51,8 +68,21 @@ def command(path: Path, target: Target, output: Path | None) -> None:
     click.echo(f"wrote {' and '.join(map(str, written))}\n\nstart it with\n  {exported.start}")
 
 
+def _write_model(path: Path, output: Path | None, which: str | None, merge: bool) -> None:
+    if output is None:
+        raise RequestError(
+            "there is no folder for the model", hint="add -o DIR; a plan is exported with --to hf, accelerate or script"
+        )
+    from frugal.distributed.env import silence_libraries
+    from frugal.training.checkpoint import model_folder  # torch takes seconds
+
+    silence_libraries()
+    kind = model_folder.write(model_folder.find(path, which), output, merge=merge)
+    click.echo(f"wrote {output}: {kind}")
+
+
 def _as_cut(plan: Plan, target: Target) -> Plan:
-    """The plan, or one of equal micro-batches for a target that can do no others, which is told.
+    """Return the plan, or, with a note, one of equal micro-batches for a target that needs these.
 
     Raises:
         RequestError: the target cannot do what the plan says, or no equal micro-batches make its global batch.
@@ -74,7 +104,7 @@ def _as_cut(plan: Plan, target: Target) -> Plan:
 
 
 def _refuse_to_replace(folder: Path, texts: dict[str, str]) -> None:
-    """An exported file is there to be edited, and what was written into it is not to be lost."""
+    """Refuse to overwrite an exported file that may have been edited."""
     for name, text in texts.items():
         path = folder / name
         if path.is_file() and path.read_bytes() != text.encode():
@@ -86,7 +116,7 @@ def _refuse_to_replace(folder: Path, texts: dict[str, str]) -> None:
 
 
 def _make_model(plan: Plan) -> str:
-    """Python that makes the plan's model as frugal does, in a script that has imported what it names.
+    """Return Python that makes the plan's model as frugal does.
 
     Raises:
         RequestError: it is made by Python of the user's.

@@ -1,12 +1,10 @@
-"""`frugal measure`.
-
-`frugal measure --calibrate`: what this machine does, kept for the plans to come.
-"""
+"""`frugal measure`, and `frugal measure --calibrate`, which keeps what it measures for the next plans."""
 
 import os
 import platform
 import shlex
 import sys
+from contextlib import closing
 from dataclasses import replace
 from datetime import UTC, datetime
 from pathlib import Path
@@ -17,15 +15,15 @@ import msgspec
 
 from frugal import temporary
 from frugal.cli.display.terminal import waiting
-from frugal.config.hardware import calibration, local_host
-from frugal.config.hardware.calibration import Calibration, Probe, format_flops, read_all
+from frugal.config.hardware import local_host
+from frugal.config.hardware.calibration import Calibration, Probe, calibration_folder, format_flops, read_all
 from frugal.config.hardware.cluster import Capability, Device, DeviceKind, recognise_card
 from frugal.dryrun.client import DryRunSource, workers
 from frugal.dryrun.compare import Measurement, host_bytes_per_node, predicted
 from frugal.dryrun.figures import Figures, fullest
 from frugal.dryrun.messages import DryRun
 from frugal.dryrun.pool import Pool
-from frugal.errors import FrugalError, OutOfMemoryError, RequestError
+from frugal.errors import FrugalError, OutOfMemoryError, RequestError, refuse
 from frugal.launch import local
 from frugal.planning.memory import timeline_files
 from frugal.planning.memory.timeline import Timeline
@@ -44,18 +42,17 @@ RECORDS = Path("tests/measured")
     type=click.Path(path_type=Path),
     is_flag=False,
     flag_value=RECORDS,
-    help=f"Keep the measurement in this folder, too; predictions are tested against it.  [--record alone: {RECORDS}]",
+    help=f"Also keep the measurement in this folder; predictions are tested against it.  [--record alone: {RECORDS}]",
 )
 @click.option(
-    "--capped", is_flag=True, help="Run again with an allocator that may take no more of the GPUs than was predicted."
+    "--capped", is_flag=True, help="Run again with the GPU memory of the allocator limited to the prediction."
 )
 @click.option(
     "--timeline",
     type=click.Path(path_type=Path),
-    help="Write what lives after every event, predicted and measured: a .pickle for torch's memory_viz, or a "
-    ".trace.json for Perfetto.",
+    help="Write the live bytes after every event, predicted and measured, as a .pickle for torch's memory_viz.",
 )
-@click.option("--calibrate", "calibrating", is_flag=True, help="Keep what this machine can do, for the next plans.")
+@click.option("--calibrate", "calibrating", is_flag=True, help="Measure this machine, for the next plans.")
 @click.option("--device", type=click.Choice(get_args(DeviceKind)), help="What to calibrate without a plan.")
 @click.option("--gpus", type=int, help="How many GPUs (or CPU ranks) to calibrate without a plan.  [default: all]")
 def command(
@@ -68,60 +65,68 @@ def command(
     device: DeviceKind | None,
     gpus: int | None,
 ) -> int:
-    """Run a plan for two optimizer steps on synthetic samples, and hold its memory against the dry run.
+    """Run a plan for two optimizer steps on synthetic samples, and compare its memory with the prediction.
 
-    Live tensor bytes on CPU ranks; on GPUs what the caching allocator and the driver count. More than two micro-steps
-    count as two. With --calibrate the machine is measured, too, or alone.
+    On CPU ranks live tensor bytes are counted, on GPUs the caching allocator's and the driver's. More than two
+    micro-steps count as two. With --calibrate the machine is measured as well, or alone.
     """
-    _check(path, record=record, capped=capped, timeline=timeline, calibrating=calibrating, device=device, gpus=gpus)
+    _check(path, calibrating, record=record, capped=capped, timeline=timeline, device=device, gpus=gpus)
     if timeline is not None:
-        timeline_files.check_file(timeline, has_tables=False)
+        timeline_files.check_file(timeline, has_table=False)
+    content: dict[str, Any] = {}
+    blocks: list[list[str]] = []
     measurement: Measurement | None = None
-    written: list[Path] = []
-    calibration: Calibration | None = None
     if path is not None:
-        measured = _measured(Plan.read(path), path, record, capped, timeline)
-        if isinstance(measured, int):
-            return measured
-        measurement, written = measured
+        measurement, written = _measured(Plan.read(path), path, record, capped, timeline)
+        content = _summary(measurement)
+        blocks = [_report(measurement), [f"wrote {each}" for each in written]]
     if calibrating:
-        if measurement is not None:
-            kind, num_ranks = measurement.cluster.devices[0].kind, measurement.batch.world_size
-        else:
+        if measurement is None:
             kind, num_ranks = what_is_here(device, gpus)
+        else:
+            kind, num_ranks = measurement.cluster.devices[0].kind, measurement.batch.world_size
         calibration = calibrate(kind, num_ranks, measurement)
-        keep(calibration)
+        kept = calibration.write(calibration_folder())
+        click.echo(f"kept in {kept}; plans for this device use it unless given --set calibration=false", err=True)
+        content["calibration"] = msgspec.to_builtins(calibration)
+        blocks.insert(1, report(calibration))
     if as_json:
-        content = {} if measurement is None else _summary(measurement)
-        content |= {} if calibration is None else {"calibration": msgspec.to_builtins(calibration)}
         click.echo(msgspec.json.format(msgspec.json.encode(content), indent=2).decode())
     else:
-        blocks = [] if measurement is None else [_report(measurement)]
-        blocks += [] if calibration is None else [report(calibration)]
-        blocks += [[f"wrote {each}" for each in written]] if written else []
-        click.echo("\n\n".join("\n".join(block) for block in blocks))
-    enough = measurement is None or measurement.capped is None or measurement.capped.survived
-    return 0 if enough else OutOfMemoryError.exit_code
+        click.echo("\n\n".join("\n".join(block) for block in blocks if block))
+    is_enough = measurement is None or measurement.capped is None or measurement.capped.survived
+    return 0 if is_enough else OutOfMemoryError.exit_code
 
 
-def _check(path: Path | None, *, calibrating: bool, **others: Any) -> None:
+def _check(path: Path | None, calibrating: bool, **others: Any) -> None:
     """Refuse what does not go together."""
-    if path is None and not calibrating:
-        raise RequestError("there is no plan to measure", hint="make one with `frugal plan -o DIR`, or add --calibrate")
     excluded = ("record", "capped", "timeline") if path is None else ("device", "gpus")
-    for name in excluded:
-        if others[name]:
-            raise RequestError(
-                f"--{name} was given {'without' if path is None else 'together with'} a plan",
-                hint="measure one: frugal measure PLAN" if path is None else f"leave --{name} out: the plan says it",
-            )
+    wrong = next((name for name in excluded if others[name]), "")
+    refuse(
+        (
+            path is None and not calibrating,
+            "there is no plan to measure",
+            "",
+            "make one with `frugal plan -o DIR`, or add --calibrate",
+        ),
+        (
+            wrong,
+            f"--{wrong} was given {'without' if path is None else 'together with'} a plan",
+            "",
+            "measure one: frugal measure PLAN" if path is None else f"leave --{wrong} out: the plan says it",
+        ),
+    )
 
 
 def _measured(
     plan: Plan, path: Path, record: Path | None, capped: bool, timeline: Path | None
-) -> tuple[Measurement, list[Path]] | int:
-    """The measurement and the files it was written to; or the exit code that the ranks ended with."""
-    kind = plan.cluster.devices[0].kind
+) -> tuple[Measurement, list[Path]]:
+    """Return the measurement, and the files it was written to.
+
+    Raises:
+        click.exceptions.Exit: the ranks failed, and have reported why.
+    """
+    kind, strategy, written = plan.cluster.devices[0].kind, plan.strategy, []
     if capped and kind == "cpu":
         raise RequestError(
             "--capped was given, but the plan is for CPU ranks",
@@ -129,25 +134,26 @@ def _measured(
             hint="leave --capped out",
         )
     local.check_machine(plan, None)
-    pool = workers()
-    try:
+    with closing(workers()) as pool:
         with waiting(f"dry-running {plan.request.model}"):
             dry_runs = _dry_runs(plan, pool)
-        expected = predicted(dry_runs, plan.cluster, expandable_segments=plan.strategy.expandable_segments)
+        expected = predicted(dry_runs, plan.cluster, expandable_segments=strategy.expandable_segments)
         with temporary.folder() as folder:
-            trial = _run(plan, path, None, folder if timeline is not None else None)
-            if isinstance(trial, int):
-                return trial
+            trial = _run(plan, path, *(["--timelines", str(folder)] if timeline is not None else []))
             if timeline is not None:
-                measured = _timeline_of_fullest(trial, folder)
-                timeline_files.write(timeline, {"predicted": fullest(dry_runs, kind).timeline, "measured": measured})
+                fullest_rank = max(range(len(trial.ranks)), key=lambda rank: max(trial.ranks[rank].phases.values()))
+                measured = (folder / timeline_name(fullest_rank)).read_bytes()
+                both = {
+                    "predicted": fullest(dry_runs, kind).timeline,
+                    "measured": msgspec.json.decode(measured, type=Timeline),
+                }
+                timeline_files.write(timeline, both)
+                written.append(timeline)
         measurement = _measurement(plan, expected, trial)
         if capped:
-            measurement = replace(measurement, capped=_capped(plan, path, measurement))
-        written = [] if timeline is None else [timeline]
-        written += [_record(measurement, record, pool)] if record is not None else []
-    finally:
-        pool.close()
+            measurement = replace(measurement, capped=_capped(plan, path, expected.smallest_capacity_bytes))
+        if record is not None:
+            written.append(_record(measurement, record, pool))
     return measurement, written
 
 
@@ -156,35 +162,32 @@ def _dry_runs(plan: Plan, pool: Pool) -> list[DryRun]:
         return source.dry_runs(plan.strategy, plan.batch.largest_micro_batch, plan.batch.accumulation_steps)
 
 
-def _timeline_of_fullest(trial: Trial, folder: Path) -> Timeline:
-    """Of the rank with the highest peak."""
-    rank = max(range(len(trial.ranks)), key=lambda rank: max(trial.ranks[rank].phases.values()))
-    return msgspec.json.decode((folder / timeline_name(rank)).read_bytes(), type=Timeline)
+def _run(plan: Plan, path: Path, *words: str) -> Trial:
+    """Return what the plan's ranks measured.
 
-
-def _run(plan: Plan, path: Path, cap_bytes: int | None, timelines: Path | None = None) -> Trial | int:
-    """What the plan's ranks measured, or the exit code they ended with. `timelines`: a folder for one of each rank."""
+    Raises:
+        click.exceptions.Exit: with the exit code of the ranks.
+    """
     with temporary.folder() as folder, waiting(f"measuring {plan.request.model}"):
         out = folder / "measured.json"
-        arguments = ["--plan", str(path), "--out", str(out)]
-        if cap_bytes is not None:
-            arguments += ["--cap", str(cap_bytes)]
-        if timelines is not None:
-            arguments += ["--timelines", str(timelines)]
+        arguments = ["--plan", str(path), "--out", str(out), *words]
         code = local.start(plan, "frugal.training.measure.two_steps", arguments, to_stderr=True)
-        return code or msgspec.json.decode(out.read_bytes(), type=Trial)
+        if code:
+            raise click.exceptions.Exit(code)
+        return msgspec.json.decode(out.read_bytes(), type=Trial)
 
 
-def _capped(plan: Plan, path: Path, measurement: Measurement) -> Capped:
-    """Fresh processes whose allocator may take what was predicted for it, and no more.
-
-    What the context takes is no matter here: it is compared apart, and lies outside of the allocator.
-    """
-    limit = measurement.predicted.smallest_capacity_bytes
-    again = _run(plan, path, limit)
-    if isinstance(again, int) and again != OutOfMemoryError.exit_code:
-        raise RequestError(f"the capped run ended with exit code {again}", because="its own message is above")
-    return Capped(limit_bytes=limit, survived=not isinstance(again, int))
+def _capped(plan: Plan, path: Path, limit_bytes: int) -> Capped:
+    """Run fresh processes whose allocator may take what was predicted for it; the context is outside of it."""
+    try:
+        _run(plan, path, "--cap", str(limit_bytes))
+    except click.exceptions.Exit as end:
+        if end.exit_code == OutOfMemoryError.exit_code:
+            return Capped(limit_bytes=limit_bytes, survived=False)
+        raise RequestError(
+            f"the capped run ended with exit code {end.exit_code}", because="its own message is above"
+        ) from None
+    return Capped(limit_bytes=limit_bytes, survived=True)
 
 
 def _measurement(plan: Plan, expected: Figures, trial: Trial) -> Measurement:
@@ -212,7 +215,7 @@ def _measurement(plan: Plan, expected: Figures, trial: Trial) -> Measurement:
 
 
 def _record(measurement: Measurement, folder: Path, pool: Pool) -> Path:
-    """Write it, if it can be predicted from what it holds."""
+    """Write the measurement, if it can be predicted from the record alone."""
     again = measurement.predict(pool).peak_allocated_bytes
     if again != measurement.predicted.peak_allocated_bytes:
         raise RequestError(
@@ -225,7 +228,7 @@ def _record(measurement: Measurement, folder: Path, pool: Pool) -> Path:
 
 
 def _summary(measurement: Measurement) -> dict[str, Any]:
-    """The measured figures under the names of `frugal dryrun`, and the dry-run ones beside them."""
+    """Return the measured figures under the names of `frugal dryrun`, and the predicted ones beside them."""
     return {
         **msgspec.to_builtins(measurement.measured),
         "predicted": msgspec.to_builtins(measurement.predicted),
@@ -241,19 +244,22 @@ def _summary(measurement: Measurement) -> dict[str, Any]:
 def _report(measurement: Measurement) -> list[str]:
     expected, measured = measurement.predicted, measurement.measured
     device = min(measurement.cluster.devices, key=lambda device: device.usable_bytes)
-    rows = [("", "predicted", "measured", "")]
-    for name, size in measured.phases.items():
-        rows.append(_row(name, expected.phases[name], size))
-    rows.append(_row("allocated", expected.peak_allocated_bytes, measured.peak_allocated_bytes))
+    pairs = {name: (expected.phases[name], size) for name, size in measured.phases.items()}
+    pairs["allocated"] = expected.peak_allocated_bytes, measured.peak_allocated_bytes
     if measured.context_bytes is not None and measured.device_bytes is not None:
-        rows.append(_row("reserved", expected.peak_reserved_bytes, measured.peak_reserved_bytes))
-        rows.append(_row("context", device.context_bytes, measured.context_bytes))
-        rows.append(_row("driver", expected.peak_reserved_bytes + device.context_bytes, measured.device_bytes))
-    host = _row("host", host_bytes_per_node(expected, measurement.cluster), measured.host_bytes_per_node)
+        pairs["reserved"] = expected.peak_reserved_bytes, measured.peak_reserved_bytes
+        pairs["context"] = device.context_bytes, measured.context_bytes
+        pairs["driver"] = expected.peak_reserved_bytes + device.context_bytes, measured.device_bytes
+    pairs["host"] = host_bytes_per_node(expected, measurement.cluster), measured.host_bytes_per_node
     on_cpu = measurement.kind == "cpu"
-    rows.append((host[0], f"> {host[1]}", host[2], "") if on_cpu else host)
-    lines = [f"{name:<16} {planned:>12} {real:>12} {off:>9}".rstrip() for name, planned, real, off in rows]
-    grown = f"host: what the processes grew by, from {format_bytes(measured.host_before_bytes_per_node)} on"
+    lines = [f"{'':<16} {'predicted':>12} {'measured':>12}"]
+    for name, (planned, real) in pairs.items():
+        off = f"{planned / real - 1:+.3%}" if real else "none"
+        shown = format_bytes(planned)
+        if name == "host" and on_cpu:
+            shown, off = f"> {shown}", ""
+        lines.append(f"{name:<16} {shown:>12} {format_bytes(real):>12} {off:>9}".rstrip())
+    grown = f"host: growth of the processes, from {format_bytes(measured.host_before_bytes_per_node)} on"
     alone = "; predicted are their tensors alone, without what malloc keeps and kernels take for a moment"
     lines += ["", grown + (alone if on_cpu else "")]
     if measurement.capped is not None:
@@ -263,7 +269,7 @@ def _report(measurement: Measurement) -> list[str]:
 
 
 def _context_remark(device: Device, measured: Measured) -> list[str]:
-    """What to say of a context that is larger than planned: the margin is for that, and holds only so much of it."""
+    """Return a remark on a context that is larger than planned, which the margin is for."""
     more = (measured.context_bytes or 0) - device.context_bytes
     if more <= 0:
         return []
@@ -277,11 +283,6 @@ def _context_remark(device: Device, measured: Measured) -> list[str]:
         f"{format_bytes(device.margin_bytes)}: a full GPU may run out of memory; `frugal measure --calibrate` has "
         "plans count it"
     ]
-
-
-def _row(name: str, expected: int, measured: int) -> tuple[str, str, str, str]:
-    off = f"{expected / measured - 1:+.3%}" if measured else "none"
-    return name, format_bytes(expected), format_bytes(measured), off
 
 
 def calibrate(kind: DeviceKind, num_ranks: int, of_plan: Measurement | None = None) -> Calibration:
@@ -314,19 +315,18 @@ def calibrate(kind: DeviceKind, num_ranks: int, of_plan: Measurement | None = No
 
 
 def _with_plans(calibrated: Calibration, of_plan: Measurement | None) -> Calibration:
-    """What measured plans took, this one and those before: kernels that no probe loads, and bytes nobody foresaw."""
-    before = [each for each in read_all(calibration.calibration_folder())[0] if each.file_name == calibrated.file_name]
-    for each in before:
-        calibrated = replace(calibrated, slack_bytes=max(calibrated.slack_bytes, each.slack_bytes))
-    context = None if of_plan is None else of_plan.measured.context_bytes
-    if of_plan is None or context is None:
+    """Add the kernels and bytes that measured plans took more than a probe, now and before."""
+    before = [each for each in read_all(calibration_folder())[0] if each.file_name == calibrated.file_name]
+    slack_bytes = max((each.slack_bytes for each in before), default=0)
+    calibrated = replace(calibrated, slack_bytes=max(calibrated.slack_bytes, slack_bytes))
+    if of_plan is None or of_plan.measured.context_bytes is None:
         return calibrated
-    expected, measured = of_plan.predicted, of_plan.measured
-    return calibrated.of_plan(context, max(0, measured.peak_reserved_bytes - expected.peak_reserved_bytes))
+    more_bytes = of_plan.measured.peak_reserved_bytes - of_plan.predicted.peak_reserved_bytes
+    return calibrated.of_plan(of_plan.measured.context_bytes, max(0, more_bytes))
 
 
 def _device(kind: DeviceKind) -> tuple[str, str | None, Capability | None]:
-    """Its name, the card that it is, and its compute capability."""
+    """Return its name, its known card, and its compute capability."""
     if kind == "cpu":
         return local_host.cpu_name(), None, None
     import torch
@@ -337,7 +337,7 @@ def _device(kind: DeviceKind) -> tuple[str, str | None, Capability | None]:
 
 
 def what_is_here(device: DeviceKind | None, num_ranks: int | None) -> tuple[DeviceKind, int]:
-    """What to calibrate where no plan says so: all GPUs, or two CPU ranks, so that a link is measured, too.
+    """Return what to calibrate without a plan: all GPUs, or two CPU ranks, so that their link is measured.
 
     Raises:
         RequestError: GPUs are asked for that are not here.
@@ -357,29 +357,23 @@ def what_is_here(device: DeviceKind | None, num_ranks: int | None) -> tuple[Devi
 
 
 def report(calibrated: Calibration) -> list[str]:
-    """The calibration for people."""
+    """Return the lines of a calibration."""
     probe = calibrated.probe
-    rows = [(f"matrix, {name}", format_flops(flops)) for name, flops in probe.matrix_flops.items()]
-    rows.append(("memory", f"{probe.memory_bandwidth / 1e9:.3g} GB/s"))
-    if probe.link_bandwidth is not None:
-        rows.append(("between ranks", f"{probe.link_bandwidth / 1e9:.3g} GB/s"))
-    if probe.hop_seconds is not None:
-        rows.append(("a collective", f"{probe.hop_seconds * 1e6:.1f} microseconds"))
-    rows.append(("host optimizer", f"{probe.host_bandwidth / 1e9:.3g} GB/s"))
-    if probe.host_link_bandwidth is not None:
-        rows.append(("to the host", f"{probe.host_link_bandwidth / 1e9:.3g} GB/s"))
-    rows.append(("an operator", f"{probe.operator_seconds * 1e6:.1f} microseconds"))
+    speeds = {
+        "memory": probe.memory_bandwidth,
+        "between ranks": probe.link_bandwidth,
+        "host optimizer": probe.host_bandwidth,
+        "to the host": probe.host_link_bandwidth,
+    }
+    seconds = {"a collective": probe.hop_seconds, "an operator": probe.operator_seconds}
+    rows = {f"matrix, {name}": format_flops(flops) for name, flops in probe.matrix_flops.items()}
+    rows |= {name: f"{speed / 1e9:.3g} GB/s" for name, speed in speeds.items() if speed is not None}
+    rows |= {name: f"{each * 1e6:.1f} microseconds" for name, each in seconds.items() if each is not None}
     if probe.context_bytes is not None:
-        rows += [("context", format_bytes(probe.context_bytes)), ("slack", format_bytes(calibrated.slack_bytes))]
+        rows |= {"context": format_bytes(probe.context_bytes), "slack": format_bytes(calibrated.slack_bytes)}
     ranks = plural(calibrated.num_ranks, "rank")
     driver = f", driver {calibrated.driver}" if calibrated.driver else ""
     return [
         f"{calibrated.device} with {ranks}{driver}, torch {calibrated.torch}",
-        *(f"  {name:<16} {value:>18}" for name, value in rows),
+        *(f"  {name:<16} {value:>18}" for name, value in rows.items()),
     ]
-
-
-def keep(calibrated: Calibration) -> None:
-    """Write it where the next plan looks, and say so on standard error."""
-    path = calibrated.write(calibration.calibration_folder())
-    click.echo(f"kept in {path}; plans for this device use it unless given --no-calibration", err=True)

@@ -1,9 +1,9 @@
-"""Flags from the table of settings, and `--help` in groups: what people need first, the rest behind `--help-all`.
+"""Flags from the table of settings, and `--help` in groups, with the flags for experts behind `--help-all`.
 
-`planned` goes from a command's flags to a plan: settings, this machine's devices, the lengths of the data, `make_plan`.
+`plans` goes from a command's flags to a plan: settings, this machine's devices, the lengths of the data, the search.
 """
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Generator, Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from itertools import pairwise
 from pathlib import Path
@@ -17,11 +17,11 @@ from frugal.config.hardware.cluster import GENERIC, Card, Cluster, of_driver, re
 from frugal.config.hardware.local_host import held_on_gpus
 from frugal.config.request import Request
 from frugal.config.run_settings import SAMPLE_NAMES, run_settings
-from frugal.config.schema import PLAN_SETTINGS, SETTINGS, TomlFile, read_toml, understand
-from frugal.config.setting import LENGTH, Group, SettingRow, answer, settings_of
-from frugal.dryrun.planner import make_plan_here
+from frugal.config.schema import PLAN_SETTINGS, SETTINGS, TomlFile, read_toml, settings_of_toml, understand
+from frugal.config.setting import LENGTH, Group, SettingRow, answer, flag_of, settings_of
+from frugal.dryrun.planner import plans_here
 from frugal.errors import RequestError
-from frugal.planning.plan import OnDraft, Plan
+from frugal.planning.plan import Plan
 
 FIRST = "What most runs need"
 OWN = "this command"
@@ -30,7 +30,7 @@ _TYPES: dict[type, Any] = {int: int, float: float, str: str, Path: click.Path(pa
 
 
 class _Choice(click.Choice[str]):
-    """The choices of a setting; a value that people ask for and there is not is refused with the reason."""
+    """The choices of a setting; a value that frugal cannot provide is refused with the reason."""
 
     def __init__(self, row: SettingRow) -> None:
         super().__init__(row.choices)
@@ -42,7 +42,7 @@ class _Choice(click.Choice[str]):
 
 
 class _Length(click.types.IntParamType):
-    """Tokens: 4096, or 4k."""
+    """A number of tokens: 4096, or 4k."""
 
     def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> Any:
         if isinstance(value, str) and value[-1:] in ("k", "K") and value[:-1].isdecimal():
@@ -51,11 +51,11 @@ class _Length(click.types.IntParamType):
 
 
 def _option(row: SettingRow) -> click.Option:
-    """The flag of a setting. It has no default: `None` means that neither file nor default has been overruled."""
+    """Return the flag of a setting, whose default `None` leaves the value to file and table."""
     shown = row.shown_default
     if shown is None and row.default not in (None, (), False):
         shown = " ".join(row.default) if isinstance(row.default, tuple) else str(row.default)
-    values: dict[str, Any] = {"help": row.help + (f"  [default: {shown}]" if shown else "")}
+    values: dict[str, Any] = {"hidden": row.is_expert, "help": row.help + (f"  [default: {shown}]" if shown else "")}
     if row.choices:
         values["type"] = _Choice(row)
     elif row.has_opposite:
@@ -70,53 +70,52 @@ def _option(row: SettingRow) -> click.Option:
 
 
 def options(*owners: type, names: Iterable[str] | None = None) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
-    """Give a command the flags of these dataclasses of settings, or of some `names` among them, and `--help-all`."""
+    """Give a command the flags of these dataclasses of settings, or of some `names` among them."""
     rows = {name: row for owner in owners for name, row in settings_of(owner).items()}
-    chosen = [row for name, row in rows.items() if names is None or name in names]
+    chosen = [row for name, row in rows.items() if row.is_flag and (names is None or name in names)]
 
-    def with_options(command: Callable[..., Any]) -> Callable[..., Any]:
-        for row in reversed(chosen):
-            _add(command, _option(row))
+    def with_options(command: Any) -> Any:  # as click's own decorators do, which keep options at the function
+        command.__dict__.setdefault("__click_params__", []).extend(map(_option, reversed(chosen)))
         return command
 
     return with_options
 
 
 def config_option(command: Callable[..., Any]) -> Callable[..., Any]:
-    """Give a command `--config`, whose value `cli.planned` reads."""
+    """Give a command `--config` and `--set`, which `read_settings` reads."""
+    command = click.option(
+        "--set", "overrides", multiple=True, metavar="KEY=VALUE",
+        help="One setting of the settings file, such as optimizer.beta2=0.99; repeatable.",
+    )(command)  # fmt: skip
     return click.option(
         "--config", type=click.Path(path_type=Path), help="Settings file.  [default: frugal.toml, if there]"
     )(command)
 
 
-def what_if_option(command: Callable[..., Any]) -> Callable[..., Any]:
-    """Give a command `--what-if`, whose axes are its arguments."""
-    return click.option(
-        "--what-if",
-        "with_table",
-        is_flag=True,
-        help="Also a table over GPUs x memory x sample length, predicted by arithmetic. Values may be named after it: "
-        "--what-if gpus=1,2,4 mem=12G,24G seq-len=512,1024.  [default: half, the same and twice as much of each]",
-    )(command)
+def read_settings(values: Mapping[str, Any]) -> TomlFile:
+    """Return what `--config` and `--set` say. Raises as `read_toml`."""
+    return read_toml(values.get("config"), values.get("overrides", ()))
 
 
-def verbose_option(command: Callable[..., Any]) -> Callable[..., Any]:
-    """Give a command `-v`: everything that a plan says."""
-    return click.option(
-        "-v",
-        "--verbose",
-        is_flag=True,
-        help="Everything: memory by category, reasons, strategies, what is assumed.",
-    )(command)
+what_if_option = click.option(
+    "--what-if",
+    "with_table",
+    is_flag=True,
+    help="Also a table over GPUs x memory x sample length, predicted by arithmetic. Values may be named after it: "
+    "--what-if gpus=1,2,4 mem=12G,24G seq-len=512,1024.  [default: half, the same and twice as much of each]",
+)
+"""Gives a command `--what-if`, whose axes are its arguments."""
 
-
-def _add(command: Any, option: click.Option) -> None:
-    """As click's own decorators do, which keep options at the function until it has become a command."""
-    command.__dict__.setdefault("__click_params__", []).append(option)
+verbose_option = click.option(
+    "-v",
+    "--verbose",
+    is_flag=True,
+    help="Show everything: memory by category, reasons, strategies, assumptions.",
+)
 
 
 class SettingsCommand(click.Command):
-    """A command whose help is in groups, and that knows other trainers' names of its flags."""
+    """A command with help in groups, which knows other trainers' names of its flags."""
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
@@ -133,10 +132,10 @@ class SettingsCommand(click.Command):
         )
 
     def parse_args(self, ctx: click.Context, args: list[str]) -> list[str]:
-        """As click does, but for flags that another trainer has.
+        """Parse as click does, and answer flags that another trainer has.
 
         Raises:
-            RequestError: there is one; the message names ours.
+            RequestError: there is one; the message names frugal's.
         """
         known = {spelling for each in self.get_params(ctx) for spelling in (*each.opts, *each.secondary_opts)}
         for word, after in pairwise((*args, "--")):
@@ -152,19 +151,20 @@ class SettingsCommand(click.Command):
         return super().parse_args(ctx, args)
 
     def format_options(self, ctx: click.Context, formatter: click.HelpFormatter) -> None:
-        """The flags that people need first, then the others by group."""
+        """Write the flags that most runs need first, then the others by group."""
         formatter.width = min(formatter.width, _WIDTH)
         with_experts = bool(ctx.meta.get("frugal.help_all"))
         groups: dict[str, list[tuple[str, str]]] = {name: [] for name in (FIRST, OWN, *get_args(Group))}
         num_hidden = 0
         for parameter in self.get_params(ctx):
+            if not isinstance(parameter, click.Option):  # the usage line has arguments
+                continue
+            num_hidden += parameter.hidden and not with_experts
+            parameter.hidden = parameter.hidden and not with_experts
             record = parameter.get_help_record(ctx)
-            if record is None or isinstance(parameter, click.Argument):  # the usage line has those
+            if record is None:
                 continue
             row = SETTINGS.get(parameter.name or "")
-            if row is not None and row.is_expert and not with_experts:
-                num_hidden += 1
-                continue
             groups[OWN if row is None else FIRST if row.is_first else row.group].append(record)
         for name, records in groups.items():
             if records:
@@ -172,7 +172,9 @@ class SettingsCommand(click.Command):
                     formatter.write_dl(records, col_max=28)
         if num_hidden:
             formatter.write_paragraph()
-            formatter.write_text(f"{num_hidden} flags for experts are listed by --help-all.")
+            formatter.write_text(
+                f"{num_hidden} flags for experts are listed by --help-all; frugal.toml and --set have more keys."
+            )
 
 
 def _help_all(ctx: click.Context, _option: click.Parameter, is_given: bool) -> None:
@@ -183,19 +185,22 @@ def _help_all(ctx: click.Context, _option: click.Parameter, is_given: bool) -> N
 
 
 def _normalised(word: str) -> str:
-    """Flags may be written with `_` for `-`, as some launchers and trainers do."""
+    """Accept `_` for `-` in flags, as some launchers and trainers write them."""
     return word.replace("_", "-")
 
 
-def planned(
-    values: Mapping[str, Any], file: TomlFile | None = None, *, asks_data: bool = True,
-    on_draft: OnDraft | None = None,
-) -> Plan:  # fmt: skip
-    """The plan for what flags and `file` describe; `asks_data`: the data says how long its samples are.
+def planned(values: Mapping[str, Any], file: TomlFile | None = None, *, asks_data: bool = True) -> Plan:
+    """Return the plan for what flags and `file` describe. Arguments and errors: as `plans`."""
+    *_, plan = plans(values, file, asks_data=asks_data)
+    return plan
 
-    `on_draft`: see `frugal.planning.plan.OnDraft`. Raises: as that, `collect` and `with_lengths`.
+
+def plans(values: Mapping[str, Any], file: TomlFile | None = None, *, asks_data: bool = True) -> Generator[Plan]:
+    """Yield drafts and last the plan for what flags and `file` describe; `asks_data`: measure the data's lengths.
+
+    Raises: as `frugal.dryrun.planner.plan`, `collect` and `with_lengths`.
     """
-    file = file or read_toml(values.get("config"))
+    file = file or read_settings(values)
     request, cluster, defaults = collect(values, file)
     if asks_data:
         if values.get("data") and request.lengths is not None:
@@ -205,39 +210,38 @@ def planned(
                 hint="leave one of them out",
             )
         request = with_lengths(request, values, file)
-    wanted = values.get("calibration")
-    wanted = file.plan.get("calibration") if wanted is None else wanted
-    return planned_for(request, cluster, defaults, on_draft, is_calibrated=wanted is not False)
+    yield from plans_for(request, cluster, defaults)
 
 
-def planned_for(
-    request: Request, cluster: Cluster, defaults: tuple[str, ...], on_draft: OnDraft | None = None, *,
-    is_calibrated: bool = False,
-) -> Plan:  # fmt: skip
-    """`make_plan_here` while people wait."""
+def planned_for(request: Request, cluster: Cluster, defaults: tuple[str, ...]) -> Plan:
+    """Return the plan for a request."""
+    *_, plan = plans_for(request, cluster, defaults)
+    return plan
+
+
+def plans_for(request: Request, cluster: Cluster, defaults: tuple[str, ...]) -> Iterator[Plan]:
+    """Yield drafts and last the plan for a request, with a line on the terminal while the user waits."""
     with waiting(f"planning {request.model}") as line:
-
-        def drafted(plan: Plan, whole: Callable[[], Plan]) -> None:
-            if on_draft is not None:
+        for plan in plans_here(request, cluster, defaults):
+            if plan.is_draft:
                 with line.gone():
-                    on_draft(plan, whole)
-            line.says(f"dry-running {request.model}")
-
-        return make_plan_here(request, cluster, defaults, drafted, is_calibrated=is_calibrated)
+                    yield plan
+                line.says(f"dry-running {request.model}")
+    yield plan
 
 
 def collect(values: Mapping[str, Any], file: TomlFile | None = None) -> tuple[Request, Cluster, tuple[str, ...]]:
-    """Request, cluster, and the request's fields left to their defaults, from a command's `values`.
+    """Return request, cluster, and the names of the request's defaults, from a command's `values`.
 
     Flags win over `file` (read from `values["config"]` if not given), the file over defaults. Where neither GPUs nor
     memory are named, this machine's GPUs are taken. A calibration of these devices is used; one that cannot be read
-    is told on standard error. Values of other commands' flags are ignored.
+    is reported on standard error. Values of other commands' flags are ignored.
 
     Raises:
         RequestError: the request is wrong.
     """
     if file is None:
-        file = read_toml(values.get("config"))
+        file = read_settings(values)
     settings = file.plan | {
         name: value for name, value in values.items() if name in PLAN_SETTINGS and value is not None
     }
@@ -256,9 +260,9 @@ def collect(values: Mapping[str, Any], file: TomlFile | None = None) -> tuple[Re
 
 
 def this_machine(num_gpus: int | None) -> tuple[dict[str, Any], str | None, Card]:
-    """The settings that describe `num_gpus` of this machine's GPUs (None: all), and what the driver calls them.
+    """Return the settings that describe `num_gpus` of this machine's GPUs (None: all), and the driver's name of them.
 
-    Nothing where torch sees none; no name where they differ. The card is what those are that no table knows.
+    Both are empty if torch sees no GPU; the name also where GPUs differ. The card stands for GPUs of no known card.
     """
     import torch  # takes a second: only where flags leave the question open
 
@@ -267,16 +271,15 @@ def this_machine(num_gpus: int | None) -> tuple[dict[str, Any], str | None, Card
         return {}, None, GENERIC
     import psutil  # type: ignore[import-untyped]  # its stubs are a package of their own
 
-    held = held_on_gpus()
     cards = [torch.cuda.get_device_properties(i) for i in range(num_here)]
-    settings, name = described(cards, held, num_gpus)
+    settings, name = described(cards, held_on_gpus(), num_gpus)
     return settings | {"host_mem": psutil.virtual_memory().total}, name, unnamed_of(cards)
 
 
 def described(cards: Sequence[Any], held: Mapping[str, int], num_gpus: int | None) -> tuple[dict[str, Any], str | None]:
-    """The settings for `num_gpus` of these cards (None: all), and the name they share, if they do.
+    """Return the settings for `num_gpus` of these cards (None: all), and the name they share, if they do.
 
-    `cards` are what torch tells of them; `held` has the bytes that processes hold of each, by UUID.
+    `cards` are torch's properties of them; `held` has the bytes that processes use of each, by UUID.
     """
     cards = cards[:num_gpus]
     if num_gpus is not None and num_gpus > len(cards):
@@ -292,7 +295,7 @@ def described(cards: Sequence[Any], held: Mapping[str, int], num_gpus: int | Non
 
 
 def unnamed_of(cards: Sequence[Any]) -> Card:
-    """What GPUs are as their driver says, where one is no known card; of several kinds what takes the most memory."""
+    """Return the card that stands for GPUs of no known card; of several kinds the one that takes the most memory."""
     unknown = [card for card in cards if recognise_card(card.name, card.total_memory) is None]
     if not unknown:
         return GENERIC
@@ -301,9 +304,9 @@ def unnamed_of(cards: Sequence[Any]) -> Card:
 
 
 def with_lengths(request: Request, values: Mapping[str, Any], file: TomlFile) -> Request:
-    """The request with the lengths of the samples that training will see, where flags or `file` name the data.
+    """Return the request with the lengths of the training samples, if flags or `file` name the data.
 
-    Lengths that the request has win over data that the file names; what --too-long says holds for both. `values` are a
+    Lengths that the request has win over data that the file names; --too-long holds for both. `values` are a
     command's flags, of which only those of data count.
 
     Raises:
@@ -320,29 +323,35 @@ def with_lengths(request: Request, values: Mapping[str, Any], file: TomlFile) ->
     from frugal.distributed.env import silence_libraries
     from frugal.training.data import corpus  # torch takes seconds
     from frugal.training.data.sources import names_of
-    from frugal.training.data.stream import run_data
 
     silence_libraries()
     with waiting(f"tokenising {names_of(settings.data)}"):
-        lengths = (run_data if settings.stream else corpus).lengths_of(request, settings)
+        lengths = corpus.lengths_of(request, settings)
         return replace(request, lengths=lengths)
 
 
-def refuse_beside_a_plan(what: str, values: Mapping[str, Any], *names: str) -> None:
-    """A plan, called `what` in the message, leaves nothing for these flags to say.
+def planning_flags(values: Mapping[str, Any], *others: str) -> list[str]:
+    """Return the flags given that say how to plan, and those of `others`; a hostfile also says where to run a plan."""
+    names = [name for name in (*PLAN_SETTINGS, *others) if name != "hostfile" or "hostfile" in others]
+    flags = [flag_of(name) for name in names if values.get(name) not in (None, ())]
+    overrides = values.get("overrides", ())
+    return [*flags, "--set"] if overrides and settings_of_toml({}, overrides).plan else flags
+
+
+def refuse_beside_a_plan(what: str, flags: Sequence[str]) -> None:
+    """Refuse flags beside a plan, which is called `what` in the message.
 
     Raises:
         RequestError: one was given.
     """
-    for name in names:
-        if values.get(name) not in (None, ()):
-            raise RequestError(
-                f"{what} was given together with --{name.replace('_', '-')}",
-                because="a plan is a decision already made",
-                hint="leave one of them out",
-            )
+    if flags:
+        raise RequestError(
+            f"{what} was given together with {flags[0]}",
+            because="a plan is a decision already made",
+            hint="leave one of them out",
+        )
 
 
 def plan_path(path: Path) -> Path:
-    """The plan.json that is meant: a file, or the one in a folder."""
+    """Return the path of a plan.json: itself, or the one in a folder."""
     return path / "plan.json" if path.is_dir() else path

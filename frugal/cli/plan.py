@@ -1,15 +1,16 @@
 """`frugal plan`."""
 
+from contextlib import closing
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import click
 
-from frugal.cli.display.drafts import DraftTaken, ShownDrafts
+from frugal.cli.display.drafts import conclude, show_draft
 from frugal.cli.display.terminal import is_terminal, show, waiting
 from frugal.cli.display.verdict import fits_a_line, show_row, show_verdict
-from frugal.cli.options import SettingsCommand, config_option, options, planned, verbose_option, what_if_option
+from frugal.cli.options import SettingsCommand, config_option, options, plans, verbose_option, what_if_option
 from frugal.config.hardware.build_cluster import ClusterSettings
 from frugal.config.request import Request
 from frugal.config.run_settings import DATA_NAMES, RunSettings
@@ -61,11 +62,14 @@ def command(
         raise click.UsageError(f"Got unexpected extra argument ({axes[0]})", click.get_current_context())
     named = _axes(axes) if with_table else {}
     is_watched = is_terminal() and not (as_json or verbose or with_table)
-    drafts = ShownDrafts(is_shown=is_watched, are_enough=only_draft)
-    try:
-        plan = planned(values, on_draft=drafts.take)
-    except DraftTaken as taken:
-        plan = taken.plan
+    draft: Plan | None = None  # the last that was shown
+    with closing(plans(values)) as made:
+        plan = next(made)
+        while plan.is_draft and not only_draft:
+            if is_watched:
+                show_draft(plan, draft)
+                draft = plan
+            plan = next(made)
     written = write_plan(plan, output) if output is not None else ()
     if as_json:
         _write_pages(plan, output, html)
@@ -80,9 +84,9 @@ def command(
     if blocks:
         show(blocks)
         click.echo()
-    if drafts.last is None:
+    if draft is None:
         show_verdict(replace(plan.verdict, notes=()) if verbose else plan.verdict)
-    proof = "" if drafts.last is None else drafts.conclude(plan)
+    proof = "" if draft is None else conclude(plan, draft)
     _conclude(plan, output, html, written, proof, verbose=verbose)
 
 

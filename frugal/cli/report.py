@@ -27,9 +27,9 @@ from frugal.report.summary import as_data, summary
     "--json", "as_json", is_flag=True, help="Print the numbers for programs; a page is written with -o alone."
 )
 def command(folders: tuple[Path, ...], output: Path | None, as_json: bool) -> None:
-    """Say how a run went, and make its page anew; compare several runs.
+    """Summarize a run and write its page; compare several runs.
 
-    RUN is the --out of a run, also of one that is still going on.
+    RUN is the --out of a run, which may still be running.
     """
     runs = _named(folders, [read_run(folder) for folder in folders])
     compare.check(runs)
@@ -45,7 +45,7 @@ def command(folders: tuple[Path, ...], output: Path | None, as_json: bool) -> No
 
 
 def _named(folders: Sequence[Path], runs: Sequence[RecordedRun]) -> list[RecordedRun]:
-    """Runs whose names tell them apart."""
+    """Return the runs with different names."""
     names = compare.renamed([run.name for run in runs], [str(folder) for folder in folders])
     return [replace(run, name=name) for run, name in zip(runs, names, strict=True)]
 

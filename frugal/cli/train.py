@@ -12,28 +12,35 @@ from typing import Any
 import click
 import psutil  # type: ignore[import-untyped]  # has no types
 
-from frugal import temporary
 from frugal.cli.display import preview as preview_command
 from frugal.cli.display.verdict import show_verdict
-from frugal.cli.options import SettingsCommand, config_option, options, planned, planned_for, refuse_beside_a_plan
+from frugal.cli.options import (
+    SettingsCommand,
+    config_option,
+    options,
+    planned,
+    planned_for,
+    planning_flags,
+    read_settings,
+    refuse_beside_a_plan,
+)
 from frugal.config.hardware import cuda_allocator
 from frugal.config.hardware.build_cluster import ClusterSettings, HostfileEntry, read_hostfile
 from frugal.config.hardware.cluster import Cluster
 from frugal.config.request import Request
 from frugal.config.run_settings import LaunchSettings, RunSettings, earlier_settings, launch_settings, run_settings
-from frugal.config.schema import PLAN_SETTINGS, TomlFile, read_toml, requested
+from frugal.config.schema import TomlFile, requested
 from frugal.config.setting import settings_of
 from frugal.deepspeed_adapter.json_config import write_plan
 from frugal.distributed.env import DEFAULT_PORT
 from frugal.dryrun.pool import shared_workers
-from frugal.errors import CheckpointError, PlanMismatchError, RequestError
-from frugal.launch import alternatives, commands, local, pdsh, restart
-from frugal.launch.pdsh import RestartableHosts
+from frugal.errors import CheckpointError, PlanMismatchError, refuse
+from frugal.launch import alternatives, commands, hosts, local, restart
 from frugal.launch.ssh import Access
 from frugal.planning.plan import Plan
 from frugal.report import after_run
 from frugal.training.checkpoint import manifest
-from frugal.training.checkpoint.run_folder import in_use
+from frugal.training.checkpoint.run_folder import holds_a_run
 from frugal.training.reports import hub, trackers
 from frugal.training.run import run
 
@@ -42,7 +49,7 @@ PLAN = "plan.json"
 
 @dataclass(frozen=True, kw_only=True)
 class _Job:
-    """What flags (`values`) and frugal.toml (`file`) ask for. `hosts` are those of `hostfile`, if one is named."""
+    """A training job: flags (`values`), frugal.toml (`file`), and the hosts of `hostfile`, if one is named."""
 
     values: dict[str, Any]
     file: TomlFile
@@ -54,29 +61,29 @@ class _Job:
 
     @property
     def access(self) -> Access:
-        """How to reach the hosts."""
+        """Access to the hosts."""
         return Access(ssh_port=self.how.ssh_port, nic=self.how.nic)
 
 
 @click.command("train", cls=SettingsCommand)
 @click.option("--plan", "plan_path", type=click.Path(path_type=Path), help="A plan.json, instead of planning flags.")
-@click.option("--ranks", type=int, help="Train on so many CPU processes; short for --device cpu --gpus N.")
+@click.option("--ranks", type=int, hidden=True, help="Train on N CPU processes; short for --device cpu --gpus N.")
 @click.option(
-    "--print", "printed", type=click.Choice(list(commands.LAUNCHERS)),
-    help="Start nothing; print the commands that do, one for each node or one for all.",
+    "--print", "printed", type=click.Choice(list(commands.LAUNCHERS)), hidden=True,
+    help="Print the commands that start the run instead of starting it.",
 )  # fmt: skip
 @click.option(
     "--preview", type=click.IntRange(min=1), metavar="N",
-    help="Start nothing; print N samples, with what of them is trained on.",
+    help="Print N samples, highlighting tokens that contribute to the loss, and start nothing.",
 )  # fmt: skip
 @options(Request, ClusterSettings, RunSettings, LaunchSettings)
 @config_option
 def command(
     plan_path: Path | None, ranks: int | None, printed: commands.Launcher | None, preview: int | None, **values: Any
 ) -> int:
-    """Train as planned; without a plan, plan first, as `frugal plan` with the same flags does."""
+    """Train with a plan; without one, plan first, as `frugal plan` with the same flags does."""
     if preview is not None:
-        return preview_command.show(preview, plan_path, values)
+        return preview_command.show(preview, plan_path, values, read_settings(values))
     job = _job(values, ranks)
     plan = _given_plan(job, plan_path)
     preview_command.check_data(job.settings)
@@ -97,7 +104,7 @@ def command(
             click.echo(f"note: {note}", err=True)
     _check_ranks(plan, ranks)
     if job.hosts:
-        pdsh.check_nodes(plan, job.hosts)
+        hosts.check_nodes(plan, job.hosts)
     if printed is None:
         began = time.time()
         code = _start(job, plan)
@@ -118,16 +125,16 @@ def command(
 
 
 def _job(values: dict[str, Any], ranks: int | None) -> _Job:
-    """Read the files that flags name, and a run's own record where it is resumed.
+    """Read the files that flags name, and the record of a run that is resumed.
 
     Raises:
         RequestError: they contradict each other, or a run is in the folder already.
         CheckpointError: there is nothing to resume.
     """
-    file = read_toml(values.get("config"))
+    file = read_settings(values)
     how = launch_settings(values, file.train)
     path = values.get("hostfile") or file.plan.get("hostfile")
-    hosts = read_hostfile(Path(path)) if path else ()
+    named = read_hostfile(Path(path)) if path else ()
     settings = run_settings(values, file.train)
     newest = manifest.newest_checkpoint(settings.checkpoints)
     if settings.resume:
@@ -135,22 +142,19 @@ def _job(values: dict[str, Any], ranks: int | None) -> _Job:
             raise CheckpointError(f"there is no checkpoint in {settings.checkpoints}", hint="start without --resume")
         settings = run_settings(values, earlier_settings(settings.out) | file.train)
     elif newest is not None:
-        raise in_use(settings, newest)
+        raise holds_a_run(settings, newest)
     hostfile = Path(path) if path else None
-    return _Job(values=values, file=file, ranks=ranks, settings=settings, how=how, hostfile=hostfile, hosts=hosts)
+    return _Job(values=values, file=file, ranks=ranks, settings=settings, how=how, hostfile=hostfile, hosts=named)
 
 
 def _given_plan(job: _Job, path: Path | None) -> Plan | None:
-    """A plan that was made before: the one given, or that of a run to resume, unless flags ask for another.
-
-    A hostfile does not: beside a plan it says where to run it. To resume on other nodes is to plan anew.
-    """
-    names = [name for name in PLAN_SETTINGS if name != "hostfile"]
+    """Return the plan given, or that of the run to resume, unless flags ask for another or the nodes are others."""
+    flags = planning_flags(job.values)
     if path is not None:
-        refuse_beside_a_plan("--plan", job.values, *names)
+        refuse_beside_a_plan("--plan", flags)
         return Plan.read(path)
     earlier = job.settings.out / PLAN
-    if not job.settings.resume or any(job.values.get(name) is not None for name in names) or not earlier.exists():
+    if not job.settings.resume or flags or not earlier.exists():
         return None
     plan = Plan.read(earlier)
     is_for_others = job.hosts and [len(node.devices) for node in plan.cluster.nodes] != [h.slots for h in job.hosts]
@@ -158,7 +162,7 @@ def _given_plan(job: _Job, path: Path | None) -> Plan | None:
 
 
 def _new_plan(job: _Job) -> Plan:
-    """A plan for what is asked; of a run that is resumed, what it was asked before."""
+    """Return a new plan, which keeps the request of a run that is resumed."""
     file, earlier = job.file, job.settings.out / PLAN
     if job.settings.resume and earlier.exists():
         file = replace(file, plan=_trained(Plan.read(earlier)) | file.plan)
@@ -166,28 +170,22 @@ def _new_plan(job: _Job) -> Plan:
 
 
 def _start(job: _Job, plan: Plan) -> int:
-    """Train here or on the hosts that are named, again after a crash where that is asked for; the exit code."""
+    """Train here or on the named hosts, with restarts after a crash if asked for, and return the exit code."""
     settings, restarts, port = job.settings, job.how.max_restarts, job.how.master_port
     if job.hosts and not _is_this_machine(job.hosts):
-        if not restarts:
-            return pdsh.launch(plan, job.hosts, job.access, settings, port)
         plan_for = partial(_plan_on, job, before=plan) if job.how.elastic else None
-        on = RestartableHosts(plan, job.hosts, job.access, settings, port, plan_for)
+        on = hosts.RestartableHosts(plan, job.hosts, job.access, settings, port, plan_for)
         return restart.supervise(on.start, plan, settings, restarts, on.plan_for_restart)
     local.check_machine(plan, port)
-    if restarts:
-        rest = partial(_plan_for_rest, job) if job.how.elastic else lambda before: before
-        return restart.supervise(local.starter(port), plan, settings, restarts, rest)
-    if plan.batch.world_size > 1:
-        with temporary.folder() as folder:
-            written, _ = write_plan(plan, folder)
-            return local.launch(plan, written, settings, port)
-    run(plan, settings)
-    return 0
+    if plan.batch.world_size == 1 and not restarts:
+        run(plan, settings)
+        return 0
+    rest = partial(_plan_for_rest, job) if job.how.elastic else lambda before: before
+    return restart.supervise(local.starter(port), plan, settings, restarts, rest)
 
 
 def _plan_on(job: _Job, cluster: Cluster, *, before: Plan) -> Plan:
-    """The plan for a part of the hosts that a run began on."""
+    """Return the plan for a part of the hosts that a run began on."""
     given = job.file.plan | {name: value for name, value in job.values.items() if value is not None}
     rows = settings_of(Request)
     request, defaults = requested(_trained(before) | {name: given[name] for name in given if name in rows})
@@ -197,11 +195,11 @@ def _plan_on(job: _Job, cluster: Cluster, *, before: Plan) -> Plan:
 
 
 def _plan_for_rest(job: _Job, before: Plan) -> Plan:
-    """The plan for the devices of this machine that are left; the one before, if these are all."""
+    """Return the plan for the devices of this machine that are left; the one before, if these are all."""
     number = local.num_working_devices(before)
     if number == before.batch.world_size:
         return before
-    click.echo(f"{number} of {before.batch.world_size} devices are left: planning anew", err=True)
+    click.echo(f"{number} of {before.batch.world_size} devices are left: planning again", err=True)
     on_cpu = before.cluster.devices[0].kind == "cpu"
     replaced = ("nodes", "hostfile", "gpu", "device", "gpus")  # what described all devices
     values = {name: value for name, value in job.values.items() if name not in replaced}
@@ -213,19 +211,19 @@ def _plan_for_rest(job: _Job, before: Plan) -> Plan:
 
 
 def _tell(plan: Plan, *, err: bool = False) -> None:
-    """What a plan comes to; `frugal explain` reads the rest from the run's folder."""
+    """Show the verdict of a plan; `frugal explain` reads the rest from the run's folder."""
     show_verdict(plan.verdict, err=err)
     click.echo(err=err)
 
 
 def _is_this_machine(named: Sequence[HostfileEntry]) -> bool:
-    """Whether this machine alone is named, which needs no ssh."""
+    """Return True if only this machine is named, which needs no ssh."""
     here = {"localhost", "127.0.0.1", "::1", socket.gethostname(), socket.getfqdn()}
     return len(named) == 1 and named[0].name in here
 
 
 def _trained(plan: Plan) -> dict[str, Any]:
-    """What a run was asked to train, which a new plan for it keeps; how it does so is decided anew."""
+    """Return the settings that change a run's numbers, which a new plan for it keeps."""
     return {
         name: value
         for name in _TRAINED
@@ -243,7 +241,7 @@ _TRAINED = (
 
 
 def _is_for(plan: Plan, ranks: int) -> bool:
-    """Whether a plan is for so many CPU ranks."""
+    """Return True if a plan is for this number of CPU ranks."""
     return plan.batch.world_size == ranks and plan.cluster.devices[0].kind == "cpu"
 
 
@@ -258,15 +256,17 @@ def _check_ranks(plan: Plan, ranks: int | None) -> None:
 
 
 def _planned(ranks: int | None, values: dict[str, Any], file: TomlFile, *, asks_data: bool) -> Plan:
-    """`planned`, where `ranks` may stand for this machine's CPU."""
+    """Plan as `planned` does; `ranks` stands for this machine's CPU."""
     if ranks is not None:
-        for name in ("gpus", "nodes", "gpu", "device"):
-            if values.get(name) is not None:
-                raise RequestError(
-                    f"--ranks was given together with --{name}",
-                    because=f"--ranks {ranks} means {ranks} processes on this machine's CPU",
-                    hint="leave one of them out",
-                )
+        given = next((name for name in ("gpus", "nodes", "gpu", "device") if values.get(name) is not None), "")
+        refuse(
+            (
+                given,
+                f"--ranks was given together with --{given}",
+                f"--ranks {ranks} means {ranks} processes on this machine's CPU",
+                "leave one of them out",
+            )
+        )
         cpu: dict[str, Any] = {"device": "cpu", "gpus": ranks}
         if values.get("mem") is None and "mem" not in file.plan:
             cpu["mem"] = psutil.virtual_memory().available // max(ranks, 1)

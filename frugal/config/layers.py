@@ -1,22 +1,26 @@
-"""What layers do: the modes of activation checkpointing that a user gives them, and what a tiled MLP does not go with.
+"""A mode of activation checkpointing for each layer, as a user pins them, and a tiled MLP.
 
-frugal plan --layer-modes full:0-19,off:20-31
+frugal plan --activation-checkpointing full:0-19,off:20-31
 """
 
-from collections.abc import Iterable, Sequence
+import re
+from collections.abc import Iterable
 from dataclasses import dataclass
 from itertools import groupby
 from operator import itemgetter
 from typing import Any, Literal, get_args
 
+import msgspec
+
 from frugal.errors import RequestError
 
 LayerMode = Literal["off", "selective", "full", "offloaded"]
-"""What may become of a layer's activations."""
+"""Modes of activation checkpointing."""
 
-FLAG = "--layer-modes"
+FLAG = "--activation-checkpointing"
 FORM = f"{FLAG} full:0-19,off:20-31"
-MOST_LAYERS, MOST_DIGITS = 10_000, 9
+MOST_LAYERS = 10_000
+_WORD = re.compile(r"(\w+)\s*:\s*(\d{1,9})(?:\s*-\s*(\d{1,9}))?", re.ASCII)
 
 
 @dataclass(frozen=True)
@@ -30,49 +34,56 @@ class LayerModes:
     runs: tuple[tuple[LayerMode, int], ...]
 
     def __post_init__(self) -> None:
-        if not self.runs:
-            raise _wrong("it names no layer")
         for mode, count in self.runs:
-            _check_run(mode, count)
-        if self.num_layers > MOST_LAYERS:
-            raise _wrong(f"it names {self.num_layers} layers, and {MOST_LAYERS} are the most")
+            if mode not in get_args(LayerMode):
+                raise _wrong(f"`{mode}` is no mode: there are {', '.join(get_args(LayerMode))}")
+            if count < 1:
+                raise _wrong(f"{mode} has {count} layers, and 1 is the least")
+        if not 1 <= self.num_layers <= MOST_LAYERS:
+            raise _wrong(f"it names {self.num_layers} layers; there may be 1 to {MOST_LAYERS}")
 
     @classmethod
     def of(cls, value: "str | Iterable[Any] | LayerModes") -> "LayerModes":
-        """What a flag, frugal.toml or a caller says: text as for `parse`, or runs as in `plan.json`.
+        """Return the modes that a flag, frugal.toml or a caller names: text as for `parse`, or runs as in `plan.json`.
 
         Raises:
-            RequestError: it does not say the mode of every layer once.
+            RequestError: not every layer has exactly one mode.
         """
         if isinstance(value, LayerModes):
             return value
         if isinstance(value, str):
             return cls.parse(value)
-        runs = list(value)
-        if not all(isinstance(run, Sequence) and not isinstance(run, str) and len(run) == 2 for run in runs):
-            raise _wrong("runs are pairs of a mode and a number of layers", hint='write [["full", 20], ["off", 12]]')
-        return cls(_merged((mode, count) for mode, count in runs))
+        try:
+            runs = msgspec.convert(value, tuple[tuple[str, int], ...])
+        except msgspec.ValidationError:
+            raise _wrong(
+                "runs are pairs of a mode and a whole number of layers", hint='write [["full", 20], ["off", 12]]'
+            ) from None
+        return cls(_merged(runs))
 
     @classmethod
     def parse(cls, text: str) -> "LayerModes":
-        """`full:0-19,off:20-31`: a mode and the numbers of the first and the last layer that has it, counted from 0.
+        """Parse `full:0-19,off:20-31`: a mode, and the first and the last layer that have it, counted from 0.
 
         Raises:
-            RequestError: it does not say the mode of every layer once.
+            RequestError: not every layer has exactly one mode.
         """
-        ranges = sorted(map(_range, filter(None, (word.strip() for word in text.split(",")))))
-        expected = 0
-        for first, last, _ in ranges:
-            if first > expected:
-                raise _wrong(f"{_layers(expected, first - 1)} no mode")
-            if first < expected:
-                raise _wrong(f"{_layers(first, min(last, expected - 1))} two modes")
-            expected = last + 1
-        return cls(_merged((mode, last + 1 - first) for first, last, mode in ranges))
+        modes: dict[int, str] = {}
+        for word in filter(None, (part.strip() for part in text.split(","))):
+            match = _WORD.fullmatch(word)
+            if match is None or not int(match[2]) <= (last := int(match[3] or match[2])) < MOST_LAYERS:
+                raise _wrong(f"`{word}` is no mode with the numbers of layers, below {MOST_LAYERS}")
+            for layer in range(int(match[2]), last + 1):
+                if layer in modes:
+                    raise _wrong(f"layer {layer} has two modes")
+                modes[layer] = match[1]
+        if missing := set(range(len(modes))) - modes.keys():
+            raise _wrong(f"layer {min(missing)} has no mode")
+        return cls(_merged((modes[layer], 1) for layer in range(len(modes))))
 
     @property
     def num_layers(self) -> int:
-        """Of all runs."""
+        """Layers of all runs."""
         return sum(count for _, count in self.runs)
 
     def __str__(self) -> str:
@@ -83,71 +94,10 @@ class LayerModes:
         return ",".join(words)
 
 
-def _range(word: str) -> tuple[int, int, Any]:
-    """First and last layer, and their mode; whether that is one is checked later."""
-    mode, is_given, numbers = (part.strip() for part in word.partition(":"))
-    first, has_last, last = (part.strip() for part in numbers.partition("-"))
-    last = last if has_last else first
-    if not is_given or not all(number.isdecimal() and len(number) <= MOST_DIGITS for number in (first, last)):
-        raise _wrong(f"`{word}` is no mode with the numbers of layers")
-    if int(last) < int(first):
-        raise _wrong(f"`{word}` ends before it begins")
-    return int(first), int(last), mode
-
-
-def _layers(first: int, last: int) -> str:
-    return f"layer {first} has" if first == last else f"layers {first} to {last} have"
-
-
-def _check_run(mode: Any, count: Any) -> None:
-    if mode not in get_args(LayerMode):
-        raise _wrong(f"`{mode}` is no mode: there are {', '.join(get_args(LayerMode))}")
-    if type(count) is not int or count < 1:
-        raise _wrong(f"{mode} is that of {count!r} layers, which must be a whole number, at least 1")
-
-
-def _merged(runs: Iterable[tuple[Any, Any]]) -> tuple[tuple[LayerMode, int], ...]:
-    """Runs of one mode that follow each other are one."""
-    checked = list(runs)
-    for run in checked:
-        _check_run(*run)
-    return tuple((mode, sum(count for _, count in run)) for mode, run in groupby(checked, key=itemgetter(0)))
+def _merged(runs: Iterable[tuple[Any, int]]) -> tuple[tuple[LayerMode, int], ...]:
+    """Join adjacent runs of one mode."""
+    return tuple((mode, sum(count for _, count in run)) for mode, run in groupby(runs, key=itemgetter(0)))
 
 
 def _wrong(because: str, hint: str = f"write {FORM}, counted from 0") -> RequestError:
     return RequestError(f"{FLAG} does not give each layer one mode", because=because, hint=hint)
-
-
-def check_modes(modes: LayerModes | None, activation_checkpointing: str) -> None:
-    """`--layer-modes` beside `--activation-checkpointing`.
-
-    Raises:
-        RequestError: the two contradict each other.
-    """
-    if modes is not None and activation_checkpointing not in ("auto", "budget"):
-        raise RequestError(
-            f"{FLAG} was given together with --activation-checkpointing {activation_checkpointing}",
-            because=f"{activation_checkpointing} is the mode of all layers",
-            hint="leave one of them out",
-        )
-
-
-def check_tiled_mlp(mlp: str, offload: str, activation_checkpointing: str, modes: LayerModes | None) -> None:
-    """`--mlp` beside what else is pinned.
-
-    Raises:
-        RequestError: the two are impossible together.
-    """
-    if mlp != "tiled":
-        return
-    of_layers = () if modes is None else [mode for mode, _ in modes.runs]
-    flag = FLAG if "selective" in of_layers else "--activation-checkpointing"
-    if "selective" in (activation_checkpointing, *of_layers):
-        other = f"{flag} {'selective' if modes is None else modes}"
-        because = "it keeps the products of all slices until backward"
-    elif offload == "nvme":
-        other = "--offload nvme"
-        because = "an MLP's parameters are gathered all at once, for which there may be too few buffers"
-    else:
-        return
-    raise RequestError(f"--mlp tiled is impossible with {other}", because=because, hint="leave one of them out")

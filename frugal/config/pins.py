@@ -1,12 +1,12 @@
-"""Whether what is pinned of a batch can be true at once, on so many ranks."""
+"""Checks that the pins of a batch do not contradict each other on a number of ranks."""
 
 from frugal.config.request import Request
-from frugal.errors import RequestError
+from frugal.errors import refuse
 from frugal.units import plural
 
 
 def check_pins(request: Request, world_size: int) -> None:
-    """Micro-batch, accumulation steps and caps against the global batch on `world_size` ranks.
+    """Check micro-batch, accumulation steps and caps against the global batch on `world_size` ranks.
 
     Both pins together must be what the micro-batches come out as: n = ceil(batch / (micro x ranks)) and
     micro = ceil(batch / (n x ranks)). A micro-batch alone is a cap that is reached unless the batch is too small.
@@ -15,63 +15,65 @@ def check_pins(request: Request, world_size: int) -> None:
         RequestError: they contradict each other; the message has the numbers.
     """
     batch, micro, steps = request.batch_samples, request.micro_batch, request.accumulation_steps
-    gpus = plural(world_size, "GPU")
-    if (shared_by := request.sequence_parallel or 1) > 1:
-        if world_size % shared_by:
-            ways = [f"--sequence-parallel {n}" for n in range(2, world_size + 1) if world_size % n == 0]
-            raise RequestError(
-                f"--sequence-parallel {shared_by} does not divide {gpus}", hint=f"use {', '.join(ways) or 'none'}"
+    gpus, shared_by = plural(world_size, "GPU"), request.sequence_parallel or 1
+    if shared_by > 1:
+        ways = [f"--sequence-parallel {n}" for n in range(2, world_size + 1) if world_size % n == 0]
+        refuse(
+            (
+                world_size % shared_by,
+                f"--sequence-parallel {shared_by} does not divide {gpus}",
+                "",
+                f"use {', '.join(ways) or 'none'}",
             )
+        )
         world_size //= shared_by
         gpus = f"{plural(world_size, 'group')} of {plural(shared_by, 'GPU')}"
     if request.even:
         _check_even(request, world_size)
     cap = request.micro_batch_cap
-    if micro is not None and cap is not None and cap < micro:
-        name = "--max-samples-per-gpu" if request.max_samples_per_gpu == cap else "--max-tokens-per-gpu"
-        raise RequestError(
-            f"--micro-batch {micro} is over the cap of {name}",
-            because=f"{name} allows {cap} samples of {request.seq_len} tokens",
-            hint=f"leave one of them out, or use --micro-batch {cap}",
-        )
-    if steps is None:
-        return
-    needed = -(-batch // (steps * world_size))
-    if steps > batch:
-        raise RequestError(
+    needed = 0 if steps is None else -(-batch // (steps * world_size))
+    refuse(
+        (
+            micro is not None and cap is not None and cap < micro,
+            f"--micro-batch {micro} is over the cap of --max-tokens-per-gpu",
+            f"it allows {cap} samples of {request.seq_len} tokens",
+            f"leave one of them out, or use --micro-batch {cap}",
+        ),
+        (
+            steps is not None and steps > batch,
             f"--accumulation-steps {steps} is more than the {batch} samples of the global batch",
-            because="every micro-step needs at least one sample",
-            hint=f"use at most --accumulation-steps {batch}",
-        )
-    if micro is None:
-        if cap is not None and cap < needed:
-            raise RequestError(
-                f"--accumulation-steps {steps} on {gpus} needs a micro-batch of {needed}",
-                because=f"the caps allow {cap}",
-                hint=f"use --accumulation-steps {-(-batch // (cap * world_size))}, or leave it out",
-            )
+            "every micro-step needs at least one sample",
+            f"use at most --accumulation-steps {batch}",
+        ),
+        (
+            micro is None and cap is not None and cap < needed,
+            f"--accumulation-steps {steps} on {gpus} needs a micro-batch of {needed}",
+            f"--max-tokens-per-gpu allows {cap}",
+            f"use --accumulation-steps {-(-batch // ((cap or 1) * world_size))}, or leave it out",
+        ),
+    )
+    if steps is None or micro is None:
         return
     fewest = -(-batch // (micro * world_size))
-    if steps == fewest and micro == needed:
-        return
     capacity = micro * steps * world_size
     ways = [f"--global-batch {capacity}"] if request.global_tokens is None else []
     if -(-batch // (fewest * world_size)) == micro:
         ways.insert(0, f"--accumulation-steps {fewest}")
     if -(-batch // (needed * world_size)) == steps:
         ways.insert(0, f"--micro-batch {needed}")
-    raise RequestError(
-        f"--micro-batch {micro} --accumulation-steps {steps} on {gpus} is {capacity}, not {batch}",
-        because=f"{micro} x {steps} x {world_size} = {capacity} samples, and the global batch is {batch}",
-        hint=f"use {', or '.join(ways)}" if ways else "leave one of the two out",
+    refuse(
+        (
+            (steps, micro) != (fewest, needed),
+            f"--micro-batch {micro} --accumulation-steps {steps} on {gpus} is {capacity}, not {batch}",
+            f"{micro} x {steps} x {world_size} = {capacity} samples, and the global batch is {batch}",
+            f"use {', or '.join(ways)}" if ways else "leave one of the two out",
+        )
     )
 
 
 def _check_even(request: Request, world_size: int) -> None:
-    """Refuse a batch that no equal micro-batches make, with those next to it that some do."""
-    batch = request.batch_samples
-    parts = [plural(world_size, "GPU")]
-    unit = world_size
+    """Refuse a batch that equal micro-batches cannot make, and name the nearest that they can."""
+    batch, unit, parts = request.batch_samples, world_size, [plural(world_size, "GPU")]
     if request.micro_batch is not None and request.micro_batch * world_size != batch:
         unit *= request.micro_batch
         parts.append(f"micro-batch {request.micro_batch}")
@@ -79,11 +81,12 @@ def _check_even(request: Request, world_size: int) -> None:
         unit *= request.accumulation_steps
         parts.append(plural(request.accumulation_steps, "accumulation step"))
     below = batch // unit * unit
-    if below == batch:
-        return
     near = sorted(filter(None, (below, below + unit)), key=lambda size: abs(size - batch))
-    raise RequestError(
-        f"--even is impossible for a global batch of {batch} with {' x '.join(parts)}",
-        because=f"equal micro-batches come to a multiple of {unit} samples",
-        hint=f"use --global-batch {' or '.join(map(str, near))}",
+    refuse(
+        (
+            below != batch,
+            f"--even is impossible for a global batch of {batch} with {' x '.join(parts)}",
+            f"equal micro-batches come to a multiple of {unit} samples",
+            f"use --global-batch {' or '.join(map(str, near))}",
+        )
     )

@@ -1,8 +1,8 @@
-"""What the user asks for, and whether what is pinned can be true at once."""
+"""A training run as the user asks for it, and checks that its settings do not contradict each other."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Literal
+from typing import Literal, get_args
 
 from frugal.config import layers, optimizers
 from frugal.config.adapters import Lora
@@ -14,11 +14,10 @@ from frugal.config.optimizers import (
     OptimizerStates,
     Rule,
     Scaling,
-    check_rule,
 )
 from frugal.config.sample_lengths import Lengths
 from frugal.config.setting import LENGTH, Kind, check_sizes, setting
-from frugal.errors import RequestError
+from frugal.errors import RequestError, refuse
 
 Task = Literal["causal-lm", "masked-lm", "seq2seq", "sequence-classification"]
 Precision = Literal["bf16", "fp16", "fp32"]
@@ -27,14 +26,12 @@ LossChoice = Literal["auto", "plain", "tiled"]
 AccumulationDtype = Literal["fp32", "bf16"]
 BatchNormChoice = Literal["local", "frozen", "sync"]
 OffloadChoice = Literal["auto", "none", "optimizer", "all", "nvme"]
-Quantization = Literal["nf4", "int8"]
-QUANTIZATIONS: dict[Quantization, str] = {"nf4": "nf4", "int8": "int8 without outlier columns"}
-"""What a report says of each."""
+Quantization = Literal["nf4"]
 
 DEFAULT_GLOBAL_BATCH = 512
 
 MOST_SAMPLES = 10_000_000
-"""Of a global batch. A rank lists its micro-batch sizes one by one: tens of megabytes for so many."""
+"""Maximum samples of a global batch: a rank lists its micro-batch sizes one by one, in tens of megabytes."""
 
 LENGTHS = Kind(
     str,
@@ -48,65 +45,78 @@ LORA = Kind(
 )
 
 
-LAYER_MODES = Kind(
+CHECKPOINTING = Kind(
     str,
-    "text such as full:0-19,off:20-31 or pairs of a mode and a number of layers",
-    lambda value: isinstance(value, str | list | tuple | LayerModes),
+    f"one of {', '.join(get_args(ActivationCheckpointingChoice))}, or modes of layers such as full:0-19,off:20-31",
+    lambda value: (
+        value in get_args(ActivationCheckpointingChoice)
+        or isinstance(value, list | tuple | LayerModes)
+        or (isinstance(value, str) and ":" in value)
+    ),
+)
+OFFLOAD = Kind(
+    str,
+    f"one of {', '.join(get_args(OffloadChoice))}, or a share such as optimizer:0.5",
+    lambda value: isinstance(value, str) and (value in get_args(OffloadChoice) or value.startswith("optimizer:")),
 )
 
 
 @dataclass(frozen=True, kw_only=True)
 class Request:
-    """One training run as the user wants it; `None` leaves the decision to frugal."""
+    """A training run as the user wants it; `None` leaves the decision to frugal."""
 
     model: str = setting(
         "gpt2",
         "Preset, transformers model type, config.json, model folder, package.module:factory or hub name.",
         "model and batch", is_first=True,
     )  # fmt: skip
-    task: Task | None = setting(None, "What is trained.", "model and batch", shown_default="what the model is for")
+    task: Task | None = setting(None, "Training task.", "model and batch", shown_default="the model's own")
     global_batch: int | None = setting(
         None, "Samples per optimizer step over all GPUs.", "model and batch", least=1, is_first=True,
         shown_default=str(DEFAULT_GLOBAL_BATCH),
     )  # fmt: skip
     global_tokens: int | None = setting(
         None,
-        "Tokens per optimizer step over all GPUs: as many whole samples as fit, never over. Of pairs the target's "
-        "count. Wins over --global-batch.",
+        "Tokens per optimizer step over all GPUs, instead of --global-batch: as many whole samples as fit. For pairs "
+        "target tokens count.",
         "model and batch", least=1,
     )  # fmt: skip
     seq_len: int = setting(
-        1024, "Tokens in the longest sample; of pairs, in the longer side. 128k is 131072.", "model and batch", least=1,
+        1024, "Maximum tokens per sample (for pairs: of the longer side). 128k is 131072.", "model and batch", least=1,
         is_first=True, kind=LENGTH,
     )  # fmt: skip
-    max_samples_per_gpu: int | None = setting(None, "Cap on the micro-batch, samples.", "memory and speed", least=1)
     max_tokens_per_gpu: int | None = setting(
-        None, "Cap on the micro-batch, tokens: padding counts; of pairs on either side.", "memory and speed", least=1
+        None,
+        "Maximum tokens in a micro-batch, padding included; of pairs on either side.",
+        "memory and speed",
+        least=1,
+        is_expert=True,
     )
     micro_batch: int | None = setting(
-        None, "Pin the micro-batch: samples of one GPU in one micro-step.", "memory and speed", least=1
+        None, "Pin the micro-batch: samples per GPU and micro-step.", "memory and speed", least=1
     )
     accumulation_steps: int | None = setting(
-        None, "Pin the micro-steps per optimizer step.", "memory and speed", least=1
+        None,
+        "Pin the micro-steps per optimizer step.",
+        "memory and speed",
+        least=1,
+        is_expert=True,
     )
     even: bool | None = setting(
         None,
-        "Equal micro-batches only: micro-batch x accumulation steps x GPUs is the global batch, so that DeepSpeed's "
-        "JSON alone trains it, too.",
-        "memory and speed", shown_default="no",
+        "Use equal micro-batches, which DeepSpeed's JSON alone also trains: micro-batch x accumulation steps x GPUs is "
+        "the global batch.",
+        "memory and speed", shown_default="no", is_expert=True,
     )  # fmt: skip
-    zero_stage: int | None = setting(None, "Pin the ZeRO stage, 0-3.", "memory and speed")
+    zero_stage: int | None = setting(None, "Pin the ZeRO stage, 0-3.", "memory and speed", least=0, most=3)
     activation_checkpointing: ActivationCheckpointingChoice = setting(
         "auto",
-        "Recompute activations in backward; `auto` and `budget`: in the layers where it is needed or pays.",
-        "memory and speed",
-    )
-    layer_modes: LayerModes | None = setting(
-        None,
-        "Pin the mode of activation checkpointing of every layer, numbered from 0 in the order in which they run.",
-        "memory and speed", kind=LAYER_MODES, metavar="full:0-19,off:20-31", is_expert=True,
-        shown_default="as --activation-checkpointing says",
+        f"Recompute activations in backward: {', '.join(get_args(ActivationCheckpointingChoice))}; `auto` and "
+        "`budget`: in the layers where it is needed or pays. `full:0-19,off:20-31` pins the mode of each layer.",
+        "memory and speed", kind=CHECKPOINTING, metavar="MODE",
     )  # fmt: skip
+    layer_modes: LayerModes | None = None
+    """Pinned by `activation_checkpointing`, whose value is `auto` then."""
     loss: LossChoice = setting(
         "auto",
         "`plain` holds the logits whole, `tiled` a slice at a time; `auto` takes what makes the step faster.",
@@ -118,25 +128,16 @@ class Request:
     )  # fmt: skip
     offload: OffloadChoice = setting(
         "auto",
-        "What may live in host memory; `auto`: nothing, unless nothing fits without. `nvme`: the optimizer's states "
-        "on an NVMe disk, parameters there or in host memory.",
-        "memory and speed",
-    )
-    offload_ratio: float | None = setting(
-        None,
-        "Pin the share of AdamW's update done in host memory under ZeRO-3; the rest stays on the GPUs. 1: all of it.",
-        "memory and speed", least=0, is_expert=True,
-        shown_default="with the optimizer in host memory, the share that is fastest",
+        f"What may be in host memory: {', '.join(get_args(OffloadChoice))}. `auto`: only if nothing fits otherwise; "
+        "`optimizer:0.5`: that share of AdamW's update under ZeRO-3; `nvme`: the optimizer's states are on an NVMe "
+        "disk, parameters there or in host memory.",
+        "memory and speed", kind=OFFLOAD, metavar="WHAT",
     )  # fmt: skip
+    offload_ratio: float | None = None
+    """Pinned by `offload`: above 0, at most 1."""
     nvme_path: str | None = setting(
         None, "Folder on a local disk of each node, for --offload nvme; without it disks are not used.",
         "memory and speed", metavar="DIR", is_expert=True,
-    )  # fmt: skip
-    secondary_partition: int | None = setting(
-        None,
-        "Pin how many ranks of a node keep ZeRO-3's parameters between them, so that later gathers of a step stay in "
-        "the node (hpZ of ZeRO++); 1: none do.",
-        "memory and speed", least=1, is_expert=True, shown_default="with several nodes the fastest",
     )  # fmt: skip
     lora: Lora | None = setting(
         None,
@@ -146,246 +147,223 @@ class Request:
     )  # fmt: skip
     quantize: Quantization | None = setting(
         None,
-        "Keep the frozen model under --lora in fewer bits: `nf4`, 4 bits a weight (QLoRA), or `int8`, 8 bits without "
-        "outlier columns. Needs bitsandbytes.",
+        "Keep the frozen model under --lora in 4 bits a weight (QLoRA's `nf4`). Needs bitsandbytes.",
         "model and batch", shown_default="not quantised",
     )  # fmt: skip
     precision: Precision = setting(
-        "bf16", "Of weights, activations and gradients in forward and backward.", "model and batch", is_first=True
+        "bf16", "Precision of weights, activations and gradients.", "model and batch", is_first=True
     )
-    optimizer: OptimizerName = setting("adamw", "What updates the parameters.", "optimizer", refused=optimizers.REFUSED)
+    optimizer: OptimizerName = setting(
+        "adamw", "Optimizer.", "optimizer", refused=optimizers.REFUSED, table="optimizer", key="name"
+    )
     optimizer_implementation: OptimizerImplementation | None = setting(
-        None, "Whose kernels.", "optimizer", shown_default="torch's fused ones, if there are any", is_expert=True
+        None,
+        "Kernel used for the update.",
+        "optimizer",
+        table="optimizer",
+        key="implementation",
+        is_flag=False,
     )
     optimizer_states: OptimizerStates | None = setting(
         None,
-        "Of master weights, moments and momentum. bf16 halves their memory and changes the numbers: updates below "
-        "1/256 of a weight are rounded away.",
+        "Precision of master weights and optimizer states. bf16 halves their memory, and rounds updates below 1/256 "
+        "of a weight away.",
         "optimizer", shown_default="fp32", short=("--states",),
     )  # fmt: skip
-    momentum: float | None = setting(None, "Of --optimizer sgd.", "optimizer", least=0, shown_default="none")
+    momentum: float | None = setting(None, "SGD momentum.", "optimizer", least=0, table="optimizer", is_flag=False)
     adam_beta1: float | None = setting(
-        None, "What AdamW keeps of the mean gradient at each step.", "optimizer", least=0,
-        shown_default=str(optimizers.ADAM_BETA1), is_expert=True,
-    )  # fmt: skip
+        None, "AdamW beta1.", "optimizer", least=0, table="optimizer", key="beta1", is_flag=False
+    )
     adam_beta2: float | None = setting(
-        None, "What AdamW keeps of the mean squared gradient at each step; torch's own default is 0.999.",
-        "optimizer", least=0, shown_default=f"{optimizers.ADAM_BETA2}, as is usual for language models",
+        None, "AdamW beta2; torch's own default is 0.999.", "optimizer", least=0, table="optimizer", key="beta2",
+        is_flag=False,
     )  # fmt: skip
     adam_epsilon: float | None = setting(
-        None, "What AdamW adds to the root of the mean squared gradient.", "optimizer", least=0,
-        shown_default=f"{optimizers.ADAM_EPSILON:g}", is_expert=True,
-    )  # fmt: skip
-    learning_rate: float = setting(
-        3e-4, "Peak learning rate; of --reference-batch, where there is one.", "optimizer", least=0, short=("--lr",),
-        is_first=True,
-    )  # fmt: skip
+        None, "AdamW epsilon.", "optimizer", least=0, table="optimizer", key="epsilon", is_flag=False
+    )
+    learning_rate: float = setting(3e-4, "Peak learning rate.", "optimizer", least=0, short=("--lr",), is_first=True)
     reference_batch: int | None = setting(
         None,
-        "The global batch that --learning-rate was found for: samples, or tokens with --global-tokens.",
-        "optimizer", least=1, shown_default="the one asked for", is_expert=True,
+        "The global batch that the learning rate was found for: samples, or tokens with --global-tokens.",
+        "optimizer", least=1, table="optimizer", is_flag=False,
     )  # fmt: skip
     lr_rule: Rule | None = setting(
-        None, "How the rate follows the batch from --reference-batch: linear (for SGD) or sqrt (for Adam).",
-        "optimizer", is_expert=True,
+        None, "How the learning rate scales from the reference batch: linear (for SGD) or sqrt (for Adam).",
+        "optimizer", table="optimizer", is_flag=False,
     )  # fmt: skip
-    weight_decay: float = setting(0.01, "Decoupled for AdamW.", "optimizer", least=0)
+    weight_decay: float = setting(0.01, "Weight decay; decoupled for AdamW.", "optimizer", least=0)
     decay_norms: bool | None = setting(
-        None, "Whether weight decay takes norms and biases, too; HF Trainer's does not.", "optimizer",
-        shown_default="yes",
+        None, "Apply weight decay to norms and biases too; HF Trainer does not.", "optimizer", table="optimizer",
+        is_flag=False,
     )  # fmt: skip
     gradient_clipping: float = setting(
-        1.0, "Largest norm of the global gradient; 0: no clipping.", "optimizer", least=0
+        1.0, "Maximum norm of the global gradient; 0: no clipping.", "optimizer", least=0
     )
     gradient_accumulation_dtype: AccumulationDtype | None = setting(
         None,
-        "Of gradients summed over micro-steps. bf16 halves their memory, and loses more with every micro-step.",
-        "memory and speed", shown_default="fp32", is_expert=True,
+        "Precision of gradients summed over micro-steps. bf16 halves their memory, and loses more with every step.",
+        "optimizer", table="optimizer", is_flag=False,
     )  # fmt: skip
     sequence_parallel: int | None = setting(
         None,
-        "Pin the ranks that share each sample, a part of its tokens each (Ulysses).",
-        "memory and speed", least=1, shown_default="as many as one sample needs",
+        "Pin the number of ranks that share each sample's tokens (Ulysses).",
+        "memory and speed", least=1, shown_default="as many as one sample needs", is_expert=True,
     )  # fmt: skip
     overlap_comm: bool | None = setting(
-        None, "Let gradients travel while backward goes on, for a second bucket.", "memory and speed",
-        shown_default="no", is_expert=True,
+        None, "Overlap gradient communication with backward, for a second bucket.", "memory and speed", is_flag=False,
     )  # fmt: skip
     expandable_segments: bool | None = setting(
-        None, "Let torch's allocator grow one segment page by page (PYTORCH_ALLOC_CONF), instead of making many.",
-        "memory and speed", shown_default="yes on GPUs, unless PYTORCH_ALLOC_CONF says otherwise", is_expert=True,
+        None, "Use PyTorch's expandable segments.", "memory and speed", is_expert=True,
     )  # fmt: skip
     reduce_bucket_elements: int | None = setting(
-        None, "Pin DeepSpeed's gradient bucket, elements.", "memory and speed", least=1, is_expert=True
+        None, "Pin DeepSpeed's gradient bucket, elements.", "memory and speed", least=1, is_flag=False
     )
     lengths: Lengths | None = setting(
         None, "Plan for samples of these lengths: JSON, tokens of each or `{tokens: samples}`.", "model and batch",
         kind=LENGTHS, metavar="FILE", is_expert=True,
     )  # fmt: skip
     pack: bool | None = setting(
-        None, "Put several documents into one sample of --seq-len tokens; none sees another.", "model and batch",
+        None, "Pack several documents into one sample of --seq-len tokens; none attends to another.", "model and batch",
         shown_default="no",
     )  # fmt: skip
     batch_norm: BatchNormChoice | None = setting(
         None,
-        "Whose statistics BatchNorm takes: those of a rank's own micro-batch (`local`), of all ranks' (`sync`), "
-        "or running ones (`frozen`), with which the gradient is exact however a batch is split.",
+        "BatchNorm statistics: `local` micro-batch, `sync` across ranks, or `frozen` running statistics, with which "
+        "the gradient is exact however a batch is split.",
         "model and batch", shown_default="local", is_expert=True,
     )  # fmt: skip
 
     def __post_init__(self) -> None:
-        self._check_numbers()
-        self._check_precision()
-        self._check_places()
-        self._check_batch()
-        self._check_quantization()
-
-    def _check_numbers(self) -> None:
-        """Each by itself."""
-        if not self.model.strip():
-            raise RequestError(
-                "--model is empty",
-                hint=f"leave it out for {Request.model}, or give a preset, a config.json or a model folder",
-            )
         check_sizes(self, hint="leave {flag} out to let frugal decide")
-        if self.zero_stage is not None and not 0 <= self.zero_stage <= 3:
-            raise RequestError(f"--zero-stage is {self.zero_stage}", because="ZeRO has the stages 0, 1, 2 and 3")
+        self._check_precision()
+        _check_optimizer(self)
+        self._check_places()
+        _check_tiled_mlp(self)
+        self._check_quantization()
+        self._check_batch()
 
     def _check_precision(self) -> None:
-        """What DeepSpeed can train right."""
-        if self.precision != "fp32" and self.zero_stage in (0, 1):
-            raise RequestError(
+        because = "stage 0 starts Adam at its second step"
+        if self.zero_stage == 1:
+            because = "stage 1 cannot accumulate gradients in fp32 without losing some"
+        refuse(
+            (
+                not self.model.strip(),
+                "--model is empty",
+                "",
+                f"leave it out for {Request.model}, or give a preset, a config.json or a model folder",
+            ),
+            (
+                self.precision != "fp32" and self.zero_stage in (0, 1),
                 f"--precision {self.precision} with --zero-stage {self.zero_stage} is not trained right by DeepSpeed",
-                because=(
-                    "stage 0 starts Adam at its second step"
-                    if self.zero_stage == 0
-                    else "stage 1 cannot accumulate gradients in fp32 without losing some"
-                ),
-                hint="use --zero-stage 2, also on one GPU, or --precision fp32",
-            )
-        if self.gradient_accumulation_dtype == "bf16" and self.precision != "bf16":
-            raise RequestError(
-                f"--gradient-accumulation-dtype bf16 is impossible with --precision {self.precision}",
-                because="only sums of bf16 gradients are kept in bf16",
-                hint="leave one of them out",
-            )
-        if self.decay_norms is False and self.optimizer == "sgd":
-            raise RequestError(
-                "--no-decay-norms is impossible with --optimizer sgd",
-                because="its weight decay goes through the gradient; only AdamW's can leave parameters out",
-                hint="leave one of them out",
-            )
-        optimizers.check(
-            self.optimizer,
-            self.optimizer_implementation,
-            momentum=self.momentum,
-            betas=(self.adam_beta1, self.adam_beta2),
-            epsilon=self.adam_epsilon,
-            offload=self.offload,
-        )
-        optimizers.check_states(
-            self.optimizer_states,
-            self.optimizer,
-            self.optimizer_implementation,
-            precision=self.precision,
-            offload=self.offload,
+                because,
+                "use --zero-stage 2, also on one GPU, or --precision fp32",
+            ),
+            (
+                self.gradient_accumulation_dtype == "bf16" and self.precision != "bf16",
+                f"optimizer.gradient-accumulation-dtype bf16 is impossible with --precision {self.precision}",
+                "only sums of bf16 gradients are kept in bf16",
+                "leave one of them out",
+            ),
         )
 
     def _check_places(self) -> None:
-        """Where optimizer and parameters are to live, and the bucket in which gradients travel."""
-        if self.offload == "nvme" and not self.nvme_path:
-            raise RequestError(
-                "--offload nvme was given without --nvme-path",
-                because="no node's disk is used unasked",
-                hint="name a folder on a fast local disk: --nvme-path /local/scratch",
-            )
-        layers.check_modes(self.layer_modes, self.activation_checkpointing)
-        layers.check_tiled_mlp(self.mlp, self.offload, self.activation_checkpointing, self.layer_modes)
+        """Check where optimizer and parameters are to be, and the bucket of gradients."""
         needed_stage = {"optimizer": (1, 2, 3), "all": (3,), "nvme": (3,)}.get(self.offload, (0, 1, 2, 3))
-        if self.zero_stage is not None and self.zero_stage not in needed_stage:
-            raise RequestError(
+        bucket = self.reduce_bucket_elements or 0
+        refuse(
+            (
+                self.offload == "nvme" and not self.nvme_path,
+                "--offload nvme was given without --nvme-path",
+                "no node's disk is used unasked",
+                "name a folder on a fast local disk: --nvme-path /local/scratch",
+            ),
+            (
+                self.zero_stage is not None and self.zero_stage not in needed_stage,
                 f"--offload {self.offload} is impossible with --zero-stage {self.zero_stage}",
-                because=f"it needs ZeRO stage {' or '.join(map(str, needed_stage))}",
-                hint="leave --zero-stage out to let frugal decide",
-            )
-        optimizers.check_ratio(
-            self.offload_ratio, self.zero_stage, self.offload, self.optimizer, self.optimizer_implementation
+                f"it needs ZeRO stage {' or '.join(map(str, needed_stage))}",
+                "leave --zero-stage out to let frugal decide",
+            ),
+            (
+                bucket % 2,
+                f"reduce-bucket-elements is {bucket}",
+                "DeepSpeed aligns its buckets to 2 elements",
+                f"use reduce-bucket-elements {bucket + 1}",
+            ),
         )
-        if self.reduce_bucket_elements is not None and self.reduce_bucket_elements % 2:
-            raise RequestError(
-                f"--reduce-bucket-elements is {self.reduce_bucket_elements}",
-                because="DeepSpeed aligns its buckets to 2 elements",
-                hint=f"use --reduce-bucket-elements {self.reduce_bucket_elements + 1}",
-            )
 
     def _check_quantization(self) -> None:
-        """Weights in few bits cannot be trained, only what is added to them."""
+        """Refuse quantised weights where they would be trained or moved to a disk."""
         if self.quantize is None:
             return
-        if self.lora is None:
-            raise RequestError(
+        refuse(
+            (
+                self.lora is None,
                 f"--quantize {self.quantize} was given without --lora",
-                because="quantised weights are frozen, and nothing else is there to be trained",
-                hint="add --lora r=16, or leave --quantize out",
-            )
-        if self.lora.dora:
-            raise RequestError(
+                "quantised weights are frozen, and nothing else is there to be trained",
+                "add --lora r=16, or leave --quantize out",
+            ),
+            (
+                self.lora is not None and self.lora.dora,
                 f"--quantize {self.quantize} is impossible with dora in --lora",
-                because="for the norms of quantised weights peft puts others in their place, unknown to ZeRO-3",
-                hint="leave one of them out",
-            )
-        if self.offload == "nvme":
-            raise RequestError(
+                "for the norms of quantised weights peft replaces them with others that ZeRO-3 does not know",
+                "leave one of them out",
+            ),
+            (
+                self.offload == "nvme",
                 f"--quantize {self.quantize} is impossible with --offload nvme",
-                because="DeepSpeed's buffers between a disk and the device hold one type, and quantised weights are "
-                "bytes beside parameters in the run's precision",
-                hint="use --offload all, which keeps them in host memory",
-            )
+                "DeepSpeed's buffers between a disk and the device hold one type, and quantised weights are bytes "
+                "beside parameters in the run's precision",
+                "use --offload all, which keeps them in host memory",
+            ),
+        )
 
     def _check_batch(self) -> None:
-        """The global batch, and the learning rate that goes with it."""
-        if self.global_tokens is not None and self.global_tokens < self.seq_len:
-            raise RequestError(
-                f"--global-tokens {self.global_tokens} is less than one sample",
-                because=f"a sample has up to {self.seq_len} tokens",
-                hint=f"ask for at least {self.seq_len} tokens, or shorten --seq-len",
-            )
-        if self.batch_norm == "sync" and self.global_tokens is not None:
-            raise RequestError(
+        """Check the global batch, and the batch of the learning rate."""
+        tokens, reference = self.global_tokens, self.reference_batch or 0
+        refuse(
+            (
+                tokens is not None and tokens < self.seq_len,
+                f"--global-tokens {tokens} is less than one sample",
+                f"a sample has up to {self.seq_len} tokens",
+                f"ask for at least {self.seq_len} tokens, or shorten --seq-len",
+            ),
+            (
+                tokens is not None and self.batch_norm == "sync",
                 "--batch-norm sync is impossible with --global-tokens",
-                because="a rank that gets no sample in a micro-step has no statistics to add",
-                hint="use --global-batch, or --batch-norm frozen",
-            )
-        if self.even and self.global_tokens is not None:
-            raise RequestError(
+                "a rank that gets no sample in a micro-step has no statistics to add",
+                "use --global-batch, or --batch-norm frozen",
+            ),
+            (
+                tokens is not None and self.even,
                 "--even is impossible with --global-tokens",
-                because="as many samples as have so many tokens are now more, now fewer",
-                hint=f"use --global-batch {self.batch_samples}",
-            )
-        check_rule(self.reference_batch, self.lr_rule, self.optimizer)
-        if self.reference_batch is not None and self.global_tokens is not None and self.reference_batch < self.seq_len:
-            raise RequestError(
-                f"--reference-batch {self.reference_batch} is less than one sample",
-                because=f"with --global-tokens it counts tokens, and a sample has up to {self.seq_len}",
-                hint=f"{self.reference_batch} samples are --reference-batch {self.reference_batch * self.seq_len}",
-            )
-        if self.batch_samples > MOST_SAMPLES:
-            raise RequestError(
+                "the number of samples that have that many tokens varies",
+                f"use --global-batch {self.batch_samples}",
+            ),
+            (
+                tokens is not None and 0 < reference < self.seq_len,
+                f"optimizer.reference-batch {reference} is less than one sample",
+                f"with --global-tokens it counts tokens, and a sample has up to {self.seq_len}",
+                f"{reference} samples are optimizer.reference-batch {reference * self.seq_len}",
+            ),
+            (
+                self.batch_samples > MOST_SAMPLES,
                 f"a global batch of {self.batch_samples:,} samples is too large for a plan",
-                because=f"a plan names the samples of every micro-step, and can do so for {MOST_SAMPLES:,}",
-                hint=f"ask for at most {MOST_SAMPLES:,} samples",
-            )
+                f"a plan names the samples of every micro-step, and can do so for {MOST_SAMPLES:,}",
+                f"ask for at most {MOST_SAMPLES:,} samples",
+            ),
+        )
 
     @property
     def batch_samples(self) -> int:
-        """Samples of full length in one global batch; for a token target as many of them as fit."""
+        """Samples of full length in one global batch; with --global-tokens the number that fits."""
         if self.global_tokens is not None:
             return self.global_tokens // self.seq_len
         return self.global_batch if self.global_batch is not None else DEFAULT_GLOBAL_BATCH
 
     @property
     def learning_rate_scaling(self) -> Scaling | None:
-        """From the reference batch to the one that is asked for; None where there is no reference."""
+        """The scaling of the learning rate from the reference batch; None without one."""
         if self.reference_batch is None or self.lr_rule is None:
             return None
         return Scaling(
@@ -404,22 +382,22 @@ class Request:
 
     @property
     def decays_all(self) -> bool:
-        """Whether all parameters decay alike, by the optimizer itself."""
+        """True if the optimizer itself applies the same weight decay to all parameters."""
         return self.decay_norms is not False or self.weight_decay == 0
 
     @property
     def master_bytes_per_element(self) -> int:
-        """Of the weights that the optimizer updates."""
+        """Bytes of each master weight."""
         return STATE_BYTES[self.optimizer_states or "fp32"]
 
     @property
     def state_bytes_per_element(self) -> float:
-        """What the optimizer keeps of each of them."""
+        """Bytes of optimizer states per element."""
         return optimizers.state_bytes_per_element(self.optimizer, self.momentum, self.optimizer_states or "fp32")
 
     @property
     def betas(self) -> tuple[float, float]:
-        """Of AdamW: what its two means keep at each step."""
+        """AdamW's beta1 and beta2."""
         first, second = self.adam_beta1, self.adam_beta2
         return (
             optimizers.ADAM_BETA1 if first is None else first,
@@ -428,7 +406,7 @@ class Request:
 
     @property
     def epsilon(self) -> float:
-        """Of AdamW: what is added to the root of the mean squared gradient."""
+        """AdamW's epsilon."""
         return optimizers.ADAM_EPSILON if self.adam_epsilon is None else self.adam_epsilon
 
     @property
@@ -438,13 +416,173 @@ class Request:
         Raises:
             RequestError: a token cap below one sample.
         """
-        caps = [cap for cap in (self.micro_batch, self.max_samples_per_gpu) if cap is not None]
-        if self.max_tokens_per_gpu is not None:
-            if self.max_tokens_per_gpu < self.seq_len:
-                raise RequestError(
-                    f"--max-tokens-per-gpu {self.max_tokens_per_gpu} is less than one sample",
-                    because=f"a sample has up to {self.seq_len} tokens",
-                    hint=f"allow at least {self.seq_len} tokens, or shorten --seq-len",
-                )
-            caps.append(self.max_tokens_per_gpu // self.seq_len)
-        return min(caps, default=None)
+        if self.max_tokens_per_gpu is None:
+            return self.micro_batch
+        if self.max_tokens_per_gpu < self.seq_len:
+            raise RequestError(
+                f"--max-tokens-per-gpu {self.max_tokens_per_gpu} is less than one sample",
+                because=f"a sample has up to {self.seq_len} tokens",
+                hint=f"allow at least {self.seq_len} tokens, or shorten --seq-len",
+            )
+        most = self.max_tokens_per_gpu // self.seq_len
+        return most if self.micro_batch is None else min(most, self.micro_batch)
+
+
+def _check_optimizer(request: Request) -> None:
+    """Check that optimizer, implementation, states and their numbers go together.
+
+    DeepSpeed 0.19.8 takes `bf16_master_weights_and_grads` with `bf16_optimizer_states` under ZeRO 1 to 3 for a model in
+    bf16 (runtime/config.py), and on the host only with its own CPU Adam (`_configure_master_weights` of
+    runtime/base_optimizer.py). The same keys for fp16 need the optimizer on the host, and keep its states in fp32.
+
+    Raises:
+        RequestError: they do not.
+    """
+    optimizer, asked, offload = request.optimizer, request.optimizer_implementation, request.offload
+    known, rule, reference = optimizers.IMPLEMENTATIONS[optimizer], request.lr_rule, request.reference_batch
+    betas = {"optimizer.beta1": request.adam_beta1, "optimizer.beta2": request.adam_beta2}
+    of_adam = [
+        name for name, value in (betas | {"optimizer.epsilon": request.adam_epsilon}).items() if value is not None
+    ]
+    refuse(
+        (
+            asked is not None and asked not in known,
+            f"--optimizer {optimizer} has no {asked} implementation",
+            f"there is {', '.join(known)}" if known else "there is only that of its library, bitsandbytes",
+            "leave optimizer.implementation out",
+        ),
+        (
+            request.momentum is not None and optimizer != "sgd",
+            f"optimizer.momentum was given with --optimizer {optimizer}",
+            "only sgd has a momentum to choose",
+            "leave one of them out, or use --optimizer sgd",
+        ),
+        (
+            of_adam and optimizer == "sgd",
+            f"{', '.join(of_adam)} and --optimizer sgd do not go together",
+            "sgd keeps no moments of the gradient; its one number is optimizer.momentum",
+            "leave one of them out, or use --optimizer adamw",
+        ),
+        (
+            request.adam_epsilon == 0,
+            "optimizer.epsilon is 0",
+            "a parameter without a gradient would be divided by zero",
+            None,
+        ),
+        *(
+            (
+                beta is not None and beta >= 1,
+                f"{name} is {beta}",
+                "it must be less than 1, or nothing is forgotten",
+                None,
+            )
+            for name, beta in betas.items()
+        ),
+        (
+            optimizer == "adamw-8bit" and offload == "nvme",
+            "--optimizer adamw-8bit cannot be used with --offload nvme",
+            "DeepSpeed moves only states in fp32 to disk",
+            "use --optimizer adamw, or --offload all",
+        ),
+        (
+            request.decay_norms is False and optimizer == "sgd",
+            "optimizer.decay-norms false is impossible with --optimizer sgd",
+            "its weight decay goes through the gradient; only AdamW's can leave parameters out",
+            "leave one of them out",
+        ),
+        (
+            reference is not None and rule is None,
+            f"optimizer.reference-batch {reference} was given without optimizer.lr-rule",
+            "how the learning rate is to follow the batch is not known",
+            f"add --set optimizer.lr-rule={optimizers.fitting(optimizer)}, which fits {optimizer}",
+        ),
+        (
+            rule is not None and reference is None,
+            f"optimizer.lr-rule {rule} was given without optimizer.reference-batch",
+            "the batch that the learning rate was found for is not known",
+            "add --set optimizer.reference-batch=N, or leave lr-rule out to train with the rate as it is",
+        ),
+    )
+    if request.optimizer_states == "bf16":
+        _check_bf16_states(request)
+    if request.offload_ratio not in (None, 1):
+        _check_ratio(request)
+
+
+def _check_bf16_states(request: Request) -> None:
+    what, hint = "--optimizer-states bf16 is impossible with ", "leave --optimizer-states out"
+    optimizer, offload = request.optimizer, request.offload
+    on_host = offload in ("optimizer", "all")
+    refuse(
+        (
+            request.precision != "bf16",
+            f"{what}--precision {request.precision}",
+            "they are rounded to the model's own type",
+            f"use --precision bf16, or {hint}",
+        ),
+        (
+            optimizer == "adamw-8bit",
+            f"{what}--optimizer adamw-8bit",
+            "it keeps its moments in 8 bits already, and needs master weights in fp32 beside them",
+            hint,
+        ),
+        (
+            offload == "nvme",
+            f"{what}--offload nvme",
+            "DeepSpeed moves only states in fp32 to disk",
+            f"use --offload all, or {hint}",
+        ),
+        (
+            on_host and not optimizers.states_can_be_on_host("bf16", optimizer, request.optimizer_implementation),
+            f"{what}--offload {offload}",
+            "on the host only DeepSpeed's own CPU Adam keeps states in bf16",
+            f"use --optimizer adamw without optimizer.implementation, or {hint}",
+        ),
+    )
+
+
+def _check_ratio(request: Request) -> None:
+    """Check that a share of the update can be done in host memory."""
+    ratio, stage = request.offload_ratio or 0.0, request.zero_stage
+    what = f"--offload optimizer:{ratio:g} is impossible with"
+    reason, because = optimizers.why_not_in_part(request.optimizer, request.optimizer_implementation) or ("", "")
+    refuse(
+        (
+            not 0 < ratio < 1,
+            f"--offload optimizer:{ratio:g} has no share of the update",
+            "it must be above 0, and 1 at most",
+            "use --offload optimizer to let frugal decide, or --offload none to keep the optimizer on the GPUs",
+        ),
+        (
+            stage not in (None, 3),
+            f"{what} --zero-stage {stage}",
+            "DeepSpeed splits the optimizer's work only in ZeRO-3",
+            "use --zero-stage 3, or --offload optimizer",
+        ),
+        (reason, f"{what} {reason}", because, "use --offload optimizer"),
+    )
+
+
+def _check_tiled_mlp(request: Request) -> None:
+    """Check that a tiled MLP is possible with the other pins.
+
+    Raises:
+        RequestError: it is not.
+    """
+    modes, mode = request.layer_modes, request.activation_checkpointing
+    if request.mlp != "tiled":
+        return
+    refuse(
+        (
+            mode == "selective" or (modes is not None and "selective" in dict(modes.runs)),
+            f"--mlp tiled is impossible with {layers.FLAG} {modes or mode}",
+            "selective keeps the products of all slices until backward",
+            "leave one of them out",
+        ),
+        (
+            request.offload == "nvme",
+            "--mlp tiled is impossible with --offload nvme",
+            "an MLP's parameters are gathered all at once, for which there may be too few buffers",
+            "leave one of them out",
+        ),
+    )

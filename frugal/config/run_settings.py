@@ -1,6 +1,7 @@
-"""What a run is told besides its plan: the same in `frugal train`, in frugal.toml's [train] and on the ranks."""
+"""The settings of a run besides its plan: flags of `frugal train`, and [train] and [schedule] of frugal.toml."""
 
 import os
+import re
 from collections.abc import Mapping
 from dataclasses import dataclass, fields
 from math import ceil
@@ -13,8 +14,8 @@ from frugal import files
 from frugal.config import learning_rate
 from frugal.config.learning_rate import Curve, Schedule
 from frugal.config.sample_lengths import TooLong
-from frugal.config.setting import check_sizes, flag_of, setting, settings_of, unknown_setting
-from frugal.errors import RequestError
+from frugal.config.setting import Kind, check_sizes, flag_of, setting, settings_of, unknown_setting
+from frugal.errors import RequestError, refuse
 
 MOST_CHARACTERS = 1 << 14
 """Of a rank's arguments in a command line: Linux takes 128 KiB a word, and over ssh all of a command is one."""
@@ -22,11 +23,21 @@ MOST_CHARACTERS = 1 << 14
 OnNan = Literal["stop", "skip"]
 BestMode = Literal["min", "max"]
 
+COLUMNS = Kind(
+    str, "text such as text=body,label=topic, or a table of these", lambda value: isinstance(value, str | dict)
+)
+WARMUP = Kind(
+    str,
+    "a number of steps, or a part such as 5%",
+    lambda value: re.fullmatch(r"\d+|\d*\.?\d+%", str(value)) is not None,
+)
+_COLUMNS = ("text", "label", "source", "target")
+
 TRACKERS = ("tensorboard", "wandb", "mlflow", "comet_ml", "aim", "clearml", "dvclive", "swanlab", "trackio")
-"""By accelerate's names, which are also those of their Python packages."""
+"""Names of accelerate, which are also those of the Python packages."""
 
 Format = Literal["messages", "conversations", "prompt-completion", "instruction", "tokens", "text"]
-"""Of the rows that a causal language model is trained on; what they are is `frugal.training.data.chat.formats`'s."""
+"""Formats of rows for causal language models, as `frugal.training.data.chat.formats` describes them."""
 
 TrainOn = Literal["completions", "all"]
 
@@ -44,27 +55,27 @@ class RunSettings:
         "sources, for a trial), or `@FILE` with one of these a line; repeatable. `PATH:0.7` is drawn with that weight.",
         "data", metavar="PATH", is_first=True,
     )  # fmt: skip
-    text_column: str = setting("text", "Where texts are.", "data", metavar="NAME")
-    label_column: str = setting("label", "Where classes are.", "data", metavar="NAME", is_expert=True)
-    source_column: str = setting("source", "Of pairs, what is read.", "data", metavar="NAME", is_expert=True)
-    target_column: str = setting("target", "Of pairs, what is written.", "data", metavar="NAME", is_expert=True)
+    columns: str = setting(
+        "",
+        "Names of columns: `text=` of texts, `label=` of classes, and of pairs `source=` and `target=`.",
+        "data", kind=COLUMNS, metavar="text=NAME,...", is_expert=True,
+    )  # fmt: skip
     format: Format | None = setting(
-        None, "What rows are, where their columns fit several formats.", "data", shown_default="by their columns",
+        None, "Format of the rows, where their columns fit several.", "data", shown_default="by their columns",
+        is_expert=True,
     )  # fmt: skip
     chat_template: str | None = setting(
-        None, "A file with the Jinja template of chats, or `chatml`, or `llama3`.", "data", metavar="FILE",
-        shown_default="the tokenizer's own",
+        None, "Chat template: a file with Jinja, `chatml`, or `llama3`.", "data", metavar="FILE",
+        shown_default="the tokenizer's own", is_expert=True,
     )  # fmt: skip
     train_on: TrainOn = setting(
-        "completions", "Of chats, completions and labelled tokens: what the model writes, or every token.", "data"
+        "completions", "Tokens of chats and completions that are trained on: the model's answers, or all.", "data"
     )
     tokenizer: str | None = setting(
         None, "A tokenizer's folder or hub name, or `byte`.", "data", metavar="NAME",
-        shown_default="the model's own; `byte` where it has none and random weights",
+        shown_default="the model's own; `byte` where it has none and random weights", is_expert=True,
     )  # fmt: skip
-    limit: int | None = setting(
-        None, "Use at most so many documents.", "data", least=1, shown_default="all", is_expert=True
-    )
+    limit: int | None = setting(None, "Maximum number of documents.", "data", least=1, table="train", is_flag=False)
     skip_bad_rows: bool = setting(
         False, "Leave out rows that cannot be read, instead of stopping.", "data", is_expert=True
     )
@@ -73,131 +84,178 @@ class RunSettings:
         "data",
     )  # fmt: skip
     shuffle_buffer: int = setting(
-        10_000, "With --stream: rows that are shuffled among each other; 1: none.", "data", metavar="ROWS", least=1
+        10_000,
+        "With --stream: size of the shuffle buffer, rows; 1: no shuffling.",
+        "data",
+        least=1,
+        table="train",
+        is_flag=False,
     )
     too_long: TooLong = setting(
         "error",
-        "What to do with chats, completions, pairs and classes that are longer than planned.",
+        "Action for chats, completions, pairs and classes that are longer than planned.",
         "data",
         is_expert=True,
     )
     validation_data: tuple[str, ...] = setting(
-        (), "Like --data, in place of a part of it; repeatable.", "data", metavar="PATH"
+        (), "Validation data, like --data, instead of a part of it; repeatable.", "data", metavar="PATH"
     )
-    validation_fraction: float = setting(0.05, "Part of the samples kept from training.", "data")
-    validation_samples: int | None = setting(1000, "Evaluate on at most so many samples.", "data", least=1)
+    validation_fraction: float = setting(0.05, "Part of --data that is used for validation.", "data", is_expert=True)
+    validation_samples: int | None = setting(
+        1000, "Maximum number of validation samples.", "data", least=1, table="train", is_flag=False
+    )
     test_data: tuple[str, ...] = setting(
-        (), "Like --data: the model is evaluated on all of it at the end; repeatable.", "data", metavar="PATH"
+        (), "Data for an evaluation at the end, like --data; repeatable.", "data", metavar="PATH", is_expert=True
     )
     steps: int | None = setting(
         None, "Optimizer steps, counted from the beginning.", "run", least=1, shown_default="--epochs", is_first=True
     )
     epochs: int | None = setting(None, "Passes over the data, instead of --steps.", "run", least=1, shown_default="1")
-    seed: int = setting(0, "Of weights, data order and dropout.", "run", least=0)
+    seed: int = setting(0, "Seed of weights, data order and dropout.", "run", least=0, is_expert=True)
     schedule: Schedule = setting(
-        "cosine", f"Of the learning rate after warmup: {', '.join(get_args(Schedule))}.", "optimizer", metavar="NAME"
-    )
-    warmup_steps: int = setting(0, "Optimizer steps until the peak learning rate.", "optimizer", least=0)
-    warmup_ratio: float | None = setting(
-        None, "Part of the schedule that is warmup, instead of --warmup-steps.", "optimizer", least=0,
-        shown_default="--warmup-steps",
+        "cosine", f"Learning rate schedule after warmup: {', '.join(get_args(Schedule))}.", "optimizer", metavar="NAME",
+        table="schedule", key="name",
+    )  # fmt: skip
+    warmup: str = setting(
+        "0", "Optimizer steps until the peak learning rate, or a part of the schedule such as 5%.", "optimizer",
+        kind=WARMUP, metavar="STEPS", table="schedule",
     )  # fmt: skip
     min_lr_ratio: float = setting(
-        0.0, "Part of the peak learning rate at which the schedule ends.", "optimizer", least=0
-    )
+        0.0, "Part of the peak learning rate at which the schedule ends.", "optimizer", least=0, table="schedule",
+        is_flag=False,
+    )  # fmt: skip
     decay_ratio: float | None = setting(
-        None, "Of --schedule warmup_stable_decay: part at the end in which the rate falls.", "optimizer", least=0,
-        shown_default=str(learning_rate.DECAY_RATIO), is_expert=True,
+        None, "Part at the end of warmup_stable_decay in which the rate falls.", "optimizer", least=0,
+        table="schedule", is_flag=False,
     )  # fmt: skip
     schedule_power: float | None = setting(
-        None, "Of --schedule polynomial.", "optimizer", least=0, shown_default="1", is_expert=True
+        None, "Power of polynomial.", "optimizer", least=0, table="schedule", key="power", is_flag=False
     )
     schedule_steps: int | None = setting(
-        None, "Optimizer steps over which the schedule goes, where the run is to end before: it can be resumed on the "
-        "same curve.", "optimizer", least=1, shown_default="those of the run", is_expert=True,
+        None, "Optimizer steps of the schedule, for a run that ends before and can be resumed on the same curve.",
+        "optimizer", least=1, table="schedule", key="steps", is_flag=False,
     )  # fmt: skip
     tune: bool | None = setting(
-        None, "Take the first steps in several ways (micro-batches, activation checkpointing, tiled loss; in long runs "
-        "another ZeRO stage, offloading or buckets) and go on in the fastest; --no-tune: as planned.",
-        "run", shown_default="where the run is long enough to win by it",
+        None, "Take the first steps in several ways (micro-batches, activation checkpointing, tiled loss) and continue "
+        "in the fastest; --no-tune: as planned.", "run", shown_default="if the run is long enough to gain by it",
     )  # fmt: skip
-    calibrate: bool = setting(
-        False,
-        "Keep the seconds that the first steps took, in each way that was tried, for later plans of this training on "
-        "such devices.",
-        "run",
-    )
     eval_every: int | None = setting(
         None, "Optimizer steps between evaluations; 0: never.", "run", least=0, shown_default="at the end"
     )
     metric: str | None = setting(
-        None, "A function of your own, `file.py:name`, of predictions and labels of the validation samples.", "run",
-        metavar="NAME",
+        None, "Your own metric: `file.py:name`, a function of predictions and labels of the validation samples.",
+        "run", metavar="NAME", is_expert=True,
     )  # fmt: skip
     best: str | None = setting(
-        None, "What the best checkpoint is chosen by: `loss`, or a number of --metric by its name.", "run",
-        metavar="NAME", shown_default="the first number of --metric; without one `loss`",
+        None, "End with the weights of the best evaluation, by `loss` or a number of --metric. The smallest loss and "
+        "the largest metric are best, unless `NAME:min` or `NAME:max` says otherwise.",
+        "run", metavar="NAME", is_expert=True,
     )  # fmt: skip
-    best_mode: BestMode | None = setting(
-        None, "Whether the smallest or the largest is the best.", "run", shown_default="min of `loss`, max of a metric"
-    )
     patience: int | None = setting(
-        None, "End after so many evaluations without a better one.", "run", least=1, shown_default="never"
-    )
-    save_best_model: bool = setting(
-        False, "Save each best evaluation's weights; those of the best are the final model.", "run"
-    )
+        None, "Stop after N evaluations without a better one.", "run", least=1, metavar="N", shown_default="never",
+        is_expert=True,
+    )  # fmt: skip
     save_every: int | None = setting(
         None, "Optimizer steps between checkpoints; 0: never.", "run", least=0, shown_default="at the end"
     )
-    keep: int = setting(2, "Newest checkpoints kept, beside the best.", "run", least=1)
+    keep: int = setting(2, "Newest checkpoints to keep, besides the best.", "run", least=1, is_expert=True)
     async_save: bool = setting(
-        False, "Write checkpoints while training goes on, from a copy in the host's memory.", "run", is_expert=True
+        False, "Write checkpoints in the background, from a copy in host memory.", "run", table="train", is_flag=False
     )
     track: tuple[str, ...] = setting(
-        (), f"Also follow the run with {', '.join(TRACKERS[:-1])} or {TRACKERS[-1]}; repeatable.", "run", metavar="NAME"
+        (), f"Experiment tracker: {', '.join(TRACKERS[:-1])} or {TRACKERS[-1]}; repeatable.", "run", metavar="NAME"
     )
     push_to_hub: str | None = setting(
-        None, "Upload the final model to this repository of the hub, made private unless it is there.", "run",
-        metavar="REPO",
+        None, "Upload the final model to this repository of the hub, which is created as a private one.", "run",
+        table="train", is_flag=False,
     )  # fmt: skip
     callback: tuple[str, ...] = setting(
-        (), "A class of your own, `file.py:name`, that is told of steps, evaluations and checkpoints; repeatable.",
-        "run", metavar="NAME",
+        (), "Your own callbacks: `file.py:name`, a class whose methods are called after steps, evaluations and "
+        "checkpoints; repeatable.",
+        "run", metavar="NAME", table="train", is_flag=False,
     )  # fmt: skip
     on_nan: OnNan = setting(
-        "stop", "When the loss or the gradient is not finite: stop, or leave the batch out.", "run", is_expert=True
+        "stop", "Action when the loss or the gradient is not finite: stop, or skip the batch.", "run", is_expert=True
     )
     grace: int = setting(
-        600, "Asked to stop by a signal: time to end the step and save it.", "run", metavar="SECONDS", least=1
-    )
+        600, "Seconds after a signal to stop, to finish the step and save a checkpoint.", "run", least=1, table="train",
+        is_flag=False,
+    )  # fmt: skip
     out: Path = setting(Path("run"), "The run's folder.", "run", metavar="DIR", is_first=True)
     resume: bool = setting(False, "Continue from the newest checkpoint in the run's folder.", "run")
-    accept_changed_data: bool = setting(
-        False, "Resume also on other data than the run was started with.", "run", is_expert=True
-    )
+    accept_changed_data: bool = setting(False, "Resume although the data have changed.", "run", is_expert=True)
 
     def __post_init__(self) -> None:
         check_sizes(self)
         self._check_names()
-        if not 0 <= self.validation_fraction < 1:
-            raise RequestError(
+        unknown = [name for name in self.track if name not in TRACKERS]
+        asked = {"--metric": self.metric, "--patience": self.patience, "--best": self.best}
+        flag = next((flag for flag, value in asked.items() if value is not None), None)
+        refuse(
+            (
+                not 0 <= self.validation_fraction < 1,
                 f"--validation-fraction is {self.validation_fraction}",
-                because="it is the part of the data that is not trained on: at least 0, less than 1",
-            )
-        for name in self.track:
-            if name not in TRACKERS:
-                raise RequestError(f"--track is {name}", because=f"it must be one of {', '.join(TRACKERS)}")
-        if self.steps is not None and self.epochs is not None:
-            raise RequestError("--steps and --epochs were both given", hint="leave one of them out")
-        self._check_stream()
-        self._check_schedule()
-        self._check_best()
+                "it is the part of the data that is not trained on: at least 0, less than 1",
+                None,
+            ),
+            (unknown, f"--track is {', '.join(unknown)}", f"it must be one of {', '.join(TRACKERS)}", None),
+            (
+                self.steps is not None and self.epochs is not None,
+                "--steps and --epochs were both given",
+                "",
+                "leave one of them out",
+            ),
+            (
+                self.stream and self.epochs is not None,
+                "--epochs was given with --stream",
+                "how many samples a stream has is known when all of it was read",
+                "say how long to train: --steps N",
+            ),
+            (
+                self.stream and self.limit is not None,
+                "train.limit was given with --stream",
+                "",
+                "--steps N ends the run",
+            ),
+            (
+                flag is not None and self.eval_every == 0,
+                f"{flag} was given with --eval-every 0",
+                "there is no evaluation to look at",
+                None,
+            ),
+            (
+                self.patience is not None and self.eval_every is None,
+                "--patience was given without --eval-every",
+                "the only evaluation is at the end",
+                "add --eval-every N",
+            ),
+            (
+                self.metric is None and self.best is not None and self.best.partition(":")[0] != "loss",
+                f"--best {self.best} was given without --metric",
+                "without a metric of your own, only `loss` is measured",
+                "add --metric FILE.py:NAME",
+            ),
+            (
+                self.best is not None and self.best.partition(":")[2] not in ("", "min", "max"),
+                f"--best is {self.best}",
+                "after the name it takes `:min` or `:max`",
+                "write --best f1:max",
+            ),
+            (
+                self.save_best_model and self.save_every == 0,
+                "--best was given with --save-every 0",
+                "the best weights are kept in a checkpoint",
+                "leave --save-every out",
+            ),
+        )
+        self.column("text")
+        settings_of(RunSettings)["warmup"].check(self.warmup)
+        learning_rate.check_options(self.schedule, self.min_lr_ratio, self.decay_ratio, self.schedule_power)
         if self.steps is not None:
             self.curve(1.0, self.steps)
 
     def _check_names(self) -> None:
-        """Names of files are bytes; Python has those that are no text in the current encoding as surrogates."""
+        """Refuse names of files that are not UTF-8, which Python represents by surrogates."""
         for field in fields(self):
             value = getattr(self, field.name)
             for name in map(str, value if isinstance(value, tuple) else (value,)):
@@ -207,23 +265,12 @@ class RunSettings:
                     shown = os.fsencode(name).decode(errors="backslashreplace")
                     raise RequestError(
                         f"{flag_of(field.name)} {shown} is not UTF-8",
-                        because="what a run was asked for is kept as text",
+                        because="the settings of a run are kept as text",
                         hint="rename it, or use a link of another name; if it is UTF-8, unset PYTHONUTF8",
                     ) from None
 
-    def _check_stream(self) -> None:
-        """What is not known of data that is read while training."""
-        if self.stream and self.epochs is not None:
-            raise RequestError(
-                "--epochs was given with --stream",
-                because="how many samples a stream has is known when all of it was read",
-                hint="say how long to train: --steps N",
-            )
-        if self.stream and self.limit is not None:
-            raise RequestError("--limit was given with --stream", hint="--steps N ends the run")
-
     def check_length(self) -> None:
-        """Whether it is known how long to train.
+        """Check that the length of the run is given.
 
         Raises:
             RequestError: it is not.
@@ -235,69 +282,51 @@ class RunSettings:
                 hint="say how long to train: --steps N",
             )
 
-    def _check_schedule(self) -> None:
-        learning_rate.check_options(
-            self.schedule, self.warmup_ratio, self.min_lr_ratio, self.decay_ratio, self.schedule_power
-        )
-        if self.warmup_ratio is not None and self.warmup_steps:
-            raise RequestError("--warmup-steps and --warmup-ratio were both given", hint="leave one of them out")
+    def column(self, kind: str) -> str:
+        """Return the name of the column of `text`, `label`, `source` or `target`.
 
-    def _check_best(self) -> None:
-        """Whether there is something that the best is chosen by."""
-        asked = {
-            "--metric": self.metric, "--patience": self.patience, "--save-best-model": self.save_best_model or None,
-        }  # fmt: skip
-        flag = next((flag for flag, value in asked.items() if value is not None), None)
-        if flag is not None and self.eval_every == 0:
-            raise RequestError(f"{flag} was given with --eval-every 0", because="there is no evaluation to look at")
-        if self.patience is not None and self.eval_every is None:
-            raise RequestError(
-                "--patience was given without --eval-every",
-                because="the only evaluation is at the end",
-                hint="add --eval-every N",
-            )
-        if self.best not in (None, "loss") and self.metric is None:
-            raise RequestError(
-                f"--best {self.best} was given without --metric",
-                because="without a metric of your own, only `loss` is measured",
-                hint="add --metric FILE.py:NAME",
-            )
-        if self.save_best_model and self.save_every == 0:
-            raise RequestError(
-                "--save-best-model was given with --save-every 0",
-                because="the best weights are kept in a checkpoint",
-                hint="leave --save-every out",
-            )
+        Raises:
+            RequestError: --columns cannot be read.
+        """
+        given = dict(part.strip().partition("=")[::2] for part in filter(None, self.columns.split(",")))
+        wrong = [name for name, column in given.items() if name not in _COLUMNS or not column]
+        refuse((wrong, f"--columns is {self.columns}", f"it names {', '.join(_COLUMNS)}", "write --columns text=body"))
+        return given.get(kind, kind)
+
+    @property
+    def save_best_model(self) -> bool:
+        """True if the weights of each best evaluation are saved, and become the final model."""
+        return self.best is not None
 
     def curve(self, peak: float, steps: int) -> Curve:
-        """The learning rate over a run of so many optimizer steps.
+        """Return the learning rate over a run of `steps` optimizer steps.
 
         Raises:
             RequestError: the schedule does not go with a run of this length.
         """
-        total = self.schedule_steps or steps
-        warmup = self.warmup_steps if self.warmup_ratio is None else ceil(self.warmup_ratio * total)
+        total, warmup = self.schedule_steps or steps, self.warmup
         is_decaying, decay = self.schedule == "warmup_stable_decay", self.decay_ratio
         curve = Curve(
-            peak=peak, schedule=self.schedule, warmup_steps=warmup, total_steps=total, min_ratio=self.min_lr_ratio,
+            peak=peak, schedule=self.schedule, total_steps=total, min_ratio=self.min_lr_ratio,
+            warmup_steps=ceil(float(warmup[:-1]) / 100 * total) if warmup.endswith("%") else int(warmup),
             decay_steps=ceil((learning_rate.DECAY_RATIO if decay is None else decay) * total) if is_decaying else 0,
             power=1.0 if self.schedule_power is None else self.schedule_power,
         )  # fmt: skip
-        learning_rate.check_length(curve, steps, "--steps" if self.schedule_steps is None else "--schedule-steps")
+        learning_rate.check_length(curve, steps, "--steps" if self.schedule_steps is None else "schedule.steps")
         return curve
 
     @property
     def checkpoints(self) -> Path:
-        """The folder of the run's checkpoints."""
+        """Folder of the run's checkpoints."""
         return self.out / "checkpoints"
 
     def record(self) -> bytes:
-        """The text of `train.json`: what a resumed run need not be told again."""
+        """Return the text of `train.json`, from which a resumed run takes its settings."""
         values = {field.name: getattr(self, field.name) for field in fields(self) if field.name not in _OF_ONE_START}
         return msgspec.json.format(msgspec.json.encode(values | {"out": str(self.out)}), indent=2) + b"\n"
 
     def arguments(self) -> list[str]:
-        """The flags that say the same: what launchers hand to the ranks."""
+        """Return the words from which a rank parses these settings."""
         arguments: list[str] = []
         for field in fields(self):
             value = getattr(self, field.name)
@@ -306,12 +335,13 @@ class RunSettings:
             if isinstance(value, bool):
                 arguments.append(flag_of(field.name if value else f"no_{field.name}"))
             else:
-                for each in value if isinstance(value, tuple) else (value,):
-                    arguments += [flag_of(field.name), str(each)]
+                for each in map(str, value if isinstance(value, tuple) else (value,)):
+                    flag = flag_of(field.name)
+                    arguments += [f"{flag}={each}"] if each.startswith("-") else [flag, each]
         return arguments
 
     def rank_words(self, folder: Path) -> list[str]:
-        """The same for a command line of any length: where they are many, one word that names a file in `folder`.
+        """Return the same for a command line of limited length: many words become one that names a file in `folder`.
 
         Raises:
             RequestError: that file cannot be written.
@@ -328,32 +358,32 @@ class RunSettings:
         return [f"@{path}"]
 
 
-_WARMUPS = ("warmup_steps", "warmup_ratio")
 _OF_ONE_START = ("resume", "accept_changed_data")  # not of the run, and so not in its record
 
 DATA_NAMES = (
-    "data", "text_column", "label_column", "source_column", "target_column", "tokenizer", "limit", "skip_bad_rows",
-    "too_long", "format", "chat_template", "train_on", "stream", "shuffle_buffer",
+    "data", "columns", "tokenizer", "limit", "skip_bad_rows", "too_long", "format", "chat_template", "train_on",
+    "stream", "shuffle_buffer",
 )  # fmt: skip
 SAMPLE_NAMES = (*DATA_NAMES, "validation_data", "validation_fraction")  # what is not kept for validation is trained on
 
 
 @dataclass(frozen=True, kw_only=True)
 class LaunchSettings:
-    """How `frugal train` starts the ranks."""
+    """Settings of how `frugal train` starts the ranks."""
 
     master_port: int | None = setting(
-        None, "Where ranks meet.", "launch", least=1, most=65535, shown_default="a free port", is_expert=True
+        None, "Port of the rendezvous.", "launch", least=1, most=65535, shown_default="a free port", is_expert=True
     )
     ssh_port: int | None = setting(
-        None, "With --hostfile: where ssh listens on the nodes.", "launch", least=1, most=65535, is_expert=True
+        None, "Port of ssh on the nodes of --hostfile.", "launch", least=1, most=65535, is_expert=True
     )
     nic: str | None = setting(
-        None, "Several nodes: the network interface to talk over, such as eth0.", "launch", metavar="NAME",
-        is_expert=True,
+        None, "Network interface between nodes, such as eth0.", "launch", table="train", is_flag=False,
     )  # fmt: skip
-    max_restarts: int = setting(0, "After a crash, go on so many times.", "launch", least=0)
-    elastic: bool = setting(False, "With --max-restarts: plan anew when GPUs or hosts are gone.", "launch")
+    max_restarts: int = setting(0, "Maximum automatic restarts after a crash.", "launch", least=0)
+    elastic: bool = setting(
+        False, "With --max-restarts: plan again when GPUs or hosts are lost.", "launch", is_expert=True
+    )
 
     def __post_init__(self) -> None:
         check_sizes(self)
@@ -362,44 +392,42 @@ class LaunchSettings:
 
 
 def run_settings(flags: Mapping[str, Any], file: Mapping[str, Any]) -> RunSettings:
-    """The settings that flags and the table `[train]` of frugal.toml give; flags win, and others' names are ignored.
+    """Return the settings that flags and frugal.toml give; flags win, and names of others are ignored.
 
     Raises:
-        RequestError: they cannot be.
+        RequestError: they contradict each other.
     """
-    rows = settings_of(RunSettings)
-    _check_table(file)
-    given = {name: value for name, value in flags.items() if name in rows and value not in (None, ())}
-    settings = {name: value for name, value in file.items() if name in rows} | given
-    for one, other in (("steps", "epochs"), ("epochs", "steps"), *(_WARMUPS, _WARMUPS[::-1])):
-        if one in given and other not in given:  # what the file says of the other one is overruled
+    rows, settings = settings_of(RunSettings), _given(RunSettings, flags, file)
+    for one, other in (("steps", "epochs"), ("epochs", "steps")):
+        if flags.get(one) is not None and flags.get(other) is None:  # overrules what the file says of the other one
             settings.pop(other, None)
     for name, value in settings.items():
         if rows[name].is_repeatable:
             settings[name] = (value,) if isinstance(value, str) else tuple(value)
+        elif rows[name].kind in (COLUMNS, WARMUP):
+            settings[name] = ",".join(map("=".join, value.items())) if isinstance(value, dict) else str(value)
     if "out" in settings:
         settings["out"] = Path(settings["out"])
     return RunSettings(**settings)
 
 
 def launch_settings(flags: Mapping[str, Any], file: Mapping[str, Any]) -> LaunchSettings:
-    """The same, of how to start the ranks."""
-    rows = settings_of(LaunchSettings)
-    given = {name: value for name, value in flags.items() if name in rows and value is not None}
-    return LaunchSettings(**{name: value for name, value in file.items() if name in rows} | given)
+    """Return how to start the ranks, as `run_settings` does for a run."""
+    return LaunchSettings(**_given(LaunchSettings, flags, file))
 
 
-def _check_table(file: Mapping[str, Any]) -> None:
-    """Whether [train] may say so."""
+def _given(owner: type, flags: Mapping[str, Any], file: Mapping[str, Any]) -> dict[str, Any]:
     rows = {**settings_of(RunSettings), **settings_of(LaunchSettings)}
     for name, value in file.items():
         if name not in rows:
             raise unknown_setting(name, value, rows, place=" in [train]", command="frugal train")
-        rows[name].check(value, " in [train]")
+        rows[name].check(value, f" in [{rows[name].table or 'train'}]")
+    given = {name: value for name, value in flags.items() if value not in (None, ())}
+    return {name: value for name, value in {**file, **given}.items() if name in settings_of(owner)}
 
 
 def earlier_settings(folder: Path) -> dict[str, Any]:
-    """What the run in `folder` was asked for, without what says nothing; empty where there is no record.
+    """Return the recorded settings of the run in `folder`, without those that are not set; empty without a record.
 
     Raises:
         RequestError: the record cannot be read.
@@ -411,5 +439,5 @@ def earlier_settings(folder: Path) -> dict[str, Any]:
         return {}
     except (OSError, msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
         reason = (error.strerror if isinstance(error, OSError) else None) or error
-        raise RequestError(f"cannot read what the run in {folder} was asked for", because=f"{path}: {reason}") from None
+        raise RequestError(f"cannot read the settings of the run in {folder}", because=f"{path}: {reason}") from None
     return {name: value for name, value in record.items() if value not in (None, [])}

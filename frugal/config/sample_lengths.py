@@ -1,7 +1,7 @@
-"""How long the samples of a data set are: a histogram, from tokenised data or from a file."""
+"""The lengths of the samples of a data set: a histogram, from tokenised data or from a file."""
 
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, Literal
@@ -9,27 +9,27 @@ from typing import Any, Literal
 import msgspec
 
 from frugal import files
-from frugal.errors import RequestError
+from frugal.errors import RequestError, refuse
 from frugal.units import plural
 
 TooLong = Literal["error", "truncate", "skip"]
 
 MOST_BINS = 256
-"""Different lengths a histogram keeps: what is said of padding is then right to about 1 %."""
+"""Different lengths in a histogram: padding is then right to about 1 %."""
 
 SHOWN = 5
 
 ALIKE = 0.1
-"""Of the mean length: by so much may data differ from what a plan was told before it is said."""
+"""Part of the mean length by which data may differ from the plan's without a note."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Lengths:
     """`counts[i]` samples have `tokens[i]` tokens, shortest first. With many different lengths these are means of bins.
 
-    `too_long`: what is to be done with samples that are longer than planned for. `source`: where the lengths are from,
-    for people; it also says if they are a part of the data. `counted_mean`: tokens of a sample, on average, that a
-    global batch of tokens counts, where these are not all it has: of pairs the target's.
+    `too_long` is the action for samples that are longer than planned. `source` names the origin of the lengths, and
+    whether they are a part of the data. `counted_mean` are the mean tokens of a sample that a global batch of tokens
+    counts, if these are not all it has: the target's of pairs.
     """
 
     tokens: tuple[int, ...]
@@ -45,17 +45,17 @@ class Lengths:
 
     @property
     def num_samples(self) -> int:
-        """All samples."""
+        """Number of samples."""
         return sum(self.counts)
 
     @property
     def num_tokens(self) -> int:
-        """All tokens, without padding."""
+        """Number of tokens, without padding."""
         return sum(tokens * count for tokens, count in zip(self.tokens, self.counts, strict=True))
 
     @property
     def mean(self) -> float:
-        """Tokens of a sample."""
+        """Mean tokens of a sample."""
         return self.num_tokens / self.num_samples
 
     @property
@@ -64,7 +64,7 @@ class Lengths:
         return self.tokens[-1]
 
     def quantile(self, share: float) -> int:
-        """The tokens that this share of the samples has at most."""
+        """Return the tokens that this share of the samples has at most."""
         left = share * self.num_samples
         for tokens, count in zip(self.tokens, self.counts, strict=True):
             left -= count
@@ -73,7 +73,7 @@ class Lengths:
         return self.longest
 
     def typical(self, number: int) -> list[int]:
-        """`number` samples that are spread as all of them are, longest first: the middles of so many equal parts."""
+        """Return `number` lengths distributed like all of them, longest first: the middles of that many equal parts."""
         lengths, below, bins = [], 0, iter(zip(self.tokens, self.counts, strict=True))
         tokens, count = next(bins)
         for i in range(number):
@@ -84,7 +84,7 @@ class Lengths:
         return lengths[::-1]
 
     def expected_longest(self, number: int) -> float:
-        """Tokens of the longest of `number` samples drawn at random, on average: sum of l P(longest is l)."""
+        """Return the expected tokens of the longest of `number` random samples: sum of l P(longest is l)."""
         expected, below = 0.0, 0
         for tokens, count in zip(self.tokens, self.counts, strict=True):
             share, share_below = (below + count) / self.num_samples, below / self.num_samples
@@ -93,10 +93,10 @@ class Lengths:
         return expected
 
     def within(self, seq_len: int) -> tuple["Lengths", list[str]]:
-        """Those of samples of at most `seq_len` tokens, and what was done to the others.
+        """Return the lengths of samples of at most `seq_len` tokens, and notes on what was done to the others.
 
         Raises:
-            RequestError: some are longer, and nobody said what to do with them.
+            RequestError: some are longer, and `too_long` is `error`.
         """
         if self.longest <= seq_len:
             return self, []
@@ -127,8 +127,8 @@ class Lengths:
 
 
 def of_counts(counts: Mapping[int, int], *, too_long: TooLong = "error", source: str = "") -> Lengths:
-    """A histogram of `counts` samples for each number of tokens. Many lengths become bins of as many samples each,
-    but for the longest ones, which are kept."""
+    """Return a histogram of `counts` samples per number of tokens. Many lengths become bins of equally many samples,
+    except the longest, which are kept."""
     exact = {tokens: count for tokens, count in counts.items() if count}
     if len(exact) <= MOST_BINS:
         return _of(exact, too_long, source)
@@ -155,7 +155,7 @@ def _of(counts: Mapping[int, int], too_long: TooLong, source: str) -> Lengths:
 
 
 def of(value: Any, *, too_long: TooLong = "error", source: str = "") -> Lengths:
-    """Lengths given as such, as `{tokens: samples}`, as one number a sample, or as a JSON file of one of these.
+    """Return lengths from lengths, `{tokens: samples}`, one number per sample, or a JSON file of one of these.
 
     Raises:
         RequestError: no such file, or something else in it.
@@ -166,31 +166,31 @@ def of(value: Any, *, too_long: TooLong = "error", source: str = "") -> Lengths:
         return of(_read(Path(value)), too_long=too_long, source=str(value))
     place = f" in {source}" if source else ""
     form = 'it must be {"tokens": samples, ...} or a list with the tokens of each sample'
-    if isinstance(value, Mapping):
-        pairs = list(value.items())
-    elif isinstance(value, Sequence):
-        whole = set(map(type, value)) <= {int}  # counted at once: ten times faster than one by one
-        pairs = list(Counter(value).items()) if whole else [(tokens, 1) for tokens in value]
-    else:
-        raise RequestError(f"the lengths{place} are neither an object nor a list", because=form)
-    counts: Counter[int] = Counter()
-    for tokens, samples in pairs:
-        length, number = _whole(tokens), _whole(samples)
-        if length is None or number is None or number < 0:
-            raise RequestError(f"the lengths{place} have an entry {tokens!r}: {samples!r}", because=form)
-        if length < 1 and number:
-            raise RequestError(
-                f"the lengths{place} have {plural(number, 'sample')} of {length} tokens",
-                because="there is nothing to learn from an empty sample",
-            )
-        counts[length] += number
-    if not sum(counts.values()):
-        raise RequestError(f"there is no sample among the lengths{place}", because=form)
+    kind = dict[int, int] if isinstance(value, Mapping) else list[int]
+    try:
+        counts = Counter(msgspec.convert(value, kind, strict=not isinstance(value, Mapping), str_keys=True))
+    except msgspec.ValidationError as error:
+        raise RequestError(f"the lengths{place} cannot be used", because=(form, str(error))) from None
+    empty = next((tokens for tokens, number in counts.items() if tokens < 1 and number), None)
+    refuse(
+        (
+            empty is not None,
+            f"the lengths{place} have {plural(counts[empty or 0], 'sample')} of {empty} tokens",
+            "there is nothing to learn from an empty sample",
+            None,
+        ),
+        (
+            min(counts.values(), default=0) < 0 or not counts.total(),
+            f"there is no sample among the lengths{place}, or fewer than none",
+            form,
+            None,
+        ),
+    )
     return of_counts(counts, too_long=too_long, source=source)
 
 
 def unlike(planned: Lengths, num_samples: int, num_tokens: int) -> str | None:
-    """What to say where a plan's lengths are not those of the data that it is used for."""
+    """Return a note if a plan's lengths differ from those of its data."""
     mean = num_tokens / num_samples
     if abs(mean / planned.mean - 1) <= ALIKE:
         return None
@@ -198,13 +198,6 @@ def unlike(planned: Lengths, num_samples: int, num_tokens: int) -> str | None:
         f"the plan is for samples of {planned.mean:.0f} tokens on average ({planned.source or 'as given'}), this data "
         f"has {mean:.0f}: memory holds for both, the seconds of a step do not"
     )
-
-
-def _whole(value: Any) -> int | None:
-    """A whole number, also one that is the name of a JSON field."""
-    if isinstance(value, str) and value.removeprefix("-").isdigit():
-        return int(value)
-    return value if isinstance(value, int) and not isinstance(value, bool) else None
 
 
 def _read(path: Path) -> Any:

@@ -1,18 +1,17 @@
 """One table of settings: the flags of every command, the keys of frugal.toml, `frugal.plan`'s arguments, the messages.
 
-In frugal.toml planning's settings stand at the top, under the flags' names (`global-batch` or `global_batch`). A table
-`[train]` holds what only `frugal train` knows.
+In frugal.toml planning's settings stand at the top, under the flags' names (`global-batch` or `global_batch`), what
+only `frugal train` knows in `[train]`, and what only experts change in `[optimizer]` and `[schedule]`.
 
-`parse` reads the command line of a rank, words that launchers hand on, as plain as `--name value`. frugal's own
-commands have a library for this; a rank is started hundreds of times at once, by programs.
+`parse` reads the command line of a rank, `--name value`. frugal's own commands use click.
 """
 
 import os
-from collections import deque
+from argparse import SUPPRESS, ArgumentParser, BooleanOptionalAction
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, fields
 from pathlib import Path
-from typing import Any
+from typing import Any, NoReturn
 
 import msgspec
 
@@ -31,19 +30,18 @@ from frugal.errors import RequestError
 PLAN_SETTINGS: Mapping[str, SettingRow] = {**settings_of(Request), **settings_of(ClusterSettings)}
 TRAIN_SETTINGS: Mapping[str, SettingRow] = {**settings_of(RunSettings), **settings_of(LaunchSettings)}
 SETTINGS: Mapping[str, SettingRow] = {**PLAN_SETTINGS, **TRAIN_SETTINGS}
-"""All rows. A row is a field of one of four dataclasses, see `frugal.config.setting`."""
+"""All rows: fields of four dataclasses, see `frugal.config.setting`."""
 
 
 def understand(
     settings: Mapping[str, Any], calibration: Calibration | None = None, unnamed: Card = GENERIC
 ) -> tuple[Request, Cluster, tuple[str, ...]]:
-    """The request, the cluster, and the names of the request's fields that were left to their defaults.
+    """Return the request, the cluster, and the names of the request's fields that were left to their defaults.
 
     `settings` maps names in `PLAN_SETTINGS` to values; None is the same as not given. Memory and disk are bytes, or
-    text such as `12G`; `mem` may be one value a GPU of the node, `12G,24G` or a list, and so may `held`, what others
-    keep of it; `gpu` is a card, or one a GPU: `a100-40g,a100-80g`. `hostfile` is a path, see
-    `frugal.config.hardware.build_cluster`. `calibration` is that of the devices, if they have one and it is wanted.
-    `unnamed` is what a GPU is taken for that no card is named of.
+    text such as `12G`; `mem` may be one value per GPU of the node, `12G,24G` or a list, and so may `held`, the memory
+    that other processes use; `gpu` is a card, or one per GPU: `a100-40g,a100-80g`. `hostfile` is a path, see
+    `frugal.config.hardware.build_cluster`. `unnamed` stands for GPUs whose card is not named.
 
     Raises:
         RequestError: an unknown name, a value of the wrong kind, or no GPUs or memory given.
@@ -54,22 +52,26 @@ def understand(
 
 
 def requested(settings: Mapping[str, Any]) -> tuple[Request, tuple[str, ...]]:
-    """Of `understand` what is asked for, without what there is to run it on. Raises as `understand`."""
+    """Return the request alone, as `understand` does, and the names of its defaults."""
     for name, value in settings.items():
         check(name, value)
     given = _of(Request, settings)
-    if given.get("pack") and not isinstance(given.get("lengths"), sample_lengths.Lengths | None):
+    lengths, modes = given.get("lengths"), given.get("activation_checkpointing", "")
+    if given.get("pack") and not isinstance(lengths, sample_lengths.Lengths | None):
         raise RequestError(
             "--pack was given together with --lengths",
             because="packed samples have other lengths than the documents in them",
             hint="leave --lengths out, or give the documents themselves with --data",
         )
-    if "lengths" in given:
-        given["lengths"] = sample_lengths.of(given["lengths"])
+    if lengths is not None:
+        given["lengths"] = sample_lengths.of(lengths)
     if "lora" in given:
         given["lora"] = Lora.of(given["lora"])
-    if "layer_modes" in given:
-        given["layer_modes"] = LayerModes.of(given["layer_modes"])
+    if not isinstance(modes, str) or ":" in modes:
+        given |= {"activation_checkpointing": "auto", "layer_modes": LayerModes.of(modes)}
+    offload, has_ratio, ratio = given.get("offload", "").partition(":")
+    if has_ratio:
+        given |= {"offload": offload, "offload_ratio": _share(ratio)}
     defaults = tuple(
         field.name
         for field in fields(Request)
@@ -79,16 +81,22 @@ def requested(settings: Mapping[str, Any]) -> tuple[Request, tuple[str, ...]]:
     return Request(**given), defaults
 
 
+def _share(text: str) -> float:
+    try:
+        return float(text)
+    except ValueError:
+        raise RequestError(f"--offload is optimizer:{text}", because="the share must be a number") from None
+
+
 def _of(owner: type, settings: Mapping[str, Any]) -> dict[str, Any]:
-    """Those of `settings` that are given and are `owner`'s."""
     return {name: value for name, value in settings.items() if value is not None and name in settings_of(owner)}
 
 
 def check(name: str, value: Any, *, source: str = "") -> None:
-    """Whether planning has a setting of this name, and it may have this value; `source` names the file it stands in.
+    """Check the name and the value of a setting of planning; `source` names the file it stands in.
 
     Raises:
-        RequestError: it has not, or it may not.
+        RequestError: there is no such setting, or it may not have this value.
     """
     place = f" in {source}" if source else ""
     if name not in PLAN_SETTINGS:
@@ -97,95 +105,126 @@ def check(name: str, value: Any, *, source: str = "") -> None:
 
 
 FILE_NAME = "frugal.toml"
+TABLES = ("optimizer", "schedule")
 
 
 @dataclass(frozen=True)
 class TomlFile:
-    """What a file sets. `path` is None where there is no file."""
+    """The settings of a file, and of `--set`, by their names in Python. `path` is None without a file."""
 
     path: Path | None = None
     plan: dict[str, Any] = field(default_factory=dict)
     train: dict[str, Any] = field(default_factory=dict)
 
 
-def read_toml(path: Path | None) -> TomlFile:
-    """The settings in `path`; without one, in `frugal.toml` here, if there is one.
+def read_toml(path: Path | None, overrides: Sequence[str] = ()) -> TomlFile:
+    """Return the settings in `path`; without one, in `frugal.toml` here, if there is one.
+
+    `overrides` are lines such as `optimizer.beta2=0.99`, which win.
 
     Raises:
         RequestError: no such file, no TOML, or a setting of planning that is unknown or of the wrong kind.
     """
-    if path is None:
+    if path is None and Path(FILE_NAME).is_file():
         path = Path(FILE_NAME)
-        if not path.is_file():
-            return TomlFile()
+    if path is None:
+        return settings_of_toml({}, overrides)
     try:
         content = msgspec.toml.decode(files.without_bom(path.read_bytes()))
     except OSError as error:
         raise RequestError(f"cannot read {path}", because=str(error.strerror)) from None
     except (msgspec.DecodeError, ValueError, RecursionError) as error:
         raise RequestError(f"{path} is not TOML", because=str(error)) from None
-    train = content.pop("train", {})
-    if not isinstance(train, dict):
-        raise RequestError(f"`train` in {path} is {train!r}", because="it must be a table", hint="write [train]")
-    plan = {key.replace("-", "_"): value for key, value in content.items()}
+    return settings_of_toml(content, overrides, path)
+
+
+def settings_of_toml(content: Mapping[str, Any], overrides: Sequence[str], path: Path | None = None) -> TomlFile:
+    """Return the settings of a parsed file and of `overrides`. Raises as `read_toml`."""
+    source = str(path or "--set")
+    plan = _underscored(content)
+    for override in overrides:
+        _set(plan, override)
+    train = _table(plan.pop("train", {}), "train", source)
+    for name in TABLES:
+        if name in PLAN_SETTINGS and not isinstance(plan.get(name), dict):
+            continue  # `optimizer = "adamw"`
+        rows = {(row.key or row.name): row for row in SETTINGS.values() if row.table == name}
+        for key, value in _table(plan.pop(name, {}), name, source).items():
+            if key not in rows:
+                raise unknown_setting(key, value, rows, place=f" in [{name}] of {source}", command="frugal train")
+            (plan if rows[key].name in PLAN_SETTINGS else train)[rows[key].name] = value
     for name, value in plan.items():
-        check(name, value, source=str(path))
-    return TomlFile(path, plan, {key.replace("-", "_"): value for key, value in train.items()})
+        check(name, value, source=source)
+    return TomlFile(path, plan, train)
+
+
+def _table(value: Any, name: str, source: str) -> dict[str, Any]:
+    if not isinstance(value, dict):
+        raise RequestError(f"`{name}` in {source} is {value!r}", because="it must be a table", hint=f"write [{name}]")
+    return _underscored(value)
+
+
+def _underscored(table: Mapping[str, Any]) -> dict[str, Any]:
+    return {key.replace("-", "_"): value for key, value in table.items()}
+
+
+def _set(content: dict[str, Any], override: str) -> None:
+    """Add one line of `--set` to what a file says; what is no TOML value is text."""
+    path, is_given, value = override.partition("=")
+    *tables, key = path.strip().replace("-", "_").split(".")
+    if not (is_given and key):
+        raise RequestError(f"--set {override} sets nothing", hint="write --set optimizer.beta2=0.99")
+    for name in tables:
+        table = content.get(name)
+        content[name] = content = dict(table) if isinstance(table, dict) else {}
+    try:
+        content[key] = msgspec.toml.decode(f"value = {value}")["value"]
+    except (msgspec.DecodeError, ValueError, RecursionError):
+        content[key] = value.strip()
 
 
 Kinds = Mapping[str, type]
-"""What each argument becomes, by name: int, str, Path, ...; bool is a flag without a value."""
+"""Types of arguments by name: int, str, Path, ...; bool is a flag without a value."""
+
+
+class _Parser(ArgumentParser):
+    def error(self, message: str) -> NoReturn:
+        raise RequestError(message)
 
 
 def parse(
     words: Sequence[str], kinds: Kinds, settings: Mapping[str, SettingRow] | None = None, *, needed: Sequence[str] = ()
 ) -> dict[str, Any]:
-    """The values in `words`, by name: `kinds` are a program's own, `settings` rows of the table, of which a repeatable
-    one gives a tuple. `--name value` and `--name=value` are the same, and so are `-` and `_` in a name. `@FILE` stands
-    for the words in a file, as `RunSettings.rank_words` writes them.
+    """Return the values in `words` by name. `kinds` are a program's own, `settings` rows of the table; a repeatable one
+    gives a tuple. `--name value` and `--name=value` are the same, and so are `-` and `_` in a name. `@FILE` stands for
+    the words in a file, as `RunSettings.rank_words` writes them.
 
-    DeepSpeed's launcher adds `--local_rank`, which the environment says, too; it is dropped.
+    DeepSpeed's launcher adds `--local_rank`, which is also in the environment; it is dropped.
 
     Raises:
         RequestError: an unknown name, a missing or wrong value, or one of `needed` is not there.
     """
-    settings = settings or {}
-    values: dict[str, Any] = {}
-    rest = deque(words)
-    while rest:
-        word = rest.popleft()
-        if word.startswith("@"):
-            rest.extendleft(reversed(_words_in(Path(word[1:]))))
-            continue
-        flag, has_value, value = word.partition("=")
-        name = flag.removeprefix("--").replace("-", "_")
-        row = settings.get(name)
-        if (opposite := settings.get(name.removeprefix("no_"))) is not None and opposite.has_opposite and row is None:
-            values[opposite.name] = False
-            continue
-        kind = kinds.get(name) or (None if row is None else row.kind.word_type)
-        if name == "local_rank":
-            kind = int
-        if kind is None or not flag.startswith("--"):
-            raise RequestError(f"no such option {flag}", hint=f"there are {_shown([*kinds, *settings])}")
-        if kind is bool:
-            values[name] = True
-            continue
-        if not has_value:
-            if not rest:
-                raise RequestError(f"{flag} was given without a value")
-            value = rest.popleft()
-        read = _read(flag_of(name), kind, value, () if row is None else row.choices)
-        if row is not None and row.is_repeatable:
-            values.setdefault(name, []).append(read)
-        else:
-            values[name] = read
+    parser = _Parser(allow_abbrev=False, add_help=False, argument_default=SUPPRESS)
+    parser.add_argument("--local-rank")
+    for name, kind in kinds.items():
+        how: dict[str, Any] = {"action": "store_true"} if kind is bool else {"type": kind}
+        parser.add_argument(flag_of(name), required=name in needed, **how)
+    for name, row in (settings or {}).items():
+        how = {"type": row.kind.word_type, "choices": row.choices or None}
+        if row.kind.word_type is bool:
+            how = {"action": BooleanOptionalAction}
+        elif row.is_repeatable:
+            how["action"] = "append"
+        parser.add_argument(flag_of(name), dest=name, **how)
+    expanded = [each for word in words for each in (_words_in(Path(word[1:])) if word[:1] == "@" else [word])]
+    values = vars(parser.parse_args([_hyphenated(word) for word in expanded]))
     values.pop("local_rank", None)
-    values = {name: tuple(value) if isinstance(value, list) else value for name, value in values.items()}
-    for name in needed:
-        if name not in values:
-            raise RequestError(f"{flag_of(name)} was not given")
-    return values
+    return {name: tuple(value) if isinstance(value, list) else value for name, value in values.items()}
+
+
+def _hyphenated(word: str) -> str:
+    flag, is_given, value = word.partition("=")
+    return f"{flag.replace('_', '-')}{is_given}{value}" if word.startswith("--") else word
 
 
 def _words_in(path: Path) -> list[str]:
@@ -193,18 +232,3 @@ def _words_in(path: Path) -> list[str]:
         return [os.fsdecode(word) for word in files.read_regular(path).split(b"\0")]
     except OSError as error:
         raise RequestError(f"cannot read the arguments in {path}", because=str(error.strerror)) from None
-
-
-def _read(flag: str, kind: type, word: str, choices: Sequence[str]) -> Any:
-    if choices and word not in choices:
-        raise RequestError(f"{flag} is {word}", because=f"it must be one of {', '.join(choices)}")
-    try:
-        return kind(word)
-    except ValueError:
-        raise RequestError(
-            f"{flag} is {word}", because=f"it must be a {'whole ' if kind is int else ''}number"
-        ) from None
-
-
-def _shown(names: Sequence[str]) -> str:
-    return ", ".join(map(flag_of, names))

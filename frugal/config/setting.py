@@ -1,20 +1,21 @@
 """One setting: a field of a dataclass, from which its flag, its key in frugal.toml, its checks and its messages come.
 
-    seq_len: int = setting(1024, "Tokens in the longest sample.", "model and batch", least=1, is_first=True)
+    seq_len: int = setting(1024, "Maximum tokens per sample.", "model and batch", least=1, is_first=True)
 
-The annotation says what a value may be, `setting` what it is for. `frugal.config.schema` collects them in one table.
+The annotation is its type, `setting` describes it. `frugal.config.schema` collects all in one table. What only experts
+change has no flag: it stands in a table of frugal.toml (`[optimizer]`, `[schedule]`, `[train]`), or in `--set`.
 
 An unknown setting that another trainer has (`--per-device-train-batch-size`) is answered with ours, by `OTHER_NAMES`.
 """
 
 import dataclasses
 from collections.abc import Callable, Collection, Iterable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from difflib import get_close_matches
 from functools import cache
-from math import isfinite
+from math import inf, isfinite
 from pathlib import Path
-from types import MappingProxyType, NoneType, UnionType
+from types import NoneType, UnionType
 from typing import Any, Literal, Union, get_args, get_origin, get_type_hints
 
 from frugal.config.learning_rate import Schedule
@@ -23,14 +24,14 @@ from frugal.errors import RequestError
 
 @dataclass(frozen=True)
 class OtherName:
-    """What to answer. In `hint` `{}` is the value that was given, or `stand_in` where there is none.
+    """The answer to another trainer's name. In `hint` `{}` is the value given, or `stand_in` where there is none.
 
     Attributes:
         whose: name it is.
         hint: what to write here.
         because: why it means something else here; empty where it is the same under another name.
-        stand_in: for a value, in words.
-        of_value: their value in our words.
+        stand_in: an example of a value.
+        of_value: converts their value to ours.
     """
 
     whose: str
@@ -53,6 +54,13 @@ _QUANTISED = (
 
 def _schedule(name: str) -> str:
     return {"wsd": "warmup_stable_decay"}.get(name, name if name in get_args(Schedule) else "cosine")
+
+
+def _percent(ratio: str) -> str:
+    try:
+        return f"{100 * float(ratio):g}%"
+    except ValueError:
+        return "5%"
 
 
 def _optimizer(name: str) -> str:
@@ -113,32 +121,46 @@ OTHER_NAMES = {
     "max_grad_norm": OtherName(_HF, "--gradient-clipping {}"),
     "lr_scheduler_type": OtherName(_HF, "--schedule {}", stand_in="cosine", of_value=_schedule),
     "optim": OtherName(_HF, "--optimizer {}", stand_in="adamw", of_value=_optimizer),
-    "betas": OtherName(_TORCH, "--adam-beta1 0.9 --adam-beta2 0.999"),
-    "eps": OtherName(_TORCH, "--adam-epsilon {}"),
-    "beta1": OtherName(_MANY, "--adam-beta1 {}"),
-    "beta2": OtherName(_MANY, "--adam-beta2 {}"),
-    "optimizer.beta1": OtherName(_TORCHTITAN, "--adam-beta1 {}"),
-    "optimizer.beta2": OtherName(_TORCHTITAN, "--adam-beta2 {}"),
-    "optimizer.eps": OtherName(_TORCHTITAN, "--adam-epsilon {}"),
-    "adam_eps": OtherName(_MEGATRON, "--adam-epsilon {}"),
-    "warmup": OtherName(_MANY, "--warmup-steps {}, or --warmup-ratio for a part of the schedule"),
-    "lr_warmup_iters": OtherName(_MEGATRON, "--warmup-steps {}"),
-    "lr_warmup_fraction": OtherName(_MEGATRON, "--warmup-ratio {}"),
-    "min_lr": OtherName(_MANY, "--min-lr-ratio 0.1", "it is given as a part of the peak learning rate"),
-    "min_lr_rate": OtherName(_HF, "--min-lr-ratio {}"),
-    "lr_decay_iters": OtherName(_MEGATRON, "--schedule-steps {}"),
+    "betas": OtherName(_TORCH, "--set optimizer.beta1=0.9 --set optimizer.beta2=0.999"),
+    "eps": OtherName(_TORCH, "--set optimizer.epsilon={}"),
+    "beta1": OtherName(_MANY, "--set optimizer.beta1={}"),
+    "beta2": OtherName(_MANY, "--set optimizer.beta2={}"),
+    "adam_beta1": OtherName(_HF, "--set optimizer.beta1={}"),
+    "adam_beta2": OtherName(_HF, "--set optimizer.beta2={}"),
+    "adam_epsilon": OtherName(_HF, "--set optimizer.epsilon={}"),
+    "adam_eps": OtherName(_MEGATRON, "--set optimizer.epsilon={}"),
+    "optimizer.beta1": OtherName(_TORCHTITAN, "--set optimizer.beta1={}"),
+    "optimizer.beta2": OtherName(_TORCHTITAN, "--set optimizer.beta2={}"),
+    "optimizer.eps": OtherName(_TORCHTITAN, "--set optimizer.epsilon={}"),
+    "momentum": OtherName(_TORCH, "--set optimizer.momentum={}"),
+    "warmup_steps": OtherName(_HF, "--warmup {}"),
+    "warmup_ratio": OtherName(_HF, "--warmup {}", stand_in="5%", of_value=_percent),
+    "lr_warmup_iters": OtherName(_MEGATRON, "--warmup {}"),
+    "lr_warmup_fraction": OtherName(_MEGATRON, "--warmup {}", stand_in="5%", of_value=_percent),
+    "min_lr": OtherName(_MANY, "--set schedule.min-lr-ratio=0.1", "it is given as a part of the peak learning rate"),
+    "min_lr_rate": OtherName(_HF, "--set schedule.min-lr-ratio={}"),
+    "lr_decay_iters": OtherName(_MEGATRON, "--set schedule.steps={}"),
     "metric_for_best_model": OtherName(_HF, "--best {}", stand_in="loss"),
-    "greater_is_better": OtherName(_HF, "--best-mode max"),
-    "load_best_model_at_end": OtherName(_HF, "--save-best-model"),
+    "greater_is_better": OtherName(_HF, "--best NAME:max"),
+    "load_best_model_at_end": OtherName(_HF, "--best loss", "a run with --best ends with the weights of its best"),
     "early_stopping_patience": OtherName(_HF, "--patience {}"),
+    "hub_model_id": OtherName(_HF, "--set train.push-to-hub={}", stand_in="REPO"),
+    "push_to_hub": OtherName(_HF, "--set train.push-to-hub={}", stand_in="REPO"),
+    "max_train_samples": OtherName(_HF, "--set train.limit={}"),
+    "dataset_text_field": OtherName("TRL's", "--columns text={}", stand_in="NAME"),
+    "text_column": OtherName(_HF, "--columns text={}, or source={} of pairs", stand_in="NAME"),
+    "summary_column": OtherName(_HF, "--columns target={}", stand_in="NAME"),
+    "label_column_name": OtherName(_HF, "--columns label={}", stand_in="NAME"),
+    "reduce_bucket_size": OtherName(_DEEPSPEED, "--set reduce-bucket-elements={}"),
+    "overlap_comm": OtherName(_DEEPSPEED, "--set overlap-comm=true"),
     "compute_metrics": OtherName(_HF, "--metric FILE.py:NAME"),
     "resume_from_checkpoint": OtherName(
-        _HF, "--resume --out DIR", "a run goes on from the newest checkpoint in its folder"
+        _HF, "--resume --out DIR", "a run resumes from the newest checkpoint in its folder"
     ),
-    "zero_hpz_partition_size": OtherName(_DEEPSPEED, "--secondary-partition {}"),
+    "zero_hpz_partition_size": OtherName(_DEEPSPEED, "leave it out", "frugal has no secondary partition of parameters"),
     "zero_quantized_weights": OtherName(_DEEPSPEED, "leave it out", _QUANTISED),
     "zero_quantized_gradients": OtherName(_DEEPSPEED, "leave it out", _QUANTISED),
-    "zero_quantized_nontrainable_weights": OtherName(_DEEPSPEED, "--quantize int8, for the base under --lora"),
+    "zero_quantized_nontrainable_weights": OtherName(_DEEPSPEED, "--quantize nf4, for the base under --lora"),
     "nproc_per_node": OtherName("torchrun's", "--gpus {}, or --ranks {} for CPU processes"),
     "num_gpus": OtherName(_DEEPSPEED, "--gpus {}"),
     "dataset_name": OtherName(_HF, "--data {}", stand_in="NAME"),
@@ -148,9 +170,9 @@ OTHER_NAMES = {
 
 
 def answer(name: str, value: Any, shown: str, flags: Collection[str] = ()) -> RequestError | None:
-    """What to say of a name that another trainer knows; None of any other name. `shown` is it as it was written.
+    """Return the answer to a name that another trainer knows; None for any other name.
 
-    `value` is what it was given; None where that is not known. `flags` are those of the command that it was given to.
+    `shown` is the name as it was written, `value` what it was given, if known, and `flags` are the command's.
     """
     other = OTHER_NAMES.get(name.replace("-", "_"))
     if other is None:
@@ -164,12 +186,12 @@ def answer(name: str, value: Any, shown: str, flags: Collection[str] = ()) -> Re
 
 
 Group = Literal["model and batch", "hardware", "optimizer", "data", "run", "memory and speed", "launch"]
-"""Of flags in `--help`, in the order in which they are printed."""
+"""Sections of `--help`, in their order."""
 
 
 @dataclass(frozen=True)
 class Kind:
-    """What a value may be. `word_type` is what one word of a command line becomes."""
+    """A type of values. `word_type` converts a word of a command line."""
 
     word_type: type
     must_be: str
@@ -205,22 +227,25 @@ class SettingRow:
     """A row of the table.
 
     Attributes:
-        name: as in Python and in frugal.toml.
-        help: what it is for, with its unit.
-        group: where `--help` lists it.
-        kind: what a value may be, unless `choices` are named.
-        choices: all values there are.
-        refused: values that people ask for and there are not: why, and what to do instead.
-        default: None leaves it to frugal.
+        name: as in Python.
+        help: one sentence with the unit.
+        group: section of `--help`.
+        kind: values that are allowed, unless there are `choices`.
+        choices: all allowed values.
+        refused: values that people ask for and frugal cannot provide: the reason, and what to do instead.
+        default: None leaves the decision to frugal.
         shown_default: in words, where `default` does not say it.
         least: the smallest number allowed.
         most: the largest number allowed.
+        table: the table of frugal.toml that has it; empty: the top.
+        key: its name there, if another.
+        is_flag: False: it stands in frugal.toml alone, or in `--set`.
         is_first: one of the few that most people need; they lead `--help`.
-        is_expert: only `--help-all` lists it.
-        is_repeatable: a flag may be given several times.
-        has_opposite: there is `--no-NAME`, too, because None is not the same as False.
+        is_expert: listed by `--help-all` only.
+        is_repeatable: its flag may be given several times.
+        has_opposite: there is also `--no-NAME`, because None differs from False.
         short: other spellings of its flag.
-        metavar: what stands for the value in `--help`.
+        metavar: stands for the value in `--help`.
     """
 
     name: str
@@ -228,28 +253,36 @@ class SettingRow:
     group: Group
     kind: Kind
     choices: tuple[str, ...]
-    refused: Mapping[str, tuple[str, str]]
     default: Any
-    shown_default: str | None
-    least: int | None
-    most: int | None
-    is_first: bool
-    is_expert: bool
     is_repeatable: bool
     has_opposite: bool
-    short: tuple[str, ...]
-    metavar: str | None
+    refused: Mapping[str, tuple[str, str]] = field(default_factory=dict)
+    shown_default: str | None = None
+    least: int | None = None
+    most: int | None = None
+    table: str = ""
+    key: str = ""
+    is_flag: bool = True
+    is_first: bool = False
+    is_expert: bool = False
+    short: tuple[str, ...] = ()
+    metavar: str | None = None
+
+    @property
+    def path(self) -> str:
+        """Its place in frugal.toml, such as `optimizer.beta2`, which `--set` also takes."""
+        return ".".join(filter(None, (self.table, self.key or self.name.replace("_", "-"))))
 
     @property
     def flag(self) -> str:
-        """Its spelling on a command line."""
-        return flag_of(self.name)
+        """Its spelling on a command line, and in messages."""
+        return flag_of(self.name) if self.is_flag else self.path
 
     def check(self, value: Any, place: str = "") -> None:
-        """Whether it may have this value; None is the same as not given. `place` says where it stands.
+        """Check the type of a value, or that it is one of the choices. `place` says where it stands.
 
         Raises:
-            RequestError: it may not.
+            RequestError: it is not allowed.
         """
         if value is None:
             return
@@ -259,71 +292,53 @@ class SettingRow:
         else:
             is_right, must_be = self.kind.accepts(value), self.kind.must_be
         if not is_right:
-            raise RequestError(f"`{self.name}`{place} is {value!r}", because=f"it must be {must_be}")
+            raise RequestError(f"`{self.key or self.name}`{place} is {value!r}", because=f"it must be {must_be}")
 
     def check_refused(self, value: Any, place: str = "") -> None:
-        """Whether people ask for this value although there is none.
+        """Refuse a value that people ask for and frugal cannot provide.
 
         Raises:
-            RequestError: they do.
+            RequestError: with the reason.
         """
         if isinstance(value, str) and value.lower() in self.refused:
             because, hint = self.refused[value.lower()]
             raise RequestError(f"{self.flag} {value} is impossible{place}", because=because, hint=hint)
 
     def check_size(self, value: Any, hint: str | None = None) -> None:
-        """Whether a number is large enough.
+        """Check that a number is finite and within its bounds.
 
         Raises:
             RequestError: it is not.
         """
         if value is None or self.least is None:
             return
-        if self.kind.word_type is float and not (isfinite(value) and value >= self.least):
+        if not (isfinite(value) and self.least <= value <= (inf if self.most is None else self.most)):
+            is_float = self.kind.word_type is float
+            bound = f"at least {self.least}" if self.most is None else f"from {self.least} to {self.most}"
             raise RequestError(
-                f"{self.flag} is {value:g}", because=f"it must be a finite number, at least {self.least}"
+                f"{self.flag} is {f'{value:g}' if is_float else value}",
+                because=f"it must be {'a finite number, ' if is_float else ''}{bound}",
+                hint=None if is_float else hint,
             )
-        if value < self.least:
-            raise RequestError(f"{self.flag} is {value}", because=f"it must be at least {self.least}", hint=hint)
-        if self.most is not None and value > self.most:
-            raise RequestError(f"{self.flag} is {value}", because=f"it must be at most {self.most}", hint=hint)
 
 
-def setting(
-    default: Any,
-    help_text: str,
-    group: Group,
-    *,
-    kind: Kind | None = None,
-    shown_default: str | None = None,
-    least: int | None = None,
-    most: int | None = None,
-    is_first: bool = False,
-    is_expert: bool = False,
-    short: tuple[str, ...] = (),
-    metavar: str | None = None,
-    refused: Mapping[str, tuple[str, str]] = MappingProxyType({}),
-) -> Any:
-    """A dataclass field that is a setting; see `SettingRow` for what the parameters mean."""
-    row = {
-        "help": help_text, "group": group, "kind": kind, "shown_default": shown_default, "least": least, "most": most,
-        "is_first": is_first, "is_expert": is_expert, "short": short, "metavar": metavar,
-        "refused": refused,
-    }  # fmt: skip
-    return dataclasses.field(default=default, metadata=row)
+def setting(default: Any, help_text: str, group: Group, **row: Any) -> Any:
+    """Return a dataclass field that is a setting; `row` are other attributes of its `SettingRow`."""
+    return dataclasses.field(default=default, metadata={"help": help_text, "group": group, **row})
 
 
 @cache
 def settings_of(owner: type) -> Mapping[str, SettingRow]:
-    """The rows of a dataclass by name; its annotations say kind and choices."""
+    """Return the rows of a dataclass by name; its annotations say kind and choices. Other fields are no settings."""
     annotations = get_type_hints(owner)
     return {
-        field.name: _row(field.name, annotations[field.name], field.default, **field.metadata)
-        for field in dataclasses.fields(owner)
+        each.name: _row(each.name, annotations[each.name], each.default, **each.metadata)
+        for each in dataclasses.fields(owner)
+        if each.metadata
     }
 
 
-def _row(name: str, annotation: Any, default: Any, *, kind: Kind | None, **row: Any) -> SettingRow:
+def _row(name: str, annotation: Any, default: Any, *, kind: Kind | None = None, **row: Any) -> SettingRow:
     plain, is_optional = annotation, False
     if get_origin(annotation) in (Union, UnionType):
         parts = [part for part in get_args(annotation) if part is not NoneType]
@@ -334,7 +349,7 @@ def _row(name: str, annotation: Any, default: Any, *, kind: Kind | None, **row: 
         name=name,
         default=default,
         kind=kind or _KINDS[str if is_choice else tuple if is_repeatable else plain],
-        choices=get_args(plain) if is_choice else (),
+        choices=get_args(plain) if is_choice and kind is None else (),
         is_repeatable=is_repeatable,
         has_opposite=plain is bool and is_optional,
         **row,
@@ -342,17 +357,17 @@ def _row(name: str, annotation: Any, default: Any, *, kind: Kind | None, **row: 
 
 
 def check_sizes(asked: Any, hint: str | None = None) -> None:
-    """Whether all numbers of a dataclass of settings are large enough; `{flag}` in `hint` is the flag.
+    """Check the bounds of all numbers of a dataclass of settings; `{flag}` in `hint` is the flag.
 
     Raises:
-        RequestError: one is not.
+        RequestError: one is out of bounds.
     """
     for row in settings_of(asked.__class__).values():
         row.check_size(getattr(asked, row.name), None if hint is None else hint.format(flag=row.flag))
 
 
 def unknown_setting(name: str, value: Any, known: Iterable[str], *, place: str, command: str) -> RequestError:
-    """No setting has this name; what it is called here, if another trainer has one of it."""
+    """Return the error for an unknown name, with ours if another trainer's or a similar one is meant."""
     theirs = answer(name, value, f"`{name}`{place}")
     if theirs is not None:
         return theirs
@@ -364,5 +379,5 @@ def unknown_setting(name: str, value: Any, known: Iterable[str], *, place: str, 
 
 
 def flag_of(name: str) -> str:
-    """The flag of a setting."""
+    """Return the flag of a setting."""
     return "--" + name.replace("_", "-")

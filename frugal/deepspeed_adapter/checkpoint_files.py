@@ -1,12 +1,10 @@
-"""How a rank reads a checkpoint's files: tensors and plain values, and no object but those that DeepSpeed puts there.
+"""DeepSpeed's checkpoint files of one rank: read without running code, written without raising between collectives.
 
-A pickle can run any code when it is read. DeepSpeed reads its files so; here torch's restricted unpickler does.
+A pickle can run any code when it is read. DeepSpeed reads its files so; here torch's restricted unpickler does, which
+knows tensors, plain values and the few objects that DeepSpeed puts there.
 
-How a rank writes DeepSpeed's checkpoint files: without raising in the middle of what all ranks do together.
-
-Which elements of which parameters a rank keeps, and where, is kept beside them: what it takes to read them on other
-ranks. DeepSpeed hands its optimizer flat tensors, here called slots. What a slot holds depends on the ZeRO stage and
-the number of ranks:
+To read them on other ranks, a rank also records which elements of which parameters it keeps, and where. DeepSpeed hands
+its optimizer flat tensors, here called slots. The content of a slot depends on the ZeRO stage and the number of ranks:
 
     stage 0       a slot a parameter, whole, the same on every rank
     stages 1, 2   a slot a parameter group: all parameters end to end, cut into one equal part a rank
@@ -23,7 +21,7 @@ from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 from enum import Enum
 from pathlib import Path
-from typing import IO, Any, NamedTuple
+from typing import Any, NamedTuple
 from unittest.mock import patch
 
 import torch
@@ -42,7 +40,6 @@ from deepspeed.utils.tensor_fragment import fragment_address
 
 from frugal import files, torch_internals
 from frugal.errors import first_line
-from frugal.required import put
 from frugal.units import format_bytes
 
 
@@ -60,18 +57,18 @@ def _stage_by_name(of: Any, name: Any) -> ZeroStageEnum:
 OF_DEEPSPEED: list[Any] = [
     DynamicLossScaler, LossScaler, ZeroStageEnum, fragment_address, (_stage_by_name, "builtins.getattr")
 ]  # fmt: skip
-"""Of DeepSpeed 0.19.8: each file of states has its loss scaler, also where nothing is scaled.
+"""Objects of DeepSpeed 0.19.8: each file of states has its loss scaler, also if nothing is scaled.
 
-Its enum is in checkpoints of earlier versions of frugal alone. Python 3.11.2, which Debian 12 has, pickles it by name.
+Its enum is in checkpoints of earlier versions of frugal only. Python 3.11.2, which Debian 12 has, pickles it by name.
 """
 
 
 def foreign(path: Path) -> list[str]:
-    """Names of the objects in a file that do not belong into a checkpoint; nothing in it is run.
+    """Return the names of objects in a file that do not belong into a checkpoint, without running anything in it.
 
     Raises:
-        ValueError: torch.save did not write it so: it is no zip archive, or its content is compressed, which may take
-            any memory to read.
+        ValueError: it is no zip archive as torch.save writes it, or its content is compressed, which may take any
+            memory to read.
     """
     try:
         with zipfile.ZipFile(path) as archive:
@@ -84,7 +81,7 @@ def foreign(path: Path) -> list[str]:
 
 
 def read(path: str | Path, map_location: Any = "cpu", *, mmap: bool = False) -> Any:
-    """What `torch.save` wrote, on the host.
+    """Return what `torch.save` wrote, on the host.
 
     Raises:
         pickle.UnpicklingError: there are foreign objects in it.
@@ -93,35 +90,22 @@ def read(path: str | Path, map_location: Any = "cpu", *, mmap: bool = False) -> 
         return torch.load(path, map_location=map_location, mmap=mmap, weights_only=True)
 
 
-_OF_STEPS = ("params", "step")
-"""What an optimizer keeps in its groups that is no setting."""
-
-
 def load(deepspeed_engine: Any, folder: Path, *, without_frozen: bool = False) -> None:
-    """Have the engine read a checkpoint that was written on its own layout. Collective.
+    """Have DeepSpeed read a checkpoint that was written on the engine's own layout, with states on NVMe. Collective.
 
-    The optimizer's settings stay the engine's, which may be others than those that were saved.
-
-    `without_frozen`: what is not trained is not in it, and stays as it is.
+    `without_frozen`: parameters that are not trained stay as they are.
     """
-    optimizer = deepspeed_engine.optimizer
-    clip = getattr(optimizer, "clip_grad", None)
-    settings = [dict(group, params=None) for group in optimizer.param_groups]
     with patch.object(deepspeed_engine.checkpoint_engine, "load", read):
-        deepspeed_engine.load_checkpoint(str(folder.parent), tag=folder.name, load_module_strict=not without_frozen)
-    if clip is not None:
-        put(optimizer, "clip_grad", clip)
-    for group, own in zip(optimizer.param_groups, settings, strict=True):
-        counts = {name: group[name] for name in _OF_STEPS if name in group}
-        group.clear()
-        group.update(own | counts)
+        deepspeed_engine.load_checkpoint(
+            str(folder.parent), tag=folder.name, load_module_strict=not without_frozen, load_lr_scheduler_states=False
+        )
 
 
 class StateFiles:
     """The states in the files of one rank, as its ZeRO stage keeps them.
 
-    `contents` reads a file of the rank by how its name ends: `model_states` or `optim_states`. Stages 1 and 2 have the
-    former of rank 0 alone, stage 0 has no other.
+    `contents` reads a file of the rank by the end of its name: `model_states` or `optim_states`. Stages 1 and 2 have
+    the former of rank 0 only, stage 0 has no other.
     """
 
     def __init__(self, zero_stage: int, contents: Callable[[str], dict[str, Any]]) -> None:
@@ -130,12 +114,12 @@ class StateFiles:
 
     @property
     def common(self) -> dict[str, Any]:
-        """The model, the counters and the learning rate's schedule; at stage 0 the optimizer, too."""
+        """Model, counters and the learning rate's schedule; at stage 0 the optimizer, too."""
         return self._contents("model_states")
 
     @property
     def module(self) -> dict[str, torch.Tensor]:
-        """Parameters and buffers of the model; under stage 3 buffers alone."""
+        """Parameters and buffers of the model; under stage 3 only buffers."""
         return self.common["module"]
 
     def optimizer(self) -> dict[str, Any]:
@@ -145,23 +129,19 @@ class StateFiles:
         return self._of_zero()[OPTIMIZER_STATE_DICT if self._stage == 3 else BASE_OPTIMIZER_STATE]
 
     def slot(self, slot: int) -> dict[str, Any]:
-        """The optimizer's states of one slot; empty before its first step."""
+        """Return the optimizer's states of one slot; nothing before its first step."""
         return self.optimizer()["state"].get(slot, {})
 
-    def num_masters(self) -> int:
-        """Return the number of slots that have fp32 weights, from stage 1 on."""
-        return len(self._of_zero()[FP32_FLAT_GROUPS if self._stage == 3 else SINGLE_PARTITION_OF_FP32_GROUPS])
-
     def master(self, slot: int) -> torch.Tensor:
-        """The fp32 weights of one slot, from stage 1 on."""
+        """Return the fp32 weights of one slot, from stage 1 on."""
         return self._of_zero()[FP32_FLAT_GROUPS if self._stage == 3 else SINGLE_PARTITION_OF_FP32_GROUPS][slot]
 
     def frozen(self, name: str) -> torch.Tensor:
-        """What is kept of a parameter that is not trained."""
+        """Return this rank's part of a parameter that is not trained."""
         return self.common[FROZEN_PARAM_FRAGMENTS][name] if self._stage == 3 else self.module[name]
 
     def scaler(self) -> dict[str, Any]:
-        """What DeepSpeed keeps of fp16's loss scale, and has also where there is none; empty without ZeRO."""
+        """Return DeepSpeed's state of fp16's loss scale, which exists also without fp16; nothing without ZeRO."""
         kept = self._of_zero() if self._stage else {}
         return {name: kept[name] for name in (LOSS_SCALER, "dynamic_loss_scale", "overflow") if name in kept}
 
@@ -180,10 +160,10 @@ class Piece(NamedTuple):
 
 @dataclass(frozen=True, kw_only=True)
 class StateLayout:
-    """What one rank keeps: the pieces in each slot, in the optimizer's order, and those of frozen parameters.
+    """The pieces in each slot of one rank, in the optimizer's order, and those of frozen parameters.
 
-    `states`: names and kinds of the optimizer's states in each slot, in words, as they were saved; None in checkpoints
-    that are older than this record.
+    `states`: names and kinds, in words, of the optimizer's states in each slot as they were saved; None in older
+    checkpoints.
     """
 
     slots: tuple[tuple[Piece, ...], ...]
@@ -192,12 +172,12 @@ class StateLayout:
 
 
 def whole(parameters: Iterable[Any], names: dict[int, str]) -> tuple[Piece, ...]:
-    """Stage 0, and what is frozen in stages 1 and 2."""
+    """Return the pieces of a slot at stage 0, and of frozen parameters at stages 1 and 2."""
     return tuple(Piece(names[id(each)], 0, each.numel(), 0) for each in parameters)
 
 
 def linked(group: Iterable[Any], names: dict[int, str]) -> tuple[Piece, ...]:
-    """Stages 1 and 2: what DeepSpeed itself keeps of how its parameters lie in this rank's part of their group."""
+    """Return the pieces of a slot at stages 1 and 2, by DeepSpeed's own record."""
     links = [(names[id(each)], each._hp_mapping) for each in group if each._hp_mapping is not None]
     return tuple(
         Piece(name, link.lp_fragment_address.start, link.lp_fragment_address.numel, link.hp_fragment_address.start)
@@ -206,7 +186,7 @@ def linked(group: Iterable[Any], names: dict[int, str]) -> tuple[Piece, ...]:
 
 
 def parts(group: Iterable[Any], names: dict[int, str], rank: int) -> tuple[Piece, ...]:
-    """Stage 3: of each parameter the part of this rank; the last ranks' are filled up with padding."""
+    """Return the pieces of a slot at stage 3: this rank's part of each parameter, the last ranks' with padding."""
     pieces, place = [], 0
     for each in group:
         share = each.partition_numel()
@@ -218,10 +198,10 @@ def parts(group: Iterable[Any], names: dict[int, str], rank: int) -> tuple[Piece
 
 
 class CheckpointWriter(CheckpointEngine):
-    """In place of DeepSpeed's own: remembers the first failure, for a vote after the save.
+    """A writer in place of DeepSpeed's own that remembers the first failure, for a vote after the save.
 
-    A rank that raised halfway would leave the others waiting in a collective. `later`: what it is given is copied to
-    the host's memory, and written by `finish`.
+    A rank that raised halfway would leave the others waiting in a collective. `later`: states are copied to host
+    memory, and written by `finish`.
     """
 
     def __init__(self, later: bool = False) -> None:
@@ -232,10 +212,7 @@ class CheckpointWriter(CheckpointEngine):
         self._written: list[Path] = []
 
     def collect(self, deepspeed_engine: Any, folder: Path, *, without_frozen: bool = False) -> None:
-        """Take what the engine keeps, for files in `folder`; not the scripts it copies beside a checkpoint.
-
-        `without_frozen`: but for the parameters that are not trained.
-        """
+        """Collect the engine's states, for files in `folder`. `without_frozen`: without untrained parameters."""
         states = deepspeed_engine.module_state_dict
         with (
             patch.object(deepspeed_engine, "module_state_dict", lambda **how: _trained(deepspeed_engine, states, how)),
@@ -247,7 +224,7 @@ class CheckpointWriter(CheckpointEngine):
             )
 
     def save(self, state_dict: Any, path: str | Path) -> None:
-        """torch.save, remembering the first failure instead of raising it."""
+        """Save with torch.save, but remember the first failure instead of raising it."""
         if self.failure is None:
             try:
                 self._save(state_dict, Path(path))
@@ -255,12 +232,12 @@ class CheckpointWriter(CheckpointEngine):
                 self.failure = error
 
     def write(self, data: bytes, path: Path) -> None:
-        """A file that is not torch's."""
+        """Write a file that is not torch's."""
         files.write_file(path, data, durable=False)
         self._written.append(path)
 
     def finish(self) -> list[Path]:
-        """Write what is not written yet; all files of this writer.
+        """Write what is not written yet, and return all files of this writer.
 
         Raises:
             OSError: a file cannot be written.
@@ -275,35 +252,29 @@ class CheckpointWriter(CheckpointEngine):
             if self._later:
                 self._copies.append((_copied(state_dict), path))
                 return
-            with path.open("xb", buffering=0) as file:
-                target = _Target(file)
-                torch.save(_without_enums(state_dict), target)  # type: ignore[arg-type]  # it only writes
-            target.check()
-        except RuntimeError as error:  # memory that is not there
-            free = shutil.disk_usage(path.parent).free
-            raise OSError(
-                None, f"{path.name} cannot be written, {format_bytes(free)} are free there ({first_line(error)})"
-            ) from None
+            torch.save(_without_enums(state_dict), path)
+        except RuntimeError as error:  # of a full disk, without its cause, or of memory that is not there
+            raise _cause(error, path) from None
         self._written.append(path)
 
     def makedirs(self, path: str, exist_ok: bool = False) -> None:
-        """Nothing: the folder was made before, with a vote."""
+        """Do nothing: the folder was made before, with a vote."""
 
     def create(self, info: Any) -> None:
-        """Nothing to announce."""
+        """Do nothing."""
 
     def load(self, path: str, map_location: Any = None) -> Any:
-        """Never called: reading goes through DeepSpeed's usual engine."""
+        """Raise: reading goes through DeepSpeed's usual engine."""
         raise NotImplementedError  # DeepSpeed's interface asks for it
 
     def commit(self, info: Any) -> bool:
-        """Nothing to finish; `files.seal` does it."""
+        """Do nothing: the checkpoint is published later."""
         return True
 
 
 def _trained(deepspeed_engine: Any, states: Callable[..., Any], how: dict[str, bool]) -> Any:
-    """The module's states. DeepSpeed leaves in what is frozen and has a second name, as tied heads have, and what a
-    frozen parameter has besides, as the scales of quantised weights."""
+    """Return the module's states. DeepSpeed leaves in frozen parameters with a second name, as tied heads have, and
+    what belongs to a frozen parameter, as the scales of quantised weights."""
     module = states(**how)
     if how.get("exclude_frozen_parameters"):
         named = deepspeed_engine.module.named_parameters(remove_duplicate=False)
@@ -314,32 +285,16 @@ def _trained(deepspeed_engine: Any, states: Callable[..., Any], how: dict[str, b
     return module
 
 
-class _Target:
-    """A file for torch.save, which makes of a failed write an error without its cause; `check` raises the cause."""
-
-    def __init__(self, file: IO[bytes]) -> None:
-        self.name = file.name
-        self._file = file
-        self._failure: OSError | None = None
-
-    def write(self, data: memoryview) -> int:
-        """Write all of it, unless a write has failed already."""
-        rest = memoryview(data).cast("B")
-        try:
-            while rest and self._failure is None:
-                rest = rest[self._file.write(rest) :]
-        except OSError as error:
-            error.filename = self.name
-            self._failure = error
-        return len(data)
-
-    def flush(self) -> None:
-        """Nothing is kept back."""
-
-    def check(self) -> None:
-        """Raise the first failure."""
-        if self._failure is not None:
-            raise self._failure
+def _cause(error: RuntimeError, path: Path) -> OSError:
+    """Return why torch could not write a file, found by writing more to it."""
+    try:
+        with path.open("ab") as file:
+            file.write(bytes(1 << 20))
+    except OSError as cause:
+        cause.filename = str(path)
+        return cause
+    free = format_bytes(shutil.disk_usage(path.parent).free)
+    return OSError(None, f"{path.name} cannot be written, {free} are free there ({first_line(error)})")
 
 
 def _without_enums(states: Any) -> Any:
@@ -354,7 +309,7 @@ def _without_enums(states: Any) -> Any:
 
 
 def _copied(state_dict: Any) -> Any:
-    """The same in the host's memory, with nothing in common; tensors that share memory share their copies'."""
+    """Return a copy in host memory; tensors that share memory share that of their copies."""
     storages: dict[int, torch.UntypedStorage] = {}
 
     def copied(leaf: Any) -> Any:

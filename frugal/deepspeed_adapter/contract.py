@@ -97,12 +97,6 @@ NAMES = (
         "is_bf16_supported(self)",
         "is_fp16_supported(self)",
     ),
-    *needed(
-        "deepspeed.utils.groups",
-        "hpZ's groups of ranks, made once and taken down with their engine",
-        "_ZERO_PARAM_INTRA_PARALLEL_GROUP",
-        "_get_zero_param_intra_parallel_group()",
-    ),
     # Collectives: ranks vote before each
     *needed("deepspeed.comm.comm", "the object that all collectives go through", "cdb"),
     *needed("deepspeed.comm.comm", "ranks exchange parts of a sample", "all_to_all_single"),
@@ -307,7 +301,6 @@ NAMES = (
         f"{_SPLITTING}:Init",
         _SPLIT,
         "_convert_to_deepspeed_param:ds_numel",
-        "_convert_to_deepspeed_param:ds_secondary_tensor",
         "_convert_to_deepspeed_param:ds_shape",
         "_convert_to_deepspeed_param:ds_status",
         "_convert_to_deepspeed_param:ds_tensor",

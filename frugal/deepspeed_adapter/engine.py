@@ -10,7 +10,6 @@ import deepspeed
 import torch
 import torch.distributed as dist
 from deepspeed.runtime.zero.partition_parameters import Init
-from deepspeed.utils import groups as process_groups
 from torch import Tensor, nn
 
 from frugal.config.request import Request
@@ -84,9 +83,6 @@ def initialize(
 def destroy(zero: Zero) -> None:
     """Free the engine's hooks and buffers and its files, so that another can follow in this process."""
     zero.destroy()
-    put(
-        process_groups, "_ZERO_PARAM_INTRA_PARALLEL_GROUP", None
-    )  # else every engine after it would have hpZ, or fail to
     if kernels.uses_nvme(zero.strategy):
         kernels.remove_nvme_folder(zero.strategy)
 

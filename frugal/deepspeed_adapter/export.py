@@ -1,4 +1,4 @@
-"""What `frugal export` writes: Python for transformers' Trainer, YAML for Accelerate, a DeepSpeed script to read.
+"""The files that `frugal export` writes: Python for transformers' Trainer, YAML for Accelerate, a DeepSpeed script.
 
 All three take the mean over the targets of the whole global batch, as frugal's engine does: the loss of a micro-batch
 is a sum, divided by the batch's targets T and multiplied by the number of ranks W, because DeepSpeed averages over
@@ -22,7 +22,7 @@ from typing import Literal
 from frugal.config.hardware import cuda_allocator
 from frugal.config.request import Request
 from frugal.deepspeed_adapter.json_config import deepspeed_config
-from frugal.errors import RequestError
+from frugal.errors import RequestError, refuse
 from frugal.planning.plan import Plan
 from frugal.planning.report import ADDED_LOSS
 from frugal.planning.strategy import Strategy
@@ -41,94 +41,6 @@ AUTO_CLASSES = {
 }
 
 
-def start_command(plan: Plan, target: Target, folder: str) -> str:
-    """The command that starts the ranks, with the target's files in `folder`."""
-    nodes = plan.cluster.nodes
-    environment = "DS_ACCELERATOR=cpu " if _on_cpu(plan) else ""
-    if target == "accelerate" and plan.strategy.expandable_segments:
-        environment += f"{cuda_allocator.NAME}={_SEGMENTS} "
-    program = f"{_in(folder, FILES['script'])} samples.jsonl" if target == "script" else "YOUR_SCRIPT.py"
-    if target == "accelerate":
-        return f"{environment}accelerate launch --config_file {_in(folder, FILES[target])} {program}"
-    if len(nodes) > 1:
-        return f"{environment}deepspeed --hostfile HOSTS {program}"
-    return f"{environment}torchrun --standalone --nproc-per-node {plan.batch.world_size} {program}"
-
-
-_SEGMENTS = "expandable_segments:True"
-
-
-def _segments(plan: Plan) -> str:
-    """Python that has torch make expandable segments as planned; torch reads the variable when it first uses a GPU."""
-    if not plan.strategy.expandable_segments:
-        return ""
-    return f'os.environ.setdefault("{cuda_allocator.NAME}", "{_SEGMENTS}")  # the plan\'s memory counts on it'
-
-
-def _import_os(plan: Plan) -> str:
-    return "import os" if plan.strategy.expandable_segments else ""
-
-
-def _in(folder: str, name: str) -> str:
-    return f"{folder.rstrip('/')}/{name}" if folder else name
-
-
-def _on_cpu(plan: Plan) -> bool:
-    return plan.cluster.devices[0].kind == "cpu"
-
-
-def _sum(plan: Plan) -> str:
-    """The batch as a product, or as a bound where the micro-batch sizes differ."""
-    batch = plan.batch
-    up_to = "" if batch.is_uniform else "up to "
-    ranks = plural(batch.world_size, plan.cluster.rank_noun)
-    return (
-        f"{batch.global_batch} samples = {ranks} x {up_to}micro-batch {batch.largest_micro_batch} x "
-        f"{plural(batch.accumulation_steps, 'accumulation step')}"
-    )
-
-
-def _origin(plan: Plan) -> str:
-    return f"{plan.strategy}. Written by `frugal export` from plan {plan.digest[:12]}."
-
-
-def hf(plan: Plan, start: str) -> str:
-    """Python that hands the plan to `frugal.integrations.transformers`."""
-    return _filled(
-        FILES["hf"], sum=_sum(plan), origin=_origin(plan), start=start, auto_class=AUTO_CLASSES[plan.model.task]
-    )
-
-
-def accelerate(plan: Plan, start: str, folder: str) -> str:
-    """A config file for `accelerate launch`. What it cannot say, the training script must do: the comments say what."""
-    batch, nodes = plan.batch, plan.cluster.nodes
-    recompute = '# - model.activation_checkpointing_enable({"use_reentrant": False})'
-    join = (
-        "# - deepspeed.init_distributed() and accelerate.PartialState(cpu=True) before Accelerator(),\n"
-        "#   which takes each CPU rank for the only one otherwise"
-    )
-    several = (
-        "deepspeed_multinode_launcher: pdsh\ndeepspeed_hostfile: hostfile  # a line `NAME slots=GPUS` for each node"
-    )
-    return _filled(
-        FILES["accelerate"],
-        sum=_sum(plan),
-        origin=_origin(plan),
-        start=start,
-        micro_batch=batch.largest_micro_batch,
-        accumulation_steps=batch.accumulation_steps,
-        deepspeed_file=DEEPSPEED_FILE,
-        world_size=batch.world_size,
-        recompute=recompute if plan.strategy.activation_checkpointing == "full" else "",
-        join_process_group=join if _on_cpu(plan) else "",
-        config_file=json.dumps(_in(folder, DEEPSPEED_FILE)),
-        is_zero3=json.dumps(plan.strategy.zero_stage == 3),
-        several_nodes=several if len(nodes) > 1 else "",
-        num_nodes=len(nodes),
-        is_cpu=json.dumps(_on_cpu(plan)),
-    )
-
-
 _SAMPLES = {
     "causal-lm": '{"input_ids": [token, ...]}, with "labels" where some tokens are not to be learned (-100)',
     "masked-lm": '{"input_ids": [token, ...], "labels": [token or -100, ...]}, masked already',
@@ -137,32 +49,105 @@ _SAMPLES = {
 }
 
 
-def script(plan: Plan, start: str, make_model: str, decoder_inputs: str) -> str:
-    """A DeepSpeed script. `make_model` is Python that makes the model, `decoder_inputs` Python that defines that."""
-    batch, strategy, task = plan.batch, plan.strategy, plan.model.task
-    recompute = 'model.activation_checkpointing_enable({"use_reentrant": False})'
-    pad_token = "model.config.pad_token_id = PADDING  # decoders look for the last token before it"
-    return _filled(
-        FILES["script"],
-        pad_token=pad_token if task == "sequence-classification" else "",
-        import_sys="import sys" if task == "seq2seq" else "",
-        decoder_inputs=f"\n\n{decoder_inputs}\n\ncomplete(model.config)" if task == "seq2seq" else "",
-        sum=_sum(plan),
-        origin=_origin(plan),
+_NAMES: dict[Target, str] = {
+    "hf": "transformers' Trainer",
+    "accelerate": "Accelerate",
+    "script": "a plain DeepSpeed script",
+}
+_RECOMPUTE = 'model.activation_checkpointing_enable({"use_reentrant": False})'
+_SEGMENTS = "expandable_segments:True"
+_JOIN = """# - deepspeed.init_distributed() and accelerate.PartialState(cpu=True) before Accelerator(),
+#   which takes each CPU rank for the only one otherwise"""
+_SEVERAL_NODES = """deepspeed_multinode_launcher: pdsh
+deepspeed_hostfile: hostfile  # a line `NAME slots=GPUS` for each node"""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Export:
+    """A plan for another trainer: files by name, the trainer's first, and the command that starts it."""
+
+    files: dict[str, str]
+    start: str
+
+
+def export(plan: Plan, target: Target, *, folder: str = "", make_model: str = "", decoder_inputs: str = "") -> Export:
+    """Return the plan for `target`, whose files are to be in `folder`.
+
+    `make_model` is Python that makes the script's model, `decoder_inputs` Python that makes the inputs of decoders
+    (`frugal.training.losses.decoder_inputs.source`).
+
+    Raises:
+        RequestError: the target cannot do what the plan says.
+    """
+    check(plan, target)
+    batch, strategy, task, nodes = plan.batch, plan.strategy, plan.model.task, plan.cluster.nodes
+    on_cpu, is_segmented, is_script = (
+        nodes[0].devices[0].kind == "cpu",
+        strategy.expandable_segments,
+        target == "script",
+    )
+    start = _start_command(plan, target, folder)
+    recompute = _RECOMPUTE if strategy.activation_checkpointing == "full" else ""
+    ranks = plural(batch.world_size, plan.cluster.rank_noun)
+    text = _filled(
+        FILES[target],
+        sum=(
+            f"{batch.global_batch} samples = {ranks} x {'' if batch.is_uniform else 'up to '}micro-batch "
+            f"{batch.largest_micro_batch} x {plural(batch.accumulation_steps, 'accumulation step')}"
+        ),
+        origin=f"{strategy}. Written by `frugal export` from plan {plan.digest[:12]}.",
         start=start,
-        sample=_SAMPLES[task],
-        import_os=_import_os(plan),
-        segments=_segments(plan),
-        auto_class=AUTO_CLASSES[task],
+        auto_class=AUTO_CLASSES.get(task, ""),
         global_batch=batch.global_batch,
+        micro_batch=batch.largest_micro_batch,
         accumulation_steps=batch.accumulation_steps,
         deepspeed_file=DEEPSPEED_FILE,
         world_size=batch.world_size,
+        recompute=recompute if is_script or not recompute else f"# - {recompute}",
+        join_process_group=_JOIN if on_cpu else "",
+        config_file=json.dumps(_in(folder, DEEPSPEED_FILE)),
+        is_zero3=json.dumps(strategy.zero_stage == 3),
+        several_nodes=_SEVERAL_NODES if len(nodes) > 1 else "",
+        num_nodes=len(nodes),
+        is_cpu=json.dumps(on_cpu),
+        pad_token=(
+            "model.config.pad_token_id = PADDING  # decoders look for the last token before it"
+            if task == "sequence-classification"
+            else ""
+        ),
+        import_sys="import sys" if task == "seq2seq" else "",
+        import_os="import os" if is_segmented else "",
+        segments=(
+            f'os.environ.setdefault("{cuda_allocator.NAME}", "{_SEGMENTS}")  # the plan\'s memory counts on it'
+            if is_segmented
+            else ""
+        ),
+        decoder_inputs=f"\n\n{decoder_inputs}\n\ncomplete(model.config)" if task == "seq2seq" else "",
+        sample=_SAMPLES.get(task, ""),
         make_model=make_model,
-        recompute=recompute if strategy.activation_checkpointing == "full" else "",
         partition=_template("train_partition.py") if strategy.zero_stage == 3 else "",
-        collate=_template(f"collate_{task}.py"),
+        collate=_template(f"collate_{task}.py") if is_script else "",
     )
+    if target == "hf":
+        return Export(files={FILES[target]: text, PLAN_FILE: plan.to_json().decode()}, start=start)
+    config = json.dumps(deepspeed_config(plan), indent=2) + "\n"
+    return Export(files={FILES[target]: text, DEEPSPEED_FILE: config}, start=start)
+
+
+def _start_command(plan: Plan, target: Target, folder: str) -> str:
+    environment = "DS_ACCELERATOR=cpu " if plan.cluster.devices[0].kind == "cpu" else ""
+    program = f"{_in(folder, FILES['script'])} samples.jsonl" if target == "script" else "YOUR_SCRIPT.py"
+    if target == "accelerate":
+        if plan.strategy.expandable_segments:
+            environment += f"{cuda_allocator.NAME}={_SEGMENTS} "
+        return f"{environment}accelerate launch --config_file {_in(folder, FILES[target])} {program}"
+    if len(plan.cluster.nodes) > 1:
+        return f"{environment}deepspeed --hostfile HOSTS {program}"
+    return f"{environment}torchrun --standalone --nproc-per-node {plan.batch.world_size} {program}"
+
+
+def _in(folder: str, name: str) -> str:
+    return f"{folder.rstrip('/')}/{name}" if folder else name
 
 
 def _template(name: str) -> str:
@@ -170,7 +155,7 @@ def _template(name: str) -> str:
 
 
 def _filled(name: str, **values: object) -> str:
-    """A template with `$name` replaced. A line that is nothing but one takes its value's lines, indented; or goes."""
+    """Fill a template. A line that is only `$name` becomes the lines of its value, indented; none, if it is empty."""
 
     def whole_line(line: re.Match[str]) -> str:
         value = str(values[line["name"]]).rstrip().replace("$", "$$")
@@ -178,42 +163,6 @@ def _filled(name: str, **values: object) -> str:
 
     text = re.sub(r"^(?P<indent> *)\$(?P<name>\w+)\n", whole_line, _template(name), flags=re.MULTILINE)
     return string.Template(text).substitute({name: str(value) for name, value in values.items()})
-
-
-_NAMES: dict[Target, str] = {
-    "hf": "transformers' Trainer",
-    "accelerate": "Accelerate",
-    "script": "a plain DeepSpeed script",
-}
-
-
-@dataclass(frozen=True, kw_only=True)
-class Export:
-    """A plan for another trainer: files by name, that of the trainer first, and the command that starts it."""
-
-    files: dict[str, str]
-    start: str
-
-
-def export(plan: Plan, target: Target, *, folder: str = "", make_model: str = "", decoder_inputs: str = "") -> Export:
-    """The plan for `target`. Its files are to lie in `folder`; `make_model` is Python that makes the script's model,
-    `decoder_inputs` Python that makes what decoders read (`frugal.training.losses.decoder_inputs.source`).
-
-    Raises:
-        RequestError: the target cannot do what the plan says.
-    """
-    check(plan, target)
-    start = start_command(plan, target, folder)
-    if target == "hf":
-        text = hf(plan, start)
-    elif target == "accelerate":
-        text = accelerate(plan, start, folder)
-    else:
-        text = script(plan, start, make_model, decoder_inputs)
-    if target == "hf":
-        return Export(files={FILES[target]: text, PLAN_FILE: plan.to_json().decode()}, start=start)
-    config = json.dumps(deepspeed_config(plan), indent=2) + "\n"
-    return Export(files={FILES[target]: text, DEEPSPEED_FILE: config}, start=start)
 
 
 def check(plan: Plan, target: Target) -> None:
@@ -228,15 +177,14 @@ def check(plan: Plan, target: Target) -> None:
 
 
 def needs_even(plan: Plan, target: Target) -> bool:
-    """Whether `target` cannot cut the global batch as planned, and takes a plan with --even."""
+    """Return True if `target` needs equal micro-batches, as `--even` plans them, and the plan has others."""
     if target == "hf":
         return False
     return not (_is_even(plan) if target == "script" else plan.batch.is_uniform)
 
 
 def evened(request: Request, strategy: Strategy) -> Request:
-    """The request of a plan with equal micro-batches: a loss and an activation checkpointing that could be exported
-    stay."""
+    """Return the request of a plan with equal micro-batches that keeps loss and activation checkpointing."""
     checkpointing = strategy.activation_checkpointing
     layer_modes = request.layer_modes if strategy.layer_modes else None
     return replace(
@@ -245,77 +193,104 @@ def evened(request: Request, strategy: Strategy) -> Request:
 
 
 def check_all_but_cut(plan: Plan, target: Target) -> None:
-    """`check`, but for how the global batch is cut into micro-batches.
+    """Refuse what `target` cannot do, except how the global batch is cut into micro-batches.
 
     Raises:
         RequestError: as `check`.
     """
-    who, batch = _NAMES[target], plan.batch
-    _check_loss(plan, target)
-    _check_optimizer(plan, who)
-    if plan.strategy.sequence_parallel > 1:
-        raise RequestError(
-            f"{who} cannot split samples over {plan.strategy.sequence_parallel} ranks as planned",
-            because="frugal's engine makes the parts and exchanges them in attention",
-            hint="train it with `frugal train`, or plan with --sequence-parallel 1",
-        )
-    if plan.request.pack:
-        raise RequestError(
+    who, request, strategy, batch = _NAMES[target], plan.request, plan.strategy, plan.batch
+    added_loss = next((warning for warning in plan.warnings if ADDED_LOSS in warning), "")
+    refuse(
+        (
+            plan.model.task == "own" and target != "accelerate",
+            f"{who} cannot train {request.model}",
+            "its loss is Python of its own",
+            "--to accelerate exports all but the loss; `frugal train` and `frugal.initialize` train it",
+        ),
+        (
+            added_loss and target != "accelerate",
+            f"{who} would leave out what the model adds to the cross entropy",
+            added_loss,
+            "train it with `frugal train`, or without output_router_logits in its config.json",
+        ),
+        (
+            not request.decays_all,
+            f"{who} does not know which parameters decay",
+            "the plan has optimizer.decay-norms = false, which frugal does itself when it trains",
+            "plan without optimizer.decay-norms",
+        ),
+        (
+            "optimizer" not in deepspeed_config(plan),
+            f"{who} cannot make the optimizer {request.optimizer}",
+            "DeepSpeed does not know it by name, and frugal hands it over ready made",
+            "plan with --optimizer adamw",
+        ),
+        (
+            strategy.sequence_parallel > 1,
+            f"{who} cannot split samples over {strategy.sequence_parallel} ranks as planned",
+            "frugal's engine makes the parts and exchanges them in attention",
+            "train it with `frugal train`, or plan with --sequence-parallel 1",
+        ),
+        (
+            request.pack,
             f"{who} cannot keep packed documents apart as planned",
-            because="frugal packs them itself, and the plan counts the attention mask that this takes",
-            hint="plan without --pack",
-        )
-    if batch.global_tokens is not None:
-        raise RequestError(
+            "frugal packs them itself, and the plan counts the attention mask that this takes",
+            "plan without --pack",
+        ),
+        (
+            batch.global_tokens is not None,
             f"{who} cannot fill a global batch of {batch.global_tokens} tokens",
-            because="it counts samples, and short ones would leave the batch too small",
-            hint=f"plan with --global-batch {batch.global_batch} instead of --global-tokens",
-        )
-    if plan.request.quantize is not None:
-        raise RequestError(
+            "it counts samples, and short ones would leave the batch too small",
+            f"plan with --global-batch {batch.global_batch} instead of --global-tokens",
+        ),
+        (
+            request.quantize is not None,
             f"{who} is not exported to with quantised weights",
-            because=f"the plan has --quantize {plan.request.quantize}, which frugal does while it reads the model",
-            hint="train it with `frugal train --plan DIR`, or export a plan without --quantize",
-        )
-    if target == "hf":
-        return  # frugal.integrations.transformers does the rest
-    _check_own_code(plan, who)
-    if target == "accelerate" and len({len(node.devices) for node in plan.cluster.nodes}) > 1:
-        raise RequestError(
-            "Accelerate starts equally many ranks on each node",
-            because=f"the nodes have {', '.join(str(len(node.devices)) for node in plan.cluster.nodes)} GPUs",
-            hint="use --to script, which starts with `deepspeed --hostfile`",
-        )
+            f"the plan has --quantize {request.quantize}, which frugal does while it reads the model",
+            "train it with `frugal train --plan DIR`, or export a plan without --quantize",
+        ),
+    )
+    if target != "hf":  # frugal.integrations.transformers does the rest
+        _check_own_code(plan, target)
 
 
-def _check_own_code(plan: Plan, who: str) -> None:
+def _check_own_code(plan: Plan, target: Target) -> None:
     """Refuse what takes frugal's own code in the training process, for a target that has none of it."""
-    request, strategy = plan.request, plan.strategy
-    if request.lora is not None:
-        raise RequestError(
+    who, request, strategy = _NAMES[target], plan.request, plan.strategy
+    why_tiled = next((reason for reason in plan.why if reason.startswith("the loss is tiled")), None)
+    sizes = [len(node.devices) for node in plan.cluster.nodes]
+    refuse(
+        (
+            request.lora is not None,
             f"{who} is not exported to with adapters",
-            because=f"the plan has --lora {request.lora}, which frugal adds to the model when it trains",
-            hint="train it with `frugal train --plan DIR`, or export a plan without --lora",
-        )
-    if request.batch_norm not in (None, "local"):
-        raise RequestError(
+            f"the plan has --lora {request.lora}, which frugal adds to the model when it trains",
+            "train it with `frugal train --plan DIR`, or export a plan without --lora",
+        ),
+        (
+            request.batch_norm not in (None, "local"),
             f"{who} takes BatchNorm as it is",
-            because=f"the plan has --batch-norm {request.batch_norm}, which frugal does when it trains",
-            hint="plan without --batch-norm",
-        )
-    if strategy.loss == "tiled":
-        reason_for_tiles = next((reason for reason in plan.why if reason.startswith("the loss is tiled")), None)
-        raise RequestError(
+            f"the plan has --batch-norm {request.batch_norm}, which frugal does when it trains",
+            "plan without --batch-norm",
+        ),
+        (
+            strategy.loss == "tiled",
             f"{who} does not know frugal's tiled loss",
-            because=reason_for_tiles or "it holds the logits whole, for which the plan may have no memory",
-            hint="plan with --loss plain",
-        )
-    if strategy.mlp == "tiled":
-        raise RequestError(
+            why_tiled or "it holds the logits whole, for which the plan may have no memory",
+            "plan with --loss plain",
+        ),
+        (
+            strategy.mlp == "tiled",
             f"{who} does not know frugal's tiled MLP",
-            because="it runs MLPs whole, for which the plan may have no memory",
-            hint="plan with --mlp plain",
-        )
+            "it runs MLPs whole, for which the plan may have no memory",
+            "plan with --mlp plain",
+        ),
+        (
+            target == "accelerate" and len(set(sizes)) > 1,
+            "Accelerate starts equally many ranks on each node",
+            f"the nodes have {', '.join(map(str, sizes))} GPUs",
+            "use --to script, which starts with `deepspeed --hostfile`",
+        ),
+    )
     if strategy.activation_checkpointing not in ("off", "full"):
         raise RequestError(
             f"{who} does not know activation checkpointing {strategy.checkpointing}",
@@ -325,7 +300,7 @@ def _check_own_code(plan: Plan, who: str) -> None:
 
 
 def _price_of_all_or_nothing(plan: Plan) -> list[str]:
-    """How much longer a step takes with the same activation checkpointing in all layers, where that was weighed."""
+    """Return how much longer a step takes with one activation checkpointing in all layers, if that was evaluated."""
     others = [
         other
         for other in plan.rejected
@@ -341,47 +316,14 @@ def _price_of_all_or_nothing(plan: Plan) -> list[str]:
     ]
 
 
-def _check_optimizer(plan: Plan, who: str) -> None:
-    """Refuse an optimizer that DeepSpeed's JSON does not make."""
-    if not plan.request.decays_all:
-        raise RequestError(
-            f"{who} is not told which parameters decay",
-            because="the plan has --no-decay-norms, which frugal does itself when it trains",
-            hint="plan without --no-decay-norms",
-        )
-    if "optimizer" not in deepspeed_config(plan):
-        raise RequestError(
-            f"{who} cannot make the optimizer {plan.request.optimizer}",
-            because="DeepSpeed does not know it by name, and frugal hands it over ready made",
-            hint="plan with --optimizer adamw",
-        )
-
-
-def _check_loss(plan: Plan, target: Target) -> None:
-    """Refuse a loss that `target` would not compute; Accelerate leaves it to the user's script."""
-    who = _NAMES[target]
-    if plan.model.task == "own" and target != "accelerate":
-        raise RequestError(
-            f"{who} cannot train {plan.request.model}",
-            because="its loss is Python of its own",
-            hint="--to accelerate exports all but the loss; `frugal train` and `frugal.initialize` train it",
-        )
-    if target != "accelerate" and any(ADDED_LOSS in warning for warning in plan.warnings):
-        raise RequestError(
-            f"{who} would leave out what the model adds to the cross entropy",
-            because=next(warning for warning in plan.warnings if ADDED_LOSS in warning),
-            hint="train it with `frugal train`, or without output_router_logits in its config.json",
-        )
-
-
 def _is_even(plan: Plan) -> bool:
-    """Whether no micro-batch is empty, and those of a micro-step differ by one sample at most: one group of ranks."""
+    """Return True if no micro-batch is empty, and those of a micro-step differ by at most one sample."""
     batch = plan.batch
     return len(batch.groups) == 1 and all(sum(steps.samples) >= batch.world_size for steps in batch.micro_steps)
 
 
 def uneven(plan: Plan, target: Target) -> RequestError:
-    """That `target` cannot cut the global batch as planned, with the nearest batches that it can."""
+    """Return the error that `target` cannot cut the global batch as planned, with the nearest batches that it can."""
     batch = plan.batch
     kind = f"{plan.cluster.rank_noun}s"
     world, groups = batch.world_size, batch.groups.values()
@@ -406,7 +348,7 @@ def uneven(plan: Plan, target: Target) -> RequestError:
 
 
 def nearest(global_batch: int, world_size: int, cap: int) -> list[tuple[int, int]]:
-    """The batches next to `global_batch` that divide, each with its micro-batch: the same, or one below and one above.
+    """Return the batches nearest to `global_batch` that divide, each with its micro-batch: it, or one on each side.
 
     k samples a rank divide into k / m steps of m samples, where m divides k and is at most `cap`. With m = 1 any k
     does, but slowly; only those count with more than half of the cap, or with a single step. Every multiple of the

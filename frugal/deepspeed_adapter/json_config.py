@@ -117,8 +117,6 @@ def _zero(strategy: Strategy) -> dict[str, Any]:
             "sub_group_size": strategy.sub_group_elements,
             "stage3_gather_16bit_weights_on_model_save": True,
         }
-    if strategy.secondary_partition > 1:
-        zero["zero_hpz_partition_size"] = strategy.secondary_partition
     if strategy.offload_optimizer == "cpu":
         part = {} if strategy.offload_ratio == 1 else {"ratio": strategy.offload_ratio}
         zero["offload_optimizer"] = {"device": "cpu", "pin_memory": True, **part}

@@ -226,7 +226,7 @@ def compile_adam(*, on_host: bool, in_part: bool = False) -> None:
     try:
         _load(name)
     except Exception as error:  # whatever a compiler, a linker or a missing CUDA toolkit makes torch raise
-        other_way = "plan with --offload-ratio 1" if in_part else "leave out --optimizer-implementation"
+        other_way = "plan with --offload optimizer:1" if in_part else "leave out optimizer.implementation"
         raise RequestError(
             f"DeepSpeed's {called} cannot be compiled here",
             because=str(error).strip().splitlines()[0],

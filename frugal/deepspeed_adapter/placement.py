@@ -13,7 +13,6 @@ import torch
 import torch.distributed as dist
 from deepspeed.runtime.zero.partition_parameters import Init
 from deepspeed.runtime.zero.utils import is_zero_param
-from deepspeed.utils import groups
 from torch import nn
 
 from frugal.config.request import Request
@@ -90,9 +89,8 @@ class Placement:
 
 
 def splitting(module: nn.Module, config: dict[str, Any], dtype: torch.dtype) -> Any:
-    """What splits the parameters of `module`. Groups of ranks for hpZ are made once: DeepSpeed refuses to again."""
-    within = groups._get_zero_param_intra_parallel_group()
-    return Init(module=module, config_dict_or_path=config, dtype=dtype, zero_param_parallel_group=within)
+    """Return DeepSpeed's object that splits the parameters of `module`."""
+    return Init(module=module, config_dict_or_path=config, dtype=dtype)
 
 
 @contextmanager

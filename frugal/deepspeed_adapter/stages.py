@@ -132,9 +132,6 @@ class Zero(ABC):
 
     # The model's parameters
 
-    def forget_copies(self) -> None:  # noqa: B027  # stages 0 to 2 have nothing to do
-        """The weights were written to from outside: only stage 3 may have copies of them."""
-
     @staticmethod
     def shape(parameter: nn.Parameter) -> tuple[int, ...]:
         """Of the whole parameter."""
@@ -193,11 +190,9 @@ class Zero(ABC):
         return False
 
     def put_counters(self, counters: dict[str, Any], scaler: dict[str, Any]) -> None:
-        """What the engine counts, its learning rate's schedule, and what it keeps of fp16's loss scale."""
+        """Put back what the engine counts, and the state of fp16's loss scale."""
         for name in _COUNTERS:
             put(self.engine, name, counters[name])
-        if self.engine.lr_scheduler is not None and counters["lr_scheduler"] is not None:
-            self.engine.lr_scheduler.load_state_dict(counters["lr_scheduler"])
         if self.strategy.zero_stage:
             for name, value in scaler.items():
                 put(self.optimizer, name, value)
@@ -313,8 +308,6 @@ class Zero3(Zero):
 
     def _of_parameter(self, parameter: nn.Parameter) -> Iterator[tuple[Tensor, int]]:
         yield parameter.ds_tensor, PARAMETERS  # type: ignore[attr-defined]  # DeepSpeed's
-        if parameter.ds_secondary_tensor is not None:  # type: ignore[attr-defined]  # DeepSpeed's
-            yield parameter.ds_secondary_tensor, PARAMETERS  # type: ignore[attr-defined]  # DeepSpeed's
         yield parameter.data, COMMUNICATION  # gathered for use
 
     def _reset_optimizer(self) -> None:
@@ -421,16 +414,12 @@ class Zero3(Zero):
     def opened(self) -> Iterator[None]:
         optimizer = self.optimizer
         optimizer.checkpoint_event_prologue()
-        yield
-        if optimizer.persistent_parameters:
-            optimizer.persistent_parameters[0].partition(optimizer.persistent_parameters)
-        optimizer.checkpoint_event_epilogue()
-        self.forget_copies()
-
-    def forget_copies(self) -> None:
-        """Of frozen parameters, too, whose secondary partitions DeepSpeed keeps for ever."""
-        for parameter in self.engine.module.parameters():
-            put(parameter, "ds_secondary_tensor", None)
+        try:
+            yield
+        finally:  # all ranks come here together, also with an error
+            if optimizer.persistent_parameters:
+                optimizer.persistent_parameters[0].partition(optimizer.persistent_parameters)
+            optimizer.checkpoint_event_epilogue()
 
     def fill_weights(self, copy: CopyElements) -> None:
         """This rank's parts: rounded from the optimizer's, as in a step; those of frozen parameters are copied."""

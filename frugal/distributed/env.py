@@ -1,4 +1,4 @@
-"""What a launcher tells a rank by environment variables: its place, and where the ranks meet.
+"""The environment variables by which a launcher tells a rank its place, and where the ranks meet.
 
 torchrun and DeepSpeed's launcher set RANK, WORLD_SIZE, LOCAL_RANK, MASTER_ADDR and MASTER_PORT. OpenMPI, MPICH and
 SLURM number their processes under names of their own and do not set MASTER_ADDR, which is given beside them.
@@ -36,17 +36,17 @@ _LEAST_AND_MOST = {
 
 
 def rank() -> int:
-    """This process's rank; 0 before it is one of several."""
+    """Return this process's rank; 0 before it is one of several."""
     return _number("RANK") or 0
 
 
 def local_rank() -> int:
-    """This process's rank on its node."""
+    """Return this process's rank on its node."""
     return _number("LOCAL_RANK") or 0
 
 
 def ranks_on_node() -> int | None:
-    """How many ranks this node has; None where the launcher does not say."""
+    """Return the number of ranks on this node; None where the launcher does not set it."""
     return _number("LOCAL_WORLD_SIZE") or _number("LOCAL_SIZE")
 
 
@@ -85,16 +85,16 @@ def check() -> None:
 
 def _refuse(name: str, why: str) -> NoReturn:
     value = os.environ.get(name)
-    os.environ["LOCAL_RANK"] = "0"  # each rank that is told something wrong says so itself
-    told = "not set" if value is None else f"`{value if len(value) <= 40 else value[:40] + '...'}`"
+    os.environ["LOCAL_RANK"] = "0"  # every rank with a wrong variable reports it
+    shown = "not set" if value is None else f"`{value if len(value) <= 40 else value[:40] + '...'}`"
     raise RequestError(
-        f"the environment variable {name} is {told}", because=why,
+        f"the environment variable {name} is {shown}", because=why,
         hint=f"leave it to the launcher (frugal train, torchrun, deepspeed, srun, mpirun), or: unset {name}",
     )  # fmt: skip
 
 
 def is_restarted_by_torchrun() -> bool:
-    """Whether torchrun has started its ranks before, with the same arguments (--max-restarts)."""
+    """Return whether torchrun has started its ranks before, with the same arguments (--max-restarts)."""
     return os.environ.get("TORCHELASTIC_RESTART_COUNT", "") not in ("", "0")
 
 
@@ -144,7 +144,7 @@ LOOPBACK = "127.0.0.1"
 
 
 def is_on_one_host() -> bool:
-    """Whether all ranks are on this host, as the launcher says."""
+    """Return whether all ranks are on this host, according to the launcher."""
     if os.environ.get("MASTER_ADDR") in (LOOPBACK, "localhost", "::1"):
         return True
     number = ranks_on_node()
@@ -154,7 +154,7 @@ def is_on_one_host() -> bool:
 def adopt_segments(cluster: Cluster, expandable_segments: bool) -> None:
     """Have torch's allocator for GPUs make the segments that were planned, and say where the environment has others.
 
-    torch reads the variable when CUDA is initialised. Where it is already, torch is told, for segments to come.
+    torch reads the variable when CUDA is initialised. If it is already, torch gets the settings for later segments.
     """
     changed = cuda_allocator.settings(cluster, os.environ, expandable_segments)
     if not changed:
@@ -199,7 +199,7 @@ _UNUSED_ADDRESS = "198.51.100.1"
 
 
 def interface_towards(address: str) -> str | None:
-    """The interface of this host that leads to `address`; None where that is its loopback, or nothing."""
+    """Return the interface of this host that leads to `address`; None where that is its loopback, or nothing."""
     try:
         family, _, _, _, socket_address = socket.getaddrinfo(address, DEFAULT_PORT, type=socket.SOCK_DGRAM)[0]
         with socket.socket(family, socket.SOCK_DGRAM) as sock:

@@ -1,4 +1,4 @@
-"""What ranks tell each other besides tensors: typed messages over their group, and actions that succeed on all or fail.
+"""Typed messages between ranks over their group, and actions that succeed on all ranks or fail on all.
 
 torch's `all_gather_object` and `broadcast_object_list` pickle, and reading a pickle can run any code. Here a value goes
 as msgspec's bytes, and what arrives is of the type that was asked for or an error.
@@ -20,7 +20,7 @@ T = TypeVar("T")
 
 
 def gather(value: T, kind: Any, group: dist.ProcessGroup | None = None) -> list[T]:
-    """Every rank's value, each of type `kind`, in rank order. Collective over `group`; None: all ranks.
+    """Return every rank's value, each of type `kind`, in rank order. Collective over `group`; None: all ranks.
 
     Raises:
         RuntimeError: what a rank sent is something else.
@@ -49,12 +49,12 @@ def gather(value: T, kind: Any, group: dist.ProcessGroup | None = None) -> list[
 
 
 def from_rank_0(value: T, kind: Any, group: dist.ProcessGroup | None = None) -> T:
-    """Rank 0's value, which the others' do not count beside. Collective, and raises, as `gather`."""
+    """Return rank 0's value on all ranks. Collective, and raises, as `gather`."""
     return gather(value, kind, group)[0]
 
 
 def _device(group: dist.ProcessGroup | None) -> torch.device:
-    """Where the group's backend takes tensors from."""
+    """Return the device of tensors for the group's backend."""
     return torch.device("cuda" if dist.get_backend(group) == "nccl" else "cpu")
 
 

@@ -1,8 +1,8 @@
-"""Which rank failed first: it prints its error, and the ranks that fail because of it end without a message.
+"""One message for a failed run: the rank that failed first prints its error, the others end without a message.
 
 A rank that fails breaks the connections of the others, whose own errors explain nothing. So a failing rank first claims
 a key in the store that all ranks share. The one that gets it prints its error to stderr and leaves a `FailureReport`
-for whoever started the run. The others wait a while before they end, so that the launcher sees the first exit code.
+for its launcher. The others wait before they end, so that the launcher sees the first exit code.
 """
 
 import atexit
@@ -13,8 +13,8 @@ import sys
 import threading
 import time
 import traceback
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager, suppress
+from collections.abc import Callable, Sequence
+from contextlib import suppress
 from pathlib import Path
 from typing import NoReturn
 
@@ -24,7 +24,7 @@ from frugal.distributed import env, parent, rank_logs, stop
 from frugal.errors import INTERRUPTED, FrugalError
 
 CAUSE_FIRST_SECONDS = 1.0
-"""Head start of a rank that failed by itself over those that only lost their connection to it."""
+"""Head start of a rank that failed on its own over those that only lost their connection to it."""
 
 LAUNCHER_SECONDS = 15.0
 """Launchers look after their ranks every second or so; one that has not ended this rank by then does not know more."""
@@ -33,14 +33,14 @@ STORE_SECONDS = 5.0
 """For an answer from the store that all ranks share: its host may be the one that failed."""
 
 REPORT_FOLDER = "FRUGAL_REPORT"
-"""Names a folder, shared by all nodes, in which ranks leave how the run ended for whoever started it."""
+"""A variable: the folder, shared by all nodes, in which ranks report to their launcher how the run ended."""
 
 _DONE, _FAILURE, _CLAIM = "done", "failure.json", "frugal/failed"
 _ending = threading.RLock()
 
 
 class LostRankError(RuntimeError):
-    """Another rank is gone.
+    """The loss of another rank.
 
     `is_elsewhere`: it was on another host than this rank. `is_unreachable`: that host does not answer any more.
     """
@@ -56,7 +56,7 @@ class ServiceError(Exception):
 
 
 class FailureReport(msgspec.Struct):
-    """How a run failed: the rank that failed first, its host, its exit code, and what it printed."""
+    """The report of how a run failed: the rank that failed first, its host, its exit code, and what it printed."""
 
     rank: int
     host: str
@@ -65,25 +65,25 @@ class FailureReport(msgspec.Struct):
 
 
 def report_folder() -> Path | None:
-    """Where ranks leave how the run ended, if whoever started it reads that."""
+    """Return the folder in which ranks report how the run ended, if their launcher reads it."""
     folder = os.environ.get(REPORT_FOLDER)
     return Path(folder) if folder else None
 
 
 def report_done() -> None:
-    """Note that the run came to its end: launchers' exit codes alone do not say so (MPICH's and pdsh's can be 0)."""
+    """Record that the run came to its end: launchers' exit codes alone do not show it (MPICH's can be 0)."""
     if (folder := report_folder()) is not None and env.rank() == 0:
         with suppress(OSError):  # the folder was moved or deleted under the run; then the exit code says it
             (folder / _DONE).touch()
 
 
 def is_done(folder: Path, code: int) -> bool:
-    """Whether the run that ended with exit code `code`, and whose ranks report to `folder`, came to its end."""
+    """Return whether the run that ended with exit code `code`, and whose ranks report to `folder`, came to its end."""
     return (folder / _DONE).exists() or (code == 0 and not folder.exists())
 
 
 def read_report(folder: Path) -> FailureReport | None:
-    """What the rank that failed first left in `folder`; None if none did."""
+    """Return the report of the rank that failed first; None if there is none in `folder`."""
     try:
         return msgspec.json.decode((folder / _FAILURE).read_bytes(), type=FailureReport)
     except (OSError, msgspec.DecodeError):
@@ -108,7 +108,7 @@ def run_command(command: Callable[[Sequence[str]], None]) -> NoReturn:
 
 
 def end_for_threads() -> None:
-    """From now on an exception on a thread of frugal's ends this rank, and is not only printed while others wait."""
+    """Have an exception on a thread of frugal's end this rank, instead of being printed while others wait."""
     threading.excepthook = _end_for_thread
 
 
@@ -160,12 +160,12 @@ def _exit_code(error: BaseException) -> int:
 
 
 def _lost_a_rank(error: BaseException) -> bool:
-    """Whether this rank only fails because another is gone."""
+    """Return whether this rank only fails because another is gone."""
     return isinstance(error, LostRankError) or lost_connection(error)
 
 
 def lost_connection(error: BaseException) -> bool:
-    """Whether a collective failed because another rank closed its connection.
+    """Return whether a collective failed because another rank closed its connection.
 
     The errors of gloo, NCCL, the store and our votes for that have no class in common, only the word, as in "Connection
     closed by peer" and "Connection to another rank was lost".
@@ -175,7 +175,7 @@ def lost_connection(error: BaseException) -> bool:
 
 
 def _wait_for_launcher(code: int = 1) -> None:
-    """Give the launcher time to end this rank for another's failure; if it does, end with `code` and no message."""
+    """Give the launcher time to end this rank because of another's failure, with `code` and without a message."""
     end = time.monotonic() + LAUNCHER_SECONDS
     while time.monotonic() < end:
         if stop.is_ending():
@@ -184,7 +184,7 @@ def _wait_for_launcher(code: int = 1) -> None:
 
 
 def _may_print(error: BaseException) -> bool:
-    """Whether this rank failed first, or reports the loss of rank 0, on whose host the store was."""
+    """Return whether this rank failed first, or reports the loss of rank 0, on whose host the store was."""
     claimed = _claim_first_failure()
     if claimed is None and isinstance(error, ServiceError):  # it may be what serves the store
         return True
@@ -194,7 +194,7 @@ def _may_print(error: BaseException) -> bool:
 
 
 def _claim_first_failure() -> bool | None:
-    """Whether no other rank has failed before; None where the store does not answer."""
+    """Return whether no other rank has failed before; None where the store does not answer."""
     if "torch.distributed" not in sys.modules:  # before ranks met, see below; its import takes seconds
         return env.local_rank() == 0
     import torch.distributed as dist
@@ -214,15 +214,14 @@ def _claim_first_failure() -> bool | None:
         with suppress(RuntimeError):
             answers.append(store.compare_set(_CLAIM, "", own) == own.encode())
 
-    with _without_stderr():  # torch warns of a store that is gone, with its C++ stack
-        thread = threading.Thread(target=claim, daemon=True)
-        thread.start()
-        thread.join(STORE_SECONDS)
+    thread = threading.Thread(target=claim, daemon=True)
+    thread.start()
+    thread.join(STORE_SECONDS)
     return answers[0] if answers else None
 
 
 def _reports_loss_of_rank_0(error: LostRankError) -> bool:
-    """Whether no other rank does so, and rank 0 did not report a failure itself."""
+    """Return whether no other rank does so, and rank 0 did not report a failure itself."""
     if env.local_rank() != 0:
         return False
     if not error.is_unreachable:
@@ -246,7 +245,7 @@ def _print(error: BaseException, code: int) -> None:
 
 
 def report(code: int, text: str) -> None:
-    """Leave how the run failed for whoever started it, if that reads it."""
+    """Write how the run failed for its launcher, if that reads it."""
     if (folder := report_folder()) is not None:
         failed = FailureReport(env.rank(), socket.gethostname(), code, text)
         with suppress(OSError):
@@ -254,7 +253,7 @@ def report(code: int, text: str) -> None:
 
 
 def _message(error: BaseException) -> str:
-    """What is printed; for a bug of ours the traceback."""
+    """Return what is printed; for a bug of ours the traceback."""
     if isinstance(error, LostRankError):
         return f"error: {error.what}\n  because {error.why}"
     if lost_connection(error):
@@ -267,16 +266,3 @@ def _message(error: BaseException) -> str:
     log = rank_logs.file_name()
     origin = f"rank {env.rank()} on {socket.gethostname()}" + (f"; all it printed: {log}" if log else "")
     return "".join(traceback.format_exception(error)).rstrip() + f"\n({origin})"
-
-
-@contextmanager
-def _without_stderr() -> Iterator[None]:
-    """Nothing reaches stderr, not even from C++."""
-    stderr = os.dup(2)
-    with Path(os.devnull).open("w") as nowhere:
-        os.dup2(nowhere.fileno(), 2)
-    try:
-        yield
-    finally:
-        os.dup2(stderr, 2)
-        os.close(stderr)

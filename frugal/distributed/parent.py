@@ -27,24 +27,22 @@ _PR_SET_PDEATHSIG = 1
 
 
 def is_over_ssh() -> bool:
-    """Whether this rank was started over ssh by a `frugal train` elsewhere."""
+    """Return whether this rank was started over ssh by a `frugal train` elsewhere."""
     return OVER_SSH in os.environ
 
 
 def end_with_parent(deliver: Callable[[int], None] | None = None) -> None:
-    """From now on this process ends when the one that started it has; does nothing where a user started it.
+    """End this process when the one that started it ends; does nothing where a user started it.
 
     `deliver` is called with each byte that comes through the pipe, on a thread of its own.
     """
     pipe = os.environ.pop(PIPE, None)  # processes that this one starts have no part in it
     if pipe is not None or any(name in os.environ for name in _LAUNCHERS):
         set_death_signal(signal.SIGKILL)
-    if is_over_ssh():  # ssh holds our standard input open, and nothing is ever written there: what comes is its end
-        _on_thread(_wait_for_end, 0, select.POLLIN)
     if pipe is not None and deliver is not None:
         _on_thread(_read, int(pipe), deliver)
     elif pipe is not None:  # what is written there is for others to read
-        _on_thread(_wait_for_end, int(pipe), 0)
+        _on_thread(_wait_for_end, int(pipe))
 
 
 def set_death_signal(number: signal.Signals) -> None:
@@ -57,10 +55,10 @@ def _on_thread(wait: Callable[..., None], *arguments: object) -> None:
     threading.Thread(target=wait, args=arguments, name="frugal parent", daemon=True).start()
 
 
-def _wait_for_end(pipe: int, events: int) -> None:
-    """End this process when all write ends are closed, of which poll always tells, or one of `events` comes."""
+def _wait_for_end(pipe: int) -> None:
+    """End this process when all write ends are closed, which poll always reports."""
     held = select.poll()
-    held.register(pipe, events)
+    held.register(pipe, 0)
     held.poll()
     os._exit(1)
 

@@ -1,4 +1,4 @@
-"""How ranks come together."""
+"""A rank's way into its process group."""
 
 import errno
 import os
@@ -86,7 +86,7 @@ def check_descriptors(world_size: int) -> None:
 
 
 def use_device(kind: DeviceKind) -> "torch.device":
-    """This rank's device, which torch and DeepSpeed now use.
+    """Have torch and DeepSpeed use this rank's device, and return it.
 
     Raises:
         PlanMismatchError: more ranks were started here than there are GPUs.
@@ -140,14 +140,14 @@ def form() -> None:
         os.environ.setdefault(name, value)
     is_formed = dist.is_initialized()
     if not is_formed:
-        rendezvous.join_store()  # before, as its gate stays open
+        rendezvous.join_store()
     is_gloo = collectives.ON_CPU.items() <= os.environ.items()
-    with nullcontext() if is_formed or not is_gloo else listeners.closed_afterwards():
+    with nullcontext() if is_formed or not is_gloo else listeners.closed_afterwards(rendezvous.server()):
         collectives.init_distributed(rendezvous.METHOD)
 
 
 def free_port() -> int:
-    """A TCP port that is in use on no address of this host now."""
+    """Return a TCP port that is in use on no address of this host."""
     with hold_port("", 0) as sock:
         return int(sock.getsockname()[1])
 

@@ -5,7 +5,7 @@ the progress bar of a terminal, and what it writes to stderr. DeepSpeed's `--ena
 output away from the console.
 
 A console that is gone (its terminal closed, its reader left, its disk full) ends no run: what is printed from then on
-goes nowhere, from C++, too, and the log file says so.
+is discarded, from C++, too, and the log file notes it.
 """
 
 import os
@@ -27,12 +27,12 @@ _losing = threading.Lock()
 
 
 def path(folder: Path, rank: int) -> Path:
-    """The log file of a rank of the run in `folder`."""
+    """Return the log file of a rank of the run in `folder`."""
     return folder / "logs" / f"rank_{rank}.log"
 
 
 def guard_console() -> None:
-    """From now on a standard stream that cannot be written to raises nothing, and one that is closed is /dev/null."""
+    """Have a standard stream that cannot be written to raise nothing, and replace one that is closed by /dev/null."""
     for descriptor, name in enumerate(("stdin", "stdout", "stderr")):
         try:
             os.fstat(descriptor)
@@ -45,7 +45,7 @@ def guard_console() -> None:
 
 
 def lost_console() -> dict[str, OSError]:
-    """The standard streams that could not be written to, in words, and why."""
+    """Return the standard streams that could not be written to, in words, and the errors."""
     return _lost
 
 
@@ -67,33 +67,24 @@ def redirect(folder: Path, rank: int) -> None:
             os.dup2(_file.fileno(), 2)
 
 
-def release() -> None:
-    """Give stderr back to the console, for a process that takes the place of this one."""
-    for stream in (sys.stdout, sys.stderr):
-        with suppress(OSError, ValueError):
-            stream.flush()
-    if _console is not None:
-        os.dup2(_console, 2)
-
-
 def _append(path: str, _flags: int) -> int:
     return files.append(Path(path))
 
 
 def file_name() -> str | None:
-    """This rank's log file; None if it has none."""
+    """Return this rank's log file; None if it has none."""
     return None if _file is None else _file.name
 
 
 def to_file(text: str) -> None:
-    """A line for this rank's log file alone."""
+    """Write a line to this rank's log file alone."""
     if _file is not None:
         with suppress(OSError):  # a full disk: the run itself reports it where it matters
             _file.write(text + "\n")
 
 
 def to_console(text: str) -> None:
-    """Lines for people: to the console's stderr, whatever the rank, and to the log file."""
+    """Write lines to the console's stderr, on any rank, and to the log file."""
     with suppress(OSError):  # on other ranks than 0 this is the file, and its disk may be full
         sys.stderr.write(text + "\n")
         sys.stderr.flush()
@@ -103,7 +94,7 @@ def to_console(text: str) -> None:
 
 
 def _in_words(stream: str, error: OSError) -> str:
-    return f"{stream} is gone ({error.strerror}): the run goes on, and what it would print there is lost"
+    return f"{stream} is gone ({error.strerror}): the run continues, and its output there is lost"
 
 
 class _Guarded:
@@ -142,7 +133,7 @@ class _Guarded:
                 self._stream.flush()  # to nowhere, what could not be written
 
     def _lose(self, error: OSError) -> None:
-        """Let the stream's descriptor lead nowhere, and say so once."""
+        """Redirect the stream's descriptor to /dev/null, and log it once."""
         nowhere = os.open(os.devnull, os.O_WRONLY)
         os.dup2(nowhere, self._stream.fileno())
         os.close(nowhere)

@@ -1,51 +1,60 @@
 """The rendezvous of all ranks before they form a process group: which are missing, and which differ from rank 0.
 
-A process group says nothing of missing ranks until its timeout, and one between different versions of torch may fail
-anywhere. So every rank first describes itself in the store (`store`) behind rank 0's gate (`gate`), at MASTER_ADDR and
-MASTER_PORT; rank 0 compares all descriptions and writes its verdict there, which all ranks follow. The process group
-uses the same store.
+Ranks meet in torch's own TCPStore, which rank 0 serves at MASTER_PORT on the interface that leads to it, or which
+torchrun serves. Every key begins with bytes that are derived from the run's secret, so that another run, or a process
+that does not know the secret, names none of them (docs/decisions/rendezvous.md).
+
+A process group reports nothing about missing ranks until its timeout, and one between different versions of torch may
+fail anywhere. So every rank first describes itself in the store; rank 0 compares all descriptions and writes its
+verdict there, which all ranks follow. The process group uses the same store.
 """
 
 import errno
 import hmac
+import math
 import os
 import socket
 import time
 from collections.abc import Iterable, Iterator, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from datetime import timedelta
-from queue import SimpleQueue
 from typing import Any
 
 import msgspec
-from torch.distributed import DistNetworkError, DistStoreError, HashStore, Store, TCPStore, register_rendezvous_handler
+from torch.distributed import (
+    DistNetworkError,
+    DistStoreError,
+    HashStore,
+    PrefixStore,
+    Store,
+    TCPStore,
+    register_rendezvous_handler,
+)
 
 from frugal.config.hardware.local_host import versions
-from frugal.distributed import env, rank_logs, replacement
-from frugal.distributed.connections import gate, handshake, secret
-from frugal.distributed.connections import store as run_store
-from frugal.distributed.connections.handshake import Introduction
+from frugal.distributed import env, rank_logs
+from frugal.distributed.connections import peers, secret
+from frugal.distributed.connections.peers import Meeting
 from frugal.errors import PlanMismatchError, RequestError
 from frugal.planning.plan import Plan
 
 WAIT_SECONDS = 300.0
-"""Until a missing rank is given up. On a node with a slow disk ranks take a minute to start."""
+"""Time after which a missing rank is an error. On a node with a slow disk ranks take a minute to start."""
 
 NOTICE_SECONDS = 30.0
-"""Until rank 0 says whom it waits for."""
-
-LONGEST_WAIT = timedelta(days=20)
-"""A socket's timeout must be below 2^31 milliseconds."""
+"""Time after which rank 0 says which ranks it waits for."""
 
 METHOD = "frugal://"
-"""What torch calls this rendezvous, where a process group is made."""
+"""The name of this rendezvous in torch, where a process group is made."""
 
-_VERDICT, _GATE = "frugal/verdict", "frugal/gate"
+_VERDICT, _WATCH = "frugal/verdict", "frugal/watch"
+_ATTEMPT_SECONDS = 5.0  # torch's attempt to connect hears no Ctrl-C
+_POLL_SECONDS = 0.1
+_READ_SECONDS = 5.0
 
 _store: Store | None = None  # one a process
-
-watched: SimpleQueue[tuple[socket.socket, Introduction]] = SimpleQueue()
-"""On rank 0: connections of other ranks for the peer watch."""
+_server: socket.socket | None = None
 
 
 class RankDescription(msgspec.Struct):
@@ -58,7 +67,7 @@ class RankDescription(msgspec.Struct):
 
 @dataclass(frozen=True)
 class _Verdict:
-    """Why the run cannot start, as the parts of an error message."""
+    """The reason why the run cannot start, as the parts of an error message."""
 
     what: str
     because: tuple[str, ...]
@@ -66,15 +75,20 @@ class _Verdict:
 
 
 def store() -> Store | None:
-    """The store of this rank's rendezvous; None before one."""
+    """Return the store of this rank's rendezvous; None before one."""
     return _store
 
 
+def server() -> socket.socket | None:
+    """Return the socket at which rank 0 serves the store; None on other ranks, and where torchrun serves it."""
+    return _server
+
+
 def join_store(wait_seconds: float = WAIT_SECONDS) -> Store:
-    """The store of all ranks of the environment's world.
+    """Return the store of all ranks of the environment's world.
 
     Raises:
-        RequestError: rank 0 is not reached within `wait_seconds`, has another secret, or its port is in use.
+        RequestError: rank 0 is not reached within `wait_seconds`, or its port is in use.
     """
     global _store
     if _store is None:
@@ -83,31 +97,65 @@ def join_store(wait_seconds: float = WAIT_SECONDS) -> Store:
         if world_size == 1:
             _store = HashStore()
             return _store
-        if env.rank() == 0:
-            if secret.of_run() is None:
-                rank_logs.to_console(
-                    f"no {secret.SECRET_FILE} is given: whoever reaches port {os.environ['MASTER_PORT']} could join "
-                    "this run or end it (SECURITY.md)"
-                )
-            _open_gate(_secret_of_start(), world_size)
-        _store = run_store.RankStore(
-            [_connect(run_store.PURPOSE, wait_seconds) for _ in range(run_store.CONNECTIONS_OF_A_RANK)]
-        )
+        if env.rank() == 0 and secret.of_run() is None:
+            rank_logs.to_console(
+                f"no {secret.SECRET_FILE} is given: any process that reaches port {os.environ['MASTER_PORT']} could "
+                "join this run or end it (SECURITY.md)"
+            )
+        connected = _connect(world_size, wait_seconds)
+        connected.set_timeout(timedelta(seconds=wait_seconds))
+        attempt = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")  # torchrun's store outlives the ranks
+        prefix = hmac.digest(secret.of_run() or b"", f"store {attempt}".encode(), "sha256").hex()
+        _store = PrefixStore(prefix, connected)
     return _store
 
 
-def _of_torch(_url: str, **_more: Any) -> Iterator[tuple[Store, int, int]]:
-    """As torch calls it: the store, this rank, the world size."""
+def _connect(world_size: int, seconds: float) -> TCPStore:
+    """Serve the store on rank 0, connect to it on the others. Raises as `join_store`."""
+    global _server
+    address, port = peers.address_of_rank_0(), int(os.environ["MASTER_PORT"])
+    end = time.monotonic() + seconds
+    listening: int | None = None
+    if os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True":
+        address = os.environ["MASTER_ADDR"]
+    elif env.rank() == 0:
+        _server = _listen(port)
+        listening, bound = os.dup(_server.fileno()), _server.getsockname()[0]
+        address = {"0.0.0.0": "127.0.0.1", "::": "::1"}.get(bound, bound)
+    while True:
+        try:
+            return TCPStore(
+                address, port, world_size, listening is not None, timedelta(seconds=min(_ATTEMPT_SECONDS, seconds)),
+                wait_for_workers=False, master_listen_fd=listening, use_libuv=True,
+            )  # fmt: skip
+        except RuntimeError as error:
+            if listening is not None or time.monotonic() >= end:
+                raise RequestError(
+                    f"{socket.gethostname()} does not reach rank 0 at {address}:{port}",
+                    because=f"it tried for {seconds:.0f} s: {str(error).splitlines()[0]}",
+                    hint="is rank 0 running, and is the port open in its firewall? --set train.nic=NAME names the network",
+                ) from None
+            time.sleep(_POLL_SECONDS)
+
+
+def _listen(port: int) -> socket.socket:
+    try:
+        return peers.listen(port)
+    except OSError as error:
+        if error.errno == errno.EADDRINUSE:
+            raise RequestError(f"port {port} is in use", hint="choose another port with --master-port") from None
+        raise RequestError(
+            f"rank 0 cannot listen at {peers.address_of_rank_0()}, port {port}", because=error.strerror or str(error),
+            hint="MASTER_ADDR is the address of rank 0's host, and --master-port a port that it may use",
+        ) from None  # fmt: skip
+
+
+def _rendezvous_of_torch(_url: str, **_more: Any) -> Iterator[tuple[Store, int, int]]:
+    """Yield the store, this rank and the world size, as torch asks for them."""
     yield join_store(), env.rank(), int(os.environ["WORLD_SIZE"])
 
 
-register_rendezvous_handler(METHOD.removesuffix("://"), _of_torch)
-
-
-def connect_to_watch() -> tuple[socket.socket, str]:
-    """On other ranks than 0: a connection for the peer watch, and rank 0's host. Raises as `join_store`."""
-    described = msgspec.json.decode(join_store().get(_key(0)), type=RankDescription)
-    return _connect("watch", WAIT_SECONDS), described.host
+register_rendezvous_handler(METHOD.removesuffix("://"), _rendezvous_of_torch)
 
 
 def rendezvous(plan: Plan, *, wait_seconds: float = WAIT_SECONDS) -> None:
@@ -121,17 +169,38 @@ def rendezvous(plan: Plan, *, wait_seconds: float = WAIT_SECONDS) -> None:
     own = RankDescription(socket.gethostname(), versions(), plan.digest)
     store.set(_key(rank), msgspec.json.encode(own).decode())
     if rank == 0:
-        if missing := _wait_for_all(store, world_size, wait_seconds):
+        if missing := _wait_for_ranks(store, world_size, wait_seconds):
             verdict: _Verdict | None = _missing_ranks(missing, plan, wait_seconds)
         else:
-            ranks = range(world_size)
-            verdict = compare([msgspec.json.decode(store.get(_key(rank)), type=RankDescription) for rank in ranks])
+            verdict = compare(_descriptions(store, world_size))
         store.set(_VERDICT, msgspec.json.encode(verdict).decode())
     else:
         verdict = _read_verdict(store, wait_seconds)
     if verdict is not None:
+        with suppress(RuntimeError):  # the store ends with rank 0, and the others are to read the verdict before
+            if store.add(f"{_VERDICT}/read", 1) == world_size:
+                store.set(f"{_VERDICT}/read by all", "")
+            if rank == 0:
+                _is_set(store, [f"{_VERDICT}/read by all"], min(_READ_SECONDS, wait_seconds))
         kind = RequestError if verdict.what.startswith("not all") else PlanMismatchError
         raise kind(verdict.what, because=verdict.because, hint=verdict.hint)
+
+
+def _descriptions(store: Store, world_size: int) -> list[RankDescription]:
+    return [msgspec.json.decode(store.get(_key(rank)), type=RankDescription) for rank in range(world_size)]
+
+
+def hosts() -> list[str]:
+    """Return each rank's host, after `rendezvous`."""
+    return [described.host for described in _descriptions(join_store(), int(os.environ["WORLD_SIZE"]))]
+
+
+def share(meeting: Meeting) -> Meeting:
+    """Return rank 0's `meeting` on all ranks. Collective, once."""
+    if env.rank() == 0:
+        join_store().set(_WATCH, msgspec.json.encode(meeting).decode())
+        return meeting
+    return msgspec.json.decode(join_store().get(_WATCH), type=Meeting)
 
 
 def wait_for_all(what: str) -> None:
@@ -142,13 +211,26 @@ def wait_for_all(what: str) -> None:
     """
     if (store := _store) is None or int(os.environ["WORLD_SIZE"]) == 1:
         return
-    keys = [f"frugal/{what}/{rank}" for rank in range(int(os.environ["WORLD_SIZE"]))]
-    store.set(keys[env.rank()], "")
-    store.wait(keys, LONGEST_WAIT)
+    if store.add(f"frugal/{what}", 1) == int(os.environ["WORLD_SIZE"]):
+        store.set(f"frugal/{what}/all", "")
+    _is_set(store, [f"frugal/{what}/all"], math.inf)
+
+
+def _is_set(store: Store, keys: list[str], seconds: float) -> bool:
+    """Wait until all keys are set; return False if they are not after `seconds`.
+
+    It polls: TCPStore's own wait hears no signals, and lets no other thread use the store.
+    """
+    end = time.monotonic() + seconds
+    while not store.check(keys):
+        if time.monotonic() >= end:
+            return False
+        time.sleep(_POLL_SECONDS)
+    return True
 
 
 def compare(ranks: Sequence[RankDescription]) -> _Verdict | None:
-    """How ranks differ from rank 0, in rank order; None if they do not."""
+    """Return how ranks differ from rank 0, in rank order; None if they do not."""
     because = []
     for name, version_of_rank_0 in ranks[0].versions.items():
         versions_by_rank = [rank.versions.get(name, "none") for rank in ranks]
@@ -168,7 +250,7 @@ def compare(ranks: Sequence[RankDescription]) -> _Verdict | None:
 
 
 def _holders(ranks: Sequence[RankDescription], values: Sequence[str]) -> dict[str, str]:
-    """Who has each of the ranks' values: hosts, and their ranks."""
+    """Return for each value the hosts and ranks that have it."""
     ranks_by_value: dict[str, dict[str, list[int]]] = {}
     for number, (rank, value) in enumerate(zip(ranks, values, strict=True)):
         ranks_by_value.setdefault(value, {}).setdefault(rank.host, []).append(number)
@@ -179,7 +261,7 @@ def _holders(ranks: Sequence[RankDescription], values: Sequence[str]) -> dict[st
 
 
 def ranks_in_words(ranks: Iterable[int]) -> str:
-    """`rank 3`, `ranks 0-3`, `ranks 0-3, 7`."""
+    """Return `rank 3`, `ranks 0-3`, or `ranks 0-3, 7`."""
     runs: list[list[int]] = []
     for rank in sorted(ranks):
         if runs and rank == runs[-1][1] + 1:
@@ -190,108 +272,17 @@ def ranks_in_words(ranks: Iterable[int]) -> str:
     return f"rank{'' if len(runs) == 1 and runs[0][0] == runs[0][1] else 's'} {words}"
 
 
-def _secret_of_start() -> bytes:
-    """The run's secret, another one for each time that its ranks replaced their processes: those of two starts, of
-    which one may end later than the other, never meet."""
-    own, number = secret.of_run() or b"", replacement.this().number
-    return hmac.digest(own, f"start {number}".encode(), "sha256") if number else own
-
-
-def _gate_key() -> str:
-    """Where torchrun's store, which outlives such a start, says where its gate is."""
-    number = replacement.this().number
-    return f"{_GATE}/{number}" if number else _GATE
-
-
-def _open_gate(secret_of_run: bytes, world_size: int) -> None:
-    """On rank 0: let the others in at MASTER_PORT; where torchrun serves a store of its own there, at a port it tells.
-
-    Raises:
-        RequestError: the port is in use.
-    """
-    agent = _store_of_torchrun()
-    port = 0 if agent is not None else int(os.environ["MASTER_PORT"])
-    try:
-        server = gate.listen(port, world_size)
-    except OSError as error:
-        if error.errno == errno.EADDRINUSE:
-            raise RequestError(f"port {port} is in use", hint="choose another port with --master-port") from None
-        raise RequestError(
-            f"rank 0 cannot listen at {gate.address_of_rank_0()}, port {port}", because=error.strerror or str(error),
-            hint="MASTER_ADDR is the address of rank 0's host, and --master-port a port that it may use",
-        ) from None  # fmt: skip
-    if agent is not None:
-        port = server.getsockname()[1]
-        agent.set(_gate_key(), f"{port} {_signature(secret_of_run, port)}")
-    run_store.serve(server, secret_of_run, world_size, lambda sock, said: watched.put((sock, said)))
-
-
-def _connect(purpose: str, seconds: float) -> socket.socket:
-    """A proven connection of this rank to rank 0.
-
-    Raises:
-        RequestError: there is none after `seconds`.
-    """
-    secret_of_run, address = _secret_of_start(), gate.address_of_rank_0()
-    port, agent = int(os.environ["MASTER_PORT"]), _store_of_torchrun()
-
-    def where() -> tuple[str, int]:
-        return address, port if agent is None else _port_told(agent, secret_of_run)
-
-    try:
-        return handshake.connect(where, secret_of_run, purpose, env.rank(), seconds)
-    except handshake.RefusedError as error:
-        raise RequestError(
-            f"{socket.gethostname()} has another secret than rank 0 at {address}:{port}",
-            because=str(error),
-            hint=f"give all ranks the same {secret.SECRET_FILE}; or is another run at this port? --master-port",
-        ) from None
-    except OSError as error:
-        raise RequestError(
-            f"{socket.gethostname()} does not reach rank 0 at {address}:{port}",
-            because=f"it tried for {seconds:.0f} s: {error}",
-            hint="is rank 0 running, and does a firewall let the port through? --nic names the network to use",
-        ) from None
-
-
-def _store_of_torchrun() -> TCPStore | None:
-    """The store that torchrun's agent serves at MASTER_PORT, open to all; None under other launchers."""
-    if os.environ.get("TORCHELASTIC_USE_AGENT_STORE") != "True":
-        return None
-    return TCPStore(os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"]), timeout=timedelta(seconds=WAIT_SECONDS))
-
-
-def _port_told(agent: TCPStore, secret_of_run: bytes) -> int:
-    """Where rank 0 says that its gate is. Raises OSError where it has not said so, or another has."""
-    try:
-        agent.wait([_gate_key()], timedelta(seconds=NOTICE_SECONDS))
-        told = agent.get(_gate_key())
-    except (DistStoreError, DistNetworkError) as error:
-        raise ConnectionError(f"torchrun's store does not tell its port: {str(error).splitlines()[0]}") from None
-    port, _, signature = told.partition(b" ")
-    if not hmac.compare_digest(signature, _signature(secret_of_run, port.decode(errors="replace")).encode()):
-        raise handshake.RefusedError("what torchrun's store says of it is not signed with this run's secret")
-    return int(port)
-
-
-def _signature(secret_of_run: bytes, port: int | str) -> str:
-    return hmac.digest(secret_of_run, f"gate at port {port}".encode(), "sha256").hex()
-
-
-def _wait_for_all(store: Store, world_size: int, seconds: float) -> list[int]:
-    """Wait for all ranks' descriptions; the ranks that are missing in the end."""
-    start, is_noticed = time.monotonic(), False
-    while True:
-        try:
-            store.wait([_key(rank) for rank in range(world_size)], timedelta(seconds=min(NOTICE_SECONDS, seconds)))
-            return []
-        except DistStoreError:
-            missing = [rank for rank in range(world_size) if not store.check([_key(rank)])]
-            if time.monotonic() - start >= seconds:
-                return missing
-            if missing and not is_noticed:
-                is_noticed = True
-                rank_logs.to_console(f"waiting for {ranks_in_words(missing)}")
+def _wait_for_ranks(store: Store, world_size: int, seconds: float) -> list[int]:
+    """Wait for all ranks' descriptions; return the ranks that are missing in the end."""
+    keys = [_key(rank) for rank in range(world_size)]
+    if _is_set(store, keys, min(NOTICE_SECONDS, seconds)):
+        return []
+    missing = [rank for rank in range(world_size) if not store.check([_key(rank)])]
+    if missing and seconds > NOTICE_SECONDS:
+        rank_logs.to_console(f"waiting for {ranks_in_words(missing)}")
+    if _is_set(store, keys, max(0.0, seconds - NOTICE_SECONDS)):
+        return []
+    return [rank for rank in range(world_size) if not store.check([_key(rank)])]
 
 
 def _missing_ranks(missing: list[int], plan: Plan, seconds: float) -> _Verdict:
@@ -303,18 +294,24 @@ def _missing_ranks(missing: list[int], plan: Plan, seconds: float) -> _Verdict:
             because.append(f"node {number} of the plan: {ranks_in_words(ranks)}")
     return _Verdict(
         f"not all ranks came within {seconds:.0f} s", tuple(because),
-        "start the command on every node; what these ranks said is in logs/ of the run's folder on their host",
+        "start the command on every node; the output of these ranks is in logs/ of the run's folder on their host",
     )  # fmt: skip
 
 
 def _read_verdict(store: Store, seconds: float) -> _Verdict | None:
     try:
-        store.wait([_VERDICT], timedelta(seconds=seconds + NOTICE_SECONDS))
-        return msgspec.json.decode(store.get(_VERDICT), type=_Verdict | None)
+        if _is_set(store, [_VERDICT], seconds + NOTICE_SECONDS):
+            return msgspec.json.decode(store.get(_VERDICT), type=_Verdict | None)
     except (DistStoreError, DistNetworkError):
         raise RuntimeError("Connection to rank 0 was lost before all ranks had come") from None
+    port = os.environ["MASTER_PORT"]
+    raise RequestError(
+        f"{socket.gethostname()} has another secret than rank 0 at {peers.address_of_rank_0()}:{port}",
+        because=f"rank 0 wrote nothing under this rank's secret within {seconds + NOTICE_SECONDS:.0f} s",
+        hint=f"give all ranks the same {secret.SECRET_FILE}; or is another run at this port? --master-port",
+    )
 
 
 def _key(rank: int) -> str:
-    """Under which a rank describes itself in the store."""
+    """Return the key of a rank's description in the store."""
     return f"frugal/rank/{rank}"

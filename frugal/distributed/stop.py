@@ -1,14 +1,15 @@
 """A run is asked to stop, by SIGTERM, SIGUSR1 or SIGHUP: it ends at the next step boundary, with a checkpoint.
 
-A thread hears the signal at once, however long the main thread is in one operation, says so, and counts the grace. The
-loop asks `is_requested` at each step boundary, and all ranks stop at the same one. Where that has not come when the
+A thread receives the signal at once, however long the main thread is in one operation, logs it and counts the grace.
+The loop asks `is_requested` at each step boundary, and all ranks stop at the same one. Where that has not come when the
 grace is over, or the same signal comes a second time, the process ends.
 
 Signals that were ignored when the process was started stay ignored, which is what `nohup` asks for.
 
-Whoever signals all processes of a run at once (`kill -- -GROUP`, systemd, docker, scancel) reaches a rank twice: once
-itself, and once through the command or launcher that passes its own signal on. And a shell whose terminal closes hands
-on the SIGHUP that its jobs got from the kernel. So the same signal counts as a second one after `REPEATED_SECONDS`.
+A signal to all processes of a run (`kill -- -GROUP`, systemd, docker, scancel) reaches a rank twice: once
+directly, and once through the command or launcher that passes its own signal on. And a shell whose terminal closes
+passes on the SIGHUP that its jobs got from the kernel. So the same signal counts as a second one only after
+`REPEATED_SECONDS`.
 """
 
 import logging
@@ -42,23 +43,23 @@ _listener: "_Listener | None" = None
 
 
 def requested() -> signal.Signals | None:
-    """The signal by which this process was asked to stop; None if it was not."""
+    """Return the signal by which this process was asked to stop; None if it was not."""
     return _requested
 
 
 def is_ending() -> bool:
-    """Whether this process was asked to stop, or another rank's failure ends it."""
+    """Return whether this process was asked to stop, or another rank's failure ends it."""
     return _requested is not None or _has_other_failed
 
 
 def note(number: int) -> None:
-    """This process was asked to stop by the signal of this number."""
+    """Record that this process was asked to stop by the signal of this number."""
     global _requested
     _requested = _requested or signal.Signals(number)
 
 
 def deliver(number: int) -> None:
-    """Do what the signal of this number would do; whoever started this process passes on what it received."""
+    """Do what the signal of this number would do; the process that started this one passes on its own."""
     global _has_other_failed
     if number == OTHER_FAILED:
         _has_other_failed = True
@@ -72,9 +73,9 @@ def deliver(number: int) -> None:
 def heed_stop_signals(
     grace_seconds: float = GRACE_SECONDS, end: Callable[[str, str, int], None] | None = None
 ) -> Iterator[None]:
-    """Inside the `with` block signals to stop do not end this process, but ask it to stop; on the main thread.
+    """Have signals to stop ask this process to stop inside the `with` block, instead of ending it; on the main thread.
 
-    After a step `Engine.is_to_stop` says so, on all ranks. When the grace is over, or the same signal comes again, the
+    After a step `Engine.is_to_stop` is true on all ranks. When the grace is over, or the same signal comes again, the
     process ends with 128 + the signal's number. `end`, if given, is called for that with what happened, the reason, and
     this exit code.
     """
@@ -100,7 +101,7 @@ class Received:
         self._first: dict[int, float] = {}  # when each came first
 
     def add(self, number: int) -> int:
-        """How often this signal came, up to 2; 0 where it is the last one once more, by another way."""
+        """Return how often this signal came, up to 2; 0 where the last one arrives again by another way."""
         now = time.monotonic()
         if number not in self._first:
             self._first[number] = now
@@ -120,12 +121,12 @@ class _Listener:
         self._thread.start()
 
     def tell(self, number: int) -> None:
-        """The signal of this number came."""
+        """Handle the signal of this number."""
         with suppress(OSError):  # it is closed already
             self.wakeup.send(bytes([number]))
 
     def close(self) -> None:
-        """Hear no more."""
+        """Stop listening."""
         self.tell(_CLOSED)
         self._thread.join()
         self.wakeup.close()
@@ -177,7 +178,7 @@ def _end(what: str, why: str, code: int) -> None:
 
 @contextmanager
 def handled(signals: Iterable[signal.Signals], handler: Callable[[int, FrameType | None], None]) -> Iterator[None]:
-    """Inside the `with` block `signals` call `handler`; afterwards all is as before. What is ignored stays ignored."""
+    """Have `signals` call `handler` inside the `with` block. Ignored signals stay ignored."""
     heeded = [number for number in signals if signal.getsignal(number) is not signal.SIG_IGN]
     before = {number: signal.signal(number, handler) for number in heeded}
     try:
@@ -189,13 +190,13 @@ def handled(signals: Iterable[signal.Signals], handler: Callable[[int, FrameType
 
 
 def ignore() -> None:
-    """From now on signals to stop change nothing: what they ask for is done, and the process is at its end."""
+    """Ignore signals to stop from now on: what they ask for is done, and the process is at its end."""
     for number in SIGNALS:
         signal.signal(number, signal.SIG_IGN)
 
 
 def restore_defaults() -> None:
-    """From now on signals to stop end the process, but those that are ignored."""
+    """Have signals to stop end the process from now on, except those that are ignored."""
     for number in SIGNALS:
         if signal.getsignal(number) is not signal.SIG_IGN:
             signal.signal(number, signal.SIG_DFL)
@@ -207,7 +208,7 @@ def _block(how: int) -> None:
 
 
 def _forget_in_child() -> None:
-    """A process that forks off is no rank: its signals are its own, and not told to this one."""
+    """Restore default signals in a forked process, which is no rank."""
     global _listener
     if _listener is not None:
         signal.set_wakeup_fd(-1)

@@ -37,7 +37,7 @@ class Cache:
 
     @classmethod
     def of_user(cls) -> "Cache":
-        """In the user's cache folder, if he has one."""
+        """Return the cache in the user's cache folder, if there is one."""
         try:
             return cls(Path(platformdirs.user_cache_dir("frugal")) / "profiles")
         except RuntimeError as error:  # a user without a home
@@ -45,7 +45,7 @@ class Cache:
             return cls(None)
 
     def read(self, key: str, kind: type[T]) -> T | None:
-        """What was written under `key`; None if nothing was, or if the file is damaged."""
+        """Return what was written under `key`; None if nothing was, or if the file is damaged."""
         if self.folder is None:
             return None
         path = self.folder / f"{key}.json"
@@ -60,7 +60,7 @@ class Cache:
             return None
 
     def has(self, key: str) -> bool:
-        """Whether something was written under `key`."""
+        """Return whether something was written under `key`."""
         return self.folder is not None and (self.folder / f"{key}.json").is_file()
 
     def write(self, key: str, value: Any) -> None:
@@ -86,30 +86,30 @@ def _say_once(text: str) -> None:
 
 
 def digest(*parts: Any) -> str:
-    """SHA-256 of `parts` as JSON, hexadecimal."""
+    """Return the SHA-256 of `parts` as JSON, hexadecimal."""
     return hashlib.sha256(msgspec.json.encode(parts)).hexdigest()
 
 
 def model_key(request: Request) -> Any:
-    """What a dry run of the request's model depends on, found without torch."""
+    """Return what a dry run of the request's model depends on, found without torch."""
     return [request.seq_len, *facts_key(request)]
 
 
 def facts_key(request: Request) -> Any:
-    """What is known of the request's model before it runs depends on this: it is the same for samples of any length."""
+    """Return what the model's facts depend on; it is the same for samples of any length."""
     definition = [request.model, request.task, request.lora, request.quantize, _definition(request.model)]
     return [*definition, bool(request.pack), *_versions()]
 
 
 @functools.cache
 def presets() -> dict[str, Any]:
-    """All presets by name."""
+    """Return all presets by name."""
     return tomllib.loads((_ROOT / "training" / "models" / "presets.toml").read_text())
 
 
 @functools.cache
 def _versions() -> tuple[str, ...]:
-    """Of everything that a dry run and a plan depend on; for frugal also its sources, which change more often."""
+    """Return the versions that dry runs and plans depend on; for frugal also a digest of its sources."""
     sources = hashlib.sha256()
     for path in sorted(_ROOT.rglob("*.py")):
         sources.update(path.read_bytes())
@@ -117,7 +117,7 @@ def _versions() -> tuple[str, ...]:
 
 
 def _definition(model: str) -> str | None:
-    """A digest of what defines the model: its preset, its config.json and weights, its factory's source file.
+    """Return a digest of what defines the model: its preset, its config.json and weights, its factory's source file.
 
     None for a transformers model type or a hub name, whose definition comes with the versions or with the name.
     """
@@ -140,7 +140,7 @@ _WEIGHTS = {".safetensors", ".bin"}
 
 
 def _source_file(module: str) -> Path | None:
-    """The source of `package.module` or `path/to/file.py`, without importing it."""
+    """Return the source of `package.module` or `path/to/file.py`, without importing it."""
     if module.endswith((".py", ".cloudpickle")):
         return Path(module).expanduser()
     relative = Path(*module.split("."))

@@ -10,7 +10,6 @@ from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 from types import TracebackType
-from typing import Any
 
 from frugal.config.hardware.cluster import ASSUMED_CAPABILITY, CARDS, Cluster, Device
 from frugal.config.request import Request
@@ -25,17 +24,18 @@ from frugal.dryrun.messages import (
     AskFacts,
     DryRun,
     DryRunBreakdown,
-    ModelFacts,
     WarmUp,
 )
 from frugal.dryrun.pool import Pool, workers
 from frugal.dryrun.trace.drafts import Drafts
-from frugal.planning.cost import between
+from frugal.planning.cost import ModelCosts, Work, between
+from frugal.planning.memory.allocator import KnownReplays
 from frugal.planning.memory.breakdown import MemoryBreakdown
 from frugal.planning.memory.loading import Loading, loading_of
 from frugal.planning.memory.profile import MemoryProfile, RankMemory, fullest
 from frugal.planning.memory.timeline import MICRO_BATCHES, NotAffineError, Timeline
 from frugal.planning.memory.workspaces import with_scratch, with_workspaces, workspace_bytes
+from frugal.planning.model_facts import ModelFacts
 from frugal.planning.strategy import Strategy
 
 SAMPLED_MICRO_BATCHES = (1, 2, 4, 8, 16, 32)
@@ -44,6 +44,10 @@ SAMPLED_MICRO_BATCHES = (1, 2, 4, 8, 16, 32)
 MAX_RANKS_SEARCHED, MAX_RANKS_DRY_RUN, MAX_RANKS_DRAFTED = 2, 4, 2
 """Ranks that a profile is made of, those of one exact dry run (see `frugal.dryrun.figures`), and how many of these
 are left where arithmetic tells which are the fullest (`fullest_drafted`)."""
+
+
+MOST_REPLAYS = 2000
+"""Streams whose replays are kept for the next plan of a model, some 200 bytes each; a plan takes about thirty."""
 
 
 class DryRunSource:
@@ -61,7 +65,8 @@ class DryRunSource:
         pool: Pool | None = None,
         will_dry_run: bool = True,
     ) -> None:
-        """`cache`: whether to keep profiles in the user's cache folder, or another folder to keep them in.
+        """Open a source. `cache`: whether to keep profiles in the user's cache folder, or another folder to keep them
+        in.
 
         `pool`: workers to share with others; they are left running at the end. `will_dry_run`: whether workers get
         ready for a dry run while there is arithmetic to do.
@@ -84,6 +89,9 @@ class DryRunSource:
         self._distrusted: set[Strategy] = set()
         self.notes: tuple[str, ...] = ()
         self._profiles: dict[tuple[Strategy, bool], MemoryProfile] = {}
+        self._replays_key = digest("replays", self._model)
+        self._replays: KnownReplays = self._cache.read(self._replays_key, KnownReplays) or {}
+        self._num_kept = _number(self._replays)
 
     def __enter__(self) -> "DryRunSource":
         return self
@@ -94,18 +102,21 @@ class DryRunSource:
         self.close()
 
     def close(self) -> None:
-        """End the worker processes, unless they are shared."""
+        """Keep what the allocator's replays have shown, and end the worker processes, unless they are shared."""
+        if _number(self._replays) > self._num_kept:
+            self._cache.write(self._replays_key, dict(list(self._replays.items())[-MOST_REPLAYS:]))
         if self._own_pool:
             self._pool.close()
 
     def on(self, cluster: Cluster) -> "DryRunSource":
-        """The same model on a cluster of the same kind of devices, with the traces that are known here.
+        """Return the source of the same model on a cluster of the same kind of devices, with the known traces.
 
         It shares this one's workers, and is not closed.
         """
         assert (cluster.devices[0].kind, cluster.kernel_class) == (self.kind, self.capability), "other kernels"
         source = DryRunSource(self.request, cluster, pool=self._pool, will_dry_run=self._will_dry_run)
         source._cache, source._drafts, source._facts = self._cache, self._drafts, self._facts
+        source._replays = self._replays
         return source
 
     def prepare(self, strategies: Sequence[Strategy]) -> None:
@@ -116,7 +127,7 @@ class DryRunSource:
             self._pool.tell(WarmUp(), min(self.cluster.world_size, MAX_RANKS_DRAFTED, free))  # the winner is dry-run
 
     def profile(self, strategy: Strategy, accumulates: bool) -> MemoryProfile:
-        """The costs of `strategy` for every micro-batch; `accumulates`: with more than one micro-step.
+        """Return the costs of `strategy` for every micro-batch; `accumulates`: with more than one micro-step.
 
         Raises:
             FrugalError: the model cannot be built, or not be trained like that.
@@ -142,33 +153,36 @@ class DryRunSource:
                     costs = self._profile_by_dry_runs(strategy, accumulates)
                     self._cache.write(key, costs)
             self._profiles[strategy, accumulates] = replace(
-                costs, ranks_per_node=self._ranks_per_node, loading=self._loading(strategy)
+                costs,
+                ranks=tuple(replace(rank, known=self._replays) for rank in costs.ranks),
+                ranks_per_node=self._ranks_per_node,
+                loading=self._loading(strategy),
             )
         return self._profiles[strategy, accumulates]
 
     def draft(self, strategy: Strategy, accumulates: bool) -> MemoryProfile | None:
-        """The same without the allocator's part, where arithmetic is enough. Raises as `profile`."""
+        """Return the profile without the allocator's part, where arithmetic is enough. Raises as `profile`."""
         if strategy in self._distrusted or self._drafts.trace(strategy) is None:
             return None
         return self.profile(strategy, accumulates).draft
 
     def num_layers(self, strategy: Strategy) -> int:
-        """The layers of the model, as far as a trace that `strategy` needs knows of them. Raises as `profile`."""
+        """Return the model's layers, as far as a trace that `strategy` needs knows of them. Raises as `profile`."""
         return self._drafts.num_layers(strategy)
 
     def why_not_mixed(self, strategy: Strategy) -> str:
-        """Why layers cannot have modes of their own, mixed of those of `strategy`; empty where they can.
+        """Return why layers cannot have different modes out of those of `strategy`; empty where they can.
 
         Raises as `profile`.
         """
         return self._drafts.why_not_mixed(strategy)
 
     def has_draft(self, strategy: Strategy) -> bool:
-        """Whether there is a draft that no worker has to be asked for."""
+        """Return whether there is a draft without asking a worker."""
         return strategy not in self._distrusted and self._drafts.are_known(strategy)
 
     def distrust(self, strategy: Strategy) -> bool:
-        """From now on profile `strategy` by dry runs; false if that is so already."""
+        """Profile `strategy` by dry runs from now on; return False if that is so already."""
         if strategy in self._distrusted or self._drafts.trace(strategy) is None:
             return False
         self._distrusted.add(strategy)
@@ -179,8 +193,8 @@ class DryRunSource:
     def dry_run(
         self, strategy: Strategy, micro_batch: int, accumulation_steps: int, device: Device | None = None
     ) -> MemoryBreakdown:
-        """The memory of exactly this on `device`, fullest rank; None: the smallest. More than two micro-steps count as
-        two.
+        """Return the memory of the fullest rank of a dry run on `device`; None: the smallest. More than two micro-steps
+        count as two.
 
         Raises as `profile`.
         """
@@ -201,7 +215,7 @@ class DryRunSource:
         return replace(breakdown.memory, loading=self._loading(strategy))
 
     def is_known(self, strategy: Strategy, micro_batch: int, accumulation_steps: int) -> bool:
-        """Whether this dry run is in the cache, so that no worker is needed."""
+        """Return whether this dry run is in the cache, so that no worker is needed."""
         return self._cache.has(self._dry_run_key(strategy, micro_batch, accumulation_steps, self._smallest))
 
     @property
@@ -215,8 +229,9 @@ class DryRunSource:
         return digest("dry-run", self._model, self._key(), strategy, micro_batch, min(accumulation_steps, 2), world)
 
     def _loading(self, strategy: Strategy) -> Loading:
-        """What it takes before the first step. A base of adapters is read, whatever names it: nobody trains adapters
-        around random weights."""
+        """Return the memory before the first step. A base of adapters is always read: nobody trains adapters around
+        random weights.
+        """
         facts = self.facts()
         weights = facts.weights
         if self.request.lora is not None and weights.origin == "random":
@@ -233,7 +248,7 @@ class DryRunSource:
         )
 
     def dry_runs(self, strategy: Strategy, micro_batch: int, accumulation_steps: int) -> list[DryRun]:
-        """The same, whole: one dry run for each rank that may be the fullest. Raises as `profile`."""
+        """Return the dry runs of the ranks that may be the fullest. Raises as `profile`."""
         steps = min(accumulation_steps, 2)
         ranks = self._ranks(strategy, MAX_RANKS_DRY_RUN)
         drafted = self._simulated(strategy, steps > 1, ranks) if len(ranks) > MAX_RANKS_DRAFTED else None
@@ -245,7 +260,7 @@ class DryRunSource:
         return [replace(each, timeline=with_workspaces(each.timeline, self._workspace_bytes)) for each in dry_runs]
 
     def facts(self) -> ModelFacts:
-        """What the model is. Raises as `profile`."""
+        """Return what is known of the model before it runs. Raises as `profile`."""
         if self._facts is None:
             shared_by = self.request.sequence_parallel or 1
             model = facts_key(self.request)
@@ -260,12 +275,13 @@ class DryRunSource:
         return self._facts
 
     def _simulated(self, strategy: Strategy, accumulates: bool, ranks: Sequence[int]) -> MemoryProfile | None:
-        """A profile by arithmetic; None where that is not enough."""
+        """Return a profile by arithmetic; None where that is not enough."""
         trace = self._drafts.trace(strategy)
         if trace is None:
             return None
-        simulated = [
-            simulate(
+        memories = []
+        for rank in ranks:
+            memory = simulate(
                 trace,
                 self.request,
                 strategy,
@@ -275,17 +291,11 @@ class DryRunSource:
                 kind=self.kind,
                 by_tensor=self._is_by_tensor(strategy),
             )
-            for rank in ranks
-        ]
-        return self._profile(
-            strategy,
-            accumulates,
-            work=trace.work,
-            ranks=tuple(replace(each, timeline=self._with_workspaces(each.timeline)) for each in simulated),
-        )
+            memories.append(replace(memory, timeline=self._with_workspaces(memory.timeline)))
+        return self._profile(strategy, trace.work, tuple(memories))
 
     def _profile_by_dry_runs(self, strategy: Strategy, accumulates: bool) -> MemoryProfile:
-        """A profile by dry runs at a few micro-batches."""
+        """Return a profile by dry runs at a few micro-batches."""
         steps = 2 if accumulates else 1
         numbers = self._ranks(strategy, MAX_RANKS_SEARCHED)
         num_ranks = len(numbers)
@@ -305,30 +315,18 @@ class DryRunSource:
             sampled = SAMPLED_MICRO_BATCHES
             ranks = rank_memories(self._dry_run(strategy, sampled, steps, numbers), numbers)
             ranks = tuple(replace(each, timeline=self._with_workspaces(each.timeline)) for each in ranks)
-        return self._profile(
-            strategy,
-            accumulates,
-            work=between(small.counts, large.counts, MICRO_BATCHES),
-            ranks=ranks,
-            sampled=sampled,
-        )
+        return self._profile(strategy, between(small.counts, large.counts, MICRO_BATCHES), ranks, sampled)
 
-    def _profile(self, strategy: Strategy, accumulates: bool, **costs: Any) -> MemoryProfile:
-        facts = self.facts()
+    def _profile(
+        self, strategy: Strategy, work: Work, ranks: tuple[RankMemory, ...], sampled: tuple[int, ...] = ()
+    ) -> MemoryProfile:
         return MemoryProfile(
             strategy=strategy,
-            world_size=self.cluster.world_size,
             ranks_per_node=self._ranks_per_node,
-            accumulates=accumulates,
             kind=self.kind,
-            task=facts.task,
-            max_positions=facts.max_positions,
-            parameters=facts.parameters,
-            trainable_parameters=facts.trainable_parameters,
-            largest_parameter=facts.largest_parameter,
-            trainable_sizes=facts.trainable_sizes,
-            packed=facts.packed,
-            **costs,
+            costs=ModelCosts(facts=self.facts(), work=work, gathers=ranks[0].gathers),
+            ranks=ranks,
+            sampled=sampled,
         )
 
     def _dry_run(
@@ -340,7 +338,7 @@ class DryRunSource:
         *,
         exact: bool = False,
     ) -> list[DryRun]:
-        """One dry run a micro-batch and rank, micro-batches outermost.
+        """Dry-run each micro-batch and rank, micro-batches outermost.
 
         `exact`: with the scratch of each sum, which is no affine function of the micro-batch, and with all micro-steps
         of the first optimizer step: they decide which segments the allocator has.
@@ -365,11 +363,13 @@ class DryRunSource:
         return list(map(_answered, self._pool.ask(questions)))
 
     def _is_by_tensor(self, strategy: Strategy) -> bool:
-        """Whether no rank holds the whole model while it is loaded."""
+        """Return whether no rank holds the whole model while it is loaded."""
         return self.facts().weights.origin == "pretrained"
 
     def _with_workspaces(self, timeline: Timeline) -> Timeline:
-        """On GPUs libraries and kernels ask for memory that no operator of a dry run for any micro-batch does."""
+        """Add the memory that libraries and kernels take on GPUs for any micro-batch, and no operator of a dry run asks
+        for.
+        """
         if self.kind == "cpu":
             return timeline
         element_bytes = 4 if self.request.precision == "fp32" else 2
@@ -378,7 +378,7 @@ class DryRunSource:
         return with_workspaces(timeline, self._workspace_bytes)
 
     def _ranks(self, strategy: Strategy, most: int) -> tuple[int, ...]:
-        """At most `most` ranks that may be the fullest."""
+        """Return at most `most` ranks that may be the fullest."""
         world_size = self.cluster.world_size
         if strategy.zero_stage not in (1, 2) or world_size == 1:
             return (0,)
@@ -387,23 +387,27 @@ class DryRunSource:
         return likely_fullest(self.facts().trainable_sizes, world_size, most)
 
     def _kept_key(self) -> str:
-        """Of the note that a dry run of this model on this world is kept: another batch is likely to want the same."""
+        """Return the key under which it is noted that a dry run of this model on this world is cached."""
         return digest("dry-run is kept", self._model, self._key(), self.cluster.world_size, self._kernels)
 
     def _key(self) -> list[object]:
-        """What a dry run depends on of the request, besides the model."""
+        """Return the settings of the request that a dry run depends on, besides the model."""
         request = self.request
         optimizer = (request.optimizer, request.optimizer_implementation, request.optimizer_states)
         return [request.precision, *optimizer, bool(request.momentum), request.gradient_clipping > 0]
 
     @property
     def _kernels(self) -> tuple[object, ...]:
-        """What memory depends on of the devices, besides their size."""
+        """The traits of the devices that memory depends on, besides their size."""
         return self.capability, self._workspace_bytes, self._resident_threads
 
     @property
     def _ranks_per_node(self) -> int:
         return max(len(node.devices) for node in self.cluster.nodes)
+
+
+def _number(replays: KnownReplays) -> int:
+    return sum(map(len, replays.values()))
 
 
 def _answered(answer: Answer) -> DryRun:

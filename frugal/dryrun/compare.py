@@ -17,8 +17,8 @@ from frugal.errors import FrugalError, RequestError
 from frugal.planning.batch import BatchPlan
 from frugal.planning.plan import Plan
 from frugal.planning.strategy import Strategy
+from frugal.report.records import read_history
 from frugal.training.measure.record import Capped, Measured, ModelDefinition
-from frugal.training.reports.memory_record import memory_record
 from frugal.units import format_bytes
 
 CPU_TOLERANCE = 0.005
@@ -53,12 +53,15 @@ def as_run(plan: Plan, folder: Path) -> str | None:
 
     After a short run only where such a dry run was made before.
     """
-    record = memory_record(folder)
-    if record is None or not record.is_of_less or record.largest_micro_batch is None:
-        return None
-    samples, tokens = record.largest_micro_batch
     try:
-        predicted = memory_as_run(plan, samples, tokens, only_known=record.run_seconds < _LONG_SECONDS)
+        history = read_history(folder)
+        record = next((each for each in reversed(history.of("memory")) if each.measured_bytes), None)
+        if record is None or not record.is_of_less or not record.largest_micro_batch or not record.measured_bytes:
+            return None
+        times = [each.time for each in (*history.others, *history.steps) if each.time is not None]
+        is_short = max(times, default=0.0) - min(times, default=0.0) < _LONG_SECONDS
+        samples, tokens = record.largest_micro_batch
+        predicted = memory_as_run(plan, samples, tokens, only_known=is_short)
     except FrugalError:  # such as a model that cannot read samples that short; the run itself is done
         return None
     if predicted is None:

@@ -11,7 +11,8 @@ from torch import Tensor, nn
 from frugal import torch_internals
 from frugal.deepspeed_adapter.kernels import DTYPES
 from frugal.planning.memory.loading import Reading
-from frugal.training.measure.memory_watch import StorageWatch, tensors_in
+from frugal.torch_internals import tensors_in
+from frugal.training.measure.memory_watch import StorageWatch
 from frugal.training.models import transformers_internals
 from frugal.training.models.loading import bitsandbytes_internals, quantised
 from frugal.training.models.loading.weights import load_weights

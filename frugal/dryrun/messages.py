@@ -12,32 +12,9 @@ from frugal.config.hardware.cluster import ASSUMED_CAPABILITY, Capability, Devic
 from frugal.config.request import Request
 from frugal.planning.cost import Counts
 from frugal.planning.memory.breakdown import MemoryBreakdown
-from frugal.planning.memory.loading import NOT_PACKED, RANDOM, Packed, Weights
 from frugal.planning.memory.timeline import ModelTrace, Peak, Timeline
+from frugal.planning.model_facts import ModelFacts
 from frugal.planning.strategy import ActivationCheckpointing, Strategy
-
-
-@dataclass(frozen=True, kw_only=True)
-class ModelFacts:
-    """What is known of a model before it runs. Parameters are counted in elements.
-
-    `trainable_sizes`: those of each trainable parameter, in the model's order.
-    `can_recompute`: whether it takes activation checkpointing; `can_tile`: whether it takes the tiled loss.
-    `notes`: what is to be said of it before it is trained, see `frugal.training.trials.model_check`.
-    `weights`: where they come from; `packed`: those that are kept in fewer bits.
-    """
-
-    task: str
-    max_positions: int | None
-    parameters: int
-    trainable_parameters: int
-    trainable_sizes: tuple[int, ...]
-    largest_parameter: int
-    can_recompute: bool
-    can_tile: bool
-    notes: tuple[str, ...] = ()
-    weights: Weights = RANDOM
-    packed: Packed = NOT_PACKED
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -3,23 +3,20 @@
 import logging
 import os
 from collections.abc import Iterator, Sequence
-from contextlib import closing, contextmanager
+from contextlib import closing
 from dataclasses import replace
 from functools import partial
-from typing import TYPE_CHECKING, Any, Unpack
+from typing import TYPE_CHECKING, Any
 
 from frugal.config import plan_arguments
 from frugal.config.hardware import cuda_allocator
 from frugal.config.hardware.calibration import chosen
 from frugal.config.hardware.cluster import Cluster
-from frugal.config.plan_arguments import PlanArguments
 from frugal.config.request import Request
 from frugal.config.schema import understand
 from frugal.dryrun.cache import Cache, digest, model_key
 from frugal.errors import RequestError
-from frugal.planning.plan import OnDraft, Plan
-from frugal.planning.search import measured_ways
-from frugal.planning.search.measured_ways import MeasuredRun
+from frugal.planning.plan import Plan
 
 if TYPE_CHECKING:
     from frugal.planning.search.candidate import OpenSource
@@ -27,12 +24,9 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger("frugal")
 
-MOST_REPLAYS = 2000
-"""Streams whose replays are kept for the next plan of a model, some 200 bytes each; a plan takes about thirty."""
 
-
-def plan(*, objective: "Objective | None" = None, **settings: Unpack[PlanArguments]) -> Plan:
-    """The fastest plan that fits. Settings have the names of `frugal plan`'s flags: `plan(model="gpt2", gpus=4,
+def plan(*, objective: "Objective | None" = None, **settings: Any) -> Plan:
+    """Return the fastest plan that fits. Settings have the names of `frugal plan`'s flags: `plan(model="gpt2", gpus=4,
     mem="12G", global_batch=512, lr=1e-4)`.
 
     `model` may also be a configuration of transformers, a `torch.nn.Module` (on meta, too: its weights are not read),
@@ -64,78 +58,58 @@ def _plan(objective: "Objective | None", **settings: Any) -> Plan:
     calibration, notes = chosen(settings)
     for note in notes:
         logger.warning(note)
-    request, cluster, defaults = understand(settings, calibration)
-    return make_plan_here(request, cluster, defaults, is_calibrated=settings.get("calibration") is not False)
+    *_, made = plans_here(*understand(settings, calibration))
+    return made
 
 
-def make_plan_here(
-    request: Request, cluster: Cluster, defaults: tuple[str, ...], on_draft: OnDraft | None = None, *,
-    is_calibrated: bool = False,
-) -> Plan:  # fmt: skip
-    """`make_plan` with what this environment says of torch's allocator; what no plan knows of that is a warning.
-
-    `is_calibrated`: with what runs have measured on this machine, too.
-    """
+def plans_here(request: Request, cluster: Cluster, defaults: tuple[str, ...]) -> Iterator[Plan]:
+    """Yield drafts and last the plan, with this environment's settings of torch's allocator and warnings about them."""
     request = cuda_allocator.planned(request, cluster, os.environ)
     notes = cuda_allocator.notes(request.expandable_segments is not False, cluster, os.environ)
-    measured, damaged = measured_ways.known(request, cluster) if is_calibrated else ((), [])
-    return make_plan(request, cluster, defaults, warnings=[*notes, *damaged], on_draft=on_draft, measured=measured)
+    for made in _plans(request, cluster, defaults):
+        yield replace(made, warnings=(*made.warnings, *notes)).sealed() if notes else made
 
 
 def make_plan(
-    request: Request, cluster: Cluster, defaults: tuple[str, ...] = (), *, warnings: Sequence[str] = (),
-    dry_run: "OpenSource | None" = None, on_draft: OnDraft | None = None, measured: Sequence[MeasuredRun] = (),
-) -> Plan:  # fmt: skip
-    """The plan for a request; `defaults` names its fields that nobody set, `dry-run` where profiles come from.
+    request: Request,
+    cluster: Cluster,
+    defaults: tuple[str, ...] = (),
+    *,
+    warnings: Sequence[str] = (),
+    dry_run: "OpenSource | None" = None,
+) -> Plan:
+    """Return the plan for a request; `defaults` names its fields that the user did not set.
 
-    Plans are kept in the user's cache, except where `dry-run` is given. `warnings` are of this machine, and added.
-    `on_draft`: see `frugal.planning.plan.OnDraft`; a plan that is kept is told of by nothing but the result.
-    `measured`: see `frugal.planning.planner.decide`.
+    `warnings` are of this machine, and added. `dry_run`: where profiles come from; the plan is then not cached.
 
     Raises: as `plan`.
     """
-    if dry_run is not None:
-        from frugal.planning.planner import decide
-
-        return decide(request, cluster, defaults, dry_run, on_draft, measured)
-    cache = Cache.of_user()
-    key = digest("plan", model_key(request), request, cluster, defaults, *measured)
-    kept = cache.read(key, Plan)
-    if kept is None or kept.digest != kept.compute_digest():
-        with replays_known(cache, request):
-            kept = _decided(request, cluster, defaults, on_draft, measured)
-        cache.write(key, kept)
-    return replace(kept, warnings=(*kept.warnings, *warnings)).sealed() if warnings else kept
+    *_, made = _plans(request, cluster, defaults, dry_run)
+    return replace(made, warnings=(*made.warnings, *warnings)).sealed() if warnings else made
 
 
-def _decided(
-    request: Request, cluster: Cluster, defaults: tuple[str, ...], on_draft: OnDraft | None,
-    measured: Sequence[MeasuredRun],
-) -> Plan:  # fmt: skip
+def _plans(
+    request: Request, cluster: Cluster, defaults: tuple[str, ...], dry_run: "OpenSource | None" = None
+) -> Iterator[Plan]:
+    """Yield drafts and last the plan: the one in the user's cache, or a new one."""
+    cache = Cache.of_user() if dry_run is None else Cache(None)
+    key = digest("plan", model_key(request), request, cluster, defaults)
+    made = cache.read(key, Plan)
+    if made is not None and made.digest == made.compute_digest():
+        yield made
+        return
     from frugal.dryrun.client import DryRunSource, workers
-    from frugal.planning.planner import decide  # a tenth of a second that a kept plan does not need
+    from frugal.planning.planner import decide  # a tenth of a second that a cached plan does not need
 
     with closing(workers()) as pool:
-        return decide(request, cluster, defaults, partial(DryRunSource, pool=pool), on_draft, measured)
-
-
-@contextmanager
-def replays_known(cache: Cache, request: Request) -> Iterator[None]:
-    """Of the allocator's replays those that plans of the same model have done before, and afterwards also these."""
-    from frugal.planning.memory.allocator import KNOWN, Replay
-
-    key = digest("replays", model_key(request))
-    KNOWN.update(cache.read(key, dict[str, list[Replay]]) or {})
-    before = sum(map(len, KNOWN.values()))
-    try:
-        yield
-    finally:
-        if sum(map(len, KNOWN.values())) > before:
-            cache.write(key, dict(list(KNOWN.items())[-MOST_REPLAYS:]))
+        for made in decide(request, cluster, defaults, dry_run or partial(DryRunSource, pool=pool)):
+            if not made.is_draft:
+                cache.write(key, made)
+            yield made
 
 
 def what_helps(plan: Plan) -> str:
-    """The one change that would help a plan most, in words; see `frugal.planning.what_if.most_helpful`.
+    """Return the one change that would help a plan most, in words; see `frugal.planning.what_if.most_helpful`.
 
     Predicted from drafts, which takes some seconds the first time; then it is in the user's cache.
     """
@@ -147,7 +121,7 @@ def what_helps(plan: Plan) -> str:
         from frugal.planning.what_if import changes, most_helpful, predicted  # the search takes a while to import
 
         cases = changes(plan)
-        with replays_known(cache, plan.request), closing(workers()) as pool:
+        with closing(workers()) as pool:
             predictions = predicted(cases, partial(DryRunSource, pool=pool, will_dry_run=False))
         kept = most_helpful(plan, cases, predictions)
         cache.write(key, kept)

@@ -21,9 +21,10 @@ from frugal.config.hardware.cluster import CARDS, Capability, kernel_class
 from frugal.config.hardware.local_host import library_versions
 from frugal.config.request import Request
 from frugal.dryrun.cache import presets
-from frugal.dryrun.messages import AskCheck, AskFacts, AskTrace, ModelFacts, Traced
+from frugal.dryrun.messages import AskCheck, AskFacts, AskTrace, Traced
 from frugal.dryrun.pool import Pool
 from frugal.errors import FrugalError
+from frugal.planning.model_facts import ModelFacts
 from frugal.planning.strategy import ActivationCheckpointing
 
 logger = logging.getLogger("frugal")

@@ -102,8 +102,8 @@ def _describe(question: AskFacts) -> Any:
     import torch
 
     from frugal.dryrun.loading import reading
-    from frugal.dryrun.messages import ModelFacts
     from frugal.planning.memory.loading import Weights
+    from frugal.planning.model_facts import ModelFacts
     from frugal.training.models import activation_checkpointing, tiled_loss
     from frugal.training.models.loading import quantised
 
@@ -125,13 +125,13 @@ def _describe(question: AskFacts) -> Any:
 
 
 def _check(question: AskCheck) -> tuple[str, ...]:
-    from frugal.training.trials import model_check, packing_check, sequence_check
+    from frugal.training.trials import model_check, text_checks
 
     spec = _spec(question.request)
     if question.request.pack:
-        packing_check.check_packing(spec)
+        text_checks.check_packing(spec)
     if (shared_by := question.request.sequence_parallel or 1) > 1:
-        sequence_check.check_sequence_parallel(spec, shared_by, pack=bool(question.request.pack))
+        text_checks.check_sequence_parallel(spec, shared_by, pack=bool(question.request.pack))
     has_low_stage = question.request.zero_stage in (0, 1)
     return model_check.check_model(spec, question.request.batch_norm, has_low_stage=has_low_stage)
 

@@ -17,7 +17,7 @@ Arguments = TypeVar("Arguments", bound=TrainingArguments)
 def training_arguments(
     plan: Plan, output_dir: str, arguments: type[Arguments] = TrainingArguments, **others: Any
 ) -> Arguments:
-    """What the plan says, and `others`: what it does not, such as steps, saving and logging. Collective.
+    """Return arguments with what the plan decides, and `others`, such as steps, saving and logging. Collective.
 
     Make it before the model: under ZeRO-3 `from_pretrained` then loads straight into the ranks' partitions.
     `arguments` is the class, such as `trl.SFTConfig`.

@@ -1,9 +1,9 @@
-"""The micro-batches of a plan for a `torch.utils.data.DataLoader`: every global batch exact, however it is cut.
+"""The micro-batches of a plan for a `torch.utils.data.DataLoader`, with exact global batches.
 
 The order is that of `frugal.training.data.batches`, which is the same on any number of ranks and has no last, partial
-global batch: what an epoch lacks of one is drawn from the next. Where lengths are known, samples of like length share
-a micro-batch. A Trainer wants as many micro-steps for every optimizer step; what a rank has too few of is filled with
-dummies, samples without a target.
+global batch: it is completed from the next epoch. Where lengths are known, samples of similar length share a
+micro-batch. A Trainer needs equally many micro-steps in every optimizer step: missing ones are dummies, samples without
+a target.
 """
 
 from collections.abc import Callable, Iterator, Sequence
@@ -22,7 +22,7 @@ Collate = Callable[[list[Any]], dict[str, Any]]
 
 
 def lengths_of(dataset: Any) -> NDArray[np.int64] | None:
-    """Tokens of each sample, shape `(len(dataset),)`: from a column `length`, or of `input_ids`; None: not known."""
+    """Return the tokens of each sample, shape `(len(dataset),)`, from a column `length` or `input_ids`, if known."""
     names = getattr(dataset, "column_names", None)
     if names is not None and "length" in names:
         return np.asarray(dataset["length"], dtype=np.int64)
@@ -49,11 +49,11 @@ class PlannedBatches:
 
     @property
     def batch_sampler(self) -> "PlannedBatches":
-        """Itself: Trainer looks here for what to tell the epoch, as accelerate wraps samplers."""
+        """Itself: Trainer sets the epoch here, as accelerate wraps samplers."""
         return self
 
     def set_epoch(self, epoch: int) -> None:
-        """The next iteration is over this epoch; so many steps of the endless order lie before it."""
+        """Set the epoch of the next iteration."""
         self._epoch = epoch
 
     def __len__(self) -> int:
@@ -75,7 +75,7 @@ class PlannedBatches:
 
 
 def _refuse_too_long(lengths: NDArray[np.int64] | None, seq_len: int) -> None:
-    """The plan's memory is for samples of up to `seq_len` tokens.
+    """Refuse samples of more than `seq_len` tokens, for which the plan has no memory.
 
     Raises:
         RequestError: one is longer.
@@ -102,7 +102,7 @@ class WithDummies:
 
 
 class Collated:
-    """What `collate` makes of samples; a dummy's labels are all ignored.
+    """A collate function: `collate` of samples, with all labels of a dummy ignored.
 
     Attention masks that only hide padding on the right are dropped for causal models, which never look there: the
     plan counts on the kernels that take no mask.
@@ -124,5 +124,5 @@ class Collated:
 
 
 def _hides_the_right_only(mask: Tensor) -> bool:
-    """Whether no row of `mask (samples, positions)` has a token after padding."""
+    """Return True if no row of `mask (samples, positions)` has a token after padding."""
     return bool((mask[:, 1:] <= mask[:, :-1]).all())

@@ -52,7 +52,7 @@ logger = logging.getLogger("frugal")
 
 
 class PlannedMixin:
-    """Beside a Trainer, before it in the bases; `plan` is what it trains by. Make `args` with `training_arguments`."""
+    """A mixin before a Trainer in the bases, which trains by `plan`. Make `args` with `training_arguments`."""
 
     def __init__(self, *arguments: Any, plan: Plan, **others: Any) -> None:
         export.check(plan, "hf")
@@ -88,7 +88,7 @@ class PlannedMixin:
         return self.plan.model.task == "causal-lm"
 
     def get_train_dataloader(self) -> DataLoader[Any]:
-        """This rank's micro-batches; not for accelerate to split again."""
+        """Return this rank's micro-batches, which accelerate must not split again."""
         trainer: Any = self
         dataset, collate = trainer.train_dataset, trainer.data_collator
         if dataset is None or not hasattr(dataset, "__len__"):
@@ -111,13 +111,13 @@ class PlannedMixin:
         )
 
     def _get_num_items_in_batch(self, batch_samples: list[Any], device: torch.device) -> Tensor:
-        """Targets of the global batch, over all micro-steps and ranks."""
+        """Return the number of targets of the global batch, over all micro-steps and ranks."""
         trainer: Any = self
         own = sum((self._targets(batch["labels"]) != IGNORED).sum() for batch in batch_samples)
         return trainer.accelerator.gather(torch.as_tensor(own, device=device)).sum()
 
     def _targets(self, labels: Tensor) -> Tensor:
-        """What each position is to predict, `(samples, positions)`."""
+        """Return the target of each position, `(samples, positions)`."""
         return F.pad(labels[:, 1:], (0, 1), value=IGNORED) if self._is_causal else labels
 
     def compute_loss(
@@ -127,8 +127,8 @@ class PlannedMixin:
         return_outputs: bool = False,
         num_items_in_batch: Tensor | int | None = None,
     ) -> Any:
-        """This micro-batch's part of the mean over the global batch's targets; times the ranks, which DeepSpeed
-        averages over. In an evaluation, the mean over its own."""
+        """Return this micro-batch's part of the mean over the global batch's targets, times the ranks that DeepSpeed
+        averages over. In an evaluation, return the mean over its own targets."""
         trainer: Any = self
         inputs = dict(inputs)
         labels = inputs.pop("labels")
@@ -149,11 +149,11 @@ class PlannedMixin:
 
 
 class PlannedTrainer(PlannedMixin, Trainer):
-    """`transformers.Trainer` under a plan."""
+    """A `transformers.Trainer` that trains by a plan."""
 
 
 def _decoder_inputs(model: Any) -> Callable[[Tensor], Tensor]:
-    """What makes decoder inputs of labels, as the model's own loss does."""
+    """Return the function that makes decoder inputs of labels, as the model's own loss does."""
     made = model.get_base_model() if hasattr(model, "get_base_model") else model  # peft's wrapper
     decoder_inputs.complete(made.config)
     of_labels = decoder_inputs.of_class(type(made), made.config)
@@ -166,7 +166,7 @@ def _decoder_inputs(model: Any) -> Callable[[Tensor], Tensor]:
 
 
 def _refuse_other_model(plan: Plan, model: nn.Module) -> None:
-    """The plan's memory is that of its own model, and of the parameters that it trains.
+    """Refuse a model of another size than the plan's, or with other trained parameters.
 
     Raises:
         PlanMismatchError: it was made for another one.
@@ -184,9 +184,9 @@ def _refuse_other_model(plan: Plan, model: nn.Module) -> None:
 
 
 class _OwnGradients(TrainerCallback):
-    """Has each step take its own gradients alone where a model does not use all parameters in all of them.
+    """A callback that keeps gradients of earlier steps out of a step that does not use all parameters.
 
-    What ranks use differently is refused: Trainer cannot run a global batch again.
+    Parameters that ranks use differently are refused: Trainer cannot run a global batch again.
     """
 
     def on_train_begin(
@@ -207,7 +207,7 @@ class _OwnGradients(TrainerCallback):
 
 
 class _MemoryCheck(TrainerCallback):
-    """Compares the first two steps' peak with the plan; only CUDA's allocator counts it at no cost."""
+    """A callback that compares the first two steps' peak with the plan; only CUDA's allocator counts it at no cost."""
 
     def __init__(self, plan: Plan) -> None:
         self._planned = plan.memory.live_bytes

@@ -1,4 +1,4 @@
-"""The commands that start a plan's ranks under other launchers, to copy: one for each node, or one for all."""
+"""Commands that start a plan's ranks under other launchers: one for each node, or one for all."""
 
 import os
 import shlex
@@ -14,18 +14,16 @@ from frugal.config.run_settings import RunSettings
 from frugal.distributed.connections.secret import SECRET_FILE
 from frugal.distributed.env import DEFAULT_PORT
 from frugal.errors import RequestError
+from frugal.launch.local import RANK_MODULE
 from frugal.launch.ssh import Access
 from frugal.planning.plan import Plan
 
 Launcher = Literal["no-ssh", "deepspeed", "torchrun", "openmpi", "slurm"]
 
-RANK_MODULE = "frugal.training.run"
-"""What every launcher starts, once a rank."""
-
 
 @dataclass(frozen=True, kw_only=True)
 class LaunchRequest:
-    """What a launcher is to start, for each to say in its own flags.
+    """The run that a launcher starts.
 
     Attributes:
         plan_path: where the ranks find the plan.
@@ -43,7 +41,7 @@ class LaunchRequest:
 
     @property
     def slots(self) -> list[int]:
-        """GPUs of each node."""
+        """The number of GPUs of each node."""
         return [len(node.devices) for node in self.plan.cluster.nodes]
 
     @property
@@ -53,12 +51,12 @@ class LaunchRequest:
 
     @property
     def address(self) -> str:
-        """Of rank 0's node."""
+        """The address of rank 0's node."""
         return self.node_names[0] if len(self.slots) > 1 else "127.0.0.1"
 
     @property
     def is_cpu(self) -> bool:
-        """Whether ranks are CPU processes."""
+        """True if ranks are CPU processes."""
         return self.plan.cluster.devices[0].kind == "cpu"
 
     @property
@@ -67,7 +65,7 @@ class LaunchRequest:
         return ["--plan", str(self.plan_path), *self.settings.rank_words(self.settings.out)]
 
     def environment(self) -> dict[str, str]:
-        """Variables that every rank needs."""
+        """Return the variables that every rank needs."""
         variables = {"DS_ACCELERATOR": "cpu"} if self.is_cpu else {}
         if self.access.nic is not None:
             variables |= {"GLOO_SOCKET_IFNAME": self.access.nic, "NCCL_SOCKET_IFNAME": self.access.nic}
@@ -76,12 +74,12 @@ class LaunchRequest:
         )
 
     def shell_line(self, words: Sequence[str], **more: str) -> str:
-        """A line for a shell, with its environment before it."""
+        """Return a line for a shell, with its environment before it."""
         pairs = [f"{name}={shlex.quote(value)}" for name, value in (self.environment() | more).items()]
         return " ".join([*pairs, shlex.join(words)])
 
     def line_per_node(self, words: Callable[[int], list[str]]) -> str:
-        """A line for each node, below its name."""
+        """Return a line for each node, below its name."""
         here = f"# in {Path.cwd()}, on each node the line below its name; nothing is waited for longer than 5 minutes"
         here += f"; {SECRET_FILE} in its environment keeps strangers out\n" if len(self.slots) > 1 else "\n"
         return here + "\n".join(
@@ -89,7 +87,7 @@ class LaunchRequest:
         )
 
     def required_hostfile(self, launcher: str) -> str:
-        """The hostfile, for a launcher that reads it.
+        """Return the hostfile, for a launcher that reads it.
 
         Raises:
             RequestError: there is none.
@@ -104,7 +102,7 @@ class LaunchRequest:
 
 
 def launch_command(launcher: Launcher, launch: LaunchRequest) -> str:
-    """The line, or a line for each node, that starts the ranks.
+    """Return the line, or a line for each node, that starts the ranks.
 
     Raises:
         RequestError: the launcher needs to know more, or cannot do what is planned.

@@ -1,9 +1,9 @@
-"""What this host has for a run: what `frugal doctor` and `frugal train --hostfile` collect from each host over ssh.
+"""A report of this host, which `frugal doctor` and `frugal train --hostfile` collect from each host over ssh.
 
     python -m frugal.launch.host_report --folder run --token run/.token-1f2e --cuda
 
-prints it as JSON. Whether a GPU works is tried by a process of its own: one that has fallen off the bus may still be
-counted by the driver, and a call to it may never return.
+prints it as JSON. Each GPU is tried by a process of its own: one that has fallen off the bus may still be counted by
+the driver, and a call to it may never return.
 """
 
 import os
@@ -26,12 +26,12 @@ from frugal.config.schema import parse
 from frugal.distributed.process_group import free_port
 from frugal.units import MIB
 
-_OWN_LINK = ("::1", "fe80:")
-"""IPv6 addresses that mean something else on another host begin so."""
+_OWN_LINK = ("127.", "::1", "fe80:")
+"""Beginnings of addresses that mean something else on another host."""
 
 
 class Gpu(msgspec.Struct):
-    """One GPU as the driver's tool tells it, bytes."""
+    """One GPU as nvidia-smi reports it; sizes in bytes."""
 
     name: str
     memory_bytes: int
@@ -46,7 +46,6 @@ class HostReport(msgspec.Struct):
         address: by which ssh reached it; empty where it was not asked over ssh.
         networks: addresses with their prefix, such as `10.0.0.1/24`, by interface; without loopback. IPv6 where an
             interface has no other.
-        speeds: megabits/s of each interface; 0 where it does not say.
         cores: that may be used.
         memory_bytes: of the host.
         free_memory_bytes: that may still be taken, by the container's limit, too.
@@ -63,7 +62,6 @@ class HostReport(msgspec.Struct):
     python: str
     versions: dict[str, str]
     networks: dict[str, list[str]]
-    speeds: dict[str, int]
     cores: int
     memory_bytes: int
     free_memory_bytes: int
@@ -78,21 +76,16 @@ class HostReport(msgspec.Struct):
 
 
 def collect(folder: Path, token: Path | None, *, cuda: bool, probe: bool = False) -> HostReport:
-    """The report of this host, now. With `cuda` torch counts GPUs, with `probe` each is tried: both take seconds."""
+    """Return the report of this host. With `cuda` torch counts GPUs, with `probe` each is tried: both take seconds."""
     connection = os.environ.get("SSH_CONNECTION", "").split()
     while not folder.exists():  # it will be made
         folder = folder.absolute().parent
     networks = {}
     for name, addresses in psutil.net_if_addrs().items():
-        ipv4 = [each for each in addresses if each.family == socket.AF_INET and not each.address.startswith("127.")]
-        ipv6 = [
-            each
-            for each in addresses
-            if each.family == socket.AF_INET6 and not each.address.startswith(("::1", "fe80:"))
-        ]
-        if used := ipv4 or ipv6:
+        others = [each for each in addresses if not each.address.startswith(_OWN_LINK)]
+        ipv4 = [each for each in others if each.family == socket.AF_INET]
+        if used := ipv4 or [each for each in others if each.family == socket.AF_INET6]:
             networks[name] = [f"{each.address}/{_prefix_length(each.netmask)}" for each in used]
-    stats = psutil.net_if_stats()
     content = None
     if token is not None:
         with suppress(OSError):
@@ -104,7 +97,6 @@ def collect(folder: Path, token: Path | None, *, cuda: bool, probe: bool = False
         python=platform.python_version(),
         versions=local_host.versions(),
         networks=networks,
-        speeds={name: stats[name].speed for name in networks if name in stats},
         cores=len(os.sched_getaffinity(0)),
         memory_bytes=psutil.virtual_memory().total,
         free_memory_bytes=local_host.available_bytes(),
@@ -141,7 +133,6 @@ def _cuda_devices() -> int:
 
 
 def _compilers() -> dict[str, str]:
-    """Path by name, of those that are there."""
     nvcc = shutil.which("nvcc") or shutil.which("nvcc", path=f"{os.environ.get('CUDA_HOME', '/usr/local/cuda')}/bin")
     paths = {"c++": shutil.which(os.environ.get("CXX", "c++")), "nvcc": nvcc, "ninja": shutil.which("ninja")}
     return {name: path for name, path in paths.items() if path is not None}
@@ -158,7 +149,7 @@ PROBE_SECONDS = 60
 
 
 def working_gpus(names: Sequence[str]) -> list[str]:
-    """Those that a few bytes can be allocated on; `names` as in CUDA_VISIBLE_DEVICES."""
+    """Return the GPUs on which a few bytes can be allocated; `names` as in CUDA_VISIBLE_DEVICES."""
     with ThreadPoolExecutor(max(1, len(names))) as threads:
         return [name for name, works in zip(names, threads.map(_gpu_works, names), strict=True) if works]
 

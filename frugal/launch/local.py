@@ -1,8 +1,8 @@
-"""Runs on this machine: what could not start is refused, and a run is judged by how its ranks ended."""
+"""Runs on this machine, and what is common to a run on one host and on many: its folder, environment and report."""
 
 import os
-from collections.abc import Mapping, Sequence
-from pathlib import Path
+from collections.abc import Callable, Mapping, Sequence
+from functools import partial
 
 from frugal import temporary
 from frugal.config.hardware import cuda_allocator
@@ -13,15 +13,16 @@ from frugal.deepspeed_adapter.json_config import write_plan
 from frugal.distributed import first_failure
 from frugal.distributed.connections import secret
 from frugal.distributed.process_group import check_descriptors, hold_port
-from frugal.distributed.rank_logs import to_console
 from frugal.errors import PlanMismatchError
 from frugal.launch import node
 from frugal.launch.host_report import working_gpus
-from frugal.launch.node import LaunchedNode
-from frugal.launch.restart import Start, name_signal, signal_of
+from frugal.launch.node import Launch
+from frugal.launch.restart import Start
 from frugal.planning.plan import Plan
-from frugal.training.checkpoint.manifest import newest_checkpoint
 from frugal.training.checkpoint.run_folder import START, make_folder
+
+RANK_MODULE = "frugal.training.run"
+"""The module that every rank runs, under every launcher."""
 
 
 def check_machine(plan: Plan, master_port: int | None) -> None:
@@ -49,79 +50,68 @@ def check_machine(plan: Plan, master_port: int | None) -> None:
         hold_port("", master_port).close()
 
 
-def launch(plan: Plan, plan_path: Path, settings: RunSettings, master_port: int | None) -> int:
-    """Train on the plan's ranks; the exit code of the first that failed, or 0. Says so if one was killed."""
-    words = ["--plan", str(plan_path), *settings.rank_words(plan_path.parent)]
-    code = start(plan, "frugal.training.run", words, master_port)
-    number = signal_of(code)
-    if number is None or code > 0:  # otherwise the rank has said why it ended
-        return code
-    saved = newest_checkpoint(settings.checkpoints)
-    hint = f"\n\nhint: continue from {saved.name} with --resume" if saved is not None else ""
-    to_console(f"error: a rank was ended by {name_signal(number)}{hint}")
-    return 128 + number
+def run_reported(
+    plan: Plan, settings: RunSettings, start_ranks: Callable[[list[str], dict[str, str]], int]
+) -> tuple[int, first_failure.FailureReport | None]:
+    """Start a run's ranks and wait; return 0 if it came to its end, otherwise an exit code and the first failure.
+
+    `start_ranks` gets the arguments of every rank and the variables that are added to its environment. An exit code of
+    0 does not end a run whose ranks did not report that it is done.
+    """
+    make_folder(settings, settings.out)
+    # In the run's folder, which all hosts see; the system's folder for temporary files is cleaned after some days.
+    with temporary.folder(settings.out, START) as folder:
+        written, _ = write_plan(plan, folder)
+        variables = {first_failure.REPORT_FOLDER: str(folder.absolute())}
+        code = start_ranks(["--plan", str(written), *settings.rank_words(folder)], variables)
+        if first_failure.is_done(folder, code):
+            return 0, None
+        return code or 1, first_failure.read_report(folder)
 
 
 def starter(master_port: int | None) -> Start:
-    """Starts runs on this machine. An exit code of 0 does not end a run whose ranks did not report that it is done."""
+    """Return a function that starts runs on this machine."""
 
     def run(plan: Plan, settings: RunSettings) -> tuple[int, first_failure.FailureReport | None]:
-        make_folder(settings, settings.out)
-        # In the run's folder: the system's one for temporary files is emptied of what is some days old.
-        with temporary.folder(settings.out, START) as folder:
-            written, _ = write_plan(plan, folder)
-            words = ["--plan", str(written), *settings.rank_words(folder)]
-            os.environ[first_failure.REPORT_FOLDER] = str(folder)
-            try:
-                code = start(plan, "frugal.training.run", words, master_port)
-            finally:
-                del os.environ[first_failure.REPORT_FOLDER]
-            is_done = first_failure.is_done(folder, code)
-            return (0 if is_done else code or 1), first_failure.read_report(folder)
+        return run_reported(plan, settings, partial(start, plan, RANK_MODULE, master_port=master_port))
 
     return run
 
 
 def start(
-    plan: Plan, module: str, arguments: Sequence[str], master_port: int | None = None, *, to_stderr: bool = False
-) -> int:
+    plan: Plan, module: str, arguments: Sequence[str], variables: Mapping[str, str] | None = None, *,
+    master_port: int | None = None, to_stderr: bool = False,
+) -> int:  # fmt: skip
     """Run `module` on the plan's ranks; see `start_ranks`."""
-    variables = cuda_allocator.settings(plan.cluster, os.environ, plan.strategy.expandable_segments)
+    allocator = cuda_allocator.settings(plan.cluster, os.environ, plan.strategy.expandable_segments)
     kind, num_ranks = plan.cluster.devices[0].kind, plan.batch.world_size
-    return start_ranks(kind, num_ranks, module, arguments, master_port, variables=variables, to_stderr=to_stderr)
+    return start_ranks(
+        kind, num_ranks, module, arguments, master_port, variables={**(variables or {}), **allocator},
+        to_stderr=to_stderr,
+    )  # fmt: skip
 
 
 def start_ranks(
-    kind: DeviceKind,
-    num_ranks: int,
-    module: str,
-    arguments: Sequence[str],
-    master_port: int | None = None,
-    *,
-    variables: Mapping[str, str] | None = None,
-    to_stderr: bool = False,
-) -> int:
-    """Run `module` on ranks of this machine; the exit code of the first that failed, or 0.
+    kind: DeviceKind, num_ranks: int, module: str, arguments: Sequence[str], master_port: int | None = None, *,
+    variables: Mapping[str, str] | None = None, to_stderr: bool = False,
+) -> int:  # fmt: skip
+    """Run `module` on ranks of this machine; return the exit code of the first that failed, or 0.
 
-    `variables` are added to their environment. `to_stderr`: what they print goes to this process's standard error, not
-    its standard output.
+    `variables` are added to their environment. With `to_stderr` they print to this process's standard error.
     """
     environment = {**os.environ, **(variables or {}), secret.SECRET: secret.make()}
     if kind == "cpu":
         environment |= collectives.ON_CPU
-    devices = list(range(num_ranks)) if kind == "cpu" else visible_gpus()[:num_ranks]
-    environment.setdefault("OMP_NUM_THREADS", str(max(1, _cores() // num_ranks)))
-    return node.run(
-        LaunchedNode(devices=[devices], port=master_port or 0),
-        module,
-        arguments,
-        environment,
-        to_stderr=to_stderr,
+    devices: list[int | str] = [*range(num_ranks)] if kind == "cpu" else [*visible_gpus()[:num_ranks]]
+    environment.setdefault("OMP_NUM_THREADS", str(max(1, len(os.sched_getaffinity(0)) // num_ranks)))
+    launch = Launch(
+        devices=[devices], port=master_port or 0, module=module, arguments=[*arguments], environment=environment
     )
+    return node.run(launch, to_stderr=to_stderr)
 
 
 def visible_gpus() -> list[str]:
-    """The GPUs that may be used, as CUDA_VISIBLE_DEVICES names them."""
+    """Return the GPUs that may be used, as CUDA_VISIBLE_DEVICES names them."""
     import torch
 
     numbers = [str(number) for number in range(torch.cuda.device_count())]
@@ -129,12 +119,8 @@ def visible_gpus() -> list[str]:
     return numbers if visible is None else visible.split(",")[: len(numbers)]
 
 
-def _cores() -> int:
-    return len(os.sched_getaffinity(0))
-
-
 def num_working_devices(plan: Plan) -> int:
-    """How many of a plan's devices on this machine still work; those that do not are hidden from later starts."""
+    """Return how many of a plan's devices on this machine still work; hide the others from later starts."""
     if plan.cluster.devices[0].kind == "cpu":
         return plan.batch.world_size
     working = working_gpus(visible_gpus())

@@ -1,26 +1,27 @@
-"""The ranks of one node: started with their places in the environment, signalled, and ended together.
+"""The processes of a run: the ranks of this machine, and `python -m frugal.launch.node` for those of another host.
 
-    python -m frugal.launch.node --devices '[[0, 1], [0, 1]]' --node_rank=1 --master_addr=HOST --master_port=29500
-        frugal.training.run --plan plan.json
+`frugal train` starts the ranks of its own machine itself. On other hosts ssh runs this module, which reads from its
+standard input what to start (`Launch`, one line of JSON) and then the numbers of signals to pass on. Every process is
+tied to the one that started it by a pipe: through it come signals, and when it closes the process ends. So nothing
+outlives the command, however it ends, and nothing secret stands in a command line.
 
-`frugal train` calls `run` on its own machine, and this module on other hosts. It takes the place of DeepSpeed's
-launcher, which kills its ranks half a minute after a SIGTERM, and leaves them running when it is killed itself.
-
-Each rank leads a session of its own, so that Ctrl-C reaches it through us alone, and processes of its own end with it.
+Each process leads a session of its own, so that Ctrl-C reaches it through its parent alone, and its own children are
+ended with it.
 """
 
-import argparse
 import errno
-import json
+import io
 import os
 import signal
 import subprocess
 import sys
+import threading
 import time
-from collections.abc import Iterator, Mapping, Sequence
-from contextlib import suppress
-from dataclasses import dataclass, replace
+from collections.abc import Mapping, Sequence
+from contextlib import ExitStack, suppress
 from types import FrameType
+
+import msgspec
 
 from frugal.distributed import first_failure, parent, stop
 from frugal.distributed.process_group import hold_port
@@ -32,139 +33,148 @@ PORT_TAKEN = errno.EADDRINUSE
 """Exit code on another host whose port, where ranks were to meet, is in use."""
 
 LEAVE_SECONDS = 10.0
-"""For the others to note in their logs what they saw, once a rank has failed, and for all after a second signal."""
+"""Time for the others to write their logs once a rank has failed, and for all ranks after a second signal."""
+
+END_SECONDS = 10.0
+"""Time for another host to end its ranks before ssh is ended."""
 
 
-@dataclass(frozen=True, kw_only=True)
-class LaunchedNode:
-    """One of a run's nodes, by its `number`; `devices` has the numbers or names of each node's, one a rank.
+class Launch(msgspec.Struct, kw_only=True):
+    """The ranks of one node to start.
 
-    `address` and `port`: where all ranks meet; port 0: on the only node, any that is free.
+    Attributes:
+        devices: the numbers or names of each node's devices, one a rank.
+        number: this node's.
+        address: where all ranks meet.
+        port: where all ranks meet; 0: on the only node, any that is free.
+        module: the module that every rank runs, with `arguments`.
+        environment: of the ranks, besides their places in the run.
     """
 
-    devices: Sequence[Sequence[int | str]]
+    devices: list[list[int | str]]
     number: int = 0
     address: str = "127.0.0.1"
     port: int
+    module: str
+    arguments: list[str]
+    environment: dict[str, str]
 
-    def environments(self) -> Iterator[dict[str, str]]:
-        """What each of its ranks is told: the same names as DeepSpeed's launcher has."""
+    def environments(self) -> list[dict[str, str]]:
+        """Return each rank's environment variables for its place: the names that DeepSpeed's launcher sets."""
         own = self.devices[self.number]
         before = sum(map(len, self.devices[: self.number]))
-        for local_rank in range(len(own)):
-            yield {
-                "RANK": str(before + local_rank), "LOCAL_RANK": str(local_rank), "LOCAL_SIZE": str(len(own)),
-                "LOCAL_WORLD_SIZE": str(len(own)),
-                "WORLD_SIZE": str(sum(map(len, self.devices))), "CROSS_RANK": str(self.number),
-                "CROSS_SIZE": str(len(self.devices)), "MASTER_ADDR": self.address, "MASTER_PORT": str(self.port),
-                "CUDA_VISIBLE_DEVICES": ",".join(map(str, own)),
-            }  # fmt: skip
-
-    def command(self, module: str, arguments: Sequence[str], *, number: str) -> list[str]:
-        """The words that start the ranks of a node on its host; `number`: what stands for the node's."""
         return [
-            sys.executable, "-u", "-m", "frugal.launch.node", "--devices", json.dumps(self.devices),
-            f"--node_rank={number}", f"--master_addr={self.address}", f"--master_port={self.port}", module,
-            *arguments,
+            {
+                "RANK": str(before + local_rank), "LOCAL_RANK": str(local_rank), "LOCAL_SIZE": str(len(own)),
+                "LOCAL_WORLD_SIZE": str(len(own)), "WORLD_SIZE": str(sum(map(len, self.devices))),
+                "CROSS_RANK": str(self.number), "CROSS_SIZE": str(len(self.devices)), "MASTER_ADDR": self.address,
+                "MASTER_PORT": str(self.port), "CUDA_VISIBLE_DEVICES": ",".join(map(str, own)),
+            }
+            for local_rank in range(len(own))
         ]  # fmt: skip
 
 
-def run(
-    node: LaunchedNode,
-    module: str,
-    arguments: Sequence[str],
-    environment: Mapping[str, str],
-    *,
-    to_stderr: bool = False,
-) -> int:
-    """Run `module` on all ranks of a node until they end; the exit code of the first that failed, or 0.
+def run(launch: Launch, *, to_stderr: bool = False, control: io.FileIO | None = None) -> int:
+    """Run all ranks of a node until they end; return the exit code of the first that failed, or 0.
 
-    Signals to stop are passed on to the ranks, and Ctrl-C is. `to_stderr`: what ranks print goes to our standard error.
-
-    Where ranks meet is held for rank 0, which listens there seconds later, and again where ranks replace themselves.
+    The port where ranks meet is held for rank 0, which listens there seconds later. With `to_stderr` ranks print to
+    this process's standard error. `control` brings the numbers of signals; its end ends the ranks.
 
     Raises:
         RequestError: the port is in use.
         KeyboardInterrupt: a second Ctrl-C.
     """
-    if node.number == 0:
-        with hold_port(node.address, node.port) as held:
-            return _run(replace(node, port=held.getsockname()[1]), module, arguments, environment, to_stderr)
-    return _run(node, module, arguments, environment, to_stderr)
+    with ExitStack() as stack:
+        if launch.number == 0:
+            held = stack.enter_context(hold_port(launch.address, launch.port))
+            launch = msgspec.structs.replace(launch, port=held.getsockname()[1])
+        ranks = stack.enter_context(Processes())
+        for place in launch.environments():
+            command = [sys.executable, "-u", "-m", launch.module, f"--local_rank={place['LOCAL_RANK']}"]
+            environment = {**launch.environment, **place}
+            ranks.start([*command, *launch.arguments], environment, stdout=2 if to_stderr else None)
+        if control is not None:
+            threading.Thread(target=ranks.obey, args=(control,), name="frugal node", daemon=True).start()
+        return ranks.wait()
 
 
-def _run(
-    node: LaunchedNode, module: str, arguments: Sequence[str], environment: Mapping[str, str], to_stderr: bool
-) -> int:
-    with _Ranks() as ranks, stop.handled(stop.SIGNALS, ranks.pass_on):
-        with stop.handled([signal.SIGINT], ranks.pass_on):  # in the midst of a start it would leave ranks behind
-            ranks.start(node, module, arguments, environment, stdout=2 if to_stderr else None)
-        while True:
-            try:
-                return ranks.wait()
-            except KeyboardInterrupt:
-                if ranks.is_interrupted:
-                    raise
-                ranks.pass_on(signal.SIGINT)
+class Processes:
+    """Processes that are started together, signalled, and ended together: inside a `with` block.
 
+    `end_seconds`: how long they may take to end once their pipes are closed, before they are killed.
+    """
 
-class _Ranks:
-    """The processes of a node's ranks, each with the write end of the pipe that ties it to us."""
-
-    def __init__(self) -> None:
-        self.is_interrupted = False
+    def __init__(self, end_seconds: float = 0.0) -> None:
+        self._end_seconds = end_seconds
         self._processes: list[subprocess.Popen[bytes]] = []
         self._pipes: list[int] = []
         self._received = stop.Received()
+        self._is_interrupted = False
         self._kill_at: float | None = None
+        self._handlers = ExitStack()
 
-    def __enter__(self) -> "_Ranks":
+    def __enter__(self) -> "Processes":
+        self._handlers.enter_context(stop.handled((*stop.SIGNALS, signal.SIGINT), self.pass_on))
         return self
 
     def __exit__(self, *_: object) -> None:
-        """End what is left, with the processes that ranks started."""
-        for process in self._processes:
-            with suppress(ProcessLookupError):
-                os.killpg(process.pid, signal.SIGKILL)
-            process.wait()
-        for pipe in self._pipes:
-            os.close(pipe)
+        """End what is left, with the processes that these started."""
+        with self._handlers:
+            for pipe in self._pipes:
+                os.close(pipe)
+            end = time.monotonic() + self._end_seconds
+            while time.monotonic() < end and any(process.poll() is None for process in self._processes):
+                time.sleep(POLL_SECONDS)
+            for process in self._processes:
+                with suppress(ProcessLookupError):
+                    os.killpg(process.pid, signal.SIGKILL)
+                process.wait()
 
     def start(
-        self,
-        node: LaunchedNode,
-        module: str,
-        arguments: Sequence[str],
-        environment: Mapping[str, str],
-        *,
-        stdout: int | None,
-    ) -> None:
-        for place in node.environments():
-            theirs, ours = os.pipe()
-            self._pipes.append(ours)
-            command = [sys.executable, "-u", "-m", module, f"--local_rank={place['LOCAL_RANK']}", *arguments]
-            self._processes.append(
-                subprocess.Popen(
-                    command, env={**environment, **place, parent.PIPE: str(theirs)}, pass_fds=[theirs], stdout=stdout,
-                    start_new_session=True,
-                )
-            )  # fmt: skip
-            os.close(theirs)
+        self, command: Sequence[str], environment: Mapping[str, str], *, stdout: int | None = None,
+        first_line: bytes | None = None,
+    ) -> None:  # fmt: skip
+        """Start a process that reads its pipe by `parent.end_with_parent`, or with `first_line` as standard input."""
+        theirs, ours = os.pipe()
+        self._pipes.append(ours)
+        is_rank = first_line is None
+        process = subprocess.Popen(
+            command, env={**environment, parent.PIPE: str(theirs)} if is_rank else environment, stdout=stdout,
+            stdin=subprocess.DEVNULL if is_rank else theirs, pass_fds=[theirs] if is_rank else [],
+            preexec_fn=None if is_rank else _leave_signals_to_parent, start_new_session=True,
+        )  # fmt: skip
+        self._processes.append(process)
+        os.close(theirs)
+        if first_line is not None:
+            with suppress(OSError), open(ours, "wb", closefd=False) as pipe:  # a descriptor
+                pipe.write(first_line + b"\n")
 
     def pass_on(self, number: int, _frame: FrameType | None = None) -> None:
-        """Tell the ranks of a signal; one that comes a second time ends them, if they do not do so themselves."""
+        """Send a signal to all; one that comes a second time ends them, if they do not end by themselves.
+
+        Raises:
+            KeyboardInterrupt: a second Ctrl-C.
+        """
         times = self._received.add(number)
         if number == signal.SIGINT:
-            self.is_interrupted = True
-        else:
+            if self._is_interrupted:
+                raise KeyboardInterrupt
+            self._is_interrupted = True
+        elif number in stop.SIGNALS:
             stop.note(number)
-        if times == 2 or self.is_interrupted:
+        if times == 2 or self._is_interrupted:
             self._kill_at = time.monotonic() + LEAVE_SECONDS
         if times:
             self._tell(number)
 
+    def obey(self, control: io.FileIO) -> None:
+        """Pass on the signals whose numbers are read from `control`, and end all at its end."""
+        while number := control.read(1):
+            self.pass_on(number[0])
+        self._kill_at = 0.0
+
     def wait(self) -> int:
-        """The exit code of the first rank that failed, or 0, once all have ended."""
+        """Return the exit code of the first that failed, or 0, once all have ended."""
         code, left = 0, list(self._processes)
         while left:
             ended = [process.returncode for process in left if process.poll() is not None]
@@ -174,32 +184,31 @@ class _Ranks:
                 self._tell(stop.OTHER_FAILED)
                 self._kill_at = time.monotonic() + LEAVE_SECONDS
             if left and self._kill_at is not None and time.monotonic() > self._kill_at:
-                return code or 128 + (signal.SIGINT if self.is_interrupted else stop.requested() or signal.SIGKILL)
+                return code or 128 + (signal.SIGINT if self._is_interrupted else stop.requested() or signal.SIGKILL)
             time.sleep(POLL_SECONDS)
         return code
 
     def _tell(self, number: int) -> None:
         for pipe in self._pipes:
-            with suppress(OSError):  # the rank has ended
+            with suppress(OSError):  # the process has ended
                 os.write(pipe, bytes([number]))
+
+
+def _leave_signals_to_parent() -> None:
+    """Have ssh end with the command, and ignore the signals that the command passes on."""
+    parent.set_death_signal(signal.SIGKILL)
+    stop.ignore()
 
 
 def main() -> None:
     """Run the ranks of this host."""
-    parser = argparse.ArgumentParser()
-    parser.add_argument("--devices", type=json.loads)
-    parser.add_argument("--node_rank", type=int)
-    parser.add_argument("--master_addr")
-    parser.add_argument("--master_port", type=int)
-    parser.add_argument("module")
-    parser.add_argument("arguments", nargs=argparse.REMAINDER)
-    given = parser.parse_args()
-    node = LaunchedNode(
-        devices=given.devices, number=given.node_rank, address=given.master_addr, port=given.master_port
-    )
+    control = open(0, "rb", buffering=0, closefd=False)  # noqa: SIM115  # a buffer's lock would be held at exit
+    launch = msgspec.json.decode(control.readline(), type=Launch)
+    launch.environment = {**os.environ, **launch.environment}
     try:
-        sys.exit(run(node, given.module, given.arguments, os.environ))
-    except RequestError as error:  # `frugal train` says so, or chooses another port
+        sys.exit(run(launch, control=control))
+    except RequestError as error:  # `frugal train` reports it, or chooses another port
+        os.environ.update(launch.environment)
         first_failure.report(PORT_TAKEN, f"error: {error}")
         sys.exit(PORT_TAKEN)
 

@@ -1,11 +1,10 @@
-"""Restarts (`frugal train --max-restarts`): a run is started again when it ended for something that may not come again.
+"""Supervision of a run: its end is judged, and with `--max-restarts` it is started again where that may help.
 
 Launchers do not always pass on how a rank ended, so a run is judged by what its ranks reported (`first_failure`) before
-the exit code counts. Not started again: what is done or was told to stop, what ended with a message for the user, and
-what ended at the same step in the same way as the time before.
+the exit code counts. Not started again: runs that are done or were asked to stop, that ended with a message for the
+user, or that ended at the same step in the same way as the time before.
 """
 
-import os
 import signal
 import time
 from collections.abc import Callable
@@ -21,7 +20,6 @@ from frugal.errors import INTERRUPTED, CheckpointError, RequestError
 from frugal.planning.plan import Plan
 from frugal.report import after_run
 from frugal.report.records import read_history
-from frugal.training.checkpoint.held_folder import HeldFolder
 from frugal.training.checkpoint.manifest import newest_checkpoint
 from frugal.training.checkpoint.run_folder import make_folder
 
@@ -34,7 +32,7 @@ Start = Callable[[Plan, RunSettings], tuple[int, FailureReport | None]]
 
 @dataclass(frozen=True)
 class RunEnd:
-    """How a run ended: after `step`, with `checkpoint` as its newest, for the reason `why`, in words.
+    """The end of a run: after `step`, with `checkpoint` as its newest, for the reason `why`, in words.
 
     `is_final`: whether starting it again would be of no use.
     """
@@ -49,39 +47,37 @@ class RunEnd:
 def supervise(
     start: Start, plan: Plan, settings: RunSettings, max_restarts: int, plan_for_rest: Callable[[Plan], Plan]
 ) -> int:
-    """Run a plan until it is done, starting it again at most `max_restarts` times; the last exit code.
+    """Run a plan until it is done, starting it again at most `max_restarts` times; return the last exit code.
 
-    `plan_for_rest` gives the plan to go on with, for the devices that are left.
+    `plan_for_rest` returns the plan to continue with, for the devices that are left.
     """
     before: RunEnd | None = None
     make_folder(settings, settings.out)
-    held = HeldFolder(settings, os.open(settings.out, os.O_RDONLY))
     for restart in range(max_restarts + 1):
         began = time.time()
         code, report = start(plan, settings)
-        out = held.look()
-        if out is None:  # it is not made again
-            if code and code not in FINAL_CODES:  # otherwise the ranks have said so
-                to_console(f"error: {settings.out}, the run's folder, was deleted: not started again")
+        if not settings.out.is_dir():
+            if code and code not in FINAL_CODES:  # otherwise the ranks have reported it
+                to_console(f"error: {settings.out}, the run's folder, was deleted or moved: not started again")
                 code = CheckpointError.exit_code
             return code
-        settings = replace(settings, out=out)
         end = judge(code, report, settings)
         if code:
-            after_run.note_end(out, began, end.why or how_it_ended(code, report))
+            after_run.note_end(settings.out, began, end.why or how_it_ended(code, report))
         if end.is_final:
             return end.code
-        if stop.requested() is not None:  # before a rank could heed it
-            to_console(f"error: {end.why}")
+        hint = f"\n\nhint: continue from {end.checkpoint} with --resume" if end.checkpoint else ""
+        if stop.requested() is not None or not max_restarts:
+            if report is None or stop.requested() is not None:  # otherwise the rank has reported it
+                to_console(f"error: {end.why}{hint}")
             return end.code
         if before is not None and (end.why, end.step, end.checkpoint) == (before.why, before.step, before.checkpoint):
             to_console(f"error: {end.why} again, after step {end.step} as before: not started again")
             return end.code
         if restart == max_restarts:
-            hint = f"\n\nhint: continue from {end.checkpoint} with --resume" if end.checkpoint else ""
             to_console(f"error: {end.why}, and all {max_restarts} restarts are used up{hint}")
             return end.code
-        where = f"going on from {end.checkpoint}" if end.checkpoint else "starting anew, as there is no checkpoint"
+        where = f"resuming from {end.checkpoint}" if end.checkpoint else "starting over, as there is no checkpoint"
         to_console(f"restart {restart + 1} of {max_restarts}: {end.why} after step {end.step}; {where}")
         settings = replace(settings, resume=end.checkpoint is not None)
         plan, failed = plan_for_rest(plan), plan
@@ -90,7 +86,7 @@ def supervise(
 
 
 def judge(code: int, report: FailureReport | None, settings: RunSettings) -> RunEnd:
-    """What an exit code and the report of the rank that failed first amount to."""
+    """Return how a run ended, from its exit code and the report of the rank that failed first."""
     saved = newest_checkpoint(settings.checkpoints)
     step, checkpoint = _last_step(settings.out), None if saved is None else saved.name
     if code == 0:
@@ -107,7 +103,7 @@ def judge(code: int, report: FailureReport | None, settings: RunSettings) -> Run
 
 
 def how_it_ended(code: int, report: FailureReport | None = None) -> str:
-    """A failed run's end in a few words, for its records."""
+    """Return a failed run's end in a few words, for its records."""
     if report is not None:
         return _why(report)
     number = signal_of(code)
@@ -117,7 +113,7 @@ def how_it_ended(code: int, report: FailureReport | None = None) -> str:
 
 
 def _why(report: FailureReport) -> str:
-    """Of a message its first line, of a traceback the exception, which is above its last line."""
+    """Return the first line of a message, or the exception of a traceback, which is above its last line."""
     lines = report.text.splitlines()
     if lines[0].startswith("error: "):
         return lines[0].removeprefix("error: ")
@@ -125,7 +121,7 @@ def _why(report: FailureReport) -> str:
 
 
 def _last_step(out: Path) -> int:
-    """Return the last step that was done; 0 if no record tells of one."""
+    """Return the last step that was done; 0 if there is no record of one."""
     with suppress(RequestError):
         steps = read_history(out).steps
         return steps[-1].step if steps else 0
@@ -146,9 +142,7 @@ def signal_of(code: int) -> int | None:
 
 
 def name_signal(number: int) -> str:
-    """Return a signal's name; of the real-time ones Python names only the first and the last."""
-    try:
+    """Return a signal's name, or for one without a name its number."""
+    with suppress(ValueError):
         return signal.Signals(number).name
-    except ValueError:
-        offset = number - signal.SIGRTMIN
-        return f"SIGRTMIN+{offset}" if 0 < offset < signal.SIGRTMAX - signal.SIGRTMIN else f"signal {number}"
+    return f"signal {number}"

@@ -1,4 +1,4 @@
-"""The hosts of a hostfile over ssh: what each has for a run, what it lacks, and the address that all of them reach."""
+"""The hosts of a hostfile over ssh: their reports, what they lack for a run, and the address that all of them reach."""
 
 import os
 import secrets
@@ -45,15 +45,20 @@ class Access:
     nic: str | None = None
 
     def options(self) -> list[str]:
-        """ssh's: no prompt, no waiting for a host that is not there, an end where one stops answering."""
+        """Return options of ssh: no prompt, a timeout for a host that is not there, an end if it stops answering."""
         options = [
             "-o", "BatchMode=yes", "-o", f"ConnectTimeout={CONNECT_SECONDS}", "-o", "ServerAliveInterval=15",
             "-o", "ServerAliveCountMax=3",
         ]  # fmt: skip
         return options if self.ssh_port is None else [*options, "-p", str(self.ssh_port)]
 
+    def command(self, words: Sequence[str]) -> str:
+        """Return a line for a shell on another host: the words, in this folder, with the variables for Python."""
+        python = [f"{name}={value}" for name, value in self.environment().items() if name.startswith("PYTHON")]
+        return f"cd {shlex.quote(os.getcwd())} && exec env {shlex.join([*python, *words])}"  # noqa: PTH109  # a plain string
+
     def environment(self) -> dict[str, str]:
-        """The environment of ranks on every node: variables of ours that are passed on, then those of DeepSpeed's file.
+        """Return the environment of ranks on every node: variables that are passed on, then those of DeepSpeed's file.
 
         Raises:
             RequestError: a line of the file is no NAME=VALUE.
@@ -67,7 +72,7 @@ class Access:
 
 
 def _environment_file(path: Path) -> dict[str, str]:
-    """The NAME=VALUE lines of DeepSpeed's `.deepspeed_env`; nothing where there is none."""
+    """Return the NAME=VALUE lines of DeepSpeed's `.deepspeed_env`; none where there is no such file."""
     variables = {}
     if path.is_file():
         for number, line in enumerate(path.read_text().splitlines(), start=1):
@@ -84,7 +89,7 @@ def _environment_file(path: Path) -> dict[str, str]:
 
 @dataclass(frozen=True)
 class UnreachableHost:
-    """A host that gave no report, and why."""
+    """A host that gave no report, and the reason."""
 
     why: str
 
@@ -92,19 +97,17 @@ class UnreachableHost:
 def collect_reports(
     hosts: Sequence[HostfileEntry], access: Access, folder: Path, kind: DeviceKind, *, probe: bool = False
 ) -> list[HostReport | UnreachableHost]:
-    """A report from each host, or why there is none; all are asked at once.
+    """Return a report from each host, or why there is none; all are asked at once.
 
     `folder` is the run's: all hosts must share it, or where it does not exist yet, the one that it will be in. With
     `probe` every GPU is tried, which takes seconds.
     """
-    environment = {name: value for name, value in access.environment().items() if name.startswith("PYTHON")}
     with _token(RunSettings(out=folder).checkpoints) as token, ThreadPoolExecutor(min(len(hosts), 64)) as pool:
-        command = remote_command(
+        command = access.command(
             [
                 sys.executable, "-m", "frugal.launch.host_report", "--folder", str(folder), "--token", str(token),
                 *(["--cuda"] if kind == "cuda" else []), *(["--probe"] if probe and kind == "cuda" else []),
-            ],
-            environment,
+            ]
         )  # fmt: skip
         reports = list(pool.map(lambda host: _collect_report(host, access, command), hosts))
         return [
@@ -139,7 +142,7 @@ def _collect_report(host: HostfileEntry, access: Access, command: str) -> HostRe
 
 @contextmanager
 def _token(folder: Path) -> Iterator[Path]:
-    """A file in the folder, or where that will be, which holds its own name."""
+    """Yield a file in the folder, or where that will be, which holds its own name."""
     path = folder.absolute()
     while not path.is_dir():
         path = path.parent
@@ -159,7 +162,7 @@ def _token(folder: Path) -> Iterator[Path]:
 def problems(
     hosts: Sequence[HostfileEntry], reports: Sequence[HostReport | UnreachableHost], access: Access, kind: DeviceKind
 ) -> list[str]:
-    """What would stop a run, a line each."""
+    """Return the problems that would prevent a run, one line each."""
     ours, here = versions(), socket.gethostname()
     lines = []
     for host, report in zip(hosts, reports, strict=True):
@@ -177,7 +180,7 @@ def problems(
 
 
 def _shortages(host: HostfileEntry, report: HostReport, kind: DeviceKind) -> Iterator[str]:
-    """What a host has less of than its line says, by more than a tenth: a GPU of 12G reports 11.76 GiB."""
+    """Yield what a host has less of than its line says, by more than a tenth: a GPU of 12G reports 11.76 GiB."""
     if kind == "cuda":
         num_gpus = len(report.gpus) if report.cuda_devices is None else report.cuda_devices
         if num_gpus == 0:
@@ -207,7 +210,7 @@ class ReadyHost:
 
 
 def rendezvous_address(reports: Sequence[HostReport], access: Access) -> str:
-    """The address of the first host at which the others reach it: on the interface named, or on a network they share.
+    """Return the address at which the others reach the first host: on the interface named, or on a network they share.
 
     Not what its name resolves to there, which may be its loopback.
     """
@@ -221,57 +224,3 @@ def rendezvous_address(reports: Sequence[HostReport], access: Access) -> str:
             return str(shared[0].ip)
     reached = [ip for ip in own if str(ip.ip) == first.address]
     return str((reached or own)[0].ip)
-
-
-def remote_command(words: Sequence[str], environment: dict[str, str]) -> str:
-    """One line for a shell on another host: the words, in this folder, with this environment, which all can list."""
-    pairs = [f"{name}={value}" for name, value in environment.items()]
-    return f"cd {shlex.quote(os.getcwd())} && exec env {shlex.join([*pairs, *words])}"  # noqa: PTH109  # a plain string
-
-
-class EnvironmentFiles:
-    """The environment of a start's processes on every host, in a file that only its user can read.
-
-    It is written through ssh's standard input, and removed by the shell that reads it, before the processes start.
-    """
-
-    def __init__(self) -> None:
-        self._path = f"/tmp/frugal-{secrets.token_hex(16)}"  # nobody guesses it, and it must be new
-
-    def path(self, number: int | str) -> str:
-        """On the host of this number."""
-        return f"{self._path}-{number}"
-
-    def write(self, hosts: Sequence[HostfileEntry], access: Access, environment: dict[str, str]) -> None:
-        """Write all hosts' at once.
-
-        Raises:
-            RequestError: a host does not take it.
-        """
-        named = {name: value for name, value in environment.items() if name.isidentifier()}
-        text = "".join(f"export {name}={shlex.quote(value)}\n" for name, value in named.items())
-
-        def write_one(number: int) -> str | None:
-            script = f"umask 077; set -C; cat > {self.path(number)}"  # -C: not into what is there already
-            command = ["ssh", *access.options(), "--", hosts[number].name, f"sh -c {shlex.quote(script)}"]
-            try:
-                done = subprocess.run(command, input=text, capture_output=True, text=True, timeout=ASK_SECONDS)
-            except subprocess.TimeoutExpired:
-                return f"did not answer within {ASK_SECONDS} s"
-            return (done.stderr.strip() or f"ssh ended with {done.returncode}") if done.returncode else None
-
-        with ThreadPoolExecutor(min(len(hosts), 64)) as pool:
-            reasons = pool.map(write_one, range(len(hosts)))
-        because = [f"{host.name}: {why}" for host, why in zip(hosts, reasons, strict=True) if why is not None]
-        if because:
-            raise RequestError("the environment of the ranks cannot be written on every host", because=because)
-
-    def command(self, words: Sequence[str], number: str) -> str:
-        """One line for a shell on the host of this number: the words, in this folder, with the file's environment."""
-        script = f'. {self.path(number)}; rm -f {self.path(number)}; exec "$@"'
-        return f"cd {shlex.quote(os.getcwd())} && exec {shlex.join(['sh', '-c', script, 'frugal', *words])}"  # noqa: PTH109  # a plain string
-
-    @property
-    def removal(self) -> str:
-        """A command that removes what a start left that did not come to read it."""
-        return f"rm -f {self._path}-*"

@@ -5,7 +5,6 @@ from functools import partial
 
 from frugal.dryrun.cache import Cache
 from frugal.dryrun.client import DryRunSource, workers
-from frugal.dryrun.planner import replays_known
 from frugal.plan_page.page import PageData
 from frugal.plan_page.profiles import EVENTS_OF_A_PAGE, EVENTS_OF_A_SMALL_PAGE, is_of_one_kind, profiles
 from frugal.planning.plan import Plan
@@ -35,9 +34,7 @@ def contents(plan: Plan, cache: Cache, in_full: bool) -> PageData:
         dry_run = partial(DryRunSource, pool=pool, will_dry_run=False)
         if not in_full:
             return PageData(profiles(plan, dry_run, EVENTS_OF_A_SMALL_PAGE, only_known=True), ())
-        with replays_known(cache, plan.request):
-            tables = _tables(plan, dry_run)
-        return PageData(profiles(plan, dry_run, EVENTS_OF_A_PAGE), tuple(tables))
+        return PageData(profiles(plan, dry_run, EVENTS_OF_A_PAGE), tuple(_tables(plan, dry_run)))
 
 
 def _tables(plan: Plan, dry_run: OpenSource) -> list[Table]:
@@ -59,8 +56,7 @@ def _grid(plan: Plan, dry_run: OpenSource) -> list[Table]:
     predictions = dict(zip(cases, predicted_with_sharing(list(cases.values()), dry_run), strict=True))
     tables = []
     for seq_len in axes["seq-len"]:
-        used: set[str] = set()
-        rows = what_if_rows(plan, axes, cases, predictions, seq_len, used)
+        rows = what_if_rows(plan, axes, predictions, seq_len)
         title = f"what if: samples of {seq_len} tokens ({NOT_DRY_RUN})"
-        tables.append(Table(title=title, rows=tuple(rows), note=what_if_legend(used), has_head=True))
+        tables.append(Table(title=title, rows=tuple(rows), note=what_if_legend(predictions), has_head=True))
     return tables

@@ -24,7 +24,7 @@ from frugal.units import format_bytes, format_seconds, plural
 SCRIPTS = ("plan_timeline.js", "plan_allocator.js", "plan_predict.js", "plan_page.js")
 
 
-SELDOM = {"mlp": "MLP", "within": "Gathers within (hpZ)", "sharing": "A sample is shared by", "buckets": "Buckets"}
+SELDOM = {"mlp": "MLP", "sharing": "A sample is shared by", "buckets": "Buckets"}
 """Selections that are shown where there is more than one value, or one that says something."""
 
 

@@ -121,7 +121,6 @@ def _described(strategy: Strategy) -> dict[str, Any]:
         "loss": strategy.loss,
         "mlp": strategy.mlp,
         "offload": _level(strategy) if strategy.offload_ratio == 1 else f"optimizer {strategy.offload_ratio}",
-        "within": strategy.secondary_partition,
         "sharing": strategy.sequence_parallel,
         "buckets": "small" if strategy.small_buckets else "usual",
         "expandable": strategy.expandable_segments,
@@ -208,7 +207,7 @@ def _points(plan: Plan, gpus: Sequence[int], seq_lens: Sequence[int], sources: "
 def _free(request: Request) -> Request:
     """The request without what pins its strategy, but for how many ranks share a sample."""
     pins = {"activation_checkpointing": "auto", "loss": "auto", "mlp": "auto", "offload": "auto"}
-    return replace(request, zero_stage=None, offload_ratio=None, layer_modes=None, secondary_partition=None, **pins)  # type: ignore[arg-type]  # literals, seen as text
+    return replace(request, zero_stage=None, offload_ratio=None, layer_modes=None, **pins)  # type: ignore[arg-type]  # literals, seen as text
 
 
 class _Sources:
@@ -249,12 +248,9 @@ class _Sources:
         def allowed(tiled_mlp: bool) -> tuple[Strategy, ...]:
             return allowed_strategies(
                 _free(self.request(seq_len)),
+                facts,
                 world_size=world_size,
                 offload=level,
-                trainable_parameters=facts.trainable_parameters,
-                can_recompute=facts.can_recompute,
-                can_tile=facts.can_tile,
-                largest_parameter=facts.largest_parameter,
                 on_gpus=self._plan.cluster.devices[0].kind == "cuda",
                 small_buckets=own.small_buckets,
                 tiled_mlp=tiled_mlp,
@@ -271,7 +267,7 @@ class _Sources:
             [*allowed(tiled_mlp=True), *allowed(False)] if own.mlp == "tiled" else allowed(False), key=distance
         )
         is_possible = level == _level(own) and any(each.zero_stage == own.zero_stage for each in like_it)
-        if not is_possible or gpus % own.secondary_partition:
+        if not is_possible:
             return tuple(like_it)
         if own.offload_ratio < 1:  # of sub-groups of another size
             whole = replace(own, offload_ratio=1.0, sub_group_elements=Strategy.sub_group_elements)

@@ -42,7 +42,7 @@ def seconds_of(profile: MemoryProfile, cluster: Cluster, request: Request) -> di
         shared_by = profile.strategy.sequence_parallel
         caps = (samples,) * (cluster.world_size // shared_by)
         batch = BatchPlan.of(samples * len(caps) * num_steps, caps, sequence_parallel=shared_by)
-        return step_time(profile, profile.strategy, batch, replace(cluster, nodes=nodes), request)
+        return step_time(profile.costs, profile.strategy, batch, replace(cluster, nodes=nodes), request)
 
     at_once = {"operator_seconds": 0.0}
     one, many = asked(1, 1, **at_once), asked(SAMPLES, 1, **at_once)
@@ -55,7 +55,7 @@ def seconds_of(profile: MemoryProfile, cluster: Cluster, request: Request) -> di
         return first - slope, slope
 
     kernels, again = line("compute_seconds"), line("recompute_seconds")
-    moving = profile.work.moved_per_sample / device.host_link_bandwidth if device.kind == "cuda" else 0.0
+    moving = profile.costs.work.moved_per_sample / device.host_link_bandwidth if device.kind == "cuda" else 0.0
     exchange = line("communication_seconds")[1]
     communication = two.communication_seconds - one.communication_seconds - exchange
     offload = two.offload_seconds - one.offload_seconds - moving

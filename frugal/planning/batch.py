@@ -94,7 +94,7 @@ class BatchPlan:
         accumulation_steps: int | None = None,
         sequence_parallel: int = 1,
     ) -> "BatchPlan":
-        """The fewest micro-steps that hold `global_batch` samples, cut as evenly as whole samples allow.
+        """Return the fewest micro-steps that hold `global_batch` samples, cut as evenly as whole samples allow.
 
         `micro_batch` has one cap a rank. With n = ceil(batch / sum of caps) micro-steps, or `accumulation_steps` if
         given, micro-step k gets b_k samples, the b_k differing by at most one, the larger ones first. Of these a group
@@ -143,7 +143,7 @@ class BatchPlan:
         )
 
     def arithmetic(self, rank_noun: str, counted: str) -> str:
-        """The whole cut in one line. `rank_noun` is what a rank is, `counted` what a token target counts."""
+        """Return the whole cut in one line. `rank_noun` names a rank, `counted` what a token target counts."""
         tokens = f" ({self.global_tokens} {counted})" if self.global_tokens is not None else ""
         total = f"{plural(self.global_batch, 'sample')}{tokens}"
         ranks = plural(len(self.micro_batch), rank_noun)
@@ -155,7 +155,7 @@ class BatchPlan:
         return f"{total} = {ranks} x {plural(self.accumulation_steps, 'micro-step')} of {self._sizes_in_words()}"
 
     def _sizes_in_words(self) -> str:
-        """What a micro-batch holds: `7 or 8 samples`, or per group of ranks where their micro-batches differ."""
+        """Return a micro-batch's size: `7 or 8 samples`, or per group of ranks where their micro-batches differ."""
         texts = []
         for group, num_ranks in enumerate(self.groups.values()):
             sizes = {
@@ -177,7 +177,7 @@ class BatchPlan:
         return tuple(map(max, zip(*map(self.largest_in, self.micro_steps), strict=True)))
 
     def largest_in(self, steps: MicroSteps) -> tuple[int, ...]:
-        """The largest micro-batch of each group in these micro-steps, samples."""
+        """Return the largest micro-batch of each group in these micro-steps, samples."""
         return tuple(-(-size // num_ranks) for size, num_ranks in zip(steps.samples, self.groups.values(), strict=True))
 
     @property
@@ -196,16 +196,16 @@ class BatchPlan:
         return tuple(cap for cap in self.micro_batch for _ in range(self.sequence_parallel))
 
     def part_of(self, tokens: int) -> int:
-        """Of a sample of so many tokens what one rank has: all, where no samples are shared."""
+        """Return how many of a sample's tokens one rank has: all, where no samples are shared."""
         return -(-tokens // self.sequence_parallel)
 
     def group_of(self, rank: int) -> int:
-        """The number of the rank's micro-batches in `micro_batch` and `sizes`: its own, where no samples are shared."""
+        """Return the index of the rank's micro-batches in `micro_batch` and `sizes`."""
         return rank // self.sequence_parallel
 
     @property
     def is_uniform(self) -> bool:
-        """Whether all micro-batches are equal: `micro-batch x accumulation x world` is the global batch."""
+        """True if all micro-batches are equal: `micro-batch x accumulation x world` is the global batch."""
         return self.global_batch == self.capacity
 
     @cached_property
@@ -226,12 +226,12 @@ class BatchPlan:
         return tuple(map(tuple, rows))
 
     def sizes_of(self, rank: int) -> tuple[int, ...]:
-        """The rank's micro-batch sizes, samples; without those of all the others."""
+        """Return the rank's micro-batch sizes in samples, without computing all others."""
         ends, starts = self._before(rank + 1), self._before(rank)
         return tuple(end - start for end, start in zip(ends, starts, strict=True))
 
     def starts_of(self, rank: int) -> tuple[int, ...]:
-        """Where each of the rank's micro-batches begins in the global batch, samples.
+        """Return where each of the rank's micro-batches begins in the global batch, samples.
 
         The global batch is laid out micro-step by micro-step, within it rank by rank.
         """
@@ -243,7 +243,7 @@ class BatchPlan:
         return tuple(starts)
 
     def _before(self, rank: int) -> list[int]:
-        """What the ranks below `rank` get in each micro-step, all together."""
+        """Return what the ranks below `rank` get in each micro-step, all together."""
         below = self.micro_batch[:rank]
         samples = [0] * self.accumulation_steps
         for group, (cap, num_ranks) in enumerate(self.groups.items()):
@@ -257,7 +257,7 @@ class BatchPlan:
         return samples
 
     def tightened(self) -> "BatchPlan":
-        """The same samples in each micro-step under caps that they fill: each group's largest micro-batch, at least 1.
+        """Return the same micro-steps under caps that they fill: each group's largest micro-batch, at least 1.
 
         Groups whose largest micro-batches are the same become one.
         """
@@ -275,19 +275,19 @@ class BatchPlan:
         return replace(self, micro_batch=caps, micro_steps=tuple(merged))
 
     def resized(self, num_samples: int) -> "BatchPlan":
-        """The same caps for a global batch of another size: the last of an epoch, or one of tokens."""
+        """Return the cut of a global batch of another size under the same caps: an epoch's last, or one of tokens."""
         if num_samples == self.global_batch:
             return self
         return BatchPlan.of(num_samples, self.micro_batch, sequence_parallel=self.sequence_parallel)
 
 
 def _on_a_circle(start: int, length: int, end: int, size: int) -> int:
-    """How many of the places 0 to `end - 1` of `size` in a circle the `length` places from `start` on cover."""
+    """Count the places 0 to `end - 1` of `size` in a circle that the `length` places from `start` on cover."""
     return min(max(end - start, 0), length) + min(max(start + length - size, 0), end)
 
 
 def _in_proportion(samples: int, capacities: Sequence[int]) -> tuple[int, ...]:
-    """`samples` in proportion to `capacities`, rounded down or up so that none is lost."""
+    """Split `samples` in proportion to `capacities`, rounded down or up so that none is lost."""
     total = sum(capacities)
     shares = [samples * capacity // total for capacity in capacities]
     by_remainder = sorted(range(len(capacities)), key=lambda group: -(samples * capacities[group] % total))
@@ -299,7 +299,7 @@ def _in_proportion(samples: int, capacities: Sequence[int]) -> tuple[int, ...]:
 def balanced(
     samples: int, caps: Sequence[int], speeds: Sequence[float], counts: Sequence[int] | None = None
 ) -> tuple[int, ...]:
-    """The caps that hold one micro-step of `samples` and let its slowest rank be done soonest.
+    """Return the caps that hold one micro-step of `samples` and make its slowest rank the fastest.
 
     `caps` and `speeds` (of whatever unit) have one number a rank, or one a kind of rank of which there are `counts`. In
     T seconds a rank takes min(cap, T x speed) samples, rounded down; T is the smallest with which all together take

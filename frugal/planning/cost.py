@@ -1,46 +1,43 @@
-"""What one micro-step of a model makes a device do, whatever the device: counted, not timed.
+"""The work of one micro-step, counted without regard to the device, and the predicted seconds of an optimizer step.
 
-How long an optimizer step takes: seconds, by arithmetic.
-
-The sum of five parts, none hidden behind another, but for communication that is asked to overlap. What is left out of
-all of them: data loading, stragglers, clocks that fall under load, other users of a link. The parts are meant to rank
-strategies; absolute seconds are good to a factor of two until a machine has been calibrated.
+The seconds are the sum of five parts. None is hidden behind another, except communication where it is asked to overlap.
+Left out of all of them: data loading, stragglers, clocks that fall under load, other users of a link. The parts are
+meant to rank strategies; absolute seconds are good to a factor of two until a machine has been calibrated.
 """
 
 from dataclasses import dataclass, fields
 from math import log2
-from typing import Any, Protocol
+from typing import Any
 
 from frugal.config.hardware.cluster import Cluster, Device
 from frugal.config.request import Request
 from frugal.planning.batch import BatchPlan
-from frugal.planning.memory.loading import Packed
+from frugal.planning.model_facts import ModelFacts
 from frugal.planning.plan import StepTime
 from frugal.planning.strategy import Strategy, share_on_host
 
 
 @dataclass(frozen=True)
 class Line:
-    """A number for every micro-batch: what is there without any sample, and what each sample adds."""
+    """An affine function of the micro-batch: `fixed + per_sample * samples`."""
 
     fixed: float = 0.0
     per_sample: float = 0.0
 
     def at(self, samples: int) -> float:
-        """For so many samples."""
+        """Return the value for a micro-batch of `samples`."""
         return self.fixed + self.per_sample * samples
 
     def moved(self, start: "Line", end: "Line", share: float) -> "Line":
-        """See `Work.moved`."""
         per_sample = self.per_sample + share * (end.per_sample - start.per_sample)
         return Line(self.fixed + share * (end.fixed - start.fixed), per_sample)
 
 
 @dataclass(frozen=True, kw_only=True)
 class Work:
-    """One micro-step, samples of full length. What DeepSpeed adds is not part of it.
+    """The work of one micro-step of full-length samples, without what DeepSpeed adds.
 
-    Traffic are the bytes read and written by operators whose FLOPs are not counted: pointwise ones, norms, softmax,
+    Traffic is the bytes read and written by operators whose FLOPs are not counted: pointwise ones, norms, softmax,
     copies, gathers. They take as long as their bytes; matrix products and attention as long as their FLOPs. On a CPU
     bytes are weighed by what is computed with them, see `frugal.training.measure.memory_watch`.
 
@@ -67,7 +64,10 @@ class Work:
     num_exchanges: int = 0
 
     def moved(self, start: "Work", end: "Work", share: float) -> "Work":
-        """With a share of what `end` has more than `start`: of two modes where some layers have the other one."""
+        """Return this work plus `share` of the difference `end - start`, both rounded to whole operators.
+
+        It is the work of a model in which that share of the layers use the mode of `end` instead of that of `start`.
+        """
         values: dict[str, Any] = {}
         for field in fields(self):
             own, first, last = (getattr(each, field.name) for each in (self, start, end))
@@ -81,7 +81,7 @@ class Work:
 
 @dataclass(frozen=True, kw_only=True)
 class Counts:
-    """The same of one micro-step of a known number of samples, as recorded."""
+    """Raw counts recorded for one micro-step at one micro-batch size."""
 
     flops: int = 0
     recompute_flops: int = 0
@@ -95,20 +95,20 @@ class Counts:
     num_exchanges: int = 0
 
     def plus(self, other: "Counts", times: int = 1) -> "Counts":
-        """With `other` so many times more."""
+        """Return these counts plus `times` the other ones."""
         return Counts(**{f.name: getattr(self, f.name) + times * getattr(other, f.name) for f in fields(self)})
 
     def minus(self, other: "Counts") -> "Counts":
-        """Without `other`."""
+        """Return these counts less the other ones."""
         return self.plus(other, -1)
 
     def divided(self, number: int) -> "Counts":
-        """Of each of so many micro-steps."""
+        """Return the counts per micro-step (integer division by `number`)."""
         return Counts(**{f.name: getattr(self, f.name) // number for f in fields(self)})
 
 
 def between(first: Counts, second: Counts, num_samples: tuple[int, int]) -> Work:
-    """The line through two micro-steps of so many samples."""
+    """Return the work for every micro-batch: the line through the counts at two micro-batch sizes."""
     small, large = num_samples
 
     def slope(name: str) -> float:
@@ -158,30 +158,24 @@ NVME_BANDWIDTH = 2e9
 """Bytes/s of one node's disk, reading or writing: a PCIe 4.0 drive sustains 2 to 5 GB/s."""
 
 
-class Model(Protocol):
-    """A model under one strategy; a `MemoryProfile` is one.
+@dataclass(frozen=True, kw_only=True)
+class ModelCosts:
+    """A model under one strategy.
 
-    Parameters are counted in elements, `trainable_sizes` are those of each; `packed` ones are kept in fewer bits.
-    `num_gathers` all-gathers of ZeRO-3 bring `gathered_elements` in a micro-step; None: not known, then everything is
-    gathered twice.
+    Attributes:
+        facts: the model's sizes.
+        work: what one micro-step makes a device do.
+        gathers: ZeRO-3's all-gathers in a micro-step and the elements they bring; None: unknown, everything is taken
+            to be gathered twice.
     """
 
-    @property
-    def parameters(self) -> int: ...
-    @property
-    def trainable_parameters(self) -> int: ...
-    @property
-    def trainable_sizes(self) -> tuple[int, ...]: ...
-    @property
-    def packed(self) -> Packed: ...
-    @property
-    def work(self) -> Work: ...
-    @property
-    def gathers(self) -> "tuple[int, int] | None": ...
+    facts: ModelFacts
+    work: Work
+    gathers: tuple[int, int] | None = None
 
 
-def step_time(model: Model, strategy: Strategy, batch: BatchPlan, cluster: Cluster, request: Request) -> StepTime:
-    """Predicted seconds of one optimizer step."""
+def step_time(model: ModelCosts, strategy: Strategy, batch: BatchPlan, cluster: Cluster, request: Request) -> StepTime:
+    """Return the predicted seconds of one optimizer step."""
     element_bytes = 4 if request.precision == "fp32" else 2
     compute, recompute, moving = _compute_seconds(model, strategy, batch, cluster, element_bytes)
     communication = _communication_seconds(model, strategy, batch, cluster, element_bytes)
@@ -198,9 +192,9 @@ def step_time(model: Model, strategy: Strategy, batch: BatchPlan, cluster: Clust
 
 
 def _compute_seconds(
-    model: Model, strategy: Strategy, batch: BatchPlan, cluster: Cluster, element_bytes: int
+    model: ModelCosts, strategy: Strategy, batch: BatchPlan, cluster: Cluster, element_bytes: int
 ) -> tuple[float, float, float]:
-    """Forward and backward, what recomputation adds, and the copies of activations to the host and back.
+    """Return the seconds of forward and backward, of recomputation, and of copying activations to the host and back.
 
     A micro-step lasts as long as its slowest rank, because ZeRO-2 and 3 meet in each one, and all meet at the end.
     Equal devices differ only in their micro-batch sizes, of which the largest counts.
@@ -220,9 +214,9 @@ def _compute_seconds(
 
 
 def _micro_step_seconds(
-    model: Model, strategy: Strategy, device: Device, samples: int, element_bytes: int, world_size: int
+    model: ModelCosts, strategy: Strategy, device: Device, samples: int, element_bytes: int, world_size: int
 ) -> tuple[float, float, float]:
-    """One micro-step of `samples` on one device: without recomputation, with it, and moving activations.
+    """Return one micro-step's seconds on one device: without recomputation, with it, and of moving activations.
 
         kernels = FLOPs / (FLOP/s of matrix products) + traffic / (bytes/s of memory)
 
@@ -241,7 +235,7 @@ def _micro_step_seconds(
     )
     again = work.recompute_flops_per_sample * samples / device.matrix_flops
     again += work.recompute_traffic.at(samples) / device.memory_bandwidth
-    hooks = HOOK_OPERATORS[strategy.zero_stage] * len(model.trainable_sizes)
+    hooks = HOOK_OPERATORS[strategy.zero_stage] * len(model.facts.trainable_sizes)
     operators = work.num_operators - work.num_recomputed + hooks
     repeated = REPEATED_OPERATORS * work.num_recomputed
     if strategy.zero_stage == 3 and work.num_recomputed:
@@ -254,21 +248,21 @@ def _micro_step_seconds(
     return max(kernels, launch), max(kernels + again, launch + launch_again), moving
 
 
-def _gradient_traffic(model: Model, strategy: Strategy, element_bytes: int, world_size: int) -> float:
-    """Bytes that a rank reads and writes in a micro-step to sum gradients, besides what the collectives do.
+def _gradient_traffic(model: ModelCosts, strategy: Strategy, element_bytes: int, world_size: int) -> float:
+    """Return the bytes that a rank reads and writes in a micro-step to sum gradients, besides the collectives' own.
 
     Stages 0 and 1 add them to what is there: two reads and a write. Stages 2 and 3 copy them into a bucket, divide them
     by the number of ranks, and add the rank's own part to its sum in fp32.
     """
     if strategy.zero_stage <= 1:
-        return 3.0 * element_bytes * model.trainable_parameters
-    return (4 * element_bytes + (8 + element_bytes) / world_size) * model.trainable_parameters
+        return 3.0 * element_bytes * model.facts.trainable_parameters
+    return (4 * element_bytes + (8 + element_bytes) / world_size) * model.facts.trainable_parameters
 
 
 def _communication_seconds(
-    model: Model, strategy: Strategy, batch: BatchPlan, cluster: Cluster, element_bytes: int
+    model: ModelCosts, strategy: Strategy, batch: BatchPlan, cluster: Cluster, element_bytes: int
 ) -> float:
-    """What the collectives take: bytes that each rank sends, over the slowest link of the ring, plus latency.
+    """Return the collectives' seconds: bytes that each rank sends, over the slowest link of the ring, plus latency.
 
     With S bytes of gradients or parameters on W ranks, a ring sends (W-1)/W x S for an all-gather or a reduce-scatter
     and twice that for an all-reduce. DeepSpeed 0.19.8, per optimizer step with n micro-steps:
@@ -284,12 +278,8 @@ def _communication_seconds(
     50 / 50, 75 / 75, 75 / 425 and 75 / 600. What stage 3 gathers is known better where it was simulated: parameters
     that stay are not gathered, and those of recomputed layers three times.
 
-    With a secondary partition (hpZ) the first gather of a step goes over all ranks, each parameter once, and the others
-    go over the ranks of a group, at the speed of a node's own links.
-
     Between nodes a ring leaves and enters each node once, whatever the ranks in it, so `inter_bandwidth`, that of a
-    node, is the ring's. Left out: that gathers within groups have fewer hops; NCCL's trees and hierarchies, which do
-    better than one ring on many nodes.
+    node, is the ring's. Left out: NCCL's trees and hierarchies, which do better than one ring on many nodes.
     """
     world_size, num_steps = cluster.world_size, batch.accumulation_steps
     if world_size == 1:
@@ -297,32 +287,27 @@ def _communication_seconds(
     bandwidth = (
         cluster.intra_bandwidth if len(cluster.nodes) == 1 else min(cluster.intra_bandwidth, cluster.inter_bandwidth)
     )
-    gradients = model.trainable_parameters * element_bytes
+    gradients = model.facts.trainable_parameters * element_bytes
     bucket_bytes = strategy.reduce_bucket_elements * element_bytes
     num_buckets = max(1, -(-gradients // bucket_bytes))
-    within = 0.0  # groups of ranks
     if strategy.zero_stage == 3:
-        weights = model.packed.weight_bytes(model.parameters, element_bytes)
+        weights = model.facts.packed.weight_bytes(model.facts.parameters, element_bytes)
         num_gathers, gathered = (2 * num_buckets, 2 * weights)
         if model.gathers is not None:
             num_gathers, gathered = model.gathers[0], model.gathers[1] * element_bytes
-        stays = sum(size for size in model.trainable_sizes if size <= strategy.persistence_threshold_elements)
+        stays = sum(size for size in model.facts.trainable_sizes if size <= strategy.persistence_threshold_elements)
         volume = num_steps * (gathered + gradients) + stays * element_bytes
         num_collectives = num_steps * (num_gathers + num_buckets) + (stays > 0)
-        if (ranks := strategy.secondary_partition) > 1:
-            once = min(gathered, weights - stays * element_bytes)  # before groups have the parameters
-            volume -= num_steps * gathered - once
-            within = (ranks - 1) / ranks * (num_steps * gathered - once) / cluster.intra_bandwidth
     else:
         reductions = num_steps if strategy.zero_stage == 2 else 1
         volume = 2 * reductions * gradients + (gradients if strategy.zero_stage >= 1 else 0)
         num_collectives = reductions * num_buckets + (num_buckets if strategy.zero_stage >= 1 else 0)
-    transfer = (world_size - 1) / world_size * volume / bandwidth + within
+    transfer = (world_size - 1) / world_size * volume / bandwidth
     return transfer + num_collectives * cluster.hop_seconds * log2(world_size)
 
 
-def exchange_seconds(model: Model, strategy: Strategy, batch: BatchPlan, cluster: Cluster) -> float:
-    """What the all-to-alls of ranks that share samples take.
+def exchange_seconds(model: ModelCosts, strategy: Strategy, batch: BatchPlan, cluster: Cluster) -> float:
+    """Return the seconds of the all-to-alls of ranks that share samples.
 
     Of the bytes that a rank has for all n of its group, (n-1)/n leave it. Within a node they travel over the links
     between its devices; with a group over several nodes most of them pass a node's own link, which its ranks share.
@@ -344,9 +329,9 @@ def exchange_seconds(model: Model, strategy: Strategy, batch: BatchPlan, cluster
 
 
 def _offload_seconds(
-    model: Model, strategy: Strategy, batch: BatchPlan, cluster: Cluster, request: Request, element_bytes: int
+    model: ModelCosts, strategy: Strategy, batch: BatchPlan, cluster: Cluster, request: Request, element_bytes: int
 ) -> float:
-    """PCIe traffic and the optimizer on the host.
+    """Return the seconds of PCIe traffic and of the optimizer's update on the host.
 
     Each rank moves its share of the gradients down in every micro-step and of the parameters updated there up once.
     With parameters offloaded, its share of them also comes up twice in every micro-step. The host then reads and writes
@@ -358,41 +343,41 @@ def _offload_seconds(
     if strategy.offload_optimizer == "none":
         return 0.0
     world_size, num_steps = cluster.world_size, batch.accumulation_steps
-    share = model.trainable_parameters * element_bytes / world_size
-    on_host = share_on_host(model.trainable_sizes, strategy, world_size)
+    share = model.facts.trainable_parameters * element_bytes / world_size
+    on_host = share_on_host(model.facts.trainable_sizes, strategy, world_size)
     moved = num_steps * share + on_host * share
     if strategy.offload_parameters != "none":
-        moved += 2 * num_steps * model.packed.weight_bytes(model.parameters, element_bytes) / world_size
+        moved += 2 * num_steps * model.facts.packed.weight_bytes(model.facts.parameters, element_bytes) / world_size
     ranks_per_node = max(len(node.devices) for node in cluster.nodes)
     states = request.master_bytes_per_element + request.state_bytes_per_element
     moved_on_disk = 0.0
     if strategy.offload_optimizer == "nvme":  # master weight, states and gradient: written and read
-        moved_on_disk += 2 * (states + 4) * model.trainable_parameters / world_size
+        moved_on_disk += 2 * (states + 4) * model.facts.trainable_parameters / world_size
     if strategy.offload_parameters == "nvme":
-        moved_on_disk += (2 * num_steps + 1) * model.parameters * element_bytes / world_size
-    touched = on_host * model.trainable_parameters / world_size * ranks_per_node * (8 + 2 * states)
+        moved_on_disk += (2 * num_steps + 1) * model.facts.parameters * element_bytes / world_size
+    touched = on_host * model.facts.trainable_parameters / world_size * ranks_per_node * (8 + 2 * states)
     disk = moved_on_disk * ranks_per_node / NVME_BANDWIDTH
     slowest = min(device.host_link_bandwidth for device in cluster.kinds)
     return moved / slowest + touched / cluster.host_bandwidth + disk
 
 
 def _optimizer_seconds(
-    model: Model, strategy: Strategy, cluster: Cluster, request: Request, element_bytes: int
+    model: ModelCosts, strategy: Strategy, cluster: Cluster, request: Request, element_bytes: int
 ) -> float:
-    """The update on the device, bound by its memory's bytes/s.
+    """Return the seconds of the update on the device, bound by its memory's bytes/s.
 
     For each element a rank owns: the gradient is read for its norm and again for the update (4 bytes each), master
     weight and the optimizer's states are read and written, the parameter is written. For states in bf16 the gradient
     is rounded to them on the way. Left out: the temporaries of optimizers that are not fused.
     """
-    on_device = 1 - share_on_host(model.trainable_sizes, strategy, cluster.world_size)
+    on_device = 1 - share_on_host(model.facts.trainable_sizes, strategy, cluster.world_size)
     if not on_device:
         return 0.0
-    owned = on_device * model.trainable_parameters / (cluster.world_size if strategy.zero_stage >= 1 else 1)
+    owned = on_device * model.facts.trainable_parameters / (cluster.world_size if strategy.zero_stage >= 1 else 1)
     master = request.master_bytes_per_element
     rounded = 0 if master == 4 else 2 * master
     traffic = owned * (4 + rounded + NORM_BYTES + 2 * (master + request.state_bytes_per_element) + element_bytes)
-    operators = on_device * STEP_OPERATORS[strategy.zero_stage] * len(model.trainable_sizes)
+    operators = on_device * STEP_OPERATORS[strategy.zero_stage] * len(model.facts.trainable_sizes)
     of_host = cluster.host_bandwidth / max(len(node.devices) for node in cluster.nodes)
     return max(
         traffic / (of_host if device.kind == "cpu" else device.memory_bandwidth) + operators * device.operator_seconds

@@ -1,4 +1,4 @@
-"""That nothing fits, as a proof: what is lacking, and which changes would help; each of them is computed first."""
+"""The proof that nothing fits: what is lacking, and which changes would help; each of them is computed first."""
 
 from collections.abc import Iterator
 from dataclasses import replace
@@ -13,7 +13,7 @@ from frugal.planning.memory_report import loading_in_words
 from frugal.planning.search.candidate import Candidate, Infeasible, OpenSource, Source
 from frugal.planning.search.search import Search
 from frugal.planning.strategy import Strategy
-from frugal.planning.what_if import cheaper_states, what_changes, with_gpus
+from frugal.planning.what_if import cheaper_states, what_changes, with_gpus, without_pins
 from frugal.units import GIB, MIB, format_bytes, plural
 
 SHORTEST_SEQUENCE = 64
@@ -24,7 +24,7 @@ FACTORS = (2, 4, 8)
 def nothing_fits(
     request: Request, cluster: Cluster, result: Infeasible, ways: list[str], *, why_not_shared: str | None = None
 ) -> NothingFitsError:
-    """The proof: the nearest candidate, its shortfall, what its floor consists of, and ways out.
+    """Return the proof: the nearest candidate, its shortfall and breakdown, and ways out.
 
     `why_not_shared`: why no ranks can share samples, where that could help.
     """
@@ -42,7 +42,7 @@ def nothing_fits(
     )
     because = [
         *_levels(cluster, result),
-        f"the nearest of {result.num_strategies} strategies is {nearest.strategy}, with {samples}",
+        f"the nearest of {len(result.candidates)} strategies is {nearest.strategy}, with {samples}",
         f"it takes {format_bytes(memory.total_bytes)}: {floor(memory)}",
     ]
     if nearest.host_shortfall_bytes:
@@ -63,7 +63,7 @@ def nothing_fits(
 
 
 def _levels(cluster: Cluster, result: Infeasible) -> Iterator[str]:
-    """For every level of offloading, what each ZeRO stage lacks at least."""
+    """Yield for every level of offloading the least that each ZeRO stage lacks."""
     devices = f"{cluster.rank_noun}s" if cluster.world_size > 1 else cluster.rank_noun
     for (optimizer, parameters), stages in result.by_level.items():
         what = "optimizer and parameters" if parameters != "none" else "the optimizer"
@@ -93,7 +93,7 @@ def _lacks_host(cluster: Cluster, memory: MemoryBreakdown) -> bool:
 
 
 def _of_host(cluster: Cluster, memory: MemoryBreakdown) -> str:
-    """What the node that lacks most needs of its host's memory."""
+    """Say what the node with the largest shortfall needs of its host's memory."""
     node = _tightest(cluster, memory)
     needed = format_bytes(breakdown.needed_host_bytes(memory, node, cluster))
     if breakdown.loading_host_bytes(memory, node, cluster) > breakdown.training_host_bytes(memory, node, cluster):
@@ -107,7 +107,7 @@ def _of_host(cluster: Cluster, memory: MemoryBreakdown) -> str:
 
 
 def _tightest(cluster: Cluster, memory: MemoryBreakdown) -> Node:
-    """The node whose host memory lacks most."""
+    """Return the node with the largest shortfall of host memory."""
     known = (node for node in dict.fromkeys(cluster.nodes) if node.host_memory_bytes is not None)
     return max(
         known, key=lambda node: breakdown.needed_host_bytes(memory, node, cluster) - (node.host_memory_bytes or 0)
@@ -115,15 +115,15 @@ def _tightest(cluster: Cluster, memory: MemoryBreakdown) -> Node:
 
 
 def floor(memory: MemoryBreakdown) -> str:
-    """The parts of a breakdown that matter, largest first."""
+    """List the parts of a breakdown above 1 %, largest first."""
     parts = sorted(((getattr(memory, name), name) for name in memory.CATEGORIES), reverse=True)
     return ", ".join(f"{name} {format_bytes(size)}" for size, name in parts if size * 100 > memory.total_bytes)
 
 
 def remedies(request: Request, cluster: Cluster, search: Search, result: Infeasible, dry_run: OpenSource) -> list[str]:
-    """Changes of one flag that make the request fit, cheapest first; each has been checked by computing it."""
+    """Return changes of one flag that make the request fit, cheapest first; each was checked by computing it."""
     nearest = result.nearest
-    ways = [flag for flag, relaxed in _relaxed(request) if _fits(relaxed, cluster, search.source, nearest.strategy)]
+    ways = [flag for flag, relaxed in without_pins(request) if _fits(relaxed, cluster, search.source, nearest.strategy)]
     more_host = list(_more_host_memory(request, cluster, search, result))
     ways += more_host
     ways += [way for way in _more_memory(cluster, search, nearest) if not (more_host and "--host-mem" in way)]
@@ -141,7 +141,7 @@ def remedies(request: Request, cluster: Cluster, search: Search, result: Infeasi
 
 
 def _fits(request: Request, cluster: Cluster, source: Source, likely: Strategy) -> bool:
-    """Whether `likely` fits, or the most frugal strategy of a level of offloading; others are not tried."""
+    """Return whether `likely` fits, or the most frugal strategy of a level of offloading; others are not tried."""
     try:
         search = Search(request, cluster, source)
     except RequestError:  # the change contradicts another flag
@@ -153,27 +153,8 @@ def _fits(request: Request, cluster: Cluster, source: Source, likely: Strategy) 
     return any(search.evaluation.evaluate(strategy).fits for strategy in dict.fromkeys(tried))
 
 
-def _relaxed(request: Request) -> Iterator[tuple[str, Request]]:
-    """The request without one of its pins."""
-    if request.offload in ("none", "optimizer"):
-        yield "--offload auto", replace(request, offload="auto")
-    if request.activation_checkpointing in ("off", "selective"):
-        yield "--activation-checkpointing auto", replace(request, activation_checkpointing="auto")
-    if request.layer_modes is not None:
-        yield "no --layer-modes", replace(request, layer_modes=None)
-    if request.even:
-        yield "no --even", replace(request, even=None)
-    if request.zero_stage is not None:
-        yield "no --zero-stage", replace(request, zero_stage=None)
-    if request.accumulation_steps is not None:
-        yield "no --accumulation-steps", replace(request, accumulation_steps=None)
-    if request.micro_batch is not None:
-        smaller = replace(request, micro_batch=None, accumulation_steps=None)
-        yield "no --micro-batch", smaller
-
-
 def _more_host_memory(request: Request, cluster: Cluster, search: Search, result: Infeasible) -> Iterator[str]:
-    """What the strategy that asks least of the host needs there, where the host is all that it lacks."""
+    """Yield the host memory of the strategy that needs least of it, where host memory is all that it lacks."""
     short = [
         candidate for candidate in result.candidates if candidate.host_shortfall_bytes and candidate.memory is not None
     ]
@@ -191,7 +172,7 @@ def _more_host_memory(request: Request, cluster: Cluster, search: Search, result
 
 
 def _more_memory(cluster: Cluster, search: Search, nearest: Candidate) -> list[str]:
-    """The memory that the nearest candidate needs, rounded up: the host's, where that is what lacks."""
+    """Return the memory that the nearest candidate needs, rounded up: the host's, where that is lacking."""
     if nearest.memory is None or len(set(cluster.devices)) > 1 or nearest.disk_shortfall_bytes:
         return []
     if nearest.host_shortfall_bytes:
@@ -218,7 +199,7 @@ def _more_memory(cluster: Cluster, search: Search, nearest: Candidate) -> list[s
 
 
 def _larger(request: Request, cluster: Cluster, nearest: Candidate) -> Iterator[tuple[str, Request, Cluster]]:
-    """More GPUs of the same kind, then shorter samples; only where the parts they shrink are large enough to matter."""
+    """Yield more GPUs of the same kind, then shorter samples, where the parts they shrink are large enough."""
     memory = nearest.memory
     assert memory is not None
     shortfall = -(nearest.headroom_bytes or 0)

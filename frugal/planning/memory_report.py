@@ -1,4 +1,4 @@
-"""What a plan says of memory, as people read it: the breakdown of the fullest device, what binds, what is assumed."""
+"""A plan's memory as text: the breakdown of the fullest device, what binds, and what is assumed."""
 
 from frugal.config.hardware.cluster import NOMINAL_SHARE, Device
 from frugal.planning.memory.breakdown import MemoryBreakdown, loading_host_bytes
@@ -10,28 +10,26 @@ SHOWN_BYTES = 1 << 16
 
 
 def breakdown_table(plan: Plan) -> list[str]:
-    """The breakdown of the fullest device, ending at the card's memory."""
+    """Return the breakdown of the fullest device as lines that end with the card's memory."""
     memory = plan.memory
     device = memory.device_in(plan.cluster)
-    rows = [(name, getattr(memory, name), "") for name in memory.CATEGORIES if getattr(memory, name) >= SHOWN_BYTES]
-    width = max(len(name) for name in (*memory.CATEGORIES, "total"))
-    lines = [
-        f"memory of {'the fullest' if len(set(plan.batch.micro_batch)) > 1 else 'each'} "
-        f"{plan.cluster.rank_noun} at its peak, in {_peak(memory)}"
-    ]
-    for name, size, _ in rows:
-        lines.append(f"  {name:<{width}} {format_bytes(size):>12}")
+    which = "the fullest" if len(set(plan.batch.micro_batch)) > 1 else "each"
+    sizes = {name: size for name in memory.CATEGORIES if (size := getattr(memory, name)) >= SHOWN_BYTES}
+    sizes |= {"total": memory.total_bytes, "headroom": memory.headroom_bytes}
+    sizes |= {"margin": device.margin_bytes} if device.margin_bytes else {}
+    sizes |= {"others": device.held_bytes} if device.held_bytes else {}
+    sizes |= {"device": device.memory_bytes}
+    sizes |= {"host, a node": memory.host_bytes_per_node} if plan.strategy.offload_optimizer != "none" else {}
     bounds = f"  {bounds_of(memory.interval)}" if memory.interval is not None else ""
-    lines.append(f"  {'total':<{width}} {format_bytes(memory.total_bytes):>12}{bounds}")
-    lines.append(f"  {'headroom':<{width}} {format_bytes(memory.headroom_bytes):>12}")
-    if device.margin_bytes:
-        lines.append(f"  {'margin':<{width}} {format_bytes(device.margin_bytes):>12}")
-    if device.held_bytes:
-        lines.append(f"  {'others':<{width}} {format_bytes(device.held_bytes):>12}")
-    lines.append(f"  {'device':<{width}} {format_bytes(device.memory_bytes):>12}")
-    if plan.strategy.offload_optimizer != "none":
-        lines.append(f"  {'host, a node':<{width}} {format_bytes(memory.host_bytes_per_node):>12}")
-    return [*lines, *_loading(plan)]
+    width = max(len(name) for name in (*memory.CATEGORIES, "total"))
+    return [
+        f"memory of {which} {plan.cluster.rank_noun} at its peak, in {_peak(memory)}",
+        *(
+            f"  {name:<{width}} {format_bytes(size):>12}{bounds if name == 'total' else ''}"
+            for name, size in sizes.items()
+        ),
+        *_loading(plan),
+    ]
 
 
 _WAYS = {
@@ -42,13 +40,13 @@ _WAYS = {
 
 
 def loading_in_words(memory: MemoryBreakdown) -> str:
-    """How ranks get their weights."""
+    """Say how ranks get their weights."""
     assert memory.loading is not None
     return _WAYS[memory.loading.way]
 
 
 def _loading(plan: Plan) -> list[str]:
-    """What the host with rank 0 takes before the first step."""
+    """Say what the host with rank 0 takes before the first step."""
     if plan.memory.loading is None:
         return []
     needed = loading_host_bytes(plan.memory, plan.cluster.nodes[0], plan.cluster)
@@ -62,7 +60,7 @@ def _peak(memory: MemoryBreakdown) -> str:
 
 
 def assumptions(plan: Plan) -> list[str]:
-    """What no dry run can know."""
+    """List what no dry run can know."""
     device = plan.cluster.devices[0]
     if device.measured_on is not None:
         return [_margin(device)] if device.kind == "cuda" else []
@@ -84,12 +82,12 @@ def assumptions(plan: Plan) -> list[str]:
 
 
 def bounds_of(interval: Bounds) -> str:
-    """In brackets: `(10.60 GiB to 10.90 GiB)`."""
+    """Format bounds in brackets: `(10.60 GiB to 10.90 GiB)`."""
     return f"({format_bytes(interval.lower_bytes)} to {format_bytes(interval.upper_bytes)})"
 
 
 def _bounds(memory: MemoryBreakdown) -> list[str]:
-    """How far from the total it may be, and for which causes."""
+    """Say how far from the total the memory may be, and for which causes."""
     if memory.interval is None:
         return []
     causes = ", ".join(
@@ -101,18 +99,18 @@ def _bounds(memory: MemoryBreakdown) -> list[str]:
 
 
 def beyond_the_device(memory: MemoryBreakdown, device: Device) -> list[str]:
-    """A note where data may make a run take more than `device` has; the other causes are what its margin is for."""
+    """Note where data may make a run take more than `device` has; for the other causes there is the margin."""
     room = memory.usable_bytes + device.context_bytes + device.margin_bytes
     if memory.interval is None or device.kind == "cpu" or memory.interval.upper_bytes <= room:
         return []
     return [
         f"other data may take up to {format_bytes(memory.interval.upper_bytes)} of the {format_bytes(room)} of a GPU; "
-        "a run that goes out of memory goes on with smaller micro-batches"
+        "a run that goes out of memory continues with smaller micro-batches"
     ]
 
 
 def _margin(device: Device) -> str:
-    """What stays free, and for what."""
+    """Say what stays free, and for what."""
     above, nominal = device.context_above_bytes, int(device.memory_bytes * NOMINAL_SHARE)
     parts = [f"a larger context {format_bytes(above)}"] if above else []
     rest = device.margin_bytes - above
@@ -124,25 +122,27 @@ def _margin(device: Device) -> str:
 
 
 def binding(plan: Plan) -> list[str]:
-    """What keeps the micro-batch from being larger; the fullest moment, and the phases that come next."""
+    """Say what keeps the micro-batch from being larger: the fullest moment, and the phases that come next."""
     memory = plan.memory
-    operator = memory.operator.removeprefix("aten.").removesuffix(".default")
     parts = sorted(((getattr(memory, name), name) for name in memory.CATEGORIES), reverse=True)
     largest = ", ".join(f"{name} {format_bytes(size)} ({size / memory.total_bytes:.0%})" for size, name in parts[:3])
     limit = memory.total_bytes + memory.headroom_bytes
     lines = [
         "what binds",
         *(f"  {sentence}" for sentence in plan.why[-1:]),
-        f"  the peak of a {plan.cluster.rank_noun} is in {memory.phase}{f' ({operator})' if operator else ''}: "
-        f"{format_bytes(memory.total_bytes)} of {format_bytes(limit)} that may be used",
+        f"  the peak of a {plan.cluster.rank_noun} is in {_peak(memory)}: {format_bytes(memory.total_bytes)} of "
+        f"{format_bytes(limit)} that may be used",
         *_bounds(memory),
         f"  most of it: {largest}",
     ]
     phases = sorted(memory.phase_peaks.items(), key=lambda phase: -phase[1])
-    others = [(name, size) for name, size in phases if name != memory.phase][:2]
-    if others:
-        below = ", ".join(f"{name} {format_bytes(max(0, memory.live_bytes - size))} lower" for name, size in others)
-        lines.append(f"  next would be {below}")
+    below = [
+        f"{name} {format_bytes(max(0, memory.live_bytes - size))} lower"
+        for name, size in phases
+        if name != memory.phase
+    ]
+    if below:
+        lines.append(f"  next would be {', '.join(below[:2])}")
     host = min((node.host_memory_bytes for node in plan.cluster.nodes if node.host_memory_bytes), default=None)
     if plan.strategy.offload_optimizer != "none":
         there = f" of {format_bytes(host)}" if host is not None else "; what it has is not known, see --host-mem"

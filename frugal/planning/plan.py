@@ -1,19 +1,16 @@
 """The decision: the interface between planning and training.
 
 `plan.json` is this module's `Plan`, encoded. Everything needed to run it is in it; DeepSpeed's JSON is a print-out. It
-differs from the dataclasses in four places:
+differs from the dataclasses in two places:
 
-    cluster.nodes             equal nodes that follow each other are one entry, with their `count`
-    batch.micro_batch_sizes   written for other programs, never read: samples of each rank in each micro-step, up to
-                              `MAX_LISTED_SIZES` of them; beyond that null, because `batch.micro_steps` says the same
-                              for a thousand ranks and micro-steps in a few numbers
-    request                   without those settings of `LATER` that nobody asked for
-    alternatives, tuned_from  left out where there are none
+    cluster.nodes             consecutive equal nodes are one entry, with their `count`
+    batch.micro_batch_sizes   written for other programs, never read: samples of each rank in each micro-step, or null
+                              where these are more than `MAX_LISTED_SIZES`
 """
 
 import hashlib
-from collections.abc import Callable
 from dataclasses import dataclass, replace
+from html import escape
 from pathlib import Path
 from typing import Any
 
@@ -29,7 +26,10 @@ from frugal.planning.memory.breakdown import MemoryBreakdown
 from frugal.planning.strategy import Strategy
 from frugal.units import format_bytes, format_count, format_seconds
 
-SCHEMA = 4
+SCHEMA = 5
+
+UNPROVEN = "a draft: its memory is arithmetic, and no dry run has proven it"
+"""The warning of a draft plan."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -45,7 +45,7 @@ class ModelSummary:
 
 @dataclass(frozen=True, kw_only=True)
 class Grouping:
-    """What the data comes to where the plan knows how long its samples are, as `Lengths` of the request say.
+    """The samples of the data and of a typical global batch, where the request knows their lengths.
 
     Attributes:
         num_samples: in the data.
@@ -88,11 +88,18 @@ class StepTime:
     total_seconds: float
 
     def __post_init__(self) -> None:
-        parts = (
-            self.compute_seconds, self.recompute_seconds, self.communication_seconds,
-            self.offload_seconds, self.optimizer_seconds,
-        )  # fmt: skip
-        assert abs(sum(parts) - self.total_seconds) <= 1e-6 * self.total_seconds
+        assert abs(sum(self.parts.values()) - self.total_seconds) <= 1e-6 * self.total_seconds
+
+    @property
+    def parts(self) -> dict[str, float]:
+        """The seconds of each part by name."""
+        return {
+            "compute": self.compute_seconds,
+            "recompute": self.recompute_seconds,
+            "communication": self.communication_seconds,
+            "offload": self.offload_seconds,
+            "optimizer": self.optimizer_seconds,
+        }
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -119,9 +126,8 @@ class Rejected:
 class Alternative:
     """Another way to take the same optimizer steps: it fits, and may turn out faster than the plan.
 
-    It differs from its plan in micro-batches, in the mode of activation checkpointing, or in the loss; or, where it
-    needs another engine, also in the ZeRO stage, offloading or buckets. `memory` and `time` are predicted like the
-    plan's. See `frugal.planning.search.alternatives`.
+    It differs from its plan in micro-batches, in the mode of activation checkpointing, or in the loss. `memory` and
+    `time` are predicted like the plan's. See `frugal.planning.search.alternatives`.
     """
 
     strategy: Strategy
@@ -169,7 +175,7 @@ class Plan:
 
     @property
     def counted(self) -> str:
-        """What a global batch of tokens counts, in words."""
+        """The words for what a global batch of tokens counts."""
         return "target tokens" if self.model.task == "seq2seq" else "tokens"
 
     @property
@@ -177,17 +183,22 @@ class Plan:
         """The global batch in one line: `512 samples = 4 GPUs x micro-batch 8 x 16 accumulation steps`."""
         return self.batch.arithmetic(self.cluster.rank_noun, self.counted)
 
+    @property
+    def is_draft(self) -> bool:
+        """True if the plan has not been dry-run: its memory is arithmetic, and a dry run may still refuse it."""
+        return UNPROVEN in self.warnings
+
     def __str__(self) -> str:
-        """The verdict, in a few lines; `frugal.planning.report.summary` has all of it."""
+        """Return the verdict, in a few lines; `frugal.planning.report.summary` has all of it."""
         return verdicts.text(self.verdict)
 
     def _repr_html_(self) -> str:
-        """The verdict as a notebook shows it, with a bar of the memory."""
-        return verdicts.html(self.verdict)
+        """Return the verdict for a notebook."""
+        return f"<pre>{escape(str(self))}</pre>"
 
     @property
     def verdict(self) -> verdicts.PlanVerdict:
-        """What runs, what it takes and how long, and what binds."""
+        """The plan in short: what runs, its memory and time, and what binds."""
         request, model = self.request, self.model
         trained = ""
         if model.trainable_parameters != model.parameters:
@@ -228,43 +239,39 @@ class Plan:
     @property
     def _speed(self) -> str:
         time, samples = self.time, self.batch.global_batch if self.grouping is None else self.grouping.step_samples
-        parts = {
-            "compute": time.compute_seconds,
-            "recompute": time.recompute_seconds,
-            "communication": time.communication_seconds,
-            "offload": time.offload_seconds,
-            "optimizer": time.optimizer_seconds,
-        }
         total = time.total_seconds
-        shares = ", ".join(f"{name} {100 * part / total:.0f} %" for name, part in parts.items() if part >= total / 100)
+        parts = ((name, part) for name, part in time.parts.items() if part >= total / 100)
+        shares = ", ".join(f"{name} {100 * part / total:.0f} %" for name, part in parts)
         rate = f"{samples / total:,.0f}" if samples >= 100 * total else f"{samples / total:.3g}"
         return f"{format_seconds(total)} estimated, {rate} samples/s: {shares}"
 
     @property
     def _device_bytes(self) -> int:
-        """Of the device that `memory` is of."""
+        """The memory of the device that `memory` describes."""
         return self.memory.device_in(self.cluster).memory_bytes
 
     def sealed(self) -> "Plan":
-        """The same plan with its digest, in the types it has when it is read: a whole number of seconds is a float."""
+        """Return the plan with its digest, in the types that it has when it is read: a whole number of seconds is a
+        float.
+        """
         as_read = msgspec.convert(msgspec.to_builtins(self), type(self))
         return replace(as_read, digest=as_read.compute_digest())
 
     def compute_digest(self) -> str:
-        """SHA-256 of the plan without its digest, hexadecimal."""
-        return hashlib.sha256(msgspec.json.encode(_as_written(replace(self, digest="")))).hexdigest()
+        """Return the SHA-256 of the plan without its digest, hexadecimal."""
+        return hashlib.sha256(msgspec.json.encode(replace(self, digest=""))).hexdigest()
 
     def to_json(self) -> bytes:
-        """The text of `plan.json`."""
+        """Return the text of `plan.json`."""
         return msgspec.json.format(self._compact_json(), indent=2) + b"\n"
 
     def _compact_json(self) -> bytes:
         is_short = self.batch.world_size * self.batch.accumulation_steps <= MAX_LISTED_SIZES
-        return msgspec.json.encode(_compacted(_as_written(self), self.batch.sizes if is_short else None))
+        return msgspec.json.encode(_compacted(msgspec.to_builtins(self), self.batch.sizes if is_short else None))
 
     @classmethod
     def read(cls, path: Path) -> "Plan":
-        """The plan in a file.
+        """Read the plan in a file.
 
         Raises:
             RequestError: no such file, no JSON, or not a plan.
@@ -280,7 +287,7 @@ class Plan:
 
     @classmethod
     def from_json(cls, data: bytes, *, source: str = "plan.json") -> "Plan":
-        """The plan in the text of a `plan.json`; `source` names it in messages. Raises as `read`."""
+        """Return the plan in the text of a `plan.json`; `source` names it in messages. Raises as `read`."""
         hint = "make a new one with `frugal plan -o DIR`"
         try:
             raw = msgspec.json.decode(files.without_bom(data))
@@ -305,46 +312,12 @@ class Plan:
         return plan
 
 
-OnDraft = Callable[[Plan, Callable[[], Plan]], None]
-"""Is told of a plan that is about to be dry-run, and of a function that adds what its verdict need not wait for: what
-other segments and equal micro-batches would change. Its memory is what arithmetic found; it may still be refused."""
-
 MAX_LISTED_SIZES = 8192
 """Micro-batch sizes that `plan.json` lists one by one."""
 
 
-LATER = (
-    "even", "adam_beta1", "adam_beta2", "adam_epsilon", "batch_norm", "lora", "optimizer_states", "quantize",
-    "offload_ratio", "secondary_partition", "sequence_parallel", "layer_modes",
-)  # fmt: skip
-"""Settings of a request that plans of this schema did not have at first: not written where they are None, so that a
-plan which does not use them is the same, and has the same digest, as before there were any."""
-
-
-LATER_IN_STRATEGIES = ("layer_modes", "offload_ratio", "secondary_partition", "sequence_parallel")
-"""The same of a strategy: not written where they have their defaults."""
-
-
-def _as_written(plan: Plan) -> dict[str, Any]:
-    """A plan in plain types, without what `LATER` and `LATER_IN_STRATEGIES` name and nobody asked for, and without
-    empty parts of tuning."""
-    plain: dict[str, Any] = msgspec.to_builtins(plan)
-    plain = {name: value for name, value in plain.items() if value or name not in ("alternatives", "tuned_from")}
-    request = plain["request"]
-    kept = {name: value for name, value in request.items() if name not in LATER or value is not None}
-    for holder in (plain, *plain["rejected"], *plain.get("alternatives", ())):
-        for name in LATER_IN_STRATEGIES:  # msgspec leaves out defaults of a strategy that it has read
-            default = msgspec.to_builtins(getattr(Strategy, name))
-            if holder["strategy"].get(name, default) == default:
-                holder["strategy"].pop(name, None)
-    for holder in (plain, *plain.get("alternatives", ())):
-        if holder["batch"].get("sequence_parallel", 1) == 1:
-            holder["batch"].pop("sequence_parallel", None)
-    return plain | {"request": kept}
-
-
 def _compacted(plan: dict[str, Any], sizes: tuple[tuple[int, ...], ...] | None) -> dict[str, Any]:
-    """`plan` as it is written; `sizes` are those of its micro-batches, None where they are too many."""
+    """Return `plan` as it is written; `sizes` are those of its micro-batches, None where they are too many."""
     nodes: list[dict[str, Any]] = []
     for node in plan["cluster"]["nodes"]:
         if nodes and node == {name: value for name, value in nodes[-1].items() if name != "count"}:
@@ -356,7 +329,7 @@ def _compacted(plan: dict[str, Any], sizes: tuple[tuple[int, ...], ...] | None) 
 
 
 def _expanded(raw: Any) -> Any:
-    """What `_compacted` has written. Anything else is left as it is, for the types to complain about."""
+    """Undo `_compacted`. Anything else is left as it is, for the types to complain about."""
     if not isinstance(raw, dict) or not isinstance(raw.get("cluster"), dict) or not isinstance(raw.get("batch"), dict):
         return raw
     cluster = raw["cluster"]
@@ -368,7 +341,7 @@ def _expanded(raw: Any) -> Any:
 
 
 def _repeated(node: Any) -> list[Any]:
-    """A node as often as it says."""
+    """Repeat a node as often as its count says."""
     count = node.get("count") if isinstance(node, dict) else None
     if type(count) is not int or not 1 <= count <= MOST_RANKS:
         return [node]

@@ -1,6 +1,6 @@
 """From a request to a plan: a search over dry runs and arithmetic, or the proof that nothing fits."""
 
-from collections.abc import Callable, Sequence
+from collections.abc import Generator, Iterator
 from contextlib import ExitStack
 from dataclasses import replace
 
@@ -14,27 +14,21 @@ from frugal.planning import length_bucketing
 from frugal.planning.infeasible import nothing_fits, remedies
 from frugal.planning.memory import breakdown
 from frugal.planning.memory_report import beyond_the_device
-from frugal.planning.plan import OnDraft, Plan
+from frugal.planning.plan import UNPROVEN, Plan
 from frugal.planning.report import reasons
-from frugal.planning.search import by_measurement, sharing
-from frugal.planning.search.candidate import Infeasible, OpenSource, SearchResult, fastest_seconds
-from frugal.planning.search.evaluate import StrategyEvaluation
-from frugal.planning.search.measured_ways import MeasuredRun
+from frugal.planning.search import sharing
+from frugal.planning.search.candidate import Infeasible, OpenSource, SearchResult
 from frugal.planning.search.search import Search
-from frugal.planning.what_if import offers
 from frugal.units import format_bytes, plural
 
 MAX_LISTED_GPUS = 8
-"""GPUs of which a plan says one by one what other processes use."""
+"""GPUs whose memory used by other processes is listed one by one."""
 
 
-def decide(
-    request: Request, cluster: Cluster, defaults: tuple[str, ...], dry_run: OpenSource,
-    on_draft: OnDraft | None = None, measured: Sequence[MeasuredRun] = (),
-) -> Plan:  # fmt: skip
-    """The fastest plan that fits; `defaults` names the request's fields that nobody set.
+def decide(request: Request, cluster: Cluster, defaults: tuple[str, ...], dry_run: OpenSource) -> Iterator[Plan]:
+    """Yield the plan before each dry run, as a draft (`Plan.is_draft`), and last the fastest plan that is proven.
 
-    `measured`: what runs have measured of ways to train this model, which then counts more than what is predicted.
+    `defaults` names the request's fields that the user did not set.
 
     Raises:
         RequestError: the request contradicts itself or its model.
@@ -45,81 +39,83 @@ def decide(
         lengths, more = request.lengths.within(request.seq_len)
         request, notes = replace(request, lengths=lengths), notes + more
     with ExitStack() as sources:
-        search = Search(request, cluster, sources.enter_context(dry_run(request, cluster)))
-
-        def planned(request: Request, result: SearchResult) -> Plan:
-            return _decided(request, cluster, defaults, result, notes)
-
-        def drafted(search: Search) -> Callable[[SearchResult], None]:
-            def tell(result: SearchResult) -> None:
-                if on_draft is not None and not by_measurement.has_answers(search, result, measured):
-                    on_draft(planned(search.request, result), lambda: planned(search.request, _whole(search, result)))
-
-            return tell
-
-        result = search.run(drafted(search))
-        if isinstance(result, Infeasible):
-            shared = sharing.fewest_sharing(request, cluster, result, sources, dry_run, drafted)
-            if shared is None or isinstance(shared, str):
-                ways = remedies(request, cluster, search, result, dry_run)
-                raise nothing_fits(request, cluster, result, ways, why_not_shared=shared)
-            search, result = shared
-            request = search.request
-        result = by_measurement.fastest(search, result, measured)
+        for search, result in _results(request, cluster, sources, dry_run):
+            if not result.is_proven:
+                yield _plan(search, result, defaults, [UNPROVEN, *notes])
         if request.lengths is not None:
-            result = _proven(search, result, dry_run)
-        result = _whole(search, result)
-        notes += sharing.notes(search, result)
-    batch = result.chosen.batch
-    if request.batch_norm == "sync" and batch is not None and any(0 in sizes for sizes in batch.sizes):
-        raise RequestError(
-            f"--batch-norm sync is impossible for {plural(batch.global_batch, 'sample')} in "
-            f"{plural(batch.accumulation_steps, 'micro-step')} on {plural(cluster.world_size, cluster.rank_noun)}",
-            because="a rank that gets no sample in a micro-step has no statistics to add",
-            hint=f"use a --global-batch that is a multiple of {cluster.world_size}",
-        )
-    return _decided(request, cluster, defaults, result, [*notes, *offers(search, result, dry_run)])
+            result = _with_short_samples(search, result, dry_run)
+        batch = result.chosen.batch
+        if request.batch_norm == "sync" and batch is not None and any(0 in sizes for sizes in batch.sizes):
+            raise RequestError(
+                f"--batch-norm sync is impossible for {plural(batch.global_batch, 'sample')} in "
+                f"{plural(batch.accumulation_steps, 'micro-step')} on {plural(cluster.world_size, cluster.rank_noun)}",
+                because="a rank that gets no sample in a micro-step has no statistics to add",
+                hint=f"use a --global-batch that is a multiple of {cluster.world_size}",
+            )
+        yield _plan(search, result, defaults, notes)
 
 
-def _whole(search: Search, result: SearchResult) -> SearchResult:
-    """The result with what would be otherwise in other segments and with equal micro-batches."""
-    return replace(
-        result,
-        warnings=(*result.warnings, *_json_alone(search, result)),
-        in_other_segments=search.evaluation.in_other_segments(result.chosen),
+Results = Generator[tuple[Search, SearchResult], None, Infeasible | None]
+"""Drafts and last the proven result, each with its search; or the returned proof that nothing fits."""
+
+
+def _results(request: Request, cluster: Cluster, sources: ExitStack, dry_run: OpenSource) -> Results:
+    """Search, first with each sample on one rank, then with as few ranks that share each sample as are needed.
+
+    Raises:
+        NothingFitsError: neither way fits.
+    """
+    search = Search(request, cluster, sources.enter_context(dry_run(request, cluster)))
+    alone = yield from _run(search)
+    if alone is None:
+        return None
+    why_not_shared = None
+    for number in sharing.numbers(request, cluster, alone):
+        shared = replace(request, sequence_parallel=number)
+        try:
+            source = sources.enter_context(dry_run(shared, cluster))
+            source.facts()  # tries a small model of this kind
+            if (yield from _run(Search(shared, cluster, source), sharing.why(shared, cluster, alone))) is None:
+                return None
+        except RequestError as error:
+            why_not_shared = f"ranks cannot share samples: {(*error.because, error.what)[0]}"
+            break
+    raise nothing_fits(
+        request, cluster, alone, remedies(request, cluster, search, alone, dry_run), why_not_shared=why_not_shared
     )
 
 
-def _json_alone(search: Search, result: SearchResult) -> list[str]:
-    """What whoever takes DeepSpeed's JSON without the plan would train, and what equal micro-batches would cost."""
-    batch, request = result.chosen.batch, search.request
+def _run(search: Search, shared_because: str = "") -> Results:
+    for result in search.run():
+        if isinstance(result, Infeasible):
+            return result
+        yield search, replace(result, shared_because=shared_because)
+    return None
+
+
+def _json_alone(request: Request, cluster: Cluster, result: SearchResult) -> list[str]:
+    """Warn that ds_config.json alone trains a different batch than the plan."""
+    batch = result.chosen.batch
     assert batch is not None
     if batch.is_uniform:
         return []
     note = (
-        f"ds_config.json alone trains {plural(batch.capacity, 'sample')} a step, not {batch.global_batch}: DeepSpeed's "
-        "JSON knows no uneven micro-batches, plan.json does"
+        f"ds_config.json alone would train {plural(batch.capacity, 'sample')} per step, not {batch.global_batch}: "
+        "DeepSpeed cannot express uneven micro-batches; use plan.json"
     )
     if request.global_tokens is not None:
         return [note]
-    even = replace(request, even=True)
     try:
-        check_pins(even, search.cluster.world_size)
-    except RequestError as error:
-        return [f"{note}; {error.because[0]}"]
-    evaluation = StrategyEvaluation(even, search.cluster, search.source)
-    evaluation.refuted |= search.evaluation.refuted
-    fitting = [candidate.strategy for candidate in result.candidates if candidate.fits and not candidate.is_draft]
-    slower = 100 * (fastest_seconds(map(evaluation.evaluate, fitting)) / result.chosen.seconds - 1)
-    if slower == float("inf"):
-        return [f"{note}; equal ones do not fit"]
-    return [f"{note}; --even is exact with both, {f'{slower:.0f} % slower' if slower >= 1 else 'as fast'}"]
+        check_pins(replace(request, even=True), cluster.world_size)
+    except RequestError:
+        return [note]
+    return [f"{note}, or plan with --even"]
 
 
 def _readable(
     request: Request, cluster: Cluster, defaults: tuple[str, ...], dry_run: OpenSource
 ) -> tuple[Request, list[str]]:
-    """The request with samples that the model can read: a default length is shortened, with a note.
+    """Return the request with samples that the model can read: a default length is shortened, with a note.
 
     Raises:
         RequestError: a length that was asked for is too long.
@@ -139,8 +135,8 @@ def _readable(
     return replace(request, seq_len=longest), [note, *notes]
 
 
-def _proven(search: Search, result: SearchResult, dry_run: OpenSource) -> SearchResult:
-    """The result with as many short samples in a micro-batch as dry runs prove to fit.
+def _with_short_samples(search: Search, result: SearchResult, dry_run: OpenSource) -> SearchResult:
+    """Return the result with as many short samples in a micro-batch as dry runs prove to fit.
 
     Its memory is that of the fuller end: few samples of full length, or many of the shortest.
     """
@@ -163,13 +159,12 @@ def _proven(search: Search, result: SearchResult, dry_run: OpenSource) -> Search
             shortest = length
             break
     batch = replace(chosen.batch, shortest=shortest)
-    time = search.evaluation.time(search.source.profile(chosen.strategy, True), chosen.strategy, batch)
+    time = search.evaluation.time(search.source.profile(chosen.strategy, True).costs, chosen.strategy, batch)
     return replace(result, chosen=replace(chosen, batch=batch, time=time), memory=memory)
 
 
-def _decided(
-    request: Request, cluster: Cluster, defaults: tuple[str, ...], result: SearchResult, notes: list[str]
-) -> Plan:
+def _plan(search: Search, result: SearchResult, defaults: tuple[str, ...], notes: list[str]) -> Plan:
+    request, cluster = search.request, search.cluster
     chosen = result.chosen
     assert chosen.batch is not None and chosen.time is not None
     return Plan(
@@ -187,10 +182,11 @@ def _decided(
         warnings=(
             *notes,
             *calibration.notes(cluster),
-            *_of_machines(request, cluster, result),
+            *_machine_notes(request, cluster, result),
             *beyond_the_device(result.memory, result.memory.device_in(cluster)),
-            *_notes(request, chosen.micro_batch),
+            *_request_notes(request, chosen.micro_batch),
             *result.warnings,
+            *_json_alone(request, cluster, result),
         ),
         rejected=result.rejected,
         grouping=None
@@ -199,8 +195,8 @@ def _decided(
     ).sealed()
 
 
-def _of_machines(request: Request, cluster: Cluster, result: SearchResult) -> list[str]:
-    """What other processes use, and what could not be checked because it is not known."""
+def _machine_notes(request: Request, cluster: Cluster, result: SearchResult) -> list[str]:
+    """List the memory used by other processes, and what could not be checked because it is unknown."""
     in_use = [
         f"GPU {number}{f' of node {name}' if len(cluster.nodes) > 1 else ''}: "
         f"{format_bytes(device.held_bytes)} are in use by other processes"
@@ -222,13 +218,13 @@ def _of_machines(request: Request, cluster: Cluster, result: SearchResult) -> li
     )
     if disk_bytes and any(node.host_disk_bytes is None for node in cluster.nodes):
         unknown.append(
-            f"each node must have {format_bytes(disk_bytes)} of disk free; give --host-disk to have that checked"
+            f"each node must have {format_bytes(disk_bytes)} of disk free; --set host-disk=SIZE has that checked"
         )
     return in_use + unknown
 
 
-def _notes(request: Request, largest: int) -> list[str]:
-    """What was asked for and comes out otherwise than one might expect."""
+def _request_notes(request: Request, largest: int) -> list[str]:
+    """List settings with effects that a user might not expect."""
     notes = []
     if request.global_tokens is not None and request.global_batch is not None:
         notes.append(

@@ -1,4 +1,4 @@
-"""How a run could be laid out in memory."""
+"""The ways to lay out a run in memory, and those that a request allows."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
@@ -10,11 +10,13 @@ from frugal.config.layers import LayerMode
 from frugal.config.optimizers import OptimizerImplementation
 from frugal.config.request import Request
 from frugal.errors import RequestError
+from frugal.planning.model_facts import ModelFacts
 
 Place = Literal["none", "cpu", "nvme"]
 ActivationCheckpointing = Literal["off", "selective", "full", "offloaded", "budget"]
+Loss = Literal["plain", "tiled"]
 LAYER_MODES: tuple[LayerMode, ...] = ("offloaded", "full", "selective", "off")
-"""What may become of a layer's activations, the least kept first."""
+"""The modes of activation checkpointing of a layer, the most frugal first."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -37,8 +39,6 @@ class Strategy:
         offload_parameters: where parameters live between uses (ZeRO-3 only).
         nvme_path: the folder of what lives on NVMe.
         nvme_buffer_elements: of one of the host's buffers for parameters on NVMe; it holds a rank's part of any.
-        secondary_partition: ZeRO-3, ranks of a node that keep all parameters between them from the first use in a step
-            to its update, so that later gathers stay inside the node (hpZ of ZeRO++); 1: none do.
         gradient_accumulation_dtype: of the gradient summed over micro-steps.
         reduce_bucket_elements: gradient elements that travel together; a buffer of this size is allocated.
         prefetch_bucket_elements: ZeRO-3, parameter elements gathered ahead of their use.
@@ -54,14 +54,13 @@ class Strategy:
     activation_checkpointing: ActivationCheckpointing = "off"
     layer_modes: tuple[tuple[LayerMode, int], ...] = ()
     sequence_parallel: int = 1
-    loss: Literal["plain", "tiled"] = "plain"
+    loss: Loss = "plain"
     mlp: Literal["plain", "tiled"] = "plain"
     offload_optimizer: Place = "none"
     offload_ratio: float = 1.0
     offload_parameters: Place = "none"
     nvme_path: str | None = None
     nvme_buffer_elements: int = 0
-    secondary_partition: int = 1
     gradient_accumulation_dtype: Literal["fp32", "bf16", "fp16"] = "fp32"
     reduce_bucket_elements: int = 20_000_000
     prefetch_bucket_elements: int = 20_000_000
@@ -81,23 +80,21 @@ class Strategy:
         assert self.offload_optimizer == "none" or self.zero_stage >= 1
         is_in_part = self.zero_stage == 3 and self.offload_optimizer == "cpu" and self.offload_parameters == "none"
         assert self.offload_ratio == 1 or (is_in_part and 0 < self.offload_ratio < 1)
-        can_keep = self.zero_stage == 3 and self.offload_parameters == "none"
-        assert self.secondary_partition == 1 or (can_keep and self.secondary_partition > 1)
         assert self.offload_parameters == "none" or (self.zero_stage == 3 and self.offload_optimizer != "none")
-        on_disk = "nvme" in (self.offload_optimizer, self.offload_parameters)
+        on_disk = "nvme" in self._places
         assert not on_disk or (self.zero_stage == 3 and self.nvme_path)
         assert self.offload_parameters != "nvme" or (self.nvme_buffer_elements and self.mlp == "plain")
 
     @property
     def modes(self) -> tuple[LayerMode, ...]:
-        """The modes of activation checkpointing that some layers have."""
+        """The modes of activation checkpointing of the layers."""
         if self.activation_checkpointing == "budget":
             return tuple(dict.fromkeys(mode for mode, _ in self.layer_modes))
         return (self.activation_checkpointing,)
 
     @property
     def where_the_host_is_the_device(self) -> "Strategy":
-        """What this is on CPU ranks: there is nowhere to move layers' inputs to."""
+        """The strategy on CPU ranks, where there is no other memory to move layers' inputs to."""
         if "offloaded" not in self.modes:
             return self
         modes: list[tuple[LayerMode, int]] = [
@@ -109,7 +106,7 @@ class Strategy:
         return replace(self, activation_checkpointing="full", layer_modes=())
 
     def share(self, mode: LayerMode) -> float:
-        """The part of the layers that have this mode."""
+        """Return the share of the layers that have this mode."""
         if self.activation_checkpointing != "budget":
             return float(self.activation_checkpointing == mode)
         of_mode = sum(count for each, count in self.layer_modes if each == mode)
@@ -117,7 +114,7 @@ class Strategy:
 
     @property
     def num_mechanisms(self) -> int:
-        """How much there is to go wrong: each kind of state that is split or moved, and recomputation, counts one.
+        """A measure of complexity: each kind of state that is split or moved, and recomputation, counts one.
 
         Moving inputs to the host, or choosing what to recompute, counts one more, and so does each change of the mode
         from one layer to the next.
@@ -131,7 +128,6 @@ class Strategy:
             + (self.mlp == "tiled")
             + (self.offload_optimizer != "none")
             + (self.offload_ratio < 1)
-            + (self.secondary_partition > 1)
             + (self.offload_parameters != "none")
             + (self.offload_optimizer == "nvme")
             + (self.offload_parameters == "nvme")
@@ -141,9 +137,9 @@ class Strategy:
 
     @property
     def frugality(self) -> tuple[float, ...]:
-        """Sorts strategies by how little they keep on the device."""
+        """Sort key by how little is kept on the device."""
         kept = max(("off", "selective", "full", "offloaded").index(mode) for mode in self.modes)
-        moved = [("none", "cpu", "nvme").index(place) for place in (self.offload_optimizer, self.offload_parameters)]
+        moved = [("none", "cpu", "nvme").index(place) for place in self._places]
         moved_share = sum(moved) and self.offload_ratio
         tiled = int(self.loss == "tiled"), int(self.mlp == "tiled")
         return (*moved, moved_share, self.zero_stage, kept, *tiled, int(self.small_buckets))
@@ -158,36 +154,36 @@ class Strategy:
         return f"{' and '.join(words)} of {num_layers} layers"
 
     def __str__(self) -> str:
-        words = [f"ZeRO-{self.zero_stage}", f"activation checkpointing {self.checkpointing}"]
-        if self.sequence_parallel > 1:
-            words.append(f"sequence parallelism over {self.sequence_parallel} ranks")
-        if self.loss == "tiled":
-            words.append("tiled loss")
-        if self.mlp == "tiled":
-            words.append("tiled MLP")
-        if self.offload_parameters == "nvme":
-            words.append("optimizer and parameters on NVMe")
-        elif self.offload_optimizer == "nvme":
-            words.append("optimizer on NVMe")
-            if self.offload_parameters == "cpu":
-                words.append("parameters in host memory")
-        elif self.offload_parameters != "none":
-            words.append("optimizer and parameters in host memory")
-        elif self.offload_ratio < 1:
-            words.append(f"{100 * self.offload_ratio:.3g} % of the optimizer in host memory")
-        elif self.offload_optimizer != "none":
-            words.append("optimizer in host memory")
-        if self.secondary_partition > 1:
-            words.append(f"parameters kept within {self.secondary_partition} ranks of a node (hpZ)")
-        if self.small_buckets:
-            words.append("small buckets")
-        if self.overlap_comm:
-            words.append("communication overlapped")
-        return ", ".join(words)
+        words = {
+            f"ZeRO-{self.zero_stage}": True,
+            f"activation checkpointing {self.checkpointing}": True,
+            f"sequence parallelism over {self.sequence_parallel} ranks": self.sequence_parallel > 1,
+            "tiled loss": self.loss == "tiled",
+            "tiled MLP": self.mlp == "tiled",
+            self._offloading: self.offload_optimizer != "none",
+            "small buckets": self.small_buckets,
+            "communication overlapped": self.overlap_comm,
+        }
+        return ", ".join(word for word, is_said in words.items() if is_said)
+
+    @property
+    def _offloading(self) -> str:
+        if self.offload_ratio < 1:
+            return f"{100 * self.offload_ratio:.3g} % of the optimizer in host memory"
+        optimizer, parameters = (
+            {"none": "", "cpu": "in host memory", "nvme": "on NVMe"}[place] for place in self._places
+        )
+        if optimizer == parameters:
+            return f"optimizer and parameters {optimizer}"
+        return f"optimizer {optimizer}" + (f", parameters {parameters}" if parameters else "")
+
+    @property
+    def _places(self) -> tuple[Place, Place]:
+        return self.offload_optimizer, self.offload_parameters
 
 
 def sub_groups(parts: Sequence[int], most: int) -> tuple[int, ...]:
-    """ZeRO-3: elements of each group of a rank's parts that is updated together.
+    """Return the elements of each group of a rank's parts that ZeRO-3 updates together.
 
     A group ends with the part that brings it to `most` (DeepSpeed's `_create_fp16_sub_groups`).
     """
@@ -203,7 +199,7 @@ def sub_groups(parts: Sequence[int], most: int) -> tuple[int, ...]:
 
 
 def num_groups_on_device(num_groups: int, offload_ratio: float) -> int:
-    """Of the sub-groups of an optimizer in host memory, how many are updated on the device: the first ones.
+    """Return how many sub-groups of an optimizer in host memory are updated on the device: the first ones.
 
     DeepSpeed's own rounding (`_create_fp32_partitions`): 0.9 of ten groups leaves none, for 1 - 0.9 is below 0.1.
     """
@@ -211,7 +207,7 @@ def num_groups_on_device(num_groups: int, offload_ratio: float) -> int:
 
 
 def share_on_host(sizes: Sequence[int], strategy: Strategy, world_size: int) -> float:
-    """The share of the elements that is updated in host memory; of trained parameters of such `sizes`, in elements."""
+    """Return the share of the trained elements that is updated in host memory; `sizes` are those of the parameters."""
     if strategy.offload_optimizer == "none":
         return 0.0
     if strategy.offload_ratio == 1:
@@ -230,20 +226,18 @@ SMALLER = 8
 
 
 def offload_levels(request: Request, *, on_gpus: bool = True) -> tuple[Offload, ...]:
-    """What to try to move to host memory, in order: nothing is moved unless it must be, or was asked for.
+    """Return the levels of offloading to try, in order: nothing is moved unless it must be, or was asked for.
 
     A CPU rank's memory is the host's already.
     """
     if request.offload_ratio not in (None, 1):
         if not on_gpus:
             raise RequestError(
-                f"--offload-ratio {request.offload_ratio:g} is impossible on CPU ranks",
+                f"--offload optimizer:{request.offload_ratio:g} is impossible on CPU ranks",
                 because="their memory is the host's already",
-                hint="leave --offload-ratio out",
+                hint="use --offload optimizer",
             )
         return ("optimizer",)
-    if request.offload == "auto" and (request.secondary_partition or 1) > 1:
-        return ("none", "optimizer")
     if request.offload != "auto":
         return (request.offload,)
     can_be_on_host = optimizers.states_can_be_on_host(
@@ -257,7 +251,7 @@ def offload_levels(request: Request, *, on_gpus: bool = True) -> tuple[Offload, 
 
 
 def optimizer_implementation(request: Request, strategy: Strategy) -> OptimizerImplementation | None:
-    """Whose kernels update the parameters; None: the library's only ones.
+    """Return whose kernels update the parameters; None: the library's only ones.
 
     States in bf16, or a part of the states, live on the host only with DeepSpeed's own CPU Adam.
     """
@@ -266,24 +260,23 @@ def optimizer_implementation(request: Request, strategy: Strategy) -> OptimizerI
     return optimizers.implementation(request.optimizer, request.optimizer_implementation)
 
 
-def _places(offload: Offload) -> tuple[tuple[Place, Place], ...]:
-    """Where optimizer and parameters may live at a level of offloading."""
-    return {
-        "none": (("none", "none"),),
-        "optimizer": (("cpu", "none"),),
-        "all": (("cpu", "cpu"),),
-        "nvme": (("nvme", "cpu"), ("nvme", "nvme")),
-    }[offload]  # type: ignore[return-value]  # literals, seen as text
+PLACES: dict[Offload, tuple[tuple[Place, Place], ...]] = {
+    "none": (("none", "none"),),
+    "optimizer": (("cpu", "none"),),
+    "all": (("cpu", "cpu"),),
+    "nvme": (("nvme", "cpu"), ("nvme", "nvme")),
+}
+"""Where optimizer and parameters may live at each level of offloading."""
 
 
 def _stages(request: Request, offload: Offload, world_size: int) -> tuple[int, ...]:
-    """The ZeRO stages to try; none where the pinned one cannot offload so much.
+    """Return the ZeRO stages to try; none where the pinned one cannot offload so much.
 
     bf16 and fp16 take only stages 2 and 3, because stage 0 starts Adam at its second step and stage 1 loses gradients
     under fp32 accumulation. On one GPU the stages split nothing, so the lowest is enough.
     """
     needed = {"none": 0, "optimizer": 1, "all": 3, "nvme": 3}[offload]
-    if request.offload_ratio not in (None, 1) or (request.secondary_partition or 1) > 1:
+    if request.offload_ratio not in (None, 1):
         needed = 3
     if request.zero_stage is not None:
         return (request.zero_stage,) if request.zero_stage >= needed else ()
@@ -296,26 +289,14 @@ Modes = tuple[ActivationCheckpointing, tuple[tuple[LayerMode, int], ...]]
 
 
 def _modes(request: Request, can_recompute: bool, on_gpus: bool) -> list[Modes]:
-    """What of activation checkpointing to try, see `_modes_of_all`."""
-    if request.layer_modes is None:
-        return [(mode, ()) for mode in _modes_of_all(request, can_recompute, on_gpus)]
-    runs = request.layer_modes.runs
-    return [("budget", runs) if len(runs) > 1 else (runs[0][0], ())]
-
-
-def _modes_of_all(request: Request, can_recompute: bool, on_gpus: bool) -> tuple[ActivationCheckpointing, ...]:
-    """The modes for all layers; `offloaded` on GPUs only: a CPU rank has nowhere else to go."""
+    """Return the modes to try; `offloaded` on GPUs only: a CPU rank has no other memory to use."""
+    if request.layer_modes is not None:
+        runs = request.layer_modes.runs
+        return [("budget", runs) if len(runs) > 1 else (runs[0][0], ())]
     if request.activation_checkpointing != "auto" and request.activation_checkpointing != "budget":
-        return (request.activation_checkpointing,)
-    if not can_recompute:
-        return ("off",)
-    return ("off", "full", "selective", "offloaded") if on_gpus else ("off", "full", "selective")
-
-
-def _losses(request: Request, can_tile: bool) -> tuple[Literal["plain", "tiled"], ...]:
-    if request.loss != "auto":
-        return (request.loss,)
-    return ("plain", "tiled") if can_tile else ("plain",)
+        return [(request.activation_checkpointing, ())]
+    modes: list[LayerMode] = ["off", "full", "selective", "offloaded"] if can_recompute else ["off"]
+    return [(mode, ()) for mode in modes if on_gpus or mode != "offloaded"]
 
 
 def _buckets(request: Request, trainable_parameters: int, small: bool) -> tuple[int, int, int]:
@@ -334,33 +315,33 @@ def _buckets(request: Request, trainable_parameters: int, small: bool) -> tuple[
 
 def allowed_strategies(
     request: Request,
+    facts: ModelFacts,
     *,
     world_size: int,
     offload: Offload,
     on_gpus: bool = True,
-    trainable_parameters: int,
-    can_recompute: bool = True,
-    can_tile: bool = False,
-    largest_parameter: int = 0,
     small_buckets: bool = False,
     tiled_mlp: bool = False,
 ) -> tuple[Strategy, ...]:
-    """The strategies a request and its model allow at one level of offloading, simplest first.
+    """Return the strategies a request and its model allow at one level of offloading, simplest first.
 
     Overlapped communication is for those who ask: what it holds back on CUDA's streams has not been measured on a GPU,
     and a plan that does not fit is worse than one that is slower.
 
-    Only these: `small_buckets`, for where the usual ones take much of the memory, and not for stage 0; a `tiled_mlp`,
-    not for selective checkpointing.
+    `small_buckets`: for where the usual ones take much of the memory; not with stage 0. `tiled_mlp`: with one; not with
+    selective checkpointing.
     """
     stages = _stages(request, offload, world_size)
-    modes = _modes(request, can_recompute, on_gpus)
-    bucket, usual, live = _buckets(request, trainable_parameters, small_buckets)
+    modes = _modes(request, facts.can_recompute, on_gpus)
+    bucket, usual, live = _buckets(request, facts.trainable_parameters, small_buckets)
     if small_buckets:
         stages = tuple(stage for stage in stages if stage)
     tiled_mlp = tiled_mlp or request.mlp == "tiled"
     if tiled_mlp:
         modes = [each for each in modes if "selective" not in (each[0], *(mode for mode, _ in each[1]))]
+    losses: tuple[Loss, ...] = ("plain", "tiled") if facts.can_tile else ("plain",)
+    if request.loss != "auto":
+        losses = (request.loss,)
     strategies = (
         Strategy(
             zero_stage=stage,
@@ -372,8 +353,7 @@ def allowed_strategies(
             offload_optimizer=optimizer,
             offload_parameters=parameters,
             nvme_path=request.nvme_path if offload == "nvme" else None,
-            secondary_partition=request.secondary_partition or 1,
-            nvme_buffer_elements=-(-largest_parameter // world_size) if parameters == "nvme" else 0,
+            nvme_buffer_elements=-(-facts.largest_parameter // world_size) if parameters == "nvme" else 0,
             reduce_bucket_elements=bucket,
             # A gathered parameter keeps its buffer for the way from disk, and DeepSpeed fails when it runs out of them.
             prefetch_bucket_elements=0 if parameters == "nvme" else usual,
@@ -385,11 +365,12 @@ def allowed_strategies(
         )
         for stage in stages
         for mode, runs in modes
-        for loss in _losses(request, can_tile)
-        for optimizer, parameters in _places(offload)
+        for loss in losses
+        for optimizer, parameters in PLACES[offload]
     )
     if request.offload_ratio not in (None, 1):
-        strategies = (in_part(each, request.offload_ratio, trainable_parameters, world_size) for each in strategies)
+        number = facts.trainable_parameters
+        strategies = (in_part(each, request.offload_ratio, number, world_size) for each in strategies)
     return tuple(sorted(strategies, key=lambda strategy: strategy.num_mechanisms))
 
 
@@ -403,7 +384,7 @@ eighth where no parameter is larger than a group."""
 
 
 def in_part(strategy: Strategy, ratio: float, trainable_parameters: int, world_size: int) -> Strategy:
-    """`strategy`, its optimizer in host memory, with only such a share of it there.
+    """Return `strategy`, whose optimizer is in host memory, with only a share of it there.
 
     DeepSpeed counts sub-groups, of which the usual size makes one or two: they are made smaller.
     """
@@ -413,16 +394,16 @@ def in_part(strategy: Strategy, ratio: float, trainable_parameters: int, world_s
 
 
 def short_name(strategy: Strategy) -> str:
-    """A strategy without what it does not do."""
+    """Return the strategy's text without activation checkpointing that is off."""
     plain = strategy.activation_checkpointing == "off"
     return str(strategy).replace(", activation checkpointing off", "") if plain else str(strategy)
 
 
 MODES_NOTE = "full, selective, offloaded: activation checkpointing"
-"""What a table says that has `brief_name`."""
+"""The note of a table with `brief_name`."""
 
 
 def brief_name(strategy: Strategy) -> str:
-    """A strategy in few words, for narrow tables."""
+    """Return the strategy in few words, for narrow tables."""
     in_full = short_name(strategy)
     return in_full.replace("activation checkpointing ", "").replace(" in host memory", " on the host")

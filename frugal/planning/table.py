@@ -34,7 +34,7 @@ class Table:
 
 
 def aligned(rows: Sequence[tuple[str, ...]]) -> list[str]:
-    """Rows as lines, indented; all columns but the last aligned to the right."""
+    """Return rows as indented lines; all columns but the last are aligned to the right."""
     widths = [max(len(row[i]) for row in rows) for i in range(len(rows[0]) - 1)]
     return [
         "  " + "  ".join([*(f"{text:>{width}}" for text, width in zip(row, widths, strict=False)), row[-1]]).rstrip()

@@ -1,21 +1,18 @@
-"""What other clusters and requests would come to: predicted from drafts and the allocator's replay, not dry-run.
+"""Predictions for other clusters and requests, from drafts and the allocator's replay, not dry-run, and their tables.
 
-As cases, as their predictions, and as the tables in which people read these.
-
-Cases that differ in memory and links only share one source, whose profiles depend on neither.
+Cases that differ only in memory and links share one source, whose profiles depend on neither.
 """
 
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from textwrap import wrap
-from typing import Any
 
 from frugal.config.hardware.cluster import Cluster, resized
 from frugal.config.request import Request
 from frugal.errors import FrugalError, RequestError
 from frugal.planning.plan import Plan
-from frugal.planning.search import memory_for_time, sharing
-from frugal.planning.search.candidate import TIE, Candidate, OpenSource, SearchResult
+from frugal.planning.search import sharing
+from frugal.planning.search.candidate import TIE, Candidate, OpenSource
 from frugal.planning.search.search import Search
 from frugal.planning.strategy import LAYER_MODES, MODES_NOTE, Strategy, brief_name
 from frugal.planning.table import WIDE, Table, aligned
@@ -31,24 +28,20 @@ SHARED_BY = (2, 4, 8)
 """Ranks that may share each sample in a table."""
 
 CHANGES_NUMBERS = "changes the numbers"
-"""Said of whatever changes what is trained."""
+"""The mark of changes that alter what is trained."""
 
 WHAT_BF16_LOSES = "updates below 1/256 of a weight may be lost"
 """Half the distance of two values of bf16, which has 8 significant bits. Those below 1/512 are lost for certain: up to
 the next power of two a weight doubles, and the distance stays as it is."""
-
-OFFERED_GAIN = 0.1
-"""Of a step's seconds: what cheaper optimizer states must save to be offered."""
 
 NOT_DRY_RUN = "predicted, not dry-run"
 
 
 @dataclass(frozen=True, kw_only=True)
 class Case:
-    """Another request or cluster, under the name that people see.
+    """Another request or cluster, with its name for the user.
 
-    `effort` sorts what a change asks of people: 0 a setting, 1 a part of a machine more, 2 another machine or other
-    numbers.
+    `effort` of the change: 0 a setting, 1 a part of a machine more, 2 another machine or other numbers.
     """
 
     name: str
@@ -58,7 +51,7 @@ class Case:
 
 
 def predicted(cases: Sequence[Case], dry_run: OpenSource) -> list[Candidate | None]:
-    """What would be chosen in each case, or what misses by least; None where only a dry run could tell, or where the
+    """Return the choice in each case, or the smallest shortfall; None where only a dry run could tell, or where the
     request contradicts itself."""
     groups: dict[tuple[Request, tuple[int, ...]], list[int]] = {}
     for i, case in enumerate(cases):
@@ -77,7 +70,7 @@ def predicted(cases: Sequence[Case], dry_run: OpenSource) -> list[Candidate | No
 
 
 def predicted_with_sharing(cases: Sequence[Case], dry_run: OpenSource) -> list[Candidate | None]:
-    """`predicted`; where nothing fits, with as few ranks that share each sample as are enough."""
+    """Predict; where nothing fits, with as few ranks that share each sample as are needed."""
     predictions = predicted(cases, dry_run)
     for number in SHARED_BY:
         missing = [
@@ -97,7 +90,7 @@ def predicted_with_sharing(cases: Sequence[Case], dry_run: OpenSource) -> list[C
 
 
 def with_gpus(cluster: Cluster, num_gpus: int) -> Cluster:
-    """Every node with so many devices of its first kind."""
+    """Return the cluster with `num_gpus` devices of each node's first kind."""
     ranks = num_gpus * len(cluster.nodes)
     device = cluster.nodes[0].devices[0]
     device = resized(device, memory_bytes=device.memory_bytes, num_ranks=(cluster.world_size, ranks))
@@ -105,7 +98,7 @@ def with_gpus(cluster: Cluster, num_gpus: int) -> Cluster:
 
 
 def with_memory(cluster: Cluster, memory_bytes: int) -> Cluster:
-    """Every device with so much memory, and the context and margin of such a one.
+    """Return the cluster with `memory_bytes` on every device, and the context and margin that go with it.
 
     Raises:
         RequestError: it is less than the context.
@@ -122,9 +115,10 @@ def with_memory(cluster: Cluster, memory_bytes: int) -> Cluster:
 
 
 def cheaper_states(request: Request) -> Iterator[tuple[str, Request]]:
-    """Optimizers that keep less of each parameter and change the numbers, by their flags; for who has not chosen one.
+    """Yield optimizers that keep less of each parameter, by their flags, unless the user has chosen one.
 
-    They are offered, and never taken unasked. First what changes the numbers least: docs/decisions/optimizer-states.md.
+    They change the numbers, so they are offered and never chosen automatically. What changes them least comes first:
+    docs/decisions/optimizer-states.md.
     """
     if request.optimizer_states is not None:
         return
@@ -140,58 +134,14 @@ def cheaper_states(request: Request) -> Iterator[tuple[str, Request]]:
 
 
 def what_changes(request: Request) -> str:
-    """What cheaper states change, in words: `changes the numbers: updates below ... may be lost`."""
+    """Describe what cheaper states change: `changes the numbers: updates below ... may be lost`."""
     return CHANGES_NUMBERS + (f": {WHAT_BF16_LOSES}" if request.optimizer_states == "bf16" else "")
 
 
-def offers(search: Search, result: SearchResult, dry_run: OpenSource) -> list[str]:
-    """For each of the cheaper states that would make a step much shorter, a note; predicted, not dry-run.
-
-    They can only save what the step takes beside forward and backward; where that is little, nothing is computed.
-    Neither where the memory that they free makes none of the strategies that were looked at half as much shorter.
-    """
-    chosen = result.chosen
-    assert chosen.time is not None
-    most = chosen.seconds * (1 - OFFERED_GAIN)
-    if chosen.time.compute_seconds > most:
-        return []
-    cases = [
-        Case(name=flag, request=cheaper, cluster=search.cluster) for flag, cheaper in cheaper_states(search.request)
-    ]
-    if not cases or _without_states(search, result) > chosen.seconds * (1 - OFFERED_GAIN / 2):
-        return []
-    return [
-        f"with {case.name} a step would take {format_seconds(candidate.seconds)} instead of "
-        f"{format_seconds(chosen.seconds)}, {100 * (1 - candidate.seconds / chosen.seconds):.0f} % less "
-        f"({NOT_DRY_RUN}); not taken unasked, because it {what_changes(case.request)}"
-        for case, candidate in zip(cases, predicted(cases, dry_run), strict=True)
-        if candidate is not None and candidate.fits and candidate.seconds <= most
-    ]
-
-
-def _without_states(search: Search, result: SearchResult) -> float:
-    """Seconds of the fastest strategy of a search if the optimizer kept nothing and took no time, by arithmetic."""
-    request, evaluation, chosen = search.request, search.evaluation, result.chosen
-    assert chosen.time is not None
-    element_bytes = request.master_bytes_per_element + request.state_bytes_per_element + 4  # with the gradient
-    sharded_by = search.cluster.world_size if chosen.strategy.zero_stage else 1
-    kept_bytes = element_bytes * search.facts.trainable_parameters / sharded_by
-    looked_at = [candidate.strategy for candidate in result.candidates if candidate.memory is not None]
-    drafts = [(strategy, search.source.draft(strategy, True)) for strategy in looked_at]
-    seconds = [
-        memory_for_time.seconds_beside(evaluation, strategy, profile, -kept_bytes)
-        for strategy, profile in drafts
-        if profile is not None
-    ]
-    of_states = chosen.time.optimizer_seconds + chosen.time.offload_seconds
-    return min(seconds, default=0.0) - of_states
-
-
 def changes(plan: Plan) -> list[Case]:
-    """What could make the plan's step shorter: more GPUs, memory and bandwidth, shorter samples, no pins, and cheaper
-    optimizer states."""
+    """Return changes that could make the step shorter: no pins, more GPUs, memory and bandwidth, cheaper states."""
     request, cluster = plan.request, plan.cluster
-    cases = [Case(name=name, request=replace(request, **free), cluster=cluster, effort=0) for name, free in _pins(plan)]
+    cases = [Case(name=name, request=free, cluster=cluster, effort=0) for name, free in without_pins(request)]
     num_gpus = len(cluster.nodes[0].devices)
     per_node = " in each node" if len(cluster.nodes) > 1 else ""
     if len(set(cluster.devices)) == 1:
@@ -222,7 +172,7 @@ def changes(plan: Plan) -> list[Case]:
 
 
 def shorter(plan: Plan) -> list[Case]:
-    """Samples half as long under the plan's own strategy; nothing where that is impossible."""
+    """Return the case of samples half as long under the plan's own strategy, where that is possible."""
     strategy, request = plan.strategy, plan.request
     try:
         half = replace(
@@ -239,22 +189,21 @@ def shorter(plan: Plan) -> list[Case]:
     return [Case(name=f"samples of {half.seq_len}", request=half, cluster=plan.cluster)]
 
 
-def _pins(plan: Plan) -> Iterator[tuple[str, dict[str, Any]]]:
-    """What the user has decided and frugal might decide otherwise, and the request's fields without it."""
-    request = plan.request
-    caps = ("max_samples_per_gpu", "max_tokens_per_gpu")
-    for field in (*caps, "micro_batch", "accumulation_steps", "zero_stage", "layer_modes"):
-        if getattr(request, field) is not None:
-            yield f"no --{field.replace('_', '-')}", {field: None}
-    if request.even:
-        yield "no --even", {"even": None}
+def without_pins(request: Request) -> Iterator[tuple[str, Request]]:
+    """Yield the request without one of its pins, and what that asks of the user: `no --zero-stage`."""
+    if request.layer_modes is not None:
+        yield "--activation-checkpointing auto", replace(request, layer_modes=None)
+    for field in ("max_tokens_per_gpu", "micro_batch", "accumulation_steps", "zero_stage", "even"):
+        pin = getattr(request, field)
+        if pin is not None and pin is not False:  # ZeRO stage 0 is a pin, too
+            yield f"no --{field.replace('_', '-')}", replace(request, **{field: None})  # type: ignore[arg-type]  # its type as it is
     for field in ("activation_checkpointing", "loss", "mlp", "offload"):
         if getattr(request, field) != "auto":
-            yield f"--{field.replace('_', '-')} auto", {field: "auto"}
+            yield f"--{field.replace('_', '-')} auto", replace(request, **{field: "auto"})  # type: ignore[arg-type]  # as above
 
 
 def parse_axes(words: Sequence[str]) -> dict[str, tuple[int, ...]]:
-    """`gpus=1,2,4 mem=12G,24G seq-len=512,1024` as numbers; memory in bytes.
+    """Parse `gpus=1,2,4 mem=12G,24G seq-len=512,1024`; memory in bytes.
 
     Raises:
         RequestError: an unknown axis, or no such number.
@@ -273,7 +222,7 @@ def parse_axes(words: Sequence[str]) -> dict[str, tuple[int, ...]]:
 
 
 def axes_around(plan: Plan, longest: int | None) -> dict[str, tuple[int, ...]]:
-    """Half of what there is, the same, and twice as much, of each axis; samples no longer than the model reads."""
+    """Return half, the same and twice of each axis of the plan; samples no longer than the model reads."""
     num_gpus = len(plan.cluster.nodes[0].devices)
     memory, seq_len = plan.cluster.devices[0].memory_bytes, plan.request.seq_len
     lengths = (length for length in (seq_len // 2, seq_len, 2 * seq_len) if longest is None or length <= longest)
@@ -284,8 +233,8 @@ def axes_around(plan: Plan, longest: int | None) -> dict[str, tuple[int, ...]]:
     }
 
 
-def grid(plan: Plan, axes: Mapping[str, Sequence[int]]) -> dict[tuple[int, int, int], Case]:
-    """The cases of a table by GPUs, memory and length; those that cannot be asked for are left out.
+def grid(plan: Plan, axes: Mapping[str, Sequence[int]]) -> "dict[Cell, Case]":
+    """Return the cases of a table by GPUs, memory and length, without those that no request can express.
 
     Raises:
         RequestError: the table is too large, or the devices differ.
@@ -332,7 +281,7 @@ _LETTERS = {
 
 
 def improvements(plan: Plan, cases: Sequence[Case], predictions: Sequence[Candidate | None]) -> Table:
-    """One row a change: what it would bring, with a sample's tokens taken into account."""
+    """Return one row a change with its gain; for samples of another length the gain is per token."""
     before = plan.time.total_seconds / plan.request.seq_len
     rows = []
     for case, candidate in zip(cases, predictions, strict=True):
@@ -358,7 +307,7 @@ NOTHING_HELPS = "nothing that was tried: settings, more devices and memory, fast
 
 
 def most_helpful(plan: Plan, cases: Sequence[Case], predictions: Sequence[Candidate | None]) -> str:
-    """The change that shortens the step most, of those that ask least: `5 GPUs: a step of 2.9 s, 16 % less`.
+    """Return the change that shortens the step most, of those with least effort: `5 GPUs: a step of 2.9 s, 16 % less`.
 
     Empty where only dry runs could tell.
     """
@@ -376,85 +325,52 @@ def most_helpful(plan: Plan, cases: Sequence[Case], predictions: Sequence[Candid
     return f"{name}: a step of {format_seconds(seconds)}, {less:.0f} % less (predicted)"
 
 
-def what_if_table(
-    plan: Plan,
-    axes: Mapping[str, Sequence[int]],
-    cases: Mapping[tuple[int, int, int], Case],
-    predictions: Mapping[tuple[int, int, int], Candidate | None],
-) -> list[str]:
-    """A table a sample length, memory by GPUs: seconds a step, tokens/s of a GPU, and the strategy's letters.
+Cell = tuple[int, int, int]
+"""GPUs of a node, bytes of a device, and tokens of a sample."""
 
-    Below it the longest samples that fit, where some do not.
-    """
-    used: set[str] = set()
+Predictions = Mapping[Cell, Candidate | None]
+
+
+def what_if_table(plan: Plan, axes: Mapping[str, Sequence[int]], predictions: Predictions) -> list[str]:
+    """Return a table a sample length, memory by GPUs: seconds a step, tokens/s of a GPU, and the strategy's letters."""
     lines = [f"what if: a step of {plan.batch.global_batch} samples ({NOT_DRY_RUN})"]
     for seq_len in axes["seq-len"]:
-        rows = what_if_rows(plan, axes, cases, predictions, seq_len, used)
+        rows = what_if_rows(plan, axes, predictions, seq_len)
         lines += ["", f"samples of {seq_len} tokens", *aligned([(*row, "") for row in rows])]
-    all_fit = all(candidate is not None and candidate.fits for candidate in predictions.values())
-    if len(axes["seq-len"]) > 1 and ("u" in used or not all_fit):
-        lines += ["", *_longest(plan, axes, predictions)]
-    return [*lines, "", *wrap(what_if_legend(used), WIDE, initial_indent="  ", subsequent_indent="  ")]
+    return [*lines, "", *wrap(what_if_legend(predictions), WIDE, initial_indent="  ", subsequent_indent="  ")]
 
 
 def what_if_rows(
-    plan: Plan,
-    axes: Mapping[str, Sequence[int]],
-    cases: Mapping[tuple[int, int, int], Case],
-    predictions: Mapping[tuple[int, int, int], Candidate | None],
-    seq_len: int,
-    used: set[str],
+    plan: Plan, axes: Mapping[str, Sequence[int]], predictions: Predictions, seq_len: int
 ) -> list[tuple[str, ...]]:
-    """Those of one sample length, the first of them names the columns; letters that stand in it are added to `used`."""
+    """Return the rows of one sample length; the first names the columns."""
     per_node = " a node" if len(plan.cluster.nodes) > 1 else ""
     rows = [("", *(plural(number, plan.cluster.rank_noun) + per_node for number in axes["gpus"]))]
     for memory in axes["mem"]:
-        row = [format_bytes(memory)]
-        for num_gpus in axes["gpus"]:
-            key = (num_gpus, memory, seq_len)
-            row.append(_entry(cases[key], predictions[key], used) if key in cases else "-")
-        rows.append(tuple(row))
+        cells = [(num_gpus, memory, seq_len) for num_gpus in axes["gpus"]]
+        entries = [_entry(plan, cell, predictions[cell]) if cell in predictions else "-" for cell in cells]
+        rows.append((format_bytes(memory), *entries))
     return rows
 
 
-def what_if_legend(used: set[str]) -> str:
-    """What stands in the table."""
+def what_if_legend(predictions: Predictions) -> str:
+    """Explain the entries of the table."""
+    used = {letter for each in predictions.values() if each is not None for letter in _letters(each.strategy)}
     legend = [f"{letter} {meaning}" for letter, meaning in _LETTERS.items() if letter in used]
-    return "seconds a step, tokens/s of each device, Z ZeRO stage" + "".join(f"; {entry}" for entry in legend)
+    return "; ".join(["seconds a step, tokens/s of each device, Z ZeRO stage", *legend])
 
 
-def _longest(
-    plan: Plan, axes: Mapping[str, Sequence[int]], predictions: Mapping[tuple[int, int, int], Candidate | None]
-) -> list[str]:
-    """For each memory the longest samples of the table that fit, by GPUs."""
-    lines = []
-    for memory in axes["mem"]:
-        longest = []
-        for number in axes["gpus"]:
-            lengths = [
-                seq_len
-                for seq_len in axes["seq-len"]
-                if (candidate := predictions.get((number, memory, seq_len))) is not None and candidate.fits
-            ]
-            tokens = plural(max(lengths), "token") if lengths else "none"
-            longest.append(f"{plural(number, plan.cluster.rank_noun)} {tokens}")
-        lines.append(f"  longest samples of these that fit {format_bytes(memory)}: {', '.join(longest)}")
-    return lines
-
-
-def _entry(case: Case, candidate: Candidate | None, used: set[str]) -> str:
+def _entry(plan: Plan, cell: Cell, candidate: Candidate | None) -> str:
     if candidate is None:
         return "?"
     if not candidate.fits:
         return f"- {format_bytes(-(candidate.headroom_bytes or 0))} short"
-    letters = _letters(candidate.strategy)
-    used.update(letters)
-    rate = case.request.batch_samples * case.request.seq_len / candidate.seconds / case.cluster.world_size
-    return f"{format_seconds(candidate.seconds)} {_rate(rate)} Z{candidate.strategy.zero_stage}{letters}"
-
-
-def _rate(tokens_per_second: float) -> str:
-    return f"{tokens_per_second / 1000:.1f}k/s" if tokens_per_second >= 1000 else f"{tokens_per_second:.0f}/s"
+    num_gpus, _, seq_len = cell
+    world_size = num_gpus * len(plan.cluster.nodes)
+    samples = replace(plan.request, seq_len=seq_len).batch_samples
+    rate = samples * seq_len / candidate.seconds / world_size
+    words = f"{rate / 1000:.1f}k/s" if rate >= 1000 else f"{rate:.0f}/s"
+    return f"{format_seconds(candidate.seconds)} {words} Z{candidate.strategy.zero_stage}{_letters(candidate.strategy)}"
 
 
 def _letters(strategy: Strategy) -> str:

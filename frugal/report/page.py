@@ -28,7 +28,6 @@ def page(runs: Sequence[RecordedRun]) -> str:
         *(chart.html for chart in drawn if chart.is_wide),
         element("div", *(chart.html for chart in drawn if not chart.is_wide), class_="pairs"),
         _memory(runs),
-        *_tuning(runs),
         _events(runs),
         _settings(runs),
         *([_steps_table(runs[0])] if is_one else []),
@@ -104,19 +103,6 @@ def _bars(row: words.PhaseRow, top: int) -> Html:
         ),
         class_="bars", aria_hidden="true",
     )  # fmt: skip
-
-
-def _tuning(runs: Sequence[RecordedRun]) -> list[Html]:
-    """What was tried in the first steps of each run that was tuned."""
-    parts = []
-    for run in runs:
-        if run.tuning is not None:
-            of = "" if len(runs) == 1 else f" of {run.name}"
-            rows = [[row[-1], *row[:-1]] for row in words.tried(run.tuning)]
-            head = [words.TRIED[-1], *words.TRIED[:-1]]
-            parts.append(table(f"Ways of taking a step{of}: {words.tuning_note(run.tuning)}", head, rows,
-                               numbers=range(1, 5)))  # fmt: skip
-    return [element("section", element("h2", "Tuning"), *parts)] if parts else []
 
 
 def _events(runs: Sequence[RecordedRun]) -> Html:

@@ -13,7 +13,6 @@ from frugal.config.run_settings import METRICS, earlier_settings
 from frugal.errors import FrugalError, RequestError
 from frugal.planning.plan import Plan
 from frugal.report.records import History, PhaseRecord, RunRecord, read_history
-from frugal.report.tuning import GROUPED, Tuning, tuning_of
 from frugal.units import plural
 
 PLAN = "plan.json"
@@ -169,11 +168,6 @@ class RecordedRun:
         return [each for each in self.history.of("recovery") if each.phase is not None]
 
     @cached_property
-    def tuning(self) -> Tuning | None:
-        """What was tried in its first steps."""
-        return tuning_of([each for each in self.history.others if each.event in ("tuning", "tuned")])
-
-    @cached_property
     def begin(self) -> float | None:
         """Unix seconds of its first record."""
         times = [each.time for each in (*self.history.others, *self.steps) if each.time]
@@ -195,11 +189,9 @@ class RecordedRun:
         ordered = sorted(enumerate(self.history.others), key=lambda pair: (pair[1].time or 0.0, pair[0]))
         seen = 0
         events: list[RunEvent] = []
-        is_tuning = False
         for _, record in ordered:
             seen += record.event == "start"
-            was_tuning, is_tuning = is_tuning, record.event == "tuning" or (is_tuning and record.event not in _ENDS)
-            if record.event not in _WORDS or (record.event == "tuning" and was_tuning):
+            if record.event not in _WORDS:
                 continue
             kind = "restart" if record.event == "start" and seen > 1 else record.event
             if record.event == "recovery" and record.phase is None:
@@ -257,19 +249,13 @@ def _start_words(record: RunRecord) -> str:
 
 
 def _tuned_words(record: RunRecord) -> str:
-    way = f"goes on with {record.strategy}, micro-batch {record.micro_batch} x {record.accumulation_steps}"
-    if record.overhead_tokens is not None:
-        way += f", {GROUPED.format(record.overhead_tokens)}"
+    way = f"continues with {record.strategy}, micro-batch {record.micro_batch} x {record.accumulation_steps}"
     return f"{way}: {100 * record.gain:.0f} % less time a step" if record.gain else f"{way}, as planned"
 
-
-_ENDS = ("tuned", "start", "end")
-"""What tuning is over with."""
 
 _WORDS = {
     "start": _start_words,
     "recovery": lambda record: record.message + (f" (in {record.phase})" if record.phase else ""),
-    "tuning": lambda record: "takes steps in other ways, to find the fastest",
     "tuned": _tuned_words,
     "left_out": lambda record: f"nothing was updated: {record.why}",
     "end": lambda record: record.why,

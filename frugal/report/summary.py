@@ -1,7 +1,6 @@
 """A run in a few lines for a terminal of 80 columns, and all of it for programs."""
 
 from collections.abc import Sequence
-from dataclasses import asdict
 from typing import Any
 
 from frugal.planning.report import Block
@@ -9,7 +8,6 @@ from frugal.planning.table import Table
 from frugal.report import words
 from frugal.report.compare import differing
 from frugal.report.run import RecordedRun
-from frugal.report.tuning import Tuning
 
 MOST_EVENTS = 12
 """In the summary; the page has all."""
@@ -39,17 +37,9 @@ def _of_one(run: RecordedRun) -> list[Block]:
         ],
         Table(title="in short", rows=facts),
         *([_memory(run)] if words.phase_rows(run) else []),
-        *([_tuning(run.tuning)] if run.tuning is not None else []),
         *([Table(title="starts, tuning, restarts and recoveries", rows=shown, note=note)] if shown else []),
         *([[f"with   {versions}"]] if versions else []),
     ]
-
-
-def _tuning(tuning: Tuning) -> Block:
-    """What was tried in the first steps."""
-    rows = [(*numbers, f"{strategy}: {outcome}") for *numbers, outcome, strategy in words.tried(tuning)]
-    head = ("a step", "of planned", "tried", "batch", "")
-    return Table(title="tuning", rows=(head, *rows), has_head=True, note=words.tuning_note(tuning))
 
 
 def _memory(run: RecordedRun) -> Block:
@@ -108,7 +98,6 @@ def _data(run: RecordedRun) -> dict[str, Any]:
              "reserved_bytes": row.reserved}
             for row in words.phase_rows(run)
         ],
-        "tuning": None if run.tuning is None else asdict(run.tuning),
         "restarts": len(run.restarts),
         "recoveries": len(run.recoveries),
         "events": [

@@ -7,7 +7,6 @@ from typing import Any
 from frugal.planning.memory.timeline import BACKWARD, FORWARD
 from frugal.report.compare import speaks_one_unit
 from frugal.report.run import RecordedRun, RunEvent
-from frugal.report.tuning import Tuning
 from frugal.units import format_bytes, format_seconds, plural
 
 NONE = "-"
@@ -162,36 +161,6 @@ def comparison(runs: Sequence[RecordedRun]) -> list[list[str]]:
     return rows
 
 
-def tried(tuning: Tuning) -> list[list[str]]:
-    """Rows of what was tried: how long a step took, how often, what became of it, and which way it was."""
-    planned = next((each.rate for each in tuning.ways if each.is_planned), None)
-    return [
-        [
-            duration(way.seconds),
-            NONE if planned is None else f"{100 * (way.rate / planned - 1):+.1f} %",
-            str(way.num_steps),
-            f"{way.micro_batch or NONE} x {way.accumulation_steps or NONE}",
-            way.outcome if tuning.is_over or way.given_up else "planned" if way.is_planned else "being tried",
-            way.name,
-        ]
-        for way in tuning.ways
-    ]
-
-
-TRIED = ("a step", "of planned", "tried", "micro-batch x steps", "outcome", "strategy")
-"""The head of `tried`."""
-
-
-def tuning_note(tuning: Tuning) -> str:
-    """In which steps it was, and what it cost."""
-    where = f"steps {tuning.first_step:,} to {tuning.last_step:,}"
-    if tuning.lost_seconds is None:
-        return f"{where}; what it cost is not known, as no step of the way that was kept was recorded"
-    than = "in the way that was kept" if tuning.is_over else "as planned; it has not ended"
-    more = "longer" if tuning.lost_seconds >= 0 else "less"
-    return f"{where}, which took {duration(abs(tuning.lost_seconds))} {more} than {than}"
-
-
 def when(event: RunEvent) -> str:
     """Time since the first start."""
     return NONE if event.seconds is None else format_seconds(event.seconds)
@@ -201,7 +170,6 @@ _MARKS = {
     "restart": "restart",
     "recovery": "out of memory",
     "left_out": "left out",
-    "tuning": "tuning",
     "tuned": "tuned",
     "failed": "failed",
     "interrupted": "interrupted",
@@ -210,7 +178,6 @@ _DASHES = {
     "restart": [6, 3],
     "recovery": [2, 3],
     "left_out": [1, 4],
-    "tuning": [4, 2],
     "tuned": [4, 2],
     "failed": [],
     "interrupted": [],

@@ -23,7 +23,7 @@ from frugal.training.extensions.callbacks import Callbacks
 from frugal.training.extensions.metric import Metric
 from frugal.training.extensions.optimizer import MakeOptimizer, OwnOptimizer, ParameterGroups
 from frugal.training.losses.evaluation import Evaluation, evaluate
-from frugal.training.measure.tuner import Event, Tuner, Watcher
+from frugal.training.measure.tuner import Tuner
 from frugal.training.models import adapters, batch_norm, tiled_loss
 from frugal.training.models.loading import quantised
 from frugal.training.models.sequence.parts import parts_of
@@ -35,10 +35,10 @@ from frugal.training.trials import model_check
 class Engine(Stepper):
     """A model under a plan. Make it with `initialize`."""
 
-    tuner: Watcher | None = None
+    tuner: Tuner | None = None
 
     def train_step(self, batch: Given | Prepared) -> StepResult:
-        """One optimizer step on a global batch; see `frugal.training.train_step.Stepper.train_step`."""
+        """Take one optimizer step on a global batch; see `frugal.training.train_step.Stepper.train_step`."""
         if (tuner := self.tuner) is None:
             result = super().train_step(batch)
         else:
@@ -46,23 +46,23 @@ class Engine(Stepper):
             tuner.before_step()
             result = super().train_step(batch)
             tuner.after_step(self.deepspeed.global_steps, batch.samples, is_finite=result.is_finite)
-            self.tuner = tuner.then if tuner.is_over else tuner
+            self.tuner = None if tuner.is_over else tuner
         self.callbacks.on_step(self, self.deepspeed.global_steps, result)
         return result
 
-    def tune(self, most_steps: int, on_event: Event = lambda _: None) -> None:
-        """Take the next steps, at most `most_steps` and two, in several ways, and go on in the fastest. Collective.
+    def tune(self, most_steps: int, on_end: Callable[[dict[str, Any]], None] = lambda _: None) -> None:
+        """Take the next steps, at most `most_steps` and two, in several ways and continue in the fastest. Collective.
 
-        The plan must list alternatives, see `frugal.launch.alternatives.with_alternatives`; `plan` is the one found
-        afterwards. `on_event`: told of each step and of the end; see `frugal.training.measure.tuner`.
+        The plan must list alternatives, see `frugal.launch.alternatives.with_alternatives`; afterwards `plan` is the
+        one found. `on_end` receives what was found; see `frugal.training.measure.tuner`.
 
         Raises:
-            RequestError: the plan lists none, or the steps are too few.
+            RequestError: the plan lists no alternatives, or the steps are too few.
         """
-        self.tuner = Tuner(self, most_steps, on_event)
+        self.tuner = Tuner(self, most_steps, on_end)
 
     def evaluate(self, samples: Given, metric: Metric | Callable[..., Any] | None = None) -> Evaluation:
-        """The mean loss on `samples`, given whole and equal on every rank; see `frugal.training.losses.evaluation`.
+        """Return the mean loss on `samples`, the same on every rank; see `frugal.training.losses.evaluation`.
 
         `metric(predictions, labels)` gets a NumPy array for each sample, once, on rank 0, and returns a number or
         numbers by name, which are `Evaluation.metrics` on all ranks; see `frugal.training.extensions.metric`.
@@ -109,7 +109,7 @@ def initialize(
     parameter_groups: ParameterGroups | None = None,
     is_tried: bool = False,
 ) -> Engine:
-    """An engine that trains `model` as `plan` says. Collective: every rank calls it.
+    """Make the engine that trains `model` as `plan` says. Collective: every rank calls it.
 
     Rank 0's weights are used on all ranks. Adapters that are planned are added, unless `model` has some; what is then
     trained is `engine.module`. `learning_rate_schedule` maps the number of optimizer steps done to a
@@ -149,11 +149,9 @@ def initialize(
             model, plan.request, plan.strategy, plan.batch, learning_rate_schedule=learning_rate_schedule, votes=votes,
             make_optimizer=None if own is None else own.make, groups=None if own is None else own.groups,
         )  # fmt: skip
-    made = Engine(zero, plan, parts_of(objective, plan.strategy.sequence_parallel, dist.get_rank()), votes)
-    if own is not None:
-        made.own_optimizer, made.group_settings = own, own.settings(zero)
-    made.callbacks = callbacks if isinstance(callbacks, Callbacks) else Callbacks(callbacks)
-    return made
+    part = parts_of(objective, plan.strategy.sequence_parallel, dist.get_rank())
+    callbacks = callbacks if isinstance(callbacks, Callbacks) else Callbacks(callbacks)
+    return Engine(zero, plan, part, votes, own_optimizer=own, callbacks=callbacks)
 
 
 def _refuse_different_plans(plan: Plan, votes: dist.ProcessGroup | None) -> None:

@@ -8,7 +8,6 @@ from itertools import islice
 
 from frugal.config.run_settings import RunSettings
 from frugal.errors import OutOfMemoryError
-from frugal.training.checkpoint.held_folder import HeldFolder
 from frugal.training.checkpoint.progress import Progress
 from frugal.training.checkpoint.saving import Saver
 from frugal.training.data.batches import GlobalBatches, prefetch
@@ -19,8 +18,7 @@ from frugal.training.extensions.metric import Metric
 from frugal.training.losses.evaluation import Evaluation
 from frugal.training.measure.run_gauge import CHECKPOINT, EVALUATION, RunGauge
 from frugal.training.objectives import Sample
-from frugal.training.reports.closing import saved_and_explained
-from frugal.training.reports.finite_check import FiniteCheck
+from frugal.training.reports.endings import FiniteCheck, saved_and_explained
 from frugal.training.reports.metrics import Log
 
 
@@ -34,24 +32,23 @@ def train(
     start: Progress,
     total_steps: int,
     gauge: RunGauge | None = None,
-    held: HeldFolder | None = None,
     metric: Metric | None = None,
     best: Best | None = None,
 ) -> Progress:
     """Train from `start` to `total_steps` optimizer steps, or `best` is over, or a rank is told to stop. Collective.
 
-    A run that is told to stop, is to restart, or is out of memory beyond recovery, saves a checkpoint first. So does
-    one whose folder, `held`, is deleted: into a new one.
+    A run that is told to stop, or is out of memory beyond recovery, saves a checkpoint first. One
+    whose folder is deleted or moved ends with an error.
 
     The next global batch is collated while the engine works on the last; a step's time includes what it waits for it.
     The first step has no optimizer states before it, so memory is compared with the plan after the second.
     """
-    now, held, best = start, held or HeldFolder(settings), best or Best(settings, start)
-    gauge = gauge or RunGauge(engine.device)
+    now, best = start, best or Best(settings, start)
+    gauge = gauge or RunGauge(engine)
     to_come = islice(batches.iterate(start.position), total_steps - start.step)
     prepared = prefetch(((batch, engine.prepare(batch)) for batch in to_come), engine.device)
     saver = Saver(
-        engine, settings.checkpoints, keep=settings.keep, in_background=settings.async_save, held=held, before=log.sync,
+        engine, settings.checkpoints, keep=settings.keep, in_background=settings.async_save, before=log.sync,
         score=best.criterion.score,
     )  # fmt: skip
     finite_check = FiniteCheck(settings, log, saver)
@@ -60,12 +57,12 @@ def train(
             for step in range(start.step + 1, total_steps + 1):
                 step_start = time.perf_counter()
                 batch, cut = next(prepared)
-                engine.wants_to_stop |= held.is_deleted
+                engine.wants_to_stop |= log.is_folder_gone
                 result = engine.train_step(cut)
                 log.takes(gauge.so_far)
                 log.step(step, result, time.perf_counter() - step_start)
                 finite_check.after_step(step, result, batch)
-                if gauge.after_step(cut.largest) == 2 and gauge.is_measuring_steps:
+                if gauge.after_step(cut.largest):
                     _tell_memory(step, gauge, log, engine, start)
                 now = replace(now, step=step, position=batch.end, validation_loss=None, metrics={})
                 is_best = False
@@ -74,7 +71,7 @@ def train(
                     is_best = best.after(step, evaluation) and settings.save_best_model
                     now = replace(now, validation_loss=evaluation.loss, metrics=evaluation.metrics, best=best.so_far)
                     engine.agree_to_stop()  # an evaluation may be long
-                is_last = engine.is_to_stop or best.is_over or engine.restart is not None
+                is_last = engine.is_to_stop or best.is_over
                 if is_last or is_best or _is_due(step, settings.save_every, total_steps):
                     _save(saver, now, gauge, log)
                 if is_last:

@@ -15,36 +15,35 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from frugal.training.data.store import packing
 from frugal.training.losses import own_loss, predictions
-from frugal.training.models import tiled_loss
-from frugal.training.models.tiled_loss import IGNORED
+from frugal.training.models import packs, tiled_loss
+from frugal.units import IGNORED
 
 Sample = Mapping[str, Any]
 Batch = dict[str, Tensor]
 
 
 class Objective(Protocol):
-    """What is trained. Every micro-batch must build the same autograd graph: ZeRO-2 reduces by order of arrival."""
+    """A loss to train. Every micro-batch must build the same autograd graph: ZeRO-2 reduces by order of arrival."""
 
     def collate(self, samples: Sequence[Sample]) -> Batch:
-        """Tensors of shape `(len(samples), ...)`, on the CPU."""
+        """Return tensors of shape `(len(samples), ...)`, on the CPU."""
         ...
 
     def dummy(self) -> Sample:
-        """The smallest sample, without a target: what a rank runs where its micro-batch is empty."""
+        """Return the smallest sample, without a target: what a rank runs where its micro-batch is empty."""
         ...
 
     def example(self, num_samples: int, seq_len: int) -> Batch:
-        """The largest batch of `num_samples`: every sample `seq_len` tokens long. Its values do not matter."""
+        """Return the largest batch of `num_samples`: every sample `seq_len` tokens long. Its values do not matter."""
         ...
 
     def count(self, batch: Batch) -> int:
-        """Targets in the batch: what the loss is averaged over."""
+        """Count the targets in the batch: what the loss is averaged over."""
         ...
 
     def loss_sum(self, model: nn.Module, batch: Batch) -> Tensor:
-        """The loss summed over the targets, fp32, shape `()`; exactly 0 with zero gradients where there is none."""
+        """Return the loss summed over targets, fp32, shape `()`; exactly 0 with zero gradients without a target."""
         ...
 
 
@@ -71,33 +70,33 @@ class SummedLoss:
         self._count = count
 
     def collate(self, samples: Sequence[Sample]) -> Batch:
-        """What `collate` makes of them, and `real`: 1, or 0 for the dummy, shape `()`."""
+        """Return what `collate` makes of them, and `real`: 1, or 0 for the dummy, shape `()`."""
         real = not isinstance(samples[0], _Dummy)
         plain = [{name: value for name, value in sample.items() if name != "draw"} for sample in samples]
         return {**self._collate(plain), "real": torch.tensor(float(real))}
 
     def dummy(self) -> Sample:
-        """The example, marked."""
+        """Return the example, marked."""
         return _Dummy(self._sample(2))
 
     def example(self, num_samples: int, seq_len: int) -> Batch:
-        """`num_samples` copies of the example."""
+        """Return `num_samples` copies of the example."""
         return self.collate([self._sample(seq_len)] * num_samples)
 
     def count(self, batch: Batch) -> int:
-        """Targets; none in the dummy."""
+        """Count the targets; none in the dummy."""
         if not batch["real"]:
             return 0
         own = self._without_mark(batch)
         return len(next(iter(own.values()))) if self._count is None else int(self._count(own))
 
     def loss_sum(self, model: nn.Module, batch: Batch) -> Tensor:
-        """The loss in fp32, times zero for the dummy."""
+        """Return the loss in fp32, times zero for the dummy."""
         return self._loss(model, self._without_mark(batch)).float() * batch["real"]
 
     @property
     def names(self) -> tuple[str, ...]:
-        """Of a sample's values, in the order of the example."""
+        """Return the names of a sample's values, in the order of the example."""
         return tuple(self._sample(2))
 
     def _sample(self, seq_len: int) -> Sample:
@@ -114,14 +113,14 @@ class _Dummy(dict[str, Any]):
 
 
 def _on_cpu(value: Any) -> Any:
-    """Factories run with meta as default device, and samples need values."""
+    """Replace meta tensors by zeros: factories run with meta as default device, and samples need values."""
     if isinstance(value, Tensor) and value.is_meta:
         return torch.zeros(value.shape, dtype=value.dtype, device="cpu")
     return value
 
 
 def summed_cross_entropy(logits: Tensor, targets: Tensor) -> Tensor:
-    """Cross entropy in fp32 over `logits` of shape `(..., classes)`, summed where `targets` is not `IGNORED`."""
+    """Return the cross entropy in fp32 of `logits (..., classes)`, summed where `targets` is not `IGNORED`."""
     predictions.show(logits, targets)
     return F.cross_entropy(
         logits.reshape(-1, logits.shape[-1]).float(), targets.reshape(-1), ignore_index=IGNORED, reduction="sum"
@@ -129,17 +128,18 @@ def summed_cross_entropy(logits: Tensor, targets: Tensor) -> Tensor:
 
 
 def token_loss_sum(model: nn.Module, inputs: Batch, targets: Tensor) -> Tensor:
-    """Cross entropy of what `model(**inputs)` says of each position, summed over `targets (samples, positions)`.
+    """Return the cross entropy of `model(**inputs)`, summed over `targets (samples, positions)`.
 
     Tiled where the plan says so, so that the logits of a batch never exist at once.
     """
     if tiled_loss.is_applied(model):
-        return tiled_loss.summed_cross_entropy(model, inputs, targets)
+        loss: Tensor = tiled_loss.outputs_with_sum(model, inputs, targets).logits
+        return loss
     return summed_cross_entropy(model(**inputs).logits, targets)
 
 
 def tokens_and_positions(objective: Objective, samples: Sequence[Sample], batch: Batch) -> tuple[int, int]:
-    """Tokens of `samples`, and the positions that `batch`, collated of them, has for these; of pairs on both sides.
+    """Count the tokens of `samples` and the positions of `batch`, collated of them; of pairs on both sides.
 
     `samples`: none in a dummy. (0, 0) for an objective that does not say `pads_tokens`: nobody knows what it pads.
     """
@@ -153,7 +153,7 @@ def tokens_and_positions(objective: Objective, samples: Sequence[Sample], batch:
 
 
 def pad(rows: Sequence[Sequence[int]], fill: int) -> Tensor:
-    """`rows` of token ids, padded on the right with `fill` to the longest: shape `(len(rows), longest)`, int64."""
+    """Pad `rows` of token ids on the right with `fill`: shape `(len(rows), longest)`, int64."""
     padded = np.full((len(rows), max(map(len, rows))), fill, dtype=np.int64)
     for i, row in enumerate(rows):
         padded[i, : len(row)] = row
@@ -161,7 +161,7 @@ def pad(rows: Sequence[Sequence[int]], fill: int) -> Tensor:
 
 
 def real_tokens(rows: Sequence[Sequence[int]]) -> Tensor:
-    """The attention mask of `rows` padded on the right: 1 for a token, 0 for padding, `(len(rows), longest)`, int64.
+    """Return the attention mask of `rows` padded on the right: 1 for a token, `(len(rows), longest)`, int64.
 
     Passed also where nothing is padded, so that every batch takes the same way through the model.
     """
@@ -169,7 +169,33 @@ def real_tokens(rows: Sequence[Sequence[int]]) -> Tensor:
     return (torch.arange(int(lengths.max())) < lengths[:, None]).long()
 
 
-class CausalLM:
+class _TextObjective:
+    """A base of the objectives of texts: a batch has `labels`, of which `IGNORED` is no target."""
+
+    pads_tokens = True  # each sample's, to the longest in its micro-batch
+
+    def collate(self, samples: Sequence[Sample]) -> Batch:
+        """Return the tensors of a micro-batch."""
+        raise NotImplementedError
+
+    def plain_sample(self, length: int, *, is_target: bool) -> Sample:
+        """Return a sample of `length` tokens (of pairs on both sides), all of them targets or none."""
+        raise NotImplementedError
+
+    def dummy(self) -> Sample:
+        """Return two tokens without a target."""
+        return self.plain_sample(2, is_target=False)
+
+    def example(self, num_samples: int, seq_len: int) -> Batch:
+        """Return `num_samples` rows of `seq_len` tokens; how many are targets makes no difference to memory."""
+        return self.collate([self.plain_sample(seq_len, is_target=True)] * num_samples)
+
+    def count(self, batch: Batch) -> int:
+        """Count the targets in `labels`."""
+        return int((batch["labels"] != IGNORED).sum())
+
+
+class CausalLM(_TextObjective):
     """Next-token prediction. A sample has `input_ids` and, if some positions are no targets, `labels`.
 
     `packed`: it also has `documents`, the tokens of each document in it. They do not see each other, and none begins
@@ -177,15 +203,13 @@ class CausalLM:
     cross entropy; see `frugal.training.losses.own_loss`.
     """
 
-    pads_tokens = True  # each sample's, to the longest in its micro-batch
-
     def __init__(self, pad_id: int = 0, *, packed: bool = False, own_loss: bool = False) -> None:
         self.pad_id = pad_id
         self.packed = packed
         self.own_loss = own_loss
 
     def collate(self, samples: Sequence[Sample]) -> Batch:
-        """`input_ids`, `labels`, if packed `position_ids`, for the own loss `real`: each `(samples, longest)`.
+        """Return `input_ids`, `labels`, if packed `position_ids`, for the own loss `real`: each `(samples, longest)`.
 
         `real` is 1 where a token is no padding; routers need it. There is no attention mask: padding is on the right,
         and causal attention never looks there. That keeps the flash kernel, which takes no mask. Packed, the model
@@ -201,33 +225,29 @@ class CausalLM:
             return batch
         documents = [sample.get("documents", [len(sample["input_ids"])]) for sample in samples]
         for row, of_sample in enumerate(documents):
-            batch["labels"][row, packing.starts(of_sample)] = IGNORED
-        positions: list[Any] = [packing.positions(each) for each in documents]
+            batch["labels"][row, packs.starts(of_sample)] = IGNORED
+        positions: list[Any] = [packs.positions(each) for each in documents]
         return batch | {"position_ids": pad(positions, 0)}
 
-    def dummy(self) -> Sample:
-        """Two tokens, none of them a target."""
-        return {"input_ids": [self.pad_id, self.pad_id], "labels": [IGNORED, IGNORED]}
-
-    def example(self, num_samples: int, seq_len: int) -> Batch:
-        """`num_samples` rows of `seq_len` tokens."""
-        return self.collate([{"input_ids": [self.pad_id] * seq_len}] * num_samples)
+    def plain_sample(self, length: int, *, is_target: bool) -> Sample:
+        """Return padding."""
+        return {"input_ids": [self.pad_id] * length, "labels": [self.pad_id if is_target else IGNORED] * length}
 
     def count(self, batch: Batch) -> int:
-        """Targets; position 0 is predicted by nothing."""
+        """Count the targets; position 0 is predicted by nothing."""
         return int((batch["labels"][:, 1:] != IGNORED).sum())
 
     def loss_sum(self, model: nn.Module, batch: Batch) -> Tensor:
-        """Summed cross entropy of every next token."""
+        """Return the summed cross entropy of every next token."""
         next_tokens = F.pad(batch["labels"][:, 1:], (0, 1), value=IGNORED)  # cheaper than a copy of all logits but one
         inputs = {name: tensor for name, tensor in batch.items() if name not in ("labels", "real")}
-        with packing.documents_kept_apart() if self.packed else nullcontext():
+        with packs.documents_kept_apart() if self.packed else nullcontext():
             if self.own_loss:
                 return own_loss.loss_sum(model, inputs, labels=batch["labels"], targets=next_tokens, real=batch["real"])
             return token_loss_sum(model, inputs, next_tokens)
 
 
-class MaskedLM:
+class MaskedLM(_TextObjective):
     """Predicting masked tokens, as BERT does (https://arxiv.org/abs/1810.04805, section 3.1).
 
     A sample has `input_ids`; also `labels` if it is masked already. Otherwise `share` of its tokens, at least one
@@ -235,8 +255,6 @@ class MaskedLM:
     Which ones depends on `seed`, the sample's tokens and its `draw` (see `global_batches.py`: its number in the endless
     training order; absent in evaluation), and on nothing else: every epoch masks anew, every world size alike.
     """
-
-    pads_tokens = True  # each sample's, to the longest in its micro-batch
 
     def __init__(
         self,
@@ -256,7 +274,7 @@ class MaskedLM:
         self.seed = seed
 
     def mask(self, sample: Sample) -> tuple[Sequence[int], Sequence[int]]:
-        """The masked tokens and the labels of a sample, each as long as its `input_ids`."""
+        """Return the masked tokens and the labels of a sample, each as long as its `input_ids`."""
         tokens = np.asarray(sample["input_ids"], dtype=np.int64)
         if "labels" in sample:
             return tokens, sample["labels"]  # type: ignore[return-value]  # an array is as good as a sequence here
@@ -275,7 +293,7 @@ class MaskedLM:
         return shown, labels  # type: ignore[return-value]  # as above
 
     def collate(self, samples: Sequence[Sample]) -> Batch:
-        """`input_ids`, `attention_mask` and `labels`, each of shape `(samples, longest)`."""
+        """Return `input_ids`, `attention_mask` and `labels`, each of shape `(samples, longest)`."""
         masked = [self.mask(sample) for sample in samples]
         return {
             "input_ids": pad([tokens for tokens, _ in masked], self.pad_id),
@@ -283,32 +301,22 @@ class MaskedLM:
             "labels": pad([labels for _, labels in masked], IGNORED),
         }
 
-    def dummy(self) -> Sample:
-        """Two tokens, none of them a target."""
-        return {"input_ids": [self.mask_id] * 2, "labels": [IGNORED] * 2}
-
-    def example(self, num_samples: int, seq_len: int) -> Batch:
-        """`num_samples` rows of `seq_len` tokens, every one a target: how many are makes no difference to memory."""
-        return self.collate([{"input_ids": [self.mask_id] * seq_len, "labels": [self.mask_id] * seq_len}] * num_samples)
-
-    def count(self, batch: Batch) -> int:
-        """Masked tokens."""
-        return int((batch["labels"] != IGNORED).sum())
+    def plain_sample(self, length: int, *, is_target: bool) -> Sample:
+        """Return masked tokens."""
+        return {"input_ids": [self.mask_id] * length, "labels": [self.mask_id if is_target else IGNORED] * length}
 
     def loss_sum(self, model: nn.Module, batch: Batch) -> Tensor:
-        """Summed cross entropy of the masked tokens."""
+        """Return the summed cross entropy of the masked tokens."""
         inputs = {"input_ids": batch["input_ids"], "attention_mask": batch["attention_mask"]}
         return token_loss_sum(model, inputs, batch["labels"])
 
 
-class Seq2Seq:
+class Seq2Seq(_TextObjective):
     """Predicting a target text from a source text. A sample has `input_ids` (source) and `labels` (target tokens).
 
     `decoder_inputs` makes what the decoder reads from labels of shape `(samples, positions)`, as the model's own loss
     does; without it, the labels follow `start_id`. `own_loss`: as in `CausalLM`.
     """
-
-    pads_tokens = True  # each sample's, to the longest in its micro-batch
 
     def __init__(
         self,
@@ -324,7 +332,7 @@ class Seq2Seq:
         self._decoder_inputs = decoder_inputs or self._after_start
 
     def collate(self, samples: Sequence[Sample]) -> Batch:
-        """`input_ids` and `attention_mask` of shape `(samples, longest source)`, the rest `(samples, longest target)`.
+        """Return `input_ids`, `attention_mask (samples, longest source)`, and the rest `(samples, longest target)`.
 
         The decoder needs no mask: it never looks at padding, which is on the right.
         """
@@ -342,29 +350,19 @@ class Seq2Seq:
         shifted[:, 1:] = labels[:, :-1].masked_fill(labels[:, :-1] == IGNORED, self.pad_id)
         return shifted
 
-    def dummy(self) -> Sample:
-        """One source token and one target position without a target."""
-        return {"input_ids": [self.start_id], "labels": [IGNORED]}
-
-    def example(self, num_samples: int, seq_len: int) -> Batch:
-        """`num_samples` sources and targets of `seq_len` tokens each."""
-        return self.collate(
-            [{"input_ids": [self.start_id] * seq_len, "labels": [self.start_id] * seq_len}] * num_samples
-        )
-
-    def count(self, batch: Batch) -> int:
-        """Target tokens."""
-        return int((batch["labels"] != IGNORED).sum())
+    def plain_sample(self, length: int, *, is_target: bool) -> Sample:
+        """Return a pair of start tokens."""
+        return {"input_ids": [self.start_id] * length, "labels": [self.start_id if is_target else IGNORED] * length}
 
     def loss_sum(self, model: nn.Module, batch: Batch) -> Tensor:
-        """Summed cross entropy of the target tokens."""
+        """Return the summed cross entropy of the target tokens."""
         inputs = {name: tensor for name, tensor in batch.items() if name != "labels"}
         if self.own_loss:
             return own_loss.loss_sum(model, inputs, labels=batch["labels"], targets=batch["labels"])
         return token_loss_sum(model, inputs, batch["labels"])
 
 
-class SequenceClassification:
+class SequenceClassification(_TextObjective):
     """One class for each text. A sample has `input_ids` and `label`, an int from 0.
 
     A model that is not `bidirectional` gets no attention mask, as in `CausalLM`; it finds the last token, which
@@ -372,15 +370,13 @@ class SequenceClassification:
     must have; so have the samples made here.
     """
 
-    pads_tokens = True  # each sample's, to the longest in its micro-batch
-
     def __init__(self, pad_id: int = 0, *, bidirectional: bool = True, end_id: int | None = None) -> None:
         self.pad_id = pad_id
         self.bidirectional = bidirectional
         self.end_id = pad_id if end_id is None else end_id
 
     def collate(self, samples: Sequence[Sample]) -> Batch:
-        """`input_ids` (and `attention_mask`) of shape `(samples, longest)`, `labels` of shape `(samples,)`."""
+        """Return `input_ids` (and `attention_mask`) of shape `(samples, longest)`, `labels` of shape `(samples,)`."""
         rows = [sample["input_ids"] for sample in samples]
         mask = {"attention_mask": real_tokens(rows)} if self.bidirectional else {}
         return {
@@ -389,19 +385,11 @@ class SequenceClassification:
             "labels": torch.tensor([int(sample["label"]) for sample in samples]),
         }
 
-    def dummy(self) -> Sample:
-        """Two tokens without a class."""
-        return {"input_ids": [self.pad_id, self.end_id], "label": IGNORED}
-
-    def example(self, num_samples: int, seq_len: int) -> Batch:
-        """`num_samples` rows of `seq_len` tokens, all of class 0."""
-        return self.collate([{"input_ids": [self.pad_id] * (seq_len - 1) + [self.end_id], "label": 0}] * num_samples)
-
-    def count(self, batch: Batch) -> int:
-        """Samples with a class."""
-        return int((batch["labels"] != IGNORED).sum())
+    def plain_sample(self, length: int, *, is_target: bool) -> Sample:
+        """Return padding with an end, of class 0."""
+        return {"input_ids": [self.pad_id] * (length - 1) + [self.end_id], "label": 0 if is_target else IGNORED}
 
     def loss_sum(self, model: nn.Module, batch: Batch) -> Tensor:
-        """Summed cross entropy of the classes."""
+        """Return the summed cross entropy of the classes."""
         inputs = {name: tensor for name, tensor in batch.items() if name != "labels"}
         return summed_cross_entropy(model(**inputs).logits, batch["labels"])

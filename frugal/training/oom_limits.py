@@ -8,7 +8,7 @@ run cuts its batches as the run that was never stopped.
 
 import re
 import traceback
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -17,11 +17,11 @@ from torch import nn
 
 from frugal.errors import OutOfMemoryError
 from frugal.planning.plan import Plan
+from frugal.training.checkpoint.progress import LearntLimits
 from frugal.training.data.batches import MicroBatchLimits
 from frugal.training.models import activation_checkpointing
 from frugal.units import format_bytes, plural
 
-_SIGNS = ("out of memory", "can't allocate memory", "CUBLAS_STATUS_ALLOC_FAILED", "Failed to CUDA calloc")
 UPDATE = "the optimizer step"
 _UNITS = {"bytes": 1, "KiB": 1 << 10, "MiB": 1 << 20, "GiB": 1 << 30, "TiB": 1 << 40}
 _REQUEST = re.compile(r"[Tt]ried to allocate (\d+(?:\.\d+)?) (bytes|KiB|MiB|GiB|TiB)")
@@ -30,7 +30,7 @@ _OTHERS_CODE = ("torch", "deepspeed", "contextlib.py", "functools.py")
 
 @dataclass(frozen=True)
 class OutOfMemoryReport:
-    """What one rank that ran out of memory knows.
+    """The knowledge of one rank that ran out of memory.
 
     Attributes:
         rank: which one.
@@ -50,7 +50,7 @@ class OutOfMemoryReport:
 
     @property
     def is_fragmentation(self) -> bool:
-        """Whether enough was free inside what the allocator had reserved, only not in one block."""
+        """Return whether enough of the reserved memory was free, only not in one block."""
         return self.request_bytes is not None and self.reserved_bytes - self.allocated_bytes >= self.request_bytes
 
     def __str__(self) -> str:
@@ -70,42 +70,24 @@ class OutOfMemory:
 
     @property
     def is_fragmentation(self) -> bool:
-        """Whether the same work may succeed once the allocators have emptied their caches."""
+        """Return whether the same work may succeed once the allocators have emptied their caches."""
         return all(report.is_fragmentation for report in self.reports)
 
     @property
     def is_in_update(self) -> bool:
-        """Whether it was in the optimizer step."""
+        """Return whether it was in the optimizer step."""
         return any(report.phase == UPDATE for report in self.reports)
-
-    @property
-    def told(self) -> dict[str, Any]:
-        """For the record of a recovery: in which phase it was, on which ranks."""
-        phases = dict.fromkeys(report.phase for report in self.reports)
-        return {"phase": ", ".join(phases), "ranks": [report.rank for report in self.reports]}
-
-    def beyond(self, planned_bytes: int) -> OutOfMemoryReport | None:
-        """A single request for more than everything together was planned to take: a mistake, not a tight fit."""
-        for report in self.reports:
-            if planned_bytes and (report.request_bytes or 0) > planned_bytes:
-                return report
-        return None
 
 
 def recovery(shortage: OutOfMemory | None) -> dict[str, Any]:
     """What a message about `shortage` has for the run's log beside its words; None: it says that all is well again."""
-    return {"recovery": {"phase": None, "ranks": []} if shortage is None else shortage.told}
-
-
-def is_out_of_memory(error: BaseException) -> bool:
-    """Whether `error` says that memory ran out, on the device, on the host or inside cuBLAS or NCCL."""
-    return isinstance(error, torch.OutOfMemoryError | MemoryError) or (
-        isinstance(error, RuntimeError) and any(sign in str(error) for sign in _SIGNS)
-    )
+    reports = () if shortage is None else shortage.reports
+    phases = ", ".join(dict.fromkeys(report.phase for report in reports))
+    return {"recovery": {"phase": phases or None, "ranks": [report.rank for report in reports]}}
 
 
 def report_of(error: BaseException, rank: int) -> OutOfMemoryReport:
-    """What this rank reports of `error`, before its memory is freed."""
+    """Return what this rank reports of `error`, before its memory is freed."""
     request = _REQUEST.search(str(error))
     on_gpu = torch.cuda.is_available() and torch.cuda.is_initialized()
     frames = traceback.extract_tb(error.__traceback__)
@@ -120,7 +102,7 @@ def report_of(error: BaseException, rank: int) -> OutOfMemoryReport:
 
 
 def _phase(frames: traceback.StackSummary) -> str:
-    """By the functions of frugal.training that were running."""
+    """Return the phase of a step by the functions of frugal.training that were running."""
     running = {frame.name for frame in frames if Path(__file__).parent in Path(frame.filename).parents}
     if "update" in running:  # Update.update in oom_retry
         return UPDATE
@@ -130,7 +112,7 @@ def _phase(frames: traceback.StackSummary) -> str:
 
 
 def _where(frames: traceback.StackSummary) -> str:
-    """The innermost line that is neither torch's nor DeepSpeed's."""
+    """Return the innermost line that is neither torch's nor DeepSpeed's."""
     own = [frame for frame in frames if not set(Path(frame.filename).parts) & set(_OTHERS_CODE)] or list(frames)
     if not own:
         return "an unknown place"
@@ -140,120 +122,90 @@ def _where(frames: traceback.StackSummary) -> str:
 PATIENCE = 100  # optimizer steps
 
 
-@dataclass(frozen=True, kw_only=True)
-class LearntLimits:
-    """What a checkpoint keeps.
-
-    Attributes:
-        planned: the plan's limits; under another plan nothing was learnt.
-        limits: those in force in training.
-        larger: those they were lowered from, the plan's first.
-        evaluation: those in force in evaluation, where memory ran out in it.
-        clean_steps: optimizer steps since they last changed.
-        patience: clean steps until the next larger ones are tried.
-        has_grown: whether the last change was to larger ones.
-        recomputes: whether activation checkpointing was switched on.
-    """
-
-    planned: MicroBatchLimits
-    limits: MicroBatchLimits
-    larger: tuple[MicroBatchLimits, ...] = ()
-    evaluation: MicroBatchLimits | None = None
-    clean_steps: int = 0
-    patience: int = PATIENCE
-    has_grown: bool = False
-    recomputes: bool = False
-
-
 class AdaptiveLimits:
     """The limits of one engine's micro-batches. What is done here is the same on all ranks."""
 
     def __init__(self, plan: Plan, module: nn.Module) -> None:
-        self.limits = self.planned = MicroBatchLimits.of(plan)
-        self._plan = plan
-        self._module = module
-        self._larger: tuple[MicroBatchLimits, ...] = ()
-        self._evaluation: MicroBatchLimits | None = None
-        self._clean_steps = 0
-        self._patience = PATIENCE
-        self._has_grown = False
-        self._recomputes = False
+        planned = MicroBatchLimits.of(plan)
+        self._plan, self._module = plan, module
+        self._now = LearntLimits(planned=planned, limits=planned)
+
+    @property
+    def limits(self) -> MicroBatchLimits:
+        """Return the limits of training."""
+        return self._now.limits
+
+    @limits.setter
+    def limits(self, limits: MicroBatchLimits) -> None:
+        self._now = replace(self._now, limits=limits)
 
     @property
     def evaluation(self) -> MicroBatchLimits:
-        """Limits of evaluation, which keeps no activations for backward."""
-        return self._evaluation or self.limits
+        """Return the limits of evaluation, which keeps no activations for backward."""
+        return self._now.evaluation or self.limits
 
     @property
     def is_lowered(self) -> bool:
-        """Whether a training step takes less than planned, because memory ran out."""
-        return self.limits != self.planned or self._recomputes
+        """Return whether a training step takes less than planned, because memory ran out."""
+        return self.limits != self._now.planned or self._now.recomputes
 
     def learnt(self) -> LearntLimits | None:
-        """For a checkpoint; None: nothing but what the plan says."""
-        if not self.is_lowered and self._evaluation is None:
-            return None
-        return LearntLimits(
-            planned=self.planned, limits=self.limits, larger=self._larger, evaluation=self._evaluation,
-            clean_steps=self._clean_steps, patience=self._patience, has_grown=self._has_grown,
-            recomputes=self._recomputes,
-        )  # fmt: skip
+        """Return what a checkpoint keeps; None: nothing but what the plan says."""
+        return self._now if self.is_lowered or self._now.evaluation is not None else None
 
     def recall(self, learnt: LearntLimits | None) -> None:
-        """Go on with what a checkpoint kept, if it was learnt under this plan."""
-        if learnt is None or learnt.planned != self.planned:
-            return
-        self.limits, self._larger, self._evaluation = learnt.limits, learnt.larger, learnt.evaluation
-        self._clean_steps, self._patience, self._has_grown = learnt.clean_steps, learnt.patience, learnt.has_grown
-        if learnt.recomputes and not self._recomputes:
-            self._recompute()
+        """Continue with what a checkpoint kept, if it was learnt under this plan."""
+        if learnt is not None and learnt.planned == self._now.planned:
+            if learnt.recomputes and not self._now.recomputes:
+                activation_checkpointing.apply(self._module, "full")
+            self._now = replace(learnt, recomputes=learnt.recomputes or self._now.recomputes)
 
     def after_step(self) -> str | None:
-        """An optimizer step succeeded; what to say if larger micro-batches are tried again from here on."""
-        if not self._larger:
+        """Note a successful optimizer step; return what to say if larger micro-batches are tried again from here on."""
+        now = self._now
+        if not now.larger:
             return None
-        self._clean_steps += 1
-        if self._clean_steps < self._patience:
+        self._now = replace(now, clean_steps=now.clean_steps + 1)
+        if self._now.clean_steps < now.patience:
             return None
-        self.limits, self._larger = self._larger[-1], self._larger[:-1]
-        clean_steps, self._clean_steps, self._has_grown = self._clean_steps, 0, True
-        return f"{clean_steps} steps without running out of memory: {_micro_batches(self.limits)} again"
+        self._now = replace(now, limits=now.larger[-1], larger=now.larger[:-1], clean_steps=0, has_grown=True)
+        return f"{now.patience} steps without running out of memory: {_micro_batches(self.limits)} again"
 
     def lower(self, shortage: OutOfMemory, largest: int) -> str:
-        """Memory ran out in training, where the largest micro-batch took as much as `largest` samples; what to say.
+        """Lower the limits of training, whose largest micro-batch took as much as `largest` samples; what to say.
 
         Raises:
             OutOfMemoryError: there is nothing left to lower.
         """
         refuse_mistake(shortage, self._plan)
-        if self._has_grown:
-            self._patience *= 2
-        self._clean_steps, self._has_grown = 0, False
-        limits = self.limits.halved(largest)
+        now = self._now
+        patience = 2 * now.patience if now.has_grown else now.patience
+        self._now = replace(now, patience=patience, clean_steps=0, has_grown=False)
+        limits = now.limits.halved(largest)
         if limits is not None:
-            self._larger = (*self._larger, self.limits)
-            self.limits = limits
+            self._now = replace(self._now, limits=limits, larger=(*now.larger, now.limits))
             return f"out of memory: the global batch is run again with {_micro_batches(limits)}"
-        if self._can_recompute():
-            self._recompute()
-            self.limits, self._larger = self.planned, ()
-            return (
-                "out of memory with a micro-batch of one sample: from here on activation checkpointing is full, "
-                f"with {_micro_batches(self.limits)}"
-            )
-        raise self._exhausted(shortage, "with a micro-batch of one sample")
+        can_recompute = self._plan.strategy.activation_checkpointing in ("off", "selective", "budget")
+        if now.recomputes or not can_recompute or not activation_checkpointing.is_supported(self._module):
+            raise self._exhausted(shortage, "with a micro-batch of one sample")
+        activation_checkpointing.apply(self._module, "full")
+        self._now = replace(self._now, limits=now.planned, larger=(), recomputes=True)
+        return (
+            "out of memory with a micro-batch of one sample: from here on activation checkpointing is full, "
+            f"with {_micro_batches(self.limits)}"
+        )
 
     def lower_evaluation(self, shortage: OutOfMemory, largest: int) -> str:
-        """The same in evaluation, which leaves the micro-batches of training alone."""
+        """Lower the limits of evaluation, and leave the micro-batches of training alone. Raises as `lower`."""
         refuse_mistake(shortage, self._plan)
         limits = self.evaluation.halved(largest)
         if limits is None:
             raise self._exhausted(shortage, "in evaluation with one sample at a time")
-        self._evaluation = limits
+        self._now = replace(self._now, evaluation=limits)
         return f"out of memory in evaluation: it is run again with {_micro_batches(limits)}"
 
     def retry_update(self, shortage: OutOfMemory, attempts: int, *, is_begun: bool) -> str:
-        """Memory ran out in the optimizer step; what to say if the same micro-batches may be run again, once.
+        """Allow the same micro-batches once more after memory ran out in the optimizer step; return what to say.
 
         Smaller micro-batches would not help: no activation lives then.
 
@@ -266,18 +218,6 @@ class AdaptiveLimits:
         if attempts > 1:
             raise self._exhausted(shortage, "in the optimizer step")
         return "out of memory in the optimizer step, before a weight was written: the global batch is run again"
-
-    def _can_recompute(self) -> bool:
-        mode = self._plan.strategy.activation_checkpointing
-        return (
-            mode in ("off", "selective", "budget")
-            and not self._recomputes
-            and activation_checkpointing.is_supported(self._module)
-        )
-
-    def _recompute(self) -> None:
-        activation_checkpointing.apply(self._module, "full")
-        self._recomputes = True
 
     def _exhausted(self, shortage: OutOfMemory, when: str) -> OutOfMemoryError:
         memory, most = self._plan.memory, max(self._plan.batch.micro_batch)
@@ -296,9 +236,10 @@ def refuse_mistake(shortage: OutOfMemory, plan: Plan) -> None:
     Raises:
         OutOfMemoryError: a single request was for more than all that was planned.
     """
-    report = shortage.beyond(plan.memory.total_bytes)
-    if report is not None:
-        planned = f"{format_bytes(plan.memory.total_bytes)} are planned for everything together, at the peak"
+    total_bytes = plan.memory.total_bytes
+    beyond = (report for report in shortage.reports if total_bytes and (report.request_bytes or 0) > total_bytes)
+    if (report := next(beyond, None)) is not None:
+        planned = f"{format_bytes(total_bytes)} are planned for everything together, at the peak"
         raise OutOfMemoryError(
             "a single request for more memory than the whole plan",
             because=[str(report), planned],

@@ -7,7 +7,7 @@ enters either, and the step is given up on all of them; see `RanksDifferError`.
 Then every rank abandons what it accumulated, and the same global batch is run again in smaller micro-batches.
 
 The optimizer step takes one vote more, between all that it allocates and the first weight it writes: see `Update`.
-After it ZeRO-3 gathers each persistent parameter by itself, hundreds of them; these take one vote together.
+After it ZeRO-3 gathers each persistent parameter separately, hundreds of them; these take one vote together.
 
 Left out: a failure inside a collective that all ranks have entered.
 The tests compare weights bit by bit with undisturbed runs.
@@ -24,6 +24,7 @@ ZeRO 1 to 3, by the norm of the gradient, which it computes anyway; at stage 0 i
 
 import functools
 import gc
+import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any, TypeVar
@@ -38,7 +39,8 @@ from frugal.deepspeed_adapter.stages import Zero
 from frugal.distributed.exchange import gather
 from frugal.distributed.vote import DifferentError, Vote
 from frugal.errors import RequestError
-from frugal.training.oom_limits import OutOfMemory, OutOfMemoryReport, is_out_of_memory, report_of
+from frugal.torch_internals import is_out_of_memory
+from frugal.training.oom_limits import OutOfMemory, OutOfMemoryReport, report_of
 
 T = TypeVar("T")
 
@@ -83,7 +85,7 @@ def clean() -> None:
 
 
 class CachedBlocks:
-    """What CUDA's allocator keeps for later; nothing on other devices.
+    """The blocks that CUDA's allocator keeps for later; nothing on other devices.
 
     A plan's promise is that of micro-batches of one shape. On a device without room to spare a micro-batch of another
     shape may find no block that fits: the allocator then gives back all it keeps, in the middle of the step, and what
@@ -96,7 +98,7 @@ class CachedBlocks:
         self._refused = 0
 
     def after(self, batches: Sequence[Mapping[str, Tensor]]) -> None:
-        """These micro-batches are done; none: of an evaluation, which are seldom those of training."""
+        """Note that these micro-batches are done; none: those of an evaluation, which are seldom as in training."""
         if self._device.type != "cuda":
             return
         refused = torch.cuda.memory_stats(self._device)["num_alloc_retries"]
@@ -107,7 +109,7 @@ class CachedBlocks:
 
 
 def again_after_cleaning(work: Callable[[], T], is_safe: Callable[[], bool] = lambda: True) -> T:
-    """What `work` returns, at the second attempt where memory ran out in the first and it `is_safe` to try again."""
+    """Return `work()`, at a second attempt where memory ran out in the first and it `is_safe` to try again."""
     try:
         return work()
     except (RuntimeError, MemoryError) as error:
@@ -118,7 +120,7 @@ def again_after_cleaning(work: Callable[[], T], is_safe: Callable[[], bool] = la
 
 
 class Guard:
-    """Lets all ranks fail together. One a process: it wraps DeepSpeed's communication backend.
+    """A vote of all ranks around collectives, so that they fail together. It wraps DeepSpeed's communication backend.
 
     `group` is a gloo group of all ranks.
     """
@@ -134,7 +136,7 @@ class Guard:
         collectives.guard(self._guarded)
 
     def attempt(self, work: Callable[[], T]) -> T | OutOfMemory:
-        """What `work` returns; on every rank the shortage, if any rank ran out of memory in it.
+        """Return `work()`; on every rank the shortage, if any rank ran out of memory in it.
 
         Raises:
             RanksDifferError: ranks were about to enter different collectives; raised on all of them.
@@ -149,7 +151,7 @@ class Guard:
         self.watching, self._remedy = True, remedy
 
     def _about_to(self) -> list[tuple[str, list[str]]]:
-        """What each rank's last vote was for. Collective."""
+        """Return what each rank's last vote was for. Collective."""
         return gather((self._next.what, self._next.names), tuple[str, list[str]], self._group)
 
     def _attempt(self, work: Callable[[], T]) -> T | OutOfMemory:
@@ -185,7 +187,7 @@ class Guard:
             raise _PeerFailedError
 
     def with_one_vote(self, work: Callable[..., T]) -> Callable[..., T]:
-        """`work`, with a vote before the first of its collectives alone: it allocates nothing between them."""
+        """Wrap `work`, with a vote before the first of its collectives only: it allocates nothing between them."""
 
         @functools.wraps(work)
         def voting_once(*args: Any, **kwargs: Any) -> T:
@@ -240,7 +242,7 @@ class Update:
             if is_plain:
                 gradients = [each.grad for each in engine.module.parameters() if each.grad is not None]
                 self.grad_norm = float(torch.nn.utils.get_total_norm(gradients))
-                if not _is_finite(self.grad_norm):
+                if not math.isfinite(self.grad_norm):
                     engine.optimizer.zero_grad()
                     return self.leave_out()
             engine.step()
@@ -256,13 +258,13 @@ class Update:
         return True
 
     def leave_out(self) -> bool:
-        """Count a step that changes nothing; False. The learning rate goes on: it depends on the number of the step."""
+        """Count a step that changes nothing; False. The learning rate follows the number of the step."""
         self.grad_norm = None
         self._zero.count_skipped_step()
         return False
 
     def _step_by(self, optimizer: Any) -> Callable[..., Any]:
-        """The step of an inner optimizer; ZeRO-3 calls it once a sub-group."""
+        """Return a guarded step of an inner optimizer; ZeRO-3 calls it once a sub-group."""
         step = optimizer.step
 
         def guarded(*args: Any, **kwargs: Any) -> Any:
@@ -281,14 +283,14 @@ class Update:
         return guarded
 
     def _make_states(self) -> None:
-        """Adam's moments, which torch makes when it first sees a gradient."""
+        """Make Adam's moments, which torch makes when it first sees a gradient."""
         for optimizer, masters in self._updates:
             if isinstance(optimizer, torch.optim.Adam):
                 kernels.make_states(optimizer, masters())
 
     @contextmanager
     def _groups_kept(self) -> Iterator[None]:
-        """ZeRO shows its optimizer one group at a time; a step that is given up leaves it as it was."""
+        """Restore the optimizer's groups after a step that is given up: ZeRO shows it one group at a time."""
         shown = [(optimizer, optimizer.param_groups) for optimizer, _ in self._updates]
         parameters = [[list(group["params"]) for group in groups] for _, groups in shown]
         try:
@@ -299,7 +301,3 @@ class Update:
                 for group, of_group in zip(groups, kept, strict=True):
                     group["params"] = of_group
             raise
-
-
-def _is_finite(number: float) -> bool:
-    return abs(number) < float("inf")

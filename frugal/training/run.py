@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING
 from frugal.config.run_settings import RunSettings, run_settings
 from frugal.config.schema import parse
 from frugal.config.setting import settings_of
-from frugal.distributed import env, first_failure, process_group, rank_logs, replacement, stop
+from frugal.distributed import env, first_failure, process_group, rank_logs, stop
 from frugal.errors import FrugalError, PlanMismatchError, RequestError
 from frugal.imports import collected_seldom
 from frugal.planning.plan import Plan
@@ -28,7 +28,6 @@ if TYPE_CHECKING:
 
     from frugal.config.learning_rate import Curve
     from frugal.distributed.peer_watch import PeerWatch
-    from frugal.training.checkpoint.held_folder import HeldFolder
     from frugal.training.checkpoint.progress import Progress
     from frugal.training.data.batches import GlobalBatches
     from frugal.training.data.corpus import RunData
@@ -45,14 +44,8 @@ def run(plan: Plan, settings: RunSettings) -> None:
         FrugalError: the plan, the data, the folder or the memory does not allow it.
     """
     rank_logs.guard_console()
-    replacement.note_start()
     with stop.heed_stop_signals(settings.grace, partial(_end_without_saving, settings)):
-        replacement.hear_stop_signals()
-        try:
-            _run(plan, settings)
-        except Exception as error:
-            _fall_back(error)
-            raise
+        _run(plan, settings)
         if stop.requested() is not None:
             stop.ignore()
 
@@ -61,7 +54,7 @@ def _end_without_saving(settings: RunSettings, what: str, why: str, code: int) -
     """End this rank, which was asked to stop and is not to be waited for."""
     newest = manifest.newest_checkpoint(settings.checkpoints)
     kept = f"the last good checkpoint is {newest.name}" if newest else "there is no checkpoint"
-    hint = "continue from it with --resume; --grace SECONDS says how long a step and its checkpoint may take"
+    hint = "continue from it with --resume; --set train.grace=SECONDS says how long a step and its checkpoint may take"
     first_failure.end_rank(FrugalError(what, because=[why, kept], hint=hint if newest else None), code)
 
 
@@ -75,8 +68,7 @@ def _run(plan: Plan, settings: RunSettings) -> None:
     try:
         model_folder = train(plan, settings, device)
         dist.barrier()
-        if not replacement.is_due():
-            first_failure.report_done()
+        first_failure.report_done()
         if peer_watch is not None:
             peer_watch.close()
     except BaseException:
@@ -84,49 +76,33 @@ def _run(plan: Plan, settings: RunSettings) -> None:
             dist.destroy_process_group()
         raise
     dist.destroy_process_group()
-    replacement.replace_if_due()
     if model_folder is not None and settings.push_to_hub is not None and env.rank() == 0:  # the others need not wait
         hub.push(model_folder, settings.push_to_hub)
 
 
 def _watch_peers() -> "PeerWatch":
-    import torch.distributed as dist
+    from frugal.distributed.peer_watch import watch_peers
 
-    from frugal.distributed import rendezvous
-    from frugal.distributed.peer_watch import PeerWatch
-
-    return PeerWatch(dist.get_rank(), dist.get_world_size(), _lost, rendezvous.watched, rendezvous.connect_to_watch)
-
-
-def _lost(error: first_failure.LostRankError) -> None:
-    _fall_back(error)
-    first_failure.end_rank(error)
-
-
-def _fall_back(error: Exception) -> None:
-    """Go on under the plan before, where another was being tried; otherwise return."""
-    is_lost = isinstance(error, first_failure.LostRankError) or first_failure.lost_connection(error)
-    replacement.fall_back(error, is_lost=is_lost)
+    return watch_peers(first_failure.end_rank)
 
 
 def train(plan: Plan, settings: RunSettings, device: "torch.device") -> Path | None:
     """Train on ranks that have joined; the folder of the final model, if there is one. Collective; raises as `run`."""
     with collected_seldom():
-        from frugal.training import loop
-        from frugal.training.checkpoint import final_model, random_state
-        from frugal.training.checkpoint.held_folder import HeldFolder
+        from frugal.training import final_model, loop
+        from frugal.training.checkpoint import random_state
         from frugal.training.engine import initialize
         from frugal.training.extensions.best import Best
         from frugal.training.extensions.callbacks import Callbacks
         from frugal.training.extensions.metric import Metric
-        from frugal.training.measure import memory_watch, tuned_run
+        from frugal.training.measure import memory_watch, tuner
         from frugal.training.measure.run_gauge import RunGauge
         from frugal.training.models.loading import placed
-        from frugal.training.reports import closing, opening
+        from frugal.training.reports import endings, opening
     rank = _check_services(settings)
     metric, callbacks = Metric.load(settings.metric), Callbacks.load(settings.callback)
     settings = run_folder.create(settings)
-    plan = tuned_run.continued(plan, settings)
+    plan = tuner.plan_to_resume(plan, settings)
     run_folder.check_space(plan, settings)
     data = _read_samples(plan, settings)
     _check_validation(settings, data)
@@ -134,8 +110,7 @@ def train(plan: Plan, settings: RunSettings, device: "torch.device") -> Path | N
     total_steps = loop.num_steps(batches, settings)
     curve = settings.curve(plan.request.scaled_learning_rate, total_steps)
     # The loop takes the gauge off after two steps; the folder stays ours to the end.
-    with run_folder.locked(settings) if rank == 0 else nullcontext() as descriptor, ExitStack() as measuring:
-        held = HeldFolder(settings, descriptor)
+    with run_folder.locked(settings) if rank == 0 else nullcontext(), ExitStack() as measuring:
         if plan.batch.world_size == 1:  # several have their logs since they joined
             rank_logs.redirect(settings.out, rank)
         gauge = measuring.enter_context(memory_watch.gauge(device))
@@ -145,41 +120,35 @@ def train(plan: Plan, settings: RunSettings, device: "torch.device") -> Path | N
         engine = initialize(model, plan, objective, learning_rate_schedule=curve.factor, callbacks=callbacks)
         random_state.seed_all(settings.seed * 1_000_003 + rank)
         start, changes = _start(engine, settings, data.provenance, curve, total_steps)
-        if rank == 0 and not replacement.this().is_trial:
+        if rank == 0:
             run_folder.record(plan, settings)
-        with closing.page_afterwards(held, rank), _log(plan, settings, rank, start.step, total_steps) as log:
+        with endings.page_afterwards(settings.out, rank), _log(plan, settings, rank, start.step, total_steps) as log:
             log.start(**opening.record(plan, changes, is_resumed=settings.resume))
             said = opening.lines(plan, settings, data, model, total_steps, start.step, changes)
             for line in (*said, *opening.remarks(plan, data, device, rank)):
                 log.say(line)
-            run_gauge = RunGauge.of_run(engine, gauge, measuring, is_resumed=settings.resume)
-            tuned_run.begin(engine, held, log, total_steps - start.step, start.step)
+            if settings.resume and device.type == "cpu":
+                measuring.close()  # no operator makes storages that are read from a checkpoint: it would miss them
+                run_gauge = RunGauge(engine)
+            else:
+                run_gauge = RunGauge(engine, gauge, measuring)
+            engine.tuner = tuner.tuner_of_run(engine, settings, log, total_steps - start.step)
             best = Best(settings, start)
             done = loop.train(
                 engine, batches, data.validation, settings, log,
-                start=start, total_steps=total_steps, gauge=run_gauge, held=held, metric=metric, best=best,
+                start=start, total_steps=total_steps, gauge=run_gauge, metric=metric, best=best,
             )  # fmt: skip
             if best.is_over:
                 log.say(f"step {done.step}/{total_steps}  {best.why_over}")
             if is_done := done.step == total_steps or best.is_over:
-                final_model.finish(engine, held, data, done.step, best, log, metric)
+                final_model.finish(engine, settings, data, done.step, best, log, metric)
                 log.ends("done", best.why_over if best.is_over else "")
             else:
-                _end_early(engine, held, log, done.step)
+                saved = f"step {done.step} is saved in {settings.checkpoints.absolute()}"
+                log.say(f"told to stop: {saved}, continue with --resume")
+                log.ends("stopped")
         engine.destroy()
-    return held.settings.out / "model" if is_done else None
-
-
-def _end_early(engine: "Engine", held: "HeldFolder", log: "Log", step: int) -> None:
-    """The run goes on in other processes, or is over for now."""
-    from frugal.training.measure import engine_trial
-
-    if engine.restart is not None and not engine.is_to_stop:
-        replacement.plan_next(engine_trial.words_to_resume(held.settings), engine.restart)
-        log.ends("restarted", "to go on with another ZeRO stage, offloading or buckets")
-    else:
-        log.say(f"told to stop: step {step} is saved in {held.settings.checkpoints}, continue with --resume")
-        log.ends("stopped")
+    return (settings.out / "model").absolute() if is_done else None
 
 
 def _check_services(settings: RunSettings) -> int:
@@ -204,10 +173,9 @@ def _log(plan: Plan, settings: RunSettings, rank: int, first_step: int, total_st
 
 def _read_samples(plan: Plan, settings: RunSettings) -> "RunData":
     from frugal.training.data import corpus
-    from frugal.training.data.stream import run_data
 
     with collected_seldom():  # reading brings transformers and datasets along
-        data = (run_data if settings.stream else corpus).read_samples(plan, settings)
+        data = corpus.read_samples(plan, settings)
     data.spec.refuse_random_base()
     return data
 
@@ -229,7 +197,7 @@ def _check_validation(settings: RunSettings, data: "RunData") -> None:
     asked = {
         "--metric": settings.metric,
         "--patience": settings.patience,
-        "--save-best-model": settings.save_best_model,
+        "--best": settings.best,
     }
     flag = next((flag for flag, value in asked.items() if value), None)
     if flag is not None and len(data.validation) == 0:
@@ -262,9 +230,9 @@ def _start(
     """Where to begin, and what is not as it was when the run stopped.
 
     Raises:
-        RequestError: it is further than it is to go; and as `loading.load`, `on_data`.
+        RequestError: it is further than it is to go; and as `loading.load`, `resume_checks.on_data`.
     """
-    from frugal.training.checkpoint import loading
+    from frugal.training.checkpoint import loading, resume_checks
     from frugal.training.checkpoint.progress import Progress
 
     if not settings.resume:
@@ -274,10 +242,10 @@ def _start(
         raise RequestError(
             f"the run in {settings.out} is at step {loaded.progress.step} already",
             because=f"it was to end at step {total_steps}",
-            hint=f"go on with --steps {loaded.progress.step + 1} or more; `frugal model` makes a model of a checkpoint",
+            hint=f"resume with --steps {loaded.progress.step + 1} or more; `frugal export` writes its model",
         )
-    start, data_changes = loading.on_data(loaded.progress, data, settings)
-    start, rate_changes = loading.on_curve(start, curve)
+    start, data_changes = resume_checks.on_data(loaded.progress, data, settings)
+    start, rate_changes = resume_checks.on_curve(start, curve)
     return start, loaded.changes + data_changes + rate_changes
 
 

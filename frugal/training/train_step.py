@@ -20,7 +20,6 @@ from frugal.config.request import Request
 from frugal.deepspeed_adapter import engine, gradients
 from frugal.deepspeed_adapter.stages import Zero
 from frugal.distributed import stop
-from frugal.distributed.replacement import Replaced
 from frugal.errors import RequestError
 from frugal.planning.batch import BatchPlan
 from frugal.planning.plan import Plan
@@ -54,7 +53,7 @@ class StepResult:
     """One optimizer step: mean loss over `targets`, norm of the global gradient before clipping, learning rate used.
 
     `is_finite`: whether loss and gradient are numbers; otherwise neither weights nor optimizer states were touched.
-    `tokens` of the samples took so many `positions` on all ranks; None where samples are not of tokens.
+    `tokens` of the samples took `positions` positions on all ranks; None where samples are not of tokens.
     """
 
     loss: float
@@ -71,7 +70,7 @@ class StepResult:
 class Prepared:
     """A global batch, and what this rank takes of it under `limits`, cut as `planned`: micro-batches, and targets.
 
-    `tokens` of its samples are in so many `positions` of its micro-batches (of pairs on both sides); the rest is
+    `tokens` of its samples are in `positions` positions of its micro-batches (of pairs on both sides); the rest is
     padding, and dummies. Both are 0 where samples are not of tokens.
     """
 
@@ -85,7 +84,7 @@ class Prepared:
 
     @property
     def largest(self) -> tuple[int, int] | None:
-        """Samples and tokens (of pairs on the longer side) of the largest micro-batch; None: it is not of tokens."""
+        """Return samples and tokens (of pairs on the longer side) of the largest micro-batch; None: not of tokens."""
         sizes = [
             (len(tokens), max(batch[name].shape[1] for name in ("input_ids", "labels") if batch[name].dim() > 1))
             for batch in self.batches
@@ -97,7 +96,10 @@ class Prepared:
 class Stepper:
     """A model under a plan, on this rank, and its optimizer steps; `frugal.training.engine.Engine` has the rest."""
 
-    def __init__(self, zero: Zero, plan: Plan, objective: Objective, votes: dist.ProcessGroup | None) -> None:
+    def __init__(
+        self, zero: Zero, plan: Plan, objective: Objective, votes: dist.ProcessGroup | None, *,
+        own_optimizer: OwnOptimizer | None, callbacks: Callbacks,
+    ) -> None:  # fmt: skip
         self.zero = zero
         self.deepspeed = zero.engine
         self.plan = self.recorded_plan = plan  # while a run is tuned, what the next step takes, and what is kept
@@ -109,9 +111,8 @@ class Stepper:
         self.update = Update(zero, self.guard, weight_decay.PartialDecay(zero, plan.request).apply)
         self.adaptive_limits = AdaptiveLimits(plan, zero.engine.module)
         self.num_recoveries = 0  # times that a step was begun again because memory ran out
-        self.callbacks = Callbacks()
+        self.callbacks = callbacks
         self.wants_to_stop = False  # for a reason of this rank's own
-        self.restart: Replaced | None = None  # what new processes are told in which to go on; equal on all ranks
         self.is_to_stop = False  # whether any rank wants or was told to; equal on all ranks, after each step
         self.rank = dist.get_rank()
         self.group = plan.batch.group_of(self.rank)
@@ -119,17 +120,18 @@ class Stepper:
         self._is_first = True  # what a model does in its first step is looked at more closely
         self.device = torch.device(zero.engine.device)
         self.cache = CachedBlocks(self.device)
-        self.own_optimizer: OwnOptimizer | None = None
-        self.group_settings: list[dict[str, Any]] = []  # of its groups, without what a schedule does to them
+        self.own_optimizer = own_optimizer
+        # settings of its parameter groups, without what a schedule does to them
+        self.group_settings = [] if own_optimizer is None else own_optimizer.settings(zero)
 
     @property
     def module(self) -> nn.Module:
-        """The model itself."""
+        """Return the model itself."""
         return self.deepspeed.module
 
     @property
     def limits(self) -> MicroBatchLimits:
-        """What a micro-batch may take: the plan's word, lowered where memory ran out all the same."""
+        """Return what a micro-batch may take: as planned, lowered where memory ran out all the same."""
         return self.adaptive_limits.limits
 
     @limits.setter
@@ -137,11 +139,11 @@ class Stepper:
         self.adaptive_limits.limits = limits
 
     def micro_batches(self, samples: Sequence[Sample]) -> list[Batch]:
-        """This rank's micro-batches of a global batch, collated; an empty one becomes a dummy without targets."""
+        """Return this rank's micro-batches of a global batch; an empty one becomes a dummy without targets."""
         return self.prepare(samples).batches
 
     def prepare(self, samples: Sequence[Sample]) -> Prepared:
-        """All that `train_step` does on the host alone; another thread may do it while a step runs."""
+        """Do all that `train_step` needs on the host; another thread may call it while a step runs."""
         limits, planned = self.limits, self.plan.batch
         batches, tokens, positions = [], 0, 0
         for places in share(samples, limits, self.group, planned).places:
@@ -153,7 +155,7 @@ class Stepper:
         return Prepared(samples, limits, planned, batches, sum(map(self.objective.count, batches)), tokens, positions)
 
     def train_step(self, batch: Given | Prepared) -> StepResult:
-        """One optimizer step on the samples of a global batch, given whole and equal on every rank, or prepared.
+        """Take one optimizer step on the samples of a global batch, the same on every rank, or prepared.
 
         It is a list of samples, or what a `DataLoader` yields: see `frugal.training.data.given_batch`. Only this rank's
         micro-batches are read, so they may be loaded on access. Where `batch.lengths` has the tokens of each, samples
@@ -211,7 +213,7 @@ class Stepper:
         )
 
     def agree_to_stop(self) -> bool:
-        """Whether any rank wants to stop, or was asked to; `is_to_stop` from now on. Collective."""
+        """Return whether any rank wants to stop, or was asked to; also set `is_to_stop`. Collective."""
         self.is_to_stop = self._sum(self._is_asked_to_stop) > [0]
         return self.is_to_stop
 
@@ -220,7 +222,7 @@ class Stepper:
         return self.wants_to_stop or stop.requested() is not None
 
     def _try(self, batches: Sequence[Batch], targets: int) -> tuple[float, bool] | OutOfMemory | RanksDifferError:
-        """A whole step: the loss summed over the ranks, and whether all numbers are finite. Collective."""
+        """Try a whole step; return the loss summed over the ranks, and whether all numbers are finite. Collective."""
         self.update.is_begun = False
         self.unused.begin()
         try:
@@ -243,7 +245,7 @@ class Stepper:
         return loss_sum, is_finite
 
     def _reduce_in_order(self, difference: RanksDifferError) -> None:
-        """After gradients arrived in other orders on other ranks: from here on reduce them in one, and say so.
+        """Reduce gradients in one order from here on, after ranks differed in it, and say so.
 
         Raises:
             RanksDifferError: that cannot help.
@@ -259,7 +261,7 @@ class Stepper:
             )  # fmt: skip
 
     def _make_room(self, shortage: OutOfMemory, samples: Sequence[Sample], attempts: int) -> str:
-        """After a global batch ran out of memory for the `attempts`-th time: change what may help, and say what."""
+        """Change what may help after running out of memory for the `attempts`-th time; return what to say."""
         if shortage.is_in_update:
             return self.adaptive_limits.retry_update(shortage, attempts, is_begun=self.update.is_begun)
         if shortage.is_fragmentation and attempts == 1:
@@ -271,7 +273,7 @@ class Stepper:
             logger.warning(message, extra=recovery(shortage))
 
     def accumulate(self, batches: Sequence[Batch], targets: int) -> Tensor:
-        """Forward and backward over this rank's micro-batches; see `accumulate`."""
+        """Run forward and backward over this rank's micro-batches; see `accumulate`."""
         is_first, self._is_first = self._is_first, False
         with engine.split_reads_refused(self.zero, is_first=is_first):
             return accumulate(self.deepspeed, self.objective, batches, targets, self._before_micro_batch)
@@ -280,14 +282,14 @@ class Stepper:
         self.unused.expect(self.objective.count(batch))
 
     def _sum(self, *values: float) -> list[float]:
-        """Each value summed over the ranks, in fp64."""
+        """Sum each value over the ranks, in fp64."""
         tensor = torch.tensor(values, dtype=torch.float64)
         dist.all_reduce(tensor, group=self.votes)
         return tensor.tolist()
 
 
 def wrap(model: nn.Module, request: Request, strategy: Strategy, batch: BatchPlan, **how: Any) -> Zero:
-    """DeepSpeed's engine around `model`, changed as the strategy says. Collective. `how` and errors as there."""
+    """Wrap `model`, changed as the strategy says, in DeepSpeed's engine. Collective. `how` and errors as there."""
     transformers_internals.always_use()
     expert_modules.always_run(model)
     activation_checkpointing.apply(model, strategy.activation_checkpointing, strategy.layer_modes)
@@ -310,7 +312,7 @@ def accumulate(
     targets: int,
     before_each: Callable[[Batch], None] = lambda _: None,
 ) -> Tensor:
-    """Forward and backward over this rank's micro-batches; the loss summed over them, fp64, shape `()`.
+    """Run forward and backward over this rank's micro-batches; return the summed loss, fp64, shape `()`.
 
     `targets` counts those of the global batch. `before_each` is called with each micro-batch. The
     gradients are reduced after the last micro-batch. Collective.

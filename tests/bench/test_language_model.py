@@ -28,7 +28,7 @@ def test_a_file_of_the_library_is_in_one_part_only_and_none_is_left_out() -> Non
 
 @pytest.mark.exhaustive  # a minute
 def test_the_small_one_trains_the_same_on_one_rank_and_two(tmp_path: Path) -> None:
-    short = ("--steps", "4", "--warmup-steps", "1", "--validation-samples", "8", "--eval-every", "2")
+    short = ("--steps", "4", "--warmup", "1", "--set", "train.validation-samples=8", "--eval-every", "2")
     runs = {ranks: trained(ranks, tmp_path / str(ranks), short) for ranks in (1, 2)}
     found = summary(runs)
     assert all(found["goals"].values()), found

@@ -449,44 +449,10 @@ def test_a_default_bucket_is_named_with_its_size_where_it_is_left_open(stage: in
     assert str(findings["large-bucket"].place) == f"{file}:4"
 
 
-@pytest.mark.parametrize(
-    ("said", "kept", "refused"),
-    [
-        ({"stage": 3, "zero_hpz_partition_size": 2}, 2, []),
-        ({"stage": 3, "zero_hpz_partition_size": 8}, 4, []),
-        ({"stage": 2, "zero_hpz_partition_size": 2}, 1, []),
-        ({"stage": 3, "zero_hpz_partition_size": 3}, 1, ["`zero_hpz_partition_size` 3 does not divide 4 GPUs"]),
-        (
-            {
-                "stage": 3, "zero_hpz_partition_size": 2, "offload_optimizer": {"device": "cpu"},
-                "offload_param": {"device": "cpu"},
-            },
-            1, ["`zero_hpz_partition_size` with parameters on the host keeps other states than ZeRO's"],
-        ),
-    ],
-)  # fmt: skip
-def test_a_secondary_partition_is_as_deepspeed_takes_it(
-    said: dict[str, Any], kept: int, refused: list[str], tmp_path: Path
-) -> None:
-    """DeepSpeed takes the whole world where there are fewer ranks (`_create_zero_param_parallel_group`)."""
-    from frugal.check.readers.deepspeed_json import strategy
-    from frugal.check.verdict import resolved
-
-    file = tmp_path / "ds.json"
-    file.write_text(json.dumps({"bf16": {"enabled": True}, "train_batch_size": 4, "zero_optimization": said}))
-    settings, _ = gather([file], {"model": TINY})
-    deepspeed, _ = resolved(settings, 4)
-    assert deepspeed is not None
-    assert strategy(settings, deepspeed).secondary_partition == kept
-    assert [each.text for each in settings.refusals] == refused
-    assert bool(settings.deviations) == (said["stage"] == 2)
-
-
 REAL: list[tuple[str, dict[str, Any]]] = [
     ("deepspeed/zero2.json", {"overlap_comm": False, "reduce_bucket_size": 200_000}),
     ("deepspeed/zero1-fp16.json", {}),
     ("deepspeed/zero3-auto.json", {"overlap_comm": False}),
-    ("deepspeed/zero3-auto.json", {"overlap_comm": False, "zero_hpz_partition_size": 2}),
 ]
 """JSONs, and what is changed in them: a loop's dry run counts side streams otherwise, which is not what is tested."""
 

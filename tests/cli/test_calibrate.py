@@ -85,7 +85,7 @@ def test_the_next_plan_uses_it_and_says_so(calibrated: Path, capsys: pytest.Capt
 
 def test_a_plan_without_it_takes_longer_or_shorter_in_the_same_memory(capsys: pytest.CaptureFixture[str]) -> None:
     measured, _ = plan(capsys)
-    assumed, _ = plan(capsys, "--no-calibration")
+    assumed, _ = plan(capsys, "--set", "calibration=false")
     assert assumed.cluster.devices[0].measured_on is None
     assert not any("measured" in line for line in assumed.warnings)
     assert measured.time != assumed.time

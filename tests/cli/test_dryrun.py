@@ -9,7 +9,6 @@ import msgspec
 import pytest
 
 from frugal.planning.memory import timeline_files
-from frugal.planning.memory.timeline import CATEGORIES
 from frugal.planning.plan import Plan
 from tests.commands import frugal
 
@@ -91,16 +90,10 @@ def test_what_holds_activations_adds_up_and_the_timeline_passes_through_the_peak
 
 
 def test_layers_that_differ_in_their_number_are_one_line(capsys: pytest.CaptureFixture[str], here: Path) -> None:
-    code, out, _ = frugal(capsys, "dryrun", "config.json", *ASKED, "--explain", "activations", "--timeline", "c.json")
+    code, out, _ = frugal(capsys, "dryrun", "config.json", *ASKED, "--explain", "activations")
     assert code == 0
     (line,) = (line for line in out.splitlines() if "ln_1" in line)
     assert re.fullmatch(r" +[\d.]+ MiB +[\d.]+%  transformer\.h\.\*\.ln_1 +2 x [\d.]+ MiB", line)
-    assert out.endswith("\n\nwrote c.json\n")
-    columns = json.loads((here / "c.json").read_text())
-    assert tuple(columns) == timeline_files.COLUMNS
-    assert len({len(column) for column in columns.values()}) == 1
-    assert columns["total"] == [sum(sizes) for sizes in zip(*(columns[name] for name in CATEGORIES), strict=True)]
-    assert min(columns["total"]) >= 0
 
 
 def test_what_does_not_fit_is_dry_run_all_the_same(capsys: pytest.CaptureFixture[str]) -> None:
@@ -172,8 +165,7 @@ WRONG = {
     ),
     "a timeline of another kind": (
         ["config.json", "--timeline", "curve.png"], 2,
-        "error: a timeline cannot be written to curve.png\n  because its name ends in none of .csv, .json, .pickle, "
-        ".trace.json\n\n"
+        "error: a timeline cannot be written to curve.png\n  because its name does not end in .csv or .pickle\n\n"
         "hint: call it curve.csv\n",
     ),
     "a timeline in no folder": (

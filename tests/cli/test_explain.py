@@ -1,7 +1,5 @@
 """`frugal explain`, and `frugal plan --what-if`: what people see, from a plan or from flags."""
 
-import json
-from itertools import pairwise
 from pathlib import Path
 
 import pytest
@@ -88,25 +86,3 @@ def test_what_is_wrong_is_said(
 ) -> None:
     found, _, err = frugal(capsys, *arguments)
     assert (found, err) == (code, message)
-
-
-def test_the_frontier_is_memory_against_time_with_what_does_not_fit_marked(capsys: pytest.CaptureFixture[str]) -> None:
-    code, out, err = frugal(capsys, "explain", *CARDS, "--frontier")
-    assert (code, err) == (0, "")
-    table = out[out.index("memory against time") :].splitlines()
-    assert table[1].split() == ["peak", "step", "batch", "strategy"]
-    assert max(map(len, table)) <= 80
-    assert any(line.strip().startswith("!") for line in table[2:])
-
-
-def test_the_frontier_for_programs_gets_faster_with_every_byte_and_has_the_plan_or_better(
-    capsys: pytest.CaptureFixture[str],
-) -> None:
-    _, out, _ = frugal(capsys, "explain", *CARDS, "--frontier", "--json")
-    points = json.loads(out)
-    assert [point["total_bytes"] for point in points] == sorted(point["total_bytes"] for point in points)
-    assert all(more["seconds"] < less["seconds"] for less, more in pairwise(points))
-    _, planned, _ = frugal(capsys, "plan", *CARDS, "--json")
-    plan = json.loads(planned)
-    fitting = [point["seconds"] for point in points if point["fits"]]
-    assert min(fitting) <= plan["time"]["total_seconds"] * 1.05

@@ -362,7 +362,7 @@ def test_a_target_that_knows_equal_micro_batches_only_gets_a_plan_of_these(
     capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
     with_formulas(tmp_path, monkeypatch, **SMALL)
-    asked = ["--gpus", "4", "--mem", "12G", "--max-samples-per-gpu", "8", "-o", "run"]
+    asked = ["--gpus", "4", "--mem", "12G", "--max-tokens-per-gpu", "8192", "-o", "run"]
     assert cli.run(["plan", *asked, "--global-batch", "500"]) == 0
     assert json.loads(Path("run/ds_config.json").read_text())["train_batch_size"] == 512
     capsys.readouterr()

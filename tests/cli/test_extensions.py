@@ -37,7 +37,8 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def test_a_metric_is_recorded_and_said_and_a_callback_of_one_rank_stops_the_run(folder: Path) -> None:
     code, output, errors = frugal_train(
         folder, "--plan", "plan2.json", "--data", "text.jsonl", "--steps", 9, "--eval-every", 2,
-        "--validation-fraction", 0.1, "--out", "run", "--metric", "mine.py:accuracy", "--callback", "mine.py:Told",
+        "--validation-fraction", 0.1, "--out", "run", "--metric", "mine.py:accuracy",
+        "--set", "train.callback=mine.py:Told",
     )  # fmt: skip
     assert (code, errors) == (0, "")
     where = folder / "run" / "checkpoints"
@@ -52,7 +53,7 @@ def test_a_metric_is_recorded_and_said_and_a_callback_of_one_rank_stops_the_run(
 def test_a_callback_that_fails_is_named_and_its_traceback_is_in_the_log(folder: Path) -> None:
     code, _, errors = frugal_train(
         folder, "--plan", "plan1.json", "--data", "text.jsonl", "--steps", 2, "--validation-fraction", 0.1,
-        "--out", "failed", "--callback", "mine.py:Fails",
+        "--out", "failed", "--set", "train.callback=mine.py:Fails",
     )  # fmt: skip
     assert (code, errors) == (2, "error: the callback Fails.on_evaluation failed\n  because KeyError: 'threshold'\n")
     assert '{}["threshold"]' in (folder / "failed" / "logs" / "rank_0.log").read_text()

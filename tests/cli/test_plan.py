@@ -38,8 +38,8 @@ def test_it_says_in_eight_lines_what_the_plan_comes_to(capsys: pytest.CaptureFix
     assert (code, err) == (0, "")
     notes, verdict = out.split("\n\n")
     assert notes == (
-        "note   ds_config.json alone trains 520 samples a step, not 512: DeepSpeed's JSON knows no uneven "
-        "micro-batches, plan.json does; --even is exact with both, 3 % slower"
+        "note   ds_config.json alone would train 520 samples per step, not 512: DeepSpeed cannot express uneven "
+        "micro-batches; use plan.json, or plan with --even"
     )
     assert verdict == VERDICT + "more   `frugal plan -v`: all of it; `frugal explain`: what binds and what helps\n"
     assert len(verdict.splitlines()) <= 8 and max(map(len, verdict.splitlines())) <= 80
@@ -89,12 +89,11 @@ memory of each GPU at its peak, in backward (mm)
 why
   activation checkpointing is off: it is not needed, and a step would take 278 ms longer
   ZeRO-2: the lowest stage that sums bf16 gradients in fp32
-  expandable segments are on: slack is 0.0 MiB, 0.0 MiB without them
   memory binds: micro-batch 11 would be about 399.1 MiB short
 
 note
-  ds_config.json alone trains 520 samples a step, not 512: DeepSpeed's JSON knows no uneven micro-batches, plan.json \
-does; --even is exact with both, 3 % slower
+  ds_config.json alone would train 520 samples per step, not 512: DeepSpeed cannot express uneven micro-batches; use \
+plan.json, or plan with --even
 
 strategies
     step           batch       peak   headroom
@@ -130,11 +129,11 @@ def headline(out: str) -> str:
 
 
 def test_an_uneven_batch_says_how_its_cells_lie(capsys: pytest.CaptureFixture[str]) -> None:
-    _, out, _ = frugal_plan(capsys, *CARDS, "--global-batch", "500", "--max-samples-per-gpu", "8")
+    _, out, _ = frugal_plan(capsys, *CARDS, "--global-batch", "500", "--max-tokens-per-gpu", "8192")
     assert headline(out) == "500 samples = 4 GPUs x 16 micro-steps of 7 or 8 samples"
     assert out.splitlines()[:2] == [
-        "note   ds_config.json alone trains 512 samples a step, not 500: DeepSpeed's JSON knows no uneven "
-        "micro-batches, plan.json does; --even is exact with both, 11 % slower",
+        "note   ds_config.json alone would train 512 samples per step, not 500: DeepSpeed cannot express uneven "
+        "micro-batches; use plan.json, or plan with --even",
         "",
     ]
 
@@ -144,7 +143,7 @@ def test_an_uneven_batch_says_how_its_cells_lie(capsys: pytest.CaptureFixture[st
     [
         (["--global-batch", "4"], "4 samples = 4 GPUs x micro-batch 1 x 1 accumulation step"),
         (["--global-batch", "1"], "1 sample = 4 GPUs x 1 micro-step of 0 or 1 sample"),
-        (["--global-tokens", "100000", "--max-samples-per-gpu", "5"],
+        (["--global-tokens", "100000", "--max-tokens-per-gpu", "5120"],
          "97 samples (100000 tokens) = 4 GPUs x 5 micro-steps of 4 or 5 samples"),
         (["--mem", "8G,8G,12G,12G", "--global-batch", "100"],
          "100 samples = 4 GPUs x micro-batch 5 x 5 accumulation steps"),

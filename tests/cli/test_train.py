@@ -132,11 +132,11 @@ def test_torchrun_gives_the_same_run(folder: Path, on_two_ranks: tuple[int, str,
 
 
 def test_a_wrong_resume_is_said_once_through_the_launcher(folder: Path, on_two_ranks: tuple[int, str, str]) -> None:
-    code, output, errors = frugal_train(folder, "--resume", "--out", "two", "--steps", 7, "--limit", 199)
+    code, output, errors = frugal_train(folder, "--resume", "--out", "two", "--steps", 7, "--set", "train.limit=199")
     assert (code, output) == (4, "")
     lines = errors.splitlines()
     assert lines[:2] == [
-        "error: the data of the run in two has changed since step 6", "  because --limit was not given, is 199"
+        "error: the data of the run in two has changed since step 6", "  because train.limit was not given, is 199"
     ]  # fmt: skip
     assert re.fullmatch(r"  because it had 200 documents, .*, now it has 199 documents, .*", lines[2])
     assert lines[3:] == ["", "hint: restore it, start anew with another --out, or go on with --accept-changed-data"]
@@ -149,7 +149,7 @@ def test_a_run_that_is_further_than_it_is_to_go_is_refused_and_stays_as_it_was(
     assert frugal_train(folder, "--resume", "--out", "two", "--steps", 5) == (
         2, "",
         "error: the run in two is at step 6 already\n  because it was to end at step 5\n\n"
-        "hint: go on with --steps 7 or more; `frugal model` makes a model of a checkpoint\n",
+        "hint: resume with --steps 7 or more; `frugal export` writes its model\n",
     )  # fmt: skip
     assert (folder / "two" / "train.json").read_bytes() == before
 
@@ -233,7 +233,7 @@ def test_ctrl_c_while_ranks_start_is_an_interrupt_too(folder: Path) -> None:
 
 
 PLANNING = (
-    "--mem", "1G", "--model", "config.json", "--seq-len", "64", "--global-batch", "8", "--max-samples-per-gpu", "2",
+    "--mem", "1G", "--model", "config.json", "--seq-len", "64", "--global-batch", "8", "--max-tokens-per-gpu", "128",
     "--precision", "fp32", "--data", "text.jsonl",
 )  # fmt: skip
 
@@ -306,7 +306,7 @@ def test_the_plan_it_makes_is_that_of_frugal_plan_for_the_lengths_of_the_data(
     ],
 )
 def test_a_step_is_as_large_as_was_asked(folder: Path, task: str, tokens: int | None, steps: int, said: str) -> None:
-    from frugal.training.data.build import BuildReport
+    from frugal.training.data.report import BuildReport
     from frugal.training.reports import opening
 
     made = plan(folder, 1)
@@ -325,9 +325,9 @@ def test_a_step_is_as_large_as_was_asked(folder: Path, task: str, tokens: int | 
 
 def test_a_new_plan_for_a_run_keeps_all_of_its_request_that_changes_numbers() -> None:
     ways = {
-        "max_samples_per_gpu", "max_tokens_per_gpu", "micro_batch", "accumulation_steps", "even", "zero_stage",
+        "max_tokens_per_gpu", "micro_batch", "accumulation_steps", "even", "zero_stage",
         "activation_checkpointing", "loss", "offload", "nvme_path", "optimizer_implementation", "overlap_comm",
-        "expandable_segments", "reduce_bucket_elements", "mlp", "offload_ratio", "secondary_partition",
+        "expandable_segments", "reduce_bucket_elements", "mlp", "offload_ratio",
         "sequence_parallel", "layer_modes",
     }  # fmt: skip
     assert {field.name for field in dataclasses.fields(Request)} == ways | set(train._TRAINED)
@@ -339,7 +339,8 @@ def test_a_run_that_is_asked_to_is_tuned_and_resumed_with_what_it_found(folder: 
     model = Path(cli.__file__).parents[2] / "bench" / "planning" / "choice_models.py"
     run = (
         "--model", f"{model}:vocabulary", "--ranks", 2, "--mem", "2G", "--seq-len", 64, "--global-batch", 8,
-        "--tokenizer", "byte", "--data", "text.jsonl", "--precision", "fp32", "--steps", 44, "--validation-samples", 8,
+        "--tokenizer", "byte", "--data", "text.jsonl", "--precision", "fp32", "--steps", 44,
+        "--set", "train.validation-samples=8",
     )  # fmt: skip
     code, output, error = frugal_train(folder, *run, "--tune", "--out", "tuned")
     assert code == 0 and "tuning: trying " in output, error

@@ -31,11 +31,28 @@ def message(capsys: pytest.CaptureFixture[str], *arguments: object) -> str:
     return f"{code}: {printed.err}"
 
 
-def test_plan_and_planning_flags_together(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    assert message(capsys, "--plan", folder / "plan2.json", "--global-batch", 4) == (
-        "2: error: --plan was given together with --global-batch\n"
-        "  because a plan is a decision already made\n\nhint: leave one of them out\n"
-    )
+@pytest.mark.parametrize(
+    ("words", "code", "what", "hint"),
+    [
+        ("--plan plan2.json --global-batch 4", 2, "--plan was given together with --global-batch", "leave one"),
+        ("--plan plan2.json --set optimizer.beta2=0.9", 2, "--plan was given together with --set", "leave one"),
+        ("--ranks 2 --gpus 2 --out new", 2, "--ranks was given together with --gpus", "leave one"),
+        ("--plan plan2.json --ranks 3 --out new", 4, "the plan is for 2 CPU ranks", "--device cpu --gpus 3"),
+        ("--master-port 99999", 2, "invalid value for '--master-port'", "--help"),
+        ("--plan plan2.json --out used", 2, "used holds a run already", "--resume"),
+        ("--resume --out new", 6, "there is no checkpoint in new/checkpoints", "without --resume"),
+        ("--config wrong.toml", 2, "unknown setting `step` in [train]", "did you mean `steps`?"),
+    ],
+)
+def test_what_contradicts_itself_or_is_there_already(
+    words: str, code: int, what: str, hint: str, folder: Path, capsys: pytest.CaptureFixture[str],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:  # fmt: skip
+    monkeypatch.chdir(folder)
+    Path("used", "checkpoints", "step-000005").mkdir(parents=True, exist_ok=True)
+    Path("wrong.toml").write_text("[train]\nstep = 3\n")
+    said = message(capsys, *words.split())
+    assert said.startswith(f"{code}: error: {what}") and hint in said
 
 
 def test_a_plan_that_is_a_pipe_or_a_device_is_named_and_not_waited_for(
@@ -54,7 +71,7 @@ def test_a_plan_that_is_a_pipe_or_a_device_is_named_and_not_waited_for(
     (run / "checkpoints" / "step-000001" / "manifest.json").touch()
     os.mkfifo(run / "train.json")
     assert message(capsys, "--plan", folder / "plan2.json", "--resume", "--out", run) == (
-        f"2: error: cannot read what the run in {run} was asked for\n"
+        f"2: error: cannot read the settings of the run in {run}\n"
         f"  because {run}/train.json: it is a named pipe, and not a file\n"
     )
 
@@ -81,22 +98,8 @@ def test_few_open_files(ranks: int, needed: int, folder: Path, tmp_path: Path) -
 def test_a_name_that_is_no_text(name: str, folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
     stands = os.fsdecode(b"caf\xe9")
     assert message(capsys, "--plan", folder / "plan2.json", name, stands) == (
-        f"2: error: {name} caf\\xe9 is not UTF-8\n  because what a run was asked for is kept as text\n\n"
+        f"2: error: {name} caf\\xe9 is not UTF-8\n  because the settings of a run are kept as text\n\n"
         "hint: rename it, or use a link of another name; if it is UTF-8, unset PYTHONUTF8\n"
-    )
-
-
-def test_ranks_and_gpus_together(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    assert message(capsys, "--ranks", 2, "--gpus", 2, "--out", folder / "new") == (
-        "2: error: --ranks was given together with --gpus\n"
-        "  because --ranks 2 means 2 processes on this machine's CPU\n\nhint: leave one of them out\n"
-    )
-
-
-def test_a_plan_for_another_number_of_ranks(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    assert message(capsys, "--plan", folder / "plan2.json", "--ranks", 3, "--out", folder / "new") == (
-        "4: error: the plan is for 2 CPU ranks, this run has 3 CPU ranks\n\n"
-        "hint: leave --ranks out, or plan again: frugal plan --device cpu --gpus 3\n"
     )
 
 
@@ -154,27 +157,6 @@ def test_a_port_in_use(folder: Path, capsys: pytest.CaptureFixture[str]) -> None
         )
 
 
-def test_a_port_that_cannot_be(capsys: pytest.CaptureFixture[str]) -> None:
-    assert message(capsys, "--master-port", 99999) == (
-        "2: error: invalid value for '--master-port': 99999 is not in the range 1<=x<=65535\n\n"
-        "hint: see `frugal train --help`\n"
-    )
-
-
-def test_a_folder_with_another_run(folder: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    (tmp_path / "checkpoints" / "step-000005").mkdir(parents=True)
-    assert message(capsys, "--plan", folder / "plan2.json", "--out", tmp_path) == (
-        f"2: error: {tmp_path} holds a run already\n  because its newest checkpoint is step-000005\n\n"
-        "hint: continue it with --resume, or choose another folder with --out\n"
-    )
-
-
-def test_resuming_where_nothing_was_saved(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    assert message(capsys, "--resume", "--out", folder / "new") == (
-        f"6: error: there is no checkpoint in {folder}/new/checkpoints\n\nhint: start without --resume\n"
-    )
-
-
 def test_two_runs_in_one_folder(folder: Path, tmp_path: Path) -> None:
     held = os.open(tmp_path, os.O_RDONLY)
     fcntl.flock(held, fcntl.LOCK_EX)  # as a run does while it writes there
@@ -204,13 +186,6 @@ def test_a_run_keeps_its_folder_also_when_memory_has_been_measured(folder: Path,
     os.close(mine)
     process.kill()
     process.wait()
-
-
-def test_a_wrong_table_in_frugal_toml(folder: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    (tmp_path / "frugal.toml").write_text("[train]\nstep = 3\n")
-    assert message(capsys, "--config", tmp_path / "frugal.toml") == (
-        "2: error: unknown setting `step` in [train]\n\nhint: did you mean `steps`?\n"
-    )
 
 
 def test_missing_data_a_full_disk_and_another_model_are_said_by_the_run_itself(folder: Path, tmp_path: Path) -> None:

@@ -45,7 +45,7 @@ def test_flag_table_and_python_say_the_same(tmp_path: Path) -> None:
 
 MISTAKES = {
     "alpha=32": "error: --lora was given without a rank\n\nhint: write --lora r=16",
-    "r=0": "error: `r` of --lora is 0\n  because it must be a whole number, at least 1",
+    "r=0": "error: `r` of --lora is 0\n  because it must be at least 1",
     "r=1.5": "error: `r` of --lora is 1.5\n  because it must be a whole number",
     "r=8,r=9": "error: `r` of --lora is there twice\n  because it has one value",
     "r=8,alpha=0": "error: `alpha` of --lora is 0\n  because it must be a finite number over 0",
@@ -58,7 +58,7 @@ MISTAKES = {
         "error: `alpha` of --lora has no value\n\nhint: write --lora r=16,alpha=32,dropout=0.05,targets=q_proj,v_proj"
     ),
     "r=8,targets=all-linear,lm_head": (
-        "error: `targets` of --lora is all-linear, lm_head\n  because all-linear leaves nothing to add"
+        "error: `targets` of --lora is all-linear, lm_head\n  because all-linear already names all"
     ),
 }
 

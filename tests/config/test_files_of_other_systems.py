@@ -57,5 +57,5 @@ def test_what_is_nested_too_deep_is_refused(name: str, tmp_path: Path) -> None:
 
 def test_a_record_of_a_run_that_is_nested_too_deep_is_refused(tmp_path: Path) -> None:
     (tmp_path / RECORD).write_bytes(b'{"data": ' * 200_000)
-    with pytest.raises(RequestError, match="cannot read what the run in"):
+    with pytest.raises(RequestError, match="cannot read the settings of the run in"):
         earlier_settings(tmp_path)

@@ -1,4 +1,4 @@
-"""What `frugal.plan` takes by keyword."""
+"""The keyword arguments of `frugal.plan`."""
 
 import inspect
 
@@ -6,14 +6,8 @@ import pytest
 
 import frugal
 from frugal.config import plan_arguments
-from frugal.config.plan_arguments import PlanArguments
 from frugal.config.schema import PLAN_SETTINGS
 from frugal.errors import RequestError
-
-
-def test_the_typed_keywords_are_the_settings_and_their_short_names() -> None:
-    short = {name.removeprefix("--") for row in PLAN_SETTINGS.values() for name in row.short}
-    assert set(PlanArguments.__annotations__) == set(PLAN_SETTINGS) | short
 
 
 def test_a_notebook_completes_every_setting() -> None:

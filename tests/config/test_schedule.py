@@ -51,7 +51,7 @@ def test_schedules_are_transformers_step_by_step_but_for_a_warmup_that_wastes_no
     schedule: Any, asked: dict[str, Any], theirs: dict[str, Any], warmup: int
 ) -> None:
     steps = 40
-    made = RunSettings(schedule=schedule, steps=steps, warmup_steps=warmup, **asked).curve(1.0, steps)
+    made = RunSettings(schedule=schedule, steps=steps, warmup=str(warmup), **asked).curve(1.0, steps)
     expected = transformers_rates(schedule, steps, warmup=warmup, **theirs)
     for step in range(warmup, steps):
         assert made.factor(step) == pytest.approx(expected[step], rel=1e-12, abs=1e-12), step
@@ -64,13 +64,13 @@ def test_constant_is_constant_with_warmup_where_there_is_one() -> None:
 
 
 def test_a_part_of_the_schedule_is_its_warmup() -> None:
-    settings = RunSettings(warmup_ratio=0.03, schedule="linear")
+    settings = RunSettings(warmup="3%", schedule="linear")
     assert [settings.curve(1.0, steps).warmup_steps for steps in (10, 100, 1000)] == [1, 3, 30]
-    assert RunSettings(warmup_ratio=0.03, schedule_steps=2000).curve(1.0, 100).warmup_steps == 60
+    assert RunSettings(warmup="3%", schedule_steps=2000).curve(1.0, 100).warmup_steps == 60
 
 
 def test_what_a_schedule_is_is_said_in_words() -> None:
-    settings = RunSettings(schedule="warmup_stable_decay", warmup_steps=5, min_lr_ratio=0.1)
+    settings = RunSettings(schedule="warmup_stable_decay", warmup="5", min_lr_ratio=0.1)
     assert str(settings.curve(1.0, 100)) == (
         "warmup_stable_decay over 100 steps down to 0.1 of its peak with 5 of warmup and 10 of decay"
     )
@@ -104,7 +104,7 @@ def test_a_longer_run_says_what_becomes_of_the_rate() -> None:
 
 def test_a_shorter_run_can_keep_the_curve_and_is_told_how() -> None:
     assert curve(40).change_from(curve(80, peak=0.2), 20) == (
-        "learning rate of step 21 0.15 -> 0.05 (linear over 80 steps -> linear over 40 steps; --schedule-steps 80 "
+        "learning rate of step 21 0.15 -> 0.05 (linear over 80 steps -> linear over 40 steps; --set schedule.steps=80 "
         "keeps it)"
     )
 

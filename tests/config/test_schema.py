@@ -1,16 +1,23 @@
 """Settings become a request and a cluster, or an error that says what is wrong with them."""
 
-from dataclasses import fields
+from pathlib import Path
 from typing import Any
 
 import pytest
 
 from frugal.config.hardware import cluster as cards
-from frugal.config.hardware.build_cluster import ClusterSettings
 from frugal.config.hardware.context import NCCL_ALONE, NCCL_PCIE
-from frugal.config.request import Request
-from frugal.config.run_settings import DATA_NAMES, LaunchSettings, RunSettings, run_settings
-from frugal.config.schema import PLAN_SETTINGS, SETTINGS, TRAIN_SETTINGS, check, understand
+from frugal.config.run_settings import run_settings
+from frugal.config.schema import (
+    PLAN_SETTINGS,
+    SETTINGS,
+    TRAIN_SETTINGS,
+    check,
+    read_toml,
+    requested,
+    settings_of_toml,
+    understand,
+)
 from frugal.errors import RequestError
 from frugal.units import GIB
 
@@ -115,104 +122,102 @@ def test_a_token_target_leaves_no_default_batch() -> None:
     assert "global_batch" not in understand({"gpus": 1, "mem": "12G", "global_tokens": 4096})[2]
 
 
-BAD: dict[str, tuple[dict[str, Any], str]] = {
-    "an unknown name": ({"gpuss": 4}, "unknown setting `gpuss`\n\nhint: did you mean `gpus`?"),
-    "a name like no other": ({"xyz": 4}, "unknown setting `xyz`\n\nhint: see `frugal plan --help`"),
-    "a number as text": ({"gpus": "4"}, "`gpus` is '4'\n  because it must be a whole number"),
-    "true as a number": ({"gpus": True}, "`gpus` is True\n  because it must be a whole number"),
-    "no such choice": ({"precision": "fp8"}, "`precision` is 'fp8'\n  because it must be one of bf16, fp16, fp32"),
-    "no GPUs": ({"gpus": 0, "mem": "12G"}, "--gpus is 0\n  because it must be at least 1"),
-    "no memory": (
-        {"gpus": 4},
-        "the memory of a GPU is not known\n  because --mem was not given, and no GPU was found here\n\n"
-        "hint: frugal plan --gpus 4 --mem 12G",
-    ),
-    "no number of GPUs": (
-        {"mem": "12G"},
-        "the number of GPUs is not known\n  because --gpus was not given, and no GPU was found here\n\n"
-        "hint: frugal plan --gpus 4 --mem 12G",
-    ),
+BAD: dict[str, tuple[dict[str, Any], str, str]] = {
+    "an unknown name": ({"gpuss": 4}, "unknown setting `gpuss`", "did you mean `gpus`?"),
+    "a name like no other": ({"xyz": 4}, "unknown setting `xyz`", "frugal plan --help"),
+    "a number as text": ({"gpus": "4"}, "`gpus` is '4'", "a whole number"),
+    "true as a number": ({"gpus": True}, "`gpus` is True", "a whole number"),
+    "no such choice": ({"precision": "fp8"}, "`precision` is 'fp8'", "one of bf16, fp16, fp32"),
+    "no GPUs": ({"gpus": 0, "mem": "12G"}, "--gpus is 0", "at least 1"),
+    "no memory": ({"gpus": 4}, "the memory of a GPU is not known", "frugal plan --gpus 4 --mem 12G"),
+    "no number of GPUs": ({"mem": "12G"}, "the number of GPUs is not known", "frugal plan --gpus 4 --mem 12G"),
     "amounts of another number": (
-        {"gpus": 3, "mem": "12G,24G"},
-        "--gpus 3 does not go with 2 amounts of memory\n"
-        "  because --mem names one amount for all GPUs of a node, or one for each",
+        {"gpus": 3, "mem": "12G,24G"}, "--gpus 3 does not go with 2 amounts of memory", "one for each",
     ),
-    "cards of another number": (
-        {"gpus": 3, "gpu": "a100-40g,a100-80g"},
-        "--gpus 3 does not go with 2 cards\n  because --gpu names one card for all GPUs of a node, or one for each",
-    ),
-    "memory without unit": (
-        {"gpus": 4, "mem": "12"},
-        "`12` has no unit\n  because 12 bytes is hardly what was meant\n\n"
-        "hint: 12G is 12 GiB (12 x 2^30 bytes), 12GB is 12 x 10^9 bytes",
-    ),
+    "cards of another number": ({"gpus": 3, "gpu": "a100-40g,a100-80g"}, "--gpus 3 does not go with 2 cards", "--gpu"),
+    "memory without unit": ({"gpus": 4, "mem": "12"}, "`12` has no unit", "12G is 12 GiB"),
     "memory below the context": (
-        {"gpus": 4, "mem": "700M"},
-        "700.0 MiB is less than a cuda device needs before the first tensor\n"
-        "  because context takes 508.0 MiB, margin 304.4 MiB",
+        {"gpus": 4, "mem": "700M"}, "700.0 MiB is less than a cuda device needs", "context takes 508.0 MiB",
     ),
-    "an unknown card": (
-        {"gpus": 1, "gpu": "a100-80"},
-        "--gpu a100-80 is no known card\n  because known are v100-16g, v100-32g, t4-16g, rtx2080ti-11g, rtx3060-12g, "
-        "rtx3080-10g, rtx3090-24g, a10-24g, a40-48g, a6000-48g, a100-40g, a100-80g, rtx4060ti-16g, rtx4070-12g, "
-        "rtx4080-16g, rtx4090-24g, l4-24g, l40s-48g, h100-80g, h200-141g, gh200-96g, rtx5090-32g, b200-180g\n\n"
-        "hint: use --gpu a100-80g, or give its memory: --mem 24G",
-    ),
-    "a negative batch": (
-        {"gpus": 1, "mem": "12G", "global_batch": -4},
-        "--global-batch is -4\n  because it must be at least 1\n\n"
-        "hint: leave --global-batch out to let frugal decide",
-    ),
+    "an unknown card": ({"gpus": 1, "gpu": "a100-80"}, "--gpu a100-80 is no known card", "--gpu a100-80g"),
+    "a negative batch": ({"gpus": 1, "mem": "12G", "global_batch": -4}, "--global-batch is -4", "leave --global-batch"),
     "a token target below one sample": (
-        {"gpus": 1, "mem": "12G", "global_tokens": 100},
-        "--global-tokens 100 is less than one sample\n  because a sample has up to 1024 tokens\n\n"
-        "hint: ask for at least 1024 tokens, or shorten --seq-len",
+        {"gpus": 1, "mem": "12G", "global_tokens": 100}, "--global-tokens 100 is less than one sample", "1024 tokens",
     ),
     "bf16 without ZeRO": (
-        {"gpus": 1, "mem": "12G", "zero_stage": 0},
-        "--precision bf16 with --zero-stage 0 is not trained right by DeepSpeed\n"
-        "  because stage 0 starts Adam at its second step\n\n"
-        "hint: use --zero-stage 2, also on one GPU, or --precision fp32",
+        {"gpus": 1, "mem": "12G", "zero_stage": 0}, "--precision bf16 with --zero-stage 0", "use --zero-stage 2",
     ),
     "offload against the stage": (
         {"gpus": 1, "mem": "12G", "zero_stage": 2, "offload": "all"},
-        "--offload all is impossible with --zero-stage 2\n  because it needs ZeRO stage 3\n\n"
-        "hint: leave --zero-stage out to let frugal decide",
+        "--offload all is impossible with --zero-stage 2", "it needs ZeRO stage 3",
     ),
+    "no share": ({"gpus": 1, "mem": "12G", "offload": "optimizer:half"}, "--offload is optimizer:half", "a number"),
 }  # fmt: skip
 
 
 @pytest.mark.parametrize("case", BAD)
 def test_what_is_wrong_is_said(case: str) -> None:
-    settings, message = BAD[case]
+    settings, what, why = BAD[case]
     with pytest.raises(RequestError) as caught:
         understand(settings)
-    assert str(caught.value) == message
+    assert caught.value.what.startswith(what) and why in str(caught.value)
     assert caught.value.exit_code == 2
 
 
-def test_every_field_is_a_row_every_row_a_flag_and_a_key_of_frugal_toml() -> None:
+def test_there_are_at_most_70_flags_and_every_row_is_one_or_a_key_of_frugal_toml() -> None:
     from frugal.cli.train import command
 
-    flags = {parameter.name for parameter in command.params}
-    assert flags - set(SETTINGS) == {"config", "plan_path", "ranks", "printed", "preview", "help_all"}
-    assert set(SETTINGS) <= flags
-    owners = (Request, ClusterSettings, RunSettings, LaunchSettings)
-    assert list(SETTINGS) == [field.name for owner in owners for field in fields(owner)], "and in one owner each"
+    flags = {parameter.name for parameter in command.params} - {
+        "config", "overrides", "plan_path", "ranks", "printed", "preview", "help_all",
+    }  # fmt: skip
+    assert flags == {name for name, row in SETTINGS.items() if row.is_flag}
+    assert len(flags) <= 70
+    assert len({row.path for row in SETTINGS.values()}) == len(SETTINGS)
     for name, row in PLAN_SETTINGS.items():
         check(name, row.default)
-    for name in TRAIN_SETTINGS:
-        with pytest.raises(RequestError, match=f"`{name}` in \\[train\\] is"):
+    for name, row in TRAIN_SETTINGS.items():
+        with pytest.raises(RequestError, match=f"`{row.key or name}` in \\[(train|schedule)\\] is"):
             run_settings({}, {name: object()})
 
 
 def test_planning_commands_have_the_flags_of_planning() -> None:
     from frugal.cli import dryrun, explain, plan
 
+    of_plan = {name for name, row in PLAN_SETTINGS.items() if row.is_flag}
     for command in (plan.command, explain.command, dryrun.command):
-        assert set(PLAN_SETTINGS) <= {parameter.name for parameter in command.params}
-    own = {"config", "as_json", "only_draft", "output", "html", "with_table", "axes", "help_all", "verbose"}
-    assert {parameter.name for parameter in plan.command.params} == {*PLAN_SETTINGS, *DATA_NAMES, *own}
+        assert of_plan <= {parameter.name for parameter in command.params}
+
+
+def test_tables_and_overrides_are_settings_by_their_names(tmp_path: Path) -> None:
+    file = tmp_path / "frugal.toml"
+    file.write_text(
+        'gpus = 4\n[optimizer]\nname = "sgd"\nmomentum = 0.9\n[schedule]\nname = "polynomial"\npower = 2\n'
+        "[train]\nsteps = 9\n"
+    )
+    made = read_toml(file, ["schedule.warmup=5%", "train.limit=7", "gpus=2", "optimizer.decay-norms=false"])
+    assert made.plan == {"gpus": 2, "optimizer": "sgd", "momentum": 0.9, "decay_norms": False}
+    assert made.train == {"schedule": "polynomial", "schedule_power": 2, "warmup": "5%", "limit": 7, "steps": 9}
+
+
+@pytest.mark.parametrize(
+    ("override", "said"),
+    [
+        ("optimizer.beta3=1", "unknown setting `beta3` in [optimizer] of --set"),
+        ("optimizer.momentum=much", "`momentum` in --set is 'much'"),
+        ("schedule=cosine", "`schedule` in --set is 'cosine'"),
+        ("beta2", "--set beta2 sets nothing"),
+    ],
+)
+def test_a_wrong_override_is_refused(override: str, said: str) -> None:
+    with pytest.raises(RequestError) as caught:
+        settings_of_toml({}, [override])
+    assert caught.value.what == said
+
+
+def test_one_flag_pins_the_mode_of_each_layer_and_one_the_share_in_host_memory() -> None:
+    request = requested({"activation_checkpointing": "full:0-1,off:2", "offload": "optimizer:0.5"})[0]
+    assert (str(request.layer_modes), request.activation_checkpointing) == ("full:0-1,off:2", "auto")
+    assert (request.offload, request.offload_ratio) == ("optimizer", 0.5)
 
 
 def test_every_setting_says_what_it_is_for_in_a_sentence() -> None:

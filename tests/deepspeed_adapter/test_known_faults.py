@@ -184,7 +184,7 @@ def test_a_known_wrong_gradient_is_absent(name: str, measured: list[dict[str, An
 
 
 def test_a_gradient_that_arrives_twice_is_no_silent_fault(measured: list[dict[str, Any]]) -> None:
-    """A plan refuses such a model by what it does, see `probe.arriving_twice`."""
+    """A plan refuses such a model by what it does, see `probe.arrivals`."""
     assert all("Gradient computed twice" in of_rank[RAISES][2] for of_rank in measured)
 
 

@@ -72,7 +72,7 @@ def builder(family: str, precision: str, lora: str | None = None) -> Callable[[]
             return model
         task, meta = TASKS.get(family, "causal-lm"), torch.device("meta")
         if lora.startswith(NF4):
-            model = quantised.apply(model, "nf4", reference=family, dtype=DTYPES[precision])
+            model = quantised.apply(model, reference=family, dtype=DTYPES[precision])
         return adapters.add(
             model, Lora.parse(lora.removeprefix(NF4)), task, dtype=DTYPES[precision], device=meta
         ).train()
@@ -223,35 +223,11 @@ def test_a_part_of_the_optimizer_on_the_host_too(
     )
 
 
-@pytest.mark.parametrize(
-    ("world_size", "rank", "steps", "lora"),
-    [
-        (4, 1, 2, None),
-        (1024, 17, 1, None),
-        pytest.param(64, 9, 2, None, marks=pytest.mark.exhaustive),
-        pytest.param(8, 3, 2, "r=4", marks=pytest.mark.exhaustive),
-    ],
-)
-def test_a_secondary_partition_too(world_size: int, rank: int, steps: int, lora: str | None) -> None:
-    compare(
-        "llama",
-        3,
-        world_size=world_size,
-        rank=rank,
-        steps=steps,
-        lora=lora,
-        secondary_partition=2 if world_size == 4 else 8,
-        activation_checkpointing="full",
-        **SMALL_BUCKETS,
-    )
-
-
 @pytest.mark.exhaustive
 @pytest.mark.parametrize(("world_size", "rank", "steps"), [(4, 3, 2), (64, 5, 1)])
-@pytest.mark.parametrize("secondary_partition", [1, 4])
 @pytest.mark.parametrize("lora", [None, "r=4"])
-def test_a_part_of_the_optimizer_on_the_host_with_adapters_and_a_secondary_partition_too(
-    lora: str | None, secondary_partition: int, world_size: int, rank: int, steps: int
+def test_a_part_of_the_optimizer_on_the_host_with_adapters_too(
+    lora: str | None, world_size: int, rank: int, steps: int
 ) -> None:
     compare(
         "llama",
@@ -260,7 +236,6 @@ def test_a_part_of_the_optimizer_on_the_host_with_adapters_and_a_secondary_parti
         rank=rank,
         steps=steps,
         lora=lora,
-        secondary_partition=secondary_partition,
         offload_optimizer="cpu",
         offload_ratio=0.5,
         activation_checkpointing="full",

@@ -69,7 +69,7 @@ HINT = "\n\nhint: leave it to the launcher (frugal train, torchrun, deepspeed, s
 
 
 @pytest.mark.parametrize("name", ["RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_SIZE", "LOCAL_WORLD_SIZE", "MASTER_PORT"])
-@pytest.mark.parametrize("value", ["abc", "-1", "", " ", "1e3", "0x1", "\u0661", "99999999", "9" * 5000])
+@pytest.mark.parametrize("value", ["abc", "-1", "\u0661", "9" * 5000])
 def test_what_is_no_number_of_a_rank_is_refused_and_can_be_said(
     name: str, value: str, bare: pytest.MonkeyPatch
 ) -> None:

@@ -2,15 +2,11 @@
 
 import socket
 import threading
-import time
 from collections.abc import Iterator
-from queue import SimpleQueue
 
 import pytest
 
-from frugal.distributed.connections import gate
-from frugal.distributed.connections.gate import Gate
-from frugal.distributed.connections.handshake import Introduction, connect
+from frugal.distributed.connections.peers import keep_alive
 from frugal.distributed.first_failure import LostRankError
 from frugal.distributed.peer_watch import KEEPALIVE_SECONDS, PeerWatch
 
@@ -21,19 +17,22 @@ class Held:
     def __init__(self) -> None:
         self.told: list[list[LostRankError]] = [[], [], []]
         self.heard = threading.Event()
-        arriving: SimpleQueue[tuple[socket.socket, Introduction]] = SimpleQueue()
-        server = gate.listen(0, 3)
-        address = server.getsockname()[:2]
-        Gate(server, b"secret", 3, {"watch": lambda sock, said: arriving.put((sock, said))}, 2).open()
+        pairs = [self._pair() for _ in range(2)]
+        here = socket.gethostname()
+        of_rank = [{theirs: (rank, here) for rank, (_, theirs) in enumerate(pairs, start=1)}]
+        of_rank += [{own: (0, here)} for own, _ in pairs]
         self.ranks = [
-            PeerWatch(
-                rank, 3, lambda error, rank=rank: self._lost(rank, error), arriving,
-                lambda rank=rank: (connect(lambda: address, b"secret", "watch", rank, 10), socket.gethostname()),
-            )
-            for rank in range(3)
-        ]  # fmt: skip
-        while len(self.ranks[0]._peers) < 2:
-            time.sleep(0.01)
+            PeerWatch(connections, lambda error, rank=rank: self._lost(rank, error))
+            for rank, connections in enumerate(of_rank)
+        ]
+
+    def _pair(self) -> tuple[socket.socket, socket.socket]:
+        with socket.create_server(("127.0.0.1", 0)) as server:
+            own = socket.create_connection(server.getsockname())
+            theirs, _ = server.accept()
+        for sock in (own, theirs):
+            keep_alive(sock)
+        return own, theirs
 
     def _lost(self, rank: int, error: LostRankError) -> None:
         self.told[rank].append(error)
@@ -41,8 +40,7 @@ class Held:
 
 
 @pytest.fixture
-def held(monkeypatch: pytest.MonkeyPatch) -> Iterator[Held]:
-    monkeypatch.setenv("MASTER_ADDR", "127.0.0.1")
+def held() -> Iterator[Held]:
     held = Held()
     yield held
     for rank in held.ranks:

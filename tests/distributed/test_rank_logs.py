@@ -51,7 +51,7 @@ def test_the_loss_of_the_console_is_noted_once_and_nothing_else_is_lost(console:
     _, errors = run.communicate("go on\n", timeout=60)
     assert (run.returncode, errors) == (0, "at the end\n")
     lines = (tmp_path / "logs" / "rank_0.log").read_text().splitlines()
-    note = f"{NOTES[console]}: the run goes on, and what it would print there is lost"
+    note = f"{NOTES[console]}: the run continues, and its output there is lost"
     assert lines.count(note) == 1
     assert [line for line in lines if line != note] == [*(f"step {step}" for step in range(40)), "at the end"]
 

@@ -59,7 +59,7 @@ def test_a_rank_that_does_not_come_is_named_with_its_node(monkeypatch: pytest.Mo
         rendezvous.rendezvous(plan, wait_seconds=1)
     assert str(caught.value) == (
         "not all ranks came within 1 s\n  because node 1 of the plan: ranks 1-2\n\n"
-        "hint: start the command on every node; what these ranks said is in logs/ of the run's folder on their host"
+        "hint: start the command on every node; the output of these ranks is in logs/ of the run's folder on their host"
     )
 
 

@@ -173,31 +173,32 @@ def test_offloaded_optimizer_states_are_on_the_host(dry_runs: DryRunSource, prof
     there, here = offloaded.memory(2, device()), profile.memory(2, device())
     assert there.optimizer < 1000 < here.optimizer
     assert there.host_bytes_per_node > here.host_bytes_per_node
-    states = 12 * profile.parameters // profile.world_size  # master weights and two moments, in fp32
+    states = 12 * profile.costs.facts.parameters // 2  # master weights and two moments, in fp32
     assert there.host_bytes_per_node >= states * profile.ranks_per_node
 
 
 def test_a_profile_knows_its_model(profile: MemoryProfile) -> None:
-    assert profile.parameters == profile.trainable_parameters == 12 * 2 * 64**2 + 13 * 2 * 64 + 2 * 64 + 384 * 64
-    assert profile.largest_parameter == 256 * 64
-    assert profile.task == "causal-lm"
-    assert profile.max_positions == 128
-    assert profile.work.num_operators > 100
+    facts = profile.costs.facts
+    assert facts.parameters == facts.trainable_parameters == 12 * 2 * 64**2 + 13 * 2 * 64 + 2 * 64 + 384 * 64
+    assert facts.largest_parameter == 256 * 64
+    assert facts.task == "causal-lm"
+    assert facts.max_positions == 128
+    assert profile.costs.work.num_operators > 100
 
 
 def test_flops_are_six_for_each_weight_and_token_and_attention(profile: MemoryProfile) -> None:
     matrices = 12 * 2 * 64**2 + 256 * 64  # layers and the head
     attention = 2 * 64 * 64 * 64 * 12  # two layers, QK and PV, forward once and backward twice, and once again in flash
-    assert profile.work.flops_per_sample == pytest.approx(6 * matrices * 64 + attention, rel=0.05)
-    assert profile.work.recompute_flops_per_sample == 0
+    assert profile.costs.work.flops_per_sample == pytest.approx(6 * matrices * 64 + attention, rel=0.05)
+    assert profile.costs.work.recompute_flops_per_sample == 0
 
 
 @pytest.mark.parametrize("zero_stage", [2, 3])
 def test_recomputation_is_counted_apart(dry_runs: DryRunSource, profile: MemoryProfile, zero_stage: int) -> None:
     strategy = Strategy(zero_stage=zero_stage, activation_checkpointing="full", reduce_bucket_elements=100_000)
     recomputing = dry_runs.profile(strategy, False)
-    assert recomputing.work.flops_per_sample == profile.work.flops_per_sample
-    assert 0.2 < recomputing.work.recompute_flops_per_sample / profile.work.flops_per_sample < 0.34
+    assert recomputing.costs.work.flops_per_sample == profile.costs.work.flops_per_sample
+    assert 0.2 < recomputing.costs.work.recompute_flops_per_sample / profile.costs.work.flops_per_sample < 0.34
 
 
 def test_the_largest_micro_batch_fits_and_the_next_does_not(profile: MemoryProfile) -> None:

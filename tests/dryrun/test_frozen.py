@@ -50,19 +50,9 @@ def lora() -> Any:
 
 def nf4() -> Any:
     """Adapters around a base in 4 bits."""
-    return around("nf4")
-
-
-def int8() -> Any:
-    """Adapters around a base in 8 bits."""
-    return around("int8")
-
-
-def around(kind: Any) -> Any:
-    """Adapters around a base that is quantised."""
     from peft import LoraConfig, get_peft_model
 
-    base = quantised.apply(FAMILIES["llama"][0](), kind, reference="llama", dtype=torch.float32)
+    base = quantised.apply(FAMILIES["llama"][0](), reference="llama", dtype=torch.float32)
     return get_peft_model(base, LoraConfig(r=4, target_modules="all-linear"))
 
 
@@ -73,7 +63,7 @@ def head_only() -> Any:
     return model
 
 
-MODELS = {"adapted": adapted, "lora": lora, "nf4": nf4, "int8": int8, "head only": head_only}
+MODELS = {"adapted": adapted, "lora": lora, "nf4": nf4, "head only": head_only}
 
 
 def measured(name: str, zero_stage: int, precision: str, mode: str) -> list[tuple[str, int, int]]:
@@ -98,9 +88,6 @@ def measured(name: str, zero_stage: int, precision: str, mode: str) -> list[tupl
         pytest.param("nf4", 0, "fp32", "selective", marks=pytest.mark.exhaustive),
         ("nf4", 2, "fp32", "off"),
         ("nf4", 3, "fp32", "full"),
-        ("int8", 2, "fp32", "off"),
-        pytest.param("int8", 0, "fp32", "selective", marks=pytest.mark.exhaustive),
-        pytest.param("int8", 3, "fp32", "full", marks=pytest.mark.exhaustive),
     ],
 )
 @once_more

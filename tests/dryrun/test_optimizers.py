@@ -215,4 +215,4 @@ def mistake_without_a_compiler(plan: Plan) -> str:
 def test_training_without_a_compiler_says_what_needs_none(one_rank: Ranks) -> None:
     (said,) = one_rank.run(mistake_without_a_compiler, plan_of(optimizer_implementation="deepspeed"))
     assert "DeepSpeed's FusedAdam cannot be compiled here" in said
-    assert "leave out --optimizer-implementation" in said
+    assert "leave out optimizer.implementation" in said

@@ -116,7 +116,9 @@ def run(zero_stage: int, options: dict[str, Any], where: str | None, rank: int =
             engine.limits = replace(engine.limits, max_samples=(1,) * world_size)  # 6 a rank: 2 of 3; halved: 3 // 2
         losses.append(engine.train_step(ragged_samples(6 * world_size, seed=step)).loss)
         if step >= DISTURBED_STEP and halved == "evaluation":
-            engine.adaptive_limits._evaluation = replace(engine.limits, max_samples=(1,) * world_size)
+            engine.adaptive_limits._now = replace(
+                engine.adaptive_limits._now, evaluation=replace(engine.limits, max_samples=(1,) * world_size)
+            )
         evaluations.append(evaluate(engine, ragged_samples(6 * world_size, seed=100)).loss)
     if fault is not None:
         assert not fault.is_armed, "the fault never happened"

@@ -66,7 +66,7 @@ def test_a_killed_rank_costs_the_steps_since_the_last_checkpoint_and_nothing_els
     supervised = command("--plan", "plan2.json", *RUN, "--out", "killed", "--max-restarts", 2)
     code, output, errors = run_and_kill(supervised, folder, folder / "killed", after=7)
     assert code == 0, output + errors
-    line = r"restart 1 of 2: a rank was ended by SIGKILL after step \d+; going on from step-0000(05|10|15|20|25|30)\n"
+    line = r"restart 1 of 2: a rank was ended by SIGKILL after step \d+; resuming from step-0000(05|10|15|20|25|30)\n"
     assert re.fullmatch(line, errors), errors
     assert losses(folder / "killed") == whole
     events = read_run(folder / "killed").events
@@ -108,7 +108,7 @@ def test_elastic_goes_on_with_the_devices_that_are_left(folder: Path, whole: lis
     supervised[1:3] = ["-c", ON_ONE]
     code, output, errors = run_and_kill(supervised, folder, folder / "elastic", after=7)
     assert code == 0, output + errors
-    assert errors.splitlines()[1] == "1 of 2 devices are left: planning anew"
+    assert errors.splitlines()[1] == "1 of 2 devices are left: planning again"
     assert "2 ranks -> 1 rank" in output
     restarted = losses(folder / "elastic")
     assert [step for step, _ in restarted] == [step for step, _ in whole]

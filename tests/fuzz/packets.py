@@ -59,21 +59,31 @@ def _structured(chosen: random.Random) -> bytes:
                 struct.pack(chosen.choice(("!I", "<I", "!Q", "<Q")), chosen.choice((0, 1, 2**31, 2**32 - 1))) + message
             )
         case 2:  # an introduction
-            rank, name = chosen.choice((-1, 0, 1, 2**31 - 1)), chosen.choice((b"store", b"watch", b"vote", b"\xff"))
-            return struct.pack("!16si64s", name, rank, b"n1") + chosen.randbytes(64)
-        case 3:  # torch's TCPStore
-            begin = b"\x00" + struct.pack("=I", 0x3C85F7CE)
-            return (
-                begin
-                + bytes([chosen.randrange(20)])
-                + struct.pack("=Q", chosen.choice((len(key), 2**63)))
-                + key
-                + value
-            )
+            return struct.pack("!I", chosen.choice((0, 1, 2, 2**32 - 1))) + chosen.randbytes(64)
+        case 3:  # torch's TCPStore: its magic number, then commands
+            commands = (_command(chosen, key, value) for _ in range(chosen.randrange(1, 6)))
+            return b"\x00" + struct.pack("=I", 0x3C85F7CE) + b"".join(commands)
         case 4:  # gloo's number of a pair
             return struct.pack("=q", chosen.choice((-1, 2**40, chosen.randrange(2**63)))) + value
         case _:
             return chosen.choice((b"GET / HTTP/1.1\r\n\r\n", b"SSH-2.0-x\r\n", b"\x16\x03\x01\x02\x00\x01", message))
+
+
+def _command(chosen: random.Random, key: bytes, value: bytes) -> bytes:
+    """Return a command of TCPStore, whose lengths and counts are sometimes wrong."""
+
+    def text(content: bytes) -> bytes:
+        wrong = (0, 16, 2**31, 2**33, 2**63, 2**64 - 1)
+        return struct.pack("=Q", len(content) if chosen.random() < 0.9 else chosen.choice(wrong)) + content
+
+    count = struct.pack("=Q", chosen.choice((0, 1, 2, 2**32, 2**64 - 1)))
+    key = chosen.choice((key, b"init", value))
+    arguments = (
+        text(key), text(key) + text(value), text(key) + text(value) + text(b"x"),
+        text(key) + struct.pack("=q", chosen.choice((1, -1, 2**62))), count + text(key),
+        count + text(key) + text(value), b"",
+    )  # fmt: skip
+    return bytes([chosen.randrange(24)]) + chosen.choice(arguments)
 
 
 def attack(port: int, number: int, *, seed: int = 0) -> int:

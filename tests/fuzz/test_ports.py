@@ -51,8 +51,8 @@ def tell(process: multiprocessing.process.BaseProcess, number: signal.Signals) -
 
 
 def listening(process: multiprocessing.process.BaseProcess) -> set[int]:
-    """The ports at which a rank listens, without gloo's: who connects there until a group is formed can take the place
-    of a rank (`frugal.distributed.connections.listeners`). Of all sockets only gloo's are not closed by exec."""
+    """Return the ports at which a rank listens, without gloo's: a process that connects there until a group is formed
+    can take a rank's place (`frugal.distributed.connections.listeners`). Only gloo's sockets are not closed by exec."""
     inodes = set()
     with suppress(OSError):  # it has ended
         for path in Path(f"/proc/{process.pid}/fd").iterdir():

@@ -7,23 +7,21 @@ import socket
 import sys
 import time
 
-from frugal.distributed.connections import gate
+from frugal.distributed.connections import peers
 
 
 def meet() -> None:
-    """On rank 0 listen, after another program has tried to have the port, and again, as where ranks replace themselves.
-    The others only end: it is the kernel that is asked."""
+    """Listen on rank 0, after another program has tried to have the port. The others only end."""
     port = int(os.environ["MASTER_PORT"])
     if os.environ["RANK"] != "0":
         return
-    for _ in range(2):
-        for address in ("127.0.0.1", ""):
-            with socket.socket() as other, contextlib.suppress(OSError):
-                other.bind((address, port))
-                other.listen()
-                sys.exit(f"port {port} was to be had")
-        with gate.listen(port, 2) as server:
-            assert server.getsockname() == ("127.0.0.1", port)
+    for address in ("127.0.0.1", ""):
+        with socket.socket() as other, contextlib.suppress(OSError):
+            other.bind((address, port))
+            other.listen()
+            sys.exit(f"port {port} was to be had")
+    with peers.listen(port) as server:
+        assert server.getsockname() == ("127.0.0.1", port)
 
 
 def end_by(number: int) -> None:

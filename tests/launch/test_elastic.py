@@ -12,9 +12,9 @@ from frugal.config.hardware.cluster import Cluster, Node
 from frugal.config.hardware.local_host import versions
 from frugal.config.run_settings import RunSettings
 from frugal.errors import RequestError
-from frugal.launch import host_report, pdsh
+from frugal.launch import host_report, hosts, ssh
 from frugal.launch.host_report import HostReport
-from frugal.launch.pdsh import part_of_cluster, usable_hosts
+from frugal.launch.hosts import part_of_cluster, usable_hosts
 from frugal.launch.ssh import Access, UnreachableHost
 
 NAMED = parse_hostfile("a slots=2\nb slots=3\nc slots=1\nd slots=1\ne slots=2\n")
@@ -61,20 +61,22 @@ def test_the_cluster_that_is_left_has_the_devices_that_are_left() -> None:
 
 
 @pytest.mark.parametrize(
-    ("elastic", "what"), [(False, "not all hosts are ready"), (True, "no host is left to go on with")]
+    ("elastic", "what"), [(False, "not all hosts are ready"), (True, "no host is left to continue on")]
 )
 def test_hosts_that_stay_away_end_the_run_and_are_named(
     elastic: bool, what: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     """A name that cannot exist (RFC 6761) is a host that does not answer."""
-    monkeypatch.setattr(pdsh, "RETURN_SECONDS", 0.1)
-    monkeypatch.setattr(pdsh, "RETRY_SECONDS", 0.1)
-    monkeypatch.setattr(pdsh, "ready_hosts", lambda *_: [])  # as it was when the run began
+    monkeypatch.setattr(hosts, "RETURN_SECONDS", 0.1)
+    monkeypatch.setattr(hosts, "RETRY_SECONDS", 0.1)
+    ask = ssh.collect_reports
+    monkeypatch.setattr(ssh, "collect_reports", lambda *_: [report()])  # as it was when the run began
     plan = plan_by_hand(world_size=1, global_batch=1, micro_batch=1, zero_stage=2)
     named = parse_hostfile("nowhere.invalid slots=1\n")
-    on = pdsh.RestartableHosts(
+    on = hosts.RestartableHosts(
         plan, named, Access(), RunSettings(out=tmp_path / "run"), None, (lambda _: plan) if elastic else None
     )
+    monkeypatch.setattr(ssh, "collect_reports", ask)
     with pytest.raises(RequestError, match=what) as raised:
         on.plan_for_restart(plan)
     assert "nowhere.invalid " in raised.value.because[0]

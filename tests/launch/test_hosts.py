@@ -1,8 +1,6 @@
 """What `frugal train` prints for other launchers, and what is wrong with what hosts answer."""
 
 import dataclasses
-import os
-import shutil
 import socket
 import subprocess
 import sys
@@ -16,9 +14,12 @@ from frugal import cli
 from frugal.config.hardware.build_cluster import parse_hostfile
 from frugal.config.hardware.cluster import Cluster, Node
 from frugal.config.hardware.local_host import versions
+from frugal.config.run_settings import RunSettings
+from frugal.distributed.first_failure import FailureReport
 from frugal.errors import RequestError
-from frugal.launch import host_report, local, pdsh, ssh
+from frugal.launch import host_report, hosts, local, ssh
 from frugal.launch.host_report import Gpu, HostReport
+from frugal.launch.node import PORT_TAKEN
 from frugal.launch.ssh import Access, UnreachableHost
 from frugal.planning.plan import Plan
 from frugal.units import GIB
@@ -45,7 +46,7 @@ def said(capsys: pytest.CaptureFixture[str], *words: str) -> tuple[int, str, str
 
 
 def test_torchrun_has_a_line_for_each_node(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    code, output, errors = said(capsys, "--hostfile", "hosts", "--print", "torchrun", "--nic", "eth1")
+    code, output, errors = said(capsys, "--hostfile", "hosts", "--print", "torchrun", "--set", "train.nic=eth1")
     assert (code, errors) == (0, "")
     nic = "DS_ACCELERATOR=cpu GLOO_SOCKET_IFNAME=eth1 NCCL_SOCKET_IFNAME=eth1"
     address = "--master-addr a --master-port 29500"
@@ -167,10 +168,9 @@ def test_rank_0_is_met_on_the_network_the_others_are_on() -> None:
 def test_words_survive_a_shell_on_the_way(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
     odd = ["a b", "$HOME", "`id`", "x;y", "'", '"', "*", "100%n", "\\", ""]
-    line = ssh.remote_command([sys.executable, "-c", "import sys; print(sys.argv[1:])", *odd], {"A B": "c d"})
+    line = Access().command([sys.executable, "-c", "import sys; print(sys.argv[1:])", *odd])
     done = subprocess.run(["ssh-would-run", "-c", line], executable="/bin/sh", capture_output=True, text=True)
     assert done.stdout == f"{odd}\n", done.stderr
-    assert pdsh.escape(line).replace("%%", "%") == line
 
 
 def test_deepspeeds_file_of_variables_is_passed_on(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -210,20 +210,20 @@ def test_doctor_ends_with_2_where_something_would_stop_a_run(
     assert "what would stop a run\n  nowhere.invalid " in output
 
 
-@pytest.mark.skipif(shutil.which("pdsh") is None, reason="pdsh is not installed (.ci/packages)")
-def test_pdsh_reaches_addresses_of_ipv6(tmp_path: Path) -> None:
-    """A program in ssh's place says where it was sent."""
-    (tmp_path / "ssh").write_text('#!/bin/sh\necho "$*"\n')
-    (tmp_path / "ssh").chmod(0o755)
-    hosts = parse_hostfile("2001:db8::1 slots=1\n[::1] slots=1\nme@[2001:db8::2] slots=1\nn1 slots=1\n")
-    environment = pdsh._pdsh_environment(Access()) | {"PATH": f"{tmp_path}:{os.environ['PATH']}"}
-    done = subprocess.run(
-        pdsh.pdsh_command(hosts, "is %n"), env=environment, capture_output=True, text=True, timeout=60
-    )
-    assert (done.returncode, done.stderr) == (0, "")
-    sent = sorted(line.partition(" -2 -a -x ")[2] for line in done.stdout.splitlines())
-    assert sent == ["-lme 2001:db8::2 is 2", "0::1 is 1", "2001:db8::1 is 0", "n1 is 3"]
-    assert all("-o BatchMode=yes" in line for line in done.stdout.splitlines())
+@pytest.mark.parametrize("is_named", [False, True])
+def test_a_port_that_is_taken_meanwhile_is_chosen_anew_where_nobody_named_it(
+    is_named: bool, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    plan = plan_by_hand(world_size=1, global_batch=1, micro_batch=1, zero_stage=2)
+    ready = [ssh.ReadyHost(parse_hostfile("a slots=1\n")[0], report(), (0,))]
+    taken = FailureReport(0, "a", PORT_TAKEN, "error: port 29777 cannot be used")
+    ends = iter([(1, taken), (0, None)])
+    monkeypatch.setattr(hosts, "run_reported", lambda *_: next(ends))
+    code, failed = hosts.run(plan, ready, Access(), RunSettings(), 29777 if is_named else None)
+    if is_named:
+        assert (code, failed and failed.code, capsys.readouterr().err) == (2, 2, taken.text + "\n")
+    else:
+        assert (code, failed, next(ends, None)) == (0, None, None)
 
 
 def test_rank_0_listens_at_the_port_that_was_chosen_though_others_want_it() -> None:

@@ -30,9 +30,9 @@ FULL = said(1, 6, "error: cannot write the checkpoint")
         (1, None, (1, "the run ended without a message from its ranks", False)),
         (247, LOST, (137, "a rank was ended by SIGKILL", False)),
         (-9, None, (137, "a rank was ended by SIGKILL", False)),
-        (-35, None, (163, "a rank was ended by SIGRTMIN+1", False)),
-        (221, LOST, (163, "a rank was ended by SIGRTMIN+1", False)),
-        (163, None, (163, "a rank was ended by SIGRTMIN+1", False)),
+        (-35, None, (163, "a rank was ended by signal 35", False)),
+        (221, LOST, (163, "a rank was ended by signal 35", False)),
+        (163, None, (163, "a rank was ended by signal 35", False)),
         (-64, None, (192, "a rank was ended by SIGRTMAX", False)),
         (-33, None, (161, "a rank was ended by signal 33", False)),
         (1, BUG, (1, "rank 1 failed (KeyError: 3)", False)),
@@ -56,10 +56,10 @@ def test_a_folder_says_how_far_a_run_came(tmp_path: Path) -> None:
     assert (end.step, end.checkpoint) == (7, "step-000005")
 
 
-def test_an_exit_code_of_0_without_a_word_from_the_ranks_is_a_failure(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_exit_code_of_0_without_a_word_from_the_ranks_is_a_failure(tmp_path: Path) -> None:
     plan = plan_by_hand(world_size=2, global_batch=2, micro_batch=1, zero_stage=2)
-    monkeypatch.setattr(local, "start", lambda *_: 0)  # as launchers say of ranks that were killed
-    assert local.starter(None)(plan, RunSettings()) == (1, None)
+    settings = RunSettings(out=tmp_path)
+    assert local.run_reported(plan, settings, lambda *_: 0) == (1, None)  # as launchers say of ranks that were killed
 
 
 def killed(step: int, checkpoint: str | None = "step-000002", why: str = "a rank was ended by SIGKILL") -> RunEnd:
@@ -74,17 +74,17 @@ GONE = "a rank was ended by SIGKILL"
     ("ends", "code", "said"),
     [
         ([FINE], 0, []),
-        ([killed(3), FINE], 0, [f"restart 1 of 2: {GONE} after step 3; going on from step-000002"]),
+        ([killed(3), FINE], 0, [f"restart 1 of 2: {GONE} after step 3; resuming from step-000002"]),
         (
             [killed(1, None), FINE],
             0,
-            [f"restart 1 of 2: {GONE} after step 1; starting anew, as there is no checkpoint"],
+            [f"restart 1 of 2: {GONE} after step 1; starting over, as there is no checkpoint"],
         ),
         (
             [killed(3), killed(3)],
             137,
             [
-                f"restart 1 of 2: {GONE} after step 3; going on from step-000002",
+                f"restart 1 of 2: {GONE} after step 3; resuming from step-000002",
                 f"error: {GONE} again, after step 3 as before: not started again",
             ],
         ),
@@ -92,8 +92,8 @@ GONE = "a rank was ended by SIGKILL"
             [killed(3), killed(4), killed(5)],
             137,
             [
-                f"restart 1 of 2: {GONE} after step 3; going on from step-000002",
-                f"restart 2 of 2: {GONE} after step 4; going on from step-000002",
+                f"restart 1 of 2: {GONE} after step 3; resuming from step-000002",
+                f"restart 2 of 2: {GONE} after step 4; resuming from step-000002",
                 f"error: {GONE}, and all 2 restarts are used up\n\nhint: continue from step-000002 with --resume",
             ],
         ),
@@ -131,5 +131,5 @@ def test_a_rank_that_is_ended_by_a_signal_without_a_name_is_started_again(
     assert restart.supervise(start, plan, RunSettings(out=tmp_path), 2, lambda before: before) == 0
     assert started == [-(signal.SIGRTMIN + 1), 0]
     assert capfd.readouterr().err == (
-        "restart 1 of 2: a rank was ended by SIGRTMIN+1 after step 0; starting anew, as there is no checkpoint\n"
+        "restart 1 of 2: a rank was ended by signal 35 after step 0; starting over, as there is no checkpoint\n"
     )

@@ -171,7 +171,7 @@ def test_nohup_is_respected_and_a_run_outlives_its_terminal(ordeal: Ordeal) -> N
 
 
 def test_the_loss_of_the_terminal_is_noted_once_and_the_log_goes_on(ordeal: Ordeal) -> None:
-    note = "standard output is gone (Input/output error): the run goes on, and what it would print there is lost"
+    note = "standard output is gone (Input/output error): the run continues, and its output there is lost"
     lines = ordeal.run.log().splitlines()
     assert lines.count(note) == 1
     assert lines[-1] == (
@@ -188,7 +188,7 @@ def test_sigterm_to_every_process_of_a_run_saves_its_step_and_ends_with_0(ordeal
 
 @pytest.mark.exhaustive  # two minutes
 def test_a_step_of_75_seconds_is_waited_for(folder: Path) -> None:
-    run = start(folder, "slow", command("--plan", "plan2.json"), "--grace", 300)
+    run = start(folder, "slow", command("--plan", "plan2.json"), "--set", "train.grace=300")
     run.come_to(2)
     (folder / "seconds").write_text("37.5")
     time.sleep(5)
@@ -205,7 +205,15 @@ def test_a_step_of_75_seconds_is_waited_for(folder: Path) -> None:
 @pytest.mark.parametrize("is_second", [False, pytest.param(True, marks=pytest.mark.exhaustive)])
 def test_a_step_that_takes_longer_is_left_and_what_is_saved_is_said(is_second: bool, folder: Path) -> None:
     out = f"left-{is_second}"
-    run = start(folder, out, command("--plan", "plan2.json"), "--grace", 600 if is_second else 4, "--save-every", 2)
+    run = start(
+        folder,
+        out,
+        command("--plan", "plan2.json"),
+        "--set",
+        f"train.grace={600 if is_second else 4}",
+        "--save-every",
+        2,
+    )
     run.come_to(3)
     (folder / "seconds").write_text("400")
     time.sleep(2)
@@ -222,7 +230,8 @@ def test_a_step_that_takes_longer_is_left_and_what_is_saved_is_said(is_second: b
     assert run.process.stderr.read().decode() == (
         f"error: {'ended by a second SIGTERM' if is_second else 'not done within 4 s after SIGTERM'}\n"
         f"  because the {because}\n  because the last good checkpoint is step-{run.saved():06d}\n\n"
-        "hint: continue from it with --resume; --grace SECONDS says how long a step and its checkpoint may take\n"
+        "hint: continue from it with --resume; --set train.grace=SECONDS says how long a step and its checkpoint may "
+        "take\n"
     )
 
 

@@ -1,8 +1,7 @@
-"""What a stranger on the network does to a run, until told to end: `python stranger.py PORT RECORDING HOST...`.
+"""A stranger on the network of a run, until it is signalled: `python stranger.py PORT HOST...`.
 
-It connects before the run does, holds connections open, floods, dribbles, sends garbage, pickles, forged values for
-the store and the introduction that `RECORDING` has of a rank, once there is one. It prints how often each was tried
-and how many connections were made, and whatever it was sent back that is neither a challenge nor a refusal.
+It connects before the run does, holds connections open, floods, dribbles, sends garbage, pickles and forged values for
+the store. It prints how often each was tried, how many connections were made, and whatever it was answered.
 """
 
 import contextlib
@@ -16,12 +15,9 @@ import struct
 import sys
 import threading
 import time
-from pathlib import Path
 
 HELD = 300
 told = threading.Event()
-CHALLENGE_BYTES = 32
-REFUSAL = bytes(32)
 
 
 class Payload:
@@ -36,15 +32,14 @@ def framed(message: bytes) -> bytes:
 
 
 def forged(key: bytes, value: bytes) -> bytes:
-    """A request to the run's store, and one to a TCPStore of torch's."""
-    ours = b"\x95\xa3set\x91" + bytes([0xA0 + len(key)]) + key + b"\x91\xc4" + bytes([len(value)]) + value + b"\x00\x00"
-    theirs = b"\x00" + struct.pack("=I", 0x3C85F7CE) + b"\x01" + struct.pack("=Q", len(key)) + key
-    return framed(ours) + theirs + struct.pack("=Q", len(value)) + value
+    """Return a request to torch's TCPStore that sets a value."""
+    begin = b"\x00" + struct.pack("=I", 0x3C85F7CE) + b"\x01" + struct.pack("=Q", len(key)) + key
+    return begin + struct.pack("=Q", len(value)) + value
 
 
-def messages(recording: Path) -> dict[str, bytes]:
-    """What is sent, by name."""
-    said = {
+def messages() -> dict[str, bytes]:
+    """Return what is sent, by name."""
+    return {
         "nested": framed(b"\x96\xa1w\x01\xa1h\xc4\x00\xc4\x00" + b"\x91" * 1005 + b"\x90"),
         "garbage": random.randbytes(900),
         "pickle": framed(pickle.dumps(Payload())),
@@ -54,16 +49,13 @@ def messages(recording: Path) -> dict[str, bytes]:
         "gloo": struct.pack("=q", random.randrange(8)) + random.randbytes(100),
         "http": b"GET / HTTP/1.1\r\n\r\n",
     }
-    if recording.exists() and (recorded := recording.read_bytes()):
-        said["replay"] = recorded
-    return said
 
 
 class Stranger:
     """Attacks one address."""
 
-    def __init__(self, address: tuple[str, int], recording: Path) -> None:
-        self.address, self.recording = address, recording
+    def __init__(self, address: tuple[str, int]) -> None:
+        self.address = address
         self.tried: dict[str, int] = {}
         self.connected = 0
         self.answers: set[str] = set()
@@ -92,7 +84,7 @@ class Stranger:
 
     def say(self) -> None:
         while not told.is_set():
-            for name, message in messages(self.recording).items():
+            for name, message in messages().items():
                 if (sock := self.connect(name)) is None:
                     continue
                 answer = b""
@@ -101,7 +93,7 @@ class Stranger:
                     sock.shutdown(socket.SHUT_WR)
                     while part := sock.recv(1000):
                         answer += part
-                if answer[CHALLENGE_BYTES:] not in (b"", REFUSAL):
+                if answer:
                     self.answers.add(f"{name}: {answer!r}")
 
     def flood(self) -> None:
@@ -111,9 +103,9 @@ class Stranger:
 
 
 def main() -> None:
-    port, recording, *hosts = sys.argv[1:]
+    port, *hosts = sys.argv[1:]
     signal.signal(signal.SIGTERM, lambda *_: told.set())
-    strangers = [Stranger((host, int(port)), Path(recording)) for host in hosts]
+    strangers = [Stranger((host, int(port))) for host in hosts]
     actions = [action for stranger in strangers for action in (stranger.hold, stranger.say, stranger.flood)]
     threads = [threading.Thread(target=action) for action in actions]
     for thread in threads:

@@ -1,5 +1,6 @@
 """What becomes of a run on several hosts when a rank, a host or the network goes, and how long that takes."""
 
+import re
 import subprocess
 import sys
 import time
@@ -12,6 +13,10 @@ from bench.reliability.hosts import SSH_PORT, Hosts, plan, start
 from frugal.distributed.peer_watch import KEEPALIVE_SECONDS
 
 pytestmark = pytest.mark.exhaustive  # half a minute each
+
+
+KILLED = r"error: (rank 1 on n2 is gone\n  because its connection was closed|a rank was ended by SIGKILL)\n"
+"""The launcher notices it as soon as the peer watch."""
 
 
 @contextmanager
@@ -54,7 +59,7 @@ def test_a_killed_rank_ends_the_run_on_all_hosts(hosts: Hosts) -> None:
         _, errors = process.communicate(timeout=60)
         print(f"SIGKILL of a rank: all ended after {time.monotonic() - began:.0f} s")
         assert process.returncode != 0
-        assert errors == "error: rank 1 on n2 is gone\n  because its connection was closed\n"
+        assert re.fullmatch(KILLED, errors), errors
         assert nothing_is_left(hosts)
 
 
@@ -83,17 +88,6 @@ def test_sigterm_saves_the_step_on_all_hosts(hosts: Hosts) -> None:
         assert (process.returncode, errors) == (0, "")
         saved = (hosts.folder / "told" / "checkpoints" / "latest").read_text().strip()
         assert f"step {int(saved.removeprefix('step-'))} is saved in {hosts.folder}/told/checkpoints" in output
-        assert nothing_is_left(hosts)
-
-
-def test_sigterm_to_every_process_of_the_command_saves_the_step_on_all_hosts(hosts: Hosts) -> None:
-    """As systemd and docker send it on the host where the command runs."""
-    with running(hosts, "told-all") as process:
-        hosts.run("n1", "pkill", "-TERM", "-f", "^pdsh|^ssh |/pdsh|frugal train", check=True)
-        output, errors = process.communicate(timeout=60)
-        assert (process.returncode, errors) == (0, "")
-        saved = (hosts.folder / "told-all" / "checkpoints" / "latest").read_text().strip()
-        assert f"step {int(saved.removeprefix('step-'))} is saved in {hosts.folder}/told-all/checkpoints" in output
         assert nothing_is_left(hosts)
 
 

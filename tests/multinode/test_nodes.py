@@ -1,6 +1,5 @@
 """Runs on several hosts, each with its own network, names and processes: every launcher, and what goes wrong."""
 
-import json
 import re
 import sys
 from collections.abc import Iterator
@@ -36,27 +35,6 @@ def test_one_command_trains_on_two_hosts_as_on_one(hosts: Hosts, on_one_host: li
     assert not list((hosts.folder / "two").glob(".*")), "nothing of the start is left"
     for name in hosts.names:
         assert not any("frugal" in line for line in hosts.processes(name))
-
-
-@pytest.mark.exhaustive  # what goes over ssh is tested in tests/config/test_run_settings.py
-def test_ten_thousand_files_train_on_two_hosts(hosts: Hosts) -> None:
-    folder = hosts.folder / "a-folder-with-a-name-of-some-length"
-    folder.mkdir()
-    names = [f"{folder.name}/part-{number:05d}-of-10000.jsonl" for number in range(10_000)]
-    for name in names:
-        (hosts.folder / name).write_text(json.dumps({"text": f"{name}: to be or not to be"}) + "\n")
-    (hosts.folder / "list.txt").write_text("\n".join(names))
-    path, all_losses = plan(hosts, 1, 1), []
-    how = ["--hostfile", path.with_name("hosts"), "--ssh-port", SSH_PORT, "--steps", 2, "--eval-every", 0]
-    for out, data in (
-        ("flags", [word for name in names for word in ("--data", name)]),
-        ("list", ["--data", "@list.txt"]),
-    ):
-        code, output, errors = frugal(hosts, "train", "--plan", path, *how, "--out", f"many-{out}", *data)
-        assert (code, errors) == (0, "")
-        assert "19000 samples, 1000 for validation" in output
-        all_losses.append(losses(hosts.folder / f"many-{out}"))
-    assert all_losses[0] == all_losses[1]
 
 
 def test_all_that_is_wrong_with_the_hosts_is_said_before_anything_starts(hosts: Hosts) -> None:
@@ -105,6 +83,7 @@ def older_on_n2(hosts: Hosts) -> Iterator[None]:
         hosts.run("n2", "umount", there, check=True)
 
 
+@pytest.mark.exhaustive
 def test_a_host_with_another_version_is_named_before_anything_starts(hosts: Hosts, older_on_n2: None) -> None:
     code, output, errors = train(hosts, plan(hosts, 1, 1), "never")
     assert (code, output) == (2, "")
@@ -142,51 +121,11 @@ def test_hosts_that_have_nothing_but_ipv6_train_the_same(hosts: Hosts, on_one_ho
     assert losses(hosts.folder / "six") == on_one_host
 
 
-THIEF = """
-import re, socket, sys, time
-from pathlib import Path
-end = time.monotonic() + 100
-while time.monotonic() < end:
-    for path in Path("/proc").glob("[0-9]*/cmdline"):
-        try:
-            port = re.search(rb"--master_port=(\\d+)", path.read_bytes())
-        except OSError:
-            continue
-        if port:
-            with socket.create_server((sys.argv[1], int(port[1]))):
-                print(port[1].decode(), flush=True)
-                time.sleep(100)
-"""
-"""Takes the first port that stands in a command line, and keeps it."""
-
-
-@pytest.mark.exhaustive
-@pytest.mark.parametrize("is_named", [False, True])
-def test_a_port_that_is_taken_meanwhile_is_chosen_anew_where_nobody_named_it(
-    is_named: bool, hosts: Hosts, on_one_host: list[float]
-) -> None:
-    thief, out = start(hosts, "n1", sys.executable, "-c", THIEF, hosts.address("n1")), f"stolen-{is_named}"
-    try:
-        code, _, errors = train(hosts, plan(hosts, 1, 1), out, *(["--master-port", 29777] if is_named else []))
-    finally:
-        hosts.run("n1", "pkill", "-KILL", "-f", "create_server", check=True)
-    stolen, _ = thief.communicate(timeout=60)
-    assert stolen, "it had a port"
-    if is_named:
-        assert (code, errors) == (2, (
-            "error: port 29777 cannot be used\n  because Address already in use\n\n"
-            "hint: leave --master-port out\n"
-        ))  # fmt: skip
-    else:
-        assert (code, errors) == (0, "")
-        assert losses(hosts.folder / out) == on_one_host
-
-
 @pytest.mark.exhaustive
 def test_zero_3_on_two_hosts_is_zero_3_on_one(hosts: Hosts) -> None:
     code, _, errors = frugal(hosts, "train", "--plan", plan(hosts, 2, zero_stage=3), *RUN, "--out", "one3")
     assert (code, errors) == (0, "")
-    code, _, errors = train(hosts, plan(hosts, 1, 1, zero_stage=3), "two3", "--nic", "eth0")
+    code, _, errors = train(hosts, plan(hosts, 1, 1, zero_stage=3), "two3", "--set", "train.nic=eth0")
     assert (code, errors) == (0, "")
     assert losses(hosts.folder / "two3") == losses(hosts.folder / "one3")
 
@@ -223,7 +162,7 @@ def test_what_is_printed_for_each_node_trains_the_same(hosts: Hosts, on_one_host
 def test_what_is_printed_for_openmpi_trains_the_same(hosts: Hosts, on_one_host: list[float]) -> None:
     if hosts.run("n1", "sh", "-c", "command -v mpirun").returncode:
         pytest.skip("OpenMPI is not installed (.ci/packages)")
-    code, output, errors = train(hosts, plan(hosts, 1, 1), "openmpi", "--print", "openmpi", "--nic", "eth0")
+    code, output, errors = train(hosts, plan(hosts, 1, 1), "openmpi", "--print", "openmpi", "--set", "train.nic=eth0")
     assert (code, errors) == (0, "")
     line = output.replace("mpirun ", "mpirun --allow-run-as-root ", 1)
     passed = "-x PYTHONPATH " if "PYTHONPATH" in environment(hosts) else ""
@@ -243,16 +182,6 @@ def test_three_hosts_with_different_slots(three_hosts: Hosts) -> None:
     assert ours == pytest.approx(theirs, rel=bound_of_command(4, 1e-2))
 
 
-@pytest.mark.exhaustive
-def test_words_that_shells_would_change_arrive_as_they_were(hosts: Hosts) -> None:
-    """Through two shells and pdsh, which puts the host's number in for %n."""
-    odd = hosts.folder / "odd $HOME 100%n 'x' \"y\".jsonl"
-    odd.write_bytes((hosts.folder / "text.jsonl").read_bytes())
-    code, _, errors = train(hosts, plan(hosts, 1, 1), "odd out", "--data", odd.name)
-    assert (code, errors) == (0, "")
-    assert len(losses(hosts.folder / "odd out")) == 4
-
-
 def test_a_host_that_is_down_is_named(hosts: Hosts) -> None:
     path = plan(hosts, 1, 1)
     hosts.link("n2", "down")
@@ -266,6 +195,7 @@ def test_a_host_that_is_down_is_named(hosts: Hosts) -> None:
     assert re.search(r"what would stop a run\n  n2 does not answer: ssh: connect to host n2 port 2222: \S.*\n$", output)
 
 
+@pytest.mark.exhaustive
 def test_doctor_looks_at_each_host(hosts: Hosts) -> None:
     path = plan(hosts, 1, 1)
     code, output, errors = frugal(

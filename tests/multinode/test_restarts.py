@@ -10,12 +10,11 @@ from collections.abc import Callable
 import pytest
 
 from bench.reliability.hosts import SSH_PORT, Hosts, plan, start
-from frugal.distributed.peer_watch import KEEPALIVE_SECONDS
 from tests.multinode.conftest import by_hand, frugal, losses
 from tests.training.gradients import bound_of_command
 
 RUN = ("--data", "text.jsonl", "--steps", "60", "--save-every", "10", "--eval-every", "0")
-ON = r"going on from step-0000[1-6]0\n"
+ON = r"resuming from step-0000[1-6]0\n"
 
 
 @pytest.fixture(scope="module")
@@ -65,7 +64,7 @@ def test_a_killed_rank_on_another_host_costs_the_steps_since_the_last_checkpoint
     code, output, errors = disturbed(hosts, "killed", lambda: kill(hosts, "n2"))
     assert code == 0, output + errors
     assert re.fullmatch(
-        r"error: rank 1 on n2 is gone\n  because its connection was closed\n"
+        r"(error: rank 1 on n2 is gone\n  because its connection was closed\n)?"
         rf"restart 1 of 3: (a rank was ended by SIGKILL|rank 1 on n2 is gone) after step \d+; {ON}", errors,
     ), errors  # fmt: skip
     assert losses(hosts.folder / "killed") == undisturbed
@@ -97,18 +96,6 @@ def test_elastic_goes_on_with_the_host_that_is_left(hosts: Hosts, undisturbed: l
 
 
 @pytest.mark.exhaustive
-def test_elastic_goes_on_without_a_host_that_is_cut_off(hosts: Hosts, undisturbed: list[float]) -> None:
-    try:
-        code, output, errors = disturbed(hosts, "cut off", lambda: hosts.link("n2", "down"), "--elastic")
-    finally:
-        hosts.link("n2", "up")
-    assert code == 0, output + errors
-    assert f"error: rank 1 on n2 is gone\n  because its host has not answered for {KEEPALIVE_SECONDS} s\n" in errors
-    assert re.search(rf"restart 1 of 3: rank 1 on n2 is gone after step \d+; {ON}{LEFT_OUT}", errors), errors
-    assert losses(hosts.folder / "cut off") == pytest.approx(undisturbed, rel=bound_of_command(60, 1e-2))
-
-
-@pytest.mark.exhaustive
 def test_elastic_takes_a_host_again_that_is_back(hosts: Hosts, undisturbed: list[float]) -> None:
     def has_rank(name: str) -> bool:
         return any("local_rank=" in line for line in hosts.processes(name))
@@ -125,7 +112,7 @@ def test_elastic_takes_a_host_again_that_is_back(hosts: Hosts, undisturbed: list
     finally:
         hosts.open_to_ssh("n2")
     assert code == 0, output + errors
-    assert "all 2 hosts are there again: going on as planned at first\n" in errors
+    assert "all 2 hosts are there again: continuing as first planned\n" in errors
     assert losses(hosts.folder / "back") == pytest.approx(undisturbed, rel=bound_of_command(60, 1e-2))
 
 
@@ -140,22 +127,6 @@ def test_without_elastic_a_host_that_is_away_is_waited_for(hosts: Hosts, undistu
     assert code == 0, output + errors
     assert "waiting 5 minutes for n2, which does not answer: ssh: connect to host n2 port 2222: " in errors
     assert losses(hosts.folder / "away") == undisturbed
-
-
-@pytest.mark.exhaustive
-def test_what_a_lost_host_still_holds_of_the_folder_is_waited_for(hosts: Hosts, undisturbed: list[float]) -> None:
-    """As a cluster's file system keeps the locks of a host that is gone."""
-
-    def lose_rank_0() -> None:
-        kept = hosts.inside("n2", "flock", "-x", hosts.folder / "held", "sleep", "75")
-        subprocess.Popen(kept)  # its turn comes when rank 0 is gone, and before the next one
-        time.sleep(0.2)
-        kill(hosts, "n1")
-
-    code, output, errors = disturbed(hosts, "held", lose_rank_0)
-    assert code == 0, output + errors
-    assert "waiting for held, which another run still holds\n" in errors
-    assert losses(hosts.folder / "held") == undisturbed
 
 
 @pytest.mark.exhaustive

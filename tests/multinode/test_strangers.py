@@ -1,6 +1,7 @@
 """A stranger on the network of a run and a user of its hosts neither end it, nor slow it, nor learn its tokens."""
 
 import json
+import re
 import subprocess
 import sys
 import time
@@ -8,11 +9,10 @@ from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
 
-import pytest
-
 from bench.reliability.hosts import SSH_PORT, Hosts, environment, plan
 from tests.multinode import listening, stranger
-from tests.multinode.conftest import RUN, frugal, losses
+from tests.multinode.conftest import losses
+from tests.multinode.test_lost import KILLED
 
 PORT = 29777
 TOKEN = "hf_markerOfATokenThatNobodyMaySee"  # it opens nothing
@@ -93,14 +93,12 @@ def open_ports(hosts: Hosts, name: str) -> list[int]:
 
 def test_a_stranger_neither_ends_a_run_nor_its_watch_and_no_token_is_seen(three_hosts: Hosts) -> None:
     hosts, folder = three_hosts, three_hosts.folder / "attacked"
-    recording, seen = hosts.folder / "recording", {name: hosts.folder / f"commands-{name}" for name in ("n1", "n2")}
+    seen = {name: hosts.folder / f"commands-{name}" for name in ("n1", "n2")}
     with ExitStack() as stack:
         watchers = {
-            name: stack.enter_context(program(hosts, name, listening.__file__, "commands", path))
-            for name, path in seen.items()
+            name: stack.enter_context(program(hosts, name, listening.__file__, path)) for name, path in seen.items()
         }
-        stack.enter_context(program(hosts, "n1", listening.__file__, "wire", PORT, recording))
-        words = (stranger.__file__, PORT, recording, *map(hosts.address, ("n1", "n2")))
+        words = (stranger.__file__, PORT, *map(hosts.address, ("n1", "n2")))
         attack = stack.enter_context(program(hosts, "n3", *words))
         run = stack.enter_context(training(hosts, "attacked", "--steps", "1000000", "--save-every", "0"))
         wait_for_steps(folder, 1, run)
@@ -113,7 +111,7 @@ def test_a_stranger_neither_ends_a_run_nor_its_watch_and_no_token_is_seen(three_
         assert all(f"HF_TOKEN={TOKEN}\n" in text for text in environments), "the ranks do have it"
         (secret,) = {line for text in environments for line in text.splitlines() if line.startswith("FRUGAL_SECRET=")}
         for name, watcher in watchers.items():
-            end(hosts, name, watcher, (listening.__file__, "commands"))
+            end(hosts, name, watcher, (listening.__file__,))
         for path in seen.values():
             assert b"frugal.training.run" in path.read_bytes()
             assert TOKEN.encode() not in path.read_bytes()
@@ -121,32 +119,14 @@ def test_a_stranger_neither_ends_a_run_nor_its_watch_and_no_token_is_seen(three_
         for path in (path for path in folder.rglob("*") if path.is_file()):
             assert TOKEN.encode() not in path.read_bytes(), path
             assert secret.partition("=")[2].encode() not in path.read_bytes(), path
-        assert not list(Path("/tmp").glob("frugal-*-[01]")), "what the environment came in is gone"
 
         hosts.run("n2", "pkill", "-KILL", "-f", "[l]ocal_rank=", check=True)
         _, errors = run.communicate(timeout=120)
-        assert errors == "error: rank 1 on n2 is gone\n  because its connection was closed\n"
+        assert re.fullmatch(KILLED, errors), errors
         assert run.returncode != 0
     assert attack.stdout is not None
     to_rank_0, _ = json.loads(attack.stdout.read())
     assert to_rank_0["connected"] > 0
-    assert min(to_rank_0["tried"].get(name, 0) for name in ("replay", "pickle", "verdict", "flood")) > 0, to_rank_0
+    assert min(to_rank_0["tried"].get(name, 0) for name in ("pickle", "verdict", "flood")) > 0, to_rank_0
     assert to_rank_0["answers"] == []
     assert not (hosts.folder / "unpickled").exists()
-
-
-@pytest.mark.exhaustive
-def test_an_attacked_run_is_the_undisturbed_one(three_hosts: Hosts) -> None:
-    hosts = three_hosts
-    words = [word for word in RUN if word not in ("--data", "text.jsonl")]
-    code, _, errors = frugal(hosts, "train", "--plan", plan(hosts, 2), *RUN, "--out", "alone")
-    assert (code, errors) == (0, "")
-    recording = hosts.folder / "another"
-    with (
-        program(hosts, "n1", listening.__file__, "wire", PORT, recording),
-        program(hosts, "n3", stranger.__file__, PORT, recording, *map(hosts.address, ("n1", "n2"))),
-        training(hosts, "together", *words) as run,
-    ):
-        _, errors = run.communicate(timeout=180)
-        assert (run.returncode, errors) == (0, "")
-    assert losses(hosts.folder / "together") == losses(hosts.folder / "alone")

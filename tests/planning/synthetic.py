@@ -10,11 +10,12 @@ from frugal.config.request import Request
 from frugal.config.schema import understand
 from frugal.dryrun.planner import make_plan
 from frugal.errors import RequestError
-from frugal.planning.cost import Line, Work
+from frugal.planning.cost import Line, ModelCosts, Work
 from frugal.planning.memory.breakdown import MemoryBreakdown
-from frugal.planning.memory.loading import NOT_PACKED, Packed
+from frugal.planning.model_facts import NOT_PACKED, ModelFacts, Packed
 from frugal.planning.plan import Plan
-from frugal.planning.search.candidate import OpenSource
+from frugal.planning.search.candidate import Infeasible, OpenSource, SearchResult
+from frugal.planning.search.search import Search
 from frugal.planning.strategy import LayerMode, Strategy, share_on_host
 
 SMALL = {"parameters": 124_000_000, "flops_per_token": 8e8, "num_operators": 2500}
@@ -25,6 +26,16 @@ KEPT: dict[LayerMode, float] = {"off": 1.0, "selective": 0.8, "full": 0.1, "offl
 
 AGAIN: dict[LayerMode, float] = {"off": 0.0, "selective": 0.25, "full": 1 / 3, "offloaded": 1 / 3}
 """Share of the work that is repeated."""
+
+
+def facts(trainable_parameters: int, **more: Any) -> ModelFacts:
+    """A model of one matrix, of which only its size matters."""
+    known: dict[str, Any] = {
+        "task": "causal-lm", "max_positions": None, "parameters": trainable_parameters,
+        "trainable_sizes": (trainable_parameters,), "largest_parameter": trainable_parameters,
+        "can_recompute": True, "can_tile": False,
+    }  # fmt: skip
+    return ModelFacts(trainable_parameters=trainable_parameters, **(known | more))
 
 
 @dataclass
@@ -67,8 +78,23 @@ class SyntheticProfile:
         return (self.trainable_parameters // self.num_matrices,) * self.num_matrices
 
     @property
-    def gathers(self) -> None:
-        return None
+    def facts(self) -> ModelFacts:
+        return ModelFacts(
+            task=self.task,
+            max_positions=self.max_positions,
+            parameters=self.parameters,
+            trainable_parameters=self.trainable_parameters,
+            trainable_sizes=self.trainable_sizes,
+            largest_parameter=self.largest_parameter,
+            can_recompute=self.can_recompute,
+            can_tile=self.can_tile,
+            notes=self.notes,
+            packed=self.packed,
+        )
+
+    @property
+    def costs(self) -> ModelCosts:
+        return ModelCosts(facts=self.facts, work=self.work)
 
     @property
     def work(self) -> Work:
@@ -104,8 +130,7 @@ class SyntheticProfile:
         parts = {
             "parameters": 0
             if self.strategy.offload_parameters == "cpu"
-            else 2 * elements // (split if stage == 3 else 1)
-            + (2 * elements // self.strategy.secondary_partition if self.strategy.secondary_partition > 1 else 0),
+            else 2 * elements // (split if stage == 3 else 1),
             "gradients": int(on_device * gradients),
             "optimizer": int(on_device * optimizer),
             "activations": int(activations * self.error),
@@ -127,9 +152,6 @@ class SyntheticProfile:
             operator="mm",
         )
 
-    def in_other_segments(self, micro_batch: int, device: Device) -> MemoryBreakdown:
-        return self.memory(micro_batch, device)  # there is no allocator
-
     def largest_micro_batch(self, device: Device, cap: int) -> int:
         return next((micro for micro in range(cap, 0, -1) if self.memory(micro, device).fits), 0)
 
@@ -148,15 +170,15 @@ class SyntheticSource:
     profiled: list[Strategy] = field(default_factory=list)
     notes: tuple[str, ...] = ()
 
-    def facts(self) -> SyntheticProfile:
+    def facts(self) -> ModelFacts:
         if self.request.sequence_parallel and not self.model.get("can_be_split"):
             raise RequestError("the model cannot be split", because="it counts positions")
-        return self._profile(Strategy(zero_stage=0))
+        return self._profile(Strategy(zero_stage=0)).facts
 
     def prepare(self, strategies: Sequence[Strategy]) -> None:
         """Formulas need no preparation."""
 
-    def draft(self, strategy: Strategy, accumulates: bool) -> SyntheticProfile | None:
+    def draft(self, strategy: Strategy, accumulates: bool) -> Any:
         """There is no allocator to leave out; the model says whether it `drafts` all the same."""
         return self._checked(strategy) if self.model.get("drafts") else None
 
@@ -178,7 +200,7 @@ class SyntheticSource:
     def distrust(self, strategy: Strategy) -> bool:
         return False
 
-    def profile(self, strategy: Strategy, accumulates: bool) -> SyntheticProfile:
+    def profile(self, strategy: Strategy, accumulates: bool) -> Any:
         self.profiled.append(strategy)
         profile = self._checked(strategy)
         if strategy.loss == "tiled" and profile.changes_logits:
@@ -223,3 +245,9 @@ def dry_running(error: float = 1.0, **model: int | float) -> OpenSource:
 def planned(*, error: float = 1.0, model: dict[str, Any] | None = None, **settings: Any) -> Plan:
     """The plan for these settings and this model; `error`: what dry runs take, by what profiles promise."""
     return make_plan(*understand(settings), dry_run=dry_running(error, **(model or {})))
+
+
+def last(search: Search) -> SearchResult | Infeasible:
+    """The proven result of a search, or the proof that nothing fits."""
+    *_, result = search.run()
+    return result

@@ -284,16 +284,16 @@ def test_what_was_replayed_once_is_known_to_whoever_replays_it_again(
     expandable: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     sizes, events = stream(3, 2000)
-    capacity = Replays(sizes, events, expandable_segments=expandable).smallest_capacity()
-    kept = msgspec.json.encode(product.KNOWN)
-    monkeypatch.setattr(product, "KNOWN", msgspec.json.decode(kept, type=dict[str, list[Replay]]))
+    known: product.KnownReplays = {}
+    capacity = Replays(sizes, events, expandable_segments=expandable, known=known).smallest_capacity()
+    known = msgspec.json.decode(msgspec.json.encode(known), type=product.KnownReplays)
     monkeypatch.setattr(product, "_replay", None)
-    assert Replays(sizes, events, expandable_segments=expandable).smallest_capacity() == capacity
+    assert Replays(sizes, events, expandable_segments=expandable, known=known).smallest_capacity() == capacity
     other_sizes = [*sizes[:-1], sizes[-1] + 1]
     for other in (
-        Replays(other_sizes, events, expandable_segments=expandable),
-        Replays(sizes, events, [5], expandable_segments=expandable),
-        Replays(other_sizes, events, expandable_segments=not expandable),
+        Replays(other_sizes, events, expandable_segments=expandable, known=known),
+        Replays(sizes, events, [5], expandable_segments=expandable, known=known),
+        Replays(other_sizes, events, expandable_segments=not expandable, known=known),
     ):
         with pytest.raises(TypeError):
             other.smallest_capacity()

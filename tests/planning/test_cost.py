@@ -1,6 +1,6 @@
 """The cost model's arithmetic, against what was counted and measured."""
 
-from dataclasses import dataclass, field, replace
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -9,20 +9,15 @@ from frugal.config.hardware.cluster import Cluster, Device, Node
 from frugal.config.request import Request
 from frugal.planning import cost
 from frugal.planning.batch import BatchPlan
-from frugal.planning.cost import Line, Work
-from frugal.planning.memory.loading import NOT_PACKED, Packed
+from frugal.planning.cost import Line, ModelCosts, Work
 from frugal.planning.plan import StepTime
 from frugal.planning.strategy import Place, Strategy
+from tests.planning.synthetic import facts
 
 
-@dataclass
-class Model:
-    parameters: int = 25_000_000
-    trainable_parameters: int = 25_000_000
-    trainable_sizes: tuple[int, ...] = (25_000_000,)
-    gathers: tuple[int, int] | None = None
-    packed: Packed = NOT_PACKED
-    work: Work = field(default_factory=lambda: work())
+def model(number: int = 25_000_000, work_of: Work | None = None, **more: Any) -> ModelCosts:
+    gathers = more.pop("gathers", None)
+    return ModelCosts(facts=facts(number, **more), work=work() if work_of is None else work_of, gathers=gathers)
 
 
 def work(**changes: Any) -> Work:
@@ -47,7 +42,7 @@ def cluster(world_size: int, *, nodes: int = 1, speeds: tuple[float, ...] = (), 
 
 def step(strategy: Strategy, num_steps: int, *, on: Cluster, micro: int = 1, **counted: Any) -> StepTime:
     batch = BatchPlan.of(num_steps * on.world_size * micro, (micro,) * on.world_size)
-    return cost.step_time(Model(work=work(**counted)), strategy, batch, on, Request())
+    return cost.step_time(model(work_of=work(**counted)), strategy, batch, on, Request())
 
 
 @pytest.mark.parametrize(
@@ -66,9 +61,9 @@ def test_one_gpu_communicates_nothing() -> None:
 
 
 def test_stage_3_sends_what_was_seen_to_be_gathered() -> None:
-    model, on = Model(gathers=(10, 75_000_000)), cluster(2, bandwidth=1e6)
+    made, on = model(gathers=(10, 75_000_000)), cluster(2, bandwidth=1e6)
     batch = BatchPlan.of(2, (1, 1))
-    time = cost.step_time(model, Strategy(zero_stage=3), batch, on, Request())
+    time = cost.step_time(made, Strategy(zero_stage=3), batch, on, Request())
     assert time.communication_seconds == pytest.approx((75 + 25) * 2 / 2)  # bf16, half of it from the other rank
 
 

@@ -9,7 +9,7 @@ from frugal.config.schema import understand
 from frugal.planning.search.candidate import TIE, Infeasible, SearchResult
 from frugal.planning.search.search import Search
 from frugal.planning.strategy import Strategy
-from tests.planning.synthetic import SyntheticProfile, SyntheticSource
+from tests.planning.synthetic import SyntheticSource, last
 
 MODEL = {"parameters": 124_000_000, "flops_per_token": 8e8, "num_operators": 2500, "bytes_per_token": 1_000_000}
 
@@ -22,10 +22,10 @@ class DraftingSource(SyntheticSource):
     wrong: dict[Strategy, float] = field(default_factory=dict)
     distrusted: list[Strategy] = field(default_factory=list)
 
-    def draft(self, strategy: Strategy, accumulates: bool) -> SyntheticProfile | None:
+    def draft(self, strategy: Strategy, accumulates: bool) -> Any:
         return None if strategy in self.distrusted else self._profile(strategy, error=self.drafted)
 
-    def profile(self, strategy: Strategy, accumulates: bool) -> SyntheticProfile:
+    def profile(self, strategy: Strategy, accumulates: bool) -> Any:
         found = super().profile(strategy, accumulates)
         return found if strategy in self.distrusted else replace(found, error=self.wrong.get(strategy, 1.0))
 
@@ -41,7 +41,7 @@ def search(
 ) -> tuple[SyntheticSource, SearchResult | Infeasible]:
     request, cluster, _ = understand({"gpus": 4, "mem": "12G"})
     made = source(request, cluster, MODEL, **more)
-    return made, Search(request, cluster, made).run()
+    return made, last(Search(request, cluster, made))
 
 
 def test_drafts_lead_to_the_same_choice() -> None:
@@ -70,7 +70,7 @@ def test_a_mode_that_has_nothing_to_gain_is_not_even_traced() -> None:
     source = DraftingSource(request, cluster, MODEL)
     prepared: list[str] = []
     source.prepare = lambda strategies: prepared.extend(each.activation_checkpointing for each in strategies)  # type: ignore[method-assign]  # only looks
-    found = Search(request, cluster, source).run()
+    found = last(Search(request, cluster, source))
     assert isinstance(found, SearchResult) and found.chosen.strategy.activation_checkpointing == "off"
     assert set(prepared) == {"off"}
     assert {candidate.strategy.activation_checkpointing for candidate in found.candidates} > {"off"}
@@ -91,7 +91,7 @@ def test_a_wrong_profile_is_found_out_and_dry_run_ones_take_its_place() -> None:
 def test_where_nothing_fits_the_nearest_is_known_exactly(memory: str) -> None:
     request, cluster, _ = understand({"gpus": 1, "mem": memory, "offload": "none"})
     source = DraftingSource(request, cluster, MODEL | {"parameters": 1_000_000_000})
-    found = Search(request, cluster, source).run()
+    found = last(Search(request, cluster, source))
     assert isinstance(found, Infeasible)
     assert not found.nearest.is_draft
     assert found.nearest.strategy in source.profiled

@@ -2,7 +2,8 @@
 
 import pytest
 
-from frugal.planning.memory.loading import RANDOM, Loading, Reading, Weights, loading_of
+from frugal.planning.memory.loading import Loading, Reading, Weights, loading_of
+from frugal.planning.model_facts import RANDOM
 from frugal.planning.strategy import Strategy
 from frugal.units import GIB
 

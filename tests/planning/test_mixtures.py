@@ -1,19 +1,19 @@
 """Mixtures of modes of activation checkpointing: the fastest is chosen, and most are not looked at."""
 
-from dataclasses import replace
 from typing import Any
 
 import pytest
 
+from bench.plans import all_mixtures
 from frugal.config.schema import understand
 from frugal.errors import RequestError
 from frugal.planning.plan import Plan
 from frugal.planning.search import mixtures
 from frugal.planning.search.candidate import TIE
 from frugal.planning.search.evaluate import StrategyEvaluation
-from frugal.planning.search.mixtures import all_mixtures, base_of, mixture
+from frugal.planning.search.mixtures import base_of, mixture
 from frugal.planning.search.search import Search
-from frugal.planning.strategy import LAYER_MODES, LayerMode, Strategy
+from frugal.planning.strategy import LAYER_MODES, Strategy
 from tests.planning.synthetic import SyntheticSource, planned
 
 DEEP: dict[str, Any] = {"num_layers": 24, "drafts": True, "bytes_per_token": 2_000_000, "num_operators": 500}
@@ -90,10 +90,6 @@ def test_layers_that_keep_more_come_last_and_the_plan_says_how_many() -> None:
     assert f"activation checkpointing {first} for {count}" in str(made)
 
 
-def test_a_plan_without_a_mixture_says_nothing_of_layers() -> None:
-    assert b"layer_modes" not in planned(model=DEEP, gpus=8, mem="80G").to_json()
-
-
 @pytest.mark.parametrize("pin", ["off", "selective", "full", "offloaded"])
 def test_a_pinned_mode_is_that_of_all_layers(pin: str) -> None:
     made = planned(model=DEEP, gpus=4, mem="24G", global_batch=16, activation_checkpointing=pin)
@@ -119,13 +115,6 @@ def test_points_above_the_line_between_two_others_are_no_neighbours() -> None:
     assert not mixtures._is_above((5, 4.0, "selective"), low, high)
 
 
-def test_all_mixtures_are_counted_once() -> None:
-    modes: tuple[LayerMode, ...] = ("full", "selective", "off")
-    made = [mixture(Strategy(zero_stage=2), each) for each in all_mixtures(modes, 4)]
-    assert len(set(made)) == len(made) == 15
-    assert replace(Strategy(zero_stage=2), activation_checkpointing="full") in made
-
-
 def test_a_plan_says_where_a_mixture_might_have_been_faster_but_modes_cannot_be_mixed() -> None:
     settings: dict[str, Any] = {"gpus": 1, "mem": "22G", "global_batch": 16}
     made = planned(model={**DEEP, "why_not_mixed": "a layer runs more than once"}, **settings)
@@ -139,7 +128,12 @@ def test_a_plan_says_where_a_mixture_might_have_been_faster_but_modes_cannot_be_
 
 
 def test_pinned_modes_are_those_of_the_plan_in_any_order() -> None:
-    pinned: dict[str, Any] = {"gpus": 4, "mem": "24G", "global_batch": 16, "layer_modes": "off:0-7,full:8-19,off:20-23"}
+    pinned: dict[str, Any] = {
+        "gpus": 4,
+        "mem": "24G",
+        "global_batch": 16,
+        "activation_checkpointing": "off:0-7,full:8-19,off:20-23",
+    }
     made = planned(model=DEEP, **pinned)
     assert made.strategy.activation_checkpointing == "budget"
     assert made.strategy.layer_modes == (("off", 8), ("full", 12), ("off", 4))
@@ -147,23 +141,22 @@ def test_pinned_modes_are_those_of_the_plan_in_any_order() -> None:
     words = "activation checkpointing is full for 12 of 24 layers, as asked: off:0-7,full:8-19,off:20-23"
     assert words in made.why
     assert Plan.from_json(made.to_json()) == made
-    assert b"layer_modes" not in planned(model=DEEP, gpus=8, mem="80G").to_json()
 
 
 def test_one_pinned_mode_is_that_of_all_layers() -> None:
     settings: dict[str, Any] = {"gpus": 4, "mem": "24G", "global_batch": 16}
-    made = planned(model=DEEP, **settings, layer_modes=[["full", 24]])
+    made = planned(model=DEEP, **settings, activation_checkpointing=[["full", 24]])
     assert made.strategy == planned(model=DEEP, **settings, activation_checkpointing="full").strategy
 
 
 @pytest.mark.parametrize(
     ("modes", "model", "what", "because"),
     [
-        ("full:0-31", {}, "--layer-modes gives modes to 32 layers", "the model has 24"),
-        ("full:0-3,off:4-7", {}, "--layer-modes gives modes to 8 layers", "the model has 24"),
+        ("full:0-31", {}, "--activation-checkpointing gives modes to 32 layers", "the model has 24"),
+        ("full:0-3,off:4-7", {}, "--activation-checkpointing gives modes to 8 layers", "the model has 24"),
         ("full:0-3,off:4-23", {"why_not_mixed": "a layer runs more than once"},
-         "--layer-modes full:0-3,off:4-23 is impossible for this model", "a layer runs more than once"),
-        ("full:0", {"num_layers": 0}, "--layer-modes full:0 is impossible for this model",
+         "--activation-checkpointing full:0-3,off:4-23 is impossible for this model", "a layer runs more than once"),
+        ("full:0", {"num_layers": 0}, "--activation-checkpointing full:0 is impossible for this model",
          "its layers are not known"),
     ],
 )  # fmt: skip
@@ -171,6 +164,6 @@ def test_pinned_modes_that_the_model_cannot_have_are_refused(
     modes: str, model: dict[str, Any], what: str, because: str
 ) -> None:
     with pytest.raises(RequestError) as caught:
-        planned(model={**DEEP, **model}, gpus=4, mem="24G", layer_modes=modes)
+        planned(model={**DEEP, **model}, gpus=4, mem="24G", activation_checkpointing=modes)
     assert (caught.value.what, tuple(caught.value.because)) == (what, (because,))
     assert caught.value.hint

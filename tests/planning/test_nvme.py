@@ -6,13 +6,12 @@ from frugal.config.request import Request
 from frugal.deepspeed_adapter.json_config import strategy_config
 from frugal.errors import RequestError
 from frugal.planning.strategy import Strategy, allowed_strategies, offload_levels
+from tests.planning.synthetic import facts
 
 
 def on_disk(**request: object) -> tuple[Strategy, ...]:
     asked = Request(nvme_path="/scratch", **request)  # type: ignore[arg-type]  # fields of several kinds
-    return allowed_strategies(
-        asked, world_size=4, offload="nvme", trainable_parameters=10**9, largest_parameter=10**8 + 1
-    )
+    return allowed_strategies(asked, facts(10**9, largest_parameter=10**8 + 1), world_size=4, offload="nvme")
 
 
 def test_without_a_path_no_disk_is_tried_and_with_one_it_is_the_last() -> None:

@@ -38,12 +38,9 @@ def test_the_same_request_gives_the_same_digest() -> None:
 def test_expandable_segments_are_part_of_the_plan_and_of_its_digest() -> None:
     with_them, without = made(), made(expandable_segments=False)
     assert json.loads(with_them.to_json())["strategy"]["expandable_segments"] is True
-    assert "expandable segments are on: slack is 0.0 MiB, 0.0 MiB without them" in with_them.why
     assert not without.strategy.expandable_segments
-    assert "expandable segments are off, as asked: slack is 0.0 MiB, 0.0 MiB with them" in without.why
     on_cpu = made(device="cpu", mem="64G")
     assert not on_cpu.strategy.expandable_segments
-    assert not any("segments" in sentence for sentence in on_cpu.why)
     assert replace(with_them, strategy=without.strategy).compute_digest() != with_them.digest
 
 
@@ -102,7 +99,7 @@ def test_deepspeeds_configuration_is_no_plan() -> None:
 
 
 def test_a_plan_of_another_schema_is_refused() -> None:
-    with pytest.raises(PlanMismatchError, match="has schema 99, this frugal reads schema 4"):
+    with pytest.raises(PlanMismatchError, match="has schema 99, this frugal reads schema 5"):
         Plan.from_json(changed(made(), "schema", value=99))
 
 

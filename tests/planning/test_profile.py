@@ -1,11 +1,12 @@
 """What a strategy takes is that of its fullest rank, after the allocator, at the micro-batch that was asked for."""
 
 from frugal.config.hardware.cluster import Device
-from frugal.planning.cost import Line, Work
+from frugal.planning.cost import Line, ModelCosts, Work
 from frugal.planning.memory.profile import MemoryProfile, RankMemory
 from frugal.planning.memory.timeline import ACTIVATIONS, PARAMETERS, Timeline
 from frugal.planning.strategy import Strategy
 from frugal.units import MIB
+from tests.planning.synthetic import facts
 
 NO_WORK = Work(
     flops_per_sample=0.0, recompute_flops_per_sample=0.0, traffic=Line(), recompute_traffic=Line(),
@@ -30,9 +31,8 @@ def rank(*storages: tuple[int, int], number: int = 0, host_bytes: int = 0) -> Ra
 
 def profile(*ranks: RankMemory, sampled: tuple[int, ...] = (), expandable_segments: bool = False) -> MemoryProfile:
     return MemoryProfile(
-        strategy=Strategy(zero_stage=2, expandable_segments=expandable_segments), world_size=2, ranks_per_node=2,
-        accumulates=True, kind="cuda", task="causal-lm", max_positions=None, parameters=1, trainable_parameters=1,
-        largest_parameter=1, trainable_sizes=(1,), work=NO_WORK, ranks=ranks, sampled=sampled,
+        strategy=Strategy(zero_stage=2, expandable_segments=expandable_segments), ranks_per_node=2, kind="cuda",
+        costs=ModelCosts(facts=facts(1), work=NO_WORK), ranks=ranks, sampled=sampled,
     )  # fmt: skip
 
 
@@ -56,13 +56,11 @@ def test_what_the_allocator_cannot_use_is_slack() -> None:
     assert memory.total_bytes == 140 * MIB
 
 
-def test_expandable_segments_grow_by_what_is_needed_and_the_other_kind_is_known_beside_them() -> None:
+def test_expandable_segments_grow_by_pages() -> None:
     eleven = rank((11, 0), (11, 0))  # segments of 12 MiB each, or two pages of 20 MiB for both together
     plain, expandable = (profile(eleven, expandable_segments=each) for each in (False, True))
     assert plain.memory(1, card(1000)).slack == 2 * MIB
     assert expandable.memory(1, card(1000)).slack == 18 * MIB
-    assert plain.in_other_segments(1, card(1000)) == expandable.memory(1, card(1000))
-    assert expandable.in_other_segments(1, card(1000)) == plain.memory(1, card(1000))
 
 
 def test_what_fits_is_what_the_strategys_own_segments_leave_room_for() -> None:

@@ -54,17 +54,16 @@ def test_every_strategy_has_a_row_with_time_batch_and_room() -> None:
         "strategies",
         "    step         batch       peak    headroom",
         "   2.0 s  1.00x  2 x 4    0.0 MiB    8.00 GiB  ZeRO-2: chosen",
-        "  >2.5 s  1.25x  8 x 1  >1.00 GiB              ZeRO-2, activation checkpointing full: recompute +500 ms",
+        "  >2.5 s  1.25x  8 x 1  >1.00 GiB              ZeRO-2, full: recompute +500 ms",
         "   3.0 s  1.50x  1 x 8   5.00 GiB    3.00 GiB  ZeRO-3: communication +1.5 s",
         "       -             1  >9.00 GiB  <-1.00 GiB  ZeRO-0, tiled loss: does not fit",
-        "  > lower bound, < upper bound: pruned, not fully evaluated",
+        "  > lower bound, < upper bound: pruned, not fully evaluated; full, selective, offloaded: activation",
+        "  checkpointing",
     ]
 
 
 def test_a_report_shows_the_first_ones_and_counts_the_rest() -> None:
-    assert strategy_table(by_hand(), shown=1).lines[-1] == (
-        "  > lower bound, < upper bound: pruned, not fully evaluated; 2 more: `frugal explain`"
-    )
+    assert "2 more: `frugal explain`" in strategy_table(by_hand(), shown=1).lines[-2]
 
 
 def test_the_proof_names_every_level_with_its_number() -> None:

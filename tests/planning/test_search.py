@@ -3,13 +3,12 @@
 import pytest
 
 from frugal.config.schema import understand
-from frugal.dryrun.planner import make_plan
 from frugal.errors import NothingFitsError, RequestError
-from frugal.planning.plan import Plan
+from frugal.planning.planner import decide
 from frugal.planning.search.candidate import SearchResult
 from frugal.planning.search.search import Search
 from frugal.units import GIB
-from tests.planning.synthetic import SMALL, SyntheticSource, dry_running, planned
+from tests.planning.synthetic import SMALL, SyntheticSource, dry_running, last, planned
 
 WIDE_MLP = SMALL | {"mlp_bytes_per_token": 12_000_000}
 """A layer's MLP takes the whole of a card of 12 GiB for a sample of 1,024 tokens."""
@@ -161,7 +160,7 @@ def test_what_could_not_be_checked_is_said() -> None:
     made = planned(gpus=2, mem="4G", offload="optimizer")
     assert made.warnings == ("each host must have 14.90 GiB of memory free; give --host-mem to have that checked",)
     made = planned(gpus=2, mem="24G", offload="nvme", nvme_path="/scratch")
-    assert made.warnings[1] == "each node must have 14.90 GiB of disk free; give --host-disk to have that checked"
+    assert made.warnings[1] == "each node must have 14.90 GiB of disk free; --set host-disk=SIZE has that checked"
 
 
 def test_what_others_hold_is_taken_off_and_said() -> None:
@@ -186,10 +185,9 @@ def test_a_profile_that_promises_too_much_is_found_out_and_the_choice_made_again
     assert "it does not fit, and was not chosen" in corrected.warnings[0]
 
 
-def test_each_choice_is_told_before_it_is_dry_run_with_the_memory_of_its_profile() -> None:
-    drafts: list[Plan] = []
-    settings = understand({"gpus": 4, "mem": "12G"})
-    made = make_plan(*settings, dry_run=dry_running(1.5, **SMALL), on_draft=lambda plan, _: drafts.append(plan))
+def test_each_choice_is_a_draft_before_it_is_dry_run_with_the_memory_of_its_profile() -> None:
+    *drafts, made = decide(*understand({"gpus": 4, "mem": "12G"}), dry_running(1.5, **SMALL))
+    assert all(draft.is_draft for draft in drafts) and not made.is_draft
     refused, chosen = drafts[0], drafts[-1]
     assert len(drafts) > 1 and refused.memory.fits
     assert max(refused.batch.micro_batch) > max(chosen.batch.micro_batch)
@@ -211,7 +209,7 @@ def test_the_prediction_in_the_plan_is_the_dry_run_one() -> None:
 def test_strategies_that_cannot_win_are_not_profiled() -> None:
     request, cluster, _ = understand({"gpus": 4, "mem": "80G", "precision": "fp32"})
     source = SyntheticSource(request, cluster, SMALL)
-    Search(request, cluster, source).run()
+    last(Search(request, cluster, source))
     assert len(set(source.profiled)) < 8
 
 
@@ -225,7 +223,7 @@ def test_a_thousand_gpus_are_as_many_profiles_as_eight() -> None:
     def profiled(nodes: int) -> int:
         request, cluster, _ = understand({"gpus": 8, "nodes": nodes, "mem": "24G", "global_batch": 16384})
         source = SyntheticSource(request, cluster, SMALL)
-        assert isinstance(Search(request, cluster, source).run(), SearchResult)
+        assert isinstance(last(Search(request, cluster, source)), SearchResult)
         return len(source.profiled)
 
     assert profiled(128) <= profiled(1)

@@ -7,12 +7,13 @@ import pytest
 from frugal.config.request import Request
 from frugal.errors import RequestError
 from frugal.planning.strategy import Place, Strategy, allowed_strategies
+from tests.planning.synthetic import facts
 
 
 def modes(can_recompute: bool = True, on_gpus: bool = True, **request: object) -> list[str]:
     made = allowed_strategies(
         Request(loss="plain", zero_stage=3, **request),  # type: ignore[arg-type]  # any field
-        world_size=2, offload="none", trainable_parameters=1000, can_recompute=can_recompute,
+        facts(1000, can_recompute=can_recompute), world_size=2, offload="none",
         on_gpus=on_gpus,
     )  # fmt: skip
     return [each.activation_checkpointing for each in made]
@@ -35,8 +36,8 @@ def test_a_strategy_says_its_mode() -> None:
 def test_small_buckets_are_an_eighth_and_are_named() -> None:
     usual, small = (
         allowed_strategies(
-            Request(zero_stage=3, activation_checkpointing="off"), world_size=2, offload="none",
-            trainable_parameters=1_000_000_000, small_buckets=small,
+            Request(zero_stage=3, activation_checkpointing="off"), facts(1_000_000_000), world_size=2, offload="none",
+            small_buckets=small,
         )[0]
         for small in (False, True)
     )  # fmt: skip
@@ -52,16 +53,14 @@ def test_small_buckets_are_an_eighth_and_are_named() -> None:
 def test_the_bucket_of_an_odd_number_of_parameters_is_even(small: bool, asked: int | None) -> None:
     request = Request(precision="bf16", reduce_bucket_elements=asked)
     for number in (1, 171, 19_999_999):
-        made = allowed_strategies(
-            request, world_size=2, offload="none", trainable_parameters=number, small_buckets=small
-        )
+        made = allowed_strategies(request, facts(number), world_size=2, offload="none", small_buckets=small)
         assert all(strategy.reduce_bucket_elements % 2 == 0 for strategy in made)
 
 
 def test_gradients_are_summed_in_fp32_unless_bf16_is_asked_for() -> None:
     def dtypes(**asked: object) -> set[str]:
         request = Request(**asked)  # type: ignore[arg-type]  # any field
-        made = allowed_strategies(request, world_size=2, offload="none", trainable_parameters=1000)
+        made = allowed_strategies(request, facts(1000), world_size=2, offload="none")
         return {each.gradient_accumulation_dtype for each in made}
 
     assert dtypes() == {"fp32"}
@@ -69,7 +68,7 @@ def test_gradients_are_summed_in_fp32_unless_bf16_is_asked_for() -> None:
     with pytest.raises(RequestError) as caught:
         dtypes(gradient_accumulation_dtype="bf16", precision="fp16")
     assert str(caught.value) == (
-        "--gradient-accumulation-dtype bf16 is impossible with --precision fp16\n"
+        "optimizer.gradient-accumulation-dtype bf16 is impossible with --precision fp16\n"
         "  because only sums of bf16 gradients are kept in bf16\n\nhint: leave one of them out"
     )
 
@@ -77,7 +76,7 @@ def test_gradients_are_summed_in_fp32_unless_bf16_is_asked_for() -> None:
 def test_segments_are_expandable_on_gpus_unless_they_are_not_wanted() -> None:
     def expandable(asked: bool | None, *, on_gpus: bool) -> set[bool]:
         request = Request(expandable_segments=asked)
-        made = allowed_strategies(request, world_size=2, offload="none", trainable_parameters=1000, on_gpus=on_gpus)
+        made = allowed_strategies(request, facts(1000), world_size=2, offload="none", on_gpus=on_gpus)
         return {each.expandable_segments for each in made}
 
     assert expandable(None, on_gpus=True) == expandable(True, on_gpus=True) == {True}
@@ -100,18 +99,18 @@ def test_each_thing_on_a_disk_is_one_more_mechanism_than_in_host_memory() -> Non
 
 @pytest.mark.parametrize(("precision", "stages"), [("bf16", {2, 3}), ("fp16", {2, 3}), ("fp32", {0, 1, 2, 3})])
 def test_only_fp32_is_trained_under_stages_0_and_1(precision: Any, stages: set[int]) -> None:
-    made = allowed_strategies(Request(precision=precision), world_size=2, offload="none", trainable_parameters=1000)
+    made = allowed_strategies(Request(precision=precision), facts(1000), world_size=2, offload="none")
     assert {each.zero_stage for each in made} == stages
 
 
 def test_one_gpu_takes_the_lowest_stage_of_its_precision() -> None:
     for precision, stage in (("bf16", 2), ("fp32", 0)):
         request = Request(precision=precision)  # type: ignore[arg-type]  # two of its values
-        made = allowed_strategies(request, world_size=1, offload="none", trainable_parameters=1000)
+        made = allowed_strategies(request, facts(1000), world_size=1, offload="none")
         assert {each.zero_stage for each in made} == {stage}
 
 
 @pytest.mark.parametrize(("offload", "stages"), [("optimizer", {2, 3}), ("all", {3})])
 def test_only_stage_3_can_offload_parameters(offload: Any, stages: set[int]) -> None:
-    made = allowed_strategies(Request(), world_size=2, offload=offload, trainable_parameters=1000)
+    made = allowed_strategies(Request(), facts(1000), world_size=2, offload=offload)
     assert {each.zero_stage for each in made} == stages

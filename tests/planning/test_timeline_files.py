@@ -1,10 +1,8 @@
-"""Timelines as files: torch's own reader follows a snapshot, and counters of a trace are the timeline's live bytes."""
+"""Timelines as files: torch's own reader follows a snapshot."""
 
 import pickle
 from pathlib import Path
-from typing import Any
 
-import msgspec
 import pytest
 from torch.cuda import _memory_viz
 
@@ -64,47 +62,23 @@ def test_live_bytes_of_a_snapshot_are_those_of_the_timeline() -> None:
     assert sum(alive.values()) == 5000
 
 
-def test_counters_of_a_trace_are_live_bytes_and_phases_of_both_timelines_are_at_the_same_time(tmp_path: Path) -> None:
-    file = tmp_path / "step.trace.json"
-    timelines = {"predicted": timeline(), "measured": timeline(4)}
-    timeline_files.write(file, timelines)
-    events = msgspec.json.decode(file.read_bytes())["traceEvents"]
-    assert all({"ph", "name", "pid"} <= event.keys() for event in events)
-
-    def of(process: int, kind: str) -> list[dict[str, Any]]:
-        return [event for event in events if (event["pid"], event["ph"]) == (process, kind)]
-
-    for process, (name, made) in enumerate(timelines.items(), 1):
-        (head,) = of(process, "M")
-        assert head["args"] == {"name": name}
-        totals = [event for event in of(process, "C") if event["name"] == "total"]
-        assert max(event["args"]["bytes"] for event in totals) == made.peak_bytes(1)
-        assert [event["ts"] for event in totals] == sorted(event["ts"] for event in totals)
-    assert [(event["name"], event["ts"]) for event in of(1, "X")] == [(e["name"], e["ts"]) for e in of(2, "X")]
-    assert [event["name"] for event in of(1, "X")] == ["initialisation", FORWARD, BACKWARD]
-
-
 def test_a_timeline_without_categories_claims_none(tmp_path: Path) -> None:
     """A measured one knows sizes and times only."""
     builder = TimelineBuilder()
     builder.phase(FORWARD)
     builder.events.append(builder.born(300, TEMPORARY, ""))
     measured = builder.timeline()
-    counters = [event for event in timeline_files.trace_events({"measured": measured}) if event["ph"] == "C"]
-    assert {event["name"] for event in counters} == {"total"}
     (entries,) = timeline_files.snapshot({"measured": measured})["device_traces"]
     assert not any("temporary" in str(entry["frames"]) for entry in entries)
 
 
-@pytest.mark.parametrize(
-    ("name", "has_tables"), [("a.png", True), ("a.csv", False), ("a.json", False), ("none/a.pickle", True)]
-)
-def test_what_cannot_be_written_is_refused_before_the_work(name: str, has_tables: bool, tmp_path: Path) -> None:
+@pytest.mark.parametrize(("name", "has_table"), [("a.png", True), ("a.csv", False), ("none/a.pickle", True)])
+def test_what_cannot_be_written_is_refused_before_the_work(name: str, has_table: bool, tmp_path: Path) -> None:
     with pytest.raises(RequestError, match="a timeline cannot be written"):
-        timeline_files.check_file(tmp_path / name, has_tables=has_tables)
+        timeline_files.check_file(tmp_path / name, has_table=has_table)
 
 
-@pytest.mark.parametrize("name", ["a.csv", "a.json", "a.pickle", "a.trace.json"])
+@pytest.mark.parametrize("name", ["a.csv", "a.pickle"])
 def test_every_kind_of_file_is_accepted(name: str, tmp_path: Path) -> None:
     timeline_files.check_file(tmp_path / name)
     timeline_files.write(tmp_path / name, {"predicted": timeline()})

@@ -74,7 +74,7 @@ def test_where_only_full_length_samples_are_proven_no_micro_batch_has_more_of_th
     assert plan({"bytes_per_sample": 4_000_000_000, "bytes_per_token": 1_000}).batch.shortest is None
 
 
-@pytest.mark.parametrize(("pins", "most"), [({"max_samples_per_gpu": 6}, 6), ({"micro_batch": 4}, 4)])
+@pytest.mark.parametrize(("pins", "most"), [({"micro_batch": 6}, 6), ({"micro_batch": 4}, 4)])
 def test_a_cap_on_samples_holds_for_short_ones_too(pins: dict[str, Any], most: int) -> None:
     batch = plan(**pins).batch
     assert max(batch.micro_batch) * 1024 // (batch.shortest or 1024) <= most

@@ -1,6 +1,6 @@
 """A plan in a few lines."""
 
-from html.parser import HTMLParser
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -16,28 +16,6 @@ from tests.planning.synthetic import dry_running, planned
 @pytest.fixture(scope="module")
 def plan() -> Plan:
     return make_plan(*understand({"gpus": 4, "mem": "12G", "global_batch": 64}), dry_run=dry_running())
-
-
-class _Page(HTMLParser):
-    """The widths of the bar's pieces, in percent, the text, and which elements are open at the end."""
-
-    def __init__(self, text: str) -> None:
-        super().__init__()
-        self.widths: list[float] = []
-        self.open: list[str] = []
-        self.text = ""
-        self.feed(text)
-
-    def handle_starttag(self, tag: str, attributes: list[tuple[str, str | None]]) -> None:
-        self.open.append(tag)
-        style = dict(attributes).get("style") or ""
-        self.widths += [float(part[6:-1]) for part in style.split(";") if part.startswith("width:")]
-
-    def handle_endtag(self, tag: str) -> None:
-        assert self.open.pop() == tag
-
-    def handle_data(self, data: str) -> None:
-        self.text += data
 
 
 def test_a_printed_plan_ends_with_the_verdict_in_a_few_lines(plan: Plan) -> None:
@@ -67,18 +45,6 @@ def test_no_part_of_the_bar_is_told_by_its_colour_alone(plan: Plan) -> None:
     parts = plan.verdict.parts
     assert len({part.letter for part in parts}) == len(parts)
     assert {part.name for part in parts} == {*plan.memory.CATEGORIES, "headroom", "margin"}
-    page = _Page(plan._repr_html_())
-    for part in parts:
-        if part.size_bytes > 0.01 * plan.cluster.devices[0].memory_bytes:
-            assert f"{part.letter} {part.name} {format_bytes(part.size_bytes)}" in page.text
-
-
-def test_the_bar_of_a_notebook_is_the_whole_card(plan: Plan) -> None:
-    page = _Page(plan._repr_html_())
-    assert not page.open
-    assert sum(page.widths) == pytest.approx(100, abs=1)
-    for _, words in plan.verdict.rows:
-        assert words in page.text
 
 
 PARTS = {"drafts": True, "num_matrices": 200}
@@ -89,21 +55,14 @@ PARTS = {"drafts": True, "num_matrices": 200}
     [
         ({"gpus": 4, "mem": "24G", "sequence_parallel": 2, "model": {"can_be_split": True}}, "over 2 ranks"),
         ({"gpus": 4, "mem": "8G", "zero_stage": 3, "offload_ratio": 0.5, "model": PARTS}, "50 % of the optimizer"),
-        ({"nodes": 2, "gpus": 4, "mem": "24G", "zero_stage": 3, "secondary_partition": 4}, "4 ranks of a node (hpZ)"),
         ({"gpus": 4, "mem": "24G", "mlp": "tiled", "model": {"mlp_bytes_per_token": 1000}}, "tiled MLP"),
     ],
 )
-def test_a_notebook_names_what_the_strategy_is(settings: dict[str, Any], words: str) -> None:
+def test_a_printed_plan_names_what_the_strategy_is(settings: dict[str, Any], words: str) -> None:
     made = planned(**settings)
-    page = _Page(made._repr_html_())
-    assert words in page.text and made.arithmetic in page.text
-    assert not page.open and sum(page.widths) == pytest.approx(100, abs=1)
+    assert words in str(made) and made.arithmetic in str(made)
 
 
 def test_a_notebook_shows_what_a_model_is_called_and_runs_none_of_it(plan: Plan) -> None:
-    name = '<script>alert("x")</script>'
-    hostile = verdicts.PlanVerdict(
-        headline=name, rows=(("runs", name),), notes=(name,), memory=plan.memory, device_bytes=plan.verdict.device_bytes
-    )
-    text = verdicts.html(hostile)
-    assert "<script" not in text and _Page(text).text.count(name) == 3
+    hostile = replace(plan, warnings=('<script>alert("x")</script>',))
+    assert "<script" not in hostile._repr_html_() and "&lt;script&gt;" in hostile._repr_html_()

@@ -13,7 +13,7 @@ from frugal.errors import NothingFitsError, RequestError
 from frugal.planning.memory_report import binding
 from frugal.planning.plan import Plan, StepTime
 from frugal.planning.report import explanation, strategy_table
-from frugal.planning.table import WIDE, Table
+from frugal.planning.table import Table
 from frugal.planning.what_if import (
     NOTHING_HELPS,
     axes_around,
@@ -29,7 +29,7 @@ from frugal.planning.what_if import (
     with_gpus,
     with_memory,
 )
-from frugal.units import GIB, MIB, format_seconds
+from frugal.units import GIB, MIB
 from tests.planning.synthetic import dry_running
 
 SMALL = {"parameters": 124_000_000, "flops_per_token": 8e8, "num_operators": 2500, "drafts": True}
@@ -52,10 +52,10 @@ def test_a_prediction_is_what_a_plan_would_come_to(settings: dict[str, Any]) -> 
 
 
 def test_what_would_help_is_computed_and_told_with_its_gain() -> None:
-    made = plan(gpus=4, mem="6G", max_samples_per_gpu=2)
+    made = plan(gpus=4, mem="6G", micro_batch=2)
     cases = [*changes(made), *shorter(made)]
     assert [case.name for case in cases] == [
-        "no --max-samples-per-gpu", "5 GPUs", "8 GPUs", "+4.00 GiB each", "links twice as fast",
+        "no --micro-batch", "5 GPUs", "8 GPUs", "+4.00 GiB each", "links twice as fast",
         "--optimizer adamw-8bit (changes the numbers)", "--optimizer-states bf16 (changes the numbers)",
         "samples of 512",
     ]  # fmt: skip
@@ -76,8 +76,7 @@ def test_in_a_pipe_its_tables_take_at_most_100_columns() -> None:
     mixed = {**SMALL, "num_layers": 12, "drafts": True, "bytes_per_token": 3_000_000}
     made = plan(mixed, gpus=2, nodes=2, mem="12G")
     cases = [*changes(made), *shorter(made)]
-    tables = [strategy_table(made, width=WIDE), improvements(made, cases, predicted(cases, dry_running(**mixed)))]
-    assert max(map(len, strategy_table(made).lines)) > 100, "as they were"
+    tables = [strategy_table(made), improvements(made, cases, predicted(cases, dry_running(**mixed)))]
     for table in tables:
         assert max(map(len, table.lines)) <= 100
         assert "".join("".join(table.lines).split()).count("ZeRO-") == sum("ZeRO-" in row[-1] for row in table.rows)
@@ -85,11 +84,11 @@ def test_in_a_pipe_its_tables_take_at_most_100_columns() -> None:
 
 def test_what_helps_most_asks_least() -> None:
     """A pin that can go comes before hardware, a part more before twice the machine."""
-    made = plan(gpus=4, mem="12G", max_samples_per_gpu=1)
+    made = plan(gpus=4, mem="12G", micro_batch=1)
     cases = changes(made)
     predictions = predicted(cases, dry_running(**SMALL))
     assert [case.effort for case in cases] == [0, 1, 2, 1, 1, 2, 2]
-    assert most_helpful(made, cases, predictions).startswith("no --max-samples-per-gpu: a step of ")
+    assert most_helpful(made, cases, predictions).startswith("no --micro-batch: a step of ")
     assert most_helpful(made, cases[1:4], predictions[1:4]).startswith("5 GPUs: a step of ")
     assert most_helpful(made, cases[2:3], predictions[2:3]).startswith("8 GPUs: a step of ")
     assert most_helpful(made, cases[:1], [None]) == "", "only a dry run could tell"
@@ -131,7 +130,7 @@ def test_the_table_has_an_entry_for_every_case() -> None:
     assert axes == {"gpus": (1, 4), "mem": (2 * GIB, 12 * GIB), "seq-len": (512, 1024)}
     cases = grid(made, axes)
     found = dict(zip(cases, predicted(list(cases.values()), dry_running(**SMALL)), strict=True))
-    lines = what_if_table(made, axes, cases, found)
+    lines = what_if_table(made, axes, found)
     assert lines[0] == "what if: a step of 64 samples (predicted, not dry-run)"
     assert [line for line in lines if line.startswith("samples of")] == [
         "samples of 512 tokens",
@@ -145,21 +144,6 @@ def test_the_table_has_an_entry_for_every_case() -> None:
         option.fits for option in found.values() if option
     )
     assert "o optimizer in host memory" in lines[-1], "2 GiB are too little without"
-
-
-def test_where_some_samples_fit_nowhere_the_longest_that_do_are_told() -> None:
-    made = plan(gpus=1, mem="12G", global_batch=8)
-    axes = parse_axes(["gpus=1", "mem=2G,12G", "seq-len=1024,8192,65536"])
-    cases = grid(made, axes)
-    predictions = dict(zip(cases, predicted(list(cases.values()), dry_running(**SMALL)), strict=True))
-    fit = {memory: [key[2] for key, each in predictions.items() if key[1] == memory and each and each.fits]
-           for memory in axes["mem"]}  # fmt: skip
-    lines = what_if_table(made, axes, cases, predictions)
-    assert [line for line in lines if line.startswith("  longest")] == [
-        f"  longest samples of these that fit {memory // GIB}.00 GiB: 1 GPU {max(lengths)} tokens"
-        for memory, lengths in fit.items()
-    ]
-    assert any(len(lengths) < 3 for lengths in fit.values())
 
 
 def test_a_cluster_of_other_size_has_margin_and_context_of_that_size() -> None:
@@ -235,34 +219,6 @@ def test_an_explanation_needs_nothing_but_the_plan() -> None:
 
 
 BILLION = {"parameters": 1_000_000_000, "flops_per_token": 6e9, "num_operators": 3000, "drafts": True}
-
-
-def offered(made: Plan) -> list[str]:
-    return [note for note in made.warnings if "not taken unasked" in note]
-
-
-def test_cheaper_states_that_make_a_step_much_shorter_are_offered_and_not_taken() -> None:
-    small: dict[str, Any] = {"gpus": 1, "mem": "18G", "host_mem": "64G", "global_batch": 16}
-    made = plan(BILLION, **small)
-    assert made.strategy.offload_optimizer == "cpu" and made.request.optimizer_states is None
-    asked = plan(BILLION, **small, optimizer_states="bf16")
-    assert asked.strategy.offload_optimizer == "none"
-    gain = 100 * (1 - asked.time.total_seconds / made.time.total_seconds)
-    seconds = [format_seconds(each.time.total_seconds) for each in (asked, made)]
-    assert gain > 10
-    assert offered(made)[1] == (
-        f"with --optimizer-states bf16 a step would take {seconds[0]} instead of {seconds[1]}, {gain:.0f} % less "
-        "(predicted, not dry-run); not taken unasked, because it changes the numbers: updates below 1/256 of a weight "
-        "may be lost"
-    )
-    assert offered(made)[0].startswith("with --optimizer adamw-8bit a step would take ")
-    assert offered(made)[0].endswith("because it changes the numbers")
-    assert offered(asked) == [], "who has chosen is offered nothing"
-
-
-@pytest.mark.parametrize("settings", [{"mem": "80G"}, {"optimizer": "adamw-8bit", "mem": "18G"}])
-def test_nothing_is_offered_where_it_would_not_pay_or_was_chosen(settings: dict[str, Any]) -> None:
-    assert offered(plan(BILLION, gpus=1, host_mem="64G", **settings)) == []
 
 
 def test_states_that_cannot_be_had_are_not_offered() -> None:

@@ -48,49 +48,11 @@ def test_memory_is_told_by_phase_as_it_was_recorded(tmp_path: Path) -> None:
     assert (run.phases["evaluation"].measured_bytes, run.phases["checkpoint"].planned_bytes) == (150 * MIB, None)
 
 
-def test_what_was_tried_is_told_with_what_was_kept_and_what_it_cost(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_a_tuned_run_is_reported_with_the_way_that_it_kept(tmp_path: Path) -> None:
     folder = tuned(tmp_path / "run")
-    tuning = read_run(folder).tuning
-    assert tuning is not None and (tuning.first_step, tuning.last_step, tuning.is_over) == (3, 11, True)
-    planned, kept, given_up = tuning.ways
-    assert [way.num_steps for way in tuning.ways] == [3, 5, 1]
-    assert [way.seconds for way in tuning.ways] == pytest.approx([0.4, 0.3, 0.9])
-    assert (planned.is_planned, kept.is_kept, given_up.given_up) == (True, True, "out of memory")
-    assert tuning.lost_seconds == pytest.approx(3 * (0.4 - 0.3) + (0.9 - 0.3)), "than all nine in the way that was kept"
-    assert kinds(folder) == [("start", 0), ("tuning", 3), ("tuned", 11), ("done", 12)]
-    assert frugal(capsys, "report", str(folder))[0] == 0
-    code, out, _ = frugal(capsys, "report", str(folder), "--json")
-    assert code == 0 and json.loads(out)["runs"][0]["tuning"]["lost_seconds"] == pytest.approx(0.9)
-
-
-def test_ways_that_only_group_samples_otherwise_are_told_apart(tmp_path: Path) -> None:
-    folder = tuned(tmp_path / "run")
-    path = folder / "metrics.jsonl"
-    records = [json.loads(line) for line in path.read_text().splitlines()]
-    for record in records:
-        if record["event"] in ("tuning", "tuned"):
-            tokens = 50 if record.get("is_planned") else 200 if record["micro_batch"] == 4 else 800
-            record |= {"strategy": "ZeRO-2", "micro_batch": 2, "accumulation_steps": 2, "overhead_tokens": tokens}
-    path.write_text("".join(json.dumps(record) + "\n" for record in records))
-    run = read_run(folder)
-    assert run.tuning is not None
-    assert [(way.overhead_tokens, way.num_steps, way.is_kept) for way in run.tuning.ways] == [
-        (50, 3, False), (200, 5, True), (800, 1, False),
-    ]  # fmt: skip
-    assert "cost 200 tokens more" in run.tuning.ways[1].name
-    assert any("cost 200 tokens more" in event.words for event in run.events)
-
-
-def test_steps_that_are_still_being_tuned_are_held_against_the_plan(tmp_path: Path) -> None:
-    folder = tuned(tmp_path / "run")
-    path = folder / "metrics.jsonl"
-    lines = [line for line in path.read_text().splitlines(keepends=True) if json.loads(line)["step"] <= 6]
-    path.write_text("".join(lines))
-    tuning = read_run(folder).tuning
-    assert tuning is not None and not tuning.is_over
-    assert tuning.lost_seconds == pytest.approx(-0.1), "one step in a faster way has paid already"
+    assert kinds(folder) == [("start", 0), ("tuned", 11), ("done", 12)]
+    (event,) = [each for each in read_run(folder).events if each.kind == "tuned"]
+    assert "ZeRO-2, tiled loss, micro-batch 4 x 1: 25 % less" in event.words
 
 
 def test_lines_that_cannot_be_read_are_left_out_and_counted(tmp_path: Path) -> None:
@@ -232,14 +194,13 @@ def test_of_two_strategies_each_thing_that_differs_is_a_row(tmp_path: Path) -> N
     mixed = replace(
         made.strategy, activation_checkpointing="budget", layer_modes=(("full", 9), ("off", 3)), zero_stage=3
     )
-    kept = replace(mixed, secondary_partition=2, offload_optimizer="cpu", offload_ratio=0.5)
+    kept = replace(mixed, offload_optimizer="cpu", offload_ratio=0.5)
     runs = [
         read_run(train(tmp_path / name, replace(made, strategy=strategy).sealed(), range(1, 4)))
         for name, strategy in (("one", mixed), ("other", kept), ("third", made.strategy))
     ]
     told = {name: tuple(values) for name, *values in differing(runs)}
     assert told["planned activation checkpointing"] == ("full for 9 of 12 layers", "full for 9 of 12 layers", "off")
-    assert told["planned secondary partition"] == ("1", "2", "1")
     assert told["planned offload ratio"] == ("1.0", "0.5", "1.0")
     assert told["planned zero stage"] == ("3", "3", "2")
     assert not {"planned mlp", "planned sequence parallel"} & set(told)

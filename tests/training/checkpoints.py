@@ -57,7 +57,7 @@ def _numbers(value: Any) -> Any:
     if isinstance(value, torch.Tensor):
         return value.detach().double().flatten().tolist()
     if isinstance(value, dict):
-        return {str(key): _numbers(each) for key, each in value.items()}
+        return {str(key): _numbers(value[key]) for key in sorted(value, key=str)}
     if isinstance(value, (list, tuple)):
         return [_numbers(each) for each in value]
     return value if isinstance(value, (int, float, str, bool, type(None))) else None

@@ -24,7 +24,6 @@ from frugal.training.engine import Engine, initialize
 from frugal.training.models import adapters
 from frugal.training.models.resolve import resolve
 from frugal.training.objectives import CausalLM
-from tests.training.data.test_packing import documents, packed
 from tests.training.gradients import (
     LEARNING_RATE,
     SGD,
@@ -124,23 +123,20 @@ def measured_gradient(
 
 
 exhaustive = pytest.mark.exhaustive
+OFFLOADED = {"offload_optimizer": "cpu", "offload_parameters": "cpu", "loss": "tiled"}
 EXACT = [
     ("one_rank", 0, 4, 2, {}),
-    *(pytest.param("one_rank", stage, 4, 2, {}, marks=exhaustive) for stage in (1, 2, 3)),
-    *(("two_ranks", stage, 4, 2, {}) for stage in (0, 1, 2, 3)),
-    *(("three_ranks", stage, 10, (3, 2, 1), {}) for stage in (2, 3)),
-    *(pytest.param("three_ranks", stage, 10, (3, 2, 1), {}, marks=exhaustive) for stage in (0, 1)),
+    *(("two_ranks", stage, 4, 2, {}) for stage in (1, 2)),
+    *(("three_ranks", stage, 10, (3, 2, 1), {}) for stage in (0, 3)),
     ("two_ranks", 3, 4, 1, {"activation_checkpointing": "full"}),
-    *(
-        pytest.param("two_ranks", 3, 4, 1, {"activation_checkpointing": mode}, marks=exhaustive)
-        for mode in ("selective", "offloaded")
-    ),
     ("two_ranks", 2, 4, 1, {"activation_checkpointing": "selective", "loss": "tiled", "offload_optimizer": "cpu"}),
-    pytest.param(
-        "two_ranks", 3, 4, 1, {"offload_optimizer": "cpu", "offload_parameters": "cpu", "loss": "tiled"},
-        marks=exhaustive,
+    pytest.param("one_rank", 3, 4, 2, {}, marks=exhaustive),
+    *(pytest.param("three_ranks", stage, 10, (3, 2, 1), {}, marks=exhaustive) for stage in (1, 2)),
+    *(
+        pytest.param("two_ranks", 3, 4, 1, strategy, marks=exhaustive)
+        for strategy in ({"activation_checkpointing": "offloaded"}, OFFLOADED)
     ),
-]  # fmt: skip
+]
 
 
 @pytest.mark.parametrize(("fixture", "zero_stage", "global_batch", "micro_batch", "strategy"), EXACT)
@@ -165,51 +161,6 @@ def test_conv1d_and_dora_are_exact_too(family: str, lora: str, zero_stage: int, 
     ((gradient, others), _) = two_ranks.run(measured_gradient, family, lora, zero_stage, 4, 1, {})
     assert others == []
     assert relative_error(gradient, reference) < bound
-
-
-# Packed documents, each alone in plain PyTorch.
-
-
-def packed_gradient(zero_stage: int, strategy: dict[str, Any]) -> Gradient:
-    """What one SGD step has taken off of adapters that were trained on packs, by its gradient. Runs on ranks."""
-    before, samples = weights(adapted()), packed(documents())
-    plan = plan_by_hand(
-        world_size=torch.distributed.get_world_size(), global_batch=len(samples), micro_batch=2, zero_stage=zero_stage,
-        request={**SGD, "lora": Lora.parse(LORA)}, strategy=strategy,
-    )  # fmt: skip
-    engine = initialize(adapted(), plan, CausalLM(packed=True))
-    engine.train_step(samples)
-    trained = {name for name, p in engine.module.named_parameters() if p.requires_grad}
-    after = whole(engine)
-    stop(engine)
-    return {name: (before[name] - after[name]) / LEARNING_RATE for name in trained}
-
-
-def gradient_of_documents(dtype: torch.dtype) -> Gradient:
-    """The same by plain PyTorch, each document by itself."""
-    model = adapted().to(dtype)
-    targets = sum(len(document) - 1 for document in documents())
-    for document in documents():
-        tokens = torch.from_numpy(document).long()[None]
-        logits = model(input_ids=tokens).logits[0, :-1]
-        (torch.nn.functional.cross_entropy(logits, tokens[0, 1:], reduction="sum") / targets).backward()
-    return {name: p.grad for name, p in model.named_parameters() if p.requires_grad}
-
-
-@pytest.mark.parametrize(
-    ("zero_stage", "strategy"),
-    [
-        (3, {"loss": "tiled", "activation_checkpointing": "full", "persistence_threshold_elements": 100}),
-        pytest.param(2, {}, marks=exhaustive),
-    ],
-)
-def test_packed_documents_are_kept_apart_with_adapters(
-    zero_stage: int, strategy: dict[str, Any], two_ranks: Ranks
-) -> None:
-    expected, bound = with_bound(gradient_of_documents)
-    (gradient, _) = two_ranks.run(packed_gradient, zero_stage, strategy)
-    assert gradient.keys() == expected.keys()
-    assert relative_error(gradient, expected) < bound
 
 
 # Checkpoints hold adapters and their states, not the base.
@@ -291,12 +242,7 @@ def on_other_models(folder: Path) -> list[str]:
 def test_adapters_of_another_base_and_other_adapters_are_refused(tmp_path: Path, two_ranks: Ranks) -> None:
     two_ranks.run(interrupted, tmp_path, 2, "fp32")
     base_message, alpha_message, rank_message = two_ranks.run(on_other_models, tmp_path)[0]
-    assert base_message == (
-        "4 DIR/step-000003 holds adapters of another base model\n"
-        "  because the frozen weights of gpt2 are not those that they were trained with\n"
-        "\n"
-        "hint: give the base model as it was, or start anew with another --out"
-    )
+    assert base_message.startswith("4 DIR/step-000003 holds adapters of another base model")
     assert alpha_message.startswith(
         "4 DIR/step-000003 was made with adapters r=4,alpha=8,targets=all-linear, this run has adapters r=4,alpha=9"
     )

@@ -14,6 +14,8 @@ from frugal.training.objectives import CausalLM, SummedLoss
 from tests.training.gradients import SGD, Gradient, applied, bound_by, relative_error, weights, with_bound
 from tests.training.small_models import NormedNet, points, ragged_samples, squared_error, tiny_gpt2
 
+EXHAUSTIVE = pytest.mark.exhaustive
+
 
 def reference_gradient(global_batch: int, dtype: torch.dtype = torch.float64) -> Gradient:
     """Plain PyTorch, one process, every sample by itself."""
@@ -115,24 +117,25 @@ def test_ranks_may_take_different_micro_batches(zero_stage: int, three_ranks: Ra
     assert relative_error(gradient, reference) < bound
 
 
-@pytest.mark.parametrize("zero_stage", [1, 2, 3])
-@pytest.mark.parametrize("bucket", [1000, pytest.param(50_000, marks=pytest.mark.exhaustive)])
-def test_small_buckets_change_nothing(zero_stage: int, bucket: int, two_ranks: Ranks) -> None:
-    ((gradient, _), *_) = two_ranks.run(measured_gradient, 2, 7, 2, zero_stage, reduce_bucket_elements=bucket)
-    reference, bound = with_bound(reference_gradient, 7)
-    assert relative_error(gradient, reference) < bound
+SMALL_BUCKETS, ON_HOST, TILED = {"reduce_bucket_elements": 1000}, {"offload_optimizer": "cpu"}, {"loss": "tiled"}
 
 
-@pytest.mark.parametrize("zero_stage", [1, 2, 3])
-def test_the_optimizer_in_host_memory_changes_nothing(zero_stage: int, two_ranks: Ranks) -> None:
-    ((gradient, _), *_) = two_ranks.run(measured_gradient, 2, 7, 2, zero_stage, offload_optimizer="cpu")
-    reference, bound = with_bound(reference_gradient, 7)
-    assert relative_error(gradient, reference) < bound
-
-
-@pytest.mark.parametrize("zero_stage", [0, 1, 2, 3])
-def test_the_tiled_loss_has_the_same_gradient(zero_stage: int, two_ranks: Ranks) -> None:
-    ((gradient, _), *_) = two_ranks.run(measured_gradient, 2, 7, 2, zero_stage, loss="tiled")
+@pytest.mark.parametrize(
+    ("zero_stage", "strategy"),
+    [
+        (0, TILED),
+        *((stage, SMALL_BUCKETS | ON_HOST | TILED) for stage in (1, 2, 3)),
+        *(
+            pytest.param(stage, strategy, marks=pytest.mark.exhaustive)
+            for stage in (1, 2, 3)
+            for strategy in (SMALL_BUCKETS, ON_HOST, TILED)
+        ),
+    ],
+)
+def test_buckets_host_memory_and_the_tiled_loss_change_nothing(
+    zero_stage: int, strategy: dict[str, object], two_ranks: Ranks
+) -> None:
+    ((gradient, _), *_) = two_ranks.run(measured_gradient, 2, 7, 2, zero_stage, **strategy)
     reference, bound = with_bound(reference_gradient, 7)
     assert relative_error(gradient, reference) < bound
 
@@ -180,8 +183,10 @@ def three_steps_of_torch(dtype: torch.dtype = torch.float64) -> Gradient:
     return {name: (after - before[name]).view(-1) for name, after in weights(model).items()}
 
 
-@pytest.mark.parametrize("zero_stage", [0, 1, 2, 3])
-@pytest.mark.parametrize("fixture", ["one_rank", "two_ranks"])
+@pytest.mark.parametrize(
+    ("fixture", "zero_stage"),
+    [("one_rank", 0), *(("two_ranks", stage) for stage in (1, 2, 3)), pytest.param("one_rank", 3, marks=EXHAUSTIVE)],
+)
 def test_betas_and_epsilon_are_those_asked_for(zero_stage: int, fixture: str, request: pytest.FixtureRequest) -> None:
     (moved, bound), before = with_bound(three_steps_of_torch), weights(tiny_gpt2())
     ranks: Ranks = request.getfixturevalue(fixture)
@@ -230,8 +235,10 @@ def test_statistics_of_the_own_micro_batch_depend_on_the_split(one_rank: Ranks) 
     assert relative_error(of_two, of_eight) > 0.1
 
 
-@pytest.mark.parametrize("zero_stage", [0, 3, *(pytest.param(s, marks=pytest.mark.exhaustive) for s in (1, 2))])
-@pytest.mark.parametrize("micro_batch", [4, 8])
+@pytest.mark.parametrize(
+    ("micro_batch", "zero_stage"),
+    [(4, 0), (8, 3), *(pytest.param(8, stage, marks=EXHAUSTIVE) for stage in (0, 1, 2))],
+)
 def test_synchronised_statistics_are_those_of_one_rank_with_the_same_micro_steps(
     micro_batch: int, zero_stage: int, one_rank: Ranks, two_ranks: Ranks
 ) -> None:

@@ -14,22 +14,18 @@ from bench.ranks import Ranks
 from frugal.training.data.tokenizer import byte_tokenizer
 from frugal.training.engine import initialize
 from frugal.training.models import transformers_internals
-from frugal.training.models.tiled_loss import IGNORED
 from frugal.training.objectives import CausalLM, MaskedLM, Objective, Sample, Seq2Seq, SequenceClassification
+from frugal.units import IGNORED
 from tests.training.gradients import ROUNDINGS, ULP, relative_error, with_bound
 from tests.training.small_models import VOCABULARY, ragged_samples, tiny
 
 CASES = [
     ("causal-lm", "gpt2"),
-    ("causal-lm", "llama"),
     ("masked-lm", "bert"),
-    ("masked-lm", "roberta"),
     ("seq2seq", "t5"),
     ("seq2seq", "marian"),
-    ("seq2seq", "bart"),
     ("sequence-classification", "bert"),
     ("sequence-classification", "gpt2"),
-    ("sequence-classification", "llama"),
 ]
 
 

@@ -82,12 +82,8 @@ def test_fragmentation_is_where_enough_is_held_and_not_in_use() -> None:
 def test_cells_are_halved_and_grow_again_one_at_a_time() -> None:
     limits = AdaptiveLimits(a_plan(), SkipNet())
     shortage, sizes = OutOfMemory((a_report(),)), []
-    assert (
-        limits.lower(shortage, 8) == "out of memory: the global batch is run again with at most 4 samples a micro-batch"
-    )
-    assert (
-        limits.lower(shortage, 4) == "out of memory: the global batch is run again with at most 2 samples a micro-batch"
-    )
+    assert limits.lower(shortage, 8).endswith("at most 4 samples a micro-batch")
+    assert limits.lower(shortage, 4).endswith("at most 2 samples a micro-batch")
     for _ in range(3 * oom_limits.PATIENCE):
         sizes.append(limits.limits.max_samples[0])
         limits.after_step()
@@ -126,13 +122,8 @@ def test_a_request_beyond_the_whole_plan_is_not_tried_again() -> None:
     limits = AdaptiveLimits(a_plan(total_bytes=100 * MIB), SkipNet())
     with pytest.raises(OutOfMemoryError) as error:
         limits.lower(OutOfMemory((a_report(request=101 * MIB),)), 8)
-    assert str(error.value) == (
-        "a single request for more memory than the whole plan\n"
-        "  because rank 1 asked for 101.0 MiB in backward, models/gpt2.py:7 (forward)\n"
-        "  because 100.0 MiB are planned for everything together, at the peak\n\n"
-        "hint: look at models/gpt2.py:7 (forward): smaller micro-batches would not help; or "
-        "plan with the data's own lengths"
-    )
+    assert error.value.what == "a single request for more memory than the whole plan"
+    assert "rank 1 asked for 101.0 MiB in backward, models/gpt2.py:7 (forward)" in error.value.because
     assert limits.limits.max_samples == (8, 8)
 
 
@@ -140,12 +131,10 @@ def test_nothing_left_to_lower_ends_with_the_arithmetic() -> None:
     limits = AdaptiveLimits(a_plan(total_bytes=3 << 30, activation_checkpointing="full"), SkipNet())
     with pytest.raises(OutOfMemoryError) as error:
         limits.lower(OutOfMemory((a_report(allocated=MIB, reserved=MIB),)), 1)
-    assert str(error.value) == (
-        "out of memory with a micro-batch of one sample\n"
-        "  because rank 1 asked for 2.00 GiB with 1.0 MiB of 1.0 MiB in use in backward, models/gpt2.py:7 (forward)\n"
-        "  because the plan promised 3.00 GiB with 8 samples, of 8.00 GiB that may be used\n\n"
-        "hint: plan again with less memory, a shorter --seq-len, or --activation-checkpointing full"
-    )
+    text = str(error.value)
+    assert text.startswith("out of memory with a micro-batch of one sample\n")
+    assert "asked for 2.00 GiB with 1.0 MiB of 1.0 MiB in use in backward" in text
+    assert "the plan promised 3.00 GiB with 8 samples, of 8.00 GiB that may be used" in text
 
 
 # On ranks.
@@ -309,12 +298,8 @@ def test_a_run_without_memory_saves_its_last_step_and_goes_on_from_there(tmp_pat
     assert (limits, len(whole)) == ((2, 2), 4)  # halved in the third step
     ended = tmp_path / "ended"
     message, limits, losses = two_ranks.run(train, ended, 9)[0]
-    assert message == (
-        "out of memory with a micro-batch of one sample\n"
-        "  because the plan promised 0.0 MiB with 4 samples, of 8.00 GiB that may be used\n"
-        f"  because step 2 is saved in {ended}/checkpoints/step-000002\n\n"
-        "hint: plan again with less memory, a shorter --seq-len, or --activation-checkpointing full"
-    )
+    assert message.startswith("out of memory with a micro-batch of one sample\n")
+    assert f"step 2 is saved in {ended}/checkpoints/step-000002" in message
     assert losses == whole[:2]
     message, limits, losses = two_ranks.run(train, ended, 0, resume=True)[0]
     assert (message, limits) == ("", (1, 1))  # what it had learnt

@@ -1,4 +1,4 @@
-"""Adapters around a base in 4 or 8 bits: trained as by transformers, peft and bitsandbytes alone, on any split."""
+"""Adapters around a base in 4 bits: trained as by transformers, peft and bitsandbytes alone, on any split."""
 
 import gc
 from dataclasses import replace
@@ -18,9 +18,8 @@ from frugal.errors import FrugalError, PlanMismatchError
 from frugal.training import run
 from frugal.training.checkpoint import loading, saving
 from frugal.training.checkpoint.progress import Progress
-from frugal.training.data.tokenizer import byte_tokenizer
 from frugal.training.engine import Engine, initialize
-from frugal.training.models.loading import placed, quantised
+from frugal.training.models.loading import placed
 from frugal.training.models.resolve import resolve
 from frugal.training.objectives import CausalLM
 from tests.training.gradients import LEARNING_RATE, SGD, Gradient, bound_by, relative_error, weights
@@ -31,7 +30,6 @@ ADAM = {"learning_rate": 1e-2}
 ASKED = transformers.BitsAndBytesConfig(
     load_in_4bit=True, bnb_4bit_quant_type="nf4", bnb_4bit_use_double_quant=True, bnb_4bit_compute_dtype=torch.float32
 )
-INT8 = transformers.BitsAndBytesConfig(load_in_8bit=True, llm_int8_threshold=0.0)
 
 
 @pytest.fixture(scope="module")
@@ -56,19 +54,18 @@ def begin_anywhere(model: torch.nn.Module) -> None:
                 parameter.copy_(0.1 * torch.randn(parameter.shape, generator=generator))
 
 
-def of_one_process(model: Path, asked: Any = ASKED) -> Any:
+def of_one_process(model: Path) -> Any:
     """By transformers, peft and bitsandbytes, with the same adapters."""
-    base = transformers.AutoModelForCausalLM.from_pretrained(model, dtype=torch.float32, quantization_config=asked)
+    base = transformers.AutoModelForCausalLM.from_pretrained(model, dtype=torch.float32, quantization_config=ASKED)
     config = peft.LoraConfig(r=4, lora_alpha=8, target_modules="all-linear", task_type="CAUSAL_LM")
     made = peft.get_peft_model(base, config)
     begin_anywhere(made)
-    # In training bitsandbytes' 8-bit layers compute on CPUs as nowhere else; there is no dropout.
-    return made.train(asked is not INT8)
+    return made.train()
 
 
-def reference_gradient(model: Path, global_batch: int, asked: Any = ASKED, micro_batch: int = 1) -> Gradient:
+def reference_gradient(model: Path, global_batch: int, micro_batch: int = 1) -> Gradient:
     """In fp32, sample by sample unless asked."""
-    made, objective = of_one_process(model, asked), CausalLM()
+    made, objective = of_one_process(model), CausalLM()
     samples = ragged_samples(global_batch)
     batches = [objective.collate(samples[at : at + micro_batch]) for at in range(0, global_batch, micro_batch)]
     targets = sum(map(objective.count, batches))
@@ -81,9 +78,9 @@ def reference_gradient(model: Path, global_batch: int, asked: Any = ASKED, micro
     return {name: p.grad for name, p in made.named_parameters() if p.requires_grad}
 
 
-def with_bound(model: Path, global_batch: int, asked: Any = ASKED) -> tuple[Gradient, float]:
+def with_bound(model: Path, global_batch: int) -> tuple[Gradient, float]:
     """As `gradients.with_bound`, of libraries that know no fp64: by how far two orders of their sums are apart."""
-    exact, other = (reference_gradient(model, global_batch, asked, size) for size in (1, global_batch))
+    exact, other = (reference_gradient(model, global_batch, size) for size in (1, global_batch))
     return exact, 2 * bound_by(other, exact)
 
 
@@ -118,12 +115,11 @@ def whole(engine: Engine) -> Gradient:
 
 
 def measured_gradient(
-    model: Path, zero_stage: int, global_batch: int, micro_batch: Any, strategy: dict[str, Any], quantize: str = "nf4"
+    model: Path, zero_stage: int, global_batch: int, micro_batch: Any, strategy: dict[str, Any]
 ) -> tuple[Gradient, list[str]]:
     """What one SGD step has taken off of adapters, by its gradient; and what else has changed. Runs on ranks."""
     engine = start(
-        model, zero_stage, global_batch=global_batch, micro_batch=micro_batch, request=SGD | {"quantize": quantize},
-        strategy=strategy,
+        model, zero_stage, global_batch=global_batch, micro_batch=micro_batch, request=SGD, strategy=strategy,
     )  # fmt: skip
     before = whole(engine)
     engine.evaluate(ragged_samples(global_batch))
@@ -136,24 +132,19 @@ def measured_gradient(
 
 
 exhaustive = pytest.mark.exhaustive
+OFFLOADED = {"offload_optimizer": "cpu", "offload_parameters": "cpu", "loss": "tiled"}
 EXACT = [
-    pytest.param("one_rank", 0, 4, 2, {}, marks=exhaustive),
-    *(pytest.param("one_rank", stage, 4, 2, {}, marks=exhaustive) for stage in (1, 2, 3)),
-    *(("two_ranks", stage, 4, 2, {}) for stage in (0, 2, 3)),
-    pytest.param("two_ranks", 1, 4, 2, {}, marks=exhaustive),
+    *(("two_ranks", stage, 4, 2, {}) for stage in (0, 2)),
     ("three_ranks", 3, 10, (3, 2, 1), {}),
-    *(pytest.param("three_ranks", stage, 10, (3, 2, 1), {}, marks=exhaustive) for stage in (0, 1, 2)),
     ("two_ranks", 3, 4, 1, {"activation_checkpointing": "full"}),
-    *(
-        pytest.param("two_ranks", 3, 4, 1, {"activation_checkpointing": mode}, marks=exhaustive)
-        for mode in ("selective", "offloaded")
-    ),
     ("two_ranks", 2, 4, 1, {"activation_checkpointing": "selective", "loss": "tiled", "offload_optimizer": "cpu"}),
-    pytest.param(
-        "two_ranks", 3, 4, 1, {"offload_optimizer": "cpu", "offload_parameters": "cpu", "loss": "tiled"},
-        marks=exhaustive,
+    *(pytest.param("one_rank", stage, 4, 2, {}, marks=exhaustive) for stage in (0, 3)),
+    pytest.param("two_ranks", 1, 4, 2, {}, marks=exhaustive),
+    *(
+        pytest.param("two_ranks", 3, 4, 1, strategy, marks=exhaustive)
+        for strategy in ({"activation_checkpointing": "selective"}, OFFLOADED)
     ),
-]  # fmt: skip
+]
 
 
 @pytest.mark.parametrize(("fixture", "zero_stage", "global_batch", "micro_batch", "strategy"), EXACT)
@@ -178,41 +169,14 @@ def test_conv1d_is_exact_too(folders: Path, two_ranks: Ranks) -> None:
     assert relative_error(gradient, reference) < bound
 
 
-@pytest.mark.parametrize(
-    ("family", "fixture", "zero_stage", "global_batch", "micro_batch", "strategy"),
-    [
-        ("llama", "two_ranks", 0, 4, 2, {}),
-        ("gpt2", "two_ranks", 2, 4, 1, {"activation_checkpointing": "full"}),
-        ("llama", "two_ranks", 3, 4, 2, {}),
-        pytest.param("llama", "one_rank", 0, 4, 2, {}, marks=exhaustive),
-        pytest.param("llama", "one_rank", 2, 4, 2, {}, marks=exhaustive),
-        pytest.param("llama", "three_ranks", 1, 10, (3, 2, 1), {}, marks=exhaustive),
-        pytest.param("llama", "three_ranks", 3, 10, (3, 2, 1), {"activation_checkpointing": "full"}, marks=exhaustive),
-        pytest.param("gpt2", "two_ranks", 3, 4, 1, {"activation_checkpointing": "selective"}, marks=exhaustive),
-    ],
-)
-def test_in_8_bits_the_gradient_is_that_of_the_libraries_alone(
-    family: str, fixture: str, zero_stage: int, global_batch: int, micro_batch: Any, strategy: dict[str, Any],
-    folders: Path, request: pytest.FixtureRequest,
-) -> None:  # fmt: skip
-    ranks: Ranks = request.getfixturevalue(fixture)
-    reference, bound = with_bound(folders / family, global_batch, INT8)
-    for gradient, others in ranks.run(
-        measured_gradient, folders / family, zero_stage, global_batch, micro_batch, strategy, "int8"
-    ):
-        assert others == []
-        assert gradient.keys() == reference.keys()
-        assert relative_error(gradient, reference) < bound
-
-
 # Checkpoints hold adapters and their states; the base is read and quantised again.
 
 DATA = ragged_samples(4, longest=24)
 
 
-def interrupted(model: Path, folder: Path, zero_stage: int, quantize: str = "nf4") -> list[float]:
+def interrupted(model: Path, folder: Path, zero_stage: int) -> list[float]:
     """Losses of five steps, with a checkpoint after the third; runs on ranks."""
-    engine = start(model, zero_stage, request=ADAM | {"quantize": quantize})
+    engine = start(model, zero_stage, request=ADAM)
     losses = [engine.train_step(DATA).loss for _ in range(3)]
     saving.save(engine, folder, Progress(step=3))
     losses += [engine.train_step(DATA).loss for _ in range(2)]
@@ -220,9 +184,9 @@ def interrupted(model: Path, folder: Path, zero_stage: int, quantize: str = "nf4
     return losses
 
 
-def continued(model: Path, folder: Path, zero_stage: int, quantize: str = "nf4") -> list[float]:
+def continued(model: Path, folder: Path, zero_stage: int) -> list[float]:
     """Losses of the fourth step and the fifth, from the checkpoint; runs on ranks."""
-    engine = start(model, zero_stage, request=ADAM | {"quantize": quantize})
+    engine = start(model, zero_stage, request=ADAM)
     loading.load(engine, folder)
     losses = [engine.train_step(DATA).loss for _ in range(2)]
     stop(engine)
@@ -230,25 +194,23 @@ def continued(model: Path, folder: Path, zero_stage: int, quantize: str = "nf4")
 
 
 @pytest.mark.parametrize(
-    ("quantize", "zero_stage", "others"),
+    ("zero_stage", "others"),
     [
-        pytest.param("nf4", 0, [("one_rank", 3), ("two_ranks", 2)], marks=exhaustive),
-        ("nf4", 3, [("one_rank", 0), ("two_ranks", 1), ("three_ranks", 3)]),
-        ("int8", 2, [("two_ranks", 3)]),
+        pytest.param(0, [("one_rank", 3), ("two_ranks", 2)], marks=exhaustive),
+        (3, [("one_rank", 0), ("two_ranks", 1), ("three_ranks", 3)]),
     ],
 )
 def test_a_run_goes_on_from_a_checkpoint_of_adapters_on_any_layout(
-    quantize: str, zero_stage: int, others: list[tuple[str, int]], folders: Path, tmp_path: Path, two_ranks: Ranks,
+    zero_stage: int, others: list[tuple[str, int]], folders: Path, tmp_path: Path, two_ranks: Ranks,
     request: pytest.FixtureRequest,
 ) -> None:  # fmt: skip
-    losses = two_ranks.run(interrupted, folders / "llama", tmp_path, zero_stage, quantize)[0]
+    losses = two_ranks.run(interrupted, folders / "llama", tmp_path, zero_stage)[0]
     assert losses == sorted(losses, reverse=True)
-    assert two_ranks.run(continued, folders / "llama", tmp_path, zero_stage, quantize)[0] == losses[3:]  # bit for bit
-    asked = INT8 if quantize == "int8" else ASKED
-    bound = 5 * with_bound(folders / "llama", 4, asked)[1]  # as many steps
+    assert two_ranks.run(continued, folders / "llama", tmp_path, zero_stage)[0] == losses[3:]  # bit for bit
+    bound = 5 * with_bound(folders / "llama", 4)[1]  # as many steps
     for fixture, other in others:
         ranks: Ranks = request.getfixturevalue(fixture)
-        found = ranks.run(continued, folders / "llama", tmp_path, other, quantize)[0]
+        found = ranks.run(continued, folders / "llama", tmp_path, other)[0]
         assert found == pytest.approx(losses[3:], rel=bound)
     for file in (tmp_path / "step-000003").glob("*model_states.pt"):
         states = checkpoint_files.read(file)
@@ -274,45 +236,8 @@ def test_adapters_of_a_base_in_other_bits_and_of_another_are_refused(
 ) -> None:
     two_ranks.run(interrupted, folders / "llama", tmp_path, 2)
     unquantised, other = two_ranks.run(on_other_bases, folders / "llama", tmp_path)[0]
-    assert unquantised == (
-        "4 DIR/step-000003 was made with quantised weights nf4, this run has no quantised weights\n"
-        "\n"
-        "hint: resume with quantised weights nf4, or start anew with another --out"
-    )
+    assert unquantised.startswith("4 DIR/step-000003 was made with quantised weights nf4, this run has no quantised")
     assert other.startswith("4 DIR/step-000003 holds adapters of another base model")
-
-
-# What is saved, and what becomes of it.
-
-
-def trained_and_saved(model: Path, folder: Path, zero_stage: int) -> torch.Tensor:
-    """The logits of a trained model, which is saved; runs on ranks."""
-    engine = start(model, zero_stage, request=ADAM)
-    for _ in range(3):
-        engine.train_step(DATA)
-    saving.save_model(engine, folder, byte_tokenizer())
-    with torch.no_grad():
-        logits = engine.module.eval()(input_ids=torch.arange(16)[None]).logits
-    stop(engine)
-    return logits
-
-
-@pytest.mark.parametrize("zero_stage", [pytest.param(2, marks=exhaustive), 3])
-def test_peft_loads_the_final_folder_around_the_quantised_base_and_says_the_same(
-    zero_stage: int, folders: Path, tmp_path: Path, two_ranks: Ranks
-) -> None:
-    logits = two_ranks.run(trained_and_saved, folders / "llama", tmp_path / "model", zero_stage)[0]
-    names = {path.name for path in (tmp_path / "model").iterdir()}
-    assert {"adapter_config.json", "adapter_model.safetensors", "tokenizer.json"} <= names
-    base = transformers.AutoModelForCausalLM.from_pretrained(
-        folders / "llama", dtype=torch.float32, quantization_config=ASKED
-    )
-    for _, module in quantised.named(base):  # in evaluation bitsandbytes' own kernel is coarser on some CPUs
-        module.support_avx512bf16_for_cpu = False
-    loaded = peft.PeftModel.from_pretrained(base, tmp_path / "model").eval()
-    with torch.no_grad():
-        theirs = loaded(input_ids=torch.arange(16)[None]).logits
-    assert torch.allclose(theirs, logits, atol=64 * 2**-24)  # 64 products in a sum, each rounded; logits are below 1
 
 
 def test_a_run_takes_the_model_that_its_plan_is_for_whose_weights_are_counted_as_they_were(folders: Path) -> None:

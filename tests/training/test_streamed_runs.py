@@ -109,7 +109,8 @@ def words(tmp_path: Path) -> tuple[object, ...]:
         max_position_embeddings=256,
     ).save_pretrained(tmp_path)  # fmt: skip
     return (
-        "--model", "config.json", "--data", "chats.jsonl", "--stream", "--shuffle-buffer", 16, "--global-batch", 6,
+        "--model", "config.json", "--data", "chats.jsonl", "--stream",
+        "--set", "train.shuffle-buffer=16", "--global-batch", 6,
         "--seq-len", 256, "--chat-template", "chatml", "--schedule", "constant", "--validation-fraction", 0.1,
     )  # fmt: skip
 

@@ -23,7 +23,6 @@ from frugal.deepspeed_adapter.json_config import MICRO_BATCH
 from frugal.errors import RequestError
 from frugal.planning.strategy import Place as Where
 from frugal.planning.strategy import Strategy
-from frugal.units import plural
 
 BUCKET, PREFETCH, LIVE, PERSISTENT, SUB_GROUP = 500_000_000, 50_000_000, 1_000_000_000, 100_000, 1_000_000_000
 """DeepSpeed's own sizes, in elements."""
@@ -111,7 +110,10 @@ def _read_zero(document: Document, settings: Settings) -> None:
     )
     if zero.value("contiguous_gradients") is False:
         settings.deviate("gradients are evaluated as contiguous", zero.place("contiguous_gradients"))
-    zero.known("zero_hpz_partition_size")
+    if zero.value("zero_hpz_partition_size") not in (None, 1):
+        settings.deviate(
+            "`zero_hpz_partition_size` is not evaluated: it takes more memory", zero.place("zero_hpz_partition_size")
+        )
     if zero.value("zenflow") not in (None, {}):
         settings.refuse("`zenflow` keeps other states than ZeRO's", zero.place("zenflow"))
     finish(zero, "deepspeed", prefix="zero_")
@@ -193,22 +195,7 @@ def resolve(settings: Settings, world_size: int, hidden_size: Callable[[], int |
     if overlap == AUTO:
         filled.append(Filled(name="zero_optimization.overlap_comm", value=stage == 3, by=""))
     zero["overlap_comm"] = stage == 3 if overlap in (None, AUTO) else bool(overlap)
-    zero[_GROUP] = _secondary_partition(settings, zero.get(_GROUP, 1), world_size)
     return Resolved(precision=precision, batch=batch, filled=tuple(filled), zero=zero)
-
-
-_GROUP = "zero_hpz_partition_size"
-
-
-def _secondary_partition(settings: Settings, said: Any, world_size: int) -> int:
-    """Ranks of a group that keeps the parameters between them, as DeepSpeed's `_create_zero_param_parallel_group`."""
-    asked = int(_number(settings, f"zero_optimization.{_GROUP}", said))
-    ranks = min(asked, world_size)
-    if ranks < 1 or world_size % ranks:
-        because = "must be 1 or more" if ranks < 1 else f"does not divide {plural(world_size, 'GPU')}"
-        settings.refuse(f"`{_GROUP}` {asked} {because}", _at(settings, _GROUP))
-        return 1
-    return ranks
 
 
 def _batch(
@@ -281,13 +268,6 @@ def strategy(settings: Settings, resolved: Resolved) -> Strategy:
     if is_in_part and not (is_possible and ratio > 0):
         settings.deviate("evaluated with all of the optimizer on the host", _at(settings, "offload_optimizer", "ratio"))
         is_in_part = False
-    group = zero[_GROUP]
-    if group > 1 and stage != 3:
-        settings.deviate(f"`{_GROUP}` does nothing at stage {stage}", _at(settings, _GROUP))
-        group = 1
-    if group > 1 and parameters != "none":
-        settings.refuse(f"`{_GROUP}` with parameters on the host keeps other states than ZeRO's", _at(settings, _GROUP))
-        group = 1
     return Strategy(
         zero_stage=stage,
         activation_checkpointing="full" if settings.activation_checkpointing else "off",
@@ -296,7 +276,6 @@ def strategy(settings: Settings, resolved: Resolved) -> Strategy:
         offload_optimizer=optimizer,
         offload_ratio=float(ratio) if is_in_part else 1.0,
         offload_parameters=parameters,
-        secondary_partition=group,
         nvme_path=nvme,
         gradient_accumulation_dtype=accumulation,
         reduce_bucket_elements=max(1, zero["reduce_bucket_size"]),

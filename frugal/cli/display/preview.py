@@ -1,8 +1,8 @@
-"""`frugal train --preview N`: samples as they would be trained on, for people to look at."""
+"""`frugal train --preview N`: samples with the tokens that contribute to the loss highlighted."""
 
 import os
 import sys
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping
 from itertools import groupby
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -12,7 +12,7 @@ import click
 from frugal.cli.display.terminal import waiting
 from frugal.config.request import Request
 from frugal.config.run_settings import RunSettings, run_settings
-from frugal.config.schema import read_toml, requested
+from frugal.config.schema import TomlFile, requested
 from frugal.config.setting import settings_of
 from frugal.errors import RequestError
 from frugal.planning.plan import Plan
@@ -35,12 +35,11 @@ def check_data(settings: RunSettings) -> None:
         )
 
 
-def show(number: int, plan_path: Path | None, values: Mapping[str, Any]) -> int:
-    """Print samples as a run with these flags would train on them; the exit code.
+def show(number: int, plan_path: Path | None, values: Mapping[str, Any], file: TomlFile) -> int:
+    """Print samples as a run with these flags would train on them, and return the exit code.
 
     Raises: as `frugal.training.data.corpus.read_samples`.
     """
-    file = read_toml(values.get("config"))
     settings = run_settings(values, file.train)
     check_data(settings)
     if plan_path is not None:
@@ -55,25 +54,24 @@ def show(number: int, plan_path: Path | None, values: Mapping[str, Any]) -> int:
 
 
 def _lines(request: Request, settings: RunSettings, number: int, *, with_colour: bool) -> Iterator[str]:
-    """What is known of the data, and the first samples of the first epoch."""
+    """Yield facts about the data, and the first samples of the first epoch."""
     from frugal.distributed.env import silence_libraries
     from frugal.training.data.batches import GlobalBatches  # torch takes seconds
     from frugal.training.data.corpus import read_training_data
     from frugal.training.data.mixture import Mixture
     from frugal.training.data.sources import names_of
-    from frugal.training.data.stream.run_data import first_samples
 
     silence_libraries()
-    if settings.stream:
-        (tokenizer, words), samples, report = first_samples(request, settings)
-        yield words
-        yield _legend(with_colour)
-        for place in range(min(number, len(samples))):
-            yield ""
-            yield from _sample(tokenizer, samples[place], report, f"sample {place + 1} of the stream", with_colour)
-        return
     with waiting(f"tokenising {names_of(settings.data)}"):
         (tokenizer, words), corpus = read_training_data(request, settings)
+    if settings.stream:
+        yield words
+        yield _legend(with_colour)
+        for place in range(min(number, len(corpus.train))):
+            yield ""
+            name = f"sample {place + 1} of the stream"
+            yield from _sample(tokenizer, corpus.train[place], corpus.report, name, with_colour)
+        return
     yield words
     if corpus.report.formats:
         yield corpus.report.in_words()
@@ -90,8 +88,8 @@ def _lines(request: Request, settings: RunSettings, number: int, *, with_colour:
 
 def _legend(with_colour: bool) -> str:
     if with_colour:
-        return f"{_green('trained on')}, read alone, {_bold('special token')}"
-    return ">>>trained on<<<, read alone"
+        return f"{_styled('trained on', True, False)}, context only, {_styled('special token', False, True)}"
+    return ">>>trained on<<<, context only"
 
 
 def _sample(
@@ -114,7 +112,7 @@ def _sample(
 def _other(
     tokenizer: Any, sample: Mapping[str, Any], report: "BuildReport", name: str, with_colour: bool
 ) -> Iterator[str]:
-    """A pair, a text with its class, or a text of which parts are hidden anew each time."""
+    """Yield the lines of a pair, a text with its class, or a text that is masked anew in each epoch."""
     import numpy as np
 
     from frugal.training.data.chat.stretches import Stretch, of_tokens
@@ -130,28 +128,16 @@ def _other(
         target = sample["labels"]
         yield _shown(of_tokens(tokenizer, target, np.ones(len(target), bool)), with_colour)
     else:
-        yield "some of its tokens are hidden, and to be found, anew in each epoch"
+        yield "some of its tokens are masked, and predicted, anew in each epoch"
 
 
-def _shown(pieces: Sequence["Stretch"], with_colour: bool) -> str:
+def _shown(pieces: Iterable["Stretch"], with_colour: bool) -> str:
     if with_colour:
-        return "".join(_coloured(piece) for piece in pieces)
+        return "".join(_styled(each.text, bool(each.num_targets), each.is_special) for each in pieces)
     runs = groupby(pieces, key=lambda piece: piece.num_targets > 0)
-    return "".join(f">>>{text}<<<" if trained else text for trained, run in runs if (text := _joined(run)))
+    texts = [(is_trained, "".join(piece.text for piece in run)) for is_trained, run in runs]
+    return "".join(f">>>{text}<<<" if is_trained and text else text for is_trained, text in texts)
 
 
-def _joined(pieces: Iterable["Stretch"]) -> str:
-    return "".join(piece.text for piece in pieces)
-
-
-def _coloured(piece: "Stretch") -> str:
-    text = _bold(piece.text) if piece.is_special else piece.text
-    return _green(text) if piece.num_targets else text
-
-
-def _green(text: str) -> str:
-    return click.style(text, fg="green")
-
-
-def _bold(text: str) -> str:
-    return click.style(text, bold=True)
+def _styled(text: str, is_target: bool, is_special: bool) -> str:
+    return click.style(text, fg="green" if is_target else None, bold=is_special or None, reset=is_target or is_special)

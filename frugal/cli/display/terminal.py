@@ -1,7 +1,7 @@
-"""Reports as people see them: drawn to the width of a terminal, plain and the same everywhere else.
+"""Reports drawn to the width of a terminal, and as plain text everywhere else.
 
-rich is imported only where there is a terminal, so that a plan from the cache stays fast in a pipe. It leaves colours
-out where NO_COLOR says so or the terminal has none; nothing is told by colour alone.
+rich is imported only for a terminal, so that a plan from the cache stays fast in a pipe. It leaves colours out if
+NO_COLOR is set or the terminal has none; nothing is shown by colour alone.
 """
 
 import re
@@ -20,34 +20,34 @@ if TYPE_CHECKING:
     from rich.status import Status
 
 WIDEST = 120
-"""Columns that a report takes at most: longer lines are hard to read."""
+"""Maximum columns of a report: longer lines are hard to read."""
 
 NARROWEST = 20
-"""Columns that the last column of a table has at least."""
+"""Minimum width of the last column of a table."""
 
 _HEAD_OF_LINE = re.compile(r"\s*(\S+\s{2,})?")
-"""What stands before the text of a line: its indent, or a name and the spaces behind it."""
+"""The start of a line: its indent, or a name and the spaces behind it."""
 
 
 def is_terminal() -> bool:
-    """Whether somebody looks at what is printed."""
+    """Return True if standard output is a terminal."""
     return sys.stdout.isatty()
 
 
 class WaitingLine:
-    """The line that says what is waited for; nothing in a pipe or a log."""
+    """The line with a spinner while the user waits; nothing in a pipe or a log."""
 
     def __init__(self, status: "Status | None") -> None:
         self._status = status
 
     def says(self, what: str) -> None:
-        """Something else is waited for."""
+        """Show another text."""
         if self._status is not None:
             self._status.update(what)
 
     @contextmanager
     def gone(self) -> Iterator[None]:
-        """No such line inside the `with` block, which prints."""
+        """Hide the line inside the `with` block, which prints."""
         if self._status is None:
             yield
             return
@@ -58,7 +58,7 @@ class WaitingLine:
 
 @contextmanager
 def waiting(what: str) -> Iterator[WaitingLine]:
-    """Show people that something is going on."""
+    """Show a line with a spinner inside the `with` block."""
     if not sys.stderr.isatty():
         yield WaitingLine(None)
         return
@@ -78,12 +78,12 @@ def show(blocks: Iterable[Block], *, err: bool = False) -> None:
     for i, block in enumerate(blocks):
         if i:
             console.print()
-        for part in [_table(block, console.width)] if isinstance(block, Table) else _lines(block):
+        for part in [_table(block)] if isinstance(block, Table) else _lines(block):
             console.print(part)
 
 
 def drawing() -> "Console":
-    """The terminal, no wider than is read well."""
+    """Return the terminal, at most `WIDEST` columns wide."""
     from rich.console import Console
 
     console = Console(highlight=False, emoji=False, markup=False)
@@ -91,8 +91,20 @@ def drawing() -> "Console":
     return console
 
 
-def _table(table: Table, width: int) -> "RenderableType":
-    """A table whose last column takes what the others leave; if that is too little, the widest of them wraps, too."""
+def hanging(head: str, words: "RenderableType", width: int | None = None) -> "RenderableType":
+    """Return words that wrap below themselves, not below the head before them, which is `width` columns wide."""
+    from rich.table import Table as Grid
+    from rich.text import Text
+
+    grid = Grid.grid(expand=True)
+    grid.add_column(width=width or len(head), no_wrap=True)
+    grid.add_column(ratio=1, overflow="fold")
+    grid.add_row(Text(head.rstrip(), style="dim" if width else ""), words)
+    return grid
+
+
+def _table(table: Table) -> "RenderableType":
+    """Return a table that is as wide as its texts; in a narrower terminal rich wraps its widest columns."""
     from rich.console import Group
     from rich.padding import Padding
     from rich.table import Table as Grid
@@ -100,13 +112,9 @@ def _table(table: Table, width: int) -> "RenderableType":
 
     grid = Grid(box=None, show_header=table.has_head, pad_edge=False, padding=(0, 2, 0, 0), header_style="dim")
     head = table.rows[0] if table.has_head else ("",) * len(table.rows[0])
-    widths = [max(len(row[i]) for row in table.rows) for i in range(len(head) - 1)]
-    lacking = NARROWEST - (width - sum(widths) - 2 * (len(head) + 1))
-    widest = max(widths, default=0)
-    for name, wanted in zip(head, widths, strict=False):
-        wraps = lacking > 0 and wanted == widest
-        grid.add_column(Text(name), justify="right", no_wrap=not wraps, max_width=wanted - lacking if wraps else None)
-    grid.add_column(Text(head[-1]), ratio=1, overflow="fold")
+    for name in head[:-1]:
+        grid.add_column(Text(name), justify="right", overflow="fold")
+    grid.add_column(Text(head[-1]), overflow="fold", min_width=NARROWEST)
     for row in table.rows[1:] if table.has_head else table.rows:
         grid.add_row(*map(Text, row))
     parts: list[RenderableType] = [Text(table.title, style="bold"), Padding(grid, (0, 0, 0, 2))]
@@ -116,20 +124,12 @@ def _table(table: Table, width: int) -> "RenderableType":
 
 
 def _lines(block: list[str]) -> "Iterable[RenderableType]":
-    """Lines that continue below their own text; the first is the block's title, where others are indented."""
-    from rich.padding import Padding
-    from rich.table import Table as Grid
+    """Yield lines that wrap below their own text; the first is the block's title, if others are indented."""
     from rich.text import Text
 
     for i, line in enumerate(block):
         is_title = i == 0 and len(block) > 1 and block[1].startswith(" ")
         match = _HEAD_OF_LINE.match(line)
         head = match[0] if match is not None else ""
-        if not head:
-            yield Padding(Text(line, style="bold" if is_title else ""), 0)
-            continue
-        grid = Grid.grid(expand=True)
-        grid.add_column(width=len(head), no_wrap=True)
-        grid.add_column(ratio=1, overflow="fold")
-        grid.add_row(Text(head.rstrip()), Text(line[len(head) :]))
-        yield grid
+        text = Text(line[len(head) :], style="bold" if is_title else "")
+        yield hanging(head, text) if head else text

@@ -1,15 +1,14 @@
-"""A plan's verdict on a terminal: its rows, and a bar of what fills the memory."""
+"""A plan's verdict on a terminal: its rows, and a bar of the memory."""
 
 from typing import TYPE_CHECKING
 
 import click
 
-from frugal.cli.display.terminal import drawing, is_terminal
+from frugal.cli.display.terminal import drawing, hanging, is_terminal
 from frugal.planning import verdict as verdicts
 from frugal.planning.verdict import NAME_WIDTH, PlanVerdict
 
 if TYPE_CHECKING:
-    from rich.console import RenderableType
     from rich.text import Text
 
 
@@ -22,14 +21,14 @@ def show_verdict(verdict: PlanVerdict, *, err: bool = False) -> None:
 
     console = drawing()
     for note in verdict.notes:
-        console.print(_row("note", Text(note)))
+        show_row("note", note)
     if verdict.notes:
         console.print()
     console.print(Text(verdict.headline, style="bold"))
     for name, words in verdict.rows:
         show_row(name, words)
         if name == "fits":
-            console.print(_row("", _bar(verdict, console.width - NAME_WIDTH)))
+            console.print(hanging("", _bar(verdict, console.width - NAME_WIDTH), NAME_WIDTH))
 
 
 def show_row(name: str, words: str, *, err: bool = False) -> None:
@@ -39,28 +38,16 @@ def show_row(name: str, words: str, *, err: bool = False) -> None:
         return
     from rich.text import Text
 
-    drawing().print(_row(name, Text(words)))
+    drawing().print(hanging(name, Text(words), NAME_WIDTH))
 
 
 def fits_a_line(words: str) -> bool:
-    """Whether a row of these words is one line; where there is no terminal every row is."""
+    """Return True if a row of these words is one line, as every row is without a terminal."""
     return not is_terminal() or NAME_WIDTH + len(words) <= drawing().width
 
 
-def _row(name: str, words: "Text") -> "RenderableType":
-    """A name and its words, which continue below themselves."""
-    from rich.table import Table as Grid
-    from rich.text import Text
-
-    grid = Grid.grid(expand=True)
-    grid.add_column(width=NAME_WIDTH, no_wrap=True)
-    grid.add_column(ratio=1, overflow="fold")
-    grid.add_row(Text(name, style="dim"), words)
-    return grid
-
-
 def _bar(verdict: PlanVerdict, width: int) -> "Text":
-    """The memory of the device in one line: letters on colours, and the names of parts in those that have the room."""
+    """Return the memory of the device in one line: letters on colours, with the names of parts that have the room."""
     from rich.text import Text
 
     bar = Text()

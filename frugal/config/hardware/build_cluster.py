@@ -1,4 +1,4 @@
-"""From settings to a cluster: flags describe nodes that are all alike, a hostfile nodes that may differ.
+"""Settings to a cluster: flags describe nodes that are all alike, a hostfile nodes that may differ.
 
 A hostfile names one node a line, as DeepSpeed's launcher reads them, and what each of them has:
 
@@ -11,7 +11,6 @@ nothing behind them; OpenMPI and MPICH end a line at `#`. So one file serves the
 """
 
 import re
-from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from difflib import get_close_matches
 from ipaddress import ip_address
@@ -24,7 +23,7 @@ from frugal.config.hardware.calibration import Calibration
 from frugal.config.hardware.cluster import CARDS, MOST_RANKS, Card, Cluster, Device, DeviceKind, Node
 from frugal.config.request import Precision
 from frugal.config.setting import SIZE, SIZES, check_sizes, setting
-from frugal.errors import RequestError
+from frugal.errors import RequestError, refuse
 from frugal.units import MIB, parse_bytes, plural
 
 _NAME = re.compile(r"(\w[\w.-]*@)?(\w[\w.-]*|[\da-fA-F:.]+(%\w[\w.-]*)?)", re.ASCII)  # also an address, or user@host
@@ -33,7 +32,7 @@ KEYS = ("mem", "gpu", "host-mem", "disk")
 
 @dataclass(frozen=True, kw_only=True)
 class HostfileEntry:
-    """One line: `slots` GPUs, memory and disk in bytes; None or empty where the line says nothing.
+    """One line: `slots` GPUs, memory and disk in bytes; None or empty if not given.
 
     `memory` and `cards` have one entry for all slots, or one for each.
     """
@@ -47,7 +46,7 @@ class HostfileEntry:
 
 
 def read_hostfile(path: Path) -> tuple[HostfileEntry, ...]:
-    """The hosts in a file, in its order, which is that of the ranks.
+    """Return the hosts in a file, in its order, which is that of the ranks.
 
     Raises:
         RequestError: it cannot be read, or a line is wrong.
@@ -61,7 +60,7 @@ def read_hostfile(path: Path) -> tuple[HostfileEntry, ...]:
 
 
 def parse_hostfile(text: str, *, source: str = "hostfile") -> tuple[HostfileEntry, ...]:
-    """The hosts in the text of a hostfile; `source` names it in messages. Raises as `read`."""
+    """Return the hosts in the text of a hostfile; `source` names it in messages. Raises as `read_hostfile`."""
     hosts: dict[str, tuple[int, HostfileEntry]] = {}
     for number, line in enumerate(text.splitlines(), start=1):
         if not line.strip() or line.lstrip().startswith("#"):
@@ -83,47 +82,75 @@ def _host(line: str, place: str) -> HostfileEntry:
     launcher, _, comment = line.partition("#")
     name, *words = launcher.split()
     name = re.sub(r"\[([\da-fA-F:.%\w-]+)\]$", r"\1", name)  # [2001:db8::1], as URLs have it
-    if not _NAME.fullmatch(name) or not _has_no_port(name.rpartition("@")[2]):
-        raise RequestError(
-            f"{place}: `{name}` is no name of a host", because="ssh and pdsh would take it for something else"
-        )
     slots = words[0].removeprefix("slots=") if words and words[0].startswith("slots=") else ""
-    if not slots.isdecimal() or int(slots) < 1:
-        raise RequestError(
+    pairs = [
+        (key, value)
+        for key, has_value, value in (word.partition("=") for word in (*words[1:], *comment.split()))
+        if has_value
+    ]
+    given = dict(pairs)  # other words are comments for people
+    unknown = next((key for key in given if key not in KEYS), "")
+    close = next(iter(get_close_matches(unknown, KEYS, n=1)), "")
+    refuse(
+        (
+            not _NAME.fullmatch(name) or not _has_no_port(name.rpartition("@")[2]),
+            f"{place}: `{name}` is no name of a host",
+            "ssh and pdsh would take it for something else",
+            None,
+        ),
+        (
+            not slots.isdecimal() or int(slots) < 1,
             f"{place}: `{line.strip()}` is no host",
-            because="DeepSpeed's launcher needs a name and `slots=` with the number of GPUs, in this order",
-            hint=f"{name} slots=4  # mem=12G",
-        )
-    given: dict[str, str] = {}
-    for key, value in _pairs([*words[1:], *comment.split()]):
-        if key not in KEYS:
-            close = get_close_matches(key, KEYS, n=1)
-            raise RequestError(
-                f"{place}: unknown key `{key}`",
-                because=f"a node can have {', '.join(KEYS)}",
-                hint=f"did you mean `{close[0]}`?" if close else "leave it out",
-            )
-        if key in given:
-            raise RequestError(f"{place}: `{key}` is given twice", hint="give one value for each GPU: mem=12G,24G")
-        given[key] = value
+            "DeepSpeed's launcher needs a name and `slots=` with the number of GPUs, in this order",
+            f"{name} slots=4  # mem=12G",
+        ),
+        (
+            unknown,
+            f"{place}: unknown key `{unknown}`",
+            f"a node can have {', '.join(KEYS)}",
+            f"did you mean `{close}`?" if close else "leave it out",
+        ),
+        (
+            len(given) < len(pairs),
+            f"{place}: a key is given twice",
+            "",
+            "give one value for each GPU: mem=12G,24G",
+        ),
+    )
     try:
-        host = HostfileEntry(
-            name=name,
-            slots=int(slots),
-            memory=tuple(map(parse_bytes, given["mem"].split(","))) if "mem" in given else (),
-            cards=tuple(given["gpu"].split(",")) if "gpu" in given else (),
-            host_memory_bytes=parse_bytes(given["host-mem"]) if "host-mem" in given else None,
-            disk_bytes=parse_bytes(given["disk"]) if "disk" in given else None,
-        )
+        amounts = {key: tuple(map(parse_bytes, value.split(","))) for key, value in given.items() if key != "gpu"}
     except RequestError as error:
         raise RequestError(f"{place}: {error.what}", because=error.because, hint=error.hint) from None
-    for what, values in (("mem", host.memory), ("gpu", host.cards)):
-        if len(values) not in (0, 1, host.slots):
-            raise RequestError(
-                f"{place}: `{what}` has {len(values)} values for {host.slots} slots",
-                because="it has one for all GPUs of the node, or one for each",
+    cards = tuple(given["gpu"].split(",")) if "gpu" in given else ()
+    several = {"mem": len(amounts.get("mem", ())), "gpu": len(cards)}
+    refuse(
+        *(
+            (
+                number not in (0, 1, int(slots)),
+                f"{place}: `{what}` has {number} values for {slots} slots",
+                "it has one for all GPUs of the node, or one for each",
+                None,
             )
-    return host
+            for what, number in several.items()
+        ),
+        *(
+            (
+                len(amounts.get(what, ())) > 1,
+                f"{place}: `{what}` has several values",
+                "it is that of the whole node",
+                None,
+            )
+            for what in ("host-mem", "disk")
+        ),
+    )
+    return HostfileEntry(
+        name=name,
+        slots=int(slots),
+        memory=amounts.get("mem", ()),
+        cards=cards,
+        host_memory_bytes=next(iter(amounts.get("host-mem", ())), None),
+        disk_bytes=next(iter(amounts.get("disk", ())), None),
+    )
 
 
 def _has_no_port(host: str) -> bool:
@@ -134,26 +161,18 @@ def _has_no_port(host: str) -> bool:
         return False
 
 
-def _pairs(words: list[str]) -> Iterator[tuple[str, str]]:
-    """`key=value` words; others are left to people."""
-    for word in words:
-        key, is_pair, value = word.partition("=")
-        if is_pair:
-            yield key, value
-
-
 Amounts = str | int | list[str | int] | tuple[str | int, ...]
 
 
 @dataclass(frozen=True, kw_only=True)
 class ClusterSettings:
-    """What there is to run on, as flags describe it: nodes that are all alike, or a hostfile's."""
+    """Hardware to run on, as flags describe it: nodes that are all alike, or a hostfile's."""
 
     gpus: int | None = setting(
         None, "GPUs of one node (with --device cpu: ranks).", "hardware", least=1, is_first=True,
         shown_default="those of this machine",
     )  # fmt: skip
-    nodes: int | None = setting(None, "Nodes, all alike.", "hardware", least=1, shown_default="1")
+    nodes: int | None = setting(None, "Nodes, all alike.", "hardware", least=1, shown_default="1", is_expert=True)
     mem: Amounts | None = setting(
         None, "Memory of each GPU, such as 12G (12 GiB); or one size for each.", "hardware", kind=SIZES, is_first=True,
         metavar="SIZE[,SIZE...]", shown_default="what this machine's have",
@@ -168,20 +187,19 @@ class ClusterSettings:
     )  # fmt: skip
     held: Amounts | None = setting(
         None, "Memory of each GPU in use by other processes.", "hardware", kind=SIZES, metavar="SIZE[,SIZE...]",
-        shown_default="what is in use here", is_expert=True,
+        is_flag=False,
     )  # fmt: skip
     host_mem: str | int | None = setting(
-        None, "Memory of a node's host, to check plans against.", "hardware", kind=SIZE, metavar="SIZE"
-    )
-    host_disk: str | int | None = setting(
-        None, "Free disk of a node, to check --offload nvme against.", "hardware", kind=SIZE, metavar="SIZE",
+        None, "Memory of a node's host, to check plans against.", "hardware", kind=SIZE, metavar="SIZE",
         is_expert=True,
     )  # fmt: skip
-    device: DeviceKind | None = setting(None, "What to run on.", "hardware", shown_default="cuda")
+    host_disk: str | int | None = setting(
+        None, "Free disk of a node, to check --offload nvme against.", "hardware", kind=SIZE, is_flag=False,
+    )  # fmt: skip
+    device: DeviceKind | None = setting(None, "Device type.", "hardware", shown_default="cuda")
     calibration: bool | None = setting(
-        None, "Whether to plan with what `frugal measure --calibrate` and `frugal train --calibrate` measured here.",
-        "hardware",
-        shown_default="yes, if there is any", is_expert=True,
+        None, "Plan with what `frugal measure --calibrate` and `frugal train --calibrate` measured here.", "hardware",
+        is_flag=False,
     )  # fmt: skip
 
     def __post_init__(self) -> None:
@@ -191,9 +209,9 @@ class ClusterSettings:
 def build_cluster(
     settings: ClusterSettings, precision: Precision, calibration: Calibration | None, unnamed: Card = cluster.GENERIC
 ) -> Cluster:
-    """The cluster that settings describe. What a line of a hostfile says wins over a flag.
+    """Return the cluster that settings describe. A line of a hostfile wins over a flag.
 
-    `unnamed`: what a GPU is of which no card is named.
+    `unnamed` stands for GPUs whose card is not named.
 
     Raises:
         RequestError: it is not known how many GPUs there are or how large they are, or settings contradict each other.
@@ -228,81 +246,84 @@ def build_cluster(
 
 
 def _of_hostfile(settings: ClusterSettings, path: Path) -> tuple[HostfileEntry, ...]:
-    for name in ("gpus", "nodes"):
-        if getattr(settings, name) is not None:
-            raise RequestError(
-                f"--{name} was given together with --hostfile",
-                because="the hostfile says how many there are",
-                hint="leave one of them out",
-            )
+    given = next((name for name in ("gpus", "nodes") if getattr(settings, name) is not None), "")
+    refuse(
+        (
+            given,
+            f"--{given} was given together with --hostfile",
+            "the hostfile says how many there are",
+            "leave one of them out",
+        )
+    )
     hosts = read_hostfile(path)
-    if (total := sum(host.slots for host in hosts)) > MOST_RANKS:
-        raise _too_many(f"{path} has {total} GPUs, which")
+    total = sum(host.slots for host in hosts)
+    refuse((total > MOST_RANKS, f"{path} has {total} GPUs, which {_TOO_MANY}", _WHY_TOO_MANY, None))
     return hosts
 
 
-def _too_many(what: str) -> RequestError:
-    return RequestError(
-        f"{what} is more than frugal plans for", because=f"a plan names every GPU, and can do so for {MOST_RANKS:,}"
-    )
+_TOO_MANY = "is more than frugal plans for"
+_WHY_TOO_MANY = f"a plan names every GPU, and can do so for {MOST_RANKS:,}"
 
 
 def _alike(settings: ClusterSettings) -> tuple[HostfileEntry, ...]:
-    """The nodes that flags describe."""
+    """Return the nodes that flags describe."""
     num_nodes = settings.nodes or 1
-    if (settings.gpus or 1) * num_nodes > MOST_RANKS:
-        raise _too_many(f"{plural(num_nodes, 'node')} with {settings.gpus or 1} GPUs")
-    if settings.mem is None and settings.device == "cpu":
-        raise RequestError(
+    numbers = {
+        "mem": len(_amounts(settings.mem)), "gpu": len(_names(settings.gpu)), "held": len(_amounts(settings.held)),
+    }  # fmt: skip
+    several = {name: number for name, number in numbers.items() if number > 1}
+    num_gpus = settings.gpus or next(iter(several.values()), 0)
+    wrong = next((name for name, number in several.items() if number != num_gpus), "")
+    what = {"mem": "amounts of memory", "gpu": "cards", "held": "amounts of memory in use"}.get(wrong)
+    refuse(
+        (
+            (settings.gpus or 1) * num_nodes > MOST_RANKS,
+            f"{plural(num_nodes, 'node')} with {settings.gpus or 1} GPUs {_TOO_MANY}",
+            _WHY_TOO_MANY,
+            None,
+        ),
+        (
+            settings.mem is None and settings.device == "cpu",
             "the memory of a CPU rank is not known",
-            because="--mem was not given",
-            hint=f"frugal plan --device cpu --gpus {settings.gpus or 2} --mem 2G",
-        )
-    if settings.mem is None and settings.gpu is None:
-        raise RequestError(
+            "--mem was not given",
+            f"frugal plan --device cpu --gpus {settings.gpus or 2} --mem 2G",
+        ),
+        (
+            settings.mem is None and settings.gpu is None,
             "the memory of a GPU is not known",
-            because="--mem was not given, and no GPU was found here",
-            hint="frugal plan --gpus 4 --mem 12G",
-        )
-    lists = {
-        "amounts of memory": ("mem", _amounts(settings.mem)),
-        "cards": ("gpu", _names(settings.gpu)),
-        "amounts of memory in use": ("held", _amounts(settings.held)),
-    }
-    several = {what: len(values) for what, (_, values) in lists.items() if len(values) > 1}
-    num_gpus = settings.gpus or next(iter(several.values()), None)
-    if num_gpus is None:
-        raise RequestError(
+            "--mem was not given, and no GPU was found here",
+            "frugal plan --gpus 4 --mem 12G",
+        ),
+        (
+            not num_gpus,
             "the number of GPUs is not known",
-            because="--gpus was not given, and no GPU was found here",
-            hint="frugal plan --gpus 4 --mem 12G",
-        )
-    for what, number in several.items():
-        if number != num_gpus:
-            name = lists[what][0]
-            raise RequestError(
-                f"--gpus {num_gpus} does not go with {number} {what}",
-                because=f"--{name} names one {'card' if name == 'gpu' else 'amount'} for all GPUs of a node, or one "
-                "for each",
-            )
+            "--gpus was not given, and no GPU was found here",
+            "frugal plan --gpus 4 --mem 12G",
+        ),
+        (
+            wrong,
+            f"--gpus {num_gpus} does not go with {several.get(wrong)} {what}",
+            f"--{wrong} names one {'card' if wrong == 'gpu' else 'amount'} for all GPUs of a node, or one for each",
+            None,
+        ),
+    )
     return (HostfileEntry(name="", slots=num_gpus),) * num_nodes
 
 
 def _node(host: HostfileEntry, settings: ClusterSettings, precision: Precision, world_size: int, unnamed: Card) -> Node:
-    """What a host has; flags fill in what its line does not say."""
+    """Return the devices and memory of a host; flags fill in what its line does not say."""
     where = f"{host.slots} slots of a node" if settings.hostfile is not None else ""
     memory = _for_each(host.memory or _amounts(settings.mem), host.slots, "mem", where)
     names = _for_each(host.cards or _names(settings.gpu), host.slots, "gpu", where)
     held = _for_each(_amounts(settings.held), host.slots, "held", where)
     host_memory = _amounts(settings.host_mem)
     disk = _amounts(settings.host_disk)
-    for name, amounts, example in (("host-mem", host_memory, "64G"), ("host-disk", disk, "500G")):
-        if len(amounts) > 1:
-            raise RequestError(
-                f"--{name} names {len(amounts)} amounts",
-                because="all nodes are alike",
-                hint=f"give one, such as --{name} {example}",
-            )
+    refuse(
+        *(
+            (len(amounts) > 1, f"`{name}` names {len(amounts)} amounts", "all nodes are alike", f"give one: {example}")
+            for name, amounts, example in (("host-mem", host_memory, "64G"), ("host-disk", disk, "500G"))
+        )
+    )
     return Node(
         devices=tuple(
             replace(_device(settings, precision, world_size, unnamed, *each), held_bytes=taken or 0)
@@ -338,14 +359,14 @@ def _device(
 
 
 def _link(device: Device) -> float:
-    """Bytes/s between two such devices of a node."""
+    """Return the bytes/s between two such devices of a node."""
     if device.kind == "cpu":
         return cluster.CPU_LINK_BANDWIDTH
     return cluster.CARDS.get(device.name, cluster.GENERIC).link_bandwidth
 
 
 def _for_each(values: tuple[Any, ...], slots: int, name: str, where: str) -> tuple[Any, ...]:
-    """One value a slot, of one for all, one for each, or none."""
+    """Return one value per slot, from one for all, one for each, or none."""
     if len(values) in (0, 1):
         return (values or (None,)) * slots
     if len(values) != slots:
@@ -362,7 +383,7 @@ def _names(value: str | None) -> tuple[str, ...]:
 
 
 def _amounts(value: Amounts | None) -> tuple[int, ...]:
-    """Bytes of each amount in `value`."""
+    """Return the bytes of each amount in `value`."""
     if value is None:
         return ()
     if isinstance(value, str):

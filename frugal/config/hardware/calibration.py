@@ -1,11 +1,8 @@
-"""What a machine was measured to do, and how a plan uses it instead of what is assumed of its device.
-
-The calibrations of this machine: where they are kept, and which one a request is planned with. No torch here.
-"""
+"""Calibrations: measured speeds and memory of this machine, which plans use instead of assumptions. No torch here."""
 
 import hashlib
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, fields, replace
 from math import isfinite
 from pathlib import Path
 from typing import Any
@@ -22,7 +19,7 @@ from frugal.errors import RequestError
 from frugal.units import GIB, format_bytes
 
 MOST_CONTEXT_BYTES = 8 * GIB
-"""More than any driver takes: a measurement of a device that others used, too."""
+"""More than any driver takes: such a measurement was made on a device that others used too."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -60,34 +57,27 @@ class Probe:
 
     @classmethod
     def slowest(cls, ranks: Sequence["Probe"]) -> "Probe":
-        """The rank that all others wait for, in each respect."""
-        links = [rank.link_bandwidth for rank in ranks if rank.link_bandwidth is not None]
-        hops = [rank.hop_seconds for rank in ranks if rank.hop_seconds is not None]
-        to_hosts = [rank.host_link_bandwidth for rank in ranks if rank.host_link_bandwidth is not None]
-        contexts = [rank.context_bytes for rank in ranks if rank.context_bytes is not None]
-        return cls(
-            matrix_flops={name: min(rank.matrix_flops[name] for rank in ranks) for name in ranks[0].matrix_flops},
-            memory_bandwidth=min(rank.memory_bandwidth for rank in ranks),
-            link_bandwidth=min(links, default=None),
-            hop_seconds=max(hops, default=None),
-            operator_seconds=max(rank.operator_seconds for rank in ranks),
-            host_bandwidth=min(rank.host_bandwidth for rank in ranks),
-            host_link_bandwidth=min(to_hosts, default=None),
-            context_bytes=max(contexts, default=None),
-        )
+        """Return the worst number of any rank in each respect: the one that all others wait for."""
+        worst: dict[str, Any] = {}
+        for name in (each.name for each in fields(cls) if each.name != "matrix_flops"):
+            measured = [getattr(rank, name) for rank in ranks if getattr(rank, name) is not None]
+            is_better_small = name in ("hop_seconds", "operator_seconds", "context_bytes")
+            worst[name] = (max if is_better_small else min)(measured, default=None)
+        flops = {name: min(rank.matrix_flops[name] for rank in ranks) for name in ranks[0].matrix_flops}
+        return cls(matrix_flops=flops, **worst)
 
 
 @dataclass(frozen=True, kw_only=True)
 class Calibration:
-    """A probe and where it was made. Device, driver and torch are its key: another of them, another calibration.
+    """A probe and where it was made. Device, driver and torch are its key.
 
     Attributes:
         kind: of device.
-        device: as the driver, or for a CPU the kernel, calls it.
-        card: the known card that it is.
+        device: its name by the driver, or for a CPU by the kernel.
+        card: its name in the table of known cards.
         driver: its version; empty on a CPU.
         torch: its version.
-        num_ranks: ranks that were at it at the same time.
+        num_ranks: ranks that were measured at the same time.
         date: of the measurement.
         command: that made it.
         probe: what was measured.
@@ -109,12 +99,12 @@ class Calibration:
 
     @property
     def file_name(self) -> str:
-        """Its place in a folder: one file a key."""
+        """Name of its file: one per key."""
         key = msgspec.json.encode([self.kind, self.device, self.driver, self.torch])
         return f"{self.kind}-{hashlib.sha256(key).hexdigest()[:12]}.json"
 
     def of_plan(self, context_bytes: int, slack_bytes: int) -> "Calibration":
-        """With what a whole plan took on this machine: it loads more kernels than a probe."""
+        """Return it with the memory that a whole plan took, which loads more kernels than a probe."""
         return replace(
             self,
             probe=replace(self.probe, context_bytes=max(self.probe.context_bytes or 0, context_bytes)),
@@ -122,7 +112,7 @@ class Calibration:
         )
 
     def apply(self, device: Device, precision: Precision, *, num_ranks: int, ranks_per_node: int) -> Device:
-        """`device` with measured numbers.
+        """Return `device` with measured numbers.
 
         Ranks on CPUs share one machine: its FLOP/s and bytes/s are divided anew among as many as are planned. Measured
         on one GPU, NCCL's buffers are still those assumed. What was measured can only grow, by kernels loaded later.
@@ -154,12 +144,12 @@ class Calibration:
         )
 
     def of_cluster(self) -> dict[str, float]:
-        """The fields of a `Cluster` that were measured, besides its link."""
+        """Return the measured fields of a `Cluster`, besides its link."""
         hop = {} if self.probe.hop_seconds is None else {"hop_seconds": self.probe.hop_seconds}
         return {"host_bandwidth": self.probe.host_bandwidth, **hop}
 
     def write(self, folder: Path) -> Path:
-        """Keep it in `folder`; the file.
+        """Write it into `folder`, and return the file.
 
         Raises:
             RequestError: the folder cannot be written to.
@@ -174,7 +164,7 @@ class Calibration:
 
 
 def read_all(folder: Path) -> tuple[list[Calibration], list[str]]:
-    """The calibrations in `folder`, and a note for each file that is damaged."""
+    """Return the calibrations in `folder`, and a note for each damaged file."""
     calibrations, notes = [], []
     try:
         paths = sorted(folder.glob("*.json"))
@@ -188,33 +178,13 @@ def read_all(folder: Path) -> tuple[list[Calibration], list[str]]:
     return calibrations, notes
 
 
-def find(
-    known: Sequence[Calibration],
-    *,
-    kind: DeviceKind,
-    torch: str,
-    device: str | None = None,
-    driver: str | None = None,
-    card: str | None = None,
-) -> Calibration | None:
-    """The newest calibration of this device under this driver and torch; without a device, that of a known card."""
-    matching = [
-        each
-        for each in known
-        if each.kind == kind
-        and each.torch == torch
-        and ((each.device, each.driver) == (device, driver) if device is not None else each.card == card is not None)
-    ]
-    return max(matching, key=lambda each: each.date, default=None)
-
-
 def format_flops(flops: float) -> str:
-    """A speed for people: `412 TFLOP/s`, `15.1 GFLOP/s`."""
+    """Format a speed: `412 TFLOP/s`, `15.1 GFLOP/s`."""
     return f"{flops / 1e12:.3g} TFLOP/s" if flops >= 1e12 else f"{flops / 1e9:.3g} GFLOP/s"
 
 
 def notes(cluster: Cluster) -> list[str]:
-    """What a plan says of a calibrated cluster."""
+    """Return the note of a plan on a calibrated cluster."""
     device = cluster.devices[0]
     if device.measured_on is None:
         return []
@@ -233,7 +203,7 @@ def notes(cluster: Cluster) -> list[str]:
 
 
 def calibration_folder() -> Path:
-    """In the user's configuration folder, because a calibration is dear and nothing makes it again by itself.
+    """Return the folder of calibrations: the user's configuration folder, as nothing repeats them automatically.
 
     Raises:
         RequestError: this user has none.
@@ -245,9 +215,10 @@ def calibration_folder() -> Path:
 
 
 def chosen(settings: Mapping[str, Any], gpu_name: str | None = None) -> tuple[Calibration | None, list[str]]:
-    """The calibration for a cluster of these settings, and notes about damaged ones.
+    """Return the newest calibration for a cluster of these settings, and notes about damaged ones.
 
-    `gpu_name` is what the driver calls the GPUs found here; without it the card that `settings` name is looked up.
+    It was made on this device under this driver and torch. `gpu_name` is the driver's name of the GPUs found here;
+    without it the card that `settings` name is looked up.
     """
     if settings.get("calibration") is False:
         return None, []
@@ -255,11 +226,12 @@ def chosen(settings: Mapping[str, Any], gpu_name: str | None = None) -> tuple[Ca
         known, notes = read_all(calibration_folder())
     except RequestError:  # a user without a home
         return None, []
-    torch = library_versions()["torch"]
-    if settings.get("device", "cuda") == "cpu":
-        calibration = find(known, kind="cpu", torch=torch, device=cpu_name(), driver="")
-    elif gpu_name is not None:
-        calibration = find(known, kind="cuda", torch=torch, device=gpu_name, driver=cuda_driver())
-    else:
-        calibration = find(known, kind="cuda", torch=torch, card=settings.get("gpu"))
-    return calibration, notes
+    kind, card, torch = settings.get("device") or "cuda", settings.get("gpu"), library_versions()["torch"]
+    here = (cpu_name(), "") if kind == "cpu" else (gpu_name, cuda_driver())
+    matching = [
+        each
+        for each in known
+        if (each.kind, each.torch) == (kind, torch)
+        and ((each.device, each.driver) == here if here[0] is not None else each.card == card is not None)
+    ]
+    return max(matching, key=lambda each: each.date, default=None), notes

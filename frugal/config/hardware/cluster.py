@@ -1,6 +1,4 @@
-"""What there is to run on.
-
-Known cards, and what is assumed of an unknown one.
+"""Hardware to run on: known cards, and assumptions about an unknown one.
 
 Sources: peaks and bandwidths are the vendor's data sheets (dense, 16-bit with fp32 accumulation; fp32 without TF32,
 as torch runs it by default). Memory is the capacity that PyTorch's own out-of-memory message names for the card, which
@@ -22,7 +20,7 @@ OPERATOR_SECONDS = 10e-6
 """Assumed host seconds of one operator in eager PyTorch: dispatch, autograd, launch. Today's CPUs take 5 to 20e-6."""
 
 MOST_RANKS = 65_536
-"""Over all nodes; beyond it a plan would be all names of GPUs."""
+"""Maximum ranks over all nodes: a plan names every GPU."""
 
 
 HOST_LINK_BANDWIDTH = 12e9
@@ -40,7 +38,7 @@ Capability = tuple[int, int]
 """CUDA's compute capability, such as `(8, 6)`."""
 
 ASSUMED_CAPABILITY: Capability = (8, 6)
-"""Of a GPU of which only the memory is known."""
+"""Assumed of a GPU of which only the memory is known."""
 
 
 KERNEL_CLASSES: tuple[Capability, ...] = ((7, 5), (8, 0), (8, 6), (9, 0), (10, 0))
@@ -106,7 +104,7 @@ class Device:
 
     @property
     def usable_bytes(self) -> int:
-        """What tensors may take: memory minus context, margin and what others hold."""
+        """Usable memory of tensors: memory minus context, margin and what other processes use."""
         return self.memory_bytes - self.context_bytes - self.margin_bytes - self.held_bytes
 
 
@@ -146,13 +144,13 @@ class Cluster:
 
     @cached_property
     def kind_of_rank(self) -> tuple[int, ...]:
-        """Where in `kinds` each rank's device is."""
+        """Index in `kinds` of each rank's device."""
         numbers = {device: number for number, device in enumerate(self.kinds)}
         return tuple(numbers[device] for device in self.devices)
 
     @property
     def kernel_class(self) -> Capability:
-        """What dry runs are made for: the kernels of the oldest GPU, where they differ."""
+        """The kernels that dry runs are made for: those of the oldest GPU."""
         return min(kernel_class(device.compute_capability or ASSUMED_CAPABILITY) for device in self.kinds)
 
     @property
@@ -162,7 +160,7 @@ class Cluster:
 
     @property
     def rank_noun(self) -> str:
-        """What people call a rank here."""
+        """Name of a rank in messages."""
         return "GPU" if self.devices[0].kind == "cuda" else "rank"
 
 
@@ -177,22 +175,22 @@ MEMORY_SHARE = 0.85
 """Share of the memory's nominal bytes/s that operators reach; measured ones lie between 0.8 and 0.92."""
 
 ALLOCATOR_BYTES, ALLOCATOR_SHARE = 40 * MIB, 0.007
-"""By how much more than planned the caching allocator may need, in any case and of the memory; see
+"""What the caching allocator may need more than planned, fixed and as a share of the memory; see
 `frugal.planning.memory.interval`."""
 
 KERNELS_SHARE, UNKNOWN_KERNELS_SHARE = 0.001, 0.005
-"""The same of the kernels of a known card and of an unknown one."""
+"""The same for the kernels of a known card and of an unknown one."""
 
 NOMINAL_SHARE = 0.02
-"""By how much a driver reports less than the whole number of GiB printed on the box: 2 % of 12, 1.5 % of 24, 1.1 % of
-80 GiB. Data-centre cards with ECC in their memory (T4, A10, L4, A40, L40S) report 8 to 9 % less: name them."""
+"""Share by which a driver reports less than the whole number of GiB on the box: 2 % of 12, 1.5 % of 24, 1.1 % of 80
+GiB. Data-centre cards with ECC in their memory (T4, A10, L4, A40, L40S) report 8 to 9 % less: name them."""
 
 
 def margin_bytes(memory_bytes: int, context_above_bytes: int, *, is_known_card: bool) -> int:
-    """What stays free of a GPU: the distance from what is planned to the upper bound of what it may come to.
+    """Return the margin of a GPU: the distance from the planned memory to the upper bound of what it may become.
 
-    That is what the context may take more, what allocator and kernels may, and, where the memory is a whole number of
-    GiB, so from a box and not from a driver, what the driver reports less.
+    It is the sum of what the context, the allocator and the kernels may take more, and, if the memory is a whole number
+    of GiB (from a box, not from a driver), what the driver reports less.
     """
     share = ALLOCATOR_SHARE + (KERNELS_SHARE if is_known_card else UNKNOWN_KERNELS_SHARE)
     nominal = NOMINAL_SHARE if memory_bytes % GIB == 0 else 0.0
@@ -223,19 +221,19 @@ class Card:
 
     @property
     def has_bf16(self) -> bool:
-        """Whether its tensor cores know bf16."""
+        """True if its tensor cores support bf16."""
         return self.compute_capability >= (8, 0)
 
     def threads(self, memory_bytes: int) -> int:
-        """`resident_threads` of such a card of `memory_bytes`."""
+        """Return `resident_threads` of such a card of `memory_bytes`."""
         return self.resident_threads or _threads_of_unknown(memory_bytes)
 
     def context_range(self, memory_bytes: int, num_ranks: int) -> Range:
-        """What the driver counts beyond tensors on one of `num_ranks` such cards of `memory_bytes`."""
+        """Return the memory beyond tensors on one of `num_ranks` such cards of `memory_bytes`."""
         return context.context(self.threads(memory_bytes), num_ranks, self.nccl)
 
     def device(self, precision: Precision, *, num_gpus: int, memory_bytes: int | None = None) -> Device:
-        """This card as a device among `num_gpus`; `memory_bytes` replaces the card's own.
+        """Return this card as a device among `num_gpus`; `memory_bytes` replaces the card's own.
 
         Raises:
             RequestError: the card does not know this precision.
@@ -286,7 +284,7 @@ def _card(
     to_host: float | None = None,
     threads: int | None = None,
 ) -> Card:
-    """From GiB, TFLOP/s, TFLOP/s, GB/s; `nvlink` are GB/s in both directions together, as data sheets name them."""
+    """Return a card from GiB, TFLOP/s, TFLOP/s, GB/s; `nvlink` are GB/s in both directions, as in data sheets."""
     over_nvlink = context.NCCL_HOPPER if share == HOPPER_SHARE else context.NCCL_NVLINK
     return Card(
         name=name,
@@ -353,30 +351,30 @@ CARDS = {
 }
 
 GENERIC = _card("generic card", 0, 100, 25, 700, ASSUMED_CAPABILITY)
-"""Where only the memory is known: between a 3090 and a 4090, on PCIe 4.0. The predicted seconds depend on it, and which
-attention kernels are taken."""
+"""A card of which only the memory is known: between a 3090 and a 4090, on PCIe 4.0. Predicted seconds and attention
+kernels depend on it."""
 
 
 def of_driver(name: str, capability: Capability, resident_threads: int) -> Card:
-    """A card that no table has, with what its driver says. Its speeds are those of `GENERIC`."""
+    """Return a card that is not in the table, from its driver. Its speeds are those of `GENERIC`."""
     return replace(GENERIC, name=name, compute_capability=capability, resident_threads=resident_threads)
 
 
 def _card_of(device: Device) -> Card:
-    """The card that a GPU was made of."""
+    """Return the card that a device was made of."""
     if device.name in CARDS or device.name == GENERIC.name:
         return CARDS.get(device.name, GENERIC)
     return of_driver(device.name, device.compute_capability or ASSUMED_CAPABILITY, device.resident_threads)
 
 
 def _threads_of_unknown(memory_bytes: int) -> int:
-    """Threads that a card of which only the memory is known may hold: the most of any known one that is not larger."""
+    """Return the resident threads of an unknown card: the most of any known card that is not larger."""
     least = min(card.memory_bytes for card in CARDS.values())
     return max(card.resident_threads or 0 for card in CARDS.values() if card.memory_bytes <= max(memory_bytes, least))
 
 
 def resized(device: Device, *, memory_bytes: int, num_ranks: tuple[int, int]) -> Device:
-    """`device` with so much memory, among the second number of ranks instead of the first.
+    """Return `device` with another memory, among the second number of ranks instead of the first.
 
     Context and margin are those of such a device. What a calibration measured stays; NCCL's buffers are added where it
     was made with one rank.
@@ -410,7 +408,7 @@ INTER_NODE_BANDWIDTH = 10e9
 
 
 def find_card(name: str) -> Card:
-    """The card called `name`.
+    """Return the card called `name`.
 
     Raises:
         RequestError: no such card.
@@ -426,7 +424,7 @@ def find_card(name: str) -> Card:
 
 
 def unlike(planned: Device, name: str, capability: Capability, resident_threads: int) -> str | None:
-    """What to say where a GPU is not what a plan assumed, and may take more memory for it; None where it does not."""
+    """Return a note if a GPU is not what a plan assumed and may take more memory; None otherwise."""
     assumed = planned.compute_capability or ASSUMED_CAPABILITY
     if kernel_class(assumed) == kernel_class(capability) and resident_threads <= planned.resident_threads:
         return None
@@ -441,7 +439,7 @@ def unlike(planned: Device, name: str, capability: Capability, resident_threads:
 
 
 def recognise_card(driver_name: str, memory_bytes: int) -> str | None:
-    """The card that the driver calls `driver_name`, such as `NVIDIA A100-SXM4-80GB`, if it is a known one."""
+    """Return the known card that the driver calls `driver_name`, such as `NVIDIA A100-SXM4-80GB`."""
     words = driver_name.lower().replace(" ", "")
     for name, card in CARDS.items():
         if name.split("-")[0] in words and abs(card.memory_bytes / memory_bytes - 1) < 0.05:
@@ -450,7 +448,7 @@ def recognise_card(driver_name: str, memory_bytes: int) -> str | None:
 
 
 def cpu_rank(memory_bytes: int) -> Device:
-    """A CPU rank. Its memory is a budget for tensors, so nothing is taken before the first one."""
+    """Return a CPU rank, whose memory is a budget for tensors alone."""
     return Device(
         name="CPU rank",
         kind="cpu",

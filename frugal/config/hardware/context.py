@@ -1,4 +1,4 @@
-"""What a GPU's driver takes beyond the tensors of a process: its context, loaded kernels, and NCCL's buffers.
+"""GPU memory beyond the tensors of a process: the driver's context, loaded kernels, and NCCL's buffers.
 
 All of it is **assumed** until `frugal measure --calibrate` has measured it on the card. Each part has three numbers:
 the least, what is planned with, and the most. They are fitted to figures that others published; docs/facts/cuda.md has
@@ -22,7 +22,7 @@ one or two. NCCL's own kernels come to it; they are all there is with one rank, 
 
 Left out: cuDNN, whose workspaces torch's allocator holds and whose kernels are those of the table; all-to-all, which
 connects every pair of ranks (3.3 GB on eight H100, NVIDIA/nccl#1685) and which frugal's engine does not use; a
-desktop, which `--held` says; and GPU Direct buffers towards other nodes.
+desktop, which `held` says; and GPU Direct buffers towards other nodes.
 """
 
 from dataclasses import dataclass
@@ -32,7 +32,7 @@ from frugal.units import KIB, MIB
 
 @dataclass(frozen=True, kw_only=True)
 class Range:
-    """Bytes that are planned with, the least and the most that they may be."""
+    """Planned bytes, and the least and the most that they may be."""
 
     least: int
     planned: int
@@ -52,7 +52,7 @@ KERNELS = Range(least=0, planned=64 * MIB, most=160 * MIB)
 """Modules of torch, cuBLAS and DeepSpeed. Measured 4 MiB (RTX 6000 Ada), 73 to 136 (RTX 4090), 130 (RTX 4080 class)."""
 
 LATER_KERNELS_BYTES = 64 * MIB
-"""What evaluation, saving and rarer shapes may load after a calibration. As much as a whole training step loads."""
+"""Kernels that evaluation, saving and rarer shapes may load after a calibration: as much as a training step loads."""
 
 NCCL_ALONE = Range(least=0, planned=128 * MIB, most=224 * MIB)
 """The kernels. One rank of an RTX 3090 had 484 MiB in all (NVIDIA/nccl#2366), 174 above driver and kernels."""
@@ -70,18 +70,18 @@ two such communicators."""
 
 
 def context(resident_threads: int, num_ranks: int, nccl: Range) -> Range:
-    """What a card that can hold so many threads has beyond tensors, one of `num_ranks`, with `nccl` beyond one rank."""
+    """Return the memory beyond tensors of a card with these resident threads, one of `num_ranks`."""
     return driver_and_kernels(resident_threads) + (nccl if num_ranks > 1 else NCCL_ALONE)
 
 
 def driver_and_kernels(resident_threads: int) -> Range:
-    """The same of a process that does without NCCL."""
+    """Return the memory beyond tensors of a process without NCCL."""
     stack = resident_threads * KIB
     return Range(least=int(1.8 * stack), planned=2 * stack, most=2 * stack + 16 * MIB) + KERNELS
 
 
 def added_by_ranks(num_ranks: int, nccl: Range) -> Range:
-    """What `num_ranks` take more of each GPU than one does."""
+    """Return what `num_ranks` take more of each GPU than one does."""
     if num_ranks == 1:
         return NOTHING
     return Range(

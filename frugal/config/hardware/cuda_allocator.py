@@ -1,8 +1,8 @@
-"""torch's caching allocator for GPUs as its environment variable sets it: what a plan assumes, and what ranks are told.
+"""torch's caching allocator for GPUs as its environment variable sets it, for plans and for ranks.
 
 `PYTORCH_ALLOC_CONF` holds options such as `max_split_size_mb:512,expandable_segments:True`. Its older name,
 `PYTORCH_CUDA_ALLOC_CONF`, wins where both are set (torch 2.13.0, tried). A plan says whether segments are expandable,
-and every rank is started with what its plan says; the user's other options stay. What they do is not modelled.
+and every rank is started so; the user's other options stay, and are not modelled.
 """
 
 import platform
@@ -15,31 +15,31 @@ from frugal.config.request import Request
 
 NAME, OLDER_NAME = "PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF"
 UNCACHED = "PYTORCH_NO_CUDA_MEMORY_CACHING"
-"""Where it is set, every tensor is a `cudaMalloc` of its own."""
+"""If it is set, every tensor is a `cudaMalloc` of its own."""
 
 _OPTION = re.compile(r"\s*(\w+)\s*:\s*(\[[^]]*\]|[^,]*?)\s*(?:,|$)")
 _MODELLED = ("expandable_segments",)
-_ON_HOST = "pinned_"  # how options of the allocator for pinned memory begin
+_ON_HOST = "pinned_"  # prefix of options of the allocator for pinned memory
 
 
 def variable(environment: Mapping[str, str]) -> str:
-    """The name of the variable that torch reads here."""
+    """Return the name of the variable that torch reads here."""
     return OLDER_NAME if OLDER_NAME in environment else NAME
 
 
 def options(environment: Mapping[str, str]) -> dict[str, str]:
-    """The allocator's options by name, as text."""
+    """Return the allocator's options by name, as text."""
     return dict(_OPTION.findall(environment.get(variable(environment), "")))
 
 
 def expandable(environment: Mapping[str, str]) -> bool | None:
-    """Whether the environment asks for expandable segments; None where it does not say."""
+    """Return whether the environment asks for expandable segments; None if it does not say."""
     said = options(environment).get("expandable_segments")
     return None if said is None else said == "True"
 
 
 def settings(cluster: Cluster, environment: Mapping[str, str], expandable_segments: bool) -> dict[str, str]:
-    """The variable that makes torch's segments what a plan says, with the user's other options; empty where they are.
+    """Return the variable that makes torch's segments as planned, with the user's other options; empty if they are.
 
     Torch's own default is not to have them expandable.
     """
@@ -50,12 +50,12 @@ def settings(cluster: Cluster, environment: Mapping[str, str], expandable_segmen
 
 
 def is_wsl() -> bool:
-    """Whether this is WSL 2, whose driver refuses expandable segments on some cards (pytorch/pytorch#192330)."""
+    """Return True on WSL 2, whose driver refuses expandable segments on some cards (pytorch/pytorch#192330)."""
     return "microsoft" in platform.release().lower()
 
 
 def planned(request: Request, cluster: Cluster, environment: Mapping[str, str]) -> Request:
-    """The request with the segments that this environment asks for, or can have, where it does not say itself."""
+    """Return the request with the segments that this environment asks for, or can have, if it does not say."""
     if cluster.devices[0].kind != "cuda" or request.expandable_segments is not None:
         return request
     said = expandable(environment)
@@ -65,7 +65,7 @@ def planned(request: Request, cluster: Cluster, environment: Mapping[str, str]) 
 
 
 def notes(expandable_segments: bool, cluster: Cluster, environment: Mapping[str, str]) -> tuple[str, ...]:
-    """What of the environment a plan for GPUs does not follow: other segments, and options that are not modelled."""
+    """Return notes on the environment's options that a plan for GPUs does not follow or does not model."""
     if cluster.devices[0].kind != "cuda":
         return ()
     texts, name = [], variable(environment)
@@ -81,7 +81,9 @@ def notes(expandable_segments: bool, cluster: Cluster, environment: Mapping[str,
         if option not in _MODELLED and not option.startswith(_ON_HOST) and (option, value) != ("backend", "native")
     ]
     if others:
-        texts.append(f"{name} has {','.join(others)}, which no plan knows: what the allocator adds may be more")
+        texts.append(f"{name} has {','.join(others)}, which plans do not model: the allocator may add more")
     if environment.get(UNCACHED):
-        texts.append(f"{UNCACHED} is set: tensors are allocated one by one, which no plan knows, and takes far longer")
+        texts.append(
+            f"{UNCACHED} is set: tensors are allocated one by one, which plans do not model, and which is far slower"
+        )
     return tuple(texts)

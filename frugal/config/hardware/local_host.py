@@ -21,26 +21,26 @@ _LIMITS = (  # limit, use, and what of the use can be dropped, of versions 2 and
 )
 
 HELD_BYTES = 64 * MIB
-"""Less than this is the driver's own, not a process's: the smallest CUDA context takes a few hundred MiB."""
+"""Less than this is used by the driver: the smallest CUDA context takes a few hundred MiB."""
 
 _CPU_INFO, _DRIVER = Path("/proc/cpuinfo"), Path("/proc/driver/nvidia/version")
 _STATUS, _CLEAR_REFS = Path("/proc/self/status"), Path("/proc/self/clear_refs")
 
 
 PACKAGES = {"frugal": "frugal-trainer", "torch": "torch", "deepspeed": "deepspeed", "transformers": "transformers"}
-"""Whose versions must be the same on all ranks: the name for people, and as a package."""
+"""Packages whose versions must be the same on all ranks: name for people, and name as a package."""
 
 LIBRARIES = ("torch", "deepspeed", "transformers")
-"""Those of them that a plan's memory depends on."""
+"""Packages that a plan's memory depends on."""
 
 
 def versions() -> dict[str, str]:
-    """What is installed here, by the names of `PACKAGES`; `none` where a package is not."""
+    """Return the installed versions of `PACKAGES`; `none` if a package is not installed."""
     return {name: _version(package) for name, package in PACKAGES.items()}
 
 
 def library_versions() -> dict[str, str]:
-    """What is installed of `LIBRARIES`, by name; `none` where one is not."""
+    """Return the installed versions of `LIBRARIES`; `none` if one is not installed."""
     return {name: _version(name) for name in LIBRARIES}
 
 
@@ -52,7 +52,7 @@ def _version(package: str) -> str:
 
 
 def cpu_name() -> str:
-    """The processor as the kernel calls it; its architecture where it has no name."""
+    """Return the kernel's name of the processor, or else its architecture."""
     with suppress(OSError):
         name = re.search(r"^model name\s*:\s*(.+)$", _CPU_INFO.read_text(), re.MULTILINE)
         if name is not None:
@@ -61,7 +61,7 @@ def cpu_name() -> str:
 
 
 def cuda_driver() -> str:
-    """The version of NVIDIA's driver, such as `580.95.05`; empty where there is none, or it does not say."""
+    """Return the version of NVIDIA's driver, such as `580.95.05`; empty if it is not known."""
     with suppress(OSError):
         driver = re.search(r"\b(\d{3,}\.\d+(?:\.\d+)?)\b", _DRIVER.read_text())
         if driver is not None:
@@ -70,7 +70,7 @@ def cuda_driver() -> str:
 
 
 def available_bytes() -> int:
-    """Host memory that may still be taken without anybody being killed for it: of the machine, and of the container.
+    """Return the host memory, bytes, that may be allocated before a process is killed: of machine and container.
 
     A container's limit is its control group's, of which page cache that can be dropped does not count.
     """
@@ -85,7 +85,7 @@ def available_bytes() -> int:
 
 
 def held_on_gpus() -> dict[str, int]:
-    """What processes hold of each GPU now, bytes, by the GPU's UUID; nothing where the driver's tool does not say.
+    """Return the bytes that processes use of each GPU now, by its UUID; empty if the driver's tool does not say.
 
     Asked of the tool, because asking CUDA makes a context on each GPU, which then holds some itself.
     """
@@ -96,13 +96,13 @@ def held_on_gpus() -> dict[str, int]:
 
 
 def held(answer: str) -> dict[str, int]:
-    """The same from the tool's answer: a line `GPU-UUID, MiB` for each GPU. What it cannot tell is left out."""
+    """Parse the tool's answer: a line `GPU-UUID, MiB` for each GPU; other lines are left out."""
     held = re.findall(r"^\s*(?:GPU-)?([0-9a-f-]{36}), (\d+)\s*$", answer, re.MULTILINE)
     return {uuid: int(number) * MIB for uuid, number in held if int(number) * MIB >= HELD_BYTES}
 
 
 def peak_rss() -> int:
-    """The highest resident set of this process since `forget_peak_rss`, bytes."""
+    """Return the highest resident set of this process since `forget_peak_rss`, bytes."""
     with suppress(OSError):
         peak = re.search(r"VmHWM:\s*(\d+) kB", _STATUS.read_text())
         if peak is not None:
@@ -111,7 +111,7 @@ def peak_rss() -> int:
 
 
 def forget_peak_rss() -> int:
-    """Begin a new peak, where the kernel lets us; the resident set now, bytes."""
+    """Reset the peak, if the kernel allows it, and return the resident set now, bytes."""
     with suppress(OSError):
         _CLEAR_REFS.write_text("5")  # man 5 proc: resets VmHWM
     return int(psutil.Process().memory_info().rss)
@@ -124,7 +124,7 @@ LARGE_BYTES = 1 << 20
 
 
 def give_back_large_blocks() -> None:
-    """Have glibc map blocks from 1 MiB on by themselves, so that they go back to the system when they are freed.
+    """Have glibc map blocks from 1 MiB on by themselves, so that they return to the system when they are freed.
 
     By default it learns from blocks that are freed to keep those of up to 32 MiB on its heaps, of which every thread
     has its own: measured, a run that offloads 34M parameters then takes 100 to 160 MB more than its tensors, and 13 to

@@ -1,7 +1,4 @@
-"""Two optimizer steps under DeepSpeed, by arithmetic: what a dry run records, from the trace of one micro-step.
-
-Also stage 0, without ZeRO: every rank has everything, and torch's optimizer is called as it is.
-"""
+"""Two optimizer steps under DeepSpeed by arithmetic: the recording of a dry run, from the trace of one micro-step."""
 
 from frugal.config.hardware.cluster import DeviceKind
 from frugal.config.request import Request
@@ -40,21 +37,21 @@ class SimulatedZero0:
         self._has_states = False
 
     def begin(self, *, is_boundary: bool) -> None:
-        """A backward begins; `is_boundary`: the optimizer step comes after it."""
+        """Begin a backward; `is_boundary`: the optimizer step comes after it."""
         self._is_boundary = is_boundary
 
     def gradient(self, parameter: int, storage: int) -> None:
-        """See `Optimizer`. Later micro-steps are added in place."""
+        """Keep a gradient; later micro-steps are added in place."""
         if parameter not in self._gradients:
             self._stream.hold(storage)
             self._stream.relabel(storage, GRADIENTS)
             self._gradients[parameter] = storage
 
     def module(self, kind: MarkKind, number: int, hold: int) -> None:
-        """Modules have their parameters at hand."""
+        """Do nothing: modules have their parameters at hand."""
 
     def end(self) -> None:
-        """Backward is over: gradients are all-reduced, several in one (`DeepSpeedEngine.allreduce_no_retain`)."""
+        """End backward: all-reduce gradients, several in one (`DeepSpeedEngine.allreduce_no_retain`)."""
         if not self._is_boundary:
             return
         group: list[int] = []
@@ -70,7 +67,7 @@ class SimulatedZero0:
             self._stream.flash(sum(group) * self._setting.element_bytes, "aten.cat.default")
 
     def step(self) -> None:
-        """The optimizer step: states are made at the first."""
+        """Take the optimizer step, the first of which makes the states."""
         if not self._has_states:
             for parameter in self._gradients:
                 self._setting.make_states(self._setting.elements[parameter], self._stream)
@@ -84,13 +81,13 @@ SimulatedZero = SimulatedZero0 | SimulatedZero12 | SimulatedZero3
 
 
 def covers(request: Request, strategy: Strategy, trace: ModelTrace | None = None) -> bool:
-    """Whether `simulate` knows what DeepSpeed does there; with a `trace`, also to this model.
+    """Return whether the simulation covers a request under a strategy; with a `trace`, also for this model.
 
-    It does not know: other kernels than torch's fused ones and those of 8-bit AdamW (for states in bf16, or a part of
+    It does not cover: other kernels than torch's fused ones and those of 8-bit AdamW (for states in bf16, or a part of
     them, on the host, than DeepSpeed's CPU Adam), offloading to disks or in fp32, overlapping communication, gradients
     not summed in fp32, half precision without gradient partitioning; and models whose memory depends on data, with
-    trainable parameters of several types, without a gradient, or under ZeRO-3 used outside their modules. And it knows
-    nothing of a DeepSpeed that differs from the one it repeats.
+    trainable parameters of several types, without a gradient, or under ZeRO-3 used outside their modules; and any
+    DeepSpeed other than the one it repeats.
     """
     if not mirrored.verify_simulation():
         return False
@@ -124,7 +121,7 @@ def simulate(
     kind: DeviceKind,
     by_tensor: bool = False,
 ) -> RankMemory:
-    """The memory of `rank` under `strategy`, as `frugal.dryrun.run` would record it.
+    """Return the memory of `rank` under `strategy`, as `frugal.dryrun.run` would record it.
 
     `by_tensor`: as in `frugal.dryrun.run`. Activations in host memory are in pinned blocks of a power of two bytes,
     counted as up to twice what they hold.
@@ -132,29 +129,7 @@ def simulate(
     Left out: operators on scalars, and what lives for the time of one operator on them.
     """
     stream = Stream(trace.stream.names)
-    setting = Setting(
-        zero_stage=strategy.zero_stage,
-        elements=trace.trainable_elements,
-        all_elements=trace.elements,
-        trainable=trace.trainable,
-        element_bytes=trace.element_bytes,
-        item_bytes=tuple(
-            size_bytes // max(1, n) for size_bytes, n in zip(trace.sizes_bytes, trace.elements, strict=True)
-        ),
-        bucket_elements=strategy.reduce_bucket_elements,
-        prefetch_elements=strategy.prefetch_bucket_elements,
-        max_live_elements=strategy.max_live_elements,
-        persistence_elements=strategy.persistence_threshold_elements,
-        sub_group_elements=strategy.sub_group_elements,
-        optimizer=request.optimizer,
-        state_bytes=request.master_bytes_per_element,
-        offloads_optimizer=strategy.offload_optimizer == "cpu",
-        offload_ratio=strategy.offload_ratio,
-        offloads_parameters=strategy.offload_parameters == "cpu",
-        secondary_partition=strategy.secondary_partition,
-        world_size=world_size,
-        rank=rank,
-    )
+    setting = Setting(trace, request, strategy, world_size=world_size, rank=rank)
     stream.phase(INITIALISATION)
     host = PinnedBlocks(stream, kind)
     optimizer = _initialised(stream, host, setting, trace, arrives=by_tensor or kind == "cuda")
@@ -174,11 +149,11 @@ def simulate(
 def _initialised(
     stream: Stream, host: PinnedBlocks, setting: Setting, trace: ModelTrace, *, arrives: bool
 ) -> SimulatedZero:
-    """The model comes to the device, or is built there; the optimizer makes of it what it needs."""
+    """Bring the model to the device, or build it there, and return the initialised optimizer."""
     if not arrives:
         stream.flash(trace.building_bytes, "building", PARAMETERS)
-    if setting.zero_stage == 3:
-        split = SimulatedZero3(stream, host, setting, trace.modules)
+    if setting.strategy.zero_stage == 3:
+        split = SimulatedZero3(stream, host, setting, trace)
         split.initialise(one_by_one=arrives)
         for size_bytes in trace.buffer_bytes:
             stream.born(size_bytes, "to device", PARAMETERS)
@@ -186,7 +161,7 @@ def _initialised(
     arrived = [stream.born(size_bytes, "to device", PARAMETERS) for size_bytes in trace.sizes_bytes]
     for size_bytes in trace.buffer_bytes:
         stream.born(size_bytes, "to device", PARAMETERS)
-    if setting.zero_stage == 0:
+    if setting.strategy.zero_stage == 0:
         return SimulatedZero0(stream, setting)
     optimizer = SimulatedZero12(stream, host, setting)
     optimizer.initialise([storage for storage, trained in zip(arrived, trace.trainable, strict=True) if trained])
@@ -194,7 +169,7 @@ def _initialised(
 
 
 def _accumulate(stream: Stream, trace: ModelTrace, optimizer: SimulatedZero, num_steps: int, kind: DeviceKind) -> None:
-    """Forward and backward of the micro-steps; on a CPU all batches are there from the beginning."""
+    """Play forward and backward of the micro-steps; on a CPU all batches are there from the beginning."""
     steps = [MicroStep(stream, trace) for _ in range(num_steps)]
     for step in steps if kind == "cpu" else steps[:1]:
         step.play(ARRIVAL, optimizer)

@@ -1,14 +1,13 @@
-"""A device and a process group that pretend: any world size and rank, in one process, without a device.
+"""A pretended device and process group: any world size and rank, in one process, without a device.
 
 DeepSpeed asks an accelerator object for everything it wants to know about the device, so one that answers `meta`
 runs the engine on meta tensors. torch's fake process group completes every collective at once, with any world size;
 what ranks would agree on by communication is patched to this rank's own value. Everything is put back at the end.
 
-Kernels that a dry run has no use for: they keep what the real ones keep, and compute and move nothing.
+Kernels are replaced by ones that keep the same memory, and compute and move nothing.
 
-CUDA streams that DeepSpeed works on beside the one that computes, and how long they hold what it frees there.
-
-What is made there, or freed there, is freed before that work is done, and the allocator keeps it until then
+`SideStreams` are the CUDA streams that DeepSpeed uses besides the computing one. Storages made or freed there are freed
+before that work is done, and the allocator keeps them until then
 (`record_stream` in `DeepSpeedZeroOptimizer.allreduce_and_copy_with_multiple_ranks` and `allreduce_and_copy`,
 `DeepSpeedZeroOptimizer_Stage3.__add_grad_to_ipg_bucket` and `free_param`). The computing stream waits for the work
 before (`DeepSpeedZeroOptimizer.average_tensor`), so one piece of it is under way, and the host, which runs ahead, may
@@ -66,40 +65,40 @@ class MetaAccelerator(CPU_Accelerator):
         self._communication_backend_name = "fake"
 
     def device_name(self, device_index: int | None = None) -> str:
-        """Without an index: there is only one meta device."""
+        """Return `meta`, without an index: there is only one."""
         return "meta"
 
     def current_device(self) -> str:
-        """The same."""
+        """Return `meta`."""
         return "meta"
 
     def current_device_name(self) -> str:
-        """The same."""
+        """Return `meta`."""
         return "meta"
 
     def device_count(self) -> int:
-        """Of this node; nothing depends on it."""
+        """Return a node's number of devices, on which nothing depends."""
         return 8
 
     def available_memory(self, device_index: int | None = None) -> int:
-        """Bytes."""
+        """Return so many bytes that memory never seems short."""
         return ENDLESS_BYTES
 
     def total_memory(self, device_index: int | None = None) -> int:
-        """Bytes."""
+        """Return so many bytes that memory never seems short."""
         return ENDLESS_BYTES
 
     def empty_cache(self) -> None:
-        """Told on."""
+        """Call the given function."""
         if self._empty_cache is not None:
             self._empty_cache()
 
     def is_fp16_supported(self) -> bool:
-        """As on every GPU frugal plans for."""
+        """Return True, as on every GPU that frugal plans for."""
         return True
 
     def pin_memory(self, tensor: Tensor, make_copy: bool = True, match_shape: bool = True) -> Tensor:
-        """A copy, as on a host with a GPU, in a block whose size is the next power of two
+        """Return a copy in a pinned block whose size is the next power of two.
 
         (`allocate` in torch/include/ATen/core/CachingHostAllocator.h). A host without a GPU pins nothing.
         """
@@ -113,11 +112,11 @@ class MetaAccelerator(CPU_Accelerator):
         return (pinned.view(tensor.shape) if match_shape else pinned).data
 
     def is_pinned(self, tensor: Tensor) -> bool:
-        """Whatever is asked for counts as pinned."""
+        """Return True: all tensors count as pinned."""
         return True
 
     def stream(self, stream: Any) -> AbstractContextManager[Any]:
-        """DeepSpeed asks for none but its side streams: ZeRO-3 gathers on one, and all stages reduce on another.
+        """Enter a side stream: ZeRO-3 gathers on one, and all stages reduce on another.
 
         The object does not tell them apart: to an accelerator without streams both are None.
         """
@@ -127,7 +126,7 @@ class MetaAccelerator(CPU_Accelerator):
         return self._side_stream("gather" if gathers else "reduce")
 
     def on_accelerator(self, tensor: Tensor) -> bool:
-        """Whether it is on the pretended device."""
+        """Return whether a tensor is on the pretended device."""
         return tensor.device.type == "meta"
 
 
@@ -140,7 +139,7 @@ def pretend(
     pinning: Pinning | None = None,
     empty_cache: Callable[[], None] | None = None,
 ) -> Iterator[None]:
-    """Be `rank` of `world_size`, on a meta device, inside the `with` block.
+    """Pretend to be `rank` of `world_size` on a meta device inside the `with` block.
 
     `side_stream`: entered where the engine works on a stream beside the computing one; None: it has only one.
     `pinning`: entered where pinned host memory is made; None: the host pins nothing.
@@ -153,12 +152,10 @@ def pretend(
         stack.enter_context(_accelerator(MetaAccelerator(side_stream, pinning, empty_cache)))
         stack.enter_context(patch("deepspeed.comm.torch.build_shm_op", lambda: None))  # would call a compiler
         stack.enter_context(_process_group(rank, world_size))
-        stack.enter_context(_agreement())
-        stack.enter_context(_autocast())
-        stack.enter_context(_fused_optimizers())
         stack.enter_context(zero3_graph.at_once())
         stack.enter_context(patch("deepspeed.utils.nvtx.enable_nvtx", False))  # asks torch.compile at every call
-        stack.enter_context(without_kernels())
+        for patches in (_agreement, _autocast, _fused_optimizers, _without_kernels):
+            patches(stack)
         stack.enter_context(patch.object(F, "linear", F.linear))  # ZeRO-3 replaces it and leaves it so
         yield
 
@@ -187,45 +184,34 @@ def _process_group(rank: int, world_size: int) -> Iterator[None]:
             setattr(groups, name, value)
 
 
-@contextmanager
-def _agreement() -> Iterator[None]:
-    """What ranks find out about each other: they are all like this one."""
-
+def _agreement(stack: ExitStack) -> None:
+    """Answer what ranks ask each other: all are like this one."""
     make_group = dist.new_group
 
     def new_group(*args: Any, backend: Any = None, **kwargs: Any) -> Any:
         return dist.group.WORLD if backend == "gloo" else make_group(*args, **kwargs)
 
-    with ExitStack() as stack:
-        stack.enter_context(patch.object(dist, "new_group", new_group))
-        for module in (partitioned_param_coordinator, partition_parameters, stage3, parameter_offload):
-            stack.enter_context(patch.object(module, "assert_ints_same_as_other_ranks", lambda _ints: None))
-        yield
+    stack.enter_context(patch.object(dist, "new_group", new_group))
+    for module in (partitioned_param_coordinator, partition_parameters, stage3, parameter_offload):
+        stack.enter_context(patch.object(module, "assert_ints_same_as_other_ranks", lambda _ints: None))
 
 
-@contextmanager
-def _autocast() -> Iterator[None]:
-    """torch refuses autocast on meta; frugal trains without it, and DeepSpeed only makes sure that it is off."""
+def _autocast(stack: ExitStack) -> None:
+    """Allow autocast on meta, which torch refuses; frugal trains without it, and DeepSpeed only turns it off."""
     autocast = torch.autocast
 
     def on_meta(device_type: str, *args: Any, **kwargs: Any) -> Any:
         return nullcontext() if device_type == "meta" else autocast(device_type, *args, **kwargs)
 
-    with (
-        patch.object(torch, "autocast", on_meta),
-        patch.object(zero_linear, "_is_autocast_enabled", lambda _device: False),
-        patch.object(zero_linear, "_get_autocast_dtype", lambda _device: torch.bfloat16),
-    ):
-        yield
+    stack.enter_context(patch.object(torch, "autocast", on_meta))
+    stack.enter_context(patch.object(zero_linear, "_is_autocast_enabled", lambda _device: False))
+    stack.enter_context(patch.object(zero_linear, "_get_autocast_dtype", lambda _device: torch.bfloat16))
 
 
-@contextmanager
-def _fused_optimizers() -> Iterator[None]:
-    """torch lets only devices with a fused kernel ask for one; the tracker stands for the kernel."""
-    with ExitStack() as stack:
-        for check in torch_internals.FUSED_CHECKS:
-            stack.enter_context(patch(check, lambda *_args, **_kwargs: None))
-        yield
+def _fused_optimizers(stack: ExitStack) -> None:
+    """Allow fused optimizers on meta: the tracker stands for their kernel."""
+    for check in torch_internals.FUSED_CHECKS:
+        stack.enter_context(patch(check, lambda *_args, **_kwargs: None))
 
 
 class AdamW8bit(torch.optim.Optimizer):
@@ -267,7 +253,7 @@ class _Compiled:
     """
 
     def load(self, verbose: bool = True) -> SimpleNamespace:
-        """The kernels' names."""
+        """Return functions that do nothing under the kernels' names."""
 
         def nothing(*_args: Any) -> None:
             return None
@@ -290,11 +276,11 @@ class _Disk:
         self._pending = 0
 
     def load(self, verbose: bool = True) -> SimpleNamespace:
-        """The one class that DeepSpeed takes from the library."""
+        """Return the one class that DeepSpeed takes from the library."""
         return SimpleNamespace(aio_handle=_Disk)
 
     def new_cpu_locked_tensor(self, elements: int, example: Tensor) -> Tensor:
-        """A pinned buffer on the host."""
+        """Return a pinned buffer on the host."""
         buffer = torch.empty(int(elements), dtype=example.dtype)
         address = torch_internals.address(buffer)
         self._pinned.add(address)
@@ -302,48 +288,45 @@ class _Disk:
         return buffer
 
     def free_cpu_locked_tensor(self, buffer: Tensor) -> bool:
-        """It ends with its last view."""
+        """Do nothing: a buffer ends with its last view."""
         return True
 
     def is_pinned(self, tensor: Tensor) -> bool:
-        """Whether it is part of such a buffer."""
+        """Return whether a tensor is part of such a buffer."""
         return torch_internals.address(tensor) in self._pinned
 
     def async_pread(self, buffer: Tensor, path: str, offset: int) -> int:
-        """Begin to read."""
+        """Begin a read, which is done at once."""
         self._pending += 1
         return 0
 
     async_pwrite = async_pread
 
     def wait(self) -> int:
-        """How many reads and writes are done."""
+        """Return how many reads and writes are done."""
         done, self._pending = self._pending, 0
         return done
 
 
-@contextmanager
-def without_kernels() -> Iterator[None]:
-    """Neither a library nor a compiler is needed inside the `with` block."""
-    with ExitStack() as stack:
-        stack.enter_context(patch.object(kernels, "adamw_8bit", lambda: AdamW8bit))
-        stack.enter_context(patch.object(kernels, "compile_adam", lambda **_: None))
-        stack.enter_context(patch("deepspeed.ops.adam.fused_adam.FusedAdamBuilder", _Compiled))
-        stack.enter_context(patch("deepspeed.ops.adam.cpu_adam.CPUAdamBuilder", _Compiled))
-        for module in ("partitioned_optimizer_swapper", "partitioned_param_swapper"):
-            stack.enter_context(patch(f"deepspeed.runtime.swap_tensor.{module}.AsyncIOBuilder", _Disk))
-        folder = stack.enter_context(temporary.folder())  # DeepSpeed makes and removes folders
-        stack.enter_context(patch.object(kernels, "own_nvme_folder", lambda *_: folder))
-        stack.enter_context(patch("cpuinfo.get_cpu_info", dict))  # asks the system for a second
-        yield
+def _without_kernels(stack: ExitStack) -> None:
+    """Need neither a library nor a compiler."""
+    stack.enter_context(patch.object(kernels, "adamw_8bit", lambda: AdamW8bit))
+    stack.enter_context(patch.object(kernels, "compile_adam", lambda **_: None))
+    stack.enter_context(patch("deepspeed.ops.adam.fused_adam.FusedAdamBuilder", _Compiled))
+    stack.enter_context(patch("deepspeed.ops.adam.cpu_adam.CPUAdamBuilder", _Compiled))
+    for module in ("partitioned_optimizer_swapper", "partitioned_param_swapper"):
+        stack.enter_context(patch(f"deepspeed.runtime.swap_tensor.{module}.AsyncIOBuilder", _Disk))
+    folder = stack.enter_context(temporary.folder())  # DeepSpeed makes and removes folders
+    stack.enter_context(patch.object(kernels, "own_nvme_folder", lambda *_: folder))
+    stack.enter_context(patch("cpuinfo.get_cpu_info", dict))  # asks the system for a second
 
 
 WORKS_IN_FLIGHT = 2
-"""How many pieces of work on a side stream may be unfinished when the host frees what they used."""
+"""Pieces of work on a side stream that may be unfinished when the host frees what they used."""
 
 
 class SideStreams:
-    """What work is under way on them. Storages go by their address while they live, and by their index."""
+    """The unfinished work on side streams. Storages go by their address while they live, and by their index."""
 
     def __init__(self) -> None:
         self._working = ""  # the stream that works now
@@ -354,7 +337,7 @@ class SideStreams:
 
     @contextmanager
     def at_work(self, name: str) -> Iterator[None]:
-        """Inside the `with` block DeepSpeed works on the stream `name`."""
+        """Mark that DeepSpeed works on the stream `name` inside the `with` block."""
         before = self._working, self._is_idle
         self._working, self._is_idle = name, True
         self._works.setdefault(name, 0)
@@ -365,7 +348,7 @@ class SideStreams:
             self._working, self._is_idle = before
 
     def born(self, address: int) -> list[int]:
-        """A storage begins; the indices of those that are free at last because a piece of work begins with it."""
+        """Begin a storage; return the indices of those that become free because a piece of work begins with it."""
         stream = self._working
         if not stream:
             return []
@@ -377,7 +360,7 @@ class SideStreams:
         return self._finish(stream, self._works[stream] - WORKS_IN_FLIGHT)
 
     def keeps(self, address: int, index: int) -> bool:
-        """Whether a storage that ends now is kept until work on a side stream is done."""
+        """Return whether a storage that ends now is kept until work on a side stream is done."""
         stream = self._made_on.pop(address, self._working)
         if not stream:
             return False
@@ -385,11 +368,11 @@ class SideStreams:
         return True
 
     def join(self) -> list[int]:
-        """All streams are waited for; the indices of the storages that are free then."""
+        """Wait for all streams; return the indices of the storages that become free."""
         return [index for stream, works in self._works.items() for index in self._finish(stream, works)]
 
     def _finish(self, stream: str, work: int) -> list[int]:
-        """All of a stream's work up to number `work` is done, so what it held is free."""
+        """Finish a stream's work up to number `work`; return the storages that it held."""
         held = self._unfinished[stream]
         self._unfinished[stream] = [(number, index) for number, index in held if number > work]
         return [index for number, index in held if number <= work]

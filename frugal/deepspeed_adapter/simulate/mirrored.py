@@ -46,12 +46,12 @@ class Mirrored:
         return f"{owner}.{self.name}" if owner else self.name
 
     def source(self, folder: Path) -> str | None:
-        """Its source in a package's folder."""
+        """Return its source in a package's folder."""
         path = folder.joinpath("runtime", *self.place.partition(":")[0].split(".")).with_suffix(".py")
         return _module(path).source(self.qualified)
 
     def is_changed(self, folder: Path) -> bool:
-        """Whether it is another one in a package's folder, or none."""
+        """Return whether it is missing or different in a package's folder."""
         return _digest(self.source(folder)) != self.digest
 
 
@@ -159,7 +159,6 @@ MIRRORED = (
         _INIT,
         "simulate.zero3.SimulatedZero3.initialise",
         _zero_init_param="2930fbd6b94e89a5",
-        _partition_param_sec="962ba1ded0ca5df6",
         _convert_to_deepspeed_param="77281d2526a148fb",
     ),
     *_mirrored(
@@ -232,7 +231,7 @@ MIRRORED = (
 
 
 def verify_simulation() -> bool:
-    """Whether DeepSpeed is the one that is simulated; if not, say so, once. Imports nothing."""
+    """Return whether the installed DeepSpeed is the one that is simulated; if not, warn once. Imports nothing."""
     return _is_simulated(package_folder())
 
 
@@ -249,13 +248,13 @@ def _is_simulated(folder: Path) -> bool:
 
 
 def changed(folder: Path, ours: str = "") -> list[Mirrored]:
-    """What is not in a package's folder as it is repeated, of what is repeated by those of ours that begin so."""
+    """Return what differs in a package's folder from what ours repeat, of names of ours that begin with `ours`."""
     return [each for each in MIRRORED if each.ours.startswith(ours) and each.is_changed(folder)]
 
 
 @functools.cache
 def package_folder() -> Path:
-    """Where DeepSpeed is installed; it is not imported."""
+    """Return where DeepSpeed is installed, without importing it."""
     spec = importlib.util.find_spec("deepspeed")
     assert spec is not None and spec.origin is not None
     return Path(spec.origin).parent
@@ -281,7 +280,7 @@ class ModuleText:
                 self._heads[name] = number
 
     def source(self, qualified: str) -> str | None:
-        """That of `Class.method`, `Class` or `function`; None: it is not there."""
+        """Return the source of `Class.method`, `Class` or `function`; None: it is not there."""
         if qualified not in self._heads:
             return None
         lines, begin = self._lines, self._heads[qualified]
@@ -297,7 +296,7 @@ class ModuleText:
 
 
 def _is_inside(line: str, indent: int) -> bool:
-    """Whether a line is deeper than `indent`; so are blank ones, comments, and brackets that close a head."""
+    """Return whether a line is deeper than `indent`; blank lines, comments and closing brackets count as deeper."""
     return line[: indent + 1].isspace() or line.lstrip()[:1] in ("", "#", ")")
 
 
@@ -311,7 +310,7 @@ def _digest(source: str | None) -> str:
 
 
 def changes(folder: Path, before: Path | None = None) -> Iterator[str]:
-    """Of each function in `folder` that is not what ours repeat, what has happened to it.
+    """Yield for each function in `folder` that differs from what ours repeat how it changed.
 
     With the folder `before` of the package that ours repeat, also how it differs.
     """

@@ -10,7 +10,7 @@ from collections import defaultdict, deque
 from collections.abc import Collection
 
 from frugal.deepspeed_adapter.simulate.stream import Setting, Stream
-from frugal.planning.memory.timeline import COMMUNICATION, PARAMETERS, ModuleParameters
+from frugal.planning.memory.timeline import COMMUNICATION, ModelTrace
 
 SPLIT, IN_FLIGHT, GATHERED = range(3)
 NEVER = -(10**10)
@@ -30,19 +30,18 @@ class _Gather:
 class SimulatedPrefetch:
     """The coordinator of one rank."""
 
-    def __init__(self, stream: Stream, setting: Setting, modules: ModuleParameters) -> None:
+    def __init__(self, stream: Stream, setting: Setting, trace: ModelTrace) -> None:
         self._stream = stream
         self._setting = setting
-        self._modules = modules
-        self._own = modules.gathered
+        self._trace = trace
+        self._own = trace.gathered
         elements = setting.all_elements
         self._elements = elements
         self._full_bytes = [n * item_bytes for n, item_bytes in zip(elements, setting.item_bytes, strict=True)]
         self._whole_bytes = [setting.whole_bytes(parameter) for parameter in range(len(elements))]
-        self._is_persistent = [n <= setting.persistence_elements for n in elements]
+        self._is_persistent = [n <= setting.strategy.persistence_threshold_elements for n in elements]
         self._status = [SPLIT] * len(elements)
         self._storage = [-1] * len(elements)
-        self._secondary = [-1] * len(elements)  # what a rank keeps for its group of ranks
         self._active: list[set[int]] = [set() for _ in elements]  # modules that use the parameter now
         self._in_flight: dict[int, _Gather] = {}
         self._available = 0  # elements
@@ -63,11 +62,11 @@ class SimulatedPrefetch:
         return self._runs > 1
 
     def storage(self, parameter: int) -> int:
-        """Where a parameter is gathered now; -1: nowhere."""
+        """Return the storage of a gathered parameter; -1: it is not gathered."""
         return self._storage[parameter]
 
     def forward_begins(self) -> None:
-        """The whole model is about to run (`reset_step`, `construct_parameter_trace_from_module_trace`)."""
+        """Begin a forward of the whole model (`reset_step`, `construct_parameter_trace_from_module_trace`)."""
         self._land_everything()
         self.num_gathers = self.gathered_elements = 0
         self._runs += 1
@@ -81,7 +80,7 @@ class SimulatedPrefetch:
         self._available = 0
 
     def fetch(self, module: int, *, in_backward: bool) -> None:
-        """A module is about to run (`fetch_sub_module`)."""
+        """Gather what a module needs before it runs (`fetch_sub_module`)."""
         if self._runs == 1:
             self._order.append(module)
             self._steps_of[module].append(self._step)
@@ -103,7 +102,7 @@ class SimulatedPrefetch:
         self._step += 1
 
     def release(self, module: int, *, in_backward: bool) -> None:
-        """A module has run (`release_sub_module`)."""
+        """Release what a module no longer needs after it ran (`release_sub_module`)."""
         own = self._own[module]
         going: Collection[int] = own
         if own and self._is_known:
@@ -119,7 +118,7 @@ class SimulatedPrefetch:
                 self._drop(parameter)
 
     def _keep_for_backward(self, parameter: int) -> None:
-        """A frozen parameter fetched to recompute stays until the module's backward is over that asked for it.
+        """Keep a frozen parameter fetched to recompute until the backward of the module that asked for it ends.
 
         (`update_recompute_parameters`)
         """
@@ -128,7 +127,7 @@ class SimulatedPrefetch:
         self._active[parameter].add(owner)
 
     def backward_ends(self) -> None:
-        """Modules whose backward has not announced its end are released (`release_backward_leftovers`)."""
+        """Release modules whose backward has not announced its end (`release_backward_leftovers`)."""
         while self._in_backward:
             module, _ = self._in_backward.popitem()
             for parameter in (*self._own[module], *self._recomputed.pop(module, ())):
@@ -137,7 +136,7 @@ class SimulatedPrefetch:
                     self._drop(parameter)
 
     def split_all(self) -> None:
-        """Everything is released before the optimizer step (`release_and_reset_all`)."""
+        """Release everything before the optimizer step (`release_and_reset_all`)."""
         for parameter in range(len(self._status)):
             if parameter in self._in_flight:
                 self._land(parameter)
@@ -145,7 +144,10 @@ class SimulatedPrefetch:
             self._drop(parameter)
 
     def gather_persistent(self) -> None:
-        """After the optimizer step, each into a buffer of its own (`DeepSpeedZeroOptimizer_Stage3._post_step`)."""
+        """Gather persistent parameters after the optimizer step, each into a buffer of its own.
+
+        (`DeepSpeedZeroOptimizer_Stage3._post_step`)
+        """
         persistent = [parameter for parameter, stays in enumerate(self._is_persistent) if stays]
         if self._setting.world_size == 1:
             self._take_whole(persistent)
@@ -157,19 +159,6 @@ class SimulatedPrefetch:
                 self._stream.dies(copy)
         for parameter in persistent:
             self._status[parameter] = GATHERED
-
-    def keep_secondary(self, parameter: int) -> None:
-        """A whole parameter is about to go: its group of ranks keeps it between them (`Init._partition_param_sec`)."""
-        if self._setting.secondary_partition > 1 and self._secondary[parameter] < 0:
-            size_bytes = self._setting.secondary_bytes(parameter)
-            self._secondary[parameter] = self._stream.born(size_bytes, "aten.empty.memory_format", PARAMETERS)
-
-    def forget_secondary(self) -> None:
-        """After the update what groups keep is old; not of frozen parameters (`invalidate_secondary_tensor`)."""
-        for parameter, is_trained in enumerate(self._setting.trainable):
-            if is_trained:
-                self._stream.dies(self._secondary[parameter])
-                self._secondary[parameter] = -1
 
     def _buffers(self, parameters: list[int]) -> list[int]:
         if len(parameters) == 1:
@@ -184,28 +173,19 @@ class SimulatedPrefetch:
         ]
 
     def _copies(self, parameters: list[int]) -> list[int]:
-        """Own parts from the host, which they come from to be gathered."""
+        """Copy own parts from the host, to be gathered."""
         if not self._setting.offloads_parameters:
             return []
         parts = [self._setting.part_bytes(parameter) for parameter in parameters]
         return [self._stream.born(part_bytes, "aten._to_copy.default", COMMUNICATION) for part_bytes in parts]
 
     def _take_whole(self, parameters: list[int]) -> None:
-        """On one rank nothing is gathered: the part is the whole, or its copy from the host."""
+        """Take the part as the whole, or its copy from the host: on one rank nothing is gathered."""
         for parameter, copy in zip(parameters, self._copies(parameters), strict=False):
             self._storage[parameter] = copy
 
     def _gather(self, parameters: list[int]) -> None:
-        """From groups of ranks what they keep, the rest from all (`__all_gather_params_`)."""
-        if self._setting.secondary_partition == 1:
-            self._gather_at_once(parameters)
-            return
-        self._gather_at_once([parameter for parameter in parameters if self._secondary[parameter] >= 0])
-        self._gather_at_once([parameter for parameter in parameters if self._secondary[parameter] < 0])
-
-    def _gather_at_once(self, parameters: list[int]) -> None:
-        if not parameters:
-            return
+        """Gather split parameters together (`__all_gather_params_`)."""
         self.num_gathers += 1
         gathered_bytes = 0
         for parameter in parameters:
@@ -248,7 +228,6 @@ class SimulatedPrefetch:
 
     def _drop(self, parameter: int) -> None:
         if self._status[parameter] == GATHERED and not self._active[parameter]:
-            self.keep_secondary(parameter)
             self._stream.dies(self._storage[parameter])
             self._storage[parameter] = -1
             self._status[parameter] = SPLIT
@@ -267,7 +246,9 @@ class SimulatedPrefetch:
                 parameter, step = queue.popleft()
                 fetched_for[parameter] = step
                 passed.add(parameter)
-        most = min(self._setting.max_live_elements - self._available, self._setting.prefetch_elements)
+        most = min(
+            self._setting.strategy.max_live_elements - self._available, self._setting.strategy.prefetch_bucket_elements
+        )
         wanted: dict[int, None] = {}
         elements = 0
         while queue and elements < most:
@@ -280,7 +261,7 @@ class SimulatedPrefetch:
             self._gather(list(wanted))
 
     def _to_release(self, module: int) -> frozenset[int]:
-        """Those of a module's parameters that are not used again soon; DeepSpeed decides once a step.
+        """Return a module's parameters that are not used again soon; DeepSpeed decides once a step.
 
         (`__params_to_release`)
         """
@@ -293,9 +274,10 @@ class SimulatedPrefetch:
             }
             passed = 0
             # DeepSpeed asks of every module that comes what this one gathers: what it owns, or all within
-            seen = self._modules.within if module in self._modules.as_one else self._modules.own
+            is_one = module in self._trace.gathered_as_one
+            seen = self._trace.parameters_within if is_one else self._trace.own_parameters
             for step in range(self._step, len(self._order)):
-                if passed >= self._setting.max_live_elements or not going:
+                if passed >= self._setting.strategy.max_live_elements or not going:
                     break
                 for parameter in seen[self._order[step]]:
                     going.discard(parameter)

@@ -1,31 +1,29 @@
-"""A stream of births and deaths in the making, with micro-steps of a trace played into it.
+"""A stream of births and deaths while it is simulated, the micro-steps of a trace in it, and one rank's setting."""
 
-What a ZeRO optimizer is told.
-"""
-
-from dataclasses import dataclass
 from typing import Protocol
 
 from frugal.config.hardware.cluster import DeviceKind
 from frugal.config.optimizers import EIGHT_BIT_BLOCK, SMALLEST_EIGHT_BIT, OptimizerImplementation, OptimizerName
+from frugal.config.request import Request
 from frugal.planning.memory.host_allocator import HostAllocator
 from frugal.planning.memory.timeline import OPTIMIZER, TEMPORARY, MarkKind, ModelTrace, Timeline, TimelineBuilder
+from frugal.planning.strategy import Strategy
 
 
 class Optimizer(Protocol):
     """A ZeRO optimizer at work on a stream."""
 
     def gradient(self, parameter: int, storage: int) -> None:
-        """Autograd has finished the gradient of a trainable parameter. Whoever wants to keep it holds `storage`."""
+        """Handle the finished gradient of a trainable parameter; to keep it, hold `storage`."""
         ...
 
     def module(self, kind: MarkKind, number: int, hold: int) -> None:
-        """One of the marks of ZeRO-3, see `frugal.planning.memory.timeline`."""
+        """Handle one of the marks of ZeRO-3, see `frugal.planning.memory.timeline`."""
         ...
 
 
 class Stream:
-    """Births, deaths and phases, in order. A storage without bytes is none: its number is -1."""
+    """Births, deaths and phases, in order. An empty storage has the number -1."""
 
     def __init__(self, names: tuple[str, ...]) -> None:
         self._timeline = TimelineBuilder(names)
@@ -33,59 +31,59 @@ class Stream:
         self._over: set[int] = set()  # held although everybody else is done with it
 
     def phase(self, name: str) -> None:
-        """From now on it is this phase."""
+        """Begin a phase."""
         self._timeline.phase(name)
 
     def empty_cache(self) -> None:
-        """The allocator gives back what it does not use."""
+        """Have the allocator give back unused memory."""
         self._timeline.empty_cache()
 
     def born(self, size_bytes: int, operator: str, category: int = TEMPORARY) -> int:
-        """A storage begins; its number."""
+        """Begin a storage and return its number."""
         if size_bytes == 0:
             return -1
         return self._timeline.born(size_bytes, category, operator)
 
     def dies(self, storage: int) -> None:
-        """It is gone; or will be, when nobody holds it."""
+        """End a storage, as soon as nothing holds it."""
         if self._held.get(storage):
             self._over.add(storage)
         elif storage >= 0:
             self._timeline.events.append(storage)
 
     def hold(self, storage: int) -> None:
-        """Keep it beyond its death, until it is released as often."""
+        """Keep a storage beyond its death, until it is released as often as it is held."""
         self._held[storage] = self._held.get(storage, 0) + 1
 
     def release(self, storage: int) -> None:
-        """One holds it less."""
+        """Undo one `hold`."""
         self._held[storage] -= 1
         if not self._held[storage] and storage in self._over:
             self._over.discard(storage)
             self.dies(storage)
 
     def flash(self, size_bytes: int, operator: str, category: int = TEMPORARY) -> None:
-        """A storage begins and ends at once."""
+        """Begin and end a storage at once."""
         self.dies(self.born(size_bytes, operator, category))
 
     def norm(self, elements: int, category: int = TEMPORARY) -> int:
-        """The norm of so many elements, taken of a copy in fp64 (`get_norm_dtype` of zero/utils.py)."""
+        """Take a norm of a copy in fp64 (`get_norm_dtype` of zero/utils.py); return its storage."""
         copy = self.born(elements * 8, "aten._to_copy.default", category)
         norm = self.born(8, "aten.linalg_vector_norm.default", TEMPORARY)
         self.dies(copy)
         return norm
 
     def relabel(self, storage: int, category: int) -> None:
-        """What it is for has changed."""
+        """Change the category of a storage."""
         if storage >= 0:
             self._timeline.categories[storage] = category
 
     def timeline(self) -> Timeline:
-        """Everything so far."""
+        """Return the stream so far."""
         return self._timeline.timeline()
 
     def add(self, stream: Timeline) -> int:
-        """Make room for the storages of `stream`, whose names this stream was made with; the number of the first."""
+        """Add the storages of `stream`, whose names this one was made with; return the number of the first."""
         first = len(self._timeline.fixed)
         self._timeline.fixed += stream.fixed
         self._timeline.per_sample += stream.per_sample
@@ -95,12 +93,12 @@ class Stream:
         return first
 
     def extend(self, events: list[int]) -> None:
-        """What happens next."""
+        """Append events."""
         self._timeline.events += events
 
 
 class PinnedBlocks:
-    """The host's memory while it is used. On a CPU the host is the device, and all of it belongs to the stream."""
+    """The host's memory. On a CPU the host is the device, and all of it belongs to the stream."""
 
     def __init__(self, stream: Stream, kind: DeviceKind) -> None:
         self._stream = stream
@@ -111,11 +109,11 @@ class PinnedBlocks:
 
     @property
     def peak_bytes(self) -> int:
-        """The most at once."""
+        """The most bytes at once."""
         return self._allocator.peak_bytes
 
     def born(self, size_bytes: int, operator: str, category: int = TEMPORARY, *, pinned: bool = False) -> int:
-        """A storage begins; its number."""
+        """Begin a storage and return its number."""
         if self._is_device:
             return self._stream.born(size_bytes, operator, category)
         self._allocator.allocate(size_bytes, pinned=pinned)
@@ -125,18 +123,18 @@ class PinnedBlocks:
         return len(self._sizes) - 1
 
     def beside(self, size_bytes: int) -> int | None:
-        """A storage that begins on the host of a device; None where that is the device, which has it already."""
+        """Begin a storage on the host of a device; None where the host is the device, which has it already."""
         return None if self._is_device else self.born(size_bytes, "aten.empty.memory_format")
 
     def dies(self, storage: int) -> None:
-        """It is gone."""
+        """End a storage."""
         if self._is_device:
             self._stream.dies(storage)
         else:
             self._allocator.release(self._sizes[storage], pinned=storage in self._pinned)
 
     def pinned(self, storage: int, *, keep: bool = False) -> int:
-        """A copy of a storage in pinned memory, in place of it unless it is kept; on a CPU itself."""
+        """Return a copy of a storage in pinned memory, in place of it unless it is kept; on a CPU itself."""
         if self._is_device:
             return storage
         copy = self.born(HostAllocator.pinned_bytes(self._sizes[storage]), "pin memory", pinned=True)
@@ -146,7 +144,7 @@ class PinnedBlocks:
 
 
 class MicroStep:
-    """One micro-step of a trace, played phase by phase into a stream."""
+    """A micro-step of a trace, played phase by phase into a stream."""
 
     def __init__(self, stream: Stream, trace: ModelTrace) -> None:
         self._stream = stream
@@ -156,7 +154,7 @@ class MicroStep:
         self._ranges = dict(trace.stream.phase_ranges)
 
     def play(self, phase: str, optimizer: Optimizer) -> None:
-        """All events of one of the trace's phases; `optimizer` is told of the marks."""
+        """Play all events of one of the trace's phases; `optimizer` handles the marks."""
         position, end = self._ranges[phase].start, self._ranges[phase].stop
         stream, events = self._stream, self._events
         death, gradient = MarkKind.DEATH, MarkKind.GRADIENT  # looking up a member takes as long as the rest of the loop
@@ -175,80 +173,55 @@ class MicroStep:
 
 
 SIMULATED: dict[OptimizerName, OptimizerImplementation | None] = {"adamw": "fused", "sgd": "fused", "adamw-8bit": None}
-"""Optimizers, and whose kernels take no memory besides the states that they keep."""
+"""The optimizers that are simulated, with the kernels that take no memory besides their states."""
 
 
-@dataclass(frozen=True, kw_only=True)
 class Setting:
-    """One rank's part in training.
+    """The part of one rank in training, read by the simulated optimizers.
 
     Attributes:
-        zero_stage: 0-3.
+        strategy: the buckets and places of DeepSpeed's optimizer.
         elements: of every trainable parameter, in the model's order.
         all_elements: of every parameter.
         trainable: of every parameter, whether it is trained.
         element_bytes: of the model's type.
         item_bytes: of an element of every parameter; those of quantised weights are bytes.
-        bucket_elements: of the gradient bucket.
-        prefetch_elements: ZeRO-3, parameter elements gathered ahead of their use.
-        max_live_elements: ZeRO-3, gathered parameter elements at most, and how soon one must be used again to stay.
-        persistence_elements: ZeRO-3, parameters up to this size stay gathered.
-        sub_group_elements: ZeRO-3, elements updated together.
-        optimizer: what updates the parameters; SGD without momentum.
         state_bytes: of a master weight, and of a state where it is not in blocks.
         offloads_optimizer: whether optimizer states live on the host.
-        offload_ratio: the share of the sub-groups that are updated on the host, where the optimizer lives there.
         offloads_parameters: whether parameters live on the host, too, between uses.
-        secondary_partition: ZeRO-3, ranks that keep all parameters together between the forward and the step; 1: none.
-        world_size: ranks.
-        rank: this one.
     """
 
-    zero_stage: int
-    elements: tuple[int, ...]
-    all_elements: tuple[int, ...]
-    trainable: tuple[bool, ...]
-    element_bytes: int
-    item_bytes: tuple[int, ...]
-    bucket_elements: int
-    prefetch_elements: int
-    max_live_elements: int
-    persistence_elements: int
-    sub_group_elements: int
-    optimizer: OptimizerName
-    state_bytes: int
-    offloads_optimizer: bool
-    offload_ratio: float
-    offloads_parameters: bool
-    secondary_partition: int
-    world_size: int
-    rank: int
+    def __init__(self, trace: ModelTrace, request: Request, strategy: Strategy, *, world_size: int, rank: int) -> None:
+        self.strategy, self.world_size, self.rank = strategy, world_size, rank
+        self.elements, self.all_elements, self.trainable = trace.trainable_elements, trace.elements, trace.trainable
+        self.element_bytes, self.state_bytes = trace.element_bytes, request.master_bytes_per_element
+        sizes = zip(trace.sizes_bytes, trace.elements, strict=True)
+        self.item_bytes = tuple(size_bytes // max(1, n) for size_bytes, n in sizes)
+        self.offloads_optimizer = strategy.offload_optimizer == "cpu"
+        self.offloads_parameters = strategy.offload_parameters == "cpu"
+        self._optimizer = request.optimizer
 
     def part_elements(self, parameter: int) -> int:
-        """Of one of a parameter's equal parts."""
+        """Return the elements of one of a parameter's equal parts."""
         return -(-self.all_elements[parameter] // self.world_size)
 
     def make_states(self, elements: int, place: Stream | PinnedBlocks) -> list[int]:
-        """The optimizer makes the states of a tensor at its first step; their storages.
+        """Make the states of a tensor, as at the optimizer's first step, and return their storages.
 
         8-bit AdamW as in `frugal.deepspeed_adapter.simulate.fake_device.AdamW8bit`. Left out: its two maps of 1 KiB.
         """
-        if self.optimizer == "sgd":
+        if self._optimizer == "sgd":
             return []
-        if self.optimizer == "adamw" or elements < SMALLEST_EIGHT_BIT:
+        if self._optimizer == "adamw" or elements < SMALLEST_EIGHT_BIT:
             sizes = [elements * self.state_bytes]
         else:
             sizes = [elements, -(-elements // EIGHT_BIT_BLOCK) * 4]
         return [place.born(size_bytes, "aten.zeros_like.default", OPTIMIZER) for size_bytes in 2 * sizes]
 
     def part_bytes(self, parameter: int) -> int:
-        """Of the same."""
+        """Return the bytes of one of a parameter's equal parts."""
         return self.part_elements(parameter) * self.item_bytes[parameter]
 
-    def secondary_bytes(self, parameter: int) -> int:
-        """Of one of the parts that the ranks of a group keep between them."""
-        return self.whole_bytes(parameter) // self.secondary_partition
-
     def whole_bytes(self, parameter: int) -> int:
-        """Of one parameter put together from equal parts."""
+        """Return the bytes of a parameter put together from equal parts."""
         return self.part_bytes(parameter) * self.world_size

@@ -50,7 +50,7 @@ class SimulatedZero12:
         self._norms: list[int] = []  # of own gradients that went to the host
 
     def initialise(self, parameters: list[int]) -> None:
-        """From the model's trainable parameters on the device to the flat ones.
+        """Make the flat parameters from the model's trainable ones on the device.
 
         (`__init__`, `initialize_optimizer_states`)
         """
@@ -74,8 +74,10 @@ class SimulatedZero12:
             stream.flash(self._part * setting.state_bytes, "aten.zeros.default")
 
     def _initialise_on_host(self) -> None:
-        """Master weights, their copy in the model's type and their gradient; buffers for the largest gradient on both
-        sides (`__init__`, `initialize_optimizer_states`)."""
+        """Make master weights, their copy in the model's type, their gradient, and buffers for the largest gradient.
+
+        (`__init__`, `initialize_optimizer_states`)
+        """
         stream, host, size = self._stream, self._host, self._setting.element_bytes
         state_bytes = self._setting.state_bytes
         clone = stream.born(self._part * size, "aten.clone.default")
@@ -92,17 +94,17 @@ class SimulatedZero12:
             host.dies(copy)  # a local variable to the end
 
     def begin(self, *, is_boundary: bool) -> None:
-        """A backward begins; `is_boundary`: the optimizer step comes after it."""
+        """Begin a backward; `is_boundary`: the optimizer step comes after it."""
         self._is_boundary = is_boundary
 
     def gradient(self, parameter: int, storage: int) -> None:
-        """See `Optimizer` (`process_gradients`)."""
+        """Handle a gradient (`process_gradients`)."""
         if self._bucket < 0:
             size = self._setting.element_bytes
             self._bucket = self._stream.born(
-                self._setting.bucket_elements * size, "aten.empty.memory_format", COMMUNICATION
+                self._setting.strategy.reduce_bucket_elements * size, "aten.empty.memory_format", COMMUNICATION
             )
-        if self._setting.zero_stage == 2:
+        if self._setting.strategy.zero_stage == 2:
             self._stream.hold(storage)
             self._into_bucket(parameter, storage)
         elif parameter not in self._accumulated:  # later micro-steps are added in place
@@ -111,11 +113,11 @@ class SimulatedZero12:
             self._accumulated[parameter] = storage
 
     def module(self, kind: MarkKind, number: int, hold: int) -> None:
-        """Modules have their parameters at hand."""
+        """Do nothing: modules have their parameters at hand."""
 
     def end(self) -> None:
-        """Backward is over (`independent_gradient_partition_epilogue`)."""
-        if self._setting.zero_stage == 1:
+        """End backward (`independent_gradient_partition_epilogue`)."""
+        if self._setting.strategy.zero_stage == 1:
             if not self._is_boundary:
                 return  # the bucket stays, too
             for parameter in sorted(self._accumulated):
@@ -141,7 +143,7 @@ class SimulatedZero12:
         self._bucket = -1
 
     def step(self) -> None:
-        """The optimizer step (`step`)."""
+        """Take the optimizer step (`step`)."""
         stream, setting = self._stream, self._setting
         if setting.offloads_optimizer:
             self._step_on_host()
@@ -185,9 +187,9 @@ class SimulatedZero12:
         (`reduce_independent_p_g_buckets_and_remove_grads`)
         """
         n = self._setting.elements[parameter]
-        if self._bucket_elements + n > self._setting.bucket_elements:
+        if self._bucket_elements + n > self._setting.strategy.reduce_bucket_elements:
             self._flush()
-        if n > self._setting.bucket_elements:
+        if n > self._setting.strategy.reduce_bucket_elements:
             self._oversized[parameter] = self._cloned(storage, n) if self._setting.offloads_optimizer else storage
         else:
             self._stream.release(storage)
@@ -195,7 +197,7 @@ class SimulatedZero12:
         self._bucket_parameters.append(parameter)
 
     def _cloned(self, storage: int, elements: int) -> int:
-        """A copy of a gradient that is held in its place (`reduce_independent_p_g_buckets_and_remove_grads`)."""
+        """Hold a copy of a gradient in its place (`reduce_independent_p_g_buckets_and_remove_grads`)."""
         clone = self._stream.born(elements * self._setting.element_bytes, "aten.clone.default", COMMUNICATION)
         self._stream.hold(clone)
         self._stream.dies(clone)  # when it is released
@@ -210,7 +212,7 @@ class SimulatedZero12:
         group: list[tuple[int, bool]] = []
         for piece in slices:
             group.append(piece)
-            if sum(n for n, _ in group) > self._setting.bucket_elements:
+            if sum(n for n, _ in group) > self._setting.strategy.reduce_bucket_elements:
                 self._reduce(group)
                 group = []
         if group:
@@ -228,7 +230,7 @@ class SimulatedZero12:
                     kept = sum(self._setting.elements[own] for own in self._own)
                     self._copied = self._stream.born(kept * 4, "aten.empty.memory_format", COMMUNICATION)
                     self._copies.append(self._copied)
-            elif self._setting.zero_stage == 1:
+            elif self._setting.strategy.zero_stage == 1:
                 continue
             if parameter in self._oversized:
                 self._stream.release(self._oversized.pop(parameter))
@@ -236,8 +238,10 @@ class SimulatedZero12:
         self._bucket_elements = 0
 
     def _slices(self) -> list[tuple[int, bool]]:
-        """The bucket cut by owner: elements, and whether they are this rank's. Neighbours of one owner are merged,
-        but for own ones that have an output of their own (`average_tensor`)."""
+        """Cut the bucket by owner: elements, and whether they are this rank's.
+
+        Neighbours of one owner are merged, except own ones that have an output of their own (`average_tensor`).
+        """
         slices: list[tuple[int, bool]] = []
         previous = -1
         for parameter in self._bucket_parameters:

@@ -16,7 +16,7 @@ from frugal.planning.memory.timeline import (
     PARAMETERS,
     TEMPORARY,
     MarkKind,
-    ModuleParameters,
+    ModelTrace,
 )
 from frugal.planning.strategy import num_groups_on_device, sub_groups
 
@@ -24,16 +24,18 @@ from frugal.planning.strategy import num_groups_on_device, sub_groups
 class SimulatedZero3:
     """The ZeRO-3 optimizer of one rank."""
 
-    def __init__(self, stream: Stream, host: PinnedBlocks, setting: Setting, modules: ModuleParameters) -> None:
+    def __init__(self, stream: Stream, host: PinnedBlocks, setting: Setting, trace: ModelTrace) -> None:
         self._stream = stream
         self._host = host
         self._micro_step = 0
         self._is_boundary = True
         self._setting = setting
-        self._gathering = SimulatedPrefetch(stream, setting, modules)
+        self._gathering = SimulatedPrefetch(stream, setting, trace)
         self._parts = [-(-n // setting.world_size) for n in setting.elements]
-        self._groups = sub_groups(self._parts, setting.sub_group_elements)
-        self._on_device = num_groups_on_device(len(self._groups), setting.offload_ratio)  # of an offloaded optimizer
+        self._groups = sub_groups(self._parts, setting.strategy.sub_group_elements)
+        self._on_device = num_groups_on_device(
+            len(self._groups), setting.strategy.offload_ratio
+        )  # of an offloaded optimizer
         self._bucket_parameters: list[int] = []
         self._bucket_elements = 0
         self._oversized: dict[int, int] = {}  # parameter larger than the bucket -> storage of its gradient
@@ -52,7 +54,7 @@ class SimulatedZero3:
         }
 
     def initialise(self, *, one_by_one: bool) -> None:
-        """Parameters are split, as they arrive `one_by_one` or all at once; the parts of trained ones move together.
+        """Split parameters as they arrive, `one_by_one` or all at once, and move the parts of trained ones together.
 
         (`_setup_for_real_optimizer`, `_create_fp16_partitions_with_defragmentation`)
         """
@@ -63,7 +65,6 @@ class SimulatedZero3:
         there = [] if one_by_one else [stream.born(size_bytes, "building", PARAMETERS) for size_bytes in sizes]
         for i, (size_bytes, is_trained) in enumerate(zip(sizes, setting.trainable, strict=True)):
             whole = stream.born(size_bytes, "to device", PARAMETERS) if one_by_one else there[i]
-            self._gathering.keep_secondary(i)
             part_bytes = setting.part_bytes(i)
             if setting.offloads_parameters:
                 part = self._host.pinned(self._host.born(part_bytes, "aten.empty.memory_format", PARAMETERS))
@@ -90,7 +91,7 @@ class SimulatedZero3:
                 stream.born(group * setting.state_bytes, "aten.clone.default", OPTIMIZER)
                 stream.dies(converted)
             stream.flash(max(self._groups) * setting.state_bytes, "aten.zeros.default")
-        stream.born(setting.bucket_elements * size, "aten.empty.memory_format", COMMUNICATION)
+        stream.born(setting.strategy.reduce_bucket_elements * size, "aten.empty.memory_format", COMMUNICATION)
         if setting.offloads_optimizer:
             self._host.pinned(self._host.born(sum(self._parts) * 4, "aten.zeros.default", GRADIENTS))
         else:
@@ -102,7 +103,7 @@ class SimulatedZero3:
         stream.dies(whole)
 
     def _initialise_on_host(self) -> None:
-        """Master weights and their gradients (`_create_fp32_partitions`, `initialize_optimizer_states`).
+        """Make master weights and their gradients (`_create_fp32_partitions`, `initialize_optimizer_states`).
 
         Parameters that are there in the masters' type already are only copied once. The gradients of groups that are
         updated on the device are made on the host, too, and copied.
@@ -135,15 +136,15 @@ class SimulatedZero3:
 
     @property
     def gathers(self) -> tuple[int, int]:
-        """All-gathers of the last micro-step, and the elements they brought."""
+        """The all-gathers of the last micro-step and the elements they brought."""
         return self._gathering.num_gathers, self._gathering.gathered_elements
 
     def begin(self, *, is_boundary: bool) -> None:
-        """A backward begins; `is_boundary`: the optimizer step comes after it."""
+        """Begin a backward; `is_boundary`: the optimizer step comes after it."""
         self._is_boundary = is_boundary
 
     def module(self, kind: MarkKind, number: int, hold: int) -> None:
-        """See `Optimizer`."""
+        """Handle a mark of ZeRO-3."""
         self._at_marks[kind](number, hold)
 
     def _hold(self, parameter: int, hold: int) -> None:
@@ -154,31 +155,30 @@ class SimulatedZero3:
         self._stream.release(self._held[hold].popleft())  # of the earlier micro-step, whose graph may end after forward
 
     def gradient(self, parameter: int, storage: int) -> None:
-        """See `Optimizer` (`reduce_independent_p_g_buckets_and_remove_grads`, `__add_grad_to_ipg_bucket`)."""
+        """Handle a gradient (`reduce_independent_p_g_buckets_and_remove_grads`, `__add_grad_to_ipg_bucket`)."""
         n = self._setting.elements[parameter]
-        if self._bucket_elements and self._bucket_elements + n > self._setting.bucket_elements:
+        if self._bucket_elements and self._bucket_elements + n > self._setting.strategy.reduce_bucket_elements:
             self._flush()
-        if n > self._setting.bucket_elements:
+        if n > self._setting.strategy.reduce_bucket_elements:
             self._stream.hold(storage)
             self._oversized[parameter] = storage
         self._bucket_elements += n
         self._bucket_parameters.append(parameter)
 
     def end(self) -> None:
-        """Backward is over (`independent_gradient_partition_epilogue`)."""
+        """End backward (`independent_gradient_partition_epilogue`)."""
         self._flush()
         self._gathering.backward_ends()
         self._micro_step += 1
 
     def step(self) -> None:
-        """The optimizer step, one group of parts after the other (`step`)."""
+        """Take the optimizer step, one group of parts after the other (`step`)."""
         stream = self._stream
         self._gathering.split_all()
         self._micro_step = 0
         if self._setting.offloads_optimizer:
             self._step_on_host()
             self._gathering.gather_persistent()
-            self._gathering.forget_secondary()
             return
         for norm in [stream.norm(part) for part in self._parts]:
             stream.dies(norm)
@@ -194,7 +194,6 @@ class SimulatedZero3:
             stream.dies(gradient)
         self._has_states = True
         self._gathering.gather_persistent()
-        self._gathering.forget_secondary()
 
     def _step_on_host(self) -> None:
         if not self._has_states:
@@ -247,12 +246,12 @@ class SimulatedZero3:
         self._bucket_elements = 0
 
     def _own_part(self, elements: int) -> int:
-        """Elements of a parameter that are really this rank's; the last ranks may have less than a part."""
+        """Return the elements of a parameter that are really this rank's; the last ranks may have less than a part."""
         part = -(-elements // self._setting.world_size)
         return max(0, min(part, elements - part * self._setting.rank))
 
     def _to_host(self, parts: list[int]) -> None:
-        """Gradients are added up on the device and kept on the host (`partition_grads`).
+        """Sum gradients on the device and keep them on the host (`partition_grads`).
 
         The first micro-step only copies.
         """

@@ -1,53 +1,52 @@
-"""Closes the ports at which gloo listens, once all ranks of a group are connected.
+"""Closes the ports at which gloo and the store listen, once all ranks of a group are connected.
 
-gloo lets in everyone who connects, and never stops listening: a stranger could use up a rank's descriptors, or take
-the place of a rank in a group that is made later. It needs its port only until a group's ranks are connected, and gives
-each group a port of its own; from then on the kernel is told to drop whatever comes to that port.
+gloo accepts every connection, and never stops listening: a stranger could use up a rank's descriptors, or take the
+place of a rank in a group that is made later. It needs its port only until a group's ranks are connected, and gives
+each group a port of its own; from then on the kernel drops what comes to that port. The same holds for TCPStore.
 
-Left out: the moments until a group is connected, NCCL, which goes on making connections (they begin with a number that
-only the run's store tells), and other systems than Linux.
+Left out: the moments until a group is connected; NCCL, which makes connections later, to other ranks and to the store;
+and other systems than Linux.
 """
 
 import ctypes
 import os
 import socket
-import stat
 import struct
 import sys
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
-from pathlib import Path
+
+import psutil  # type: ignore[import-untyped]  # has no types
 
 _SO_ATTACH_FILTER = 26
-_DROP_ALL = struct.pack("HBBI", 0x06, 0, 0, 0)  # of the Berkeley packet filter: return 0 bytes
+_DROP_ALL = struct.pack("HBBI", 0x06, 0, 0, 0)  # Berkeley packet filter: return 0 bytes
 
 
 @contextmanager
-def closed_afterwards() -> Iterator[None]:
-    """Ports that this process begins to listen at inside the `with` block take no connections after it."""
+def closed_afterwards(also: socket.socket | None = None) -> Iterator[None]:
+    """Have ports at which this process begins to listen inside the `with` block take no connections after it.
+
+    The same goes for the port of `also`, which listens already.
+    """
     if sys.platform != "linux":
         yield
         return
     before = set(_listening().values())
     yield
-    for number, inode in _listening().items():
-        if inode not in before:
+    if also is not None:
+        _close_to_new(also.fileno())
+    for number, port in _listening().items():
+        if port not in before:
             _close_to_new(number)
 
 
 def _listening() -> dict[int, int]:
-    """Descriptors and inodes of this process's sockets that listen to a network."""
-    inodes = {}
-    for path in Path("/proc/self/fd").iterdir():
-        number = int(path.name)
-        with suppress(OSError):  # it is closed by now
-            if not stat.S_ISSOCK(os.fstat(number).st_mode):
-                continue
-            with socket.socket(fileno=os.dup(number)) as sock:
-                is_network = sock.family in (socket.AF_INET, socket.AF_INET6)
-                if is_network and sock.getsockopt(socket.SOL_SOCKET, socket.SO_ACCEPTCONN):
-                    inodes[number] = os.fstat(number).st_ino
-    return inodes
+    """Return descriptors and ports of this process's sockets that listen to a network."""
+    return {
+        each.fd: each.laddr.port
+        for each in psutil.Process().net_connections("inet")
+        if each.status == psutil.CONN_LISTEN
+    }
 
 
 def _close_to_new(number: int) -> None:

@@ -1,8 +1,8 @@
 """The secret of a run, by which its ranks know each other from strangers.
 
 `frugal train` makes one of 256 bits for each run and gives it to its ranks: in their environment, which only the same
-user can read, or over ssh by a file that only he can read. Who starts ranks otherwise names such a file to all of them,
-in FRUGAL_SECRET_FILE. Ranks of one host that were given nothing share a file in their user's cache folder.
+user can read; on other hosts it arrives through ssh's standard input. Ranks that are started otherwise are given a
+file, in FRUGAL_SECRET_FILE. Ranks of one host that were given nothing share a file in their user's cache folder.
 """
 
 import os
@@ -25,13 +25,13 @@ _MAKE_ONE = f"(umask 077; head -c 32 /dev/urandom | base64 > FILE), then export 
 
 
 def make() -> str:
-    """A new secret of 256 bits."""
+    """Return a new secret of 256 bits."""
     return secrets.token_hex(32)
 
 
 @cache  # the variable is taken out of the environment, where what a rank starts would inherit it
 def of_run() -> bytes | None:
-    """This run's secret; None where the ranks of several hosts were given none.
+    """Return this run's secret; None where the ranks of several hosts were given none.
 
     Raises:
         RequestError: the file cannot be read, others could read it too, or it is too short.
@@ -45,7 +45,7 @@ def of_run() -> bytes | None:
 
 
 def read(path: Path) -> bytes:
-    """The secret in a file. Raises as `of_run`."""
+    """Return the secret in a file. Raises as `of_run`."""
     try:
         descriptor = os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC)  # a fifo would be waited for
     except OSError as error:
@@ -77,7 +77,7 @@ def _long_enough(secret: bytes, where: str) -> bytes:
 
 
 def _of_user() -> bytes | None:
-    """That of this user on this host, made when first asked for; None where there is no folder for it."""
+    """Return this user's secret on this host, made on first use; None where there is no folder for it."""
     path = Path(platformdirs.user_cache_dir("frugal")) / "secret"
     with suppress(OSError):
         path.parent.mkdir(parents=True, exist_ok=True)

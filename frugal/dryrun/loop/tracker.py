@@ -39,7 +39,7 @@ from frugal.planning.memory.timeline import (
     PARAMETERS,
     TEMPORARY,
 )
-from frugal.training.measure.memory_watch import tensors_in
+from frugal.torch_internals import tensors_in
 
 aten = torch.ops.aten
 

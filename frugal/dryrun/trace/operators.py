@@ -38,7 +38,8 @@ from torch.utils.flop_counter import flop_registry, register_flop_formula, sdpa_
 
 from frugal import torch_internals
 from frugal.planning.memory.host_allocator import HostAllocator
-from frugal.training.measure.memory_watch import tensors_in, traffic
+from frugal.torch_internals import tensors_in
+from frugal.training.measure.memory_watch import traffic
 
 aten = torch.ops.aten
 

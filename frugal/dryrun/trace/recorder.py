@@ -40,7 +40,8 @@ from frugal.planning.memory.timeline import (
     Timeline,
     TimelineBuilder,
 )
-from frugal.training.measure.memory_watch import StorageWatch, cpu_pace, tensors_in
+from frugal.torch_internals import tensors_in
+from frugal.training.measure.memory_watch import StorageWatch, cpu_pace
 from frugal.training.models.loading import quantised
 from frugal.training.models.tiling import slices
 

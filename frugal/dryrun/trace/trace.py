@@ -41,7 +41,7 @@ from frugal.planning.memory.timeline import (
     TimelineBuilder,
 )
 from frugal.planning.strategy import ActivationCheckpointing, LayerMode
-from frugal.training.measure.memory_watch import tensors_in
+from frugal.torch_internals import tensors_in
 from frugal.training.models import activation_checkpointing, tiled_loss, transformers_internals
 from frugal.training.models.loading import quantised
 from frugal.training.models.sequence import attention

@@ -76,13 +76,12 @@
   const gpuCounts = unique(known.map(([gpus]) => gpus)).sort((a, b) => a - b);
   const lengths = unique(known.map(([, length]) => length)).sort((a, b) => a - b);
 
-  const TRAITS = ["stage", "checkpointing", "loss", "offload", "mlp", "within", "sharing", "buckets"];
-  const PLAIN = { mlp: "plain", within: 1, sharing: 1, buckets: "usual" }; // of traits that are seldom another
+  const TRAITS = ["stage", "checkpointing", "loss", "offload", "mlp", "sharing", "buckets"];
+  const PLAIN = { mlp: "plain", sharing: 1, buckets: "usual" }; // of traits that are seldom another
   const percent = (ratio) => `${Number((100 * ratio).toPrecision(3))} %`;
   const offloaded = (value) => ({ none: "nothing", optimizer: "optimizer to the host", all: "optimizer and parameters to the host" })[value] ?? (value.startsWith("optimizer ") ? `${percent(value.split(" ")[1])} of the optimizer to the host` : value);
   const WORDS = {
     stage: (value) => `ZeRO-${value}`, offload: offloaded,
-    within: (value) => (value > 1 ? `${value} ranks of a node` : "all ranks"),
     sharing: (value) => (value > 1 ? plural(value, written.noun) : "none"),
   };
 
@@ -119,12 +118,10 @@
 
   // What asks `frugal plan` for a choice. Mixtures of layers are found anew: no flag names one.
   function flags(choice) {
-    const { checkpointing, loss, mlp, within, sharing } = choice, [offload, ratio] = choice.offload.split(" ");
+    const { checkpointing, loss, mlp, sharing } = choice, [offload, ratio] = choice.offload.split(" ");
     const mode = checkpointing.includes(" ") ? "budget" : checkpointing;
-    const words = ["--gpus", choice.gpus, "--seq-len", choice.seqLen, "--zero-stage", choice.stage, "--activation-checkpointing", mode, "--loss", loss, "--offload", offload, "--micro-batch", choice.microBatch];
-    if (ratio) words.push("--offload-ratio", ratio);
+    const words = ["--gpus", choice.gpus, "--seq-len", choice.seqLen, "--zero-stage", choice.stage, "--activation-checkpointing", mode, "--loss", loss, "--offload", ratio ? `${offload}:${ratio}` : offload, "--micro-batch", choice.microBatch];
     if (mlp !== PLAIN.mlp) words.push("--mlp", mlp);
-    if (within !== PLAIN.within) words.push("--secondary-partition", within);
     if (sharing !== PLAIN.sharing) words.push("--sequence-parallel", sharing);
     return words.join(" ");
   }

@@ -1,4 +1,4 @@
-"""CUDA's caching allocator: what a step's storages take, under any limit of memory.
+"""CUDA's caching allocator: the memory that a step's storages take, under any limit.
 
 After c10/cuda/CUDACachingAllocator.cpp: requests are rounded to 512 bytes; up to 1 MiB they come from segments of
 2 MiB, up to 10 MiB from segments of 20 MiB, beyond that from their own, rounded to 2 MiB. The smallest free block
@@ -24,8 +24,7 @@ A search replays streams of ten thousand storages dozens of times, so
 - What a limit decides is which new memory is granted. Two limits that grant and refuse the same requests lead through
   the same replay, which is done once. No limit that is asked for is below the live bytes of the peak, so replays of a
   stream under several limits have their beginning in common, up to the first request that those bytes alone refuse.
-- A replay is known again by what was replayed (`KNOWN`), so another plan of the same model, or another process that
-  was given what this one knows, need not do it again.
+- Results are kept by what was replayed (`KnownReplays`), so another plan of the same model need not replay it again.
 
 The tests have an allocator of linked blocks, as torch's is, and hold these replays to it.
 """
@@ -43,7 +42,7 @@ from frugal.planning.memory.free_blocks import ENDLESS, SEGMENT_ROUNDING, SMALL,
 
 @dataclass(frozen=True)
 class Replay:
-    """How a stream of storages went: highest bytes in live blocks and in segments, and whether all were granted.
+    """The result of a replay: highest bytes in live blocks and in segments, and whether all storages were granted.
 
     It goes the same way under every limit from `granted_bytes`, the most that was asked for and granted, to below
     `refused_bytes`, the least that was refused; both with what segments held then. Granted are the bytes reserved at
@@ -57,7 +56,7 @@ class Replay:
     refused_bytes: int
 
     def holds_under(self, limit_bytes: int) -> bool:
-        """Whether the same segments are granted and refused under this limit."""
+        """Return whether the same segments are granted and refused under this limit."""
         return self.granted_bytes <= limit_bytes < self.refused_bytes
 
     @property
@@ -66,8 +65,8 @@ class Replay:
         return max(self.granted_bytes, self.peak_reserved_bytes)
 
 
-KNOWN: dict[str, list[Replay]] = {}
-"""What replays have shown, by the SHA-256 of what was replayed."""
+KnownReplays = dict[str, list[Replay]]
+"""Results of replays, by the SHA-256 of the stream that was replayed."""
 
 
 class Replays:
@@ -85,12 +84,14 @@ class Replays:
         *,
         expandable_segments: bool = False,
         least_bytes: int = ENDLESS,
+        known: KnownReplays | None = None,
     ) -> None:
         self._sizes = array("q", sizes)  # a fifth of a list, and there is one for each micro-batch
         self._events = events
         self._empties = empties
         self._expandable_segments = expandable_segments
         self._least_bytes = least_bytes
+        self._all_known: KnownReplays = {} if known is None else known
 
     @cached_property
     def _known(self) -> list[Replay]:
@@ -98,10 +99,10 @@ class Replays:
         for part in (self._sizes, array("q", self._events), array("q", self._empties)):
             stream.update(f"{len(part)} ".encode())
             stream.update(part)
-        return KNOWN.setdefault(stream.hexdigest(), [])
+        return self._all_known.setdefault(stream.hexdigest(), [])
 
     def under(self, limit_bytes: int = ENDLESS) -> Replay:
-        """The replay on a device with `limit_bytes` for segments."""
+        """Return the replay on a device with `limit_bytes` for segments."""
         for known in self._known:
             if known.holds_under(limit_bytes):
                 return known
@@ -110,16 +111,16 @@ class Replays:
         return replay
 
     def survives(self, limit_bytes: int) -> bool:
-        """Whether the whole stream is granted on a device with so much, and takes no more."""
+        """Return whether the whole stream is granted on a device with `limit_bytes`, and takes no more."""
         replay = self.under(limit_bytes)
         return replay.survived and replay.peak_reserved_bytes <= limit_bytes
 
     def block_bytes(self) -> tuple[int, ...]:
-        """Of every storage the block it lives in where nothing limits the device; 0 for an empty one."""
+        """Return the block of every storage where nothing limits the device; 0 for an empty one."""
         return tuple(length * SMALLEST_BLOCK for length in self._replay(ENDLESS).blocks)
 
     def smallest_capacity(self, wanted_bytes: int = ENDLESS, tolerance: float = 0.002) -> int:
-        """The fewest bytes for segments with which the whole stream survives, at most `tolerance` too many.
+        """Return the fewest bytes for segments with which the whole stream survives, at most `tolerance` too many.
 
         Less than the bytes reserved without a limit, because a full device gives back what it does not use. Bisection:
         between what is allocated at the peak and what is reserved without a limit. Where `wanted_bytes` are enough, the
@@ -142,7 +143,7 @@ class Replays:
         return high
 
     def _replay(self, limit_bytes: int) -> "_State":
-        """How it stands at the end."""
+        """Return the state at the end."""
         begins_alone = limit_bytes <= self._least_bytes
         state = self._at_first if begins_alone else pickle.loads(self._beginning)  # ten times as fast as `deepcopy`
         state.device.limit = limit_bytes // SMALLEST_BLOCK
@@ -151,13 +152,12 @@ class Replays:
 
     @property
     def _at_first(self) -> "_State":
-        """How it stands before the first event."""
         none = [0] * len(self._sizes)
         return _State(DeviceSegments(self._expandable_segments), none, none[:])
 
     @cached_property
     def _beginning(self) -> bytes:
-        """How it stands, pickled, before the first request that is refused with memory for the live bytes alone."""
+        """The pickled state before the first request that is refused with memory for the live bytes alone."""
         state = self._at_first
         state.device.limit = self._least_bytes // SMALLEST_BLOCK
         state.device.gives_back = False
@@ -168,7 +168,7 @@ class Replays:
 
 @dataclass(slots=True)
 class _State:
-    """How a replay stands before event number `event`.
+    """The state of a replay before event number `event`.
 
     Attributes:
         device: with what limits it.
@@ -189,7 +189,7 @@ class _State:
     survived: bool = True
 
     def result(self) -> Replay:
-        """How it went."""
+        """Return the result of the replay."""
         device = self.device
         return Replay(
             peak_allocated_bytes=self.most_allocated * SMALLEST_BLOCK,
@@ -201,7 +201,7 @@ class _State:
 
 
 def _replay(sizes: "array[int]", events: Sequence[int], empties: Sequence[int], state: _State) -> None:
-    """Go on to the end, or to what is refused.
+    """Continue to the end, or to the first refusal.
 
     What nine in ten events do is written out, because calls would take a fifth longer.
     """

@@ -1,4 +1,4 @@
-"""What a training run takes: of a device at its fullest moment, of a node's host memory, and of its disks.
+"""The memory of a training run: of a device at its fullest moment, of a node's host, and of its disks.
 
 Host memory is for the ranks' tensors and for what a process is without any. The resident set of a rank is
 
@@ -74,7 +74,7 @@ class MemoryBreakdown:
         return self.total_bytes - self.slack - self.context
 
     def device_in(self, cluster: Cluster) -> Device:
-        """The device that this is of, by what is usable of it."""
+        """Return the device of this breakdown, found by its usable memory."""
         return min(
             (device for device in cluster.devices if device.usable_bytes == self.usable_bytes),
             key=lambda device: device.memory_bytes,
@@ -82,7 +82,9 @@ class MemoryBreakdown:
         )
 
     def assuming(self, assumptions: Sequence[str]) -> "MemoryBreakdown":
-        """The same where a dry run assumed something of its data, on which activations and temporary tensors depend."""
+        """Widen the bounds where a dry run assumed something of its data, which activations and temporary tensors
+        depend on.
+        """
         if self.interval is None:
             return self
         of_data = self.activations + self.temporary
@@ -90,17 +92,17 @@ class MemoryBreakdown:
 
     @property
     def of_the_step(self) -> int:
-        """What forward and backward take, which keeping less could make less, with what the allocator wastes."""
+        """The bytes of forward and backward, which keeping less could reduce, with what the allocator wastes."""
         return self.activations + self.logits + self.temporary + self.slack
 
     @property
     def headroom_bytes(self) -> int:
-        """What is left of the usable memory; negative: the shortfall. `usable_bytes` does not contain the context."""
+        """The usable memory that is left; negative: the shortfall. `usable_bytes` does not contain the context."""
         return self.usable_bytes - (self.total_bytes - self.context)
 
     @property
     def fits(self) -> bool:
-        """Whether the device holds it."""
+        """True if the device holds it."""
         return self.headroom_bytes >= 0
 
 
@@ -113,12 +115,12 @@ ALLOCATOR_SHARE = 0.03
 
 
 def rank_host_bytes(tensor_bytes: int, kind: str) -> int:
-    """The resident set of a rank whose tensors on the host take `tensor_bytes` at their peak."""
+    """Return the resident set of a rank whose tensors on the host take `tensor_bytes` at their peak."""
     return PROCESS_BYTES[kind] + int(tensor_bytes * (1 + ALLOCATOR_SHARE))
 
 
 def node_host_bytes(tensor_bytes: int, kind: str, ranks_per_node: int) -> int:
-    """That of all ranks of a node, the tensors of the fullest taken for each.
+    """Return the resident sets of all ranks of a node, each with the tensors of the fullest.
 
     A CPU rank's tensors are planned as those of its device, so nothing is counted twice: 0.
     """
@@ -126,7 +128,7 @@ def node_host_bytes(tensor_bytes: int, kind: str, ranks_per_node: int) -> int:
 
 
 def needed_host_bytes(memory: MemoryBreakdown, node: Node, cluster: Cluster) -> int:
-    """What the ranks of `node` take of its host memory, each as much as the fullest, training or loading.
+    """Return the host memory that the ranks of `node` need, each as much as the fullest, training or loading.
 
     On CPU ranks the device is the host: their tensors are those of `memory`.
     """
@@ -134,7 +136,7 @@ def needed_host_bytes(memory: MemoryBreakdown, node: Node, cluster: Cluster) -> 
 
 
 def loading_host_bytes(memory: MemoryBreakdown, node: Node, cluster: Cluster) -> int:
-    """What they take of it while weights are loaded; 0: not known."""
+    """Return the host memory that they need while weights are loaded; 0: unknown."""
     if memory.loading is None:
         return 0
     return ranks_loading_bytes(
@@ -143,13 +145,13 @@ def loading_host_bytes(memory: MemoryBreakdown, node: Node, cluster: Cluster) ->
 
 
 def ranks_loading_bytes(loading: Loading, kind: str, num_ranks: int, *, has_rank_0: bool) -> int:
-    """What so many ranks of a node take of its host while weights are loaded."""
+    """Return the host memory that `num_ranks` of a node need while weights are loaded."""
     rank_0, other = loading.rank_0_bytes, loading.rank_bytes
     return rank_host_bytes(rank_0, kind) * has_rank_0 + rank_host_bytes(other, kind) * (num_ranks - has_rank_0)
 
 
 def training_host_bytes(memory: MemoryBreakdown, node: Node, cluster: Cluster) -> int:
-    """What they take of it from then on."""
+    """Return the host memory that they need from the first step on."""
     if node.devices[0].kind == "cpu":
         return len(node.devices) * rank_host_bytes(memory.live_bytes, "cpu")
     most_ranks = max(len(other.devices) for other in cluster.nodes)
@@ -166,7 +168,7 @@ class Sizes(Protocol):
 
 
 def nvme_bytes(request: Request, strategy: Strategy, model: Sizes, node: Node, cluster: Cluster) -> int:
-    """What the ranks of `node` keep on its NVMe disk.
+    """Return the bytes that the ranks of `node` keep on its NVMe disk.
 
     Each rank keeps its share of what ZeRO-3 splits: master weights and the optimizer's states in fp32 and the summed
     gradients, where the optimizer is offloaded; the parameters, where they are. Left out: that DeepSpeed aligns each
@@ -182,12 +184,12 @@ def nvme_bytes(request: Request, strategy: Strategy, model: Sizes, node: Node, c
 
 
 def saved_parameters(request: Request, model: Sizes) -> int:
-    """Elements of what a run saves as its model: all of it, or adapters without their base."""
+    """Return the elements that a run saves as its model: all, or those of adapters without their base."""
     return model.parameters if request.lora is None else model.trainable_parameters
 
 
 def checkpoint_bytes(request: Request, strategy: Strategy, model: Sizes) -> int:
-    """One saved checkpoint, of all ranks together.
+    """Return the bytes of one saved checkpoint, of all ranks together.
 
     The optimizer's states and the master weights, which only plain fp32 training (ZeRO-0) does without; beside
     them the parameters as they are trained, of which ZeRO-3 saves only those that are not trained, and nobody the base

@@ -18,7 +18,7 @@ ENDLESS = 1 << 60  # bytes; the address space of an expandable segment, and a de
 
 
 def segment_bytes(size: int) -> int:
-    """Bytes of the segment made for a request."""
+    """Return the bytes of the segment made for a request."""
     if size <= SMALL_REQUEST:
         return SMALL_SEGMENT
     if size < OWN_SEGMENT:
@@ -55,7 +55,7 @@ class BlockPool:
         self.holes: dict[int, int] = {}
 
     def take(self, wanted: int) -> Block | None:
-        """The free block that fits best, or as much of it as is wanted; None: none is large enough.
+        """Take the best-fitting free block, or as much of it as is wanted; None: none is large enough.
 
         Written out, because a replay spends half of its time here.
         """
@@ -87,8 +87,9 @@ class BlockPool:
         return None
 
     def _before_holes(self, wanted: int) -> Block:
-        """The block to take where the one that fits best has a hole behind it, which counts as if it were filled
-        (`get_free_block`)."""
+        """Return the block to take where the best fit is followed by a hole, which counts as if it were filled
+        (`get_free_block`).
+        """
         chosen, least = (-1, 0), 2 * ENDLESS
         for address, length in self._from(wanted):
             room = length + self.holes.get(address + length, 0)
@@ -98,7 +99,7 @@ class BlockPool:
         return chosen
 
     def _from(self, wanted: int) -> Iterator[Block]:
-        """The free blocks of at least this length, the smallest and lowest first."""
+        """Yield the free blocks of at least this length, the smallest and lowest first."""
         lengths, index = self.lengths, bisect_left(self.lengths, wanted)
         while index < len(lengths):
             length = lengths[index]
@@ -109,14 +110,14 @@ class BlockPool:
                 del self.of_length[length], lengths[index]
 
     def cut(self, address: int, length: int, wanted: int) -> Block:
-        """As much of a block that is in no list as is wanted; the rest is free, if it is worth it."""
+        """Return as much of a block that is in no list as is wanted; free the rest, if it is worth it."""
         if length - wanted < self.least_rest:
             return address, length
         self.add(address + wanted, length - wanted)
         return address, wanted
 
     def add(self, address: int, length: int) -> None:
-        """A free block whose neighbours are not."""
+        """Add a free block whose neighbours are not free."""
         self.starts[address] = length
         self.ends[address + length] = address
         if length in self.of_length:
@@ -126,14 +127,14 @@ class BlockPool:
             insort(self.lengths, length)
 
     def remove(self, address: int) -> int:
-        """The free block at `address` is none any more; its length."""
+        """Remove the free block at `address`; return its length."""
         length = self.starts.pop(address)
         del self.ends[address + length]
         self.of_length[length].remove(address)
         return length
 
     def grow(self, wanted: int) -> tuple[Block, int]:
-        """A block of new memory, and how much that is."""
+        """Return a block of new memory, and how much memory that is."""
         raise NotImplementedError  # by what the pool is made of
 
     def release_cached(self) -> int:
@@ -148,7 +149,7 @@ class _Addresses:
         self._ends: dict[int, int] = {}  # by the address where it starts, in order
 
     def take(self, length: int) -> int:
-        """Of a new segment."""
+        """Return the address of a new segment."""
         address = 0
         for start, end in self._ends.items():
             if start - address > length:
@@ -158,7 +159,7 @@ class _Addresses:
         return address
 
     def give_back(self, address: int) -> None:
-        """That of a segment that is gone."""
+        """Free the address of a segment."""
         del self._ends[address]
 
 
@@ -173,14 +174,14 @@ class SegmentPool(BlockPool):
         self._addresses = addresses
 
     def grow(self, wanted: int) -> tuple[Block, int]:
-        """From a new segment."""
+        """Cut a block from a new segment."""
         segment = _segment(wanted)
         address = self._addresses.take(segment)
         self.segments[address] = segment
         return self.cut(address, segment, wanted), segment
 
     def release_cached(self) -> int:
-        """The segments without a live block."""
+        """Give back the segments without a live block."""
         free = [(address, length) for address, length in self.segments.items() if self.starts.get(address) == length]
         for address, _ in free:
             del self.segments[address]
@@ -200,7 +201,7 @@ class ExpandablePool(BlockPool):
         self.holes = {0: ENDLESS // SMALLEST_BLOCK}
 
     def grow(self, wanted: int) -> tuple[Block, int]:
-        """At the lowest address where there is room, together with the free blocks around."""
+        """Map pages at the lowest address with room, together with the free blocks around."""
         start = next(start for hole in sorted(self.holes) if self._has_room(start := self.ends.get(hole, hole), wanted))
         length = self.remove(start) if start in self.starts else 0
         mapped = 0
@@ -217,7 +218,7 @@ class ExpandablePool(BlockPool):
         return self.cut(start, length, wanted), mapped
 
     def _has_room(self, start: int, wanted: int) -> bool:
-        """Whether free blocks and holes from `start` on are long enough together."""
+        """Return whether free blocks and holes from `start` on are long enough together."""
         end = start
         while end < start + wanted:
             stretch = self.starts.get(end) or self.holes.get(end)
@@ -227,7 +228,7 @@ class ExpandablePool(BlockPool):
         return True
 
     def release_cached(self) -> int:
-        """The whole pages of free blocks."""
+        """Give back the whole pages of free blocks."""
         released = 0
         for address, length in list(self.starts.items()):
             first = -(-address // self.page) * self.page
@@ -251,7 +252,6 @@ class ExpandablePool(BlockPool):
 
 
 def _segment(length: int) -> int:
-    """The length of the segment made for a block, in units."""
     return segment_bytes(length * SMALLEST_BLOCK) // SMALLEST_BLOCK
 
 
@@ -282,7 +282,7 @@ class DeviceSegments:
         self.least_refused = ENDLESS // SMALLEST_BLOCK + 1
 
     def more(self, pool: BlockPool, length: int) -> Block | None:
-        """A block of new memory, for which a full device gives back what holds no live block; None: not enough."""
+        """Return a block of new memory; a full device first gives back unused segments. None: not enough."""
         segment = _segment(length)
         if not self.gives_back and self.reserved + segment > self.limit:
             return None
@@ -297,7 +297,7 @@ class DeviceSegments:
         return block
 
     def _grants(self, segment: int) -> bool:
-        """Whether there is so much for a new segment."""
+        """Return whether there is room for a new segment."""
         if self.reserved + segment <= self.limit:
             return True
         self.least_refused = min(self.least_refused, self.reserved + segment)

@@ -1,10 +1,10 @@
-"""The host's memory: what tensors take of it, with the blocks of pinned memory that torch keeps."""
+"""The host's memory: tensors in it, with the blocks of pinned memory that torch keeps."""
 
 from collections import Counter
 
 
 class HostAllocator:
-    """What tensors take of a host's memory, bytes: now, and at most so far.
+    """The bytes of tensors in a host's memory: now, and the most so far.
 
     Pinned memory comes in blocks, and a block that is freed is kept for the next one of its size
     (`CachingHostAllocatorImpl` in ATen/core/CachingHostAllocator.h).
@@ -16,11 +16,11 @@ class HostAllocator:
 
     @staticmethod
     def pinned_bytes(size_bytes: int) -> int:
-        """Of the block for a pinned tensor: a power of two."""
+        """Return the bytes of the block for a pinned tensor: a power of two."""
         return 1 << (size_bytes - 1).bit_length()
 
     def allocate(self, size_bytes: int, *, pinned: bool = False) -> None:
-        """A tensor begins, or the pinned block for one."""
+        """Begin a tensor, or the pinned block for one."""
         if pinned and self._free_pinned[size_bytes]:
             self._free_pinned[size_bytes] -= 1  # it is counted already
             return
@@ -28,7 +28,7 @@ class HostAllocator:
         self.peak_bytes = max(self.peak_bytes, self.live_bytes)
 
     def release(self, size_bytes: int, *, pinned: bool = False) -> None:
-        """It is gone."""
+        """End a tensor or a pinned block."""
         if pinned:
             self._free_pinned[size_bytes] += 1
         else:

@@ -1,4 +1,4 @@
-"""How far from its total the memory that a device needs may lie, and why.
+"""The bounds of the memory that a device needs, and their causes.
 
 | cause     | below                                              | above                                              |
 |-----------|----------------------------------------------------|----------------------------------------------------|
@@ -59,7 +59,7 @@ class Bounds:
 
     @classmethod
     def around(cls, total_bytes: int, causes: dict[str, Cause]) -> "Bounds":
-        """As far from `total_bytes` as all causes together may lead."""
+        """Return bounds as far from `total_bytes` as all causes together may lead."""
         return cls(
             lower_bytes=max(0, total_bytes - sum(cause.below_bytes for cause in causes.values())),
             upper_bytes=total_bytes + sum(cause.above_bytes for cause in causes.values()),
@@ -68,7 +68,9 @@ class Bounds:
 
 
 def of_tensors(live_bytes: int, capacity_bytes: int, *, on_cpu: bool, is_known_card: bool) -> dict[str, Cause]:
-    """The causes without context and data: `live_bytes` at the peak, `capacity_bytes` with the allocator's slack."""
+    """Return the causes without context and data: `live_bytes` at the peak, `capacity_bytes` with the allocator's
+    slack.
+    """
     if on_cpu:
         return {"kernels": Cause(below_bytes=int(CPU_BELOW * live_bytes), above_bytes=int(CPU_ABOVE * live_bytes))}
     other_order = ALLOCATOR_BYTES + int(ALLOCATOR_SHARE * capacity_bytes)
@@ -80,7 +82,7 @@ def of_tensors(live_bytes: int, capacity_bytes: int, *, on_cpu: bool, is_known_c
 
 
 def of_device(live_bytes: int, capacity_bytes: int, device: Device) -> Bounds:
-    """Around tensors and context on `device`."""
+    """Return the bounds of tensors and context on `device`."""
     on_cpu = device.kind == "cpu"
     causes = of_tensors(live_bytes, capacity_bytes, on_cpu=on_cpu, is_known_card=device.name in CARDS)
     if not on_cpu:
@@ -89,7 +91,7 @@ def of_device(live_bytes: int, capacity_bytes: int, device: Device) -> Bounds:
 
 
 def widened(interval: Bounds, total_bytes: int, of_data_bytes: int, assumptions: Sequence[str]) -> Bounds:
-    """The same where a dry run assumed something of its data, on which `of_data_bytes` may depend."""
+    """Widen bounds where a dry run assumed something of its data, which `of_data_bytes` may depend on."""
     if not assumptions:
         return interval
     data = Cause(below_bytes=of_data_bytes, above_bytes=int(DATA_SHARE * of_data_bytes))

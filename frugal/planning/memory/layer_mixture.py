@@ -3,11 +3,12 @@
 Autograd runs the same nodes in the same order in every mode: what a mode recomputes comes as one block where backward
 first asks for a saved tensor of the layer. So the traces of two modes differ in these blocks and in when storages end.
 Every trace is cut where a layer begins in forward and where backward comes to it, and the pieces of a mixture are taken
-from the traces of its layers' modes. What `off` makes, all modes make, and it ends where the played pieces say; what
-only another mode makes, such as a layer's recomputed results, is that piece's own.
+from the traces of its layers' modes. Storages created in mode `off` exist in every mode; their lifetime is taken from
+the mixed pieces. Storages that only another mode creates, such as a layer's recomputed results, live and die inside
+their piece.
 
-Not seen by that: a storage that two neighbours keep, each for itself, in modes that are mixed. It is counted to the end
-of the later one's backward. The dry run of a plan is of the mixture itself.
+Left out: a storage that two neighbours keep, each for itself, in modes that are mixed. It is counted to the end of the
+later one's backward. The dry run of a plan is of the mixture itself.
 """
 
 from collections.abc import Iterator, Mapping, Sequence
@@ -45,9 +46,9 @@ class NotMixableError(Exception):
 
 
 class _Item(NamedTuple):
-    """One thing that happens in a trace: a storage begins or ends, or there is a mark.
+    """An item of a trace: a storage begins or ends, or there is a mark.
 
-    `key`: what it has in common with the same thing in another mode; None: it is looked at in its own mode only.
+    `key`: what it has in common with the same item in another mode; None: it exists in its own mode only.
     """
 
     storage: int
@@ -58,15 +59,16 @@ class _Item(NamedTuple):
 
 @dataclass(frozen=True)
 class _Piece:
-    """What happens between two cuts: storages by number, `-1 - number` where one ends; `marks` with `event` counted
-    from the beginning of the piece."""
+    """The events between two cuts: storages by number, `-1 - number` where one ends; marks count events from its
+    beginning.
+    """
 
     events: "Numbers"
     marks: tuple[Mark, ...]
 
 
 def _items(trace: ModelTrace, phase: str) -> list[_Item]:
-    """A phase of a trace in one row."""
+    """List a phase of a trace as one row of items."""
     stream = trace.stream
     index = next(i for i, (name, _) in enumerate(stream.phases) if name == phase)
     events = stream.phase_ranges[index][1]
@@ -91,7 +93,7 @@ def _items(trace: ModelTrace, phase: str) -> list[_Item]:
 
 
 def _positions(items: Sequence[_Item], kind: MarkKind) -> dict[int, int]:
-    """Of every layer the position of its mark of a kind.
+    """Return the index of each layer's mark of this kind.
 
     Raises:
         NotMixableError: it has several.
@@ -103,7 +105,7 @@ def _positions(items: Sequence[_Item], kind: MarkKind) -> dict[int, int]:
 
 
 def _matches(reference: Sequence[_Item], items: Sequence[_Item]) -> dict[int, int]:
-    """Position in `items` -> position of the same in `reference`, all of which must be there, in order.
+    """Match positions in `items` with those in `reference`, all of which must be there, in order.
 
     Raises:
         NotMixableError: something is missing.
@@ -119,7 +121,7 @@ def _matches(reference: Sequence[_Item], items: Sequence[_Item]) -> dict[int, in
 
 
 def _words(key: tuple[object, ...]) -> str:
-    """What `_Item.key` stands for."""
+    """Describe an `_Item.key`."""
     if len(key) == 2:
         kind, number = key
         return f"{str(getattr(kind, 'name', kind)).lower().replace('_', ' ')} {number} happens"
@@ -131,11 +133,11 @@ class LayerMixtures:
     """Mixtures of the modes of one model, under one loss, kind of ZeRO and device; one mode is added after the other.
 
     Attributes:
-        num_layers: that have a mode each.
+        num_layers: layers, each of which has a mode.
     """
 
     def __init__(self, off: ModelTrace) -> None:
-        """`off`: the trace without activation checkpointing.
+        """Begin with the trace without activation checkpointing.
 
         Raises:
             NotMixableError: it says nothing of several layers.
@@ -155,14 +157,14 @@ class LayerMixtures:
 
     @classmethod
     def of(cls, traces: Mapping[LayerMode, ModelTrace]) -> "LayerMixtures":
-        """The mixtures of these modes, of which `off` is one. Raises as `add`."""
+        """Return the mixtures of these modes, of which `off` is one. Raises as `add`."""
         mixtures = cls(traces["off"])
         for mode, trace in traces.items():
             mixtures.add(mode, trace)
         return mixtures
 
     def add(self, mode: LayerMode, trace: ModelTrace) -> None:
-        """Have layers in this mode, too.
+        """Allow layers in this mode.
 
         Raises:
             NotMixableError: the pieces of its trace do not go together with those of the others.
@@ -174,7 +176,7 @@ class LayerMixtures:
                 self._add("off", self._traces["off"])
 
     def trace(self, layer_modes: Sequence[tuple[LayerMode, int]]) -> ModelTrace:
-        """The trace of a mixture, see `Strategy.layer_modes`.
+        """Return the trace of a mixture, see `Strategy.layer_modes`.
 
         Raises:
             NotMixableError: something that one layer keeps, another one gives back.
@@ -220,7 +222,7 @@ class LayerMixtures:
     def _same_storages(
         self, rows: Mapping[str, Sequence[_Item]], matches: Mapping[str, Mapping[int, int]]
     ) -> dict[int, int]:
-        """Storage of a mode -> the same of `off`."""
+        """Map storages of a mode to the same ones of `off`."""
         return {
             rows[phase][i].storage: self._reference[phase][j].storage
             for phase in PHASES
@@ -229,7 +231,7 @@ class LayerMixtures:
         }
 
     def _cuts_in_backward(self, items: Sequence[_Item], matches: Mapping[int, int], *, is_off: bool) -> list[int]:
-        """Where backward comes to each layer, the last layer first, as positions in `items`.
+        """Return where backward comes to each layer, the last layer first, as positions in `items`.
 
         That is before whatever follows the last thing of the layer behind, and all that ends with it.
 
@@ -268,7 +270,7 @@ class LayerMixtures:
         return _Piece(np.asarray(events, dtype=np.int64), tuple(marks))
 
     def _joined(self, pieces: Sequence[_Piece], played: Sequence[str]) -> tuple[Timeline, tuple[tuple[Mark, ...], ...]]:
-        """Pieces as one stream and its marks."""
+        """Join pieces into one stream and its marks."""
         import numpy as np
 
         parts = [piece.events for piece in pieces]
@@ -302,8 +304,7 @@ class LayerMixtures:
         return self._table.timeline(births, numbers, phases), marks
 
     def _kept_too_long(self, parts: Sequence["Numbers"], played: Sequence[str]) -> dict[int, list[int]]:
-        """What begins in one piece and ends in none, by the piece at whose end it is taken to end: the one in which it
-        ends in the mode of its first piece."""
+        """Return storages that begin in one piece and end in none, by the piece in which they end in their mode."""
         import numpy as np
 
         raw = np.concatenate(parts)
@@ -318,7 +319,7 @@ class LayerMixtures:
         return late
 
     def _work(self, modes: Sequence[LayerMode]) -> Work:
-        """What the micro-step makes the device do: of each mode's additional work the part of its layers."""
+        """Return the work of the micro-step: of each mode's additional work the share of its layers."""
         mixed = off = self._traces["off"].work
         for mode in dict.fromkeys(modes):
             weights = self._weights[mode]
@@ -337,7 +338,7 @@ class _Table:
 
     @property
     def num_storages(self) -> int:
-        """Of all traces."""
+        """The number of storages of all traces."""
         return len(self._rows)
 
     def _append(self, stream: Timeline, storages: Sequence[int]) -> None:
@@ -351,14 +352,14 @@ class _Table:
         ]  # fmt: skip
 
     def add(self, trace: ModelTrace, same: Mapping[int, int]) -> list[int]:
-        """The numbers of the storages of another trace; `same`: those that the first has, too."""
+        """Return the numbers of the storages of another trace; `same`: those that the first has, too."""
         own = [storage for storage in range(len(trace.stream.fixed)) if storage not in same]
         numbers = dict(same) | {storage: len(self._rows) + i for i, storage in enumerate(own)}
         self._append(trace.stream, own)
         return [numbers[storage] for storage in range(len(trace.stream.fixed))]
 
     def timeline(self, births: "Numbers", events: "Numbers", phases: list[tuple[str, int]]) -> Timeline:
-        """A stream of the storages `births`, whose `events` count among them."""
+        """Return a stream of the storages `births`, whose `events` count among them."""
         import numpy as np
 
         columns = np.asarray(self._rows, dtype=np.int64)[births].T.tolist()
@@ -376,7 +377,7 @@ class _Table:
 
 
 def _end_of(items: Sequence[_Item], last: int) -> int:
-    """The position after `last` and all that ends with it."""
+    """Return the position after `last` and everything that ends with it."""
     position = last + 1
     while position < len(items):
         item = items[position]
@@ -387,7 +388,7 @@ def _end_of(items: Sequence[_Item], last: int) -> int:
 
 
 def _last_ends(raw: "Numbers", num_storages: int) -> Any:
-    """Which of `raw` stay: all births, and of the ends of each storage that was born the last."""
+    """Return which of `raw` stay: all births, and the last end of each storage that was born."""
     import numpy as np
 
     kept = raw >= 0
@@ -401,7 +402,7 @@ def _last_ends(raw: "Numbers", num_storages: int) -> Any:
 
 
 def _check_holds(marks: Sequence[Sequence[Mark]]) -> None:
-    """Every hold is let go, and nothing else is.
+    """Check that every hold is let go, and nothing else.
 
     Raises:
         NotMixableError: a layer holds what another mode's piece would have let go.
@@ -416,7 +417,7 @@ def _check_holds(marks: Sequence[Sequence[Mark]]) -> None:
 
 
 def _recomputed_bytes(items: Sequence[_Item], stream: Timeline, num_layers: int) -> list[int]:
-    """Bytes that each layer's recomputation makes for a sample; the same for all where nothing is recomputed."""
+    """Return the bytes per sample that each layer recomputes; equal for all where nothing is recomputed."""
     begins, ends = _positions(items, AGAIN), _positions(items, AGAIN_ENDS)
     made = [
         sum(stream.per_sample[item.storage] for item in items[begins[i] : ends[i]] if item.is_birth)

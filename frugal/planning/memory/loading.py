@@ -1,4 +1,4 @@
-"""What a model takes before its weights are where they are trained.
+"""The memory of loading a model's weights.
 
 Pretrained weights are read tensor by tensor, each put in its place before the next: a rank's host holds what becomes of
 one tensor, or of those that are put together, and the pages of the files they are in, which the kernel can take back.
@@ -7,59 +7,14 @@ Random weights are made whole by rank 0, on its host. What a user's factory make
 On a device no loading takes more than training does: it holds the parameters that stay there, and one on its way.
 """
 
-from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Literal
 
+from frugal.planning.model_facts import NOT_PACKED, Origin, Packed, Reading, Weights
 from frugal.planning.strategy import Strategy
 
 Way = Literal["by-tensor", "by-rank-0", "by-every-rank"]
 """How ranks get their weights: each reads what it keeps, rank 0 makes all and sends them, or each makes all."""
-
-Origin = Literal["pretrained", "random", "factory"]
-"""Where weights come from: files, a random generator, or a user's function."""
-
-
-@dataclass(frozen=True, kw_only=True)
-class Reading:
-    """The most bytes on a host while weights are read, tensors and touched pages of their files.
-
-    `passing_bytes`: where every parameter goes elsewhere. `keeping_bytes`: where all of them stay on the host, too.
-    """
-
-    passing_bytes: int
-    keeping_bytes: int
-
-    def keeping(self, kept_bytes: int, whole_bytes: int) -> int:
-        """Where `kept_bytes` of a model of `whole_bytes` stay: no more than this, as each moment's bytes are affine."""
-        return self.passing_bytes + (self.keeping_bytes - self.passing_bytes) * kept_bytes // max(1, whole_bytes)
-
-
-@dataclass(frozen=True, kw_only=True)
-class Weights:
-    """`origin`, and of pretrained ones what reading them takes of a host by precision, where that is known."""
-
-    origin: Origin
-    reading: Mapping[str, Reading]
-
-
-RANDOM = Weights(origin="random", reading={})
-
-
-@dataclass(frozen=True, kw_only=True)
-class Packed:
-    """Weights that are kept in fewer bits: how many, what they take, and their scales, which every rank has whole."""
-
-    elements: int = 0
-    packed_bytes: int = 0
-    scales_bytes: int = 0
-
-    def weight_bytes(self, parameters: int, element_bytes: int) -> int:
-        """All of a model's `parameters`, without the scales."""
-        return element_bytes * (parameters - self.elements) + self.packed_bytes
-
-
-NOT_PACKED = Packed()
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -80,7 +35,7 @@ class Loading:
 
 
 def way_of(strategy: Strategy, origin: Origin, *, is_quantised: bool = False) -> Way:
-    """How ranks get weights of this origin. With parameters on NVMe DeepSpeed splits only what every rank has.
+    """Return how ranks get weights of this origin. With parameters on NVMe DeepSpeed splits only what every rank has.
 
     Random weights that are quantised, which nobody trains, are made by every rank: scales are not sent.
     """
@@ -101,7 +56,7 @@ def loading_of(
     kind: str,
     packed: Packed = NOT_PACKED,
 ) -> Loading:
-    """What loading takes of a model with so many elements, and so many in its largest parameter.
+    """Return the memory that loading takes of a model with `parameters` elements.
 
     Left out: buffers, and what DeepSpeed makes of parameters afterwards, which is part of training's first phase.
     """

@@ -54,7 +54,7 @@ class Peak:
 
 @dataclass(frozen=True)
 class Interval:
-    """One stretch of a step: its phase, the peak of live bytes during it, and those live at its end."""
+    """A part of a step: its phase, the peak of live bytes during it, and those live at its end."""
 
     phase: str
     peak_bytes: int
@@ -62,7 +62,7 @@ class Interval:
 
 
 def phase_peaks(intervals: Iterable[Interval]) -> dict[str, int]:
-    """The peak of each phase, which may come more than once, bytes."""
+    """Return the peak of each phase, which may come more than once, bytes."""
     peaks: dict[str, int] = {}
     for interval in intervals:
         peaks[interval.phase] = max(peaks.get(interval.phase, 0), interval.peak_bytes)
@@ -97,7 +97,7 @@ class Timeline:
 
     @classmethod
     def fit(cls, first: "Timeline", second: "Timeline", micro_batches: tuple[int, int]) -> "Timeline":
-        """The timeline through two that were recorded at one micro-batch each.
+        """Fit the timeline through two that were recorded at one micro-batch each.
 
         Raises:
             NotAffineError: their events differ in order or operator, or a size is not affine in whole bytes.
@@ -119,16 +119,16 @@ class Timeline:
         )
 
     def sizes(self, micro_batch: int) -> list[int]:
-        """Bytes of every storage, in order of birth."""
+        """Return the bytes of every storage, in order of birth."""
         return [fixed + slope * micro_batch for fixed, slope in zip(self.fixed, self.per_sample, strict=True)]
 
     def peak_bytes(self, micro_batch: int) -> int:
-        """Bytes alive at the fullest moment."""
+        """Return the bytes alive at the fullest moment."""
         _, fixed, slope = self._fullest(micro_batch)
         return fixed + slope * micro_batch
 
     def peak(self, micro_batch: int) -> Peak:
-        """The fullest moment."""
+        """Return the fullest moment."""
         event, fixed, slope = self._fullest(micro_batch)
         categories = self._categories_at(event, micro_batch)
         assert sum(categories.values()) == fixed + slope * micro_batch
@@ -140,17 +140,17 @@ class Timeline:
         )
 
     def phase_of(self, event: int) -> str:
-        """The phase an event belongs to."""
+        """Return the phase an event belongs to."""
         return self.phases[bisect_right([first for _, first in self.phases], event) - 1][0]
 
     @property
     def phase_ranges(self) -> list[tuple[str, range]]:
-        """Every phase in order, and the numbers of its events."""
+        """The phases in order, with the numbers of their events."""
         ends = [first for _, first in self.phases[1:]] + [len(self.events)]
         return [(phase, range(first, end)) for (phase, first), end in zip(self.phases, ends, strict=True)]
 
     def intervals(self, micro_batch: int) -> list[Interval]:
-        """Every phase in order: its peak, including what lives when it begins, and what lives at its end."""
+        """Return the phases in order: the peak, including what lives at the beginning, and what lives at the end."""
         live = self.changes(micro_batch).cumsum().tolist()
         intervals = []
         before = 0
@@ -161,12 +161,12 @@ class Timeline:
         return intervals
 
     def phase_peaks(self, micro_batch: int) -> dict[str, int]:
-        """Bytes alive at the fullest moment of each phase."""
+        """Return the bytes alive at the fullest moment of each phase."""
         return phase_peaks(self.intervals(micro_batch))
 
     @cached_property
     def is_birth(self) -> "npt.NDArray[np.bool_]":
-        """Of every event, whether a storage begins; else one ends."""
+        """True at each event where a storage begins; otherwise one ends."""
         import numpy as np
 
         events = self._arrays.events
@@ -177,19 +177,19 @@ class Timeline:
         return births
 
     def changes(self, micro_batch: int) -> "npt.NDArray[np.int64]":
-        """By how many bytes each event changes what is alive."""
+        """Return by how many bytes each event changes what is alive."""
         return self._signed(self._arrays.fixed + self._arrays.per_sample * micro_batch)
 
     def _signed(self, sizes: "npt.NDArray[np.int64]") -> "npt.NDArray[np.int64]":
-        """Of every event the size of its storage, below 0 where that ends."""
+        """Return the size of each event's storage, negative where that ends."""
         of_events = sizes[self._arrays.events]
         of_events[~self.is_birth] *= -1
         return of_events
 
     def holders(self, micro_batch: int, category: str) -> list[tuple[str, int]]:
-        """The modules that hold bytes of `category` at the peak, largest first.
+        """Return the modules that hold bytes of `category` at the peak, largest first.
 
-        What is made outside of them goes by the operator that made it, in brackets.
+        Storages made outside of modules go by the operator that made them, in brackets.
         """
         wanted = CATEGORIES.index(category)
         sizes = self.sizes(micro_batch)
@@ -201,7 +201,7 @@ class Timeline:
         return sorted(held.items(), key=lambda item: -item[1])
 
     def _alive_at(self, event: int) -> "npt.NDArray[np.int64]":
-        """The storages that are alive after an event: those with one event so far, not two."""
+        """Return the storages alive after an event: those with one event so far, not two."""
         import numpy as np
 
         return np.flatnonzero(np.bincount(self._arrays.events[: event + 1], minlength=len(self.fixed)) == 1)
@@ -214,7 +214,7 @@ class Timeline:
         return {name: int(sizes[categories == number].sum()) for number, name in enumerate(CATEGORIES)}
 
     def _fullest(self, micro_batch: int) -> tuple[int, int, int]:
-        """Event, fixed bytes and bytes per sample of the moment that is fullest at `micro_batch`."""
+        """Return event, fixed bytes and bytes per sample of the moment that is fullest at `micro_batch`."""
         return max(self._envelope, key=lambda line: line[1] + line[2] * micro_batch)
 
     @cached_property
@@ -254,7 +254,7 @@ class _Arrays:
 
 
 def _upper_hull(lines: Sequence[tuple[int, int, int]]) -> list[tuple[int, int, int]]:
-    """Of `(event, fixed, slope)`, in order of rising slope, those that are highest somewhere."""
+    """Return the lines `(event, fixed, slope)`, in order of rising slope, that are highest somewhere."""
     hull: list[tuple[int, int, int]] = []
     for line in lines:
         while hull and hull[-1][1] <= line[1]:
@@ -266,7 +266,7 @@ def _upper_hull(lines: Sequence[tuple[int, int, int]]) -> list[tuple[int, int, i
 
 
 def _overtaken(flat: tuple[int, int, int], middle: tuple[int, int, int], steep: tuple[int, int, int]) -> bool:
-    """Whether `steep` passes `flat` before `middle` does, so that `middle` is never the highest."""
+    """Return whether `steep` passes `flat` before `middle` does, so that `middle` is never the highest."""
     return (flat[1] - steep[1]) * (middle[2] - flat[2]) <= (flat[1] - middle[1]) * (steep[2] - flat[2])
 
 
@@ -285,7 +285,7 @@ def _check_aligned(first: Timeline, second: Timeline, micro_batches: tuple[int, 
 
 
 def _corrected(first: int, second: int, per_sample: int) -> int:
-    """The category of a storage, now that it is known whether it grows with the micro-batch.
+    """Return the category of a storage, given whether it grows with the micro-batch.
 
     Categories at birth go by shape, and an activation may happen to have a parameter's shape at one micro-batch.
     """
@@ -295,10 +295,10 @@ def _corrected(first: int, second: int, per_sample: int) -> int:
 
 
 class TimelineBuilder:
-    """A timeline while it is written; the fields are its, and whoever writes may add to them."""
+    """A timeline while it is written, with its fields as lists that may be appended to."""
 
     def __init__(self, names: Iterable[str] = ("",)) -> None:
-        """`names`: operators and modules that have a number already."""
+        """Begin a timeline; `names`: operators and modules that have a number already."""
         self.fixed: list[int] = []
         self.per_sample: list[int] = []
         self.categories: list[int] = []
@@ -310,15 +310,15 @@ class TimelineBuilder:
         self.empties: list[int] = []
 
     def phase(self, name: str) -> None:
-        """From now on it is this phase."""
+        """Begin a phase."""
         self.phases.append((name, len(self.events)))
 
     def empty_cache(self) -> None:
-        """The allocator gives back what it does not use."""
+        """Have the allocator give back unused memory."""
         self.empties.append(len(self.events))
 
     def born(self, fixed: int, category: int, operator: str, module: str = "", per_sample: int = 0) -> int:
-        """A storage of `fixed` bytes, and `per_sample` more for each sample, begins; its index."""
+        """Begin a storage of `fixed` bytes, and `per_sample` more for each sample; return its index."""
         index = len(self.fixed)
         self.fixed.append(fixed)
         self.per_sample.append(per_sample)
@@ -330,7 +330,7 @@ class TimelineBuilder:
         return index
 
     def timeline(self) -> Timeline:
-        """What was written so far."""
+        """Return the timeline written so far."""
         return Timeline(**{name: tuple(values) for name, values in vars(self).items()})
 
 
@@ -340,7 +340,7 @@ graph behind it still holds."""
 
 
 class MarkKind(IntEnum):
-    """What happens at a mark."""
+    """The kinds of marks."""
 
     GRADIENT = 0  # autograd has finished the gradient of a parameter
     DEATH = 1  # a storage that was a gradient dies
@@ -357,7 +357,7 @@ class MarkKind(IntEnum):
 
 
 class Mark(NamedTuple):
-    """Something that a ZeRO optimizer acts on.
+    """An event that a ZeRO optimizer acts on.
 
     Attributes:
         event: number of the event that it comes before.
@@ -373,21 +373,7 @@ class Mark(NamedTuple):
 
 
 Marks = tuple[tuple[Mark, ...], ...]
-"""Those of each phase, in order."""
-
-
-@dataclass(frozen=True)
-class ModuleParameters:
-    """Which parameters modules have, by their numbers. Attributes as those of `ModelTrace`."""
-
-    own: tuple[tuple[int, ...], ...]
-    within: tuple[tuple[int, ...], ...] = ()
-    as_one: frozenset[int] = frozenset()
-
-    @cached_property
-    def gathered(self) -> tuple[tuple[int, ...], ...]:
-        """Of each module, what is gathered when it begins."""
-        return tuple(self.within[i] if i in self.as_one else own for i, own in enumerate(self.own))
+"""The marks of each phase, in order."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -428,19 +414,20 @@ class ModelTrace:
     parameters_within: tuple[tuple[int, ...], ...] = ()
 
     @cached_property
-    def modules(self) -> ModuleParameters:
-        """What ZeRO-3 gathers for whom."""
-        return ModuleParameters(self.own_parameters, self.parameters_within, frozenset(self.gathered_as_one))
+    def gathered(self) -> tuple[tuple[int, ...], ...]:
+        """The parameters that ZeRO-3 gathers when each module begins."""
+        within, as_one = self.parameters_within, set(self.gathered_as_one)
+        return tuple(within[i] if i in as_one else own for i, own in enumerate(self.own_parameters))
 
     @cached_property
     def trainable_index(self) -> dict[int, int]:
-        """Parameter -> its number among the trainable ones."""
+        """The number of each trainable parameter among these, by its number among all."""
         trained = [parameter for parameter, trainable in enumerate(self.trainable) if trainable]
         return {parameter: number for number, parameter in enumerate(trained)}
 
     @cached_property
     def stops(self) -> dict[str, list[Mark]]:
-        """Of each phase the marks, and the deaths of what is marked as a gradient, in order.
+        """The marks of each phase, and the deaths of what is marked as a gradient, in order.
 
         Parameters are counted among the trainable ones.
         """
@@ -464,16 +451,16 @@ class ModelTrace:
 
     @cached_property
     def has_all_gradients(self) -> bool:
-        """Whether backward reaches every trainable parameter, once."""
+        """True if backward reaches every trainable parameter exactly once."""
         reached = [mark.number for marks in self.marks for mark in marks if mark.kind is MarkKind.GRADIENT]
         return sorted(reached) == sorted(self.trainable_index)
 
     @property
     def sizes_bytes(self) -> tuple[int, ...]:
-        """Of every parameter."""
+        """The bytes of every parameter."""
         return self.parameter_bytes or tuple(n * self.element_bytes for n in self.elements)
 
     @property
     def trainable_elements(self) -> tuple[int, ...]:
-        """Of the trainable parameters, in the model's order."""
+        """The elements of the trainable parameters, in the model's order."""
         return tuple(n for n, trainable in zip(self.elements, self.trainable, strict=True) if trainable)

@@ -1,4 +1,4 @@
-"""Memory that CUDA's libraries and kernels ask of torch's allocator, and that depends on the card.
+"""Memory that CUDA's libraries and kernels request from torch's allocator, and that depends on the card.
 
 **cuBLAS's workspaces**, which torch takes for the first product of a thread and keeps. After
 aten/src/ATen/cuda/CublasHandlePool.cpp: a workspace for each handle and stream, and a handle for each thread; cuBLASLt
@@ -29,12 +29,14 @@ _OUTPUTS_OF_A_BLOCK, _THREADS_OF_A_BLOCK = 128, 128
 
 
 def workspace_bytes(compute_capability: tuple[int, int]) -> int:
-    """Of one workspace (`parseChosenWorkspaceSize`): two blocks of 4 MiB and eight of 16 KiB, or 32 MiB."""
+    """Return the bytes of one workspace (`parseChosenWorkspaceSize`): two blocks of 4 MiB and eight of 16 KiB, or 32
+    MiB.
+    """
     return 32 * MIB if compute_capability[0] in _WITH_32_MIB else 2 * 4096 * KIB + 8 * 16 * KIB
 
 
 def scratch_bytes(width: int, resident_threads: int) -> int:
-    """Of a sum over rows of `width` columns, on a card that holds so many threads at once.
+    """Return the scratch of a sum over rows of `width` columns, on a card that holds `resident_threads` at once.
 
     Of as many rows as keep it busy, which is the most but for rows beyond 256 x 4 x the blocks of a column.
     """
@@ -56,13 +58,13 @@ class _Asked:
 
 
 def with_workspaces(timeline: Timeline, size_bytes: int) -> Timeline:
-    """The timeline of a run with a workspace of `size_bytes` for forward, and one for backward."""
+    """Return the timeline of a run with a workspace of `size_bytes` for forward, and one for backward."""
     positions = [position for phase in (FORWARD, BACKWARD) if (position := _first_product(timeline, phase)) is not None]
     return _with(timeline, [_Asked(position, size_bytes, WORKSPACE, is_kept=True) for position in positions])
 
 
 def with_scratch(timeline: Timeline, widths: Collection[int], element_bytes: int, resident_threads: int) -> Timeline:
-    """The timeline with the scratch of gradients that are sums over rows.
+    """Return the timeline with the scratch of gradients that are sums over rows.
 
     They are the sums in backward of `widths` elements, those of trainable parameters, with so many bytes each.
     """
@@ -81,12 +83,12 @@ def with_scratch(timeline: Timeline, widths: Collection[int], element_bytes: int
 
 
 def _where(numbers: Sequence[int], wanted: Container[int]) -> list[int]:
-    """The positions of those numbers that are wanted; half the time of a loop over a hundred thousand."""
+    """Return the positions of the wanted numbers; half the time of a loop over a hundred thousand."""
     return list(compress(range(len(numbers)), map(wanted.__contains__, numbers)))
 
 
 def _with(timeline: Timeline, requests: Iterable[_Asked]) -> Timeline:
-    """The timeline with these requests, which are in order."""
+    """Return the timeline with these requests, which are in order."""
     requests = list(requests)
     if not requests:
         return timeline
@@ -119,7 +121,7 @@ def _with(timeline: Timeline, requests: Iterable[_Asked]) -> Timeline:
 
 
 def _first_product(timeline: Timeline, phase: str) -> int | None:
-    """The number of the event at which the first product's result begins in a phase."""
+    """Return the number of the event at which the first product's result begins in a phase."""
     products = {number for number, name in enumerate(timeline.names) if name in _PRODUCTS}
     for name, events in timeline.phase_ranges:
         if name == phase:

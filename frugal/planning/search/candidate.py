@@ -1,16 +1,16 @@
-"""What a search weighs, in which order, and what comes out; and where it gets profiles of the model from."""
+"""The candidates and results of a search, the order of evaluation, and the interface to sources of profiles."""
 
 from collections.abc import Callable, Iterable, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
-from enum import Enum
 from typing import Protocol
 
 from frugal.config.hardware.cluster import Cluster, Device
 from frugal.config.request import Request
-from frugal.planning import cost
 from frugal.planning.batch import BatchPlan
 from frugal.planning.memory.breakdown import MemoryBreakdown
+from frugal.planning.memory.profile import MemoryProfile
+from frugal.planning.model_facts import ModelFacts
 from frugal.planning.plan import ModelSummary, Rejected, StepTime
 from frugal.planning.strategy import ActivationCheckpointing, Place, Strategy
 
@@ -20,10 +20,10 @@ TIE = 1.02
 
 @dataclass(frozen=True, kw_only=True)
 class Candidate:
-    """One strategy with what is known of its memory and time: all of it, or bounds that were enough to pass it over.
+    """A strategy with its memory and time: exact, or bounds that were enough to reject it.
 
     Attributes:
-        strategy: which.
+        strategy: the strategy.
         micro_batch: samples on the fullest rank.
         batch: the best one that fits; None: none does, or the strategy was passed over.
         memory: of the fullest device: with `batch` where it fits, otherwise with the smallest micro-batch the request
@@ -52,39 +52,39 @@ class Candidate:
 
     @property
     def fits(self) -> bool:
-        """Whether there is a batch that fits."""
+        """Return whether there is a batch that fits."""
         return self.batch is not None
 
     @property
     def takes_one_micro_step(self) -> bool:
-        """Whether its batch needs no accumulation."""
+        """Return whether its batch needs no accumulation."""
         return self.batch is not None and self.batch.accumulation_steps == 1
 
     @property
     def headroom_bytes(self) -> int | None:
-        """What is left of the scarcer memory, or disk; negative: the shortfall."""
+        """The headroom of the scarcer memory, or disk; negative: the shortfall."""
         if self.memory is None:
             return None if self.least_shortfall_bytes is None else -self.least_shortfall_bytes
         return -(self.host_shortfall_bytes or self.disk_shortfall_bytes) or self.memory.headroom_bytes
 
     @property
     def seconds(self) -> float:
-        """Of one optimizer step."""
+        """Seconds of one optimizer step; infinite where unknown."""
         return self.time.total_seconds if self.time else float("inf")
 
     @property
     def simplicity(self) -> tuple[int, bool, float]:
-        """Sorts equally fast candidates: fewer mechanisms, then equal micro-batches, then time."""
+        """Sort key of equally fast candidates: fewer mechanisms, then equal micro-batches, then time."""
         return self.strategy.num_mechanisms, not (self.batch and self.batch.is_uniform), self.seconds
 
     def dominates(self, draft: "Candidate") -> bool:
-        """Whether this one, which fits, is no slower and no less simple than `draft` turns out at best."""
+        """Return whether this candidate, which fits, is no slower and no less simple than `draft` at its best."""
         at_best = (draft.strategy.num_mechanisms, False)
         return self.seconds <= draft.seconds and self.simplicity[:2] <= at_best
 
 
 def fastest_seconds(candidates: Iterable[Candidate]) -> float:
-    """Of the candidates that fit; infinite where none does."""
+    """Return the seconds of the fastest candidate that fits; infinite where none does."""
     return min((candidate.seconds for candidate in candidates if candidate.fits), default=float("inf"))
 
 
@@ -93,28 +93,12 @@ TRUST = 0.01
 allocator wastes may change by as much with the order of a few small blocks."""
 
 
-class Outcome(Enum):
-    """What the dry run of a winner says of its profile, in the words of the warning; `CONFIRMED` needs none."""
-
-    CONFIRMED = ""
-    INACCURATE = "it still fits"
-    TOO_LARGE = "it does not fit, and was not chosen"
-    WRONG_PROFILE = "it was profiled by dry runs instead"
-
-    @property
-    def is_chosen(self) -> bool:
-        """Whether the winner is taken; otherwise its level is evaluated again."""
-        return self in (Outcome.CONFIRMED, Outcome.INACCURATE)
-
-
 @dataclass(frozen=True, kw_only=True)
 class SearchResult:
-    """The strategy that was chosen. `memory` is that of its dry run; `candidates` are all, the chosen one included.
+    """The strategy that was chosen, among all `candidates`.
 
-    `in_other_segments`: what it would take with expandable segments where it has none, or without; None on CPU ranks.
-    `shared_because`: why ranks share samples, where nobody asked for it. `measured_because`: what was measured of the
-    chosen way on this machine, where something was. `instead_of`: the way predicted to be the fastest, where another
-    was measured to be.
+    `memory` is that of its dry run; of a draft (`is_proven` is False) it is arithmetic. `shared_because`: why ranks
+    share samples, where nobody asked for it.
     """
 
     chosen: Candidate
@@ -122,14 +106,12 @@ class SearchResult:
     model: ModelSummary
     candidates: tuple[Candidate, ...]
     warnings: tuple[str, ...]
-    in_other_segments: MemoryBreakdown | None = None
+    is_proven: bool
     shared_because: str = ""
-    measured_because: str = ""
-    instead_of: Candidate | None = None
 
     @property
     def rejected(self) -> tuple[Rejected, ...]:
-        """The others, fastest first, those that do not fit last."""
+        """The other strategies, fastest first, those that do not fit last."""
         others = [candidate for candidate in self.candidates if candidate.strategy != self.chosen.strategy]
         others.sort(key=lambda candidate: (candidate.seconds, -(candidate.headroom_bytes or 0)))
         return tuple(
@@ -159,31 +141,24 @@ class SearchResult:
             return "does not fit into host memory" if candidate.host_shortfall_bytes else "does not fit"
         if candidate.seconds > self.chosen.seconds * TIE:
             return "slower"
-        if self.instead_of is not None:
-            return "not as fast, by what was measured here"
         return f"not faster by {100 * (TIE - 1):.0f} %, and less simple"
 
 
 @dataclass(frozen=True, kw_only=True)
 class Infeasible:
-    """No candidate fits: all `candidates`, and those whose shortfall is known exactly, `nearest_first`."""
+    """A search in which no candidate fits; `nearest_first` are those whose shortfall is known exactly."""
 
     candidates: tuple[Candidate, ...]
     nearest_first: tuple[Candidate, ...]
 
     @property
     def nearest(self) -> Candidate:
-        """The candidate that misses by least."""
+        """The candidate with the smallest shortfall."""
         return self.nearest_first[0]
 
     @property
-    def num_strategies(self) -> int:
-        """Strategies of which none fits."""
-        return len(self.candidates)
-
-    @property
     def by_level(self) -> dict[tuple[Place, Place], dict[int, Candidate]]:
-        """What misses by least, for every ZeRO stage under every place of optimizer and parameters."""
+        """The candidate with the smallest shortfall for every place of optimizer and parameters and ZeRO stage."""
         exact = {candidate.strategy: candidate for candidate in self.nearest_first}
         nearest: dict[tuple[Place, Place], dict[int, Candidate]] = {}
         for candidate in (exact.get(candidate.strategy, candidate) for candidate in self.candidates):
@@ -217,7 +192,7 @@ BUCKET_SHARE = 0.05
 
 
 def evaluation_rounds(strategies: Sequence[Strategy]) -> list[list[Strategy]]:
-    """The strategies of each round, in their order."""
+    """Group strategies by round of evaluation."""
     return [
         [strategy for strategy in strategies if strategy.activation_checkpointing in modes]
         for modes in CHECKPOINTING_ROUNDS
@@ -225,7 +200,7 @@ def evaluation_rounds(strategies: Sequence[Strategy]) -> list[list[Strategy]]:
 
 
 def small_buckets_could_help(candidates: Sequence[Candidate], request: Request, usable_bytes: int) -> bool:
-    """Whether smaller buckets could make something fit where nothing does, or free much of a small device's memory."""
+    """Return whether smaller buckets could make something fit where nothing does, or free much of a small device."""
     usual = next((candidate.strategy for candidate in candidates if candidate.strategy.zero_stage), None)
     if usual is None or request.reduce_bucket_elements or usual.offload_optimizer == "nvme":
         return False
@@ -239,68 +214,49 @@ def small_buckets_could_help(candidates: Sequence[Candidate], request: Request, 
     return bool(known) and -max(known) < saved_bytes
 
 
-class Facts(Protocol):
-    """What is known of a model before it runs, in elements.
-
-    `max_positions`: tokens it can read, None: any number. `can_recompute`: whether it takes activation checkpointing,
-    `can_tile`: whether it takes the tiled loss. `notes`: what a plan has to say of it.
-    """
-
-    @property
-    def task(self) -> str: ...
-    @property
-    def parameters(self) -> int: ...
-    @property
-    def trainable_parameters(self) -> int: ...
-    @property
-    def largest_parameter(self) -> int: ...
-    @property
-    def max_positions(self) -> int | None: ...
-    @property
-    def can_recompute(self) -> bool: ...
-    @property
-    def can_tile(self) -> bool: ...
-    @property
-    def notes(self) -> tuple[str, ...]: ...
-
-
-class Profile(cost.Model, Protocol):
-    """What one model costs under one strategy, for any micro-batch. `draft`: without the allocator's part.
-
-    `in_other_segments` is the memory with expandable segments where the strategy has none, or without.
-    """
-
-    @property
-    def draft(self) -> "Profile": ...
-    def memory(self, micro_batch: int, device: Device) -> MemoryBreakdown: ...
-    def in_other_segments(self, micro_batch: int, device: Device) -> MemoryBreakdown: ...
-    def largest_micro_batch(self, device: Device, cap: int) -> int: ...
-    def fits(self, micro_batch: int, device: Device) -> bool: ...
-
-
 class Source(Protocol):
-    """Where profiles come from. `accumulates`: whether there is more than one micro-step.
+    """Where profiles come from. `accumulates`: whether a step has more than one micro-step.
 
-    `prepare` is told what will be asked for. `draft` is a profile without the allocator's part, found by arithmetic;
-    None where only a dry run could tell. `num_layers` are the model's, 0: not known; `why_not_mixed` says why they
-    cannot have modes of their own, mixed of those of a strategy; empty: they can. `distrust` has a strategy profiled by
-    dry runs from now on; false if it already is. `notes`: what the last dry run assumed, where memory depends on the
-    data.
+    `notes`: what the last dry run assumed, where memory depends on the data.
     """
 
     @property
     def notes(self) -> tuple[str, ...]: ...
-    def facts(self) -> Facts: ...
-    def prepare(self, strategies: Sequence[Strategy]) -> None: ...
-    def draft(self, strategy: Strategy, accumulates: bool) -> Profile | None: ...
-    def num_layers(self, strategy: Strategy) -> int: ...
-    def why_not_mixed(self, strategy: Strategy) -> str: ...
-    def distrust(self, strategy: Strategy) -> bool: ...
-    def profile(self, strategy: Strategy, accumulates: bool) -> Profile: ...
+
+    def facts(self) -> ModelFacts:
+        """Return what is known of the model before it runs."""
+        ...
+
+    def prepare(self, strategies: Sequence[Strategy]) -> None:
+        """Prepare what drafts of all these strategies need, at once."""
+        ...
+
+    def draft(self, strategy: Strategy, accumulates: bool) -> MemoryProfile | None:
+        """Return a profile without the allocator's part, found by arithmetic; None where only a dry run can tell."""
+        ...
+
+    def num_layers(self, strategy: Strategy) -> int:
+        """Return the model's number of layers; 0: unknown."""
+        ...
+
+    def why_not_mixed(self, strategy: Strategy) -> str:
+        """Return why layers cannot have different modes out of those of `strategy`; empty where they can."""
+        ...
+
+    def distrust(self, strategy: Strategy) -> bool:
+        """Profile a strategy by dry runs from now on; return False if it already is."""
+        ...
+
+    def profile(self, strategy: Strategy, accumulates: bool) -> MemoryProfile:
+        """Return the costs of a strategy for every micro-batch."""
+        ...
+
     def dry_run(
         self, strategy: Strategy, micro_batch: int, accumulation_steps: int, device: Device | None = None
-    ) -> MemoryBreakdown: ...
+    ) -> MemoryBreakdown:
+        """Return the memory of a dry run on `device`; None: on the smallest one."""
+        ...
 
 
 OpenSource = Callable[[Request, Cluster], AbstractContextManager[Source]]
-"""A source for one request on one cluster, open while the context lasts."""
+"""Opens a source for one request on one cluster, which is closed when the context ends."""

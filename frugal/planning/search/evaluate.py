@@ -7,9 +7,11 @@ from frugal.config.hardware.cluster import Cluster, Device
 from frugal.config.request import Request
 from frugal.planning import cost, length_bucketing
 from frugal.planning.batch import BatchPlan
+from frugal.planning.cost import ModelCosts
 from frugal.planning.memory.breakdown import MemoryBreakdown
+from frugal.planning.memory.profile import MemoryProfile
 from frugal.planning.plan import StepTime
-from frugal.planning.search.candidate import TIE, WORK_NO_GREATER, Candidate, Profile, Source
+from frugal.planning.search.candidate import TIE, WORK_NO_GREATER, Candidate, Source
 from frugal.planning.search.fitting import Fitting, Refuted
 from frugal.planning.strategy import Strategy
 
@@ -19,7 +21,7 @@ free for activations. A guess: beyond it, profiling the single micro-step is not
 
 
 class StrategyEvaluation:
-    """Strategies for one request on one cluster.
+    """The evaluation of strategies for one request on one cluster.
 
     Attributes:
         fitting: what fits where.
@@ -35,11 +37,11 @@ class StrategyEvaluation:
         self.fitting = Fitting(request, cluster)
         self.facts = source.facts()
         self.refuted: dict[Strategy, Refuted] = {}
-        self.work: dict[str, Profile] = {}
+        self.work: dict[str, MemoryProfile] = {}
         self._drafts: dict[Strategy, tuple[Refuted | None, Candidate]] = {}
 
     def draft(self, strategy: Strategy) -> Candidate | None:
-        """`evaluate` as far as it is known without the allocator: lower bounds. None where there is no draft."""
+        """Evaluate without the allocator: lower bounds of memory and time. None where there is no draft."""
         if self.source.draft(strategy, True) is None:
             return None
         refuted = self.refuted.get(strategy)
@@ -49,7 +51,7 @@ class StrategyEvaluation:
         return kept[1]
 
     def evaluate(self, strategy: Strategy) -> Candidate:
-        """The best batch a strategy allows, or by how much it does not fit, with the allocator replayed.
+        """Return the best batch a strategy allows, or by how much it does not fit, with the allocator replayed.
 
         A draft that takes one micro-step is confirmed by the profile of that alone, and seldom needs the other.
         """
@@ -70,7 +72,7 @@ class StrategyEvaluation:
         )
 
     def _best(self, strategy: Strategy, *, drafted: bool = False) -> Candidate:
-        """The better of accumulating gradients over micro-steps and of a single micro-step, which keeps none."""
+        """Return the better of accumulating gradients over micro-steps and of a single micro-step, which keeps none."""
         accumulating = self._with_profile(strategy, accumulates=True, drafted=drafted)
         if self.request.lengths is not None:  # a step of one micro-step may be done in several, to pad less
             return accumulating
@@ -82,13 +84,13 @@ class StrategyEvaluation:
         return at_once if at_once.takes_one_micro_step else accumulating
 
     def _could_be_done_at_once(self, accumulating: Candidate) -> bool:
-        """Whether a rank may take its share in one micro-step, and freeing the summed gradients might let it."""
+        """Return whether a rank may take its share in one micro-step, and freeing the summed gradients might let it."""
         is_allowed = self.request.accumulation_steps in (None, 1)
         samples = self.fitting.samples_per_rank
         return is_allowed and self.fitting.cap >= samples and accumulating.micro_batch * AT_ONCE_GAIN >= samples
 
     def _with_profile(self, strategy: Strategy, *, accumulates: bool, drafted: bool = False) -> Candidate:
-        """The best batch by the profile of a step that `accumulates` gradients, or of one that cannot."""
+        """Return the best batch by the profile of a step that `accumulates` gradients, or of one that does not."""
         profile = (self.source.draft if drafted else self.source.profile)(strategy, accumulates)
         assert profile is not None, "drafted for one number of micro-steps, but not for another"
         self.work.setdefault(strategy.activation_checkpointing, profile)
@@ -117,8 +119,8 @@ class StrategyEvaluation:
             return replace(candidate, batch=None, disk_shortfall_bytes=shortfall)
         return candidate
 
-    def _too_large(self, strategy: Strategy, profile: Profile) -> Candidate:
-        """What the smallest micro-batch that the request allows takes where it lacks most."""
+    def _too_large(self, strategy: Strategy, profile: MemoryProfile) -> Candidate:
+        """Return the candidate of the smallest micro-batch allowed, on the device with the largest shortfall."""
         micro, refuted = self.fitting.smallest_micro_batch, self.refuted.get(strategy)
         memory = min(
             (profile.memory(micro, device) for device in self.fitting.devices),
@@ -128,34 +130,35 @@ class StrategyEvaluation:
             micro, memory = refuted.micro_batch, refuted.memory
         return Candidate(strategy=strategy, micro_batch=micro, batch=None, memory=memory, time=None)
 
-    def fastest(self, profile: Profile, strategy: Strategy, batches: Sequence[BatchPlan]) -> tuple[StepTime, BatchPlan]:
-        """The fastest batch with its time; one of equal micro-batches where it is as fast."""
-        if self.request.lengths is not None:
-            batches = [self._for_lengths(profile, strategy, batch) for batch in batches]
-        timed = [(self.time(profile, strategy, batch), batch) for batch in batches]
+    def fastest(
+        self, profile: MemoryProfile, strategy: Strategy, batches: Sequence[BatchPlan]
+    ) -> tuple[StepTime, BatchPlan]:
+        """Return the fastest batch with its time; one of equal micro-batches where it is as fast."""
+        batches = [self._for_lengths(profile.costs, strategy, batch) for batch in batches]
+        timed = [(self.time(profile.costs, strategy, batch), batch) for batch in batches]
         enough = min(time.total_seconds for time, _ in timed) * TIE
         fast = [(time, batch) for time, batch in timed if time.total_seconds <= enough]
         return min(fast, key=lambda pair: not pair[1].is_uniform)
 
-    def time(self, profile: cost.Model, strategy: Strategy, batch: BatchPlan) -> StepTime:
-        """Predicted seconds of a step: of full-length samples, or of a typical global batch where that is known."""
-        step_time = self._full_length(profile, strategy)
+    def time(self, costs: ModelCosts, strategy: Strategy, batch: BatchPlan) -> StepTime:
+        """Return the predicted seconds of a step: of full-length samples, or of a typical global batch if known."""
+        step_time = self._step_time(costs, strategy)
         if self.request.lengths is None:
             return step_time(batch)
-        return length_bucketing.time_of(
-            step_time, batch, length_bucketing.grouping(self.request.lengths, batch, self.request.seq_len)
-        )
+        grouping = length_bucketing.grouping(self.request.lengths, batch, self.request.seq_len)
+        return length_bucketing.time_of(step_time, batch, grouping)
 
-    def _for_lengths(self, profile: cost.Model, strategy: Strategy, batch: BatchPlan) -> BatchPlan:
-        """`batch` with the best that could be proven for samples of the request's lengths."""
-        return length_bucketing.best_proven(self.request, self.cluster, batch, self._full_length(profile, strategy))
+    def _for_lengths(self, costs: ModelCosts, strategy: Strategy, batch: BatchPlan) -> BatchPlan:
+        """Return `batch` with the best that could be proven for samples of the request's lengths."""
+        if self.request.lengths is None:
+            return batch
+        return length_bucketing.best_proven(self.request, self.cluster, batch, self._step_time(costs, strategy))
 
-    def _full_length(self, profile: cost.Model, strategy: Strategy) -> Callable[[BatchPlan], StepTime]:
-        """Seconds of a step of full-length samples, by its batch."""
-        return lambda batch: cost.step_time(profile, strategy, batch, self.cluster, self.request)
+    def _step_time(self, costs: ModelCosts, strategy: Strategy) -> Callable[[BatchPlan], StepTime]:
+        return lambda batch: cost.step_time(costs, strategy, batch, self.cluster, self.request)
 
-    def _shortfall_of_next(self, profile: Profile, fit: dict[Device, int], memory: MemoryBreakdown) -> int | None:
-        """About what one sample more would lack on the device that takes most; None where a cap or the batch binds.
+    def _shortfall_of_next(self, profile: MemoryProfile, fit: dict[Device, int], memory: MemoryBreakdown) -> int | None:
+        """Estimate what one sample more would lack on the device that takes most; None where a cap or the batch binds.
 
         `memory` is that of what fits; what the allocator wastes is taken to be the same.
         """
@@ -166,18 +169,15 @@ class StrategyEvaluation:
         return about if about > 0 else max(0, -profile.memory(fit[device] + 1, device).headroom_bytes)
 
     def best_case(self, strategy: Strategy) -> Candidate:
-        """What a strategy could reach if memory were unlimited; recomputation counts as free while it is unknown."""
-        batch = self.fitting.unlimited()
-        profiles = (self.work.get(mode) for mode in WORK_NO_GREATER[strategy.activation_checkpointing])
-        known = next((profile for profile in profiles if profile is not None), None)
-        profile = known or next(iter(self.work.values()))
-        if self.request.lengths is not None:
-            batch = self._for_lengths(profile, strategy, batch)
-        time = self.time(profile, strategy, batch)
+        """Return what a strategy could reach with unlimited memory; recomputation is free while its cost is unknown."""
+        known = [self.work[mode] for mode in WORK_NO_GREATER[strategy.activation_checkpointing] if mode in self.work]
+        costs = (known or list(self.work.values()))[0].costs
+        batch = self._for_lengths(costs, strategy, self.fitting.unlimited())
+        time = self.time(costs, strategy, batch)
         return Candidate(strategy=strategy, micro_batch=batch.largest_micro_batch, batch=None, memory=None, time=time)
 
     def dry_run_result(self, candidate: Candidate) -> MemoryBreakdown:
-        """The memory of a candidate by dry-running it, on its fullest device."""
+        """Return the memory of a candidate on its fullest device by dry-running it."""
         assert candidate.batch is not None
         steps = max(candidate.batch.accumulation_steps, 1 if self.request.lengths is None else 2)
         of_devices = (
@@ -185,17 +185,3 @@ class StrategyEvaluation:
             for device, micro in self.fitting.loads(candidate.batch)
         )
         return min(of_devices, key=lambda memory: memory.headroom_bytes)
-
-    def in_other_segments(self, candidate: Candidate) -> MemoryBreakdown | None:
-        """What a candidate would take on its fullest device with the other kind of segments; None on CPU ranks."""
-        assert candidate.batch is not None
-        if self.cluster.devices[0].kind == "cpu":
-            return None
-        accumulates = self.request.lengths is not None or not candidate.takes_one_micro_step
-        profile = self.source.profile(candidate.strategy, accumulates)
-        loads = (
-            (profile.draft.memory(micro, device), micro, device)
-            for device, micro in self.fitting.loads(candidate.batch)
-        )
-        _, micro, device = min(loads, key=lambda load: load[0].headroom_bytes)
-        return profile.in_other_segments(micro, device)

@@ -11,13 +11,14 @@ from frugal.config.request import Request
 from frugal.planning.batch import BatchPlan, balanced
 from frugal.planning.memory import breakdown
 from frugal.planning.memory.breakdown import MemoryBreakdown
-from frugal.planning.search.candidate import Facts, Profile
+from frugal.planning.memory.profile import MemoryProfile
+from frugal.planning.model_facts import ModelFacts
 from frugal.planning.strategy import Strategy
 
 
 @dataclass(frozen=True, kw_only=True)
 class Refuted:
-    """A micro-batch that a dry run found too large: what it takes, and how many times the profile's prediction."""
+    """A micro-batch that a dry run found too large: its memory, and the ratio of this to the profile's prediction."""
 
     micro_batch: int
     memory: MemoryBreakdown
@@ -43,7 +44,7 @@ class Fitting:
 
     @property
     def samples_per_rank(self) -> int:
-        """The global batch's share of a rank, rounded up."""
+        """A rank's share of the global batch, rounded up."""
         return -(-self.request.batch_samples // self.num_takers)
 
     @cached_property
@@ -55,14 +56,14 @@ class Fitting:
 
     @property
     def smallest_micro_batch(self) -> int:
-        """The least a rank must hold at once: one sample, or what a pin demands."""
+        """The samples a rank must hold at once at least: one, or what a pin demands."""
         if self.request.accumulation_steps is not None:
             step_samples = -(-self.request.batch_samples // self.request.accumulation_steps)
             return -(-step_samples // self.num_takers)
         return 1 if self.request.micro_batch is None else min(self.request.micro_batch, self.samples_per_rank)
 
-    def largest_micro_batch(self, profile: Profile, device: Device, refuted: Refuted | None) -> int:
-        """What fits `device` by the profile, corrected by what dry runs have shown; 0 if nothing does."""
+    def largest_micro_batch(self, profile: MemoryProfile, device: Device, refuted: Refuted | None) -> int:
+        """Return the largest micro-batch that fits `device` by the profile and by what dry runs have shown; 0: none."""
         if refuted is None:
             return profile.largest_micro_batch(device, self.cap)
         micro = profile.largest_micro_batch(device, refuted.micro_batch - 1) if refuted.micro_batch > 1 else 0
@@ -72,7 +73,7 @@ class Fitting:
         return micro
 
     def batches(self, fit: dict[Device, int]) -> list[BatchPlan]:
-        """Batches under the largest micro-batches that fit: those that may be fastest, and one of equal micro-batches.
+        """Return batches under the largest micro-batches that fit: those possibly fastest, and an even one.
 
         On equal ranks that is the fewest micro-steps, and the largest micro-batch that cuts the batch evenly. On ranks
         that differ in memory or speed, micro-steps in which all are done at the same time: either as few as memory
@@ -93,8 +94,7 @@ class Fitting:
         return list({batch.micro_batch: batch for batch in batches}.values())
 
     def _even_batches(self, most: int) -> list[BatchPlan]:
-        """The batch of equal micro-batches on all ranks, the largest of at most so many samples; `check_pins` has seen
-        that there is one."""
+        """Return the batch of the largest equal micro-batches up to `most` samples, which `check_pins` made sure of."""
         samples, num_steps = self.request.batch_samples, self.request.accumulation_steps
         per_rank = samples // self.num_takers
         if num_steps is not None:
@@ -106,7 +106,7 @@ class Fitting:
         return [self._cut((micro,) * self.num_takers)] if micro <= most else []
 
     def _caps_to_try(self, of_kind: Sequence[int]) -> list[tuple[int, ...]]:
-        """Micro-batch caps of all ranks, from the most that each kind of device holds; see `batches`."""
+        """Return micro-batch caps of all ranks from the most that each kind of device holds; see `batches`."""
         caps, num_steps = self._per_rank(of_kind), self.request.accumulation_steps
         if self.request.micro_batch is not None:
             return [caps]
@@ -123,7 +123,7 @@ class Fitting:
         return [caps, (even,) * len(caps)] if even < caps[0] else [caps]
 
     def _balanced(self, of_kind: Sequence[int], most_seconds: float, num_steps: int | None) -> tuple[int, ...]:
-        """The caps with which all ranks are done together, in micro-steps of `most_seconds` (of one FLOP a sample)."""
+        """Return the caps with which ranks finish together in micro-steps of `most_seconds` (of one FLOP a sample)."""
         short = tuple(
             max(1, min(cap, int(most_seconds * speed * (1 + 1e-12))))
             for cap, speed in zip(of_kind, self._speeds, strict=True)
@@ -133,11 +133,11 @@ class Fitting:
         return self._per_rank(balanced(samples, short, self._speeds, self._counts))
 
     def _per_rank(self, of_kind: Sequence[int]) -> tuple[int, ...]:
-        """One number a kind of device as one a rank."""
+        """Expand one number a kind of device to one a rank."""
         return tuple(map(of_kind.__getitem__, self._kinds))
 
     def unlimited(self) -> BatchPlan:
-        """The batch if memory were without end: nothing that fits is done sooner."""
+        """Return the batch with unlimited memory: no other takes less time."""
         num_steps = self.request.accumulation_steps
         caps = (self.cap,) * self.num_takers
         if len(self.devices) > 1:
@@ -145,16 +145,16 @@ class Fitting:
         return self._cut(caps, num_steps, self.request.global_tokens)
 
     def _cut(self, caps: Sequence[int], num_steps: int | None = None, global_tokens: int | None = None) -> BatchPlan:
-        """The global batch under these caps."""
+        """Cut the global batch under these caps."""
         samples, shared_by = self.request.batch_samples, self.sequence_parallel
         return BatchPlan.of(samples, caps, global_tokens, accumulation_steps=num_steps, sequence_parallel=shared_by)
 
     def loads(self, batch: BatchPlan) -> list[tuple[Device, int]]:
-        """Each kind of device with the micro-batches its ranks take."""
+        """Return each kind of device with the micro-batches of its ranks."""
         return [(self.devices[kind], micro) for kind, micro in sorted(set(zip(self._kinds, batch.micro_batch)))]  # noqa: B905 - one of each a rank
 
     def host_shortfall_bytes(self, memory: MemoryBreakdown) -> int:
-        """What the host memory of some node lacks; 0: nothing, as far as it is known."""
+        """Return the largest shortfall of a node's host memory, as far as it is known; 0: none."""
         return max(
             (
                 breakdown.needed_host_bytes(memory, node, self.cluster) - node.host_memory_bytes
@@ -164,8 +164,8 @@ class Fitting:
             default=0,
         )
 
-    def disk_shortfall_bytes(self, strategy: Strategy, facts: Facts) -> int:
-        """What the disk of some node lacks for what lives on NVMe; 0: nothing, as far as it is known."""
+    def disk_shortfall_bytes(self, strategy: Strategy, facts: ModelFacts) -> int:
+        """Return the largest shortfall of a node's disk for what lives on NVMe, as far as it is known; 0: none."""
         return max(
             (
                 breakdown.nvme_bytes(self.request, strategy, facts, node, self.cluster) - node.host_disk_bytes

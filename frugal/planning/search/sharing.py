@@ -1,53 +1,22 @@
-"""Sequence parallelism where nothing fits without: the fewest ranks that must share each sample.
+"""Sequence parallelism where nothing fits without it: the fewest ranks that must share each sample.
 
 Ranks that share samples pay with all-to-alls in every layer, and leave fewer samples for each other, so it is tried
 only where not one sample fits into a device and splitting what depends on it could help.
 """
 
-from collections.abc import Callable, Iterator
-from contextlib import ExitStack
-from dataclasses import replace
+from collections.abc import Iterator
 
 from frugal.config.hardware.cluster import Cluster
 from frugal.config.request import Request
-from frugal.errors import RequestError
-from frugal.planning import cost
-from frugal.planning.search.candidate import Candidate, Infeasible, OpenSource, SearchResult
-from frugal.planning.search.search import Search
-from frugal.units import format_bytes, format_seconds, plural
+from frugal.planning.search.candidate import Candidate, Infeasible
+from frugal.units import format_bytes, plural
 
 MOST_SHARING = 64
 """Ranks that share a sample at most where nobody asked: a model rarely has more attention heads that could be split."""
 
 
-def fewest_sharing(
-    request: Request,
-    cluster: Cluster,
-    alone: Infeasible,
-    sources: ExitStack,
-    open_source: OpenSource,
-    on_draft: Callable[[Search], Callable[[SearchResult], None]],
-) -> tuple[Search, SearchResult] | str | None:
-    """The search that found something where ranks share samples, with its result; why not, or None: it cannot help.
-
-    `alone`: the proof that nothing fits without. `sources` keeps what is opened.
-    """
-    for number in _numbers(request, cluster, alone):
-        shared = replace(request, sequence_parallel=number)
-        try:
-            source = sources.enter_context(open_source(shared, cluster))
-            source.facts()  # has a small model of this kind tried
-            search = Search(shared, cluster, source)
-            result = search.run(on_draft(search))
-        except RequestError as error:
-            return f"ranks cannot share samples: {(*error.because, error.what)[0]}"
-        if isinstance(result, SearchResult):
-            return search, replace(result, shared_because=_why(shared, cluster, alone))
-    return None
-
-
-def _numbers(request: Request, cluster: Cluster, alone: Infeasible) -> Iterator[int]:
-    """How many ranks may share a sample, the fewest first; those that would not shrink enough are left out."""
+def numbers(request: Request, cluster: Cluster, alone: Infeasible) -> Iterator[int]:
+    """Yield how many ranks may share a sample, the fewest first; numbers that would not save enough are left out."""
     if request.sequence_parallel is not None or len(cluster.kinds) > 1:
         return
     for number in range(2, min(cluster.world_size, MOST_SHARING, request.seq_len) + 1):
@@ -56,7 +25,7 @@ def _numbers(request: Request, cluster: Cluster, alone: Infeasible) -> Iterator[
 
 
 def could_help(candidate: Candidate, number: int) -> bool:
-    """Whether a candidate that lacks memory of its device might fit if `number` ranks shared each sample."""
+    """Return whether a candidate that lacks device memory might fit if `number` ranks shared each sample."""
     memory = candidate.memory
     if memory is None or candidate.host_shortfall_bytes or candidate.disk_shortfall_bytes:
         return False
@@ -64,25 +33,8 @@ def could_help(candidate: Candidate, number: int) -> bool:
     return per_sample - per_sample // number > -(candidate.headroom_bytes or 0)
 
 
-def notes(search: Search, result: SearchResult) -> list[str]:
-    """What sharing costs the samples that need it not, where their lengths are known."""
-    chosen, request = result.chosen, search.request
-    lengths, strategy = request.lengths, chosen.strategy
-    if lengths is None or strategy.sequence_parallel == 1 or chosen.batch is None:
-        return []
-    part = chosen.batch.part_of(request.seq_len)
-    short = sum(count for tokens, count in zip(lengths.tokens, lengths.counts, strict=True) if tokens <= part)
-    profile = search.source.profile(strategy, True)
-    seconds = cost.exchange_seconds(profile, strategy, chosen.batch, search.cluster)
-    share = f"{100 * short / lengths.num_samples:.0f} %"
-    return [
-        f"all samples are shared, also those of at most {part} tokens, which are {share}: at full length all-to-alls "
-        f"take {format_seconds(seconds)} of {format_seconds(chosen.seconds)}"
-    ]
-
-
-def _why(request: Request, cluster: Cluster, alone: Infeasible) -> str:
-    """The sentence of `Plan.why`."""
+def why(request: Request, cluster: Cluster, alone: Infeasible) -> str:
+    """Return the sentence of `Plan.why`."""
     assert request.sequence_parallel is not None
     lacking = format_bytes(-(alone.nearest.headroom_bytes or 0))
     where = f"on one {cluster.rank_noun}"

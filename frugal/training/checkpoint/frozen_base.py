@@ -1,7 +1,7 @@
-"""The base that adapters are trained around: frozen, so that checkpoints leave it out and say which one it was.
+"""The frozen base that adapters are trained around: checkpoints leave it out and record which one it was.
 
-It is told by a digest of 1024 elements of each of its parameters, evenly spaced: another model, another training of the
-same, another precision or quantisation have others. The same base has the same digest on any layout.
+The record is a digest of 1024 elements of each of its parameters, evenly spaced: another model, another training of the
+same, another precision or quantisation have other digests. The same base has the same digest on any layout.
 """
 
 import hashlib
@@ -15,18 +15,18 @@ from frugal.distributed.exchange import gather
 from frugal.planning.plan import Plan
 
 MOST_ELEMENTS = 1024
-"""Of a parameter, in the digest."""
+"""Elements of a parameter in the digest."""
 
 _known: "WeakKeyDictionary[Any, str]" = WeakKeyDictionary()
 
 
 def is_left_out(plan: Plan) -> bool:
-    """Whether checkpoints hold adapters alone: where `--lora` has put them around a base that comes from elsewhere."""
+    """Return whether checkpoints hold adapters only, which `--lora` has put around a base from elsewhere."""
     return plan.request.lora is not None
 
 
 def digest(engine: Any) -> str | None:
-    """SHA-256 of the engine's base; None where it is not left out of checkpoints. Collective at its first call."""
+    """Return the SHA-256 of the engine's base; None if checkpoints have it. Collective at its first call."""
     if not is_left_out(engine.plan):
         return None
     if engine not in _known:
@@ -48,7 +48,7 @@ def _digest(engine: Any) -> str:
 
 
 def of_module(module: nn.Module, dtype: torch.dtype) -> str:
-    """The digest of a model that is whole in this process, as it would be if it was trained in `dtype`."""
+    """Return the digest of a model that is whole in this process, as if it was trained in `dtype`."""
     frozen = {name: parameter for name, parameter in module.named_parameters() if not parameter.requires_grad}
     return of_samples(
         {
@@ -59,7 +59,7 @@ def of_module(module: nn.Module, dtype: torch.dtype) -> str:
 
 
 def of_samples(samples: dict[str, tuple[tuple[int, ...], list[bytes]]]) -> str:
-    """The digest of parameters: of each its shape and the bytes of its elements, in parts that follow each other."""
+    """Return the digest of parameters, from the shape of each and the bytes of its elements, in consecutive parts."""
     total = hashlib.sha256()
     for name, (shape, parts) in sorted(samples.items()):
         total.update(f"{name} {shape}\n".encode())
@@ -68,7 +68,7 @@ def of_samples(samples: dict[str, tuple[tuple[int, ...], list[bytes]]]) -> str:
 
 
 def _sampled(elements: Tensor, first: int, number: int, dtype: torch.dtype | None = None) -> bytes:
-    """The sampled ones among `elements`, shape `(elements,)`, which begin with element `first` of a parameter's."""
+    """Return the sampled ones of `elements`, shape `(elements,)`, which begin with element `first` of a parameter."""
     step = max(1, number // MOST_ELEMENTS)
     start = -first % step
     return elements[start::step].to("cpu", dtype, copy=True).contiguous().view(torch.uint8).numpy().tobytes()

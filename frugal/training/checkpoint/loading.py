@@ -3,194 +3,83 @@
     checkpoints/
       latest                      the name of the newest complete checkpoint
       step-000100/
-        manifest.json             every file's length and SHA-256, and what the checkpoint is of
+        manifest.json             length and SHA-256 of every file, and what wrote the checkpoint
         training.json             `Progress`: step, position in the data, validation loss
         extra.pt                  the user's own state, if there is any: plain data
         rng_rank_0.pt ...         random number generators of each rank, which DeepSpeed does not save
         layout_rank_0.json ...    which elements of which parameters are where in its files, see `StateLayout`
         *_model_states.pt, *_optim_states.pt      DeepSpeed's own files
 
-`frugal.training.checkpoint.saving` writes them. On the layout that wrote it a checkpoint is read by DeepSpeed and
-continued bit for bit. On another one (other ranks, another ZeRO stage, offloading or not) it is resharded: element by
-element the states do not depend on the layout. So nothing is converted and nothing is exchanged: every
-rank maps the files of all ranks that wrote them into memory, and copies the elements of its own slots to where it
-keeps them, piece by piece. It takes no memory beside what it keeps for training; of the files, the disk's cache holds
-what it likes. Measured on one CPU rank, 30M parameters, bf16, to ZeRO-3: 7.9 bytes a parameter more than before, at the
-peak as afterwards, which are Adam's moments; where the layout is the same, DeepSpeed's own reading peaks at 12.
+`frugal.training.checkpoint.saving` writes them. There is one way to read them, on the layout that wrote them and on any
+other (other ranks, another ZeRO stage, offloading or not): element by element the states do not depend on the layout,
+so nothing is converted and nothing is exchanged. Every rank maps the files of all ranks that wrote them into memory,
+and copies the elements of its own slots to where it keeps them, piece by piece. On the same layout that continues the
+run bit for bit. It takes no memory beyond what training keeps: measured on one CPU rank, 30M parameters, bf16, to
+ZeRO-3, 7.9 bytes a parameter more than before, which are Adam's moments; DeepSpeed's own reading peaks at 12.
 
-What it relies on: that states with an element a parameter's element belong to it alone (Adam's moments, momentum), and
-that the model's weights are its master weights, rounded. Left out, and refused: states in blocks (8-bit Adam),
-and states on NVMe.
+It relies on states with one element for each element of a parameter (Adam's moments, momentum), and on weights that are
+the master weights, rounded. States in blocks (8-bit Adam) are read on their own layout only, and so are states on NVMe,
+which only DeepSpeed reads.
 
-What a run that continues may change and what it may not is checked by `resume_checks`, and either is said.
+`resume_checks` checks what a resumed run may change, and describes it.
 """
 
 import logging
 from collections import defaultdict
+from contextlib import nullcontext
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, Protocol
 
 import msgspec
 import torch
-from torch import Tensor
+import torch.distributed as dist
+from torch import Tensor, nn
 
-from frugal import files
+from frugal import files, torch_internals
 from frugal.config.hardware import local_host
-from frugal.config.learning_rate import Curve
-from frugal.config.run_settings import RunSettings
 from frugal.deepspeed_adapter import checkpoint_files, kernels
 from frugal.deepspeed_adapter.checkpoint_files import Piece, StateFiles, StateLayout
 from frugal.deepspeed_adapter.stages import Zero
 from frugal.distributed.exchange import from_rank_0, gather
-from frugal.errors import CheckpointError, PlanMismatchError, RequestError
+from frugal.errors import CheckpointError
+from frugal.planning.plan import Plan
 from frugal.training.checkpoint import frozen_base, manifest, other_states, random_state, resume_checks
 from frugal.training.checkpoint.manifest import File, Manifest, OutOfReachError
-from frugal.training.checkpoint.other_states import Expected
 from frugal.training.checkpoint.progress import EXTRA, TRAINING, Progress, read_progress
-from frugal.training.data.batches import Position
-from frugal.training.data.sources import Provenance
-from frugal.training.train_step import Stepper
 
 MASTER = "master"  # among the names of a slot's states: the weights themselves
 FROZEN = "frozen"
-STATES = ("model_states", "optim_states")  # DeepSpeed's files, by how their names end
-
-
-def file_name(rank: int) -> str:
-    """Of the layout of one rank, in a checkpoint."""
-    return f"layout_rank_{rank}.json"
-
-
-def read_layout(folder: Path, rank: int) -> StateLayout:
-    """The layout of one rank of those that wrote the checkpoint."""
-    return msgspec.json.decode(files.read_regular(folder / file_name(rank)), type=StateLayout)
-
-
-def restore(engine: Stepper, saved: "Saved") -> None:
-    """Bring weights, optimizer and counters of the engine to the checkpoint's, whatever its layout. Collective.
-
-    Ranks meet only where ZeRO-3 gathers its small parameters at the end.
-    """
-    zero = engine.zero
-    with zero.opened(), torch.no_grad():
-        _fill_slots(zero, saved)
-        zero.fill_weights(
-            lambda name, first, into, is_frozen: (
-                saved.copy(name, first, into, FROZEN if is_frozen else MASTER)
-                if saved.has_base or not is_frozen
-                else None
-            )
-        )
-        for name, buffer in engine.module.named_buffers():
-            if name in saved.module:
-                buffer.copy_(saved.module[name])
-    zero.put_counters(saved.common, saved.scaler())
-
-
-class Saved:
-    """The states in a checkpoint's files, by parameter. Nothing is read before it is copied.
-
-    `has_base`: whether parameters that are not trained are there, too.
-    """
-
-    def __init__(self, folder: Path, made_by: Manifest) -> None:
-        self._stage = made_by.zero_stage
-        self.has_base = made_by.base is None
-        self._files: dict[tuple[int, str], Path] = {}
-        for name, file in made_by.files.items():
-            for kind in STATES:
-                if name.endswith(f"{kind}.pt"):
-                    self._files[file.rank, kind] = folder / name
-        num_writers = made_by.world_size if self._stage else 1  # without ZeRO all ranks hold the same
-        self._pieces: dict[tuple[str, bool], list[tuple[Piece, int, int]]] = defaultdict(list)
-        self._layouts = [read_layout(folder, rank) for rank in range(num_writers)]
-        for rank, kept in enumerate(self._layouts):
-            for slot, pieces in enumerate(kept.slots):
-                for piece in pieces:
-                    self._pieces[piece.name, False].append((piece, rank, slot))
-            if self._stage == 3 or rank == 0:
-                for piece in kept.frozen:
-                    self._pieces[piece.name, True].append((piece, rank, -1))
-        self._read: dict[tuple[int, str], Any] = {}  # let go with this object, so that nothing stays mapped
-        self.common, self.module = self._of(0).common, self._of(0).module
-
-    def copy(self, name: str, first: int, into: Tensor, state: str = MASTER) -> None:
-        """Elements `first` and following of a parameter's state, as many as `into` has, shape `(elements,)`."""
-        done = 0
-        for piece, rank, slot in self._pieces[name, state == FROZEN]:
-            begin, end = max(first, piece.first), min(first + len(into), piece.first + piece.number)
-            if begin < end:
-                place = piece.place + begin - piece.first
-                elements = self._flat(rank, slot, state, name)[place : place + end - begin]
-                into[begin - first : end - first].copy_(elements)
-                done += end - begin
-        assert done == len(into), f"{name}: {done} of {len(into)} elements are in the checkpoint"
-
-    def first_wrong(self, expected: Expected, rank: int = 0, world_size: int = 1) -> str | None:
-        """Return what is not as expected in the files that this rank answers for; None where all is."""
-        for writer in range(rank, len(self._layouts), world_size):
-            has_model = self._stage == 3 or writer == 0
-            wrong = other_states.first_wrong(self._of(writer), self._layouts[writer], expected, has_model=has_model)
-            if wrong is not None:
-                return wrong if len(self._layouts) == 1 else f"rank {writer}: {wrong}"
-        return other_states.wrong_tiling(self._layouts, expected) if rank == 0 else None
-
-    def parameters(self, *, frozen: bool) -> dict[str, int]:
-        """Elements of each parameter that was trained, or that was not."""
-        return {
-            name: max(piece.first + piece.number for piece, *_ in pieces)
-            for (name, is_frozen), pieces in self._pieces.items()
-            if is_frozen == frozen
-        }
-
-    def optimizer_states(self) -> tuple[list[str], dict[str, Any]]:
-        """Names of the states with an element for each of a slot, and those with one value for the whole slot."""
-        states = self._of(0).slot(0)
-        many = [name for name, value in states.items() if isinstance(value, Tensor) and value.dim() > 0]
-        return many, {name: value for name, value in states.items() if name not in many and value is not None}
-
-    def scaler(self) -> dict[str, Any]:
-        """What DeepSpeed keeps of fp16's loss scale, and has also where there is none; empty without ZeRO."""
-        return self._of(0).scaler()
-
-    def _flat(self, rank: int, slot: int, state: str, name: str) -> Tensor:
-        files = self._of(rank)
-        if state == FROZEN:
-            return files.frozen(name).view(-1)
-        if state != MASTER:
-            return files.slot(slot)[state].view(-1)
-        return files.master(slot) if self._stage else self.module[name].view(-1)
-
-    def _of(self, rank: int) -> StateFiles:
-        return StateFiles(self._stage, partial(self._load, rank))
-
-    def _load(self, rank: int, kind: str) -> Any:
-        if (rank, kind) not in self._read:
-            self._read[rank, kind] = checkpoint_files.read(self._files[rank, kind], mmap=True)
-        return self._read[rank, kind]
-
-
-def _fill_slots(zero: Zero, saved: Saved) -> None:
-    """The optimizer's weights and states."""
-    many, single = saved.optimizer_states()
-    for flat, pieces in zip(zero.flat_tensors(), zero.layout().slots, strict=True):
-        states = {MASTER: flat.data, **{name: torch.zeros_like(flat.data) for name in many}}
-        for name, tensor in states.items():
-            for piece in pieces:
-                into = tensor.view(-1)[piece.place : piece.place + piece.number]
-                saved.copy(piece.name, piece.first, into, name)
-        del states[MASTER]
-        zero.put_states(flat, states, single)
-
-
+STATES = ("model_states", "optim_states")  # the ends of the names of DeepSpeed's files
 logger = logging.getLogger("frugal")
+
+
+class Trained(Protocol):
+    """An engine whose state is saved and loaded, see `frugal.training.train_step.Stepper`."""
+
+    zero: Zero
+    deepspeed: Any
+    plan: Plan
+    recorded_plan: Plan
+    votes: dist.ProcessGroup | None
+    rank: int
+    world_size: int
+    device: torch.device
+    adaptive_limits: Any
+    own_optimizer: Any
+    group_settings: list[dict[str, Any]]
+    callbacks: Any
+    wants_to_stop: bool
+
+    @property
+    def module(self) -> nn.Module:
+        """The model."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Loaded:
-    """What was loaded from where; why newer checkpoints were `refused`, and what `changes` in the run that goes on."""
+    """The progress that was loaded, its folder, why newer checkpoints were refused, and what changes in the run."""
 
     progress: Progress
     folder: Path
@@ -198,13 +87,13 @@ class Loaded:
     changes: tuple[str, ...]
 
 
-def load(engine: Stepper, folder: Path, *, only: str | None = None) -> Loaded:
+def load(engine: Trained, folder: Path, *, only: str | None = None) -> Loaded:
     """Bring the engine and this rank's generators to the newest good checkpoint in `folder`. Collective.
 
-    `only`: to the one of this name on rank 0, and to no other.
+    `only`: use the one that has this name on rank 0, and no other.
 
     Raises:
-        CheckpointError: there is none, or none that is whole; or the newest is, and holds something else.
+        CheckpointError: there is none, or all are damaged, or the newest good one holds other states.
         PlanMismatchError: it is of another model, or trains it otherwise, or its states cannot be read on this layout.
     """
     folder = folder.absolute()
@@ -214,33 +103,99 @@ def load(engine: Stepper, folder: Path, *, only: str | None = None) -> Loaded:
     out_of_reach: list[str] = []
     for path in (folder / name for name in names):
         damage = [each for each in gather(_damage(engine, path), Damage | None, engine.votes) if each]
-        if damage:
-            refused.append(damage[0].reason)
+        if not damage:
             if engine.rank == 0:
-                logger.warning("refused a checkpoint: %s", damage[0].reason)
-            if any(each.is_for_now for each in damage):
-                out_of_reach.append(path.name)
-            continue
+                _give_away(folder, out_of_reach)
+            return _restore(engine, path, tuple(refused))
+        refused.append(damage[0].reason)
         if engine.rank == 0:
-            _give_away(folder, out_of_reach)
-        made_by, this = manifest.read(path), origin(engine, 0, {})
-        resume_checks.check_resume(path, made_by, this)
-        with other_states.named(path):
-            progress = _restore(engine, path, made_by, this)
-        return Loaded(
-            progress=progress, folder=path, refused=tuple(refused), changes=resume_checks.resume_changes(made_by, this)
-        )
+            logger.warning("refused a checkpoint: %s", damage[0].reason)
+        if any(each.is_for_now for each in damage):
+            out_of_reach.append(path.name)
     if refused:
         raise CheckpointError(
             f"no checkpoint in {folder} is whole",
             because=refused,
             hint="try again once the disk can be read" if out_of_reach else "start again with another --out",
-        )  # fmt: skip
+        )
     raise CheckpointError(f"there is no checkpoint in {folder}", hint="start without --resume")
 
 
-def origin(engine: Stepper, step: int, listed: dict[str, File]) -> Manifest:
-    """What this run is, in the manifest's words."""
+class Damage(NamedTuple):
+    """A reason why a rank cannot use a checkpoint. `is_for_now`: its disk could not be read; it may be good."""
+
+    reason: str
+    is_for_now: bool
+
+
+def _damage(engine: Trained, path: Path) -> Damage | None:
+    try:
+        made_by, progress = manifest.read(path), read_progress(path)
+        reason = first_damage(path, made_by, engine.rank, engine.world_size)
+    except ValueError as error:
+        return Damage(str(error), isinstance(error, OutOfReachError))
+    if reason is None and progress.step != made_by.step:
+        reason = f"{path / TRAINING} is of step {progress.step}, and {manifest.MANIFEST} of step {made_by.step}"
+    return None if reason is None else Damage(reason, is_for_now=False)
+
+
+def first_damage(path: Path, made_by: Manifest, rank: int = 0, world_size: int = 1) -> str | None:
+    """Return why the checkpoint `path` is not as it was written, in the files that this rank checks; None if it is.
+
+    Raises:
+        OutOfReachError: a file cannot be read for the moment.
+    """
+    return (
+        manifest.first_damage(path, made_by, rank, world_size)
+        or _missing(path, made_by)
+        or _foreign(path, made_by, rank, world_size)
+    )
+
+
+def _missing(path: Path, made_by: Manifest) -> str | None:
+    """Return which file of which rank is not listed."""
+    if not 0 < made_by.world_size <= len(made_by.files):
+        return f"{path / manifest.MANIFEST} is of {made_by.world_size} ranks, and lists {len(made_by.files)} files"
+    there = {
+        (file.rank, kind) for name, file in made_by.files.items() for kind in STATES if name.endswith(f"{kind}.pt")
+    }
+    for rank in range(made_by.world_size):
+        needed = {file_name(rank), f"rng_rank_{rank}.pt"} - made_by.files.keys()
+        if made_by.zero_stage == 3 or rank == 0:
+            needed |= {STATES[0]} - {kind for of, kind in there if of == rank}
+        if made_by.zero_stage > 0:
+            needed |= {STATES[1]} - {kind for of, kind in there if of == rank}
+        if needed:
+            return f"{path} has no {min(needed)} of rank {rank}"
+    return None
+
+
+def _foreign(path: Path, made_by: Manifest, rank: int, world_size: int) -> str | None:
+    """Return which file holds objects that frugal does not save."""
+    for name, file in made_by.files.items():
+        if name.endswith(".pt") and file.rank % world_size == rank:
+            try:
+                names = checkpoint_files.foreign(path / name)
+            except OSError as error:
+                raise manifest.unreadable(error, path / name) from None
+            except Exception as error:  # whatever torch's unpickler makes of a file that it did not write
+                return f"{path / name} cannot be read: {type(error).__name__}: {error}"
+            if names:
+                return f"{path / name} holds {', '.join(names)}, which frugal does not save and could run any code"
+    return None
+
+
+def _give_away(folder: Path, names: list[str]) -> None:
+    """Take checkpoints that cannot be read for the moment from what this run may remove: they may be good."""
+    if names:
+        try:
+            files.record_written(folder, files.written(folder) - set(names))
+        except OSError as error:
+            logger.warning("cannot note that %s is to be kept: %s", ", ".join(names), error.strerror)
+
+
+def origin(engine: Trained, step: int, listed: dict[str, File]) -> Manifest:
+    """Return the manifest of a checkpoint that `engine` writes after `step` steps."""
     plan = engine.recorded_plan
     own = None if engine.own_optimizer is None else engine.own_optimizer.name
     shapes = [(name, engine.zero.shape(p)) for name, p in engine.module.named_parameters()]
@@ -261,122 +216,50 @@ def origin(engine: Stepper, step: int, listed: dict[str, File]) -> Manifest:
     )
 
 
-class Damage(NamedTuple):
-    """A reason why a rank cannot use a checkpoint. `is_for_now`: its disk could not be read; it may be whole."""
+def _restore(engine: Trained, path: Path, refused: tuple[str, ...]) -> Loaded:
+    """Check that the checkpoint is one of this run, and of its states, then bring the engine to it. Collective."""
+    made_by, this = manifest.read(path), origin(engine, 0, {})
+    resume_checks.check_resume(path, made_by, this)
+    with other_states.named(path):
+        is_same = all(gather(_fits(engine, path, made_by, this), bool, engine.votes))
+        if not is_same:
+            resume_checks.check_other_layout(path, made_by, this)
+        is_same_number = made_by.world_size == this.world_size
+        generators = checkpoint_files.read(path / f"rng_rank_{engine.rank}.pt") if is_same_number else None
+        saved = Saved(path, made_by, kernels.DTYPES[engine.plan.request.optimizer_states or "fp32"])
+        on_nvme = "nvme" in this.offload
 
-    reason: str
-    is_for_now: bool
+        def check() -> None:
+            if generators is not None:
+                other_states.check_generators(generators)
+            _check_counters(engine, saved)
+            if not on_nvme:
+                _fill(engine, saved, is_same=is_same, writes=False)
 
-
-def _damage(engine: Stepper, path: Path) -> Damage | None:
-    """Why this rank cannot use the checkpoint, or None."""
-    try:
-        made_by, progress = manifest.read(path), read_progress(path)
-        damage = (
-            manifest.first_damage(path, made_by, engine.rank, engine.world_size)
-            or lacking(path, made_by)
-            or foreign(path, made_by, engine.rank, engine.world_size)
-        )
-    except ValueError as error:
-        return Damage(str(error), isinstance(error, OutOfReachError))
-    if damage is None and progress.step != made_by.step:
-        damage = f"{path / TRAINING} is of step {progress.step}, and {manifest.MANIFEST} of step {made_by.step}"
-    return None if damage is None else Damage(damage, is_for_now=False)
-
-
-def _give_away(folder: Path, names: list[str]) -> None:
-    """Take checkpoints that cannot be read for the moment from what this run may remove: they may be good."""
-    if not names:
-        return
-    try:
-        files.record_written(folder, files.written(folder) - set(names))
-    except OSError as error:
-        logger.warning("cannot note that %s is to be kept: %s", ", ".join(names), error.strerror)
-
-
-def lacking(path: Path, made_by: Manifest) -> str | None:
-    """What the checkpoint has no file of."""
-    if not 0 < made_by.world_size <= len(made_by.files):
-        return f"{path / manifest.MANIFEST} is of {made_by.world_size} ranks, and lists {len(made_by.files)} files"
-    kinds = {
-        (file.rank, kind) for name, file in made_by.files.items() for kind in STATES if name.endswith(f"{kind}.pt")
-    }
-    for rank in range(made_by.world_size):
-        needed = {file_name(rank), f"rng_rank_{rank}.pt"} - made_by.files.keys()
-        needed |= {STATES[0]} if (made_by.zero_stage == 3 or rank == 0) and (rank, STATES[0]) not in kinds else set()
-        needed |= {STATES[1]} if made_by.zero_stage > 0 and (rank, STATES[1]) not in kinds else set()
-        if needed:
-            return f"{path} has no {min(needed)} of rank {rank}"
-    return None
+        with nullcontext() if on_nvme else engine.zero.opened(), torch.no_grad():
+            wrong = gather(other_states.first_wrong(check), str | None, engine.votes)
+            if reasons := [reason for reason in wrong if reason]:
+                raise other_states.refusal(path, reasons[0])
+            if not on_nvme:
+                _fill(engine, saved, is_same=is_same, writes=True)
+                engine.zero.put_counters(saved.common, saved.files[0].scaler())
+        if on_nvme:
+            checkpoint_files.load(engine.deepspeed, path, without_frozen=made_by.base is not None)
+        _follow_plan(engine, saved.common["lr_scheduler"])
+        progress = read_progress(path)
+        if EXTRA in made_by.files:
+            progress = replace(progress, extra=checkpoint_files.read(path / EXTRA))
+        engine.adaptive_limits.recall(progress.learnt)
+        if generators is not None:
+            random_state.restore_generators(generators, engine.device)
+        else:  # none of the saved generators is this rank's, so it gets some that no rank had
+            random_state.seed_all((progress.seed * 1_000_003 + progress.step) * 65_537 + engine.rank)
+    changes = resume_checks.resume_changes(made_by, this)
+    return Loaded(progress=progress, folder=path, refused=refused, changes=changes)
 
 
-def foreign(path: Path, made_by: Manifest, rank: int, world_size: int) -> str | None:
-    """What no checkpoint of ours holds, in the files that this rank answers for."""
-    for name, file in made_by.files.items():
-        if name.endswith(".pt") and file.rank % world_size == rank:
-            try:
-                names = checkpoint_files.foreign(path / name)
-            except OSError as error:
-                raise manifest.unreadable(error, path / name) from None
-            except Exception as error:  # whatever torch's unpickler makes of a file that it did not write
-                return f"{path / name} cannot be read: {type(error).__name__}: {error}"
-            if names:
-                return f"{path / name} holds {', '.join(names)}, which frugal does not save and could run any code"
-    return None
-
-
-def _restore(engine: Stepper, path: Path, made_by: Manifest, this: Manifest) -> Progress:
-    is_same = all(gather(_fits(engine, path, made_by, this), bool, engine.votes))
-    if not is_same and (refusal := resume_checks.refuse_other_layout(path, made_by, this)) is not None:
-        raise refusal
-    saved = Saved(path, made_by)
-    generators = _generators(path, engine.rank) if made_by.world_size == this.world_size else None
-    wrong = saved.first_wrong(_expected(engine, made_by, is_same=is_same), engine.rank, engine.world_size)
-    if wrong is None and generators is not None:
-        wrong = other_states.wrong_generators(generators)
-    if reasons := [reason for reason in gather(wrong, str | None, engine.votes) if reason]:
-        raise other_states.refusal(path, reasons[0])
-    if is_same:
-        del saved
-        checkpoint_files.load(engine.deepspeed, path, without_frozen=made_by.base is not None)
-        engine.zero.forget_copies()
-    else:
-        restore(engine, saved)
-    _follow_plan(engine)
-    progress = read_progress(path)
-    if EXTRA in made_by.files:
-        progress = replace(progress, extra=checkpoint_files.read(path / EXTRA))
-    engine.adaptive_limits.recall(progress.learnt)
-    if generators is not None:
-        random_state.restore_generators(generators, engine.device)
-    else:  # nobody's generators are this rank's, so it gets some that no rank had
-        random_state.seed_all((progress.seed * 1_000_003 + progress.step) * 65_537 + engine.rank)
-    return progress
-
-
-def _generators(path: Path, rank: int) -> Any:
-    return checkpoint_files.read(path / f"rng_rank_{rank}.pt")
-
-
-def _expected(engine: Stepper, made_by: Manifest, *, is_same: bool) -> Expected:
-    """Return how this engine has what it is going to read."""
-    zero, request = engine.zero, engine.plan.request
-    is_adam = engine.own_optimizer is None and request.optimizer == "adamw"
-    return Expected(
-        zero_stage=made_by.zero_stage,
-        world_size=made_by.world_size,
-        has_base=made_by.base is None,
-        masters=kernels.DTYPES[request.optimizer_states or "fp32"],
-        moments=kernels.DTYPES[request.optimizer_states or "fp32"] if is_adam else None,
-        scheduler=engine.deepspeed.lr_scheduler,
-        slots=tuple(flat.numel() for flat in zero.flat_tensors()) if is_same else None,
-        scaler=zero.optimizer.loss_scaler if made_by.zero_stage and engine.plan.strategy.zero_stage else None,
-        **other_states.of_module(engine.module, {name: zero.shape(p) for name, p in engine.module.named_parameters()}),
-    )
-
-
-def _fits(engine: Stepper, path: Path, made_by: Manifest, this: Manifest) -> bool:
-    """Whether this rank finds its states in one of the files, as it keeps them."""
+def _fits(engine: Trained, path: Path, made_by: Manifest, this: Manifest) -> bool:
+    """Return whether this rank finds its states in one of the files, as it keeps them."""
     if this.zero_stage > 0 and made_by.world_size != this.world_size:
         return False
     kinds = [(each.zero_stage, each.offload, each.optimizer) for each in (made_by, this)]
@@ -384,81 +267,204 @@ def _fits(engine: Stepper, path: Path, made_by: Manifest, this: Manifest) -> boo
     return kinds[0] == kinds[1] and written == engine.zero.layout()
 
 
-def _follow_plan(engine: Stepper) -> None:
-    """Have the optimizer go on with the plan's settings, which DeepSpeed overwrites with those it saved."""
-    request, scheduler = engine.plan.request, engine.deepspeed.lr_scheduler
-    if engine.own_optimizer is not None:
-        _follow_groups(engine)
-        return
-    peak, factor = request.scaled_learning_rate, 1.0
-    if scheduler is not None:
-        scheduler.base_lrs = [peak] * len(scheduler.base_lrs)
-        factor = scheduler.lr_lambdas[0](scheduler.last_epoch)
-    for group in engine.deepspeed.optimizer.param_groups:
-        group["lr"] = peak * factor
-        group["weight_decay"] = request.weight_decay if request.decays_all else 0.0
-        if "momentum" in group:
-            group["momentum"] = request.momentum or 0.0
-        if "betas" in group:
-            group["betas"], group["eps"] = request.betas, request.epsilon
+def _check_counters(engine: Trained, saved: "Saved") -> None:
+    for name in ("global_steps", "global_samples", "skipped_steps"):
+        other_states.check_count(saved.common.get(name), name)
+    if engine.deepspeed.lr_scheduler is not None:
+        schedule = saved.common.get("lr_scheduler") or {}
+        other_states.check_count(schedule.get("last_epoch"), "last_epoch of the learning rate's schedule")
+    if engine.plan.strategy.zero_stage and (scaler := saved.files[0].scaler()):
+        other_states.check_scaler(scaler, engine.zero.optimizer.loss_scaler)
 
 
-def _follow_groups(engine: Stepper) -> None:
-    """The same with an optimizer or groups of the user's own: each group has its own settings."""
-    scheduler, factor = engine.deepspeed.lr_scheduler, 1.0
-    if scheduler is not None:
-        scheduler.base_lrs = [settings["lr"] for settings in engine.group_settings]
-        factor = scheduler.lr_lambdas[0](scheduler.last_epoch)
-    for group, settings in zip(engine.zero.inner.param_groups, engine.group_settings, strict=True):
-        group.update(settings)
-        group["lr"] = settings["lr"] * factor
+def _follow_plan(engine: Trained, saved_schedule: dict[str, Any] | None) -> None:
+    """Have optimizer and schedule continue with the plan's settings, or those of the user's own optimizer's groups.
 
-
-def on_data(progress: "Progress", data: Provenance, settings: RunSettings) -> "tuple[Progress, tuple[str, ...]]":
-    """Where a run goes on in data of this provenance, and what is not as it was.
-
-    On other data the place in the order means nothing, so it begins an epoch: each sample comes once in it.
-
-    Raises:
-        RequestError: another seed.
-        PlanMismatchError: other data, and nobody said that this was all right.
+    Of the saved schedule only the number of its step is used.
     """
-    if progress.seed != settings.seed:
-        raise RequestError(
-            f"the run in {settings.out} was started with another seed",
-            because=f"its seed is {progress.seed}, this one is {settings.seed}",
-            hint="resume with the same --seed, or start anew with another --out",
-        )
-    if progress.data.fingerprint == data.fingerprint:
-        return progress, ()
-    changes = progress.data.changes(data)
-    if not settings.accept_changed_data:
-        raise PlanMismatchError(
-            f"the data of the run in {settings.out} has changed since step {progress.step}",
-            because=changes,
-            hint="restore it, start anew with another --out, or go on with --accept-changed-data",
-        )
-    position = progress.position
-    if position.offset or position.stream is not None:
-        position = Position(position.epoch + 1, 0)
-    words = f"the data ({'; '.join(changes)}), which begins with epoch {position.epoch + 1}"
-    return replace(progress, data=data, position=position), (words,)
+    request, scheduler, factor = engine.plan.request, engine.deepspeed.lr_scheduler, 1.0
+    groups, settings = engine.zero.inner.param_groups, engine.group_settings
+    if engine.own_optimizer is None:
+        groups = engine.deepspeed.optimizer.param_groups
+        planned = {
+            "lr": request.scaled_learning_rate,
+            "weight_decay": request.weight_decay if request.decays_all else 0.0,
+            "momentum": request.momentum or 0.0,
+            "betas": request.betas,
+            "eps": request.epsilon,
+        }
+        settings = [{name: value for name, value in planned.items() if name in group} for group in groups]
+    if scheduler is not None:
+        scheduler.base_lrs = [each["lr"] for each in settings]
+        if saved_schedule is not None:
+            scheduler.last_epoch = saved_schedule["last_epoch"]
+        factor = scheduler.lr_lambdas[0](scheduler.last_epoch)
+    for group, each in zip(groups, settings, strict=True):
+        group.update(each, lr=each["lr"] * factor)
 
 
-def on_curve(progress: Progress, curve: Curve) -> tuple[Progress, tuple[str, ...]]:
-    """Where a run goes on with this learning rate, and what that means for its next step where the schedule changed."""
-    change = None if progress.learning_rate is None else curve.change_from(progress.learning_rate, progress.step)
-    return replace(progress, learning_rate=curve), () if change is None else (change,)
+def file_name(rank: int) -> str:
+    """Return the name of the layout of one rank, in a checkpoint."""
+    return f"layout_rank_{rank}.json"
 
 
-def describe_changes(changed: tuple[str, ...], step: int, out: Path) -> str:
-    """One line about a run that goes on otherwise than it was."""
-    same = [
-        name for name in ("global batch", "order", "learning rate") if not any(_tells(each, name) for each in changed)
-    ]
-    unchanged = f"{', '.join(same[:-1])} and {same[-1]} are unchanged" if same[1:] else f"{same[0]} is unchanged"
-    return f"resumed at step {step} of {out}: {', '.join(changed)}; {unchanged}"
+def read_layout(folder: Path, rank: int) -> StateLayout:
+    """Return the layout of one of the ranks that wrote the checkpoint."""
+    return msgspec.json.decode(files.read_regular(folder / file_name(rank)), type=StateLayout)
 
 
-def _tells(change: str, name: str) -> bool:
-    return change.startswith({"order": "the data"}.get(name, name))
+class Saved:
+    """The states in a checkpoint's files, by parameter. A file is mapped into memory when it is first needed.
+
+    `masters`: type of the weights that the optimizer updates; None: any. `has_base`: whether parameters that are not
+    trained are there, too. `files`: of each rank that keeps parts, or of one if each keeps all.
+    """
+
+    def __init__(self, folder: Path, made_by: Manifest, masters: torch.dtype | None = None) -> None:
+        self._stage, self._masters = made_by.zero_stage, masters
+        self.has_base = made_by.base is None
+        paths = {
+            (file.rank, kind): folder / name
+            for name, file in made_by.files.items()
+            for kind in STATES
+            if name.endswith(f"{kind}.pt")
+        }
+        read: dict[tuple[int, str], Any] = {}  # let go with this object, so that nothing stays mapped
+
+        def content(rank: int, kind: str) -> Any:
+            if (rank, kind) not in read:
+                read[rank, kind] = checkpoint_files.read(paths[rank, kind], mmap=True)
+            return read[rank, kind]
+
+        num_writers = made_by.world_size if self._stage else 1
+        self.files = [StateFiles(self._stage, partial(content, rank)) for rank in range(num_writers)]
+        self._layouts = [read_layout(folder, rank) for rank in range(num_writers)]
+        self._pieces: dict[tuple[str, bool], list[tuple[Piece, int, int]]] = defaultdict(list)
+        for rank, layout in enumerate(self._layouts):
+            for slot, pieces in enumerate(layout.slots):
+                for piece in pieces:
+                    self._pieces[piece.name, False].append((piece, rank, slot))
+            if self._stage == 3 or rank == 0:
+                for piece in layout.frozen:
+                    self._pieces[piece.name, True].append((piece, rank, -1))
+        self.common, self.module = self.files[0].common, self.files[0].module
+
+    def copy(
+        self, name: str, first: int, into: Tensor, state: str = MASTER, *, writes: bool = True, casts: bool = False
+    ) -> None:
+        """Copy elements of a parameter's state from element `first` on, as many as `into` has, shape `(elements,)`.
+
+        `writes`: False only checks that they are there. `casts`: other types are converted, except those of masters.
+
+        Raises:
+            ValueError: they are not there, each once, in the type of the masters or of `into`.
+        """
+        dtype = None if casts else into.dtype
+        if state == MASTER and self._stage:
+            dtype = self._masters
+        done, end = first, first + len(into)
+        for piece, rank, slot in sorted(self._pieces[name, state == FROZEN], key=lambda each: each[0].first):
+            begin, stop = max(first, piece.first), min(end, piece.first + piece.number)
+            if begin < stop:
+                place = piece.place + begin - piece.first
+                elements = self._flat(rank, slot, state, name)[place : place + stop - begin]
+                wanted = torch.empty(stop - begin, dtype=dtype or elements.dtype, device="meta")
+                other_states.check_kind(elements, wanted, f"{state} of {name}")
+                if begin != done or place < 0:
+                    raise ValueError(f"elements of {name} from {done} on are not kept once")
+                if writes:
+                    into[begin - first : stop - first].copy_(elements)
+                done = stop
+        if done != end:
+            raise ValueError(f"elements of {name} from {done} on are not kept once")
+
+    def parameters(self, *, frozen: bool) -> dict[str, int]:
+        """Return the number of elements of each parameter that was trained, or that was not."""
+        return {
+            name: max(piece.first + piece.number for piece, *_ in pieces)
+            for (name, is_frozen), pieces in self._pieces.items()
+            if is_frozen == frozen
+        }
+
+    def states(self, name: str | None, place: tuple[int, int] | None) -> tuple[dict[str, Tensor], dict[str, Any]]:
+        """Return the optimizer's tensors of one slot, and its numbers, by their names.
+
+        `place`: rank and number of the slot; None: of the first one that has elements of parameter `name`.
+        """
+        if place is None:
+            place = next((each[1:] for each in self._pieces[name or "", False]), (0, 0))
+        rank, slot = place[0] % len(self.files), place[1]
+        states = self._slot(rank, slot)
+        many = {name: value for name, value in states.items() if isinstance(value, Tensor) and value.dim() > 0}
+        single = {name: value for name, value in states.items() if name not in many and value is not None}
+        for name, value in single.items():
+            other_states.check_number(value, f"{name} of slot {slot}")
+        return many, single
+
+    def buffer(self, name: str, like: Tensor, *, casts: bool = False) -> Tensor:
+        """Return a buffer of the model, which must be like another tensor, or `casts`: have its shape.
+
+        Raises:
+            ValueError: it is not.
+        """
+        value: Any = self.module.get(name)
+        wanted = like.to("meta", value.dtype if casts and isinstance(value, Tensor) else None)
+        other_states.check_kind(value, wanted, name)
+        return value
+
+    def _slot(self, rank: int, slot: int) -> dict[str, Any]:
+        states, recorded = self.files[rank].slot(slot), self._layouts[rank].states
+        if recorded is not None and other_states.describe(states) != recorded[slot]:
+            raise ValueError(f"states of slot {slot} of rank {rank} are not as they were saved")
+        return states
+
+    def _flat(self, rank: int, slot: int, state: str, name: str) -> Tensor:
+        files = self.files[rank]
+        if state == FROZEN:
+            return files.frozen(name).view(-1)
+        if state != MASTER:
+            return self._slot(rank, slot)[state].view(-1)
+        return files.master(slot) if self._stage else self.module[name].view(-1)
+
+
+def _fill(engine: Trained, saved: Saved, *, is_same: bool, writes: bool) -> None:
+    """Bring weights, optimizer and buffers of the engine to the checkpoint's. `writes`: False only checks them.
+
+    `is_same`: this rank's slots are those in its own file, so states in blocks can be read.
+    """
+    zero = engine.zero
+    is_adam = engine.own_optimizer is None and engine.plan.request.optimizer == "adamw"
+
+    def copy_weights(name: str, first: int, into: Tensor, is_frozen: bool) -> None:
+        if is_same and not is_frozen:  # as they are saved beside the masters, in half of the bytes
+            value = saved.module[name].view(-1)
+            other_states.check_kind(value, into, name)
+            if writes:
+                into.copy_(value)
+        elif saved.has_base or not is_frozen:
+            saved.copy(name, first, into, FROZEN if is_frozen else MASTER, writes=writes)
+
+    for slot, (flat, pieces) in enumerate(zip(zero.flat_tensors(), zero.layout().slots, strict=True)):
+        many, single = saved.states(pieces[0].name if pieces else None, (engine.rank, slot) if is_same else None)
+        states = {}
+        for name, value in many.items():
+            dtype = flat.dtype if is_adam else value.dtype
+            if is_same:  # whole, with padding and blocks
+                if name in other_states.BY_ELEMENT:
+                    wanted = torch.empty(flat.shape, dtype=dtype, device="meta")
+                    other_states.check_kind(value, wanted, f"{name} of slot {slot}")
+                states[name] = value.to(flat.device, copy=True) if writes else value
+            else:
+                states[name] = torch.zeros(flat.shape, dtype=dtype, device=flat.device if writes else "meta")
+        for piece in pieces:
+            part = slice(piece.place, piece.place + piece.number)
+            saved.copy(piece.name, piece.first, flat.data.view(-1)[part], writes=writes)
+            for name, tensor in states.items() if not is_same else ():
+                saved.copy(piece.name, piece.first, tensor.view(-1)[part], name, writes=writes)
+        if writes:
+            zero.put_states(flat, states, single)
+    zero.fill_weights(copy_weights)
+    for name, buffer in torch_internals.saved_buffers(engine.module).items():
+        value = saved.buffer(name, buffer)
+        if writes:
+            buffer.copy_(value)

@@ -22,7 +22,7 @@ SCHEMA = 2
 MANIFEST = "manifest.json"
 POINTER = "latest"
 MOST_BYTES = 1 << 30
-"""Of the files that are read as a whole. Ten thousand ranks have a manifest of 6 MB."""
+"""The limit of files that are read as a whole. Ten thousand ranks have a manifest of 6 MB."""
 
 _NAME = re.compile(r"step-(\d{6,})(\.old)?")
 _MOST_DIGITS = 15
@@ -30,7 +30,7 @@ _FILE = re.compile(r"\w[\w.-]{,200}", re.ASCII)
 
 
 _NEVER_READABLE = {errno.ENOENT, errno.ENOTDIR, errno.EISDIR, errno.EINVAL, errno.EFBIG, errno.ELOOP}
-"""What is wrong with the file itself; any other error may be gone at the next attempt, as EIO and ESTALE."""
+"""Errors of the file itself; any other, such as EIO and ESTALE, may be gone at the next attempt."""
 
 
 class OutOfReachError(ValueError):
@@ -45,7 +45,7 @@ def unreadable(error: OSError, path: Path) -> ValueError:
 
 @dataclass(frozen=True, kw_only=True)
 class File:
-    """One file: its length in bytes, its SHA-256, and the rank that wrote it and will read it."""
+    """One file: its length in bytes, its SHA-256, and the rank that wrote it."""
 
     num_bytes: int
     sha256: str
@@ -54,18 +54,18 @@ class File:
 
 @dataclass(frozen=True, kw_only=True)
 class Manifest:
-    """What a checkpoint consists of and what it was made by.
+    """The files of a checkpoint, and what wrote them.
 
     Attributes:
         world_size: ranks that wrote it.
         zero_stage: 0 to 3.
-        offload: where the optimizer's states and the parameters lived: none, cpu or nvme.
+        offload: place of the optimizer's states and of the parameters: none, cpu or nvme.
         strategy: all of the plan's strategy, in words.
-        optimizer: in words; with its implementation, where that lays its states out differently.
+        optimizer: in words; with its implementation, if that lays its states out differently.
         model: the request's reference to it.
-        shapes: the SHA-256 of the names and shapes of the model's parameters.
-        base: the digest of the frozen weights, where they are not in the checkpoint, see `frozen_base`; None: all are.
-        recipe: what decides which weights come out, by name: the same in a run that continues.
+        shapes: SHA-256 of the names and shapes of the model's parameters.
+        base: digest of the frozen weights that are not in the checkpoint, see `frozen_base`; None: all weights are.
+        recipe: what decides which weights come out, by name; it stays the same when a run is resumed.
     """
 
     schema: int = SCHEMA
@@ -85,7 +85,7 @@ class Manifest:
 
 
 def digest_of(shapes: Sequence[tuple[str, tuple[int, ...]]]) -> str:
-    """What `Manifest.shapes` is of names and shapes."""
+    """Return `Manifest.shapes` of names and shapes."""
     return hashlib.sha256(repr(list(shapes)).encode()).hexdigest()
 
 
@@ -98,9 +98,9 @@ def step_of(name: str) -> int | None:
 
 
 def checkpoints_in(folder: Path) -> list[Path]:
-    """The checkpoints by their names, unread: first the one that `latest` names, then the others from new to old.
+    """Return the checkpoints by their names, unread: the one that `latest` names, then the others from new to old.
 
-    `NAME.old` was about to be replaced by another of its name when a crash came.
+    `NAME.old` was being replaced by another of its name when a crash came.
 
     Raises:
         CheckpointError: the folder cannot be looked into.
@@ -122,24 +122,20 @@ def checkpoints_in(folder: Path) -> list[Path]:
 
 
 def newest_checkpoint(folder: Path) -> Path | None:
-    """The checkpoint to continue from, unread; None if there is none."""
+    """Return the checkpoint to resume from, unread; None if there is none."""
     return next(iter(checkpoints_in(folder)), None)
 
 
-def checksum(path: Path) -> str:
-    """SHA-256 of the file, hexadecimal."""
-    with files.open_regular(path) as file:
-        return hashlib.file_digest(file, "sha256").hexdigest()
-
-
 def file_entry(path: Path, rank: int) -> File:
-    """The file's entry in the manifest; the file is on the disk when this returns."""
+    """Flush a file to the disk, and return its entry in the manifest."""
     files.flush(path)
-    return File(num_bytes=path.stat().st_size, sha256=checksum(path), rank=rank)
+    with files.open_regular(path) as file:
+        sha256 = hashlib.file_digest(file, "sha256").hexdigest()
+    return File(num_bytes=path.stat().st_size, sha256=sha256, rank=rank)
 
 
 def publish(temporary: Path, manifest: Manifest) -> Path:
-    """Complete the folder `NAME.tmp` with its manifest, rename it to `NAME` and point `latest` there; the new path."""
+    """Complete the folder `NAME.tmp` with its manifest, rename it and point `latest` to it; return its path."""
     final = temporary.with_suffix("")
     manifest_json = msgspec.json.format(msgspec.json.encode(manifest), indent=2) + b"\n"
     files.write_file(temporary / MANIFEST, manifest_json)
@@ -149,7 +145,7 @@ def publish(temporary: Path, manifest: Manifest) -> Path:
 
 
 def read(folder: Path) -> Manifest:
-    """The folder's manifest.
+    """Return the folder's manifest.
 
     Raises:
         ValueError: there is none, it cannot be read, or it is of another schema; the message says which.
@@ -169,10 +165,10 @@ def read(folder: Path) -> Manifest:
 
 
 def first_damage(folder: Path, manifest: Manifest, rank: int, world_size: int) -> str | None:
-    """What is wrong with the files this rank answers for, or None. Over all ranks every file is checked once.
+    """Return what is wrong with the files that this rank checks, or None. Over all ranks every file is checked once.
 
     Raises:
-        OutOfReachError: one cannot be read for the moment.
+        ValueError: a file cannot be read; OutOfReachError: for the moment.
     """
     for name, file in manifest.files.items():
         if file.rank % world_size != rank:
@@ -181,14 +177,12 @@ def first_damage(folder: Path, manifest: Manifest, rank: int, world_size: int) -
         try:
             with files.open_regular(path) as opened:
                 num_bytes = os.fstat(opened.fileno()).st_size
-            if num_bytes != file.num_bytes:
-                return f"{path} has {num_bytes} bytes instead of {file.num_bytes}"
-            if checksum(path) != file.sha256:
-                return f"{path} does not have the content that was written (SHA-256 differs)"
+                if num_bytes != file.num_bytes:
+                    return f"{path} has {num_bytes} bytes instead of {file.num_bytes}"
+                if hashlib.file_digest(opened, "sha256").hexdigest() != file.sha256:
+                    return f"{path} does not have the content that was written (SHA-256 differs)"
         except FileNotFoundError:
             return f"{path} is not there; rank {file.rank} of {manifest.world_size} wrote it"
         except OSError as error:
-            if isinstance(reason := unreadable(error, path), OutOfReachError):
-                raise reason from None
-            return str(reason)
+            raise unreadable(error, path) from None
     return None

@@ -1,14 +1,12 @@
-"""A model folder of any checkpoint, without its ranks: in one process, on the CPU, in memory for the model alone.
+"""A model folder from any checkpoint, without its ranks: in one process, on the CPU, in the memory of the model.
 
-The files of all ranks are mapped into memory, and each parameter is put together from where its pieces are, as in
-resharding. Adapters are written as adapters, or merged into their base, which then is built with its weights and must
-be the one that they were trained around. A quantised base is merged with as the adapters saw it: unpacked, in the run's
-precision, and not packed again, which would round away part of what was trained.
+The files of all ranks are mapped into memory, and each parameter is assembled from its pieces, see `loading`. Adapters
+are written as adapters, or merged into their base, which is then built with its weights and must be the one that they
+were trained around. A quantised base is unpacked for merging, in the run's precision, as the adapters saw it, and not
+packed again, which would round away part of what was trained.
 """
 
 import warnings
-from collections.abc import Iterator
-from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -36,7 +34,7 @@ LAST, BEST = "last", "best"
 
 @dataclass(frozen=True)
 class Run:
-    """What is known of the run that a checkpoint is of."""
+    """A checkpoint with the plan and the settings of its run."""
 
     plan: Plan
     settings: RunSettings
@@ -45,7 +43,7 @@ class Run:
 
 
 def find(given: Path, which: str | None) -> Path:
-    """The checkpoint that is meant: `given` is it, or the folder of a run or of its checkpoints.
+    """Return the checkpoint `given`, or one in the folder of a run or of its checkpoints.
 
     `which`: `last`, `best`, or the number of a step; None: the last.
 
@@ -65,35 +63,31 @@ def find(given: Path, which: str | None) -> Path:
     there = manifest.checkpoints_in(folder)
     if not there:
         raise CheckpointError(f"there is no checkpoint in {folder}")
+    chosen: Path | None = None
+    reason = f"no checkpoint in {folder} was evaluated"
     if which in (None, LAST):
-        return there[0]
-    names = ", ".join(sorted(path.name for path in there))
-    if which == BEST:
+        chosen = there[0]
+    elif which == BEST:
         settings = run_settings({}, earlier_settings(folder.parent))
-        best = saving.best_of(there, Criterion.of(settings).score)
-        if best is None:
-            raise CheckpointError(
-                f"no checkpoint in {folder} was evaluated", because=f"there are {names}", hint="name one: --step N"
-            )
-        return best
-    wanted = [path for path in there if which is not None and which.isdigit() and path.name == f"step-{int(which):06d}"]
-    if not wanted:
-        raise CheckpointError(
-            f"there is no checkpoint of step {which} in {folder}", because=f"there are {names}",
-            hint=f"use --step {LAST}, {BEST}, or one of these",
-        )  # fmt: skip
-    return wanted[0]
+        chosen = saving.best_of(there, Criterion.of(settings).score)
+    else:
+        chosen = next((path for path in there if path.name == f"step-{which:0>6}"), None)
+        reason = f"there is no checkpoint of step {which} in {folder}"
+    if chosen is None:
+        names = ", ".join(sorted(path.name for path in there))
+        raise CheckpointError(reason, because=f"there are {names}", hint=f"use --step {LAST}, {BEST}, or one of these")
+    return chosen
 
 
 def write(checkpoint: Path, out: Path, *, merge: bool = False) -> str:
-    """Write the model of `checkpoint` to the folder `out`, with its tokenizer; what it is, in words.
+    """Write the model of `checkpoint` to the folder `out`, with its tokenizer, and return what it is, in words.
 
-    `merge`: adapters go into their base, in the base's own precision, or where it is quantised in the run's.
+    `merge`: merge adapters into their base, in the base's own precision, or in the run's if the base is quantised.
 
     Raises:
-        RequestError: `out` is there already, there is nothing to merge, or model or tokenizer cannot be made.
+        RequestError: `out` exists, there is nothing to merge, or model or tokenizer cannot be made.
         CheckpointError: the checkpoint is damaged, not of a run, or `out` cannot be written.
-        PlanMismatchError: model or base are others than they were.
+        PlanMismatchError: model or base have changed.
     """
     if out.exists():
         raise RequestError(f"{out} is there already", hint="choose another folder with -o")
@@ -109,9 +103,8 @@ def write(checkpoint: Path, out: Path, *, merge: bool = False) -> str:
     base_dtype = _own_dtype(spec)  # which building changes
     tokenizer, _ = corpus.tokenizer_for(spec, run.settings)
     with other_states.named(checkpoint):
-        saved = Saved(checkpoint, run.made_by)
+        saved = Saved(checkpoint, run.made_by, DTYPES[run.plan.request.optimizer_states or "fp32"])
         spec, module = _empty(spec.for_tokenizer(tokenizer), run, saved)
-        _refuse_other_states(module, run, saved)
         weights = _weights(module, saved)
     kind = f"the adapters of step {run.made_by.step}, whose base is {spec.weights or spec.reference}"
     if merge:
@@ -123,21 +116,23 @@ def write(checkpoint: Path, out: Path, *, merge: bool = False) -> str:
         kind += f" into what {spec.quantize} made of its base" if spec.quantize else ""
     elif not is_adapter:
         kind = f"the model of step {run.made_by.step}"
-    with _explained(out):
+    try:
         saving.write_model(module, weights, out, tokenizer, uses_cache=spec.uses_cache, place=files.name_folder)
+    except OSError as error:
+        because, remedy = file_errors.explain(error, out)
+        raise CheckpointError(f"cannot write the model to {out}", because=because, hint=remedy) from None
     return kind
 
 
 def _run_of(checkpoint: Path) -> Run:
-    """Its files are whole, and its run says what it is of."""
+    """Verify the checkpoint's files, and read the plan and the settings of its run."""
     try:
         made_by = manifest.read(checkpoint)
-        damage = manifest.first_damage(checkpoint, made_by, 0, 1) or loading.lacking(checkpoint, made_by)
-        damage = damage or loading.foreign(checkpoint, made_by, 0, 1)
+        if (damage := loading.first_damage(checkpoint, made_by)) is not None:
+            raise ValueError(damage)
     except ValueError as error:
-        damage = str(error)
-    if damage is not None:
-        raise CheckpointError(f"{checkpoint} cannot be used", because=damage, hint="choose another with --step")
+        unusable = f"{checkpoint} cannot be used"
+        raise CheckpointError(unusable, because=str(error), hint="choose another with --step") from None
     out = checkpoint.absolute().parents[1]
     if not (out / PLAN).is_file():
         raise CheckpointError(
@@ -149,13 +144,13 @@ def _run_of(checkpoint: Path) -> Run:
 
 
 def _empty(spec: ModelSpec, run: Run, saved: Saved) -> tuple[ModelSpec, nn.Module]:
-    """The model on meta, with as many classes as the checkpoint has."""
+    """Build the model on meta, with as many classes as the checkpoint has."""
     dtype = DTYPES[run.plan.request.precision]
     module = spec.build(dtype=dtype, device="meta")
     if run.plan.model.task == "sequence-classification" and spec.factory is None:
-        sizes, in_file = _sizes(module), saved.parameters(frozen=False)
-        ratios = {in_file[name] * spec.config.num_labels // size for name, size in sizes.items() if name in in_file}
-        others = {number for number in ratios if number != spec.config.num_labels}
+        in_file, classes = saved.parameters(frozen=False), spec.config.num_labels
+        parameters = [(name, parameter) for name, parameter in module.named_parameters() if name in in_file]
+        others = {in_file[name] * classes // parameter.numel() for name, parameter in parameters} - {classes}
         if len(others) == 1:
             config = type(spec.config).from_dict(spec.config.to_dict() | {"num_labels": others.pop()})
             spec = replace(spec, config=config)
@@ -170,40 +165,14 @@ def _empty(spec: ModelSpec, run: Run, saved: Saved) -> tuple[ModelSpec, nn.Modul
     return spec, module
 
 
-def _refuse_other_states(module: nn.Module, run: Run, saved: Saved) -> None:
-    """Refuse a checkpoint whose tensors are not those of the module.
-
-    Raises:
-        CheckpointError: it names the first that is not.
-    """
-    shapes = {name: tuple(parameter.shape) for name, parameter in module.named_parameters()}
-    model = other_states.of_module(module, shapes)
-    model |= {
-        kind: {name: (shape, None) for name, (shape, _) in model[kind].items()} for kind in ("parameters", "buffers")
-    }
-    expected = other_states.Expected(
-        zero_stage=run.made_by.zero_stage,
-        world_size=run.made_by.world_size,
-        has_base=saved.has_base,
-        masters=DTYPES[run.plan.request.optimizer_states or "fp32"],
-        **model | {"trained": frozenset(saved.parameters(frozen=False))},
-    )
-    if (wrong := saved.first_wrong(expected)) is not None:
-        raise other_states.refusal(run.path, wrong)
-
-
-def _sizes(module: nn.Module) -> dict[str, int]:
-    return {name: parameter.numel() for name, parameter in module.named_parameters()}
-
-
 def _weights(module: nn.Module, saved: Saved) -> dict[str, Tensor]:
-    """What is saved of the module, which is on meta, by name; tied parameters are one tensor."""
+    """Return the saved tensors of the module, which is on meta, by name; tied parameters are one tensor."""
     trained, frozen = saved.parameters(frozen=False), saved.parameters(frozen=True) if saved.has_base else {}
     whole: dict[int, Tensor] = {}
     for name, parameter in module.named_parameters():
         if name in trained or name in frozen:
             flat = torch.empty(parameter.numel(), dtype=parameter.dtype, device="cpu")
-            saved.copy(name, 0, flat, MASTER if name in trained else FROZEN)
+            saved.copy(name, 0, flat, MASTER if name in trained else FROZEN, casts=name not in trained)
             whole[id(parameter)] = flat.view(parameter.shape)
     if not saved.has_base:
         return {name: whole[id(p)] for name, p in module.named_parameters(remove_duplicate=False) if id(p) in whole}
@@ -212,19 +181,19 @@ def _weights(module: nn.Module, saved: Saved) -> dict[str, Tensor]:
         if id(tensor) in whole:
             weights[name] = whole[id(tensor)]
         elif name in saved.module:
-            weights[name] = saved.module[name].clone()
+            weights[name] = saved.buffer(name, tensor, casts=True).clone()
     return weights
 
 
 def _own_dtype(spec: ModelSpec) -> torch.dtype | None:
-    """That of the weights that a pretrained model comes with, if its configuration says it."""
+    """Return the type of a pretrained model's weights, if its configuration says it."""
     own = getattr(spec.config, "dtype", None) if spec.weights else None
     own = getattr(torch, own, None) if isinstance(own, str) else own
     return own if isinstance(own, torch.dtype) else None
 
 
 def _merged(spec: ModelSpec, run: Run, weights: dict[str, Tensor], dtype: torch.dtype) -> Any:
-    """The base with the adapters in it, in `dtype`."""
+    """Return the base in `dtype` with the adapters merged into it."""
     trained_in = DTYPES[run.plan.request.precision]
     module: Any = spec.build(dtype=dtype, device="cpu", seed=run.settings.seed)
     if run.made_by.base != frozen_base.of_module(module, trained_in):
@@ -244,19 +213,10 @@ def _merged(spec: ModelSpec, run: Run, weights: dict[str, Tensor], dtype: torch.
 
 
 def _unpacked(spec: ModelSpec, run: Run, packed: nn.Module, dtype: torch.dtype) -> nn.Module:
-    """The model with the values of the `packed` one, none of it quantised."""
+    """Return the model with the values of the `packed` one, without quantisation."""
     plain = replace(spec, quantize=None).build(dtype=dtype, device="cpu", seed=run.settings.seed)
     for name, module in quantised.named(packed):
         weight: Any = plain.get_submodule(name).weight
         values = quantised.dequantised(module)
         weight.data.copy_(values if module.source_cls is nn.Linear else values.T)
     return plain
-
-
-@contextmanager
-def _explained(out: Path) -> Iterator[None]:
-    try:
-        yield
-    except OSError as error:
-        because, remedy = file_errors.explain(error, out)
-        raise CheckpointError(f"cannot write the model to {out}", because=because, hint=remedy) from None

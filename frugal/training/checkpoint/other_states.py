@@ -1,283 +1,126 @@
-"""A checkpoint whose files have their checksums, and not what they are read for: found before anything of it is used.
+"""A checkpoint whose files have their checksums, and hold other states than this run's: found before any is used.
 
-Optimizers' kernels take a state for as long as its parameter, and write past the end of a shorter one. `copy_` casts
-other types and repeats single elements without a word. So the shape and type of each tensor that will be read, and each
-number, is first held against the engine's. Ranks share the files among them and vote: one that raised alone would leave
-the others in a collective.
-
-What is found later all the same, DeepSpeed, torch and `restore` find in the middle of reading, each with its own error.
+Optimizers' kernels take a state to be as long as its parameter, and write past the end of a shorter one. `copy_` casts
+other types and repeats single elements without a word. So shape and type of each tensor, and each number, is compared
+with the engine's where it is handed out, in a first pass that writes nothing. Ranks vote after it: one that raised
+alone would leave the others in a collective.
 """
 
 import math
 import random
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from frugal import torch_internals
-from frugal.deepspeed_adapter.checkpoint_files import StateFiles, StateLayout
 from frugal.distributed.first_failure import lost_connection
 from frugal.errors import CheckpointError, first_line
 from frugal.training.checkpoint.progress import MOST
-from frugal.training.oom_limits import is_out_of_memory
 
 _ERRORS = (LookupError, TypeError, AttributeError, AssertionError, ValueError, RuntimeError)
-_COUNTERS = ("global_steps", "global_samples", "skipped_steps")
-_BY_ELEMENT = ("exp_avg", "exp_avg_sq", "momentum_buffer", "state1", "state2")
+BY_ELEMENT = ("exp_avg", "exp_avg_sq", "momentum_buffer", "state1", "state2")
 """States with an element for each element of the weights, by the names of torch, DeepSpeed and bitsandbytes."""
-
-Kind = tuple[tuple[int, ...], torch.dtype | None]
-"""Shape and type of a tensor; None: any type, which is converted."""
-
-
-class _OtherError(Exception):
-    """Something that is not as the engine has it."""
-
-
-@dataclass(frozen=True, kw_only=True)
-class Expected:
-    """What is read of a checkpoint, and how the reader has it.
-
-    Attributes:
-        zero_stage: of the checkpoint.
-        world_size: of the checkpoint.
-        parameters: shape and type of each, by its first name.
-        names: all names of parameters, and the first name of each.
-        trained: first names of those that are trained.
-        buffers: shape and type of each that is saved.
-        has_base: whether parameters that are not trained are in the checkpoint.
-        masters: type of the weights that the optimizer updates.
-        moments: type of Adam's moments; None: any.
-        scheduler: the learning rate's schedule, if there is one.
-        slots: elements of each of the reader's slots, where it has the checkpoint's layout.
-        scaler: that of fp16's loss, if the reader has one.
-    """
-
-    zero_stage: int
-    world_size: int
-    parameters: Mapping[str, Kind]
-    names: Mapping[str, str]
-    trained: frozenset[str]
-    buffers: Mapping[str, Kind]
-    has_base: bool
-    masters: torch.dtype
-    moments: torch.dtype | None = None
-    scheduler: Any = None
-    slots: tuple[int, ...] | None = None
-    scaler: Any = None
-
-
-def first_wrong(files: StateFiles, layout: StateLayout, expected: Expected, *, has_model: bool) -> str | None:
-    """Return what one rank's files hold that is not as expected; None where all is.
-
-    `has_model`: whether the model's own states are among them.
-    """
-    try:
-        if has_model:
-            _check_model(files, layout, expected)
-        if expected.zero_stage > 0 or has_model:
-            _check_optimizer(files, layout, expected)
-    except _OtherError as error:
-        return str(error)
-    except Exception as error:  # whatever reading nested data that is not as expected raises
-        return first_line(error)
-    return None
-
-
-def _check_model(files: StateFiles, layout: StateLayout, expected: Expected) -> None:
-    is_split = expected.zero_stage == 3
-    for name, first in expected.names.items():
-        if first not in expected.trained and not expected.has_base:
-            continue
-        shape, dtype = expected.parameters[first]
-        _check(files.module.get(name), (0,) if is_split else shape, dtype, name)
-    for name, (shape, dtype) in expected.buffers.items():
-        _check(files.module.get(name), shape, dtype, name)
-    for piece in layout.frozen if is_split and expected.has_base else ():
-        fragment, dtype = files.frozen(piece.name), expected.parameters[piece.name][1]
-        _check(fragment, (max(piece.number, _length(fragment)),), dtype, piece.name)
-    for name in _COUNTERS:
-        _check_count(files.common.get(name), name)
-    if files.common.get("dp_world_size") != expected.world_size:
-        raise _OtherError(f"dp_world_size is {files.common.get('dp_world_size')!r}, of {expected.world_size} ranks")
-    if expected.scheduler is not None:
-        _check_schedule(files.common.get("lr_scheduler"), expected.scheduler)
-
-
-def _check_optimizer(files: StateFiles, layout: StateLayout, expected: Expected) -> None:
-    kept = files.optimizer()
-    numbers = [number for group in kept["param_groups"] for number in group["params"]]
-    if numbers != list(range(len(layout.slots))) or not set(kept["state"]) <= set(numbers):
-        raise _OtherError(f"the optimizer has states of other slots than {len(layout.slots)}")
-    if expected.zero_stage > 0:
-        _check_scaler(files.scaler(), expected.scaler)
-        if files.num_masters() != len(layout.slots):
-            raise _OtherError(f"there are {files.num_masters()} groups of fp32 weights, and {len(layout.slots)} slots")
-    for slot, pieces in enumerate(layout.slots):
-        needed = max((piece.place + piece.number for piece in pieces), default=0)
-        if expected.zero_stage == 0:
-            shape = expected.parameters[pieces[0].name][0]
-        else:
-            own = None if expected.slots is None else expected.slots[slot]
-            master, what = files.master(slot), f"fp32 weights of slot {slot}"
-            most = _length(master) if own is None else own
-            _check(master, (min(max(needed, _length(master)), most),), expected.masters, what)
-            states = [value for value in files.slot(slot).values() if isinstance(value, Tensor) and value.dim()]
-            shape = (max([needed, *map(_length, states)]) if own is None else own,)
-        _check_states(files.slot(slot), shape, expected, slot)
-        if layout.states is not None:
-            differing = {name for name, _ in describe(files.slot(slot)).items() ^ layout.states[slot].items()}
-            if differing:
-                raise _OtherError(f"of slot {slot}, {', '.join(sorted(differing))} is not as it was saved")
-
-
-def _check_states(states: Mapping[str, Any], shape: tuple[int, ...], expected: Expected, slot: int) -> None:
-    for name, value in states.items():
-        what = f"{name} of slot {slot}"
-        if name in _BY_ELEMENT and value is not None:
-            _check(value, shape, expected.moments if name.startswith("exp_avg") else None, what)
-        elif not isinstance(value, Tensor) or value.dim() == 0:
-            _check_number(value, what)
 
 
 def describe(states: Mapping[str, Any]) -> dict[str, str]:
-    """Return names and kinds of an optimizer's states of one slot, in words."""
-    return {str(name): _kind(value) for name, value in sorted(states.items())}
+    """Return the name and kind, in words, of each state that an optimizer has of one slot."""
+    return {str(name): kind(value) for name, value in sorted(states.items())}
 
 
-def _kind(value: Any) -> str:
+def kind(value: Any) -> str:
+    """Return type and shape of a tensor, or the type of something else, in words."""
     if not isinstance(value, Tensor):
         return type(value).__name__
-    return f"{str(value.dtype).removeprefix('torch.')} {tuple(value.shape)}"
+    layout = "" if value.layout == torch.strided else f"{value.layout} "
+    return f"{layout}{str(value.dtype).removeprefix('torch.')} {tuple(value.shape)}"
 
 
-def _check(value: Any, shape: tuple[int, ...], dtype: torch.dtype | None, what: str) -> None:
-    kind = "missing" if value is None else _kind(value)
-    wanted = _kind(torch.empty(shape, dtype=dtype or getattr(value, "dtype", None), device="meta"))
-    if kind != wanted or value.layout != torch.strided:
-        raise _OtherError(f"{what} is {kind}, and must be {wanted}")
+def check_kind(value: Any, like: Tensor, what: str) -> None:
+    """Check that a saved value is a tensor with the shape and type of another one.
+
+    Raises:
+        ValueError: it is not.
+    """
+    if kind(value) != kind(like):
+        raise ValueError(f"{what} is {kind(value)}, and must be {kind(like)}")
 
 
-def _length(value: Any) -> int:
-    return value.numel() if isinstance(value, Tensor) else 0
+def check_count(value: Any, what: str) -> None:
+    """Check a number of steps, samples and the like.
 
-
-def _check_count(value: Any, what: str) -> None:
+    Raises:
+        ValueError: it cannot be one.
+    """
     if type(value) is not int or not 0 <= value <= MOST:
-        raise _OtherError(f"{what} is {value!r}")
+        raise ValueError(f"{what} is {value!r}")
 
 
-def _check_number(value: Any, what: str) -> None:
-    """A number of steps and the like, which is None where there is none."""
+def check_number(value: Any, what: str) -> None:
+    """Check a state that is one number for a whole slot.
+
+    Raises:
+        ValueError: it is none, or negative, or not finite.
+    """
     number = value.item() if isinstance(value, Tensor) else value
-    if number is not None and (not isinstance(number, int | float) or not 0 <= number <= MOST):
-        raise _OtherError(f"{what} is {number!r}")
+    if not isinstance(number, int | float) or not 0 <= number <= MOST:
+        raise ValueError(f"{what} is {number!r}")
 
 
-def _check_schedule(saved: Any, scheduler: Any) -> None:
-    own = scheduler.state_dict()
-    if not isinstance(saved, dict):
-        raise _OtherError("there is no schedule of the learning rate")
-    _check_count(saved.get("last_epoch"), "last_epoch of the learning rate's schedule")
-    for name, value in saved.items():
-        if callable(getattr(scheduler, name, None)):
-            raise _OtherError(f"the learning rate's schedule has a number in place of its {name}")
-        _check_like(value, own.get(name, value), f"{name} of the learning rate's schedule")
+def check_scaler(saved: Mapping[str, Any], own: Any) -> None:
+    """Check the state of fp16's loss scale; `own` is the reader's scaler.
 
-
-def _check_scaler(saved: Mapping[str, Any], own: Any) -> None:
+    Raises:
+        ValueError: it is not like the reader's.
+    """
     for name in ("dynamic_loss_scale", "overflow"):
         if type(saved.get(name)) is not bool:
-            raise _OtherError(f"{name} is {saved.get(name)!r}")
-    if own is None:
-        return
-    if saved["dynamic_loss_scale"] != own.dynamic:
-        raise _OtherError(f"dynamic_loss_scale is {saved['dynamic_loss_scale']}")
-    scaler = saved.get("loss_scaler")
-    if scaler is None or type(scaler) is not type(own):
-        raise _OtherError(f"loss_scaler is a {type(scaler).__name__}, and must be a {type(own).__name__}")
-    if vars(scaler).keys() != vars(own).keys():
-        raise _OtherError(f"loss_scaler has {', '.join(sorted(vars(scaler)))}")
+            raise ValueError(f"{name} is {saved.get(name)!r}")
+    scaler: Any = saved.get("loss_scaler")
+    if saved["dynamic_loss_scale"] != own.dynamic or type(scaler) is not type(own):
+        raise ValueError(f"loss_scaler is a {type(scaler).__name__}, and must be a {type(own).__name__}")
+    kept = vars(scaler)
+    if kept.keys() != vars(own).keys():
+        raise ValueError(f"loss_scaler has {', '.join(sorted(kept))}")
     for name, value in vars(own).items():
-        kept = vars(scaler)[name]
-        _check_like(kept, value, f"{name} of loss_scaler")
-        if (not own.dynamic and kept != value) or (name == "cur_scale" and kept <= 0):
-            raise _OtherError(f"{name} of loss_scaler is {kept!r}")
+        now = kept[name]
+        if type(value) in (int, float):
+            is_good = type(now) in (int, float) and math.isfinite(now) and (name != "cur_scale" or now > 0)
+        else:
+            is_good = type(now) is type(value)
+        if not is_good or (not own.dynamic and now != value):
+            raise ValueError(f"{name} of loss_scaler is {now!r}")
 
 
-def _check_like(value: Any, own: Any, what: str) -> None:
-    """Numbers in the place of numbers, flags in that of flags, also in lists."""
-    if isinstance(own, Sequence) and not isinstance(own, str) and own and isinstance(value, Sequence):
-        for each in value:
-            _check_like(each, own[0], what)
-    elif isinstance(own, bool) or own is None or isinstance(own, str):
-        if type(value) is not type(own):
-            raise _OtherError(f"{what} is {value!r}")
-    elif isinstance(own, int | float) and (
-        isinstance(value, bool) or not isinstance(value, int | float) or not math.isfinite(value)
-    ):
-        raise _OtherError(f"{what} is {value!r}")
+def check_generators(saved: Any) -> None:
+    """Check that saved states of random number generators can be put back, on new ones.
 
-
-def wrong_tiling(layouts: Sequence[StateLayout], expected: Expected) -> str | None:
-    """Return which parameter the pieces of all ranks do not give each element of once; None where they do.
-
-    `layouts`: of the ranks that keep parts, one where each keeps all.
+    Raises:
+        ValueError: they cannot.
     """
-    extents: dict[tuple[str, bool], list[tuple[int, int]]] = {}
-    for rank, layout in enumerate(layouts):
-        for is_frozen, slots in ((False, layout.slots), (True, (layout.frozen,))):
-            if is_frozen and rank > 0 and expected.zero_stage < 3:
-                continue
-            for pieces in slots:
-                end = 0
-                for piece in sorted(pieces, key=lambda piece: piece.place):
-                    if piece.number < 0 or (piece.place < end and not is_frozen):
-                        return f"{piece.name} is kept in place {piece.place}, which is another's"
-                    end = piece.place + piece.number
-                    extents.setdefault((piece.name, is_frozen), []).append((piece.first, piece.number))
-    for name, (shape, _) in expected.parameters.items():
-        is_frozen, end = name not in expected.trained, 0
-        if is_frozen and not expected.has_base:
-            continue
-        for first, number in sorted(extents.pop((name, is_frozen), [])):
-            if first != end:
-                break
-            end += number
-        if end != torch.Size(shape).numel():
-            return f"of {name}, elements up to {end} of {torch.Size(shape).numel()} are kept once"
-    others = [name for name, is_frozen in extents if expected.has_base or not is_frozen]
-    return f"{others[0]} is none of the model's parameters" if others else None
-
-
-def wrong_generators(saved: Any) -> str | None:
-    """Return why the states of random number generators cannot be put back; None where they can. Tried on new ones."""
     try:
         random.Random().setstate(saved["python"])
         np.random.RandomState().set_state(saved["numpy"])
         torch.Generator().set_state(saved["torch"])
-        if (cuda := saved["cuda"]) is not None and (cuda.dtype, cuda.dim()) != (torch.uint8, 1):
-            return f"the state of CUDA's generator is {_kind(cuda)}"
     except Exception as error:  # each generator has its own
-        return f"a random number generator cannot be put back: {first_line(error)}"
+        raise ValueError(f"a random number generator cannot be put back: {first_line(error)}") from None
+    if (cuda := saved["cuda"]) is not None and (cuda.dtype, cuda.dim()) != (torch.uint8, 1):
+        raise ValueError(f"the state of CUDA's generator is {kind(cuda)}")
+
+
+def first_wrong(check: Callable[[], object]) -> str | None:
+    """Return what a check finds wrong; None if nothing is."""
+    try:
+        check()
+    except Exception as error:  # whatever reading nested data that is not as expected raises
+        if not _is_of_content(error):
+            raise
+        return str(error).splitlines()[0] if type(error) is ValueError and str(error) else first_line(error)
     return None
-
-
-def of_module(module: nn.Module, shapes: Mapping[str, tuple[int, ...]]) -> dict[str, Any]:
-    """Return what `Expected` has of a model, whose parameters are of these `shapes`."""
-    first = {id(parameter): name for name, parameter in module.named_parameters()}
-    return {
-        "parameters": {name: (shapes[name], parameter.dtype) for name, parameter in module.named_parameters()},
-        "names": {name: first[id(each)] for name, each in module.named_parameters(remove_duplicate=False)},
-        "trained": frozenset(name for name, parameter in module.named_parameters() if parameter.requires_grad),
-        "buffers": {name: (tuple(b.shape), b.dtype) for name, b in torch_internals.saved_buffers(module).items()},
-    }
 
 
 def refusal(path: Path, reason: str) -> CheckpointError:
@@ -291,7 +134,7 @@ def refusal(path: Path, reason: str) -> CheckpointError:
 
 @contextmanager
 def named(path: Path) -> Iterator[None]:
-    """Inside, the checkpoint `path` is read.
+    """Name the checkpoint `path` in an error of reading it inside the `with` block.
 
     Raises:
         CheckpointError: its files do not hold what was asked for.
@@ -301,11 +144,12 @@ def named(path: Path) -> Iterator[None]:
     except _ERRORS as error:
         if not _is_of_content(error):
             raise
-        raise refusal(path, f"{type(error).__name__}: {error}".splitlines()[0]) from error
+        raise refusal(path, first_line(error)) from error
 
 
 def _is_of_content(error: Exception) -> bool:
-    """Whether an error of reading is about what is read. Classes below RuntimeError are of collectives and of CUDA."""
+    """Return whether an error of reading is about the content; most subclasses of RuntimeError are of collectives."""
     if not isinstance(error, RuntimeError):
         return True
-    return type(error) is RuntimeError and not (lost_connection(error) or is_out_of_memory(error))
+    is_plain = type(error) in (RuntimeError, NotImplementedError)  # the latter of sparse tensors
+    return is_plain and not (lost_connection(error) or torch_internals.is_out_of_memory(error))

@@ -1,4 +1,4 @@
-"""How far a run is: what a checkpoint keeps of it beside weights and optimizer states."""
+"""How far a run is: the part of a checkpoint beside weights and optimizer states."""
 
 import math
 from collections.abc import Iterator
@@ -15,7 +15,6 @@ from frugal.errors import RequestError
 from frugal.training.checkpoint import manifest
 from frugal.training.data.batches import MicroBatchLimits, Position
 from frugal.training.data.sources import Provenance
-from frugal.training.oom_limits import LearntLimits
 
 TRAINING = "training.json"
 EXTRA = "extra.pt"
@@ -25,12 +24,37 @@ _PLAIN = (type(None), bool, int, float, str, bytes, Tensor)
 
 @dataclass(frozen=True, kw_only=True)
 class BestSoFar:
-    """A run's best evaluation: its `value` `by` which criterion, after which step, and how many have come since."""
+    """A run's best evaluation: its `value` by the criterion `by`, its step, and how many came since."""
 
     by: str
     value: float
     step: int
     num_since: int
+
+
+@dataclass(frozen=True, kw_only=True)
+class LearntLimits:
+    """The limits of micro-batches that a run has learnt where memory ran out.
+
+    Attributes:
+        planned: the plan's limits; under another plan nothing was learnt.
+        limits: those in force in training.
+        larger: those they were lowered from, the plan's first.
+        evaluation: those in force in evaluation, where memory ran out in it.
+        clean_steps: optimizer steps since they last changed.
+        patience: clean steps until the next larger ones are tried.
+        has_grown: whether the last change was to larger ones.
+        recomputes: whether activation checkpointing was switched on.
+    """
+
+    planned: MicroBatchLimits
+    limits: MicroBatchLimits
+    larger: tuple[MicroBatchLimits, ...] = ()
+    evaluation: MicroBatchLimits | None = None
+    clean_steps: int = 0
+    patience: int = 100
+    has_grown: bool = False
+    recomputes: bool = False
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -40,14 +64,14 @@ class Progress:
     Attributes:
         step: optimizer steps done.
         position: where the order of the data stands.
-        data: where the training data comes from.
-        learning_rate: over the run as it was planned then; None in checkpoints that are older than this record.
-        seed: of the order of the data.
-        validation_loss: of exactly these weights, where it was measured.
-        metrics: and what a metric of the user's own says of them, by name.
-        best: the best evaluation up to here.
-        extra: whatever the user's own loop wants back, plain data, from a file of its own; rank 0's on all ranks.
-        learnt: what the run has learnt of the memory there is; saving fills it in.
+        data: the origin of the training data.
+        learning_rate: the planned schedule; None in checkpoints that are older than this record.
+        seed: the seed of the order of the data.
+        validation_loss: the loss of exactly these weights, where it was measured.
+        metrics: numbers of the user's own metric for these weights, by name.
+        best: the best evaluation so far.
+        learnt: limits learnt where memory ran out; saving fills them in.
+        extra: plain data of the user's own loop, from a file of its own; rank 0's on all ranks.
     """
 
     step: int
@@ -63,7 +87,7 @@ class Progress:
 
 
 def read_progress(path: Path) -> Progress:
-    """How far the run was at the checkpoint `path`.
+    """Return the progress of the run at the checkpoint `path`.
 
     Raises:
         ValueError: its record cannot be read; the message says why.
@@ -91,7 +115,7 @@ MOST = 1 << 53
 
 
 def _beyond_sense(progress: Progress) -> str | None:
-    """Return which number cannot be one of a run, and why; None where all can."""
+    """Return which number cannot be one of a run, and why; None if all can."""
     counts = msgspec.to_builtins(replace(progress, extra=None))
     for name, value in _numbers(counts):
         if isinstance(value, int) and not 0 <= value <= (MOST if name != "seed" else value):
@@ -116,7 +140,7 @@ def _beyond_sense(progress: Progress) -> str | None:
 
 
 def _is_within(limits: MicroBatchLimits, planned: MicroBatchLimits) -> bool:
-    """Whether limits may have come from the plan's by halving."""
+    """Return whether the limits may have come from the planned ones by halving."""
     return (
         (limits.seq_len, limits.overhead) == (planned.seq_len, planned.overhead)
         and limits.shortest in (planned.shortest, planned.seq_len)
@@ -138,7 +162,7 @@ def _numbers(value: Any, name: str = "") -> Iterator[tuple[str, int | float]]:
 
 
 def check_plain(extra: Any, name: str = "extra") -> None:
-    """Whether a checkpoint can hold this, and the restricted unpickler, which runs no code, can give it back.
+    """Check that the restricted unpickler, which runs no code, can read `extra` back.
 
     Raises:
         RequestError: there is an object in it that is not plain data.

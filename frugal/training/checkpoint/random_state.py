@@ -1,4 +1,4 @@
-"""What random number generators draw next: kept and put back, for what is run again, evaluations, checkpoints."""
+"""States of random number generators, saved and restored for repeated steps, evaluations and checkpoints."""
 
 import random
 from typing import Any
@@ -8,7 +8,7 @@ import torch
 
 
 def generator_states(device: torch.device) -> dict[str, Any]:
-    """What every generator of this process would draw next; plain values and tensors only."""
+    """Return the state of every generator of this process, as plain values and tensors."""
     numpy_name, numpy_keys, *numpy_rest = np.random.get_state(legacy=True)
     return {
         "python": random.getstate(),
@@ -19,7 +19,7 @@ def generator_states(device: torch.device) -> dict[str, Any]:
 
 
 def restore_generators(saved: dict[str, Any], device: torch.device) -> None:
-    """Have every generator draw what it would have drawn at `state`."""
+    """Restore the state of every generator of this process."""
     random.setstate(saved["python"])
     np.random.set_state(saved["numpy"])
     torch.set_rng_state(saved["torch"])

@@ -1,15 +1,20 @@
-"""What a run that continues may change and what it may not: refused, or said.
+"""Changes in a resumed run: those that it may make are reported, others are refused.
 
-Frozen base, parameters, precision, optimizer and the like are what a checkpoint is of. The learning rate and the like
+A checkpoint belongs to its frozen base, parameters, precision, optimizer and the like. The learning rate and the like
 may be changed. How the run is laid out over ranks changes nothing.
 """
 
+from dataclasses import replace
 from pathlib import Path
 
-from frugal.config.optimizers import ADAM_BETA1, ADAM_BETA2, ADAM_EPSILON
-from frugal.errors import PlanMismatchError
+from frugal.config.learning_rate import Curve
+from frugal.config.run_settings import RunSettings
+from frugal.errors import PlanMismatchError, RequestError
 from frugal.planning.plan import Plan
 from frugal.training.checkpoint.manifest import Manifest
+from frugal.training.checkpoint.progress import Progress
+from frugal.training.data.batches import Position
+from frugal.training.data.sources import Provenance
 from frugal.units import plural
 
 _FIXED = {
@@ -25,13 +30,11 @@ _FREE = {
 }  # fmt: skip
 _ALL = "all parameters"
 Recipe = dict[str, bool | int | float | str | None]
-_BEFORE: Recipe = {"adam_beta1": ADAM_BETA1, "adam_beta2": ADAM_BETA2, "adam_epsilon": ADAM_EPSILON}
-_FIXED_BEFORE: Recipe = {"optimizer_states": "fp32"}
-"""Of checkpoints that are older than these settings."""
+_ADAM = ("adam_beta1", "adam_beta2", "adam_epsilon")
 
 
 def recipe(plan: Plan) -> Recipe:
-    """What decides which weights come out, by name."""
+    """Return what decides which weights come out, by name."""
     request, batch = plan.request, plan.batch
     return {
         "precision": request.precision,
@@ -46,7 +49,7 @@ def recipe(plan: Plan) -> Recipe:
         "learning_rate": request.scaled_learning_rate,
         "decaying": _ALL if request.decays_all else "all but norms and biases",
         **{name: getattr(request, name) for name in _FREE if name not in ("learning_rate", "decaying")},
-        **({} if request.optimizer == "sgd" else dict(zip(_BEFORE, (*request.betas, request.epsilon), strict=True))),
+        **({} if request.optimizer == "sgd" else dict(zip(_ADAM, (*request.betas, request.epsilon), strict=True))),
     }
 
 
@@ -73,7 +76,7 @@ def check_resume(path: Path, made_by: Manifest, this: Manifest) -> None:
             hint="give the base model as it was, or start anew with another --out",
         )
     for name, word in _FIXED.items():
-        before, now = made_by.recipe.get(name, _FIXED_BEFORE.get(name)), this.recipe.get(name)
+        before, now = made_by.recipe.get(name), this.recipe.get(name)
         if before != now:
             raise PlanMismatchError(
                 f"{path} was made with {_value(word, before)}, this run has {_value(word, now)}",
@@ -81,34 +84,36 @@ def check_resume(path: Path, made_by: Manifest, this: Manifest) -> None:
             )
 
 
-def refuse_other_layout(path: Path, made_by: Manifest, this: Manifest) -> PlanMismatchError | None:
-    """Why the states cannot be read on another layout than the one that wrote them; None where they can."""
+def check_other_layout(path: Path, made_by: Manifest, this: Manifest) -> None:
+    """Refuse states that cannot be read on another layout than the one that wrote them.
+
+    Raises:
+        PlanMismatchError: they are in blocks, or on NVMe.
+    """
     changed = ", ".join(layout_changes(made_by, this)) or "its optimizer's implementation"
     reason = None
     if this.recipe["optimizer"] == "adamw-8bit":
         reason = f"{this.recipe['optimizer']} keeps states of many elements together, which cannot be cut anew"
     elif "nvme" in (*made_by.offload, *this.offload):
         reason = "states on NVMe are in files that only the layout which wrote them can read"
-    if reason is None:
-        return None
-    return PlanMismatchError(
-        f"{path} cannot be continued on another layout",
-        because=[f"it would change: {changed}", reason],
-        hint="resume with the plan the run was started with, or start anew with another --out",
-    )
+    if reason is not None:
+        raise PlanMismatchError(
+            f"{path} cannot be continued on another layout",
+            because=[f"it would change: {changed}", reason],
+            hint="resume with the plan the run was started with, or start anew with another --out",
+        )
 
 
 def layout_changes(made_by: Manifest, this: Manifest) -> list[str]:
-    """What differs in how the run is laid out, in words."""
+    """Describe what differs in how the run is laid out."""
     pairs = [(plural(made_by.world_size, "rank"), plural(this.world_size, "rank"))]
     pairs += zip(made_by.strategy.split(", ", 1), this.strategy.split(", ", 1), strict=True)  # ZeRO-2, and the rest
     return [f"{before} -> {now}" for before, now in pairs if before != now]
 
 
 def resume_changes(made_by: Manifest, this: Manifest) -> tuple[str, ...]:
-    """What differs between the run as it was and as it goes on, in words."""
-    older: Recipe = {"decaying": _ALL, **({} if this.recipe["optimizer"] == "sgd" else _BEFORE)}
-    before, now = older | made_by.recipe, older | this.recipe
+    """Describe what differs between the run as it was and as it is resumed."""
+    before, now = made_by.recipe, this.recipe
     values = [
         f"{_value(word, before.get(name))} -> {now.get(name)}"
         for name, word in _FREE.items()
@@ -119,3 +124,53 @@ def resume_changes(made_by: Manifest, this: Manifest) -> tuple[str, ...]:
 
 def _value(word: str, value: object) -> str:
     return f"no {word}" if value is None else f"{word} {value}"
+
+
+def on_data(progress: Progress, data: Provenance, settings: RunSettings) -> tuple[Progress, tuple[str, ...]]:
+    """Return the progress with which a run is resumed on data of this provenance, and what has changed, in words.
+
+    On other data the place in the order means nothing, so an epoch begins, in which each sample comes once.
+
+    Raises:
+        RequestError: the seed is another one.
+        PlanMismatchError: the data has changed, and that was not accepted.
+    """
+    if progress.seed != settings.seed:
+        raise RequestError(
+            f"the run in {settings.out} was started with another seed",
+            because=f"its seed is {progress.seed}, this one is {settings.seed}",
+            hint="resume with the same --seed, or start anew with another --out",
+        )
+    if progress.data.fingerprint == data.fingerprint:
+        return progress, ()
+    changes = progress.data.changes(data)
+    if not settings.accept_changed_data:
+        raise PlanMismatchError(
+            f"the data of the run in {settings.out} has changed since step {progress.step}",
+            because=changes,
+            hint="restore it, start anew with another --out, or continue with --accept-changed-data",
+        )
+    position = progress.position
+    if position.offset or position.stream is not None:
+        position = Position(position.epoch + 1, 0)
+    words = f"the data ({'; '.join(changes)}), which begins with epoch {position.epoch + 1}"
+    return replace(progress, data=data, position=position), (words,)
+
+
+def on_curve(progress: Progress, curve: Curve) -> tuple[Progress, tuple[str, ...]]:
+    """Return the progress under this learning rate, and what a changed schedule means for the next step, in words."""
+    change = None if progress.learning_rate is None else curve.change_from(progress.learning_rate, progress.step)
+    return replace(progress, learning_rate=curve), () if change is None else (change,)
+
+
+def describe_changes(changed: tuple[str, ...], step: int, out: Path) -> str:
+    """Return the line about a run that is resumed with changes."""
+    same = [
+        name for name in ("global batch", "order", "learning rate") if not any(_tells(each, name) for each in changed)
+    ]
+    unchanged = f"{', '.join(same[:-1])} and {same[-1]} are unchanged" if same[1:] else f"{same[0]} is unchanged"
+    return f"resumed at step {step} of {out}: {', '.join(changed)}; {unchanged}"
+
+
+def _tells(change: str, name: str) -> bool:
+    return change.startswith({"order": "the data"}.get(name, name))

@@ -1,15 +1,12 @@
-"""Before a run starts: its folder is created and locked, and every host has the memory and disk that it will take.
+"""Before a run starts: create and lock its folder, and check that every host has the memory and disk that it takes.
 
 A host without memory ends ranks with SIGKILL, hours into a run and without a message; a full disk ends it at the first
-checkpoint. What is free is known only here, on each node itself.
+checkpoint. What is free is known only here, on each node.
 """
 
 import errno
-import fcntl
-import os
 import shutil
 import socket
-import time
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
 from dataclasses import replace
@@ -19,29 +16,25 @@ from frugal import file_errors, files, temporary
 from frugal.config.hardware.local_host import available_bytes
 from frugal.config.run_settings import METRICS, RECORD, RunSettings
 from frugal.deepspeed_adapter.json_config import plan_files
-from frugal.distributed import env, first_failure, parent, rank_logs
+from frugal.distributed import env, first_failure
 from frugal.errors import CheckpointError, FrugalError, NothingFitsError, RequestError
 from frugal.planning.memory import breakdown
 from frugal.planning.plan import Plan
-from frugal.training.checkpoint import held_folder, manifest
+from frugal.training.checkpoint import in_use, manifest
 from frugal.units import format_bytes
 
 START = ".start-"
-"""How a folder of temporary files in the run's folder begins: one for each start."""
+"""The prefix of a folder of temporary files in the run's folder, one for each start."""
 
 _FILES = (
     "plan.json", "ds_config.json", "trackers.json", "report.html", "arguments", "model", RECORD, METRICS,
-    files.WRITTEN, held_folder.MARK,
+    files.WRITTEN, in_use.MARK,
 )  # fmt: skip
-"""Names of what a run replaces in its folder."""
-
-LOCK_SECONDS = 120.0
-"""A resumed run on several hosts waits this long for the lock of its folder: a cluster's file system keeps the locks of
-a host that is gone for a minute or two."""
+"""Names that a run replaces in its folder."""
 
 
 def create(settings: RunSettings) -> RunSettings:
-    """The settings of this start, whose folder exists now.
+    """Create the run's folder, and return the settings of this start.
 
     Raises:
         RequestError: it holds another run, cannot be made, or what is written in it would go elsewhere.
@@ -50,7 +43,7 @@ def create(settings: RunSettings) -> RunSettings:
     if newest is not None and env.is_restarted_by_torchrun():
         settings = replace(settings, resume=True)  # torchrun --max-restarts gives every start the same flags
     if newest is not None and not settings.resume:
-        raise in_use(settings, newest)
+        raise holds_a_run(settings, newest)
     make_folder(settings, settings.out)
     _refuse_links(settings)
     return settings
@@ -59,7 +52,7 @@ def create(settings: RunSettings) -> RunSettings:
 def _refuse_links(settings: RunSettings) -> None:
     """Refuse links in the place of what a run appends to, and another user's in the place of its folders.
 
-    The run's folder itself may be reached through any link. What is replaced as a whole replaces a link, too.
+    The run's folder itself may be reached through any link. A file that is replaced as a whole replaces a link, too.
     """
     out = settings.out
     try:
@@ -87,8 +80,8 @@ def make_folder(settings: RunSettings, folder: Path) -> None:
         raise _cannot_write(settings, error) from None
 
 
-def in_use(settings: RunSettings, newest: Path) -> RequestError:
-    """The folder has another run in it."""
+def holds_a_run(settings: RunSettings, newest: Path) -> RequestError:
+    """Return the error of a new run in the folder of another one."""
     return RequestError(
         f"{settings.out} holds a run already",
         because=f"its newest checkpoint is {newest.name}",
@@ -97,62 +90,26 @@ def in_use(settings: RunSettings, newest: Path) -> RequestError:
 
 
 @contextmanager
-def locked(settings: RunSettings) -> Iterator[int]:
-    """Lock the run's folder for this run; the kernel unlocks it when the process ends, however that comes about.
+def locked(settings: RunSettings) -> Iterator[None]:
+    """Have the run's folder for this run only inside the `with` block, see `in_use`.
 
-    Where locks fail, and against runs on other hosts, a file says that it is in use (`held_folder.marked`). Yields a
-    descriptor of the folder, for `HeldFolder`.
+    Raises:
+        RequestError: another run writes there.
     """
-    folder = os.open(settings.out, os.O_RDONLY)
-    try:
-        is_locked = _try_lock(folder, settings.out)
-        if is_locked is False and settings.resume and parent.is_over_ssh():
-            rank_logs.to_console(f"waiting for {settings.out}, which another run still holds")
-            end = time.monotonic() + LOCK_SECONDS
-            while is_locked is False and time.monotonic() < end:
-                time.sleep(1)
-                is_locked = _try_lock(folder, settings.out)
-        if is_locked is False:
-            raise RequestError(
-                f"another run is writing to {settings.out}",
-                because="two runs in one folder would overwrite each other's checkpoints",
-                hint="wait for it to end, or choose another folder with --out",
-            )
-        with ExitStack() as marked:
-            try:
-                marked.enter_context(held_folder.marked(settings.out, folder, is_locked=bool(is_locked)))
-            except OSError as error:
-                raise _cannot_write(settings, error) from None
-            _remove_abandoned(settings)
-            yield folder
-    finally:
-        os.close(folder)
-
-
-def _remove_abandoned(settings: RunSettings) -> None:
-    """Remove what starts have left that were killed; with the folder locked, no other writes in it."""
-    temporary.remove_abandoned(settings.out, START, but=first_failure.report_folder())
-    files.remove_unfinished(settings.out, _FILES)
-    files.remove_unfinished(settings.checkpoints, (manifest.POINTER, files.WRITTEN))
-
-
-def _try_lock(folder: int, out: Path) -> bool | None:
-    """Lock an open folder, unless another process has (False); None: its file system has no locks, which is said."""
-    try:
-        fcntl.flock(folder, fcntl.LOCK_EX | fcntl.LOCK_NB)
-    except BlockingIOError:
-        return False
-    except OSError as error:
-        rank_logs.to_console(
-            f"{out} cannot be locked ({error.strerror}): that a second run uses it is noticed by its file "
-            f"{held_folder.MARK}, within {held_folder.STALE_SECONDS:.0f} s"
-        )
-        return None
-    return True
+    with ExitStack() as marked:
+        try:
+            marked.enter_context(in_use.marked(settings.out))
+        except OSError as error:
+            raise _cannot_write(settings, error) from None
+        # Leftovers of killed starts are nobody's now.
+        temporary.remove_abandoned(settings.out, START, but=first_failure.report_folder())
+        files.remove_unfinished(settings.out, _FILES)
+        files.remove_unfinished(settings.checkpoints, (manifest.POINTER, files.WRITTEN))
+        yield
 
 
 def record(plan: Plan, settings: RunSettings) -> None:
-    """What the run is, in its folder: the plan, its print-out for DeepSpeed, and what was asked for.
+    """Write the plan, its print-out for DeepSpeed, and the settings to the run's folder.
 
     Raises:
         RequestError: it cannot be written; CheckpointError, if the run is to be resumed.
@@ -164,7 +121,7 @@ def record(plan: Plan, settings: RunSettings) -> None:
 
 
 def write_record(plan: Plan, settings: RunSettings) -> None:
-    """As `record`, which explains what is raised: OSError."""
+    """Write as `record` does, but raise OSError."""
     for name, text in (plan_files(plan) | {RECORD: settings.record()}).items():
         files.write_file(settings.out / name, text)
 
@@ -178,11 +135,11 @@ def _cannot_write(settings: RunSettings, error: OSError) -> FrugalError:
 
 
 def check_space(plan: Plan, settings: RunSettings) -> None:
-    """Refuse a run that needs more than some host has free. Collective: all ranks raise, if one does.
+    """Refuse a run that needs more than a host has free. Collective: all ranks raise, if one does.
 
     Raises:
         NothingFitsError: a host, by its name, lacks memory or disk.
-        CheckpointError: a run that is resumed lacks disk alone.
+        CheckpointError: a resumed run lacks disk only.
     """
     from frugal.distributed.exchange import gather
 
@@ -196,19 +153,19 @@ def check_space(plan: Plan, settings: RunSettings) -> None:
         raise (CheckpointError if is_disk_full else NothingFitsError)(
             "the run would not get through on what is free now",
             because=because,
-            hint="free what lacks, or plan for it with --host-mem and --host-disk; --out, --keep and --nvme-path say "
-            "what goes to which disk",
+            hint="free what lacks, or plan for it with --host-mem and --set host-disk=SIZE; --out, --keep and "
+            "--nvme-path say what goes to which disk",
         )
 
 
 def _lacking(plan: Plan, settings: RunSettings, name: str, num_ranks: int) -> list[str]:
-    """What this host lacks for its ranks, a line each."""
+    """Return a line for each resource of this host that is too small for its ranks."""
     ranks = "its rank" if num_ranks == 1 else f"its {num_ranks} ranks"
     lines = []
     needed, free = host_bytes(plan, num_ranks, has_rank_0=env.rank() == 0), available_bytes()
     if settings.async_save:
         needed += copied_bytes(plan, num_ranks, has_rank_0=env.rank() == 0)
-        ranks += " and the copy of --async-save"
+        ranks += " and the copy of train.async-save"
     if needed > free:
         lines.append(f"{name} has {format_bytes(free)} of memory left, and {ranks} will take {format_bytes(needed)}")
     from frugal.deepspeed_adapter import kernels  # brings DeepSpeed along, which a parent of ranks does not need
@@ -225,9 +182,9 @@ def _lacking(plan: Plan, settings: RunSettings, name: str, num_ranks: int) -> li
 
 
 def host_bytes(plan: Plan, num_ranks: int, *, has_rank_0: bool) -> int:
-    """What the tensors of so many ranks will take of their host, loading or training.
+    """Return the bytes that the tensors of `num_ranks` ranks will take of their host, while loading or training.
 
-    What a process takes without any, it has taken already.
+    Bytes that a process takes without any are not counted: it has them already.
     """
     node, loading = plan.cluster.nodes[0], plan.memory.loading
     kind = node.devices[0].kind
@@ -238,10 +195,10 @@ def host_bytes(plan: Plan, num_ranks: int, *, has_rank_0: bool) -> int:
 
 
 def copied_bytes(plan: Plan, num_ranks: int, *, has_rank_0: bool) -> int:
-    """What a host with so many ranks holds of a checkpoint that is written in the background.
+    """Return the bytes of a checkpoint written in the background that a host with `num_ranks` ranks holds.
 
-    Each rank has its share of the optimizer's states. Rank 0 alone has the weights, where they are not partitioned, and
-    all states under ZeRO-0.
+    Each rank has its share of the optimizer's states. Only rank 0 has weights that are not partitioned, and all states
+    under ZeRO-0.
     """
     total, stage = breakdown.checkpoint_bytes(plan.request, plan.strategy, plan.model), plan.strategy.zero_stage
     if stage == 0:
@@ -251,10 +208,10 @@ def copied_bytes(plan: Plan, num_ranks: int, *, has_rank_0: bool) -> int:
 
 
 def saved_bytes(plan: Plan, settings: RunSettings) -> int:
-    """What the run will add to its folder: as many checkpoints as are kept and one in the making, and the model.
+    """Return the bytes that the run adds to its folder: the checkpoints that it keeps, one being written, the model.
 
-    Left out: the best checkpoint, where it is not among the newest. Only checkpoints that this run wrote make room for
-    later ones: others stay, see `files.written`.
+    Left out: the best checkpoint, if it is not among the newest. Only checkpoints that this run wrote make room for
+    later ones, see `files.written`.
     """
     existing = sum(path.name in files.written(path.parent) for path in manifest.checkpoints_in(settings.checkpoints))
     copies = max(1, (settings.keep + 1 if settings.save_every else 1) - existing)
@@ -263,7 +220,7 @@ def saved_bytes(plan: Plan, settings: RunSettings) -> int:
 
 
 def _weight_bytes(plan: Plan) -> int:
-    """Bytes of a weight as it is trained."""
+    """Return the bytes of a weight as it is trained."""
     return 4 if plan.request.precision == "fp32" else 2
 
 

@@ -1,14 +1,10 @@
-"""Writing checkpoints, in the step's way or behind it; `checkpoint` says what is in one and reads it.
+"""Writing checkpoints, before the next step or behind it; `loading` says what is in one and reads it.
 
-In the background a rank copies its states into its host's memory, which takes as long as that, and trains on while a
-thread of it writes the copy. What is on the disk at any moment is the same: a checkpoint has its name once all ranks
-have all of their files there, and not before.
+In the background a rank copies its states to host memory, which takes as long as that copy, and trains on while a
+thread writes them. The disk has the same content at any moment: a checkpoint gets its name once all ranks have all of
+their files there, and not before.
 
-A save goes to where the run's folder is by then. Where it was deleted, what the ranks have in memory is saved into a
-new folder beside it, and the run ends: a folder that somebody removed is not made again under its name, and hours of
-training are not thrown away for a slip of the hand.
-
-The trained model, as others load it: a folder for `from_pretrained`, or one file of weights for any module.
+The trained model is written as others load it: a folder for `from_pretrained`, or one file of weights for any module.
 """
 
 import contextlib
@@ -19,7 +15,6 @@ import socket
 import threading
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import replace
-from datetime import datetime
 from pathlib import Path
 from types import TracebackType
 from typing import Any, Self
@@ -29,101 +24,94 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from frugal import file_errors, files
-from frugal.config.run_settings import RunSettings
 from frugal.deepspeed_adapter.checkpoint_files import CheckpointWriter
 from frugal.deepspeed_adapter.stages import Zero
 from frugal.distributed.connections.listeners import closed_afterwards
 from frugal.distributed.exchange import RanksFailed, together
 from frugal.errors import CheckpointError
-from frugal.planning.plan import Plan
-from frugal.training.checkpoint import frozen_base, loading, manifest, other_states, random_state, run_folder
-from frugal.training.checkpoint.held_folder import HeldFolder
-from frugal.training.checkpoint.loading import origin
+from frugal.training.checkpoint import frozen_base, loading, manifest, other_states, random_state
+from frugal.training.checkpoint.loading import Trained, origin
 from frugal.training.checkpoint.manifest import File, Manifest, OutOfReachError
 from frugal.training.checkpoint.progress import EXTRA, TRAINING, Progress, finite, read_progress
-from frugal.training.train_step import Stepper
 
 Score = Callable[[Progress], float | None]
-"""What checkpoints are compared by, the smaller the better; None: this was not measured."""
+"""The number by which checkpoints are compared, the smaller the better; None if it was not measured."""
 
 
 def _validation_loss(progress: Progress) -> float | None:
     return progress.validation_loss
 
 
+def _no_check() -> None:
+    pass
+
+
 class Saver:
-    """Writes a run's checkpoints into `folder`, keeping the `keep` newest and the best, by `score`. Collective.
+    """A writer of one run's checkpoints into `folder`, of which it keeps the `keep` newest and the best, by `score`.
 
-    `held`: the run's folder, if it may be moved or deleted; `folder` is in it. `before` is called on rank 0 before each
-    checkpoint with the run's folder, and raises OSError where that cannot be saved to.
-
-    Use it in a `with` block, which does not end, with an error or without, before what was begun is written.
+    Its methods are collective. `before` is called on rank 0 before each checkpoint, and raises OSError where it cannot
+    be saved. Use it in a `with` block, which waits at its end, with an error or without, for what is being written.
     """
 
     def __init__(
         self,
-        engine: Stepper,
+        engine: Trained,
         folder: Path,
         *,
         keep: int = 2,
         score: Score = _validation_loss,
         in_background: bool = False,
-        held: HeldFolder | None = None,
-        before: Callable[[Path], None] = lambda _folder: None,
+        before: Callable[[], None] = _no_check,
     ) -> None:
         self._engine = engine
-        self._in = folder.absolute()
+        self._folder = folder.absolute()
         self._keep, self._score = keep, score
-        self._in_background = in_background
-        self._held, self._before = held, before
-        # A thread's votes would meet the step's in one group.
-        with closed_afterwards():
+        self._in_background, self._before = in_background, before
+        with closed_afterwards():  # a group of its own: a thread's votes would meet those of the step
             self._votes = dist.new_group(backend="gloo") if in_background else engine.votes
         self._writing: threading.Thread | None = None
         self._failure: BaseException | None = None
-        self._complete: tuple[int, Path] | None = None  # a checkpoint that callbacks were not told of yet
+        self._complete: tuple[int, Path] | None = None  # a checkpoint that callbacks do not know yet
 
     def __enter__(self) -> Self:
-        """Nothing is begun yet."""
+        """Return the saver."""
         return self
 
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        """Wait; an error that is on its way is the one to tell."""
+        """Wait for what is being written; an error inside the block is the one to report."""
         with contextlib.nullcontext() if error is None else contextlib.suppress(Exception):
             self.finish()
 
-    @property
-    def _folder(self) -> Path:
-        """That of the checkpoints, where ranks last knew it."""
-        return self._in if self._held is None else self._held.settings.checkpoints
-
     def newest(self) -> Path | None:
-        """The newest checkpoint, unread."""
+        """Return the newest checkpoint, to which `latest` points; None if there is none."""
         return manifest.newest_checkpoint(self._folder)
 
     def save(self, progress: Progress) -> Path:
         """Write `step-N` and point `latest` to it. In the background: begin to, once the one before is written.
 
         Raises:
-            CheckpointError: a rank could not write this one, or the one before; what was there is untouched. Or the
-                run's folder is gone, and the message says where this one is instead.
+            CheckpointError: a rank could not write this one, or the one before; earlier ones are untouched.
         """
-        try:
+        self.finish()
+        engine, aside = self._engine, self._folder / f"step-{progress.step:06d}.tmp"
+        writer = CheckpointWriter(later=self._in_background)
+        with self._explained(aside):
+            together(lambda: self._make_room(aside) if engine.rank == 0 else None, engine.votes)
+            together(lambda: _find(aside) if engine.rank != 0 else None, engine.votes)
+            together(lambda: _collect(engine, writer, aside, progress), engine.votes)
+        made_by = origin(engine, progress.step, {})
+        if self._in_background:
+            self._writing = threading.Thread(target=self._publish_later, args=(aside, writer, made_by), daemon=True)
+            self._writing.start()
+        else:
+            self._publish(aside, writer, made_by)
             self.finish()
-            self._follow(progress)
-            return self._begin(progress)
-        except CheckpointError:
-            before = self._folder
-            self._follow(progress)
-            if self._folder == before:
-                raise
-        self._engine.wants_to_stop = self._engine.is_to_stop = False  # for what failed in the background
-        return self._begin(progress)  # it was moved while it was written to
+        return aside.with_suffix("")
 
     def finish(self) -> None:
-        """Wait until what was begun is written.
+        """Wait until the checkpoint that was begun is written.
 
         Raises:
             CheckpointError: a rank could not write it.
@@ -138,25 +126,9 @@ class Saver:
             (step, folder), self._complete = self._complete, None
             self._engine.callbacks.on_save(self._engine, step, folder)
 
-    def _begin(self, progress: Progress) -> Path:
-        engine, aside = self._engine, self._folder / f"step-{progress.step:06d}.tmp"
-        writer = CheckpointWriter(later=self._in_background)
-        with self._explained(aside):
-            together(lambda: self._make_room(aside) if engine.rank == 0 else None, engine.votes)
-            together(lambda: _find(aside) if engine.rank != 0 else None, engine.votes)
-            together(lambda: _collect(engine, writer, aside, progress), engine.votes)
-        made_by = origin(engine, progress.step, {})
-        if self._in_background:
-            self._writing = threading.Thread(target=self._finish_later, args=(aside, writer, made_by), daemon=True)
-            self._writing.start()
-        else:
-            self._finish(aside, writer, made_by)
-            self.finish()
-        return aside.with_suffix("")
-
     def _make_room(self, aside: Path) -> None:
-        """A new folder of rank 0's for a checkpoint, of which nothing was there before."""
-        self._before(aside.parents[1])
+        """Make rank 0's new folder for a checkpoint, of which nothing was there before."""
+        self._before()
         files.refuse_foreign_link(aside.parent)
         aside.parent.mkdir(parents=True, exist_ok=True)
         if aside.name in (ours := files.written(aside.parent)):
@@ -165,47 +137,26 @@ class Saver:
         files.record_written(aside.parent, {*ours, aside.name})
         aside.mkdir()
 
-    def _follow(self, progress: Progress) -> None:
-        """Learn where the run's folder is now. Collective.
-
-        Raises:
-            CheckpointError: it is nowhere, and what was in memory is saved elsewhere.
-        """
-        if self._held is None or self._held.follow(self._engine.votes):
-            return
-        held, engine, gone = self._held, self._engine, self._held.settings.out
-        try:
-            new = together(
-                lambda: os.fsencode(_new_folder(engine.plan, held.settings)) if engine.rank == 0 else b"",
-                engine.votes, bytes | None,
-            )  # fmt: skip
-            held.replace(Path(os.fsdecode(new[0])))
-            saved = self._begin(progress)
-            self.finish()
-        except (RanksFailed, CheckpointError) as failed:
-            reasons = failed.reasons if isinstance(failed, RanksFailed) else failed.because
-            raise CheckpointError(
-                f"the run's folder {gone} was deleted", because=["what was trained cannot be saved elsewhere", *reasons]
-            ) from None
-        raise CheckpointError(
-            f"the run's folder {gone} was deleted",
-            because=f"with its checkpoints; step {progress.step}, which was in memory, is saved in {saved}",
-            hint=f"continue with --resume --out {held.settings.out}",
-        )
-
-    def _finish(self, aside: Path, writer: CheckpointWriter, made_by: Manifest) -> None:
+    def _publish(self, aside: Path, writer: CheckpointWriter, made_by: Manifest) -> None:
         rank = self._engine.rank
+
+        def name_it(listed: dict[str, File]) -> None:
+            _prune(manifest.publish(aside, replace(made_by, files=listed)), self._keep, self._score)
+
         with self._explained(aside):
-            shares = together(lambda: _listed(writer, rank), self._votes, dict[str, File] | None)
-            whole = replace(made_by, files={name: file for share in shares for name, file in share.items()})
-            together(lambda: _publish(aside, whole, self._keep, self._score) if rank == 0 else None, self._votes)
+            shares = together(
+                lambda: {path.name: manifest.file_entry(path, rank) for path in writer.finish()},
+                self._votes, dict[str, File] | None,
+            )  # fmt: skip
+            listed = {name: file for share in shares for name, file in share.items()}
+            together(lambda: name_it(listed) if rank == 0 else None, self._votes)
         self._complete = (made_by.step, aside.with_suffix(""))
 
-    def _finish_later(self, aside: Path, writer: CheckpointWriter, made_by: Manifest) -> None:
-        """On a thread. All ranks fail together, and end at the step that they are at the end of together."""
+    def _publish_later(self, aside: Path, writer: CheckpointWriter, made_by: Manifest) -> None:
+        """Publish on a thread. All ranks fail together, and end together after the step that they are in."""
         try:
-            self._finish(aside, writer, made_by)
-        except BaseException as error:  # whatever it is, whoever asks next must know
+            self._publish(aside, writer, made_by)
+        except BaseException as error:  # reported by the next `finish`
             self._failure = error
             self._engine.wants_to_stop = True
 
@@ -227,26 +178,13 @@ class Saver:
             ) from None
 
 
-def save(engine: Stepper, folder: Path, progress: Progress, *, keep: int = 2) -> Path:
+def save(engine: Trained, folder: Path, progress: Progress, *, keep: int = 2) -> Path:
     """Write one checkpoint into `folder`; see `Saver`. Collective."""
     return Saver(engine, folder, keep=keep).save(progress)
 
 
-def beside(gone: Path) -> Path:
-    """The name of a new folder for what a folder that was deleted should have had."""
-    return gone.with_name(f"{gone.name}.saved-{datetime.now():%Y%m%d-%H%M%S}")
-
-
-def _new_folder(plan: Plan, settings: RunSettings) -> Path:
-    """A folder beside the run's, to continue from what will be saved there."""
-    out = beside(settings.out)
-    out.mkdir(parents=True)
-    run_folder.write_record(plan, replace(settings, out=out))
-    return out
-
-
 def _find(aside: Path) -> None:
-    """Whether this rank sees the folder that rank 0 made. Asked by making it, which no cache of a network disk answers.
+    """Check that this rank sees the folder that rank 0 made, by making it: no cache of a network disk answers that.
 
     Otherwise each host would keep a part of the checkpoint to itself, and lose it with its disk.
     """
@@ -262,7 +200,7 @@ def _find(aside: Path) -> None:
     )
 
 
-def _collect(engine: Stepper, writer: CheckpointWriter, aside: Path, progress: Progress) -> None:
+def _collect(engine: Trained, writer: CheckpointWriter, aside: Path, progress: Progress) -> None:
     """Give this rank's states to the writer."""
     writer.collect(engine.deepspeed, aside, without_frozen=frozen_base.is_left_out(engine.plan))
     writer.save(random_state.generator_states(engine.device), aside / f"rng_rank_{engine.rank}.pt")
@@ -278,19 +216,11 @@ def _collect(engine: Stepper, writer: CheckpointWriter, aside: Path, progress: P
         raise writer.failure
 
 
-def _listed(writer: CheckpointWriter, rank: int) -> dict[str, File]:
-    """This rank's files, on the disk when this returns."""
-    return {path.name: manifest.file_entry(path, rank) for path in writer.finish()}
-
-
-def _publish(aside: Path, made_by: Manifest, keep: int, score: Score) -> None:
-    _prune(manifest.publish(aside, made_by), keep, score)
-
-
 def _prune(current: Path, keep: int, score: Score) -> None:
     """Remove all but the `keep` newest and the best, and whatever lies beyond `current`: a future given up.
 
-    Only what frugal wrote in this folder, by its record. What cannot be read for the moment stays: it may be the best.
+    Only what frugal wrote in this folder, by its record. A checkpoint that cannot be read for the moment stays: it may
+    be the best.
     """
     folder, ours = current.parent, files.written(current.parent)
     steps = {name: step for name in ours if (step := manifest.step_of(name)) is not None and not name.endswith(".old")}
@@ -299,23 +229,18 @@ def _prune(current: Path, keep: int, score: Score) -> None:
     best = best_of(past, score)
     kept = {*past[: max(keep, 1)], *([] if best is None else [best])}
     for path in (folder / name for name in ours if name not in steps or folder / name not in kept):
-        if not _is_out_of_reach(path):
-            shutil.rmtree(path, ignore_errors=True)
+        try:
+            read_progress(path)
+        except OutOfReachError:
+            continue
+        except ValueError:
+            pass
+        shutil.rmtree(path, ignore_errors=True)
     files.record_written(folder, (name for name in ours if os.path.lexists(folder / name)))
 
 
-def _is_out_of_reach(path: Path) -> bool:
-    try:
-        read_progress(path)
-    except OutOfReachError:
-        return True
-    except ValueError:
-        pass
-    return False
-
-
 def best_of(checkpoints: Iterable[Path], score: Score) -> Path | None:
-    """The first of those with the smallest score; None if none has one."""
+    """Return the first checkpoint with the smallest score; None if none has a score."""
     scores: dict[Path, float] = {}
     for path in checkpoints:
         with contextlib.suppress(ValueError):
@@ -324,7 +249,7 @@ def best_of(checkpoints: Iterable[Path], score: Score) -> Path | None:
     return min(scores, key=lambda path: scores[path], default=None)
 
 
-def save_model(engine: Stepper, folder: Path, tokenizer: Any = None, *, uses_cache: bool | None = None) -> Path:
+def save_model(engine: Trained, folder: Path, tokenizer: Any = None, *, uses_cache: bool | None = None) -> Path:
     """Write the model in the precision it was trained in, and the tokenizer, to `folder`. Collective.
 
     `uses_cache`: what its configuration said of `use_cache`, which is off in training. A transformers model becomes
@@ -358,7 +283,7 @@ def save_model(engine: Stepper, folder: Path, tokenizer: Any = None, *, uses_cac
 
 @contextlib.contextmanager
 def _caching(module: nn.Module, uses_cache: bool | None) -> Iterator[None]:
-    """A transformers model's configuration says `use_cache` as it was given inside the `with` block."""
+    """Have a transformers model's configuration say `use_cache` as it was given, inside the `with` block."""
     config: Any = getattr(module, "config", None)
     text = config.get_text_config() if uses_cache and hasattr(config, "get_text_config") else None
     if text is not None:
@@ -371,11 +296,10 @@ def _caching(module: nn.Module, uses_cache: bool | None) -> Iterator[None]:
 
 
 def _whole_weights(zero: Zero, module: nn.Module, *, keep: bool, only_trained: bool = False) -> dict[str, Tensor]:
-    """Parameters and buffers by name, on the host, tied ones shared; empty unless `keep`. Collective.
+    """Return parameters and buffers by name, on the host, tied ones shared; nothing unless `keep`. Collective.
 
-    `only_trained`: parameters that are trained, and nothing else.
-
-    ZeRO-3 gathers one parameter at a time, so no device ever holds more than the largest beside its share.
+    `only_trained`: only parameters that are trained. ZeRO-3 gathers one parameter at a time, so no device ever holds
+    more than the largest beside its share.
     """
     weights: dict[str, Tensor] = {}
     parameters: dict[int, Tensor] = {}
@@ -402,7 +326,7 @@ def write_model(
     uses_cache: bool | None = None,
     place: Callable[[Path, Path], None] = files.replace_own_folder,
 ) -> None:
-    """Write `weights` as those of `module`, and the tokenizer; see `save_model`. In this process alone.
+    """Write `weights` as those of `module`, and the tokenizer; see `save_model`. Not collective.
 
     `place` gives the complete folder, its first argument, the name `folder`.
 

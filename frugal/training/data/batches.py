@@ -43,7 +43,7 @@ _STRETCH = 1 << 18
 
 @dataclass(frozen=True)
 class StreamPlace:
-    """Where a stream stands, beside its epoch: at which of its blocks, as `frugal.training.data.stream` cuts it.
+    """The place of a stream in its epoch, in blocks as `frugal.training.data.stream` cuts it.
 
     Attributes:
         drawn: samples that were drawn in the whole run.
@@ -60,7 +60,7 @@ class StreamPlace:
 
 @dataclass(frozen=True)
 class Position:
-    """Where the endless order stands: `offset` samples of epoch `epoch` were drawn, and all of earlier epochs.
+    """A place in the endless order: `offset` samples of epoch `epoch` were drawn, and all of earlier epochs.
 
     With `stream`, they are samples of its block, from its row on.
     """
@@ -103,7 +103,7 @@ class GlobalBatch(Sequence[Sample]):
 
 
 class GlobalBatches:
-    """Every global batch of a run, of `global_batch` samples, or of as many whole samples as `global_tokens` holds.
+    """All global batches of a run, of `global_batch` samples, or of as many whole samples as `global_tokens` holds.
 
     `lengths` are tokens per sample, shape `(len(dataset),)`, by default the dataset's own, if it has some: where they
     are known, micro-batches are of samples of like length. Token batches count them, too, unless the dataset has
@@ -147,7 +147,7 @@ class GlobalBatches:
                 )
 
     def at(self, start: Position = Position()) -> GlobalBatch:
-        """The batch that begins at `start`: a pure function of it, the data and the seed."""
+        """Return the batch that begins at `start`: a pure function of it, the data and the seed."""
         n = len(self.dataset)
         draw = start.epoch * n + start.offset
         indices = self._draw_tokens(draw) if self.global_batch is None else self._draw(draw, self.global_batch)
@@ -155,7 +155,7 @@ class GlobalBatches:
         return GlobalBatch(self.dataset, indices, start, Position(*divmod(draw + len(indices), n)), draw, lengths)
 
     def after(self, steps: int) -> Position:
-        """Where the order stands after so many steps of equal batches; tokens have to be counted, batch by batch."""
+        """Return the place in the order after some steps. Tokens have to be counted, batch by batch."""
         if self.global_batch is not None:
             return Position(*divmod(steps * self.global_batch, len(self.dataset)))
         position = Position()
@@ -164,7 +164,7 @@ class GlobalBatches:
         return position
 
     def steps(self, epochs: int) -> int:
-        """Batches until every sample was drawn `epochs` times. Tokens have to be counted, in the order of drawing."""
+        """Return the number of batches until every sample was drawn `epochs` times. Tokens are counted in order."""
         draws = epochs * len(self.dataset)
         if self.global_batch is not None:
             return -(-draws // self.global_batch)
@@ -181,14 +181,14 @@ class GlobalBatches:
         return full + 1
 
     def iterate(self, start: Position = Position()) -> Iterator[GlobalBatch]:
-        """All batches from `start` on, without end."""
+        """Yield all batches from `start` on, without end."""
         while True:
             batch = self.at(start)
             yield batch
             start = batch.end
 
     def _draw(self, draw: int, count: int) -> NDArray[np.int64]:
-        """Indices of the samples drawn as number `draw` to `draw + count - 1`."""
+        """Return the indices of the samples drawn as number `draw` to `draw + count - 1`."""
         if self._drawn is not None:
             return self._drawn(np.arange(draw, draw + count), self.seed)
         n = len(self.dataset)
@@ -201,7 +201,7 @@ class GlobalBatches:
         return np.concatenate(parts)
 
     def _draw_tokens(self, draw: int) -> NDArray[np.int64]:
-        """Samples from `draw` on until the next one would pass the target."""
+        """Return the indices from `draw` on until the next sample would pass the target."""
         assert self._counted is not None and self.global_tokens is not None
         look_ahead = 64
         while True:
@@ -224,13 +224,11 @@ _MASK = (1 << 64) - 1
 _GOLDEN = 0x9E3779B97F4A7C15
 
 
-def permutation(n: int, seed: int, epoch: int) -> "Permutation":
-    """The order of `n` samples in one epoch. Another seed or epoch is another order."""
-    return Permutation(n, seed, epoch)
-
-
 class Permutation:
-    """A bijection of the numbers 0 to n - 1; an int gives an int, a slice or an array of ints gives an array."""
+    """The order of `n` samples in one epoch, a bijection of the numbers 0 to n - 1. Another seed is another order.
+
+    An int gives an int, a slice or an array of ints gives an array.
+    """
 
     def __init__(self, n: int, seed: int, epoch: int) -> None:
         assert n >= 1
@@ -256,12 +254,7 @@ class Permutation:
         if isinstance(index, int):
             if not -self._n <= index < self._n:
                 raise IndexError(index)
-            if self._table is not None:
-                return int(self._table[index])
-            value = self._step(index % self._n)
-            while value >= self._n:
-                value = self._step(value)
-            return value
+            return int(self[np.array([index % self._n])][0])
         indices = np.arange(*index.indices(self._n)) if isinstance(index, slice) else np.asarray(index)
         if self._table is not None:
             return self._table[indices]
@@ -273,7 +266,7 @@ class Permutation:
         return values.astype(np.int64)
 
     def _step(self, value: Any) -> Any:
-        """One pass through the network: an int, or each element of a uint64 array."""
+        """Pass each element of a uint64 array through the network once."""
         high, low = value >> self._low_bits, value & self._low_mask
         for i, key in enumerate(self._keys):
             if i % 2 == 0:
@@ -283,8 +276,11 @@ class Permutation:
         return (high << self._low_bits) | low
 
 
+permutation = Permutation
+
+
 def mixed(value: Any) -> Any:
-    """splitmix64's finaliser on 64 bits: an int, or each element of a uint64 array."""
+    """Apply splitmix64's finaliser on 64 bits to an int, or to each element of a uint64 array."""
     value = ((value ^ (value >> 30)) * 0xBF58476D1CE4E5B9) & _MASK
     value = ((value ^ (value >> 27)) * 0x94D049BB133111EB) & _MASK
     return value ^ (value >> 31)
@@ -292,7 +288,7 @@ def mixed(value: Any) -> Any:
 
 @dataclass(frozen=True, kw_only=True)
 class MicroBatchLimits:
-    """What a micro-batch may take: what the plan says, until memory has run out under it.
+    """The most that a micro-batch may take: as the plan says, until memory has run out under it.
 
     `max_samples` are samples of `seq_len` tokens, one cap a rank. A shorter sample counts as its own tokens, and at
     least as `shortest`. `overhead`: see `frugal.planning.length_bucketing`.
@@ -305,8 +301,10 @@ class MicroBatchLimits:
 
     @classmethod
     def of(cls, plan: Plan) -> "MicroBatchLimits":
-        """Those of a plan. One that knows no lengths may have no memory for gradients of more than one micro-step, so
-        it gets the fewest."""
+        """Return those of a plan.
+
+        A plan without lengths may have no memory for gradients of more than one micro-step, so it gets the fewest.
+        """
         batch, seq_len = plan.batch, plan.request.seq_len
         return cls(
             max_samples=batch.micro_batch,
@@ -316,7 +314,7 @@ class MicroBatchLimits:
         )
 
     def halved(self, largest: int) -> "MicroBatchLimits | None":
-        """Those under which what has taken as much as `largest` samples of full length is cut in two; None: nothing is.
+        """Return limits that cut a micro-batch of `largest` samples of full length in two; None where none does.
 
         Where one sample of full length is the limit, several short ones may have taken its place: they do no more.
         """
@@ -327,7 +325,7 @@ class MicroBatchLimits:
 
 @dataclass(frozen=True)
 class Share:
-    """What one rank takes: `places[micro_step]` in the global batch, none for an empty micro-batch.
+    """The samples that one rank takes: `places[micro_step]` in the global batch, none for an empty micro-batch.
 
     `largest`: what the largest micro-batch of all ranks takes, in samples of full length.
     """
@@ -337,7 +335,7 @@ class Share:
 
 
 def share(samples: Sequence[Any], limits: MicroBatchLimits, rank: int, planned: BatchPlan | None = None) -> Share:
-    """The micro-batches of `rank`, for `samples` given whole: those `planned`, where limits and number are its own."""
+    """Return the micro-batches of `rank`, for `samples` given whole: those `planned`, where limits and number allow."""
     lengths = getattr(samples, "lengths", None)
     if lengths is None or _are_alike(lengths, limits):
         if planned is not None and planned.micro_batch == limits.max_samples:
@@ -358,7 +356,7 @@ def share(samples: Sequence[Any], limits: MicroBatchLimits, rank: int, planned: 
 
 
 def _are_alike(lengths: Any, limits: MicroBatchLimits) -> bool:
-    """Whether grouping could change nothing."""
+    """Return whether grouping could change nothing."""
     shortest, longest = int(np.min(lengths)), int(np.max(lengths))
     return shortest == longest and (longest >= limits.seq_len or limits.shortest >= limits.seq_len)
 
@@ -367,7 +365,7 @@ Item = TypeVar("Item")
 
 
 def prefetch(items: Iterable[Item], device: torch.device | None = None) -> Generator[Item, None, None]:
-    """The same items in the same order, each prepared on a thread while the caller works on the one before it.
+    """Yield the same items in the same order, each prepared on a thread while the caller works on the one before it.
 
     Never more than one waits. What making an item raises is raised where that item would have come. When the iterator
     is closed, an item in the making is finished first and thrown away. With a CUDA `device` the thread works there,
@@ -387,7 +385,7 @@ def prefetch(items: Iterable[Item], device: torch.device | None = None) -> Gener
 
 
 def pin(batch: Mapping[str, Tensor], device: torch.device) -> dict[str, Tensor]:
-    """A batch whose copy to `device` need not be waited for; where the device is no GPU, as it is."""
+    """Return a batch in pinned memory, whose copy to a GPU is not waited for; unchanged where the device is no GPU."""
     if device.type != "cuda":
         return dict(batch)
     return {name: tensor.pin_memory() for name, tensor in batch.items()}

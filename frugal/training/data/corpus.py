@@ -20,6 +20,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass, replace
 from fractions import Fraction
 from functools import partial
+from math import ceil
 from pathlib import Path
 from typing import IO, Any
 
@@ -38,74 +39,79 @@ from frugal.planning.plan import Plan
 from frugal.training.data import tokenizer as tokenizing
 from frugal.training.data.batches import permutation
 from frugal.training.data.build import SampleMaker, write_samples
-from frugal.training.data.chat import marks, rendering
-from frugal.training.data.chat.template import BUILT_IN, missing_tokens, read_template
+from frugal.training.data.chat import rendering
+from frugal.training.data.chat.template import BUILT_IN, marked, missing_tokens, read_template
 from frugal.training.data.mixture import Mixture, epoch_indices, shares
 from frugal.training.data.report import BuildReport, joined
 from frugal.training.data.rows import Columns
 from frugal.training.data.sources import Provenance, find_sources, names_of
 from frugal.training.data.store import cache, packing
 from frugal.training.data.store.arrow_store import ArrowSamples
+from frugal.training.data.stream.samples import (
+    RowStream,
+    SamplesInMemory,
+    SampleStream,
+    find_streams,
+    formats_of,
+)
 from frugal.training.models import resolve
 from frugal.training.models.spec import ModelSpec
 from frugal.units import GIB
 
+TRAINING, VALIDATION, TEST = _EVERYTHING = "training", "validation", "test"
+
+FIRST_ROWS = 1000
+"""Rows of a stream that are looked at before training."""
+
 CACHE_BYTES = 200 * GIB
-"""Of all tokenised data; see `frugal.files`. A token takes 4 bytes."""
+"""The most that all tokenised data may take; see `frugal.files`. A token takes 4 bytes."""
 
 _locks: dict[Path, IO[bytes]] = {}  # of what this process has opened, which nobody is to remove while it lives
 
 _SAMPLES = 2  # how samples are made; another number is other samples, on which no run is resumed
-_FORMAT = 4  # of the files in the cache; another number is another cache
+_STREAMS = 1  # the order of a stream; likewise
+_FORMAT = 5  # of the files in the cache; another number is another cache
 
 logger = logging.getLogger("frugal")
 
 
 @dataclass(frozen=True, kw_only=True)
 class Corpus:
-    """Samples to train on, samples held out for validation, and where they are kept."""
+    """Samples to train on, and samples held out for validation.
 
-    train: ArrowSamples | Mixture
+    Attributes:
+        report: what reading the data met.
+        provenance: what the samples were made of.
+        folder: the entry of the cache with the samples; empty for several.
+    """
+
+    train: ArrowSamples | Mixture | SamplesInMemory
     validation: ArrowSamples | Mixture | None
-    entry: "Entry"
-
-    @property
-    def report(self) -> BuildReport:
-        """What reading the data met."""
-        return self.entry.report
-
-    @property
-    def provenance(self) -> Provenance:
-        """What the samples were made of."""
-        return self.entry.provenance
+    report: BuildReport
+    provenance: Provenance
+    folder: str = ""
 
     @property
     def fingerprint(self) -> str:
-        """A hash of all that made the samples."""
+        """Return a hash of all that made the samples."""
         return self.provenance.fingerprint
 
 
-@dataclass(frozen=True)
-class Entry:
-    """A whole entry of the cache: its folder, the report of reading the data, and where the data comes from."""
-
-    folder: str
-    report: BuildReport
-    provenance: Provenance
-
-    def open(self) -> Corpus:
-        """Its samples. Nobody removes them while this process lives."""
-        folder = Path(self.folder)
-        if folder not in _locks:
-            with contextlib.suppress(OSError):  # on a disk that is read-only
-                _locks[folder] = files.lock(folder / cache.RECORD)
-            files.touch(folder)
-        train, validation = (folder / f"{name}.arrow" for name in ("train", "validation"))
-        return Corpus(
-            train=ArrowSamples(train, self.provenance.fingerprint),
-            validation=ArrowSamples(validation, self.provenance.fingerprint) if validation.exists() else None,
-            entry=self,
-        )
+def _open(folder: str, report: BuildReport, provenance: Provenance) -> Corpus:
+    """Return the samples of an entry, which is not removed while this process lives."""
+    path = Path(folder)
+    if path not in _locks:
+        with contextlib.suppress(OSError):  # on a disk that is read-only
+            _locks[path] = files.lock(path / cache.RECORD)
+        files.touch(path)
+    train, validation = path / "train.arrow", path / "validation.arrow"
+    return Corpus(
+        train=ArrowSamples(train, provenance.fingerprint),
+        validation=ArrowSamples(validation, provenance.fingerprint) if validation.exists() else None,
+        report=report,
+        provenance=provenance,
+        folder=folder,
+    )
 
 
 def load_corpus(
@@ -125,7 +131,7 @@ def load_corpus(
     validation_fraction: float = 0.0,
     cache_dir: Path | None = None,
 ) -> Corpus:
-    """The samples in `sources`: files, globs, folders, datasets saved to disk, hub names, or `stdlib`.
+    """Return the samples in `sources`: files, globs, folders, datasets saved to disk, hub names, or `stdlib`.
 
     Language models: a document longer than `seq_len` tokens becomes several samples, each token being a target
     once; with `pack`, shorter ones share a sample. Chats, completions, pairs and classes cannot be cut: `too_long` says
@@ -136,18 +142,23 @@ def load_corpus(
     Classes given as text are numbered as they come. For validation data of its own, pass `label_names` of the
     training data's report, so that both have the same numbers.
 
-    Several processes may call at once; each may do the work, and the first to finish is kept. What was made before is
-    checked.
+    Several processes may call at once; one does the work, and the others wait. What was made before is checked.
 
     Raises:
         RequestError: nothing there, a column missing, nothing left, no room for it, or (unless asked otherwise) a row
             that cannot be read or is too long.
     """
-    _check_amounts(validation_fraction, limit)
+    if not 0 <= validation_fraction < 1:
+        raise RequestError(
+            f"a validation fraction of {validation_fraction} is not possible",
+            because="it must be at least 0 and less than 1",
+        )
+    if limit is not None and limit < 1:
+        raise RequestError(f"a limit of {limit} documents leaves no data", hint="ask for at least 1 document")
     columns = columns or Columns()
     held_out = Fraction(validation_fraction).limit_denominator(1_000_000)
     origins = find_sources(sources)
-    in_words = how_rows_are_read(tokenizer, task, rows_as, train_on)
+    in_words = _how_rows_are_read(tokenizer, task, rows_as, train_on)
     options = {
         "format": _SAMPLES, "task": task, "seq_len": seq_len, "columns": asdict(columns), "limit": limit,
         "too_long": too_long, "labels": list(label_names), "validation": str(held_out),
@@ -167,11 +178,12 @@ def load_corpus(
     if not skip_bad_rows:
         report.refuse_bad_rows()
     counts = {"documents": report.documents, "samples": report.samples, "tokens": report.tokens}
-    return Entry(str(folder), report, Provenance.of(origins, key, options | in_words, **counts)).open()
+    fingerprints = {source.name: source.fingerprint for source in origins}
+    return _open(str(folder), report, Provenance.of(fingerprints, options | in_words, key, **counts))
 
 
-def how_rows_are_read(tokenizer: Any, task: str, rows_as: Format | None, train_on: TrainOn) -> dict[str, Any]:
-    """What decides which tokens of rows are trained on; None where nothing was asked for."""
+def _how_rows_are_read(tokenizer: Any, task: str, rows_as: Format | None, train_on: TrainOn) -> dict[str, Any]:
+    """Return what decides which tokens of rows are trained on; None where nothing was asked for."""
     if task != "causal-lm":
         if rows_as not in (None, "text"):
             because = f"what is trained is {task}; --format says what the rows of a causal language model are"
@@ -179,7 +191,7 @@ def how_rows_are_read(tokenizer: Any, task: str, rows_as: Format | None, train_o
         return {}
     template = getattr(tokenizer, "chat_template", None)
     digest = None if template is None else hashlib.sha256(json.dumps(template, sort_keys=True).encode()).hexdigest()
-    known = marks.marked(template) if isinstance(template, str) else None
+    known = marked(template) if isinstance(template, str) else None
     return {
         "rows_as": rows_as, "train_on": None if train_on == "completions" else train_on, "template": digest,
         "marks": None if known is None else known[0].name,
@@ -187,18 +199,15 @@ def how_rows_are_read(tokenizer: Any, task: str, rows_as: Format | None, train_o
 
 
 def _stored(cache_dir: Path | None, name: str, write: Callable[[Path], BuildReport]) -> tuple[Path, BuildReport]:
-    """The entry `name` of a cache, which is made, or made anew, where it has to be.
-
-    In `cache_dir`, or the user's cache, or if that cannot be written to, in a folder of the temporary folder.
-    """
-    failures = []
+    """Return the entry `name` of `cache_dir` or the user's cache, or of a temporary one where that cannot be used."""
+    failures: list[str] = []
     write = rendering.ended_afterwards()(write)
     for find in (_user_cache, _temporary_cache) if cache_dir is None else (lambda: cache_dir,):
         place = "the cache folder"
         try:
             folder = find() / name
             place = str(folder.parent)
-            report = _read_or_make(folder, write)
+            report = cache.read_or_build(folder, write)
         except (OSError, RuntimeError) as error:  # RuntimeError: a user without a home
             failures.append(f"{place}: {(isinstance(error, OSError) and error.strerror) or error}")
             if find is _user_cache:
@@ -219,7 +228,7 @@ def _user_cache() -> Path:
 
 
 def _temporary_cache() -> Path:
-    """One of this user's own, the same for all processes.
+    """Return a folder of this user's own, the same for all processes.
 
     Raises:
         OSError: it cannot be made, or belongs to somebody else.
@@ -232,32 +241,9 @@ def _temporary_cache() -> Path:
     return folder / "data"
 
 
-def _read_or_make(folder: Path, write: Callable[[Path], BuildReport]) -> BuildReport:
-    damaged, seen = None, cache.identity(folder)  # before it is read: another may put a whole one in its place
-    try:
-        return cache.read(folder, all_bytes=True).report
-    except FileNotFoundError:
-        pass
-    except cache.DamagedError as error:
-        damaged = seen
-        logger.warning("the tokenised data in %s is damaged (%s): making it anew", folder, error)
-    cache.build(folder, write, damaged=damaged)
-    return cache.read(folder, all_bytes=False).report
-
-
-def _check_amounts(validation_fraction: float, limit: int | None) -> None:
-    if not 0 <= validation_fraction < 1:
-        raise RequestError(
-            f"a validation fraction of {validation_fraction} is not possible",
-            because="it must be at least 0 and less than 1",
-        )
-    if limit is not None and limit < 1:
-        raise RequestError(f"a limit of {limit} documents leaves no data", hint="ask for at least 1 document")
-
-
 @dataclass(frozen=True)
 class RunData:
-    """The samples of a run, with the model's spec and the tokenizer that belong to them; `tokens` says which it is."""
+    """The samples of a run, with the model's spec and the tokenizer that belong to them; `tokens` names it in words."""
 
     spec: Any
     tokenizer: Any
@@ -272,126 +258,176 @@ class RunData:
 def read_samples(plan: Plan, settings: RunSettings) -> RunData:
     """Read, tokenise and split the data. One rank of each node does it, the others open what it made. Collective.
 
+    Of a stream, only what is for validation and the end is read.
+
     Raises:
         RequestError: the data, the tokenizer or the model cannot be used, or nodes have different data.
     """
     spec = resolve.resolve_request(plan.request)
     tokenizer, tokens = tokenizer_for(spec, settings)
-    corpora = _on_each_node(lambda: _load(spec, tokenizer, plan.request.seq_len, bool(plan.request.pack), settings))
-    num_parts = len(shares(settings.data)) or 1
-    corpus, others = _joined(corpora[:num_parts], settings), iter(corpora[num_parts:])
-    validation, test = (next(others).train if paths else () for paths in (settings.validation_data, settings.test_data))
-    if corpus.report.num_labels:
-        spec = resolve.resolve_request(plan.request, num_labels=corpus.report.num_labels)
+    seq_len, pack = plan.request.seq_len, bool(plan.request.pack)
+    load = partial(_load_on_each_node, spec, tokenizer, seq_len, pack, settings)
+    training: Any
+    if settings.stream:
+        training, provenance = open_stream(spec, tokenizer, seq_len, pack, settings)
+        _refuse_different_data(exchange.gather((socket.gethostname(), [provenance]), tuple[str, list[Provenance]]))
+        _, report = training.first(FIRST_ROWS)
+        loaded = load((VALIDATION, TEST))
+        held_out: Sequence[Any] = () if settings.validation_data else training.held_out()
+    else:
+        loaded = load(_EVERYTHING)
+        corpus = _joined(loaded[TRAINING], settings)
+        training, report, provenance, held_out = corpus.train, corpus.report, corpus.provenance, corpus.validation or ()
+        if report.num_labels:
+            spec = resolve.resolve_request(plan.request, num_labels=report.num_labels)
+    validation, test = (loaded[name][0].train if loaded[name] else () for name in (VALIDATION, TEST))
     return RunData(
         spec=spec.for_tokenizer(tokenizer),
         tokenizer=tokenizer,
         tokens=tokens,
-        training=corpus.train,
-        validation=Subset.drawn_from(validation or corpus.validation or (), settings.validation_samples),
+        training=training,
+        validation=Subset.drawn_from(validation or held_out, settings.validation_samples),
         test=test,
-        report=corpus.report,
-        provenance=corpus.provenance,
+        report=report,
+        provenance=provenance,
     )
 
 
-def _on_each_node(load: Callable[[], tuple[Corpus, ...]]) -> tuple[Corpus, ...]:
-    """What `load` makes: by one rank of each node, which the others wait for. Collective."""
-    host = socket.gethostname()
-    loaded = load() if env.local_rank() == 0 else ()
-    rendezvous.wait_for_all("data")
-    everywhere = exchange.gather((host, [corpus.entry for corpus in loaded]), tuple[str, list[Entry]])
-    _refuse_different_data(everywhere)
-    return loaded or _made_on(host, everywhere) or load()
-
-
-def load_others(
+def open_stream(
     spec: ModelSpec, tokenizer: Any, seq_len: int, pack: bool, settings: RunSettings
-) -> dict[str, Sequence[Any]]:
-    """The samples of --validation-data and --test-data, by these names. Collective; raises as `read_samples`."""
-    given = {
-        name: paths for name, paths in (("validation", settings.validation_data), ("test", settings.test_data)) if paths
-    }
-    load = partial(_load_paths, spec, tokenizer, seq_len, pack, settings)
-    corpora = _on_each_node(lambda: tuple(load(paths) for paths in given.values())) if given else ()
-    return {"validation": (), "test": ()} | dict(zip(given, (corpus.train for corpus in corpora), strict=True))
+) -> tuple[SampleStream, Provenance]:
+    """Return the samples of a stream, of which nothing but the first rows has been read, and their provenance.
+
+    Raises:
+        RequestError: the data cannot be streamed, or not for this task.
+    """
+    if spec.task == "sequence-classification":
+        raise RequestError(
+            f"{spec.reference} cannot be trained on a stream for {spec.task}",
+            because="how many classes there are is known when all of it was read",
+            hint="leave --stream out",
+        )
+    columns, parts, fraction = _columns_of(settings), shares(settings.data), settings.validation_fraction
+    names = [part.source for part in parts] or settings.data
+    every, most = 1, 0
+    if fraction and not settings.validation_data:
+        every = max(2, round(1 / fraction))
+        most = ceil((settings.validation_samples or FIRST_ROWS) / max(1, len(names)))
+    sources = find_streams(names, columns, every, most)
+    new_maker = partial(
+        SampleMaker, tokenizer, spec.task, seq_len, columns, settings.too_long, (), settings.format, settings.train_on
+    )
+    in_words = _how_rows_are_read(tokenizer, spec.task, settings.format, settings.train_on)
+    formats = formats_of(sources, new_maker)
+    rows = RowStream(sources, [part.part for part in parts], settings.seed, settings.shuffle_buffer)
+    check = partial(check_vocabulary, spec)
+    options = {
+        "version": _STREAMS, "task": spec.task, "seq_len": seq_len, "columns": asdict(columns), "pack": pack,
+        "too_long": settings.too_long, "tokenizer": tokenizing.fingerprint(tokenizer), "formats": formats,
+        "shuffle_buffer": settings.shuffle_buffer, "weights": ", ".join(str(part.part) for part in parts) or None,
+        "validation": f"{most} rows, each {every}th" if most else "None", **in_words,
+    }  # fmt: skip
+    fingerprints = {source.name: source.fingerprint for source in sources}
+    whole = hashlib.sha256(json.dumps([options, list(fingerprints.values())], sort_keys=True).encode()).hexdigest()
+    stream = SampleStream(rows, new_maker, formats, pack, settings.skip_bad_rows, check)
+    return stream, Provenance.of(fingerprints, options, whole)
 
 
-def _made_on(host: str, everywhere: Sequence[tuple[str, Sequence[Entry]]]) -> tuple[Corpus, ...]:
-    """What a rank of this host has opened; nothing where hosts share a name and none of them has it here."""
+Loaded = dict[str, list[Corpus]]
+"""What was loaded for `TRAINING` (one for each source with a weight), `VALIDATION` and `TEST`."""
+
+_Entry = tuple[str, str, BuildReport, Provenance]
+"""What a corpus is for, and the arguments of `_open`."""
+
+
+def _load_on_each_node(
+    spec: ModelSpec, tokenizer: Any, seq_len: int, pack: bool, settings: RunSettings, wanted: Sequence[str]
+) -> Loaded:
+    """Load samples on one rank of each node, which the others wait for. Collective. Raises as `read_samples`."""
+    host = socket.gethostname()
+
+    def load() -> Loaded:
+        return _load(spec, tokenizer, seq_len, pack, settings, wanted)
+
+    loaded = load() if env.local_rank() == 0 else {}
+    rendezvous.wait_for_all("data")
+    own = [(name, each.folder, each.report, each.provenance) for name, part in loaded.items() for each in part]
+    everywhere = exchange.gather((host, own), tuple[str, list[_Entry]])
+    _refuse_different_data([(name, [entry[-1] for entry in entries]) for name, entries in everywhere if entries])
     for name, entries in everywhere:
-        if name == host and entries and all(Path(entry.folder).is_dir() for entry in entries):
-            return tuple(entry.open() for entry in entries)
-    return ()
+        if not loaded and name == host and entries and all(Path(folder).is_dir() for _, folder, *_ in entries):
+            loaded = {purpose: [] for purpose in _EVERYTHING}
+            for purpose, folder, report, provenance in entries:
+                loaded[purpose].append(_open(folder, report, provenance))
+    return loaded or load()  # hosts may share a name, and not their disks
 
 
-def _refuse_different_data(everywhere: Sequence[tuple[str, Sequence[Entry]]]) -> None:
-    """Nodes that read other data would train on other samples than the batch is counted by."""
-    (first, entries), *others = [(host, entries) for host, entries in everywhere if entries]
-    for host, theirs in others:
-        for entry, other in zip(entries, theirs, strict=True):
-            if other.provenance.fingerprint != entry.provenance.fingerprint:
+def _refuse_different_data(everywhere: Sequence[tuple[str, Sequence[Provenance]]]) -> None:
+    """Refuse hosts that read other data: they would train on other samples than the batch is counted by.
+
+    Raises:
+        RequestError: two hosts, given with the provenance of what they read, have different data.
+    """
+    for host, theirs in everywhere[1:]:
+        first, expected = everywhere[0]
+        for one, other in zip(expected, theirs, strict=True):
+            if other.fingerprint != one.fingerprint:
                 raise RequestError(
                     f"{first} and {host} have different data",
-                    because=[f"on {host}: {change}" for change in entry.provenance.changes(other.provenance)],
+                    because=[f"on {host}: {change}" for change in one.changes(other)],
                     hint="give all hosts the same files, such as on a disk that they share",
                 )
 
 
-def _load(spec: ModelSpec, tokenizer: Any, seq_len: int, pack: bool, settings: RunSettings) -> tuple[Corpus, ...]:
-    """What to train on; and where other data is given for them, what to evaluate on meanwhile, and at the end.
+def _load(
+    spec: ModelSpec, tokenizer: Any, seq_len: int, pack: bool, settings: RunSettings, wanted: Sequence[str]
+) -> Loaded:
+    """Load what to train on, and where other data is given for them, what to evaluate on meanwhile, and at the end.
 
     Raises:
         RequestError: as `load_corpus`, or the model has no embedding for a token.
     """
-    load = partial(_load_paths, spec, tokenizer, seq_len, pack, settings)
-    kept_back = 0.0 if settings.validation_data else settings.validation_fraction
-    corpora: list[Corpus] = []
-    by_source: list[tuple[str, ...]] = [(share.source,) for share in shares(settings.data)]
-    for paths in by_source or [settings.data]:
-        corpora.append(load(paths, kept_back, corpora[-1].report.label_names if corpora else ()))
-    others = (paths for paths in (settings.validation_data, settings.test_data) if paths)
-    return *corpora, *(load(paths, label_names=corpora[-1].report.label_names) for paths in others)
+    parts: list[tuple[str, ...]] = [(share.source,) for share in shares(settings.data)]
+    given = {TRAINING: parts or [settings.data], VALIDATION: [settings.validation_data], TEST: [settings.test_data]}
+    loaded: Loaded = {name: [] for name in given}
+    labels: Sequence[str] = ()
+    for name in wanted:
+        for paths in given[name]:
+            if not paths and name != TRAINING:
+                continue
+            is_divided = name == TRAINING and not settings.validation_data
+            corpus = load_corpus(
+                paths, tokenizer=tokenizer, task=spec.task, seq_len=seq_len, pack=pack, columns=_columns_of(settings),
+                limit=settings.limit, skip_bad_rows=settings.skip_bad_rows, too_long=settings.too_long,
+                rows_as=settings.format, train_on=settings.train_on, label_names=labels,
+                validation_fraction=settings.validation_fraction if is_divided else 0.0,
+            )  # fmt: skip
+            check_vocabulary(spec, corpus.report)
+            labels = corpus.report.label_names
+            loaded[name].append(corpus)
+    return loaded
 
 
-def _load_paths(
-    spec: ModelSpec,
-    tokenizer: Any,
-    seq_len: int,
-    pack: bool,
-    settings: RunSettings,
-    paths: tuple[str, ...],
-    validation_fraction: float = 0.0,
-    label_names: Sequence[str] = (),
-) -> Corpus:
-    columns = Columns(
-        text=settings.text_column,
-        label=settings.label_column,
-        source=settings.source_column,
-        target=settings.target_column,
-    )
-    corpus = load_corpus(
-        paths, tokenizer=tokenizer, task=spec.task, seq_len=seq_len, pack=pack, columns=columns,
-        limit=settings.limit, skip_bad_rows=settings.skip_bad_rows, too_long=settings.too_long,
-        rows_as=settings.format, train_on=settings.train_on, validation_fraction=validation_fraction,
-        label_names=label_names,
+def _columns_of(settings: RunSettings) -> Columns:
+    """Return the columns that the settings name."""
+    return Columns(
+        text=settings.column("text"), label=settings.column("label"), source=settings.column("source"),
+        target=settings.column("target"),
     )  # fmt: skip
-    check_vocabulary(spec, corpus.report)
-    return corpus
 
 
 def _joined(parts: Sequence[Corpus], settings: RunSettings) -> Corpus:
-    """What to train on, of sources with weights all of them."""
+    """Return what to train on, of one source or several with weights."""
     if len(parts) == 1:
         return parts[0]
     asked = shares(settings.data)
     weights = [share.part for share in asked]
     validation = [part.validation for part in parts if part.validation is not None]
-    provenance = Provenance.joined([part.provenance for part in parts], weights)
     return Corpus(
         train=Mixture([part.train for part in parts], weights, [share.source for share in asked]),
         validation=Mixture(validation) if validation else None,
-        entry=Entry("", joined([part.report for part in parts]), provenance),
+        report=joined([part.report for part in parts]),
+        provenance=Provenance.joined([part.provenance for part in parts], weights),
     )
 
 
@@ -407,7 +443,7 @@ def check_vocabulary(spec: ModelSpec, report: BuildReport) -> None:
 
 
 def tokenizer_for(spec: ModelSpec, settings: RunSettings) -> tuple[Any, str]:
-    """The tokenizer with the chat template that is asked for, and what it is, in words."""
+    """Return the tokenizer with the chat template that is asked for, and what it is, in words."""
     tokenizer, words = tokenizing.load_for(spec, settings.tokenizer)
     if settings.chat_template is not None:
         tokenizer = copy.deepcopy(tokenizer)  # the byte tokenizer is one for all
@@ -419,7 +455,7 @@ def tokenizer_for(spec: ModelSpec, settings: RunSettings) -> tuple[Any, str]:
 
 
 def lengths_of(request: Request, settings: RunSettings) -> Lengths:
-    """How long the samples are that a plan for `request` would train on; its source says what is left out.
+    """Return the lengths of the samples that a plan for `request` would train on; their source says what is left out.
 
     The data is tokenised as training will do it, and kept for it. Of more than `MOST_LENGTHS` lengths some are read,
     evenly spread.
@@ -427,36 +463,45 @@ def lengths_of(request: Request, settings: RunSettings) -> Lengths:
     Raises: as `read_samples`.
     """
     _, corpus = read_training_data(request, settings)
-    return lengths_of_corpus(corpus, names_of(settings.data), corpus.report.left_out(settings.too_long))
+    notes = [f"the first {FIRST_ROWS:,} rows of the stream"]
+    if not settings.stream:
+        notes = corpus.report.left_out(settings.too_long)
+    return lengths_of_corpus(corpus, names_of(settings.data), notes)
 
 
 def read_training_data(request: Request, settings: RunSettings) -> tuple[tuple[Any, str], Corpus]:
-    """The tokenizer, what it is in words, and what a plan for `request` would train on. Raises as `read_samples`."""
+    """Return the tokenizer, its name in words, and what a plan for `request` trains on; of a stream the first samples.
+
+    Raises: as `read_samples`.
+    """
     spec = resolve.resolve_request(request)
     seq_len = min(request.seq_len, spec.max_positions or request.seq_len)
     tokenizer, words = tokenizer_for(spec, settings)
-    corpora = _load(spec, tokenizer, seq_len, bool(request.pack), settings)
-    return (tokenizer, words), _joined(corpora[: len(shares(settings.data)) or 1], settings)
+    if settings.stream:
+        stream, provenance = open_stream(spec, tokenizer, seq_len, bool(request.pack), settings)
+        samples, report = stream.first(FIRST_ROWS)
+        return (tokenizer, words), Corpus(train=samples, validation=None, report=report, provenance=provenance)
+    loaded = _load(spec, tokenizer, seq_len, bool(request.pack), settings, _EVERYTHING)
+    return (tokenizer, words), _joined(loaded[TRAINING], settings)
 
 
 MOST_LENGTHS = 100_000_000
-"""That a plan counts: it takes a second."""
+"""Lengths that a plan counts: it takes a second."""
 
 
 def lengths_of_corpus(corpus: Corpus, name: str, notes: Sequence[str]) -> Lengths:
-    """The lengths of its training samples; `name` and `notes` say where they are from."""
+    """Return the lengths of the training samples; `name` and `notes` say where they are from."""
     drawn = epoch_indices(corpus.train)
-    lengths, counted_tokens = corpus.train.lengths[drawn], corpus.train.counted_tokens[drawn]
+    lengths = corpus.train.lengths[drawn]
+    counted_tokens = getattr(corpus.train, "counted_tokens", corpus.train.lengths)[drawn]
     counted = histogram(lengths, name, notes)
-    return (
-        counted
-        if np.array_equal(counted_tokens, lengths)
-        else replace(counted, counted_mean=float(counted_tokens.mean()))
-    )
+    if np.array_equal(counted_tokens, lengths):
+        return counted
+    return replace(counted, counted_mean=float(counted_tokens.mean()))
 
 
 def histogram(lengths: NDArray[Any], name: str, notes: Sequence[str]) -> Lengths:
-    """How many samples have how many tokens, of the `lengths` of each; `name` and `notes` say where they are from."""
+    """Count samples by their `lengths`; `name` and `notes` say where they are from."""
     stride = -(-len(lengths) // MOST_LENGTHS)
     numbers = np.bincount(lengths[::stride])
     counts = {int(tokens): int(numbers[tokens]) for tokens in np.flatnonzero(numbers)}
@@ -466,21 +511,21 @@ def histogram(lengths: NDArray[Any], name: str, notes: Sequence[str]) -> Lengths
 
 @dataclass(frozen=True)
 class Subset(Sequence[Any]):
-    """Some of `samples`, the same in every run on this data."""
+    """A part of `samples`, the same in every run on this data."""
 
     samples: Sequence[Any]
     indices: Sequence[int]
 
     @classmethod
     def drawn_from(cls, samples: Sequence[Any], number: int | None) -> "Subset":
-        """`number` of them, drawn evenly from all documents; None: all."""
+        """Return `number` of them, drawn evenly from all documents; all for None."""
         if number is None or number >= len(samples):
             return cls(samples, range(len(samples)))
         return cls(samples, sorted(map(int, permutation(len(samples), seed=0, epoch=0)[:number])))
 
     @property
     def lengths(self) -> Any:
-        """Tokens of each, shape `(samples,)`; None where they are not known."""
+        """Return the tokens of each, shape `(samples,)`; None where they are not known."""
         lengths = getattr(self.samples, "lengths", None)
         return None if lengths is None else lengths[np.asarray(self.indices, dtype=np.int64)]
 

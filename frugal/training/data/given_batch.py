@@ -28,7 +28,7 @@ class Rows(list[Sample]):
 
 
 def as_samples(batch: Any, objective: Objective) -> Sequence[Sample]:
-    """The samples of a batch that is given in any of these forms.
+    """Return the samples of a batch that is given in any of these forms.
 
     Raises:
         RequestError: it has another form, columns of different length, or more of them than the objective names.
@@ -49,7 +49,7 @@ def as_samples(batch: Any, objective: Objective) -> Sequence[Sample]:
 
 
 def _named(values: Sequence[Any], objective: Objective) -> dict[str, Any]:
-    """Values of a tuple by the names that the objective has for them, in its order."""
+    """Return the values of a tuple by the names that the objective has for them, in its order."""
     if isinstance(objective, SummedLoss):
         names = objective.names
     else:
@@ -83,7 +83,7 @@ def _rows(columns: dict[str, Any], objective: Objective) -> Rows:
 
 
 def _cut(sample: dict[str, Any], real: Tensor | None, objective: Objective) -> dict[str, Any]:
-    """A sample without its padding: of what it reads, where `real (positions)` is false; of targets, ignored ends."""
+    """Return a sample without padding: of inputs, where `real (positions)` is false; of targets, ignored ends."""
     if isinstance(objective, SequenceClassification) and "labels" in sample:
         sample["label"] = int(sample.pop("labels"))
     own_labels = sample.get("labels") if isinstance(objective, Seq2Seq) else None

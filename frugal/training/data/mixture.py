@@ -41,7 +41,7 @@ class WeightedSource:
 
 
 def shares(sources: Sequence[str]) -> tuple[WeightedSource, ...]:
-    """The share of each source; none where they have no weights. A path that exists is no weight.
+    """Return the share of each source; none where they have no weights. A path that exists has no weight.
 
     Raises:
         RequestError: a weight is 0, or some have one and others not.
@@ -95,7 +95,7 @@ class Mixture(Sequence[Sample]):
         return self.parts[part][index - int(self._starts[part])]
 
     def drawn(self, draws: NDArray[np.int64], seed: int) -> NDArray[np.int64]:
-        """The index of the sample that is drawn as number `draws[i]` of the endless order; shape `(draws,)`."""
+        """Return the index of the sample that is drawn as number `draws[i]` of the endless order; shape `(draws,)`."""
         blocks, places = np.divmod(draws, sum(self.counts))
         known, row = np.unique(blocks, return_inverse=True)
         slots = np.argsort(_keys(known, sum(self.counts), seed), axis=1, kind="stable")
@@ -109,7 +109,7 @@ class Mixture(Sequence[Sample]):
         return indices
 
     def _from_part(self, part: int, numbers: NDArray[np.int64], seed: int) -> NDArray[np.int64]:
-        """What is drawn from a part as its draws `numbers`."""
+        """Return the indices of what is drawn from a part as its draws `numbers`."""
         size = len(self.parts[part])
         epochs, offsets = np.divmod(numbers, size)
         indices = np.empty(len(numbers), dtype=np.int64)
@@ -120,7 +120,7 @@ class Mixture(Sequence[Sample]):
         return indices + self._starts[part]
 
     def in_words(self) -> str:
-        """How much of what is drawn comes from each part, and when it begins anew."""
+        """Return how much of what is drawn comes from each part, and when it begins again."""
         size = sum(self.counts)
         tokens = [count * float(part.lengths.mean()) for count, part in zip(self.counts, self.parts, strict=True)]
         said = [
@@ -132,7 +132,7 @@ class Mixture(Sequence[Sample]):
 
 
 def _counts(weights: Sequence[Fraction]) -> tuple[int, ...]:
-    """How many draws of a block each part has: its share exactly, where the shares' denominator allows it."""
+    """Return how many draws of a block each part has: its share exactly, where the shares' denominator allows it."""
     whole = lcm(*(weight.denominator for weight in weights))
     size = whole * -(-_BLOCK // whole) if whole <= _MOST else _MOST
     counts = [max(1, int(weight * size)) for weight in weights]
@@ -143,14 +143,14 @@ def _counts(weights: Sequence[Fraction]) -> tuple[int, ...]:
 
 
 def _keys(blocks: NDArray[np.int64], size: int, seed: int) -> NDArray[np.uint64]:
-    """A number for each place of each block, by which its places are put into order; shape `(blocks, size)`."""
+    """Return a number for each place of each block, by which its places are ordered; shape `(blocks, size)`."""
     state = mixed(blocks.astype(np.uint64) + np.uint64(mixed(seed & (1 << 64) - 1)))
     keys: NDArray[np.uint64] = mixed(state[:, None] + np.arange(size, dtype=np.uint64)[None, :])
     return keys
 
 
 def epoch_indices(samples: Any) -> NDArray[np.int64] | slice:
-    """Which samples an epoch draws, with repetitions: all, or of a mixture its shares."""
+    """Return the indices that an epoch draws, with repetitions: all, or of a mixture its shares."""
     if isinstance(samples, Mixture) and samples.counts:
         return samples.drawn(np.arange(len(samples)), 0)
     return slice(None)

@@ -1,25 +1,29 @@
-"""What reading the data met, and what is said of rows that are left out or make all of it useless."""
+"""A count of what reading the data met, and what is said of rows that are left out or make all of it useless."""
 
 from collections import Counter
 from collections.abc import Sequence
-from dataclasses import dataclass, field, fields, replace
+from dataclasses import dataclass, field, fields
+from itertools import chain
 
 from frugal.config.sample_lengths import TooLong
 from frugal.errors import RequestError
 from frugal.units import plural
 
+_NAMED = 10
+_SHOWN = 3  # in a message
 
-@dataclass(frozen=True, kw_only=True)
+
+@dataclass(kw_only=True)
 class BuildReport:
-    """What reading the data met.
+    """A count of what reading the data met.
 
     Attributes:
-        documents: good rows.
+        documents: good rows of which samples were made.
         samples: made from them.
         tokens: in the samples, special ones and the overlap of windows included.
         bad_rows: left out because they cannot be read; `first_bad` has `file:line: reason` of up to ten.
         empty_rows: left out because they have no text.
-        too_long_rows: truncated or left out, as asked.
+        too_long_rows: truncated or left out, as asked; `longest` has the tokens of the longest, and where it is.
         too_short_rows: left out because one token has none to learn from it.
         label_names: of classes given as text, in order of their number.
         num_labels: classes; 0 without labels.
@@ -35,22 +39,33 @@ class BuildReport:
     samples: int = 0
     tokens: int = 0
     bad_rows: int = 0
-    first_bad: tuple[str, ...] = ()
+    first_bad: list[str] = field(default_factory=list)
     empty_rows: int = 0
     too_long_rows: int = 0
+    longest: tuple[int, str] = (0, "")
     too_short_rows: int = 0
-    label_names: tuple[str, ...] = ()
+    label_names: list[str] = field(default_factory=list)
     num_labels: int = 0
     largest_token: tuple[int, str] = (-1, "")
     formats: dict[str, int] = field(default_factory=dict)
     targets: int = 0
     masked_rows: int = 0
-    first_masked: tuple[str, ...] = ()
+    first_masked: list[str] = field(default_factory=list)
     merged_rows: int = 0
     template: str = ""
 
+    def add_bad(self, why: str) -> None:
+        """Count a row that cannot be read; `why` has where it is."""
+        self.bad_rows += 1
+        self.first_bad = [*self.first_bad, why][:_NAMED]
+
+    def add_masked(self, why: str) -> None:
+        """Count a row without a token to train on; `why` has where it is."""
+        self.masked_rows += 1
+        self.first_masked = [*self.first_masked, why][:_NAMED]
+
     def left_out(self, too_long: TooLong) -> list[str]:
-        """What of the data is not trained on, in words."""
+        """Return what of the data is not trained on, in words."""
         rows = (
             (self.bad_rows, "that cannot be read left out"),
             (self.empty_rows, "without text left out"),
@@ -61,80 +76,62 @@ class BuildReport:
         return [f"{plural(number, 'row')} {what}" for number, what in rows if number]
 
     def in_words(self) -> str:
-        """Of language models' rows: what they are, how the assistant's tokens were found, and what is trained on."""
+        """Return the formats of a language model's rows, how its targets were found, and how many there are."""
         kinds = ", ".join(f"{plural(number, 'row')} of {kind}" for kind, number in self.formats.items())
-        parts = [f"{kinds} ({self.template})" if self.template else kinds]
         share = 100 * self.targets / self.tokens
-        parts.append(f"{self.targets:,} of {self.tokens:,} tokens are trained on ({share:.1f} %)")
+        words = f"{kinds} ({self.template})" if self.template else kinds
+        words += f"; {self.targets:,} of {self.tokens:,} tokens are trained on ({share:.1f} %)"
         if self.merged_rows:
-            parts.append(
-                f"in {plural(self.merged_rows, 'row')} the prompt's last token reaches into the completion and is "
+            words += (
+                f"; in {plural(self.merged_rows, 'row')} the prompt's last token reaches into the completion and is "
                 "trained on; prompts that end without a space avoid it"
             )
-        return "; ".join(parts)
+        return words
 
     def refuse_bad_rows(self) -> None:
-        """Where they are not to be left out.
+        """Refuse rows that are not to be left out.
 
         Raises:
             RequestError: there are some.
         """
         if self.bad_rows:
-            raise _bad_rows_error(self)
+            raise RequestError(
+                f"{plural(self.bad_rows, 'row')} of the data cannot be read",
+                because=f"{'the first is ' if self.bad_rows > 1 else ''}{self.first_bad[0]}",
+                hint="repair them, or leave them out with --skip-bad-rows",
+            )
         if self.masked_rows:
-            raise _masked_rows_error(self)
+            raise RequestError(
+                f"{plural(self.masked_rows, 'row')} of the data {'has' if self.masked_rows == 1 else 'have'} no token "
+                "to train on",
+                because=self.first_masked[:_SHOWN],
+                hint="leave them out with --skip-bad-rows, or train on every token with --train-on all",
+            )
+
+    def refuse_too_long(self, seq_len: int) -> None:
+        """Refuse rows of more than `seq_len` tokens. Raises as `refuse_bad_rows`."""
+        if self.too_long_rows:
+            tokens, where = self.longest
+            raise RequestError(
+                f"{plural(self.too_long_rows, 'sample')} {'is' if self.too_long_rows == 1 else 'are'} longer than "
+                "--seq-len",
+                because=f"the longest, {where}, has {tokens} tokens with special ones, --seq-len is {seq_len}",
+                hint=f"use --seq-len {tokens}, or --too-long truncate, or --too-long skip",
+            )
 
 
 def joined(reports: Sequence[BuildReport]) -> BuildReport:
-    """What reading several sources met."""
-    total = {
-        field.name: sum(getattr(report, field.name) for report in reports)
-        for field in fields(BuildReport)
-        if field.type == "int" or field.type is int
-    }
+    """Return the report of reading several sources."""
     formats = sum((Counter(report.formats) for report in reports), Counter())
-    return replace(
-        reports[-1], **total | {"num_labels": max(report.num_labels for report in reports)},
-        first_bad=tuple(reason for report in reports for reason in report.first_bad)[:_NAMED],
-        first_masked=tuple(reason for report in reports for reason in report.first_masked)[:_NAMED],
-        largest_token=max((report.largest_token for report in reports), key=lambda pair: pair[0]),
-        formats=dict(formats), template=next((report.template for report in reports if report.template), ""),
-    )  # fmt: skip
-
-
-@dataclass
-class Refused:
-    """Rows that are no samples: how many, and `file:line: reason` of the first."""
-
-    number: int = 0
-    first: list[str] = field(default_factory=list)
-
-    def add(self, why: str) -> None:
-        """One more."""
-        self.number += 1
-        if len(self.first) < _NAMED:
-            self.first.append(why)
-
-
-_NAMED = 10
-SHOWN = 3  # in a message
-
-
-def _bad_rows_error(report: BuildReport) -> RequestError:
-    """What is said of rows that cannot be read, where they are not to be left out."""
-    rows = "1 row" if report.bad_rows == 1 else f"{report.bad_rows} rows"
-    return RequestError(
-        f"{rows} of the data cannot be read",
-        because=f"{'the first is ' if report.bad_rows > 1 else ''}{report.first_bad[0]}",
-        hint="repair them, or leave them out with --skip-bad-rows",
-    )
-
-
-def _masked_rows_error(report: BuildReport) -> RequestError:
-    """The same of rows in which nothing is trained on."""
-    return RequestError(
-        f"{plural(report.masked_rows, 'row')} of the data {'has' if report.masked_rows == 1 else 'have'} no token to "
-        "train on",
-        because=list(report.first_masked[:SHOWN]),
-        hint="leave them out with --skip-bad-rows, or train on every token with --train-on all",
-    )
+    total = BuildReport(label_names=reports[-1].label_names, formats=dict(formats))
+    for each in fields(BuildReport):
+        values = [getattr(report, each.name) for report in reports]
+        if each.name in ("largest_token", "longest", "num_labels"):
+            setattr(total, each.name, max(values))
+        elif each.name in ("first_bad", "first_masked"):
+            setattr(total, each.name, list(chain.from_iterable(values))[:_NAMED])
+        elif each.name == "template":
+            total.template = next(filter(None, values), "")
+        elif isinstance(values[0], int):
+            setattr(total, each.name, sum(values))
+    return total

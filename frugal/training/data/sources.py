@@ -1,6 +1,5 @@
-"""Where documents come from: files, globs, folders, saved datasets, the hub, Python's own library, a user's stream.
+"""Where rows come from: files, globs, folders, saved datasets, the hub, Python's own library, a user's function.
 
-Rows are read by our own loops rather than by `datasets`, because a message about a bad row has to name file and line.
 `Provenance` records what samples were made of, so that a run that continues on other data can say what has changed.
 """
 
@@ -15,17 +14,16 @@ from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
-from dataclasses import asdict, dataclass, field
+from dataclasses import dataclass, field
 from itertools import chain, dropwhile
 from pathlib import Path
-from typing import Any, Protocol, Self
+from typing import Any, Self
 
 from frugal import files
 from frugal.errors import FrugalError, RequestError, first_line
-from frugal.training.data.chat import formats
-from frugal.training.data.rows import BadRow, Columns, Row, most_bytes, read, shown, type_in_words
+from frugal.training.data.rows import BadRow, Columns, Row, parquet_schema, read, shown, type_in_words
 from frugal.training.models import factories
-from frugal.units import GIB, format_bytes, plural
+from frugal.units import plural
 
 logger = logging.getLogger("frugal")
 
@@ -38,21 +36,29 @@ _KINDS = {
 }  # fmt: skip
 
 
-class Fingerprinted(Protocol):
-    """A source by its name, and by what tells its content from others', after a colon."""
+@dataclass(frozen=True)
+class DataFile:
+    """A file with rows, by default of the kind that its name says."""
 
-    @property
-    def name(self) -> str:
-        """For people."""
+    path: Path
+    kind: str = ""
 
-    @property
-    def fingerprint(self) -> str:
-        """Its kind, a colon, and a hash."""
+    def __post_init__(self) -> None:
+        if not self.kind:
+            object.__setattr__(self, "kind", _KINDS.get(self.path.suffix.lower(), "text"))
 
 
 @dataclass(frozen=True)
 class DocumentSource:
-    """Something with rows. `columns` are its columns if they are known before reading."""
+    """A source of rows.
+
+    Attributes:
+        name: for people.
+        fingerprint: its kind, a colon, and a hash of its content.
+        rows: reads them.
+        columns: those of its rows, where they are known before reading.
+        label_names: names of classes that the source itself has.
+    """
 
     name: str
     fingerprint: str
@@ -61,32 +67,28 @@ class DocumentSource:
     label_names: tuple[str, ...] = ()
 
 
-def find_sources(sources: Sequence[str]) -> list[DocumentSource]:
-    """Everything the user named, in order; files of a folder or glob sorted. `@FILE` has one of these a line."""
-    if not sources:
-        raise RequestError("no data was given", hint=f"pass --data PATH, or --data {STDLIB} for Python's own library")
-    everything = [each for _, parts in find_named(sources, _hub_dataset) for each in parts]
-    tell_repeated(each for each in everything if isinstance(each, Path))
+def find_sources(names: Sequence[str]) -> list[DocumentSource]:
+    """Return everything the user named, in order; files of a folder or glob are sorted. `@FILE` has a name a line.
+
+    Raises:
+        RequestError: nothing was named, or it cannot be read.
+    """
+    found = find_named(names)
     with ThreadPoolExecutor(min(len(os.sched_getaffinity(0)), MAX_THREADS)) as pool:  # reading files for their hashes
-        hashed = pool.map(_file, (each for each in everything if isinstance(each, Path)))
-        return [next(hashed) if isinstance(each, Path) else each for each in everything]
+        return list(pool.map(_hashed, chain.from_iterable(found)))
 
 
-def find_named(
-    sources: Sequence[str], from_hub: Callable[[str], DocumentSource]
-) -> list[tuple[str, list[Path] | list[DocumentSource]]]:
-    """What each name is: files, which are not read, or something else with rows. `from_hub`: of what is no path."""
-    named = []
-    for source in chain.from_iterable(map(_listed, sources)):
-        try:
-            named.append((source, _find(source, from_hub)))
-        except OSError as error:
-            raise RequestError(f"cannot read {shown(source)}", because=str(error.strerror)) from None
-    return named
+def find_named(names: Sequence[str], *, from_hub: bool = True) -> list[list[DataFile | DocumentSource]]:
+    """Return what each name stands for: files, which are not read, or other sources. Raises as `find_sources`."""
+    if not names:
+        raise RequestError("no data was given", hint=f"pass --data PATH, or --data {STDLIB} for Python's own library")
+    found = [[each for listed in _listed(name) for each in _find(listed, from_hub)] for name in names]
+    _warn_of_repeated(each.path for each in chain.from_iterable(found) if isinstance(each, DataFile))
+    return found
 
 
 def _listed(source: str) -> list[str]:
-    """The lines of the file that `@FILE` names; of anything else, itself."""
+    """Return the names in the file that `@FILE` stands for, or the name itself."""
     if not source.startswith("@"):
         return [source]
     try:
@@ -103,47 +105,51 @@ def _listed(source: str) -> list[str]:
     return names
 
 
-def _find(source: str, from_hub: Callable[[str], DocumentSource]) -> list[Path] | list[DocumentSource]:
-    path = Path(source).expanduser()
+def _find(source: str, from_hub: bool) -> list[DataFile | DocumentSource]:
+    try:
+        return _find_path(source, Path(source).expanduser(), from_hub)
+    except OSError as error:
+        raise RequestError(f"cannot read {shown(source)}", because=str(error.strerror)) from None
+
+
+def _find_path(source: str, path: Path, from_hub: bool) -> list[DataFile | DocumentSource]:
     if source == STDLIB and not path.exists():
-        return _stdlib()
+        return [DataFile(module, "source") for module in _stdlib_modules()]
     if path.is_file():
         if path.is_relative_to("/dev") or path.is_relative_to("/proc"):
             raise _not_a_file(source, "this process's own")
-        return [path]
+        return [DataFile(path)]
     if path.is_dir():
         if any((path / name).exists() for name in ("state.json", "dataset_dict.json")):
             return [_saved(source, path)]
         within = _each_once(source, _inside(path))
         if not within:
             raise RequestError(f"the folder {source} is empty", because="it has no file that is not hidden")
-        return within
+        return [*map(DataFile, within)]
     if path.exists():
-        raise _not_a_file(source, next((kind for is_kind, kind in _NO_FILES.items() if is_kind(path)), "no file"))
+        raise _not_a_file(source, "a device" if path.is_char_device() or path.is_block_device() else "a pipe or socket")
     if glob.has_magic(source):
         matches = _each_once(source, map(Path, set(_matches(str(path)))))
         if not matches:
             raise RequestError(f"no file matches {source}", because=f"it was looked for from {Path.cwd()}")
-        return matches
+        return [*map(DataFile, matches)]
     if source.rpartition(":")[0].endswith(".py"):
-        return [_stream(source)]
+        return [_user_function(source)]
     looks_like_path = source.startswith((".", "/", "~")) or source.count("/") > 1 or path.suffix in {*_KINDS, ".txt"}
     if looks_like_path:
         raise RequestError(f"there is no data at {shown(source)}", because="no such file or folder")
-    return [from_hub(source)]
+    if not from_hub:
+        raise RequestError(
+            f"there is no data to stream at {source}",
+            because="no such file or folder, and --stream reads no data set of the hub itself",
+            hint="name a function that returns load_dataset(..., streaming=True): --data file.py:function",
+        )
+    return [_hub_dataset(source)]
 
 
-_NO_FILES: dict[Callable[[Path], bool], str] = {
-    Path.is_fifo: "a pipe",
-    Path.is_char_device: "a device",
-    Path.is_block_device: "a device",
-    Path.is_socket: "a socket",
-}
-
-
-def _not_a_file(source: str, what: str) -> RequestError:
+def _not_a_file(source: str, kind: str) -> RequestError:
     return RequestError(
-        f"the data {source} is {what}, not a file",
+        f"the data {source} is {kind}, not a file",
         because="data is read by several processes, and again at each start",
         hint="write it into a file first, such as: zcat text.jsonl.gz > text.jsonl",
     )
@@ -169,9 +175,9 @@ def _folders(base: str, seen: set[tuple[int, int]], *, follows_links: bool = Tru
     Raises:
         OSError: without links, a folder cannot be read.
     """
-    folders, links = deque([base]), deque[str]()
-    while folders or links:
-        folder = folders.popleft() if folders else links.popleft()
+    coming = deque([base])
+    while coming:
+        folder = coming.popleft()
         try:
             status = os.stat(folder)  # noqa: PTH116  # strings: a tree may have millions
             entries = sorted(os.scandir(folder), key=lambda entry: entry.name)
@@ -186,23 +192,23 @@ def _folders(base: str, seen: set[tuple[int, int]], *, follows_links: bool = Tru
         for entry in entries:
             is_linked = entry.is_symlink()
             if not entry.name.startswith(".") and os.path.isdir(entry.path) and (follows_links or not is_linked):  # noqa: PTH112  # as above
-                (links if is_linked else folders).append(entry.path)
+                (coming.append if is_linked else coming.appendleft)(entry.path)
 
 
 def _each_once(source: str, paths: Iterable[Path]) -> list[Path]:
     """Return the regular files among `paths`, sorted, each under one name: not that of a link, if it has another."""
-    same = _by_file(paths)
-    repeated = [sorted(names, key=lambda path: (path.is_symlink(), path)) for names in same if len(names) > 1]
+    same = [sorted(names, key=lambda path: (path.is_symlink(), path)) for names in _by_file(paths)]
+    repeated = [names for names in same if len(names) > 1]
     if repeated:
         logger.warning(
             "%s has %s under several names, such as %s: each is read once",
             shown(source), plural(len(repeated), "file"), " and ".join(map(shown, repeated[0][:2])),
         )  # fmt: skip
-    return sorted([names[0] for names in same if len(names) == 1] + [names[0] for names in repeated])
+    return sorted(names[0] for names in same)
 
 
-def tell_repeated(paths: Iterable[Path]) -> None:
-    """Say which files are named several times. They are read as often: whoever lists a file twice may want it so."""
+def _warn_of_repeated(paths: Iterable[Path]) -> None:
+    """Report files that are named several times. They are read as often, as that may be meant."""
     repeated = [names for names in _by_file(paths) if len(names) > 1]
     if repeated:
         logger.warning(
@@ -232,29 +238,23 @@ def _inside(folder: Path) -> list[Path]:
     return [Path(entry) for each in below for entry in os.scandir(each) if not entry.name.startswith(".")]
 
 
-def kind_of(path: Path) -> str:
-    """What a file is, by its name."""
-    return _KINDS.get(path.suffix.lower(), "text")
-
-
-def _file(path: Path, kind: str | None = None) -> DocumentSource:
-    kind = kind or kind_of(path)
-    name = shown(path)
+def _hashed(each: DataFile | DocumentSource) -> DocumentSource:
+    if isinstance(each, DocumentSource):
+        return each
+    path, kind, name = each.path, each.kind, shown(each.path)
     try:
         with path.open("rb") as file:
             digest = hashlib.file_digest(file, "blake2b").hexdigest()
     except OSError as error:
         raise RequestError(f"cannot read {name}", because=str(error.strerror)) from None
-    if kind == "parquet":
-        return _parquet(path, digest)
-    return DocumentSource(name, f"{kind}:{digest}", lambda columns: read(path, kind, columns))
+    columns = parquet_schema(path)[0] if kind == "parquet" else None
+    return DocumentSource(name, f"{kind}:{digest}", lambda columns: read(path, kind, columns), columns)
 
 
-def _stream(source: str) -> DocumentSource:
-    """Rows from `path/to/file.py:name`, a callable that gives an iterable of them, such as a streaming dataset.
+def _user_function(source: str) -> DocumentSource:
+    """Return rows from `path/to/file.py:name`, a callable that gives an iterable of them, such as a streaming dataset.
 
-    It is read once, into the same cache as files are, so that its rows are drawn in the same order as any others. Its
-    code stands for its content: rows that change while the file stays are not noticed.
+    Its code stands for its content: rows that change while the file stays are not noticed.
     """
     make = factories.import_callable(source)
     code = Path(source.rpartition(":")[0]).expanduser().read_bytes()
@@ -263,10 +263,8 @@ def _stream(source: str) -> DocumentSource:
         number = 0
         try:
             for number, row in enumerate(make(), 1):
-                yield (
-                    f"{source}:row {number}",
-                    row if isinstance(row, dict) else BadRow(f"{type_in_words(row)}, not an object"),
-                )
+                is_row = isinstance(row, dict)
+                yield f"{source}:row {number}", row if is_row else BadRow(f"{type_in_words(row)}, not an object")
         except (FrugalError, GeneratorExit):
             raise
         except Exception as error:  # a user's code may raise anything
@@ -275,13 +273,8 @@ def _stream(source: str) -> DocumentSource:
     return DocumentSource(source, f"stream:{hashlib.blake2b(code + source.encode()).hexdigest()}", rows)
 
 
-def _stdlib() -> list[DocumentSource]:
-    """The sources of the running Python's library, without its tests, which not every distribution has."""
-    return [_file(path, "source") for path in stdlib_files()]
-
-
-def stdlib_files() -> list[Path]:
-    """Where these are, sorted."""
+def _stdlib_modules() -> list[Path]:
+    """Return the sources of the running Python's library, without its tests, which not every distribution has."""
     root = Path(sysconfig.get_path("stdlib"))
     left_out = {"site-packages", "dist-packages", "test", "tests", "idle_test", "__pycache__"}
     modules = sorted(p for p in root.rglob("*.py") if not left_out.intersection(p.relative_to(root).parts))
@@ -333,97 +326,29 @@ def _dataset(name: str, dataset: Any) -> DocumentSource:
             dataset.data.validate(full=True)  # lengths beyond the file would be read from other memory
         except (ValueError, OSError) as error:  # pyarrow's own are these
             raise RequestError(f"the dataset {name} is damaged", because=first_line(error)) from None
-        for i, row in enumerate(dataset):
-            yield f"{name}:row {i + 1}", row
+        for number, row in enumerate(dataset, 1):
+            yield f"{name}:row {number}", row
 
-    label_names = {
-        column: tuple(feature.names) for column, feature in dataset.features.items() if hasattr(feature, "names")
-    }
-    return DocumentSource(
-        name,
-        f"dataset:{dataset._fingerprint}",
-        rows,
-        tuple(dataset.column_names),
-        next(iter(label_names.values()), ()),
-    )
-
-
-_MOST_EXPANDED, _LEAST_EXPANDED_BYTES = 1000, GIB
-"""How many times a parquet file's size may come out of it: text is compressed by 3 to 10, the same rows by some 100."""
-
-
-def parquet_batches(file: Any, path: Path, columns: Sequence[str] | None, groups: Sequence[int]) -> Iterator[Any]:
-    """Yield the rows of some row groups in batches that fit into memory, by what its metadata say of their sizes.
-
-    Raises:
-        RequestError: far more comes out of it than a file of texts has.
-    """
-    size, num_bytes, num_rows = path.stat().st_size, 0, 0
-    largest = max((file.metadata.row_group(group).total_byte_size for group in groups), default=0)
-    rows = min(256, max(1, most_bytes() // max(largest, 1)))  # one may have nearly all of a group
-    for batch in file.iter_batches(batch_size=rows, row_groups=list(groups), columns=columns):
-        num_bytes, num_rows = num_bytes + sum(map(_expanded_bytes, batch.columns)), num_rows + batch.num_rows
-        if num_bytes > max(_LEAST_EXPANDED_BYTES, _MOST_EXPANDED * size):
-            raise RequestError(
-                f"{shown(path)} expands to more than {_MOST_EXPANDED:,} times its size",
-                because=f"of its {format_bytes(size)} {num_rows:,} rows have become {format_bytes(num_bytes)}",
-                hint="if that is meant, write it plainly: pyarrow.parquet.write_table(table, FILE, compression='none', "
-                "use_dictionary=False)",
-            )
-        yield batch
-
-
-def _expanded_bytes(column: Any) -> int:
-    """Return the bytes of a column's values, those of a dictionary as often as they are used."""
-    import pyarrow as pa  # type: ignore[import-untyped]  # it has no type hints
-    import pyarrow.compute as pc  # type: ignore[import-untyped]  # as above
-
-    if pa.types.is_dictionary(column.type) and pa.types.is_string(column.type.value_type):
-        return pc.sum(pc.take(pc.binary_length(column.dictionary), column.indices)).as_py() or 0
-    return int(column.nbytes)
-
-
-def _parquet(path: Path, digest: str) -> DocumentSource:
-    import pyarrow as pa
-    import pyarrow.parquet as pq  # type: ignore[import-untyped]  # as above
-
-    shown_name = shown(path)
-    try:
-        names = tuple(pq.read_schema(path).names)
-    except (pa.ArrowException, OSError) as error:
-        raise RequestError(f"{shown_name} is not a parquet file", because=first_line(error)) from None
-
-    def rows(columns: Columns) -> Iterator[Row]:
-        number = 0
-        wanted = [name for name in names if name in formats.COLUMNS or name in asdict(columns).values()]
-        try:
-            with pq.ParquetFile(path) as file:
-                for batch in parquet_batches(file, path, wanted, range(file.metadata.num_row_groups)):
-                    for row in batch.to_pylist():
-                        number += 1
-                        yield f"{shown_name}:row {number}", row
-        except (pa.ArrowException, OSError, UnicodeDecodeError) as error:
-            because = first_line(error)
-            raise RequestError(f"{shown_name} cannot be read after row {number}", because=because) from None
-
-    return DocumentSource(shown_name, f"parquet:{digest}", rows, names)
+    label_names = [tuple(feature.names) for feature in dataset.features.values() if hasattr(feature, "names")]
+    columns = tuple(dataset.column_names)
+    return DocumentSource(name, f"dataset:{dataset._fingerprint}", rows, columns, next(iter(label_names), ()))
 
 
 MOST_FILES = 100  # named; of more, only the hash over all of them is kept
 _SHOWN = 3
 
 _WORDS = {
-    "task": "--task", "seq_len": "--seq-len", "limit": "--limit", "too_long": "--too-long", "labels": "the classes",
+    "task": "--task", "seq_len": "--seq-len", "limit": "train.limit", "too_long": "--too-long", "labels": "the classes",
     "validation": "--validation-fraction", "columns": "the columns", "tokenizer": "the tokenizer",
     "weights": "--data's weights", "rows_as": "--format", "train_on": "--train-on", "template": "the chat template",
     "marks": "the family whose marks find the assistant's words",
-    "shuffle_buffer": "--shuffle-buffer",
+    "shuffle_buffer": "train.shuffle-buffer",
 }  # fmt: skip
 
 
 @dataclass(frozen=True, kw_only=True)
 class Provenance:
-    """What samples were made of.
+    """A record of what samples were made of.
 
     Attributes:
         fingerprint: a hash of all that made the samples.
@@ -442,15 +367,15 @@ class Provenance:
     tokens: int = 0
 
     @classmethod
-    def of(cls, sources: Sequence[Fingerprinted], fingerprint: str, options: Mapping[str, Any], **counts: int) -> Self:
-        """Of samples made of `sources` with `options`, of which those in `_WORDS` are kept."""
-        files = {source.name: source.fingerprint.partition(":")[2][:16] for source in sources}
+    def of(cls, fingerprints: Mapping[str, str], options: Mapping[str, Any], whole: str, **counts: int) -> Self:
+        """Return the record of samples made of sources with these `fingerprints`, by name, with `options`."""
+        files = {name: fingerprint.partition(":")[2][:16] for name, fingerprint in fingerprints.items()}
         kept = {name: "not given" if value is None else str(value) for name, value in options.items() if name in _WORDS}
-        return cls(fingerprint=fingerprint, options=kept, files=files if len(files) <= MOST_FILES else {}, **counts)
+        return cls(fingerprint=whole, options=kept, files=files if len(files) <= MOST_FILES else {}, **counts)
 
     @classmethod
     def joined(cls, parts: Sequence[Self], weights: Sequence[Any]) -> Self:
-        """Of samples of several sources, of which each has a weight."""
+        """Return the record of samples of several sources, each of which has a weight."""
         words = ", ".join(map(str, weights))
         counts = {name: sum(getattr(part, name) for part in parts) for name in ("documents", "samples", "tokens")}
         return cls(
@@ -461,40 +386,29 @@ class Provenance:
         )
 
     def changes(self, now: "Provenance") -> list[str]:
-        """What differs, a line each."""
-        lines = [
-            f"{word} is another one"
-            if name in ("tokenizer", "template")
-            else f"{word} was {self.options[name]}, is {value}"
-            for name, word in _WORDS.items()
-            if (value := now.options.get(name)) != self.options.get(name, value)
-        ]
-        if self.files and now.files:
-            lines += self._changed_files(now)
-        counts = [
-            f"{each.documents:,} documents, {each.samples:,} samples, {each.tokens:,} tokens" for each in (self, now)
-        ]
+        """Return what differs, a line each."""
+        lines = []
+        for name, word in _WORDS.items():
+            before, after = self.options.get(name), now.options.get(name)
+            if name in self.options and after != before:
+                is_hash = name in ("tokenizer", "template")
+                lines.append(f"{word} is another one" if is_hash else f"{word} was {before}, is {after}")
+        if not self.files or not now.files:
+            pass  # more than MOST_FILES
+        elif self.files != now.files:
+            other = [name for name, digest in self.files.items() if now.files.get(name, digest) != digest]
+            gone, new = self.files.keys() - now.files, now.files.keys() - self.files
+            kinds = {"other content": other, "gone": gone, "new": new}
+            lines += [f"{kind}: {names_of(sorted(names))}" for kind, names in kinds.items() if names]
+        elif list(self.files) != list(now.files):
+            lines.append("its files are in another order")
+        counts = [f"{one.documents:,} documents, {one.samples:,} samples, {one.tokens:,} tokens" for one in (self, now)]
         if counts[0] != counts[1]:
             lines.append(f"it had {counts[0]}, now it has {counts[1]}")
         return lines or ["its files have other content"]
 
-    def _changed_files(self, now: "Provenance") -> list[str]:
-        gone = [name for name in self.files if name not in now.files]
-        new = [name for name in now.files if name not in self.files]
-        other = [name for name, digest in self.files.items() if now.files.get(name, digest) != digest]
-        kinds = ((other, "other content"), (gone, "gone"), (new, "new"))
-        lines = [f"{names_of(names)} {_verb(names, word)}" for names, word in kinds if names]
-        return lines or ["its files are in another order"] * (list(self.files) != list(now.files))
-
 
 def names_of(names: Sequence[str]) -> str:
-    """Of many the first ones, for people."""
+    """Return the first of some names, and the number of the others."""
     more = f" and {len(names) - _SHOWN:,} more" if len(names) > _SHOWN else ""
     return ", ".join(names[:_SHOWN]) + more
-
-
-def _verb(names: Sequence[str], word: str) -> str:
-    several = len(names) > 1
-    return (
-        f"{'have' if several else 'has'} {word}" if word == "other content" else f"{'are' if several else 'is'} {word}"
-    )

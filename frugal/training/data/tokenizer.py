@@ -3,7 +3,7 @@
 import functools
 import hashlib
 import json
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -11,7 +11,6 @@ import numpy as np
 from numpy.typing import NDArray
 
 from frugal.errors import RequestError, first_line
-from frugal.training.data.long_text import LongText, cut_for
 from frugal.training.models import factories
 from frugal.training.models.spec import ModelSpec
 
@@ -20,7 +19,7 @@ _SPECIAL = ("<pad>", "<eos>", "<bos>", "<mask>")  # ids 0 to 3; byte b has the i
 
 
 def load_tokenizer(reference: str = BYTE) -> Any:
-    """The tokenizer that `reference` names: `byte`, a folder with a tokenizer, or a hub name.
+    """Return the tokenizer that `reference` names: `byte`, a folder with a tokenizer, or a hub name.
 
     Raises:
         RequestError: there is none.
@@ -47,7 +46,7 @@ def load_tokenizer(reference: str = BYTE) -> Any:
 
 
 def load_for(spec: ModelSpec, asked: str | None) -> tuple[Any, str]:
-    """The tokenizer to train `spec` with, and what it is, in words: the one asked for, or else the model's own.
+    """Return the tokenizer to train `spec` with, and its name in words: the one asked for, or the model's own.
 
     Only random weights are trained on bytes unasked: a pretrained model knows its own tokens alone.
 
@@ -72,7 +71,7 @@ def load_for(spec: ModelSpec, asked: str | None) -> tuple[Any, str]:
 
 @functools.cache
 def byte_tokenizer() -> Any:
-    """One token a byte of UTF-8, after four special ones: 260 tokens. Text that looks like a special token is text.
+    """Return a tokenizer with one token a byte of UTF-8, after four special ones: 260 tokens. All text is text.
 
     A transformers tokenizer: `save_pretrained` writes a folder that `AutoTokenizer` loads.
     """
@@ -91,38 +90,28 @@ def byte_tokenizer() -> Any:
 
 
 def _byte_characters() -> list[str]:
-    """The character that stands for each byte in a byte-level vocabulary: itself where printable, else from U+0100."""
+    """Return the character for each byte in a byte-level vocabulary: itself where printable, else from U+0100."""
     printable = {*range(ord("!"), ord("~") + 1), *range(ord("¡"), ord("¬") + 1), *range(ord("®"), ord("ÿ") + 1)}
     others = [byte for byte in range(256) if byte not in printable]
     return [chr(byte) if byte in printable else chr(256 + others.index(byte)) for byte in range(256)]
 
 
 def encode(tokenizer: Any, texts: Sequence[str], *, as_target: bool = False) -> list[NDArray[np.int32]]:
-    """The token ids of each text, shape `(tokens,)`, without special tokens.
+    """Return the token ids of each text, shape `(tokens,)`, without special tokens.
 
     `as_target`: with the target language's vocabulary, where the tokenizer has two.
     """
-    texts = list(texts)
     if not texts:  # transformers fails on none
         return []
     if tokenizer is byte_tokenizer():  # the same ids, 50 times faster
         return [np.frombuffer(text.encode(), dtype=np.uint8) + np.int32(len(_SPECIAL)) for text in texts]
-    keyword = {"text_target": texts} if as_target else {"text": texts}
+    keyword = {"text_target": list(texts)} if as_target else {"text": list(texts)}
     rows = tokenizer(**keyword, add_special_tokens=False, return_attention_mask=False, verbose=False)["input_ids"]
     return [np.array(row, dtype=np.int32) for row in rows]
 
 
-def encode_long(tokenizer: Any, text: LongText, *, as_target: bool = False) -> Iterator[NDArray[np.int32]]:
-    """The same of one long text, in pieces."""
-    pieces = text.take()
-    if tokenizer is not byte_tokenizer():
-        pieces = cut_for(lambda part: encode(tokenizer, [part], as_target=as_target)[0].tolist(), pieces)
-    for piece in pieces:
-        yield encode(tokenizer, [piece], as_target=as_target)[0]
-
-
 def fingerprint(tokenizer: Any) -> str:
-    """SHA-256 of what the tokenizer makes of texts."""
+    """Return the SHA-256 of the rules by which the tokenizer encodes texts."""
     backend = getattr(tokenizer, "backend_tokenizer", None)
     rules = {"vocabulary": sorted(tokenizer.get_vocab().items())} if backend is None else json.loads(backend.to_str())
     text = json.dumps({name: rule for name, rule in rules.items() if name not in ("padding", "truncation")})  # per call

@@ -1,1 +1,1 @@
-"""What a user adds to a run: a metric of his own, when it is at its best and over, callbacks."""
+"""The user's own parts of a run: metric, early stopping, callbacks, optimizer."""

@@ -1,6 +1,6 @@
-"""Callbacks of the user's own: called after a step, an evaluation and a checkpoint, on every rank.
+"""The user's own callbacks, which are called after a step, an evaluation and a checkpoint, on every rank.
 
-    class Stop:                                          # --callback mine.py:Stop
+    class Stop:                                          # --set train.callback=mine.py:Stop
         def on_step(self, engine, step, result):         # result: StepResult
             engine.wants_to_stop = result.loss < 0.1     # of any rank: ends the run after the next step, saved
         def on_evaluation(self, engine, step, evaluation):
@@ -8,8 +8,8 @@
         def on_save(self, engine, step, folder):         # the checkpoint's folder, complete
             ...
 
-An object has any of the three. What is called is between two steps, so the others wait for it. Where it is collective,
-as `engine.evaluate` is, every rank must come to it. An exception in it ends the run.
+An object has any of the three methods. They are called between two steps, so training waits for them. A collective
+such as `engine.evaluate` must be called on every rank. An exception ends the run.
 """
 
 import traceback
@@ -25,7 +25,7 @@ METHODS = ("on_step", "on_evaluation", "on_save")
 
 
 class Callbacks:
-    """Those of one run, called one after the other.
+    """The callbacks of one run, which are called one after the other.
 
     Raises:
         RequestError: one has none of the three methods.
@@ -42,7 +42,7 @@ class Callbacks:
 
     @classmethod
     def load(cls, references: Sequence[str]) -> "Callbacks":
-        """Those that `file.py:name` make, called without arguments: classes or functions.
+        """Make callbacks by calling each `file.py:name`, a class or a function, without arguments.
 
         Raises:
             RequestError: there is none of this name, it failed, or it made something else.
@@ -57,15 +57,15 @@ class Callbacks:
         return cls(made)
 
     def on_step(self, engine: Any, step: int, result: Any) -> None:
-        """Optimizer step number `step` (from 1) is done."""
+        """Call the callbacks after optimizer step number `step` (from 1)."""
         self._call("on_step", engine, step, result)
 
     def on_evaluation(self, engine: Any, step: int, evaluation: Any) -> None:
-        """The model was evaluated after `step` steps."""
+        """Call the callbacks after an evaluation after `step` steps."""
         self._call("on_evaluation", engine, step, evaluation)
 
     def on_save(self, engine: Any, step: int, folder: Path) -> None:
-        """A checkpoint of `step` steps is complete on the disk."""
+        """Call the callbacks when a checkpoint after `step` steps is complete on the disk."""
         self._call("on_save", engine, step, folder)
 
     def _call(self, method: str, *arguments: Any) -> None:
@@ -79,9 +79,5 @@ class Callbacks:
                 raise
             except Exception as error:  # a user's code may raise anything
                 rank_logs.to_file(traceback.format_exc().rstrip())
-                raise RequestError(f"{_name(each)}.{method} failed", because=first_line(error)) from error
-
-
-def _name(callback: Any) -> str:
-    """Of its class, as the user wrote it."""
-    return f"the callback {type(callback).__name__}"
+                name = f"the callback {type(each).__name__}.{method}"
+                raise RequestError(f"{name} failed", because=first_line(error)) from error

@@ -1,17 +1,16 @@
-"""A metric of the user's own, computed once over all validation samples, so that it does not depend on ranks.
+"""The user's own metric, computed once over all validation samples, so that it does not depend on ranks.
 
     def accuracy(predictions, labels):        # --metric metrics.py:accuracy
         return (np.concatenate(predictions) == np.concatenate(labels)).mean()
 
-It gets two lists with a NumPy array for each sample, in the order of the samples: what the model predicted at each
-target (the most probable class or token), and the labels; positions without a target are left out. It returns a number
-or numbers by name. A function `of_logits(logits, labels)` that is its attribute decides what is kept instead of the
-most probable class: it gets logits `(..., classes)` and labels `(...)` on the device, slice by slice, and returns
-`(...)` or `(..., n)`.
+It gets two lists with a NumPy array for each sample, in the order of the samples: the model's prediction at each target
+(the most probable class or token), and the labels; positions without a target are left out. It returns a number or
+numbers by name. Its attribute `of_logits(logits, labels)`, a function, replaces the most probable class: it gets logits
+`(..., classes)` and labels `(...)` on the device, slice by slice, and returns `(...)` or `(..., n)`.
 
-Each rank keeps what its own micro-batches predict. All of it is gathered, put in order, and given to the metric on rank
-0, whose numbers all ranks get: the same as on one process, however the samples were split. Left out: more than 256 MiB
-of predictions and labels on a rank, which is 22 million targets.
+Each rank keeps the predictions of its own micro-batches. All of them are gathered, put in order, and given to the
+metric on rank 0, whose numbers all ranks get: the same as on one process, however the samples were split. The limit is
+256 MiB of predictions and labels on a rank, which is 22 million targets.
 """
 
 import traceback
@@ -29,7 +28,7 @@ from frugal.training.losses.predictions import Keeper, Kept, OfLogits, most_prob
 from frugal.training.models.factories import import_callable
 
 Message = list[tuple[int, str, list[int], bytes, bytes]]
-"""Of each sample: its place, and what was kept of it: type, shape and bytes, and the labels' bytes."""
+"""For each sample: its place, the predictions' type, shape and bytes, and the labels' bytes."""
 
 
 @dataclass(frozen=True)
@@ -41,7 +40,7 @@ class Metric:
 
     @classmethod
     def load(cls, reference: str | None) -> "Metric | None":
-        """The one behind `file.py:name`; None: none was asked for.
+        """Load the metric `file.py:name`; None if none was asked for.
 
         Raises:
             RequestError: there is no such callable.
@@ -53,24 +52,24 @@ class Metric:
 
     @classmethod
     def of(cls, function: Callable[..., Any]) -> "Metric":
-        """One of this function, under its own name."""
+        """Return the metric of a function, under its own name."""
         return cls(function, f"{function.__module__}:{getattr(function, '__name__', type(function).__name__)}")
 
     @property
     def name(self) -> str:
-        """Of its number, where it returns only one."""
+        """The name of its number, if it returns only one."""
         return self.reference.rpartition(":")[2]
 
     @property
     def of_logits(self) -> OfLogits:
-        """What is kept of a micro-batch's logits."""
+        """The function that decides what is kept of a micro-batch's logits."""
         return getattr(self.function, "of_logits", most_probable)
 
     def taken(self, keeper: Keeper, num_samples: int) -> list[Kept]:
-        """What was kept of a micro-batch of so many samples, one after another.
+        """Return what was kept of each sample of a micro-batch.
 
         Raises:
-            RequestError: its loss has shown no logits.
+            RequestError: the loss has shown no logits.
         """
         kept = keeper.take(num_samples)
         if len(kept) != num_samples:
@@ -82,7 +81,7 @@ class Metric:
         return kept
 
     def compute(self, kept: Mapping[int, Kept], group: dist.ProcessGroup | None) -> dict[str, float]:
-        """Its numbers by name, over all ranks; `kept` are this rank's samples by their place. Collective.
+        """Return its numbers by name, over all ranks; `kept` are this rank's samples by their place. Collective.
 
         Raises:
             RequestError: it failed, or returned something else.
@@ -116,16 +115,12 @@ class Metric:
 
 
 def _in_order(shares: Sequence[Message]) -> tuple[list[np.ndarray], list[np.ndarray]]:
-    """Predictions and labels of all samples by their places. Where ranks share samples, their parts follow each other
-    as the ranks do."""
+    """Return predictions and labels of all samples by their places. Parts of a sample that ranks share are in the order
+    of ranks."""
     parts: dict[int, tuple[list[np.ndarray], list[np.ndarray]]] = {}
     for place, dtype, shape, kept, labels in (sample for share in shares for sample in share):
         predictions_of, labels_of = parts.setdefault(place, ([], []))
         predictions_of.append(np.frombuffer(kept, dtype).reshape(shape))
         labels_of.append(np.frombuffer(labels, np.int32))
     in_order = [parts[place] for place in sorted(parts)]
-    return [_joined(each) for each, _ in in_order], [_joined(each) for _, each in in_order]
-
-
-def _joined(parts: list[np.ndarray]) -> np.ndarray:
-    return parts[0] if len(parts) == 1 else np.concatenate(parts)
+    return [np.concatenate(each) for each, _ in in_order], [np.concatenate(each) for _, each in in_order]

@@ -1,4 +1,4 @@
-"""An optimizer of a user's own, and settings of an optimizer by parameter.
+"""The user's own optimizer, and settings of an optimizer by parameter.
 
     def make(groups):                              # a list of dicts, as torch's optimizers take them
         return torch.optim.NAdam(groups, lr=2e-4)
@@ -7,11 +7,11 @@
                parameter_groups={"*.bias": {"weight_decay": 0.0}, "head.*": {"lr": 1e-3}})
 
 ZeRO hands an optimizer the parameters of a group end to end in flat tensors, of which each rank has a part. So only
-optimizers that update each element by itself train the same on any ranks: that is tried on a small tensor, cut and
-whole, before training, and refused from stage 1 on (LAMB, Adafactor, Muon). What it keeps of each element is measured
-there, too, and held against the plan, which counted another optimizer.
+optimizers that update each element independently train the same on any number of ranks: that is tried on a small
+tensor, cut and whole, before training, and others (LAMB, Adafactor, Muon) are refused from stage 1 on. The bytes that
+it keeps of each element are measured there, too, and compared with the plan, which counted another optimizer.
 
-A group is a flat tensor of its own. Left out of the plan: its padding, 2 elements a rank at most, and that buckets and
+A group is a flat tensor of its own. The plan leaves out its padding, 2 elements a rank at most, and that buckets and
 ZeRO-3's sub-groups are cut elsewhere.
 """
 
@@ -31,21 +31,21 @@ from frugal.units import format_bytes
 MakeOptimizer = Callable[[list[dict[str, Any]]], torch.optim.Optimizer]
 Settings = Mapping[str, Any]
 ParameterGroups = Mapping[str, Settings] | Callable[[str, nn.Parameter], Settings | None]
-"""Settings by a pattern of names (`*.bias`; the first that matches counts), or what says them of a parameter."""
+"""Settings by a pattern of names (`*.bias`; the first that matches counts), or a function of name and parameter."""
 
 _TRIED = (96, 64)
-"""Shape of the parameter that an optimizer is tried on: as large as those of which some keep states in blocks."""
+"""Shape of the parameter that an optimizer is tried on, large enough for states in blocks."""
 _NUM_STEPS = 2
 
 
 @dataclass(frozen=True)
 class OwnOptimizer:
-    """What the user asks of the optimizer beside the plan.
+    """The optimizer that the user asks for beside the plan.
 
     Attributes:
-        make: the optimizer of parameter groups; None: the plan's.
+        make: makes the optimizer of parameter groups; None: the plan's.
         groups: the model's trained parameters with settings of each group.
-        name: its class, which is what a checkpoint calls it; None: the plan's.
+        name: its class, as a checkpoint calls it; None: the plan's.
     """
 
     make: MakeOptimizer | None
@@ -56,7 +56,7 @@ class OwnOptimizer:
     def of(
         cls, model: nn.Module, plan: Plan, make: MakeOptimizer | None, groups: ParameterGroups | None
     ) -> "OwnOptimizer | None":
-        """None where neither is asked for.
+        """Return the optimizer; None if neither it nor groups are asked for.
 
         Raises:
             RequestError: a pattern matches nothing, or the optimizer cannot be trained with on several ranks.
@@ -66,7 +66,7 @@ class OwnOptimizer:
             return None
         if not plan.request.decays_all:
             raise RequestError(
-                "--no-decay-norms was planned, and the optimizer's groups are given",
+                "optimizer.decay-norms = false was planned, and the optimizer's groups are given",
                 because="each group says its own weight decay",
                 hint='plan without it, and give a group {"weight_decay": 0.0}',
             )
@@ -74,7 +74,7 @@ class OwnOptimizer:
             raise RequestError(
                 "an optimizer of your own cannot have its states partly in host memory",
                 because="DeepSpeed splits only the work of AdamW",
-                hint="plan with --offload-ratio 1",
+                hint="plan with --offload optimizer:1",
             )
         if make is not None and (plan.strategy.offload_optimizer == "nvme" or plan.request.optimizer_states == "bf16"):
             where = "on NVMe" if plan.strategy.offload_optimizer == "nvme" else "in bf16"
@@ -86,7 +86,7 @@ class OwnOptimizer:
         return cls(make, _grouped(model, groups or {}), None if make is None else _checked(make, plan))
 
     def settings(self, zero: Zero) -> list[dict[str, Any]]:
-        """Of each group of the optimizer that was made, without what a schedule does to them."""
+        """Return the settings of each group of the optimizer, without the effect of a schedule."""
         return [
             {
                 name: group.get("initial_lr", value) if name == "lr" else value
@@ -98,7 +98,7 @@ class OwnOptimizer:
 
 
 def _grouped(model: nn.Module, groups: ParameterGroups) -> list[dict[str, Any]]:
-    """The trained parameters by their settings, groups in the order in which the model comes to them."""
+    """Group the trained parameters by their settings, in the model's order."""
     made: list[dict[str, Any]] = []
     used: set[str] = set()
     for name, parameter in model.named_parameters():
@@ -125,7 +125,7 @@ def _grouped(model: nn.Module, groups: ParameterGroups) -> list[dict[str, Any]]:
 
 
 def _checked(make: MakeOptimizer, plan: Plan) -> str:
-    """The optimizer's class, if it can train as planned."""
+    """Try the optimizer, and return its class."""
     whole, state_bytes, name = _tried(make, [_TRIED])
     elements = whole.numel()
     if plan.strategy.zero_stage:
@@ -142,13 +142,13 @@ def _checked(make: MakeOptimizer, plan: Plan) -> str:
 def _not_by_element(name: str, reason: str) -> RequestError:
     return RequestError(
         f"{name} cannot be trained with under ZeRO",
-        because=["ZeRO cuts parameters into flat parts, so each element must be updated by itself", reason],
+        because=["ZeRO cuts parameters into flat parts, so each element must be updated independently", reason],
         hint="plan with --zero-stage 0 --precision fp32, or use another optimizer",
     )
 
 
 def _tried(make: MakeOptimizer, shapes: Sequence[tuple[int, ...]]) -> tuple[Tensor, int, str]:
-    """Elements after a few steps of one parameter in parts of these shapes, bytes of the states, and the class."""
+    """Return elements after a few steps of one parameter in parts of these shapes, bytes of states, and the class."""
     generator = torch.Generator().manual_seed(0)
     size = _TRIED[0] * _TRIED[1]
     start = torch.randn(size, generator=generator)
@@ -175,7 +175,7 @@ def _tried(make: MakeOptimizer, shapes: Sequence[tuple[int, ...]]) -> tuple[Tens
 
 
 def _check_memory(name: str, state_bytes: float, plan: Plan) -> None:
-    """Refuse an optimizer that keeps more than the plan leaves free; bytes of each element.
+    """Refuse an optimizer that keeps more than the plan leaves free; `state_bytes` of each element.
 
     Raises:
         PlanMismatchError: it does.

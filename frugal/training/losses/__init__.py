@@ -1,1 +1,1 @@
-"""Losses that are more than a cross entropy, what is predicted, and evaluations."""
+"""Losses beyond the cross entropy of logits, predictions for metrics, and evaluation."""

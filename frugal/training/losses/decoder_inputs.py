@@ -1,4 +1,4 @@
-"""What the decoder of an encoder-decoder reads: its targets, moved as the model's own authors move them.
+"""Inputs of the decoder of an encoder-decoder: its targets, shifted as the model's own authors shift them.
 
 The engine, the dry run and exported scripts all use `decoder_inputs`; `frugal export` writes its source into them.
 """
@@ -12,7 +12,7 @@ from torch import Tensor, nn
 
 
 def decoder_inputs(model: Any, labels: Any) -> Any:
-    """Decoder inputs of `labels`, both `(samples, positions)`, as the model's own loss makes them; -100 is no target.
+    """Return decoder inputs of `labels`, both `(samples, positions)`, as the model's own loss makes them.
 
     mBART and PLBart move a sample's last token to its front, the others put the start token there.
     """
@@ -34,13 +34,13 @@ def complete(config: Any) -> None:
 
 
 def source() -> str:
-    """Python that defines `decoder_inputs` and `complete`, in a file that imports `sys`, for exported scripts."""
+    """Return Python that defines `decoder_inputs` and `complete` in an exported script, which imports `sys`."""
     text = "\n\n".join(inspect.getsource(function) for function in (decoder_inputs, complete))
     return text.replace(": Any", "").replace(" -> Any", "").replace(" -> None", "")
 
 
 def of_class(model_class: type[nn.Module], config: Any) -> Callable[[Tensor], Tensor] | None:
-    """`decoder_inputs` of a model of that class and configuration, without making one; None: it has no way of its own.
+    """Return `decoder_inputs` for a class and configuration, without making a model; None: it has no way of its own.
 
     A model's way reads its configuration alone: no weights are needed.
     """

@@ -5,7 +5,7 @@ What the random number generators would have drawn next is put back after it.
 
 import logging
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from contextlib import closing
 from dataclasses import dataclass, field
 from functools import partial
@@ -20,7 +20,7 @@ from frugal.training.extensions.metric import Metric
 from frugal.training.losses import predictions
 from frugal.training.losses.predictions import Kept
 from frugal.training.models import transformers_internals
-from frugal.training.objectives import Batch, Sample
+from frugal.training.objectives import Sample
 from frugal.training.oom_limits import OutOfMemory, recovery
 from frugal.training.oom_retry import abandon
 from frugal.training.train_step import Stepper
@@ -39,12 +39,12 @@ class Evaluation:
 
     @property
     def perplexity(self) -> float:
-        """exp(loss); infinite where that is beyond a float."""
+        """Return exp(loss); infinite where that is beyond a float."""
         return math.exp(self.loss) if self.loss < 709 else math.inf
 
 
 def evaluate(engine: Stepper, samples: Sequence[Sample], metric: Metric | None = None) -> Evaluation:
-    """The model's loss on `samples`, the same sequence on every rank. Collective; dropout is off meanwhile.
+    """Return the model's loss on `samples`, the same sequence on every rank. Collective; dropout is off meanwhile.
 
     The samples are cut into micro-batches like a global batch, under the same limits, so that a forward takes no more
     than one of training, which also keeps what backward needs. Where memory runs out on a rank all the same, all of it
@@ -88,13 +88,14 @@ def evaluate(engine: Stepper, samples: Sequence[Sample], metric: Metric | None =
 def _evaluated(
     engine: Stepper, samples: Sequence[Sample], shares: Sequence[Sequence[int]], metric: Metric | None
 ) -> tuple[float, int, dict[int, Kept]]:
-    """This rank's micro-batches: the summed loss, the number of targets, and what the metric needs. Collective."""
+    """Run this rank's micro-batches; return the summed loss, the targets, and what the metric needs. Collective."""
     loss = torch.zeros((), dtype=torch.float64, device=engine.device)
     targets = 0
     kept: dict[int, Kept] = {}
     was_training = engine.module.training
     engine.module.eval()
-    collated = prefetch(_collated(engine, samples, shares), engine.device)
+    owns = ([samples[place] for place in places] or [engine.objective.dummy()] for places in shares)
+    collated = prefetch((pin(engine.objective.collate(own), engine.device) for own in owns), engine.device)
     try:
         keeping = predictions.kept(None if metric is None else metric.of_logits)
         without_caches = transformers_internals.without_caches(engine.module)
@@ -108,9 +109,3 @@ def _evaluated(
     finally:
         engine.module.train(was_training)
     return loss.item(), targets, kept
-
-
-def _collated(engine: Stepper, samples: Sequence[Sample], shares: Sequence[Sequence[int]]) -> Iterator[Batch]:
-    for places in shares:
-        own = [samples[place] for place in places]
-        yield pin(engine.objective.collate(own or [engine.objective.dummy()]), engine.device)

@@ -20,26 +20,26 @@ from frugal.errors import RequestError
 from frugal.planning.report import ADDED_LOSS
 from frugal.training.losses import predictions
 from frugal.training.models import tiled_loss
-from frugal.training.models.tiled_loss import IGNORED
+from frugal.units import IGNORED
 
 _ROUTER_LOSS = "load_balancing_loss_func"
-"""What transformers' modules call the loss of their routers."""
+"""The name of the routers' loss in transformers' modules."""
 
 ROUTERS = f"{ADDED_LOSS}: its routers add (output_router_logits) what is computed of each micro-batch, by its targets"
 Z_LOSS = (
     f"{ADDED_LOSS}: a z-loss (z_loss_coefficient) is computed of each micro-batch with its padding, weighted by its"
     " targets"
 )
-"""What a plan says of losses that are no sum over samples."""
+"""Notes of a plan on losses that are no sum over samples."""
 
 
 def is_needed(config: Any) -> bool:
-    """Whether a model with this configuration has a loss that is more than the cross entropy of its logits."""
+    """Return whether a model with this configuration has a loss that is more than the cross entropy of its logits."""
     return config.model_type == "prophetnet" or depends_on_split(config) is not None
 
 
 def depends_on_split(config: Any) -> str | None:
-    """What a model of this configuration adds to the cross entropy that is no sum over targets; None: nothing."""
+    """Describe what a model of this configuration adds to the loss that is no sum over targets; None: nothing."""
     parts = (config, config.get_text_config())
     if any(getattr(part, "output_router_logits", None) for part in parts):
         return ROUTERS
@@ -49,7 +49,7 @@ def depends_on_split(config: Any) -> str | None:
 def loss_sum(
     model: nn.Module, inputs: dict[str, Tensor], *, labels: Tensor, targets: Tensor, real: Tensor | None = None
 ) -> Tensor:
-    """The model's own mean loss, times the number of `targets`: fp32, shape `()`; 0 where there is none.
+    """Return the model's own mean loss, times the number of `targets`: fp32, shape `()`; 0 where there is none.
 
     `labels` are what the model takes by that name, `targets` what each position is to predict, `IGNORED` for none.
     `real` is 1 where a position is no padding, for routers of models that get no attention mask. All of them are of
@@ -72,7 +72,7 @@ def loss_sum(
 
 
 def _around_tiles(model: nn.Module, inner: Any, inputs: dict[str, Tensor], targets: Tensor, count: Tensor) -> Tensor:
-    """The model's own mean loss, with the cross entropy in it tiled."""
+    """Return the model's own mean loss, with the cross entropy in it tiled."""
     if "self.loss_function(" not in inspect.getsource(type(inner).forward):
         raise RequestError(
             f"{type(inner).__name__} cannot take the tiled loss",
@@ -89,7 +89,7 @@ def _around_tiles(model: nn.Module, inner: Any, inputs: dict[str, Tensor], targe
 
 @contextmanager
 def _routers_see(real: Tensor | None, inner: nn.Module) -> Iterator[None]:
-    """The loss of the routers leaves padding out."""
+    """Have the loss of the routers leave padding out."""
     module = sys.modules[type(inner).__module__]
     if real is None or not hasattr(module, _ROUTER_LOSS):
         yield

@@ -1,4 +1,4 @@
-"""What a model predicts at each target, kept while its loss is computed: what a metric is computed of.
+"""A model's predictions at each target, kept for a metric while its loss is computed.
 
 Logits pass by where the cross entropy is computed, a slice of them at a time with the tiled loss. What is kept of them
 is a number a target, usually the most probable class, so a metric needs neither another forward nor whole logits.
@@ -11,33 +11,33 @@ import numpy as np
 import torch
 from torch import Tensor
 
-IGNORED = -100  # the label of positions without a target, as in torch's cross entropy
+from frugal.units import IGNORED
 
 OfLogits = Callable[[Tensor, Tensor], Tensor]
-"""From logits `(..., classes)` and labels `(...)`, on the device, what is kept of each: `(...)` or `(..., n)`."""
+"""A function from logits `(..., classes)` and labels `(...)`, on the device, to what is kept: `(...)` or `(..., n)`."""
 
 Kept = tuple[np.ndarray, np.ndarray]
-"""Of one sample: what was kept of each of its targets, and their labels: `(targets, ...)` and `(targets,)`."""
+"""One sample's kept values and labels of its targets: `(targets, ...)` and `(targets,)`."""
 
 
 def most_probable(logits: Tensor, _labels: Tensor) -> Tensor:
-    """The class with the largest logit."""
+    """Return the class with the largest logit."""
     return logits.argmax(-1)
 
 
 class Keeper:
-    """Keeps what `of_logits` makes of logits that are shown, until it is taken."""
+    """A store of what `of_logits` makes of shown logits, until it is taken."""
 
     def __init__(self, of_logits: OfLogits) -> None:
         self._of_logits = of_logits
         self._shown: list[tuple[Tensor, Tensor]] = []
 
     def show(self, logits: Tensor, labels: Tensor) -> None:
-        """A slice of the positions of a micro-batch: `(samples, positions, classes)`, or without positions."""
+        """Take a slice of the positions of a micro-batch: `(samples, positions, classes)`, or without positions."""
         self._shown.append((self._of_logits(logits.detach(), labels), labels))
 
     def take(self, num_samples: int) -> list[Kept]:
-        """Of each of the micro-batch's samples, without what is no target; empty where nothing was shown."""
+        """Return what was kept of each sample's targets in the micro-batch; empty where nothing was shown."""
         shown, self._shown = self._shown, []
         if not shown:
             return []
@@ -59,7 +59,7 @@ _keeper: Keeper | None = None
 
 @contextmanager
 def kept(of_logits: OfLogits | None) -> Iterator[Keeper | None]:
-    """Inside, logits that are shown are kept; None: nothing is."""
+    """Keep logits that are shown inside the `with` block; None: keep nothing."""
     global _keeper
     _keeper = None if of_logits is None else Keeper(of_logits)
     try:

@@ -1,1 +1,1 @@
-"""What a real run takes on this machine, in bytes and seconds, and which way of it is the fastest."""
+"""Measure a real run on this machine, in bytes and seconds, and tune it."""

@@ -1,9 +1,9 @@
-"""A probe of this machine's speed on every rank: FLOP/s, bytes/s of memory and links, latencies.
+"""Probe this machine's speed on every rank: FLOP/s, bytes/s of memory and links, latencies.
 
 As a program: `python -m frugal.training.measure.hardware_probe --kind cpu --out FILE`.
 
-Each rank measures while the others do the same, since they share memory, links and, on a CPU, the cores. A figure is
-the best of a few tries: what else ran meanwhile only ever makes it worse.
+All ranks measure at once, since they share memory, links and, on a CPU, the cores. A figure is the best of a few
+tries: other load only ever makes it worse.
 """
 
 import time
@@ -26,7 +26,7 @@ from frugal.deepspeed_adapter.kernels import DTYPES
 from frugal.distributed import env, first_failure, process_group
 from frugal.distributed.exchange import gather
 from frugal.errors import RequestError
-from frugal.training.measure.memory_watch import cpu_pace, traffic
+from frugal.training.measure.memory_watch import cpu_pace, outside_bytes, traffic
 from frugal.units import MIB, format_bytes
 
 NUM_TRIES = 4
@@ -34,26 +34,26 @@ NUM_OPERATORS = 200
 PRECISIONS: dict[str, tuple[Precision, ...]] = {"cuda": ("bf16", "fp16", "fp32"), "cpu": ("bf16", "fp32")}
 SENT_BYTES = {"cuda": 256 * MIB, "cpu": 16 * MIB}
 TINY_ELEMENTS, TINY_COLLECTIVES = 16, 20
-ROWS, WIDTH = {"cuda": 8192, "cpu": 512}, {"cuda": 4096, "cpu": 512}  # of what runs between products
+ROWS, WIDTH = {"cuda": 8192, "cpu": 512}, {"cuda": 4096, "cpu": 512}  # of `_Pointwise`
 PRODUCT_WIDTH = {"cuda": 4096, "cpu": 256}
 HOST_ELEMENTS = {"cuda": 1 << 25, "cpu": 1 << 22}
 HOST_COPY_BYTES = 256 * MIB
 
 
 class _Pointwise(nn.Module):
-    """What a transformer's layer does between its matrix products."""
+    """The pointwise operators of a transformer's layer, between its matrix products."""
 
     def __init__(self, width: int) -> None:
         super().__init__()
         self.norm = nn.LayerNorm(width)
 
     def forward(self, x: Tensor) -> Tensor:
-        """`(rows, width)` -> the same."""
+        """Map `(rows, width)` to the same shape."""
         return x + F.gelu(self.norm(x)) * x.softmax(-1)
 
 
 def probe(device: torch.device) -> Probe:
-    """What this rank finds. Collective."""
+    """Measure this rank's figures. Collective."""
     kind = device.type
     has_links = dist.get_world_size() > 1
     return Probe(
@@ -69,7 +69,7 @@ def probe(device: torch.device) -> Probe:
 
 
 def matrix_flops(dtype: torch.dtype, device: torch.device) -> float:
-    """FLOP/s of a matrix product of the size that layers have, and of the two of its backward."""
+    """Measure the FLOP/s of a matrix product of a layer's size, and of the two products of its backward."""
     width = PRODUCT_WIDTH[device.type]
     x = torch.randn(ROWS[device.type], width, device=device, dtype=dtype, requires_grad=True)
     weight = torch.randn(4 * width, width, device=device, dtype=dtype, requires_grad=True)
@@ -83,9 +83,9 @@ def matrix_flops(dtype: torch.dtype, device: torch.device) -> float:
 
 
 def memory_bandwidth(dtype: torch.dtype, device: torch.device) -> float:
-    """Bytes/s that operators between products reach, forward and backward, counted as in a dry run.
+    """Measure the bytes/s of operators between products, forward and backward, counted as in a dry run.
 
-    On a GPU that is what its memory gives. A CPU is held up by the arithmetic, too.
+    A GPU's memory is the limit. On a CPU the arithmetic is one, too.
     """
     module = _Pointwise(WIDTH[device.type]).to(device, dtype)
     x = torch.randn(ROWS[device.type], WIDTH[device.type], device=device, dtype=dtype, requires_grad=True)
@@ -102,7 +102,7 @@ def memory_bandwidth(dtype: torch.dtype, device: torch.device) -> float:
 
 
 def host_bandwidth(num_elements: int) -> float:
-    """Bytes/s that all ranks of this node reach together in AdamW on the host, counted as `planning.cost` does."""
+    """Measure the bytes/s of AdamW on the host, of all ranks of this node together, counted as in `planning.cost`."""
     weights, gradient = torch.zeros(num_elements), torch.ones(num_elements)
     weights.grad = gradient
     optimizer = torch.optim.AdamW([weights], fused=True)
@@ -111,7 +111,7 @@ def host_bandwidth(num_elements: int) -> float:
 
 
 def host_link_bandwidth(num_bytes: int, device: torch.device) -> float:
-    """Bytes/s of copies to pinned host memory and back."""
+    """Measure the bytes/s of copies to pinned host memory and back."""
     here = torch.empty(num_bytes, dtype=torch.uint8, device=device)
     there = torch.empty(num_bytes, dtype=torch.uint8, pin_memory=True)
 
@@ -123,14 +123,14 @@ def host_link_bandwidth(num_bytes: int, device: torch.device) -> float:
 
 
 def link_bandwidth(num_bytes: int, device: torch.device) -> float:
-    """Bytes/s that each rank sends in a ring: an all-reduce sends 2 (W-1)/W of what it sums."""
+    """Measure the bytes/s that each rank sends in a ring: an all-reduce sends 2 (W-1)/W of its tensor."""
     summed = torch.ones(num_bytes // 4, device=device)
     world_size = dist.get_world_size()
     return 2 * (world_size - 1) / world_size * num_bytes / best_seconds(lambda: dist.all_reduce(summed), device)
 
 
 def hop_seconds(device: torch.device) -> float:
-    """Seconds of an all-reduce of next to nothing, for each doubling of the ranks."""
+    """Measure the seconds of a tiny all-reduce, divided by log2 of the number of ranks."""
     tiny = torch.ones(TINY_ELEMENTS, device=device)
 
     def step() -> None:
@@ -141,7 +141,7 @@ def hop_seconds(device: torch.device) -> float:
 
 
 def operator_seconds(device: torch.device) -> float:
-    """Seconds of one operator on a single element, forward and backward together, divided by the operators seen."""
+    """Measure the seconds of an operator on a single element, the mean of forward and backward."""
     x = torch.ones(1, device=device, requires_grad=True)
 
     def step() -> None:
@@ -156,7 +156,7 @@ def operator_seconds(device: torch.device) -> float:
 
 
 class _Counter(torch_internals.DispatchMode):
-    """How many operators run, and the bytes they read and write, as a dry run counts them."""
+    """A count of operators and of the bytes they read and write, as in a dry run."""
 
     def __init__(self, device: torch.device) -> None:
         super().__init__()
@@ -172,21 +172,19 @@ class _Counter(torch_internals.DispatchMode):
 
 
 def _context_bytes(device: torch.device) -> int:
-    """What the driver counts beyond the allocator's segments, after all of the above."""
-    torch.cuda.synchronize(device)
-    free, total = torch.cuda.mem_get_info(device)
-    context = total - free - torch.cuda.memory_reserved(device)
+    """Return the memory in use beyond the allocator's segments, once all else was measured."""
+    context = outside_bytes(device)
     if context > MOST_CONTEXT_BYTES:
         raise RequestError(
             f"{torch.cuda.get_device_name(device)} is in use by others",
-            because=f"{format_bytes(context)} are taken besides our own tensors, more than any context",
+            because=f"{format_bytes(context)} are in use besides our own tensors, more than any context",
             hint="calibrate when nothing else runs on it; `nvidia-smi` names what does",
         )
     return context
 
 
 def best_seconds(step: Callable[[], object], device: torch.device) -> float:
-    """Of a few tries, after one that does not count. All ranks begin each together."""
+    """Return the seconds of the best of a few tries, after a warm-up. All ranks begin each try together."""
     best = float("inf")
     for number in range(NUM_TRIES + 1):
         dist.barrier()
@@ -205,9 +203,9 @@ def _finish(device: torch.device) -> None:
 
 
 def command(words: Sequence[str]) -> None:
-    """Measure what this machine does in a second, on one rank of a launcher.
+    """Probe this machine, on one rank of a launcher.
 
-    `--kind`: of device, `cuda` or `cpu`. `--out`: where rank 0 writes what was measured.
+    `--kind`: `cuda` or `cpu`. `--out`: the file in which rank 0 writes the slowest rank's figures.
     """
     given = parse(words, {"kind": str, "out": Path}, needed=["kind", "out"])
     device = process_group.use_device(given["kind"])

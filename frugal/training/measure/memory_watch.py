@@ -1,14 +1,12 @@
 """Memory of a running step: every storage from its birth to its death, the traffic of operators, the peak by phase.
 
-`StorageWatch` sees every storage that an operator makes without changing when it ends. Not seen: memory that a kernel
-takes and returns inside one call, unless `INSIDE` says what the kernel calls.
+`StorageWatch` sees every storage that an operator makes, without prolonging its life. Not seen: memory that a kernel
+takes and returns inside one call, unless `INSIDE` lists what the kernel calls.
 
-`traffic` is the bytes that an operator reads and writes in the device's memory: how long it takes, where FLOPs do not
-say so.
-
-Counted is what the kernel must move: every tensor that goes in, once, and every one that comes out. Kept in mind are
-operators that read only the part they return, and those that overwrite without reading. Left out: what stays in a
-cache between two operators, and kernels that go over their input more than once (a softmax of long rows, sorting).
+`traffic` is the bytes that an operator reads and writes in the device's memory, which bound its time if its FLOPs do
+not: every input once and every output. Operators that read only the part they return, or overwrite without reading,
+count as such. Left out: what stays in a cache between two operators, and kernels that read their input more than once
+(a softmax of long rows, sorting).
 
 `gauge` measures the live tensor bytes of a real run at its fullest moment, phase by phase. On CUDA the caching
 allocator counts; a CPU has no such counter, so there a `StorageWatch` does.
@@ -19,7 +17,7 @@ import weakref
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from functools import partial
-from typing import Any, Protocol, Self
+from typing import Any, Self
 from unittest.mock import patch
 
 import torch
@@ -34,13 +32,14 @@ from frugal.planning.memory.timeline import (
     TimelineBuilder,
     phase_peaks,
 )
+from frugal.torch_internals import tensors_in
 
 aten = torch.ops.aten
 
 
 INSIDE: dict[Any, dict[str, Callable[..., Any]]] = {}
-"""Operators of other libraries whose kernels make storages for the time of a call: what they do, by kind of device, in
-operators that a watch sees."""
+"""For operators of other libraries whose kernels make temporary storages, by kind of device: a function that does the
+same with operators that a watch sees."""
 
 
 class StorageWatch(torch_internals.DispatchMode):
@@ -48,7 +47,7 @@ class StorageWatch(torch_internals.DispatchMode):
 
     A storage that existed before the mode is not born, whatever views of it appear: an output is new only if no
     input has its storage. The mode changes no value and no lifetime, with one correction: while any mode is active
-    autograd adds up gradients out of place, so `_added_in_place` does what it would do without.
+    autograd sums gradients out of place, which `_added_in_place` undoes.
     """
 
     def __init__(self) -> None:
@@ -63,20 +62,20 @@ class StorageWatch(torch_internals.DispatchMode):
         )
 
     def __enter__(self) -> Self:
-        """Watch from here on."""
+        """Start watching."""
         for each in self._random_states:
             each.start()
         super().__enter__()
         return self
 
     def __exit__(self, *exception: Any) -> None:
-        """The end."""
+        """Stop watching."""
         super().__exit__(*exception)
         for each in self._random_states:
             each.stop()
 
     def _random_state(self, get: Callable[[], Tensor]) -> Tensor:
-        """The state of the random generator, which no operator returns: activation checkpointing keeps one a layer."""
+        """Return the random generator's state, which no operator makes: activation checkpointing keeps one a layer."""
         state = get()
         self._see(state, "get_rng_state", ())
         return state
@@ -86,26 +85,26 @@ class StorageWatch(torch_internals.DispatchMode):
         return False  # the wrapper that keeps torch.compile out would hide the caller
 
     def born(self, address: int, size_bytes: int, tensor: Tensor, operator: Any) -> None:
-        """A storage of `size_bytes` began to live as that of `tensor`, an output of `operator`."""
+        """Take note of a new storage of `size_bytes`, that of `tensor`, an output of `operator`."""
 
     def died(self, address: int, size_bytes: int) -> None:
-        """The storage that was born at `address` is gone."""
+        """Take note that the storage at `address` is gone."""
 
     def hold(self, tensors: Iterable[Tensor]) -> None:
-        """Count storages that are there already."""
+        """Count storages that exist already."""
         for tensor in tensors:
             self._see(tensor, None, ())
 
     def execute(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        """What the operator returns."""
+        """Run the operator and return its output."""
         return func(*args, **kwargs)
 
     def in_order(self, func: Any, out: Any) -> Iterable[Tensor]:
-        """The outputs of an operator in the order in which they are born."""
+        """Return the outputs of an operator in the order in which they are born."""
         return tensors_in(out)
 
     def executed(self) -> None:
-        """The operator is done, and its outputs are born."""
+        """Take note that the operator is done and its outputs are born."""
 
     def __torch_dispatch__(self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None) -> Any:
         """Run one operator and look at what it returns."""
@@ -128,7 +127,7 @@ class StorageWatch(torch_internals.DispatchMode):
 
     @contextmanager
     def _inside(self) -> Iterator[None]:
-        """What an operator calls is seen as well."""
+        """Watch the operators that an operator calls."""
         torch_internals.DispatchMode.__enter__(self)
         try:
             yield
@@ -159,7 +158,7 @@ _OTHERS: set[Any] = set()
 
 
 def _is_view(operator: Any) -> bool:
-    """Whether it only ever returns its input's storage, unchanged; remembered. `reshape` and its like may copy."""
+    """Return whether the operator always returns its input's storage unchanged; `reshape` and its like may copy."""
     returns = torch_internals.schema(operator).returns
     views = bool(returns) and all(value.alias_info and not value.alias_info.is_write for value in returns)
     views = views and not torch_internals.is_composite(operator)
@@ -167,34 +166,24 @@ def _is_view(operator: Any) -> bool:
     return views
 
 
-def tensors_in(values: Any) -> Iterator[Tensor]:
-    """Every tensor in an operator's arguments or results: lists of tensors are the deepest they go."""
-    if isinstance(values, Tensor):
-        yield values
-    elif isinstance(values, (tuple, list)):
-        for value in values:
-            yield from tensors_in(value)
-
-
 def _forked(fork: Callable[..., Any], *args: Any, device_type: str | None = None, **kwargs: Any) -> Any:
-    """`torch.random.fork_rng`; on meta, where it does nothing, it sets the host's state aside as on any device."""
+    """Call `torch.random.fork_rng`, on meta as for the CPU: there it would do nothing and keep no state."""
     return fork(*args, device_type="cpu" if device_type == "meta" else device_type, **kwargs)
 
 
 def _caller(frame: Any) -> Any:
-    """Who runs an operator: the frame below those of modes that are made of this one."""
+    """Return the frame that called an operator, below the frames of subclasses of this mode."""
     while frame.f_code.co_name == "__torch_dispatch__":
         frame = frame.f_back
     return frame
 
 
 def _added_in_place(args: tuple[Any, ...], caller: Any) -> bool:
-    """Whether this `args[0] + args[1]` is autograd's own sum of two gradients, into a buffer nobody else holds.
+    """Return whether `args[0] + args[1]` is autograd's own sum of two gradients, into a buffer nobody else holds.
 
-    Then, without a dispatch mode, `InputBuffer::accumulate` would add in place (torch/csrc/autograd/
-    input_buffer.cpp). It asks for one reference to tensor and storage; seen from here Python adds one reference to
-    the storage and the call itself three to the tensor. The caller must be the engine: Python code inside a hook
-    that adds two tensors holds neither of them less.
+    Without a dispatch mode `InputBuffer::accumulate` would then add in place (torch/csrc/autograd/input_buffer.cpp),
+    if tensor and storage have one reference each. Here Python adds one reference to the storage, and the call three
+    to the tensor. The caller must be the engine: a hook in Python that adds two tensors has as many references.
     """
     if caller.f_code is not torch_internals.RUN_BACKWARD or torch.is_grad_enabled():
         return False
@@ -234,17 +223,17 @@ _CPU_PACES = {
 
 
 def cpu_pace(func: Any) -> float:
-    """How long a CPU takes for a byte of this operator's traffic; 1 for GELU, SiLU and norms.
+    """Return the time of a byte of this operator's traffic on a CPU, relative to GELU, SiLU and norms.
 
-    A GPU waits for its memory whatever it computes; one thread of a CPU is held up by the arithmetic: three passes and
-    exponentials of a softmax, random numbers of a dropout. `python -m bench.planning.cpu_paces` measures them; these
-    are rounded from a Xeon at 2.5 GHz in fp32, and an EPYC is within a factor of 1.7 of all but `exp_`.
+    A GPU waits for its memory whatever it computes; a CPU thread also waits for arithmetic: the three passes and the
+    exponentials of a softmax, the random numbers of a dropout. `python -m bench.planning.cpu_paces` measures these
+    factors; they are rounded from a Xeon at 2.5 GHz in fp32. An EPYC is within a factor of 1.7 for all but `exp_`.
     """
     return 0.35 if func in _STREAMS else _CPU_PACES.get(func, 1.0)
 
 
 def traffic(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], out: Any) -> int:
-    """Bytes read and written by one call, which returned `out`. Views move nothing."""
+    """Return the bytes read and written by one call, which returned `out`. Views move nothing."""
     if func in _NOTHING:
         return 0
     written = sum(map(_bytes, tensors_in(out)))
@@ -263,7 +252,7 @@ def _storages(tensors: Iterable[Tensor]) -> set[int]:
 
 
 def _bytes(tensor: Tensor) -> int:
-    """Of its elements; what is broadcast is read once."""
+    """Return the bytes of a tensor's elements, broadcast ones counted once."""
     elements = 1
     for size, stride in zip(tensor.shape, tensor.stride(), strict=True):
         if stride or not size:
@@ -271,54 +260,22 @@ def _bytes(tensor: Tensor) -> int:
     return elements * tensor.element_size()
 
 
-class Gauge(Protocol):
-    """What `gauge` gives."""
-
-    def mark(self, phase: str) -> None:
-        """From now on it is `phase`."""
-        ...
-
-    @property
-    def live_bytes(self) -> int:
-        """Bytes of the tensors that live now."""
-        ...
-
-    @property
-    def intervals(self) -> list[Interval]:
-        """Every stretch between two marks, in order; the last one is still running."""
-        ...
-
-    @property
-    def peak_bytes(self) -> int:
-        """The most bytes that lived at once."""
-        ...
-
-    @property
-    def phases(self) -> dict[str, int]:
-        """The peak of each phase, bytes."""
-        ...
-
-    @property
-    def timeline(self) -> Timeline:
-        """Everything that began and ended to live, where that was asked for."""
-        ...
-
-
-class _Intervals:
-    """The bookkeeping that both gauges share: `_read` gives (peak since the last reset, live), bytes."""
+class Gauge:
+    """The live tensor bytes of a run, phase by phase: `CudaGauge` asks the allocator, `HostGauge` counts storages."""
 
     def __init__(self) -> None:
         self._phase = INITIALISATION
         self._finished: list[Interval] = []
 
     def _read(self) -> tuple[int, int]:
-        raise NotImplementedError  # the allocator's gauge and the storages' each have their own
+        """Return the peak since the last reset and the live bytes."""
+        raise NotImplementedError
 
     def _reset_peak(self) -> None:
-        raise NotImplementedError  # as above
+        raise NotImplementedError
 
     def mark(self, phase: str) -> None:
-        """From now on it is `phase`."""
+        """Begin a phase, which ends the one before."""
         self._finished.append(Interval(self._phase, *self._read()))
         self._phase = phase
         self._reset_peak()
@@ -343,9 +300,14 @@ class _Intervals:
         """The peak of each phase, bytes."""
         return phase_peaks(self.intervals)
 
+    @property
+    def reserved_phases(self) -> dict[str, int]:
+        """The most bytes of the allocator's segments in each phase; empty on CPU ranks, where nothing is cached."""
+        return {}
 
-class CudaGauge(_Intervals):
-    """Counts of the caching allocator: requested bytes rounded up to its blocks, as `max_memory_allocated`."""
+
+class CudaGauge(Gauge):
+    """The caching allocator's counts: requested bytes rounded up to its blocks, as `max_memory_allocated`."""
 
     def __init__(self, device: torch.device, *, keeps_timeline: bool = False) -> None:
         super().__init__()
@@ -358,25 +320,20 @@ class CudaGauge(_Intervals):
         torch.cuda.reset_peak_memory_stats(device)
 
     def mark(self, phase: str) -> None:
-        """From now on it is `phase`."""
-        self._reserved = self.reserved_phases  # the reset that follows is one of all peaks
+        """Begin a phase, which ends the one before."""
+        self._reserved = self.reserved_phases  # the reset that follows resets all peaks
         super().mark(phase)
         if self._keeps_timeline:
             self._begins.append((phase, len(torch_internals.memory_history(self._device))))
 
     @property
     def timeline(self) -> Timeline:
-        """Every block of the allocator since the beginning, without what it is for; only where it was asked for."""
+        """Every block of the allocator since the beginning, without its purpose, if it was asked for."""
         return _timeline(torch_internals.memory_history(self._device), self._begins)
 
     @property
-    def reserved_bytes(self) -> int:
-        """The most bytes that segments took, as `max_memory_reserved`."""
-        return max(self.reserved_phases.values())
-
-    @property
     def reserved_phases(self) -> dict[str, int]:
-        """The same of each phase."""
+        """The most bytes of the allocator's segments in each phase."""
         reserved = max(self._reserved.get(self._phase, 0), torch.cuda.max_memory_reserved(self._device))
         return self._reserved | {self._phase: reserved}
 
@@ -388,7 +345,7 @@ class CudaGauge(_Intervals):
 
 
 def _timeline(entries: Sequence[dict[str, Any]], begins: Sequence[tuple[str, int]]) -> Timeline:
-    """What an allocator's history tells of blocks that began in it."""
+    """Build the timeline of the blocks that were allocated in an allocator's history."""
     builder = TimelineBuilder()
     numbers: dict[int, int] = {}  # address of a live block -> its number
     first = dict(zip((entry for _, entry in begins), (phase for phase, _ in begins), strict=True))
@@ -403,12 +360,19 @@ def _timeline(entries: Sequence[dict[str, Any]], begins: Sequence[tuple[str, int
     return builder.timeline()
 
 
-class HostGauge(StorageWatch, _Intervals):
-    """Counts storages of one kind of device."""
+def outside_bytes(device: torch.device) -> int:
+    """Return the GPU memory in use beyond the allocator's segments: context, kernels, NCCL, other processes."""
+    torch.cuda.synchronize(device)
+    free, total = torch.cuda.mem_get_info(device)
+    return total - free - torch.cuda.memory_reserved(device)
+
+
+class HostGauge(StorageWatch, Gauge):
+    """The bytes of the storages of one kind of device."""
 
     def __init__(self, device: torch.device, *, keeps_timeline: bool = False) -> None:
         StorageWatch.__init__(self)
-        _Intervals.__init__(self)
+        Gauge.__init__(self)
         self._device = device
         self._counted: dict[int, int] = {}  # address of a live storage -> its number
         self._live = self._peak = 0
@@ -427,7 +391,7 @@ class HostGauge(StorageWatch, _Intervals):
             self._peak = max(self._peak, self._live)
 
     def died(self, address: int, size_bytes: int) -> None:
-        """Count it no more."""
+        """Stop counting it."""
         number = self._counted.pop(address, None)
         if number is not None:
             self._live -= size_bytes
@@ -435,14 +399,14 @@ class HostGauge(StorageWatch, _Intervals):
                 self._timeline.events.append(number)
 
     def mark(self, phase: str) -> None:
-        """From now on it is `phase`."""
+        """Begin a phase, which ends the one before."""
         super().mark(phase)
         if self._timeline is not None:
             self._timeline.phase(phase)
 
     @property
     def timeline(self) -> Timeline:
-        """Every storage, without what it is for; only where it was asked for."""
+        """Every storage, without its purpose, if it was asked for."""
         assert self._timeline is not None
         return self._timeline.timeline()
 
@@ -456,11 +420,11 @@ class HostGauge(StorageWatch, _Intervals):
 @contextmanager
 def gauge(
     device: torch.device | str, holding: Iterable[Tensor] = (), *, keeps_timeline: bool = False
-) -> Iterator[Gauge]:
+) -> Iterator[CudaGauge | HostGauge]:
     """Measure the tensors on `device` inside the `with` block.
 
-    `holding` are tensors that exist already and are to be counted; CUDA counts everything anyway. `keeps_timeline`:
-    afterwards `timeline` has every storage, which takes memory of the host that grows with every operator.
+    `holding`: tensors to count that exist already; CUDA counts everything anyway. `keeps_timeline`: record every
+    storage for `timeline`, which takes host memory that grows with every operator.
     """
     device = torch.device(device)
     if device.type == "cuda":

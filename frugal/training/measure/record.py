@@ -1,4 +1,4 @@
-"""What a real run took. Plain data: written by the ranks that measured it, read wherever it is compared."""
+"""Measurements of a real run, as plain data: written by its ranks, read wherever they are compared."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -13,9 +13,9 @@ from frugal.config.request import Task
 
 @dataclass(frozen=True, kw_only=True)
 class ModelDefinition:
-    """Enough to make the same model elsewhere: a transformers configuration, or the source of a factory's file.
+    """A model that can be built elsewhere: a transformers configuration, or the source of a factory's file.
 
-    `task` is None where the factory brings its own objective. `factory` is the name of the callable in `source`.
+    `task` is None if the factory has its own objective. `factory` is the name of the callable in `source`.
     """
 
     task: Task | None
@@ -24,7 +24,7 @@ class ModelDefinition:
     factory: str | None = None
 
     def write(self, folder: Path) -> str:
-        """Put it into `folder`; what `--model` calls it there."""
+        """Write it into `folder` and return the value for `--model` that loads it from there."""
         if self.config is not None:
             path = folder / "config.json"
             path.write_bytes(msgspec.json.encode(self.config))
@@ -36,15 +36,15 @@ class ModelDefinition:
 
 @dataclass(frozen=True, kw_only=True)
 class RankMeasurement:
-    """Two optimizer steps of one rank, bytes. What only a GPU has is None on a CPU rank.
+    """Memory of two optimizer steps on one rank, bytes. Fields that only a GPU has are None on a CPU rank.
 
     Attributes:
         phases: the peak of each phase in live tensors; on CUDA in blocks of the caching allocator.
-        reserved_bytes: the allocator's segments at their most, as `max_memory_reserved`.
-        outside_bytes: what the driver counts as used beyond the segments: context, kernels, NCCL, other processes.
+        reserved_bytes: the allocator's segments at their peak, as `max_memory_reserved`.
+        outside_bytes: memory in use beyond the segments, by the driver: context, kernels, NCCL, other processes.
         device_bytes: the device's memory as the driver reports it.
         rss_before_bytes: resident set of the process with everything imported and nothing built.
-        rss_peak_bytes: its highest resident set from then on.
+        rss_peak_bytes: its largest resident set from then on.
     """
 
     phases: dict[str, int]
@@ -57,7 +57,7 @@ class RankMeasurement:
 
 @dataclass(frozen=True, kw_only=True)
 class Trial:
-    """All ranks of one real run, in order, and what they ran."""
+    """The measurements of all ranks of one real run, in order, and what they ran on."""
 
     ranks: tuple[RankMeasurement, ...]
     model: ModelDefinition
@@ -67,17 +67,17 @@ class Trial:
 
 @dataclass(frozen=True, kw_only=True)
 class Measured:
-    """Measured figures under the names of the dry-run ones; each is the largest of any rank, in bytes.
+    """Measured figures under the names of the dry run's; each is the largest of any rank, in bytes.
 
     Attributes:
         peak_allocated_bytes: live tensors; on CUDA in blocks, as `max_memory_allocated`.
         peak_reserved_bytes: segments of the caching allocator, as `max_memory_reserved`. A CPU caches nothing.
         phases: the peak of each phase; the largest is `peak_allocated_bytes`.
-        phase: when the peak is.
-        host_bytes_per_node: how much the resident sets of all ranks grew together.
-        host_before_bytes_per_node: what they had before: Python and libraries.
-        context_bytes: on CUDA what the driver counts beyond the segments. Only true on a device nobody else uses.
-        device_bytes: on CUDA the most that the driver saw used: segments and context.
+        phase: the phase of the peak.
+        host_bytes_per_node: growth of the resident sets of all ranks together.
+        host_before_bytes_per_node: their size before: Python and libraries.
+        context_bytes: on CUDA, memory in use beyond the segments; true only on a device that nobody else uses.
+        device_bytes: on CUDA, the most memory in use by the driver: segments and context.
     """
 
     peak_allocated_bytes: int
@@ -94,37 +94,33 @@ class Measured:
 
     @classmethod
     def of(cls, ranks: Sequence[RankMeasurement], kind: DeviceKind) -> "Measured":
-        """The figures of a node's ranks."""
+        """Return the figures of a node's ranks."""
         phases = {name: max(rank.phases[name] for rank in ranks) for name in ranks[0].phases}
         phase = max(phases, key=phases.__getitem__)
         allocated = phases[phase]
-        host = {
-            "host_bytes_per_node": sum(max(0, rank.rss_peak_bytes - rank.rss_before_bytes) for rank in ranks),
-            "host_before_bytes_per_node": sum(rank.rss_before_bytes for rank in ranks),
-        }
-        if kind == "cpu":
-            return cls(
-                peak_allocated_bytes=allocated, peak_reserved_bytes=allocated, phases=phases, phase=phase, **host
-            )
+        on_gpu = kind == "cuda"
         return cls(
             peak_allocated_bytes=allocated,
-            peak_reserved_bytes=max(rank.reserved_bytes or 0 for rank in ranks),
+            peak_reserved_bytes=max(rank.reserved_bytes or 0 for rank in ranks) if on_gpu else allocated,
             phases=phases,
             phase=phase,
-            context_bytes=max(rank.outside_bytes or 0 for rank in ranks),
-            device_bytes=max((rank.reserved_bytes or 0) + (rank.outside_bytes or 0) for rank in ranks),
-            **host,
+            host_bytes_per_node=sum(max(0, rank.rss_peak_bytes - rank.rss_before_bytes) for rank in ranks),
+            host_before_bytes_per_node=sum(rank.rss_before_bytes for rank in ranks),
+            context_bytes=max(rank.outside_bytes or 0 for rank in ranks) if on_gpu else None,
+            device_bytes=max((rank.reserved_bytes or 0) + (rank.outside_bytes or 0) for rank in ranks)
+            if on_gpu
+            else None,
         )
 
 
 @dataclass(frozen=True, kw_only=True)
 class Capped:
-    """A second run whose caching allocator was allowed no more than was predicted for it: `limit_bytes`."""
+    """A second run whose caching allocator was limited to the prediction, `limit_bytes`."""
 
     limit_bytes: int
     survived: bool
 
 
 def timeline_name(rank: int) -> str:
-    """Of the file with a rank's timeline, JSON."""
+    """Return the name of the file with a rank's timeline, JSON."""
     return f"timeline_{rank}.json"

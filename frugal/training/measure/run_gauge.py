@@ -1,7 +1,7 @@
-"""Memory of a run by phase: of its first steps on every device, of evaluations and checkpoints on a GPU.
+"""Memory of a run by phase: the first steps on every device, evaluations and checkpoints on a GPU.
 
-On the CPU every operator is watched until everything that a plan counts was allocated once; then it costs nothing. A
-GPU's allocator counts anyway, so that there each evaluation and each save of a checkpoint can have its own peak.
+A CPU rank watches every operator until everything that a plan counts was allocated once, and then stops: watching takes
+time. A GPU's allocator counts anyway, so there each evaluation and each checkpoint has its own peak.
 """
 
 import math
@@ -14,72 +14,60 @@ import torch
 from torch import Tensor
 
 from frugal.planning.memory.timeline import BACKWARD, FORWARD, OPTIMIZER_STEP
-from frugal.training.measure.memory_watch import CudaGauge, Gauge
+from frugal.training.measure.memory_watch import Gauge
+
+NUM_STEPS = 2
+"""Optimizer steps until everything that a plan counts was allocated: the first one makes the optimizer's states."""
 
 EVALUATION, CHECKPOINT = "evaluation", "checkpoint"
-"""Phases of a run that no plan has: what they take is less than a step takes."""
+"""Phases of a run that no plan has: they take less than a step."""
 
 
 @dataclass(frozen=True)
 class PhasePeak:
-    """The most bytes of live tensors in a phase, and of the allocator's segments; None: not measured."""
+    """The most bytes of live tensors and of the allocator's segments in a phase; None: not measured."""
 
     allocated_bytes: int | None = None
     reserved_bytes: int | None = None
 
 
 class RunGauge:
-    """This rank's memory. `first_steps` measures by phase until `stop`, when `watching` ends it; None: nothing does."""
+    """The memory of this rank.
 
-    def __init__(
-        self, device: torch.device, first_steps: Gauge | None = None, watching: ExitStack | None = None
-    ) -> None:
-        self._is_cuda = device.type == "cuda"
-        self._device = device
+    `first_steps` measures by phase, as the engine reports its phases, until `stop` or the end of `watching`.
+    """
+
+    def __init__(self, engine: Any, first_steps: Gauge | None = None, watching: ExitStack | None = None) -> None:
+        self._device = engine.device
+        self._is_cuda = engine.device.type == "cuda"
         self._first_steps = first_steps
         self._watching = watching
-        self._inside: str | None = None  # of a phase that is no step's
-        self._seen = PhasePeak()  # the peak so far, but for what the allocator has counted since its last reset
+        self._is_in_step = True
+        self._seen = (0, 0)  # the largest peaks before the allocator's were reset last
         self._num_steps = 0
-        self.last = PhasePeak()  # of what `during` was about last
+        self.last = PhasePeak()  # of the last `during`
         self.largest: tuple[int, int] | None = None  # samples and tokens of the largest micro-batch so far
         self.phases: dict[str, PhasePeak] = {}  # of the first steps, once they are done
-
-    @classmethod
-    def of_run(cls, engine: Any, gauge: Gauge, watching: ExitStack, *, is_resumed: bool) -> "RunGauge":
-        """That of a run whose engine was made under `gauge`; the engine tells it the phases of its steps.
-
-        Storages that are read from a checkpoint are made by no operator: on the CPU nobody counts them, and what would
-        be measured of a resumed run is too little.
-        """
-        if is_resumed and not isinstance(gauge, CudaGauge):
-            watching.close()
-            return cls(engine.device)
-        made = cls(engine.device, gauge, watching)
-        engine.objective = mark_phases(engine.deepspeed, engine.objective, made._mark)
-        return made
+        if first_steps is not None:
+            engine.objective = mark_phases(engine.deepspeed, engine.objective, self._mark)
 
     def _mark(self, phase: str) -> None:
-        if self._first_steps is not None and self._inside is None:
+        if self._first_steps is not None and self._is_in_step:
             self._first_steps.mark(phase)
 
-    def after_step(self, largest: tuple[int, int] | None) -> int:
-        """A global batch was run whose largest micro-batch has this size; the steps so far."""
+    def after_step(self, largest: tuple[int, int] | None) -> bool:
+        """Take note of a global batch whose largest micro-batch has this size; return whether it is time to `stop`."""
         self.largest = max(filter(None, (self.largest, largest)), key=math.prod, default=None)
         self._num_steps += 1
-        return self._num_steps
-
-    @property
-    def is_measuring_steps(self) -> bool:
-        """Whether the first steps are still measured by phase."""
-        return self._first_steps is not None
+        return self._num_steps == NUM_STEPS and self._first_steps is not None
 
     def stop(self) -> int:
-        """The peak of the first steps, bytes; from here on no step is measured by phase."""
-        assert self._first_steps is not None
-        self._seen = self.so_far
-        self.phases = _peaks(self._first_steps)
-        peak = self._first_steps.peak_bytes
+        """Stop measuring steps by phase and return the peak of the first ones, bytes."""
+        gauge = self._first_steps
+        assert gauge is not None
+        self._remember()
+        self.phases = _peaks(gauge)
+        peak = gauge.peak_bytes
         self._first_steps = None
         if self._watching is not None:
             self._watching.close()
@@ -87,58 +75,48 @@ class RunGauge:
 
     @property
     def so_far(self) -> PhasePeak:
-        """The most that a GPU has taken by now; nothing on the CPU."""
+        """The most bytes that a GPU has taken so far; nothing on the CPU."""
         if not self._is_cuda:
             return PhasePeak()
-        counted = [_counted(self._device)]
-        if isinstance(self._first_steps, CudaGauge):
-            counted.append(PhasePeak(self._first_steps.peak_bytes, self._first_steps.reserved_bytes))
-        return _largest(self._seen, *counted)
+        gauge = self._first_steps
+        if gauge is None:
+            now = torch.cuda.max_memory_allocated(self._device), torch.cuda.max_memory_reserved(self._device)
+        else:
+            now = gauge.peak_bytes, max(gauge.reserved_phases.values())
+        return PhasePeak(max(self._seen[0], now[0]), max(self._seen[1], now[1]))
+
+    def _remember(self) -> None:
+        peak = self.so_far
+        self._seen = peak.allocated_bytes or 0, peak.reserved_bytes or 0
 
     @contextmanager
     def during(self, phase: str) -> Iterator[None]:
-        """What happens inside is `phase`, and no step's; `last` is its peak afterwards."""
+        """Measure the `with` block as `phase`, which belongs to no step; `last` is its peak afterwards."""
         self.last = PhasePeak()
-        if self._first_steps is not None:
-            with self._marked(self._first_steps, phase):
-                yield
-            return
-        if self._is_cuda:
-            self._seen = self.so_far
+        if (gauge := self._first_steps) is not None:
+            gauge.mark(phase)
+            self._is_in_step = False
+            yield
+            self._is_in_step = True
+            gauge.mark(OPTIMIZER_STEP)  # until the next forward, memory is as after a step
+            self.last = _peaks(gauge).get(phase, PhasePeak())
+        elif self._is_cuda:
+            self._remember()
             torch.cuda.reset_peak_memory_stats(self._device)
-        yield
-        if self._is_cuda:
-            self.last = _counted(self._device)
-
-    @contextmanager
-    def _marked(self, gauge: Gauge, phase: str) -> Iterator[None]:
-        gauge.mark(phase)
-        self._inside = phase
-        yield
-        self._inside = None
-        gauge.mark(OPTIMIZER_STEP)  # until the next forward says so, what is there is as after a step
-        self.last = _peaks(gauge).get(phase, PhasePeak())
-
-
-def _counted(device: torch.device) -> PhasePeak:
-    """What the caching allocator has counted since its peaks were reset."""
-    return PhasePeak(torch.cuda.max_memory_allocated(device), torch.cuda.max_memory_reserved(device))
-
-
-def _largest(*peaks: PhasePeak) -> PhasePeak:
-    return PhasePeak(
-        max((peak.allocated_bytes for peak in peaks if peak.allocated_bytes is not None), default=None),
-        max((peak.reserved_bytes for peak in peaks if peak.reserved_bytes is not None), default=None),
-    )
+            yield
+            self.last = PhasePeak(
+                torch.cuda.max_memory_allocated(self._device), torch.cuda.max_memory_reserved(self._device)
+            )
+        else:
+            yield
 
 
 def _peaks(gauge: Gauge) -> dict[str, PhasePeak]:
-    reserved = gauge.reserved_phases if isinstance(gauge, CudaGauge) else {}
-    return {phase: PhasePeak(size, reserved.get(phase)) for phase, size in gauge.phases.items()}
+    return {phase: PhasePeak(size, gauge.reserved_phases.get(phase)) for phase, size in gauge.phases.items()}
 
 
 def mark_phases(deepspeed: Any, objective: Any, mark: Callable[[str], None]) -> Any:
-    """Have DeepSpeed's engine say when backward and optimizer step begin; an objective that says when forward does."""
+    """Call `mark` when DeepSpeed's backward and optimizer step begin; return an objective that marks its forward."""
     for name, phase in (("backward", BACKWARD), ("step", OPTIMIZER_STEP)):
         setattr(deepspeed, name, _marked(getattr(deepspeed, name), phase, mark))
     return _MarkedObjective(objective, mark)
@@ -153,7 +131,7 @@ def _marked(function: Callable[..., Any], phase: str, mark: Callable[[str], None
 
 
 class _MarkedObjective:
-    """An objective that says when its forward begins."""
+    """An objective that marks the beginning of its forward."""
 
     def __init__(self, objective: Any, mark: Callable[[str], None]) -> None:
         self._objective = objective

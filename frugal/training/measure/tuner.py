@@ -1,113 +1,153 @@
-"""Tuning while training: the first optimizer steps are taken in several ways, and the run goes on in the fastest.
+"""Tuning while training: take the first optimizer steps in several ways and continue in the fastest.
 
-The gradient of a global batch does not depend on how it is cut or on what is recomputed, so each of these steps is a
-step of the run: nothing is repeated and nothing thrown away. What may be tried is in the plan (`Plan.alternatives`);
-which way a step takes, and when it is known which is the fastest, is decided by `race`. All ranks know the seconds of
-each other and decide alike, on those of the slowest.
+The gradient of a global batch does not depend on how the batch is cut or on what is recomputed, so every step of tuning
+is a step of the run: nothing is repeated or discarded. `Plan.alternatives` lists the ways to try: other micro-batches,
+modes of activation checkpointing and losses, each dry-run to fit, all within one DeepSpeed engine.
 
-A way in which memory runs out is given up; the step itself is recovered as always. Where memory runs out under the plan
-itself, or a step is not finite, tuning ends.
+The ways take turns of `TURN` steps, of which the first warms up and is not counted. Each round, in which the plan takes
+part so that all ways are compared under the same load of the machine, drops the slower half (successive halving,
+Jamieson and Talwalkar 2016, arXiv:1502.07943). The last way and the plan meet in `FINALS` rounds. A way leaves early
+if one of its steps takes `FAR` times as long as the plan's, or if it cannot be faster than the plan any more.
 
-Between two ways the engine stays. What changes: how a global batch is cut, which of the model's layers recompute what,
-and what the output head does. Gathers of ZeRO-3 are forgotten, as modules now run in another order, and memory that
-CUDA's allocator keeps is given back.
+A time is the seconds of the slowest rank, for each token or sample, divided by the median of the plan's in the same
+round; a way's time is the median of these. The standard error of a median is 1.2533 x 1.4826 x MAD / sqrt(n), as for a
+normal distribution. A way replaces the plan if it is faster by `LEAST_GAIN` and by `STANDARD_ERRORS` of the difference.
+Left out: drifts within a round.
+
+A way that runs out of memory is dropped; its step is recovered as always. Tuning ends with the plan if the plan itself
+runs out of memory or a step is not finite.
 """
 
 import logging
-import math
 import time
-from collections.abc import Callable, Sequence
-from dataclasses import replace
+from collections.abc import Callable, Generator, Sequence
+from contextlib import suppress
+from dataclasses import dataclass, field, replace
+from math import hypot, inf, sqrt
 from statistics import median
-from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
+from typing import TYPE_CHECKING, Any
 
 import torch
 
-from frugal.distributed.exchange import gather
-from frugal.errors import RequestError
+from frugal import file_errors
+from frugal.config.run_settings import RunSettings
+from frugal.distributed import env
+from frugal.distributed.exchange import from_rank_0, gather
+from frugal.errors import FrugalError, RequestError
 from frugal.planning.plan import Plan
-from frugal.planning.search import alternatives
-from frugal.planning.search.measured_ways import MeasuredWay
-from frugal.training.measure.race import ENOUGH, Contestant, Race, most_contestants, steps_needed
+from frugal.planning.search.alternatives import change_to, is_worth_it
+from frugal.training.checkpoint import run_folder
 from frugal.training.models import activation_checkpointing, tiled_loss
 from frugal.training.oom_limits import AdaptiveLimits
 from frugal.training.oom_retry import abandon
 from frugal.units import plural
 
 if TYPE_CHECKING:
+    from frugal.training.reports.metrics import Log
     from frugal.training.train_step import Stepper
+
+PLAN = "plan.json"
+TURN = 3
+FINALS = 3
+FAR = 1.5
+ENOUGH = 4  # counted steps from which a standard error is known
+LEAST_GAIN = 0.01
+STANDARD_ERRORS = 3
+
+SHARE, SHARE_ASKED = 0.1, 0.5
+"""Part of a run's steps that tuning may take at most; with --tune."""
+
+FIRST_STEPS = 2
+"""Steps before tuning: the plan's memory is measured in them, and the optimizer allocates its states."""
 
 logger = logging.getLogger("frugal")
 
-SHARE = 0.1
-"""Of a run's steps that tuning may take at most."""
 
-FIRST_STEPS = 2
-"""Steps before it: the memory of the plan is measured in them, and the optimizer makes its states."""
+@dataclass
+class Way:
+    """A way of taking optimizer steps, with its counted times as parts of the plan's; `dropped`: why it cannot win."""
 
-LEAST_STEPS = steps_needed(2)
-"""That tell two ways apart."""
-
-Event = Callable[[dict[str, Any]], None]
-"""Told of what was tried and found, on all ranks alike; keys as in `metrics.jsonl`."""
-
-
-class Watcher(Protocol):
-    """What is told of an engine's steps until it `is_over`, and what is told `then`. Collective."""
-
-    then: "Watcher | None"
+    plan: Plan
+    relative: list[float] = field(default_factory=list)
+    num_steps: int = 0
+    dropped: str = ""
 
     @property
-    def is_over(self) -> bool:
-        """Whether it has seen what it wanted to."""
+    def typical(self) -> float:
+        """The time of a step as a part of the plan's; infinite if none was counted."""
+        return median(self.relative) if self.relative else inf
 
-    def before_step(self) -> None:
-        """A step begins."""
-
-    def after_step(self, step: int, samples: Sequence[Any], *, is_finite: bool) -> None:
-        """Step number `step` is done, of these samples."""
-
-
-class Took(NamedTuple):
-    """What a step took: seconds of the slowest rank, the work that was done in them (`work_of`), and whether it was
-    begun again because memory ran out."""
-
-    seconds: float
-    work: float
-    has_recovered: bool
+    @property
+    def error(self) -> float:
+        """The standard error of `typical`; infinite if too few steps were counted."""
+        if len(self.relative) < ENOUGH:
+            return inf
+        spread = median(abs(each - self.typical) for each in self.relative)
+        return 1.2533 * 1.4826 * spread / sqrt(len(self.relative))
 
 
-class TimedSteps:
-    """The part of a `Watcher` that times the steps of an engine. Collective."""
+def steps_needed(num_ways: int) -> int:
+    """Return the most steps that a race of this many ways takes after `FIRST_STEPS`, the plan's among them."""
+    return TURN * sum(_round_sizes(num_ways))
 
-    then: Watcher | None = None
 
-    def __init__(self, engine: "Stepper") -> None:
-        self._engine = engine
-        self._start, self._num_recoveries = 0.0, 0
+def _round_sizes(num_ways: int) -> list[int]:
+    if num_ways < 2:
+        return []
+    sizes = [num_ways]
+    while sizes[-1] > 2:
+        sizes.append(max(2, -(-sizes[-1] // 2)))
+    return sizes + [2] * (FINALS - 1)
 
-    def before_step(self) -> None:
-        """A step begins."""
-        self._num_recoveries = self._engine.num_recoveries
-        self._wait()
-        self._start = time.perf_counter()
 
-    def _took(self, samples: Sequence[Any]) -> Took:
-        """The step of these samples is done."""
-        self._wait()
-        seconds = max(gather(time.perf_counter() - self._start, float, self._engine.votes))
-        return Took(seconds, work_of(samples), self._engine.num_recoveries > self._num_recoveries)
+def race(ways: Sequence[Way]) -> Generator[Way, float | None, Way]:
+    """Yield the way of each next step, receive its time (None: out of memory), and return the winner.
 
-    def _wait(self) -> None:
-        """Until the device has done all that it was told."""
-        if self._engine.device.type == "cuda":
-            torch.cuda.synchronize(self._engine.device)
+    The first way is the plan. A time is in seconds for a fixed amount of work.
+    """
+    plan, *running = ways
+    for _ in range(FIRST_STEPS):
+        yield plan
+    for size in _round_sizes(len(ways)):
+        running = sorted(running, key=lambda way: way.typical)[: size - 1]
+        of_plan = yield from _turn(plan, inf)
+        typical = median(of_plan)
+        plan.relative += [seconds / typical for seconds in of_plan]
+        for way in running:
+            counted = yield from _turn(way, FAR * typical)
+            way.relative += [seconds / typical for seconds in counted]
+        running = [way for way in running if not way.dropped and 1 - way.typical + _noise(plan, way) >= LEAST_GAIN]
+        if not running:
+            return plan
+    fastest = min(running, key=lambda way: way.typical)
+    return fastest if 1 - fastest.typical > max(LEAST_GAIN, _noise(plan, fastest)) else plan
+
+
+def _turn(way: Way, most_seconds: float) -> Generator[Way, float | None, list[float]]:
+    """Yield `way` for each step of a turn and return the times that count."""
+    counted: list[float] = []
+    for number in range(TURN):
+        seconds = yield way
+        if seconds is None:
+            way.dropped = "out of memory"
+            break
+        if number:
+            counted.append(seconds)
+            if seconds > most_seconds:
+                way.dropped = "slower"
+                break
+    return counted
+
+
+def _noise(plan: Way, way: Way) -> float:
+    return STANDARD_ERRORS * hypot(plan.error, way.error)
 
 
 def switch(engine: "Stepper", plan: Plan) -> None:
-    """Have the engine take its next steps as `plan` says, which is its own but for what an `Alternative` may change.
+    """Make the engine take its next steps as `plan` says, which differs from its own as an `Alternative` may.
 
-    Call it between two steps, on all ranks. No communication.
+    Call it between two steps, on all ranks. No communication. ZeRO-3's record of gathers is reset, since modules run in
+    another order from here on, and memory that CUDA's allocator caches is released.
     """
     before, now = engine.plan.strategy, plan.strategy
     recomputes = engine.adaptive_limits.is_lowered  # memory ran out, and it may have been switched on
@@ -121,169 +161,151 @@ def switch(engine: "Stepper", plan: Plan) -> None:
     abandon(engine.zero)
 
 
-class Tuner(TimedSteps):
-    """Tunes one engine in the steps to come. `before_step` and `after_step` are called around each of them. Collective.
+class Tuner:
+    """A race between the ways of one engine. Call `before_step` and `after_step` around each step. Collective.
 
-    `first_steps`: steps that are left alone before. `is_over`: the engine has the fastest plan; `then` goes on.
+    When it `is_over`, `engine.plan` is the fastest, and `on_end` received the event `tuned` of `metrics.jsonl`, on all
+    ranks.
     """
 
-    def __init__(self, engine: "Stepper", most_steps: int, on_event: Event, first_steps: int = FIRST_STEPS) -> None:
+    def __init__(self, engine: "Stepper", most_steps: int, on_end: Callable[[dict[str, Any]], None]) -> None:
         """Raises RequestError: the plan has no alternatives, or `most_steps` are too few to compare two ways."""
-        super().__init__(engine)
         own = engine.plan
-        others = [each for each in own.alternatives if not alternatives.needs_other_engine(own, each)]
-        number = most_contestants(most_steps, 1 + len(others))
-        if number < 2:
-            because = "its plan has no alternatives" if not others else f"{plural(most_steps, 'step')} are too few"
+        ways = [Way(own), *(Way(change_to(own, other)) for other in own.alternatives)]
+        num_known = len(ways) - 1
+        while len(ways) > 1 and steps_needed(len(ways)) > most_steps:
+            ways.pop()  # alternatives are sorted by prediction, the fastest first
+        if len(ways) == 1:
+            because = f"{plural(most_steps, 'step')} are too few" if num_known else "its plan has no alternatives"
             raise RequestError("there is nothing to tune", because=because)
-        self._on_event = on_event
-        self._plans = [own, *(alternatives.changed_to(own, other) for other in others[: number - 1])]
-        self._race = Race(number)
-        self._left_alone = first_steps
-        self._step = 0
-        self._work: list[float] = []
-        self.measured: tuple[MeasuredWay, ...] = ()  # once it is over: what each way took
+        self._engine, self._on_end = engine, on_end
+        self._ways, self._race = ways, race(ways)
+        self._current = next(self._race)
+        self._seconds_of_plan: list[float] = []
+        self._start, self._num_recoveries = 0.0, 0
         self.is_over = False
-        tried, known = plural(number - 1, "alternative"), f" of {len(others)}" if number - 1 < len(others) else ""
-        self._say(
-            f"tuning: trying {tried}{known} in the first {first_steps + steps_needed(number)} steps; --no-tune to "
-            "leave it out"
+        of = f" of {num_known}" if len(ways) - 1 < num_known else ""
+        _say(
+            engine,
+            f"trying {plural(len(ways) - 1, 'alternative')}{of} in the first {FIRST_STEPS + steps_needed(len(ways))} "
+            "steps; --no-tune turns this off",
         )
 
-    @property
-    def own_plan(self) -> Plan:
-        """The plan that the run began with."""
-        return self._plans[0]
+    def before_step(self) -> None:
+        """Start timing a step."""
+        self._num_recoveries = self._engine.num_recoveries
+        self._wait()
+        self._start = time.perf_counter()
 
     def after_step(self, step: int, samples: Sequence[Any], *, is_finite: bool) -> None:
-        """Step number `step` is done, of these samples."""
-        took = self._took(samples)
-        self._step = step
-        if not is_finite or (took.has_recovered and self._race.current == 0):
-            return self._end(f"ended, as {'memory ran out' if is_finite else 'a step was not finite'} in step {step}")
-        if self._left_alone:
-            self._left_alone -= 1
-            return None
-        number = self._race.current
-        self._work.append(took.work)
-        if took.has_recovered:
-            self._race.give_up("out of memory")
-        else:
-            self._race.after_step(took.seconds / took.work)
-        self._tell(number, took)
-        if self._race.is_over:
-            return self._end()
-        if self._race.current != number:
-            switch(self._engine, self._plans[self._race.current])
+        """Take note of step number `step` on these samples and choose the way of the next one."""
+        self._wait()
+        engine, plan = self._engine, self._ways[0]
+        seconds = max(gather(time.perf_counter() - self._start, float, engine.votes))
+        has_recovered = engine.num_recoveries > self._num_recoveries
+        if not is_finite or (has_recovered and self._current is plan):
+            why = f"ended, as {'memory ran out' if is_finite else 'a step was not finite'} in step {step}"
+            return self._end(step, plan, why)
+        self._current.num_steps += 1
+        if self._current is plan:
+            self._seconds_of_plan.append(seconds)
+        try:
+            way = self._race.send(None if has_recovered else seconds / _work(samples))
+        except StopIteration as end:
+            return self._end(step, end.value)
+        if way is not self._current:
+            self._current = way
+            switch(engine, way.plan)
         return None
 
-    def _tell(self, number: int, took: Took) -> None:
-        plan, contestant = self._plans[number], self._race.contestants[number]
-        self._on_event({
-            "event": "tuning", "step": self._step, "is_planned": number == 0, "seconds": took.seconds,
-            "work": took.work, "given_up": contestant.out, **in_numbers(plan),
-        })  # fmt: skip
-
-    def _end(self, why: str = "") -> None:
-        """Go on in the fastest way, and say what was found."""
+    def _end(self, step: int, way: Way, why: str = "") -> None:
+        """Continue in this way, and report what was found."""
         self.is_over = True
-        race, own, engine = self._race, self.own_plan, self._engine
-        number = 0 if why else race.winner
-        plan, gain = self._plans[number], race.gain_of(number) if number else 0.0
-        if engine.plan is not own or number:  # where memory ran out under the own plan, its limits stay lowered
-            switch(engine, plan)
-        num_others = plural(len(self._plans) - 1, "alternative")
-        said = why or f"none of {num_others} is faster than the plan"
-        if number:
-            said = f"{in_words(plan)} takes {100 * gain:.1f} % less time than planned"
-        self.measured = () if why else self._ways()
-        left = tuple(each for each in own.alternatives if alternatives.needs_other_engine(own, each))
-        plan = replace(plan, alternatives=left, tuned_from=own.digest, why=(f"tuned while training: {said}", *own.why))
-        engine.plan = engine.recorded_plan = plan.sealed()
-        self._say(f"tuning: {said}" + (f"; plan.json is {engine.plan.digest[:12]} from here on" if number else ""))
-        self._on_event({
-            "event": "tuned", "step": self._step, "gain": gain, "plan_digest": engine.plan.digest, **in_numbers(plan),
+        engine, plan = self._engine, self._ways[0]
+        if engine.plan is not way.plan:  # limits that were lowered under the plan itself stay lowered
+            switch(engine, way.plan)
+        gain = 0.0 if way is plan else 1 - way.typical
+        found = why or f"none of {plural(len(self._ways) - 1, 'alternative')} is faster than the plan"
+        if way is not plan:
+            strategy, batch = way.plan.strategy, way.plan.batch
+            cut = f"micro-batch {batch.largest_micro_batch} in {plural(batch.accumulation_steps, 'micro-step')}"
+            found = f"{strategy}, {cut}, takes {100 * gain:.1f} % less time than planned"
+        reasons = (f"tuned while training: {found}", *plan.plan.why)
+        tuned = replace(way.plan, alternatives=(), tuned_from=plan.plan.digest, why=reasons).sealed()
+        engine.plan = engine.recorded_plan = tuned
+        _say(engine, found + ("" if way is plan else f"; plan.json is {tuned.digest[:12]} from here on"))
+        ways = [] if why else [self._record(each) | {"is_kept": each is way} for each in self._ways]
+        self._on_end({
+            "event": "tuned", "step": step, "gain": gain, "plan_digest": tuned.digest, **_in_numbers(tuned),
+            "ways": ways,
         })  # fmt: skip
 
-    def _ways(self) -> tuple[MeasuredWay, ...]:
-        """What each way took, as a part of the plan's steps in the same rounds, for their typical work."""
-        of_plan = median(self._race.plan.seconds) * median(self._work)
-        return tuple(
-            way_of(plan, each.typical * of_plan, each)
-            for plan, each in zip(self._plans, self._race.contestants, strict=True)
-            if each.relative
-        )
+    def _record(self, way: Way) -> dict[str, Any]:
+        seconds = way.typical * median(self._seconds_of_plan) if way.relative else None
+        return {**_in_numbers(way.plan), "num_steps": way.num_steps, "seconds": seconds, "dropped": way.dropped}
 
-    def _say(self, text: str) -> None:
-        if self._engine.rank == 0:
-            logger.warning(text)
+    def _wait(self) -> None:
+        """Wait for the device's queued work."""
+        if self._engine.device.type == "cuda":
+            torch.cuda.synchronize(self._engine.device)
 
 
-OWN_STEPS = 20
-"""Of a run that is not tuned: so many are measured."""
+def _say(engine: "Stepper", text: str) -> None:
+    if engine.rank == 0:
+        logger.warning("tuning: %s", text)
 
 
-class OwnSteps(TimedSteps):
-    """Measures steps of a run that is not tuned, as a `Tuner` does that has nothing to choose from.
-
-    `on_way`: told of the plan's way, on all ranks. `num_steps` are counted after the first ones; what is begun again
-    because memory ran out is not.
-    """
-
-    def __init__(self, engine: "Stepper", num_steps: int, on_way: Callable[[MeasuredWay], None]) -> None:
-        super().__init__(engine)
-        self._on_way = on_way
-        self._left_alone, self._left = FIRST_STEPS, num_steps
-        self._rates = Contestant(0)
-        self._work: list[float] = []
-
-    @property
-    def is_over(self) -> bool:
-        """Whether all steps were seen."""
-        return not self._left
-
-    def after_step(self, step: int, samples: Sequence[Any], *, is_finite: bool) -> None:
-        """It is done."""
-        took = self._took(samples)
-        if self._left_alone:
-            self._left_alone -= 1
-            return
-        self._left -= 1
-        if is_finite and not took.has_recovered:
-            self._rates.relative.append(took.seconds / took.work)
-            self._work.append(took.work)
-        if self.is_over and len(self._work) >= ENOUGH:
-            self._on_way(way_of(self._engine.plan, self._rates.typical * median(self._work), self._rates))
-
-
-def way_of(plan: Plan, seconds: float, measured: Contestant) -> MeasuredWay:
-    """How `plan` takes steps; `seconds` of one, measured as `measured` says."""
-    error = measured.error / measured.typical
-    return MeasuredWay(
-        strategy=plan.strategy, batch=plan.batch, seconds=seconds, error=error if math.isfinite(error) else None
-    )
-
-
-def work_of(samples: Sequence[Any]) -> float:
-    """The tokens of samples, where these are known; otherwise their number."""
+def _work(samples: Sequence[Any]) -> float:
+    """Return the tokens of samples, or their number if their lengths are not known."""
     lengths = getattr(samples, "lengths", None)
     return float(len(samples) if lengths is None else sum(lengths))
 
 
-def in_words(plan: Plan) -> str:
-    """The way of a plan, to be followed by a verb."""
-    steps = plural(plan.batch.accumulation_steps, "micro-step")
-    besides = (
-        "" if plan.batch.overhead_tokens is None else f", grouped as if each took {plan.batch.overhead_tokens} tokens"
-    )
-    return f"{plan.strategy}, micro-batch {plan.batch.largest_micro_batch} in {steps}{besides},"
-
-
-def in_numbers(plan: Plan) -> dict[str, Any]:
-    """The same for programs, with the keys of `metrics.jsonl`."""
+def _in_numbers(plan: Plan) -> dict[str, Any]:
     return {
         "strategy": str(plan.strategy),
         "micro_batch": plan.batch.largest_micro_batch,
         "accumulation_steps": plan.batch.accumulation_steps,
-        "overhead_tokens": plan.batch.overhead_tokens,
     }
+
+
+def plan_to_resume(plan: Plan, settings: RunSettings) -> Plan:
+    """Return the plan in the run's folder if it was tuned from `plan` and the run is resumed; else `plan`. Collective.
+
+    A launcher restarts a run with the plan that it started with.
+    """
+    if not settings.resume:
+        return plan
+    kept = None
+    if env.rank() == 0:
+        with suppress(FrugalError):  # it cannot be read, and is written anew
+            tuned = Plan.read(settings.out / PLAN)
+            kept = tuned.to_json().decode() if tuned.tuned_from == plan.digest else None
+    kept = from_rank_0(kept, str | None)
+    return plan if kept is None else Plan.from_json(kept.encode())
+
+
+def tuner_of_run(engine: "Stepper", settings: RunSettings, log: "Log", steps_left: int) -> Tuner | None:
+    """Return a tuner of the steps to come if --tune asks for it or the run is long enough to gain by it. Collective.
+
+    The plan found goes into the run's folder. A run that is resumed before tuning has ended tunes again.
+    """
+    plan, asked = engine.plan, settings.tune
+    if asked is False or plan.tuned_from or not (asked or is_worth_it(plan, steps_left)):
+        return None
+
+    def on_end(values: dict[str, Any]) -> None:
+        log.event(**values)
+        if not log.is_rank_0:
+            return
+        try:
+            run_folder.write_record(engine.plan, settings)
+        except OSError as error:
+            because, _ = file_errors.explain(error, settings.out)
+            log.say(f"the tuned plan is not saved, a resumed run tunes again: {because}")
+
+    try:
+        return Tuner(engine, int(steps_left * (SHARE_ASKED if asked else SHARE)) - FIRST_STEPS, on_end)
+    except RequestError as error:
+        log.say(f"tuning: {error.because[0]}, so nothing is tried")
+        return None

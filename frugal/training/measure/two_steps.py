@@ -1,9 +1,8 @@
-"""A few optimizer steps for real, measured: what a dry run is held against.
+"""Run two real optimizer steps and measure their memory, to compare it with the dry run.
 
-As a program it is what `frugal measure` runs on every rank:
-`python -m frugal.training.measure.two_steps --plan P --out FILE`.
-Gloo's threads let go of a collective's tensors a moment after it is done, which would make a peak on CPU ranks a
-matter of luck. Here each collective is followed by a millisecond in which they do.
+`frugal measure` runs this on every rank: `python -m frugal.training.measure.two_steps --plan P --out FILE`.
+Gloo's threads release a collective's tensors shortly after it is done, so that a peak on CPU ranks would vary. Here
+each collective is followed by a millisecond in which they do.
 """
 
 import gc
@@ -34,9 +33,10 @@ from frugal.planning.batch import BatchPlan
 from frugal.planning.memory.timeline import Interval, Timeline, phase_peaks
 from frugal.planning.plan import Plan
 from frugal.training.engine import initialize
-from frugal.training.measure.memory_watch import CudaGauge, gauge
+from frugal.training.measure import memory_watch
+from frugal.training.measure.memory_watch import gauge
 from frugal.training.measure.record import ModelDefinition, RankMeasurement, Trial, timeline_name
-from frugal.training.measure.run_gauge import mark_phases
+from frugal.training.measure.run_gauge import NUM_STEPS, mark_phases
 from frugal.training.models.loading import placed
 from frugal.training.models.resolve import resolve_request
 from frugal.training.models.sequence.parts import parts_of
@@ -44,7 +44,6 @@ from frugal.training.models.spec import ModelSpec
 from frugal.training.objectives import Objective, SummedLoss
 
 WARM_UP_ELEMENTS = 1_000
-NUM_STEPS = 2  # as many as are dry-run: optimizer states come to be in the first
 
 _TORCH = ("broadcast", "all_reduce", "all_gather", "reduce", "reduce_scatter", "_all_gather_base")
 _SECONDS = 0.001
@@ -58,16 +57,16 @@ def trial(
     *,
     most_micro_steps: int | None = None,
 ) -> list[Interval]:
-    """Every phase of two optimizer steps on this rank, with synthetic samples of full length. Collective.
+    """Return every phase of two optimizer steps on this rank, with synthetic samples of full length. Collective.
 
-    A dry run does no more than two micro-steps, since a third takes no more memory; `most_micro_steps` says so here.
+    `most_micro_steps`: 2 to do as a dry run does, since a third micro-step takes no more memory.
     """
     return watched(build, objective, plan, torch.device(device), most_micro_steps).intervals
 
 
 @dataclass(frozen=True)
 class Watched:
-    """Two optimizer steps: every phase, what only a GPU tells (fields of `RankMeasurement`), every storage."""
+    """The memory of two optimizer steps: every phase, the GPU's fields of `RankMeasurement`, every storage."""
 
     intervals: list[Interval]
     of_gpu: dict[str, int]
@@ -83,11 +82,11 @@ def watched(
     *,
     keeps_timeline: bool = False,
 ) -> Watched:
-    """As `trial`."""
+    """Run the steps of `trial` and return all that was measured. Collective."""
     parts = parts_of(objective, plan.strategy.sequence_parallel, env.rank())
     example = parts.example(plan.batch.largest_micro_batch, plan.request.seq_len)
     micro_steps = min(plan.batch.accumulation_steps, most_micro_steps or plan.batch.accumulation_steps)
-    gc.freeze()  # going through all of transformers takes longer than a phase
+    gc.freeze()  # a collection that visits all of transformers takes longer than a phase
     settled = settled_collectives() if device.type == "cpu" else nullcontext()
     with settled, gauge(device, keeps_timeline=keeps_timeline) as memory:
 
@@ -104,7 +103,13 @@ def watched(
             engine.deepspeed.step()
         gc.collect()
         intervals = memory.intervals
-        of_gpu = _gpu_bytes(memory, device) if isinstance(memory, CudaGauge) else {}
+        of_gpu: dict[str, int] = {}
+        if device.type == "cuda":  # before any memory is released
+            of_gpu = {
+                "reserved_bytes": max(memory.reserved_phases.values()),
+                "outside_bytes": memory_watch.outside_bytes(device),
+                "device_bytes": torch.cuda.mem_get_info(device)[1],
+            }
         watching = Watched(intervals, of_gpu, memory.timeline if keeps_timeline else None)
     engine.destroy()
     del engine
@@ -113,21 +118,9 @@ def watched(
     return watching
 
 
-def _gpu_bytes(gauge: CudaGauge, device: torch.device) -> dict[str, int]:
-    """What the allocator and the driver count at the end of a run, before anything is given back."""
-    torch.cuda.synchronize(device)
-    free, total = torch.cuda.mem_get_info(device)
-    outside = total - free - torch.cuda.memory_reserved(device)
-    return {
-        "reserved_bytes": gauge.reserved_bytes,
-        "outside_bytes": outside,
-        "device_bytes": total,
-    }
-
-
 @contextmanager
 def settled_collectives() -> Iterator[None]:
-    """Wait after each collective until gloo's threads have let go of its tensors."""
+    """Wait after each collective until gloo's threads have released its tensors."""
     with ExitStack() as stack:
         for owner, names in ((collectives.backend(), collectives.DIRECT), (dist, _TORCH)):
             for name in names:
@@ -147,18 +140,18 @@ def _settled(function: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def measure(plan: Plan, cap_bytes: int | None = None, timelines: Path | None = None) -> Trial:
-    """What every rank took. Collective over the ranks that a launcher has started.
+    """Measure two steps on every rank. Collective over the ranks that a launcher has started.
 
-    `cap_bytes`: what the caching allocator may take at most, GPUs only. `timelines`: a folder for the timeline of each
-    rank, see `timeline_name`.
+    `cap_bytes`: a limit for the caching allocator, GPUs only. `timelines`: a folder for the timeline of each rank, see
+    `timeline_name`.
 
     Raises:
-        OutOfMemoryError: the device is too small, or the cap.
+        OutOfMemoryError: the device or the cap is too small.
     """
     device = process_group.join(plan)
     spec = resolve_request(plan.request)
     dtype = DTYPES[plan.request.precision]
-    spec.build(dtype=dtype, device="meta")  # what it imports is no memory of the model
+    spec.build(dtype=dtype, device="meta")  # imports what is not the model's memory
     if cap_bytes is not None:
         torch.cuda.set_per_process_memory_fraction(cap_bytes / torch.cuda.mem_get_info(device)[1], device)
     if device.type == "cpu":
@@ -191,7 +184,7 @@ def measure(plan: Plan, cap_bytes: int | None = None, timelines: Path | None = N
 
 
 def _load_libraries(plan: Plan, device: torch.device) -> None:
-    """Two steps of one small layer: what torch and DeepSpeed load then, some 70 MiB a rank, is not the model's.
+    """Train one small layer for two steps: torch and DeepSpeed load some 70 MiB a rank, which is not the model's.
 
     On CPU ranks only: a GPU's first steps are to be those of the plan.
     """
@@ -215,7 +208,7 @@ def _load_libraries(plan: Plan, device: torch.device) -> None:
 
 
 def definition(spec: ModelSpec) -> ModelDefinition:
-    """What makes the same model again, without the files it came from."""
+    """Return a definition that rebuilds the model without the files it came from."""
     task = cast(Task, spec.task) if spec.own_objective is None else None
     if spec.factory is None:
         return ModelDefinition(task=task, config=json.loads(spec.config.to_json_string(use_diff=False)))
@@ -230,8 +223,8 @@ def definition(spec: ModelSpec) -> ModelDefinition:
 def command(words: Sequence[str]) -> None:
     """Measure two optimizer steps, on one rank of a launcher.
 
-    `--plan`: plan.json. `--out`: where rank 0 writes what was measured. `--cap`: bytes that the caching allocator may
-    take. `--timelines`: a folder for the timelines of all ranks.
+    `--plan`: plan.json. `--out`: the file in which rank 0 writes the measurements. `--cap`: a limit for the caching
+    allocator, bytes. `--timelines`: a folder for the timelines of all ranks.
     """
     given = parse(words, {"plan": Path, "out": Path, "cap": int, "timelines": Path}, needed=["plan", "out"])
     measured = measure(Plan.read(given["plan"]), given.get("cap"), given.get("timelines"))

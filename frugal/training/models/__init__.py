@@ -1,1 +1,1 @@
-"""From what `--model` says to a module that can be trained."""
+"""The way from `--model` to a module that can be trained."""

@@ -42,6 +42,7 @@ from torch.utils.checkpoint import checkpoint
 from frugal import torch_internals
 from frugal.errors import RequestError
 from frugal.planning.strategy import ActivationCheckpointing, LayerMode
+from frugal.torch_internals import tensors_in
 from frugal.training.models import transformers_internals
 from frugal.units import plural
 
@@ -62,7 +63,7 @@ EXPENSIVE = {
 
 
 def contexts() -> tuple["_Keep", "_Return"]:
-    """What one call of a layer runs in, and what its recomputation runs in: `checkpoint`'s `context_fn`."""
+    """Return the modes of one call of a layer and of its recomputation: `checkpoint`'s `context_fn`."""
     calls: list[_Call] = []
     return _Keep(calls), _Return(calls)
 
@@ -85,7 +86,7 @@ class _Call:
 
 
 class _Keep(torch_internals.DispatchMode):
-    """Keeps what expensive operators return, in their order."""
+    """A mode that keeps the results of expensive operators, in their order."""
 
     def __init__(self, calls: list[_Call]) -> None:
         super().__init__()
@@ -99,27 +100,27 @@ class _Keep(torch_internals.DispatchMode):
         if self._of_storage:
             self._note_uses(func, args, kwargs, out)
         if func in EXPENSIVE:
-            call = _Call(None if _draws(func, args, kwargs) else _map(_detached, out))
+            call = _Call(None if _draws(func, args, kwargs) else torch_internals.tree_map(_detached, out))
             self._calls.append(call)
-            for result in _tensors(call.result):
+            for result in tensors_in(call.result):
                 self._of_storage[torch_internals.address(result)] = call
         return out
 
     def __exit__(self, *exception: Any) -> None:
-        """The end of the layer: from here on the versions tell whether a result is what it was."""
+        """End the layer: from here on the versions tell whether a result is what it was."""
         self._of_storage = {}
         for call in self._calls:
             call.versions = _versions(call.result)
         super().__exit__(*exception)
 
     def _note_uses(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], out: Any) -> None:
-        """Which results `func` read or changed."""
-        used = {torch_internals.address(value): value for value in _tensors((*args, *kwargs.values()))}
+        """Note which results `func` read or changed."""
+        used = {torch_internals.address(value): value for value in tensors_in((*args, *kwargs.values()))}
         touched = used.keys() & self._of_storage.keys()
         if not touched:
             return
         written = {torch_internals.address(value) for value in _written(func, args, kwargs)}
-        viewed = {torch_internals.address(value) for value in _tensors(out)} - written
+        viewed = {torch_internals.address(value) for value in tensors_in(out)} - written
         for address in touched:
             call = self._of_storage[address]
             if address in written and len(written) == 1 and not call.is_read:
@@ -130,13 +131,13 @@ class _Keep(torch_internals.DispatchMode):
                 call.is_read = True
 
     def _forget(self, call: _Call) -> None:
-        for result in _tensors(call.result):
+        for result in tensors_in(call.result):
             self._of_storage.pop(torch_internals.address(result), None)
         call.result = None
 
 
 class _Return(torch_internals.DispatchMode):
-    """Returns what was kept, instead of running the operators again that made it."""
+    """A mode that returns kept results instead of running their operators again."""
 
     def __init__(self, calls: list[_Call]) -> None:
         super().__init__()
@@ -145,7 +146,7 @@ class _Return(torch_internals.DispatchMode):
         self._writes_left: dict[int, tuple[int, Tensor]] = {}  # address -> writes it has seen already, and their target
 
     def __enter__(self) -> "_Return":
-        """From the first operator on, also if the layer is recomputed a second time."""
+        """Begin with the first operator, also if the layer is recomputed a second time."""
         self._next = 0
         super().__enter__()
         return self
@@ -158,7 +159,7 @@ class _Return(torch_internals.DispatchMode):
         super().__exit__(*exception)
 
     def __torch_dispatch__(self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None) -> Any:
-        """The kept result, or what the operator returns."""
+        """Return the kept result, or what the operator returns."""
         kwargs = kwargs or {}
         if func in EXPENSIVE:
             call = self._calls[self._next]
@@ -170,15 +171,15 @@ class _Return(torch_internals.DispatchMode):
         return func(*args, **kwargs)
 
     def _take(self, call: _Call) -> Any:
-        """The kept result of a call, which is given back once."""
-        result, call.result = _map(_detached, call.result), None
+        """Return the kept result of a call, which is given back once."""
+        result, call.result = torch_internals.tree_map(_detached, call.result), None
         if call.num_writes:
-            for tensor in _tensors(result):
+            for tensor in tensors_in(result):
                 self._writes_left[torch_internals.address(tensor)] = call.num_writes, tensor
         return result
 
     def _was_written(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
-        """Whether the kept result that `func` writes to has its effect already."""
+        """Return whether the kept result that `func` writes to has its effect already."""
         for target in _written(func, args, kwargs):
             left, tensor = self._writes_left.pop(torch_internals.address(target), (0, target))
             if left > 1:
@@ -189,7 +190,7 @@ class _Return(torch_internals.DispatchMode):
 
 
 def _draws(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
-    """Whether it takes random numbers: attention with dropout."""
+    """Return whether it takes random numbers: attention with dropout."""
     for i, argument in enumerate(torch_internals.schema(func).arguments):
         if argument.name == "dropout_p":
             return bool(args[i] if i < len(args) else kwargs.get("dropout_p", argument.default_value))
@@ -197,28 +198,14 @@ def _draws(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
 
 
 def _written(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[Tensor]:
-    """The tensors that `func` changes in place."""
+    """Return the tensors that `func` changes in place."""
     if not torch_internals.schema(func).is_mutable:
         return []
-    changed = []
+    changed: list[Tensor] = []
     for i, argument in enumerate(torch_internals.schema(func).arguments):
         if argument.alias_info is not None and argument.alias_info.is_write:
-            changed += _tensors(args[i] if i < len(args) else kwargs.get(argument.name))
+            changed += tensors_in(args[i] if i < len(args) else kwargs.get(argument.name))
     return changed
-
-
-def _tensors(values: Any) -> list[Tensor]:
-    if isinstance(values, Tensor):
-        return [values]
-    if isinstance(values, (tuple, list)):
-        return [tensor for value in values for tensor in _tensors(value)]
-    return []
-
-
-def _map(function: Any, values: Any) -> Any:
-    if isinstance(values, (tuple, list)):
-        return type(values)(function(value) for value in values)
-    return function(values)
 
 
 def _detached(value: Any) -> Any:
@@ -230,11 +217,11 @@ def _detached(value: Any) -> Any:
 
 
 def _versions(result: Any) -> list[int]:
-    return [torch_internals.version(tensor) for tensor in _tensors(result)]
+    return [torch_internals.version(tensor) for tensor in tensors_in(result)]
 
 
 Watch = Callable[..., Any]
-"""Called as `watch(number, layer, *args)` in place of `layer(*args)` when a layer runs, and when it runs again."""
+"""A function that is called as `watch(number, layer, *args)` in place of `layer(*args)`, also in recomputation."""
 
 
 def apply(
@@ -280,7 +267,7 @@ def apply(
 
 
 def _switch(model: nn.Module, mode: ActivationCheckpointing, of_layers: list[LayerMode], watch: Watch | None) -> None:
-    """`apply` to a model that has a switch. transformers' layers are run one by one; others only know on and off.
+    """Apply to a model that has a switch. transformers' layers are run one by one; others only know on and off.
 
     When it switches on, transformers has the embeddings' output ask for a gradient, each time by another hook, and
     leaves the hooks when it switches off. Where the embeddings are frozen, the first layer would then keep more than in
@@ -304,7 +291,7 @@ def _switch(model: nn.Module, mode: ActivationCheckpointing, of_layers: list[Lay
 
 
 def layers(model: nn.Module) -> list[nn.Module]:
-    """The layers that `apply` gives modes, in the order of the model; none where it only knows on and off."""
+    """Return the layers that `apply` gives modes, in the model's order; none where it only knows on and off."""
     return transformers_internals.checkpointed_layers(model) if _has_switch(model) else repeated_layers(model)
 
 
@@ -313,7 +300,7 @@ def _recomputed(run: Callable[..., Any], layer: Callable[..., Any], *args: Any, 
 
 
 def _runner(mode: LayerMode, number: int, watch: Watch | None) -> Callable[..., Any]:
-    """What runs a layer in a mode, as `run(layer, *args)`."""
+    """Return the function that runs a layer in a mode, as `run(layer, *args)`."""
     if watch is None:
         return _RUN[mode]
     return lambda layer, *args, **kwargs: _RUN[mode](partial(watch, number, layer), *args, **kwargs)
@@ -336,7 +323,7 @@ _RUN: dict[LayerMode, Callable[..., Any]] = {
 
 
 class _OwnInputOnHost(saved_tensors_hooks):
-    """Moves the first tensor that `checkpoint` saves of a layer to pinned host memory, and back for backward.
+    """Hooks that move the first tensor that `checkpoint` saves of a layer to pinned host memory, and back for backward.
 
     Inside the layer `checkpoint` has hooks of its own, so only the layer's positional arguments come here. The
     copies are asynchronous: torch's allocators keep the memory at both ends until they are done.
@@ -362,12 +349,12 @@ class _OwnInputOnHost(saved_tensors_hooks):
 
 
 def is_supported(model: nn.Module) -> bool:
-    """Whether `apply(model, "full")` would work."""
+    """Return whether `apply(model, "full")` would work."""
     return _has_switch(model) or bool(repeated_layers(model))
 
 
 def repeated_layers(model: nn.Module) -> list[nn.Module]:
-    """The layers to recompute: in each outermost list or sequence, those of a class that occurs more than once.
+    """Return the layers to recompute: in each outermost list, the modules of a class that occurs more than once.
 
     Modules without submodules are no layers: recomputing a single operator saves nothing.
     """

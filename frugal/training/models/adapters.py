@@ -7,7 +7,6 @@ them their activations.) Their first weights depend on the seed, not on how the 
 
 import difflib
 import warnings
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -20,14 +19,14 @@ from frugal.errors import RequestError
 from frugal.planning.plan import Plan
 
 TASK_TYPES = {"causal-lm": "CAUSAL_LM", "seq2seq": "SEQ_2_SEQ_LM", "sequence-classification": "SEQ_CLS"}
-"""What peft calls our tasks; others it has no wrapper for, and needs none. With `SEQ_CLS` it trains the head, too."""
+"""peft's names of our tasks; it needs no wrapper for others. With `SEQ_CLS` it trains the head, too."""
 
 
 def add(
     model: nn.Module, lora: Lora, task: str, *, dtype: torch.dtype, device: torch.device, seed: int = 0,
     base: str | None = None,
 ) -> nn.Module:  # fmt: skip
-    """`model`, which is changed, frozen and with adapters; peft's model around it.
+    """Freeze `model` and add adapters to it; return peft's model around it.
 
     `base`: the folder or hub name of the model's weights, which is written beside saved adapters.
 
@@ -36,7 +35,12 @@ def add(
     """
     import peft
 
-    _refuse_adapted(model)
+    if are_in(model):
+        raise RequestError(
+            "--lora was given for a model that has adapters already",
+            because=f"its factory makes a {type(model).__name__} with peft's adapters",
+            hint="leave --lora out: what its factory leaves trainable is trained",
+        )
     _check_targets(model, lora)
     torch.manual_seed(seed)
     try:
@@ -61,7 +65,7 @@ def add(
 
 
 def as_planned(model: nn.Module, plan: Plan) -> nn.Module:
-    """`model` with the adapters that are planned, unless it was built with them. Raises as `add`."""
+    """Return `model` with the planned adapters, unless it was built with them. Raises as `add`."""
     lora = plan.request.lora
     if lora is None or are_in(model):
         return model
@@ -70,7 +74,7 @@ def as_planned(model: nn.Module, plan: Plan) -> nn.Module:
 
 
 def config(lora: Lora, task: str) -> Any:
-    """peft's configuration."""
+    """Return peft's configuration."""
     import peft
 
     alpha: Any = int(lora.alpha) if float(lora.alpha).is_integer() else lora.alpha  # peft says int, and takes any
@@ -85,19 +89,10 @@ def config(lora: Lora, task: str) -> Any:
 
 
 def are_in(model: nn.Module) -> bool:
-    """Whether it has adapters of peft's."""
+    """Return whether it has adapters of peft's."""
     from peft.tuners.tuners_utils import BaseTunerLayer
 
     return hasattr(model, "peft_config") or any(isinstance(module, BaseTunerLayer) for module in model.modules())
-
-
-def _refuse_adapted(model: nn.Module) -> None:
-    if are_in(model):
-        raise RequestError(
-            "--lora was given for a model that has adapters already",
-            because=f"its factory makes a {type(model).__name__} with peft's adapters",
-            hint="leave --lora out: what its factory leaves trainable is trained",
-        )
 
 
 def _check_targets(model: nn.Module, lora: Lora) -> None:
@@ -106,25 +101,18 @@ def _check_targets(model: nn.Module, lora: Lora) -> None:
     Raises:
         RequestError: the first of them, with names that are near.
     """
+    from transformers.pytorch_utils import Conv1D
+
     if lora.targets == (ALL_LINEAR,):
         return
-    names = [name for name, _ in model.named_modules() if name]
+    modules = dict(model.named_modules())
+    last = {name: name if (end := name.rpartition(".")[2]).isdigit() else end for name in modules}
     for target in lora.targets:
-        if not any(name == target or name.endswith(f".{target}") for name in names):
-            known = sorted(set(_adaptable(model)))
+        if target not in modules and not any(name.endswith(f".{target}") for name in modules):
+            known = sorted({last[name] for name, module in modules.items() if isinstance(module, nn.Linear | Conv1D)})
             near = difflib.get_close_matches(target, known, n=1) or known[:8]
             raise RequestError(
                 f"`{target}`, a target of --lora, is no module of {type(model).__name__}",
                 because=f"its linear layers are called {', '.join(known[:12])}{', ...' if len(known) > 12 else ''}",
                 hint=f"use --lora r={lora.rank},targets={','.join(near)}, or {ALL_LINEAR}" if near else None,
             )
-
-
-def _adaptable(model: nn.Module) -> Iterator[str]:
-    """The last parts of the names of linear layers."""
-    from transformers.pytorch_utils import Conv1D
-
-    for name, module in model.named_modules():
-        if isinstance(module, nn.Linear | Conv1D):
-            last = name.rpartition(".")[2]
-            yield name if last.isdigit() else last

@@ -7,6 +7,7 @@ does that for tensors of GPUs only; here the same is written in collectives that
 """
 
 import logging
+from functools import partial
 from typing import Any
 
 import torch
@@ -25,7 +26,7 @@ KINDS = (nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d, nn.SyncBatchNorm)
 
 
 def modules(model: nn.Module) -> dict[str, nn.Module]:
-    """Those that take statistics over a micro-batch, by name."""
+    """Return the modules that take statistics over a micro-batch, by name."""
     return {name: module for name, module in model.named_modules() if isinstance(module, KINDS)}
 
 
@@ -64,15 +65,13 @@ def apply(model: nn.Module, choice: BatchNormChoice | None) -> None:
         if choice == "frozen":
             module.register_forward_pre_hook(_use_running_statistics)
         elif choice == "sync":
-            module.forward = _Synchronised(module)  # hooks on the module still run
+            module.forward = partial(_synchronised, module)  # hooks on the module still run
 
 
 def apply_planned(model: nn.Module, plan: Plan) -> None:
-    """BatchNorm as planned; where it makes the gradient depend on the split, that is said. Raises as `apply`."""
-    choice, notes = (
-        plan.request.batch_norm,
-        [note for note in plan.warnings if note.startswith((SPLIT_MATTERS, DRAWN_PARTS))],
-    )
+    """Apply the planned choice; warn where BatchNorm makes the gradient depend on the split. Raises as `apply`."""
+    choice = plan.request.batch_norm
+    notes = [note for note in plan.warnings if note.startswith((SPLIT_MATTERS, DRAWN_PARTS))]
     said_elsewhere = notes and plan.model.task != "own"  # by `frugal train`, which trains the other tasks
     if choice is None and not notes and (own := modules(model)):
         notes.append(
@@ -85,42 +84,32 @@ def apply_planned(model: nn.Module, plan: Plan) -> None:
 
 
 def _use_running_statistics(module: nn.Module, _inputs: tuple[Any, ...]) -> None:
-    """Before every forward, because `model.train()` may have been called. Its weight and bias learn as before."""
+    """Switch off training before every forward: `model.train()` may have been called. Weight and bias still learn."""
     module.training = False
 
 
-class _Synchronised:
-    """Stands for a BatchNorm's forward: mean and variance are those of all ranks' inputs `(samples, channels, ...)`."""
-
-    def __init__(self, module: Any) -> None:
-        self.module = module
-
-    def __call__(self, x: Tensor) -> Tensor:
-        norm = self.module
-        if not norm.training and norm.running_mean is not None:
-            return torch.nn.functional.batch_norm(
-                x, norm.running_mean, norm.running_var, norm.weight, norm.bias, eps=norm.eps
-            )
-        dims = [dim for dim in range(x.ndim) if dim != 1]
-        shape = [1, -1] + [1] * (x.ndim - 2)
-        wide = x.float()
-        count = torch.full((1,), x.numel() / x.shape[1], device=x.device)
-        total, number = all_reduce(torch.cat([wide.sum(dims), count])).tensor_split([x.shape[1]])
-        mean = total / number
-        centred = wide - mean.view(shape)
-        variance = all_reduce(centred.square().sum(dims)) / number
-        if norm.training and norm.track_running_stats:
-            self._track(mean.detach(), variance.detach(), float(number))
-        normed = centred * torch.rsqrt(variance + norm.eps).view(shape)
-        if norm.affine:
-            normed = normed * norm.weight.float().view(shape) + norm.bias.float().view(shape)
-        return normed.to(x.dtype)
-
-    @torch.no_grad()
-    def _track(self, mean: Tensor, variance: Tensor, number: float) -> None:
-        """As BatchNorm does: the running variance is the unbiased one."""
-        norm = self.module
-        norm.num_batches_tracked += 1
-        share = 1 / float(norm.num_batches_tracked) if norm.momentum is None else norm.momentum
-        norm.running_mean.lerp_(mean.to(norm.running_mean.dtype), share)
-        norm.running_var.lerp_((variance * number / max(1.0, number - 1)).to(norm.running_var.dtype), share)
+def _synchronised(norm: Any, x: Tensor) -> Tensor:
+    """Run a BatchNorm with mean and variance over all ranks' inputs `x (samples, channels, ...)`."""
+    if not norm.training and norm.running_mean is not None:
+        return torch.nn.functional.batch_norm(
+            x, norm.running_mean, norm.running_var, norm.weight, norm.bias, eps=norm.eps
+        )
+    dims = [dim for dim in range(x.ndim) if dim != 1]
+    shape = [1, -1] + [1] * (x.ndim - 2)
+    wide = x.float()
+    count = torch.full((1,), x.numel() / x.shape[1], device=x.device)
+    total, number = all_reduce(torch.cat([wide.sum(dims), count])).tensor_split([x.shape[1]])
+    mean = total / number
+    centred = wide - mean.view(shape)
+    variance = all_reduce(centred.square().sum(dims)) / number
+    if norm.training and norm.track_running_stats:
+        with torch.no_grad():  # as BatchNorm does: the running variance is the unbiased one
+            norm.num_batches_tracked += 1
+            share = 1 / float(norm.num_batches_tracked) if norm.momentum is None else norm.momentum
+            unbiased = variance * number / max(1.0, float(number) - 1)
+            norm.running_mean.lerp_(mean.to(norm.running_mean.dtype), share)
+            norm.running_var.lerp_(unbiased.to(norm.running_var.dtype), share)
+    normed = centred * torch.rsqrt(variance + norm.eps).view(shape)
+    if norm.affine:
+        normed = normed * norm.weight.float().view(shape) + norm.bias.float().view(shape)
+    return normed.to(x.dtype)

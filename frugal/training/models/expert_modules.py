@@ -59,7 +59,7 @@ def _fill_up(
 
 
 def _run(experts: Any, hidden: Tensor, chosen: Tensor, weights: Tensor) -> Tensor:
-    """The weighted sum of what the experts say of `hidden (tokens, width)`; `weights (tokens, choices)`.
+    """Return the weighted sum of the experts' outputs for `hidden (tokens, width)`; `weights (tokens, choices)`.
 
     `chosen (experts, choices, tokens)` is 1 where an expert runs on a token, at most once for each choice and token.
     """
@@ -79,7 +79,7 @@ def _run(experts: Any, hidden: Tensor, chosen: Tensor, weights: Tensor) -> Tenso
 
 
 def _dropped_out(experts: Any, rows: Tensor) -> Tensor:
-    """NLLB-MoE leaves out whole tokens in training, and scales them otherwise."""
+    """Drop whole tokens in training as NLLB-MoE does, and scale them otherwise."""
     share = getattr(experts, "moe_token_dropout", 0)
     if share > 0:
         return experts.token_dropout(rows) if experts.training else rows * (1 - share)

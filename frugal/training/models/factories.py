@@ -1,4 +1,4 @@
-"""What a user names that is not built in: callables of his own, and what the Hugging Face hub has.
+"""Models and data that are not built in: the user's own callables, and look-ups on the Hugging Face hub.
 
 A factory is `package.module:name` or `path/to/file.py:name`, a callable that makes a model, or rows of data. The hub is
 asked only where its host has an address, so that a typo costs no half minute of retries.
@@ -14,12 +14,11 @@ import pickle
 import socket
 import sys
 import threading
-import time
 from collections.abc import Callable, Iterator
 from concurrent.futures import Future
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any, NoReturn
+from typing import Any
 from urllib.parse import urlsplit
 from urllib.request import getproxies
 
@@ -37,11 +36,11 @@ from frugal.training.objectives import Objective
 Factory = Callable[[], Any]
 
 PICKLED = ".cloudpickle"
-"""How the name of a file ends in which a callable is kept, as `frugal.dryrun.model_object` writes it."""
+"""The suffix of a file with a pickled callable, as `frugal.dryrun.model_object` writes it."""
 
 
 def import_callable(reference: str) -> Factory:
-    """The callable behind `package.module:name` or `path/to/file.py:name`."""
+    """Return the callable behind `package.module:name` or `path/to/file.py:name`."""
     where, _, name = reference.rpartition(":")
     try:
         with _importable(Path.cwd()):
@@ -70,7 +69,7 @@ def import_callable(reference: str) -> Factory:
 
 
 def _unpickled(path: Path) -> Factory:
-    """The callable that `frugal.dryrun.model_object` has kept; a pickle can do anything, so it must be this user's."""
+    """Load what `frugal.dryrun.model_object` has kept; a pickle can run any code, so it must be this user's."""
     with path.open("rb") as file:
         if os.fstat(file.fileno()).st_uid != os.geteuid():
             raise RequestError(f"{path} is not read", because="it belongs to another user, and can run any code")
@@ -93,7 +92,7 @@ def _import_file(path: Path) -> Any:
 
 @contextmanager
 def _importable(folder: Path) -> Iterator[None]:
-    """`folder` can be imported from, as with `python -m`."""
+    """Allow imports from `folder`, as with `python -m`."""
     sys.path.insert(0, str(folder))
     try:
         yield
@@ -102,7 +101,7 @@ def _importable(folder: Path) -> Iterator[None]:
 
 
 def make_model(reference: str, factory: Factory, device: torch.device) -> tuple[nn.Module, Objective | None]:
-    """The module and, if it gives one, the objective that a factory makes on `device`."""
+    """Return the module and, if it gives one, the objective that a factory makes on `device`."""
     try:
         with on_device(device), _importable(Path.cwd()):
             returned = factory()
@@ -158,7 +157,7 @@ def on_device(device: torch.device) -> Iterator[None]:
 
 
 def _is_elsewhere(tensor: Tensor, device: torch.device) -> bool:
-    """Whether a tensor on the host has to go to another device. A plain one: others know themselves where they are."""
+    """Return whether a plain tensor on the host has to go to another device; subclasses know where they belong."""
     return tensor.device.type == "cpu" != device.type and type(tensor) in (Tensor, nn.Parameter)
 
 
@@ -185,114 +184,65 @@ def refuse_shapes_only(reference: str, module: nn.Module) -> None:
 
 
 def hub_is_reachable() -> bool:
-    """Whether the hub can be asked, which is then given up where it does not answer."""
+    """Tell whether the hub can be asked; from then on it is given up where it does not answer."""
     if hub_unreachable_because() is not None:
         return False
     _limit_patience()
     return True
 
 
-_LEAST_BYTES = 1 << 10
-"""Of an answer, within the time that the hub has for it: one that comes byte by byte comes in days."""
-
-_ONLY_SLOW_BYTES = 1 << 20
-"""A hub that has sent so much is there, and its silence may pass."""
-
 _silent: list[str] = []
-"""What the hub did not do in time, once it has not."""
+"""A message that the hub did not answer in time, once it has not."""
 
 
 @functools.cache
 def _limit_patience() -> None:
-    """Have the hub's client wait for an answer, and for each part of it, only so long; its own waits for ever.
+    """Have the hub's client wait for a whole answer, or the beginning of a download, for a limited time only.
 
-    The hub's library has a limit on each read of a download, HF_HUB_DOWNLOAD_TIMEOUT: 10 seconds. Three times that is
-    for an answer to begin, and for each `_LEAST_BYTES` of it. Left out: uploads, and what is downloaded by hf_xet.
+    Its own waits for ever. The hub's library has a limit on each read of a download, HF_HUB_DOWNLOAD_TIMEOUT: 10
+    seconds; here it is three times that. Left out: uploads, and downloads that come byte by byte.
     """
     from huggingface_hub import constants, get_session, set_client_factory
 
-    set_client_factory(_Patience(get_session(), 3.0 * constants.HF_HUB_DOWNLOAD_TIMEOUT).make_client)
+    usual, seconds = get_session(), 3.0 * constants.HF_HUB_DOWNLOAD_TIMEOUT
+    kind, hooks = type(usual), usual.event_hooks
 
-
-class _Patience:
-    """Makes clients like `session` that give up after so many seconds."""
-
-    def __init__(self, session: Any, seconds: float) -> None:
-        self._kind, self._hooks, self._seconds = type(session), session.event_hooks, seconds
-        self._library = importlib.import_module(self._kind.__module__.partition(".")[0])  # httpx, or its successor
-        self._num_received = 0
-
-    def make_client(self) -> Any:
-        """Return one, whose `send` all of its requests go through."""
-        client = self._kind(event_hooks=self._hooks, follow_redirects=True, timeout=None)
-        client.send = functools.partial(self._send, client.send)
+    def make_client() -> Any:
+        client: Any = kind(event_hooks=hooks, follow_redirects=True, timeout=None)
+        client.send = functools.partial(_send_within, seconds, client.send)
         return client
 
-    def _send(self, send: Callable[..., Any], request: Any, *, stream: bool = False, **options: Any) -> Any:
-        if request.method not in ("GET", "HEAD"):
-            return send(request, stream=stream, **options)
-        if _silent:
-            self._give_up(_silent[0], request)
-        limits = request.extensions.get("timeout", {})
-        request.extensions["timeout"] = {
-            name: self._seconds if limits.get(name) is None else limits[name]
-            for name in ("connect", "read", "write", "pool")
-        }
+    set_client_factory(make_client)
+
+
+def _send_within(seconds: float, send: Callable[..., Any], request: Any, **options: Any) -> Any:
+    """Return `send(request, **options)`, on a thread that may never come back, or give the hub up."""
+    from huggingface_hub.errors import OfflineModeIsEnabled
+
+    if request.method not in ("GET", "HEAD"):
+        return send(request, **options)
+    if not _silent:
         answer: Future[Any] = Future()
         asked = functools.partial(contextvars.copy_context().run, _answer, answer, send, request, options)
         threading.Thread(target=asked, daemon=True).start()
         try:
-            response = answer.result(self._seconds)
-        except (TimeoutError, self._library.TimeoutException):
-            self._give_up(f"{request.url.host} does not answer within {self._seconds:.0f} s; {self._remedy}", request)
-        body = response.stream
-        methods = {"__iter__": lambda _: self._parts(body, request), "close": lambda _: body.close()}
-        response.stream = type("Body", (self._library.SyncByteStream,), methods)()
-        if not stream:
-            try:
-                response.read()
-            finally:
-                response.close()
-        return response
-
-    def _parts(self, body: Any, request: Any) -> Iterator[bytes]:
-        """Yield the parts of a body, unless it comes too slowly; what is done with them takes no time of it."""
-        waited, num_bytes, begin = 0.0, 0, time.monotonic()
-        for part in body:
-            waited, num_bytes = waited + time.monotonic() - begin, num_bytes + len(part)
-            self._num_received += len(part)
-            if num_bytes >= _LEAST_BYTES:
-                waited, num_bytes = 0.0, 0
-            elif waited > self._seconds:
-                told = f"{request.url.host} has sent {num_bytes} bytes in {self._seconds:.0f} s; {self._remedy}"
-                self._give_up(told, request)
-            yield part
-            begin = time.monotonic()
-
-    @property
-    def _remedy(self) -> str:
-        return f"HF_HUB_DOWNLOAD_TIMEOUT={self._seconds:.0f} waits longer"
-
-    def _give_up(self, told: str, request: Any) -> NoReturn:
-        from huggingface_hub.errors import OfflineModeIsEnabled
-
-        if self._num_received > _ONLY_SLOW_BYTES:
-            raise self._library.ReadTimeout(told, request=request)  # which the hub's library tries again
-        _silent[:] = [told]
-        raise OfflineModeIsEnabled(told)
+            return answer.result(seconds)
+        except TimeoutError:
+            remedy = f"HF_HUB_DOWNLOAD_TIMEOUT={seconds:.0f} waits longer"
+            _silent.append(f"{request.url.host} does not answer within {seconds:.0f} s; {remedy}")
+    raise OfflineModeIsEnabled(_silent[0])
 
 
 def _answer(answer: "Future[Any]", send: Callable[..., Any], request: Any, options: dict[str, Any]) -> None:
-    """Ask, on a thread that may never come back, and set what is answered, without its body."""
     try:
-        answer.set_result(send(request, stream=True, **options))
+        answer.set_result(send(request, **options))
     except BaseException as error:  # it is raised where it is waited for
         answer.set_exception(error)
 
 
 @functools.cache
 def hub_unreachable_because() -> str | None:
-    """Why the hub cannot be asked: it is switched off, or its host has no address here and no proxy might know it."""
+    """Return why the hub cannot be asked: it is switched off, or its host has no address here and there is no proxy."""
     from huggingface_hub import constants
 
     if constants.HF_HUB_OFFLINE:
@@ -307,7 +257,7 @@ def hub_unreachable_because() -> str | None:
 
 
 def use_hub_cache_only() -> None:
-    """Make `datasets`, which cannot be told so in a call, look into its local cache only; for the whole process."""
+    """Make `datasets` look into its local cache only, for the whole process: no call has an option for that."""
     import datasets
     from huggingface_hub import constants
 
@@ -315,7 +265,7 @@ def use_hub_cache_only() -> None:
 
 
 def why_hub_failed(error: Exception) -> str:
-    """One line about a failed look-up."""
+    """Describe a failed look-up in one line."""
     if _silent:
         return f"the hub cannot be asked ({_silent[0]}), and its local cache does not have it"
     if (reason := hub_unreachable_because()) is not None:

@@ -1,4 +1,4 @@
-"""What `--model` may say, and the module it stands for.
+"""The meaning of `--model`.
 
 A reference is, in this order: a preset (presets.toml), a transformers model type (its default configuration), a
 factory `package.module:name` or `path/to/file.py:name`, the path of a config.json or of a model folder, a hub name.
@@ -8,7 +8,7 @@ import difflib
 import functools
 import json
 import tomllib
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -32,18 +32,15 @@ _WEIGHTS = ("*.safetensors", "*.safetensors.index.json", "pytorch_model*.bin", "
 
 
 def resolve_request(request: Request, *, num_labels: int | None = None) -> ModelSpec:
-    """The model that a request names, quantised and with adapters as it asks for. Raises as `resolve`."""
+    """Return the model that a request names, quantised and with adapters as it asks for. Raises as `resolve`."""
     spec = resolve(request.model, request.task, num_labels=num_labels)
     return replace(spec, lora=request.lora, quantize=request.quantize)
 
 
-def resolve(
-    reference: str, task: str | None = None, *, num_labels: int | None = None, trust_remote_code: bool = False
-) -> ModelSpec:
-    """The model that `reference` names, for `task`; without a task, what its architecture is for.
+def resolve(reference: str, task: str | None = None, *, num_labels: int | None = None) -> ModelSpec:
+    """Return the model that `reference` names, for `task`; without a task, for what its architecture is for.
 
-    `num_labels` counts the classes of sequence classification. Code that comes with a model runs only if
-    `trust_remote_code`.
+    `num_labels` counts the classes of sequence classification. Code that comes with a model never runs.
 
     Raises:
         RequestError: nothing has this name, its factory fails, or its architecture cannot do the task.
@@ -52,39 +49,32 @@ def resolve(
         raise RequestError(f"there is no task `{task}`", hint=f"tasks are {', '.join(TASKS)}")
     if reference in presets():
         preset = presets()[reference]
-        config = _config_class(preset["type"]).from_dict(dict(preset["config"]))
-        spec = _from_config(reference, config, task or preset["task"], num_labels=num_labels)
-        return replace(spec, kind_of_reference="preset")
+        config = transformers_internals.model_types()[preset["type"]].from_dict(dict(preset["config"]))
+        return _from_config(reference, config, task or preset["task"], num_labels, kind_of_reference="preset")
     if reference in transformers_internals.model_types():
-        spec = _from_config(reference, _default_config(reference), task, num_labels=num_labels)
-        return replace(spec, kind_of_reference="model type")
+        config = _default_config(reference)
+        return _from_config(reference, config, task, num_labels, kind_of_reference="model type")
     if ":" in reference and not Path(reference).exists():
         return _from_factory(reference, task)
     path = Path(reference).expanduser()
     if path.exists():
-        return _from_path(reference, path, task, num_labels=num_labels, trust_remote_code=trust_remote_code)
+        return _from_path(reference, path, task, num_labels)
     if reference.startswith((".", "/", "~")) or reference.endswith(".json") or reference.count("/") > 1:
         raise RequestError(
             f"there is no model at {reference}", hint="give a config.json, a model folder, or a preset such as gpt2"
         )
-    return _from_hub(reference, task, num_labels=num_labels, trust_remote_code=trust_remote_code)
+    return _from_hub(reference, task, num_labels)
 
 
 @functools.cache
 def presets() -> Mapping[str, Mapping[str, Any]]:
-    """The models of presets.toml by name."""
+    """Return the models of presets.toml by name."""
     return tomllib.loads((Path(__file__).parent / "presets.toml").read_text())
-
-
-def _config_class(model_type: str) -> Any:
-    from transformers import CONFIG_MAPPING
-
-    return CONFIG_MAPPING[model_type]
 
 
 def _default_config(model_type: str) -> Any:
     try:
-        return _config_class(model_type)()
+        return transformers_internals.model_types()[model_type]()
     except Exception as error:  # some defaults contradict each other
         raise RequestError(
             f"{model_type} has no default configuration",
@@ -144,36 +134,35 @@ def _tasks_of(model_type: str) -> list[str]:
 
 
 def _infer_task(config: Any) -> str | None:
-    """What `config.architectures` says, otherwise the first task that fits the architecture."""
+    """Return what `config.architectures` says, otherwise the first task that fits the architecture."""
     architectures = getattr(config, "architectures", None)
     for architecture in architectures if isinstance(architectures, list) else ():
-        for task in ("seq2seq", "masked-lm", "causal-lm", "sequence-classification"):
-            names = heads(task).get(config.model_type, ())
-            if architecture in ((names,) if isinstance(names, str) else names):
-                return task
+        if (task := _task_of_class(config.model_type, architecture)) is not None:
+            return task
     possible = _tasks_of(config.model_type)
     preferred = ("seq2seq",) if config.is_encoder_decoder else ("masked-lm", "causal-lm", "seq2seq")
     return next((task for task in (*preferred, *possible) if task in possible), None)
 
 
+def _task_of_class(model_type: str, class_name: str) -> str | None:
+    """Return the task that transformers has a class for, of models of this type."""
+    for task in ("seq2seq", "masked-lm", "causal-lm", "sequence-classification"):
+        names = heads(task).get(model_type, ())
+        if class_name in ((names,) if isinstance(names, str) else names):
+            return task
+    return None
+
+
 def _from_config(
-    reference: str,
-    config: Any,
-    task: str | None,
-    *,
-    num_labels: int | None = None,
-    weights: str | None = None,
-    own_tokenizer: str | None = None,
-    trust_remote_code: bool = False,
+    reference: str, config: Any, task: str | None, num_labels: int | None = None, **found: Any
 ) -> ModelSpec:
-    """The spec of a transformers configuration, which it may change."""
-    own_code = trust_remote_code and bool(getattr(config, "auto_map", None))
-    possible = list(TASKS) if own_code else _tasks_of(config.model_type)
-    chosen = task or _infer_task(config) or ("causal-lm" if own_code else None)
+    """Return the spec of a transformers configuration, which it may change; `found` are other fields of the spec."""
+    possible = _tasks_of(config.model_type)
+    chosen = task or _infer_task(config)
     if chosen is None or chosen not in possible:
         raise RequestError(
             f"{reference} cannot be trained as {chosen}" if chosen else f"{reference} cannot be trained on text",
-            because=f"transformers has {_listed(possible) if possible else 'no such model'} for `{config.model_type}`",
+            because=f"transformers has {' and '.join(possible) or 'no such model'} for `{config.model_type}`",
             hint=f"use --task {possible[0]}"
             if possible
             else f"give a factory that returns a module and its objective, see {OWN_MODEL}",
@@ -187,28 +176,22 @@ def _from_config(
             f"{reference} has {layers} layers", because=f"building more than {MOST_LAYERS} one by one does not end"
         )
     uses_cache = getattr(text, "use_cache", None)
-    for part in {id(config): config, id(text): text}.values():
+    for part in (config, text):
         if getattr(part, "use_cache", False):
             part.use_cache = False
-    layer_drop = _without_layer_drop(config)
-    if chosen == "sequence-classification":
-        if num_labels is not None:
-            config.num_labels = num_labels
-        for part in {id(config): config, id(text): text}.values():
-            if getattr(part, "pad_token_id", None) is None:
-                part.pad_token_id = 0  # decoders look for the last token that is no padding
+        if chosen == "sequence-classification" and getattr(part, "pad_token_id", None) is None:
+            part.pad_token_id = 0  # decoders look for the last token that is no padding
+    if chosen == "sequence-classification" and num_labels is not None:
+        config.num_labels = num_labels
     return ModelSpec(
         reference=reference,
         task=chosen,
         max_positions=max_positions_of(config),
         vocab_size=getattr(text, "vocab_size", None),
         config=config,
-        weights=weights,
-        own_tokenizer=own_tokenizer,
-        kind_of_reference="configuration",
         uses_cache=uses_cache,
-        layer_drop=layer_drop,
-        trust_remote_code=trust_remote_code,
+        layer_drop=_without_layer_drop(config),
+        **{"kind_of_reference": "configuration", **found},
     )
 
 
@@ -228,13 +211,7 @@ def _without_layer_drop(config: Any) -> tuple[tuple[str, float], ...]:
     return tuple(changed)
 
 
-def _listed(tasks: list[str]) -> str:
-    return " and ".join(filter(None, (", ".join(tasks[:-1]), tasks[-1])))
-
-
-def _from_path(
-    reference: str, path: Path, task: str | None, *, num_labels: int | None, trust_remote_code: bool
-) -> ModelSpec:
+def _from_path(reference: str, path: Path, task: str | None, num_labels: int | None) -> ModelSpec:
     file = path / "config.json" if path.is_dir() else path
     try:
         raw = json.loads(file.read_text(encoding="utf-8"), object_hook=_infinite)
@@ -250,39 +227,32 @@ def _from_path(
             hint='add one that transformers knows, such as "model_type": "gpt2"',
         )
     weights = str(path) if path.is_dir() and any(any(path.glob(pattern)) for pattern in _WEIGHTS) else None
-    if raw.get("auto_map") and trust_remote_code:
-        from transformers import AutoConfig
-
-        config = AutoConfig.from_pretrained(file.parent, trust_remote_code=True)
-    elif model_type not in transformers_internals.model_types():
+    if model_type not in transformers_internals.model_types():
         raise RequestError(
             f"transformers does not know the model type `{model_type}` of {file}",
-            because="the code that comes with a model runs only if asked" if raw.get("auto_map") else (),
+            because="frugal never runs the code that comes with a model" if raw.get("auto_map") else (),
             hint=_similar(model_type, transformers_internals.model_types()),
         )
-    else:
-        try:
-            config = _config_class(model_type).from_dict(raw)
-        except Exception as error:  # configurations check their values each in its own way
-            raise RequestError(f"{file} is not a model's configuration", because=first_line(error)) from None
+    try:
+        config = transformers_internals.model_types()[model_type].from_dict(raw)
+    except Exception as error:  # configurations check their values each in its own way
+        raise RequestError(f"{file} is not a model's configuration", because=first_line(error)) from None
     beside = any((file.parent / name).exists() for name in _TOKENIZERS)
-    return _from_config(
-        reference, config, task, num_labels=num_labels, weights=weights,
-        own_tokenizer=str(file.parent) if beside else None, trust_remote_code=trust_remote_code,
-    )  # fmt: skip
+    own_tokenizer = str(file.parent) if beside else None
+    return _from_config(reference, config, task, num_labels, weights=weights, own_tokenizer=own_tokenizer)
 
 
 def _infinite(value: dict[str, Any]) -> Any:
-    """transformers writes infinity as an object, `{"__float__": "Infinity"}`."""
+    """Read infinity as transformers writes it, `{"__float__": "Infinity"}`."""
     return float(value["__float__"]) if value.keys() == {"__float__"} else value
 
 
-def _from_hub(reference: str, task: str | None, *, num_labels: int | None, trust_remote_code: bool) -> ModelSpec:
+def _from_hub(reference: str, task: str | None, num_labels: int | None) -> ModelSpec:
     from transformers import AutoConfig
 
     try:
         config = AutoConfig.from_pretrained(
-            reference, trust_remote_code=trust_remote_code, local_files_only=not factories.hub_is_reachable()
+            reference, trust_remote_code=False, local_files_only=not factories.hub_is_reachable()
         )
     except (OSError, ValueError) as error:
         raise RequestError(
@@ -293,14 +263,11 @@ def _from_hub(reference: str, task: str | None, *, num_labels: int | None, trust
             ),
             hint=_similar(reference.rpartition("/")[2], presets(), transformers_internals.model_types()),
         ) from None
-    return _from_config(
-        reference, config, task, num_labels=num_labels, weights=reference, own_tokenizer=reference,
-        trust_remote_code=trust_remote_code,
-    )  # fmt: skip
+    return _from_config(reference, config, task, num_labels, weights=reference, own_tokenizer=reference)
 
 
-def _similar(name: str, *known: Mapping[str, Any]) -> str:
-    """A hint with the closest names of the first that has some, otherwise what else could be given."""
+def _similar(name: str, *known: Collection[str]) -> str:
+    """Return a hint with the closest names of the first that has some, otherwise with what else could be given."""
     for names in known:
         if matches := difflib.get_close_matches(name.lower(), names, n=2, cutoff=0.6):
             return f"did you mean {' or '.join(matches)}?"
@@ -308,13 +275,15 @@ def _similar(name: str, *known: Mapping[str, Any]) -> str:
 
 
 def _from_factory(reference: str, task: str | None) -> ModelSpec:
-    """The spec of a user's factory, called once on meta to see what it makes."""
+    """Return the spec of a user's factory, called once on meta to see what it makes."""
     factory = factories.import_callable(reference)
     module, objective = factories.make_model(reference, factory, torch.device("meta"))
     config = getattr(module, "config", None)
     is_transformers = hasattr(config, "get_text_config")
     if objective is None and task is None:
-        task = _infer_task_of_class(module)
+        made: Any = module
+        inner = made.get_base_model() if hasattr(made, "get_base_model") else made  # peft's wrapper
+        task = _task_of_class(getattr(getattr(inner, "config", None), "model_type", ""), type(inner).__name__)
         if task is None:
             raise RequestError(
                 f"{reference} makes a {type(module).__name__}, but does not say how to train it",
@@ -336,18 +305,8 @@ def _from_factory(reference: str, task: str | None) -> ModelSpec:
 
 
 def _input_embedding(module: Any) -> nn.Module | None:
-    """Of a model of transformers; None where it reads no tokens, as models of images do."""
+    """Return the embedding of a model of transformers; None where it reads no tokens, as models of images do."""
     try:
         return module.get_input_embeddings()
     except (AttributeError, NotImplementedError):
         return None
-
-
-def _infer_task_of_class(module: nn.Module) -> str | None:
-    if hasattr(module, "get_base_model"):  # peft's wrapper
-        module = module.get_base_model()  # type: ignore[operator]  # a method
-    for task in ("seq2seq", "masked-lm", "causal-lm", "sequence-classification"):
-        names = heads(task).get(getattr(getattr(module, "config", None), "model_type", ""), ())
-        if type(module).__name__ in ((names,) if isinstance(names, str) else names):
-            return task
-    return None

@@ -4,8 +4,8 @@ import copy
 import functools
 import hashlib
 import json
-from collections.abc import Callable, Iterator, Mapping
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from collections.abc import Callable, Mapping
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, replace
 from typing import Any, get_args
 
@@ -75,7 +75,6 @@ class ModelSpec:
     kind_of_reference: str = "factory"
     uses_cache: bool | None = None
     layer_drop: tuple[tuple[str, float], ...] = ()
-    trust_remote_code: bool = False
     factory: factories.Factory | None = None
     structure: str = ""
     own_objective: Objective | None = None
@@ -84,11 +83,11 @@ class ModelSpec:
 
     @property
     def origin(self) -> Origin:
-        """Where its weights come from."""
+        """Return where its weights come from."""
         return "factory" if self.factory is not None else "random" if self.weights is None else "pretrained"
 
     def fingerprint(self) -> str:
-        """SHA-256 of everything that memory and training depend on: the architecture and the task.
+        """Return the SHA-256 of all that memory and training depend on: the architecture and the task.
 
         Neither the weights nor the ids of special tokens nor the number of classes are part of it.
         """
@@ -110,8 +109,7 @@ class ModelSpec:
         adapting: AbstractContextManager[Any] | None = None,
         quantising_on: torch.device | None = None,
     ) -> nn.Module:
-        """The module in training mode, with its adapters; the same seed gives the same weights. On `meta` it has shapes
-        only.
+        """Build the module in training mode, with adapters; the same seed gives the same weights, `meta` only shapes.
 
         `place` is given each pretrained parameter as soon as it is read, so that it need not stay on the host. What is
         not pretrained is on `device`. `adapting` is open while adapters are put around what was placed.
@@ -151,7 +149,7 @@ class ModelSpec:
     def _base(
         self, dtype: torch.dtype, device: torch.device, place: Place | None, quantising_on: torch.device
     ) -> nn.Module:
-        """The module without adapters. Raises as `build`."""
+        """Return the module without adapters. Raises as `build`."""
         if self.factory is None and self.weights is not None and device.type != "meta":
             module = self._pretrained(dtype, place or off_the_file, quantising_on)
             return module if place else module.to(device)
@@ -162,39 +160,43 @@ class ModelSpec:
             import transformers
 
             auto = getattr(transformers, _AUTO[self.task][0])
-            with factories.on_device(device), self._configuration_errors():
-                module = auto.from_config(
-                    self._config_to_build(), dtype=dtype, trust_remote_code=self.trust_remote_code
-                )
+            try:
+                with factories.on_device(device):
+                    module = auto.from_config(self._config_to_build(), dtype=dtype, trust_remote_code=False)
+            except Exception as error:  # values that contradict each other, or are no numbers; each model in its way
+                because = f"{type(error).__name__}: {first_line(error)}"
+                raise RequestError(
+                    f"{self.reference} has a configuration that makes no model", because=because
+                ) from None
         if self.quantize is None:
             return module
-        return quantised.apply(module, self.quantize, reference=self.reference, dtype=dtype)
+        return quantised.apply(module, reference=self.reference, dtype=dtype)
 
     def _config_to_build(self) -> Any:
-        """transformers writes into it what it quantises."""
+        """Return the configuration, or a copy where transformers writes into it what it quantises."""
         return self.config if self.quantize is None else copy.deepcopy(self.config)
 
     def reader(self, dtype: torch.dtype, *, may_download: bool = True) -> Callable[[], Any]:
-        """transformers' `from_pretrained` with its arguments, for a model that has weights."""
+        """Return transformers' `from_pretrained` with its arguments, for a model that has weights."""
         import transformers
 
         options: dict[str, Any] = {}
         if self.quantize is not None:
-            options["quantization_config"] = quantised.config(self.quantize, dtype)
+            options["quantization_config"] = quantised.config(dtype)
             options["device_map"] = {"": "cpu"}  # otherwise it warms up the allocator of a GPU
         return functools.partial(
             getattr(transformers, _AUTO[self.task][0]).from_pretrained,
             self.weights,
             config=self._config_to_build(),
             dtype=dtype,
-            trust_remote_code=self.trust_remote_code,
+            trust_remote_code=False,
             local_files_only=not (may_download and factories.hub_is_reachable()),
             output_loading_info=True,
             **options,
         )
 
     def _pretrained(self, dtype: torch.dtype, place: Place, quantising_on: torch.device) -> nn.Module:
-        """The module with the weights that were saved; what they lack is random, and told by `random_weights`."""
+        """Return the module with its saved weights; what they lack is random, see `random_weights`."""
         reader, quantising = self.reader(dtype), quantising_on if self.quantize is not None else None
         try:
             module, loaded, sizes = load_weights(reader, place, quantising_on=quantising)
@@ -217,17 +219,8 @@ class ModelSpec:
         setattr(module, _RANDOM, tuple(sorted(missing & sizes.keys())))
         return quantised.settle(module)
 
-    @contextmanager
-    def _configuration_errors(self) -> Iterator[None]:
-        """What goes wrong inside is the configuration's fault: its values contradict each other, or are no numbers."""
-        try:
-            yield
-        except Exception as error:  # every model finds out in its own way
-            because = f"{type(error).__name__}: {first_line(error)}"
-            raise RequestError(f"{self.reference} has a configuration that makes no model", because=because) from None
-
     def objective(self, tokenizer: Any = None, *, seed: int = 0, pack: bool = False) -> Objective:
-        """What is trained; pads and masks with the tokenizer's special tokens, or with the configuration's.
+        """Return the objective, which pads and masks with the tokenizer's special tokens, or the configuration's.
 
         `seed` is for objectives that draw something: which tokens are masked. `pack`: several documents in a sample.
         """
@@ -264,12 +257,14 @@ class ModelSpec:
         raise AssertionError(self.task)
 
     def has_own_loss(self) -> bool:
-        """Whether what is trained is the model's own loss, not the cross entropy of its logits."""
+        """Return whether the model's own loss is trained, not the cross entropy of its logits."""
         return self.task in ("causal-lm", "seq2seq") and self.config is not None and own_loss.is_needed(self.config)
 
     def _decoder_inputs(self, **special_ids: int) -> Callable[[Tensor], Tensor] | None:
-        """What makes decoder inputs of labels, as the model's class does; `special_ids` where the configuration has
-        none. None: the class has no way of its own."""
+        """Return a function from labels to decoder inputs, as the model's class makes them; None: it has no own way.
+
+        `special_ids` stand where the configuration has none.
+        """
         if self.config is None:
             return None
         config = copy.deepcopy(self.config)
@@ -280,24 +275,21 @@ class ModelSpec:
         return decoder_inputs.of_class(self._model_class(), config)
 
     def _model_class(self) -> type[nn.Module]:
-        """The class of the model, inside adapters that it may have been given."""
+        """Return the class of the model, inside adapters that it may have been given."""
         names = heads(self.task).get(self.config.model_type)
-        if self.factory is None and names and not self._has_own_code():
+        if self.factory is None and names:
             import transformers
 
             return getattr(transformers, names if isinstance(names, str) else names[0])
         model: Any = self.build(dtype=torch.float32, device="meta")
         return type(model.get_base_model() if hasattr(model, "get_base_model") else model)
 
-    def _has_own_code(self) -> bool:
-        return self.trust_remote_code and bool(getattr(self.config, "auto_map", None))
-
     def _is_bidirectional(self) -> bool:
-        """Whether tokens see later ones, so that padding has to be masked."""
+        """Return whether tokens see later ones, so that padding has to be masked."""
         return self.config is None or self.config.is_encoder_decoder or self.config.model_type in heads("masked-lm")
 
     def for_tokenizer(self, tokenizer: Any) -> "ModelSpec":
-        """The same model with the tokenizer's special tokens, as training from text needs it.
+        """Return the same model with the tokenizer's special tokens, as training from text needs it.
 
         A pretrained model keeps those that its configuration names.
 
@@ -327,7 +319,7 @@ _RANDOM = "_frugal_random_weights"
 
 
 def random_weights(module: nn.Module) -> tuple[str, ...]:
-    """The parameters of a pretrained model that were not among its weights, such as a new head's."""
+    """Return the parameters of a pretrained model that were not among its weights, such as a new head's."""
     return getattr(module, _RANDOM, ())
 
 
@@ -358,12 +350,12 @@ def check_sequence_length(spec: ModelSpec, seq_len: int) -> None:
 
 @functools.cache
 def heads(task: str) -> Mapping[str, Any]:
-    """Model type -> class name (or names) of its model for `task`."""
+    """Return the class name (or names) for `task` by model type."""
     return transformers_internals.heads(_AUTO[task][1])
 
 
 def max_positions_of(config: Any) -> int | None:
-    """Tokens that the position embeddings reach; None where positions are relative."""
+    """Return the tokens that the position embeddings reach; None where positions are relative."""
     text = config.get_text_config()
     positions = getattr(text, "max_position_embeddings", None)
     if not isinstance(positions, int) or positions <= 0:

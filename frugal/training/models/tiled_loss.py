@@ -6,8 +6,11 @@ exists at once. The incoming gradient is a scalar and is applied in backward, so
 scale) stays exact. The idea is that of Liger Kernel's fused linear cross entropy (Hsu et al., 2024, arXiv:2410.10989)
 in plain PyTorch.
 
-What a model does to its logits after the head, such as a soft cap, is applied to each slice where it is elementwise
-(`tiling/logits_end.py`), in the model's own precision; other models are refused.
+What a model does to its logits after the head, a soft cap, a scale or a bias, is applied to each slice in the model's
+own precision: its copy on meta, without its layers, runs on two tokens, and every operator that the head's result
+passes is noted (`tiling/positions.py`). The same operators are applied to a slice: the result is that of the whole, bit
+for bit. Refused are ends that are not elementwise, change logits in place, draw random numbers, or use a parameter (its
+gradient would be lost, and ZeRO-3 has not gathered it in the head).
 
 Cost: one buffer of the head's size in fp32, in which its gradient is summed, and none of the logits.
 
@@ -16,7 +19,6 @@ The loss runs inside the head module's own forward, because that is where ZeRO-3
 
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from functools import partial
 from typing import Any
 
 import torch
@@ -26,13 +28,8 @@ from torch import Tensor, nn
 from frugal import torch_internals
 from frugal.errors import RequestError
 from frugal.training.losses import predictions
-from frugal.training.models.tiling import logits_end, slices
-
-MIN_TILES = 8
-"""More where a tile would still have more positions than the model is wide: products reach what a device can do long
-before."""
-
-IGNORED = predictions.IGNORED
+from frugal.training.models.tiling import positions, slices
+from frugal.units import IGNORED
 
 
 def apply(model: nn.Module) -> None:
@@ -60,45 +57,38 @@ def remove(model: nn.Module) -> None:
 
 
 _PREPARED = "frugal_tiled_head"
-"""Where a head keeps what stands for its forward."""
+"""The attribute in which a head keeps its other forward."""
 
 
 def _prepared(model: nn.Module, head: nn.Linear) -> "_TiledHead":
-    """What stands for the head's forward. Raises as `apply`."""
+    """Return the replacement of the head's forward. Raises as `apply`."""
     if _PREPARED not in vars(head):
         try:
-            end = logits_end.observed(model)
-        except logits_end.NotElementwiseError as error:
+            finish = logits_end(model)
+        except positions.PositionsMeetError as error:
             raise _refusal(model, f"{_CHANGED}: {error}") from None
-        finish = partial(end.apply, model=model) if end is not None and end.steps else None
         vars(head)[_PREPARED] = _TiledHead(head, finish)
     prepared: _TiledHead = vars(head)[_PREPARED]
     return prepared
 
 
 def is_supported(model: nn.Module) -> bool:
-    """Whether `apply` would work. A model may still change its logits after the head; only a forward shows that."""
+    """Return whether `apply` would work; whether the model changes its logits after the head, only a forward shows."""
     return _head(model) is not None
 
 
 def is_applied(model: nn.Module) -> bool:
-    """Whether `apply` was called on this model, or on the model inside this DeepSpeed engine."""
+    """Return whether `apply` was called on this model, or on the model inside this DeepSpeed engine."""
     head = _head(model)
     return head is not None and isinstance(head.forward, _TiledHead)
 
 
-def summed_cross_entropy(model: nn.Module, inputs: dict[str, Any], targets: Tensor) -> Tensor:
-    """The loss summed over `targets` of shape `(samples, positions)`, fp32, shape `()`.
+def outputs_with_sum(model: nn.Module, inputs: dict[str, Any], targets: Tensor) -> Any:
+    """Return `model(**inputs)`, whose logits are the loss summed over `targets (samples, positions)`, fp32, shape `()`.
 
     Raises:
         RequestError: the model changes its logits after the head in a way that was not observed.
     """
-    loss: Tensor = outputs_with_sum(model, inputs, targets).logits
-    return loss
-
-
-def outputs_with_sum(model: nn.Module, inputs: dict[str, Any], targets: Tensor) -> Any:
-    """What `model(**inputs)` returns; its logits are the loss summed over `targets`, see `summed_cross_entropy`."""
     head = _head(model)
     assert head is not None
     tiled = head.forward
@@ -120,7 +110,7 @@ def outputs_with_sum(model: nn.Module, inputs: dict[str, Any], targets: Tensor) 
 
 
 def loss_of_head(model: nn.Module) -> Tensor:
-    """While `outputs_with_sum` runs the model: the summed loss, as its head returned it."""
+    """Return the summed loss that the head returned, while `outputs_with_sum` runs the model."""
     head = _head(model)
     assert head is not None and isinstance(head.forward, _TiledHead) and head.forward.loss is not None
     return head.forward.loss
@@ -140,8 +130,64 @@ def _head(model: nn.Module) -> nn.Linear | None:
     return head if isinstance(head, nn.Linear) else None
 
 
+def logits_end(model: nn.Module) -> Callable[[Tensor], Tensor] | None:
+    """Return what `model` does to its logits `(samples, positions, classes)` after its head; None: nothing.
+
+    None also where it does not run on meta; `outputs_with_sum` checks what it then returns. The model is not changed,
+    and may be on any device, also with parameters that ZeRO-3 has divided.
+
+    Raises:
+        PositionsMeetError: the model's logits are no elementwise function of its head's.
+    """
+    for without_layers in (True, False):
+        try:
+            copied = positions.meta_copy(model, without_layers=without_layers)
+            return _observed_end(model, copied)
+        except positions.PositionsMeetError:
+            raise
+        except Exception:  # whatever a model trips over on meta
+            continue
+    return None
+
+
+def _observed_end(model: nn.Module, copied: Any) -> Callable[[Tensor], Tensor] | None:
+    """Note what `copied`, the model's copy on meta, does to what its head returns. Raises as `logits_end`."""
+    for config in (copied.config, copied.config.get_text_config()):
+        config.output_router_logits = False  # no layers, no routers; what they add to the loss is another matter
+    head = copied.get_output_embeddings()
+    inputs = {"input_ids": torch.zeros((1, 2), dtype=torch.int64, device="meta")}
+    if getattr(copied.config, "is_encoder_decoder", False):
+        inputs["decoder_input_ids"] = inputs["input_ids"]
+    with torch_internals.without_modes(), torch.no_grad():
+        follower = positions.Follower(copied, is_elementwise=True)
+        shape = 1, positions.NUM_POSITIONS, head.out_features
+        head.forward = lambda hidden: follower.follow(hidden.new_empty(shape))
+        with follower:
+            ended = copied(**inputs).logits
+    if id(ended) not in follower.followed:
+        raise positions.PositionsMeetError("they are made of something else")
+    first, buffers = next(iter(follower.followed)), {id(buffer): name for name, buffer in copied.named_buffers()}
+
+    def finish(logits: Tensor) -> Tensor:
+        values = {first: logits}
+
+        def value(argument: Any) -> Any:
+            if not isinstance(argument, Tensor):
+                return argument
+            if id(argument) in buffers:
+                return model.get_buffer(buffers[id(argument)])
+            return values[id(argument)] if id(argument) in values else argument.item()
+
+        for operator, arguments, options, out in follower.steps:
+            given = {name: value(option) for name, option in options.items()}
+            values[id(out)] = operator(*map(value, arguments), **given)
+        return values[id(ended)]
+
+    return finish if id(ended) != first else None
+
+
 class _TiledHead:
-    """Stands for `head.forward`: takes hidden states, returns the summed loss instead of logits.
+    """A head's forward that takes hidden states and returns the summed loss instead of logits.
 
     `finish`: what the model does to its logits `(samples, positions, classes)` after the head; None: nothing.
     """
@@ -161,7 +207,7 @@ class _TiledHead:
 
     @contextmanager
     def hooks_on(self, model: nn.Module) -> Iterator[None]:
-        """Inside, `model` returns the loss that its head did, though its end is applied to it as to logits.
+        """Have `model` return the loss that its head did, though its end is applied to it as to logits.
 
         The head's as it leaves the hooks of ZeRO-3 on the head, and before it enters those on the model.
         """
@@ -202,7 +248,7 @@ class _TiledCrossEntropy(torch.autograd.Function):
         grad_weight = torch.zeros_like(weight, dtype=torch.float32) if need_weight else None
         grad_bias = torch.zeros_like(bias, dtype=torch.float32) if bias is not None and need_bias else None
         _, num_positions, model_width = hidden.shape
-        width = -(-num_positions // max(MIN_TILES, -(-num_positions // model_width)))
+        width = slices.length(num_positions, model_width)
         for start in slices.starts(hidden, 1, width):
             tile = hidden[:, start : start + width].reshape(-1, hidden.shape[-1])
             labels = targets[:, start : start + width].reshape(-1, 1)
@@ -251,7 +297,7 @@ class _TiledCrossEntropy(torch.autograd.Function):
 def _finished(
     raw: Tensor, finish: Callable[[Tensor], Tensor], num_samples: int, in_training: bool
 ) -> tuple[Tensor, Callable[[Tensor], Tensor]]:
-    """`raw (tokens, classes)` with the model's end, which may be written to, and what takes gradients back to it."""
+    """Return `raw (tokens, classes)` after the model's end, writable, and a function from its gradient to `raw`'s."""
     with torch.set_grad_enabled(in_training):
         raw.requires_grad_(in_training)
         ended = finish(raw.view(num_samples, -1, raw.shape[-1]))

@@ -35,7 +35,6 @@ LAYERS = (
     ),
 )
 MODELS = (
-    *needed("transformers.models.auto.configuration_auto", "types of models", "CONFIG_MAPPING_NAMES"),
     *needed(
         "transformers.models.auto.modeling_auto",
         "types of models with a head for a task",
@@ -66,7 +65,6 @@ QUANTISING = needed(
     "transformers.integrations.bitsandbytes",
     "weights are quantised on the device that trains them",
     "Bnb4bitQuantize.convert(self, input_dict, full_layer_name, model, kwargs)",
-    "Bnb8bitQuantize.convert(self, input_dict, model, full_layer_name, kwargs)",
 )
 
 
@@ -101,7 +99,7 @@ def always_use() -> None:
 
 @contextmanager
 def packed_documents(numbers: Callable[[Any], Any]) -> Iterator[None]:
-    """Models called inside the `with` block learn from `numbers(position_ids)` the document of each token of a pack."""
+    """Have models called inside the block learn the document of each token from `numbers(position_ids)`."""
     _verify(MASKS)
     from transformers import masking_utils
 
@@ -110,12 +108,12 @@ def packed_documents(numbers: Callable[[Any], Any]) -> Iterator[None]:
 
 
 _num_parts = 1
-"""Into how many the sequences of the forward that runs are split."""
+"""The number of parts into which sequences of the running forward are split."""
 
 
 @contextmanager
 def masks_of_whole_sequences(num_parts: int, positions: Any, documents: Any) -> Iterator[None]:
-    """Models called inside the `with` block, with one of `num_parts` of each sequence, make the masks of the whole.
+    """Have models called inside the block with one of `num_parts` of each sequence make the masks of the whole.
 
     `positions`, `documents (samples, positions)`: of packs those of each token of the whole; None: nothing is packed.
     """
@@ -156,16 +154,15 @@ def attention_by(name: str, run: Callable[..., Any]) -> None:
     AttentionInterface.register(name, through)
 
 
-def model_types() -> Mapping[str, str]:
-    """The types of models that transformers has, and their config classes."""
-    _verify(MODELS)
-    from transformers.models.auto.configuration_auto import CONFIG_MAPPING_NAMES  # takes a second
+def model_types() -> Mapping[str, Any]:
+    """Return the classes of configurations by the types of models that transformers has."""
+    from transformers import CONFIG_MAPPING  # takes a second
 
-    return CONFIG_MAPPING_NAMES
+    return CONFIG_MAPPING
 
 
 def heads(mapping: str) -> Mapping[str, Any]:
-    """Types of models, and the classes (one or several) that one of transformers' `MODEL_FOR_..._NAMES` gives them."""
+    """Return the class names (one or several) by model type of one of transformers' `MODEL_FOR_..._NAMES`."""
     _verify(MODELS)
     from transformers.models.auto import modeling_auto
 
@@ -173,7 +170,7 @@ def heads(mapping: str) -> Mapping[str, Any]:
 
 
 def checkpointed_layers(model: nn.Module) -> list[nn.Module]:
-    """The layers of a transformers model that can be recomputed one by one; in others in which they stand are parts."""
+    """Return the outermost layers of a transformers model that can be recomputed one by one."""
     _verify(LAYERS)
     from transformers.modeling_layers import GradientCheckpointingLayer
 
@@ -203,9 +200,9 @@ def recompute_layers(
 
 @contextmanager
 def without_caches(module: nn.Module) -> Iterator[None]:
-    """A transformers model returns no keys and values: no plan counts those of all layers at once.
+    """Have a transformers model return no keys and values: no plan counts those of all layers at once.
 
-    Under activation checkpointing it keeps none in training by itself.
+    Under activation checkpointing it keeps none in training anyway.
     """
     config: Any = getattr(module, "config", None)
     text: Any = config.get_text_config() if hasattr(config, "get_text_config") else None
@@ -226,7 +223,7 @@ def reading(
     arrived: Callable[[Any, str], None],
     finish: Callable[[Any, Any], None] | None = None,
 ) -> Iterator[None]:
-    """`from_pretrained` inside the `with` block reads one tensor after the other, each when it is needed.
+    """Have `from_pretrained` inside the `with` block read one tensor after the other, each when it is needed.
 
     `stored` makes of files the tensors in them by name, or objects that are read when they are indexed. `arrived` is
     called with the model and the name of each parameter and buffer that has got its values; `finish` with the model and
@@ -270,11 +267,10 @@ def reading(
 
 @contextmanager
 def quantising(device: Any, pack: Callable[[Any, Any], Any]) -> Iterator[None]:
-    """Weights that `from_pretrained` quantises inside the `with` block go to `device` before; `pack` takes each as it
-    was read, and its module, and returns what is set. bitsandbytes packs none on meta, and transformers takes those of
-    8 bits to the host before."""
+    """Move weights that `from_pretrained` quantises inside the block to `device` first; `pack` takes each as it
+    was read, and its module, and returns what is set; bitsandbytes packs none on meta."""
     _verify(QUANTISING)
-    from transformers.integrations.bitsandbytes import Bnb4bitQuantize, Bnb8bitQuantize
+    from transformers.integrations.bitsandbytes import Bnb4bitQuantize
 
     def convert(_self: Any, input_dict: Any, *_: Any, model: Any, **_options: Any) -> Any:
         packed = {}
@@ -285,12 +281,12 @@ def quantising(device: Any, pack: Callable[[Any, Any], Any]) -> Iterator[None]:
             module._is_hf_initialized = True
         return packed
 
-    with patch.object(Bnb4bitQuantize, "convert", convert), patch.object(Bnb8bitQuantize, "convert", convert):
+    with patch.object(Bnb4bitQuantize, "convert", convert):
         yield
 
 
 def read_weights(path: Any, map_location: str = "cpu") -> Mapping[str, Any]:
-    """The tensors in a file, by name: mapped into memory where its format allows, otherwise read; or on meta."""
+    """Return the tensors in a file by name: mapped into memory where its format allows, otherwise read; or on meta."""
     _verify(LOADING)
     from transformers.modeling_utils import load_state_dict
 

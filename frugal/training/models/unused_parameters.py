@@ -1,7 +1,7 @@
 """Trained parameters to which no sample of a global batch leads, on any rank; their gradient is None in plain PyTorch.
 
 Its optimizers leave such a parameter as it is, bit for bit. So does stage 0 here. Under ZeRO-1 to 3 an optimizer
-updates flat tensors of many parameters, and takes a gradient of zero for these: weight decay and momentum go on, and
+updates flat tensors of many parameters, and takes a gradient of zero for these: weight decay and momentum continue, and
 Adam counts the step. That is said once, with their names. SGD without either changes nothing, as in PyTorch.
 
 Which there are costs one number more in the sum that a step takes over the ranks anyway: how many ranks have used all.
@@ -46,7 +46,7 @@ class UnusedParameters:
             self._used.add(number)
 
     def expect(self, num_targets: int) -> None:
-        """A micro-batch of so many targets comes; one of none is a dummy, whose gradient of zero is none."""
+        """Expect a micro-batch of `num_targets` targets; 0 is a dummy, whose gradients of zero do not count."""
         self._has_targets = num_targets > 0
 
     def close(self) -> None:
@@ -55,7 +55,7 @@ class UnusedParameters:
             hook.remove()
 
     def begin(self) -> None:
-        """A global batch begins, for the first time or again."""
+        """Begin a global batch, for the first time or again."""
         self._used.clear()
 
     def refuse_frozen(self) -> None:
@@ -73,11 +73,11 @@ class UnusedParameters:
 
     @property
     def uses_all(self) -> bool:
-        """Whether this rank has used every trained parameter."""
+        """Return whether this rank has used every trained parameter."""
         return len(self._used) == len(self._trained)
 
     def leave_alone(self) -> None:
-        """Some rank has not used all, and no rank all alone: keep what none has used from the update. Collective."""
+        """Keep parameters that no rank has used from the update, where some rank has not used all. Collective."""
         used = torch.zeros(len(self._trained), dtype=torch.uint8)
         used[list(self._used)] = 1
         dist.all_reduce(used, op=dist.ReduceOp.MAX, group=self._votes)
@@ -97,7 +97,7 @@ class UnusedParameters:
                 )  # fmt: skip
 
     def _goes_on(self) -> str:
-        """What an update with a gradient of zero does all the same."""
+        """Describe what an update does all the same with a gradient of zero."""
         request = self._request
         is_plain = request.optimizer == "sgd" and not request.momentum
         parts = [f"weight decay of {request.weight_decay:g}"] if request.weight_decay else []

@@ -17,14 +17,14 @@ from frugal.deepspeed_adapter.stages import Zero
 
 
 def decaying(module: nn.Module) -> set[str]:
-    """Names of the parameters that HF Trainer lets decay: not those of LayerNorm, nor with norm or bias in the name."""
+    """Return the names of parameters that HF Trainer decays: none of LayerNorm, none with norm or bias in the name."""
     from transformers import Trainer
 
     return set(Trainer.get_decay_parameter_names(None, module))  # it does not look at itself
 
 
 class PartialDecay:
-    """Decays what is to decay of what `zero`'s inner optimizer is about to update."""
+    """Weight decay of a part of the elements that `zero`'s inner optimizer is about to update."""
 
     def __init__(self, zero: Zero, request: Request) -> None:
         self._inner, self._decay = zero.inner, request.weight_decay
@@ -40,7 +40,7 @@ class PartialDecay:
             group["weight_decay"] = 0.0
 
     def apply(self) -> None:
-        """Once, before the step of what is in the optimizer's groups now: ZeRO-3 puts one sub-group there at a time."""
+        """Decay what is in the optimizer's groups now, before its step: ZeRO-3 puts one sub-group there at a time."""
         if self._runs is None:
             return
         with torch.no_grad():
@@ -54,7 +54,7 @@ class PartialDecay:
 
 
 def _runs(parts: list[tuple[int, int]]) -> list[tuple[int, int]]:
-    """Begin and end of stretches of elements, joined where one begins at the end of the other."""
+    """Return begin and end of stretches of elements, joined where one begins at the end of the other."""
     runs: list[tuple[int, int]] = []
     for begin, number in parts:
         if runs and runs[-1][1] == begin:

@@ -1,1 +1,1 @@
-"""What a run says: what it begins with, its progress and records, and trackers that follow it."""
+"""Reports of a run: its first lines, progress, records and trackers, and how it ends."""

@@ -1,8 +1,8 @@
 """The final model on the Hugging Face hub, by the library's own upload (`--push-to-hub REPO`).
 
-The repository is made before training, private unless it is there already, so that a name or a token that is wrong is
-said at once. The model folder is uploaded when the run is over. What fails then does not fail the run: its model is
-saved, and the command that uploads it is said.
+The repository is made before training, private unless it exists, so that a wrong name or token is reported at once. The
+model folder is uploaded when the run is over. A failure then does not fail the run: its model is saved, and the command
+that uploads it is printed.
 """
 
 import shlex
@@ -13,10 +13,10 @@ from frugal.errors import RequestError, first_line
 
 
 def check(repository: str | None) -> None:
-    """Make the private repository, unless it is there or none is asked for.
+    """Make the private repository, unless it exists or none is asked for.
 
     Raises:
-        RequestError: its name is none, or the hub cannot be asked or does not allow it.
+        RequestError: its name is wrong, or the hub cannot be reached or does not allow it.
     """
     if repository is None:
         return
@@ -28,12 +28,12 @@ def check(repository: str | None) -> None:
         raise RequestError(
             f"cannot make the repository {repository} on the hub",
             because=first_line(error),
-            hint="see that `hf auth whoami` tells who you are, or leave --push-to-hub out and upload later",
+            hint="check with `hf auth whoami` that you are logged in, or leave --push-to-hub out and upload later",
         ) from None
 
 
 def push(folder: Path, repository: str) -> None:
-    """Upload the model in `folder`, and say where it is; where that fails, the command that does it later."""
+    """Upload the model in `folder`, and print where it is, or the command that uploads it later if that fails."""
     from huggingface_hub import HfApi
 
     try:

@@ -4,11 +4,11 @@ It is never shortened in place: what is dropped at a resume is left out of a new
 it is on the disk. Where the disk is full, records wait in memory for room until the next checkpoint.
 """
 
+import errno
 import logging
 import os
-import secrets
 import stat
-from collections.abc import Iterator
+from collections import deque
 from contextlib import suppress
 from pathlib import Path
 
@@ -23,39 +23,46 @@ logger = logging.getLogger("frugal")
 
 
 class Records:
-    """`metrics.jsonl`, open to append to, without records of steps after `last_step` or half a record.
+    """`metrics.jsonl`, open for appending, without records of steps after `last_step` and without half a record.
 
-    Before each write it is compared with the file of that name. An editor, `sed -i` or rsync put another one in its
-    place, and one may be cut in place: the run goes on in the file that is there, with the records that came since.
-    What is no file is renamed, and a new file begun.
+    Before each write it is compared with the file of that name. If that is another one, which an editor, `sed -i` or
+    rsync has put there, or no file at all, it is renamed, and the run's own is written anew with all records. So is one
+    that was deleted. A file that was changed in place is continued on a new line.
+
+    `is_folder_gone`: the run's folder was deleted or moved.
 
     Raises:
         CheckpointError: it cannot be read or written; it is what it was.
     """
 
     def __init__(self, path: Path, last_step: int) -> None:
-        self._path = path
-        self._unwritten, self._num_written = bytearray(), 0  # so many bytes of it are in the file
-        self._is_failing = False
+        self._path = path = path.absolute()
+        self._unwritten: deque[bytes] = deque()
+        self._part = 0  # bytes of the first unwritten record that are in the file
+        self._is_failing = self.is_folder_gone = False
         try:
-            self._put_aside()
-            self._descriptor = files.append(path)
-            kept = _Kept(path, last_step)
-            self.dropped_steps = max(0, kept.newest - last_step)
-            if not kept.is_all:
+            if os.path.lexists(path) and not stat.S_ISREG(path.lstat().st_mode):
+                files.move_aside(path)
+            self._open()
+            self.dropped_steps, num_broken, is_all = _survey(path, last_step)
+            if not is_all:
                 os.close(self._descriptor)
-                files.write_file(path, kept.lines())
-                self._descriptor = files.append(path)
-            if kept.num_broken:
-                number = plural(kept.num_broken, "line")
+                files.write_file(path, (line for line in files.read_lines(path) if _is_kept(line, last_step)))
+                self._open()
+            if num_broken:
+                number = plural(num_broken, "line")
                 logger.warning("%s: %s of it cannot be read as records, and are left out", path, number)
-            self._folder, self._size = path.parent.stat(), os.fstat(self._descriptor).st_size
+            self._folder = path.parent.stat()
         except OSError as error:
             raise _cannot_write(path, error) from None
 
+    def _open(self) -> None:
+        self._descriptor = files.append(self._path)
+        self._size, self._part = os.fstat(self._descriptor).st_size, 0
+
     def add(self, line: bytes) -> None:
         """Append a record, or keep it until there is room."""
-        self._unwritten += line
+        self._unwritten.append(line)
         try:
             self._write()
             self._is_failing = False
@@ -65,31 +72,28 @@ class Records:
                 logger.warning("cannot write %s, it is kept for the next checkpoint: %s; %s", METRICS, because, remedy)
             self._is_failing = True
 
-    def sync(self, path: Path) -> None:
-        """Have all on the disk, under the name `path`. A file that was deleted is made again, with all its records.
+    def sync(self) -> None:
+        """Have all records on the disk.
 
         Raises:
-            OSError: it cannot be written.
+            OSError: they cannot be written, or the run's folder was deleted or moved.
         """
         try:
-            self._path, self._folder = path, path.parent.stat()
             self._write()
-            self._write()  # another file may have come in its place meanwhile
+            self._follow()  # the file may have been replaced meanwhile
             os.fsync(self._descriptor)
-            if not path.exists():
-                files.write_file(path, files.read_lines(Path(f"/proc/self/fd/{self._descriptor}")))
-                os.close(self._descriptor)
-                self._descriptor = files.append(path)
-                logger.warning("%s is written anew, with all records of this run: the file was deleted", path)
         except OSError as error:
-            error.filename = error.filename or str(path)
+            error.filename = error.filename or str(self._path)
             raise
+        if self.is_folder_gone:
+            what = "the run's folder was deleted or moved (moved back, it can be resumed)"
+            raise FileNotFoundError(errno.ENOENT, what, str(self._path.parent))
 
     def close(self, *, in_error: bool) -> None:
-        """The end, with what was kept; an error that is on its way is the one to tell."""
+        """Write what was kept, and close the file. `in_error`: another error is on its way, which is reported."""
         try:
             self._write()
-            self._write()
+            self._follow()
         except OSError as error:
             if not in_error:
                 raise _cannot_write(self._path, error) from None
@@ -97,88 +101,46 @@ class Records:
             os.close(self._descriptor)
 
     def _write(self) -> None:
-        """Append what is unwritten. A disk that is nearly full takes a part; the next part is appended to it."""
+        """Append what is unwritten. A disk that is nearly full takes a part of a record; the rest is appended later."""
         self._follow()
-        while self._num_written < len(self._unwritten):
-            part = self._unwritten[self._num_written : self._num_written + (1 << 20)]
-            written = os.write(self._descriptor, part)
-            self._num_written, self._size = self._num_written + written, self._size + written
-        self._unwritten.clear()
-        self._num_written = 0
+        while self._unwritten:
+            line = self._unwritten[0]
+            while self._part < len(line):
+                number = os.write(self._descriptor, line[self._part :])
+                self._part, self._size = self._part + number, self._size + number
+            self._unwritten.popleft()
+            self._part = 0
 
     def _follow(self) -> None:
-        """Go on in the file of this name, where it is another one or was changed, at the beginning of a line."""
-        held = os.fstat(self._descriptor)
+        """Have the file under its name, and at the beginning of a line unless a record is only partly written."""
+        now = os.fstat(self._descriptor)
         try:
-            if not os.path.samestat(self._path.parent.stat(), self._folder):
-                return  # the run's folder was moved, and another has its name
-            there = self._path.lstat()
-        except OSError:  # `sync` makes it again, or knows where the folder is
+            self.is_folder_gone = not os.path.samestat(self._path.parent.stat(), self._folder)
+        except (FileNotFoundError, NotADirectoryError):
+            self.is_folder_gone = True
+        if self.is_folder_gone:
             return
-        if not os.path.samestat(held, there):
-            self._put_aside()
-            new, old = files.append(self._path), self._descriptor
-            try:
-                lacking = _records_behind(self._path, Path(f"/proc/self/fd/{old}"))
-            except OSError:
-                os.close(new)
-                raise
-            os.close(old)
-            self._descriptor = new
-            self._begin_line(lacking)
-            number = plural(lacking.count(b"\n"), "record")
-            logger.warning("%s was replaced: the run goes on in the new file, with %s it lacked", self._path, number)
-        elif held.st_size != self._size:
-            self._begin_line()
-            logger.warning("%s was changed: the run goes on at its end", self._path)
-
-    def _begin_line(self, lacking: bytes = b"") -> None:
-        """Go on with the records that are `lacking` and the first that is not all written, behind the end of a line."""
-        del self._unwritten[: self._unwritten.rfind(b"\n", 0, self._num_written) + 1]
-        self._num_written, self._size = 0, os.fstat(self._descriptor).st_size
-        is_cut = self._size > 0 and os.pread(self._descriptor, 1, self._size - 1) != b"\n"
-        self._unwritten[:0] = b"\n" * is_cut + lacking
-
-    def _put_aside(self) -> None:
-        """Rename what has the file's name and is no file."""
-        with suppress(FileNotFoundError):
-            if not stat.S_ISREG(self._path.lstat().st_mode):
-                aside = self._path.with_name(f"{self._path.name}.aside-{secrets.token_hex(4)}")
-                self._path.rename(aside)
-                logger.warning("%s is no file: it is renamed to %s, and a new file begun", self._path, aside.name)
+        if not os.path.lexists(self._path) or not os.path.samestat(now, self._path.lstat()):
+            files.move_aside(self._path)
+            own = files.read_lines(Path(f"/proc/self/fd/{self._descriptor}"))
+            files.write_file(self._path, (line for line in own if line.endswith(b"\n")))
+            os.close(self._descriptor)
+            self._open()
+            logger.warning("%s is written anew, with all records of this run: the file was replaced", self._path)
+        elif now.st_size != self._size:
+            if now.st_size > 0 and os.pread(self._descriptor, 1, now.st_size - 1) != b"\n":
+                os.write(self._descriptor, b"\n")
+            self._size, self._part = os.fstat(self._descriptor).st_size, 0
+            logger.warning("%s was changed: the run continues at its end", self._path)
 
 
 class _Record(msgspec.Struct):
     step: int
     event: str = ""
-    time: float = 0.0
 
 
 _HISTORY = ("start", "end", "recovery")
 """Events that stay, whatever becomes of their step: they did happen."""
-
-
-class _Kept:
-    """The records of steps up to `last_step` and of what the run went through; `newest`: the last step of all."""
-
-    def __init__(self, path: Path, last_step: int) -> None:
-        self._path, self._last_step = path, last_step
-        self.newest = self.num_broken = 0
-        self.is_all = True
-        for line in files.read_lines(path):
-            record = _decoded(line)
-            if record is not None and record.event == "step":
-                self.newest = max(self.newest, record.step)
-            self.num_broken += record is None and line.endswith(b"\n") and not line.isspace()  # half: of a killed run
-            self.is_all = self.is_all and self._has(line, record)
-
-    def lines(self) -> Iterator[bytes]:
-        """Yield the line of each."""
-        return (line for line in files.read_lines(self._path) if self._has(line, _decoded(line)))
-
-    def _has(self, line: bytes, record: _Record | None) -> bool:
-        is_kept = record is not None and (record.step <= self._last_step or record.event in _HISTORY)
-        return is_kept and line.endswith(b"\n")
 
 
 def _decoded(line: bytes) -> _Record | None:
@@ -187,19 +149,21 @@ def _decoded(line: bytes) -> _Record | None:
     return None
 
 
-def _records_behind(path: Path, other: Path) -> bytes:
-    """Return the records of the file `other` behind the last one of `path`, which is known by its time."""
-    last, num_same = 0.0, 0
+def _is_kept(line: bytes, last_step: int) -> bool:
+    record = _decoded(line) if line.endswith(b"\n") else None
+    return record is not None and (record.step <= last_step or record.event in _HISTORY)
+
+
+def _survey(path: Path, last_step: int) -> tuple[int, int, bool]:
+    """Return how many steps come after `last_step`, how many lines are no records, and whether all is to be kept."""
+    newest, num_broken, is_all = last_step, 0, True
     for line in files.read_lines(path):
-        if (record := _decoded(line)) is not None and record.time:
-            last, num_same = record.time, num_same * (record.time == last) + 1
-    lacking, num_seen = bytearray(), 0
-    for line in files.read_lines(other) if last else ():
-        if num_seen >= num_same and line.endswith(b"\n"):
-            lacking += line
-        elif (record := _decoded(line)) is not None:
-            num_seen += record.time == last
-    return bytes(lacking)
+        record = _decoded(line)
+        if record is not None and record.event == "step":
+            newest = max(newest, record.step)
+        num_broken += record is None and line.endswith(b"\n") and not line.isspace()  # half a line: of a killed run
+        is_all = is_all and _is_kept(line, last_step)
+    return newest - last_step, num_broken, is_all
 
 
 def _cannot_write(path: Path, error: OSError) -> CheckpointError:

@@ -1,4 +1,4 @@
-"""What a run says before its first step: what it trains, on what, and what is not as it was planned."""
+"""The lines of a run before its first step: what it trains, on what, and what is not as it was planned."""
 
 from collections import Counter
 from collections.abc import Iterator
@@ -7,11 +7,10 @@ from typing import TYPE_CHECKING, Any
 from frugal.config import sample_lengths
 from frugal.config.hardware import local_host
 from frugal.config.hardware.cluster import unlike
-from frugal.config.request import QUANTIZATIONS
 from frugal.config.run_settings import RunSettings
 from frugal.planning.plan import Plan
 from frugal.planning.report import DRAWN_PARTS, LAYER_DROP, PADDING_MATTERS, SPLIT_MATTERS
-from frugal.training.checkpoint.loading import describe_changes
+from frugal.training.checkpoint.resume_checks import describe_changes
 from frugal.training.data.mixture import Mixture, epoch_indices
 from frugal.training.data.stream.samples import SampleStream
 from frugal.training.models.spec import random_weights
@@ -24,7 +23,7 @@ if TYPE_CHECKING:
 
 
 def origin(data: "RunData", model: "torch.nn.Module") -> str:
-    """Where weights and tokens come from: what a run trains, before anything else is said of it."""
+    """Describe where weights and tokens come from."""
     spec = data.spec
     if spec.weights is not None:
         weights = f"pretrained weights from {spec.weights}"
@@ -38,13 +37,13 @@ def origin(data: "RunData", model: "torch.nn.Module") -> str:
     else:
         weights = f"random weights ({spec.kind_of_reference} {spec.reference} names an architecture)"
     if spec.lora is not None:
-        kept = "" if spec.quantize is None else f" in {QUANTIZATIONS[spec.quantize]}"
+        kept = "" if spec.quantize is None else f" in {spec.quantize}"
         weights += f", frozen{kept}; adapters {spec.lora} are trained"
     return f"{weights}; {data.tokens}"
 
 
 def describe(plan: Plan, settings: RunSettings, data: "RunData", total_steps: int, steps_done: int) -> str:
-    """How long it trains, on how many ranks and samples, and what is left out of these."""
+    """Describe how long a run trains, on how many ranks and samples, and what is left out of these."""
     batch = plan.batch
     size = plural(batch.global_batch, "sample")
     if batch.global_tokens is not None:  # as many samples as fit, which shorter ones do more of
@@ -74,7 +73,7 @@ def lines(
     steps_done: int,
     changes: tuple[str, ...],
 ) -> Iterator[str]:
-    """What is trained on what; `changes`: what is not as it was when the run stopped."""
+    """Yield what is trained on what; `changes`: what is not as it was when the run stopped."""
     yield origin(data, model)
     yield describe(plan, settings, data, total_steps, steps_done)
     if changes:
@@ -82,7 +81,7 @@ def lines(
 
 
 def record(plan: Plan, changes: tuple[str, ...], *, is_resumed: bool) -> dict[str, Any]:
-    """What the record of a start has of the plan in force, and of what is installed."""
+    """Return the plan in force and what is installed, for the record of a start."""
     return {
         "resumed": is_resumed,
         "plan_digest": plan.digest,
@@ -97,59 +96,32 @@ def record(plan: Plan, changes: tuple[str, ...], *, is_resumed: bool) -> dict[st
 
 
 def remarks(plan: Plan, data: "RunData", device: "torch.device", rank: int) -> Iterator[str]:
-    """What else is to be known before the first step."""
-    yield from _rows(data)
-    said = (SPLIT_MATTERS, PADDING_MATTERS, LAYER_DROP, DRAWN_PARTS)
-    yield from (f"note: {note}" for note in plan.warnings if note.startswith(said))
-    yield from _not_as_planned(plan, data)
-    yield from _other_segments(plan)
-    yield from _other_gpu(plan, device, rank)
+    """Yield what else the user should know before the first step."""
+    import torch
 
-
-def _rows(data: "RunData") -> Iterator[str]:
-    """What was made of rows other than running text: their formats, the template of chats, and what is trained on."""
+    is_stream = isinstance(data.training, SampleStream)
     if set(data.report.formats) - {"text"}:
-        first = "of the first rows: " if isinstance(data.training, SampleStream) else ""
-        yield first + data.report.in_words()
+        yield ("of the first rows: " if is_stream else "") + data.report.in_words()
     if isinstance(data.training, Mixture):
         yield data.training.in_words()
-
-
-def _not_as_planned(plan: Plan, data: "RunData") -> Iterator[str]:
-    """What to say where versions or the lengths of the data are others than the plan was told."""
+    said = (SPLIT_MATTERS, PADDING_MATTERS, LAYER_DROP, DRAWN_PARTS)
+    yield from (f"note: {note}" for note in plan.warnings if note.startswith(said))
     installed = local_host.library_versions()
     for name, planned_with in plan.versions.items():
         if planned_with != installed.get(name):
             yield f"the plan was made with {name} {planned_with}, this is {installed.get(name)}: memory may differ"
-    if isinstance(data.training, SampleStream):  # nobody knows its lengths
-        return
-    planned, lengths = plan.request.lengths, data.training.lengths[epoch_indices(data.training)]
-    note = None if planned is None else sample_lengths.unlike(planned, len(lengths), int(lengths.sum()))
-    if note is not None:
-        yield note
-
-
-def _other_segments(plan: Plan) -> Iterator[str]:
-    """What to say where torch's allocator could not make the segments that were planned."""
-    import torch
-
-    if plan.strategy.expandable_segments and torch.cuda.get_allocator_backend() == "native":
-        segments = torch.cuda.memory_snapshot()
-        if not any(segment["is_expandable"] for segment in segments):
-            yield (
-                "torch has no expandable segments here, which the plan counts on: it may run out of memory; "
-                "`frugal plan --no-expandable-segments` plans without them"
-            )
-
-
-def _other_gpu(plan: Plan, device: "torch.device", rank: int) -> Iterator[str]:
-    """What to say where this rank's GPU takes other kernels than were planned, or more inside of them."""
-    import torch
-
-    if device.type != "cuda":
-        return
-    card = torch.cuda.get_device_properties(device)
-    threads = card.multi_processor_count * card.max_threads_per_multi_processor
-    note = unlike(plan.cluster.devices[rank], card.name, (card.major, card.minor), threads)
-    if note is not None:
-        yield note
+    if plan.request.lengths is not None and not is_stream:
+        lengths = data.training.lengths[epoch_indices(data.training)]
+        if note := sample_lengths.unlike(plan.request.lengths, len(lengths), int(lengths.sum())):
+            yield note
+    has_native = plan.strategy.expandable_segments and torch.cuda.get_allocator_backend() == "native"
+    if has_native and not any(segment["is_expandable"] for segment in torch.cuda.memory_snapshot()):
+        yield (
+            "torch has no expandable segments here, which the plan counts on: it may run out of memory; "
+            "`frugal plan --no-expandable-segments` plans without them"
+        )
+    if device.type == "cuda":
+        card = torch.cuda.get_device_properties(device)
+        threads = card.multi_processor_count * card.max_threads_per_multi_processor
+        if note := unlike(plan.cluster.devices[rank], card.name, (card.major, card.minor), threads):
+            yield note

@@ -4,11 +4,11 @@
     eval/loss, eval/perplexity      each evaluation
     test/loss, test/perplexity      at the end, with --test-data; final_train/loss of samples that were trained on
 
-What was asked for is stored as hyper-parameters at a run's first start. A resumed run continues where it was: its files
-are in the run's folder (TensorBoard, Aim), or the id of its run with a service is (W&B, MLflow: `trackers.json`). Of
-TensorBoard's records those are left out that are beyond the step it resumes from. The other services begin another run.
+The request is stored as hyper-parameters at a run's first start. A resumed run continues the curves: its files are in
+the run's folder (TensorBoard, Aim), or the id of its run with a service is (W&B, MLflow: `trackers.json`). TensorBoard
+drops its records beyond the step from which it resumes. The other services begin another run.
 
-A tracker that fails during training is left out from there on, which is said once: `metrics.jsonl` has it all.
+A tracker that fails during training is left out from there on, with a warning: `metrics.jsonl` has everything.
 """
 
 import importlib.util
@@ -30,13 +30,13 @@ RECORD = "trackers.json"
 """In the run's folder: ids of runs with services, by the tracker's name."""
 
 _GROUPS = {"step": "train", "evaluation": "eval", "test": "test", "train": "final_train"}
-_TELLING = ("loss", "perplexity", "learning_rate", "grad_norm", "tokens_per_second", "memory_bytes")
+_CURVES = ("loss", "perplexity", "learning_rate", "grad_norm", "tokens_per_second", "memory_bytes")
 _OF_ONE_START = ("resume", "accept_changed_data", "out", "track", "grace")
 logger = logging.getLogger("frugal")
 
 
 def check(names: Sequence[str]) -> None:
-    """Whether the libraries of these trackers are installed.
+    """Check that the libraries of these trackers are installed.
 
     Raises:
         RequestError: one is not.
@@ -51,7 +51,7 @@ def check(names: Sequence[str]) -> None:
 
 
 class Trackers:
-    """Those of one run, on rank 0. `folder` is the run's; the first step to come is number `first_step` + 1.
+    """The trackers of one run, on rank 0. `folder` is the run's; the next step is number `first_step` + 1.
 
     Raises:
         RequestError: one is not installed, or cannot be started.
@@ -63,10 +63,10 @@ class Trackers:
         self._trackers: dict[str, Any] = {}
         for name in dict.fromkeys(names):
             try:
-                self._trackers[name] = _start(name, folder, known.get(name), first_step)
+                self._trackers[name] = tracker = _start(name, folder, known.get(name), first_step)
                 if name not in known:
-                    self._trackers[name].store_init_configuration(dict(hyperparameters))
-                    known[name] = _id_of(name, self._trackers[name])
+                    tracker.store_init_configuration(dict(hyperparameters))
+                    known[name] = _id_of(name, tracker)
                     files.write_file(folder / RECORD, msgspec.json.encode(known) + b"\n")
             except Exception as error:  # a service, its library or the network fails in many ways
                 raise RequestError(
@@ -76,19 +76,15 @@ class Trackers:
                 ) from None
 
     def record(self, event: str, values: Mapping[str, Any]) -> None:
-        """A record of `metrics.jsonl`, as far as it is a curve."""
+        """Log the numbers of a record of `metrics.jsonl` that belong to a curve."""
         group = _GROUPS.get(event)
         if group is not None:
-            shown = {name: values.get(name) for name in _TELLING} | values.get("metrics", {})
-            told = {f"{group}/{name}": value for name, value in shown.items() if value is not None}
-            self.log(told, values["step"])
-
-    def log(self, values: Mapping[str, float], step: int) -> None:
-        """Numbers by name, after `step` steps."""
-        self._each(lambda tracker: tracker.log(dict(values), step=step))
+            shown = {name: values.get(name) for name in _CURVES} | values.get("metrics", {})
+            numbers = {f"{group}/{name}": value for name, value in shown.items() if value is not None}
+            self._each(lambda tracker: tracker.log(numbers, step=values["step"]))
 
     def finish(self) -> None:
-        """No more is to come."""
+        """End all trackers."""
         self._each(lambda tracker: tracker.finish())
         self._trackers.clear()
 
@@ -102,7 +98,7 @@ class Trackers:
 
 
 def hyperparameters(plan: Plan, settings: RunSettings) -> dict[str, bool | int | float | str]:
-    """What the run was asked for and what was planned, as trackers take it."""
+    """Return the request, the settings and the decisions of a run, as trackers take them."""
     asked = {field.name: getattr(plan.request, field.name) for field in fields(plan.request)}
     run = {field.name: getattr(settings, field.name) for field in fields(settings) if field.name not in _OF_ONE_START}
     decided = {
@@ -124,7 +120,7 @@ def _plain(value: Any) -> bool | int | float | str:
 
 
 def _start(name: str, folder: Path, known: str | None, first_step: int) -> Any:
-    """accelerate's tracker, started; `known`: the id of the run it goes on with."""
+    """Return accelerate's tracker, started; `known`: the id of the run that it continues."""
     from accelerate import tracking  # type: ignore[import-untyped]  # has no types
 
     # accelerate's own logger asks an Accelerator, which would set devices and threads anew.
@@ -137,15 +133,15 @@ def _start(name: str, folder: Path, known: str | None, first_step: int) -> Any:
         options = {"id": known or uuid.uuid4().hex, "name": folder.name, "resume": "allow", "dir": str(folder)}
     elif name == "mlflow":
         options = {"run_id": known} if known else {"run_name": folder.name}
-    project = name if kind.requires_logging_directory else "frugal"
-    tracker = kind(project, str(folder), **options) if kind.requires_logging_directory else kind(project, **options)
+    place = (name, str(folder)) if kind.requires_logging_directory else ("frugal",)
+    tracker = kind(*place, **options)
     tracker.main_process_only = False  # this is rank 0; otherwise an Accelerator would be asked, as above
     tracker.start()
     return tracker
 
 
 def _id_of(name: str, tracker: Any) -> str:
-    """The id of the run that it began with a service; empty where its files are the run's own."""
+    """Return the id of the run that a tracker began with a service; empty if its files are in the run's folder."""
     if name == "wandb":
         return tracker.tracker.id
     return tracker.tracker.info.run_id if name == "mlflow" else ""

@@ -1,1 +1,1 @@
-"""What a model does, seen by running a small one of its kind before there is a plan."""
+"""Trials: a small model of a kind is run before there is a plan, to see how it behaves."""

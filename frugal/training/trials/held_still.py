@@ -1,4 +1,4 @@
-"""What a trial holds still: random draws, and what modules keep from one forward to the next."""
+"""Trials hold random draws still, and what modules keep from one forward to the next."""
 
 import copy
 import random
@@ -17,7 +17,7 @@ Kept = list[tuple[dict[str, Any], dict[str, Any], dict[str, Any]]]
 
 
 def kept_by(module: nn.Module) -> Kept:
-    """What a module keeps from one forward to the next: each place, its values, and copies of those that can change."""
+    """Return what a module keeps between forwards: each place, its values, and copies of those that can change."""
     return [
         (
             place,
@@ -113,7 +113,7 @@ class FixedDraws(TorchFunctionMode):
 
 
 def _argument(args: tuple[Any, ...], kwargs: dict[str, Any], index: int, default: Any, *names: str) -> Any:
-    """What a function of torch was given for a parameter, which it may spell in one of several ways."""
+    """Return the argument of a torch function for a parameter that is spelt in one of several ways."""
     return args[index] if index < len(args) else next((kwargs[name] for name in names if name in kwargs), default)
 
 
@@ -152,12 +152,12 @@ _DRAWS: dict[str, Callable[..., Tensor]] = {
     "_standard_gamma": lambda _, __, alpha, *___: alpha,
     "_sample_dirichlet": lambda _, __, alpha, *___: alpha / alpha.sum(-1, keepdim=True),
 }
-"""What is drawn, by the share, the real draw and the function's arguments."""
+"""Functions from the share, the real draw and the arguments of a torch function to what is drawn."""
 
 
 @contextmanager
 def without_randomness(share: float | None = 0.5) -> Iterator[None]:
-    """Inside, no random numbers make a forward differ from another: samples alone make its outputs.
+    """Take random numbers out of forwards inside the `with` block: samples alone make their outputs.
 
     Draws are what `share` of all draws are below, 0.5 makes them their means; None: they are real, of the same seed.
     What cannot be replaced is drawn from the same seed. Generators are left as they were.

@@ -6,23 +6,23 @@ A small model of its kind is tried (see `probe`). What makes training worthless 
 import copy
 import logging
 from collections.abc import Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 from frugal.config.request import BatchNormChoice
-from frugal.errors import RequestError, first_line
+from frugal.errors import RequestError
 from frugal.planning.plan import Plan
 from frugal.planning.report import DRAWN_PARTS, DROPOUT, LAYER_DROP, PADDING_MATTERS, SPLIT_MATTERS
-from frugal.training.losses import loss_check, own_loss
+from frugal.training.losses import own_loss
 from frugal.training.models import batch_norm, transformers_internals
 from frugal.training.models.spec import OWN, ModelSpec, heads
 from frugal.training.objectives import CausalLM, MaskedLM, Objective, Sample, Seq2Seq, SequenceClassification
-from frugal.training.trials import probe
+from frugal.training.trials import probe, text_checks
 from frugal.training.trials.probe import FEW_SAMPLES, NUM_SAMPLES, Dependence
-from frugal.training.trials.small_model import NoSmallModelError, is_small, small_models
+from frugal.training.trials.small_model import NoSmallModelError, is_small, tried
 from frugal.units import plural
 
 _NAMED = 4
@@ -37,13 +37,13 @@ _LENGTHS = (32, 17)
 
 @dataclass(frozen=True, kw_only=True)
 class ModelTrial:
-    """What runs of a model have shown.
+    """The findings of runs of a model.
 
     Attributes:
         split: whether the gradient depends on how a batch is split.
         forwards: whether it depends on the forwards that were done before.
         drawn: parameters that random draws leave out of a micro-batch.
-        reused: parameters whose gradient arrives more than once in a backward, see `probe.arriving_twice`.
+        reused: parameters of an own model whose gradient arrives more than once in a backward, see `probe.arrivals`.
         padding: whether it depends on padding; None: not tried, because an objective makes its own batches, or the
             split matters already.
         later_tokens: see `probe.on_later_tokens`; None: nothing that predicts the next token.
@@ -53,16 +53,16 @@ class ModelTrial:
 
     split: Dependence
     has_dropout: bool
-    forwards: Dependence = field(default_factory=lambda: Dependence(0.0))
-    drawn: Sequence[str] = ()
-    reused: Sequence[str] = ()
-    padding: Dependence | None = None
-    later_tokens: float | None = None
-    unused: tuple[str, ...] = ()
+    forwards: Dependence
+    drawn: Sequence[str]
+    reused: Sequence[str]
+    padding: Dependence | None
+    later_tokens: float | None
+    unused: Sequence[str]
 
     @property
     def is_causal(self) -> bool:
-        """Whether what it says of a token depends on no later one."""
+        """Return whether its output for a token depends on no later one."""
         return self.later_tokens is None or self.later_tokens <= probe.MOST_LEAKAGE
 
 
@@ -72,40 +72,40 @@ def trial(
     """Run `model`, which is on the CPU and small, for `task`. Its weights stay as they are."""
     transformers_internals.always_use()
     tokens = _tokens(vocab_size, max_positions)
-    if task == OWN:
+    if is_own := task == OWN:
         batches = probe.examples(model, objective, tokens.shape[1])
-        splits, batch = [probe.on_split(model, objective, each) for each in batches], batches[0]
-        return ModelTrial(
-            split=next(filter(None, splits), splits[0]),
-            has_dropout=probe.draws_masks(model, objective, batch),
-            forwards=probe.on_forwards(model, objective, batch),
-            drawn=probe.on_draws(model, objective, batch),
-            reused=probe.arriving_twice(model, objective, batch),
-            unused=probe.unused(model, objective, batch),
-        )
+    else:
+        batches = [objective.collate([_sample(task, objective, row) for row in tokens])]
+    batch = batches[0]
     later_tokens = probe.on_later_tokens(model, tokens[:FEW_SAMPLES], vocab_size) if task == "causal-lm" else None
-    samples = [_sample(task, objective, row) for row in tokens]
-    batch = objective.collate(samples)
-    done = ModelTrial(
-        split=probe.on_split(model, objective, batch), has_dropout=probe.draws_masks(model, objective, batch),
-        forwards=probe.on_forwards(model, objective, batch), drawn=probe.on_draws(model, objective, batch),
+    splits = [probe.on_split(model, objective, each) for each in batches]
+    split = next(filter(None, splits), splits[0])
+    padding = None
+    if not is_own and not split:
+        ragged = [_sample(task, objective, row[:length]) for row, length in zip(tokens, _LENGTHS, strict=False)]
+        padding = probe.on_padding(model, objective, ragged)
+    arrived = probe.arrivals(model, objective, batch) if is_own else {}
+    return ModelTrial(
+        split=split,
+        has_dropout=probe.draws_masks(model, objective, batch),
+        forwards=probe.on_forwards(model, objective, batch),
+        drawn=probe.on_draws(model, objective, batch),
+        reused=[name for name, number in arrived.items() if number > 1],
+        padding=padding,
         later_tokens=later_tokens,
-    )  # fmt: skip
-    if done.split:
-        return done
-    ragged = [_sample(task, objective, row[:length]) for row, length in zip(tokens, _LENGTHS, strict=False)]
-    return replace(done, padding=probe.on_padding(model, objective, ragged))
+        unused=[name for name, number in arrived.items() if number == 0],
+    )
 
 
 def _tokens(vocab_size: int, max_positions: int | None) -> Tensor:
-    """Random tokens of `NUM_SAMPLES` samples."""
+    """Return random tokens of `NUM_SAMPLES` samples."""
     seq_len = min(probe.MOST_TOKENS, max_positions or probe.MOST_TOKENS)
     low = min(5, vocab_size - 1)  # beyond the usual special tokens
     return torch.randint(low, vocab_size, (NUM_SAMPLES, seq_len), generator=torch.Generator().manual_seed(0))
 
 
 def _sample(task: str, objective: Any, tokens: Tensor) -> Sample:
-    """A sample of the task; of pairs, both sides have the same length."""
+    """Return a sample of the task; of pairs, both sides have the same length."""
     row = tokens.tolist()
     if task == "seq2seq":
         return {"input_ids": row, "labels": row[::-1]}
@@ -117,7 +117,7 @@ def _sample(task: str, objective: Any, tokens: Tensor) -> Sample:
 def check_model(
     spec: ModelSpec, choice: BatchNormChoice | None = None, *, has_low_stage: bool = False
 ) -> tuple[str, ...]:
-    """What is to be said of a model before it is trained, for people; `choice`: whose statistics BatchNorm takes.
+    """Return notes for the user on a model before it is trained; `choice`: whose statistics BatchNorm takes.
 
     `has_low_stage`: it will be trained under ZeRO-0 or 1. What adapters are put into is tried without them: they change
     nothing of it but by their dropout.
@@ -150,7 +150,7 @@ def check_model(
         _refuse_reuse(spec.reference, done)
     if spec.task != OWN:
         objective, tokens = small.objective(), _tokens(small.vocab_size or 2, small.max_positions)
-        loss_check.check_loss(small, model, objective, [_sample(spec.task, objective, row) for row in tokens[:1]])
+        text_checks.check_loss(small, model, objective, _sample(spec.task, objective, tokens[0]))
     if done.split:
         notes.append(_split_note(done.split) + (_remedy(spec, choice) if batch_norm.modules(whole) else ""))
     notes += _notes_of_forwards(done)
@@ -166,11 +166,11 @@ def check_model(
     return tuple(notes)
 
 
-def _unused_note(names: tuple[str, ...]) -> str:
+def _unused_note(names: Sequence[str]) -> str:
     few = ", ".join(names[:_NAMED]) + (", ..." if len(names) > _NAMED else "")
     return (
         f"{plural(len(names), 'trained parameter')} ({few}) got no gradient from a batch of {NUM_SAMPLES} samples: "
-        "PyTorch and ZeRO-0 leave what a whole global batch does not use, ZeRO-1 to 3 go on with its weight decay and "
+        "PyTorch and ZeRO-0 leave what a whole global batch does not use, ZeRO-1 to 3 continue its weight decay and "
         "momentum"
     )
 
@@ -212,7 +212,7 @@ def _refuse_reuse(reference: str, done: ModelTrial) -> None:
 
 
 def _other_inputs(spec: ModelSpec) -> list[str]:
-    """What a model of text could read besides."""
+    """Return notes on other inputs that a model of text could read."""
     encoders = {"vision_config": "images", "audio_config": "sound"}
     others = [what for name, what in encoders.items() if getattr(spec.config, name, None) is not None]
     if spec.task == OWN or not others:
@@ -221,24 +221,18 @@ def _other_inputs(spec: ModelSpec) -> list[str]:
 
 
 def _trial(spec: ModelSpec, choice: BatchNormChoice | None = None) -> tuple[ModelTrial, ModelSpec, nn.Module]:
-    """Of the smallest model of the kind that runs, and that model.
+    """Return what the smallest model of the kind that runs has shown, and that model. Raises as `tried`."""
 
-    Raises:
-        NoSmallModelError: none does.
-    """
-    reason = ""
-    for small, model in small_models(spec):
-        try:
-            if choice == "frozen":
-                batch_norm.apply(model, choice)
-            done = trial(
-                model, small.objective(), task=small.task, vocab_size=small.vocab_size or 2,
-                max_positions=small.max_positions,
-            )  # fmt: skip
-            return done, small, model
-        except Exception as error:  # whatever a model trips over
-            reason = first_line(error)
-    raise NoSmallModelError(f"a small one fails: {reason}")
+    def run(small: ModelSpec, model: nn.Module) -> tuple[ModelTrial, ModelSpec, nn.Module]:
+        if choice == "frozen":
+            batch_norm.apply(model, choice)
+        done = trial(
+            model, small.objective(), task=small.task, vocab_size=small.vocab_size or 2,
+            max_positions=small.max_positions,
+        )  # fmt: skip
+        return done, small, model
+
+    return tried(spec, run)
 
 
 def _split_note(split: Dependence) -> str:
@@ -270,12 +264,11 @@ def _notes_of_forwards(done: ModelTrial) -> list[str]:
 
 
 def _which(name: str, kind: str, number: int) -> str:
-    """Modules of a class, of which one has this name."""
     return f"{kind} `{name}`" if number == 1 else f"{number} {kind} (the first is `{name}`)"
 
 
 def _remedy(spec: ModelSpec, choice: BatchNormChoice | None) -> str:
-    """What helps, if that was tried and does."""
+    """Name the setting of BatchNorm that helps, where it was tried and does."""
     if choice == "sync":
         return "; --batch-norm sync takes them over all ranks, so that only the micro-steps matter"
     try:
@@ -286,7 +279,7 @@ def _remedy(spec: ModelSpec, choice: BatchNormChoice | None) -> str:
 
 
 def _by_its_modules(batch_norms: dict[str, nn.Module], reason: str) -> tuple[str, ...]:
-    """What the modules of a model show that cannot be tried."""
+    """Return notes on a model that cannot be tried, by its modules."""
     if batch_norms:
         name, module = next(iter(batch_norms.items()))
         which = _which(name, type(module).__name__, len(batch_norms))
@@ -301,37 +294,13 @@ def _not_causal(spec: ModelSpec, done: ModelTrial) -> RequestError:
     ]
     if done.padding:
         because.append(f"padding alone changes the gradient by {_percent(done.padding.difference)}")
+    tasks = ("masked-lm", "seq2seq", "sequence-classification") if spec.factory is None else ()
+    fitting = [f"--task {task}" for task in tasks if spec.config.model_type in heads(task)]
     return RequestError(
         f"{spec.reference} cannot be trained as causal-lm: it sees the tokens that it is to predict",
         because=because,
-        hint=_fitting(spec),
+        hint=f"use {', or '.join([*fitting, 'an objective of your own, see docs/tutorials/own-model.md'])}",
     )
-
-
-def _fitting(spec: ModelSpec) -> str:
-    """The task or the setting that makes sense of a model that is not causal; each was tried."""
-    ways = []
-    if spec.factory is None:
-        model_type = spec.config.model_type
-        ways += [
-            f"--task {task}"
-            for task in ("masked-lm", "seq2seq", "sequence-classification")
-            if model_type in heads(task)
-        ]
-        if getattr(spec.config, "is_decoder", None) is False:
-            config = copy.deepcopy(spec.config)
-            config.is_decoder = True
-            if _is_causal(replace(spec, config=config)):
-                ways.append('"is_decoder": true in its config.json')
-    ways.append("an objective of your own, see docs/tutorials/own-model.md")
-    return f"use {', or '.join(ways)}"
-
-
-def _is_causal(spec: ModelSpec) -> bool:
-    try:
-        return _trial(spec)[0].is_causal
-    except NoSmallModelError:
-        return False
 
 
 def _percent(part: float) -> str:

@@ -1,4 +1,4 @@
-"""What a model's gradient depends on besides its samples: a small one of its kind is run, no list of names consulted.
+"""Probes of what a model's gradient depends on besides its samples, by running a small one of its kind.
 
 Five questions, each of one micro-batch cut or filled up in two ways, with every random draw replaced by its mean:
 
@@ -11,7 +11,6 @@ Five questions, each of one micro-batch cut or filled up in two ways, with every
 - Do later tokens change what a model says of earlier ones? Then it cannot be trained to predict the next token.
 """
 
-from collections import Counter
 from collections.abc import Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass
@@ -21,32 +20,32 @@ import torch
 from torch import Tensor, nn
 from torch.utils.flop_counter import FlopCounterMode
 
-from frugal.training.measure.memory_watch import tensors_in
-from frugal.training.models.tiled_loss import IGNORED
+from frugal.torch_internals import tensors_in
 from frugal.training.objectives import Batch, Objective, Sample
 from frugal.training.trials import held_still
+from frugal.units import IGNORED
 
 NUM_SAMPLES, FEW_SAMPLES = 8, 2
-"""Samples of a batch that is run whole, and of the micro-batches it is cut into."""
+"""Samples of a whole batch, and of the micro-batches it is cut into."""
 
 MOST_TOKENS = 32
-"""Of a sample. Together they are more than a small model's experts have room for."""
+"""The most tokens of a sample. All samples' are more than a small model's experts have room for."""
 
 MOST_DIFFERENCE = 1e-3
-"""Relative; what more is no rounding."""
+"""The largest relative difference that rounding explains."""
 
 MOST_CARRIED = 1e-5
-"""Relative, of gradients of the same micro-batch before and after others: they are computed alike, bit for bit."""
+"""The same for gradients of one micro-batch before and after others, which are computed alike, bit for bit."""
 
 MOVED = 0.1
-"""How far weights are moved before forwards are counted, as a part of their size: a power iteration has converged for
+"""The part of their size by which weights are moved before forwards are counted: a power iteration has converged for
 weights that have not moved."""
 
 MOST_LEAKAGE = 1e-4
-"""What later tokens may change in what is said of earlier ones, as a part of what they change at all."""
+"""The most that later tokens may change the output for earlier ones, as a part of their largest effect."""
 
 MOST_FLOPS = 100e9
-"""Of a trial: a few seconds on one core."""
+"""The most FLOP of a trial: a few seconds on one core."""
 
 Gradient = dict[str, Tensor]
 
@@ -57,7 +56,7 @@ class TooCostlyError(Exception):
 
 @dataclass(frozen=True)
 class Dependence:
-    """How far the gradients of the same samples are apart, relative to their norm, and the modules that cause it.
+    """A difference between gradients of the same samples, relative to their norm, and the modules that cause it.
 
     `modules`: the qualified name and class of the first, and how many there are of this class; None where no module's
     output shows it.
@@ -71,7 +70,7 @@ class Dependence:
 
 
 def on_split(model: nn.Module, objective: Objective, batch: Batch) -> Dependence:
-    """How the gradient of `batch`, of `NUM_SAMPLES` samples, changes in micro-batches of `FEW_SAMPLES`."""
+    """Compare the gradient of `batch`, of `NUM_SAMPLES` samples, with that of micro-batches of `FEW_SAMPLES`."""
     parts = _parts(batch)
     _refuse_costly(model, objective, parts[0])
     apart = difference(gradient(model, objective, [batch]), gradient(model, objective, parts))
@@ -128,14 +127,14 @@ def on_draws(model: nn.Module, objective: Objective, batch: Batch) -> list[str]:
 
 
 def on_padding(model: nn.Module, objective: Objective, samples: Sequence[Sample]) -> Dependence:
-    """How the gradient of `samples`, of different lengths, changes where each is a micro-batch of its own."""
+    """Compare the gradient of `samples` of different lengths in one micro-batch with that of each alone."""
     alone = [objective.collate([sample]) for sample in samples]
     together = objective.collate(samples)
     return Dependence(difference(gradient(model, objective, [together]), gradient(model, objective, alone)))
 
 
 def on_later_tokens(model: nn.Module, tokens: Tensor, vocab_size: int) -> float:
-    """What other tokens in the second half of `tokens (samples, positions)` change in the logits of the first half.
+    """Measure how other tokens in the second half of `tokens (samples, positions)` change logits of the first half.
 
     As a part of the largest change of any logit.
     """
@@ -155,29 +154,33 @@ def on_later_tokens(model: nn.Module, tokens: Tensor, vocab_size: int) -> float:
 
 
 def draws_masks(model: nn.Module, objective: Objective, batch: Batch) -> bool:
-    """Whether dropout leaves anything out in training."""
+    """Return whether dropout leaves anything out in training."""
     with torch.no_grad(), held_still.restored(model), held_still.FixedDraws(0.5) as fixed:
         objective.loss_sum(model, batch)
     return fixed.has_dropout
 
 
-def arriving_twice(model: nn.Module, objective: Objective, batch: Batch) -> list[str]:
-    """Return the parameters whose gradient is complete more than once in one backward.
+def arrivals(model: nn.Module, objective: Objective, batch: Batch) -> dict[str, int]:
+    """Count how often the gradient of each trained parameter is complete in one backward.
 
-    Reentrant activation checkpointing runs a backward of its own for each use of a module.
+    More than once: reentrant activation checkpointing runs a backward of its own for each use of a module. Never: the
+    batch does not use it.
     """
-    arrived: list[str] = []
+    arrived = dict.fromkeys((name for name, each in model.named_parameters() if each.requires_grad), 0)
+
+    def note(name: str) -> None:
+        arrived[name] += 1
+
     hooks = [
-        parameter.register_post_accumulate_grad_hook(lambda _, name=name: arrived.append(name))
-        for name, parameter in model.named_parameters()
-        if parameter.requires_grad
+        model.get_parameter(name).register_post_accumulate_grad_hook(lambda _, name=name: note(name))
+        for name in arrived
     ]
     try:
-        gradient(model, objective, _parts(batch)[:1])
+        gradient(model, objective, [batch])
     finally:
         for hook in hooks:
             hook.remove()
-    return [name for name, number in Counter(arrived).items() if number > 1]
+    return arrived
 
 
 def examples(model: nn.Module, objective: Objective, seq_len: int) -> list[Batch]:
@@ -222,38 +225,34 @@ def _is_whole(tensor: Tensor) -> bool:
 def _can_run(model: nn.Module, objective: Objective, batch: Batch) -> bool:
     """Tell whether the loss of a batch is a finite number."""
     try:
-        with torch.no_grad(), held_still.restored(model), held_still.without_randomness():
-            return bool(objective.loss_sum(model, batch).isfinite())
+        return bool(_forward(model, objective, batch).isfinite())
     except Exception:  # what is out of range raises in many ways
         return False
 
 
+def _forward(model: nn.Module, objective: Objective, batch: Batch) -> Tensor:
+    """Return the loss of a batch, and leave the model and the random number generators as they were."""
+    with torch.no_grad(), held_still.restored(model), held_still.without_randomness():
+        return objective.loss_sum(model, batch)
+
+
 def _refuse_costly(model: nn.Module, objective: Objective, part: Batch) -> None:
     """Raises: TooCostlyError."""
-    with (
-        FlopCounterMode(display=False) as counter,
-        torch.no_grad(),
-        held_still.restored(model),
-        held_still.without_randomness(),
-    ):
-        objective.loss_sum(model, part)
+    with FlopCounterMode(display=False) as counter:
+        _forward(model, objective, part)
     # every sample twice, forward and backward, which takes twice as long
     flops = counter.get_total_flops() * 3 * 2 * NUM_SAMPLES / FEW_SAMPLES
     if flops > MOST_FLOPS:
         raise TooCostlyError(f"that takes {flops / 1e9:.0f} GFLOP")
 
 
-def _slice(batch: Batch, start: int, end: int) -> Batch:
-    """Some samples of a batch; what is not one a sample stays."""
-    return {
-        name: tensor[start:end] if tensor.ndim and len(tensor) == NUM_SAMPLES else tensor
-        for name, tensor in batch.items()
-    }
-
-
 def _parts(batch: Batch) -> list[Batch]:
-    """Cut a batch into micro-batches of `FEW_SAMPLES`."""
-    return [_slice(batch, start, start + FEW_SAMPLES) for start in range(0, NUM_SAMPLES, FEW_SAMPLES)]
+    """Cut a batch into micro-batches of `FEW_SAMPLES`; what has no value for each sample is in all of them."""
+    of_samples = {name for name, tensor in batch.items() if tensor.ndim and len(tensor) == NUM_SAMPLES}
+    return [
+        {name: tensor[at : at + FEW_SAMPLES] if name in of_samples else tensor for name, tensor in batch.items()}
+        for at in range(0, NUM_SAMPLES, FEW_SAMPLES)
+    ]
 
 
 def gradient(
@@ -277,14 +276,8 @@ def gradient(
     return gradient
 
 
-def unused(model: nn.Module, objective: Objective, batch: Batch) -> tuple[str, ...]:
-    """The trained parameters that get no gradient from `batch`."""
-    used = gradient(model, objective, [batch])
-    return tuple(name for name, each in model.named_parameters() if each.requires_grad and name not in used)
-
-
 def difference(one: Gradient, other: Gradient) -> float:
-    """The norm of the difference of two gradients, by that of the larger."""
+    """Return the norm of the difference of two gradients, divided by that of the larger."""
     zero = torch.zeros(())
     names = one.keys() | other.keys()
     apart = sum(float((one.get(name, zero) - other.get(name, zero)).square().sum()) for name in names)
@@ -295,7 +288,7 @@ def difference(one: Gradient, other: Gradient) -> float:
 def _responsible(
     model: nn.Module, objective: Objective, batch: Batch, parts: Sequence[Batch]
 ) -> tuple[str, str, int] | None:
-    """The first module that ends with other outputs for a whole batch than for its parts."""
+    """Return the first module that ends with other outputs for a whole batch than for its parts."""
     whole = _outputs(model, objective, batch)
     in_parts = [_outputs(model, objective, part) for part in parts]
     modules = dict(model.named_modules())
@@ -316,7 +309,7 @@ def _responsible(
 
 
 def _outputs(model: nn.Module, objective: Objective, batch: Batch) -> dict[tuple[str, int], list[Tensor]]:
-    """The tensors that every call of every module returns, by its name and number, in the order in which they end."""
+    """Return the outputs of every call of every module, by its name and number, in the order in which they end."""
     outputs: dict[tuple[str, int], list[Tensor]] = {}
     calls: dict[str, int] = {}
 
@@ -330,8 +323,7 @@ def _outputs(model: nn.Module, objective: Objective, batch: Batch) -> dict[tuple
         for name, module in model.named_modules()
     ]
     try:
-        with torch.no_grad(), held_still.restored(model), held_still.without_randomness():
-            objective.loss_sum(model, batch)
+        _forward(model, objective, batch)
     finally:
         for hook in hooks:
             hook.remove()

@@ -2,10 +2,10 @@
 
 import contextlib
 import copy
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager
 from dataclasses import replace
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 from torch import nn
@@ -14,8 +14,10 @@ from frugal.errors import RequestError, first_line
 from frugal.training.models import factories
 from frugal.training.models.spec import ModelSpec, max_positions_of
 
+T = TypeVar("T")
+
 MOST_PARAMETERS = 30_000_000
-"""Of a model that is run."""
+"""The largest model that is run."""
 
 VOCABULARY = 256
 
@@ -34,7 +36,7 @@ _SMALLER = {
     "mamba_d_state": 16, "num_heads": 8, "expand": 2, "linear_num_key_heads": 4, "linear_num_value_heads": 8,
     "linear_key_head_dim": 16, "linear_value_head_dim": 16, "pooler_hidden_size": 64,
 }  # fmt: skip
-"""Where a configuration has more. Not every model can be made so small: then it is made with `_SMALL` alone."""
+"""Sizes for configurations that have more. Not every model can be made so small: then `_SMALL` alone is used."""
 
 _LAYERS = ("num_hidden_layers", "encoder_layers", "decoder_layers", "num_decoder_layers")
 _NUM_LAYERS = (2, 4, 8)
@@ -46,7 +48,7 @@ class NoSmallModelError(Exception):
 
 
 def small_models(spec: ModelSpec) -> Iterator[tuple[ModelSpec, nn.Module]]:
-    """Models of the same kind in training mode, fp32, the smallest first; the last is the model itself, if it is small.
+    """Yield models of the same kind in training mode, fp32, the smallest first; the last is the model itself, if small.
 
     Raises:
         NoSmallModelError: there is none. Raised when the first is asked for, with the reason.
@@ -69,8 +71,23 @@ def small_models(spec: ModelSpec) -> Iterator[tuple[ModelSpec, nn.Module]]:
         raise NoSmallModelError(reason)
 
 
+def tried(spec: ModelSpec, run: Callable[[ModelSpec, nn.Module], T]) -> T:
+    """Return what `run` returns of the smallest model of the kind of `spec` that it does not fail on.
+
+    Raises:
+        NoSmallModelError: there is none, or `run` fails on all of them.
+    """
+    reason = ""
+    for small, model in small_models(spec):
+        try:
+            return run(small, model)
+        except Exception as error:  # whatever a model trips over
+            reason = first_line(error)
+    raise NoSmallModelError(f"a small one fails: {reason}")
+
+
 def _smallest(spec: ModelSpec, sizes: dict[str, int], whole: nn.Module) -> ModelSpec | None:
-    """With as few layers as have all kinds of modules that the `whole` has; None where that is too large."""
+    """Return the spec with the fewest layers that have all kinds of modules of the `whole`; None: that is too large."""
     kinds, smallest = set(map(type, whole.modules())), None
     for num_layers in _NUM_LAYERS:
         config = _small_config(spec.config, sizes, num_layers)
@@ -88,7 +105,7 @@ def _smallest(spec: ModelSpec, sizes: dict[str, int], whole: nn.Module) -> Model
 
 
 def _factory(whole: Any, config: Any) -> factories.Factory:
-    """Makes what a factory has made of transformers' models, with another configuration."""
+    """Return a factory of the same model of transformers with another configuration."""
     model = whole.get_base_model() if hasattr(whole, "get_base_model") else whole  # peft's wrapper
     return lambda: type(model)(config)
 
@@ -99,7 +116,7 @@ def is_small(model: nn.Module) -> bool:
 
 
 def _amplified(model: nn.Module) -> nn.Module:
-    """The model with matrices so large that layers say about as much as goes in: in a narrow model they would not."""
+    """Scale matrices up so that outputs of layers are about as large as inputs; in a narrow model they are not."""
     with torch.no_grad():
         for module in model.modules():
             for parameter in module.parameters(recurse=False):
@@ -109,7 +126,7 @@ def _amplified(model: nn.Module) -> nn.Module:
 
 
 def _small_config(original: Any, sizes: dict[str, int], num_layers: int) -> Any:
-    """The configuration with few narrow layers, at least one of each type; so are its encoders of images and sound."""
+    """Return the configuration with few narrow layers, at least one of each type; also in its other encoders."""
     config = copy.deepcopy(original)
     text, whole = config.get_text_config(), original.get_text_config()
     others = [getattr(config, name, None) for name in getattr(config, "sub_configs", ())]
@@ -128,7 +145,7 @@ def _small_config(original: Any, sizes: dict[str, int], num_layers: int) -> Any:
 
 
 def _what_it_has() -> AbstractContextManager[None]:
-    """Ends where a configuration lacks a value, or has it follow from others."""
+    """Skip the block where a configuration lacks a value, or derives it from others."""
     return contextlib.suppress(AttributeError, NotImplementedError)
 
 

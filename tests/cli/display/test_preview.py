@@ -39,7 +39,7 @@ def test_what_is_trained_on_is_marked(folder: Path, capsys: pytest.CaptureFixtur
     sample = text.replace("Paris", ">>>Paris") + "<<<"
     assert lines[0] == f"{len(tokenizers.make())} tokens of tokens"
     assert lines[1].startswith("20 rows of messages (the assistant's tokens are found by rendering it turn by turn); ")
-    assert lines[2] == ">>>trained on<<<, read alone"
+    assert lines[2] == ">>>trained on<<<, context only"
     assert (
         "\n".join(lines[4 : 5 + sample.count("\n") + 1])
         == f"sample 1 of 19: {tokens} tokens, {targets} trained on\n{sample}"

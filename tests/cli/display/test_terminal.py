@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 
 from frugal.cli import run
-from frugal.cli.display.drafts import UNPROVEN
+from frugal.planning.plan import UNPROVEN
 from tests.commands import frugal_plan, with_formulas
 from tests.planning.synthetic import SMALL
 
@@ -128,14 +128,13 @@ def test_a_draft_alone_says_that_nothing_has_proven_it_and_is_not_kept(
 def test_a_draft_and_its_plan_say_each_note_once(
     on_terminal: Callable[..., str], capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """What DeepSpeed's JSON alone would train is told once, with the proof: no verdict waits for it."""
     drafted = " ".join(" ".join(plain(on_terminal(120, "plan", *CARDS, "--global-batch", "500"))).split())
-    assert drafted.count("ds_config.json alone trains 520 samples a step, not 500") == 1
+    assert drafted.count("ds_config.json alone would train 520 samples per step, not 500") == 1
     _, kept, _ = frugal_plan(capsys, *CARDS, "--global-batch", "500")
     for note in kept.split("\n\n")[0].splitlines():
         assert " ".join(note.split()) in drafted
     _, draft, _ = frugal_plan(capsys, *CARDS, "--global-batch", "500", "--seq-len", "1000", "--draft")
-    assert "ds_config.json alone trains " in draft
+    assert "ds_config.json alone would train " in draft
 
 
 def test_nothing_but_letters_is_left_of_the_bar_without_colours(on_terminal: Callable[..., str]) -> None:

@@ -7,7 +7,8 @@ from pathlib import Path
 import msgspec
 import pytest
 
-from frugal.config.hardware.calibration import Calibration, Probe, find, notes, read_all
+from frugal.config.hardware import calibration
+from frugal.config.hardware.calibration import Calibration, Probe, chosen, notes, read_all
 from frugal.config.hardware.context import LATER_KERNELS_BYTES, NCCL_ALONE, NCCL_NVLINK
 from frugal.config.schema import understand
 from frugal.units import GIB, MIB
@@ -80,18 +81,22 @@ def test_another_driver_torch_or_device_is_another_key() -> None:
     others = [replace(GPU, driver="570.1"), replace(GPU, torch="2.14.0"), replace(GPU, device="NVIDIA L4", card=None)]
     assert len({each.file_name for each in [GPU, *others]}) == 4
 
-    def found(known: list[Calibration]) -> Calibration | None:
-        return find(known, kind="cuda", torch="2.13.0", device="NVIDIA A100-SXM4-80GB", driver="580.95.05")
 
-    assert found([*others, GPU]) == GPU
-    assert found(others) is None
-
-
-def test_a_named_card_takes_its_newest_calibration() -> None:
+def test_the_newest_calibration_of_this_device_or_of_a_named_card_is_taken(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(calibration, "calibration_folder", lambda: tmp_path)
+    monkeypatch.setattr(calibration, "library_versions", lambda: {"torch": "2.13.0"})
+    monkeypatch.setattr(calibration, "cuda_driver", lambda: "580.95.05")
     newer = replace(GPU, driver="590.1", date="2026-11-21")
-    assert find([newer, GPU], kind="cuda", torch="2.13.0", card="a100-80g") == newer
-    assert find([GPU], kind="cuda", torch="2.13.0", card="h100-80g") is None
-    assert find([replace(GPU, card=None)], kind="cuda", torch="2.13.0", card=None) is None
+    for each in (newer, replace(GPU, torch="2.14.0"), replace(GPU, device="NVIDIA L4", card=None)):
+        each.write(tmp_path)
+    assert chosen({}, "NVIDIA A100-SXM4-80GB")[0] is None
+    GPU.write(tmp_path)
+    assert chosen({}, "NVIDIA A100-SXM4-80GB")[0] == GPU
+    assert chosen({"gpu": "a100-80g"})[0] == newer
+    assert chosen({"gpu": "h100-80g"})[0] is chosen({})[0] is None
+    assert chosen({"gpu": "a100-80g", "calibration": False})[0] is None
 
 
 def test_a_calibration_of_an_older_frugal_is_a_note_and_not_mistaken_for_a_new_one(tmp_path: Path) -> None:

@@ -78,9 +78,9 @@ def test_other_segments_than_planned_and_options_that_no_plan_knows_are_said() -
     assert cuda_allocator.notes(True, GPUS, value | {"PYTORCH_NO_CUDA_MEMORY_CACHING": "1"}) == (
         "PYTORCH_ALLOC_CONF says expandable_segments:False, and the plan was made for True: ranks run with what was "
         "planned; --no-expandable-segments plans otherwise",
-        "PYTORCH_ALLOC_CONF has max_split_size_mb:512,garbage_collection_threshold:0.8, which no plan knows: what the "
-        "allocator adds may be more",
-        "PYTORCH_NO_CUDA_MEMORY_CACHING is set: tensors are allocated one by one, which no plan knows, and takes far "
-        "longer",
+        "PYTORCH_ALLOC_CONF has max_split_size_mb:512,garbage_collection_threshold:0.8, which plans do not "
+        "model: the allocator may add more",
+        "PYTORCH_NO_CUDA_MEMORY_CACHING is set: tensors are allocated one by one, which plans do not model, and which "
+        "is far slower",
     )
     assert cuda_allocator.notes(True, CPU, value) == ()

@@ -1,6 +1,7 @@
 """A user's own state comes back from a checkpoint on all ranks, and nothing that could run code goes in."""
 
 import gc
+import re
 from collections import OrderedDict
 from pathlib import Path
 from typing import Any
@@ -50,10 +51,5 @@ def test_it_comes_back_on_all_ranks_also_on_another_layout(
     ],
 )
 def test_what_is_no_plain_data_is_refused_with_its_place(extra: Any, what: str) -> None:
-    with pytest.raises(RequestError) as raised:
+    with pytest.raises(RequestError, match=re.escape(f"{what}, which no checkpoint holds")):
         check_plain(extra)
-    assert str(raised.value) == (
-        f"{what}, which no checkpoint holds\n"
-        "  because a checkpoint has plain data only, so that reading one cannot run code\n\n"
-        "hint: use numbers, text, bytes, tensors, and lists, tuples and dicts of them"
-    )

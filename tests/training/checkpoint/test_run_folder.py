@@ -1,4 +1,4 @@
-"""A run's folder that others touch: moved or deleted under the run, and with things in it that are no files."""
+"""A run's folder that others touch: deleted or moved under the run, and with things in it that are no files."""
 
 import gzip
 import os
@@ -17,65 +17,41 @@ from bench.ranks import Ranks
 from frugal import files, temporary
 from frugal.config.run_settings import RunSettings
 from frugal.errors import CheckpointError, RequestError
-from frugal.training.checkpoint import loading, manifest, progress, run_folder
-from frugal.training.checkpoint.held_folder import HeldFolder
+from frugal.training.checkpoint import manifest, progress, run_folder
 from frugal.training.checkpoint.progress import Progress
 from frugal.training.checkpoint.saving import Saver
+from frugal.training.reports.metrics import Log
 from tests.training.checkpoint.test_loading import load_each, two_saves
 from tests.training.checkpoints import plan_for, start, stop
 
 STRANGER = 65534  # nobody
 
 
-def folder_gone(out: Path, elsewhere: Path, *, deleted: bool, later: bool) -> tuple[str, list[str], int]:
-    """Save, lose the folder, save again: what is said, what is under the old name, and the step to be loaded."""
+def folder_gone(out: Path) -> tuple[str, bool, bool]:
+    """Save, lose the folder, save again: the message, whether the log knows, and whether the folder was made again."""
     engine = start(plan_for(2), dropout=0.0)
     settings = RunSettings(out=out)
-    descriptor = os.open(out, os.O_RDONLY) if engine.rank == 0 else None
-    held = HeldFolder(settings, descriptor)
-    saver = Saver(engine, settings.checkpoints, held=held, in_background=later)
-    saver.save(Progress(step=1))  # in the background, it may still be written when the folder goes
-    if engine.rank == 0:
-        while deleted and out.exists():  # a thread may be adding files
-            shutil.rmtree(out, ignore_errors=True)
-        if not deleted:
-            out.rename(elsewhere)
-    said = "saved"
-    try:
-        saver.save(Progress(step=2))
-        saver.finish()
-    except CheckpointError as error:
-        said = str(error)
-    step = loading.load(engine, held.settings.checkpoints).progress.step
+    with Log(out, rank=engine.rank, planned_bytes=1, total_steps=2) as log:
+        saver = Saver(engine, settings.checkpoints, before=log.sync)
+        saver.save(Progress(step=1))
+        if engine.rank == 0:
+            out.rename(out.with_name("moved"))
+        log.event(event="note", step=1)
+        is_known = log.is_folder_gone
+        with pytest.raises(CheckpointError) as raised:
+            saver.save(Progress(step=2))
     stop(engine)
-    if descriptor is not None:
-        os.close(descriptor)
-    return said, [path.name for path in out.glob("*")], step
+    return str(raised.value), is_known, out.exists()
 
 
-@pytest.mark.parametrize("later", [False, True])
-def test_a_run_goes_on_in_a_folder_that_was_moved(later: bool, tmp_path: Path, two_ranks: Ranks) -> None:
-    out, elsewhere = tmp_path / "run", tmp_path / "moved"
-    out.mkdir()
-    answers = two_ranks.run(folder_gone, out, elsewhere, deleted=False, later=later)
-    assert answers == [("saved", [], 2)] * 2
-    names = {path.name for path in (elsewhere / "checkpoints").iterdir()} - {"written.json"}
-    assert names - {"step-000001.tmp"} in ({"latest", "step-000001", "step-000002"}, {"latest", "step-000002"})
-    assert later or len(names) == 3
-
-
-@pytest.mark.parametrize("later", [False, True])
-def test_a_run_whose_folder_was_deleted_saves_beside_it_and_ends(later: bool, tmp_path: Path, two_ranks: Ranks) -> None:
+def test_a_run_whose_folder_is_gone_ends_with_a_message_and_makes_no_other(tmp_path: Path, two_ranks: Ranks) -> None:
     out = tmp_path / "run"
     out.mkdir()
-    answers = two_ranks.run(folder_gone, out, tmp_path, deleted=True, later=later)
-    (beside,) = tmp_path.glob("run.saved-*")
-    said = (
-        f"the run's folder {out} was deleted\n  because with its checkpoints; step 2, which was in memory, is saved in "
-        f"{beside}/checkpoints/step-000002\n\nhint: continue with --resume --out {beside}"
-    )
-    assert answers == [(said, [], 2)] * 2
-    assert {"plan.json", "train.json", "checkpoints"} <= {path.name for path in beside.iterdir()}
+    (first, is_known, is_there), (second, *_) = two_ranks.run(folder_gone, out)
+    assert first == second
+    assert f"rank 0: {out}: the run's folder was deleted or moved (moved back, it can be resumed)" in first
+    assert is_known and not is_there
+    assert (tmp_path / "moved" / "checkpoints" / "latest").read_text() == "step-000001\n"
 
 
 @pytest.fixture(scope="module")
@@ -159,14 +135,13 @@ def test_a_checkpoint_with_checksums_and_other_states_is_named(saved: Path, tmp_
             content = inner = torch.load(path, weights_only=False)
             for key in keys[:-1]:
                 inner = inner[key]
-            del inner[keys[-1] or min(inner)]
+            del inner[keys[-1]]
             torch.save(content, path)
             relisted(path)
         return folder
 
     folders = [
         without(tmp_path / "module", "model_states.pt", "module"),
-        without(tmp_path / "weight", "model_states.pt", "module", ""),
         without(tmp_path / "states", "optim_states.pt", "optimizer_state_dict"),
         without(tmp_path / "masters", "optim_states.pt", "optimizer_state_dict", "single_partition_of_fp32_groups"),
     ]
@@ -209,13 +184,8 @@ def test_links_that_lead_elsewhere_are_refused_and_not_written_through(tmp_path:
         planted = settings.out / name
         planted.parent.mkdir(parents=True)
         planted.symlink_to(victim)
-        with pytest.raises(RequestError) as raised:
+        with pytest.raises(RequestError, match=f"{planted}: it is a symbolic link to {victim}"):
             run_folder.create(settings)
-        assert str(raised.value) == (
-            f"what is written to {settings.out} would go elsewhere\n"
-            f"  because {planted}: it is a symbolic link to {victim}\n\n"
-            "hint: remove the link, if it is not yours, or choose another folder with --out"
-        )
         with pytest.raises(OSError, match="symbolic link"):
             files.append(planted)
     files.write_file(planted, b"new")  # in place of the link

@@ -100,9 +100,9 @@ def full_disk_in_background(folder: Path) -> tuple[str, int, bool]:
     saver.finish()
     torch_save, rank = torch.save, engine.rank
 
-    def fail(state_dict: Any, file: Any) -> None:
+    def fail(state_dict: Any, file: Path) -> None:
         if rank == 1:
-            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC), file.name)
+            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC), str(file))
         torch_save(state_dict, file)
 
     torch.save = fail  # type: ignore[assignment]

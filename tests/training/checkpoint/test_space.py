@@ -12,7 +12,6 @@ import pytest
 from bench.plans import plan_by_hand
 from bench.ranks import Ranks
 from frugal.config.adapters import Lora
-from frugal.config.hardware.local_host import available_bytes
 from frugal.config.run_settings import RunSettings
 from frugal.errors import NothingFitsError
 from frugal.planning.memory import breakdown
@@ -57,7 +56,7 @@ def test_each_host_is_held_against_what_its_ranks_will_take(two_ranks: Ranks, tm
 
     assert two_ranks.run(refusal, plan_of(2, parameters=1000), replace(asked, async_save=True)) == ["", ""]
     (first, _) = two_ranks.run(refusal, plan_of(2, parameters=HUGE), replace(asked, async_save=True))
-    assert re.search(r"its 2 ranks and the copy of --async-save will take [\d.]+ GiB\n", first)
+    assert re.search(r"its 2 ranks and the copy of train.async-save will take [\d.]+ GiB\n", first)
 
     (first, _) = two_ranks.run(refusal, plan_of(2, parameters=HUGE), asked)
     disk_of = re.escape(str(tmp_path))
@@ -67,12 +66,6 @@ def test_each_host_is_held_against_what_its_ranks_will_take(two_ranks: Ranks, tm
     on_disk = {"offload_optimizer": "nvme", "offload_parameters": "cpu", "nvme_path": str(tmp_path)}
     (first, _) = two_ranks.run(refusal, plan_of(2, parameters=HUGE, **on_disk), asked)
     assert "and offloaded states will take" in first
-
-
-def test_what_is_left_is_no_more_than_the_machine_has() -> None:
-    import psutil
-
-    assert 0 < available_bytes() <= psutil.virtual_memory().total
 
 
 def saved(plan: Plan, folder: Path) -> tuple[list[int], int, int]:
@@ -103,11 +96,9 @@ IN_BF16 = {"precision": "bf16", "optimizer_states": "bf16"}
     [
         (0, {}),
         (1, {}),
-        (3, {}),
-        (2, {"lora": Lora.parse("r=128")}),
         (3, {"lora": Lora.parse("r=128")}),
         (2, IN_BF16),
-        (3, IN_BF16),
+        pytest.param(3, IN_BF16, marks=pytest.mark.exhaustive),
     ],
 )
 def test_a_saved_checkpoint_is_as_large_as_was_said(

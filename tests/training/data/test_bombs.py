@@ -8,10 +8,10 @@ import pyarrow.parquet as pq  # type: ignore[import-untyped]  # as above
 import pytest
 
 from frugal.errors import RequestError
-from frugal.training.data import rows, sources
+from frugal.training.data import rows
 from frugal.training.data.rows import Columns, Row
 from frugal.training.data.sources import find_sources
-from frugal.training.data.stream.shards import examples, find_streams
+from frugal.training.data.stream.samples import find_streams
 
 MIB = 1 << 20
 
@@ -30,8 +30,8 @@ def test_a_parquet_file_that_expands_without_measure_is_refused(
     pq.write_table(pa.table({"text": text if is_dictionary else text.cast(pa.string())}), path)
     assert path.stat().st_size < 4000
     assert sum(1 for _ in read(path)) == 3000, "a thousand times may be more than it has"
-    monkeypatch.setattr(sources, "_LEAST_EXPANDED_BYTES", 32 * MIB)
-    for each in (lambda: sum(1 for _ in read(path)), lambda: sum(1 for _ in examples([*streamed(path)]))):
+    monkeypatch.setattr(rows, "_LEAST_EXPANDED_BYTES", 32 * MIB)
+    for each in (lambda: sum(1 for _ in read(path)), lambda: sum(1 for shard in streamed(path) for _ in shard.rows())):
         with pytest.raises(RequestError) as raised:
             each()
         said = str(raised.value)
@@ -40,7 +40,7 @@ def test_a_parquet_file_that_expands_without_measure_is_refused(
 
 
 def streamed(path: Path) -> Iterator[rows.Any]:
-    (stream,) = find_streams([str(path)], Columns(), None)
+    (stream,) = find_streams([str(path)], Columns())
     return iter(stream.shards)
 
 
@@ -61,13 +61,13 @@ def test_a_line_without_end_is_refused(
 ) -> None:
     path = tmp_path / name
     path.write_bytes(begin + b"x" * 9 * MIB)
-    monkeypatch.setattr(rows, "available_bytes", lambda: 32 * MIB)
+    monkeypatch.setattr(rows, "available_bytes", lambda: 2048 * MIB)
     with pytest.raises(RequestError) as raised:
         sum(1 for _ in read(path))
     where = "" if name == "a.csv" else ":1"
     assert str(raised.value) == (
         f"{path}{where} cannot be read\n"
-        "  because the line has more than 8.0 MiB, a quarter of the memory that is free here\n\n"
+        "  because the line has more than 8.0 MiB, 1/256 of the memory that is free here\n\n"
         "hint: cut it into several lines"
     )
 

@@ -10,7 +10,6 @@ import time
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
-from typing import Any
 
 import pytest
 
@@ -53,30 +52,19 @@ def replaced_by_a_pipe(path: Path) -> None:
     os.mkfifo(path)
 
 
-def removed(path: Path) -> None:
-    for file in path.iterdir():
-        file.unlink()
+def deep(folder: Path) -> None:
+    (folder / cache.RECORD).write_bytes(b"[" * 200_000)
 
 
 DAMAGE: dict[str, tuple[Callable[[Path], None], str]] = {
     "another token": (lambda folder: another_token(folder / "train.arrow"), "train.arrow has other bytes than it had"),
-    "a bit at the begin": (lambda folder: turned(folder / "train.arrow", 0), "train.arrow has other bytes"),
-    "a bit of validation": (lambda folder: turned(folder / "validation.arrow", 0.5), "validation.arrow has other"),
     "half of a file": (lambda folder: os.truncate(folder / "train.arrow", 1000), "train.arrow has 1,000 of "),
-    "an empty file": (lambda folder: os.truncate(folder / "train.arrow", 0), "train.arrow has 0 of "),
-    "a file is gone": (lambda folder: (folder / "validation.arrow").unlink(), "No such file or directory"),
+    "a file is gone": (lambda folder: (folder / "validation.arrow").unlink(), "validation.arrow cannot be read"),
     "a file is a pipe": (lambda folder: replaced_by_a_pipe(folder / "train.arrow"), "train.arrow has 0 of "),
     "a bit of the report": (lambda folder: turned(folder / cache.RECORD, 0.5), cache.RECORD),
-    "half of the report": (lambda folder: os.truncate(folder / cache.RECORD, 100), cache.RECORD),
     "no report": (lambda folder: (folder / cache.RECORD).unlink(), cache.RECORD),
-    "the report is a pipe": (lambda folder: replaced_by_a_pipe(folder / cache.RECORD), "a named pipe"),
-    "the report is deep": (lambda folder: none((folder / cache.RECORD).write_bytes(b"[" * 200_000)), cache.RECORD),
-    "an empty folder": (removed, cache.RECORD),
+    "the report is deep": (deep, cache.RECORD),
 }
-
-
-def none(_: Any) -> None:
-    """For a lambda that writes."""
 
 
 @pytest.mark.parametrize("case", DAMAGE)
@@ -96,44 +84,16 @@ def test_what_is_damaged_is_said_in_a_line_and_made_anew(
     assert len(caplog.messages) == 1
 
 
-def test_a_file_in_the_place_of_the_folder(stored: Path, load: Load) -> None:
-    for file in stored.iterdir():
-        file.unlink()
-    stored.rmdir()
-    stored.write_text("garbage")
-    assert len(texts(load("a.jsonl", validation_fraction=0.1))) == 45
-    assert stored.is_dir()
-
-
-def test_blocks_are_checked_to_the_last(stored: Path, load: Load, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(cache, "BLOCK_BYTES", 1000)
-    removed(stored)
-    load("a.jsonl", validation_fraction=0.1)
-    size = (stored / "train.arrow").stat().st_size
-    turned(stored / "train.arrow", 1 - 1 / size)
-    with pytest.raises(cache.DamagedError, match=f"to {size:,}$"):
-        cache.read(stored, all_bytes=True)
-
-
 def test_several_that_notice_the_same_damage_at_once_do_not_disturb_each_other(
     stored: Path, load: Load, caplog: pytest.LogCaptureFixture
 ) -> None:
-    for _ in range(10):
+    for _ in range(3):
         turned(stored / "train.arrow", 0.5)
         with ThreadPoolExecutor(4) as pool:
             corpora = list(pool.map(lambda _: load("a.jsonl", validation_fraction=0.1), range(4)))
         assert all(texts(each) == texts(corpora[0]) for each in corpora)
-        cache.read(stored, all_bytes=True)
+        cache.read(stored)
         assert list(stored.parent.iterdir()) == [stored]
-
-
-def test_one_that_was_made_by_another_in_the_meantime_stays(stored: Path, load: Load) -> None:
-    turned(stored / "train.arrow", 0.5)
-    seen = cache.identity(stored)
-    load("a.jsonl", validation_fraction=0.1)
-    made = cache.identity(stored)
-    cache.build(stored, lambda folder: cache.read(stored, all_bytes=True).report, damaged=seen)
-    assert cache.identity(stored) == made != seen
 
 
 BUILDER = """
@@ -146,7 +106,7 @@ def write(folder):
     print(folder.name, flush=True)
     time.sleep(1000)
 
-cache.build(Path(sys.argv[1]), write)
+cache.read_or_build(Path(sys.argv[1]), write)
 """
 
 
@@ -158,7 +118,7 @@ def building(folder: Path) -> Iterator[tuple["subprocess.Popen[str]", Path]]:
         try:
             assert process.stdout is not None
             unfinished = folder.parent / process.stdout.readline().strip()
-            before = time.time() - 1000
+            before = time.time() - 10_000
             for path in (*unfinished.iterdir(), unfinished):
                 os.utime(path, (before, before))
             yield process, unfinished
@@ -168,12 +128,14 @@ def building(folder: Path) -> Iterator[tuple["subprocess.Popen[str]", Path]]:
 
 def test_what_a_killed_builder_leaves_is_not_taken_for_whole_and_is_removed(stored: Path, load: Load) -> None:
     with building(stored.with_name("other")) as (process, unfinished):
+        os.utime(unfinished)
         load("a.jsonl")
-        assert unfinished.exists()  # it is at work
+        assert unfinished.exists()  # it may be at work
         process.send_signal(signal.SIGKILL)
         process.wait(WAIT_SECONDS)
         with pytest.raises(FileNotFoundError):
-            cache.read(stored.with_name("other"), all_bytes=True)
+            cache.read(stored.with_name("other"))
+        os.utime(unfinished, (1, 1))
         load("a.jsonl", seq_len=32)
         assert not unfinished.exists()
 
@@ -202,12 +164,12 @@ def load_for_user(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Load:
     )
 
 
-@pytest.mark.parametrize("place", ["a file", "a file within", "a user without a home", "read-only"])
+@pytest.mark.parametrize("place", ["a file", "a user without a home", "read-only"])
 def test_without_a_cache_folder_a_temporary_one_is_used_and_said_once(
     place: str, load_for_user: Load, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     with contextlib.ExitStack() as stack:
-        monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "file" / ("x" if place == "a file within" else "")))
+        monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "file"))
         (tmp_path / "file").write_text("")
         if place == "read-only":
             disk = stack.enter_context(small_disk(tmp_path / "small", "1m"))
@@ -223,42 +185,9 @@ def test_without_a_cache_folder_a_temporary_one_is_used_and_said_once(
             "; a temporary folder is used"
         )
         (kept,) = (tmp_path / "tmp").glob("frugal-*/data/*")
-        made = cache.identity(kept)
+        made = kept.stat().st_ino
         load_for_user("a.jsonl")
-        assert cache.identity(kept) == made
-
-
-UNREADABLE = """
-import sys
-from frugal.config.hardware import calibration
-from frugal.dryrun.cache import Cache
-from frugal.training.data.corpus import load_corpus
-from frugal.training.data.tokenizer import byte_tokenizer
-
-print(calibration.chosen({"device": "cpu"}))
-Cache.of_user().write("key", 1)
-print(Cache.of_user().read("key", int))
-print(len(load_corpus(sys.argv[1:], tokenizer=byte_tokenizer(), task="causal-lm", seq_len=64).train))
-"""
-
-
-def test_with_a_home_that_cannot_be_read_nothing_is_kept_and_all_works(load_for_user: Load, tmp_path: Path) -> None:
-    (tmp_path / "home").mkdir(mode=0)
-    rights = "-dac_override,-dac_read_search"  # without these, root has no more than others
-    as_others = ["setpriv", f"--bounding-set={rights}", f"--inh-caps={rights}"] if os.geteuid() == 0 else []
-    environment = {name: value for name, value in os.environ.items() if not name.startswith(("XDG_", "HF_H"))}
-    done = subprocess.run(
-        [*as_others, sys.executable, "-c", UNREADABLE, "a.jsonl"], capture_output=True, text=True, timeout=WAIT_SECONDS,
-        env={**environment, "HOME": str(tmp_path / "home"), "TMPDIR": str(tmp_path / "tmp")}, cwd=tmp_path,
-    )  # fmt: skip
-    home = tmp_path / "home"
-    note = f"the calibrations in {home}/.config/frugal/calibration cannot be read and are ignored: Permission denied"
-    assert done.stdout.splitlines() == [f"(None, [{note!r}])", "None", "50"], done.stderr
-    assert done.stderr.splitlines() == [
-        f"plans are not kept in {home}/.cache/frugal/profiles: Permission denied",
-        f"the tokenised data cannot be kept in {home}/.cache/frugal/data: Permission denied; "
-        "a temporary folder is used",
-    ]
+        assert kept.stat().st_ino == made
 
 
 def test_what_is_damaged_on_a_disk_that_cannot_be_written_to(
@@ -280,7 +209,7 @@ def test_what_is_damaged_on_a_disk_that_cannot_be_written_to(
         )
         caplog.clear()
         assert texts(load_for_user("a.jsonl")) == TEXTS
-        assert [record.levelno for record in caplog.records] == [logging.WARNING] * 2
+        assert [record.levelno for record in caplog.records] == [logging.WARNING]
 
 
 def test_a_temporary_folder_of_somebody_else_is_not_used(
@@ -293,20 +222,3 @@ def test_a_temporary_folder_of_somebody_else_is_not_used(
     assert "  because /dev/null/frugal/data: Not a directory\n" in said
     assert "belongs to somebody else" in said
     assert list((tmp_path / "elsewhere").iterdir()) == []
-
-
-def test_a_token_without_an_embedding_is_refused_with_its_place(tmp_path: Path, load: Load) -> None:
-    from types import SimpleNamespace
-
-    write_jsonl(tmp_path / "a.jsonl", [{"text": "abc"}, {"text": "aüc"}])
-    report = load("a.jsonl").report
-    assert report.largest_token == (4 + 0xC3, "a.jsonl:2")
-    spec: Any = SimpleNamespace(vocab_size=4 + 0xC3, reference="small")
-    assert refusal(lambda: corpus.check_vocabulary(spec, report)) == (
-        "small has no embedding for token 199, which the tokenizer makes of a.jsonl:2\n"
-        "  because it has 199, for the tokens 0 to 198\n"
-        "\n"
-        "hint: take the tokenizer that belongs to the model, or a config.json with a larger vocab_size"
-    )
-    spec.vocab_size += 1
-    corpus.check_vocabulary(spec, report)

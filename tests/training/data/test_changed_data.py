@@ -10,7 +10,7 @@ import pytest
 
 from frugal.config.run_settings import RunSettings
 from frugal.errors import FrugalError
-from frugal.training.checkpoint import loading
+from frugal.training.checkpoint import resume_checks
 from frugal.training.checkpoint.progress import Progress
 from frugal.training.data import build
 from frugal.training.data import corpus as data
@@ -49,7 +49,7 @@ def test_it_is_told_what_changed(folder: Path) -> None:
     assert read("b.jsonl", "a.jsonl").fingerprint != before.fingerprint
     assert before.changes(read("b.jsonl", "a.jsonl")) == ["its files are in another order"]
     assert before.changes(read("a.jsonl", "b.jsonl", limit=2)) == [
-        "--limit was not given, is 2",
+        "train.limit was not given, is 2",
         "it had 3 documents, 3 samples, 17 tokens, now it has 2 documents, 2 samples, 10 tokens",
     ]
     other = copy.deepcopy(byte_tokenizer())
@@ -58,7 +58,7 @@ def test_it_is_told_what_changed(folder: Path) -> None:
     Path("b.jsonl").rename("c.jsonl")
     write("a.jsonl", ["one", "TWO"])
     assert before.changes(read("a.jsonl", "c.jsonl")) == [
-        "a.jsonl has other content", "b.jsonl is gone", "c.jsonl is new"
+        "other content: a.jsonl", "gone: b.jsonl", "new: c.jsonl"
     ]  # fmt: skip
 
 
@@ -67,7 +67,7 @@ def test_of_many_files_the_first_are_named_and_of_very_many_none() -> None:
         files = {f"{i}.txt": content for i in range(number)}
         return Provenance(fingerprint=content, files=files, documents=number)
 
-    assert of("x", 9).changes(of("y", 9)) == ["0.txt, 1.txt, 2.txt and 6 more have other content"]
+    assert of("x", 9).changes(of("y", 9)) == ["other content: 0.txt, 1.txt, 2.txt and 6 more"]
     assert Provenance(fingerprint="x").changes(Provenance(fingerprint="y")) == ["its files have other content"]
 
 
@@ -78,7 +78,7 @@ PROGRESS = Progress(step=40, position=Position(2, 5), data=DATA, seed=1)
 
 def go_on(now: Provenance, *, seed: int = 1, accept: bool = False) -> tuple[Progress, tuple[str, ...]]:
     settings = RunSettings(seed=seed, accept_changed_data=accept, out=Path("run"), resume=True)
-    return loading.on_data(PROGRESS, now, settings)
+    return resume_checks.on_data(PROGRESS, now, settings)
 
 
 def test_changed_data_and_another_seed_are_refused() -> None:
@@ -88,7 +88,7 @@ def test_changed_data_and_another_seed_are_refused() -> None:
     assert (refused.value.exit_code, str(refused.value)) == (
         4,
         "the data of the run in run has changed since step 40\n"
-        "  because a.txt has other content\n"
+        "  because other content: a.txt\n"
         "  because it had 3 documents, 3 samples, 9 tokens, now it has 3 documents, 3 samples, 10 tokens\n\n"
         "hint: restore it, start anew with another --out, or go on with --accept-changed-data",
     )
@@ -105,8 +105,8 @@ def test_changed_data_and_another_seed_are_refused() -> None:
 def test_accepted_data_begins_an_epoch() -> None:
     progress, changed = go_on(OTHER, accept=True)
     assert progress == replace(PROGRESS, data=OTHER, position=Position(3, 0))
-    assert loading.describe_changes(changed, 40, Path("run")) == (
-        "resumed at step 40 of run: the data (a.txt has other content; it had 3 documents, 3 samples, 9 tokens, now "
+    assert resume_checks.describe_changes(changed, 40, Path("run")) == (
+        "resumed at step 40 of run: the data (other content: a.txt; it had 3 documents, 3 samples, 9 tokens, now "
         "it has 3 documents, 3 samples, 10 tokens), which begins with epoch 4; "
         "global batch and learning rate are unchanged"
     )

@@ -38,7 +38,7 @@ def test_pairs_are_as_long_as_their_longer_side_and_count_their_target_tokens(tm
 def test_pairs_that_are_too_long_are_named_or_counted(tmp_path: Path) -> None:
     files = data(tmp_path, {"text": "a" * 9, "label": 0}, {"text": "b" * 99, "label": 1})
     request = Request(model="bert", task="sequence-classification", seq_len=64)
-    with pytest.raises(RequestError, match="1 of 2 samples are longer than --seq-len"):
+    with pytest.raises(RequestError, match="1 sample is longer than --seq-len"):
         lengths_of(request, RunSettings(data=files, validation_fraction=0))
     lengths = lengths_of(request, RunSettings(data=files, validation_fraction=0, too_long="truncate"))
     assert (lengths.tokens, lengths.counts) == ((11, 64), (1, 1))

@@ -10,7 +10,6 @@ import torch.distributed as dist
 
 from bench.plans import plan_by_hand
 from bench.ranks import Ranks
-from frugal.planning.batch import BatchPlan
 from frugal.training.data.batches import MicroBatchLimits, share
 from frugal.training.engine import initialize
 from frugal.training.losses.evaluation import evaluate
@@ -92,13 +91,6 @@ def test_the_gradient_of_grouped_samples_is_that_of_plain_pytorch(fixture: str, 
 def padded(shapes: list[list[list[int]]]) -> int:
     """Tokens of all micro-batches."""
     return sum(rows * columns for each in shapes for rows, columns in each)
-
-
-def test_samples_of_one_length_keep_the_planned_micro_batches() -> None:
-    batch = BatchPlan.of(6, (2, 2))
-    samples = Known([{"input_ids": [0] * 64}] * 6)
-    for rank in range(2):
-        assert share(samples, limits(2, 2), rank, batch).places == share([0] * 6, limits(2, 2), rank, batch).places
 
 
 def test_short_samples_of_one_length_share_what_a_long_one_takes() -> None:

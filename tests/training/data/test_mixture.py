@@ -86,14 +86,6 @@ def test_batches_of_tokens_take_the_shares_too() -> None:
     assert batches.steps(1) == pytest.approx(80 * 15 / 100, abs=2)
 
 
-def test_what_is_said_of_the_shares() -> None:
-    assert mixture(("a", 50, "7/10"), ("b", 30, "3/10")).in_words() == (
-        "an epoch is 80 samples drawn: 70.0 % of the samples, 53.8 % of the tokens from a (its 50 are seen after 72 "
-        "drawn, then again in another order); 30.0 % of the samples, 46.2 % of the tokens from b (its 30 are seen "
-        "after 100 drawn, then again in another order)"
-    )
-
-
 def test_weights_are_read_off_the_names(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
     (tmp_path / "b:0.7").write_text("a file")

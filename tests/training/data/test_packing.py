@@ -3,9 +3,8 @@
 import gc
 import json
 from pathlib import Path
-from typing import Any, get_type_hints
+from typing import Any
 
-import msgspec
 import numpy as np
 import pytest
 import torch
@@ -17,8 +16,6 @@ from bench.ranks import Ranks
 from frugal.config.request import Request
 from frugal.config.run_settings import RunSettings
 from frugal.errors import RequestError
-from frugal.training.checkpoint import resume_checks
-from frugal.training.checkpoint.manifest import Manifest
 from frugal.training.data import corpus
 from frugal.training.data.corpus import lengths_of
 from frugal.training.data.store import packing
@@ -28,7 +25,7 @@ from frugal.training.engine import initialize
 from frugal.training.models.resolve import resolve
 from frugal.training.models.tiled_loss import IGNORED
 from frugal.training.objectives import CausalLM
-from frugal.training.trials import packing_check
+from frugal.training.trials import text_checks
 from tests.training.gradients import SGD, Gradient, applied, relative_error, weights, with_bound
 from tests.training.small_models import tiny
 
@@ -128,13 +125,13 @@ def test_the_gradient_is_that_of_the_documents_alone(
 
 @pytest.mark.parametrize("name", ["gpt2", "llama-3.1-70b", "mistral", "gemma3_text", "mixtral"])
 def test_models_that_keep_documents_apart_may_pack(name: str) -> None:
-    packing_check.check_packing(resolve(name))
+    text_checks.check_packing(resolve(name))
 
 
 @pytest.mark.parametrize(
     ("name", "reason"),
     [
-        ("bert-base", "a model that reads in both directions is only told what is padding"),
+        ("bert-base", "a model that reads in both directions knows padding only, not documents"),
         ("t5-small", "each target text has a source text of its own"),
         ("bloom", "what it says of a document depends on the one before it, to 100.0 % of the whole"),
         ("opt", "what it says of a document depends on the one before it, to 98.0 % of the whole"),
@@ -142,7 +139,7 @@ def test_models_that_keep_documents_apart_may_pack(name: str) -> None:
 )
 def test_other_models_are_refused_with_the_reason(name: str, reason: str) -> None:
     with pytest.raises(RequestError) as caught:
-        packing_check.check_packing(resolve(name))
+        text_checks.check_packing(resolve(name))
     assert str(caught.value) == (
         f"--pack is impossible for {name}\n  because {reason}\n\n"
         "hint: leave --pack out: samples of like length share a micro-batch, which pads little"
@@ -165,10 +162,3 @@ def test_text_on_disk_is_packed_once_and_a_plan_is_told_how_full(
         Request(model="gpt2", seq_len=SEQ_LEN, pack=True), RunSettings(data=(str(path),), validation_fraction=0)
     )
     assert lengths.num_samples == len(pack.train) and lengths.longest == SEQ_LEN
-
-
-def test_a_packed_run_can_be_resumed() -> None:
-    made = plan_by_hand(world_size=1, global_batch=1, micro_batch=1, zero_stage=1, request={"pack": True})
-    recipe = resume_checks.recipe(made)
-    assert recipe["pack"] is True
-    assert msgspec.json.decode(msgspec.json.encode(recipe), type=get_type_hints(Manifest)["recipe"]) == recipe

@@ -20,12 +20,6 @@ def threads() -> list[str]:
     return [thread.name for thread in threading.enumerate() if thread.name.startswith("prefetch")]
 
 
-def test_the_same_items_come_in_the_same_order_and_no_thread_is_left() -> None:
-    assert list(prefetch(range(50))) == list(range(50))
-    assert list(prefetch([])) == []
-    assert not threads()
-
-
 def test_one_item_is_made_while_the_last_is_worked_on_and_never_more() -> None:
     is_made = [threading.Event() for _ in range(4)]
 

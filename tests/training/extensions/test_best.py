@@ -43,13 +43,12 @@ def test_the_best_is_the_smallest_loss_or_the_largest_of_a_metric_or_what_was_as
     assert [by_metric.after(step, measured(1.0, f1=f1, error=1 - f1)) for step, f1 in enumerate([0.2, 0.1, 0.3])] == [
         True, False, True,
     ]  # fmt: skip
-    by_name = Best(replace(settings, best="error", best_mode="min"), start)
+    by_name = Best(replace(settings, best="error:min"), start)
     assert [by_name.after(step, measured(1.0, f1=f1, error=1 - f1)) for step, f1 in enumerate([0.2, 0.1, 0.3])] == [
         True, False, True,
     ]  # fmt: skip
-    with pytest.raises(RequestError) as raised:
+    with pytest.raises(RequestError, match="--best recall is nothing that was measured\n  because there is loss, f1"):
         Best(replace(settings, best="recall"), start).after(1, measured(1.0, f1=0.5))
-    assert str(raised.value) == "--best recall is nothing that was measured\n  because there is loss, f1"
 
 
 def test_patience_counts_on_after_a_resume_unless_another_number_is_asked_for() -> None:
@@ -101,7 +100,7 @@ def train(folder: Path, **changes: Any) -> tuple[list[str], int, list[float], fl
 def test_a_run_that_gets_no_better_ends_and_its_best_weights_are_kept_and_found_again(
     tmp_path: Path, two_ranks: Ranks
 ) -> None:
-    names, last, losses, of_best = two_ranks.run(train, tmp_path, save_best_model=True)[0]
+    names, last, losses, of_best = two_ranks.run(train, tmp_path, best="worse_after_two")[0]
     assert last == 5, "the best is after step 2, and patience is 3"
     assert names == ["step-000002", "step-000005"]
     assert of_best == losses[1], "the same weights, in the same order"

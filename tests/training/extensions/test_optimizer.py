@@ -104,12 +104,7 @@ exhaustive = pytest.mark.exhaustive
         ("nadam", 0, "one_rank"),
         ("nadam", 3, "three_ranks"),
         ("adamw", 2, "two_ranks"),
-        *(
-            pytest.param(which, zero_stage, fixture, marks=exhaustive)
-            for which in MAKE
-            for zero_stage in range(4)
-            for fixture in ("one_rank", "two_ranks", "three_ranks")
-        ),
+        *(pytest.param(which, zero_stage, "two_ranks", marks=exhaustive) for which in MAKE for zero_stage in range(4)),
     ],
 )
 def test_it_trains_as_torch_does_in_one_process(
@@ -175,4 +170,4 @@ def test_a_pattern_that_matches_nothing_and_decay_that_is_said_twice_are_refused
     (message,) = one_rank.run(said, 2, None, {"*.biass": {"lr": 1.0}})
     assert message.startswith("2 no trained parameter is called like `*.biass`\n")
     (message,) = one_rank.run(said, 2, None, GROUPS, decay_norms=False)
-    assert message.startswith("2 --no-decay-norms was planned, and the optimizer's groups are given\n")
+    assert message.startswith("2 optimizer.decay-norms = false was planned, and the optimizer's groups are given\n")

@@ -1,6 +1,7 @@
-"""Steps taken in several ways are the steps of an untuned run, and the run goes on in the fastest."""
+"""Steps taken in several ways are the steps of an untuned run, which then continues in the fastest way."""
 
 import functools
+import random
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -15,15 +16,13 @@ from frugal.config.run_settings import RunSettings
 from frugal.errors import RequestError
 from frugal.planning.batch import BatchPlan
 from frugal.planning.plan import Alternative, Plan
-from frugal.planning.search import measured_ways
 from frugal.training import loop
 from frugal.training.checkpoint import loading, manifest
-from frugal.training.checkpoint.held_folder import HeldFolder
 from frugal.training.checkpoint.progress import Progress
 from frugal.training.data.batches import GlobalBatches
 from frugal.training.engine import Engine, initialize
-from frugal.training.measure import tuned_run
-from frugal.training.measure.race import steps_needed
+from frugal.training.measure import tuner
+from frugal.training.measure.tuner import FIRST_STEPS, TURN, Way, race, steps_needed
 from frugal.training.objectives import CausalLM
 from frugal.training.reports.metrics import Log
 from tests.training.gradients import bound_of_losses
@@ -31,6 +30,56 @@ from tests.training.small_models import ragged_samples, tiny_gpt2
 
 STEPS = 34
 SAMPLES = ragged_samples(STEPS * 8, longest=32)
+
+
+def raced(seconds: list[float], *, noise: float = 0.0, seed: int = 0, drift: float = 0.0) -> tuple[int, list[int]]:
+    """Return the winner of a race and who took each step; a step takes its way's seconds and what chance adds."""
+    ways = [Way(a_plan(0, ())) for _ in seconds]
+    chance, ran, running = random.Random(seed), list[int](), race(ways)
+    way = next(running)
+    while True:
+        number = next(i for i, each in enumerate(ways) if each is way)
+        ran.append(number)
+        load = 1 + drift * ((len(ran) - 1 - FIRST_STEPS) // (TURN * len(seconds)))  # grows from round to round
+        try:
+            way = running.send(seconds[number] * load * (1 + noise * chance.random()))
+        except StopIteration as end:
+            return next(i for i, each in enumerate(ways) if each is end.value), ran
+
+
+@pytest.mark.parametrize(
+    ("seconds", "changes", "winner"),
+    [
+        ([1.0, 1.1, 0.8, 0.9, 1.2], {"noise": 0.01}, 2),
+        ([1.0, 1.0, 1.0, 1.0], {"noise": 0.2}, 0),
+        ([1.0, 0.995, 1.3], {}, 0),  # faster, by less than a change is worth
+        ([1.0, 0.9], {"drift": 0.5}, 1),  # a machine that slows down from round to round
+        ([1.0, 1.1], {"drift": 0.5}, 0),
+        *(([1.0, 1.05, 1.02], {"noise": 0.05, "seed": seed}, 0) for seed in range(10)),
+        *(([1.0, 0.8, 1.02], {"noise": 0.05, "seed": seed}, 1) for seed in range(10)),
+    ],
+)
+def test_a_way_wins_if_it_is_faster_than_the_plan_beyond_the_noise(
+    seconds: list[float], changes: dict[str, Any], winner: int
+) -> None:
+    assert raced(seconds, **changes)[0] == winner
+
+
+def test_a_race_takes_no_step_that_cannot_change_its_result() -> None:
+    assert raced([1.0, 3.0, 0.9])[1].count(1) == 2  # far slower in its first counted step
+    assert len(raced([1.0, 1.2])[1]) < FIRST_STEPS + steps_needed(2)
+    for number in range(2, 10):
+        assert len(raced([1.0] * number, noise=0.5)[1]) <= FIRST_STEPS + steps_needed(number)
+
+
+def test_a_way_that_runs_out_of_memory_is_dropped_and_the_others_race_on() -> None:
+    ways = [Way(a_plan(0, ())) for _ in range(3)]
+    running, took = race(ways), {id(ways[0]): 1.0, id(ways[1]): None, id(ways[2]): 0.7}
+    way = next(running)
+    with pytest.raises(StopIteration) as end:
+        while True:
+            way = running.send(took[id(way)])
+    assert end.value.value is ways[2] and ways[1].dropped == "out of memory"
 
 
 def a_plan(zero_stage: int, ways: tuple[dict[str, Any], ...]) -> Plan:
@@ -53,9 +102,9 @@ def a_plan(zero_stage: int, ways: tuple[dict[str, Any], ...]) -> Plan:
 def losses(plan: Plan, tune: bool, fail: str = "") -> dict[str, Any]:
     """What 34 steps of a run give, tuned or not; runs on ranks. `fail`: the way in which memory runs out once."""
     engine = initialize(tiny_gpt2(), plan, CausalLM())
-    events: list[dict[str, Any]] = []
+    ends: list[dict[str, Any]] = []
     if tune:
-        engine.tune(steps_needed(1 + len(plan.alternatives)), events.append)
+        engine.tune(steps_needed(1 + len(plan.alternatives)), ends.append)
     if fail:
         _run_out_once(engine, fail)
     results = [engine.train_step(SAMPLES[8 * step : 8 * step + 8]) for step in range(STEPS)]
@@ -63,7 +112,7 @@ def losses(plan: Plan, tune: bool, fail: str = "") -> dict[str, Any]:
     return {
         "losses": [result.loss for result in results],
         "norms": [result.grad_norm for result in results],
-        "events": events,
+        "ends": ends,
         "digest": engine.plan.digest,
         "tuned_from": engine.plan.tuned_from,
         "sizes": engine.plan.batch.micro_batch,
@@ -93,7 +142,7 @@ def _run_out_once(engine: Engine, mode: str) -> None:
 
 
 FULL, SELECTIVE = {"activation_checkpointing": "full"}, {"activation_checkpointing": "selective"}
-OTHER_SUMS = ({"micro_batch": 4}, {"micro_batch": 1}, {"loss": "tiled"}, {"loss": "tiled", **FULL, "micro_batch": 4})
+OTHER_SUMS = ({"micro_batch": 1}, {"loss": "tiled"}, {"loss": "tiled", **FULL, "micro_batch": 4})
 
 
 @pytest.mark.parametrize("zero_stage", [*(pytest.param(stage, marks=pytest.mark.exhaustive) for stage in (0, 2)), 3])
@@ -102,14 +151,16 @@ def test_a_tuned_run_is_the_untuned_one(zero_stage: int, two_ranks: Ranks) -> No
     untuned, _ = two_ranks.run(losses, same_sums, False)
     same, on_other_rank = two_ranks.run(losses, same_sums, True)
     assert (same["losses"], same["norms"]) == (untuned["losses"], untuned["norms"])  # bit for bit
-    assert {event["strategy"] for event in same["events"] if event["event"] == "tuning"} == {
+    (end,) = same["ends"]
+    assert [way["strategy"] for way in end["ways"]] == [
         str(same_sums.strategy), *(str(other.strategy) for other in same_sums.alternatives)
-    }  # fmt: skip
+    ]  # fmt: skip
+    assert sum(way["is_kept"] for way in end["ways"]) == 1 and all(way["num_steps"] > 1 for way in end["ways"])
     assert (same["digest"], same["tuned_from"]) == (on_other_rank["digest"], same_sums.digest)
-    assert same["is_over"] and same["events"][-1]["event"] == "tuned"
+    assert same["is_over"] and end["event"] == "tuned"
     other = two_ranks.run(losses, other_sums, True)[0]
     assert other["losses"] == pytest.approx(untuned["losses"], rel=bound())
-    assert {event["micro_batch"] for event in other["events"]} == {1, 2, 4}
+    assert {way["micro_batch"] for way in other["ends"][0]["ways"]} == {1, 2, 4}
 
 
 def test_a_way_in_which_memory_runs_out_is_given_up(two_ranks: Ranks) -> None:
@@ -117,16 +168,14 @@ def test_a_way_in_which_memory_runs_out_is_given_up(two_ranks: Ranks) -> None:
     untuned, _ = two_ranks.run(losses, plan, False)
     tuned, _ = two_ranks.run(losses, plan, True, "full")
     assert tuned["losses"] == pytest.approx(untuned["losses"], rel=bound())
-    given_up = [event["strategy"] for event in tuned["events"] if event.get("given_up") == "out of memory"]
-    assert given_up == [str(plan.alternatives[0].strategy)]
+    (dropped,) = [way for way in tuned["ends"][0]["ways"] if way["dropped"] == "out of memory"]
+    assert (dropped["strategy"], dropped["num_steps"]) == (str(plan.alternatives[0].strategy), 1)
     assert tuned["sizes"] == plan.batch.micro_batch  # what was lowered in that step is as planned again
-    assert sum(event["strategy"] == given_up[0] for event in tuned["events"]) == 1
 
 
 def test_memory_that_runs_out_under_the_plan_ends_tuning(two_ranks: Ranks) -> None:
     tuned, _ = two_ranks.run(losses, a_plan(2, (FULL,)), True, "off")
-    assert [event["event"] for event in tuned["events"]] == ["tuned"]
-    assert tuned["tuned_from"]
+    assert [end["ways"] for end in tuned["ends"]] == [[]] and tuned["tuned_from"]
 
 
 def refusals(plan: Plan) -> list[str]:
@@ -151,15 +200,14 @@ def a_run(folder: Path, plan: Plan, **changes: Any) -> dict[str, Any]:
     """A run of 60 steps as `frugal.training.run` puts it together, told of as far as it is tuned; runs on ranks."""
     settings = RunSettings(**{"steps": 60, "save_every": 8, "keep": 9, "eval_every": 7, "out": folder} | changes)
     folder.mkdir(parents=True, exist_ok=True)
-    given, plan = plan, tuned_run.continued(plan, settings)
+    given, plan = plan, tuner.plan_to_resume(plan, settings)
     engine, batches = initialize(tiny_gpt2(), plan, CausalLM()), GlobalBatches(SAMPLES, global_batch=8)
     start = loading.load(engine, settings.checkpoints).progress if settings.resume else Progress(step=0)
     total_steps = loop.num_steps(batches, settings)
     with Log(folder, rank=engine.rank, planned_bytes=1, total_steps=total_steps, first_step=start.step) as log:
-        held = HeldFolder(settings)
-        tuned_run.begin(engine, held, log, total_steps - start.step)
+        engine.tuner = tuner.tuner_of_run(engine, settings, log, total_steps - start.step)
         was_tuned = engine.tuner is not None
-        loop.train(engine, batches, SAMPLES[:5], settings, log, start=start, total_steps=total_steps, held=held)
+        loop.train(engine, batches, SAMPLES[:5], settings, log, start=start, total_steps=total_steps)
     engine.destroy()
     return {"given": given.digest, "began with": plan.digest, "ended with": engine.plan.digest, "was tuned": was_tuned}
 
@@ -174,47 +222,11 @@ def test_a_run_keeps_what_it_found_and_goes_on_with_it(tmp_path: Path, two_ranks
     found = records(tmp_path)
     (end,) = (record for record in found if record["event"] == "tuned")
     assert end["plan_digest"] == kept.digest and end["time"] > 0
-    first_tried = next(record["step"] for record in found if record["event"] == "tuning")
-    assert first_tried == 3  # the plan's own memory is measured before
     midst = manifest.read(tmp_path / "checkpoints" / "step-000008")
     assert (midst.plan_digest, midst.strategy) == (plan.digest, str(plan.strategy))  # not of what was just tried
     assert manifest.read(tmp_path / "checkpoints" / "step-000060").plan_digest == kept.digest
     again, _ = two_ranks.run(a_run, tmp_path, plan, tune=True, steps=62, resume=True)
     assert (again["began with"], again["was tuned"]) == (kept.digest, False)
-
-
-def test_what_was_measured_is_kept_for_later_plans(
-    tmp_path: Path, two_ranks: Ranks, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    plan = a_plan(2, (FULL, {"micro_batch": 4}))
-    settings = {"steps": 60, "save_every": 0, "calibrate": True}
-    for folder, tune in (("tuned", True), ("untuned", False)):
-        two_ranks.run(a_calibrated_run, tmp_path, folder, plan, {**settings, "tune": tune})
-    two_ranks.run(a_calibrated_run, tmp_path, "short", plan, {**settings, "tune": None, "steps": 5})
-    monkeypatch.setenv("XDG_CONFIG_HOME", str(tmp_path / "settings"))
-    (tuned, untuned), notes = measured_ways.known(plan.request, plan.cluster)
-    assert not notes and tuned.question == untuned.question
-    kept = Plan.read(tmp_path / "tuned" / "plan.json")
-    own, *others = tuned.ways
-    assert (own.strategy, own.batch, own.error is not None) == (plan.strategy, plan.batch, True)
-    assert [(each.strategy, each.batch) for each in others] == [
-        (each.strategy, each.batch) for each in plan.alternatives
-    ]
-    assert (kept.strategy, kept.batch) in [(each.strategy, each.batch) for each in tuned.ways]
-    steps = [each for each in records(tmp_path / "tuned") if each["event"] == "tuning" and each["is_planned"]]
-    assert min(each["seconds"] for each in steps) <= own.seconds <= max(each["seconds"] for each in steps)
-    (alone,) = untuned.ways
-    assert (alone.strategy, alone.batch) == (plan.strategy, plan.batch) and alone.error is not None
-    steps = [each for each in records(tmp_path / "untuned") if each["event"] == "step"][2:22]
-    seconds = [each["targets"] / each["tokens_per_second"] for each in steps]  # with what is waited for samples
-    assert 0.5 * min(seconds) <= alone.seconds <= max(seconds)
-
-
-def a_calibrated_run(folder: Path, name: str, plan: Plan, settings: dict[str, Any]) -> None:
-    """A run whose user has his settings beside it; runs on ranks."""
-    with pytest.MonkeyPatch.context() as environment:
-        environment.setenv("XDG_CONFIG_HOME", str(folder / "settings"))
-        a_run(folder / name, plan, **settings)
 
 
 def test_what_is_not_wanted_or_too_short_is_not_tuned(tmp_path: Path, two_ranks: Ranks) -> None:

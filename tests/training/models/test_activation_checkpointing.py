@@ -136,12 +136,7 @@ def test_layers_of_a_mixture_that_are_off_keep_everything() -> None:
 def test_a_mixture_for_another_number_of_layers_is_refused() -> None:
     with pytest.raises(RequestError) as caught:
         activation_checkpointing.apply(tiny_gpt2(), "budget", (("full", 5), ("off", 2)))
-    assert str(caught.value) == (
-        "GPT2LMHeadModel has 2 layers that can be recomputed\n"
-        "  because the strategy says what 7 layers do\n"
-        "\n"
-        "hint: plan again for this model"
-    )
+    assert caught.value.what == "GPT2LMHeadModel has 2 layers that can be recomputed"
 
 
 def test_layers_are_the_repeated_composed_modules_of_a_list() -> None:
@@ -193,12 +188,7 @@ def test_off_gives_layers_their_own_forward_back() -> None:
 def test_a_module_without_layers_is_refused() -> None:
     with pytest.raises(RequestError) as caught:
         activation_checkpointing.apply(nn.Sequential(nn.Linear(2, 2), nn.ReLU()), "full")
-    assert str(caught.value) == (
-        "Sequential does not support activation checkpointing\n"
-        "  because it has neither gradient_checkpointing_enable() nor a list of layers of one class\n"
-        "\n"
-        "hint: plan with --activation-checkpointing off, or put its layers into an nn.ModuleList"
-    )
+    assert caught.value.what == "Sequential does not support activation checkpointing"
     assert not activation_checkpointing.is_supported(torch.nn.Linear(2, 2))
 
 

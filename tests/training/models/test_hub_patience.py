@@ -46,18 +46,12 @@ def serve(at_once: bytes, by_bytes: bytes = b"") -> str:
 
 
 @pytest.mark.parametrize(
-    ("answers", "said"),
-    [
-        ((b"", b""), "does not answer within 1 s"),
-        ((b"", HEAD), "does not answer within 1 s"),
-        ((HEAD, b"x" * 2000), "has sent "),
-    ],
+    "answers",
+    [(b"", b""), (b"", HEAD), (HEAD, b"x" * 2000)],
     ids=["silent", "a header by bytes", "a body by bytes"],
 )
 @pytest.mark.usefixtures("patient")
-def test_a_hub_that_never_ends_its_answer_is_given_up_and_not_asked_again(
-    answers: tuple[bytes, bytes], said: str
-) -> None:
+def test_a_hub_that_never_ends_its_answer_is_given_up_and_not_asked_again(answers: tuple[bytes, bytes]) -> None:
     from huggingface_hub import get_session
     from huggingface_hub.errors import OfflineModeIsEnabled
 
@@ -67,9 +61,9 @@ def test_a_hub_that_never_ends_its_answer_is_given_up_and_not_asked_again(
     for _ in range(2):
         with pytest.raises(OfflineModeIsEnabled) as raised:
             get_session().get(f"{slow}/api/models/a", timeout=None)
-        assert f"127.0.0.1 {said}" in str(raised.value)
+        assert "127.0.0.1 does not answer within 1 s" in str(raised.value)
     told = factories.why_hub_failed(raised.value)
-    assert told.startswith(f"the hub cannot be asked (127.0.0.1 {said}")
+    assert told.startswith("the hub cannot be asked (127.0.0.1 does not answer within 1 s")
     assert told.endswith("; HF_HUB_DOWNLOAD_TIMEOUT=1 waits longer), and its local cache does not have it")
 
 

@@ -81,7 +81,8 @@ def train(folder: Path, endpoint: str, *more: object) -> subprocess.CompletedPro
     there = {"HF_ENDPOINT": endpoint, "HF_TOKEN": "hf_of_a_test", "HF_HUB_OFFLINE": "0", "HF_HUB_DISABLE_XET": "1"}
     words = ("--plan", "plan2.json", "--data", "text.jsonl", "--steps", 1, "--out", "run", "--tokenizer", "byte")
     return subprocess.run(
-        command(*words, "--push-to-hub", REPOSITORY, *more), cwd=folder, env=os.environ | environment(folder) | there,
+        command(*words, "--set", f"train.push-to-hub={REPOSITORY}", *more), cwd=folder,
+        env=os.environ | environment(folder) | there,
         capture_output=True, text=True, timeout=200,
     )  # fmt: skip
 

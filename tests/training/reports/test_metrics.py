@@ -4,6 +4,7 @@ import io
 import resource
 import subprocess
 from pathlib import Path
+from typing import Any
 
 import pytest
 from rich.console import Console
@@ -35,37 +36,31 @@ def logged(
     return log, written
 
 
+LESS = " for 8 x 256 tokens; largest micro-batch so far 8 x 40: measured"
+LOWERED = "memory ran out, and micro-batches are smaller than planned"
+
+
 @pytest.mark.parametrize(
-    ("largest", "said"),
+    ("measured", "how", "said"),
     [
-        ((8, 40), "planned 400.0 MiB for 8 x 256 tokens; largest micro-batch so far 8 x 40: measured 24.0 MiB"),
-        ((50, 41), "planned 400.0 MiB, measured 24.0 MiB (-94.0 %)"),
-        (None, "planned 400.0 MiB, measured 24.0 MiB (-94.0 %; the plan is for batches of full-length samples)"),
+        (24, {"largest": (8, 40)}, f"{LESS} 24.0 MiB"),
+        (440, {"largest": (8, 40)}, f"{LESS} 440.0 MiB (+10.0 %)"),
+        (24, {"largest": (50, 41)}, ", measured 24.0 MiB (-94.0 %)"),
+        (24, {}, ", measured 24.0 MiB (-94.0 %; the plan is for batches of full-length samples)"),
+        (300, {"is_lowered": True}, f", measured 300.0 MiB (-25.0 %; {LOWERED})"),
     ],
 )
-def test_memory_of_short_samples_is_not_compared_with_that_of_full_ones(
-    largest: tuple[int, int] | None, said: str, tmp_path: Path
+def test_memory_is_compared_with_the_plan_where_it_is_of_the_same_work(
+    measured: int, how: dict[str, Any], said: str, tmp_path: Path
 ) -> None:
     written = io.StringIO()
     console = Console(file=written, highlight=False, soft_wrap=True)
-    size = (8, 256)
-    with Log(tmp_path, rank=0, planned_bytes=400 * MIB, planned_size=size, total_steps=3, console=console) as log:
-        log.memory(2, 24 * MIB, largest=largest)
-    assert written.getvalue() == f"memory: {said}\n"
+    with Log(tmp_path, rank=0, planned_bytes=400 * MIB, planned_size=(8, 256), total_steps=3, console=console) as log:
+        log.memory(2, measured * MIB, **how)
+    assert written.getvalue() == f"memory: planned 400.0 MiB{said}\n"
     (record,) = records(tmp_path)
     assert record["planned_micro_batch"] == [8, 256]
-    assert record["largest_micro_batch"] == (None if largest is None else list(largest))
-
-
-def test_more_memory_than_planned_is_said_also_of_short_samples(tmp_path: Path) -> None:
-    written = io.StringIO()
-    console = Console(file=written, highlight=False, soft_wrap=True)
-    with Log(tmp_path, rank=0, planned_bytes=100 * MIB, planned_size=(8, 256), total_steps=3, console=console) as log:
-        log.memory(2, 110 * MIB, largest=(8, 40))
-    assert written.getvalue() == (
-        "memory: planned 100.0 MiB for 8 x 256 tokens; largest micro-batch so far 8 x 40: "
-        "measured 110.0 MiB (+10.0 %)\n"
-    )
+    assert record["largest_micro_batch"] == (list(how["largest"]) if "largest" in how else None)
 
 
 def test_what_people_and_programs_read(tmp_path: Path) -> None:
@@ -76,8 +71,8 @@ def test_what_people_and_programs_read(tmp_path: Path) -> None:
         log.memory(2, 396 * MIB)
         log.evaluation(2, Evaluation(loss=1.0, targets=70, samples=7))
     assert written.getvalue().splitlines() == [
-        "step 1/3  loss 2.5000  lr 3.00e-04  2,000 tokens/s  1.0 s left  memory 400.0 MiB",
-        "step 2/3  loss nan  lr 3.00e-04  1,000 tokens/s  1.0 s left  memory 400.0 MiB",
+        "step 1/3  loss 2.5000  1.0 s left  2,000 tokens/s  memory 400.0 MiB  lr 3.00e-04",
+        "step 2/3  loss nan  1.0 s left  1,000 tokens/s  memory 400.0 MiB  lr 3.00e-04",
         "memory: planned 400.0 MiB, measured 396.0 MiB (-1.0 %)",
         "step 2/3  validation loss 1.0000  perplexity 2.72  (7 samples)",
     ]
@@ -93,20 +88,6 @@ def test_what_people_and_programs_read(tmp_path: Path) -> None:
     assert (evaluation["event"], evaluation["perplexity"]) == ("evaluation", pytest.approx(2.718282))
 
 
-@pytest.mark.parametrize(
-    ("is_lowered", "why"),
-    [
-        (True, "memory ran out, and micro-batches are smaller than planned"),
-        (False, "the plan is for batches of full-length samples"),
-    ],
-)
-def test_less_memory_than_planned_has_its_cause(tmp_path: Path, is_lowered: bool, why: str) -> None:
-    log, written = logged(tmp_path, 3)
-    with log:
-        log.memory(2, 300 * MIB, is_lowered=is_lowered)
-    assert written.getvalue() == f"memory: planned 400.0 MiB, measured 300.0 MiB (-25.0 %; {why})\n"
-
-
 def test_a_long_run_prints_few_lines_where_there_is_no_terminal(tmp_path: Path) -> None:
     log, written = logged(tmp_path, 1000)
     with log:
@@ -116,19 +97,6 @@ def test_a_long_run_prints_few_lines_where_there_is_no_terminal(tmp_path: Path) 
     assert len(lines) == 41
     assert (lines[0][:9], lines[-1][:14]) == ("step 1/10", "step 1000/1000")
     assert len(records(tmp_path)) == 1000
-
-
-def test_a_terminal_shows_one_line_that_moves_and_keeps_what_is_said(tmp_path: Path) -> None:
-    log, written = logged(tmp_path, 9, terminal=True)
-    with log:
-        log.step(1, result(), 0.5)
-        log._progress.refresh()
-        log.say("this stays")
-    text = written.getvalue()
-    assert "step 1/9" in text
-    assert "2,000 tokens/s" in text
-    assert "\x1b[2K" in text.split("this stays")[0]  # the line of progress was erased to make room
-    assert "this stays\n" in text
 
 
 def test_other_ranks_write_nothing(tmp_path: Path) -> None:
@@ -181,9 +149,9 @@ def test_records_wait_for_room_on_a_full_disk_and_each_comes_once(tmp_path: Path
             assert said.count("cannot write metrics.jsonl, it is kept for the next checkpoint: ") == 1
             assert f"No space left on device (0.0 MiB of 0.1 MiB are free at {disk}); make room at {disk}" in said
             with pytest.raises(OSError, match="No space left"):
-                log.sync(disk)
+                log.sync()
             subprocess.run(["mount", "-o", "remount,size=1m", str(disk)], check=True)
-            log.sync(disk)
+            log.sync()
         assert [record["step"] for record in records(disk)] == [*range(1, 60)]
 
 
@@ -213,24 +181,13 @@ def test_a_limit_on_the_size_of_files_is_named(tmp_path: Path) -> None:
             for step in (1, 2):
                 log.step(step, result(), 0.1)
             with pytest.raises(OSError, match="File too large"):
-                log.sync(tmp_path)
+                log.sync()
             assert "raise the limit on the size of a file (`ulimit -f`)" in written.getvalue()
             assert (tmp_path / "metrics.jsonl").stat().st_size == 300  # a record and a part of the next
             resource.setrlimit(resource.RLIMIT_FSIZE, usual)
     finally:
         resource.setrlimit(resource.RLIMIT_FSIZE, usual)
     assert [record["step"] for record in records(tmp_path)] == [1, 2]
-
-
-def test_a_file_of_metrics_that_was_deleted_is_made_again_with_all_records(tmp_path: Path) -> None:
-    log, written = logged(tmp_path, 9)
-    with log:
-        log.step(1, result(), 0.1)
-        (tmp_path / "metrics.jsonl").unlink()
-        log.sync(tmp_path)
-        log.step(2, result(), 0.1)
-    assert [record["step"] for record in records(tmp_path)] == [1, 2]
-    assert "is written anew, with all records of this run: the file was deleted" in written.getvalue()
 
 
 @pytest.mark.parametrize("torn", [b'{"event": "st', b"[1]\n", b'{"step": "x"}\n', b"\xff\n", b"[" * 100_000 + b"\n"])

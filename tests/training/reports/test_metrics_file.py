@@ -38,29 +38,24 @@ def put_back_a_copy_of_two_steps(path: Path) -> None:
     copy.rename(path)
 
 
-def put_back_without_its_last_line_end(path: Path) -> None:
-    copy = path.with_name("copy")
-    copy.write_bytes(path.read_bytes().rstrip())
-    copy.rename(path)
-
-
-@pytest.mark.parametrize(
-    "replace", [edit_with_sed, put_back_a_copy_of_two_steps, put_back_without_its_last_line_end]
-)  # fmt: skip
-def test_of_a_file_that_is_replaced_while_the_run_writes_no_later_record_is_lost(
+@pytest.mark.parametrize("replace", [edit_with_sed, put_back_a_copy_of_two_steps, Path.unlink])
+def test_a_file_that_is_replaced_or_deleted_while_the_run_writes_is_written_anew_with_all_records(
     replace: Callable[[Path], None], tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     path = tmp_path / METRICS
     metrics = Records(path, 0)
     for step in range(1, 9):
         metrics.add(record(step))
-        if step in (4, 6):
+        if step == 4:
             replace(path)
-    metrics.sync(path)
+    replace(path)
+    metrics.sync()
+    assert steps_of(tmp_path) == [*range(1, 9)]
     replace(path)
     metrics.close(in_error=False)
-    assert steps_of(tmp_path) == [*range(1, 9)]
-    assert f"{path} was replaced: the run goes on in the new file, with " in caplog.text
+    assert path.read_bytes() == b"".join(map(record, range(1, 9)))
+    assert f"{path} is written anew, with all records of this run" in caplog.text
+    assert len(list(tmp_path.glob(f"{METRICS}.kept*"))) == (0 if replace is Path.unlink else 3), "the others are kept"
 
 
 @pytest.mark.parametrize("kept_bytes", [0, 300])
@@ -77,7 +72,7 @@ def test_a_file_that_is_cut_in_place_gets_all_later_records_on_lines_of_their_ow
     metrics.close(in_error=False)
     readable = [json.loads(line)["step"] for line in path.read_bytes().splitlines() if line.endswith(b"}")]
     assert readable == ([4, 5] if kept_bytes == 0 else [1, 4, 5])
-    assert f"{path} was changed: the run goes on at its end" in caplog.text
+    assert f"{path} was changed: the run continues at its end" in caplog.text
 
 
 def of_no_use(path: Path) -> None:
@@ -98,12 +93,12 @@ def test_what_is_no_file_is_renamed_and_the_run_goes_on(
     path.unlink()
     make(path)
     metrics.add(record(2))
-    metrics.sync(path)
+    metrics.sync()
     metrics.close(in_error=False)
     assert steps_of(tmp_path)[-1] == 2
     assert not (tmp_path / "elsewhere").exists()
-    assert len(list(tmp_path.glob(f"{METRICS}.aside-*"))) == 2, "what was there is kept"
-    assert caplog.text.count(f"{path} is no file: it is renamed to {METRICS}.aside-") == 2
+    assert len(list(tmp_path.glob(f"{METRICS}.kept*"))) == 2, "what was there is kept"
+    assert caplog.text.count(f"and was moved to {METRICS}.kept") == 2
 
 
 def test_lines_that_are_no_records_are_left_out_at_a_resume_and_counted(

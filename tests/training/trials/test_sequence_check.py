@@ -7,7 +7,7 @@ from frugal.config.request import Request
 from frugal.errors import RequestError
 from frugal.training.models import transformers_internals
 from frugal.training.models.resolve import resolve_request
-from frugal.training.trials.sequence_check import check_sequence_parallel, on_parts
+from frugal.training.trials.text_checks import check_sequence_parallel, on_parts
 from tests.training.gradients import with_bound
 from tests.training.sequence.runs import model, plain_gradient
 
@@ -31,7 +31,7 @@ def test_models_whose_positions_meet_in_attention_alone_can_be_split(kind: str, 
     ("kind", "size", "why"),
     [
         ("jamba", 2, "not only its attention mixes positions"),
-        ("llama4_text", 2, "it counts the positions of a part by itself"),
+        ("llama4_text", 2, "it counts the positions of a part from 0"),
         ("gpt2", 8, "its 12 attention heads do not divide by 8"),
         ("bloom", 2, "its attention is 'eager'"),
         ("t5", 2, "it trains seq2seq"),

@@ -1,4 +1,4 @@
-"""What a row is, by its columns: a chat, a prompt with its completion, an instruction, tokens, or running text.
+"""Rows by their columns: a chat, a prompt with its completion, an instruction, tokens, or running text.
 
 Rows of the first four become a `Chat`, a `Prompted` or a `TokenIds`: one sample each, never cut into windows.
 
@@ -23,30 +23,15 @@ from numpy.typing import NDArray
 
 from frugal.config.run_settings import Format
 from frugal.errors import RequestError
-from frugal.training.data.long_text import LongText
-from frugal.training.data.rows import BadRow, type_in_words
+from frugal.training.data.rows import NEEDED, BadRow
 from frugal.training.models.tiled_loss import IGNORED
-
-_NEEDED: dict[Format, tuple[str, ...]] = {
-    "messages": ("messages",),
-    "conversations": ("conversations",),
-    "prompt-completion": ("prompt", "completion"),
-    "instruction": ("instruction", "output"),
-    "tokens": ("input_ids",),
-}
-_BESIDE = (
-    "tools", "system", "input", "labels", "attention_mask", "completion_mask", "assistant_masks",
-    "chat_template_kwargs",
-)  # fmt: skip
-COLUMNS = frozenset((*(column for columns in _NEEDED.values() for column in columns), *_BESIDE))
-"""That any format reads."""
 
 
 @dataclass(frozen=True)
 class Chat:
-    """Messages for a template. `trained` are the numbers of the assistant's turns that are learned.
+    """Messages for a template. `trained` are the numbers of the assistant's turns that are trained on.
 
-    `num_prompt`: of a prompt and its completion, how many messages are the prompt; all after them is learned.
+    `num_prompt`: of a prompt and its completion, how many messages are the prompt; all after them is trained on.
     """
 
     messages: list[dict[str, Any]]
@@ -57,7 +42,7 @@ class Chat:
 
     @property
     def size(self) -> int:
-        """Characters."""
+        """Return the number of characters."""
         return sum(len(message.get("content", "")) for message in self.messages)
 
 
@@ -70,7 +55,7 @@ class Prompted:
 
     @property
     def size(self) -> int:
-        """Characters."""
+        """Return the number of characters."""
         return len(self.prompt) + len(self.completion)
 
 
@@ -83,31 +68,34 @@ class TokenIds:
 
     @property
     def size(self) -> int:
-        """Tokens."""
+        """Return the number of tokens."""
         return len(self.ids)
 
 
 Whole = Chat | Prompted | TokenIds
 """A row that is one sample."""
 
+Trained = tuple[NDArray[np.int32], NDArray[np.bool_]]
+"""Tokens, and which of them are trained on, both of shape `(tokens,)`."""
+
 
 def recognised(columns: Sequence[str], text_column: str, source: str, asked: Format | None) -> Format | None:
-    """The format of a source's rows; None where they have no column that is known.
+    """Return the format of a source's rows; None where they have no column that is known.
 
     Raises:
         RequestError: they fit several, or not the one asked for.
     """
     if asked is not None:
-        missing = [column for column in _NEEDED.get(asked, (text_column,)) if column not in columns]
+        missing = [column for column in NEEDED.get(asked, (text_column,)) if column not in columns]
         if missing and asked != "text":  # for text there is a flag that names the column
             raise RequestError(
                 f"{source} has no column `{missing[0]}`",
-                because=[f"--format {asked} reads {' and '.join(_NEEDED[asked])}", f"its columns are {_list(columns)}"],
+                because=[f"--format {asked} reads {' and '.join(NEEDED[asked])}", f"its columns are {_list(columns)}"],
             )
         return asked
     if text_column != "text" and text_column in columns:  # it was asked for
         return "text"
-    fitting = [name for name, needed in _NEEDED.items() if set(needed) <= set(columns)]
+    fitting = [name for name, needed in NEEDED.items() if set(needed) <= set(columns)]
     fitting += ["text"] * (text_column in columns)
     if len(fitting) > 1:
         raise RequestError(
@@ -123,7 +111,7 @@ def _list(columns: Sequence[str]) -> str:
 
 
 def read(row: Mapping[str, Any], kind: Format) -> Whole | BadRow:
-    """A row of such a format."""
+    """Return what a row of this format has, or why it cannot be read."""
     assert kind in get_args(Format) and kind != "text"
     try:
         if kind == "tokens":
@@ -138,24 +126,34 @@ def read(row: Mapping[str, Any], kind: Format) -> Whole | BadRow:
 
 
 class _WrongError(Exception):
-    """A row is not what its format says, and why."""
+    """A row does not fit its format, and why."""
+
+
+def _as(kind: Any, value: Any, where: str) -> Any:
+    """Return a value as this type, checked by msgspec."""
+    try:
+        return msgspec.convert(value, kind)
+    except msgspec.ValidationError as error:
+        raise _WrongError(f"{where}: {error}") from None
 
 
 def _text(row: Mapping[str, Any], column: str) -> str:
-    value = row.get(column)
-    if isinstance(value, LongText):
-        value = "".join(value.take())
-    if not isinstance(value, str):
-        raise _WrongError(f"no `{column}`" if column not in row else f"`{column}` is {type_in_words(value)}, not text")
-    return _checked(value, f"`{column}`")
+    return _checked(_as(str, row.get(column), f"`{column}`"), f"`{column}`")
 
 
 def _checked(text: str, where: str) -> str:
+    if not is_utf_8(text):
+        raise _WrongError(f"{where} is not UTF-8 text")
+    return text
+
+
+def is_utf_8(text: str) -> bool:
+    """Return whether a text has no half of a pair of surrogates."""
     try:
         text.encode()
     except UnicodeEncodeError:
-        raise _WrongError(f"{where} is not UTF-8 text") from None
-    return text
+        return False
+    return True
 
 
 _WITH_INPUT = (
@@ -169,14 +167,15 @@ _WITHOUT_INPUT = (
 
 
 def _instruction(row: Mapping[str, Any]) -> Prompted:
-    """In the words of https://github.com/tatsu-lab/stanford_alpaca, README, "Data Release"."""
+    """Return the prompt in the words of https://github.com/tatsu-lab/stanford_alpaca, README, "Data Release"."""
     instruction, output = _text(row, "instruction"), _text(row, "output")
     more = _text(row, "input") if row.get("input") is not None else ""
     return Prompted(_WITH_INPUT.format(instruction, more) if more else _WITHOUT_INPUT.format(instruction), output)
 
 
 def _chat(row: Mapping[str, Any], kind: Format) -> Chat:
-    beside = partial(Chat, tools=_tools(row), options=_options(row))
+    options = _as(dict[str, Any], row.get("chat_template_kwargs") or {}, "`chat_template_kwargs`")
+    beside = partial(Chat, tools=_tools(row), options=options)
     if kind == "prompt-completion":
         prompt, completion = _messages(row, "prompt"), _messages(row, "completion")
         return beside(prompt + completion, (), len(prompt))
@@ -200,89 +199,73 @@ _ROLES = {
 """ShareGPT's names, in those that templates know."""
 
 
+class _Part(msgspec.Struct):
+    """A part of a message that has text; others, such as images, cannot be trained on."""
+
+    text: str
+
+
+class _Message(msgspec.Struct):
+    """A message as templates know it; it may have more fields."""
+
+    role: str
+    content: str | list[str | _Part] | None = None
+    tool_calls: list[dict[str, Any]] | None = None
+
+
+class _Function(msgspec.Struct):
+    """A function that a message calls."""
+
+    name: str
+
+
 def _messages(row: Mapping[str, Any], column: str) -> list[dict[str, Any]]:
-    value = row.get(column)
-    if not isinstance(value, list):
-        raise _WrongError(
-            f"no `{column}`" if column not in row else f"`{column}` is {type_in_words(value)}, not a list"
-        )
-    if not value:
+    messages = _as(list[dict[str, Any]], row.get(column), f"`{column}`")
+    if not messages:
         raise _WrongError(f"`{column}` has no message")
-    return [_message(message, number) for number, message in enumerate(value, 1)]
+    return [_message(message, f"message {number}") for number, message in enumerate(messages, 1)]
 
 
-def _message(message: Any, number: int) -> dict[str, Any]:
-    """A message with `role` and, where it has one, a `content` of text; what else it has goes to the template."""
-    if not isinstance(message, dict):
-        raise _WrongError(f"message {number} is {type_in_words(message)}, not an object")
+def _message(message: dict[str, Any], where: str) -> dict[str, Any]:
+    """Return a message with `role` and, where it has one, a `content` of text; the rest goes to the template."""
     kept = {name: value for name, value in message.items() if value is not None}
     if "role" not in kept and isinstance(name := kept.get("from"), str):
         kept["role"] = _ROLES.get(name, name)
         kept.pop("from")
         if "value" in kept:
             kept["content"] = kept.pop("value")
-    if not isinstance(kept.get("role"), str):
-        raise _WrongError(f"message {number} has no role")
-    if "content" in kept:
-        kept["content"] = _content(kept["content"], number)
-    elif "tool_calls" not in kept:
-        raise _WrongError(f"message {number} has no content")
-    if "tool_calls" in kept:
-        if not isinstance(kept["tool_calls"], list):
-            raise _WrongError(f"the tool calls of message {number} are no list")
-        kept["tool_calls"] = [_tool_call(call, number) for call in kept["tool_calls"]]
+    checked = _as(_Message, kept, where)
+    if checked.content is not None:
+        parts = [checked.content] if isinstance(checked.content, str) else checked.content
+        texts = [part if isinstance(part, str) else part.text for part in parts]
+        kept["content"] = _checked("".join(texts), where)
+    elif checked.tool_calls is None:
+        raise _WrongError(f"{where} has no content")
+    if checked.tool_calls is not None:
+        kept["tool_calls"] = [_tool_call(call, where) for call in checked.tool_calls]
     return kept
 
 
-def _content(value: Any, number: int) -> str:
-    """Text, also in parts."""
-    parts = value if isinstance(value, list) else [value]
-    texts = []
-    for part in parts:
-        if isinstance(part, dict):
-            if not isinstance(part.get("text"), str):
-                raise _WrongError(
-                    f"message {number} has a part of type {part.get('type')}: only text can be trained on"
-                )
-            part = part["text"]
-        if not isinstance(part, str):
-            raise _WrongError(f"the content of message {number} is {type_in_words(part)}, not text")
-        texts.append(_checked(part, f"message {number}"))
-    return "".join(texts)
-
-
-def _tool_call(call: Any, number: int) -> dict[str, Any]:
-    """A call whose arguments are an object, as templates expect them; OpenAI writes that object as text."""
-    function = call.get("function", call) if isinstance(call, dict) else None
-    if not isinstance(function, dict) or not isinstance(function.get("name"), str):
-        raise _WrongError(f"message {number} has a tool call without a name")
+def _tool_call(call: dict[str, Any], where: str) -> dict[str, Any]:
+    """Return a call whose arguments are an object, as templates expect; OpenAI writes that object as text."""
+    function = call.get("function", call)
+    _as(_Function, function, f"a tool call of {where}")
     if isinstance(function.get("arguments"), str):
-        function = function | {"arguments": _json(function["arguments"], f"the arguments in message {number}")}
-    return function if function is call or "function" not in call else call | {"function": function}
+        function = function | {"arguments": _json(function["arguments"], f"the arguments in {where}")}
+    return call | {"function": function} if "function" in call else function
 
 
 def _tools(row: Mapping[str, Any]) -> list[dict[str, Any]] | None:
     tools = row.get("tools")
     tools = _json(tools, "`tools`") if isinstance(tools, str) and tools else tools
-    if not tools:
-        return None
-    if not isinstance(tools, list) or not all(isinstance(tool, dict) for tool in tools):
-        raise _WrongError("`tools` is not a list of objects")
-    return tools
-
-
-def _options(row: Mapping[str, Any]) -> dict[str, Any]:
-    options = row.get("chat_template_kwargs") or {}
-    if not isinstance(options, dict):
-        raise _WrongError(f"`chat_template_kwargs` is {type_in_words(options)}, not an object")
-    return options
+    return _as(list[dict[str, Any]], tools, "`tools`") if tools else None
 
 
 def _json(text: str, what: str) -> Any:
     try:
         return msgspec.json.decode(text)
     except (msgspec.DecodeError, UnicodeEncodeError, RecursionError):
-        raise _WrongError(f"{what} are no JSON" if what.startswith("the ") else f"{what} is no JSON") from None
+        raise _WrongError(f"no JSON in {what}") from None
 
 
 def _token_ids(row: Mapping[str, Any]) -> TokenIds:
@@ -329,7 +312,7 @@ def _integers(row: Mapping[str, Any], column: str, length: int | None = None) ->
 
 
 def why_masked(row: Whole) -> str:
-    """What to say of a row without a token to train on."""
+    """Return why a row has no token to train on."""
     if isinstance(row, TokenIds):
         return "every label is -100" if len(row.ids) > 1 else "it is one token"
     if isinstance(row, Prompted):

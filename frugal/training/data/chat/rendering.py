@@ -1,11 +1,12 @@
-"""Chats are rendered in a process of their own: a template is a stranger's program, and may run or grow without end.
+"""Chats are rendered and tokenised in a process of their own: a template is a stranger's program.
 
-The process is forked before there is a model, so that it holds nothing but libraries, and does chat after chat. Each
-may take `SECONDS` of processor time, which the kernel measures (SIGPROF ends it, in C code, too), and `MEMORY_BYTES`
-beyond what there is, which the kernel refuses to give (RLIMIT_AS). Both grow with the chat, so that a long one is no
-mistake. Jinja's sandbox limits `range`, and nothing else.
+It may run or grow without end. The process is forked before there is a model, so that it holds nothing but libraries,
+and does chat after chat. Each may take `SECONDS` of processor time, which the kernel measures (SIGPROF ends it, in C
+code, too), and `MEMORY_BYTES` beyond what there is, which the kernel refuses to give (RLIMIT_AS). Both grow with the
+chat, so that a long one is no mistake. Jinja's sandbox limits `range`, and nothing else.
 """
 
+import multiprocessing
 import os
 import resource
 import signal
@@ -14,23 +15,30 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, suppress
 from multiprocessing.connection import Connection
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, NoReturn
+from typing import Any, NoReturn, Protocol
 
 from frugal.errors import RequestError
-from frugal.training.data.chat.formats import Chat
+from frugal.training.data.chat.formats import Chat, Trained
 from frugal.training.data.rows import BadRow
 from frugal.units import GIB, format_bytes
-
-if TYPE_CHECKING:
-    from frugal.training.data.chat.template import ChatTemplate, Rendered
 
 SECONDS, SECONDS_PER_CHARACTER = 30.0, 1e-5
 MEMORY_BYTES, BYTES_PER_CHARACTER = GIB, 256
 
+
+class Template(Protocol):
+    """A `ChatTemplate`."""
+
+    untrained_end: str
+
+    def encode(self, chat: Chat, where: str, *, train_on_all: bool) -> Trained | BadRow:
+        """Return the tokens of a chat."""
+
+
 _processes: dict[tuple[int, str], "RenderingProcess"] = {}  # by the tokenizer, which they keep, and its template
 
 
-def process_for(template: "ChatTemplate", tokenizer: Any) -> "RenderingProcess":
+def process_for(template: Template, tokenizer: Any) -> "RenderingProcess":
     """Return the process that renders a tokenizer's chats, which is started where there is none."""
     key = id(tokenizer), str(tokenizer.chat_template)
     if key not in _processes:
@@ -57,63 +65,61 @@ def end_all() -> None:
 
 
 class RenderingProcess:
-    """A forked process that renders chats; use `process_for`."""
+    """A forked process that renders and tokenises chats; use `process_for`."""
 
-    def __init__(self, template: "ChatTemplate") -> None:
+    def __init__(self, template: Template) -> None:
         self._template, self._parent = template, os.getpid()
-        self._code: int | None = None
-        (their_requests, requests), (results, their_results) = os.pipe(), os.pipe()
+        self._results, theirs = multiprocessing.Pipe()
         with warnings.catch_warnings():
             warnings.simplefilter("ignore", DeprecationWarning)  # of other threads' locks, which it does not take
-            self._pid = os.fork()
+            self._pid = os.fork()  # not `multiprocessing.Process`, which a daemonic process may not start
         if self._pid == 0:
-            _work(template, their_requests, their_results)
-        os.close(their_requests)
-        os.close(their_results)
-        self._requests, self._results = Connection(requests, readable=False), Connection(results, writable=False)
+            _work(template, theirs)
+        theirs.close()
 
-    def render(self, chats: Sequence[tuple[str, Chat]], *, train_on_all: bool) -> Iterator["Rendered | BadRow"]:
-        """Yield what is to be tokenised of each chat, given with where it is. All are to be taken.
+    def encode(self, chats: Sequence[tuple[str, Chat]], *, train_on_all: bool) -> list[Trained | BadRow]:
+        """Return the tokens of each chat, given with where it is.
 
         Raises:
-            RequestError: as `ChatTemplate.render`; or a chat takes too much time or memory.
+            RequestError: as `ChatTemplate.encode`; or a chat takes too much time or memory.
         """
+        encoded = []
         with suppress(BrokenPipeError):  # it has ended, and why is asked below
-            self._requests.send((chats, train_on_all))
+            self._results.send((chats, train_on_all))
         for where, chat in chats:
             try:
                 result, self._template.untrained_end = self._results.recv()
             except (EOFError, OSError):
                 self._refuse(where, chat)
-            if isinstance(result, tuple):
+            if isinstance(result, RequestError):
                 end_all()
-                what, because, hint = result
-                raise RequestError(what, because=because, hint=hint)
-            yield result
+                raise result
+            encoded.append(result)
+        return encoded
 
     def end(self) -> None:
         """End it."""
-        self._requests.close()
         self._results.close()
-        if os.getpid() == self._parent and self._code is None:  # and no copy of it
+        if os.getpid() == self._parent and self._pid:  # and no copy of it
             os.kill(self._pid, signal.SIGKILL)
-            os.waitpid(self._pid, 0)
+            self._wait()
+
+    def _wait(self) -> int:
+        pid, self._pid = self._pid, 0
+        return os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1])
 
     def _refuse(self, where: str, chat: Chat) -> NoReturn:
-        self._code = code = os.waitstatus_to_exitcode(os.waitpid(self._pid, 0)[1])
+        code = self._wait()
         end_all()
+        what = "the chat template cannot be rendered"
+        because = f"the process that does it ended with code {code}, with {format_bytes(_memory(chat))} to use"
         if code == -signal.SIGPROF:
-            raise RequestError(
-                "the chat template does not come to an end",
-                because=f"{where}: one chat of {chat.size:,} characters has taken {_seconds(chat):.0f} s",
-                hint="give the template that the model was trained with: --chat-template FILE",
-            )
-        how = f"was ended by {signal.Signals(-code).name}" if code < 0 else f"ended with code {code}"
-        raise RequestError(
-            "the chat template cannot be rendered",
-            because=f"{where}: the process that does it {how}, with {format_bytes(_memory(chat))} to use",
-            hint="give the template that the model was trained with: --chat-template FILE",
-        )
+            what = "the chat template does not come to an end"
+            because = f"one chat of {chat.size:,} characters has taken {_seconds(chat):.0f} s"
+        raise RequestError(what, because=f"{where}: {because}", hint=_HINT)
+
+
+_HINT = "give the template that the model was trained with: --chat-template FILE"
 
 
 def _seconds(chat: Chat) -> float:
@@ -124,41 +130,36 @@ def _memory(chat: Chat) -> int:
     return MEMORY_BYTES + BYTES_PER_CHARACTER * chat.size
 
 
-def _work(template: "ChatTemplate", requests: int, results: int) -> NoReturn:
-    """Render what is asked for, until nobody is there to ask."""
+def _work(template: Template, connection: Connection) -> NoReturn:
+    """Encode what is asked for, until the parent closes the connection or ends."""
     try:
         signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is the parent's, which then ends this one
         for number in (signal.SIGTERM, signal.SIGPROF):
             signal.signal(number, signal.SIG_DFL)
-        for name in [
-            path.name for path in Path("/proc/self/fd").iterdir()
-        ]:  # locks and connections of the parent end with it
-            if int(name) not in (0, 1, 2, requests, results):
+        for name in [path.name for path in Path("/proc/self/fd").iterdir()]:  # the parent's locks end with it
+            if int(name) not in (0, 1, 2, connection.fileno()):
                 with suppress(OSError):
                     os.close(int(name))
-        asked, told = Connection(requests, writable=False), Connection(results, readable=False)
         while True:
-            chats, train_on_all = asked.recv()
+            chats, train_on_all = connection.recv()
             for where, chat in chats:
-                told.send((_rendered(template, where, chat, train_on_all), template.untrained_end))
+                connection.send((_encoded(template, where, chat, train_on_all), template.untrained_end))
     finally:
         os._exit(0)
 
 
-def _rendered(template: "ChatTemplate", where: str, chat: Chat, train_on_all: bool) -> Any:
-    """Return what `ChatTemplate.render` does, or the parts of an error."""
+def _encoded(template: Template, where: str, chat: Chat, train_on_all: bool) -> Trained | BadRow | RequestError:
     taken = int(Path("/proc/self/statm").read_text().split()[0]) * resource.getpagesize()
     hard = resource.getrlimit(resource.RLIMIT_AS)[1]
     most = taken + _memory(chat)
     resource.setrlimit(resource.RLIMIT_AS, (most if hard == resource.RLIM_INFINITY else min(most, hard), hard))
     signal.setitimer(signal.ITIMER_PROF, _seconds(chat))
     try:
-        return template.render(chat, where, train_on_all=train_on_all)
+        return template.encode(chat, where, train_on_all=train_on_all)
     except RequestError as error:
-        return error.what, error.because, error.hint
+        return error
     except MemoryError:
         because = f"{where}: one chat of {chat.size:,} characters has taken {format_bytes(_memory(chat))} of memory"
-        hint = "give the template that the model was trained with: --chat-template FILE"
-        return "the chat template writes without end", (because,), hint
+        return RequestError("the chat template writes without end", because=because, hint=_HINT)
     finally:
         signal.setitimer(signal.ITIMER_PROF, 0)

@@ -21,7 +21,7 @@ class Stretch:
 
 
 def of_documents(tokenizer: Any, sample: Mapping[str, Any]) -> list[list[Stretch]]:
-    """The pieces of each document in a language model's sample; the first token of each is no target."""
+    """Return the pieces of each document in a language model's sample; the first token of each is no target."""
     ids = sample["input_ids"]
     labels = sample.get("labels", ids)
     ends = np.cumsum(sample.get("documents", [len(ids)]))
@@ -34,7 +34,7 @@ def of_documents(tokenizer: Any, sample: Mapping[str, Any]) -> list[list[Stretch
 
 
 def of_tokens(tokenizer: Any, ids: NDArray[np.int32], trained: NDArray[np.bool_]) -> list[Stretch]:
-    """The pieces of some tokens, of which `trained` are targets; both of shape `(tokens,)`."""
+    """Return the pieces of some tokens, of which `trained` are targets; both of shape `(tokens,)`."""
     special = np.isin(ids, _special(tokenizer))
     kinds = trained * 2 + special
     borders = [0, *(np.flatnonzero(kinds[1:] != kinds[:-1]) + 1).tolist(), len(ids)]

@@ -2,9 +2,10 @@
 
 from collections.abc import Iterable, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, Self
 
 import numpy as np
+import pyarrow as pa  # type: ignore[import-untyped]  # it has no type hints
 from numpy.typing import NDArray
 
 from frugal.training.data.store import packing
@@ -22,13 +23,12 @@ class ArrowSamples(Sequence[Sample]):
 
     A sample has `input_ids`, for pairs also `labels`, for packed documents `documents` (arrays of shape `(tokens,)` or
     `(documents,)`, int32, not to be written to), for classes `label`. Where a language model is not trained on every
-    token, it has `labels`, too, with -100 for these; the file has the lengths of the stretches. Arrow's arrays are read
-    directly: ten times faster than as rows of `datasets` (30 against 300 microseconds a sample of 1024 tokens), which
-    in a large global batch are tens of milliseconds a step.
+    token, it has `labels`, too, with -100 for these; the file has a bit a token. Arrow's arrays are read directly: ten
+    times faster than as rows of `datasets` (30 against 300 microseconds a sample of 1024 tokens), which in a large
+    global batch are tens of milliseconds a step.
     """
 
     def __init__(self, path: Path, fingerprint: str) -> None:
-        import pyarrow as pa  # type: ignore[import-untyped]  # it has no type hints
 
         table = pa.ipc.open_stream(pa.memory_map(str(path))).read_all()
         self.fingerprint = fingerprint
@@ -38,8 +38,7 @@ class ArrowSamples(Sequence[Sample]):
             targets = [np.diff(chunk.offsets.to_numpy()) for chunk in table.column("labels").chunks]
             # A target without any counts, too: no batch may grow without end.
             self.counted_tokens = np.maximum(np.concatenate([np.zeros(0, np.int32), *targets]), 1)
-        self._columns = {name: table.column(name).chunks for name in table.column_names if name != "length"}
-        self._ends = np.cumsum([len(chunk) for chunk in table.column("length").chunks], dtype=np.int64)
+        self._columns = {name: table.column(name) for name in table.column_names if name != "length"}
 
     def __len__(self) -> int:
         return len(self.lengths)
@@ -47,60 +46,52 @@ class ArrowSamples(Sequence[Sample]):
     def __getitem__(self, index: Any) -> Any:
         if isinstance(index, slice):
             return [self[i] for i in range(*index.indices(len(self)))]
-        if not -len(self) <= index < len(self):
-            raise IndexError(index)
-        index = int(index) % len(self)
-        chunk = int(np.searchsorted(self._ends, index, side="right"))
-        row = index - int(self._ends[chunk])
-        sample = {name: _value(chunks[chunk], row) for name, chunks in self._columns.items()}
-        stretches = sample.pop("stretches", ())
-        if len(stretches):
-            sample["labels"] = np.where(_trained(stretches), sample["input_ids"], np.int32(IGNORED))
+        sample = {name: _value(column[int(index)]) for name, column in self._columns.items()}
+        trained = sample.pop("trained", ())
+        if len(trained):
+            sample["labels"] = np.where(trained, sample["input_ids"], np.int32(IGNORED))
         return sample
 
 
-def _value(chunk: Any, row: int) -> Any:
-    """What is in row `row` of a chunk, negative from its end: tokens, as a view of the file, or a number."""
-    value = chunk[row]
-    return value.values.to_numpy() if hasattr(value, "values") else value.as_py()
-
-
-def _stretches(trained: NDArray[np.bool_] | None) -> NDArray[np.int32]:
-    """How many tokens are not trained on, then are, then are not, and so on; nothing where all are."""
-    if trained is None or trained.all():
-        return np.zeros(0, np.int32)
-    ends = np.append(np.flatnonzero(trained[1:] != trained[:-1]) + 1, len(trained))
-    begin = [0] if trained[0] else []  # then none comes before
-    return np.diff(np.concatenate([begin, ends]), prepend=0).astype(np.int32)
-
-
-def _trained(stretches: NDArray[np.int32]) -> NDArray[np.bool_]:
-    return np.repeat(np.arange(len(stretches)) % 2 == 1, stretches)
+def _value(scalar: Any) -> Any:
+    """Return tokens as a view of the file, a number as an int."""
+    return scalar.values.to_numpy(zero_copy_only=False) if hasattr(scalar, "values") else scalar.as_py()
 
 
 class ArrowWriter:
-    """Appends samples to an Arrow stream, which `datasets` can open too."""
+    """Appends samples to an Arrow stream, which `datasets` can open too; in packs of `packs_of` tokens if given."""
 
-    def __init__(self, path: Path, task: str, *, packed: bool = False) -> None:
-        import pyarrow as pa
+    def __init__(self, path: Path, task: str, packs_of: int | None = None) -> None:
 
         tokens = pa.list_(pa.int32())
-        own: dict[str, Any] = {"seq2seq": {"labels": tokens}, "sequence-classification": {"label": pa.int64()}}.get(
-            task, {}
-        )
-        own |= {"documents": tokens} if packed else {}
-        own |= {"stretches": tokens} if task == "causal-lm" else {}
-        self._schema = pa.schema({"input_ids": tokens, **own, "length": pa.int32()})
+        fields = {"input_ids": tokens}
+        if task == "seq2seq":
+            fields["labels"] = tokens
+        elif task == "sequence-classification":
+            fields["label"] = pa.int64()
+        elif task == "causal-lm":
+            fields |= ({} if packs_of is None else {"documents": tokens}) | {"trained": pa.list_(pa.bool_())}
+        self._schema = pa.schema({**fields, "length": pa.int32()})
         self._file = pa.OSFile(str(path), "wb")
         self._stream = pa.ipc.new_stream(self._file, self._schema)
+        self._packer = None if packs_of is None else packing.Packer(packs_of)
         self._pending: list[dict[str, Any]] = []
         self._pending_tokens = 0
         self.num_samples = 0
         self.num_tokens = 0
 
     def write(self, samples: Iterable[dict[str, Any]]) -> int:
-        """Append samples, which are in the file when the `with` block ends; how many they are."""
-        before = self.num_samples
+        """Append samples, which are in the file when the `with` block ends. Return how many they are before packing."""
+        number = 0
+        for sample in samples:
+            number += 1
+            if self._packer is None:
+                self._append([sample])
+            else:
+                self._append(self._packer.add(sample["input_ids"], sample.get("trained")))
+        return number
+
+    def _append(self, samples: Iterable[dict[str, Any]]) -> None:
         for sample in samples:
             self._pending.append(sample)
             self._pending_tokens += sample["length"]
@@ -108,13 +99,12 @@ class ArrowWriter:
             self.num_tokens += len(sample["input_ids"])
             if len(self._pending) >= 1000 or self._pending_tokens >= _FLUSH_TOKENS:
                 self._flush()
-        return self.num_samples - before
 
     def _flush(self) -> None:
-        import pyarrow as pa
 
         for sample in self._pending:
-            sample["stretches"] = _stretches(sample.get("trained"))
+            trained = sample.get("trained")
+            sample["trained"] = () if trained is None or trained.all() else trained
         columns = [
             pa.array([sample[column.name] for sample in self._pending], type=column.type) for column in self._schema
         ]
@@ -122,32 +112,13 @@ class ArrowWriter:
         self._pending.clear()
         self._pending_tokens = 0
 
-    def __enter__(self) -> "ArrowWriter":
+    def __enter__(self) -> Self:
         return self
 
     def __exit__(self, kind: object, *_: object) -> None:
         with self._file:
-            if kind is None and self._pending:
-                self._flush()
+            if kind is None:
+                self._append(self._packer.flush() if self._packer is not None else ())
+                if self._pending:
+                    self._flush()
             self._stream.close()
-
-
-class PackingWriter(ArrowWriter):
-    """Writes packs of the samples it is given."""
-
-    def __init__(self, path: Path, task: str, seq_len: int) -> None:
-        super().__init__(path, task, packed=True)
-        self._packer = packing.Packer(seq_len)
-
-    def write(self, samples: Iterable[dict[str, Any]]) -> int:
-        """Append samples in packs; how many they are before that."""
-        number = 0
-        for sample in samples:
-            super().write(self._packer.add(sample["input_ids"], sample.get("trained")))
-            number += 1
-        return number
-
-    def __exit__(self, kind: object, *rest: object) -> None:
-        if kind is None:
-            super().write(self._packer.flush())
-        super().__exit__(kind, *rest)

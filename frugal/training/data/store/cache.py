@@ -1,30 +1,23 @@
 """Tokenised data on disk: written atomically, checked whenever it is opened, made anew where it is damaged.
 
 An entry is a folder: Arrow files, and `report.json`, which has their sizes and checksums and one over itself. A byte
-that has changed inside a token is another token, on which training would go on without a word. So all bytes are checked
-at each start, by one rank of a node, with xxh3-128 (https://xxhash.com); SHA-256 would take 14 times as long, and there
-is nobody to keep out: who can write here can write a record, too. What was read is then in the page cache.
+that has changed inside a token is another token, on which training would continue without a message. So all bytes are
+checked at each start, by one rank of a node, with xxh3-128 (https://xxhash.com); SHA-256 would take 14 times as long,
+and would keep nobody out: a user who can write here can write a record, too. What was read is then in the page cache.
 
-An entry is made in a hidden folder beside it, flushed and renamed. What a builder that was killed has left is removed
-by the next one.
+One process at a time makes an entry, others wait for it. It is made in a folder beside it, flushed and renamed. What a
+killed process has left is removed when nothing has changed in it for an hour.
 """
 
 import contextlib
 import errno
-import fcntl
+import hashlib
+import logging
 import os
-import re
-import secrets
 import shutil
-import socket
-import tempfile
-import threading
 import time
-from collections.abc import Callable, Iterator
-from concurrent.futures import ThreadPoolExecutor
-from contextlib import contextmanager
+from collections.abc import Callable
 from pathlib import Path
-from typing import NoReturn
 
 import msgspec
 import xxhash
@@ -32,42 +25,34 @@ import xxhash
 from frugal import files
 from frugal.errors import RequestError
 from frugal.training.data.report import BuildReport
-from frugal.units import MIB, format_bytes
+from frugal.units import format_bytes
 
 RECORD = "report.json"
-BLOCK_BYTES = 4 * MIB
-MAX_THREADS = 8
-_IS_FULL = (errno.ENOSPC, errno.EDQUOT)
+_ABANDONED_SECONDS = 3600
+
+logger = logging.getLogger("frugal")
 
 
 class DamagedError(Exception):
     """An entry is not what was written."""
 
 
-class StoredFile(msgspec.Struct, frozen=True):
-    """Size, and the checksum of each `BLOCK_BYTES` of a file."""
-
-    num_bytes: int
-    blocks: tuple[str, ...]
-
-
 class Record(msgspec.Struct, frozen=True):
-    """What an entry has in it. `made` is another one for each time that it is made."""
+    """A record of an entry: the size in bytes and the checksum of each file, by name."""
 
-    made: str
     report: BuildReport
-    files: dict[str, StoredFile]
+    files: dict[str, tuple[int, str]]
 
 
 class _Sealed(msgspec.Struct, frozen=True):
-    """`checksum` is that of the text of `record`."""
+    """A record with a checksum of its text."""
 
     checksum: str
     record: msgspec.Raw
 
 
-def read(folder: Path, *, all_bytes: bool) -> Record:
-    """What the entry `folder` has in it; `all_bytes`: also whether its files are what was written.
+def read(folder: Path) -> BuildReport:
+    """Check all bytes of an entry, and return its report.
 
     Raises:
         FileNotFoundError: there is no such entry.
@@ -77,187 +62,90 @@ def read(folder: Path, *, all_bytes: bool) -> Record:
         if not os.path.lexists(folder):
             raise FileNotFoundError(folder)
         raise DamagedError("it is no folder")
+    name = RECORD
     try:
         sealed = msgspec.json.decode(files.read_regular(folder / RECORD), type=_Sealed)
-        if sealed.checksum != _checksum(bytes(sealed.record)):
+        if sealed.checksum != xxhash.xxh3_128_hexdigest(bytes(sealed.record)):
             raise DamagedError(f"{RECORD} has another checksum than it had")
         record = msgspec.json.decode(sealed.record, type=Record)
+        for name, (num_bytes, checksum) in record.files.items():
+            if (there := (folder / name).stat().st_size) != num_bytes:
+                raise DamagedError(f"{name} has {there:,} of {num_bytes:,} bytes")
+            if _checksum(folder / name) != checksum:
+                raise DamagedError(f"{name} has other bytes than it had")
     except (OSError, msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
-        raise DamagedError(f"{RECORD} cannot be read: {_reason(error)}") from None
-    for name, file in record.files.items():
-        _check_size(folder / name, file)
-    if all_bytes:
-        _check_blocks(folder, record)
-    return record
+        reason = (isinstance(error, OSError) and error.strerror) or str(error) or type(error).__name__
+        raise DamagedError(f"{name} cannot be read: {reason}") from None
+    return record.report
 
 
-def _check_size(path: Path, file: StoredFile) -> None:
-    try:
-        num_bytes = path.stat().st_size
-    except OSError as error:
-        raise DamagedError(f"{path.name} cannot be read: {_reason(error)}") from None
-    if num_bytes != file.num_bytes:
-        raise DamagedError(f"{path.name} has {num_bytes:,} of {file.num_bytes:,} bytes")
+def _checksum(path: Path) -> str:
+    with files.open_regular(path) as file:
+        return hashlib.file_digest(file, xxhash.xxh3_128).hexdigest()
 
 
-def _check_blocks(folder: Path, record: Record) -> None:
-    for name, file in record.files.items():
-        try:
-            for number, checksum in enumerate(_checksums(folder / name)):
-                if checksum != file.blocks[number]:
-                    end = min((number + 1) * BLOCK_BYTES, file.num_bytes)
-                    raise DamagedError(f"{name} has other bytes than it had, from {number * BLOCK_BYTES:,} to {end:,}")
-        except OSError as error:
-            raise DamagedError(f"{name} cannot be read: {_reason(error)}") from None
-
-
-def _checksums(path: Path) -> Iterator[str]:
-    """Of each block of a file, in order."""
-    own = threading.local()  # a buffer a thread: new memory for each block would take longer than the checksum
-
-    def make_buffer() -> None:
-        own.buffer = bytearray(BLOCK_BYTES)
-
-    def checksum(start: int) -> str:
-        return _checksum(memoryview(own.buffer)[: os.preadv(descriptor, [own.buffer], start)])
-
-    descriptor = os.open(path, os.O_RDONLY | os.O_NONBLOCK)
-    try:
-        starts = range(0, os.fstat(descriptor).st_size, BLOCK_BYTES)
-        with ThreadPoolExecutor(min(len(os.sched_getaffinity(0)), MAX_THREADS), initializer=make_buffer) as pool:
-            yield from pool.map(checksum, starts)
-    finally:
-        os.close(descriptor)
-
-
-def _checksum(data: bytes | memoryview) -> str:
-    return str(xxhash.xxh3_128_hexdigest(data))
-
-
-def _reason(error: Exception) -> str:
-    return (isinstance(error, OSError) and error.strerror) or str(error) or type(error).__name__
-
-
-def build(folder: Path, write: Callable[[Path], BuildReport], *, damaged: bytes | None = None) -> None:
-    """Make the entry `folder` of the files that `write` makes in the folder it is given.
-
-    Where another process was first, its entry stays. `damaged`: what `identity` said of the entry to be replaced.
+def read_or_build(folder: Path, write: Callable[[Path], BuildReport]) -> BuildReport:
+    """Return the report of an entry. It is made where there is none or it is damaged, of the files that `write` makes.
 
     Raises:
         RequestError: the disk is full.
         OSError: it cannot be written.
     """
-    with _new_folder(folder) as temporary:
-        try:
-            report = write(temporary)
-            _write_record(temporary, report)
-        except OSError as error:
-            if error.errno in _IS_FULL:
-                _refuse_full_disk(folder.parent, temporary, error)
-            raise
-        with _locked(folder.parent):
-            if damaged is not None:
-                _remove(folder, damaged)
-            try:
-                temporary.rename(folder)
-            except OSError:
-                if not folder.is_dir():
-                    raise
-        files.flush(folder.parent)
-
-
-@contextmanager
-def _locked(cache: Path) -> Iterator[None]:
-    """One process or thread at a time replaces entries, so that a new one is not taken for the damaged one."""
-    descriptor = os.open(cache, os.O_RDONLY)
-    try:
-        with contextlib.suppress(OSError):  # a file system without locks
-            fcntl.flock(descriptor, fcntl.LOCK_EX)
-        yield
-    finally:
-        os.close(descriptor)
-
-
-def _write_record(temporary: Path, report: BuildReport) -> None:
-    """Record and flush what was written."""
-    stored = {}
-    for path in sorted(temporary.iterdir()):
-        files.flush(path)
-        stored[path.name] = StoredFile(path.stat().st_size, tuple(_checksums(path)))
-    record = msgspec.json.encode(Record(secrets.token_hex(8), report, stored))
-    sealed = _Sealed(_checksum(record), msgspec.Raw(record))
-    files.write_file(temporary / RECORD, msgspec.json.encode(sealed))
-
-
-def _refuse_full_disk(cache: Path, temporary: Path, error: OSError) -> NoReturn:
-    written = sum(file.stat().st_size for file in temporary.iterdir())
-    free = shutil.disk_usage(cache).free + written
-    raise RequestError(
-        f"the tokenised data does not fit on the disk of {cache}",
-        because=f"{os.strerror(error.errno or 0)} after {format_bytes(written)}; {format_bytes(free)} were free",
-        hint="free some space, or set XDG_CACHE_HOME to a folder on another disk",
-    ) from None
-
-
-@contextmanager
-def _new_folder(folder: Path) -> Iterator[Path]:
-    """A hidden folder beside `folder`, locked while it is filled; removed at the end, unless it was renamed."""
+    with contextlib.suppress(FileNotFoundError, DamagedError):  # is looked at again when no other process makes it
+        return read(folder)
     folder.parent.mkdir(parents=True, exist_ok=True)
-    _remove_abandoned(folder.parent)
-    host = re.sub(r"[^\w.-]", "_", socket.gethostname())
-    temporary = Path(tempfile.mkdtemp(prefix=f".{folder.name}.{host}.", suffix=_UNFINISHED, dir=folder.parent))
-    descriptor = os.open(temporary, os.O_RDONLY)
+    lock = folder.with_name(f".{folder.name}.lock")
+    with files.alone(lock):
+        try:
+            return read(folder)
+        except FileNotFoundError:
+            pass
+        except DamagedError as error:
+            logger.warning("the tokenised data in %s is damaged (%s): making it anew", folder, error)
+            files.remove(folder)
+        _remove_abandoned(folder.parent)
+        try:
+            return _build(folder, write)
+        finally:
+            lock.unlink(missing_ok=True)
+
+
+def _build(folder: Path, write: Callable[[Path], BuildReport]) -> BuildReport:
+    temporary = files.unfinished(folder)
+    temporary.mkdir()
     try:
-        with contextlib.suppress(OSError):  # a file system without locks
-            fcntl.flock(descriptor, fcntl.LOCK_EX)
-        yield temporary
+        report = write(temporary)
+        stored = {}
+        for path in sorted(temporary.iterdir()):
+            files.flush(path)
+            stored[path.name] = (path.stat().st_size, _checksum(path))
+        record = msgspec.json.encode(Record(report, stored))
+        sealed = _Sealed(xxhash.xxh3_128_hexdigest(record), msgspec.Raw(record))
+        files.write_file(temporary / RECORD, msgspec.json.encode(sealed))
+        try:
+            temporary.rename(folder)
+        except OSError:
+            if not folder.is_dir():  # else another process made it, on a file system without locks
+                raise
+        files.flush(folder.parent)
+    except OSError as error:
+        if error.errno not in (errno.ENOSPC, errno.EDQUOT):
+            raise
+        written = sum(path.stat().st_size for path in temporary.iterdir())
+        free = shutil.disk_usage(folder.parent).free + written
+        raise RequestError(
+            f"the tokenised data does not fit on the disk of {folder.parent}",
+            because=f"{os.strerror(error.errno)} after {format_bytes(written)}; {format_bytes(free)} were free",
+            hint="free some space, or set XDG_CACHE_HOME to a folder on another disk",
+        ) from None
     finally:
-        os.close(descriptor)
         shutil.rmtree(temporary, ignore_errors=True)
-
-
-_UNFINISHED = ".unfinished"
-_YOUNG_SECONDS = 60.0  # a folder may have been made and not yet locked
+    return report
 
 
 def _remove_abandoned(cache: Path) -> None:
-    """What builders have left that were killed: on this host at once, on others after a day, as locks may not reach."""
-    host = re.sub(r"[^\w.-]", "_", socket.gethostname())
-    for entry in cache.glob(f".*{_UNFINISHED}"):
+    for entry in cache.glob("*.tmp-*"):
         with contextlib.suppress(OSError):
-            unused = time.time() - max(path.stat().st_mtime for path in (entry, *entry.iterdir()))
-            if unused > (_YOUNG_SECONDS if f".{host}." in entry.name else files.DAY) and not _is_locked(entry):
+            changed = max(path.stat().st_mtime for path in (entry, *entry.iterdir()))
+            if time.time() - changed > _ABANDONED_SECONDS:
                 shutil.rmtree(entry, ignore_errors=True)
-
-
-def _is_locked(folder: Path) -> bool:
-    descriptor = os.open(folder, os.O_RDONLY)
-    try:
-        fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
-    except OSError:
-        return True
-    finally:
-        os.close(descriptor)
-    return False
-
-
-def identity(folder: Path) -> bytes:
-    """What tells an entry from one that was made in its place."""
-    with contextlib.suppress(OSError):
-        return files.read_regular(folder / RECORD)
-    return b""
-
-
-def _remove(folder: Path, damaged: bytes) -> None:
-    """Remove the damaged entry at once, not file by file. One that another process has put in its place stays."""
-    if identity(folder) != damaged:
-        return
-    aside = folder.with_name(f".{folder.name}.{secrets.token_hex(4)}.damaged")
-    try:
-        folder.rename(aside)
-    except FileNotFoundError:
-        return
-    if aside.is_dir() and not aside.is_symlink():
-        shutil.rmtree(aside, ignore_errors=True)
-    else:
-        aside.unlink(missing_ok=True)

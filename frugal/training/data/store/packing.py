@@ -1,48 +1,14 @@
-"""Several documents in one sample, none of which sees another.
-
-A document begins where the position ids start at 0; transformers makes the attention mask of that (`position_ids`
-without `attention_mask`, https://huggingface.co/docs/transformers/main_classes/data_collator, as of 5.23). transformers
-looks at the values first and leaves the mask out where nothing is packed. Here it never looks: memory is the same for
-every batch, a dry run without values foresees it, and no forward waits for the device.
-"""
+"""Several documents in one sample; `frugal.training.models.packs` keeps them from seeing each other."""
 
 from bisect import bisect_left
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
 from typing import Any
 
 import numpy as np
-import torch
 from numpy.typing import NDArray
-from torch import Tensor
-
-from frugal.training.models import transformers_internals
 
 MOST_OPEN = 256
 """Packs that are filled at the same time. Python's standard library fills them to 99.3 % or more, from 64 on."""
-
-
-@contextmanager
-def documents_kept_apart() -> Iterator[None]:
-    """Models called inside keep attention within documents, whose positions start at 0."""
-    with transformers_internals.packed_documents(numbers_of_documents):
-        yield
-
-
-def numbers_of_documents(position_ids: Tensor) -> Tensor:
-    """The document of each token, counted from 0 in each row; both of shape `(samples, positions)`."""
-    begins = torch.diff(position_ids, prepend=position_ids[:, :1] - 1, dim=-1) != 1
-    return begins.cumsum(-1)
-
-
-def starts(documents: Sequence[int]) -> NDArray[np.int64]:
-    """Where documents of so many tokens begin that follow each other."""
-    return np.cumsum([0, *documents[:-1]], dtype=np.int64)
-
-
-def positions(documents: Sequence[int]) -> NDArray[np.int64]:
-    """Of each token in its document, for documents of so many tokens that follow each other."""
-    return np.arange(np.sum(documents)) - np.repeat(starts(documents), documents)
 
 
 Piece = tuple[NDArray[np.int32], NDArray[np.bool_] | None]
@@ -62,7 +28,7 @@ class Packer:
         self._number = 0
 
     def add(self, piece: NDArray[np.int32], trained: NDArray[np.bool_] | None = None) -> Iterator[dict[str, Any]]:
-        """Take one more piece, of which `trained` tokens are trained on (None: all); gives the packs full by it."""
+        """Take one more piece, of which `trained` tokens are trained on (None: all). Yield the packs full by it."""
         index = bisect_left(self._open, (len(piece), -1), key=lambda pack: pack[:2])
         if index < len(self._open):
             free, number, pieces = self._open.pop(index)
@@ -80,14 +46,14 @@ class Packer:
             yield _pack(self._open.pop(0)[2])
 
     def flush(self) -> Iterator[dict[str, Any]]:
-        """The packs that are still open, in the order in which they were begun."""
+        """Yield the packs that are still open, in the order in which they were begun."""
         for _, _, pieces in sorted(self._open, key=lambda pack: pack[1]):
             yield _pack(pieces)
         self._open.clear()
 
 
 def _pack(pieces: Sequence[Piece]) -> dict[str, Any]:
-    """A sample: `documents` has the tokens of each."""
+    """Return a sample of several documents: `documents` has the number of tokens of each."""
     documents = np.array([len(piece) for piece, _ in pieces], dtype=np.int32)
     tokens = np.concatenate([piece for piece, _ in pieces])
     trained = np.concatenate([np.ones(len(piece), bool) if mask is None else mask for piece, mask in pieces])

@@ -9,8 +9,6 @@ makes the whole weight always.
 What backward needs of a packed weight is the parameter (`_of_parameters`). bitsandbytes keeps its memory instead, in
 the context of the product: under ZeRO-3 that is what was gathered for forward, of every layer, until the graph ends.
 DeepSpeed gathers the parameter again before backward.
-
-Those of 8 bits are Python on a host, which is run as it is, and kernels on a GPU that make no more than their results.
 """
 
 import functools
@@ -36,8 +34,6 @@ NAMES = (
         "Linear4bit.__init__:quant_state",
         "Linear4bit.__init__:support_avx512bf16_for_cpu",
         "Params4bit.__new__:bnb_quantized",
-        "Linear8bitLt.__init__:state",
-        "Int8Params.__new__(cls, data, requires_grad, has_fp16_weights, CB, SCB, kwargs)",
     ),
     *needed(
         "bitsandbytes.autograd._functions:MatMul4Bit",
@@ -46,7 +42,6 @@ NAMES = (
         "forward:tensors",
     ),
     *needed("bitsandbytes", "the product of a layer", "matmul_4bit(A, B, quant_state, out, bias)"),
-    *needed("bitsandbytes.autograd._functions", "scales of 8-bit weights", "MatmulLtState.CB", "MatmulLtState.SCB"),
     *needed("bitsandbytes.functional", "the table of scales", "name2qmap", "create_dynamic_map"),
     *needed("bitsandbytes.functional:QuantState", "what each rank has whole", "to(self, device)"),
     *needed(
@@ -60,7 +55,7 @@ NAMES = (
 
 @functools.cache
 def library() -> Any:
-    """bitsandbytes, which has to be installed.
+    """Return bitsandbytes, which has to be installed.
 
     From then on memory is watched inside its operators, too, and its layers keep parameters for backward.
     """
@@ -76,14 +71,11 @@ def library() -> Any:
     product = torch.ops.bitsandbytes.gemm_4bit.default
     memory_watch.INSIDE[product] = {"cpu": ops._gemm_4bit_default_impl, "cuda": _on_gpu}
     bitsandbytes.matmul_4bit = _of_parameters(bitsandbytes.matmul_4bit)  # `Linear4bit.forward` looks it up here
-    for operator, on_gpu in _OF_8_BITS.items():
-        inside = functools.partial(torch_internals.kernel_of_cpu, getattr(torch.ops.bitsandbytes, operator).default)
-        memory_watch.INSIDE[getattr(torch.ops.bitsandbytes, operator).default] = {"cpu": inside, "cuda": on_gpu}
     return bitsandbytes
 
 
 def _of_parameters(theirs: Callable[..., Tensor]) -> Callable[..., Tensor]:
-    """bitsandbytes' product with packed weights, which keeps a layer's parameter for backward, not its memory."""
+    """Have bitsandbytes' product with packed weights keep a layer's parameter for backward, not its memory."""
     from bitsandbytes.autograd._functions import MatMul4Bit
 
     class Product(MatMul4Bit):
@@ -120,7 +112,7 @@ def _on_gpu(
     absmax_code: Tensor | None = None,
     absmax_offset: Tensor | None = None,
 ) -> Tensor:
-    """Operator for operator as `_dequant_linear_fallback`, whose scales live to its end."""
+    """Run the operators of `_dequant_linear_fallback`, whose scales live to its end."""
     operators = torch.ops.bitsandbytes
     if absmax_8bit is not None:
         scales = operators.dequantize_blockwise.default(absmax_8bit, absmax, absmax_code, 256, torch.float32)
@@ -129,50 +121,15 @@ def _on_gpu(
     return F.linear(inputs, weight, bias)
 
 
-def _quantised_on_gpu(inputs: Tensor, threshold: float = 0.0) -> tuple[Tensor, Tensor, None]:
-    """`int8_vectorwise_quant` without outlier columns."""
-    assert threshold == 0
-    scales = inputs.new_empty(inputs.numel() // inputs.shape[-1], dtype=torch.float32)
-    return torch.empty_like(inputs, dtype=torch.int8), scales, None
-
-
-def _multiplied_on_gpu(inputs: Tensor, weight: Tensor) -> Tensor:
-    """`int8_linear_matmul`: rows of other than a multiple of 4 bytes are multiplied in fp32."""
-    if weight.shape[-1] % 4:
-        return torch.empty(inputs.shape[0], weight.shape[0], dtype=torch.int32, device=inputs.device).copy_(
-            torch.matmul(inputs.float(), weight.float().t()).to(torch.int32)
-        )
-    return torch_internals.int_matmul(inputs, weight.t())
-
-
-def _scaled_on_gpu(
-    sums: Tensor, scales_of_rows: Tensor, scales: Tensor, dtype: torch.dtype, bias: Tensor | None = None
-) -> Tensor:
-    """`int8_mm_dequant`: the kernel knows fp16 alone."""
-    out = torch.empty_like(sums, dtype=torch.float16)
-    if bias is not None and bias.dtype != torch.float16:
-        out.add_(bias)
-    return out.to(dtype)
-
-
-_OF_8_BITS: dict[str, Callable[..., Any]] = {
-    "int8_vectorwise_quant": _quantised_on_gpu,
-    "int8_linear_matmul": _multiplied_on_gpu,
-    "int8_mm_dequant": _scaled_on_gpu,
-}
-
-
 def inside_bytes(operator: Any, args: tuple[Any, ...]) -> int | None:
-    """What quantising a tensor takes for a while on a host, bytes; None: the operator does not quantise.
+    """Return the bytes that quantising a tensor takes temporarily on a host; None: the operator does not quantise.
 
     `backends/default/ops.py`: of each element the fp32 value, the scaled one and its number in 32 bits, the number in a
-    byte, and twice half of that. In 8 bits the scaled value in fp32 and the same rounded. A GPU's kernel takes nothing.
+    byte, and twice half of that. A GPU's kernel takes nothing.
     """
     if "bitsandbytes" not in sys.modules:
         return None
     tensor: Any = args[0] if args else None
-    if operator is torch.ops.bitsandbytes.int8_vectorwise_quant.default:
-        return 8 * int(tensor.numel())
     if operator is not torch.ops.bitsandbytes.quantize_4bit.default:
         return None
     return int(tensor.numel()) * (14 if tensor.element_size() < 4 else 10)

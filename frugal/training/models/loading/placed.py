@@ -17,7 +17,7 @@ from frugal.training.models.spec import ModelSpec
 
 
 def build(spec: ModelSpec, plan: Plan, device: torch.device, *, seed: int) -> nn.Module:
-    """The module that `frugal.training.engine.initialize` takes, in training mode. Collective.
+    """Return the module that `frugal.training.engine.initialize` takes, in training mode. Collective.
 
     Its weights are those that `spec.build` gives one process with the same seed, bit for bit.
 
@@ -39,5 +39,5 @@ def build(spec: ModelSpec, plan: Plan, device: torch.device, *, seed: int) -> nn
 
 
 def _has_hidden_tensors(model: nn.Module) -> bool:
-    """Whether modules keep tensors that are neither parameters nor buffers, which cannot be found to be sent."""
+    """Return whether modules keep tensors that are neither parameters nor buffers, which cannot be found to be sent."""
     return any(isinstance(value, Tensor) for module in model.modules() for value in vars(module).values())

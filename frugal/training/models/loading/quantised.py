@@ -1,10 +1,9 @@
-"""The frozen base of adapters in 4 bits: bitsandbytes' NF4 with quantised scales (QLoRA, https://arxiv.org/abs/2305.14314);
-or in 8 bits, see `int8`.
+"""The frozen base of adapters in 4 bits: bitsandbytes' NF4 with quantised scales (QLoRA, https://arxiv.org/abs/2305.14314).
 
 Which modules are quantised, and what becomes of their weights, is transformers' decision, as under its
 `BitsAndBytesConfig`: all linear layers (and `Conv1D`) but the output head and what is tied to it. A quantised weight is
-a parameter of bytes, in 4 bits two weights in each. Its scales are tensors that are no parameters
-(`Linear4bit.quant_state`, `Linear8bitLt.state`): no ZeRO stage splits them, and every rank has them all.
+a parameter of bytes with two weights in each. Its scales (`Linear4bit.quant_state`) are tensors that are no parameters:
+no ZeRO stage splits them, and every rank has them all.
 
 Weights are computed with in the run's precision, which they are quantised from.
 """
@@ -21,17 +20,16 @@ import torch
 from torch import Tensor, nn
 
 from frugal import torch_internals
-from frugal.config.request import Quantization
 from frugal.deepspeed_adapter.kernels import DTYPES
 from frugal.errors import PlanMismatchError, RequestError
 from frugal.planning.memory.loading import Packed
 from frugal.planning.plan import Plan
 from frugal.training.models import adapters, transformers_internals
-from frugal.training.models.loading import bitsandbytes_internals, int8
+from frugal.training.models.loading import bitsandbytes_internals
 
 
-def config(kind: Quantization, dtype: torch.dtype) -> Any:
-    """What transformers is told; `dtype` is the run's precision.
+def config(dtype: torch.dtype) -> Any:
+    """Return transformers' configuration of the quantisation; `dtype` is the run's precision.
 
     Raises:
         RequestError: bitsandbytes is not installed, or lacks what is used of it.
@@ -45,14 +43,12 @@ def config(kind: Quantization, dtype: torch.dtype) -> Any:
     bitsandbytes_internals.library()
     from transformers import BitsAndBytesConfig
 
-    if kind == "int8":
-        return BitsAndBytesConfig(load_in_8bit=True, llm_int8_threshold=0.0)
     return BitsAndBytesConfig(
         load_in_4bit=True, bnb_4bit_quant_type="nf4", bnb_4bit_use_double_quant=True, bnb_4bit_compute_dtype=dtype
     )
 
 
-def apply(model: Any, kind: Quantization, *, reference: str, dtype: torch.dtype) -> nn.Module:
+def apply(model: Any, *, reference: str, dtype: torch.dtype) -> nn.Module:
     """Quantise a model that is whole in this process or on meta, each weight where it is; the same model.
 
     Raises:
@@ -67,7 +63,7 @@ def apply(model: Any, kind: Quantization, *, reference: str, dtype: torch.dtype)
             because=f"a {type(model).__name__} is no model of transformers, which knows what of a model to quantise",
             hint="leave --quantize out, or quantise it in its factory",
         )
-    quantizer: Any = AutoHfQuantizer.from_config(config(kind, dtype), pre_quantized=False)
+    quantizer: Any = AutoHfQuantizer.from_config(config(dtype), pre_quantized=False)
     before = dict(model.named_modules())
     with torch_internals.without_modes():  # it makes modules on meta, which are nothing on a device
         quantizer.preprocess_model(model=model, device_map=None)
@@ -82,7 +78,7 @@ def apply(model: Any, kind: Quantization, *, reference: str, dtype: torch.dtype)
 
 
 def as_planned(model: nn.Module, plan: Plan) -> nn.Module:
-    """`model` quantised as planned, unless it was built so. Raises as `apply`, and:
+    """Return `model` quantised as planned, unless it was built so. Raises as `apply`, and:
 
     Raises:
         PlanMismatchError: it has adapters around a base that is not quantised.
@@ -95,16 +91,14 @@ def as_planned(model: nn.Module, plan: Plan) -> nn.Module:
             f"the plan keeps the base of adapters in {kind}, and that of this model is not quantised",
             hint="give the model without adapters, or with a base that is quantised",
         )
-    return apply(model, kind, reference=type(model).__name__, dtype=DTYPES[plan.request.precision])
+    return apply(model, reference=type(model).__name__, dtype=DTYPES[plan.request.precision])
 
 
 def _packed(weight: Tensor, module: Any) -> nn.Parameter:
-    """The weight of a module in few bits, on the same device; on meta its shapes. That of a `Conv1D` is transposed."""
+    """Return the packed weight of a module, on the same device; on meta its shapes. A `Conv1D`'s is transposed."""
     bnb = bitsandbytes_internals.library()
 
     weight = weight if module.source_cls is nn.Linear else weight.T
-    if isinstance(module, bnb.nn.Linear8bitLt):
-        return int8.pack(weight)
     settings = {"quant_type": module.weight.quant_type, "quant_storage": module.weight.quant_storage}
     settings["compress_statistics"] = module.weight.compress_statistics
     settings["blocksize"] = module.weight.blocksize
@@ -116,7 +110,7 @@ def _packed(weight: Tensor, module: Any) -> nn.Parameter:
 
 @functools.cache
 def _on_meta() -> Any:
-    """bitsandbytes' class of weights, of which its own copies cannot be on meta. It has the same name: peft asks it."""
+    """Return bitsandbytes' class of weights, made to be copied on meta. It has the same name: peft looks at it."""
     bnb = bitsandbytes_internals.library()
 
     def deepcopy(self: Any, memo: dict[int, Any]) -> Any:
@@ -127,7 +121,7 @@ def _on_meta() -> Any:
 
 
 def on(device: torch.device | None) -> AbstractContextManager[None]:
-    """Weights that `from_pretrained` quantises inside the `with` block go to `device` before; None: it quantises none.
+    """Move weights that `from_pretrained` quantises inside the block to `device` first; None: it quantises none.
 
     A GPU takes milliseconds for what a CPU takes seconds for, and its scales have to be there.
     """
@@ -147,13 +141,10 @@ def settle(model: nn.Module, device: torch.device | None = None) -> nn.Module:
     """Have scales where they are used, tables once a model, and packed bytes as they are; the same model.
 
     ZeRO-3 takes parameters alone to their `device`. And on CPUs with AVX-512 BF16 bitsandbytes packs weights in another
-    order, in place, at the first evaluation: training after it would go on with other weights.
+    order, in place, at the first evaluation: training after it would continue with other weights.
     """
     tables: dict[str, Tensor] = {}
     for _, module in named(model):
-        if _is_int8(module):
-            int8.settle(module, device)
-            continue
         module.support_avx512bf16_for_cpu = False
         state = module.quant_state
         if state is not None:
@@ -166,32 +157,24 @@ def settle(model: nn.Module, device: torch.device | None = None) -> nn.Module:
 
 
 def are_in(model: nn.Module) -> bool:
-    """Whether some of its weights are quantised."""
+    """Return whether some of its weights are quantised."""
     return next(named(model), None) is not None
 
 
 def named(model: nn.Module) -> Iterator[tuple[str, Any]]:
-    """Quantised modules, with their names."""
+    """Return quantised modules, with their names."""
     if "bitsandbytes" in sys.modules:  # otherwise nobody has made any
-        layers = bitsandbytes_internals.library().nn
-        kinds = layers.Linear4bit, layers.Linear8bitLt
-        yield from ((name, module) for name, module in model.named_modules() if isinstance(module, kinds))
-
-
-def _is_int8(module: Any) -> bool:
-    return isinstance(module, bitsandbytes_internals.library().nn.Linear8bitLt)
+        layer = bitsandbytes_internals.library().nn.Linear4bit
+        yield from ((name, module) for name, module in model.named_modules() if isinstance(module, layer))
 
 
 def scales(model: nn.Module) -> list[Tensor]:
-    """What quantised weights have besides parameters, each tensor once: every rank has it all."""
+    """Return the tensors that quantised weights have besides parameters, each once: every rank has them all."""
     tensors = [tensor for _, module in named(model) for tensor in _scales(module.weight)]
     return list({id(tensor): tensor for tensor in tensors}.values())
 
 
 def _scales(parameter: Any) -> list[Tensor]:
-    """Of one weight; none of one that is not quantised."""
-    if (scales := getattr(parameter, "SCB", None)) is not None:
-        return [scales]
     state = getattr(parameter, "quant_state", None)
     if state is None:
         return []
@@ -199,18 +182,18 @@ def _scales(parameter: Any) -> list[Tensor]:
 
 
 def scales_bytes(parameter: Any) -> int:
-    """What a parameter has besides itself."""
+    """Return the bytes of a parameter's scales."""
     return sum(tensor.nbytes for tensor in _scales(parameter))
 
 
 def elements(parameter: Any) -> int:
-    """Weights in a parameter, quantised or not, split by ZeRO-3 or not."""
+    """Count the weights in a parameter, quantised or not, split by ZeRO-3 or not."""
     state = getattr(parameter, "quant_state", None)
     return getattr(parameter, "ds_numel", parameter.numel()) if state is None else int(state.shape.numel())
 
 
 def packed(model: nn.Module) -> Packed:
-    """How much of the model is quantised."""
+    """Return how much of the model is quantised."""
     weights = [module.weight for _, module in named(model)]
     return Packed(
         elements=sum(map(elements, weights)),
@@ -220,9 +203,6 @@ def packed(model: nn.Module) -> Packed:
 
 
 def dequantised(module: Any) -> Tensor:
-    """The weight of a quantised module as it is computed with, shape `(outputs, inputs)`."""
+    """Return the weight of a quantised module as it is computed with, shape `(outputs, inputs)`."""
     bnb = bitsandbytes_internals.library()
-
-    if _is_int8(module):
-        return int8.dequantised(module.weight.data, module.state.SCB, torch.float32)
     return bnb.functional.dequantize_4bit(module.weight.data, module.quant_state)

@@ -22,7 +22,7 @@ from frugal.training.models import transformers_internals
 from frugal.training.models.loading import quantised
 
 Place = Callable[[nn.Parameter], None]
-"""Puts a parameter where it is trained, as soon as it has its values."""
+"""A function that puts a parameter where it is trained, as soon as it has its values."""
 
 
 class Stored:
@@ -43,7 +43,7 @@ class Stored:
 
 
 def stored(paths: Iterable[str | Path]) -> dict[str, Any]:
-    """The tensors in some files by name, none of them read; those of pickles before torch 1.6 are, all at once."""
+    """Return the tensors in some files by name, unread; only pickles of torch before 1.6 are read, all at once."""
     tensors: dict[str, Any] = {}
     for path in map(Path, paths):
         if path.suffix == ".safetensors":
@@ -68,7 +68,7 @@ def load_weights(
     finish: Callable[[Any, Iterable[str]], None] | None = None,
     quantising_on: torch.device | None = None,
 ) -> tuple[Any, dict[str, Any], dict[str, int]]:
-    """The model that `from_pretrained` makes, what it says of the loading, and the elements of each parameter by name.
+    """Return the model of `from_pretrained`, its report of the loading, and the elements of each parameter by name.
 
     Every parameter is handed to `place` once, as early as can be. Parameters that are tied, and others in their
     modules, come last: they are compared and adjusted before. `stored` opens files. `finish` is called with the model
@@ -98,11 +98,11 @@ def load_weights(
 
 
 def _tied_modules(model: Any) -> set[str]:
-    """The modules whose parameters are tied to others, or others to them."""
+    """Return the modules whose parameters are tied to others, or others to them."""
     tied: Mapping[str, str] = model.all_tied_weights_keys
     return {name.rpartition(".")[0] for pair in tied.items() for name in pair}
 
 
 def off_the_file(parameter: nn.Parameter) -> None:
-    """Leaves a parameter on the host, with memory of its own."""
+    """Leave a parameter on the host, with memory of its own."""
     parameter.data = parameter.data.clone()

@@ -22,18 +22,27 @@ from torch import Tensor, nn
 
 from frugal.deepspeed_adapter import collectives
 from frugal.distributed.connections.listeners import closed_afterwards
+from frugal.errors import RequestError
 from frugal.training.models import transformers_internals
-from frugal.training.models.sequence import checks
 
 Exchange = Callable[[Tensor, Tensor], object]
-"""Writes an all-to-all over dimension 0 into its first argument; both have shape `(ranks, ...)`, contiguous."""
+"""A function that writes an all-to-all over dimension 0 into its first argument; both are contiguous `(ranks, ...)`."""
 
 _SPLIT = "_sequence_split"
 """The attribute of modules whose attention is split, so that it is found when a layer is recomputed, too."""
 
 
+KERNEL = "sdpa"
+"""transformers' name of the attention that can be split."""
+
+HINT = "leave --sequence-parallel out"
+
+_ROPE_OF_LENGTH = ("dynamic", "longrope")
+"""Rotary embeddings whose frequencies depend on the longest position of a forward, which differs from part to part."""
+
+
 class Split:
-    """How the attention of one model is split over `size` ranks, which `exchange` with each other.
+    """The attention of one model, split over `size` ranks, which `exchange` with each other.
 
     `num_calls`: how often attention has run under it.
     """
@@ -44,32 +53,19 @@ class Split:
         self._exchange = exchange
 
     def to_heads(self, states: Tensor) -> Tensor:
-        """From `(samples, heads, part, size)` to `(samples, heads / n, positions, size)`."""
-        return self._joined(self.exchanged(self._by_heads(states)))
+        """Turn `(samples, heads, part, size)` into `(samples, heads / n, positions, size)`."""
+        sent = states.unflatten(1, (self.size, -1)).permute(1, 3, 0, 2, 4)  # positions first: joining them is no copy
+        return self.exchanged(sent.contiguous()).flatten(0, 1).permute(1, 2, 0, 3)
 
     def to_parts(self, attended: Tensor) -> Tensor:
-        """From `(samples, positions, heads / n, size)` to `(samples, part, heads, size)`."""
-        return self._rejoined(self.exchanged(self._by_parts(attended)))
+        """Turn `(samples, positions, heads / n, size)` into `(samples, part, heads, size)`."""
+        sent = attended.unflatten(1, (self.size, -1)).transpose(0, 1)
+        return self.exchanged(sent.contiguous()).permute(1, 2, 0, 3, 4).flatten(2, 3)
 
     def exchanged(self, tensor: Tensor) -> Tensor:
-        """What the ranks have for this one: `(ranks, ...)`, as `tensor`, in which it has something for each."""
+        """Return what the ranks have for this one: `(ranks, ...)`, as `tensor`, in which it has something for each."""
         received: Tensor = _AllToAll.apply(tensor, self._exchange)
         return received
-
-    def _by_heads(self, states: Tensor) -> Tensor:
-        samples, heads, part, size = states.shape
-        split = states.reshape(samples, self.size, heads // self.size, part, size)
-        return split.permute(1, 3, 0, 2, 4).contiguous()  # positions first: then joining them needs no copy
-
-    def _joined(self, received: Tensor) -> Tensor:
-        return received.flatten(0, 1).permute(1, 2, 0, 3)
-
-    def _by_parts(self, attended: Tensor) -> Tensor:
-        split = attended.unflatten(1, (self.size, -1))
-        return split.transpose(0, 1).contiguous()
-
-    def _rejoined(self, received: Tensor) -> Tensor:
-        return received.permute(1, 2, 0, 3, 4).flatten(2, 3)
 
 
 class SplitInOneProcess(Split):
@@ -79,19 +75,14 @@ class SplitInOneProcess(Split):
         super().__init__(size, lambda *_: None)
 
     def to_heads(self, states: Tensor) -> Tensor:
-        """As if each block of rows were a rank's."""
-        sent = [self._by_heads(rank) for rank in states.chunk(self.size)]
-        return torch.cat([self._joined(received) for received in _swapped(sent)])
+        """Exchange as if each block of rows were a rank's."""
+        by_rank = states.unflatten(1, (self.size, -1)).unflatten(0, (self.size, -1))
+        return by_rank.permute(2, 1, 3, 0, 4, 5).flatten(3, 4).flatten(0, 1)
 
     def to_parts(self, attended: Tensor) -> Tensor:
-        """As if each block of rows were a rank's."""
-        sent = [self._by_parts(rank) for rank in attended.chunk(self.size)]
-        return torch.cat([self._rejoined(received) for received in _swapped(sent)])
-
-
-def _swapped(sent: list[Tensor]) -> list[Tensor]:
-    """What each rank receives where rank i sends `sent[i][j]` to rank j."""
-    return list(torch.stack(sent, dim=1))
+        """Exchange as if each block of rows were a rank's."""
+        by_group = attended.unflatten(1, (self.size, -1)).unflatten(0, (self.size, -1))
+        return by_group.permute(2, 1, 3, 0, 4, 5).flatten(3, 4).flatten(0, 1)
 
 
 class _AllToAll(torch.autograd.Function):
@@ -114,7 +105,7 @@ class _AllToAll(torch.autograd.Function):
 
 def apply(model: nn.Module, split: Split) -> None:
     """Split the attention of all modules of `model`; other models keep theirs."""
-    transformers_internals.attention_by(checks.KERNEL, _attention)
+    transformers_internals.attention_by(KERNEL, _attention)
     for module in model.modules():
         vars(module)[_SPLIT] = split
 
@@ -126,7 +117,7 @@ def split_over_ranks(model: nn.Module, size: int) -> None:
         RequestError: the model cannot be split so.
     """
     if size > 1:
-        checks.refuse(model, size)
+        refuse(model, size)
         with closed_afterwards():
             exchange = collectives.exchange_within(size)
         apply(model, Split(size, exchange))
@@ -134,7 +125,7 @@ def split_over_ranks(model: nn.Module, size: int) -> None:
 
 @contextmanager
 def applied(model: nn.Module, split: Split) -> Iterator[None]:
-    """The attention of `model` is split inside the `with` block."""
+    """Split the attention of `model` inside the `with` block."""
     apply(model, split)
     try:
         yield
@@ -152,7 +143,7 @@ def _attention(
     attention_mask: Tensor | None,
     **options: Any,
 ) -> tuple[Tensor, Any]:
-    """`plain`, transformers' own attention, of whole sequences where those of `module` are split."""
+    """Run `plain`, transformers' own attention, on whole sequences where those of `module` are split."""
     split: Split | None = vars(module).get(_SPLIT)
     if split is None:
         return plain(module, query, key, value, attention_mask, **options)
@@ -167,7 +158,7 @@ def _attention(
 
 
 def repetitions(num_heads: int, num_key_value_heads: int, size: int) -> int:
-    """How often each key and value head is repeated so that `size` ranks, which divide `num_heads`, get as many."""
+    """Return how often key and value heads repeat so that `size` ranks, which divide `num_heads`, have as many."""
     per_group = num_heads // num_key_value_heads
     divisors = (times for times in range(1, per_group + 1) if per_group % times == 0)
     return next(times for times in divisors if num_key_value_heads * times % size == 0)
@@ -175,7 +166,7 @@ def repetitions(num_heads: int, num_key_value_heads: int, size: int) -> int:
 
 @contextmanager
 def _heads_per_group(module: nn.Module, number: int) -> Iterator[None]:
-    """`module` has so many query heads for each key and value head inside the `with` block."""
+    """Set the number of query heads for each key and value head of `module` inside the `with` block."""
     own = vars(module).get("num_key_value_groups")
     if own is None or own == number:
         yield
@@ -185,3 +176,45 @@ def _heads_per_group(module: nn.Module, number: int) -> Iterator[None]:
         yield
     finally:
         vars(module)["num_key_value_groups"] = own
+
+
+def refuse(model: nn.Module, size: int) -> None:
+    """Refuse a model whose attention cannot be split over `size` ranks.
+
+    Raises:
+        RequestError: with the reason.
+    """
+    if (reason := _obstacle(model, size)) is not None:
+        raise refusal(type(model).__name__, size, reason)
+
+
+def refusal(name: str, size: int, reason: str) -> RequestError:
+    """Return the error that `size` ranks cannot share samples of the model `name`."""
+    return RequestError(f"--sequence-parallel {size} is impossible for {name}", because=reason, hint=HINT)
+
+
+def _obstacle(model: nn.Module, size: int) -> str | None:
+    config: Any = getattr(model, "config", None)
+    if not hasattr(config, "get_text_config"):
+        return "it is no model of transformers, whose attention functions alone can be replaced"
+    text = config.get_text_config()
+    if getattr(config, "is_encoder_decoder", False):
+        return "it has an encoder and a decoder, which have sequences of their own"
+    kernel = getattr(text, "_attn_implementation", None)
+    if kernel != KERNEL:
+        return f"its attention is {kernel!r}, and only {KERNEL!r} is known to be split right"
+    if kinds := sorted(set(_rope_types(text)) & set(_ROPE_OF_LENGTH)):
+        return f"its rotary embedding ({kinds[0]}) depends on the length of what it reads, and a part is shorter"
+    heads = getattr(text, "num_attention_heads", None)
+    if not isinstance(heads, int) or heads % size:
+        return f"its {heads} attention heads do not divide by {size}"
+    return None
+
+
+def _rope_types(text: Any) -> Iterator[str]:
+    """Yield the rope types of a configuration: one for all layers, or one for each kind of layer."""
+    for name in ("rope_parameters", "rope_scaling"):
+        given = getattr(text, name, None)
+        for each in (given, *given.values()) if isinstance(given, dict) else ():
+            if isinstance(each, dict):
+                yield str(each.get("rope_type", each.get("type", "default")))

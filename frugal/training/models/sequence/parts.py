@@ -5,35 +5,27 @@ borders of parts are no different from other places, and the sums over all parts
 """
 
 from collections.abc import Sequence
-from typing import cast
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
 from frugal.errors import RequestError
-from frugal.training.data.store import packing
-from frugal.training.losses.predictions import IGNORED
-from frugal.training.models import transformers_internals
+from frugal.training.models import packs, transformers_internals
 from frugal.training.objectives import Batch, CausalLM, Objective, Sample, token_loss_sum
+from frugal.units import IGNORED
 
 
 def parts_of(objective: Objective, size: int, rank: int) -> Objective:
-    """`objective` on `rank`, one of each `size` consecutive ones that share samples; itself where none do.
+    """Return `objective` for `rank`, one of each `size` consecutive ones that share samples; itself for `size` 1.
 
     Raises:
         RequestError: it is none whose samples can be split.
     """
     if size == 1:
         return objective
-    refuse_other_objectives(objective)
-    return SequenceParts(cast(CausalLM, objective), size, rank % size)
-
-
-def refuse_other_objectives(objective: Objective) -> None:
-    """Raises: RequestError: the samples of `objective` cannot be split."""
     if type(objective) is CausalLM and not objective.own_loss:
-        return
+        return SequenceParts(objective, size, rank % size)
     raise RequestError(
         "--sequence-parallel cannot split the samples of this objective",
         because="its loss is the model's own, of whole sequences"
@@ -56,7 +48,7 @@ class SequenceParts:
         self.pads_tokens = whole.pads_tokens
 
     def collate(self, samples: Sequence[Sample]) -> Batch:
-        """`input_ids`, `labels` and `position_ids` of the part; packed `whole_position_ids`, `(samples, positions)`."""
+        """Return the part's `input_ids`, `labels`, `position_ids`; packed `whole_position_ids (samples, positions)`."""
         batch = self.whole.collate(samples)
         num_samples, length = batch["input_ids"].shape
         more = -length % self.size
@@ -71,26 +63,26 @@ class SequenceParts:
         return cut | {"whole_position_ids": positions} if self.whole.packed else cut
 
     def dummy(self) -> Sample:
-        """That of the whole."""
+        """Return the dummy of the whole objective."""
         return self.whole.dummy()
 
     def example(self, num_samples: int, seq_len: int) -> Batch:
-        """A part of `num_samples` rows of `seq_len` tokens."""
+        """Return a part of `num_samples` rows of `seq_len` tokens."""
         return self.collate([{"input_ids": [self.whole.pad_id] * seq_len}] * num_samples)
 
     def count(self, batch: Batch) -> int:
-        """Targets in this part."""
+        """Count the targets in this part."""
         return int((batch["labels"] != IGNORED).sum())
 
     def num_tokens(self, samples: Sequence[Sample], batch: Batch) -> int:
-        """Of the tokens of `samples` those that are in this part of them, which `batch` is."""
+        """Count the tokens of `samples` that are in this part of them, which `batch` is."""
         length = batch["input_ids"].shape[1]
         return sum(min(max(len(sample["input_ids"]) - self.part * length, 0), length) for sample in samples)
 
     def loss_sum(self, model: nn.Module, batch: Batch) -> Tensor:
-        """Summed cross entropy of what this part's positions say; masks are those of the whole sequence."""
+        """Return the summed cross entropy of this part's positions; masks are those of the whole sequence."""
         inputs = {name: batch[name] for name in ("input_ids", "position_ids")}
         whole = batch.get("whole_position_ids")
-        documents = None if whole is None else packing.numbers_of_documents(whole)
+        documents = None if whole is None else packs.numbers_of_documents(whole)
         with transformers_internals.masks_of_whole_sequences(self.size, whole, documents):
             return token_loss_sum(model, inputs, batch["labels"])

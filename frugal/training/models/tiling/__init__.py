@@ -1,1 +1,1 @@
-"""Parts of a model that run over slices of the positions: what may be cut, and how."""
+"""Parts of a model that run over slices of the positions."""

@@ -7,17 +7,26 @@ from collections.abc import Callable, Iterable
 
 from torch import Tensor
 
+MIN_SLICES = 8
+"""The least number of slices. There are more where a slice would have more positions than the model is wide: at that
+length its intermediate results take about as much as the weights, and products reach the device's speed."""
+
 ALIGNMENT = 8
-"""Elements. Slices whose beginnings are multiples of it apart are all as well aligned, so kernels take them alike."""
+"""The elements of an alignment: slices that begin at multiples of it are equally well aligned for kernels."""
 
 Watch = Callable[[range], Iterable[int]]
-"""Takes the beginnings of slices that are alike, the last of which may be shorter, and gives those to go through."""
+"""A function from the beginnings of like slices (the last may be shorter) to those that are gone through."""
 
 _watch: Watch | None = None
 
 
+def length(num_positions: int, model_width: int) -> int:
+    """Return the positions of a slice."""
+    return -(-num_positions // max(MIN_SLICES, -(-num_positions // model_width)))
+
+
 def starts(values: Tensor, dim: int, rows: int) -> Iterable[int]:
-    """Where slices of `rows` along `dim` of `values` begin."""
+    """Return where slices of `rows` along `dim` of `values` begin."""
     all_of_them = range(0, values.shape[dim], rows)
     if _watch is None or rows * values.stride(dim) % ALIGNMENT:
         return all_of_them
@@ -25,7 +34,7 @@ def starts(values: Tensor, dim: int, rows: int) -> Iterable[int]:
 
 
 def watch(by: Watch | None) -> Watch | None:
-    """From now on `by` says which slices are gone through, None: all of them; what said so before."""
+    """Have `by` say from now on which slices are gone through, None: all of them; return what said so before."""
     global _watch
     before, _watch = _watch, by
     return before

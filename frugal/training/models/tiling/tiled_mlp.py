@@ -4,8 +4,8 @@ An MLP is four times as wide inside as the layer, and its gradient needs several
 sequence they are the peak of a layer. Here it runs on a slice of the positions at a time, keeps its input alone, and
 runs once more for each slice in backward, whose gradients of the parameters are summed in fp32 and returned once. The
 idea is DeepSpeed's `TiledMLP` (deepspeed/runtime/sequence_parallel/ulysses_sp.py; Arctic Long Sequence Training,
-https://arxiv.org/abs/2506.13996), which sums in the parameters' own type, and is told for each class of models how its
-MLP is computed. Here any module of a layer is taken that leaves positions apart (`position_wise`).
+https://arxiv.org/abs/2506.13996), which sums in the parameters' own type, and needs for each class of models a
+function that computes its MLP. Here any module of a layer is taken that leaves positions apart (`positions`).
 
 The result is that of the whole MLP but for the last bits of the gradients of its parameters, which are summed in
 another order, and of products whose kernels depend on the number of rows.
@@ -17,6 +17,7 @@ Left out: selective activation checkpointing, which would keep the slices' produ
 """
 
 from collections.abc import Callable, Iterator
+from functools import partial
 from typing import Any
 
 import torch
@@ -25,12 +26,7 @@ from torch import Tensor, nn
 from frugal.deepspeed_adapter import zero3_graph
 from frugal.errors import RequestError
 from frugal.training.models.activation_checkpointing import repeated_layers
-from frugal.training.models.tiling import position_wise, slices
-from frugal.training.models.tiling.position_wise import NotPositionWiseError
-
-MIN_TILES = 8
-"""More where a slice would still have more positions than the layer is wide: then its intermediate results take about
-as much as the MLP's weights, and products reach what a device can do."""
+from frugal.training.models.tiling import positions, slices
 
 
 def apply(model: nn.Module) -> None:
@@ -48,48 +44,40 @@ def apply(model: nn.Module) -> None:
             hint="plan with --mlp plain",
         )
     for module, width in tiled:
-        module.forward = _TiledMlp(module, width)
+        module.forward = partial(_tiled, module.forward, module, width)
         zero3_graph.gather_as_one(module)
 
 
 def _mlps(module: nn.Module, reasons: dict[str, None]) -> Iterator[tuple[nn.Module, int]]:
-    """The outermost modules inside `module` that may be tiled and are wider inside, with their widths.
+    """Yield the outermost modules inside `module` that may be tiled and are wider inside, with their widths.
 
     `reasons` gets why others may not be, those that look like an MLP: two matrices, at least, of another shape.
     """
     for child in module.children():
-        if isinstance(child.forward, _TiledMlp):
-            child.forward = child.forward.run
+        if isinstance(child.forward, partial) and child.forward.func is _tiled:
+            child.forward = child.forward.args[0]
         if len([each for each in child.parameters() if each.dim() == 2]) < 2:
             continue
         try:
-            seen = position_wise.observed(child)
-        except NotPositionWiseError as error:
+            width, widest = positions.widths(child)
+        except positions.PositionsMeetError as error:
             reasons[f"{type(child).__name__}: {error}"] = None
             yield from _mlps(child, reasons)
             continue
-        if seen.widest > seen.width:
-            yield child, seen.width
+        if widest > width:
+            yield child, width
 
 
-class _TiledMlp:
-    """Stands for `module.forward`."""
-
-    def __init__(self, module: nn.Module, width: int) -> None:
-        self.run: Callable[..., Tensor] = module.forward
-        self.module = module
-        self.width = width
-
-    def __call__(self, hidden: Tensor) -> Tensor:
-        num_positions = hidden.shape[-2]
-        num_tiles = max(MIN_TILES, -(-num_positions // self.width))
-        rows = -(-num_positions // num_tiles) * (hidden.numel() // (num_positions * hidden.shape[-1]))
-        result: Tensor = _TiledRows.apply(self.run, rows, hidden, *self.module.parameters())
-        return result
+def _tiled(run: Callable[..., Tensor], module: nn.Module, width: int, hidden: Tensor) -> Tensor:
+    """Run `run`, the own forward of `module`, over slices of the positions of `hidden (..., positions, width)`."""
+    num_positions = hidden.shape[-2]
+    rows = slices.length(num_positions, width) * (hidden.numel() // (num_positions * hidden.shape[-1]))
+    result: Tensor = _TiledRows.apply(run, rows, hidden, *module.parameters())
+    return result
 
 
 class _TiledRows(torch.autograd.Function):
-    """`run` on so many `rows` of `hidden (..., positions, width)` at a time, of the same shape."""
+    """`run` on `rows` rows of `hidden (..., positions, width)` at a time, of the same shape."""
 
     @staticmethod
     def forward(
@@ -109,7 +97,7 @@ class _TiledRows(torch.autograd.Function):
         _, _, needs_hidden, *needs = ctx.needs_input_grad
         flat, grad = (tensor.detach().reshape(1, -1, hidden.shape[-1]) for tensor in (hidden, grads[0]))
         trained = [parameter for parameter, needed in zip(ctx.parameters, needs, strict=True) if needed]
-        sums = [torch.zeros_like(parameter, dtype=_summed_in(parameter.dtype)) for parameter in trained]
+        sums = [torch.zeros_like(each, dtype=torch.promote_types(each.dtype, torch.float32)) for each in trained]
         grad_hidden = torch.empty_like(flat) if needs_hidden else None
         for start in slices.starts(flat, 1, ctx.rows):
             rows = slice(start, start + ctx.rows)
@@ -128,7 +116,3 @@ class _TiledRows(torch.autograd.Function):
             for parameter, needed in zip(ctx.parameters, needs, strict=True)
         )
         return (None, None, None if grad_hidden is None else grad_hidden.view(hidden.shape), *of_parameters)
-
-
-def _summed_in(dtype: torch.dtype) -> torch.dtype:
-    return torch.float32 if dtype in (torch.bfloat16, torch.float16) else dtype

@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 
 from bench.training import chat_tokenizers as tokenizers
-from frugal.training.data.chat import marks
+from frugal.training.data.chat import template as marks
 from frugal.training.data.chat.formats import Chat
 from frugal.training.data.chat.template import ChatTemplate
 from frugal.training.data.rows import BadRow
@@ -76,7 +76,7 @@ CHATS = {
 
 def rendered(template: str, messages: list[dict[str, Any]], **more: Any) -> Any:
     chat = Chat(messages, tuple(n for n, each in enumerate(messages) if each["role"] == "assistant"), **more)
-    return ChatTemplate(tokenizers.make(template), "here").render(chat, "here", train_on_all=False)
+    return ChatTemplate(tokenizers.make(template), "here").encode(chat, "here", train_on_all=False)
 
 
 def stretches(template: str, ids: Any, trained: Any) -> list[str]:
@@ -90,7 +90,7 @@ def stretches(template: str, ids: Any, trained: Any) -> list[str]:
 def test_the_text_is_the_templates_own_and_the_last_words_of_each_turn_are_trained_on(name: str, chat: str) -> None:
     messages, template = CHATS[chat], TEMPLATES[name]
     tokenizer = tokenizers.make(template)
-    ids, trained = rendered(template, messages).trained([])
+    ids, trained = rendered(template, messages)
     assert (
         ids.tolist()
         == tokenizer(tokenizer.apply_chat_template(messages, tokenize=False), add_special_tokens=False)["input_ids"]
@@ -107,22 +107,20 @@ def test_the_text_is_the_templates_own_and_the_last_words_of_each_turn_are_train
 
 def test_of_one_turn_the_marks_are_what_rendering_turn_by_turn_finds(monkeypatch: pytest.MonkeyPatch) -> None:
     for name in ("qwen3", "phi3_5", "mistral"):
-        ids, trained = rendered(TEMPLATES[name], CHATS["one turn"]).trained([])
+        ids, trained = rendered(TEMPLATES[name], CHATS["one turn"])
         with monkeypatch.context() as without:
             without.setattr(marks, "marked", lambda template: None)
             by_turn = rendered(TEMPLATES[name], CHATS["one turn"])
-        tokenizer = tokenizers.make(TEMPLATES[name])
-        encoded = [np.array(tokenizer(text, add_special_tokens=False)["input_ids"]) for text in by_turn.texts]
-        assert [each.tolist() for each in by_turn.trained(encoded)] == [ids.tolist(), trained.tolist()]
+        assert [each.tolist() for each in by_turn] == [ids.tolist(), trained.tolist()]
 
 
 def test_qwen_3_marks_what_is_thought_and_calls_of_tools() -> None:
     template = OWN["qwen3"]
-    ids, trained = rendered(template, CHATS["thoughts in the text"]).trained([])
+    ids, trained = rendered(template, CHATS["thoughts in the text"])
     assert stretches(template, ids, trained) == ["yes<|im_end|>\n", "<think>\nho\n</think>\n\nno<|im_end|>\n"]
     called = [user("a"), says("", tool_calls=[CALL]), {"role": "tool", "content": "rain"}, says("yes")]
     tools = [{"type": "function", "function": {"name": "look_up", "parameters": {}}}]
-    ids, trained = rendered(template, called, tools=tools).trained([])
+    ids, trained = rendered(template, called, tools=tools)
     first, last = stretches(template, ids, trained)
     assert '{"name": "look_up", "arguments": {"city": "Paris"}}' in first and last.endswith("yes<|im_end|>\n")
 
@@ -130,7 +128,7 @@ def test_qwen_3_marks_what_is_thought_and_calls_of_tools() -> None:
 def test_a_turn_of_weight_0_is_read_alone() -> None:
     chat = Chat(CHATS["several turns"], (4,))
     template = ChatTemplate(tokenizers.make(OWN["qwen3"]), "here")
-    ids, trained = template.render(chat, "here", train_on_all=False).trained([])  # type: ignore[union-attr]  # no bad row
+    ids, trained = template.encode(chat, "here", train_on_all=False)  # type: ignore[misc]  # no bad row
     assert stretches(OWN["qwen3"], ids, trained) == ["<think>\n\n</think>\n\nno<|im_end|>\n"]
 
 

@@ -79,11 +79,3 @@ def test_one_process_renders_all_chats_and_ends(tmp_path: Path, monkeypatch: pyt
     assert len(forked) == 1
     with pytest.raises(ProcessLookupError):
         os.kill(forked[0], 0)
-
-
-def test_a_template_of_a_mib_is_refused(tmp_path: Path) -> None:
-    from frugal.training.data.chat.template import read_template
-
-    (tmp_path / "long.jinja").write_bytes(b" " * (1 << 20) + b"x")
-    with pytest.raises(RequestError, match="it has more than 1048576 bytes"):
-        read_template(str(tmp_path / "long.jinja"))

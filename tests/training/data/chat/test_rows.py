@@ -12,7 +12,7 @@ from bench.training import chat_tokenizers as tokenizers
 from frugal.config.run_settings import Format
 from frugal.training.data.chat import formats
 from frugal.training.data.rows import BadRow, Columns
-from tests.training.corpora import Load, refusal, write_jsonl
+from tests.training.corpora import Load, refusal
 from tests.training.data.chat.test_chats import CHAT, load_rows, stretches, text  # noqa: F401  # a fixture
 
 KEYS = [
@@ -82,18 +82,13 @@ def test_tokens_come_as_they_are(load_rows: Any) -> None:  # noqa: F811
             {"input_ids": [1, 2, 3], "attention_mask": [1, 0, 1]},
             "`attention_mask` hides tokens between others: only padding can be left out",
         ),
-        ({"prompt": "a", "completion": 3}, "`completion` is a number, not text"),
-        ({"prompt": ["a"], "completion": [CHAT[2]]}, "message 1 is text, not an object"),
-        ({"instruction": "a", "output": None}, "`output` is nothing, not text"),
+        ({"prompt": "a", "completion": 3}, "`completion`: Expected `str`, got `int`"),
+        ({"prompt": ["a"], "completion": [CHAT[2]]}, "`prompt`: Expected `object`, got `str` - at `$[0]`"),
+        ({"instruction": "a", "output": None}, "`output`: Expected `str`, got `null`"),
     ],
 )
 def test_rows_that_cannot_be_read(row: dict[str, Any], reason: str, load_rows: Any) -> None:  # noqa: F811
     assert f"\n  because a.jsonl:1: {reason}\n" in refusal(lambda: load_rows(row))
-
-
-def test_tokens_without_a_label_are_named(load_rows: Any) -> None:  # noqa: F811
-    said = refusal(lambda: load_rows({"input_ids": [1, 2], "labels": [1, -100]}))
-    assert "1 row of the data has no token to train on\n  because a.jsonl:1: every label is -100\n" in said
 
 
 def test_columns_of_several_formats_are_asked_about(load_rows: Any) -> None:  # noqa: F811
@@ -117,14 +112,6 @@ def test_a_format_that_the_columns_have_not(load_rows: Any) -> None:  # noqa: F8
     )
     said = refusal(lambda: load_rows({"text": "one"}, rows_as="messages", task="masked-lm"))
     assert said.startswith("--format messages cannot be read\n  because what is trained is masked-lm;")
-
-
-def test_sources_of_different_formats_are_trained_on_together(load: Load, tmp_path: Path) -> None:
-    write_jsonl(tmp_path / "chat.jsonl", [{"messages": CHAT}] * 2)
-    write_jsonl(tmp_path / "text.jsonl", [{"text": "The capital of France is Paris."}] * 3)
-    corpus = load("chat.jsonl", "text.jsonl", tokenizer=tokenizers.make(), seq_len=256)
-    assert corpus.report.formats == {"messages": 2, "text": 3}
-    assert ["labels" in sample for sample in corpus.train] == [True, True, False, False, False]
 
 
 @pytest.mark.parametrize("kind", ["parquet", "saved"])

@@ -1,6 +1,5 @@
 """A tiled MLP gives the loss and the gradient of a whole one, and keeps a part of the memory."""
 
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -12,8 +11,6 @@ from bench.plans import plan_by_hand
 from bench.ranks import Ranks
 from frugal.config.adapters import Lora
 from frugal.errors import RequestError
-from frugal.training.checkpoint import loading, saving
-from frugal.training.checkpoint.progress import Progress
 from frugal.training.engine import initialize
 from frugal.training.models import activation_checkpointing, adapters
 from frugal.training.models.tiling import tiled_mlp
@@ -24,7 +21,6 @@ from tests.training.gradients import (
     ULP,
     Gradient,
     applied,
-    bound_of_losses,
     relative_error,
     weights,
     with_bound,
@@ -103,7 +99,7 @@ def test_a_model_without_such_an_mlp_is_refused() -> None:
         tiled_mlp.apply(tiny_gpt2(resid_pdrop=0.1))
     assert str(caught.value) == (
         "GPT2LMHeadModel cannot take a tiled MLP\n"
-        "  because GPT2Attention: bmm is not known to leave positions apart; "
+        "  because GPT2Attention: transpose is not known to leave positions apart; "
         "GPT2MLP: bernoulli_ draws random numbers, as a dropout does\n"
         "\n"
         "hint: plan with --mlp plain"
@@ -183,8 +179,8 @@ def assert_gradient_of_plain_pytorch(ranks: Ranks, *how: Any) -> None:
         *(
             pytest.param(3, each, marks=pytest.mark.exhaustive)
             for each in (
-                {}, FULL, SMALL_BUCKETS, SMALL_BUCKETS | FULL, FULL | {"sequence_parallel": 2},
-                FULL | {"offload_optimizer": "cpu"}, {"offload_optimizer": "cpu", "offload_parameters": "cpu"},
+                {}, SMALL_BUCKETS | FULL, FULL | {"sequence_parallel": 2},
+                {"offload_optimizer": "cpu", "offload_parameters": "cpu"},
             )
         ),
     ],
@@ -199,43 +195,8 @@ def test_deepspeed_applies_the_gradient_of_plain_pytorch(
     ("lora", "strategy"),
     [
         ("r=4,targets=gate_proj,up_proj,down_proj", SMALL_BUCKETS),  # the first MLP's input needs no gradient
-        pytest.param("r=4,targets=gate_proj,up_proj,down_proj", FULL, marks=pytest.mark.exhaustive),
-        pytest.param("r=4", SMALL_BUCKETS | FULL, marks=pytest.mark.exhaustive),
         pytest.param("r=4", SMALL_BUCKETS | MIXED | {"sequence_parallel": 2}, marks=pytest.mark.exhaustive),
     ],
 )
 def test_so_it_does_for_adapters_under_zero_3(lora: str, strategy: dict[str, Any], two_ranks: Ranks) -> None:
     assert_gradient_of_plain_pytorch(two_ranks, 3, strategy, lora)
-
-
-@pytest.mark.exhaustive
-@pytest.mark.parametrize("strategy", [SMALL_BUCKETS, SMALL_BUCKETS | FULL])
-def test_so_it_does_on_one_rank_of_zero_3(strategy: dict[str, Any], one_rank: Ranks) -> None:
-    assert_gradient_of_plain_pytorch(one_rank, 3, strategy)
-
-
-def resumed(folder: Path, *how: tuple[int, str]) -> list[float]:
-    """The losses of two steps at each ZeRO stage, with plain or tiled MLPs, from checkpoint to checkpoint."""
-    losses = []
-    for number, (zero_stage, mlp) in enumerate(how):
-        plan = plan_by_hand(
-            world_size=2, global_batch=7, micro_batch=2, zero_stage=zero_stage, request={"learning_rate": 1e-2},
-            strategy=SMALL_BUCKETS | {"mlp": mlp},
-        )  # fmt: skip
-        engine = initialize(tiny("causal-lm", "llama"), plan, CausalLM())
-        if number:
-            loading.load(engine, folder)
-        losses += [engine.train_step(ragged_samples(7, seed=2 * number + step)).loss for step in range(2)]
-        saving.save(engine, folder, Progress(step=2 * number + 2))
-        engine.destroy()
-    return losses
-
-
-@pytest.mark.exhaustive
-def test_a_run_goes_on_with_other_mlps_and_another_stage(two_ranks: Ranks, tmp_path: Path) -> None:
-    whole = two_ranks.run(resumed, tmp_path / "whole", *[(2, "plain")] * 4)[0]
-    tiled = two_ranks.run(resumed, tmp_path / "tiled", (3, "plain"), (3, "tiled"), (2, "tiled"), (3, "tiled"))[0]
-    batches = [ragged_samples(7, seed=step) for step in range(8)]
-    assert tiled == pytest.approx(
-        whole, rel=bound_of_losses(lambda: tiny("causal-lm", "llama"), batches, learning_rate=1e-2)
-    )

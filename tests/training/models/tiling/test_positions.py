@@ -7,7 +7,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from frugal.training.models.tiling.position_wise import NotPositionWiseError, observed
+from frugal.training.models.tiling.positions import PositionsMeetError, widths
 
 WIDTH = 16
 
@@ -58,8 +58,7 @@ class Gated(nn.Module):
 @pytest.mark.parametrize("kind", ["", "rms", "softmax over the width", "norm by hand", "heads"])
 def test_an_mlp_leaves_positions_apart(kind: str) -> None:
     module = Gated(kind)
-    seen = observed(module)
-    assert (seen.width, seen.widest) == (WIDTH, 6 * WIDTH)
+    assert widths(module) == (WIDTH, 6 * WIDTH)
     x = torch.randn(2, 7, WIDTH)
     changed = x.clone()
     changed[0, 3] += 1
@@ -71,25 +70,25 @@ def test_an_mlp_leaves_positions_apart(kind: str) -> None:
     ("kind", "why"),
     [
         ("mean", "mean is not known to leave positions apart"),
-        ("attention", "bmm is not known to leave positions apart"),
+        ("attention", "transpose is not known to leave positions apart"),
         ("shift", "roll is not known to leave positions apart"),
         ("sum so far", "cumsum is not known to leave positions apart"),
-        ("convolution", "convolution is not known to leave positions apart"),
-        ("scrambled", "_unsafe_view is not known to leave positions apart"),
+        ("convolution", "transpose is not known to leave positions apart"),
+        ("scrambled", "transpose is not known to leave positions apart"),
         ("positions", "mul is not known to leave positions apart"),
         ("softmax over positions", "_softmax is not known to leave positions apart"),
         ("buffer", "sum is not known to leave positions apart"),
     ],
 )
 def test_positions_that_meet_are_noticed(kind: str, why: str) -> None:
-    with pytest.raises(NotPositionWiseError) as caught:
-        observed(Gated(kind))
+    with pytest.raises(PositionsMeetError) as caught:
+        widths(Gated(kind))
     assert str(caught.value) == why
 
 
 def test_a_dropout_that_drops_is_refused() -> None:
-    with pytest.raises(NotPositionWiseError, match="draws random numbers, as a dropout does"):
-        observed(Gated(dropout=0.1))
+    with pytest.raises(PositionsMeetError, match="draws random numbers, as a dropout does"):
+        widths(Gated(dropout=0.1))
 
 
 def test_batch_statistics_are_refused() -> None:
@@ -99,5 +98,5 @@ def test_batch_statistics_are_refused() -> None:
 
     module: Any = Normed()
     module.batch = nn.BatchNorm1d(WIDTH)
-    with pytest.raises(NotPositionWiseError):
-        observed(module)
+    with pytest.raises(PositionsMeetError):
+        widths(module)

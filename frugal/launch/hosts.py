@@ -1,0 +1,226 @@
+"""Ranks on several hosts: ssh starts `frugal.launch.node` on each, which receives signals and ends with the command.
+
+A run that has failed is started again on all of its hosts, or with --elastic on those that still work.
+"""
+
+import os
+import random
+import sys
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+from functools import partial
+
+import msgspec
+
+from frugal.config.hardware import cuda_allocator
+from frugal.config.hardware.build_cluster import HostfileEntry
+from frugal.config.hardware.cluster import Cluster, DeviceKind
+from frugal.config.run_settings import RunSettings
+from frugal.deepspeed_adapter import collectives
+from frugal.distributed import parent
+from frugal.distributed.connections import secret
+from frugal.distributed.first_failure import FailureReport
+from frugal.distributed.rank_logs import to_console
+from frugal.errors import PlanMismatchError, RequestError
+from frugal.launch import ssh
+from frugal.launch.host_report import HostReport
+from frugal.launch.local import RANK_MODULE, run_reported
+from frugal.launch.node import END_SECONDS, PORT_TAKEN, Launch, Processes
+from frugal.launch.ssh import Access, ReadyHost, UnreachableHost
+from frugal.planning.plan import Plan
+from frugal.training.checkpoint import run_folder
+from frugal.units import plural
+
+RETURN_SECONDS = 300.0
+"""Time after which hosts that do not answer are given up: booting takes minutes, a spanning tree half of one."""
+
+RETRY_SECONDS = 5.0  # between two attempts to reach them
+
+
+def check_nodes(plan: Plan, named: Sequence[HostfileEntry]) -> None:
+    """Refuse a plan that is not for these hosts, in this order.
+
+    Raises:
+        PlanMismatchError: it is for another number of nodes, or of GPUs on one of them.
+    """
+    planned = [len(node.devices) for node in plan.cluster.nodes]
+    available = [host.slots for host in named]
+    if planned != available:
+        raise PlanMismatchError(
+            "the plan is for other nodes than the hostfile has",
+            because=f"it is for {_nodes(planned)}, and the hostfile has {_nodes(available)}",
+            hint="plan for it: leave --plan out, or frugal plan --hostfile HOSTS",
+        )
+
+
+def _nodes(slots: Sequence[int]) -> str:
+    return f"{plural(len(slots), 'node')} with {', '.join(map(str, slots))} GPUs"
+
+
+def require_ready(
+    named: Sequence[HostfileEntry], reports: Sequence[HostReport | UnreachableHost], access: Access, kind: DeviceKind
+) -> list[ReadyHost]:
+    """Return all hosts with all their slots.
+
+    Raises:
+        RequestError: a host does not answer, or lacks something; it lists all that is wrong, on all hosts.
+    """
+    if problems := ssh.problems(named, reports, access, kind):
+        raise RequestError(
+            "not all hosts are ready", because=problems, hint="frugal doctor --hostfile HOSTS shows what each host has"
+        )
+    return [
+        ReadyHost(host, report, tuple(range(host.slots)))
+        for host, report in zip(named, reports, strict=True)
+        if not isinstance(report, UnreachableHost)
+    ]
+
+
+def run(
+    plan: Plan, hosts: Sequence[ReadyHost], access: Access, settings: RunSettings, master_port: int | None
+) -> tuple[int, FailureReport | None]:
+    """Train on these hosts; see `run_reported`.
+
+    A port that was free and is taken before ranks meet there is chosen anew, below those that Linux gives to
+    connections.
+    """
+    port = master_port or hosts[0].report.free_port
+    while True:
+        code, report = run_reported(plan, settings, partial(_start, plan, hosts, access, port))
+        if report is None or report.code != PORT_TAKEN:
+            return code, report
+        if master_port is not None:
+            to_console(report.text)
+            return RequestError.exit_code, msgspec.structs.replace(report, code=RequestError.exit_code)
+        port = random.randrange(20_000, 32_768)
+
+
+def _start(
+    plan: Plan, hosts: Sequence[ReadyHost], access: Access, port: int, arguments: list[str], variables: dict[str, str]
+) -> int:
+    """Start the ranks of every host and wait; return the exit code of the first host that failed, or 0."""
+    environment = access.environment() | variables | {parent.OVER_SSH: "1", secret.SECRET: secret.make()}
+    environment |= cuda_allocator.settings(plan.cluster, environment, plan.strategy.expandable_segments)
+    if plan.cluster.devices[0].kind == "cpu":
+        environment |= collectives.ON_CPU
+    launch = Launch(
+        devices=[[*host.gpus] for host in hosts], port=port, module=RANK_MODULE, arguments=arguments,
+        address=ssh.rendezvous_address([host.report for host in hosts], access), environment=environment,
+    )  # fmt: skip
+    command = access.command([sys.executable, "-u", "-m", "frugal.launch.node"])
+    with Processes(END_SECONDS) as nodes:
+        for number, ready in enumerate(hosts):
+            nodes.start(
+                ["ssh", *access.options(), "--", ready.host.name, command], os.environ,
+                first_line=msgspec.json.encode(msgspec.structs.replace(launch, number=number)),
+            )  # fmt: skip
+        return nodes.wait()
+
+
+class RestartableHosts:
+    """The hosts of a hostfile, on which a run is started, and again on those that answer.
+
+    `plan` is the one for all of them. `plan_for` makes one for a part of the cluster; without it, the run waits for
+    all hosts.
+    """
+
+    def __init__(
+        self, plan: Plan, named: Sequence[HostfileEntry], access: Access, settings: RunSettings,
+        master_port: int | None, plan_for: Callable[[Cluster], Plan] | None,
+    ) -> None:  # fmt: skip
+        self._plan, self._named, self._access, self._port = plan, named, access, master_port
+        self._out, self._plan_for = settings.out, plan_for
+        self._kind: DeviceKind = plan.cluster.devices[0].kind
+        run_folder.make_folder(settings, settings.checkpoints)  # so that hosts can be asked whether they see it
+        reports = ssh.collect_reports(named, access, settings.out, self._kind)
+        self._ready = require_ready(named, reports, access, self._kind)
+
+    def start(self, plan: Plan, settings: RunSettings) -> tuple[int, FailureReport | None]:
+        """Train on the hosts that were ready when last checked."""
+        return run(plan, self._ready, self._access, settings, self._port)
+
+    def plan_for_restart(self, before: Plan) -> Plan:
+        """Check the hosts again; return the plan for those that are ready: `before` where they are the same.
+
+        Raises:
+            RequestError: some host, or with `plan_for` every host, does not answer for minutes, or lacks something.
+            NothingFitsError: the run does not fit on what is left.
+        """
+        reports = self._collect_reports()
+        if self._plan_for is None:
+            self._ready = require_ready(self._named, reports, self._access, self._kind)
+            return before
+        left, lost = usable_hosts(self._named, reports, self._access, self._kind)
+        if not left:
+            raise RequestError("no host is left to continue on", because=lost, hint="continue with --resume later")
+        for text in lost:
+            to_console(text)
+        previous, self._ready = self._ready, left
+        if _gpus_by_host(left) == _gpus_by_host(previous):
+            return before
+        if not lost:
+            to_console(f"all {len(left)} hosts are there again: continuing as first planned")
+            return self._plan
+        number, total = sum(len(host.gpus) for host in left), self._plan.batch.world_size
+        to_console(
+            f"{len(left)} of {len(self._named)} hosts are left, with {number} of {total} "
+            f"{'ranks' if self._kind == 'cpu' else 'GPUs'}: planning anew"
+        )
+        return self._plan_for(part_of_cluster(self._plan.cluster, self._named, left))
+
+    def _collect_reports(self) -> list[HostReport | UnreachableHost]:
+        """Return reports once all hosts give one, or one host where that is enough, or after `RETURN_SECONDS`."""
+        enough, is_noticed = all if self._plan_for is None else any, False
+        end = time.monotonic() + RETURN_SECONDS
+        while True:
+            reports = ssh.collect_reports(
+                self._named, self._access, self._out, self._kind, probe=self._plan_for is not None
+            )
+            if enough(isinstance(report, HostReport) for report in reports) or time.monotonic() > end:
+                return reports
+            if not is_noticed:
+                unreachable = [
+                    f"{host.name}, which {report.why}"
+                    for host, report in zip(self._named, reports, strict=True)
+                    if isinstance(report, UnreachableHost)
+                ]
+                to_console(f"waiting {RETURN_SECONDS / 60:.0f} minutes for {'; '.join(unreachable)}")
+                is_noticed = True
+            time.sleep(RETRY_SECONDS)
+
+
+def usable_hosts(
+    named: Sequence[HostfileEntry], reports: Sequence[HostReport | UnreachableHost], access: Access, kind: DeviceKind
+) -> tuple[list[ReadyHost], list[str]]:
+    """Return the hosts to continue with, each with its GPUs that work, and a line for each host or GPU left out."""
+    left, lost = [], []
+    for host, report in zip(named, reports, strict=True):
+        gpus = tuple(range(host.slots))
+        if isinstance(report, HostReport) and report.working_gpus is not None:
+            gpus = tuple(number for number in gpus if number in report.working_gpus)
+        # What a report lacks in GPUs counts only where all of them are used.
+        problems = ssh.problems([host], [report], access, kind if len(gpus) == host.slots else "cpu")
+        if isinstance(report, UnreachableHost) or problems:
+            lost.append(f"left out: {'; '.join(problems)}")
+        elif not gpus:
+            lost.append(f"left out: {host.name} has no GPU that works")
+        else:
+            left.append(ReadyHost(host, report, gpus))
+            if len(gpus) < host.slots:
+                lost.append(f"left out: {host.slots - len(gpus)} of {host.slots} GPUs of {host.name}: they do not work")
+    return left, lost
+
+
+def part_of_cluster(cluster: Cluster, named: Sequence[HostfileEntry], left: Sequence[ReadyHost]) -> Cluster:
+    """Return the nodes and devices that are left of a cluster whose nodes are `named`."""
+    nodes_by_name = {host.name: node for host, node in zip(named, cluster.nodes, strict=True)}
+    nodes = []
+    for ready in left:
+        node = nodes_by_name[ready.host.name]
+        nodes.append(replace(node, devices=tuple(node.devices[number] for number in ready.gpus)))
+    return replace(cluster, nodes=tuple(nodes))
+
+
+def _gpus_by_host(hosts: Sequence[ReadyHost]) -> dict[str, tuple[int, ...]]:
+    return {ready.host.name: ready.gpus for ready in hosts}

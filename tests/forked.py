@@ -1,0 +1,291 @@
+"""Processes of `python -m frugal...`, forked from one that has their imports done: each would spend seconds on its own.
+
+A command that is no `python -m frugal...`, or that runs with other settings of the interpreter or of torch than this
+process, is started as users start it.
+
+The process that forks is started once a session (`python -m tests.forked SOCKET PIPE`), and ends with it. A request is
+JSON over its socket: the words, environment and folder, and with it the descriptors that the process is to have. The
+answer is the process's number, and once it has ended its exit code.
+"""
+
+import array
+import atexit
+import contextlib
+import fcntl
+import json
+import os
+import random
+import runpy
+import select
+import selectors
+import signal
+import socket
+import subprocess
+import sys
+import tempfile
+import threading
+import time
+from collections.abc import Callable
+from importlib import import_module
+from pathlib import Path
+from typing import Any
+
+from frugal.dryrun import pool
+
+SOCKET = "FRUGAL_TESTS_FORK"
+"""In the environment: the address of the process that forks."""
+
+PRELOADED = (
+    "deepspeed", "datasets", "transformers.modeling_utils", "frugal.training.engine", "frugal.dryrun.run",
+    "frugal.dryrun.trace.trace",
+)  # fmt: skip
+
+READ_AT_START = ("CUDA_", "DS_", "HF_", "LANG", "LC_", "LD_", "PYTHON", "TORCH", "TRANSFORMERS_")
+"""Variables that the interpreter or a library reads when it starts; OMP_NUM_THREADS is one for all of the tests."""
+
+HIGH = 200
+"""Descriptors from here on are in nobody's way."""
+
+_AT_START: dict[str, str] = {}
+"""Such variables, as the process that forks has them."""
+
+_Popen, _run, _started = subprocess.Popen, subprocess.run, pool.started
+
+
+def use() -> None:
+    """From now on fork what `subprocess.run` starts here, and the processes of dry runs.
+
+    What a test starts with `subprocess.Popen`, to disturb it, has its processes as users have them.
+    """
+    _AT_START.update(_read_at_start(dict(os.environ)))
+    subprocess.run = _with_forks(_run)
+    pool.started = _with_forks(_started)
+
+
+def _with_forks(start: Callable[..., Any]) -> Callable[..., Any]:
+    def starting(*args: Any, **kwargs: Any) -> Any:
+        before, subprocess.Popen = subprocess.Popen, Forked  # type: ignore[misc]
+        try:
+            return start(*args, **kwargs)
+        finally:
+            subprocess.Popen = before  # type: ignore[misc]
+
+    return starting
+
+
+class Forked(_Popen):  # type: ignore[type-arg]
+    """A process that is forked if its command allows it."""
+
+    _connection: socket.socket | None = None
+
+    def _execute_child(self, *args: Any) -> None:  # the parameters of 3.11 to 3.13
+        words, pass_fds, cwd, env = args[0], args[4], args[5], args[6]
+        (p2cread, p2cwrite, c2pread, c2pwrite, errread, errwrite), new_session = args[10:16], args[21]
+        env = dict(os.environ if env is None else env)
+        if not _can_be_forked(words, env):
+            super()._execute_child(*args)  # type: ignore[misc]
+            return
+        descriptors = {0: p2cread, 1: c2pwrite, 2: errwrite} | {number: number for number in pass_fds}
+        descriptors = {number: ours if ours >= 0 else number for number, ours in descriptors.items()}
+        request = {
+            "words": list(map(os.fsdecode, words)), "environment": env, "folder": os.fsdecode(cwd or Path.cwd()),
+            "descriptors": list(descriptors), "new_session": bool(new_session),
+        }  # fmt: skip
+        self._connection = _connect()
+        _send(self._connection, request, list(descriptors.values()))
+        self.pid = _receive(self._connection)[0]["pid"]
+        self._child_created = True
+        self._close_pipe_fds(p2cread, p2cwrite, c2pread, c2pwrite, errread, errwrite)  # type: ignore[attr-defined]
+
+    def _internal_poll(self, *args: Any, **kwargs: Any) -> int | None:
+        if self._connection is None:
+            return super()._internal_poll(*args, **kwargs)  # type: ignore[misc, no-any-return]
+        self._take_code(0)
+        return self.returncode  # type: ignore[no-any-return]
+
+    def _wait(self, timeout: float | None) -> int:
+        if self._connection is None:
+            return super()._wait(timeout=timeout)  # type: ignore[misc, no-any-return]
+        self._take_code(timeout)
+        if self.returncode is None:
+            raise subprocess.TimeoutExpired(self.args, timeout or 0)
+        return self.returncode
+
+    def _take_code(self, timeout: float | None) -> None:
+        if self.returncode is None and select.select([self._connection], [], [], timeout)[0]:
+            assert self._connection is not None
+            answer = _receive(self._connection)[0]
+            self.returncode = answer.get("code", -signal.SIGKILL)
+            self._connection.close()
+
+
+def _can_be_forked(words: Any, environment: dict[str, str]) -> bool:
+    if not isinstance(words, list | tuple) or not words or words[0] != sys.executable:
+        return False
+    rest = [word for word in words[1:3] if word != "-u"]
+    module = words[words.index("-m") + 1] if rest[:1] == ["-m"] else ""
+    return str(module).split(".")[0] == "frugal" and _read_at_start(environment) == _AT_START
+
+
+def _read_at_start(environment: dict[str, str]) -> dict[str, str]:
+    ours = {name: value for name, value in environment.items() if name.startswith(READ_AT_START)}
+    return ours | {"CUDA_VISIBLE_DEVICES": "", "DS_ACCELERATOR": "cpu"}
+
+
+def _connect() -> socket.socket:
+    if SOCKET not in os.environ:
+        _start()
+    connection = socket.socket(socket.AF_UNIX)
+    for _ in range(600):
+        try:
+            connection.connect(os.environ[SOCKET])
+            break
+        except (FileNotFoundError, ConnectionRefusedError):
+            time.sleep(0.1)
+    else:
+        raise TimeoutError("the process that forks does not listen")
+    number = fcntl.fcntl(connection.fileno(), fcntl.F_DUPFD_CLOEXEC, HIGH)
+    connection.close()
+    return socket.socket(fileno=number)
+
+
+def _start() -> None:
+    folder = Path(tempfile.mkdtemp(prefix="frugal-fork-"))
+    theirs, ours = os.pipe()  # ends when this process does
+    os.environ[SOCKET] = str(folder / "socket")
+    _Popen(
+        [sys.executable, "-m", "tests.forked", os.environ[SOCKET], str(theirs)], pass_fds=[theirs],
+        start_new_session=True, stdin=subprocess.DEVNULL, cwd=Path(__file__).parents[1],
+    )  # fmt: skip
+    os.close(theirs)
+    os.dup2(ours, number := fcntl.fcntl(ours, fcntl.F_DUPFD_CLOEXEC, HIGH), inheritable=False)
+    os.close(ours)
+    _PIPES.append(number)
+
+
+_PIPES: list[int] = []
+
+
+def _send(connection: socket.socket, message: dict[str, Any], descriptors: list[int]) -> None:
+    content = json.dumps(message).encode()
+    numbers = array.array("i", descriptors)
+    rights = [(socket.SOL_SOCKET, socket.SCM_RIGHTS, numbers)] if descriptors else []
+    connection.sendmsg([len(content).to_bytes(4, "big")], rights)
+    connection.sendall(content)
+
+
+def _receive(connection: socket.socket) -> tuple[dict[str, Any], list[int]]:
+    head, descriptors, _, _ = socket.recv_fds(connection, 4, 64)
+    if len(head) < 4:
+        return {}, descriptors
+    content, left = b"", int.from_bytes(head, "big")
+    while left and (part := connection.recv(left)):
+        content, left = content + part, left - len(part)
+    return (json.loads(content) if not left else {}), descriptors
+
+
+# The process that forks
+
+
+def serve(address: str, pipe: int) -> None:
+    """Fork on request until the write end of `pipe` is closed."""
+    _AT_START.update(_read_at_start(dict(os.environ)))
+    listener = socket.socket(socket.AF_UNIX)
+    listener.bind(address)
+    for module in PRELOADED:
+        import_module(module)
+    listener.listen(64)
+    watched = selectors.DefaultSelector()
+    watched.register(pipe, selectors.EVENT_READ, None)
+    watched.register(listener, selectors.EVENT_READ, None)
+    while True:
+        for key, _ in watched.select():
+            if key.fd == pipe:
+                os._exit(0)
+            elif key.fileobj is listener:
+                connection, _ = listener.accept()
+                request, descriptors = _receive(connection)
+                pid = os.fork() if request else 0
+                if request and not pid:
+                    _be(request, descriptors, [listener.fileno(), pipe, connection.fileno(), *_descriptors(watched)])
+                for number in descriptors:
+                    os.close(number)
+                if not request:
+                    connection.close()
+                    continue
+                _send(connection, {"pid": pid}, [])
+                watched.register(os.pidfd_open(pid), selectors.EVENT_READ, (pid, connection))
+            else:
+                pid, connection = key.data
+                watched.unregister(key.fd)
+                os.close(key.fd)
+                code = os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1])
+                with contextlib.suppress(OSError):  # whoever asked is gone
+                    _send(connection, {"code": code}, [])
+                connection.close()
+
+
+def _descriptors(watched: selectors.DefaultSelector) -> list[int]:
+    others = [key.data[1].fileno() for key in watched.get_map().values() if key.data is not None]
+    return [key.fd for key in watched.get_map().values() if key.data is not None] + others
+
+
+def _be(request: dict[str, Any], descriptors: list[int], not_ours: list[int]) -> None:
+    """Become the process that was asked for; does not return."""
+    code = 1
+    try:
+        for number in not_ours:
+            os.close(number)
+        high = [fcntl.fcntl(number, fcntl.F_DUPFD_CLOEXEC, HIGH) for number in descriptors]
+        for number in descriptors:
+            os.close(number)
+        for number, target in zip(high, request["descriptors"], strict=True):
+            os.dup2(number, target)
+            os.close(number)
+        if request["new_session"]:
+            os.setsid()
+        os.environ.clear()
+        os.environ.update(request["environment"])
+        os.chdir(request["folder"])
+        random.seed()
+        sys.modules["numpy"].random.seed()
+        code = _run(request["words"])
+    except BaseException:
+        import traceback
+
+        traceback.print_exc()
+    finally:
+        os._exit(code)
+
+
+def _run(words: list[str]) -> int:
+    at = words.index("-m")
+    module, sys.argv = words[at + 1], [words[0], *words[at + 2 :]]
+    sys.path.insert(0, str(Path.cwd()))
+    signal.signal(signal.SIGINT, signal.default_int_handler)
+    sys.stdin = os.fdopen(0, closefd=False)
+    sys.stdout = os.fdopen(1, "w", buffering=1, closefd=False)
+    sys.stderr = os.fdopen(2, "w", buffering=1, closefd=False)
+    sys.modules.pop(module, None)
+    subprocess.Popen = Forked  # type: ignore[misc]  # ranks, and processes of dry runs
+    code = 0
+    try:
+        runpy.run_module(module, run_name="__main__", alter_sys=True)
+    except SystemExit as end:
+        code = end.code if isinstance(end.code, int) else int(end.code is not None)
+        if isinstance(end.code, str):
+            print(end.code, file=sys.stderr)
+    except KeyboardInterrupt:
+        code = 130
+    except BaseException:
+        sys.excepthook(*sys.exc_info())  # type: ignore[arg-type]
+        code = 1
+    threading._shutdown()  # type: ignore[attr-defined]
+    atexit._run_exitfuncs()
+    sys.stdout.flush()
+    sys.stderr.flush()
+    return code & 255
+
+
+if __name__ == "__main__":
+    serve(sys.argv[1], int(sys.argv[2]))
