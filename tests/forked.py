@@ -249,7 +249,7 @@ def _be(request: dict[str, Any], descriptors: list[int], not_ours: list[int]) ->
         os.chdir(request["folder"])
         random.seed()
         sys.modules["numpy"].random.seed()
-        code = _run(request["words"])
+        code = _be_module(request["words"])
     except BaseException:
         import traceback
 
@@ -258,7 +258,7 @@ def _be(request: dict[str, Any], descriptors: list[int], not_ours: list[int]) ->
         os._exit(code)
 
 
-def _run(words: list[str]) -> int:
+def _be_module(words: list[str]) -> int:
     at = words.index("-m")
     module, sys.argv = words[at + 1], [words[0], *words[at + 2 :]]
     sys.path.insert(0, str(Path.cwd()))

@@ -54,7 +54,10 @@ PARTS = {"drafts": True, "num_matrices": 200}
     ("settings", "words"),
     [
         ({"gpus": 4, "mem": "24G", "sequence_parallel": 2, "model": {"can_be_split": True}}, "over 2 ranks"),
-        ({"gpus": 4, "mem": "8G", "zero_stage": 3, "offload_ratio": 0.5, "model": PARTS}, "50 % of the optimizer"),
+        (
+            {"gpus": 4, "mem": "8G", "zero_stage": 3, "offload": "optimizer:0.5", "model": PARTS},
+            "50 % of the optimizer",
+        ),
         ({"gpus": 4, "mem": "24G", "mlp": "tiled", "model": {"mlp_bytes_per_token": 1000}}, "tiled MLP"),
     ],
 )
