@@ -182,16 +182,9 @@ def fill_and_kill(run: Run) -> float:
 
 
 def move(run: Run) -> float:
-    """The run's folder gets another name."""
+    """Rename the run's folder, where the run is resumed."""
     run.wait_for(is_after(run, FAULT_AFTER))
     run.out = run.out.rename(run.out.with_name(f"{run.out.name}-moved"))
-    return time.monotonic()
-
-
-def delete(run: Run) -> float:
-    """The run's folder is deleted; the run says where it has saved instead."""
-    run.wait_for(is_after(run, FAULT_AFTER))
-    shutil.rmtree(run.out)
     return time.monotonic()
 
 
@@ -243,7 +236,7 @@ def disturbed(folder: Path, whole: dict[int, float], name: str, fault: Fault) ->
         seconds = time.monotonic() - at
         if small and code == 0:
             raise RuntimeError(f"{SMALL_DISK} were enough")
-        out_now = next(folder.glob(f"{out.name}.saved-*")) if fault.disturb is delete else run.out
+        out_now = run.out
         done = max(losses(out_now))
         if small:
             (out / FILLER).unlink()
@@ -320,8 +313,7 @@ FAULTS = {
     "console gone": Fault(disturb=leave, is_outlived=True),
     DISK_FULL: Fault(disturb=fill),
     DISK_FULL_AT_RESUME: Fault(disturb=fill_and_kill),
-    "run folder moved": Fault(disturb=move, is_outlived=True),
-    "run folder deleted": Fault(disturb=delete),
+    "run folder moved": Fault(disturb=move),
     "half a line at the end of metrics.jsonl": Fault(disturb=tear),
     TRUNCATED: Fault(disturb=told(signal.SIGKILL, 1)),
     "data cache truncated": Fault(disturb=damaged_cache(is_cut=True)),

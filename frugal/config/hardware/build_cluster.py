@@ -198,7 +198,7 @@ class ClusterSettings:
     )  # fmt: skip
     device: DeviceKind | None = setting(None, "Device type.", "hardware", shown_default="cuda")
     calibration: bool | None = setting(
-        None, "Plan with what `frugal measure --calibrate` and `frugal train --calibrate` measured here.", "hardware",
+        None, "Plan with what `frugal measure --calibrate` measured here.", "hardware",
         is_flag=False,
     )  # fmt: skip
 
