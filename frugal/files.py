@@ -29,7 +29,6 @@ import shutil
 import stat
 import time
 from collections.abc import Iterable, Iterator
-from contextlib import contextmanager
 from io import BufferedReader
 from pathlib import Path
 from typing import IO
@@ -291,24 +290,6 @@ def lock(file: Path) -> IO[bytes]:
     with contextlib.suppress(OSError):  # a file system without locks: `touch` keeps it for a day
         fcntl.flock(locked, fcntl.LOCK_SH)
     return locked
-
-
-@contextmanager
-def alone(file: Path) -> Iterator[None]:
-    """Be the only process in blocks of this file, which is made if there is none; others wait.
-
-    On a file system without locks no process waits.
-
-    Raises:
-        OSError: it cannot be made.
-    """
-    descriptor = append(file)
-    try:
-        with contextlib.suppress(OSError):
-            fcntl.flock(descriptor, fcntl.LOCK_EX)
-        yield
-    finally:
-        os.close(descriptor)
 
 
 def prune(folder: Path, limit_bytes: int, unused_seconds: float = UNUSED_SECONDS) -> None:

@@ -171,13 +171,18 @@ class Zero(ABC):
     def put_states(self, flat: Any, states: dict[str, Tensor], single: dict[str, Any]) -> None:
         """The inner optimizer's states of one flat tensor: those with an element for each of its, and single values.
 
-        Such a value is Adam's number of steps: torch keeps it as fp32 beside its kernel, DeepSpeed's own as an int.
+        Such a value is Adam's number of steps: torch keeps it as fp32 beside its kernel, DeepSpeed's own as an int. A
+        number of any other optimizer stays a number: it may be computed with in double precision.
         """
         kept: dict[str, Any] = dict(states)
         is_torchs = self._is_of_device(flat)
         for name, value in single.items():
             if isinstance(self.inner, FusedAdam | DeepSpeedCPUAdam) and not is_torchs:
                 kept[name] = int(value)
+                continue
+            is_torchs_own = is_torchs or type(self.inner).__module__.startswith("torch.optim.")
+            if not is_torchs_own and not isinstance(value, Tensor):
+                kept[name] = value
                 continue
             beside = is_torchs or any(
                 group.get("fused") or group.get("capturable") for group in self.inner.param_groups

@@ -62,10 +62,29 @@ class RunMark(msgspec.Struct, kw_only=True):
 
 
 def _began(pid: int) -> str:
-    """Return when a process began, in ticks since the machine did; nothing if there is none."""
+    """Return when a process began, in ticks since the machine did; nothing if there is none, or it has ended.
+
+    A process that was killed and that no parent has reaped is still listed, in some containers for ever.
+    """
     with suppress(OSError):
-        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[19]
+        fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
+        return "" if fields[0] in ("Z", "X") else fields[19]
     return ""
+
+
+def _is_running(theirs: RunMark, own: RunMark) -> bool | None:
+    """Return whether the process of a mark runs; None if it is on another host, or `/proc` hides it from this user."""
+    if not own.boot or (theirs.boot, theirs.namespace) != (own.boot, own.namespace):
+        return None
+    if not Path(f"/proc/{theirs.pid}").exists():
+        try:
+            os.kill(theirs.pid, 0)
+        except (ProcessLookupError, OverflowError):
+            return False
+        except PermissionError:  # it is another user's
+            pass
+        return None
+    return _began(theirs.pid) == theirs.began
 
 
 def read(path: Path) -> RunMark | None:
@@ -109,12 +128,11 @@ def _claim(path: Path, own: RunMark, out: Path) -> None:
     """Create the file, or replace that of a run which has ended."""
     while not _create(path, own):
         theirs = read(path)
-        if theirs is None or theirs.folder == own.folder:
-            is_here = theirs is not None and own.boot and (theirs.boot, theirs.namespace) == (own.boot, own.namespace)
-            if theirs is not None and is_here and _began(theirs.pid) == theirs.began:
-                raise in_use(out, theirs)
-            if not is_here and _is_gone_after_waiting(path, out):
-                continue
+        is_running = None if theirs is None else _is_running(theirs, own)
+        if theirs is not None and is_running and theirs.folder == own.folder:
+            raise in_use(out, theirs)
+        if is_running is None and _is_gone_after_waiting(path, out):  # hosts may number one folder differently
+            continue
         files.write_file(path, own.encode())
         time.sleep(min(1.0, STALE_SECONDS / 10))  # of several that found it the last one to write has it
         if not _is_own(now := read(path), own):
@@ -151,7 +169,7 @@ def _is_gone_after_waiting(path: Path, out: Path) -> bool:
     end = time.monotonic() + STALE_SECONDS
     while time.monotonic() < end:
         time.sleep(min(1.0, STALE_SECONDS / 10))
-        if not path.exists():
+        if not os.path.lexists(path):
             return True
         if (now := read(path)) != seen:
             raise in_use(out, now or seen)
@@ -168,7 +186,7 @@ def _beat(path: Path, own: RunMark, out: Path, is_over: threading.Event) -> None
         with suppress(OSError):  # of a file system that is away for the moment
             if _create(path, own):
                 continue
-            if _is_own(there := read(path), own):
+            if (there := read(path)) is None or _is_own(there, own):  # None: it was damaged, and is repaired
                 own.beats += 1
                 with path.open("r+b") as file:
                     _write(file, own)

@@ -282,7 +282,7 @@ def write_samples(
         train = validation = stack.enter_context(ArrowWriter(folder / "train.arrow", maker.task, packs_of))
         if validation_fraction:
             validation = stack.enter_context(ArrowWriter(folder / "validation.arrow", maker.task, packs_of))
-        for documents in _groups(_limited(maker, sources, limit, skip_bad_rows)):
+        for documents in grouped(_limited(maker, sources, limit, skip_bad_rows)):
             for samples in maker.samples(documents):
                 is_held_out = _is_held_out(report.documents, validation_fraction)
                 report.documents += (validation if is_held_out else train).write(samples) > 0
@@ -338,7 +338,7 @@ def _checked_rows(maker: SampleMaker, sources: Sequence[DocumentSource]) -> Iter
             raise RequestError(f"cannot read {source.name}", because=error.strerror or str(error)) from None
 
 
-def _groups(documents: Iterable[Document]) -> Iterator[list[Document]]:
+def grouped(documents: Iterable[Document]) -> Iterator[list[Document]]:
     """Yield as many documents at once as are worth a call of the tokenizer."""
     group: list[Document] = []
     num_characters = 0

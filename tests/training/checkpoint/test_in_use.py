@@ -133,8 +133,46 @@ def test_a_run_that_was_stopped_and_has_lost_its_folder_ends_and_says_so(
     end(second)
 
 
-def test_a_mark_that_somebody_deletes_is_made_again(tmp_path: Path) -> None:
+def test_a_mark_that_somebody_deletes_or_damages_is_made_again(tmp_path: Path) -> None:
     first = holder(tmp_path)
     (tmp_path / MARK).unlink()
     wait_for(tmp_path / MARK)
+    (tmp_path / MARK).write_bytes(b"")
+    until = time.monotonic() + 60
+    while (mark := in_use.read(tmp_path / MARK)) is None and time.monotonic() < until:
+        time.sleep(BEAT)
+    assert mark is not None and mark.pid == first
     end(first)
+
+
+def test_a_killed_run_that_no_parent_reaps_is_not_alive(tmp_path: Path) -> None:
+    first = holder(tmp_path)
+    os.kill(first, 9)
+    os.waitid(os.P_PID, first, os.WEXITED | os.WNOWAIT)  # it stays a zombie
+    assert code_of(in_process(lambda: hold(tmp_path, 0))) == 0
+    os.waitpid(first, 0)
+
+
+def test_a_live_run_is_not_taken_for_a_copy_where_hosts_number_a_folder_differently(tmp_path: Path) -> None:
+    mark, theirs = tmp_path / MARK, elsewhere(tmp_path)
+    theirs.folder += 1
+    mark.write_bytes(theirs.encode())
+    pid = in_process(lambda: hold(tmp_path, 0))
+    time.sleep(STALE / 4)
+    theirs.beats += 1
+    mark.write_bytes(theirs.encode())
+    assert code_of(pid) == 2
+
+
+def test_a_process_that_proc_hides_is_waited_for(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    theirs = RunMark.of_this_process(tmp_path)
+    theirs.pid, theirs.token = os.getppid(), "theirs"
+    (tmp_path / MARK).write_bytes(theirs.encode())
+    exists = Path.exists
+    monkeypatch.setattr(Path, "exists", lambda path: path != Path(f"/proc/{os.getppid()}") and exists(path))
+    assert in_use._is_running(theirs, RunMark.of_this_process(tmp_path)) is None
+
+
+def test_a_link_to_nothing_in_the_place_of_a_mark_is_replaced(tmp_path: Path) -> None:
+    (tmp_path / MARK).symlink_to(tmp_path / "nowhere")
+    assert code_of(in_process(lambda: hold(tmp_path, 0))) == 0

@@ -14,6 +14,7 @@ from pathlib import Path
 import pytest
 
 from frugal.training.data import corpus
+from frugal.training.data.report import BuildReport
 from frugal.training.data.store import cache
 from frugal.training.data.tokenizer import byte_tokenizer
 from tests.disks import small_disk
@@ -138,6 +139,21 @@ def test_what_a_killed_builder_leaves_is_not_taken_for_whole_and_is_removed(stor
         os.utime(unfinished, (1, 1))
         load("a.jsonl", seq_len=32)
         assert not unfinished.exists()
+
+
+def test_a_builder_that_is_stuck_is_not_waited_for_without_end(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    def write(folder: Path) -> BuildReport:
+        (folder / "train.arrow").write_bytes(b"x")
+        return BuildReport(documents=1)
+
+    entry = tmp_path / "entry"
+    with building(entry):
+        monkeypatch.setattr(cache, "_STUCK_SECONDS", 0.5)
+        assert cache.read_or_build(entry, write).documents == 1
+        assert "waiting for another process" in caplog.text
+    assert cache.read(entry).documents == 1
 
 
 def test_a_full_disk_is_said_with_numbers_and_nothing_is_left(load: Load, tmp_path: Path) -> None:

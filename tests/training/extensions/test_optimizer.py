@@ -34,7 +34,26 @@ def rmsprop(groups: list[dict[str, Any]]) -> torch.optim.Optimizer:
     return torch.optim.RMSprop(groups, **REST, momentum=0.9, centered=True)
 
 
-MAKE = {"nadam": nadam, "rmsprop": rmsprop, "adamw": None}
+class Counting(torch.optim.Optimizer):
+    """Averaged gradients, whose number of steps is a Python number, as those of many optimizers are."""
+
+    def __init__(self, groups: list[dict[str, Any]]) -> None:
+        super().__init__(groups, {"lr": REST["lr"], "weight_decay": 0.0})
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> None:
+        for group in self.param_groups:
+            for parameter in group["params"]:
+                if parameter.grad is None:
+                    continue
+                state = self.state[parameter]
+                state.setdefault("momentum_buffer", torch.zeros_like(parameter)).lerp_(parameter.grad, 0.1)
+                state["step"] = state.get("step", 0) + 1
+                assert type(state["step"]) is int
+                parameter.add_(state["momentum_buffer"], alpha=-group["lr"] / (1 - 0.9 ** state["step"]))
+
+
+MAKE = {"nadam": nadam, "rmsprop": rmsprop, "adamw": None, "counting": Counting}
 
 
 def falling(step: int) -> float:
@@ -126,6 +145,13 @@ def test_it_goes_on_from_a_checkpoint_on_the_same_ranks_and_on_others(
     after = ranks.run(losses, zero_stage, which, STOP, STEPS, tmp_path, None)[0]
     expected, bound = with_bound(by_torch, which)
     assert before + after == pytest.approx(expected, rel=bound)
+
+
+@pytest.mark.parametrize("zero_stage", [0, pytest.param(3, marks=exhaustive)])
+def test_numbers_in_its_states_stay_numbers(zero_stage: int, one_rank: Ranks, tmp_path: Path) -> None:
+    whole = one_rank.run(losses, zero_stage, "counting", 0, STEPS, None, None)[0]
+    before = one_rank.run(losses, zero_stage, "counting", 0, STOP, None, tmp_path)[0]
+    assert before + one_rank.run(losses, zero_stage, "counting", STOP, STEPS, tmp_path, None)[0] == whole
 
 
 def muon(groups: list[dict[str, Any]]) -> torch.optim.Optimizer:

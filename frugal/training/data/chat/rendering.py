@@ -123,7 +123,8 @@ _HINT = "give the template that the model was trained with: --chat-template FILE
 
 
 def _seconds(chat: Chat) -> float:
-    return SECONDS + SECONDS_PER_CHARACTER * chat.size
+    """Return the most that a chat may take: it is rendered and tokenised up to the begin and end of each turn."""
+    return SECONDS + SECONDS_PER_CHARACTER * chat.size * (1 + len(chat.trained))
 
 
 def _memory(chat: Chat) -> int:

@@ -1,14 +1,19 @@
 """Templates of strangers: what runs or grows without end is ended with a message, in this process nothing happens."""
 
+import copy
 import json
 import os
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 from frugal.errors import RequestError
 from frugal.training.data import corpus
-from frugal.training.data.chat import rendering
+from frugal.training.data import tokenizer as tokenizing
+from frugal.training.data.chat import formats, rendering
+from frugal.training.data.chat.template import ChatTemplate
+from frugal.training.data.rows import BadRow
 from frugal.training.data.tokenizer import load_tokenizer
 
 CHAT = {"messages": [{"role": "user", "content": "2 + 2?"}, {"role": "assistant", "content": "4"}]}
@@ -16,8 +21,6 @@ HINT = "hint: give the template that the model was trained with: --chat-template
 
 
 def read(folder: Path, template: str, chats: int = 3) -> corpus.Corpus:
-    import copy
-
     tokenizer = copy.deepcopy(load_tokenizer())
     tokenizer.chat_template = template
     (folder / "chats.jsonl").write_text((json.dumps(CHAT) + "\n") * chats)
@@ -79,3 +82,25 @@ def test_one_process_renders_all_chats_and_ends(tmp_path: Path, monkeypatch: pyt
     assert len(forked) == 1
     with pytest.raises(ProcessLookupError):
         os.kill(forked[0], 0)
+
+
+def test_a_long_chat_may_take_as_long_as_its_many_turns_are_tokenised(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Without marks each turn is tokenised twice with all before it, one text at a time."""
+    turns = [{"role": role, "content": "ab" * 50} for _ in range(40) for role in ("user", "assistant")]
+    tokenizer = copy.deepcopy(load_tokenizer())
+    tokenizer.chat_template = "{% for m in messages %}{{ m.role + m.content }}{% endfor %}"
+    tokenizer.chat_template += "{% if add_generation_prompt %}assistant{% endif %}"
+    chat = formats.read({"messages": turns}, "messages")
+    assert isinstance(chat, formats.Chat)
+    assert rendering._seconds(chat) == pytest.approx(1.0 + 41 * 8000 * rendering.SECONDS_PER_CHARACTER)
+    sizes: list[int] = []
+    encode = tokenizing.encode
+
+    def noted(tokenizer: Any, texts: Any, **how: Any) -> Any:
+        sizes.append(sum(map(len, texts)))
+        return encode(tokenizer, texts, **how)
+
+    monkeypatch.setattr(tokenizing, "encode", noted)
+    result = ChatTemplate(tokenizer, "x").encode(chat, "x:1", train_on_all=False)
+    assert not isinstance(result, BadRow) and result[1].sum() == 40 * 100
+    assert max(sizes) == 8000 + 40 * len("userassistant")

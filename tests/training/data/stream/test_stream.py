@@ -13,6 +13,7 @@ import pytest
 
 from frugal.config.run_settings import RunSettings
 from frugal.training.data import corpus
+from frugal.training.data import tokenizer as tokenizing
 from frugal.training.data.batches import GlobalBatch, Position
 from frugal.training.data.chat.template import CHATML
 from frugal.training.data.stream import samples as shards
@@ -204,6 +205,20 @@ def test_a_batch_of_tokens_holds_whole_samples_and_no_more(folder: Path) -> None
         assert 900 - 256 < tokens <= 900 and batch.lengths is not None and batch.lengths.sum() == tokens
     refused = refusal(lambda: next(batches_of(stream_of("chats.jsonl"), global_tokens=20).iterate(Position())))
     assert "a sample does not fit into a global batch of 20 tokens" in refused
+
+
+def test_long_rows_are_not_tokenised_in_one_call(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "long.jsonl").write_text("".join(json.dumps({"text": "ab" * 300_000}) + "\n" for _ in range(8)))
+    sizes: list[int] = []
+    encode = tokenizing.encode
+
+    def noted(tokenizer: Any, texts: Any, **how: Any) -> Any:
+        sizes.append(sum(map(len, texts)))
+        return encode(tokenizer, texts, **how)
+
+    monkeypatch.setattr(tokenizing, "encode", noted)
+    assert len(first(stream_of(str(tmp_path / "long.jsonl")), 10)) == 10
+    assert max(sizes) <= 1_200_000
 
 
 def test_held_out_rows_are_never_trained_on(folder: Path) -> None:
