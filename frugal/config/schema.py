@@ -143,7 +143,7 @@ def settings_of_toml(content: Mapping[str, Any], overrides: Sequence[str], path:
     given: dict[str, Any] = {}
     for override in overrides:
         _set(given, override)
-    (plan, train), (set_plan, set_train) = _by_name(content, str(path)), _by_name(given, "--set")
+    (plan, train), (set_plan, set_train) = _by_name(content, str(path or FILE_NAME)), _by_name(given, "--set")
     return TomlFile(path, _merged(plan, set_plan), _merged(train, set_train))
 
 

@@ -95,7 +95,7 @@ def _host(line: str, place: str) -> HostfileEntry:
         (
             not _NAME.fullmatch(name) or not _has_no_port(name.rpartition("@")[2]),
             f"{place}: `{name}` is no name of a host",
-            "ssh and pdsh would take it for something else",
+            "ssh would take it for something else",
             None,
         ),
         (
@@ -198,7 +198,7 @@ class ClusterSettings:
     )  # fmt: skip
     device: DeviceKind | None = setting(None, "Device type.", "hardware", shown_default="cuda")
     calibration: bool | None = setting(
-        None, "Plan with what `frugal measure --calibrate` and `frugal train --calibrate` measured here.", "hardware",
+        None, "Plan with what `frugal measure --calibrate` measured here.", "hardware",
         is_flag=False,
     )  # fmt: skip
 
