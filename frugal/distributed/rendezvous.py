@@ -122,11 +122,13 @@ def _connect(world_size: int, seconds: float) -> TCPStore:
         _server = _listen(port)
         listening, bound = os.dup(_server.fileno()), _server.getsockname()[0]
         address = {"0.0.0.0": "127.0.0.1", "::": "::1"}.get(bound, bound)
+    # Rank 0 has one attempt, which a flood of its port may hold up.
+    attempt = timedelta(seconds=seconds if listening is not None else min(_ATTEMPT_SECONDS, seconds))
     while True:
         try:
             return TCPStore(
-                address, port, world_size, listening is not None, timedelta(seconds=min(_ATTEMPT_SECONDS, seconds)),
-                wait_for_workers=False, master_listen_fd=listening, use_libuv=True,
+                address, port, world_size, listening is not None, attempt, wait_for_workers=False,
+                master_listen_fd=listening, use_libuv=True,
             )  # fmt: skip
         except RuntimeError as error:
             if listening is not None or time.monotonic() >= end:
