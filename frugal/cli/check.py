@@ -14,7 +14,9 @@ from frugal.config.hardware import calibration as calibrations
 from frugal.config.hardware.build_cluster import ClusterSettings
 from frugal.config.hardware.cluster import CARDS, GENERIC
 from frugal.config.request import Request
-from frugal.errors import RequestError
+from frugal.config.schema import settings_of_toml
+from frugal.config.setting import settings_of
+from frugal.errors import RequestError, refuse
 
 
 @click.command("check", cls=SettingsCommand)
@@ -32,6 +34,10 @@ from frugal.errors import RequestError
     "--oom", "log", metavar="LOG", type=click.Path(path_type=Path),
     help="Explain the out-of-memory message in LOG, for the card that it names.",
 )  # fmt: skip
+@click.option(
+    "--set", "overrides", multiple=True, metavar="KEY=VALUE",
+    help="One setting of the hardware that has no flag, such as held=2G or host-disk=500G; repeatable.",
+)  # fmt: skip
 @click.option("--json", "as_json", is_flag=True, help="Print the check for programs.")
 @click.option(
     "--sarif", "as_sarif", is_flag=True, help="Print it as SARIF 2.1.0, which code hosts show next to the lines."
@@ -40,7 +46,7 @@ from frugal.errors import RequestError
 @click.pass_context
 def command(
     context: click.Context, paths: tuple[Path, ...], tool: Tool | None, more: tuple[Path, ...], log: Path | None,
-    as_json: bool, as_sarif: bool, no_plan: bool, **values: Any,
+    overrides: tuple[str, ...], as_json: bool, as_sarif: bool, no_plan: bool, **values: Any,
 ) -> None:  # fmt: skip
     """Check whether a configuration of another trainer fits, and what is wrong with it.
 
@@ -66,7 +72,10 @@ def command(
     if flags["lora"] is not None:
         flags["lora"] = Lora.of(flags["lora"])
     settings, documents = gather((*paths, *more), flags, tool)
-    hardware = {name: value for name, value in values.items() if value is not None}
+    given = settings_of_toml({}, overrides).plan
+    other = next((name for name in given if name not in settings_of(ClusterSettings)), "")
+    refuse((other, f"`{other}` in --set is no setting of the hardware", "FILE has the others", None))
+    hardware = given | {name: value for name, value in values.items() if value is not None}
     if isinstance(hardware.get("gpu"), str):
         hardware["gpu"] = ",".join(map(_card, hardware["gpu"].split(",")))
     message = None if log is None else out_of_memory.read(log)

@@ -19,6 +19,7 @@ from frugal.config.hardware.build_cluster import ClusterSettings
 from frugal.config.hardware.cluster import Cluster
 from frugal.config.pins import check_pins
 from frugal.config.request import Request
+from frugal.config.schema import settings_of_toml
 from frugal.config.setting import settings_of
 from frugal.dryrun.client import DryRunSource
 from frugal.dryrun.compare import predicted
@@ -118,8 +119,9 @@ def command(
 
 def _own_step(what: str, num_steps: int | None, values: dict[str, Any]) -> _DryRuns:
     """Dry-run the user's own training step, with the segments that torch would make here, or those asked for."""
+    overridden = settings_of_toml({}, values.get("overrides", ())).plan
     for name, row in settings_of(Request).items():
-        if values.get(name) not in (None, ()) and name != "expandable_segments":
+        if (values.get(name) not in (None, ()) or name in overridden) and name != "expandable_segments":
             raise RequestError(
                 f"{what} was given together with {row.flag}",
                 because="the script says what its step does",

@@ -3,7 +3,7 @@
 `plans` goes from a command's flags to a plan: settings, this machine's devices, the lengths of the data, the search.
 """
 
-from collections.abc import Callable, Generator, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Generator, Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from itertools import pairwise
 from pathlib import Path
@@ -135,7 +135,7 @@ class SettingsCommand(click.Command):
         """Parse as click does, and answer flags that another trainer has.
 
         Raises:
-            RequestError: there is one; the message names frugal's.
+            RequestError: there is one, or a setting that is only a key of frugal.toml; the message names frugal's flag.
         """
         known = {spelling for each in self.get_params(ctx) for spelling in (*each.opts, *each.secondary_opts)}
         for word, after in pairwise((*args, "--")):
@@ -145,7 +145,7 @@ class SettingsCommand(click.Command):
             if not flag.startswith("--") or _normalised(flag) in known:
                 continue
             given = value if is_given else after if not after.startswith("-") else None
-            theirs = answer(flag.removeprefix("--"), given, flag, known)
+            theirs = answer(flag.removeprefix("--"), given, flag, known) or _key_of_file(flag, given, known)
             if theirs is not None:
                 raise theirs
         return super().parse_args(ctx, args)
@@ -175,6 +175,22 @@ class SettingsCommand(click.Command):
             formatter.write_text(
                 f"{num_hidden} flags for experts are listed by --help-all; frugal.toml and --set have more keys."
             )
+
+
+def _key_of_file(flag: str, given: str | None, known: Collection[str]) -> RequestError | None:
+    """Return the answer to a setting that has no flag; None for any other word."""
+    name = flag.removeprefix("--").replace("-", "_")
+    row = SETTINGS.get(name.removeprefix("no_"))
+    if row is None or row.is_flag:
+        return None
+    value = given or "VALUE"
+    if row.kind.word_type is bool:
+        value = "false" if name.startswith("no_") else "true"
+    return RequestError(
+        f"{flag} is no flag",
+        because="this setting stands in frugal.toml, or in --set",
+        hint=f"--set {row.path}={value}" + ("" if "--set" in known else ", which `frugal train` has"),
+    )
 
 
 def _help_all(ctx: click.Context, _option: click.Parameter, is_given: bool) -> None:

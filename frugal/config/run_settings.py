@@ -24,12 +24,16 @@ OnNan = Literal["stop", "skip"]
 BestMode = Literal["min", "max"]
 
 COLUMNS = Kind(
-    str, "text such as text=body,label=topic, or a table of these", lambda value: isinstance(value, str | dict)
+    str,
+    "text such as text=body,label=topic, or a table of these",
+    lambda value: (
+        isinstance(value, str) or (isinstance(value, dict) and all(isinstance(x, str) for x in value.values()))
+    ),
 )
 WARMUP = Kind(
     str,
     "a number of steps, or a part such as 5%",
-    lambda value: re.fullmatch(r"\d+|\d*\.?\d+%", str(value)) is not None,
+    lambda value: re.fullmatch(r"\d{1,12}|\d{0,12}\.?\d{1,12}%", str(value)) is not None,
 )
 _COLUMNS = ("text", "label", "source", "target")
 
@@ -288,7 +292,8 @@ class RunSettings:
         Raises:
             RequestError: --columns cannot be read.
         """
-        given = dict(part.strip().partition("=")[::2] for part in filter(None, self.columns.split(",")))
+        parts = re.split(r",(?=\s*\w+=)", self.columns)  # a name may have commas itself
+        given = dict(part.strip().partition("=")[::2] for part in filter(None, parts))
         wrong = [name for name, column in given.items() if name not in _COLUMNS or not column]
         refuse((wrong, f"--columns is {self.columns}", f"it names {', '.join(_COLUMNS)}", "write --columns text=body"))
         return given.get(kind, kind)
@@ -430,7 +435,7 @@ def earlier_settings(folder: Path) -> dict[str, Any]:
     """Return the recorded settings of the run in `folder`, without those that are not set; empty without a record.
 
     Raises:
-        RequestError: the record cannot be read.
+        RequestError: the record cannot be read, or another version of frugal has written it.
     """
     path = folder / RECORD
     try:
@@ -440,4 +445,10 @@ def earlier_settings(folder: Path) -> dict[str, Any]:
     except (OSError, msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
         reason = (error.strerror if isinstance(error, OSError) else None) or error
         raise RequestError(f"cannot read the settings of the run in {folder}", because=f"{path}: {reason}") from None
+    if unknown := [name for name in record if name not in settings_of(RunSettings)]:
+        raise RequestError(
+            f"the run in {folder} was started by another version of frugal",
+            because=f"{path} has settings that this version does not know: {', '.join(unknown)}",
+            hint="resume it with that version, or start over in another folder with --out DIR",
+        )
     return {name: value for name, value in record.items() if value not in (None, [])}

@@ -140,10 +140,16 @@ def read_toml(path: Path | None, overrides: Sequence[str] = ()) -> TomlFile:
 
 def settings_of_toml(content: Mapping[str, Any], overrides: Sequence[str], path: Path | None = None) -> TomlFile:
     """Return the settings of a parsed file and of `overrides`. Raises as `read_toml`."""
-    source = str(path or "--set")
-    plan = _underscored(content)
+    given: dict[str, Any] = {}
     for override in overrides:
-        _set(plan, override)
+        _set(given, override)
+    (plan, train), (set_plan, set_train) = _by_name(content, str(path or FILE_NAME)), _by_name(given, "--set")
+    return TomlFile(path, _merged(plan, set_plan), _merged(train, set_train))
+
+
+def _by_name(content: Mapping[str, Any], source: str) -> tuple[dict[str, Any], dict[str, Any]]:
+    """Return the settings of planning and those of the run by their names in Python, wherever `content` has them."""
+    plan = _underscored(content)
     train = _table(plan.pop("train", {}), "train", source)
     for name in TABLES:
         if name in PLAN_SETTINGS and not isinstance(plan.get(name), dict):
@@ -155,7 +161,15 @@ def settings_of_toml(content: Mapping[str, Any], overrides: Sequence[str], path:
             (plan if rows[key].name in PLAN_SETTINGS else train)[rows[key].name] = value
     for name, value in plan.items():
         check(name, value, source=source)
-    return TomlFile(path, plan, train)
+    return plan, train
+
+
+def _merged(file: dict[str, Any], overrides: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the settings of both; overrides win, in a table such as `lora` key by key."""
+    for name, value in overrides.items():
+        before = file.get(name)
+        file[name] = {**before, **value} if isinstance(before, dict) and isinstance(value, dict) else value
+    return file
 
 
 def _table(value: Any, name: str, source: str) -> dict[str, Any]:
@@ -169,7 +183,7 @@ def _underscored(table: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _set(content: dict[str, Any], override: str) -> None:
-    """Add one line of `--set` to what a file says; what is no TOML value is text."""
+    """Add one line of `--set` to those before; what is no TOML value is text."""
     path, is_given, value = override.partition("=")
     *tables, key = path.strip().replace("-", "_").split(".")
     if not (is_given and key):

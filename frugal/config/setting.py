@@ -41,7 +41,7 @@ class OtherName:
     of_value: Callable[[str], str] = str
 
 
-_HF, _DEEPSPEED, _MANY = "HF Trainer's", "DeepSpeed's", "other trainers'"
+_HF, _DEEPSPEED, _MANY, _FORMER = "HF Trainer's", "DeepSpeed's", "other trainers'", "frugal's former"
 _TORCH, _TORCHTITAN, _MEGATRON = "torch's", "torchtitan's", "Megatron's"
 
 _KEEPS_THE_BATCH = "frugal keeps the global batch, and cuts it into micro-batches for the GPUs there are"
@@ -163,6 +163,17 @@ OTHER_NAMES = {
     "zero_quantized_nontrainable_weights": OtherName(_DEEPSPEED, "--quantize nf4, for the base under --lora"),
     "nproc_per_node": OtherName("torchrun's", "--gpus {}, or --ranks {} for CPU processes"),
     "num_gpus": OtherName(_DEEPSPEED, "--gpus {}"),
+    "best_mode": OtherName(_FORMER, "--best NAME:{}", stand_in="max"),
+    "save_best_model": OtherName(_FORMER, "--best loss", "a run with --best ends with the weights of its best"),
+    "label_column": OtherName(_FORMER, "--columns label={}", stand_in="NAME"),
+    "source_column": OtherName(_FORMER, "--columns source={}", stand_in="NAME"),
+    "target_column": OtherName(_FORMER, "--columns target={}", stand_in="NAME"),
+    "layer_modes": OtherName(_FORMER, "--activation-checkpointing {}", stand_in="full:0-19,off:20-31"),
+    "offload_ratio": OtherName(_FORMER, "--offload optimizer:{}", stand_in="0.5"),
+    "max_samples_per_gpu": OtherName(_FORMER, "--micro-batch {}"),
+    "secondary_partition": OtherName(_FORMER, "leave it out", "frugal has no secondary partition of parameters"),
+    "calibrate": OtherName(_FORMER, "leave it out", "only `frugal measure --calibrate` measures a machine"),
+    "frontier": OtherName(_FORMER, "leave it out", "`frugal explain --what-if` shows what other settings come to"),
     "dataset_name": OtherName(_HF, "--data {}", stand_in="NAME"),
     "train_file": OtherName(_HF, "--data {}", stand_in="FILE"),
     "validation_file": OtherName(_HF, "--validation-data {}", stand_in="FILE"),

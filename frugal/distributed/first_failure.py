@@ -167,11 +167,11 @@ def _lost_a_rank(error: BaseException) -> bool:
 def lost_connection(error: BaseException) -> bool:
     """Return whether a collective failed because another rank closed its connection.
 
-    The errors of gloo, NCCL, the store and our votes for that have no class in common, only the word, as in "Connection
-    closed by peer" and "Connection to another rank was lost".
+    The errors of gloo, NCCL, the store and our votes for that have no class in common, only words, as in "Connection
+    closed by peer", "Connection to another rank was lost" and the store's "Broken pipe".
     """
     is_collective_error = isinstance(error, RuntimeError) and not isinstance(error, LostRankError)
-    return is_collective_error and "connection" in str(error).lower()
+    return is_collective_error and any(word in str(error).lower() for word in ("connection", "broken pipe"))
 
 
 def _wait_for_launcher(code: int = 1) -> None:

@@ -2,7 +2,8 @@
 
 Ranks meet in torch's own TCPStore, which rank 0 serves at MASTER_PORT on the interface that leads to it, or which
 torchrun serves. Every key begins with bytes that are derived from the run's secret, so that another run, or a process
-that does not know the secret, names none of them (docs/decisions/rendezvous.md).
+that does not know the secret, names none of them (docs/decisions/rendezvous.md). What frugal writes there begins with
+its HMAC-SHA256 under the secret, and nothing else is parsed: the store's protocol also lists and sets keys.
 
 A process group reports nothing about missing ranks until its timeout, and one between different versions of torch may
 fail anywhere. So every rank first describes itself in the store; rank 0 compares all descriptions and writes its
@@ -52,6 +53,7 @@ _VERDICT, _WATCH = "frugal/verdict", "frugal/watch"
 _ATTEMPT_SECONDS = 5.0  # torch's attempt to connect hears no Ctrl-C
 _POLL_SECONDS = 0.1
 _READ_SECONDS = 5.0
+_HEX_BYTES = 64  # of a SHA-256
 
 _store: Store | None = None  # one a process
 _server: socket.socket | None = None
@@ -104,9 +106,7 @@ def join_store(wait_seconds: float = WAIT_SECONDS) -> Store:
             )
         connected = _connect(world_size, wait_seconds)
         connected.set_timeout(timedelta(seconds=wait_seconds))
-        attempt = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")  # torchrun's store outlives the ranks
-        prefix = hmac.digest(secret.of_run() or b"", f"store {attempt}".encode(), "sha256").hex()
-        _store = PrefixStore(prefix, connected)
+        _store = PrefixStore(_digest("store").hex(), connected)
     return _store
 
 
@@ -122,11 +122,13 @@ def _connect(world_size: int, seconds: float) -> TCPStore:
         _server = _listen(port)
         listening, bound = os.dup(_server.fileno()), _server.getsockname()[0]
         address = {"0.0.0.0": "127.0.0.1", "::": "::1"}.get(bound, bound)
+    # Rank 0 has one attempt, which a flood of its port may hold up.
+    attempt = timedelta(seconds=seconds if listening is not None else min(_ATTEMPT_SECONDS, seconds))
     while True:
         try:
             return TCPStore(
-                address, port, world_size, listening is not None, timedelta(seconds=min(_ATTEMPT_SECONDS, seconds)),
-                wait_for_workers=False, master_listen_fd=listening, use_libuv=True,
+                address, port, world_size, listening is not None, attempt, wait_for_workers=False,
+                master_listen_fd=listening, use_libuv=True,
             )  # fmt: skip
         except RuntimeError as error:
             if listening is not None or time.monotonic() >= end:
@@ -167,13 +169,13 @@ def rendezvous(plan: Plan, *, wait_seconds: float = WAIT_SECONDS) -> None:
     """
     rank, world_size, store = env.rank(), int(os.environ["WORLD_SIZE"]), join_store(wait_seconds)
     own = RankDescription(socket.gethostname(), versions(), plan.digest)
-    store.set(_key(rank), msgspec.json.encode(own).decode())
+    _write(store, _key(rank), own)
     if rank == 0:
         if missing := _wait_for_ranks(store, world_size, wait_seconds):
             verdict: _Verdict | None = _missing_ranks(missing, plan, wait_seconds)
         else:
             verdict = compare(_descriptions(store, world_size))
-        store.set(_VERDICT, msgspec.json.encode(verdict).decode())
+        _write(store, _VERDICT, verdict)
     else:
         verdict = _read_verdict(store, wait_seconds)
     if verdict is not None:
@@ -187,7 +189,7 @@ def rendezvous(plan: Plan, *, wait_seconds: float = WAIT_SECONDS) -> None:
 
 
 def _descriptions(store: Store, world_size: int) -> list[RankDescription]:
-    return [msgspec.json.decode(store.get(_key(rank)), type=RankDescription) for rank in range(world_size)]
+    return [_read(store, _key(rank), RankDescription) for rank in range(world_size)]
 
 
 def hosts() -> list[str]:
@@ -198,9 +200,9 @@ def hosts() -> list[str]:
 def share(meeting: Meeting) -> Meeting:
     """Return rank 0's `meeting` on all ranks. Collective, once."""
     if env.rank() == 0:
-        join_store().set(_WATCH, msgspec.json.encode(meeting).decode())
+        _write(join_store(), _WATCH, meeting)
         return meeting
-    return msgspec.json.decode(join_store().get(_WATCH), type=Meeting)
+    return _read(join_store(), _WATCH, Meeting)
 
 
 def wait_for_all(what: str) -> None:
@@ -227,6 +229,31 @@ def _is_set(store: Store, keys: list[str], seconds: float) -> bool:
             return False
         time.sleep(_POLL_SECONDS)
     return True
+
+
+def _write(store: Store, key: str, value: Any) -> None:
+    """Set `key` to a value that `_read` accepts."""
+    text = msgspec.json.encode(value).decode()
+    store.set(key, _digest(f"{key} {text}").hex() + text)
+
+
+def _read(store: Store, key: str, kind: Any) -> Any:
+    """Return the value, of type `kind`, that a rank wrote under `key`.
+
+    Raises:
+        RuntimeError: it was written without the run's secret.
+    """
+    message = store.get(key)
+    text = message[_HEX_BYTES:].decode(errors="replace")
+    if not hmac.compare_digest(message[:_HEX_BYTES], _digest(f"{key} {text}").hex().encode()):
+        raise RuntimeError(f"{key} in the store of the ranks was not written by a rank of this run (SECURITY.md)")
+    return msgspec.json.decode(text, type=kind)
+
+
+def _digest(text: str) -> bytes:
+    """Return the HMAC-SHA256 of `text` under the run's secret, for this start of its ranks."""
+    attempt = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")  # torchrun's store outlives the ranks
+    return hmac.digest(secret.of_run() or b"", f"{attempt} {text}".encode(), "sha256")
 
 
 def compare(ranks: Sequence[RankDescription]) -> _Verdict | None:
@@ -301,7 +328,7 @@ def _missing_ranks(missing: list[int], plan: Plan, seconds: float) -> _Verdict:
 def _read_verdict(store: Store, seconds: float) -> _Verdict | None:
     try:
         if _is_set(store, [_VERDICT], seconds + NOTICE_SECONDS):
-            return msgspec.json.decode(store.get(_VERDICT), type=_Verdict | None)
+            return _read(store, _VERDICT, _Verdict | None)
     except (DistStoreError, DistNetworkError):
         raise RuntimeError("Connection to rank 0 was lost before all ranks had come") from None
     port = os.environ["MASTER_PORT"]

@@ -197,9 +197,14 @@ def without_pins(request: Request) -> Iterator[tuple[str, Request]]:
         pin = getattr(request, field)
         if pin is not None and pin is not False:  # ZeRO stage 0 is a pin, too
             yield f"no --{field.replace('_', '-')}", replace(request, **{field: None})  # type: ignore[arg-type]  # its type as it is
-    for field in ("activation_checkpointing", "loss", "mlp", "offload"):
+    if request.micro_batch is not None and request.accumulation_steps is not None:  # each of them decides the other
+        both = replace(request, micro_batch=None, accumulation_steps=None)
+        yield "no --micro-batch and no --accumulation-steps", both
+    for field in ("activation_checkpointing", "loss", "mlp"):
         if getattr(request, field) != "auto":
             yield f"--{field.replace('_', '-')} auto", replace(request, **{field: "auto"})  # type: ignore[arg-type]  # as above
+    if request.offload != "auto":
+        yield "--offload auto", replace(request, offload="auto", offload_ratio=None)
 
 
 def parse_axes(words: Sequence[str]) -> dict[str, tuple[int, ...]]:

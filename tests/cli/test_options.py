@@ -93,6 +93,21 @@ def test_no_other_name_is_ours_and_no_hint_names_a_flag_that_there_is_not() -> N
         assert {after.partition("=")[0] for word, after in pairwise(words) if word == "--set"} <= paths
 
 
+@pytest.mark.parametrize(
+    ("flag", "hint"),
+    [
+        ("--grace", "--set train.grace=3"), ("--min-lr-ratio", "--set schedule.min-lr-ratio=3"),
+        ("--no-decay-norms", "--set optimizer.decay-norms=false"), ("--held", "--set held=3"),
+        ("--layer-modes", "--activation-checkpointing 3"), ("--target-column", "--columns target=3"),
+    ],
+)  # fmt: skip
+def test_a_former_flag_is_answered_with_what_it_is_now(
+    capsys: pytest.CaptureFixture[str], flag: str, hint: str
+) -> None:
+    code, _, said = frugal(capsys, "train", flag, "3")
+    assert code == 2 and said.endswith(f"hint: {hint}\n")
+
+
 def test_a_command_may_be_called_with_nothing(capsys: pytest.CaptureFixture[str]) -> None:
     assert frugal(capsys, "dryrun")[2].startswith("error: missing argument 'PLAN|MODEL|SCRIPT.py:STEP'")
 

@@ -56,6 +56,13 @@ def test_a_file_of_words_that_is_gone_is_said(tmp_path: Path) -> None:
         parsed(["@gone"])
 
 
+def test_a_run_of_another_version_is_not_resumed_with_its_unknown_settings(tmp_path: Path) -> None:
+    (tmp_path / "train.json").write_bytes(b'{"steps": 3, "text_column": "text", "warmup_steps": 0}')
+    with pytest.raises(RequestError) as raised:
+        earlier_settings(tmp_path)
+    assert "another version of frugal" in raised.value.what and "text_column, warmup_steps" in str(raised.value)
+
+
 def test_a_run_to_resume_need_not_be_told_again(tmp_path: Path) -> None:
     (tmp_path / "train.json").write_bytes(replace(SOME, out=tmp_path).record())
     flags = {"resume": True, "accept_changed_data": True, "epochs": 2, "data": ()}
@@ -108,6 +115,8 @@ def test_impossible_settings_are_refused(values: dict[str, Any], what: str, hint
         ({"stepps": 3}, "unknown setting `stepps` in [train]"),
         ({"steps": "3"}, "`steps` in [train] is '3'"),
         ({"data": [1]}, "`data` in [train] is [1]"),
+        ({"columns": {"text": 1}}, "`columns` in [train] is {'text': 1}"),
+        ({"warmup": 10**400}, f"`warmup` in [schedule] is {10**400}"),
         ({"resume": 1}, "`resume` in [train] is 1"),
         ({"schedule": "step"}, "`name` in [schedule] is 'step'"),
         ({"schedule_power": "2"}, "`power` in [schedule] is '2'"),
@@ -125,3 +134,4 @@ def test_columns_are_text_or_a_table_and_name_their_own_kind_unless_told() -> No
     made = run_settings({}, {"columns": {"text": "body", "label": "topic"}})
     assert made == run_settings({"columns": "text=body, label=topic"}, {}) or made.column("label") == "topic"
     assert [made.column(kind) for kind in ("text", "label", "source")] == ["body", "topic", "source"]
+    assert run_settings({}, {"columns": {"text": "question, in full"}}).column("text") == "question, in full"

@@ -248,3 +248,19 @@ def test_a_card_s_numbers_are_of_the_right_size(card: str) -> None:
     assert 1.9 < known.half_flops / known.fp32_flops < 31
     assert known.host_link_bandwidth <= known.memory_bandwidth / 10
     assert known.link_bandwidth >= cards.PCIE[3]
+
+
+def test_one_override_leaves_the_rest_of_the_file_as_it_is() -> None:
+    """`--set optimizer.beta2` beside `optimizer = "adamw-8bit"` would otherwise train with another optimizer."""
+    cases: list[tuple[dict[str, Any], str, dict[str, Any], dict[str, Any]]] = [
+        ({"optimizer": "adamw-8bit"}, "optimizer.beta2=0.9", {"optimizer": "adamw-8bit", "adam_beta2": 0.9}, {}),
+        (
+            {"optimizer": {"name": "adamw", "beta2": 0.9}}, "optimizer=adamw-8bit",
+            {"optimizer": "adamw-8bit", "adam_beta2": 0.9}, {},
+        ),
+        ({"schedule": {"warmup": 5}}, "train.warmup=7", {}, {"warmup": 7}),
+        ({"lora": {"r": 8}}, "lora.dropout=0.1", {"lora": {"r": 8, "dropout": 0.1}}, {}),
+    ]  # fmt: skip
+    for content, override, plan, train in cases:
+        made = settings_of_toml(content, [override])
+        assert (made.plan, made.train) == (plan, train)

@@ -167,6 +167,21 @@ def test_a_flood_drops_its_own_connections_and_not_those_of_ranks(opened: Opened
         opened.all_ranks_get_in()
 
 
+def test_a_flood_from_a_rank_s_own_host_does_not_drop_it_once_it_has_proven_itself(opened: Opened) -> None:
+    with contextlib.ExitStack() as stack:
+        rank = stack.enter_context(opened.stranger())
+        rank.sendall(introduction(KEY, rank.recv(32), 3))
+        assert len(rank.recv(32)) == 32, "from here on it may count itself as connected"
+        flood = [stack.enter_context(opened.stranger()) for _ in range(MOST_PENDING + 200)]
+        assert is_dropped(flood[0])
+        rank.sendall(b".")
+        for number in (1, 2, 4, 5, 6, 7):
+            stack.enter_context(opened.rank(number))
+        opened._thread.join(60)
+        opened.accepted[2].sendall(b"3")
+        assert rank.recv(1) == b"3"
+
+
 def test_a_rank_that_does_not_come_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("MASTER_ADDR", "127.0.0.1")
     with listen(0) as server, pytest.raises(TimeoutError, match="rank 1, 2 did not connect to rank 0 in time"):

@@ -3,6 +3,7 @@
 from dataclasses import replace
 
 import pytest
+from torch.distributed import HashStore
 
 from bench.plans import plan_by_hand
 from bench.ranks import free_port
@@ -61,6 +62,27 @@ def test_a_rank_that_does_not_come_is_named_with_its_node(monkeypatch: pytest.Mo
         "not all ranks came within 1 s\n  because node 1 of the plan: ranks 1-2\n\n"
         "hint: start the command on every node; the output of these ranks is in logs/ of the run's folder on their host"
     )
+
+
+def test_nothing_that_was_written_without_the_secret_is_parsed(monkeypatch: pytest.MonkeyPatch) -> None:
+    store, key, own = HashStore(), "frugal/rank/1", rank_on("n2")
+    monkeypatch.setattr(rendezvous.secret, "of_run", lambda: b"a secret of 32 bytes ...........")
+    rendezvous._write(store, key, own)
+    good = store.get(key).decode()
+    assert rendezvous._read(store, key, RankDescription) == own
+    nested = "[" * 100_000
+    for name, message in {
+        "another rank's": good, "changed": good.replace("n2", "n3"), "unsigned": good[64:], "nested lists": nested,
+        "nested lists behind a proof": good[:64] + nested, "not text": "\xff" * 70, "nothing": "",
+    }.items():  # fmt: skip
+        read = "frugal/rank/2" if name == "another rank's" else key
+        store.set(read, message)
+        with pytest.raises(RuntimeError, match=f"{read} in the store of the ranks was not written by a rank"):
+            rendezvous._read(store, read, RankDescription)
+    monkeypatch.setattr(rendezvous.secret, "of_run", lambda: b"another secret of 32 bytes .....")
+    store.set(key, good)
+    with pytest.raises(RuntimeError, match="was not written by a rank of this run"):
+        rendezvous._read(store, key, RankDescription)
 
 
 @pytest.mark.parametrize(

@@ -179,6 +179,10 @@ def test_flags_that_a_script_decides_are_refused(
     (tmp_path / "loop.py").write_text("def step(x): ...\ndef x(): ...\ndef factory(): ...\n")
     code, _, err = frugal(capsys, "dryrun", "loop.py:step", "--gpus", "1", "--mem", "4G", "--zero-stage", "2")
     assert code == 2 and err.startswith("error: loop.py:step was given together with --zero-stage\n")
+    code, _, err = frugal(
+        capsys, "dryrun", "loop.py:step", "--gpus", "1", "--mem", "4G", "--set", "optimizer.beta2=0.9"
+    )
+    assert code == 2 and err.startswith("error: loop.py:step was given together with optimizer.beta2\n")
     code, _, err = frugal(capsys, "dryrun", "loop.py:factory", "--steps", "2", "--gpus", "1", "--mem", "4G")
     assert code == 2 and err.startswith("error: --steps is for a training step of yours, and loop.py:factory is none\n")
 

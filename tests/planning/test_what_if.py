@@ -28,6 +28,7 @@ from frugal.planning.what_if import (
     what_if_table,
     with_gpus,
     with_memory,
+    without_pins,
 )
 from frugal.units import GIB, MIB
 from tests.planning.synthetic import dry_running
@@ -241,3 +242,14 @@ def test_where_nothing_fits_it_is_said_which_cheaper_states_would() -> None:
     )
     for name, value in (("optimizer_states", "bf16"), ("optimizer", "adamw-8bit")):
         assert plan(BILLION, gpus=1, mem="18G", offload="none", **{name: value}).memory.fits
+
+
+def test_without_its_pins_a_request_is_free() -> None:
+    made = plan(gpus=4, mem="12G", micro_batch=8, accumulation_steps=16, offload="optimizer:0.5")
+    free = dict(without_pins(made.request))
+    assert free["--offload auto"].offload_ratio is None
+    both = free["no --micro-batch and no --accumulation-steps"]
+    assert (both.micro_batch, both.accumulation_steps) == (None, None)
+    assert "no --zero-stage" in dict(
+        without_pins(replace(made.request, zero_stage=0, precision="fp32", offload="none", offload_ratio=None))
+    )

@@ -95,7 +95,7 @@ def _host(line: str, place: str) -> HostfileEntry:
         (
             not _NAME.fullmatch(name) or not _has_no_port(name.rpartition("@")[2]),
             f"{place}: `{name}` is no name of a host",
-            "ssh and pdsh would take it for something else",
+            "ssh would take it for something else",
             None,
         ),
         (

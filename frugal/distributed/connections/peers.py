@@ -15,6 +15,7 @@ Left out: encryption, and authentication of what follows: a machine in the middl
 """
 
 import hmac
+import math
 import os
 import resource
 import secrets
@@ -40,7 +41,12 @@ HANDSHAKE_SECONDS = 10.0
 """A connection that has not proven itself after this time is dropped, however slowly its bytes come."""
 
 MOST_PENDING = 1024
-"""With more unproven connections the oldest one of the address that has most of them is dropped."""
+"""With more unproven connections the oldest one of the address that has most of them is dropped.
+
+The fastest flood takes `MOST_PENDING` / `_ACCEPTED_AT_ONCE` * `_PAUSE_SECONDS` = 0.16 s to push out a rank of its own
+address that does not answer meanwhile, and that tries again. A rank that has proven itself is never pushed out: it may
+have confirmed, and count itself as connected, before rank 0 comes to read that.
+"""
 
 MOST_DESCRIPTORS = 2**16
 """Rank 0's limit on open files, where it may be raised: TCPStore keeps every connection, also a stranger's."""
@@ -56,7 +62,7 @@ _RANDOM_BYTES, _PROOF_BYTES = 32, 32
 _CLAIM = struct.Struct(f"!I{_RANDOM_BYTES}s")  # rank, random bytes
 _INTRODUCTION_BYTES = _CLAIM.size + _PROOF_BYTES
 _CONFIRMATION = b"."
-_ACCEPTED_AT_ONCE = 64
+_ACCEPTED_AT_ONCE, _PAUSE_SECONDS = 64, 0.01  # so that a flood leaves the other ranks most of a host's time
 _POLL_SECONDS = 0.2
 
 
@@ -159,8 +165,9 @@ def accept_ranks(server: socket.socket, key: bytes, world_size: int, end: float)
                         selector.register(new, selectors.EVENT_READ)
                         with suppress(OSError):  # a connection that is closed already can be read
                             new.send(pending[new].challenge)
-                        if len(pending) > MOST_PENDING:
-                            drop(_least_wanted(pending))
+                        if len(pending) > MOST_PENDING and (surplus := _least_wanted(pending)) is not None:
+                            drop(surplus)
+                    time.sleep(_PAUSE_SECONDS)
                 elif sock in pending:  # it may have been dropped just now
                     rank = _read_rank(sock, pending[sock], key)
                     if rank is not None and 0 < rank < world_size:
@@ -193,10 +200,16 @@ def _accept(server: socket.socket) -> list[tuple[socket.socket, str]]:
     return accepted
 
 
-def _least_wanted(pending: dict[socket.socket, _Pending]) -> socket.socket:
-    """Return the oldest connection of the address that has most of them: a flood drops its own connections."""
-    ((most, _),) = Counter(waiting.address for waiting in pending.values()).most_common(1)
-    return next(sock for sock, waiting in pending.items() if waiting.address == most)
+def _least_wanted(pending: dict[socket.socket, _Pending]) -> socket.socket | None:
+    """Return the oldest unproven connection of the address that has most of them: a flood drops its own connections.
+
+    None if no more than `MOST_PENDING` are unproven.
+    """
+    unproven = {sock: waiting.address for sock, waiting in pending.items() if waiting.rank is None}
+    if len(unproven) <= MOST_PENDING:
+        return None
+    ((most, _),) = Counter(unproven.values()).most_common(1)
+    return next(sock for sock, address in unproven.items() if address == most)
 
 
 def _read_rank(sock: socket.socket, waiting: _Pending, key: bytes) -> int | None:
@@ -216,7 +229,7 @@ def _read_rank(sock: socket.socket, waiting: _Pending, key: bytes) -> int | None
         return None
     except OSError:
         return -1
-    waiting.rank = int(_CLAIM.unpack(claim)[0])
+    waiting.rank, waiting.end = int(_CLAIM.unpack(claim)[0]), math.inf  # from here on its kernel says when it is gone
     return None
 
 

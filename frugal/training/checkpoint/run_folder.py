@@ -7,6 +7,7 @@ checkpoint. What is free is known only here, on each node.
 import errno
 import shutil
 import socket
+import time
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
 from dataclasses import replace
@@ -16,7 +17,7 @@ from frugal import file_errors, files, temporary
 from frugal.config.hardware.local_host import available_bytes
 from frugal.config.run_settings import METRICS, RECORD, RunSettings
 from frugal.deepspeed_adapter.json_config import plan_files
-from frugal.distributed import env, first_failure
+from frugal.distributed import env, first_failure, parent
 from frugal.errors import CheckpointError, FrugalError, NothingFitsError, RequestError
 from frugal.planning.memory import breakdown
 from frugal.planning.plan import Plan
@@ -25,6 +26,9 @@ from frugal.units import format_bytes
 
 START = ".start-"
 """The prefix of a folder of temporary files in the run's folder, one for each start."""
+
+LEAVE_SECONDS = 120.0
+"""Time for a rank 0 that is cut off to notice it (24 s), to wait for its launcher (15 s) and to end, three times."""
 
 _FILES = (
     "plan.json", "ds_config.json", "trackers.json", "report.html", "arguments", "model", RECORD, METRICS,
@@ -93,14 +97,23 @@ def holds_a_run(settings: RunSettings, newest: Path) -> RequestError:
 def locked(settings: RunSettings) -> Iterator[None]:
     """Have the run's folder for this run only inside the `with` block, see `in_use`.
 
+    A run that is restarted on other hosts waits for a rank 0 that is cut off and still ending.
+
     Raises:
         RequestError: another run writes there.
     """
     with ExitStack() as marked:
-        try:
-            marked.enter_context(in_use.marked(settings.out))
-        except OSError as error:
-            raise _cannot_write(settings, error) from None
+        end = time.monotonic() + LEAVE_SECONDS
+        while True:
+            try:
+                marked.enter_context(in_use.marked(settings.out))
+                break
+            except RequestError:
+                if not (settings.resume and parent.is_over_ssh()) or time.monotonic() > end:
+                    raise
+                time.sleep(1)
+            except OSError as error:
+                raise _cannot_write(settings, error) from None
         # Leftovers of killed starts are nobody's now.
         temporary.remove_abandoned(settings.out, START, but=first_failure.report_folder())
         files.remove_unfinished(settings.out, _FILES)

@@ -90,12 +90,11 @@ BAD = {
     ),
     "a flag for a name": (
         "-oProxyCommand=rm slots=1",
-        "hosts, line 1: `-oProxyCommand=rm` is no name of a host\n"
-        "  because ssh and pdsh would take it for something else",
+        "hosts, line 1: `-oProxyCommand=rm` is no name of a host\n  because ssh would take it for something else",
     ),
     "a name with a port": (
         "n1:2222 slots=1",
-        "hosts, line 1: `n1:2222` is no name of a host\n  because ssh and pdsh would take it for something else",
+        "hosts, line 1: `n1:2222` is no name of a host\n  because ssh would take it for something else",
     ),
     "nobody": ("# nobody\n", "hosts names no host\n\nhint: write a line `NAME slots=GPUS` for each node"),
 }

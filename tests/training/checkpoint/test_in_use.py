@@ -1,13 +1,15 @@
 """Two runs in one folder: the second is refused, on one host and on several."""
 
+import contextlib
 import os
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
 
 from frugal.config.run_settings import RunSettings
+from frugal.distributed import parent
 from frugal.errors import RequestError
 from frugal.training.checkpoint import in_use, run_folder
 from frugal.training.checkpoint.in_use import MARK, RunMark
@@ -176,3 +178,25 @@ def test_a_process_that_proc_hides_is_waited_for(tmp_path: Path, monkeypatch: py
 def test_a_link_to_nothing_in_the_place_of_a_mark_is_replaced(tmp_path: Path) -> None:
     (tmp_path / MARK).symlink_to(tmp_path / "nowhere")
     assert code_of(in_process(lambda: hold(tmp_path, 0))) == 0
+
+
+def test_a_run_restarted_on_other_hosts_waits_for_the_one_that_is_cut_off(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    attempts: list[Path] = []
+
+    @contextlib.contextmanager
+    def marked(out: Path) -> Iterator[None]:
+        attempts.append(out)
+        if len(attempts) < 3:
+            raise in_use.in_use(out, None)
+        yield
+
+    monkeypatch.setattr(in_use, "marked", marked)
+    monkeypatch.setattr(run_folder.time, "sleep", lambda _seconds: None)
+    with pytest.raises(RequestError, match="another run is writing"), run_folder.locked(RunSettings(out=tmp_path)):
+        pass
+    attempts.clear()
+    monkeypatch.setenv(parent.OVER_SSH, "1")
+    with run_folder.locked(RunSettings(out=tmp_path, resume=True)):
+        assert len(attempts) == 3
