@@ -1,4 +1,4 @@
-"""Why a file could not be written or read, with the numbers of its file system, and what would help.
+"""The reason why a file could not be written or read, with the numbers of its file system, and a remedy.
 
 What the system says is the same for many causes: no space may be bytes, inodes or a quota. `statvfs` tells them apart.
 """

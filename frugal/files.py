@@ -67,7 +67,7 @@ def write_file(path: Path, data: bytes | Iterable[bytes], *, durable: bool = Tru
 
 
 def remove_unfinished(folder: Path, names: Iterable[str]) -> None:
-    """Remove what a killed process has left of the files and folders `names`, which it was writing in `folder`.
+    """Remove unfinished files and folders `names` that a killed process has left in `folder`.
 
     Nobody may write to the folder meanwhile.
     """
@@ -295,7 +295,7 @@ def lock(file: Path) -> IO[bytes]:
 
 @contextmanager
 def alone(file: Path) -> Iterator[None]:
-    """Be the only process in blocks of this file, which is made if there is none; others wait.
+    """Hold an exclusive lock on this file inside the `with` block; it is made if there is none. Others wait.
 
     On a file system without locks no process waits.
 

@@ -1,4 +1,4 @@
-"""A check as a whole: files in, `Check` out."""
+"""The whole check of a configuration, from files to `Check`."""
 
 from collections.abc import Mapping, Sequence
 from contextlib import closing, nullcontext
@@ -27,7 +27,7 @@ from frugal.planning.plan import Plan
 
 @dataclass(frozen=True, kw_only=True)
 class Check:
-    """What came of it.
+    """The result of a check.
 
     `verdict`: None where memory could not be checked, see `settings.refusals`. `change`: the smallest that fits, None
     where none was looked for or none of those tried does. `plan`: what frugal would do; where there is none, `no_plan`
@@ -51,7 +51,7 @@ class Check:
 
     @property
     def exit_code(self) -> int:
-        """0: it fits; 3: it does not; 2: it does not start, or could not be checked."""
+        """Return 0 if the run fits, 3 if it does not, 2 if it does not start or could not be checked."""
         if self.verdict is None or any(finding.rule in STOPS for finding in self.findings):
             return RequestError.exit_code
         return 0 if self.verdict.fits else NothingFitsError.exit_code
@@ -101,7 +101,7 @@ def check(
 
 
 def _facts(source: DryRunSource, settings: Settings, pool: Pool) -> ModelFacts:
-    """What the model is; that GPUs cannot share its samples is a reason not to check its memory."""
+    """Return the facts of the model. If GPUs cannot share its samples, note that its memory is not checked."""
     try:
         return source.facts()
     except RequestError as error:
@@ -113,7 +113,7 @@ def _facts(source: DryRunSource, settings: Settings, pool: Pool) -> ModelFacts:
 
 
 def _verdict(subject: Subject, source: DryRunSource, settings: Settings) -> Verdict:
-    """With whole MLPs where the model cannot take tiled ones, which only a trial tells."""
+    """Return the verdict, with whole MLPs where a trial shows that the model cannot take tiled ones."""
     try:
         return verdict_of(subject, source)
     except RequestError as error:
@@ -124,7 +124,6 @@ def _verdict(subject: Subject, source: DryRunSource, settings: Settings) -> Verd
 
 
 def _of_files(settings: Settings) -> dict[str, Any]:
-    """GPUs and nodes that a launcher's settings name."""
     named = {"gpus": settings.gpus, "nodes": settings.nodes}
     return {name: value for name, value in named.items() if value is not None}
 
@@ -149,7 +148,7 @@ def _evaluated(done: Check, request: Request, pool: Pool) -> Check:
 
 
 def _planned(done: Check, request: Request, pool: Pool) -> Check:
-    """The plan for the same model, batch, precision, optimizer and adapters, with the strategy left open."""
+    """Add frugal's own plan for the same model, batch, precision, optimizer and adapters."""
     from frugal.dryrun.planner import make_plan
 
     try:

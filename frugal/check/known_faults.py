@@ -1,4 +1,4 @@
-"""Versions of DeepSpeed that compute wrong gradients without a word, each with the thread that shows it.
+"""Versions of DeepSpeed that silently compute wrong gradients, each with the thread that shows it.
 
 `tests/deepspeed_adapter/test_known_faults.py` reproduces the threads on the version that is pinned.
 """
@@ -8,12 +8,12 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 
 UNKNOWN = ""
-"""Of a version that neither the thread nor DeepSpeed's history tells."""
+"""A version that neither the thread nor DeepSpeed's history names."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Fault:
-    """One fault.
+    """A fault of some versions of DeepSpeed.
 
     Attributes:
         thread: where it was found.
@@ -36,14 +36,14 @@ class Fault:
     reported: tuple[str, ...] = ()
 
     def is_in(self, version: str) -> bool:
-        """Tell whether a version is known to have it."""
+        """Return whether a version is known to have this fault."""
         if self.until == UNKNOWN:
             return version in self.reported
         return _numbers(self.since) <= _numbers(version) < _numbers(self.until)
 
     @property
     def versions(self) -> str:
-        """The versions that have it, in words."""
+        """Return the affected versions in words."""
         if self.until == UNKNOWN:
             return f"seen in {' and '.join(self.reported)}, mended in: unknown"
         return (

@@ -1,4 +1,4 @@
-"""A check as people read it."""
+"""The text report of a check."""
 
 from collections.abc import Sequence
 
@@ -12,11 +12,11 @@ from frugal.units import format_bytes, plural
 SHOWN_BYTES = 1 << 16
 SHOWN_ASKERS = 3
 USUAL_CONTEXT_BYTES = 500 << 20
-"""By which contexts differ from what is planned, about (docs/facts/cuda.md)."""
+"""The approximate difference between real and planned CUDA contexts (docs/facts/cuda.md)."""
 
 
 def report(check: Check) -> str:
-    """All of it as text, the verdict first."""
+    """Return the whole check as text, the verdict first."""
     blocks = [
         [headline(check), *_what(check)],
         _out_of_memory(check) if check.out_of_memory is not None else [],
@@ -32,7 +32,7 @@ def report(check: Check) -> str:
 
 
 def headline(check: Check) -> str:
-    """The verdict in a line."""
+    """Return the verdict in one line."""
     verdict = check.verdict
     stops = [finding for finding in check.findings if finding.level == "error"]
     if verdict is None:
@@ -82,7 +82,7 @@ def _batch(check: Check) -> list[str]:
 
 
 def _out_of_memory(check: Check) -> list[str]:
-    """What torch's message says, and what the dry run says of it."""
+    """Compare torch's message with the dry run."""
     message = check.out_of_memory
     assert message is not None
     who = [f"rank {message.rank}"] if message.rank is not None else []
@@ -104,7 +104,7 @@ def _out_of_memory(check: Check) -> list[str]:
 
 
 def out_of_memory_lines(check: Check) -> list[str]:
-    """What the dry run has for a request of that size, and what that means."""
+    """Return the dry run's requests of the message's size, and what they suggest."""
     message, verdict = check.out_of_memory, check.verdict
     assert message is not None
     if verdict is None:
@@ -145,19 +145,19 @@ def _memory(verdict: Verdict) -> list[str]:
 
 
 def categories(memory: MemoryBreakdown) -> dict[str, int]:
-    """Bytes by category, slack and context included."""
+    """Return the bytes by category, slack and context included."""
     return {name: getattr(memory, name) for name in memory.CATEGORIES}
 
 
 def finding_lines(finding: Finding) -> list[str]:
-    """A trap, where it stands, and what to do."""
+    """Return a trap, its place and its remedy."""
     where = f"{finding.place}: " if finding.place is not None else ""
     lines = [f"{finding.level}: {where}{finding.text}  [{finding.rule}]"]
     return [*lines, f"  {finding.hint}"] if finding.hint else lines
 
 
 def deviations(check: Check) -> Sequence[str]:
-    """What is evaluated otherwise, and why nothing is where that is so."""
+    """Return what is evaluated differently than written; refusals come first."""
     both = (*check.settings.refusals, *check.settings.deviations)
     lines = [f"{each.place}: {each.text}" if each.place is not None else each.text for each in both]
     return [*lines, *(check.verdict.notes if check.verdict is not None else ())]

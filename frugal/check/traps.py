@@ -1,4 +1,4 @@
-"""What is known to go wrong, found in the settings alone. Each trap has its source in docs/facts, or at its place."""
+"""Known traps, found in the settings alone. Each trap has its source in docs/facts, or at its place."""
 
 from collections.abc import Callable, Iterator
 from typing import Any
@@ -11,11 +11,11 @@ from frugal.config.hardware import local_host
 from frugal.units import format_bytes, plural
 
 LARGE_BUCKET_BYTES = 500_000_000
-"""Of one gradient bucket, from where it is named: a bucket saturates a link at a few MB."""
+"""The smallest gradient bucket that is reported: a few MB already saturate a link."""
 
 
 def traps(settings: Settings, deepspeed: Resolved | None, arithmetic: Arithmetic) -> list[Finding]:
-    """All that the settings show, the worst first."""
+    """Return all traps that the settings show, the worst first."""
     findings = list(settings.findings)
     for trap in _OF_ANY:
         findings += trap(settings, arithmetic)
@@ -34,7 +34,7 @@ def _zero(settings: Settings) -> dict[str, Any]:
 
 
 def _low_stages(settings: Settings, deepspeed: Resolved, arithmetic: Arithmetic) -> Iterator[Finding]:
-    """docs/facts/deepspeed.md, Precision."""
+    """Find wrong or wasteful combinations of precision and low stages (docs/facts/deepspeed.md, Precision)."""
     place = settings.place("json.zero_optimization.stage", "json.zero_optimization", "json.bf16")
     if deepspeed.zero["stage"] == 0 and deepspeed.precision != "fp32":
         yield Finding(
@@ -58,7 +58,7 @@ def _low_stages(settings: Settings, deepspeed: Resolved, arithmetic: Arithmetic)
 
 
 def _bf16_sums(settings: Settings, deepspeed: Resolved, arithmetic: Arithmetic) -> Iterator[Finding]:
-    """docs/facts/deepspeed.md, Exactness."""
+    """Find long sums of gradients in bf16 (docs/facts/deepspeed.md, Exactness)."""
     steps = arithmetic.accumulation_steps
     said = ((settings.deepspeed or {}).get("data_types") or {}).get("grad_accum_dtype")
     if deepspeed.precision == "bf16" and said in (None, "bf16", "bfloat16") and steps >= 8:
@@ -73,7 +73,7 @@ def _bf16_sums(settings: Settings, deepspeed: Resolved, arithmetic: Arithmetic) 
 
 
 def _buckets(settings: Settings, deepspeed: Resolved, arithmetic: Arithmetic) -> Iterator[Finding]:
-    """docs/facts/deepspeed.md, Where memory goes."""
+    """Find large buffers (docs/facts/deepspeed.md, Where memory goes)."""
     zero = deepspeed.zero
     element = 4 if deepspeed.precision == "fp32" else 2
     is_double = zero["overlap_comm"] and zero["stage"] in (1, 2)
@@ -102,7 +102,7 @@ def _buckets(settings: Settings, deepspeed: Resolved, arithmetic: Arithmetic) ->
 
 
 def _auto_of_nobody(settings: Settings, deepspeed: Resolved, arithmetic: Arithmetic) -> Iterator[Finding]:
-    """`runtime/config_utils.py` of DeepSpeed 0.19.8: a field that says auto is dropped."""
+    """Find `auto` fields that DeepSpeed 0.19.8 drops (`runtime/config_utils.py`)."""
     for filled in deepspeed.filled:
         if not filled.by:
             yield Finding(
@@ -116,7 +116,7 @@ def _auto_of_nobody(settings: Settings, deepspeed: Resolved, arithmetic: Arithme
 
 
 def _loss_scaling(settings: Settings, deepspeed: Resolved, arithmetic: Arithmetic) -> Iterator[Finding]:
-    """`runtime/fp16/loss_scaler.py` of DeepSpeed 0.19.8."""
+    """Explain fp16's skipped steps (`runtime/fp16/loss_scaler.py` of DeepSpeed 0.19.8)."""
     if deepspeed.precision != "fp16":
         return
     block = (settings.deepspeed or {}).get("fp16") or {}
@@ -133,7 +133,8 @@ def _loss_scaling(settings: Settings, deepspeed: Resolved, arithmetic: Arithmeti
 
 
 def _offloading(settings: Settings, deepspeed: Resolved, arithmetic: Arithmetic) -> Iterator[Finding]:
-    """`runtime/zero/offload_config.py`: pin_memory is true by default in 0.19.8, and was false in older versions."""
+    """Find unpinned offloading (`runtime/zero/offload_config.py`: pinned by default in 0.19.8, not in older
+    versions)."""
     zero = _zero(settings)
     for name in ("offload_optimizer", "offload_param"):
         block = zero.get(name) or {}
@@ -159,7 +160,7 @@ def _offloading(settings: Settings, deepspeed: Resolved, arithmetic: Arithmetic)
 
 
 def _wrong_options(settings: Settings, deepspeed: Resolved, arithmetic: Arithmetic) -> Iterator[Finding]:
-    """docs/facts/deepspeed.md, Options that are wrong or do nothing."""
+    """Find options that are wrong or do nothing (docs/facts/deepspeed.md)."""
     config, zero = settings.deepspeed or {}, _zero(settings)
     if config.get("activation_checkpointing"):
         yield Finding(
@@ -198,7 +199,7 @@ def _wrong_options(settings: Settings, deepspeed: Resolved, arithmetic: Arithmet
 
 
 def _known_faults(settings: Settings, deepspeed: Resolved, arithmetic: Arithmetic) -> Iterator[Finding]:
-    """`frugal.check.known_faults`, of the version that is installed."""
+    """Find faults of the installed version of DeepSpeed (`frugal.check.known_faults`)."""
     version = local_host.versions()["deepspeed"]
     has = {
         "half": deepspeed.precision == "bf16",
@@ -221,7 +222,7 @@ def _known_faults(settings: Settings, deepspeed: Resolved, arithmetic: Arithmeti
 
 
 def _checkpointing(settings: Settings, arithmetic: Arithmetic) -> Iterator[Finding]:
-    """torch.utils.checkpoint: its reentrant form gives no gradient where no input asks for one."""
+    """Find wrong forms of torch.utils.checkpoint: the reentrant one needs an input that requires a gradient."""
     if not settings.activation_checkpointing:
         return
     if settings.use_cache:
@@ -255,7 +256,7 @@ def _checkpointing(settings: Settings, arithmetic: Arithmetic) -> Iterator[Findi
 
 
 def _packing(settings: Settings, arithmetic: Arithmetic) -> Iterator[Finding]:
-    """docs/facts/memory.md, Padding: exact where position ids tell documents apart."""
+    """Find packed documents that see each other (docs/facts/memory.md, Padding)."""
     if settings.packing and settings.packs_apart is False:
         yield Finding(
             "packing-mixes-documents",
@@ -268,7 +269,7 @@ def _packing(settings: Settings, arithmetic: Arithmetic) -> Iterator[Finding]:
 
 
 def _evaluation(settings: Settings, arithmetic: Arithmetic) -> Iterator[Finding]:
-    """docs/facts/peers.md: transformers#7158, axolotl#1813."""
+    """Find evaluations that take more memory than training (transformers#7158, axolotl#1813)."""
     micro = settings.raw.get("eval_micro_batch")
     if micro is not None and micro > arithmetic.micro_batch:
         yield Finding(
@@ -290,7 +291,8 @@ def _evaluation(settings: Settings, arithmetic: Arithmetic) -> Iterator[Finding]
 
 
 def _of_trainer(settings: Settings, arithmetic: Arithmetic) -> Iterator[Finding]:
-    """docs/facts/peers.md, Batches; the update error without averaging over ranks was 0.24 to 0.38 (two ranks)."""
+    """Find batches that depend on the GPU, and means of means (docs/facts/peers.md, Batches): without averaging over
+    two ranks the update error was 0.24 to 0.38."""
     if settings.raw.get("auto_find_batch_size"):
         yield Finding(
             "auto-find-batch-size",

@@ -1,4 +1,4 @@
-"""Runs without DeepSpeed, as far as a dry run of frugal's is one of them.
+"""Runs without DeepSpeed, as far as one of frugal's dry runs matches them.
 
     fp32        torch's optimizer on every GPU is what stage 0 is; DDP's buckets, of the gradients' size, are taken to
                 be what stage 0 makes of all gradients to average them
@@ -26,7 +26,7 @@ AUTOCAST = (
 
 
 def refuse_autocast(settings: Settings) -> None:
-    """Note that memory cannot be checked, where that is so."""
+    """Note why memory cannot be checked, if it cannot."""
     if settings.sequence_parallel > 1:
         settings.refuse(
             "samples that GPUs share are checked under DeepSpeed alone", settings.place("sequence_parallel")
@@ -38,7 +38,7 @@ def refuse_autocast(settings: Settings) -> None:
 def subject_of(
     settings: Settings, arithmetic: Arithmetic, request: Request, cluster: Cluster, facts: ModelFacts
 ) -> Subject:
-    """What to dry-run in its place; what differs is noted in `settings`."""
+    """Return the nearest subject that frugal can dry-run. Differences are noted in `settings`."""
     strategy = Strategy(
         zero_stage=0 if request.precision == "fp32" else 2,
         activation_checkpointing="full" if settings.activation_checkpointing and facts.can_recompute else "off",

@@ -1,4 +1,4 @@
-"""What we need of DeepSpeed: its names, in a table that is checked before training and before dry runs.
+"""The names of DeepSpeed that frugal needs, in a table that is checked before training and before dry runs.
 
 `python -m frugal.deepspeed_adapter.contract` prints what does not hold for the DeepSpeed that is installed, names and
 sources of functions that ours repeat (`frugal.deepspeed_adapter.simulate.mirrored`): where an upgrade begins, see

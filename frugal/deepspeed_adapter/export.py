@@ -71,7 +71,7 @@ class Export:
 
 
 def export(plan: Plan, target: Target, *, folder: str = "", make_model: str = "", decoder_inputs: str = "") -> Export:
-    """Return the plan for `target`, whose files are to be in `folder`.
+    """Return the plan for `target`, with paths of files in `folder`.
 
     `make_model` is Python that makes the script's model, `decoder_inputs` Python that makes the inputs of decoders
     (`frugal.training.losses.decoder_inputs.source`).

@@ -37,11 +37,11 @@ from frugal.planning.strategy import Strategy, optimizer_implementation
 logger = logging.getLogger("frugal")
 
 MakeOptimizer = Callable[[Any], torch.optim.Optimizer]
-"""Of parameters, or of a list of groups of them."""
+"""Makes an optimizer of parameters, or of a list of groups of them."""
 
 
 def ready_made(request: Request, strategy: Strategy) -> MakeOptimizer | None:
-    """What makes the optimizer of parameters; None where DeepSpeed makes it itself.
+    """Return a function that makes the optimizer of parameters; None where DeepSpeed makes it itself.
 
     Raises:
         RequestError: its library is not installed, or its kernels cannot be compiled here.
@@ -61,7 +61,7 @@ def ready_made(request: Request, strategy: Strategy) -> MakeOptimizer | None:
 
 
 def leave_muon_uncompiled() -> None:
-    """Import DeepSpeed's Muon, which ZeRO looks for whatever the optimizer is, without compiling it.
+    """Import DeepSpeed's Muon without compiling it: ZeRO looks for it whatever the optimizer is.
 
     It asks for torch.compile when imported, and that for Inductor: some three seconds of every rank's start.
     """
@@ -70,7 +70,7 @@ def leave_muon_uncompiled() -> None:
 
 
 def adamw_8bit() -> Callable[..., torch.optim.Optimizer]:
-    """bitsandbytes' class. Its blocks of 256 elements, which share a scale, are cut from ZeRO's flat partitions.
+    """Return bitsandbytes' class. Its blocks of 256 elements, which share a scale, are cut from ZeRO's flat partitions.
 
     Raises:
         RequestError: the library is not installed.
@@ -90,7 +90,7 @@ _FOLLOWED = ("lr", "betas", "eps", "weight_decay")
 
 
 def mend_partial_offload(optimizer: Any) -> None:
-    """Have the AdamW of the device's sub-groups follow the one of the host's, of a ZeRO-3 `optimizer` that has both.
+    """Make the AdamW of the device's sub-groups follow that of the host's, in a ZeRO-3 `optimizer` that has both.
 
     DeepSpeed 0.19.8 makes it with the settings of that moment, and looks at it in no other place than the update
     (`backup_optimizer` in runtime/zero/stage3.py): learning rates of a schedule, checkpoints and reads of states are
@@ -115,7 +115,7 @@ def mend_partial_offload(optimizer: Any) -> None:
 
 
 def describe_optimizer(request: Request, strategy: Strategy) -> str:
-    """The optimizer in the words that a checkpoint keeps: states of one implementation may not suit another."""
+    """Return the optimizer as checkpoints name it: states of one implementation may not suit another."""
     requested = optimizer_implementation(request, strategy)
     if strategy.offload_ratio < 1:  # the two count steps in different types
         return f"{request.optimizer} ({requested}, {strategy.offload_ratio:g} of it on the host)"
@@ -123,12 +123,12 @@ def describe_optimizer(request: Request, strategy: Strategy) -> str:
 
 
 def uses_nvme(strategy: Strategy) -> bool:
-    """Whether anything lives on disk."""
+    """Return whether optimizer or parameters live on disk."""
     return "nvme" in (strategy.offload_optimizer, strategy.offload_parameters)
 
 
 def own_nvme_folder(strategy: Strategy, votes: dist.ProcessGroup | None) -> Path:
-    """A folder of this run alone in the one that the strategy names: DeepSpeed empties what it uses. Collective.
+    """Make a folder for this run alone in the one that the strategy names: DeepSpeed empties what it uses. Collective.
 
     Raises:
         RequestError: the folder cannot be made, or DeepSpeed's I/O cannot be compiled.
@@ -154,7 +154,7 @@ def remove_nvme_folder(strategy: Strategy) -> None:
 
 
 def make_states(optimizer: torch.optim.Adam, masters: Sequence[Tensor]) -> None:
-    """Adam's moments of what it updates, where there are none yet."""
+    """Make Adam's missing moments of the tensors that it updates."""
     group = optimizer.param_groups[0]
     for each in masters:
         if optimizer.state.get(each):
@@ -170,7 +170,7 @@ def make_states(optimizer: torch.optim.Adam, masters: Sequence[Tensor]) -> None:
 
 
 def versions(optimizer: Any) -> dict[int, int]:
-    """How often each tensor the step may write to was written to, by the tensor's id."""
+    """Return how often each tensor that the step may write to was written to, by the tensor's id."""
     return {id(each): torch_internals.version(each) for each in _written(optimizer)}
 
 
@@ -182,7 +182,7 @@ def _written(optimizer: Any) -> Iterator[Tensor]:
 
 
 def is_untouched(optimizer: Any, before: dict[int, int]) -> bool:
-    """Whether a step that failed has written nothing; states that it had begun to make are gone then."""
+    """Return whether a failed step has written nothing, and remove states that it had begun to make."""
     if not type(optimizer).__module__.startswith("torch.optim"):
         return False  # kernels of others do not count what they write
     if any(before.get(each, version) != version for each, version in versions(optimizer).items()):
@@ -196,11 +196,11 @@ def is_untouched(optimizer: Any, before: dict[int, int]) -> bool:
 
 
 DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}
-"""torch's types of them."""
+"""torch's types by the names of precisions."""
 
 
 def check_precision(precision: str) -> None:
-    """Refuse what DeepSpeed does not train on this device.
+    """Refuse a precision that DeepSpeed does not train on this device.
 
     Raises:
         RequestError: with what it does.

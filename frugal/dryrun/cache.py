@@ -26,7 +26,7 @@ T = TypeVar("T")
 
 _ROOT = Path(__file__).parents[1]
 LIMIT_BYTES = 512 * MIB
-"""Of all profiles; see `frugal.files`. A plan of a large model takes some MiB."""
+"""The size limit of all profiles; see `frugal.files`. A plan of a large model takes some MiB."""
 
 
 class Cache:

@@ -1,4 +1,4 @@
-"""From settings to a plan: one that was made before, or a new one."""
+"""Settings to a plan: one from the cache, or a new one."""
 
 import logging
 import os

@@ -90,7 +90,6 @@ def _dry_run(
     micro_steps: tuple[int, int],
     rank: int,
 ) -> DryRun:
-    """One attempt."""
     kind, world_size, micro_batch = tracker.kind, batch.world_size, batch.largest_micro_batch
     side_stream = tracker.side_streams.at_work if kind == "cuda" and strategy.overlap_comm else None
     pinning = tracker.host.pinning if kind == "cuda" else None
@@ -139,7 +138,7 @@ def _train(
     micro_steps: tuple[int, int],
     seq_len: int,
 ) -> Counts:
-    """An optimizer step of each number of micro-steps; what one micro-step of the last costs."""
+    """Run an optimizer step for each number of micro-steps, and return the counts of one micro-step of the last."""
 
     def mark(phase: str) -> None:
         gc.collect()
@@ -170,7 +169,7 @@ _NO_VALUES = ("meta tensor", "Meta tensor", "meta device", "register_meta")
 
 
 def failure_in_forward(model: str, error: Exception) -> RequestError | None:
-    """What to tell the user of `model`, if `error` comes from its forward; None if it is a bug of ours."""
+    """Return an error for the user of `model` if `error` comes from its forward; None if it is our bug."""
     frames = traceback.extract_tb(error.__traceback__)
     runs = [i for i, frame in enumerate(frames) if frame.name in _RUNS_A_FORWARD]
     if not runs or _is_of("deepspeed", frames[-1]):

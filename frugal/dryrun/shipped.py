@@ -1,4 +1,4 @@
-"""Traces that come with frugal: of the presets, at their usual length, in bf16 on GPUs.
+"""Traces that are shipped with frugal: those of the presets at their usual length, in bf16 on GPUs.
 
 With them a preset is planned without building it first. They hold for the versions they were made with; with others
 the model is traced here, as any model is. `python -m frugal.dryrun.shipped [PRESET ...]` makes them again.
@@ -35,7 +35,7 @@ MODES: tuple[ActivationCheckpointing, ...] = ("off", "selective", "full", "offlo
 
 
 class Shipment(msgspec.Struct, frozen=True):
-    """What is shipped of one preset in one mode. `definition` is the preset's entry among all.
+    """The shipped traces of one preset in one mode. `definition` is the preset's entry in the table.
 
     `same`: of a question that has the same trace as another, the other one: most classes of cards share theirs.
     """
@@ -48,7 +48,7 @@ class Shipment(msgspec.Struct, frozen=True):
 
 
 def facts(request: Request) -> ModelFacts | None:
-    """What the request's model is, if that is shipped."""
+    """Return the facts of the request's model, if they are shipped."""
     is_plain = request.task is None and not request.pack and request.batch_norm is None and request.lora is None
     is_plain = is_plain and request.sequence_parallel in (None, 1)  # else it has to be tried first
     shipment = _shipment(request.model, "off") if is_plain else None
@@ -56,7 +56,7 @@ def facts(request: Request) -> ModelFacts | None:
 
 
 def trace(question: AskTrace) -> Traced | None:
-    """The answer to `question`, if it is shipped."""
+    """Return the answer to `question`, if it is shipped."""
     request = question.request
     if question.sequence_parallel > 1:
         return None
@@ -84,7 +84,7 @@ def _shipment(model: str, mode: ActivationCheckpointing) -> Shipment | None:
 
 
 def _file_name(model: str, mode: ActivationCheckpointing) -> str:
-    """One file a mode, because few modes are asked for in most plans."""
+    """Return a file's name. Each mode has its own file, because most plans need few modes."""
     return f"{model}-{mode}.json.xz"
 
 
@@ -94,7 +94,7 @@ def _definition(model: str) -> str:
 
 @functools.cache
 def _versions() -> tuple[str, ...]:
-    """Without what says for which device torch was built: it changes no trace."""
+    """Return the versions without the suffix of torch's build, which changes no trace."""
     installed = library_versions()
     return tuple(installed[name].partition("+")[0] for name in ("torch", "transformers"))
 
@@ -106,7 +106,7 @@ def _name(question: AskTrace) -> str:
 
 
 def make(model: str, mode: ActivationCheckpointing, pool: Pool) -> Shipment:
-    """The shipment of a preset in a mode, traced anew."""
+    """Trace a preset in a mode anew, and return the shipment."""
     request = Request(model=model)
     (described,) = pool.ask([AskFacts(request)])
     (checked,) = pool.ask([AskCheck(request)])

@@ -1,4 +1,4 @@
-"""`python -m frugal.dryrun.worker`: dry-runs on request, until its input ends.
+"""`python -m frugal.dryrun.worker`: a process that dry-runs on request, until its input ends.
 
 One JSON object a line comes in, one goes out. A process of its own, because a dry run gives DeepSpeed a pretended
 device, and whoever asks may want to train for real afterwards.
@@ -34,7 +34,7 @@ def main() -> None:
 
 
 def _protect_stdout() -> BinaryIO:
-    """A private copy of standard output; what libraries print goes to standard error."""
+    """Return a private copy of standard output; output of libraries goes to standard error."""
     answers = os.fdopen(os.dup(1), "wb")
     os.dup2(2, 1)
     return answers
@@ -79,7 +79,7 @@ def _spec_of(model: Request) -> Any:
 
 
 def _model_of(request: Request) -> Request:
-    """What says which model it is, whatever else the request asks for."""
+    """Return a request with only the fields that define the model."""
     return Request(
         model=request.model, task=request.task, lora=request.lora, quantize=request.quantize,
         precision=request.precision,
@@ -138,7 +138,7 @@ def _check(question: AskCheck) -> tuple[str, ...]:
 
 @functools.lru_cache(maxsize=1)
 def _built(model: Request) -> Any:
-    """The model on meta: building a large one takes longer than its trace."""
+    """Return the model on meta, cached: building a large one takes longer than its trace."""
     from frugal.deepspeed_adapter.kernels import DTYPES
     from frugal.dryrun.trace.trace import built
 

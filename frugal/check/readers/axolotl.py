@@ -15,7 +15,7 @@ _FUSED_LOSSES = ("CutCrossEntropyPlugin", "LigerPlugin")
 
 
 def read(document: Document) -> Settings:
-    """What the YAML says.
+    """Return the settings in the YAML.
 
     Raises:
         RequestError: a value is of the wrong kind.
@@ -128,7 +128,7 @@ def _packing(fields: Fields) -> None:
 
 
 def _long_samples(fields: Fields) -> None:
-    """GPUs that share samples, by its new name or its old one, and MLPs in slices."""
+    """Read how many GPUs share samples, under the new name or the old one, and whether MLPs are tiled."""
     settings = fields.settings
     shared_by = fields.whole("context_parallel_size", "sequence_parallel_degree", of="sequence_parallel") or 1
     settings.sequence_parallel = shared_by

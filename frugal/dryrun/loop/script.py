@@ -1,4 +1,4 @@
-"""What a script supplies: the step, and by the names of its parameters what makes them.
+"""A user's script: its step, and functions for the step's parameters, found by name.
 
     def model(): ...                            # made once, before the first step
     def optimizer(model): ...                   # parts may take parts
@@ -34,10 +34,11 @@ Guard = Callable[[], AbstractContextManager[Any]]
 
 
 class Script:
-    """A step, and the parts that it takes."""
+    """A step and the parts that it takes."""
 
     def __init__(self, name: str, step: Callable[..., Any], parts: Mapping[str, Any]) -> None:
-        """`name`: of the script, for people. `parts`: what makes each part, by name; may have more."""
+        """Make a script. `name`: shown in messages. `parts`: the function or value for each part, by name; may have
+        more."""
         self.name = name
         self._step = step
         self._parts = parts
@@ -46,7 +47,7 @@ class Script:
 
     @classmethod
     def load(cls, reference: str) -> "Script":
-        """The script behind `FILE.py:STEP`, whose module is run.
+        """Import the script of `FILE.py:STEP`.
 
         Raises:
             RequestError: it cannot be imported.
@@ -55,7 +56,7 @@ class Script:
         return cls(Path(reference.rpartition(":")[0]).name, step, inspect.unwrap(step).__globals__)
 
     def prepare(self) -> dict[str, Any]:
-        """Make every part but the batch; the parts.
+        """Make and return every part but the batch.
 
         Raises:
             RequestError: one is missing, or cannot be made.
@@ -70,7 +71,7 @@ class Script:
     def run(
         self, num_steps: int, before_each: Callable[[], None] = lambda: None, batching: Guard = nullcontext
     ) -> None:
-        """All steps. `batching`: entered where a batch is made."""
+        """Run all steps. `batching`: a context in which batches are made."""
         takes_batch = BATCH in self._wanted(self._step)
         for _ in range(num_steps):
             before_each()
@@ -107,7 +108,7 @@ class Script:
             self._making.pop()
 
     def _wanted(self, function: Callable[..., Any]) -> list[str]:
-        """Names of a function's parameters to fill: those that have no default, or that the script has a part for."""
+        """Return the names of a function's parameters without a default."""
         kinds = (inspect.Parameter.POSITIONAL_OR_KEYWORD, inspect.Parameter.KEYWORD_ONLY)
         return [
             parameter.name
@@ -137,7 +138,7 @@ _SHOWN_FRAMES = 3
 
 @contextmanager
 def failures(script: str, part: str) -> Iterator[None]:
-    """What a user's code raises inside the `with` block is said in one message, with the lines of it.
+    """Turn errors of a user's code inside the `with` block into one message with the lines that failed.
 
     Raises:
         RequestError: it failed. What is a bug of ours passes as it is.
@@ -168,7 +169,7 @@ def _hint(error: BaseException) -> str | None:
 
 
 def _lines_of(frames: list[traceback.FrameSummary]) -> list[str]:
-    """The innermost lines of the user's own code."""
+    """Return the innermost lines of the user's own code."""
     packages = [package_folder(name) for name in ("torch", "frugal", "deepspeed", "transformers")]
     own = [
         frame

@@ -1,4 +1,4 @@
-"""The model's step alone on meta tensors: no DeepSpeed, no optimizer, gradients dropped as soon as they are whole.
+"""The model's step alone on meta tensors: no DeepSpeed, no optimizer, gradients dropped as soon as they are complete.
 
 What DeepSpeed does with the gradients is added by arithmetic (`frugal.deepspeed_adapter.simulate`), for any stage and
 world size. `import deepspeed` alone takes as long as all traces of a model.
@@ -56,7 +56,7 @@ USED_OUTSIDE = "a parameter is used while its module does not run"
 
 
 class Recorder(Tracker):
-    """A tracker that also marks when gradients are whole."""
+    """A tracker that also marks when gradients are complete."""
 
     def __init__(self, kind: DeviceKind, capability: Capability = ASSUMED_CAPABILITY) -> None:
         super().__init__(kind, capability=capability)
@@ -72,19 +72,19 @@ class Recorder(Tracker):
         self.uses_at_rest = False
 
     def mark(self, phase: str) -> None:
-        """From now on it is `phase`."""
+        """Begin `phase`."""
         super().mark(phase)
         self.marks.append([])
 
     def execute(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        """What the operator returns."""
+        """Return the operator's result, noting a use of parameters that no module has fetched."""
         if self.addresses_at_rest and not self.uses_at_rest:
             read = {torch_internals.address(tensor) for tensor in tensors_in(args)}
             self.uses_at_rest = not read.isdisjoint(self.addresses_at_rest)
         return super().execute(func, args, kwargs)
 
     def take_gradients(self, model: nn.Module) -> None:
-        """Mark and drop the gradient of every parameter of `model` when it is whole."""
+        """Mark and drop the gradient of every parameter of `model` when it is complete."""
         for index, parameter in enumerate(model.parameters()):
             if parameter.requires_grad:
                 parameter.register_post_accumulate_grad_hook(
@@ -92,12 +92,12 @@ class Recorder(Tracker):
                 )
 
     def exchange(self, _received: Tensor, sent: Tensor) -> None:
-        """Count what a rank sends to those that share its samples."""
+        """Count the bytes that a rank sends to those that share its samples."""
         self._counted["exchanged"] += int(sent.nbytes)
         self._counted["num_exchanges"] += 1
 
     def mark_layers(self, layers: Iterable[nn.Module]) -> None:
-        """Mark when each of them begins in forward."""
+        """Mark the beginning of each layer in forward."""
         for number, layer in enumerate(layers):
             layer.register_forward_pre_hook(lambda *_, number=number: self._begins(number))
 
@@ -107,7 +107,7 @@ class Recorder(Tracker):
             self.counts_at.setdefault((MarkKind.LAYER, number), self.counts)
 
     def run_layer(self, number: int, layer: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-        """What a layer returns; mark its beginning and end where backward runs it again."""
+        """Run a layer; mark its beginning and end where backward runs it again."""
         if self.phase != BACKWARD:
             return layer(*args, **kwargs)
         self.add_mark(MarkKind.LAYER_AGAIN, number, -1)
@@ -125,16 +125,16 @@ class Recorder(Tracker):
 
     @property
     def num_marks(self) -> int:
-        """Of this phase."""
+        """Return the number of marks in this phase."""
         return len(self.marks[-1])
 
     def add_mark(self, kind: MarkKind, number: int, storage: int) -> None:
-        """Mark what happens now, see `Mark`."""
+        """Add a mark at the present event, see `Mark`."""
         self.marks[-1].append(Mark(len(self._timeline.events), kind, number, storage))
 
 
 def built(build: Callable[[], nn.Module]) -> tuple[nn.Module, int]:
-    """A model on meta, and the peak of its storages while it was built, bytes."""
+    """Build a model on meta, and return it with the peak of its storages meanwhile, in bytes."""
     with Tracker("cuda") as tracker:
         model = build()
     return model, tracker.host.most_waiting_bytes
@@ -156,7 +156,7 @@ def trace(
     alike: set[Capability] | None = None,
     layer_modes: Sequence[tuple[LayerMode, int]] = (),
 ) -> ModelTrace:
-    """One micro-step of `model`, which is on meta and is not changed.
+    """Trace one micro-step of `model`, which is on meta and is not changed.
 
     `sequence_parallel`: ranks that share each sample; it is one of them that is traced.
     `building_bytes`: the peak while it was built, see `built`; None: no more than it has in the end.
@@ -203,7 +203,7 @@ def trace(
 
 @dataclass(frozen=True)
 class _Mode:
-    """What is traced, apart from the model and the micro-batch."""
+    """The settings of a trace, apart from the model and the micro-batch."""
 
     objective: Objective
     seq_len: int
@@ -233,7 +233,7 @@ class _Recorded:
 
 
 def _fitted(first: _Recorded, second: _Recorded) -> tuple[Timeline, Marks]:
-    """Stream and marks for every micro-batch, through those at `MICRO_BATCHES`.
+    """Return stream and marks for every micro-batch, fitted to those at `MICRO_BATCHES`.
 
     Raises:
         NotAffineError: they are not the same stream.
@@ -245,7 +245,7 @@ def _fitted(first: _Recorded, second: _Recorded) -> tuple[Timeline, Marks]:
 
 
 def _whole(model: nn.Module, mode: _Mode) -> dict[str, Any]:
-    """What a `ModelTrace` says of one micro-step, from traces of the whole model."""
+    """Return fields of `ModelTrace` from traces of the whole model."""
     first, second = (_record(copy.deepcopy(model), "", mode, micro_batch) for micro_batch in MICRO_BATCHES)
     stream, marks = _fitted(first, second)
     work = between(first.counts, second.counts, MICRO_BATCHES)
@@ -254,7 +254,7 @@ def _whole(model: nn.Module, mode: _Mode) -> dict[str, Any]:
 
 
 def _spliced(model: nn.Module, mode: _Mode) -> dict[str, Any] | None:
-    """The same from traces of few layers; None where they do not tell of many.
+    """Return the same fields from traces of few layers; None where they cannot stand for many.
 
     Two traces are of the same few periods of layers, as for a whole model. A third has a period more, and must be what
     splicing makes of the others: so a storage whose size depends on the number of layers is noticed.
@@ -286,19 +286,19 @@ def _spliced(model: nn.Module, mode: _Mode) -> dict[str, Any] | None:
 
 
 def _is_recorded(stream: Timeline, marks: Marks, recorded: _Recorded) -> bool:
-    """Whether this is what was recorded at the first micro-batch."""
+    """Return whether stream and marks equal a recording at the first micro-batch."""
     other = recorded.stream
     is_alike = (stream.events, stream.phases, marks) == (other.events, other.phases, recorded.marks)
     return is_alike and stream.sizes(MICRO_BATCHES[0]) == list(other.fixed)
 
 
 def _is_of_layers(model: nn.Module, repeated: "Repetition") -> bool:
-    """Whether the layers of the list are those that can be recomputed one by one."""
+    """Return whether the list's layers are those that can be recomputed one by one."""
     return list(repeated.layers) == activation_checkpointing.layers(model)
 
 
 def _of_a_period(raw: _Recorded, layers: LayerLayout) -> Counts:
-    """What one period in the middle costs: its forward, and the way from its last gradient to that of the one before.
+    """Return the counts of one period in the middle: its forward, and from its last gradient to the one before.
 
     Only called where splicing has found the periods alike.
     """
@@ -313,7 +313,8 @@ def _of_a_period(raw: _Recorded, layers: LayerLayout) -> Counts:
 
 
 def _record(model: nn.Module, layers: str, mode: _Mode, micro_batch: int) -> _Recorded:
-    """One micro-step of `model`, used up. `layers`: a list whose modules are marked, else those that can recompute."""
+    """Record one micro-step of `model`, which is used up. `layers`: a list of modules to mark; empty: those that can
+    recompute."""
     recorder = Recorder(mode.kind, mode.capability)
     marked = list(model.get_submodule(layers).children()) if layers else activation_checkpointing.layers(model)
     can_mix = marked == activation_checkpointing.layers(model)
@@ -345,7 +346,8 @@ def _record(model: nn.Module, layers: str, mode: _Mode, micro_batch: int) -> _Re
 
 
 def _micro_step(recorder: Recorder, model: nn.Module, objective: Objective, example: dict[str, Tensor]) -> None:
-    """As `Engine.accumulate` and DeepSpeed's `backward` do it, down to the scalars and to when cycles are collected."""
+    """Run a micro-step as `Engine.accumulate` and DeepSpeed's `backward` do, down to scalars and collections of
+    cycles."""
     total = torch.zeros((), dtype=torch.float64, device="meta")
     batch = {name: tensor.to("meta") for name, tensor in example.items()}
     recorder.mark(FORWARD)
@@ -369,7 +371,7 @@ _NUMBERS = {"layer_idx", "layer_id", "layer_index", "layer_number"}  # attribute
 
 @dataclass(frozen=True)
 class Repetition:
-    """A list of layers that end in whole periods of layers of the same kinds.
+    """A list of layers that ends in whole periods of layers of the same kinds.
 
     Attributes:
         path: name of the list.
@@ -385,7 +387,7 @@ class Repetition:
 
     @property
     def num_periods(self) -> int:
-        """Periods in the whole model."""
+        """Return the number of periods in the whole model."""
         return (len(self.layers) - self.first) // self.period
 
 
@@ -393,7 +395,7 @@ _known: "weakref.WeakKeyDictionary[nn.Module, Repetition | None]" = weakref.Weak
 
 
 def repetition(model: nn.Module) -> Repetition | None:
-    """The repeated layers of `model`; None where there is no list of them, or more than one, or nothing is repeated."""
+    """Return the repeated layers of `model`; None unless exactly one list of layers repeats."""
     if model not in _known:
         _known[model] = _find(model)
     return _known[model]
@@ -418,7 +420,7 @@ def _find(model: nn.Module) -> Repetition | None:
 
 
 def shortened(model: nn.Module, repeated: Repetition, num_periods: int) -> nn.Module:
-    """A copy of `model` with fewer periods, the first ones."""
+    """Return a copy of `model` with only the first `num_periods` periods."""
     parent = model.get_submodule(repeated.path.rpartition(".")[0])
     name = repeated.path.rpartition(".")[2]
     keep = repeated.first + num_periods * repeated.period
@@ -431,7 +433,7 @@ def shortened(model: nn.Module, repeated: Repetition, num_periods: int) -> nn.Mo
 
 
 def layer_layout(model: nn.Module, repeated: Repetition, num_periods: int) -> LayerLayout:
-    """Where the layers are in the shortened model; the numbers of the first period are the same in the whole one."""
+    """Return the layout of the shortened model; the numbers of the first period equal those in the whole model."""
     period = list(repeated.layers)[repeated.first : repeated.first + repeated.period]
     parameters = {id(parameter): number for number, parameter in enumerate(model.parameters())}
     modules = {id(module): number for number, module in enumerate(model.modules())}
@@ -461,14 +463,14 @@ def _is_composed(layer: nn.Module) -> bool:
 
 
 def _own_parameters_stand_together(model: nn.Module, layers: nn.ModuleList) -> bool:
-    """Whether the layers share no parameter, and follow each other in the model's order."""
+    """Return whether the layers share no parameter, and are consecutive in the model's order."""
     numbers = {id(parameter): number for number, parameter in enumerate(model.parameters())}
     own = [numbers[id(parameter)] for layer in layers for parameter in layer.parameters()]
     return bool(own) and own == list(range(own[0], own[0] + len(own)))
 
 
 def _kind(layer: nn.Module) -> tuple[Any, ...]:
-    """Equal for layers of the same modules, parameters and settings."""
+    """Return a value that is equal for layers of the same modules, parameters and settings."""
     return tuple(
         (
             name,
@@ -486,7 +488,7 @@ def _kind(layer: nn.Module) -> tuple[Any, ...]:
 
 
 def _settings(model: nn.Module, number: int, num_layers: int) -> tuple[Any, ...]:
-    """What the model's configuration says of one layer: items of lists that are as long as there are layers."""
+    """Return one layer's items of the configuration's lists that have an item for each layer."""
     config = getattr(model, "config", None)
     if config is None or not hasattr(config, "get_text_config"):
         return ()
