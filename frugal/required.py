@@ -2,8 +2,8 @@
 
 A private name may go with any release. Each stands in a table with its reason: DeepSpeed's in
 `frugal.deepspeed_adapter.contract`, torch's in `frugal.torch_internals`, transformers' in
-`frugal.training.models.transformers_internals`. Tables are checked where training and dry runs start, and all that is
-missing is said in one error, instead of an AttributeError in the middle of a step.
+`frugal.training.models.transformers_internals`. Tables are checked where training and dry runs start, and one error
+lists all missing names, instead of an AttributeError in the middle of a step.
 """
 
 import dis
@@ -30,7 +30,7 @@ class Required:
         path: of the name in it, such as `Class.method`. `Class.name` is also an attribute that the class gives its
             instances; `function:name` one that the function gives any object, a parameter, or a string such as a key.
             Empty: the module itself, which is not imported to see.
-        why: what it is for.
+        why: its purpose.
         form: of a function its parameters, such as `(self, closure)`; of anything else its `repr`. None: any.
     """
 
@@ -57,7 +57,7 @@ def verify(library: str, tested: str, table: Sequence[Required], *, title: str |
     """Refuse a version of a library that lacks a name in the table. `tested`: the version that has them all.
 
     Raises:
-        RequestError: with all that is missing.
+        RequestError: it lists the missing names.
     """
     if gaps := missing(table):
         raise RequestError(
@@ -168,7 +168,7 @@ def put(owner: Any, name: str, value: Any) -> None:
     """Set an attribute that exists already.
 
     Raises:
-        AttributeError: it is not, in the version that is installed; a plain assignment would make one nobody reads.
+        AttributeError: the installed version has none; a plain assignment would make one that nothing reads.
     """
     getattr(owner, name)
     setattr(owner, name, value)

@@ -30,9 +30,9 @@ class Check:
     """The result of a check.
 
     `verdict`: None where memory could not be checked, see `settings.refusals`. `change`: the smallest that fits, None
-    where none was looked for or none of those tried does. `plan`: what frugal would do; where there is none, `no_plan`
-    says why. `out_of_memory`: a message of torch's, and `askers` what asks for so many bytes in the dry run.
-    `seq_len_is_assumed`: no file and no flag says how long samples are.
+    if none was searched or none fits. `plan`: frugal's own; if there is none, `no_plan` gives the reason.
+    `out_of_memory`: torch's message, and `askers` the dry run's requests of that size.
+    `seq_len_is_assumed`: no file and no flag gives the length of samples.
     """
 
     settings: Settings
@@ -74,10 +74,11 @@ def check(
 ) -> Check:
     """Check what `gather` has read, on the GPUs that `hardware` describes, with the words of `frugal plan`.
 
-    `message`: that such a run was out of memory. `pool`: workers to share with others, left running at the end.
+    `message`: torch's message that such a run was out of memory. `pool`: workers to share with others, left running at
+    the end.
 
     Raises:
-        RequestError: the files, or they and the flags, say too little or contradict themselves.
+        RequestError: the files and flags are incomplete or contradict each other.
     """
     described = {name: value for name, value in hardware.items() if value is not None}
     described = _of_files(settings) | described

@@ -152,7 +152,7 @@ def _results(check: Check) -> Iterator[dict[str, Any]]:
     for deviation in check.settings.deviations:
         yield _result("evaluated-otherwise", "note", deviation.text, deviation.place or first)
     for place in check.settings.unknown:
-        yield _result("unknown-field", "note", f"`{place.key}` is not known to frugal, and passed over", place)
+        yield _result("unknown-field", "note", f"`{place.key}` is unknown to frugal, and ignored", place)
 
 
 def _result(rule: str, level: str, text: str, place: Place) -> dict[str, Any]:

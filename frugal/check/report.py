@@ -23,8 +23,8 @@ def report(check: Check) -> str:
         ["batch", *_batch(check)],
         _memory(check.verdict) if check.verdict is not None else [],
         _listed("traps", [line for finding in check.findings for line in finding_lines(finding)]),
-        _listed("evaluated otherwise than it is written", list(deviations(check))),
-        _listed("not known to frugal, and passed over", [f"{place}: {place.key}" for place in check.settings.unknown]),
+        _listed("evaluated differently than written", list(deviations(check))),
+        _listed("unknown to frugal, and ignored", [f"{place}: {place.key}" for place in check.settings.unknown]),
         _change(check),
         _plan(check),
     ]
@@ -65,7 +65,7 @@ def _what(check: Check) -> list[str]:
     if check.verdict is not None:
         request = check.verdict.subject.request
         lora = f", LoRA {request.lora}" if request.lora is not None else ""
-        assumed = " (assumed: nothing says how long they are, see --seq-len)" if check.seq_len_is_assumed else ""
+        assumed = " (assumed: no file gives their length, see --seq-len)" if check.seq_len_is_assumed else ""
         lines += [
             f"  {request.model} in {request.precision}{lora}, samples of {request.seq_len} tokens{assumed}",
             f"  {check.verdict.subject.strategy}",
@@ -89,7 +89,7 @@ def _out_of_memory(check: Check) -> list[str]:
     who += [f"GPU {message.gpu}"] if message.gpu is not None else []
     sizes = {
         "allocated": message.allocated_bytes,
-        "reserved beside": message.unallocated_bytes,
+        "reserved besides": message.unallocated_bytes,
         "free": message.free_bytes,
         "in all": message.total_bytes,
     }
@@ -98,7 +98,7 @@ def _out_of_memory(check: Check) -> list[str]:
     more = f"; {message.num_ranks} ranks have such a message" if message.num_ranks > 1 else ""
     return [
         f"out of memory, {message.place}: {', '.join(who)}",
-        f"  {format_bytes(message.requested_bytes)} were asked of the driver{where}: {said}{more}",
+        f"  {format_bytes(message.requested_bytes)} were requested from the driver{where}: {said}{more}",
         *(f"  {line}" for line in out_of_memory_lines(check)),
     ]
 
@@ -113,17 +113,17 @@ def out_of_memory_lines(check: Check) -> list[str]:
     lines = [f"the dry run of these settings has {format_bytes(live)} of live tensors at its peak"]
     if not check.askers:
         lines.append(
-            "nothing in it asks for so many bytes: other settings, longer samples or another model ran; or it was "
+            "nothing in it requests that many bytes: other settings, longer samples or another model ran; or it was "
             "loading, evaluating or saving"
         )
     for asked in check.askers[:SHOWN_ASKERS]:
         operator = asked.operator.removeprefix("aten.").removesuffix(".default")
         module = f" of {asked.module}" if asked.module else ""
-        lines.append(f"{operator}{module} in {asked.phase} asks for that, with {format_bytes(asked.live_bytes)} alive")
+        lines.append(f"{operator}{module} in {asked.phase} requests that, with {format_bytes(asked.live_bytes)} alive")
     pieces, others = message.unallocated_bytes or 0, message.others_bytes or 0
     if pieces >= message.requested_bytes:
         lines.append(
-            f"{format_bytes(pieces)} that torch had reserved were free, but in pieces: set "
+            f"{format_bytes(pieces)} that torch had reserved were free, but fragmented: set "
             "PYTORCH_CUDA_ALLOC_CONF=expandable_segments:True"
         )
     if others > verdict.memory.context + USUAL_CONTEXT_BYTES:

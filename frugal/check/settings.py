@@ -1,7 +1,7 @@
 """The settings of a configuration, with the same names for all tools, and the place of each.
 
-A reader fills `Settings` from one tool's file. What it does not know it lists (`unknown`); what it knows and frugal
-cannot do is a deviation, or a reason not to check at all (`refusals`).
+A reader fills `Settings` from one tool's file. Unknown fields are listed (`unknown`); known ones that frugal cannot
+follow are a deviation, or a reason not to check at all (`refusals`).
 """
 
 from collections.abc import Callable, Iterable, Mapping
@@ -22,7 +22,7 @@ AUTO = "auto"
 
 @dataclass(frozen=True)
 class Finding:
-    """A trap. `rule` names its kind; `error`: it does not start, or trains something else than it seems to."""
+    """A trap. `rule` names its kind; `error`: the run does not start, or does not train what it seems to."""
 
     rule: str
     level: Level
@@ -44,19 +44,19 @@ class Settings:
     """The settings of a training run. None: not given.
 
     Attributes:
-        tool: whose training script it is, in words.
+        tool: name of the tool that trains.
         micro_batch: samples of one GPU in one forward.
         accumulation_steps: forwards for one optimizer step.
-        global_batch: samples of one optimizer step, where it is said itself.
+        global_batch: samples of one optimizer step, where it is given itself.
         gpus: processes of one node.
         seq_len: tokens of the longest sample.
-        optimizer: the nearest that frugal has; deviations say what is not the same.
+        optimizer: the nearest that frugal has; deviations list the differences.
         activation_checkpointing: whether layers are recomputed.
         use_reentrant: of torch's activation checkpointing.
         tiled_loss: the logits are not held whole (Liger, chunked cross entropy).
         tiled_mlp: layers' MLPs run on a slice of the positions at a time.
         sequence_parallel: GPUs that share each sample.
-        deepspeed: its JSON as it is written, with `auto`; None: DeepSpeed is not used.
+        deepspeed: its JSON as written, with `auto`; None: DeepSpeed is not used.
         fills_auto: whether the tool replaces `auto` in DeepSpeed's JSON.
         places: where each of these was read, by name; those of DeepSpeed's JSON as `json.` and their dotted names.
         raw: further values that a trap asks for, by the tool's own names.

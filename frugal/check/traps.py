@@ -95,7 +95,7 @@ def _buckets(settings: Settings, deepspeed: Resolved, arithmetic: Arithmetic) ->
             "large-live-parameters",
             "note",
             "up to 1,000,000,000 gathered parameters stay on the GPU from the second step on: a smaller model "
-            "is there as a whole, in spite of stage 3",
+            "is kept whole, in spite of stage 3",
             settings.place("json.zero_optimization.stage3_max_live_parameters", "json.zero_optimization"),
             "lower stage3_max_live_parameters and stage3_max_reuse_distance, to 50000000",
         )
@@ -108,7 +108,7 @@ def _auto_of_nobody(settings: Settings, deepspeed: Resolved, arithmetic: Arithme
             yield Finding(
                 "auto-of-nobody",
                 "warning",
-                f"`{filled.name}` is auto, which nobody fills in here: DeepSpeed drops it, and takes its default "
+                f"`{filled.name}` is auto, which no tool fills in here: DeepSpeed drops it, and takes its default "
                 f"{filled.value}",
                 settings.place(f"json.{filled.name}"),
                 "write the number that you mean",
@@ -125,7 +125,7 @@ def _loss_scaling(settings: Settings, deepspeed: Resolved, arithmetic: Arithmeti
     if scale in (0, AUTO):
         text = (
             f"the loss scale starts at 2^{power}, and every step whose gradient overflows is skipped: the first steps "
-            "train nothing, while the schedule of the learning rate goes on in Trainer"
+            "train nothing, while Trainer's learning rate schedule advances"
         )
     else:
         text = f"a fixed loss scale of {scale}: every step whose gradient overflows is skipped"
@@ -166,7 +166,7 @@ def _wrong_options(settings: Settings, deepspeed: Resolved, arithmetic: Arithmet
         yield Finding(
             "activation-checkpointing-block",
             "warning",
-            "DeepSpeed's block `activation_checkpointing` changes nothing for models of transformers: nobody reads it",
+            "DeepSpeed's block `activation_checkpointing` has no effect: models of transformers do not read it",
             settings.place("json.activation_checkpointing"),
             "" if settings.activation_checkpointing else "set gradient_checkpointing of the trainer",
         )
@@ -175,7 +175,7 @@ def _wrong_options(settings: Settings, deepspeed: Resolved, arithmetic: Arithmet
             yield Finding(
                 "removed-block",
                 "error",
-                f"`{name}` was removed from DeepSpeed, which stops at a block that is left",
+                f"`{name}` was removed from DeepSpeed, which stops if it is still present",
                 settings.place(f"json.{name}"),
                 "take it out",
             )
@@ -214,7 +214,7 @@ def _known_faults(settings: Settings, deepspeed: Resolved, arithmetic: Arithmeti
                 "error",
                 f"DeepSpeed {version} computes wrong gradients here ({fault.thread}): {fault.what}",
                 settings.place("json.zero_optimization.stage", "json.zero_optimization"),
-                fault.remedy + (f"; mended in DeepSpeed {fault.until}" if fault.until else ""),
+                fault.remedy + (f"; fixed in DeepSpeed {fault.until}" if fault.until else ""),
             )
 
 
@@ -261,8 +261,7 @@ def _packing(settings: Settings, arithmetic: Arithmetic) -> Iterator[Finding]:
         yield Finding(
             "packing-mixes-documents",
             "warning",
-            "documents that are packed into one sample see each other: the attention that is set does not keep "
-            "them apart",
+            "documents that are packed into one sample see each other: the chosen attention does not separate them",
             settings.place("packing"),
             "use flash attention (attn_implementation: flash_attention_2), or leave packing out",
         )
@@ -297,7 +296,7 @@ def _of_trainer(settings: Settings, arithmetic: Arithmetic) -> Iterator[Finding]
         yield Finding(
             "auto-find-batch-size",
             "error",
-            "`auto_find_batch_size` makes the micro-batch smaller and leaves the accumulation as it is: the "
+            "`auto_find_batch_size` makes the micro-batch smaller and does not change the accumulation: the "
             "global batch depends on the GPU; and it does not work with DeepSpeed (transformers#29058)",
             settings.place("auto_find_batch_size"),
             "leave it out: this check says what fits",

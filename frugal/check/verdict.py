@@ -60,7 +60,7 @@ def resolved(settings: Settings, world_size: int) -> tuple[Resolved | None, Arit
         shared_by = settings.sequence_parallel
         raise RequestError(
             f"{shared_by} GPUs cannot share samples on {world_size} GPUs",
-            because=f"{settings.place('sequence_parallel')} says so, and {world_size} is no multiple of {shared_by}",
+            because=f"{settings.place('sequence_parallel')} names {shared_by}, and {world_size} is no multiple of it",
             hint=f"check on {shared_by * max(1, world_size // shared_by)}, for instance with --gpus",
         )
     if settings.deepspeed is not None:
@@ -78,7 +78,7 @@ def request_of(settings: Settings, deepspeed: Resolved | None, arithmetic: Arith
     if not settings.model:
         raise RequestError(
             "no file names the model",
-            because="memory is that of a model",
+            because="memory depends on the model",
             hint="add --model, a preset such as llama-3.1-8b, a model folder or a config.json",
         )
     clipping = settings.gradient_clipping
@@ -201,7 +201,7 @@ def hidden_size_of(settings: Settings) -> Callable[[], int | None]:
     def hidden_size() -> int | None:
         if not settings.model:
             raise RequestError(
-                "no file names the model, and its hidden size decides what auto comes to",
+                "no file names the model, and its hidden size decides the values of auto",
                 hint="add --model, a preset such as llama-3.1-8b, a model folder or a config.json",
             )
         config = _config_of(preset_of(settings.model), settings.task)
@@ -229,7 +229,7 @@ def _targets_of_peft(reference: str, task: str | None) -> tuple[str, ...]:
     if kind not in TABLE:
         raise RequestError(
             f"no file says which modules of {reference} get adapters",
-            because=f"peft has no list of its own for {kind or 'it'}",
+            because=f"peft has no default for {kind or 'it'}",
             hint="name them, or say --lora r=16,targets=all-linear",
         )
     return tuple(TABLE[kind])

@@ -1,6 +1,6 @@
 """DeepSpeed's ranks: their process group, and the object through which all their collectives go.
 
-DeepSpeed is imported by who calls, not by who imports this: a parent that starts ranks need not wait for it.
+DeepSpeed is imported when a function is called, not with this module: a parent that starts ranks need not wait for it.
 """
 
 import hashlib
@@ -36,7 +36,7 @@ def init_distributed(method: str) -> None:
     """Make the process group that torch's rendezvous `method` leads to, or stay in the one there is. Collective.
 
     Without DeepSpeed's shared-memory kernel for CPU ranks, which costs more than it saves: it is compiled when first
-    used, a process killed while loading it leaves a lock that later runs wait on for ever, and its buffers (66 MiB a
+    used, a process killed while loading it leaves a lock on which later runs wait forever, and its buffers (66 MiB a
     rank) stay in /dev/shm after the run. gloo does the same sums.
     """
     import deepspeed
@@ -89,7 +89,7 @@ class Entering:
     """A collective that a rank is about to enter.
 
     Attributes:
-        what: words that go on with names, such as "reduces gradients of".
+        what: words that names continue, such as "reduces gradients of".
         numbers: of the parameters that it takes, in an order that must be the same on all ranks.
         name_of: finds the name that belongs to a number.
     """

@@ -1,7 +1,7 @@
 """The names of DeepSpeed that frugal needs, in a table that is checked before training and before dry runs.
 
-`python -m frugal.deepspeed_adapter.contract` prints what does not hold for the DeepSpeed that is installed, names and
-sources of functions that ours repeat (`frugal.deepspeed_adapter.simulate.mirrored`): where an upgrade begins, see
+`python -m frugal.deepspeed_adapter.contract` prints the differences of the installed DeepSpeed: names, and sources of
+functions that ours repeat (`frugal.deepspeed_adapter.simulate.mirrored`): where an upgrade begins, see
 `make contract`.
 """
 
@@ -400,10 +400,10 @@ NAMES = (
 
 
 def verify() -> None:
-    """Refuse a DeepSpeed that lacks what we use of it.
+    """Refuse a DeepSpeed that lacks a name in the table.
 
     Raises:
-        RequestError: with all that is missing.
+        RequestError: it lists the missing names.
     """
     if not _is_verified():
         required.verify("deepspeed", TESTED, NAMES, title="DeepSpeed")
@@ -415,7 +415,7 @@ def _is_verified() -> bool:
 
 
 def main(arguments: list[str]) -> int:
-    """Print what does not hold, and return 1 if anything does not.
+    """Print the differences, and return 1 if there are any.
 
     `arguments`: the folder of the DeepSpeed that was tested, to show how sources differ from it; or nothing.
     """

@@ -131,7 +131,7 @@ def _partition(model: nn.Module, config: dict[str, Any], dtype: torch.dtype) -> 
 def told_of_arrivals(arrive: Callable[[Tensor], None]) -> Iterator[None]:
     """Call `arrive` with each parameter that stage 3 brings to the device, before it splits it.
 
-    For a device that is pretended, where nothing shows that a tensor came.
+    For a pretended device, where the arrival of a tensor leaves no trace.
     """
     split = Init._zero_init_param
 

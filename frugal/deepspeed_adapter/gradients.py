@@ -1,19 +1,19 @@
 """Gradients between backward and the optimizer step, where DeepSpeed 0.19.8 assumes that each parameter has one.
 
-What a parameter without a gradient is updated with:
+A parameter without a gradient is updated with the wrong one:
 
 - ZeRO-3 keeps reduced gradients in buffers that the first micro-step overwrites and later ones add to, and hands all of
   them to the optimizer. A parameter that the first micro-step does not use keeps an earlier step's.
 - An optimizer in host memory gets a gradient only in the last micro-step, and only of parameters used in it. Others
-  keep an earlier step's there, and lose what earlier micro-steps found. At ZeRO 1 and 2 their sum goes on, too.
+  keep an earlier step's there, and lose the gradients of earlier micro-steps. At ZeRO 1 and 2 their sum continues.
 
-And what meets another parameter's gradient: ZeRO-2 reduces a bucket when it is full, in the order in which gradients
+And gradients of different parameters meet: ZeRO-2 reduces a bucket when it is full, in the order in which gradients
 arrive, so where micro-batches use other parameters, or in another order, ranks add up gradients of different ones.
-`announce` has each collective say which parameters it takes, so that ranks can tell before they enter it;
-`reduce_in_order` has them reduce all gradients in one order, at the end of backward.
+`announce` makes each collective name the parameters it takes, so that ranks can compare before they enter it;
+`reduce_in_order` makes them reduce all gradients in one order, at the end of backward.
 
-`mend` makes them the sum over the micro-steps of this global batch, and zero where there is none, whoever calls the
-engine: our own step, a recovery, transformers' Trainer. It takes no memory and writes nothing where all are used.
+`mend` makes them the sum over the micro-steps of this global batch, and zero where there is none, for every caller of
+the engine: our own step, a recovery, transformers' Trainer. It takes no memory and writes nothing where all are used.
 """
 
 from typing import Any

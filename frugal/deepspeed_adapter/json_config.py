@@ -41,8 +41,8 @@ def batch_config(batch: BatchPlan) -> dict[str, Any]:
     """Return the batch's keys.
 
     Where the global batch does not divide, the three keys state the capacity of the micro-batches, because DeepSpeed
-    insists on `micro x accumulation x world = batch`; frugal's engine runs the planned sizes themselves. DeepSpeed is
-    not told of ranks that share samples: its averages over all ranks are what makes their sums exact.
+    insists on `micro x accumulation x world = batch`; frugal's engine runs the planned sizes themselves. DeepSpeed does
+    not know of ranks that share samples: its averages over all ranks make their sums exact.
     """
     return {
         "train_batch_size": batch.capacity * batch.sequence_parallel,

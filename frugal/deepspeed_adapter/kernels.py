@@ -1,12 +1,10 @@
-"""The optimizers that DeepSpeed cannot make from its JSON.
+"""Optimizers, precisions and compiled kernels.
 
-What lives on an NVMe disk while training: the folder of a run.
-
-The states of optimizers around a step that may run out of memory: made before it, and seen to be untouched.
-
-The precisions a request can name.
-
-What DeepSpeed compiles on first use: its Adam of host and device, and its asynchronous I/O.
+- Optimizers that DeepSpeed cannot make from its JSON.
+- A run's own folder on an NVMe disk.
+- Optimizer states around a step that may run out of memory: made before it, and checked to be untouched.
+- The precisions a request can name.
+- Kernels that DeepSpeed compiles on first use: its Adam of host and device, and its asynchronous I/O.
 """
 
 import fcntl
@@ -203,7 +201,7 @@ def check_precision(precision: str) -> None:
     """Refuse a precision that DeepSpeed does not train on this device.
 
     Raises:
-        RequestError: with what it does.
+        RequestError: it lists the supported ones.
     """
     device = get_accelerator()
     supported = {"fp32": True, "bf16": device.is_bf16_supported(), "fp16": device.is_fp16_supported()}
@@ -253,7 +251,7 @@ def compile_nvme_io() -> None:
 
 
 def _load(builder_name: str) -> None:
-    from torch.utils.cpp_extension import get_default_build_root  # of no use to who compiles nothing
+    from torch.utils.cpp_extension import get_default_build_root  # needed only to compile
 
     builder = get_accelerator().create_op_builder(builder_name)
     root = Path(os.environ.get("TORCH_EXTENSIONS_DIR") or get_default_build_root())
@@ -267,14 +265,14 @@ QUIET_SECONDS = 180.0
 
 
 def wait_for_compiler(lock: Path, quiet_seconds: float = QUIET_SECONDS) -> None:
-    """Return once the file `lock` is gone, or remove it where nobody compiles any more.
+    """Return once the file `lock` is gone, or remove it if no process compiles any more.
 
     While torch compiles an extension a file of that name lies in the extension's folder, and others wait for its end,
-    without a word and without a limit. A process that is killed meanwhile leaves it behind. So it is removed when no
+    silently and without a limit. A process that is killed meanwhile leaves it behind. So it is removed when no
     process here has it open, as torch has while it compiles, and nothing in its folder has changed for
     `quiet_seconds`: another host may have the same home.
     """
-    told = False
+    is_reported = False
     while lock.exists():
         with (lock.parent / _GUARD).open("w") as guard:
             fcntl.flock(guard, fcntl.LOCK_EX)  # of two ranks the second would remove the new file of the first
@@ -282,9 +280,9 @@ def wait_for_compiler(lock: Path, quiet_seconds: float = QUIET_SECONDS) -> None:
                 lock.unlink(missing_ok=True)
                 logger.warning("removed %s: the process that compiled there has ended", lock)
                 return
-        if not told:
+        if not is_reported:
             logger.warning("waiting for another process to compile %s", lock.parent)
-            told = True
+            is_reported = True
         time.sleep(0.5)
 
 
@@ -304,6 +302,6 @@ def _is_open(path: Path) -> bool:
         try:
             if any(each.path == str(path) for each in process.open_files()):
                 return True
-        except (psutil.Error, OSError):  # it has ended, or belongs to somebody else
+        except (psutil.Error, OSError):  # it has ended, or belongs to another user
             continue
     return False

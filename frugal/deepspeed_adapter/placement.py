@@ -1,7 +1,7 @@
 """The placement of parameters: each goes to where DeepSpeed's engine will have it, as soon as it has its values.
 
 Stages 0 to 2 keep parameters whole on the device. Stage 3 splits them over the ranks, on the device or the host; here
-each rank takes its part of what it has itself, or of what rank 0 has, one parameter after the other. So no rank holds
+each rank takes its part of its own copy, or of rank 0's, one parameter after the other. So no rank holds
 more of a model than its own part and one parameter.
 """
 
@@ -43,7 +43,7 @@ class Placement:
         with as_vectors([parameter]):
             self._splitting._convert_to_deepspeed_param(parameter)
             parameter.partition()  # type: ignore[attr-defined]  # DeepSpeed's
-        parameter.data = parameter.data.to(self._splitting.local_device)  # nothing is left in it but where it will be
+        parameter.data = parameter.data.to(self._splitting.local_device)  # it is empty, and only its device counts
 
     @contextmanager
     def told(self) -> Iterator[None]:

@@ -1,7 +1,7 @@
 """Models that DeepSpeed trains wrongly, or crashes on: they are refused by name, in dry runs and in training.
 
-What a module consists of is refused before its engine is made. What it does is seen where DeepSpeed's hooks see it, in
-the first forward: `tests/deepspeed_adapter/test_refusals.py` has what each of these did before it was refused.
+The structure of a module is checked before its engine is made, its behaviour in the first forward, where DeepSpeed's
+hooks run. `tests/deepspeed_adapter/test_refusals.py` shows the effect of each before it was refused.
 """
 
 from collections.abc import Callable, Iterator

@@ -1,7 +1,7 @@
 """The ZeRO stages: how the states of each, which DeepSpeed keeps under different names, are reset, updated, laid out
 and filled from a checkpoint.
 
-A stage is chosen by the plan. Names of DeepSpeed 0.19.8; one that is not there raises, nothing is done instead.
+A stage is chosen by the plan. Names of DeepSpeed 0.19.8; a missing one raises.
 
 `Zero.optimizer` is what DeepSpeed put around `Zero.inner`, torch's optimizer or one of DeepSpeed's kernels; at stage 0
 they are the same. The inner one updates flat fp32 tensors, the masters: see `checkpoint_files`.
@@ -53,7 +53,7 @@ class Zero(ABC):
         assert isinstance(self.optimizer, self._kind), f"{type(self.optimizer)} at stage {strategy.zero_stage}"
         self.inner: Any = self.optimizer if self._kind is torch.optim.Optimizer else self.optimizer.optimizer
 
-    # What there is
+    # Tensors
 
     _KEPT: ClassVar[dict[int, tuple[str, ...]]] = {}
     """Attributes of `optimizer` with tensors of its own, by category; behind them those it has when offloading."""
@@ -357,7 +357,7 @@ class Zero3(Zero):
         """Record the order of parameters in all micro-steps up to the next optimizer step, not only in the first.
 
         Small parameters, which usually stay whole, are let go while the order is recorded. The second micro-step would
-        gather all of them at once, in a buffer beside them that nobody has foreseen; the optimizer step does it one by
+        gather all of them at once, in an additional buffer that no plan contains; the optimizer step does it one by
         one as always.
         """
         if "reset_step" in vars(coordinator):  # has begun already

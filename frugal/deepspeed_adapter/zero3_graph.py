@@ -4,14 +4,13 @@ DeepSpeed puts an autograd function around every module's positional inputs and 
 begins and ends (deepspeed/runtime/zero/parameter_offload.py), and replaces `F.linear` by a function of its own
 (linear.py). Both change which tensors live how long, so a trace for ZeRO-3 runs with the same.
 
-ZeRO-3's collectives without their loops over all ranks.
+It also has ZeRO-3's collectives without their loops over all ranks: to gather parameters and to scatter gradients
+DeepSpeed makes a view for each rank and parameter, which is nothing on a device and takes minutes to dry-run for a
+thousand ranks. The functions here allocate and free the same storages in the same order as
+`partition_parameters.AllGatherCoalescedHandle.wait` and `coalesced_collectives.reduce_scatter_coalesced` of DeepSpeed
+0.19.8; a test holds them against those.
 
-To gather parameters and to scatter gradients DeepSpeed makes a view for each rank and parameter, which is nothing on
-a device and takes minutes to dry-run for a thousand ranks. The functions here allocate and free the same storages in
-the same order as `partition_parameters.AllGatherCoalescedHandle.wait` and `coalesced_collectives.
-reduce_scatter_coalesced` of DeepSpeed 0.19.8; a test holds them against those.
-
-What reads a parameter where it is split is refused: see `SplitReads`.
+Reads of a parameter while it is split are refused: see `SplitReads`.
 """
 
 import math
@@ -48,7 +47,7 @@ _AS_ONE = "frugal_gathered_as_one"
 def gather_as_one(module: nn.Module) -> None:
     """Make ZeRO-3 gather all parameters in `module` when it begins, and release them when it ends.
 
-    DeepSpeed has that for what it calls leaf modules, whose gradients it reduces in a hook of the module. Where no
+    DeepSpeed does that for its leaf modules, whose gradients it reduces in a hook of the module. Where no
     input of the module needs a gradient, torch calls that hook before the gradients are there, and backward fails.
     Those of this module are reduced like all others, each when it is whole.
     """
@@ -174,7 +173,7 @@ class _Parameters:
                 with torch_internals.without_modes():
                     parameter.data = self._at_rest[number]
                 use = self._uses.pop(number).peek()
-                if use is not None:  # somebody has it still
+                if use is not None:  # it is still referenced
                     self._holds[use[2][1]] = len(self._holds)
                     self._mark(MarkKind.HOLD, number, len(self._holds) - 1)
 

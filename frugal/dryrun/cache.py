@@ -1,7 +1,8 @@
 """Profiles on disk. The key is a digest of everything a dry run depends on, so nothing in the cache goes stale.
 
-frugal's own sources are part of it, 140 files in 3 ms. What is not used for long is removed, so that the profiles of
-old versions do not stay. A file begins with the SHA-256 of the rest, as a digit that has changed is another number.
+frugal's own sources are part of it, 140 files in 3 ms. Entries that are unused for long are removed, so that the
+profiles of old versions do not stay. A file begins with the SHA-256 of the rest, as a digit that has changed is another
+number.
 """
 
 import functools
@@ -64,7 +65,7 @@ class Cache:
         return self.folder is not None and (self.folder / f"{key}.json").is_file()
 
     def write(self, key: str, value: Any) -> None:
-        """Keep `value` under `key`. That it cannot be written is said once, and no error: the cache only saves time."""
+        """Keep `value` under `key`. A failure is reported once, and is no error: the cache only saves time."""
         if self.folder is None:
             return
         data = msgspec.json.encode(value)

@@ -1,8 +1,8 @@
 """Profiles and dry runs for planning: from the cache, or from worker processes. No torch here.
 
 Most profiles are simulated: the model's step is traced once for each way to run it, and what DeepSpeed adds is
-arithmetic. A draft is such a profile without what the allocator wastes, which takes longest to find. What the
-simulation does not cover, and models that give no trace, have no draft; they are dry-run.
+arithmetic. A draft is such a profile without the allocator's waste, which takes longest to find. Strategies that the
+simulation does not cover, and models without a trace, have no draft; they are dry-run.
 """
 
 import os
@@ -229,8 +229,8 @@ class DryRunSource:
         return digest("dry-run", self._model, self._key(), strategy, micro_batch, min(accumulation_steps, 2), world)
 
     def _loading(self, strategy: Strategy) -> Loading:
-        """Return the memory before the first step. A base of adapters is always read: nobody trains adapters around
-        random weights.
+        """Return the memory before the first step. The base of adapters is always read: training adapters around random
+        weights makes no sense.
         """
         facts = self.facts()
         weights = facts.weights

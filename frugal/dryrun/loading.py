@@ -35,7 +35,7 @@ def _taken(spec: ModelSpec, dtype: torch.dtype) -> Reading | None:
             load_weights(reader, watch.place, stored=watch.stored, finish=watch.finish, quantising_on=meta)
     except _Finished:
         return Reading(passing_bytes=watch.most_passing, keeping_bytes=watch.most_keeping)
-    except Exception:  # what is wrong with the files is said where they are needed, in words of its own
+    except Exception:  # damaged files are reported where they are needed
         return None
     return None
 
@@ -56,7 +56,7 @@ class _Host(StorageWatch):
         self.most_passing = 0  # if nothing stayed
         self.most_keeping = 0  # if all of it stayed
         self._is_reading = False  # before, the model is made, on meta for real
-        self._passing: dict[int, int] = {}  # address of what is there for a while -> bytes
+        self._passing: dict[int, int] = {}  # address of a temporary tensor -> bytes
         self._passing_bytes = 0
         self._mapped: set[int] = set()  # addresses of tensors in files, none of which is touched yet
         self._kept_bytes = 0

@@ -61,8 +61,8 @@ class Pool:
         """Return the answers in order; the questions are worked on in parallel.
 
         Raises:
-            FrugalError: what the worker found wrong with the request.
-            WorkerError: it crashed.
+            FrugalError: the request is wrong.
+            WorkerError: a worker crashed.
         """
         return list(self._threads.map(self._ask, questions))
 
@@ -118,7 +118,7 @@ def workers() -> Pool:
 def shared_workers() -> Iterator[None]:
     """Share one pool among all planning and dry runs inside the `with` block, and end it with the block.
 
-    A process takes seconds to start, and what comes after a plan asks about the same model.
+    A process takes seconds to start, and the steps after a plan concern the same model.
     """
     pool = workers()
     _shared.append(pool)

@@ -1,7 +1,7 @@
 """`python -m frugal.dryrun.worker`: a process that dry-runs on request, until its input ends.
 
 One JSON object a line comes in, one goes out. A process of its own, because a dry run gives DeepSpeed a pretended
-device, and whoever asks may want to train for real afterwards.
+device, and the caller may train for real afterwards.
 """
 
 import functools

@@ -148,8 +148,7 @@ REFUSED = {
         "  because RuntimeError: Expected all tensors to be on the same device, but found at least two devices, cuda:0 "
         "and cpu! (aten.addmm)\n"
         "  because loop.py, line 5, runs `model(batch)`\n\n"
-        "hint: a dry run moves nothing by itself: move the model and the batch to the card, as the script for a GPU "
-        "does\n",
+        "hint: a dry run moves nothing automatically: move the model and the batch to the card, as on a GPU\n",
     ),
     "raises": (
         "def helper(): return {}['n_layers']\ndef model():\n    return helper()\ndef step(model): ...\n",

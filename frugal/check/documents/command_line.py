@@ -70,7 +70,7 @@ def _words(path: Path, line: str) -> list[str]:
     try:
         return shlex.split(line, comments=True)
     except ValueError as error:
-        raise RequestError(f"{path} has a line that no shell reads", because=f"{error}: {line.strip()}") from None
+        raise RequestError(f"{path} has a line that no shell can parse", because=f"{error}: {line.strip()}") from None
 
 
 def _first(words: Sequence[str]) -> int:

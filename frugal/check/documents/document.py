@@ -80,7 +80,7 @@ def read(path: Path, tool: Tool | None = None) -> Document:
     """Read the file at `path`. `tool`: the tool it belongs to, where another file has said so.
 
     Raises:
-        RequestError: it cannot be read, is not what its name says, or no tool's file is known by its keys.
+        RequestError: it cannot be read, its content does not match its name, or no tool has such keys.
     """
     try:
         text = files.without_bom(files.read_regular(path)).decode()
@@ -115,7 +115,7 @@ def _without_duplicates(pairs: Sequence[tuple[str, Any]]) -> dict[str, Any]:
     content: dict[str, Any] = {}
     for key, value in pairs:
         if key in content:
-            raise RequestError(f"`{key}` is there twice", because="DeepSpeed refuses that, others take the last")
+            raise RequestError(f"`{key}` is given twice", because="DeepSpeed refuses that, other tools take the last")
         content[key] = value
     return content
 
@@ -143,7 +143,7 @@ def _tool_of(path: Path, keys: Iterable[str]) -> Tool:
             return tool
     raise RequestError(
         f"{path} is no configuration that frugal knows",
-        because=f"it has no key by which a file of {', '.join(NAMES.values())} is known",
+        because=f"it has no key by which a file of {', '.join(NAMES.values())} is recognised",
         hint="give the file, or the script, that starts the training",
     )
 

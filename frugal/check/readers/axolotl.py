@@ -122,7 +122,7 @@ def _packing(fields: Fields) -> None:
     if settings.packing and settings.micro_batch != 1:
         settings.deviate(
             f"a micro-batch of packed samples is one row of {settings.micro_batch} x sequence_len tokens in "
-            "axolotl; it is evaluated as so many rows, which take as much but for attention",
+            "axolotl; it is evaluated as that many rows, which take the same memory except for attention",
             settings.place("packing"),
         )
 

@@ -1,12 +1,13 @@
 """DeepSpeed's JSON: the values of its `auto` fields, its batch, and the frugal strategy that it describes.
 
-Keys and defaults are those of DeepSpeed 0.19.8 (`runtime/config.py`, `runtime/zero/config.py`). Who replaces `auto`:
+Keys and defaults are those of DeepSpeed 0.19.8 (`runtime/config.py`, `runtime/zero/config.py`). The tools that replace
+`auto`:
 
     transformers' Trainer   batch, clipping, precision, the optimizer's numbers; three sizes from the model's hidden
                             size (`integrations/deepspeed.py`, `trainer_config_process`, `trainer_config_finalize`)
     accelerate              batch from the data loader, the same three sizes (`accelerator.py`, `_prepare_deepspeed`)
-    nobody                  in `zero_optimization` DeepSpeed drops what still says `auto`, and takes its own default
-                            (`runtime/config_utils.py`); elsewhere it fails
+    no tool                 in `zero_optimization` DeepSpeed drops fields that are still `auto`, and takes its own
+                            default (`runtime/config_utils.py`); elsewhere it fails
 """
 
 from collections.abc import Callable, Mapping
@@ -70,7 +71,7 @@ class Resolved:
 
 
 def read(document: Document, settings: Settings) -> None:
-    """Keep the JSON in `settings`, with the places of its values, what is not known, and its optimizer.
+    """Keep the JSON in `settings`, with the places of its values, unknown fields, and its optimizer.
 
     Raises:
         RequestError: a part of it is no mapping.
@@ -171,7 +172,7 @@ def resolve(settings: Settings, world_size: int, hidden_size: Callable[[], int |
     """Resolve `auto` on `world_size` ranks. `hidden_size` is the model's, asked for only where `auto` needs it.
 
     Raises:
-        RequestError: a number is none, or `auto` that DeepSpeed cannot do without is filled in by nobody.
+        RequestError: a value is no number, or no tool fills in an `auto` that DeepSpeed requires.
     """
     config = settings.deepspeed or {}
     filled: list[Filled] = []
@@ -216,8 +217,8 @@ def _batch(
         if said == AUTO:
             if value is None:
                 raise RequestError(
-                    f"`{name}` in {settings.places.get(f'json.{name}', 'the DeepSpeed JSON')} is auto, and nobody "
-                    "fills it in",
+                    f"`{name}` in {settings.places.get(f'json.{name}', 'the DeepSpeed JSON')} is auto, and no "
+                    "tool fills it in",
                     because="only transformers' Trainer and accelerate replace it; DeepSpeed itself takes numbers",
                     hint="give the Trainer's arguments, too, or --micro-batch and --accumulation-steps",
                 )

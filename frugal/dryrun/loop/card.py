@@ -1,10 +1,10 @@
 """A pretended GPU for code that says `cuda`: its tensors are meta tensors that report the device `cuda:0`.
 
-`PretendedCard` sees every function of torch before it runs. It turns `cuda` into `meta` where a device is named, and
-`meta` into `cuda` where one is asked for. torch's own decisions follow from that: optimizers take their foreach and
+`PretendedCard` sees every function of torch before it runs. It replaces `cuda` by `meta` where a device is named, and
+`meta` by `cuda` where one is returned. torch's own decisions follow from that: optimizers take their foreach and
 fused forms, `GradScaler` and `torch.utils.checkpoint` work for a GPU, and nothing looks for a driver.
 
-Not seen are functions that C++ calls by itself, which work on the tensors they get.
+It does not see functions that C++ calls itself; they work on the tensors they get.
 """
 
 import sys

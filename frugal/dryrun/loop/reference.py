@@ -15,7 +15,7 @@ def names_a_step(reference: str) -> bool:
     try:
         tree = ast.parse(Path(where).expanduser().read_text())
     except (OSError, SyntaxError, ValueError):
-        return False  # whoever imports it says what is wrong
+        return False  # its import reports what is wrong
     return any(
         isinstance(node, ast.FunctionDef) and node.name == name and _num_required(node.args) > 0 for node in tree.body
     )

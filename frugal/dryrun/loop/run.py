@@ -54,7 +54,7 @@ def dry_run(
 
     `parts` has for each parameter of `step` a function that makes it, or the value itself: `model=...`,
     `optimizer=...`, `batch=...`. Functions may take other parts by name. All are called on the pretended card, where
-    `cuda` means what it means on a GPU; `batch` is called anew before every step.
+    `cuda` works as on a GPU; `batch` is called anew before every step.
 
     Args:
         step: one optimizer step of yours.

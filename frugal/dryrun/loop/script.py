@@ -5,8 +5,8 @@
     def batch(): ...                            # made anew before every step
     def step(model, optimizer, batch): ...
 
-A part is a function, which is called, or any other value, which is taken as it is. Nothing is moved to the card that
-the script does not move. Everything runs as it would in a loop
+A part is a function, which is called, or any other value, which is used directly. Only the script itself moves tensors
+to the card. Everything runs as it would in a loop
 
     for batch in ...:
         step(model, optimizer, batch)
@@ -141,7 +141,7 @@ def failures(script: str, part: str) -> Iterator[None]:
     """Turn errors of a user's code inside the `with` block into one message with the lines that failed.
 
     Raises:
-        RequestError: it failed. What is a bug of ours passes as it is.
+        RequestError: it failed. Errors that are our bug pass unchanged.
     """
     try:
         yield
@@ -160,9 +160,7 @@ def _hint(error: BaseException) -> str | None:
     if isinstance(error, (ValuesNeededError, NotImplementedError)) or any(words in text for words in _NO_VALUES):
         return _VALUES_HINT
     if "on the same device" in text:
-        return (
-            "a dry run moves nothing by itself: move the model and the batch to the card, as the script for a GPU does"
-        )
+        return "a dry run moves nothing automatically: move the model and the batch to the card, as on a GPU"
     if "not compiled with CUDA" in text:
         return "this name of torch.cuda is not pretended: leave it out of what the dry run calls"
     return None

@@ -1,6 +1,6 @@
 """`torch.cuda` for a script on a pretended card: fixed answers that need no driver.
 
-What is not here is torch's own, and says on a build without CUDA that there is none.
+Other names stay torch's own, which fail on a build without CUDA.
 """
 
 import sys

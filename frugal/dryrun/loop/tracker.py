@@ -9,8 +9,8 @@ The phases are the loop's own:
 | backward       | `backward()`                                                                     |
 | optimizer step | the end of `backward()`: unscaling, clipping, the optimizer, `zero_grad()`       |
 
-Tensors on torch's own meta device, on which models are built without memory, are told from those on the card: both
-are meta tensors here.
+Tensors on torch's own meta device, on which models are built without memory, are distinguished from those on the
+card: both are meta tensors here.
 """
 
 import sys

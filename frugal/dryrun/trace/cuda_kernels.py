@@ -1,10 +1,10 @@
 """The kernels that the target device chooses, for operators where meta tensors would choose others.
 
-Attention and dropout keep different tensors for backward, depending on the kernel. Which one CUDA chooses is told by
-`frugal.dryrun.trace.attention_choice`, what they take inside by `frugal.dryrun.trace.kernel_memory`. On CPU the flash
-kernel takes everything without dropout whose head sizes are equal (`use_flash_attention_cpp` in `sdp_utils_cpp.cpp`);
-heads of other sizes for values than for queries (multi-head latent attention) take math. No kernel but math broadcasts
-heads: fewer of them for keys need `enable_gqa`.
+Attention and dropout keep different tensors for backward, depending on the kernel.
+`frugal.dryrun.trace.attention_choice` finds the one that CUDA chooses, `frugal.dryrun.trace.kernel_memory` the memory
+that it takes inside. On CPU the flash kernel takes everything without dropout whose head sizes are equal
+(`use_flash_attention_cpp` in `sdp_utils_cpp.cpp`); heads of other sizes for values than for queries (multi-head latent
+attention) take math. No kernel but math broadcasts heads: fewer of them for keys need `enable_gqa`.
 """
 
 import math
@@ -32,7 +32,8 @@ def kernels_of(
 ) -> Iterator[None]:
     """Run attention and dropout on meta tensors with the kernels of a `kind` device inside the `with` block.
 
-    `capability`: of a `cuda` device. From `alike` those are taken that would take other kernels, or other memory.
+    `capability`: of a `cuda` device. Classes that would use other kernels, or other memory, are removed from
+    `alike`.
     """
     if kind == "cpu":
         with patch.object(F, "scaled_dot_product_attention", cpu_attention):
@@ -114,8 +115,8 @@ def _math_attention(call: AttentionCall, mask: Tensor | None, scale: float | Non
     """Run `_scaled_dot_product_attention_math` (`transformers/attention.cpp`), its sum in place as in a run without
     modes.
 
-    Half precision is computed in fp32. The second output, the probabilities in the query's type, nobody takes. Tensors
-    go in the order in which they go there.
+    Half precision is computed in fp32. The second output, the probabilities in the query's type, is never used.
+    Tensors are freed in the same order as there.
     """
     dtype = call.query.dtype
     query_, key_, value_ = call.query, call.key, call.value

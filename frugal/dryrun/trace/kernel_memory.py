@@ -20,8 +20,8 @@ aten = torch.ops.aten
 
 OUTPUTS = 0
 Steps = tuple[int, ...]
-"""In order: a positive number takes a block of so many bytes, `OUTPUTS` are the outputs, `-n` gives back the n-th
-block, counted from 1. What is not given back goes at the end of the call, last taken first."""
+"""In order: a positive number takes a block of that many bytes, `OUTPUTS` are the outputs, `-n` gives back the n-th
+block, counted from 1. The rest is freed at the end of the call, last taken first."""
 
 NO_STEPS: Steps = (OUTPUTS,)
 
@@ -36,8 +36,8 @@ def steps(
 ) -> Steps:
     """Return the allocator steps of one call on a card of this compute capability.
 
-    `any_size`: an upper bound that does not change its way with the number of samples. `resident_threads`: that the
-    card holds at once; 0: without what depends on them.
+    `any_size`: an upper bound of the same form for any number of samples. `resident_threads`: that the
+    card holds at once; 0: leave out memory that depends on them.
     """
     if operator is aten.convolution_backward.default and args[0].device.type != "cpu":
         return _convolution_backward(args, resident_threads)
@@ -186,7 +186,7 @@ def _embedding_backward(args: tuple[Any, ...], _: Capability, any_size: bool) ->
     not sorted.
 
     A partial sum takes 10 indices, or fewer at the end of equal ones: `indices / 10 + min(indices, vocabulary)` rows
-    in fp32 at most, and so many are taken whatever the indices are. Left out: some KiB of CUB's scans, and that cards
+    in fp32 at most, and that many are taken whatever the indices are. Left out: some KiB of CUB's scans, and that cards
     take less for vocabularies of a few hundred rows.
     """
     gradient, indices, vocabulary = args[:3]

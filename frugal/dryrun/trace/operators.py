@@ -1,7 +1,7 @@
 """Operators on meta tensors: computed once for every shape, and with stand-ins where results depend on data.
 
-Meta tensors have no values, so nobody can tell how many elements of a mask are set. Where a size depends on it, the
-largest one is taken, which makes the dry run an upper bound, and it says so in a note:
+Meta tensors have no values, so the number of set elements in a mask is unknown. Where a size depends on it, the
+largest one is assumed, which makes the dry run an upper bound, and a note reports it:
 
 | asked for                                | assumed                                                           |
 |------------------------------------------|-------------------------------------------------------------------|
@@ -12,7 +12,7 @@ largest one is taken, which makes the dry run an upper bound, and it says so in 
 | an integer (`.item()`)                   | the longest dimension of a batch; 1 if the model rejects that     |
 | `if` on a tensor, outside of transformers| yes; no if the model rejects that and both integers               |
 
-The last three are no upper bounds for every model; the note says what was taken.
+The last three are no upper bounds for every model; the note says what was assumed.
 
 The grouped matrix product of experts needs no assumption: its results do not depend on the routing. torch has a
 kernel for it on meta in bf16 only, and does not count its FLOPs.
@@ -22,8 +22,8 @@ would have to refuse so much. Operators on them return without reading or writin
 decide what the program does next; on those alone operators really run.
 
 `run_cached` computes an operator once for every shape. A meta kernel in Python takes a tenth of a millisecond, and the
-layers of a model repeat the same few of them. What an operator without aliasing returns depends on nothing but the
-shapes, strides and types that go in, so the second time its outputs are made from the first.
+layers of a model repeat the same few of them. The result of an operator without aliasing depends only on the shapes,
+strides and types of its inputs, so the second time its outputs are made from the first.
 """
 
 import math

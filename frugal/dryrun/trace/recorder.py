@@ -1,7 +1,7 @@
-"""Records every storage that a dry run makes, on the pretended device and on the host, and what it is for.
+"""Records every storage that a dry run makes, on the pretended device and on the host, and its purpose.
 
-At birth the category follows from the phase, the shape, and who asked for it: the model or DeepSpeed. What lives
-on past the end of a phase is looked up where its owner keeps it, and relabelled.
+At birth the category follows from the phase, the shape, and the origin: the model or DeepSpeed. A storage that outlives
+a phase is looked up where its owner keeps it, and relabelled.
 
 Meta tensors stand for the device, CPU tensors for the host. Reference cycles, which hold storages,
 are collected between phases only.
@@ -146,8 +146,8 @@ _FUSED_OPTIMIZERS = {
 class Tracker(StorageWatch):
     """The recording of one dry run in progress.
 
-    On kind `cpu` the host is the device, so everything is recorded and nothing is counted in `host`. `side_streams` are
-    to be told of work on them.
+    On kind `cpu` the host is the device, so everything is recorded and nothing is counted in `host`. `side_streams`
+    records work on side streams.
     """
 
     def __init__(
@@ -163,8 +163,8 @@ class Tracker(StorageWatch):
         """Make a tracker. `integer`: the answer to a model that reads an integer from its data; None: the longest
         dimension of a batch.
 
-        `capability`: the compute capability of a `cuda` device; `resident_threads`: that it holds at once, 0 if what
-        depends on them is not wanted; `builds_elsewhere`: the model comes to a CPU rank parameter by parameter;
+        `capability`: the compute capability of a `cuda` device; `resident_threads`: that it holds at once, 0 leaves
+        out memory that depends on them; `builds_elsewhere`: the model comes to a CPU rank parameter by parameter;
         `assumed_condition`: the answer where a model asks whether a condition on its data is true.
         """
         super().__init__()
@@ -172,9 +172,9 @@ class Tracker(StorageWatch):
         self.device_kind = kind
         self.capability = capability
         self._resident_threads = resident_threads
-        self._is_for_any_size = False  # whether the stream is to be told for other micro-batches, too
+        self._is_for_any_size = False  # whether the stream is to hold for other micro-batches, too
         self._taken: list[int] = []  # storages inside the operator that runs now; -1: gone
-        self._after: tuple[Any, kernel_memory.Steps] | None = None  # what it does once its outputs are born
+        self._after: tuple[Any, kernel_memory.Steps] | None = None  # an operator's steps after its outputs
         self.phase = INITIALISATION
         self.host = HostMemory()
         self.side_streams = SideStreams()
@@ -461,7 +461,7 @@ class Tracker(StorageWatch):
 def not_collected() -> Iterator[None]:
     """Collect cycles only between phases inside the `with` block, so that two dry runs free in the same order.
 
-    What is there before is frozen, because going through all of transformers takes longer than a phase.
+    Older objects are frozen, because going through all of transformers takes longer than a phase.
     """
     gc.freeze()
     gc.disable()

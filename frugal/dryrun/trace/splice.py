@@ -3,11 +3,11 @@
 A trace is cut at the beginning of each layer in forward and at the end of each in backward; between the cuts of two
 neighbours lies one layer's part. Where layers alternate, a period of several takes the part of one.
 
-Repeated layers do the same, so their births and deaths are the same but for whose storages they are. Two parts in the
-middle must say the same, each about itself and its neighbours: then any number of layers can stand between.
+Repeated layers do the same, so their births and deaths are equal except for the numbers of storages. Two parts in the
+middle must be equal relative to themselves and their neighbours: then any number of layers can stand between.
 
-Not seen by that: storages outside the layers whose size depends on how many there are. Who splices compares traces
-of different numbers of layers for that.
+This does not notice storages outside the layers whose size depends on the number of layers. `frugal.dryrun.trace.trace`
+compares traces of different numbers of layers for that.
 """
 
 from collections.abc import Iterator, Sequence
@@ -176,7 +176,7 @@ def _cut(items: list[PhaseBegins | Event | Mark], layout: LayerLayout) -> list[P
     gradient.
 
     Raises:
-        NotPeriodicError: they cannot be told apart.
+        NotPeriodicError: the parts cannot be distinguished.
     """
     num_periods = layout.num_periods
     begins = [-1] * num_periods  # of each period in forward, a position in `items`
@@ -211,8 +211,8 @@ def _cut(items: list[PhaseBegins | Event | Mark], layout: LayerLayout) -> list[P
 class Move:
     """The new numbers of a part that is moved by `shift` periods, where `more` periods are inserted.
 
-    A period's part speaks of itself and its neighbours, which move as it does. A part outside of the layers stays, and
-    of what it speaks of moves what is behind the repeated period.
+    A period's part refers to itself and its neighbours, which move as it does. A part outside of the layers stays; of
+    its references, those behind the repeated period move.
     """
 
     layout: LayerLayout

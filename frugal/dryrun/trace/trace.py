@@ -1,6 +1,6 @@
 """The model's step alone on meta tensors: no DeepSpeed, no optimizer, gradients dropped as soon as they are complete.
 
-What DeepSpeed does with the gradients is added by arithmetic (`frugal.deepspeed_adapter.simulate`), for any stage and
+DeepSpeed's work on the gradients is added by arithmetic (`frugal.deepspeed_adapter.simulate`), for any stage and
 world size. `import deepspeed` alone takes as long as all traces of a model.
 
 A model of many layers that are alike is traced with fewer of them, and the trace is spliced to its length.
@@ -68,7 +68,7 @@ class Recorder(Tracker):
         self._alone = True
         self.marks: list[list[Mark]] = [[]]
         self.counts_at: dict[tuple[MarkKind, int], Counts] = {}
-        self.addresses_at_rest: set[int] = set()  # ZeRO-3: storages of parameters that nobody has fetched
+        self.addresses_at_rest: set[int] = set()  # ZeRO-3: storages of parameters that no module has fetched
         self.uses_at_rest = False
 
     def mark(self, phase: str) -> None:
@@ -160,10 +160,10 @@ def trace(
 
     `sequence_parallel`: ranks that share each sample; it is one of them that is traced.
     `building_bytes`: the peak while it was built, see `built`; None: no more than it has in the end.
-    `alike`: compute capabilities, from which those are taken that would have another trace.
+    `alike`: compute capabilities; those with another trace are removed.
 
     Raises:
-        NotAffineError: its memory is no affine function of the micro-batch, or it does not run by itself.
+        NotAffineError: its memory is no affine function of the micro-batch, or it does not run alone.
         RequestError: the model cannot be trained like that.
     """
     transformers_internals.always_use()
@@ -180,7 +180,7 @@ def trace(
             recorded = (None if layer_modes else _spliced(model, mode)) or _whole(model, mode)
         except (FrugalError, NotAffineError, NotImplementedError):
             raise
-        except Exception as error:  # whatever a model trips over: a dry run knows more ways, or says what is wrong
+        except Exception as error:  # a dry run tries more ways, or reports what is wrong
             raise NotAffineError(f"the model's step alone cannot be traced: {error}") from error
     parameters = list(model.parameters())
     buffers = [*model.buffers(), *quantised.scales(model)]
@@ -274,7 +274,7 @@ def _spliced(model: nn.Module, mode: _Mode) -> dict[str, Any] | None:
         if not _is_recorded(*splice(stream, marks, layers, FEW_PERIODS + 1), longer):
             return None
         stream, marks = splice(stream, marks, layers, repeated.num_periods)
-    except Exception:  # a model may count its layers by itself; what is wrong with the whole one will be said
+    except Exception:  # a model may count its layers itself; tracing the whole one reports what is wrong
         return None
     if not _is_of_layers(model, repeated):
         marks = tuple(tuple(mark for mark in phase if mark.kind < MarkKind.LAYER) for phase in marks)
