@@ -85,7 +85,8 @@ def _gap(each: Required) -> str | None:
     for part in path.split("."):
         owner, value = value, getattr(value, _mangled(value, part), _ABSENT)
         if value is _ABSENT:
-            return None if _gives_instances(owner, _mangled(owner, part)) else f"{name} has no `{part}`"
+            is_given = isinstance(owner, type) and _mangled(owner, part) in _instance_attributes(owner)
+            return None if is_given else f"{name} has no `{part}`"
         name += f".{part}"
     if given and given not in _named(_code(value)):
         return f"{name} does not name `{given}`"
@@ -100,10 +101,6 @@ def _mangled(owner: Any, name: str) -> str:
     """Return Python's name for one with two underscores that is private to a class."""
     is_private = name.startswith("__") and not name.endswith("__") and isinstance(owner, type)
     return f"_{owner.__name__.lstrip('_')}{name}" if is_private else name
-
-
-def _gives_instances(owner: Any, name: str) -> bool:
-    return isinstance(owner, type) and name in _instance_attributes(owner)
 
 
 @functools.cache

@@ -215,11 +215,6 @@ def unregister(library: torch.library.Library) -> None:
     library._destroy()
 
 
-def clear_cublas_workspaces() -> None:
-    """Free what cuBLAS keeps in the allocator's blocks. GPUs only."""
-    torch._C._cuda_clearCublasWorkspaces()
-
-
 def default_store() -> "torch.distributed.Store":
     """Return the store of the default process group."""
     return torch.distributed.distributed_c10d._get_default_store()

@@ -108,9 +108,16 @@ def _compare_with_trainer(settings: Settings, batch: tuple[int | None, int | Non
     """Note where DeepSpeed's JSON contradicts the Trainer's arguments: transformers then stops."""
     if not settings.fills_auto:
         return
-    theirs = (("micro-batch", settings.micro_batch, batch[1]), ("accumulation", settings.accumulation_steps, batch[2]))
-    keys = {"micro-batch": "micro_batch", "accumulation": "accumulation_steps"}
-    for what, own, said in theirs:
+    theirs = (
+        ("micro-batch", settings.micro_batch, batch[1], settings.place("micro_batch")),
+        (
+            "accumulation",
+            settings.accumulation_steps,
+            batch[2],
+            settings.place("json.gradient_accumulation_steps", "accumulation_steps"),
+        ),
+    )
+    for what, own, said, place in theirs:
         if own is not None and said is not None and own != said:
             settings.findings.append(
                 Finding(
@@ -118,9 +125,7 @@ def _compare_with_trainer(settings: Settings, batch: tuple[int | None, int | Non
                     "error",
                     f"the {what} is {said} in DeepSpeed's JSON and {own} in the arguments of {settings.tool}, "
                     "which stops with `Please correct the following DeepSpeed config values`",
-                    settings.place("json.gradient_accumulation_steps", keys[what])
-                    if what == "accumulation"
-                    else settings.place(keys[what]),
+                    place,
                     "write auto into the JSON",
                 )
             )

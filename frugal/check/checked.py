@@ -80,8 +80,9 @@ def check(
     Raises:
         RequestError: the files and flags are incomplete or contradict each other.
     """
-    described = {name: value for name, value in hardware.items() if value is not None}
-    described = _of_files(settings) | described
+    of_files = {"gpus": settings.gpus, "nodes": settings.nodes}
+    given = [*of_files.items(), *hardware.items()]
+    described = {name: value for name, value in given if value is not None}
     precision = {"precision": settings.precision} if settings.precision else {}
     _, cluster, _ = understand(described | precision, calibration, unnamed)
     deepspeed, arithmetic = resolved(settings, cluster.world_size)
@@ -122,11 +123,6 @@ def _verdict(subject: Subject, source: DryRunSource, settings: Settings) -> Verd
             raise
         settings.deviate(f"evaluated with whole MLPs: {error.what}", settings.place("tiled_mlp"))
     return verdict_of(replace(subject, strategy=replace(subject.strategy, mlp="plain")), source)
-
-
-def _of_files(settings: Settings) -> dict[str, Any]:
-    named = {"gpus": settings.gpus, "nodes": settings.nodes}
-    return {name: value for name, value in named.items() if value is not None}
 
 
 def _evaluated(done: Check, request: Request, pool: Pool) -> Check:

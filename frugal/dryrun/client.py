@@ -23,7 +23,6 @@ from frugal.dryrun.messages import (
     AskDryRun,
     AskFacts,
     DryRun,
-    DryRunBreakdown,
     WarmUp,
 )
 from frugal.dryrun.pool import Pool, workers
@@ -200,19 +199,19 @@ class DryRunSource:
         """
         device = device or self._smallest
         key = self._dry_run_key(strategy, micro_batch, accumulation_steps, device)
-        breakdown = self._cache.read(key, DryRunBreakdown)
-        if breakdown is None:
+        kept = self._cache.read(key, tuple[MemoryBreakdown, tuple[str, ...]])
+        if kept is None:
             dry_runs = self.dry_runs(strategy, micro_batch, accumulation_steps)
             ranks = rank_memories(dry_runs, range(len(dry_runs)))
             memory = fullest(ranks, micro_batch, device, self._ranks_per_node, strategy.expandable_segments)
             first = max(dry_runs, key=lambda dry_run: dry_run.peak.total_bytes)
             memory = replace(memory, phase_peaks=first.timeline.phase_peaks(micro_batch))
             notes = tuple(dict.fromkeys(note for each in dry_runs for note in each.notes))
-            breakdown = DryRunBreakdown(memory.assuming(notes), notes)
-            self._cache.write(key, breakdown)
+            kept = memory.assuming(notes), notes
+            self._cache.write(key, kept)
             self._cache.write(self._kept_key(), True)
-        self.notes = breakdown.notes
-        return replace(breakdown.memory, loading=self._loading(strategy))
+        memory, self.notes = kept
+        return replace(memory, loading=self._loading(strategy))
 
     def is_known(self, strategy: Strategy, micro_batch: int, accumulation_steps: int) -> bool:
         """Return whether this dry run is in the cache, so that no worker is needed."""

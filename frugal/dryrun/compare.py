@@ -179,11 +179,3 @@ def host_bytes_per_node(predicted: Figures, cluster: Cluster) -> int:
     if cluster.devices[0].kind == "cuda":
         return predicted.host_bytes_per_node
     return max(predicted.host_bytes_per_node, predicted.peak_allocated_bytes * len(cluster.nodes[0].devices))
-
-
-def is_true(measurement: Measurement, again: Figures) -> bool:
-    """Return whether a prediction is within the tolerance of the measurement."""
-    off = error(again, measurement.measured)
-    if measurement.kind == "cpu":
-        return abs(off) <= CPU_TOLERANCE
-    return -CUDA_LOW <= off <= CUDA_TOLERANCE

@@ -11,7 +11,6 @@ import msgspec
 from frugal.config.hardware.cluster import ASSUMED_CAPABILITY, Capability, DeviceKind
 from frugal.config.request import Request
 from frugal.planning.cost import Counts
-from frugal.planning.memory.breakdown import MemoryBreakdown
 from frugal.planning.memory.timeline import ModelTrace, Peak, Timeline
 from frugal.planning.model_facts import ModelFacts
 from frugal.planning.strategy import ActivationCheckpointing, Strategy
@@ -47,13 +46,6 @@ class DryRun:
         return self.timeline.holders(self.micro_batch, category)
 
 
-class DryRunBreakdown(msgspec.Struct, frozen=True):
-    """A cached dry run: the memory of the fullest rank, and the assumptions about data."""
-
-    memory: MemoryBreakdown
-    notes: tuple[str, ...]
-
-
 class AskFacts(msgspec.Struct, frozen=True, tag="describe"):
     """A question for the facts of the request's model."""
 
@@ -70,6 +62,8 @@ class AskDryRun(msgspec.Struct, frozen=True, tag="dry_run", kw_only=True):
     """A question for the dry run of one rank under a strategy.
 
     `capability`: of a `cuda` device; `resident_threads`: that it holds at once, 0: what depends on them is left out.
+    `first_micro_steps`: micro-steps of the first optimizer step, if not as many as in the second. It only sets the
+    stage for the second, so one of them is enough where time counts: a test holds that the peaks are the same.
     `by_tensor`: whether weights come one by one, otherwise a CPU rank holds them all before they are split.
     """
 

@@ -151,23 +151,10 @@ def _trace(question: AskTrace) -> Traced:
 
     spec = _resolved(question)
     alike = set(KERNEL_CLASSES)
-    request = question.request
-    model, building_bytes = _built(_model_of(request))
+    model, building_bytes = _built(_model_of(question.request))
+    objective = spec.objective(pack=bool(question.request.pack))
     try:
-        traced = trace(
-            model,
-            spec.objective(pack=bool(question.request.pack)),
-            seq_len=question.request.seq_len,
-            kind=question.kind,
-            capability=question.capability,
-            activation_checkpointing_mode=question.activation_checkpointing,
-            loss=question.loss,
-            mlp=question.mlp,
-            zero_stage=question.zero_stage,
-            sequence_parallel=question.sequence_parallel,
-            building_bytes=building_bytes,
-            alike=alike,
-        )
+        traced = trace(model, objective, question, building_bytes=building_bytes, alike=alike)
     except NotAffineError:
         traced = None
     return Traced(trace=traced, alike=tuple(sorted(alike | {question.capability})))
@@ -182,21 +169,8 @@ def _run(question: AskDryRun) -> Any:
 
     spec = _resolved(question)
     dtype = DTYPES[question.request.precision]
-    return dry_run(
-        lambda: spec.build(dtype=dtype, device="meta"),
-        spec.objective(pack=bool(question.request.pack)),
-        question.request,
-        question.strategy,
-        micro_batch=question.micro_batch,
-        accumulation_steps=question.accumulation_steps,
-        world_size=question.world_size,
-        rank=question.rank,
-        kind=question.kind,
-        capability=question.capability,
-        resident_threads=question.resident_threads,
-        first_micro_steps=question.first_micro_steps,
-        by_tensor=question.by_tensor,
-    )
+    objective = spec.objective(pack=bool(question.request.pack))
+    return dry_run(lambda: spec.build(dtype=dtype, device="meta"), objective, question)
 
 
 if __name__ == "__main__":

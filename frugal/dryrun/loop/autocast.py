@@ -150,7 +150,8 @@ def _flat(values: Any) -> Iterator[Any]:
 def _with_float_result(operator: Any) -> Kernel:
     def kernel(*args: Any, **kwargs: Any) -> Any:
         value = args[0]
-        if _is_eligible(value) and kwargs.get("dtype") is None and not _names_a_type(args[1:]):
+        names_a_type = kwargs.get("dtype") is not None or any(isinstance(each, torch.dtype) for each in args[1:])
+        if _is_eligible(value) and not names_a_type:
             kwargs["dtype"] = torch.float32
         if operator in HALF_TO_FLOAT and is_half_to_float(value, kwargs.get("dtype")):
             return HALF_TO_FLOAT[operator](value, args[1] if len(args) > 1 else kwargs["dim"], True)
@@ -166,10 +167,6 @@ HALF_TO_FLOAT = {aten.softmax.int: aten._softmax.default, aten.log_softmax.int: 
 def is_half_to_float(value: Tensor, dtype: torch.dtype | None) -> bool:
     """Return whether CUDA has a kernel that reads `value` and writes `dtype`."""
     return value.is_meta and value.dtype == torch.float16 and dtype == torch.float32
-
-
-def _names_a_type(values: Any) -> bool:
-    return any(isinstance(value, torch.dtype) for value in values)
 
 
 def _norm(value: Tensor, p: Any = 2, dim: Any = (), keepdim: bool = False) -> Tensor:

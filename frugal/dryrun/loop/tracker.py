@@ -170,7 +170,11 @@ class LoopTracker(Tracker):
             if target is None or torch.device(target).type == "cpu":
                 return func(*args, **kwargs)
         self._refuse_two_devices(func, args)
-        if func is aten._to_copy.default and args[0].is_meta and _is_host(kwargs.get("device")):
+        if (
+            func is aten._to_copy.default
+            and args[0].is_meta
+            and torch.device(kwargs.get("device") or "meta").type == "cpu"
+        ):
             return self._copied_to_host(func, args, kwargs)
         out = super().execute(func, args, kwargs)
         if func is aten.native_dropout.default:
@@ -288,10 +292,6 @@ def kept_by_optimizer(optimizer: torch.optim.Optimizer) -> Iterator[tuple[Tensor
     for state in optimizer.state.values():
         if isinstance(state, dict):
             yield from ((value, OPTIMIZER) for value in state.values() if isinstance(value, Tensor))
-
-
-def _is_host(target: Any) -> bool:
-    return target is not None and torch.device(target).type == "cpu"
 
 
 def _asks(file: Path, frame: FrameType | None) -> bool:

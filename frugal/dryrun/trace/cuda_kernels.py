@@ -161,7 +161,8 @@ def cpu_attention(
     enable_gqa: bool = False,
 ) -> Tensor:
     """Run `F.scaled_dot_product_attention` with the kernel that a CPU chooses."""
-    needs_math = query.shape[-1] != value.shape[-1] or _broadcasts_heads(query, key, enable_gqa)
+    broadcasts_heads = not enable_gqa and query.shape[:-2] != key.shape[:-2]
+    needs_math = query.shape[-1] != value.shape[-1] or broadcasts_heads
     if dropout_p or needs_math or (attn_mask is not None and attn_mask.requires_grad):
         return _attention(query, key, value, attn_mask, dropout_p, is_causal, scale=scale, enable_gqa=enable_gqa)
     if attn_mask is not None and attn_mask.dtype == torch.bool:
@@ -169,10 +170,6 @@ def cpu_attention(
         attn_mask = torch.where(attn_mask, open_, shut)
     flash = aten._scaled_dot_product_flash_attention_for_cpu
     return flash(query, key, value, dropout_p, is_causal, attn_mask=attn_mask, scale=scale)[0]
-
-
-def _broadcasts_heads(query: Tensor, key: Tensor, enable_gqa: bool) -> bool:
-    return not enable_gqa and query.shape[:-2] != key.shape[:-2]
 
 
 def fused_dropout(input: Tensor, p: float = 0.5, training: bool = True, inplace: bool = False) -> Tensor:

@@ -49,16 +49,6 @@ def steps(
     return of_operator(args, capability, any_size)
 
 
-def peak_inside(taken: Steps) -> int:
-    """Return the most bytes that are taken besides the outputs."""
-    sizes = [step for step in taken if step > 0]
-    live = most = 0
-    for step in taken:
-        live += step if step >= 0 else -sizes[-step - 1]
-        most = max(most, live)
-    return most
-
-
 def is_on_host(operator: object, output: Tensor) -> bool:
     """Return whether CUDA's kernel makes this output on the host: the efficient attention's random seed and offset."""
     return operator is aten._scaled_dot_product_efficient_attention.default and output.dim() == 0
@@ -207,15 +197,12 @@ def _convolution_backward(args: tuple[Any, ...], resident_threads: int) -> Steps
     """Return the steps of `Convolution.cpp` and `cudnn/ConvShared.cpp`: gradients in the input's layout, then the sum
     for the bias."""
     gradient, image, with_bias = args[0], args[1], args[10][2]
-    layout = torch.channels_last if gradient.dim() == 4 and _is_channels_last(image) else torch.contiguous_format
+    is_channels_last = image.is_contiguous(memory_format=torch.channels_last) and not image.is_contiguous()
+    layout = torch.channels_last if gradient.dim() == 4 and is_channels_last else torch.contiguous_format
     copies = [] if gradient.is_contiguous(memory_format=layout) else [gradient.nbytes]
     dimensions = [d for d in range(gradient.dim()) if d != 1]
     taken = reductions.scratch(gradient, dimensions, resident_threads) if with_bias and resident_threads else ()
     return (*copies, OUTPUTS, *([-1] if copies else []), *taken)
-
-
-def _is_channels_last(tensor: Tensor) -> bool:
-    return tensor.is_contiguous(memory_format=torch.channels_last) and not tensor.is_contiguous()
 
 
 def _softmax_backward(args: tuple[Any, ...], *_: Any) -> Steps:

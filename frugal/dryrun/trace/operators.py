@@ -309,12 +309,6 @@ _known: dict[Any, tuple[_Outputs, _Cost]] = {}
 _is_pure: dict[Any, bool] = {}
 
 
-def _grouped_mm_flops(left: Tensor, right: Tensor, *args: Any, **kwargs: Any) -> int:
-    """Return the FLOPs of `(rows, inner)` with one `(inner, columns)` of `right` per group of rows, or per group along
-    `inner`."""
-    return 2 * left.numel() * right.shape[-1]
-
-
 _MORE_FLOPS: dict[Any, Callable[..., int]] = {  # what torch's own registry leaves out
     torch.ops.aten._scaled_dot_product_flash_attention_for_cpu: lambda q, k, v, *args, **kwargs: sdpa_flop_count(
         q.shape, k.shape, v.shape
@@ -322,7 +316,6 @@ _MORE_FLOPS: dict[Any, Callable[..., int]] = {  # what torch's own registry leav
     torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward: (
         lambda grad, q, k, v, *args, **kwargs: sdpa_backward_flop_count(grad.shape, q.shape, k.shape, v.shape)
     ),
-    torch.ops.aten._grouped_mm: _grouped_mm_flops,
 }
 
 

@@ -10,6 +10,7 @@ half precision over more than 2 GiB are kept.
 """
 
 from collections.abc import Iterable, Sequence
+from math import prod
 from typing import Any, NamedTuple
 
 import torch
@@ -44,7 +45,7 @@ def scratch(
     dims = _iterated(values, dimensions)
     reduced = [each for each in dims if not each.out_stride]
     kept = [each for each in dims if each.out_stride]
-    outputs, inputs = _product(kept), _product(reduced)
+    outputs, inputs = prod(each.size for each in kept), prod(each.size for each in reduced)
     vector = 8 if element_bytes == 2 and wide else 4
     in_one_piece = not kept or (bool(reduced) and reduced[0].in_stride < kept[0].in_stride)
     across, down, out_vector = (inputs, outputs, 1) if in_one_piece else (outputs, inputs, 1)
@@ -142,13 +143,6 @@ def _block(across: int, down: int, most: int) -> tuple[int, int]:
 def _power_of_2(number: int) -> int:
     """Return the largest power of 2 that is not above `number`."""
     return 1 << max(0, number.bit_length() - 1)
-
-
-def _product(dims: Iterable[_Dimension]) -> int:
-    product = 1
-    for each in dims:
-        product *= each.size
-    return product
 
 
 def of_operator(operator: object, args: tuple[Any, ...], resident_threads: int) -> tuple[int, ...]:

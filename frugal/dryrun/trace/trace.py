@@ -12,7 +12,8 @@ import weakref
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass
-from typing import Any, Literal
+from functools import partial
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -20,6 +21,7 @@ from torch import Tensor, nn
 from frugal import torch_internals
 from frugal.config.hardware.cluster import ASSUMED_CAPABILITY, Capability, DeviceKind
 from frugal.deepspeed_adapter import zero3_graph
+from frugal.dryrun.messages import AskTrace
 from frugal.dryrun.trace.cuda_kernels import kernels_of
 from frugal.dryrun.trace.recorder import Tracker, not_collected
 from frugal.dryrun.trace.splice import LayerLayout, splice
@@ -40,7 +42,7 @@ from frugal.planning.memory.timeline import (
     Timeline,
     TimelineBuilder,
 )
-from frugal.planning.strategy import ActivationCheckpointing, LayerMode
+from frugal.planning.strategy import LayerMode
 from frugal.torch_internals import tensors_in
 from frugal.training.models import activation_checkpointing, tiled_loss, transformers_internals
 from frugal.training.models.loading import quantised
@@ -143,22 +145,15 @@ def built(build: Callable[[], nn.Module]) -> tuple[nn.Module, int]:
 def trace(
     model: nn.Module,
     objective: Objective,
+    asked: AskTrace,
     *,
-    seq_len: int,
-    kind: DeviceKind,
-    capability: Capability = ASSUMED_CAPABILITY,
-    activation_checkpointing_mode: ActivationCheckpointing,
-    loss: Literal["plain", "tiled"],
-    zero_stage: int,
-    sequence_parallel: int = 1,
-    mlp: Literal["plain", "tiled"] = "plain",
     building_bytes: int | None = None,
     alike: set[Capability] | None = None,
     layer_modes: Sequence[tuple[LayerMode, int]] = (),
 ) -> ModelTrace:
     """Trace one micro-step of `model`, which is on meta and is not changed.
 
-    `sequence_parallel`: ranks that share each sample; it is one of them that is traced.
+    `asked`: the way to run it; of ranks that share each sample one is traced.
     `building_bytes`: the peak while it was built, see `built`; None: no more than it has in the end.
     `alike`: compute capabilities; those with another trace are removed.
 
@@ -167,17 +162,15 @@ def trace(
         RequestError: the model cannot be trained like that.
     """
     transformers_internals.always_use()
-    mode = _Mode(
-        parts_of(objective, sequence_parallel, 0), seq_len, kind, capability, activation_checkpointing_mode, loss,
-        mlp, zero_stage == 3, layer_modes, sequence_parallel,
-    )  # fmt: skip
+    is_zero3 = asked.zero_stage == 3
+    record = partial(_record, asked, parts_of(objective, asked.sequence_parallel, 0), layer_modes)
     with (
-        kernels_of(kind, capability, alike),
-        zero3_graph.linear_of_zero3() if mode.is_zero3 else nullcontext(),
+        kernels_of(asked.kind, asked.capability, alike),
+        zero3_graph.linear_of_zero3() if is_zero3 else nullcontext(),
         not_collected(),
     ):
         try:
-            recorded = (None if layer_modes else _spliced(model, mode)) or _whole(model, mode)
+            recorded = (None if layer_modes else _spliced(model, record)) or _whole(model, record)
         except (FrugalError, NotAffineError, NotImplementedError):
             raise
         except Exception as error:  # a dry run tries more ways, or reports what is wrong
@@ -188,7 +181,7 @@ def trace(
     trained = {parameter.element_size() for parameter in parameters if parameter.requires_grad}
     return ModelTrace(
         **recorded,
-        own_parameters=zero3_graph.parameters_of_modules(model, within=False) if mode.is_zero3 else (),
+        own_parameters=zero3_graph.parameters_of_modules(model, within=False) if is_zero3 else (),
         parameters_within=zero3_graph.parameters_of_modules(model, within=True)
         if recorded.get("gathered_as_one")
         else (),
@@ -199,22 +192,6 @@ def trace(
         buffer_bytes=tuple(buffer.untyped_storage().nbytes() for buffer in buffers),
         building_bytes=building_bytes or sum(tensor.untyped_storage().nbytes() for tensor in (*parameters, *buffers)),
     )
-
-
-@dataclass(frozen=True)
-class _Mode:
-    """The settings of a trace, apart from the model and the micro-batch."""
-
-    objective: Objective
-    seq_len: int
-    kind: DeviceKind
-    capability: Capability
-    activation_checkpointing: ActivationCheckpointing
-    loss: Literal["plain", "tiled"]
-    mlp: Literal["plain", "tiled"]
-    is_zero3: bool
-    layer_modes: Sequence[tuple[LayerMode, int]] = ()
-    sequence_parallel: int = 1
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -232,6 +209,10 @@ class _Recorded:
     gathered_as_one: tuple[int, ...]
 
 
+Record = Callable[[nn.Module, str, int], _Recorded]
+"""Records a micro-step of a model, which is used up: the model, the list of its repeated layers, the micro-batch."""
+
+
 def _fitted(first: _Recorded, second: _Recorded) -> tuple[Timeline, Marks]:
     """Return stream and marks for every micro-batch, fitted to those at `MICRO_BATCHES`.
 
@@ -244,16 +225,16 @@ def _fitted(first: _Recorded, second: _Recorded) -> tuple[Timeline, Marks]:
     return stream, first.marks
 
 
-def _whole(model: nn.Module, mode: _Mode) -> dict[str, Any]:
+def _whole(model: nn.Module, record: Record) -> dict[str, Any]:
     """Return fields of `ModelTrace` from traces of the whole model."""
-    first, second = (_record(copy.deepcopy(model), "", mode, micro_batch) for micro_batch in MICRO_BATCHES)
+    first, second = (record(copy.deepcopy(model), "", micro_batch) for micro_batch in MICRO_BATCHES)
     stream, marks = _fitted(first, second)
     work = between(first.counts, second.counts, MICRO_BATCHES)
     as_one = first.gathered_as_one
     return {"stream": stream, "marks": marks, "work": work, "notes": first.notes, "gathered_as_one": as_one}
 
 
-def _spliced(model: nn.Module, mode: _Mode) -> dict[str, Any] | None:
+def _spliced(model: nn.Module, record: Record) -> dict[str, Any] | None:
     """Return the same fields from traces of few layers; None where they cannot stand for many.
 
     Two traces are of the same few periods of layers, as for a whole model. A third has a period more, and must be what
@@ -265,7 +246,7 @@ def _spliced(model: nn.Module, mode: _Mode) -> dict[str, Any] | None:
     layers = layer_layout(model, repeated, FEW_PERIODS)
 
     def recorded(num_periods: int, micro_batch: int) -> _Recorded:
-        return _record(shortened(model, repeated, num_periods), repeated.path, mode, micro_batch)
+        return record(shortened(model, repeated, num_periods), repeated.path, micro_batch)
 
     try:
         first, second = (recorded(FEW_PERIODS, micro_batch) for micro_batch in MICRO_BATCHES)
@@ -276,7 +257,7 @@ def _spliced(model: nn.Module, mode: _Mode) -> dict[str, Any] | None:
         stream, marks = splice(stream, marks, layers, repeated.num_periods)
     except Exception:  # a model may count its layers itself; tracing the whole one reports what is wrong
         return None
-    if not _is_of_layers(model, repeated):
+    if list(repeated.layers) != activation_checkpointing.layers(model):  # those that can be recomputed one by one
         marks = tuple(tuple(mark for mark in phase if mark.kind < MarkKind.LAYER) for phase in marks)
     more = repeated.num_periods - FEW_PERIODS
     counts = [each.counts.plus(_of_a_period(each, layers), more) for each in (first, second)]
@@ -290,11 +271,6 @@ def _is_recorded(stream: Timeline, marks: Marks, recorded: _Recorded) -> bool:
     other = recorded.stream
     is_alike = (stream.events, stream.phases, marks) == (other.events, other.phases, recorded.marks)
     return is_alike and stream.sizes(MICRO_BATCHES[0]) == list(other.fixed)
-
-
-def _is_of_layers(model: nn.Module, repeated: "Repetition") -> bool:
-    """Return whether the list's layers are those that can be recomputed one by one."""
-    return list(repeated.layers) == activation_checkpointing.layers(model)
 
 
 def _of_a_period(raw: _Recorded, layers: LayerLayout) -> Counts:
@@ -312,36 +288,43 @@ def _of_a_period(raw: _Recorded, layers: LayerLayout) -> Counts:
     return begins[1].minus(begins[0]).plus(ends[1].minus(ends[0]))
 
 
-def _record(model: nn.Module, layers: str, mode: _Mode, micro_batch: int) -> _Recorded:
+def _record(
+    asked: AskTrace,
+    objective: Objective,
+    layer_modes: Sequence[tuple[LayerMode, int]],
+    model: nn.Module,
+    layers: str,
+    micro_batch: int,
+) -> _Recorded:
     """Record one micro-step of `model`, which is used up. `layers`: a list of modules to mark; empty: those that can
     recompute."""
-    recorder = Recorder(mode.kind, mode.capability)
+    recorder = Recorder(asked.kind, asked.capability)
     marked = list(model.get_submodule(layers).children()) if layers else activation_checkpointing.layers(model)
     can_mix = marked == activation_checkpointing.layers(model)
     watch = recorder.run_layer if can_mix else None
-    activation_checkpointing.apply(model, mode.activation_checkpointing, mode.layer_modes, watch=watch)
-    if mode.sequence_parallel > 1:
-        attention.apply(model, attention.Split(mode.sequence_parallel, recorder.exchange))
-    if mode.loss == "tiled":
+    activation_checkpointing.apply(model, asked.activation_checkpointing, layer_modes, watch=watch)
+    if asked.sequence_parallel > 1:
+        attention.apply(model, attention.Split(asked.sequence_parallel, recorder.exchange))
+    if asked.loss == "tiled":
         tiled_loss.apply(model)
-    if mode.mlp == "tiled":
+    if asked.mlp == "tiled":
         tiled_mlp.apply(model)
-    example = mode.objective.example(micro_batch, mode.seq_len)
+    example = objective.example(micro_batch, asked.request.seq_len)
     recorder.expect(example)
     recorder.watch(model)
     recorder.take_gradients(model)
     recorder.mark_layers(marked)
-    if mode.is_zero3:
+    if asked.zero_stage == 3:
         recorder.addresses_at_rest = zero3_graph.install(model, recorder.add_mark)
     with recorder:
-        _micro_step(recorder, model, mode.objective, example)
+        _micro_step(recorder, model, objective, example)
     return _Recorded(
         stream=recorder.timeline(),
         marks=tuple(map(tuple, recorder.marks)),
         counts=recorder.counts,
         counts_at=recorder.counts_at,
         notes=(*recorder.notes, *((USED_OUTSIDE,) if recorder.uses_at_rest else ())),
-        gathered_as_one=zero3_graph.gathered_as_one(model) if mode.is_zero3 else (),
+        gathered_as_one=zero3_graph.gathered_as_one(model) if asked.zero_stage == 3 else (),
     )
 
 
@@ -402,7 +385,7 @@ def repetition(model: nn.Module) -> Repetition | None:
 
 
 def _find(model: nn.Module) -> Repetition | None:
-    lists = [(path, each) for path, each in _outermost_lists(model) if len(each) >= 3 and _is_composed(each[0])]
+    lists = [(path, each) for path, each in _outermost_lists(model) if len(each) >= 3 and list(each[0].children())]
     if len(lists) != 1:
         return None
     path, layers = lists[0]
@@ -458,10 +441,6 @@ def _outermost_lists(module: nn.Module, path: str = "") -> Iterator[tuple[str, n
         yield from _outermost_lists(child, f"{path}.{name}" if path else name)
 
 
-def _is_composed(layer: nn.Module) -> bool:
-    return any(True for _ in layer.children())
-
-
 def _own_parameters_stand_together(model: nn.Module, layers: nn.ModuleList) -> bool:
     """Return whether the layers share no parameter, and are consecutive in the model's order."""
     numbers = {id(parameter): number for number, parameter in enumerate(model.parameters())}
@@ -493,8 +472,5 @@ def _settings(model: nn.Module, number: int, num_layers: int) -> tuple[Any, ...]
     if config is None or not hasattr(config, "get_text_config"):
         return ()
     values = sorted(vars(config.get_text_config()).items())
-    return tuple((key, str(value[number])) for key, value in values if _is_list(value) and len(value) == num_layers)
-
-
-def _is_list(value: Any) -> bool:
-    return isinstance(value, Sequence) and not isinstance(value, str)
+    lists = [(key, value) for key, value in values if isinstance(value, Sequence) and not isinstance(value, str)]
+    return tuple((key, str(value[number])) for key, value in lists if len(value) == num_layers)
