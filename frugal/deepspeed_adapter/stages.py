@@ -44,7 +44,7 @@ class Zero(ABC):
     """A DeepSpeed engine under the strategy it was made for."""
 
     _kind: ClassVar[type[Any]]
-    """Of `optimizer`."""
+    """The type of `optimizer`."""
 
     def __init__(self, engine: Any, strategy: Strategy) -> None:
         self.engine = engine

@@ -397,7 +397,7 @@ class DryRunSource:
 
     @property
     def _kernels(self) -> tuple[object, ...]:
-        """The traits of the devices that memory depends on, besides their size."""
+        """Return the traits of the devices that memory depends on, besides their size."""
         return self.capability, self._workspace_bytes, self._resident_threads
 
     @property

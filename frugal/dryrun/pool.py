@@ -192,7 +192,7 @@ class _Worker:
 
 
 def started(environment: dict[str, str], stderr: IO[bytes]) -> "subprocess.Popen[bytes]":
-    """The process of a worker."""
+    """Start the process of a worker."""
     return subprocess.Popen(
         [sys.executable, "-m", "frugal.dryrun.worker"],
         stdin=subprocess.PIPE,
