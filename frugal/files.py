@@ -13,7 +13,7 @@ there (`WRITTEN`), and an entry of such a name that is not in the record is move
 
 Bounded: a cache keeps at most a number of bytes, and removes entries that are unused for long. An entry is a file or a
 folder. It was last used when it was last modified, which `touch` sets. Once a day, after something was added, the least
-recently used entries beyond the limit are removed, except what was used within a day or is locked with `lock`.
+recently used entries beyond the limit are removed, except those used within a day or locked with `lock`.
 """
 
 import codecs
@@ -196,7 +196,7 @@ def written(folder: Path) -> set[str]:
 
 
 def record_written(folder: Path, names: Iterable[str]) -> None:
-    """Make `names` the record of what frugal wrote in `folder`.
+    """Record `names` as those that frugal wrote in `folder`.
 
     Raises:
         OSError: it cannot be written.

@@ -89,10 +89,10 @@ FUSED_CHECKS = ("torch.optim.adam._device_dtype_check_for_fused", "torch.optim.s
 """Functions that refuse fused optimizers on devices without a fused kernel."""
 
 without_modes: Callable[[], AbstractContextManager[Any]] = torch.utils._python_dispatch._disable_current_modes
-"""No `TorchDispatchMode` is active inside the `with` block."""
+"""A context in which no `TorchDispatchMode` is active."""
 
 without_dispatch: Callable[[], AbstractContextManager[Any]] = torch._C._DisableTorchDispatch
-"""Operators reach no `TorchDispatchMode` inside the `with` block: the cheapest way past one."""
+"""A context in which operators reach no `TorchDispatchMode`: the cheapest way past one."""
 
 
 _OUT_OF_MEMORY = ("out of memory", "can't allocate memory", "CUBLAS_STATUS_ALLOC_FAILED", "Failed to CUDA calloc")
@@ -165,12 +165,12 @@ def counting_versions() -> AbstractContextManager[Any]:
 
 
 def set_allocator_settings(text: str) -> None:
-    """Tell the caching allocator of GPUs what `PYTORCH_ALLOC_CONF` would, for segments to come."""
+    """Apply settings of `PYTORCH_ALLOC_CONF` to the caching allocator of GPUs, for segments to come."""
     torch._C._accelerator_setAllocatorSettings(text)
 
 
 def record_memory_history(device: torch.device) -> None:
-    """Have the caching allocator of a GPU remember from now on every block, and who asked for it."""
+    """Start recording every block of a GPU's caching allocator, with the stack that requested it."""
     torch.cuda.memory._record_memory_history("all", context="alloc", stacks="python", device=device, clear_history=True)
 
 
@@ -180,10 +180,10 @@ def memory_history(device: torch.device) -> list[dict[str, Any]]:
 
 
 AUTOCAST = "AutocastCUDA"
-"""The dispatch key of what `torch.autocast("cuda")` does."""
+"""The dispatch key of the kernels of `torch.autocast("cuda")`."""
 
 without_functions: Callable[[], AbstractContextManager[Any]] = torch._C.DisableTorchFunction
-"""No `TorchFunctionMode` sees what is called inside the `with` block."""
+"""A context in which no `TorchFunctionMode` sees calls."""
 
 DEVICE_CONTEXT = torch.utils._device.DeviceContext
 """The mode behind `with torch.device(...)` and `torch.set_default_device`."""

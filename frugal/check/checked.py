@@ -72,7 +72,7 @@ def check(
     message: OutOfMemoryMessage | None = None,
     pool: Pool | None = None,
 ) -> Check:
-    """Check what `gather` has read, on the GPUs that `hardware` describes, with the words of `frugal plan`.
+    """Check the settings from `gather` on the GPUs that `hardware` describes with the flags of `frugal plan`.
 
     `message`: torch's message that such a run was out of memory. `pool`: workers to share with others, left running at
     the end.

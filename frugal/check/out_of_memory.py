@@ -8,8 +8,8 @@ Wordings, by the version of torch that first had them:
            memory ... is allocated by PyTorch, and ... is reserved by PyTorch but unallocated.
     2.2    "capacity" spelled right; "Including non-PyTorch memory, this process has ... memory in use."
 
-torch writes `[rank3]:` before each line of a rank, torchrun's agent `[default3]:`. "Tried to allocate" is what the
-allocator asks of the driver (`get_allocation_size`, CUDACachingAllocator.cpp): a request up to 1 MiB becomes 2 MiB, up
+torch writes `[rank3]:` before each line of a rank, torchrun's agent `[default3]:`. "Tried to allocate" is the request
+to the driver (`get_allocation_size`, CUDACachingAllocator.cpp): a request up to 1 MiB becomes 2 MiB, up
 to 10 MiB 20 MiB, above that a multiple of 2 MiB. It is printed with two decimals.
 """
 
@@ -164,7 +164,7 @@ def _phase(lines: Sequence[str], prefix: str) -> str:
 class Asked:
     """Requests of a dry run that torch would print like the message's, grouped by phase, operator and kind of module.
 
-    `live_bytes`: what is alive before the one of them that finds most.
+    `live_bytes`: the most live bytes before one of them.
     """
 
     phase: str

@@ -171,7 +171,7 @@ def _change(check: Check) -> list[str]:
     if check.verdict is None or check.verdict.fits:
         return []
     if check.change is None:
-        return ["smallest change that fits", "  none of those that keep the batch and what is trained"]
+        return ["smallest change that fits", "  none that keeps the batch and what is trained"]
     change = check.change
     assert change.verdict is not None
     memory = change.verdict.memory

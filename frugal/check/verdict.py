@@ -73,7 +73,7 @@ def request_of(settings: Settings, deepspeed: Resolved | None, arithmetic: Arith
     """Return the configuration's model, samples, precision and optimizer as a request that leaves the strategy open.
 
     Raises:
-        RequestError: no file and no flag names the model, or frugal has nothing like what they say.
+        RequestError: no file and no flag names the model, or frugal has nothing like it.
     """
     if not settings.model:
         raise RequestError(

@@ -1,7 +1,7 @@
 """Runs without DeepSpeed, as far as one of frugal's dry runs matches them.
 
-    fp32        torch's optimizer on every GPU is what stage 0 is; DDP's buckets, of the gradients' size, are taken to
-                be what stage 0 makes of all gradients to average them
+    fp32        torch's optimizer on every GPU equals stage 0; DDP's buckets, of the gradients' size, are taken to be
+                the copy of all gradients that stage 0 makes to average them
     adapters    the frozen base decides: evaluated on one GPU under stage 2, as every GPU holds all of it under DDP
 
 Mixed precision over fp32 weights (autocast) is neither: it is refused.

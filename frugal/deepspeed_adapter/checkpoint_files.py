@@ -81,7 +81,7 @@ def foreign(path: Path) -> list[str]:
 
 
 def read(path: str | Path, map_location: Any = "cpu", *, mmap: bool = False) -> Any:
-    """Return what `torch.save` wrote, on the host.
+    """Return the content of a file of `torch.save`, on the host.
 
     Raises:
         pickle.UnpicklingError: there are foreign objects in it.
@@ -238,7 +238,7 @@ class CheckpointWriter(CheckpointEngine):
         self._written.append(path)
 
     def finish(self) -> list[Path]:
-        """Write what is not written yet, and return all files of this writer.
+        """Write the remaining files, and return all files of this writer.
 
         Raises:
             OSError: a file cannot be written.

@@ -77,7 +77,7 @@ def export(plan: Plan, target: Target, *, folder: str = "", make_model: str = ""
     (`frugal.training.losses.decoder_inputs.source`).
 
     Raises:
-        RequestError: the target cannot do what the plan says.
+        RequestError: the target cannot follow the plan.
     """
     check(plan, target)
     batch, strategy, task, nodes = plan.batch, plan.strategy, plan.model.task, plan.cluster.nodes

@@ -38,7 +38,7 @@ from frugal.planning.memory.timeline import MarkKind
 from frugal.required import put
 
 Marker = Callable[[MarkKind, int, int], None]
-"""Takes what happens, the number of the module or parameter, and for the holds of parameters a number of the hold."""
+"""Takes the kind of mark, the number of the module or parameter, and for a hold its number."""
 
 
 _AS_ONE = "frugal_gathered_as_one"
@@ -149,7 +149,7 @@ class _Parameters:
         self._at_rest = [parameter.data for parameter in model.parameters()]
         self.addresses_at_rest = {torch_internals.address(data) for data in self._at_rest}
         self._users: dict[int, int] = {}  # parameter -> modules that use it
-        self._uses: dict[int, Any] = {}  # parameter -> what tells whether its present memory is gone
+        self._uses: dict[int, Any] = {}  # parameter -> a finalizer of its present memory
         self._num_uses = 0
         self._holds: dict[int, int] = {}  # number of a use -> that of its hold
 

@@ -46,7 +46,7 @@ class Cache:
             return cls(None)
 
     def read(self, key: str, kind: type[T]) -> T | None:
-        """Return what was written under `key`; None if nothing was, or if the file is damaged."""
+        """Return the value under `key`; None if there is none, or if the file is damaged."""
         if self.folder is None:
             return None
         path = self.folder / f"{key}.json"
@@ -92,12 +92,12 @@ def digest(*parts: Any) -> str:
 
 
 def model_key(request: Request) -> Any:
-    """Return what a dry run of the request's model depends on, found without torch."""
+    """Return everything that a dry run of the request's model depends on, found without torch."""
     return [request.seq_len, *facts_key(request)]
 
 
 def facts_key(request: Request) -> Any:
-    """Return what the model's facts depend on; it is the same for samples of any length."""
+    """Return everything that the model's facts depend on; it is the same for samples of any length."""
     definition = [request.model, request.task, request.lora, request.quantize, _definition(request.model)]
     return [*definition, bool(request.pack), *_versions()]
 
@@ -118,7 +118,7 @@ def _versions() -> tuple[str, ...]:
 
 
 def _definition(model: str) -> str | None:
-    """Return a digest of what defines the model: its preset, its config.json and weights, its factory's source file.
+    """Return a digest of the model's definition: its preset, its config.json and weights, its factory's source file.
 
     None for a transformers model type or a hub name, whose definition comes with the versions or with the name.
     """

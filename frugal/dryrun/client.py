@@ -1,6 +1,6 @@
 """Profiles and dry runs for planning: from the cache, or from worker processes. No torch here.
 
-Most profiles are simulated: the model's step is traced once for each way to run it, and what DeepSpeed adds is
+Most profiles are simulated: the model's step is traced once for each way to run it, and DeepSpeed's part is
 arithmetic. A draft is such a profile without the allocator's waste, which takes longest to find. Strategies that the
 simulation does not cover, and models without a trace, have no draft; they are dry-run.
 """
@@ -52,7 +52,7 @@ MOST_REPLAYS = 2000
 class DryRunSource:
     """Dry runs of one request's model on one cluster. Close it, or use it as a context manager.
 
-    `notes`: what the last dry run assumed.
+    `notes`: assumptions of the last dry run.
     """
 
     def __init__(
@@ -101,7 +101,7 @@ class DryRunSource:
         self.close()
 
     def close(self) -> None:
-        """Keep what the allocator's replays have shown, and end the worker processes, unless they are shared."""
+        """Cache the results of allocator replays, and end the worker processes, unless they are shared."""
         if _number(self._replays) > self._num_kept:
             self._cache.write(self._replays_key, dict(list(self._replays.items())[-MOST_REPLAYS:]))
         if self._own_pool:
@@ -119,7 +119,7 @@ class DryRunSource:
         return source
 
     def prepare(self, strategies: Sequence[Strategy]) -> None:
-        """Find out at once what profiles of all these strategies need. Raises as `profile`."""
+        """Make everything that profiles of these strategies need, in parallel. Raises as `profile`."""
         self._drafts.prepare([strategy for strategy in strategies if strategy not in self._distrusted])
         if self._will_dry_run and not self._cache.has(self._kept_key()):
             free = (os.cpu_count() or 1) - 1  # the arithmetic has a core to itself
@@ -259,7 +259,7 @@ class DryRunSource:
         return [replace(each, timeline=with_workspaces(each.timeline, self._workspace_bytes)) for each in dry_runs]
 
     def facts(self) -> ModelFacts:
-        """Return what is known of the model before it runs. Raises as `profile`."""
+        """Return the facts of the model that are known before it runs. Raises as `profile`."""
         if self._facts is None:
             shared_by = self.request.sequence_parallel or 1
             model = facts_key(self.request)

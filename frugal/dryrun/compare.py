@@ -78,7 +78,7 @@ def as_run(plan: Plan, folder: Path) -> str | None:
 class Measurement:
     """Two real optimizer steps beside their dry run, with everything that is needed to dry-run them again.
 
-    `request.model` is the name by which `definition` is known. `command` is what measured it.
+    `request.model` is the name by which `definition` is known. `command` is the one that measured it.
     """
 
     plan_digest: str
@@ -174,7 +174,7 @@ def error(predicted: Figures, measured: Measured) -> float:
 def host_bytes_per_node(predicted: Figures, cluster: Cluster) -> int:
     """Return the predicted growth of all processes of a node together, in bytes.
 
-    On CPU ranks the device is the host: each rank grows by its live tensors. Left out: what malloc does not give back.
+    On CPU ranks the device is the host: each rank grows by its live tensors. Left out: memory that malloc keeps.
     """
     if cluster.devices[0].kind == "cuda":
         return predicted.host_bytes_per_node

@@ -29,10 +29,10 @@ class Figures:
         peak_allocated_bytes: the most in live tensors; on CUDA in the allocator's blocks, as `max_memory_allocated`.
         peak_reserved_bytes: the most in the allocator's segments where nothing limits it, as `max_memory_reserved`.
         smallest_capacity_bytes: the least memory in which the step runs: a full device gives back cached segments.
-        categories: what holds the peak; the sum is `peak_allocated_bytes`.
+        categories: bytes at the peak by category; the sum is `peak_allocated_bytes`.
         phases: the peak of each phase; the largest is `peak_allocated_bytes`.
         host_bytes_per_node: of a node with all its ranks: their tensors on the host, and their processes.
-        operator: what allocates at the peak.
+        operator: the one that allocates at the peak.
         phase: when the peak is.
     """
 

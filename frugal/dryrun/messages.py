@@ -22,7 +22,7 @@ class DryRun:
 
     `timeline` has the sizes of this `micro_batch`. `counts` are those of one micro-step. `host_bytes` is the peak of
     the rank's tensors on its host.
-    `notes`: what was assumed where memory depends on data, see `frugal.dryrun.trace.operators`.
+    `notes`: assumptions where memory depends on data, see `frugal.dryrun.trace.operators`.
     """
 
     timeline: Timeline
@@ -61,7 +61,7 @@ class AskCheck(msgspec.Struct, frozen=True, tag="check"):
 class AskDryRun(msgspec.Struct, frozen=True, tag="dry_run", kw_only=True):
     """A question for the dry run of one rank under a strategy.
 
-    `capability`: of a `cuda` device; `resident_threads`: that it holds at once, 0: what depends on them is left out.
+    `capability`: of a `cuda` device; `resident_threads`: that it holds at once, 0 leaves out their memory.
     `first_micro_steps`: micro-steps of the first optimizer step, if not as many as in the second. It only sets the
     stage for the second, so one of them is enough where time counts: a test holds that the peaks are the same.
     `by_tensor`: whether weights come one by one, otherwise a CPU rank holds them all before they are split.

@@ -1,6 +1,6 @@
 """A model given as a Python object, made into a reference that a dry run's process can resolve.
 
-A dry run has a process of its own. What can be imported there is named (`package.module:name`); a configuration is
+A dry run has a process of its own. An importable object is named (`package.module:name`); a configuration is
 written as its config.json; all else, such as a class of a notebook or a module, is kept by cloudpickle in the
 user's cache folder, where the file's name is a digest of its content. Of a module's tensors only the shapes are kept.
 """
@@ -56,7 +56,7 @@ def reference_of(model: Any, objective: "Objective | None" = None) -> str:
     if not callable(model):
         raise RequestError(
             f"`model` is {model!r}"[:200],
-            because="it must be a name or a path, a configuration of transformers, a module, or what makes one",
+            because="it must be a name, a path, a configuration of transformers, a module or a function that makes one",
         )
     name = getattr(model, "__qualname__", type(model).__name__)
     if objective is None and _is_importable(model):

@@ -1,6 +1,6 @@
 """One dry run: the training engine itself, on a pretended device, for two optimizer steps.
 
-Where the model's forward fails on the inputs of a dry run, the error says whose fault it is, and what can be done.
+Where the model's forward fails on the inputs of a dry run, the error names the cause and a remedy.
 """
 
 import gc
@@ -142,7 +142,7 @@ def failure_in_forward(model: str, error: Exception) -> RequestError | None:
     if _is_of("frugal", frames[-1]) and Path(frames[-1].filename).name not in _READ_THE_OUTPUT:
         return None
     if isinstance(error, NotImplementedError) or any(words in str(error) for words in _NO_VALUES):
-        hint = "a dry run knows shapes, not values: what depends on values has to come in with the batch"
+        hint = "a dry run knows shapes, not values: tensors that depend on values must come with the batch"
     else:
         hint = (
             "if it takes or returns something else, give a factory that returns (module, objective), for example "

@@ -163,7 +163,7 @@ def _trace(question: AskTrace) -> Traced:
 def _run(question: AskDryRun) -> Any:
     from frugal.deepspeed_adapter import contract
 
-    contract.verify()  # before modules are imported that name what may be missing
+    contract.verify()  # before modules are imported that use names that may be missing
     from frugal.deepspeed_adapter.kernels import DTYPES
     from frugal.dryrun.run import dry_run
 

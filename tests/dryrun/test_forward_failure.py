@@ -75,7 +75,7 @@ INPUTS = (
     "\n\nhint: if it takes or returns something else, give a factory that returns (module, objective), for example "
     "frugal.training.objectives.SummedLoss(loss, example=...)"
 )
-VALUES = "\n\nhint: a dry run knows shapes, not values: what depends on values has to come in with the batch"
+VALUES = "\n\nhint: a dry run knows shapes, not values: tensors that depend on values must come with the batch"
 
 
 @pytest.mark.parametrize(

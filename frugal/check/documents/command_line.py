@@ -1,7 +1,7 @@
 """The command line that starts a training script, taken out of a shell script: its flags, and those of the launcher.
 
 Read are `deepspeed`, `torchrun`, `accelerate launch` and `python`, with lines continued by a backslash, and variables
-that the script sets itself. Nothing is run: what a shell would compute (`$(nvidia-smi ...)`) is not known.
+that the script sets itself. Nothing is run: values that a shell would compute (`$(nvidia-smi ...)`) are unknown.
 """
 
 import os

@@ -1,7 +1,7 @@
 """Autocast for meta tensors, equal to that of a GPU.
 
-torch's own autocast keeps its state as ever: whether it is on, the type, the depth. What it does to an operator is
-written in C++ for tensors of a GPU only, so the same is registered here for meta tensors, at the same dispatch key. It
+torch's own autocast keeps its state as usual: whether it is on, the type, the depth. Its casts of operators' inputs
+are written in C++ for tensors of a GPU only, so they are registered here for meta tensors, at the same dispatch key. It
 runs above autograd: casts have gradients. The lists are those of torch/include/ATen/autocast_mode.h and of
 `TORCH_LIBRARY_IMPL(aten, AutocastCUDA)`; a test holds them to the installed torch.
 

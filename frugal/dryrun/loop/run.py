@@ -34,7 +34,7 @@ class LoopFigures(Figures):
     """The figures of a user's own loop. Everything is in bytes.
 
     Attributes:
-        notes: what was assumed, because it depends on data.
+        notes: assumptions about data.
     """
 
     notes: tuple[str, ...] = ()
@@ -63,7 +63,7 @@ def dry_run(
         gpus: the world size that DeepSpeed is to see.
         steps: how often `step` is called. Two show the peak of all later ones: optimizer states exist in the second.
         expandable_segments: whether `PYTORCH_ALLOC_CONF` is to say `expandable_segments:True`.
-        parts: what `step` takes.
+        parts: the arguments of `step`, by name.
 
     Raises:
         RequestError: a part is missing, or the step cannot be dry-run.

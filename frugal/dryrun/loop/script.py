@@ -11,7 +11,7 @@ to the card. Everything runs as it would in a loop
     for batch in ...:
         step(model, optimizer, batch)
 
-so the batch before lives until the next is made, and nothing holds what a step returns.
+so the batch before lives until the next is made, and nothing holds the result of a step.
 """
 
 import inspect
@@ -129,8 +129,8 @@ class Script:
 
 _NO_VALUES = ("meta tensor", "Meta tensor", "meta device", "register_meta", "no data")
 _VALUES_HINT = (
-    "a dry run knows shapes, not values: `.item()` is answered, `.tolist()` and what depends on it has to be left out "
-    "of the step, or made on the host with the batch"
+    "a dry run knows shapes, not values: `.item()` is answered; leave `.tolist()` and code that depends on it out of "
+    "the step, or run it on the host with the batch"
 )
 _OURS = (AssertionError, AttributeError, KeyError, NameError, TypeError)
 _SHOWN_FRAMES = 3
@@ -162,7 +162,7 @@ def _hint(error: BaseException) -> str | None:
     if "on the same device" in text:
         return "a dry run moves nothing automatically: move the model and the batch to the card, as on a GPU"
     if "not compiled with CUDA" in text:
-        return "this name of torch.cuda is not pretended: leave it out of what the dry run calls"
+        return "this name of torch.cuda is not available in a dry run: leave it out of the step"
     return None
 
 

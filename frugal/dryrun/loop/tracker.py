@@ -255,7 +255,7 @@ class LoopTracker(Tracker):
         """Note an assumption."""
         self._assumptions.setdefault(what, "")
 
-    # What the script may ask of the card
+    # Questions of the script to the card
 
     def empty_cache(self, *_: Any) -> None:
         """Record `torch.cuda.empty_cache`."""

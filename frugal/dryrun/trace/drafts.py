@@ -1,7 +1,7 @@
 """The traces of one request's model: from the cache, shipped, or made by worker processes. No torch here.
 
-A profile by arithmetic begins with one. Those of mixtures of modes of activation checkpointing are put together from
-those of single modes.
+A profile by arithmetic begins with one. Traces of mixtures of activation checkpointing modes are assembled from those
+of single modes.
 """
 
 from collections.abc import Sequence
@@ -22,7 +22,7 @@ MOST_MIXED = 8
 """The most traces of mixtures, and models with mixable modes, that are kept in memory."""
 
 MIXTURES: dict[str, LayerMixtures] = {}
-"""Mixtures by the key of their first trace, shared by a plan and by what might improve it."""
+"""Mixtures by the key of their first trace, shared by a plan and the search for improvements."""
 
 
 class Drafts:

@@ -66,7 +66,7 @@ def in_order(operator: object, outputs: Iterable[Tensor]) -> Iterable[Tensor]:
 def _cudnn_backward(args: tuple[Any, ...], *_: Any) -> Steps:
     """Return the steps of cudnn-frontend's `scaled_dot_product_flash_attention.h`: an fp32 gradient of q, and row sums.
 
-    Left out: what cuDNN's engine takes besides, which no emulated card knows.
+    Left out: further memory of cuDNN's engine, which no emulated card knows.
     """
     query = args[1]
     rows = query.shape[:-1].numel()
@@ -227,7 +227,7 @@ def _cumulative_sum(args: tuple[Any, ...], *_: Any) -> Steps:
 def _index(args: tuple[Any, ...], _: Capability, any_size: bool) -> Steps:
     """Return the steps of `TensorAdvancedIndexing.cpp`, `AdvancedIndex`: several indices are given the same strides.
 
-    They are of masks, some KiB in the first moments of forward, and left out of what is for any size.
+    They are of masks, some KiB in the first moments of forward, and left out for any size.
     """
     indices = [each for each in args[1] if each is not None]
     if any_size or len(indices) < 2 or any(each.dtype != torch.int64 for each in indices):

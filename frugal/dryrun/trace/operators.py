@@ -43,7 +43,7 @@ from frugal.training.measure.memory_watch import traffic
 
 aten = torch.ops.aten
 
-Result = tuple[Any, str]  # what the operator returns, and what that assumes
+Result = tuple[Any, str]  # the result of an operator, and its assumption
 
 EVERYTHING = "what a mask selects depends on data: counted as if it selected everything"
 ALL_DIFFERENT = "how many different values there are depends on data: counted as if all were different"
@@ -309,7 +309,7 @@ _known: dict[Any, tuple[_Outputs, _Cost]] = {}
 _is_pure: dict[Any, bool] = {}
 
 
-_MORE_FLOPS: dict[Any, Callable[..., int]] = {  # what torch's own registry leaves out
+_MORE_FLOPS: dict[Any, Callable[..., int]] = {  # operators that torch's own registry leaves out
     torch.ops.aten._scaled_dot_product_flash_attention_for_cpu: lambda q, k, v, *args, **kwargs: sdpa_flop_count(
         q.shape, k.shape, v.shape
     ),

@@ -71,7 +71,7 @@ _TRANSPARENT = (
 )
 """Code that runs operators for its caller. The packages' own folders count: a model may lie in any folder, even in one
 named `deepspeed` or `torch`."""
-assert all(place.exists() for place in _TRANSPARENT), "DeepSpeed has moved what runs operators for others"
+assert all(place.exists() for place in _TRANSPARENT), "DeepSpeed has moved code that runs operators for others"
 
 _asker_of_code: dict[Any, str | None] = {torch_internals.RUN_BACKWARD: AUTOGRAD}
 
@@ -187,7 +187,7 @@ class Tracker(StorageWatch):
         self._model: nn.Module | None = None
         self._running: list[str] = [""]  # names of the modules that run now, innermost last
         self._own_metadata = False
-        self._assumptions: dict[str, str] = {}  # what is assumed -> the first module that makes it necessary
+        self._assumptions: dict[str, str] = {}  # an assumption -> the first module that needs it
         self._integer = integer
         self.was_asked_for_integers = False
         self._assumed_condition = assumed_condition
@@ -206,7 +206,7 @@ class Tracker(StorageWatch):
         super().__exit__(*exception)
         slices.watch(self._watch_before)
 
-    # What happened
+    # Phases and models
 
     def timeline(self) -> Timeline:
         """Return everything recorded so far."""
@@ -426,8 +426,8 @@ class Tracker(StorageWatch):
     def _scalar(self, tensor: Tensor) -> bool | int | float:
         """Return the answer to `.item()`, which decides how the program continues.
 
-        In forward: every mask is full and nothing is packed, so that the kernels without a mask are taken; what else
-        a model asks for is assumed, see `frugal.dryrun.trace.operators`. After it: nothing overflowed, and norms are 1.
+        In forward: every mask is full and nothing is packed, so that the kernels without a mask are taken; other
+        answers are assumptions, see `frugal.dryrun.trace.operators`. After it: nothing overflowed, and norms are 1.
         """
         if tensor.dtype.is_floating_point:
             return 1.0
@@ -447,7 +447,7 @@ class Tracker(StorageWatch):
         return integer
 
     def _assume(self, what: str) -> None:
-        """Note what the dry run assumes, once, with the first module that makes it."""
+        """Note an assumption once, with the first module that needs it."""
         if self.phase in (INITIALISATION, FORWARD):
             self._assumptions.setdefault(what, self._running[-1])
 

@@ -1,9 +1,9 @@
 """Slices of a tiled loss or MLP that repeat others: their recording is written instead of run.
 
 A sample of a million tokens has hundreds of slices in each layer, and all but the last are alike. The first three and
-the last are run. Where the third says what the second said, each about itself and the slice before it, all up to the
-last would say the same, since nothing they begin with differs: what is written is what would have been recorded, event
-for event.
+the last are run. If the recordings of the second and the third are equal, relative to themselves and the slice before,
+all others up to the last would be equal, too, since they begin with the same: the written recording is exactly the one
+that running them would make.
 """
 
 from collections import Counter
@@ -24,8 +24,8 @@ class BetweenSlices:
     Attributes:
         event: number of the next event.
         birth: number of the next storage.
-        counted: what ran so far, by its name.
-        elsewhere: whatever must not change in a slice: marks, and what lives on the host.
+        counted: the counts so far, by name.
+        elsewhere: numbers that must not change in a slice: of marks, and of bytes on the host.
     """
 
     event: int

@@ -237,8 +237,8 @@ def _whole(model: nn.Module, record: Record) -> dict[str, Any]:
 def _spliced(model: nn.Module, record: Record) -> dict[str, Any] | None:
     """Return the same fields from traces of few layers; None where they cannot stand for many.
 
-    Two traces are of the same few periods of layers, as for a whole model. A third has a period more, and must be what
-    splicing makes of the others: so a storage whose size depends on the number of layers is noticed.
+    Two traces are of the same few periods of layers, as for a whole model. A third has a period more, and must equal
+    the spliced others: so a storage whose size depends on the number of layers is noticed.
     """
     repeated = repetition(model)
     if repeated is None or repeated.num_periods <= FEW_PERIODS + 1:
