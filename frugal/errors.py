@@ -21,7 +21,7 @@ LONGEST_LINE = 1000  # characters
 
 
 class FrugalError(Exception):
-    """A mistake or a shortage the user can do something about.
+    """A user's mistake, or a shortage that the user can do something about.
 
     `what` is one line, `because` the lines with the numbers, `hint` something that would work.
     """
@@ -35,7 +35,8 @@ class FrugalError(Exception):
         super().__init__(self.render())
 
     def render(self) -> str:
-        """The message, as printed after `error: `. Lines are cut to `LONGEST_LINE`: a quoted file may be endless."""
+        """Return the message, as printed after `error: `. Lines are cut to `LONGEST_LINE`: a quoted file may be
+        endless."""
         lines = [self.what, *(f"  because {line}" for line in self.because)]
         if self.hint:
             lines += ["", f"hint: {self.hint}"]
@@ -43,37 +44,37 @@ class FrugalError(Exception):
 
 
 class RequestError(FrugalError):
-    """The request is wrong."""
+    """An error in the request."""
 
     exit_code = 2
 
 
 class NothingFitsError(FrugalError):
-    """No strategy fits into the memory there is."""
+    """An error of planning: no strategy fits into the available memory."""
 
     exit_code = 3
 
 
 class PlanMismatchError(FrugalError):
-    """The plan was made for another run than this one."""
+    """A mismatch between the plan and this run."""
 
     exit_code = 4
 
 
 class OutOfMemoryError(FrugalError):
-    """Out of memory, and nothing smaller is left to try."""
+    """A lack of memory, with nothing smaller left to try."""
 
     exit_code = 5
 
 
 class CheckpointError(FrugalError):
-    """A checkpoint cannot be read or written."""
+    """A checkpoint that cannot be read or written."""
 
     exit_code = 6
 
 
 class NumbersError(FrugalError):
-    """The loss or the gradient is NaN or infinite, and the run was to stop for that."""
+    """A loss or gradient that is NaN or infinite, in a run that was to stop for that."""
 
     exit_code = 7
 

@@ -1,6 +1,6 @@
-"""Why a file could not be written or read, with the numbers of its file system, and what would help.
+"""The reason why a file could not be written or read, with the numbers of its file system, and a remedy.
 
-What the system says is the same for many causes: no space may be bytes, inodes or a quota. `statvfs` tells them apart.
+The system reports many causes with the same error: no space may be bytes, inodes or a quota. `statvfs` tells which.
 """
 
 import errno

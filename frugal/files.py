@@ -2,18 +2,18 @@
 
 Atomic: a reader of a name finds all of its content or nothing, whenever the writer was killed. Content is written under
 a temporary name in the same folder and renamed when it is complete. Durable writes are also flushed (fsync), the
-content before the rename and the folder's list of names after it, so that they survive a power failure. What can be
-made again, such as a cache, need not be durable.
+content before the rename and the folder's list of names after it, so that they survive a power failure. Files that can
+be made again, such as a cache, need not be durable.
 
 Safe: nothing is written through a symbolic link in the place of a file, or through another user's in the place of a
 folder, and nothing but regular files is read: reading a pipe or a device may never end.
 
-Frugal removes only what it wrote: a folder from which things are removed by their names has a record of the names that
-were written there (`WRITTEN`), and what has such a name without being in the record is moved aside.
+Frugal removes only its own files: a folder from which entries are removed by name has a record of the names written
+there (`WRITTEN`), and an entry of such a name that is not in the record is moved aside.
 
-Bounded: a cache keeps at most a number of bytes, and nothing that was not used for long. An entry is a file or a
+Bounded: a cache keeps at most a number of bytes, and removes entries that are unused for long. An entry is a file or a
 folder. It was last used when it was last modified, which `touch` sets. Once a day, after something was added, the least
-recently used entries beyond the limit are removed, except what was used within a day or is locked with `lock`.
+recently used entries beyond the limit are removed, except those used within a day or locked with `lock`.
 """
 
 import codecs
@@ -39,14 +39,14 @@ WRITTEN = "written.json"
 """The record of the names in its folder that frugal wrote."""
 
 _UNFINISHED = re.compile(r"\.?(.+)\.tmp-[0-9a-f]{8}")
-"""Names of what `unfinished` names, and of files that `write_file` has not renamed yet."""
+"""Names of folders that `unfinished` names, and of files that `write_file` has not renamed yet."""
 
 
 def write_file(path: Path, data: bytes | Iterable[bytes], *, durable: bool = True) -> None:
     """Replace the content of `path`, or create it, with `data`, which may come in parts.
 
     Raises:
-        OSError: it cannot be written; `path` is what it was, and the error names it.
+        OSError: it cannot be written; `path` is unchanged, and the error names it.
     """
     temporary = path.with_name(f".{path.name}.tmp-{secrets.token_hex(4)}")
     try:
@@ -66,7 +66,7 @@ def write_file(path: Path, data: bytes | Iterable[bytes], *, durable: bool = Tru
 
 
 def remove_unfinished(folder: Path, names: Iterable[str]) -> None:
-    """Remove what a killed process has left of the files and folders `names`, which it was writing in `folder`.
+    """Remove unfinished files and folders `names` that a killed process has left in `folder`.
 
     Nobody may write to the folder meanwhile.
     """
@@ -195,7 +195,7 @@ def written(folder: Path) -> set[str]:
 
 
 def record_written(folder: Path, names: Iterable[str]) -> None:
-    """Make `names` the record of what frugal wrote in `folder`.
+    """Record `names` as those that frugal wrote in `folder`.
 
     Raises:
         OSError: it cannot be written.

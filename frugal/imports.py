@@ -10,7 +10,7 @@ _THRESHOLDS = (100_000, 50, 1000)
 
 @contextmanager
 def collected_seldom() -> Iterator[None]:
-    """Inside the `with` block garbage is looked for less often.
+    """Collect garbage less often inside the `with` block.
 
     These libraries make a million objects at import, which all stay. To look at them again and again took 0.9 of the
     4.3 seconds until a process could dry-run.

@@ -1,9 +1,9 @@
-"""Names of other libraries that we use beyond what these promise: in tables, so that what is missing can be told.
+"""Tables of other libraries' names that we use beyond what these promise, so that missing ones can be reported.
 
 A private name may go with any release. Each stands in a table with its reason: DeepSpeed's in
 `frugal.deepspeed_adapter.contract`, torch's in `frugal.torch_internals`, transformers' in
-`frugal.training.models.transformers_internals`. Tables are checked where training and dry runs start, and all that is
-missing is said in one error, instead of an AttributeError in the middle of a step.
+`frugal.training.models.transformers_internals`. Tables are checked where training and dry runs start, and one error
+lists all missing names, instead of an AttributeError in the middle of a step.
 """
 
 import dis
@@ -30,7 +30,7 @@ class Required:
         path: of the name in it, such as `Class.method`. `Class.name` is also an attribute that the class gives its
             instances; `function:name` one that the function gives any object, a parameter, or a string such as a key.
             Empty: the module itself, which is not imported to see.
-        why: what it is for.
+        why: its purpose.
         form: of a function its parameters, such as `(self, closure)`; of anything else its `repr`. None: any.
     """
 
@@ -41,7 +41,8 @@ class Required:
 
 
 def needed(place: str, why: str, *names: str) -> tuple[Required, ...]:
-    """Names with one reason, in a `module` or `module:Class`; behind each its form: `f(self, x)`, `NAME = "value"`."""
+    """Return names with one reason, in a `module` or `module:Class`; behind each its form: `f(self, x)`, `NAME =
+    "value"`."""
     module, _, owner = place.partition(":")
     table = []
     for name in names:
@@ -53,10 +54,10 @@ def needed(place: str, why: str, *names: str) -> tuple[Required, ...]:
 
 
 def verify(library: str, tested: str, table: Sequence[Required], *, title: str | None = None) -> None:
-    """Refuse a version of a library that lacks what we use of it. `tested`: the version that has it all.
+    """Refuse a version of a library that lacks a name in the table. `tested`: the version that has them all.
 
     Raises:
-        RequestError: with all that is missing.
+        RequestError: it lists the missing names.
     """
     if gaps := missing(table):
         raise RequestError(
@@ -67,7 +68,7 @@ def verify(library: str, tested: str, table: Sequence[Required], *, title: str |
 
 
 def missing(table: Sequence[Required]) -> tuple[str, ...]:
-    """What is not as the table says, a line each."""
+    """Return the differences from the table, a line each."""
     return tuple(dict.fromkeys(gap for gap in map(_gap, table) if gap is not None))
 
 
@@ -84,7 +85,8 @@ def _gap(each: Required) -> str | None:
     for part in path.split("."):
         owner, value = value, getattr(value, _mangled(value, part), _ABSENT)
         if value is _ABSENT:
-            return None if _gives_instances(owner, _mangled(owner, part)) else f"{name} has no `{part}`"
+            is_given = isinstance(owner, type) and _mangled(owner, part) in _instance_attributes(owner)
+            return None if is_given else f"{name} has no `{part}`"
         name += f".{part}"
     if given and given not in _named(_code(value)):
         return f"{name} does not name `{given}`"
@@ -96,18 +98,14 @@ _ABSENT = object()
 
 
 def _mangled(owner: Any, name: str) -> str:
-    """What Python calls a name with two underscores that is private to a class."""
+    """Return Python's name for one with two underscores that is private to a class."""
     is_private = name.startswith("__") and not name.endswith("__") and isinstance(owner, type)
     return f"_{owner.__name__.lstrip('_')}{name}" if is_private else name
 
 
-def _gives_instances(owner: Any, name: str) -> bool:
-    return isinstance(owner, type) and name in _instance_attributes(owner)
-
-
 @functools.cache
 def _instance_attributes(owner: type) -> frozenset[str]:
-    """What a class gives its instances: by assignment in a method, or as a field."""
+    """Return the attributes that a class gives its instances: assigned in a method, or fields."""
     members = [member for base in owner.__mro__ for member in vars(base).values()]
     assigned = [name for member in members for name in _assigned(_code(member))]
     return frozenset((*assigned, *getattr(owner, "__dataclass_fields__", ())))
@@ -120,7 +118,8 @@ def _form(value: Any) -> str:
 
 
 def _unwrapped(function: Any) -> Any:
-    """A function without its decorators, also those that leave no `__wrapped__`, such as DeepSpeed's for NVTX."""
+    """Return a function without its decorators, also those that leave no `__wrapped__`, such as DeepSpeed's for
+    NVTX."""
     function = inspect.unwrap(getattr(function, "__func__", function))
     names = getattr(getattr(function, "__code__", None), "co_freevars", ())
     if "func" in names:
@@ -134,7 +133,7 @@ def _code(member: Any) -> CodeType | None:
 
 
 def _codes(code: CodeType | None) -> Iterator[CodeType]:
-    """A function's code, and that of the functions in it."""
+    """Yield a function's code, and that of the functions in it."""
     if code is not None:
         yield code
         for constant in code.co_consts:
@@ -143,13 +142,13 @@ def _codes(code: CodeType | None) -> Iterator[CodeType]:
 
 
 def _named(code: CodeType | None) -> set[str]:
-    """Attributes that a function assigns, its variables and its strings."""
+    """Return the attributes that a function assigns, its variables and its strings."""
     strings = {constant for each in _codes(code) for constant in each.co_consts if isinstance(constant, str)}
     return strings.union(_assigned(code), code.co_varnames if code else ())
 
 
 def _assigned(code: CodeType | None) -> Iterator[str]:
-    """Attributes of anything that a function assigns. From its bytecode: reading sources would take a second."""
+    """Yield the attributes that a function assigns. From its bytecode: reading sources would take a second."""
     for each in _codes(code):
         extended, steps = 0, each.co_code
         for operation, argument in zip(steps[::2], steps[1::2], strict=True):
@@ -163,10 +162,10 @@ _STORE_ATTR, _EXTENDED_ARG = dis.opmap["STORE_ATTR"], dis.EXTENDED_ARG
 
 
 def put(owner: Any, name: str, value: Any) -> None:
-    """Set an attribute that is there already.
+    """Set an attribute that exists already.
 
     Raises:
-        AttributeError: it is not, in the version that is installed; a plain assignment would make one nobody reads.
+        AttributeError: the installed version has none; a plain assignment would make one that nothing reads.
     """
     getattr(owner, name)
     setattr(owner, name, value)

@@ -1,7 +1,7 @@
-"""Temporary folders that do not stay: the next one to be made removes those of processes that were killed.
+"""Temporary folders that are always removed: making one also removes those of processes that were killed.
 
 A process locks its folder (flock) while it lives, and the kernel unlocks it however the process ends: a folder that can
-be locked is nobody's any more. On a file system without such locks nothing is removed.
+be locked belongs to no process. On a file system without such locks nothing is removed.
 """
 
 import fcntl

@@ -89,10 +89,10 @@ FUSED_CHECKS = ("torch.optim.adam._device_dtype_check_for_fused", "torch.optim.s
 """Functions that refuse fused optimizers on devices without a fused kernel."""
 
 without_modes: Callable[[], AbstractContextManager[Any]] = torch.utils._python_dispatch._disable_current_modes
-"""No `TorchDispatchMode` is active inside the `with` block."""
+"""A context in which no `TorchDispatchMode` is active."""
 
 without_dispatch: Callable[[], AbstractContextManager[Any]] = torch._C._DisableTorchDispatch
-"""Operators reach no `TorchDispatchMode` inside the `with` block: the cheapest way past one."""
+"""A context in which operators reach no `TorchDispatchMode`: the cheapest way past one."""
 
 
 _OUT_OF_MEMORY = ("out of memory", "can't allocate memory", "CUBLAS_STATUS_ALLOC_FAILED", "Failed to CUDA calloc")
@@ -106,22 +106,22 @@ def is_out_of_memory(error: BaseException) -> bool:
 
 
 def address(tensor: Tensor) -> int:
-    """The address of a tensor's storage, its own while it lives."""
+    """Return the address of a tensor's storage, unique while it lives."""
     return tensor.untyped_storage()._cdata
 
 
 def storage_uses(tensor: Tensor) -> int:
-    """References to a tensor's storage."""
+    """Return the number of references to a tensor's storage."""
     return torch._C._storage_Use_Count(address(tensor))
 
 
 def uses(tensor: Tensor) -> int:
-    """References to a tensor."""
+    """Return the number of references to a tensor."""
     return tensor._use_count()  # type: ignore[attr-defined]  # private, and not in torch's stubs
 
 
 def version(tensor: Tensor) -> int:
-    """How often a tensor was written to."""
+    """Return how often a tensor was written to."""
     return tensor._version
 
 
@@ -145,83 +145,78 @@ def tensors_in(values: Any) -> Iterator[Tensor]:
 
 
 def schema(operator: Any) -> Any:
-    """What an operator takes, returns and writes to."""
+    """Return an operator's schema: its arguments, results and writes."""
     return operator._schema
 
 
 def packet(operator: Any) -> Any:
-    """The operator of all overloads, of one of them."""
+    """Return the packet of overloads to which an overload belongs."""
     return operator._overloadpacket
 
 
 def is_composite(operator: Any) -> bool:
-    """Whether autograd sees the operators that it is made of, not itself."""
+    """Return whether autograd sees an operator's parts instead of itself."""
     return operator.has_kernel_for_dispatch_key(torch._C.DispatchKey.CompositeImplicitAutograd)
 
 
 def counting_versions() -> AbstractContextManager[Any]:
-    """Inside the `with` block, which a mode runs, writes count in a tensor's version."""
+    """Return a context, for use in a mode, in which writes count in a tensor's version."""
     return torch._C._SetExcludeDispatchKeyGuard(torch._C.DispatchKey.ADInplaceOrView, False)
 
 
 def set_allocator_settings(text: str) -> None:
-    """Tell the caching allocator of GPUs what `PYTORCH_ALLOC_CONF` would, for segments to come."""
+    """Apply settings of `PYTORCH_ALLOC_CONF` to the caching allocator of GPUs, for segments to come."""
     torch._C._accelerator_setAllocatorSettings(text)
 
 
 def record_memory_history(device: torch.device) -> None:
-    """Have the caching allocator of a GPU remember from now on every block, and who asked for it."""
+    """Start recording every block of a GPU's caching allocator, with the stack that requested it."""
     torch.cuda.memory._record_memory_history("all", context="alloc", stacks="python", device=device, clear_history=True)
 
 
 def memory_history(device: torch.device) -> list[dict[str, Any]]:
-    """What it remembers, in order: `action`, `addr`, `size` in bytes, `frames`."""
+    """Return the allocator's recorded history, in order: `action`, `addr`, `size` in bytes, `frames`."""
     return torch.cuda.memory._snapshot(device)["device_traces"][device.index or 0]
 
 
 AUTOCAST = "AutocastCUDA"
-"""The dispatch key of what `torch.autocast("cuda")` does."""
+"""The dispatch key of the kernels of `torch.autocast("cuda")`."""
 
 without_functions: Callable[[], AbstractContextManager[Any]] = torch._C.DisableTorchFunction
-"""No `TorchFunctionMode` sees what is called inside the `with` block."""
+"""A context in which no `TorchFunctionMode` sees calls."""
 
 DEVICE_CONTEXT = torch.utils._device.DeviceContext
 """The mode behind `with torch.device(...)` and `torch.set_default_device`."""
 
 GROUPING = "torch._C._group_tensors_by_device_and_dtype"
-"""What optimizers and clipping ask for tensors by device; it is past every mode."""
+"""The function that groups tensors by device for optimizers and clipping; no mode sees it."""
 
 grouped: Callable[..., dict[Any, Any]] = torch._C._group_tensors_by_device_and_dtype
-"""The same as torch has it."""
+"""torch's own grouping."""
 
 
 def exchange(one: Tensor, other: Tensor) -> None:
-    """Each has the other's storage, shape and device; Python's objects stay what they are."""
+    """Exchange storage, shape and device of two tensors; the Python objects stay the same."""
     torch._C._swap_tensor_impl(one, other)
 
 
 def autocast_on_every_tensor() -> AbstractContextManager[Any]:
-    """Inside the `with` block operators on tensors of any device pass autocast's kernels while it is on."""
+    """Return a context in which autocast's kernels apply to tensors of any device."""
     return torch._C._IncludeDispatchKeyGuard(torch._C.DispatchKey.AutocastCUDA)
 
 
 def without_autocast() -> AbstractContextManager[Any]:
-    """Operators do not pass autocast's kernels inside the `with` block, which one of them runs."""
+    """Return a context, for use in one of autocast's kernels, in which they do not apply."""
     return torch._C._SetExcludeDispatchKeyGuard(torch._C.DispatchKey.AutocastCUDA, True)
 
 
 def unregister(library: torch.library.Library) -> None:
-    """Put back the kernels that it replaced."""
+    """Restore the kernels that the library replaced."""
     library._destroy()
 
 
-def clear_cublas_workspaces() -> None:
-    """Free what cuBLAS keeps in the allocator's blocks. GPUs only."""
-    torch._C._cuda_clearCublasWorkspaces()
-
-
 def default_store() -> "torch.distributed.Store":
-    """The store of the default process group."""
+    """Return the store of the default process group."""
     return torch.distributed.distributed_c10d._get_default_store()
 
 

@@ -24,7 +24,7 @@ _SIZE = re.compile(r"\s*(\d+(?:\.\d+)?)\s*([A-Za-z]*)\s*")
 
 
 def parse_bytes(text: str) -> int:
-    """Bytes in `text`, such as `12G`, `11.5GiB`, `800MB`.
+    """Return the bytes in `text`, such as `12G`, `11.5GiB`, `800MB`.
 
     Raises:
         RequestError: no number, no unit, or an unknown unit.
@@ -56,12 +56,12 @@ def parse_bytes(text: str) -> int:
 
 
 def format_bytes(size: int) -> str:
-    """`size` bytes for people: `11.42 GiB`, or `312.0 MiB` below one GiB."""
+    """Return `size` bytes as text: `11.42 GiB`, or `312.0 MiB` below one GiB."""
     return f"{size / GIB:.2f} GiB" if abs(size) >= GIB else f"{size / MIB:.1f} MiB"
 
 
 def format_count(number: int) -> str:
-    """A large count for people: `124.4M`, `8.03B`."""
+    """Return a large count as text: `124.4M`, `8.03B`."""
     for scale, suffix in ((10**12, "T"), (10**9, "B"), (10**6, "M"), (10**3, "k")):
         if abs(number) >= scale:
             return f"{number / scale:.2f}{suffix}"
@@ -69,12 +69,12 @@ def format_count(number: int) -> str:
 
 
 def plural(number: int, noun: str) -> str:
-    """A count with its noun: `1 GPU`, `4 GPUs`."""
+    """Return a count with its noun: `1 GPU`, `4 GPUs`."""
     return f"{number} {noun}" if number == 1 else f"{number} {noun}s"
 
 
 def format_seconds(seconds: float) -> str:
-    """A duration for people: `85 ms`, `12.3 s`, `4 min 05 s`, `3 h 20 min`."""
+    """Return a duration as text: `85 ms`, `12.3 s`, `4 min 05 s`, `3 h 20 min`."""
     if seconds < 1:
         return f"{seconds * 1000:.0f} ms"
     if seconds < 60:

@@ -4,7 +4,17 @@ from typing import Any
 
 import torch
 
-from frugal.dryrun.trace.kernel_memory import peak_inside, steps
+from frugal.dryrun.trace.kernel_memory import Steps, steps
+
+
+def peak_inside(taken: Steps) -> int:
+    """Return the most bytes that are taken besides the outputs."""
+    sizes = [step for step in taken if step > 0]
+    live = most = 0
+    for step in taken:
+        live += step if step >= 0 else -sizes[-step - 1]
+        most = max(most, live)
+    return most
 
 
 def constants() -> dict[str, Any]:

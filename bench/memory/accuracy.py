@@ -32,6 +32,7 @@ from bench.ranks import Ranks
 from frugal.config.adapters import Lora
 from frugal.config.request import Quantization, Request
 from frugal.deepspeed_adapter.kernels import DTYPES
+from frugal.dryrun.messages import AskDryRun
 from frugal.dryrun.run import dry_run
 from frugal.planning.memory.timeline import Interval, phase_peaks
 from frugal.planning.plan import Plan
@@ -177,13 +178,15 @@ def predict(plan: Plan, rank: int) -> dict[str, int]:
     return dry_run(
         lambda: found.build(dtype=dtype, device="meta"),
         found.objective(),
-        plan.request,
-        plan.strategy,
-        micro_batch=plan.batch.largest_micro_batch,
-        accumulation_steps=plan.batch.accumulation_steps,
-        world_size=plan.batch.world_size,
-        rank=rank,
-        kind="cpu",
+        AskDryRun(
+            request=plan.request,
+            strategy=plan.strategy,
+            micro_batch=plan.batch.largest_micro_batch,
+            accumulation_steps=plan.batch.accumulation_steps,
+            world_size=plan.batch.world_size,
+            rank=rank,
+            kind="cpu",
+        ),
     ).phases
 
 

@@ -33,6 +33,7 @@ import msgspec
 os.environ |= {"DS_ACCELERATOR": "cpu", "OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1", "PYTHONWARNINGS": "ignore"}
 import torch
 import transformers.models.gpt2.modeling_gpt2  # before the fork, so that all ranks have it
+from msgspec.structs import replace
 
 from bench.environment import environment
 from bench.memory.cpu_rank import dry_run_as_process
@@ -41,6 +42,7 @@ from bench.ranks import free_port
 from frugal.config.hardware.local_host import forget_peak_rss, peak_rss
 from frugal.deepspeed_adapter.kernels import DTYPES
 from frugal.distributed import process_group
+from frugal.dryrun.messages import AskDryRun
 from frugal.dryrun.run import dry_run
 from frugal.planning.memory import breakdown
 from frugal.planning.plan import Plan
@@ -183,14 +185,20 @@ def predict(plan: Plan, shape: dict[str, int]) -> tuple[int, int]:
         with torch.device("meta"):
             return build(shape, plan.request.precision)
 
+    asked = AskDryRun(
+        request=plan.request,
+        strategy=plan.strategy,
+        micro_batch=MICRO_BATCH,
+        accumulation_steps=1,
+        world_size=plan.batch.world_size,
+        rank=0,
+        kind="cpu",
+    )
     with dry_run_as_process():
         peaks = [
-            dry_run(
-                on_meta, CausalLM(), plan.request, plan.strategy,
-                micro_batch=MICRO_BATCH, accumulation_steps=1, world_size=plan.batch.world_size, rank=rank, kind="cpu",
-            ).peak.total_bytes
+            dry_run(on_meta, CausalLM(), replace(asked, rank=rank)).peak.total_bytes
             for rank in range(plan.batch.world_size)
-        ]  # fmt: skip
+        ]
     return max(peaks), breakdown.rank_host_bytes(max(peaks), "cpu")
 
 

@@ -15,6 +15,7 @@ from torch import Tensor, nn
 
 from bench.plans import plan_by_hand
 from bench.ranks import Ranks
+from frugal.dryrun.messages import AskDryRun
 from frugal.dryrun.run import dry_run
 from frugal.planning.plan import Plan
 from frugal.training.engine import initialize
@@ -95,9 +96,18 @@ def step(spec: ModelSpec, plan: Plan, samples: Sequence[Sample]) -> Gradient | s
 def _dry_run(spec: ModelSpec, plan: Plan) -> str:
     try:
         dry_run(
-            lambda: spec.build(dtype=torch.float32, device="meta"), spec.objective(), plan.request, plan.strategy,
-            micro_batch=1, accumulation_steps=plan.batch.accumulation_steps, world_size=WORLD_SIZE, rank=0, kind="cpu",
-        )  # fmt: skip
+            lambda: spec.build(dtype=torch.float32, device="meta"),
+            spec.objective(),
+            AskDryRun(
+                request=plan.request,
+                strategy=plan.strategy,
+                micro_batch=1,
+                accumulation_steps=plan.batch.accumulation_steps,
+                world_size=WORLD_SIZE,
+                rank=0,
+                kind="cpu",
+            ),
+        )
     except Exception as error:  # whatever a model trips over
         return f"{type(error).__name__}: {str(error).strip().partition(chr(10))[0][:160]}"
     return "runs"

@@ -1,1 +1,1 @@
-"""Configurations of other trainers: what batch they come to, whether they fit, and what is wrong with them."""
+"""Configurations of other trainers: their real batch, whether they fit, and their known faults."""

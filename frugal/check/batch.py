@@ -1,4 +1,4 @@
-"""The batch that a run really gets: micro-batch x accumulation steps x ranks, whatever was meant."""
+"""The batch that a run really gets: micro-batch x accumulation steps x ranks, whatever was intended."""
 
 from dataclasses import dataclass
 
@@ -11,7 +11,7 @@ from frugal.units import plural
 
 @dataclass(frozen=True, kw_only=True)
 class Arithmetic:
-    """One optimizer step, in samples. `stated`: the global batch that is written down, None where none is.
+    """The batch of one optimizer step, in samples. `stated`: the global batch that a file names; None: no file does.
 
     `shared_by`: GPUs that share each sample; such a group takes the place of a GPU.
     """
@@ -24,18 +24,18 @@ class Arithmetic:
 
     @property
     def num_takers(self) -> int:
-        """GPUs, or groups of them that share their samples."""
+        """Return the number of GPUs, or of groups of GPUs that share their samples."""
         return self.world_size // self.shared_by
 
     @property
     def planned(self) -> BatchPlan:
-        """The same in words of frugal's."""
+        """Return the batch as frugal's own `BatchPlan`."""
         caps = (self.micro_batch,) * self.num_takers
         return BatchPlan.of(self.global_batch, caps, sequence_parallel=self.shared_by)
 
     @property
     def global_batch(self) -> int:
-        """What a step takes."""
+        """Return the samples of one optimizer step."""
         return self.micro_batch * self.accumulation_steps * self.num_takers
 
     def __str__(self) -> str:
@@ -47,7 +47,7 @@ class Arithmetic:
 
 
 def of(settings: Settings, resolved: Resolved | None, world_size: int) -> Arithmetic:
-    """The batch on `world_size` ranks, with what contradicts it among the findings.
+    """Return the batch on `world_size` ranks. Contradictions are added to the findings of `settings`.
 
     Ranks that share samples count once: DeepSpeed divides their number out (`runtime/config.py`).
 
@@ -105,12 +105,19 @@ def of(settings: Settings, resolved: Resolved | None, world_size: int) -> Arithm
 
 
 def _compare_with_trainer(settings: Settings, batch: tuple[int | None, int | None, int | None]) -> None:
-    """transformers' Trainer stops where DeepSpeed's JSON says another number than its own arguments."""
+    """Note where DeepSpeed's JSON contradicts the Trainer's arguments: transformers then stops."""
     if not settings.fills_auto:
         return
-    theirs = (("micro-batch", settings.micro_batch, batch[1]), ("accumulation", settings.accumulation_steps, batch[2]))
-    keys = {"micro-batch": "micro_batch", "accumulation": "accumulation_steps"}
-    for what, own, said in theirs:
+    theirs = (
+        ("micro-batch", settings.micro_batch, batch[1], settings.place("micro_batch")),
+        (
+            "accumulation",
+            settings.accumulation_steps,
+            batch[2],
+            settings.place("json.gradient_accumulation_steps", "accumulation_steps"),
+        ),
+    )
+    for what, own, said, place in theirs:
         if own is not None and said is not None and own != said:
             settings.findings.append(
                 Finding(
@@ -118,9 +125,7 @@ def _compare_with_trainer(settings: Settings, batch: tuple[int | None, int | Non
                     "error",
                     f"the {what} is {said} in DeepSpeed's JSON and {own} in the arguments of {settings.tool}, "
                     "which stops with `Please correct the following DeepSpeed config values`",
-                    settings.place("json.gradient_accumulation_steps", keys[what])
-                    if what == "accumulation"
-                    else settings.place(keys[what]),
+                    place,
                     "write auto into the JSON",
                 )
             )

@@ -19,8 +19,8 @@ from frugal.units import plural
 
 @dataclass(frozen=True, kw_only=True)
 class Change:
-    """`fields` are DeepSpeed's and the trainer's own, by dotted names, with their new values; `verdict` is of its dry
-    run."""
+    """A change of a configuration. `fields`: new values of DeepSpeed's and the trainer's fields, by dotted names;
+    `verdict`: of its dry run."""
 
     words: str
     fields: Mapping[str, Any]
@@ -29,7 +29,7 @@ class Change:
 
 
 def smallest(subject: Subject, source: Source) -> Change | None:
-    """The first that fits by its profile and by its dry run; None: none of those that are tried does."""
+    """Return the first change that fits by its profile and by its dry run; None if no change that is tried fits."""
     for change in _changes(subject):
         try:
             if not drafted(change.subject, source):
@@ -43,7 +43,7 @@ def smallest(subject: Subject, source: Source) -> Change | None:
 
 
 def _changes(subject: Subject) -> Iterator[Change]:
-    """Single ones, then all that cost no time together, then each of the others with these."""
+    """Yield single changes, then all free ones together, then each costly one together with the free ones."""
     free = list(_free(subject))
     yield from free
     costly = list(_costly(subject))
@@ -72,14 +72,14 @@ def _both(changes: list[Change], subject: Subject) -> Change:
 
 
 def _merged(before: Strategy, original: Strategy, changed: Strategy) -> Strategy:
-    """`before` with what `changed` has otherwise than `original`."""
+    """Return `before` with the fields in which `changed` differs from `original`."""
     names = original.__dataclass_fields__
     differing = {name: getattr(changed, name) for name in names if getattr(changed, name) != getattr(original, name)}
     return replace(before, **differing)
 
 
 def _free(subject: Subject) -> Iterator[Change]:
-    """What costs no time."""
+    """Yield changes that cost no time."""
     strategy = subject.strategy
     if not strategy.expandable_segments:
         yield _of(
@@ -100,7 +100,7 @@ def _free(subject: Subject) -> Iterator[Change]:
 
 
 def _costly(subject: Subject) -> Iterator[Change]:
-    """What takes longer, the least first."""
+    """Yield changes that make a step slower, the cheapest first."""
     strategy, batch = subject.strategy, subject.batch
     for micro in range(batch.largest_micro_batch // 2, 0, -1):
         if batch.largest_micro_batch % micro:

@@ -1,4 +1,4 @@
-"""A check as a whole: files in, `Check` out."""
+"""The whole check of a configuration, from files to `Check`."""
 
 from collections.abc import Mapping, Sequence
 from contextlib import closing, nullcontext
@@ -27,12 +27,12 @@ from frugal.planning.plan import Plan
 
 @dataclass(frozen=True, kw_only=True)
 class Check:
-    """What came of it.
+    """The result of a check.
 
     `verdict`: None where memory could not be checked, see `settings.refusals`. `change`: the smallest that fits, None
-    where none was looked for or none of those tried does. `plan`: what frugal would do; where there is none, `no_plan`
-    says why. `out_of_memory`: a message of torch's, and `askers` what asks for so many bytes in the dry run.
-    `seq_len_is_assumed`: no file and no flag says how long samples are.
+    if none was searched or none fits. `plan`: frugal's own; if there is none, `no_plan` gives the reason.
+    `out_of_memory`: torch's message, and `askers` the dry run's requests of that size.
+    `seq_len_is_assumed`: no file and no flag gives the length of samples.
     """
 
     settings: Settings
@@ -51,7 +51,7 @@ class Check:
 
     @property
     def exit_code(self) -> int:
-        """0: it fits; 3: it does not; 2: it does not start, or could not be checked."""
+        """Return 0 if the run fits, 3 if it does not, 2 if it does not start or could not be checked."""
         if self.verdict is None or any(finding.rule in STOPS for finding in self.findings):
             return RequestError.exit_code
         return 0 if self.verdict.fits else NothingFitsError.exit_code
@@ -72,15 +72,17 @@ def check(
     message: OutOfMemoryMessage | None = None,
     pool: Pool | None = None,
 ) -> Check:
-    """Check what `gather` has read, on the GPUs that `hardware` describes, with the words of `frugal plan`.
+    """Check the settings from `gather` on the GPUs that `hardware` describes with the flags of `frugal plan`.
 
-    `message`: that such a run was out of memory. `pool`: workers to share with others, left running at the end.
+    `message`: torch's message that such a run was out of memory. `pool`: workers to share with others, left running at
+    the end.
 
     Raises:
-        RequestError: the files, or they and the flags, say too little or contradict themselves.
+        RequestError: the files and flags are incomplete or contradict each other.
     """
-    described = {name: value for name, value in hardware.items() if value is not None}
-    described = _of_files(settings) | described
+    of_files = {"gpus": settings.gpus, "nodes": settings.nodes}
+    given = [*of_files.items(), *hardware.items()]
+    described = {name: value for name, value in given if value is not None}
     precision = {"precision": settings.precision} if settings.precision else {}
     _, cluster, _ = understand(described | precision, calibration, unnamed)
     deepspeed, arithmetic = resolved(settings, cluster.world_size)
@@ -101,7 +103,7 @@ def check(
 
 
 def _facts(source: DryRunSource, settings: Settings, pool: Pool) -> ModelFacts:
-    """What the model is; that GPUs cannot share its samples is a reason not to check its memory."""
+    """Return the facts of the model. If GPUs cannot share its samples, note that its memory is not checked."""
     try:
         return source.facts()
     except RequestError as error:
@@ -113,7 +115,7 @@ def _facts(source: DryRunSource, settings: Settings, pool: Pool) -> ModelFacts:
 
 
 def _verdict(subject: Subject, source: DryRunSource, settings: Settings) -> Verdict:
-    """With whole MLPs where the model cannot take tiled ones, which only a trial tells."""
+    """Return the verdict, with whole MLPs where a trial shows that the model cannot take tiled ones."""
     try:
         return verdict_of(subject, source)
     except RequestError as error:
@@ -121,12 +123,6 @@ def _verdict(subject: Subject, source: DryRunSource, settings: Settings) -> Verd
             raise
         settings.deviate(f"evaluated with whole MLPs: {error.what}", settings.place("tiled_mlp"))
     return verdict_of(replace(subject, strategy=replace(subject.strategy, mlp="plain")), source)
-
-
-def _of_files(settings: Settings) -> dict[str, Any]:
-    """GPUs and nodes that a launcher's settings name."""
-    named = {"gpus": settings.gpus, "nodes": settings.nodes}
-    return {name: value for name, value in named.items() if value is not None}
 
 
 def _evaluated(done: Check, request: Request, pool: Pool) -> Check:
@@ -149,7 +145,7 @@ def _evaluated(done: Check, request: Request, pool: Pool) -> Check:
 
 
 def _planned(done: Check, request: Request, pool: Pool) -> Check:
-    """The plan for the same model, batch, precision, optimizer and adapters, with the strategy left open."""
+    """Add frugal's own plan for the same model, batch, precision, optimizer and adapters."""
     from frugal.dryrun.planner import make_plan
 
     try:

@@ -1,4 +1,4 @@
-"""All files together: those that are named, those that they name, and flags, as one `Settings`."""
+"""The named files, the files that these name, and the flags, combined into one `Settings`."""
 
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -19,8 +19,8 @@ FLAGS = ("model", "task", "seq_len", "micro_batch", "accumulation_steps", "preci
 def gather(
     paths: Sequence[Path], flags: Mapping[str, Any], tool: Tool | None = None
 ) -> tuple[Settings, list[Document]]:
-    """What the files and `flags` say together, and the files that were read. `tool`: whose arguments the first are,
-    where its keys do not tell.
+    """Return the combined settings of the files and `flags`, and the files that were read. `tool`: the tool of the
+    first file, where its keys do not tell.
 
     Raises:
         RequestError: a file cannot be read or is of no tool that is known, two are of the same kind, or one that they
@@ -61,7 +61,8 @@ def gather(
 
 
 def _with_files(document: Document) -> list[Document]:
-    """A script's file of settings under its flags, and the launcher's own file; others are alone."""
+    """Return a script's file of settings merged under its flags, and the launcher's own file; other files stay
+    alone."""
     documents = []
     for name in document.content.get(command_line.FILES, ()):
         path = command_line.beside(document.path, name)
@@ -87,7 +88,8 @@ def _of_trainer(document: Document) -> Settings:
 def _deepspeed(
     settings: Settings, trainers: Sequence[Document], jsons: Sequence[Document], documents: list[Document]
 ) -> Document | None:
-    """DeepSpeed's JSON: a file that was given, one that the trainer names, or what stands in the trainer's file."""
+    """Return DeepSpeed's JSON: a file that was given, one that the trainer names, or a section of the trainer's
+    file."""
     if jsons:
         return jsons[0]
     said = settings.raw.get("deepspeed")

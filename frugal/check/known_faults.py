@@ -1,4 +1,4 @@
-"""Versions of DeepSpeed that compute wrong gradients without a word, each with the thread that shows it.
+"""Versions of DeepSpeed that silently compute wrong gradients, each with the thread that shows it.
 
 `tests/deepspeed_adapter/test_known_faults.py` reproduces the threads on the version that is pinned.
 """
@@ -8,21 +8,21 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 
 UNKNOWN = ""
-"""Of a version that neither the thread nor DeepSpeed's history tells."""
+"""A version that neither the thread nor DeepSpeed's history names."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Fault:
-    """One fault.
+    """A fault of some versions of DeepSpeed.
 
     Attributes:
         thread: where it was found.
-        since: the first version that has it; `UNKNOWN`: versions before `until`, nobody knows from which on.
-        until: the first version without it; `UNKNOWN`: nobody has said.
+        since: the first version that has it; `UNKNOWN`: unknown; all versions before `until` may have it.
+        until: the first version without it; `UNKNOWN`: not known.
         reported: versions that a thread names, where `until` is unknown.
         stages: of ZeRO that have it.
         what: how a gradient is wrong, and when.
-        remedy: besides another version.
+        remedy: besides installing another version.
         needs: settings without which it does not show, of `half` (bf16), `accumulation`, `ranks` and `overlap`.
     """
 
@@ -36,16 +36,16 @@ class Fault:
     reported: tuple[str, ...] = ()
 
     def is_in(self, version: str) -> bool:
-        """Tell whether a version is known to have it."""
+        """Return whether a version is known to have this fault."""
         if self.until == UNKNOWN:
             return version in self.reported
         return _numbers(self.since) <= _numbers(version) < _numbers(self.until)
 
     @property
     def versions(self) -> str:
-        """The versions that have it, in words."""
+        """Return the affected versions in words."""
         if self.until == UNKNOWN:
-            return f"seen in {' and '.join(self.reported)}, mended in: unknown"
+            return f"seen in {' and '.join(self.reported)}, fixed in: unknown"
         return (
             f"{f'from {self.since} to' if self.since else 'before'} {self.until}{', exclusive' if self.since else ''}"
         )
@@ -62,7 +62,7 @@ FAULTS = (
         what="the loss under ZeRO-2 is higher the more accumulation steps a batch is cut into",
         remedy="ZeRO-3, or one accumulation step",
     ),
-    Fault(  # since 7665; the thread says up to 0.19.3, and what mends it (8245) is first in 0.19.6
+    Fault(  # since 7665; the thread says up to 0.19.3, and its fix (8245) is first in 0.19.6
         thread="deepspeed#8224", since="0.18.3", until="0.19.6", stages=(2,), needs=frozenset({"half", "ranks"}),
         what="ZeRO-2 with bf16 on several ranks loses a part of the gradient of a module that is used twice in a step",
         remedy="ZeRO-3, or use each module once in a step",

@@ -1,4 +1,4 @@
-"""torch's message that a GPU is out of memory, taken out of a log, and which request of a dry run it is about.
+"""torch's out-of-memory message, parsed from a log, and the matching request of a dry run.
 
 Wordings, by the version of torch that first had them:
 
@@ -8,8 +8,8 @@ Wordings, by the version of torch that first had them:
            memory ... is allocated by PyTorch, and ... is reserved by PyTorch but unallocated.
     2.2    "capacity" spelled right; "Including non-PyTorch memory, this process has ... memory in use."
 
-torch writes `[rank3]:` before each line of a rank, torchrun's agent `[default3]:`. "Tried to allocate" is what the
-allocator asks of the driver (`get_allocation_size`, CUDACachingAllocator.cpp): a request up to 1 MiB becomes 2 MiB, up
+torch writes `[rank3]:` before each line of a rank, torchrun's agent `[default3]:`. "Tried to allocate" is the request
+to the driver (`get_allocation_size`, CUDACachingAllocator.cpp): a request up to 1 MiB becomes 2 MiB, up
 to 10 MiB 20 MiB, above that a multiple of 2 MiB. It is printed with two decimals.
 """
 
@@ -45,14 +45,15 @@ _PHASES = (
     (r"in (forward|_call_impl|compute_loss)\b", FORWARD),
     (r"in (from_pretrained|_load_\w+|_apply)\b", "loading"),
 )
-"""What a traceback's frames say of the moment, in the order in which they are asked."""
+"""The phase by patterns of a traceback's frames, tried in this order."""
 
 _LINES_OF_TRACEBACK = 400
 
 
 @dataclass(frozen=True, kw_only=True)
 class OutOfMemoryMessage:
-    """One message. Sizes are bytes, rounded as torch prints them; None where its wording has no such number.
+    """One out-of-memory message. Sizes are bytes, rounded as torch prints them; None where the wording has no such
+    number.
 
     Attributes:
         requested_bytes: asked of the driver.
@@ -84,21 +85,21 @@ class OutOfMemoryMessage:
 
     @property
     def unallocated_bytes(self) -> int | None:
-        """Reserved by torch, and in no live block."""
+        """Return the bytes that torch had reserved outside of live blocks."""
         if self.reserved_bytes is None or self.allocated_bytes is None:
             return None
         return max(0, self.reserved_bytes - self.allocated_bytes)
 
     @property
     def others_bytes(self) -> int | None:
-        """Of other processes, and of contexts."""
+        """Return the bytes of other processes and of CUDA contexts."""
         if self.total_bytes is None or self.free_bytes is None or self.reserved_bytes is None:
             return None
         return max(0, self.total_bytes - self.free_bytes - self.reserved_bytes)
 
 
 def read(path: Path) -> OutOfMemoryMessage:
-    """The first message in a log, which is the one that stopped the run.
+    """Return the first message in a log, which is the one that stopped the run.
 
     Raises:
         RequestError: it cannot be read, or has none.
@@ -152,7 +153,7 @@ def _size(pattern: re.Pattern[str], text: str) -> int | None:
 
 
 def _phase(lines: Sequence[str], prefix: str) -> str:
-    """Of the traceback that ends here, the same rank's lines only."""
+    """Return the phase from the traceback that ends here, using lines of the same rank only."""
     own = [line for line in lines if line.lstrip().startswith(prefix.strip())]
     starts = [i for i, line in enumerate(own) if "Traceback (most recent call last)" in line]
     frames = "\n".join(own[starts[-1] :]) if starts else ""
@@ -161,9 +162,9 @@ def _phase(lines: Sequence[str], prefix: str) -> str:
 
 @dataclass(frozen=True, kw_only=True)
 class Asked:
-    """Requests of a dry run that would be printed like the message's, alike in phase, operator and kind of module.
+    """Requests of a dry run that torch would print like the message's, grouped by phase, operator and kind of module.
 
-    `live_bytes`: what is alive before the one of them that finds most.
+    `live_bytes`: the most live bytes before one of them.
     """
 
     phase: str
@@ -177,8 +178,8 @@ _NUMBER = re.compile(r"\.\d+(?=\.|$)")  # of a layer in a dotted name
 
 
 def askers(message: OutOfMemoryMessage, dry_runs: Sequence[DryRun]) -> list[Asked]:
-    """What asks for so many bytes in a dry run of the same settings, the likeliest first: of the traceback's phase,
-    then by how near what is alive is to what the message says."""
+    """Return the operators of a dry run that request this many bytes, the likeliest first: those in the traceback's
+    phase, then those whose live memory is nearest to the message's."""
     groups: dict[tuple[str, str, str], Asked] = {}
     for dry_run in dry_runs:
         timeline = dry_run.timeline

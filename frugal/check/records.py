@@ -1,4 +1,4 @@
-"""A check for programs: JSON, and SARIF 2.1.0, which code hosts show beside the lines.
+"""A check in machine-readable form: JSON, and SARIF 2.1.0, which code hosts show beside the lines.
 
 SARIF: https://docs.oasis-open.org/sarif/sarif/v2.1.0/. A result is a trap, an unknown field, a deviation, or the
 verdict where it is not that it fits; its rule is the trap's name.
@@ -24,7 +24,7 @@ PAGE = "https://frugal-trainer.github.io/frugal/check/"
 
 
 def as_json(check: Check) -> bytes:
-    """All of a check. Sizes are bytes; `exit_code` is the command's.
+    """Return the whole check as JSON. Sizes are bytes; `exit_code` is the command's.
 
     Keys: `verdict` (`fits`, `does not fit`, `not checked`), `files`, `batch`, `auto`, `subject`, `memory`, `findings`,
     `deviations`, `refusals`, `unknown`, `out_of_memory`, `change`, `plan`, `no_plan`.
@@ -117,7 +117,7 @@ def _change(check: Check) -> dict[str, Any] | None:
 
 
 def as_sarif(check: Check) -> bytes:
-    """A SARIF log with one run."""
+    """Return the check as a SARIF log with one run."""
     results = list(_results(check))
     rules = sorted({result["ruleId"] for result in results})
     run = {
@@ -152,7 +152,7 @@ def _results(check: Check) -> Iterator[dict[str, Any]]:
     for deviation in check.settings.deviations:
         yield _result("evaluated-otherwise", "note", deviation.text, deviation.place or first)
     for place in check.settings.unknown:
-        yield _result("unknown-field", "note", f"`{place.key}` is not known to frugal, and passed over", place)
+        yield _result("unknown-field", "note", f"`{place.key}` is unknown to frugal, and ignored", place)
 
 
 def _result(rule: str, level: str, text: str, place: Place) -> dict[str, Any]:
@@ -163,5 +163,5 @@ def _result(rule: str, level: str, text: str, place: Place) -> dict[str, Any]:
 
 
 def _location(path: Path) -> dict[str, str]:
-    """Relative paths as they are, which code hosts take for those of the repository."""
+    """Return a SARIF location. Relative paths stay relative: code hosts resolve them in the repository."""
     return {"uri": path.absolute().as_uri() if path.is_absolute() else path.as_posix()}

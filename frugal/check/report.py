@@ -1,4 +1,4 @@
-"""A check as people read it."""
+"""The text report of a check."""
 
 from collections.abc import Sequence
 
@@ -12,19 +12,19 @@ from frugal.units import format_bytes, plural
 SHOWN_BYTES = 1 << 16
 SHOWN_ASKERS = 3
 USUAL_CONTEXT_BYTES = 500 << 20
-"""By which contexts differ from what is planned, about (docs/facts/cuda.md)."""
+"""The approximate difference between real and planned CUDA contexts (docs/facts/cuda.md)."""
 
 
 def report(check: Check) -> str:
-    """All of it as text, the verdict first."""
+    """Return the whole check as text, the verdict first."""
     blocks = [
         [headline(check), *_what(check)],
         _out_of_memory(check) if check.out_of_memory is not None else [],
         ["batch", *_batch(check)],
         _memory(check.verdict) if check.verdict is not None else [],
         _listed("traps", [line for finding in check.findings for line in finding_lines(finding)]),
-        _listed("evaluated otherwise than it is written", list(deviations(check))),
-        _listed("not known to frugal, and passed over", [f"{place}: {place.key}" for place in check.settings.unknown]),
+        _listed("evaluated differently than written", list(deviations(check))),
+        _listed("unknown to frugal, and ignored", [f"{place}: {place.key}" for place in check.settings.unknown]),
         _change(check),
         _plan(check),
     ]
@@ -32,7 +32,7 @@ def report(check: Check) -> str:
 
 
 def headline(check: Check) -> str:
-    """The verdict in a line."""
+    """Return the verdict in one line."""
     verdict = check.verdict
     stops = [finding for finding in check.findings if finding.level == "error"]
     if verdict is None:
@@ -65,7 +65,7 @@ def _what(check: Check) -> list[str]:
     if check.verdict is not None:
         request = check.verdict.subject.request
         lora = f", LoRA {request.lora}" if request.lora is not None else ""
-        assumed = " (assumed: nothing says how long they are, see --seq-len)" if check.seq_len_is_assumed else ""
+        assumed = " (assumed: no file gives their length, see --seq-len)" if check.seq_len_is_assumed else ""
         lines += [
             f"  {request.model} in {request.precision}{lora}, samples of {request.seq_len} tokens{assumed}",
             f"  {check.verdict.subject.strategy}",
@@ -82,14 +82,14 @@ def _batch(check: Check) -> list[str]:
 
 
 def _out_of_memory(check: Check) -> list[str]:
-    """What torch's message says, and what the dry run says of it."""
+    """Compare torch's message with the dry run."""
     message = check.out_of_memory
     assert message is not None
     who = [f"rank {message.rank}"] if message.rank is not None else []
     who += [f"GPU {message.gpu}"] if message.gpu is not None else []
     sizes = {
         "allocated": message.allocated_bytes,
-        "reserved beside": message.unallocated_bytes,
+        "reserved besides": message.unallocated_bytes,
         "free": message.free_bytes,
         "in all": message.total_bytes,
     }
@@ -98,13 +98,13 @@ def _out_of_memory(check: Check) -> list[str]:
     more = f"; {message.num_ranks} ranks have such a message" if message.num_ranks > 1 else ""
     return [
         f"out of memory, {message.place}: {', '.join(who)}",
-        f"  {format_bytes(message.requested_bytes)} were asked of the driver{where}: {said}{more}",
+        f"  {format_bytes(message.requested_bytes)} were requested from the driver{where}: {said}{more}",
         *(f"  {line}" for line in out_of_memory_lines(check)),
     ]
 
 
 def out_of_memory_lines(check: Check) -> list[str]:
-    """What the dry run has for a request of that size, and what that means."""
+    """Return the dry run's requests of the message's size, and what they suggest."""
     message, verdict = check.out_of_memory, check.verdict
     assert message is not None
     if verdict is None:
@@ -113,17 +113,17 @@ def out_of_memory_lines(check: Check) -> list[str]:
     lines = [f"the dry run of these settings has {format_bytes(live)} of live tensors at its peak"]
     if not check.askers:
         lines.append(
-            "nothing in it asks for so many bytes: other settings, longer samples or another model ran; or it was "
+            "nothing in it requests that many bytes: other settings, longer samples or another model ran; or it was "
             "loading, evaluating or saving"
         )
     for asked in check.askers[:SHOWN_ASKERS]:
         operator = asked.operator.removeprefix("aten.").removesuffix(".default")
         module = f" of {asked.module}" if asked.module else ""
-        lines.append(f"{operator}{module} in {asked.phase} asks for that, with {format_bytes(asked.live_bytes)} alive")
+        lines.append(f"{operator}{module} in {asked.phase} requests that, with {format_bytes(asked.live_bytes)} alive")
     pieces, others = message.unallocated_bytes or 0, message.others_bytes or 0
     if pieces >= message.requested_bytes:
         lines.append(
-            f"{format_bytes(pieces)} that torch had reserved were free, but in pieces: set "
+            f"{format_bytes(pieces)} that torch had reserved were free, but fragmented: set "
             "PYTORCH_CUDA_ALLOC_CONF=expandable_segments:True"
         )
     if others > verdict.memory.context + USUAL_CONTEXT_BYTES:
@@ -145,19 +145,19 @@ def _memory(verdict: Verdict) -> list[str]:
 
 
 def categories(memory: MemoryBreakdown) -> dict[str, int]:
-    """Bytes by category, slack and context included."""
+    """Return the bytes by category, slack and context included."""
     return {name: getattr(memory, name) for name in memory.CATEGORIES}
 
 
 def finding_lines(finding: Finding) -> list[str]:
-    """A trap, where it stands, and what to do."""
+    """Return a trap, its place and its remedy."""
     where = f"{finding.place}: " if finding.place is not None else ""
     lines = [f"{finding.level}: {where}{finding.text}  [{finding.rule}]"]
     return [*lines, f"  {finding.hint}"] if finding.hint else lines
 
 
 def deviations(check: Check) -> Sequence[str]:
-    """What is evaluated otherwise, and why nothing is where that is so."""
+    """Return what is evaluated differently than written; refusals come first."""
     both = (*check.settings.refusals, *check.settings.deviations)
     lines = [f"{each.place}: {each.text}" if each.place is not None else each.text for each in both]
     return [*lines, *(check.verdict.notes if check.verdict is not None else ())]
@@ -171,7 +171,7 @@ def _change(check: Check) -> list[str]:
     if check.verdict is None or check.verdict.fits:
         return []
     if check.change is None:
-        return ["smallest change that fits", "  none of those that keep the batch and what is trained"]
+        return ["smallest change that fits", "  none that keeps the batch and what is trained"]
     change = check.change
     assert change.verdict is not None
     memory = change.verdict.memory

@@ -1,7 +1,7 @@
-"""What a configuration says, in one set of words for all tools, and where it says so.
+"""The settings of a configuration, with the same names for all tools, and the place of each.
 
-A reader fills `Settings` from one tool's file. What it does not know it lists (`unknown`); what it knows and frugal
-cannot do is a deviation, or a reason not to check at all (`refusals`).
+A reader fills `Settings` from one tool's file. Unknown fields are listed (`unknown`); known ones that frugal cannot
+follow are a deviation, or a reason not to check at all (`refusals`).
 """
 
 from collections.abc import Callable, Iterable, Mapping
@@ -17,12 +17,12 @@ from frugal.errors import RequestError
 Level = Literal["error", "warning", "note"]
 
 AUTO = "auto"
-"""What DeepSpeed's JSON says where somebody else is to fill a value in."""
+"""The value in DeepSpeed's JSON that another tool is to fill in."""
 
 
 @dataclass(frozen=True)
 class Finding:
-    """A trap. `rule` names its kind; `error`: it does not start, or trains something else than it seems to."""
+    """A trap. `rule` names its kind; `error`: the run does not start, or does not train what it seems to."""
 
     rule: str
     level: Level
@@ -33,7 +33,7 @@ class Finding:
 
 @dataclass(frozen=True)
 class Deviation:
-    """What is evaluated otherwise than it is written, and what that changes."""
+    """A setting that is evaluated differently than written, and the effect of that."""
 
     text: str
     place: Place | None = None
@@ -41,22 +41,22 @@ class Deviation:
 
 @dataclass(kw_only=True)
 class Settings:
-    """What is to be trained and how. None: not said.
+    """The settings of a training run. None: not given.
 
     Attributes:
-        tool: whose training script it is, in words.
+        tool: name of the tool that trains.
         micro_batch: samples of one GPU in one forward.
         accumulation_steps: forwards for one optimizer step.
-        global_batch: samples of one optimizer step, where it is said itself.
+        global_batch: samples of one optimizer step, where it is given itself.
         gpus: processes of one node.
         seq_len: tokens of the longest sample.
-        optimizer: the nearest that frugal has; deviations say what is not the same.
+        optimizer: the nearest that frugal has; deviations list the differences.
         activation_checkpointing: whether layers are recomputed.
         use_reentrant: of torch's activation checkpointing.
         tiled_loss: the logits are not held whole (Liger, chunked cross entropy).
         tiled_mlp: layers' MLPs run on a slice of the positions at a time.
         sequence_parallel: GPUs that share each sample.
-        deepspeed: its JSON as it is written, with `auto`; None: DeepSpeed is not used.
+        deepspeed: its JSON as written, with `auto`; None: DeepSpeed is not used.
         fills_auto: whether the tool replaces `auto` in DeepSpeed's JSON.
         places: where each of these was read, by name; those of DeepSpeed's JSON as `json.` and their dotted names.
         raw: further values that a trap asks for, by the tool's own names.
@@ -99,11 +99,11 @@ class Settings:
     unknown: list[Place] = field(default_factory=list)
 
     def place(self, *names: str) -> Place | None:
-        """Where the first of these that was read stands."""
+        """Return the place of the first of these settings that was read."""
         return next((self.places[name] for name in names if name in self.places), None)
 
     def deviate(self, text: str, place: Place | None = None) -> None:
-        """Note that what is evaluated is not quite what is written."""
+        """Note a setting that is evaluated differently than written."""
         self.deviations.append(Deviation(text, place))
 
     def refuse(self, text: str, place: Place | None = None) -> None:
@@ -112,7 +112,7 @@ class Settings:
 
 
 class Fields:
-    """The values of one document, of which the ones that were asked for are known.
+    """The values of one document. Fields that are asked for count as known.
 
     Raises, everywhere:
         RequestError: a value is of the wrong kind; the message has its place.
@@ -136,11 +136,11 @@ class Fields:
         return self._content.get(key) is not None
 
     def place(self, key: str) -> Place:
-        """Where a key stands."""
+        """Return the place of a key."""
         return self.document.place(*self._prefix, key)
 
     def value(self, *keys: str, of: str | None = None) -> Any:
-        """The first of `keys` that is there; None if none is. `of`: the setting whose place this is."""
+        """Return the first of `keys` that is present; None if none is. `of`: the setting whose place this is."""
         self._asked |= set(keys)
         for key in keys:
             value = self._content.get(key)
@@ -151,20 +151,20 @@ class Fields:
         return None
 
     def whole(self, *keys: str, of: str | None = None) -> int | None:
-        """A whole number, also as text."""
+        """Return a whole number, which may be given as text."""
         return self._number("a whole number", _whole, keys, of)
 
     def number(self, *keys: str, of: str | None = None) -> float | None:
-        """A number, also as text: YAML 1.1 reads `2e-5` as text."""
+        """Return a number, which may be given as text: YAML 1.1 reads `2e-5` as text."""
         return self._number("a number", float, keys, of)
 
     def text(self, *keys: str, of: str | None = None) -> str | None:
-        """A word."""
+        """Return a value as text."""
         value = self.value(*keys, of=of)
         return None if value is None else str(value)
 
     def flag(self, *keys: str, of: str | None = None) -> bool | None:
-        """True or false, also as text, which is what a command line has."""
+        """Return true or false, which may be given as text, as on a command line."""
         value = self.value(*keys, of=of)
         if value is None or isinstance(value, bool):
             return value
@@ -173,7 +173,7 @@ class Fields:
         raise self._wrong(keys, value, "true or false")
 
     def names(self, *keys: str, of: str | None = None) -> list[str]:
-        """A list of names, which may be one text with commas or spaces between them."""
+        """Return a list of names, which may be one text with commas or spaces between them."""
         value = self.value(*keys, of=of)
         if isinstance(value, str):
             return value.replace(",", " ").split()
@@ -197,11 +197,11 @@ class Fields:
         return RequestError(f"`{key}` in {self.place(key)} is {value!r}", because=f"it must be {must_be}")
 
     def known(self, *keys: str) -> None:
-        """These change no memory, or were looked at elsewhere."""
+        """Mark fields as known: they change no memory, or are read elsewhere."""
         self._asked |= set(keys)
 
     def list_unknown(self, no_effect: Iterable[str] = ()) -> None:
-        """Into `settings.unknown` what nobody has asked for."""
+        """Add the fields that nothing has asked for to `settings.unknown`."""
         known = self._asked | set(no_effect)
         self.settings.unknown += [
             self.place(key) for key in self._content if key not in known and not key.startswith("(")

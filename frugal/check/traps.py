@@ -1,4 +1,4 @@
-"""What is known to go wrong, found in the settings alone. Each trap has its source in docs/facts, or at its place."""
+"""Known traps, found in the settings alone. Each trap has its source in docs/facts, or at its place."""
 
 from collections.abc import Callable, Iterator
 from typing import Any
@@ -11,11 +11,11 @@ from frugal.config.hardware import local_host
 from frugal.units import format_bytes, plural
 
 LARGE_BUCKET_BYTES = 500_000_000
-"""Of one gradient bucket, from where it is named: a bucket saturates a link at a few MB."""
+"""The smallest gradient bucket that is reported: a few MB already saturate a link."""
 
 
 def traps(settings: Settings, deepspeed: Resolved | None, arithmetic: Arithmetic) -> list[Finding]:
-    """All that the settings show, the worst first."""
+    """Return all traps that the settings show, the worst first."""
     findings = list(settings.findings)
     for trap in _OF_ANY:
         findings += trap(settings, arithmetic)
@@ -34,7 +34,7 @@ def _zero(settings: Settings) -> dict[str, Any]:
 
 
 def _low_stages(settings: Settings, deepspeed: Resolved, arithmetic: Arithmetic) -> Iterator[Finding]:
-    """docs/facts/deepspeed.md, Precision."""
+    """Find wrong or wasteful combinations of precision and low stages (docs/facts/deepspeed.md, Precision)."""
     place = settings.place("json.zero_optimization.stage", "json.zero_optimization", "json.bf16")
     if deepspeed.zero["stage"] == 0 and deepspeed.precision != "fp32":
         yield Finding(
@@ -58,7 +58,7 @@ def _low_stages(settings: Settings, deepspeed: Resolved, arithmetic: Arithmetic)
 
 
 def _bf16_sums(settings: Settings, deepspeed: Resolved, arithmetic: Arithmetic) -> Iterator[Finding]:
-    """docs/facts/deepspeed.md, Exactness."""
+    """Find long sums of gradients in bf16 (docs/facts/deepspeed.md, Exactness)."""
     steps = arithmetic.accumulation_steps
     said = ((settings.deepspeed or {}).get("data_types") or {}).get("grad_accum_dtype")
     if deepspeed.precision == "bf16" and said in (None, "bf16", "bfloat16") and steps >= 8:
@@ -73,7 +73,7 @@ def _bf16_sums(settings: Settings, deepspeed: Resolved, arithmetic: Arithmetic) 
 
 
 def _buckets(settings: Settings, deepspeed: Resolved, arithmetic: Arithmetic) -> Iterator[Finding]:
-    """docs/facts/deepspeed.md, Where memory goes."""
+    """Find large buffers (docs/facts/deepspeed.md, Where memory goes)."""
     zero = deepspeed.zero
     element = 4 if deepspeed.precision == "fp32" else 2
     is_double = zero["overlap_comm"] and zero["stage"] in (1, 2)
@@ -95,20 +95,20 @@ def _buckets(settings: Settings, deepspeed: Resolved, arithmetic: Arithmetic) ->
             "large-live-parameters",
             "note",
             "up to 1,000,000,000 gathered parameters stay on the GPU from the second step on: a smaller model "
-            "is there as a whole, in spite of stage 3",
+            "is kept whole, in spite of stage 3",
             settings.place("json.zero_optimization.stage3_max_live_parameters", "json.zero_optimization"),
             "lower stage3_max_live_parameters and stage3_max_reuse_distance, to 50000000",
         )
 
 
 def _auto_of_nobody(settings: Settings, deepspeed: Resolved, arithmetic: Arithmetic) -> Iterator[Finding]:
-    """`runtime/config_utils.py` of DeepSpeed 0.19.8: a field that says auto is dropped."""
+    """Find `auto` fields that DeepSpeed 0.19.8 drops (`runtime/config_utils.py`)."""
     for filled in deepspeed.filled:
         if not filled.by:
             yield Finding(
                 "auto-of-nobody",
                 "warning",
-                f"`{filled.name}` is auto, which nobody fills in here: DeepSpeed drops it, and takes its default "
+                f"`{filled.name}` is auto, which no tool fills in here: DeepSpeed drops it, and takes its default "
                 f"{filled.value}",
                 settings.place(f"json.{filled.name}"),
                 "write the number that you mean",
@@ -116,7 +116,7 @@ def _auto_of_nobody(settings: Settings, deepspeed: Resolved, arithmetic: Arithme
 
 
 def _loss_scaling(settings: Settings, deepspeed: Resolved, arithmetic: Arithmetic) -> Iterator[Finding]:
-    """`runtime/fp16/loss_scaler.py` of DeepSpeed 0.19.8."""
+    """Explain fp16's skipped steps (`runtime/fp16/loss_scaler.py` of DeepSpeed 0.19.8)."""
     if deepspeed.precision != "fp16":
         return
     block = (settings.deepspeed or {}).get("fp16") or {}
@@ -125,7 +125,7 @@ def _loss_scaling(settings: Settings, deepspeed: Resolved, arithmetic: Arithmeti
     if scale in (0, AUTO):
         text = (
             f"the loss scale starts at 2^{power}, and every step whose gradient overflows is skipped: the first steps "
-            "train nothing, while the schedule of the learning rate goes on in Trainer"
+            "train nothing, while Trainer's learning rate schedule advances"
         )
     else:
         text = f"a fixed loss scale of {scale}: every step whose gradient overflows is skipped"
@@ -133,7 +133,8 @@ def _loss_scaling(settings: Settings, deepspeed: Resolved, arithmetic: Arithmeti
 
 
 def _offloading(settings: Settings, deepspeed: Resolved, arithmetic: Arithmetic) -> Iterator[Finding]:
-    """`runtime/zero/offload_config.py`: pin_memory is true by default in 0.19.8, and was false in older versions."""
+    """Find unpinned offloading (`runtime/zero/offload_config.py`: pinned by default in 0.19.8, not in older
+    versions)."""
     zero = _zero(settings)
     for name in ("offload_optimizer", "offload_param"):
         block = zero.get(name) or {}
@@ -159,13 +160,13 @@ def _offloading(settings: Settings, deepspeed: Resolved, arithmetic: Arithmetic)
 
 
 def _wrong_options(settings: Settings, deepspeed: Resolved, arithmetic: Arithmetic) -> Iterator[Finding]:
-    """docs/facts/deepspeed.md, Options that are wrong or do nothing."""
+    """Find options that are wrong or do nothing (docs/facts/deepspeed.md)."""
     config, zero = settings.deepspeed or {}, _zero(settings)
     if config.get("activation_checkpointing"):
         yield Finding(
             "activation-checkpointing-block",
             "warning",
-            "DeepSpeed's block `activation_checkpointing` changes nothing for models of transformers: nobody reads it",
+            "DeepSpeed's block `activation_checkpointing` has no effect: models of transformers do not read it",
             settings.place("json.activation_checkpointing"),
             "" if settings.activation_checkpointing else "set gradient_checkpointing of the trainer",
         )
@@ -174,7 +175,7 @@ def _wrong_options(settings: Settings, deepspeed: Resolved, arithmetic: Arithmet
             yield Finding(
                 "removed-block",
                 "error",
-                f"`{name}` was removed from DeepSpeed, which stops at a block that is left",
+                f"`{name}` was removed from DeepSpeed, which stops if it is still present",
                 settings.place(f"json.{name}"),
                 "take it out",
             )
@@ -198,7 +199,7 @@ def _wrong_options(settings: Settings, deepspeed: Resolved, arithmetic: Arithmet
 
 
 def _known_faults(settings: Settings, deepspeed: Resolved, arithmetic: Arithmetic) -> Iterator[Finding]:
-    """`frugal.check.known_faults`, of the version that is installed."""
+    """Find faults of the installed version of DeepSpeed (`frugal.check.known_faults`)."""
     version = local_host.versions()["deepspeed"]
     has = {
         "half": deepspeed.precision == "bf16",
@@ -213,7 +214,7 @@ def _known_faults(settings: Settings, deepspeed: Resolved, arithmetic: Arithmeti
                 "error",
                 f"DeepSpeed {version} computes wrong gradients here ({fault.thread}): {fault.what}",
                 settings.place("json.zero_optimization.stage", "json.zero_optimization"),
-                fault.remedy + (f"; mended in DeepSpeed {fault.until}" if fault.until else ""),
+                fault.remedy + (f"; fixed in DeepSpeed {fault.until}" if fault.until else ""),
             )
 
 
@@ -221,7 +222,7 @@ def _known_faults(settings: Settings, deepspeed: Resolved, arithmetic: Arithmeti
 
 
 def _checkpointing(settings: Settings, arithmetic: Arithmetic) -> Iterator[Finding]:
-    """torch.utils.checkpoint: its reentrant form gives no gradient where no input asks for one."""
+    """Find wrong forms of torch.utils.checkpoint: the reentrant one needs an input that requires a gradient."""
     if not settings.activation_checkpointing:
         return
     if settings.use_cache:
@@ -255,20 +256,19 @@ def _checkpointing(settings: Settings, arithmetic: Arithmetic) -> Iterator[Findi
 
 
 def _packing(settings: Settings, arithmetic: Arithmetic) -> Iterator[Finding]:
-    """docs/facts/memory.md, Padding: exact where position ids tell documents apart."""
+    """Find packed documents that see each other (docs/facts/memory.md, Padding)."""
     if settings.packing and settings.packs_apart is False:
         yield Finding(
             "packing-mixes-documents",
             "warning",
-            "documents that are packed into one sample see each other: the attention that is set does not keep "
-            "them apart",
+            "documents that are packed into one sample see each other: the chosen attention does not separate them",
             settings.place("packing"),
             "use flash attention (attn_implementation: flash_attention_2), or leave packing out",
         )
 
 
 def _evaluation(settings: Settings, arithmetic: Arithmetic) -> Iterator[Finding]:
-    """docs/facts/peers.md: transformers#7158, axolotl#1813."""
+    """Find evaluations that take more memory than training (transformers#7158, axolotl#1813)."""
     micro = settings.raw.get("eval_micro_batch")
     if micro is not None and micro > arithmetic.micro_batch:
         yield Finding(
@@ -290,12 +290,13 @@ def _evaluation(settings: Settings, arithmetic: Arithmetic) -> Iterator[Finding]
 
 
 def _of_trainer(settings: Settings, arithmetic: Arithmetic) -> Iterator[Finding]:
-    """docs/facts/peers.md, Batches; the update error without averaging over ranks was 0.24 to 0.38 (two ranks)."""
+    """Find batches that depend on the GPU, and means of means (docs/facts/peers.md, Batches): without averaging over
+    two ranks the update error was 0.24 to 0.38."""
     if settings.raw.get("auto_find_batch_size"):
         yield Finding(
             "auto-find-batch-size",
             "error",
-            "`auto_find_batch_size` makes the micro-batch smaller and leaves the accumulation as it is: the "
+            "`auto_find_batch_size` makes the micro-batch smaller and does not change the accumulation: the "
             "global batch depends on the GPU; and it does not work with DeepSpeed (transformers#29058)",
             settings.place("auto_find_batch_size"),
             "leave it out: this check says what fits",

@@ -1,4 +1,4 @@
-"""Whether a run fits at its own settings: the dry run of exactly these, not of what frugal would choose."""
+"""The verdict on a run at its own settings: a dry run of exactly these, not of a plan of frugal's."""
 
 from collections.abc import Callable
 from dataclasses import dataclass, field, replace
@@ -25,7 +25,7 @@ from frugal.planning.strategy import Strategy
 
 @dataclass(frozen=True, kw_only=True)
 class Subject:
-    """What is dry-run: a request that pins nothing but the model's own numbers, a strategy and a batch, all theirs."""
+    """A request that pins only the model's own numbers, with the strategy and the batch of the configuration."""
 
     request: Request
     cluster: Cluster
@@ -35,7 +35,7 @@ class Subject:
 
 @dataclass(frozen=True, kw_only=True)
 class Verdict:
-    """What came of it. `host_shortfall_bytes`, `disk_shortfall_bytes`: what a node lacks, 0 where it is not known."""
+    """The result of a dry run. `host_shortfall_bytes`, `disk_shortfall_bytes`: missing on a node, 0 where not known."""
 
     subject: Subject
     memory: MemoryBreakdown
@@ -45,12 +45,12 @@ class Verdict:
 
     @property
     def fits(self) -> bool:
-        """Whether the device, the host and the disk hold it."""
+        """Return whether device, host and disk are large enough."""
         return self.memory.fits and not self.host_shortfall_bytes and not self.disk_shortfall_bytes
 
 
 def resolved(settings: Settings, world_size: int) -> tuple[Resolved | None, Arithmetic]:
-    """DeepSpeed's JSON without `auto`, and the batch.
+    """Return DeepSpeed's JSON without `auto`, and the batch.
 
     Raises:
         RequestError: it cannot be resolved; see `frugal.check.readers.deepspeed_json.resolve`.
@@ -60,7 +60,7 @@ def resolved(settings: Settings, world_size: int) -> tuple[Resolved | None, Arit
         shared_by = settings.sequence_parallel
         raise RequestError(
             f"{shared_by} GPUs cannot share samples on {world_size} GPUs",
-            because=f"{settings.place('sequence_parallel')} says so, and {world_size} is no multiple of {shared_by}",
+            because=f"{settings.place('sequence_parallel')} names {shared_by}, and {world_size} is no multiple of it",
             hint=f"check on {shared_by * max(1, world_size // shared_by)}, for instance with --gpus",
         )
     if settings.deepspeed is not None:
@@ -70,15 +70,15 @@ def resolved(settings: Settings, world_size: int) -> tuple[Resolved | None, Arit
 
 
 def request_of(settings: Settings, deepspeed: Resolved | None, arithmetic: Arithmetic) -> Request:
-    """Their model, samples, precision and optimizer, as a request of frugal's that leaves the strategy open.
+    """Return the configuration's model, samples, precision and optimizer as a request that leaves the strategy open.
 
     Raises:
-        RequestError: no file and no flag names the model, or frugal has nothing like what they say.
+        RequestError: no file and no flag names the model, or frugal has nothing like it.
     """
     if not settings.model:
         raise RequestError(
             "no file names the model",
-            because="memory is that of a model",
+            because="memory depends on the model",
             hint="add --model, a preset such as llama-3.1-8b, a model folder or a config.json",
         )
     clipping = settings.gradient_clipping
@@ -119,7 +119,8 @@ def request_of(settings: Settings, deepspeed: Resolved | None, arithmetic: Arith
 
 
 def _has_bf16_states(settings: Settings) -> bool:
-    """Whether DeepSpeed keeps master weights and the optimizer's states in bf16; one of them alone frugal does not."""
+    """Return whether DeepSpeed keeps master weights and the optimizer's states in bf16. frugal follows only both
+    together."""
     block = (settings.deepspeed or {}).get("bf16") or {}
     both = [bool(block.get(name)) for name in ("bf16_master_weights_and_grads", "bf16_optimizer_states")]
     if any(both) and not all(both):
@@ -128,7 +129,7 @@ def _has_bf16_states(settings: Settings) -> bool:
 
 
 def readable(request: Request, facts: ModelFacts, settings: Settings) -> Request:
-    """The request with samples that the model can read; a length that nobody named is shortened.
+    """Return the request with samples that the model can read: a length that was not given is shortened.
 
     Raises:
         RequestError: a length that was named is too long.
@@ -152,7 +153,7 @@ def subject_of(
     cluster: Cluster,
     facts: ModelFacts,
 ) -> Subject:
-    """What to dry-run. What frugal cannot do of it is noted in `settings`."""
+    """Return the subject of the dry run. Settings that frugal cannot follow are noted in `settings`."""
     strategy = deepspeed_json.strategy(settings, deepspeed)
     if strategy.loss == "tiled" and not facts.can_tile:
         settings.deviate("evaluated with whole logits: this model cannot take the tiled loss")
@@ -166,7 +167,7 @@ def subject_of(
 
 
 def verdict_of(subject: Subject, source: Source) -> Verdict:
-    """The dry run of exactly this, on each kind of device. Raises as `Source.dry_run`."""
+    """Dry-run exactly this subject on each kind of device. Raises as `Source.dry_run`."""
     steps = subject.batch.accumulation_steps
     fitting = Fitting(subject.request, subject.cluster)
     of_devices = [
@@ -183,7 +184,8 @@ def verdict_of(subject: Subject, source: Source) -> Verdict:
 
 
 def drafted(subject: Subject, source: Source) -> bool:
-    """Whether it fits by its profile, in which the allocator is replayed; a dry run is to confirm it."""
+    """Return whether the subject fits by its profile, in which the allocator is replayed. A dry run has to confirm
+    it."""
     steps = subject.batch.accumulation_steps
     profile = source.profile(subject.strategy, steps > 1)
     fitting = Fitting(subject.request, subject.cluster)
@@ -194,12 +196,12 @@ def drafted(subject: Subject, source: Source) -> bool:
 
 
 def hidden_size_of(settings: Settings) -> Callable[[], int | None]:
-    """The width of the model, as transformers' Trainer asks its configuration; None: it has none."""
+    """Return a function for the model's width, found as transformers' Trainer does; None if it has none."""
 
     def hidden_size() -> int | None:
         if not settings.model:
             raise RequestError(
-                "no file names the model, and its hidden size decides what auto comes to",
+                "no file names the model, and its hidden size decides the values of auto",
                 hint="add --model, a preset such as llama-3.1-8b, a model folder or a config.json",
             )
         config = _config_of(preset_of(settings.model), settings.task)
@@ -216,7 +218,7 @@ def _config_of(reference: str, task: str | None) -> Any:
 
 
 def _targets_of_peft(reference: str, task: str | None) -> tuple[str, ...]:
-    """The modules that peft gives adapters where none are named.
+    """Return the modules to which peft attaches adapters where none are named.
 
     Raises:
         RequestError: peft has no such table for this type of model.
@@ -227,7 +229,7 @@ def _targets_of_peft(reference: str, task: str | None) -> tuple[str, ...]:
     if kind not in TABLE:
         raise RequestError(
             f"no file says which modules of {reference} get adapters",
-            because=f"peft has no list of its own for {kind or 'it'}",
+            because=f"peft has no default for {kind or 'it'}",
             hint="name them, or say --lora r=16,targets=all-linear",
         )
     return tuple(TABLE[kind])
@@ -243,5 +245,5 @@ def _presets_by_hub_name() -> dict[str, str]:
 
 
 def preset_of(model: str) -> str:
-    """The preset that has the configuration of a hub name, so that nothing is downloaded; otherwise the name itself."""
+    """Return the preset with the configuration of a hub name, which saves a download; otherwise the name itself."""
     return _presets_by_hub_name().get(model, model)

@@ -1,7 +1,7 @@
-"""Runs without DeepSpeed, as far as a dry run of frugal's is one of them.
+"""Runs without DeepSpeed, as far as one of frugal's dry runs matches them.
 
-    fp32        torch's optimizer on every GPU is what stage 0 is; DDP's buckets, of the gradients' size, are taken to
-                be what stage 0 makes of all gradients to average them
+    fp32        torch's optimizer on every GPU equals stage 0; DDP's buckets, of the gradients' size, are taken to be
+                the copy of all gradients that stage 0 makes to average them
     adapters    the frozen base decides: evaluated on one GPU under stage 2, as every GPU holds all of it under DDP
 
 Mixed precision over fp32 weights (autocast) is neither: it is refused.
@@ -26,7 +26,7 @@ AUTOCAST = (
 
 
 def refuse_autocast(settings: Settings) -> None:
-    """Note that memory cannot be checked, where that is so."""
+    """Note why memory cannot be checked, if it cannot."""
     if settings.sequence_parallel > 1:
         settings.refuse(
             "samples that GPUs share are checked under DeepSpeed alone", settings.place("sequence_parallel")
@@ -38,7 +38,7 @@ def refuse_autocast(settings: Settings) -> None:
 def subject_of(
     settings: Settings, arithmetic: Arithmetic, request: Request, cluster: Cluster, facts: ModelFacts
 ) -> Subject:
-    """What to dry-run in its place; what differs is noted in `settings`."""
+    """Return the nearest subject that frugal can dry-run. Differences are noted in `settings`."""
     strategy = Strategy(
         zero_stage=0 if request.precision == "fp32" else 2,
         activation_checkpointing="full" if settings.activation_checkpointing and facts.can_recompute else "off",

@@ -81,7 +81,7 @@ def foreign(path: Path) -> list[str]:
 
 
 def read(path: str | Path, map_location: Any = "cpu", *, mmap: bool = False) -> Any:
-    """Return what `torch.save` wrote, on the host.
+    """Return the content of a file of `torch.save`, on the host.
 
     Raises:
         pickle.UnpicklingError: there are foreign objects in it.
@@ -114,12 +114,12 @@ class StateFiles:
 
     @property
     def common(self) -> dict[str, Any]:
-        """Model, counters and the learning rate's schedule; at stage 0 the optimizer, too."""
+        """Return the model, counters and the learning rate's schedule; at stage 0 the optimizer, too."""
         return self._contents("model_states")
 
     @property
     def module(self) -> dict[str, torch.Tensor]:
-        """Parameters and buffers of the model; under stage 3 only buffers."""
+        """Return parameters and buffers of the model; under stage 3 only buffers."""
         return self.common["module"]
 
     def optimizer(self) -> dict[str, Any]:
@@ -150,7 +150,8 @@ class StateFiles:
 
 
 class Piece(NamedTuple):
-    """`number` elements of parameter `name`, from element `first` on; in their slot they begin at element `place`."""
+    """A run of `number` elements of parameter `name`, from element `first` on; in its slot it begins at element
+    `place`."""
 
     name: str
     first: int
@@ -237,7 +238,7 @@ class CheckpointWriter(CheckpointEngine):
         self._written.append(path)
 
     def finish(self) -> list[Path]:
-        """Write what is not written yet, and return all files of this writer.
+        """Write the remaining files, and return all files of this writer.
 
         Raises:
             OSError: a file cannot be written.
@@ -273,8 +274,8 @@ class CheckpointWriter(CheckpointEngine):
 
 
 def _trained(deepspeed_engine: Any, states: Callable[..., Any], how: dict[str, bool]) -> Any:
-    """Return the module's states. DeepSpeed leaves in frozen parameters with a second name, as tied heads have, and
-    what belongs to a frozen parameter, as the scales of quantised weights."""
+    """Return the module's states without frozen ones that DeepSpeed leaves in: second names, as of tied heads, and
+    tensors that belong to a frozen parameter, such as scales of quantised weights."""
     module = states(**how)
     if how.get("exclude_frozen_parameters"):
         named = deepspeed_engine.module.named_parameters(remove_duplicate=False)

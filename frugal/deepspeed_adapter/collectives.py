@@ -1,6 +1,6 @@
-"""DeepSpeed's ranks: the process group they form, and what all their collectives go through.
+"""DeepSpeed's ranks: their process group, and the object through which all their collectives go.
 
-DeepSpeed is imported by who calls, not by who imports this: a parent that starts ranks need not wait for it.
+DeepSpeed is imported when a function is called, not with this module: a parent that starts ranks need not wait for it.
 """
 
 import hashlib
@@ -17,7 +17,7 @@ if TYPE_CHECKING:
     from torch import Tensor
 
 ON_CPU = {"DS_ACCELERATOR": "cpu"}
-"""In the environment of ranks whose device is the host."""
+"""Environment variables of ranks whose device is the host."""
 
 COLLECTIVES = (
     "all_reduce", "inference_all_reduce", "all_reduce_coalesced", "reduce", "reduce_scatter", "reduce_scatter_tensor",
@@ -27,7 +27,7 @@ COLLECTIVES = (
 """The backend's methods that training calls on all ranks at once; a test holds that there are no more."""
 
 DIRECT = ("all_gather_function", "reduce_scatter_function")
-"""What the backend calls of torch.distributed by names of its own."""
+"""Functions of torch.distributed that the backend calls by names of its own."""
 
 Collective = Callable[..., Any]
 
@@ -36,7 +36,7 @@ def init_distributed(method: str) -> None:
     """Make the process group that torch's rendezvous `method` leads to, or stay in the one there is. Collective.
 
     Without DeepSpeed's shared-memory kernel for CPU ranks, which costs more than it saves: it is compiled when first
-    used, a process killed while loading it leaves a lock that later runs wait on for ever, and its buffers (66 MiB a
+    used, a process killed while loading it leaves a lock on which later runs wait forever, and its buffers (66 MiB a
     rank) stay in /dev/shm after the run. gloo does the same sums.
     """
     import deepspeed
@@ -47,7 +47,7 @@ def init_distributed(method: str) -> None:
 
 
 def exchange_within(size: int) -> "Callable[[Tensor, Tensor], None]":
-    """What exchanges tensors among each `size` consecutive ranks, of which this is one: it writes an all-to-all over
+    """Return a function that exchanges tensors among each `size` consecutive ranks: it writes an all-to-all over
     dimension 0 of its second argument into its first. Collective: every rank calls it."""
     import deepspeed.comm as deepspeed_comm
     import torch.distributed as dist
@@ -63,14 +63,14 @@ def exchange_within(size: int) -> "Callable[[Tensor, Tensor], None]":
 
 
 def timeout_seconds() -> float:
-    """How long a rank waits for the others before it gives up."""
+    """Return the time that a rank waits for the others before it gives up."""
     from deepspeed.constants import default_pg_timeout
 
     return float(default_pg_timeout.total_seconds())
 
 
 def backend() -> Any:
-    """What DeepSpeed's collectives are methods of, one a process."""
+    """Return the object whose methods are DeepSpeed's collectives, one a process."""
     import deepspeed.comm.comm as deepspeed_comm
 
     assert deepspeed_comm.cdb is not None, "there is no process group yet"
@@ -78,7 +78,7 @@ def backend() -> Any:
 
 
 def guard(guarded: Callable[[Collective], Collective]) -> None:
-    """Have the process's collectives go through what `guarded` makes of each, instead of an earlier guard."""
+    """Replace each of the process's collectives by `guarded` of it, instead of an earlier guard."""
     for name in COLLECTIVES:
         vars(backend()).pop(name, None)  # an earlier one's, in front of the class's method
         put(backend(), name, guarded(getattr(backend(), name)))
@@ -89,7 +89,7 @@ class Entering:
     """A collective that a rank is about to enter.
 
     Attributes:
-        what: words that go on with names, such as "reduces gradients of".
+        what: words that names continue, such as "reduces gradients of".
         numbers: of the parameters that it takes, in an order that must be the same on all ranks.
         name_of: finds the name that belongs to a number.
     """
@@ -106,7 +106,7 @@ class Entering:
 
     @property
     def names(self) -> list[str]:
-        """The names of the parameters."""
+        """Return the names of the parameters."""
         return list(map(self.name_of, self.numbers))
 
 
@@ -115,7 +115,7 @@ _entering: list[Entering] = []
 
 @contextmanager
 def entering(what: str, numbers: Sequence[int], name_of: Callable[[int], str]) -> Iterator[None]:
-    """Collectives inside the `with` block are of these parameters; see `Entering`."""
+    """Name the parameters of collectives inside the `with` block; see `Entering`."""
     _entering.append(Entering(what, numbers, name_of))
     try:
         yield
@@ -130,7 +130,7 @@ def entered(name: str, arguments: Iterable[Any]) -> tuple[Entering, int]:
 
 
 def _sizes(arguments: Iterable[Any]) -> Iterator[int]:
-    """Elements of tensors, and ranks; groups of ranks may exchange parts of samples of different lengths."""
+    """Yield elements of tensors, and ranks; groups of ranks may exchange parts of samples of different lengths."""
     for each in arguments:
         if isinstance(each, int):
             yield each

@@ -1,7 +1,7 @@
-"""What we need of DeepSpeed: its names, in a table that is checked before training and before dry runs.
+"""The names of DeepSpeed that frugal needs, in a table that is checked before training and before dry runs.
 
-`python -m frugal.deepspeed_adapter.contract` prints what does not hold for the DeepSpeed that is installed, names and
-sources of functions that ours repeat (`frugal.deepspeed_adapter.simulate.mirrored`): where an upgrade begins, see
+`python -m frugal.deepspeed_adapter.contract` prints the differences of the installed DeepSpeed: names, and sources of
+functions that ours repeat (`frugal.deepspeed_adapter.simulate.mirrored`): where an upgrade begins, see
 `make contract`.
 """
 
@@ -25,7 +25,7 @@ _OFFLOAD = f"{_RUNTIME}.zero.parameter_offload"
 _SPLITTING = f"{_RUNTIME}.zero.partition_parameters"
 _RESET = "reset after out of memory"
 _OWN = "no gradient of another step, or of another parameter"
-_CATEGORY = "counted as what it is kept for"
+_CATEGORY = "counted under its purpose"
 _LAYOUT = "where states lie, for checkpoints"
 _SPLIT = "a parameter that is split"
 _DEVICE = "a pretended device"
@@ -34,7 +34,7 @@ _AT_ONCE = "no loops over ranks in dry runs"
 NAMES = (
     # An engine, from its beginning to its end
     *needed("deepspeed", "makes the engine and its process group", "initialize", "init_distributed"),
-    *needed("deepspeed", "what a user's own loop made", "DeepSpeedEngine"),
+    *needed("deepspeed", "an engine of a user's own loop", "DeepSpeedEngine"),
     *needed("deepspeed", "parameters are split one by one, and gathered again", "zero.Init", "zero.GatheredParameters"),
     *needed("deepspeed.constants", "how long ranks wait for each other", "default_pg_timeout"),
     *needed(
@@ -91,7 +91,7 @@ NAMES = (
     *needed(f"{_RUNTIME}.zero.muon.muon_optimizer", "imported without compiling it", ""),
     *needed(
         "deepspeed.accelerator.abstract_accelerator:DeepSpeedAccelerator",
-        "what the device can do",
+        "the device's abilities",
         "create_op_builder(self, class_name)",
         "device_name(self, device_index)",
         "is_bf16_supported(self)",
@@ -237,7 +237,7 @@ NAMES = (
         "release_and_reset_all(self, module)",
     ),
     *needed(f"{_SPLITTING}:ZeroParamStatus", _RESET, "INFLIGHT", "NOT_AVAILABLE", "AVAILABLE"),
-    # What dry runs count as parameters, gradients, ...
+    # Categories in dry runs: parameters, gradients, ...
     *needed(
         _ZERO12,
         _CATEGORY,
@@ -275,7 +275,7 @@ NAMES = (
         "backup_optimizer",
         "subgroup_to_device",
     ),
-    # Checkpoints: what lies where, and in which files
+    # Checkpoints: places of states, and files
     *needed(_ZERO12, _LAYOUT, "bit16_groups", "_hp_optimizer_states_linked"),
     *needed(_ZERO12, "settings that stay when states are read", "clip_grad"),
     *needed("deepspeed.utils.mixed_precision_linkage", _LAYOUT, "_init_lp_to_hp_mapping:_hp_mapping"),
@@ -338,7 +338,7 @@ NAMES = (
         "save_checkpoint(self, save_dir, tag, client_state, save_latest, exclude_frozen_parameters)",
         "load_checkpoint",
     ),
-    # Dry runs: what is pretended
+    # Dry runs: the pretended device
     *needed("deepspeed.accelerator", _DEVICE, "get_accelerator()"),
     *needed("deepspeed.accelerator.real_accelerator", _DEVICE, "get_accelerator()", "set_accelerator(accel_obj)"),
     *needed(
@@ -400,10 +400,10 @@ NAMES = (
 
 
 def verify() -> None:
-    """Refuse a DeepSpeed that lacks what we use of it.
+    """Refuse a DeepSpeed that lacks a name in the table.
 
     Raises:
-        RequestError: with all that is missing.
+        RequestError: it lists the missing names.
     """
     if not _is_verified():
         required.verify("deepspeed", TESTED, NAMES, title="DeepSpeed")
@@ -415,7 +415,7 @@ def _is_verified() -> bool:
 
 
 def main(arguments: list[str]) -> int:
-    """Print what does not hold, and return 1 if anything does not.
+    """Print the differences, and return 1 if there are any.
 
     `arguments`: the folder of the DeepSpeed that was tested, to show how sources differ from it; or nothing.
     """

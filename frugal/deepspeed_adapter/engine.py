@@ -33,7 +33,7 @@ def initialize(
     make_optimizer: kernels.MakeOptimizer | None = None,
     groups: list[dict[str, Any]] | None = None,
 ) -> Zero:
-    """DeepSpeed's engine around `model`, which has rank 0's weights on all ranks then. Collective.
+    """Return DeepSpeed's engine around `model`, which then has rank 0's weights on all ranks. Collective.
 
     `learning_rate_schedule`: a factor on the learning rate by the number of optimizer steps done. `votes`: a gloo group
     of all ranks; None: the usual one. `make_optimizer`: in place of the request's. `groups`: the trained parameters
@@ -88,7 +88,7 @@ def destroy(zero: Zero) -> None:
 
 
 def _clip_scalars_too(engine: Any) -> None:
-    """Have stage 0 clip gradients without dimensions, too: DeepSpeed multiplies each by a vector of one element."""
+    """Make stage 0 clip gradients without dimensions, too: DeepSpeed multiplies each by a vector of one element."""
     clip = engine.clip_fp32_gradients
 
     def clip_all() -> None:
@@ -100,7 +100,7 @@ def _clip_scalars_too(engine: Any) -> None:
 
 @contextmanager
 def _scalars_sent() -> Iterator[None]:
-    """Have an engine that is made in the `with` block also send parameters without dimensions to all ranks."""
+    """Make engines that are made in the `with` block also send parameters without dimensions to all ranks."""
     send = deepspeed.DeepSpeedEngine._broadcast_model
 
     def send_all(engine: deepspeed.DeepSpeedEngine) -> None:
@@ -129,9 +129,9 @@ def _partition(model: nn.Module, config: dict[str, Any], dtype: torch.dtype) -> 
 
 @contextmanager
 def told_of_arrivals(arrive: Callable[[Tensor], None]) -> Iterator[None]:
-    """`arrive` is called with each parameter that stage 3 brings to the device, before it splits it.
+    """Call `arrive` with each parameter that stage 3 brings to the device, before it splits it.
 
-    For a device that is pretended, where nothing shows that a tensor came.
+    For a pretended device, where the arrival of a tensor leaves no trace.
     """
     split = Init._zero_init_param
 
@@ -144,6 +144,6 @@ def told_of_arrivals(arrive: Callable[[Tensor], None]) -> Iterator[None]:
 
 
 def split_reads_refused(zero: Zero, *, is_first: bool) -> AbstractContextManager[Any]:
-    """Return what in a first step refuses reads of parameters that are split; see `SplitReads`."""
+    """Return a context that in a first step refuses reads of split parameters; see `SplitReads`."""
     is_split = is_first and zero.strategy.zero_stage == 3
     return SplitReads(zero.engine.module) if is_split else nullcontext()

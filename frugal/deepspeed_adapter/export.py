@@ -7,7 +7,7 @@ that on. Spelling as of transformers 5.23, Accelerate 1.15 and DeepSpeed 0.19.8.
 
 For Trainer it is a few lines that hand the plan itself to `frugal.integrations.transformers`. The others are one file
 beside the plan's own `ds_config.json`, which they take unchanged: every batch size and every bucket in it is a number,
-so there is nothing for them to fill in. What they cannot do is refused here, not left to come out in memory or in the
+so there is nothing for them to fill in. What they cannot do is refused here, instead of changing memory or the
 gradient. The texts are templates in `templates/`.
 """
 
@@ -71,13 +71,13 @@ class Export:
 
 
 def export(plan: Plan, target: Target, *, folder: str = "", make_model: str = "", decoder_inputs: str = "") -> Export:
-    """Return the plan for `target`, whose files are to be in `folder`.
+    """Return the plan for `target`, with paths of files in `folder`.
 
     `make_model` is Python that makes the script's model, `decoder_inputs` Python that makes the inputs of decoders
     (`frugal.training.losses.decoder_inputs.source`).
 
     Raises:
-        RequestError: the target cannot do what the plan says.
+        RequestError: the target cannot follow the plan.
     """
     check(plan, target)
     batch, strategy, task, nodes = plan.batch, plan.strategy, plan.model.task, plan.cluster.nodes
@@ -209,7 +209,7 @@ def check_all_but_cut(plan: Plan, target: Target) -> None:
         ),
         (
             added_loss and target != "accelerate",
-            f"{who} would leave out what the model adds to the cross entropy",
+            f"{who} would leave out the loss that the model adds to the cross entropy",
             added_loss,
             "train it with `frugal train`, or without output_router_logits in its config.json",
         ),
@@ -255,7 +255,7 @@ def check_all_but_cut(plan: Plan, target: Target) -> None:
 
 
 def _check_own_code(plan: Plan, target: Target) -> None:
-    """Refuse what takes frugal's own code in the training process, for a target that has none of it."""
+    """Refuse plans that need frugal's own code in the training process, for a target without it."""
     who, request, strategy = _NAMES[target], plan.request, plan.strategy
     why_tiled = next((reason for reason in plan.why if reason.startswith("the loss is tiled")), None)
     sizes = [len(node.devices) for node in plan.cluster.nodes]

@@ -1,19 +1,19 @@
-"""Gradients from backward to the optimizer step, where DeepSpeed 0.19.8 takes for granted that each parameter has one.
+"""Gradients between backward and the optimizer step, where DeepSpeed 0.19.8 assumes that each parameter has one.
 
-What a parameter without a gradient is updated with:
+A parameter without a gradient is updated with the wrong one:
 
 - ZeRO-3 keeps reduced gradients in buffers that the first micro-step overwrites and later ones add to, and hands all of
   them to the optimizer. A parameter that the first micro-step does not use keeps an earlier step's.
 - An optimizer in host memory gets a gradient only in the last micro-step, and only of parameters used in it. Others
-  keep an earlier step's there, and lose what earlier micro-steps found. At ZeRO 1 and 2 their sum goes on, too.
+  keep an earlier step's there, and lose the gradients of earlier micro-steps. At ZeRO 1 and 2 their sum continues.
 
-And what meets another parameter's gradient: ZeRO-2 reduces a bucket when it is full, in the order in which gradients
+And gradients of different parameters meet: ZeRO-2 reduces a bucket when it is full, in the order in which gradients
 arrive, so where micro-batches use other parameters, or in another order, ranks add up gradients of different ones.
-`announce` has each collective say which parameters it takes, so that ranks can tell before they enter it;
-`reduce_in_order` has them reduce all gradients in one order, at the end of backward.
+`announce` makes each collective name the parameters it takes, so that ranks can compare before they enter it;
+`reduce_in_order` makes them reduce all gradients in one order, at the end of backward.
 
-`mend` makes them the sum over the micro-steps of this global batch, and zero where there is none, whoever calls the
-engine: our own step, a recovery, transformers' Trainer. It takes no memory and writes nothing where all are used.
+`mend` makes them the sum over the micro-steps of this global batch, and zero where there is none, for every caller of
+the engine: our own step, a recovery, transformers' Trainer. It takes no memory and writes nothing where all are used.
 """
 
 from typing import Any
@@ -31,7 +31,7 @@ from frugal.required import put
 
 
 def mend(optimizer: Any) -> None:
-    """Have what `optimizer`, DeepSpeed's, updates parameters with be this global batch's gradients alone."""
+    """Make DeepSpeed's `optimizer` update parameters with this global batch's gradients alone."""
     if isinstance(optimizer, DeepSpeedZeroOptimizer_Stage3):
         _mend_stage_3(optimizer)
     elif isinstance(optimizer, DeepSpeedZeroOptimizer):
@@ -105,7 +105,7 @@ def _mend_host_optimizer(optimizer: Any) -> None:
 
 
 def _mend_overlapped_stage_1(optimizer: Any) -> None:
-    """Reduce what only earlier micro-steps used, too: it is the last one's hooks that reduce."""
+    """Reduce also gradients that only earlier micro-steps produced: the last one's hooks reduce."""
     end_backward = optimizer.independent_gradient_partition_epilogue
 
     def reduce_rest_and_end() -> None:
@@ -121,7 +121,7 @@ def _mend_overlapped_stage_1(optimizer: Any) -> None:
 
 
 def reduce_in_order(optimizer: Any) -> int | None:
-    """From here on have ZeRO-1's or 2's gradients wait for the end of backward and be reduced in the model's order.
+    """Make gradients of ZeRO-1 and 2 wait for the end of backward and be reduced in the model's order from now on.
 
     Where this rank has none of a parameter, it is zero. Returns the bytes that gradients take at most meanwhile; None
     where they are reduced so already, or it would not help.
@@ -149,12 +149,12 @@ _REDUCE = "reduce_ready_partitions_and_remove_grads"
 
 
 def _trained(optimizer: Any) -> list[tuple[int, Any]]:
-    """ZeRO-1's or 2's parameters with the number of their group."""
+    """Return ZeRO-1's or 2's parameters with the number of their group."""
     return [(i, parameter) for i, group in enumerate(optimizer.bit16_groups) for parameter in group]
 
 
 def announce(optimizer: Any, module: nn.Module) -> None:
-    """Have collectives of DeepSpeed's `optimizer` say which parameters they take; see `collectives.entering`."""
+    """Make collectives of DeepSpeed's `optimizer` name the parameters that they take; see `collectives.entering`."""
     if isinstance(optimizer, DeepSpeedZeroOptimizer_Stage3):
         _announce_stage_3(optimizer, module)
     elif isinstance(optimizer, DeepSpeedZeroOptimizer):
@@ -174,7 +174,7 @@ _REDUCES = "reduces gradients of"
 
 
 def _announce_stage_3(optimizer: Any, module: nn.Module) -> None:
-    """Sets are compared, not orders: DeepSpeed sorts what goes through one collective."""
+    """Announce sets of parameters, not orders: DeepSpeed sorts the parameters of one collective."""
     names = {each.ds_id: name for name, each in module.named_parameters()}  # type: ignore[attr-defined]  # DeepSpeed's
     numbered = {name: each for name, each in module.named_modules() if hasattr(each, "ds_id")}  # not within one as one
     modules = {each.ds_id: name or type(each).__name__ for name, each in numbered.items()}

@@ -1,4 +1,4 @@
-"""A plan in DeepSpeed's spelling. The only module that knows it.
+"""A plan in DeepSpeed's spelling, which only this module knows.
 
 Keys and defaults are those of DeepSpeed 0.19.8. Every size is explicit: DeepSpeed's own default for
 `reduce_bucket_size` reserves 1 to 2 GB on every rank.
@@ -33,16 +33,16 @@ _AIO = {
 
 
 def deepspeed_config(plan: Plan) -> dict[str, Any]:
-    """The DeepSpeed JSON of a plan."""
+    """Return the DeepSpeed JSON of a plan."""
     return batch_config(plan.batch) | strategy_config(plan.request, plan.strategy)
 
 
 def batch_config(batch: BatchPlan) -> dict[str, Any]:
-    """The batch.
+    """Return the batch's keys.
 
     Where the global batch does not divide, the three keys state the capacity of the micro-batches, because DeepSpeed
-    insists on `micro x accumulation x world = batch`; frugal's engine runs the planned sizes themselves. DeepSpeed is
-    not told of ranks that share samples: its averages over all ranks are what makes their sums exact.
+    insists on `micro x accumulation x world = batch`; frugal's engine runs the planned sizes themselves. DeepSpeed does
+    not know of ranks that share samples: its averages over all ranks make their sums exact.
     """
     return {
         "train_batch_size": batch.capacity * batch.sequence_parallel,
@@ -52,7 +52,7 @@ def batch_config(batch: BatchPlan) -> dict[str, Any]:
 
 
 def strategy_config(request: Request, strategy: Strategy) -> dict[str, Any]:
-    """Everything but the batch."""
+    """Return all keys but the batch's."""
     optimizer = _optimizer(request, strategy)
     config: dict[str, Any] = {
         **({} if optimizer is None else {"optimizer": optimizer}),
@@ -72,7 +72,7 @@ def strategy_config(request: Request, strategy: Strategy) -> dict[str, Any]:
 
 
 def _optimizer(request: Request, strategy: Strategy) -> dict[str, Any] | None:
-    """None for an optimizer that DeepSpeed does not know by name; training hands it over ready made.
+    """Return the optimizer's block; None if DeepSpeed does not know it by name, and training passes it ready made.
 
     `torch_adam` keeps DeepSpeed from putting its own kernels in place of torch's. Without it the same type is its
     FusedAdam, and DeepSpeedCPUAdam where the optimizer is offloaded.
@@ -142,7 +142,7 @@ def _zero(strategy: Strategy) -> dict[str, Any]:
 
 
 def write_plan(plan: Plan, folder: Path) -> tuple[Path, Path]:
-    """Write both files, each of them atomically; their paths. Makes the folder.
+    """Write both files, each of them atomically, and return their paths. Makes the folder.
 
     Raises:
         RequestError: they cannot be written: no space left, no permission.
@@ -152,13 +152,13 @@ def write_plan(plan: Plan, folder: Path) -> tuple[Path, Path]:
 
 
 def plan_files(plan: Plan) -> dict[str, bytes]:
-    """The texts of both files, by name."""
+    """Return the texts of both files, by name."""
     config = json.dumps(deepspeed_config(plan), indent=2).encode() + b"\n"
     return {"plan.json": plan.to_json(), "ds_config.json": config}
 
 
 def write_files(folder: Path, texts: Mapping[str, bytes]) -> tuple[Path, ...]:
-    """Write files by name, each of them atomically; their paths. Makes the folder.
+    """Write files by name, each of them atomically, and return their paths. Makes the folder.
 
     Raises:
         RequestError: as `write_plan`.

@@ -1,12 +1,10 @@
-"""The optimizers that DeepSpeed cannot make from its JSON.
+"""Optimizers, precisions and compiled kernels.
 
-What lives on an NVMe disk while training: the folder of a run.
-
-The states of optimizers around a step that may run out of memory: made before it, and seen to be untouched.
-
-The precisions a request can name.
-
-What DeepSpeed compiles on first use: its Adam of host and device, and its asynchronous I/O.
+- Optimizers that DeepSpeed cannot make from its JSON.
+- A run's own folder on an NVMe disk.
+- Optimizer states around a step that may run out of memory: made before it, and checked to be untouched.
+- The precisions a request can name.
+- Kernels that DeepSpeed compiles on first use: its Adam of host and device, and its asynchronous I/O.
 """
 
 import fcntl
@@ -37,11 +35,11 @@ from frugal.planning.strategy import Strategy, optimizer_implementation
 logger = logging.getLogger("frugal")
 
 MakeOptimizer = Callable[[Any], torch.optim.Optimizer]
-"""Of parameters, or of a list of groups of them."""
+"""Makes an optimizer of parameters, or of a list of groups of them."""
 
 
 def ready_made(request: Request, strategy: Strategy) -> MakeOptimizer | None:
-    """What makes the optimizer of parameters; None where DeepSpeed makes it itself.
+    """Return a function that makes the optimizer of parameters; None where DeepSpeed makes it itself.
 
     Raises:
         RequestError: its library is not installed, or its kernels cannot be compiled here.
@@ -61,7 +59,7 @@ def ready_made(request: Request, strategy: Strategy) -> MakeOptimizer | None:
 
 
 def leave_muon_uncompiled() -> None:
-    """Import DeepSpeed's Muon, which ZeRO looks for whatever the optimizer is, without compiling it.
+    """Import DeepSpeed's Muon without compiling it: ZeRO looks for it whatever the optimizer is.
 
     It asks for torch.compile when imported, and that for Inductor: some three seconds of every rank's start.
     """
@@ -70,7 +68,7 @@ def leave_muon_uncompiled() -> None:
 
 
 def adamw_8bit() -> Callable[..., torch.optim.Optimizer]:
-    """bitsandbytes' class. Its blocks of 256 elements, which share a scale, are cut from ZeRO's flat partitions.
+    """Return bitsandbytes' class. Its blocks of 256 elements, which share a scale, are cut from ZeRO's flat partitions.
 
     Raises:
         RequestError: the library is not installed.
@@ -90,7 +88,7 @@ _FOLLOWED = ("lr", "betas", "eps", "weight_decay")
 
 
 def mend_partial_offload(optimizer: Any) -> None:
-    """Have the AdamW of the device's sub-groups follow the one of the host's, of a ZeRO-3 `optimizer` that has both.
+    """Make the AdamW of the device's sub-groups follow that of the host's, in a ZeRO-3 `optimizer` that has both.
 
     DeepSpeed 0.19.8 makes it with the settings of that moment, and looks at it in no other place than the update
     (`backup_optimizer` in runtime/zero/stage3.py): learning rates of a schedule, checkpoints and reads of states are
@@ -115,7 +113,7 @@ def mend_partial_offload(optimizer: Any) -> None:
 
 
 def describe_optimizer(request: Request, strategy: Strategy) -> str:
-    """The optimizer in the words that a checkpoint keeps: states of one implementation may not suit another."""
+    """Return the optimizer as checkpoints name it: states of one implementation may not suit another."""
     requested = optimizer_implementation(request, strategy)
     if strategy.offload_ratio < 1:  # the two count steps in different types
         return f"{request.optimizer} ({requested}, {strategy.offload_ratio:g} of it on the host)"
@@ -123,12 +121,12 @@ def describe_optimizer(request: Request, strategy: Strategy) -> str:
 
 
 def uses_nvme(strategy: Strategy) -> bool:
-    """Whether anything lives on disk."""
+    """Return whether optimizer or parameters live on disk."""
     return "nvme" in (strategy.offload_optimizer, strategy.offload_parameters)
 
 
 def own_nvme_folder(strategy: Strategy, votes: dist.ProcessGroup | None) -> Path:
-    """A folder of this run alone in the one that the strategy names: DeepSpeed empties what it uses. Collective.
+    """Make a folder for this run alone in the one that the strategy names: DeepSpeed empties what it uses. Collective.
 
     Raises:
         RequestError: the folder cannot be made, or DeepSpeed's I/O cannot be compiled.
@@ -154,7 +152,7 @@ def remove_nvme_folder(strategy: Strategy) -> None:
 
 
 def make_states(optimizer: torch.optim.Adam, masters: Sequence[Tensor]) -> None:
-    """Adam's moments of what it updates, where there are none yet."""
+    """Make Adam's missing moments of the tensors that it updates."""
     group = optimizer.param_groups[0]
     for each in masters:
         if optimizer.state.get(each):
@@ -170,7 +168,7 @@ def make_states(optimizer: torch.optim.Adam, masters: Sequence[Tensor]) -> None:
 
 
 def versions(optimizer: Any) -> dict[int, int]:
-    """How often each tensor the step may write to was written to, by the tensor's id."""
+    """Return how often each tensor that the step may write to was written to, by the tensor's id."""
     return {id(each): torch_internals.version(each) for each in _written(optimizer)}
 
 
@@ -182,7 +180,7 @@ def _written(optimizer: Any) -> Iterator[Tensor]:
 
 
 def is_untouched(optimizer: Any, before: dict[int, int]) -> bool:
-    """Whether a step that failed has written nothing; states that it had begun to make are gone then."""
+    """Return whether a failed step has written nothing, and remove states that it had begun to make."""
     if not type(optimizer).__module__.startswith("torch.optim"):
         return False  # kernels of others do not count what they write
     if any(before.get(each, version) != version for each, version in versions(optimizer).items()):
@@ -196,14 +194,14 @@ def is_untouched(optimizer: Any, before: dict[int, int]) -> bool:
 
 
 DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}
-"""torch's types of them."""
+"""torch's types by the names of precisions."""
 
 
 def check_precision(precision: str) -> None:
-    """Refuse what DeepSpeed does not train on this device.
+    """Refuse a precision that DeepSpeed does not train on this device.
 
     Raises:
-        RequestError: with what it does.
+        RequestError: it lists the supported ones.
     """
     device = get_accelerator()
     supported = {"fp32": True, "bf16": device.is_bf16_supported(), "fp16": device.is_fp16_supported()}
@@ -253,7 +251,7 @@ def compile_nvme_io() -> None:
 
 
 def _load(builder_name: str) -> None:
-    from torch.utils.cpp_extension import get_default_build_root  # of no use to who compiles nothing
+    from torch.utils.cpp_extension import get_default_build_root  # needed only to compile
 
     builder = get_accelerator().create_op_builder(builder_name)
     root = Path(os.environ.get("TORCH_EXTENSIONS_DIR") or get_default_build_root())
@@ -267,14 +265,14 @@ QUIET_SECONDS = 180.0
 
 
 def wait_for_compiler(lock: Path, quiet_seconds: float = QUIET_SECONDS) -> None:
-    """Return once the file `lock` is gone, or remove it where nobody compiles any more.
+    """Return once the file `lock` is gone, or remove it if no process compiles any more.
 
     While torch compiles an extension a file of that name lies in the extension's folder, and others wait for its end,
-    without a word and without a limit. A process that is killed meanwhile leaves it behind. So it is removed when no
+    silently and without a limit. A process that is killed meanwhile leaves it behind. So it is removed when no
     process here has it open, as torch has while it compiles, and nothing in its folder has changed for
     `quiet_seconds`: another host may have the same home.
     """
-    told = False
+    is_reported = False
     while lock.exists():
         with (lock.parent / _GUARD).open("w") as guard:
             fcntl.flock(guard, fcntl.LOCK_EX)  # of two ranks the second would remove the new file of the first
@@ -282,9 +280,9 @@ def wait_for_compiler(lock: Path, quiet_seconds: float = QUIET_SECONDS) -> None:
                 lock.unlink(missing_ok=True)
                 logger.warning("removed %s: the process that compiled there has ended", lock)
                 return
-        if not told:
+        if not is_reported:
             logger.warning("waiting for another process to compile %s", lock.parent)
-            told = True
+            is_reported = True
         time.sleep(0.5)
 
 
@@ -304,6 +302,6 @@ def _is_open(path: Path) -> bool:
         try:
             if any(each.path == str(path) for each in process.open_files()):
                 return True
-        except (psutil.Error, OSError):  # it has ended, or belongs to somebody else
+        except (psutil.Error, OSError):  # it has ended, or belongs to another user
             continue
     return False

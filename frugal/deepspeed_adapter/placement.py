@@ -1,7 +1,7 @@
-"""Where DeepSpeed's engine will have a parameter: it goes there as soon as it has its values.
+"""The placement of parameters: each goes to where DeepSpeed's engine will have it, as soon as it has its values.
 
 Stages 0 to 2 keep parameters whole on the device. Stage 3 splits them over the ranks, on the device or the host; here
-each rank takes its part of what it has itself, or of what rank 0 has, one parameter after the other. So no rank holds
+each rank takes its part of its own copy, or of rank 0's, one parameter after the other. So no rank holds
 more of a model than its own part and one parameter.
 """
 
@@ -24,7 +24,7 @@ from frugal.required import put
 
 
 class Placement:
-    """The place of parameters under a strategy. Make it on all ranks, which have joined each other."""
+    """The place of parameters under a strategy, made on all ranks after they have joined."""
 
     def __init__(self, request: Request, strategy: Strategy, batch: BatchPlan, device: torch.device) -> None:
         self._device = device
@@ -35,7 +35,7 @@ class Placement:
             self._splitting = splitting(nn.Module(), config, self._dtype)
 
     def put(self, parameter: nn.Parameter) -> None:
-        """Take a parameter that every rank has to its place. No communication."""
+        """Move a parameter that every rank has to its place. No communication."""
         if self._splitting is None:
             parameter.data = parameter.data.to(self._device, copy=True)
             return
@@ -43,11 +43,11 @@ class Placement:
         with as_vectors([parameter]):
             self._splitting._convert_to_deepspeed_param(parameter)
             parameter.partition()  # type: ignore[attr-defined]  # DeepSpeed's
-        parameter.data = parameter.data.to(self._splitting.local_device)  # nothing is left in it but where it will be
+        parameter.data = parameter.data.to(self._splitting.local_device)  # it is empty, and only its device counts
 
     @contextmanager
     def told(self) -> Iterator[None]:
-        """peft, which asks transformers, knows inside the `with` block that parameters may be split."""
+        """Let peft know inside the `with` block, through transformers, that parameters may be split."""
         from transformers.integrations import HfDeepSpeedConfig
 
         kept = HfDeepSpeedConfig({"zero_optimization": {"stage": 0 if self._splitting is None else 3}})
@@ -55,7 +55,7 @@ class Placement:
         del kept  # transformers has a weak reference
 
     def send(self, model: nn.Module) -> None:
-        """Take what rank 0 has of a model to its place on all ranks, on which it is the same on meta. Collective."""
+        """Move rank 0's model to its place on all ranks, where it is the same on meta. Collective."""
         sent: dict[int, nn.Parameter] = {}
         for module in model.modules():
             for name, parameter in module._parameters.items():
@@ -81,7 +81,7 @@ class Placement:
         return parameter  # otherwise the engine sends it
 
     def _filled(self, tensor: torch.Tensor) -> torch.Tensor:
-        """On the device, with any values where it has none."""
+        """Return the tensor on the device, uninitialised if it was on meta."""
         return torch.empty_like(tensor, device=self._device) if tensor.is_meta else tensor.to(self._device)
 
     def _as_trained(self, data: torch.Tensor) -> torch.Tensor:
@@ -108,10 +108,10 @@ def as_vectors(parameters: Iterable[nn.Parameter]) -> Iterator[None]:
 
 
 def is_split(parameter: nn.Parameter) -> bool:
-    """Whether stage 3 has split it, so that nothing is left in it."""
+    """Return whether stage 3 has split the parameter, which is then empty."""
     return bool(is_zero_param(parameter))
 
 
 def num_elements(parameter: nn.Parameter) -> int:
-    """Of the whole parameter, split or not."""
+    """Return the elements of the whole parameter, split or not."""
     return int(parameter.ds_numel) if is_split(parameter) else parameter.numel()  # type: ignore[attr-defined]

@@ -1,7 +1,7 @@
-"""What DeepSpeed trains wrongly, or dies of: it is refused by name, in a dry run as in training.
+"""Models that DeepSpeed trains wrongly, or crashes on: they are refused by name, in dry runs and in training.
 
-What a module consists of is refused before its engine is made. What it does is seen where DeepSpeed's hooks see it, in
-the first forward: `tests/deepspeed_adapter/test_refusals.py` has what each of these did before it was refused.
+The structure of a module is checked before its engine is made, its behaviour in the first forward, where DeepSpeed's
+hooks run. `tests/deepspeed_adapter/test_refusals.py` shows the effect of each before it was refused.
 """
 
 from collections.abc import Callable, Iterator
@@ -75,7 +75,7 @@ def _overlapping(model: nn.Module) -> Iterator[tuple[str, str]]:
 
 
 def _share(one: Tensor, other: Tensor) -> bool:
-    """Whether two tensors of one storage have an element in common."""
+    """Return whether two tensors of one storage have an element in common."""
     (first, end), (other_first, other_end) = _extent(one), _extent(other)
     if one.dtype != other.dtype or first >= other_end or other_first >= end:
         return first < other_end and other_first < end
@@ -97,7 +97,7 @@ def _short(parameter: nn.Parameter) -> str:
 
 
 def refuse_while_running(zero: Zero) -> None:
-    """From now on refuse what a forward does that this stage cannot differentiate."""
+    """Refuse, from now on, forwards that this stage cannot differentiate."""
     engine = zero.engine
     prologue = engine._backward_prologue
 

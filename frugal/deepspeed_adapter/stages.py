@@ -1,6 +1,7 @@
-"""What each ZeRO stage keeps under names of its own: how it is reset, updated, laid out and filled from a checkpoint.
+"""The ZeRO stages: how the states of each, which DeepSpeed keeps under different names, are reset, updated, laid out
+and filled from a checkpoint.
 
-A stage is chosen by the plan. Names of DeepSpeed 0.19.8; one that is not there raises, nothing is done instead.
+A stage is chosen by the plan. Names of DeepSpeed 0.19.8; a missing one raises.
 
 `Zero.optimizer` is what DeepSpeed put around `Zero.inner`, torch's optimizer or one of DeepSpeed's kernels; at stage 0
 they are the same. The inner one updates flat fp32 tensors, the masters: see `checkpoint_files`.
@@ -34,7 +35,7 @@ from frugal.required import put
 Wrap = Callable[[Callable[..., Any]], Callable[..., Any]]
 
 CopyElements = Callable[[str, int, Tensor, bool], None]
-"""Fills a tensor with a parameter's saved elements: its name, the first of them, where to, whether it is frozen."""
+"""Fills a tensor with a parameter's saved elements: its name, the first of them, the tensor, whether it is frozen."""
 
 _COUNTERS = ("global_steps", "global_samples", "skipped_steps")
 
@@ -43,7 +44,7 @@ class Zero(ABC):
     """A DeepSpeed engine under the strategy it was made for."""
 
     _kind: ClassVar[type[Any]]
-    """Of `optimizer`."""
+    """The type of `optimizer`."""
 
     def __init__(self, engine: Any, strategy: Strategy) -> None:
         self.engine = engine
@@ -52,14 +53,15 @@ class Zero(ABC):
         assert isinstance(self.optimizer, self._kind), f"{type(self.optimizer)} at stage {strategy.zero_stage}"
         self.inner: Any = self.optimizer if self._kind is torch.optim.Optimizer else self.optimizer.optimizer
 
-    # What there is
+    # Tensors
 
     _KEPT: ClassVar[dict[int, tuple[str, ...]]] = {}
     """Attributes of `optimizer` with tensors of its own, by category; behind them those it has when offloading."""
     _KEPT_OFFLOADING: ClassVar[dict[int, tuple[str, ...]]] = {}
 
     def kept(self) -> Iterator[tuple[Tensor, int]]:
-        """Every tensor that model, gradients and optimizer keep, and its category. The first of a storage is right."""
+        """Yield every tensor that model, gradients and optimizer keep, with its category. The first category of a
+        storage counts."""
         for parameter in self.engine.module.parameters():
             yield from self._of_parameter(parameter)
             if parameter.grad is not None:
@@ -101,7 +103,7 @@ class Zero(ABC):
     def _reset_optimizer(self) -> None: ...
 
     def _forget_backward(self) -> None:
-        """What stages 1 to 3 know of a backward that was begun: its hooks, and what is in the buckets."""
+        """Reset the hooks and buckets of stages 1 to 3 after a backward that was begun."""
         fresh = BackwardHookStateManager()
         put(fresh, "_grad_acc_post_hooks", self.optimizer._backward_hook_state._grad_acc_post_hooks)
         put(self.optimizer, "_backward_hook_state", fresh)
@@ -110,23 +112,24 @@ class Zero(ABC):
 
     @abstractmethod
     def masters(self) -> list[Tensor]:
-        """The tensors that an optimizer step writes to, all of them; none where they are on disk."""
+        """Return all tensors that an optimizer step writes to; none where they are on disk."""
 
     def updates(self) -> list[tuple[Any, Callable[[], list[Tensor]]]]:
-        """The inner optimizers in the order of their steps, with what finds the masters that each writes to."""
+        """Return the inner optimizers in the order of their steps, each with a function for the masters that it writes
+        to."""
         return [(self.inner, self.masters)]
 
     def gathers_by(self, wrap: Wrap) -> None:  # noqa: B027  # stages 0 to 2 have nothing to do
-        """Have what an optimizer step gathers at its end go through `wrap`; only stage 3 gathers there."""
+        """Wrap the gathering at the end of an optimizer step with `wrap`; only stage 3 gathers there."""
 
     def count_skipped_step(self) -> None:
-        """Count a step that changes nothing. The learning rate goes on: it depends on the number of the step."""
+        """Count a step that changes nothing. The learning rate advances: it depends on the number of the step."""
         put(self.engine, "global_steps", self.engine.global_steps + 1)
         put(self.engine, "skipped_steps", self.engine.skipped_steps + 1)
         self.step_schedule()
 
     def step_schedule(self) -> None:
-        """Go on to the learning rate of the next step."""
+        """Advance to the learning rate of the next step."""
         if self.engine.lr_scheduler is not None:
             self.engine.lr_scheduler.step()
 
@@ -134,42 +137,43 @@ class Zero(ABC):
 
     @staticmethod
     def shape(parameter: nn.Parameter) -> tuple[int, ...]:
-        """Of the whole parameter."""
+        """Return the shape of the whole parameter."""
         return tuple(parameter.shape)
 
     @staticmethod
     def gathered(parameter: nn.Parameter) -> AbstractContextManager[Any]:
-        """The parameter is whole inside the `with` block. Collective."""
+        """Return a context in which the parameter is whole. Collective."""
         return nullcontext()
 
     # Layout, and states from a checkpoint of another one
 
     @abstractmethod
     def layout(self) -> StateLayout:
-        """Which elements of which parameters this rank keeps, and where."""
+        """Return which elements of which parameters this rank keeps, and where."""
 
     @abstractmethod
     def flat_tensors(self) -> list[Any]:
-        """What the inner optimizer updates, fp32, in the order of the layout's slots."""
+        """Return the fp32 tensors that the inner optimizer updates, in the order of the layout's slots."""
 
     @contextmanager
     def opened(self) -> Iterator[None]:
-        """The model's weights may be written to inside the `with` block. Collective."""
+        """Allow writing to the model's weights inside the `with` block. Collective."""
         yield
 
     def fill_weights(self, copy: CopyElements) -> None:
-        """The model's own weights, after those of the optimizer."""
+        """Fill the model's own weights, after those of the optimizer."""
         for name, parameter in self.engine.module.named_parameters():
             copy(name, 0, parameter.data.view(-1), not parameter.requires_grad)
 
     def frozen_elements(self) -> Iterator[tuple[Piece, Tensor]]:
-        """What this rank keeps of parameters that are not trained, each flat."""
+        """Yield this rank's flat elements of parameters that are not trained."""
         parameters = dict(self.engine.module.named_parameters())
         for piece in self.layout().frozen:
             yield piece, parameters[piece.name].data.view(-1)
 
     def put_states(self, flat: Any, states: dict[str, Tensor], single: dict[str, Any]) -> None:
-        """The inner optimizer's states of one flat tensor: those with an element for each of its, and single values.
+        """Set the inner optimizer's states of one flat tensor: states with an element for each of its, and single
+        values.
 
         Such a value is Adam's number of steps: torch keeps it as fp32 beside its kernel, DeepSpeed's own as an int. A
         number of any other optimizer stays a number: it may be computed with in double precision.
@@ -191,11 +195,12 @@ class Zero(ABC):
         self.inner.state[flat] = kept
 
     def _is_of_device(self, flat: Any) -> bool:
-        """Whether it is updated on the device while others are on the host, see `kernels.mend_partial_offload`."""
+        """Return whether it is updated on the device while others are on the host, see
+        `kernels.mend_partial_offload`."""
         return False
 
     def put_counters(self, counters: dict[str, Any], scaler: dict[str, Any]) -> None:
-        """Put back what the engine counts, and the state of fp16's loss scale."""
+        """Restore the engine's counters, and the state of fp16's loss scale."""
         for name in _COUNTERS:
             put(self.engine, name, counters[name])
         if self.strategy.zero_stage:
@@ -214,7 +219,7 @@ class Zero(ABC):
 
 
 class Zero0(Zero):
-    """All ranks keep all of it, in fp32, and torch's optimizer updates the parameters themselves."""
+    """Stage 0: every rank keeps all states, in fp32, and torch's optimizer updates the parameters themselves."""
 
     _kind = torch.optim.Optimizer
 
@@ -236,14 +241,15 @@ class Zero0(Zero):
 
 
 class Zero0Half(Zero0):
-    """Stage 0 in bf16 or fp16: fp32 copies beside the weights. Only dry runs meet it; no plan trains so."""
+    """Stage 0 in bf16 or fp16, with fp32 copies beside the weights. Only dry runs use it; no plan trains so."""
 
     _kind = FP16_UnfusedOptimizer
     _KEPT: ClassVar[dict[int, tuple[str, ...]]] = {OPTIMIZER: ("fp32_groups",)}
 
 
 class Zero12(Zero):
-    """Each rank updates its part of the parameters; at stage 2 it keeps only its part of the gradients, too."""
+    """Stages 1 and 2: each rank updates its part of the parameters; at stage 2 it keeps only its part of the gradients,
+    too."""
 
     _kind = DeepSpeedZeroOptimizer
     _KEPT: ClassVar[dict[int, tuple[str, ...]]] = {
@@ -300,7 +306,7 @@ class Zero12(Zero):
 
 
 class Zero3(Zero):
-    """Each rank keeps its part of each parameter, and gathers the whole for its use."""
+    """Stage 3: each rank keeps its part of each parameter, and gathers the whole for its use."""
 
     _kind = DeepSpeedZeroOptimizer_Stage3
     _KEPT: ClassVar[dict[int, tuple[str, ...]]] = {
@@ -353,10 +359,10 @@ class Zero3(Zero):
         self._record_whole_step(coordinator)
 
     def _record_whole_step(self, coordinator: Any) -> None:
-        """Have all micro-steps up to the next optimizer step record the order of parameters, not only the first.
+        """Record the order of parameters in all micro-steps up to the next optimizer step, not only in the first.
 
         Small parameters, which usually stay whole, are let go while the order is recorded. The second micro-step would
-        gather all of them at once, in a buffer beside them that nobody has foreseen; the optimizer step does it one by
+        gather all of them at once, in an additional buffer that no plan contains; the optimizer step does it one by
         one as always.
         """
         if "reset_step" in vars(coordinator):  # has begun already
@@ -427,7 +433,7 @@ class Zero3(Zero):
             optimizer.checkpoint_event_epilogue()
 
     def fill_weights(self, copy: CopyElements) -> None:
-        """This rank's parts: rounded from the optimizer's, as in a step; those of frozen parameters are copied."""
+        """Fill this rank's parts: rounded from the optimizer's, as in a step; those of frozen parameters are copied."""
         optimizer = self.optimizer
         groups: Sequence[Any] = (optimizer.fp32_partitioned_groups_flat, optimizer.fp16_partitioned_groups_flat)
         for master, rounded, parts in zip(*groups, optimizer.fp16_partitioned_groups, strict=True):
@@ -448,7 +454,7 @@ class Zero3(Zero):
 
 
 def _tensors(value: Any) -> Iterator[Tensor]:
-    """Tensors in nested lists and dicts; nothing where a group has none at the moment."""
+    """Yield tensors in nested lists and dicts; nothing where a group has none at the moment."""
     if isinstance(value, Tensor):
         yield value
     elif isinstance(value, (list, tuple)):
@@ -460,7 +466,7 @@ def _tensors(value: Any) -> Iterator[Tensor]:
 
 
 def of(engine: Any, strategy: Strategy) -> Zero:
-    """The engine's stage."""
+    """Return the stage of an engine."""
     kinds: dict[int, type[Zero]] = {0: Zero0, 1: Zero12, 2: Zero12, 3: Zero3}
     if strategy.zero_stage == 0 and isinstance(engine.optimizer, FP16_UnfusedOptimizer):
         return Zero0Half(engine, strategy)
@@ -468,7 +474,7 @@ def of(engine: Any, strategy: Strategy) -> Zero:
 
 
 def kept_by(module: nn.Module) -> Iterator[tuple[Tensor, int]] | None:
-    """Every tensor that somebody's own engine keeps, and its category; None if `module` is no engine that we know."""
+    """Yield every tensor that a user's own engine keeps, with its category; None if `module` is no known engine."""
     if not isinstance(module, deepspeed.DeepSpeedEngine):
         return None
     optimizer = module.optimizer
@@ -481,5 +487,5 @@ def kept_by(module: nn.Module) -> Iterator[tuple[Tensor, int]] | None:
 
 
 def overlaps(module: nn.Module) -> bool:
-    """Whether it is an engine that reduces gradients on a stream of its own."""
+    """Return whether `module` is an engine that reduces gradients on a stream of its own."""
     return isinstance(module, deepspeed.DeepSpeedEngine) and bool(module.zero_overlap_comm())

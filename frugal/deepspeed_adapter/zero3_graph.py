@@ -1,17 +1,16 @@
-"""What ZeRO-3 changes in a model's graph, without DeepSpeed: its linear function, and its marks around modules.
+"""ZeRO-3's changes to a model's graph, without DeepSpeed: its linear function, and its marks around modules.
 
 DeepSpeed puts an autograd function around every module's positional inputs and outputs, to know when its backward
 begins and ends (deepspeed/runtime/zero/parameter_offload.py), and replaces `F.linear` by a function of its own
 (linear.py). Both change which tensors live how long, so a trace for ZeRO-3 runs with the same.
 
-ZeRO-3's collectives without their loops over all ranks.
+It also has ZeRO-3's collectives without their loops over all ranks: to gather parameters and to scatter gradients
+DeepSpeed makes a view for each rank and parameter, which is nothing on a device and takes minutes to dry-run for a
+thousand ranks. The functions here allocate and free the same storages in the same order as
+`partition_parameters.AllGatherCoalescedHandle.wait` and `coalesced_collectives.reduce_scatter_coalesced` of DeepSpeed
+0.19.8; a test holds them against those.
 
-To gather parameters and to scatter gradients DeepSpeed makes a view for each rank and parameter, which is nothing on
-a device and takes minutes to dry-run for a thousand ranks. The functions here allocate and free the same storages in
-the same order as `partition_parameters.AllGatherCoalescedHandle.wait` and `coalesced_collectives.
-reduce_scatter_coalesced` of DeepSpeed 0.19.8; a test holds them against those.
-
-What reads a parameter where it is split is refused: see `SplitReads`.
+Reads of a parameter while it is split are refused: see `SplitReads`.
 """
 
 import math
@@ -39,16 +38,16 @@ from frugal.planning.memory.timeline import MarkKind
 from frugal.required import put
 
 Marker = Callable[[MarkKind, int, int], None]
-"""Takes what happens, the number of the module or parameter, and for the holds of parameters a number of the hold."""
+"""Takes the kind of mark, the number of the module or parameter, and for a hold its number."""
 
 
 _AS_ONE = "frugal_gathered_as_one"
 
 
 def gather_as_one(module: nn.Module) -> None:
-    """Have ZeRO-3 gather all parameters in `module` when it begins, and release them when it ends.
+    """Make ZeRO-3 gather all parameters in `module` when it begins, and release them when it ends.
 
-    DeepSpeed has that for what it calls leaf modules, whose gradients it reduces in a hook of the module. Where no
+    DeepSpeed does that for its leaf modules, whose gradients it reduces in a hook of the module. Where no
     input of the module needs a gradient, torch calls that hook before the gradients are there, and backward fails.
     Those of this module are reduced like all others, each when it is whole.
     """
@@ -58,13 +57,13 @@ def gather_as_one(module: nn.Module) -> None:
 
 
 def _is_reduced_by_module(parameter: nn.Parameter) -> bool:
-    """Stands for DeepSpeed's `z3_leaf_parameter`, which asks for `ds_z3_leaf_module` alone."""
+    """Replace DeepSpeed's `z3_leaf_parameter`, which checks only for `ds_z3_leaf_module`."""
     module = getattr(parameter, "ds_z3_leaf_module", None)
     return module is not None and not hasattr(module, _AS_ONE)
 
 
 def gathering(model: nn.Module) -> Iterator[Any]:
-    """The modules that gather parameters: not those inside one that gathers for all within."""
+    """Yield the modules that gather parameters: not those inside one that gathers for all within."""
     inside: set[nn.Module] = set()
     for module in model.modules():
         if module not in inside:
@@ -74,13 +73,13 @@ def gathering(model: nn.Module) -> Iterator[Any]:
 
 
 def gathered_as_one(model: nn.Module) -> tuple[int, ...]:
-    """The numbers of the modules that gather for all within."""
+    """Return the numbers of the modules that gather for all within."""
     numbers = {module: number for number, module in enumerate(model.modules())}
     return tuple(numbers[module] for module in gathering(model) if z3_leaf_module(module))
 
 
 def parameters_of_modules(model: nn.Module, *, within: bool) -> tuple[tuple[int, ...], ...]:
-    """Of each module the numbers of the parameters it owns itself, or of those in all modules within, in order."""
+    """Return the numbers of the parameters of each module, in order. `within`: also those of modules inside it."""
     numbers = {id(parameter): number for number, parameter in enumerate(model.parameters())}
     return tuple(
         tuple(sorted({numbers[id(parameter)] for parameter in module.parameters(recurse=within)}))
@@ -90,13 +89,13 @@ def parameters_of_modules(model: nn.Module, *, within: bool) -> tuple[tuple[int,
 
 @contextmanager
 def linear_of_zero3() -> Iterator[None]:
-    """`F.linear` is ZeRO-3's inside the `with` block."""
+    """Replace `F.linear` by ZeRO-3's inside the `with` block."""
     with patch.object(F, "linear", lambda input, weight, bias=None: _Linear.apply(input, weight, bias)):
         yield
 
 
 class _Linear(torch.autograd.Function):
-    """Operator for operator as `LinearFunctionForZeroStage3` of deepspeed/runtime/zero/linear.py."""
+    """A copy of `LinearFunctionForZeroStage3` of deepspeed/runtime/zero/linear.py, operator for operator."""
 
     generate_vmap_rule = True
 
@@ -139,7 +138,7 @@ class _Linear(torch.autograd.Function):
 
 
 class _Parameters:
-    """Gives parameters new memory for each use, to find out which uses outlive the module that fetched it.
+    """Parameters that get new memory for each use, which shows the uses that outlive the module that fetched them.
 
     Recomputed layers keep detached parameters for backward, so releasing a parameter does not free it then.
     """
@@ -150,7 +149,7 @@ class _Parameters:
         self._at_rest = [parameter.data for parameter in model.parameters()]
         self.addresses_at_rest = {torch_internals.address(data) for data in self._at_rest}
         self._users: dict[int, int] = {}  # parameter -> modules that use it
-        self._uses: dict[int, Any] = {}  # parameter -> what tells whether its present memory is gone
+        self._uses: dict[int, Any] = {}  # parameter -> a finalizer of its present memory
         self._num_uses = 0
         self._holds: dict[int, int] = {}  # number of a use -> that of its hold
 
@@ -174,7 +173,7 @@ class _Parameters:
                 with torch_internals.without_modes():
                     parameter.data = self._at_rest[number]
                 use = self._uses.pop(number).peek()
-                if use is not None:  # somebody has it still
+                if use is not None:  # it is still referenced
                     self._holds[use[2][1]] = len(self._holds)
                     self._mark(MarkKind.HOLD, number, len(self._holds) - 1)
 
@@ -184,7 +183,7 @@ class _Parameters:
 
 
 class _Module:
-    """What is known of one module while the model runs (`DeepSpeedZeRoOffload._register_deepspeed_module`)."""
+    """The state of one module while the model runs (`DeepSpeedZeRoOffload._register_deepspeed_module`)."""
 
     def __init__(self, module: nn.Module, number: int, parameters: _Parameters, mark: Marker) -> None:
         self.module = module
@@ -195,7 +194,7 @@ class _Module:
         self.gradients_to_come = 0  # inputs whose gradients end the module's backward
 
     def mark(self, kind: MarkKind) -> None:
-        """Tell that this module begins or ends."""
+        """Mark the beginning or end of this module."""
         if kind in (MarkKind.FETCH, MarkKind.FETCH_IN_BACKWARD):
             self.parameters.fetch(self.module)
         else:
@@ -250,7 +249,7 @@ class _AfterBackward(torch.autograd.Function):
 
 
 def _map_tensors(function: Callable[[Tensor], Any], value: Any) -> Any:
-    """`value` with every tensor in it replaced, dicts in place (`apply_to_tensors_only` of zero/utils.py)."""
+    """Return `value` with every tensor in it replaced, dicts in place (`apply_to_tensors_only` of zero/utils.py)."""
     if isinstance(value, (tuple, list)):
         made = [_map_tensors(function, item) for item in value]
         return type(value)(*made) if hasattr(value, "_fields") else type(value)(made)
@@ -262,7 +261,7 @@ def _map_tensors(function: Callable[[Tensor], Any], value: Any) -> Any:
 
 
 def install(model: nn.Module, mark: Marker) -> set[int]:
-    """Have every module of `model` that gathers parameters say when it fetches and releases them.
+    """Make every module of `model` that gathers parameters mark when it fetches and releases them.
 
     The result: addresses of the parameters' storages while no module has fetched them. An operator that reads one uses
     a parameter outside its module; DeepSpeed gathers that in a way of its own.
@@ -279,7 +278,7 @@ def install(model: nn.Module, mark: Marker) -> set[int]:
 
 @contextmanager
 def at_once() -> Iterator[None]:
-    """Inside the `with` block a collective costs the same whatever the number of ranks.
+    """Make the cost of a collective independent of the number of ranks inside the `with` block.
 
     Where DeepSpeed's are not the ones repeated here, they are left in place.
     """
@@ -303,7 +302,7 @@ def _narrow(tensor: Tensor, dim: int, start: int | Tensor, length: int | Tensor)
 
 
 def _wait(handle: Any, handle_dependency: bool = True) -> None:
-    """Each parameter is put together from all ranks' parts of the bucket."""
+    """Assemble each parameter from all ranks' parts of the bucket."""
     if handle.complete:
         return
     for parameter in handle.params:
@@ -315,7 +314,7 @@ def _wait(handle: Any, handle_dependency: bool = True) -> None:
 
 @torch.no_grad()
 def _reduce_scatter_coalesced(tensors: Sequence[Tensor], group: Any = None) -> list[Tensor]:
-    """Every rank's part of each tensor, padded, in one flat buffer."""
+    """Return this rank's part of each tensor, padded, in one flat buffer."""
     rank, world_size = comm.get_rank(group), comm.get_world_size(group)
     chunks = [math.ceil(tensor.numel() / world_size) for tensor in tensors]
     if len(tensors) == 1 and tensors[0].numel() % world_size == 0:
@@ -337,13 +336,13 @@ def _reduce_scatter_coalesced(tensors: Sequence[Tensor], group: Any = None) -> l
 
 
 def _missing(elements: int, chunk: int, world_size: int) -> Iterator[int]:
-    """The padding of each rank whose part is not full, elements."""
+    """Yield the padding of each rank whose part is not full, in elements."""
     for rank in range(elements // chunk, world_size):
         yield chunk - max(0, min(chunk, elements - rank * chunk))
 
 
 class SplitReads(TorchFunctionMode):
-    """Refuses inside its `with` block what reads a parameter of `model` while ZeRO-3 has it split, and so empty.
+    """A mode that refuses reads of a parameter of `model` while ZeRO-3 has it split, and so empty.
 
     A module's parameters are whole in its forward. A loss that adds the norm of `model.parameters()`, or multiplies by
     one's norm or size, would be trained without it: DeepSpeed 0.19.8 says nothing, or dies in backward. Each operation
@@ -383,7 +382,7 @@ _NO_VALUES = frozenset(
         "register_post_accumulate_grad_hook",
     }
 )  # fmt: skip
-"""What a split parameter says as a whole one does."""
+"""Attributes that a split parameter answers as a whole one does."""
 
 
 def _is_away(parameter: nn.Parameter) -> bool:
@@ -391,5 +390,5 @@ def _is_away(parameter: nn.Parameter) -> bool:
 
 
 def _asks_itself() -> bool:
-    """Return whether it is DeepSpeed's or our own code that runs the operation."""
+    """Return whether DeepSpeed's or our own code runs the operation."""
     return sys._getframe(2).f_globals.get("__name__", "").startswith(("deepspeed.", "frugal."))

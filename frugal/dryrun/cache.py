@@ -1,7 +1,8 @@
 """Profiles on disk. The key is a digest of everything a dry run depends on, so nothing in the cache goes stale.
 
-frugal's own sources are part of it, 140 files in 3 ms. What is not used for long is removed, so that the profiles of
-old versions do not stay. A file begins with the SHA-256 of the rest, as a digit that has changed is another number.
+frugal's own sources are part of it, 140 files in 3 ms. Entries that are unused for long are removed, so that the
+profiles of old versions do not stay. A file begins with the SHA-256 of the rest, as a digit that has changed is another
+number.
 """
 
 import functools
@@ -26,7 +27,7 @@ T = TypeVar("T")
 
 _ROOT = Path(__file__).parents[1]
 LIMIT_BYTES = 512 * MIB
-"""Of all profiles; see `frugal.files`. A plan of a large model takes some MiB."""
+"""The size limit of all profiles; see `frugal.files`. A plan of a large model takes some MiB."""
 
 
 class Cache:
@@ -45,7 +46,7 @@ class Cache:
             return cls(None)
 
     def read(self, key: str, kind: type[T]) -> T | None:
-        """Return what was written under `key`; None if nothing was, or if the file is damaged."""
+        """Return the value under `key`; None if there is none, or if the file is damaged."""
         if self.folder is None:
             return None
         path = self.folder / f"{key}.json"
@@ -64,7 +65,7 @@ class Cache:
         return self.folder is not None and (self.folder / f"{key}.json").is_file()
 
     def write(self, key: str, value: Any) -> None:
-        """Keep `value` under `key`. That it cannot be written is said once, and no error: the cache only saves time."""
+        """Keep `value` under `key`. A failure is reported once, and is no error: the cache only saves time."""
         if self.folder is None:
             return
         data = msgspec.json.encode(value)
@@ -91,12 +92,12 @@ def digest(*parts: Any) -> str:
 
 
 def model_key(request: Request) -> Any:
-    """Return what a dry run of the request's model depends on, found without torch."""
+    """Return everything that a dry run of the request's model depends on, found without torch."""
     return [request.seq_len, *facts_key(request)]
 
 
 def facts_key(request: Request) -> Any:
-    """Return what the model's facts depend on; it is the same for samples of any length."""
+    """Return everything that the model's facts depend on; it is the same for samples of any length."""
     definition = [request.model, request.task, request.lora, request.quantize, _definition(request.model)]
     return [*definition, bool(request.pack), *_versions()]
 
@@ -117,7 +118,7 @@ def _versions() -> tuple[str, ...]:
 
 
 def _definition(model: str) -> str | None:
-    """Return a digest of what defines the model: its preset, its config.json and weights, its factory's source file.
+    """Return a digest of the model's definition: its preset, its config.json and weights, its factory's source file.
 
     None for a transformers model type or a hub name, whose definition comes with the versions or with the name.
     """

@@ -1,8 +1,8 @@
 """Profiles and dry runs for planning: from the cache, or from worker processes. No torch here.
 
-Most profiles are simulated: the model's step is traced once for each way to run it, and what DeepSpeed adds is
-arithmetic. A draft is such a profile without what the allocator wastes, which takes longest to find. What the
-simulation does not cover, and models that give no trace, have no draft; they are dry-run.
+Most profiles are simulated: the model's step is traced once for each way to run it, and DeepSpeed's part is
+arithmetic. A draft is such a profile without the allocator's waste, which takes longest to find. Strategies that the
+simulation does not cover, and models without a trace, have no draft; they are dry-run.
 """
 
 import os
@@ -23,7 +23,6 @@ from frugal.dryrun.messages import (
     AskDryRun,
     AskFacts,
     DryRun,
-    DryRunBreakdown,
     WarmUp,
 )
 from frugal.dryrun.pool import Pool, workers
@@ -53,7 +52,7 @@ MOST_REPLAYS = 2000
 class DryRunSource:
     """Dry runs of one request's model on one cluster. Close it, or use it as a context manager.
 
-    `notes`: what the last dry run assumed.
+    `notes`: assumptions of the last dry run.
     """
 
     def __init__(
@@ -102,7 +101,7 @@ class DryRunSource:
         self.close()
 
     def close(self) -> None:
-        """Keep what the allocator's replays have shown, and end the worker processes, unless they are shared."""
+        """Cache the results of allocator replays, and end the worker processes, unless they are shared."""
         if _number(self._replays) > self._num_kept:
             self._cache.write(self._replays_key, dict(list(self._replays.items())[-MOST_REPLAYS:]))
         if self._own_pool:
@@ -120,7 +119,7 @@ class DryRunSource:
         return source
 
     def prepare(self, strategies: Sequence[Strategy]) -> None:
-        """Find out at once what profiles of all these strategies need. Raises as `profile`."""
+        """Make everything that profiles of these strategies need, in parallel. Raises as `profile`."""
         self._drafts.prepare([strategy for strategy in strategies if strategy not in self._distrusted])
         if self._will_dry_run and not self._cache.has(self._kept_key()):
             free = (os.cpu_count() or 1) - 1  # the arithmetic has a core to itself
@@ -200,19 +199,19 @@ class DryRunSource:
         """
         device = device or self._smallest
         key = self._dry_run_key(strategy, micro_batch, accumulation_steps, device)
-        breakdown = self._cache.read(key, DryRunBreakdown)
-        if breakdown is None:
+        kept = self._cache.read(key, tuple[MemoryBreakdown, tuple[str, ...]])
+        if kept is None:
             dry_runs = self.dry_runs(strategy, micro_batch, accumulation_steps)
             ranks = rank_memories(dry_runs, range(len(dry_runs)))
             memory = fullest(ranks, micro_batch, device, self._ranks_per_node, strategy.expandable_segments)
             first = max(dry_runs, key=lambda dry_run: dry_run.peak.total_bytes)
             memory = replace(memory, phase_peaks=first.timeline.phase_peaks(micro_batch))
             notes = tuple(dict.fromkeys(note for each in dry_runs for note in each.notes))
-            breakdown = DryRunBreakdown(memory.assuming(notes), notes)
-            self._cache.write(key, breakdown)
+            kept = memory.assuming(notes), notes
+            self._cache.write(key, kept)
             self._cache.write(self._kept_key(), True)
-        self.notes = breakdown.notes
-        return replace(breakdown.memory, loading=self._loading(strategy))
+        memory, self.notes = kept
+        return replace(memory, loading=self._loading(strategy))
 
     def is_known(self, strategy: Strategy, micro_batch: int, accumulation_steps: int) -> bool:
         """Return whether this dry run is in the cache, so that no worker is needed."""
@@ -229,8 +228,8 @@ class DryRunSource:
         return digest("dry-run", self._model, self._key(), strategy, micro_batch, min(accumulation_steps, 2), world)
 
     def _loading(self, strategy: Strategy) -> Loading:
-        """Return the memory before the first step. A base of adapters is always read: nobody trains adapters around
-        random weights.
+        """Return the memory before the first step. The base of adapters is always read: training adapters around random
+        weights makes no sense.
         """
         facts = self.facts()
         weights = facts.weights
@@ -260,7 +259,7 @@ class DryRunSource:
         return [replace(each, timeline=with_workspaces(each.timeline, self._workspace_bytes)) for each in dry_runs]
 
     def facts(self) -> ModelFacts:
-        """Return what is known of the model before it runs. Raises as `profile`."""
+        """Return the facts of the model that are known before it runs. Raises as `profile`."""
         if self._facts is None:
             shared_by = self.request.sequence_parallel or 1
             model = facts_key(self.request)
@@ -398,7 +397,7 @@ class DryRunSource:
 
     @property
     def _kernels(self) -> tuple[object, ...]:
-        """The traits of the devices that memory depends on, besides their size."""
+        """Return the traits of the devices that memory depends on, besides their size."""
         return self.capability, self._workspace_bytes, self._resident_threads
 
     @property

@@ -1,4 +1,4 @@
-"""A real run beside its dry run, as a record that can be held against every later version. No torch here."""
+"""A real run beside its dry run, as a record against which later versions can be checked. No torch here."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
@@ -22,17 +22,17 @@ from frugal.training.measure.record import Capped, Measured, ModelDefinition
 from frugal.units import format_bytes
 
 CPU_TOLERANCE = 0.005
-"""How much a prediction may be off on CPU ranks, as a share of what was measured."""
+"""The tolerated error of a prediction on CPU ranks, as a fraction of the measurement."""
 
 CUDA_TOLERANCE, CUDA_LOW = 0.05, 0.02
-"""The same on GPUs, and how much it may be too low there."""
+"""The tolerated error on GPUs, and how much of it may be an underestimate."""
 
 _LONG_SECONDS = 600.0
-"""Of a run after which the seconds of a dry run are not noticed."""
+"""The duration of a run from which on the seconds of a dry run do not matter."""
 
 
 def memory_as_run(plan: Plan, samples: int, tokens: int, *, only_known: bool) -> int | None:
-    """Live bytes that a dry run of the plan takes with micro-batches of so many samples of so many tokens (of a
+    """Return the live bytes of a dry run of the plan with micro-batches of `samples` samples of `tokens` tokens (of one
     rank's part, where ranks share samples).
 
     `only_known`: None where it would have to be made; it takes seconds, in a process of its own.
@@ -49,7 +49,8 @@ def memory_as_run(plan: Plan, samples: int, tokens: int, *, only_known: bool) ->
 
 
 def as_run(plan: Plan, folder: Path) -> str | None:
-    """What was measured beside the prediction for what was run, where that was less than planned, as short samples are.
+    """Compare measured and predicted memory of the batches that ran, where these were smaller than planned (short
+    samples); else None.
 
     After a short run only where such a dry run was made before.
     """
@@ -75,9 +76,9 @@ def as_run(plan: Plan, folder: Path) -> str | None:
 
 @dataclass(frozen=True, kw_only=True)
 class Measurement:
-    """Two optimizer steps for real, beside their dry run, with all that it takes to dry-run them again.
+    """Two real optimizer steps beside their dry run, with everything that is needed to dry-run them again.
 
-    `request.model` is the name by which `definition` is known. `command` is what measured it.
+    `request.model` is the name by which `definition` is known. `command` is the one that measured it.
     """
 
     plan_digest: str
@@ -97,17 +98,17 @@ class Measurement:
 
     @property
     def kind(self) -> str:
-        """`cpu` or `cuda`."""
+        """Return `cpu` or `cuda`."""
         return self.cluster.devices[0].kind
 
     @property
     def error(self) -> float:
-        """How much more was predicted than measured, as a share of what was measured."""
+        """Return the relative error of the prediction."""
         return error(self.predicted, self.measured)
 
     @property
     def name(self) -> str:
-        """For people and files: `gpt2-cpu-zero2-on-2-5d41402a`."""
+        """Return a readable name, also for files: `gpt2-cpu-zero2-on-2-5d41402a`."""
         model = self.definition.factory or str((self.definition.config or {}).get("model_type", "model"))
         words = (model, self.kind, f"zero{self.strategy.zero_stage}", "on", str(self.batch.world_size))
         return "-".join((*words, self.plan_digest[:8]))
@@ -127,11 +128,11 @@ class Measurement:
         return predicted(dry_runs, self.cluster, expandable_segments=self.strategy.expandable_segments)
 
     def encode(self) -> bytes:
-        """The text of a record."""
+        """Return the text of the record."""
         return msgspec.json.format(msgspec.json.encode(self), indent=2) + b"\n"
 
     def write(self, folder: Path) -> Path:
-        """Keep it in `folder`; the file.
+        """Write the record into `folder` and return the file.
 
         Raises:
             RequestError: the folder cannot be written to.
@@ -146,7 +147,7 @@ class Measurement:
 
     @classmethod
     def read(cls, path: Path) -> "Measurement":
-        """The measurement in a file.
+        """Read the measurement in a file.
 
         Raises:
             RequestError: no such file, or no measurement.
@@ -160,29 +161,21 @@ class Measurement:
 
 
 def predicted(dry_runs: Sequence[DryRun], cluster: Cluster, *, expandable_segments: bool = False) -> Figures:
-    """The figures of a cluster's dry runs."""
+    """Return the figures of a cluster's dry runs."""
     ranks_per_node = max(len(node.devices) for node in cluster.nodes)
     return figures(dry_runs, cluster.devices[0].kind, ranks_per_node, expandable_segments=expandable_segments)
 
 
 def error(predicted: Figures, measured: Measured) -> float:
-    """How much more was predicted than measured, as a share of what was measured."""
+    """Return the relative error of a prediction; positive if more was predicted than measured."""
     return predicted.peak_allocated_bytes / measured.peak_allocated_bytes - 1
 
 
 def host_bytes_per_node(predicted: Figures, cluster: Cluster) -> int:
-    """By how much the processes of a node are predicted to grow together.
+    """Return the predicted growth of all processes of a node together, in bytes.
 
-    On CPU ranks the device is the host: each rank grows by its live tensors. Left out: what malloc does not give back.
+    On CPU ranks the device is the host: each rank grows by its live tensors. Left out: memory that malloc keeps.
     """
     if cluster.devices[0].kind == "cuda":
         return predicted.host_bytes_per_node
     return max(predicted.host_bytes_per_node, predicted.peak_allocated_bytes * len(cluster.nodes[0].devices))
-
-
-def is_true(measurement: Measurement, again: Figures) -> bool:
-    """Whether a prediction is within the tolerance of what was measured."""
-    off = error(again, measurement.measured)
-    if measurement.kind == "cpu":
-        return abs(off) <= CPU_TOLERANCE
-    return -CUDA_LOW <= off <= CUDA_TOLERANCE

@@ -1,4 +1,4 @@
-"""What a dry run says in numbers: its peaks, its live bytes over time, and which ranks are worth it. No torch here.
+"""The figures of a dry run: its peaks, its live bytes over time, and the ranks that need one. No torch here.
 
 Not all ranks need to be dry-run, only those that may be the fullest. ZeRO-1 and 2 lay all gradients end to end and cut
 the row into equal parts (stage_1_and_2.py), through parameters.
@@ -23,16 +23,16 @@ from frugal.planning.memory.profile import MemoryProfile, RankMemory
 
 @dataclass(frozen=True, kw_only=True)
 class Figures:
-    """The fullest rank, in each phase and in all. Everything is in bytes.
+    """The figures of the fullest rank, by phase and in total. Everything is in bytes.
 
     Attributes:
         peak_allocated_bytes: the most in live tensors; on CUDA in the allocator's blocks, as `max_memory_allocated`.
         peak_reserved_bytes: the most in the allocator's segments where nothing limits it, as `max_memory_reserved`.
         smallest_capacity_bytes: the least memory in which the step runs: a full device gives back cached segments.
-        categories: what holds the peak; the sum is `peak_allocated_bytes`.
+        categories: bytes at the peak by category; the sum is `peak_allocated_bytes`.
         phases: the peak of each phase; the largest is `peak_allocated_bytes`.
         host_bytes_per_node: of a node with all its ranks: their tensors on the host, and their processes.
-        operator: what allocates at the peak.
+        operator: the one that allocates at the peak.
         phase: when the peak is.
     """
 
@@ -50,14 +50,15 @@ class Figures:
 
 
 def fullest(dry_runs: Sequence[DryRun], kind: DeviceKind) -> DryRun:
-    """The rank with most in live tensors."""
+    """Return the rank with the most bytes in live tensors."""
     return max(dry_runs, key=lambda dry_run: max(_phases(dry_run, kind).values()))
 
 
 def figures(
     dry_runs: Sequence[DryRun], kind: DeviceKind, ranks_per_node: int, *, expandable_segments: bool = False
 ) -> Figures:
-    """The figures of a cluster's dry-run ranks: each the largest of any rank, what holds the peak the fullest's."""
+    """Return the figures of a cluster's dry-run ranks: each the largest of any rank, the composition that of the
+    fullest."""
     phases = [_phases(dry_run, kind) for dry_run in dry_runs]
     allocated = max(max(each.values()) for each in phases)
     peak = fullest(dry_runs, kind).peak
@@ -81,7 +82,7 @@ def figures(
 
 
 def interval(figures: Figures, device: Device, assumptions: Sequence[str]) -> Bounds:
-    """The bounds of what `device` needs for it, context and all."""
+    """Return the bounds of the memory that `device` needs, its context included."""
     live = figures.peak_allocated_bytes - figures.categories.get("rounding", 0)
     bounds = of_device(live, figures.smallest_capacity_bytes, device)
     of_data = figures.categories["activations"] + figures.categories["temporary"]
@@ -94,7 +95,7 @@ def _replays(dry_run: DryRun, *, expandable_segments: bool = False) -> Replays:
 
 
 def _phases(dry_run: DryRun, kind: DeviceKind) -> dict[str, int]:
-    """The peak of each phase: live tensors, on CUDA in blocks. A CPU has no caching allocator."""
+    """Return the peak of each phase: live tensors, on CUDA in blocks. A CPU has no caching allocator."""
     timeline = dry_run.timeline
     if kind == "cuda":
         timeline = replace(timeline, fixed=_replays(dry_run).block_bytes())
@@ -102,7 +103,8 @@ def _phases(dry_run: DryRun, kind: DeviceKind) -> dict[str, int]:
 
 
 def touched_elements(parameters: Sequence[int], world_size: int) -> list[int]:
-    """Gradient elements that each rank keeps, for trainable parameters of so many elements, in the model's order."""
+    """Return the gradient elements that each rank keeps. `parameters`: elements of each trainable parameter, in the
+    model's order."""
     part = -(-sum(parameters) // world_size)
     touched = [0] * world_size
     start = 0
@@ -115,8 +117,8 @@ def touched_elements(parameters: Sequence[int], world_size: int) -> list[int]:
 
 
 def likely_fullest(parameters: Sequence[int], world_size: int, most: int) -> tuple[int, ...]:
-    """At most `most` ranks under ZeRO-1 or 2, in order: the last, those that touch most and, if there is room, the
-    first."""
+    """Return at most `most` ranks under ZeRO-1 or 2, in order: the last, those that touch most and, if there is room,
+    the first."""
     last = world_size - 1
     touched = touched_elements(parameters, world_size)
     by_size = sorted(range(last), key=lambda rank: (-touched[rank], rank))
@@ -125,7 +127,7 @@ def likely_fullest(parameters: Sequence[int], world_size: int, most: int) -> tup
 
 
 def fullest_drafted(drafted: MemoryProfile, micro_batch: int) -> tuple[int, ...]:
-    """The rank with most live bytes, and of the others the one whose allocator needs most, in order.
+    """Return the rank with most live bytes, and of the others the one whose allocator needs most, in order.
 
     These are two: where a cut goes through a huge embedding, the first rank's largest request, probably for the norm
     of its gradient, comes when the allocator has no segment for it.
@@ -143,7 +145,7 @@ def fullest_drafted(drafted: MemoryProfile, micro_batch: int) -> tuple[int, ...]
 
 
 def rank_memories(dry_runs: Sequence[DryRun], ranks: Sequence[int]) -> tuple[RankMemory, ...]:
-    """Of dry runs in the order of `ranks`, which may be gone through several times."""
+    """Return the memory of each dry run. `ranks`: their ranks, repeated as often as needed."""
     return tuple(
         RankMemory(rank=ranks[i % len(ranks)], timeline=dry_run.timeline, host_bytes=dry_run.host_bytes)
         for i, dry_run in enumerate(dry_runs)

@@ -1,4 +1,4 @@
-"""What reading pretrained weights takes of a host, found from the headers of their files: all of it but the values."""
+"""Host memory for reading pretrained weights, found from the headers of their files without reading values."""
 
 import zipfile
 from collections.abc import Callable, Iterable
@@ -20,7 +20,7 @@ from frugal.training.models.spec import ModelSpec
 
 
 def reading(spec: ModelSpec) -> dict[str, Reading]:
-    """What reading takes by precision; empty where that cannot be found out, such as where files are missing."""
+    """Return the memory of reading by precision; empty where that cannot be determined, such as for missing files."""
     return {name: taken for name, dtype in DTYPES.items() if (taken := _taken(spec, dtype)) is not None}
 
 
@@ -35,17 +35,17 @@ def _taken(spec: ModelSpec, dtype: torch.dtype) -> Reading | None:
             load_weights(reader, watch.place, stored=watch.stored, finish=watch.finish, quantising_on=meta)
     except _Finished:
         return Reading(passing_bytes=watch.most_passing, keeping_bytes=watch.most_keeping)
-    except Exception:  # what is wrong with the files is said where they are needed, in words of its own
+    except Exception:  # damaged files are reported where they are needed
         return None
     return None
 
 
 class _Finished(Exception):  # noqa: N818 - no error
-    """All tensors have been read; what transformers does then needs values."""
+    """A signal that all tensors have been read; the rest of transformers' loading needs values."""
 
 
 class _Host(StorageWatch):
-    """Counts what is on a host while weights are read: tensors, pages of files that were touched, and what stays.
+    """A counter of host memory while weights are read: tensors, touched pages of mapped files, and what is kept.
 
     Of a parameter that is the file's tensor itself only those pages are touched that are kept of it.
     """
@@ -56,25 +56,25 @@ class _Host(StorageWatch):
         self.most_passing = 0  # if nothing stayed
         self.most_keeping = 0  # if all of it stayed
         self._is_reading = False  # before, the model is made, on meta for real
-        self._passing: dict[int, int] = {}  # address of what is there for a while -> bytes
+        self._passing: dict[int, int] = {}  # address of a temporary tensor -> bytes
         self._passing_bytes = 0
         self._mapped: set[int] = set()  # addresses of tensors in files, none of which is touched yet
         self._kept_bytes = 0
 
     def born(self, address: int, size_bytes: int, tensor: Tensor, operator: Any) -> None:
-        """Count it, but for what is only mapped."""
+        """Count a storage, unless it is only mapped."""
         if operator is None:
             self._mapped.add(address)
         elif self._is_reading:
             self._take(address, size_bytes)
 
     def died(self, address: int, size_bytes: int) -> None:
-        """Count it no more."""
+        """Stop counting a storage."""
         self._mapped.discard(address)
         self._passing_bytes -= self._passing.pop(address, 0)
 
     def execute(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        """An operator touches the pages of what it reads; what quantises takes more on a CPU rank alone."""
+        """Count the pages that an operator reads, and the memory inside of quantisation on a CPU rank."""
         if (inside_bytes := bitsandbytes_internals.inside_bytes(func, args)) is not None:
             self._note(pages=inside_bytes)
         for tensor in tensors_in(args):
@@ -93,14 +93,14 @@ class _Host(StorageWatch):
         self.most_keeping = max(self.most_keeping, self._passing_bytes + self._kept_bytes + pages)
 
     def place(self, parameter: nn.Parameter) -> None:
-        """The parameter goes to its place."""
+        """Count a parameter that is moved to its place."""
         size_bytes = parameter.nbytes
         self._kept_bytes += size_bytes + quantised.scales_bytes(parameter)
         self._note(pages=size_bytes if torch_internals.address(parameter) in self._mapped else 0)
         parameter.data = parameter.data.new_empty(0)
 
     def stored(self, paths: Iterable[str | Path]) -> dict[str, Any]:
-        """The tensors in files by name, on meta."""
+        """Return the tensors in files by name, on meta."""
         self._is_reading = True
         tensors: dict[str, Any] = {}
         for path in map(Path, paths):
@@ -115,7 +115,7 @@ class _Host(StorageWatch):
         return tensors
 
     def finish(self, model: nn.Module, missing: Iterable[str]) -> None:
-        """What is tied or made at random comes last, and is there until it goes to its place."""
+        """Count tied and randomly initialised parameters, which are made last and stay until they are moved."""
         tied = set(getattr(model, "all_tied_weights_keys", ()))
         waiting = [
             parameter.nbytes

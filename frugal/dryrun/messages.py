@@ -1,4 +1,4 @@
-"""What client and worker say to each other, as JSON a line: questions, answers and what a dry run finds out.
+"""Messages between client and worker, one JSON object a line: questions, answers and results of dry runs.
 
 Plain data: no torch here.
 """
@@ -11,7 +11,6 @@ import msgspec
 from frugal.config.hardware.cluster import ASSUMED_CAPABILITY, Capability, DeviceKind
 from frugal.config.request import Request
 from frugal.planning.cost import Counts
-from frugal.planning.memory.breakdown import MemoryBreakdown
 from frugal.planning.memory.timeline import ModelTrace, Peak, Timeline
 from frugal.planning.model_facts import ModelFacts
 from frugal.planning.strategy import ActivationCheckpointing, Strategy
@@ -19,11 +18,11 @@ from frugal.planning.strategy import ActivationCheckpointing, Strategy
 
 @dataclass(frozen=True, kw_only=True)
 class DryRun:
-    """What one rank does in two optimizer steps of equal micro-steps.
+    """The recording of one rank over two optimizer steps of equal micro-steps.
 
     `timeline` has the sizes of this `micro_batch`. `counts` are those of one micro-step. `host_bytes` is the peak of
     the rank's tensors on its host.
-    `notes`: what was assumed where memory depends on data, see `frugal.dryrun.trace.operators`.
+    `notes`: assumptions where memory depends on data, see `frugal.dryrun.trace.operators`.
     """
 
     timeline: Timeline
@@ -34,42 +33,37 @@ class DryRun:
 
     @property
     def peak(self) -> Peak:
-        """The fullest moment."""
+        """Return the moment with the most live bytes."""
         return self.timeline.peak(self.micro_batch)
 
     @property
     def phases(self) -> dict[str, int]:
-        """The peak of each phase, bytes."""
+        """Return the peak of each phase in bytes."""
         return self.timeline.phase_peaks(self.micro_batch)
 
     def explain(self, category: str) -> list[tuple[str, int]]:
-        """The modules (dotted names) that hold the bytes of a category at the peak, largest first."""
+        """Return the modules (dotted names) that hold a category's bytes at the peak, the largest first."""
         return self.timeline.holders(self.micro_batch, category)
 
 
-class DryRunBreakdown(msgspec.Struct, frozen=True):
-    """A dry run as it is kept: what the fullest rank takes, and what was assumed where that depends on data."""
-
-    memory: MemoryBreakdown
-    notes: tuple[str, ...]
-
-
 class AskFacts(msgspec.Struct, frozen=True, tag="describe"):
-    """What is the request's model?"""
+    """A question for the facts of the request's model."""
 
     request: Request
 
 
 class AskCheck(msgspec.Struct, frozen=True, tag="check"):
-    """What is to be said of the request's model before it is trained?"""
+    """A question for notes on the request's model before it is trained."""
 
     request: Request
 
 
 class AskDryRun(msgspec.Struct, frozen=True, tag="dry_run", kw_only=True):
-    """What does this rank do under this strategy?
+    """A question for the dry run of one rank under a strategy.
 
-    `capability`: of a `cuda` device; `resident_threads`: that it holds at once, 0: what depends on them is left out.
+    `capability`: of a `cuda` device; `resident_threads`: that it holds at once, 0 leaves out their memory.
+    `first_micro_steps`: micro-steps of the first optimizer step, if not as many as in the second. It only sets the
+    stage for the second, so one of them is enough where time counts: a test holds that the peaks are the same.
     `by_tensor`: whether weights come one by one, otherwise a CPU rank holds them all before they are split.
     """
 
@@ -87,7 +81,8 @@ class AskDryRun(msgspec.Struct, frozen=True, tag="dry_run", kw_only=True):
 
 
 class AskTrace(msgspec.Struct, frozen=True, tag="trace", kw_only=True):
-    """What does one step of the model alone do, for any micro-batch? `zero_stage`: 3, or 2 for all others.
+    """A question for the trace of one step of the model alone, for any micro-batch. `zero_stage`: 3, or 2 for all
+    others.
 
     `capability`: of a `cuda` device. `sequence_parallel`: ranks that share each sample.
     """
@@ -103,14 +98,14 @@ class AskTrace(msgspec.Struct, frozen=True, tag="trace", kw_only=True):
 
 
 class WarmUp(msgspec.Struct, frozen=True, tag="warm-up"):
-    """A dry run will be asked for: make ready for it."""
+    """A request to prepare for a dry run."""
 
 
 Question = AskFacts | AskCheck | AskDryRun | AskTrace | WarmUp
 
 
 class Traced(msgspec.Struct, frozen=True):
-    """The trace; None: the model's memory is no affine function of the micro-batch.
+    """The trace, or None if the model's memory is no affine function of the micro-batch.
 
     `alike`: the classes of cards that would have the same one, see `frugal.config.hardware.cluster.kernel_class`.
     """
@@ -120,7 +115,7 @@ class Traced(msgspec.Struct, frozen=True):
 
 
 class Mistake(msgspec.Struct, frozen=True):
-    """A `FrugalError`, by the name of its class."""
+    """A `FrugalError` as data; `kind` is the name of its class."""
 
     kind: str
     what: str
@@ -129,7 +124,7 @@ class Mistake(msgspec.Struct, frozen=True):
 
 
 class Answer(msgspec.Struct, frozen=True, kw_only=True):
-    """One of its fields. `crash` is a traceback: our bug, or an exception in the user's model."""
+    """An answer, in one of its fields. `crash` is a traceback: our bug, or an exception in the user's model."""
 
     describe: ModelFacts | None = None
     notes: tuple[str, ...] | None = None

@@ -1,6 +1,6 @@
-"""A model given as a Python object, as a reference that a dry run's process can follow.
+"""A model given as a Python object, made into a reference that a dry run's process can resolve.
 
-A dry run has a process of its own. What can be imported there is named (`package.module:name`); a configuration is
+A dry run has a process of its own. An importable object is named (`package.module:name`); a configuration is
 written as its config.json; all else, such as a class of a notebook or a module, is kept by cloudpickle in the
 user's cache folder, where the file's name is a digest of its content. Of a module's tensors only the shapes are kept.
 """
@@ -27,14 +27,14 @@ if TYPE_CHECKING:
     from frugal.training.objectives import Objective
 
 KEPT_BYTES = 1 * MIB
-"""A buffer up to this size keeps its values: such as frequencies, which a model cannot do without."""
+"""The size up to which a buffer keeps its values, such as frequencies that a model needs."""
 
 LIMIT_BYTES = 512 * MIB
-"""Of all models that are kept; see `frugal.files`."""
+"""The size limit of all kept models; see `frugal.files`."""
 
 
 def reference_of(model: Any, objective: "Objective | None" = None) -> str:
-    """What `Request.model` says of `model`: a configuration of transformers, a module, or a callable that makes one.
+    """Return a value of `Request.model` for a configuration of transformers, a module, or a callable that makes one.
 
     With `objective` it stands for both. A module's weights are not read, and it may be on meta.
 
@@ -56,7 +56,7 @@ def reference_of(model: Any, objective: "Objective | None" = None) -> str:
     if not callable(model):
         raise RequestError(
             f"`model` is {model!r}"[:200],
-            because="it must be a name or a path, a configuration of transformers, a module, or what makes one",
+            because="it must be a name, a path, a configuration of transformers, a module or a function that makes one",
         )
     name = getattr(model, "__qualname__", type(model).__name__)
     if objective is None and _is_importable(model):
@@ -66,7 +66,7 @@ def reference_of(model: Any, objective: "Objective | None" = None) -> str:
 
 
 def without_values(module: "nn.Module") -> "nn.Module":
-    """A copy of `module` whose parameters are on meta, and buffers of more than `KEPT_BYTES`."""
+    """Return a copy of `module` with parameters, and buffers of more than `KEPT_BYTES`, on meta."""
     import torch
 
     memo: dict[int, Any] = {}
@@ -79,7 +79,7 @@ def without_values(module: "nn.Module") -> "nn.Module":
 
 
 def _copied(kept: "tuple[nn.Module, Objective | None]") -> Any:
-    """A copy at each call, because what is built twice must not be one; with random weights, where it is to be run."""
+    """Return a new copy at each call; with random weights if it is to run."""
     import torch
 
     from frugal.training.models.factories import mark_shapes_only
@@ -95,7 +95,8 @@ def _copied(kept: "tuple[nn.Module, Objective | None]") -> Any:
 
 
 def _fill(module: "nn.Module", device: Any) -> None:
-    """Numbers to try the model with: torch's own for its modules, small ones for others' parameters, else zeros."""
+    """Initialise a module for a trial: torch's own modules by their rule, other parameters with small numbers, the rest
+    zero."""
     import torch
 
     buffers = {name: buffer for name, buffer in module.named_buffers() if not buffer.is_meta}
@@ -115,7 +116,7 @@ def _made(factory: Callable[[], Any], objective: "Objective") -> Any:
 
 
 def _is_importable(model: Any) -> bool:
-    """Whether another process that imports its module finds it there."""
+    """Return whether another process finds `model` by importing its module."""
     module, name = getattr(model, "__module__", None), getattr(model, "__qualname__", None)
     if not module or not name or module == "__main__":
         return False

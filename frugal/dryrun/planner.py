@@ -1,4 +1,4 @@
-"""From settings to a plan: one that was made before, or a new one."""
+"""Settings to a plan: one from the cache, or a new one."""
 
 import logging
 import os
@@ -52,7 +52,7 @@ def _plan(objective: "Objective | None", **settings: Any) -> Plan:
         if isinstance(model, str | None):
             raise RequestError(
                 "`objective` was given without a model to train with it",
-                hint="pass model=, a module or what makes one; a factory that is named returns (module, objective)",
+                hint="pass model=, a module or a function that makes one; a named factory returns (module, objective)",
             )
         settings["model"] = reference_of(model, objective)
     calibration, notes = chosen(settings)

@@ -1,4 +1,4 @@
-"""Worker processes that dry-run: started when first needed, kept, and ended for certain."""
+"""Worker processes for dry runs: started when first needed, kept, and always ended."""
 
 import contextlib
 import os
@@ -22,21 +22,21 @@ if TYPE_CHECKING:
     from frugal.dryrun.messages import Answer, Question
 
 MARK = "FRUGAL_DRY_RUN"
-"""Set in the environment of a worker: a dry run inside a dry run would never end."""
+"""Set in a worker's environment: it refuses dry runs inside dry runs, which would never end."""
 
 MAX_WORKERS = 8
-"""Half a GiB each."""
+"""The most workers; each takes half a GiB."""
 
 STDERR_LINES = 20
-"""Of a worker that died, how much of its standard error is told."""
+"""Lines of a dead worker's standard error that are reported."""
 
 
 class WorkerError(Exception):
-    """A dry run crashed: a bug of ours, or an exception in the user's model. Its text ends in what was printed."""
+    """A crash of a dry run: our bug, or an exception in the user's model. Its text ends with the output."""
 
 
 class Pool:
-    """At most `max_workers` processes; `ask` gives each question to one that is free."""
+    """A pool of at most `max_workers` processes; `ask` gives each question to an idle one."""
 
     def __init__(self, max_workers: int) -> None:
         self._max_workers = max_workers
@@ -49,7 +49,7 @@ class Pool:
         self._num_holders = 1
 
     def ask_all(self, question: "Question") -> "list[Answer]":
-        """Start all processes and ask each the same. Raises as `ask`."""
+        """Start all processes and ask each the same question. Raises as `ask`."""
         return self.ask([question] * self._max_workers)
 
     def tell(self, question: "Question", most: int) -> None:
@@ -58,16 +58,16 @@ class Pool:
             self._threads.submit(self._ask, question)
 
     def ask(self, questions: "Sequence[Question]") -> "list[Answer]":
-        """The answers in order, worked on in parallel.
+        """Return the answers in order; the questions are worked on in parallel.
 
         Raises:
-            FrugalError: what the worker found wrong with the request.
-            WorkerError: it crashed.
+            FrugalError: the request is wrong.
+            WorkerError: a worker crashed.
         """
         return list(self._threads.map(self._ask, questions))
 
     def attempt(self, questions: "Sequence[Question]") -> "list[Answer | FrugalError]":
-        """As `ask`, but what a worker finds wrong with a question stands in place of its answer."""
+        """Answer as `ask`, with the worker's `FrugalError` in place of an answer."""
 
         def attempt(question: "Question") -> "Answer | FrugalError":
             try:
@@ -78,12 +78,12 @@ class Pool:
         return list(self._threads.map(attempt, questions))
 
     def held(self) -> "Pool":
-        """This pool, which then has one more to close it."""
+        """Return this pool with one more holder, who has to close it."""
         self._num_holders += 1
         return self
 
     def close(self) -> None:
-        """End the processes, once all who hold the pool have closed it."""
+        """End the processes once all holders have closed the pool."""
         self._num_holders -= 1
         if self._num_holders:
             return
@@ -110,15 +110,15 @@ _shared: list[Pool] = []
 
 
 def workers() -> Pool:
-    """Processes that dry-run, none of them started yet; inside `shared_workers` the same for all."""
+    """Return a pool whose processes are not started yet; inside `shared_workers` always the same one."""
     return _shared[-1].held() if _shared else Pool(min(os.cpu_count() or 1, MAX_WORKERS))
 
 
 @contextmanager
 def shared_workers() -> Iterator[None]:
-    """Inside, one pool is shared by all that is planned, predicted and dry-run. It ends with the block.
+    """Share one pool among all planning and dry runs inside the `with` block, and end it with the block.
 
-    A process takes seconds to start, and what comes after a plan asks about the same model.
+    A process takes seconds to start, and the steps after a plan concern the same model.
     """
     pool = workers()
     _shared.append(pool)
@@ -130,7 +130,7 @@ def shared_workers() -> Iterator[None]:
 
 
 class _Worker:
-    """One process, one question at a time."""
+    """A process that answers one question at a time."""
 
     def __init__(self) -> None:
         if MARK in os.environ:
@@ -192,7 +192,7 @@ class _Worker:
 
 
 def started(environment: dict[str, str], stderr: IO[bytes]) -> "subprocess.Popen[bytes]":
-    """The process of a worker."""
+    """Start the process of a worker."""
     return subprocess.Popen(
         [sys.executable, "-m", "frugal.dryrun.worker"],
         stdin=subprocess.PIPE,

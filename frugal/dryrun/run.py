@@ -1,6 +1,6 @@
 """One dry run: the training engine itself, on a pretended device, for two optimizer steps.
 
-Where the model's forward fails on the inputs of a dry run, the error says whose fault it is, and what can be done.
+Where the model's forward fails on the inputs of a dry run, the error names the cause and a remedy.
 """
 
 import gc
@@ -9,22 +9,20 @@ from collections.abc import Callable
 from contextlib import ExitStack
 from pathlib import Path
 
+from msgspec.structs import replace
 from torch import nn
 
 from frugal import torch_internals
-from frugal.config.hardware.cluster import ASSUMED_CAPABILITY, Capability, DeviceKind
-from frugal.config.request import Request
 from frugal.deepspeed_adapter.engine import destroy, told_of_arrivals
 from frugal.deepspeed_adapter.simulate.fake_device import pretend
 from frugal.deepspeed_adapter.stages import Zero
 from frugal.distributed import process_group
-from frugal.dryrun.messages import DryRun
+from frugal.dryrun.messages import AskDryRun, DryRun
 from frugal.dryrun.trace.cuda_kernels import kernels_of
 from frugal.dryrun.trace.recorder import Tracker, not_collected, package_folder
 from frugal.errors import RequestError, first_line
 from frugal.planning.batch import BatchPlan
 from frugal.planning.cost import Counts
-from frugal.planning.strategy import Strategy
 from frugal.training.measure.run_gauge import mark_phases
 from frugal.training.models.loading import quantised
 from frugal.training.models.sequence.parts import parts_of
@@ -32,46 +30,27 @@ from frugal.training.objectives import Objective
 from frugal.training.train_step import accumulate, wrap
 
 
-def dry_run(
-    build: Callable[[], nn.Module],
-    objective: Objective,
-    request: Request,
-    strategy: Strategy,
-    *,
-    micro_batch: int,
-    accumulation_steps: int,
-    world_size: int,
-    rank: int,
-    kind: DeviceKind,
-    capability: Capability = ASSUMED_CAPABILITY,
-    resident_threads: int = 0,
-    first_micro_steps: int | None = None,
-    by_tensor: bool = False,
-) -> DryRun:
-    """Dry-run `rank`. `build` makes the model on meta; it is built anew, because ZeRO-3 takes models apart.
-
-    `first_micro_steps`: micro-steps of the first optimizer step, if not as many as in the second. It only sets the
-    stage for the second, so one of them is enough where time counts: a test holds that the peaks are the same.
-
-    `by_tensor`: parameters come to a CPU rank one by one; otherwise it has them all, as a GPU's host has.
+def dry_run(build: Callable[[], nn.Module], objective: Objective, asked: AskDryRun) -> DryRun:
+    """Dry-run the rank that is asked for. `build` makes the model on meta, anew because ZeRO-3 takes models apart.
 
     A model that reads an integer from its data gets the longest dimension of a batch, and 1 if it rejects that; a
     model that rejects both gets "no" where it asks whether a condition on its data is true (LED: a global attention).
     """
-    shared_by = strategy.sequence_parallel
-    caps = (micro_batch,) * (world_size // shared_by)
-    batch = BatchPlan.of(sum(caps) * accumulation_steps, caps, sequence_parallel=shared_by)
-    objective = parts_of(objective, shared_by, rank)
-    if kind == "cpu":
-        strategy = strategy.where_the_host_is_the_device
-    micro_steps = (first_micro_steps or accumulation_steps, accumulation_steps)
+    objective = parts_of(objective, asked.strategy.sequence_parallel, asked.rank)
+    if asked.kind == "cpu":
+        asked = replace(asked, strategy=asked.strategy.where_the_host_is_the_device)
     failure: Exception | None = None
     for integer, condition in ((None, True), (1, True), (None, False)):
         tracker = Tracker(
-            kind, integer, capability, resident_threads, builds_elsewhere=by_tensor, assumed_condition=condition
+            asked.kind,
+            integer,
+            asked.capability,
+            asked.resident_threads,
+            builds_elsewhere=asked.by_tensor,
+            assumed_condition=condition,
         )
         try:
-            return _dry_run(tracker, build, objective, request, strategy, batch, micro_steps, rank)
+            return _dry_run(tracker, build, objective, asked)
         except (AssertionError, IndexError, RuntimeError) as error:
             failure = failure or error
             if not tracker.was_asked_for_integers:
@@ -80,24 +59,16 @@ def dry_run(
     raise failure
 
 
-def _dry_run(
-    tracker: Tracker,
-    build: Callable[[], nn.Module],
-    objective: Objective,
-    request: Request,
-    strategy: Strategy,
-    batch: BatchPlan,
-    micro_steps: tuple[int, int],
-    rank: int,
-) -> DryRun:
-    """One attempt."""
-    kind, world_size, micro_batch = tracker.kind, batch.world_size, batch.largest_micro_batch
+def _dry_run(tracker: Tracker, build: Callable[[], nn.Module], objective: Objective, asked: AskDryRun) -> DryRun:
+    kind, strategy, shared_by = asked.kind, asked.strategy, asked.strategy.sequence_parallel
+    caps = (asked.micro_batch,) * (asked.world_size // shared_by)
+    batch = BatchPlan.of(sum(caps) * asked.accumulation_steps, caps, sequence_parallel=shared_by)
     side_stream = tracker.side_streams.at_work if kind == "cuda" and strategy.overlap_comm else None
     pinning = tracker.host.pinning if kind == "cuda" else None
     with (
         pretend(
-            rank=rank,
-            world_size=world_size,
+            rank=asked.rank,
+            world_size=asked.world_size,
             side_stream=side_stream,
             pinning=pinning,
             empty_cache=tracker.empty_cache,
@@ -113,15 +84,15 @@ def _dry_run(
                     tracker.arrive(*model.parameters(), *model.buffers(), *quantised.scales(model))
                 with told_of_arrivals(tracker.arrive):
                     process_group.form()
-                    zero = wrap(model, request, strategy, batch)
+                    zero = wrap(model, asked.request, strategy, batch)
                     engines.callback(destroy, zero)
                 tracker.arrive(*model.parameters(), *model.buffers(), *quantised.scales(model))
                 gc.collect()
                 tracker.relabel(zero.kept())
-                counts = _train(tracker, zero, objective, micro_batch, micro_steps, request.seq_len)
+                counts = _train(tracker, zero, objective, asked)
             recorded = DryRun(
                 timeline=tracker.timeline(),
-                micro_batch=micro_batch,
+                micro_batch=asked.micro_batch,
                 host_bytes=tracker.host.peak_bytes,
                 notes=tracker.notes,
                 counts=counts,
@@ -131,15 +102,8 @@ def _dry_run(
     return recorded
 
 
-def _train(
-    tracker: Tracker,
-    zero: Zero,
-    objective: Objective,
-    micro_batch: int,
-    micro_steps: tuple[int, int],
-    seq_len: int,
-) -> Counts:
-    """An optimizer step of each number of micro-steps; what one micro-step of the last costs."""
+def _train(tracker: Tracker, zero: Zero, objective: Objective, asked: AskDryRun) -> Counts:
+    """Run an optimizer step for each number of micro-steps, and return the counts of one micro-step of the last."""
 
     def mark(phase: str) -> None:
         gc.collect()
@@ -148,9 +112,9 @@ def _train(
 
     marked = mark_phases(zero.engine, objective, mark)
     with torch_internals.without_modes():  # made on the host, whatever their values cost
-        example = objective.example(micro_batch, seq_len)
+        example = objective.example(asked.micro_batch, asked.request.seq_len)
     tracker.expect(example)
-    for num_micro_steps in micro_steps:
+    for num_micro_steps in (asked.first_micro_steps or asked.accumulation_steps, asked.accumulation_steps):
         batches = [example] * num_micro_steps
         if tracker.kind == "cpu":  # there the host is the device, and holds all of them
             batches = [{name: tensor.to("meta") for name, tensor in batch.items()} for batch in batches]
@@ -170,7 +134,7 @@ _NO_VALUES = ("meta tensor", "Meta tensor", "meta device", "register_meta")
 
 
 def failure_in_forward(model: str, error: Exception) -> RequestError | None:
-    """What to tell the user of `model`, if `error` comes from its forward; None if it is a bug of ours."""
+    """Return an error for the user of `model` if `error` comes from its forward; None if it is our bug."""
     frames = traceback.extract_tb(error.__traceback__)
     runs = [i for i, frame in enumerate(frames) if frame.name in _RUNS_A_FORWARD]
     if not runs or _is_of("deepspeed", frames[-1]):
@@ -178,7 +142,7 @@ def failure_in_forward(model: str, error: Exception) -> RequestError | None:
     if _is_of("frugal", frames[-1]) and Path(frames[-1].filename).name not in _READ_THE_OUTPUT:
         return None
     if isinstance(error, NotImplementedError) or any(words in str(error) for words in _NO_VALUES):
-        hint = "a dry run knows shapes, not values: what depends on values has to come in with the batch"
+        hint = "a dry run knows shapes, not values: tensors that depend on values must come with the batch"
     else:
         hint = (
             "if it takes or returns something else, give a factory that returns (module, objective), for example "

@@ -1,7 +1,7 @@
-"""`python -m frugal.dryrun.worker`: dry-runs on request, until its input ends.
+"""`python -m frugal.dryrun.worker`: a process that dry-runs on request, until its input ends.
 
 One JSON object a line comes in, one goes out. A process of its own, because a dry run gives DeepSpeed a pretended
-device, and whoever asks may want to train for real afterwards.
+device, and the caller may train for real afterwards.
 """
 
 import functools
@@ -34,7 +34,7 @@ def main() -> None:
 
 
 def _protect_stdout() -> BinaryIO:
-    """A private copy of standard output; what libraries print goes to standard error."""
+    """Return a private copy of standard output; output of libraries goes to standard error."""
     answers = os.fdopen(os.dup(1), "wb")
     os.dup2(2, 1)
     return answers
@@ -79,7 +79,7 @@ def _spec_of(model: Request) -> Any:
 
 
 def _model_of(request: Request) -> Request:
-    """What says which model it is, whatever else the request asks for."""
+    """Return a request with only the fields that define the model."""
     return Request(
         model=request.model, task=request.task, lora=request.lora, quantize=request.quantize,
         precision=request.precision,
@@ -138,7 +138,7 @@ def _check(question: AskCheck) -> tuple[str, ...]:
 
 @functools.lru_cache(maxsize=1)
 def _built(model: Request) -> Any:
-    """The model on meta: building a large one takes longer than its trace."""
+    """Return the model on meta, cached: building a large one takes longer than its trace."""
     from frugal.deepspeed_adapter.kernels import DTYPES
     from frugal.dryrun.trace.trace import built
 
@@ -151,23 +151,10 @@ def _trace(question: AskTrace) -> Traced:
 
     spec = _resolved(question)
     alike = set(KERNEL_CLASSES)
-    request = question.request
-    model, building_bytes = _built(_model_of(request))
+    model, building_bytes = _built(_model_of(question.request))
+    objective = spec.objective(pack=bool(question.request.pack))
     try:
-        traced = trace(
-            model,
-            spec.objective(pack=bool(question.request.pack)),
-            seq_len=question.request.seq_len,
-            kind=question.kind,
-            capability=question.capability,
-            activation_checkpointing_mode=question.activation_checkpointing,
-            loss=question.loss,
-            mlp=question.mlp,
-            zero_stage=question.zero_stage,
-            sequence_parallel=question.sequence_parallel,
-            building_bytes=building_bytes,
-            alike=alike,
-        )
+        traced = trace(model, objective, question, building_bytes=building_bytes, alike=alike)
     except NotAffineError:
         traced = None
     return Traced(trace=traced, alike=tuple(sorted(alike | {question.capability})))
@@ -176,27 +163,14 @@ def _trace(question: AskTrace) -> Traced:
 def _run(question: AskDryRun) -> Any:
     from frugal.deepspeed_adapter import contract
 
-    contract.verify()  # before modules are imported that name what may be missing
+    contract.verify()  # before modules are imported that use names that may be missing
     from frugal.deepspeed_adapter.kernels import DTYPES
     from frugal.dryrun.run import dry_run
 
     spec = _resolved(question)
     dtype = DTYPES[question.request.precision]
-    return dry_run(
-        lambda: spec.build(dtype=dtype, device="meta"),
-        spec.objective(pack=bool(question.request.pack)),
-        question.request,
-        question.strategy,
-        micro_batch=question.micro_batch,
-        accumulation_steps=question.accumulation_steps,
-        world_size=question.world_size,
-        rank=question.rank,
-        kind=question.kind,
-        capability=question.capability,
-        resident_threads=question.resident_threads,
-        first_micro_steps=question.first_micro_steps,
-        by_tensor=question.by_tensor,
-    )
+    objective = spec.objective(pack=bool(question.request.pack))
+    return dry_run(lambda: spec.build(dtype=dtype, device="meta"), objective, question)
 
 
 if __name__ == "__main__":

@@ -5,7 +5,7 @@ import torch
 
 from bench.memory.cpu_rank import dry_run_as_process
 from bench.plans import plan_by_hand
-from frugal.dryrun.messages import DryRun
+from frugal.dryrun.messages import AskDryRun, DryRun
 from frugal.dryrun.run import dry_run
 from frugal.training.objectives import CausalLM
 from tests.training.small_models import tiny_gpt2
@@ -29,9 +29,18 @@ def dry_run_result(zero_stage: int, offload: str) -> DryRun:
             return tiny_gpt2(n_embd=128, n_layer=2, vocab_size=2048).to(torch.bfloat16)
 
     return dry_run(
-        build, CausalLM(), plan.request, plan.strategy,
-        micro_batch=1, accumulation_steps=1, world_size=1, rank=0, kind="cpu",
-    )  # fmt: skip
+        build,
+        CausalLM(),
+        AskDryRun(
+            request=plan.request,
+            strategy=plan.strategy,
+            micro_batch=1,
+            accumulation_steps=1,
+            world_size=1,
+            rank=0,
+            kind="cpu",
+        ),
+    )
 
 
 def test_gathered_parameters_that_are_on_the_host_already_take_nothing() -> None:

@@ -14,9 +14,10 @@ from bench.gpu.predictions import Prediction
 from bench.gpu.report import summary
 from bench.gpu.truth import Bench
 from bench.gpu.worker import Answer, Attention, Constants, Run
-from frugal.dryrun.compare import Measurement, is_true
+from frugal.dryrun.compare import Measurement
 from frugal.dryrun.figures import Figures
 from frugal.units import GIB, MIB
+from tests.dryrun.test_measured import is_true
 
 ROOT = Path(__file__).parents[2]
 

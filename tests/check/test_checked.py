@@ -282,7 +282,7 @@ def test_gpus_that_do_not_divide_into_groups_are_refused(capsys: pytest.CaptureF
     assert code == 2
     assert err == (
         "error: 2 GPUs cannot share samples on 3 GPUs\n"
-        f"  because {file}:9 says so, and 3 is no multiple of 2\n\n"
+        f"  because {file}:9 names 2, and 3 is no multiple of it\n\n"
         "hint: check on 2, for instance with --gpus\n"
     )
 
@@ -348,7 +348,7 @@ def test_auto_that_nobody_fills_in_is_refused_or_named(capsys: pytest.CaptureFix
     file = str(CONFIGS / "deepspeed" / "zero2-auto.json")
     code, _, err = frugal(capsys, "check", file, "--model", TINY, "--gpus", "2", "--mem", "6G")
     assert code == 2
-    assert f"`train_batch_size` in {file}:13 is auto, and nobody fills it in" in err
+    assert f"`train_batch_size` in {file}:13 is auto, and no tool fills it in" in err
     settings, _ = gather([Path(file)], {"model": TINY, "micro_batch": 2, "accumulation_steps": 1, "seq_len": 64})
     deepspeed, _ = resolved(settings, 2)
     assert deepspeed is not None

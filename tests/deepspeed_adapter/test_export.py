@@ -173,7 +173,7 @@ def test_a_trainer_is_given_the_plan_itself(tmp_path: Path) -> None:
 def test_a_loss_that_models_add_is_refused_where_it_would_be_lost() -> None:
     made = dataclasses.replace(plan(), warnings=("x", own_loss.ROUTERS))
     assert refusal(made, "hf") == (
-        "transformers' Trainer would leave out what the model adds to the cross entropy\n"
+        "transformers' Trainer would leave out the loss that the model adds to the cross entropy\n"
         f"  because {own_loss.ROUTERS}\n\n"
         "hint: train it with `frugal train`, or without output_router_logits in its config.json"
     )

@@ -219,7 +219,7 @@ def test_versions_that_have_it_are_known(version: str, threads: set[str]) -> Non
     [
         ("deepspeed#7718", "from 0.17.6 to 0.18.3, exclusive"),
         ("deepspeed#7837", "before 0.18.6"),
-        ("deepspeed#6351", "seen in 0.14.2 and 0.14.5, mended in: unknown"),
+        ("deepspeed#6351", "seen in 0.14.2 and 0.14.5, fixed in: unknown"),
     ],
 )
 def test_versions_are_told_in_words(thread: str, words: str) -> None:

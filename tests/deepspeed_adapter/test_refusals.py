@@ -8,6 +8,7 @@ import pytest
 import torch
 
 from bench.ranks import Ranks
+from frugal.dryrun.messages import AskDryRun
 from frugal.dryrun.run import dry_run
 from frugal.errors import RequestError
 from tests.training import unusual_modules
@@ -38,9 +39,18 @@ def test_a_dry_run_refuses_it(kind: str, zero_stage: int, message: str) -> None:
 
     with pytest.raises(RequestError, match=message) as caught:
         dry_run(
-            build, OBJECTIVE, plan.request, plan.strategy, micro_batch=2, accumulation_steps=2, world_size=2, rank=0,
-            kind="cpu",
-        )  # fmt: skip
+            build,
+            OBJECTIVE,
+            AskDryRun(
+                request=plan.request,
+                strategy=plan.strategy,
+                micro_batch=2,
+                accumulation_steps=2,
+                world_size=2,
+                rank=0,
+                kind="cpu",
+            ),
+        )
     assert "hint: " in str(caught.value)
 
 

@@ -10,6 +10,7 @@ from frugal.config.adapters import Lora
 from frugal.config.request import Request
 from frugal.deepspeed_adapter.kernels import DTYPES
 from frugal.deepspeed_adapter.simulate.engine import covers, simulate
+from frugal.dryrun.messages import AskDryRun, AskTrace
 from frugal.dryrun.run import dry_run
 from frugal.dryrun.trace.trace import built, trace
 from frugal.planning.memory.timeline import ModelTrace
@@ -85,12 +86,14 @@ def traced(family: str, request: Request, strategy: Strategy, kind: str, lora: s
     return trace(
         model,
         FAMILIES[family][1](),
-        seq_len=SEQ_LEN,
-        kind=kind,
-        activation_checkpointing_mode=strategy.activation_checkpointing,
-        loss=strategy.loss,
-        mlp=strategy.mlp,
-        zero_stage=strategy.zero_stage,
+        AskTrace(
+            request=Request(seq_len=SEQ_LEN),
+            kind=kind,
+            activation_checkpointing=strategy.activation_checkpointing,
+            loss=strategy.loss,
+            mlp=strategy.mlp,
+            zero_stage=strategy.zero_stage,
+        ),
         building_bytes=building_bytes,
     )
 
@@ -114,14 +117,16 @@ def compare(
     dry_run_result = dry_run(
         builder(family, precision, lora),
         FAMILIES[family][1](),
-        asked,
-        way,
-        micro_batch=MICRO_BATCH,
-        accumulation_steps=steps,
-        world_size=world_size,
-        rank=rank,
-        kind=kind,
-        first_micro_steps=1,
+        AskDryRun(
+            request=asked,
+            strategy=way,
+            micro_batch=MICRO_BATCH,
+            accumulation_steps=steps,
+            world_size=world_size,
+            rank=rank,
+            kind=kind,
+            first_micro_steps=1,
+        ),
     )
     alone = traced(family, asked, way, kind, lora)
     assert covers(asked, way, alone)
@@ -389,18 +394,29 @@ def test_a_frozen_embedding_is_simulated() -> None:
         alone = trace(
             build(),
             CausalLM(),
-            seq_len=SEQ_LEN,
-            kind="cuda",
-            activation_checkpointing_mode="off",
-            loss="plain",
-            zero_stage=zero_stage,
+            AskTrace(
+                request=Request(seq_len=SEQ_LEN),
+                kind="cuda",
+                activation_checkpointing="off",
+                loss="plain",
+                zero_stage=zero_stage,
+            ),
         )
         request, strategy = Request(seq_len=SEQ_LEN), Strategy(zero_stage=zero_stage, **SMALL_BUCKETS)
         assert covers(request, strategy, alone)
         dry_run_result = dry_run(
-            build, CausalLM(), request, strategy,
-            micro_batch=MICRO_BATCH, accumulation_steps=1, world_size=2, rank=0, kind="cuda",
-        )  # fmt: skip
+            build,
+            CausalLM(),
+            AskDryRun(
+                request=request,
+                strategy=strategy,
+                micro_batch=MICRO_BATCH,
+                accumulation_steps=1,
+                world_size=2,
+                rank=0,
+                kind="cuda",
+            ),
+        )
         simulated = simulate(alone, request, strategy, world_size=2, rank=0, accumulates=False, kind="cuda")
         expected = dry_run_result.peak.total_bytes
         assert simulated.timeline.peak_bytes(MICRO_BATCH) == pytest.approx(expected, rel=TOLERANCE)
@@ -424,10 +440,12 @@ def test_a_parameter_used_outside_its_module_is_not_simulated_under_zero_3() -> 
         alone = trace(
             model,
             goal,
-            seq_len=SEQ_LEN,
-            kind="cuda",
-            activation_checkpointing_mode="off",
-            loss="plain",
-            zero_stage=zero_stage,
+            AskTrace(
+                request=Request(seq_len=SEQ_LEN),
+                kind="cuda",
+                activation_checkpointing="off",
+                loss="plain",
+                zero_stage=zero_stage,
+            ),
         )
         assert covers(Request(), Strategy(zero_stage=zero_stage), alone) is is_covered

@@ -9,7 +9,7 @@ import torch
 
 from frugal.config.request import Request
 from frugal.deepspeed_adapter.kernels import DTYPES
-from frugal.dryrun.messages import DryRun
+from frugal.dryrun.messages import AskDryRun, DryRun
 from frugal.dryrun.run import dry_run
 from frugal.planning.strategy import Strategy
 from frugal.training.objectives import CausalLM
@@ -31,9 +31,19 @@ def dry_run_result(stage: int, world_size: int = 4, rank: int = 1, precision: An
     )
     request = Request(precision=precision, seq_len=32)
     return dry_run(
-        build, CausalLM(), request, strategy,
-        micro_batch=2, accumulation_steps=2, world_size=world_size, rank=rank, kind="cuda", **more,
-    )  # fmt: skip
+        build,
+        CausalLM(),
+        AskDryRun(
+            request=request,
+            strategy=strategy,
+            micro_batch=2,
+            accumulation_steps=2,
+            world_size=world_size,
+            rank=rank,
+            kind="cuda",
+            **more,
+        ),
+    )
 
 
 @pytest.mark.parametrize(("world_size", "rank"), [(2, 0), (3, 2), (64, 63)])

@@ -6,6 +6,7 @@ from torch import nn
 
 from bench.plans import plan_by_hand
 from frugal.config.optimizers import state_bytes_per_element
+from frugal.dryrun.messages import AskDryRun
 from frugal.dryrun.run import dry_run
 from frugal.planning.memory.timeline import CATEGORIES, LOGITS, Timeline
 from frugal.training.objectives import CausalLM, SummedLoss
@@ -34,9 +35,18 @@ def test_logits_of_40000_words_250_tokens_32_samples_and_their_gradient() -> Non
             return tiny_gpt2(n_layer=1, vocab_size=40_000, n_positions=250)
 
     found = dry_run(
-        build, CausalLM(), plan.request, plan.strategy,
-        micro_batch=32, accumulation_steps=1, world_size=1, rank=0, kind="cuda",
-    )  # fmt: skip
+        build,
+        CausalLM(),
+        AskDryRun(
+            request=plan.request,
+            strategy=plan.strategy,
+            micro_batch=32,
+            accumulation_steps=1,
+            world_size=1,
+            rank=0,
+            kind="cuda",
+        ),
+    )
     one = 40_000 * 250 * 32 * 4
     assert one == 1.28e9
     assert found.peak.categories["logits"] == 3 * one
@@ -90,9 +100,18 @@ def test_zeros_figure_1(zero_stage: int, gigabytes: float) -> None:
         return model(batch["x"].bfloat16()).float().sum()
 
     found = dry_run(
-        build, SummedLoss(summed, example={"x": torch.zeros(WIDTH)}), plan.request, plan.strategy,
-        micro_batch=1, accumulation_steps=2, world_size=RANKS, rank=0, kind="cuda",
-    )  # fmt: skip
+        build,
+        SummedLoss(summed, example={"x": torch.zeros(WIDTH)}),
+        AskDryRun(
+            request=plan.request,
+            strategy=plan.strategy,
+            micro_batch=1,
+            accumulation_steps=2,
+            world_size=RANKS,
+            rank=0,
+            kind="cuda",
+        ),
+    )
     timeline, sizes = found.timeline, found.timeline.sizes(1)
     second_micro_step = [first for phase, first in timeline.phases if phase == "forward"][-1]
     states = dict.fromkeys(("parameters", "gradients", "optimizer"), 0)

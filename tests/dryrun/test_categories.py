@@ -9,7 +9,7 @@ import torch
 from torch import nn
 
 from frugal.config.request import Request
-from frugal.dryrun.messages import DryRun
+from frugal.dryrun.messages import AskDryRun, DryRun
 from frugal.dryrun.run import dry_run
 from frugal.planning.strategy import Strategy
 from frugal.training.objectives import SummedLoss
@@ -51,13 +51,15 @@ def dry_run_of(net: Any) -> DryRun:
     return dry_run(
         build,
         SummedLoss(lambda model, batch: model(batch["x"]).square().sum(), example={"x": torch.ones(64)}),
-        Request(precision="fp32"),
-        Strategy(zero_stage=2),
-        micro_batch=MICRO_BATCH,
-        accumulation_steps=1,
-        world_size=2,
-        rank=0,
-        kind="cuda",
+        AskDryRun(
+            request=Request(precision="fp32"),
+            strategy=Strategy(zero_stage=2),
+            micro_batch=MICRO_BATCH,
+            accumulation_steps=1,
+            world_size=2,
+            rank=0,
+            kind="cuda",
+        ),
     )
 
 

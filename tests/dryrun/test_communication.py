@@ -10,6 +10,7 @@ import torch
 from bench.plans import plan_by_hand
 from bench.ranks import Ranks
 from frugal.config.hardware.cluster import DeviceKind
+from frugal.dryrun.messages import AskDryRun
 from frugal.dryrun.run import dry_run
 from frugal.planning.plan import Plan
 from frugal.training.objectives import CausalLM
@@ -87,9 +88,18 @@ def backward_peak(plan: Plan, kind: DeviceKind) -> int:
             return tiny_gpt2().to(torch.bfloat16)
 
     found = dry_run(
-        build, CausalLM(), plan.request, plan.strategy,
-        micro_batch=1, accumulation_steps=1, world_size=2, rank=0, kind=kind,
-    )  # fmt: skip
+        build,
+        CausalLM(),
+        AskDryRun(
+            request=plan.request,
+            strategy=plan.strategy,
+            micro_batch=1,
+            accumulation_steps=1,
+            world_size=2,
+            rank=0,
+            kind=kind,
+        ),
+    )
     return found.phases["backward"]
 
 

@@ -11,7 +11,7 @@ from torch import Tensor, nn
 
 from bench.ranks import Ranks
 from frugal.deepspeed_adapter.kernels import DTYPES
-from frugal.dryrun.messages import DryRun
+from frugal.dryrun.messages import AskDryRun, DryRun
 from frugal.dryrun.run import dry_run
 from frugal.dryrun.trace import operators
 from frugal.planning.memory.timeline import phase_peaks
@@ -114,9 +114,18 @@ def dry_run_result(build: Callable[[], nn.Module], objective: Any, precision: st
             return build().to(DTYPES[precision])
 
     return dry_run(
-        on_meta, objective, plan.request, plan.strategy,
-        micro_batch=4, accumulation_steps=1, world_size=1, rank=0, kind="cpu",
-    )  # fmt: skip
+        on_meta,
+        objective,
+        AskDryRun(
+            request=plan.request,
+            strategy=plan.strategy,
+            micro_batch=4,
+            accumulation_steps=1,
+            world_size=1,
+            rank=0,
+            kind="cpu",
+        ),
+    )
 
 
 @pytest.mark.parametrize("case", CASES, ids=lambda case: case.__name__)

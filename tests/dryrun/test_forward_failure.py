@@ -7,6 +7,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
+from frugal.dryrun.messages import AskDryRun
 from frugal.dryrun.run import dry_run, failure_in_forward
 from frugal.dryrun.trace import recorder
 from frugal.training.objectives import CausalLM
@@ -51,9 +52,18 @@ def failure(build: Callable[[], nn.Module]) -> Exception:
 
     with pytest.raises(Exception) as caught:
         dry_run(
-            on_meta, CausalLM(), plan.request, plan.strategy,
-            micro_batch=4, accumulation_steps=1, world_size=1, rank=0, kind="cpu",
-        )  # fmt: skip
+            on_meta,
+            CausalLM(),
+            AskDryRun(
+                request=plan.request,
+                strategy=plan.strategy,
+                micro_batch=4,
+                accumulation_steps=1,
+                world_size=1,
+                rank=0,
+                kind="cpu",
+            ),
+        )
     return caught.value
 
 
@@ -65,7 +75,7 @@ INPUTS = (
     "\n\nhint: if it takes or returns something else, give a factory that returns (module, objective), for example "
     "frugal.training.objectives.SummedLoss(loss, example=...)"
 )
-VALUES = "\n\nhint: a dry run knows shapes, not values: what depends on values has to come in with the batch"
+VALUES = "\n\nhint: a dry run knows shapes, not values: tensors that depend on values must come with the batch"
 
 
 @pytest.mark.parametrize(

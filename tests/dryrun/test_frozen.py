@@ -9,6 +9,7 @@ from torch import Tensor, nn
 
 from bench.ranks import Ranks
 from frugal.deepspeed_adapter.kernels import DTYPES
+from frugal.dryrun.messages import AskDryRun
 from frugal.dryrun.run import dry_run
 from frugal.training.engine import initialize
 from frugal.training.measure.two_steps import trial
@@ -103,9 +104,18 @@ def test_frozen_parameters_are_as_dry_run(
 
     for rank, truth in enumerate(ranks.run(measured, name, zero_stage, precision, mode)):
         found = dry_run(
-            on_meta, CausalLM(), plan.request, plan.strategy,
-            micro_batch=4, accumulation_steps=2, world_size=world_size, rank=rank, kind="cpu",
-        )  # fmt: skip
+            on_meta,
+            CausalLM(),
+            AskDryRun(
+                request=plan.request,
+                strategy=plan.strategy,
+                micro_batch=4,
+                accumulation_steps=2,
+                world_size=world_size,
+                rank=rank,
+                kind="cpu",
+            ),
+        )
         for interval, (phase, peak, live) in zip(found.timeline.intervals(4), truth, strict=True):
             assert (interval.phase, interval.peak_bytes) == (phase, pytest.approx(peak, rel=TOLERANCE))
             assert interval.live_bytes == pytest.approx(live, rel=TOLERANCE)

@@ -5,6 +5,7 @@ from typing import Any
 import torch
 
 from bench.plans import plan_by_hand
+from frugal.dryrun.messages import AskDryRun
 from frugal.dryrun.run import dry_run
 from frugal.planning.memory import breakdown
 from frugal.planning.plan import Plan
@@ -30,9 +31,18 @@ def host_bytes(zero_stage: int, world_size: int = 1, **strategy: Any) -> int:
             return model().to(torch.bfloat16)
 
     return dry_run(
-        build, CausalLM(), plan.request, plan.strategy,
-        micro_batch=1, accumulation_steps=1, world_size=world_size, rank=0, kind="cuda",
-    ).host_bytes  # fmt: skip
+        build,
+        CausalLM(),
+        AskDryRun(
+            request=plan.request,
+            strategy=plan.strategy,
+            micro_batch=1,
+            accumulation_steps=1,
+            world_size=world_size,
+            rank=0,
+            kind="cuda",
+        ),
+    ).host_bytes
 
 
 def model() -> torch.nn.Module:

@@ -9,10 +9,11 @@ import pytest
 import torch
 from torch import Tensor
 
+from bench.gpu.constants import peak_inside
 from bench.kernels.requests import Attention, Call, Event, Operator, Requests, prepare
 from frugal.config.hardware.cluster import Capability, kernel_class
 from frugal.dryrun.trace.cuda_kernels import kernels_of
-from frugal.dryrun.trace.kernel_memory import OUTPUTS, peak_inside
+from frugal.dryrun.trace.kernel_memory import OUTPUTS
 from frugal.dryrun.trace.recorder import Tracker
 from frugal.dryrun.trace.trace import Recorder
 

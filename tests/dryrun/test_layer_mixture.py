@@ -5,6 +5,8 @@ from typing import Any
 
 import pytest
 
+from frugal.config.request import Request
+from frugal.dryrun.messages import AskTrace
 from frugal.dryrun.trace.trace import trace
 from frugal.planning.memory.layer_mixture import LayerMixtures, NotMixableError
 from frugal.planning.memory.timeline import MarkKind, ModelTrace
@@ -14,9 +16,13 @@ from tests.dryrun.test_trace import FAMILIES, SEQ_LEN, build, objective
 
 def traced(family: str, mode: str, layer_modes: Any = (), *, kind: Any = "cuda", stage: int = 2) -> ModelTrace:
     return trace(
-        build(family), objective(family), seq_len=SEQ_LEN, kind=kind, activation_checkpointing_mode=mode,  # type: ignore[arg-type]
-        layer_modes=layer_modes, loss="plain", zero_stage=stage,
-    )  # fmt: skip
+        build(family),
+        objective(family),
+        AskTrace(
+            request=Request(seq_len=SEQ_LEN), kind=kind, activation_checkpointing=mode, loss="plain", zero_stage=stage
+        ),
+        layer_modes=layer_modes,
+    )
 
 
 def mixtures_of(family: str, *modes: LayerMode, kind: Any = "cuda", stage: int = 2) -> LayerMixtures:

@@ -138,8 +138,8 @@ REFUSED = {
         "error: `step` of loop.py fails in a dry run\n"
         "  because ValuesNeededError: Tensor.tolist() reads the values of a tensor on the card\n"
         "  because loop.py, line 4, runs `return batch.tolist()`\n\n"
-        "hint: a dry run knows shapes, not values: `.item()` is answered, `.tolist()` and what depends on it has to be "
-        "left out of the step, or made on the host with the batch\n",
+        "hint: a dry run knows shapes, not values: `.item()` is answered; leave `.tolist()` and code that depends on "
+        "it out of the step, or run it on the host with the batch\n",
     ),
     "two devices": (
         "import torch\ndef model(): return torch.nn.Linear(4, 4).cuda()\ndef batch(): return torch.ones(2, 4)\n"
@@ -148,8 +148,7 @@ REFUSED = {
         "  because RuntimeError: Expected all tensors to be on the same device, but found at least two devices, cuda:0 "
         "and cpu! (aten.addmm)\n"
         "  because loop.py, line 5, runs `model(batch)`\n\n"
-        "hint: a dry run moves nothing by itself: move the model and the batch to the card, as the script for a GPU "
-        "does\n",
+        "hint: a dry run moves nothing automatically: move the model and the batch to the card, as on a GPU\n",
     ),
     "raises": (
         "def helper(): return {}['n_layers']\ndef model():\n    return helper()\ndef step(model): ...\n",

@@ -11,12 +11,21 @@ from pathlib import Path
 
 import pytest
 
-from frugal.dryrun.compare import Measurement, is_true
+from frugal.dryrun.compare import CPU_TOLERANCE, CUDA_LOW, CUDA_TOLERANCE, Measurement, error
+from frugal.dryrun.figures import Figures
 from frugal.dryrun.pool import Pool
 from frugal.errors import RequestError
 
 FOLDER = Path(__file__).parents[1] / "measured"
 RECORDS = sorted(FOLDER.glob("*.json"))
+
+
+def is_true(measurement: Measurement, again: Figures) -> bool:
+    """Return whether a prediction is within the tolerance of the measurement."""
+    off = error(again, measurement.measured)
+    if measurement.kind == "cpu":
+        return abs(off) <= CPU_TOLERANCE
+    return -CUDA_LOW <= off <= CUDA_TOLERANCE
 
 
 @pytest.fixture(scope="module")

@@ -122,8 +122,8 @@ def test_what_is_no_model_is_refused() -> None:
     with pytest.raises(RequestError) as raised:
         frugal.plan(model=3, gpus=1, mem="12G")
     assert str(raised.value) == (
-        "`model` is 3\n  because it must be a name or a path, a configuration of transformers, a module, or what makes "
-        "one"
+        "`model` is 3\n  because it must be a name, a path, a configuration of transformers, a module or a function "
+        "that makes one"
     )
 
 

@@ -9,7 +9,7 @@ from torch import Tensor, nn
 
 from bench.ranks import Ranks
 from frugal.deepspeed_adapter.kernels import DTYPES
-from frugal.dryrun.messages import DryRun
+from frugal.dryrun.messages import AskDryRun, DryRun
 from frugal.dryrun.run import dry_run
 from frugal.dryrun.trace.recorder import Tracker
 from frugal.planning.strategy import Strategy
@@ -61,9 +61,18 @@ def on_gpu(mode: Any, build: Callable[[], Any], *, zero_stage: int = 2, kind: An
     plan = plan_for(1, 4, 1, zero_stage, "bf16", mode)
     strategy = Strategy(zero_stage=zero_stage, activation_checkpointing=mode, **SMALL_BUCKETS)
     return dry_run(
-        on_meta, FAMILIES["llama"][1](), plan.request, strategy,
-        micro_batch=4, accumulation_steps=1, world_size=1, rank=0, kind=kind,
-    )  # fmt: skip
+        on_meta,
+        FAMILIES["llama"][1](),
+        AskDryRun(
+            request=plan.request,
+            strategy=strategy,
+            micro_batch=4,
+            accumulation_steps=1,
+            world_size=1,
+            rank=0,
+            kind=kind,
+        ),
+    )
 
 
 LLAMA = FAMILIES["llama"][0]

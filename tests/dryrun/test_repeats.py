@@ -9,7 +9,8 @@ import pytest
 import torch
 from torch import Tensor
 
-from frugal.dryrun.messages import DryRun
+from frugal.config.request import Request
+from frugal.dryrun.messages import AskDryRun, AskTrace, DryRun
 from frugal.dryrun.run import dry_run
 from frugal.dryrun.trace import repeats
 from frugal.dryrun.trace.recorder import Tracker
@@ -66,9 +67,18 @@ def test_a_trace_with_written_slices_is_the_whole_one(
 ) -> None:
     def traced() -> ModelTrace:
         return trace(
-            build(family, **FAMILIES[family]), CausalLM(), seq_len=LENGTH * shared_by, kind="cuda", loss="tiled",
-            mlp=mlp, activation_checkpointing_mode=mode, zero_stage=stage, sequence_parallel=shared_by,
-        )  # fmt: skip
+            build(family, **FAMILIES[family]),
+            CausalLM(),
+            AskTrace(
+                request=Request(seq_len=LENGTH * shared_by),
+                kind="cuda",
+                loss="tiled",
+                mlp=mlp,
+                activation_checkpointing=mode,
+                zero_stage=stage,
+                sequence_parallel=shared_by,
+            ),
+        )
 
     written, whole = both(traced, monkeypatch)
     assert written == whole
@@ -90,9 +100,18 @@ def test_a_dry_run_with_written_slices_is_the_whole_one(
 
     def made() -> DryRun:
         return dry_run(
-            lambda: build("llama", **small), CausalLM(), request, strategy,
-            micro_batch=2, accumulation_steps=2, world_size=2, rank=0, kind="cuda",
-        )  # fmt: skip
+            lambda: build("llama", **small),
+            CausalLM(),
+            AskDryRun(
+                request=request,
+                strategy=strategy,
+                micro_batch=2,
+                accumulation_steps=2,
+                world_size=2,
+                rank=0,
+                kind="cuda",
+            ),
+        )
 
     written, whole = both(made, monkeypatch)
     assert deaths_sorted(written.timeline) == deaths_sorted(whole.timeline)

@@ -8,6 +8,7 @@ from pathlib import Path
 import msgspec
 import pytest
 
+from bench.planning.shipped import make
 from frugal.config.hardware import cluster as cards
 from frugal.config.request import Request
 from frugal.config.schema import understand
@@ -55,7 +56,7 @@ def test_a_damaged_trace_is_told_and_the_model_is_traced_here(
 @pytest.mark.parametrize("model", shipped.presets())
 def test_every_preset_is_shipped_for_the_tested_versions(model: str) -> None:
     found = shipped.facts(Request(model=model))
-    assert found is not None, "make it with `python -m frugal.dryrun.shipped`"
+    assert found is not None, "make it with `python -m bench.planning.shipped`"
     assert all(shipped._shipment(model, mode) for mode in shipped.MODES)
     assert found.parameters == shipped.presets()[model]["parameters"]  # type: ignore[index]  # a table
 
@@ -68,7 +69,7 @@ def test_every_preset_is_shipped_for_the_tested_versions(model: str) -> None:
     ],
 )
 def test_a_trace_made_here_is_the_shipped_one(model: str, mode: ActivationCheckpointing, pool: Pool) -> None:
-    made, kept = shipped.make(model, mode, pool), shipped._shipment(model, mode)
+    made, kept = make(model, mode, pool), shipped._shipment(model, mode)
     assert kept is not None
     assert (made.versions, made.definition, made.facts, made.same) == (
         kept.versions, kept.definition, kept.facts, kept.same,
@@ -76,7 +77,7 @@ def test_a_trace_made_here_is_the_shipped_one(model: str, mode: ActivationCheckp
     traces = [
         {name: msgspec.json.decode(raw, type=Traced) for name, raw in each.traces.items()} for each in (made, kept)
     ]
-    assert traces[0] == traces[1], "`python -m frugal.dryrun.shipped`"
+    assert traces[0] == traces[1], "`python -m bench.planning.shipped`"
 
 
 def question(**changes: object) -> AskTrace:
@@ -101,7 +102,7 @@ def test_a_preset_is_drafted_without_a_worker(tmp_path: Path) -> None:
     request, cluster, _ = understand({"gpus": 4, "mem": "12G"})
     with DryRunSource(request, cluster, tmp_path) as made:
         drafted = made.draft(Strategy(zero_stage=2), True)
-        assert drafted is not None and drafted.parameters == 124_439_808
+        assert drafted is not None and drafted.costs.facts.parameters == 124_439_808
         assert made._pool._workers == []
 
 

@@ -6,8 +6,11 @@ from typing import Any
 import msgspec
 import pytest
 import torch
+from msgspec.structs import replace
 from torch import Tensor, nn
 
+from frugal.config.request import Request
+from frugal.dryrun.messages import AskTrace
 from frugal.dryrun.trace import trace as tracing
 from frugal.dryrun.trace.trace import repetition, trace
 from frugal.planning.memory.timeline import ModelTrace, NotAffineError
@@ -78,9 +81,17 @@ def both(
             dropped(patch)
             try:
                 made = trace(
-                    model, goal, seq_len=seq_len, kind="cuda", activation_checkpointing_mode=mode, loss=loss,
-                    zero_stage=stage, mlp=mlp,
-                )  # fmt: skip
+                    model,
+                    goal,
+                    AskTrace(
+                        request=Request(seq_len=seq_len),
+                        kind="cuda",
+                        activation_checkpointing=mode,
+                        loss=loss,
+                        zero_stage=stage,
+                        mlp=mlp,
+                    ),
+                )
             except NotAffineError:
                 made = None
             traces.append(made)
@@ -127,9 +138,12 @@ def test_scratch_that_is_no_multiple_of_the_samples_keeps_no_model_from_being_sp
 
 def test_a_trace_survives_json() -> None:
     made = trace(
-        build("llama"), CausalLM(), seq_len=SEQ_LEN, kind="cuda", activation_checkpointing_mode="off", loss="plain",
-        zero_stage=3,
-    )  # fmt: skip
+        build("llama"),
+        CausalLM(),
+        AskTrace(
+            request=Request(seq_len=SEQ_LEN), kind="cuda", activation_checkpointing="off", loss="plain", zero_stage=3
+        ),
+    )
     assert msgspec.json.decode(msgspec.json.encode(made), type=ModelTrace) == made
 
 
@@ -204,7 +218,11 @@ def test_a_model_that_fails_with_fewer_layers_is_traced_whole() -> None:
         model = Short()
     goal = SummedLoss(lambda model, batch: model(batch["x"]).sum(), example={"x": torch.zeros(16)})
     made = trace(
-        model, goal, seq_len=SEQ_LEN, kind="cuda", activation_checkpointing_mode="off", loss="plain", zero_stage=2
+        model,
+        goal,
+        AskTrace(
+            request=Request(seq_len=SEQ_LEN), kind="cuda", activation_checkpointing="off", loss="plain", zero_stage=2
+        ),
     )
     assert made.has_all_gradients
 
@@ -213,7 +231,15 @@ def test_a_model_that_fails_by_itself_has_no_trace() -> None:
     goal = SummedLoss(lambda model, batch: model(batch["y"]).sum(), example={"x": torch.zeros(16)})
     with pytest.raises(NotAffineError, match="cannot be traced"):
         trace(
-            Short(), goal, seq_len=SEQ_LEN, kind="cuda", activation_checkpointing_mode="off", loss="plain", zero_stage=2
+            Short(),
+            goal,
+            AskTrace(
+                request=Request(seq_len=SEQ_LEN),
+                kind="cuda",
+                activation_checkpointing="off",
+                loss="plain",
+                zero_stage=2,
+            ),
         )
 
 
@@ -233,13 +259,13 @@ def test_a_cpu_is_slowed_by_what_is_computed_a_gpu_by_bytes_alone() -> None:
     def slowed(function: Callable[[Tensor], Tensor]) -> float:
         example = {"x": torch.ones(64, 64, dtype=torch.bfloat16)}
         objective = SummedLoss(lambda model, batch: model(batch["x"]).sum(), example=example)
+        asked = AskTrace(
+            request=Request(seq_len=64), kind="cuda", activation_checkpointing="off", loss="plain", zero_stage=0
+        )
         cpu, gpu = (
-            trace(
-                Repeated(function), objective,
-                seq_len=64, kind=kind, activation_checkpointing_mode="off", loss="plain", zero_stage=0,
-            ).work.traffic.per_sample
+            trace(Repeated(function), objective, replace(asked, kind=kind)).work.traffic.per_sample
             for kind in ("cpu", "cuda")
-        )  # fmt: skip
+        )
         return cpu / gpu
 
     assert slowed(torch.neg) < 0.5 < slowed(nn.functional.gelu) < 1 < slowed(lambda x: x.softmax(-1))

@@ -11,6 +11,7 @@ import torch
 from bench.plans import plan_by_hand
 from bench.ranks import Ranks
 from frugal.deepspeed_adapter.kernels import DTYPES
+from frugal.dryrun.messages import AskDryRun
 from frugal.dryrun.run import dry_run
 from frugal.planning.memory.timeline import Timeline
 from frugal.planning.plan import Plan
@@ -102,13 +103,15 @@ def dry_run_result(plan: Plan, rank: int, family: str = "gpt2") -> Timeline:
     return dry_run(
         build,
         FAMILIES[family][1](),
-        plan.request,
-        plan.strategy,
-        micro_batch=max(map(max, plan.batch.sizes)),
-        accumulation_steps=plan.batch.accumulation_steps,
-        world_size=plan.batch.world_size,
-        rank=rank,
-        kind="cpu",
+        AskDryRun(
+            request=plan.request,
+            strategy=plan.strategy,
+            micro_batch=max(map(max, plan.batch.sizes)),
+            accumulation_steps=plan.batch.accumulation_steps,
+            world_size=plan.batch.world_size,
+            rank=rank,
+            kind="cpu",
+        ),
     ).timeline
 
 

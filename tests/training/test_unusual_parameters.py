@@ -10,6 +10,7 @@ import torch
 from bench.plans import plan_by_hand
 from bench.ranks import Ranks
 from frugal.deepspeed_adapter.kernels import DTYPES
+from frugal.dryrun.messages import AskDryRun
 from frugal.dryrun.run import dry_run
 from frugal.planning.plan import Plan
 from frugal.training.engine import Engine, initialize
@@ -97,9 +98,18 @@ def test_their_dry_run_takes_what_training_takes(zero_stage: int, precision: str
 
     for rank, truth in enumerate(two_ranks.run(measured, plan)):
         timeline = dry_run(
-            build, OBJECTIVE, plan.request, plan.strategy, micro_batch=2, accumulation_steps=2, world_size=2,
-            rank=rank, kind="cpu",
-        ).timeline  # fmt: skip
+            build,
+            OBJECTIVE,
+            AskDryRun(
+                request=plan.request,
+                strategy=plan.strategy,
+                micro_batch=2,
+                accumulation_steps=2,
+                world_size=2,
+                rank=rank,
+                kind="cpu",
+            ),
+        ).timeline
         ours = [(each.phase, each.peak_bytes, each.live_bytes) for each in timeline.intervals(2)]
         assert [phase for phase, *_ in ours] == [phase for phase, *_ in truth]
         for (phase, *bytes_), (_, *true_bytes) in zip(ours, truth, strict=True):

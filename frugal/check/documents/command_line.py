@@ -1,7 +1,7 @@
 """The command line that starts a training script, taken out of a shell script: its flags, and those of the launcher.
 
 Read are `deepspeed`, `torchrun`, `accelerate launch` and `python`, with lines continued by a backslash, and variables
-that the script sets itself. Nothing is run: what a shell would compute (`$(nvidia-smi ...)`) is not known.
+that the script sets itself. Nothing is run: values that a shell would compute (`$(nvidia-smi ...)`) are unknown.
 """
 
 import os
@@ -30,7 +30,7 @@ _OF_LAUNCHERS = {
 
 
 def parsed_script(path: Path, text: str) -> tuple[dict[str, Any], dict[tuple[str, ...], int]]:
-    """The flags by name, with `_` for `-`, and the line of each.
+    """Return the flags by name, with `_` for `-`, and the line of each flag.
 
     A flag without a value is true, one with several is a list. Files that the training script reads itself
     (`train.py config.yaml`) are listed under `FILES`.
@@ -57,7 +57,7 @@ def parsed_script(path: Path, text: str) -> tuple[dict[str, Any], dict[tuple[str
 
 
 def _commands(text: str) -> Iterator[str]:
-    """Lines without comments, joined where a backslash continues them."""
+    """Yield the lines without comments; lines that a backslash continues are joined."""
     joined = re.sub(r"\\\s*\n", " ", re.sub(r"(?m)^\s*#.*$", "", text))
     return (line for line in joined.splitlines() if line.strip())
 
@@ -70,11 +70,11 @@ def _words(path: Path, line: str) -> list[str]:
     try:
         return shlex.split(line, comments=True)
     except ValueError as error:
-        raise RequestError(f"{path} has a line that no shell reads", because=f"{error}: {line.strip()}") from None
+        raise RequestError(f"{path} has a line that no shell can parse", because=f"{error}: {line.strip()}") from None
 
 
 def _first(words: Sequence[str]) -> int:
-    """The first word that is no variable set for the command."""
+    """Return the index of the first word that is not an assignment of a variable."""
     return next((i for i, word in enumerate(words) if not re.match(r"[A-Za-z_]\w*=", word)), len(words))
 
 
@@ -84,7 +84,7 @@ def _pair(word: str) -> tuple[str, str]:
 
 
 def _flags(words: Sequence[str], variables: dict[str, str], text: str) -> tuple[dict[str, Any], Any]:
-    """Of the command: launcher's flags before the script's name, the script's after it."""
+    """Return the flags of the command (the launcher's stand before the script's name) and their lines."""
     start = next((i for i, word in enumerate(words) if word.endswith(".py")), None)
     if start is None:  # `trl sft ...`, `llamafactory-cli train FILE`, `python -m package`
         start = next((i for i, word in enumerate(words[1:], 1) if not word.startswith("-")), len(words) - 1)
@@ -109,7 +109,7 @@ def _is_named(flag: str, line: str) -> bool:
 
 
 def _named(words: Sequence[str]) -> Iterator[tuple[str, Any]]:
-    """Flags with their values, as YAML reads these; files without a flag."""
+    """Yield flags with their values parsed as YAML, and finally the files that are given without a flag."""
     files, i = [], 0
     while i < len(words):
         if not words[i].startswith("--"):
@@ -137,7 +137,7 @@ def _value(word: str) -> Any:
 
 
 def num_processes(content: Mapping[str, Any]) -> tuple[int | None, int | None]:
-    """Processes of a node and nodes, as the launcher's flags or `CUDA_VISIBLE_DEVICES` say; None: not said."""
+    """Return processes per node and nodes from the launcher's flags or `CUDA_VISIBLE_DEVICES`; None if not given."""
     launcher, variables = content.get(LAUNCHER, {}), content.get(ENVIRONMENT, {})
     nodes = _whole(launcher.get("num_nodes", launcher.get("nnodes", launcher.get("num_machines"))))
     ranks = _whole(launcher.get("num_gpus", launcher.get("nproc_per_node")))
@@ -157,14 +157,15 @@ def _whole(value: Any) -> int | None:
 
 
 def expandable_segments(content: Mapping[str, Any]) -> bool | None:
-    """What the script tells torch's allocator; None: nothing."""
+    """Return the setting of expandable segments for torch's allocator; None if the script has none."""
     variables = content.get(ENVIRONMENT, {})
     said = variables.get("PYTORCH_CUDA_ALLOC_CONF", variables.get("PYTORCH_ALLOC_CONF"))
     return None if said is None else "expandable_segments:True" in said
 
 
 def beside(path: Path, name: Any) -> Path | None:
-    """A file that `path` names: from the folder one is in, or the file's own; None: there is none."""
+    """Return the file that `path` names, relative to the working directory or to `path` itself; None if there is
+    none."""
     if not isinstance(name, str | os.PathLike):
         return None
     places = (Path(os.path.normpath(each)) for each in (Path(name), path.parent / name))

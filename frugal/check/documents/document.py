@@ -41,7 +41,7 @@ _MARKS: tuple[tuple[Tool, frozenset[str]], ...] = (
 
 @dataclass(frozen=True)
 class Place:
-    """Where a value stands. `line` counts from 1; None where it is not known."""
+    """The place of a value in a file. `line` counts from 1; None where it is not known."""
 
     path: Path
     key: str
@@ -65,22 +65,22 @@ class Document:
     under: "Document | None" = None
 
     def place(self, *keys: str) -> Place:
-        """Where a key stands, or what contains it."""
+        """Return the place of a key, or of the innermost mapping around it that has a line."""
         line = next((self.lines[keys[:n]] for n in range(len(keys), 0, -1) if keys[:n] in self.lines), None)
         if line is None and self.under is not None:
             return self.under.place(*keys)
         return Place(self.path, ".".join(keys), line)
 
     def over(self, under: "Document") -> "Document":
-        """This one's values, and those of `under` that it does not have."""
+        """Return this file's values, with those of `under` where this one has none."""
         return Document(self.path, under.tool, {**under.content, **self.content}, self.lines, under)
 
 
 def read(path: Path, tool: Tool | None = None) -> Document:
-    """The file at `path`; `tool`: whose it is, where another file has said so.
+    """Read the file at `path`. `tool`: the tool it belongs to, where another file has said so.
 
     Raises:
-        RequestError: it cannot be read, is not what its name says, or no tool's file is known by its keys.
+        RequestError: it cannot be read, its content does not match its name, or no tool has such keys.
     """
     try:
         text = files.without_bom(files.read_regular(path)).decode()
@@ -111,17 +111,17 @@ def _parsed(path: Path, text: str) -> Any:
 
 
 def _without_duplicates(pairs: Sequence[tuple[str, Any]]) -> dict[str, Any]:
-    """As DeepSpeed reads its JSON (`dict_raise_error_on_duplicate_keys`)."""
+    """Build a dictionary, refusing duplicates as DeepSpeed does (`dict_raise_error_on_duplicate_keys`)."""
     content: dict[str, Any] = {}
     for key, value in pairs:
         if key in content:
-            raise RequestError(f"`{key}` is there twice", because="DeepSpeed refuses that, others take the last")
+            raise RequestError(f"`{key}` is given twice", because="DeepSpeed refuses that, other tools take the last")
         content[key] = value
     return content
 
 
 def _lines(text: str) -> Iterator[tuple[tuple[str, ...], int]]:
-    """The line of each key. JSON is YAML, but for tabs between its words."""
+    """Yield the line of each key. JSON is parsed as YAML, once tabs are replaced."""
     try:
         root = yaml.compose(text.replace("\t", " "), Loader=yaml.SafeLoader)
     except (yaml.YAMLError, RecursionError):
@@ -143,13 +143,12 @@ def _tool_of(path: Path, keys: Iterable[str]) -> Tool:
             return tool
     raise RequestError(
         f"{path} is no configuration that frugal knows",
-        because=f"it has no key by which a file of {', '.join(NAMES.values())} is known",
+        because=f"it has no key by which a file of {', '.join(NAMES.values())} is recognised",
         hint="give the file, or the script, that starts the training",
     )
 
 
 def _script(path: Path, text: str, tool: Tool | None) -> Document:
-    """The flags of the command in a shell script."""
     content, lines = parsed_script(path, text)
     program = f"/{content[PROGRAM]}"
     if "/trl/" in program or Path(program).name.startswith("sft"):  # TRL's own scripts and their names

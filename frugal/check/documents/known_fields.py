@@ -16,12 +16,12 @@ def _table() -> Mapping[str, Mapping[str, Any]]:
 
 
 def no_effect(tool: Tool, name: str = "no_effect") -> frozenset[str]:
-    """Fields of a tool that change neither memory nor batch."""
+    """Return the fields of a tool that change neither memory nor batch."""
     return frozenset(_table()[tool][name].split())
 
 
 def finish(fields: Fields, *tools: Tool, prefix: str = "") -> None:
-    """Tell which fields are set that frugal does not follow, and list those that none of `tools` has."""
+    """Note the fields that frugal does not follow, and list those that none of `tools` has."""
     for tool in tools:
         for key, what in _table()[tool].get(f"{prefix}deviations", {}).items():
             if fields.value(key) not in (None, False, 0, "none", [], {}):

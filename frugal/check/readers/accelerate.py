@@ -18,7 +18,7 @@ _SECTION = "deepspeed_config"
 
 
 def read(document: Document, settings: Settings, documents: list[Document]) -> None:
-    """Add what the file says to `settings`; DeepSpeed's own file that it names is added to `documents`.
+    """Add the file's settings to `settings`, and the DeepSpeed JSON that it names to `documents`.
 
     Raises:
         RequestError: a value is of the wrong kind, or the file that it names is not there.
@@ -80,7 +80,7 @@ _KEYS = {
 
 
 def _json_of(section: Fields) -> dict[str, Any]:
-    """The JSON that `DeepSpeedPlugin.__post_init__` makes where no file is named."""
+    """Return the JSON that `DeepSpeedPlugin.__post_init__` builds where no file is named."""
     stage = section.whole("zero_stage")
     clipping = section.value("gradient_clipping")
     config: dict[str, Any] = {

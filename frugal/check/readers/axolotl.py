@@ -15,7 +15,7 @@ _FUSED_LOSSES = ("CutCrossEntropyPlugin", "LigerPlugin")
 
 
 def read(document: Document) -> Settings:
-    """What the YAML says.
+    """Return the settings in the YAML.
 
     Raises:
         RequestError: a value is of the wrong kind.
@@ -122,13 +122,13 @@ def _packing(fields: Fields) -> None:
     if settings.packing and settings.micro_batch != 1:
         settings.deviate(
             f"a micro-batch of packed samples is one row of {settings.micro_batch} x sequence_len tokens in "
-            "axolotl; it is evaluated as so many rows, which take as much but for attention",
+            "axolotl; it is evaluated as that many rows, which take the same memory except for attention",
             settings.place("packing"),
         )
 
 
 def _long_samples(fields: Fields) -> None:
-    """GPUs that share samples, by its new name or its old one, and MLPs in slices."""
+    """Read how many GPUs share samples, under the new name or the old one, and whether MLPs are tiled."""
     settings = fields.settings
     shared_by = fields.whole("context_parallel_size", "sequence_parallel_degree", of="sequence_parallel") or 1
     settings.sequence_parallel = shared_by

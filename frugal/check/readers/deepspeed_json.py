@@ -1,12 +1,13 @@
-"""DeepSpeed's JSON: what `auto` comes to, which batch it is, and the strategy of frugal's that it describes.
+"""DeepSpeed's JSON: the values of its `auto` fields, its batch, and the frugal strategy that it describes.
 
-Keys and defaults are those of DeepSpeed 0.19.8 (`runtime/config.py`, `runtime/zero/config.py`). Who replaces `auto`:
+Keys and defaults are those of DeepSpeed 0.19.8 (`runtime/config.py`, `runtime/zero/config.py`). The tools that replace
+`auto`:
 
     transformers' Trainer   batch, clipping, precision, the optimizer's numbers; three sizes from the model's hidden
                             size (`integrations/deepspeed.py`, `trainer_config_process`, `trainer_config_finalize`)
     accelerate              batch from the data loader, the same three sizes (`accelerator.py`, `_prepare_deepspeed`)
-    nobody                  in `zero_optimization` DeepSpeed drops what still says `auto`, and takes its own default
-                            (`runtime/config_utils.py`); elsewhere it fails
+    no tool                 in `zero_optimization` DeepSpeed drops fields that are still `auto`, and takes its own
+                            default (`runtime/config_utils.py`); elsewhere it fails
 """
 
 from collections.abc import Callable, Mapping
@@ -48,7 +49,7 @@ _OF_ZERO_3 = ("stage3_prefetch_bucket_size", "stage3_param_persistence_threshold
 
 @dataclass(frozen=True, kw_only=True)
 class Filled:
-    """One `auto`: its dotted name, what it comes to, and who fills it in; `by` is empty where nobody does."""
+    """A value for one `auto`: its dotted name, the value, and the tool that fills it in; `by` is empty if none does."""
 
     name: str
     value: Any
@@ -70,7 +71,7 @@ class Resolved:
 
 
 def read(document: Document, settings: Settings) -> None:
-    """Keep the JSON in `settings`, with the places of its values, what is not known, and its optimizer.
+    """Keep the JSON in `settings`, with the places of its values, unknown fields, and its optimizer.
 
     Raises:
         RequestError: a part of it is no mapping.
@@ -131,11 +132,11 @@ _NESTED = {
     "pipeline_write fast_init ratio",
     ("zero_optimization", "offload_param"): "device nvme_path pin_memory buffer_count buffer_size max_in_cpu",
 }
-"""Fields of the blocks that are read here."""
+"""Fields of nested blocks that are read here."""
 
 
 def _read_blocks(document: Document, settings: Settings) -> None:
-    """List what is not known inside of blocks.
+    """List unknown fields of nested blocks.
 
     Raises:
         RequestError: a block is no mapping.
@@ -168,10 +169,10 @@ def _read_optimizer(fields: Fields, settings: Settings) -> None:
 
 
 def resolve(settings: Settings, world_size: int, hidden_size: Callable[[], int | None]) -> Resolved:
-    """What counts, on so many ranks. `hidden_size` is the model's, asked for only where `auto` needs it.
+    """Resolve `auto` on `world_size` ranks. `hidden_size` is the model's, asked for only where `auto` needs it.
 
     Raises:
-        RequestError: a number is none, or `auto` that DeepSpeed cannot do without is filled in by nobody.
+        RequestError: a value is no number, or no tool fills in an `auto` that DeepSpeed requires.
     """
     config = settings.deepspeed or {}
     filled: list[Filled] = []
@@ -201,7 +202,7 @@ def resolve(settings: Settings, world_size: int, hidden_size: Callable[[], int |
 def _batch(
     config: Mapping[str, Any], settings: Settings, world_size: int, filled: list[Filled]
 ) -> tuple[int | None, int | None, int | None]:
-    """`train_batch_size`, micro-batch and accumulation steps."""
+    """Return `train_batch_size`, micro-batch and accumulation steps."""
     micro, steps = settings.micro_batch, settings.accumulation_steps
     said_steps = config.get("gradient_accumulation_steps")
     by = settings.tool if settings.fills_auto else "your flags"
@@ -216,8 +217,8 @@ def _batch(
         if said == AUTO:
             if value is None:
                 raise RequestError(
-                    f"`{name}` in {settings.places.get(f'json.{name}', 'the DeepSpeed JSON')} is auto, and nobody "
-                    "fills it in",
+                    f"`{name}` in {settings.places.get(f'json.{name}', 'the DeepSpeed JSON')} is auto, and no "
+                    "tool fills it in",
                     because="only transformers' Trainer and accelerate replace it; DeepSpeed itself takes numbers",
                     hint="give the Trainer's arguments, too, or --micro-batch and --accumulation-steps",
                 )
@@ -252,7 +253,8 @@ def _number(settings: Settings, name: str, value: Any) -> float:
 
 
 def strategy(settings: Settings, resolved: Resolved) -> Strategy:
-    """The strategy that the JSON describes; what frugal cannot do is a deviation of `settings`."""
+    """Return the strategy that the JSON describes. Options that frugal does not have become deviations of
+    `settings`."""
     zero, stage = resolved.zero, resolved.zero["stage"]
     optimizer, parameters, nvme = _offload(settings, zero, stage)
     accumulation = _accumulation_dtype(settings, resolved, stage)
@@ -289,7 +291,7 @@ def strategy(settings: Settings, resolved: Resolved) -> Strategy:
 
 
 def _accumulation_dtype(settings: Settings, resolved: Resolved, stage: int) -> Any:
-    """Of gradients that are summed: the model's, unless `data_types.grad_accum_dtype` says otherwise."""
+    """Return the dtype of summed gradients: the model's, unless `data_types.grad_accum_dtype` names another."""
     said = ((settings.deepspeed or {}).get("data_types") or {}).get("grad_accum_dtype")
     words = {"float32": "fp32", "float": "fp32", "bfloat16": "bf16", "float16": "fp16", "half": "fp16"}
     dtype = resolved.precision if said is None else words.get(str(said), str(said))
@@ -309,7 +311,7 @@ def _accumulation_dtype(settings: Settings, resolved: Resolved, stage: int) -> A
 
 
 def _offload(settings: Settings, zero: Mapping[str, Any], stage: int) -> tuple[Where, Where, str | None]:
-    """Where optimizer and parameters live, and the folder of what lives on NVMe."""
+    """Return the places of optimizer and parameters, and the folder of the optimizer on NVMe."""
     optimizer = _device(settings, zero, "offload_optimizer", is_old=bool(zero.get("cpu_offload")))
     parameters = _device(settings, zero, "offload_param", is_old=bool(zero.get("cpu_offload_param")))
     block = zero.get("offload_optimizer") or {}

@@ -19,11 +19,11 @@ _METHODS = (
     "fp8",
     "mixture_of_depths",
 )
-"""What trains or keeps states otherwise."""
+"""Methods with other training or other states than frugal's."""
 
 
 def read(document: Document) -> Settings:
-    """What the YAML says.
+    """Return the settings in the YAML.
 
     Raises:
         RequestError: a value is of the wrong kind.

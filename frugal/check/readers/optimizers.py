@@ -9,7 +9,7 @@ from frugal.config.optimizers import OptimizerImplementation, OptimizerName
 
 @dataclass(frozen=True)
 class _Near:
-    """What is evaluated instead; `how`: what differs, empty where it is the same."""
+    """The optimizer that is evaluated instead; `how`: the difference, empty where there is none."""
 
     optimizer: OptimizerName
     implementation: OptimizerImplementation | None = None
@@ -49,7 +49,7 @@ _OF_DEEPSPEED = {
 
 
 def take(settings: Settings, name: str, place: Place | None, *, of_deepspeed: bool = False) -> None:
-    """Set the optimizer of `settings`; one that frugal has nothing like is a refusal."""
+    """Set the optimizer of `settings`, or refuse one that resembles none of frugal's."""
     near = (_OF_DEEPSPEED if of_deepspeed else _OF_TRAINER).get(name.lower())
     if near is None:
         settings.refuse(f"the optimizer {name} keeps states that frugal does not know", place)

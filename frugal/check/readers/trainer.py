@@ -22,7 +22,7 @@ _KWARGS = tuple(f"{name}_kwargs" for name in _CHECKPOINTING)
 
 
 def read(document: Document, tool: Tool) -> Settings:
-    """What TrainingArguments say; `tool` is transformers or trl.
+    """Return the settings in TrainingArguments; `tool` is transformers or trl.
 
     Raises:
         RequestError: a value is of the wrong kind.
@@ -45,7 +45,7 @@ def read(document: Document, tool: Tool) -> Settings:
 
 
 def arguments(fields: Fields, *, is_trl: bool = False) -> None:
-    """What every script with TrainingArguments has, LLaMA-Factory's, too."""
+    """Read the arguments that every script with TrainingArguments has, LLaMA-Factory's included."""
     settings = fields.settings
     micro = fields.whole("per_device_train_batch_size", "per_gpu_train_batch_size", of="micro_batch")
     settings.micro_batch = MICRO_BATCH if micro is None else micro
@@ -77,8 +77,8 @@ PARALLELISM = "parallelism_config"
 
 
 def parallelism(fields: Fields, prefix: str = "") -> None:
-    """accelerate's `ParallelismConfig`, whose fields begin with `prefix`: GPUs that share samples through DeepSpeed
-    (`sp_size`) are followed, every other way to split is none of ZeRO's."""
+    """Read accelerate's `ParallelismConfig`, whose fields begin with `prefix`. Sequence parallelism through DeepSpeed
+    (`sp_size`) is followed; every other split is refused."""
     if not fields.value(PARALLELISM):
         return
     section = Fields(fields.document, fields.settings, (PARALLELISM,))
@@ -125,7 +125,7 @@ def _fsdp(fields: Fields) -> None:
 
 
 def _evaluation(fields: Fields) -> None:
-    """What an evaluation during training is given."""
+    """Read the batch size of evaluations during training, and whether they keep logits."""
     settings = fields.settings
     strategy = fields.text("eval_strategy", "evaluation_strategy")
     evaluates = bool(fields.flag("do_eval")) or strategy not in (None, "no", "False")
@@ -140,7 +140,7 @@ def _evaluation(fields: Fields) -> None:
 
 
 def _attention(fields: Fields, *, is_trl: bool) -> None:
-    """Whether documents that share a sample are kept apart."""
+    """Read the attention implementation, and whether it keeps packed documents apart."""
     settings = fields.settings
     attention = fields.text("attn_implementation", of="attention")
     init = fields.value("model_init_kwargs")
@@ -177,7 +177,7 @@ def _trl(fields: Fields) -> None:
 
 
 def quantised(fields: Fields, *, four: bool | None, eight: bool | None) -> None:
-    """The base's own precision."""
+    """Set the quantisation of the base weights."""
     fields.settings.quantize = "nf4" if four else "int8" if eight else None
 
 
@@ -190,7 +190,7 @@ def plain_scales(fields: Fields, key: str) -> None:
 
 
 PEFTS_OWN = "(peft's own)"
-"""Stands for the target modules that peft takes for the model where none are named."""
+"""A placeholder for the target modules that peft chooses where none are named."""
 
 
 def take_lora(

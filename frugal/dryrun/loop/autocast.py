@@ -1,7 +1,7 @@
-"""Autocast as a GPU has it, on meta tensors.
+"""Autocast for meta tensors, equal to that of a GPU.
 
-torch's own autocast keeps its state as ever: whether it is on, the type, the depth. What it does to an operator is
-written in C++ for tensors of a GPU only, so the same is registered here for meta tensors, at the same dispatch key. It
+torch's own autocast keeps its state as usual: whether it is on, the type, the depth. Its casts of operators' inputs
+are written in C++ for tensors of a GPU only, so they are registered here for meta tensors, at the same dispatch key. It
 runs above autograd: casts have gradients. The lists are those of torch/include/ATen/autocast_mode.h and of
 `TORCH_LIBRARY_IMPL(aten, AutocastCUDA)`; a test holds them to the installed torch.
 
@@ -29,7 +29,7 @@ LOWER_PRECISION = (
     "linear", "lstm_cell", "matmul", "mm", "mv", "prelu", "rnn_relu_cell", "rnn_tanh_cell",
     "scaled_dot_product_attention",
 )  # fmt: skip
-"""Run in autocast's type."""
+"""Operators that run in autocast's type."""
 
 FLOAT = (
     "_upsample_bicubic2d_aa", "_upsample_bilinear2d_aa", "_upsample_nearest_exact1d", "_upsample_nearest_exact2d",
@@ -42,22 +42,22 @@ FLOAT = (
     "soft_margin_loss", "softplus", "tan", "triplet_margin_loss", "upsample_bicubic2d", "upsample_bilinear2d",
     "upsample_linear1d", "upsample_nearest1d", "upsample_nearest2d", "upsample_nearest3d", "upsample_trilinear3d",
 )  # fmt: skip
-"""Run in fp32."""
+"""Operators that run in fp32."""
 
 FLOAT_RESULT = (
     "cumprod", "cumsum", "linalg_matrix_norm", "linalg_matrix_norm.str_ord", "linalg_vector_norm", "log_softmax.int",
     "prod", "prod.dim_int", "softmax.int", "sum", "sum.dim_IntList",
 )  # fmt: skip
-"""Give fp32 where no type is asked for."""
+"""Operators that return fp32 where no type is asked for."""
 
 FLOAT_NORMS = ("norm.Scalar", "norm.ScalarOpt_dim")
-"""The same, by an overload of their own that takes a type."""
+"""Norms that return fp32 through an overload that takes a type."""
 
 WIDEST = (
     "addcdiv", "addcmul", "atan2", "bilinear", "cross", "dot", "grid_sampler", "index_put", "scatter_add", "tensordot",
     "vdot",
 )  # fmt: skip
-"""Run in the widest type of their inputs."""
+"""Operators that run in the widest type of their inputs."""
 
 REFUSED = ("binary_cross_entropy",)
 
@@ -66,17 +66,17 @@ Kernel = Callable[..., Any]
 
 
 class Autocast:
-    """What autocast does to operators, and the weights that it keeps cast."""
+    """The casts of autocast, and its cache of cast weights."""
 
     def __init__(self) -> None:
         self._kept: dict[int, tuple[weakref.ref[Tensor], Tensor]] = {}  # id of a weight -> itself, and its cast
 
     def forget(self) -> None:
-        """The outermost autocast ends."""
+        """Clear the cache, at the end of the outermost autocast."""
         self._kept.clear()
 
     def cast(self, value: Any, dtype: torch.dtype) -> Any:
-        """An operator's argument with its tensors in `dtype`, where they are eligible."""
+        """Cast the eligible tensors in an operator's argument to `dtype`."""
         if isinstance(value, (list, tuple)):
             return type(value)(self.cast(each, dtype) for each in value)
         if not _is_eligible(value) or value.dtype == dtype:
@@ -90,7 +90,7 @@ class Autocast:
         return kept[1]
 
     def kernels(self) -> Iterator[tuple[str, Kernel]]:
-        """Of each operator what it does under autocast, which runs with autocast switched off."""
+        """Yield each operator's kernel under autocast; it runs with autocast switched off."""
         for name in LOWER_PRECISION:
             yield name, self._cast_to(_operator(name), lower_precision)
         for name in FLOAT:
@@ -121,12 +121,12 @@ class Autocast:
         return kernel
 
     def _from_the_last(self, args: tuple[Any, ...], dtype: torch.dtype) -> list[Any]:
-        """Arguments, cast in the order in which the compiler of torch's wheels evaluates them."""
+        """Cast arguments in the order in which the compiler of torch's wheels evaluates them."""
         return [self.cast(value, dtype) for value in reversed(args)][::-1]
 
 
 def lower_precision() -> torch.dtype:
-    """Autocast's type."""
+    """Return autocast's type."""
     return torch.get_autocast_dtype("cuda")
 
 
@@ -150,7 +150,8 @@ def _flat(values: Any) -> Iterator[Any]:
 def _with_float_result(operator: Any) -> Kernel:
     def kernel(*args: Any, **kwargs: Any) -> Any:
         value = args[0]
-        if _is_eligible(value) and kwargs.get("dtype") is None and not _names_a_type(args[1:]):
+        names_a_type = kwargs.get("dtype") is not None or any(isinstance(each, torch.dtype) for each in args[1:])
+        if _is_eligible(value) and not names_a_type:
             kwargs["dtype"] = torch.float32
         if operator in HALF_TO_FLOAT and is_half_to_float(value, kwargs.get("dtype")):
             return HALF_TO_FLOAT[operator](value, args[1] if len(args) > 1 else kwargs["dim"], True)
@@ -164,12 +165,8 @@ HALF_TO_FLOAT = {aten.softmax.int: aten._softmax.default, aten.log_softmax.int: 
 
 
 def is_half_to_float(value: Tensor, dtype: torch.dtype | None) -> bool:
-    """Whether CUDA has a kernel for that."""
+    """Return whether CUDA has a kernel that reads `value` and writes `dtype`."""
     return value.is_meta and value.dtype == torch.float16 and dtype == torch.float32
-
-
-def _names_a_type(values: Any) -> bool:
-    return any(isinstance(value, torch.dtype) for value in values)
 
 
 def _norm(value: Tensor, p: Any = 2, dim: Any = (), keepdim: bool = False) -> Tensor:
@@ -186,7 +183,7 @@ def _refused(*_: Any, **__: Any) -> None:
 
 @contextmanager
 def on_meta() -> Iterator[Autocast]:
-    """`torch.autocast("cuda")` acts on meta tensors inside the `with` block."""
+    """Make `torch.autocast("cuda")` act on meta tensors inside the `with` block."""
     autocast = Autocast()
     clear = torch.clear_autocast_cache
 

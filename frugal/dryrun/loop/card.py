@@ -1,10 +1,10 @@
-"""A card that is not there, for code that says `cuda`: its tensors are meta tensors that say they are on `cuda:0`.
+"""A pretended GPU for code that says `cuda`: its tensors are meta tensors that report the device `cuda:0`.
 
-`PretendedCard` sees every function of torch before it runs. It turns `cuda` into `meta` where a device is named, and
-`meta` into `cuda` where one is asked for. torch's own decisions follow from that: optimizers take their foreach and
+`PretendedCard` sees every function of torch before it runs. It replaces `cuda` by `meta` where a device is named, and
+`meta` by `cuda` where one is returned. torch's own decisions follow from that: optimizers take their foreach and
 fused forms, `GradScaler` and `torch.utils.checkpoint` work for a GPU, and nothing looks for a driver.
 
-Not seen are functions that C++ calls by itself, which work on the tensors they get.
+It does not see functions that C++ calls itself; they work on the tensors they get.
 """
 
 import sys
@@ -25,25 +25,25 @@ from frugal.dryrun.loop.tracker import LoopTracker, asks_for_deepspeed, is_deeps
 CARD = torch.device("cuda", 0)
 META = torch.device("meta")
 DEFAULT = torch.device("meta", 0)
-"""What stands for the card: the second where a default device is asked for, which is passed on to us as if the script
-had named it. torch takes no notice of the index; a script that names the meta device gives none."""
+"""Stands for the card where a default device is asked for: torch passes it on to us as if the script had named it, and
+ignores the index. A script that names the meta device gives none."""
 
 Rule = Callable[["PretendedCard", Any, tuple[Any, ...], dict[str, Any]], Any]
 
 
 class ValuesNeededError(Exception):
-    """A script reads values of tensors on the card, which a dry run does not have."""
+    """An error of a script that reads values of tensors on the card, which a dry run does not have."""
 
 
 class PretendedCard(TorchFunctionMode):
-    """Runs functions of torch as if there were a card."""
+    """A mode that runs functions of torch as if there were a GPU."""
 
     def __init__(self, tracker: LoopTracker) -> None:
         super().__init__()
         self.tracker = tracker
 
     def __torch_function__(self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None) -> Any:
-        """One function."""
+        """Run one function, with its own rule if there is one."""
         kwargs = kwargs or {}
         rule = _RULES.get(func)
         if rule is not None:
@@ -53,7 +53,7 @@ class PretendedCard(TorchFunctionMode):
         return self.on_card(func, args, kwargs)
 
     def on_card(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        """Run it with the devices it names put in place of those that there are."""
+        """Run a function with the devices that it names replaced by those that exist."""
         named = [kwargs["device"]] if kwargs.get("device") is not None else []
         named += [value for value in args if isinstance(value, torch.device)]
         if not named and not (args and any(isinstance(value, str) for value in args)):
@@ -68,12 +68,12 @@ class PretendedCard(TorchFunctionMode):
         return func(*args, **kwargs)
 
     def is_on_card(self, tensor: Any) -> bool:
-        """Whether it is a tensor on the card."""
+        """Return whether `tensor` is a tensor on the card."""
         return isinstance(tensor, Tensor) and self.tracker.is_on_card(tensor)
 
 
 def is_card(device: Any) -> bool:
-    """Whether it names the card."""
+    """Return whether `device` names the card."""
     if isinstance(device, torch.device):
         return device.type == "cuda" or device == DEFAULT
     return device is not None and not isinstance(device, bool) and (isinstance(device, int) or _is_name(device))
@@ -84,19 +84,19 @@ def _is_name(value: Any) -> bool:
 
 
 def _is_elsewhere(device: Any) -> bool:
-    """Whether it is torch's own meta device."""
+    """Return whether `device` is torch's own meta device."""
     if isinstance(device, torch.device):
         return device.type == "meta" and device.index is None
     return isinstance(device, str) and device == "meta"
 
 
 def placed(device: Any) -> Any:
-    """The device that stands for what was named."""
+    """Return the device that stands for the named one."""
     return META if is_card(device) else device
 
 
 def _placed(value: Any) -> Any:
-    """An argument by position: numbers are not devices there."""
+    """Replace a positional argument that names the card. Numbers are not devices there."""
     return META if (isinstance(value, torch.device) and is_card(value)) or _is_name(value) else value
 
 
@@ -128,7 +128,7 @@ def _cuda(card: PretendedCard, func: Any, args: tuple[Any, ...], kwargs: dict[st
 
 
 def _to(card: PretendedCard, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    """Also of a tensor on torch's own meta device: as if it had values, it comes to the card."""
+    """Move a tensor. One on torch's own meta device also comes to the card, as if it had values."""
     tensor, *rest = args
     rest = [CARD if type(value) is int else value for value in rest[:1]] + rest[1:]
     goes_to_card = any(map(is_card, (*rest[:1], kwargs.get("device")))) or (
@@ -150,7 +150,7 @@ def _empty_like(card: PretendedCard, func: Any, args: tuple[Any, ...], kwargs: d
 def _backward(card: PretendedCard, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
     names = ("gradient", "retain_graph", "create_graph", "inputs")
     given = dict(zip(names, args[1:], strict=False)) | kwargs
-    with card:  # what backward recomputes is the script's, too
+    with card:  # recomputation in backward runs the script's code, too
         torch.autograd.backward(
             args[0],
             given.get("gradient"),
@@ -180,7 +180,7 @@ def _nothing(card: PretendedCard, func: Any, args: tuple[Any, ...], kwargs: dict
 
 
 def _softmax(card: PretendedCard, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    """fp16 to fp32 in one kernel, see `autocast.HALF_TO_FLOAT`."""
+    """Run fp16 to fp32 in one kernel, see `autocast.HALF_TO_FLOAT`."""
     value, dtype = args[0], kwargs.get("dtype") or next((v for v in args if isinstance(v, torch.dtype)), None)
     dim = kwargs.get("dim", args[1] if len(args) > 1 else None)
     if card.is_on_card(value) and autocast.is_half_to_float(value, dtype) and dim is not None:
@@ -191,7 +191,7 @@ def _softmax(card: PretendedCard, func: Any, args: tuple[Any, ...], kwargs: dict
 
 
 def _set_data(card: PretendedCard, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    """To another device, which torch does not allow between a host and its meta device."""
+    """Set `tensor.data` across devices, which torch does not allow between a host and its meta device."""
     tensor, value = args
     if tensor.is_meta == value.is_meta:
         return func(*args)
@@ -218,7 +218,7 @@ _RULES: dict[Any, Rule] = {
 }  # fmt: skip
 
 _PROPERTIES = {_getter(name) for name in ("shape", "dtype", "grad", "requires_grad", "is_leaf", "data", "grad_fn")}
-"""Asked most often; none names a device."""
+"""Frequently read properties, none of which names a device."""
 
 _ONLY_NAMES_A_DEVICE = ("device", "_parse_to")  # `torch.device`, and what `Module.to` asks
 
@@ -228,7 +228,7 @@ _ONLY_NAMES_A_DEVICE = ("device", "_parse_to")  # `torch.device`, and what `Modu
 
 @contextmanager
 def pretended_card(tracker: LoopTracker, *, name: str, total_bytes: int, capability: tuple[int, int]) -> Iterator[None]:
-    """A script inside the `with` block runs on a card of `total_bytes`."""
+    """Run a script inside the `with` block on a card of `total_bytes`."""
     answers = torch_cuda.answers(tracker, name=name, total_bytes=total_bytes, capability=capability)
     with ExitStack() as stack:
         stack.enter_context(torch_cuda.on_pretended_card(answers, tracker.note))
@@ -245,7 +245,7 @@ def pretended_card(tracker: LoopTracker, *, name: str, total_bytes: int, capabil
 
 @contextmanager
 def _default_devices(tracker: LoopTracker) -> Iterator[None]:
-    """`with torch.device(...)` and `torch.set_default_device`, whose mode torch asks after ours."""
+    """Patch the mode of `with torch.device(...)` and `torch.set_default_device`, which torch asks after ours."""
     context = torch_internals.DEVICE_CONTEXT
     begin, enter, leave = context.__init__, context.__enter__, context.__exit__
 
@@ -275,7 +275,7 @@ def _default_devices(tracker: LoopTracker) -> Iterator[None]:
 
 @contextmanager
 def _grouping() -> Iterator[None]:
-    """Optimizers and clipping group tensors by device in C++."""
+    """Patch the grouping of tensors by device, which optimizers and clipping do in C++."""
     group = torch_internals.grouped
 
     def grouped(*args: Any, **kwargs: Any) -> Any:
@@ -290,7 +290,7 @@ def _grouping() -> Iterator[None]:
 
 @contextmanager
 def _moving_modules() -> Iterator[None]:
-    """`Module.cuda` keeps its parameters, so that ties and optimizers hold, as it does from a host to a GPU.
+    """Make `Module.cuda` keep its parameters, so that ties and optimizers hold, as from a host to a GPU.
 
     Between a host and a meta device torch makes new ones, unless it is to swap; but from one type to another on a
     device the old tensor ends at once, as in `param.data = ...`.
@@ -329,7 +329,7 @@ def _phases(tracker: LoopTracker) -> Iterator[None]:
 
 @contextmanager
 def _attention() -> Iterator[None]:
-    """Autocast casts what attention takes, whatever kernel that calls."""
+    """Cast the inputs of attention under autocast, whichever kernel it calls."""
     chosen = F.scaled_dot_product_attention
 
     def attention(

@@ -1,10 +1,9 @@
-"""Memory that CUDA takes in the allocator's blocks for operators of users' loops, beyond their results.
+"""Memory in the CUDA allocator's blocks for operators of users' loops, beyond their results.
 
 cuBLAS's workspaces are those of `frugal.planning.memory.workspaces`. A loop may multiply before its first forward and
 run backward where it likes, so they are recorded when the first product of a thread runs.
 """
 
-from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -21,23 +20,16 @@ CHUNK_ELEMENTS = 65536  # of a tensor, that one block of threads takes in `multi
 
 
 def cublas_workspace(operator: Any, capability: tuple[int, int]) -> int:
-    """Bytes that the operator's library keeps from its first call on."""
-    if operator not in _PRODUCTS:
-        return 0
-    return workspace_bytes(capability)
-
-
-def _norms_workspace(args: tuple[Any, ...]) -> int:
-    """Partial sums of `_foreach_norm`: for each tensor as many as the largest has chunks (ForeachReduceOp.cu)."""
-    tensors = args[0]
-    chunks = max(-(-tensor.numel() // CHUNK_ELEMENTS) for tensor in tensors)
-    return 4 * chunks * len(tensors)
-
-
-_WORKSPACES: dict[Any, Callable[[tuple[Any, ...]], int]] = {aten._foreach_norm.Scalar: _norms_workspace}
+    """Return the bytes that an operator's library keeps from its first call on."""
+    return workspace_bytes(capability) if operator in _PRODUCTS else 0
 
 
 def kernel_workspace(operator: Any, args: tuple[Any, ...]) -> int:
-    """Bytes that a CUDA kernel takes and returns inside one call."""
-    workspace = _WORKSPACES.get(operator)
-    return 0 if workspace is None else workspace(args)
+    """Return the bytes that a CUDA kernel takes and returns inside one call.
+
+    Those of `_foreach_norm` are partial sums: for each tensor as many as the largest has chunks (ForeachReduceOp.cu).
+    """
+    if operator is not aten._foreach_norm.Scalar:
+        return 0
+    chunks = max(-(-tensor.numel() // CHUNK_ELEMENTS) for tensor in args[0])
+    return 4 * chunks * len(args[0])

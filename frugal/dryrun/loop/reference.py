@@ -1,11 +1,11 @@
-"""Whether `FILE.py:NAME` on a command line is a training step or a factory of a model. No torch here."""
+"""Tell whether `FILE.py:NAME` on a command line is a training step or a factory of a model. No torch here."""
 
 import ast
 from pathlib import Path
 
 
 def names_a_step(reference: str) -> bool:
-    """Whether it names a function with parameters to fill, which is a step; one without is a factory.
+    """Return whether the function has required parameters, which makes it a step; a factory has none.
 
     Nothing of the file runs.
     """
@@ -15,7 +15,7 @@ def names_a_step(reference: str) -> bool:
     try:
         tree = ast.parse(Path(where).expanduser().read_text())
     except (OSError, SyntaxError, ValueError):
-        return False  # whoever imports it says what is wrong
+        return False  # its import reports what is wrong
     return any(
         isinstance(node, ast.FunctionDef) and node.name == name and _num_required(node.args) > 0 for node in tree.body
     )

@@ -34,7 +34,7 @@ class LoopFigures(Figures):
     """The figures of a user's own loop. Everything is in bytes.
 
     Attributes:
-        notes: what was assumed, because it depends on data.
+        notes: assumptions about data.
     """
 
     notes: tuple[str, ...] = ()
@@ -50,11 +50,11 @@ def dry_run(
     expandable_segments: bool = False,
     **parts: Any,
 ) -> LoopFigures:
-    """The memory of `step` on a GPU, from a dry run on tensors without storage. No GPU is needed.
+    """Return the memory of `step` on a GPU, from a dry run on tensors without storage. No GPU is needed.
 
     `parts` has for each parameter of `step` a function that makes it, or the value itself: `model=...`,
     `optimizer=...`, `batch=...`. Functions may take other parts by name. All are called on the pretended card, where
-    `cuda` means what it means on a GPU; `batch` is called anew before every step.
+    `cuda` works as on a GPU; `batch` is called anew before every step.
 
     Args:
         step: one optimizer step of yours.
@@ -63,7 +63,7 @@ def dry_run(
         gpus: the world size that DeepSpeed is to see.
         steps: how often `step` is called. Two show the peak of all later ones: optimizer states exist in the second.
         expandable_segments: whether `PYTORCH_ALLOC_CONF` is to say `expandable_segments:True`.
-        parts: what `step` takes.
+        parts: the arguments of `step`, by name.
 
     Raises:
         RequestError: a part is missing, or the step cannot be dry-run.
@@ -78,14 +78,14 @@ def dry_run(
 
 
 def loop_figures(runs: list[DryRun], cluster: Cluster, *, expandable_segments: bool = False) -> LoopFigures:
-    """The fullest rank's figures, and what was assumed."""
+    """Return the fullest rank's figures and the assumptions."""
     result = predicted(runs, cluster, expandable_segments=expandable_segments)
     notes = tuple(dict.fromkeys(note for each in runs for note in each.notes))
     return LoopFigures(**{field.name: getattr(result, field.name) for field in fields(result)}, notes=notes)
 
 
 def dry_runs(load: Callable[[], Script], cluster: Cluster, num_steps: int) -> list[DryRun]:
-    """The dry runs of ranks that may be the fullest. `load` is called for each, on the pretended card."""
+    """Dry-run the ranks that may be the fullest. `load` is called for each, on the pretended card."""
     world_size = cluster.world_size
     ranks = range(world_size) if world_size <= MAX_RANKS else (0, world_size // 2, world_size - 1)
     device = min(cluster.devices, key=lambda device: device.usable_bytes)
@@ -130,7 +130,7 @@ def _begin(tracker: LoopTracker) -> None:
 
 
 def _each(parts: Any) -> Iterator[Any]:
-    """The parts, and what they hold in lists and dictionaries."""
+    """Yield the parts, and the items of lists and dictionaries among them."""
     if isinstance(parts, dict):
         parts = list(parts.values())
     if isinstance(parts, (list, tuple)):
@@ -141,7 +141,7 @@ def _each(parts: Any) -> Iterator[Any]:
 
 
 def _follow(tracker: LoopTracker, part: Any) -> None:
-    """Have the tracker know what a part's tensors are for."""
+    """Let the tracker know the purpose of a part's tensors."""
     if isinstance(part, nn.Module):
         tracker.follow(part)
         tracker.overlaps |= stages.overlaps(part)

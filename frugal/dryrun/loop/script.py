@@ -1,17 +1,17 @@
-"""What a script supplies: the step, and by the names of its parameters what makes them.
+"""A user's script: its step, and functions for the step's parameters, found by name.
 
     def model(): ...                            # made once, before the first step
     def optimizer(model): ...                   # parts may take parts
     def batch(): ...                            # made anew before every step
     def step(model, optimizer, batch): ...
 
-A part is a function, which is called, or any other value, which is taken as it is. Nothing is moved to the card that
-the script does not move. Everything runs as it would in a loop
+A part is a function, which is called, or any other value, which is used directly. Only the script itself moves tensors
+to the card. Everything runs as it would in a loop
 
     for batch in ...:
         step(model, optimizer, batch)
 
-so the batch before lives until the next is made, and nothing holds what a step returns.
+so the batch before lives until the next is made, and nothing holds the result of a step.
 """
 
 import inspect
@@ -34,10 +34,11 @@ Guard = Callable[[], AbstractContextManager[Any]]
 
 
 class Script:
-    """A step, and the parts that it takes."""
+    """A step and the parts that it takes."""
 
     def __init__(self, name: str, step: Callable[..., Any], parts: Mapping[str, Any]) -> None:
-        """`name`: of the script, for people. `parts`: what makes each part, by name; may have more."""
+        """Make a script. `name`: shown in messages. `parts`: the function or value for each part, by name; may have
+        more."""
         self.name = name
         self._step = step
         self._parts = parts
@@ -46,7 +47,7 @@ class Script:
 
     @classmethod
     def load(cls, reference: str) -> "Script":
-        """The script behind `FILE.py:STEP`, whose module is run.
+        """Import the script of `FILE.py:STEP`.
 
         Raises:
             RequestError: it cannot be imported.
@@ -55,7 +56,7 @@ class Script:
         return cls(Path(reference.rpartition(":")[0]).name, step, inspect.unwrap(step).__globals__)
 
     def prepare(self) -> dict[str, Any]:
-        """Make every part but the batch; the parts.
+        """Make and return every part but the batch.
 
         Raises:
             RequestError: one is missing, or cannot be made.
@@ -70,7 +71,7 @@ class Script:
     def run(
         self, num_steps: int, before_each: Callable[[], None] = lambda: None, batching: Guard = nullcontext
     ) -> None:
-        """All steps. `batching`: entered where a batch is made."""
+        """Run all steps. `batching`: a context in which batches are made."""
         takes_batch = BATCH in self._wanted(self._step)
         for _ in range(num_steps):
             before_each()
@@ -107,7 +108,7 @@ class Script:
             self._making.pop()
 
     def _wanted(self, function: Callable[..., Any]) -> list[str]:
-        """Names of a function's parameters to fill: those that have no default, or that the script has a part for."""
+        """Return the names of a function's parameters without a default."""
         kinds = (inspect.Parameter.POSITIONAL_OR_KEYWORD, inspect.Parameter.KEYWORD_ONLY)
         return [
             parameter.name
@@ -128,8 +129,8 @@ class Script:
 
 _NO_VALUES = ("meta tensor", "Meta tensor", "meta device", "register_meta", "no data")
 _VALUES_HINT = (
-    "a dry run knows shapes, not values: `.item()` is answered, `.tolist()` and what depends on it has to be left out "
-    "of the step, or made on the host with the batch"
+    "a dry run knows shapes, not values: `.item()` is answered; leave `.tolist()` and code that depends on it out of "
+    "the step, or run it on the host with the batch"
 )
 _OURS = (AssertionError, AttributeError, KeyError, NameError, TypeError)
 _SHOWN_FRAMES = 3
@@ -137,10 +138,10 @@ _SHOWN_FRAMES = 3
 
 @contextmanager
 def failures(script: str, part: str) -> Iterator[None]:
-    """What a user's code raises inside the `with` block is said in one message, with the lines of it.
+    """Turn errors of a user's code inside the `with` block into one message with the lines that failed.
 
     Raises:
-        RequestError: it failed. What is a bug of ours passes as it is.
+        RequestError: it failed. Errors that are our bug pass unchanged.
     """
     try:
         yield
@@ -159,16 +160,14 @@ def _hint(error: BaseException) -> str | None:
     if isinstance(error, (ValuesNeededError, NotImplementedError)) or any(words in text for words in _NO_VALUES):
         return _VALUES_HINT
     if "on the same device" in text:
-        return (
-            "a dry run moves nothing by itself: move the model and the batch to the card, as the script for a GPU does"
-        )
+        return "a dry run moves nothing automatically: move the model and the batch to the card, as on a GPU"
     if "not compiled with CUDA" in text:
-        return "this name of torch.cuda is not pretended: leave it out of what the dry run calls"
+        return "this name of torch.cuda is not available in a dry run: leave it out of the step"
     return None
 
 
 def _lines_of(frames: list[traceback.FrameSummary]) -> list[str]:
-    """The innermost lines of the user's own code."""
+    """Return the innermost lines of the user's own code."""
     packages = [package_folder(name) for name in ("torch", "frugal", "deepspeed", "transformers")]
     own = [
         frame

@@ -1,6 +1,6 @@
-"""`torch.cuda` for a script that is on a pretended card: answers, and nothing that would look for a driver.
+"""`torch.cuda` for a script on a pretended card: fixed answers that need no driver.
 
-What is not here is torch's own, and says on a build without CUDA that there is none.
+Other names stay torch's own, which fail on a build without CUDA.
 """
 
 import sys
@@ -19,7 +19,7 @@ COMPILED = "torch.compile is counted as eager: compiled kernels may take less"
 
 
 class PretendedStream:
-    """A CUDA stream, or an event on one: nothing waits for anything."""
+    """A CUDA stream, or an event on one, that never waits."""
 
     cuda_stream = 0
     device_index = 0
@@ -34,11 +34,11 @@ class PretendedStream:
         return None
 
     def elapsed_time(self, _end: Any) -> float:
-        """Milliseconds."""
+        """Return milliseconds."""
         return 1.0
 
     def query(self) -> bool:
-        """All work is done."""
+        """Return True: all work is done."""
         return True
 
     def _nothing(self, *_: Any, **__: Any) -> None:
@@ -47,12 +47,12 @@ class PretendedStream:
     record = wait = synchronize = wait_event = wait_stream = _nothing
 
     def record_event(self, event: Any = None) -> Any:
-        """An event."""
+        """Return an event."""
         return event or PretendedStream()
 
 
 def answers(tracker: LoopTracker, *, name: str, total_bytes: int, capability: tuple[int, int]) -> dict[str, Any]:
-    """Names of `torch.cuda` and what stands for them."""
+    """Return replacements for names of `torch.cuda`."""
     base = {"allocated": 0, "reserved": 0}  # events from which peaks count are not kept: peaks are those of all
 
     def free_and_total(*_: Any) -> tuple[int, int]:
@@ -93,7 +93,7 @@ def _always(value: Any) -> Callable[..., Any]:
 
 @contextmanager
 def on_pretended_card(table: dict[str, Any], note: Callable[[str], None]) -> Iterator[None]:
-    """`torch.cuda` answers from `table` inside the `with` block, and `torch.compile` compiles nothing."""
+    """Replace names of `torch.cuda` by those in `table` inside the `with` block, and compile nothing."""
 
     def compile_nothing(model: Any = None, **_: Any) -> Any:
         if not asks_for_deepspeed(sys._getframe(1)):  # which compiles small functions of its own

@@ -1,4 +1,4 @@
-"""The recording of a user's own loop: what is on the card, on the host and nowhere, and when a phase begins.
+"""The recording of a user's own loop: tensors on the card, on the host and on neither, and the loop's phases.
 
 The phases are the loop's own:
 
@@ -9,8 +9,8 @@ The phases are the loop's own:
 | backward       | `backward()`                                                                     |
 | optimizer step | the end of `backward()`: unscaling, clipping, the optimizer, `zero_grad()`       |
 
-Tensors on torch's own meta device, on which models are built without memory, are told from those on the card: both
-are meta tensors here.
+Tensors on torch's own meta device, on which models are built without memory, are distinguished from those on the
+card: both are meta tensors here.
 """
 
 import sys
@@ -49,7 +49,7 @@ _UNSCALING = {
     aten._amp_foreach_non_finite_check_and_unscale_.default: lambda *_: None,
     aten._amp_update_scale_.default: lambda scale, *_: scale,
 }
-"""Of `GradScaler`: in place, without kernels on meta."""
+"""`GradScaler`'s operators: they work in place, and have no kernels on meta."""
 
 _BETWEEN_DEVICES = {aten.copy_.default, aten._to_copy.default, aten.index.Tensor, aten.index_put_.default}
 _GRAD_SCALER = Path(torch.amp.grad_scaler.__file__)
@@ -59,19 +59,19 @@ Kept = Callable[[], Iterable[tuple[Tensor, int]]]
 
 
 def is_deepspeed(frame: FrameType) -> bool:
-    """Whether its code is DeepSpeed's, to which the card is a meta device and says so."""
+    """Return whether a frame runs DeepSpeed's code, for which the card is a meta device."""
     return _package_of(frame) == "deepspeed"
 
 
 def asks_for_deepspeed(frame: FrameType | None) -> bool:
-    """Whether DeepSpeed runs it, itself or through torch and transformers, as `Module.to`."""
+    """Return whether DeepSpeed runs a frame, directly or through torch and transformers, as in `Module.to`."""
     while frame is not None and _package_of(frame) in ("torch", "transformers", "frugal"):
         frame = frame.f_back
     return frame is not None and is_deepspeed(frame)
 
 
 def _package_of(frame: FrameType) -> str:
-    """One of those that matter here; empty: another, as a script's."""
+    """Return the package of a frame's code, if it matters here; empty for others, such as a script."""
     code = frame.f_code
     if code not in _PACKAGE_OF:
         file = Path(code.co_filename)
@@ -81,10 +81,10 @@ def _package_of(frame: FrameType) -> str:
 
 
 class LoopTracker(Tracker):
-    """A tracker that a loop works under, instead of frugal's own step."""
+    """A tracker of a user's loop instead of frugal's own step."""
 
     def __init__(self, capability: tuple[int, int], resident_threads: int = 0) -> None:
-        """`capability`: of the card; cuBLAS takes more on newer ones. `resident_threads`: see `Tracker`."""
+        """Make a tracker for a card. `capability` decides cuBLAS's workspaces; `resident_threads`: see `Tracker`."""
         super().__init__("cuda", capability=kernel_class(capability), resident_threads=resident_threads)
         self._building = False
         self._alone = True
@@ -101,12 +101,12 @@ class LoopTracker(Tracker):
     # Where tensors are
 
     def is_on_card(self, tensor: Tensor) -> bool:
-        """Whether it is, and not on torch's own meta device. No mode of functions may be active."""
+        """Return whether a tensor is on the card, not on torch's own meta device. No function mode may be active."""
         return tensor.is_meta and torch_internals.address(tensor) not in self._elsewhere
 
     @contextmanager
     def elsewhere(self) -> Iterator[None]:
-        """What is made on meta inside the `with` block is not on the card."""
+        """Count meta tensors that are made inside the `with` block as not on the card."""
         before, self._is_elsewhere = self._is_elsewhere, True
         try:
             yield
@@ -115,7 +115,7 @@ class LoopTracker(Tracker):
 
     @contextmanager
     def on_host(self) -> Iterator[None]:
-        """Operators on the host really run inside the `with` block, as in what makes a batch from data."""
+        """Run operators on the host for real inside the `with` block, such as those that make a batch from data."""
         self._host_runs = True
         try:
             yield
@@ -123,21 +123,21 @@ class LoopTracker(Tracker):
             self._host_runs = False
 
     def born(self, address: int, size_bytes: int, tensor: Tensor, operator: Any) -> None:
-        """Record it, unless it is on torch's own meta device."""
+        """Record a new storage, unless it is on torch's own meta device."""
         if self._is_elsewhere and tensor.is_meta:
             self._elsewhere.add(address)
         else:
             super().born(address, size_bytes, tensor, operator)
 
     def died(self, address: int, size_bytes: int) -> None:
-        """Record its end."""
+        """Record the end of a storage."""
         if address in self._elsewhere:
             self._elsewhere.discard(address)
         else:
             super().died(address, size_bytes)
 
     def __torch_dispatch__(self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None) -> Any:
-        """Run one operator; what comes from tensors elsewhere is elsewhere."""
+        """Run one operator. Results of tensors that are not on the card are not on it either."""
         with torch_internals.without_functions():
             if func is aten.lift_fresh.default:  # `torch.tensor(..., device="cuda")`
                 self.hold(args)
@@ -156,13 +156,13 @@ class LoopTracker(Tracker):
             return out
 
     def side_stream(self, name: str) -> AbstractContextManager[Any]:
-        """Entered where DeepSpeed names a stream, which may be the one that computes."""
+        """Return a context for a stream that DeepSpeed names, which may be the computing one."""
         return self.side_streams.at_work(name) if self.overlaps else nullcontext()
 
     # Operators
 
     def execute(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        """What the operator returns."""
+        """Return the operator's result."""
         if (unscaling := _UNSCALING.get(func)) is not None:
             return unscaling(*args)
         if self._host_runs and not any(tensor.is_meta for tensor in tensors_in((*args, *kwargs.values()))):
@@ -170,7 +170,11 @@ class LoopTracker(Tracker):
             if target is None or torch.device(target).type == "cpu":
                 return func(*args, **kwargs)
         self._refuse_two_devices(func, args)
-        if func is aten._to_copy.default and args[0].is_meta and _is_host(kwargs.get("device")):
+        if (
+            func is aten._to_copy.default
+            and args[0].is_meta
+            and torch.device(kwargs.get("device") or "meta").type == "cpu"
+        ):
             return self._copied_to_host(func, args, kwargs)
         out = super().execute(func, args, kwargs)
         if func is aten.native_dropout.default:
@@ -188,7 +192,7 @@ class LoopTracker(Tracker):
         return copied
 
     def _refuse_two_devices(self, func: Any, args: tuple[Any, ...]) -> None:
-        """As CUDA does. Single numbers may come from the host."""
+        """Raise as CUDA does for tensors on two devices. Single numbers may come from the host."""
         if func in _BETWEEN_DEVICES or func in _UNSCALING:
             return
         tensors = list(tensors_in(args))
@@ -199,7 +203,7 @@ class LoopTracker(Tracker):
             )
 
     def _scalar(self, tensor: Tensor) -> bool | int | float:
-        """As `Tracker`; no gradient is infinite to `GradScaler`, which asks by a float."""
+        """Answer as `Tracker`, but report no infinite gradient to `GradScaler`, which reads a float."""
         if tensor.dtype.is_floating_point and _asks(_GRAD_SCALER, sys._getframe(1)):
             return 0.0
         return super()._scalar(tensor)
@@ -207,11 +211,12 @@ class LoopTracker(Tracker):
     # Phases
 
     def keep(self, kept: Kept) -> None:
-        """`kept` says what tensors are for."""
+        """Add a function that yields tensors with their categories."""
         self._kept.append(kept)
 
     def follow(self, model: nn.Module) -> None:
-        """Name what its modules make, tell gradients and logits by its shapes; its forward ends an optimizer step."""
+        """Name a model's modules in the recording, and recognise its gradients and logits by shape. Its forward ends an
+        optimizer step."""
         self._models.append(model)
         self.watch(model)
         if len(self._models) > 1:  # the shapes of all of them
@@ -227,7 +232,7 @@ class LoopTracker(Tracker):
 
     @contextmanager
     def backward(self) -> Iterator[None]:
-        """Inside the `with` block autograd runs backward."""
+        """Mark the backward pass, which autograd runs inside the `with` block."""
         if self._in_backward:  # within another one
             yield
             return
@@ -240,35 +245,35 @@ class LoopTracker(Tracker):
             self.mark(OPTIMIZER_STEP)
 
     def mark(self, phase: str) -> None:
-        """From now on it is `phase`; what lives is labelled by what it is for."""
+        """Begin `phase`, and relabel live tensors by their purpose."""
         with torch_internals.without_functions():
             self.relabel(pair for kept in self._kept for pair in kept())
         if phase != self.phase:
             super().mark(phase)
 
     def note(self, what: str) -> None:
-        """Say that this was assumed."""
+        """Note an assumption."""
         self._assumptions.setdefault(what, "")
 
-    # What the script may ask of the card
+    # Questions of the script to the card
 
     def empty_cache(self, *_: Any) -> None:
-        """As `torch.cuda.empty_cache`."""
+        """Record `torch.cuda.empty_cache`."""
         self._timeline.empty_cache()
 
     @property
     def allocated_bytes(self) -> int:
-        """As `torch.cuda.memory_allocated`."""
+        """Return `torch.cuda.memory_allocated`."""
         return sum(-(-self._timeline.fixed[index] // 512) * 512 for index in self._storage.values())
 
     def replays(self) -> Replays:
-        """The allocator, with everything until now."""
+        """Return replays of the allocator, with everything until now."""
         timeline = self.timeline()
         return Replays(timeline.fixed, timeline.events, timeline.empties)
 
 
 def kept_by_model(model: nn.Module) -> Iterator[tuple[Tensor, int]]:
-    """Its parameters, their gradients, its buffers."""
+    """Yield a model's parameters, their gradients and its buffers, with categories."""
     for parameter in model.parameters():
         yield parameter.data, PARAMETERS
         if parameter.grad is not None:
@@ -278,7 +283,7 @@ def kept_by_model(model: nn.Module) -> Iterator[tuple[Tensor, int]]:
 
 
 def kept_by_optimizer(optimizer: torch.optim.Optimizer) -> Iterator[tuple[Tensor, int]]:
-    """What it updates, the gradients of that, and its states."""
+    """Yield an optimizer's parameters, their gradients and its states, with categories."""
     for group in optimizer.param_groups:
         for parameter in group["params"]:
             yield parameter.data, PARAMETERS
@@ -289,12 +294,8 @@ def kept_by_optimizer(optimizer: torch.optim.Optimizer) -> Iterator[tuple[Tensor
             yield from ((value, OPTIMIZER) for value in state.values() if isinstance(value, Tensor))
 
 
-def _is_host(target: Any) -> bool:
-    return target is not None and torch.device(target).type == "cpu"
-
-
 def _asks(file: Path, frame: FrameType | None) -> bool:
-    """Whether code of `file` asks, itself or through code of torch."""
+    """Return whether code of `file` runs a frame, directly or through torch."""
     while frame is not None and Path(frame.f_code.co_filename) != file:
         if not Path(frame.f_code.co_filename).is_relative_to(package_folder("torch")) and not Path(
             frame.f_code.co_filename

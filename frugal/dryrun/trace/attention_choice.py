@@ -1,4 +1,4 @@
-"""Which attention kernel a CUDA build of torch takes: torch's own rule, for any card, without one.
+"""The attention kernel that a CUDA build of torch chooses: torch's own rule, for any card, without one.
 
 A port of `select_sdp_backend` (`aten/src/ATen/native/transformers/cuda/sdp_utils.cpp` and `sdp_utils_cpp.h`, torch
 2.13, its wheel's cuDNN 9.20) for dense tensors and untouched settings (`torch.backends.cuda.enable_*_sdp`). Tests hold
@@ -43,18 +43,18 @@ class AttentionCall:
 
     @property
     def is_half(self) -> bool:
-        """Whether queries have 16 bits."""
+        """Return whether queries have 16 bits."""
         return self.query.dtype in _HALF
 
     @property
     def requires_grad(self) -> bool:
-        """Whether there will be a backward, as far as torch asks: it does not look at the mask."""
+        """Return whether torch expects a backward; it does not look at the mask."""
         tensors = (self.query, self.key, self.value)
         return torch.is_grad_enabled() and any(tensor.requires_grad for tensor in tensors)
 
 
 def chosen_kernel(call: AttentionCall, capability: Capability) -> Kernel:
-    """The kernel that a card of this compute capability takes."""
+    """Return the kernel that a card of this compute capability takes."""
     if capability[0] in (9, 10) and _can_use_cudnn(call, capability):
         return "cudnn"
     if _can_use_flash(call, capability):
@@ -76,7 +76,7 @@ def _can_use_cudnn(call: AttentionCall, capability: Capability) -> bool:
 
 
 def _cudnn_takes_sizes(call: AttentionCall, capability: Capability) -> bool:
-    """`check_cudnn_tensor_shapes`."""
+    """Return whether cuDNN takes the sizes (`check_cudnn_tensor_shapes`)."""
     batch, heads, length, size = call.query.shape
     value_size, key_length = call.value.shape[-1], call.key.shape[-2]
     most = 128
@@ -106,7 +106,7 @@ def _can_use_flash(call: AttentionCall, capability: Capability) -> bool:
 
 
 def _flash_has_backward(call: AttentionCall, size: int, capability: Capability) -> bool:
-    """Large heads need more shared memory in backward than consumer cards have."""
+    """Return False where backward needs more shared memory for large heads than consumer cards have."""
     if not call.requires_grad or not ((8, 6) <= capability <= (8, 9) or capability >= (12, 0)):
         return True
     return size <= 192 or (not call.dropout and size > 224)
@@ -133,14 +133,14 @@ def _can_use_efficient(call: AttentionCall, capability: Capability) -> bool:
 
 
 def _alignment(call: AttentionCall, capability: Capability) -> int:
-    """`minimum_gemm_alignment`: elements."""
+    """Return the elements that heads are aligned to (`minimum_gemm_alignment`)."""
     if capability >= (8, 0):
         return 8 if call.is_half else 4
     return 8 if call.is_half and capability >= (7, 0) else 1
 
 
 def _is_aligned(call: AttentionCall, alignment: int, capability: Capability) -> bool:
-    """`check_data_ptr_alignment_mem_efficient`: storages begin where every kernel wants them, views may not."""
+    """Return whether all views begin aligned (`check_data_ptr_alignment_mem_efficient`); storages always do."""
     tensors = (call.query, call.key, call.value)
     return capability < (8, 0) or all(t.storage_offset() % alignment == 0 or t.numel() == 0 for t in tensors)
 
@@ -158,14 +158,15 @@ def _has_tokens(call: AttentionCall) -> bool:
 
 
 def _last_stride_is_one(call: AttentionCall, *, but_not_of_one: bool) -> bool:
-    """`but_not_of_one`: heads of one element may have any stride."""
+    """Return whether heads are contiguous. `but_not_of_one`: heads of one element may have any stride."""
     tensors = (call.query, call.key, call.value)
     ones = all(tensor.stride(-1) == 1 for tensor in tensors) or (but_not_of_one and call.query.shape[-1] == 1)
     return ones and (call.mask is None or call.mask.stride(-1) == 1)
 
 
 def _heads_match(call: AttentionCall, *, groups: bool) -> bool:
-    """`check_batch_size_and_num_heads_dense`; `groups`: whether the kernel knows them."""
+    """Return whether batch and heads match (`check_batch_size_and_num_heads_dense`). `groups`: the kernel knows
+    groups."""
     if not call.query.shape[0] == call.key.shape[0] == call.value.shape[0]:
         return False
     heads, key_heads, value_heads = (tensor.shape[-3] for tensor in (call.query, call.key, call.value))
@@ -175,7 +176,7 @@ def _heads_match(call: AttentionCall, *, groups: bool) -> bool:
 
 
 def _mask_broadcasts(call: AttentionCall) -> bool:
-    """`check_attn_mask_shape`: which masks cuDNN takes."""
+    """Return whether cuDNN takes the mask (`check_attn_mask_shape`)."""
     mask = call.mask
     if mask is None:
         return True

@@ -1,10 +1,10 @@
-"""The kernels that the target device would choose where meta tensors would choose others.
+"""The kernels that the target device chooses, for operators where meta tensors would choose others.
 
-Attention and dropout keep different tensors for backward, depending on the kernel. Which one CUDA chooses is told by
-`frugal.dryrun.trace.attention_choice`, what they take inside by `frugal.dryrun.trace.kernel_memory`. On CPU the flash
-kernel takes everything without dropout whose head sizes are equal (`use_flash_attention_cpp` in `sdp_utils_cpp.cpp`);
-heads of other sizes for values than for queries (multi-head latent attention) take math. No kernel but math broadcasts
-heads: fewer of them for keys need `enable_gqa`.
+Attention and dropout keep different tensors for backward, depending on the kernel.
+`frugal.dryrun.trace.attention_choice` finds the one that CUDA chooses, `frugal.dryrun.trace.kernel_memory` the memory
+that it takes inside. On CPU the flash kernel takes everything without dropout whose head sizes are equal
+(`use_flash_attention_cpp` in `sdp_utils_cpp.cpp`); heads of other sizes for values than for queries (multi-head latent
+attention) take math. No kernel but math broadcasts heads: fewer of them for keys need `enable_gqa`.
 """
 
 import math
@@ -30,9 +30,10 @@ _dropout = F.dropout
 def kernels_of(
     kind: DeviceKind, capability: Capability = ASSUMED_CAPABILITY, alike: set[Capability] | None = None
 ) -> Iterator[None]:
-    """Attention and dropout on meta tensors take the kernels of a `kind` device inside the `with` block.
+    """Run attention and dropout on meta tensors with the kernels of a `kind` device inside the `with` block.
 
-    `capability`: of a `cuda` device. From `alike` those are taken that would take other kernels, or other memory.
+    `capability`: of a `cuda` device. Classes that would use other kernels, or other memory, are removed from
+    `alike`.
     """
     if kind == "cpu":
         with patch.object(F, "scaled_dot_product_attention", cpu_attention):
@@ -55,7 +56,7 @@ def cuda_attention(
     scale: float | None = None,
     enable_gqa: bool = False,
 ) -> Tensor:
-    """`F.scaled_dot_product_attention` with the kernel that a card of this compute capability would choose.
+    """Run `F.scaled_dot_product_attention` with the kernel that a card of this compute capability chooses.
 
     `alike`: see `kernels_of`.
     """
@@ -78,7 +79,7 @@ def cuda_attention(
 
 
 def _is_alike(call: AttentionCall, kernel: Kernel, capability: Capability, other: Capability) -> bool:
-    """Whether a card of the `other` capability does the same, and in the same memory."""
+    """Return whether a card of the `other` capability uses the same kernel and memory."""
     if chosen_kernel(call, other) != kernel:
         return False
     tiles = (kernel_memory.tile(call.query, call.value, call.dropout, each) for each in (capability, other))
@@ -86,7 +87,7 @@ def _is_alike(call: AttentionCall, kernel: Kernel, capability: Capability, other
 
 
 def _flash_attention(call: AttentionCall, scale: float | None) -> Tensor:
-    """Heads are padded to a multiple of 8."""
+    """Run flash attention, with heads padded to a multiple of 8."""
     size = call.query.shape[-1]
     query, key, value = (F.pad(t, (0, -size % 8)) if size % 8 else t for t in (call.query, call.key, call.value))
     factor = 1 / math.sqrt(size) if scale is None else scale
@@ -96,7 +97,7 @@ def _flash_attention(call: AttentionCall, scale: float | None) -> Tensor:
 
 
 def _additive(mask: Tensor, dtype: torch.dtype) -> Tensor:
-    """A mask as all kernels take it: what is added to the scores."""
+    """Return a mask in the form that all kernels take: numbers added to the scores."""
     if mask.dtype != torch.bool:
         return mask
     closed, opened = (torch.scalar_tensor(x, dtype=dtype, device=mask.device) for x in (-math.inf, 0.0))
@@ -104,17 +105,18 @@ def _additive(mask: Tensor, dtype: torch.dtype) -> Tensor:
 
 
 def _efficient_bias(mask: Tensor, query: Tensor, key: Tensor) -> Tensor:
-    """A mask as the efficient kernel takes it: its rows padded to 8 elements where they begin elsewhere."""
+    """Return a mask for the efficient kernel: rows are padded to 8 elements where they begin unaligned."""
     if any(stride % 8 for stride in mask.stride()[:-1]) or mask.stride(-1) != 1:
         mask = F.pad(mask, (0, 8 - mask.shape[-1] % 8))[..., : mask.shape[-1]]
     return mask.expand(query.shape[0], query.shape[1], query.shape[2], key.shape[2])
 
 
 def _math_attention(call: AttentionCall, mask: Tensor | None, scale: float | None) -> tuple[Tensor, Tensor]:
-    """`_scaled_dot_product_attention_math` (`transformers/attention.cpp`), its sum in place as in a run without modes.
+    """Run `_scaled_dot_product_attention_math` (`transformers/attention.cpp`), its sum in place as in a run without
+    modes.
 
-    Half precision is computed in fp32. The second output, the probabilities in the query's type, nobody takes. Tensors
-    go in the order in which they go there.
+    Half precision is computed in fp32. The second output, the probabilities in the query's type, is never used.
+    Tensors are freed in the same order as there.
     """
     dtype = call.query.dtype
     query_, key_, value_ = call.query, call.key, call.value
@@ -158,8 +160,9 @@ def cpu_attention(
     scale: float | None = None,
     enable_gqa: bool = False,
 ) -> Tensor:
-    """`F.scaled_dot_product_attention` with the kernel that a CPU would choose."""
-    needs_math = query.shape[-1] != value.shape[-1] or _broadcasts_heads(query, key, enable_gqa)
+    """Run `F.scaled_dot_product_attention` with the kernel that a CPU chooses."""
+    broadcasts_heads = not enable_gqa and query.shape[:-2] != key.shape[:-2]
+    needs_math = query.shape[-1] != value.shape[-1] or broadcasts_heads
     if dropout_p or needs_math or (attn_mask is not None and attn_mask.requires_grad):
         return _attention(query, key, value, attn_mask, dropout_p, is_causal, scale=scale, enable_gqa=enable_gqa)
     if attn_mask is not None and attn_mask.dtype == torch.bool:
@@ -169,12 +172,8 @@ def cpu_attention(
     return flash(query, key, value, dropout_p, is_causal, attn_mask=attn_mask, scale=scale)[0]
 
 
-def _broadcasts_heads(query: Tensor, key: Tensor, enable_gqa: bool) -> bool:
-    return not enable_gqa and query.shape[:-2] != key.shape[:-2]
-
-
 def fused_dropout(input: Tensor, p: float = 0.5, training: bool = True, inplace: bool = False) -> Tensor:
-    """`F.dropout` with CUDA's fused kernel, which keeps a mask of one byte an element."""
+    """Run `F.dropout` with CUDA's fused kernel, which keeps a mask of one byte an element."""
     if not training or inplace or p in (0, 1) or input.numel() == 0:
         return _dropout(input, p, training, inplace)
     return aten.native_dropout(input, p, True)[0]

@@ -1,7 +1,7 @@
 """The traces of one request's model: from the cache, shipped, or made by worker processes. No torch here.
 
-A profile by arithmetic begins with one. Those of mixtures of modes of activation checkpointing are put together from
-those of single modes.
+A profile by arithmetic begins with one. Traces of mixtures of activation checkpointing modes are assembled from those
+of single modes.
 """
 
 from collections.abc import Sequence
@@ -19,10 +19,10 @@ from frugal.planning.memory.timeline import MarkKind, ModelTrace
 from frugal.planning.strategy import LayerMode, Strategy
 
 MOST_MIXED = 8
-"""Traces of mixtures, and of models whose modes can be mixed, that are kept in memory."""
+"""The most traces of mixtures, and models with mixable modes, that are kept in memory."""
 
 MIXTURES: dict[str, LayerMixtures] = {}
-"""By the key of the trace that they begin with: what a plan weighs, and what might help, are of the same model."""
+"""Mixtures by the key of their first trace, shared by a plan and the search for improvements."""
 
 
 class Drafts:
@@ -67,7 +67,7 @@ class Drafts:
             self._traces[question] = answer.traced.trace
 
     def trace(self, strategy: Strategy) -> ModelTrace | None:
-        """The model's step under `strategy`; None where it has no trace, or the simulation does not cover it.
+        """Return the model's step under `strategy`; None if it has no trace, or the simulation does not cover it.
 
         Raises:
             FrugalError: the model cannot be built, or not be trained like that.
@@ -83,7 +83,7 @@ class Drafts:
         return trace if trace is not None and covers(self._request, strategy, trace) else None
 
     def are_known(self, strategy: Strategy) -> bool:
-        """Whether the traces that `strategy` needs were made before."""
+        """Return whether the traces that `strategy` needs exist already."""
         if self._kind == "cpu":
             strategy = strategy.where_the_host_is_the_device
         return all(
@@ -92,7 +92,7 @@ class Drafts:
         )
 
     def num_layers(self, strategy: Strategy) -> int:
-        """The layers of the model, as far as a trace that `strategy` needs knows of them. Raises as `trace`."""
+        """Return the model's layers as known from a trace that `strategy` needs. Raises as `trace`."""
         if self._kind == "cpu":
             strategy = strategy.where_the_host_is_the_device
         traced = self._traced(strategy) if covers(self._request, strategy) else {}
@@ -102,7 +102,7 @@ class Drafts:
         return len({mark.number for marks in trace.marks for mark in marks if mark.kind is MarkKind.LAYER})
 
     def why_not_mixed(self, strategy: Strategy) -> str:
-        """Why layers cannot have modes of their own, mixed of those of `strategy`; empty where they can.
+        """Return why layers cannot mix the modes of `strategy`; empty if they can.
 
         Raises as `trace`.
         """
@@ -117,7 +117,7 @@ class Drafts:
         return ""
 
     def _mixed(self, strategy: Strategy) -> ModelTrace | None:
-        """The trace of a mixture. The last few are kept: each is asked for several times, and takes megabytes."""
+        """Return the trace of a mixture. The last few are kept: each is needed several times, and takes megabytes."""
         key = strategy.loss, strategy.mlp, strategy.zero_stage == 3, strategy.sequence_parallel, strategy.layer_modes
         if key not in self._mixed_traces:
             try:
@@ -128,7 +128,7 @@ class Drafts:
         return self._mixed_traces[key]
 
     def _mixtures(self, strategy: Strategy) -> LayerMixtures:
-        """Those of a loss and a kind of ZeRO.
+        """Return the mixtures for a loss and a kind of ZeRO.
 
         Raises:
             NotMixableError: the traces of the strategy's modes do not go together.
@@ -147,7 +147,7 @@ class Drafts:
         return MIXTURES[key]
 
     def _traced(self, strategy: Strategy) -> dict[LayerMode, ModelTrace | None]:
-        """The traces that `strategy` needs."""
+        """Return the traces that `strategy` needs."""
         self.prepare([strategy])
         traces: dict[LayerMode, ModelTrace | None] = {}
         for mode, question in self._questions(strategy).items():
@@ -158,7 +158,7 @@ class Drafts:
         return traces
 
     def _questions(self, strategy: Strategy) -> dict[LayerMode, AskTrace]:
-        """What to trace: a mixture is put together from its modes and `off`."""
+        """Return the questions to trace: those of the modes, and of `off` for a mixture."""
         modes = strategy.modes if strategy.activation_checkpointing != "budget" else ("off", *strategy.modes)
         return {
             mode: AskTrace(

@@ -1,4 +1,4 @@
-"""What CUDA kernels take from the allocator inside one call, besides their outputs: which blocks, in what order.
+"""Memory that CUDA kernels take from the allocator inside one call, besides their outputs: the blocks, in order.
 
 Found by looking at every request of single calls on an emulated card (`bench.kernels.requests`), and read in the
 sources named below (`aten/src/ATen/native/`, torch 2.13). The scratch of sums depends on the number of a card's
@@ -20,8 +20,8 @@ aten = torch.ops.aten
 
 OUTPUTS = 0
 Steps = tuple[int, ...]
-"""In order: a positive number takes a block of so many bytes, `OUTPUTS` are the outputs, `-n` gives back the n-th
-block, counted from 1. What is not given back goes at the end of the call, last taken first."""
+"""In order: a positive number takes a block of that many bytes, `OUTPUTS` are the outputs, `-n` gives back the n-th
+block, counted from 1. The rest is freed at the end of the call, last taken first."""
 
 NO_STEPS: Steps = (OUTPUTS,)
 
@@ -34,10 +34,10 @@ def steps(
     any_size: bool = False,
     resident_threads: int = 0,
 ) -> Steps:
-    """What one call on a card of this compute capability does.
+    """Return the allocator steps of one call on a card of this compute capability.
 
-    `any_size`: an upper bound that does not change its way with the number of samples. `resident_threads`: that the
-    card holds at once; 0: without what depends on them.
+    `any_size`: an upper bound of the same form for any number of samples. `resident_threads`: that the
+    card holds at once; 0: leave out memory that depends on them.
     """
     if operator is aten.convolution_backward.default and args[0].device.type != "cpu":
         return _convolution_backward(args, resident_threads)
@@ -49,23 +49,13 @@ def steps(
     return of_operator(args, capability, any_size)
 
 
-def peak_inside(taken: Steps) -> int:
-    """The most bytes that are taken besides the outputs."""
-    sizes = [step for step in taken if step > 0]
-    live = most = 0
-    for step in taken:
-        live += step if step >= 0 else -sizes[-step - 1]
-        most = max(most, live)
-    return most
-
-
 def is_on_host(operator: object, output: Tensor) -> bool:
-    """Whether CUDA's kernel makes this output on the host: the efficient attention's random seed and offset."""
+    """Return whether CUDA's kernel makes this output on the host: the efficient attention's random seed and offset."""
     return operator is aten._scaled_dot_product_efficient_attention.default and output.dim() == 0
 
 
 def in_order(operator: object, outputs: Iterable[Tensor]) -> Iterable[Tensor]:
-    """The outputs in the order in which CUDA's kernel takes them from the allocator."""
+    """Return the outputs in the order in which CUDA's kernel allocates them."""
     if operator is aten.native_dropout.default:  # the mask first
         return reversed(list(outputs))
     if operator is aten._scaled_dot_product_cudnn_attention.default:  # the random state first
@@ -74,9 +64,9 @@ def in_order(operator: object, outputs: Iterable[Tensor]) -> Iterable[Tensor]:
 
 
 def _cudnn_backward(args: tuple[Any, ...], *_: Any) -> Steps:
-    """cudnn-frontend, `scaled_dot_product_flash_attention.h`: an fp32 gradient of q, and row sums.
+    """Return the steps of cudnn-frontend's `scaled_dot_product_flash_attention.h`: an fp32 gradient of q, and row sums.
 
-    Left out: what cuDNN's engine takes besides, which no emulated card knows.
+    Left out: further memory of cuDNN's engine, which no emulated card knows.
     """
     query = args[1]
     rows = query.shape[:-1].numel()
@@ -84,12 +74,13 @@ def _cudnn_backward(args: tuple[Any, ...], *_: Any) -> Steps:
 
 
 def _flash(args: tuple[Any, ...], *_: Any) -> Steps:
-    """`flash_attn/flash_api.cpp`, `mha_fwd`: dropout's random state is made twice."""
+    """Return the steps of `flash_attn/flash_api.cpp`, `mha_fwd`: dropout's random state is made twice."""
     return (OUTPUTS, 16) if len(args) > 3 and args[3] else NO_STEPS
 
 
 def _flash_backward(args: tuple[Any, ...], *_: Any) -> Steps:
-    """`flash_attn/flash_api.cpp`, `mha_bwd`: fp32 row sums and an fp32 gradient of q, rows rounded up to 128.
+    """Return the steps of `flash_attn/flash_api.cpp`, `mha_bwd`: fp32 row sums and an fp32 gradient of q, rows rounded
+    up to 128.
 
     With groups k's and v's gradients for every head of q.
     """
@@ -104,12 +95,14 @@ def _flash_backward(args: tuple[Any, ...], *_: Any) -> Steps:
 
 
 def _copies(*tensors: Tensor) -> list[int]:
-    """Bytes of the copies of `(batch, heads, rows, size)` tensors that are not contiguous with rows before heads."""
+    """Return the bytes of copies of `(batch, heads, rows, size)` tensors that are not contiguous with rows before
+    heads."""
     return [tensor.nbytes for tensor in tensors if not tensor.transpose(1, 2).is_contiguous()]
 
 
 def _efficient(args: tuple[Any, ...], *_: Any) -> Steps:
-    """`transformers/cuda/attention.cu`, `_efficient_attention_forward`: large heads are added up in fp32 outside."""
+    """Return the steps of `transformers/cuda/attention.cu`, `_efficient_attention_forward`: large heads are summed in
+    fp32 outside."""
     query, _key, value = args[:3]
     if query.element_size() == 4 or max(query.shape[-1], value.shape[-1]) <= 128:
         return NO_STEPS
@@ -117,7 +110,7 @@ def _efficient(args: tuple[Any, ...], *_: Any) -> Steps:
 
 
 def _efficient_backward(args: tuple[Any, ...], capability: Capability, any_size: bool) -> Steps:
-    """`transformers/cuda/attention_backward.cu`, `_efficient_attention_backward`.
+    """Return the steps of `transformers/cuda/attention_backward.cu`, `_efficient_attention_backward`.
 
     Row sums, computed by torch where the kernel does not, then the kernel's workspace.
     """
@@ -138,7 +131,7 @@ def _efficient_backward(args: tuple[Any, ...], capability: Capability, any_size:
 def _efficient_workspace(
     query: Tensor, key: Tensor, value: Tensor, dropout: float, capability: Capability, any_size: bool
 ) -> int:
-    """Bytes; `mem_eff_attention/kernel_backward.h`, `workspace_size`.
+    """Return the bytes of `mem_eff_attention/kernel_backward.h`, `workspace_size`.
 
     For each head of each sample an fp32 gradient of q in tiles, each with a lock. Where k's and v's do not fit in
     registers, those of 64 keys, for each of the parts that the keys are split into. The tiles are those of the first
@@ -158,7 +151,8 @@ def _efficient_workspace(
 
 
 def tile(query: Tensor, value: Tensor, dropout: float, capability: Capability) -> tuple[int, int, bool]:
-    """Rows and columns of a tile, and whether k's and v's gradients are added up in the workspace.
+    """Return rows and columns of a tile in the efficient attention's backward, and whether k's and v's gradients are
+    summed in the workspace.
 
     Of the efficient attention's backward.
     """
@@ -178,10 +172,11 @@ def tile(query: Tensor, value: Tensor, dropout: float, capability: Capability) -
 
 
 def _embedding_backward(args: tuple[Any, ...], _: Capability, any_size: bool) -> Steps:
-    """`cuda/Embedding.cu` and `cuda/EmbeddingBackwardKernel.cu`: nothing up to 3072 indices, which are not sorted.
+    """Return the steps of `cuda/Embedding.cu` and `cuda/EmbeddingBackwardKernel.cu`: none up to 3072 indices, which are
+    not sorted.
 
     A partial sum takes 10 indices, or fewer at the end of equal ones: `indices / 10 + min(indices, vocabulary)` rows
-    in fp32 at most, and so many are taken whatever the indices are. Left out: some KiB of CUB's scans, and that cards
+    in fp32 at most, and that many are taken whatever the indices are. Left out: some KiB of CUB's scans, and that cards
     take less for vocabularies of a few hundred rows.
     """
     gradient, indices, vocabulary = args[:3]
@@ -199,41 +194,40 @@ def _embedding_backward(args: tuple[Any, ...], _: Capability, any_size: bool) ->
 
 
 def _convolution_backward(args: tuple[Any, ...], resident_threads: int) -> Steps:
-    """`Convolution.cpp` and `cudnn/ConvShared.cpp`: gradients in the input's layout, then the sum for the bias."""
+    """Return the steps of `Convolution.cpp` and `cudnn/ConvShared.cpp`: gradients in the input's layout, then the sum
+    for the bias."""
     gradient, image, with_bias = args[0], args[1], args[10][2]
-    layout = torch.channels_last if gradient.dim() == 4 and _is_channels_last(image) else torch.contiguous_format
+    is_channels_last = image.is_contiguous(memory_format=torch.channels_last) and not image.is_contiguous()
+    layout = torch.channels_last if gradient.dim() == 4 and is_channels_last else torch.contiguous_format
     copies = [] if gradient.is_contiguous(memory_format=layout) else [gradient.nbytes]
     dimensions = [d for d in range(gradient.dim()) if d != 1]
     taken = reductions.scratch(gradient, dimensions, resident_threads) if with_bias and resident_threads else ()
     return (*copies, OUTPUTS, *([-1] if copies else []), *taken)
 
 
-def _is_channels_last(tensor: Tensor) -> bool:
-    return tensor.is_contiguous(memory_format=torch.channels_last) and not tensor.is_contiguous()
-
-
 def _softmax_backward(args: tuple[Any, ...], *_: Any) -> Steps:
-    """`cuda/SoftMax.cu`, `softmax_backward_cuda_out`: the product of gradient and output."""
+    """Return the steps of `cuda/SoftMax.cu`, `softmax_backward_cuda_out`: the product of gradient and output."""
     return (OUTPUTS, args[0].nbytes)
 
 
 def _safe_softmax(args: tuple[Any, ...], *_: Any) -> Steps:
-    """`transformers/attention.cpp`, `_safe_softmax`: which elements are masked, which rows wholly, and a zero."""
+    """Return the steps of `transformers/attention.cpp`, `_safe_softmax`: masked elements, fully masked rows, and a
+    zero."""
     masked = args[0].numel()
     return (OUTPUTS, masked, masked // max(1, args[0].shape[args[1]]), args[0].element_size())
 
 
 def _cumulative_sum(args: tuple[Any, ...], *_: Any) -> Steps:
-    """A sum of another type than its input, such as of a mask, copies the input first."""
+    """Return the steps of a cumulative sum: another type than the input's, as of a mask, copies the input first."""
     return (
         NO_STEPS if args[0].dtype.is_floating_point or args[0].element_size() == 8 else (8 * args[0].numel(), OUTPUTS)
     )
 
 
 def _index(args: tuple[Any, ...], _: Capability, any_size: bool) -> Steps:
-    """`TensorAdvancedIndexing.cpp`, `AdvancedIndex`: several indices are given the same strides.
+    """Return the steps of `TensorAdvancedIndexing.cpp`, `AdvancedIndex`: several indices are given the same strides.
 
-    They are of masks, some KiB in the first moments of forward, and left out of what is for any size.
+    They are of masks, some KiB in the first moments of forward, and left out for any size.
     """
     indices = [each for each in args[1] if each is not None]
     if any_size or len(indices) < 2 or any(each.dtype != torch.int64 for each in indices):
@@ -246,12 +240,14 @@ def _index(args: tuple[Any, ...], _: Capability, any_size: bool) -> Steps:
 
 
 def _is_infinite(args: tuple[Any, ...], *_: Any) -> Steps:
-    """`TensorCompare.cpp`, `isinf`: absolute values first. DeepSpeed asks it of all gradients under fp16 and ZeRO-3."""
+    """Return the steps of `TensorCompare.cpp`, `isinf`: absolute values first. DeepSpeed runs it on all gradients under
+    fp16 and ZeRO-3."""
     return (args[0].nbytes, OUTPUTS) if args[0].dtype.is_floating_point else NO_STEPS
 
 
 def _sort(args: tuple[Any, ...], *_: Any) -> Steps:
-    """`cuda/Sort.cpp` of one long row: indices to begin with, then CUB's radix sort, which has a copy of both."""
+    """Return the steps of `cuda/Sort.cpp` for one long row: initial indices, then CUB's radix sort, which copies
+    both."""
     values = args[0]
     if values.dim() != 1:
         return NO_STEPS

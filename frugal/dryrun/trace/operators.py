@@ -1,7 +1,7 @@
 """Operators on meta tensors: computed once for every shape, and with stand-ins where results depend on data.
 
-Meta tensors have no values, so nobody can tell how many elements of a mask are set. Where a size depends on it, the
-largest one is taken, which makes the dry run an upper bound, and it says so in a note:
+Meta tensors have no values, so the number of set elements in a mask is unknown. Where a size depends on it, the
+largest one is assumed, which makes the dry run an upper bound, and a note reports it:
 
 | asked for                                | assumed                                                           |
 |------------------------------------------|-------------------------------------------------------------------|
@@ -12,7 +12,7 @@ largest one is taken, which makes the dry run an upper bound, and it says so in 
 | an integer (`.item()`)                   | the longest dimension of a batch; 1 if the model rejects that     |
 | `if` on a tensor, outside of transformers| yes; no if the model rejects that and both integers               |
 
-The last three are no upper bounds for every model; the note says what was taken.
+The last three are no upper bounds for every model; the note says what was assumed.
 
 The grouped matrix product of experts needs no assumption: its results do not depend on the routing. torch has a
 kernel for it on meta in bf16 only, and does not count its FLOPs.
@@ -22,8 +22,8 @@ would have to refuse so much. Operators on them return without reading or writin
 decide what the program does next; on those alone operators really run.
 
 `run_cached` computes an operator once for every shape. A meta kernel in Python takes a tenth of a millisecond, and the
-layers of a model repeat the same few of them. What an operator without aliasing returns depends on nothing but the
-shapes, strides and types that go in, so the second time its outputs are made from the first.
+layers of a model repeat the same few of them. The result of an operator without aliasing depends only on the shapes,
+strides and types of its inputs, so the second time its outputs are made from the first.
 """
 
 import math
@@ -43,7 +43,7 @@ from frugal.training.measure.memory_watch import traffic
 
 aten = torch.ops.aten
 
-Result = tuple[Any, str]  # what the operator returns, and what that assumes
+Result = tuple[Any, str]  # the result of an operator, and its assumption
 
 EVERYTHING = "what a mask selects depends on data: counted as if it selected everything"
 ALL_DIFFERENT = "how many different values there are depends on data: counted as if all were different"
@@ -52,13 +52,13 @@ AS_MANY_BINS = "how many bins there are depends on data: counted as many as aske
 
 
 def stand_in(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Result | None:
-    """The result of an operator that meta tensors reject; None if they take it."""
+    """Return the result of an operator that meta tensors reject; None if they take it."""
     stand_in_of = _STAND_INS.get(func)
     return None if stand_in_of is None else stand_in_of(*args, **kwargs)
 
 
 def exact(func: Any) -> Callable[..., Any]:
-    """What to call for an operator on meta tensors: itself, or what returns the same."""
+    """Return the function to call for an operator on meta tensors: itself, or an equivalent."""
     return _EXACT.get(func, func)
 
 
@@ -72,7 +72,7 @@ def _masked_select(values: Tensor, mask: Tensor) -> Result:
 
 
 def _index(values: Tensor, indices: list[Tensor | None]) -> Result | None:
-    """Boolean indices as the integer ones that they stand for, one for each of their dimensions."""
+    """Replace boolean indices by integer ones, one for each of their dimensions."""
     if not any(index is not None and index.dtype in (torch.bool, torch.uint8) for index in indices):
         return None
     integers: list[Tensor | None] = []
@@ -128,7 +128,7 @@ def _grouped_mm(
     bias: Tensor | None = None,
     out_dtype: torch.dtype | None = None,
 ) -> Tensor:
-    """`aten._grouped_mm` in any type: the shapes of `_create_grouped_mm_output_tensor` (GroupedMMUtils.h)."""
+    """Return `aten._grouped_mm` in any type: the shapes of `_create_grouped_mm_output_tensor` (GroupedMMUtils.h)."""
     shape = _grouped_shape(left.shape, right.shape, None if offs is None else offs.shape)
     return torch.empty(shape, dtype=out_dtype or left.dtype, device=left.device)
 
@@ -145,7 +145,7 @@ if aten._grouped_mm not in flop_registry:
 
     @register_flop_formula(aten._grouped_mm)
     def _grouped_flops(left: Any, right: Any, *_: Any, **__: Any) -> int:
-        """Each row meets the matrix of one group, each column of a gradient the rows of one."""
+        """Return the FLOPs: each row meets the matrix of one group, each column of a gradient the rows of one."""
         if len(left) == 2:
             return 2 * int(left[0] * left[1] * right[-1])
         return 2 * int(left[0] * left[1] * left[2] * right[-1] // (left[0] if len(right) == 2 else 1))
@@ -158,12 +158,12 @@ _CROSSING = {aten.copy_.default, aten._to_copy.default, *_FACTORIES}  # may lead
 
 
 def is_untouched(value: Any) -> bool:
-    """Whether it is a host tensor that must be neither read nor written."""
+    """Return whether `value` is a host tensor that must be neither read nor written."""
     return isinstance(value, Tensor) and value.device.type == "cpu" and value.numel() > UNTOUCHED_ELEMENTS
 
 
 def host_stand_in(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    """The operator's result if it reads or writes big host tensors, or copies between host and device.
+    """Return the operator's result if it reads or writes big host tensors, or copies between host and device.
 
     Nothing is copied and nothing written: outputs are uninitialised. `NotImplemented` where the operator may run.
     """
@@ -202,7 +202,7 @@ def _result(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
 
 
 def _uninitialised(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], target: Any) -> Any:
-    """A result of the right shape: computed on meta, made where it belongs."""
+    """Return a result of the right shape: computed on meta, made where it belongs."""
     on_meta = func(*_to_meta(args), **{name: "meta" if name == "device" else value for name, value in kwargs.items()})
     if not isinstance(on_meta, Tensor):
         return NotImplemented
@@ -228,11 +228,11 @@ def _flat(values: Iterable[Any]) -> Iterable[Any]:
 
 MAP_NORESERVE = getattr(mmap, "MAP_NORESERVE", 0x4000)  # named in Python 3.13; the number is Linux's
 RESERVED_BYTES = 1 << 30
-"""From this size on Linux is asked not to reserve memory: it refuses single requests beyond what the machine has."""
+"""The size from which on Linux is asked not to reserve memory: it refuses single requests beyond the machine's."""
 
 
 def untouched_host_tensor(size: Sequence[int], stride: Sequence[int] | None, dtype: torch.dtype) -> Tensor:
-    """An uninitialised tensor of this shape on the host. Nobody must read or write it."""
+    """Return an uninitialised tensor of this shape on the host. It must not be read or written."""
     with torch_internals.without_dispatch():
         on_meta = torch.empty(tuple(size), dtype=dtype, device="meta")
         if stride is not None:
@@ -258,17 +258,17 @@ class HostMemory:
 
     @property
     def live_bytes(self) -> int:
-        """What lives now."""
+        """Return the bytes that are live now."""
         return self._allocator.live_bytes
 
     @property
     def peak_bytes(self) -> int:
-        """The most that lived at once."""
+        """Return the most bytes that were live at once."""
         return self._allocator.peak_bytes
 
     @contextmanager
     def pinning(self) -> Iterator[None]:
-        """What is made on the host inside the `with` block is pinned."""
+        """Count host tensors that are made inside the `with` block as pinned."""
         self._is_pinning = True
         try:
             yield
@@ -276,24 +276,24 @@ class HostMemory:
             self._is_pinning = False
 
     def wait(self, address: int, size_bytes: int) -> None:
-        """A storage of the model begins, which is not counted here: see `frugal.planning.memory.loading`."""
+        """Begin a storage of the model, which `frugal.planning.memory.loading` counts instead."""
         self._waiting[address] = size_bytes
         self._waiting_bytes += size_bytes
         self.most_waiting_bytes = max(self.most_waiting_bytes, self._waiting_bytes)
 
     def born(self, address: int, size_bytes: int) -> None:
-        """A storage begins."""
+        """Begin a storage."""
         self._storages[address] = self._is_pinning
         self._allocator.allocate(size_bytes, pinned=self._is_pinning)
 
     def leave(self, address: int) -> int | None:
-        """A storage goes to the device: its bytes; None if it does not wait for that."""
+        """Move a waiting storage to the device and return its bytes; None if it does not wait."""
         size_bytes = self._waiting.pop(address, None)
         self._waiting_bytes -= size_bytes or 0
         return size_bytes
 
     def died(self, address: int, size_bytes: int) -> None:
-        """A storage ends, if it lives here."""
+        """End a storage, if it is on the host."""
         if address in self._storages:
             self._allocator.release(size_bytes, pinned=self._storages.pop(address))
         else:
@@ -309,24 +309,18 @@ _known: dict[Any, tuple[_Outputs, _Cost]] = {}
 _is_pure: dict[Any, bool] = {}
 
 
-def _grouped_mm_flops(left: Tensor, right: Tensor, *args: Any, **kwargs: Any) -> int:
-    """Of `(rows, inner)` with one `(inner, columns)` of `right` a group of rows, or of groups along `inner`."""
-    return 2 * left.numel() * right.shape[-1]
-
-
-_MORE_FLOPS: dict[Any, Callable[..., int]] = {  # what torch's own registry leaves out
+_MORE_FLOPS: dict[Any, Callable[..., int]] = {  # operators that torch's own registry leaves out
     torch.ops.aten._scaled_dot_product_flash_attention_for_cpu: lambda q, k, v, *args, **kwargs: sdpa_flop_count(
         q.shape, k.shape, v.shape
     ),
     torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward: (
         lambda grad, q, k, v, *args, **kwargs: sdpa_backward_flop_count(grad.shape, q.shape, k.shape, v.shape)
     ),
-    torch.ops.aten._grouped_mm: _grouped_mm_flops,
 }
 
 
 def run_cached(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Any, _Cost]:
-    """What the operator returns, and its FLOPs, or the bytes it reads and writes where no FLOPs are counted."""
+    """Return the operator's result and its FLOPs, or the bytes that it reads and writes where no FLOPs are counted."""
     key = _key(func, args, kwargs)
     call = exact(func)
     if key is None:
@@ -354,7 +348,7 @@ def _cost(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], out: Any) ->
 
 
 def _key(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    """What the outputs depend on; None where they share memory with an input, or depend on more."""
+    """Return a key of the outputs; None where they share memory with an input, or depend on values."""
     pure = _is_pure.get(func)
     if pure is None:
         schema = torch_internals.schema(func)
@@ -388,7 +382,7 @@ def _share_storage(args: tuple[Any, ...], out: Any) -> bool:
 
 
 def _outputs(out: Any) -> _Outputs | None:
-    """How to make `out` again; None where it is not made of plain, separate tensors."""
+    """Return the layouts of `out`; None where it is not made of plain, separate tensors."""
     tensors = [out] if isinstance(out, Tensor) else out
     if not isinstance(tensors, (list, tuple)):
         return None

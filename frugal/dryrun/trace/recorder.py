@@ -1,7 +1,7 @@
-"""Records every storage that a dry run makes, on the pretended device and on the host, and what it is for.
+"""Records every storage that a dry run makes, on the pretended device and on the host, and its purpose.
 
-At birth the category follows from the phase, the shape, and who asked for it: the model or DeepSpeed. What lives
-on past the end of a phase is looked up where its owner keeps it, and relabelled.
+At birth the category follows from the phase, the shape, and the origin: the model or DeepSpeed. A storage that outlives
+a phase is looked up where its owner keeps it, and relabelled.
 
 Meta tensors stand for the device, CPU tensors for the host. Reference cycles, which hold storages,
 are collected between phases only.
@@ -50,7 +50,7 @@ AUTOGRAD, DEEPSPEED, MODEL = "autograd", "DeepSpeed", "model"
 
 @functools.cache
 def package_folder(package: str) -> Path:
-    """Where a package is, without importing it."""
+    """Return the folder of a package, without importing it."""
     spec = importlib.util.find_spec(package)
     assert spec is not None and spec.origin is not None, package
     return Path(spec.origin).parent
@@ -69,15 +69,16 @@ _TRANSPARENT = (
     _DEEPSPEED / "runtime" / "zero" / "linear.py",
     _DEEPSPEED / "utils",
 )
-"""Code that runs operators for whoever called it. By the folders of the packages themselves: a model may lie anywhere,
-also in a folder named `deepspeed` or `torch`."""
-assert all(place.exists() for place in _TRANSPARENT), "DeepSpeed has moved what runs operators for others"
+"""Code that runs operators for its caller. The packages' own folders count: a model may lie in any folder, even in one
+named `deepspeed` or `torch`."""
+assert all(place.exists() for place in _TRANSPARENT), "DeepSpeed has moved code that runs operators for others"
 
 _asker_of_code: dict[Any, str | None] = {torch_internals.RUN_BACKWARD: AUTOGRAD}
 
 
 def asker(frame: FrameType | None) -> str:
-    """Who runs the operator: `autograd` itself, `DeepSpeed`, or the `model`, which also stands for the rest."""
+    """Return the origin of an operator: `autograd` itself, `DeepSpeed`, or the `model`, which also stands for the
+    rest."""
     while frame is not None:
         name = _asker_of(frame)
         if name is not None:
@@ -87,7 +88,7 @@ def asker(frame: FrameType | None) -> str:
 
 
 def _asker_of(frame: FrameType) -> str | None:
-    """Who runs what a frame runs; None: whoever called it."""
+    """Return the origin of what a frame runs; None: its caller."""
     code = frame.f_code
     if code not in _asker_of_code:
         file = Path(code.co_filename)
@@ -99,14 +100,14 @@ def _asker_of(frame: FrameType) -> str | None:
 
 
 def asked_by_transformers(frame: FrameType | None) -> bool:
-    """Whether the operator is run by code of the transformers library, which asks whether masks are full."""
+    """Return whether code of the transformers library runs the operator: it asks whether masks are full."""
     while frame is not None and _asker_of(frame) is None:
         frame = frame.f_back
     return frame is not None and Path(frame.f_code.co_filename).is_relative_to(_TRANSFORMERS)
 
 
 class Shapes:
-    """The shapes that tell parameters' gradients and logits from the rest."""
+    """The shapes by which gradients of parameters and logits are recognised."""
 
     def __init__(self, model: nn.Module) -> None:
         shapes = {tuple(parameter.shape) for parameter in model.parameters()}
@@ -114,7 +115,7 @@ class Shapes:
         self.vocabulary = vocabulary_size(model)
 
     def category(self, shape: tuple[int, ...], phase: str, who: str, *, recomputing: bool) -> int:
-        """The category at birth of a storage whose first tensor has `shape`."""
+        """Return the category at birth of a storage whose first tensor has `shape`."""
         if who == DEEPSPEED:
             return COMMUNICATION if phase in (FORWARD, BACKWARD) else TEMPORARY
         if phase == BACKWARD and not recomputing and shape in self.parameters:
@@ -127,7 +128,7 @@ class Shapes:
 
 
 def vocabulary_size(model: nn.Module) -> int | None:
-    """Classes of the model's head, if it is a language model of the transformers kind."""
+    """Return the classes of the model's head, if it is a language model of the transformers kind."""
     config = getattr(model, "config", None)
     if config is None or not hasattr(config, "get_text_config"):
         return None
@@ -143,10 +144,10 @@ _FUSED_OPTIMIZERS = {
 
 
 class Tracker(StorageWatch):
-    """The recording of one dry run in the making.
+    """The recording of one dry run in progress.
 
-    On kind `cpu` the host is the device, so everything is recorded and nothing is counted in `host`. `side_streams` are
-    to be told of work on them.
+    On kind `cpu` the host is the device, so everything is recorded and nothing is counted in `host`. `side_streams`
+    records work on side streams.
     """
 
     def __init__(
@@ -159,10 +160,11 @@ class Tracker(StorageWatch):
         builds_elsewhere: bool = False,
         assumed_condition: bool = True,
     ) -> None:
-        """`integer`: what a model that reads one from its data is told; None: the longest dimension of a batch.
+        """Make a tracker. `integer`: the answer to a model that reads an integer from its data; None: the longest
+        dimension of a batch.
 
-        `capability`: the compute capability of a `cuda` device; `resident_threads`: that it holds at once, 0 if what
-        depends on them is not wanted; `builds_elsewhere`: the model comes to a CPU rank parameter by parameter;
+        `capability`: the compute capability of a `cuda` device; `resident_threads`: that it holds at once, 0 leaves
+        out memory that depends on them; `builds_elsewhere`: the model comes to a CPU rank parameter by parameter;
         `assumed_condition`: the answer where a model asks whether a condition on its data is true.
         """
         super().__init__()
@@ -170,9 +172,9 @@ class Tracker(StorageWatch):
         self.device_kind = kind
         self.capability = capability
         self._resident_threads = resident_threads
-        self._is_for_any_size = False  # whether the stream is to be told for other micro-batches, too
+        self._is_for_any_size = False  # whether the stream is to hold for other micro-batches, too
         self._taken: list[int] = []  # storages inside the operator that runs now; -1: gone
-        self._after: tuple[Any, kernel_memory.Steps] | None = None  # what it does once its outputs are born
+        self._after: tuple[Any, kernel_memory.Steps] | None = None  # an operator's steps after its outputs
         self.phase = INITIALISATION
         self.host = HostMemory()
         self.side_streams = SideStreams()
@@ -185,7 +187,7 @@ class Tracker(StorageWatch):
         self._model: nn.Module | None = None
         self._running: list[str] = [""]  # names of the modules that run now, innermost last
         self._own_metadata = False
-        self._assumptions: dict[str, str] = {}  # what is assumed -> the first module that makes it necessary
+        self._assumptions: dict[str, str] = {}  # an assumption -> the first module that needs it
         self._integer = integer
         self.was_asked_for_integers = False
         self._assumed_condition = assumed_condition
@@ -195,23 +197,23 @@ class Tracker(StorageWatch):
         self._watch_before: slices.Watch | None = None
 
     def __enter__(self) -> Self:
-        """Record from here on."""
+        """Start recording."""
         self._watch_before = slices.watch(self.through)
         return super().__enter__()
 
     def __exit__(self, *exception: Any) -> None:
-        """The end."""
+        """Stop recording."""
         super().__exit__(*exception)
         slices.watch(self._watch_before)
 
-    # What happened
+    # Phases and models
 
     def timeline(self) -> Timeline:
-        """Everything so far."""
+        """Return everything recorded so far."""
         return self._timeline.timeline()
 
     def mark(self, phase: str) -> None:
-        """From now on it is `phase`."""
+        """Begin `phase`."""
         if phase != BACKWARD:  # the end of a backward (`independent_gradient_partition_epilogue`) waits for all streams
             self._timeline.events += self.side_streams.join()
         if self.phase == FORWARD:
@@ -221,12 +223,12 @@ class Tracker(StorageWatch):
         self._timeline.phase(phase)
 
     def empty_cache(self) -> None:
-        """DeepSpeed has the device's allocator give back what it does not use; a CPU has no such allocator."""
+        """Record that DeepSpeed empties the device allocator's cache; a CPU has none."""
         if self.kind == "cuda":
             self._timeline.empty_cache()
 
     def watch(self, model: nn.Module) -> None:
-        """Tell gradients and logits by the shapes of `model`, and name what its modules make."""
+        """Recognise gradients and logits by the shapes of `model`, and name its modules in the recording."""
         self._shapes = Shapes(model)
         self._model = model
         if self._building:  # `torch.tensor`, as in batch norm's counters, makes them outside of all modes
@@ -238,12 +240,12 @@ class Tracker(StorageWatch):
             module.register_forward_hook(lambda *_: self._leave(), always_call=True)
 
     def expect(self, batch: dict[str, Tensor]) -> None:
-        """Batches like this one will come."""
+        """Take the integer that a model reads from the shapes of such a batch."""
         if self._integer is None:
             self._integer = max((size for tensor in batch.values() for size in tensor.shape[1:]), default=1)
 
     def arrive(self, *tensors: Tensor) -> None:
-        """The model's `tensors` move from the host to the device, where they are not there already."""
+        """Move the model's `tensors` from the host to the device, where they are not there already."""
         for tensor in tensors:
             address = torch_internals.address(tensor)
             size_bytes = self.host.leave(address)
@@ -251,7 +253,7 @@ class Tracker(StorageWatch):
                 self._storage[address] = self._record(size_bytes, PARAMETERS, "to device")
 
     def relabel(self, kept: Iterable[tuple[Tensor, int]]) -> None:
-        """Give what lives now the category that it is `kept` for; a storage's first is the right one."""
+        """Set the categories of live storages. The first category of a storage counts."""
         seen: set[int] = set()
         with torch_internals.without_modes():  # looking is no operator
             for tensor, category in kept:
@@ -262,12 +264,12 @@ class Tracker(StorageWatch):
 
     @property
     def num_marks(self) -> int:
-        """Moments so far of which more is known than births and deaths."""
+        """Return the number of moments so far that carry more than births and deaths."""
         return 0
 
     @property
     def _recomputing(self) -> bool:
-        """Whether backward runs a module's forward again. Not seen by `is_grad_enabled`, which a `Function` clears."""
+        """Return whether backward runs a module's forward again. A `Function` hides it from `is_grad_enabled`."""
         return self.phase == BACKWARD and len(self._running) > 1
 
     def _enter(self, name: str) -> None:
@@ -284,7 +286,7 @@ class Tracker(StorageWatch):
     # Births and deaths
 
     def born(self, address: int, size_bytes: int, tensor: Tensor, operator: Any) -> None:
-        """Record it, on the device or on the host."""
+        """Record a new storage, on the device or on the host."""
         if self._own_metadata or (self.kind == "cuda" and kernel_memory.is_on_host(operator, tensor)):
             return
         if self._building:
@@ -303,7 +305,7 @@ class Tracker(StorageWatch):
         self._storage[address] = self._record(size_bytes, category, operator)
 
     def died(self, address: int, size_bytes: int) -> None:
-        """Record its end."""
+        """Record the end of a storage."""
         index = self._storage.pop(address, None)
         if index is None:
             self.host.died(address, size_bytes)
@@ -316,7 +318,7 @@ class Tracker(StorageWatch):
     # Slices
 
     def through(self, starts: range) -> Iterator[int]:
-        """Where the slices begin that are run; what the others would do is written, see `repeats`."""
+        """Yield the starts of slices to run; the recording of the others is written, see `repeats`."""
         places = []
         for start in starts[: repeats.NUM_RUN]:
             yield start
@@ -333,7 +335,7 @@ class Tracker(StorageWatch):
         return repeats.BetweenSlices(len(timeline.events), len(timeline.fixed), counted, elsewhere)
 
     def _write(self, places: list[repeats.BetweenSlices], times: int) -> None:
-        """What the last slice did, so many times more; what lives of it is now the last one's that is written."""
+        """Write the last slice's recording `times` times more; addresses then belong to the last one written."""
         moved = repeats.write(self._timeline, places, times)
         born = range(places[-2].birth, places[-1].birth)
         self._storage |= {address: index + moved for address, index in self._storage.items() if index in born}
@@ -346,7 +348,7 @@ class Tracker(StorageWatch):
     # Operators
 
     def execute(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        """What the operator returns, without touching host memory."""
+        """Return the operator's result without touching host memory."""
         if func is aten._local_scalar_dense.default and (args[0].is_meta or operators.is_untouched(args[0])):
             return self._scalar(args[0])
         if func is aten.logical_and.default and asker(sys._getframe()) == AUTOGRAD:
@@ -379,11 +381,11 @@ class Tracker(StorageWatch):
         return out
 
     def in_order(self, func: Any, out: Any) -> Iterable[Tensor]:
-        """The outputs of an operator in the order in which its kernel makes them."""
+        """Return the outputs of an operator in the order in which its kernel makes them."""
         return kernel_memory.in_order(func, tensors_in(out)) if self.kind == "cuda" else tensors_in(out)
 
     def executed(self) -> None:
-        """What a kernel takes after its outputs is taken, and everything that it took goes."""
+        """Record the blocks that a kernel takes after its outputs, and free all that it took."""
         if self._after is not None:
             self._take(*self._after)
             self._timeline.events += [index for index in reversed(self._taken) if index >= 0]
@@ -399,7 +401,7 @@ class Tracker(StorageWatch):
                 self._taken[-step - 1] = -1
 
     def _count(self, flops: int, traffic: int) -> None:
-        """Add what one operator of the model costs. DeepSpeed's own is added by `frugal.planning.cost`."""
+        """Add the costs of an operator of the model. DeepSpeed's own are added by `frugal.planning.cost`."""
         if not self._alone and traffic and asker(sys._getframe()) == DEEPSPEED:
             return
         prefix = "recompute_" if self._recomputing else ""
@@ -407,7 +409,7 @@ class Tracker(StorageWatch):
         self._counted[prefix + "traffic"] += traffic
 
     def _moved_bytes(self, func: Any, args: tuple[Any, ...], out: Any) -> int:
-        """Bytes that the model's copy moves between host and device."""
+        """Return the bytes that a copy of the model's moves between host and device."""
         source, target = (args[1], args[0]) if func is aten.copy_.default else (args[0], out)
         if func not in (aten.copy_.default, aten._to_copy.default) or source.device == target.device:
             return 0
@@ -415,17 +417,17 @@ class Tracker(StorageWatch):
 
     @property
     def counts(self) -> Counts:
-        """What ran so far in forward and backward."""
+        """Return the counts of forward and backward so far."""
         counted = dict(self._counted)
         if self.phase == FORWARD:
             counted["num_forward"] = counted.get("num_forward", 0) + self.num_operators - self._forward_from
         return Counts(**counted, num_operators=self.num_operators)
 
     def _scalar(self, tensor: Tensor) -> bool | int | float:
-        """The answer to `.item()`, which decides what the program does next.
+        """Return the answer to `.item()`, which decides how the program continues.
 
-        In forward: every mask is full and nothing is packed, so that the kernels without a mask are taken; what else
-        a model asks for is assumed, see `frugal.dryrun.trace.operators`. After it: nothing overflowed, and norms are 1.
+        In forward: every mask is full and nothing is packed, so that the kernels without a mask are taken; other
+        answers are assumptions, see `frugal.dryrun.trace.operators`. After it: nothing overflowed, and norms are 1.
         """
         if tensor.dtype.is_floating_point:
             return 1.0
@@ -445,21 +447,21 @@ class Tracker(StorageWatch):
         return integer
 
     def _assume(self, what: str) -> None:
-        """Note what the dry run assumes, once, with the first module that makes it."""
+        """Note an assumption once, with the first module that needs it."""
         if self.phase in (INITIALISATION, FORWARD):
             self._assumptions.setdefault(what, self._running[-1])
 
     @property
     def notes(self) -> tuple[str, ...]:
-        """What the dry run assumes because no dry run can know it."""
+        """Return the assumptions about data."""
         return tuple(f"{module}: {what}" if module else what for what, module in self._assumptions.items())
 
 
 @contextmanager
 def not_collected() -> Iterator[None]:
-    """Inside the `with` block cycles are collected between phases only, so that two dry runs free in the same order.
+    """Collect cycles only between phases inside the `with` block, so that two dry runs free in the same order.
 
-    What is there before is frozen, because going through all of transformers takes longer than a phase.
+    Older objects are frozen, because going through all of transformers takes longer than a phase.
     """
     gc.freeze()
     gc.disable()

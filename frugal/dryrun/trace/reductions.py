@@ -1,4 +1,4 @@
-"""Scratch of sums, means and norms on CUDA: what a kernel that adds up takes from the allocator inside its call.
+"""Scratch of sums, means and norms on CUDA: memory that a summing kernel takes from the allocator inside its call.
 
 Where one block of threads would add too many numbers, several share an output, and meet in global memory
 (`setReduceConfig` and `global_memory_size` in aten/src/ATen/native/cuda/Reduce.cuh, torch 2.13). How many follows
@@ -10,6 +10,7 @@ half precision over more than 2 GiB are kept.
 """
 
 from collections.abc import Iterable, Sequence
+from math import prod
 from typing import Any, NamedTuple
 
 import torch
@@ -23,7 +24,7 @@ _LARGEST_OFFSET = 2**31 - 1  # bytes; larger tensors are taken in parts
 
 
 class _Dimension(NamedTuple):
-    """Of the iteration: strides in elements; those of the output are 0 where it is added up."""
+    """A dimension of the iteration; strides in elements, 0 for the output along a summed dimension."""
 
     size: int
     out_stride: int
@@ -33,7 +34,8 @@ class _Dimension(NamedTuple):
 def scratch(
     values: Tensor, dimensions: Iterable[int] | None, resident_threads: int, *, wide: bool = True
 ) -> tuple[int, ...]:
-    """Bytes taken in order inside a reduction of `values` along `dimensions` (None: all): of scratch and of counters.
+    """Return the bytes of scratch and of counters inside a reduction of `values` along `dimensions` (None: all), in
+    order.
 
     Nothing where each output is one block's. `wide`: whether 16-bit numbers are read eight at once, not four.
     """
@@ -43,7 +45,7 @@ def scratch(
     dims = _iterated(values, dimensions)
     reduced = [each for each in dims if not each.out_stride]
     kept = [each for each in dims if each.out_stride]
-    outputs, inputs = _product(kept), _product(reduced)
+    outputs, inputs = prod(each.size for each in kept), prod(each.size for each in reduced)
     vector = 8 if element_bytes == 2 and wide else 4
     in_one_piece = not kept or (bool(reduced) and reduced[0].in_stride < kept[0].in_stride)
     across, down, out_vector = (inputs, outputs, 1) if in_one_piece else (outputs, inputs, 1)
@@ -72,7 +74,7 @@ def scratch(
 
 
 def _iterated(values: Tensor, dimensions: Iterable[int] | None) -> list[_Dimension]:
-    """The dimensions that `TensorIterator` is left with, the fastest first: those added up, then the others."""
+    """Return the dimensions that `TensorIterator` is left with, the fastest first: the summed ones, then the others."""
     all_of_them = range(values.dim())
     added = {d % values.dim() for d in dimensions} if dimensions is not None else set()
     added = added or set(all_of_them)
@@ -101,7 +103,7 @@ def _comes_before(one: _Dimension, other: _Dimension) -> bool:
 
 
 def _coalesced(dims: Sequence[_Dimension]) -> list[_Dimension]:
-    """Neighbours that lie end to end in both tensors are one."""
+    """Merge neighbours that lie end to end in both tensors."""
     merged: list[_Dimension] = []
     for each in dims:
         before = merged[-1] if merged else None
@@ -117,7 +119,8 @@ def _coalesced(dims: Sequence[_Dimension]) -> list[_Dimension]:
 
 
 def _in_part(dims: list[_Dimension], element_bytes: int) -> list[_Dimension]:
-    """The first part of what is too large for offsets of 32 bits: halves of the longest way (`get_dim_to_split`)."""
+    """Return the first part of a tensor too large for 32-bit offsets: the longest dimension is halved
+    (`get_dim_to_split`)."""
     while dims and element_bytes * sum((d.size - 1) * d.in_stride for d in dims) >= _LARGEST_OFFSET:
         longest = max(range(len(dims)), key=lambda n: (dims[n].size - 1) * dims[n].in_stride)
         dims[longest] = dims[longest]._replace(size=-(-dims[longest].size // 2))
@@ -125,32 +128,25 @@ def _in_part(dims: list[_Dimension], element_bytes: int) -> list[_Dimension]:
 
 
 def _common_vector(values: Tensor, dims: Sequence[_Dimension], output: _Dimension) -> int:
-    """How many outputs a thread reads at once: 4 if all that it steps by is divisible (`get_output_vec_size`)."""
+    """Return the outputs that a thread reads at once: 4 if all its steps are divisible (`get_output_vec_size`)."""
     steps = [values.storage_offset(), output.size, *(each.in_stride for each in dims if each is not output)]
     return next(size for size in (4, 2, 1) if not any(step % size for step in steps))
 
 
 def _block(across: int, down: int, most: int) -> tuple[int, int]:
-    """Threads of a block in both directions (`set_block_dimension`)."""
+    """Return the threads of a block in both directions (`set_block_dimension`)."""
     across, down = (_power_of_2(size) if size < most else most for size in (across, down))
     height = min(down, most // min(across, _WARP))
     return min(across, most // height), height
 
 
 def _power_of_2(number: int) -> int:
-    """The largest that is not above it."""
+    """Return the largest power of 2 that is not above `number`."""
     return 1 << max(0, number.bit_length() - 1)
 
 
-def _product(dims: Iterable[_Dimension]) -> int:
-    product = 1
-    for each in dims:
-        product *= each.size
-    return product
-
-
 def of_operator(operator: object, args: tuple[Any, ...], resident_threads: int) -> tuple[int, ...]:
-    """What an operator's reduction takes, see `scratch`; nothing where it has none."""
+    """Return the scratch of an operator's reduction, see `scratch`; empty where it has none."""
     if operator in (aten.sum.dim_IntList, aten.mean.dim):
         return scratch(args[0], args[1], resident_threads)
     if operator in (aten.sum.default, aten.mean.default):

@@ -1,9 +1,9 @@
-"""Slices of a tiled loss or MLP that do what another did, written instead of run.
+"""Slices of a tiled loss or MLP that repeat others: their recording is written instead of run.
 
 A sample of a million tokens has hundreds of slices in each layer, and all but the last are alike. The first three and
-the last are run. Where the third says what the second said, each about itself and the slice before it, all up to the
-last would say the same, since nothing they begin with differs: what is written is what would have been recorded, event
-for event.
+the last are run. If the recordings of the second and the third are equal, relative to themselves and the slice before,
+all others up to the last would be equal, too, since they begin with the same: the written recording is exactly the one
+that running them would make.
 """
 
 from collections import Counter
@@ -14,18 +14,18 @@ from itertools import pairwise
 from frugal.planning.memory.timeline import TimelineBuilder
 
 NUM_RUN = 3
-"""Slices that are run before others are written: the first is special, the third is held to the second."""
+"""Slices that are run before others are written: the first is special, the third is compared with the second."""
 
 
 @dataclass(frozen=True)
 class BetweenSlices:
-    """Where a recording stands between two slices.
+    """A position in a recording, between two slices.
 
     Attributes:
         event: number of the next event.
         birth: number of the next storage.
-        counted: what ran so far, by its name.
-        elsewhere: whatever must not change in a slice: marks, and what lives on the host.
+        counted: the counts so far, by name.
+        elsewhere: numbers that must not change in a slice: of marks, and of bytes on the host.
     """
 
     event: int
@@ -34,12 +34,13 @@ class BetweenSlices:
     elsewhere: tuple[int, ...]
 
     def counted_since(self, before: "BetweenSlices") -> dict[str, int]:
-        """What ran since then."""
+        """Return the counts since `before`."""
         return {name: number - before.counted.get(name, 0) for name, number in self.counted.items()}
 
 
 def are_alike(timeline: TimelineBuilder, places: Sequence[BetweenSlices]) -> bool:
-    """Whether the slices between three places did the same, and whatever begins in one ends in it or in the next."""
+    """Return whether the slices between three places did the same, and each storage ends in its slice or in the
+    next."""
     first, second, third = places
     num_births = second.birth - first.birth
     if third.birth - second.birth != num_births or third.event - second.event != second.event - first.event:
@@ -59,7 +60,8 @@ def are_alike(timeline: TimelineBuilder, places: Sequence[BetweenSlices]) -> boo
 
 
 def write(timeline: TimelineBuilder, places: Sequence[BetweenSlices], times: int) -> int:
-    """Write what the last slice said so many times more; by how much the storages that live now have moved."""
+    """Write the last slice's recording `times` times more, and return by how much the numbers of live storages have
+    moved."""
     _, second, third = places
     num_births = third.birth - second.birth
     for values in (timeline.fixed, timeline.per_sample, timeline.categories, timeline.operators, timeline.modules):

@@ -3,11 +3,11 @@
 A trace is cut at the beginning of each layer in forward and at the end of each in backward; between the cuts of two
 neighbours lies one layer's part. Where layers alternate, a period of several takes the part of one.
 
-Repeated layers do the same, so their births and deaths are the same but for whose storages they are. Two parts in the
-middle must say the same, each about itself and its neighbours: then any number of layers can stand between.
+Repeated layers do the same, so their births and deaths are equal except for the numbers of storages. Two parts in the
+middle must be equal relative to themselves and their neighbours: then any number of layers can stand between.
 
-Not seen by that: storages outside the layers whose size depends on how many there are. Who splices compares traces
-of different numbers of layers for that.
+This does not notice storages outside the layers whose size depends on the number of layers. `frugal.dryrun.trace.trace`
+compares traces of different numbers of layers for that.
 """
 
 from collections.abc import Iterator, Sequence
@@ -24,7 +24,7 @@ class NotPeriodicError(Exception):
 
 @dataclass(frozen=True, kw_only=True)
 class LayerLayout:
-    """Where the repeated layers are. Numbers of layers, parameters and modules are those of the traced model.
+    """The position of the repeated layers. Numbers of layers, parameters and modules are those of the traced model.
 
     Attributes:
         path: name of the list of layers.
@@ -48,11 +48,11 @@ class LayerLayout:
 
     @property
     def middle(self) -> int:
-        """The period that is repeated: with two others on each side, since the first and the last are not alike."""
+        """Return the period to repeat. It has two others on each side, because the first and the last differ."""
         return self.num_periods // 2
 
     def module_numbers(self, traced: Sequence[int], num_periods: int) -> tuple[int, ...]:
-        """Modules of the traced model, and those like them in a model of so many periods."""
+        """Return the traced modules' numbers in a model of `num_periods` periods."""
         end, more = self.first_module + self.num_periods * self.modules, num_periods - self.num_periods
         before = [number for number in traced if number < end]
         last = [number for number in before if number >= end - self.modules]
@@ -61,20 +61,20 @@ class LayerLayout:
 
 
 class PhaseBegins(NamedTuple):
-    """A phase of the trace begins."""
+    """The beginning of a phase of the trace."""
 
     name: str
 
 
 class Event(NamedTuple):
-    """A storage begins or ends."""
+    """The beginning or the end of a storage."""
 
     storage: int
     is_birth: bool
 
 
 class PartKind(Enum):
-    """Of one period in forward, of one in backward, or of none."""
+    """The kind of a part: one period's forward, one period's backward, or outside of the layers."""
 
     FORWARD = "forward"
     BACKWARD = "backward"
@@ -91,14 +91,14 @@ class Part:
 
 
 class Origin(NamedTuple):
-    """Where a storage, or a hold, begins: in which part, and how many begin there before."""
+    """The beginning of a storage, or of a hold: its part, and how many begin there before."""
 
     kind: PartKind
     number: int
     ordinal: int
 
     def seen_from(self, period: int) -> "Origin":
-        """With periods counted from this one."""
+        """Return the origin with periods counted from this one."""
         return self if self.kind is PartKind.OUTSIDE else self._replace(number=self.number - period)
 
 
@@ -130,11 +130,11 @@ class Parts:
                     num_holds += 1
 
     def of_kind(self, kind: PartKind) -> list[Part]:
-        """By number."""
+        """Return the parts of a kind, by number."""
         return sorted((part for part in self.parts if part.kind is kind), key=lambda part: part.number)
 
     def said(self, kind: PartKind, number: int) -> list[tuple[object, ...]]:
-        """What the part of a period says, in words that are the same for all periods.
+        """Describe a period's part in terms that are the same for all periods.
 
         Raises:
             NotPeriodicError: a phase begins in it.
@@ -159,7 +159,7 @@ class Parts:
 
 
 def _items(stream: Timeline, marks: Marks) -> Iterator[PhaseBegins | Event | Mark]:
-    """Phases, events and marks in one row."""
+    """Yield phases, events and marks in order."""
     events = list(map(Event, stream.events, stream.is_birth.tolist()))
     for (phase, numbers), of_phase in zip(stream.phase_ranges, marks, strict=True):
         yield PhaseBegins(phase)
@@ -172,10 +172,11 @@ def _items(stream: Timeline, marks: Marks) -> Iterator[PhaseBegins | Event | Mar
 
 
 def _cut(items: list[PhaseBegins | Event | Mark], layout: LayerLayout) -> list[Part]:
-    """The parts, in order: a period's forward begins with its first layer, its backward ends with its last gradient.
+    """Return the parts, in order: a period's forward begins with its first layer, its backward ends with its last
+    gradient.
 
     Raises:
-        NotPeriodicError: they cannot be told apart.
+        NotPeriodicError: the parts cannot be distinguished.
     """
     num_periods = layout.num_periods
     begins = [-1] * num_periods  # of each period in forward, a position in `items`
@@ -208,10 +209,10 @@ def _cut(items: list[PhaseBegins | Event | Mark], layout: LayerLayout) -> list[P
 
 @dataclass(frozen=True)
 class Move:
-    """What becomes of the numbers in a part that is moved by `shift` periods, where `more` periods are put in.
+    """The new numbers of a part that is moved by `shift` periods, where `more` periods are inserted.
 
-    A period's part speaks of itself and its neighbours, which move as it does. A part outside of the layers stays, and
-    of what it speaks of moves what is behind the repeated period.
+    A period's part refers to itself and its neighbours, which move as it does. A part outside of the layers stays; of
+    its references, those behind the repeated period move.
     """
 
     layout: LayerLayout
@@ -220,7 +221,7 @@ class Move:
     more: int = 0
 
     def periods(self, period: int) -> int:
-        """By how many periods that one moves; those from `num_periods` on stand for all behind the layers."""
+        """Return by how many periods that one moves; those from `num_periods` on stand for all behind the layers."""
         if period >= self.layout.num_periods:
             return self.more
         if self.part.kind is PartKind.OUTSIDE:
@@ -228,7 +229,7 @@ class Move:
         return self.shift
 
     def name(self, name: str) -> str:
-        """The name of a module."""
+        """Return the new name of a module."""
         layout = self.layout
         head, dot, tail = name[len(layout.path) + 1 :].partition(".")
         if not name.startswith(layout.path + ".") or not head.isdecimal() or int(head) < layout.first_layer:
@@ -237,7 +238,7 @@ class Move:
         return f"{layout.path}.{int(head) + periods * layout.period}{dot}{tail}"
 
     def number(self, mark: Mark) -> int:
-        """The number of a mark's parameter, layer or module."""
+        """Return the new number of a mark's parameter, layer or module."""
         layout = self.layout
         if mark.kind in (MarkKind.GRADIENT, MarkKind.HOLD, MarkKind.LET_GO):
             first, a_period = layout.first_parameter, layout.parameters
@@ -250,14 +251,15 @@ class Move:
         return mark.number + self.periods((mark.number - first) // a_period) * a_period
 
     def origin(self, origin: Origin) -> Origin:
-        """Where the same begins."""
+        """Return the corresponding origin."""
         if origin.kind is PartKind.OUTSIDE:
             return origin
         return origin._replace(number=origin.number + self.periods(origin.number))
 
 
 def splice(stream: Timeline, marks: Marks, layout: LayerLayout, num_periods: int) -> tuple[Timeline, Marks]:
-    """The stream and the marks of the same model with at least as many periods of layers.
+    """Return the stream and the marks of the same model with `num_periods` periods of layers, at least as many as
+    traced.
 
     Raises:
         NotPeriodicError: its layers do not do the same.
@@ -274,7 +276,7 @@ def splice(stream: Timeline, marks: Marks, layout: LayerLayout, num_periods: int
 
 
 def _arranged(parts: Parts, more: int) -> Iterator[tuple[Part, int]]:
-    """The parts in their new order, the middle one repeated, each with its number there."""
+    """Yield the parts in their new order, the middle one repeated, each with its new number."""
     middle = parts.layout.middle
     before, between, after = parts.of_kind(PartKind.OUTSIDE)
 
@@ -292,7 +294,7 @@ def _arranged(parts: Parts, more: int) -> Iterator[tuple[Part, int]]:
 
 
 class _Longer:
-    """The longer stream and its marks, while they are written."""
+    """The longer stream and its marks in progress."""
 
     def __init__(self, parts: Parts) -> None:
         self.timeline = TimelineBuilder()
@@ -302,7 +304,7 @@ class _Longer:
         self._holds: dict[Origin, int] = {}
 
     def play(self, part: Part, number: int, move: Move) -> None:
-        """Write `part` as the one of that number."""
+        """Write `part` as part `number`."""
         births = self._parts.births
         num_births = 0
         for item in part.items:
@@ -329,7 +331,7 @@ class _Longer:
         )
 
     def _storage(self, mark: Mark, part: Part, number: int, move: Move) -> int:
-        """What stands in the place of a mark's storage."""
+        """Return the number that replaces a mark's storage."""
         if mark.kind is MarkKind.HOLD:
             ordinal = self._parts.holds[mark.storage].ordinal
             return self._holds.setdefault(Origin(part.kind, number, ordinal), len(self._holds))

@@ -1,6 +1,6 @@
-"""The model's step alone on meta tensors: no DeepSpeed, no optimizer, gradients dropped as soon as they are whole.
+"""The model's step alone on meta tensors: no DeepSpeed, no optimizer, gradients dropped as soon as they are complete.
 
-What DeepSpeed does with the gradients is added by arithmetic (`frugal.deepspeed_adapter.simulate`), for any stage and
+DeepSpeed's work on the gradients is added by arithmetic (`frugal.deepspeed_adapter.simulate`), for any stage and
 world size. `import deepspeed` alone takes as long as all traces of a model.
 
 A model of many layers that are alike is traced with fewer of them, and the trace is spliced to its length.
@@ -12,7 +12,8 @@ import weakref
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass
-from typing import Any, Literal
+from functools import partial
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -20,6 +21,7 @@ from torch import Tensor, nn
 from frugal import torch_internals
 from frugal.config.hardware.cluster import ASSUMED_CAPABILITY, Capability, DeviceKind
 from frugal.deepspeed_adapter import zero3_graph
+from frugal.dryrun.messages import AskTrace
 from frugal.dryrun.trace.cuda_kernels import kernels_of
 from frugal.dryrun.trace.recorder import Tracker, not_collected
 from frugal.dryrun.trace.splice import LayerLayout, splice
@@ -40,7 +42,7 @@ from frugal.planning.memory.timeline import (
     Timeline,
     TimelineBuilder,
 )
-from frugal.planning.strategy import ActivationCheckpointing, LayerMode
+from frugal.planning.strategy import LayerMode
 from frugal.torch_internals import tensors_in
 from frugal.training.models import activation_checkpointing, tiled_loss, transformers_internals
 from frugal.training.models.loading import quantised
@@ -56,7 +58,7 @@ USED_OUTSIDE = "a parameter is used while its module does not run"
 
 
 class Recorder(Tracker):
-    """A tracker that also marks when gradients are whole."""
+    """A tracker that also marks when gradients are complete."""
 
     def __init__(self, kind: DeviceKind, capability: Capability = ASSUMED_CAPABILITY) -> None:
         super().__init__(kind, capability=capability)
@@ -68,23 +70,23 @@ class Recorder(Tracker):
         self._alone = True
         self.marks: list[list[Mark]] = [[]]
         self.counts_at: dict[tuple[MarkKind, int], Counts] = {}
-        self.addresses_at_rest: set[int] = set()  # ZeRO-3: storages of parameters that nobody has fetched
+        self.addresses_at_rest: set[int] = set()  # ZeRO-3: storages of parameters that no module has fetched
         self.uses_at_rest = False
 
     def mark(self, phase: str) -> None:
-        """From now on it is `phase`."""
+        """Begin `phase`."""
         super().mark(phase)
         self.marks.append([])
 
     def execute(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        """What the operator returns."""
+        """Return the operator's result, noting a use of parameters that no module has fetched."""
         if self.addresses_at_rest and not self.uses_at_rest:
             read = {torch_internals.address(tensor) for tensor in tensors_in(args)}
             self.uses_at_rest = not read.isdisjoint(self.addresses_at_rest)
         return super().execute(func, args, kwargs)
 
     def take_gradients(self, model: nn.Module) -> None:
-        """Mark and drop the gradient of every parameter of `model` when it is whole."""
+        """Mark and drop the gradient of every parameter of `model` when it is complete."""
         for index, parameter in enumerate(model.parameters()):
             if parameter.requires_grad:
                 parameter.register_post_accumulate_grad_hook(
@@ -92,12 +94,12 @@ class Recorder(Tracker):
                 )
 
     def exchange(self, _received: Tensor, sent: Tensor) -> None:
-        """Count what a rank sends to those that share its samples."""
+        """Count the bytes that a rank sends to those that share its samples."""
         self._counted["exchanged"] += int(sent.nbytes)
         self._counted["num_exchanges"] += 1
 
     def mark_layers(self, layers: Iterable[nn.Module]) -> None:
-        """Mark when each of them begins in forward."""
+        """Mark the beginning of each layer in forward."""
         for number, layer in enumerate(layers):
             layer.register_forward_pre_hook(lambda *_, number=number: self._begins(number))
 
@@ -107,7 +109,7 @@ class Recorder(Tracker):
             self.counts_at.setdefault((MarkKind.LAYER, number), self.counts)
 
     def run_layer(self, number: int, layer: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-        """What a layer returns; mark its beginning and end where backward runs it again."""
+        """Run a layer; mark its beginning and end where backward runs it again."""
         if self.phase != BACKWARD:
             return layer(*args, **kwargs)
         self.add_mark(MarkKind.LAYER_AGAIN, number, -1)
@@ -125,16 +127,16 @@ class Recorder(Tracker):
 
     @property
     def num_marks(self) -> int:
-        """Of this phase."""
+        """Return the number of marks in this phase."""
         return len(self.marks[-1])
 
     def add_mark(self, kind: MarkKind, number: int, storage: int) -> None:
-        """Mark what happens now, see `Mark`."""
+        """Add a mark at the present event, see `Mark`."""
         self.marks[-1].append(Mark(len(self._timeline.events), kind, number, storage))
 
 
 def built(build: Callable[[], nn.Module]) -> tuple[nn.Module, int]:
-    """A model on meta, and the peak of its storages while it was built, bytes."""
+    """Build a model on meta, and return it with the peak of its storages meanwhile, in bytes."""
     with Tracker("cuda") as tracker:
         model = build()
     return model, tracker.host.most_waiting_bytes
@@ -143,44 +145,35 @@ def built(build: Callable[[], nn.Module]) -> tuple[nn.Module, int]:
 def trace(
     model: nn.Module,
     objective: Objective,
+    asked: AskTrace,
     *,
-    seq_len: int,
-    kind: DeviceKind,
-    capability: Capability = ASSUMED_CAPABILITY,
-    activation_checkpointing_mode: ActivationCheckpointing,
-    loss: Literal["plain", "tiled"],
-    zero_stage: int,
-    sequence_parallel: int = 1,
-    mlp: Literal["plain", "tiled"] = "plain",
     building_bytes: int | None = None,
     alike: set[Capability] | None = None,
     layer_modes: Sequence[tuple[LayerMode, int]] = (),
 ) -> ModelTrace:
-    """One micro-step of `model`, which is on meta and is not changed.
+    """Trace one micro-step of `model`, which is on meta and is not changed.
 
-    `sequence_parallel`: ranks that share each sample; it is one of them that is traced.
+    `asked`: the way to run it; of ranks that share each sample one is traced.
     `building_bytes`: the peak while it was built, see `built`; None: no more than it has in the end.
-    `alike`: compute capabilities, from which those are taken that would have another trace.
+    `alike`: compute capabilities; those with another trace are removed.
 
     Raises:
-        NotAffineError: its memory is no affine function of the micro-batch, or it does not run by itself.
+        NotAffineError: its memory is no affine function of the micro-batch, or it does not run alone.
         RequestError: the model cannot be trained like that.
     """
     transformers_internals.always_use()
-    mode = _Mode(
-        parts_of(objective, sequence_parallel, 0), seq_len, kind, capability, activation_checkpointing_mode, loss,
-        mlp, zero_stage == 3, layer_modes, sequence_parallel,
-    )  # fmt: skip
+    is_zero3 = asked.zero_stage == 3
+    record = partial(_record, asked, parts_of(objective, asked.sequence_parallel, 0), layer_modes)
     with (
-        kernels_of(kind, capability, alike),
-        zero3_graph.linear_of_zero3() if mode.is_zero3 else nullcontext(),
+        kernels_of(asked.kind, asked.capability, alike),
+        zero3_graph.linear_of_zero3() if is_zero3 else nullcontext(),
         not_collected(),
     ):
         try:
-            recorded = (None if layer_modes else _spliced(model, mode)) or _whole(model, mode)
+            recorded = (None if layer_modes else _spliced(model, record)) or _whole(model, record)
         except (FrugalError, NotAffineError, NotImplementedError):
             raise
-        except Exception as error:  # whatever a model trips over: a dry run knows more ways, or says what is wrong
+        except Exception as error:  # a dry run tries more ways, or reports what is wrong
             raise NotAffineError(f"the model's step alone cannot be traced: {error}") from error
     parameters = list(model.parameters())
     buffers = [*model.buffers(), *quantised.scales(model)]
@@ -188,7 +181,7 @@ def trace(
     trained = {parameter.element_size() for parameter in parameters if parameter.requires_grad}
     return ModelTrace(
         **recorded,
-        own_parameters=zero3_graph.parameters_of_modules(model, within=False) if mode.is_zero3 else (),
+        own_parameters=zero3_graph.parameters_of_modules(model, within=False) if is_zero3 else (),
         parameters_within=zero3_graph.parameters_of_modules(model, within=True)
         if recorded.get("gathered_as_one")
         else (),
@@ -199,22 +192,6 @@ def trace(
         buffer_bytes=tuple(buffer.untyped_storage().nbytes() for buffer in buffers),
         building_bytes=building_bytes or sum(tensor.untyped_storage().nbytes() for tensor in (*parameters, *buffers)),
     )
-
-
-@dataclass(frozen=True)
-class _Mode:
-    """What is traced, apart from the model and the micro-batch."""
-
-    objective: Objective
-    seq_len: int
-    kind: DeviceKind
-    capability: Capability
-    activation_checkpointing: ActivationCheckpointing
-    loss: Literal["plain", "tiled"]
-    mlp: Literal["plain", "tiled"]
-    is_zero3: bool
-    layer_modes: Sequence[tuple[LayerMode, int]] = ()
-    sequence_parallel: int = 1
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -232,8 +209,12 @@ class _Recorded:
     gathered_as_one: tuple[int, ...]
 
 
+Record = Callable[[nn.Module, str, int], _Recorded]
+"""Records a micro-step of a model, which is used up: the model, the list of its repeated layers, the micro-batch."""
+
+
 def _fitted(first: _Recorded, second: _Recorded) -> tuple[Timeline, Marks]:
-    """Stream and marks for every micro-batch, through those at `MICRO_BATCHES`.
+    """Return stream and marks for every micro-batch, fitted to those at `MICRO_BATCHES`.
 
     Raises:
         NotAffineError: they are not the same stream.
@@ -244,20 +225,20 @@ def _fitted(first: _Recorded, second: _Recorded) -> tuple[Timeline, Marks]:
     return stream, first.marks
 
 
-def _whole(model: nn.Module, mode: _Mode) -> dict[str, Any]:
-    """What a `ModelTrace` says of one micro-step, from traces of the whole model."""
-    first, second = (_record(copy.deepcopy(model), "", mode, micro_batch) for micro_batch in MICRO_BATCHES)
+def _whole(model: nn.Module, record: Record) -> dict[str, Any]:
+    """Return fields of `ModelTrace` from traces of the whole model."""
+    first, second = (record(copy.deepcopy(model), "", micro_batch) for micro_batch in MICRO_BATCHES)
     stream, marks = _fitted(first, second)
     work = between(first.counts, second.counts, MICRO_BATCHES)
     as_one = first.gathered_as_one
     return {"stream": stream, "marks": marks, "work": work, "notes": first.notes, "gathered_as_one": as_one}
 
 
-def _spliced(model: nn.Module, mode: _Mode) -> dict[str, Any] | None:
-    """The same from traces of few layers; None where they do not tell of many.
+def _spliced(model: nn.Module, record: Record) -> dict[str, Any] | None:
+    """Return the same fields from traces of few layers; None where they cannot stand for many.
 
-    Two traces are of the same few periods of layers, as for a whole model. A third has a period more, and must be what
-    splicing makes of the others: so a storage whose size depends on the number of layers is noticed.
+    Two traces are of the same few periods of layers, as for a whole model. A third has a period more, and must equal
+    the spliced others: so a storage whose size depends on the number of layers is noticed.
     """
     repeated = repetition(model)
     if repeated is None or repeated.num_periods <= FEW_PERIODS + 1:
@@ -265,7 +246,7 @@ def _spliced(model: nn.Module, mode: _Mode) -> dict[str, Any] | None:
     layers = layer_layout(model, repeated, FEW_PERIODS)
 
     def recorded(num_periods: int, micro_batch: int) -> _Recorded:
-        return _record(shortened(model, repeated, num_periods), repeated.path, mode, micro_batch)
+        return record(shortened(model, repeated, num_periods), repeated.path, micro_batch)
 
     try:
         first, second = (recorded(FEW_PERIODS, micro_batch) for micro_batch in MICRO_BATCHES)
@@ -274,9 +255,9 @@ def _spliced(model: nn.Module, mode: _Mode) -> dict[str, Any] | None:
         if not _is_recorded(*splice(stream, marks, layers, FEW_PERIODS + 1), longer):
             return None
         stream, marks = splice(stream, marks, layers, repeated.num_periods)
-    except Exception:  # a model may count its layers by itself; what is wrong with the whole one will be said
+    except Exception:  # a model may count its layers itself; tracing the whole one reports what is wrong
         return None
-    if not _is_of_layers(model, repeated):
+    if list(repeated.layers) != activation_checkpointing.layers(model):  # those that can be recomputed one by one
         marks = tuple(tuple(mark for mark in phase if mark.kind < MarkKind.LAYER) for phase in marks)
     more = repeated.num_periods - FEW_PERIODS
     counts = [each.counts.plus(_of_a_period(each, layers), more) for each in (first, second)]
@@ -286,19 +267,14 @@ def _spliced(model: nn.Module, mode: _Mode) -> dict[str, Any] | None:
 
 
 def _is_recorded(stream: Timeline, marks: Marks, recorded: _Recorded) -> bool:
-    """Whether this is what was recorded at the first micro-batch."""
+    """Return whether stream and marks equal a recording at the first micro-batch."""
     other = recorded.stream
     is_alike = (stream.events, stream.phases, marks) == (other.events, other.phases, recorded.marks)
     return is_alike and stream.sizes(MICRO_BATCHES[0]) == list(other.fixed)
 
 
-def _is_of_layers(model: nn.Module, repeated: "Repetition") -> bool:
-    """Whether the layers of the list are those that can be recomputed one by one."""
-    return list(repeated.layers) == activation_checkpointing.layers(model)
-
-
 def _of_a_period(raw: _Recorded, layers: LayerLayout) -> Counts:
-    """What one period in the middle costs: its forward, and the way from its last gradient to that of the one before.
+    """Return the counts of one period in the middle: its forward, and from its last gradient to the one before.
 
     Only called where splicing has found the periods alike.
     """
@@ -312,40 +288,49 @@ def _of_a_period(raw: _Recorded, layers: LayerLayout) -> Counts:
     return begins[1].minus(begins[0]).plus(ends[1].minus(ends[0]))
 
 
-def _record(model: nn.Module, layers: str, mode: _Mode, micro_batch: int) -> _Recorded:
-    """One micro-step of `model`, used up. `layers`: a list whose modules are marked, else those that can recompute."""
-    recorder = Recorder(mode.kind, mode.capability)
+def _record(
+    asked: AskTrace,
+    objective: Objective,
+    layer_modes: Sequence[tuple[LayerMode, int]],
+    model: nn.Module,
+    layers: str,
+    micro_batch: int,
+) -> _Recorded:
+    """Record one micro-step of `model`, which is used up. `layers`: a list of modules to mark; empty: those that can
+    recompute."""
+    recorder = Recorder(asked.kind, asked.capability)
     marked = list(model.get_submodule(layers).children()) if layers else activation_checkpointing.layers(model)
     can_mix = marked == activation_checkpointing.layers(model)
     watch = recorder.run_layer if can_mix else None
-    activation_checkpointing.apply(model, mode.activation_checkpointing, mode.layer_modes, watch=watch)
-    if mode.sequence_parallel > 1:
-        attention.apply(model, attention.Split(mode.sequence_parallel, recorder.exchange))
-    if mode.loss == "tiled":
+    activation_checkpointing.apply(model, asked.activation_checkpointing, layer_modes, watch=watch)
+    if asked.sequence_parallel > 1:
+        attention.apply(model, attention.Split(asked.sequence_parallel, recorder.exchange))
+    if asked.loss == "tiled":
         tiled_loss.apply(model)
-    if mode.mlp == "tiled":
+    if asked.mlp == "tiled":
         tiled_mlp.apply(model)
-    example = mode.objective.example(micro_batch, mode.seq_len)
+    example = objective.example(micro_batch, asked.request.seq_len)
     recorder.expect(example)
     recorder.watch(model)
     recorder.take_gradients(model)
     recorder.mark_layers(marked)
-    if mode.is_zero3:
+    if asked.zero_stage == 3:
         recorder.addresses_at_rest = zero3_graph.install(model, recorder.add_mark)
     with recorder:
-        _micro_step(recorder, model, mode.objective, example)
+        _micro_step(recorder, model, objective, example)
     return _Recorded(
         stream=recorder.timeline(),
         marks=tuple(map(tuple, recorder.marks)),
         counts=recorder.counts,
         counts_at=recorder.counts_at,
         notes=(*recorder.notes, *((USED_OUTSIDE,) if recorder.uses_at_rest else ())),
-        gathered_as_one=zero3_graph.gathered_as_one(model) if mode.is_zero3 else (),
+        gathered_as_one=zero3_graph.gathered_as_one(model) if asked.zero_stage == 3 else (),
     )
 
 
 def _micro_step(recorder: Recorder, model: nn.Module, objective: Objective, example: dict[str, Tensor]) -> None:
-    """As `Engine.accumulate` and DeepSpeed's `backward` do it, down to the scalars and to when cycles are collected."""
+    """Run a micro-step as `Engine.accumulate` and DeepSpeed's `backward` do, down to scalars and collections of
+    cycles."""
     total = torch.zeros((), dtype=torch.float64, device="meta")
     batch = {name: tensor.to("meta") for name, tensor in example.items()}
     recorder.mark(FORWARD)
@@ -369,7 +354,7 @@ _NUMBERS = {"layer_idx", "layer_id", "layer_index", "layer_number"}  # attribute
 
 @dataclass(frozen=True)
 class Repetition:
-    """A list of layers that end in whole periods of layers of the same kinds.
+    """A list of layers that ends in whole periods of layers of the same kinds.
 
     Attributes:
         path: name of the list.
@@ -385,7 +370,7 @@ class Repetition:
 
     @property
     def num_periods(self) -> int:
-        """Periods in the whole model."""
+        """Return the number of periods in the whole model."""
         return (len(self.layers) - self.first) // self.period
 
 
@@ -393,14 +378,14 @@ _known: "weakref.WeakKeyDictionary[nn.Module, Repetition | None]" = weakref.Weak
 
 
 def repetition(model: nn.Module) -> Repetition | None:
-    """The repeated layers of `model`; None where there is no list of them, or more than one, or nothing is repeated."""
+    """Return the repeated layers of `model`; None unless exactly one list of layers repeats."""
     if model not in _known:
         _known[model] = _find(model)
     return _known[model]
 
 
 def _find(model: nn.Module) -> Repetition | None:
-    lists = [(path, each) for path, each in _outermost_lists(model) if len(each) >= 3 and _is_composed(each[0])]
+    lists = [(path, each) for path, each in _outermost_lists(model) if len(each) >= 3 and list(each[0].children())]
     if len(lists) != 1:
         return None
     path, layers = lists[0]
@@ -418,7 +403,7 @@ def _find(model: nn.Module) -> Repetition | None:
 
 
 def shortened(model: nn.Module, repeated: Repetition, num_periods: int) -> nn.Module:
-    """A copy of `model` with fewer periods, the first ones."""
+    """Return a copy of `model` with only the first `num_periods` periods."""
     parent = model.get_submodule(repeated.path.rpartition(".")[0])
     name = repeated.path.rpartition(".")[2]
     keep = repeated.first + num_periods * repeated.period
@@ -431,7 +416,7 @@ def shortened(model: nn.Module, repeated: Repetition, num_periods: int) -> nn.Mo
 
 
 def layer_layout(model: nn.Module, repeated: Repetition, num_periods: int) -> LayerLayout:
-    """Where the layers are in the shortened model; the numbers of the first period are the same in the whole one."""
+    """Return the layout of the shortened model; the numbers of the first period equal those in the whole model."""
     period = list(repeated.layers)[repeated.first : repeated.first + repeated.period]
     parameters = {id(parameter): number for number, parameter in enumerate(model.parameters())}
     modules = {id(module): number for number, module in enumerate(model.modules())}
@@ -456,19 +441,15 @@ def _outermost_lists(module: nn.Module, path: str = "") -> Iterator[tuple[str, n
         yield from _outermost_lists(child, f"{path}.{name}" if path else name)
 
 
-def _is_composed(layer: nn.Module) -> bool:
-    return any(True for _ in layer.children())
-
-
 def _own_parameters_stand_together(model: nn.Module, layers: nn.ModuleList) -> bool:
-    """Whether the layers share no parameter, and follow each other in the model's order."""
+    """Return whether the layers share no parameter, and are consecutive in the model's order."""
     numbers = {id(parameter): number for number, parameter in enumerate(model.parameters())}
     own = [numbers[id(parameter)] for layer in layers for parameter in layer.parameters()]
     return bool(own) and own == list(range(own[0], own[0] + len(own)))
 
 
 def _kind(layer: nn.Module) -> tuple[Any, ...]:
-    """Equal for layers of the same modules, parameters and settings."""
+    """Return a value that is equal for layers of the same modules, parameters and settings."""
     return tuple(
         (
             name,
@@ -486,13 +467,10 @@ def _kind(layer: nn.Module) -> tuple[Any, ...]:
 
 
 def _settings(model: nn.Module, number: int, num_layers: int) -> tuple[Any, ...]:
-    """What the model's configuration says of one layer: items of lists that are as long as there are layers."""
+    """Return one layer's items of the configuration's lists that have an item for each layer."""
     config = getattr(model, "config", None)
     if config is None or not hasattr(config, "get_text_config"):
         return ()
     values = sorted(vars(config.get_text_config()).items())
-    return tuple((key, str(value[number])) for key, value in values if _is_list(value) and len(value) == num_layers)
-
-
-def _is_list(value: Any) -> bool:
-    return isinstance(value, Sequence) and not isinstance(value, str)
+    lists = [(key, value) for key, value in values if isinstance(value, Sequence) and not isinstance(value, str)]
+    return tuple((key, str(value[number])) for key, value in lists if len(value) == num_layers)

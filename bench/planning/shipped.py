@@ -1,0 +1,80 @@
+"""`python -m bench.planning.shipped [PRESET ...]`: makes the traces that are shipped with frugal again.
+
+They hold for the versions of torch and transformers with which they were made; see `frugal.dryrun.shipped`.
+"""
+
+import lzma
+import sys
+from collections.abc import Iterator
+from contextlib import closing
+from dataclasses import replace
+
+import msgspec
+from msgspec import structs
+
+from frugal.config.hardware.cluster import CARDS, Capability, kernel_class
+from frugal.config.request import Request
+from frugal.dryrun import shipped
+from frugal.dryrun.cache import presets
+from frugal.dryrun.messages import AskCheck, AskFacts, AskTrace
+from frugal.dryrun.pool import Pool
+from frugal.errors import FrugalError
+from frugal.planning.model_facts import ModelFacts
+from frugal.planning.strategy import ActivationCheckpointing
+
+CLASSES = sorted({kernel_class(card.compute_capability) for card in CARDS.values() if card.has_bf16})
+
+
+def make(model: str, mode: ActivationCheckpointing, pool: Pool) -> shipped.Shipment:
+    """Trace a preset in a mode anew, and return the shipment."""
+    request = Request(model=model)
+    (described,) = pool.ask([AskFacts(request)])
+    (checked,) = pool.ask([AskCheck(request)])
+    assert described.describe is not None and checked.notes is not None
+    longest = described.describe.max_positions or request.seq_len
+    request = replace(request, seq_len=longest) if longest < request.seq_len else request
+    facts = replace(described.describe, notes=checked.notes)
+    traces: dict[str, msgspec.Raw] = {}
+    same: dict[str, str] = {}
+    for capability in CLASSES:
+        questions = [each for each in _questions(request, facts, mode, capability) if shipped._name(each) not in same]
+        for question, answer in zip(questions, pool.attempt(questions), strict=True):
+            if isinstance(answer, FrugalError):  # such as a tiled loss that the model cannot take
+                continue
+            assert answer.traced is not None
+            name = shipped._name(question)
+            traces[name] = msgspec.Raw(msgspec.json.encode(answer.traced))
+            alike = (shipped._name(structs.replace(question, capability=each)) for each in answer.traced.alike)
+            same.update((each, name) for each in alike if each != name)
+    return shipped.Shipment(shipped._versions(), shipped._definition(model), facts, traces, same)
+
+
+def _questions(
+    request: Request, facts: ModelFacts, mode: ActivationCheckpointing, capability: Capability
+) -> Iterator[AskTrace]:
+    for stage in (2, 3):
+        for loss in ("plain", "tiled") if facts.can_tile else ("plain",):
+            yield AskTrace(
+                request=request,
+                activation_checkpointing=mode,
+                loss=loss,
+                zero_stage=stage,
+                kind="cuda",
+                capability=capability,
+            )
+
+
+def main() -> None:
+    """Make the shipments of the presets named on the command line, or of all."""
+    shipped.FOLDER.mkdir(exist_ok=True)
+    for model in sys.argv[1:] or presets():
+        with closing(Pool(2)) as pool:
+            for mode in shipped.MODES:
+                shipment = make(model, mode, pool)
+                path = shipped.FOLDER / shipped._file_name(model, mode)
+                path.write_bytes(lzma.compress(msgspec.json.encode(shipment), preset=9))
+                sys.stderr.write(f"{path.name}: {len(shipment.traces)} traces, {path.stat().st_size >> 10} KiB\n")
+
+
+if __name__ == "__main__":
+    main()
