@@ -1,12 +1,13 @@
-"""What a page of a plan holds besides the plan: simulated here, once, and then kept in the user's cache."""
+"""The contents of a plan's page besides the plan: simulated once, and then kept in the user's cache."""
 
 from contextlib import closing
 from functools import partial
 
 from frugal.dryrun.cache import Cache
 from frugal.dryrun.client import DryRunSource, workers
+from frugal.plan_page.answers import EVENTS_OF_A_PAGE, EVENTS_OF_A_SMALL_PAGE, answers
 from frugal.plan_page.page import PageData
-from frugal.plan_page.profiles import EVENTS_OF_A_PAGE, EVENTS_OF_A_SMALL_PAGE, is_of_one_kind, profiles
+from frugal.plan_page.sources import is_of_one_kind
 from frugal.planning.plan import Plan
 from frugal.planning.search.candidate import OpenSource
 from frugal.planning.table import Table
@@ -25,7 +26,7 @@ from frugal.planning.what_if import (
 
 
 def contents(plan: Plan, cache: Cache, in_full: bool) -> PageData:
-    """Made anew; `in_full`: as in `frugal.plan_page.make.write_page`.
+    """Return the contents computed anew; `in_full`: as in `frugal.plan_page.make.write_page`.
 
     Raises:
         WorkerError: a trace crashed.
@@ -33,12 +34,12 @@ def contents(plan: Plan, cache: Cache, in_full: bool) -> PageData:
     with closing(workers()) as pool:
         dry_run = partial(DryRunSource, pool=pool, will_dry_run=False)
         if not in_full:
-            return PageData(profiles(plan, dry_run, EVENTS_OF_A_SMALL_PAGE, only_known=True), ())
-        return PageData(profiles(plan, dry_run, EVENTS_OF_A_PAGE), tuple(_tables(plan, dry_run)))
+            return PageData(answers(plan, dry_run, EVENTS_OF_A_SMALL_PAGE, only_known=True), ())
+        return PageData(answers(plan, dry_run, EVENTS_OF_A_PAGE), tuple(_tables(plan, dry_run)))
 
 
 def _tables(plan: Plan, dry_run: OpenSource) -> list[Table]:
-    """What would help, and what other GPUs, cards and lengths would come to."""
+    """Return the tables of what would help, and of other GPUs, cards and lengths."""
     cases = [*changes(plan), *shorter(plan)]
     tables = []
     if cases:
