@@ -23,9 +23,9 @@ def write_page(plan: Plan, path: Path, *, in_full: bool, helps: str = "") -> Pat
     key = digest("page that looks answers up", model_key(plan.request), plan.digest, in_full)
     data = cache.read(key, PageData)
     if data is None:
-        from frugal.plan_page.contents import contents  # brings the simulation along, which a kept page does not need
+        from frugal.plan_page.answers import contents  # brings the simulation along, which a kept page does not need
 
-        data = contents(plan, cache, in_full)
+        data = contents(plan, in_full)
         cache.write(key, data)
     text = plan_page(plan, data.answers, helps=helps, tables=data.tables)
     (written,) = write_files(path.parent, {path.name: text.encode()})

@@ -5,7 +5,7 @@ Two kinds of numbers are on it, and it says which is which: the plan's memory, p
 code, and those computed when the page is made, which are the arithmetic of `frugal plan --draft`.
 """
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import msgspec
@@ -14,11 +14,10 @@ from frugal.config.hardware.cluster import CARDS
 from frugal.html.assets import asset
 from frugal.html.document import document
 from frugal.html.elements import Html, details, element, figure, joined, table
-from frugal.plan_page.sources import chosen_micro_batches
 from frugal.planning.memory_report import assumptions
 from frugal.planning.plan import Plan, Rejected
 from frugal.planning.report import strategy_table
-from frugal.planning.strategy import short_name
+from frugal.planning.strategy import Strategy, short_name
 from frugal.planning.table import Table
 from frugal.units import format_bytes, format_seconds, plural
 
@@ -55,6 +54,15 @@ def plan_page(plan: Plan, answers: dict[str, Any], *, helps: str = "", tables: S
         data={"answers": answers, "plan": _chosen(plan)},
         scripts=[asset("plan_page.js")],
     )
+
+
+def chosen_micro_batches(plan: Plan) -> Iterator[tuple[Strategy, int]]:
+    """Yield every strategy of the plan with the micro-batch it was weighed at, the chosen one first."""
+    own = plan.memory.device_in(plan.cluster)
+    sizes = zip(plan.cluster.devices, plan.batch.cap_of_rank, strict=True)
+    yield plan.strategy, max(size for device, size in sizes if device == own)
+    for each in plan.rejected:
+        yield each.strategy, max(1, each.micro_batch)
 
 
 def _chosen(plan: Plan) -> dict[str, Any]:
@@ -157,7 +165,9 @@ def _memory(plan: Plan, has_answers: bool) -> Html:
         "recorded step grows by a fixed number of bytes with each sample, and torch's allocator is replayed on them. "
         "For another card than the one a setting was computed for, its bytes may be 0.2 % too many."
     )
-    whole = element("label", Html('<input type="checkbox" id="whole">'), " from the start of the run", class_="small")
+    whole = element(
+        "label", Html('<input type="checkbox" id="whole">'), " from the start of the run", class_="small nowrap"
+    )
     below = joined(
         element("p", element("span", id="shown"), " ", whole, class_="small"),
         *([element("p", role="status", id="answer", aria_live="polite"), _controls(plan)] if has_answers else []),

@@ -96,7 +96,7 @@
         { label: `${bytes(plan.limit)} may be used`, value: plan.limit, dash: [6, 4], below: true },
       ],
       marks: marks.filter(([, event], i) => event >= events[0] || marks[i + 1]?.[1] > events[0]).map(([label, event]) => ({ x: Math.max(event, events[0]), label })),
-      note: { x: peak.event, y: top, lines: [`peak ${bytes(top)}${parts.slack ? `, ${bytes(total)} with the allocator's slack` : ""}`, `${peak.operator} in ${peak.phase}`, peak.where].filter(Boolean) },
+      note: { x: peak.event, y: top, lines: [`peak ${bytes(top)}`, parts.slack ? `${bytes(total)} with the allocator's slack` : "", `${peak.operator} in ${peak.phase}`, peak.where].filter(Boolean) },
       hover: (i) => {
         const held = series.map(({ label, values }) => [label, values[i]]).filter(([, size]) => size).sort((a, b) => b[1] - a[1]);
         const words = held.slice(0, 3).map(([label, size]) => `${label} ${bytes(size)}`);
