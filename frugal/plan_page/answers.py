@@ -347,7 +347,7 @@ def _flags(strategy: Strategy) -> str:
     return " ".join(map(str, words))
 
 
-def _tables(plan: Plan, dry_run: OpenSource) -> list[Table]:
+def _tables(plan: Plan, dry_run: OpenDryRuns) -> list[Table]:
     """Return the tables of what would help, and of other GPUs, cards and lengths."""
     cases = [*changes(plan), *shorter(plan)]
     tables = []
@@ -358,7 +358,7 @@ def _tables(plan: Plan, dry_run: OpenSource) -> list[Table]:
     return [*tables, *_grid(plan, dry_run)] if is_of_one_kind(plan.cluster) else tables
 
 
-def _grid(plan: Plan, dry_run: OpenSource) -> list[Table]:
+def _grid(plan: Plan, dry_run: OpenDryRuns) -> list[Table]:
     with dry_run(plan.request, plan.cluster) as source:
         longest = source.facts().max_positions
     axes = axes_around(plan, longest)
