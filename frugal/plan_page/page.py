@@ -140,7 +140,7 @@ def _verdict(plan: Plan, helps: str) -> list[Html]:
 
 
 def _unbroken(strategy: str) -> list[Html]:
-    """Its words, of which none is broken at a hyphen."""
+    """Return the words of a text, none of which is broken at a hyphen."""
     return [joined(element("span", word, class_="nowrap"), " ") for word in strategy.split(" ")]
 
 
@@ -149,7 +149,7 @@ def _fact(name: str, value: str, more: str) -> Html:
 
 
 def _cards(plan: Plan) -> str:
-    """`4 GPUs of 12.00 GiB`, `8 x h100-80g`."""
+    """Return the devices: `4 GPUs of 12.00 GiB`, `8 x h100-80g`."""
     devices, noun = plan.cluster.devices, plan.cluster.rank_noun
     if len(set(devices)) > 1:
         return plural(len(devices), noun)

@@ -15,7 +15,7 @@ _CLOCKS = {"seconds": 1, "minutes": 60, "hours": 3600}
 
 
 class Chart:
-    """One chart: its place in the page, and what `assets/report.js` draws there. `is_wide`: as wide as the page."""
+    """A chart: its place in the page, and what `assets/report.js` draws there. `is_wide`: as wide as the page."""
 
     def __init__(
         self, name: str, heading: str, series: Sequence[Series], *, x: str = "step", x_label: str = "",
@@ -36,7 +36,7 @@ class Chart:
 
 
 def charts(runs: Sequence[RecordedRun]) -> list[Chart]:
-    """Those for which there are numbers; losses and speeds of different units in charts of their own."""
+    """Return the charts for which there are numbers; losses and speeds of different units are drawn apart."""
     marks = words.marks(runs[0]) if len(runs) == 1 else []
     made: list[Chart] = []
     for group in [list(runs)] if speaks_one_unit(runs) else [[run] for run in runs]:
@@ -60,7 +60,7 @@ def charts(runs: Sequence[RecordedRun]) -> list[Chart]:
 
 
 def _course(runs: Sequence[RecordedRun]) -> Chart:
-    """Steps over time: where a run stood still, went back and went on."""
+    """Return the chart of steps over time: where a run stood still, went back and resumed."""
     longest = max((run.seconds or 0.0 for run in runs), default=0.0)
     unit = next((name for name, size in reversed(_CLOCKS.items()) if longest >= 2 * size), "seconds")
     size = _CLOCKS[unit]
@@ -76,7 +76,7 @@ def _course(runs: Sequence[RecordedRun]) -> Chart:
 def _of_one_unit(
     group: Sequence[RecordedRun], runs: Sequence[RecordedRun], which: str, of: str, marks: Sequence[dict[str, Any]]
 ) -> list[Chart]:
-    """Losses and speed of runs that count the same."""
+    """Return the charts of losses and speed of runs that count the same unit."""
     unit = group[0].unit
     losses = [steps_of(run, run.name, runs.index(run) + 1, lambda step: step.loss) for run in group]
     validation = [evaluations_of(run, run.name, runs.index(run) + 1) for run in group]
@@ -100,5 +100,5 @@ def _of_steps(
     group: Sequence[RecordedRun], runs: Sequence[RecordedRun], name: str, heading: str,
     value: Callable[[RunRecord], float | None], **how: Any,
 ) -> Chart:  # fmt: skip
-    """One series a run."""
+    """Return a chart with one series a run."""
     return Chart(name, heading, [steps_of(run, run.name, runs.index(run) + 1, value) for run in group], **how)

@@ -11,7 +11,7 @@ MOST_RUNS = 9
 
 
 def check(runs: Sequence[RecordedRun]) -> None:
-    """Whether so many runs can be compared.
+    """Refuse more runs than one page can compare.
 
     Raises:
         RequestError: there are too many.
@@ -25,22 +25,22 @@ def check(runs: Sequence[RecordedRun]) -> None:
 
 
 def speaks_one_unit(runs: Sequence[RecordedRun]) -> bool:
-    """Whether losses and speeds of all runs are of the same unit."""
+    """Return whether losses and speeds of all runs are of the same unit."""
     return len({run.unit for run in runs}) == 1
 
 
 def renamed(names: Sequence[str], longer: Sequence[str]) -> list[str]:
-    """Names, each with the folder before it where two are the same."""
+    """Return the names, longer ones where two are the same."""
     return [long if names.count(name) > 1 else name for name, long in zip(names, longer, strict=True)]
 
 
 def differing(runs: Sequence[RecordedRun]) -> list[list[str]]:
-    """Rows of what is not the same in all runs: its name, and its value in each."""
+    """Return rows of settings and versions that are not the same in all runs: the name, and its value in each."""
     return [row for row in everything(runs) if len(set(row[1:])) > 1]
 
 
 def everything(runs: Sequence[RecordedRun]) -> list[list[str]]:
-    """Rows of all settings and versions: the name, and its value in each run."""
+    """Return rows of all settings and versions: the name, and its value in each run."""
     sources = [
         {
             **run.facts,
@@ -54,7 +54,7 @@ def everything(runs: Sequence[RecordedRun]) -> list[list[str]]:
 
 
 def _planned(run: RecordedRun) -> dict[str, str]:
-    """The strategy, a row for each thing that it decides."""
+    """Return each choice of the planned strategy by name."""
     if run.plan is None:
         return {}
     strategy = run.plan.strategy

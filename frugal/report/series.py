@@ -1,4 +1,4 @@
-"""Curves of a run: points to draw, thinned where there are too many, and what they come to in words."""
+"""Curves of a run: points to draw, thinned where there are too many, and their summary in words."""
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
@@ -8,7 +8,7 @@ from frugal.report.records import RunRecord
 from frugal.report.run import RecordedRun
 
 MOST_POINTS = 4000
-"""Of one curve: more than a chart has columns. A page of a run of a million steps stays below a megabyte."""
+"""The points of one curve: more than a chart has columns. A page of a run of a million steps stays below a megabyte."""
 
 Points = dict[float, float]
 """y by x."""
@@ -23,16 +23,16 @@ class Series:
     points: Points
 
     def renamed(self, label: str, colour: int) -> "Series":
-        """The same under another name."""
+        """Return the same curve under another name."""
         return replace(self, label=label, colour=colour)
 
     def drawn(self, xs: Sequence[float]) -> dict[str, Any]:
-        """For the script: a value for each x of the chart, null where it has none."""
+        """Return the curve for the script: a value for each x of the chart, null where it has none."""
         values = [self.points.get(x) for x in xs]
         return {"label": self.label, "colour": self.colour, "kind": "line", "values": values}
 
     def in_words(self, text: Callable[[float], str]) -> str:
-        """From where to where, and between what."""
+        """Describe the curve: its ends, its lowest and its highest point."""
         xs, ys = list(self.points), list(self.points.values())
         least, most = min(range(len(ys)), key=ys.__getitem__), max(range(len(ys)), key=ys.__getitem__)
         return (
@@ -42,17 +42,17 @@ class Series:
 
 
 def steps_of(run: RecordedRun, label: str, number: int, value: Callable[[RunRecord], float | None]) -> Series:
-    """A value of each step; steps where there is none are left out."""
+    """Return the curve of a value of each step, without steps that lack it."""
     return Series(label, number, thinned({step.step: y for step in run.steps if (y := value(step)) is not None}))
 
 
 def evaluations_of(run: RecordedRun, label: str, number: int) -> Series:
-    """The loss of each evaluation."""
+    """Return the curve of the loss of each evaluation."""
     return Series(label, number, {each.step: each.loss for each in run.evaluations if each.loss is not None})
 
 
 def course(run: RecordedRun, label: str, number: int, unit_seconds: int = 1) -> Series:
-    """Steps done over the time since the first start, in units; a restart goes back to where it goes on from."""
+    """Return the curve of steps over time since the first start, in units; a restart goes back to its checkpoint."""
     records = [*run.steps, *run.starts, *run.history.of("end")]
     timed = sorted((seconds, each.step) for each in records if (seconds := run.since_begin(each)) is not None)
     begins = {run.since_begin(each) for each in run.starts}
@@ -65,7 +65,7 @@ def course(run: RecordedRun, label: str, number: int, unit_seconds: int = 1) -> 
 
 
 def thinned(points: Points, most: int = MOST_POINTS) -> Points:
-    """The same where there are at most so many; otherwise of each stretch the lowest, the highest and both ends."""
+    """Return at most `most` points: of each stretch the lowest, the highest and both ends."""
     if len(points) <= most:
         return points
     xs = list(points)

@@ -17,7 +17,7 @@ WIDEST = 28
 
 
 def summary(runs: Sequence[RecordedRun]) -> list[Block]:
-    """What the page says, in short."""
+    """Return a summary of the page."""
     blocks = _of_one(runs[0]) if len(runs) == 1 else _of_several(runs)
     return [*blocks, [f"note   {note}" for note in words.notes(runs)]]
 
@@ -43,7 +43,7 @@ def _of_one(run: RecordedRun) -> list[Block]:
 
 
 def _memory(run: RecordedRun) -> Block:
-    """By phase: planned and measured."""
+    """Return planned and measured memory by phase."""
     reserved = words.has_reserved(run)
     head = ("planned", "measured", "difference", *(["reserved"] if reserved else []), "phase")
     rows = [
@@ -71,7 +71,7 @@ def _short(text: str) -> str:
 
 
 def as_data(runs: Sequence[RecordedRun]) -> dict[str, Any]:
-    """For programs; numbers as they were recorded, bytes and seconds."""
+    """Return all numbers for programs, as recorded, in bytes and seconds."""
     return {
         "runs": [_data(run) for run in runs],
         "differing": [{"name": row[0], "values": row[1:]} for row in differing(runs)] if len(runs) > 1 else [],
