@@ -16,8 +16,11 @@ def escaped(text: object) -> Html:
 
 
 def element(tag: str, *content: object, **attributes: object) -> Html:
-    """Return an element. An attribute's `_` is written as `-`, as in `aria_label`, and one at its end is left out, as in
-    `class_`; True is an attribute without a value, None or False none."""
+    """Return an element.
+
+    An attribute's `_` is written as `-`, as in `aria_label`, and one at its end is left out, as in `class_`. True is an
+    attribute without a value; None and False are no attribute.
+    """
     named = {name.rstrip("_").replace("_", "-"): value for name, value in attributes.items()}
     written = "".join(
         f" {name}" if value is True else f' {name}="{escaped(value)}"'

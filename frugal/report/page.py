@@ -7,10 +7,8 @@ from frugal.html.assets import asset
 from frugal.html.document import document
 from frugal.html.elements import Html, details, element, joined, table
 from frugal.report import words
-from frugal.report.charts import charts
-from frugal.report.compare import differing, everything
+from frugal.report.charts import MOST_POINTS, charts
 from frugal.report.run import RecordedRun
-from frugal.report.series import MOST_POINTS
 from frugal.units import plural
 
 MOST_ROWS = 60
@@ -124,13 +122,13 @@ def _settings(runs: Sequence[RecordedRun]) -> Html:
     """Return versions and settings; of several runs those that differ first."""
     heading = element("h2", "Settings and versions" if len(runs) == 1 else "What differs")
     head = ["", *(run.name for run in runs)] if len(runs) > 1 else ["", "value"]
-    rows = everything(runs)
+    rows = words.everything(runs)
     if len(runs) == 1:
         versions = [[name, value] for name, value in runs[0].versions.items()]
         digest = [] if runs[0].plan is None else [["plan", element("code", runs[0].plan.digest)]]
         listed = details(plural(len(rows), "setting"), table("What was asked for and decided", head, rows))
         return element("section", heading, table("Versions", ["", "version"], [*versions, *digest]), listed)
-    different = differing(runs)
+    different = words.differing(runs)
     shown = (
         table("Settings and versions that differ", head, different)
         if different

@@ -25,7 +25,7 @@ class PhaseRecord(msgspec.Struct, kw_only=True):
 
 
 class RunRecord(msgspec.Struct, kw_only=True):
-    """A line of the file, of any event; a field is None where the event has none, or an older version did not write it."""
+    """A line of the file, of any event; a field is None where the event or an older version has none."""
 
     event: str
     step: int

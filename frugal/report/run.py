@@ -320,7 +320,7 @@ def _missing(history: History) -> list[str]:
 
 
 def _is_locked(folder: Path) -> bool:
-    """Return whether a process of this host holds the folder. Looked up, because trying to lock it could stop a start."""
+    """Return whether a process of this host holds the folder. Trying to lock it could stop a start."""
     try:
         inode = folder.stat().st_ino
         locks = Path("/proc/locks").read_text().splitlines()

@@ -6,7 +6,6 @@ from typing import Any
 from frugal.planning.report import Block
 from frugal.planning.table import Table
 from frugal.report import words
-from frugal.report.compare import differing
 from frugal.report.run import RecordedRun
 
 MOST_EVENTS = 12
@@ -60,7 +59,7 @@ def _of_several(runs: Sequence[RecordedRun]) -> list[Block]:
     head = (*(run.name for run in runs), "")
     rows = [(*row[1:], row[0]) for row in words.comparison(runs)]
     blocks: list[Block] = [Table(title=f"{len(runs)} runs", rows=(head, *rows), has_head=True)]
-    different = [(*map(_short, row[1:]), row[0]) for row in differing(runs)]
+    different = [(*map(_short, row[1:]), row[0]) for row in words.differing(runs)]
     if not different:
         return [*blocks, ["no setting and no version differs"]]
     return [*blocks, Table(title="what differs", rows=(head, *different), has_head=True)]
@@ -74,7 +73,7 @@ def as_data(runs: Sequence[RecordedRun]) -> dict[str, Any]:
     """Return all numbers for programs, as recorded, in bytes and seconds."""
     return {
         "runs": [_data(run) for run in runs],
-        "differing": [{"name": row[0], "values": row[1:]} for row in differing(runs)] if len(runs) > 1 else [],
+        "differing": [{"name": row[0], "values": row[1:]} for row in words.differing(runs)] if len(runs) > 1 else [],
         "notes": words.notes(runs),
     }
 
