@@ -73,7 +73,7 @@ def contents(plan: Plan, in_full: bool) -> PageData:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Place:
+class GridPoint:
     """A setting for which there is a profile at every micro-batch.
 
     Attributes:
@@ -136,12 +136,12 @@ class Sources:
         self._on: dict[tuple[int, int, int], DryRunSource] = {}
         self._refused: set[tuple[int, str, str, str]] = set()
 
-    def places(self) -> list[Place]:
-        """Return all places of a page, nearest to the plan first; one for all cards with the same scratch."""
+    def points(self) -> list[GridPoint]:
+        """Return all points of a page, nearest to the plan first; one for all cards with the same scratch."""
         plan = self.plan
         own_gpus, own_memory = len(plan.cluster.nodes[0].devices), plan.memory.device_in(plan.cluster).memory_bytes
         seq_lens = axes_around(plan, self._source(plan.request.seq_len).facts().max_positions)["seq-len"]
-        found: list[tuple[float, Place]] = []
+        found: list[tuple[float, GridPoint]] = []
         for gpus in sorted({max(1, own_gpus // 2), own_gpus, 2 * own_gpus, *GPUS}):
             if gpus * len(plan.cluster.nodes) % plan.batch.sequence_parallel:
                 continue
@@ -152,18 +152,18 @@ class Sources:
                 for rank, strategy in enumerate(self._strategies(gpus, seq_len)):
                     for step, cluster in enumerate(of_threads.values()):
                         far = abs(log2(gpus / own_gpus)) + abs(log2(seq_len / plan.request.seq_len)) + step
-                        place = Place(cluster=cluster, request=self.request(seq_len), strategy=strategy)
-                        found.append((far + (0.5 + rank / 10 if rank else 0), place))
-        return [place for _, place in sorted(found, key=lambda pair: pair[0])]
+                        point = GridPoint(cluster=cluster, request=self.request(seq_len), strategy=strategy)
+                        found.append((far + (0.5 + rank / 10 if rank else 0), point))
+        return [point for _, point in sorted(found, key=lambda pair: pair[0])]
 
-    def profile(self, place: Place, accumulates: bool) -> MemoryProfile | None:
+    def profile(self, point: GridPoint, accumulates: bool) -> MemoryProfile | None:
         """Return the profile for every micro-batch; None where only a dry run could make one."""
-        strategy, seq_len = place.strategy, place.request.seq_len
+        strategy, seq_len = point.strategy, point.request.seq_len
         kind = (seq_len, strategy.checkpointing, strategy.loss, strategy.mlp)
         if kind in self._refused:
             return None
         try:
-            source = self._source_on(place)
+            source = self._source_on(point)
             if self._only_known and not source.has_draft(strategy):
                 return None
             if source.draft(strategy, accumulates) is None:
@@ -206,10 +206,10 @@ class Sources:
             self._of_length[seq_len] = self._opened.enter_context(source)
         return self._of_length[seq_len]
 
-    def _source_on(self, place: Place) -> DryRunSource:
-        key = (place.request.seq_len, place.gpus, place.device.memory_bytes)
+    def _source_on(self, point: GridPoint) -> DryRunSource:
+        key = (point.request.seq_len, point.gpus, point.device.memory_bytes)
         if key not in self._on:
-            self._on[key] = self._source(place.request.seq_len).on(place.cluster)
+            self._on[key] = self._source(point.request.seq_len).on(point.cluster)
         return self._on[key]
 
 
@@ -232,20 +232,20 @@ def answers(plan: Plan, open_source: OpenDryRuns, most_events: int, *, only_know
     with ExitStack() as opened:
         sources = Sources(plan, open_source, opened, only_known=only_known)
         timelines = [_timeline(sources, number) for number in range(1 + len(plan.rejected))]
-        for place in sources.places() if is_equal else []:
+        for point in sources.points() if is_equal else []:
             if found and (most_events <= 0 or sum(map(len, found.values())) >= MOST_ANSWERS):
                 break
-            near = planned.get(place.strategy, plan.batch.largest_micro_batch)
-            of_place, fits, num_events = _answers_of(sources, place, near, is_own=not found)
+            near = planned.get(point.strategy, plan.batch.largest_micro_batch)
+            of_point, fits, num_events = _answers_of(sources, point, near, is_own=not found)
             most_events -= num_events
-            if not of_place:
+            if not of_point:
                 continue
-            strategies.setdefault(str(place.strategy), _flags(place.strategy))
-            number = list(strategies).index(str(place.strategy))
-            key = f"{place.gpus}/{place.request.seq_len}/{number}/{place.device.resident_threads}"
-            found[key] = of_place
-            devices[place.gpus] = [_device(cluster.devices[0]) for cluster in cards(plan, place.gpus)]
-            if place.device.memory_bytes == own_bytes:
+            strategies.setdefault(str(point.strategy), _flags(point.strategy))
+            number = list(strategies).index(str(point.strategy))
+            key = f"{point.gpus}/{point.request.seq_len}/{number}/{point.device.resident_threads}"
+            found[key] = of_point
+            devices[point.gpus] = [_device(cluster.devices[0]) for cluster in cards(plan, point.gpus)]
+            if point.device.memory_bytes == own_bytes:
                 largest[key] = fits
     return {
         "answers": found,
@@ -272,11 +272,11 @@ def _timeline(sources: Sources, number: int) -> dict[str, Any] | None:
     """
     plan = sources.plan
     strategy, micro_batch = list(chosen_micro_batches(plan))[number]
-    place = Place(cluster=plan.cluster, request=sources.request(plan.request.seq_len), strategy=strategy)
+    point = GridPoint(cluster=plan.cluster, request=sources.request(plan.request.seq_len), strategy=strategy)
     batch = plan.batch
     if number and is_of_one_kind(plan.cluster):
-        batch = _batch(place, micro_batch)
-    profile = sources.profile(place, _accumulates(place, batch.accumulation_steps))
+        batch = _batch(point, micro_batch)
+    profile = sources.profile(point, _accumulates(point, batch.accumulation_steps))
     if profile is None:
         return None
     device = plan.memory.device_in(plan.cluster)
@@ -289,35 +289,35 @@ def _timeline(sources: Sources, number: int) -> dict[str, Any] | None:
 
 
 def _answers_of(
-    sources: Sources, place: Place, near: int, *, is_own: bool
+    sources: Sources, point: GridPoint, near: int, *, is_own: bool
 ) -> tuple[dict[int, dict[str, Any]], int, int]:
-    """Return answers by micro-batch, the largest micro-batch that fits the place's card, and the events replayed."""
-    accumulating = sources.profile(place, accumulates=True)
+    """Return answers by micro-batch, the largest micro-batch that fits the point's card, and the events replayed."""
+    accumulating = sources.profile(point, accumulates=True)
     if accumulating is None:
         return {}, 0, 0
-    fitting = Fitting(place.request, place.cluster)
+    fitting = Fitting(point.request, point.cluster)
     cap = fitting.cap
-    largest = accumulating.largest_micro_batch(place.device, cap)
+    largest = accumulating.largest_micro_batch(point.device, cap)
     wanted = {1, near // 2, near, 2 * near, largest}
-    at_once = sources.profile(place, accumulates=False)
-    if at_once is not None and at_once.fits(fitting.samples_per_rank, place.device):
+    at_once = sources.profile(point, accumulates=False)
+    if at_once is not None and at_once.fits(fitting.samples_per_rank, point.device):
         wanted.add(fitting.samples_per_rank)  # in a single micro-step, which takes less than one of several
     if is_own:
         wanted |= {near - 1, near + 1, largest + 1, *(1 << power for power in range(cap.bit_length()))}
     made = {}
     num_events = sum(len(rank.timeline.events) for rank in accumulating.ranks)
     for size in sorted(size for size in wanted if 1 <= size <= cap):
-        batch = _batch(place, size)
+        batch = _batch(point, size)
         micro_batch = batch.largest_micro_batch
-        profile = sources.profile(place, _accumulates(place, batch.accumulation_steps))
+        profile = sources.profile(point, _accumulates(point, batch.accumulation_steps))
         if profile is None or micro_batch in made:
             continue
-        memory = profile.memory(micro_batch, place.device)
-        time = step_time(profile.costs, place.strategy, batch, place.cluster, place.request)
+        memory = profile.memory(micro_batch, point.device)
+        time = step_time(profile.costs, point.strategy, batch, point.cluster, point.request)
         made[micro_batch] = {
             "needed": memory.total_bytes - memory.context,
-            "cut": batch.arithmetic(place.cluster.rank_noun, sources.plan.counted),
-            "seconds": time.total_seconds if place.request.lengths is None else None,
+            "cut": batch.arithmetic(point.cluster.rank_noun, sources.plan.counted),
+            "seconds": time.total_seconds if point.request.lengths is None else None,
             "samples": batch.global_batch,
             "host": memory.host_bytes_per_node,
             "hostLacks": max(0, fitting.host_shortfall_bytes(memory)),
@@ -327,14 +327,14 @@ def _answers_of(
     return made, largest, num_events * (len(made) + 1)
 
 
-def _batch(place: Place, micro_batch: int) -> BatchPlan:
-    request, shared_by = place.request, place.request.sequence_parallel or 1
-    caps = (micro_batch,) * (place.cluster.world_size // shared_by)
+def _batch(point: GridPoint, micro_batch: int) -> BatchPlan:
+    request, shared_by = point.request, point.request.sequence_parallel or 1
+    caps = (micro_batch,) * (point.cluster.world_size // shared_by)
     return BatchPlan.of(request.batch_samples, caps, request.global_tokens, sequence_parallel=shared_by).tightened()
 
 
-def _accumulates(place: Place, steps: int) -> bool:
-    return steps > 1 or place.request.lengths is not None
+def _accumulates(point: GridPoint, steps: int) -> bool:
+    return steps > 1 or point.request.lengths is not None
 
 
 def _flags(strategy: Strategy) -> str:

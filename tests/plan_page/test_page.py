@@ -95,7 +95,7 @@ def test_all_answers_are_to_the_byte_those_of_memory_profiles(plan: Plan, comput
     """Of several strategies, numbers of GPUs, micro-batches and cards."""
     num_checked = 0
     with closing(workers()) as pool:
-        for key, of_place in computed["answers"].items():
+        for key, of_point in computed["answers"].items():
             gpus, seq_len, number, threads = map(int, key.split("/"))
             cards = [
                 with_memory(with_gpus(plan.cluster, gpus), each["memory"]) for each in computed["devices"][str(gpus)]
@@ -107,7 +107,7 @@ def test_all_answers_are_to_the_byte_those_of_memory_profiles(plan: Plan, comput
             request = replace(plan.request, seq_len=seq_len)
             with DryRunSource(request, cluster, pool=pool, will_dry_run=False) as source:
                 strategy = weighed(plan, source, computed["strategies"][number]["name"])
-                for micro_batch, answer in ((int(size), answer) for size, answer in of_place.items()):
+                for micro_batch, answer in ((int(size), answer) for size, answer in of_point.items()):
                     batch = BatchPlan.of(plan.batch.global_batch, (micro_batch,) * gpus).tightened()
                     profile = source.profile(strategy, accumulates=batch.accumulation_steps > 1)
                     memory = profile.memory(micro_batch, device)
@@ -211,7 +211,7 @@ def test_a_choice_that_is_not_in_the_page_names_the_command_and_no_number(
     gpus = next(int(each) for each in computed["devices"] if (int(each), number) not in known)
     text = asked(browser, page, gpus=gpus, strategy=number)
     assert text.startswith("? Not in this page") and " of headroom" not in text
-    assert f"--gpus {gpus} --mem 12.00GB --seq-len 1024 --zero-stage " in text
+    assert f"--gpus {gpus} --mem 12.00GiB --seq-len 1024 --zero-stage " in text
     assert browser.run("return [...document.querySelectorAll('#strategy option')].some((each) => each.disabled)")
     assert browser.complaints() == []
 

@@ -153,7 +153,7 @@
     const { name, flags } = strategies[asked.strategy];
     at("largest").disabled = !answer || !mostThatFits(asked);
     if (!answer) {
-      const command = `frugal plan --model ${plan.model} --gpus ${asked.gpus} --mem ${bytes(asked.memory).replace(/[ i]/g, "")} --seq-len ${asked.seqLen} ${flags}`;
+      const command = `frugal plan --model ${plan.model} --gpus ${asked.gpus} --mem ${bytes(asked.memory).replace(" ", "")} --seq-len ${asked.seqLen} ${flags}`;
       place.replaceChildren(mark("?", "warn"), ` Not in this page: ${plural(asked.gpus, plan.noun)} of ${bytes(asked.memory)}, samples of ${plural(asked.seqLen, "token")}, ${name}. `, code(command), " computes it.");
       return;
     }
