@@ -163,7 +163,7 @@ def _memory(plan: Plan, has_answers: bool) -> Html:
         f"The plan's {format_bytes(plan.memory.total_bytes)} are of a dry run of DeepSpeed's own code. The chart and "
         "the answers are the arithmetic of `frugal plan --draft`, done when this page was made: every storage of the "
         "recorded step grows by a fixed number of bytes with each sample, and torch's allocator is replayed on them. "
-        "For another card than the one a setting was computed for, its bytes may be 0.2 % too many."
+        "For another card than the one a setting was computed for, its bytes may differ by about 0.3 %."
     )
     whole = element(
         "label", Html('<input type="checkbox" id="whole">'), " from the start of the run", class_="small nowrap"
