@@ -10,7 +10,7 @@ import msgspec
 from frugal import file_errors, files
 from frugal.cli.display.terminal import show
 from frugal.errors import RequestError
-from frugal.report import compare
+from frugal.report import words
 from frugal.report.after_run import PAGE
 from frugal.report.page import page
 from frugal.report.run import RecordedRun, read_run
@@ -32,7 +32,7 @@ def command(folders: tuple[Path, ...], output: Path | None, as_json: bool) -> No
     RUN is the --out of a run, which may still be running.
     """
     runs = _named(folders, [read_run(folder) for folder in folders])
-    compare.check(runs)
+    words.check(runs)
     if output is None and len(runs) == 1 and not as_json:
         output = folders[0] / PAGE
     if output is not None:
@@ -46,7 +46,7 @@ def command(folders: tuple[Path, ...], output: Path | None, as_json: bool) -> No
 
 def _named(folders: Sequence[Path], runs: Sequence[RecordedRun]) -> list[RecordedRun]:
     """Return the runs with different names."""
-    names = compare.renamed([run.name for run in runs], [str(folder) for folder in folders])
+    names = words.renamed([run.name for run in runs], [str(folder) for folder in folders])
     return [replace(run, name=name) for run, name in zip(runs, names, strict=True)]
 
 

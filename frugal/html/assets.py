@@ -9,19 +9,19 @@ LIBRARY = "uPlot 1.6.32"
 
 @cache
 def asset(name: str) -> str:
-    """The text of `assets/name`."""
+    """Return the text of `assets/name`."""
     return (files("frugal.html") / "assets" / name).read_text(encoding="utf-8")
 
 
 @cache
 def drawing_library() -> str:
-    """The drawing library as a script, under its licence."""
+    """Return the drawing library as a script, under its licence."""
     return f"/*!\n{LIBRARY}\n\n{_vendored('uPlot.LICENSE')}*/\n{_vendored('uPlot.iife.min.js')}"
 
 
 @cache
 def styles() -> str:
-    """The style sheet of all pages, behind that of the drawing library."""
+    """Return the style sheets of the drawing library and of all pages."""
     return f"{_vendored('uPlot.min.css')}\n{asset('page.css')}"
 
 

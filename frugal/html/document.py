@@ -1,4 +1,4 @@
-"""A page in one file: no network, no other files, whoever sends it to whom.
+"""A page in one file, without a network or other files.
 
 Its Content-Security-Policy forbids every request and every script but the ones written here, which it names by their
 SHA-256. So even where a text of a user or a model were taken for a script, nothing would run it.
@@ -25,7 +25,7 @@ def document(
     scripts: Sequence[str] = (),
     description: str = "",
 ) -> str:
-    """An HTML file.
+    """Return an HTML file.
 
     `header`: one line above all, beside the button that changes light and dark. `data`: values that scripts read with
     `frugal.data(name)`, by name; made JSON here. `scripts`: JavaScript, run in order after the body was read; what
@@ -61,7 +61,7 @@ def document(
 
 
 def json_in_html(value: Any) -> str:
-    """A value as JSON that may stand in a `<script>`: nothing in it ends the element or begins a comment."""
+    """Return a value as JSON for a `<script>`: nothing in it ends the element or begins a comment."""
     import msgspec
 
     text = msgspec.json.encode(value).decode()

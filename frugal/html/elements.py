@@ -11,13 +11,16 @@ class Html(str):
 
 
 def escaped(text: object) -> Html:
-    """Text as HTML, also between quotes."""
+    """Escape text for HTML, also between quotes."""
     return text if isinstance(text, Html) else Html(escape(str(text)))
 
 
 def element(tag: str, *content: object, **attributes: object) -> Html:
-    """One element. An attribute's `_` is written as `-`, as in `aria_label`, and one at its end is left out, as in
-    `class_`; True is an attribute without a value, None or False none."""
+    """Return an element.
+
+    An attribute's `_` is written as `-`, as in `aria_label`, and one at its end is left out, as in `class_`. True is an
+    attribute without a value; None and False are no attribute.
+    """
     named = {name.rstrip("_").replace("_", "-"): value for name, value in attributes.items()}
     written = "".join(
         f" {name}" if value is True else f' {name}="{escaped(value)}"'
@@ -28,14 +31,14 @@ def element(tag: str, *content: object, **attributes: object) -> Html:
 
 
 def joined(*content: object) -> Html:
-    """Pieces and texts one after the other."""
+    """Join pieces and texts."""
     return Html("".join(map(escaped, content)))
 
 
 def table(
     caption: str, columns: Sequence[object], rows: Sequence[Sequence[object]], *, numbers: Sequence[int] = ()
 ) -> Html:
-    """A table whose first column names its rows; it scrolls by itself where the page is narrow.
+    """Return a table whose first column names its rows; it scrolls where the page is narrow.
 
     `numbers`: indices of the columns that are set flush right.
     """
@@ -59,13 +62,13 @@ def table(
 
 
 def figure(name: str, heading: str, *, says: str, below: object = "") -> Html:
-    """A place for a chart, that a script draws into the element with the id `name`. `says`: what it shows, for whoever
-    does not see it. `below`: its table, or other text."""
+    """Return a section for a chart that a script draws into the element `name`. `says`: its description for screen
+    readers. `below`: its table, or other text."""
     chart = element("div", id=name, class_="chart", role="img", aria_label=says)
     return element("section", element("h2", heading, id=f"{name}-heading"), chart, below,
                    aria_labelledby=f"{name}-heading")  # fmt: skip
 
 
 def details(summary: str, *content: object) -> Html:
-    """What is shown when it is asked for; also when the page is printed."""
+    """Return content that is folded until opened; it is printed, too."""
     return element("details", element("summary", summary), *content)

@@ -9,24 +9,24 @@ from frugal.planning.plan import Plan
 
 
 def write_page(plan: Plan, path: Path, *, in_full: bool, helps: str = "") -> Path:
-    """Write the page of `plan` to `path`, atomically; the path. Makes its folder.
+    """Write the page of `plan` to `path`, atomically, and return the path. Makes its folder.
 
-    `in_full`: with other numbers of GPUs and lengths of samples and with what other machines would come to, which takes
-    from ten seconds to a minute the first time; else with what takes a fraction of a second. `helps`: the change that
-    would help most, in words.
+    `in_full`: with more answers, also for other lengths, and with tables of other machines, which takes from ten
+    seconds to a minute the first time; otherwise with what takes a few seconds. `helps`: the change that would help
+    most, in words.
 
     Raises:
         RequestError: it cannot be written.
         WorkerError: a trace crashed.
     """
     cache = Cache.of_user()
-    key = digest("page with 5 more fields of a strategy", model_key(plan.request), plan.digest, in_full)
+    key = digest("page that looks answers up", model_key(plan.request), plan.digest, in_full)
     data = cache.read(key, PageData)
     if data is None:
-        from frugal.plan_page.contents import contents  # brings the simulation along, which a kept page does not need
+        from frugal.plan_page.answers import contents  # brings the simulation along, which a kept page does not need
 
-        data = contents(plan, cache, in_full)
+        data = contents(plan, in_full)
         cache.write(key, data)
-    text = plan_page(plan, data.profiles, helps=helps, tables=data.tables)
+    text = plan_page(plan, data.answers, helps=helps, tables=data.tables)
     (written,) = write_files(path.parent, {path.name: text.encode()})
     return written

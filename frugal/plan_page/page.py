@@ -1,11 +1,11 @@
-"""The page of a plan: one file with the verdict, memory over a step that can be asked about other settings, the
-strategies that were weighed, and what other machines would come to.
+"""The page of a plan: one file with the verdict, memory over a step, answers for other settings, the strategies that
+were weighed, and what other machines would come to.
 
-Two kinds of numbers are on it, and it says which is which: those of the plan, whose memory a dry run of DeepSpeed's own
-code has proven, and those that the page computes, which are the arithmetic of `frugal plan --draft`.
+Two kinds of numbers are on it, and it says which is which: the plan's memory, proven by a dry run of DeepSpeed's own
+code, and those computed when the page is made, which are the arithmetic of `frugal plan --draft`.
 """
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import msgspec
@@ -21,33 +21,26 @@ from frugal.planning.strategy import Strategy, short_name
 from frugal.planning.table import Table
 from frugal.units import format_bytes, format_seconds, plural
 
-SCRIPTS = ("plan_timeline.js", "plan_allocator.js", "plan_predict.js", "plan_page.js")
-
-
-SELDOM = {"mlp": "MLP", "sharing": "A sample is shared by", "buckets": "Buckets"}
-"""Selections that are shown where there is more than one value, or one that says something."""
-
 
 class PageData(msgspec.Struct, frozen=True):
-    """What a page is made of besides its plan, as it is kept.
+    """The contents of a page besides its plan, as they are kept.
 
-    `profiles`: what it can compute, see `frugal.plan_page.profiles`. `tables`: what other machines would come to.
+    `answers`: see `frugal.plan_page.answers`. `tables`: what other machines would come to.
     """
 
-    profiles: dict[str, Any]
+    answers: dict[str, Any]
     tables: tuple[Table, ...] = ()
 
 
-def plan_page(plan: Plan, profiles: dict[str, Any], *, helps: str = "", tables: Sequence[Table] = ()) -> str:
-    """The page as HTML.
+def plan_page(plan: Plan, answers: dict[str, Any], *, helps: str = "", tables: Sequence[Table] = ()) -> str:
+    """Return the page as HTML.
 
-    `profiles`: what it can compute, of `frugal.plan_page.profiles`. `helps`: the change that would help most.
-    `tables`: what other machines would come to.
+    `answers`: of `frugal.plan_page.answers`. `helps`: the change that would help most. `tables`: what other machines
+    would come to.
     """
-    has_profiles = bool(profiles["profiles"])
     body = joined(
         *_verdict(plan, helps),
-        _memory(plan) if has_profiles else _no_arithmetic(plan),
+        _memory(plan, bool(answers["answers"])) if any(answers["timelines"]) else _no_arithmetic(plan),
         _strategies(plan),
         *(_what_if(each) for each in tables),
         _reasons(plan),
@@ -58,47 +51,36 @@ def plan_page(plan: Plan, profiles: dict[str, Any], *, helps: str = "", tables: 
         body,
         header=f"frugal plan {plan.digest[:12]}",
         description=f"{plan.strategy}: {format_bytes(plan.memory.total_bytes)}, {_seconds(plan)} a step",
-        data={"profiles": profiles | _asked(plan), "plan": _chosen(plan)},
-        scripts=[asset(name) for name in SCRIPTS],
+        data={"answers": answers, "plan": _chosen(plan)},
+        scripts=[asset("plan_page.js")],
     )
 
 
-def _asked(plan: Plan) -> dict[str, Any]:
-    """What the page computes with, besides profiles."""
-    request, cluster = plan.request, plan.cluster
-    return {
-        "kind": cluster.devices[0].kind,
-        "noun": cluster.rank_noun,
-        "nodes": len(cluster.nodes),
-        "ranks": 0 if len(cluster.kinds) > 1 else cluster.world_size,  # 0: they differ, and so do their batches
-        "samples": request.batch_samples,
-        "cap": request.micro_batch_cap,
-        "host": min((node.host_memory_bytes for node in cluster.nodes if node.host_memory_bytes), default=None),
-        "model": request.model,
-    }
+def chosen_micro_batches(plan: Plan) -> Iterator[tuple[Strategy, int]]:
+    """Yield every strategy of the plan with the micro-batch it was weighed at, the chosen one first."""
+    own = plan.memory.device_in(plan.cluster)
+    sizes = zip(plan.cluster.devices, plan.batch.cap_of_rank, strict=True)
+    yield plan.strategy, max(size for device, size in sizes if device == own)
+    for each in plan.rejected:
+        yield each.strategy, max(1, each.micro_batch)
 
 
 def _chosen(plan: Plan) -> dict[str, Any]:
-    """Where the page starts, and the points of the strategies' chart."""
+    """Return where the page starts, the rows of the table of strategies, and the points of their chart."""
     device = plan.memory.device_in(plan.cluster)
-    sizes = zip(plan.cluster.devices, plan.batch.cap_of_rank, strict=True)
+    weighed = zip(chosen_micro_batches(plan), strategy_table(plan).rows[1:], strict=True)
     return {
         "gpus": len(plan.cluster.nodes[0].devices),
         "seqLen": plan.request.seq_len,
         "memory": device.memory_bytes,
-        "microBatch": max(size for each, size in sizes if each == device),
-        "steps": plan.batch.accumulation_steps,
-        "strategy": str(plan.strategy),
+        "noun": plan.cluster.rank_noun,
+        "model": plan.request.model,
         "total": plan.memory.total_bytes,
+        "context": plan.memory.context,
         "limit": plan.memory.usable_bytes + plan.memory.context,
         "rows": [
-            _weighed(each, size, row)
-            for each, size, row in zip(
-                (plan.strategy, *(each.strategy for each in plan.rejected)),
-                (plan.batch.largest_micro_batch, *(each.micro_batch for each in plan.rejected)),
-                strategy_table(plan).rows[1:],
-                strict=True,
-            )
+            {"name": str(strategy), "microBatch": micro_batch, "says": _says(row)}
+            for (strategy, micro_batch), row in weighed
         ],
         "points": [_point(1, short_name(plan.strategy), plan.time.total_seconds, plan.memory.total_bytes, "chosen")]
         + [
@@ -109,20 +91,17 @@ def _chosen(plan: Plan) -> dict[str, Any]:
     }
 
 
-def _weighed(strategy: Strategy, micro_batch: int, row: Sequence[str]) -> dict[str, Any]:
-    """What the plan says of a strategy, where the page computes nothing."""
+def _says(row: Sequence[str]) -> str:
+    """Return the numbers of a row of the table of strategies in a sentence."""
     step, _, batch, peak, headroom, _ = row
     parts = [(f"{step} a step", step != "-"), (f"micro-batch x steps {batch}", batch), (f"peak {peak}", peak)]
     parts.append((f"headroom {headroom}", headroom))
-    return {
-        "name": str(strategy),
-        "microBatch": micro_batch,
-        "says": ", ".join(words for words, known in parts if known),
-    }
+    return ", ".join(words for words, known in parts if known)
 
 
-def _point(number: int, name: str, seconds: float | None, total: int | None, kind: str) -> dict[str, Any]:
-    return {"number": number, "name": name, "seconds": seconds, "bytes": total, "kind": kind}
+def _point(number: int, name: str, seconds: float, total: int, kind: str) -> dict[str, Any]:
+    says = f"{number}: {name}, {kind}, {format_seconds(seconds)}, {format_bytes(total)}"
+    return {"number": number, "says": says, "seconds": seconds, "bytes": total, "kind": kind}
 
 
 def _kind(rejected: Rejected) -> str:
@@ -161,7 +140,7 @@ def _verdict(plan: Plan, helps: str) -> list[Html]:
 
 
 def _unbroken(strategy: str) -> list[Html]:
-    """Its words, of which none is broken at a hyphen."""
+    """Return the words of a text, none of which is broken at a hyphen."""
     return [joined(element("span", word, class_="nowrap"), " ") for word in strategy.split(" ")]
 
 
@@ -170,7 +149,7 @@ def _fact(name: str, value: str, more: str) -> Html:
 
 
 def _cards(plan: Plan) -> str:
-    """`4 GPUs of 12.00 GiB`, `8 x h100-80g`."""
+    """Return the devices: `4 GPUs of 12.00 GiB`, `8 x h100-80g`."""
     devices, noun = plan.cluster.devices, plan.cluster.rank_noun
     if len(set(devices)) > 1:
         return plural(len(devices), noun)
@@ -179,64 +158,49 @@ def _cards(plan: Plan) -> str:
     return f"{plural(len(devices), noun)} of {format_bytes(devices[0].memory_bytes)}"
 
 
-def _memory(plan: Plan) -> Html:
-    heading = f"Memory of a {plan.cluster.rank_noun} over a step"
+def _memory(plan: Plan, has_answers: bool) -> Html:
     proven = (
         f"The plan's {format_bytes(plan.memory.total_bytes)} are of a dry run of DeepSpeed's own code. The chart and "
-        "what is computed here are the arithmetic of `frugal plan --draft`, done in this page on the recorded "
-        "allocations of the model: every storage grows by a fixed number of bytes with each sample, and torch's "
-        "allocator is replayed on them."
+        "the answers are the arithmetic of `frugal plan --draft`, done when this page was made: every storage of the "
+        "recorded step grows by a fixed number of bytes with each sample, and torch's allocator is replayed on them. "
+        "For another card than the one a setting was computed for, its bytes may differ by about 0.3 %."
+    )
+    whole = element(
+        "label", Html('<input type="checkbox" id="whole">'), " from the start of the run", class_="small nowrap"
     )
     below = joined(
-        element("p", role="status", id="answer", aria_live="polite"),
-        _controls(plan),
+        element("p", element("span", id="shown"), " ", whole, class_="small"),
+        *([element("p", role="status", id="answer", aria_live="polite"), _controls(plan)] if has_answers else []),
         details("The same as tables", element("div", id="breakdown"), element("div", id="phases")),
         details("Which number is which", element("p", proven)),
     )
-    return figure("memory", heading, says="Memory by category over the events of an optimizer step; the tables below "
-                  "have its peak", below=below)  # fmt: skip
+    says = "Memory by category over an optimizer step; the tables below have its peak"
+    return figure("memory", f"Memory of a {plan.cluster.rank_noun} over a step", says=says, below=below)
 
 
 def _controls(plan: Plan) -> Html:
-    """Sliders and selections; the script fills them with what the page can compute."""
+    """Return sliders and the selection of strategies; the script fills them with what the page has answers for."""
     noun = plan.cluster.rank_noun
     node = " of each node" if len(plan.cluster.nodes) > 1 else ""
-
-    def slider(name: str, label: str) -> Html:
-        return element("div", element("label", label, " ", element("output", id=f"{name}-value", for_=name), for_=name),
-                       Html(f'<input type="range" id="{name}" min="0" step="1">'))  # fmt: skip
-
-    def choice(name: str, label: str, kind: str | None = None) -> Html:
-        return element("div", element("label", label, for_=name), element("select", id=name), class_=kind)
-
-    def button(name: str, label: str) -> Html:
-        return element("button", label, id=name, type="button")
-
-    whole = element("label", Html('<input type="checkbox" id="whole">'), " from the start of the run", class_="small")
-    questions = [
-        slider("gpus", f"{noun}s{node}"),
-        slider("card", "Memory"),
-        slider("micro", "Micro-batch"),
-        slider("length", "Sample"),
-        choice("stage", "ZeRO stage"),
-        choice("checkpointing", "Activation checkpointing"),
-        choice("loss", "Loss"),
-        choice("offload", "Offload"),
-        *(choice(name, label, "seldom") for name, label in SELDOM.items()),
-        choice("strategy", "Or all at once", "wide"),
-    ]
-    buttons = [button("back", "Back to the plan"), " ", button("largest", "The largest that fits"), " ", whole]
-    return element(
-        "form",
-        element("fieldset", element("legend", "What would other settings take?"), *questions),
-        element("p", *buttons),
-        class_="controls",
-        id="controls",
-    )
+    labels = {"gpus": f"{noun}s{node}", "card": "Memory", "micro": "Micro-batch", "length": "Sample"}
+    sliders = [
+        element("div", element("label", label, " ", element("output", id=f"{name}-value", for_=name), for_=name),
+                Html(f'<input type="range" id="{name}" min="0" step="1">'))
+        for name, label in labels.items()
+    ]  # fmt: skip
+    strategy = element("div", element("label", "Strategy", for_="strategy"), element("select", id="strategy"),
+                       class_="wide")  # fmt: skip
+    buttons = [
+        element("button", "Back to the plan", id="back", type="button"), " ",
+        element("button", "The largest that fits", id="largest", type="button"),
+    ]  # fmt: skip
+    legend = element("legend", "What would other settings take?")
+    return element("form", element("fieldset", legend, *sliders, strategy), element("p", *buttons),
+                   class_="controls", id="controls")  # fmt: skip
 
 
 def _no_arithmetic(plan: Plan) -> Html:
-    words = f"Only dry runs can tell what {plan.request.model} takes under this strategy: this page computes nothing."
+    words = f"Only dry runs can tell what {plan.request.model} takes under this strategy: it has no chart."
     return element("section", element("h2", "Memory"), element("p", words, class_="small"))
 
 

@@ -1,1 +1,1 @@
-"""What a run was, read from its folder: as a page, as a table, beside other runs. No torch here."""
+"""A run, read from its folder: as a page, as a table, beside other runs. No torch here."""

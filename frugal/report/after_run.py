@@ -28,7 +28,7 @@ _CLOCKS_SECONDS = 5.0
 
 
 def write_page(folder: Path) -> str | None:
-    """Write the page of the run in `folder`; why it could not be written, None: it was."""
+    """Write the page of the run in `folder`; return why it could not be written, None if it was."""
     try:
         files.write_file(folder / PAGE, page([read_run(folder)]).encode(), durable=False)
     except Exception as error:  # whatever it is, the run is over and its model saved

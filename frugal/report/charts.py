@@ -1,21 +1,90 @@
 """The charts of a run's page: which there are, what is in them, and what they show in words."""
 
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
 from typing import Any
 
 from frugal.html.elements import figure
 from frugal.report import words
-from frugal.report.compare import speaks_one_unit
 from frugal.report.records import RunRecord
 from frugal.report.run import RecordedRun
-from frugal.report.series import Series, course, evaluations_of, steps_of
 
 _CLOCKS = {"seconds": 1, "minutes": 60, "hours": 3600}
 """Units of time in seconds; a course is drawn in the largest of which it takes two."""
 
 
+MOST_POINTS = 4000
+"""The points of one curve: more than a chart has columns. A page of a run of a million steps stays below a megabyte."""
+
+Points = dict[float, float]
+"""y by x."""
+
+
+@dataclass(frozen=True)
+class Series:
+    """A curve with its name, its colour and dashes (from 1 on), and its points in order of x."""
+
+    label: str
+    colour: int
+    points: Points
+
+    def renamed(self, label: str, colour: int) -> "Series":
+        """Return the same curve under another name."""
+        return replace(self, label=label, colour=colour)
+
+    def drawn(self, xs: Sequence[float]) -> dict[str, Any]:
+        """Return the curve for the script: a value for each x of the chart, null where it has none."""
+        values = [self.points.get(x) for x in xs]
+        return {"label": self.label, "colour": self.colour, "kind": "line", "values": values}
+
+    def in_words(self, text: Callable[[float], str]) -> str:
+        """Describe the curve: its ends, its lowest and its highest point."""
+        xs, ys = list(self.points), list(self.points.values())
+        least, most = min(range(len(ys)), key=ys.__getitem__), max(range(len(ys)), key=ys.__getitem__)
+        return (
+            f"{self.label}: from {text(ys[0])} at {xs[0]:g} to {text(ys[-1])} at {xs[-1]:g}; "
+            f"lowest {text(ys[least])} at {xs[least]:g}, highest {text(ys[most])} at {xs[most]:g}."
+        )
+
+
+def steps_of(run: RecordedRun, label: str, number: int, value: Callable[[RunRecord], float | None]) -> Series:
+    """Return the curve of a value of each step, without steps that lack it."""
+    return Series(label, number, thinned({step.step: y for step in run.steps if (y := value(step)) is not None}))
+
+
+def evaluations_of(run: RecordedRun, label: str, number: int) -> Series:
+    """Return the curve of the loss of each evaluation."""
+    return Series(label, number, {each.step: each.loss for each in run.evaluations if each.loss is not None})
+
+
+def course(run: RecordedRun, label: str, number: int, unit_seconds: int = 1) -> Series:
+    """Return the curve of steps over time since the first start, in units; a restart goes back to its checkpoint."""
+    records = [*run.steps, *run.starts, *run.history.of("end")]
+    timed = sorted((seconds, each.step) for each in records if (seconds := run.since_begin(each)) is not None)
+    begins = {run.since_begin(each) for each in run.starts}
+    points: Points = {}
+    for seconds, step in timed:
+        if seconds in begins and points:  # until then it stood still
+            points[round(seconds - 0.001, 3) / unit_seconds] = next(reversed(points.values()))
+        points[round(seconds, 3) / unit_seconds] = step
+    return Series(label, number, thinned(points))
+
+
+def thinned(points: Points, most: int = MOST_POINTS) -> Points:
+    """Return at most `most` points: of each stretch the lowest, the highest and both ends."""
+    if len(points) <= most:
+        return points
+    xs = list(points)
+    size = -(-4 * len(xs) // most)
+    kept: set[float] = set()
+    for begin in range(0, len(xs), size):
+        stretch = xs[begin : begin + size]
+        kept |= {stretch[0], stretch[-1], min(stretch, key=points.__getitem__), max(stretch, key=points.__getitem__)}
+    return {x: points[x] for x in xs if x in kept}
+
+
 class Chart:
-    """One chart: its place in the page, and what `assets/report.js` draws there. `is_wide`: as wide as the page."""
+    """A chart: its place in the page, and what `assets/report.js` draws there. `is_wide`: as wide as the page."""
 
     def __init__(
         self, name: str, heading: str, series: Sequence[Series], *, x: str = "step", x_label: str = "",
@@ -36,10 +105,10 @@ class Chart:
 
 
 def charts(runs: Sequence[RecordedRun]) -> list[Chart]:
-    """Those for which there are numbers; losses and speeds of different units in charts of their own."""
+    """Return the charts for which there are numbers; losses and speeds of different units are drawn apart."""
     marks = words.marks(runs[0]) if len(runs) == 1 else []
     made: list[Chart] = []
-    for group in [list(runs)] if speaks_one_unit(runs) else [[run] for run in runs]:
+    for group in [list(runs)] if words.speaks_one_unit(runs) else [[run] for run in runs]:
         which, of = ("", "") if len(group) == len(runs) else (f"-{runs.index(group[0])}", f" of {group[0].name}")
         made += _of_one_unit(group, runs, which, of, marks)
     made += [
@@ -60,7 +129,7 @@ def charts(runs: Sequence[RecordedRun]) -> list[Chart]:
 
 
 def _course(runs: Sequence[RecordedRun]) -> Chart:
-    """Steps over time: where a run stood still, went back and went on."""
+    """Return the chart of steps over time: where a run stood still, went back and resumed."""
     longest = max((run.seconds or 0.0 for run in runs), default=0.0)
     unit = next((name for name, size in reversed(_CLOCKS.items()) if longest >= 2 * size), "seconds")
     size = _CLOCKS[unit]
@@ -76,7 +145,7 @@ def _course(runs: Sequence[RecordedRun]) -> Chart:
 def _of_one_unit(
     group: Sequence[RecordedRun], runs: Sequence[RecordedRun], which: str, of: str, marks: Sequence[dict[str, Any]]
 ) -> list[Chart]:
-    """Losses and speed of runs that count the same."""
+    """Return the charts of losses and speed of runs that count the same unit."""
     unit = group[0].unit
     losses = [steps_of(run, run.name, runs.index(run) + 1, lambda step: step.loss) for run in group]
     validation = [evaluations_of(run, run.name, runs.index(run) + 1) for run in group]
@@ -100,5 +169,5 @@ def _of_steps(
     group: Sequence[RecordedRun], runs: Sequence[RecordedRun], name: str, heading: str,
     value: Callable[[RunRecord], float | None], **how: Any,
 ) -> Chart:  # fmt: skip
-    """One series a run."""
+    """Return a chart with one series a run."""
     return Chart(name, heading, [steps_of(run, run.name, runs.index(run) + 1, value) for run in group], **how)

@@ -7,18 +7,16 @@ from frugal.html.assets import asset
 from frugal.html.document import document
 from frugal.html.elements import Html, details, element, joined, table
 from frugal.report import words
-from frugal.report.charts import charts
-from frugal.report.compare import differing, everything
+from frugal.report.charts import MOST_POINTS, charts
 from frugal.report.run import RecordedRun
-from frugal.report.series import MOST_POINTS
 from frugal.units import plural
 
 MOST_ROWS = 60
-"""Of the table of steps: beyond that each so many-th step is listed."""
+"""Rows of the table of steps: a longer run lists every nth step."""
 
 
 def page(runs: Sequence[RecordedRun]) -> str:
-    """The HTML of one run, or of several compared."""
+    """Return the HTML of one run, or of several compared."""
     is_one = len(runs) == 1
     title = f"{runs[0].name}: a training run" if is_one else f"{' and '.join(run.name for run in runs)}: compared"
     drawn = charts(runs)
@@ -47,7 +45,7 @@ def _headline(run: RecordedRun) -> str:
 
 
 def _opening(runs: Sequence[RecordedRun]) -> list[Html]:
-    """How it ended and the numbers that are asked for first; of several a table."""
+    """Return how a run ended and its main numbers; a table for several runs."""
     notes = [element("p", element("strong", "note "), note, class_="small") for note in words.notes(runs)]
     if len(runs) > 1:
         rows = words.comparison(runs)
@@ -64,7 +62,7 @@ def _opening(runs: Sequence[RecordedRun]) -> list[Html]:
 
 
 def _memory(runs: Sequence[RecordedRun]) -> Html:
-    """Planned against measured, by phase, as numbers and bars."""
+    """Return planned against measured memory by phase, as numbers and bars."""
     parts = []
     for run in runs:
         rows = words.phase_rows(run)
@@ -93,7 +91,7 @@ def _memory(runs: Sequence[RecordedRun]) -> Html:
 
 
 def _bars(row: words.PhaseRow, top: int) -> Html:
-    """Two bars under each other; the numbers beside them say the same."""
+    """Return two bars under each other; the numbers beside them say the same."""
     drawn = [(row.planned, "planned"), (row.measured, "measured")]
     return element(
         "span",
@@ -121,16 +119,16 @@ def _events(runs: Sequence[RecordedRun]) -> Html:
 
 
 def _settings(runs: Sequence[RecordedRun]) -> Html:
-    """Versions and settings; of several runs those that differ first."""
+    """Return versions and settings; of several runs those that differ first."""
     heading = element("h2", "Settings and versions" if len(runs) == 1 else "What differs")
     head = ["", *(run.name for run in runs)] if len(runs) > 1 else ["", "value"]
-    rows = everything(runs)
+    rows = words.everything(runs)
     if len(runs) == 1:
         versions = [[name, value] for name, value in runs[0].versions.items()]
         digest = [] if runs[0].plan is None else [["plan", element("code", runs[0].plan.digest)]]
         listed = details(plural(len(rows), "setting"), table("What was asked for and decided", head, rows))
         return element("section", heading, table("Versions", ["", "version"], [*versions, *digest]), listed)
-    different = differing(runs)
+    different = words.differing(runs)
     shown = (
         table("Settings and versions that differ", head, different)
         if different
@@ -140,7 +138,7 @@ def _settings(runs: Sequence[RecordedRun]) -> Html:
 
 
 def _steps_table(run: RecordedRun) -> Html:
-    """The numbers of the charts, for who does not see them."""
+    """Return the numbers of the charts as a table."""
     every = -(-len(run.steps) // MOST_ROWS) or 1
     chosen = [step for i, step in enumerate(run.steps) if i % every == 0 or i == len(run.steps) - 1]
     caption = "Every step" if every == 1 else f"Every {every}th step, and the last"

@@ -1,7 +1,6 @@
 """The records of a run's `metrics.jsonl`, as `frugal.training.reports.metrics` writes them.
 
-Whatever can be read is read: a line that a killed run left half written, or that is of a later version, is counted and
-left out.
+A line that cannot be read, half written by a killed run or of a later version, is counted and left out.
 """
 
 from collections import deque
@@ -9,7 +8,6 @@ from collections.abc import Iterator
 from dataclasses import dataclass, field
 from math import prod
 from pathlib import Path
-from typing import Any
 
 import msgspec
 
@@ -19,7 +17,7 @@ from frugal.errors import RequestError
 
 
 class PhaseRecord(msgspec.Struct, kw_only=True):
-    """Bytes of one phase: what the plan says, what was measured, and what the allocator had reserved on a GPU."""
+    """The memory of one phase, bytes: planned, measured, and reserved by the allocator on a GPU."""
 
     planned_bytes: int | None = None
     measured_bytes: int | None = None
@@ -27,15 +25,13 @@ class PhaseRecord(msgspec.Struct, kw_only=True):
 
 
 class RunRecord(msgspec.Struct, kw_only=True):
-    """One line, of any event; a field is None where the event has none, or an older version did not write it."""
+    """A line of the file, of any event; a field is None where the event or an older version has none."""
 
     event: str
     step: int
     time: float | None = None
     # step, evaluation
     loss: float | None = None
-    targets: int | None = None
-    samples: Any = None  # a number of them; of what was left out, a list
     learning_rate: float | None = None
     grad_norm: float | None = None
     tokens_per_second: float | None = None
@@ -51,10 +47,8 @@ class RunRecord(msgspec.Struct, kw_only=True):
     total_steps: int | None = None
     dropped_steps: int = 0
     resumed: bool | None = None
-    plan_digest: str = ""
     task: str = ""
     strategy: str = ""
-    world_size: int | None = None
     devices: dict[str, int] = {}
     versions: dict[str, str] = {}
     changes: list[str] = []
@@ -82,7 +76,7 @@ class RunRecord(msgspec.Struct, kw_only=True):
 
     @property
     def is_of_less(self) -> bool:
-        """Of memory: whether the largest micro-batch that was run is known to have fewer tokens than the plan's."""
+        """True if memory was measured with fewer tokens a micro-batch than planned."""
         return has_fewer_tokens(self.largest_micro_batch, self.planned_micro_batch)
 
 
@@ -96,7 +90,7 @@ def has_fewer_tokens(largest: tuple[int, int] | None, planned: tuple[int, int] |
 
 @dataclass(frozen=True, kw_only=True)
 class History:
-    """All records of a run. `steps` has one of each step, in order; the others are in the order of the file.
+    """The records of a run. `steps` has one of each step, in order; the others are in the order of the file.
 
     `num_broken`: lines that could not be read, without a last one that is not complete. `num_left_out`: records beyond
     `MOST_RECORDS` of a kind, of which evenly spread steps and the newest others are kept.
@@ -109,16 +103,16 @@ class History:
     by_event: dict[str, list[RunRecord]] = field(default_factory=dict)
 
     def of(self, event: str) -> list[RunRecord]:
-        """The records of one event other than `step`."""
+        """Return the records of one event other than `step`."""
         return self.by_event.get(event, [])
 
 
 MOST_RECORDS = 100_000
-"""Of steps, and of all else, that are kept in memory: a file of records may have any size."""
+"""The most steps, and the most other records, kept in memory: a file of records may have any size."""
 
 
 def read_history(folder: Path) -> History:
-    """The records of the run in `folder`.
+    """Read the records of the run in `folder`.
 
     Raises:
         RequestError: there is no such file, it cannot be read, or no line of it is a record.

@@ -1,4 +1,4 @@
-"""A run as its folder tells of it: what was asked for, what was planned, what was measured, what it went through."""
+"""A run as its folder records it: settings, plan, measurements and events."""
 
 from dataclasses import dataclass, fields
 from functools import cached_property
@@ -17,7 +17,7 @@ from frugal.units import plural
 
 PLAN = "plan.json"
 RUNNING, UNKNOWN = "running", "unknown"
-"""States of a run that no record of its end tells."""
+"""States of a run without a record of its end."""
 
 UNITS = {"sequence-classification": "samples", "": "targets"}
 """What losses are means over and speeds count, by task; other tasks: target tokens."""
@@ -27,7 +27,7 @@ _NOT_SETTINGS = ("data", "out", "lengths")
 
 @dataclass(frozen=True, kw_only=True)
 class RunEvent:
-    """What a run went through, after `step` steps (of a recovery: in step `step`). `seconds`: since its first start."""
+    """An event of a run after `step` steps (a recovery: in step `step`). `seconds`: since its first start."""
 
     kind: str
     step: int
@@ -37,9 +37,9 @@ class RunEvent:
 
 @dataclass(frozen=True, kw_only=True)
 class RecordedRun:
-    """One run. `plan` is the one in force at last, None where it cannot be read; `notes` say what is missing.
+    """A run. `plan` is its last plan, None where it cannot be read; `notes` say what is missing.
 
-    `settings`: what was asked for, by name. `is_locked`: whether a process holds the folder, as a run does.
+    `settings`: the user's, by name. `is_locked`: a process holds the folder, as a run does.
     """
 
     name: str
@@ -51,27 +51,27 @@ class RecordedRun:
 
     @property
     def steps(self) -> tuple[RunRecord, ...]:
-        """A record of each step that was done."""
+        """The record of each step."""
         return self.history.steps
 
     @property
     def starts(self) -> list[RunRecord]:
-        """Each start; none of runs that are older than these records."""
+        """The records of starts; runs of earlier versions have none."""
         return self.history.of("start")
 
     @property
     def evaluations(self) -> list[RunRecord]:
-        """On the validation samples."""
+        """The records of evaluations on the validation samples."""
         return self.history.of("evaluation")
 
     @property
     def last_step(self) -> int:
-        """The last step that was done."""
+        """The number of the last step."""
         return self.steps[-1].step if self.steps else 0
 
     @property
     def total_steps(self) -> int | None:
-        """As many as the run is to have."""
+        """The steps that the run is to have."""
         return self.starts[-1].total_steps if self.starts else self.settings.get("steps")
 
     @cached_property
@@ -84,7 +84,7 @@ class RecordedRun:
 
     @property
     def state_in_words(self) -> str:
-        """How it ended, and after which step."""
+        """The state as a sentence: how the run ended, and after which step."""
         total = self.total_steps
         after = f"after step {self.last_step:,}" + (f" of {total:,}" if total else "")
         ends = self.history.of("end")
@@ -96,18 +96,18 @@ class RecordedRun:
 
     @property
     def unit(self) -> str:
-        """What losses are means over and speeds count."""
+        """The unit that losses are means over and speeds count."""
         task = self.starts[-1].task if self.starts else "" if self.plan is None else self.plan.model.task
         return UNITS.get(task, "target tokens" if task in ("causal-lm", "masked-lm", "seq2seq") else "targets")
 
     @property
     def final_loss(self) -> float | None:
-        """Of the last step."""
+        """The loss of the last step."""
         return self.steps[-1].loss if self.steps else None
 
     @property
     def best_evaluation(self) -> RunRecord | None:
-        """The one with the smallest loss."""
+        """The evaluation with the smallest loss."""
         finite = [each for each in self.evaluations if each.loss is not None]
         return min(finite, key=lambda each: each.loss or 0.0, default=None)
 
@@ -118,19 +118,19 @@ class RecordedRun:
 
     @property
     def padding_share(self) -> float | None:
-        """Of all positions of all steps whose records say it."""
+        """The share of padding in all positions of the steps that recorded it."""
         known = [each for each in self.steps if each.positions and each.tokens is not None]
         positions = sum(each.positions or 0 for each in known)
         return 1 - sum(each.tokens or 0 for each in known) / positions if positions else None
 
     @property
     def memory(self) -> RunRecord | None:
-        """What was planned and measured over the first two steps, the last time that it was."""
+        """The latest record of planned and measured memory, over the first two steps of a start."""
         return self.history.of("memory")[-1] if self.history.of("memory") else None
 
     @cached_property
     def phases(self) -> dict[str, PhaseRecord]:
-        """Memory by phase, in the order of a step; evaluation and checkpoint where they were measured."""
+        """The memory of each phase, in the order of a step; evaluation and checkpoint where measured."""
         record = self.memory
         phases = dict(record.phases) if record is not None else {}
         if not phases and self.plan is not None:
@@ -146,46 +146,46 @@ class RecordedRun:
 
     @property
     def planned_bytes(self) -> int | None:
-        """The peak of live tensors that the plan says; None where it has none."""
+        """The planned peak of live tensors; None where the plan has none."""
         if self.memory is not None and self.memory.planned_bytes:
             return self.memory.planned_bytes
         return self.plan.memory.live_bytes or None if self.plan is not None else None
 
     @property
     def measured_bytes(self) -> int | None:
-        """Rank 0's peak: of the first steps, or what it came to later."""
+        """The measured peak of rank 0: of the first steps, or a later higher one."""
         sizes = [each.memory_bytes for each in self.steps[-1:]] + [self.memory.measured_bytes if self.memory else None]
         return max((size for size in sizes if size), default=None)
 
     @property
     def restarts(self) -> list[RunRecord]:
-        """Starts but the first."""
+        """The starts after the first."""
         return self.starts[1:]
 
     @property
     def recoveries(self) -> list[RunRecord]:
-        """From out of memory."""
+        """The recoveries from out of memory."""
         return [each for each in self.history.of("recovery") if each.phase is not None]
 
     @cached_property
     def begin(self) -> float | None:
-        """Unix seconds of its first record."""
+        """The time of the first record, Unix seconds."""
         times = [each.time for each in (*self.history.others, *self.steps) if each.time]
         return min(times, default=None)
 
     @property
     def seconds(self) -> float | None:
-        """From its first record to its last, with what it stood still."""
+        """The time from the first record to the last, with idle time."""
         times = [each.time for each in (*self.history.others, *self.steps) if each.time]
         return max(times) - min(times) if times else None
 
     def since_begin(self, record: RunRecord) -> float | None:
-        """Seconds from the first record to this one."""
+        """Return the seconds from the first record to this one."""
         return None if record.time is None or self.begin is None else record.time - self.begin
 
     @cached_property
     def events(self) -> list[RunEvent]:
-        """What it went through, in order of time."""
+        """The events in order of time."""
         ordered = sorted(enumerate(self.history.others), key=lambda pair: (pair[1].time or 0.0, pair[0]))
         seen = 0
         events: list[RunEvent] = []
@@ -208,14 +208,14 @@ class RecordedRun:
 
     @cached_property
     def versions(self) -> dict[str, str]:
-        """What was installed at the last start; of older runs what the plan was made with."""
+        """The versions installed at the last start; for runs of earlier versions those of the plan."""
         if self.starts:
             return self.starts[-1].versions
         return {} if self.plan is None else {"frugal": self.plan.frugal_version, **self.plan.versions}
 
     @cached_property
     def facts(self) -> dict[str, str]:
-        """What was asked for and decided, as text by name; what nobody set is left out."""
+        """The settings and decisions as text by name, without those that nobody set."""
         told: dict[str, Any] = {}
         if self.plan is not None:
             request = self.plan.request
@@ -241,7 +241,7 @@ def _as_text(value: Any) -> str:
 
 def _start_words(record: RunRecord) -> str:
     devices = ", ".join(f"{number} x {name}" for name, number in record.devices.items())
-    words = f"goes on after step {record.step:,}" if record.resumed else "starts"
+    words = f"resumes after step {record.step:,}" if record.resumed else "starts"
     words += f" on {devices}" if devices else ""
     if record.dropped_steps:
         words += f"; {plural(record.dropped_steps, 'step')} after it are done again"
@@ -263,7 +263,7 @@ _WORDS = {
 
 
 def read_run(folder: Path) -> RecordedRun:
-    """The run in `folder`.
+    """Read the run in `folder`.
 
     Raises:
         RequestError: there is no such folder, or it is not a run's.
@@ -302,7 +302,7 @@ def _read_plan(folder: Path) -> tuple[Plan | None, list[str]]:
 
 
 def _missing(history: History) -> list[str]:
-    """What the records lack, and how many cannot be read."""
+    """Return what the records lack, and how many cannot be read."""
     notes = []
     if history.num_broken:
         lines = "line" if history.num_broken == 1 else "lines"
@@ -320,7 +320,7 @@ def _missing(history: History) -> list[str]:
 
 
 def _is_locked(folder: Path) -> bool:
-    """Whether a process of this host holds it now, as a run does. Looked up: to try to lock it could stop a start."""
+    """Return whether a process of this host holds the folder. Trying to lock it could stop a start."""
     try:
         inode = folder.stat().st_ino
         locks = Path("/proc/locks").read_text().splitlines()

@@ -6,7 +6,6 @@ from typing import Any
 from frugal.planning.report import Block
 from frugal.planning.table import Table
 from frugal.report import words
-from frugal.report.compare import differing
 from frugal.report.run import RecordedRun
 
 MOST_EVENTS = 12
@@ -17,7 +16,7 @@ WIDEST = 28
 
 
 def summary(runs: Sequence[RecordedRun]) -> list[Block]:
-    """What the page says, in short."""
+    """Return a summary of the page."""
     blocks = _of_one(runs[0]) if len(runs) == 1 else _of_several(runs)
     return [*blocks, [f"note   {note}" for note in words.notes(runs)]]
 
@@ -43,7 +42,7 @@ def _of_one(run: RecordedRun) -> list[Block]:
 
 
 def _memory(run: RecordedRun) -> Block:
-    """By phase: planned and measured."""
+    """Return planned and measured memory by phase."""
     reserved = words.has_reserved(run)
     head = ("planned", "measured", "difference", *(["reserved"] if reserved else []), "phase")
     rows = [
@@ -60,7 +59,7 @@ def _of_several(runs: Sequence[RecordedRun]) -> list[Block]:
     head = (*(run.name for run in runs), "")
     rows = [(*row[1:], row[0]) for row in words.comparison(runs)]
     blocks: list[Block] = [Table(title=f"{len(runs)} runs", rows=(head, *rows), has_head=True)]
-    different = [(*map(_short, row[1:]), row[0]) for row in differing(runs)]
+    different = [(*map(_short, row[1:]), row[0]) for row in words.differing(runs)]
     if not different:
         return [*blocks, ["no setting and no version differs"]]
     return [*blocks, Table(title="what differs", rows=(head, *different), has_head=True)]
@@ -71,10 +70,10 @@ def _short(text: str) -> str:
 
 
 def as_data(runs: Sequence[RecordedRun]) -> dict[str, Any]:
-    """For programs; numbers as they were recorded, bytes and seconds."""
+    """Return all numbers for programs, as recorded, in bytes and seconds."""
     return {
         "runs": [_data(run) for run in runs],
-        "differing": [{"name": row[0], "values": row[1:]} for row in differing(runs)] if len(runs) > 1 else [],
+        "differing": [{"name": row[0], "values": row[1:]} for row in words.differing(runs)] if len(runs) > 1 else [],
         "notes": words.notes(runs),
     }
 

@@ -1,11 +1,11 @@
 """Numbers and events of runs as text, for the page and for the terminal."""
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from typing import Any
 
+from frugal.errors import RequestError
 from frugal.planning.memory.timeline import BACKWARD, FORWARD
-from frugal.report.compare import speaks_one_unit
 from frugal.report.run import RecordedRun, RunEvent
 from frugal.units import format_bytes, format_seconds, plural
 
@@ -14,32 +14,32 @@ NONE = "-"
 
 
 def number(value: float | None) -> str:
-    """A loss."""
+    """Format a loss."""
     return NONE if value is None else f"{value:.4f}"
 
 
 def small(value: float | None) -> str:
-    """A learning rate."""
+    """Format a learning rate."""
     return NONE if value is None else f"{value:.2e}"
 
 
 def count(value: float | None) -> str:
-    """A speed, or steps."""
+    """Format a speed, or steps."""
     return NONE if value is None else f"{value:,.0f}" if value >= 100 else f"{value:.3g}"
 
 
 def percent(value: float | None) -> str:
-    """A share."""
+    """Format a share."""
     return NONE if value is None else f"{100 * value:.1f} %"
 
 
 def size(value: int | None) -> str:
-    """Bytes."""
+    """Format bytes."""
     return NONE if value is None else format_bytes(value)
 
 
 def duration(value: float | None) -> str:
-    """Seconds."""
+    """Format seconds."""
     return NONE if value is None else format_seconds(value)
 
 
@@ -51,7 +51,7 @@ FORMATS: dict[str, Callable[[float], str]] = {
 
 @dataclass(frozen=True, kw_only=True)
 class PhaseRow:
-    """Memory of one phase, bytes. `is_of_less`: it was measured with smaller micro-batches than were planned."""
+    """The memory of one phase, bytes. `is_of_less`: it was measured with smaller micro-batches than were planned."""
 
     name: str
     planned: int | None
@@ -61,19 +61,19 @@ class PhaseRow:
 
     @property
     def largest(self) -> int:
-        """What bars are drawn against; at least 1."""
+        """The larger of both, for the scale of bars; at least 1."""
         return max(self.planned or 0, self.measured or 0, 1)
 
     @property
     def difference(self) -> str:
-        """Measured against planned, where both are of the same work, or more was measured."""
+        """Measured against planned in percent, where both are of the same work, or more was measured."""
         if not self.planned or self.measured is None or (self.is_of_less and self.measured < self.planned):
             return NONE
         return f"{100 * (self.measured / self.planned - 1):+.1f} %"
 
 
 def phase_rows(run: RecordedRun) -> list[PhaseRow]:
-    """Memory by phase, and in all."""
+    """Return the memory of each phase, and of the whole run."""
     is_of_less = run.memory is not None and run.memory.is_of_less
     rows = [
         PhaseRow(
@@ -91,12 +91,12 @@ def phase_rows(run: RecordedRun) -> list[PhaseRow]:
 
 
 def has_reserved(run: RecordedRun) -> bool:
-    """Whether there is an allocator that reserves."""
+    """Return whether an allocator's reserved memory was measured."""
     return any(row.reserved is not None for row in phase_rows(run))
 
 
 def of_which_steps(run: RecordedRun) -> str:
-    """For what micro-batches memory was planned and measured."""
+    """Describe the micro-batches that memory was planned for and measured with."""
     record = run.memory
     if record is None or record.planned_micro_batch is None or record.largest_micro_batch is None:
         return ""
@@ -108,7 +108,7 @@ def of_which_steps(run: RecordedRun) -> str:
 
 
 def notes(runs: Sequence[RecordedRun]) -> list[str]:
-    """What is missing, and what may not be compared."""
+    """Return notes on missing records and on numbers that are not comparable."""
     told = [note if len(runs) == 1 else f"{run.name}: {note}" for run in runs for note in run.notes]
     if not speaks_one_unit(runs):
         units = ", ".join(f"{run.name} in {run.unit}" for run in runs)
@@ -117,7 +117,7 @@ def notes(runs: Sequence[RecordedRun]) -> list[str]:
 
 
 def facts(run: RecordedRun) -> list[tuple[str, str, str]]:
-    """The numbers asked for first: a name, the number, and what belongs to it."""
+    """Return the main numbers: name, number and remark."""
     best, phases = run.best_evaluation, phase_rows(run)
     first = run.steps[0].loss if run.steps else None
     whole = phases[-1] if phases else None
@@ -149,7 +149,7 @@ def _interruptions(run: RecordedRun) -> str:
 
 
 def comparison(runs: Sequence[RecordedRun]) -> list[list[str]]:
-    """Rows of the same facts, a column a run."""
+    """Return rows of the main numbers, one column a run."""
     rows: list[list[str]] = [["state", *(run.state for run in runs)]]
     rows.append(["steps", *(f"{run.last_step:,}" for run in runs)])
     for each in zip(*map(facts, runs), strict=True):
@@ -162,7 +162,7 @@ def comparison(runs: Sequence[RecordedRun]) -> list[list[str]]:
 
 
 def when(event: RunEvent) -> str:
-    """Time since the first start."""
+    """Format the time of an event since the first start."""
     return NONE if event.seconds is None else format_seconds(event.seconds)
 
 
@@ -185,10 +185,67 @@ _DASHES = {
 
 
 def marks(run: RecordedRun, *, over_time: bool = False) -> list[dict[str, Any]]:
-    """Where a chart has a line for what happened."""
+    """Return the vertical lines of a chart: events of the run."""
     return [
         {"x": event.seconds if over_time else event.step, "label": _MARKS[event.kind], "dash": _DASHES[event.kind]}
         for event in run.events
         if event.kind in _MARKS
         and (event.seconds is not None if over_time else event.kind not in ("failed", "interrupted"))
     ]
+
+
+MOST_RUNS = 9
+"""As many as a chart has colours and dashes for."""
+
+
+def check(runs: Sequence[RecordedRun]) -> None:
+    """Refuse more runs than one page can compare.
+
+    Raises:
+        RequestError: there are too many.
+    """
+    if len(runs) > MOST_RUNS:
+        raise RequestError(
+            f"{len(runs)} runs are too many for one page",
+            because=f"a chart has colours and dashes for {MOST_RUNS} of them",
+            hint="compare fewer at a time",
+        )
+
+
+def speaks_one_unit(runs: Sequence[RecordedRun]) -> bool:
+    """Return whether losses and speeds of all runs are of the same unit."""
+    return len({run.unit for run in runs}) == 1
+
+
+def renamed(names: Sequence[str], longer: Sequence[str]) -> list[str]:
+    """Return the names, longer ones where two are the same."""
+    return [long if names.count(name) > 1 else name for name, long in zip(names, longer, strict=True)]
+
+
+def differing(runs: Sequence[RecordedRun]) -> list[list[str]]:
+    """Return rows of settings and versions that are not the same in all runs: the name, and its value in each."""
+    return [row for row in everything(runs) if len(set(row[1:])) > 1]
+
+
+def everything(runs: Sequence[RecordedRun]) -> list[list[str]]:
+    """Return rows of all settings and versions: the name, and its value in each run."""
+    sources = [
+        {
+            **run.facts,
+            **(_decided(run) if len(runs) > 1 else {}),
+            **{f"version of {name}": value for name, value in run.versions.items()},
+        }
+        for run in runs
+    ]
+    names = list(dict.fromkeys(name for facts in sources for name in facts))
+    return [[name.replace("_", " "), *(facts.get(name, "-") for facts in sources)] for name in names]
+
+
+def _decided(run: RecordedRun) -> dict[str, str]:
+    """Return each choice of the planned strategy by name."""
+    if run.plan is None:
+        return {}
+    strategy = run.plan.strategy
+    decided = {field.name: getattr(strategy, field.name) for field in fields(strategy)}
+    decided["activation_checkpointing"] = strategy.checkpointing  # with its layers
+    return {f"planned {name}": str(value) for name, value in decided.items() if name != "layer_modes"}

@@ -14,9 +14,9 @@ from bench.runs import records
 from frugal.config.run_settings import RunSettings
 from frugal.launch import restart
 from frugal.report import after_run
-from frugal.report.compare import differing
+from frugal.report.charts import thinned
 from frugal.report.run import read_run
-from frugal.report.series import thinned
+from frugal.report.words import differing
 from frugal.training.checkpoint import run_folder
 from tests.commands import frugal
 from tests.report.recorded import MIB, PLANNED, interrupted, plan, train, tuned
