@@ -50,10 +50,17 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     items.sort(key=place)
 
 
+OF_A_RANK = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_SIZE", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
+
+
 @pytest.fixture(autouse=True)
-def _no_process_group_is_left() -> Iterator[None]:
-    """Fail the test that leaves a process group, rather than a later one of the same worker."""
+def _is_no_rank_afterwards() -> Iterator[None]:
+    """Forget what a command run in this process took for a rank alone; fail the test that leaves a process group."""
+    before = {name: os.environ[name] for name in OF_A_RANK if name in os.environ}
     yield
+    for name in OF_A_RANK:
+        os.environ.pop(name, None)
+    os.environ.update(before)
     if (torch := sys.modules.get("torch")) and torch.distributed.is_initialized():
         torch.distributed.destroy_process_group()
         pytest.fail("left torch's process group initialized")

@@ -48,8 +48,8 @@ MUTANTS = (
     ),
     Mutant(
         "planning/cost.py",
-        "moved += 2 * num_steps * model.packed",
-        "moved += num_steps * model.packed",
+        "moved += 2 * num_steps * model.facts.packed",
+        "moved += num_steps * model.facts.packed",
         "offloaded parameters come up once in a micro-step, not in forward and in backward",
     ),
     Mutant(
@@ -84,8 +84,8 @@ MUTANTS = (
     ),
     Mutant(
         "planning/cost.py",
-        "model.trainable_parameters / (cluster.world_size if strategy.zero_stage >= 1 else 1)",
-        "model.trainable_parameters / (cluster.world_size if strategy.zero_stage >= 2 else 1)",
+        "model.facts.trainable_parameters / (cluster.world_size if strategy.zero_stage >= 1 else 1)",
+        "model.facts.trainable_parameters / (cluster.world_size if strategy.zero_stage >= 2 else 1)",
         "under ZeRO-1 each rank updates all elements",
     ),
     # the batch
@@ -160,7 +160,7 @@ MUTANTS = (
     ),
     Mutant(
         "planning/memory/profile.py",
-        "slack = capacity - peak.total_bytes",
+        "slack = replays.smallest_capacity(device.usable_bytes) - peak.total_bytes",
         "slack = 0",
         "the allocator wastes nothing",
     ),

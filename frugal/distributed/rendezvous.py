@@ -36,7 +36,7 @@ from torch.distributed import (
 from frugal.config.hardware.local_host import versions
 from frugal.distributed import env, rank_logs
 from frugal.distributed.connections import peers, secret
-from frugal.distributed.connections.peers import Meeting
+from frugal.distributed.connections.peers import PeerPort
 from frugal.errors import PlanMismatchError, RequestError
 from frugal.planning.plan import Plan
 
@@ -197,12 +197,12 @@ def hosts() -> list[str]:
     return [described.host for described in _descriptions(join_store(), int(os.environ["WORLD_SIZE"]))]
 
 
-def share(meeting: Meeting) -> Meeting:
-    """Return rank 0's `meeting` on all ranks. Collective, once."""
+def share(port: PeerPort) -> PeerPort:
+    """Return rank 0's `port` on all ranks. Collective, once."""
     if env.rank() == 0:
-        _write(join_store(), _WATCH, meeting)
-        return meeting
-    return _read(join_store(), _WATCH, Meeting)
+        _write(join_store(), _WATCH, port)
+        return port
+    return _read(join_store(), _WATCH, PeerPort)
 
 
 def wait_for_all(what: str) -> None:

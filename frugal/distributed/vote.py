@@ -43,7 +43,7 @@ class Vote:
             return
         rank = dist.get_rank(group)
         self._counts = rank == 0
-        self._peers = peers.connect_ranks(rank, world_size, lambda meeting: from_rank_0(meeting, peers.Meeting, group))
+        self._peers = peers.connect_ranks(rank, world_size, lambda port: from_rank_0(port, peers.PeerPort, group))
         for peer in self._peers:
             peer.settimeout(timeout_seconds())
 

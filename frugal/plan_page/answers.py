@@ -141,7 +141,7 @@ class Sources:
         plan = self.plan
         own_gpus, own_memory = len(plan.cluster.nodes[0].devices), plan.memory.device_in(plan.cluster).memory_bytes
         seq_lens = axes_around(plan, self._source(plan.request.seq_len).facts().max_positions)["seq-len"]
-        found: list[tuple[float, GridPoint]] = []
+        points: list[tuple[float, GridPoint]] = []
         for gpus in sorted({max(1, own_gpus // 2), own_gpus, 2 * own_gpus, *GPUS}):
             if gpus * len(plan.cluster.nodes) % plan.batch.sequence_parallel:
                 continue
@@ -153,8 +153,8 @@ class Sources:
                     for step, cluster in enumerate(of_threads.values()):
                         far = abs(log2(gpus / own_gpus)) + abs(log2(seq_len / plan.request.seq_len)) + step
                         point = GridPoint(cluster=cluster, request=self.request(seq_len), strategy=strategy)
-                        found.append((far + (0.5 + rank / 10 if rank else 0), point))
-        return [point for _, point in sorted(found, key=lambda pair: pair[0])]
+                        points.append((far + (0.5 + rank / 10 if rank else 0), point))
+        return [point for _, point in sorted(points, key=lambda pair: pair[0])]
 
     def profile(self, point: GridPoint, accumulates: bool) -> MemoryProfile | None:
         """Return the profile for every micro-batch; None where only a dry run could make one."""
@@ -223,7 +223,7 @@ def answers(plan: Plan, open_source: OpenDryRuns, most_events: int, *, only_know
         WorkerError: a trace crashed.
     """
     strategies: dict[str, str] = {}  # their flags, by name: sizes of groups, which are in no name, differ with GPUs
-    found: dict[str, dict[int, dict[str, Any]]] = {}
+    answers: dict[str, dict[int, dict[str, Any]]] = {}
     largest: dict[str, int] = {}
     devices: dict[int, list[dict[str, int]]] = {}
     is_equal = is_of_one_kind(plan.cluster)
@@ -233,22 +233,22 @@ def answers(plan: Plan, open_source: OpenDryRuns, most_events: int, *, only_know
         sources = Sources(plan, open_source, opened, only_known=only_known)
         timelines = [_timeline(sources, number) for number in range(1 + len(plan.rejected))]
         for point in sources.points() if is_equal else []:
-            if found and (most_events <= 0 or sum(map(len, found.values())) >= MOST_ANSWERS):
+            if answers and (most_events <= 0 or sum(map(len, answers.values())) >= MOST_ANSWERS):
                 break
             near = planned.get(point.strategy, plan.batch.largest_micro_batch)
-            of_point, fits, num_events = _answers_of(sources, point, near, is_own=not found)
+            of_point, fits, num_events = _answers_of(sources, point, near, is_own=not answers)
             most_events -= num_events
             if not of_point:
                 continue
             strategies.setdefault(str(point.strategy), _flags(point.strategy))
             number = list(strategies).index(str(point.strategy))
             key = f"{point.gpus}/{point.request.seq_len}/{number}/{point.device.resident_threads}"
-            found[key] = of_point
+            answers[key] = of_point
             devices[point.gpus] = [_device(cluster.devices[0]) for cluster in cards(plan, point.gpus)]
             if point.device.memory_bytes == own_bytes:
                 largest[key] = fits
     return {
-        "answers": found,
+        "answers": answers,
         "largest": largest,
         "strategies": [{"name": name, "flags": flags} for name, flags in strategies.items()],
         "timelines": timelines,

@@ -238,7 +238,7 @@ def axes_around(plan: Plan, longest: int | None) -> dict[str, tuple[int, ...]]:
     }
 
 
-def grid(plan: Plan, axes: Mapping[str, Sequence[int]]) -> "dict[Cell, Case]":
+def grid(plan: Plan, axes: Mapping[str, Sequence[int]]) -> "dict[GridCase, Case]":
     """Return the cases of a table by GPUs, memory and length, without those that no request can express.
 
     Raises:
@@ -330,10 +330,10 @@ def most_helpful(plan: Plan, cases: Sequence[Case], predictions: Sequence[Candid
     return f"{name}: a step of {format_seconds(seconds)}, {less:.0f} % less (predicted)"
 
 
-Cell = tuple[int, int, int]
+GridCase = tuple[int, int, int]
 """GPUs of a node, bytes of a device, and tokens of a sample."""
 
-Predictions = Mapping[Cell, Candidate | None]
+Predictions = Mapping[GridCase, Candidate | None]
 
 
 def what_if_table(plan: Plan, axes: Mapping[str, Sequence[int]], predictions: Predictions) -> list[str]:
@@ -352,8 +352,8 @@ def what_if_rows(
     per_node = " a node" if len(plan.cluster.nodes) > 1 else ""
     rows = [("", *(plural(number, plan.cluster.rank_noun) + per_node for number in axes["gpus"]))]
     for memory in axes["mem"]:
-        cells = [(num_gpus, memory, seq_len) for num_gpus in axes["gpus"]]
-        entries = [_entry(plan, cell, predictions[cell]) if cell in predictions else "-" for cell in cells]
+        points = [(num_gpus, memory, seq_len) for num_gpus in axes["gpus"]]
+        entries = [_entry(plan, point, predictions[point]) if point in predictions else "-" for point in points]
         rows.append((format_bytes(memory), *entries))
     return rows
 
@@ -365,12 +365,12 @@ def what_if_legend(predictions: Predictions) -> str:
     return "; ".join(["seconds a step, tokens/s of each device, Z ZeRO stage", *legend])
 
 
-def _entry(plan: Plan, cell: Cell, candidate: Candidate | None) -> str:
+def _entry(plan: Plan, point: GridCase, candidate: Candidate | None) -> str:
     if candidate is None:
         return "?"
     if not candidate.fits:
         return f"- {format_bytes(-(candidate.headroom_bytes or 0))} short"
-    num_gpus, _, seq_len = cell
+    num_gpus, _, seq_len = point
     world_size = num_gpus * len(plan.cluster.nodes)
     samples = replace(plan.request, seq_len=seq_len).batch_samples
     rate = samples * seq_len / candidate.seconds / world_size

@@ -151,7 +151,7 @@ WRONG = {
     ),
     "a plan of another schema": (
         ["other.json"], 4,
-        "error: other.json has schema 9, this frugal reads schema 4\n\n"
+        "error: other.json has schema 9, this frugal reads schema 5\n\n"
         "hint: make a new one with `frugal plan -o DIR`\n",
     ),
     "a plan and a flag": (

@@ -139,7 +139,7 @@ def test_a_wrong_resume_is_said_once_through_the_launcher(folder: Path, on_two_r
         "error: the data of the run in two has changed since step 6", "  because train.limit was not given, is 199"
     ]  # fmt: skip
     assert re.fullmatch(r"  because it had 200 documents, .*, now it has 199 documents, .*", lines[2])
-    assert lines[3:] == ["", "hint: restore it, start anew with another --out, or go on with --accept-changed-data"]
+    assert lines[3:] == ["", "hint: restore it, start anew with another --out, or continue with --accept-changed-data"]
 
 
 def test_a_run_that_is_further_than_it_is_to_go_is_refused_and_stays_as_it_was(

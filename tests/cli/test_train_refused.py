@@ -15,6 +15,7 @@ from bench.runs import command, environment, frugal_train, plan, prepared
 from frugal import cli
 from frugal.config.hardware.cluster import Cluster, Node
 from frugal.planning.plan import Plan
+from frugal.training.checkpoint import in_use
 
 
 @pytest.fixture(scope="module")
@@ -158,18 +159,14 @@ def test_a_port_in_use(folder: Path, capsys: pytest.CaptureFixture[str]) -> None
 
 
 def test_two_runs_in_one_folder(folder: Path, tmp_path: Path) -> None:
-    held = os.open(tmp_path, os.O_RDONLY)
-    fcntl.flock(held, fcntl.LOCK_EX)  # as a run does while it writes there
-    told = frugal_train(folder, "--plan", "plan1.json", "--data", "text.jsonl", "--steps", 1, "--out", tmp_path)
-    os.close(held)
-    assert told == (
-        2,
-        "",
-        f"error: another run is writing to {tmp_path}\n"
-        "  because two runs in one folder would overwrite each other's checkpoints\n\n"
-        "hint: wait for it to end, or choose another folder with --out\n",
-    )
-    assert not list(tmp_path.iterdir())
+    with in_use.marked(tmp_path):  # as a run does while it writes there
+        code, _, errors = frugal_train(
+            folder, "--plan", "plan1.json", "--data", "text.jsonl", "--steps", 1, "--out", tmp_path
+        )
+    assert code == 2
+    assert errors.startswith(f"error: another run is writing to {tmp_path}\n")
+    assert errors.endswith("hint: wait for it to end, or choose another folder with --out\n")
+    assert {path.name for path in tmp_path.iterdir()} <= {in_use.MARK}
 
 
 def test_a_run_keeps_its_folder_also_when_memory_has_been_measured(folder: Path, tmp_path: Path) -> None:

@@ -1,6 +1,6 @@
 """Authenticated connections of all ranks to rank 0, which votes and the peer watch use.
 
-Both ends prove that they know `key`: the run's secret, followed by bytes that rank 0 draws for each meeting.
+Both ends prove that they know `key`: the run's secret, followed by bytes that rank 0 draws for each use.
 
     rank 0 -> rank    challenge: 32 random bytes
     rank   -> rank 0  its number, 32 random bytes, HMAC-SHA256(key, "rank", challenge, number, random bytes)
@@ -66,7 +66,7 @@ _ACCEPTED_AT_ONCE, _PAUSE_SECONDS = 64, 0.01  # so that a flood leaves the other
 _POLL_SECONDS = 0.2
 
 
-class Meeting(msgspec.Struct):
+class PeerPort(msgspec.Struct):
     """A port of rank 0, and the random bytes in the key of its connections."""
 
     port: int
@@ -74,7 +74,7 @@ class Meeting(msgspec.Struct):
 
 
 def connect_ranks(
-    rank: int, world_size: int, share: Callable[[Meeting], Meeting], seconds: float = CONNECT_SECONDS
+    rank: int, world_size: int, share: Callable[[PeerPort], PeerPort], seconds: float = CONNECT_SECONDS
 ) -> list[socket.socket]:
     """Return rank 0's connections to all other ranks in rank order, or another rank's one to rank 0. Collective.
 
@@ -87,16 +87,16 @@ def connect_ranks(
     try:
         if rank == 0:
             with listen(0) as server:
-                meeting = share(Meeting(server.getsockname()[1], secrets.token_bytes(_RANDOM_BYTES)))
-                return accept_ranks(server, _key(meeting), world_size, end)
-        meeting = share(Meeting(0, b""))
-        return [connect((address_of_rank_0(), meeting.port), _key(meeting), rank, end)]
+                port = share(PeerPort(server.getsockname()[1], secrets.token_bytes(_RANDOM_BYTES)))
+                return accept_ranks(server, _key(port), world_size, end)
+        port = share(PeerPort(0, b""))
+        return [connect((address_of_rank_0(), port.port), _key(port), rank, end)]
     except OSError as error:
         raise RuntimeError(f"Connection to another rank was not made: {error}") from error
 
 
-def _key(meeting: Meeting) -> bytes:
-    return (secret.of_run() or b"") + meeting.nonce
+def _key(port: PeerPort) -> bytes:
+    return (secret.of_run() or b"") + port.nonce
 
 
 def address_of_rank_0() -> str:

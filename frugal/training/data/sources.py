@@ -73,18 +73,18 @@ def find_sources(names: Sequence[str]) -> list[DocumentSource]:
     Raises:
         RequestError: nothing was named, or it cannot be read.
     """
-    found = find_named(names)
+    named = find_named(names)
     with ThreadPoolExecutor(min(len(os.sched_getaffinity(0)), MAX_THREADS)) as pool:  # reading files for their hashes
-        return list(pool.map(_hashed, chain.from_iterable(found)))
+        return list(pool.map(_hashed, chain.from_iterable(named)))
 
 
 def find_named(names: Sequence[str], *, from_hub: bool = True) -> list[list[DataFile | DocumentSource]]:
     """Return what each name stands for: files, which are not read, or other sources. Raises as `find_sources`."""
     if not names:
         raise RequestError("no data was given", hint=f"pass --data PATH, or --data {STDLIB} for Python's own library")
-    found = [[each for listed in _listed(name) for each in _find(listed, from_hub)] for name in names]
-    _warn_of_repeated(each.path for each in chain.from_iterable(found) if isinstance(each, DataFile))
-    return found
+    named = [[each for listed in _listed(name) for each in _find(listed, from_hub)] for name in names]
+    _warn_of_repeated(each.path for each in chain.from_iterable(named) if isinstance(each, DataFile))
+    return named
 
 
 def _listed(source: str) -> list[str]:

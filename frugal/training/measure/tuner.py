@@ -219,21 +219,21 @@ class Tuner:
         return None
 
     def _end(self, step: int, way: Way, why: str = "") -> None:
-        """Continue in this way, and report what was found."""
+        """Continue in this way, and report the outcome."""
         self.is_over = True
         engine, plan = self._engine, self._ways[0]
         if engine.plan is not way.plan:  # limits that were lowered under the plan itself stay lowered
             switch(engine, way.plan)
         gain = 0.0 if way is plan else 1 - way.typical
-        found = why or f"none of {plural(len(self._ways) - 1, 'alternative')} is faster than the plan"
+        outcome = why or f"none of {plural(len(self._ways) - 1, 'alternative')} is faster than the plan"
         if way is not plan:
             strategy, batch = way.plan.strategy, way.plan.batch
             cut = f"micro-batch {batch.largest_micro_batch} in {plural(batch.accumulation_steps, 'micro-step')}"
-            found = f"{strategy}, {cut}, takes {100 * gain:.1f} % less time than planned"
-        reasons = (f"tuned while training: {found}", *plan.plan.why)
+            outcome = f"{strategy}, {cut}, takes {100 * gain:.1f} % less time than planned"
+        reasons = (f"tuned while training: {outcome}", *plan.plan.why)
         tuned = replace(way.plan, alternatives=(), tuned_from=plan.plan.digest, why=reasons).sealed()
         engine.plan = engine.recorded_plan = tuned
-        _say(engine, found + ("" if way is plan else f"; plan.json is {tuned.digest[:12]} from here on"))
+        _say(engine, outcome + ("" if way is plan else f"; plan.json is {tuned.digest[:12]} from here on"))
         ways = [] if why else [self._record(each) | {"is_kept": each is way} for each in self._ways]
         self._on_end({
             "event": "tuned", "step": step, "gain": gain, "plan_digest": tuned.digest, **_in_numbers(tuned),

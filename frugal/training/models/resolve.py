@@ -154,9 +154,9 @@ def _task_of_class(model_type: str, class_name: str) -> str | None:
 
 
 def _from_config(
-    reference: str, config: Any, task: str | None, num_labels: int | None = None, **found: Any
+    reference: str, config: Any, task: str | None, num_labels: int | None = None, **fields: Any
 ) -> ModelSpec:
-    """Return the spec of a transformers configuration, which it may change; `found` are other fields of the spec."""
+    """Return the spec of a transformers configuration, which it may change; `fields` are other fields of the spec."""
     possible = _tasks_of(config.model_type)
     chosen = task or _infer_task(config)
     if chosen is None or chosen not in possible:
@@ -191,7 +191,7 @@ def _from_config(
         config=config,
         uses_cache=uses_cache,
         layer_drop=_without_layer_drop(config),
-        **{"kind_of_reference": "configuration", **found},
+        **{"kind_of_reference": "configuration", **fields},
     )
 
 

@@ -90,7 +90,7 @@ def test_changed_data_and_another_seed_are_refused() -> None:
         "the data of the run in run has changed since step 40\n"
         "  because other content: a.txt\n"
         "  because it had 3 documents, 3 samples, 9 tokens, now it has 3 documents, 3 samples, 10 tokens\n\n"
-        "hint: restore it, start anew with another --out, or go on with --accept-changed-data",
+        "hint: restore it, start anew with another --out, or continue with --accept-changed-data",
     )
     with pytest.raises(FrugalError) as refused:
         go_on(OTHER, seed=2, accept=True)

@@ -104,7 +104,7 @@ def test_sgd_is_refused() -> None:
             request={"optimizer": "sgd", "decay_norms": False},
         )  # fmt: skip
     assert str(raised.value) == (
-        "optimizer.decay-norms = false is impossible with --optimizer sgd\n"
+        "optimizer.decay-norms false is impossible with --optimizer sgd\n"
         "  because its weight decay goes through the gradient; only AdamW's can leave parameters out\n\n"
         "hint: leave one of them out"
     )

@@ -113,10 +113,10 @@ def find_streams(names: Sequence[str], columns: Columns, every: int = 1, most: i
     """
     streams: list[StreamSource] = []
     part = 0
-    for name, found in zip(names, find_named(names, from_hub=False), strict=True):
+    for name, its_files in zip(names, find_named(names, from_hub=False), strict=True):
         shards: list[Shard] = []
         prints: list[str] = []
-        for each in found:
+        for each in its_files:
             its_shards, its_print = _shards_of(each, part, columns)
             shards += its_shards
             prints.append(its_print)
