@@ -164,7 +164,7 @@ def test_two_runs_in_one_folder(folder: Path, tmp_path: Path) -> None:
             folder, "--plan", "plan1.json", "--data", "text.jsonl", "--steps", 1, "--out", tmp_path
         )
     assert code == 2
-    assert errors.startswith(f"error: another run is writing to {tmp_path}\n")
+    assert errors.startswith(f"error: another run is writing to {tmp_path}: process {os.getpid()} ")
     assert errors.endswith("hint: wait for it to end, or choose another folder with --out\n")
     assert {path.name for path in tmp_path.iterdir()} <= {in_use.MARK}
 
