@@ -37,7 +37,7 @@ test-all: setup
 	$(MAKE) --no-print-directory -j2 lint kernels
 	$(PYTEST) -m ""
 	$(PLAIN_KERNELS) $(PYTEST) tests/dryrun/test_truth.py \
-	  $$(grep -rl --include='test_*.py' 'from tests.training.gradients import' tests | sort)
+	  $$(grep -rl --include='test_*.py' 'from tests.engine.gradients import' tests | sort)
 
 # Out of memory at each place of a step, on each rank, under each strategy; crashes at each point of a save.
 faults: setup

@@ -25,7 +25,7 @@ def free_port() -> int:
 def forks() -> multiprocessing.context.ForkServerContext:
     """Makes processes that have their imports done: they are forked from one that did them, which takes seconds."""
     context = multiprocessing.get_context("forkserver")
-    imports = ["deepspeed", "transformers.modeling_utils", "frugal.training.engine", "frugal.dryrun.run"]
+    imports = ["deepspeed", "transformers.modeling_utils", "frugal.engine.engine", "frugal.dryrun.run"]
     context.set_forkserver_preload(imports)
     return context
 

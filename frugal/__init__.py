@@ -11,8 +11,8 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from frugal.distributed.stop import heed_stop_signals
-    from frugal.dryrun.loop.run import dry_run
     from frugal.dryrun.planner import plan
+    from frugal.engine.engine import Engine, initialize
     from frugal.errors import (
         CheckpointError,
         FrugalError,
@@ -23,15 +23,15 @@ if TYPE_CHECKING:
         RequestError,
     )
     from frugal.integrations.transformers import PlannedMixin, PlannedTrainer, training_arguments
+    from frugal.models.objectives import CausalLM, Objective, SummedLoss
     from frugal.planning.plan import Plan
-    from frugal.training.engine import Engine, initialize
-    from frugal.training.objectives import CausalLM, Objective, SummedLoss
+    from frugal.tools.own_loop.run import dry_run
 
     __version__: str
 
 _NAMES = {
     "frugal.distributed.stop": ("heed_stop_signals",),
-    "frugal.dryrun.loop.run": ("dry_run",),
+    "frugal.tools.own_loop.run": ("dry_run",),
     "frugal.dryrun.planner": ("plan",),
     "frugal.errors": (
         "CheckpointError", "FrugalError", "NothingFitsError", "NumbersError", "OutOfMemoryError", "PlanMismatchError",
@@ -39,8 +39,8 @@ _NAMES = {
     ),
     "frugal.integrations.transformers": ("PlannedMixin", "PlannedTrainer", "training_arguments"),
     "frugal.planning.plan": ("Plan",),
-    "frugal.training.engine": ("Engine", "initialize"),
-    "frugal.training.objectives": ("CausalLM", "Objective", "SummedLoss"),
+    "frugal.engine.engine": ("Engine", "initialize"),
+    "frugal.models.objectives": ("CausalLM", "Objective", "SummedLoss"),
 }  # fmt: skip
 _HOMES = {name: module for module, names in _NAMES.items() for name in names}
 

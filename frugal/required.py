@@ -2,7 +2,7 @@
 
 A private name may go with any release. Each stands in a table with its reason: DeepSpeed's in
 `frugal.deepspeed_adapter.contract`, torch's in `frugal.torch_internals`, transformers' in
-`frugal.training.models.transformers_internals`. Tables are checked where training and dry runs start, and one error
+`frugal.models.transformers_internals`. Tables are checked where training and dry runs start, and one error
 lists all missing names, instead of an AttributeError in the middle of a step.
 """
 

@@ -1,5 +1,5 @@
 """What every launcher starts, once a rank; see the scripts beside it."""
 
-from frugal.training.run import main
+from frugal.engine.run import main
 
 main()

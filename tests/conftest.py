@@ -26,9 +26,9 @@ signal.signal(signal.SIGINT, signal.default_int_handler)  # a shell's background
 
 SLOWEST = (
     "test_tutorials.py", "multinode/test_restarts.py", "cli/test_train.py", "multinode/test_nodes.py",
-    "training/measure/test_tuned_strategies.py", "training/measure/test_tuner.py", "launch/test_signals.py",
-    "training/test_oom_retry.py", "cli/test_export.py", "test_docs.py", "multinode/test_strangers.py",
-    "training/trials/test_images.py", "dryrun/test_shipped.py", "test_ds_configs.py", "faults/test_out_of_memory.py",
+    "engine/measure/test_tuned_strategies.py", "engine/measure/test_tuner.py", "launch/test_signals.py",
+    "engine/test_oom_retry.py", "cli/test_export.py", "test_docs.py", "multinode/test_strangers.py",
+    "models/trials/test_images.py", "dryrun/test_shipped.py", "test_ds_configs.py", "faults/test_out_of_memory.py",
 )  # fmt: skip
 """Files that take half a minute and more; the first to begin, so that none is left for one worker at the end."""
 

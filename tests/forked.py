@@ -36,7 +36,7 @@ SOCKET = "FRUGAL_TESTS_FORK"
 """In the environment: the address of the process that forks."""
 
 PRELOADED = (
-    "deepspeed", "datasets", "transformers.modeling_utils", "frugal.training.engine", "frugal.dryrun.run",
+    "deepspeed", "datasets", "transformers.modeling_utils", "frugal.engine.engine", "frugal.dryrun.run",
     "frugal.dryrun.trace.trace",
 )  # fmt: skip
 

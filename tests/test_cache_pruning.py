@@ -6,11 +6,11 @@ from pathlib import Path
 
 import pytest
 
+from frugal.data import corpus
+from frugal.data.tokenizer import load_tokenizer
 from frugal.dryrun import cache as profiles
 from frugal.dryrun.cache import Cache
 from frugal.files import DAY, lock, prune, touch
-from frugal.training.data import corpus
-from frugal.training.data.tokenizer import load_tokenizer
 
 
 def entry(path: Path, num_bytes: int, days: float) -> Path:

@@ -11,8 +11,8 @@ import pytest
 import frugal
 from frugal import required, torch_internals
 from frugal.errors import RequestError
+from frugal.models import transformers_internals
 from frugal.required import Required, needed
-from frugal.training.models import transformers_internals
 
 PACKAGE = Path(frugal.__file__).parent
 TRANSFORMERS = (*transformers_internals.MASKS, *transformers_internals.LAYERS, *transformers_internals.MODELS)

@@ -9,7 +9,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from frugal.training.objectives import Batch, SummedLoss
+from frugal.models.objectives import Batch, SummedLoss
 
 IMAGE_SIZE = 224
 

@@ -9,7 +9,7 @@ from bench.gpu.configurations import cluster
 from bench.gpu.report import Row
 from frugal.config.hardware.cluster import DeviceKind
 from frugal.dryrun.compare import Measurement
-from frugal.training.measure.record import Capped, Measured, RankMeasurement
+from frugal.engine.measure.record import Capped, Measured, RankMeasurement
 
 MOST = 12
 """Records of one run, spread over the ZeRO stages: each costs the tests a dry run."""

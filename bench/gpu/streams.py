@@ -160,7 +160,7 @@ def recording() -> Iterator[Requests]:
     """The requests made inside the `with` block, known at its end. `is_whole`: the allocator was empty before."""
     import torch
 
-    from frugal.training.measure.memory_watch import CudaGauge
+    from frugal.memory_watch import CudaGauge
 
     found = Requests(is_whole=torch.cuda.memory_reserved() == 0)
     phase = INITIALISATION

@@ -18,7 +18,7 @@ from unittest.mock import patch
 import msgspec
 
 from bench.gpu.configurations import Configuration, device
-from frugal.training.measure.record import ModelDefinition
+from frugal.engine.measure.record import ModelDefinition
 
 WEIGHT = 0.01
 EMULATED = "EMULATED_GPU_CARD"
@@ -159,9 +159,9 @@ def _run_rank(question: Run, kind: str, rank: int) -> Answer:
     from frugal.deepspeed_adapter.kernels import DTYPES
     from frugal.distributed import process_group
     from frugal.distributed.env import silence_libraries
+    from frugal.engine.measure.two_steps import definition, watched
+    from frugal.models.resolve import resolve
     from frugal.planning.memory.timeline import phase_peaks
-    from frugal.training.measure.two_steps import definition, watched
-    from frugal.training.models.resolve import resolve
 
     silence_libraries()
     here = torch.device("cuda", 0) if kind == "cuda" else torch.device("cpu")
@@ -225,7 +225,7 @@ def _kept(requests: Any, folder: Path, rank: int, phases: dict[str, int], of_gpu
 @contextmanager
 def _between(question: Run, spec: Any) -> Iterator[None]:
     """Before the second step an evaluation, or a checkpoint, if the configuration has one."""
-    from frugal.training.measure import two_steps
+    from frugal.engine.measure import two_steps
 
     what = question.configuration.between
     if what == "nothing":

@@ -10,8 +10,8 @@ import sys
 
 import torch
 
-from frugal.dryrun.loop.run import NUM_STEPS
-from frugal.dryrun.loop.script import Script
+from frugal.tools.own_loop.run import NUM_STEPS
+from frugal.tools.own_loop.script import Script
 
 
 def main() -> None:

@@ -34,12 +34,12 @@ from frugal.config.request import Quantization, Request
 from frugal.deepspeed_adapter.kernels import DTYPES
 from frugal.dryrun.messages import AskDryRun
 from frugal.dryrun.run import dry_run
+from frugal.engine.measure.two_steps import trial
+from frugal.models.resolve import resolve_request
+from frugal.models.spec import ModelSpec
 from frugal.planning.memory.timeline import Interval, phase_peaks
 from frugal.planning.plan import Plan
 from frugal.planning.strategy import LayerMode
-from frugal.training.measure.two_steps import trial
-from frugal.training.models.resolve import resolve_request
-from frugal.training.models.spec import ModelSpec
 
 RESULTS = Path(__file__).parents[1] / "results" / "accuracy-cpu.json"
 LORA_RESULTS = RESULTS.with_name("accuracy-lora-cpu.json")

@@ -6,7 +6,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from frugal.training.objectives import Batch, SummedLoss
+from frugal.models.objectives import Batch, SummedLoss
 
 VOCABULARY = 512
 SMALL = {"vocab_size": VOCABULARY, "bos_token_id": 0, "eos_token_id": 1}

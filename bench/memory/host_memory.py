@@ -44,10 +44,10 @@ from frugal.deepspeed_adapter.kernels import DTYPES
 from frugal.distributed import process_group
 from frugal.dryrun.messages import AskDryRun
 from frugal.dryrun.run import dry_run
+from frugal.engine.engine import initialize
+from frugal.models.objectives import CausalLM
 from frugal.planning.memory import breakdown
 from frugal.planning.plan import Plan
-from frugal.training.engine import initialize
-from frugal.training.objectives import CausalLM
 from frugal.units import MIB
 
 RESULTS = Path(__file__).parents[1] / "results" / "host-memory-cpu.json"

@@ -87,8 +87,8 @@ def run(file: Path, seq_len: int) -> str:
     from bench.gpu.worker import _with_quick_weights
     from frugal.deepspeed_adapter.kernels import DTYPES
     from frugal.distributed import process_group
-    from frugal.training.measure.two_steps import watched
-    from frugal.training.models.resolve import resolve_request
+    from frugal.engine.measure.two_steps import watched
+    from frugal.models.resolve import resolve_request
 
     plan = Plan.read(file)
     plan = replace(plan, request=replace(plan.request, seq_len=seq_len)).sealed()

@@ -142,10 +142,10 @@ def train(made: Plan, vocabulary: int) -> tuple[list[float], int]:
     """The losses of the first steps and the peak of live tensor bytes. Runs on ranks."""
     import torch
 
-    from frugal.training.engine import initialize
-    from frugal.training.measure.memory_watch import gauge
-    from frugal.training.measure.two_steps import settled_collectives
-    from frugal.training.models.resolve import resolve
+    from frugal.engine.engine import initialize
+    from frugal.engine.measure.two_steps import settled_collectives
+    from frugal.memory_watch import gauge
+    from frugal.models.resolve import resolve
 
     generator = torch.Generator().manual_seed(0)
     length = made.request.seq_len

@@ -23,12 +23,12 @@ from frugal.config.schema import parse
 from frugal.deepspeed_adapter.kernels import DTYPES
 from frugal.distributed import first_failure, process_group
 from frugal.distributed.exchange import from_rank_0
+from frugal.engine.engine import Engine, initialize
+from frugal.engine.measure.tuner import steps_needed
+from frugal.models.objectives import Batch
+from frugal.models.resolve import resolve
+from frugal.models.spec import ModelSpec
 from frugal.planning.plan import Plan
-from frugal.training.engine import Engine, initialize
-from frugal.training.measure.tuner import steps_needed
-from frugal.training.models.resolve import resolve
-from frugal.training.models.spec import ModelSpec
-from frugal.training.objectives import Batch
 
 TURNS, STEPS, FAR = 3, 2, 1.5
 MORE_TURNS, NEAR = 4, 1.1

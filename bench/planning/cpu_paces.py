@@ -1,6 +1,6 @@
 """`python -m bench.planning.cpu_paces`: how long one thread takes for a byte of each operator's traffic, against GELU.
 
-These are the weights in `frugal.training.measure.memory_watch.cpu_pace`, by which times on CPUs are predicted. Bytes
+These are the weights in `frugal.memory_watch.cpu_pace`, by which times on CPUs are predicted. Bytes
 are counted as frugal counts them. Operators take turns on 16 MiB of fp32, more than a core's own cache holds; the best
 of several rounds counts, because other work on the machine only ever adds. Printed beside each: the weight in use.
 """
@@ -23,7 +23,7 @@ import torch
 from torch import Tensor
 
 from frugal.config.hardware.local_host import cpu_name
-from frugal.training.measure.memory_watch import cpu_pace, traffic
+from frugal.memory_watch import cpu_pace, traffic
 
 RESULTS = Path(__file__).parents[1] / "results" / "cpu-paces.json"
 ROWS, COLUMNS = 4096, 1024

@@ -177,7 +177,7 @@ def _memtracker(model: str) -> dict[str, Any]:
     from torch._subclasses.fake_tensor import FakeTensorMode
     from torch.distributed._tools.mem_tracker import MemTracker
 
-    from frugal.training.models.resolve import resolve
+    from frugal.models.resolve import resolve
 
     spec = resolve(model, None)
     with FakeTensorMode():
@@ -200,7 +200,7 @@ def _accelerate(model: str) -> dict[str, Any]:
     from accelerate import init_empty_weights
     from accelerate.utils import calculate_maximum_sizes
 
-    from frugal.training.models.resolve import resolve
+    from frugal.models.resolve import resolve
 
     config = resolve(model, None).build(dtype=None, device="meta").config
     with init_empty_weights():

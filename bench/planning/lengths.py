@@ -22,8 +22,8 @@ import pyarrow as pa  # type: ignore[import-untyped]  # it has no type hints
 from bench.environment import environment
 from bench.goals import report_goals
 from frugal.config import sample_lengths
-from frugal.training.data.corpus import histogram
-from frugal.training.data.store.arrow_store import ArrowSamples
+from frugal.data.corpus import histogram
+from frugal.data.store.arrow_store import ArrowSamples
 
 RESULTS = Path(__file__).parents[1] / "results" / "lengths-cpu.json"
 IN_A_FILE, ON_DISK, MANY = 2_000_000, 20_000_000, 200_000_000

@@ -61,7 +61,7 @@ def planned(folder: Path, zero_stage: int, shape: dict[str, Any], micro_steps: i
 @contextmanager
 def unguarded(engine: Any) -> Iterator[None]:
     """As if memory could not run out: no vote, nothing kept to go back to."""
-    from frugal.training import train_step
+    from frugal.engine import train_step
 
     with (
         patch.object(engine.guard, "attempt", lambda work: work()),
@@ -73,8 +73,8 @@ def unguarded(engine: Any) -> Iterator[None]:
 @contextmanager
 def timed(engine: Any) -> Iterator[dict[str, list[tuple[float, float]]]]:
     """When this rank came to each vote and left it, and likewise when it kept the generators' state; in seconds."""
-    from frugal.training import train_step
-    from frugal.training.checkpoint import random_state
+    from frugal.checkpoint import random_state
+    from frugal.engine import train_step
 
     kept: dict[str, list[tuple[float, float]]] = {"votes": [], "states": []}
 
@@ -100,9 +100,9 @@ def in_turns(plan: Plan, turns: int) -> dict[str, list[Any]]:
     import torch
     import torch.distributed as dist
 
-    from frugal.training.engine import initialize
-    from frugal.training.models.resolve import resolve
-    from frugal.training.objectives import CausalLM
+    from frugal.engine.engine import initialize
+    from frugal.models.objectives import CausalLM
+    from frugal.models.resolve import resolve
 
     spec = resolve(plan.request.model, None)
     engine = initialize(spec.build(dtype=torch.float32, device="cpu", seed=0), plan, CausalLM())

@@ -45,11 +45,11 @@ def rounds(plan: Plan, folder: Path) -> dict[str, Any]:
     """Seconds of each round, and the bytes of a checkpoint; runs on a rank."""
     import torch
 
-    from frugal.training.checkpoint.progress import Progress
-    from frugal.training.checkpoint.saving import Saver
-    from frugal.training.engine import initialize
-    from frugal.training.models.resolve import resolve
-    from frugal.training.objectives import CausalLM
+    from frugal.checkpoint.progress import Progress
+    from frugal.checkpoint.saving import Saver
+    from frugal.engine.engine import initialize
+    from frugal.models.objectives import CausalLM
+    from frugal.models.resolve import resolve
 
     spec = resolve(plan.request.model, None)
     engine = initialize(spec.build(dtype=torch.float32, device="cpu", seed=0), plan, CausalLM())

@@ -42,11 +42,11 @@ from bench.ranks import Ranks
 from bench.training import architectures_on_ranks
 from bench.training.small_configs import small_config
 from frugal.errors import FrugalError
-from frugal.training.losses.decoder_inputs import decoder_inputs
-from frugal.training.models import resolve, tiled_loss, transformers_internals
-from frugal.training.models.spec import TASKS, ModelSpec, heads
-from frugal.training.objectives import Objective, Sample
-from frugal.training.trials.model_check import check_model
+from frugal.models import resolve, tiled_loss, transformers_internals
+from frugal.models.losses.decoder_inputs import decoder_inputs
+from frugal.models.objectives import Objective, Sample
+from frugal.models.spec import TASKS, ModelSpec, heads
+from frugal.models.trials.model_check import check_model
 
 RESULTS = Path(__file__).parents[1] / "results" / "architectures-cpu.json"
 TABLE = Path(__file__).parents[2] / "docs" / "reference" / "architectures.md"

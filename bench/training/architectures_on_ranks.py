@@ -17,10 +17,10 @@ from bench.plans import plan_by_hand
 from bench.ranks import Ranks
 from frugal.dryrun.messages import AskDryRun
 from frugal.dryrun.run import dry_run
+from frugal.engine.engine import initialize
+from frugal.models.objectives import Sample
+from frugal.models.spec import ModelSpec
 from frugal.planning.plan import Plan
-from frugal.training.engine import initialize
-from frugal.training.models.spec import ModelSpec
-from frugal.training.objectives import Sample
 
 WORLD_SIZE, STAGES = 2, (2, 3)
 LEARNING_RATE = 1024.0  # so large that the rounding of weights hides nothing of the gradient

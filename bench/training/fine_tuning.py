@@ -83,7 +83,7 @@ def prepare(folder: Path) -> None:
     import torch
 
     from frugal.config.adapters import Lora
-    from frugal.training.models import resolve
+    from frugal.models import resolve
 
     rows = chats()
     (folder / "few.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows[::32]))

@@ -18,7 +18,7 @@ from typing import Any
 
 from bench.environment import environment
 from bench.goals import report_goals
-from frugal.training.reports.metrics import METRICS
+from frugal.engine.reports.metrics import METRICS
 
 COMMAND = "python -m bench.training.language_model --record"
 ROOT = Path(__file__).parents[2]

@@ -3,7 +3,7 @@
 Samples are stretches of Python's own library, their lengths drawn log-normal: 99 % are more than ten times as long as
 half of them at most, and the longest fills the plan's sequence. Two engines on two CPU ranks, from the same weights,
 are trained on the same global batches, step by step in turns: one in the plan's micro-batches of a fixed number of
-samples, in the order of the data; the other in micro-batches that `frugal.training.data.batches` groups by length
+samples, in the order of the data; the other in micro-batches that `frugal.data.batches` groups by length
 under the same plan.
 
 Measured: seconds of each step (ratio of the sums, and the median of the ratios), padded positions for each token, and
@@ -76,9 +76,9 @@ def engine_of(plan: Plan) -> Any:
     """An engine with the same weights each time."""
     import torch
 
-    from frugal.training.engine import initialize
-    from frugal.training.models.resolve import resolve
-    from frugal.training.objectives import CausalLM
+    from frugal.engine.engine import initialize
+    from frugal.models.objectives import CausalLM
+    from frugal.models.resolve import resolve
 
     spec = resolve(plan.request.model, None)
     return initialize(spec.build(dtype=torch.float32, device="cpu", seed=0), plan, CausalLM())
@@ -86,7 +86,7 @@ def engine_of(plan: Plan) -> Any:
 
 def steps(plan: Plan) -> Iterator[tuple[list[Any], Any]]:
     """The epoch: each global batch as a plain list, whose lengths nobody knows, and with its lengths."""
-    from frugal.training.data.batches import GlobalBatches
+    from frugal.data.batches import GlobalBatches
 
     batches = GlobalBatches(Text(), global_batch=GLOBAL_BATCH, seed=1)
     position, drawn = batches.at().start, 0
@@ -100,7 +100,7 @@ def in_turns(plan: Plan) -> list[dict[str, Any]]:
     """What both engines take for each step; runs on ranks."""
     import torch.distributed as dist
 
-    from frugal.training.data.batches import share
+    from frugal.data.batches import share
 
     fixed, grouped = engine_of(plan), engine_of(plan)
     found = []
@@ -131,7 +131,7 @@ def limited(limit_bytes: int) -> Iterator[Any]:
     """A gauge that refuses what would be more than `limit_bytes`."""
     import torch
 
-    from frugal.training.measure.memory_watch import HostGauge
+    from frugal.memory_watch import HostGauge
 
     class Limited(HostGauge):
         def born(self, address: int, size_bytes: int, tensor: torch.Tensor, operator: Any) -> None:

@@ -20,8 +20,8 @@ import numpy as np
 
 from bench.environment import environment
 from bench.training import chat_tokenizers as tokenizers
+from frugal.data.corpus import load_corpus
 from frugal.errors import RequestError
-from frugal.training.data.corpus import load_corpus
 
 RESULT = Path(__file__).parents[1] / "results" / "rows-cpu.json"
 SEQ_LEN = 4096

@@ -37,8 +37,8 @@ from bench.environment import environment
 from bench.goals import report_goals
 from bench.ranks import Ranks
 from bench.training.throughput_rank import run
+from frugal.data.batches import permutation
 from frugal.planning.plan import Plan
-from frugal.training.data.batches import permutation
 
 RESULTS = Path(__file__).parents[1] / "results" / "throughput-cpu.json"
 SEQ_LEN, ROUNDS = 512, 5
@@ -132,7 +132,7 @@ def padding_of_everything(plan: Plan, seq_len: int) -> dict[str, float]:
     import torch
     from transformers.trainer_pt_utils import get_length_grouped_indices
 
-    from frugal.training.data.batches import GlobalBatches, MicroBatchLimits, share
+    from frugal.data.batches import GlobalBatches, MicroBatchLimits, share
 
     samples = Docstrings(sys.maxsize, seq_len)
     batch = plan.batch

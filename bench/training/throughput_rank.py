@@ -21,8 +21,8 @@ import torch.distributed as dist
 
 from frugal.config.optimizers import ADAM_BETA1, ADAM_BETA2, ADAM_EPSILON
 from frugal.deepspeed_adapter.json_config import deepspeed_config
+from frugal.models.objectives import CausalLM
 from frugal.planning.plan import Plan
-from frugal.training.objectives import CausalLM
 
 Samples = Sequence[dict[str, Any]]
 
@@ -71,12 +71,12 @@ def frugal_loop(meter: Meter, plan: Plan, shape: dict[str, Any], samples: Any, s
     import msgspec
     from rich.console import Console
 
+    from frugal.checkpoint.progress import Progress
     from frugal.config.run_settings import RunSettings
-    from frugal.training import loop
-    from frugal.training.checkpoint.progress import Progress
-    from frugal.training.data.batches import GlobalBatches
-    from frugal.training.engine import initialize
-    from frugal.training.reports.metrics import METRICS, Log
+    from frugal.data.batches import GlobalBatches
+    from frugal.engine import loop
+    from frugal.engine.engine import initialize
+    from frugal.engine.reports.metrics import METRICS, Log
 
     engine = initialize(model_of(shape), plan, CausalLM())
     meter.on(engine.module)
@@ -98,7 +98,7 @@ def by_hand(meter: Meter, plan: Plan, shape: dict[str, Any], samples: Any, steps
     """A loop on DeepSpeed alone, with frugal's micro-batches and its JSON; it logs nothing but the loss."""
     import deepspeed
 
-    from frugal.training.data.batches import GlobalBatches, MicroBatchLimits, share
+    from frugal.data.batches import GlobalBatches, MicroBatchLimits, share
 
     model = model_of(shape)
     engine, *_ = deepspeed.initialize(model=model, model_parameters=model.parameters(), config=deepspeed_config(plan))

@@ -12,14 +12,14 @@ from typing import Any
 
 import torch.distributed as dist
 
+from frugal.data import corpus as data
+from frugal.data import tokenizer as tokenizing
+from frugal.data.batches import GlobalBatches, Position
+from frugal.data.corpus import Corpus, Subset
 from frugal.deepspeed_adapter.kernels import DTYPES
+from frugal.engine.engine import Engine, initialize
+from frugal.models import resolve
 from frugal.planning.plan import Plan
-from frugal.training.data import corpus as data
-from frugal.training.data import tokenizer as tokenizing
-from frugal.training.data.batches import GlobalBatches, Position
-from frugal.training.data.corpus import Corpus, Subset
-from frugal.training.engine import Engine, initialize
-from frugal.training.models import resolve
 
 
 @dataclass(frozen=True)

@@ -32,8 +32,8 @@ from bench.ranks import Ranks
 from bench.training import training_rank
 from bench.training.training_rank import Text
 from frugal.config.sample_lengths import Lengths
+from frugal.data import corpus as samples
 from frugal.planning.plan import Plan
-from frugal.training.data import corpus as samples
 
 COMMAND = "python -m bench.training.translation --record"
 RESULTS = Path(__file__).parents[1] / "results" / "translation-cpu.json"

@@ -6,8 +6,6 @@ from typing import Any, get_args
 
 import click
 
-from frugal.check.documents.document import Tool
-from frugal.check.gather import FLAGS
 from frugal.cli.options import SettingsCommand, options, this_machine, waiting
 from frugal.config.adapters import Lora
 from frugal.config.hardware import calibration as calibrations
@@ -17,6 +15,8 @@ from frugal.config.request import Request
 from frugal.config.schema import settings_of_toml
 from frugal.config.setting import settings_of
 from frugal.errors import RequestError, refuse
+from frugal.tools.check.documents.document import Tool
+from frugal.tools.check.gather import FLAGS
 
 
 @click.command("check", cls=SettingsCommand)
@@ -59,10 +59,10 @@ def command(
     from frugal.distributed.env import silence_libraries
 
     silence_libraries()
-    from frugal.check import out_of_memory
-    from frugal.check.checked import check
-    from frugal.check.gather import gather
-    from frugal.check.report import report
+    from frugal.tools.check import out_of_memory
+    from frugal.tools.check.checked import check
+    from frugal.tools.check.gather import gather
+    from frugal.tools.check.report import report
 
     if as_json and as_sarif:
         raise RequestError("--json was given together with --sarif", hint="leave one of them out")
@@ -94,8 +94,8 @@ def command(
             message=message,
         )  # fmt: skip
     if as_json or as_sarif:
-        from frugal.check.records import as_json as json_of
-        from frugal.check.records import as_sarif as sarif_of
+        from frugal.tools.check.records import as_json as json_of
+        from frugal.tools.check.records import as_sarif as sarif_of
 
         click.echo((sarif_of if as_sarif else json_of)(done).decode())
     else:

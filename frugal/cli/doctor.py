@@ -8,7 +8,6 @@ from typing import get_args
 import click
 import msgspec
 
-from frugal.check import known_faults
 from frugal.config.hardware import build_cluster
 from frugal.config.hardware.build_cluster import HostfileEntry
 from frugal.config.hardware.cluster import DeviceKind
@@ -18,6 +17,7 @@ from frugal.errors import RequestError
 from frugal.launch import host_report, ssh
 from frugal.launch.host_report import HostReport
 from frugal.launch.ssh import Access, UnreachableHost
+from frugal.tools.check import known_faults
 from frugal.units import format_bytes
 
 NOT_READY = RequestError.exit_code

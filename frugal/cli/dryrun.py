@@ -24,7 +24,6 @@ from frugal.config.setting import settings_of
 from frugal.dryrun.client import DryRunSource
 from frugal.dryrun.compare import predicted
 from frugal.dryrun.figures import Figures, fullest, interval
-from frugal.dryrun.loop.reference import names_a_step
 from frugal.dryrun.messages import DryRun
 from frugal.errors import RequestError
 from frugal.planning.batch import BatchPlan
@@ -34,6 +33,7 @@ from frugal.planning.memory.timeline import CATEGORIES
 from frugal.planning.memory_report import bounds_of
 from frugal.planning.plan import Plan
 from frugal.planning.strategy import Strategy, allowed_strategies, offload_levels
+from frugal.tools.own_loop.reference import names_a_step
 from frugal.units import format_bytes, plural
 
 SHOWN_MODULES = 20
@@ -134,8 +134,8 @@ def _own_step(what: str, num_steps: int | None, values: dict[str, Any]) -> _DryR
     from frugal.distributed.env import silence_libraries
 
     silence_libraries()
-    from frugal.dryrun.loop.run import NUM_STEPS, dry_runs  # torch and DeepSpeed take seconds
-    from frugal.dryrun.loop.script import Script
+    from frugal.tools.own_loop.run import NUM_STEPS, dry_runs  # torch and DeepSpeed take seconds
+    from frugal.tools.own_loop.script import Script
 
     num_steps = num_steps or NUM_STEPS
     with waiting(f"dry-running {what}"), redirect_stdout(sys.stderr):  # what a script prints is not the answer

@@ -54,7 +54,7 @@ def command(
     make_model = _make_model(plan) if target == "script" else ""
     decoder_inputs = ""
     if plan.model.task == "seq2seq" and target != "accelerate":
-        from frugal.training.losses.decoder_inputs import source  # torch takes a second
+        from frugal.models.losses.decoder_inputs import source  # torch takes a second
 
         decoder_inputs = source()
     folder = "" if output is None else str(output)
@@ -74,7 +74,7 @@ def _write_model(path: Path, output: Path | None, which: str | None, merge: bool
             "there is no folder for the model", hint="add -o DIR; a plan is exported with --to hf, accelerate or script"
         )
     from frugal.distributed.env import silence_libraries
-    from frugal.training.checkpoint import model_folder  # torch takes seconds
+    from frugal.engine import model_folder  # torch takes seconds
 
     silence_libraries()
     kind = model_folder.write(model_folder.find(path, which), output, merge=merge)
@@ -150,6 +150,6 @@ def _has_weights(folder: Path) -> bool:
 
 
 def _is_model_type(reference: str) -> bool:
-    from frugal.training.models import transformers_internals  # takes a second
+    from frugal.models import transformers_internals  # takes a second
 
     return reference in transformers_internals.model_types()

@@ -23,12 +23,12 @@ from frugal.dryrun.compare import Measurement, host_bytes_per_node, predicted
 from frugal.dryrun.figures import Figures, fullest
 from frugal.dryrun.messages import DryRun
 from frugal.dryrun.pool import Pool
+from frugal.engine.measure.record import Capped, Measured, Trial, timeline_name
 from frugal.errors import FrugalError, OutOfMemoryError, RequestError, refuse
 from frugal.launch import local
 from frugal.planning.memory import timeline_files
 from frugal.planning.memory.timeline import Timeline
 from frugal.planning.plan import Plan
-from frugal.training.measure.record import Capped, Measured, Trial, timeline_name
 from frugal.units import format_bytes, plural
 
 RECORDS = Path("tests/measured")
@@ -171,7 +171,7 @@ def _run(plan: Plan, path: Path, *words: str) -> Trial:
     with temporary.folder() as folder, waiting(f"measuring {plan.request.model}"):
         out = folder / "measured.json"
         arguments = ["--plan", str(path), "--out", str(out), *words]
-        code = local.start(plan, "frugal.training.measure.two_steps", arguments, to_stderr=True)
+        code = local.start(plan, "frugal.engine.measure.two_steps", arguments, to_stderr=True)
         if code:
             raise click.exceptions.Exit(code)
         return msgspec.json.decode(out.read_bytes(), type=Trial)
@@ -294,7 +294,7 @@ def calibrate(kind: DeviceKind, num_ranks: int, of_plan: Measurement | None = No
     with temporary.folder() as folder, waiting("calibrating"):
         out = folder / "probe.json"
         arguments = ["--kind", kind, "--out", str(out)]
-        code = local.start_ranks(kind, num_ranks, "frugal.training.measure.hardware_probe", arguments, to_stderr=True)
+        code = local.start_ranks(kind, num_ranks, "frugal.engine.measure.hardware_probe", arguments, to_stderr=True)
         if code:
             raise FrugalError(f"the calibration ended with exit code {code}", because="its own message is above")
         probe = msgspec.json.decode(out.read_bytes(), type=Probe)

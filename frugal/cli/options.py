@@ -336,9 +336,9 @@ def with_lengths(request: Request, values: Mapping[str, Any], file: TomlFile) ->
         return replace(request, lengths=replace(request.lengths, too_long=settings.too_long)) if is_said else request
     if not flags["data"] and "data" not in train:
         return request
+    from frugal.data import corpus  # torch takes seconds
+    from frugal.data.sources import names_of
     from frugal.distributed.env import silence_libraries
-    from frugal.training.data import corpus  # torch takes seconds
-    from frugal.training.data.sources import names_of
 
     silence_libraries()
     with waiting(f"tokenising {names_of(settings.data)}"):

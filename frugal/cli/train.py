@@ -12,6 +12,8 @@ from typing import Any
 import click
 import psutil  # type: ignore[import-untyped]  # has no types
 
+from frugal.checkpoint import manifest
+from frugal.checkpoint.run_folder import holds_a_run
 from frugal.cli.display import preview as preview_command
 from frugal.cli.display.verdict import show_verdict
 from frugal.cli.options import (
@@ -34,15 +36,13 @@ from frugal.config.setting import settings_of
 from frugal.deepspeed_adapter.json_config import write_plan
 from frugal.distributed.env import DEFAULT_PORT
 from frugal.dryrun.pool import shared_workers
+from frugal.engine.reports import hub, trackers
+from frugal.engine.run import run
 from frugal.errors import CheckpointError, PlanMismatchError, refuse
 from frugal.launch import alternatives, commands, hosts, local, restart
 from frugal.launch.ssh import Access
 from frugal.planning.plan import Plan
 from frugal.report import after_run
-from frugal.training.checkpoint import manifest
-from frugal.training.checkpoint.run_folder import holds_a_run
-from frugal.training.reports import hub, trackers
-from frugal.training.run import run
 
 PLAN = "plan.json"
 

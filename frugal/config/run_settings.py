@@ -41,7 +41,7 @@ TRACKERS = ("tensorboard", "wandb", "mlflow", "comet_ml", "aim", "clearml", "dvc
 """Names of accelerate, which are also those of the Python packages."""
 
 Format = Literal["messages", "conversations", "prompt-completion", "instruction", "tokens", "text"]
-"""Formats of rows for causal language models, as `frugal.training.data.chat.formats` describes them."""
+"""Formats of rows for causal language models, as `frugal.data.chat.formats` describes them."""
 
 TrainOn = Literal["completions", "all"]
 

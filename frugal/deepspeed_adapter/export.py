@@ -74,7 +74,7 @@ def export(plan: Plan, target: Target, *, folder: str = "", make_model: str = ""
     """Return the plan for `target`, with paths of files in `folder`.
 
     `make_model` is Python that makes the script's model, `decoder_inputs` Python that makes the inputs of decoders
-    (`frugal.training.losses.decoder_inputs.source`).
+    (`frugal.models.losses.decoder_inputs.source`).
 
     Raises:
         RequestError: the target cannot follow the plan.

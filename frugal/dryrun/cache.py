@@ -105,7 +105,7 @@ def facts_key(request: Request) -> Any:
 @functools.cache
 def presets() -> dict[str, Any]:
     """Return all presets by name."""
-    return tomllib.loads((_ROOT / "training" / "models" / "presets.toml").read_text())
+    return tomllib.loads((_ROOT / "models" / "presets.toml").read_text())
 
 
 @functools.cache

@@ -13,12 +13,12 @@ from frugal.dryrun.client import DryRunSource
 from frugal.dryrun.figures import Figures, figures
 from frugal.dryrun.messages import DryRun
 from frugal.dryrun.pool import Pool
+from frugal.engine.measure.record import Capped, Measured, ModelDefinition
 from frugal.errors import FrugalError, RequestError
 from frugal.planning.batch import BatchPlan
 from frugal.planning.plan import Plan
 from frugal.planning.strategy import Strategy
 from frugal.report.records import read_history
-from frugal.training.measure.record import Capped, Measured, ModelDefinition
 from frugal.units import format_bytes
 
 CPU_TOLERANCE = 0.005

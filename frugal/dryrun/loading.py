@@ -10,13 +10,13 @@ from torch import Tensor, nn
 
 from frugal import torch_internals
 from frugal.deepspeed_adapter.kernels import DTYPES
+from frugal.memory_watch import StorageWatch
+from frugal.models import transformers_internals
+from frugal.models.loading import bitsandbytes_internals, quantised
+from frugal.models.loading.weights import load_weights
+from frugal.models.spec import ModelSpec
 from frugal.planning.memory.loading import Reading
 from frugal.torch_internals import tensors_in
-from frugal.training.measure.memory_watch import StorageWatch
-from frugal.training.models import transformers_internals
-from frugal.training.models.loading import bitsandbytes_internals, quantised
-from frugal.training.models.loading.weights import load_weights
-from frugal.training.models.spec import ModelSpec
 
 
 def reading(spec: ModelSpec) -> dict[str, Reading]:

@@ -24,7 +24,7 @@ from frugal.units import MIB
 if TYPE_CHECKING:
     from torch import nn
 
-    from frugal.training.objectives import Objective
+    from frugal.models.objectives import Objective
 
 KEPT_BYTES = 1 * MIB
 """The size up to which a buffer keeps its values, such as frequencies that a model needs."""
@@ -82,7 +82,7 @@ def _copied(kept: "tuple[nn.Module, Objective | None]") -> Any:
     """Return a new copy at each call; with random weights if it is to run."""
     import torch
 
-    from frugal.training.models.factories import mark_shapes_only
+    from frugal.models.factories import mark_shapes_only
 
     module, objective = copy.deepcopy(kept)
     device = torch.get_default_device()
@@ -135,7 +135,7 @@ def _configuration(config: Any) -> str:
 def _pickled(make: Callable[[], Any], name: str) -> str:
     import cloudpickle  # type: ignore[import-untyped]  # has no types
 
-    from frugal.training.models.factories import PICKLED
+    from frugal.models.factories import PICKLED
 
     try:
         data = cloudpickle.dumps(make)

@@ -19,8 +19,8 @@ from frugal.errors import RequestError
 from frugal.planning.plan import Plan
 
 if TYPE_CHECKING:
+    from frugal.models.objectives import Objective
     from frugal.planning.search.candidate import OpenSource
-    from frugal.training.objectives import Objective
 
 logger = logging.getLogger("frugal")
 

@@ -20,14 +20,14 @@ from frugal.distributed import process_group
 from frugal.dryrun.messages import AskDryRun, DryRun
 from frugal.dryrun.trace.cuda_kernels import kernels_of
 from frugal.dryrun.trace.recorder import Tracker, not_collected, package_folder
+from frugal.engine.measure.run_gauge import mark_phases
+from frugal.engine.train_step import accumulate, wrap
 from frugal.errors import RequestError, first_line
+from frugal.models.loading import quantised
+from frugal.models.objectives import Objective
+from frugal.models.sequence.parts import parts_of
 from frugal.planning.batch import BatchPlan
 from frugal.planning.cost import Counts
-from frugal.training.measure.run_gauge import mark_phases
-from frugal.training.models.loading import quantised
-from frugal.training.models.sequence.parts import parts_of
-from frugal.training.objectives import Objective
-from frugal.training.train_step import accumulate, wrap
 
 
 def dry_run(build: Callable[[], nn.Module], objective: Objective, asked: AskDryRun) -> DryRun:
@@ -146,7 +146,7 @@ def failure_in_forward(model: str, error: Exception) -> RequestError | None:
     else:
         hint = (
             "if it takes or returns something else, give a factory that returns (module, objective), for example "
-            "frugal.training.objectives.SummedLoss(loss, example=...)"
+            "frugal.models.objectives.SummedLoss(loss, example=...)"
         )
     because = [first_line(error)]
     theirs = [each for each in frames[runs[0] + 1 :] if not any(_is_of(name, each) for name in _PACKAGES)]

@@ -73,7 +73,7 @@ def _mistake(error: Any) -> Mistake:
 
 @functools.lru_cache(maxsize=2)
 def _spec_of(model: Request) -> Any:
-    from frugal.training.models.resolve import resolve_request
+    from frugal.models.resolve import resolve_request
 
     return resolve_request(model)
 
@@ -91,7 +91,7 @@ def _spec(request: Request) -> Any:
 
 
 def _resolved(question: AskDryRun | AskTrace) -> Any:
-    from frugal.training.models.spec import check_sequence_length
+    from frugal.models.spec import check_sequence_length
 
     spec = _spec(question.request)
     check_sequence_length(spec, question.request.seq_len)
@@ -102,10 +102,10 @@ def _describe(question: AskFacts) -> Any:
     import torch
 
     from frugal.dryrun.loading import reading
+    from frugal.models import activation_checkpointing, tiled_loss
+    from frugal.models.loading import quantised
     from frugal.planning.memory.loading import Weights
     from frugal.planning.model_facts import ModelFacts
-    from frugal.training.models import activation_checkpointing, tiled_loss
-    from frugal.training.models.loading import quantised
 
     spec = _spec(question.request)  # whatever the length asked for
     model = spec.build(dtype=torch.bfloat16, device="meta")
@@ -125,7 +125,7 @@ def _describe(question: AskFacts) -> Any:
 
 
 def _check(question: AskCheck) -> tuple[str, ...]:
-    from frugal.training.trials import model_check, text_checks
+    from frugal.models.trials import model_check, text_checks
 
     spec = _spec(question.request)
     if question.request.pack:

@@ -1,6 +1,6 @@
 """The micro-batches of a plan for a `torch.utils.data.DataLoader`, with exact global batches.
 
-The order is that of `frugal.training.data.batches`, which is the same on any number of ranks and has no last, partial
+The order is that of `frugal.data.batches`, which is the same on any number of ranks and has no last, partial
 global batch: it is completed from the next epoch. Where lengths are known, samples of similar length share a
 micro-batch. A Trainer needs equally many micro-steps in every optimizer step: missing ones are dummies, samples without
 a target.
@@ -13,10 +13,10 @@ import numpy as np
 from numpy.typing import NDArray
 from torch import Tensor
 
+from frugal.data.batches import GlobalBatches, MicroBatchLimits, share
 from frugal.errors import RequestError
+from frugal.models.tiled_loss import IGNORED
 from frugal.planning.plan import Plan
-from frugal.training.data.batches import GlobalBatches, MicroBatchLimits, share
-from frugal.training.models.tiled_loss import IGNORED
 
 Collate = Callable[[list[Any]], dict[str, Any]]
 

@@ -26,12 +26,11 @@ from transformers import Trainer, TrainerCallback
 
 from frugal.deepspeed_adapter import export, gradients
 from frugal.distributed.connections.listeners import closed_afterwards
+from frugal.engine.oom_retry import Guard
 from frugal.errors import PlanMismatchError, RequestError
 from frugal.integrations.arguments import training_arguments
 from frugal.integrations.micro_batches import Collated, PlannedBatches, WithDummies
-from frugal.planning.plan import Plan
-from frugal.training.losses import decoder_inputs
-from frugal.training.models import (
+from frugal.models import (
     activation_checkpointing,
     adapters,
     batch_norm,
@@ -39,11 +38,12 @@ from frugal.training.models import (
     tiled_loss,
     transformers_internals,
 )  # fmt: skip
-from frugal.training.models.loading import quantised
-from frugal.training.models.tiled_loss import IGNORED
-from frugal.training.models.tiling import tiled_mlp
-from frugal.training.objectives import summed_cross_entropy
-from frugal.training.oom_retry import Guard
+from frugal.models.loading import quantised
+from frugal.models.losses import decoder_inputs
+from frugal.models.objectives import summed_cross_entropy
+from frugal.models.tiled_loss import IGNORED
+from frugal.models.tiling import tiled_mlp
+from frugal.planning.plan import Plan
 from frugal.units import format_bytes
 
 __all__ = ["PlannedMixin", "PlannedTrainer", "training_arguments"]

@@ -13,6 +13,7 @@ from functools import partial
 
 import msgspec
 
+from frugal.checkpoint import run_folder
 from frugal.config.hardware import cuda_allocator
 from frugal.config.hardware.build_cluster import HostfileEntry
 from frugal.config.hardware.cluster import Cluster, DeviceKind
@@ -29,7 +30,6 @@ from frugal.launch.local import RANK_MODULE, run_reported
 from frugal.launch.node import END_SECONDS, PORT_TAKEN, Launch, Processes
 from frugal.launch.ssh import Access, ReadyHost, UnreachableHost
 from frugal.planning.plan import Plan
-from frugal.training.checkpoint import run_folder
 from frugal.units import plural
 
 RETURN_SECONDS = 300.0

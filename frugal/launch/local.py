@@ -5,6 +5,7 @@ from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 
 from frugal import temporary
+from frugal.checkpoint.run_folder import START, make_folder
 from frugal.config.hardware import cuda_allocator
 from frugal.config.hardware.cluster import DeviceKind
 from frugal.config.run_settings import RunSettings
@@ -19,9 +20,8 @@ from frugal.launch.host_report import working_gpus
 from frugal.launch.node import Launch
 from frugal.launch.restart import Start
 from frugal.planning.plan import Plan
-from frugal.training.checkpoint.run_folder import START, make_folder
 
-RANK_MODULE = "frugal.training.run"
+RANK_MODULE = "frugal.engine.run"
 """The module that every rank runs, under every launcher."""
 
 

@@ -12,6 +12,8 @@ from contextlib import suppress
 from dataclasses import dataclass, replace
 from pathlib import Path
 
+from frugal.checkpoint.manifest import newest_checkpoint
+from frugal.checkpoint.run_folder import make_folder
 from frugal.config.run_settings import RunSettings
 from frugal.distributed import stop
 from frugal.distributed.first_failure import FailureReport
@@ -20,8 +22,6 @@ from frugal.errors import INTERRUPTED, CheckpointError, RequestError
 from frugal.planning.plan import Plan
 from frugal.report import after_run
 from frugal.report.records import read_history
-from frugal.training.checkpoint.manifest import newest_checkpoint
-from frugal.training.checkpoint.run_folder import make_folder
 
 FINAL_CODES = (2, 3, 4, 5, 6, 7, INTERRUPTED)
 """Of runs that ended with a message for the user (`frugal.errors`): it would come again."""

@@ -39,7 +39,7 @@ class Work:
 
     Traffic is the bytes read and written by operators whose FLOPs are not counted: pointwise ones, norms, softmax,
     copies, gathers. They take as long as their bytes; matrix products and attention as long as their FLOPs. On a CPU
-    bytes are weighed by what is computed with them, see `frugal.training.measure.memory_watch`.
+    bytes are weighed by what is computed with them, see `frugal.memory_watch`.
 
     Attributes:
         flops_per_sample: FLOPs of forward and backward, without recomputation.
@@ -223,7 +223,7 @@ def _micro_step_seconds(
     Matrix products and attention are bound by their FLOPs, everything else by the bytes it reads and writes; one
     kernel runs after the other. A GPU's host runs ahead, so there the longer one counts, kernels or launches; on a
     CPU they are the same thread's, and add up. Activations in host memory are copied on the stream that computes,
-    down in forward and up in backward, so that nothing hides them (`frugal.training.models.activation_checkpointing`).
+    down in forward and up in backward, so that nothing hides them (`frugal.models.activation_checkpointing`).
 
     Left out: small products, which reach less of the peak; attention kernels, which reach about half of it, but whose
     FLOPs are counted without regard to causality, twice what they do; caches.

@@ -65,7 +65,7 @@ class ModelFacts:
         largest_parameter: elements of the largest one.
         can_recompute: whether it takes activation checkpointing.
         can_tile: whether it takes the tiled loss.
-        notes: warnings about training it, see `frugal.training.trials.model_check`.
+        notes: warnings about training it, see `frugal.models.trials.model_check`.
         weights: where they come from.
         packed: weights that are kept in fewer bits.
     """

@@ -1,4 +1,4 @@
-"""The records of a run's `metrics.jsonl`, as `frugal.training.reports.metrics` writes them.
+"""The records of a run's `metrics.jsonl`, as `frugal.engine.reports.metrics` writes them.
 
 A line that cannot be read, half written by a killed run or of a later version, is counted and left out.
 """

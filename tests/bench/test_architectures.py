@@ -6,8 +6,8 @@ from collections import Counter
 import pytest
 
 from bench.training import architectures
-from frugal.training.models import transformers_internals
-from frugal.training.models.spec import TASKS
+from frugal.models import transformers_internals
+from frugal.models.spec import TASKS
 
 FAMILIES = [
     ("causal-lm", "gpt2", False, "exact"),

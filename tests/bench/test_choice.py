@@ -11,8 +11,8 @@ from bench.planning.choice import measured_again
 from bench.planning.choice_worker import timed, timed_again, tuned
 from bench.plans import plan_by_hand
 from bench.ranks import Ranks
+from frugal.models.factories import import_callable
 from frugal.planning.plan import Alternative
-from frugal.training.models.factories import import_callable
 
 
 def test_every_plan_is_trained_and_timed_on_all_ranks() -> None:

@@ -7,8 +7,8 @@ from bench.memory.cpu_rank import dry_run_as_process
 from bench.plans import plan_by_hand
 from frugal.dryrun.messages import AskDryRun, DryRun
 from frugal.dryrun.run import dry_run
-from frugal.training.objectives import CausalLM
-from tests.training.small_models import tiny_gpt2
+from frugal.models.objectives import CausalLM
+from tests.engine.small_models import tiny_gpt2
 
 
 @pytest.fixture(autouse=True)

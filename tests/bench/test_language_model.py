@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from bench.training.language_model import EVENTS, RESULTS, ROOT, summary, table, trained
-from frugal.training.models import factories
+from frugal.models import factories
 from tests import readme
 
 LM = ROOT / "launch" / "lm"

@@ -106,7 +106,7 @@ def test_what_does_not_fit_is_dry_run_all_the_same(capsys: pytest.CaptureFixture
 MASKS = """
 import torch
 from torch import nn
-from frugal.training.objectives import SummedLoss
+from frugal.models.objectives import SummedLoss
 
 class Masks(nn.Module):
     def __init__(self):

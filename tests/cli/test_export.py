@@ -19,8 +19,8 @@ from frugal import cli
 from frugal.deepspeed_adapter.json_config import deepspeed_config
 from frugal.planning.plan import Plan
 from tests.commands import with_formulas
+from tests.engine.gradients import bound_of_losses
 from tests.planning.synthetic import SMALL
-from tests.training.gradients import bound_of_losses
 
 TINY = {
     "model_type": "gpt2", "n_layer": 2, "n_embd": 32, "n_head": 2, "vocab_size": 260, "n_positions": 64,
@@ -107,7 +107,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A tiny model with weights, eight samples, and programs of somebody who uses other trainers."""
     import torch
 
-    from frugal.training.models import resolve
+    from frugal.models import resolve
 
     folder = tmp_path_factory.mktemp("export")
     (folder / "config.json").write_text(json.dumps(TINY))
@@ -133,7 +133,7 @@ def two_losses(folder: str, made: Plan) -> list[float]:
     import torch
 
     import frugal
-    from frugal.training.models import resolve
+    from frugal.models import resolve
 
     spec = resolve.resolve(f"{folder}/model")
     engine = frugal.initialize(spec.build(dtype=torch.float32), made, spec.objective())
@@ -147,7 +147,7 @@ def bound(folder: Path, made: Plan) -> float:
     """Return how far `two_losses` may be from others', relative."""
     import torch
 
-    from frugal.training.models import resolve
+    from frugal.models import resolve
 
     spec = resolve.resolve(str(folder / "model"))
     lines = (folder / "samples.jsonl").read_text().splitlines()[: made.batch.global_batch]
@@ -258,7 +258,7 @@ def pairs(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A tiny mBART with weights, whose decoder begins with a sample's last token, and eight pairs."""
     import torch
 
-    from frugal.training.models import resolve
+    from frugal.models import resolve
 
     folder = tmp_path_factory.mktemp("pairs")
     (folder / "config.json").write_text(json.dumps(MBART))

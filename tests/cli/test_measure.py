@@ -17,10 +17,10 @@ from frugal.cli import measure, run
 from frugal.config.hardware.cluster import Node
 from frugal.dryrun.compare import Measurement
 from frugal.dryrun.figures import Figures
+from frugal.engine.measure.record import ModelDefinition, RankMeasurement, Trial
 from frugal.errors import OutOfMemoryError
 from frugal.launch import local
 from frugal.planning.plan import Plan
-from frugal.training.measure.record import ModelDefinition, RankMeasurement, Trial
 from frugal.units import GIB, MIB
 
 CONFIG = {

@@ -23,8 +23,8 @@ from frugal.config.request import Request
 from frugal.dryrun import compare
 from frugal.planning.plan import Plan
 from frugal.report.run import read_run
-from tests.training.gradients import bound_of_losses
-from tests.training.reports.test_trackers import curves
+from tests.engine.gradients import bound_of_losses
+from tests.engine.reports.test_trackers import curves
 
 
 @pytest.fixture(scope="module")
@@ -306,8 +306,8 @@ def test_the_plan_it_makes_is_that_of_frugal_plan_for_the_lengths_of_the_data(
     ],
 )
 def test_a_step_is_as_large_as_was_asked(folder: Path, task: str, tokens: int | None, steps: int, said: str) -> None:
-    from frugal.training.data.report import BuildReport
-    from frugal.training.reports import opening
+    from frugal.data.report import BuildReport
+    from frugal.engine.reports import opening
 
     made = plan(folder, 1)
     made = dataclasses.replace(

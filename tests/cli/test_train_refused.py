@@ -13,9 +13,9 @@ import torch
 
 from bench.runs import command, environment, frugal_train, plan, prepared
 from frugal import cli
+from frugal.checkpoint import in_use
 from frugal.config.hardware.cluster import Cluster, Node
 from frugal.planning.plan import Plan
-from frugal.training.checkpoint import in_use
 
 
 @pytest.fixture(scope="module")

@@ -14,10 +14,10 @@ from frugal.config.hardware.cluster import Node
 from frugal.deepspeed_adapter.export import Target, export, nearest
 from frugal.deepspeed_adapter.json_config import deepspeed_config
 from frugal.errors import RequestError
+from frugal.models.losses import own_loss
+from frugal.models.losses.decoder_inputs import source
 from frugal.planning.batch import BatchPlan
 from frugal.planning.plan import Plan
-from frugal.training.losses import own_loss
-from frugal.training.losses.decoder_inputs import source
 
 
 def plan(*, world_size: int = 3, global_batch: int = 252, micro_batch: Any = 12, **changes: Any) -> Plan:

@@ -19,18 +19,18 @@ from torch.utils.checkpoint import checkpoint
 
 from bench.plans import plan_by_hand
 from bench.ranks import Ranks
-from frugal.check import known_faults, traps
-from frugal.check.gather import gather
-from frugal.check.verdict import resolved
 from frugal.cli import doctor
 from frugal.config.hardware import local_host
 from frugal.config.request import Request
+from frugal.engine.engine import initialize
 from frugal.errors import RequestError
-from frugal.training.engine import initialize
-from frugal.training.objectives import SummedLoss
-from tests.training.gradients import SGD, Gradient, applied, relative_error, weights
+from frugal.models.objectives import SummedLoss
+from frugal.tools.check import known_faults, traps
+from frugal.tools.check.gather import gather
+from frugal.tools.check.verdict import resolved
+from tests.engine.gradients import SGD, Gradient, applied, relative_error, weights
 
-TINY = str(Path(__file__).parents[1] / "check" / "configs" / "tiny-llama.json")
+TINY = str(Path(__file__).parents[1] / "tools" / "check" / "configs" / "tiny-llama.json")
 WIDTH, NUM_SAMPLES = 16, 16
 
 

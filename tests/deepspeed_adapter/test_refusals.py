@@ -11,9 +11,9 @@ from bench.ranks import Ranks
 from frugal.dryrun.messages import AskDryRun
 from frugal.dryrun.run import dry_run
 from frugal.errors import RequestError
-from tests.training import unusual_modules
-from tests.training.test_unusual_parameters import plan_for, trained
-from tests.training.unusual_modules import OBJECTIVE
+from tests.engine import unusual_modules
+from tests.engine.test_unusual_parameters import plan_for, trained
+from tests.engine.unusual_modules import OBJECTIVE
 
 CASES = [
     ("GradientPenalty", 1, "takes a gradient of the model's output before the step's backward pass"),

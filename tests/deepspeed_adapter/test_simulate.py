@@ -13,9 +13,9 @@ from frugal.deepspeed_adapter.simulate.engine import covers, simulate
 from frugal.dryrun.messages import AskDryRun, AskTrace
 from frugal.dryrun.run import dry_run
 from frugal.dryrun.trace.trace import built, trace
+from frugal.models.objectives import CausalLM, MaskedLM, Seq2Seq, SummedLoss
 from frugal.planning.memory.timeline import ModelTrace
 from frugal.planning.strategy import Strategy
-from frugal.training.objectives import CausalLM, MaskedLM, Seq2Seq, SummedLoss
 
 TOLERANCE = 0.001  # of a phase's bytes; operators on scalars are left out, which is seen on models this small
 RANDOM_STATES = 1 << 16  # bytes; each is 5 KB, and a layer that is recomputed keeps one: the simulation leaves them out
@@ -60,8 +60,8 @@ def builder(family: str, precision: str, lora: str | None = None) -> Callable[[]
     def build() -> Any:
         import transformers
 
-        from frugal.training.models import adapters
-        from frugal.training.models.loading import quantised
+        from frugal.models import adapters
+        from frugal.models.loading import quantised
 
         auto, _, config = FAMILIES[family]
         made = transformers.AutoConfig.for_model(

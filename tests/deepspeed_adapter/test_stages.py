@@ -6,10 +6,10 @@ import pytest
 
 from bench.plans import plan_by_hand
 from bench.ranks import Ranks
+from frugal.engine.engine import initialize
+from frugal.models.objectives import CausalLM
 from frugal.required import put
-from frugal.training.engine import initialize
-from frugal.training.objectives import CausalLM
-from tests.training.small_models import ragged_samples, tiny_gpt2
+from tests.engine.small_models import ragged_samples, tiny_gpt2
 
 RENAMED = {
     0: ("_running_engine_backward_count", "_running_engine_step"),

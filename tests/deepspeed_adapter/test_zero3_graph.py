@@ -11,9 +11,9 @@ from frugal.config.request import Request
 from frugal.deepspeed_adapter.kernels import DTYPES
 from frugal.dryrun.messages import AskDryRun, DryRun
 from frugal.dryrun.run import dry_run
+from frugal.models.objectives import CausalLM
 from frugal.planning.strategy import Strategy
-from frugal.training.objectives import CausalLM
-from tests.training.small_models import tiny_gpt2
+from tests.engine.small_models import tiny_gpt2
 
 
 def dry_run_result(stage: int, world_size: int = 4, rank: int = 1, precision: Any = "bf16", **more: Any) -> DryRun:

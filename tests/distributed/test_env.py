@@ -113,7 +113,7 @@ def test_a_rank_with_a_wrong_place_ends_with_one_message(bare: pytest.MonkeyPatc
     plan = tmp_path / "plan.json"
     plan.write_bytes(sealed(plan_by_hand(world_size=2, global_batch=2, micro_batch=1, zero_stage=2)).to_json())
     done = subprocess.run(
-        [sys.executable, "-m", "frugal.training.run", "--plan", plan, "--data", "stdlib", "--steps", "1",
+        [sys.executable, "-m", "frugal.engine.run", "--plan", plan, "--data", "stdlib", "--steps", "1",
          "--out", tmp_path / "run"],
         env=dict(os.environ) | PLACE | {"LOCAL_RANK": "abc"}, capture_output=True, text=True, timeout=100,
     )  # fmt: skip

@@ -8,9 +8,9 @@ from bench.plans import plan_by_hand
 from frugal.config.optimizers import state_bytes_per_element
 from frugal.dryrun.messages import AskDryRun
 from frugal.dryrun.run import dry_run
+from frugal.models.objectives import CausalLM, SummedLoss
 from frugal.planning.memory.timeline import CATEGORIES, LOGITS, Timeline
-from frugal.training.objectives import CausalLM, SummedLoss
-from tests.training.small_models import tiny_gpt2
+from tests.engine.small_models import tiny_gpt2
 
 WIDTH, RANKS = 64, 64
 

@@ -11,8 +11,8 @@ from torch import nn
 from frugal.config.request import Request
 from frugal.dryrun.messages import AskDryRun, DryRun
 from frugal.dryrun.run import dry_run
+from frugal.models.objectives import SummedLoss
 from frugal.planning.strategy import Strategy
-from frugal.training.objectives import SummedLoss
 
 NET = """
 import torch

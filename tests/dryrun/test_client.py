@@ -23,7 +23,7 @@ from frugal.units import GIB, MIB
 FACTORY = """
 import torch
 from torch import nn
-from tests.training.small_models import tiny_gpt2
+from tests.engine.small_models import tiny_gpt2
 
 def tiny():
     return tiny_gpt2()
@@ -32,7 +32,7 @@ def broken():
     raise ValueError("no such layer")
 
 def sees_all():
-    from tests.training.small_models import tiny
+    from tests.engine.small_models import tiny
     return tiny("causal-lm", "bert")
 
 def picky():

@@ -12,10 +12,10 @@ from bench.ranks import Ranks
 from frugal.config.hardware.cluster import DeviceKind
 from frugal.dryrun.messages import AskDryRun
 from frugal.dryrun.run import dry_run
+from frugal.models.objectives import CausalLM
 from frugal.planning.plan import Plan
-from frugal.training.objectives import CausalLM
 from tests.dryrun.test_truth import SMALL_BUCKETS, TOLERANCE, dry_run_result, measured
-from tests.training.small_models import tiny_gpt2
+from tests.engine.small_models import tiny_gpt2
 
 MICRO_BATCH = 4
 

@@ -14,12 +14,12 @@ from frugal.deepspeed_adapter.kernels import DTYPES
 from frugal.dryrun.messages import AskDryRun, DryRun
 from frugal.dryrun.run import dry_run
 from frugal.dryrun.trace import operators
+from frugal.engine.measure.two_steps import trial
+from frugal.models import expert_modules
+from frugal.models.objectives import CausalLM, Seq2Seq, SequenceClassification, SummedLoss
 from frugal.planning.memory.timeline import phase_peaks
-from frugal.training.measure.two_steps import trial
-from frugal.training.models import expert_modules
-from frugal.training.objectives import CausalLM, Seq2Seq, SequenceClassification, SummedLoss
 from tests.dryrun.test_truth import SEQ_LEN, TOLERANCE, plan_for
-from tests.training.small_models import TINY, Block
+from tests.engine.small_models import TINY, Block
 
 
 class Custom(nn.Module):

@@ -10,7 +10,7 @@ from torch import Tensor, nn
 from frugal.dryrun.messages import AskDryRun
 from frugal.dryrun.run import dry_run, failure_in_forward
 from frugal.dryrun.trace import recorder
-from frugal.training.objectives import CausalLM
+from frugal.models.objectives import CausalLM
 from tests.dryrun.test_truth import plan_for
 
 
@@ -73,7 +73,7 @@ def line_of(body: Callable[..., Any]) -> int:
 
 INPUTS = (
     "\n\nhint: if it takes or returns something else, give a factory that returns (module, objective), for example "
-    "frugal.training.objectives.SummedLoss(loss, example=...)"
+    "frugal.models.objectives.SummedLoss(loss, example=...)"
 )
 VALUES = "\n\nhint: a dry run knows shapes, not values: tensors that depend on values must come with the batch"
 

@@ -11,13 +11,13 @@ from bench.ranks import Ranks
 from frugal.deepspeed_adapter.kernels import DTYPES
 from frugal.dryrun.messages import AskDryRun
 from frugal.dryrun.run import dry_run
-from frugal.training.engine import initialize
-from frugal.training.measure.two_steps import trial
-from frugal.training.models.loading import quantised
-from frugal.training.models.resolve import resolve
-from frugal.training.objectives import CausalLM
+from frugal.engine.engine import initialize
+from frugal.engine.measure.two_steps import trial
+from frugal.models.loading import quantised
+from frugal.models.objectives import CausalLM
+from frugal.models.resolve import resolve
 from tests.dryrun.test_truth import FAMILIES, TOLERANCE, once_more, plan_for
-from tests.training.small_models import ragged_samples
+from tests.engine.small_models import ragged_samples
 
 
 class Adapted(nn.Module):

@@ -7,12 +7,12 @@ import torch
 from bench.plans import plan_by_hand
 from frugal.dryrun.messages import AskDryRun
 from frugal.dryrun.run import dry_run
+from frugal.models.objectives import CausalLM
 from frugal.planning.memory import breakdown
 from frugal.planning.plan import Plan
-from frugal.training.objectives import CausalLM
 from frugal.units import GIB, MIB
 from tests.dryrun.test_truth import SMALL_BUCKETS
-from tests.training.small_models import tiny_gpt2
+from tests.engine.small_models import tiny_gpt2
 
 
 def host_bytes(zero_stage: int, world_size: int = 1, **strategy: Any) -> int:

@@ -10,7 +10,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 import frugal as package
-from frugal.dryrun.loop import autocast
+from frugal.tools.own_loop import autocast
 from tests.commands import frugal
 
 BENCH = Path(__file__).parents[2] / "bench"

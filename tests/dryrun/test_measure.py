@@ -7,9 +7,9 @@ import pytest
 import torch
 from torch.profiler import ProfilerActivity, profile, record_function
 
-from frugal.training.measure.memory_watch import gauge
-from frugal.training.objectives import CausalLM
-from tests.training.small_models import tiny_gpt2
+from frugal.memory_watch import gauge
+from frugal.models.objectives import CausalLM
+from tests.engine.small_models import tiny_gpt2
 
 SEQ_LEN = 64
 

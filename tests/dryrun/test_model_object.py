@@ -14,8 +14,8 @@ from transformers import GPT2Config, GPT2LMHeadModel
 import frugal
 from frugal.dryrun.model_object import reference_of, without_values
 from frugal.errors import RequestError
-from frugal.training.models import factories, resolve
-from frugal.training.objectives import SummedLoss
+from frugal.models import factories, resolve
+from frugal.models.objectives import SummedLoss
 
 SMALL = {"n_layer": 1, "n_embd": 32, "n_head": 2, "vocab_size": 64, "n_positions": 32, "bos_token_id": 0,
          "eos_token_id": 0}  # fmt: skip
@@ -95,7 +95,7 @@ def test_a_class_of_a_notebook_is_handed_to_the_dry_run(tmp_path: Path) -> None:
     script = """
 import torch, frugal
 from torch import nn
-from frugal.training.objectives import SummedLoss
+from frugal.models.objectives import SummedLoss
 
 WIDTH = 8
 

@@ -12,9 +12,9 @@ from frugal.deepspeed_adapter.kernels import DTYPES
 from frugal.dryrun.messages import AskDryRun, DryRun
 from frugal.dryrun.run import dry_run
 from frugal.dryrun.trace.recorder import Tracker
+from frugal.memory_watch import gauge
+from frugal.models import activation_checkpointing
 from frugal.planning.strategy import Strategy
-from frugal.training.measure.memory_watch import gauge
-from frugal.training.models import activation_checkpointing
 from tests.dryrun.test_truth import (
     FAMILIES,
     SMALL_BUCKETS,

@@ -9,13 +9,13 @@ import torch
 
 from bench.plans import plan_by_hand
 from bench.ranks import Ranks
+from frugal.engine.engine import initialize
+from frugal.models.objectives import CausalLM
 from frugal.planning.plan import Plan
-from frugal.training.engine import initialize
-from frugal.training.objectives import CausalLM
 from tests.dryrun.test_truth import SMALL_BUCKETS, assert_as_dry_run, dry_run_result
+from tests.engine.gradients import bounds_of_run, relative_error
+from tests.engine.small_models import ragged_samples, tiny_gpt2
 from tests.kernels import needs_adams, needs_cpu_adam
-from tests.training.gradients import bounds_of_run, relative_error
-from tests.training.small_models import ragged_samples, tiny_gpt2
 
 needs_bitsandbytes = pytest.mark.skipif(find_spec("bitsandbytes") is None, reason="bitsandbytes is not installed")
 

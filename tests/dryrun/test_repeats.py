@@ -15,10 +15,10 @@ from frugal.dryrun.run import dry_run
 from frugal.dryrun.trace import repeats
 from frugal.dryrun.trace.recorder import Tracker
 from frugal.dryrun.trace.trace import trace
+from frugal.models.objectives import CausalLM
+from frugal.models.tiling import slices
 from frugal.planning.memory.timeline import ModelTrace, Timeline
 from frugal.planning.strategy import Strategy
-from frugal.training.models.tiling import slices
-from frugal.training.objectives import CausalLM
 from tests.dryrun.test_trace import build
 from tests.dryrun.test_truth import plan_for
 

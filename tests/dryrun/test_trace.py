@@ -13,8 +13,8 @@ from frugal.config.request import Request
 from frugal.dryrun.messages import AskTrace
 from frugal.dryrun.trace import trace as tracing
 from frugal.dryrun.trace.trace import repetition, trace
+from frugal.models.objectives import CausalLM, MaskedLM, Objective, Seq2Seq, SummedLoss
 from frugal.planning.memory.timeline import ModelTrace, NotAffineError
-from frugal.training.objectives import CausalLM, MaskedLM, Objective, Seq2Seq, SummedLoss
 
 SEQ_LEN = 40
 

@@ -13,11 +13,11 @@ from bench.ranks import Ranks
 from frugal.deepspeed_adapter.kernels import DTYPES
 from frugal.dryrun.messages import AskDryRun
 from frugal.dryrun.run import dry_run
+from frugal.engine.measure.two_steps import trial
+from frugal.models.objectives import CausalLM, MaskedLM, Seq2Seq
 from frugal.planning.memory.timeline import Timeline
 from frugal.planning.plan import Plan
-from frugal.training.measure.two_steps import trial
-from frugal.training.objectives import CausalLM, MaskedLM, Seq2Seq
-from tests.training.small_models import tiny_gpt2
+from tests.engine.small_models import tiny_gpt2
 
 
 def tiny(auto: str, model_type: str, **config: Any) -> Callable[[], Any]:

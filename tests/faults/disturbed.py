@@ -9,10 +9,10 @@ import torch.distributed as dist
 from torch import nn
 
 from bench.plans import plan_by_hand
-from frugal.training.engine import Engine, initialize
-from frugal.training.losses.evaluation import evaluate
-from frugal.training.objectives import CausalLM
-from tests.training.small_models import ragged_samples, tiny_gpt2
+from frugal.engine.engine import Engine, initialize
+from frugal.engine.evaluation import evaluate
+from frugal.models.objectives import CausalLM
+from tests.engine.small_models import ragged_samples, tiny_gpt2
 
 MICRO_BATCH, STEPS, DISTURBED_STEP = 4, 3, 1
 FAULTS = ("forward", "later forward", "backward", "later backward", "states", "clipping", "writing", "evaluation")

@@ -12,13 +12,13 @@ import torch
 
 from bench.plans import plan_by_hand
 from bench.ranks import Ranks
+from frugal.checkpoint import loading, saving
+from frugal.checkpoint.progress import Progress
+from frugal.checkpoint.saving import Saver
+from frugal.engine.engine import Engine, initialize
 from frugal.errors import FrugalError
-from frugal.training.checkpoint import loading, saving
-from frugal.training.checkpoint.progress import Progress
-from frugal.training.checkpoint.saving import Saver
-from frugal.training.engine import Engine, initialize
-from frugal.training.objectives import CausalLM
-from tests.training.small_models import ragged_samples, tiny_gpt2
+from frugal.models.objectives import CausalLM
+from tests.engine.small_models import ragged_samples, tiny_gpt2
 
 WRITING = {"open", "os.rename", "os.mkdir", "os.remove", "os.rmdir", "os.truncate", "shutil.rmtree"}
 _watch: Callable[[str], None] | None = None

@@ -19,7 +19,7 @@ from bench.runs import TINY, command, environment, frugal_train, prepared, recor
 from frugal.config.adapters import Lora
 from frugal.report.run import read_run
 from tests.disks import small_disk
-from tests.training.gradients import bound_of_command
+from tests.engine.gradients import bound_of_command
 
 pytestmark = pytest.mark.exhaustive  # each starts several runs
 

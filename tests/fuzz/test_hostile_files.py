@@ -12,21 +12,21 @@ import msgspec
 import pytest
 
 from bench.plans import plan_by_hand
+from frugal.checkpoint import manifest
+from frugal.checkpoint.manifest import File, Manifest
+from frugal.checkpoint.progress import TRAINING, Progress, read_progress
 from frugal.config import sample_lengths, schema
 from frugal.config.hardware import build_cluster
 from frugal.config.run_settings import run_settings
 from frugal.config.schema import understand
+from frugal.data.batches import MicroBatchLimits
+from frugal.data.report import BuildReport
+from frugal.data.store import cache
 from frugal.deepspeed_adapter.json_config import deepspeed_config
+from frugal.engine.oom_limits import LearntLimits
 from frugal.errors import FrugalError
 from frugal.planning.plan import Plan, _expanded
 from frugal.planning.report import summary
-from frugal.training.checkpoint import manifest
-from frugal.training.checkpoint.manifest import File, Manifest
-from frugal.training.checkpoint.progress import TRAINING, Progress, read_progress
-from frugal.training.data.batches import MicroBatchLimits
-from frugal.training.data.report import BuildReport
-from frugal.training.data.store import cache
-from frugal.training.oom_limits import LearntLimits
 from tests.fuzz.hostile import DEEP, bytes_like, documents_like, json_like
 
 NUMBER = 1000
@@ -219,8 +219,8 @@ ROWS = b'{"text": "to be or not to be"}\n{"text": "that is the question", "n": 3
 
 @SOME
 def test_jsonl(number: int, tmp_path: Path) -> None:
-    from frugal.training.data import corpus
-    from frugal.training.data.tokenizer import load_tokenizer
+    from frugal.data import corpus
+    from frugal.data.tokenizer import load_tokenizer
 
     tokenizer, turns = load_tokenizer(), iter(range(number))
 
@@ -247,7 +247,7 @@ CONFIG = {
 def test_config_json(number: int, tmp_path: Path) -> None:
     import torch
 
-    from frugal.training.models.resolve import resolve
+    from frugal.models.resolve import resolve
 
     def use(path: Path) -> None:
         spec = resolve(str(path))

@@ -34,7 +34,7 @@ def rank(number: int, port: int, folder: Path, out: str) -> None:
         "--out", out,
     ]  # fmt: skip
     from frugal.distributed import first_failure
-    from frugal.training import run
+    from frugal.engine import run
 
     first_failure.run_command(run.command)
 

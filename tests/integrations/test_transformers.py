@@ -14,7 +14,7 @@ from bench.ranks import Ranks
 from frugal.config.adapters import Lora
 from frugal.errors import PlanMismatchError, RequestError
 from frugal.planning.plan import Plan
-from tests.training.gradients import bounds_of_run, relative_error
+from tests.engine.gradients import bounds_of_run, relative_error
 
 TINY = {
     "model_type": "gpt2", "n_layer": 2, "n_embd": 32, "n_head": 2, "vocab_size": 260, "n_positions": 64,
@@ -57,8 +57,8 @@ def ours(folder: str, made: Plan) -> tuple[list[float], dict[str, torch.Tensor]]
     import deepspeed
 
     import frugal
-    from frugal.training.data.batches import GlobalBatches
-    from frugal.training.models import resolve
+    from frugal.data.batches import GlobalBatches
+    from frugal.models import resolve
 
     spec = resolve.resolve(folder)
     engine = frugal.initialize(spec.build(dtype=torch.float32), made, spec.objective())
@@ -154,8 +154,8 @@ def of_trl() -> tuple[Any, Any, dict[str, Any]]:
     from datasets import Dataset
     from trl import SFTConfig, SFTTrainer  # type: ignore[import-not-found]  # the tests that need it are skipped
 
+    from frugal.data.tokenizer import byte_tokenizer
     from frugal.integrations.transformers import PlannedMixin
-    from frugal.training.data.tokenizer import byte_tokenizer
 
     class Planned(PlannedMixin, SFTTrainer):  # type: ignore[misc]
         """As the documentation says."""
@@ -179,8 +179,8 @@ def bounds(folder: str) -> tuple[float, float, float]:
     """Return how far losses, norms and weights of such runs may be apart, relative."""
     from transformers import AutoModelForCausalLM
 
-    from frugal.training.data.batches import GlobalBatches
-    from frugal.training.models import resolve
+    from frugal.data.batches import GlobalBatches
+    from frugal.models import resolve
 
     rows = samples()
     drawn = GlobalBatches(rows, global_batch=5, lengths=[len(row["input_ids"]) for row in rows], seed=7).iterate()

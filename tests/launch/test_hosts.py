@@ -50,7 +50,7 @@ def test_torchrun_has_a_line_for_each_node(folder: Path, capsys: pytest.CaptureF
     assert (code, errors) == (0, "")
     nic = "DS_ACCELERATOR=cpu GLOO_SOCKET_IFNAME=eth1 NCCL_SOCKET_IFNAME=eth1"
     address = "--master-addr a --master-port 29500"
-    rank = "-m frugal.training.run --plan plan.json --data 'my text.jsonl' --steps 4"
+    rank = "-m frugal.engine.run --plan plan.json --data 'my text.jsonl' --steps 4"
     assert output.splitlines()[1:] == [
         "# a", f"{nic} torchrun --nnodes 2 --node-rank 0 --nproc-per-node 1 {address} {rank}",
         "# b", f"{nic} torchrun --nnodes 2 --node-rank 1 --nproc-per-node 2 {address} {rank}",
@@ -62,7 +62,7 @@ def test_without_ssh_each_node_has_deepspeeds_line(folder: Path, capsys: pytest.
     assert code == 0
     assert output.splitlines()[4] == (
         "DS_ACCELERATOR=cpu deepspeed --hostfile hosts --no_ssh --node_rank 1 --master_addr a --master_port 7000"
-        " --module frugal.training.run --plan plan.json --data 'my text.jsonl' --steps 4"
+        " --module frugal.engine.run --plan plan.json --data 'my text.jsonl' --steps 4"
     )
 
 
@@ -71,7 +71,7 @@ def test_openmpi_has_one_line_for_all(folder: Path, capsys: pytest.CaptureFixtur
     assert code == 0
     assert output == (
         "mpirun --hostfile hosts -n 3 --bind-to none --mca plm_rsh_args '-p 2222' -x DS_ACCELERATOR=cpu"
-        f" -x MASTER_ADDR=a -x MASTER_PORT=29500 {sys.executable} -m frugal.training.run --plan plan.json"
+        f" -x MASTER_ADDR=a -x MASTER_PORT=29500 {sys.executable} -m frugal.engine.run --plan plan.json"
         " --data 'my text.jsonl' --steps 4\n"
     )
 

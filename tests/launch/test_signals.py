@@ -22,7 +22,7 @@ from frugal.planning.plan import Plan
 SLOW_MODEL = f"""
 import time
 from pathlib import Path
-from frugal.training.objectives import CausalLM
+from frugal.models.objectives import CausalLM
 from transformers import GPT2Config, GPT2LMHeadModel
 
 class Slow(GPT2LMHeadModel):
@@ -64,7 +64,7 @@ class Run:
         return [own, *own.children(recursive=True)]
 
     def ranks(self) -> list[psutil.Process]:
-        return [each for each in self.family()[1:] if "frugal.training.run" in each.cmdline()]
+        return [each for each in self.family()[1:] if "frugal.engine.run" in each.cmdline()]
 
     def step(self) -> int:
         """How many are logged."""
@@ -108,7 +108,7 @@ def check_whole(run: Run) -> None:
         os.kill(run.process.pid, 0)
 
 
-by_module = [sys.executable, "-m", "frugal.training.run", "--plan", "plan1.json"]
+by_module = [sys.executable, "-m", "frugal.engine.run", "--plan", "plan1.json"]
 
 
 @pytest.mark.parametrize(
@@ -284,7 +284,7 @@ def test_ranks_of_other_launchers_end_with_them(launcher: str, folder: Path) -> 
         "deepspeed": [sys.executable, "-m", "deepspeed.launcher.launch", "--world_info", WORLD, "--module"],
     }[launcher]
     words[0] = shutil.which(words[0], path=f"{Path(sys.executable).parent}:{os.environ['PATH']}") or words[0]
-    run = start(folder, launcher, [*words, "frugal.training.run", "--plan", "plan2.json"])
+    run = start(folder, launcher, [*words, "frugal.engine.run", "--plan", "plan2.json"])
     run.come_to(2)
     assert orphaned(run) < 10
 

@@ -60,7 +60,7 @@ def by_hand(hosts: Hosts, plans: Sequence[Path], *words: object) -> tuple[list[i
         start(
             hosts, name, "env", f"RANK={rank}", f"WORLD_SIZE={len(plans)}", "LOCAL_RANK=0", "LOCAL_SIZE=1",
             "MASTER_ADDR=n1", "MASTER_PORT=29500", f"FRUGAL_SECRET_FILE={secret}",
-            sys.executable, "-m", "frugal.training.run", "--plan", path, *words,
+            sys.executable, "-m", "frugal.engine.run", "--plan", path, *words,
         )
         for rank, (name, path) in enumerate(zip(hosts.names, plans, strict=True))
     ]  # fmt: skip

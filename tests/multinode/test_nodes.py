@@ -9,8 +9,8 @@ from pathlib import Path
 import pytest
 
 from bench.reliability.hosts import SSH_PORT, Hosts, environment, plan, start
+from tests.engine.gradients import bound_of_command
 from tests.multinode.conftest import RUN, by_hand, frugal, losses, train
-from tests.training.gradients import bound_of_command
 
 LAUNCH = Path(__file__).parents[2] / "launch"
 

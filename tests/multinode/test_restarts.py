@@ -10,8 +10,8 @@ from collections.abc import Callable
 import pytest
 
 from bench.reliability.hosts import SSH_PORT, Hosts, plan, start
+from tests.engine.gradients import bound_of_command
 from tests.multinode.conftest import by_hand, frugal, losses
-from tests.training.gradients import bound_of_command
 
 RUN = ("--data", "text.jsonl", "--steps", "60", "--save-every", "10", "--eval-every", "0")
 ON = r"resuming from step-0000[1-6]0\n"

@@ -113,7 +113,7 @@ def test_a_stranger_neither_ends_a_run_nor_its_watch_and_no_token_is_seen(three_
         for name, watcher in watchers.items():
             end(hosts, name, watcher, (listening.__file__,))
         for path in seen.values():
-            assert b"frugal.training.run" in path.read_bytes()
+            assert b"frugal.engine.run" in path.read_bytes()
             assert TOKEN.encode() not in path.read_bytes()
             assert secret.partition("=")[2].encode() not in path.read_bytes()
         for path in (path for path in folder.rglob("*") if path.is_file()):

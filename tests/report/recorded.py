@@ -10,17 +10,17 @@ from typing import Any
 from rich.console import Console
 
 from bench.plans import plan_by_hand
+from frugal.checkpoint import run_folder
 from frugal.config.run_settings import RunSettings
+from frugal.engine.evaluation import Evaluation
+from frugal.engine.measure.run_gauge import PhasePeak
+from frugal.engine.oom_limits import OutOfMemory, OutOfMemoryReport, recovery
+from frugal.engine.reports import opening
+from frugal.engine.reports.metrics import Log
+from frugal.engine.train_step import StepResult
 from frugal.planning.memory.timeline import BACKWARD, FORWARD, INITIALISATION, OPTIMIZER_STEP
 from frugal.planning.plan import Plan
 from frugal.report import after_run
-from frugal.training.checkpoint import run_folder
-from frugal.training.losses.evaluation import Evaluation
-from frugal.training.measure.run_gauge import PhasePeak
-from frugal.training.oom_limits import OutOfMemory, OutOfMemoryReport, recovery
-from frugal.training.reports import opening
-from frugal.training.reports.metrics import Log
-from frugal.training.train_step import StepResult
 
 MIB = 1 << 20
 PLANNED = {INITIALISATION: 40 * MIB, FORWARD: 300 * MIB, BACKWARD: 400 * MIB, OPTIMIZER_STEP: 90 * MIB}

@@ -11,13 +11,13 @@ from typing import Any
 import pytest
 
 from bench.runs import records
+from frugal.checkpoint import run_folder
 from frugal.config.run_settings import RunSettings
 from frugal.launch import restart
 from frugal.report import after_run
 from frugal.report.charts import thinned
 from frugal.report.run import read_run
 from frugal.report.words import differing
-from frugal.training.checkpoint import run_folder
 from tests.commands import frugal
 from tests.report.recorded import MIB, PLANNED, interrupted, plan, train, tuned
 

@@ -19,8 +19,8 @@ from frugal.planning.plan import Plan
 from frugal.units import plural
 
 if TYPE_CHECKING:
-    from frugal.training.data.chat.stretches import Stretch
-    from frugal.training.data.report import BuildReport
+    from frugal.data.chat.stretches import Stretch
+    from frugal.data.report import BuildReport
 
 
 def check_data(settings: RunSettings) -> None:
@@ -38,7 +38,7 @@ def check_data(settings: RunSettings) -> None:
 def show(number: int, plan_path: Path | None, values: Mapping[str, Any], file: TomlFile) -> int:
     """Print samples as a run with these flags would train on them, and return the exit code.
 
-    Raises: as `frugal.training.data.corpus.read_samples`.
+    Raises: as `frugal.data.corpus.read_samples`.
     """
     settings = run_settings(values, file.train)
     check_data(settings)
@@ -55,11 +55,11 @@ def show(number: int, plan_path: Path | None, values: Mapping[str, Any], file: T
 
 def _lines(request: Request, settings: RunSettings, number: int, *, with_colour: bool) -> Iterator[str]:
     """Yield facts about the data, and the first samples of the first epoch."""
+    from frugal.data.batches import GlobalBatches  # torch takes seconds
+    from frugal.data.corpus import read_training_data
+    from frugal.data.mixture import Mixture
+    from frugal.data.sources import names_of
     from frugal.distributed.env import silence_libraries
-    from frugal.training.data.batches import GlobalBatches  # torch takes seconds
-    from frugal.training.data.corpus import read_training_data
-    from frugal.training.data.mixture import Mixture
-    from frugal.training.data.sources import names_of
 
     silence_libraries()
     with waiting(f"tokenising {names_of(settings.data)}"):
@@ -95,7 +95,7 @@ def _legend(with_colour: bool) -> str:
 def _sample(
     tokenizer: Any, sample: Mapping[str, Any], report: "BuildReport", name: str, with_colour: bool
 ) -> Iterator[str]:
-    from frugal.training.data.chat.stretches import of_documents
+    from frugal.data.chat.stretches import of_documents
 
     ids = sample["input_ids"]
     if not report.formats:  # no causal language model
@@ -115,7 +115,7 @@ def _other(
     """Yield the lines of a pair, a text with its class, or a text that is masked anew in each epoch."""
     import numpy as np
 
-    from frugal.training.data.chat.stretches import Stretch, of_tokens
+    from frugal.data.chat.stretches import Stretch, of_tokens
 
     ids = sample["input_ids"]
     yield f"{name}: {plural(len(ids), 'token')}"

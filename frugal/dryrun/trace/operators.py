@@ -37,9 +37,9 @@ from torch import Tensor
 from torch.utils.flop_counter import flop_registry, register_flop_formula, sdpa_backward_flop_count, sdpa_flop_count
 
 from frugal import torch_internals
+from frugal.memory_watch import traffic
 from frugal.planning.memory.host_allocator import HostAllocator
 from frugal.torch_internals import tensors_in
-from frugal.training.measure.memory_watch import traffic
 
 aten = torch.ops.aten
 

@@ -26,6 +26,9 @@ from frugal.config.hardware.cluster import ASSUMED_CAPABILITY, Capability, Devic
 from frugal.deepspeed_adapter.simulate.fake_device import SideStreams
 from frugal.dryrun.trace import kernel_memory, operators, repeats
 from frugal.dryrun.trace.operators import HostMemory
+from frugal.memory_watch import StorageWatch, cpu_pace
+from frugal.models.loading import quantised
+from frugal.models.tiling import slices
 from frugal.planning.cost import Counts
 from frugal.planning.memory.timeline import (
     ACTIVATIONS,
@@ -41,9 +44,6 @@ from frugal.planning.memory.timeline import (
     TimelineBuilder,
 )
 from frugal.torch_internals import tensors_in
-from frugal.training.measure.memory_watch import StorageWatch, cpu_pace
-from frugal.training.models.loading import quantised
-from frugal.training.models.tiling import slices
 
 AUTOGRAD, DEEPSPEED, MODEL = "autograd", "DeepSpeed", "model"
 
@@ -63,8 +63,9 @@ _TRANSPARENT = (
     _TORCH,
     _FRUGAL / "dryrun",
     _FRUGAL / "deepspeed_adapter",
-    _FRUGAL / "training" / "measure" / "memory_watch.py",
-    _FRUGAL / "training" / "models" / "activation_checkpointing.py",
+    _FRUGAL / "tools" / "own_loop",
+    _FRUGAL / "memory_watch.py",
+    _FRUGAL / "models" / "activation_checkpointing.py",
     _DEEPSPEED / "runtime" / "engine.py",
     _DEEPSPEED / "runtime" / "zero" / "linear.py",
     _DEEPSPEED / "utils",

@@ -26,6 +26,12 @@ from frugal.dryrun.trace.cuda_kernels import kernels_of
 from frugal.dryrun.trace.recorder import Tracker, not_collected
 from frugal.dryrun.trace.splice import LayerLayout, splice
 from frugal.errors import FrugalError
+from frugal.models import activation_checkpointing, tiled_loss, transformers_internals
+from frugal.models.loading import quantised
+from frugal.models.objectives import Objective
+from frugal.models.sequence import attention
+from frugal.models.sequence.parts import parts_of
+from frugal.models.tiling import tiled_mlp
 from frugal.planning.cost import Counts, between
 from frugal.planning.memory.timeline import (
     ARRIVAL,
@@ -44,12 +50,6 @@ from frugal.planning.memory.timeline import (
 )
 from frugal.planning.strategy import LayerMode
 from frugal.torch_internals import tensors_in
-from frugal.training.models import activation_checkpointing, tiled_loss, transformers_internals
-from frugal.training.models.loading import quantised
-from frugal.training.models.sequence import attention
-from frugal.training.models.sequence.parts import parts_of
-from frugal.training.models.tiling import tiled_mlp
-from frugal.training.objectives import Objective
 
 FEW_PERIODS = 5
 """Periods of layers that stand for many."""

@@ -1,5 +1,5 @@
 // The page of a plan: its controls, the chart of memory over a step, and the chart of the strategies. All numbers were
-// computed by Python, see frugal/plan_page/answers.py; here they are looked up.
+// computed by Python, see frugal/tools/plan_page/answers.py; here they are looked up.
 "use strict";
 (() => {
   const plan = frugal.data("plan"), { answers, largest, strategies, timelines, devices } = frugal.data("answers");

@@ -194,7 +194,7 @@ def checkpoint_bytes(request: Request, strategy: Strategy, model: Sizes) -> int:
     The optimizer's states and the master weights, which only plain fp32 training (ZeRO-0) does without; beside
     them the parameters as they are trained, of which ZeRO-3 saves only those that are not trained, and nobody the base
     of adapters. DeepSpeed saves each element once, whatever the world size. Held against real checkpoints in
-    tests/training/checkpoint/test_space.py.
+    tests/checkpoint/test_space.py.
     """
     element = 4 if request.precision == "fp32" else 2
     master = 0 if strategy.zero_stage == 0 and request.precision == "fp32" else request.master_bytes_per_element

@@ -7,7 +7,7 @@ import pytest
 
 from bench.training import chat_tokenizers as tokenizers
 from frugal import cli
-from tests.training.corpora import write_jsonl
+from tests.engine.corpora import write_jsonl
 
 CHAT = [{"role": "user", "content": "What is the capital?"}, {"role": "assistant", "content": "Paris, dear ü."}]
 

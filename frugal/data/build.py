@@ -1,0 +1,358 @@
+"""Samples from documents, in one pass over the sources: check the fields, tokenise, add special tokens, cut to length.
+
+What cannot be a sample is counted, and reported with the samples.
+"""
+
+from collections.abc import Iterable, Iterator, Sequence
+from contextlib import ExitStack
+from dataclasses import dataclass, field
+from fractions import Fraction
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from frugal.config.run_settings import Format, TrainOn
+from frugal.config.sample_lengths import TooLong
+from frugal.data import tokenizer
+from frugal.data.chat import formats
+from frugal.data.chat.formats import Trained, Whole
+from frugal.data.chat.template import WholeRows
+from frugal.data.report import BuildReport
+from frugal.data.rows import BadRow, Columns, Row, type_in_words
+from frugal.data.sources import DocumentSource, names_of
+from frugal.data.store.arrow_store import ArrowWriter
+from frugal.errors import RequestError
+from frugal.units import plural
+
+_FLUSH_CHARACTERS = 1 << 20  # tokenised and written together
+
+Document = tuple[str, tuple[Any, ...]]
+"""Where it is (`file:line`), and the values of its columns: texts and a class, or one row of a format and its name."""
+
+
+@dataclass
+class SampleMaker:
+    """Makes samples of rows, and counts what cannot be one in `report`.
+
+    Attributes:
+        seq_len: the most tokens of a sample.
+        known_labels: classes in the order of their numbers; a text that is none of them is an error.
+        asked_format: of language models' rows; None leaves it to their columns.
+        format: of the rows that are read now.
+        labels_are_text: whether classes are given as text; None before the first.
+    """
+
+    tokenizer: Any
+    task: str
+    seq_len: int
+    columns: Columns
+    too_long: TooLong
+    known_labels: Sequence[str] = ()
+    asked_format: Format | None = None
+    train_on: TrainOn = "completions"
+    format: Format = "text"
+    labels_are_text: bool | None = None
+    report: BuildReport = field(default_factory=BuildReport)
+
+    def __post_init__(self) -> None:
+        self._whole_rows = WholeRows(self.tokenizer, self.train_on == "all", self.report)
+        self.report.label_names = list(self.known_labels)
+        self.report.num_labels = len(self.known_labels)
+        special = self.tokenizer
+        if self.task in ("masked-lm", "sequence-classification"):
+            prefix, suffix = special.cls_token_id, special.sep_token_id
+        elif self.task == "seq2seq":
+            prefix, suffix = None, special.eos_token_id
+        else:
+            prefix, suffix = special.bos_token_id, special.eos_token_id
+            prefix = suffix if prefix is None else prefix  # a separator serves as a beginning too
+        self._prefix = np.array([] if prefix is None else [prefix], dtype=np.int32)
+        self._suffix = np.array([] if suffix is None else [suffix], dtype=np.int32)
+        self._num_special = len(self._prefix) + len(self._suffix)
+        self.report.largest_token = (max(prefix or 0, suffix or 0), "the tokenizer's special tokens")
+        shortest = 2 if self.task == "causal-lm" else 1 + self._num_special
+        if self.seq_len < shortest:
+            raise RequestError(
+                f"--seq-len {self.seq_len} leaves no token to learn from", hint=f"use at least {shortest}"
+            )
+        if self.task == "masked-lm" and special.mask_token_id is None:
+            raise RequestError(
+                "the tokenizer has no mask token",
+                because="masked-lm hides tokens behind it",
+                hint="take the byte tokenizer, or the model's own",
+            )
+
+    def check_columns(self, name: str, row_columns: Sequence[str]) -> None:
+        """Refuse a source that lacks a needed column. For language models, set `format` by the columns.
+
+        Raises:
+            RequestError: it lacks one, or its rows fit several formats.
+        """
+        if self.task == "causal-lm":
+            self.format = formats.recognised(row_columns, self.columns.text, name, self.asked_format) or "text"
+            if self.format != "text":
+                return
+        for role, column in self.columns.needed(self.task).items():
+            if column not in row_columns:
+                others = [name for name in row_columns if name is not None]
+                raise RequestError(
+                    f"{name} has no column `{column}`",
+                    because=f"its columns are {', '.join(others)}" if others else "it has no columns",
+                    hint=f"choose one, such as --columns {role}={others[0]}" if others else None,
+                )
+
+    def documents(self, rows: Iterable[Row]) -> Iterator[Document]:
+        """Yield each row that can be read and has text; the others are counted."""
+        for where, row in rows:
+            fields = row if isinstance(row, BadRow) else self._fields(row)
+            if isinstance(fields, BadRow):
+                self.report.add_bad(f"{where}: {fields.reason}")
+            elif "" in fields:
+                self.report.empty_rows += 1
+            else:
+                yield where, fields
+
+    def _fields(self, row: dict[str, Any]) -> tuple[Any, ...] | BadRow:
+        if self.format != "text":
+            whole = formats.read(row, self.format)
+            return whole if isinstance(whole, BadRow) else (whole, self.format)
+        values = []
+        for role, column in self.columns.needed(self.task).items():
+            if column not in row:
+                return BadRow(f"no `{column}`")
+            value = row[column]
+            if role == "label":
+                value = self._label(value)
+                if isinstance(value, BadRow):
+                    return value
+            elif not isinstance(value, str):
+                return BadRow(f"`{column}` is {type_in_words(value)}, not text")
+            elif not formats.is_utf_8(value):
+                return BadRow(f"`{column}` is not UTF-8 text")
+            values.append(value)
+        return tuple(values)
+
+    def _label(self, value: Any) -> int | BadRow:
+        """Return the number of a class. Numbers stand for themselves, names are numbered as they come."""
+        column, names = self.columns.label, self.report.label_names
+        if isinstance(value, str) and value.isascii() and value.isdigit() and value not in self.known_labels:
+            value = value if self.labels_are_text else int(value)
+        if not isinstance(value, int | str):
+            return BadRow(f"`{column}` is {type_in_words(value)}, not a class")
+        if self.labels_are_text is None:
+            self.labels_are_text = isinstance(value, str)
+        if isinstance(value, str) != self.labels_are_text:
+            return BadRow(f"`{column}` is `{value}`, other rows have {'names' if self.labels_are_text else 'numbers'}")
+        if isinstance(value, str):
+            if value not in names and self.known_labels:
+                return BadRow(f"`{column}` is `{value}`, the classes are {', '.join(self.known_labels)}")
+            if value not in names:
+                names.append(value)
+            value = names.index(value)
+        elif value < 0:
+            return BadRow(f"`{column}` is {value}, classes are numbered from 0")
+        self.report.num_labels = max(self.report.num_labels, value + 1)
+        return int(value)
+
+    def samples(self, documents: Sequence[Document]) -> Iterator[Iterable[dict[str, Any]]]:
+        """Yield the samples of each document; their tokens are views of the document's, shape `(tokens,)`, int32.
+
+        A document without a sample is counted in `report`.
+        """
+        if self.task == "causal-lm":
+            yield from self._of_language_model(documents)
+            return
+        first = self._encoded(documents, 0)
+        if self.task == "seq2seq":
+            second = self._encoded(documents, 1, as_target=True)
+            for (where, _), source, target in zip(documents, first, second, strict=True):
+                ids, labels = self._truncated(source), self._truncated(target)
+                sample = {"input_ids": ids, "labels": labels, "length": max(len(ids), len(labels))}
+                is_kept = self._fits(max(len(source), len(target)) + self._num_special, where)
+                yield [sample] if is_kept else []
+        elif self.task == "sequence-classification":
+            for (where, (_, label)), text in zip(documents, first, strict=True):
+                ids = self._truncated(text)
+                is_kept = self._fits(len(text) + self._num_special, where)
+                yield [{"input_ids": ids, "label": label, "length": len(ids)}] if is_kept else []
+        else:  # windows do not overlap, and each has its special tokens
+            for text in first:
+                windows = map(self._truncated, _windows(text, self.seq_len - self._num_special, overlap=0))
+                yield self._running([{"input_ids": window, "length": len(window)} for window in windows])
+
+    def _of_language_model(self, documents: Sequence[Document]) -> Iterator[Iterable[dict[str, Any]]]:
+        """Yield running text in windows, other rows whole.
+
+        Windows overlap by one token, which is a target in the first and context in the second.
+        """
+        texts = self._encoded([each for each in documents if not isinstance(each[1][0], Whole)], 0)
+        whole = self._whole_rows.encode([(where, row) for where, (row, *_) in documents if isinstance(row, Whole)])
+        for where, (row, *kind) in documents:
+            if isinstance(row, Whole):
+                yield self._whole(row, kind[0], next(whole), where)
+                continue
+            ids = next(texts)
+            begin = self._prefix[: not np.array_equal(ids[:1], self._prefix)]
+            end = self._suffix[: not np.array_equal(ids[-1:], self._suffix)]
+            windows = _windows(np.concatenate([begin, ids, end]), self.seq_len, overlap=1)
+            self._count("text", sum(len(window) - 1 for window in windows))
+            yield self._running([{"input_ids": window, "length": len(window)} for window in windows])
+
+    def _whole(self, row: Whole, kind: Format, encoded: Trained | BadRow, where: str) -> list[dict[str, Any]]:
+        if isinstance(encoded, BadRow):
+            self.report.add_bad(f"{where}: {encoded.reason}")
+            return []
+        ids, trained = encoded
+        self._note_tokens(ids, where)
+        if not trained[1:].any():
+            self.report.add_masked(f"{where}: {formats.why_masked(row)}")
+            return []
+        if not self._fits(len(ids), where):
+            return []
+        ids, trained = ids[: self.seq_len], trained[: self.seq_len]
+        if not trained[1:].any():
+            self.report.add_masked(f"{where}: its first target comes after the {self.seq_len} of --seq-len")
+            return []
+        self._count(kind, int(trained[1:].sum()))
+        return [{"input_ids": ids, "trained": trained, "length": len(ids)}]
+
+    def _count(self, kind: Format, num_targets: int) -> None:
+        self.report.formats[kind] = self.report.formats.get(kind, 0) + 1
+        self.report.targets += num_targets
+
+    def _running(self, windows: list[dict[str, Any]]) -> list[dict[str, Any]]:
+        self.report.too_short_rows += not windows
+        return windows
+
+    def _encoded(
+        self, documents: Sequence[Document], field: int, *, as_target: bool = False
+    ) -> Iterator[NDArray[np.int32]]:
+        texts = [fields[field] for _, fields in documents]
+        for (where, _), ids in zip(
+            documents, tokenizer.encode(self.tokenizer, texts, as_target=as_target), strict=True
+        ):
+            self._note_tokens(ids, where)
+            yield ids
+
+    def _note_tokens(self, ids: NDArray[np.int32], where: str) -> None:
+        if len(ids) and ids.max() > self.report.largest_token[0]:
+            self.report.largest_token = (int(ids.max()), where)
+        if len(ids) and ids.min() < 0:
+            raise RequestError(f"the tokenizer makes {ids.min()} of {where}", because="a token is at least 0")
+
+    def _truncated(self, ids: NDArray[np.int32]) -> NDArray[np.int32]:
+        return np.concatenate([self._prefix, ids[: self.seq_len - self._num_special], self._suffix], dtype=np.int32)
+
+    def _fits(self, num_tokens: int, where: str) -> bool:
+        """Count a text that is too long. Return whether a sample is made of it."""
+        if num_tokens <= self.seq_len:
+            return True
+        self.report.too_long_rows += 1
+        if num_tokens > self.report.longest[0]:
+            self.report.longest = (num_tokens, where)
+        return self.too_long == "truncate"
+
+
+def _windows(ids: NDArray[np.int32], width: int, *, overlap: int) -> list[NDArray[np.int32]]:
+    """Return tokens in windows of `width`, the last one shorter, each with the last `overlap` of the one before it."""
+    return [ids[start : start + width] for start in range(0, len(ids) - overlap, width - overlap)]
+
+
+def write_samples(
+    sources: Sequence[DocumentSource],
+    maker: SampleMaker,
+    folder: Path,
+    *,
+    pack: bool,
+    limit: int | None,
+    skip_bad_rows: bool,
+    validation_fraction: Fraction,
+) -> BuildReport:
+    """Write `train.arrow` and `validation.arrow` (if asked) into `folder`.
+
+    Raises:
+        RequestError: as `frugal.data.corpus.load_corpus`.
+        OSError: it cannot be written.
+    """
+    report = maker.report
+    packs_of = maker.seq_len if pack else None
+    with ExitStack() as stack:
+        train = validation = stack.enter_context(ArrowWriter(folder / "train.arrow", maker.task, packs_of))
+        if validation_fraction:
+            validation = stack.enter_context(ArrowWriter(folder / "validation.arrow", maker.task, packs_of))
+        for documents in grouped(_limited(maker, sources, limit, skip_bad_rows)):
+            for samples in maker.samples(documents):
+                is_held_out = _is_held_out(report.documents, validation_fraction)
+                report.documents += (validation if is_held_out else train).write(samples) > 0
+    writers = {train, validation}
+    report.samples = sum(writer.num_samples for writer in writers)
+    report.tokens = sum(writer.num_tokens for writer in writers)
+    if maker.task == "sequence-classification" and not report.label_names:
+        report.label_names = list(next((source.label_names for source in sources if source.label_names), ()))
+        report.num_labels = max(report.num_labels, len(report.label_names))
+    if not skip_bad_rows:
+        report.refuse_bad_rows()
+    if maker.too_long == "error":
+        report.refuse_too_long(maker.seq_len)
+    if report.samples == 0:
+        left_out = " and ".join(report.left_out(maker.too_long))
+        raise RequestError(
+            "there is no text in the data",
+            because=f"{names_of([source.name for source in sources])}: {left_out or 'no rows'}",
+        )
+    if train.num_samples == 0:
+        raise RequestError(
+            "the data cannot be divided into training and validation",
+            because=f"it is {plural(report.documents, 'document')}",
+            hint="set the validation fraction to 0, or give validation data of its own",
+        )
+    return report
+
+
+def _limited(
+    maker: SampleMaker, sources: Sequence[DocumentSource], limit: int | None, skip_bad_rows: bool
+) -> Iterator[Document]:
+    """Yield documents up to the limit. After a bad row that ends all, the others are counted only."""
+    for number, document in enumerate(maker.documents(_checked_rows(maker, sources)), 1):
+        if skip_bad_rows or not maker.report.bad_rows:
+            yield document
+        if number == limit:
+            return
+
+
+def _checked_rows(maker: SampleMaker, sources: Sequence[DocumentSource]) -> Iterator[Row]:
+    """Yield the rows of all sources; each source's columns are checked before its first good row."""
+    for source in sources:
+        columns = source.columns
+        if columns is not None:
+            maker.check_columns(source.name, columns)
+        try:
+            for where, row in source.rows(maker.columns):
+                if columns is None and isinstance(row, dict):
+                    columns = tuple(row)
+                    maker.check_columns(source.name, columns)
+                yield where, row
+        except OSError as error:
+            raise RequestError(f"cannot read {source.name}", because=error.strerror or str(error)) from None
+
+
+def grouped(documents: Iterable[Document]) -> Iterator[list[Document]]:
+    """Yield as many documents at once as are worth a call of the tokenizer."""
+    group: list[Document] = []
+    num_characters = 0
+    for document in documents:
+        group.append(document)
+        for value in document[1]:
+            num_characters += value.size if isinstance(value, Whole) else len(value) if isinstance(value, str) else 0
+        if num_characters > _FLUSH_CHARACTERS:
+            yield group
+            group, num_characters = [], 0
+    if group:
+        yield group
+
+
+def _is_held_out(document: int, fraction: Fraction) -> bool:
+    """Return whether a document is for validation: the first, then evenly spread, ceil(n * fraction) of n."""
+    return -(-(document + 1) * fraction // 1) > -(-document * fraction // 1)

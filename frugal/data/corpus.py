@@ -1,0 +1,536 @@
+"""The samples of a run: tokenised once, kept on disk, and read by all ranks.
+
+A document is one row of jsonl, csv, parquet or a saved dataset, or one text file (long ones: stretches of whole
+lines of about 64 KiB). Documents become samples of at most `seq_len` tokens, stored as Arrow files in a cache folder
+whose name is a hash of the data, the tokenizer and every option (`cache`). They are memory-mapped, not loaded. Those
+not used for 90 days are removed, and the least recently used beyond 200 GiB.
+"""
+
+import contextlib
+import copy
+import errno
+import hashlib
+import json
+import logging
+import os
+import socket
+import stat
+import tempfile
+from collections.abc import Callable, Sequence
+from dataclasses import asdict, dataclass, replace
+from fractions import Fraction
+from functools import partial
+from math import ceil
+from pathlib import Path
+from typing import IO, Any
+
+import numpy as np
+import platformdirs
+from numpy.typing import NDArray
+
+from frugal import files
+from frugal.config import sample_lengths
+from frugal.config.request import Request
+from frugal.config.run_settings import Format, RunSettings, TrainOn
+from frugal.config.sample_lengths import Lengths, TooLong
+from frugal.data import tokenizer as tokenizing
+from frugal.data.batches import permutation
+from frugal.data.build import SampleMaker, write_samples
+from frugal.data.chat import rendering
+from frugal.data.chat.template import BUILT_IN, marked, missing_tokens, read_template
+from frugal.data.mixture import Mixture, epoch_indices, shares
+from frugal.data.report import BuildReport, joined
+from frugal.data.rows import Columns
+from frugal.data.sources import Provenance, find_sources, names_of
+from frugal.data.store import cache, packing
+from frugal.data.store.arrow_store import ArrowSamples
+from frugal.data.stream.samples import (
+    RowStream,
+    SamplesInMemory,
+    SampleStream,
+    find_streams,
+    formats_of,
+)
+from frugal.distributed import env, exchange, rendezvous
+from frugal.errors import RequestError
+from frugal.models import resolve
+from frugal.models.spec import ModelSpec
+from frugal.planning.plan import Plan
+from frugal.units import GIB
+
+TRAINING, VALIDATION, TEST = _EVERYTHING = "training", "validation", "test"
+
+FIRST_ROWS = 1000
+"""Rows of a stream that are looked at before training."""
+
+CACHE_BYTES = 200 * GIB
+"""The most that all tokenised data may take; see `frugal.files`. A token takes 4 bytes."""
+
+_locks: dict[Path, IO[bytes]] = {}  # of what this process has opened, which nobody is to remove while it lives
+
+_SAMPLES = 2  # how samples are made; another number is other samples, on which no run is resumed
+_STREAMS = 1  # the order of a stream; likewise
+_FORMAT = 5  # of the files in the cache; another number is another cache
+
+logger = logging.getLogger("frugal")
+
+
+@dataclass(frozen=True, kw_only=True)
+class Corpus:
+    """Samples to train on, and samples held out for validation.
+
+    Attributes:
+        report: what reading the data met.
+        provenance: what the samples were made of.
+        folder: the entry of the cache with the samples; empty for several.
+    """
+
+    train: ArrowSamples | Mixture | SamplesInMemory
+    validation: ArrowSamples | Mixture | None
+    report: BuildReport
+    provenance: Provenance
+    folder: str = ""
+
+    @property
+    def fingerprint(self) -> str:
+        """Return a hash of all that made the samples."""
+        return self.provenance.fingerprint
+
+
+def _open(folder: str, report: BuildReport, provenance: Provenance) -> Corpus:
+    """Return the samples of an entry, which is not removed while this process lives."""
+    path = Path(folder)
+    if path not in _locks:
+        with contextlib.suppress(OSError):  # on a disk that is read-only
+            _locks[path] = files.lock(path / cache.RECORD)
+        files.touch(path)
+    train, validation = path / "train.arrow", path / "validation.arrow"
+    return Corpus(
+        train=ArrowSamples(train, provenance.fingerprint),
+        validation=ArrowSamples(validation, provenance.fingerprint) if validation.exists() else None,
+        report=report,
+        provenance=provenance,
+        folder=folder,
+    )
+
+
+def load_corpus(
+    sources: Sequence[str],
+    *,
+    tokenizer: Any,
+    task: str,
+    seq_len: int,
+    pack: bool = False,
+    columns: Columns | None = None,
+    limit: int | None = None,
+    skip_bad_rows: bool = False,
+    too_long: TooLong = "error",
+    label_names: Sequence[str] = (),
+    rows_as: Format | None = None,
+    train_on: TrainOn = "completions",
+    validation_fraction: float = 0.0,
+    cache_dir: Path | None = None,
+) -> Corpus:
+    """Return the samples in `sources`: files, globs, folders, datasets saved to disk, hub names, or `stdlib`.
+
+    Language models: a document longer than `seq_len` tokens becomes several samples, each token being a target
+    once; with `pack`, shorter ones share a sample. Chats, completions, pairs and classes cannot be cut: `too_long` says
+    what to do. `rows_as`: what rows are whose columns fit several formats (`chat.formats`). Chats are written as the
+    tokenizer's template says; `train_on`: whether every token of them and of completions is a target. `limit` is in
+    documents. A `validation_fraction` of the documents, evenly spread and at least one, is kept back.
+
+    Classes given as text are numbered as they come. For validation data of its own, pass `label_names` of the
+    training data's report, so that both have the same numbers.
+
+    Several processes may call at once; one does the work, and the others wait. What was made before is checked.
+
+    Raises:
+        RequestError: nothing there, a column missing, nothing left, no room for it, or (unless asked otherwise) a row
+            that cannot be read or is too long.
+    """
+    if not 0 <= validation_fraction < 1:
+        raise RequestError(
+            f"a validation fraction of {validation_fraction} is not possible",
+            because="it must be at least 0 and less than 1",
+        )
+    if limit is not None and limit < 1:
+        raise RequestError(f"a limit of {limit} documents leaves no data", hint="ask for at least 1 document")
+    columns = columns or Columns()
+    held_out = Fraction(validation_fraction).limit_denominator(1_000_000)
+    origins = find_sources(sources)
+    in_words = _how_rows_are_read(tokenizer, task, rows_as, train_on)
+    options = {
+        "format": _SAMPLES, "task": task, "seq_len": seq_len, "columns": asdict(columns), "limit": limit,
+        "too_long": too_long, "labels": list(label_names), "validation": str(held_out),
+        "tokenizer": tokenizing.fingerprint(tokenizer), "sources": [source.fingerprint for source in origins],
+        **({"pack": packing.MOST_OPEN} if pack else {}),
+        **{name: value for name, value in in_words.items() if value is not None},
+    }  # fmt: skip
+    key = hashlib.sha256(json.dumps(options, sort_keys=True).encode()).hexdigest()
+
+    def write(folder: Path) -> BuildReport:
+        return write_samples(
+            origins, SampleMaker(tokenizer, task, seq_len, columns, too_long, label_names, rows_as, train_on), folder,
+            pack=pack, limit=limit, skip_bad_rows=skip_bad_rows, validation_fraction=held_out,
+        )  # fmt: skip
+
+    folder, report = _stored(cache_dir, f"{key[:32]}-{_FORMAT}", write)
+    if not skip_bad_rows:
+        report.refuse_bad_rows()
+    counts = {"documents": report.documents, "samples": report.samples, "tokens": report.tokens}
+    fingerprints = {source.name: source.fingerprint for source in origins}
+    return _open(str(folder), report, Provenance.of(fingerprints, options | in_words, key, **counts))
+
+
+def _how_rows_are_read(tokenizer: Any, task: str, rows_as: Format | None, train_on: TrainOn) -> dict[str, Any]:
+    """Return what decides which tokens of rows are trained on; None where nothing was asked for."""
+    if task != "causal-lm":
+        if rows_as not in (None, "text"):
+            because = f"what is trained is {task}; --format says what the rows of a causal language model are"
+            raise RequestError(f"--format {rows_as} cannot be read", because=because, hint="leave it out")
+        return {}
+    template = getattr(tokenizer, "chat_template", None)
+    digest = None if template is None else hashlib.sha256(json.dumps(template, sort_keys=True).encode()).hexdigest()
+    known = marked(template) if isinstance(template, str) else None
+    return {
+        "rows_as": rows_as, "train_on": None if train_on == "completions" else train_on, "template": digest,
+        "marks": None if known is None else known[0].name,
+    }  # fmt: skip
+
+
+def _stored(cache_dir: Path | None, name: str, write: Callable[[Path], BuildReport]) -> tuple[Path, BuildReport]:
+    """Return the entry `name` of `cache_dir` or the user's cache, or of a temporary one where that cannot be used."""
+    failures: list[str] = []
+    write = rendering.ended_afterwards()(write)
+    for find in (_user_cache, _temporary_cache) if cache_dir is None else (lambda: cache_dir,):
+        place = "the cache folder"
+        try:
+            folder = find() / name
+            place = str(folder.parent)
+            report = cache.read_or_build(folder, write)
+        except (OSError, RuntimeError) as error:  # RuntimeError: a user without a home
+            failures.append(f"{place}: {(isinstance(error, OSError) and error.strerror) or error}")
+            if find is _user_cache:
+                logger.warning("the tokenised data cannot be kept in %s; a temporary folder is used", failures[-1])
+            continue
+        files.touch(folder)
+        files.prune(folder.parent, CACHE_BYTES)
+        return folder, report
+    raise RequestError(
+        "the tokenised data cannot be written",
+        because=failures,
+        hint="set XDG_CACHE_HOME to a folder that can be written to",
+    )
+
+
+def _user_cache() -> Path:
+    return platformdirs.user_cache_path("frugal") / "data"
+
+
+def _temporary_cache() -> Path:
+    """Return a folder of this user's own, the same for all processes.
+
+    Raises:
+        OSError: it cannot be made, or belongs to somebody else.
+    """
+    folder = Path(tempfile.gettempdir()) / f"frugal-{os.getuid()}"
+    folder.mkdir(mode=0o700, exist_ok=True)
+    status = folder.lstat()
+    if not stat.S_ISDIR(status.st_mode) or status.st_uid != os.getuid() or status.st_mode & 0o022:
+        raise PermissionError(errno.EPERM, f"{folder} belongs to somebody else")
+    return folder / "data"
+
+
+@dataclass(frozen=True)
+class RunData:
+    """The samples of a run, with the model's spec and the tokenizer that belong to them; `tokens` names it in words."""
+
+    spec: Any
+    tokenizer: Any
+    tokens: str
+    training: Any
+    validation: Sequence[Any]
+    test: Sequence[Any]
+    report: Any
+    provenance: Provenance
+
+
+def read_samples(plan: Plan, settings: RunSettings) -> RunData:
+    """Read, tokenise and split the data. One rank of each node does it, the others open what it made. Collective.
+
+    Of a stream, only what is for validation and the end is read.
+
+    Raises:
+        RequestError: the data, the tokenizer or the model cannot be used, or nodes have different data.
+    """
+    spec = resolve.resolve_request(plan.request)
+    tokenizer, tokens = tokenizer_for(spec, settings)
+    seq_len, pack = plan.request.seq_len, bool(plan.request.pack)
+    load = partial(_load_on_each_node, spec, tokenizer, seq_len, pack, settings)
+    training: Any
+    if settings.stream:
+        training, provenance = open_stream(spec, tokenizer, seq_len, pack, settings)
+        _refuse_different_data(exchange.gather((socket.gethostname(), [provenance]), tuple[str, list[Provenance]]))
+        _, report = training.first(FIRST_ROWS)
+        loaded = load((VALIDATION, TEST))
+        held_out: Sequence[Any] = () if settings.validation_data else training.held_out()
+    else:
+        loaded = load(_EVERYTHING)
+        corpus = _joined(loaded[TRAINING], settings)
+        training, report, provenance, held_out = corpus.train, corpus.report, corpus.provenance, corpus.validation or ()
+        if report.num_labels:
+            spec = resolve.resolve_request(plan.request, num_labels=report.num_labels)
+    validation, test = (loaded[name][0].train if loaded[name] else () for name in (VALIDATION, TEST))
+    return RunData(
+        spec=spec.for_tokenizer(tokenizer),
+        tokenizer=tokenizer,
+        tokens=tokens,
+        training=training,
+        validation=Subset.drawn_from(validation or held_out, settings.validation_samples),
+        test=test,
+        report=report,
+        provenance=provenance,
+    )
+
+
+def open_stream(
+    spec: ModelSpec, tokenizer: Any, seq_len: int, pack: bool, settings: RunSettings
+) -> tuple[SampleStream, Provenance]:
+    """Return the samples of a stream, of which nothing but the first rows has been read, and their provenance.
+
+    Raises:
+        RequestError: the data cannot be streamed, or not for this task.
+    """
+    if spec.task == "sequence-classification":
+        raise RequestError(
+            f"{spec.reference} cannot be trained on a stream for {spec.task}",
+            because="how many classes there are is known when all of it was read",
+            hint="leave --stream out",
+        )
+    columns, parts, fraction = _columns_of(settings), shares(settings.data), settings.validation_fraction
+    names = [part.source for part in parts] or settings.data
+    every, most = 1, 0
+    if fraction and not settings.validation_data:
+        every = max(2, round(1 / fraction))
+        most = ceil((settings.validation_samples or FIRST_ROWS) / max(1, len(names)))
+    sources = find_streams(names, columns, every, most)
+    new_maker = partial(
+        SampleMaker, tokenizer, spec.task, seq_len, columns, settings.too_long, (), settings.format, settings.train_on
+    )
+    in_words = _how_rows_are_read(tokenizer, spec.task, settings.format, settings.train_on)
+    formats = formats_of(sources, new_maker)
+    rows = RowStream(sources, [part.part for part in parts], settings.seed, settings.shuffle_buffer)
+    check = partial(check_vocabulary, spec)
+    options = {
+        "version": _STREAMS, "task": spec.task, "seq_len": seq_len, "columns": asdict(columns), "pack": pack,
+        "too_long": settings.too_long, "tokenizer": tokenizing.fingerprint(tokenizer), "formats": formats,
+        "shuffle_buffer": settings.shuffle_buffer, "weights": ", ".join(str(part.part) for part in parts) or None,
+        "validation": f"{most} rows, each {every}th" if most else "None", **in_words,
+    }  # fmt: skip
+    fingerprints = {source.name: source.fingerprint for source in sources}
+    whole = hashlib.sha256(json.dumps([options, list(fingerprints.values())], sort_keys=True).encode()).hexdigest()
+    stream = SampleStream(rows, new_maker, formats, pack, settings.skip_bad_rows, check)
+    return stream, Provenance.of(fingerprints, options, whole)
+
+
+Loaded = dict[str, list[Corpus]]
+"""What was loaded for `TRAINING` (one for each source with a weight), `VALIDATION` and `TEST`."""
+
+_Entry = tuple[str, str, BuildReport, Provenance]
+"""What a corpus is for, and the arguments of `_open`."""
+
+
+def _load_on_each_node(
+    spec: ModelSpec, tokenizer: Any, seq_len: int, pack: bool, settings: RunSettings, wanted: Sequence[str]
+) -> Loaded:
+    """Load samples on one rank of each node, which the others wait for. Collective. Raises as `read_samples`."""
+    host = socket.gethostname()
+
+    def load() -> Loaded:
+        return _load(spec, tokenizer, seq_len, pack, settings, wanted)
+
+    loaded = load() if env.local_rank() == 0 else {}
+    rendezvous.wait_for_all("data")
+    own = [(name, each.folder, each.report, each.provenance) for name, part in loaded.items() for each in part]
+    everywhere = exchange.gather((host, own), tuple[str, list[_Entry]])
+    _refuse_different_data([(name, [entry[-1] for entry in entries]) for name, entries in everywhere if entries])
+    for name, entries in everywhere:
+        if not loaded and name == host and entries and all(Path(folder).is_dir() for _, folder, *_ in entries):
+            loaded = {purpose: [] for purpose in _EVERYTHING}
+            for purpose, folder, report, provenance in entries:
+                loaded[purpose].append(_open(folder, report, provenance))
+    return loaded or load()  # hosts may share a name, and not their disks
+
+
+def _refuse_different_data(everywhere: Sequence[tuple[str, Sequence[Provenance]]]) -> None:
+    """Refuse hosts that read other data: they would train on other samples than the batch is counted by.
+
+    Raises:
+        RequestError: two hosts, given with the provenance of what they read, have different data.
+    """
+    for host, theirs in everywhere[1:]:
+        first, expected = everywhere[0]
+        for one, other in zip(expected, theirs, strict=True):
+            if other.fingerprint != one.fingerprint:
+                raise RequestError(
+                    f"{first} and {host} have different data",
+                    because=[f"on {host}: {change}" for change in one.changes(other)],
+                    hint="give all hosts the same files, such as on a disk that they share",
+                )
+
+
+def _load(
+    spec: ModelSpec, tokenizer: Any, seq_len: int, pack: bool, settings: RunSettings, wanted: Sequence[str]
+) -> Loaded:
+    """Load what to train on, and where other data is given for them, what to evaluate on meanwhile, and at the end.
+
+    Raises:
+        RequestError: as `load_corpus`, or the model has no embedding for a token.
+    """
+    parts: list[tuple[str, ...]] = [(share.source,) for share in shares(settings.data)]
+    given = {TRAINING: parts or [settings.data], VALIDATION: [settings.validation_data], TEST: [settings.test_data]}
+    loaded: Loaded = {name: [] for name in given}
+    labels: Sequence[str] = ()
+    for name in wanted:
+        for paths in given[name]:
+            if not paths and name != TRAINING:
+                continue
+            is_divided = name == TRAINING and not settings.validation_data
+            corpus = load_corpus(
+                paths, tokenizer=tokenizer, task=spec.task, seq_len=seq_len, pack=pack, columns=_columns_of(settings),
+                limit=settings.limit, skip_bad_rows=settings.skip_bad_rows, too_long=settings.too_long,
+                rows_as=settings.format, train_on=settings.train_on, label_names=labels,
+                validation_fraction=settings.validation_fraction if is_divided else 0.0,
+            )  # fmt: skip
+            check_vocabulary(spec, corpus.report)
+            labels = corpus.report.label_names
+            loaded[name].append(corpus)
+    return loaded
+
+
+def _columns_of(settings: RunSettings) -> Columns:
+    """Return the columns that the settings name."""
+    return Columns(
+        text=settings.column("text"), label=settings.column("label"), source=settings.column("source"),
+        target=settings.column("target"),
+    )  # fmt: skip
+
+
+def _joined(parts: Sequence[Corpus], settings: RunSettings) -> Corpus:
+    """Return what to train on, of one source or several with weights."""
+    if len(parts) == 1:
+        return parts[0]
+    asked = shares(settings.data)
+    weights = [share.part for share in asked]
+    validation = [part.validation for part in parts if part.validation is not None]
+    return Corpus(
+        train=Mixture([part.train for part in parts], weights, [share.source for share in asked]),
+        validation=Mixture(validation) if validation else None,
+        report=joined([part.report for part in parts]),
+        provenance=Provenance.joined([part.provenance for part in parts], weights),
+    )
+
+
+def check_vocabulary(spec: ModelSpec, report: BuildReport) -> None:
+    """Refuse tokens that a model would look up beyond its embeddings, on a GPU without a word of where they are."""
+    token, where = report.largest_token
+    if spec.vocab_size is not None and token >= spec.vocab_size:
+        raise RequestError(
+            f"{spec.reference} has no embedding for token {token}, which the tokenizer makes of {where}",
+            because=f"it has {spec.vocab_size}, for the tokens 0 to {spec.vocab_size - 1}",
+            hint="take the tokenizer that belongs to the model, or a config.json with a larger vocab_size",
+        )
+
+
+def tokenizer_for(spec: ModelSpec, settings: RunSettings) -> tuple[Any, str]:
+    """Return the tokenizer with the chat template that is asked for, and what it is, in words."""
+    tokenizer, words = tokenizing.load_for(spec, settings.tokenizer)
+    if settings.chat_template is not None:
+        tokenizer = copy.deepcopy(tokenizer)  # the byte tokenizer is one for all
+        tokenizer.chat_template = read_template(settings.chat_template)
+        words += f", chat template {settings.chat_template}"
+        if settings.chat_template in BUILT_IN and (pieces := missing_tokens(tokenizer)):
+            words += f", of which {' and '.join(pieces)} are no tokens here, but cut into pieces"
+    return tokenizer, words
+
+
+def lengths_of(request: Request, settings: RunSettings) -> Lengths:
+    """Return the lengths of the samples that a plan for `request` would train on; their source says what is left out.
+
+    The data is tokenised as training will do it, and kept for it. Of more than `MOST_LENGTHS` lengths some are read,
+    evenly spread.
+
+    Raises: as `read_samples`.
+    """
+    _, corpus = read_training_data(request, settings)
+    notes = [f"the first {FIRST_ROWS:,} rows of the stream"]
+    if not settings.stream:
+        notes = corpus.report.left_out(settings.too_long)
+    return lengths_of_corpus(corpus, names_of(settings.data), notes)
+
+
+def read_training_data(request: Request, settings: RunSettings) -> tuple[tuple[Any, str], Corpus]:
+    """Return the tokenizer, its name in words, and what a plan for `request` trains on; of a stream the first samples.
+
+    Raises: as `read_samples`.
+    """
+    spec = resolve.resolve_request(request)
+    seq_len = min(request.seq_len, spec.max_positions or request.seq_len)
+    tokenizer, words = tokenizer_for(spec, settings)
+    if settings.stream:
+        stream, provenance = open_stream(spec, tokenizer, seq_len, bool(request.pack), settings)
+        samples, report = stream.first(FIRST_ROWS)
+        return (tokenizer, words), Corpus(train=samples, validation=None, report=report, provenance=provenance)
+    loaded = _load(spec, tokenizer, seq_len, bool(request.pack), settings, _EVERYTHING)
+    return (tokenizer, words), _joined(loaded[TRAINING], settings)
+
+
+MOST_LENGTHS = 100_000_000
+"""Lengths that a plan counts: it takes a second."""
+
+
+def lengths_of_corpus(corpus: Corpus, name: str, notes: Sequence[str]) -> Lengths:
+    """Return the lengths of the training samples; `name` and `notes` say where they are from."""
+    drawn = epoch_indices(corpus.train)
+    lengths = corpus.train.lengths[drawn]
+    counted_tokens = getattr(corpus.train, "counted_tokens", corpus.train.lengths)[drawn]
+    counted = histogram(lengths, name, notes)
+    if np.array_equal(counted_tokens, lengths):
+        return counted
+    return replace(counted, counted_mean=float(counted_tokens.mean()))
+
+
+def histogram(lengths: NDArray[Any], name: str, notes: Sequence[str]) -> Lengths:
+    """Count samples by their `lengths`; `name` and `notes` say where they are from."""
+    stride = -(-len(lengths) // MOST_LENGTHS)
+    numbers = np.bincount(lengths[::stride])
+    counts = {int(tokens): int(numbers[tokens]) for tokens in np.flatnonzero(numbers)}
+    sampled = [f"lengths of one sample in {stride}"] * (stride > 1)
+    return sample_lengths.of_counts(counts, source="; ".join([name, *sampled, *notes]))
+
+
+@dataclass(frozen=True)
+class Subset(Sequence[Any]):
+    """A part of `samples`, the same in every run on this data."""
+
+    samples: Sequence[Any]
+    indices: Sequence[int]
+
+    @classmethod
+    def drawn_from(cls, samples: Sequence[Any], number: int | None) -> "Subset":
+        """Return `number` of them, drawn evenly from all documents; all for None."""
+        if number is None or number >= len(samples):
+            return cls(samples, range(len(samples)))
+        return cls(samples, sorted(map(int, permutation(len(samples), seed=0, epoch=0)[:number])))
+
+    @property
+    def lengths(self) -> Any:
+        """Return the tokens of each, shape `(samples,)`; None where they are not known."""
+        lengths = getattr(self.samples, "lengths", None)
+        return None if lengths is None else lengths[np.asarray(self.indices, dtype=np.int64)]
+
+    def __len__(self) -> int:
+        return len(self.indices)
+
+    def __getitem__(self, index: Any) -> Any:
+        return self.samples[self.indices[index]]

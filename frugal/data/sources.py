@@ -1,0 +1,414 @@
+"""Where rows come from: files, globs, folders, saved datasets, the hub, Python's own library, a user's function.
+
+`Provenance` records what samples were made of, so that a run that continues on other data can say what has changed.
+"""
+
+import codecs
+import glob
+import hashlib
+import logging
+import os
+import stat
+import sysconfig
+from collections import deque
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
+from dataclasses import dataclass, field
+from itertools import chain, dropwhile
+from pathlib import Path
+from typing import Any, Self
+
+from frugal import files
+from frugal.data.rows import BadRow, Columns, Row, parquet_schema, read, shown, type_in_words
+from frugal.errors import FrugalError, RequestError, first_line
+from frugal.models import factories
+from frugal.units import plural
+
+logger = logging.getLogger("frugal")
+
+STDLIB = "stdlib"
+
+MAX_THREADS = 8  # that read files for their hashes
+
+_KINDS = {
+    ".jsonl": "jsonl", ".ndjson": "jsonl", ".json": "json", ".csv": "csv", ".tsv": "tsv", ".parquet": "parquet",
+}  # fmt: skip
+
+
+@dataclass(frozen=True)
+class DataFile:
+    """A file with rows, by default of the kind that its name says."""
+
+    path: Path
+    kind: str = ""
+
+    def __post_init__(self) -> None:
+        if not self.kind:
+            object.__setattr__(self, "kind", _KINDS.get(self.path.suffix.lower(), "text"))
+
+
+@dataclass(frozen=True)
+class DocumentSource:
+    """A source of rows.
+
+    Attributes:
+        name: for people.
+        fingerprint: its kind, a colon, and a hash of its content.
+        rows: reads them.
+        columns: those of its rows, where they are known before reading.
+        label_names: names of classes that the source itself has.
+    """
+
+    name: str
+    fingerprint: str
+    rows: Callable[[Columns], Iterator[Row]]
+    columns: tuple[str, ...] | None = None
+    label_names: tuple[str, ...] = ()
+
+
+def find_sources(names: Sequence[str]) -> list[DocumentSource]:
+    """Return everything the user named, in order; files of a folder or glob are sorted. `@FILE` has a name a line.
+
+    Raises:
+        RequestError: nothing was named, or it cannot be read.
+    """
+    named = find_named(names)
+    with ThreadPoolExecutor(min(len(os.sched_getaffinity(0)), MAX_THREADS)) as pool:  # reading files for their hashes
+        return list(pool.map(_hashed, chain.from_iterable(named)))
+
+
+def find_named(names: Sequence[str], *, from_hub: bool = True) -> list[list[DataFile | DocumentSource]]:
+    """Return what each name stands for: files, which are not read, or other sources. Raises as `find_sources`."""
+    if not names:
+        raise RequestError("no data was given", hint=f"pass --data PATH, or --data {STDLIB} for Python's own library")
+    named = [[each for listed in _listed(name) for each in _find(listed, from_hub)] for name in names]
+    _warn_of_repeated(each.path for each in chain.from_iterable(named) if isinstance(each, DataFile))
+    return named
+
+
+def _listed(source: str) -> list[str]:
+    """Return the names in the file that `@FILE` stands for, or the name itself."""
+    if not source.startswith("@"):
+        return [source]
+    try:
+        lines = files.read_regular(Path(source[1:]).expanduser()).removeprefix(codecs.BOM_UTF8).splitlines()
+    except OSError as error:
+        raise RequestError(f"cannot read the list of data {shown(source[1:])}", because=str(error.strerror)) from None
+    names = [os.fsdecode(line.strip()) for line in lines if line.strip()]
+    if not names or any("\0" in name or name.startswith("@") for name in names):
+        raise RequestError(
+            f"{shown(source[1:])} is no list of data",
+            because="it is empty" if not names else "a line is no name of a file",
+            hint="write one file, glob or folder a line",
+        )
+    return names
+
+
+def _find(source: str, from_hub: bool) -> list[DataFile | DocumentSource]:
+    try:
+        return _find_path(source, Path(source).expanduser(), from_hub)
+    except OSError as error:
+        raise RequestError(f"cannot read {shown(source)}", because=str(error.strerror)) from None
+
+
+def _find_path(source: str, path: Path, from_hub: bool) -> list[DataFile | DocumentSource]:
+    if source == STDLIB and not path.exists():
+        return [DataFile(module, "source") for module in _stdlib_modules()]
+    if path.is_file():
+        if path.is_relative_to("/dev") or path.is_relative_to("/proc"):
+            raise _not_a_file(source, "this process's own")
+        return [DataFile(path)]
+    if path.is_dir():
+        if any((path / name).exists() for name in ("state.json", "dataset_dict.json")):
+            return [_saved(source, path)]
+        within = _each_once(source, _inside(path))
+        if not within:
+            raise RequestError(f"the folder {source} is empty", because="it has no file that is not hidden")
+        return [*map(DataFile, within)]
+    if path.exists():
+        raise _not_a_file(source, "a device" if path.is_char_device() or path.is_block_device() else "a pipe or socket")
+    if glob.has_magic(source):
+        matches = _each_once(source, map(Path, set(_matches(str(path)))))
+        if not matches:
+            raise RequestError(f"no file matches {source}", because=f"it was looked for from {Path.cwd()}")
+        return [*map(DataFile, matches)]
+    if source.rpartition(":")[0].endswith(".py"):
+        return [_user_function(source)]
+    looks_like_path = source.startswith((".", "/", "~")) or source.count("/") > 1 or path.suffix in {*_KINDS, ".txt"}
+    if looks_like_path:
+        raise RequestError(f"there is no data at {shown(source)}", because="no such file or folder")
+    if not from_hub:
+        raise RequestError(
+            f"there is no data to stream at {source}",
+            because="no such file or folder, and --stream reads no data set of the hub itself",
+            hint="name a function that returns load_dataset(..., streaming=True): --data file.py:function",
+        )
+    return [_hub_dataset(source)]
+
+
+def _not_a_file(source: str, kind: str) -> RequestError:
+    return RequestError(
+        f"the data {source} is {kind}, not a file",
+        because="data is read by several processes, and again at each start",
+        hint="write it into a file first, such as: zcat text.jsonl.gz > text.jsonl",
+    )
+
+
+def _matches(pattern: str) -> Iterator[str]:
+    """Yield the paths that a pattern matches. Below `**` each folder is entered once, however many links lead to it."""
+    parts = pattern.split("/")
+    if "**" not in parts:
+        yield from glob.iglob(pattern)  # noqa: PTH207  # absolute patterns
+        return
+    place = parts.index("**")
+    after = list(dropwhile("**".__eq__, parts[place:])) or ["*"]
+    bases = sorted(glob.iglob("/".join(parts[:place]) + "/")) if place else ["./"]  # noqa: PTH207  # as above
+    seen: set[tuple[int, int]] = set()
+    for folder in chain.from_iterable(_folders(base, seen) for base in bases):
+        yield from _matches("/".join([glob.escape(folder.rstrip("/")), *after]))
+
+
+def _folders(base: str, seen: set[tuple[int, int]], *, follows_links: bool = True) -> Iterator[str]:
+    """Yield a folder and those below it that are not hidden and not `seen`; those that links lead to come last.
+
+    Raises:
+        OSError: without links, a folder cannot be read.
+    """
+    coming = deque([base])
+    while coming:
+        folder = coming.popleft()
+        try:
+            status = os.stat(folder)  # noqa: PTH116  # strings: a tree may have millions
+            entries = sorted(os.scandir(folder), key=lambda entry: entry.name)
+        except OSError:
+            if follows_links:  # as glob does: it was not named, and may be lost+found
+                continue
+            raise
+        if (identity := (status.st_dev, status.st_ino)) in seen:
+            continue
+        seen.add(identity)
+        yield folder
+        for entry in entries:
+            is_linked = entry.is_symlink()
+            if not entry.name.startswith(".") and os.path.isdir(entry.path) and (follows_links or not is_linked):  # noqa: PTH112  # as above
+                (coming.append if is_linked else coming.appendleft)(entry.path)
+
+
+def _each_once(source: str, paths: Iterable[Path]) -> list[Path]:
+    """Return the regular files among `paths`, sorted, each under one name: not that of a link, if it has another."""
+    same = [sorted(names, key=lambda path: (path.is_symlink(), path)) for names in _by_file(paths)]
+    repeated = [names for names in same if len(names) > 1]
+    if repeated:
+        logger.warning(
+            "%s has %s under several names, such as %s: each is read once",
+            shown(source), plural(len(repeated), "file"), " and ".join(map(shown, repeated[0][:2])),
+        )  # fmt: skip
+    return sorted(names[0] for names in same)
+
+
+def _warn_of_repeated(paths: Iterable[Path]) -> None:
+    """Report files that are named several times. They are read as often, as that may be meant."""
+    repeated = [names for names in _by_file(paths) if len(names) > 1]
+    if repeated:
+        logger.warning(
+            "%s named several times, such as %s: each is read as often as it is named",
+            "1 file is" if len(repeated) == 1 else f"{len(repeated)} files are", shown(repeated[0][0]),
+        )  # fmt: skip
+
+
+def _by_file(paths: Iterable[Path]) -> list[list[Path]]:
+    """Return the regular files among `paths`, those together that are the same by device and inode."""
+    names: dict[tuple[int, int], list[Path]] = {}
+    for path in paths:
+        with suppress(OSError):  # a link that leads nowhere
+            status = path.stat()
+            if stat.S_ISREG(status.st_mode):
+                names.setdefault((status.st_dev, status.st_ino), []).append(path)
+    return list(names.values())
+
+
+def _inside(folder: Path) -> list[Path]:
+    """Return what is in a folder and below it that is not hidden, without what links to folders lead to.
+
+    Raises:
+        OSError: a folder cannot be read.
+    """
+    below = _folders(str(folder), set(), follows_links=False)
+    return [Path(entry) for each in below for entry in os.scandir(each) if not entry.name.startswith(".")]
+
+
+def _hashed(each: DataFile | DocumentSource) -> DocumentSource:
+    if isinstance(each, DocumentSource):
+        return each
+    path, kind, name = each.path, each.kind, shown(each.path)
+    try:
+        with path.open("rb") as file:
+            digest = hashlib.file_digest(file, "blake2b").hexdigest()
+    except OSError as error:
+        raise RequestError(f"cannot read {name}", because=str(error.strerror)) from None
+    columns = parquet_schema(path)[0] if kind == "parquet" else None
+    return DocumentSource(name, f"{kind}:{digest}", lambda columns: read(path, kind, columns), columns)
+
+
+def _user_function(source: str) -> DocumentSource:
+    """Return rows from `path/to/file.py:name`, a callable that gives an iterable of them, such as a streaming dataset.
+
+    Its code stands for its content: rows that change while the file stays are not noticed.
+    """
+    make = factories.import_callable(source)
+    code = Path(source.rpartition(":")[0]).expanduser().read_bytes()
+
+    def rows(columns: Columns) -> Iterator[Row]:
+        number = 0
+        try:
+            for number, row in enumerate(make(), 1):
+                is_row = isinstance(row, dict)
+                yield f"{source}:row {number}", row if is_row else BadRow(f"{type_in_words(row)}, not an object")
+        except (FrugalError, GeneratorExit):
+            raise
+        except Exception as error:  # a user's code may raise anything
+            raise RequestError(f"{source} failed after {number} rows", because=first_line(error)) from None
+
+    return DocumentSource(source, f"stream:{hashlib.blake2b(code + source.encode()).hexdigest()}", rows)
+
+
+def _stdlib_modules() -> list[Path]:
+    """Return the sources of the running Python's library, without its tests, which not every distribution has."""
+    root = Path(sysconfig.get_path("stdlib"))
+    left_out = {"site-packages", "dist-packages", "test", "tests", "idle_test", "__pycache__"}
+    modules = sorted(p for p in root.rglob("*.py") if not left_out.intersection(p.relative_to(root).parts))
+    if not modules:
+        raise RequestError(
+            "Python's library has no sources here", because=f"{root} has no .py file", hint="pass --data PATH"
+        )
+    return modules
+
+
+def _saved(source: str, path: Path) -> DocumentSource:
+    import datasets
+
+    try:
+        loaded = datasets.load_from_disk(str(path))
+    except Exception as error:  # a damaged dataset fails in many ways
+        raise RequestError(f"the dataset {source} cannot be opened", because=first_line(error)) from None
+    if isinstance(loaded, datasets.DatasetDict):
+        if "train" not in loaded:
+            raise RequestError(
+                f"the dataset {source} has no split `train`",
+                because=f"its splits are {', '.join(loaded)}",
+                hint=f"give one of them: --data {path / next(iter(loaded))}",
+            )
+        loaded = loaded["train"]
+    return _dataset(source, loaded)
+
+
+def _hub_dataset(source: str) -> DocumentSource:
+    import datasets
+
+    if not factories.hub_is_reachable():
+        factories.use_hub_cache_only()
+    name, _, configuration = source.partition(":")
+    try:
+        loaded = datasets.load_dataset(name, configuration or None, split="train")
+    except Exception as error:  # a dataset script, the network and the hub fail in many ways
+        raise RequestError(
+            f"there is no data at {source}",
+            because=("no such file or folder", factories.why_hub_failed(error)),
+            hint=f"pass --data PATH, or --data {STDLIB} for Python's own library",
+        ) from None
+    return _dataset(source, loaded)
+
+
+def _dataset(name: str, dataset: Any) -> DocumentSource:
+    def rows(columns: Columns) -> Iterator[Row]:
+        try:
+            dataset.data.validate(full=True)  # lengths beyond the file would be read from other memory
+        except (ValueError, OSError) as error:  # pyarrow's own are these
+            raise RequestError(f"the dataset {name} is damaged", because=first_line(error)) from None
+        for number, row in enumerate(dataset, 1):
+            yield f"{name}:row {number}", row
+
+    label_names = [tuple(feature.names) for feature in dataset.features.values() if hasattr(feature, "names")]
+    columns = tuple(dataset.column_names)
+    return DocumentSource(name, f"dataset:{dataset._fingerprint}", rows, columns, next(iter(label_names), ()))
+
+
+MOST_FILES = 100  # named; of more, only the hash over all of them is kept
+_SHOWN = 3
+
+_WORDS = {
+    "task": "--task", "seq_len": "--seq-len", "limit": "train.limit", "too_long": "--too-long", "labels": "the classes",
+    "validation": "--validation-fraction", "columns": "the columns", "tokenizer": "the tokenizer",
+    "weights": "--data's weights", "rows_as": "--format", "train_on": "--train-on", "template": "the chat template",
+    "marks": "the family whose marks find the assistant's words",
+    "shuffle_buffer": "train.shuffle-buffer",
+}  # fmt: skip
+
+
+@dataclass(frozen=True, kw_only=True)
+class Provenance:
+    """A record of what samples were made of.
+
+    Attributes:
+        fingerprint: a hash of all that made the samples.
+        options: how they were made, by name, in words.
+        files: the hash of each file's content, by name; none where there are more than `MOST_FILES`.
+        documents: good rows.
+        samples: made of them.
+        tokens: in the samples.
+    """
+
+    fingerprint: str = ""
+    options: dict[str, str] = field(default_factory=dict)
+    files: dict[str, str] = field(default_factory=dict)
+    documents: int = 0
+    samples: int = 0
+    tokens: int = 0
+
+    @classmethod
+    def of(cls, fingerprints: Mapping[str, str], options: Mapping[str, Any], whole: str, **counts: int) -> Self:
+        """Return the record of samples made of sources with these `fingerprints`, by name, with `options`."""
+        files = {name: fingerprint.partition(":")[2][:16] for name, fingerprint in fingerprints.items()}
+        kept = {name: "not given" if value is None else str(value) for name, value in options.items() if name in _WORDS}
+        return cls(fingerprint=whole, options=kept, files=files if len(files) <= MOST_FILES else {}, **counts)
+
+    @classmethod
+    def joined(cls, parts: Sequence[Self], weights: Sequence[Any]) -> Self:
+        """Return the record of samples of several sources, each of which has a weight."""
+        words = ", ".join(map(str, weights))
+        counts = {name: sum(getattr(part, name) for part in parts) for name in ("documents", "samples", "tokens")}
+        return cls(
+            fingerprint=hashlib.sha256("\n".join([*(part.fingerprint for part in parts), words]).encode()).hexdigest(),
+            options=parts[0].options | {"weights": words},
+            files={name: digest for part in parts for name, digest in part.files.items()},
+            **counts,
+        )
+
+    def changes(self, now: "Provenance") -> list[str]:
+        """Return what differs, a line each."""
+        lines = []
+        for name, word in _WORDS.items():
+            before, after = self.options.get(name), now.options.get(name)
+            if name in self.options and after != before:
+                is_hash = name in ("tokenizer", "template")
+                lines.append(f"{word} is another one" if is_hash else f"{word} was {before}, is {after}")
+        if not self.files or not now.files:
+            pass  # more than MOST_FILES
+        elif self.files != now.files:
+            other = [name for name, digest in self.files.items() if now.files.get(name, digest) != digest]
+            gone, new = self.files.keys() - now.files, now.files.keys() - self.files
+            kinds = {"other content": other, "gone": gone, "new": new}
+            lines += [f"{kind}: {names_of(sorted(names))}" for kind, names in kinds.items() if names]
+        elif list(self.files) != list(now.files):
+            lines.append("its files are in another order")
+        counts = [f"{one.documents:,} documents, {one.samples:,} samples, {one.tokens:,} tokens" for one in (self, now)]
+        if counts[0] != counts[1]:
+            lines.append(f"it had {counts[0]}, now it has {counts[1]}")
+        return lines or ["its files have other content"]
+
+
+def names_of(names: Sequence[str]) -> str:
+    """Return the first of some names, and the number of the others."""
+    more = f" and {len(names) - _SHOWN:,} more" if len(names) > _SHOWN else ""
+    return ", ".join(names[:_SHOWN]) + more

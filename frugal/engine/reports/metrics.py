@@ -1,0 +1,346 @@
+"""Progress for people on rank 0's terminal, `metrics.jsonl` for programs.
+
+Each line of `metrics.jsonl` is one JSON object with an `event`:
+
+    start        step (those done before), total_steps, dropped_steps (of records that were dropped: they are done
+                 again), resumed, plan_digest, model, task, strategy, world_size, devices (a count by name), versions,
+                 changes (what is not as it was before), time
+    step         step, loss (mean over targets), targets, samples, learning_rate, grad_norm (before clipping),
+                 tokens_per_second (target tokens, all ranks), tokens and positions (of all samples and of all
+                 micro-batches; null where samples are not of tokens), memory_bytes (rank 0's peak so far),
+                 reserved_bytes (its allocator's on a GPU, else null), time (Unix seconds)
+    evaluation   step, loss, perplexity, targets, samples, reserved_bytes, time; metrics (numbers of --metric by name);
+                 during training also seconds, phase_bytes and phase_reserved_bytes (on a GPU: its own peak)
+    checkpoint   step, seconds that training waited for it, phase_bytes, phase_reserved_bytes, time
+    left_out     step, why, samples (their indices in the training data), time: nothing was updated
+    recovery     step, message, phase (in which memory ran out; null: larger micro-batches are tried again), ranks, time
+    memory       step, planned_bytes, measured_bytes (rank 0's peak over initialisation and two steps),
+                 planned_micro_batch, largest_micro_batch (samples and tokens: planned, and run so far), phases (by
+                 name: planned_bytes, null where the plan has none; measured_bytes, reserved_bytes), time
+    tuned        step, gain (part of the planned step's seconds), strategy, micro_batch, accumulation_steps,
+                 plan_digest, time: the way in which the run continues; ways (each way that was tried, the plan's first:
+                 strategy, micro_batch, accumulation_steps, num_steps, seconds of a step or null, is_kept, dropped: why)
+    end          step (the last that was done), status (done, stopped, interrupted, failed; lost: another rank was,
+                 whoever started the run knows why and adds its own), why, time
+
+A resumed run appends, after dropping the records beyond the step it resumes from; what the run went through stays:
+starts, ends and recoveries. A number that is not finite is null.
+
+The file is flushed (fsync) before each checkpoint, so that a checkpoint never exists without the records of its steps.
+`metrics_file` describes how it is written.
+"""
+
+import logging
+import math
+import time
+from collections import deque
+from collections.abc import Mapping
+from pathlib import Path
+from types import TracebackType
+from typing import TYPE_CHECKING, Any, Self
+
+import msgspec
+from rich.console import Console
+from rich.live import Live
+from rich.text import Text
+
+from frugal.config.run_settings import METRICS
+from frugal.distributed import rank_logs
+from frugal.distributed.first_failure import LostRankError, lost_connection
+from frugal.engine.evaluation import Evaluation
+from frugal.engine.measure.run_gauge import EVALUATION, PhasePeak
+from frugal.engine.reports.metrics_file import Records
+from frugal.engine.reports.trackers import Trackers
+from frugal.errors import FrugalError, first_line
+from frugal.report.records import has_fewer_tokens
+from frugal.units import format_bytes, format_seconds
+
+if TYPE_CHECKING:
+    from frugal.engine.train_step import StepResult
+
+PLAIN_LINES = 40  # about as many lines of progress where there is no terminal
+WINDOW = 20  # steps over which the speed is averaged
+BAR_WIDTH = 20
+logger = logging.getLogger("frugal")
+
+
+class _ToLog(logging.Handler):
+    """A handler that prints what frugal logs during training, such as a recovery, in one stream with the progress."""
+
+    def __init__(self, log: "Log") -> None:
+        super().__init__()
+        self._log = log
+
+    def emit(self, record: logging.LogRecord) -> None:
+        """Print the record's message; a recovery from out of memory is recorded, too."""
+        self._log.say(record.getMessage())
+        recovery: dict[str, Any] | None = getattr(record, "recovery", None)
+        if recovery is not None:
+            self._log.recovery(record.getMessage(), **recovery)
+
+
+class Log:
+    """One run's log, which `trackers` get, too. Use it in a `with` block. Ranks other than 0 write nothing."""
+
+    def __init__(
+        self,
+        folder: Path,
+        *,
+        rank: int,
+        planned_bytes: int,
+        planned_size: tuple[int, int] | None = None,
+        planned_phases: Mapping[str, int] | None = None,
+        total_steps: int,
+        first_step: int = 0,
+        trackers: Trackers | None = None,
+        console: Console | None = None,
+    ) -> None:
+        self.is_rank_0 = rank == 0
+        self.memory_bytes: int | None = None
+        self.reserved_bytes: int | None = None
+        self._planned_bytes, self._planned_size = planned_bytes, planned_size
+        self._planned_phases = planned_phases or {}
+        self._first_step = self._step = first_step  # `_step`: the last that was done
+        self._total_steps = total_steps
+        self._status: tuple[str, str] | None = None  # how the run ended, and why
+        self._is_started = False
+        self._last_line = time.monotonic()
+        self._recent: deque[tuple[float, int]] = deque(maxlen=WINDOW)  # (seconds, targets) of each step
+        if self.is_rank_0:
+            self._console = console or Console(highlight=False, soft_wrap=True)
+            self._trackers = trackers
+            self._handler = _ToLog(self)
+            self._metrics = Records(folder / METRICS, first_step)
+            self._line = Live(console=self._console, transient=True)
+
+    def __enter__(self) -> Self:
+        """Show the progress."""
+        if self.is_rank_0:
+            if self._console.is_terminal:
+                self._line.start()
+            logger.addHandler(self._handler)
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        """Record how the run ended, and leave the terminal as it was."""
+        if self.is_rank_0:
+            if self._trackers is not None:
+                self._trackers.finish()
+            logger.removeHandler(self._handler)
+            self._line.stop()
+            if self._is_started:
+                self._end(error)
+            self._metrics.close(in_error=error is not None)
+
+    def say(self, text: str) -> None:
+        """Print a line, above the line of progress."""
+        if self.is_rank_0:
+            self._console.print(text, markup=False)
+            rank_logs.to_file(text)
+
+    def event(self, **values: Any) -> None:
+        """Add a record: `event`, `step`, and whatever else it has."""
+        if self.is_rank_0:
+            self._metrics.add(msgspec.json.encode({**values, "time": round(time.time(), 3)}) + b"\n")
+            if self._trackers is not None:
+                self._trackers.record(values["event"], values)
+
+    def start(self, **said: Any) -> None:
+        """Record that the run begins, or is resumed; `said`: what else is in the record."""
+        self._is_started = True
+        if self.is_rank_0:
+            self.event(
+                event="start", step=self._first_step, total_steps=self._total_steps,
+                dropped_steps=self._metrics.dropped_steps, **said,
+            )  # fmt: skip
+
+    def ends(self, status: str, why: str = "") -> None:
+        """Note how the run ends, if nothing fails from here on."""
+        self._status = status, why
+
+    def _end(self, error: BaseException | None) -> None:
+        status, why = self._status or ("failed", "")
+        if error is not None:
+            is_lost = isinstance(error, LostRankError) or lost_connection(error)
+            status = "lost" if is_lost else "failed"
+            why = error.what if isinstance(error, FrugalError | LostRankError) else first_line(error)
+        self.event(event="end", step=self._step, status=status, why=why)
+
+    def takes(self, peak: PhasePeak) -> None:
+        """Note the peak of this rank's device so far, where it is known."""
+        self.memory_bytes = peak.allocated_bytes or self.memory_bytes
+        self.reserved_bytes = peak.reserved_bytes or self.reserved_bytes
+
+    def step(self, step: int, result: "StepResult", seconds: float) -> None:
+        """Record step number `step` (from 1), which took `seconds`."""
+        self._step = step
+        if not self.is_rank_0:
+            return
+        self._recent.append((seconds, result.targets))
+        self.event(
+            event="step", step=step, loss=result.loss, targets=result.targets, samples=result.samples,
+            learning_rate=result.learning_rate, grad_norm=result.grad_norm,
+            tokens_per_second=result.targets / seconds, tokens=result.tokens, positions=result.positions,
+            memory_bytes=self.memory_bytes, reserved_bytes=self.reserved_bytes,
+        )  # fmt: skip
+        window = sum(seconds for seconds, _ in self._recent)
+        lines = progress_lines(
+            step, self._total_steps, loss=result.loss, learning_rate=result.learning_rate,
+            tokens_per_second=sum(targets for _, targets in self._recent) / window,
+            seconds_left=window / len(self._recent) * (self._total_steps - step),
+            measured_bytes=self.memory_bytes, planned_bytes=self._planned_bytes,
+        )  # fmt: skip
+        if self._console.is_terminal:
+            fitting = next((line for line in lines if len(line) <= self._console.width), lines[-1])
+            self._line.update(Text(fitting, no_wrap=True, overflow="ellipsis"))
+        if self._is_due(step):
+            (rank_logs.to_file if self._console.is_terminal else self.say)(lines[1])
+            self._last_line = time.monotonic()
+
+    def _is_due(self, step: int) -> bool:
+        """Return whether to print a plain line: the first, the last, about `PLAIN_LINES` between, one a minute."""
+        return (
+            step % math.ceil(self._total_steps / PLAIN_LINES) == 0
+            or step in (self._first_step + 1, self._total_steps)
+            or time.monotonic() - self._last_line > 60
+        )
+
+    def evaluation(
+        self,
+        step: int,
+        evaluation: Evaluation,
+        *,
+        of: str = "validation",
+        seconds: float | None = None,
+        peak: PhasePeak | None = None,
+    ) -> None:
+        """Record an evaluation after `step` steps on the samples named `of`; `peak`: of its memory meanwhile."""
+        values = {"metrics": evaluation.metrics} if evaluation.metrics else {}
+        measured = {} if seconds is None else {"seconds": round(seconds, 6), **_phase(peak)}
+        self.event(
+            event="evaluation" if of == "validation" else of, step=step, loss=evaluation.loss,
+            perplexity=evaluation.perplexity, targets=evaluation.targets, samples=evaluation.samples,
+            reserved_bytes=self.reserved_bytes, **values, **measured,
+        )  # fmt: skip
+        numbers = "".join(f"  {name} {value:.4g}" for name, value in evaluation.metrics.items())
+        self.say(
+            f"step {step}/{self._total_steps}  {of} loss {evaluation.loss:.4f}"
+            f"  perplexity {evaluation.perplexity:.2f}{numbers}  ({evaluation.samples} samples)"
+        )
+
+    def checkpoint(self, step: int, seconds: float, peak: PhasePeak) -> None:
+        """Record a checkpoint after `step` steps, for which training waited `seconds`."""
+        self.event(event="checkpoint", step=step, seconds=round(seconds, 6), **_phase(peak))
+
+    def recovery(self, message: str, *, phase: str | None, ranks: list[int]) -> None:
+        """Record that a step is done again since memory ran out in `phase`; None: larger micro-batches are tried."""
+        step = self._step + (phase not in (None, EVALUATION))
+        self.event(event="recovery", step=step, message=message, phase=phase, ranks=ranks)
+
+    def left_out(self, step: int, why: str, samples: list[int], *, is_going_on: bool) -> None:
+        """Record that step number `step` updated nothing, because of `samples`."""
+        self.event(event="left_out", step=step, why=why, samples=samples)
+        if is_going_on:
+            self.say(f"step {step}/{self._total_steps}  left out: {why}; its samples are listed in {METRICS}")
+
+    def memory(
+        self,
+        step: int,
+        measured_bytes: int,
+        *,
+        is_lowered: bool = False,
+        largest: tuple[int, int] | None = None,
+        phases: Mapping[str, PhasePeak] | None = None,
+        is_resumed: bool = False,
+    ) -> None:
+        """Compare measured memory with the plan's, after two steps: all that the plan counts was allocated once.
+
+        `is_lowered`: memory ran out in them, and smaller micro-batches than planned were measured. `largest`: samples
+        and tokens of the largest micro-batch that was run; None: not known. If it is smaller than the plan's, the two
+        amounts are of different work, and no difference is claimed. `is_resumed`: only a record is added.
+        """
+        self.memory_bytes = measured_bytes
+        nothing = PhasePeak()
+        self.event(
+            event="memory", step=step, planned_bytes=self._planned_bytes, measured_bytes=measured_bytes,
+            planned_micro_batch=self._planned_size, largest_micro_batch=largest,
+            phases={
+                name: {
+                    "planned_bytes": self._planned_phases.get(name),
+                    "measured_bytes": (phases or {}).get(name, nothing).allocated_bytes,
+                    "reserved_bytes": (phases or {}).get(name, nothing).reserved_bytes,
+                }
+                for name in dict.fromkeys((*self._planned_phases, *(phases or {})))
+            },
+        )  # fmt: skip
+        if is_resumed:
+            return
+        difference = (measured_bytes / self._planned_bytes - 1) * 100 if self._planned_bytes else math.inf
+        planned, measured = format_bytes(self._planned_bytes), format_bytes(measured_bytes)
+        if not is_lowered and has_fewer_tokens(largest, self._planned_size):
+            assert largest is not None and self._planned_size is not None
+            planned += f" for {self._planned_size[0]} x {self._planned_size[1]} tokens"
+            over = f" ({difference:+.1f} %)" if difference > 0 else ""
+            self.say(
+                f"memory: planned {planned}; largest micro-batch so far {largest[0]} x {largest[1]}: "
+                f"measured {measured}{over}"
+            )
+            return
+        why = ""
+        if is_lowered:
+            why = "; memory ran out, and micro-batches are smaller than planned"
+        elif difference < -2 and largest is None:
+            why = "; the plan is for batches of full-length samples"
+        self.say(f"memory: planned {planned}, measured {measured} ({difference:+.1f} %{why})")
+
+    @property
+    def is_folder_gone(self) -> bool:
+        """Whether rank 0 knows that the run's folder was deleted or moved."""
+        return self.is_rank_0 and self._metrics.is_folder_gone
+
+    def sync(self) -> None:
+        """Have all records on the disk.
+
+        Raises:
+            OSError: they cannot be written, or the run's folder was deleted or moved.
+        """
+        if self.is_rank_0:
+            self._metrics.sync()
+
+
+def _phase(peak: PhasePeak | None) -> dict[str, int | None]:
+    peak = peak or PhasePeak()
+    return {"phase_bytes": peak.allocated_bytes, "phase_reserved_bytes": peak.reserved_bytes}
+
+
+def progress_lines(
+    step: int,
+    total_steps: int,
+    *,
+    loss: float,
+    learning_rate: float,
+    tokens_per_second: float,
+    seconds_left: float,
+    measured_bytes: int | None,
+    planned_bytes: int,
+) -> list[str]:
+    """Return the line after `step` steps in forms from long to short; the second has every number and no bar.
+
+    `loss` and `learning_rate` are those of the last step, `tokens_per_second` target tokens of all ranks,
+    `measured_bytes` rank 0's peak so far.
+    """
+    memory = "" if measured_bytes is None else f"{format_bytes(measured_bytes)} of "
+    numbers = [
+        f"loss {loss:.4f}",
+        f"{format_seconds(seconds_left)} left",
+        f"{tokens_per_second:,.0f} tokens/s",
+        f"memory {memory}{format_bytes(planned_bytes)}",
+        f"lr {learning_rate:.2e}",
+    ]
+    count = f"step {step}/{total_steps}"
+    done = BAR_WIDTH * step // max(total_steps, 1)
+    rows = [[count, "━" * done + "─" * (BAR_WIDTH - done), *numbers]]
+    rows += [[count, *numbers[:number]] for number in range(len(numbers), 0, -1)]
+    return ["  ".join(row) for row in rows]

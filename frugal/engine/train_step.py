@@ -1,0 +1,329 @@
+"""One global batch in, one optimizer step out, the same on any split.
+
+For a global batch with T targets on W ranks, every micro-batch's loss is a sum scaled by W / T. DeepSpeed averages
+gradients over ranks, so the W cancels and what remains is the exact mean over T, however the batch was cut.
+"""
+
+import logging
+import math
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from functools import partial
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+from frugal.checkpoint.random_state import generator_states, restore_generators
+from frugal.config.hardware import local_host
+from frugal.config.request import Request
+from frugal.data.batches import MicroBatchLimits, pin, share
+from frugal.data.given_batch import Given, as_samples
+from frugal.deepspeed_adapter import engine, gradients
+from frugal.deepspeed_adapter.stages import Zero
+from frugal.distributed import stop
+from frugal.engine.extensions.callbacks import Callbacks
+from frugal.engine.extensions.optimizer import OwnOptimizer
+from frugal.engine.oom_limits import AdaptiveLimits, OutOfMemory, recovery
+from frugal.engine.oom_retry import CachedBlocks, Guard, RanksDifferError, Update, abandon
+from frugal.errors import RequestError
+from frugal.models import (
+    activation_checkpointing,
+    expert_modules,
+    tiled_loss,
+    transformers_internals,
+    weight_decay,
+)
+from frugal.models.loading import quantised
+from frugal.models.objectives import Batch, Objective, Sample, tokens_and_positions
+from frugal.models.sequence import attention
+from frugal.models.tiling import tiled_mlp
+from frugal.models.unused_parameters import UnusedParameters
+from frugal.planning.batch import BatchPlan
+from frugal.planning.plan import Plan
+from frugal.planning.strategy import Strategy
+from frugal.units import format_bytes
+
+logger = logging.getLogger("frugal")
+
+
+@dataclass(frozen=True)
+class StepResult:
+    """One optimizer step: mean loss over `targets`, norm of the global gradient before clipping, learning rate used.
+
+    `is_finite`: whether loss and gradient are numbers; otherwise neither weights nor optimizer states were touched.
+    `tokens` of the samples took `positions` positions on all ranks; None where samples are not of tokens.
+    """
+
+    loss: float
+    targets: int
+    samples: int
+    grad_norm: float | None
+    learning_rate: float
+    is_finite: bool = True
+    tokens: int | None = None
+    positions: int | None = None
+
+
+@dataclass(frozen=True)
+class Prepared:
+    """A global batch, and what this rank takes of it under `limits`, cut as `planned`: micro-batches, and targets.
+
+    `tokens` of its samples are in `positions` positions of its micro-batches (of pairs on both sides); the rest is
+    padding, and dummies. Both are 0 where samples are not of tokens.
+    """
+
+    samples: Sequence[Sample]
+    limits: MicroBatchLimits
+    planned: BatchPlan
+    batches: list[Batch]
+    targets: int
+    tokens: int = 0
+    positions: int = 0
+
+    @property
+    def largest(self) -> tuple[int, int] | None:
+        """Return samples and tokens (of pairs on the longer side) of the largest micro-batch; None: not of tokens."""
+        sizes = [
+            (len(tokens), max(batch[name].shape[1] for name in ("input_ids", "labels") if batch[name].dim() > 1))
+            for batch in self.batches
+            if (tokens := batch.get("input_ids")) is not None and tokens.dim() == 2 and "labels" in batch
+        ]
+        return max(sizes, key=math.prod, default=None)
+
+
+class Stepper:
+    """A model under a plan, on this rank, and its optimizer steps; `frugal.engine.engine.Engine` has the rest."""
+
+    def __init__(
+        self, zero: Zero, plan: Plan, objective: Objective, votes: dist.ProcessGroup | None, *,
+        own_optimizer: OwnOptimizer | None, callbacks: Callbacks,
+    ) -> None:  # fmt: skip
+        self.zero = zero
+        self.deepspeed = zero.engine
+        self.plan = self.recorded_plan = plan  # while a run is tuned, what the next step takes, and what is kept
+        self.objective = objective
+        self.votes = votes  # a gloo group: small sums between hosts, without touching the device
+        self.guard = Guard(votes)
+        gradients.announce(zero.engine.optimizer, zero.engine.module)
+        self.unused = UnusedParameters(zero, plan.request, votes)
+        self.update = Update(zero, self.guard, weight_decay.PartialDecay(zero, plan.request).apply)
+        self.adaptive_limits = AdaptiveLimits(plan, zero.engine.module)
+        self.num_recoveries = 0  # times that a step was begun again because memory ran out
+        self.callbacks = callbacks
+        self.wants_to_stop = False  # for a reason of this rank's own
+        self.is_to_stop = False  # whether any rank wants or was told to; equal on all ranks, after each step
+        self.rank = dist.get_rank()
+        self.group = plan.batch.group_of(self.rank)
+        self.world_size = dist.get_world_size()
+        self._is_first = True  # what a model does in its first step is looked at more closely
+        self.device = torch.device(zero.engine.device)
+        self.cache = CachedBlocks(self.device)
+        self.own_optimizer = own_optimizer
+        # settings of its parameter groups, without what a schedule does to them
+        self.group_settings = [] if own_optimizer is None else own_optimizer.settings(zero)
+
+    @property
+    def module(self) -> nn.Module:
+        """Return the model itself."""
+        return self.deepspeed.module
+
+    @property
+    def limits(self) -> MicroBatchLimits:
+        """Return what a micro-batch may take: as planned, lowered where memory ran out all the same."""
+        return self.adaptive_limits.limits
+
+    @limits.setter
+    def limits(self, limits: MicroBatchLimits) -> None:
+        self.adaptive_limits.limits = limits
+
+    def micro_batches(self, samples: Sequence[Sample]) -> list[Batch]:
+        """Return this rank's micro-batches of a global batch; an empty one becomes a dummy without targets."""
+        return self.prepare(samples).batches
+
+    def prepare(self, samples: Sequence[Sample]) -> Prepared:
+        """Do all that `train_step` needs on the host; another thread may call it while a step runs."""
+        limits, planned = self.limits, self.plan.batch
+        batches, tokens, positions = [], 0, 0
+        for places in share(samples, limits, self.group, planned).places:
+            own = [samples[place] for place in places]
+            batch = self.objective.collate(own or [self.objective.dummy()])
+            held, taken = tokens_and_positions(self.objective, own, batch)
+            tokens, positions = tokens + held, positions + taken
+            batches.append(pin(batch, self.device))
+        return Prepared(samples, limits, planned, batches, sum(map(self.objective.count, batches)), tokens, positions)
+
+    def train_step(self, batch: Given | Prepared) -> StepResult:
+        """Take one optimizer step on the samples of a global batch, the same on every rank, or prepared.
+
+        It is a list of samples, or what a `DataLoader` yields: see `frugal.data.given_batch`. Only this rank's
+        micro-batches are read, so they may be loaded on access. Where `batch.lengths` has the tokens of each, samples
+        of like length share a micro-batch; see `frugal.data.batches`. If memory runs out on any rank, all run
+        the same samples again in smaller micro-batches, and keep these for a while; see `frugal.engine.oom_limits`.
+        Where loss or gradient are not finite, nothing is updated, and the result says so. Collective.
+
+        Raises:
+            RequestError: no sample, or no target in any of them; or parameters were frozen since the engine was made.
+            RanksDifferError: ranks use different parameters, which ZeRO-3 cannot do; all is as it was.
+            OutOfMemoryError: a single sample is too large, or the optimizer step. All is as it was after the last
+                step then, unless `update.is_begun`.
+        """
+        self.unused.refuse_frozen()
+        samples = batch.samples if isinstance(batch, Prepared) else as_samples(batch, self.objective)
+        if len(samples) == 0:
+            raise RequestError("the global batch is empty", hint="pass at least one sample")
+        if not isinstance(batch, Prepared) or (batch.limits, batch.planned) != (self.limits, self.plan.batch):
+            batch = self.prepare(samples)  # anew: since then memory ran out, or another cut is tried
+        batches = batch.batches
+        targets, tokens, positions = self._sum(batch.targets, batch.tokens, batch.positions)
+        if targets == 0:
+            raise RequestError(
+                "the global batch has no target to learn from",
+                because=f"every label of its {len(samples)} samples is ignored",
+            )
+        learning_rate = self.deepspeed.get_lr()[0]
+        before = generator_states(self.device)
+        attempts = 0
+        while not isinstance(done := self._try(batches, int(targets)), tuple):
+            abandon(self.zero)
+            restore_generators(before, self.device)
+            if isinstance(done, RanksDifferError):
+                self._reduce_in_order(done)
+                continue
+            attempts += 1
+            self.num_recoveries += 1
+            self._say(self._make_room(done, samples, attempts), done)
+            again = self.prepare(samples)
+            batches = again.batches
+            tokens, positions = self._sum(again.tokens, again.positions)
+        loss_sum, is_finite = done
+        self.cache.after(batches)
+        if is_finite:
+            self._say(self.adaptive_limits.after_step())
+        return StepResult(
+            loss=loss_sum / targets,
+            targets=int(targets),
+            samples=len(samples),
+            grad_norm=self.update.grad_norm,
+            learning_rate=learning_rate,
+            is_finite=is_finite,
+            tokens=int(tokens) if tokens else None,
+            positions=int(positions) if tokens else None,
+        )
+
+    def agree_to_stop(self) -> bool:
+        """Return whether any rank wants to stop, or was asked to; also set `is_to_stop`. Collective."""
+        self.is_to_stop = self._sum(self._is_asked_to_stop) > [0]
+        return self.is_to_stop
+
+    @property
+    def _is_asked_to_stop(self) -> bool:
+        return self.wants_to_stop or stop.requested() is not None
+
+    def _try(self, batches: Sequence[Batch], targets: int) -> tuple[float, bool] | OutOfMemory | RanksDifferError:
+        """Try a whole step; return the loss summed over the ranks, and whether all numbers are finite. Collective."""
+        self.update.is_begun = False
+        self.unused.begin()
+        try:
+            local_loss = self.guard.attempt(partial(self.accumulate, batches, targets))
+        except RanksDifferError as difference:
+            return difference
+        if isinstance(local_loss, OutOfMemory):
+            return local_loss
+        loss_sum, num_told, use_all = self._sum(local_loss.item(), self._is_asked_to_stop, self.unused.uses_all)
+        self.is_to_stop = num_told > 0
+        if not math.isfinite(loss_sum):
+            abandon(self.zero)
+            return loss_sum, self.update.leave_out()
+        if not use_all:
+            self.unused.leave_alone()
+        is_finite = self.guard.attempt(self.update.update)
+        if isinstance(is_finite, OutOfMemory):
+            return is_finite
+        self.update.is_begun = False
+        return loss_sum, is_finite
+
+    def _reduce_in_order(self, difference: RanksDifferError) -> None:
+        """Reduce gradients in one order from here on, after ranks differed in it, and say so.
+
+        Raises:
+            RanksDifferError: that cannot help.
+        """
+        kept_bytes = gradients.reduce_in_order(self.deepspeed.optimizer)
+        if kept_bytes is None:
+            raise difference
+        if self.rank == 0:
+            logger.warning(
+                "%s (%s): from here on gradients wait for the end of backward and are reduced in one order, for up to "
+                "%s more than planned; the global batch is run again",
+                difference.what, "; ".join(difference.because), format_bytes(kept_bytes),
+            )  # fmt: skip
+
+    def _make_room(self, shortage: OutOfMemory, samples: Sequence[Sample], attempts: int) -> str:
+        """Change what may help after running out of memory for the `attempts`-th time; return what to say."""
+        if shortage.is_in_update:
+            return self.adaptive_limits.retry_update(shortage, attempts, is_begun=self.update.is_begun)
+        if shortage.is_fragmentation and attempts == 1:
+            return "out of memory, though enough is free in pieces: these are given back, and the batch is run again"
+        return self.adaptive_limits.lower(shortage, share(samples, self.limits, self.group, self.plan.batch).largest)
+
+    def _say(self, message: str | None, shortage: OutOfMemory | None = None) -> None:
+        if message is not None and self.rank == 0:
+            logger.warning(message, extra=recovery(shortage))
+
+    def accumulate(self, batches: Sequence[Batch], targets: int) -> Tensor:
+        """Run forward and backward over this rank's micro-batches; see `accumulate`."""
+        is_first, self._is_first = self._is_first, False
+        with engine.split_reads_refused(self.zero, is_first=is_first):
+            return accumulate(self.deepspeed, self.objective, batches, targets, self._before_micro_batch)
+
+    def _before_micro_batch(self, batch: Batch) -> None:
+        self.unused.expect(self.objective.count(batch))
+
+    def _sum(self, *values: float) -> list[float]:
+        """Sum each value over the ranks, in fp64."""
+        tensor = torch.tensor(values, dtype=torch.float64)
+        dist.all_reduce(tensor, group=self.votes)
+        return tensor.tolist()
+
+
+def wrap(model: nn.Module, request: Request, strategy: Strategy, batch: BatchPlan, **how: Any) -> Zero:
+    """Wrap `model`, changed as the strategy says, in DeepSpeed's engine. Collective. `how` and errors as there."""
+    transformers_internals.always_use()
+    expert_modules.always_run(model)
+    activation_checkpointing.apply(model, strategy.activation_checkpointing, strategy.layer_modes)
+    attention.split_over_ranks(model, strategy.sequence_parallel)
+    if strategy.loss == "tiled":
+        tiled_loss.apply(model)
+    if strategy.mlp == "tiled":
+        tiled_mlp.apply(model)
+    if strategy.offload_optimizer != "none":
+        local_host.give_back_large_blocks()
+    zero = engine.initialize(model, request, strategy, batch, **how)
+    quantised.settle(model, zero.engine.device)
+    return zero
+
+
+def accumulate(
+    deepspeed: Any,
+    objective: Objective,
+    batches: Sequence[Batch],
+    targets: int,
+    before_each: Callable[[Batch], None] = lambda _: None,
+) -> Tensor:
+    """Run forward and backward over this rank's micro-batches; return the summed loss, fp64, shape `()`.
+
+    `targets` counts those of the global batch. `before_each` is called with each micro-batch. The
+    gradients are reduced after the last micro-batch. Collective.
+    """
+    device, world_size = torch.device(deepspeed.device), dist.get_world_size()
+    total = torch.zeros((), dtype=torch.float64, device=device)
+    for i, batch in enumerate(batches):
+        before_each(batch)
+        deepspeed.set_gradient_accumulation_boundary(i == len(batches) - 1)
+        on_device = {name: tensor.to(device, non_blocking=True) for name, tensor in batch.items()}
+        loss = objective.loss_sum(deepspeed, on_device)
+        total += loss.detach()
+        deepspeed.backward(loss * (world_size / targets), scale_wrt_gas=False)
+    return total

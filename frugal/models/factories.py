@@ -1,0 +1,273 @@
+"""Models and data that are not built in: the user's own callables, and look-ups on the Hugging Face hub.
+
+A factory is `package.module:name` or `path/to/file.py:name`, a callable that makes a model, or rows of data. The hub is
+asked only where its host has an address, so that a typo costs no half minute of retries.
+"""
+
+import contextvars
+import difflib
+import functools
+import importlib
+import importlib.util
+import os
+import pickle
+import socket
+import sys
+import threading
+from collections.abc import Callable, Iterator
+from concurrent.futures import Future
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+from urllib.parse import urlsplit
+from urllib.request import getproxies
+
+import torch
+from torch import Tensor, nn
+from torch.nn.modules.module import (
+    register_module_buffer_registration_hook,
+    register_module_parameter_registration_hook,
+)
+from torch.utils.weak import WeakIdKeyDictionary
+
+from frugal.errors import FrugalError, RequestError, first_line
+from frugal.models.objectives import Objective
+
+Factory = Callable[[], Any]
+
+PICKLED = ".cloudpickle"
+"""The suffix of a file with a pickled callable, as `frugal.dryrun.model_object` writes it."""
+
+
+def import_callable(reference: str) -> Factory:
+    """Return the callable behind `package.module:name` or `path/to/file.py:name`."""
+    where, _, name = reference.rpartition(":")
+    try:
+        with _importable(Path.cwd()):
+            if where.endswith(PICKLED):
+                return _unpickled(Path(where))
+            module = _import_file(Path(where)) if where.endswith(".py") else importlib.import_module(where)
+    except FrugalError:
+        raise
+    except (Exception, SystemExit) as error:  # a user's module may raise anything, and scripts like to exit
+        raise RequestError(
+            f"cannot import {where}",
+            because=first_line(error),
+            hint="a factory is package.module:name or path/to/file.py:name",
+        ) from None
+    try:
+        factory: Any = functools.reduce(getattr, name.split("."), module)
+    except AttributeError:
+        public = [n for n, value in vars(module).items() if callable(value) and not n.startswith("_")]
+        similar = difflib.get_close_matches(name, public, n=1)
+        raise RequestError(
+            f"{where} has no `{name}`", hint=f"did you mean {where}:{similar[0]}?" if similar else None
+        ) from None
+    if not callable(factory):
+        raise RequestError(f"{reference} cannot be called", because=f"its type is {type(factory).__name__}")
+    return factory
+
+
+def _unpickled(path: Path) -> Factory:
+    """Load what `frugal.dryrun.model_object` has kept; a pickle can run any code, so it must be this user's."""
+    with path.open("rb") as file:
+        if os.fstat(file.fileno()).st_uid != os.geteuid():
+            raise RequestError(f"{path} is not read", because="it belongs to another user, and can run any code")
+        return pickle.load(file)
+
+
+def _import_file(path: Path) -> Any:
+    path = path.expanduser().resolve()
+    if not path.is_file():
+        raise FileNotFoundError(f"there is no file {path}")
+    name = f"frugal_factory_{path.stem}"  # so that a user's `random.py` does not replace Python's
+    spec = importlib.util.spec_from_file_location(name, path)
+    assert spec is not None and spec.loader is not None, path
+    module = importlib.util.module_from_spec(spec)
+    sys.modules[name] = module  # dataclasses and pickle look it up there
+    with _importable(path.parent):
+        spec.loader.exec_module(module)
+    return module
+
+
+@contextmanager
+def _importable(folder: Path) -> Iterator[None]:
+    """Allow imports from `folder`, as with `python -m`."""
+    sys.path.insert(0, str(folder))
+    try:
+        yield
+    finally:
+        sys.path.remove(str(folder))
+
+
+def make_model(reference: str, factory: Factory, device: torch.device) -> tuple[nn.Module, Objective | None]:
+    """Return the module and, if it gives one, the objective that a factory makes on `device`."""
+    try:
+        with on_device(device), _importable(Path.cwd()):
+            returned = factory()
+    except FrugalError:
+        raise
+    except (Exception, SystemExit) as error:  # a user's factory may raise anything
+        raise RequestError(
+            f"{reference} failed",
+            because=first_line(error),
+            hint="it is also called with torch.device('meta') as default, so it must not read weights or values"
+            if device.type == "meta"
+            else None,
+        ) from None
+    module, objective = returned if isinstance(returned, tuple) and len(returned) == 2 else (returned, None)
+    if not isinstance(module, nn.Module):
+        raise RequestError(
+            f"{reference} returned {'None' if module is None else f'an object of type {type(module).__name__}'}",
+            hint="return a torch.nn.Module, or (module, objective)",
+        )
+    return module, objective
+
+
+@contextmanager
+def on_device(device: torch.device) -> Iterator[None]:
+    """Have all parameters and buffers made on `device` inside the `with` block.
+
+    `torch.Tensor(8)` and its like make a tensor on the host whatever the default device is. What becomes a parameter
+    or a buffer goes to `device` there and then, before anything is written to it: on meta its memory is never touched.
+    """
+    moved = WeakIdKeyDictionary()
+
+    def moved_parameter(_module: nn.Module, _name: str, parameter: nn.Parameter | None) -> Any:
+        if parameter is None or not _is_elsewhere(parameter, device):
+            return parameter
+        if parameter not in moved:  # one that has two names stays one
+            moved[parameter] = nn.Parameter(parameter.detach().to(device), parameter.requires_grad)
+            moved[parameter].__dict__.update(parameter.__dict__)
+        return moved[parameter]
+
+    def moved_buffer(_module: nn.Module, _name: str, buffer: Tensor | None) -> Any:
+        return buffer.to(device) if buffer is not None and _is_elsewhere(buffer, device) else buffer
+
+    handles = (
+        register_module_parameter_registration_hook(moved_parameter),
+        register_module_buffer_registration_hook(moved_buffer),
+    )
+    try:
+        with device:
+            yield
+    finally:
+        for handle in handles:
+            handle.remove()
+
+
+def _is_elsewhere(tensor: Tensor, device: torch.device) -> bool:
+    """Return whether a plain tensor on the host has to go to another device; subclasses know where they belong."""
+    return tensor.device.type == "cpu" != device.type and type(tensor) in (Tensor, nn.Parameter)
+
+
+_SHAPES_ONLY = "_frugal_shapes_only"
+
+
+def mark_shapes_only(module: nn.Module) -> None:
+    """Say that the weights of `module` are made up: a plan was made for a module, of which only shapes were kept."""
+    setattr(module, _SHAPES_ONLY, True)
+
+
+def refuse_shapes_only(reference: str, module: nn.Module) -> None:
+    """Refuse to train made-up weights in place of the ones that a module had.
+
+    Raises:
+        RequestError: they are.
+    """
+    if getattr(module, _SHAPES_ONLY, False):
+        raise RequestError(
+            f"{reference} has no weights",
+            because="the plan was made for a module, of which only the shapes were kept",
+            hint="train it from Python, with frugal.initialize(module, plan, objective)",
+        )
+
+
+def hub_is_reachable() -> bool:
+    """Tell whether the hub can be asked; from then on it is given up where it does not answer."""
+    if hub_unreachable_because() is not None:
+        return False
+    _limit_patience()
+    return True
+
+
+_silent: list[str] = []
+"""A message that the hub did not answer in time, once it has not."""
+
+
+@functools.cache
+def _limit_patience() -> None:
+    """Have the hub's client wait for a whole answer, or the beginning of a download, for a limited time only.
+
+    Its own waits for ever. The hub's library has a limit on each read of a download, HF_HUB_DOWNLOAD_TIMEOUT: 10
+    seconds; here it is three times that. Left out: uploads, and downloads that come byte by byte.
+    """
+    from huggingface_hub import constants, get_session, set_client_factory
+
+    usual, seconds = get_session(), 3.0 * constants.HF_HUB_DOWNLOAD_TIMEOUT
+    kind, hooks = type(usual), usual.event_hooks
+
+    def make_client() -> Any:
+        client: Any = kind(event_hooks=hooks, follow_redirects=True, timeout=None)
+        client.send = functools.partial(_send_within, seconds, client.send)
+        return client
+
+    set_client_factory(make_client)
+
+
+def _send_within(seconds: float, send: Callable[..., Any], request: Any, **options: Any) -> Any:
+    """Return `send(request, **options)`, on a thread that may never come back, or give the hub up."""
+    from huggingface_hub.errors import OfflineModeIsEnabled
+
+    if request.method not in ("GET", "HEAD"):
+        return send(request, **options)
+    if not _silent:
+        answer: Future[Any] = Future()
+        asked = functools.partial(contextvars.copy_context().run, _answer, answer, send, request, options)
+        threading.Thread(target=asked, daemon=True).start()
+        try:
+            return answer.result(seconds)
+        except TimeoutError:
+            remedy = f"HF_HUB_DOWNLOAD_TIMEOUT={seconds:.0f} waits longer"
+            _silent.append(f"{request.url.host} does not answer within {seconds:.0f} s; {remedy}")
+    raise OfflineModeIsEnabled(_silent[0])
+
+
+def _answer(answer: "Future[Any]", send: Callable[..., Any], request: Any, options: dict[str, Any]) -> None:
+    try:
+        answer.set_result(send(request, **options))
+    except BaseException as error:  # it is raised where it is waited for
+        answer.set_exception(error)
+
+
+@functools.cache
+def hub_unreachable_because() -> str | None:
+    """Return why the hub cannot be asked: it is switched off, or its host has no address here and there is no proxy."""
+    from huggingface_hub import constants
+
+    if constants.HF_HUB_OFFLINE:
+        return "HF_HUB_OFFLINE is set"
+    if {"https", "all"} & getproxies().keys():
+        return None
+    try:
+        socket.getaddrinfo(urlsplit(constants.ENDPOINT).hostname, 443)
+    except OSError:
+        return "the network does not reach it"
+    return None
+
+
+def use_hub_cache_only() -> None:
+    """Make `datasets` look into its local cache only, for the whole process: no call has an option for that."""
+    import datasets
+    from huggingface_hub import constants
+
+    constants.HF_HUB_OFFLINE = datasets.config.HF_HUB_OFFLINE = True
+
+
+def why_hub_failed(error: Exception) -> str:
+    """Describe a failed look-up in one line."""
+    if _silent:
+        return f"the hub cannot be asked ({_silent[0]}), and its local cache does not have it"
+    if (reason := hub_unreachable_because()) is not None:
+        return f"the hub cannot be asked ({reason}), and its local cache does not have it"
+    return f"the hub answers: {first_line(error)}"

@@ -1,0 +1,1 @@
+"""Losses beyond the cross entropy of logits, and predictions for metrics."""

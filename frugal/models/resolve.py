@@ -1,0 +1,312 @@
+"""The meaning of `--model`.
+
+A reference is, in this order: a preset (presets.toml), a transformers model type (its default configuration), a
+factory `package.module:name` or `path/to/file.py:name`, the path of a config.json or of a model folder, a hub name.
+"""
+
+import difflib
+import functools
+import json
+import tomllib
+from collections.abc import Collection, Mapping
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import nn
+
+from frugal.config.request import Request
+from frugal.errors import RequestError, first_line
+from frugal.models import factories, transformers_internals
+from frugal.models.spec import OWN, TASKS, ModelSpec, heads, max_positions_of
+
+MOST_LAYERS = 10_000
+OWN_MODEL = "docs/tutorials/own-model.md"
+_TOKENIZERS = (
+    "tokenizer.json", "tokenizer_config.json", "tokenizer.model", "spiece.model", "sentencepiece.bpe.model",
+    "vocab.json", "vocab.txt", "tiktoken.model",
+)  # fmt: skip
+"""Files that a tokenizer leaves in a model's folder; any of them."""
+_WEIGHTS = ("*.safetensors", "*.safetensors.index.json", "pytorch_model*.bin", "pytorch_model.bin.index.json")
+
+
+def resolve_request(request: Request, *, num_labels: int | None = None) -> ModelSpec:
+    """Return the model that a request names, quantised and with adapters as it asks for. Raises as `resolve`."""
+    spec = resolve(request.model, request.task, num_labels=num_labels)
+    return replace(spec, lora=request.lora, quantize=request.quantize)
+
+
+def resolve(reference: str, task: str | None = None, *, num_labels: int | None = None) -> ModelSpec:
+    """Return the model that `reference` names, for `task`; without a task, for what its architecture is for.
+
+    `num_labels` counts the classes of sequence classification. Code that comes with a model never runs.
+
+    Raises:
+        RequestError: nothing has this name, its factory fails, or its architecture cannot do the task.
+    """
+    if task is not None and task not in TASKS:
+        raise RequestError(f"there is no task `{task}`", hint=f"tasks are {', '.join(TASKS)}")
+    if reference in presets():
+        preset = presets()[reference]
+        config = transformers_internals.model_types()[preset["type"]].from_dict(dict(preset["config"]))
+        return _from_config(reference, config, task or preset["task"], num_labels, kind_of_reference="preset")
+    if reference in transformers_internals.model_types():
+        config = _default_config(reference)
+        return _from_config(reference, config, task, num_labels, kind_of_reference="model type")
+    if ":" in reference and not Path(reference).exists():
+        return _from_factory(reference, task)
+    path = Path(reference).expanduser()
+    if path.exists():
+        return _from_path(reference, path, task, num_labels)
+    if reference.startswith((".", "/", "~")) or reference.endswith(".json") or reference.count("/") > 1:
+        raise RequestError(
+            f"there is no model at {reference}", hint="give a config.json, a model folder, or a preset such as gpt2"
+        )
+    return _from_hub(reference, task, num_labels)
+
+
+@functools.cache
+def presets() -> Mapping[str, Mapping[str, Any]]:
+    """Return the models of presets.toml by name."""
+    return tomllib.loads((Path(__file__).parent / "presets.toml").read_text())
+
+
+def _default_config(model_type: str) -> Any:
+    try:
+        return transformers_internals.model_types()[model_type]()
+    except Exception as error:  # some defaults contradict each other
+        raise RequestError(
+            f"{model_type} has no default configuration",
+            because=first_line(error),
+            hint="give the path of a config.json",
+        ) from None
+
+
+def _refuse_other_input(reference: str, config: Any) -> None:
+    """Refuse a model whose encoder reads something else than tokens, of which transformers has the decoder for text.
+
+    Raises:
+        RequestError: with what it reads.
+    """
+    import transformers
+
+    names = transformers_internals.heads("MODEL_MAPPING_NAMES").get(config.model_type, ())
+    for name in (names,) if isinstance(names, str) else names:
+        reads = getattr(getattr(transformers, name, None), "main_input_name", "input_ids")
+        if reads != "input_ids":
+            raise RequestError(
+                f"{reference} cannot be trained on text",
+                because=f"{name} reads `{reads}`; as a language model it would be its decoder alone",
+                hint=f"give a factory that returns the module and its objective, see {OWN_MODEL}",
+            )
+
+
+def _refuse_quantised(reference: str, config: Any) -> None:
+    """Refuse weights that bitsandbytes has packed: the plan would count them as they were.
+
+    Raises:
+        RequestError: what to give in their place.
+    """
+    given = getattr(config, "quantization_config", None)
+    method = given.get("quant_method") if isinstance(given, dict) else getattr(given, "quant_method", None)
+    if method == "bitsandbytes":
+        raise RequestError(
+            f"{reference} is quantised already",
+            because="its configuration says that bitsandbytes has packed its weights",
+            hint="give the model it was made of, with --lora r=16 --quantize nf4",
+        )
+
+
+def _text_config(reference: str, config: Any) -> Any:
+    try:
+        return config.get_text_config()
+    except ValueError as error:
+        raise RequestError(
+            f"{reference} is no single model for text",
+            because=first_line(error),
+            hint=f"give a factory that returns the module and its objective, see {OWN_MODEL}",
+        ) from None
+
+
+def _tasks_of(model_type: str) -> list[str]:
+    return [task for task in TASKS if model_type in heads(task)]
+
+
+def _infer_task(config: Any) -> str | None:
+    """Return what `config.architectures` says, otherwise the first task that fits the architecture."""
+    architectures = getattr(config, "architectures", None)
+    for architecture in architectures if isinstance(architectures, list) else ():
+        if (task := _task_of_class(config.model_type, architecture)) is not None:
+            return task
+    possible = _tasks_of(config.model_type)
+    preferred = ("seq2seq",) if config.is_encoder_decoder else ("masked-lm", "causal-lm", "seq2seq")
+    return next((task for task in (*preferred, *possible) if task in possible), None)
+
+
+def _task_of_class(model_type: str, class_name: str) -> str | None:
+    """Return the task that transformers has a class for, of models of this type."""
+    for task in ("seq2seq", "masked-lm", "causal-lm", "sequence-classification"):
+        names = heads(task).get(model_type, ())
+        if class_name in ((names,) if isinstance(names, str) else names):
+            return task
+    return None
+
+
+def _from_config(
+    reference: str, config: Any, task: str | None, num_labels: int | None = None, **fields: Any
+) -> ModelSpec:
+    """Return the spec of a transformers configuration, which it may change; `fields` are other fields of the spec."""
+    possible = _tasks_of(config.model_type)
+    chosen = task or _infer_task(config)
+    if chosen is None or chosen not in possible:
+        raise RequestError(
+            f"{reference} cannot be trained as {chosen}" if chosen else f"{reference} cannot be trained on text",
+            because=f"transformers has {' and '.join(possible) or 'no such model'} for `{config.model_type}`",
+            hint=f"use --task {possible[0]}"
+            if possible
+            else f"give a factory that returns a module and its objective, see {OWN_MODEL}",
+        )
+    _refuse_other_input(reference, config)
+    _refuse_quantised(reference, config)
+    text = _text_config(reference, config)
+    layers = getattr(text, "num_hidden_layers", None)
+    if isinstance(layers, int) and layers > MOST_LAYERS:
+        raise RequestError(
+            f"{reference} has {layers} layers", because=f"building more than {MOST_LAYERS} one by one does not end"
+        )
+    uses_cache = getattr(text, "use_cache", None)
+    for part in (config, text):
+        if getattr(part, "use_cache", False):
+            part.use_cache = False
+        if chosen == "sequence-classification" and getattr(part, "pad_token_id", None) is None:
+            part.pad_token_id = 0  # decoders look for the last token that is no padding
+    if chosen == "sequence-classification" and num_labels is not None:
+        config.num_labels = num_labels
+    return ModelSpec(
+        reference=reference,
+        task=chosen,
+        max_positions=max_positions_of(config),
+        vocab_size=getattr(text, "vocab_size", None),
+        config=config,
+        uses_cache=uses_cache,
+        layer_drop=_without_layer_drop(config),
+        **{"kind_of_reference": "configuration", **fields},
+    )
+
+
+def _without_layer_drop(config: Any) -> tuple[tuple[str, float], ...]:
+    """Set a configuration's LayerDrop to 0 (https://arxiv.org/abs/1909.11556); return the settings that were not.
+
+    Ranks draw from generators of their own, so that they would train different layers in the same micro-step. ZeRO-2
+    and 3 reduce gradients in the order in which they arrive, and would mix those of different parameters.
+    """
+    changed = []
+    parts = (config, *(getattr(config, name, None) for name in getattr(config, "sub_configs", ())))
+    for part in {id(part): part for part in parts if part is not None}.values():
+        for name, value in list(vars(part).items()):
+            if "layerdrop" in name and isinstance(value, float | int) and value > 0:
+                changed.append((name, float(value)))
+                setattr(part, name, 0.0)
+    return tuple(changed)
+
+
+def _from_path(reference: str, path: Path, task: str | None, num_labels: int | None) -> ModelSpec:
+    file = path / "config.json" if path.is_dir() else path
+    try:
+        raw = json.loads(file.read_text(encoding="utf-8"), object_hook=_infinite)
+    except OSError as error:
+        raise RequestError(f"{reference} is no model folder", because=f"{file}: {error.strerror}") from None
+    except (ValueError, RecursionError) as error:
+        raise RequestError(f"{file} is not a model's configuration", because=f"it is no JSON: {error}") from None
+    model_type = raw.get("model_type") if isinstance(raw, dict) else None
+    if not isinstance(model_type, str):
+        raise RequestError(
+            f"{file} is not a model's configuration",
+            because="it has no `model_type`",
+            hint='add one that transformers knows, such as "model_type": "gpt2"',
+        )
+    weights = str(path) if path.is_dir() and any(any(path.glob(pattern)) for pattern in _WEIGHTS) else None
+    if model_type not in transformers_internals.model_types():
+        raise RequestError(
+            f"transformers does not know the model type `{model_type}` of {file}",
+            because="frugal never runs the code that comes with a model" if raw.get("auto_map") else (),
+            hint=_similar(model_type, transformers_internals.model_types()),
+        )
+    try:
+        config = transformers_internals.model_types()[model_type].from_dict(raw)
+    except Exception as error:  # configurations check their values each in its own way
+        raise RequestError(f"{file} is not a model's configuration", because=first_line(error)) from None
+    beside = any((file.parent / name).exists() for name in _TOKENIZERS)
+    own_tokenizer = str(file.parent) if beside else None
+    return _from_config(reference, config, task, num_labels, weights=weights, own_tokenizer=own_tokenizer)
+
+
+def _infinite(value: dict[str, Any]) -> Any:
+    """Read infinity as transformers writes it, `{"__float__": "Infinity"}`."""
+    return float(value["__float__"]) if value.keys() == {"__float__"} else value
+
+
+def _from_hub(reference: str, task: str | None, num_labels: int | None) -> ModelSpec:
+    from transformers import AutoConfig
+
+    try:
+        config = AutoConfig.from_pretrained(
+            reference, trust_remote_code=False, local_files_only=not factories.hub_is_reachable()
+        )
+    except (OSError, ValueError) as error:
+        raise RequestError(
+            f"there is no model `{reference}`",
+            because=(
+                "it is no preset, no transformers model type, no path and no factory",
+                factories.why_hub_failed(error),
+            ),
+            hint=_similar(reference.rpartition("/")[2], presets(), transformers_internals.model_types()),
+        ) from None
+    return _from_config(reference, config, task, num_labels, weights=reference, own_tokenizer=reference)
+
+
+def _similar(name: str, *known: Collection[str]) -> str:
+    """Return a hint with the closest names of the first that has some, otherwise with what else could be given."""
+    for names in known:
+        if matches := difflib.get_close_matches(name.lower(), names, n=2, cutoff=0.6):
+            return f"did you mean {' or '.join(matches)}?"
+    return "give a preset such as gpt2 or llama-3.1-8b, a config.json, a model folder, or package.module:factory"
+
+
+def _from_factory(reference: str, task: str | None) -> ModelSpec:
+    """Return the spec of a user's factory, called once on meta to see what it makes."""
+    factory = factories.import_callable(reference)
+    module, objective = factories.make_model(reference, factory, torch.device("meta"))
+    config = getattr(module, "config", None)
+    is_transformers = hasattr(config, "get_text_config")
+    if objective is None and task is None:
+        made: Any = module
+        inner = made.get_base_model() if hasattr(made, "get_base_model") else made  # peft's wrapper
+        task = _task_of_class(getattr(getattr(inner, "config", None), "model_type", ""), type(inner).__name__)
+        if task is None:
+            raise RequestError(
+                f"{reference} makes a {type(module).__name__}, but does not say how to train it",
+                hint="return (module, objective) from it; frugal.models.objectives.SummedLoss makes one of a loss "
+                "function",
+            )
+    embedding = _input_embedding(module) if is_transformers else None
+    shapes = [(name, tuple(tensor.shape), tensor.requires_grad) for name, tensor in module.named_parameters()]
+    return ModelSpec(
+        reference=reference,
+        task=OWN if objective is not None else str(task),
+        max_positions=max_positions_of(config) if is_transformers else None,
+        vocab_size=embedding.num_embeddings if isinstance(embedding, nn.Embedding) else None,
+        config=config if is_transformers else None,
+        factory=factory,
+        structure=f"{module!r}\n{shapes}",
+        own_objective=objective,
+    )
+
+
+def _input_embedding(module: Any) -> nn.Module | None:
+    """Return the embedding of a model of transformers; None where it reads no tokens, as models of images do."""
+    try:
+        return module.get_input_embeddings()
+    except (AttributeError, NotImplementedError):
+        return None

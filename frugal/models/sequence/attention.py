@@ -1,0 +1,220 @@
+"""Attention of a model whose sequences are split over ranks: by positions everywhere else, by heads inside.
+
+DeepSpeed's Ulysses (Jacobs et al., 2023, arXiv:2309.14509): before attention an all-to-all turns parts of the
+sequence with all heads into whole sequences with a part of the heads, and another one turns the result back. With n
+ranks and 1/n of the positions each:
+
+    query, key, value   (samples, heads, positions / n, size)  ->  (samples, heads / n, positions, size)
+    result              (samples, positions, heads / n, size)  ->  (samples, positions / n, heads, size)
+
+transformers' own attention runs between the two, through its documented interface for attention functions, with the
+mask of the whole sequence. Key and value heads that n does not divide are repeated until it does.
+
+Not DeepSpeed's `UlyssesSPAttentionHF`: see docs/decisions/sequence-parallelism.md.
+"""
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from frugal.deepspeed_adapter import collectives
+from frugal.distributed.connections.listeners import closed_afterwards
+from frugal.errors import RequestError
+from frugal.models import transformers_internals
+
+Exchange = Callable[[Tensor, Tensor], object]
+"""A function that writes an all-to-all over dimension 0 into its first argument; both are contiguous `(ranks, ...)`."""
+
+_SPLIT = "_sequence_split"
+"""The attribute of modules whose attention is split, so that it is found when a layer is recomputed, too."""
+
+
+KERNEL = "sdpa"
+"""transformers' name of the attention that can be split."""
+
+HINT = "leave --sequence-parallel out"
+
+_ROPE_OF_LENGTH = ("dynamic", "longrope")
+"""Rotary embeddings whose frequencies depend on the longest position of a forward, which differs from part to part."""
+
+
+class Split:
+    """The attention of one model, split over `size` ranks, which `exchange` with each other.
+
+    `num_calls`: how often attention has run under it.
+    """
+
+    def __init__(self, size: int, exchange: Exchange) -> None:
+        self.size = size
+        self.num_calls = 0
+        self._exchange = exchange
+
+    def to_heads(self, states: Tensor) -> Tensor:
+        """Turn `(samples, heads, part, size)` into `(samples, heads / n, positions, size)`."""
+        sent = states.unflatten(1, (self.size, -1)).permute(1, 3, 0, 2, 4)  # positions first: joining them is no copy
+        return self.exchanged(sent.contiguous()).flatten(0, 1).permute(1, 2, 0, 3)
+
+    def to_parts(self, attended: Tensor) -> Tensor:
+        """Turn `(samples, positions, heads / n, size)` into `(samples, part, heads, size)`."""
+        sent = attended.unflatten(1, (self.size, -1)).transpose(0, 1)
+        return self.exchanged(sent.contiguous()).permute(1, 2, 0, 3, 4).flatten(2, 3)
+
+    def exchanged(self, tensor: Tensor) -> Tensor:
+        """Return what the ranks have for this one: `(ranks, ...)`, as `tensor`, in which it has something for each."""
+        received: Tensor = _AllToAll.apply(tensor, self._exchange)
+        return received
+
+
+class SplitInOneProcess(Split):
+    """All parts in one process, as rows of a batch: row `part * samples + sample`. For trials, without ranks."""
+
+    def __init__(self, size: int) -> None:
+        super().__init__(size, lambda *_: None)
+
+    def to_heads(self, states: Tensor) -> Tensor:
+        """Exchange as if each block of rows were a rank's."""
+        by_rank = states.unflatten(1, (self.size, -1)).unflatten(0, (self.size, -1))
+        return by_rank.permute(2, 1, 3, 0, 4, 5).flatten(3, 4).flatten(0, 1)
+
+    def to_parts(self, attended: Tensor) -> Tensor:
+        """Exchange as if each block of rows were a rank's."""
+        by_group = attended.unflatten(1, (self.size, -1)).unflatten(0, (self.size, -1))
+        return by_group.permute(2, 1, 3, 0, 4, 5).flatten(3, 4).flatten(0, 1)
+
+
+class _AllToAll(torch.autograd.Function):
+    """An all-to-all over dimension 0, and in backward the same of the gradient, which goes the way back."""
+
+    @staticmethod
+    def forward(ctx: Any, tensor: Tensor, exchange: Exchange) -> Tensor:
+        ctx.exchange = exchange
+        received = torch.empty_like(tensor)
+        exchange(received, tensor)
+        return received
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None]:
+        gradient = gradient.contiguous()
+        returned = torch.empty_like(gradient)
+        ctx.exchange(returned, gradient)
+        return returned, None
+
+
+def apply(model: nn.Module, split: Split) -> None:
+    """Split the attention of all modules of `model`; other models keep theirs."""
+    transformers_internals.attention_by(KERNEL, _attention)
+    for module in model.modules():
+        vars(module)[_SPLIT] = split
+
+
+def split_over_ranks(model: nn.Module, size: int) -> None:
+    """Split the attention of `model` over each `size` consecutive ranks; 1: it stays whole. Collective.
+
+    Raises:
+        RequestError: the model cannot be split so.
+    """
+    if size > 1:
+        refuse(model, size)
+        with closed_afterwards():
+            exchange = collectives.exchange_within(size)
+        apply(model, Split(size, exchange))
+
+
+@contextmanager
+def applied(model: nn.Module, split: Split) -> Iterator[None]:
+    """Split the attention of `model` inside the `with` block."""
+    apply(model, split)
+    try:
+        yield
+    finally:
+        for module in model.modules():
+            vars(module).pop(_SPLIT, None)
+
+
+def _attention(
+    plain: Callable[..., tuple[Tensor, Any]],
+    module: nn.Module,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    attention_mask: Tensor | None,
+    **options: Any,
+) -> tuple[Tensor, Any]:
+    """Run `plain`, transformers' own attention, on whole sequences where those of `module` are split."""
+    split: Split | None = vars(module).get(_SPLIT)
+    if split is None:
+        return plain(module, query, key, value, attention_mask, **options)
+    split.num_calls += 1
+    times = repetitions(query.shape[1], key.shape[1], split.size)
+    if times > 1:
+        key, value = (states.repeat_interleave(times, dim=1) for states in (key, value))
+    query, key, value = map(split.to_heads, (query, key, value))
+    with _heads_per_group(module, query.shape[1] // key.shape[1]):
+        attended, weights = plain(module, query, key, value, attention_mask, **options)
+    return split.to_parts(attended), weights
+
+
+def repetitions(num_heads: int, num_key_value_heads: int, size: int) -> int:
+    """Return how often key and value heads repeat so that `size` ranks, which divide `num_heads`, have as many."""
+    per_group = num_heads // num_key_value_heads
+    divisors = (times for times in range(1, per_group + 1) if per_group % times == 0)
+    return next(times for times in divisors if num_key_value_heads * times % size == 0)
+
+
+@contextmanager
+def _heads_per_group(module: nn.Module, number: int) -> Iterator[None]:
+    """Set the number of query heads for each key and value head of `module` inside the `with` block."""
+    own = vars(module).get("num_key_value_groups")
+    if own is None or own == number:
+        yield
+        return
+    vars(module)["num_key_value_groups"] = number
+    try:
+        yield
+    finally:
+        vars(module)["num_key_value_groups"] = own
+
+
+def refuse(model: nn.Module, size: int) -> None:
+    """Refuse a model whose attention cannot be split over `size` ranks.
+
+    Raises:
+        RequestError: with the reason.
+    """
+    if (reason := _obstacle(model, size)) is not None:
+        raise refusal(type(model).__name__, size, reason)
+
+
+def refusal(name: str, size: int, reason: str) -> RequestError:
+    """Return the error that `size` ranks cannot share samples of the model `name`."""
+    return RequestError(f"--sequence-parallel {size} is impossible for {name}", because=reason, hint=HINT)
+
+
+def _obstacle(model: nn.Module, size: int) -> str | None:
+    config: Any = getattr(model, "config", None)
+    if not hasattr(config, "get_text_config"):
+        return "it is no model of transformers, whose attention functions alone can be replaced"
+    text = config.get_text_config()
+    if getattr(config, "is_encoder_decoder", False):
+        return "it has an encoder and a decoder, which have sequences of their own"
+    kernel = getattr(text, "_attn_implementation", None)
+    if kernel != KERNEL:
+        return f"its attention is {kernel!r}, and only {KERNEL!r} is known to be split right"
+    if kinds := sorted(set(_rope_types(text)) & set(_ROPE_OF_LENGTH)):
+        return f"its rotary embedding ({kinds[0]}) depends on the length of what it reads, and a part is shorter"
+    heads = getattr(text, "num_attention_heads", None)
+    if not isinstance(heads, int) or heads % size:
+        return f"its {heads} attention heads do not divide by {size}"
+    return None
+
+
+def _rope_types(text: Any) -> Iterator[str]:
+    """Yield the rope types of a configuration: one for all layers, or one for each kind of layer."""
+    for name in ("rope_parameters", "rope_scaling"):
+        given = getattr(text, name, None)
+        for each in (given, *given.values()) if isinstance(given, dict) else ():
+            if isinstance(each, dict):
+                yield str(each.get("rope_type", each.get("type", "default")))

@@ -1,0 +1,307 @@
+"""Before a plan: whether a model can be trained for its task at all, and what its gradient depends on besides samples.
+
+A small model of its kind is tried (see `probe`). What makes training worthless is refused, the rest is said.
+"""
+
+import copy
+import logging
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from frugal.config.request import BatchNormChoice
+from frugal.errors import RequestError
+from frugal.models import batch_norm, transformers_internals
+from frugal.models.losses import own_loss
+from frugal.models.objectives import CausalLM, MaskedLM, Objective, Sample, Seq2Seq, SequenceClassification
+from frugal.models.spec import OWN, ModelSpec, heads
+from frugal.models.trials import probe, text_checks
+from frugal.models.trials.probe import FEW_SAMPLES, NUM_SAMPLES, Dependence
+from frugal.models.trials.small_model import NoSmallModelError, is_small, tried
+from frugal.planning.plan import Plan
+from frugal.planning.report import DRAWN_PARTS, DROPOUT, LAYER_DROP, PADDING_MATTERS, SPLIT_MATTERS
+from frugal.units import plural
+
+_NAMED = 4
+
+logger = logging.getLogger("frugal")
+
+_DROPOUTS = (nn.Dropout, nn.Dropout1d, nn.Dropout2d, nn.Dropout3d, nn.AlphaDropout)
+
+_LENGTHS = (32, 17)
+"""Tokens of samples of which one pads the other."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class ModelTrial:
+    """The findings of runs of a model.
+
+    Attributes:
+        split: whether the gradient depends on how a batch is split.
+        forwards: whether it depends on the forwards that were done before.
+        drawn: parameters that random draws leave out of a micro-batch.
+        reused: parameters of an own model whose gradient arrives more than once in a backward, see `probe.arrivals`.
+        padding: whether it depends on padding; None: not tried, because an objective makes its own batches, or the
+            split matters already.
+        later_tokens: see `probe.on_later_tokens`; None: nothing that predicts the next token.
+        has_dropout: whether training draws dropout's masks.
+        unused: trained parameters of an own model that get no gradient from a batch.
+    """
+
+    split: Dependence
+    has_dropout: bool
+    forwards: Dependence
+    drawn: Sequence[str]
+    reused: Sequence[str]
+    padding: Dependence | None
+    later_tokens: float | None
+    unused: Sequence[str]
+
+    @property
+    def is_causal(self) -> bool:
+        """Return whether its output for a token depends on no later one."""
+        return self.later_tokens is None or self.later_tokens <= probe.MOST_LEAKAGE
+
+
+def trial(
+    model: nn.Module, objective: Objective, *, task: str, vocab_size: int, max_positions: int | None
+) -> ModelTrial:
+    """Run `model`, which is on the CPU and small, for `task`. Its weights stay as they are."""
+    transformers_internals.always_use()
+    tokens = _tokens(vocab_size, max_positions)
+    if is_own := task == OWN:
+        batches = probe.examples(model, objective, tokens.shape[1])
+    else:
+        batches = [objective.collate([_sample(task, objective, row) for row in tokens])]
+    batch = batches[0]
+    later_tokens = probe.on_later_tokens(model, tokens[:FEW_SAMPLES], vocab_size) if task == "causal-lm" else None
+    splits = [probe.on_split(model, objective, each) for each in batches]
+    split = next(filter(None, splits), splits[0])
+    padding = None
+    if not is_own and not split:
+        ragged = [_sample(task, objective, row[:length]) for row, length in zip(tokens, _LENGTHS, strict=False)]
+        padding = probe.on_padding(model, objective, ragged)
+    arrived = probe.arrivals(model, objective, batch) if is_own else {}
+    return ModelTrial(
+        split=split,
+        has_dropout=probe.draws_masks(model, objective, batch),
+        forwards=probe.on_forwards(model, objective, batch),
+        drawn=probe.on_draws(model, objective, batch),
+        reused=[name for name, number in arrived.items() if number > 1],
+        padding=padding,
+        later_tokens=later_tokens,
+        unused=[name for name, number in arrived.items() if number == 0],
+    )
+
+
+def _tokens(vocab_size: int, max_positions: int | None) -> Tensor:
+    """Return random tokens of `NUM_SAMPLES` samples."""
+    seq_len = min(probe.MOST_TOKENS, max_positions or probe.MOST_TOKENS)
+    low = min(5, vocab_size - 1)  # beyond the usual special tokens
+    return torch.randint(low, vocab_size, (NUM_SAMPLES, seq_len), generator=torch.Generator().manual_seed(0))
+
+
+def _sample(task: str, objective: Any, tokens: Tensor) -> Sample:
+    """Return a sample of the task; of pairs, both sides have the same length."""
+    row = tokens.tolist()
+    if task == "seq2seq":
+        return {"input_ids": row, "labels": row[::-1]}
+    if task == "sequence-classification":
+        return {"input_ids": [*row[:-1], objective.end_id], "label": row[0] % 2}
+    return {"input_ids": row}
+
+
+def check_model(
+    spec: ModelSpec, choice: BatchNormChoice | None = None, *, has_low_stage: bool = False
+) -> tuple[str, ...]:
+    """Return notes for the user on a model before it is trained; `choice`: whose statistics BatchNorm takes.
+
+    `has_low_stage`: it will be trained under ZeRO-0 or 1. What adapters are put into is tried without them: they change
+    nothing of it but by their dropout.
+
+    Raises:
+        RequestError: it cannot be trained for its task.
+    """
+    if spec.lora is not None:
+        notes_of_base = check_model(replace(spec, lora=None, quantize=None), choice, has_low_stage=has_low_stage)
+        drops = spec.lora.dropout > 0 and DROPOUT not in notes_of_base
+        return (*notes_of_base, DROPOUT) if drops else notes_of_base
+    whole = spec.build(dtype=torch.float32, device="meta")
+    if choice is not None:
+        batch_norm.check(whole, choice)
+    notes = _other_inputs(spec)
+    if spec.layer_drop:
+        settings = " and ".join(f"{name} {share:g}" for name, share in spec.layer_drop)
+        notes.append(f"{LAYER_DROP}: {settings} set to 0, because ranks would leave out different layers")
+    if spec.has_own_loss() and (added := own_loss.depends_on_split(spec.config)) is not None:
+        notes.append(f"{SPLIT_MATTERS}: {added}")
+    try:
+        done, small, model = _trial(spec, choice)
+    except NoSmallModelError as error:
+        normalising = batch_norm.modules(whole) if choice != "frozen" else {}
+        draws = any(isinstance(module, _DROPOUTS) and module.p for module in whole.modules())
+        return (*notes, *_by_its_modules(normalising, str(error)), *([DROPOUT] if draws else []))
+    if not done.is_causal:
+        raise _not_causal(spec, done)
+    if not has_low_stage:
+        _refuse_reuse(spec.reference, done)
+    if spec.task != OWN:
+        objective, tokens = small.objective(), _tokens(small.vocab_size or 2, small.max_positions)
+        text_checks.check_loss(small, model, objective, _sample(spec.task, objective, tokens[0]))
+    if done.split:
+        notes.append(_split_note(done.split) + (_remedy(spec, choice) if batch_norm.modules(whole) else ""))
+    notes += _notes_of_forwards(done)
+    if done.padding:
+        notes.append(
+            f"{PADDING_MATTERS}: that of a small model of this kind for samples of {_LENGTHS[0]} and {_LENGTHS[1]} "
+            f"tokens in one micro-batch differs by {_percent(done.padding.difference)} from the sum of each alone"
+        )
+    if done.has_dropout:
+        notes.append(DROPOUT)
+    if done.unused:
+        notes.append(_unused_note(done.unused))
+    return tuple(notes)
+
+
+def _unused_note(names: Sequence[str]) -> str:
+    few = ", ".join(names[:_NAMED]) + (", ..." if len(names) > _NAMED else "")
+    return (
+        f"{plural(len(names), 'trained parameter')} ({few}) got no gradient from a batch of {NUM_SAMPLES} samples: "
+        "PyTorch and ZeRO-0 leave what a whole global batch does not use, ZeRO-1 to 3 continue its weight decay and "
+        "momentum"
+    )
+
+
+def say_of_objective(model: nn.Module, objective: Objective, plan: Plan, rank: int) -> None:
+    """Warn of what the gradient of a caller's own objective depends on, where the plan was made for another task.
+
+    A copy of the model is tried if it is small and on the CPU. The ranks come to the same.
+
+    Raises:
+        RequestError: it cannot be trained under the planned stage.
+    """
+    parameters = list(model.parameters())
+    is_known = plan.model.task == OWN or isinstance(objective, CausalLM | MaskedLM | Seq2Seq | SequenceClassification)
+    if is_known or {parameter.device.type for parameter in parameters} != {"cpu"} or not is_small(model):
+        return
+    try:
+        own = copy.deepcopy(model).float().train()
+        done = trial(own, objective, task=OWN, vocab_size=2, max_positions=plan.request.seq_len)
+    except Exception:  # whatever a model trips over; its training will say it better
+        return
+    if plan.strategy.zero_stage > 1:
+        _refuse_reuse(type(model).__name__, done)
+    is_said = bool(batch_norm.modules(model))  # by `batch_norm.apply_planned`
+    for note in [_split_note(done.split)] * bool(done.split and not is_said) + _notes_of_forwards(done):
+        if rank == 0:
+            logger.warning(note)
+
+
+def _refuse_reuse(reference: str, done: ModelTrial) -> None:
+    """Raises: RequestError."""
+    if done.reused:
+        raise RequestError(
+            f"{reference} cannot be trained under ZeRO-2 or 3",
+            because=f"the gradient of `{done.reused[0]}` arrives more than once in a backward: reentrant activation "
+            "checkpointing of a module that is used several times; DeepSpeed reduces a gradient when it arrives",
+            hint="checkpoint(..., use_reentrant=False), or --zero-stage 1 --precision fp32",
+        )
+
+
+def _other_inputs(spec: ModelSpec) -> list[str]:
+    """Return notes on other inputs that a model of text could read."""
+    encoders = {"vision_config": "images", "audio_config": "sound"}
+    others = [what for name, what in encoders.items() if getattr(spec.config, name, None) is not None]
+    if spec.task == OWN or not others:
+        return []
+    return [f"{spec.reference} could read {' and '.join(others)}, too: {spec.task} trains it on text alone"]
+
+
+def _trial(spec: ModelSpec, choice: BatchNormChoice | None = None) -> tuple[ModelTrial, ModelSpec, nn.Module]:
+    """Return what the smallest model of the kind that runs has shown, and that model. Raises as `tried`."""
+
+    def run(small: ModelSpec, model: nn.Module) -> tuple[ModelTrial, ModelSpec, nn.Module]:
+        if choice == "frozen":
+            batch_norm.apply(model, choice)
+        done = trial(
+            model, small.objective(), task=small.task, vocab_size=small.vocab_size or 2,
+            max_positions=small.max_positions,
+        )  # fmt: skip
+        return done, small, model
+
+    return tried(spec, run)
+
+
+def _split_note(split: Dependence) -> str:
+    apart = (
+        f"gradients of a small model of this kind differ by {_percent(split.difference)} between micro-batches of "
+        f"{NUM_SAMPLES} and of {FEW_SAMPLES}"
+    )
+    if split.modules is None:
+        return f"{SPLIT_MATTERS}: its loss is not a sum over samples; {apart}"
+    return f"{SPLIT_MATTERS}: in {_which(*split.modules)} samples of a micro-batch change each other; {apart}"
+
+
+def _notes_of_forwards(done: ModelTrial) -> list[str]:
+    """Return what is to be said of forwards that change the next one, or that leave parameters out."""
+    notes = []
+    if done.forwards.modules is not None:
+        notes.append(
+            f"{SPLIT_MATTERS}: in {_which(*done.forwards.modules)} a forward changes what the next one computes, so "
+            "the number of micro-batches matters; the gradient of the same samples and weights in a small model of "
+            f"this kind differs by {_percent(done.forwards.difference)} after {NUM_SAMPLES // FEW_SAMPLES} of them"
+        )
+    if done.drawn:
+        others = f" and {len(done.drawn) - 1} more" if len(done.drawn) > 1 else ""
+        notes.append(
+            f"{DRAWN_PARTS}: each rank leaves out `{done.drawn[0]}`{others} or not in each micro-batch; ZeRO-2 and 3 "
+            "need the same parameters on all ranks: draw from the batch, or use --zero-stage 1 --precision fp32"
+        )
+    return notes
+
+
+def _which(name: str, kind: str, number: int) -> str:
+    return f"{kind} `{name}`" if number == 1 else f"{number} {kind} (the first is `{name}`)"
+
+
+def _remedy(spec: ModelSpec, choice: BatchNormChoice | None) -> str:
+    """Name the setting of BatchNorm that helps, where it was tried and does."""
+    if choice == "sync":
+        return "; --batch-norm sync takes them over all ranks, so that only the micro-steps matter"
+    try:
+        helps = choice is None and not _trial(spec, "frozen")[0].split
+    except NoSmallModelError:
+        return ""
+    return "; with --batch-norm frozen, which uses running statistics, they do not" if helps else ""
+
+
+def _by_its_modules(batch_norms: dict[str, nn.Module], reason: str) -> tuple[str, ...]:
+    """Return notes on a model that cannot be tried, by its modules."""
+    if batch_norms:
+        name, module = next(iter(batch_norms.items()))
+        which = _which(name, type(module).__name__, len(batch_norms))
+        return (f"{SPLIT_MATTERS}: {which} normalise by statistics of the samples of a micro-batch",)
+    return (f"whether the gradient depends on the split or on padding could not be tried: {reason}",)
+
+
+def _not_causal(spec: ModelSpec, done: ModelTrial) -> RequestError:
+    because = [
+        f"later tokens change what it says of earlier ones, by {_percent(done.later_tokens or 0)} of what they change "
+        "at all"
+    ]
+    if done.padding:
+        because.append(f"padding alone changes the gradient by {_percent(done.padding.difference)}")
+    tasks = ("masked-lm", "seq2seq", "sequence-classification") if spec.factory is None else ()
+    fitting = [f"--task {task}" for task in tasks if spec.config.model_type in heads(task)]
+    return RequestError(
+        f"{spec.reference} cannot be trained as causal-lm: it sees the tokens that it is to predict",
+        because=because,
+        hint=f"use {', or '.join([*fitting, 'an objective of your own, see docs/tutorials/own-model.md'])}",
+    )
+
+
+def _percent(part: float) -> str:
+    return f"{100 * part:.2g} %" if part < 1 else f"{100 * part:.0f} %"

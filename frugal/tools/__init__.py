@@ -1,0 +1,1 @@
+"""Tools beside the core, each imported by its own command only."""

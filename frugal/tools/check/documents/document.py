@@ -1,0 +1,156 @@
+"""A file of another trainer: its values, the line of each, and which tool reads it.
+
+JSON and YAML are read as they are. Any other file is taken for a shell script with the command that starts a training
+script: its flags are the values, and the launcher's flags stand under `launcher`.
+"""
+
+import json
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, Literal
+
+import yaml  # type: ignore[import-untyped]  # its stubs are a package of their own
+
+from frugal import files
+from frugal.deepspeed_adapter.json_config import MICRO_BATCH
+from frugal.errors import RequestError
+from frugal.tools.check.documents.command_line import FILES, PROGRAM, parsed_script
+
+Tool = Literal["deepspeed", "transformers", "trl", "axolotl", "llama-factory", "accelerate"]
+
+NAMES: dict[Tool, str] = {
+    "deepspeed": "DeepSpeed",
+    "transformers": "transformers' Trainer",
+    "trl": "TRL",
+    "axolotl": "axolotl",
+    "llama-factory": "LLaMA-Factory",
+    "accelerate": "accelerate",
+}
+
+_MARKS: tuple[tuple[Tool, frozenset[str]], ...] = (
+    ("deepspeed", frozenset(("zero_optimization", "train_batch_size", MICRO_BATCH))),
+    ("accelerate", frozenset(("compute_environment", "distributed_type", "deepspeed_config", "machine_rank"))),
+    ("axolotl", frozenset(("base_model", "micro_batch_size", "sequence_len"))),
+    ("llama-factory", frozenset(("finetuning_type", "cutoff_len", "dataset_dir", "lora_rank"))),
+    ("trl", frozenset(("use_peft", "packing", "completion_only_loss", "max_length", "lora_r"))),
+    ("transformers", frozenset(("output_dir", "per_device_train_batch_size", "model_name_or_path", "learning_rate"))),
+)
+"""Keys by which a file of each tool is known, asked in this order: TRL and LLaMA-Factory have Trainer's keys, too."""
+
+
+@dataclass(frozen=True)
+class Place:
+    """The place of a value in a file. `line` counts from 1; None where it is not known."""
+
+    path: Path
+    key: str
+    line: int | None = None
+
+    def __str__(self) -> str:
+        return f"{self.path}:{self.line}" if self.line is not None else str(self.path)
+
+
+@dataclass(frozen=True)
+class Document:
+    """One file. `lines` has the line of each key, by its path from the top.
+
+    `under`: a file whose values count where this one says nothing; they are in `content`, too.
+    """
+
+    path: Path
+    tool: Tool
+    content: Mapping[str, Any]
+    lines: Mapping[tuple[str, ...], int] = field(default_factory=dict)
+    under: "Document | None" = None
+
+    def place(self, *keys: str) -> Place:
+        """Return the place of a key, or of the innermost mapping around it that has a line."""
+        line = next((self.lines[keys[:n]] for n in range(len(keys), 0, -1) if keys[:n] in self.lines), None)
+        if line is None and self.under is not None:
+            return self.under.place(*keys)
+        return Place(self.path, ".".join(keys), line)
+
+    def over(self, under: "Document") -> "Document":
+        """Return this file's values, with those of `under` where this one has none."""
+        return Document(self.path, under.tool, {**under.content, **self.content}, self.lines, under)
+
+
+def read(path: Path, tool: Tool | None = None) -> Document:
+    """Read the file at `path`. `tool`: the tool it belongs to, where another file has said so.
+
+    Raises:
+        RequestError: it cannot be read, its content does not match its name, or no tool has such keys.
+    """
+    try:
+        text = files.without_bom(files.read_regular(path)).decode()
+    except OSError as error:
+        raise RequestError(f"cannot read {path}", because=str(error.strerror)) from None
+    except ValueError as error:
+        raise RequestError(f"{path} is not text", because=str(error)) from None
+    if path.suffix not in (".json", ".yaml", ".yml"):
+        return _script(path, text, tool)
+    content = _parsed(path, text)
+    if not isinstance(content, dict):
+        raise RequestError(f"{path} holds no settings", because=f"it is a {type(content).__name__}, not a mapping")
+    content = {str(key): value for key, value in content.items()}
+    return Document(path, tool or _tool_of(path, content.keys()), content, dict(_lines(text)))
+
+
+def _parsed(path: Path, text: str) -> Any:
+    try:
+        if path.suffix == ".json":
+            return json.loads(text, object_pairs_hook=_without_duplicates)
+        return yaml.safe_load(text)
+    except RequestError as error:
+        raise RequestError(f"{path}: {error.what}", because=error.because) from None
+    except (ValueError, RecursionError, yaml.YAMLError) as error:
+        kind = "JSON" if path.suffix == ".json" else "YAML"
+        why = " ".join(str(error).split())
+        raise RequestError(f"{path} is not {kind}", because=why) from None
+
+
+def _without_duplicates(pairs: Sequence[tuple[str, Any]]) -> dict[str, Any]:
+    """Build a dictionary, refusing duplicates as DeepSpeed does (`dict_raise_error_on_duplicate_keys`)."""
+    content: dict[str, Any] = {}
+    for key, value in pairs:
+        if key in content:
+            raise RequestError(f"`{key}` is given twice", because="DeepSpeed refuses that, other tools take the last")
+        content[key] = value
+    return content
+
+
+def _lines(text: str) -> Iterator[tuple[tuple[str, ...], int]]:
+    """Yield the line of each key. JSON is parsed as YAML, once tabs are replaced."""
+    try:
+        root = yaml.compose(text.replace("\t", " "), Loader=yaml.SafeLoader)
+    except (yaml.YAMLError, RecursionError):
+        return
+    waiting: list[tuple[tuple[str, ...], Any]] = [((), root)]
+    while waiting:
+        path, node = waiting.pop()
+        if isinstance(node, yaml.MappingNode):
+            for key, value in node.value:
+                inner = (*path, str(key.value))
+                yield inner, key.start_mark.line + 1
+                waiting.append((inner, value))
+
+
+def _tool_of(path: Path, keys: Iterable[str]) -> Tool:
+    known = set(keys)
+    for tool, own in _MARKS:
+        if own & known:
+            return tool
+    raise RequestError(
+        f"{path} is no configuration that frugal knows",
+        because=f"it has no key by which a file of {', '.join(NAMES.values())} is recognised",
+        hint="give the file, or the script, that starts the training",
+    )
+
+
+def _script(path: Path, text: str, tool: Tool | None) -> Document:
+    content, lines = parsed_script(path, text)
+    program = f"/{content[PROGRAM]}"
+    if "/trl/" in program or Path(program).name.startswith("sft"):  # TRL's own scripts and their names
+        tool = tool or "trl"
+    return Document(path, tool or ("transformers" if content[FILES] else _tool_of(path, content)), content, lines)

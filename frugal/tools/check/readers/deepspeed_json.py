@@ -1,0 +1,357 @@
+"""DeepSpeed's JSON: the values of its `auto` fields, its batch, and the frugal strategy that it describes.
+
+Keys and defaults are those of DeepSpeed 0.19.8 (`runtime/config.py`, `runtime/zero/config.py`). The tools that replace
+`auto`:
+
+    transformers' Trainer   batch, clipping, precision, the optimizer's numbers; three sizes from the model's hidden
+                            size (`integrations/deepspeed.py`, `trainer_config_process`, `trainer_config_finalize`)
+    accelerate              batch from the data loader, the same three sizes (`accelerator.py`, `_prepare_deepspeed`)
+    no tool                 in `zero_optimization` DeepSpeed drops fields that are still `auto`, and takes its own
+                            default (`runtime/config_utils.py`); elsewhere it fails
+"""
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from math import isfinite
+from typing import Any
+
+from frugal.config.request import Precision
+from frugal.deepspeed_adapter.json_config import MICRO_BATCH
+from frugal.errors import RequestError
+from frugal.planning.strategy import Place as Where
+from frugal.planning.strategy import Strategy
+from frugal.tools.check.documents.document import Document, Place
+from frugal.tools.check.documents.known_fields import finish
+from frugal.tools.check.readers import optimizers
+from frugal.tools.check.settings import AUTO, Fields, Settings
+
+BUCKET, PREFETCH, LIVE, PERSISTENT, SUB_GROUP = 500_000_000, 50_000_000, 1_000_000_000, 100_000, 1_000_000_000
+"""DeepSpeed's own sizes, in elements."""
+
+REMOVED = ("nebula", "compression_training", "amp", "quantize_training", "elasticity")
+"""Blocks that DeepSpeed 0.19.8 refuses (`_reject_removed_config_keys`)."""
+
+_SIZES = {
+    "reduce_bucket_size": BUCKET,
+    "stage3_prefetch_bucket_size": PREFETCH,
+    "stage3_param_persistence_threshold": PERSISTENT,
+    "stage3_max_live_parameters": LIVE,
+    "stage3_max_reuse_distance": LIVE,
+    "sub_group_size": SUB_GROUP,
+}
+_FROM_HIDDEN_SIZE: dict[str, Callable[[int], int]] = {
+    "reduce_bucket_size": lambda hidden: hidden * hidden,
+    "stage3_prefetch_bucket_size": lambda hidden: int(0.9 * hidden * hidden),
+    "stage3_param_persistence_threshold": lambda hidden: 10 * hidden,
+}
+_OF_ZERO_3 = ("stage3_prefetch_bucket_size", "stage3_param_persistence_threshold")
+
+
+@dataclass(frozen=True, kw_only=True)
+class Filled:
+    """A value for one `auto`: its dotted name, the value, and the tool that fills it in; `by` is empty if none does."""
+
+    name: str
+    value: Any
+    by: str
+
+
+@dataclass(frozen=True, kw_only=True)
+class Resolved:
+    """DeepSpeed's JSON without `auto`.
+
+    `zero` has the sizes of `zero_optimization` as they count; `batch` the three numbers of the batch as they are
+    written or filled in, None where they are not.
+    """
+
+    precision: Precision
+    batch: tuple[int | None, int | None, int | None]
+    filled: tuple[Filled, ...]
+    zero: Mapping[str, Any]
+
+
+def read(document: Document, settings: Settings) -> None:
+    """Keep the JSON in `settings`, with the places of its values, unknown fields, and its optimizer.
+
+    Raises:
+        RequestError: a part of it is no mapping.
+    """
+    settings.deepspeed = document.content
+    _keep_places(document, settings)
+    fields = Fields(document, settings)
+    fields.known("zero_optimization", "bf16", "fp16", "optimizer", "data_types", "activation_checkpointing")
+    if not isinstance(fields.value("zero_optimization") or {}, dict):
+        raise RequestError(f"`zero_optimization` in {fields.place('zero_optimization')} is no mapping")
+    _read_blocks(document, settings)
+    fields.known("train_batch_size", MICRO_BATCH, "gradient_accumulation_steps", "gradient_clipping", *REMOVED)
+    fields.known("zero_force_ds_cpu_optimizer", "torch_autocast", "bfloat16")
+    settings.sequence_parallel = fields.whole("sequence_parallel_size", of="sequence_parallel") or (
+        settings.sequence_parallel
+    )
+    fields.known("data_parallel_size")
+    for block in ("tensor_parallel", "pipeline", "hybrid_engine", "expert_parallel"):
+        if fields.value(block) not in (None, {}, 1):
+            settings.refuse(f"`{block}` splits the model otherwise than ZeRO", fields.place(block))
+    if (fields.value("torch_autocast") or {}).get("enabled"):
+        settings.refuse("`torch_autocast` keeps fp32 weights beside what ZeRO keeps", fields.place("torch_autocast"))
+    finish(fields, "deepspeed")
+    _read_zero(document, settings)
+    _read_optimizer(fields, settings)
+
+
+def _keep_places(document: Document, settings: Settings) -> None:
+    for keys in document.lines:
+        settings.places[".".join(("json", *keys))] = document.place(*keys)
+
+
+def _read_zero(document: Document, settings: Settings) -> None:
+    zero = Fields(document, settings, ("zero_optimization",))
+    zero.known(
+        "stage", "overlap_comm", "offload_optimizer", "offload_param", "cpu_offload", "cpu_offload_param", *_SIZES
+    )
+    if zero.value("contiguous_gradients") is False:
+        settings.deviate("gradients are evaluated as contiguous", zero.place("contiguous_gradients"))
+    if zero.value("zero_hpz_partition_size") not in (None, 1):
+        settings.deviate(
+            "`zero_hpz_partition_size` is not evaluated: it takes more memory", zero.place("zero_hpz_partition_size")
+        )
+    if zero.value("zenflow") not in (None, {}):
+        settings.refuse("`zenflow` keeps other states than ZeRO's", zero.place("zenflow"))
+    finish(zero, "deepspeed", prefix="zero_")
+
+
+_NESTED = {
+    ("bf16",): "enabled bf16_master_weights_and_grads bf16_optimizer_states check_overflow",
+    ("fp16",): "enabled auto_cast loss_scale initial_scale_power loss_scale_window hysteresis consecutive_hysteresis "
+    "min_loss_scale",
+    ("data_types",): "grad_accum_dtype",
+    ("optimizer",): "type params",
+    ("optimizer", "params"): "lr betas eps weight_decay momentum bias_correction torch_adam adam_w_mode fused foreach "
+    "amsgrad max_coeff min_coeff freeze_step",
+    ("zero_optimization", "offload_optimizer"): "device nvme_path pin_memory buffer_count pipeline pipeline_read "
+    "pipeline_write fast_init ratio",
+    ("zero_optimization", "offload_param"): "device nvme_path pin_memory buffer_count buffer_size max_in_cpu",
+}
+"""Fields of nested blocks that are read here."""
+
+
+def _read_blocks(document: Document, settings: Settings) -> None:
+    """List unknown fields of nested blocks.
+
+    Raises:
+        RequestError: a block is no mapping.
+    """
+    for path, known in _NESTED.items():
+        inside: Any = document.content
+        for key in path:
+            inside = (inside or {}).get(key)
+        if inside is None:
+            continue
+        if not isinstance(inside, dict):
+            raise RequestError(f"`{'.'.join(path)}` in {document.place(*path)} is no mapping")
+        fields = Fields(document, settings, path)
+        fields.known(*known.split())
+        fields.list_unknown()
+
+
+def _read_optimizer(fields: Fields, settings: Settings) -> None:
+    block = fields.value("optimizer")
+    if not block:
+        return
+    place = fields.document.place("optimizer", "type")
+    optimizers.take(settings, str(block.get("type", "")), place, of_deepspeed=True)
+    params = block.get("params") or {}
+    if params.get("torch_adam") and settings.optimizer == "adamw":
+        settings.optimizer_implementation = "fused" if params.get("fused") else "foreach"
+    rate = params.get("lr")
+    if isinstance(rate, int | float):
+        settings.learning_rate = float(rate)
+
+
+def resolve(settings: Settings, world_size: int, hidden_size: Callable[[], int | None]) -> Resolved:
+    """Resolve `auto` on `world_size` ranks. `hidden_size` is the model's, asked for only where `auto` needs it.
+
+    Raises:
+        RequestError: a value is no number, or no tool fills in an `auto` that DeepSpeed requires.
+    """
+    config = settings.deepspeed or {}
+    filled: list[Filled] = []
+    batch = _batch(config, settings, world_size, filled)
+    precision = _precision(config, settings, filled)
+    zero = dict(config.get("zero_optimization") or {})
+    zero["stage"] = stage = int(_number(settings, "zero_optimization.stage", zero.get("stage", 0)))
+    if stage not in (0, 1, 2, 3):
+        where = settings.places.get("json.zero_optimization.stage", "the DeepSpeed JSON")
+        raise RequestError(f"`zero_optimization.stage` in {where} is {stage}", because="ZeRO has the stages 0 to 3")
+    for name, default in _SIZES.items():
+        value = zero.get(name, default)
+        if value == AUTO:
+            of_hidden = _FROM_HIDDEN_SIZE.get(name) if settings.fills_auto else None
+            hidden = hidden_size() if of_hidden is not None and (stage == 3 or name not in _OF_ZERO_3) else None
+            value = default if of_hidden is None or hidden is None else of_hidden(hidden)
+            by = f"{settings.tool}, from the hidden size {hidden}" if hidden is not None else ""
+            filled.append(Filled(name=f"zero_optimization.{name}", value=value, by=by))
+        zero[name] = int(_number(settings, f"zero_optimization.{name}", value))
+    overlap = zero.get("overlap_comm")
+    if overlap == AUTO:
+        filled.append(Filled(name="zero_optimization.overlap_comm", value=stage == 3, by=""))
+    zero["overlap_comm"] = stage == 3 if overlap in (None, AUTO) else bool(overlap)
+    return Resolved(precision=precision, batch=batch, filled=tuple(filled), zero=zero)
+
+
+def _batch(
+    config: Mapping[str, Any], settings: Settings, world_size: int, filled: list[Filled]
+) -> tuple[int | None, int | None, int | None]:
+    """Return `train_batch_size`, micro-batch and accumulation steps."""
+    micro, steps = settings.micro_batch, settings.accumulation_steps
+    said_steps = config.get("gradient_accumulation_steps")
+    by = settings.tool if settings.fills_auto else "your flags"
+    if settings.tool == "accelerate" and steps is None:
+        steps, by = 1, "accelerate, where the script does not tell it otherwise"
+    in_all = settings.accumulation_steps or (said_steps if isinstance(said_steps, int) else 1)
+    theirs = (None if micro is None else micro * in_all * world_size, micro, steps)
+    names = ("train_batch_size", MICRO_BATCH, "gradient_accumulation_steps")
+    values: list[int | None] = []
+    for name, value in zip(names, theirs, strict=True):
+        said = config.get(name)
+        if said == AUTO:
+            if value is None:
+                raise RequestError(
+                    f"`{name}` in {settings.places.get(f'json.{name}', 'the DeepSpeed JSON')} is auto, and no "
+                    "tool fills it in",
+                    because="only transformers' Trainer and accelerate replace it; DeepSpeed itself takes numbers",
+                    hint="give the Trainer's arguments, too, or --micro-batch and --accumulation-steps",
+                )
+            filled.append(Filled(name=name, value=value, by=by))
+            said = value
+        values.append(None if said is None else int(_number(settings, name, said)))
+    return values[0], values[1], values[2]
+
+
+def _precision(config: Mapping[str, Any], settings: Settings, filled: list[Filled]) -> Precision:
+    enabled = {}
+    for name in ("bf16", "fp16"):
+        said = (config.get(name) or {}).get("enabled", False)
+        if said == AUTO:
+            said = settings.precision == name
+            by = settings.tool if settings.fills_auto else ""
+            filled.append(Filled(name=f"{name}.enabled", value=said, by=by))
+        enabled[name] = bool(said)
+    if "bf16" not in config and "fp16" not in config and settings.fills_auto and settings.precision:
+        return settings.precision  # accelerate's `DeepSpeedPlugin.set_mixed_precision`, which Trainer calls, too
+    return "bf16" if enabled["bf16"] else "fp16" if enabled["fp16"] else "fp32"
+
+
+def _number(settings: Settings, name: str, value: Any) -> float:
+    try:
+        if isinstance(value, bool | list | dict) or not isfinite(float(value)):
+            raise ValueError
+        return float(value)
+    except (TypeError, ValueError):
+        where = settings.places.get(f"json.{name}", "the DeepSpeed JSON")
+        raise RequestError(f"`{name}` in {where} is {value!r}", because="it must be a number") from None
+
+
+def strategy(settings: Settings, resolved: Resolved) -> Strategy:
+    """Return the strategy that the JSON describes. Options that frugal does not have become deviations of
+    `settings`."""
+    zero, stage = resolved.zero, resolved.zero["stage"]
+    optimizer, parameters, nvme = _offload(settings, zero, stage)
+    accumulation = _accumulation_dtype(settings, resolved, stage)
+    reuse = zero["stage3_max_reuse_distance"]
+    if stage == 3 and reuse != zero["stage3_max_live_parameters"]:
+        settings.deviate(
+            f"`stage3_max_reuse_distance` is evaluated as {zero['stage3_max_live_parameters']}, as the most that live",
+            settings.place("json.zero_optimization.stage3_max_reuse_distance"),
+        )
+    ratio = (zero.get("offload_optimizer") or {}).get("ratio", 1)
+    is_in_part = optimizer != "none" and isinstance(ratio, int | float) and ratio < 1
+    is_possible = (optimizer, parameters, stage, settings.optimizer) == ("cpu", "none", 3, "adamw")
+    if is_in_part and not (is_possible and ratio > 0):
+        settings.deviate("evaluated with all of the optimizer on the host", _at(settings, "offload_optimizer", "ratio"))
+        is_in_part = False
+    return Strategy(
+        zero_stage=stage,
+        activation_checkpointing="full" if settings.activation_checkpointing else "off",
+        sequence_parallel=settings.sequence_parallel,
+        loss="tiled" if settings.tiled_loss else "plain",
+        offload_optimizer=optimizer,
+        offload_ratio=float(ratio) if is_in_part else 1.0,
+        offload_parameters=parameters,
+        nvme_path=nvme,
+        gradient_accumulation_dtype=accumulation,
+        reduce_bucket_elements=max(1, zero["reduce_bucket_size"]),
+        prefetch_bucket_elements=zero["stage3_prefetch_bucket_size"],
+        max_live_elements=zero["stage3_max_live_parameters"],
+        persistence_threshold_elements=zero["stage3_param_persistence_threshold"],
+        sub_group_elements=max(1, zero["sub_group_size"]),
+        overlap_comm=zero["overlap_comm"] and stage >= 1,
+        expandable_segments=bool(settings.expandable_segments),
+    )
+
+
+def _accumulation_dtype(settings: Settings, resolved: Resolved, stage: int) -> Any:
+    """Return the dtype of summed gradients: the model's, unless `data_types.grad_accum_dtype` names another."""
+    said = ((settings.deepspeed or {}).get("data_types") or {}).get("grad_accum_dtype")
+    words = {"float32": "fp32", "float": "fp32", "bfloat16": "bf16", "float16": "fp16", "half": "fp16"}
+    dtype = resolved.precision if said is None else words.get(str(said), str(said))
+    place = settings.place("json.data_types.grad_accum_dtype")
+    if dtype not in ("fp32", "bf16", "fp16"):
+        raise RequestError(
+            f"`data_types.grad_accum_dtype` in {place} is {said!r}", because="DeepSpeed knows no such type"
+        )
+    if stage <= 1 and resolved.precision != "fp32" and dtype == "fp32":
+        settings.deviate(
+            f"evaluated with gradients summed in {resolved.precision}: stage {stage} with fp32 sums is another "
+            "optimizer of DeepSpeed's, of about 4 bytes a parameter more",
+            place,
+        )
+        return resolved.precision
+    return dtype
+
+
+def _offload(settings: Settings, zero: Mapping[str, Any], stage: int) -> tuple[Where, Where, str | None]:
+    """Return the places of optimizer and parameters, and the folder of the optimizer on NVMe."""
+    optimizer = _device(settings, zero, "offload_optimizer", is_old=bool(zero.get("cpu_offload")))
+    parameters = _device(settings, zero, "offload_param", is_old=bool(zero.get("cpu_offload_param")))
+    block = zero.get("offload_optimizer") or {}
+    path = block.get("nvme_path") or (zero.get("offload_param") or {}).get("nvme_path")
+    if optimizer != "none" and stage == 0:
+        settings.deviate("`offload_optimizer` does nothing at stage 0", _at(settings, "offload_optimizer"))
+        optimizer = "none"
+    if parameters != "none" and stage != 3:
+        settings.deviate(f"`offload_param` does nothing at stage {stage}", _at(settings, "offload_param"))
+        parameters = "none"
+    if parameters != "none" and optimizer == "none":
+        settings.deviate(
+            "evaluated with the parameters on the GPUs: frugal moves them only together with the optimizer",
+            _at(settings, "offload_param"),
+        )
+        parameters = "none"
+    if parameters == "nvme":
+        settings.deviate(
+            "evaluated with the parameters in host memory: buffers for NVMe have sizes of their own",
+            _at(settings, "offload_param"),
+        )
+        parameters = "cpu"
+    if optimizer == "nvme" and (stage != 3 or not path):
+        settings.refuse("the optimizer on NVMe needs stage 3 and `nvme_path`", _at(settings, "offload_optimizer"))
+        optimizer = "none"
+    return optimizer, parameters, str(path) if optimizer == "nvme" else None
+
+
+def _device(settings: Settings, zero: Mapping[str, Any], block: str, *, is_old: bool) -> Where:
+    said = (zero.get(block) or {}).get("device", "none")
+    if said in (None, "none", AUTO):
+        return "cpu" if is_old else "none"
+    if said not in ("cpu", "nvme"):
+        raise RequestError(
+            f"`{block}.device` in {_at(settings, block, 'device')} is {said!r}", because="it is cpu, nvme or none"
+        )
+    where: Where = said
+    return where
+
+
+def _at(settings: Settings, *keys: str) -> Place | None:
+    full = [".".join(("json", "zero_optimization", *keys[:n])) for n in range(len(keys), 0, -1)]
+    return settings.place(*full)

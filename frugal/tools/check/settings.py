@@ -1,0 +1,215 @@
+"""The settings of a configuration, with the same names for all tools, and the place of each.
+
+A reader fills `Settings` from one tool's file. Unknown fields are listed (`unknown`); known ones that frugal cannot
+follow are a deviation, or a reason not to check at all (`refusals`).
+"""
+
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass, field
+from typing import Any, Literal
+
+from frugal.config.adapters import Lora
+from frugal.config.optimizers import OptimizerImplementation, OptimizerName
+from frugal.config.request import Precision, Task
+from frugal.errors import RequestError
+from frugal.tools.check.documents.document import Document, Place
+
+Level = Literal["error", "warning", "note"]
+
+AUTO = "auto"
+"""The value in DeepSpeed's JSON that another tool is to fill in."""
+
+
+@dataclass(frozen=True)
+class Finding:
+    """A trap. `rule` names its kind; `error`: the run does not start, or does not train what it seems to."""
+
+    rule: str
+    level: Level
+    text: str
+    place: Place | None = None
+    hint: str = ""
+
+
+@dataclass(frozen=True)
+class Deviation:
+    """A setting that is evaluated differently than written, and the effect of that."""
+
+    text: str
+    place: Place | None = None
+
+
+@dataclass(kw_only=True)
+class Settings:
+    """The settings of a training run. None: not given.
+
+    Attributes:
+        tool: name of the tool that trains.
+        micro_batch: samples of one GPU in one forward.
+        accumulation_steps: forwards for one optimizer step.
+        global_batch: samples of one optimizer step, where it is given itself.
+        gpus: processes of one node.
+        seq_len: tokens of the longest sample.
+        optimizer: the nearest that frugal has; deviations list the differences.
+        activation_checkpointing: whether layers are recomputed.
+        use_reentrant: of torch's activation checkpointing.
+        tiled_loss: the logits are not held whole (Liger, chunked cross entropy).
+        tiled_mlp: layers' MLPs run on a slice of the positions at a time.
+        sequence_parallel: GPUs that share each sample.
+        deepspeed: its JSON as written, with `auto`; None: DeepSpeed is not used.
+        fills_auto: whether the tool replaces `auto` in DeepSpeed's JSON.
+        places: where each of these was read, by name; those of DeepSpeed's JSON as `json.` and their dotted names.
+        raw: further values that a trap asks for, by the tool's own names.
+    """
+
+    tool: str = ""
+    model: str | None = None
+    task: Task | None = None
+    seq_len: int | None = None
+    micro_batch: int | None = None
+    accumulation_steps: int | None = None
+    global_batch: int | None = None
+    gpus: int | None = None
+    nodes: int | None = None
+    precision: Precision | None = None
+    optimizer: OptimizerName | None = None
+    optimizer_implementation: OptimizerImplementation | None = None
+    momentum: float | None = None
+    learning_rate: float | None = None
+    weight_decay: float | None = None
+    gradient_clipping: float | None = None
+    lora: Lora | None = None
+    quantize: str | None = None
+    activation_checkpointing: bool = False
+    use_reentrant: bool | None = None
+    use_cache: bool | None = None
+    packing: bool = False
+    packs_apart: bool | None = None
+    tiled_loss: bool = False
+    tiled_mlp: bool = False
+    sequence_parallel: int = 1
+    expandable_segments: bool | None = None
+    deepspeed: Mapping[str, Any] | None = None
+    fills_auto: bool = False
+    raw: dict[str, Any] = field(default_factory=dict)
+    places: dict[str, Place] = field(default_factory=dict)
+    deviations: list[Deviation] = field(default_factory=list)
+    refusals: list[Deviation] = field(default_factory=list)
+    findings: list[Finding] = field(default_factory=list)
+    unknown: list[Place] = field(default_factory=list)
+
+    def place(self, *names: str) -> Place | None:
+        """Return the place of the first of these settings that was read."""
+        return next((self.places[name] for name in names if name in self.places), None)
+
+    def deviate(self, text: str, place: Place | None = None) -> None:
+        """Note a setting that is evaluated differently than written."""
+        self.deviations.append(Deviation(text, place))
+
+    def refuse(self, text: str, place: Place | None = None) -> None:
+        """Note why memory cannot be checked."""
+        self.refusals.append(Deviation(text, place))
+
+
+class Fields:
+    """The values of one document. Fields that are asked for count as known.
+
+    Raises, everywhere:
+        RequestError: a value is of the wrong kind; the message has its place.
+    """
+
+    def __init__(self, document: Document, settings: Settings, prefix: tuple[str, ...] = ()) -> None:
+        self.document = document
+        self.settings = settings
+        self._prefix = prefix
+        self._content: Mapping[str, Any] = document.content
+        for key in prefix:
+            inside = self._content.get(key) or {}
+            if not isinstance(inside, dict):
+                raise RequestError(
+                    f"`{key}` in {document.place(*prefix)} is {inside!r}", because="it must be a mapping"
+                )
+            self._content = inside
+        self._asked: set[str] = set()
+
+    def __contains__(self, key: str) -> bool:
+        return self._content.get(key) is not None
+
+    def place(self, key: str) -> Place:
+        """Return the place of a key."""
+        return self.document.place(*self._prefix, key)
+
+    def value(self, *keys: str, of: str | None = None) -> Any:
+        """Return the first of `keys` that is present; None if none is. `of`: the setting whose place this is."""
+        self._asked |= set(keys)
+        for key in keys:
+            value = self._content.get(key)
+            if value is not None:
+                if of is not None:
+                    self.settings.places[of] = self.place(key)
+                return value
+        return None
+
+    def whole(self, *keys: str, of: str | None = None) -> int | None:
+        """Return a whole number, which may be given as text."""
+        return self._number("a whole number", _whole, keys, of)
+
+    def number(self, *keys: str, of: str | None = None) -> float | None:
+        """Return a number, which may be given as text: YAML 1.1 reads `2e-5` as text."""
+        return self._number("a number", float, keys, of)
+
+    def text(self, *keys: str, of: str | None = None) -> str | None:
+        """Return a value as text."""
+        value = self.value(*keys, of=of)
+        return None if value is None else str(value)
+
+    def flag(self, *keys: str, of: str | None = None) -> bool | None:
+        """Return true or false, which may be given as text, as on a command line."""
+        value = self.value(*keys, of=of)
+        if value is None or isinstance(value, bool):
+            return value
+        if str(value).lower() in ("true", "yes", "1", "false", "no", "0"):
+            return str(value).lower() in ("true", "yes", "1")
+        raise self._wrong(keys, value, "true or false")
+
+    def names(self, *keys: str, of: str | None = None) -> list[str]:
+        """Return a list of names, which may be one text with commas or spaces between them."""
+        value = self.value(*keys, of=of)
+        if isinstance(value, str):
+            return value.replace(",", " ").split()
+        if value is not None and not isinstance(value, list):
+            raise self._wrong(keys, value, "a list of names")
+        return [str(name) for name in value or ()]
+
+    def _number(self, kind: str, read: Callable[[Any], Any], keys: tuple[str, ...], of: str | None) -> Any:
+        value = self.value(*keys, of=of)
+        if value is None:
+            return None
+        try:
+            if isinstance(value, bool | list | dict):
+                raise ValueError
+            return read(value)
+        except (ValueError, OverflowError):
+            raise self._wrong(keys, value, kind) from None
+
+    def _wrong(self, keys: tuple[str, ...], value: Any, must_be: str) -> RequestError:
+        key = next(key for key in keys if self._content.get(key) is not None)
+        return RequestError(f"`{key}` in {self.place(key)} is {value!r}", because=f"it must be {must_be}")
+
+    def known(self, *keys: str) -> None:
+        """Mark fields as known: they change no memory, or are read elsewhere."""
+        self._asked |= set(keys)
+
+    def list_unknown(self, no_effect: Iterable[str] = ()) -> None:
+        """Add the fields that nothing has asked for to `settings.unknown`."""
+        known = self._asked | set(no_effect)
+        self.settings.unknown += [
+            self.place(key) for key in self._content if key not in known and not key.startswith("(")
+        ]
+
+
+def _whole(value: Any) -> int:
+    number = float(value)
+    if number != int(number):
+        raise ValueError
+    return int(number)

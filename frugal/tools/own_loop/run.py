@@ -1,0 +1,154 @@
+"""The dry run of a user's own step: its memory on a card that is not there, with or without DeepSpeed."""
+
+import gc
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, fields
+from typing import Any
+
+import torch
+from torch import nn
+
+from frugal.config.hardware.cluster import ASSUMED_CAPABILITY, Cluster, Device
+from frugal.config.schema import understand
+from frugal.deepspeed_adapter import stages
+from frugal.deepspeed_adapter.simulate.fake_device import pretend
+from frugal.dryrun.compare import predicted
+from frugal.dryrun.figures import Figures
+from frugal.dryrun.messages import DryRun
+from frugal.dryrun.trace.cuda_kernels import kernels_of
+from frugal.dryrun.trace.recorder import not_collected
+from frugal.planning.memory.timeline import FORWARD
+from frugal.tools.own_loop.card import pretended_card
+from frugal.tools.own_loop.script import Script
+from frugal.tools.own_loop.tracker import LoopTracker, kept_by_model, kept_by_optimizer
+
+NUM_STEPS = 2
+"""Steps of a dry run: the first makes gradients and states, the second is as all later ones."""
+
+MAX_RANKS = 3
+"""Ranks that are dry-run of a larger world: the first, the last, and one in between."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class LoopFigures(Figures):
+    """The figures of a user's own loop. Everything is in bytes.
+
+    Attributes:
+        notes: assumptions about data.
+    """
+
+    notes: tuple[str, ...] = ()
+
+
+def dry_run(
+    step: Callable[..., Any],
+    *,
+    gpu: str | None = None,
+    mem: str | None = None,
+    gpus: int = 1,
+    steps: int = NUM_STEPS,
+    expandable_segments: bool = False,
+    **parts: Any,
+) -> LoopFigures:
+    """Return the memory of `step` on a GPU, from a dry run on tensors without storage. No GPU is needed.
+
+    `parts` has for each parameter of `step` a function that makes it, or the value itself: `model=...`,
+    `optimizer=...`, `batch=...`. Functions may take other parts by name. All are called on the pretended card, where
+    `cuda` works as on a GPU; `batch` is called anew before every step.
+
+    Args:
+        step: one optimizer step of yours.
+        gpu: a card, such as `rtx3060-12g`; see `frugal plan --help`.
+        mem: its memory, such as `12G`, if it is not the card's own.
+        gpus: the world size that DeepSpeed is to see.
+        steps: how often `step` is called. Two show the peak of all later ones: optimizer states exist in the second.
+        expandable_segments: whether `PYTORCH_ALLOC_CONF` is to say `expandable_segments:True`.
+        parts: the arguments of `step`, by name.
+
+    Raises:
+        RequestError: a part is missing, or the step cannot be dry-run.
+    """
+    settings: dict[str, Any] = {"gpus": gpus, "gpu": gpu, "mem": mem, "model": "gpt2"}
+    if gpu is None and mem is None:
+        settings["mem"] = "80G"
+    _, cluster, _ = understand({name: value for name, value in settings.items() if value is not None})
+    name = getattr(step, "__module__", None) or "the script"
+    runs = dry_runs(lambda: Script(name, step, parts), cluster, steps)
+    return loop_figures(runs, cluster, expandable_segments=expandable_segments)
+
+
+def loop_figures(runs: list[DryRun], cluster: Cluster, *, expandable_segments: bool = False) -> LoopFigures:
+    """Return the fullest rank's figures and the assumptions."""
+    result = predicted(runs, cluster, expandable_segments=expandable_segments)
+    notes = tuple(dict.fromkeys(note for each in runs for note in each.notes))
+    return LoopFigures(**{field.name: getattr(result, field.name) for field in fields(result)}, notes=notes)
+
+
+def dry_runs(load: Callable[[], Script], cluster: Cluster, num_steps: int) -> list[DryRun]:
+    """Dry-run the ranks that may be the fullest. `load` is called for each, on the pretended card."""
+    world_size = cluster.world_size
+    ranks = range(world_size) if world_size <= MAX_RANKS else (0, world_size // 2, world_size - 1)
+    device = min(cluster.devices, key=lambda device: device.usable_bytes)
+    return [_dry_run(load, device, rank, world_size, num_steps) for rank in ranks]
+
+
+def _dry_run(load: Callable[[], Script], device: Device, rank: int, world_size: int, num_steps: int) -> DryRun:
+    tracker = LoopTracker(_capability(device), device.resident_threads)
+    card = pretended_card(tracker, name=device.name, total_bytes=device.memory_bytes, capability=_capability(device))
+    with (
+        pretend(
+            rank=rank,
+            world_size=world_size,
+            side_stream=tracker.side_stream,
+            pinning=tracker.host.pinning,
+            empty_cache=tracker.empty_cache,
+        ),
+        kernels_of("cuda", tracker.capability),
+        not_collected(),
+        card,
+    ):
+        script = load()
+        for part in _each(script.prepare()):
+            _follow(tracker, part)
+        script.run(num_steps, before_each=lambda: _begin(tracker), batching=tracker.on_host)
+        tracker.mark(FORWARD)
+        result = DryRun(
+            timeline=tracker.timeline(),
+            micro_batch=1,
+            host_bytes=tracker.host.peak_bytes,
+            notes=tracker.notes,
+            counts=tracker.counts,
+        )
+        del script, part
+    gc.collect()
+    return result
+
+
+def _begin(tracker: LoopTracker) -> None:
+    gc.collect()
+    tracker.mark(FORWARD)
+
+
+def _each(parts: Any) -> Iterator[Any]:
+    """Yield the parts, and the items of lists and dictionaries among them."""
+    if isinstance(parts, dict):
+        parts = list(parts.values())
+    if isinstance(parts, (list, tuple)):
+        for part in parts:
+            yield from _each(part)
+    else:
+        yield parts
+
+
+def _follow(tracker: LoopTracker, part: Any) -> None:
+    """Let the tracker know the purpose of a part's tensors."""
+    if isinstance(part, nn.Module):
+        tracker.follow(part)
+        tracker.overlaps |= stages.overlaps(part)
+        tracker.keep(lambda: stages.kept_by(part) or kept_by_model(part))
+    elif isinstance(part, torch.optim.Optimizer):
+        tracker.keep(lambda: kept_by_optimizer(part))
+
+
+def _capability(device: Device) -> tuple[int, int]:
+    return device.compute_capability or ASSUMED_CAPABILITY

@@ -1,0 +1,179 @@
+"""A user's script: its step, and functions for the step's parameters, found by name.
+
+    def model(): ...                            # made once, before the first step
+    def optimizer(model): ...                   # parts may take parts
+    def batch(): ...                            # made anew before every step
+    def step(model, optimizer, batch): ...
+
+A part is a function, which is called, or any other value, which is used directly. Only the script itself moves tensors
+to the card. Everything runs as it would in a loop
+
+    for batch in ...:
+        step(model, optimizer, batch)
+
+so the batch before lives until the next is made, and nothing holds the result of a step.
+"""
+
+import inspect
+import traceback
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from pathlib import Path
+from typing import Any
+
+from torch import nn
+
+from frugal.dryrun.trace.recorder import package_folder
+from frugal.errors import FrugalError, RequestError, first_line
+from frugal.models import factories
+from frugal.tools.own_loop.card import ValuesNeededError
+
+BATCH = "batch"  # the one part that is made for every step
+
+Guard = Callable[[], AbstractContextManager[Any]]
+
+
+class Script:
+    """A step and the parts that it takes."""
+
+    def __init__(self, name: str, step: Callable[..., Any], parts: Mapping[str, Any]) -> None:
+        """Make a script. `name`: shown in messages. `parts`: the function or value for each part, by name; may have
+        more."""
+        self.name = name
+        self._step = step
+        self._parts = parts
+        self._made: dict[str, Any] = {}
+        self._making: list[str] = []
+
+    @classmethod
+    def load(cls, reference: str) -> "Script":
+        """Import the script of `FILE.py:STEP`.
+
+        Raises:
+            RequestError: it cannot be imported.
+        """
+        step = factories.import_callable(reference)
+        return cls(Path(reference.rpartition(":")[0]).name, step, inspect.unwrap(step).__globals__)
+
+    def prepare(self) -> dict[str, Any]:
+        """Make and return every part but the batch.
+
+        Raises:
+            RequestError: one is missing, or cannot be made.
+        """
+        for name in self._wanted(self._step):
+            if name != BATCH:
+                self._part(name)
+        if BATCH in self._wanted(self._step) and BATCH not in self._parts:
+            raise self._missing(BATCH)
+        return self._made
+
+    def run(
+        self, num_steps: int, before_each: Callable[[], None] = lambda: None, batching: Guard = nullcontext
+    ) -> None:
+        """Run all steps. `batching`: a context in which batches are made."""
+        takes_batch = BATCH in self._wanted(self._step)
+        for _ in range(num_steps):
+            before_each()
+            if takes_batch:
+                with batching():
+                    made = self._make(BATCH)
+                self._made[BATCH] = made
+                del made
+            arguments = {name: self._made[name] for name in self._wanted(self._step)}
+            with failures(self.name, getattr(self._step, "__name__", "step")):
+                self._step(**arguments)
+            del arguments
+
+    def _part(self, name: str) -> Any:
+        if name not in self._made:
+            self._made[name] = self._make(name)
+        return self._made[name]
+
+    def _make(self, name: str) -> Any:
+        if name not in self._parts:
+            raise self._missing(name)
+        part = self._parts[name]
+        if isinstance(part, nn.Module) or not (inspect.isroutine(part) or inspect.isclass(part)):
+            return part
+        if name in self._making:
+            circle = " -> ".join((*self._making[self._making.index(name) :], name))
+            raise RequestError(f"the parts of {self.name} need each other in a circle", because=circle)
+        self._making.append(name)
+        try:
+            arguments = {each: self._part(each) for each in self._wanted(part)}
+            with failures(self.name, name):
+                return part(**arguments)
+        finally:
+            self._making.pop()
+
+    def _wanted(self, function: Callable[..., Any]) -> list[str]:
+        """Return the names of a function's parameters without a default."""
+        kinds = (inspect.Parameter.POSITIONAL_OR_KEYWORD, inspect.Parameter.KEYWORD_ONLY)
+        return [
+            parameter.name
+            for parameter in inspect.signature(function).parameters.values()
+            if parameter.kind in kinds and parameter.default is inspect.Parameter.empty
+        ]
+
+    def _missing(self, name: str) -> RequestError:
+        takers = [self._step, *(part for key, part in self._parts.items() if key in self._making and callable(part))]
+        taker = next(each for each in reversed(takers) if name in self._wanted(each))
+        wanted = ", ".join(self._wanted(taker))
+        return RequestError(
+            f"{self.name} has no `{name}`",
+            because=f"`{getattr(taker, '__name__', 'step')}({wanted})` takes it",
+            hint=f"define `def {name}(): ...`, which returns it, or give the parameter a default",
+        )
+
+
+_NO_VALUES = ("meta tensor", "Meta tensor", "meta device", "register_meta", "no data")
+_VALUES_HINT = (
+    "a dry run knows shapes, not values: `.item()` is answered; leave `.tolist()` and code that depends on it out of "
+    "the step, or run it on the host with the batch"
+)
+_OURS = (AssertionError, AttributeError, KeyError, NameError, TypeError)
+_SHOWN_FRAMES = 3
+
+
+@contextmanager
+def failures(script: str, part: str) -> Iterator[None]:
+    """Turn errors of a user's code inside the `with` block into one message with the lines that failed.
+
+    Raises:
+        RequestError: it failed. Errors that are our bug pass unchanged.
+    """
+    try:
+        yield
+    except FrugalError:
+        raise
+    except (Exception, SystemExit) as error:  # a user's script may raise anything, and scripts like to exit
+        frames = traceback.extract_tb(error.__traceback__)
+        if isinstance(error, _OURS) and Path(frames[-1].filename).is_relative_to(package_folder("frugal") / "dryrun"):
+            raise
+        because = [first_line(error), *_lines_of(frames)]
+        raise RequestError(f"`{part}` of {script} fails in a dry run", because=because, hint=_hint(error)) from None
+
+
+def _hint(error: BaseException) -> str | None:
+    text = str(error)
+    if isinstance(error, (ValuesNeededError, NotImplementedError)) or any(words in text for words in _NO_VALUES):
+        return _VALUES_HINT
+    if "on the same device" in text:
+        return "a dry run moves nothing automatically: move the model and the batch to the card, as on a GPU"
+    if "not compiled with CUDA" in text:
+        return "this name of torch.cuda is not available in a dry run: leave it out of the step"
+    return None
+
+
+def _lines_of(frames: list[traceback.FrameSummary]) -> list[str]:
+    """Return the innermost lines of the user's own code."""
+    packages = [package_folder(name) for name in ("torch", "frugal", "deepspeed", "transformers")]
+    own = [
+        frame
+        for frame in frames
+        if not any(Path(frame.filename).is_relative_to(folder) for folder in packages)
+        and not frame.filename.startswith("<")
+        and "site-packages" not in frame.filename
+    ]
+    return [f"{Path(each.filename).name}, line {each.lineno}, runs `{each.line}`" for each in own[-_SHOWN_FRAMES:]]

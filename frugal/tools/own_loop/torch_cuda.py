@@ -1,0 +1,108 @@
+"""`torch.cuda` for a script on a pretended card: fixed answers that need no driver.
+
+Other names stay torch's own, which fail on a build without CUDA.
+"""
+
+import sys
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager
+from types import SimpleNamespace
+from typing import Any
+from unittest.mock import patch
+
+import torch
+
+from frugal.tools.own_loop.tracker import LoopTracker, asks_for_deepspeed
+
+SIDE_STREAMS = "work on side streams is counted as if all of it were on one"
+COMPILED = "torch.compile is counted as eager: compiled kernels may take less"
+
+
+class PretendedStream:
+    """A CUDA stream, or an event on one, that never waits."""
+
+    cuda_stream = 0
+    device_index = 0
+
+    def __init__(self, *_: Any, **__: Any) -> None:
+        self.device = torch.device("cuda", 0)
+
+    def __enter__(self) -> "PretendedStream":
+        return self
+
+    def __exit__(self, *_: Any) -> None:
+        return None
+
+    def elapsed_time(self, _end: Any) -> float:
+        """Return milliseconds."""
+        return 1.0
+
+    def query(self) -> bool:
+        """Return True: all work is done."""
+        return True
+
+    def _nothing(self, *_: Any, **__: Any) -> None:
+        return None
+
+    record = wait = synchronize = wait_event = wait_stream = _nothing
+
+    def record_event(self, event: Any = None) -> Any:
+        """Return an event."""
+        return event or PretendedStream()
+
+
+def answers(tracker: LoopTracker, *, name: str, total_bytes: int, capability: tuple[int, int]) -> dict[str, Any]:
+    """Return replacements for names of `torch.cuda`."""
+    base = {"allocated": 0, "reserved": 0}  # events from which peaks count are not kept: peaks are those of all
+
+    def free_and_total(*_: Any) -> tuple[int, int]:
+        return total_bytes - tracker.replays().under().peak_reserved_bytes, total_bytes
+
+    properties = SimpleNamespace(
+        name=name, total_memory=total_bytes, major=capability[0], minor=capability[1], multi_processor_count=108,
+        gcnArchName="", warp_size=32, max_threads_per_multi_processor=2048, regs_per_multiprocessor=65536,
+    )  # fmt: skip
+    constant: dict[str, Any] = {
+        "is_available": True, "is_initialized": True, "device_count": 1, "current_device": 0, "get_device_name": name,
+        "get_device_capability": capability, "get_device_properties": properties,
+        "is_bf16_supported": capability >= (8, 0), "init": None, "synchronize": None, "set_device": None,
+        "ipc_collect": None, "manual_seed": None, "manual_seed_all": None, "seed": None,
+        "reset_peak_memory_stats": None, "reset_max_memory_allocated": None, "set_per_process_memory_fraction": None,
+        "reset_accumulated_memory_stats": None, "memory_summary": "", "get_arch_list": ["sm_80", "sm_90"],
+        "utilization": 0, "memory_stats": base, "set_rng_state": None, "_lazy_init": None, "set_stream": None,
+        "is_current_stream_capturing": False, "can_device_access_peer": False, "mem_get_info": None,
+    }  # fmt: skip
+    table: dict[str, Any] = {key: _always(value) for key, value in constant.items()}
+    table |= {
+        "mem_get_info": free_and_total,
+        "empty_cache": tracker.empty_cache,
+        "memory_allocated": lambda *_: tracker.allocated_bytes,
+        "max_memory_allocated": lambda *_: tracker.replays().under().peak_allocated_bytes,
+        "memory_reserved": lambda *_: tracker.replays().under().peak_reserved_bytes,
+        "max_memory_reserved": lambda *_: tracker.replays().under().peak_reserved_bytes,
+        "get_rng_state": lambda *_: torch.zeros(16, dtype=torch.uint8),
+        "Stream": PretendedStream, "Event": PretendedStream, "device": PretendedStream, "stream": PretendedStream,
+        "current_stream": PretendedStream, "default_stream": PretendedStream,
+    }  # fmt: skip
+    return table
+
+
+def _always(value: Any) -> Callable[..., Any]:
+    return lambda *_, **__: value
+
+
+@contextmanager
+def on_pretended_card(table: dict[str, Any], note: Callable[[str], None]) -> Iterator[None]:
+    """Replace names of `torch.cuda` by those in `table` inside the `with` block, and compile nothing."""
+
+    def compile_nothing(model: Any = None, **_: Any) -> Any:
+        if not asks_for_deepspeed(sys._getframe(1)):  # which compiles small functions of its own
+            note(COMPILED)
+        return model if model is not None else lambda function: function
+
+    with ExitStack() as stack:
+        for name, value in table.items():
+            stack.enter_context(patch.object(torch.cuda, name, value))
+        stack.enter_context(patch.object(torch, "compile", compile_nothing))
+        stack.enter_context(patch.object(torch.nn.Module, "compile", lambda *_, **__: note(COMPILED)))
+        yield

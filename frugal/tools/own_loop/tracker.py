@@ -1,0 +1,305 @@
+"""The recording of a user's own loop: tensors on the card, on the host and on neither, and the loop's phases.
+
+The phases are the loop's own:
+
+| phase          | begins with                                                                      |
+|----------------|----------------------------------------------------------------------------------|
+| initialisation | the script                                                                       |
+| forward        | a call of the step; a model's forward with gradients, after a backward           |
+| backward       | `backward()`                                                                     |
+| optimizer step | the end of `backward()`: unscaling, clipping, the optimizer, `zero_grad()`       |
+
+Tensors on torch's own meta device, on which models are built without memory, are distinguished from those on the
+card: both are meta tensors here.
+"""
+
+import sys
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from pathlib import Path
+from types import FrameType
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from frugal import torch_internals
+from frugal.config.hardware.cluster import kernel_class
+from frugal.dryrun.trace import operators
+from frugal.dryrun.trace.recorder import DEEPSPEED, Shapes, Tracker, asker, package_folder
+from frugal.planning.memory import workspaces
+from frugal.planning.memory.allocator import Replays
+from frugal.planning.memory.timeline import (
+    BACKWARD,
+    FORWARD,
+    GRADIENTS,
+    OPTIMIZER,
+    OPTIMIZER_STEP,
+    PARAMETERS,
+    TEMPORARY,
+)
+from frugal.tools.own_loop.kernels import cublas_workspace, kernel_workspace
+from frugal.torch_internals import tensors_in
+
+aten = torch.ops.aten
+
+VALUES_ARE_ZERO = "values are copied from the card to the host: counted as if they were zero"
+
+_UNSCALING = {
+    aten._amp_foreach_non_finite_check_and_unscale_.default: lambda *_: None,
+    aten._amp_update_scale_.default: lambda scale, *_: scale,
+}
+"""`GradScaler`'s operators: they work in place, and have no kernels on meta."""
+
+_BETWEEN_DEVICES = {aten.copy_.default, aten._to_copy.default, aten.index.Tensor, aten.index_put_.default}
+_GRAD_SCALER = Path(torch.amp.grad_scaler.__file__)
+_PACKAGE_OF: dict[Any, str] = {}
+
+Kept = Callable[[], Iterable[tuple[Tensor, int]]]
+
+
+def is_deepspeed(frame: FrameType) -> bool:
+    """Return whether a frame runs DeepSpeed's code, for which the card is a meta device."""
+    return _package_of(frame) == "deepspeed"
+
+
+def asks_for_deepspeed(frame: FrameType | None) -> bool:
+    """Return whether DeepSpeed runs a frame, directly or through torch and transformers, as in `Module.to`."""
+    while frame is not None and _package_of(frame) in ("torch", "transformers", "frugal"):
+        frame = frame.f_back
+    return frame is not None and is_deepspeed(frame)
+
+
+def _package_of(frame: FrameType) -> str:
+    """Return the package of a frame's code, if it matters here; empty for others, such as a script."""
+    code = frame.f_code
+    if code not in _PACKAGE_OF:
+        file = Path(code.co_filename)
+        packages = ("deepspeed", "torch", "transformers", "frugal")
+        _PACKAGE_OF[code] = next((name for name in packages if file.is_relative_to(package_folder(name))), "")
+    return _PACKAGE_OF[code]
+
+
+class LoopTracker(Tracker):
+    """A tracker of a user's loop instead of frugal's own step."""
+
+    def __init__(self, capability: tuple[int, int], resident_threads: int = 0) -> None:
+        """Make a tracker for a card. `capability` decides cuBLAS's workspaces; `resident_threads`: see `Tracker`."""
+        super().__init__("cuda", capability=kernel_class(capability), resident_threads=resident_threads)
+        self._building = False
+        self._alone = True
+        self._capability = capability
+        self._elsewhere: set[int] = set()  # addresses of storages on torch's own meta device
+        self._is_elsewhere = False
+        self._host_runs = False  # whether operators on the host really run, however large
+        self._in_backward = False
+        self._has_workspace: set[bool] = set()  # for threads: autograd's has a cuBLAS handle of its own
+        self._kept: list[Kept] = []
+        self._models: list[nn.Module] = []
+        self.overlaps = False  # whether DeepSpeed's engine has a stream of its own for gradients
+
+    # Where tensors are
+
+    def is_on_card(self, tensor: Tensor) -> bool:
+        """Return whether a tensor is on the card, not on torch's own meta device. No function mode may be active."""
+        return tensor.is_meta and torch_internals.address(tensor) not in self._elsewhere
+
+    @contextmanager
+    def elsewhere(self) -> Iterator[None]:
+        """Count meta tensors that are made inside the `with` block as not on the card."""
+        before, self._is_elsewhere = self._is_elsewhere, True
+        try:
+            yield
+        finally:
+            self._is_elsewhere = before
+
+    @contextmanager
+    def on_host(self) -> Iterator[None]:
+        """Run operators on the host for real inside the `with` block, such as those that make a batch from data."""
+        self._host_runs = True
+        try:
+            yield
+        finally:
+            self._host_runs = False
+
+    def born(self, address: int, size_bytes: int, tensor: Tensor, operator: Any) -> None:
+        """Record a new storage, unless it is on torch's own meta device."""
+        if self._is_elsewhere and tensor.is_meta:
+            self._elsewhere.add(address)
+        else:
+            super().born(address, size_bytes, tensor, operator)
+
+    def died(self, address: int, size_bytes: int) -> None:
+        """Record the end of a storage."""
+        if address in self._elsewhere:
+            self._elsewhere.discard(address)
+        else:
+            super().died(address, size_bytes)
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None) -> Any:
+        """Run one operator. Results of tensors that are not on the card are not on it either."""
+        with torch_internals.without_functions():
+            if func is aten.lift_fresh.default:  # `torch.tensor(..., device="cuda")`
+                self.hold(args)
+            inputs = [tensor for tensor in tensors_in(args) if tensor.is_meta] if self._elsewhere else []
+            if not self._is_elsewhere and inputs and not any(map(self.is_on_card, inputs)):
+                with self.elsewhere():
+                    return super().__torch_dispatch__(func, types, args, kwargs)
+            inside = kernel_workspace(func, args)
+            index = self._record(inside, TEMPORARY, func) if inside else None
+            out = super().__torch_dispatch__(func, types, args, kwargs)
+            if index is not None:
+                self._timeline.events.append(index)
+            if (workspace := cublas_workspace(func, self._capability)) and self._in_backward not in self._has_workspace:
+                self._has_workspace.add(self._in_backward)
+                self._record(workspace, TEMPORARY, workspaces.WORKSPACE)
+            return out
+
+    def side_stream(self, name: str) -> AbstractContextManager[Any]:
+        """Return a context for a stream that DeepSpeed names, which may be the computing one."""
+        return self.side_streams.at_work(name) if self.overlaps else nullcontext()
+
+    # Operators
+
+    def execute(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """Return the operator's result."""
+        if (unscaling := _UNSCALING.get(func)) is not None:
+            return unscaling(*args)
+        if self._host_runs and not any(tensor.is_meta for tensor in tensors_in((*args, *kwargs.values()))):
+            target = kwargs.get("device")
+            if target is None or torch.device(target).type == "cpu":
+                return func(*args, **kwargs)
+        self._refuse_two_devices(func, args)
+        if (
+            func is aten._to_copy.default
+            and args[0].is_meta
+            and torch.device(kwargs.get("device") or "meta").type == "cpu"
+        ):
+            return self._copied_to_host(func, args, kwargs)
+        out = super().execute(func, args, kwargs)
+        if func is aten.native_dropout.default:
+            self._see(out[1], func, args)  # CUDA makes the mask first (Dropout.cu)
+        if self._own_metadata and asker(sys._getframe()) != DEEPSPEED:
+            self._own_metadata = False
+        return out
+
+    def _copied_to_host(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Tensor:
+        copied: Tensor = super().execute(func, args, kwargs)
+        if not operators.is_untouched(copied):
+            copied.zero_()
+        if asker(sys._getframe()) != DEEPSPEED:
+            self._assume(VALUES_ARE_ZERO)
+        return copied
+
+    def _refuse_two_devices(self, func: Any, args: tuple[Any, ...]) -> None:
+        """Raise as CUDA does for tensors on two devices. Single numbers may come from the host."""
+        if func in _BETWEEN_DEVICES or func in _UNSCALING:
+            return
+        tensors = list(tensors_in(args))
+        if len(tensors) > 1 and any(t.is_meta for t in tensors) and any(t.dim() and not t.is_meta for t in tensors):
+            raise RuntimeError(
+                "Expected all tensors to be on the same device, but found at least two devices, cuda:0 and cpu! "
+                f"({torch_internals.packet(func)})"
+            )
+
+    def _scalar(self, tensor: Tensor) -> bool | int | float:
+        """Answer as `Tracker`, but report no infinite gradient to `GradScaler`, which reads a float."""
+        if tensor.dtype.is_floating_point and _asks(_GRAD_SCALER, sys._getframe(1)):
+            return 0.0
+        return super()._scalar(tensor)
+
+    # Phases
+
+    def keep(self, kept: Kept) -> None:
+        """Add a function that yields tensors with their categories."""
+        self._kept.append(kept)
+
+    def follow(self, model: nn.Module) -> None:
+        """Name a model's modules in the recording, and recognise its gradients and logits by shape. Its forward ends an
+        optimizer step."""
+        self._models.append(model)
+        self.watch(model)
+        if len(self._models) > 1:  # the shapes of all of them
+            assert self._shapes is not None
+            for each in map(Shapes, self._models):
+                self._shapes.parameters |= each.parameters
+                self._shapes.vocabulary = self._shapes.vocabulary or each.vocabulary
+
+    def _enter(self, name: str) -> None:
+        if not self._in_backward and self.phase == OPTIMIZER_STEP and torch.is_grad_enabled():
+            self.mark(FORWARD)
+        super()._enter(name)
+
+    @contextmanager
+    def backward(self) -> Iterator[None]:
+        """Mark the backward pass, which autograd runs inside the `with` block."""
+        if self._in_backward:  # within another one
+            yield
+            return
+        self.mark(BACKWARD)
+        self._in_backward = True
+        try:
+            yield
+        finally:
+            self._in_backward = False
+            self.mark(OPTIMIZER_STEP)
+
+    def mark(self, phase: str) -> None:
+        """Begin `phase`, and relabel live tensors by their purpose."""
+        with torch_internals.without_functions():
+            self.relabel(pair for kept in self._kept for pair in kept())
+        if phase != self.phase:
+            super().mark(phase)
+
+    def note(self, what: str) -> None:
+        """Note an assumption."""
+        self._assumptions.setdefault(what, "")
+
+    # Questions of the script to the card
+
+    def empty_cache(self, *_: Any) -> None:
+        """Record `torch.cuda.empty_cache`."""
+        self._timeline.empty_cache()
+
+    @property
+    def allocated_bytes(self) -> int:
+        """Return `torch.cuda.memory_allocated`."""
+        return sum(-(-self._timeline.fixed[index] // 512) * 512 for index in self._storage.values())
+
+    def replays(self) -> Replays:
+        """Return replays of the allocator, with everything until now."""
+        timeline = self.timeline()
+        return Replays(timeline.fixed, timeline.events, timeline.empties)
+
+
+def kept_by_model(model: nn.Module) -> Iterator[tuple[Tensor, int]]:
+    """Yield a model's parameters, their gradients and its buffers, with categories."""
+    for parameter in model.parameters():
+        yield parameter.data, PARAMETERS
+        if parameter.grad is not None:
+            yield parameter.grad, GRADIENTS
+    for buffer in model.buffers():
+        yield buffer, PARAMETERS
+
+
+def kept_by_optimizer(optimizer: torch.optim.Optimizer) -> Iterator[tuple[Tensor, int]]:
+    """Yield an optimizer's parameters, their gradients and its states, with categories."""
+    for group in optimizer.param_groups:
+        for parameter in group["params"]:
+            yield parameter.data, PARAMETERS
+            if parameter.grad is not None:
+                yield parameter.grad, GRADIENTS
+    for state in optimizer.state.values():
+        if isinstance(state, dict):
+            yield from ((value, OPTIMIZER) for value in state.values() if isinstance(value, Tensor))
+
+
+def _asks(file: Path, frame: FrameType | None) -> bool:
+    """Return whether code of `file` runs a frame, directly or through torch."""
+    while frame is not None and Path(frame.f_code.co_filename) != file:
+        if not Path(frame.f_code.co_filename).is_relative_to(package_folder("torch")) and not Path(
+            frame.f_code.co_filename
+        ).is_relative_to(package_folder("frugal")):
+            return False
+        frame = frame.f_back
+    return frame is not None

@@ -1,1 +1,0 @@
-"""Losses beyond the cross entropy of logits, predictions for metrics, and evaluation."""

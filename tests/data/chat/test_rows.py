@@ -1,0 +1,156 @@
+"""Prompts, instructions and tokens: what is trained on, and what rows are."""
+
+import json
+from pathlib import Path
+from typing import Any, get_args
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from bench.training import chat_tokenizers as tokenizers
+from frugal.config.run_settings import Format
+from frugal.data.chat import formats
+from frugal.data.rows import BadRow, Columns
+from tests.data.chat.test_chats import CHAT, load_rows, stretches, text  # noqa: F401  # a fixture
+from tests.engine.corpora import Load, refusal
+
+KEYS = [
+    "messages", "conversations", "prompt", "completion", "instruction", "input", "output", "input_ids", "labels",
+    "attention_mask", "completion_mask", "role", "content", "from", "value", "weight", "tool_calls", "function", "name",
+    "arguments", "tools", "system", "type", "text", "chat_template_kwargs",
+]  # fmt: skip
+
+
+def test_a_completion_is_trained_on_with_its_end(load_rows: Any) -> None:  # noqa: F811
+    corpus = load_rows({"prompt": "What is the capital?", "completion": " Paris."})
+    assert text(corpus) == "What is the capital? Paris.<|endoftext|>"
+    assert stretches(corpus) == [" Paris.<|endoftext|>"]
+    assert corpus.report.merged_rows == 0
+
+
+def test_a_text_begins_once_where_the_tokenizer_begins_texts(load_rows: Any) -> None:  # noqa: F811
+    tokenizer = tokenizers.llama()
+    for prompt in ("What?", "<|begin|>What?"):
+        corpus = load_rows({"prompt": prompt, "completion": " Paris.<|eot_id|>"}, tokenizer=tokenizer)
+        assert text(corpus, tokenizer) == "<|begin|>What? Paris.<|eot_id|>"
+        assert stretches(corpus, tokenizer) == [" Paris.<|eot_id|>"]
+    corpus = load_rows({"text": "<|begin|>What? Paris.<|eot_id|>"}, {"text": "What? Paris."}, tokenizer=tokenizer)
+    assert corpus.train[0]["input_ids"].tolist() == corpus.train[1]["input_ids"].tolist()
+
+
+def test_a_token_that_reaches_into_the_completion_is_trained_on_and_counted(load_rows: Any) -> None:  # noqa: F811
+    corpus = load_rows({"prompt": "What is the cap", "completion": "ital of France?"})
+    assert corpus.report.merged_rows == 1
+    assert stretches(corpus) == [" capital of France?<|endoftext|>"]
+
+
+def test_instructions_are_written_as_alpaca_s(load_rows: Any) -> None:  # noqa: F811
+    rows = [
+        {"instruction": "Answer", "input": "yes", "output": "no"},
+        {"instruction": "Answer", "output": "no", "input": ""},
+    ]
+    corpus = load_rows(*rows)
+    assert text(corpus).endswith("### Instruction:\nAnswer\n\n### Input:\nyes\n\n### Response:\nno<|endoftext|>")
+    assert text(corpus, sample=1).endswith("request.\n\n### Instruction:\nAnswer\n\n### Response:\nno<|endoftext|>")
+    assert [stretches(corpus, sample=i) for i in range(2)] == [["no<|endoftext|>"]] * 2
+
+
+def test_tokens_come_as_they_are(load_rows: Any) -> None:  # noqa: F811
+    rows = [
+        {"input_ids": [9, 8, 7, 6], "labels": [-100, 8, -100, 6], "attention_mask": [1, 1, 1, 1]},
+        {"input_ids": [5, 5, 9, 8, 0], "labels": [-100, -100, -100, 8, -100], "attention_mask": [0, 0, 1, 1, 0]},
+        {"input_ids": [3, 2, 1], "completion_mask": [0, 0, 1]},
+        {"input_ids": [3, 2, 1]},
+    ]
+    train = load_rows(*rows).train
+    assert [sample["input_ids"].tolist() for sample in train] == [[9, 8, 7, 6], [9, 8], [3, 2, 1], [3, 2, 1]]
+    assert [sample["labels"].tolist() for sample in train[:3]] == [[-100, 8, -100, 6], [-100, 8], [-100, -100, 1]]
+    assert "labels" not in train[3]
+
+
+@pytest.mark.parametrize(
+    ("row", "reason"),
+    [
+        ({"input_ids": "abc"}, "`input_ids` is not a list of whole numbers"),
+        ({"input_ids": [1, 2.5]}, "`input_ids` is not a list of whole numbers"),
+        ({"input_ids": [1, -5]}, "`input_ids` has -5, which is no token"),
+        ({"input_ids": []}, "`input_ids` has no token"),
+        ({"input_ids": [1, 2], "labels": [1]}, "`labels` has 1 numbers, `input_ids` has 2"),
+        ({"input_ids": [1, 2], "labels": [-100, 3]}, "the label at position 1 is 3: neither -100 nor the token, 2"),
+        (
+            {"input_ids": [1, 2, 3], "attention_mask": [1, 0, 1]},
+            "`attention_mask` hides tokens between others: only padding can be left out",
+        ),
+        ({"prompt": "a", "completion": 3}, "`completion`: Expected `str`, got `int`"),
+        ({"prompt": ["a"], "completion": [CHAT[2]]}, "`prompt`: Expected `object`, got `str` - at `$[0]`"),
+        ({"instruction": "a", "output": None}, "`output`: Expected `str`, got `null`"),
+    ],
+)
+def test_rows_that_cannot_be_read(row: dict[str, Any], reason: str, load_rows: Any) -> None:  # noqa: F811
+    assert f"\n  because a.jsonl:1: {reason}\n" in refusal(lambda: load_rows(row))
+
+
+def test_columns_of_several_formats_are_asked_about(load_rows: Any) -> None:  # noqa: F811
+    row = {"messages": CHAT, "text": "one", "id": 3}
+    assert refusal(lambda: load_rows(row)) == (
+        "the rows of a.jsonl fit several formats: messages, text\n"
+        "  because their columns are messages, text, id\n"
+        "\n"
+        "hint: say which one to train on, such as --format messages"
+    )
+    assert load_rows(row, rows_as="messages").report.formats == {"messages": 1}
+    assert load_rows(row, rows_as="text").report.formats == {"text": 1}
+    assert load_rows({"messages": CHAT, "body": "one"}, columns=Columns(text="body")).report.formats == {"text": 1}
+
+
+def test_a_format_that_the_columns_have_not(load_rows: Any) -> None:  # noqa: F811
+    assert refusal(lambda: load_rows({"text": "one"}, rows_as="instruction")) == (
+        "a.jsonl has no column `instruction`\n"
+        "  because --format instruction reads instruction and output\n"
+        "  because its columns are text"
+    )
+    said = refusal(lambda: load_rows({"text": "one"}, rows_as="messages", task="masked-lm"))
+    assert said.startswith("--format messages cannot be read\n  because what is trained is masked-lm;")
+
+
+@pytest.mark.parametrize("kind", ["parquet", "saved"])
+def test_chats_in_tables(kind: str, load: Load, tmp_path: Path) -> None:
+    import datasets
+
+    rows = datasets.Dataset.from_list([{"messages": CHAT, "more": 1}])
+    if kind == "parquet":
+        rows.to_parquet(str(tmp_path / "a.parquet"))
+    else:
+        rows.save_to_disk(str(tmp_path / "a"))
+    corpus = load("a.parquet" if kind == "parquet" else "a", tokenizer=tokenizers.make(), seq_len=256)
+    assert stretches(corpus) == ["Paris.<|im_end|>\n", "Bye, dear user!<|im_end|>\n"]
+
+
+ANYTHING = st.recursive(
+    st.none() | st.booleans() | st.integers(-5, 2**70) | st.floats() | st.text(max_size=5),
+    lambda inner: st.lists(inner, max_size=4) | st.dictionaries(st.sampled_from(KEYS), inner, max_size=4),
+    max_leaves=20,
+)
+
+
+@settings(max_examples=400, deadline=None)
+@given(st.dictionaries(st.sampled_from(KEYS), ANYTHING), st.sampled_from([f for f in get_args(Format) if f != "text"]))
+def test_any_row_is_read_or_named(row: dict[str, Any], kind: Format) -> None:
+    """None ends in a traceback."""
+    assert isinstance(formats.read(row, kind), formats.Whole | BadRow)
+
+
+def test_what_was_compared_with_trl_is_what_the_documentation_says() -> None:
+    """`python -m bench.training.rows`, which needs TRL."""
+    root = Path(__file__).parents[3]
+    kept = json.loads((root / "bench/results/rows-cpu.json").read_text())
+    assert [(each["format"], each["template"]) for each in kept["formats"] if not each["same"]] == [("text", "chatml")]
+    one, two = (kept["summary"][f"by rendering, {turns}"] for turns in ("one turn", "two turns"))
+    marked = {kind: counts for kind, counts in kept["summary"].items() if kind.startswith("marked")}
+    assert marked == {"marked, one turn": {"same": 30}, "marked, two turns": {"same": 30}}
+    said = " ".join((root / "docs/data.md").read_text().split())
+    assert (
+        f"the same for {one['same']} and {two['same']} of the unmarked ones; {one['refused']} and {two['refused']} are"
+        in said
+    )

@@ -1,0 +1,240 @@
+"""Tokenised data that is damaged is noticed and made anew; where that cannot be, it is said."""
+
+import contextlib
+import logging
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+
+import pytest
+
+from frugal.data import corpus
+from frugal.data.report import BuildReport
+from frugal.data.store import cache
+from frugal.data.tokenizer import byte_tokenizer
+from tests.disks import small_disk
+from tests.engine.corpora import Load, refusal, texts, write_jsonl
+
+TEXTS = [f"line {number}: to be or not to be" for number in range(50)]
+WAIT_SECONDS = 120
+
+
+@pytest.fixture
+def stored(load: Load, tmp_path: Path) -> Path:
+    """An entry of the cache."""
+    write_jsonl(tmp_path / "a.jsonl", [{"text": text} for text in TEXTS])
+    load("a.jsonl", validation_fraction=0.1)
+    (folder,) = (tmp_path / "cache").iterdir()
+    return folder
+
+
+def turned(path: Path, at: float) -> None:
+    """One bit of a file is another, at this part of its length."""
+    data = bytearray(path.read_bytes())
+    data[int(len(data) * at)] ^= 1
+    path.write_bytes(data)
+
+
+def another_token(path: Path) -> None:
+    """`not` becomes `nor`, in the middle of the tokens: a sample as good as any."""
+    data = path.read_bytes()
+    ids = [b"".join((4 + byte).to_bytes(4, "little") for byte in word) for word in (b"not", b"nor")]
+    assert data.count(ids[0]) > 10
+    path.write_bytes(data.replace(*ids, 1))
+
+
+def replaced_by_a_pipe(path: Path) -> None:
+    path.unlink()
+    os.mkfifo(path)
+
+
+def deep(folder: Path) -> None:
+    (folder / cache.RECORD).write_bytes(b"[" * 200_000)
+
+
+DAMAGE: dict[str, tuple[Callable[[Path], None], str]] = {
+    "another token": (lambda folder: another_token(folder / "train.arrow"), "train.arrow has other bytes than it had"),
+    "half of a file": (lambda folder: os.truncate(folder / "train.arrow", 1000), "train.arrow has 1,000 of "),
+    "a file is gone": (lambda folder: (folder / "validation.arrow").unlink(), "validation.arrow cannot be read"),
+    "a file is a pipe": (lambda folder: replaced_by_a_pipe(folder / "train.arrow"), "train.arrow has 0 of "),
+    "a bit of the report": (lambda folder: turned(folder / cache.RECORD, 0.5), cache.RECORD),
+    "no report": (lambda folder: (folder / cache.RECORD).unlink(), cache.RECORD),
+    "the report is deep": (deep, cache.RECORD),
+}
+
+
+@pytest.mark.parametrize("case", DAMAGE)
+def test_what_is_damaged_is_said_in_a_line_and_made_anew(
+    case: str, stored: Path, load: Load, caplog: pytest.LogCaptureFixture
+) -> None:
+    damage, reason = DAMAGE[case]
+    damage(stored)
+    again = load("a.jsonl", validation_fraction=0.1)
+    assert texts(again) == [text for number, text in enumerate(TEXTS) if number % 10]
+    assert again.validation is not None and len(again.validation) == 5
+    (said,) = caplog.messages
+    assert said.startswith(f"the tokenised data in {stored} is damaged (") and said.endswith("): making it anew")
+    assert reason in said
+    assert list(stored.parent.iterdir()) == [stored]
+    load("a.jsonl", validation_fraction=0.1)
+    assert len(caplog.messages) == 1
+
+
+def test_several_that_notice_the_same_damage_at_once_do_not_disturb_each_other(
+    stored: Path, load: Load, caplog: pytest.LogCaptureFixture
+) -> None:
+    for _ in range(3):
+        turned(stored / "train.arrow", 0.5)
+        with ThreadPoolExecutor(4) as pool:
+            corpora = list(pool.map(lambda _: load("a.jsonl", validation_fraction=0.1), range(4)))
+        assert all(texts(each) == texts(corpora[0]) for each in corpora)
+        cache.read(stored)
+        assert list(stored.parent.iterdir()) == [stored]
+
+
+BUILDER = """
+import sys, time
+from pathlib import Path
+from frugal.data.store import cache
+
+def write(folder):
+    (folder / "train.arrow").write_bytes(bytes(1000))
+    print(folder.name, flush=True)
+    time.sleep(1000)
+
+cache.read_or_build(Path(sys.argv[1]), write)
+"""
+
+
+@contextlib.contextmanager
+def building(folder: Path) -> Iterator[tuple["subprocess.Popen[str]", Path]]:
+    """A process in the middle of making an entry, and the folder that it fills, as if it had been at it for a while."""
+    command = [sys.executable, "-c", BUILDER, str(folder)]
+    with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as process:
+        try:
+            assert process.stdout is not None
+            unfinished = folder.parent / process.stdout.readline().strip()
+            before = time.time() - 10_000
+            for path in (*unfinished.iterdir(), unfinished):
+                os.utime(path, (before, before))
+            yield process, unfinished
+        finally:
+            process.kill()
+
+
+def test_what_a_killed_builder_leaves_is_not_taken_for_whole_and_is_removed(stored: Path, load: Load) -> None:
+    with building(stored.with_name("other")) as (process, unfinished):
+        os.utime(unfinished)
+        load("a.jsonl")
+        assert unfinished.exists()  # it may be at work
+        process.send_signal(signal.SIGKILL)
+        process.wait(WAIT_SECONDS)
+        with pytest.raises(FileNotFoundError):
+            cache.read(stored.with_name("other"))
+        os.utime(unfinished, (1, 1))
+        load("a.jsonl", seq_len=32)
+        assert not unfinished.exists()
+
+
+def test_a_builder_that_is_stuck_is_not_waited_for_without_end(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    def write(folder: Path) -> BuildReport:
+        (folder / "train.arrow").write_bytes(b"x")
+        return BuildReport(documents=1)
+
+    entry = tmp_path / "entry"
+    with building(entry):
+        monkeypatch.setattr(cache, "_STUCK_SECONDS", 0.5)
+        assert cache.read_or_build(entry, write).documents == 1
+        assert "waiting for another process" in caplog.text
+    assert cache.read(entry).documents == 1
+
+
+def test_a_full_disk_is_said_with_numbers_and_nothing_is_left(load: Load, tmp_path: Path) -> None:
+    write_jsonl(tmp_path / "a.jsonl", [{"text": "word " * 50}] * 2000)
+    with small_disk(tmp_path / "small", "600k") as disk:
+        said = refusal(lambda: load("a.jsonl", cache_dir=disk / "data"))
+        assert said.startswith(
+            f"the tokenised data does not fit on the disk of {disk}/data\n  because No space left on"
+        )
+        assert " after 0.6 MiB; 0.6 MiB were free\n" in said
+        assert said.endswith("\nhint: free some space, or set XDG_CACHE_HOME to a folder on another disk")
+        assert list((disk / "data").iterdir()) == []
+
+
+@pytest.fixture
+def load_for_user(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Load:
+    """`load_corpus` with the user's own cache, or what takes its place."""
+    (tmp_path / "tmp").mkdir()
+    monkeypatch.setattr("tempfile.tempdir", str(tmp_path / "tmp"))
+    monkeypatch.chdir(tmp_path)
+    write_jsonl(tmp_path / "a.jsonl", [{"text": text} for text in TEXTS])
+    return lambda *paths, **options: corpus.load_corpus(
+        paths, tokenizer=byte_tokenizer(), task="causal-lm", seq_len=64, **options
+    )
+
+
+@pytest.mark.parametrize("place", ["a file", "a user without a home", "read-only"])
+def test_without_a_cache_folder_a_temporary_one_is_used_and_said_once(
+    place: str, load_for_user: Load, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    with contextlib.ExitStack() as stack:
+        monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "file"))
+        (tmp_path / "file").write_text("")
+        if place == "read-only":
+            disk = stack.enter_context(small_disk(tmp_path / "small", "1m"))
+            subprocess.run(["mount", "-o", "remount,ro", str(disk)], check=True)
+            monkeypatch.setenv("XDG_CACHE_HOME", str(disk))
+        if place == "a user without a home":
+            monkeypatch.delenv("XDG_CACHE_HOME")
+            monkeypatch.delenv("HOME")
+            monkeypatch.setattr("pwd.getpwuid", lambda _: (_ for _ in ()).throw(KeyError("no such user")))
+        assert texts(load_for_user("a.jsonl")) == TEXTS
+        (said,) = caplog.messages
+        assert said.startswith("the tokenised data cannot be kept in ") and said.endswith(
+            "; a temporary folder is used"
+        )
+        (kept,) = (tmp_path / "tmp").glob("frugal-*/data/*")
+        made = kept.stat().st_ino
+        load_for_user("a.jsonl")
+        assert kept.stat().st_ino == made
+
+
+def test_what_is_damaged_on_a_disk_that_cannot_be_written_to(
+    load_for_user: Load, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    with small_disk(tmp_path / "small", "1m") as disk:
+        monkeypatch.setenv("XDG_CACHE_HOME", str(disk))
+        load_for_user("a.jsonl")
+        (entry,) = (disk / "frugal" / "data").iterdir()
+        turned(entry / "train.arrow", 0.5)
+        corpus._locks.pop(entry).close()
+        subprocess.run(["mount", "-o", "remount,ro", str(disk)], check=True)
+        said = refusal(lambda: load_for_user("a.jsonl", cache_dir=entry.parent))
+        assert said == (
+            "the tokenised data cannot be written\n"
+            f"  because {entry.parent}: Read-only file system\n"
+            "\n"
+            "hint: set XDG_CACHE_HOME to a folder that can be written to"
+        )
+        caplog.clear()
+        assert texts(load_for_user("a.jsonl")) == TEXTS
+        assert [record.levelno for record in caplog.records] == [logging.WARNING]
+
+
+def test_a_temporary_folder_of_somebody_else_is_not_used(
+    load_for_user: Load, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("XDG_CACHE_HOME", os.devnull)
+    (tmp_path / "elsewhere").mkdir()
+    (tmp_path / "tmp" / f"frugal-{os.getuid()}").symlink_to(tmp_path / "elsewhere")
+    said = refusal(lambda: load_for_user("a.jsonl"))
+    assert "  because /dev/null/frugal/data: Not a directory\n" in said
+    assert "belongs to somebody else" in said
+    assert list((tmp_path / "elsewhere").iterdir()) == []

@@ -1,0 +1,85 @@
+"""Data by links: each folder is entered once and each file read once, whatever leads to it."""
+
+import os
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+from frugal.data.sources import find_sources
+
+
+def tree(folder: Path) -> Path:
+    """Three files in folders of a folder that is returned, and one beside it."""
+    for name in ("D/a.jsonl", "D/x/b.jsonl", "D/x/y/c.jsonl", "outside/d.jsonl", "D/.hidden/e.jsonl"):
+        (folder / name).parent.mkdir(parents=True, exist_ok=True)
+        (folder / name).write_text(f'{{"text": "this is {name}"}}\n')
+    return folder / "D"
+
+
+def link(place: Path, name: str, target: str) -> None:
+    (place / name).symlink_to(target)
+
+
+def links_to_each_other(place: Path) -> None:
+    link(place / "x", "up", "..")
+    link(place, "also", "x")
+    link(place / "x/y", "top", "../..")
+
+
+BEFORE = ["a.jsonl", "x/b.jsonl", "x/y/c.jsonl"]
+LINKS: list[tuple[Callable[[Path], None], list[str], bool]] = [
+    (lambda place: link(place, "self", "."), BEFORE, False),
+    (links_to_each_other, BEFORE, False),
+    (lambda place: link(place, "loop", "loop"), BEFORE, False),
+    (lambda place: link(place, "broken.jsonl", "nowhere"), BEFORE, False),
+    (lambda place: link(place, "out", "../outside"), ["a.jsonl", "out/d.jsonl", "x/b.jsonl", "x/y/c.jsonl"], False),
+    (lambda place: link(place, "0.jsonl", "x/b.jsonl"), BEFORE, True),
+    (lambda place: os.link(place / "a.jsonl", place / "z.jsonl"), BEFORE, True),
+    (lambda place: None, BEFORE, False),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(("make", "expected", "is_said"), LINKS)
+@pytest.mark.parametrize("pattern", ["**/*.jsonl", "**", ""])
+def test_links_are_followed_once_and_a_file_with_two_names_is_read_once(
+    pattern: str, make: Callable[[Path], None], expected: list[str], is_said: bool, tmp_path: Path,
+    caplog: pytest.LogCaptureFixture,
+) -> None:  # fmt: skip
+    place = tree(tmp_path)
+    make(place)
+    if not pattern:  # of a folder, links to other folders are not followed
+        expected = [name for name in expected if not name.startswith("out/")]
+    for _ in range(2):
+        found = find_sources([str(place / pattern)])
+        assert [source.name for source in found] == [str(place / name) for name in expected]
+    assert ("under several names, such as " in caplog.text) == is_said
+
+
+def test_a_pattern_below_two_stars_matches_as_before(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tree(tmp_path))
+    names = {
+        "**/x/*.jsonl": ["x/b.jsonl"], "**/x/**/*.jsonl": ["x/b.jsonl", "x/y/c.jsonl"], "x/**": BEFORE[1:],
+        "*/**/c.*": ["x/y/c.jsonl"], "../*/**/d.jsonl": ["../outside/d.jsonl"],
+    }  # fmt: skip
+    for pattern, expected in names.items():
+        assert [source.name for source in find_sources([pattern])] == expected, pattern
+
+
+@pytest.mark.exhaustive  # 20 s: 100,000 files
+def test_a_huge_and_deep_tree_with_links_everywhere_is_walked_once(tmp_path: Path) -> None:
+    for number in range(1000):
+        folder = tmp_path / f"{number % 10}" / f"{number}"
+        folder.mkdir(parents=True)
+        link(folder, "root", str(tmp_path))
+        for file in range(100):
+            (folder / f"{file}.jsonl").touch()
+    os.chdir(tmp_path)
+    here = os.getcwd()  # noqa: PTH109  # as below
+    for _ in range(1500):  # deeper than Python may recurse
+        os.mkdir("n")  # noqa: PTH102  # a path from the root would be too long
+        os.chdir("n")
+    Path("deep.jsonl").touch()
+    os.chdir(here)
+    assert len(find_sources([str(tmp_path / "**/*.jsonl")])) == 100_001
+    assert len(find_sources([str(tmp_path)])) == 100_001

@@ -1,0 +1,109 @@
+"""The best checkpoint by loss or metric, and a run that ends when nothing gets better."""
+
+import gc
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from bench.plans import plan_by_hand
+from bench.ranks import Ranks
+from bench.runs import records
+from frugal.checkpoint import loading, saving
+from frugal.checkpoint.progress import Progress
+from frugal.config.run_settings import RunSettings
+from frugal.data.batches import GlobalBatches
+from frugal.engine import loop
+from frugal.engine.engine import initialize
+from frugal.engine.evaluation import Evaluation
+from frugal.engine.extensions.best import Best
+from frugal.engine.extensions.metric import Metric
+from frugal.engine.reports.metrics import Log
+from frugal.errors import RequestError
+from frugal.models.objectives import CausalLM
+from tests.engine.small_models import ragged_samples, tiny_gpt2
+
+SAMPLES = ragged_samples(20)
+
+
+def measured(value: float, **metrics: float) -> Evaluation:
+    return Evaluation(loss=value, targets=1, samples=1, metrics=metrics)
+
+
+def test_the_best_is_the_smallest_loss_or_the_largest_of_a_metric_or_what_was_asked() -> None:
+    start = Progress(step=0)
+    by_loss = Best(RunSettings(), start)
+    assert [by_loss.after(step, measured(loss)) for step, loss in enumerate([3.0, 2.0, 2.0, float("nan")])] == [
+        True, True, False, False,
+    ]  # fmt: skip
+    settings = RunSettings(metric="m.py:scores")
+    by_metric = Best(settings, start)
+    assert [by_metric.after(step, measured(1.0, f1=f1, error=1 - f1)) for step, f1 in enumerate([0.2, 0.1, 0.3])] == [
+        True, False, True,
+    ]  # fmt: skip
+    by_name = Best(replace(settings, best="error:min"), start)
+    assert [by_name.after(step, measured(1.0, f1=f1, error=1 - f1)) for step, f1 in enumerate([0.2, 0.1, 0.3])] == [
+        True, False, True,
+    ]  # fmt: skip
+    with pytest.raises(RequestError, match="--best recall is nothing that was measured\n  because there is loss, f1"):
+        Best(replace(settings, best="recall"), start).after(1, measured(1.0, f1=0.5))
+
+
+def test_patience_counts_on_after_a_resume_unless_another_number_is_asked_for() -> None:
+    settings = RunSettings(patience=2, eval_every=1)
+    best = Best(settings, Progress(step=0))
+    for step, loss in enumerate([3.0, 2.0, 2.5], 1):
+        best.after(step, measured(loss))
+    assert not best.is_over
+    resumed = Best(settings, Progress(step=3, best=best.so_far))
+    resumed.after(4, measured(2.1))
+    assert resumed.is_over
+    assert resumed.why_over == "stopped early: no evaluation since step 2 had a better loss than 2 (--patience 2)"
+    other = Best(replace(settings, metric="m.py:f1"), Progress(step=3, best=best.so_far))
+    assert other.after(4, measured(2.1, f1=0.0))
+
+
+def worse_after_two(_predicted: list[np.ndarray], _labels: list[np.ndarray]) -> float:
+    """A metric that is at its best in the second evaluation, whatever the model."""
+    worse_after_two.calls += 1  # type: ignore[attr-defined]  # on the function, as it is called again
+    return {1: 0.5, 2: 0.9}.get(worse_after_two.calls, 0.9 - worse_after_two.calls / 100)  # type: ignore[attr-defined]
+
+
+def train(folder: Path, **changes: Any) -> tuple[list[str], int, list[float], float]:
+    """A run that ends early; checkpoints, steps done, its losses, the loss of its best checkpoint. Runs on ranks."""
+    worse_after_two.calls = 0  # type: ignore[attr-defined]
+    asked = {"steps": 9, "eval_every": 1, "out": folder, "keep": 1, "metric": "m.py:f1", "patience": 3, **changes}
+    settings = RunSettings(**asked)
+    folder.mkdir(parents=True, exist_ok=True)
+    plan = plan_by_hand(world_size=2, global_batch=6, micro_batch=2, zero_stage=2, request={"learning_rate": 1e-2})
+    engine = initialize(tiny_gpt2(), plan, CausalLM())
+    batches, start = GlobalBatches(SAMPLES, global_batch=6), Progress(step=0)
+    best = Best(settings, start)
+    log = Log(folder, rank=engine.rank, planned_bytes=1, total_steps=9)
+    with log:
+        done = loop.train(
+            engine, batches, SAMPLES[:5], settings, log, start=start, total_steps=9, best=best,
+            metric=Metric.of(worse_after_two),
+        )  # fmt: skip
+    checkpoints = sorted((folder / "checkpoints").glob("step-*"))
+    path = saving.best_of(checkpoints, best.criterion.score)
+    loading.load(engine, folder / "checkpoints", only=path.name if path else None)
+    loss = engine.evaluate(SAMPLES[:5]).loss
+    engine.destroy()
+    gc.collect()
+    losses = [record["loss"] for record in records(folder) if record["event"] == "evaluation"]
+    return [path.name for path in checkpoints], done.step, losses, loss
+
+
+def test_a_run_that_gets_no_better_ends_and_its_best_weights_are_kept_and_found_again(
+    tmp_path: Path, two_ranks: Ranks
+) -> None:
+    names, last, losses, of_best = two_ranks.run(train, tmp_path, best="worse_after_two")[0]
+    assert last == 5, "the best is after step 2, and patience is 3"
+    assert names == ["step-000002", "step-000005"]
+    assert of_best == losses[1], "the same weights, in the same order"
+    assert min(losses) < losses[1], "the loss would have chosen another"
+    evaluations = [record for record in records(tmp_path) if record["event"] == "evaluation"]
+    assert [record["metrics"]["worse_after_two"] for record in evaluations[:3]] == [0.5, 0.9, 0.87]

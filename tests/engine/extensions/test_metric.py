@@ -1,0 +1,145 @@
+"""A metric of the user's own is what one process computes, for any number of ranks, task and loss."""
+
+import gc
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+from bench.plans import plan_by_hand
+from bench.ranks import Ranks
+from frugal.engine.engine import initialize
+from frugal.engine.evaluation import Evaluation
+from frugal.engine.extensions.metric import Metric
+from frugal.errors import RequestError
+from frugal.models.losses import predictions
+from frugal.models.objectives import CausalLM, SequenceClassification, SummedLoss
+from tests.engine.gradients import with_bound
+from tests.engine.small_models import SkipNet, points, ragged_samples, squared_error, tiny, tiny_gpt2
+
+NUMBER = 23
+
+
+def accuracy(predicted: list[np.ndarray], labels: list[np.ndarray]) -> float:
+    """Changes where samples come in another order: the place of a sample is its weight."""
+    weights = np.arange(1, len(labels) + 1)
+    right = [(each == label).mean() if len(label) else 0 for each, label in zip(predicted, labels, strict=True)]
+    return float((weights * right).sum() / weights.sum())
+
+
+class Entropy:
+    """Two numbers from whole distributions, of which a number a target is kept."""
+
+    def of_logits(self, logits: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
+        """`(...)`: the entropy of each position."""
+        return torch.distributions.Categorical(logits=logits.float()).entropy()
+
+    def __call__(self, kept: list[np.ndarray], labels: list[np.ndarray]) -> dict[str, float]:
+        return {"entropy": np.concatenate(kept).mean(), "first": float(kept[0][0])}
+
+
+def classes() -> list[dict[str, Any]]:
+    return [{"input_ids": each["input_ids"], "label": i % 3} for i, each in enumerate(ragged_samples(NUMBER))]
+
+
+def evaluated(world_size: int, task: str, *, loss: str = "plain", zero_stage: int = 2) -> Evaluation:
+    """On as many samples as do not divide; runs on ranks."""
+    plan = plan_by_hand(
+        world_size=world_size, global_batch=16, micro_batch=tuple(range(3, 3 + world_size)), zero_stage=zero_stage,
+        strategy={"loss": loss},
+    )  # fmt: skip
+    metric: Any = Entropy() if task == "entropy" else accuracy
+    if task == "classes":
+        objective: Any = SequenceClassification()
+        engine = initialize(tiny("sequence-classification", "bert"), plan, objective)
+        result = engine.evaluate(classes(), metric)
+    else:
+        engine = initialize(tiny_gpt2(), plan, CausalLM())
+        result = engine.evaluate(ragged_samples(NUMBER), metric)
+    engine.destroy()
+    gc.collect()
+    return result
+
+
+def by_hand(dtype: torch.dtype) -> tuple[float, float, float]:
+    """Plain transformers in one process, every sample by itself: accuracy, mean entropy, the first one."""
+    model = tiny_gpt2().to(dtype).eval()
+    predicted, entropies, labels = [], [], []
+    for sample in ragged_samples(NUMBER):
+        with torch.no_grad():
+            logits = model(input_ids=torch.tensor([sample["input_ids"]])).logits[0, :-1]
+        label = np.array(sample["labels"])[1:]
+        predicted.append(logits.argmax(-1).numpy()[label != -100])
+        entropies.append(torch.distributions.Categorical(logits=logits).entropy().numpy()[label != -100])
+        labels.append(label[label != -100])
+    flat = np.concatenate(entropies)
+    return accuracy(predicted, labels), float(flat.mean()), float(flat[0])
+
+
+@pytest.mark.parametrize(("ranks", "world_size"), [("one_rank", 1), ("two_ranks", 2), ("three_ranks", 3)])
+def test_predictions_are_those_of_plain_transformers_on_any_number_of_ranks(
+    ranks: str, world_size: int, request: pytest.FixtureRequest
+) -> None:
+    (right, entropy, first), bound = with_bound(by_hand)
+    assert 0 < right < 1
+    stage = {1: 0, 2: 2, 3: 3}[world_size]
+    process: Ranks = request.getfixturevalue(ranks)
+    for loss in ("plain", "tiled"):
+        for each in process.run(evaluated, world_size, "tokens", loss=loss, zero_stage=stage):
+            assert each.metrics == {"accuracy": pytest.approx(right)}
+        for each in process.run(evaluated, world_size, "entropy", loss=loss, zero_stage=stage):
+            assert each.metrics == {
+                "entropy": pytest.approx(entropy, rel=bound),
+                "first": pytest.approx(first, rel=bound),
+            }
+
+
+def test_classes_have_one_prediction_a_sample_and_ranks_change_nothing(one_rank: Ranks, two_ranks: Ranks) -> None:
+    (alone,) = one_rank.run(evaluated, 1, "classes")
+    assert 0 < alone.metrics["accuracy"] < 1
+    assert [each.metrics for each in two_ranks.run(evaluated, 2, "classes")] == [alone.metrics] * 2
+
+
+def fails(_predicted: list[np.ndarray], _labels: list[np.ndarray]) -> float:
+    raise KeyError("f1")
+
+
+def returns_text(_predicted: list[np.ndarray], _labels: list[np.ndarray]) -> str:
+    return "good"
+
+
+def refusals(_world_size: int) -> list[str]:
+    """What is said of metrics that do not work; runs on ranks."""
+    plan = plan_by_hand(world_size=2, global_batch=4, micro_batch=2, zero_stage=0)
+    engine = initialize(tiny_gpt2(), plan, CausalLM())
+    said = []
+    for metric in (fails, returns_text):
+        with pytest.raises(RequestError) as raised:
+            engine.evaluate(ragged_samples(5), metric)
+        said.append(str(raised.value))
+    engine.destroy()
+    own = initialize(SkipNet(), plan, SummedLoss(squared_error, example=points(1)[0]))
+    with pytest.raises(RequestError) as raised:
+        own.evaluate(points(5), accuracy)
+    said.append(str(raised.value))
+    own.destroy()
+    gc.collect()
+    return said
+
+
+def test_a_metric_that_does_not_work_is_named_on_all_ranks(two_ranks: Ranks) -> None:
+    here = "tests.engine.extensions.test_metric"
+    for said in two_ranks.run(refusals, 2):
+        assert said[0] == f"the metric {here}:fails failed\n  because KeyError: 'f1'"
+        assert said[1].startswith(f"the metric {here}:returns_text failed\n  because it returned 'good'")
+        assert said[2].startswith(f"the metric {here}:accuracy has nothing to be computed of\n")
+
+
+def test_a_loss_of_your_own_shows_what_it_predicts() -> None:
+    with predictions.kept(predictions.most_probable) as keeper:
+        predictions.show(torch.tensor([[0.0, 1.0], [3.0, 2.0]]), torch.tensor([1, predictions.IGNORED]))
+    assert keeper is not None
+    (first, none) = Metric.of(accuracy).taken(keeper, 2)
+    assert [each.tolist() for each in (*first, *none)] == [[1], [1], [], []]
+    predictions.show(torch.zeros(1, 2), torch.zeros(1))  # nobody keeps it

@@ -1,0 +1,178 @@
+"""A loss or a gradient that is not finite: nothing is updated, and the run stops or leaves the batch out."""
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from bench.plans import plan_by_hand
+from bench.ranks import Ranks
+from frugal.checkpoint import loading
+from frugal.checkpoint.progress import Progress
+from frugal.config.run_settings import RunSettings
+from frugal.data.batches import GlobalBatches
+from frugal.engine import loop
+from frugal.engine.engine import Engine, initialize
+from frugal.engine.reports.endings import MOST_IN_A_ROW, describe_samples
+from frugal.engine.reports.metrics import Log
+from frugal.errors import NumbersError
+from frugal.models.objectives import Batch, CausalLM
+from tests.engine.small_models import ragged_samples, tiny_gpt2
+from tests.faults.disturbed import weights
+
+SPOILT_LENGTH = 71  # tokens of a sample that spoils its batch; all others are shorter
+
+
+class Spoiling(CausalLM):
+    """Gives `spoilt` for a loss, or its gradient, where a micro-batch has a sample of that length."""
+
+    def __init__(self, spoilt: float = float("nan"), *, gradient_only: bool = False) -> None:
+        super().__init__()
+        self.spoilt, self.gradient_only = spoilt, gradient_only
+
+    def loss_sum(self, model: Any, batch: Batch) -> torch.Tensor:
+        """The sum, or what is in its place."""
+        loss = super().loss_sum(model, batch)
+        if batch["input_ids"].shape[1] != SPOILT_LENGTH:
+            return loss
+        if not self.gradient_only:
+            return loss * self.spoilt
+        loss.register_hook(lambda gradient: gradient * self.spoilt)
+        return loss
+
+
+def spoilt_samples(number: int, places: tuple[int, ...], seed: int = 0) -> list[dict[str, list[int]]]:
+    samples = ragged_samples(number, seed=seed)
+    for place in places:
+        samples[place] = {"input_ids": [7] * SPOILT_LENGTH}
+    return samples
+
+
+def states(engine: Engine) -> list[list[float]]:
+    """Everything that an optimizer step writes to, on this rank."""
+    kept = [each for state in engine.zero.inner.state.values() for each in state.values()]
+    return [tensor.double().flatten().tolist() for tensor in (*weights(engine).values(), *kept)]
+
+
+def engine_of(zero_stage: int, options: dict[str, Any], objective: CausalLM) -> Engine:
+    options = dict(options)
+    plan = plan_by_hand(
+        world_size=2, global_batch=8, micro_batch=2, zero_stage=zero_stage,
+        request={"precision": options.pop("precision", "fp32"), "seq_len": 128, **options.pop("request", {})},
+        strategy=options,
+    )  # fmt: skip
+    return initialize(tiny_gpt2(), plan, objective, learning_rate_schedule=lambda step: 1 / (1 + step))
+
+
+def spoilt_in_the_midst(
+    zero_stage: int, options: dict[str, Any], spoilt: float, gradient_only: bool
+) -> tuple[bool, list[Any]]:
+    """Three steps, the second one spoilt on one rank: whether it left everything as it was, and what the steps gave."""
+    engine = engine_of(zero_stage, options, Spoiling(spoilt, gradient_only=gradient_only))
+    results = [engine.train_step(ragged_samples(8))]
+    before = states(engine)
+    results.append(engine.train_step(spoilt_samples(8, (5,))))
+    is_untouched = states(engine) == before
+    results.append(engine.train_step(ragged_samples(8, seed=2)))
+    engine.destroy()
+    return is_untouched, [(r.is_finite, r.learning_rate, r.loss if r.is_finite else None, r.grad_norm) for r in results]
+
+
+def never_spoilt(zero_stage: int, options: dict[str, Any]) -> list[Any]:
+    """The same without the second step, which is only counted."""
+    engine = engine_of(zero_stage, options, CausalLM())
+    first = engine.train_step(ragged_samples(8))
+    engine.update.leave_out()
+    last = engine.train_step(ragged_samples(8, seed=2))
+    engine.destroy()
+    return [(True, r.learning_rate, r.loss, r.grad_norm) for r in (first, last)]
+
+
+NAN, INF = float("nan"), float("inf")
+
+
+@pytest.mark.parametrize(
+    ("zero_stage", "options", "spoilt", "gradient_only"),
+    [
+        (0, {}, NAN, True),
+        (0, {"request": {"gradient_clipping": 0.0}}, INF, True),
+        (1, {}, INF, False),
+        (2, {"precision": "bf16"}, NAN, True),
+        (3, {"offload_optimizer": "cpu"}, NAN, True),
+        pytest.param(2, {"offload_optimizer": "cpu"}, INF, False, marks=pytest.mark.exhaustive),
+        pytest.param(3, {"precision": "bf16"}, NAN, False, marks=pytest.mark.exhaustive),
+    ],
+)
+def test_a_batch_whose_numbers_are_not_finite_changes_nothing_on_any_rank(
+    zero_stage: int, options: dict[str, Any], spoilt: float, gradient_only: bool, two_ranks: Ranks
+) -> None:
+    first, last = two_ranks.run(never_spoilt, zero_stage, options)[0]
+    for is_untouched, results in two_ranks.run(spoilt_in_the_midst, zero_stage, options, spoilt, gradient_only):
+        assert is_untouched
+        assert results == [first, (False, results[1][1], None, None), last]
+        assert results[1][1] == first[1] / 2  # the learning rate is that of the step, spoilt or not
+
+
+# In a run.
+
+SAMPLES = spoilt_samples(20, (13,))
+
+
+def train(folder: Path, on_nan: str, *, resume: bool = False, all_spoilt: bool = False) -> str:
+    """Seven steps on 20 samples, one of which spoils two batches; what is said at the end. Runs on ranks."""
+    steps = 30 if all_spoilt else 7
+    settings = RunSettings(steps=steps, eval_every=0, save_every=1, out=folder, on_nan=on_nan)  # type: ignore[arg-type]
+    folder.mkdir(parents=True, exist_ok=True)
+    plan = plan_by_hand(world_size=2, global_batch=6, micro_batch=2, zero_stage=2, request={"seq_len": 128})
+    engine = initialize(tiny_gpt2(), plan, Spoiling())
+    samples = spoilt_samples(20, tuple(range(20))) if all_spoilt else SAMPLES
+    batches = GlobalBatches(samples, global_batch=6)
+    start = loading.load(engine, settings.checkpoints).progress if resume else Progress(step=0)
+    message = ""
+    log = Log(folder, rank=engine.rank, planned_bytes=1, total_steps=settings.steps or 0, first_step=start.step)
+    try:
+        with log:
+            loop.train(engine, batches, [], settings, log, start=start, total_steps=settings.steps or 0)
+    except NumbersError as error:
+        message = f"{error.exit_code} {error}"
+    engine.destroy()
+    return message
+
+
+def trajectory(folder: Path) -> list[tuple[Any, ...]]:
+    """Events, steps and losses."""
+    records = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
+    return [(each["event"], each["step"], each.get("loss"), each.get("samples")) for each in records]
+
+
+def test_a_run_stops_before_it_harms_itself_or_leaves_such_batches_out(tmp_path: Path, two_ranks: Ranks) -> None:
+    batches = GlobalBatches(SAMPLES, global_batch=6).iterate()
+    spoilt = {step: batch.indices.tolist() for step in range(1, 8) if 13 in (batch := next(batches)).indices}
+    first = min(spoilt)
+    assert len(spoilt) >= 2 and first > 1
+    skipped, stopped = tmp_path / "skip", tmp_path / "stop"
+    assert two_ranks.run(train, skipped, "skip") == ["", ""]
+    left_out = [(step, samples) for event, step, _, samples in trajectory(skipped) if event == "left_out"]
+    assert left_out == list(spoilt.items())
+    (message, other) = two_ranks.run(train, stopped, "stop")
+    assert message == other
+    assert message.startswith(f"7 the loss is NaN in step {first}\n")
+    assert f"its global batch is samples {', '.join(map(str, spoilt[first]))} of the training data" in message
+    assert f"the last good checkpoint is step-{first - 1:06d}" in message and "--on-nan skip" in message
+    assert (stopped / "checkpoints" / "latest").read_text() == f"step-{first - 1:06d}\n"
+    assert two_ranks.run(train, stopped, "skip", resume=True) == ["", ""]
+    assert trajectory(stopped) == trajectory(skipped)
+
+
+def test_batches_are_not_left_out_for_ever(tmp_path: Path, two_ranks: Ranks) -> None:
+    message = two_ranks.run(train, tmp_path, "skip", all_spoilt=True)[0]
+    lines = message.splitlines()
+    assert lines[0] == f"7 the loss is NaN in step {MOST_IN_A_ROW + 1}"
+    assert lines[1] == f"  because {MOST_IN_A_ROW} batches before it were left out, one after the other"
+
+
+def test_a_long_batch_is_shown_by_its_first_samples() -> None:
+    assert describe_samples([4, 2]) == "samples 4, 2"
+    assert describe_samples(list(range(512))) == "samples 0, 1, 2, 3, 4, 5, 6, 7, ... (512 in all)"

@@ -1,0 +1,137 @@
+"""Models that cannot be had, and what is said instead."""
+
+import json
+from pathlib import Path
+
+import pytest
+import torch
+
+from frugal.data.tokenizer import byte_tokenizer
+from frugal.errors import RequestError
+from frugal.models import factories
+from frugal.models.resolve import resolve
+from frugal.models.spec import check_sequence_length
+from tests.engine.small_models import TINY, tiny_gpt2
+
+pytestmark = pytest.mark.usefixtures("offline")
+
+
+def message(reference: str, task: str | None = None) -> str:
+    with pytest.raises(RequestError) as caught:
+        resolve(reference, task)
+    return str(caught.value)
+
+
+IMPORT = "hint: a factory is package.module:name or path/to/file.py:name"
+MODULE = "hint: return a torch.nn.Module, or (module, objective)"
+OF_TEXT = "hint: give a factory that returns a module and its objective"
+ON_META = "also called with torch.device('meta') as default"
+REFUSED: list[tuple[str, str | None, tuple[str, ...]]] = [
+    ("gtp2-xl", None, ("there is no model `gtp2-xl`", "(HF_HUB_OFFLINE is set)", "did you mean gpt2-xl?")),
+    ("somebody/zzzzzz", None, ("there is no model `somebody/zzzzzz`", "hint: give a preset such as gpt2")),
+    ("runs/nope/config.json", None, ("there is no model at runs/nope/config.json", "hint: give a config.json")),
+    ("./empty", None, ("./empty is no model folder", "empty/config.json: No such file or directory")),
+    ("gpt2", "masked-lm", ("gpt2 cannot be trained as masked-lm", "hint: use --task causal-lm")),
+    ("gpt2", "translation", ("there is no task `translation`", "tasks are causal-lm, masked-lm, seq2seq")),
+    ("vit", None, ("vit cannot be trained on text", "has no such model for `vit`", OF_TEXT)),
+    ("whisper", None, ("WhisperModel reads `input_features`", "hint: give a factory")),
+    ("whisper", "causal-lm", ("WhisperModel reads `input_features`", "hint: give a factory")),
+    ("musicgen", None, ("musicgen is no single model for text", "Multiple valid text configs were found")),
+    ("no_such_module:make", None, ("cannot import no_such_module", "ModuleNotFoundError", IMPORT)),
+    ("script.py:make", None, ("cannot import script.py", "SystemExit", IMPORT)),
+    ("broken.py:make", None, ("cannot import broken.py", "SyntaxError", IMPORT)),
+    ("my_models.py:mime", None, ("my_models.py has no `mime`", "did you mean my_models.py:mine?")),
+    ("my_models.py:SIZE", None, ("my_models.py:SIZE cannot be called", "its type is int")),
+    ("my_models.py:fails", None, ("my_models.py:fails failed", "KeyError: 'layers'", ON_META)),
+    ("my_models.py:exits", None, ("my_models.py:exits failed", "SystemExit: 3", ON_META)),
+    ("my_models.py:no_module", None, ("returned an object of type int", MODULE)),
+    ("my_models.py:nothing", None, ("returned None", MODULE)),
+    ("my_models.py:module_only", None, ("makes a Linear, but does not say how to train it", "SummedLoss")),
+]
+
+
+@pytest.mark.parametrize(("reference", "task", "said"), REFUSED)
+@pytest.mark.usefixtures("factories")
+def test_what_makes_no_model_is_refused_with_a_way_out(
+    reference: str, task: str | None, said: tuple[str, ...], tmp_path: Path
+) -> None:
+    (tmp_path / "empty").mkdir()
+    (tmp_path / "script.py").write_text("import sys\n\nsys.exit()\n")
+    (tmp_path / "broken.py").write_text("def make(:\n")
+    text = message(reference, task)
+    assert all(part in text for part in said), text
+
+
+@pytest.mark.parametrize(
+    ("text", "said"),
+    [
+        ('{"model_type": ', "it is no JSON: Expecting value: line 1 column 16"),
+        ("[1]", 'hint: add one that transformers knows, such as "model_type": "gpt2"'),
+        ('{"model_type": "gtp2"}', "hint: did you mean gpt2"),
+        (
+            '{"model_type": "mine", "auto_map": {"AutoConfig": "mine.Config"}}',
+            "because frugal never runs the code that comes with a model",
+        ),
+    ],
+)
+def test_a_broken_configuration(text: str, said: str, tmp_path: Path) -> None:
+    (tmp_path / "config.json").write_text(text)
+    assert said in message("config.json")
+
+
+def test_weights_that_cannot_be_read(tmp_path: Path) -> None:
+    tiny_gpt2().save_pretrained(tmp_path / "saved")
+    (tmp_path / "saved/model.safetensors").write_bytes(b"nonsense")
+    with pytest.raises(RequestError) as caught:
+        resolve("./saved").build(dtype=torch.float32)
+    assert str(caught.value) == (
+        "the weights of ./saved cannot be loaded\n"
+        "  because SafetensorError: Error while deserializing header: header too large\n"
+        "\n"
+        "hint: to train from random weights give the path of its config.json"
+    )
+
+
+def test_samples_longer_than_the_positions() -> None:
+    check_sequence_length(resolve("gpt2"), 1024)
+    check_sequence_length(resolve("t5-small"), 1_000_000)
+    with pytest.raises(RequestError) as caught:
+        check_sequence_length(resolve("gpt2"), 1025)
+    assert str(caught.value) == (
+        "--seq-len 1025 is longer than gpt2 can read\n"
+        "  because it has 1024 positions\n"
+        "\n"
+        "hint: use --seq-len 1024 or less"
+    )
+
+
+def test_a_tokenizer_with_more_tokens_than_the_model(tmp_path: Path) -> None:
+    (tmp_path / "small.json").write_text(json.dumps({"model_type": "gpt2", **TINY["gpt2"]}))
+    with pytest.raises(RequestError) as caught:
+        resolve("small.json").for_tokenizer(byte_tokenizer())
+    assert str(caught.value) == (
+        "the tokenizer has 260 tokens, small.json has embeddings for 256\n"
+        "\n"
+        "hint: take the tokenizer that belongs to the model, or a config.json with a larger vocab_size"
+    )
+
+
+def test_an_unreachable_hub_costs_no_time(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Nobody waits for retries where the host has no address."""
+    lookups = []
+
+    def no_address(*arguments: object) -> None:
+        lookups.append(arguments)
+        raise OSError("Name or service not known")
+
+    monkeypatch.undo()
+    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", False)
+    monkeypatch.setattr("socket.getaddrinfo", no_address)
+    for name in ("HTTPS_PROXY", "https_proxy", "ALL_PROXY", "all_proxy"):
+        monkeypatch.delenv(name, raising=False)
+    factories.hub_unreachable_because.cache_clear()
+    try:
+        assert "the network does not reach it" in message("gtp2")
+        assert len(lookups) == 1
+    finally:
+        factories.hub_unreachable_because.cache_clear()

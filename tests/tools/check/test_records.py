@@ -1,0 +1,65 @@
+"""A check for programs: JSON that says what the report says, SARIF that code hosts accept."""
+
+import json
+import lzma
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from frugal.dryrun.pool import Pool
+from frugal.tools.check.checked import Check, check
+from frugal.tools.check.gather import gather
+from frugal.tools.check.records import as_json, as_sarif
+from frugal.tools.check.report import report
+
+HERE = Path(__file__).parent
+CONFIGS = HERE / "configs"
+FLAGS = {"model": str(CONFIGS / "tiny-llama.json"), "seq_len": 64, "micro_batch": 4}
+
+
+@pytest.fixture(scope="session")
+def too_large(pool: Pool) -> Check:
+    """DeepSpeed's default bucket on cards of 1 GiB."""
+    settings, documents = gather([CONFIGS / "accelerate" / "zero2-offload.yaml"], FLAGS)
+    return check(settings, documents, {"mem": "1G"}, with_plan=False, pool=pool)
+
+
+@pytest.fixture(scope="session")
+def log(too_large: Check) -> Any:
+    return json.loads(as_sarif(too_large))
+
+
+def test_a_bucket_that_is_too_large_is_what_the_smallest_change_makes_smaller(too_large: Check) -> None:
+    content = json.loads(as_json(too_large))
+    assert (content["verdict"], content["exit_code"]) == ("does not fit", 3)
+    batch = {"global_batch": 16, "world_size": 2, "micro_batch": 4, "accumulation_steps": 2, "sequence_parallel": 1}
+    assert content["batch"] == batch
+    assert content["change"]["fields"]["zero_optimization.reduce_bucket_size"] == 20_000_000
+    assert content["change"]["memory"]["headroom_bytes"] >= 0 > content["memory"]["headroom_bytes"]
+    categories = ("parameters", "gradients", "optimizer", "activations", "logits", "communication", "temporary")
+    parts = sum(content["memory"][name] for name in (*categories, "slack", "context"))
+    assert parts == content["memory"]["total_bytes"]
+    assert report(too_large).startswith("does not fit: ")
+
+
+def test_sarif_has_what_its_specification_requires(log: Any) -> None:
+    """Sections 3.13 to 3.28 of SARIF 2.1.0: a rule for each result, a text, a place, lines from 1."""
+    assert log["version"] == "2.1.0" and log["$schema"].endswith("sarif-schema-2.1.0.json")
+    (run,) = log["runs"]
+    assert run["tool"]["driver"]["name"] == "frugal check"
+    rules = {rule["id"] for rule in run["tool"]["driver"]["rules"]}
+    for result in run["results"]:
+        assert result["ruleId"] in rules and result["level"] in ("error", "warning", "note")
+        assert result["message"]["text"]
+        for location in result["locations"]:
+            physical = location["physicalLocation"]
+            assert physical["artifactLocation"]["uri"].startswith("file:///")
+            assert physical.get("region", {"startLine": 1})["startLine"] >= 1
+    assert {"does-not-fit", "large-bucket"} <= {result["ruleId"] for result in run["results"]}
+
+
+def test_sarif_is_valid_by_its_own_schema(log: Any) -> None:
+    jsonschema = pytest.importorskip("jsonschema", reason="checks SARIF against its schema")
+    schema = json.loads(lzma.decompress((HERE / "sarif-schema-2.1.0.json.xz").read_bytes()))
+    jsonschema.validators.validator_for(schema)(schema).validate(log)
