@@ -61,7 +61,7 @@ def raised(error: Exception) -> Exception:
 def test_the_request_is_read_from_the_error(text: str, number: int | None) -> None:
     report = report_of(raised(RuntimeError(text)), rank=3)
     assert (report.rank, report.request_bytes, report.phase) == (3, number, "forward")
-    assert report.where.startswith("training/test_oom_retry.py:")
+    assert report.where.startswith("engine/test_oom_retry.py:")
 
 
 def test_the_allocators_own_error_on_a_cpu_is_understood() -> None:

@@ -8,13 +8,14 @@ where this is no gain over the best so far, the interval is left out, otherwise 
 faster by `GAP` at most.
 
 Of more than two modes, only neighbours on the lower convex hull of bytes and seconds are mixed: layers are alike, so a
-mode on the line between two others is no better than a mixture of these. Left out: mixtures of three modes, which could
-use the memory of a part of a layer; and mixtures beside a share of the optimizer on the host, unless that is pinned.
+mode on the line between two others is no better than a mixture of these. With few layers one layer is too much for
+that, so there all pairs of modes are mixed. Left out: mixtures of three modes, which could use the memory of a part of
+a layer; and mixtures beside a share of the optimizer on the host, unless that is pinned.
 """
 
 from collections.abc import Sequence
 from dataclasses import replace
-from itertools import pairwise
+from itertools import combinations, pairwise
 
 from frugal.config.layers import FLAG, LayerModes
 from frugal.errors import RequestError
@@ -29,6 +30,9 @@ GAP = 1.005
 
 Runs = tuple[tuple[LayerMode, int], ...]
 """`Strategy.layer_modes`."""
+
+FEW_LAYERS = 7
+"""Up to so many layers a mode on the line between two others may be better than a mixture of its neighbours."""
 
 Point = tuple[int, float, LayerMode]
 """Bytes, seconds, and the mode that takes them."""
@@ -128,10 +132,11 @@ class Mixtures:
         if len(modes) < 2 or not any(draft.fits for draft in modes.values()):
             return []
         several = mixture(base, tuple((mode, 1) for mode in modes))
-        if self.source.num_layers(several) < 2:
+        num_layers = self.source.num_layers(several)
+        if num_layers < 2:
             return []
-        hull = pairwise(self._hull(base, modes))
-        pairs = [(modes[frugal], modes[generous]) for frugal, generous in hull]
+        names = combinations(modes, 2) if num_layers <= FEW_LAYERS else pairwise(self._hull(base, modes))
+        pairs = [(modes[frugal], modes[generous]) for frugal, generous in names]
         pairs = [pair for pair in pairs if self._may_gain(*pair, enough)]
         if pairs and (why_not := self.source.why_not_mixed(several)):
             self.why_none = why_not
