@@ -1,1 +1,1 @@
-"""What is asked and what there is to run on: requests, settings, clusters, calibrations. No torch."""
+"""Requests, settings, clusters and calibrations: the input of a plan. No torch."""

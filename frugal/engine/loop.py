@@ -82,7 +82,7 @@ def train(
 
 
 def _tell_memory(step: int, gauge: RunGauge, log: Log, engine: Engine, start: Progress) -> None:
-    """What the first steps have taken, beside what was planned."""
+    """Return the memory of the first steps beside the planned one."""
     log.memory(
         step, gauge.stop(), is_lowered=engine.adaptive_limits.is_lowered, largest=gauge.largest, phases=gauge.phases,
         is_resumed=start.step > 0,
@@ -119,7 +119,7 @@ def num_steps(batches: GlobalBatches | StreamBatches, settings: RunSettings) -> 
 
 
 def _is_due(step: int, every: int | None, total_steps: int) -> bool:
-    """Whether something done `every` so many steps, and at the end, is to be done now; 0: never, None: at the end."""
+    """Return whether an action is due now that is done `every` N steps and at the end; 0: never, None: at the end."""
     if every == 0:
         return False
     return step == total_steps or (every is not None and step % every == 0)

@@ -80,7 +80,7 @@ class OutOfMemory:
 
 
 def recovery(shortage: OutOfMemory | None) -> dict[str, Any]:
-    """What a message about `shortage` has for the run's log beside its words; None: it says that all is well again."""
+    """Return the fields of a message about `shortage` in the log; for None those of a run that fits again."""
     reports = () if shortage is None else shortage.reports
     phases = ", ".join(dict.fromkeys(report.phase for report in reports))
     return {"recovery": {"phase": phases or None, "ranks": [report.rank for report in reports]}}

@@ -1,4 +1,4 @@
-"""What every rank of a training run executes.
+"""The program of every rank of a training run.
 
 Started by `frugal train`, by DeepSpeed's launcher, torchrun, OpenMPI, MPICH or SLURM, always with a plan:
 

@@ -1,1 +1,1 @@
-"""What commands show: reports drawn to the width of a terminal, and what a run would be given."""
+"""Output of commands: reports drawn to the width of a terminal, and previews of samples."""

@@ -98,7 +98,7 @@ class Shard:
 
 @dataclass(frozen=True)
 class StreamSource:
-    """What one `--data` names: its shards in the order of the files. `fingerprint`: by size and ends of each file."""
+    """A source of one `--data`: its shards in the order of the files. `fingerprint`: by size and ends of each file."""
 
     name: str
     fingerprint: str

@@ -73,7 +73,7 @@ class Best:
 
     @property
     def is_over(self) -> bool:
-        """Whether as many evaluations as `patience` says have brought nothing better."""
+        """Return whether the last `patience` evaluations brought nothing better."""
         return self._patience is not None and self.so_far is not None and self.so_far.num_since >= self._patience
 
     @property

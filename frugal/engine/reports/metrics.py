@@ -297,7 +297,7 @@ class Log:
 
     @property
     def is_folder_gone(self) -> bool:
-        """Whether rank 0 knows that the run's folder was deleted or moved."""
+        """Return whether rank 0 knows that the run's folder was deleted or moved."""
         return self.is_rank_0 and self._metrics.is_folder_gone
 
     def sync(self) -> None:

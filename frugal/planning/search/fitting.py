@@ -1,4 +1,4 @@
-"""What fits where: micro-batches on devices, batches made of them, and a node's host memory and disk."""
+"""Limits: micro-batches that fit on devices, batches made of them, and a node's host memory and disk."""
 
 from collections import Counter
 from collections.abc import Sequence
