@@ -1,4 +1,4 @@
-"""The final model on the Hugging Face hub, by the library's own upload (`--push-to-hub REPO`).
+"""The final model on the Hugging Face hub, by the library's own upload (`train.push-to-hub`).
 
 The repository is made before training, private unless it exists, so that a wrong name or token is reported at once. The
 model folder is uploaded when the run is over. A failure then does not fail the run: its model is saved, and the command
@@ -28,7 +28,7 @@ def check(repository: str | None) -> None:
         raise RequestError(
             f"cannot make the repository {repository} on the hub",
             because=first_line(error),
-            hint="check with `hf auth whoami` that you are logged in, or leave --push-to-hub out and upload later",
+            hint="check with `hf auth whoami` that you are logged in, or leave train.push-to-hub out and upload later",
         ) from None
 
 
