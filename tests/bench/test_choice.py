@@ -34,6 +34,7 @@ def test_every_plan_is_trained_and_timed_on_all_ranks() -> None:
         ranks.close()
 
 
+@pytest.mark.exhaustive
 def test_the_chosen_and_the_fastest_other_take_turns_once_more(two_ranks: Ranks) -> None:
     plans = [
         plan_by_hand(
@@ -55,6 +56,7 @@ def test_ratios_are_those_of_the_turns_at_the_end() -> None:
     assert measured_again(row, {}) == row
 
 
+@pytest.mark.exhaustive
 def test_a_tuned_run_is_told_by_the_plan_it_goes_on_with(two_ranks: Ranks) -> None:
     own, other = (
         plan_by_hand(

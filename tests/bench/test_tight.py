@@ -25,6 +25,7 @@ IN_EVERY_RUN = ("long sequence",)
 @pytest.mark.parametrize(
     "name", [pytest.param(name, marks=[] if name in IN_EVERY_RUN else pytest.mark.exhaustive) for name in CASES]
 )
+@pytest.mark.exhaustive
 def test_what_does_not_fit_with_full_activation_checkpointing_trains(
     name: str, pool: Pool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, request: pytest.FixtureRequest
 ) -> None:

@@ -89,6 +89,7 @@ def test_training_began_at_the_pretrained_weights(folder: Path, trained: str) ->
     assert 0 < max(moved) < 0.2, "random weights of another seed would be 1.4 away"
 
 
+@pytest.mark.exhaustive
 def test_a_configuration_says_that_its_weights_are_random_and_its_tokens_bytes(folder: Path) -> None:
     code, output, errors = frugal_train(folder, *RUN, "--model", "config.json", "--out", "scratch")
     assert (code, errors) == (0, "")

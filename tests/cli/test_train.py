@@ -104,6 +104,7 @@ def test_the_final_model_and_tokenizer_load(folder: Path, on_two_ranks: tuple[in
     assert loss < 0.9 * torch.log(torch.tensor(260.0))  # better than a guess among all tokens
 
 
+@pytest.mark.exhaustive
 def test_names_beyond_ascii_under_the_posix_locale(folder: Path) -> None:
     data, out = folder / "d\u00e4t\u00e4" / "t\u00e9xt.jsonl", folder / "r\u00fc\u00f1"
     data.parent.mkdir()

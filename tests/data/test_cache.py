@@ -151,6 +151,7 @@ def test_a_builder_that_is_stuck_is_not_waited_for_without_end(
     entry = tmp_path / "entry"
     with building(entry):
         monkeypatch.setattr(cache, "_STUCK_SECONDS", 0.5)
+        monkeypatch.setattr(cache, "_NOTICE_SECONDS", 0.0)
         assert cache.read_or_build(entry, write).documents == 1
         assert "waiting for another process" in caplog.text
     assert cache.read(entry).documents == 1

@@ -60,6 +60,7 @@ def alone(one_rank: Ranks) -> tuple[float, float]:
     ("fixture", "micro_batch", "zero_stage"),
     [("two_ranks", 12, 3), pytest.param("three_ranks", 5, 2, marks=pytest.mark.exhaustive)],
 )
+@pytest.mark.exhaustive
 def test_the_perplexity_is_that_of_one_rank(
     fixture: str, micro_batch: int, zero_stage: int, alone: tuple[float, float], request: pytest.FixtureRequest
 ) -> None:

@@ -105,6 +105,7 @@ def test_deepspeeds_own_part_on_the_device_ignores_the_schedule(two_ranks: Ranks
         assert_equal(unmended, alone)
 
 
+@pytest.mark.exhaustive
 def test_a_checkpoint_holds_both_parts_and_goes_on_with_other_shares(two_ranks: Ranks, tmp_path: Path) -> None:
     whole, *_ = two_ranks.run(run, in_part(0.5), tmp_path / "half")[0]
     two_ranks.run(run, ON_HOST, tmp_path / "host")

@@ -52,6 +52,7 @@ def test_all_that_is_wrong_with_the_hosts_is_said_before_anything_starts(hosts: 
     )
 
 
+@pytest.mark.exhaustive
 def test_hosts_with_different_plans_are_named(hosts: Hosts) -> None:
     """Ranks started by hand, one of them with another plan."""
     paths = plan(hosts, 1, 1), plan(hosts, 1, 1, global_batch=4)

@@ -82,6 +82,7 @@ LEFT_OUT = (
 )
 
 
+@pytest.mark.exhaustive
 def test_elastic_goes_on_with_the_host_that_is_left(hosts: Hosts, undisturbed: list[float]) -> None:
     try:
         code, output, errors = disturbed(hosts, "elastic", lambda: lose(hosts, "n2"), "--elastic")

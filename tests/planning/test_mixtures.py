@@ -44,7 +44,9 @@ def exhaustive_seconds(settings: dict[str, Any], model: dict[str, Any]) -> float
     return next(min(seconds) for seconds in of_level.values() if min(seconds) < float("inf"))
 
 
-@pytest.mark.parametrize("settings", CASES, ids=str)
+@pytest.mark.parametrize(
+    "settings", [*CASES[:2], *(pytest.param(each, marks=pytest.mark.exhaustive) for each in CASES[2:])], ids=str
+)
 def test_it_is_within_two_percent_of_the_fastest_of_all(settings: dict[str, Any]) -> None:
     model = {**DEEP, "num_layers": 8}
     made = planned(model=model, **settings)

@@ -31,6 +31,9 @@ from frugal.units import format_bytes
 
 RECORD = "report.json"
 _ABANDONED_SECONDS = 3600
+_NOTICE_SECONDS = 5.0
+"""A wait for another process is reported only if it lasts longer."""
+
 _STUCK_SECONDS = 600
 
 logger = logging.getLogger("frugal")
@@ -127,7 +130,7 @@ def _turn(folder: Path) -> Iterator[None]:
     descriptor, begin, is_told = files.append(lock), time.time(), False
     try:
         while not _is_locked(descriptor):
-            if not is_told:
+            if not is_told and time.time() - begin > _NOTICE_SECONDS:
                 logger.warning("waiting for another process that makes the same tokenised data, %s", folder)
                 is_told = True
             time.sleep(0.2)

@@ -142,6 +142,7 @@ OFTEN = pytest.mark.exhaustive
         pytest.param(2, {"strategy": {"mlp": "tiled"}}, "", id="tiled MLP", marks=OFTEN),
     ],
 )
+@pytest.mark.exhaustive
 def test_changing_ways_trains_the_same_on_two_ranks(
     zero_stage: int, how: dict[str, Any], kind: str, two_ranks: Ranks
 ) -> None:
@@ -242,6 +243,7 @@ def peaks(text: bytes) -> list[int]:
         ),
     ],
 )
+@pytest.mark.exhaustive
 def test_an_alternative_takes_no_more_than_it_promises(
     num_ranks: int, settings: dict[str, Any], tmp_path: Path, one_rank: Ranks, two_ranks: Ranks
 ) -> None:

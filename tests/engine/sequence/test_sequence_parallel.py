@@ -63,6 +63,7 @@ def bound(steps: int) -> float:
     return bound_of_losses(lambda: runs.model("llama"), batches, learning_rate=1e-2)
 
 
+@pytest.mark.exhaustive
 def test_losses_of_twenty_steps_are_those_of_one_process(two_ranks: Ranks, one_rank: Ranks) -> None:
     whole = one_rank.run(runs.losses, 1, 1, 0, steps=20)[0]
     assert two_ranks.run(runs.losses, 2, 2, 2, steps=20)[0] == pytest.approx(whole, rel=bound(20))
@@ -81,6 +82,7 @@ def test_losses_of_twenty_steps_are_those_of_one_process(two_ranks: Ranks, one_r
         pytest.param(3, {"activation_checkpointing": "offloaded"}, marks=pytest.mark.exhaustive),
     ],
 )
+@pytest.mark.exhaustive
 def test_recomputation_tiled_loss_and_adapters_change_nothing(
     zero_stage: int, how: dict[str, str], two_ranks: Ranks, one_rank: Ranks
 ) -> None:

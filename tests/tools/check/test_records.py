@@ -30,6 +30,7 @@ def log(too_large: Check) -> Any:
     return json.loads(as_sarif(too_large))
 
 
+@pytest.mark.exhaustive
 def test_a_bucket_that_is_too_large_is_what_the_smallest_change_makes_smaller(too_large: Check) -> None:
     content = json.loads(as_json(too_large))
     assert (content["verdict"], content["exit_code"]) == ("does not fit", 3)
