@@ -136,7 +136,7 @@ def _connect() -> socket.socket:
     if SOCKET not in os.environ:
         _start()
     connection = socket.socket(socket.AF_UNIX)
-    for _ in range(600):
+    for _ in range(3000):
         try:
             connection.connect(os.environ[SOCKET])
             break
