@@ -18,7 +18,7 @@ from frugal.config.setting import Kind, check_sizes, flag_of, setting, settings_
 from frugal.errors import RequestError, refuse
 
 MOST_CHARACTERS = 1 << 14
-"""Of a rank's arguments in a command line: Linux takes 128 KiB a word, and over ssh all of a command is one."""
+"""The limit of a rank's arguments in a command: Linux takes 128 KiB a word, and over ssh all of a command is one."""
 
 OnNan = Literal["stop", "skip"]
 BestMode = Literal["min", "max"]

@@ -334,10 +334,10 @@ def open_stream(
 
 
 Loaded = dict[str, list[Corpus]]
-"""What was loaded for `TRAINING` (one for each source with a weight), `VALIDATION` and `TEST`."""
+"""The corpora loaded for `TRAINING` (one for each source with a weight), `VALIDATION` and `TEST`."""
 
 _Entry = tuple[str, str, BuildReport, Provenance]
-"""What a corpus is for, and the arguments of `_open`."""
+"""The purpose of a corpus, and the arguments of `_open`."""
 
 
 def _load_on_each_node(

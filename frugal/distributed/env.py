@@ -24,7 +24,7 @@ _LAUNCHERS = (  # variables for: rank, world size, rank on its node, ranks on it
 logger = logging.getLogger("frugal")
 
 DEFAULT_PORT = 29500
-"""Of the rendezvous, if none is given; torch's and DeepSpeed's default, too."""
+"""The port of the rendezvous, if none is given; torch's and DeepSpeed's default, too."""
 
 
 _LEAST_AND_MOST = {

@@ -14,7 +14,7 @@ import torch.distributed as dist
 from frugal import file_errors
 
 MOST_BYTES = 256 * 2**20
-"""Of one rank's message. The largest are the checksums of a checkpoint's files."""
+"""The limit of one rank's message. The largest are the checksums of a checkpoint's files."""
 
 T = TypeVar("T")
 

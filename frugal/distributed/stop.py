@@ -32,7 +32,7 @@ GRACE_SECONDS = 600
 REPEATED_SECONDS = 5.0
 
 OTHER_FAILED = 0
-"""What `deliver` takes in place of a signal's number: another rank has failed, and this one is to end."""
+"""The number that `deliver` takes in place of a signal's number: another rank has failed, and this one is to end."""
 
 _CLOSED = 255  # no signal has this number
 _log = logging.getLogger("frugal")

@@ -4,7 +4,7 @@ from functools import cache
 from importlib.resources import files
 
 LIBRARY = "uPlot 1.6.32"
-"""What draws charts: https://github.com/leeoniya/uPlot, in `vendor/`."""
+"""The library that draws charts: https://github.com/leeoniya/uPlot, in `vendor/`."""
 
 
 @cache

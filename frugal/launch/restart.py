@@ -24,7 +24,7 @@ from frugal.report import after_run
 from frugal.report.records import read_history
 
 FINAL_CODES = (2, 3, 4, 5, 6, 7, INTERRUPTED)
-"""Of runs that ended with a message for the user (`frugal.errors`): it would come again."""
+"""Codes of runs that ended with a message for the user (`frugal.errors`): it would come again."""
 
 Start = Callable[[Plan, RunSettings], tuple[int, FailureReport | None]]
 """Starts a run and waits: 0 if it came to its end, otherwise an exit code and what the rank said that failed first."""

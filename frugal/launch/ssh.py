@@ -30,7 +30,7 @@ PASSED = (
     "PYTHON", "PYTORCH_", "NCCL", "GLOO", "MLFLOW", "UCX", "MV2", "HF_", "HUGGING_FACE_", "TRANSFORMERS_",
     "TOKENIZERS_", "TORCH_", "OMP_", "DS_", "DEEPSPEED_", "XDG_CACHE_HOME", "CUDA_HOME",
 )  # fmt: skip
-"""What these names begin with is passed on to all nodes, as DeepSpeed's launcher does with `PYTHON` and the five after
+"""Prefixes of variables that are passed on to all nodes, as DeepSpeed's launcher does with `PYTHON` and the five after
 `PYTORCH_`.
 
 Tokens are among them: they are never words of a command, which every user of a host can list.

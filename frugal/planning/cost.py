@@ -133,7 +133,7 @@ def between(first: Counts, second: Counts, num_samples: tuple[int, int]) -> Work
 
 
 HOOK_OPERATORS, STEP_OPERATORS = {0: 0, 1: 3, 2: 8, 3: 80}, {0: 5, 1: 5, 2: 5, 3: 13}
-"""What DeepSpeed's Python costs for each trainable parameter, by ZeRO stage, in operators' time: in a micro-step, and
+"""The cost of DeepSpeed's Python for each trainable parameter, by ZeRO stage, in operators' time: in a micro-step, and
 in the optimizer step. Stages 1 and 2 copy each gradient into a bucket from a hook; stage 3 also fetches and releases
 from hooks before and after every module.
 
@@ -148,7 +148,7 @@ REPEATED_OPERATORS = 2.4
 Python."""
 
 PYTHON_OPERATORS = 2.0
-"""What each operator costs more in forward and recomputation under `selective`, whose choice is made by Python for
+"""The extra cost of each operator in forward and recomputation under `selective`, whose choice is made by Python for
 each of them, in operators' time."""
 
 NORM_BYTES = 20

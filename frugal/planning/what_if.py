@@ -20,7 +20,7 @@ from frugal.units import GIB, format_bytes, format_seconds, parse_bytes, plural
 
 AXES = ("gpus", "mem", "seq-len")
 MOST_CASES = 200
-"""Of one table: a case takes about a second."""
+"""The most cases of one table; each takes about a second."""
 
 MORE_MEMORY = 4 * GIB
 

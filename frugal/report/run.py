@@ -20,7 +20,7 @@ RUNNING, UNKNOWN = "running", "unknown"
 """States of a run without a record of its end."""
 
 UNITS = {"sequence-classification": "samples", "": "targets"}
-"""What losses are means over and speeds count, by task; other tasks: target tokens."""
+"""The unit of losses and speeds, by task; other tasks: target tokens."""
 
 _NOT_SETTINGS = ("data", "out", "lengths")
 

@@ -175,7 +175,7 @@ MEMORY_SHARE = 0.85
 """Share of the memory's nominal bytes/s that operators reach; measured ones lie between 0.8 and 0.92."""
 
 ALLOCATOR_BYTES, ALLOCATOR_SHARE = 40 * MIB, 0.007
-"""What the caching allocator may need more than planned, fixed and as a share of the memory; see
+"""The caching allocator's need beyond the plan, fixed and as a share of the memory; see
 `frugal.planning.memory.interval`."""
 
 KERNELS_SHARE, UNKNOWN_KERNELS_SHARE = 0.001, 0.005

@@ -227,7 +227,7 @@ MIRRORED = (
         _reassign_or_swap_out_partitioned_parameters="af7b449bee8786ec",
     ),
 )
-"""Whatever changes here has to be looked at: ours may have to change with it."""
+"""A change here has to be looked at: ours may have to change with it."""
 
 
 def verify_simulation() -> bool:

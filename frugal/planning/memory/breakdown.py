@@ -111,7 +111,7 @@ PROCESS_BYTES = {"cpu": 372 * MIB, "cuda": 2 * GIB}
 its libraries and context take 1 to 2 GiB of the host, depending on the driver; not measured yet."""
 
 ALLOCATOR_SHARE = 0.03
-"""Of the tensors: heap that small blocks keep, page ends, and memory that kernels take and return inside one call."""
+"""The part beside tensors: heap kept by small blocks, page ends, and memory that kernels take and return in a call."""
 
 
 def rank_host_bytes(tensor_bytes: int, kind: str) -> int:

@@ -21,7 +21,7 @@ from frugal.planning.memory.timeline import CATEGORIES, Timeline
 COLUMNS = ("event", "phase", "operator", "module", *CATEGORIES, "total")
 TABLE, SNAPSHOT = ".csv", ".pickle"
 FIRST_ADDRESS, ALIGNMENT = 1 << 40, 512
-"""Of the storages in a snapshot, each of which has an address of its own."""
+"""The base for storages in a snapshot, each of which has an address of its own."""
 
 
 def check_file(path: Path, *, has_table: bool = True) -> None:

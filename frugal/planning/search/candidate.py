@@ -188,7 +188,7 @@ WORK_NO_GREATER: dict[ActivationCheckpointing, tuple[ActivationCheckpointing, ..
 """Modes whose work is a lower bound of a mode's own, the tightest first."""
 
 BUCKET_SHARE = 0.05
-"""Of a device's memory: where buckets take more, smaller ones are tried, too."""
+"""A share of a device's memory: where buckets take more, smaller ones are tried, too."""
 
 
 def evaluation_rounds(strategies: Sequence[Strategy]) -> list[list[Strategy]]:

@@ -52,7 +52,7 @@ OpenDryRuns = Callable[[Request, Cluster], DryRunSource]
 """Opens a source for one request on one cluster."""
 
 MOST_ANSWERS = 400
-"""Of one page."""
+"""The most answers of one page."""
 
 EVENTS_OF_A_PAGE, EVENTS_OF_A_SMALL_PAGE = 12_000_000, 300_000
 """Events that are replayed for `--html`, and for the page beside plan.json: some 25 seconds, and one. An answer takes

@@ -10,7 +10,7 @@ from frugal.planning.memory.profile import RankMemory
 from frugal.planning.memory.timeline import CATEGORIES, OPTIMIZER_STEP, Timeline
 
 MOST_POINTS, FEW_POINTS = 400, 160
-"""Of the picture of the plan, and of another strategy; at least one of each phase."""
+"""Points of the plan's picture, and of another strategy's; at least one of each phase."""
 
 STEPS_OF_AN_AXIS = 1 << 12
 """Bytes are rounded to so many parts of the peak, finer than a pixel; the peak itself and the tables are exact."""
