@@ -9,7 +9,7 @@ SHELL  := /bin/bash
 setup: $(VENV)/.ready
 
 # torch first: DeepSpeed's build asks for it. No compiled ops: torch's fused optimizers are used.
-$(VENV)/.ready: pyproject.toml constraints.txt
+$(VENV)/.ready: pyproject.toml constraints.txt frugal/planning/memory/_caching_allocator.c
 	$(PYTHON) -m venv $(VENV)
 	$(BIN)/pip install --quiet -c constraints.txt setuptools torch
 	DS_BUILD_OPS=0 $(BIN)/pip install --quiet -c constraints.txt -e '.[dev]'

@@ -22,7 +22,7 @@ from dataclasses import dataclass
 import torch
 
 from frugal.planning.memory.allocator import Replays
-from frugal.planning.memory.free_blocks import segment_bytes
+from frugal.planning.memory.caching_allocator import segment_bytes
 from frugal.units import KIB, MIB
 
 KEPT = (512, 2 * MIB)

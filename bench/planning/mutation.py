@@ -165,15 +165,15 @@ MUTANTS = (
         "the allocator wastes nothing",
     ),
     Mutant(
-        "planning/memory/free_blocks.py",
+        "planning/memory/caching_allocator.py",
         "SMALLEST_BLOCK = 512",
         "SMALLEST_BLOCK = 256",
         "requests are rounded to 256 bytes",
     ),
     Mutant(
-        "planning/memory/free_blocks.py",
-        "SegmentPool(1, addresses), SegmentPool(SMALL + 1, addresses)",
-        "SegmentPool(1, addresses), SegmentPool(1, addresses)",
+        "planning/memory/caching_allocator.py",
+        "self.expandable_segments or rest > SMALL_REQUEST)",
+        "self.expandable_segments or rest > 0)",
         "the tail of a large block is split off however small it is",
     ),
     Mutant(

@@ -1,18 +1,19 @@
-"""CUDA's caching allocator, one behaviour a test: request by request, and a whole stream at once."""
+"""CUDA's caching allocator, one behaviour a test: request by request, and a whole stream at once, compiled."""
 
 import random
+import shutil
+from array import array
 from itertools import pairwise
-from typing import Any
 
 import msgspec
 import pytest
 
 from frugal.planning.memory import allocator as product
+from frugal.planning.memory import caching_allocator
 from frugal.planning.memory.allocator import Replay, Replays
-from frugal.planning.memory.free_blocks import ENDLESS
+from frugal.planning.memory.caching_allocator import ENDLESS, Block, CachingAllocator
 from frugal.planning.memory.host_allocator import HostAllocator
 from frugal.units import KIB, MIB
-from tests.planning.object_allocator import Block, CachingAllocator, replay_one_by_one
 
 
 def replay(
@@ -25,10 +26,36 @@ def replay(
 ) -> Replay:
     """What both ways to replay agree on."""
     found = Replays(sizes, events, empties, expandable_segments=expandable_segments).under(limit_bytes)
-    assert found == replay_one_by_one(
-        sizes, events, limit_bytes, empties=empties, expandable_segments=expandable_segments
-    )
+    assert found == in_python(sizes, events, limit_bytes, empties=empties, expandable_segments=expandable_segments)
     return found
+
+
+def in_python(
+    sizes: list[int],
+    events: list[int],
+    limit_bytes: int,
+    *,
+    empties: tuple[int, ...] = (),
+    expandable_segments: bool = False,
+) -> Replay:
+    """The same without the compiled module."""
+    stream = array("q", sizes), array("q", events), array("q", empties)
+    return Replay(
+        *caching_allocator.replay_in_python(*stream, expandable_segments=expandable_segments, limit_bytes=limit_bytes)
+    )
+
+
+def test_the_compiled_allocator_is_used_where_there_is_a_compiler() -> None:
+    assert caching_allocator.compiled is not None or shutil.which("cc") is None, "`make setup` compiles it"
+
+
+@pytest.mark.parametrize(("sizes", "events"), [(array("q", [1]), array("q", [1])), (array("q", [1]), array("q", [-1]))])
+def test_an_event_of_no_storage_is_an_error(sizes: "array[int]", events: "array[int]") -> None:
+    if caching_allocator.compiled is not None:
+        with pytest.raises(IndexError):
+            caching_allocator.compiled.replay(sizes, events, array("q"), False, ENDLESS, None)
+        with pytest.raises(TypeError):
+            caching_allocator.compiled.replay(array("i", [1]), array("q"), array("q"), False, ENDLESS, None)
 
 
 def lives(*sizes: int) -> tuple[list[int], list[int]]:
@@ -218,36 +245,20 @@ def test_limits_under_which_the_same_happens_share_a_replay(
     seed: int, expandable: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     sizes, events = stream(seed, 400)
-    done: list[Any] = []
+    done: list[int] = []
 
-    def counted(*args: Any, original: Any = product._replay) -> None:
-        done.append(args)
-        original(*args)
+    def counted(*stream: "array[int]", limit_bytes: int, **options: bool) -> caching_allocator.Outcome:
+        done.append(limit_bytes)
+        return caching_allocator.replay(*stream, limit_bytes=limit_bytes, **options)  # type: ignore[arg-type]
 
-    monkeypatch.setattr(product, "_replay", counted)
+    monkeypatch.setattr(product, "replay", counted)
     replays = Replays(sizes, events, expandable_segments=expandable)
     highest = replays.under().peak_reserved_bytes
     limits = range(highest // 2, highest + 2 * MIB, MIB)
     for limit in limits:
-        expected = replay_one_by_one(sizes, events, limit, expandable_segments=expandable)
+        expected = in_python(sizes, events, limit, expandable_segments=expandable)
         assert replays.under(limit) == expected
     assert len(done) < len(limits) / 5
-
-
-@pytest.mark.parametrize("expandable", [False, True])
-@pytest.mark.parametrize("seed", range(3))
-def test_replays_that_begin_together_go_as_each_alone(seed: int, expandable: bool) -> None:
-    sizes, events = stream(seed, 1000)
-    empties = sorted(random.Random(seed).sample(range(1, len(events)), 8))
-    free = replay(sizes, events, empties=tuple(empties), expandable_segments=expandable)
-    live = free.peak_allocated_bytes * 9 // 10
-    for limit in range(live - 8 * MIB, free.peak_reserved_bytes + 8 * MIB, 2 * MIB):
-        alone, together = (
-            Replays(sizes, events, empties, expandable_segments=expandable, least_bytes=least)
-            for least in (limit, live)
-        )
-        assert together._replay(limit).result() == alone._replay(limit).result()
-        assert together._replay(limit).blocks == alone._replay(limit).blocks
 
 
 @pytest.mark.parametrize("expandable", [False, True])
@@ -287,7 +298,7 @@ def test_what_was_replayed_once_is_known_to_whoever_replays_it_again(
     known: product.KnownReplays = {}
     capacity = Replays(sizes, events, expandable_segments=expandable, known=known).smallest_capacity()
     known = msgspec.json.decode(msgspec.json.encode(known), type=product.KnownReplays)
-    monkeypatch.setattr(product, "_replay", None)
+    monkeypatch.setattr(product, "replay", None)
     assert Replays(sizes, events, expandable_segments=expandable, known=known).smallest_capacity() == capacity
     other_sizes = [*sizes[:-1], sizes[-1] + 1]
     for other in (

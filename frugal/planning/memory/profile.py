@@ -49,7 +49,6 @@ class RankMemory:
                 timeline.events,
                 timeline.empties,
                 expandable_segments=expandable_segments,
-                least_bytes=timeline.peak_bytes(micro_batch),
                 known=self.known,
             )
         return self._replays[key]

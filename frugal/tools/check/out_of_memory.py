@@ -20,7 +20,7 @@ from pathlib import Path
 
 from frugal.dryrun.messages import DryRun
 from frugal.errors import RequestError
-from frugal.planning.memory.free_blocks import SMALLEST_BLOCK, segment_bytes
+from frugal.planning.memory.caching_allocator import SMALLEST_BLOCK, segment_bytes
 from frugal.planning.memory.timeline import BACKWARD, FORWARD, INITIALISATION, OPTIMIZER_STEP
 from frugal.tools.check.documents.document import Place
 from frugal.units import GIB, KIB, MIB, TIB

@@ -1,20 +1,112 @@
-"""CUDA's caching allocator one request at a time, with an object a block: what `Replays` is held to.
+"""CUDA's caching allocator, request by request, with linked blocks as in c10/cuda/CUDACachingAllocator.cpp.
 
-Written after c10/cuda/CUDACachingAllocator.cpp as it stands, linked blocks and all, for expandable segments, too.
+Requests are rounded to 512 bytes; up to 1 MiB they come from segments of 2 MiB, up to 10 MiB from segments of 20 MiB,
+beyond that from their own, rounded to 2 MiB. The smallest free block that is large enough is taken, and split if the
+rest is worth keeping. A free block merges with free neighbours. When the device is full, segments without a live block
+are given back, and the request is tried once more. `empty_cache` gives them back, too: DeepSpeed calls it while it
+initialises.
+
+With `expandable_segments` there is one segment a pool that grows in pages (2 MiB and 20 MiB), so only holes between
+live blocks are lost. A block that ends where the segment can grow is taken last, however well it fits. A limit is held
+to what a request would take of segments (`alloc_block`), but it is pages that are mapped: what is reserved may exceed
+`set_per_process_memory_fraction` by less than a page.
+
+Left out: more than one stream (frugal's engine uses one; NCCL's buffers are part of the context), a limit to
+splitting, rounding to powers of two, and garbage collection thresholds, which are off by default; that the address
+space of an expandable segment ends at 9/8 of the device's memory.
+
+`replay` runs `_caching_allocator.c` beside this, which is the same some fifty times as fast, where it was compiled;
+the tests hold it to the classes here, and `python -m bench.gpu.allocator` holds it to torch's own allocator on a GPU.
 """
 
+from array import array
 from bisect import bisect_left, insort
-from collections.abc import Sequence
 
-from frugal.planning.memory.allocator import Replay
-from frugal.planning.memory.free_blocks import (
-    ENDLESS,
-    LARGE_SEGMENT,
-    SMALL_REQUEST,
-    SMALL_SEGMENT,
-    SMALLEST_BLOCK,
-    segment_bytes,
-)
+from frugal.units import MIB
+
+try:
+    from frugal.planning.memory import _caching_allocator as compiled
+except ImportError:  # there was no C compiler when frugal was installed
+    compiled = None  # type: ignore[assignment]
+
+SMALLEST_BLOCK = 512
+SMALL_REQUEST = MIB
+SMALL_SEGMENT = 2 * MIB
+LARGE_SEGMENT = 20 * MIB
+OWN_SEGMENT = 10 * MIB  # from this size on a request gets a segment of its own
+SEGMENT_ROUNDING = 2 * MIB
+ENDLESS = 1 << 60  # bytes; the address space of an expandable segment, and a device without a limit
+
+Outcome = tuple[int, int, bool, int, int]
+"""Peaks of bytes in live blocks and in segments, whether all requests were granted, and the bytes of segments that
+were at most granted and at least refused, each with what was asked for."""
+
+
+def segment_bytes(size: int) -> int:
+    """Return the bytes of the segment made for a request."""
+    if size <= SMALL_REQUEST:
+        return SMALL_SEGMENT
+    if size < OWN_SEGMENT:
+        return LARGE_SEGMENT
+    return -(-size // SEGMENT_ROUNDING) * SEGMENT_ROUNDING
+
+
+def replay(
+    sizes: "array[int]",
+    events: "array[int]",
+    empties: "array[int]",
+    *,
+    expandable_segments: bool,
+    limit_bytes: int,
+    blocks: "array[int] | None" = None,
+) -> Outcome:
+    """Play storages of `sizes` bytes that begin and end as `events` says, an index at birth and again at death.
+
+    Args:
+        sizes: bytes of every storage, signed 64-bit as all arrays.
+        events: indices into `sizes`.
+        empties: numbers of the events before which the cache is emptied, in order.
+        expandable_segments: whether the allocator has them.
+        limit_bytes: the most that segments may take.
+        blocks: is given the bytes of each storage's block; as long as `sizes`.
+    """
+    if compiled is not None:
+        return compiled.replay(sizes, events, empties, expandable_segments, limit_bytes, blocks)
+    return replay_in_python(
+        sizes, events, empties, expandable_segments=expandable_segments, limit_bytes=limit_bytes, blocks=blocks
+    )
+
+
+def replay_in_python(
+    sizes: "array[int]",
+    events: "array[int]",
+    empties: "array[int]",
+    *,
+    expandable_segments: bool,
+    limit_bytes: int,
+    blocks: "array[int] | None" = None,
+) -> Outcome:
+    """Do what `replay` does, without the compiled module."""
+    allocator = CachingAllocator(limit_bytes, expandable_segments=expandable_segments)
+    live: dict[int, Block] = {}
+    emptied, survived = set(empties), True
+    for number, storage in enumerate(events):
+        if number in emptied:
+            allocator.empty_cache()
+        if storage in live:
+            allocator.release(live.pop(storage))
+        elif sizes[storage]:
+            block = allocator.allocate(sizes[storage])
+            if block is None:
+                survived = False
+                break
+            live[storage] = block
+            if blocks is not None:
+                blocks[storage] = block.size
+    return (
+        allocator.peak_allocated_bytes, allocator.peak_reserved_bytes, survived, allocator.most_granted_bytes,
+        allocator.least_refused_bytes,
+    )  # fmt: skip
 
 
 class Block:
@@ -51,12 +143,12 @@ class CachingAllocator:
                 self._unmapped[small].append((block.address, block))
 
     def allocate(self, size_bytes: int) -> Block | None:
-        """A block for a request of more than 0 bytes; None: out of memory."""
+        """Return a block for a request of more than 0 bytes; None: out of memory."""
         size = max(SMALLEST_BLOCK, -(-size_bytes // SMALLEST_BLOCK) * SMALLEST_BLOCK)
         small = size <= SMALL_REQUEST
         block = self._take_free(size, small) or self._more(size, small)
         if block is None:
-            self.release_cached()
+            self.empty_cache()
             block = self._more(size, small)
             if block is None:
                 return None
@@ -70,12 +162,12 @@ class CachingAllocator:
         return block
 
     def release(self, block: Block) -> None:
-        """The storage in `block` is gone."""
+        """Free the block of a storage that has ended."""
         self.allocated_bytes -= block.size
         block.free = True
         self._add_free(self._merge(block))
 
-    def release_cached(self) -> None:
+    def empty_cache(self) -> None:
         """Give back what holds no live block: whole segments, or whole pages of an expandable one."""
         for small, pool in self._free.items():
             before, pool[:] = pool[:], []
@@ -100,7 +192,7 @@ class CachingAllocator:
         return pool.pop(index)[2]
 
     def _room(self, block: Block) -> int:
-        """What a block can grow to: its size, but at the edge of an expandable segment."""
+        """Return what a block can grow to: its size, but at the edge of an expandable segment."""
         following = block.next
         return block.size + (following.size if following is not None and not following.mapped else 0)
 
@@ -121,7 +213,7 @@ class CachingAllocator:
         return rest
 
     def _merge(self, block: Block) -> Block:
-        """`block` with its free neighbours, which leave the pool."""
+        """Return `block` with its free neighbours, which leave the pool."""
         following = block.next
         if following is not None and following.free and following.mapped:
             self._drop_free(following)
@@ -143,7 +235,7 @@ class CachingAllocator:
     # Segments
 
     def _more(self, size: int, small: bool) -> Block | None:
-        """A free block of at least `size` from new memory; None: the limit is reached."""
+        """Return a free block of at least `size` from new memory; None: the limit is reached."""
         segment = segment_bytes(size)
         if self.reserved_bytes + segment > self.limit_bytes:
             self.least_refused_bytes = min(self.least_refused_bytes, self.reserved_bytes + segment)
@@ -159,7 +251,7 @@ class CachingAllocator:
         self.peak_reserved_bytes = max(self.peak_reserved_bytes, self.reserved_bytes)
 
     def _new_address(self, size: int) -> int:
-        """The lowest with room, as drivers do that take the first fit."""
+        """Return the lowest with room, as drivers do that take the first fit."""
         address = 0
         for start, end in self._segments:
             if start - address >= size:
@@ -204,7 +296,7 @@ class CachingAllocator:
         return block
 
     def _merge_taken(self, block: Block, mapped: Block) -> Block:
-        """`block`, which is in no pool, with the pages just mapped behind it and a free block behind those."""
+        """Join `block`, which is in no pool, with the pages just mapped behind it and a free block behind those."""
         if mapped is not block:
             self._swallow(block, mapped)
         following = block.next
@@ -239,35 +331,3 @@ class CachingAllocator:
             self._swallow(before, hole)
             hole = before
         insort(unmapped, (hole.address, hole))
-
-
-def replay_one_by_one(
-    sizes: Sequence[int],
-    events: Sequence[int],
-    limit_bytes: int = ENDLESS,
-    *,
-    empties: Sequence[int] = (),
-    expandable_segments: bool = False,
-) -> Replay:
-    """The replay of a stream, by asking the allocator for each storage."""
-    allocator = CachingAllocator(limit_bytes, expandable_segments=expandable_segments)
-    blocks: dict[int, Block] = {}
-    survived = True
-    for number, storage in enumerate(events):
-        if number in empties:
-            allocator.release_cached()
-        if storage in blocks:
-            allocator.release(blocks.pop(storage))
-        elif sizes[storage]:
-            block = allocator.allocate(sizes[storage])
-            if block is None:
-                survived = False
-                break
-            blocks[storage] = block
-    return Replay(
-        peak_allocated_bytes=allocator.peak_allocated_bytes,
-        peak_reserved_bytes=allocator.peak_reserved_bytes,
-        survived=survived,
-        granted_bytes=allocator.most_granted_bytes,
-        refused_bytes=allocator.least_refused_bytes,
-    )

@@ -1,0 +1,10 @@
+from array import array
+
+def replay(
+    sizes: array[int],
+    events: array[int],
+    empties: array[int],
+    expandable_segments: bool,
+    limit_bytes: int,
+    blocks: array[int] | None,
+) -> tuple[int, int, bool, int, int]: ...
