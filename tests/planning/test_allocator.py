@@ -11,7 +11,7 @@ import pytest
 from frugal.planning.memory import allocator as product
 from frugal.planning.memory import caching_allocator
 from frugal.planning.memory.allocator import Replay, Replays
-from frugal.planning.memory.caching_allocator import ENDLESS, Block, CachingAllocator
+from frugal.planning.memory.caching_allocator import ENDLESS, LinkedBlock, CachingAllocator
 from frugal.planning.memory.host_allocator import HostAllocator
 from frugal.units import KIB, MIB
 
@@ -225,7 +225,7 @@ def test_live_bytes_allocated_bytes_capacity_and_reserved_bytes_are_in_this_orde
 def test_blocks_never_overlap_and_bytes_are_never_lost(seed: int, expandable: bool) -> None:
     sizes, events = stream(seed, 1000)
     allocator = CachingAllocator(120 * MIB, expandable_segments=expandable)
-    blocks: dict[int, Block] = {}
+    blocks: dict[int, LinkedBlock] = {}
     for storage in events:
         if storage in blocks:
             allocator.release(blocks.pop(storage))
@@ -266,7 +266,7 @@ def test_limits_under_which_the_same_happens_share_a_replay(
 def test_every_storage_lives_in_the_block_that_one_request_at_a_time_would_give(seed: int, expandable: bool) -> None:
     sizes, events = stream(seed, 1000)
     allocator = CachingAllocator(expandable_segments=expandable)
-    live: dict[int, Block] = {}
+    live: dict[int, LinkedBlock] = {}
     expected = [0] * len(sizes)
     for storage in events:
         if storage in live:

@@ -88,7 +88,7 @@ def replay_in_python(
 ) -> Outcome:
     """Do what `replay` does, without the compiled module."""
     allocator = CachingAllocator(limit_bytes, expandable_segments=expandable_segments)
-    live: dict[int, Block] = {}
+    live: dict[int, LinkedBlock] = {}
     emptied, survived = set(empties), True
     for number, storage in enumerate(events):
         if number in emptied:
@@ -109,7 +109,7 @@ def replay_in_python(
     )  # fmt: skip
 
 
-class Block:
+class LinkedBlock:
     """A stretch of a segment. `previous` and `next` are its neighbours there."""
 
     __slots__ = ("address", "free", "mapped", "next", "previous", "size", "small")
@@ -120,8 +120,8 @@ class Block:
         self.small = small
         self.free = True
         self.mapped = mapped
-        self.previous: Block | None = None
-        self.next: Block | None = None
+        self.previous: LinkedBlock | None = None
+        self.next: LinkedBlock | None = None
 
 
 class CachingAllocator:
@@ -134,15 +134,15 @@ class CachingAllocator:
         self.peak_allocated_bytes = self.peak_reserved_bytes = 0
         self.most_granted_bytes = 0  # of all segments with one that was granted
         self.least_refused_bytes = ENDLESS + SMALLEST_BLOCK  # of all segments with one that was refused
-        self._free: dict[bool, list[tuple[int, int, Block]]] = {True: [], False: []}  # by size, then address
-        self._unmapped: dict[bool, list[tuple[int, Block]]] = {True: [], False: []}  # by address
+        self._free: dict[bool, list[tuple[int, int, LinkedBlock]]] = {True: [], False: []}  # by size, then address
+        self._unmapped: dict[bool, list[tuple[int, LinkedBlock]]] = {True: [], False: []}  # by address
         self._segments: list[tuple[int, int]] = []  # start and end of each, in order
         if expandable_segments:
             for small in (True, False):
-                block = Block(ENDLESS * small, ENDLESS, small, mapped=False)
+                block = LinkedBlock(ENDLESS * small, ENDLESS, small, mapped=False)
                 self._unmapped[small].append((block.address, block))
 
-    def allocate(self, size_bytes: int) -> Block | None:
+    def allocate(self, size_bytes: int) -> LinkedBlock | None:
         """Return a block for a request of more than 0 bytes; None: out of memory."""
         size = max(SMALLEST_BLOCK, -(-size_bytes // SMALLEST_BLOCK) * SMALLEST_BLOCK)
         small = size <= SMALL_REQUEST
@@ -161,7 +161,7 @@ class CachingAllocator:
             self.peak_allocated_bytes = self.allocated_bytes
         return block
 
-    def release(self, block: Block) -> None:
+    def release(self, block: LinkedBlock) -> None:
         """Free the block of a storage that has ended."""
         self.allocated_bytes -= block.size
         block.free = True
@@ -182,7 +182,7 @@ class CachingAllocator:
 
     # Free blocks
 
-    def _take_free(self, size: int, small: bool) -> Block | None:
+    def _take_free(self, size: int, small: bool) -> LinkedBlock | None:
         pool = self._free[small]
         index = bisect_left(pool, (size,))
         if index == len(pool):
@@ -191,28 +191,28 @@ class CachingAllocator:
             index += 1
         return pool.pop(index)[2]
 
-    def _room(self, block: Block) -> int:
+    def _room(self, block: LinkedBlock) -> int:
         """Return what a block can grow to: its size, but at the edge of an expandable segment."""
         following = block.next
         return block.size + (following.size if following is not None and not following.mapped else 0)
 
-    def _add_free(self, block: Block) -> None:
+    def _add_free(self, block: LinkedBlock) -> None:
         insort(self._free[block.small], (block.size, block.address, block))
 
-    def _drop_free(self, block: Block) -> None:
+    def _drop_free(self, block: LinkedBlock) -> None:
         pool = self._free[block.small]
         del pool[bisect_left(pool, (block.size, block.address))]
 
-    def _split(self, block: Block, size: int) -> Block:
+    def _split(self, block: LinkedBlock, size: int) -> LinkedBlock:
         """Cut `block` to `size` and return the rest."""
-        rest = Block(block.address + size, block.size - size, block.small, mapped=block.mapped)
+        rest = LinkedBlock(block.address + size, block.size - size, block.small, mapped=block.mapped)
         rest.previous, rest.next = block, block.next
         if block.next is not None:
             block.next.previous = rest
         block.next, block.size = rest, size
         return rest
 
-    def _merge(self, block: Block) -> Block:
+    def _merge(self, block: LinkedBlock) -> LinkedBlock:
         """Return `block` with its free neighbours, which leave the pool."""
         following = block.next
         if following is not None and following.free and following.mapped:
@@ -226,7 +226,7 @@ class CachingAllocator:
         return block
 
     @staticmethod
-    def _swallow(block: Block, following: Block) -> None:
+    def _swallow(block: LinkedBlock, following: LinkedBlock) -> None:
         block.size += following.size
         block.next = following.next
         if following.next is not None:
@@ -234,7 +234,7 @@ class CachingAllocator:
 
     # Segments
 
-    def _more(self, size: int, small: bool) -> Block | None:
+    def _more(self, size: int, small: bool) -> LinkedBlock | None:
         """Return a free block of at least `size` from new memory; None: the limit is reached."""
         segment = segment_bytes(size)
         if self.reserved_bytes + segment > self.limit_bytes:
@@ -244,7 +244,7 @@ class CachingAllocator:
         if self.expandable_segments:
             return self._expand(size, small)
         self._reserve(segment)
-        return Block(self._new_address(segment), segment, small)
+        return LinkedBlock(self._new_address(segment), segment, small)
 
     def _reserve(self, size: int) -> None:
         self.reserved_bytes += size
@@ -260,12 +260,12 @@ class CachingAllocator:
         insort(self._segments, (address, address + size))
         return address
 
-    def _expand(self, size: int, small: bool) -> Block:
+    def _expand(self, size: int, small: bool) -> LinkedBlock:
         """Map pages at the lowest address where, with the free blocks around, there is room for `size`."""
         for _, hole in self._unmapped[small]:
             before = hole.previous
             start = before if before is not None and before.free and before.mapped else hole
-            block: Block | None = start
+            block: LinkedBlock | None = start
             room = 0
             while block is not None and block.free and room < size:
                 room += block.size
@@ -274,7 +274,7 @@ class CachingAllocator:
                 return self._map(start, size)
         raise AssertionError("the address space has no end")
 
-    def _map(self, start: Block, size: int) -> Block:
+    def _map(self, start: LinkedBlock, size: int) -> LinkedBlock:
         """Map from `start` on until the free block there has `size`; it leaves the pool."""
         page = SMALL_SEGMENT if start.small else LARGE_SEGMENT
         block = start
@@ -295,7 +295,7 @@ class CachingAllocator:
             block = self._merge_taken(block, hole)
         return block
 
-    def _merge_taken(self, block: Block, mapped: Block) -> Block:
+    def _merge_taken(self, block: LinkedBlock, mapped: LinkedBlock) -> LinkedBlock:
         """Join `block`, which is in no pool, with the pages just mapped behind it and a free block behind those."""
         if mapped is not block:
             self._swallow(block, mapped)
@@ -305,7 +305,7 @@ class CachingAllocator:
             self._swallow(block, following)
         return block
 
-    def _unmap(self, block: Block, page: int) -> None:
+    def _unmap(self, block: LinkedBlock, page: int) -> None:
         """Give back the whole pages of a free block that has left the pool; what is left of it goes back."""
         start = -(-block.address // page) * page
         end = (block.address + block.size) // page * page
