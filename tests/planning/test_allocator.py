@@ -11,7 +11,7 @@ import pytest
 from frugal.planning.memory import allocator as product
 from frugal.planning.memory import caching_allocator
 from frugal.planning.memory.allocator import Replay, Replays
-from frugal.planning.memory.caching_allocator import ENDLESS, LinkedBlock, CachingAllocator
+from frugal.planning.memory.caching_allocator import ENDLESS, CachingAllocator, LinkedBlock
 from frugal.planning.memory.host_allocator import HostAllocator
 from frugal.units import KIB, MIB
 
