@@ -6,7 +6,7 @@ A small GPT-2 trains 40 steps with a checkpoint every 5. For each fault: seconds
 code, and the steps that are done again because the last checkpoint is older. Then the run is resumed, and its losses
 are held against those of a run that nobody disturbed: they have to be equal to the last bit, each step exactly once.
 A fault that a run is to outlive has no seconds; its losses are compared as they are.
-Results go to `bench/results/faults-cpu.json`; the table of docs/reliability.md is printed.
+Results go to `bench/results/faults-cpu.json`; a table is printed.
 """
 
 import contextlib
@@ -322,7 +322,7 @@ FAULTS = {
 
 
 def table(outcomes: list[Outcome]) -> str:
-    """That of docs/reliability.md."""
+    """Return the table that is printed."""
     lines = ["| fault | ends after | exit code | steps done again | resumed |", "|---|---|---|---|---|"]
     for each in outcomes:
         again = each.steps_done - each.steps_saved

@@ -7,7 +7,7 @@ Every `SAMPLE_EVERY` steps each rank and the command are looked at: resident mem
 children, shared memory, objects that CPython's collector tracks, and blocks that it has allocated. The run's last third
 is held against the third before it, memory by its median and counts by their least: nothing may have grown by more than
 `TOLERANCE` says. What a start allocates once is in the first third. Results go to `bench/results/soak-cpu.json`; the
-table of docs/reliability.md is printed.
+table is printed.
 """
 
 import argparse
@@ -180,7 +180,7 @@ def is_flat(grown: Mapping[str, Mapping[str, Mapping[str, float]]]) -> bool:
 
 
 def table(grown: Mapping[str, Mapping[str, Mapping[str, float]]]) -> str:
-    """That of docs/reliability.md."""
+    """Return the table that is printed."""
     names = list(grown)
     words = {
         "resident_bytes": "resident memory, MiB",

@@ -102,7 +102,7 @@ def summary(found: list[dict[Configuration, float]], perplexities: dict[Configur
 
 
 def table(stages: dict[Any, dict[str, Any]]) -> str:
-    """For docs/benchmarks.md."""
+    """Return the table that is printed."""
     lines = [
         "| ZeRO stage | 1 rank, s a step | 2 ranks, s a step | speed-up | validation perplexity, 1 rank | 2 ranks |",
         "|---|---|---|---|---|---|",
