@@ -86,7 +86,7 @@ def frugal_loop(meter: Meter, plan: Plan, shape: dict[str, Any], samples: Any, s
         asked = RunSettings(steps=steps, save_every=0, eval_every=0, out=folder)
         with Log(folder, rank=rank, planned_bytes=1, total_steps=steps, console=Console(file=io.StringIO())) as log:
             meter.begin()
-            loop.train(engine, batches, (), asked, log, start=Progress(step=0), total_steps=steps)
+            loop.train(engine, batches, asked, log, start=Progress(step=0), total_steps=steps)
             meter.end()
         if rank == 0:
             lines = (folder / METRICS).read_bytes().splitlines()

@@ -1,7 +1,7 @@
 """The training loop: global batches, optimizer steps, evaluation, checkpoints, and the checks between them."""
 
 import time
-from collections.abc import Sequence
+from collections.abc import Callable
 from contextlib import closing
 from dataclasses import replace
 from itertools import islice
@@ -14,37 +14,32 @@ from frugal.data.stream.samples import StreamBatches
 from frugal.engine.engine import Engine
 from frugal.engine.evaluation import Evaluation
 from frugal.engine.extensions.best import Best
-from frugal.engine.extensions.metric import Metric
 from frugal.engine.measure.run_gauge import CHECKPOINT, EVALUATION, RunGauge
 from frugal.engine.reports.endings import FiniteCheck, saved_and_explained
 from frugal.engine.reports.metrics import Log
 from frugal.errors import OutOfMemoryError
-from frugal.models.objectives import Sample
 
 
 def train(
     engine: Engine,
     batches: GlobalBatches | StreamBatches,
-    validation: Sequence[Sample],
     settings: RunSettings,
     log: Log,
     *,
     start: Progress,
     total_steps: int,
+    evaluate: Callable[[], Evaluation] | None = None,
     gauge: RunGauge | None = None,
-    metric: Metric | None = None,
-    best: Best | None = None,
 ) -> Progress:
-    """Train from `start` to `total_steps` optimizer steps, or `best` is over, or a rank is told to stop. Collective.
+    """Train from `start` to `total_steps` optimizer steps, or until no evaluation is better, or a rank is told to stop.
 
-    A run that is told to stop, or is out of memory beyond recovery, saves a checkpoint first. One
-    whose folder is deleted or moved ends with an error.
+    Collective. `evaluate` is called every `settings.eval_every` steps. A run that is told to stop, or is out of memory
+    beyond recovery, saves a checkpoint first. One whose folder is deleted or moved ends with an error.
 
     The next global batch is collated while the engine works on the last; a step's time includes what it waits for it.
     The first step has no optimizer states before it, so memory is compared with the plan after the second.
     """
-    now, best = start, best or Best(settings, start)
-    gauge = gauge or RunGauge(engine)
+    now, best, gauge = start, Best(settings, start), gauge or RunGauge(engine)
     to_come = islice(batches.iterate(start.position), total_steps - start.step)
     prepared = prefetch(((batch, engine.prepare(batch)) for batch in to_come), engine.device)
     saver = Saver(
@@ -66,8 +61,8 @@ def train(
                     _tell_memory(step, gauge, log, engine, start)
                 now = replace(now, step=step, position=batch.end, validation_loss=None, metrics={})
                 is_best = False
-                if len(validation) and _is_due(step, settings.eval_every, total_steps):
-                    evaluation = _evaluated(engine, validation, metric, step, gauge, log)
+                if evaluate is not None and _is_due(step, settings.eval_every, total_steps):
+                    evaluation = _evaluated(evaluate, step, gauge, log)
                     is_best = best.after(step, evaluation) and settings.save_best_model
                     now = replace(now, validation_loss=evaluation.loss, metrics=evaluation.metrics, best=best.so_far)
                     engine.agree_to_stop()  # an evaluation may be long
@@ -82,20 +77,18 @@ def train(
 
 
 def _tell_memory(step: int, gauge: RunGauge, log: Log, engine: Engine, start: Progress) -> None:
-    """Return the memory of the first steps beside the planned one."""
+    """Log the memory of the first steps beside the planned one."""
     log.memory(
         step, gauge.stop(), is_lowered=engine.adaptive_limits.is_lowered, largest=gauge.largest, phases=gauge.phases,
         is_resumed=start.step > 0,
     )  # fmt: skip
 
 
-def _evaluated(
-    engine: Engine, validation: Sequence[Sample], metric: Metric | None, step: int, gauge: RunGauge, log: Log
-) -> Evaluation:
-    """The model's loss on the validation samples after `step` steps, which is logged. Collective."""
+def _evaluated(evaluate: Callable[[], Evaluation], step: int, gauge: RunGauge, log: Log) -> Evaluation:
+    """Return the evaluation after `step` steps, which is logged. Collective."""
     began = time.perf_counter()
     with gauge.during(EVALUATION):
-        evaluation = engine.evaluate(validation, metric)
+        evaluation = evaluate()
     log.takes(gauge.so_far)
     log.evaluation(step, evaluation, seconds=time.perf_counter() - began, peak=gauge.last)
     return evaluation
@@ -110,7 +103,7 @@ def _save(saver: Saver, now: Progress, gauge: RunGauge, log: Log) -> None:
 
 
 def num_steps(batches: GlobalBatches | StreamBatches, settings: RunSettings) -> int:
-    """Optimizer steps of the run: as set, or until every sample was drawn `epochs` times."""
+    """Return the optimizer steps of the run: as set, or until every sample was drawn `epochs` times."""
     settings.check_length()
     if settings.steps is not None:
         return settings.steps

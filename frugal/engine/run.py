@@ -134,11 +134,12 @@ def train(plan: Plan, settings: RunSettings, device: "torch.device") -> Path | N
             else:
                 run_gauge = RunGauge(engine, gauge, measuring)
             engine.tuner = tuner.tuner_of_run(engine, settings, log, total_steps - start.step)
-            best = Best(settings, start)
+            evaluate = partial(engine.evaluate, data.validation, metric) if len(data.validation) else None
             done = loop.train(
-                engine, batches, data.validation, settings, log,
-                start=start, total_steps=total_steps, gauge=run_gauge, metric=metric, best=best,
+                engine, batches, settings, log,
+                start=start, total_steps=total_steps, evaluate=evaluate, gauge=run_gauge,
             )  # fmt: skip
+            best = Best(settings, done)
             if best.is_over:
                 log.say(f"step {done.step}/{total_steps}  {best.why_over}")
             if is_done := done.step == total_steps or best.is_over:

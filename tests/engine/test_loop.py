@@ -6,6 +6,7 @@ import os
 import random
 import signal
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -62,7 +63,15 @@ def train(
         _kill_in(torch, "save", signal.SIGKILL, when=lambda: engine.deepspeed.global_steps == 6)
     log = Log(folder, rank=rank, planned_bytes=1, total_steps=total_steps, first_step=start.step)
     with log, stop.heed_stop_signals():
-        loop.train(engine, batches, SAMPLES[:5], settings, log, start=start, total_steps=total_steps)
+        loop.train(
+            engine,
+            batches,
+            settings,
+            log,
+            start=start,
+            total_steps=total_steps,
+            evaluate=partial(engine.evaluate, SAMPLES[:5]),
+        )
     engine.destroy()
     gc.collect()
     return records(folder)

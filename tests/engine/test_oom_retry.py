@@ -284,7 +284,7 @@ def train(folder: Path, failures: int, *, resume: bool = False) -> tuple[str, tu
     try:
         with Log(folder, rank=engine.rank, planned_bytes=1, total_steps=4, first_step=start.step) as log:
             batches = GlobalBatches(ragged_samples(20), global_batch=8)
-            loop.train(engine, batches, [], asked, log, start=start, total_steps=4)
+            loop.train(engine, batches, asked, log, start=start, total_steps=4)
     except OutOfMemoryError as error:
         message = "\n".join(line for line in str(error).splitlines() if "asked for" not in line)
     limits = engine.limits.max_samples

@@ -67,7 +67,7 @@ def train(
     engine.prepare = noted  # type: ignore[method-assign]  # to see what is trained on
     log = Log(folder, rank=torch.distributed.get_rank(), planned_bytes=1, total_steps=8, first_step=start.step)
     with log, stop.heed_stop_signals():
-        loop.train(engine, batches, [], settings, log, start=start, total_steps=8)
+        loop.train(engine, batches, settings, log, start=start, total_steps=8)
     engine.destroy()
     gc.collect()
     return records(folder), drawn

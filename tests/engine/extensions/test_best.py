@@ -2,6 +2,7 @@
 
 import gc
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -19,7 +20,6 @@ from frugal.engine import loop
 from frugal.engine.engine import initialize
 from frugal.engine.evaluation import Evaluation
 from frugal.engine.extensions.best import Best
-from frugal.engine.extensions.metric import Metric
 from frugal.engine.reports.metrics import Log
 from frugal.errors import RequestError
 from frugal.models.objectives import CausalLM
@@ -80,15 +80,20 @@ def train(folder: Path, **changes: Any) -> tuple[list[str], int, list[float], fl
     plan = plan_by_hand(world_size=2, global_batch=6, micro_batch=2, zero_stage=2, request={"learning_rate": 1e-2})
     engine = initialize(tiny_gpt2(), plan, CausalLM())
     batches, start = GlobalBatches(SAMPLES, global_batch=6), Progress(step=0)
-    best = Best(settings, start)
+    evaluate = partial(engine.evaluate, SAMPLES[:5], worse_after_two)
     log = Log(folder, rank=engine.rank, planned_bytes=1, total_steps=9)
     with log:
         done = loop.train(
-            engine, batches, SAMPLES[:5], settings, log, start=start, total_steps=9, best=best,
-            metric=Metric.of(worse_after_two),
-        )  # fmt: skip
+            engine,
+            batches,
+            settings,
+            log,
+            start=start,
+            total_steps=9,
+            evaluate=evaluate,
+        )
     checkpoints = sorted((folder / "checkpoints").glob("step-*"))
-    path = saving.best_of(checkpoints, best.criterion.score)
+    path = saving.best_of(checkpoints, Best(settings, done).criterion.score)
     loading.load(engine, folder / "checkpoints", only=path.name if path else None)
     loss = engine.evaluate(SAMPLES[:5]).loss
     engine.destroy()

@@ -3,6 +3,7 @@
 import functools
 import random
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -207,7 +208,15 @@ def a_run(folder: Path, plan: Plan, **changes: Any) -> dict[str, Any]:
     with Log(folder, rank=engine.rank, planned_bytes=1, total_steps=total_steps, first_step=start.step) as log:
         engine.tuner = tuner.tuner_of_run(engine, settings, log, total_steps - start.step)
         was_tuned = engine.tuner is not None
-        loop.train(engine, batches, SAMPLES[:5], settings, log, start=start, total_steps=total_steps)
+        loop.train(
+            engine,
+            batches,
+            settings,
+            log,
+            start=start,
+            total_steps=total_steps,
+            evaluate=partial(engine.evaluate, SAMPLES[:5]),
+        )
     engine.destroy()
     return {"given": given.digest, "began with": plan.digest, "ended with": engine.plan.digest, "was tuned": was_tuned}
 

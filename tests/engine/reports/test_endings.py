@@ -134,7 +134,7 @@ def train(folder: Path, on_nan: str, *, resume: bool = False, all_spoilt: bool =
     log = Log(folder, rank=engine.rank, planned_bytes=1, total_steps=settings.steps or 0, first_step=start.step)
     try:
         with log:
-            loop.train(engine, batches, [], settings, log, start=start, total_steps=settings.steps or 0)
+            loop.train(engine, batches, settings, log, start=start, total_steps=settings.steps or 0)
     except NumbersError as error:
         message = f"{error.exit_code} {error}"
     engine.destroy()
