@@ -6,11 +6,11 @@ from pathlib import Path
 
 import pytest
 
-from frugal.data import corpus
 from frugal.data.tokenizer import load_tokenizer
 from frugal.dryrun import cache as profiles
 from frugal.dryrun.cache import Cache
 from frugal.files import DAY, lock, prune, touch
+from tests.corpora import load_corpus
 
 
 def entry(path: Path, num_bytes: int, days: float) -> Path:
@@ -88,7 +88,7 @@ def test_tokenised_data_of_another_time_is_removed_and_that_of_this_process_stay
     (tmp_path / "text.txt").write_text("a few words\n" * 20)
     cache = tmp_path / "data"
 
-    corpus.load_corpus(
+    load_corpus(
         [str(tmp_path / "text.txt")], tokenizer=load_tokenizer("byte"), task="causal-lm", seq_len=16, cache_dir=cache
     )
     (own,) = left(cache)

@@ -20,6 +20,7 @@ import numpy as np
 
 from bench.environment import environment
 from bench.training import chat_tokenizers as tokenizers
+from frugal.data.build import SampleSettings
 from frugal.data.corpus import load_corpus
 from frugal.errors import RequestError
 
@@ -86,8 +87,8 @@ def of_frugal(rows: list[dict[str, Any]], tokenizer: Any, **options: Any) -> Pre
         path = Path(folder, "rows.jsonl")
         path.write_text("".join(json.dumps(row) + "\n" for row in rows))
         corpus = load_corpus(
-            [str(path)], tokenizer=tokenizer, task="causal-lm", seq_len=SEQ_LEN, cache_dir=Path(folder, "cache"),
-            **options,
+            [str(path)], tokenizer, SampleSettings(task="causal-lm", seq_len=SEQ_LEN, **options),
+            cache_dir=Path(folder, "cache"),
         )  # fmt: skip
         ids = [sample["input_ids"] for sample in corpus.train]
         labels = [sample.get("labels", sample["input_ids"]) for sample in corpus.train]

@@ -15,6 +15,7 @@ import torch.distributed as dist
 from frugal.data import corpus as data
 from frugal.data import tokenizer as tokenizing
 from frugal.data.batches import GlobalBatches, Position
+from frugal.data.build import SampleSettings
 from frugal.data.corpus import Corpus, Subset
 from frugal.deepspeed_adapter.kernels import DTYPES
 from frugal.engine.engine import Engine, initialize
@@ -37,8 +38,9 @@ class Text:
     def load(self) -> Corpus:
         """The samples; pairs with a side of more than `seq_len` tokens are left out."""
         return data.load_corpus(
-            self.sources, tokenizer=tokenizing.byte_tokenizer(), task=self.task, seq_len=self.seq_len, too_long="skip",
-            limit=self.limit, validation_fraction=self.validation_fraction, cache_dir=self.cache,
+            self.sources, tokenizing.byte_tokenizer(),
+            SampleSettings(task=self.task, seq_len=self.seq_len, too_long="skip", limit=self.limit),
+            validation_fraction=self.validation_fraction, cache_dir=self.cache,
         )  # fmt: skip
 
 

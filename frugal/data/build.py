@@ -32,32 +32,53 @@ Document = tuple[str, tuple[Any, ...]]
 """Where it is (`file:line`), and the values of its columns: texts and a class, or one row of a format and its name."""
 
 
+@dataclass(frozen=True, kw_only=True)
+class SampleSettings:
+    """How rows become samples.
+
+    Attributes:
+        task: what is trained, as `frugal.models.objectives` names it.
+        seq_len: the most tokens of a sample.
+        pack: whether documents of a language model that are shorter share a sample.
+        columns: names of columns that are not the usual ones.
+        limit: the most documents; None: all.
+        skip_bad_rows: leave out rows that cannot be read, instead of ending.
+        too_long: what becomes of chats, completions, pairs and classes that are too long, which cannot be cut.
+        format: of language models' rows whose columns fit several (`chat.formats`); None leaves it to the columns.
+        train_on: every token of chats and completions, or the answers alone.
+    """
+
+    task: str
+    seq_len: int
+    pack: bool = False
+    columns: Columns = field(default_factory=Columns)
+    limit: int | None = None
+    skip_bad_rows: bool = False
+    too_long: TooLong = "error"
+    format: Format | None = None
+    train_on: TrainOn = "completions"
+
+
 @dataclass
 class SampleMaker:
     """Makes samples of rows, and counts what cannot be one in `report`.
 
     Attributes:
-        seq_len: the most tokens of a sample.
         known_labels: classes in the order of their numbers; a text that is none of them is an error.
-        asked_format: of language models' rows; None leaves it to their columns.
         format: of the rows that are read now.
         labels_are_text: whether classes are given as text; None before the first.
     """
 
     tokenizer: Any
-    task: str
-    seq_len: int
-    columns: Columns
-    too_long: TooLong
+    settings: SampleSettings
     known_labels: Sequence[str] = ()
-    asked_format: Format | None = None
-    train_on: TrainOn = "completions"
     format: Format = "text"
     labels_are_text: bool | None = None
     report: BuildReport = field(default_factory=BuildReport)
 
     def __post_init__(self) -> None:
-        self._whole_rows = WholeRows(self.tokenizer, self.train_on == "all", self.report)
+        self.task, self.seq_len, self.columns = self.settings.task, self.settings.seq_len, self.settings.columns
+        self._whole_rows = WholeRows(self.tokenizer, self.settings.train_on == "all", self.report)
         self.report.label_names = list(self.known_labels)
         self.report.num_labels = len(self.known_labels)
         special = self.tokenizer
@@ -91,7 +112,7 @@ class SampleMaker:
             RequestError: it lacks one, or its rows fit several formats.
         """
         if self.task == "causal-lm":
-            self.format = formats.recognised(row_columns, self.columns.text, name, self.asked_format) or "text"
+            self.format = formats.recognised(row_columns, self.columns.text, name, self.settings.format) or "text"
             if self.format != "text":
                 return
         for role, column in self.columns.needed(self.task).items():
@@ -252,7 +273,7 @@ class SampleMaker:
         self.report.too_long_rows += 1
         if num_tokens > self.report.longest[0]:
             self.report.longest = (num_tokens, where)
-        return self.too_long == "truncate"
+        return self.settings.too_long == "truncate"
 
 
 def _windows(ids: NDArray[np.int32], width: int, *, overlap: int) -> list[NDArray[np.int32]]:
@@ -264,10 +285,6 @@ def write_samples(
     sources: Sequence[DocumentSource],
     maker: SampleMaker,
     folder: Path,
-    *,
-    pack: bool,
-    limit: int | None,
-    skip_bad_rows: bool,
     validation_fraction: Fraction,
 ) -> BuildReport:
     """Write `train.arrow` and `validation.arrow` (if asked) into `folder`.
@@ -276,13 +293,13 @@ def write_samples(
         RequestError: as `frugal.data.corpus.load_corpus`.
         OSError: it cannot be written.
     """
-    report = maker.report
-    packs_of = maker.seq_len if pack else None
+    report, settings = maker.report, maker.settings
+    packs_of = maker.seq_len if settings.pack else None
     with ExitStack() as stack:
         train = validation = stack.enter_context(ArrowWriter(folder / "train.arrow", maker.task, packs_of))
         if validation_fraction:
             validation = stack.enter_context(ArrowWriter(folder / "validation.arrow", maker.task, packs_of))
-        for documents in grouped(_limited(maker, sources, limit, skip_bad_rows)):
+        for documents in grouped(_limited(maker, sources, settings.limit, settings.skip_bad_rows)):
             for samples in maker.samples(documents):
                 is_held_out = _is_held_out(report.documents, validation_fraction)
                 report.documents += (validation if is_held_out else train).write(samples) > 0
@@ -292,12 +309,12 @@ def write_samples(
     if maker.task == "sequence-classification" and not report.label_names:
         report.label_names = list(next((source.label_names for source in sources if source.label_names), ()))
         report.num_labels = max(report.num_labels, len(report.label_names))
-    if not skip_bad_rows:
+    if not settings.skip_bad_rows:
         report.refuse_bad_rows()
-    if maker.too_long == "error":
+    if settings.too_long == "error":
         report.refuse_too_long(maker.seq_len)
     if report.samples == 0:
-        left_out = " and ".join(report.left_out(maker.too_long))
+        left_out = " and ".join(report.left_out(settings.too_long))
         raise RequestError(
             "there is no text in the data",
             because=f"{names_of([source.name for source in sources])}: {left_out or 'no rows'}",

@@ -31,11 +31,11 @@ from numpy.typing import NDArray
 from frugal import files
 from frugal.config import sample_lengths
 from frugal.config.request import Request
-from frugal.config.run_settings import Format, RunSettings, TrainOn
-from frugal.config.sample_lengths import Lengths, TooLong
+from frugal.config.run_settings import RunSettings
+from frugal.config.sample_lengths import Lengths
 from frugal.data import tokenizer as tokenizing
 from frugal.data.batches import permutation
-from frugal.data.build import SampleMaker, write_samples
+from frugal.data.build import SampleMaker, SampleSettings, write_samples
 from frugal.data.chat import rendering
 from frugal.data.chat.template import BUILT_IN, marked, missing_tokens, read_template
 from frugal.data.mixture import Mixture, epoch_indices, shares
@@ -116,28 +116,18 @@ def _open(folder: str, report: BuildReport, provenance: Provenance) -> Corpus:
 
 def load_corpus(
     sources: Sequence[str],
-    *,
     tokenizer: Any,
-    task: str,
-    seq_len: int,
-    pack: bool = False,
-    columns: Columns | None = None,
-    limit: int | None = None,
-    skip_bad_rows: bool = False,
-    too_long: TooLong = "error",
+    settings: SampleSettings,
+    *,
     label_names: Sequence[str] = (),
-    rows_as: Format | None = None,
-    train_on: TrainOn = "completions",
     validation_fraction: float = 0.0,
     cache_dir: Path | None = None,
 ) -> Corpus:
     """Return the samples in `sources`: files, globs, folders, datasets saved to disk, hub names, or `stdlib`.
 
-    Language models: a document longer than `seq_len` tokens becomes several samples, each token being a target
-    once; with `pack`, shorter ones share a sample. Chats, completions, pairs and classes cannot be cut: `too_long` says
-    what to do. `rows_as`: what rows are whose columns fit several formats (`chat.formats`). Chats are written as the
-    tokenizer's template says; `train_on`: whether every token of them and of completions is a target. `limit` is in
-    documents. A `validation_fraction` of the documents, evenly spread and at least one, is kept back.
+    Language models: a document longer than `settings.seq_len` tokens becomes several samples, each token being a target
+    once. Chats are written as the tokenizer's template says. A `validation_fraction` of the documents, evenly spread
+    and at least one, is kept back.
 
     Classes given as text are numbered as they come. For validation data of its own, pass `label_names` of the
     training data's report, so that both have the same numbers.
@@ -153,48 +143,45 @@ def load_corpus(
             f"a validation fraction of {validation_fraction} is not possible",
             because="it must be at least 0 and less than 1",
         )
-    if limit is not None and limit < 1:
-        raise RequestError(f"a limit of {limit} documents leaves no data", hint="ask for at least 1 document")
-    columns = columns or Columns()
+    if settings.limit is not None and settings.limit < 1:
+        raise RequestError(f"a limit of {settings.limit} documents leaves no data", hint="ask for at least 1 document")
     held_out = Fraction(validation_fraction).limit_denominator(1_000_000)
     origins = find_sources(sources)
-    in_words = _how_rows_are_read(tokenizer, task, rows_as, train_on)
+    in_words = _how_rows_are_read(tokenizer, settings)
     options = {
-        "format": _SAMPLES, "task": task, "seq_len": seq_len, "columns": asdict(columns), "limit": limit,
-        "too_long": too_long, "labels": list(label_names), "validation": str(held_out),
+        "format": _SAMPLES, "task": settings.task, "seq_len": settings.seq_len, "columns": asdict(settings.columns),
+        "limit": settings.limit, "too_long": settings.too_long, "labels": list(label_names),
+        "validation": str(held_out),
         "tokenizer": tokenizing.fingerprint(tokenizer), "sources": [source.fingerprint for source in origins],
-        **({"pack": packing.MOST_OPEN} if pack else {}),
+        **({"pack": packing.MOST_OPEN} if settings.pack else {}),
         **{name: value for name, value in in_words.items() if value is not None},
     }  # fmt: skip
     key = hashlib.sha256(json.dumps(options, sort_keys=True).encode()).hexdigest()
 
     def write(folder: Path) -> BuildReport:
-        return write_samples(
-            origins, SampleMaker(tokenizer, task, seq_len, columns, too_long, label_names, rows_as, train_on), folder,
-            pack=pack, limit=limit, skip_bad_rows=skip_bad_rows, validation_fraction=held_out,
-        )  # fmt: skip
+        return write_samples(origins, SampleMaker(tokenizer, settings, label_names), folder, held_out)
 
     folder, report = _stored(cache_dir, f"{key[:32]}-{_FORMAT}", write)
-    if not skip_bad_rows:
+    if not settings.skip_bad_rows:
         report.refuse_bad_rows()
     counts = {"documents": report.documents, "samples": report.samples, "tokens": report.tokens}
     fingerprints = {source.name: source.fingerprint for source in origins}
     return _open(str(folder), report, Provenance.of(fingerprints, options | in_words, key, **counts))
 
 
-def _how_rows_are_read(tokenizer: Any, task: str, rows_as: Format | None, train_on: TrainOn) -> dict[str, Any]:
+def _how_rows_are_read(tokenizer: Any, settings: SampleSettings) -> dict[str, Any]:
     """Return what decides which tokens of rows are trained on; None where nothing was asked for."""
-    if task != "causal-lm":
-        if rows_as not in (None, "text"):
-            because = f"what is trained is {task}; --format says what the rows of a causal language model are"
-            raise RequestError(f"--format {rows_as} cannot be read", because=because, hint="leave it out")
+    if settings.task != "causal-lm":
+        if settings.format not in (None, "text"):
+            because = f"what is trained is {settings.task}; --format says what the rows of a causal language model are"
+            raise RequestError(f"--format {settings.format} cannot be read", because=because, hint="leave it out")
         return {}
     template = getattr(tokenizer, "chat_template", None)
     digest = None if template is None else hashlib.sha256(json.dumps(template, sort_keys=True).encode()).hexdigest()
     known = marked(template) if isinstance(template, str) else None
     return {
-        "rows_as": rows_as, "train_on": None if train_on == "completions" else train_on, "template": digest,
-        "marks": None if known is None else known[0].name,
+        "rows_as": settings.format, "train_on": None if settings.train_on == "completions" else settings.train_on,
+        "template": digest, "marks": None if known is None else known[0].name,
     }  # fmt: skip
 
 
@@ -265,11 +252,11 @@ def read_samples(plan: Plan, settings: RunSettings) -> RunData:
     """
     spec = resolve.resolve_request(plan.request)
     tokenizer, tokens = tokenizer_for(spec, settings)
-    seq_len, pack = plan.request.seq_len, bool(plan.request.pack)
-    load = partial(_load_on_each_node, spec, tokenizer, seq_len, pack, settings)
+    how = sample_settings(spec, plan.request, settings)
+    load = partial(_load_on_each_node, spec, tokenizer, how, settings)
     training: Any
     if settings.stream:
-        training, provenance = open_stream(spec, tokenizer, seq_len, pack, settings)
+        training, provenance = open_stream(spec, tokenizer, how, settings)
         _refuse_different_data(exchange.gather((socket.gethostname(), [provenance]), tuple[str, list[Provenance]]))
         _, report = training.first(FIRST_ROWS)
         loaded = load((VALIDATION, TEST))
@@ -293,8 +280,18 @@ def read_samples(plan: Plan, settings: RunSettings) -> RunData:
     )
 
 
+def sample_settings(spec: ModelSpec, request: Request, settings: RunSettings) -> SampleSettings:
+    """Return how a run makes samples for a model."""
+    columns = {role: settings.column(role) for role in ("text", "label", "source", "target")}
+    return SampleSettings(
+        task=spec.task, seq_len=request.seq_len, pack=bool(request.pack), columns=Columns(**columns),
+        limit=settings.limit, skip_bad_rows=settings.skip_bad_rows, too_long=settings.too_long,
+        format=settings.format, train_on=settings.train_on,
+    )  # fmt: skip
+
+
 def open_stream(
-    spec: ModelSpec, tokenizer: Any, seq_len: int, pack: bool, settings: RunSettings
+    spec: ModelSpec, tokenizer: Any, how: SampleSettings, settings: RunSettings
 ) -> tuple[SampleStream, Provenance]:
     """Return the samples of a stream, of which nothing but the first rows has been read, and their provenance.
 
@@ -307,29 +304,27 @@ def open_stream(
             because="how many classes there are is known when all of it was read",
             hint="leave --stream out",
         )
-    columns, parts, fraction = _columns_of(settings), shares(settings.data), settings.validation_fraction
+    parts, fraction = shares(settings.data), settings.validation_fraction
     names = [part.source for part in parts] or settings.data
     every, most = 1, 0
     if fraction and not settings.validation_data:
         every = max(2, round(1 / fraction))
         most = ceil((settings.validation_samples or FIRST_ROWS) / max(1, len(names)))
-    sources = find_streams(names, columns, every, most)
-    new_maker = partial(
-        SampleMaker, tokenizer, spec.task, seq_len, columns, settings.too_long, (), settings.format, settings.train_on
-    )
-    in_words = _how_rows_are_read(tokenizer, spec.task, settings.format, settings.train_on)
+    sources = find_streams(names, how.columns, every, most)
+    new_maker = partial(SampleMaker, tokenizer, how)
+    in_words = _how_rows_are_read(tokenizer, how)
     formats = formats_of(sources, new_maker)
     rows = RowStream(sources, [part.part for part in parts], settings.seed, settings.shuffle_buffer)
     check = partial(check_vocabulary, spec)
     options = {
-        "version": _STREAMS, "task": spec.task, "seq_len": seq_len, "columns": asdict(columns), "pack": pack,
-        "too_long": settings.too_long, "tokenizer": tokenizing.fingerprint(tokenizer), "formats": formats,
+        "version": _STREAMS, "task": how.task, "seq_len": how.seq_len, "columns": asdict(how.columns),
+        "pack": how.pack, "too_long": how.too_long, "tokenizer": tokenizing.fingerprint(tokenizer), "formats": formats,
         "shuffle_buffer": settings.shuffle_buffer, "weights": ", ".join(str(part.part) for part in parts) or None,
         "validation": f"{most} rows, each {every}th" if most else "None", **in_words,
     }  # fmt: skip
     fingerprints = {source.name: source.fingerprint for source in sources}
     whole = hashlib.sha256(json.dumps([options, list(fingerprints.values())], sort_keys=True).encode()).hexdigest()
-    stream = SampleStream(rows, new_maker, formats, pack, settings.skip_bad_rows, check)
+    stream = SampleStream(rows, new_maker, formats, how.pack, how.skip_bad_rows, check)
     return stream, Provenance.of(fingerprints, options, whole)
 
 
@@ -341,13 +336,13 @@ _Entry = tuple[str, str, BuildReport, Provenance]
 
 
 def _load_on_each_node(
-    spec: ModelSpec, tokenizer: Any, seq_len: int, pack: bool, settings: RunSettings, wanted: Sequence[str]
+    spec: ModelSpec, tokenizer: Any, how: SampleSettings, settings: RunSettings, wanted: Sequence[str]
 ) -> Loaded:
     """Load samples on one rank of each node, which the others wait for. Collective. Raises as `read_samples`."""
     host = socket.gethostname()
 
     def load() -> Loaded:
-        return _load(spec, tokenizer, seq_len, pack, settings, wanted)
+        return _load(spec, tokenizer, how, settings, wanted)
 
     loaded = load() if env.local_rank() == 0 else {}
     rendezvous.wait_for_all("data")
@@ -379,9 +374,7 @@ def _refuse_different_data(everywhere: Sequence[tuple[str, Sequence[Provenance]]
                 )
 
 
-def _load(
-    spec: ModelSpec, tokenizer: Any, seq_len: int, pack: bool, settings: RunSettings, wanted: Sequence[str]
-) -> Loaded:
+def _load(spec: ModelSpec, tokenizer: Any, how: SampleSettings, settings: RunSettings, wanted: Sequence[str]) -> Loaded:
     """Load what to train on, and where other data is given for them, what to evaluate on meanwhile, and at the end.
 
     Raises:
@@ -397,23 +390,13 @@ def _load(
                 continue
             is_divided = name == TRAINING and not settings.validation_data
             corpus = load_corpus(
-                paths, tokenizer=tokenizer, task=spec.task, seq_len=seq_len, pack=pack, columns=_columns_of(settings),
-                limit=settings.limit, skip_bad_rows=settings.skip_bad_rows, too_long=settings.too_long,
-                rows_as=settings.format, train_on=settings.train_on, label_names=labels,
+                paths, tokenizer, how, label_names=labels,
                 validation_fraction=settings.validation_fraction if is_divided else 0.0,
             )  # fmt: skip
             check_vocabulary(spec, corpus.report)
             labels = corpus.report.label_names
             loaded[name].append(corpus)
     return loaded
-
-
-def _columns_of(settings: RunSettings) -> Columns:
-    """Return the columns that the settings name."""
-    return Columns(
-        text=settings.column("text"), label=settings.column("label"), source=settings.column("source"),
-        target=settings.column("target"),
-    )  # fmt: skip
 
 
 def _joined(parts: Sequence[Corpus], settings: RunSettings) -> Corpus:
@@ -475,13 +458,14 @@ def read_training_data(request: Request, settings: RunSettings) -> tuple[tuple[A
     Raises: as `read_samples`.
     """
     spec = resolve.resolve_request(request)
-    seq_len = min(request.seq_len, spec.max_positions or request.seq_len)
+    how = sample_settings(spec, request, settings)
+    how = replace(how, seq_len=min(request.seq_len, spec.max_positions or request.seq_len))
     tokenizer, words = tokenizer_for(spec, settings)
     if settings.stream:
-        stream, provenance = open_stream(spec, tokenizer, seq_len, bool(request.pack), settings)
+        stream, provenance = open_stream(spec, tokenizer, how, settings)
         samples, report = stream.first(FIRST_ROWS)
         return (tokenizer, words), Corpus(train=samples, validation=None, report=report, provenance=provenance)
-    loaded = _load(spec, tokenizer, seq_len, bool(request.pack), settings, _EVERYTHING)
+    loaded = _load(spec, tokenizer, how, settings, _EVERYTHING)
     return (tokenizer, words), _joined(loaded[TRAINING], settings)
 
 

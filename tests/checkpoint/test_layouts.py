@@ -7,13 +7,13 @@ from pathlib import Path
 
 import pytest
 
-from frugal.data import corpus
 from frugal.data.batches import GlobalBatches, Position
 from frugal.data.corpus import Corpus
 from frugal.data.sources import find_sources
 from frugal.data.tokenizer import byte_tokenizer
 from frugal.errors import RequestError
 from frugal.planning.batch import BatchPlan
+from tests.corpora import load_corpus
 
 TEXTS = [f"{i:03} " + "word " * (i % 5) for i in range(101)]
 STREAM = """
@@ -75,7 +75,7 @@ def stream(folder: Path) -> str:
 
 
 def read(source: str, **options: object) -> Corpus:
-    return corpus.load_corpus(
+    return load_corpus(
         [source], tokenizer=byte_tokenizer(), task="causal-lm", seq_len=64, cache_dir=Path("cache"), **options
     )  # type: ignore[arg-type]  # a limit
 

@@ -17,6 +17,7 @@ from frugal.data import corpus
 from frugal.data.report import BuildReport
 from frugal.data.store import cache
 from frugal.data.tokenizer import byte_tokenizer
+from tests.corpora import load_corpus
 from tests.disks import small_disk
 from tests.engine.corpora import Load, refusal, texts, write_jsonl
 
@@ -176,7 +177,7 @@ def load_for_user(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Load:
     monkeypatch.setattr("tempfile.tempdir", str(tmp_path / "tmp"))
     monkeypatch.chdir(tmp_path)
     write_jsonl(tmp_path / "a.jsonl", [{"text": text} for text in TEXTS])
-    return lambda *paths, **options: corpus.load_corpus(
+    return lambda *paths, **options: load_corpus(
         paths, tokenizer=byte_tokenizer(), task="causal-lm", seq_len=64, **options
     )
 

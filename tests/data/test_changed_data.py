@@ -12,11 +12,11 @@ from frugal.checkpoint import resume_checks
 from frugal.checkpoint.progress import Progress
 from frugal.config.run_settings import RunSettings
 from frugal.data import build
-from frugal.data import corpus as data
 from frugal.data.batches import Position
 from frugal.data.sources import Provenance
 from frugal.data.tokenizer import byte_tokenizer
 from frugal.errors import FrugalError
+from tests.corpora import load_corpus
 
 
 @pytest.fixture
@@ -33,7 +33,7 @@ def write(name: str, texts: list[str]) -> None:
 
 
 def read(*sources: str, tokenizer: Any = None, **options: Any) -> Provenance:
-    corpus = data.load_corpus(
+    corpus = load_corpus(
         sources,
         tokenizer=tokenizer or byte_tokenizer(),
         task="causal-lm",
@@ -116,7 +116,7 @@ def test_what_is_not_trained_on_is_told(folder: Path) -> None:
     write("a.jsonl", ["one", "", "", "t"])
     bare = copy.deepcopy(byte_tokenizer())
     bare.bos_token = bare.eos_token = None  # around no text
-    corpus = data.load_corpus(["a.jsonl"], tokenizer=bare, task="causal-lm", seq_len=16, cache_dir=Path("cache"))
+    corpus = load_corpus(["a.jsonl"], tokenizer=bare, task="causal-lm", seq_len=16, cache_dir=Path("cache"))
     assert corpus.report.left_out("error") == ["2 rows without text left out", "1 row of one token left out"]
     assert build.BuildReport(bad_rows=1, too_long_rows=2).left_out("truncate") == [
         "1 row that cannot be read left out", "2 rows longer than --seq-len truncated"

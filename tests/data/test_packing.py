@@ -15,7 +15,6 @@ from bench.plans import plan_by_hand
 from bench.ranks import Ranks
 from frugal.config.request import Request
 from frugal.config.run_settings import RunSettings
-from frugal.data import corpus
 from frugal.data.corpus import lengths_of
 from frugal.data.store import packing
 from frugal.data.store.packing import Packer
@@ -26,6 +25,7 @@ from frugal.models.objectives import CausalLM
 from frugal.models.resolve import resolve
 from frugal.models.tiled_loss import IGNORED
 from frugal.models.trials import text_checks
+from tests.corpora import load_corpus
 from tests.engine.gradients import SGD, Gradient, applied, relative_error, weights, with_bound
 from tests.engine.small_models import tiny
 
@@ -153,7 +153,7 @@ def test_text_on_disk_is_packed_once_and_a_plan_is_told_how_full(
     path = tmp_path / "text.jsonl"
     path.write_text("".join(json.dumps({"text": "x" * size}) + "\n" for size in (10, 200, 30, 40, 5)))
     load = {"tokenizer": byte_tokenizer(), "task": "causal-lm", "seq_len": SEQ_LEN, "cache_dir": tmp_path}
-    plain, pack = (corpus.load_corpus([str(path)], pack=pack, **load) for pack in (False, True))
+    plain, pack = (load_corpus([str(path)], pack=pack, **load) for pack in (False, True))
     windows = sorted(plain.train[i]["input_ids"].tobytes() for i in range(len(plain.train)))
     assert sorted(piece for sample in pack.train for piece in pieces_of(sample)) == windows
     assert pack.report.tokens == plain.report.tokens and len(pack.train) < len(plain.train)

@@ -12,12 +12,13 @@ from frugal.data import tokenizer
 from frugal.data.batches import GlobalBatches, Position
 from frugal.engine.engine import initialize
 from frugal.models.objectives import CausalLM
+from tests.corpora import load_corpus
 from tests.engine.gradients import bound_of_losses
 from tests.engine.small_models import tiny_gpt2
 
 
 def texts() -> data.Corpus:
-    return data.load_corpus(
+    return load_corpus(
         ["stdlib"], tokenizer=tokenizer.byte_tokenizer(), task="causal-lm", seq_len=128, limit=40,
         validation_fraction=0.1,
     )  # fmt: skip

@@ -5,10 +5,10 @@ from typing import Any
 
 import pytest
 
-from frugal.data import corpus
 from frugal.data.corpus import Corpus
 from frugal.data.tokenizer import byte_tokenizer
 from frugal.models import factories as hub
+from tests.corpora import load_corpus
 from tests.engine.corpora import Load
 from tests.engine.small_models import FACTORIES
 
@@ -26,7 +26,7 @@ def load(tmp_path: Path, offline: None) -> Load:
 
     def load(*where: str, task: str = "causal-lm", seq_len: int = 64, **options: Any) -> Corpus:
         options = {"tokenizer": byte_tokenizer(), "cache_dir": tmp_path / "cache", **options}
-        return corpus.load_corpus(where, task=task, seq_len=seq_len, **options)
+        return load_corpus(where, task=task, seq_len=seq_len, **options)
 
     return load
 

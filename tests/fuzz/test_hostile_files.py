@@ -27,6 +27,7 @@ from frugal.engine.oom_limits import LearntLimits
 from frugal.errors import FrugalError
 from frugal.planning.plan import Plan, _expanded
 from frugal.planning.report import summary
+from tests.corpora import load_corpus
 from tests.fuzz.hostile import DEEP, bytes_like, documents_like, json_like
 
 NUMBER = 1000
@@ -219,14 +220,13 @@ ROWS = b'{"text": "to be or not to be"}\n{"text": "that is the question", "n": 3
 
 @SOME
 def test_jsonl(number: int, tmp_path: Path) -> None:
-    from frugal.data import corpus
     from frugal.data.tokenizer import load_tokenizer
 
     tokenizer, turns = load_tokenizer(), iter(range(number))
 
     def use(path: Path) -> None:
         is_tolerant = next(turns) % 2 == 0
-        found = corpus.load_corpus(
+        found = load_corpus(
             [str(path)], tokenizer=tokenizer, task="causal-lm", seq_len=16, skip_bad_rows=is_tolerant,
             cache_dir=tmp_path / "cache",
         )  # fmt: skip

@@ -375,7 +375,7 @@ class SampleStream:
     def _check(self, maker: SampleMaker) -> None:
         if not self.skip_bad_rows:
             maker.report.refuse_bad_rows()
-        if maker.too_long == "error":
+        if maker.settings.too_long == "error":
             maker.report.refuse_too_long(maker.seq_len)
         self.check(maker.report)
 

@@ -15,6 +15,7 @@ from frugal.data.chat.template import ChatTemplate
 from frugal.data.rows import BadRow
 from frugal.data.tokenizer import load_tokenizer
 from frugal.errors import RequestError
+from tests.corpora import load_corpus
 
 CHAT = {"messages": [{"role": "user", "content": "2 + 2?"}, {"role": "assistant", "content": "4"}]}
 HINT = "hint: give the template that the model was trained with: --chat-template FILE"
@@ -24,7 +25,7 @@ def read(folder: Path, template: str, chats: int = 3) -> corpus.Corpus:
     tokenizer = copy.deepcopy(load_tokenizer())
     tokenizer.chat_template = template
     (folder / "chats.jsonl").write_text((json.dumps(CHAT) + "\n") * chats)
-    return corpus.load_corpus(
+    return load_corpus(
         [str(folder / "chats.jsonl")], tokenizer=tokenizer, task="causal-lm", seq_len=256, cache_dir=folder / "cache"
     )
 

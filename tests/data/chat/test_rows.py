@@ -99,18 +99,18 @@ def test_columns_of_several_formats_are_asked_about(load_rows: Any) -> None:  # 
         "\n"
         "hint: say which one to train on, such as --format messages"
     )
-    assert load_rows(row, rows_as="messages").report.formats == {"messages": 1}
-    assert load_rows(row, rows_as="text").report.formats == {"text": 1}
+    assert load_rows(row, format="messages").report.formats == {"messages": 1}
+    assert load_rows(row, format="text").report.formats == {"text": 1}
     assert load_rows({"messages": CHAT, "body": "one"}, columns=Columns(text="body")).report.formats == {"text": 1}
 
 
 def test_a_format_that_the_columns_have_not(load_rows: Any) -> None:  # noqa: F811
-    assert refusal(lambda: load_rows({"text": "one"}, rows_as="instruction")) == (
+    assert refusal(lambda: load_rows({"text": "one"}, format="instruction")) == (
         "a.jsonl has no column `instruction`\n"
         "  because --format instruction reads instruction and output\n"
         "  because its columns are text"
     )
-    said = refusal(lambda: load_rows({"text": "one"}, rows_as="messages", task="masked-lm"))
+    said = refusal(lambda: load_rows({"text": "one"}, format="messages", task="masked-lm"))
     assert said.startswith("--format messages cannot be read\n  because what is trained is masked-lm;")
 
 

@@ -11,6 +11,7 @@ import datasets
 import numpy as np
 import pytest
 
+from frugal.config.request import Request
 from frugal.config.run_settings import RunSettings
 from frugal.data import corpus
 from frugal.data import tokenizer as tokenizing
@@ -49,7 +50,8 @@ def chats(number: int, word: str = "row") -> list[dict[str, Any]]:
 def stream_of(*data: str, pack: bool = False, seq_len: int = 256, task: str = "causal-lm", **more: Any) -> SampleStream:
     settings = RunSettings(**{"data": data, "stream": True, "steps": 1, "validation_fraction": 0.0, **more})
     spec = ModelSpec(reference="test", kind_of_reference="preset", task=task, max_positions=None, vocab_size=None)
-    return corpus.open_stream(spec, tokenizer(), seq_len, pack, settings)[0]
+    how = corpus.sample_settings(spec, Request(seq_len=seq_len, pack=pack), settings)
+    return corpus.open_stream(spec, tokenizer(), how, settings)[0]
 
 
 def samples_of_epochs(stream: SampleStream, number: int) -> Iterator[dict[str, Any]]:
