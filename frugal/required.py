@@ -118,13 +118,16 @@ def _form(value: Any) -> str:
 
 
 def _unwrapped(function: Any) -> Any:
-    """Return a function without its decorators, also those that leave no `__wrapped__`, such as DeepSpeed's for
-    NVTX."""
+    """Return a function without its decorators, also those that leave no `__wrapped__`: DeepSpeed's for NVTX, and what
+    `torch.compile` puts around `nn.Module.__init__` for good. They are functions made in another, around one.
+    """
     function = inspect.unwrap(getattr(function, "__func__", function))
-    names = getattr(getattr(function, "__code__", None), "co_freevars", ())
-    if "func" in names:
-        inner = function.__closure__[names.index("func")].cell_contents
-        return _unwrapped(inner) if callable(inner) else function
+    while "<locals>" in getattr(function, "__qualname__", ""):
+        inside = [cell.cell_contents for cell in getattr(function, "__closure__", None) or ()]
+        functions = [inspect.unwrap(each) for each in inside if inspect.isfunction(each)]
+        if len(functions) != 1:
+            break
+        function = functions[0]
     return function
 
 

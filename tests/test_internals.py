@@ -7,6 +7,7 @@ from pathlib import Path
 from types import ModuleType
 
 import pytest
+import torch
 
 import frugal
 from frugal import required, torch_internals
@@ -22,6 +23,18 @@ LIBRARIES = {"torch": (torch_internals, torch_internals.NAMES), "transformers": 
 @pytest.mark.parametrize("library", LIBRARIES)
 def test_every_name_is_there(library: str) -> None:
     assert required.missing(LIBRARIES[library][1]) == ()
+
+
+def test_every_name_is_there_after_torch_compile_which_replaces_some_for_good(monkeypatch: pytest.MonkeyPatch) -> None:
+    from torch._dynamo import mutation_guard
+
+    for name in ("__init__", "__setstate__"):
+        monkeypatch.setattr(torch.nn.Module, name, getattr(torch.nn.Module, name))
+    monkeypatch.setattr(torch.nn.Module, "___needs_generation_tag_patch", True, raising=False)
+    before = torch.nn.Module.__init__
+    mutation_guard.install_generation_tagging_init()
+    assert torch.nn.Module.__init__ is not before
+    assert required.missing(torch_internals.NAMES) == ()
 
 
 @pytest.mark.parametrize("library", LIBRARIES)
