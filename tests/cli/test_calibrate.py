@@ -64,6 +64,7 @@ def test_two_ranks_are_probed_in_every_respect_and_it_is_kept(calibrated: Path) 
     assert 1e-7 < probe["operator_seconds"] < 1e-2
 
 
+@pytest.mark.exhaustive
 def test_the_next_plan_uses_it_and_says_so(calibrated: Path, capsys: pytest.CaptureFixture[str]) -> None:
     found = json.loads(kept(calibrated).read_text())
     made, said = plan(capsys)

@@ -28,7 +28,7 @@ def here(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     return tmp_path
 
 
-@pytest.mark.parametrize("device", ["cpu", "cuda"])
+@pytest.mark.parametrize("device", [pytest.param("cpu", marks=pytest.mark.exhaustive), "cuda"])
 def test_a_plan_takes_what_it_promised(device: str, capsys: pytest.CaptureFixture[str], here: Path) -> None:
     asked = [*ASKED, "--device", device, "--model", "config.json", "--micro-batch", "4", "--zero-stage", "2"]
     asked += ["--activation-checkpointing", "off", "--loss", "plain", "--offload", "none"]  # one candidate is enough
@@ -89,6 +89,7 @@ def test_what_holds_activations_adds_up_and_the_timeline_passes_through_the_peak
     assert {event["phase"] for event in events} == set(found["phases"])
 
 
+@pytest.mark.exhaustive
 def test_layers_that_differ_in_their_number_are_one_line(capsys: pytest.CaptureFixture[str], here: Path) -> None:
     code, out, _ = frugal(capsys, "dryrun", "config.json", *ASKED, "--explain", "activations")
     assert code == 0
@@ -133,6 +134,7 @@ def test_what_is_assumed_is_said(capsys: pytest.CaptureFixture[str], here: Path)
     )
 
 
+@pytest.mark.exhaustive
 def test_what_is_assumed_widens_the_bounds(capsys: pytest.CaptureFixture[str], here: Path) -> None:
     (here / "masked.py").write_text(MASKS)
     _, out, _ = frugal(capsys, "dryrun", "masked.py:masks", *ASKED, "--device", "cpu", "--json")

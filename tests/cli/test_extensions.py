@@ -50,6 +50,7 @@ def test_a_metric_is_recorded_and_said_and_a_callback_of_one_rank_stops_the_run(
     assert (folder / "run" / "checkpoints" / "told").read_text() == "4 layout_rank_0.json"
 
 
+@pytest.mark.exhaustive
 def test_a_callback_that_fails_is_named_and_its_traceback_is_in_the_log(folder: Path) -> None:
     code, _, errors = frugal_train(
         folder, "--plan", "plan1.json", "--data", "text.jsonl", "--steps", 2, "--validation-fraction", 0.1,

@@ -132,6 +132,7 @@ def test_torchrun_gives_the_same_run(folder: Path, on_two_ranks: tuple[int, str,
     assert ours == theirs
 
 
+@pytest.mark.exhaustive
 def test_a_wrong_resume_is_said_once_through_the_launcher(folder: Path, on_two_ranks: tuple[int, str, str]) -> None:
     code, output, errors = frugal_train(folder, "--resume", "--out", "two", "--steps", 7, "--set", "train.limit=199")
     assert (code, output) == (4, "")
@@ -143,6 +144,7 @@ def test_a_wrong_resume_is_said_once_through_the_launcher(folder: Path, on_two_r
     assert lines[3:] == ["", "hint: restore it, start anew with another --out, or continue with --accept-changed-data"]
 
 
+@pytest.mark.exhaustive
 def test_a_run_that_is_further_than_it_is_to_go_is_refused_and_stays_as_it_was(
     folder: Path, on_two_ranks: tuple[int, str, str]
 ) -> None:
@@ -219,6 +221,7 @@ def test_a_killed_rank_ends_the_run_and_is_named(folder: Path, on_two_ranks: tup
     assert not any(each.is_running() for each in family)
 
 
+@pytest.mark.exhaustive
 def test_ctrl_c_while_ranks_start_is_an_interrupt_too(folder: Path) -> None:
     process = subprocess.Popen(
         command("--plan", "plan2.json", "--data", "text.jsonl", "--steps", 9, "--out", "early"),

@@ -78,6 +78,7 @@ def test_a_plan_that_is_a_pipe_or_a_device_is_named_and_not_waited_for(
 
 
 @pytest.mark.parametrize(("ranks", "needed"), [pytest.param(1, 34, marks=pytest.mark.exhaustive), (2, 40)])
+@pytest.mark.exhaustive
 def test_few_open_files(ranks: int, needed: int, folder: Path, tmp_path: Path) -> None:
     """What is refused is said in words; with as many as it says, a run goes through."""
 

@@ -48,10 +48,7 @@ PLANS = {
 
 
 IN_EVERY_RUN = (
-    "overlap-zero1-steps1",
     "overlap-zero2-steps3",
-    "overlap-zero3-steps3",
-    "no-clipping-zero2",
     "bucket-2000-zero3",
 )
 

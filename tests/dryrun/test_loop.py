@@ -16,7 +16,7 @@ from tests.commands import frugal
 BENCH = Path(__file__).parents[2] / "bench"
 LOOPS = BENCH / "loops"
 MEASURED = json.loads((BENCH / "results" / "loops-emulated.json").read_text())
-QUICK = ("accumulation", "autocast_fp16", "deepspeed_zero2", "eager_mask", "own_checkpoint")
+QUICK = ("autocast_fp16", "deepspeed_zero2")
 MOST_ALLOCATED, MOST_RESERVED = 0.0005, 0.001
 KNOWN = {"vit_autocast": 0.013}  # reserved: more is asked for than a dry run knows, why is not known
 

@@ -54,9 +54,9 @@ def both(make: Callable[[], Any], monkeypatch: pytest.MonkeyPatch) -> tuple[Any,
 @pytest.mark.parametrize(
     ("family", "mode", "mlp", "stage", "shared_by"),
     [
-        ("llama", "offloaded", "tiled", 3, 1),
         ("llama", "full", "tiled", 3, 2),
-        ("gpt2", "off", "tiled", 2, 1),
+        pytest.param("llama", "offloaded", "tiled", 3, 1, marks=pytest.mark.exhaustive),
+        pytest.param("gpt2", "off", "tiled", 2, 1, marks=pytest.mark.exhaustive),
         pytest.param("llama", "full", "tiled", 2, 1, marks=pytest.mark.exhaustive),
         pytest.param("gemma2", "full", "plain", 3, 1, marks=pytest.mark.exhaustive),
         pytest.param("gpt2", "full", "tiled", 3, 1, marks=pytest.mark.exhaustive),

@@ -152,7 +152,7 @@ CASES = [
 @pytest.mark.parametrize(
     ("world_size", "zero_stage", "precision", "mode", "accumulation_steps"),
     [
-        pytest.param(world_size, *case, marks=[] if (world_size, case[-1]) in ((1, 1), (2, 3)) else exhaustive)
+        pytest.param(world_size, *case, marks=[] if (world_size, case[-1]) == (2, 3) else exhaustive)
         for world_size in (1, 2)
         for case in CASES
     ],

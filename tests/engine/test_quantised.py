@@ -134,9 +134,9 @@ def measured_gradient(
 exhaustive = pytest.mark.exhaustive
 OFFLOADED = {"offload_optimizer": "cpu", "offload_parameters": "cpu", "loss": "tiled"}
 EXACT = [
-    *(("two_ranks", stage, 4, 2, {}) for stage in (0, 2)),
+    *(pytest.param("two_ranks", stage, 4, 2, {}, marks=exhaustive) for stage in (0, 2)),
     ("three_ranks", 3, 10, (3, 2, 1), {}),
-    ("two_ranks", 3, 4, 1, {"activation_checkpointing": "full"}),
+    pytest.param("two_ranks", 3, 4, 1, {"activation_checkpointing": "full"}, marks=exhaustive),
     ("two_ranks", 2, 4, 1, {"activation_checkpointing": "selective", "loss": "tiled", "offload_optimizer": "cpu"}),
     *(pytest.param("one_rank", stage, 4, 2, {}, marks=exhaustive) for stage in (0, 3)),
     pytest.param("two_ranks", 1, 4, 2, {}, marks=exhaustive),
@@ -200,6 +200,7 @@ def continued(model: Path, folder: Path, zero_stage: int) -> list[float]:
         (3, [("one_rank", 0), ("two_ranks", 1), ("three_ranks", 3)]),
     ],
 )
+@pytest.mark.exhaustive
 def test_a_run_goes_on_from_a_checkpoint_of_adapters_on_any_layout(
     zero_stage: int, others: list[tuple[str, int]], folders: Path, tmp_path: Path, two_ranks: Ranks,
     request: pytest.FixtureRequest,

@@ -77,7 +77,16 @@ def by_hand(dtype: torch.dtype) -> tuple[float, float, float]:
     return accuracy(predicted, labels), float(flat.mean()), float(flat[0])
 
 
-@pytest.mark.parametrize(("ranks", "world_size"), [("one_rank", 1), ("two_ranks", 2), ("three_ranks", 3)])
+@pytest.mark.parametrize(
+    ("ranks", "world_size"),
+    [
+        *(
+            pytest.param(name, number, marks=pytest.mark.exhaustive)
+            for name, number in (("one_rank", 1), ("two_ranks", 2))
+        ),
+        ("three_ranks", 3),
+    ],
+)
 def test_predictions_are_those_of_plain_transformers_on_any_number_of_ranks(
     ranks: str, world_size: int, request: pytest.FixtureRequest
 ) -> None:

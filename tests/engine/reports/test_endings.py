@@ -96,9 +96,9 @@ NAN, INF = float("nan"), float("inf")
 @pytest.mark.parametrize(
     ("zero_stage", "options", "spoilt", "gradient_only"),
     [
-        (0, {}, NAN, True),
         (0, {"request": {"gradient_clipping": 0.0}}, INF, True),
-        (1, {}, INF, False),
+        pytest.param(0, {}, NAN, True, marks=pytest.mark.exhaustive),
+        pytest.param(1, {}, INF, False, marks=pytest.mark.exhaustive),
         (2, {"precision": "bf16"}, NAN, True),
         (3, {"offload_optimizer": "cpu"}, NAN, True),
         pytest.param(2, {"offload_optimizer": "cpu"}, INF, False, marks=pytest.mark.exhaustive),
@@ -166,6 +166,7 @@ def test_a_run_stops_before_it_harms_itself_or_leaves_such_batches_out(tmp_path:
     assert trajectory(stopped) == trajectory(skipped)
 
 
+@pytest.mark.exhaustive
 def test_batches_are_not_left_out_for_ever(tmp_path: Path, two_ranks: Ranks) -> None:
     message = two_ranks.run(train, tmp_path, "skip", all_spoilt=True)[0]
     lines = message.splitlines()

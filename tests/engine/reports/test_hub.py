@@ -79,7 +79,7 @@ def hub() -> Iterator[Hub]:
 
 def train(folder: Path, endpoint: str, *more: object) -> subprocess.CompletedProcess[str]:
     there = {"HF_ENDPOINT": endpoint, "HF_TOKEN": "hf_of_a_test", "HF_HUB_OFFLINE": "0", "HF_HUB_DISABLE_XET": "1"}
-    words = ("--plan", "plan2.json", "--data", "text.jsonl", "--steps", 1, "--out", "run", "--tokenizer", "byte")
+    words = ("--plan", "plan1.json", "--data", "text.jsonl", "--steps", 1, "--out", "run", "--tokenizer", "byte")
     return subprocess.run(
         command(*words, "--set", f"train.push-to-hub={REPOSITORY}", *more), cwd=folder,
         env=os.environ | environment(folder) | there,
@@ -88,7 +88,7 @@ def train(folder: Path, endpoint: str, *more: object) -> subprocess.CompletedPro
 
 
 def test_the_final_model_is_uploaded_to_a_private_repository(tmp_path: Path, hub: Hub) -> None:
-    prepared(tmp_path, 2)
+    prepared(tmp_path, 1)
     done = train(tmp_path, hub.address)
     assert done.returncode == 0, done.stdout + done.stderr
     assert f"model uploaded: {hub.address}/{REPOSITORY}/commit/0123" in done.stderr
@@ -103,7 +103,7 @@ def test_the_final_model_is_uploaded_to_a_private_repository(tmp_path: Path, hub
 
 @pytest.mark.exhaustive
 def test_a_hub_that_fails_at_the_end_costs_nothing_but_the_upload(tmp_path: Path, hub: Hub) -> None:
-    prepared(tmp_path, 2)
+    prepared(tmp_path, 1)
     hub.is_down = True
     done = train(tmp_path, hub.address)
     assert done.returncode == 0, done.stdout + done.stderr
@@ -114,7 +114,7 @@ def test_a_hub_that_fails_at_the_end_costs_nothing_but_the_upload(tmp_path: Path
 
 
 def test_a_hub_that_cannot_be_asked_is_said_before_training(tmp_path: Path) -> None:
-    prepared(tmp_path, 2)
+    prepared(tmp_path, 1)
     done = train(tmp_path, "http://127.0.0.1:9")
     assert done.returncode == 2
     assert done.stderr.startswith(f"error: cannot make the repository {REPOSITORY} on the hub\n  because ")

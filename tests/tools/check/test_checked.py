@@ -198,13 +198,7 @@ EXAMPLES = {
         },
     ),
 }  # fmt: skip
-QUICK = (
-    "deepspeed-zero2",
-    "trainer-script-zero3",
-    "axolotl-lora-zero1",
-    "llama-factory-lora-zero3",
-    "llama-factory-qlora-no-deepspeed",
-)
+QUICK = ("trainer-script-zero3", "axolotl-lora-zero1")
 
 
 def checked(files: tuple[str, ...], pool: Pool | None, gpus: int | None = None, mem: str = "6G", **flags: Any) -> Check:

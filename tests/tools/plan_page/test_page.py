@@ -153,6 +153,7 @@ def test_timelines_have_the_peaks_of_the_plan_s_strategies(plan: Plan, computed:
         assert max(drawn["phases"].values()) == drawn["peak"]["bytes"]
 
 
+@pytest.mark.exhaustive
 def test_layers_that_differ_and_an_optimizer_in_part_on_the_host_have_answers() -> None:
     for settings in (
         {"model": "llama-3.1-8b", "gpus": 4, "mem": "80G"},
