@@ -122,12 +122,14 @@ def _unwrapped(function: Any) -> Any:
     `torch.compile` puts around `nn.Module.__init__` for good. They are functions made in another, around one.
     """
     function = inspect.unwrap(getattr(function, "__func__", function))
+    seen = [function]
     while "<locals>" in getattr(function, "__qualname__", ""):
         inside = [cell.cell_contents for cell in getattr(function, "__closure__", None) or ()]
-        functions = [inspect.unwrap(each) for each in inside if inspect.isfunction(each)]
+        functions = [inspect.unwrap(each) for each in inside if inspect.isfunction(each) and each not in seen]
         if len(functions) != 1:
             break
         function = functions[0]
+        seen.append(function)
     return function
 
 

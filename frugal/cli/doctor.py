@@ -110,7 +110,7 @@ def _wrong_gradients(hosts: Sequence[HostfileEntry], reports: Sequence[HostRepor
 
 def _gpus(report: HostReport) -> str:
     if not report.gpus:
-        return "none found by nvidia-smi"
+        return "none by nvidia-smi or torch"
     kinds = groupby(report.gpus, lambda gpu: (gpu.name, gpu.memory_bytes))
     parts = []
     for (name, memory), gpus in kinds:

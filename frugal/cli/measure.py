@@ -297,20 +297,27 @@ def calibrate(kind: DeviceKind, num_ranks: int, of_plan: Measurement | None = No
         code = local.start_ranks(kind, num_ranks, "frugal.engine.measure.hardware_probe", arguments, to_stderr=True)
         if code:
             raise FrugalError(f"the calibration ended with exit code {code}", because="its own message is above")
-        probe = msgspec.json.decode(out.read_bytes(), type=Probe)
+        content = out.read_bytes()
     device, card, capability = _device(kind)
-    calibrated = Calibration(
-        kind=kind,
-        device=device,
-        card=card,
-        driver=local_host.cuda_driver() if kind == "cuda" else "",
-        torch=local_host.library_versions()["torch"],
-        num_ranks=num_ranks,
-        date=datetime.now(UTC).strftime("%Y-%m-%d"),
-        command=shlex.join(["frugal", *sys.argv[1:]]),
-        probe=probe,
-        compute_capability=capability,
-    )
+    try:
+        calibrated = Calibration(
+            kind=kind,
+            device=device,
+            card=card,
+            driver=local_host.cuda_driver() if kind == "cuda" else "",
+            torch=local_host.library_versions()["torch"],
+            num_ranks=num_ranks,
+            date=datetime.now(UTC).strftime("%Y-%m-%d"),
+            command=shlex.join(["frugal", *sys.argv[1:]]),
+            probe=msgspec.json.decode(content, type=Probe),
+            compute_capability=capability,
+        )
+    except ValueError as error:
+        raise FrugalError(
+            f"the calibration of {device} is not kept, and plans go on without it",
+            because=f"it is implausible: {error}",
+            hint="calibrate a real card, when nothing else runs on it",
+        ) from None
     return _with_plans(calibrated, of_plan)
 
 

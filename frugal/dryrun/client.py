@@ -31,7 +31,7 @@ from frugal.planning.cost import ModelCosts, Work, between
 from frugal.planning.memory.allocator import KnownReplays
 from frugal.planning.memory.breakdown import MemoryBreakdown
 from frugal.planning.memory.loading import Loading, loading_of
-from frugal.planning.memory.profile import MemoryProfile, RankMemory, fullest
+from frugal.planning.memory.profile import MemoryProfile, RankMemory, fullest, reserved_with_room
 from frugal.planning.memory.timeline import MICRO_BATCHES, NotAffineError, Timeline
 from frugal.planning.memory.workspaces import with_scratch, with_workspaces, workspace_bytes
 from frugal.planning.model_facts import ModelFacts
@@ -205,7 +205,9 @@ class DryRunSource:
             ranks = rank_memories(dry_runs, range(len(dry_runs)))
             memory = fullest(ranks, micro_batch, device, self._ranks_per_node, strategy.expandable_segments)
             first = max(dry_runs, key=lambda dry_run: dry_run.peak.total_bytes)
-            memory = replace(memory, phase_peaks=first.timeline.phase_peaks(micro_batch))
+            reserved_bytes = reserved_with_room(ranks, micro_batch, device, strategy.expandable_segments)
+            phase_peaks = first.timeline.phase_peaks(micro_batch)
+            memory = replace(memory, phase_peaks=phase_peaks, reserved_bytes=reserved_bytes)
             notes = tuple(dict.fromkeys(note for each in dry_runs for note in each.notes))
             kept = memory.assuming(notes), notes
             self._cache.write(key, kept)

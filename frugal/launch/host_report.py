@@ -31,7 +31,7 @@ _OWN_LINK = ("127.", "::1", "fe80:")
 
 
 class Gpu(msgspec.Struct):
-    """One GPU as nvidia-smi reports it; sizes in bytes."""
+    """One GPU as nvidia-smi reports it, or torch where nvidia-smi is missing; sizes in bytes."""
 
     name: str
     memory_bytes: int
@@ -101,7 +101,7 @@ def collect(folder: Path, token: Path | None, *, cuda: bool, probe: bool = False
         memory_bytes=psutil.virtual_memory().total,
         free_memory_bytes=local_host.available_bytes(),
         free_disk_bytes=shutil.disk_usage(folder).free,
-        gpus=_gpus(),
+        gpus=_gpus() or (_gpus_of_torch() if cuda else []),
         driver=local_host.cuda_driver(),
         cuda_devices=cuda_devices,
         working_gpus=[int(name) for name in working_gpus([*map(str, range(cuda_devices or 0))])] if probe else None,
@@ -123,6 +123,18 @@ def _gpus() -> list[Gpu]:
         for line in answer.splitlines():
             name, total, free = (word.strip() for word in line.rsplit(",", 2))
             gpus.append(Gpu(name, int(total) * MIB, int(free) * MIB))
+    return gpus
+
+
+def _gpus_of_torch() -> list[Gpu]:
+    """Return the GPUs that torch finds, as in a container without nvidia-smi."""
+    import torch
+
+    gpus = []
+    with suppress(RuntimeError):  # a driver that does not work is reported by `working_gpus`
+        for number in range(torch.cuda.device_count()):
+            free_bytes, total_bytes = torch.cuda.mem_get_info(number)
+            gpus.append(Gpu(torch.cuda.get_device_properties(number).name, total_bytes, free_bytes))
     return gpus
 
 

@@ -2,7 +2,7 @@
 
 from frugal.config.hardware.cluster import NOMINAL_SHARE, Device
 from frugal.planning.memory.breakdown import MemoryBreakdown, loading_host_bytes
-from frugal.planning.memory.interval import Bounds
+from frugal.planning.memory.interval import Bounds, of_device
 from frugal.planning.plan import Plan
 from frugal.units import GIB, format_bytes
 
@@ -28,7 +28,21 @@ def breakdown_table(plan: Plan) -> list[str]:
             f"  {name:<{width}} {format_bytes(size):>12}{bounds if name == 'total' else ''}"
             for name, size in sizes.items()
         ),
+        *_with_room(memory, device),
         *_loading(plan),
+    ]
+
+
+def _with_room(memory: MemoryBreakdown, device: Device) -> list[str]:
+    """Say what a run on the whole card is seen to take: its allocator keeps more than is needed."""
+    if not memory.reserved_bytes:
+        return []
+    seen = of_device(memory.live_bytes, memory.reserved_bytes, device)
+    needed, reserved = format_bytes(memory.total_bytes), format_bytes(memory.reserved_bytes)
+    shown = format_bytes(memory.reserved_bytes + device.context_bytes)
+    return [
+        f"it needs {needed}; with room to spare its allocator reserves {reserved}, and nvidia-smi shows {shown} "
+        f"{bounds_of(seen)}"
     ]
 
 

@@ -116,6 +116,27 @@ def test_a_damaged_calibration_is_told_and_left_out(calibrated: Path, capsys: py
     assert said.startswith(f"note: the calibration {path} cannot be read and is ignored: ")
 
 
+@pytest.mark.parametrize(
+    ("name", "value", "said"),
+    [("memory_bandwidth", 5e13, "50,000 GB/s"), ("matrix_flops", {"fp32": 6.3e15}, "6,300 TFLOP/s")],
+)
+def test_a_calibration_that_no_device_reaches_is_ignored_with_its_numbers(
+    name: str, value: object, said: str, calibrated: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    path = kept(calibrated)
+    content = path.read_bytes()
+    changed = json.loads(content)
+    changed["probe"][name] = value
+    path.write_text(json.dumps(changed))
+    try:
+        made, note = plan(capsys)
+    finally:
+        path.write_bytes(content)
+    assert made.cluster.devices[0].measured_on is None
+    assert note.startswith(f"note: the calibration {path} cannot be read and is ignored: ")
+    assert f"{said} were measured" in note
+
+
 WRONG = {
     "nothing": (
         [], "there is no plan to measure\n\nhint: make one with `frugal plan -o DIR`, or add --calibrate\n"

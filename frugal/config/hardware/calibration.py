@@ -21,6 +21,12 @@ from frugal.units import GIB, format_bytes
 MOST_CONTEXT_BYTES = 8 * GIB
 """More than any driver takes: such a measurement was made on a device that others used too."""
 
+MOST_MATRIX_FLOPS, MOST_BANDWIDTH = 5e15, 2e13
+"""FLOP/s and bytes/s of memory that no device reaches (a B200: 2.25e15 and 8e12, by its data sheet)."""
+
+ABOVE_DATA_SHEET = 1.5
+"""How far a known card may exceed its data sheet: by clocks above the nominal ones, or a cache that serves memory."""
+
 
 @dataclass(frozen=True, kw_only=True)
 class Probe:
@@ -96,6 +102,17 @@ class Calibration:
     probe: Probe
     slack_bytes: int = 0
     compute_capability: Capability | None = None
+
+    def __post_init__(self) -> None:
+        card = CARDS.get(self.card or "")
+        flops = MOST_MATRIX_FLOPS if card is None else ABOVE_DATA_SHEET * max(card.half_flops, card.fp32_flops)
+        bandwidth = MOST_BANDWIDTH if card is None else ABOVE_DATA_SHEET * card.memory_bandwidth
+        for reached, most, unit in (
+            (max(self.probe.matrix_flops.values()) / 1e12, flops / 1e12, "TFLOP/s"),
+            (self.probe.memory_bandwidth / 1e9, bandwidth / 1e9, "GB/s"),
+        ):
+            if reached > most:
+                raise ValueError(f"{reached:,.0f} {unit} were measured, and {most:,.0f} are the most possible")
 
     @property
     def file_name(self) -> str:

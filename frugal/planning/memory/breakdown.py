@@ -37,6 +37,8 @@ class MemoryBreakdown:
     request. `context` is what is gone before the first tensor. `phase` says when the peak occurs, `operator` what
     allocates there. `phase_peaks` has the most live bytes of each phase; only a dry run fills it in. `interval` has the
     bounds of `total_bytes`; None in a draft, which is a bound itself. `loading`: before the first step.
+    `reserved_bytes`: the allocator's segments at their peak where the card has room for all that it would like to keep,
+    which is more than is needed; 0: not known, as in a draft and on a CPU.
     """
 
     parameters: int
@@ -56,6 +58,7 @@ class MemoryBreakdown:
     phase_peaks: dict[str, int] = field(default_factory=dict)
     interval: Bounds | None = None
     loading: Loading | None = None
+    reserved_bytes: int = 0
 
     CATEGORIES = (
         "parameters", "gradients", "optimizer", "activations", "logits",

@@ -176,6 +176,15 @@ def breakdown(
     )
 
 
+def reserved_with_room(ranks: Sequence[RankMemory], micro_batch: int, device: Device, expandable_segments: bool) -> int:
+    """Return the most bytes that a rank's allocator reserves on `device` when nothing else limits it; 0 on a CPU."""
+    if device.kind == "cpu":
+        return 0
+    replays = [rank.replays(micro_batch, expandable_segments=expandable_segments) for rank in ranks]
+    reserved_bytes = max(each.under().peak_reserved_bytes for each in replays)
+    return min(reserved_bytes, device.usable_bytes + device.margin_bytes)
+
+
 def _bisect(low: int, high: int, holds: Callable[[int], bool]) -> int:
     """Return the largest number in `low..high` for which `holds` is true; it is true for all below that one, too."""
     while low < high:
