@@ -71,7 +71,7 @@ class Recorder(Tracker):
         self.marks: list[list[Mark]] = [[]]
         self.counts_at: dict[tuple[MarkKind, int], Counts] = {}
         self.addresses_at_rest: set[int] = set()  # ZeRO-3: storages of parameters that no module has fetched
-        self.uses_at_rest = False
+        self.gathered_as_one: tuple[int, ...] = ()  # ZeRO-3: modules whose parameters are gathered at once
 
     def mark(self, phase: str) -> None:
         """Begin `phase`."""
@@ -80,18 +80,17 @@ class Recorder(Tracker):
 
     def execute(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Return the operator's result, noting a use of parameters that no module has fetched."""
-        if self.addresses_at_rest and not self.uses_at_rest:
+        if self.addresses_at_rest and USED_OUTSIDE not in self._assumptions:
             read = {torch_internals.address(tensor) for tensor in tensors_in(args)}
-            self.uses_at_rest = not read.isdisjoint(self.addresses_at_rest)
+            if not read.isdisjoint(self.addresses_at_rest):
+                self._assumptions[USED_OUTSIDE] = ""
         return super().execute(func, args, kwargs)
 
     def take_gradients(self, model: nn.Module) -> None:
         """Mark and drop the gradient of every parameter of `model` when it is complete."""
         for index, parameter in enumerate(model.parameters()):
             if parameter.requires_grad:
-                parameter.register_post_accumulate_grad_hook(
-                    lambda parameter, index=index: self._finished(parameter, index)
-                )
+                parameter.register_post_accumulate_grad_hook(partial(self._finished, index))
 
     def exchange(self, _received: Tensor, sent: Tensor) -> None:
         """Count the bytes that a rank sends to those that share its samples."""
@@ -101,9 +100,9 @@ class Recorder(Tracker):
     def mark_layers(self, layers: Iterable[nn.Module]) -> None:
         """Mark the beginning of each layer in forward."""
         for number, layer in enumerate(layers):
-            layer.register_forward_pre_hook(lambda *_, number=number: self._begins(number))
+            layer.register_forward_pre_hook(partial(self._begins, number))
 
-    def _begins(self, number: int) -> None:
+    def _begins(self, number: int, *_: Any) -> None:
         if self.phase == FORWARD:
             self.add_mark(MarkKind.LAYER, number, -1)
             self.counts_at.setdefault((MarkKind.LAYER, number), self.counts)
@@ -118,7 +117,7 @@ class Recorder(Tracker):
         finally:
             self.add_mark(MarkKind.LAYER_AGAIN_ENDS, number, -1)
 
-    def _finished(self, parameter: Tensor, index: int) -> None:
+    def _finished(self, index: int, parameter: Tensor) -> None:
         assert parameter.grad is not None
         storage = self._storage.get(torch_internals.address(parameter.grad), -1)
         self.add_mark(MarkKind.GRADIENT, index, storage)
@@ -194,44 +193,40 @@ def trace(
     )
 
 
-@dataclass(frozen=True, kw_only=True)
-class _Recorded:
-    """A micro-step as recorded at one micro-batch. `stream` and `marks` as in `ModelTrace`.
-
-    `counts_at`: the counts at the first beginning of each marked layer in forward, and when each gradient is whole.
-    """
-
-    stream: Timeline
-    marks: Marks
-    counts: Counts
-    counts_at: dict[tuple[MarkKind, int], Counts]
-    notes: tuple[str, ...]
-    gathered_as_one: tuple[int, ...]
-
-
-Record = Callable[[nn.Module, str, int], _Recorded]
+Record = Callable[[nn.Module, str, int], Recorder]
 """Records a micro-step of a model, which is used up: the model, the list of its repeated layers, the micro-batch."""
 
 
-def _fitted(first: _Recorded, second: _Recorded) -> tuple[Timeline, Marks]:
+def _fitted(first: Recorder, second: Recorder) -> tuple[Timeline, Marks]:
     """Return stream and marks for every micro-batch, fitted to those at `MICRO_BATCHES`.
 
     Raises:
         NotAffineError: they are not the same stream.
     """
-    stream = Timeline.fit(first.stream, second.stream, MICRO_BATCHES)
+    stream = Timeline.fit(first.timeline(), second.timeline(), MICRO_BATCHES)
     if first.marks != second.marks:
         raise NotAffineError("gradients are finished in another order at another micro-batch")
-    return stream, first.marks
+    return stream, tuple(map(tuple, first.marks))
 
 
 def _whole(model: nn.Module, record: Record) -> dict[str, Any]:
     """Return fields of `ModelTrace` from traces of the whole model."""
     first, second = (record(copy.deepcopy(model), "", micro_batch) for micro_batch in MICRO_BATCHES)
     stream, marks = _fitted(first, second)
-    work = between(first.counts, second.counts, MICRO_BATCHES)
-    as_one = first.gathered_as_one
-    return {"stream": stream, "marks": marks, "work": work, "notes": first.notes, "gathered_as_one": as_one}
+    return _fields(first, stream, marks, [first.counts, second.counts], first.gathered_as_one)
+
+
+def _fields(
+    recorder: Recorder, stream: Timeline, marks: Marks, counts: Sequence[Counts], gathered_as_one: tuple[int, ...]
+) -> dict[str, Any]:
+    """Return fields of `ModelTrace`; `counts`: at each of `MICRO_BATCHES`."""
+    return {
+        "stream": stream,
+        "marks": marks,
+        "work": between(*counts, MICRO_BATCHES),
+        "notes": recorder.notes,
+        "gathered_as_one": gathered_as_one,
+    }
 
 
 def _spliced(model: nn.Module, record: Record) -> dict[str, Any] | None:
@@ -245,7 +240,7 @@ def _spliced(model: nn.Module, record: Record) -> dict[str, Any] | None:
         return None
     layers = layer_layout(model, repeated, FEW_PERIODS)
 
-    def recorded(num_periods: int, micro_batch: int) -> _Recorded:
+    def recorded(num_periods: int, micro_batch: int) -> Recorder:
         return record(shortened(model, repeated, num_periods), repeated.path, micro_batch)
 
     try:
@@ -262,18 +257,18 @@ def _spliced(model: nn.Module, record: Record) -> dict[str, Any] | None:
     more = repeated.num_periods - FEW_PERIODS
     counts = [each.counts.plus(_of_a_period(each, layers), more) for each in (first, second)]
     as_one = layers.module_numbers(first.gathered_as_one, repeated.num_periods)
-    work = between(counts[0], counts[1], MICRO_BATCHES)
-    return {"stream": stream, "marks": marks, "work": work, "notes": first.notes, "gathered_as_one": as_one}
+    return _fields(first, stream, marks, counts, as_one)
 
 
-def _is_recorded(stream: Timeline, marks: Marks, recorded: _Recorded) -> bool:
+def _is_recorded(stream: Timeline, marks: Marks, recorded: Recorder) -> bool:
     """Return whether stream and marks equal a recording at the first micro-batch."""
-    other = recorded.stream
-    is_alike = (stream.events, stream.phases, marks) == (other.events, other.phases, recorded.marks)
+    other = recorded.timeline()
+    of_marks = tuple(map(tuple, recorded.marks))
+    is_alike = (stream.events, stream.phases, marks) == (other.events, other.phases, of_marks)
     return is_alike and stream.sizes(MICRO_BATCHES[0]) == list(other.fixed)
 
 
-def _of_a_period(raw: _Recorded, layers: LayerLayout) -> Counts:
+def _of_a_period(raw: Recorder, layers: LayerLayout) -> Counts:
     """Return the counts of one period in the middle: its forward, and from its last gradient to the one before.
 
     Only called where splicing has found the periods alike.
@@ -295,7 +290,7 @@ def _record(
     model: nn.Module,
     layers: str,
     micro_batch: int,
-) -> _Recorded:
+) -> Recorder:
     """Record one micro-step of `model`, which is used up. `layers`: a list of modules to mark; empty: those that can
     recompute."""
     recorder = Recorder(asked.kind, asked.capability)
@@ -316,16 +311,10 @@ def _record(
     recorder.mark_layers(marked)
     if asked.zero_stage == 3:
         recorder.addresses_at_rest = zero3_graph.install(model, recorder.add_mark)
+        recorder.gathered_as_one = zero3_graph.gathered_as_one(model)
     with recorder:
         _micro_step(recorder, model, objective, example)
-    return _Recorded(
-        stream=recorder.timeline(),
-        marks=tuple(map(tuple, recorder.marks)),
-        counts=recorder.counts,
-        counts_at=recorder.counts_at,
-        notes=(*recorder.notes, *((USED_OUTSIDE,) if recorder.uses_at_rest else ())),
-        gathered_as_one=zero3_graph.gathered_as_one(model) if asked.zero_stage == 3 else (),
-    )
+    return recorder
 
 
 def _micro_step(recorder: Recorder, model: nn.Module, objective: Objective, example: dict[str, Tensor]) -> None:
