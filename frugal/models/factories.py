@@ -4,7 +4,6 @@ A factory is `package.module:name` or `path/to/file.py:name`, a callable that ma
 asked only where its host has an address, so that a typo costs no half minute of retries.
 """
 
-import contextvars
 import difflib
 import functools
 import importlib
@@ -13,9 +12,7 @@ import os
 import pickle
 import socket
 import sys
-import threading
 from collections.abc import Callable, Iterator
-from concurrent.futures import Future
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -197,10 +194,10 @@ _silent: list[str] = []
 
 @functools.cache
 def _limit_patience() -> None:
-    """Have the hub's client wait for a whole answer, or the beginning of a download, for a limited time only.
+    """Have the hub's client wait for a connection, and for more of an answer, for a limited time only.
 
     Its own waits for ever. The hub's library has a limit on each read of a download, HF_HUB_DOWNLOAD_TIMEOUT: 10
-    seconds; here it is three times that. Left out: uploads, and downloads that come byte by byte.
+    seconds; here it is three times that. Left out: uploads, and answers that come byte by byte.
     """
     from huggingface_hub import constants, get_session, set_client_factory
 
@@ -216,28 +213,20 @@ def _limit_patience() -> None:
 
 
 def _send_within(seconds: float, send: Callable[..., Any], request: Any, **options: Any) -> Any:
-    """Return `send(request, **options)`, on a thread that may never come back, or give the hub up."""
+    """Return `send(request, **options)`, or give the hub up where nothing comes for this time."""
+    from httpx import Timeout, TimeoutException
     from huggingface_hub.errors import OfflineModeIsEnabled
 
     if request.method not in ("GET", "HEAD"):
         return send(request, **options)
     if not _silent:
-        answer: Future[Any] = Future()
-        asked = functools.partial(contextvars.copy_context().run, _answer, answer, send, request, options)
-        threading.Thread(target=asked, daemon=True).start()
+        request.extensions["timeout"] = Timeout(seconds).as_dict()
         try:
-            return answer.result(seconds)
-        except TimeoutError:
+            return send(request, **options)
+        except TimeoutException:
             remedy = f"HF_HUB_DOWNLOAD_TIMEOUT={seconds:.0f} waits longer"
             _silent.append(f"{request.url.host} does not answer within {seconds:.0f} s; {remedy}")
     raise OfflineModeIsEnabled(_silent[0])
-
-
-def _answer(answer: "Future[Any]", send: Callable[..., Any], request: Any, options: dict[str, Any]) -> None:
-    try:
-        answer.set_result(send(request, **options))
-    except BaseException as error:  # it is raised where it is waited for
-        answer.set_exception(error)
 
 
 @functools.cache

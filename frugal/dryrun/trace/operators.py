@@ -57,11 +57,6 @@ def stand_in(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Result
     return None if stand_in_of is None else stand_in_of(*args, **kwargs)
 
 
-def exact(func: Any) -> Callable[..., Any]:
-    """Return the function to call for an operator on meta tensors: itself, or an equivalent."""
-    return _EXACT.get(func, func)
-
-
 def _nonzero(mask: Tensor) -> Result:
     return torch.empty((mask.numel(), mask.dim()), dtype=torch.int64, device=mask.device), EVERYTHING
 
@@ -140,6 +135,7 @@ def _grouped_shape(left: Any, right: Any, groups: Any) -> list[int]:
 
 
 _EXACT: dict[Any, Callable[..., Any]] = {aten._grouped_mm.default: _grouped_mm}
+"""Functions that run in place of operators, and do the same on meta."""
 
 if aten._grouped_mm not in flop_registry:
 
@@ -302,7 +298,7 @@ def run_cached(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tupl
     if key in _known:
         outputs, cost = _known[key]
         return torch_internals.tree_map(_like, outputs), cost
-    out = exact(func)(*args, **kwargs)
+    out = _EXACT.get(func, func)(*args, **kwargs)
     cost = _cost(func, args, kwargs, out)
     if key is not None and len(_known) < _MAX_ENTRIES:
         _is_pure[func] = not _share_storage(args, out)  # as `_unsafe_view`, whose schema does not say so

@@ -80,30 +80,27 @@ _asker_of_code: dict[Any, str | None] = {torch_internals.RUN_BACKWARD: AUTOGRAD}
 def asker(frame: FrameType | None) -> str:
     """Return the origin of an operator: `autograd` itself, `DeepSpeed`, or the `model`, which also stands for the
     rest."""
+    frame = _asking(frame)
+    return MODEL if frame is None else _asker_of_code[frame.f_code] or MODEL
+
+
+def _asking(frame: FrameType | None) -> FrameType | None:
+    """Return the innermost frame that runs operators for itself, not for its caller."""
     while frame is not None:
-        name = _asker_of(frame)
-        if name is not None:
-            return name
+        code = frame.f_code
+        if code not in _asker_of_code:
+            file = Path(code.co_filename)
+            own = DEEPSPEED if file.is_relative_to(_DEEPSPEED) else MODEL
+            _asker_of_code[code] = None if any(map(file.is_relative_to, _TRANSPARENT)) else own
+        if _asker_of_code[code] is not None:
+            return frame
         frame = frame.f_back
-    return MODEL
-
-
-def _asker_of(frame: FrameType) -> str | None:
-    """Return the origin of what a frame runs; None: its caller."""
-    code = frame.f_code
-    if code not in _asker_of_code:
-        file = Path(code.co_filename)
-        if any(file.is_relative_to(place) for place in _TRANSPARENT):
-            _asker_of_code[code] = None
-        else:
-            _asker_of_code[code] = DEEPSPEED if file.is_relative_to(_DEEPSPEED) else MODEL
-    return _asker_of_code[code]
+    return None
 
 
 def asked_by_transformers(frame: FrameType | None) -> bool:
     """Return whether code of the transformers library runs the operator: it asks whether masks are full."""
-    while frame is not None and _asker_of(frame) is None:
-        frame = frame.f_back
+    frame = _asking(frame)
     return frame is not None and Path(frame.f_code.co_filename).is_relative_to(_TRANSFORMERS)
 
 
@@ -113,7 +110,9 @@ class Shapes:
     def __init__(self, model: nn.Module) -> None:
         shapes = {tuple(parameter.shape) for parameter in model.parameters()}
         self.parameters = shapes | {shape[::-1] for shape in shapes}
-        self.vocabulary = vocabulary_size(model)
+        config: Any = getattr(model, "config", None)
+        is_of_transformers = hasattr(config, "get_text_config")
+        self.vocabulary = getattr(config.get_text_config(), "vocab_size", None) if is_of_transformers else None
 
     def category(self, shape: tuple[int, ...], phase: str, who: str, *, recomputing: bool) -> int:
         """Return the category at birth of a storage whose first tensor has `shape`."""
@@ -126,14 +125,6 @@ class Shapes:
         if phase == FORWARD or recomputing:
             return ACTIVATIONS
         return TEMPORARY
-
-
-def vocabulary_size(model: nn.Module) -> int | None:
-    """Return the classes of the model's head, if it is a language model of the transformers kind."""
-    config = getattr(model, "config", None)
-    if config is None or not hasattr(config, "get_text_config"):
-        return None
-    return getattr(config.get_text_config(), "vocab_size", None)
 
 
 aten = torch.ops.aten

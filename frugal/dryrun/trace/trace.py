@@ -7,8 +7,8 @@ A model of many layers that are alike is traced with fewer of them, and the trac
 """
 
 import copy
+import functools
 import gc
-import weakref
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass
@@ -363,17 +363,9 @@ class Repetition:
         return (len(self.layers) - self.first) // self.period
 
 
-_known: "weakref.WeakKeyDictionary[nn.Module, Repetition | None]" = weakref.WeakKeyDictionary()
-
-
+@functools.lru_cache(maxsize=1)  # a worker traces one model in several ways
 def repetition(model: nn.Module) -> Repetition | None:
     """Return the repeated layers of `model`; None unless exactly one list of layers repeats."""
-    if model not in _known:
-        _known[model] = _find(model)
-    return _known[model]
-
-
-def _find(model: nn.Module) -> Repetition | None:
     lists = [(path, each) for path, each in _outermost_lists(model) if len(each) >= 3 and list(each[0].children())]
     if len(lists) != 1:
         return None
