@@ -214,16 +214,15 @@ def _limit_patience() -> None:
 
 def _send_within(seconds: float, send: Callable[..., Any], request: Any, **options: Any) -> Any:
     """Return `send(request, **options)`, or give the hub up where nothing comes for this time."""
-    from httpx import Timeout, TimeoutException
     from huggingface_hub.errors import OfflineModeIsEnabled
 
     if request.method not in ("GET", "HEAD"):
         return send(request, **options)
     if not _silent:
-        request.extensions["timeout"] = Timeout(seconds).as_dict()
+        request.extensions["timeout"] = dict.fromkeys(("connect", "read", "write", "pool"), seconds)
         try:
             return send(request, **options)
-        except TimeoutException:
+        except sys.modules[type(request).__module__.partition(".")[0]].TimeoutException:  # httpx, or its successor
             remedy = f"HF_HUB_DOWNLOAD_TIMEOUT={seconds:.0f} waits longer"
             _silent.append(f"{request.url.host} does not answer within {seconds:.0f} s; {remedy}")
     raise OfflineModeIsEnabled(_silent[0])

@@ -161,13 +161,13 @@ def test_two_stacks_of_layers_are_traced_whole(monkeypatch: pytest.MonkeyPatch) 
 def test_alternating_layers_are_one_period() -> None:
     found = repetition(build("gpt_oss"))
     assert found is not None
-    assert (found.first, found.period, found.num_periods) == (0, 2, 7)
+    assert (found.first_layer, found.period, found.num_periods) == (0, 2, 7)
 
 
 def test_a_first_layer_of_another_kind_is_no_part_of_a_period() -> None:
     found = repetition(build("qwen3_moe", mlp_only_layers=[0]))
     assert found is not None
-    assert (found.first, found.period, found.num_periods) == (1, 1, 7)
+    assert (found.first_layer, found.period, found.num_periods) == (1, 1, 7)
 
 
 def test_layers_that_differ_in_a_setting_are_not_spliced() -> None:

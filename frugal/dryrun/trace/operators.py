@@ -28,9 +28,10 @@ strides and types of its inputs, so the second time its outputs are made from th
 
 import math
 import mmap
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager
 from typing import Any
+from unittest.mock import patch
 
 import torch
 from torch import Tensor
@@ -242,14 +243,9 @@ class HostMemory:
         """Return the most bytes that were live at once."""
         return self._allocator.peak_bytes
 
-    @contextmanager
-    def pinning(self) -> Iterator[None]:
+    def pinning(self) -> AbstractContextManager[bool]:
         """Count host tensors that are made inside the `with` block as pinned."""
-        self._is_pinning = True
-        try:
-            yield
-        finally:
-            self._is_pinning = False
+        return patch.object(self, "_is_pinning", True)
 
     def wait(self, address: int, size_bytes: int) -> None:
         """Begin a storage of the model, which `frugal.planning.memory.loading` counts instead."""
@@ -324,13 +320,8 @@ def _key(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         pure = _is_pure[func] = not shared and not schema.is_mutable
     if not pure:
         return None
-    parts: list[Any] = [func, torch.get_default_dtype()]  # factories may leave the type out
-    for value in (*args, *kwargs.items()):
-        part = _part(value)
-        if part is None:
-            return None
-        parts.append(part)
-    return tuple(parts)
+    parts = _part((*args, *kwargs.items()))
+    return None if parts is None else (func, torch.get_default_dtype(), parts)  # factories may leave the type out
 
 
 def _part(value: Any) -> Any:

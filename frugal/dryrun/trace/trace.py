@@ -11,9 +11,10 @@ import functools
 import gc
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import nullcontext
-from dataclasses import dataclass
+from dataclasses import replace
 from functools import partial
 from typing import Any
+from unittest.mock import patch
 
 import torch
 from torch import Tensor, nn
@@ -238,7 +239,7 @@ def _spliced(model: nn.Module, record: Record) -> dict[str, Any] | None:
     repeated = repetition(model)
     if repeated is None or repeated.num_periods <= FEW_PERIODS + 1:
         return None
-    layers = layer_layout(model, repeated, FEW_PERIODS)
+    layers = replace(repeated, num_periods=FEW_PERIODS)
 
     def recorded(num_periods: int, micro_batch: int) -> Recorder:
         return record(shortened(model, repeated, num_periods), repeated.path, micro_batch)
@@ -252,7 +253,9 @@ def _spliced(model: nn.Module, record: Record) -> dict[str, Any] | None:
         stream, marks = splice(stream, marks, layers, repeated.num_periods)
     except Exception:  # a model may count its layers itself; tracing the whole one reports what is wrong
         return None
-    if list(repeated.layers) != activation_checkpointing.layers(model):  # those that can be recomputed one by one
+    if list(model.get_submodule(repeated.path).children()) != activation_checkpointing.layers(
+        model
+    ):  # those that can be recomputed one by one
         marks = tuple(tuple(mark for mark in phase if mark.kind < MarkKind.LAYER) for phase in marks)
     more = repeated.num_periods - FEW_PERIODS
     counts = [each.counts.plus(_of_a_period(each, layers), more) for each in (first, second)]
@@ -341,31 +344,12 @@ def _micro_step(recorder: Recorder, model: nn.Module, objective: Objective, exam
 _NUMBERS = {"layer_idx", "layer_id", "layer_index", "layer_number"}  # attributes by which a layer knows its place
 
 
-@dataclass(frozen=True)
-class Repetition:
-    """A list of layers that ends in whole periods of layers of the same kinds.
-
-    Attributes:
-        path: name of the list.
-        layers: the list.
-        first: the layer that begins the first period.
-        period: layers in a period.
-    """
-
-    path: str
-    layers: nn.ModuleList
-    first: int
-    period: int
-
-    @property
-    def num_periods(self) -> int:
-        """Return the number of periods in the whole model."""
-        return (len(self.layers) - self.first) // self.period
-
-
 @functools.lru_cache(maxsize=1)  # a worker traces one model in several ways
-def repetition(model: nn.Module) -> Repetition | None:
-    """Return the repeated layers of `model`; None unless exactly one list of layers repeats."""
+def repetition(model: nn.Module) -> LayerLayout | None:
+    """Return the repeated layers of `model`: a list that ends in whole periods of layers of the same kinds.
+
+    None unless there is exactly one.
+    """
     lists = [(path, each) for path, each in _outermost_lists(model) if len(each) >= 3 and list(each[0].children())]
     if len(lists) != 1:
         return None
@@ -379,38 +363,35 @@ def repetition(model: nn.Module) -> Repetition | None:
             first -= 1
         first += (len(kinds) - first) % period
         if (len(kinds) - first) // period >= 2 and first <= len(kinds) // 2:
-            return Repetition(path, layers, first, period)
+            return _layout(model, path, list(layers), first, period)
     return None
 
 
-def shortened(model: nn.Module, repeated: Repetition, num_periods: int) -> nn.Module:
+def shortened(model: nn.Module, repeated: LayerLayout, num_periods: int) -> nn.Module:
     """Return a copy of `model` with only the first `num_periods` periods."""
-    parent = model.get_submodule(repeated.path.rpartition(".")[0])
-    name = repeated.path.rpartition(".")[2]
-    keep = repeated.first + num_periods * repeated.period
-    setattr(parent, name, nn.ModuleList(list(repeated.layers)[:keep]))
-    try:
-        config = getattr(model, "config", None)
+    path, _, name = repeated.path.rpartition(".")
+    keep = repeated.first_layer + num_periods * repeated.period
+    few = nn.ModuleList(list(model.get_submodule(repeated.path).children())[:keep])
+    config = getattr(model, "config", None)
+    with patch.dict(model.get_submodule(path)._modules, {name: few}):
         return copy.deepcopy(model, {} if config is None else {id(config): config})
-    finally:
-        setattr(parent, name, repeated.layers)
 
 
-def layer_layout(model: nn.Module, repeated: Repetition, num_periods: int) -> LayerLayout:
-    """Return the layout of the shortened model; the numbers of the first period equal those in the whole model."""
-    period = list(repeated.layers)[repeated.first : repeated.first + repeated.period]
+def _layout(model: nn.Module, path: str, layers: list[nn.Module], first: int, period: int) -> LayerLayout:
+    """Return the layout of `layers`, of which those from `first` on repeat after each `period`."""
+    of_period = layers[first : first + period]
     parameters = {id(parameter): number for number, parameter in enumerate(model.parameters())}
     modules = {id(module): number for number, module in enumerate(model.modules())}
-    own = [parameters[id(parameter)] for layer in period for parameter in layer.parameters()]
+    own = [parameters[id(parameter)] for layer in of_period for parameter in layer.parameters()]
     return LayerLayout(
-        path=repeated.path,
-        first_layer=repeated.first,
-        period=repeated.period,
-        num_periods=num_periods,
+        path=path,
+        first_layer=first,
+        period=period,
+        num_periods=(len(layers) - first) // period,
         first_parameter=min(own),
         parameters=len(own),
-        first_module=modules[id(period[0])],
-        modules=sum(1 for layer in period for _ in layer.modules()),
+        first_module=modules[id(of_period[0])],
+        modules=sum(1 for layer in of_period for _ in layer.modules()),
     )
 
 
