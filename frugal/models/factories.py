@@ -141,16 +141,12 @@ def on_device(device: torch.device) -> Iterator[None]:
     def moved_buffer(_module: nn.Module, _name: str, buffer: Tensor | None) -> Any:
         return buffer.to(device) if buffer is not None and _is_elsewhere(buffer, device) else buffer
 
-    handles = (
+    with (
         register_module_parameter_registration_hook(moved_parameter),
         register_module_buffer_registration_hook(moved_buffer),
-    )
-    try:
-        with device:
-            yield
-    finally:
-        for handle in handles:
-            handle.remove()
+        device,
+    ):
+        yield
 
 
 def _is_elsewhere(tensor: Tensor, device: torch.device) -> bool:

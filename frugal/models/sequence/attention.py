@@ -14,7 +14,7 @@ Not DeepSpeed's `UlyssesSPAttentionHF`: see docs/decisions/sequence-parallelism.
 """
 
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager, nullcontext
+from contextlib import nullcontext
 from typing import Any
 from unittest.mock import patch
 
@@ -122,17 +122,6 @@ def split_over_ranks(model: nn.Module, size: int) -> None:
         with closed_afterwards():
             exchange = collectives.exchange_within(size)
         apply(model, Split(size, exchange))
-
-
-@contextmanager
-def applied(model: nn.Module, split: Split) -> Iterator[None]:
-    """Split the attention of `model` inside the `with` block."""
-    apply(model, split)
-    try:
-        yield
-    finally:
-        for module in model.modules():
-            vars(module).pop(_SPLIT, None)
 
 
 def _attention(
