@@ -287,11 +287,8 @@ def _responsible(
     in_parts = [_outputs(model, objective, part) for part in parts]
     modules = dict(model.named_modules())
     for call, outputs in whole.items():
-        for index, output in enumerate(outputs):
-            pieces = [part[call][index] for part in in_parts if index < len(part.get(call, ()))]
-            if len(pieces) < len(parts) or any(piece.ndim == 0 for piece in pieces):
-                continue
-            if any(piece.shape[1:] != output.shape[1:] for piece in pieces):
+        for output, *pieces in zip(outputs, *(part.get(call, ()) for part in in_parts), strict=False):
+            if any(piece.ndim == 0 or piece.shape[1:] != output.shape[1:] for piece in pieces):
                 continue
             joined = torch.cat(pieces)
             if joined.shape != output.shape or not output.numel():
