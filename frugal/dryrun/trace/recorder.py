@@ -40,6 +40,7 @@ from frugal.planning.memory.timeline import (
     LOGITS,
     PARAMETERS,
     TEMPORARY,
+    Mark,
     Timeline,
     TimelineBuilder,
 )
@@ -151,13 +152,15 @@ class Tracker(StorageWatch):
         *,
         builds_elsewhere: bool = False,
         assumed_condition: bool = True,
+        first_phase: str = INITIALISATION,
     ) -> None:
         """Make a tracker. `integer`: the answer to a model that reads an integer from its data; None: the longest
         dimension of a batch.
 
         `capability`: the compute capability of a `cuda` device; `resident_threads`: that it holds at once, 0 leaves
         out memory that depends on them; `builds_elsewhere`: the model comes to a CPU rank parameter by parameter;
-        `assumed_condition`: the answer where a model asks whether a condition on its data is true.
+        `assumed_condition`: the answer where a model asks whether a condition on its data is true; `first_phase`: the
+        one that recording begins in.
         """
         super().__init__()
         self.kind = kind
@@ -167,11 +170,12 @@ class Tracker(StorageWatch):
         self._is_for_any_size = False  # whether the stream is to hold for other micro-batches, too
         self._taken: list[int] = []  # storages inside the operator that runs now; -1: gone
         self._after: tuple[Any, kernel_memory.Steps] | None = None  # an operator's steps after its outputs
-        self.phase = INITIALISATION
+        self.phase = first_phase
+        self.marks: list[list[Mark]] = [[]]  # of each phase, the moments that carry more than births and deaths
         self.host = HostMemory()
         self.side_streams = SideStreams()
         self._timeline = TimelineBuilder()
-        self._timeline.phase(INITIALISATION)
+        self._timeline.phase(first_phase)
         self._storage: dict[int, int] = {}  # address of a live device storage -> its index
         self._counted: Counter[str] = Counter()  # fields of `Counts`, but for operators
         self._recomputed_from: int | None = None  # operators before the layer that is now recomputed
@@ -213,6 +217,7 @@ class Tracker(StorageWatch):
         self._forward_from = self.num_operators
         self.phase = phase
         self._timeline.phase(phase)
+        self.marks.append([])
 
     def empty_cache(self) -> None:
         """Record that DeepSpeed empties the device allocator's cache; a CPU has none."""
@@ -253,11 +258,6 @@ class Tracker(StorageWatch):
                 if index is not None and index not in seen:
                     seen.add(index)
                     self._timeline.categories[index] = category
-
-    @property
-    def num_marks(self) -> int:
-        """Return the number of moments so far that carry more than births and deaths."""
-        return 0
 
     @property
     def _recomputing(self) -> bool:
@@ -323,7 +323,7 @@ class Tracker(StorageWatch):
 
     def _place(self) -> repeats.BetweenSlices:
         timeline, counted = self._timeline, {**self._counted, "num_operators": self.num_operators}
-        elsewhere = (self.num_marks, len(timeline.empties), self.host.live_bytes, self.host.peak_bytes)
+        elsewhere = (len(self.marks[-1]), len(timeline.empties), self.host.live_bytes, self.host.peak_bytes)
         return repeats.BetweenSlices(len(timeline.events), len(timeline.fixed), counted, elsewhere)
 
     def _write(self, places: list[repeats.BetweenSlices], times: int) -> None:

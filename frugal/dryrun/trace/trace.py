@@ -47,7 +47,6 @@ from frugal.planning.memory.timeline import (
     ModelTrace,
     NotAffineError,
     Timeline,
-    TimelineBuilder,
 )
 from frugal.planning.strategy import LayerMode
 from frugal.torch_internals import tensors_in
@@ -62,22 +61,13 @@ class Recorder(Tracker):
     """A tracker that also marks when gradients are complete."""
 
     def __init__(self, kind: DeviceKind, capability: Capability = ASSUMED_CAPABILITY) -> None:
-        super().__init__(kind, capability=capability)
+        super().__init__(kind, capability=capability, first_phase=ARRIVAL)
         self._is_for_any_size = True
-        self.phase = ARRIVAL
-        self._timeline = TimelineBuilder()
-        self._timeline.phase(ARRIVAL)
         self._building = False
         self._alone = True
-        self.marks: list[list[Mark]] = [[]]
         self.counts_at: dict[tuple[MarkKind, int], Counts] = {}
         self.addresses_at_rest: set[int] = set()  # ZeRO-3: storages of parameters that no module has fetched
         self.gathered_as_one: tuple[int, ...] = ()  # ZeRO-3: modules whose parameters are gathered at once
-
-    def mark(self, phase: str) -> None:
-        """Begin `phase`."""
-        super().mark(phase)
-        self.marks.append([])
 
     def execute(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Return the operator's result, noting a use of parameters that no module has fetched."""
@@ -124,11 +114,6 @@ class Recorder(Tracker):
         self.add_mark(MarkKind.GRADIENT, index, storage)
         self.counts_at[MarkKind.GRADIENT, index] = self.counts
         parameter.grad = None
-
-    @property
-    def num_marks(self) -> int:
-        """Return the number of marks in this phase."""
-        return len(self.marks[-1])
 
     def add_mark(self, kind: MarkKind, number: int, storage: int) -> None:
         """Add a mark at the present event, see `Mark`."""
@@ -214,11 +199,11 @@ def _whole(model: nn.Module, record: Record) -> dict[str, Any]:
     """Return fields of `ModelTrace` from traces of the whole model."""
     first, second = (record(copy.deepcopy(model), "", micro_batch) for micro_batch in MICRO_BATCHES)
     stream, marks = _fitted(first, second)
-    return _fields(first, stream, marks, [first.counts, second.counts], first.gathered_as_one)
+    return _fields(first, stream, marks, (first.counts, second.counts), first.gathered_as_one)
 
 
 def _fields(
-    recorder: Recorder, stream: Timeline, marks: Marks, counts: Sequence[Counts], gathered_as_one: tuple[int, ...]
+    recorder: Recorder, stream: Timeline, marks: Marks, counts: tuple[Counts, Counts], gathered_as_one: tuple[int, ...]
 ) -> dict[str, Any]:
     """Return fields of `ModelTrace`; `counts`: at each of `MICRO_BATCHES`."""
     return {
@@ -260,7 +245,7 @@ def _spliced(model: nn.Module, record: Record) -> dict[str, Any] | None:
     more = repeated.num_periods - FEW_PERIODS
     counts = [each.counts.plus(_of_a_period(each, layers), more) for each in (first, second)]
     as_one = layers.module_numbers(first.gathered_as_one, repeated.num_periods)
-    return _fields(first, stream, marks, counts, as_one)
+    return _fields(first, stream, marks, (counts[0], counts[1]), as_one)
 
 
 def _is_recorded(stream: Timeline, marks: Marks, recorded: Recorder) -> bool:
