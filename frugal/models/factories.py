@@ -27,7 +27,7 @@ from torch.nn.modules.module import (
 )
 from torch.utils.weak import WeakIdKeyDictionary
 
-from frugal.errors import FrugalError, RequestError, first_line
+from frugal.errors import RequestError, failure, first_line
 from frugal.models.objectives import Objective
 
 Factory = Callable[[], Any]
@@ -39,19 +39,11 @@ PICKLED = ".cloudpickle"
 def import_callable(reference: str) -> Factory:
     """Return the callable behind `package.module:name` or `path/to/file.py:name`."""
     where, _, name = reference.rpartition(":")
-    try:
-        with _importable(Path.cwd()):
-            if where.endswith(PICKLED):
-                return _unpickled(Path(where))
-            module = _import_file(Path(where)) if where.endswith(".py") else importlib.import_module(where)
-    except FrugalError:
-        raise
-    except (Exception, SystemExit) as error:  # a user's module may raise anything, and scripts like to exit
-        raise RequestError(
-            f"cannot import {where}",
-            because=first_line(error),
-            hint="a factory is package.module:name or path/to/file.py:name",
-        ) from None
+    hint = "a factory is package.module:name or path/to/file.py:name"
+    with failure(f"cannot import {where}", hint=hint), _importable(Path.cwd()):
+        if where.endswith(PICKLED):
+            return _unpickled(Path(where))
+        module = _import_file(Path(where)) if where.endswith(".py") else importlib.import_module(where)
     try:
         factory: Any = functools.reduce(getattr, name.split("."), module)
     except AttributeError:
@@ -99,19 +91,10 @@ def _importable(folder: Path) -> Iterator[None]:
 
 def make_model(reference: str, factory: Factory, device: torch.device) -> tuple[nn.Module, Objective | None]:
     """Return the module and, if it gives one, the objective that a factory makes on `device`."""
-    try:
-        with on_device(device), _importable(Path.cwd()):
-            returned = factory()
-    except FrugalError:
-        raise
-    except (Exception, SystemExit) as error:  # a user's factory may raise anything
-        raise RequestError(
-            f"{reference} failed",
-            because=first_line(error),
-            hint="it is also called with torch.device('meta') as default, so it must not read weights or values"
-            if device.type == "meta"
-            else None,
-        ) from None
+    hint = "it is also called with torch.device('meta') as default, so it must not read weights or values"
+    failing = failure(f"{reference} failed", hint=hint if device.type == "meta" else None)
+    with failing, on_device(device), _importable(Path.cwd()):
+        returned = factory()
     module, objective = returned if isinstance(returned, tuple) and len(returned) == 2 else (returned, None)
     if not isinstance(module, nn.Module):
         raise RequestError(

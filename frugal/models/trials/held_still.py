@@ -179,7 +179,7 @@ def without_randomness(share: float | None = 0.5) -> Iterator[None]:
                 "rand": lambda *size: filled(size),
                 "uniform": lambda low=0.0, high=1.0, size=None: filled(size, low, high),
             }
-            of_python = {"random": filled, "uniform": lambda low, high: filled(None, low, high)}
+            of_python: dict[str, Any] = {"random": filled, "uniform": lambda low, high: filled(None, low, high)}
             stack.enter_context(patch.multiple(random, **of_python))
             stack.enter_context(patch.multiple(np.random, **of_numpy))
             stack.enter_context(FixedDraws(share))
