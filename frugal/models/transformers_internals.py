@@ -2,7 +2,7 @@
 
 import functools
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import ExitStack, contextmanager
+from contextlib import AbstractContextManager, ExitStack, contextmanager
 from typing import Any
 from unittest.mock import patch
 
@@ -97,14 +97,12 @@ def always_use() -> None:
         ALL_MASK_ATTENTION_FUNCTIONS.register(name, with_padding)
 
 
-@contextmanager
-def packed_documents(numbers: Callable[[Any], Any]) -> Iterator[None]:
+def packed_documents(numbers: Callable[[Any], Any]) -> AbstractContextManager[Any]:
     """Have models called inside the block learn the document of each token from `numbers(position_ids)`."""
     _verify(MASKS)
     from transformers import masking_utils
 
-    with patch.object(masking_utils, "find_packed_sequence_indices", numbers):
-        yield
+    return patch.object(masking_utils, "find_packed_sequence_indices", numbers)
 
 
 _num_parts = 1
@@ -257,8 +255,7 @@ def reading(
         yield
 
 
-@contextmanager
-def quantising(device: Any, pack: Callable[[Any, Any], Any]) -> Iterator[None]:
+def quantising(device: Any, pack: Callable[[Any, Any], Any]) -> AbstractContextManager[Any]:
     """Move weights that `from_pretrained` quantises inside the block to `device` first; `pack` takes each as it
     was read, and its module, and returns what is set; bitsandbytes packs none on meta."""
     _verify(QUANTISING)
@@ -273,8 +270,7 @@ def quantising(device: Any, pack: Callable[[Any, Any], Any]) -> Iterator[None]:
             module._is_hf_initialized = True
         return packed
 
-    with patch.object(Bnb4bitQuantize, "convert", convert):
-        yield
+    return patch.object(Bnb4bitQuantize, "convert", convert)
 
 
 def read_weights(path: Any, map_location: str = "cpu") -> Mapping[str, Any]:
