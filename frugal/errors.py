@@ -11,7 +11,8 @@
 An interrupted run exits with 130. Any other exception is a bug of ours and keeps its traceback.
 """
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from typing import ClassVar
 
 INTERRUPTED = 130
@@ -88,6 +89,23 @@ def refuse(*cases: tuple[object, str, str, str | None]) -> None:
     for holds, what, because, hint in cases:
         if holds:
             raise RequestError(what, because=because or (), hint=hint)
+
+
+@contextmanager
+def failure(what: str, *, hint: str | None = None, of: type[Exception] = Exception) -> Iterator[None]:
+    """Refuse what raises an error inside the `with` block: a user's code, or a library's checks, may raise anything.
+
+    Scripts like to exit, which is no end of frugal. Its own errors pass.
+
+    Raises:
+        RequestError: `what`, because of the error's first line.
+    """
+    try:
+        yield
+    except FrugalError:
+        raise
+    except (of, SystemExit) as error:
+        raise RequestError(what, because=first_line(error), hint=hint) from None
 
 
 def first_line(error: BaseException) -> str:

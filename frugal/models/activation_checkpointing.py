@@ -306,17 +306,13 @@ def _runner(mode: LayerMode, number: int, watch: Watch | None) -> Callable[..., 
     return lambda layer, *args, **kwargs: _RUN[mode](partial(watch, number, layer), *args, **kwargs)
 
 
-def _selective(layer: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-    return checkpoint(layer, *args, use_reentrant=False, context_fn=contexts, **kwargs)
-
-
 def _offloaded(layer: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
     with _OwnInputOnHost():
         return checkpoint(layer, *args, use_reentrant=False, **kwargs)
 
 
 _RUN: dict[LayerMode, Callable[..., Any]] = {
-    "selective": _selective,
+    "selective": partial(checkpoint, use_reentrant=False, context_fn=contexts),
     "full": partial(checkpoint, use_reentrant=False),
     "offloaded": _offloaded,
 }

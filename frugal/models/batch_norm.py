@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from torch.distributed.nn.functional import all_reduce
 
 from frugal.config.request import BatchNormChoice
-from frugal.errors import RequestError
+from frugal.errors import refuse
 from frugal.planning.plan import Plan
 from frugal.planning.report import DRAWN_PARTS, SPLIT_MATTERS
 
@@ -37,19 +37,21 @@ def check(model: nn.Module, choice: BatchNormChoice) -> None:
         RequestError: there is nothing to do it to.
     """
     batch_norms = modules(model)
-    if not batch_norms:
-        raise RequestError(
-            f"--batch-norm {choice} is for models with BatchNorm",
-            because=f"{type(model).__name__} has none",
-            hint="leave it out",
-        )
     without = [name for name, module in batch_norms.items() if module.running_mean is None]
-    if choice == "frozen" and without:
-        raise RequestError(
+    refuse(
+        (
+            not batch_norms,
+            f"--batch-norm {choice} is for models with BatchNorm",
+            f"{type(model).__name__} has none",
+            "leave it out",
+        ),
+        (
+            choice == "frozen" and without,
             "--batch-norm frozen needs running statistics",
-            because=f"`{without[0]}` keeps none (track_running_stats=False)",
-            hint="leave it out, or use --batch-norm sync",
-        )
+            f"`{next(iter(without), None)}` keeps none (track_running_stats=False)",
+            "leave it out, or use --batch-norm sync",
+        ),
+    )
 
 
 def apply(model: nn.Module, choice: BatchNormChoice | None) -> None:

@@ -4,7 +4,6 @@ A factory is `package.module:name` or `path/to/file.py:name`, a callable that ma
 asked only where its host has an address, so that a typo costs no half minute of retries.
 """
 
-import contextvars
 import difflib
 import functools
 import importlib
@@ -13,9 +12,7 @@ import os
 import pickle
 import socket
 import sys
-import threading
 from collections.abc import Callable, Iterator
-from concurrent.futures import Future
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -30,7 +27,7 @@ from torch.nn.modules.module import (
 )
 from torch.utils.weak import WeakIdKeyDictionary
 
-from frugal.errors import FrugalError, RequestError, first_line
+from frugal.errors import RequestError, failure, first_line
 from frugal.models.objectives import Objective
 
 Factory = Callable[[], Any]
@@ -42,19 +39,11 @@ PICKLED = ".cloudpickle"
 def import_callable(reference: str) -> Factory:
     """Return the callable behind `package.module:name` or `path/to/file.py:name`."""
     where, _, name = reference.rpartition(":")
-    try:
-        with _importable(Path.cwd()):
-            if where.endswith(PICKLED):
-                return _unpickled(Path(where))
-            module = _import_file(Path(where)) if where.endswith(".py") else importlib.import_module(where)
-    except FrugalError:
-        raise
-    except (Exception, SystemExit) as error:  # a user's module may raise anything, and scripts like to exit
-        raise RequestError(
-            f"cannot import {where}",
-            because=first_line(error),
-            hint="a factory is package.module:name or path/to/file.py:name",
-        ) from None
+    hint = "a factory is package.module:name or path/to/file.py:name"
+    with failure(f"cannot import {where}", hint=hint), _importable(Path.cwd()):
+        if where.endswith(PICKLED):
+            return _unpickled(Path(where))
+        module = _import_file(Path(where)) if where.endswith(".py") else importlib.import_module(where)
     try:
         factory: Any = functools.reduce(getattr, name.split("."), module)
     except AttributeError:
@@ -102,19 +91,10 @@ def _importable(folder: Path) -> Iterator[None]:
 
 def make_model(reference: str, factory: Factory, device: torch.device) -> tuple[nn.Module, Objective | None]:
     """Return the module and, if it gives one, the objective that a factory makes on `device`."""
-    try:
-        with on_device(device), _importable(Path.cwd()):
-            returned = factory()
-    except FrugalError:
-        raise
-    except (Exception, SystemExit) as error:  # a user's factory may raise anything
-        raise RequestError(
-            f"{reference} failed",
-            because=first_line(error),
-            hint="it is also called with torch.device('meta') as default, so it must not read weights or values"
-            if device.type == "meta"
-            else None,
-        ) from None
+    hint = "it is also called with torch.device('meta') as default, so it must not read weights or values"
+    failing = failure(f"{reference} failed", hint=hint if device.type == "meta" else None)
+    with failing, on_device(device), _importable(Path.cwd()):
+        returned = factory()
     module, objective = returned if isinstance(returned, tuple) and len(returned) == 2 else (returned, None)
     if not isinstance(module, nn.Module):
         raise RequestError(
@@ -144,16 +124,12 @@ def on_device(device: torch.device) -> Iterator[None]:
     def moved_buffer(_module: nn.Module, _name: str, buffer: Tensor | None) -> Any:
         return buffer.to(device) if buffer is not None and _is_elsewhere(buffer, device) else buffer
 
-    handles = (
+    with (
         register_module_parameter_registration_hook(moved_parameter),
         register_module_buffer_registration_hook(moved_buffer),
-    )
-    try:
-        with device:
-            yield
-    finally:
-        for handle in handles:
-            handle.remove()
+        device,
+    ):
+        yield
 
 
 def _is_elsewhere(tensor: Tensor, device: torch.device) -> bool:
@@ -197,10 +173,10 @@ _silent: list[str] = []
 
 @functools.cache
 def _limit_patience() -> None:
-    """Have the hub's client wait for a whole answer, or the beginning of a download, for a limited time only.
+    """Have the hub's client wait for a connection, and for more of an answer, for a limited time only.
 
     Its own waits for ever. The hub's library has a limit on each read of a download, HF_HUB_DOWNLOAD_TIMEOUT: 10
-    seconds; here it is three times that. Left out: uploads, and downloads that come byte by byte.
+    seconds; here it is three times that. Left out: uploads, and answers that come byte by byte.
     """
     from huggingface_hub import constants, get_session, set_client_factory
 
@@ -216,28 +192,19 @@ def _limit_patience() -> None:
 
 
 def _send_within(seconds: float, send: Callable[..., Any], request: Any, **options: Any) -> Any:
-    """Return `send(request, **options)`, on a thread that may never come back, or give the hub up."""
+    """Return `send(request, **options)`, or give the hub up where nothing comes for this time."""
     from huggingface_hub.errors import OfflineModeIsEnabled
 
     if request.method not in ("GET", "HEAD"):
         return send(request, **options)
     if not _silent:
-        answer: Future[Any] = Future()
-        asked = functools.partial(contextvars.copy_context().run, _answer, answer, send, request, options)
-        threading.Thread(target=asked, daemon=True).start()
+        request.extensions["timeout"] = dict.fromkeys(("connect", "read", "write", "pool"), seconds)
         try:
-            return answer.result(seconds)
-        except TimeoutError:
+            return send(request, **options)
+        except sys.modules[type(request).__module__.partition(".")[0]].TimeoutException:  # httpx, or its successor
             remedy = f"HF_HUB_DOWNLOAD_TIMEOUT={seconds:.0f} waits longer"
             _silent.append(f"{request.url.host} does not answer within {seconds:.0f} s; {remedy}")
     raise OfflineModeIsEnabled(_silent[0])
-
-
-def _answer(answer: "Future[Any]", send: Callable[..., Any], request: Any, options: dict[str, Any]) -> None:
-    try:
-        answer.set_result(send(request, **options))
-    except BaseException as error:  # it is raised where it is waited for
-        answer.set_exception(error)
 
 
 @functools.cache

@@ -6,8 +6,9 @@ looks at the values first and leaves the mask out where nothing is packed. Here 
 every batch, a dry run without values foresees it, and no forward waits for the device.
 """
 
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Sequence
+from contextlib import AbstractContextManager
+from typing import Any
 
 import numpy as np
 import torch
@@ -17,11 +18,9 @@ from torch import Tensor
 from frugal.models import transformers_internals
 
 
-@contextmanager
-def documents_kept_apart() -> Iterator[None]:
+def documents_kept_apart() -> AbstractContextManager[Any]:
     """Have models called inside keep attention within documents, whose positions start at 0."""
-    with transformers_internals.packed_documents(numbers_of_documents):
-        yield
+    return transformers_internals.packed_documents(numbers_of_documents)
 
 
 def numbers_of_documents(position_ids: Tensor) -> Tensor:

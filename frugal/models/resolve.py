@@ -17,7 +17,7 @@ import torch
 from torch import nn
 
 from frugal.config.request import Request
-from frugal.errors import RequestError, first_line
+from frugal.errors import RequestError, failure
 from frugal.models import factories, transformers_internals
 from frugal.models.spec import OWN, TASKS, ModelSpec, heads, max_positions_of
 
@@ -52,7 +52,8 @@ def resolve(reference: str, task: str | None = None, *, num_labels: int | None =
         config = transformers_internals.model_types()[preset["type"]].from_dict(dict(preset["config"]))
         return _from_config(reference, config, task or preset["task"], num_labels, kind_of_reference="preset")
     if reference in transformers_internals.model_types():
-        config = _default_config(reference)
+        with failure(f"{reference} has no default configuration", hint="give the path of a config.json"):
+            config = transformers_internals.model_types()[reference]()  # some defaults contradict each other
         return _from_config(reference, config, task, num_labels, kind_of_reference="model type")
     if ":" in reference and not Path(reference).exists():
         return _from_factory(reference, task)
@@ -70,17 +71,6 @@ def resolve(reference: str, task: str | None = None, *, num_labels: int | None =
 def presets() -> Mapping[str, Mapping[str, Any]]:
     """Return the models of presets.toml by name."""
     return tomllib.loads((Path(__file__).parent / "presets.toml").read_text())
-
-
-def _default_config(model_type: str) -> Any:
-    try:
-        return transformers_internals.model_types()[model_type]()
-    except Exception as error:  # some defaults contradict each other
-        raise RequestError(
-            f"{model_type} has no default configuration",
-            because=first_line(error),
-            hint="give the path of a config.json",
-        ) from None
 
 
 def _refuse_other_input(reference: str, config: Any) -> None:
@@ -116,17 +106,6 @@ def _refuse_quantised(reference: str, config: Any) -> None:
             because="its configuration says that bitsandbytes has packed its weights",
             hint="give the model it was made of, with --lora r=16 --quantize nf4",
         )
-
-
-def _text_config(reference: str, config: Any) -> Any:
-    try:
-        return config.get_text_config()
-    except ValueError as error:
-        raise RequestError(
-            f"{reference} is no single model for text",
-            because=first_line(error),
-            hint=f"give a factory that returns the module and its objective, see {OWN_MODEL}",
-        ) from None
 
 
 def _tasks_of(model_type: str) -> list[str]:
@@ -169,7 +148,9 @@ def _from_config(
         )
     _refuse_other_input(reference, config)
     _refuse_quantised(reference, config)
-    text = _text_config(reference, config)
+    hint = f"give a factory that returns the module and its objective, see {OWN_MODEL}"
+    with failure(f"{reference} is no single model for text", hint=hint, of=ValueError):
+        text = config.get_text_config()
     layers = getattr(text, "num_hidden_layers", None)
     if isinstance(layers, int) and layers > MOST_LAYERS:
         raise RequestError(
@@ -233,10 +214,8 @@ def _from_path(reference: str, path: Path, task: str | None, num_labels: int | N
             because="frugal never runs the code that comes with a model" if raw.get("auto_map") else (),
             hint=_similar(model_type, transformers_internals.model_types()),
         )
-    try:
+    with failure(f"{file} is not a model's configuration"):  # configurations check their values each in its own way
         config = transformers_internals.model_types()[model_type].from_dict(raw)
-    except Exception as error:  # configurations check their values each in its own way
-        raise RequestError(f"{file} is not a model's configuration", because=first_line(error)) from None
     beside = any((file.parent / name).exists() for name in _TOKENIZERS)
     own_tokenizer = str(file.parent) if beside else None
     return _from_config(reference, config, task, num_labels, weights=weights, own_tokenizer=own_tokenizer)

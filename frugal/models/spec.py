@@ -14,7 +14,7 @@ from torch import Tensor, nn
 
 from frugal.config.adapters import Lora
 from frugal.config.request import Quantization, Task
-from frugal.errors import RequestError, first_line
+from frugal.errors import RequestError, failure, first_line
 from frugal.models import adapters, expert_modules, factories, transformers_internals
 from frugal.models.loading import quantised
 from frugal.models.loading.weights import Place, load_weights, off_the_file
@@ -160,14 +160,9 @@ class ModelSpec:
             import transformers
 
             auto = getattr(transformers, _AUTO[self.task][0])
-            try:
-                with factories.on_device(device):
-                    module = auto.from_config(self._config_to_build(), dtype=dtype, trust_remote_code=False)
-            except Exception as error:  # values that contradict each other, or are no numbers; each model in its way
-                because = f"{type(error).__name__}: {first_line(error)}"
-                raise RequestError(
-                    f"{self.reference} has a configuration that makes no model", because=because
-                ) from None
+            # values that contradict each other, or are no numbers; each model fails in its way
+            with failure(f"{self.reference} has a configuration that makes no model"), factories.on_device(device):
+                module = auto.from_config(self._config_to_build(), dtype=dtype, trust_remote_code=False)
         if self.quantize is None:
             return module
         return quantised.apply(module, reference=self.reference, dtype=dtype)

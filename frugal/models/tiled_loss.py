@@ -221,12 +221,8 @@ class _TiledHead:
         def returns(_model: nn.Module, _inputs: Any, outputs: Any) -> None:
             outputs.logits = self.loss
 
-        hooks = [self.head.register_forward_hook(leaves), model.register_forward_hook(returns, prepend=True)]
-        try:
+        with self.head.register_forward_hook(leaves), model.register_forward_hook(returns, prepend=True):
             yield
-        finally:
-            for hook in hooks:
-                hook.remove()
 
 
 class _TiledCrossEntropy(torch.autograd.Function):

@@ -2,7 +2,7 @@
 
 import functools
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, ExitStack, contextmanager
 from typing import Any
 from unittest.mock import patch
 
@@ -97,14 +97,12 @@ def always_use() -> None:
         ALL_MASK_ATTENTION_FUNCTIONS.register(name, with_padding)
 
 
-@contextmanager
-def packed_documents(numbers: Callable[[Any], Any]) -> Iterator[None]:
+def packed_documents(numbers: Callable[[Any], Any]) -> AbstractContextManager[Any]:
     """Have models called inside the block learn the document of each token from `numbers(position_ids)`."""
     _verify(MASKS)
     from transformers import masking_utils
 
-    with patch.object(masking_utils, "find_packed_sequence_indices", numbers):
-        yield
+    return patch.object(masking_utils, "find_packed_sequence_indices", numbers)
 
 
 _num_parts = 1
@@ -117,7 +115,6 @@ def masks_of_whole_sequences(num_parts: int, positions: Any, documents: Any) -> 
 
     `positions`, `documents (samples, positions)`: of packs those of each token of the whole; None: nothing is packed.
     """
-    global _num_parts
     _verify(MASKS)
     from transformers import masking_utils
 
@@ -129,12 +126,9 @@ def masks_of_whole_sequences(num_parts: int, positions: Any, documents: Any) -> 
     with (
         packed_documents(lambda _positions_of_part: documents),
         patch.object(masking_utils, "packed_sequence_compatibility_function", of_whole_packs),
+        patch(f"{__name__}._num_parts", num_parts),
     ):
-        _num_parts = num_parts
-        try:
-            yield
-        finally:
-            _num_parts = 1
+        yield
 
 
 def attention_by(name: str, run: Callable[..., Any]) -> None:
@@ -206,15 +200,11 @@ def without_caches(module: nn.Module) -> Iterator[None]:
     """
     config: Any = getattr(module, "config", None)
     text: Any = config.get_text_config() if hasattr(config, "get_text_config") else None
-    parts = {id(part): part for part in (config, text)}.values()
-    keeping = [part for part in parts if getattr(part, "use_cache", None) is True]
-    for part in keeping:
-        part.use_cache = False
-    try:
+    with ExitStack() as stack:
+        for part in (config, text):
+            if getattr(part, "use_cache", None) is True:
+                stack.enter_context(patch.object(part, "use_cache", False))
         yield
-    finally:
-        for part in keeping:
-            part.use_cache = True
 
 
 @contextmanager
@@ -265,8 +255,7 @@ def reading(
         yield
 
 
-@contextmanager
-def quantising(device: Any, pack: Callable[[Any, Any], Any]) -> Iterator[None]:
+def quantising(device: Any, pack: Callable[[Any, Any], Any]) -> AbstractContextManager[Any]:
     """Move weights that `from_pretrained` quantises inside the block to `device` first; `pack` takes each as it
     was read, and its module, and returns what is set; bitsandbytes packs none on meta."""
     _verify(QUANTISING)
@@ -281,8 +270,7 @@ def quantising(device: Any, pack: Callable[[Any, Any], Any]) -> Iterator[None]:
             module._is_hf_initialized = True
         return packed
 
-    with patch.object(Bnb4bitQuantize, "convert", convert):
-        yield
+    return patch.object(Bnb4bitQuantize, "convert", convert)
 
 
 def read_weights(path: Any, map_location: str = "cpu") -> Mapping[str, Any]:

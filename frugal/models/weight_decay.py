@@ -28,12 +28,12 @@ class PartialDecay:
 
     def __init__(self, zero: Zero, request: Request) -> None:
         self._inner, self._decay = zero.inner, request.weight_decay
-        self._runs: dict[int, list[tuple[int, int]]] | None = None
+        self._decayed: dict[int, list[tuple[int, int]]] | None = None
         if request.decays_all:
             return
         names = decaying(zero.engine.module)
-        self._runs = {
-            id(flat): _runs(sorted((piece.place, piece.number) for piece in pieces if piece.name in names))
+        self._decayed = {
+            id(flat): [(piece.place, piece.place + piece.number) for piece in pieces if piece.name in names]
             for flat, pieces in zip(zero.flat_tensors(), zero.layout().slots, strict=True)
         }
         for group in zero.inner.param_groups:
@@ -41,7 +41,7 @@ class PartialDecay:
 
     def apply(self) -> None:
         """Decay what is in the optimizer's groups now, before its step: ZeRO-3 puts one sub-group there at a time."""
-        if self._runs is None:
+        if self._decayed is None:
             return
         with torch.no_grad():
             for group in self._inner.param_groups:
@@ -49,16 +49,5 @@ class PartialDecay:
                     if flat.grad is None:  # not used, at stage 0
                         continue
                     elements: Any = flat.data.view(-1)
-                    for begin, end in self._runs[id(flat)]:
+                    for begin, end in self._decayed[id(flat)]:
                         elements[begin:end].mul_(1 - group["lr"] * self._decay)
-
-
-def _runs(parts: list[tuple[int, int]]) -> list[tuple[int, int]]:
-    """Return begin and end of stretches of elements, joined where one begins at the end of the other."""
-    runs: list[tuple[int, int]] = []
-    for begin, number in parts:
-        if runs and runs[-1][1] == begin:
-            runs[-1] = (runs[-1][0], begin + number)
-        else:
-            runs.append((begin, begin + number))
-    return runs

@@ -20,7 +20,10 @@ from tests.engine.gradients import SGD, Gradient, applied, bound_by, relative_er
 from tests.engine.small_models import points
 from tests.engine.unusual_modules import OBJECTIVE, Unusual, reference
 
-CASES = [(0, "fp32"), (1, "fp32"), (2, "fp32"), (3, "fp32"), (1, "bf16"), (2, "bf16"), (3, "bf16")]
+CASES = [
+    (0, "fp32"), (1, "bf16"), (2, "bf16"), (3, "fp32"),
+    *(pytest.param(*each, marks=pytest.mark.exhaustive) for each in ((1, "fp32"), (2, "fp32"), (3, "bf16"))),
+]  # fmt: skip
 ODD = 9_999
 """Elements of a bucket, as a plan by hand or a user's JSON may have them."""
 
@@ -66,13 +69,22 @@ def test_they_are_trained_exactly(zero_stage: int, precision: str, two_ranks: Ra
             assert relative_error({name: gradient[name]}, {name: value}) < bound, name
 
 
-WORK = ("FrozenComplex", "SameFunctional", "CompiledInPlace")
-WORK_BELOW_ZERO3 = ("Empty", "OtherFunctional", "Vmapped", "TwiceDifferentiated", "Compiled")
+EVERYWHERE, COMPILED = ("FrozenComplex", "SameFunctional"), ("CompiledInPlace",)
+BELOW_ZERO3 = ("Empty", "OtherFunctional", "Vmapped", "TwiceDifferentiated")
 
 
-@pytest.mark.parametrize("zero_stage", [pytest.param(0, marks=pytest.mark.exhaustive), 2, 3])
-def test_modules_that_are_used_in_unusual_ways_are_trained_exactly(zero_stage: int, two_ranks: Ranks) -> None:
-    kinds = WORK if zero_stage == 3 else WORK + WORK_BELOW_ZERO3
+@pytest.mark.parametrize(
+    ("zero_stage", "kinds"),
+    [
+        (2, EVERYWHERE + BELOW_ZERO3 + ("Compiled",)),
+        (3, EVERYWHERE),
+        pytest.param(0, EVERYWHERE + COMPILED + BELOW_ZERO3 + ("Compiled",), marks=pytest.mark.exhaustive),
+        *(pytest.param(stage, COMPILED, marks=pytest.mark.exhaustive) for stage in (2, 3)),
+    ],
+)
+def test_modules_that_are_used_in_unusual_ways_are_trained_exactly(
+    zero_stage: int, kinds: tuple[str, ...], two_ranks: Ranks
+) -> None:
     for gradients in two_ranks.run(trained, kinds, zero_stage, "fp32"):
         for kind, gradient in zip(kinds, gradients, strict=True):
             expected, bound = with_bound(reference, getattr(unusual_modules, kind), 8)
@@ -86,7 +98,9 @@ def measured(plan: Plan) -> list[tuple[str, int, int]]:
     return [(each.phase, each.peak_bytes, each.live_bytes) for each in trial(build, OBJECTIVE, plan)]
 
 
-@pytest.mark.parametrize(("zero_stage", "precision"), [(2, "bf16"), (3, "fp32")])
+@pytest.mark.parametrize(
+    ("zero_stage", "precision"), [(3, "fp32"), pytest.param(2, "bf16", marks=pytest.mark.exhaustive)]
+)
 def test_their_dry_run_takes_what_training_takes(zero_stage: int, precision: str, two_ranks: Ranks) -> None:
     plan = plan_for(zero_stage, precision)
 
@@ -141,7 +155,9 @@ def _shapes(engine: Engine) -> dict[str, tuple[int, ...]]:
     return {name: engine.zero.shape(parameter) for name, parameter in engine.module.named_parameters()}
 
 
-@pytest.mark.parametrize(("stage", "later"), [(2, 3), pytest.param(3, 1, marks=pytest.mark.exhaustive), (3, 0)])
+@pytest.mark.parametrize(
+    ("stage", "later"), [(2, 3), *(pytest.param(3, later, marks=pytest.mark.exhaustive) for later in (0, 1))]
+)
 def test_a_checkpoint_has_their_shapes(stage: int, later: int, two_ranks: Ranks, tmp_path: Path) -> None:
     ((before, shapes), _) = two_ranks.run(saved, tmp_path, stage)
     assert shapes == {name: tuple(each.shape) for name, each in Unusual().named_parameters()}

@@ -35,12 +35,10 @@ def kernels_of(
     `capability`: of a `cuda` device. Classes that would use other kernels, or other memory, are removed from
     `alike`.
     """
+    attention, dropout = partial(cuda_attention, capability, set() if alike is None else alike), fused_dropout
     if kind == "cpu":
-        with patch.object(F, "scaled_dot_product_attention", cpu_attention):
-            yield
-        return
-    attention = partial(cuda_attention, capability, set() if alike is None else alike)
-    with patch.object(F, "scaled_dot_product_attention", attention), patch.object(F, "dropout", fused_dropout):
+        attention, dropout = partial(cpu_attention), _dropout
+    with patch.object(F, "scaled_dot_product_attention", attention), patch.object(F, "dropout", dropout):
         yield
 
 

@@ -44,8 +44,6 @@ class Drafts:
         Raises:
             WorkerError: a trace crashed.
         """
-        if self._kind == "cpu":
-            strategies = [strategy.where_the_host_is_the_device for strategy in strategies]
         covered = [strategy for strategy in strategies if covers(self._request, strategy)]
         wanted = {question: None for strategy in covered for question in self._questions(strategy).values()}
         missing = []
@@ -74,8 +72,7 @@ class Drafts:
         """
         if not covers(self._request, strategy):
             return None
-        if self._kind == "cpu":
-            strategy = strategy.where_the_host_is_the_device
+        strategy = self._as_run(strategy)
         if strategy.activation_checkpointing == "budget":
             trace = self._mixed(strategy)
         else:
@@ -84,8 +81,6 @@ class Drafts:
 
     def are_known(self, strategy: Strategy) -> bool:
         """Return whether the traces that `strategy` needs exist already."""
-        if self._kind == "cpu":
-            strategy = strategy.where_the_host_is_the_device
         return all(
             question in self._traces or self._cache.has(self._key(question)) or shipped.trace(question) is not None
             for question in self._questions(strategy).values()
@@ -93,8 +88,6 @@ class Drafts:
 
     def num_layers(self, strategy: Strategy) -> int:
         """Return the model's layers as known from a trace that `strategy` needs. Raises as `trace`."""
-        if self._kind == "cpu":
-            strategy = strategy.where_the_host_is_the_device
         traced = self._traced(strategy) if covers(self._request, strategy) else {}
         trace = next(iter(traced.values()), None)  # each has all layers
         if trace is None:
@@ -106,8 +99,6 @@ class Drafts:
 
         Raises as `trace`.
         """
-        if self._kind == "cpu":
-            strategy = strategy.where_the_host_is_the_device
         if not covers(self._request, strategy):
             return "only dry runs can profile it"
         try:
@@ -115,6 +106,9 @@ class Drafts:
         except NotMixableError as error:
             return str(error)
         return ""
+
+    def _as_run(self, strategy: Strategy) -> Strategy:
+        return strategy.where_the_host_is_the_device if self._kind == "cpu" else strategy
 
     def _mixed(self, strategy: Strategy) -> ModelTrace | None:
         """Return the trace of a mixture. The last few are kept: each is needed several times, and takes megabytes."""
@@ -159,6 +153,7 @@ class Drafts:
 
     def _questions(self, strategy: Strategy) -> dict[LayerMode, AskTrace]:
         """Return the questions to trace: those of the modes, and of `off` for a mixture."""
+        strategy = self._as_run(strategy)
         modes = strategy.modes if strategy.activation_checkpointing != "budget" else ("off", *strategy.modes)
         return {
             mode: AskTrace(

@@ -28,9 +28,10 @@ strides and types of its inputs, so the second time its outputs are made from th
 
 import math
 import mmap
-from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager
 from typing import Any
+from unittest.mock import patch
 
 import torch
 from torch import Tensor
@@ -55,11 +56,6 @@ def stand_in(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Result
     """Return the result of an operator that meta tensors reject; None if they take it."""
     stand_in_of = _STAND_INS.get(func)
     return None if stand_in_of is None else stand_in_of(*args, **kwargs)
-
-
-def exact(func: Any) -> Callable[..., Any]:
-    """Return the function to call for an operator on meta tensors: itself, or an equivalent."""
-    return _EXACT.get(func, func)
 
 
 def _nonzero(mask: Tensor) -> Result:
@@ -140,6 +136,7 @@ def _grouped_shape(left: Any, right: Any, groups: Any) -> list[int]:
 
 
 _EXACT: dict[Any, Callable[..., Any]] = {aten._grouped_mm.default: _grouped_mm}
+"""Functions that run in place of operators, and do the same on meta."""
 
 if aten._grouped_mm not in flop_registry:
 
@@ -157,9 +154,9 @@ _FACTORIES = {aten.zeros.default, aten.full.default, aten.ones.default, aten.emp
 _CROSSING = {aten.copy_.default, aten._to_copy.default, *_FACTORIES}  # may lead from device to host
 
 
-def is_untouched(value: Any) -> bool:
+def is_untouched(value: Tensor) -> bool:
     """Return whether `value` is a host tensor that must be neither read nor written."""
-    return isinstance(value, Tensor) and value.device.type == "cpu" and value.numel() > UNTOUCHED_ELEMENTS
+    return value.device.type == "cpu" and value.numel() > UNTOUCHED_ELEMENTS
 
 
 def host_stand_in(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
@@ -167,20 +164,8 @@ def host_stand_in(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> A
 
     Nothing is copied and nothing written: outputs are uninitialised. `NotImplemented` where the operator may run.
     """
-    return _result(func, args, kwargs) if func in _CROSSING or _reads_host(args) else NotImplemented
-
-
-def _reads_host(args: tuple[Any, ...]) -> bool:
-    for value in args:
-        if isinstance(value, Tensor):
-            if not value.is_meta:
-                return True
-        elif isinstance(value, (list, tuple)) and _reads_host(value):  # type: ignore[arg-type]  # of tensors or numbers
-            return True
-    return False
-
-
-def _result(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    if func not in _CROSSING and all(tensor.is_meta for tensor in tensors_in(args)):
+        return NotImplemented
     target = kwargs.get("device")
     to_host = target is not None and torch.device(target).type == "cpu"
     if func is aten.copy_.default and args[0].device != args[1].device:
@@ -190,7 +175,7 @@ def _result(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         return untouched_host_tensor(args[0].size(), args[0].stride(), dtype)
     if func in _FACTORIES and to_host and math.prod(args[0]) > UNTOUCHED_ELEMENTS:
         return untouched_host_tensor(args[0], None, kwargs.get("dtype") or torch.get_default_dtype())
-    if not any(is_untouched(value) for value in _flat(args)):
+    if not any(map(is_untouched, tensors_in(args))):
         return NotImplemented
     schema = torch_internals.schema(func)
     arguments = schema.arguments
@@ -216,14 +201,6 @@ def _to_meta(values: Any) -> Any:
     if isinstance(values, Tensor):
         return values.to("meta")
     return type(values)(map(_to_meta, values)) if isinstance(values, (tuple, list)) else values
-
-
-def _flat(values: Iterable[Any]) -> Iterable[Any]:
-    for value in values:
-        if isinstance(value, (tuple, list)):
-            yield from _flat(value)
-        else:
-            yield value
 
 
 MAP_NORESERVE = getattr(mmap, "MAP_NORESERVE", 0x4000)  # named in Python 3.13; the number is Linux's
@@ -266,14 +243,9 @@ class HostMemory:
         """Return the most bytes that were live at once."""
         return self._allocator.peak_bytes
 
-    @contextmanager
-    def pinning(self) -> Iterator[None]:
+    def pinning(self) -> AbstractContextManager[bool]:
         """Count host tensors that are made inside the `with` block as pinned."""
-        self._is_pinning = True
-        try:
-            yield
-        finally:
-            self._is_pinning = False
+        return patch.object(self, "_is_pinning", True)
 
     def wait(self, address: int, size_bytes: int) -> None:
         """Begin a storage of the model, which `frugal.planning.memory.loading` counts instead."""
@@ -300,12 +272,9 @@ class HostMemory:
             self.leave(address)
 
 
-_Layout = tuple[torch.Size, tuple[int, ...], torch.dtype]
-_Outputs = tuple[bool, tuple[_Layout | None, ...]]  # whether there is one only, and each one's layout
-
 _MAX_ENTRIES = 100_000
 _Cost = tuple[int, int]  # FLOPs, and bytes read and written where there are none
-_known: dict[Any, tuple[_Outputs, _Cost]] = {}
+_known: dict[Any, tuple[Any, _Cost]] = {}  # tensors like the outputs
 _is_pure: dict[Any, bool] = {}
 
 
@@ -322,20 +291,15 @@ _MORE_FLOPS: dict[Any, Callable[..., int]] = {  # operators that torch's own reg
 def run_cached(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Any, _Cost]:
     """Return the operator's result and its FLOPs, or the bytes that it reads and writes where no FLOPs are counted."""
     key = _key(func, args, kwargs)
-    call = exact(func)
-    if key is None:
-        out = call(*args, **kwargs)
-        return out, _cost(func, args, kwargs, out)
-    known = _known.get(key)
-    if known is not None:
-        return _made(known[0]), known[1]
-    out = call(*args, **kwargs)
+    if key in _known:
+        outputs, cost = _known[key]
+        return torch_internals.tree_map(_like, outputs), cost
+    out = _EXACT.get(func, func)(*args, **kwargs)
     cost = _cost(func, args, kwargs, out)
-    outputs = _outputs(out)
-    if _share_storage(args, out):  # as `_unsafe_view`, whose schema does not say so
-        _is_pure[func] = False
-    elif outputs is not None and len(_known) < _MAX_ENTRIES:
-        _known[key] = outputs, cost
+    if key is not None and len(_known) < _MAX_ENTRIES:
+        _is_pure[func] = not _share_storage(args, out)  # as `_unsafe_view`, whose schema does not say so
+        if _is_pure[func] and _are_plain(out):
+            _known[key] = torch_internals.tree_map(_like, out), cost
     return out, cost
 
 
@@ -356,13 +320,8 @@ def _key(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         pure = _is_pure[func] = not shared and not schema.is_mutable
     if not pure:
         return None
-    parts: list[Any] = [func, torch.get_default_dtype()]  # factories may leave the type out
-    for value in (*args, *kwargs.items()):
-        part = _part(value)
-        if part is None:
-            return None
-        parts.append(part)
-    return tuple(parts)
+    parts = _part((*args, *kwargs.items()))
+    return None if parts is None else (func, torch.get_default_dtype(), parts)  # factories may leave the type out
 
 
 def _part(value: Any) -> Any:
@@ -381,33 +340,20 @@ def _share_storage(args: tuple[Any, ...], out: Any) -> bool:
     return any(torch_internals.address(tensor) in inputs for tensor in tensors_in(out))
 
 
-def _outputs(out: Any) -> _Outputs | None:
-    """Return the layouts of `out`; None where it is not made of plain, separate tensors."""
-    tensors = [out] if isinstance(out, Tensor) else out
-    if not isinstance(tensors, (list, tuple)):
-        return None
-    layouts: list[_Layout | None] = []
-    for tensor in tensors:
-        if tensor is None:
-            layouts.append(None)
-            continue
-        if not isinstance(tensor, Tensor) or not tensor.is_meta or tensor.storage_offset():
-            return None
-        layout = (tensor.size(), tensor.stride(), tensor.dtype)
-        if torch.empty_strided(*layout[:2], dtype=tensor.dtype, device="meta").untyped_storage().nbytes() != (
-            tensor.untyped_storage().nbytes()
-        ):
-            return None
-        layouts.append(layout)
-    if len({torch_internals.address(t) for t in tensors if t is not None}) < sum(t is not None for t in tensors):
-        return None
-    return isinstance(out, Tensor), tuple(layouts)
-
-
-def _made(outputs: _Outputs) -> Any:
-    single, layouts = outputs
-    tensors = tuple(
-        None if layout is None else torch.empty_strided(layout[0], layout[1], dtype=layout[2], device="meta")
-        for layout in layouts
+def _are_plain(out: Any) -> bool:
+    """Return whether outputs are nothing but separate tensors on meta that each fill their storage."""
+    outputs = [out] if isinstance(out, Tensor) else out
+    tensors = list(tensors_in(outputs))
+    return (
+        isinstance(outputs, (list, tuple))
+        and len({torch_internals.address(tensor) for tensor in tensors}) == sum(each is not None for each in outputs)
+        and all(tensor.is_meta and not tensor.storage_offset() for tensor in tensors)
+        and all(_like(each).untyped_storage().nbytes() == each.untyped_storage().nbytes() for each in tensors)
     )
-    return tensors[0] if single else tensors
+
+
+def _like(output: Any) -> Any:
+    """Return a tensor of the same shape, strides and type, or what is none as it is."""
+    if not isinstance(output, Tensor):
+        return output
+    return torch.empty_strided(output.size(), output.stride(), dtype=output.dtype, device="meta")

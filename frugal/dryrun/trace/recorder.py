@@ -40,6 +40,7 @@ from frugal.planning.memory.timeline import (
     LOGITS,
     PARAMETERS,
     TEMPORARY,
+    Mark,
     Timeline,
     TimelineBuilder,
 )
@@ -80,30 +81,27 @@ _asker_of_code: dict[Any, str | None] = {torch_internals.RUN_BACKWARD: AUTOGRAD}
 def asker(frame: FrameType | None) -> str:
     """Return the origin of an operator: `autograd` itself, `DeepSpeed`, or the `model`, which also stands for the
     rest."""
+    frame = _asking(frame)
+    return MODEL if frame is None else _asker_of_code[frame.f_code] or MODEL
+
+
+def _asking(frame: FrameType | None) -> FrameType | None:
+    """Return the innermost frame that runs operators for itself, not for its caller."""
     while frame is not None:
-        name = _asker_of(frame)
-        if name is not None:
-            return name
+        code = frame.f_code
+        if code not in _asker_of_code:
+            file = Path(code.co_filename)
+            own = DEEPSPEED if file.is_relative_to(_DEEPSPEED) else MODEL
+            _asker_of_code[code] = None if any(map(file.is_relative_to, _TRANSPARENT)) else own
+        if _asker_of_code[code] is not None:
+            return frame
         frame = frame.f_back
-    return MODEL
-
-
-def _asker_of(frame: FrameType) -> str | None:
-    """Return the origin of what a frame runs; None: its caller."""
-    code = frame.f_code
-    if code not in _asker_of_code:
-        file = Path(code.co_filename)
-        if any(file.is_relative_to(place) for place in _TRANSPARENT):
-            _asker_of_code[code] = None
-        else:
-            _asker_of_code[code] = DEEPSPEED if file.is_relative_to(_DEEPSPEED) else MODEL
-    return _asker_of_code[code]
+    return None
 
 
 def asked_by_transformers(frame: FrameType | None) -> bool:
     """Return whether code of the transformers library runs the operator: it asks whether masks are full."""
-    while frame is not None and _asker_of(frame) is None:
-        frame = frame.f_back
+    frame = _asking(frame)
     return frame is not None and Path(frame.f_code.co_filename).is_relative_to(_TRANSFORMERS)
 
 
@@ -113,7 +111,9 @@ class Shapes:
     def __init__(self, model: nn.Module) -> None:
         shapes = {tuple(parameter.shape) for parameter in model.parameters()}
         self.parameters = shapes | {shape[::-1] for shape in shapes}
-        self.vocabulary = vocabulary_size(model)
+        config: Any = getattr(model, "config", None)
+        is_of_transformers = hasattr(config, "get_text_config")
+        self.vocabulary = getattr(config.get_text_config(), "vocab_size", None) if is_of_transformers else None
 
     def category(self, shape: tuple[int, ...], phase: str, who: str, *, recomputing: bool) -> int:
         """Return the category at birth of a storage whose first tensor has `shape`."""
@@ -126,14 +126,6 @@ class Shapes:
         if phase == FORWARD or recomputing:
             return ACTIVATIONS
         return TEMPORARY
-
-
-def vocabulary_size(model: nn.Module) -> int | None:
-    """Return the classes of the model's head, if it is a language model of the transformers kind."""
-    config = getattr(model, "config", None)
-    if config is None or not hasattr(config, "get_text_config"):
-        return None
-    return getattr(config.get_text_config(), "vocab_size", None)
 
 
 aten = torch.ops.aten
@@ -160,13 +152,15 @@ class Tracker(StorageWatch):
         *,
         builds_elsewhere: bool = False,
         assumed_condition: bool = True,
+        first_phase: str = INITIALISATION,
     ) -> None:
         """Make a tracker. `integer`: the answer to a model that reads an integer from its data; None: the longest
         dimension of a batch.
 
         `capability`: the compute capability of a `cuda` device; `resident_threads`: that it holds at once, 0 leaves
         out memory that depends on them; `builds_elsewhere`: the model comes to a CPU rank parameter by parameter;
-        `assumed_condition`: the answer where a model asks whether a condition on its data is true.
+        `assumed_condition`: the answer where a model asks whether a condition on its data is true; `first_phase`: the
+        one that recording begins in.
         """
         super().__init__()
         self.kind = kind
@@ -176,11 +170,12 @@ class Tracker(StorageWatch):
         self._is_for_any_size = False  # whether the stream is to hold for other micro-batches, too
         self._taken: list[int] = []  # storages inside the operator that runs now; -1: gone
         self._after: tuple[Any, kernel_memory.Steps] | None = None  # an operator's steps after its outputs
-        self.phase = INITIALISATION
+        self.phase = first_phase
+        self.marks: list[list[Mark]] = [[]]  # of each phase, the moments that carry more than births and deaths
         self.host = HostMemory()
         self.side_streams = SideStreams()
         self._timeline = TimelineBuilder()
-        self._timeline.phase(INITIALISATION)
+        self._timeline.phase(first_phase)
         self._storage: dict[int, int] = {}  # address of a live device storage -> its index
         self._counted: Counter[str] = Counter()  # fields of `Counts`, but for operators
         self._recomputed_from: int | None = None  # operators before the layer that is now recomputed
@@ -222,6 +217,7 @@ class Tracker(StorageWatch):
         self._forward_from = self.num_operators
         self.phase = phase
         self._timeline.phase(phase)
+        self.marks.append([])
 
     def empty_cache(self) -> None:
         """Record that DeepSpeed empties the device allocator's cache; a CPU has none."""
@@ -262,11 +258,6 @@ class Tracker(StorageWatch):
                 if index is not None and index not in seen:
                     seen.add(index)
                     self._timeline.categories[index] = category
-
-    @property
-    def num_marks(self) -> int:
-        """Return the number of moments so far that carry more than births and deaths."""
-        return 0
 
     @property
     def _recomputing(self) -> bool:
@@ -332,7 +323,7 @@ class Tracker(StorageWatch):
 
     def _place(self) -> repeats.BetweenSlices:
         timeline, counted = self._timeline, {**self._counted, "num_operators": self.num_operators}
-        elsewhere = (self.num_marks, len(timeline.empties), self.host.live_bytes, self.host.peak_bytes)
+        elsewhere = (len(self.marks[-1]), len(timeline.empties), self.host.live_bytes, self.host.peak_bytes)
         return repeats.BetweenSlices(len(timeline.events), len(timeline.fixed), counted, elsewhere)
 
     def _write(self, places: list[repeats.BetweenSlices], times: int) -> None:

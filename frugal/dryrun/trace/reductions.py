@@ -134,15 +134,10 @@ def _common_vector(values: Tensor, dims: Sequence[_Dimension], output: _Dimensio
 
 
 def _block(across: int, down: int, most: int) -> tuple[int, int]:
-    """Return the threads of a block in both directions (`set_block_dimension`)."""
-    across, down = (_power_of_2(size) if size < most else most for size in (across, down))
+    """Return the threads of a block in both directions, powers of 2 (`set_block_dimension`)."""
+    across, down = (1 << max(0, size.bit_length() - 1) if size < most else most for size in (across, down))
     height = min(down, most // min(across, _WARP))
     return min(across, most // height), height
-
-
-def _power_of_2(number: int) -> int:
-    """Return the largest power of 2 that is not above `number`."""
-    return 1 << max(0, number.bit_length() - 1)
 
 
 def of_operator(operator: object, args: tuple[Any, ...], resident_threads: int) -> tuple[int, ...]:

@@ -12,10 +12,17 @@ compares traces of different numbers of layers for that.
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from enum import Enum
 from typing import NamedTuple
 
-from frugal.planning.memory.timeline import Mark, MarkKind, Marks, Timeline, TimelineBuilder
+from frugal.planning.memory.timeline import BACKWARD, FORWARD, Mark, MarkKind, Marks, Timeline, TimelineBuilder
+
+OUTSIDE = "outside"
+"""The kind of a part outside of the layers; the others are `FORWARD` and `BACKWARD` of one period."""
+
+PHASE, BIRTH, DEATH = "phase", "birth", "death"
+"""Kinds of items besides those of marks."""
+
+_BEGINNINGS, _HOLDS = (BIRTH, MarkKind.HOLD), (MarkKind.HOLD, MarkKind.LET_GO)
 
 
 class NotPeriodicError(Exception):
@@ -60,46 +67,39 @@ class LayerLayout:
         return (*before, *between, *(number + more * self.modules for number in traced if number >= end))
 
 
-class PhaseBegins(NamedTuple):
-    """The beginning of a phase of the trace."""
+class Item(NamedTuple):
+    """An item of a trace.
 
-    name: str
+    Attributes:
+        kind: a mark's, or that a phase begins, or a storage.
+        number: a mark's, or the phase's in the order of phases.
+        storage: the storage or the hold that it is about; -1: none of this trace.
+    """
 
+    kind: MarkKind | str
+    number: int = -1
+    storage: int = -1
 
-class Event(NamedTuple):
-    """The beginning or the end of a storage."""
-
-    storage: int
-    is_birth: bool
-
-
-class PartKind(Enum):
-    """The kind of a part: one period's forward, one period's backward, or outside of the layers."""
-
-    FORWARD = "forward"
-    BACKWARD = "backward"
-    OUTSIDE = "outside"
+    @property
+    def about(self) -> tuple[bool, int]:
+        """Return the storage or the hold, whose numbers are apart."""
+        return self.kind in _HOLDS, self.storage
 
 
-@dataclass(frozen=True)
-class Part:
+class Part(NamedTuple):
     """A stretch of the trace. `number`: of its period, or 0, 1, 2 for what is before, between and after the layers."""
 
-    kind: PartKind
+    kind: str
     number: int
-    items: list[PhaseBegins | Event | Mark]
+    items: list[Item]
 
 
 class Origin(NamedTuple):
     """The beginning of a storage, or of a hold: its part, and how many begin there before."""
 
-    kind: PartKind
+    kind: str
     number: int
     ordinal: int
-
-    def seen_from(self, period: int) -> "Origin":
-        """Return the origin with periods counted from this one."""
-        return self if self.kind is PartKind.OUTSIDE else self._replace(number=self.number - period)
 
 
 class Parts:
@@ -109,69 +109,55 @@ class Parts:
         stream: the trace's events.
         layout: of the traced model.
         parts: in order.
-        births: of every storage its origin.
-        holds: of every hold its origin.
+        origins: of every storage and hold.
     """
 
     def __init__(self, stream: Timeline, marks: Marks, layout: LayerLayout) -> None:
         self.stream = stream
         self.layout = layout
         self.parts = _cut(list(_items(stream, marks)), layout)
-        self.births: dict[int, Origin] = {}
-        self.holds: dict[int, Origin] = {}
+        self.origins: dict[tuple[bool, int], Origin] = {}
         for part in self.parts:
-            num_births = num_holds = 0
-            for item in part.items:
-                if isinstance(item, Event) and item.is_birth:
-                    self.births[item.storage] = Origin(part.kind, part.number, num_births)
-                    num_births += 1
-                elif isinstance(item, Mark) and item.kind is MarkKind.HOLD:
-                    self.holds[item.storage] = Origin(part.kind, part.number, num_holds)
-                    num_holds += 1
+            for ordinal, item in enumerate(item for item in part.items if item.kind in _BEGINNINGS):
+                self.origins[item.about] = Origin(part.kind, part.number, ordinal)
 
-    def of_kind(self, kind: PartKind) -> list[Part]:
-        """Return the parts of a kind, by number."""
-        return sorted((part for part in self.parts if part.kind is kind), key=lambda part: part.number)
-
-    def said(self, kind: PartKind, number: int) -> list[tuple[object, ...]]:
+    def said(self, kind: str, number: int) -> list[tuple[object, ...]]:
         """Describe a period's part in terms that are the same for all periods.
 
         Raises:
             NotPeriodicError: a phase begins in it.
         """
-        part, stream = self.of_kind(kind)[number], self.stream
-        move = Move(self.layout, part, shift=-number)
+        part = next(part for part in self.parts if (part.kind, part.number) == (kind, number))
+        stream, move = self.stream, Move(self.layout, part, shift=-number)
         words: list[tuple[object, ...]] = []
         for item in part.items:
-            if isinstance(item, PhaseBegins):
+            if item.kind == PHASE:
                 raise NotPeriodicError("a phase begins in the middle of the layers")
-            if isinstance(item, Mark):
-                origins = self.holds if item.kind in (MarkKind.HOLD, MarkKind.LET_GO) else self.births
-                origin = origins.get(item.storage)
-                words.append((item.kind, move.number(item), origin and origin.seen_from(number)))
-            elif item.is_birth:
+            if item.kind == BIRTH:
                 i = item.storage
                 module = move.name(stream.names[stream.modules[i]])
                 words.append((stream.fixed[i], stream.per_sample[i], stream.categories[i], stream.operators[i], module))
             else:
-                words.append(self.births[item.storage].seen_from(number))
+                origin = self.origins.get(item.about)
+                words.append((item.kind, move.number(item), origin and move.origin(origin)))
         return words
 
 
-def _items(stream: Timeline, marks: Marks) -> Iterator[PhaseBegins | Event | Mark]:
+def _items(stream: Timeline, marks: Marks) -> Iterator[Item]:
     """Yield phases, events and marks in order."""
-    events = list(map(Event, stream.events, stream.is_birth.tolist()))
-    for (phase, numbers), of_phase in zip(stream.phase_ranges, marks, strict=True):
-        yield PhaseBegins(phase)
+    births = stream.is_birth.tolist()
+    events = [Item(BIRTH if births[i] else DEATH, storage=storage) for i, storage in enumerate(stream.events)]
+    for number, ((_, numbers), of_phase) in enumerate(zip(stream.phase_ranges, marks, strict=True)):
+        yield Item(PHASE, number)
         position = numbers.start
         for mark in of_phase:
             yield from events[position : mark.event]
             position = mark.event
-            yield mark
+            yield Item(*mark[1:])
         yield from events[position : numbers.stop]
 
 
-def _cut(items: list[PhaseBegins | Event | Mark], layout: LayerLayout) -> list[Part]:
+def _cut(items: list[Item], layout: LayerLayout) -> list[Part]:
     """Return the parts, in order: a period's forward begins with its first layer, its backward ends with its last
     gradient.
 
@@ -182,11 +168,11 @@ def _cut(items: list[PhaseBegins | Event | Mark], layout: LayerLayout) -> list[P
     begins = [-1] * num_periods  # of each period in forward, a position in `items`
     gradients: dict[int, int] = {}  # parameter -> the position where its gradient is whole
     for position, item in enumerate(items):
-        if isinstance(item, Mark) and item.kind is MarkKind.LAYER:
+        if item.kind is MarkKind.LAYER:
             period, rest = divmod(item.number - layout.first_layer, layout.period)
             if rest == 0 and period >= 0 and begins[period] < 0:
                 begins[period] = position
-        elif isinstance(item, Mark) and item.kind is MarkKind.GRADIENT:
+        elif item.kind is MarkKind.GRADIENT:
             gradients[item.number] = position
     second = layout.first_parameter + layout.parameters  # the first period may be special
     trained = [parameter for parameter in range(second, second + layout.parameters) if parameter in gradients]
@@ -199,11 +185,11 @@ def _cut(items: list[PhaseBegins | Event | Mark], layout: LayerLayout) -> list[P
         raise NotPeriodicError("layers do not run one after the other")
     between = range(num_periods - 1)  # the last forward and backward belong to what is between the layers
     return [
-        Part(PartKind.OUTSIDE, 0, items[: begins[0]]),
-        *(Part(PartKind.FORWARD, i, items[begins[i] : begins[i + 1]]) for i in between),
-        Part(PartKind.OUTSIDE, 1, items[begins[-1] : ends[-1]]),
-        *(Part(PartKind.BACKWARD, i, items[ends[i + 1] : ends[i]]) for i in reversed(between)),
-        Part(PartKind.OUTSIDE, 2, items[ends[0] :]),
+        Part(OUTSIDE, 0, items[: begins[0]]),
+        *(Part(FORWARD, i, items[begins[i] : begins[i + 1]]) for i in between),
+        Part(OUTSIDE, 1, items[begins[-1] : ends[-1]]),
+        *(Part(BACKWARD, i, items[ends[i + 1] : ends[i]]) for i in reversed(between)),
+        Part(OUTSIDE, 2, items[ends[0] :]),
     ]
 
 
@@ -224,7 +210,7 @@ class Move:
         """Return by how many periods that one moves; those from `num_periods` on stand for all behind the layers."""
         if period >= self.layout.num_periods:
             return self.more
-        if self.part.kind is PartKind.OUTSIDE:
+        if self.part.kind == OUTSIDE:
             return self.more if period > self.layout.middle else 0
         return self.shift
 
@@ -237,9 +223,11 @@ class Move:
         periods = self.periods((int(head) - layout.first_layer) // layout.period)
         return f"{layout.path}.{int(head) + periods * layout.period}{dot}{tail}"
 
-    def number(self, mark: Mark) -> int:
+    def number(self, mark: Item) -> int:
         """Return the new number of a mark's parameter, layer or module."""
         layout = self.layout
+        if not isinstance(mark.kind, MarkKind):
+            return mark.number
         if mark.kind in (MarkKind.GRADIENT, MarkKind.HOLD, MarkKind.LET_GO):
             first, a_period = layout.first_parameter, layout.parameters
         elif mark.kind >= MarkKind.LAYER:
@@ -252,7 +240,7 @@ class Move:
 
     def origin(self, origin: Origin) -> Origin:
         """Return the corresponding origin."""
-        if origin.kind is PartKind.OUTSIDE:
+        if origin.kind == OUTSIDE:
             return origin
         return origin._replace(number=origin.number + self.periods(origin.number))
 
@@ -265,7 +253,7 @@ def splice(stream: Timeline, marks: Marks, layout: LayerLayout, num_periods: int
         NotPeriodicError: its layers do not do the same.
     """
     parts, middle = Parts(stream, marks, layout), layout.middle
-    for kind, other in ((PartKind.FORWARD, middle + 1), (PartKind.BACKWARD, middle - 1)):
+    for kind, other in ((FORWARD, middle + 1), (BACKWARD, middle - 1)):
         if parts.said(kind, middle) != parts.said(kind, other):
             raise NotPeriodicError("two layers in the middle do not do the same")
     more = num_periods - layout.num_periods
@@ -278,19 +266,12 @@ def splice(stream: Timeline, marks: Marks, layout: LayerLayout, num_periods: int
 def _arranged(parts: Parts, more: int) -> Iterator[tuple[Part, int]]:
     """Yield the parts in their new order, the middle one repeated, each with its new number."""
     middle = parts.layout.middle
-    before, between, after = parts.of_kind(PartKind.OUTSIDE)
-
-    def periods(kind: PartKind) -> list[tuple[Part, int]]:
-        own = parts.of_kind(kind)
-        placed = [(part, part.number) for part in own[: middle + 1]]
-        placed += [(own[middle], middle + 1 + i) for i in range(more)]
-        return placed + [(part, part.number + more) for part in own[middle + 1 :]]
-
-    yield before, before.number
-    yield from periods(PartKind.FORWARD)
-    yield between, between.number
-    yield from reversed(periods(PartKind.BACKWARD))
-    yield after, after.number
+    for part in parts.parts:
+        stays = part.kind == OUTSIDE or part.number <= middle
+        moves = part.kind != OUTSIDE and part.number >= middle
+        numbers = range(part.number + (0 if stays else more), part.number + (more if moves else 0) + 1)
+        for number in reversed(numbers) if part.kind == BACKWARD else numbers:
+            yield part, number
 
 
 class _Longer:
@@ -300,28 +281,34 @@ class _Longer:
         self.timeline = TimelineBuilder()
         self.marks: list[list[Mark]] = []
         self._parts = parts
-        self._storages: dict[Origin, int] = {}
-        self._holds: dict[Origin, int] = {}
+        self._numbers: dict[Origin, int] = {}  # of storages and holds
+        self._num_holds = 0
 
     def play(self, part: Part, number: int, move: Move) -> None:
         """Write `part` as part `number`."""
-        births = self._parts.births
-        num_births = 0
+        ordinal = 0
         for item in part.items:
-            if isinstance(item, PhaseBegins):
-                self.timeline.phase(item.name)
+            if item.kind == PHASE:
+                self.timeline.phase(self._parts.stream.phases[item.number][0])
                 self.marks.append([])
-            elif isinstance(item, Mark):
-                storage = self._storage(item, part, number, move)
-                self.marks[-1].append(Mark(len(self.timeline.events), item.kind, move.number(item), storage))
-            elif item.is_birth:
-                self._storages[Origin(part.kind, number, num_births)] = self._birth(item.storage, move)
-                num_births += 1
+                continue
+            if item.kind in _BEGINNINGS:
+                about = self._begin(item, move)
+                self._numbers[Origin(part.kind, number, ordinal)] = about
+                ordinal += 1
             else:
-                self.timeline.events.append(_known(self._storages, move.origin(births[item.storage])))
+                about = self._known(item, move)
+            if isinstance(item.kind, MarkKind):
+                self.marks[-1].append(Mark(len(self.timeline.events), item.kind, move.number(item), about))
+            elif item.kind == DEATH:
+                self.timeline.events.append(about)
 
-    def _birth(self, template: int, move: Move) -> int:
-        stream = self._parts.stream
+    def _begin(self, item: Item, move: Move) -> int:
+        """Write a birth, and return the number of the storage, or of a hold that begins."""
+        if item.kind != BIRTH:
+            self._num_holds += 1
+            return self._num_holds - 1
+        stream, template = self._parts.stream, item.storage
         return self.timeline.born(
             stream.fixed[template],
             stream.categories[template],
@@ -330,19 +317,11 @@ class _Longer:
             stream.per_sample[template],
         )
 
-    def _storage(self, mark: Mark, part: Part, number: int, move: Move) -> int:
-        """Return the number that replaces a mark's storage."""
-        if mark.kind is MarkKind.HOLD:
-            ordinal = self._parts.holds[mark.storage].ordinal
-            return self._holds.setdefault(Origin(part.kind, number, ordinal), len(self._holds))
-        if mark.kind is MarkKind.LET_GO:
-            return _known(self._holds, move.origin(self._parts.holds[mark.storage]))
-        if mark.storage < 0:
-            return mark.storage
-        return _known(self._storages, move.origin(self._parts.births[mark.storage]))
-
-
-def _known(numbers: dict[Origin, int], origin: Origin) -> int:
-    if origin not in numbers:
-        raise NotPeriodicError("a layer frees what was never made")
-    return numbers[origin]
+    def _known(self, item: Item, move: Move) -> int:
+        """Return the number that replaces an item's storage or hold."""
+        if item.storage < 0:
+            return item.storage
+        origin = move.origin(self._parts.origins[item.about])
+        if origin not in self._numbers:
+            raise NotPeriodicError("a layer frees what was never made")
+        return self._numbers[origin]

@@ -7,13 +7,14 @@ A model of many layers that are alike is traced with fewer of them, and the trac
 """
 
 import copy
+import functools
 import gc
-import weakref
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import nullcontext
-from dataclasses import dataclass
+from dataclasses import replace
 from functools import partial
 from typing import Any
+from unittest.mock import patch
 
 import torch
 from torch import Tensor, nn
@@ -46,7 +47,6 @@ from frugal.planning.memory.timeline import (
     ModelTrace,
     NotAffineError,
     Timeline,
-    TimelineBuilder,
 )
 from frugal.planning.strategy import LayerMode
 from frugal.torch_internals import tensors_in
@@ -61,37 +61,27 @@ class Recorder(Tracker):
     """A tracker that also marks when gradients are complete."""
 
     def __init__(self, kind: DeviceKind, capability: Capability = ASSUMED_CAPABILITY) -> None:
-        super().__init__(kind, capability=capability)
+        super().__init__(kind, capability=capability, first_phase=ARRIVAL)
         self._is_for_any_size = True
-        self.phase = ARRIVAL
-        self._timeline = TimelineBuilder()
-        self._timeline.phase(ARRIVAL)
         self._building = False
         self._alone = True
-        self.marks: list[list[Mark]] = [[]]
         self.counts_at: dict[tuple[MarkKind, int], Counts] = {}
         self.addresses_at_rest: set[int] = set()  # ZeRO-3: storages of parameters that no module has fetched
-        self.uses_at_rest = False
-
-    def mark(self, phase: str) -> None:
-        """Begin `phase`."""
-        super().mark(phase)
-        self.marks.append([])
+        self.gathered_as_one: tuple[int, ...] = ()  # ZeRO-3: modules whose parameters are gathered at once
 
     def execute(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Return the operator's result, noting a use of parameters that no module has fetched."""
-        if self.addresses_at_rest and not self.uses_at_rest:
+        if self.addresses_at_rest and USED_OUTSIDE not in self._assumptions:
             read = {torch_internals.address(tensor) for tensor in tensors_in(args)}
-            self.uses_at_rest = not read.isdisjoint(self.addresses_at_rest)
+            if not read.isdisjoint(self.addresses_at_rest):
+                self._assumptions[USED_OUTSIDE] = ""
         return super().execute(func, args, kwargs)
 
     def take_gradients(self, model: nn.Module) -> None:
         """Mark and drop the gradient of every parameter of `model` when it is complete."""
         for index, parameter in enumerate(model.parameters()):
             if parameter.requires_grad:
-                parameter.register_post_accumulate_grad_hook(
-                    lambda parameter, index=index: self._finished(parameter, index)
-                )
+                parameter.register_post_accumulate_grad_hook(partial(self._finished, index))
 
     def exchange(self, _received: Tensor, sent: Tensor) -> None:
         """Count the bytes that a rank sends to those that share its samples."""
@@ -101,9 +91,9 @@ class Recorder(Tracker):
     def mark_layers(self, layers: Iterable[nn.Module]) -> None:
         """Mark the beginning of each layer in forward."""
         for number, layer in enumerate(layers):
-            layer.register_forward_pre_hook(lambda *_, number=number: self._begins(number))
+            layer.register_forward_pre_hook(partial(self._begins, number))
 
-    def _begins(self, number: int) -> None:
+    def _begins(self, number: int, *_: Any) -> None:
         if self.phase == FORWARD:
             self.add_mark(MarkKind.LAYER, number, -1)
             self.counts_at.setdefault((MarkKind.LAYER, number), self.counts)
@@ -118,17 +108,12 @@ class Recorder(Tracker):
         finally:
             self.add_mark(MarkKind.LAYER_AGAIN_ENDS, number, -1)
 
-    def _finished(self, parameter: Tensor, index: int) -> None:
+    def _finished(self, index: int, parameter: Tensor) -> None:
         assert parameter.grad is not None
         storage = self._storage.get(torch_internals.address(parameter.grad), -1)
         self.add_mark(MarkKind.GRADIENT, index, storage)
         self.counts_at[MarkKind.GRADIENT, index] = self.counts
         parameter.grad = None
-
-    @property
-    def num_marks(self) -> int:
-        """Return the number of marks in this phase."""
-        return len(self.marks[-1])
 
     def add_mark(self, kind: MarkKind, number: int, storage: int) -> None:
         """Add a mark at the present event, see `Mark`."""
@@ -194,44 +179,40 @@ def trace(
     )
 
 
-@dataclass(frozen=True, kw_only=True)
-class _Recorded:
-    """A micro-step as recorded at one micro-batch. `stream` and `marks` as in `ModelTrace`.
-
-    `counts_at`: the counts at the first beginning of each marked layer in forward, and when each gradient is whole.
-    """
-
-    stream: Timeline
-    marks: Marks
-    counts: Counts
-    counts_at: dict[tuple[MarkKind, int], Counts]
-    notes: tuple[str, ...]
-    gathered_as_one: tuple[int, ...]
-
-
-Record = Callable[[nn.Module, str, int], _Recorded]
+Record = Callable[[nn.Module, str, int], Recorder]
 """Records a micro-step of a model, which is used up: the model, the list of its repeated layers, the micro-batch."""
 
 
-def _fitted(first: _Recorded, second: _Recorded) -> tuple[Timeline, Marks]:
+def _fitted(first: Recorder, second: Recorder) -> tuple[Timeline, Marks]:
     """Return stream and marks for every micro-batch, fitted to those at `MICRO_BATCHES`.
 
     Raises:
         NotAffineError: they are not the same stream.
     """
-    stream = Timeline.fit(first.stream, second.stream, MICRO_BATCHES)
+    stream = Timeline.fit(first.timeline(), second.timeline(), MICRO_BATCHES)
     if first.marks != second.marks:
         raise NotAffineError("gradients are finished in another order at another micro-batch")
-    return stream, first.marks
+    return stream, tuple(map(tuple, first.marks))
 
 
 def _whole(model: nn.Module, record: Record) -> dict[str, Any]:
     """Return fields of `ModelTrace` from traces of the whole model."""
     first, second = (record(copy.deepcopy(model), "", micro_batch) for micro_batch in MICRO_BATCHES)
     stream, marks = _fitted(first, second)
-    work = between(first.counts, second.counts, MICRO_BATCHES)
-    as_one = first.gathered_as_one
-    return {"stream": stream, "marks": marks, "work": work, "notes": first.notes, "gathered_as_one": as_one}
+    return _fields(first, stream, marks, (first.counts, second.counts), first.gathered_as_one)
+
+
+def _fields(
+    recorder: Recorder, stream: Timeline, marks: Marks, counts: tuple[Counts, Counts], gathered_as_one: tuple[int, ...]
+) -> dict[str, Any]:
+    """Return fields of `ModelTrace`; `counts`: at each of `MICRO_BATCHES`."""
+    return {
+        "stream": stream,
+        "marks": marks,
+        "work": between(*counts, MICRO_BATCHES),
+        "notes": recorder.notes,
+        "gathered_as_one": gathered_as_one,
+    }
 
 
 def _spliced(model: nn.Module, record: Record) -> dict[str, Any] | None:
@@ -243,9 +224,9 @@ def _spliced(model: nn.Module, record: Record) -> dict[str, Any] | None:
     repeated = repetition(model)
     if repeated is None or repeated.num_periods <= FEW_PERIODS + 1:
         return None
-    layers = layer_layout(model, repeated, FEW_PERIODS)
+    layers = replace(repeated, num_periods=FEW_PERIODS)
 
-    def recorded(num_periods: int, micro_batch: int) -> _Recorded:
+    def recorded(num_periods: int, micro_batch: int) -> Recorder:
         return record(shortened(model, repeated, num_periods), repeated.path, micro_batch)
 
     try:
@@ -257,23 +238,25 @@ def _spliced(model: nn.Module, record: Record) -> dict[str, Any] | None:
         stream, marks = splice(stream, marks, layers, repeated.num_periods)
     except Exception:  # a model may count its layers itself; tracing the whole one reports what is wrong
         return None
-    if list(repeated.layers) != activation_checkpointing.layers(model):  # those that can be recomputed one by one
+    if list(model.get_submodule(repeated.path).children()) != activation_checkpointing.layers(
+        model
+    ):  # those that can be recomputed one by one
         marks = tuple(tuple(mark for mark in phase if mark.kind < MarkKind.LAYER) for phase in marks)
     more = repeated.num_periods - FEW_PERIODS
     counts = [each.counts.plus(_of_a_period(each, layers), more) for each in (first, second)]
     as_one = layers.module_numbers(first.gathered_as_one, repeated.num_periods)
-    work = between(counts[0], counts[1], MICRO_BATCHES)
-    return {"stream": stream, "marks": marks, "work": work, "notes": first.notes, "gathered_as_one": as_one}
+    return _fields(first, stream, marks, (counts[0], counts[1]), as_one)
 
 
-def _is_recorded(stream: Timeline, marks: Marks, recorded: _Recorded) -> bool:
+def _is_recorded(stream: Timeline, marks: Marks, recorded: Recorder) -> bool:
     """Return whether stream and marks equal a recording at the first micro-batch."""
-    other = recorded.stream
-    is_alike = (stream.events, stream.phases, marks) == (other.events, other.phases, recorded.marks)
+    other = recorded.timeline()
+    of_marks = tuple(map(tuple, recorded.marks))
+    is_alike = (stream.events, stream.phases, marks) == (other.events, other.phases, of_marks)
     return is_alike and stream.sizes(MICRO_BATCHES[0]) == list(other.fixed)
 
 
-def _of_a_period(raw: _Recorded, layers: LayerLayout) -> Counts:
+def _of_a_period(raw: Recorder, layers: LayerLayout) -> Counts:
     """Return the counts of one period in the middle: its forward, and from its last gradient to the one before.
 
     Only called where splicing has found the periods alike.
@@ -295,7 +278,7 @@ def _record(
     model: nn.Module,
     layers: str,
     micro_batch: int,
-) -> _Recorded:
+) -> Recorder:
     """Record one micro-step of `model`, which is used up. `layers`: a list of modules to mark; empty: those that can
     recompute."""
     recorder = Recorder(asked.kind, asked.capability)
@@ -316,16 +299,10 @@ def _record(
     recorder.mark_layers(marked)
     if asked.zero_stage == 3:
         recorder.addresses_at_rest = zero3_graph.install(model, recorder.add_mark)
+        recorder.gathered_as_one = zero3_graph.gathered_as_one(model)
     with recorder:
         _micro_step(recorder, model, objective, example)
-    return _Recorded(
-        stream=recorder.timeline(),
-        marks=tuple(map(tuple, recorder.marks)),
-        counts=recorder.counts,
-        counts_at=recorder.counts_at,
-        notes=(*recorder.notes, *((USED_OUTSIDE,) if recorder.uses_at_rest else ())),
-        gathered_as_one=zero3_graph.gathered_as_one(model) if asked.zero_stage == 3 else (),
-    )
+    return recorder
 
 
 def _micro_step(recorder: Recorder, model: nn.Module, objective: Objective, example: dict[str, Tensor]) -> None:
@@ -352,39 +329,12 @@ def _micro_step(recorder: Recorder, model: nn.Module, objective: Objective, exam
 _NUMBERS = {"layer_idx", "layer_id", "layer_index", "layer_number"}  # attributes by which a layer knows its place
 
 
-@dataclass(frozen=True)
-class Repetition:
-    """A list of layers that ends in whole periods of layers of the same kinds.
+@functools.lru_cache(maxsize=1)  # a worker traces one model in several ways
+def repetition(model: nn.Module) -> LayerLayout | None:
+    """Return the repeated layers of `model`: a list that ends in whole periods of layers of the same kinds.
 
-    Attributes:
-        path: name of the list.
-        layers: the list.
-        first: the layer that begins the first period.
-        period: layers in a period.
+    None unless there is exactly one.
     """
-
-    path: str
-    layers: nn.ModuleList
-    first: int
-    period: int
-
-    @property
-    def num_periods(self) -> int:
-        """Return the number of periods in the whole model."""
-        return (len(self.layers) - self.first) // self.period
-
-
-_known: "weakref.WeakKeyDictionary[nn.Module, Repetition | None]" = weakref.WeakKeyDictionary()
-
-
-def repetition(model: nn.Module) -> Repetition | None:
-    """Return the repeated layers of `model`; None unless exactly one list of layers repeats."""
-    if model not in _known:
-        _known[model] = _find(model)
-    return _known[model]
-
-
-def _find(model: nn.Module) -> Repetition | None:
     lists = [(path, each) for path, each in _outermost_lists(model) if len(each) >= 3 and list(each[0].children())]
     if len(lists) != 1:
         return None
@@ -398,38 +348,35 @@ def _find(model: nn.Module) -> Repetition | None:
             first -= 1
         first += (len(kinds) - first) % period
         if (len(kinds) - first) // period >= 2 and first <= len(kinds) // 2:
-            return Repetition(path, layers, first, period)
+            return _layout(model, path, list(layers), first, period)
     return None
 
 
-def shortened(model: nn.Module, repeated: Repetition, num_periods: int) -> nn.Module:
+def shortened(model: nn.Module, repeated: LayerLayout, num_periods: int) -> nn.Module:
     """Return a copy of `model` with only the first `num_periods` periods."""
-    parent = model.get_submodule(repeated.path.rpartition(".")[0])
-    name = repeated.path.rpartition(".")[2]
-    keep = repeated.first + num_periods * repeated.period
-    setattr(parent, name, nn.ModuleList(list(repeated.layers)[:keep]))
-    try:
-        config = getattr(model, "config", None)
+    path, _, name = repeated.path.rpartition(".")
+    keep = repeated.first_layer + num_periods * repeated.period
+    few = nn.ModuleList(list(model.get_submodule(repeated.path).children())[:keep])
+    config = getattr(model, "config", None)
+    with patch.dict(model.get_submodule(path)._modules, {name: few}):
         return copy.deepcopy(model, {} if config is None else {id(config): config})
-    finally:
-        setattr(parent, name, repeated.layers)
 
 
-def layer_layout(model: nn.Module, repeated: Repetition, num_periods: int) -> LayerLayout:
-    """Return the layout of the shortened model; the numbers of the first period equal those in the whole model."""
-    period = list(repeated.layers)[repeated.first : repeated.first + repeated.period]
+def _layout(model: nn.Module, path: str, layers: list[nn.Module], first: int, period: int) -> LayerLayout:
+    """Return the layout of `layers`, of which those from `first` on repeat after each `period`."""
+    of_period = layers[first : first + period]
     parameters = {id(parameter): number for number, parameter in enumerate(model.parameters())}
     modules = {id(module): number for number, module in enumerate(model.modules())}
-    own = [parameters[id(parameter)] for layer in period for parameter in layer.parameters()]
+    own = [parameters[id(parameter)] for layer in of_period for parameter in layer.parameters()]
     return LayerLayout(
-        path=repeated.path,
-        first_layer=repeated.first,
-        period=repeated.period,
-        num_periods=num_periods,
+        path=path,
+        first_layer=first,
+        period=period,
+        num_periods=(len(layers) - first) // period,
         first_parameter=min(own),
         parameters=len(own),
-        first_module=modules[id(period[0])],
-        modules=sum(1 for layer in period for _ in layer.modules()),
+        first_module=modules[id(of_period[0])],
+        modules=sum(1 for layer in of_period for _ in layer.modules()),
     )
 
 

@@ -73,7 +73,12 @@ def apply(model: Any, *, reference: str, dtype: torch.dtype) -> nn.Module:
         module.bias = original.bias
         before[name] = original.weight = None  # no longer than it is needed
     quantizer.postprocess_model(model)
-    _check(model, reference)
+    if not are_in(model):
+        raise RequestError(
+            f"--quantize is impossible for {reference}",
+            because=f"a {type(model).__name__} has no linear layer besides its output head",
+            hint="leave --quantize out",
+        )
     return settle(model)
 
 
@@ -126,15 +131,6 @@ def on(device: torch.device | None) -> AbstractContextManager[None]:
     A GPU takes milliseconds for what a CPU takes seconds for, and its scales have to be there.
     """
     return nullcontext() if device is None else transformers_internals.quantising(device, _packed)
-
-
-def _check(model: nn.Module, reference: str) -> None:
-    if not are_in(model):
-        raise RequestError(
-            f"--quantize is impossible for {reference}",
-            because=f"a {type(model).__name__} has no linear layer besides its output head",
-            hint="leave --quantize out",
-        )
 
 
 def settle(model: nn.Module, device: torch.device | None = None) -> nn.Module:

@@ -3,6 +3,7 @@
 The engine, the dry run and exported scripts all use `decoder_inputs`; `frugal export` writes its source into them.
 """
 
+import functools
 import inspect
 import sys
 from collections.abc import Callable
@@ -50,8 +51,4 @@ def of_class(model_class: type[nn.Module], config: Any) -> Callable[[Tensor], Te
     model: Any = model_class.__new__(model_class)
     nn.Module.__init__(model)
     model.config = config
-
-    def of_labels(labels: Tensor) -> Tensor:
-        return decoder_inputs(model, labels)
-
-    return of_labels
+    return functools.partial(decoder_inputs, model)

@@ -9,8 +9,7 @@ is weighted by its part of the targets, as in transformers' Trainer, so it depen
 
 import inspect
 import sys
-from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 from unittest.mock import patch
 
@@ -87,17 +86,14 @@ def _around_tiles(model: nn.Module, inner: Any, inputs: dict[str, Tensor], targe
         inner.loss_function = original
 
 
-@contextmanager
-def _routers_see(real: Tensor | None, inner: nn.Module) -> Iterator[None]:
+def _routers_see(real: Tensor | None, inner: nn.Module) -> AbstractContextManager[Any]:
     """Have the loss of the routers leave padding out."""
     module = sys.modules[type(inner).__module__]
-    if real is None or not hasattr(module, _ROUTER_LOSS):
-        yield
-        return
-    original = getattr(module, _ROUTER_LOSS)
+    original: Any = getattr(module, _ROUTER_LOSS, None)
+    if real is None or original is None:
+        return nullcontext()
 
     def over_real_tokens(logits: Any, num_experts: Any = None, top_k: Any = 2, mask: Any = None) -> Any:
         return original(logits, num_experts, top_k, real if mask is None else mask)
 
-    with patch.object(module, _ROUTER_LOSS, over_real_tokens):
-        yield
+    return patch.object(module, _ROUTER_LOSS, over_real_tokens)

@@ -6,6 +6,7 @@ is a number a target, usually the most probable class, so a metric needs neither
 
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from unittest.mock import patch
 
 import numpy as np
 import torch
@@ -60,12 +61,9 @@ _keeper: Keeper | None = None
 @contextmanager
 def kept(of_logits: OfLogits | None) -> Iterator[Keeper | None]:
     """Keep logits that are shown inside the `with` block; None: keep nothing."""
-    global _keeper
-    _keeper = None if of_logits is None else Keeper(of_logits)
-    try:
-        yield _keeper
-    finally:
-        _keeper = None
+    keeper = None if of_logits is None else Keeper(of_logits)
+    with patch(f"{__name__}._keeper", keeper):
+        yield keeper
 
 
 def show(logits: Tensor, labels: Tensor) -> None:

@@ -14,8 +14,9 @@ Not DeepSpeed's `UlyssesSPAttentionHF`: see docs/decisions/sequence-parallelism.
 """
 
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import nullcontext
 from typing import Any
+from unittest.mock import patch
 
 import torch
 from torch import Tensor, nn
@@ -123,17 +124,6 @@ def split_over_ranks(model: nn.Module, size: int) -> None:
         apply(model, Split(size, exchange))
 
 
-@contextmanager
-def applied(model: nn.Module, split: Split) -> Iterator[None]:
-    """Split the attention of `model` inside the `with` block."""
-    apply(model, split)
-    try:
-        yield
-    finally:
-        for module in model.modules():
-            vars(module).pop(_SPLIT, None)
-
-
 def _attention(
     plain: Callable[..., tuple[Tensor, Any]],
     module: nn.Module,
@@ -152,7 +142,9 @@ def _attention(
     if times > 1:
         key, value = (states.repeat_interleave(times, dim=1) for states in (key, value))
     query, key, value = map(split.to_heads, (query, key, value))
-    with _heads_per_group(module, query.shape[1] // key.shape[1]):
+    per_group = query.shape[1] // key.shape[1]  # of which modules may keep another number
+    is_other = vars(module).get("num_key_value_groups", per_group) != per_group
+    with patch.object(module, "num_key_value_groups", per_group) if is_other else nullcontext():
         attended, weights = plain(module, query, key, value, attention_mask, **options)
     return split.to_parts(attended), weights
 
@@ -162,20 +154,6 @@ def repetitions(num_heads: int, num_key_value_heads: int, size: int) -> int:
     per_group = num_heads // num_key_value_heads
     divisors = (times for times in range(1, per_group + 1) if per_group % times == 0)
     return next(times for times in divisors if num_key_value_heads * times % size == 0)
-
-
-@contextmanager
-def _heads_per_group(module: nn.Module, number: int) -> Iterator[None]:
-    """Set the number of query heads for each key and value head of `module` inside the `with` block."""
-    own = vars(module).get("num_key_value_groups")
-    if own is None or own == number:
-        yield
-        return
-    vars(module)["num_key_value_groups"] = number
-    try:
-        yield
-    finally:
-        vars(module)["num_key_value_groups"] = own
 
 
 def refuse(model: nn.Module, size: int) -> None:

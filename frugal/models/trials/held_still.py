@@ -173,14 +173,15 @@ def without_randomness(share: float | None = 0.5) -> Iterator[None]:
         random.seed(0)
         np.random.seed(0)  # models draw from the global one
         if share is not None:
-            stack.enter_context(patch.object(random, "random", lambda: share))
-            stack.enter_context(patch.object(random, "uniform", lambda low, high: filled(None, low, high)))
-            for name in ("random", "random_sample"):
-                stack.enter_context(patch.object(np.random, name, filled))
-            stack.enter_context(patch.object(np.random, "rand", lambda *size: filled(size)))
-            stack.enter_context(
-                patch.object(np.random, "uniform", lambda low=0.0, high=1.0, size=None: filled(size, low, high))
-            )
+            of_numpy: dict[str, Any] = {
+                "random": filled,
+                "random_sample": filled,
+                "rand": lambda *size: filled(size),
+                "uniform": lambda low=0.0, high=1.0, size=None: filled(size, low, high),
+            }
+            of_python: dict[str, Any] = {"random": filled, "uniform": lambda low, high: filled(None, low, high)}
+            stack.enter_context(patch.multiple(random, **of_python))
+            stack.enter_context(patch.multiple(np.random, **of_numpy))
             stack.enter_context(FixedDraws(share))
         try:
             yield

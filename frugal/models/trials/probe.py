@@ -11,9 +11,11 @@ Five questions, each of one micro-batch cut or filled up in two ways, with every
 - Do later tokens change what a model says of earlier ones? Then it cannot be trained to predict the next token.
 """
 
+from collections import Counter
 from collections.abc import Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import torch
@@ -141,13 +143,9 @@ def on_later_tokens(model: nn.Module, tokens: Tensor, vocab_size: int) -> float:
     half = tokens.shape[1] // 2
     changed = tokens.clone()
     changed[:, half:] = (changed[:, half:] + 1 + torch.arange(tokens.shape[1] - half)) % vocab_size
-    was_training = model.training
-    model.eval()
-    try:
-        with torch.no_grad(), held_still.without_randomness():
-            before, after = (model(input_ids=each).logits.float() for each in (tokens, changed))
-    finally:
-        model.train(was_training)
+    with torch.no_grad(), held_still.restored(model), held_still.without_randomness():
+        model.eval()
+        before, after = (model(input_ids=each).logits.float() for each in (tokens, changed))
     difference = (after - before).abs()
     whole = float(difference.max())
     return float(difference[:, :half].max()) / whole if whole else 0.0
@@ -166,20 +164,16 @@ def arrivals(model: nn.Module, objective: Objective, batch: Batch) -> dict[str, 
     More than once: reentrant activation checkpointing runs a backward of its own for each use of a module. Never: the
     batch does not use it.
     """
-    arrived = dict.fromkeys((name for name, each in model.named_parameters() if each.requires_grad), 0)
+    trained = {name: each for name, each in model.named_parameters() if each.requires_grad}
+    arrived = Counter(dict.fromkeys(trained, 0))
 
-    def note(name: str) -> None:
+    def note(name: str, _parameter: Tensor) -> None:
         arrived[name] += 1
 
-    hooks = [
-        model.get_parameter(name).register_post_accumulate_grad_hook(lambda _, name=name: note(name))
-        for name in arrived
-    ]
-    try:
+    with ExitStack() as hooks:
+        for name, parameter in trained.items():
+            hooks.enter_context(parameter.register_post_accumulate_grad_hook(partial(note, name)))
         gradient(model, objective, [batch])
-    finally:
-        for hook in hooks:
-            hook.remove()
     return arrived
 
 
@@ -293,11 +287,8 @@ def _responsible(
     in_parts = [_outputs(model, objective, part) for part in parts]
     modules = dict(model.named_modules())
     for call, outputs in whole.items():
-        for index, output in enumerate(outputs):
-            pieces = [part[call][index] for part in in_parts if index < len(part.get(call, ()))]
-            if len(pieces) < len(parts) or any(piece.ndim == 0 for piece in pieces):
-                continue
-            if any(piece.shape[1:] != output.shape[1:] for piece in pieces):
+        for output, *pieces in zip(outputs, *(part.get(call, ()) for part in in_parts), strict=False):
+            if any(piece.ndim == 0 or piece.shape[1:] != output.shape[1:] for piece in pieces):
                 continue
             joined = torch.cat(pieces)
             if joined.shape != output.shape or not output.numel():
@@ -313,18 +304,13 @@ def _outputs(model: nn.Module, objective: Objective, batch: Batch) -> dict[tuple
     outputs: dict[tuple[str, int], list[Tensor]] = {}
     calls: dict[str, int] = {}
 
-    def keep(name: str, returned: Any) -> None:
+    def keep(name: str, _module: nn.Module, _inputs: Any, returned: Any) -> None:
         number = calls[name] = calls.get(name, -1) + 1
         values = list(returned.values()) if isinstance(returned, dict) else returned  # an output of transformers
         outputs[name, number] = [tensor.detach().double().clone() for tensor in tensors_in(values)]
 
-    hooks = [
-        module.register_forward_hook(lambda _module, _inputs, returned, name=name: keep(name, returned))
-        for name, module in model.named_modules()
-    ]
-    try:
+    with ExitStack() as hooks:
+        for name, module in model.named_modules():
+            hooks.enter_context(module.register_forward_hook(partial(keep, name)))
         _forward(model, objective, batch)
-    finally:
-        for hook in hooks:
-            hook.remove()
     return outputs

@@ -9,6 +9,7 @@
 - Is what frugal trains the loss that the model's authors have given it?
 """
 
+import copy
 from collections.abc import Iterator
 from dataclasses import replace
 from typing import Any
@@ -24,7 +25,7 @@ from frugal.models.objectives import Batch, CausalLM, Objective, Sample
 from frugal.models.sequence import attention
 from frugal.models.sequence.parts import parts_of
 from frugal.models.spec import OWN, ModelSpec
-from frugal.models.trials import probe
+from frugal.models.trials import held_still, probe
 from frugal.models.trials.probe import Dependence
 from frugal.models.trials.small_model import NoSmallModelError, tried
 from frugal.units import IGNORED
@@ -141,9 +142,9 @@ def on_parts(model: nn.Module, vocab_size: int, *, pack: bool = False, size: int
     batches = [part.collate(samples) for part in parts]
     rows = {name: torch.cat([batch[name] for batch in batches]) for name in batches[0]}
     alone = probe.gradient(model, whole, [whole.collate(samples)])
-    split = attention.SplitInOneProcess(size)
-    with attention.applied(model, split):
-        together = probe.gradient(model, parts[0], [rows])
+    split, copied = attention.SplitInOneProcess(size), copy.deepcopy(model)
+    attention.apply(copied, split)
+    together = probe.gradient(copied, parts[0], [rows])
     return Dependence(probe.difference(alone, together)), split.num_calls
 
 
@@ -188,17 +189,15 @@ def check_loss(spec: ModelSpec, model: nn.Module, objective: Objective, sample: 
         return
     if spec.task == "masked-lm" and getattr(model.config, "is_encoder_decoder", False):
         raise _other_loss(spec, "its decoder reads the targets, and of masked text most are none", "use --task seq2seq")
-    was_training = model.training
-    model.eval()
     batch, theirs, reason = objective.collate([sample]), [], ""
-    with torch.no_grad():
+    with torch.no_grad(), held_still.restored(model):
+        model.eval()
         ours = objective.loss_sum(model, batch).item() / objective.count(batch)
         for inputs in _ways_to_ask(spec, model, batch):
             try:
                 theirs.append(model(**inputs).loss.item())
             except Exception as error:  # whatever a model trips over
                 reason = reason or first_line(error)
-    model.train(was_training)
     if not theirs:
         raise _other_loss(
             spec,

@@ -125,9 +125,9 @@ def interrupted(sequence_parallel: int) -> list[float]:
 
 
 def resumed(folder: Path, first: int, then: int, zero_stages: tuple[int, int]) -> list[float]:
-    """Two steps where `first` ranks share samples, and two where `then` do. Runs on two ranks."""
-    request = {"learning_rate": 1e-2}
-    engine = initialize(model("llama"), plan(2, first, zero_stages[0], request), CausalLM())
+    """Two steps where `first` ranks share samples, and two where `then` do; also recomputed, with a tiled loss."""
+    request, how = {"learning_rate": 1e-2}, {"activation_checkpointing": "full", "loss": "tiled"}
+    engine = initialize(model("llama"), plan(2, first, zero_stages[0], request, **how), CausalLM())
     measured = [engine.train_step(samples(False, seed=step)).loss for step in range(2)]
     saving.save(engine, folder, Progress(step=2))
     _stop(engine)

@@ -75,7 +75,7 @@ def _growth_once(spec: ModelSpec, plan: Plan) -> int:
 @pytest.mark.parametrize(
     ("zero_stage", "precision", "quantize", "lowest"),
     [
-        (3, "bf16", None, 0.5),
+        pytest.param(3, "bf16", None, 0.5, marks=pytest.mark.exhaustive),
         (3, "fp32", None, 0.85),
         pytest.param(0, "fp32", None, 0.9, marks=pytest.mark.exhaustive),
         pytest.param(2, "bf16", None, 0.85, marks=pytest.mark.exhaustive),

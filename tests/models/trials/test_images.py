@@ -49,6 +49,7 @@ def trained(folder: Path, batch_norm: str | None) -> tuple[str, str]:
     return done.stdout, done.stderr
 
 
+@pytest.mark.exhaustive
 def test_plan_and_training_say_that_batch_norm_depends_on_the_split(tmp_path: Path) -> None:
     planned, said = trained(tmp_path, None)
     for text in (planned, said):
