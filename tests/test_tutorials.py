@@ -2,6 +2,7 @@
 
 import os
 import re
+import shlex
 import subprocess
 import sys
 from pathlib import Path
@@ -12,11 +13,19 @@ FINE_TUNING = DOCS / "tutorials" / "fine-tuning.md"
 
 
 def followed(line: str, folder: Path) -> str:
-    """What a command of a tutorial prints; of its 40 steps few are made: ten where the rate warms up for so long."""
+    """What a command of a tutorial prints; of its 40 steps few are made: ten where the rate warms up for so long.
+
+    `frugal` is started as `python -m frugal`, which `tests.forked` has at hand.
+    """
     line = line.replace("--steps 40 --out base", "--steps 10 --out base").replace("--steps 40", "--steps 2")
-    environment = {**os.environ, "PATH": f"{Path(sys.executable).parent}:{os.environ['PATH']}", "COLUMNS": "300"}
-    done = subprocess.run(line, shell=True, cwd=folder, capture_output=True, text=True, timeout=300, env=environment)
+    command, _, out = line.partition(" > ")
+    program, *arguments = shlex.split(command)
+    words = [sys.executable, *["-m", "frugal"] * (program == "frugal"), *arguments]
+    environment = {**os.environ, "COLUMNS": "300"}
+    done = subprocess.run(words, cwd=folder, capture_output=True, text=True, timeout=300, env=environment)
     assert done.returncode == 0, f"{line}\n{done.stderr}"
+    if out:
+        (folder / out).write_text(done.stdout)
     return done.stdout
 
 
@@ -34,5 +43,5 @@ def test_fine_tuning_on_chats(tmp_path: Path) -> None:
     shown = without_numbers(blocks(FINE_TUNING, "text")[0])
     assert without_numbers(printed["frugal train"])[: len(shown)] == shown
     (tmp_path / "use.py").write_text(blocks(FINE_TUNING, "python")[0])
-    answer = followed(f"{sys.executable} use.py", tmp_path)
+    answer = followed("python use.py", tmp_path)
     assert answer.startswith("<|im_start|>user\nWhat does abc.ABC do?<|im_end|>\n<|im_start|>assistant\n")

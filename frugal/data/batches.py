@@ -24,7 +24,7 @@ from collections.abc import Callable, Generator, Iterable, Iterator, Mapping, Se
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, replace
 from functools import partial
-from typing import Any, TypeVar, overload
+from typing import Any, TypeVar
 
 import numpy as np
 import torch
@@ -227,7 +227,7 @@ _GOLDEN = 0x9E3779B97F4A7C15
 class Permutation:
     """The order of `n` samples in one epoch, a bijection of the numbers 0 to n - 1. Another seed is another order.
 
-    An int gives an int, a slice or an array of ints gives an array.
+    It is indexed by a slice or an array of ints, and gives an array.
     """
 
     def __init__(self, n: int, seed: int, epoch: int) -> None:
@@ -243,18 +243,7 @@ class Permutation:
             self._table = np.argsort(mixed(np.arange(n, dtype=np.uint64) * _GOLDEN + state), kind="stable")
         self._keys = tuple(mixed((state + (i + 1) * _GOLDEN) & _MASK) for i in range(_NUM_ROUNDS))
 
-    def __len__(self) -> int:
-        return self._n
-
-    @overload
-    def __getitem__(self, index: int) -> int: ...
-    @overload
-    def __getitem__(self, index: slice | NDArray[Any]) -> NDArray[np.int64]: ...
-    def __getitem__(self, index: int | slice | NDArray[Any]) -> int | NDArray[np.int64]:
-        if isinstance(index, int):
-            if not -self._n <= index < self._n:
-                raise IndexError(index)
-            return int(self[np.array([index % self._n])][0])
+    def __getitem__(self, index: slice | NDArray[Any]) -> NDArray[np.int64]:
         indices = np.arange(*index.indices(self._n)) if isinstance(index, slice) else np.asarray(index)
         if self._table is not None:
             return self._table[indices]
