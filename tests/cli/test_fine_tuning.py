@@ -7,13 +7,13 @@ from typing import Any
 
 import pytest
 
-from bench.runs import frugal_train
+from bench.runs import PINNED, frugal_train
 from frugal import cli
 from frugal.units import parse_bytes
 
 TEMPLATE = "{% for m in messages %}<|{{ m.role }}|>{{ m.content }}{% endfor %}"
 TEXTS = [f"line {n} of what a model may learn about the number {n * n}" for n in range(120)]
-RUN = ("--ranks", 1, "--global-batch", 4, "--seq-len", 32, "--steps", 2, "--data", "text.jsonl")
+RUN = ("--ranks", 1, "--global-batch", 4, "--seq-len", 32, "--steps", 2, "--data", "text.jsonl", *PINNED)
 
 
 def subword_tokenizer() -> Any:
@@ -151,8 +151,7 @@ def test_weights_of_another_model_are_refused(
 @pytest.mark.exhaustive
 def test_loading_that_a_host_has_no_memory_for_is_refused_before_it_begins(folder: Path) -> None:
     """With what it takes and what would do, by exit code 3; no rank is started."""
-    pinned = ("--zero-stage", 3, "--offload", "none", "--activation-checkpointing", "off", "--loss", "plain")
-    asked = (*RUN[2:], *pinned, "--model", "chat", "--lora", "r=4", "--gpus", 2, "--gpu", "rtx3060-12g")
+    asked = (*RUN[2:], "--zero-stage", 3, "--model", "chat", "--lora", "r=4", "--gpus", 2, "--gpu", "rtx3060-12g")
     code, _, errors = frugal_train(folder, *asked, "--host-mem", "8M", "--out", "too-large")
     assert code == 3, errors
     assert errors.startswith(

@@ -183,7 +183,10 @@ def test_a_cache_folder_that_cannot_be_written_to_is_refused(
         monkeypatch.delenv("XDG_CACHE_HOME")
         monkeypatch.delenv("HOME")
         monkeypatch.setattr("pwd.getpwuid", lambda _: (_ for _ in ()).throw(KeyError("no such user")))
-        because = "the cache folder: Could not determine home directory."
+        because = (
+            "the cache folder: could not determine the home directory for '~/.cache', set an absolute HOME or XDG "
+            "variable"
+        )
     said = refusal(
         lambda: corpus.load_corpus(
             [str(tmp_path / "a.jsonl")], tokenizer=byte_tokenizer(), task="causal-lm", seq_len=64
@@ -198,13 +201,8 @@ def test_a_cache_folder_that_cannot_be_written_to_is_refused(
 def test_what_is_damaged_on_a_disk_that_cannot_be_written_to_is_refused(load: Load, tmp_path: Path) -> None:
     write_jsonl(tmp_path / "a.jsonl", [{"text": text} for text in TEXTS])
     with small_disk(tmp_path / "small", "1m") as disk:
-        made = load("a.jsonl", cache_dir=disk)
-        entry = Path(made.folder)
+        entry = Path(load("a.jsonl", cache_dir=disk).folder)
         corpus._locks.pop(entry).close()
-        subprocess.run(["mount", "-o", "remount,ro", str(disk)], check=True)
-        assert texts(load("a.jsonl", cache_dir=disk)) == TEXTS
-        corpus._locks.pop(entry).close()
-        subprocess.run(["mount", "-o", "remount,rw", str(disk)], check=True)
         turned(entry / "train.arrow", 0.5)
         subprocess.run(["mount", "-o", "remount,ro", str(disk)], check=True)
         assert refusal(lambda: load("a.jsonl", cache_dir=disk)).startswith(

@@ -107,7 +107,7 @@ def alone(family: str, dtype: torch.dtype) -> tuple[Gradient, float]:
     [
         ("gpt2", "one_rank", 0, "plain", 8),
         ("llama", "two_ranks", 2, "tiled", 2),
-        ("llama", "three_ranks", 3, "plain", 1),
+        pytest.param("llama", "three_ranks", 3, "plain", 1, marks=pytest.mark.exhaustive),
         pytest.param("gpt2", "three_ranks", 3, "tiled", 2, marks=pytest.mark.exhaustive),
         pytest.param("gpt2", "two_ranks", 1, "plain", 1, marks=pytest.mark.exhaustive),
         pytest.param("llama", "one_rank", 3, "plain", 2, marks=pytest.mark.exhaustive),
