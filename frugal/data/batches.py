@@ -23,7 +23,7 @@ and a global batch is cut again when memory runs out, which a worker would have 
 from collections.abc import Callable, Generator, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, replace
-from functools import partial
+from functools import lru_cache, partial
 from typing import Any, TypeVar
 
 import numpy as np
@@ -133,7 +133,7 @@ class GlobalBatches:
         self._lengths = getattr(dataset, "lengths", None) if lengths is None else lengths
         counted = getattr(dataset, "counted_tokens", None) if lengths is None else None
         self._counted = self._lengths if counted is None else counted
-        self._order: tuple[int, Permutation] | None = None
+        self._epoch = lru_cache(maxsize=1)(partial(permutation, len(dataset), seed))
         self._drawn = getattr(dataset, "drawn", None) if getattr(dataset, "counts", ()) else None
         if global_tokens is not None:
             assert self._counted is not None, "token batches need the samples' lengths"
@@ -211,11 +211,6 @@ class GlobalBatches:
             if fitting < look_ahead:
                 return indices[:fitting]
             look_ahead *= 2
-
-    def _epoch(self, epoch: int) -> "Permutation":
-        if self._order is None or self._order[0] != epoch:
-            self._order = epoch, permutation(len(self.dataset), self.seed, epoch)
-        return self._order[1]
 
 
 _NUM_ROUNDS = 8  # measured: with 8, n = 5 to 10 are visibly not uniform, n >= 16 are; the table leaves a wide margin

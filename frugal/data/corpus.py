@@ -158,10 +158,14 @@ def load_corpus(
     key = hashlib.sha256(json.dumps(options, sort_keys=True).encode()).hexdigest()
 
     def write(folder: Path) -> BuildReport:
-        return write_samples(
-            origins, SampleMaker(tokenizer, task, seq_len, columns, too_long, label_names, rows_as, train_on), folder,
-            pack=pack, limit=limit, skip_bad_rows=skip_bad_rows, validation_fraction=held_out,
-        )  # fmt: skip
+        maker = SampleMaker(tokenizer, task, seq_len, columns, too_long, label_names, rows_as, train_on)
+        try:
+            return write_samples(
+                origins, maker, folder,
+                pack=pack, limit=limit, skip_bad_rows=skip_bad_rows, validation_fraction=held_out,
+            )  # fmt: skip
+        finally:
+            rendering.end_all()
 
     folder, report = _stored(cache_dir, f"{key[:32]}-{_FORMAT}", write)
     if not skip_bad_rows:
@@ -193,7 +197,7 @@ def _stored(cache_dir: Path | None, name: str, write: Callable[[Path], BuildRepo
     try:
         place = cache_dir or platformdirs.user_cache_path("frugal") / "data"
         folder = Path(place) / name
-        report = cache.read_or_build(folder, rendering.ended_afterwards()(write))
+        report = cache.read_or_build(folder, write)
     except (OSError, RuntimeError) as error:  # RuntimeError: a user without a home
         raise RequestError(
             "the tokenised data cannot be written",
@@ -235,8 +239,8 @@ def read_samples(plan: Plan, settings: RunSettings) -> RunData:
     if settings.stream:
         training, provenance = open_stream(spec, tokenizer, seq_len, pack, settings)
         _refuse_different_data(exchange.gather((socket.gethostname(), [provenance]), tuple[str, list[Provenance]]))
-        _, report = training.first(FIRST_ROWS)
         loaded = load((VALIDATION, TEST))
+        _, report = training.first(FIRST_ROWS)  # starts the process that renders its chats, which `load` would end
         held_out: Sequence[Any] = () if settings.validation_data else training.held_out()
     else:
         loaded = load(_EVERYTHING)
@@ -308,11 +312,7 @@ def _load_on_each_node(
     spec: ModelSpec, tokenizer: Any, seq_len: int, pack: bool, settings: RunSettings, wanted: Sequence[str]
 ) -> Loaded:
     """Load samples on one rank of each node, which the others wait for. Collective. Raises as `read_samples`."""
-    host = socket.gethostname()
-
-    def load() -> Loaded:
-        return _load(spec, tokenizer, seq_len, pack, settings, wanted)
-
+    host, load = socket.gethostname(), partial(_load, spec, tokenizer, seq_len, pack, settings, wanted)
     loaded = load() if env.local_rank() == 0 else {}
     rendezvous.wait_for_all("data")
     own = [(name, each.folder, each.report, each.provenance) for name, part in loaded.items() for each in part]

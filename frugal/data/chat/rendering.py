@@ -11,8 +11,8 @@ import os
 import resource
 import signal
 import warnings
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager, suppress
+from collections.abc import Sequence
+from contextlib import suppress
 from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any, NoReturn
@@ -37,19 +37,8 @@ def process_for(template: Any, tokenizer: Any) -> "RenderingProcess":
     return _processes[key]
 
 
-@contextmanager
-def ended_afterwards() -> Iterator[None]:
-    """End what is started in the block. A stream's are started before it trains, and stay."""
-    before = set(_processes)
-    try:
-        yield
-    finally:
-        for key in _processes.keys() - before:
-            _processes.pop(key).end()
-
-
 def end_all() -> None:
-    """End all of them."""
+    """End all of them. A stream's are started before it trains, when all other data has been read, and stay."""
     for process in _processes.values():
         process.end()
     _processes.clear()

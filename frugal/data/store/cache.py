@@ -62,10 +62,8 @@ def read(folder: Path) -> BuildReport:
         FileNotFoundError: there is no such entry.
         DamagedError: it is not what was written.
     """
-    if not folder.is_dir():
-        if not os.path.lexists(folder):
-            raise FileNotFoundError(folder)
-        raise DamagedError("it is no folder")
+    if not folder.exists():
+        raise FileNotFoundError(folder)
     name = RECORD
     try:
         sealed = msgspec.json.decode(files.read_regular(folder / RECORD), type=_Sealed)
