@@ -87,11 +87,6 @@ class Corpus:
     provenance: Provenance
     folder: str = ""
 
-    @property
-    def fingerprint(self) -> str:
-        """Return a hash of all that made the samples."""
-        return self.provenance.fingerprint
-
 
 def _open(folder: str, report: BuildReport, provenance: Provenance) -> Corpus:
     """Return the samples of an entry, which is not removed while this process lives."""
@@ -102,8 +97,8 @@ def _open(folder: str, report: BuildReport, provenance: Provenance) -> Corpus:
         files.touch(path)
     train, validation = path / "train.arrow", path / "validation.arrow"
     return Corpus(
-        train=ArrowSamples(train, provenance.fingerprint),
-        validation=ArrowSamples(validation, provenance.fingerprint) if validation.exists() else None,
+        train=ArrowSamples(train),
+        validation=ArrowSamples(validation) if validation.exists() else None,
         report=report,
         provenance=provenance,
         folder=folder,

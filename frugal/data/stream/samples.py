@@ -220,7 +220,8 @@ class RowStream:
             number += 1
 
     def in_words(self) -> str:
-        """Return in which order rows come."""
+        """Return what is read, and in which order rows come."""
+        names = ", ".join(source.name for source in self.sources)
         order = f"shuffled within {self.buffer:,} rows" if self.buffer > 1 else "in the order of the files"
         if self.weights:
             parts = ", ".join(
@@ -228,7 +229,7 @@ class RowStream:
                 for weight, source in zip(self.weights, self.sources, strict=True)
             )
             order += f"; on average {parts}; a source that ends begins again until all were read to the end"
-        return order
+        return f"{names} is read while training, {order}"
 
     def _dataset(self, epoch: int) -> Any:
         import datasets
@@ -339,8 +340,7 @@ class SampleStream:
 
     def in_words(self) -> str:
         """Return how it is read."""
-        names = ", ".join(source.name for source in self.rows.sources)
-        return f"{names} is read while training, {self.rows.in_words()}"
+        return self.rows.in_words()
 
     def _of_rows(self, rows: Examples, maker: SampleMaker, first: int = 0) -> Iterator[tuple[int, int, Sample]]:
         """Yield samples of rows from `first` on: each with a row, and the number of samples from there on with it.
