@@ -54,8 +54,8 @@ def stream_of(*data: str, pack: bool = False, seq_len: int = 256, task: str = "c
 
 def samples_of_epochs(stream: SampleStream, number: int) -> Iterator[dict[str, Any]]:
     """Those of so many epochs."""
-    for sample, epoch, *_ in stream.iterate(Position()):
-        if epoch >= number:
+    for sample, place in stream.iterate(Position()):
+        if place.epoch >= number:
             return
         yield sample
 
