@@ -9,6 +9,8 @@ import pytest
 
 from bench.runs import PINNED, frugal_train
 from frugal import cli
+from frugal.errors import RequestError
+from frugal.models.resolve import resolve
 from frugal.units import parse_bytes
 
 TEMPLATE = "{% for m in messages %}<|{{ m.role }}|>{{ m.content }}{% endfor %}"
@@ -124,9 +126,8 @@ def test_pretrained_weights_without_a_tokenizer_are_refused(
     )
 
 
-def test_weights_of_another_model_are_refused(
-    folder: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_weights_of_another_model_are_refused(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    import torch
     from safetensors.torch import load_file, save_file
 
     monkeypatch.chdir(folder)
@@ -140,11 +141,12 @@ def test_weights_of_another_model_are_refused(
         other / "model.safetensors",
         metadata={"format": "pt"},
     )
-    said = refusal(capsys, *RUN, "--model", "other", "--out", "none")
-    assert said == (
-        "error: the weights in other are those of another model\n"
+    with pytest.raises(RequestError) as refused:
+        resolve("other").build(dtype=torch.float32)
+    assert str(refused.value) == (
+        "the weights in other are those of another model\n"
         "  because of 40,096 parameters they lack 40,096, such as lm_head.weight\n\n"
-        "hint: to train from random weights give the path of its config.json\n"
+        "hint: to train from random weights give the path of its config.json"
     )
 
 
