@@ -15,6 +15,10 @@ from frugal.planning.plan import Plan
 TINY = {"model_type": "gpt2", "n_layer": 2, "n_embd": 32, "n_head": 2, "vocab_size": 260, "n_positions": 64}
 
 
+PINNED = ("--offload", "none", "--activation-checkpointing", "off", "--loss", "plain")
+"""One way to train, where a plan is not what is looked at: each other one would be traced."""
+
+
 def prepared(folder: Path, *world_sizes: int, documents: int = 200, **config: Any) -> Path:
     """`folder`, now with a tiny model's config.json, text to train on, and a plan for each number of CPU ranks."""
     (folder / "config.json").write_text(json.dumps(TINY | config))

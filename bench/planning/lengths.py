@@ -57,7 +57,7 @@ def main() -> int:
         with pa.OSFile(str(arrow), "wb") as out, pa.ipc.new_stream(out, column.schema) as stream:
             for start in range(0, ON_DISK, 100_000):
                 stream.write_batch(column.slice(start, 100_000))
-        rates["tokenised data"] = ON_DISK / seconds(lambda: histogram(ArrowSamples(arrow, "").lengths, "data", []))
+        rates["tokenised data"] = ON_DISK / seconds(lambda: histogram(ArrowSamples(arrow).lengths, "data", []))
     many = np.broadcast_to(np.int32(100), MANY)
     said = histogram(many, "data", []).source
     goals = {f"a million a second: {name}": rate >= GOAL for name, rate in rates.items()}

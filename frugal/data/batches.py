@@ -23,8 +23,8 @@ and a global batch is cut again when memory runs out, which a worker would have 
 from collections.abc import Callable, Generator, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, replace
-from functools import partial
-from typing import Any, TypeVar, overload
+from functools import lru_cache, partial
+from typing import Any, TypeVar
 
 import numpy as np
 import torch
@@ -133,7 +133,7 @@ class GlobalBatches:
         self._lengths = getattr(dataset, "lengths", None) if lengths is None else lengths
         counted = getattr(dataset, "counted_tokens", None) if lengths is None else None
         self._counted = self._lengths if counted is None else counted
-        self._order: tuple[int, Permutation] | None = None
+        self._epoch = lru_cache(maxsize=1)(partial(permutation, len(dataset), seed))
         self._drawn = getattr(dataset, "drawn", None) if getattr(dataset, "counts", ()) else None
         if global_tokens is not None:
             assert self._counted is not None, "token batches need the samples' lengths"
@@ -212,11 +212,6 @@ class GlobalBatches:
                 return indices[:fitting]
             look_ahead *= 2
 
-    def _epoch(self, epoch: int) -> "Permutation":
-        if self._order is None or self._order[0] != epoch:
-            self._order = epoch, permutation(len(self.dataset), self.seed, epoch)
-        return self._order[1]
-
 
 _NUM_ROUNDS = 8  # measured: with 8, n = 5 to 10 are visibly not uniform, n >= 16 are; the table leaves a wide margin
 _TABLE = 1 << 12  # samples, 32 KiB
@@ -227,7 +222,7 @@ _GOLDEN = 0x9E3779B97F4A7C15
 class Permutation:
     """The order of `n` samples in one epoch, a bijection of the numbers 0 to n - 1. Another seed is another order.
 
-    An int gives an int, a slice or an array of ints gives an array.
+    It is indexed by a slice or an array of ints, and gives an array.
     """
 
     def __init__(self, n: int, seed: int, epoch: int) -> None:
@@ -243,18 +238,7 @@ class Permutation:
             self._table = np.argsort(mixed(np.arange(n, dtype=np.uint64) * _GOLDEN + state), kind="stable")
         self._keys = tuple(mixed((state + (i + 1) * _GOLDEN) & _MASK) for i in range(_NUM_ROUNDS))
 
-    def __len__(self) -> int:
-        return self._n
-
-    @overload
-    def __getitem__(self, index: int) -> int: ...
-    @overload
-    def __getitem__(self, index: slice | NDArray[Any]) -> NDArray[np.int64]: ...
-    def __getitem__(self, index: int | slice | NDArray[Any]) -> int | NDArray[np.int64]:
-        if isinstance(index, int):
-            if not -self._n <= index < self._n:
-                raise IndexError(index)
-            return int(self[np.array([index % self._n])][0])
+    def __getitem__(self, index: slice | NDArray[Any]) -> NDArray[np.int64]:
         indices = np.arange(*index.indices(self._n)) if isinstance(index, slice) else np.asarray(index)
         if self._table is not None:
             return self._table[indices]

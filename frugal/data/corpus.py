@@ -8,14 +8,10 @@ not used for 90 days are removed, and the least recently used beyond 200 GiB.
 
 import contextlib
 import copy
-import errno
 import hashlib
 import json
 import logging
-import os
 import socket
-import stat
-import tempfile
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass, replace
 from fractions import Fraction
@@ -91,11 +87,6 @@ class Corpus:
     provenance: Provenance
     folder: str = ""
 
-    @property
-    def fingerprint(self) -> str:
-        """Return a hash of all that made the samples."""
-        return self.provenance.fingerprint
-
 
 def _open(folder: str, report: BuildReport, provenance: Provenance) -> Corpus:
     """Return the samples of an entry, which is not removed while this process lives."""
@@ -106,8 +97,8 @@ def _open(folder: str, report: BuildReport, provenance: Provenance) -> Corpus:
         files.touch(path)
     train, validation = path / "train.arrow", path / "validation.arrow"
     return Corpus(
-        train=ArrowSamples(train, provenance.fingerprint),
-        validation=ArrowSamples(validation, provenance.fingerprint) if validation.exists() else None,
+        train=ArrowSamples(train),
+        validation=ArrowSamples(validation) if validation.exists() else None,
         report=report,
         provenance=provenance,
         folder=folder,
@@ -138,13 +129,6 @@ def load_corpus(
         RequestError: nothing there, a column missing, nothing left, no room for it, or (unless asked otherwise) a row
             that cannot be read or is too long.
     """
-    if not 0 <= validation_fraction < 1:
-        raise RequestError(
-            f"a validation fraction of {validation_fraction} is not possible",
-            because="it must be at least 0 and less than 1",
-        )
-    if settings.limit is not None and settings.limit < 1:
-        raise RequestError(f"a limit of {settings.limit} documents leaves no data", hint="ask for at least 1 document")
     held_out = Fraction(validation_fraction).limit_denominator(1_000_000)
     origins = find_sources(sources)
     in_words = _how_rows_are_read(tokenizer, settings)
@@ -159,7 +143,10 @@ def load_corpus(
     key = hashlib.sha256(json.dumps(options, sort_keys=True).encode()).hexdigest()
 
     def write(folder: Path) -> BuildReport:
-        return write_samples(origins, SampleMaker(tokenizer, settings, label_names), folder, held_out)
+        try:
+            return write_samples(origins, SampleMaker(tokenizer, settings, label_names), folder, held_out)
+        finally:
+            rendering.end_all()
 
     folder, report = _stored(cache_dir, f"{key[:32]}-{_FORMAT}", write)
     if not settings.skip_bad_rows:
@@ -186,46 +173,21 @@ def _how_rows_are_read(tokenizer: Any, settings: SampleSettings) -> dict[str, An
 
 
 def _stored(cache_dir: Path | None, name: str, write: Callable[[Path], BuildReport]) -> tuple[Path, BuildReport]:
-    """Return the entry `name` of `cache_dir` or the user's cache, or of a temporary one where that cannot be used."""
-    failures: list[str] = []
-    write = rendering.ended_afterwards()(write)
-    for find in (_user_cache, _temporary_cache) if cache_dir is None else (lambda: cache_dir,):
-        place = "the cache folder"
-        try:
-            folder = find() / name
-            place = str(folder.parent)
-            report = cache.read_or_build(folder, write)
-        except (OSError, RuntimeError) as error:  # RuntimeError: a user without a home
-            failures.append(f"{place}: {(isinstance(error, OSError) and error.strerror) or error}")
-            if find is _user_cache:
-                logger.warning("the tokenised data cannot be kept in %s; a temporary folder is used", failures[-1])
-            continue
-        files.touch(folder)
-        files.prune(folder.parent, CACHE_BYTES)
-        return folder, report
-    raise RequestError(
-        "the tokenised data cannot be written",
-        because=failures,
-        hint="set XDG_CACHE_HOME to a folder that can be written to",
-    )
-
-
-def _user_cache() -> Path:
-    return platformdirs.user_cache_path("frugal") / "data"
-
-
-def _temporary_cache() -> Path:
-    """Return a folder of this user's own, the same for all processes.
-
-    Raises:
-        OSError: it cannot be made, or belongs to somebody else.
-    """
-    folder = Path(tempfile.gettempdir()) / f"frugal-{os.getuid()}"
-    folder.mkdir(mode=0o700, exist_ok=True)
-    status = folder.lstat()
-    if not stat.S_ISDIR(status.st_mode) or status.st_uid != os.getuid() or status.st_mode & 0o022:
-        raise PermissionError(errno.EPERM, f"{folder} belongs to somebody else")
-    return folder / "data"
+    """Return the entry `name` of `cache_dir`, or of the user's cache."""
+    place: object = "the cache folder"
+    try:
+        place = cache_dir or platformdirs.user_cache_path("frugal") / "data"
+        folder = Path(place) / name
+        report = cache.read_or_build(folder, write)
+    except (OSError, RuntimeError) as error:  # RuntimeError: a user without a home
+        raise RequestError(
+            "the tokenised data cannot be written",
+            because=f"{place}: {(isinstance(error, OSError) and error.strerror) or error}",
+            hint="set XDG_CACHE_HOME to a folder that can be written to",
+        ) from None
+    files.touch(folder)
+    files.prune(folder.parent, CACHE_BYTES)
+    return folder, report
 
 
 @dataclass(frozen=True)
@@ -258,8 +220,8 @@ def read_samples(plan: Plan, settings: RunSettings) -> RunData:
     if settings.stream:
         training, provenance = open_stream(spec, tokenizer, how, settings)
         _refuse_different_data(exchange.gather((socket.gethostname(), [provenance]), tuple[str, list[Provenance]]))
-        _, report = training.first(FIRST_ROWS)
         loaded = load((VALIDATION, TEST))
+        _, report = training.first(FIRST_ROWS)  # starts the process that renders its chats, which `load` would end
         held_out: Sequence[Any] = () if settings.validation_data else training.held_out()
     else:
         loaded = load(_EVERYTHING)
@@ -339,11 +301,7 @@ def _load_on_each_node(
     spec: ModelSpec, tokenizer: Any, how: SampleSettings, settings: RunSettings, wanted: Sequence[str]
 ) -> Loaded:
     """Load samples on one rank of each node, which the others wait for. Collective. Raises as `read_samples`."""
-    host = socket.gethostname()
-
-    def load() -> Loaded:
-        return _load(spec, tokenizer, how, settings, wanted)
-
+    host, load = socket.gethostname(), partial(_load, spec, tokenizer, how, settings, wanted)
     loaded = load() if env.local_rank() == 0 else {}
     rendezvous.wait_for_all("data")
     own = [(name, each.folder, each.report, each.provenance) for name, part in loaded.items() for each in part]

@@ -10,14 +10,14 @@ import logging
 import os
 import stat
 import sysconfig
-from collections import deque
+from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from dataclasses import dataclass, field
 from itertools import chain, dropwhile
 from pathlib import Path
-from typing import Any, Self
+from typing import Any, NoReturn, Self
 
 from frugal import files
 from frugal.data.rows import BadRow, Columns, Row, parquet_schema, read, shown, type_in_words
@@ -83,7 +83,10 @@ def find_named(names: Sequence[str], *, from_hub: bool = True) -> list[list[Data
     if not names:
         raise RequestError("no data was given", hint=f"pass --data PATH, or --data {STDLIB} for Python's own library")
     named = [[each for listed in _listed(name) for each in _find(listed, from_hub)] for name in names]
-    _warn_of_repeated(each.path for each in chain.from_iterable(named) if isinstance(each, DataFile))
+    times = Counter(each.path.resolve() for each in chain.from_iterable(named) if isinstance(each, DataFile))
+    if repeated := [path for path, number in times.items() if number > 1]:
+        said = "1 file is" if len(repeated) == 1 else f"{len(repeated)} files are"
+        logger.warning("%s named several times, such as %s: each is read as often as named", said, shown(repeated[0]))
     return named
 
 
@@ -170,34 +173,36 @@ def _matches(pattern: str) -> Iterator[str]:
 
 
 def _folders(base: str, seen: set[tuple[int, int]], *, follows_links: bool = True) -> Iterator[str]:
-    """Yield a folder and those below it that are not hidden and not `seen`; those that links lead to come last.
+    """Yield a folder and those below it that are not hidden and not `seen`; of a folder, those that links lead to last.
 
     Raises:
         OSError: without links, a folder cannot be read.
     """
-    coming = deque([base])
-    while coming:
-        folder = coming.popleft()
-        try:
-            status = os.stat(folder)  # noqa: PTH116  # strings: a tree may have millions
-            entries = sorted(os.scandir(folder), key=lambda entry: entry.name)
-        except OSError:
-            if follows_links:  # as glob does: it was not named, and may be lost+found
-                continue
-            raise
+    # With links one that cannot be read is left out, as glob does: it was not named, and may be lost+found.
+    for folder, below, _ in os.walk(base, followlinks=follows_links, onerror=None if follows_links else _fail):
+        status = Path(folder).stat()
         if (identity := (status.st_dev, status.st_ino)) in seen:
+            below.clear()
             continue
         seen.add(identity)
+        visible = sorted(name for name in below if not name.startswith("."))
+        below[:] = sorted(visible, key=lambda name: Path(folder, name).is_symlink())
         yield folder
-        for entry in entries:
-            is_linked = entry.is_symlink()
-            if not entry.name.startswith(".") and os.path.isdir(entry.path) and (follows_links or not is_linked):  # noqa: PTH112  # as above
-                (coming.append if is_linked else coming.appendleft)(entry.path)
+
+
+def _fail(error: OSError) -> NoReturn:
+    raise error
 
 
 def _each_once(source: str, paths: Iterable[Path]) -> list[Path]:
     """Return the regular files among `paths`, sorted, each under one name: not that of a link, if it has another."""
-    same = [sorted(names, key=lambda path: (path.is_symlink(), path)) for names in _by_file(paths)]
+    by_file: dict[tuple[int, int], list[Path]] = {}
+    for path in paths:
+        with suppress(OSError):  # a link that leads nowhere
+            status = path.stat()
+            if stat.S_ISREG(status.st_mode):
+                by_file.setdefault((status.st_dev, status.st_ino), []).append(path)
+    same = [sorted(names, key=lambda path: (path.is_symlink(), path)) for names in by_file.values()]
     repeated = [names for names in same if len(names) > 1]
     if repeated:
         logger.warning(
@@ -205,27 +210,6 @@ def _each_once(source: str, paths: Iterable[Path]) -> list[Path]:
             shown(source), plural(len(repeated), "file"), " and ".join(map(shown, repeated[0][:2])),
         )  # fmt: skip
     return sorted(names[0] for names in same)
-
-
-def _warn_of_repeated(paths: Iterable[Path]) -> None:
-    """Report files that are named several times. They are read as often, as that may be meant."""
-    repeated = [names for names in _by_file(paths) if len(names) > 1]
-    if repeated:
-        logger.warning(
-            "%s named several times, such as %s: each is read as often as it is named",
-            "1 file is" if len(repeated) == 1 else f"{len(repeated)} files are", shown(repeated[0][0]),
-        )  # fmt: skip
-
-
-def _by_file(paths: Iterable[Path]) -> list[list[Path]]:
-    """Return the regular files among `paths`, those together that are the same by device and inode."""
-    names: dict[tuple[int, int], list[Path]] = {}
-    for path in paths:
-        with suppress(OSError):  # a link that leads nowhere
-            status = path.stat()
-            if stat.S_ISREG(status.st_mode):
-                names.setdefault((status.st_dev, status.st_ino), []).append(path)
-    return list(names.values())
 
 
 def _inside(folder: Path) -> list[Path]:
@@ -277,12 +261,7 @@ def _stdlib_modules() -> list[Path]:
     """Return the sources of the running Python's library, without its tests, which not every distribution has."""
     root = Path(sysconfig.get_path("stdlib"))
     left_out = {"site-packages", "dist-packages", "test", "tests", "idle_test", "__pycache__"}
-    modules = sorted(p for p in root.rglob("*.py") if not left_out.intersection(p.relative_to(root).parts))
-    if not modules:
-        raise RequestError(
-            "Python's library has no sources here", because=f"{root} has no .py file", hint="pass --data PATH"
-        )
-    return modules
+    return sorted(path for path in root.rglob("*.py") if not left_out.intersection(path.relative_to(root).parts))
 
 
 def _saved(source: str, path: Path) -> DocumentSource:

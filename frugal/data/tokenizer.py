@@ -77,8 +77,11 @@ def byte_tokenizer() -> Any:
     """
     from tokenizers import Tokenizer, decoders, models, pre_tokenizers
     from transformers import PreTrainedTokenizerFast
+    from transformers.convert_slow_tokenizer import bytes_to_unicode
 
-    vocabulary = {token: i for i, token in enumerate((*_SPECIAL, *_byte_characters()))}
+    character_of = bytes_to_unicode()  # in a byte-level vocabulary
+    tokens = (*_SPECIAL, *(character_of[byte] for byte in range(256)))
+    vocabulary = {token: i for i, token in enumerate(tokens)}
     tokenizer = Tokenizer(models.BPE(vocab=vocabulary, merges=[]))
     tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
     tokenizer.decoder = decoders.ByteLevel()
@@ -87,13 +90,6 @@ def byte_tokenizer() -> Any:
         tokenizer_object=tokenizer, pad_token=pad, eos_token=eos, bos_token=bos, mask_token=mask,
         cls_token=bos, sep_token=eos, split_special_tokens=True, clean_up_tokenization_spaces=False,
     )  # fmt: skip
-
-
-def _byte_characters() -> list[str]:
-    """Return the character for each byte in a byte-level vocabulary: itself where printable, else from U+0100."""
-    printable = {*range(ord("!"), ord("~") + 1), *range(ord("¡"), ord("¬") + 1), *range(ord("®"), ord("ÿ") + 1)}
-    others = [byte for byte in range(256) if byte not in printable]
-    return [chr(byte) if byte in printable else chr(256 + others.index(byte)) for byte in range(256)]
 
 
 def encode(tokenizer: Any, texts: Sequence[str], *, as_target: bool = False) -> list[NDArray[np.int32]]:

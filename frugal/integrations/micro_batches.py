@@ -38,12 +38,21 @@ class PlannedBatches:
     """A batch sampler: yields the indices of this rank's micro-batches, `accumulation_steps` for each global batch.
 
     An index below 0 asks for a dummy: `~index` names the sample that it is made of.
+
+    Raises:
+        RequestError: a sample has more tokens than the plan has memory for.
     """
 
     def __init__(self, plan: Plan, dataset: Sequence[Any], rank: int, seed: int) -> None:
         self._plan, self._rank = plan, rank
         lengths = lengths_of(dataset)
-        _refuse_too_long(lengths, plan.request.seq_len)
+        seq_len = plan.request.seq_len
+        if lengths is not None and lengths.size and (longest := int(lengths.max())) > seq_len:
+            raise RequestError(
+                f"sample {int(lengths.argmax())} of train_dataset has {longest} tokens",
+                because=f"the plan's memory is for samples of up to {seq_len}",
+                hint=f"cut what is longer, or plan with --seq-len {longest}",
+            )
         self._batches = GlobalBatches(dataset, global_batch=plan.batch.global_batch, lengths=lengths, seed=seed)
         self._epoch = 0
 
@@ -72,20 +81,6 @@ class PlannedBatches:
         shortest = int(batch.indices[0 if batch.lengths is None else np.argmin(batch.lengths)])
         for own in (*places, *[()] * (num_steps - len(places))):
             yield [int(batch.indices[place]) for place in own] or [~shortest]
-
-
-def _refuse_too_long(lengths: NDArray[np.int64] | None, seq_len: int) -> None:
-    """Refuse samples of more than `seq_len` tokens, for which the plan has no memory.
-
-    Raises:
-        RequestError: one is longer.
-    """
-    if lengths is not None and lengths.size and (longest := int(lengths.max())) > seq_len:
-        raise RequestError(
-            f"sample {int(lengths.argmax())} of train_dataset has {longest} tokens",
-            because=f"the plan's memory is for samples of up to {seq_len}",
-            hint=f"cut what is longer, or plan with --seq-len {longest}",
-        )
 
 
 class WithDummies:

@@ -7,13 +7,15 @@ from typing import Any
 
 import pytest
 
-from bench.runs import frugal_train
+from bench.runs import PINNED, frugal_train
 from frugal import cli
+from frugal.errors import RequestError
+from frugal.models.resolve import resolve
 from frugal.units import parse_bytes
 
 TEMPLATE = "{% for m in messages %}<|{{ m.role }}|>{{ m.content }}{% endfor %}"
 TEXTS = [f"line {n} of what a model may learn about the number {n * n}" for n in range(120)]
-RUN = ("--ranks", 1, "--global-batch", 4, "--seq-len", 32, "--steps", 2, "--data", "text.jsonl")
+RUN = ("--ranks", 1, "--global-batch", 4, "--seq-len", 32, "--steps", 2, "--data", "text.jsonl", *PINNED)
 
 
 def subword_tokenizer() -> Any:
@@ -124,9 +126,8 @@ def test_pretrained_weights_without_a_tokenizer_are_refused(
     )
 
 
-def test_weights_of_another_model_are_refused(
-    folder: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_weights_of_another_model_are_refused(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    import torch
     from safetensors.torch import load_file, save_file
 
     monkeypatch.chdir(folder)
@@ -140,19 +141,19 @@ def test_weights_of_another_model_are_refused(
         other / "model.safetensors",
         metadata={"format": "pt"},
     )
-    said = refusal(capsys, *RUN, "--model", "other", "--out", "none")
-    assert said == (
-        "error: the weights in other are those of another model\n"
+    with pytest.raises(RequestError) as refused:
+        resolve("other").build(dtype=torch.float32)
+    assert str(refused.value) == (
+        "the weights in other are those of another model\n"
         "  because of 40,096 parameters they lack 40,096, such as lm_head.weight\n\n"
-        "hint: to train from random weights give the path of its config.json\n"
+        "hint: to train from random weights give the path of its config.json"
     )
 
 
 @pytest.mark.exhaustive
 def test_loading_that_a_host_has_no_memory_for_is_refused_before_it_begins(folder: Path) -> None:
     """With what it takes and what would do, by exit code 3; no rank is started."""
-    pinned = ("--zero-stage", 3, "--offload", "none", "--activation-checkpointing", "off", "--loss", "plain")
-    asked = (*RUN[2:], *pinned, "--model", "chat", "--lora", "r=4", "--gpus", 2, "--gpu", "rtx3060-12g")
+    asked = (*RUN[2:], "--zero-stage", 3, "--model", "chat", "--lora", "r=4", "--gpus", 2, "--gpu", "rtx3060-12g")
     code, _, errors = frugal_train(folder, *asked, "--host-mem", "8M", "--out", "too-large")
     assert code == 3, errors
     assert errors.startswith(

@@ -1,7 +1,6 @@
 """Tokenised data that is damaged is noticed and made anew; where that cannot be, it is said."""
 
 import contextlib
-import logging
 import os
 import signal
 import subprocess
@@ -142,7 +141,7 @@ def test_what_a_killed_builder_leaves_is_not_taken_for_whole_and_is_removed(stor
         assert not unfinished.exists()
 
 
-def test_a_builder_that_is_stuck_is_not_waited_for_without_end(
+def test_another_builder_is_waited_for_and_that_is_said(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     def write(folder: Path) -> BuildReport:
@@ -150,10 +149,13 @@ def test_a_builder_that_is_stuck_is_not_waited_for_without_end(
         return BuildReport(documents=1)
 
     entry = tmp_path / "entry"
-    with building(entry):
-        monkeypatch.setattr(cache, "_STUCK_SECONDS", 0.5)
+    with building(entry) as (process, _), ThreadPoolExecutor(1) as pool:
         monkeypatch.setattr(cache, "_NOTICE_SECONDS", 0.0)
-        assert cache.read_or_build(entry, write).documents == 1
+        waiting = pool.submit(cache.read_or_build, entry, write)
+        with pytest.raises(TimeoutError):
+            waiting.result(0.3)
+        process.kill()
+        assert waiting.result(WAIT_SECONDS).documents == 1
         assert "waiting for another process" in caplog.text
     assert cache.read(entry).documents == 1
 
@@ -170,73 +172,38 @@ def test_a_full_disk_is_said_with_numbers_and_nothing_is_left(load: Load, tmp_pa
         assert list((disk / "data").iterdir()) == []
 
 
-@pytest.fixture
-def load_for_user(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Load:
-    """`load_corpus` with the user's own cache, or what takes its place."""
-    (tmp_path / "tmp").mkdir()
-    monkeypatch.setattr("tempfile.tempdir", str(tmp_path / "tmp"))
-    monkeypatch.chdir(tmp_path)
+@pytest.mark.parametrize("place", ["a file", "a user without a home"])
+def test_a_cache_folder_that_cannot_be_written_to_is_refused(
+    place: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     write_jsonl(tmp_path / "a.jsonl", [{"text": text} for text in TEXTS])
-    return lambda *paths, **options: load_corpus(
-        paths, tokenizer=byte_tokenizer(), task="causal-lm", seq_len=64, **options
+    (tmp_path / "file").write_text("")
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "file"))
+    because = f"{tmp_path}/file/frugal/data: Not a directory"
+    if place == "a user without a home":
+        monkeypatch.delenv("XDG_CACHE_HOME")
+        monkeypatch.delenv("HOME")
+        monkeypatch.setattr("pwd.getpwuid", lambda _: (_ for _ in ()).throw(KeyError("no such user")))
+        because = (
+            "the cache folder: could not determine the home directory for '~/.cache', set an absolute HOME or XDG "
+            "variable"
+        )
+    said = refusal(
+        lambda: load_corpus([str(tmp_path / "a.jsonl")], tokenizer=byte_tokenizer(), task="causal-lm", seq_len=64)
+    )
+    assert said == (
+        f"the tokenised data cannot be written\n  because {because}\n\n"
+        "hint: set XDG_CACHE_HOME to a folder that can be written to"
     )
 
 
-@pytest.mark.parametrize("place", ["a file", "a user without a home", "read-only"])
-def test_without_a_cache_folder_a_temporary_one_is_used_and_said_once(
-    place: str, load_for_user: Load, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
-) -> None:
-    with contextlib.ExitStack() as stack:
-        monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "file"))
-        (tmp_path / "file").write_text("")
-        if place == "read-only":
-            disk = stack.enter_context(small_disk(tmp_path / "small", "1m"))
-            subprocess.run(["mount", "-o", "remount,ro", str(disk)], check=True)
-            monkeypatch.setenv("XDG_CACHE_HOME", str(disk))
-        if place == "a user without a home":
-            monkeypatch.delenv("XDG_CACHE_HOME")
-            monkeypatch.delenv("HOME")
-            monkeypatch.setattr("pwd.getpwuid", lambda _: (_ for _ in ()).throw(KeyError("no such user")))
-        assert texts(load_for_user("a.jsonl")) == TEXTS
-        (said,) = caplog.messages
-        assert said.startswith("the tokenised data cannot be kept in ") and said.endswith(
-            "; a temporary folder is used"
-        )
-        (kept,) = (tmp_path / "tmp").glob("frugal-*/data/*")
-        made = kept.stat().st_ino
-        load_for_user("a.jsonl")
-        assert kept.stat().st_ino == made
-
-
-def test_what_is_damaged_on_a_disk_that_cannot_be_written_to(
-    load_for_user: Load, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_what_is_damaged_on_a_disk_that_cannot_be_written_to_is_refused(load: Load, tmp_path: Path) -> None:
+    write_jsonl(tmp_path / "a.jsonl", [{"text": text} for text in TEXTS])
     with small_disk(tmp_path / "small", "1m") as disk:
-        monkeypatch.setenv("XDG_CACHE_HOME", str(disk))
-        load_for_user("a.jsonl")
-        (entry,) = (disk / "frugal" / "data").iterdir()
-        turned(entry / "train.arrow", 0.5)
+        entry = Path(load("a.jsonl", cache_dir=disk).folder)
         corpus._locks.pop(entry).close()
+        turned(entry / "train.arrow", 0.5)
         subprocess.run(["mount", "-o", "remount,ro", str(disk)], check=True)
-        said = refusal(lambda: load_for_user("a.jsonl", cache_dir=entry.parent))
-        assert said == (
-            "the tokenised data cannot be written\n"
-            f"  because {entry.parent}: Read-only file system\n"
-            "\n"
-            "hint: set XDG_CACHE_HOME to a folder that can be written to"
+        assert refusal(lambda: load("a.jsonl", cache_dir=disk)).startswith(
+            f"the tokenised data cannot be written\n  because {disk}: Read-only file system\n"
         )
-        caplog.clear()
-        assert texts(load_for_user("a.jsonl")) == TEXTS
-        assert [record.levelno for record in caplog.records] == [logging.WARNING]
-
-
-def test_a_temporary_folder_of_somebody_else_is_not_used(
-    load_for_user: Load, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setenv("XDG_CACHE_HOME", os.devnull)
-    (tmp_path / "elsewhere").mkdir()
-    (tmp_path / "tmp" / f"frugal-{os.getuid()}").symlink_to(tmp_path / "elsewhere")
-    said = refusal(lambda: load_for_user("a.jsonl"))
-    assert "  because /dev/null/frugal/data: Not a directory\n" in said
-    assert "belongs to somebody else" in said
-    assert list((tmp_path / "elsewhere").iterdir()) == []

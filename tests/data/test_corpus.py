@@ -203,7 +203,7 @@ def test_data_is_tokenised_once(load: Load, tmp_path: Path, monkeypatch: pytest.
     monkeypatch.setattr(data, "write_samples", None)
     again = load("a.jsonl")
     assert texts(again) == texts(first)
-    assert again.fingerprint == first.fingerprint
+    assert again.provenance.fingerprint == first.provenance.fingerprint
 
 
 def test_other_data_other_options_and_another_tokenizer_are_another_corpus(load: Load, tmp_path: Path) -> None:
@@ -212,13 +212,13 @@ def test_other_data_other_options_and_another_tokenizer_are_another_corpus(load:
     other = load_tokenizer("./tokenizer")
     other.add_tokens(["two"])
     fingerprints = [
-        load("a.jsonl").fingerprint,
-        load("a.jsonl", seq_len=32).fingerprint,
-        load("a.jsonl", limit=2).fingerprint,
-        load("a.jsonl", tokenizer=other).fingerprint,
+        load("a.jsonl").provenance.fingerprint,
+        load("a.jsonl", seq_len=32).provenance.fingerprint,
+        load("a.jsonl", limit=2).provenance.fingerprint,
+        load("a.jsonl", tokenizer=other).provenance.fingerprint,
     ]
     write_jsonl(tmp_path / "a.jsonl", [*ROWS, {"text": "more"}])
-    fingerprints.append(load("a.jsonl").fingerprint)
+    fingerprints.append(load("a.jsonl").provenance.fingerprint)
     assert len(set(fingerprints)) == 5
 
 
@@ -227,7 +227,7 @@ def test_ranks_that_prepare_the_same_data_at_once_do_not_disturb_each_other(load
     byte_tokenizer()  # threads, unlike ranks, would import transformers at the same time
     with ThreadPoolExecutor(4) as pool:
         corpora = list(pool.map(lambda _: load("a.jsonl"), range(4)))
-    assert len({(corpus.fingerprint, int(corpus.train.lengths.sum())) for corpus in corpora}) == 1
+    assert len({(corpus.provenance.fingerprint, int(corpus.train.lengths.sum())) for corpus in corpora}) == 1
     assert len(list((tmp_path / "cache").iterdir())) == 1
 
 

@@ -13,7 +13,7 @@ import torch
 
 from bench.plans import plan_by_hand
 from bench.ranks import Ranks
-from bench.runs import frugal_train, records
+from bench.runs import PINNED, frugal_train, records
 from frugal.checkpoint import loading, random_state
 from frugal.checkpoint.progress import Progress
 from frugal.config.request import Request
@@ -35,6 +35,10 @@ RATE = 1e-3  # with ten times that, plain fp32 on one processor is 1.6e-5 off af
 
 def small() -> torch.nn.Module:
     return tiny_gpt2(n_positions=256, vocab_size=260)
+
+
+Alone = tuple[Path, list[float], list[list[int]], float]
+"""The data, losses and samples of a run on one rank, and by how much the losses of other runs may differ."""
 
 
 def batches_of(data: Path) -> StreamBatches:
@@ -77,25 +81,38 @@ def losses(of: list[dict[str, Any]]) -> list[float]:
     return [record["loss"] for record in of if record["event"] == "step"]
 
 
-def test_a_stream_trains_the_same_on_any_number_of_ranks_also_killed_and_resumed_on_others(
-    tmp_path: Path, one_rank: Ranks, two_ranks: Ranks, three_ranks: Ranks
-) -> None:
-    data = tmp_path / "chats.jsonl"
-    write_jsonl(data, chats(40))
-    batches = [batch[:] for batch in itertools.islice(batches_of(data).iterate(Position()), 8)]
-    bound = bound_of_losses(small, batches, learning_rate=RATE)
-    alone, drawn = one_rank.run(train, tmp_path / "1", data, 1, 2)[0]
+@pytest.fixture(scope="module")
+def alone(tmp_path_factory: pytest.TempPathFactory, one_rank: Ranks) -> Alone:
+    """A run on one rank on 40 chats."""
+    folder = tmp_path_factory.mktemp("alone")
+    write_jsonl(folder / "chats.jsonl", chats(40))
+    written, drawn = one_rank.run(train, folder / "1", folder / "chats.jsonl", 1, 2)[0]
     assert len(drawn) == 8 and len({number for batch in drawn for number in batch}) == 40, "it begins a second epoch"
+    batches = [batch[:] for batch in itertools.islice(batches_of(folder / "chats.jsonl").iterate(Position()), 8)]
+    return folder / "chats.jsonl", losses(written), drawn, bound_of_losses(small, batches, learning_rate=RATE)
+
+
+@pytest.mark.exhaustive
+def test_a_stream_trains_the_same_on_any_number_of_ranks(
+    tmp_path: Path, alone: Alone, two_ranks: Ranks, three_ranks: Ranks
+) -> None:
+    data, expected, drawn, bound = alone
     for world_size, ranks, micro_batch in ((2, two_ranks, 1), (3, three_ranks, 3)):
         answers = ranks.run(train, tmp_path / f"{world_size}", data, world_size, micro_batch)
         assert all(theirs == drawn for _, theirs in answers)
-        assert losses(answers[0][0]) == pytest.approx(losses(alone), rel=bound)
+        assert losses(answers[0][0]) == pytest.approx(expected, rel=bound)
+
+
+def test_a_stream_that_is_killed_on_three_ranks_goes_on_the_same_on_two(
+    tmp_path: Path, alone: Alone, two_ranks: Ranks, three_ranks: Ranks
+) -> None:
+    data, expected, drawn, bound = alone
     with pytest.raises(AssertionError, match=r"died|failed"):
         three_ranks.run(train, tmp_path / "killed", data, 3, 3, die=True)
     resumed, rest = two_ranks.run(train, tmp_path / "killed", data, 2, 2, resume=True)[0]
     done = 8 - len(rest)
     assert done in (2, 4) and rest == drawn[done:]
-    assert losses(resumed) == pytest.approx(losses(alone), rel=bound)
+    assert losses(resumed) == pytest.approx(expected, rel=bound)
 
 
 @pytest.fixture
@@ -111,7 +128,7 @@ def words(tmp_path: Path) -> tuple[object, ...]:
     return (
         "--model", "config.json", "--data", "chats.jsonl", "--stream",
         "--set", "train.shuffle-buffer=16", "--global-batch", 6,
-        "--seq-len", 256, "--chat-template", "chatml", "--schedule", "constant", "--validation-fraction", 0.1,
+        "--seq-len", 256, "--chat-template", "chatml", "--schedule", "constant", "--validation-fraction", 0.1, *PINNED,
     )  # fmt: skip
 
 

@@ -30,8 +30,7 @@ from frugal.planning.report import summary
 from tests.corpora import load_corpus
 from tests.fuzz.hostile import DEEP, bytes_like, documents_like, json_like
 
-NUMBER = 1000
-SOME = pytest.mark.parametrize("number", [200, pytest.param(NUMBER, marks=pytest.mark.exhaustive)])
+SOME = pytest.mark.parametrize("number", [200, pytest.param(1000, marks=pytest.mark.exhaustive)])
 SECONDS = 20  # for one input: nothing here should take a second
 """Well above what a busy machine needs."""
 
@@ -72,7 +71,8 @@ def survives(read: Callable[[Path], object], path: Path, texts: Iterator[bytes],
     assert number - num_read >= refused
 
 
-def test_plan_json(tmp_path: Path) -> None:
+@SOME
+def test_plan_json(number: int, tmp_path: Path) -> None:
     good = msgspec.json.decode(plan_by_hand(world_size=2, global_batch=9, micro_batch=2, zero_stage=2).to_json())
 
     def resealed(document: Any) -> Any:
@@ -86,7 +86,7 @@ def test_plan_json(tmp_path: Path) -> None:
         summary(plan)
         deepspeed_config(plan)
 
-    survives(use, tmp_path / "plan.json", json_like(good, NUMBER, after=resealed), refused=NUMBER // 2)
+    survives(use, tmp_path / "plan.json", json_like(good, number, after=resealed), refused=number // 2)
 
 
 TOML = b"""
@@ -108,21 +108,22 @@ validation-fraction = 0.1
 """
 
 
-def test_frugal_toml(tmp_path: Path) -> None:
+@SOME
+def test_frugal_toml(number: int, tmp_path: Path) -> None:
     def use(path: Path) -> None:
         file = schema.read_toml(path)
         understand(file.plan)
         run_settings({}, file.train)
 
     def texts() -> Iterator[bytes]:
-        yield from bytes_like(TOML, NUMBER // 2)
+        yield from bytes_like(TOML, number // 2)
         yield b"data = " + DEEP
-        for document in documents_like(msgspec.toml.decode(TOML), NUMBER - NUMBER // 2):
+        for document in documents_like(msgspec.toml.decode(TOML), number - number // 2):
             document = document if isinstance(document, dict) else {"": document}
             lines = (f"{json.dumps(key)} = {toml(value)}\n" for key, value in document.items())
             yield "".join(lines).encode("utf-8", "surrogatepass")
 
-    survives(use, tmp_path / "frugal.toml", texts(), refused=NUMBER // 2)
+    survives(use, tmp_path / "frugal.toml", texts(), refused=number // 2)
 
 
 def toml(value: Any) -> str:
@@ -142,27 +143,30 @@ node2 slots=2  # mem=24G
 """
 
 
-def test_hostfile(tmp_path: Path) -> None:
+@SOME
+def test_hostfile(number: int, tmp_path: Path) -> None:
     def use(path: Path) -> None:
         understand({"hostfile": str(path), "model": "gpt2", "mem": "24G"})
 
     path = tmp_path / "hosts"
     path.write_bytes(HOSTS)
     assert len(build_cluster.read_hostfile(path)) == 3
-    survives(use, path, bytes_like(HOSTS, NUMBER), refused=NUMBER // 3)
+    survives(use, path, bytes_like(HOSTS, number), refused=number // 3)
 
 
-def test_lengths(tmp_path: Path) -> None:
+@SOME
+def test_lengths(number: int, tmp_path: Path) -> None:
     def use(path: Path) -> None:
         found = sample_lengths.of(str(path), too_long="skip")
         understand({"model": "gpt2", "gpus": 2, "mem": "12G", "lengths": found})
 
     path = tmp_path / "lengths.json"
-    texts = [*json_like({"7": 100, "900": 3, "12": 4}, NUMBER // 2), *json_like([7, 900, 12, 12, 5], NUMBER // 2)]
-    survives(use, path, iter(texts), refused=NUMBER // 3)
+    texts = [*json_like({"7": 100, "900": 3, "12": 4}, number // 2), *json_like([7, 900, 12, 12, 5], number // 2)]
+    survives(use, path, iter(texts), refused=number // 3)
 
 
-def test_record_of_tokenised_data(tmp_path: Path) -> None:
+@SOME
+def test_record_of_tokenised_data(number: int, tmp_path: Path) -> None:
     def write(folder: Path) -> BuildReport:
         (folder / "train.arrow").write_bytes(b"tokens")
         return BuildReport(documents=1, samples=2, tokens=3, largest_token=(4, "a.txt:1"))
@@ -177,11 +181,12 @@ def test_record_of_tokenised_data(tmp_path: Path) -> None:
         except cache.DamagedError as error:  # which is said, and the data is read again
             raise FrugalError(str(error)) from None
 
-    texts = (*bytes_like(good, NUMBER // 2), *json_like(msgspec.json.decode(good), NUMBER // 2))
-    survives(use, entry / cache.RECORD, iter(texts), refused=NUMBER // 2)
+    texts = (*bytes_like(good, number // 2), *json_like(msgspec.json.decode(good), number // 2))
+    survives(use, entry / cache.RECORD, iter(texts), refused=number // 2)
 
 
-def test_manifest(tmp_path: Path) -> None:
+@SOME
+def test_manifest(number: int, tmp_path: Path) -> None:
     file = File(num_bytes=2, sha256="0" * 64, rank=0)
     made = Manifest(
         step=3, world_size=2, zero_stage=2, offload=("none", "none"), strategy="ZeRO-2", optimizer="adamw",
@@ -198,10 +203,11 @@ def test_manifest(tmp_path: Path) -> None:
             manifest.first_damage(path.parent, read, rank, 2)
 
     good = msgspec.json.decode(msgspec.json.encode(made))
-    survives(use, tmp_path / manifest.MANIFEST, json_like(good, NUMBER), refused=NUMBER // 2)
+    survives(use, tmp_path / manifest.MANIFEST, json_like(good, number), refused=number // 2)
 
 
-def test_record_of_a_run(tmp_path: Path) -> None:
+@SOME
+def test_record_of_a_run(number: int, tmp_path: Path) -> None:
     limits = MicroBatchLimits(max_samples=(4, 4), seq_len=16, shortest=2, overhead=None)
     learnt = LearntLimits(planned=limits, limits=limits, larger=(limits,), evaluation=limits)
 
@@ -212,7 +218,7 @@ def test_record_of_a_run(tmp_path: Path) -> None:
             raise FrugalError(str(error)) from None
 
     good = msgspec.json.decode(msgspec.json.encode(Progress(step=3, validation_loss=0.5, learnt=learnt)))
-    survives(use, tmp_path / TRAINING, json_like(good, NUMBER), refused=NUMBER // 2)
+    survives(use, tmp_path / TRAINING, json_like(good, number), refused=number // 2)
 
 
 ROWS = b'{"text": "to be or not to be"}\n{"text": "that is the question", "n": 3}\n{"text": "\\u00e9t\\u00e9"}\n'

@@ -11,11 +11,11 @@ import os
 import resource
 import signal
 import warnings
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager, suppress
+from collections.abc import Sequence
+from contextlib import suppress
 from multiprocessing.connection import Connection
 from pathlib import Path
-from typing import Any, NoReturn, Protocol
+from typing import Any, NoReturn
 
 from frugal.data.chat.formats import Chat, Trained
 from frugal.data.rows import BadRow
@@ -26,19 +26,10 @@ SECONDS, SECONDS_PER_CHARACTER = 30.0, 1e-5
 MEMORY_BYTES, BYTES_PER_CHARACTER = GIB, 256
 
 
-class Template(Protocol):
-    """A `ChatTemplate`."""
-
-    untrained_end: str
-
-    def encode(self, chat: Chat, where: str, *, train_on_all: bool) -> Trained | BadRow:
-        """Return the tokens of a chat."""
-
-
 _processes: dict[tuple[int, str], "RenderingProcess"] = {}  # by the tokenizer, which they keep, and its template
 
 
-def process_for(template: Template, tokenizer: Any) -> "RenderingProcess":
+def process_for(template: Any, tokenizer: Any) -> "RenderingProcess":
     """Return the process that renders a tokenizer's chats, which is started where there is none."""
     key = id(tokenizer), str(tokenizer.chat_template)
     if key not in _processes:
@@ -46,19 +37,8 @@ def process_for(template: Template, tokenizer: Any) -> "RenderingProcess":
     return _processes[key]
 
 
-@contextmanager
-def ended_afterwards() -> Iterator[None]:
-    """End what is started in the block. A stream's are started before it trains, and stay."""
-    before = set(_processes)
-    try:
-        yield
-    finally:
-        for key in _processes.keys() - before:
-            _processes.pop(key).end()
-
-
 def end_all() -> None:
-    """End all of them."""
+    """End all of them. A stream's are started before it trains, when all other data has been read, and stay."""
     for process in _processes.values():
         process.end()
     _processes.clear()
@@ -67,7 +47,7 @@ def end_all() -> None:
 class RenderingProcess:
     """A forked process that renders and tokenises chats; use `process_for`."""
 
-    def __init__(self, template: Template) -> None:
+    def __init__(self, template: Any) -> None:
         self._template, self._parent = template, os.getpid()
         self._results, theirs = multiprocessing.Pipe()
         with warnings.catch_warnings():
@@ -131,7 +111,7 @@ def _memory(chat: Chat) -> int:
     return MEMORY_BYTES + BYTES_PER_CHARACTER * chat.size
 
 
-def _work(template: Template, connection: Connection) -> NoReturn:
+def _work(template: Any, connection: Connection) -> NoReturn:
     """Encode what is asked for, until the parent closes the connection or ends."""
     try:
         signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is the parent's, which then ends this one
@@ -149,7 +129,7 @@ def _work(template: Template, connection: Connection) -> NoReturn:
         os._exit(0)
 
 
-def _encoded(template: Template, where: str, chat: Chat, train_on_all: bool) -> Trained | BadRow | RequestError:
+def _encoded(template: Any, where: str, chat: Chat, train_on_all: bool) -> Trained | BadRow | RequestError:
     taken = int(Path("/proc/self/statm").read_text().split()[0]) * resource.getpagesize()
     hard = resource.getrlimit(resource.RLIMIT_AS)[1]
     most = taken + _memory(chat)

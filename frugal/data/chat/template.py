@@ -9,7 +9,7 @@ marks (`marked`), and is refused otherwise, not guessed at.
 """
 
 import re
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from functools import cache, cached_property
 from pathlib import Path
@@ -194,15 +194,6 @@ def marked(template: str) -> tuple[Family, str] | None:
     return None
 
 
-def are_complete(family: Family, messages: list[dict[str, Any]]) -> bool:
-    """Return whether all that the assistant writes in these messages is marked."""
-    return family.marks_calls or not any(_calls(message) for message in messages)
-
-
-def _calls(message: Mapping[str, Any]) -> bool:
-    return bool(message.get("tool_calls"))
-
-
 class ChatTemplate:
     """The template of a tokenizer. `untrained_end`: a token that ends turns and is left out by its `{% generation %}`.
 
@@ -279,7 +270,9 @@ class ChatTemplate:
             if turns[-1] == len(chat.messages) - 1:
                 self._note_end(ids, trained)
             return ids, trained
-        elif (known := self._known(chat.tools)) is not None and are_complete(known[0], chat.messages):
+        elif (known := self._known(chat.tools)) is not None and (
+            known[0].marks_calls or not any(message.get("tool_calls") for message in chat.messages)
+        ):
             return self._by_known_marks(chat, turns, *known)
         if spans and spans[0][0] == 0:
             return BadRow("its first message is the assistant's: the template cannot be rendered before it")
@@ -290,12 +283,8 @@ class ChatTemplate:
         for number, part in zip(numbers, texts[1:], strict=True):
             if not texts[0].startswith(part):
                 raise _not_a_beginning(where, number, part, texts[0])
-        tokens_of: dict[
-            str, NDArray[np.int32]
-        ] = {}  # one after another: a tokenizer takes 165 times the bytes of its text
-        for text in texts:
-            if text not in tokens_of:
-                tokens_of[text] = tokenizing.encode(self._tokenizer, [text])[0]
+        # One after another: a tokenizer takes 165 times the bytes of its text.
+        tokens_of = {text: tokenizing.encode(self._tokenizer, [text])[0] for text in dict.fromkeys(texts)}
         ids, *parts = [tokens_of[text] for text in texts]
         for number, part_ids in zip(numbers, parts, strict=True):
             if not np.array_equal(ids[: len(part_ids)], part_ids):

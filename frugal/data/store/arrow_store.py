@@ -28,10 +28,8 @@ class ArrowSamples(Sequence[Sample]):
     global batch are tens of milliseconds a step.
     """
 
-    def __init__(self, path: Path, fingerprint: str) -> None:
-
+    def __init__(self, path: Path) -> None:
         table = pa.ipc.open_stream(pa.memory_map(str(path))).read_all()
-        self.fingerprint = fingerprint
         self.lengths: NDArray[np.int32] = table.column("length").to_numpy()
         self.counted_tokens = self.lengths
         if "labels" in table.column_names:
@@ -62,7 +60,6 @@ class ArrowWriter:
     """Appends samples to an Arrow stream, which `datasets` can open too; in packs of `packs_of` tokens if given."""
 
     def __init__(self, path: Path, task: str, packs_of: int | None = None) -> None:
-
         tokens = pa.list_(pa.int32())
         fields = {"input_ids": tokens}
         if task == "seq2seq":
@@ -101,7 +98,6 @@ class ArrowWriter:
                 self._flush()
 
     def _flush(self) -> None:
-
         for sample in self._pending:
             trained = sample.get("trained")
             sample["trained"] = () if trained is None or trained.all() else trained

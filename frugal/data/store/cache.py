@@ -12,11 +12,11 @@ killed process has left is removed when nothing has changed in it for an hour.
 import contextlib
 import errno
 import fcntl
-import glob
 import hashlib
 import logging
 import os
 import shutil
+import threading
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -33,8 +33,6 @@ RECORD = "report.json"
 _ABANDONED_SECONDS = 3600
 _NOTICE_SECONDS = 5.0
 """A wait for another process is reported only if it lasts longer."""
-
-_STUCK_SECONDS = 600
 
 logger = logging.getLogger("frugal")
 
@@ -64,10 +62,8 @@ def read(folder: Path) -> BuildReport:
         FileNotFoundError: there is no such entry.
         DamagedError: it is not what was written.
     """
-    if not folder.is_dir():
-        if not os.path.lexists(folder):
-            raise FileNotFoundError(folder)
-        raise DamagedError("it is no folder")
+    if not folder.exists():
+        raise FileNotFoundError(folder)
     name = RECORD
     try:
         sealed = msgspec.json.decode(files.read_regular(folder / RECORD), type=_Sealed)
@@ -101,64 +97,34 @@ def read_or_build(folder: Path, write: Callable[[Path], BuildReport]) -> BuildRe
         return read(folder)
     folder.parent.mkdir(parents=True, exist_ok=True)
     with _turn(folder):
-        seen = _record(folder)
         try:
             return read(folder)
         except FileNotFoundError:
             pass
         except DamagedError as error:
             logger.warning("the tokenised data in %s is damaged (%s): making it anew", folder, error)
-            if _record(folder) == seen:  # otherwise a process without a lock has replaced it
-                files.remove(folder)
+            files.remove(folder)
         _remove_abandoned(folder.parent)
         return _build(folder, write)
 
 
-def _record(folder: Path) -> bytes:
-    with contextlib.suppress(OSError):
-        return files.read_regular(folder / RECORD)
-    return b""
-
-
 @contextlib.contextmanager
 def _turn(folder: Path) -> Iterator[None]:
-    """Wait until no other process makes the entry, unless it is stuck: that of a lost host may be locked for ever.
-
-    Two that make an entry at once do not disturb each other: the first one's stays.
-    """
+    """Wait until no other process makes the entry. On a file system without locks several do: the first one's stays."""
     lock = folder.with_name(f".{folder.name}.lock")
-    descriptor, begin, is_told = files.append(lock), time.time(), False
+    descriptor = files.append(lock)
+    waiting = "waiting for another process that makes the same tokenised data, %s"
+    notice = threading.Timer(_NOTICE_SECONDS, logger.warning, (waiting, folder))
+    notice.start()
     try:
-        while not _is_locked(descriptor):
-            if not is_told and time.time() - begin > _NOTICE_SECONDS:
-                logger.warning("waiting for another process that makes the same tokenised data, %s", folder)
-                is_told = True
-            time.sleep(0.2)
-            if time.time() - max([begin, *_changes(folder)]) > _STUCK_SECONDS:
-                logger.warning("it has written nothing for %d minutes, and is not waited for", _STUCK_SECONDS / 60)
-                break
+        with contextlib.suppress(OSError):  # a file system without locks
+            fcntl.flock(descriptor, fcntl.LOCK_EX)
+        notice.cancel()
         yield
     finally:
+        notice.cancel()
         lock.unlink(missing_ok=True)
         os.close(descriptor)
-
-
-def _is_locked(descriptor: int) -> bool:
-    """Lock a file. Return False only if another process has."""
-    try:
-        fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
-    except BlockingIOError:
-        return False
-    except OSError:  # a file system without locks: no process waits
-        pass
-    return True
-
-
-def _changes(folder: Path) -> Iterator[float]:
-    """Yield when the files were changed last that others write for this entry."""
-    for path in folder.parent.glob(f"{glob.escape(folder.name)}.tmp-*/*"):
-        with contextlib.suppress(OSError):
-            yield path.stat().st_mtime
 
 
 def _build(folder: Path, write: Callable[[Path], BuildReport]) -> BuildReport:

@@ -220,7 +220,8 @@ class RowStream:
             number += 1
 
     def in_words(self) -> str:
-        """Return in which order rows come."""
+        """Return what is read, and in which order rows come."""
+        names = ", ".join(source.name for source in self.sources)
         order = f"shuffled within {self.buffer:,} rows" if self.buffer > 1 else "in the order of the files"
         if self.weights:
             parts = ", ".join(
@@ -228,7 +229,7 @@ class RowStream:
                 for weight, source in zip(self.weights, self.sources, strict=True)
             )
             order += f"; on average {parts}; a source that ends begins again until all were read to the end"
-        return order
+        return f"{names} is read while training, {order}"
 
     def _dataset(self, epoch: int) -> Any:
         import datasets
@@ -269,14 +270,8 @@ class SamplesInMemory(Sequence[Sample]):
         return self._samples[index - self._first]
 
 
-class Drawn(NamedTuple):
-    """A sample, and what of the stream is drawn with it: `offset` samples of the rows of `block` from `row` on."""
-
-    sample: Sample
-    epoch: int
-    block: Block
-    row: int
-    offset: int
+Drawn = tuple[Sample, Position]
+"""A sample, and the place after it."""
 
 
 @dataclass(frozen=True)
@@ -300,13 +295,14 @@ class SampleStream:
     check: Callable[[BuildReport], None]
 
     def iterate(self, start: Position) -> Iterator[Drawn]:
-        """Yield samples from `start` on, without end.
+        """Yield samples from `start` on, without end, each with the place after it.
 
         Raises:
             RequestError: a row cannot be a sample and is not to be left out, or the stream has none.
         """
         maker, epoch, place = self.new_maker(), start.epoch, start.stream
-        row, skipped = (place.row if place is not None else 0), start.offset
+        drawn, row = (place.drawn, place.row) if place is not None else (0, 0)
+        skipped = start.offset
         while True:
             is_empty = place is None
             number, state = (place.block, place.state) if place is not None else (0, "")
@@ -314,7 +310,8 @@ class SampleStream:
                 for begin, offset, sample in self._of_rows(block.rows, maker, row):
                     is_empty = False
                     if begin > row or offset > skipped:
-                        yield Drawn(sample, epoch, block, begin, offset)
+                        drawn += 1
+                        yield sample, Position(epoch, offset, StreamPlace(drawn, block.number, begin, block.state))
                 row, skipped = 0, 0
             if is_empty:
                 names = ", ".join(source.name for source in self.rows.sources)
@@ -339,8 +336,7 @@ class SampleStream:
 
     def in_words(self) -> str:
         """Return how it is read."""
-        names = ", ".join(source.name for source in self.rows.sources)
-        return f"{names} is read while training, {self.rows.in_words()}"
+        return self.rows.in_words()
 
     def _of_rows(self, rows: Examples, maker: SampleMaker, first: int = 0) -> Iterator[tuple[int, int, Sample]]:
         """Yield samples of rows from `first` on: each with a row, and the number of samples from there on with it.
@@ -411,10 +407,8 @@ class StreamBatches:
         waiting: list[Drawn] = []  # drawn, and too much for the batch before
         while True:
             taken = self._next(coming, waiting)
-            samples = [sample for sample, *_ in taken]
-            _, epoch, block, row, offset = taken[-1]
-            end = Position(epoch, offset, StreamPlace(drawn + len(taken), block.number, row, block.state))
-            dataset = SamplesInMemory(samples, drawn)
+            end = taken[-1][1]
+            dataset = SamplesInMemory([sample for sample, _ in taken], drawn)
             indices = np.arange(drawn, drawn + len(taken))
             yield GlobalBatch(dataset, indices, start, end, drawn, dataset.lengths)
             start, drawn = end, drawn + len(taken)
@@ -426,9 +420,9 @@ class StreamBatches:
         taken: list[Drawn] = []
         tokens = 0
         while True:
-            drawn = waiting.pop() if waiting else next(coming)
+            sample, place = waiting.pop() if waiting else next(coming)
             counts_targets = self._task == "seq2seq"  # as `ArrowSamples.counted_tokens`
-            number = max(1, len(drawn.sample["labels" if counts_targets else "input_ids"]))
+            number = max(1, len(sample["labels" if counts_targets else "input_ids"]))
             if number > self.global_tokens:
                 raise RequestError(
                     f"a sample does not fit into a global batch of {self.global_tokens} tokens",
@@ -436,7 +430,7 @@ class StreamBatches:
                     hint=f"ask for --global-tokens {number} or more, or shorten --seq-len",
                 )
             if tokens + number > self.global_tokens:
-                waiting.append(drawn)
+                waiting.append((sample, place))
                 return taken
-            taken.append(drawn)
+            taken.append((sample, place))
             tokens += number

@@ -79,7 +79,7 @@ def step(loss: str, zero_stage: int, packed: bool) -> tuple[Gradient, float, flo
     [
         ("one_rank", "plain", 0, False),
         ("two_ranks", "tiled", 2, False),
-        ("three_ranks", "plain", 3, False),
+        pytest.param("three_ranks", "plain", 3, False, marks=pytest.mark.exhaustive),
         ("two_ranks", "plain", 2, True),
         pytest.param("three_ranks", "tiled", 1, True, marks=pytest.mark.exhaustive),
     ],

@@ -134,7 +134,7 @@ ANYTHING = st.recursive(
 )
 
 
-@settings(max_examples=400, deadline=None)
+@settings(max_examples=100, deadline=None)
 @given(st.dictionaries(st.sampled_from(KEYS), ANYTHING), st.sampled_from([f for f in get_args(Format) if f != "text"]))
 def test_any_row_is_read_or_named(row: dict[str, Any], kind: Format) -> None:
     """None ends in a traceback."""

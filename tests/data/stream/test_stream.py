@@ -56,8 +56,8 @@ def stream_of(*data: str, pack: bool = False, seq_len: int = 256, task: str = "c
 
 def samples_of_epochs(stream: SampleStream, number: int) -> Iterator[dict[str, Any]]:
     """Those of so many epochs."""
-    for sample, epoch, *_ in stream.iterate(Position()):
-        if epoch >= number:
+    for sample, place in stream.iterate(Position()):
+        if place.epoch >= number:
             return
         yield sample
 
@@ -132,7 +132,7 @@ def test_masks_packs_and_cuts_are_those_of_stored_samples(pack: bool, too_long: 
 
 def test_shards_within_a_file_give_every_row_once(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     whole = texts(first(stream_of("chats.jsonl", shuffle_buffer=1), NUM_ROWS))
-    for width in (1, 100, 137, 1000):
+    for width in (1, 137):
         monkeypatch.setattr(shards, "SHARD_BYTES", width)
         stream = stream_of("chats.jsonl", shuffle_buffer=1)
         assert len(stream.rows.sources[0].shards) > 3
@@ -210,7 +210,7 @@ def test_a_batch_of_tokens_holds_whole_samples_and_no_more(folder: Path) -> None
 
 
 def test_long_rows_are_not_tokenised_in_one_call(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    (tmp_path / "long.jsonl").write_text("".join(json.dumps({"text": "ab" * 300_000}) + "\n" for _ in range(8)))
+    (tmp_path / "long.jsonl").write_text("".join(json.dumps({"text": "ab" * 300_000}) + "\n" for _ in range(4)))
     sizes: list[int] = []
     encode = tokenizing.encode
 
