@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from frugal.data.sources import find_sources
+from frugal.data.sources import find_named, find_sources
 
 
 def tree(folder: Path) -> Path:
@@ -64,3 +64,13 @@ def test_a_pattern_below_two_stars_matches_as_before(tmp_path: Path, monkeypatch
     }  # fmt: skip
     for pattern, expected in names.items():
         assert [source.name for source in find_sources([pattern])] == expected, pattern
+
+
+def test_a_file_that_is_named_twice_is_read_twice_and_that_is_said(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    (tmp_path / "a.txt").write_text("one")
+    named = find_named([str(tmp_path / "a.txt"), str(tmp_path / "*.txt")])
+    assert [len(each) for each in named] == [1, 1]
+    (said,) = caplog.messages
+    assert said.startswith("1 file is named several times, such as ") and said.endswith("read as often as named")
