@@ -124,7 +124,7 @@ def _unwrapped(function: Any) -> Any:
     function = inspect.unwrap(getattr(function, "__func__", function))
     seen = [function]
     while "<locals>" in getattr(function, "__qualname__", ""):
-        inside = [cell.cell_contents for cell in getattr(function, "__closure__", None) or ()]
+        inside = [each.cell_contents for each in getattr(function, "__closure__", None) or ()]
         functions = [inspect.unwrap(each) for each in inside if inspect.isfunction(each) and each not in seen]
         if len(functions) != 1:
             break
