@@ -80,7 +80,12 @@ def logits(model: Any, dtype: torch.dtype = torch.float32) -> torch.Tensor:
 
 @pytest.mark.parametrize(
     ("zero_stage", "precision", "lora"),
-    [(0, "fp32", None), (3, "bf16", None), (2, "bf16", "r=4"), (3, "fp32", "r=4,dora")],
+    [
+        pytest.param(0, "fp32", None, marks=pytest.mark.exhaustive),
+        (3, "bf16", None),
+        pytest.param(2, "bf16", "r=4", marks=pytest.mark.exhaustive),
+        (3, "fp32", "r=4,dora"),
+    ],
 )
 def test_the_last_checkpoint_s_folder_is_that_of_the_run(
     zero_stage: int, precision: str, lora: str | None, tmp_path: Path, two_ranks: Ranks
