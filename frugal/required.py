@@ -117,19 +117,18 @@ def _form(value: Any) -> str:
     return f"({', '.join(inspect.signature(_unwrapped(value)).parameters)})"
 
 
+_WRAPPED = ("func", "init", "setstate")
+"""Names under which decorators without `__wrapped__` hold what they are around: DeepSpeed's for NVTX, and what
+`torch.compile` puts around methods of `nn.Module` for good."""
+
+
 def _unwrapped(function: Any) -> Any:
-    """Return a function without its decorators, also those that leave no `__wrapped__`: DeepSpeed's for NVTX, and what
-    `torch.compile` puts around `nn.Module.__init__` for good. They are functions made in another, around one.
-    """
+    """Return a function without its decorators, also those that leave no `__wrapped__`."""
     function = inspect.unwrap(getattr(function, "__func__", function))
-    seen = [function]
-    while "<locals>" in getattr(function, "__qualname__", ""):
-        inside = [each.cell_contents for each in getattr(function, "__closure__", None) or ()]
-        functions = [inspect.unwrap(each) for each in inside if inspect.isfunction(each) and each not in seen]
-        if len(functions) != 1:
-            break
-        function = functions[0]
-        seen.append(function)
+    names = getattr(getattr(function, "__code__", None), "co_freevars", ())
+    for name in set(names).intersection(_WRAPPED):
+        inner = function.__closure__[names.index(name)].cell_contents
+        return _unwrapped(inner) if callable(inner) and inner is not function else function
     return function
 
 

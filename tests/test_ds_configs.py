@@ -8,9 +8,13 @@ from ds_configs.generate import cases, generate
 
 ROOT = Path(__file__).parents[1]
 FAST, SLOW = cases(slow=False), cases(slow=True)
+IN_EVERY_RUN = {name: FAST[name] for name in ("pinned", "translation-on-3x12g", "gpt2-xl-without-offloading")}
+OTHERS = {name: settings for name, settings in (FAST | SLOW).items() if name not in IN_EVERY_RUN}
 
 
-@pytest.mark.parametrize("wanted", [FAST, pytest.param(SLOW, marks=pytest.mark.exhaustive)], ids=["fast", "slow"])
+@pytest.mark.parametrize(
+    "wanted", [IN_EVERY_RUN, pytest.param(OTHERS, marks=pytest.mark.exhaustive)], ids=["in every run", "others"]
+)
 def test_the_cases_come_out_as_they_are_kept(
     wanted: dict[str, dict[str, object]], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -37,17 +37,6 @@ def test_every_name_is_there_after_torch_compile_which_replaces_some_for_good(mo
     assert required.missing(torch_internals.NAMES) == ()
 
 
-def test_functions_that_hold_themselves_or_each_other_are_looked_through_once() -> None:
-    def even(number: int) -> bool:
-        return number == 0 or odd(number - 1)
-
-    def odd(number: int) -> bool:
-        return number > 0 and even(number - 1)
-
-    assert even(4)
-    assert required._unwrapped(even) in (even, odd)
-
-
 @pytest.mark.parametrize("library", LIBRARIES)
 def test_the_tested_version_is_installed_and_the_only_minor_one_that_pip_takes(library: str) -> None:
     module: ModuleType = LIBRARIES[library][0]

@@ -289,7 +289,7 @@ def part(folder: Path, step: int, of: int) -> None:
     """Train until `step` of a schedule `of` so many. Runs on ranks."""
     import torch
 
-    from frugal.engine.run import train
+    from frugal.engine.training import train
 
     out = folder / "alike"
     train(

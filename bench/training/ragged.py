@@ -108,7 +108,7 @@ def in_turns(plan: Plan) -> list[dict[str, Any]]:
         step: dict[str, Any] = {"tokens": int(with_lengths.lengths.sum())}
         turns = [("fixed", fixed, as_list), ("grouped", grouped, with_lengths)]
         for name, engine, samples in turns if number % 2 == 0 else turns[::-1]:
-            shapes = [batch["input_ids"].shape for batch in engine.micro_batches(samples)]
+            shapes = [batch["input_ids"].shape for batch in engine.prepare(samples).batches]
             dist.barrier()
             began = time.perf_counter()
             loss = engine.train_step(samples).loss
@@ -151,7 +151,7 @@ def under_a_limit(plan: Plan, limit_bytes: int, is_full: bool) -> dict[str, Any]
     with limited(limit_bytes) as gauge:
         engine = engine_of(plan)
         if is_full:
-            engine.limits = replace(engine.limits, overhead=None)
+            engine.adaptive_limits.limits = replace(engine.limits, overhead=None)
         before, losses, tokens = engine.limits, [], 0
         for _, batch in steps(plan):
             losses.append(engine.train_step(batch).loss)

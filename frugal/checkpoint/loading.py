@@ -233,7 +233,9 @@ def _restore(engine: Trained, path: Path, refused: tuple[str, ...]) -> Loaded:
             if generators is not None:
                 other_states.check_generators(generators)
             _check_counters(engine, saved)
-            if not on_nvme:
+            if on_nvme:  # of the model DeepSpeed reads buffers, and casts them
+                _fill_buffers(engine, saved, writes=False)
+            else:
                 _fill(engine, saved, is_same=is_same, writes=False)
 
         with nullcontext() if on_nvme else engine.zero.opened(), torch.no_grad():
@@ -464,6 +466,10 @@ def _fill(engine: Trained, saved: Saved, *, is_same: bool, writes: bool) -> None
         if writes:
             zero.put_states(flat, states, single)
     zero.fill_weights(copy_weights)
+    _fill_buffers(engine, saved, writes=writes)
+
+
+def _fill_buffers(engine: Trained, saved: Saved, *, writes: bool) -> None:
     for name, buffer in torch_internals.saved_buffers(engine.module).items():
         value = saved.buffer(name, buffer)
         if writes:

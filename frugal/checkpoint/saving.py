@@ -124,7 +124,7 @@ class Saver:
             raise failure
         if self._complete is not None:
             (step, folder), self._complete = self._complete, None
-            self._engine.callbacks.on_save(self._engine, step, folder)
+            self._engine.callbacks.call("on_save", self._engine, step, folder)
 
     def _make_room(self, aside: Path) -> None:
         """Make rank 0's new folder for a checkpoint, of which nothing was there before."""

@@ -85,7 +85,7 @@ def command(
         show(blocks)
         click.echo()
     if draft is None:
-        show_verdict(replace(plan.verdict, notes=()) if verbose else plan.verdict)
+        show_verdict(replace(plan, warnings=()) if verbose else plan)
     proof = "" if draft is None else conclude(plan, draft)
     _conclude(plan, output, html, written, proof, verbose=verbose)
 

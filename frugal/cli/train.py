@@ -212,7 +212,7 @@ def _plan_for_rest(job: _Job, before: Plan) -> Plan:
 
 def _tell(plan: Plan, *, err: bool = False) -> None:
     """Show the verdict of a plan; `frugal explain` reads the rest from the run's folder."""
-    show_verdict(plan.verdict, err=err)
+    show_verdict(plan, err=err)
     click.echo(err=err)
 
 

@@ -184,7 +184,6 @@ NAMES = (
         "_pre_step(self)",
         "micro_step_id",
         "__param_id_to_grad_partition",
-        "_offload_boundary_param_ids",
         "offload_optimizer",
         "norm_for_param_grads",
         "reset_cpu_buffers(self)",
@@ -237,7 +236,7 @@ NAMES = (
         "release_and_reset_all(self, module)",
     ),
     *needed(f"{_SPLITTING}:ZeroParamStatus", _RESET, "INFLIGHT", "NOT_AVAILABLE", "AVAILABLE"),
-    # Categories in dry runs: parameters, gradients, ...
+    # Categories in dry runs: parameters, gradients, ..., besides those above
     *needed(
         _ZERO12,
         _CATEGORY,
@@ -245,10 +244,8 @@ NAMES = (
         "round_robin_bit16_meta",
         "_global_grad_norm",
         "param_buffer_of_bit16_for_cpu_offload_groups",
-        "accumulated_grads_in_cpu",
         "temp_grad_buffer_for_cpu_offload",
         "temp_grad_buffer_for_gpu_offload",
-        "norm_for_param_grads",
     ),
     *needed(
         _ZERO3,
@@ -257,7 +254,6 @@ NAMES = (
         "grad_partitions_flat_buffer",
         "_global_grad_norm",
         "inf_or_nan_tracker",
-        "norm_for_param_grads",
     ),
     # The optimizer step: ranks vote before it writes weights
     *needed(
@@ -277,7 +273,6 @@ NAMES = (
     ),
     # Checkpoints: places of states, and files
     *needed(_ZERO12, _LAYOUT, "bit16_groups", "_hp_optimizer_states_linked"),
-    *needed(_ZERO12, "settings that stay when states are read", "clip_grad"),
     *needed("deepspeed.utils.mixed_precision_linkage", _LAYOUT, "_init_lp_to_hp_mapping:_hp_mapping"),
     *needed(
         "deepspeed.utils.tensor_fragment",
@@ -374,7 +369,6 @@ NAMES = (
     *needed("deepspeed.ops.adam.cpu_adam", "stands for a kernel", "CPUAdamBuilder"),
     *needed(f"{_RUNTIME}.swap_tensor.partitioned_optimizer_swapper", "stands for disks", "AsyncIOBuilder"),
     *needed(f"{_RUNTIME}.swap_tensor.partitioned_param_swapper", "stands for disks", "AsyncIOBuilder"),
-    *needed(f"{_SPLITTING}:Init", "parameters arrive one by one", "_zero_init_param(self, param)"),
     # Loading: parameters are split as they are read
     *needed(
         f"{_SPLITTING}:Init",
@@ -399,19 +393,14 @@ NAMES = (
 """Every name of DeepSpeed that this package uses, and why."""
 
 
+@functools.cache  # some 60 ms, once a process
 def verify() -> None:
     """Refuse a DeepSpeed that lacks a name in the table.
 
     Raises:
         RequestError: it lists the missing names.
     """
-    if not _is_verified():
-        required.verify("deepspeed", TESTED, NAMES, title="DeepSpeed")
-
-
-@functools.cache  # some 60 ms, once a process
-def _is_verified() -> bool:
-    return not required.missing(NAMES)
+    required.verify("deepspeed", TESTED, NAMES, title="DeepSpeed")
 
 
 def main(arguments: list[str]) -> int:

@@ -221,16 +221,13 @@ def compile_adam(*, on_host: bool, in_part: bool = False) -> None:
         RequestError: it cannot be compiled.
     """
     name, called = ("CPUAdamBuilder", "DeepSpeedCPUAdam") if on_host else ("FusedAdamBuilder", "FusedAdam")
-    try:
-        _load(name)
-    except Exception as error:  # whatever a compiler, a linker or a missing CUDA toolkit makes torch raise
-        other_way = "plan with --offload optimizer:1" if in_part else "leave out optimizer.implementation"
-        raise RequestError(
-            f"DeepSpeed's {called} cannot be compiled here",
-            because=str(error).strip().splitlines()[0],
-            hint=f"install a C++ compiler, ninja and, for GPUs, the CUDA toolkit; or {other_way}: torch's fused "
-            "kernels need none of them",
-        ) from None
+    other_way = "plan with --offload optimizer:1" if in_part else "leave out optimizer.implementation"
+    _load(
+        name,
+        f"DeepSpeed's {called}",
+        f"install a C++ compiler, ninja and, for GPUs, the CUDA toolkit; or {other_way}: torch's fused kernels need "
+        "none of them",
+    )
 
 
 def compile_nvme_io() -> None:
@@ -239,25 +236,27 @@ def compile_nvme_io() -> None:
     Raises:
         RequestError: it cannot be compiled.
     """
-    try:
-        _load("AsyncIOBuilder")
-    except Exception as error:  # whatever a compiler, a linker or a missing library makes torch raise
-        raise RequestError(
-            "DeepSpeed's asynchronous I/O cannot be compiled here",
-            because=str(error).strip().splitlines()[0],
-            hint="install libaio with its headers (`apt install libaio-dev`), a C++ compiler and ninja; or plan "
-            "without --nvme-path",
-        ) from None
+    _load(
+        "AsyncIOBuilder",
+        "DeepSpeed's asynchronous I/O",
+        "install libaio with its headers (`apt install libaio-dev`), a C++ compiler and ninja; or plan without "
+        "--nvme-path",
+    )
 
 
-def _load(builder_name: str) -> None:
+def _load(builder_name: str, what: str, hint: str) -> None:
     from torch.utils.cpp_extension import get_default_build_root  # needed only to compile
 
-    builder = get_accelerator().create_op_builder(builder_name)
-    root = Path(os.environ.get("TORCH_EXTENSIONS_DIR") or get_default_build_root())
-    for lock in root.glob(f"**/{builder.name}/lock"):
-        wait_for_compiler(lock)
-    builder.load(verbose=False)
+    try:
+        builder = get_accelerator().create_op_builder(builder_name)
+        root = Path(os.environ.get("TORCH_EXTENSIONS_DIR") or get_default_build_root())
+        for lock in root.glob(f"**/{builder.name}/lock"):
+            wait_for_compiler(lock)
+        builder.load(verbose=False)
+    except Exception as error:  # whatever a compiler, a linker, or a missing library or toolkit makes torch raise
+        raise RequestError(
+            f"{what} cannot be compiled here", because=str(error).strip().splitlines()[0], hint=hint
+        ) from None
 
 
 QUIET_SECONDS = 180.0

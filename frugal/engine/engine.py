@@ -47,7 +47,7 @@ class Engine(Stepper):
             result = super().train_step(batch)
             tuner.after_step(self.deepspeed.global_steps, batch.samples, is_finite=result.is_finite)
             self.tuner = None if tuner.is_over else tuner
-        self.callbacks.on_step(self, self.deepspeed.global_steps, result)
+        self.callbacks.call("on_step", self, self.deepspeed.global_steps, result)
         return result
 
     def tune(self, most_steps: int, on_end: Callable[[dict[str, Any]], None] = lambda _: None) -> None:
@@ -70,7 +70,7 @@ class Engine(Stepper):
         if metric is not None and not isinstance(metric, Metric):
             metric = Metric.of(metric)
         evaluation = evaluate(self, as_samples(samples, self.objective), metric)
-        self.callbacks.on_evaluation(self, self.deepspeed.global_steps, evaluation)
+        self.callbacks.call("on_evaluation", self, self.deepspeed.global_steps, evaluation)
         return evaluation
 
     def save(self, folder: str | Path, progress: Progress | None = None, *, keep: int = 2, extra: Any = None) -> Path:

@@ -1,25 +1,22 @@
 """The end of a run: choose its final model, evaluate it on data kept for the end, and write it."""
 
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from frugal.checkpoint import loading, manifest, saving
-from frugal.data.corpus import Subset
+from frugal.config.run_settings import RunSettings
+from frugal.data.corpus import RunData, Subset
 from frugal.data.stream.samples import SampleStream
+from frugal.engine.engine import Engine
 from frugal.engine.evaluation import evaluate
-
-if TYPE_CHECKING:
-    from frugal.config.run_settings import RunSettings
-    from frugal.data.corpus import RunData
-    from frugal.engine.engine import Engine
-    from frugal.engine.extensions.best import Best
-    from frugal.engine.extensions.metric import Metric
-    from frugal.engine.reports.metrics import Log
+from frugal.engine.extensions.best import Best
+from frugal.engine.extensions.metric import Metric
+from frugal.engine.reports.metrics import Log
 
 
 def finish(
-    engine: "Engine", settings: "RunSettings", data: "RunData", step: int, best: "Best", log: "Log",
-    metric: "Metric | None",
+    engine: Engine, settings: RunSettings, data: RunData, step: int, best: Best, log: Log,
+    metric: Metric | None,
 ) -> None:  # fmt: skip
     """After step number `step`, the last: choose the weights, evaluate them, and write the model. Collective."""
     step = _load_best(engine, settings, best, log) if settings.save_best_model else step
@@ -28,7 +25,7 @@ def finish(
     log.say(f"model written to {folder}")
 
 
-def _load_best(engine: "Engine", settings: "RunSettings", best: "Best", log: "Log") -> int:
+def _load_best(engine: Engine, settings: RunSettings, best: Best, log: Log) -> int:
     """Load the weights of the best checkpoint, and return its number of steps."""
     path = saving.best_of(manifest.checkpoints_in(settings.checkpoints), best.criterion.score)
     loaded = loading.load(engine, settings.checkpoints, only=None if path is None else path.name)
@@ -37,7 +34,7 @@ def _load_best(engine: "Engine", settings: "RunSettings", best: "Best", log: "Lo
 
 
 def evaluate_at_the_end(
-    engine: "Engine", data: "RunData", total_steps: int, log: "Log", metric: "Metric | None" = None
+    engine: Engine, data: RunData, total_steps: int, log: Log, metric: Metric | None = None
 ) -> None:
     """Evaluate the test data, and as many training samples as there were for validation."""
     if len(data.test) == 0:

@@ -134,16 +134,11 @@ class Stepper:
         """Return what a micro-batch may take: as planned, lowered where memory ran out all the same."""
         return self.adaptive_limits.limits
 
-    @limits.setter
-    def limits(self, limits: MicroBatchLimits) -> None:
-        self.adaptive_limits.limits = limits
-
-    def micro_batches(self, samples: Sequence[Sample]) -> list[Batch]:
-        """Return this rank's micro-batches of a global batch; an empty one becomes a dummy without targets."""
-        return self.prepare(samples).batches
-
     def prepare(self, samples: Sequence[Sample]) -> Prepared:
-        """Do all that `train_step` needs on the host; another thread may call it while a step runs."""
+        """Do all that `train_step` needs on the host; another thread may call it while a step runs.
+
+        A micro-batch of this rank without samples becomes a dummy without targets.
+        """
         limits, planned = self.limits, self.plan.batch
         batches, tokens, positions = [], 0, 0
         for places in share(samples, limits, self.group, planned).places:

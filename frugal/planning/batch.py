@@ -135,9 +135,7 @@ class BatchPlan:
             micro_batch=caps,
             accumulation_steps=num_steps,
             micro_steps=tuple(
-                MicroSteps(count=count, samples=_in_proportion(samples, capacities))
-                for count, samples in kinds
-                if count
+                MicroSteps(count=count, samples=in_proportion(samples, capacities)) for count, samples in kinds if count
             ),
             sequence_parallel=sequence_parallel,
         )
@@ -211,19 +209,7 @@ class BatchPlan:
     @cached_property
     def sizes(self) -> tuple[tuple[int, ...], ...]:
         """The micro-batch sizes one by one: `sizes[rank][micro_step]`, shape (world size, accumulation steps)."""
-        rows: list[list[int]] = [[] for _ in self.micro_batch]
-        for group, cap in enumerate(self.groups):
-            members = [row for row, own in zip(rows, self.micro_batch, strict=True) if own == cap]
-            first = 0  # whose turn it is to get one more
-            for steps in self.micro_steps:
-                per_rank, remainder = divmod(steps.samples[group], len(members))
-                for _ in range(steps.count):
-                    for row in members:
-                        row.append(per_rank)
-                    for turn in range(first, first + remainder):
-                        members[turn % len(members)][-1] += 1
-                    first += remainder
-        return tuple(map(tuple, rows))
+        return tuple(map(self.sizes_of, range(len(self.micro_batch))))
 
     def sizes_of(self, rank: int) -> tuple[int, ...]:
         """Return the rank's micro-batch sizes in samples, without computing all others."""
@@ -286,7 +272,7 @@ def _on_a_circle(start: int, length: int, end: int, size: int) -> int:
     return min(max(end - start, 0), length) + min(max(start + length - size, 0), end)
 
 
-def _in_proportion(samples: int, capacities: Sequence[int]) -> tuple[int, ...]:
+def in_proportion(samples: int, capacities: Sequence[int]) -> tuple[int, ...]:
     """Split `samples` in proportion to `capacities`, rounded down or up so that none is lost."""
     total = sum(capacities)
     shares = [samples * capacity // total for capacity in capacities]

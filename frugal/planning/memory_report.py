@@ -41,7 +41,7 @@ def _with_room(memory: MemoryBreakdown, device: Device) -> list[str]:
     needed, reserved = format_bytes(memory.total_bytes), format_bytes(memory.reserved_bytes)
     shown = format_bytes(memory.reserved_bytes + device.context_bytes)
     return [
-        f"it needs {needed}; with room to spare its allocator reserves {reserved}, and nvidia-smi shows {shown} "
+        f"it needs {needed}; on the whole card its allocator reserves {reserved}, and nvidia-smi shows {shown} "
         f"{bounds_of(seen)}"
     ]
 

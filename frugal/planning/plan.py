@@ -20,13 +20,15 @@ from frugal import files
 from frugal.config.hardware.cluster import MOST_RANKS, Cluster
 from frugal.config.request import Request
 from frugal.errors import PlanMismatchError, RequestError
-from frugal.planning import verdict as verdicts
 from frugal.planning.batch import BatchPlan
 from frugal.planning.memory.breakdown import MemoryBreakdown
 from frugal.planning.strategy import Strategy
 from frugal.units import format_bytes, format_count, format_seconds
 
 SCHEMA = 5
+
+NAME_WIDTH = 7
+"""Columns of the name of a row in a printed plan, with the space behind it."""
 
 UNPROVEN = "a draft: its memory is arithmetic, and no dry run has proven it"
 """The warning of a draft plan."""
@@ -189,16 +191,18 @@ class Plan:
         return UNPROVEN in self.warnings
 
     def __str__(self) -> str:
-        """Return the verdict, in a few lines; `frugal.planning.report.summary` has all of it."""
-        return verdicts.text(self.verdict)
+        """Return warnings and the verdict in a few lines; `frugal.planning.report.summary` has all of it."""
+        notes = [f"{'note':<{NAME_WIDTH}}{note}" for note in self.warnings]
+        rows = [f"{name:<{NAME_WIDTH}}{words}" for name, words in self.verdict]
+        return "\n".join([*notes, *([""] if notes else []), self.arithmetic, *rows])
 
     def _repr_html_(self) -> str:
         """Return the verdict for a notebook."""
         return f"<pre>{escape(str(self))}</pre>"
 
     @property
-    def verdict(self) -> verdicts.PlanVerdict:
-        """The plan in short: what runs, its memory and time, and what binds."""
+    def verdict(self) -> tuple[tuple[str, str], ...]:
+        """The plan in short, as rows with a name: what runs, its memory and time, and what binds."""
         request, model = self.request, self.model
         trained = ""
         if model.trainable_parameters != model.parameters:
@@ -216,13 +220,7 @@ class Plan:
             ("step", self._speed),
             ("binds", binds),
         )
-        return verdicts.PlanVerdict(
-            headline=self.arithmetic,
-            rows=tuple(row for row in rows if row[1]),
-            notes=self.warnings,
-            memory=self.memory,
-            device_bytes=self._device_bytes,
-        )
+        return tuple(row for row in rows if row[1])
 
     @property
     def _room(self) -> str:
@@ -232,7 +230,7 @@ class Plan:
         if self.strategy.offload_optimizer != "none":
             host = f"; {format_bytes(memory.host_bytes_per_node)} of each host"
         return (
-            f"{format_bytes(memory.total_bytes)} of {format_bytes(self._device_bytes)} on {where}, "
+            f"{format_bytes(memory.total_bytes)} of {format_bytes(self.device_bytes)} on {where}, "
             f"{format_bytes(memory.headroom_bytes)} of headroom{host}"
         )
 
@@ -246,7 +244,7 @@ class Plan:
         return f"{format_seconds(total)} estimated, {rate} samples/s: {shares}"
 
     @property
-    def _device_bytes(self) -> int:
+    def device_bytes(self) -> int:
         """The memory of the device that `memory` describes."""
         return self.memory.device_in(self.cluster).memory_bytes
 

@@ -15,11 +15,7 @@ FAMILIES = [
     ("causal-lm", "mixtral", True, "exact"),
     ("masked-lm", "bert", False, "exact"),
     ("masked-lm", "bart", False, "refused"),
-    ("seq2seq", "bart", False, "exact"),
-    ("seq2seq", "mbart", False, "exact"),
-    ("seq2seq", "m2m_100", False, "exact"),
     ("seq2seq", "t5", False, "exact"),
-    ("seq2seq", "prophetnet", False, "exact"),
     ("sequence-classification", "roberta", False, "exact"),
 ]
 

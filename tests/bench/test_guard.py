@@ -12,7 +12,7 @@ from bench.runs import TINY
 from tests import readme
 
 
-@pytest.mark.parametrize("zero_stage", [2, 3])
+@pytest.mark.parametrize("zero_stage", [2, pytest.param(3, marks=pytest.mark.exhaustive)])
 def test_votes_are_counted_and_both_ways_are_timed(zero_stage: int, tmp_path: Path, two_ranks: Ranks) -> None:
     (tmp_path / "config.json").write_text(json.dumps(TINY))
     plan = plan_by_hand(

@@ -13,6 +13,7 @@ from tests import readme
 LM = ROOT / "launch" / "lm"
 
 
+@pytest.mark.exhaustive
 def test_a_file_of_the_library_is_in_one_part_only_and_none_is_left_out() -> None:
     parts = {
         name: [row["text"] for row in factories.import_callable(f"{LM}/stdlib.py:{name}")()]

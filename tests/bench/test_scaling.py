@@ -12,6 +12,7 @@ from bench.training.training_rank import Text
 from tests import readme
 
 
+@pytest.mark.exhaustive
 def test_runs_take_turns_and_end_with_the_same_perplexity(one_rank: Ranks, two_ranks: Ranks, tmp_path: Path) -> None:
     config = tmp_path / "config.json"
     config.write_text(json.dumps({**MODEL, "n_layer": 1, "n_embd": 32, "n_head": 2, "n_positions": 64}))

@@ -43,9 +43,9 @@ def interrupted_and_not(folder: Path, zero_stage: int, precision: str, strategy:
 @pytest.mark.parametrize(
     ("zero_stage", "precision", "strategy"),
     [
-        (0, "fp32", {}),
+        pytest.param(0, "fp32", {}, marks=pytest.mark.exhaustive),
         pytest.param(1, "fp32", {"activation_checkpointing": "full"}, marks=pytest.mark.exhaustive),
-        (2, "bf16", {}),
+        pytest.param(2, "bf16", {}, marks=pytest.mark.exhaustive),
         (3, "bf16", {"activation_checkpointing": "full"}),
         (2, "bf16", {"offload_optimizer": "cpu"}),
     ],

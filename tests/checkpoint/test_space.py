@@ -95,7 +95,7 @@ IN_BF16 = {"precision": "bf16", "optimizer_states": "bf16"}
     ("zero_stage", "request_"),
     [
         (0, {}),
-        (1, {}),
+        pytest.param(1, {}, marks=pytest.mark.exhaustive),
         (3, {"lora": Lora.parse("r=128")}),
         (2, IN_BF16),
         pytest.param(3, IN_BF16, marks=pytest.mark.exhaustive),

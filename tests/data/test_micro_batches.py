@@ -47,7 +47,7 @@ def train(zero_stage: int, *, is_known: bool) -> tuple[Gradient, float, float, l
     engine = initialize(tiny_gpt2(), plan, CausalLM())
     samples = Known(ragged_samples(GLOBAL_BATCH)) if is_known else ragged_samples(GLOBAL_BATCH)
     evaluation = evaluate(engine, samples)
-    shapes = [list(batch["input_ids"].shape) for batch in engine.micro_batches(samples)]
+    shapes = [list(batch["input_ids"].shape) for batch in engine.prepare(samples).batches]
     result = engine.train_step(samples)
     gradient = applied(engine, before)
     engine.destroy()

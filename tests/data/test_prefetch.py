@@ -64,7 +64,9 @@ def prepared_and_plain() -> dict[str, Any]:
         losses = []
         for number, batch in enumerate(steps):
             if number == 1:  # the next batch is prepared, and now too large
-                engine.limits = MicroBatchLimits(max_samples=(1,), seq_len=64, shortest=64, overhead=None)
+                engine.adaptive_limits.limits = MicroBatchLimits(
+                    max_samples=(1,), seq_len=64, shortest=64, overhead=None
+                )
             losses.append(engine.train_step(batch).loss)
         weights = torch.cat([parameter.detach().flatten() for parameter in engine.module.parameters()])
         results[way] = losses, weights.numpy()

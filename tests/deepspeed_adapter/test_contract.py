@@ -68,10 +68,10 @@ def test_another_deepspeed_is_refused_with_all_that_it_lacks(monkeypatch: pytest
     lacking = (*contract.NAMES, *needed(OPTIMIZER, "a test", "_late_step", "_step(self)"))
     monkeypatch.setattr(contract, "NAMES", lacking)
     monkeypatch.setattr(required, "version", lambda _library: "0.20.0")
-    contract._is_verified.cache_clear()
+    contract.verify.cache_clear()
     with pytest.raises(RequestError) as caught:
         contract.verify()
-    contract._is_verified.cache_clear()
+    contract.verify.cache_clear()
     assert str(caught.value) == (
         "DeepSpeed 0.20.0 is not supported\n"
         f"  because {STAGE3}.DeepSpeedZeroOptimizer_Stage3 has no `_late_step`\n"
@@ -82,9 +82,9 @@ def test_another_deepspeed_is_refused_with_all_that_it_lacks(monkeypatch: pytest
 
 def test_verifying_again_takes_no_time() -> None:
     contract.verify()
-    before = contract._is_verified.cache_info().hits
+    before = contract.verify.cache_info().hits
     contract.verify()
-    assert contract._is_verified.cache_info().hits == before + 1
+    assert contract.verify.cache_info().hits == before + 1
 
 
 # What the adapter names is in the table

@@ -162,7 +162,7 @@ LAYOUTS = [(1, 0, 1), (2, 1, 2), (8, 3, 2), (64, 63, 1)]
         pytest.param("llama", 2, "fp32", marks=pytest.mark.exhaustive),
         ("llama", 3, "bf16"),
         pytest.param("gpt2", 2, "bf16", marks=pytest.mark.exhaustive),
-        ("gpt2", 3, "bf16"),
+        pytest.param("gpt2", 3, "bf16", marks=pytest.mark.exhaustive),
     ],
 )
 def test_every_phase_is_as_dry_run(
@@ -279,10 +279,10 @@ ALL_ON_HOST = {**OPTIMIZER_ON_HOST, "offload_parameters": "cpu"}
     ("zero_stage", "world_size", "rank", "steps", "kind", "offload"),
     [
         (2, 2, 1, 2, "cuda", OPTIMIZER_ON_HOST),
-        (2, 1, 0, 1, "cpu", OPTIMIZER_ON_HOST),
+        pytest.param(2, 1, 0, 1, "cpu", OPTIMIZER_ON_HOST, marks=pytest.mark.exhaustive),
         (3, 8, 7, 2, "cuda", OPTIMIZER_ON_HOST),
         (3, 2, 0, 2, "cuda", ALL_ON_HOST),
-        (3, 1, 0, 1, "cuda", ALL_ON_HOST),
+        pytest.param(3, 1, 0, 1, "cuda", ALL_ON_HOST, marks=pytest.mark.exhaustive),
         (3, 2, 1, 1, "cpu", ALL_ON_HOST),
     ],
 )
@@ -349,13 +349,21 @@ sizes they stay gathered anyway."""
 @pytest.mark.parametrize(
     ("family", "world_size", "rank", "steps", "kind", "strategy"),
     [
-        ("llama", 2, 0, 1, "cuda", {}),
+        pytest.param("llama", 2, 0, 1, "cuda", {}, marks=pytest.mark.exhaustive),
         ("llama", 8, 3, 2, "cuda", {"activation_checkpointing": "full", "loss": "tiled"}),
         ("llama", 4, 3, 1, "cuda", {"activation_checkpointing": "selective", **LORA_BUCKETS}),
-        ("gpt2", 4, 1, 2, "cuda", {"activation_checkpointing": "full", "loss": "tiled", **LORA_BUCKETS}),
+        pytest.param(
+            "gpt2",
+            4,
+            1,
+            2,
+            "cuda",
+            {"activation_checkpointing": "full", "loss": "tiled", **LORA_BUCKETS},
+            marks=pytest.mark.exhaustive,
+        ),
         ("llama", 8, 7, 2, "cuda", {**OPTIMIZER_ON_HOST, **LORA_BUCKETS}),
         ("llama", 2, 0, 2, "cuda", {**ALL_ON_HOST, "activation_checkpointing": "full", **LORA_BUCKETS}),
-        ("llama", 2, 1, 1, "cpu", {**ALL_ON_HOST, **LORA_BUCKETS}),
+        pytest.param("llama", 2, 1, 1, "cpu", {**ALL_ON_HOST, **LORA_BUCKETS}, marks=pytest.mark.exhaustive),
         pytest.param("bert", 4, 3, 2, "cuda", {"activation_checkpointing": "full"}, marks=pytest.mark.exhaustive),
         pytest.param("t5", 4, 3, 2, "cuda", {"activation_checkpointing": "full"}, marks=pytest.mark.exhaustive),
         pytest.param("llama", 1, 0, 1, "cuda", {}, marks=pytest.mark.exhaustive),

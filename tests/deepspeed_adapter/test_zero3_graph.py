@@ -46,7 +46,10 @@ def dry_run_result(stage: int, world_size: int = 4, rank: int = 1, precision: An
     )
 
 
-@pytest.mark.parametrize(("world_size", "rank"), [(2, 0), (3, 2), (64, 63)])
+@pytest.mark.parametrize(
+    ("world_size", "rank"),
+    [(64, 63), *(pytest.param(*case, marks=pytest.mark.exhaustive) for case in ((2, 0), (3, 2)))],
+)
 def test_collectives_at_once_make_the_same_storages_as_deepspeeds_loops_over_ranks(world_size: int, rank: int) -> None:
     ours = dry_run_result(3, world_size, rank).timeline
     with patch("frugal.deepspeed_adapter.zero3_graph.at_once", nullcontext):

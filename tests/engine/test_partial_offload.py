@@ -98,6 +98,7 @@ def test_it_trains_as_on_the_device_alone(ratio: float, two_ranks: Ranks) -> Non
         assert other_moments == pytest.approx(moments, rel=2 * bounds()[1])  # squares of gradients
 
 
+@pytest.mark.exhaustive
 def test_deepspeeds_own_part_on_the_device_ignores_the_schedule(two_ranks: Ranks) -> None:
     alone, *_ = two_ranks.run(run, ON_DEVICE)[0]
     unmended, *_ = two_ranks.run(run, in_part(0.5), None, False)[0]

@@ -16,7 +16,7 @@ from frugal.checkpoint import loading, saving
 from frugal.checkpoint.progress import Progress
 from frugal.config.adapters import Lora
 from frugal.deepspeed_adapter import checkpoint_files
-from frugal.engine import run
+from frugal.engine import training
 from frugal.engine.engine import Engine, initialize
 from frugal.errors import FrugalError, PlanMismatchError
 from frugal.models.loading import placed
@@ -247,6 +247,6 @@ def test_a_run_takes_the_model_that_its_plan_is_for_whose_weights_are_counted_as
     model = replace(plain, quantize="nf4").build(dtype=torch.float32)
     assert sum(parameter.numel() for parameter in model.parameters()) < number
     made = plan_by_hand(world_size=1, global_batch=4, micro_batch=4, zero_stage=0, request={"lora": Lora.parse(LORA)})
-    run._refuse_other_model(replace(made, model=replace(made.model, parameters=number)), model)
+    training._refuse_other_model(replace(made, model=replace(made.model, parameters=number)), model)
     with pytest.raises(PlanMismatchError, match="the plan is for another model"):
-        run._refuse_other_model(replace(made, model=replace(made.model, parameters=number + 1)), model)
+        training._refuse_other_model(replace(made, model=replace(made.model, parameters=number + 1)), model)

@@ -113,7 +113,9 @@ def run(zero_stage: int, options: dict[str, Any], where: str | None, rank: int =
         if fault is not None and step == fault.step:
             fault.is_armed = True
         if step == DISTURBED_STEP and halved == "training":
-            engine.limits = replace(engine.limits, max_samples=(1,) * world_size)  # 6 a rank: 2 of 3; halved: 3 // 2
+            engine.adaptive_limits.limits = replace(
+                engine.limits, max_samples=(1,) * world_size
+            )  # 6 a rank: 2 of 3; halved: 3 // 2
         losses.append(engine.train_step(ragged_samples(6 * world_size, seed=step)).loss)
         if step >= DISTURBED_STEP and halved == "evaluation":
             engine.adaptive_limits._now = replace(

@@ -54,7 +54,7 @@ def test_it_is_within_two_percent_of_the_fastest_of_all(settings: dict[str, Any]
 
 
 @pytest.mark.parametrize("settings", CASES, ids=str)
-@pytest.mark.parametrize("num_layers", [2, 24, 80])
+@pytest.mark.parametrize("num_layers", [2, 24, pytest.param(80, marks=pytest.mark.exhaustive)])
 def test_it_is_never_slower_than_one_mode_for_all_layers(num_layers: int, settings: dict[str, Any]) -> None:
     mixed = planned(model={**DEEP, "num_layers": num_layers}, **settings)
     alone = planned(model={**DEEP, "num_layers": 0}, **settings)

@@ -7,8 +7,8 @@ import pytest
 
 from frugal.config.schema import understand
 from frugal.dryrun.planner import make_plan
-from frugal.planning import verdict as verdicts
 from frugal.planning.plan import Plan
+from frugal.planning.verdict import bar
 from frugal.units import format_bytes
 from tests.planning.synthetic import dry_running, planned
 
@@ -26,23 +26,22 @@ def test_a_printed_plan_ends_with_the_verdict_in_a_few_lines(plan: Plan) -> None
 
 
 def test_notes_come_before_the_verdict(plan: Plan) -> None:
-    noted = verdicts.PlanVerdict(
-        headline="h", rows=(("runs", "r"),), notes=("a", "b"), memory=plan.memory, device_bytes=1
-    )
-    assert verdicts.text(noted).splitlines() == ["note   a", "note   b", "", "h", "runs   r"]
+    lines = str(replace(plan, warnings=("a", "b"))).splitlines()
+    assert lines[:4] == ["note   a", "note   b", "", plan.arithmetic]
+    assert lines[4].startswith("runs   ")
 
 
 @pytest.mark.parametrize("width", [20, 73, 113])
 def test_the_bar_is_as_wide_as_asked_and_true_to_a_column(plan: Plan, width: int) -> None:
-    drawn = verdicts.columns(plan.verdict.parts, width)
-    assert sum(share for _, share in drawn) == width
     device = plan.cluster.devices[0].memory_bytes
+    drawn = bar(plan.memory, device, width)
+    assert sum(share for _, share in drawn) == width
     assert sum(part.size_bytes for part, _ in drawn) == device
     assert all(abs(share - part.size_bytes / device * width) < 1 for part, share in drawn)
 
 
 def test_no_part_of_the_bar_is_told_by_its_colour_alone(plan: Plan) -> None:
-    parts = plan.verdict.parts
+    parts = [part for part, _ in bar(plan.memory, plan.device_bytes, 80)]
     assert len({part.letter for part in parts}) == len(parts)
     assert {part.name for part in parts} == {*plan.memory.CATEGORIES, "headroom", "margin"}
 

@@ -11,7 +11,7 @@ def show_draft(draft: Plan, before: Plan | None) -> None:
     """Print a draft; `before` is the one that a dry run refused, if any."""
     if before is not None:
         show_row("draft", "refused, a dry run takes more; the next:")
-    show_verdict(replace(draft.verdict, notes=tuple(note for note in draft.warnings if note != UNPROVEN)))
+    show_verdict(replace(draft, warnings=tuple(note for note in draft.warnings if note != UNPROVEN)))
 
 
 def conclude(plan: Plan, draft: Plan) -> str:
@@ -24,10 +24,10 @@ def conclude(plan: Plan, draft: Plan) -> str:
     samples, of_draft = (replace(each.batch, shortest=None) for each in (plan, draft))
     if (plan.strategy, samples) != (draft.strategy, of_draft):
         show_row("draft", f"refused, and this is the plan, which takes {size} {proof}:")
-        show_verdict(plan.verdict)
+        show_verdict(plan)
         return ""
-    for row in plan.verdict.rows:
-        if row[0] != "fits" and row not in draft.verdict.rows:
+    for row in plan.verdict:
+        if row[0] != "fits" and row not in draft.verdict:
             show_row(*row)
     for note in plan.warnings:
         if note not in draft.warnings:

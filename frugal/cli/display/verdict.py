@@ -5,30 +5,30 @@ from typing import TYPE_CHECKING
 import click
 
 from frugal.cli.display.terminal import drawing, hanging, is_terminal
-from frugal.planning import verdict as verdicts
-from frugal.planning.verdict import NAME_WIDTH, PlanVerdict
+from frugal.planning.plan import NAME_WIDTH, Plan
+from frugal.planning.verdict import bar
 
 if TYPE_CHECKING:
     from rich.text import Text
 
 
-def show_verdict(verdict: PlanVerdict, *, err: bool = False) -> None:
-    """Print a verdict; on a terminal with a bar of the memory."""
+def show_verdict(plan: Plan, *, err: bool = False) -> None:
+    """Print a plan in short; on a terminal with a bar of the memory."""
     if err or not is_terminal():
-        click.echo(verdicts.text(verdict), err=err)
+        click.echo(plan, err=err)
         return
     from rich.text import Text
 
     console = drawing()
-    for note in verdict.notes:
+    for note in plan.warnings:
         show_row("note", note)
-    if verdict.notes:
+    if plan.warnings:
         console.print()
-    console.print(Text(verdict.headline, style="bold"))
-    for name, words in verdict.rows:
+    console.print(Text(plan.arithmetic, style="bold"))
+    for name, words in plan.verdict:
         show_row(name, words)
         if name == "fits":
-            console.print(hanging("", _bar(verdict, console.width - NAME_WIDTH), NAME_WIDTH))
+            console.print(hanging("", _bar(plan, console.width - NAME_WIDTH), NAME_WIDTH))
 
 
 def show_row(name: str, words: str, *, err: bool = False) -> None:
@@ -46,12 +46,9 @@ def fits_a_line(words: str) -> bool:
     return not is_terminal() or NAME_WIDTH + len(words) <= drawing().width
 
 
-def _bar(verdict: PlanVerdict, width: int) -> "Text":
+def _bar(plan: Plan, width: int) -> "Text":
     """Return the memory of the device in one line: letters on colours, with the names of parts that have the room."""
     from rich.text import Text
 
-    bar = Text()
-    for part, share in verdicts.columns(verdict.parts, width):
-        words = verdicts.named_inside(part, share)
-        bar.append(words, style="dim" if part.is_free else f"{part.ink} on {part.colour}")
-    return bar
+    parts = bar(plan.memory, plan.device_bytes, width)
+    return Text.assemble(*((part.named(share), part.style) for part, share in parts))

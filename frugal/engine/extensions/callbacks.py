@@ -14,7 +14,6 @@ such as `engine.evaluate` must be called on every rank. An exception ends the ru
 
 import traceback
 from collections.abc import Sequence
-from pathlib import Path
 from typing import Any
 
 from frugal.distributed import rank_logs
@@ -56,25 +55,18 @@ class Callbacks:
                 raise RequestError(f"the callback {reference} failed", because=first_line(error)) from error
         return cls(made)
 
-    def on_step(self, engine: Any, step: int, result: Any) -> None:
-        """Call the callbacks after optimizer step number `step` (from 1)."""
-        self._call("on_step", engine, step, result)
+    def call(self, method: str, engine: Any, step: int, what: Any) -> None:
+        """Call this method of the callbacks that have it.
 
-    def on_evaluation(self, engine: Any, step: int, evaluation: Any) -> None:
-        """Call the callbacks after an evaluation after `step` steps."""
-        self._call("on_evaluation", engine, step, evaluation)
-
-    def on_save(self, engine: Any, step: int, folder: Path) -> None:
-        """Call the callbacks when a checkpoint after `step` steps is complete on the disk."""
-        self._call("on_save", engine, step, folder)
-
-    def _call(self, method: str, *arguments: Any) -> None:
+        `what`: the result of optimizer step number `step` (from 1), or, after `step` steps, an evaluation or the folder
+        of a checkpoint, which is complete on the disk.
+        """
         for each in self._callbacks:
             function = getattr(each, method, None)
             if function is None:
                 continue
             try:
-                function(*arguments)
+                function(engine, step, what)
             except FrugalError:
                 raise
             except Exception as error:  # a user's code may raise anything

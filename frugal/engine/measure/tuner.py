@@ -25,7 +25,7 @@ from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from math import hypot, inf, sqrt
 from statistics import median
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 
@@ -36,15 +36,13 @@ from frugal.distributed import env
 from frugal.distributed.exchange import from_rank_0, gather
 from frugal.engine.oom_limits import AdaptiveLimits
 from frugal.engine.oom_retry import abandon
+from frugal.engine.reports.metrics import Log
+from frugal.engine.train_step import Stepper
 from frugal.errors import FrugalError, RequestError
 from frugal.models import activation_checkpointing, tiled_loss
 from frugal.planning.plan import Plan
 from frugal.planning.search.alternatives import change_to, is_worth_it
 from frugal.units import plural
-
-if TYPE_CHECKING:
-    from frugal.engine.reports.metrics import Log
-    from frugal.engine.train_step import Stepper
 
 PLAN = "plan.json"
 TURN = 3
@@ -143,7 +141,7 @@ def _noise(plan: Way, way: Way) -> float:
     return STANDARD_ERRORS * hypot(plan.error, way.error)
 
 
-def switch(engine: "Stepper", plan: Plan) -> None:
+def switch(engine: Stepper, plan: Plan) -> None:
     """Make the engine take its next steps as `plan` says, which differs from its own as an `Alternative` may.
 
     Call it between two steps, on all ranks. No communication. ZeRO-3's record of gathers is reset, since modules run in
@@ -168,7 +166,7 @@ class Tuner:
     ranks.
     """
 
-    def __init__(self, engine: "Stepper", most_steps: int, on_end: Callable[[dict[str, Any]], None]) -> None:
+    def __init__(self, engine: Stepper, most_steps: int, on_end: Callable[[dict[str, Any]], None]) -> None:
         """Raises RequestError: the plan has no alternatives, or `most_steps` are too few to compare two ways."""
         own = engine.plan
         ways = [Way(own), *(Way(change_to(own, other)) for other in own.alternatives)]
@@ -250,7 +248,7 @@ class Tuner:
             torch.cuda.synchronize(self._engine.device)
 
 
-def _say(engine: "Stepper", text: str) -> None:
+def _say(engine: Stepper, text: str) -> None:
     if engine.rank == 0:
         logger.warning("tuning: %s", text)
 
@@ -285,7 +283,7 @@ def plan_to_resume(plan: Plan, settings: RunSettings) -> Plan:
     return plan if kept is None else Plan.from_json(kept.encode())
 
 
-def tuner_of_run(engine: "Stepper", settings: RunSettings, log: "Log", steps_left: int) -> Tuner | None:
+def tuner_of_run(engine: Stepper, settings: RunSettings, log: Log, steps_left: int) -> Tuner | None:
     """Return a tuner of the steps to come if --tune asks for it or the run is long enough to gain by it. Collective.
 
     The plan found goes into the run's folder. A run that is resumed before tuning has ended tunes again.

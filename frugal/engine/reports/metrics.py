@@ -37,7 +37,7 @@ from collections import deque
 from collections.abc import Mapping
 from pathlib import Path
 from types import TracebackType
-from typing import TYPE_CHECKING, Any, Self
+from typing import Any, Self
 
 import msgspec
 from rich.console import Console
@@ -51,12 +51,10 @@ from frugal.engine.evaluation import Evaluation
 from frugal.engine.measure.run_gauge import EVALUATION, PhasePeak
 from frugal.engine.reports.metrics_file import Records
 from frugal.engine.reports.trackers import Trackers
+from frugal.engine.train_step import StepResult
 from frugal.errors import FrugalError, first_line
 from frugal.report.records import has_fewer_tokens
 from frugal.units import format_bytes, format_seconds
-
-if TYPE_CHECKING:
-    from frugal.engine.train_step import StepResult
 
 PLAIN_LINES = 40  # about as many lines of progress where there is no terminal
 WINDOW = 20  # steps over which the speed is averaged
@@ -173,7 +171,7 @@ class Log:
         self.memory_bytes = peak.allocated_bytes or self.memory_bytes
         self.reserved_bytes = peak.reserved_bytes or self.reserved_bytes
 
-    def step(self, step: int, result: "StepResult", seconds: float) -> None:
+    def step(self, step: int, result: StepResult, seconds: float) -> None:
         """Record step number `step` (from 1), which took `seconds`."""
         self._step = step
         if not self.is_rank_0:

@@ -2,13 +2,17 @@
 
 from collections import Counter
 from collections.abc import Iterator
-from typing import TYPE_CHECKING, Any
+from typing import Any
+
+import torch
+from torch import nn
 
 from frugal.checkpoint.resume_checks import describe_changes
 from frugal.config import sample_lengths
 from frugal.config.hardware import local_host
 from frugal.config.hardware.cluster import unlike
 from frugal.config.run_settings import RunSettings
+from frugal.data.corpus import RunData
 from frugal.data.mixture import Mixture, epoch_indices
 from frugal.data.stream.samples import SampleStream
 from frugal.models.spec import random_weights
@@ -16,13 +20,8 @@ from frugal.planning.plan import Plan
 from frugal.planning.report import DRAWN_PARTS, LAYER_DROP, PADDING_MATTERS, SPLIT_MATTERS
 from frugal.units import format_count, plural
 
-if TYPE_CHECKING:
-    import torch
 
-    from frugal.data.corpus import RunData
-
-
-def origin(data: "RunData", model: "torch.nn.Module") -> str:
+def origin(data: RunData, model: nn.Module) -> str:
     """Describe where weights and tokens come from."""
     spec = data.spec
     if spec.weights is not None:
@@ -42,7 +41,7 @@ def origin(data: "RunData", model: "torch.nn.Module") -> str:
     return f"{weights}; {data.tokens}"
 
 
-def describe(plan: Plan, settings: RunSettings, data: "RunData", total_steps: int, steps_done: int) -> str:
+def describe(plan: Plan, settings: RunSettings, data: RunData, total_steps: int, steps_done: int) -> str:
     """Describe how long a run trains, on how many ranks and samples, and what is left out of these."""
     batch = plan.batch
     size = plural(batch.global_batch, "sample")
@@ -67,8 +66,8 @@ def describe(plan: Plan, settings: RunSettings, data: "RunData", total_steps: in
 def lines(
     plan: Plan,
     settings: RunSettings,
-    data: "RunData",
-    model: "torch.nn.Module",
+    data: RunData,
+    model: nn.Module,
     total_steps: int,
     steps_done: int,
     changes: tuple[str, ...],
@@ -95,10 +94,8 @@ def record(plan: Plan, changes: tuple[str, ...], *, is_resumed: bool) -> dict[st
     }
 
 
-def remarks(plan: Plan, data: "RunData", device: "torch.device", rank: int) -> Iterator[str]:
+def remarks(plan: Plan, data: RunData, device: torch.device, rank: int) -> Iterator[str]:
     """Yield what else the user should know before the first step."""
-    import torch
-
     is_stream = isinstance(data.training, SampleStream)
     if set(data.report.formats) - {"text"}:
         yield ("of the first rows: " if is_stream else "") + data.report.in_words()

@@ -127,7 +127,7 @@ def _verdict(plan: Plan, helps: str) -> list[Html]:
         ("Micro-batch", *micro),
         ("Step", _seconds(plan), f"estimated, {batch.global_batch} samples"),
     ]
-    rows = [(name, words) for name, words in plan.verdict.rows if name in ("runs", "binds")]
+    rows = [(name, words) for name, words in plan.verdict if name in ("runs", "binds")]
     rows += [("helps", helps)] if helps else []
     written = [element("tr", element("th", name, scope="row"), element("td", words)) for name, words in rows]
     return [

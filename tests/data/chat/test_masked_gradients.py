@@ -65,7 +65,7 @@ def step(loss: str, zero_stage: int, packed: bool) -> tuple[Gradient, float, flo
     engine = initialize(tiny("causal-lm", "llama"), plan, CausalLM(packed=packed))
     batch = packs() if packed else samples()
     evaluation = evaluate(engine, batch)
-    without = sum(engine.objective.count(each) == 0 for each in engine.micro_batches(batch))
+    without = sum(engine.objective.count(each) == 0 for each in engine.prepare(batch).batches)
     result = engine.train_step(batch)
     gradient = applied(engine, before)
     engine.destroy()

@@ -30,6 +30,7 @@ from tests.engine.gradients import bound_of_losses
 from tests.engine.small_models import ragged_samples, tiny_gpt2
 
 STEPS = 34
+STEPS_AROUND = 10  # the first way after the plan begins in the sixth
 SAMPLES = ragged_samples(STEPS * 8, longest=32)
 
 
@@ -100,15 +101,15 @@ def a_plan(zero_stage: int, ways: tuple[dict[str, Any], ...]) -> Plan:
     return replace(plan, alternatives=others).sealed()
 
 
-def losses(plan: Plan, tune: bool, fail: str = "") -> dict[str, Any]:
-    """What 34 steps of a run give, tuned or not; runs on ranks. `fail`: the way in which memory runs out once."""
+def losses(plan: Plan, tune: bool, fail: str = "", steps: int = STEPS) -> dict[str, Any]:
+    """What the steps of a run give, tuned or not; runs on ranks. `fail`: the way in which memory runs out once."""
     engine = initialize(tiny_gpt2(), plan, CausalLM())
     ends: list[dict[str, Any]] = []
     if tune:
         engine.tune(steps_needed(1 + len(plan.alternatives)), ends.append)
     if fail:
         _run_out_once(engine, fail)
-    results = [engine.train_step(SAMPLES[8 * step : 8 * step + 8]) for step in range(STEPS)]
+    results = [engine.train_step(SAMPLES[8 * step : 8 * step + 8]) for step in range(steps)]
     engine.destroy()
     return {
         "losses": [result.loss for result in results],
@@ -122,9 +123,9 @@ def losses(plan: Plan, tune: bool, fail: str = "") -> dict[str, Any]:
 
 
 @functools.cache
-def bound() -> float:
-    """Return how far such losses may be apart, relative."""
-    batches = [SAMPLES[8 * step : 8 * step + 8] for step in range(STEPS)]
+def bound(steps: int) -> float:
+    """Return how far the losses of so many steps may be apart, relative."""
+    batches = [SAMPLES[8 * step : 8 * step + 8] for step in range(steps)]
     return bound_of_losses(tiny_gpt2, batches, learning_rate=1e-2)
 
 
@@ -148,7 +149,7 @@ OTHER_SUMS = ({"micro_batch": 1}, {"loss": "tiled"}, {"loss": "tiled", **FULL, "
 
 @pytest.mark.parametrize("zero_stage", [*(pytest.param(stage, marks=pytest.mark.exhaustive) for stage in (0, 2)), 3])
 def test_a_tuned_run_is_the_untuned_one(zero_stage: int, two_ranks: Ranks) -> None:
-    same_sums, other_sums = a_plan(zero_stage, (FULL, SELECTIVE)), a_plan(zero_stage, OTHER_SUMS)
+    same_sums = a_plan(zero_stage, (FULL, SELECTIVE))
     untuned, _ = two_ranks.run(losses, same_sums, False)
     same, on_other_rank = two_ranks.run(losses, same_sums, True)
     assert (same["losses"], same["norms"]) == (untuned["losses"], untuned["norms"])  # bit for bit
@@ -159,23 +160,29 @@ def test_a_tuned_run_is_the_untuned_one(zero_stage: int, two_ranks: Ranks) -> No
     assert sum(way["is_kept"] for way in end["ways"]) == 1 and all(way["num_steps"] > 1 for way in end["ways"])
     assert (same["digest"], same["tuned_from"]) == (on_other_rank["digest"], same_sums.digest)
     assert same["is_over"] and end["event"] == "tuned"
-    other = two_ranks.run(losses, other_sums, True)[0]
-    assert other["losses"] == pytest.approx(untuned["losses"], rel=bound())
+
+
+@pytest.mark.exhaustive
+@pytest.mark.parametrize("zero_stage", [0, 2, 3])
+def test_ways_with_other_sums_differ_by_their_rounding(zero_stage: int, two_ranks: Ranks) -> None:
+    plan = a_plan(zero_stage, OTHER_SUMS)
+    untuned, other = (two_ranks.run(losses, plan, tune)[0] for tune in (False, True))
+    assert other["losses"] == pytest.approx(untuned["losses"], rel=bound(STEPS))
     assert {way["micro_batch"] for way in other["ends"][0]["ways"]} == {1, 2, 4}
 
 
 def test_a_way_in_which_memory_runs_out_is_given_up(two_ranks: Ranks) -> None:
     plan = a_plan(2, (FULL, SELECTIVE))
-    untuned, _ = two_ranks.run(losses, plan, False)
+    untuned, _ = two_ranks.run(losses, plan, False, "", STEPS_AROUND)
     tuned, _ = two_ranks.run(losses, plan, True, "full")
-    assert tuned["losses"] == pytest.approx(untuned["losses"], rel=bound())
+    assert tuned["losses"][:STEPS_AROUND] == pytest.approx(untuned["losses"], rel=bound(STEPS_AROUND))
     (dropped,) = [way for way in tuned["ends"][0]["ways"] if way["dropped"] == "out of memory"]
     assert (dropped["strategy"], dropped["num_steps"]) == (str(plan.alternatives[0].strategy), 1)
     assert tuned["sizes"] == plan.batch.micro_batch  # what was lowered in that step is as planned again
 
 
 def test_memory_that_runs_out_under_the_plan_ends_tuning(two_ranks: Ranks) -> None:
-    tuned, _ = two_ranks.run(losses, a_plan(2, (FULL,)), True, "off")
+    tuned, _ = two_ranks.run(losses, a_plan(2, (FULL,)), True, "off", 3)
     assert [end["ways"] for end in tuned["ends"]] == [[]] and tuned["tuned_from"]
 
 
