@@ -27,7 +27,8 @@ def recording_of(snapshot: Snapshot, asked: argparse.Namespace) -> Recording:
     return Recording(
         source=Source(repository=asked.repository, path=asked.path, commit=asked.commit), script=asked.script,
         stream=stream, num_before=snapshot.num_before, is_clean=snapshot.is_clean,
-        allocated_at_end_bytes=snapshot.allocated_at_end_bytes,
+        made_bytes=snapshot.made_bytes,
+        allocated_at_end_bytes=snapshot.allocated_at_end_bytes, printed_peak_gib=asked.printed_peak,
     )  # fmt: skip
 
 
@@ -42,6 +43,9 @@ def main() -> int:
     parser.add_argument("--card", default="not stated")
     parser.add_argument("--torch", default="not stated", help="its version")
     parser.add_argument("--script", required=True, help="what ran, in words: sizes and order of steps")
+    parser.add_argument(
+        "--printed-peak", type=float, metavar="GIB", help="max_memory_allocated that the script printed"
+    )
     asked = parser.parse_args()
     try:
         made = recording_of(read(asked.snapshot), asked)

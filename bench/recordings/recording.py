@@ -24,10 +24,12 @@ class Recording(msgspec.Struct, frozen=True, kw_only=True):
     Attributes:
         source: where it comes from.
         script: what is known of what ran: model, sizes, order of steps; and what is not known.
-        stream: the requests, those from before the recording first.
-        num_before: how many of them are from before.
-        is_clean: whether the requests say all that decides about segments (`bench.recordings.snapshot`).
+        stream: the requests, those that make the start of the recording first (`bench.recordings.snapshot`).
+        num_before: how many of them make the start.
+        is_clean: whether the allocator had no segment at the start.
+        made_bytes: the segments that were made while it was recorded.
         allocated_at_end_bytes: in blocks at the end, as torch counts them.
+        printed_peak_gib: `max_memory_allocated` during the recording as the script printed it, to two digits.
     """
 
     source: Source
@@ -35,7 +37,9 @@ class Recording(msgspec.Struct, frozen=True, kw_only=True):
     stream: Stream
     num_before: int
     is_clean: bool
+    made_bytes: int
     allocated_at_end_bytes: int
+    printed_peak_gib: float | None = None
 
     @property
     def path(self) -> Path:
@@ -61,11 +65,25 @@ class Recording(msgspec.Struct, frozen=True, kw_only=True):
     @property
     def allocated_error(self) -> float:
         """The error of the bytes in blocks at the end, relative to torch's count."""
-        alive: set[int] = set()
-        for number in self.stream.lifetimes:
-            alive ^= {number}
+        return self._allocated()[-1] / self.allocated_at_end_bytes - 1
+
+    @property
+    def peak_allocated_bytes(self) -> int:
+        """The most in blocks since the start, as replayed."""
+        return max(self._allocated())
+
+    def _allocated(self) -> list[int]:
+        """Return the bytes in blocks after each event since the start."""
         blocks = self.stream.replays().block_bytes()
-        return sum(blocks[number] for number in alive) / self.allocated_at_end_bytes - 1
+        alive: set[int] = set()
+        allocated, requested, after = 0, 0, []
+        for number in self.stream.lifetimes:
+            allocated += -blocks[number] if number in alive else blocks[number]
+            requested += number == requested
+            alive ^= {number}
+            if requested > self.num_before:
+                after.append(allocated)
+        return after
 
 
 def kept() -> list[Recording]:

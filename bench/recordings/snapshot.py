@@ -3,19 +3,28 @@
 A snapshot is a pickle of dicts, lists, numbers and strings. One that names anything else is refused. What is taken of
 it are facts: sizes and order of requests, and which segments there were. Stacks, addresses and times are not kept.
 
-A recording is *clean* if the allocator had no segment when it began, or gave all back before the first request. Its
-requests then say all that decides about segments. Otherwise blocks that were there already are requested first, in the
-order of their addresses, which is not how they came to be: what is reserved is then near the truth, and not equal.
+Most recordings begin late: there are segments and blocks already. Which segments there were then follows from those at
+the end and from what was made and given back since; where their blocks were, from the addresses of what was freed later
+or is still there. What lies between two blocks was free, but for a rest of up to 1 MiB behind a block of more than
+1 MiB, which the allocator does not split off: the first request in the memory behind shows it. So the start is known,
+and a stream begins with requests that make just these segments, in the order of their addresses, and fill them; those
+that stand for free memory are freed before the recording begins. Not known is only how addresses of later segments lie
+among the others, which decides between two free blocks of one length.
 """
 
 import pickle
+from bisect import bisect
+from collections.abc import Iterator
 from dataclasses import dataclass
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
 from bench.gpu.streams import GIVEN_BACK, Requests
 
 MOST_BYTES = 1 << 28
+ROUNDING, SMALL, SMALL_SEGMENT = 512, 1 << 20, 2 << 20
+"""Of torch's allocator, bytes: blocks are multiples of the first, and up to the second they lie in such segments."""
 
 
 class SnapshotError(Exception):
@@ -27,10 +36,11 @@ class Snapshot:
     """The facts of a snapshot of one device.
 
     Attributes:
-        requests: sizes and events as a `bench.gpu.streams.Stream` has them, those from before the recording first.
-        num_before: how many of the requests are from before.
-        is_clean: see above.
+        requests: sizes and events as a `bench.gpu.streams.Stream` has them, those that make the start first.
+        num_before: how many of the requests make the start.
+        is_clean: whether the allocator had no segment at the start.
         reserved_bytes: the most in segments while it was recorded.
+        made_bytes: the segments that were made while it was recorded.
         allocated_at_end_bytes: in blocks at the end, as `memory_allocated`.
         reserved_at_end_bytes: in segments at the end, as `memory_reserved`.
         expandable_segments: whether the allocator had them.
@@ -40,6 +50,7 @@ class Snapshot:
     num_before: int
     is_clean: bool
     reserved_bytes: int
+    made_bytes: int
     allocated_at_end_bytes: int
     reserved_at_end_bytes: int
     expandable_segments: bool
@@ -64,7 +75,9 @@ def read(path: Path) -> Snapshot:
         with path.open("rb") as file:
             content = _Plain(file).load()
         traces, segments = content["device_traces"], content["segments"]
-        device = next(number for number, trace in enumerate(traces) if trace)
+        device = next(
+            number for number, trace in enumerate(traces) if any(entry["action"] == "alloc" for entry in trace)
+        )
         history = [{"user_metadata": "", **entry} for entry in traces[device] if entry["action"] != "snapshot"]
         segments = [segment for segment in segments if segment.get("device", device) == device]
         expandable = any(segment.get("is_expandable", False) for segment in segments)
@@ -81,23 +94,21 @@ def _facts(history: list[dict[str, Any]], segments: list[dict[str, Any]], expand
     reserved_at_end = sum(segment["total_size"] for segment in segments)
     grown = [_growth(entry) for entry in history]
     reserved = most = reserved_at_end - sum(grown)
-    first = next(index for index, entry in enumerate(history) if entry["action"] == "alloc")
-    at_first = reserved + sum(growth for growth in grown[:first] if growth < 0)
+    is_clean = reserved == 0
     for growth in grown:
         reserved += growth
         most = max(most, reserved)
     before = _alive_before(history, segments)
-    marked = [
-        {**entry, "user_metadata": "/empty_cache" if entry["action"] in GIVEN_BACK and index > first else ""}
-        for index, entry in enumerate(history)
-    ]
+    start = list(_blocks_at_start(before) if expandable else _start(_segments_before(history, segments), before))
+    marked = [{**entry, "user_metadata": "/empty_cache" if entry["action"] in GIVEN_BACK else ""} for entry in history]
     requests = Requests()
-    requests.read([*before, *marked])
+    requests.read([*start, *marked])
     return Snapshot(
         requests=requests,
-        num_before=len(before),
-        is_clean=not before and at_first == 0,
+        num_before=sum(entry["action"] == "alloc" for entry in start),
+        is_clean=is_clean,
         reserved_bytes=most,
+        made_bytes=sum(growth for growth in grown if growth > 0),
         allocated_at_end_bytes=sum(segment["allocated_size"] for segment in segments),
         reserved_at_end_bytes=reserved_at_end,
         expandable_segments=expandable,
@@ -111,26 +122,91 @@ def _growth(entry: dict[str, Any]) -> int:
     return -int(entry["size"]) if entry["action"] in GIVEN_BACK else 0
 
 
-def _alive_before(history: list[dict[str, Any]], segments: list[dict[str, Any]]) -> list[dict[str, Any]]:
-    """Return a request for each block that was there when the recording began, in the order of addresses."""
+def _segments_before(history: list[dict[str, Any]], segments: list[dict[str, Any]]) -> dict[int, int]:
+    """Return the bytes of each segment at the start, by address, in the order of addresses."""
+    found = {segment["address"]: segment["total_size"] for segment in segments}
+    for entry in reversed(history):
+        if entry["action"] == "segment_alloc":
+            del found[entry["addr"]]
+        elif entry["action"] == "segment_free":
+            found[entry["addr"]] = entry["size"]
+    return dict(sorted(found.items()))
+
+
+def _alive_before(history: list[dict[str, Any]], segments: list[dict[str, Any]]) -> dict[int, int]:
+    """Return the bytes of each block at the start, by address, in the order of addresses."""
     made: set[int] = set()
-    before: dict[int, dict[str, Any]] = {}
+    before: dict[int, int] = {}
     for entry in history:
         address = entry["addr"]
         if entry["action"] == "alloc":
             made.add(address)
         elif entry["action"] == "free_completed" and address not in made:
-            before[address] = entry
+            before[address] = entry["size"]
         elif entry["action"] == "free_completed":
             made.discard(address)
     for segment in segments:
         address = segment["address"]
         for block in segment["blocks"]:
-            if block["state"] == "active_allocated" and block.get("address", address) not in made:
-                size = block.get("requested_size", block["size"])
-                before[block.get("address", address)] = {"size": size, "stream": segment["stream"]}
+            place = block.get("address", address)
+            if block["state"] == "active_allocated" and place not in made:
+                before[place] = block["size"]
             address += block["size"]
-    return [
-        {"action": "alloc", "addr": address, "size": entry["size"], "stream": entry["stream"], "user_metadata": ""}
-        for address, entry in sorted(before.items())
-    ]
+    return _with_rests(dict(sorted(before.items())), history)
+
+
+def _with_rests(before: dict[int, int], history: list[dict[str, Any]]) -> dict[int, int]:
+    """Return the blocks with the rests behind them that the first request in the free memory behind shows."""
+    whole, unseen, addresses = dict(before), set(before), list(before)
+    for entry in history:
+        if entry["action"] == "free_completed":
+            unseen.discard(entry["addr"])
+        elif entry["action"] == "alloc" and (index := bisect(addresses, entry["addr"])):
+            block = addresses[index - 1]
+            rest = entry["addr"] - block - -(-before[block] // ROUNDING) * ROUNDING
+            if block in unseen and before[block] > SMALL and 0 <= rest <= SMALL:  # otherwise in another segment
+                whole[block] = entry["addr"] - block
+                unseen.discard(block)
+    return whole
+
+
+def _blocks_at_start(before: dict[int, int]) -> Iterator[dict[str, Any]]:
+    """Yield a request for each block at the start, where segments grow by pages: they hold no other memory then."""
+    return (_event("alloc", address, size) for address, size in before.items())
+
+
+def _start(segments: dict[int, int], before: dict[int, int]) -> Iterator[dict[str, Any]]:
+    """Yield the requests that make the segments of the start with these blocks in them, and free the rest."""
+    blocks = list(before.items())
+    free = []
+    for base, length in segments.items():
+        end = base + length
+        if length != SMALL_SEGMENT:  # one request of all of it, freed at once, makes the segment
+            yield from (_event(action, base, length) for action in ("alloc", "free_requested", "free_completed"))
+        place = base
+        inside = [(address, size) for address, size in blocks if base <= address < end]
+        for (address, size), (following, _) in pairwise([*inside, (end, 0)]):
+            for filler, filled in _fillers(place, address, length == SMALL_SEGMENT):
+                free.append((filler, filled))
+                yield _event("alloc", filler, filled)
+            place = address + -(-size // ROUNDING) * ROUNDING
+            if length != SMALL_SEGMENT and following - place <= SMALL:
+                place = following
+            yield _event("alloc", address, place - address)
+        for filler, filled in _fillers(place, end, length == SMALL_SEGMENT):
+            free.append((filler, filled))
+            yield _event("alloc", filler, filled)
+    for filler, filled in free:
+        yield from (_event(action, filler, filled) for action in ("free_requested", "free_completed"))
+
+
+def _fillers(begin: int, end: int, is_small: bool) -> Iterator[tuple[int, int]]:
+    """Yield address and bytes of blocks that fill the memory between, each small enough for its segment."""
+    while begin < end:
+        length = min(end - begin, SMALL) if is_small else end - begin
+        yield begin, length
+        begin += length
+
+
+def _event(action: str, address: int, size: int) -> dict[str, Any]:
+    return {"action": action, "addr": address, "size": size, "stream": 0, "user_metadata": ""}
