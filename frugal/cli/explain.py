@@ -60,13 +60,13 @@ def command(words: tuple[str, ...], verbose: bool, with_table: bool, **values: A
     plan = _read(paths[0], values) if paths else planned(values)
     blocks = explanation(plan, in_full=verbose)
     with waiting("predicting"):
-        blocks.append(help_for(plan))
+        blocks.append(_help_for(plan))
         if with_table:
             blocks.append(table(plan, axes))
     show(blocks)
 
 
-def help_for(plan: Plan) -> Block:
+def _help_for(plan: Plan) -> Block:
     """Return what would make the step shorter."""
     cases = [*changes(plan), *shorter(plan)]
     with closing(workers()) as pool:

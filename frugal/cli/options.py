@@ -237,13 +237,13 @@ def planned_for(request: Request, cluster: Cluster, defaults: tuple[str, ...]) -
 
 def plans_for(request: Request, cluster: Cluster, defaults: tuple[str, ...]) -> Iterator[Plan]:
     """Yield drafts and last the plan for a request, with a line on the terminal while the user waits."""
-    with waiting(f"planning {request.model}") as line:
-        for plan in plans_here(request, cluster, defaults):
-            if plan.is_draft:
-                with line.gone():
-                    yield plan
-                line.says(f"dry-running {request.model}")
-    yield plan
+    made, doing = plans_here(request, cluster, defaults), "planning"
+    plan = None
+    while plan is None or plan.is_draft:
+        with waiting(f"{doing} {request.model}"):
+            plan = next(made)
+        yield plan
+        doing = "dry-running"
 
 
 def collect(values: Mapping[str, Any], file: TomlFile | None = None) -> tuple[Request, Cluster, tuple[str, ...]]:

@@ -2,7 +2,6 @@
 
 import os
 import socket
-import time
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from functools import partial
@@ -42,7 +41,6 @@ from frugal.errors import CheckpointError, PlanMismatchError, refuse
 from frugal.launch import alternatives, commands, hosts, local, restart
 from frugal.launch.ssh import Access
 from frugal.planning.plan import Plan
-from frugal.report import after_run
 
 PLAN = "plan.json"
 
@@ -106,10 +104,7 @@ def command(
     if job.hosts:
         hosts.check_nodes(plan, job.hosts)
     if printed is None:
-        began = time.time()
         code = _start(job, plan)
-        if code:
-            after_run.note_end(job.settings.out, began, restart.how_it_ended(code))
         if code == 0 and not job.settings.resume:
             from frugal.dryrun.compare import as_run  # after the run, which needs its memory
 
@@ -120,7 +115,7 @@ def command(
         plan=plan, plan_path=plan_path or job.settings.out / PLAN, hosts=job.hosts, settings=job.settings,
         access=job.access, hostfile=job.hostfile, port=job.how.master_port or DEFAULT_PORT,
     )  # fmt: skip
-    click.echo(commands.launch_command(printed, launch_request))
+    click.echo(commands.LAUNCHERS[printed](launch_request))
     return 0
 
 
@@ -162,11 +157,26 @@ def _given_plan(job: _Job, path: Path | None) -> Plan | None:
 
 
 def _new_plan(job: _Job) -> Plan:
-    """Return a new plan, which keeps the request of a run that is resumed."""
-    file, earlier = job.file, job.settings.out / PLAN
+    """Return a new plan, which keeps the request of a run that is resumed; `ranks` stands for this machine's CPU."""
+    file, values, earlier = job.file, job.values, job.settings.out / PLAN
     if job.settings.resume and earlier.exists():
         file = replace(file, plan=_trained(Plan.read(earlier)) | file.plan)
-    return _planned(job.ranks, job.values, file, asks_data=not job.settings.resume)
+    if job.ranks is not None:
+        given = next((name for name in ("gpus", "nodes", "gpu", "device") if values.get(name) is not None), "")
+        refuse(
+            (
+                given,
+                f"--ranks was given together with --{given}",
+                f"--ranks {job.ranks} means {job.ranks} processes on this machine's CPU",
+                "leave one of them out",
+            )
+        )
+        cpu: dict[str, Any] = {"device": "cpu", "gpus": job.ranks}
+        if values.get("mem") is None and "mem" not in file.plan:
+            cpu["mem"] = psutil.virtual_memory().available // max(job.ranks, 1)
+        values = values | cpu
+        file = replace(file, plan={name: value for name, value in file.plan.items() if name not in ("gpu", "nodes")})
+    return planned(values, file, asks_data=not job.settings.resume)
 
 
 def _start(job: _Job, plan: Plan) -> int:
@@ -196,18 +206,12 @@ def _plan_on(job: _Job, cluster: Cluster, *, before: Plan) -> Plan:
 
 def _plan_for_rest(job: _Job, before: Plan) -> Plan:
     """Return the plan for the devices of this machine that are left; the one before, if these are all."""
-    number = local.num_working_devices(before)
-    if number == before.batch.world_size:
+    left, (node,) = local.working_devices(before), before.cluster.nodes
+    if len(left) == len(node.devices):
         return before
-    click.echo(f"{number} of {before.batch.world_size} devices are left: planning again", err=True)
-    on_cpu = before.cluster.devices[0].kind == "cpu"
-    replaced = ("nodes", "hostfile", "gpu", "device", "gpus")  # what described all devices
-    values = {name: value for name, value in job.values.items() if name not in replaced}
-    described = {name: value for name, value in job.file.plan.items() if name != "hostfile"}
-    file = replace(job.file, plan=_trained(before) | described)
-    plan = _planned(number if on_cpu else None, values | ({} if on_cpu else {"gpus": number}), file, asks_data=False)
-    _tell(plan)
-    return plan
+    click.echo(f"{len(left)} of {len(node.devices)} devices are left: planning again", err=True)
+    rest = replace(node, devices=tuple(node.devices[number] for number in left))
+    return _plan_on(job, replace(before.cluster, nodes=(rest,)), before=before)
 
 
 def _tell(plan: Plan, *, err: bool = False) -> None:
@@ -253,23 +257,3 @@ def _check_ranks(plan: Plan, ranks: int | None) -> None:
             f" this run has {ranks} CPU ranks",
             hint=f"leave --ranks out, or plan again: frugal plan --device cpu --gpus {ranks}",
         )
-
-
-def _planned(ranks: int | None, values: dict[str, Any], file: TomlFile, *, asks_data: bool) -> Plan:
-    """Plan as `planned` does; `ranks` stands for this machine's CPU."""
-    if ranks is not None:
-        given = next((name for name in ("gpus", "nodes", "gpu", "device") if values.get(name) is not None), "")
-        refuse(
-            (
-                given,
-                f"--ranks was given together with --{given}",
-                f"--ranks {ranks} means {ranks} processes on this machine's CPU",
-                "leave one of them out",
-            )
-        )
-        cpu: dict[str, Any] = {"device": "cpu", "gpus": ranks}
-        if values.get("mem") is None and "mem" not in file.plan:
-            cpu["mem"] = psutil.virtual_memory().available // max(ranks, 1)
-        values = values | cpu
-        file = replace(file, plan={name: value for name, value in file.plan.items() if name not in ("gpu", "nodes")})
-    return planned(values, file, asks_data=asks_data)

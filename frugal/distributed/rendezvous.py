@@ -17,7 +17,7 @@ import os
 import socket
 import time
 from collections.abc import Iterable, Iterator, Sequence
-from contextlib import suppress
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from datetime import timedelta
 from typing import Any
@@ -46,10 +46,17 @@ WAIT_SECONDS = 300.0
 NOTICE_SECONDS = 30.0
 """Time after which rank 0 says which ranks it waits for."""
 
+SECRET_SECONDS = 5.0
+"""Time after which a rank that sees nothing of rank 0 under its secret says so: rank 0 writes as soon as it serves."""
+
+OTHER_SECRET_SECONDS = 60.0
+"""Time after which that is an error: a flood of rank 0's port may hold up its own connection to its store."""
+
 METHOD = "frugal://"
 """The name of this rendezvous in torch, where a process group is made."""
 
-_VERDICT, _WATCH = "frugal/verdict", "frugal/watch"
+_PRESENT, _VERDICT, _WATCH = "frugal/rank 0 is here", "frugal/verdict", "frugal/watch"
+_LOST = "Connection to rank 0 was lost before all ranks had come"
 _ATTEMPT_SECONDS = 5.0  # torch's attempt to connect hears no Ctrl-C
 _POLL_SECONDS = 0.1
 _READ_SECONDS = 5.0
@@ -107,6 +114,10 @@ def join_store(wait_seconds: float = WAIT_SECONDS) -> Store:
         connected = _connect(world_size, wait_seconds)
         connected.set_timeout(timedelta(seconds=wait_seconds))
         _store = PrefixStore(_digest("store").hex(), connected)
+        if env.rank() == 0:
+            _store.set(_PRESENT, "")
+        else:
+            _wait_for_rank_0(_store, wait_seconds)
     return _store
 
 
@@ -116,7 +127,7 @@ def _connect(world_size: int, seconds: float) -> TCPStore:
     address, port = peers.address_of_rank_0(), int(os.environ["MASTER_PORT"])
     end = time.monotonic() + seconds
     listening: int | None = None
-    if os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True":
+    if _is_of_torchrun():
         address = os.environ["MASTER_ADDR"]
     elif env.rank() == 0:
         _server = _listen(port)
@@ -325,18 +336,46 @@ def _missing_ranks(missing: list[int], plan: Plan, seconds: float) -> _Verdict:
     )  # fmt: skip
 
 
-def _read_verdict(store: Store, seconds: float) -> _Verdict | None:
-    try:
-        if _is_set(store, [_VERDICT], seconds + NOTICE_SECONDS):
-            return _read(store, _VERDICT, _Verdict | None)
-    except (DistStoreError, DistNetworkError):
-        raise RuntimeError("Connection to rank 0 was lost before all ranks had come") from None
-    port = os.environ["MASTER_PORT"]
+def _wait_for_rank_0(store: Store, seconds: float) -> None:
+    """Wait until rank 0 is seen in the store, whose keys have other names under another secret.
+
+    Raises:
+        RequestError: it is not. torchrun's store may be there long before rank 0, whose own is there with it.
+    """
+    host, rank_0 = socket.gethostname(), f"rank 0 at {peers.address_of_rank_0()}:{os.environ['MASTER_PORT']}"
+    notice, patience = (NOTICE_SECONDS, seconds) if _is_of_torchrun() else (SECRET_SECONDS, OTHER_SECRET_SECONDS)
+    with _connected():
+        if _is_set(store, [_PRESENT], min(notice, seconds)):
+            return
+        rank_logs.to_console(f"{host} sees nothing of {rank_0} yet: do both have the same {secret.SECRET_FILE}?")
+        if _is_set(store, [_PRESENT], min(patience, seconds)):
+            return
     raise RequestError(
-        f"{socket.gethostname()} has another secret than rank 0 at {peers.address_of_rank_0()}:{port}",
-        because=f"rank 0 wrote nothing under this rank's secret within {seconds + NOTICE_SECONDS:.0f} s",
+        f"{host} has another secret than {rank_0}",
+        because=f"rank 0 wrote nothing under this rank's secret within {min(patience, seconds):.0f} s",
         hint=f"give all ranks the same {secret.SECRET_FILE}; or is another run at this port? --master-port",
     )
+
+
+def _read_verdict(store: Store, seconds: float) -> _Verdict | None:
+    with _connected():
+        if _is_set(store, [_VERDICT], seconds + NOTICE_SECONDS):
+            return _read(store, _VERDICT, _Verdict | None)
+    raise RuntimeError(_LOST)
+
+
+@contextmanager
+def _connected() -> Iterator[None]:
+    """Report a lost store as the loss of the rank that served it."""
+    try:
+        yield
+    except (DistStoreError, DistNetworkError):
+        raise RuntimeError(_LOST) from None
+
+
+def _is_of_torchrun() -> bool:
+    """Return whether the store is torchrun's, which may be there long before rank 0."""
+    return os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
 
 
 def _key(rank: int) -> str:

@@ -101,15 +101,6 @@ class LaunchRequest:
         return str(self.hostfile)
 
 
-def launch_command(launcher: Launcher, launch: LaunchRequest) -> str:
-    """Return the line, or a line for each node, that starts the ranks.
-
-    Raises:
-        RequestError: the launcher needs to know more, or cannot do what is planned.
-    """
-    return LAUNCHERS[launcher](launch)
-
-
 def _deepspeed(launch: LaunchRequest) -> str:
     hostfile = launch.required_hostfile("deepspeed")
     port = [] if launch.access.ssh_port is None else ["--ssh_port", str(launch.access.ssh_port)]
@@ -176,3 +167,7 @@ LAUNCHERS: dict[Launcher, Callable[[LaunchRequest], str]] = {
     "openmpi": _openmpi,
     "slurm": _slurm,
 }
+"""Functions that return the line, or a line for each node, that starts the ranks.
+
+They raise a RequestError where the launcher needs to know more, or cannot do what is planned.
+"""

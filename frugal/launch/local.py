@@ -14,7 +14,7 @@ from frugal.deepspeed_adapter.json_config import write_plan
 from frugal.distributed import first_failure
 from frugal.distributed.connections import secret
 from frugal.distributed.process_group import check_descriptors, hold_port
-from frugal.errors import PlanMismatchError
+from frugal.errors import PlanMismatchError, RequestError
 from frugal.launch import node
 from frugal.launch.host_report import working_gpus
 from frugal.launch.node import Launch
@@ -119,10 +119,17 @@ def visible_gpus() -> list[str]:
     return numbers if visible is None else visible.split(",")[: len(numbers)]
 
 
-def num_working_devices(plan: Plan) -> int:
-    """Return how many of a plan's devices on this machine still work; hide the others from later starts."""
+def working_devices(plan: Plan) -> list[int]:
+    """Return the numbers of a plan's devices on this machine that still work; hide the others from later starts.
+
+    Raises:
+        RequestError: none does.
+    """
     if plan.cluster.devices[0].kind == "cpu":
-        return plan.batch.world_size
-    working = working_gpus(visible_gpus())
+        return [*range(plan.batch.world_size)]
+    gpus = visible_gpus()[: plan.batch.world_size]
+    working = working_gpus(gpus)
+    if not working:
+        raise RequestError("no GPU of this machine works any more", hint="continue with --resume later")
     os.environ["CUDA_VISIBLE_DEVICES"] = ",".join(working)
-    return min(len(working), plan.batch.world_size)
+    return [number for number, gpu in enumerate(gpus) if gpu in working]

@@ -63,7 +63,7 @@ def supervise(
             return code
         end = judge(code, report, settings)
         if code:
-            after_run.note_end(settings.out, began, end.why or how_it_ended(code, report))
+            after_run.note_end(settings.out, began, end.why)
         if end.is_final:
             return end.code
         hint = f"\n\nhint: continue from {end.checkpoint} with --resume" if end.checkpoint else ""
@@ -88,28 +88,18 @@ def supervise(
 def judge(code: int, report: FailureReport | None, settings: RunSettings) -> RunEnd:
     """Return how a run ended, from its exit code and the report of the rank that failed first."""
     saved = newest_checkpoint(settings.checkpoints)
-    step, checkpoint = _last_step(settings.out), None if saved is None else saved.name
-    if code == 0:
-        return RunEnd(0, "", True, step, checkpoint)
+    number, is_final = signal_of(code), code == 0
     if report is not None and (report.code in FINAL_CODES or report.code > 128):  # a signal to stop, or a second one
-        return RunEnd(report.code, "", True, step, checkpoint)
-    if number := signal_of(code):
-        return RunEnd(128 + number, f"a rank was ended by {name_signal(number)}", False, step, checkpoint)
-    if report is not None:
-        return RunEnd(report.code, _why(report), False, step, checkpoint)
-    if code in FINAL_CODES:  # refused before there was a rank
-        return RunEnd(code, "", True, step, checkpoint)
-    return RunEnd(code, "the run ended without a message from its ranks", False, step, checkpoint)
-
-
-def how_it_ended(code: int, report: FailureReport | None = None) -> str:
-    """Return a failed run's end in a few words, for its records."""
-    if report is not None:
-        return _why(report)
-    number = signal_of(code)
-    if number is not None:
-        return f"a rank was ended by {name_signal(number)}"
-    return after_run.INTERRUPTED if code == INTERRUPTED else f"exit code {code}"
+        code, why, is_final = report.code, _why(report), True
+    elif number is not None:
+        code, why = 128 + number, f"a rank was ended by {name_signal(number)}"
+    elif report is not None:
+        code, why = report.code, _why(report)
+    elif code in FINAL_CODES:  # refused before there was a rank
+        why, is_final = after_run.INTERRUPTED if code == INTERRUPTED else f"exit code {code}", True
+    else:
+        why = "the run ended without a message from its ranks"
+    return RunEnd(code, why, is_final, _last_step(settings.out), None if saved is None else saved.name)
 
 
 def _why(report: FailureReport) -> str:

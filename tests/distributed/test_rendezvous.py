@@ -1,9 +1,10 @@
 """Ranks that are not alike are told apart before they form a process group, by host and rank."""
 
+import socket
 from dataclasses import replace
 
 import pytest
-from torch.distributed import HashStore
+from torch.distributed import HashStore, PrefixStore, TCPStore
 
 from bench.plans import plan_by_hand
 from bench.ranks import free_port
@@ -83,6 +84,26 @@ def test_nothing_that_was_written_without_the_secret_is_parsed(monkeypatch: pyte
     store.set(key, good)
     with pytest.raises(RuntimeError, match="was not written by a rank of this run"):
         rendezvous._read(store, key, RankDescription)
+
+
+def test_another_secret_than_rank_0_has_is_said_at_once_and_ends_the_rank(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(rendezvous, "SECRET_SECONDS", 0.0)
+    monkeypatch.setattr(rendezvous, "_store", None)
+    port, rank_0 = free_port(), "rank 0 at 127.0.0.1:"
+    for name, value in {"RANK": "1", "WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}.items():
+        monkeypatch.setenv(name, value)
+    serves = TCPStore("127.0.0.1", port, 2, is_master=True, wait_for_workers=False)
+    PrefixStore("of another secret", serves).set(rendezvous._PRESENT, "")
+    with pytest.raises(RequestError) as caught:
+        rendezvous.join_store(0.5)
+    host = socket.gethostname()
+    said = f"{host} sees nothing of {rank_0}{port} yet: do both have the same FRUGAL_SECRET_FILE?\n"
+    assert capsys.readouterr().err == said
+    assert str(caught.value).startswith(
+        f"{host} has another secret than {rank_0}{port}\n  because rank 0 wrote nothing "
+    )
 
 
 @pytest.mark.parametrize(

@@ -99,7 +99,7 @@ def test_adapters_go_on_after_a_killed_rank_and_peft_loads_them(tmp_path: Path, 
 
 
 ON_ONE = (
-    "from frugal.cli import main; from frugal.launch import local; local.num_working_devices = lambda plan: 1; main()"
+    "from frugal.cli import main; from frugal.launch import local; local.working_devices = lambda plan: [0]; main()"
 )
 
 

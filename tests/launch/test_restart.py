@@ -26,7 +26,7 @@ FULL = said(1, 6, "error: cannot write the checkpoint")
 @pytest.mark.parametrize(
     ("code", "report", "expected"),
     [
-        (0, None, (0, "", True)),
+        (0, None, (0, "the run ended without a message from its ranks", True)),
         (1, None, (1, "the run ended without a message from its ranks", False)),
         (247, LOST, (137, "a rank was ended by SIGKILL", False)),
         (-9, None, (137, "a rank was ended by SIGKILL", False)),
@@ -37,9 +37,9 @@ FULL = said(1, 6, "error: cannot write the checkpoint")
         (-33, None, (161, "a rank was ended by signal 33", False)),
         (1, BUG, (1, "rank 1 failed (KeyError: 3)", False)),
         (1, LOST, (1, "rank 1 is gone", False)),
-        (1, FULL, (6, "", True)),
-        (130, None, (130, "", True)),
-        (2, None, (2, "", True)),
+        (1, FULL, (6, "cannot write the checkpoint", True)),
+        (130, None, (130, "interrupted", True)),
+        (2, None, (2, "exit code 2", True)),
     ],
 )
 def test_what_the_ranks_reported_decides(

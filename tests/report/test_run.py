@@ -13,7 +13,6 @@ import pytest
 from bench.runs import records
 from frugal.checkpoint import run_folder
 from frugal.config.run_settings import RunSettings
-from frugal.launch import restart
 from frugal.report import after_run
 from frugal.report.charts import thinned
 from frugal.report.run import read_run
@@ -109,7 +108,7 @@ def test_who_started_a_killed_run_records_its_end_once_and_no_other_s(tmp_path: 
 
 def test_a_run_that_somebody_interrupted_did_not_fail(tmp_path: Path) -> None:
     folder = train(tmp_path / "run", plan(), range(1, 6), is_ended=False)
-    after_run.note_end(folder, 0.0, restart.how_it_ended(130))
+    after_run.note_end(folder, 0.0, after_run.INTERRUPTED)
     assert read_run(folder).state_in_words == "interrupted after step 5 of 12"
 
 

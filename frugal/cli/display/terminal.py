@@ -17,7 +17,6 @@ from frugal.planning.table import Table
 
 if TYPE_CHECKING:
     from rich.console import Console, RenderableType
-    from rich.status import Status
 
 WIDEST = 120
 """Maximum columns of a report: longer lines are hard to read."""
@@ -34,38 +33,16 @@ def is_terminal() -> bool:
     return sys.stdout.isatty()
 
 
-class WaitingLine:
-    """The line with a spinner while the user waits; nothing in a pipe or a log."""
-
-    def __init__(self, status: "Status | None") -> None:
-        self._status = status
-
-    def says(self, what: str) -> None:
-        """Show another text."""
-        if self._status is not None:
-            self._status.update(what)
-
-    @contextmanager
-    def gone(self) -> Iterator[None]:
-        """Hide the line inside the `with` block, which prints."""
-        if self._status is None:
-            yield
-            return
-        self._status.stop()
-        yield
-        self._status.start()
-
-
 @contextmanager
-def waiting(what: str) -> Iterator[WaitingLine]:
-    """Show a line with a spinner inside the `with` block."""
+def waiting(what: str) -> Iterator[None]:
+    """Show a line with a spinner inside the `with` block; nothing in a pipe or a log."""
     if not sys.stderr.isatty():
-        yield WaitingLine(None)
+        yield
         return
     from rich.console import Console  # takes a tenth of a second
 
-    with Console(stderr=True).status(what) as status:
-        yield WaitingLine(status)
+    with Console(stderr=True).status(what):
+        yield
 
 
 def show(blocks: Iterable[Block], *, err: bool = False) -> None:
