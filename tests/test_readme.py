@@ -111,6 +111,18 @@ def test_how_true_memory_is_on_emulated_cards() -> None:
     ) in said
 
 
+def test_how_true_the_allocator_is_to_recordings_of_real_cards() -> None:
+    kept = measured("recordings")["summary"]
+    number, strangers = kept["recordings"], kept["repository"]
+    said = row("the allocator of real cards")
+    assert f"{number} recordings of {strangers} strangers" in said and f"{number} of {number} to the byte" in said
+    assert kept["reserved_error"]["exact"] == kept["allocated_error"]["exact"] == number
+    benchmarks = " ".join(readme.text("benchmarks").split())
+    assert f"replays {number} public snapshots" in benchmarks and f"from {strangers} repositories" in benchmarks
+    assert f"in {kept['printed_peaks']['same']} of {kept['printed_peaks']['printed']}" in benchmarks
+    assert f"In {kept['with_new_segments']} a segment was made" in benchmarks
+
+
 def test_how_true_choices_and_losses_are() -> None:
     kept = measured("choice-cpu")
     assert (
