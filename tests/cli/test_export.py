@@ -39,7 +39,10 @@ engine = end["engine"]
 if engine.global_rank == 0:
     shape = engine.train_micro_batch_size_per_gpu(), engine.gradient_accumulation_steps(), engine.world_size
     values = {"shape": shape, "losses": end.get("losses"), "config": engine._config._param_dict}
-    json.dump(values, open(os.environ["RECORD"], "w"))
+    with open(os.environ["RECORD"], "w") as file:
+        json.dump(values, file)
+sys.stdout.flush()
+os._exit(0)  # threads of libraries can abort a process that waits for its own end, after all is done
 """
 
 COLLATE = """

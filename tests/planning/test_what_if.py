@@ -159,7 +159,7 @@ def test_a_cluster_of_other_size_has_margin_and_context_of_that_size() -> None:
 
 def test_a_measured_context_stays_when_there_are_more_gpus_and_nccl_is_added() -> None:
     probe = Probe(
-        matrix_flops={"bf16": 2e14, "fp16": 2e14, "fp32": 2e13}, memory_bandwidth=1e12, link_bandwidth=None,
+        matrix_flops={"bf16": 2e13, "fp16": 2e13, "fp32": 1e13}, memory_bandwidth=3e11, link_bandwidth=None,
         hop_seconds=None, operator_seconds=6e-6, host_bandwidth=8e10, host_link_bandwidth=2e10, context_bytes=300 * MIB,
     )  # fmt: skip
     measured = Calibration(
