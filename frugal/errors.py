@@ -93,9 +93,9 @@ def refuse(*cases: tuple[object, str, str, str | None]) -> None:
 
 @contextmanager
 def failure(what: str, *, hint: str | None = None, of: type[Exception] = Exception) -> Iterator[None]:
-    """Refuse what raises an error inside the `with` block: a user's code, or a library's checks, may raise anything.
+    """Turn any error that a user's code or a library's checks raise inside the `with` block into a RequestError.
 
-    Scripts like to exit, which is no end of frugal. Its own errors pass.
+    So it does with an exit, which scripts end with. A FrugalError stays as it is.
 
     Raises:
         RequestError: `what`, because of the error's first line.

@@ -117,6 +117,12 @@ def test_how_true_the_allocator_is_to_recordings_of_real_cards() -> None:
     said = row("the allocator of real cards")
     assert f"{number} recordings of {strangers} strangers" in said and f"{number} of {number} to the byte" in said
     assert kept["reserved_error"]["exact"] == kept["allocated_error"]["exact"] == number
+    rows = measured("recordings")["rows"]
+    cards = {each["card"] for each in rows} - {"not stated"}
+    assert cards == {"a10-24g", "h100-80g", "b200-180g", "rtx-pro-6000-96g"}
+    assert all(card in said for card in ("A10", "H100", "B200", "RTX PRO 6000"))
+    versions = [tuple(map(int, each["torch"].split(".")[:2])) for each in rows if each["torch"] != "not stated"]
+    assert "torch {}.{} to {}.{}".format(*min(versions), *max(versions)) in said
     benchmarks = " ".join(readme.text("benchmarks").split())
     assert f"replays {number} public snapshots" in benchmarks and f"from {strangers} repositories" in benchmarks
     assert f"in {kept['printed_peaks']['same']} of {kept['printed_peaks']['printed']}" in benchmarks

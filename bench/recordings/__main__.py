@@ -24,7 +24,9 @@ def row(recording: Recording) -> dict[str, Any]:
     stream = recording.stream
     return {
         "name": stream.name, "card": stream.device, "torch": stream.versions["torch"],
-        "repository": recording.source.repository, "requests": len(stream.sizes), "is_clean": recording.is_clean,
+        "repository": recording.source.repository,
+        "path": recording.source.path, "commit": recording.source.commit, "script": recording.script,
+        "requests": len(stream.sizes), "is_clean": recording.is_clean,
         "made_bytes": recording.made_bytes,
         "reserved_bytes": stream.reserved_bytes, "reserved_error": recording.reserved_error,
         "allocated_at_end_bytes": recording.allocated_at_end_bytes, "allocated_error": recording.allocated_error,

@@ -176,11 +176,11 @@ class _TextObjective:
 
     def collate(self, samples: Sequence[Sample]) -> Batch:
         """Return the tensors of a micro-batch."""
-        raise NotImplementedError
+        raise NotImplementedError  # each objective has its own
 
     def plain_sample(self, length: int, *, is_target: bool) -> Sample:
         """Return a sample of `length` tokens (of pairs on both sides), all of them targets or none."""
-        raise NotImplementedError
+        raise NotImplementedError  # as above
 
     def dummy(self) -> Sample:
         """Return two tokens without a target."""

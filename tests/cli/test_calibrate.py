@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 import frugal
-from frugal.cli import run
+from frugal.cli import measure, run
 from frugal.planning.plan import Plan
 from tests.cli.test_measure import CONFIG
 
@@ -135,6 +135,24 @@ def test_a_calibration_that_no_device_reaches_is_ignored_with_its_numbers(
     assert made.cluster.devices[0].measured_on is None
     assert note.startswith(f"note: the calibration {path} cannot be read and is ignored: ")
     assert f"{said} were measured" in note
+
+
+def test_a_calibration_that_no_device_reaches_is_not_kept(
+    calibrated: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    path = kept(calibrated)
+    before = path.read_bytes()
+    probe = json.loads(before)["probe"] | {"matrix_flops": {"fp32": 6.3e15}}
+
+    def probed(_kind: str, _ranks: int, _module: str, words: list[str], **_: object) -> int:
+        Path(words[words.index("--out") + 1]).write_text(json.dumps(probe))
+        return 0
+
+    monkeypatch.setattr(measure.local, "start_ranks", probed)  # here every device is a real one
+    assert run(["measure", "--calibrate", "--device", "cpu", "--gpus", "2"]) == 1
+    said = capsys.readouterr().err
+    assert "is not kept" in said and "6,300 TFLOP/s were measured, and 5,000 are the most possible" in said
+    assert path.read_bytes() == before
 
 
 WRONG = {

@@ -5,6 +5,7 @@ import socket
 import subprocess
 import sys
 from pathlib import Path
+from types import SimpleNamespace
 
 import msgspec
 import pytest
@@ -228,3 +229,25 @@ def test_a_port_that_is_taken_meanwhile_is_chosen_anew_where_nobody_named_it(
 
 def test_rank_0_listens_at_the_port_that_was_chosen_though_others_want_it() -> None:
     assert local.start_ranks("cpu", 2, "tests.launch.rank_program", ["meet"]) == 0
+
+
+def test_without_nvidia_smi_the_cards_are_those_that_torch_names(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setenv("PATH", str(tmp_path))  # torch finds no card here: its answers are made up
+    monkeypatch.setattr("torch.cuda.device_count", lambda: 2)
+    monkeypatch.setattr("torch.cuda.mem_get_info", lambda number: ((10 + number) * GIB, 16 * GIB))
+    monkeypatch.setattr("torch.cuda.get_device_properties", lambda _: SimpleNamespace(name="NVIDIA T4"))
+    assert cli.run(["doctor", "--out", str(tmp_path)]) == 0
+    said = "GPUs       2 x NVIDIA T4 with 16.00 GiB, free 10.00 GiB, 11.00 GiB; torch can use 2\n"
+    assert said in capsys.readouterr().out
+
+
+def test_a_driver_that_does_not_work_leaves_no_cards(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def fails(_number: int) -> tuple[int, int]:
+        raise RuntimeError("CUDA error: no kernel image")
+
+    monkeypatch.setenv("PATH", str(tmp_path))
+    monkeypatch.setattr("torch.cuda.device_count", lambda: 1)
+    monkeypatch.setattr("torch.cuda.mem_get_info", fails)
+    assert host_report.collect(tmp_path, None, cuda=True).gpus == []

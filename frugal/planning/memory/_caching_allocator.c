@@ -1,7 +1,7 @@
 /* CUDA's caching allocator replayed in C: the same as `caching_allocator.py` beside this, which explains it and which
-   the tests hold this to, a hundred times as fast.
+   the tests hold this to.
 
-   replay(sizes, events, empties, expandable_segments, limit_bytes, blocks)
+   replay(sizes, events, empties, expandable_segments, limit_bytes, blocks=None)
      -> (peak_allocated_bytes, peak_reserved_bytes, survived, granted_bytes, refused_bytes)
 
    `sizes`, `events` and `empties` are buffers of int64; `blocks` is a writable one, as long as `sizes`, for the bytes of
@@ -353,10 +353,10 @@ static bool view_int64s(PyObject *object, Int64s *into, int flags) {
 }
 
 static PyObject *replay(PyObject *module, PyObject *args) {
-    PyObject *objects[4];
+    PyObject *objects[4] = {NULL, NULL, NULL, Py_None};
     int expandable;
     long long limit;
-    if (!PyArg_ParseTuple(args, "OOOpLO", &objects[0], &objects[1], &objects[2], &expandable, &limit, &objects[3]))
+    if (!PyArg_ParseTuple(args, "OOOpL|O", &objects[0], &objects[1], &objects[2], &expandable, &limit, &objects[3]))
         return NULL;
     Int64s views[4] = {{{0}}};
     bool has_blocks = objects[3] != Py_None, is_read = true;

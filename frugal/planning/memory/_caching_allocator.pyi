@@ -6,5 +6,5 @@ def replay(
     empties: array[int],
     expandable_segments: bool,
     limit_bytes: int,
-    blocks: array[int] | None,
+    blocks: array[int] | None = None,
 ) -> tuple[int, int, bool, int, int]: ...

@@ -76,7 +76,7 @@ class Replays:
         for known in self._known:
             if known.holds_under(limit_bytes):
                 return known
-        outcome = replay(*self._stream, expandable_segments=self._expandable_segments, limit_bytes=limit_bytes)
+        outcome = replay(*self._stream, self._expandable_segments, limit_bytes)
         self._known.append(Replay(*outcome))
         return self._known[-1]
 
@@ -88,7 +88,7 @@ class Replays:
     def block_bytes(self) -> tuple[int, ...]:
         """Return the block of every storage where nothing limits the device; 0 for an empty one."""
         blocks = array("q", bytes(8 * len(self._stream[0])))
-        replay(*self._stream, expandable_segments=self._expandable_segments, limit_bytes=ENDLESS, blocks=blocks)
+        replay(*self._stream, self._expandable_segments, ENDLESS, blocks)
         return tuple(blocks)
 
     def smallest_capacity(self, wanted_bytes: int = ENDLESS, tolerance: float = 0.002) -> int:

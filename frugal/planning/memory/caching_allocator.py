@@ -15,8 +15,9 @@ Left out: more than one stream (frugal's engine uses one; NCCL's buffers are par
 splitting, rounding to powers of two, and garbage collection thresholds, which are off by default; that the address
 space of an expandable segment ends at 9/8 of the device's memory.
 
-`replay` runs `_caching_allocator.c` beside this, which is the same some fifty times as fast, where it was compiled;
-the tests hold it to the classes here, and `python -m bench.gpu.allocator` holds it to torch's own allocator on a GPU.
+`replay` is `_caching_allocator.c` beside this, the same and much faster, where it was compiled. Tests hold it to the
+classes here, `python -m bench.recordings` to recordings of real cards, and `python -m bench.gpu.allocator` to torch's
+own allocator on a GPU.
 """
 
 from array import array
@@ -51,11 +52,10 @@ def segment_bytes(size: int) -> int:
     return -(-size // SEGMENT_ROUNDING) * SEGMENT_ROUNDING
 
 
-def replay(
+def replay_in_python(
     sizes: "array[int]",
     events: "array[int]",
     empties: "array[int]",
-    *,
     expandable_segments: bool,
     limit_bytes: int,
     blocks: "array[int] | None" = None,
@@ -70,23 +70,6 @@ def replay(
         limit_bytes: the most that segments may take.
         blocks: is given the bytes of each storage's block; as long as `sizes`.
     """
-    if compiled is not None:
-        return compiled.replay(sizes, events, empties, expandable_segments, limit_bytes, blocks)
-    return replay_in_python(
-        sizes, events, empties, expandable_segments=expandable_segments, limit_bytes=limit_bytes, blocks=blocks
-    )
-
-
-def replay_in_python(
-    sizes: "array[int]",
-    events: "array[int]",
-    empties: "array[int]",
-    *,
-    expandable_segments: bool,
-    limit_bytes: int,
-    blocks: "array[int] | None" = None,
-) -> Outcome:
-    """Do what `replay` does, without the compiled module."""
     allocator = CachingAllocator(limit_bytes, expandable_segments=expandable_segments)
     live: dict[int, LinkedBlock] = {}
     emptied, survived = set(empties), True
@@ -331,3 +314,7 @@ class CachingAllocator:
             self._swallow(before, hole)
             hole = before
         insort(unmapped, (hole.address, hole))
+
+
+replay = replay_in_python if compiled is None else compiled.replay
+"""`replay_in_python`, compiled where that is possible."""
