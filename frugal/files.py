@@ -112,6 +112,8 @@ def read_regular(path: Path, most_bytes: int = 1 << 30) -> bytes:
 LONGEST_LINE_BYTES = 1 << 24
 """Most records have a few hundred bytes, a list of samples a few MiB."""
 
+_SKIPPED_BYTES = 1 << 16  # the rest of a longer line is read in pieces: of 16 MiB they took 80 MiB together
+
 
 def read_lines(path: Path) -> Iterator[bytes]:
     """Yield the lines of a regular file with their ends, one in memory at a time. Raises as `read_regular`.
@@ -121,8 +123,9 @@ def read_lines(path: Path) -> Iterator[bytes]:
     with open_regular(path) as file:
         while line := file.readline(LONGEST_LINE_BYTES):
             yield line
-            while len(line) == LONGEST_LINE_BYTES and line[-1:] != b"\n":
-                line = file.readline(LONGEST_LINE_BYTES)
+            rest = line if len(line) == LONGEST_LINE_BYTES else b""
+            while rest and rest[-1:] != b"\n":
+                rest = file.readline(_SKIPPED_BYTES)
 
 
 def open_regular(path: Path) -> BufferedReader:
