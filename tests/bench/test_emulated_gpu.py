@@ -67,33 +67,21 @@ def test_a_process_gets_its_card_and_no_rank_of_ours(monkeypatch: pytest.MonkeyP
     monkeypatch.setenv("RANK", "3")
     monkeypatch.setenv("PYTORCH_CUDA_ALLOC_CONF", "expandable_segments:True")
     made = environment.environment("t4", num_gpus=2, memory_bytes=1 << 30, expandable_segments=False)
-    assert (made["EMULATED_GPU_CARD"], made["EMULATED_GPU_COUNT"], made["EMULATED_GPU_MEM"]) == (
-        "t4",
-        "2",
-        "1073741824",
-    )
+    assert [made[f"EMULATED_GPU_{name}"] for name in ("CARD", "COUNT", "MEM")] == ["t4", "2", "1073741824"]
     assert not {"RANK", "PYTORCH_CUDA_ALLOC_CONF", "PYTORCH_ALLOC_CONF"} & made.keys()
     assert environment.environment("t4", expandable_segments=True)["PYTORCH_ALLOC_CONF"] == "expandable_segments:True"
     with pytest.raises(ValueError, match="not 1 of rtx1"):
         environment.environment("rtx1")
 
 
-def test_without_an_emulation_the_error_says_how_to_get_one(tmp_path: Path) -> None:
-    with pytest.raises(environment.NotSetUpError) as error:
+def test_what_lacks_is_said_with_how_to_get_it(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    with pytest.raises(
+        environment.NotSetUpError, match=f"hint: python -m bench.emulated_gpu.setup --folder {tmp_path}"
+    ):
         environment.python(tmp_path)
-    assert str(error.value) == (
-        f"error: no emulated GPU in {tmp_path}\n\nhint: python -m bench.emulated_gpu.setup --folder {tmp_path}"
-    )
-
-
-def test_a_missing_compiler_is_said(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(shutil, "which", lambda tool: None if tool == "g++" else f"/usr/bin/{tool}")
-    with pytest.raises(setup.SetUpError) as error:
+    with pytest.raises(setup.SetUpError, match=r"(?s)error: g\+\+ not found\n.*hint: apt-get install gcc g\+\+"):
         setup.check_tools()
-    assert str(error.value) == (
-        "error: g++ not found\n  because the emulated libraries are compiled here\n\n"
-        "hint: apt-get install gcc g++ binutils"
-    )
 
 
 def test_the_environment_gets_what_torch_and_frugal_need_but_nothing_of_nvidia() -> None:
@@ -102,15 +90,15 @@ def test_the_environment_gets_what_torch_and_frugal_need_but_nothing_of_nvidia()
     assert not [name for name in names if name.startswith(("nvidia", "cuda", "triton", "torch", "deepspeed", "frugal"))]
 
 
-@needs_compiler
-@pytest.mark.parametrize(
-    ("source", "macro"),
-    sorted(
-        (source, soname.split(".")[0].removeprefix("lib"))
-        for soname, (_, sources) in libraries.LIBRARIES.items()
-        for source in sources
-    ),
+SOURCES = sorted(
+    (source, soname.split(".")[0].removeprefix("lib"))
+    for soname, (_, sources) in libraries.LIBRARIES.items()
+    for source in sources
 )
+
+
+@needs_compiler
+@pytest.mark.parametrize(("source", "macro"), SOURCES)
 def test_a_source_compiles(source: str, macro: str, tmp_path: Path) -> None:
     headers = setup.installed_headers() if source in NEED_HEADERS else ()
     if headers is None:

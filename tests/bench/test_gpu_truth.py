@@ -82,9 +82,7 @@ class Card:
             return Answer(survived=False, clean=False)
         return Answer(
             phases={"forward": needed},
-            of_gpu={
-                "reserved_bytes": needed, "outside_bytes": 500 * MIB, "device_bytes": 16 * GIB,
-            },
+            of_gpu={"reserved_bytes": needed, "outside_bytes": 500 * MIB, "device_bytes": 16 * GIB},
             attention=(
                 Attention(kernel="cudnn", predicted="flash", dtype="bfloat16", query=(1,), key=(1,), masked=False),
                 Attention(kernel="math", predicted="efficient", dtype="float32", query=(1,), key=(1,), masked=True),
@@ -131,6 +129,7 @@ def test_each_configuration_runs_free_and_capped_and_some_in_expandable_segments
     assert sum("expandable" in row.runs for row in bench.rows) == gpu_truth.EXPANDABLE
     total = summary(bench.rows)
     assert (total["measured"], total["unusable_share"], total["allocated_error"]["worst"]) == (10, 0.0, 0.0)
+    assert [each["kernel"] for each in total["attention"]["other_kernel"]] == ["cudnn", "math"]
     assert total["reserved_error"]["worst"] == total["expandable_error"]["worst"] == 0.0
     assert json.loads((tmp_path / "truth.json").read_text())["summary"]["measured"] == 10
 
@@ -154,12 +153,6 @@ def test_an_estimate_that_is_too_low_is_unusable_and_it_is_found_how_much_was_mi
     assert total["allocated_error"]["lowest"] == pytest.approx(1 / 1.04 - 1)
     assert total["peers"]["DeepSpeed estimate_zero*_model_states_mem_needs"]["too_low_share"] == 1.0
     assert total["peers"]["accelerate estimate-memory"]["too_low_share"] == 0.0
-
-
-def test_another_kernel_than_assumed_is_told(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    kernels = summary(of_card((1,), monkeypatch, tmp_path).rows)["attention"]
-    assert kernels["kinds"] == 2
-    assert [each["kernel"] for each in kernels["other_kernel"]] == ["cudnn", "math"]
 
 
 def test_a_process_in_which_something_is_left_is_not_used_again(
