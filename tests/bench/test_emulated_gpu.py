@@ -133,13 +133,6 @@ def test_a_card_is_full_when_its_memory_less_the_context_is_taken(library: Path)
     assert done.stdout.splitlines() == ["2 3 524", "0 True"]  # 4 GiB, less 500 MiB and 3 GiB
 
 
-def test_a_rank_without_an_identifier_is_alone_among_its_twins(library: Path) -> None:
-    made = environment.environment("t4", num_gpus=4)
-    command = [sys.executable, "-c", RANK, library, "", "2", "4", ""]
-    done = subprocess.run(command, env=made, capture_output=True, text=True, check=True)
-    assert done.stdout.splitlines() == ["[8, 28] [2.5] [2, -2, 2, -2, 2, -2, 2, -2]", "[5]"]
-
-
 @pytest.mark.parametrize("ends", ["", "one ends"])
 def test_ranks_exchange_small_values_and_learn_that_one_has_ended(library: Path, ends: str) -> None:
     key, made = f"test{os.getpid()}{bool(ends):d}", environment.environment("t4", num_gpus=3)
@@ -149,9 +142,11 @@ def test_ranks_exchange_small_values_and_learn_that_one_has_ended(library: Path,
         for rank in range(3)
     ]
     said = [rank.communicate(timeout=60)[0].splitlines() for rank in ranks]
-    exchanged = "[3, 21] [2.5] [0, 0, 1, -1, 2, -2]"
-    remote_error = "6"
+    exchanged, remote_error = "[3, 21] [2.5] [0, 0, 1, -1, 2, -2]", "6"
     expected = [[exchanged, remote_error if ends else "[3]"]] * 3
     if ends:
         expected[1] = [exchanged]
     assert said == expected
+    command[-1:] = ["", "2", "4", ""]  # without an identifier it is alone among its twins
+    alone = subprocess.run(command, env=made | {"EMULATED_GPU_COUNT": "4"}, capture_output=True, text=True, check=True)
+    assert alone.stdout.splitlines() == ["[8, 28] [2.5] [2, -2, 2, -2, 2, -2, 2, -2]", "[5]"]

@@ -63,13 +63,11 @@ class Card:
     """Stands for processes on a GPU of 16 GiB. A run takes what was predicted, and `low` more."""
 
     low = 0.0
-    leaves_something = False
     running: list[int] = []  # noqa: RUF012  # shared on purpose: what all processes have now
-    most = started = 0
+    most = 0
 
     def __init__(self, kind: str, traits: tuple[bool, bool]) -> None:
         self.traits = traits
-        Card.started += 1
 
     def ask(self, question: Run | Constants, *, seconds: float) -> Answer:
         assert isinstance(question, Run)
@@ -89,8 +87,8 @@ class Card:
             ),
             deepspeed_bytes=needed // 2,
             accelerate_bytes=needed * 2,
-            clean=not Card.leaves_something,
-        )  # fmt: skip
+            clean=True,
+        )
 
     def end(self) -> None:
         pass
@@ -102,7 +100,7 @@ def of_card(
     """A bench on the stand-in that has measured configurations of so many GiB."""
     monkeypatch.setattr(gpu_truth, "Process", Card)
     monkeypatch.setattr(Card, "low", low)
-    Card.most = Card.started = 0
+    Card.most = 0
     now = time.monotonic()
     bench = Bench(
         kind="cuda", folder=tmp_path, device_bytes=16 * GIB, deadline=now + seconds, limit=now + seconds,
@@ -153,14 +151,6 @@ def test_an_estimate_that_is_too_low_is_unusable_and_it_is_found_how_much_was_mi
     assert total["allocated_error"]["lowest"] == pytest.approx(1 / 1.04 - 1)
     assert total["peers"]["DeepSpeed estimate_zero*_model_states_mem_needs"]["too_low_share"] == 1.0
     assert total["peers"]["accelerate estimate-memory"]["too_low_share"] == 0.0
-
-
-def test_a_process_in_which_something_is_left_is_not_used_again(
-    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
-) -> None:
-    monkeypatch.setattr(Card, "leaves_something", True)
-    bench = of_card((1, 1), monkeypatch, tmp_path)
-    assert Card.started == sum(len(row.runs) for row in bench.rows) == 6
 
 
 def test_it_stops_cleanly_when_time_is_up_and_says_what_was_not_run(

@@ -8,9 +8,7 @@ from bench.reliability import kills
 @pytest.mark.exhaustive
 def test_killed_runs_do_every_step_once_and_end_as_if_nobody_had_killed_them() -> None:
     result = kills.proof(3, seed=2, minutes=60)
-    in_another_order = (
-        f"losses those on two ranks to {kills.CLOSE:g}"  # a processor's matter over so many steps, as told
-    )
+    in_another_order = f"losses those on two ranks to {kills.CLOSE:g}"  # a processor's matter, as told
     assert all(reached for goal, reached in result["goals"].items() if goal != in_another_order), result
     assert len(result["kills"]) == 3
 

@@ -68,8 +68,7 @@ def test_a_block_from_before_the_recording_is_requested_first(tmp_path: Path) ->
     ]
     found = read_of(history, SEGMENT, tmp_path)
     rest = (2 << 20) - 1024
-    fillers = [1 << 20, rest - (1 << 20)]
-    assert found.requests.sizes == [1024, *fillers, 300]
+    assert found.requests.sizes == [1024, 1 << 20, rest - (1 << 20), 300]
     assert found.requests.events == [0, 0, 0, 2, 1, 0, 1]
     assert (found.num_before, found.is_clean) == (3, False)
     assert (found.reserved_bytes, found.allocated_at_end_bytes) == (2 << 20, 1024)
@@ -81,11 +80,8 @@ def test_a_rest_that_was_not_split_off_belongs_to_its_block_and_what_lies_beyond
         event("alloc", 6 * mib, 2 * mib),  # behind 3 MiB at 2 MiB: so 1 MiB of rest
         *(event(f"free_{each}", 2 * mib, 3 * mib) for each in ("requested", "completed")),
     ]
-    blocks = [
-        {"size": 4 * mib, "state": "inactive"},
-        {"size": 2 * mib, "state": "active_allocated"},
-        {"size": 14 * mib, "state": "inactive"},
-    ]
+    states = ((4, "inactive"), (2, "active_allocated"), (14, "inactive"))
+    blocks = [{"size": size * mib, "state": state} for size, state in states]
     large = {**SEGMENT, "address": 2 * mib, "total_size": 20 * mib, "allocated_size": 2 * mib, "blocks": blocks}
     found = read_of(history, large, tmp_path)
     assert found.requests.sizes == [20 * mib, 4 * mib, 16 * mib, 2 * mib]

@@ -56,12 +56,9 @@ def test_a_batch_that_another_micro_batch_divides_is_kept() -> None:
 
 
 def test_ranks_of_different_size_are_refused() -> None:
-    assert refusal(plan(world_size=2, global_batch=24, micro_batch=(8, 4)), "script") == (
-        "a plain DeepSpeed script cannot cut 24 samples as planned for 2 ranks\n"
-        "  because it cuts each micro-step evenly, and leaves no rank without samples\n"
-        "  because the plan's micro-batches have 4 and 8 samples\n\n"
-        "hint: plan with --micro-batch 4 (2 x 4 x 3)"
-    )
+    said = refusal(plan(world_size=2, global_batch=24, micro_batch=(8, 4)), "script")
+    assert said.startswith("a plain DeepSpeed script cannot cut 24 samples as planned for 2 ranks\n")
+    assert "micro-batches have 4 and 8 samples" in said and said.endswith("hint: plan with --micro-batch 4 (2 x 4 x 3)")
 
 
 @given(world_size=st.integers(1, 8), global_batch=st.integers(1, 600), cap=st.integers(1, 40))
@@ -73,69 +70,34 @@ def test_the_batches_named_can_be_cut(world_size: int, global_batch: int, cap: i
 
 
 TILED = "the loss is tiled: with whole logits at most micro-batch 8 fits instead of 12"
-OTHERS_CANNOT: list[tuple[dict[str, Any], dict[str, Any], Target, str]] = [
-    (
-        {"strategy": {"loss": "tiled"}}, {"why": ("x", TILED)}, "accelerate",
-        f"Accelerate does not know frugal's tiled loss\n  because {TILED}\n\nhint: plan with --loss plain",
-    ),
-    (
-        {"strategy": {"mlp": "tiled"}}, {}, "accelerate",
-        "Accelerate does not know frugal's tiled MLP\n"
-        "  because it runs MLPs whole, for which the plan may have no memory\n\nhint: plan with --mlp plain",
-    ),
-    (
-        {"strategy": {"activation_checkpointing": "selective"}}, {}, "accelerate",
-        "Accelerate does not know activation checkpointing selective\n"
-        "  because it recomputes whole layers, or nothing\n\nhint: plan with --activation-checkpointing full, or off",
-    ),
-    (
-        {"request": {"optimizer": "adamw-8bit"}}, {}, "script",
-        "a plain DeepSpeed script cannot make the optimizer adamw-8bit\n"
-        "  because DeepSpeed does not know it by name, and frugal hands it over ready made\n\n"
-        "hint: plan with --optimizer adamw",
-    ),
-    (
-        {}, {"batch": dataclasses.replace(plan().batch, global_tokens=16_128)}, "hf",
-        "transformers' Trainer cannot fill a global batch of 16128 tokens\n"
-        "  because it counts samples, and short ones would leave the batch too small\n\n"
-        "hint: plan with --global-batch 252 instead of --global-tokens",
-    ),
-    (
-        {"request": {"model": "my.module:model"}}, {"model": dataclasses.replace(plan().model, task="own")}, "hf",
-        "transformers' Trainer cannot train my.module:model\n  because its loss is Python of its own\n\n"
-        "hint: --to accelerate exports all but the loss; `frugal train` and `frugal.initialize` train it",
-    ),
-    (
-        {}, {"warnings": ("x", own_loss.ROUTERS)}, "hf",
-        "transformers' Trainer would leave out the loss that the model adds to the cross entropy\n"
-        f"  because {own_loss.ROUTERS}\n\n"
-        "hint: train it with `frugal train`, or without output_router_logits in its config.json",
-    ),
-    (
-        {}, {"cluster": nodes_of(1, 2)}, "accelerate",
-        "Accelerate starts equally many ranks on each node\n  because the nodes have 1, 2 GPUs\n\n"
-        "hint: use --to script, which starts with `deepspeed --hostfile`",
-    ),
+FOREIGN_MODEL, OWN = {"request": {"model": "my.module:model"}}, dataclasses.replace(plan().model, task="own")
+TOKENS = dataclasses.replace(plan().batch, global_tokens=16_128)
+OTHERS_CANNOT: list[tuple[Target, dict[str, Any], dict[str, Any], str, str]] = [
+    ("accelerate", {"strategy": {"loss": "tiled"}}, {"why": ("x", TILED)}, TILED, "plan with --loss plain"),
+    ("accelerate", {"strategy": {"mlp": "tiled"}}, {}, "does not know frugal's tiled MLP", "plan with --mlp plain"),
+    ("accelerate", {"strategy": {"activation_checkpointing": "selective"}}, {}, "activation checkpointing selective",
+     "plan with --activation-checkpointing full, or off"),
+    ("script", {"request": {"optimizer": "adamw-8bit"}}, {}, "adamw-8bit", "plan with --optimizer adamw"),
+    ("hf", {}, {"batch": TOKENS}, "global batch of 16128 tokens", "plan with --global-batch 252 instead"),
+    ("hf", FOREIGN_MODEL, {"model": OWN}, "its loss is Python of its own", "--to accelerate exports all but the loss"),
+    ("hf", {}, {"warnings": ("x", own_loss.ROUTERS)}, own_loss.ROUTERS, "train it with `frugal train`, or without"),
+    *((target, {"request": {"quantize": "nf4", "lora": Lora.parse("r=8")}}, {},  # it would be another model
+       "is not exported to with quantised weights", "") for target in get_args(Target)),
+    ("accelerate", {}, {"cluster": nodes_of(1, 2)}, "the nodes have 1, 2 GPUs", "use --to script, which starts with"),
 ]  # fmt: skip
 
 
-@pytest.mark.parametrize(("asked", "changes", "target", "said"), OTHERS_CANNOT)
+@pytest.mark.parametrize(("target", "asked", "changes", "why", "hint"), OTHERS_CANNOT)
 def test_what_only_frugal_can_do_is_refused(
-    asked: dict[str, Any], changes: dict[str, Any], target: Target, said: str
+    target: Target, asked: dict[str, Any], changes: dict[str, Any], why: str, hint: str
 ) -> None:
     made = dataclasses.replace(plan(**asked), **changes)
-    assert refusal(made, target) == said
+    said = refusal(made, target)
+    assert why in said and f"\n\nhint: {hint}" in said
     if made.model.task == "own" or made.warnings:
         assert export(made, "accelerate").files
-    if "nodes" in said:
+    if "cluster" in changes:
         assert export(made, "script").start == "DS_ACCELERATOR=cpu deepspeed --hostfile HOSTS train.py samples.jsonl"
-
-
-@pytest.mark.parametrize("target", get_args(Target))
-def test_quantised_weights_are_refused_by_every_target(target: Target) -> None:
-    """Nobody else quantises as planned, and a base in full would be another model and another memory."""
-    made = plan(request={"quantize": "nf4", "lora": Lora.parse("r=8")})
-    assert "is not exported to with quantised weights" in refusal(made, target)
 
 
 def test_paths_with_dollars_stay_as_they_are() -> None:

@@ -63,10 +63,9 @@ def test_another_deepspeed_is_not_simulated_and_that_is_said_once(
     with caplog.at_level(logging.WARNING, logger="frugal"):
         assert not covers(Request(), Strategy(zero_stage=2))
         assert not covers(Request(), Strategy(zero_stage=3))
-    assert [record.message for record in caplog.records] == [
-        "DeepSpeed 0.19.8 is not what is simulated, so all strategies are dry-run, which takes longer: "
-        "DeepSpeedZeroOptimizer_Stage3.step changed"
-    ]
+    (record,) = caplog.records
+    assert record.message.startswith("DeepSpeed 0.19.8 is not what is simulated, so all strategies are dry-run")
+    assert record.message.endswith(": DeepSpeedZeroOptimizer_Stage3.step changed")
 
 
 def test_a_function_that_is_gone_is_told(tmp_path: Path) -> None:
