@@ -169,11 +169,12 @@ UNCLIPPED_SGD = {"request": {"optimizer": "sgd", "gradient_clipping": 0.0}}
 BF16_STATES, EIGHT_BIT = {"request": {"optimizer_states": "bf16"}}, {"request": {"optimizer": "adamw-8bit"}}
 QUICK: list[Row] = [
     *(("llama", stage, {"precision": precision, **how})
-      for stage, precision in ((0, "fp32"), (2, "bf16"), (3, "bf16")) for how in LAYOUTS.values()),
+      for stage, precision in ((0, "fp32"), (2, "bf16"), (3, "bf16")) for name, how in LAYOUTS.items()
+      if stage == 3 or name in ("alone", "one in between")),
     ("llama", 0, {"precision": "fp32", "rank": 1, **FULL, "mlp": "tiled"}),
     ("llama", 2, {"rank": 1, "steps": 2, "mlp": "tiled"}),
     ("llama", 3, {"rank": 1, "steps": 2, **FULL, "mlp": "tiled"}),
-    *((family, stage, {**layout(4, 3, 2), **FULL, **SMALL_BUCKETS}) for family in ("bert", "t5") for stage in (2, 3)),
+    *((family, stage, {**layout(4, 3, 2), **FULL, **SMALL_BUCKETS}) for family, stage in (("bert", 2), ("t5", 3))),
     *(("gpt2", stage, {**layout(3, 1, 2, "cpu"), "precision": precision})  # where it is trained, it is built
       for stage, precision in ((0, "fp32"), (2, "fp16"), (3, "fp32"))),
     *(("llama", 3, part_on_host(*each, 0.25)) for each in ((1, 0, 2), (8, 3, 1))),
@@ -199,6 +200,10 @@ QUICK: list[Row] = [
     *(("llama", stage, {"lora": FROZEN, **SMALL_BUCKETS}) for stage in (2, 3)),
 ]  # fmt: skip
 RARE: list[Row] = [
+    *(("llama", stage, {"precision": precision, **LAYOUTS[name]})
+      for stage, precision in ((0, "fp32"), (2, "bf16"))
+      for name in ("the last of two", "more ranks than a part needs")),
+    *((family, stage, {**layout(4, 3, 2), **FULL, **SMALL_BUCKETS}) for family, stage in (("bert", 3), ("t5", 2))),
     *((family, stage, {"precision": precision, **how})
       for family, precision, stages in (("llama", "fp32", (1, 2)), ("gpt2", "bf16", (2, 3)))
       for stage in stages for how in LAYOUTS.values()),
