@@ -28,24 +28,22 @@ def left(folder: Path) -> set[str]:
     return {path.name for path in folder.iterdir()}
 
 
-def test_what_was_not_used_for_90_days_is_removed(tmp_path: Path) -> None:
-    entry(tmp_path / "old.json", 1, 91)
-    entry(tmp_path / "young.json", 1, 89)
+@pytest.mark.parametrize(
+    ("entries", "stays"),
+    [
+        ({"old.json": (1, 91), "young.json": (1, 89)}, {"young.json"}),
+        ({f"{days}": (40, days) for days in (2, 3, 4, 5)}, {"2", "3"}),
+        ({"new.json": (1000, 0.9)}, {"new.json"}),
+    ],
+    ids=["90 days", "the least recently used beyond the limit", "today's, whatever its size"],
+)
+def test_what_is_old_or_beyond_the_limit_is_removed(
+    entries: dict[str, tuple[int, float]], stays: set[str], tmp_path: Path
+) -> None:
+    for name, (num_bytes, days) in entries.items():
+        entry(tmp_path / name, num_bytes, days)
     prune(tmp_path, 100)
-    assert left(tmp_path) == {"young.json"}
-
-
-def test_beyond_the_limit_the_least_recently_used_are_removed(tmp_path: Path) -> None:
-    for days in (2, 3, 4, 5):
-        entry(tmp_path / f"{days}", 40, days)
-    prune(tmp_path, 100)
-    assert left(tmp_path) == {"2", "3"}
-
-
-def test_what_was_used_today_stays_whatever_its_size(tmp_path: Path) -> None:
-    entry(tmp_path / "new.json", 1000, 0.9)
-    prune(tmp_path, 100)
-    assert left(tmp_path) == {"new.json"}
+    assert left(tmp_path) == stays
 
 
 def test_what_a_process_has_locked_stays(tmp_path: Path) -> None:
@@ -64,10 +62,7 @@ def test_pruning_is_done_once_a_day(tmp_path: Path) -> None:
     os.utime(tmp_path.with_name(f".{tmp_path.name}.pruned"), (yesterday, yesterday))
     prune(tmp_path, 100)
     assert left(tmp_path) == set()
-
-
-def test_a_folder_that_cannot_be_read_is_no_error(tmp_path: Path) -> None:
-    prune(tmp_path / "missing", 100)
+    prune(tmp_path / "missing", 100)  # no error
     touch(tmp_path / "missing")
 
 

@@ -79,23 +79,24 @@ def commands(page: Path) -> list[str]:
     return [line.removeprefix("$ ") for line in lines if line.startswith("$ frugal ")]
 
 
+def parsers() -> dict[str, click.Command]:
+    """The commands of frugal by their names."""
+    found = {name: cli.get_command(click.Context(cli), name) for name in COMMANDS}
+    return {name: command for name, command in found.items() if command is not None}
+
+
 @each_page
 def test_every_command_shown_parses(page: Path) -> None:
     for line in commands(page):
         _, name, *arguments = shlex.split(line, comments=True)
-        assert name in COMMANDS, line
-        command = cli.get_command(click.Context(cli), name)
-        assert command is not None
-        command.make_context(name, arguments)  # raises on an unknown flag or a wrong value
+        parsers()[name].make_context(name, arguments)  # raises on an unknown flag or a wrong value
 
 
 @each_page
 def test_every_flag_named_exists(page: Path) -> None:
-    known = {"--help", "--help-all", "--version"}
-    for name in COMMANDS:
-        command = cli.get_command(click.Context(cli), name)
-        assert command is not None
-        known |= {flag for option in command.params for flag in (*option.opts, *option.secondary_opts)}
+    options = [option for command in parsers().values() for option in command.params]
+    known = {flag for option in options for flag in (*option.opts, *option.secondary_opts)}
+    known |= {"--help", "--help-all", "--version"}
     for span in re.findall(r"`(frugal [^`\n]*|--[^`\n]*)`", prose(page.read_text())):
         if not span.startswith("frugal-"):
             words = re.split(r"[\s|=]+", span)
@@ -112,18 +113,13 @@ FOREIGN = {
 
 
 @each_page
-def test_make_targets_and_benchmarks_exist(page: Path) -> None:
-    makefile = (ROOT / "Makefile").read_text()
-    for target in re.findall(r"(?:\$ |`)make ([\w-]+)", page.read_text()):
+def test_make_targets_benchmarks_files_and_modules_exist(page: Path) -> None:
+    text, makefile = page.read_text(), (ROOT / "Makefile").read_text()
+    for target in re.findall(r"(?:\$ |`)make ([\w-]+)", text):
         assert re.search(rf"^{target}:", makefile, flags=re.MULTILINE), f"make {target}"
-    for name in re.findall(r"python -m ((?:bench|tests)(?:\.\w+)+)", page.read_text()):
+    for name in re.findall(r"python -m ((?:bench|tests)(?:\.\w+)+)", text):
         path = ROOT / name.replace(".", "/")
         assert path.with_suffix(".py").exists() or (path / "__main__.py").exists(), name
-
-
-@each_page
-def test_every_file_and_module_named_exists(page: Path) -> None:
-    text = page.read_text()
     for path in re.findall(rf"(?<![\w/.-])((?:{'|'.join(FOLDERS)})/[\w./-]*[\w/])(?![\w*])", text):
         assert (ROOT / path).exists(), path
     for name in re.findall(r"(?:`|::: |from |import )(frugal(?:\.(?!toml)\w+)+)", text):
@@ -163,9 +159,8 @@ def test_the_navigation_has_every_page_once() -> None:
 
 def test_the_reference_has_every_flag_every_field_and_every_exit_code() -> None:
     flags = whole(DOCS / "reference" / "flags.md")
-    for name in COMMANDS:
-        command = cli.get_command(click.Context(cli), name)
-        assert command is not None and f"## frugal {name}\n" in flags
+    for name, command in parsers().items():
+        assert f"## frugal {name}\n" in flags
         assert all(option.opts[-1] in flags for option in command.params if isinstance(option, click.Option))
     fields = whole(DOCS / "reference" / "plan-json.md")
     assert f"Its `schema` is {SCHEMA}." in fields

@@ -50,18 +50,13 @@ def test_another_torch_is_refused_with_what_it_lacks() -> None:
     lacking = (*torch_internals.NAMES, *needed("torch", "a test", "_C._late", "Tensor._lost"))
     with pytest.raises(RequestError) as caught:
         required.verify("torch", torch_internals.TESTED, lacking)
-    assert str(caught.value) == (
-        f"torch {version('torch')} is not supported\n"
-        "  because torch._C has no `_late`\n"
-        "  because torch.Tensor has no `_lost`\n\n"
-        "hint: pip install torch==2.13.0"
-    )
+    assert caught.value.because == ("torch._C has no `_late`", "torch.Tensor has no `_lost`")
+    assert str(caught.value).endswith("hint: pip install torch==2.13.0")
 
 
 def test_another_transformers_is_refused_when_it_is_used(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(
-        transformers_internals, "MASKS", needed("transformers.masking_utils", "a test", "sdpa_mask:skips_everything")
-    )
+    lacking = needed("transformers.masking_utils", "a test", "sdpa_mask:skips_everything")
+    monkeypatch.setattr(transformers_internals, "MASKS", lacking)
     with pytest.raises(RequestError, match="sdpa_mask does not name `skips_everything`"):
         transformers_internals.always_use()
 
@@ -79,7 +74,7 @@ IN_PLACE = {"_buffers", "_parameters", "_should_skip_dynamo"}
 @pytest.mark.parametrize("library", LIBRARIES)
 def test_no_other_module_uses_a_private_name(library: str) -> None:
     module, table = LIBRARIES[library]
-    names = private(table) - IN_PLACE - {name for name in private(table) if hasattr(aten(), name)}
+    names = private(table) - IN_PLACE - {name for name in private(table) if hasattr(torch.ops.aten, name)}
     for path in sorted(PACKAGE.rglob("*.py")):
         if str(path) == module.__file__:
             continue
@@ -90,12 +85,6 @@ def test_no_other_module_uses_a_private_name(library: str) -> None:
             elif isinstance(node, ast.ImportFrom) and (node.module or "").split(".")[0] == library:
                 parts = {*str(node.module).split("."), *(each.name for each in node.names)}
                 assert not [part for part in parts if part.startswith("_") or part in names], f"{path.name}"
-
-
-def aten() -> object:
-    import torch
-
-    return torch.ops.aten
 
 
 def test_private_operators_are_in_the_table() -> None:

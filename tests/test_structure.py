@@ -5,8 +5,8 @@ import re
 import subprocess
 import sys
 from collections import Counter
-from collections.abc import Iterator
 from functools import cache
+from graphlib import TopologicalSorter
 from pathlib import Path
 
 import pytest
@@ -63,6 +63,7 @@ def below(*floors: str) -> list[Path]:
     return [path for path, names in parts.items() if {names[0], "/".join(names[:2])} & set(floors)]
 
 
+@cache
 def imported(path: Path, *, at_import_time: bool = False) -> set[str]:
     """Full names of the modules a file imports, anywhere in it or only when it is itself imported."""
     tree = tree_of(path)
@@ -96,13 +97,16 @@ def named(path: Path) -> str:
 # Who imports whom
 
 
-@pytest.mark.parametrize("path", [path for path in modules().values() if path not in PUBLIC], ids=named)
-def test_imports_only_go_down(path: Path) -> None:
-    own = FLOORS.index(floor_of(path))
-    for name in imported(path):
-        parts = name.split(".")
-        if parts[0] == "frugal" and len(parts) > 1 and parts[1] in FLOORS:
-            assert FLOORS.index(parts[1]) <= own, f"{path.name} reaches up to {name}"
+def test_imports_only_go_down() -> None:
+    up = [
+        f"{named(path)} reaches up to {name}"
+        for path in modules().values()
+        if path not in PUBLIC
+        for name in imported(path)
+        if name.startswith("frugal.") and (floor := name.split(".")[1]) in FLOORS
+        if FLOORS.index(floor) > FLOORS.index(floor_of(path))
+    ]
+    assert up == []
 
 
 def import_graph() -> dict[str, set[str]]:
@@ -117,42 +121,19 @@ def _module(name: str) -> str:
     return name
 
 
-def circles(graph: dict[str, set[str]]) -> set[frozenset[str]]:
-    """Modules that can be reached from each other: strongly connected components of more than one."""
-
-    def reachable(start: str) -> frozenset[str]:
-        seen, waiting = set(), [start]
-        while waiting:
-            new = graph[waiting.pop()] - seen
-            seen |= new
-            waiting += new
-        return frozenset(seen)
-
-    reached = {name: reachable(name) for name in graph}
-    return {
-        frozenset(other for other in reached[name] if name in reached[other]) for name in graph if name in reached[name]
-    }
-
-
-def test_a_circle_of_imports_is_seen() -> None:
-    graph = {"a": {"b"}, "b": {"c", "d"}, "c": {"a"}, "d": {"e"}, "e": set()}
-    assert circles(graph) == {frozenset("abc")}
-    assert not circles({"a": {"b"}, "b": set()})
-
-
 def test_no_modules_import_each_other_in_a_circle() -> None:
-    assert not [sorted(circle) for circle in circles(import_graph())]
+    TopologicalSorter(import_graph()).prepare()  # otherwise CycleError names those that do
 
 
-@pytest.mark.parametrize("path", below("config", "planning"), ids=named)
-def test_config_and_planning_know_no_torch(path: Path) -> None:
-    assert not {name.split(".")[0] for name in imported(path)} & HEAVY
+def roots(path: Path, *, at_import_time: bool = False) -> set[str]:
+    """Top-level names of what a file imports."""
+    return {name.split(".")[0] for name in imported(path, at_import_time=at_import_time)}
 
 
-@pytest.mark.parametrize("path", below("planning"), ids=named)
-def test_planning_knows_neither_clock_nor_chance_nor_processes(path: Path) -> None:
-    roots = {name.split(".")[0] for name in imported(path)}
-    assert not roots & {"time", "datetime", "random", "secrets", "uuid", "subprocess", "multiprocessing", "os"}
+def test_config_and_planning_know_no_torch_and_planning_neither_clock_nor_chance_nor_processes() -> None:
+    assert [named(path) for path in below("config", "planning") if roots(path) & HEAVY] == []
+    world = {"time", "datetime", "random", "secrets", "uuid", "subprocess", "multiprocessing", "os"}
+    assert [named(path) for path in below("planning") if roots(path) & world] == []
 
 
 def names_deepspeed(tree: ast.Module) -> bool:
@@ -192,12 +173,7 @@ def test_only_the_adapter_names_deepspeed() -> None:
 
 
 def test_only_the_command_line_knows_click() -> None:
-    users = {
-        name
-        for name, path in modules().items()
-        if floor_of(path) != "cli" and "click" in {target.split(".")[0] for target in imported(path)}
-    }
-    assert not users
+    assert {floor_of(path) for path in modules().values() if "click" in roots(path)} == {"cli"}
 
 
 def test_the_environment_is_read_where_ranks_are_started_and_by_the_command_line() -> None:
@@ -218,30 +194,24 @@ def _reads_the_environment(tree: ast.Module) -> bool:
     )
 
 
-@pytest.mark.parametrize("folder", ["bench", "ds_configs", "frugal"])
-def test_nothing_but_tests_imports_tests(folder: str) -> None:
-    for path in (ROOT.parent / folder).rglob("*.py"):
-        assert "tests" not in {name.split(".")[0] for name in imported(path)}, path
+def test_nothing_but_tests_imports_tests() -> None:
+    paths = (path for folder in ("bench", "ds_configs", "frugal") for path in (ROOT.parent / folder).rglob("*.py"))
+    assert [path for path in paths if "tests" in roots(path)] == []
 
 
 # What is loaded when
 
 
-@pytest.mark.parametrize(
-    "path",
-    [
-        *below("errors", "units", "temporary", "files", "imports", "required", "config", "planning", "tools/check"),
-        ROOT / "dryrun" / "client.py",
-        ROOT / "dryrun" / "planner.py",
-        ROOT / "cli" / "__init__.py",
-        ROOT / "cli" / "options.py",
-        ROOT / "cli" / "plan.py",
-        ROOT / "cli" / "explain.py",
-    ],
-    ids=named,
-)
-def test_planning_from_the_cache_needs_no_torch(path: Path) -> None:
-    assert not {name.split(".")[0] for name in imported(path, at_import_time=True)} & HEAVY
+LIGHT = (
+    *below("errors", "units", "temporary", "files", "imports", "required", "config", "planning", "tools/check"),
+    *(ROOT / name for name in (
+        "dryrun/client.py", "dryrun/planner.py", "cli/__init__.py", "cli/options.py", "cli/plan.py", "cli/explain.py",
+    )),
+)  # fmt: skip
+
+
+def test_planning_from_the_cache_needs_no_torch() -> None:
+    assert [named(path) for path in LIGHT if roots(path, at_import_time=True) & HEAVY] == []
 
 
 def loaded_after(statement: str) -> set[str]:
@@ -252,21 +222,21 @@ def loaded_after(statement: str) -> set[str]:
     )
 
 
-def test_importing_frugal_loads_no_torch() -> None:
-    assert not loaded_after("import frugal; frugal.plan; frugal.Plan; frugal.FrugalError") & HEAVY
-
-
-def test_the_command_line_of_planning_loads_no_torch() -> None:
-    assert not loaded_after("import frugal.cli.plan, frugal.dryrun.client") & HEAVY
+@pytest.mark.parametrize(
+    "statement",
+    [
+        "import frugal; frugal.plan; frugal.Plan; frugal.FrugalError",
+        "import frugal.cli.plan, frugal.dryrun.client",
+        "import frugal.cli.train, frugal.launch.hosts, frugal.engine.run, frugal.distributed.process_group",
+    ],
+    ids=["the package", "the command line of planning", "whoever starts ranks, and a rank"],
+)
+def test_it_loads_no_torch(statement: str) -> None:
+    """Also before a rank's environment is set: DeepSpeed chooses its accelerator when imported, torch its threads."""
+    assert not loaded_after(statement) & HEAVY
 
 
 # What is public
-
-
-def test_whoever_starts_ranks_and_a_rank_before_its_environment_is_set_load_no_deepspeed() -> None:
-    """DeepSpeed chooses its accelerator when it is imported, and torch its threads."""
-    starting = "import frugal.cli.train, frugal.launch.hosts, frugal.engine.run, frugal.distributed.process_group"
-    assert not loaded_after(starting) & HEAVY
 
 
 def test_the_public_names_are_exactly_these() -> None:
@@ -303,16 +273,12 @@ def test_the_package_has_few_enough_statements() -> None:
     assert sum(statements(tree_of(path)) for path in modules().values()) <= MOST_STATEMENTS
 
 
-@pytest.mark.parametrize("folder", sorted({path.parent for path in modules().values()} - {ROOT}), ids=named)
-def test_a_folder_says_in_a_sentence_what_is_in_it(folder: Path) -> None:
-    sentence = ast.get_docstring(tree_of(folder / "__init__.py"))
-    assert sentence and sentence.endswith(".") and "\n" not in sentence
-
-
-@pytest.mark.parametrize("path", modules().values(), ids=named)
-def test_a_file_says_what_it_is(path: Path) -> None:
-    assert ast.get_docstring(tree_of(path))
-    assert not {"utils", "helpers", "common", "base", "manager", "misc"} & {path.stem, path.parent.stem}
+def test_a_folder_says_in_a_sentence_what_is_in_it_and_a_file_what_it_is() -> None:
+    for path in modules().values():
+        text = ast.get_docstring(tree_of(path))
+        assert text, path
+        assert path.name != "__init__.py" or (text.endswith(".") and "\n" not in text) or path.parent == ROOT, path
+        assert not {"utils", "helpers", "common", "base", "manager", "misc"} & {path.stem, path.parent.stem}, path
 
 
 HEADLESS = re.compile(r"(What|Whether|Of |That of|Those |None: )")
@@ -330,11 +296,9 @@ def test_docstrings_begin_with_a_verb_or_a_noun() -> None:
 
 
 def test_no_two_classes_have_the_same_name() -> None:
-    def classes() -> Iterator[str]:
-        for path in modules().values():
-            yield from (node.name for node in ast.walk(tree_of(path)) if isinstance(node, ast.ClassDef))
-
-    assert not [name for name, number in Counter(classes()).items() if number > 1]
+    nodes = (node for path in modules().values() for node in ast.walk(tree_of(path)))
+    number = Counter(node.name for node in nodes if isinstance(node, ast.ClassDef))
+    assert [name for name in number if number[name] > 1] == []
 
 
 def test_a_bound_of_rounding_is_measured_or_says_its_reason() -> None:

@@ -2,6 +2,7 @@
 
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -12,37 +13,27 @@ from bench.planning.choice_worker import timed, timed_again, tuned
 from bench.plans import plan_by_hand
 from bench.ranks import Ranks
 from frugal.models.factories import import_callable
-from frugal.planning.plan import Alternative
+from frugal.planning.plan import Alternative, Plan
 
 
-def test_every_plan_is_trained_and_timed_on_all_ranks() -> None:
-    plans = [
-        plan_by_hand(
-            world_size=2, global_batch=8, micro_batch=micro, zero_stage=stage,
-            request={"model": "bench/memory/families.py:llama", "seq_len": 16},
-            strategy={"activation_checkpointing": mode},
-        )
-        for stage, mode, micro in ((2, "off", 4), (2, "selective", 1))
-    ]  # fmt: skip
-    ranks = Ranks(2)
-    try:
-        for found in ranks.run(timed, plans, turns=1, steps=1):
-            assert [len(seconds) for seconds in found] == [1, 1]
-            assert all(0 < each < 60 for seconds in found for each in seconds)
-            assert found[1][0] > found[0][0]  # four micro-steps of one sample, against one of four
-    finally:
-        ranks.close()
+def plan(micro_batch: int, **strategy: Any) -> Plan:
+    return plan_by_hand(
+        world_size=2, global_batch=8, micro_batch=micro_batch, zero_stage=2, strategy=strategy,
+        request={"model": "bench/memory/families.py:llama", "seq_len": 16},
+    )  # fmt: skip
+
+
+def test_every_plan_is_trained_and_timed_on_all_ranks(two_ranks: Ranks) -> None:
+    plans = [plan(4), plan(1, activation_checkpointing="selective")]
+    for found in two_ranks.run(timed, plans, turns=1, steps=1):
+        assert [len(seconds) for seconds in found] == [1, 1]
+        assert all(0 < each < 60 for seconds in found for each in seconds)
+        assert found[1][0] > found[0][0]  # four micro-steps of one sample, against one of four
 
 
 @pytest.mark.exhaustive
 def test_the_chosen_and_the_fastest_other_take_turns_once_more(two_ranks: Ranks) -> None:
-    plans = [
-        plan_by_hand(
-            world_size=2, global_batch=8, micro_batch=micro, zero_stage=2,
-            request={"model": "bench/memory/families.py:llama", "seq_len": 16},
-        )
-        for micro in (1, 4, 2)
-    ]  # fmt: skip
+    plans = [plan(micro) for micro in (1, 4, 2)]
     for found in two_ranks.run(timed_again, plans, [0, 1], num_turns=2):
         assert [len(found[number]) for number in (0, 1)] == [2, 2] and 2 not in found
 
@@ -58,13 +49,7 @@ def test_ratios_are_those_of_the_turns_at_the_end() -> None:
 
 @pytest.mark.exhaustive
 def test_a_tuned_run_is_told_by_the_plan_it_goes_on_with(two_ranks: Ranks) -> None:
-    own, other = (
-        plan_by_hand(
-            world_size=2, global_batch=8, micro_batch=micro, zero_stage=2,
-            request={"model": "bench/memory/families.py:llama", "seq_len": 16},
-        )
-        for micro in (1, 4)
-    )  # fmt: skip
+    own, other = plan(1), plan(4)
     way = Alternative(strategy=other.strategy, batch=other.batch, memory=other.memory, time=other.time)
     done, on_other_rank = two_ranks.run(tuned, [replace(own, alternatives=(way,)).sealed(), other])
     assert done == on_other_rank

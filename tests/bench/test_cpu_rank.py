@@ -28,19 +28,11 @@ def dry_run_result(zero_stage: int, offload: str) -> DryRun:
         with torch.device("meta"):
             return tiny_gpt2(n_embd=128, n_layer=2, vocab_size=2048).to(torch.bfloat16)
 
-    return dry_run(
-        build,
-        CausalLM(),
-        AskDryRun(
-            request=plan.request,
-            strategy=plan.strategy,
-            micro_batch=1,
-            accumulation_steps=1,
-            world_size=1,
-            rank=0,
-            kind="cpu",
-        ),
-    )
+    asked = AskDryRun(
+        request=plan.request, strategy=plan.strategy, micro_batch=1, accumulation_steps=1, world_size=1, rank=0,
+        kind="cpu",
+    )  # fmt: skip
+    return dry_run(build, CausalLM(), asked)
 
 
 def test_gathered_parameters_that_are_on_the_host_already_take_nothing() -> None:

@@ -63,13 +63,11 @@ class Card:
     """Stands for processes on a GPU of 16 GiB. A run takes what was predicted, and `low` more."""
 
     low = 0.0
-    leaves_something = False
     running: list[int] = []  # noqa: RUF012  # shared on purpose: what all processes have now
-    most = started = 0
+    most = 0
 
     def __init__(self, kind: str, traits: tuple[bool, bool]) -> None:
         self.traits = traits
-        Card.started += 1
 
     def ask(self, question: Run | Constants, *, seconds: float) -> Answer:
         assert isinstance(question, Run)
@@ -82,17 +80,15 @@ class Card:
             return Answer(survived=False, clean=False)
         return Answer(
             phases={"forward": needed},
-            of_gpu={
-                "reserved_bytes": needed, "outside_bytes": 500 * MIB, "device_bytes": 16 * GIB,
-            },
+            of_gpu={"reserved_bytes": needed, "outside_bytes": 500 * MIB, "device_bytes": 16 * GIB},
             attention=(
                 Attention(kernel="cudnn", predicted="flash", dtype="bfloat16", query=(1,), key=(1,), masked=False),
                 Attention(kernel="math", predicted="efficient", dtype="float32", query=(1,), key=(1,), masked=True),
             ),
             deepspeed_bytes=needed // 2,
             accelerate_bytes=needed * 2,
-            clean=not Card.leaves_something,
-        )  # fmt: skip
+            clean=True,
+        )
 
     def end(self) -> None:
         pass
@@ -104,7 +100,7 @@ def of_card(
     """A bench on the stand-in that has measured configurations of so many GiB."""
     monkeypatch.setattr(gpu_truth, "Process", Card)
     monkeypatch.setattr(Card, "low", low)
-    Card.most = Card.started = 0
+    Card.most = 0
     now = time.monotonic()
     bench = Bench(
         kind="cuda", folder=tmp_path, device_bytes=16 * GIB, deadline=now + seconds, limit=now + seconds,
@@ -131,6 +127,7 @@ def test_each_configuration_runs_free_and_capped_and_some_in_expandable_segments
     assert sum("expandable" in row.runs for row in bench.rows) == gpu_truth.EXPANDABLE
     total = summary(bench.rows)
     assert (total["measured"], total["unusable_share"], total["allocated_error"]["worst"]) == (10, 0.0, 0.0)
+    assert [each["kernel"] for each in total["attention"]["other_kernel"]] == ["cudnn", "math"]
     assert total["reserved_error"]["worst"] == total["expandable_error"]["worst"] == 0.0
     assert json.loads((tmp_path / "truth.json").read_text())["summary"]["measured"] == 10
 
@@ -154,20 +151,6 @@ def test_an_estimate_that_is_too_low_is_unusable_and_it_is_found_how_much_was_mi
     assert total["allocated_error"]["lowest"] == pytest.approx(1 / 1.04 - 1)
     assert total["peers"]["DeepSpeed estimate_zero*_model_states_mem_needs"]["too_low_share"] == 1.0
     assert total["peers"]["accelerate estimate-memory"]["too_low_share"] == 0.0
-
-
-def test_another_kernel_than_assumed_is_told(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    kernels = summary(of_card((1,), monkeypatch, tmp_path).rows)["attention"]
-    assert kernels["kinds"] == 2
-    assert [each["kernel"] for each in kernels["other_kernel"]] == ["cudnn", "math"]
-
-
-def test_a_process_in_which_something_is_left_is_not_used_again(
-    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
-) -> None:
-    monkeypatch.setattr(Card, "leaves_something", True)
-    bench = of_card((1, 1), monkeypatch, tmp_path)
-    assert Card.started == sum(len(row.runs) for row in bench.rows) == 6
 
 
 def test_it_stops_cleanly_when_time_is_up_and_says_what_was_not_run(

@@ -9,7 +9,7 @@ import pytest
 
 from bench.recordings import __main__ as table
 from bench.recordings.recording import FOLDER, Recording, kept
-from bench.recordings.snapshot import SnapshotError, read
+from bench.recordings.snapshot import Snapshot, SnapshotError, read
 
 FILES = sorted(FOLDER.glob("*.json.xz"))
 
@@ -47,6 +47,11 @@ def snapshot(history: list[dict[str, Any]], segments: list[dict[str, Any]]) -> b
     return pickle.dumps({"device_traces": [[], history], "segments": segments})
 
 
+def read_of(history: list[dict[str, Any]], segment: dict[str, Any], folder: Path) -> Snapshot:
+    (folder / "s.pickle").write_bytes(snapshot(history, [segment]))
+    return read(folder / "s.pickle")
+
+
 SEGMENT = {
     "device": 1, "address": 1 << 20, "total_size": 2 << 20, "allocated_size": 1024, "stream": 0,
     "blocks": [
@@ -61,11 +66,9 @@ def test_a_block_from_before_the_recording_is_requested_first(tmp_path: Path) ->
         event("alloc", (1 << 20) + 1024, 300),
         *(event(f"free_{each}", (1 << 20) + 1024, 300) for each in ("requested", "completed")),
     ]
-    (tmp_path / "s.pickle").write_bytes(snapshot(history, [SEGMENT]))
-    found = read(tmp_path / "s.pickle")
+    found = read_of(history, SEGMENT, tmp_path)
     rest = (2 << 20) - 1024
-    fillers = [1 << 20, rest - (1 << 20)]
-    assert found.requests.sizes == [1024, *fillers, 300]
+    assert found.requests.sizes == [1024, 1 << 20, rest - (1 << 20), 300]
     assert found.requests.events == [0, 0, 0, 2, 1, 0, 1]
     assert (found.num_before, found.is_clean) == (3, False)
     assert (found.reserved_bytes, found.allocated_at_end_bytes) == (2 << 20, 1024)
@@ -77,26 +80,18 @@ def test_a_rest_that_was_not_split_off_belongs_to_its_block_and_what_lies_beyond
         event("alloc", 6 * mib, 2 * mib),  # behind 3 MiB at 2 MiB: so 1 MiB of rest
         *(event(f"free_{each}", 2 * mib, 3 * mib) for each in ("requested", "completed")),
     ]
-    blocks = [
-        {"size": 4 * mib, "state": "inactive"},
-        {"size": 2 * mib, "state": "active_allocated"},
-        {"size": 14 * mib, "state": "inactive"},
-    ]
+    states = ((4, "inactive"), (2, "active_allocated"), (14, "inactive"))
+    blocks = [{"size": size * mib, "state": state} for size, state in states]
     large = {**SEGMENT, "address": 2 * mib, "total_size": 20 * mib, "allocated_size": 2 * mib, "blocks": blocks}
-    (tmp_path / "s.pickle").write_bytes(snapshot(history, [large]))
-    found = read(tmp_path / "s.pickle")
+    found = read_of(history, large, tmp_path)
     assert found.requests.sizes == [20 * mib, 4 * mib, 16 * mib, 2 * mib]
     assert found.requests.events == [0, 1, 0, 0, 1, 0, 3]
 
 
 def test_what_was_given_back_before_the_first_request_was_there_and_the_cache_is_emptied(tmp_path: Path) -> None:
-    history = [
-        event("segment_free", 1 << 24, 20 << 20),
-        event("segment_alloc", 1 << 20, 2 << 20),
-        event("alloc", 1 << 20, 700),
-    ]
-    (tmp_path / "s.pickle").write_bytes(snapshot(history, [SEGMENT]))
-    found = read(tmp_path / "s.pickle")
+    segments = event("segment_free", 1 << 24, 20 << 20), event("segment_alloc", 1 << 20, 2 << 20)
+    history = [*segments, event("alloc", 1 << 20, 700)]
+    found = read_of(history, SEGMENT, tmp_path)
     assert (found.requests.sizes, found.num_before, found.is_clean) == ([20 << 20, 20 << 20, 700], 2, False)
     assert found.requests.empty_caches == [4]
     assert found.reserved_bytes == 20 << 20

@@ -1,7 +1,6 @@
-"""A batch of target tokens is the same on any number of ranks, and what is claimed of it was measured."""
+"""A batch of target tokens is the same on any number of ranks."""
 
 import json
-from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
 
@@ -10,26 +9,20 @@ import pytest
 from bench.plans import plan_by_hand
 from bench.ranks import Ranks
 from bench.training import translation
-from bench.training.translation import MODEL, RESULTS, summary, table, trained, written
-from tests import readme
+from bench.training.translation import MODEL, summary, table, trained, written
 
 SEQ_LEN, GLOBAL_TOKENS, MICRO_BATCH = 128, 1024, 2
 
 
-@pytest.fixture
-def ranks(one_rank: Ranks, two_ranks: Ranks) -> Iterator[dict[int, Ranks]]:
-    yield {1: one_rank, 2: two_ranks}
-
-
 def test_real_pairs_learn_the_same_on_one_rank_and_two(
-    ranks: dict[int, Ranks], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    one_rank: Ranks, two_ranks: Ranks, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     config = tmp_path / "config.json"
     config.write_text(json.dumps({**MODEL, "d_model": 32, "d_ff": 64, "d_kv": 8, "num_layers": 1}))
     text = written(tmp_path, files=12, seq_len=SEQ_LEN)
     longest = int(text.load().train.counted_tokens.max())
     runs = {}
-    for world_size, group in ranks.items():
+    for world_size, group in ((1, one_rank), (2, two_ranks)):
         plan = plan_by_hand(
             world_size=world_size, global_batch=GLOBAL_TOKENS // SEQ_LEN, micro_batch=MICRO_BATCH, zero_stage=2,
             request={"model": str(config), "seq_len": SEQ_LEN, "global_tokens": GLOBAL_TOKENS},
@@ -44,13 +37,3 @@ def test_real_pairs_learn_the_same_on_one_rank_and_two(
     losses = found["ranks"][1]["losses"]
     assert losses[2] < losses[0]
     assert len(table(found).splitlines()) == 4
-
-
-def test_the_kept_results_reach_every_goal() -> None:
-    kept = json.loads(RESULTS.read_text())
-    assert all(kept["goals"].values()), kept["goals"]
-    assert table(kept) in readme.text("benchmarks"), "paste what the command prints"
-    assert list(kept["ranks"]) == ["1", "2", "3"]
-    assert kept["percentile_99_tokens"] > 4 * kept["median_tokens"]
-    for row in kept["ranks"].values():
-        assert row["losses"][-1] < 0.8 * row["losses"][0]

@@ -65,10 +65,8 @@ def test_a_line_without_end_is_refused(
     with pytest.raises(RequestError) as raised:
         sum(1 for _ in read(path))
     where = "" if name == "a.csv" else ":1"
-    assert str(raised.value) == (
-        f"{path}{where} cannot be read\n"
-        "  because the line has more than 8.0 MiB, 1/256 of the memory that is free here\n\n"
-        "hint: cut it into several lines"
+    assert str(raised.value).startswith(
+        f"{path}{where} cannot be read\n  because the line has more than 8.0 MiB, 1/256 of"
     )
 
 

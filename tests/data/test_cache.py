@@ -167,34 +167,30 @@ def test_a_full_disk_is_said_with_numbers_and_nothing_is_left(load: Load, tmp_pa
         assert said.startswith(
             f"the tokenised data does not fit on the disk of {disk}/data\n  because No space left on"
         )
-        assert " after 0.6 MiB; 0.6 MiB were free\n" in said
-        assert said.endswith("\nhint: free some space, or set XDG_CACHE_HOME to a folder on another disk")
+        assert (
+            " after 0.6 MiB; 0.6 MiB were free\n" in said and "set XDG_CACHE_HOME to a folder on another disk" in said
+        )
         assert list((disk / "data").iterdir()) == []
 
 
-@pytest.mark.parametrize("place", ["a file", "a user without a home"])
-def test_a_cache_folder_that_cannot_be_written_to_is_refused(
-    place: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_cache_folder_that_cannot_be_written_to_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     write_jsonl(tmp_path / "a.jsonl", [{"text": text} for text in TEXTS])
+
+    def said() -> str:
+        return refusal(
+            lambda: load_corpus([str(tmp_path / "a.jsonl")], tokenizer=byte_tokenizer(), task="causal-lm", seq_len=64)
+        )
+
     (tmp_path / "file").write_text("")
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "file"))
-    because = f"{tmp_path}/file/frugal/data: Not a directory"
-    if place == "a user without a home":
-        monkeypatch.delenv("XDG_CACHE_HOME")
-        monkeypatch.delenv("HOME")
-        monkeypatch.setattr("pwd.getpwuid", lambda _: (_ for _ in ()).throw(KeyError("no such user")))
-        because = (
-            "the cache folder: could not determine the home directory for '~/.cache', set an absolute HOME or XDG "
-            "variable"
-        )
-    said = refusal(
-        lambda: load_corpus([str(tmp_path / "a.jsonl")], tokenizer=byte_tokenizer(), task="causal-lm", seq_len=64)
-    )
-    assert said == (
-        f"the tokenised data cannot be written\n  because {because}\n\n"
+    assert said() == (
+        f"the tokenised data cannot be written\n  because {tmp_path}/file/frugal/data: Not a directory\n\n"
         "hint: set XDG_CACHE_HOME to a folder that can be written to"
     )
+    monkeypatch.delenv("XDG_CACHE_HOME")
+    monkeypatch.delenv("HOME")
+    monkeypatch.setattr("pwd.getpwuid", lambda _: (_ for _ in ()).throw(KeyError("no such user")))
+    assert "could not determine the home directory for '~/.cache'" in said()
 
 
 def test_what_is_damaged_on_a_disk_that_cannot_be_written_to_is_refused(load: Load, tmp_path: Path) -> None:

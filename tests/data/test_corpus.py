@@ -58,19 +58,21 @@ def test_names_that_are_no_utf_8_are_told_as_bytes(load: Load, tmp_path: Path) -
     assert msgspec.json.decode(msgspec.json.encode(corpus.provenance), type=Provenance) == corpus.provenance
 
 
-@pytest.mark.parametrize("kind", ["jsonl", "json", "csv", "tsv", "txt"])
+@pytest.mark.parametrize(
+    ("kind", "content"),
+    [
+        ("jsonl", '{"text": "one"}\r\n{"text": "two"}\r\n'),
+        ("json", '[{"text": "one"},\r\n{"text": "two"}]\r\n'),
+        ("csv", "id,text\r\n1,one\r\n2,two\r\n"),
+        ("tsv", "id\ttext\r\n1\tone\r\n2\ttwo\r\n"),
+        ("txt", "one"),
+    ],
+)
 def test_a_byte_order_mark_is_no_text_and_line_ends_may_be_those_of_windows(
-    kind: str, load: Load, tmp_path: Path
+    kind: str, content: str, load: Load, tmp_path: Path
 ) -> None:
-    content = {
-        "jsonl": '{"text": "one"}\r\n{"text": "two"}\r\n',
-        "json": '[{"text": "one"},\r\n{"text": "two"}]\r\n',
-        "csv": "id,text\r\n1,one\r\n2,two\r\n",
-        "tsv": "id\ttext\r\n1\tone\r\n2\ttwo\r\n",
-        "txt": "one",
-    }[kind]
     (tmp_path / f"a.{kind}").write_bytes(codecs.BOM_UTF8 + content.encode())
-    assert texts(load(f"a.{kind}")) == ["one", "two"][: 1 if kind == "txt" else 2]
+    assert texts(load(f"a.{kind}")) == (["one"] if kind == "txt" else ["one", "two"])
 
 
 # From documents to samples.
@@ -197,29 +199,25 @@ def test_documents_are_divided_and_none_is_in_both_parts(
 # The cache.
 
 
-def test_data_is_tokenised_once(load: Load, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_same_data_is_tokenised_once_and_any_other_is_another_corpus(
+    load: Load, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "bad.jsonl").write_text("{")
+    refusal(lambda: load("bad.jsonl"))
+    assert list((tmp_path / "cache").iterdir()) == [], "a failed preparation leaves nothing behind"
     write_jsonl(tmp_path / "a.jsonl", ROWS)
     first = load("a.jsonl")
-    monkeypatch.setattr(data, "write_samples", None)
-    again = load("a.jsonl")
+    with monkeypatch.context() as without:
+        without.setattr(data, "write_samples", None)
+        again = load("a.jsonl")
     assert texts(again) == texts(first)
     assert again.provenance.fingerprint == first.provenance.fingerprint
-
-
-def test_other_data_other_options_and_another_tokenizer_are_another_corpus(load: Load, tmp_path: Path) -> None:
-    write_jsonl(tmp_path / "a.jsonl", ROWS)
     byte_tokenizer().save_pretrained(tmp_path / "tokenizer")
     other = load_tokenizer("./tokenizer")
     other.add_tokens(["two"])
-    fingerprints = [
-        load("a.jsonl").provenance.fingerprint,
-        load("a.jsonl", seq_len=32).provenance.fingerprint,
-        load("a.jsonl", limit=2).provenance.fingerprint,
-        load("a.jsonl", tokenizer=other).provenance.fingerprint,
-    ]
+    made = [first, *(load("a.jsonl", **options) for options in ({"seq_len": 32}, {"limit": 2}, {"tokenizer": other}))]
     write_jsonl(tmp_path / "a.jsonl", [*ROWS, {"text": "more"}])
-    fingerprints.append(load("a.jsonl").provenance.fingerprint)
-    assert len(set(fingerprints)) == 5
+    assert len({corpus.provenance.fingerprint for corpus in [*made, load("a.jsonl")]}) == 5
 
 
 def test_ranks_that_prepare_the_same_data_at_once_do_not_disturb_each_other(load: Load, tmp_path: Path) -> None:
@@ -229,9 +227,3 @@ def test_ranks_that_prepare_the_same_data_at_once_do_not_disturb_each_other(load
         corpora = list(pool.map(lambda _: load("a.jsonl"), range(4)))
     assert len({(corpus.provenance.fingerprint, int(corpus.train.lengths.sum())) for corpus in corpora}) == 1
     assert len(list((tmp_path / "cache").iterdir())) == 1
-
-
-def test_a_failed_preparation_leaves_nothing_behind(load: Load, tmp_path: Path) -> None:
-    (tmp_path / "a.jsonl").write_text("{")
-    refusal(lambda: load("a.jsonl"))
-    assert list((tmp_path / "cache").iterdir()) == []

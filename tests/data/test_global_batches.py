@@ -52,15 +52,12 @@ def test_a_batch_can_be_had_without_those_before_it(n: int, size: int, steps: in
     assert (batches.at(last.start).indices == last.indices).all()
 
 
-def test_a_batch_reads_only_the_samples_that_are_asked_for() -> None:
+def test_a_batch_reads_only_the_samples_that_are_asked_for_and_a_sample_knows_its_draw() -> None:
     data = Recorder(1000)
     batch = GlobalBatches(data, global_batch=100, seed=0).at(Position(2, 30))
     assert data.read == []
     assert batch[7]["value"] == batch.indices[7]
     assert data.read == [int(batch.indices[7])]
-
-
-def test_a_sample_knows_which_draw_of_the_training_it_is() -> None:
     batch = GlobalBatches(Recorder(10), global_batch=4, seed=0).at(Position(2, 8))
     assert [sample["draw"] for sample in batch] == [28, 29, 30, 31]
     assert batch[-1] == batch[3]

@@ -1,6 +1,6 @@
 """A plan is told how long the samples are that training will see."""
 
-import json
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -9,6 +9,7 @@ from frugal.config.request import Request
 from frugal.config.run_settings import RunSettings
 from frugal.data.corpus import lengths_of
 from frugal.errors import RequestError
+from tests.engine.corpora import write_jsonl
 
 
 @pytest.fixture(autouse=True)
@@ -16,30 +17,29 @@ def cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
 
 
-def data(tmp_path: Path, *rows: dict[str, object]) -> tuple[str, ...]:
-    path = tmp_path / "data.jsonl"
-    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
-    return (str(path),)
+def data(tmp_path: Path, *rows: dict[str, object]) -> RunSettings:
+    write_jsonl(tmp_path / "data.jsonl", list(rows))
+    return RunSettings(data=(str(tmp_path / "data.jsonl"),), validation_fraction=0)
 
 
 def test_running_text_is_as_long_as_its_windows(tmp_path: Path) -> None:
-    files = data(tmp_path, {"text": "a" * 98}, {"text": "b" * 8})
-    lengths = lengths_of(Request(model="gpt2", seq_len=64), RunSettings(data=files, validation_fraction=0))
+    settings = data(tmp_path, {"text": "a" * 98}, {"text": "b" * 8})
+    lengths = lengths_of(Request(model="gpt2", seq_len=64), settings)
     assert (lengths.tokens, lengths.counts) == ((10, 37, 64), (1, 1, 1)), "99 targets: 63 and 36, each after one token"
-    assert lengths.source == files[0]
+    assert lengths.source == settings.data[0]
 
 
 def test_pairs_are_as_long_as_their_longer_side_and_count_their_target_tokens(tmp_path: Path) -> None:
-    files = data(tmp_path, {"source": "a" * 9, "target": "b" * 3}, {"source": "c", "target": "d" * 19})
-    lengths = lengths_of(Request(model="t5", seq_len=64), RunSettings(data=files, validation_fraction=0))
+    settings = data(tmp_path, {"source": "a" * 9, "target": "b" * 3}, {"source": "c", "target": "d" * 19})
+    lengths = lengths_of(Request(model="t5", seq_len=64), settings)
     assert (lengths.tokens, lengths.counts, lengths.counted_mean) == ((10, 20), (1, 1), 12.0), "with an end token each"
 
 
 def test_pairs_that_are_too_long_are_named_or_counted(tmp_path: Path) -> None:
-    files = data(tmp_path, {"text": "a" * 9, "label": 0}, {"text": "b" * 99, "label": 1})
+    settings = data(tmp_path, {"text": "a" * 9, "label": 0}, {"text": "b" * 99, "label": 1})
     request = Request(model="bert", task="sequence-classification", seq_len=64)
     with pytest.raises(RequestError, match="1 sample is longer than --seq-len"):
-        lengths_of(request, RunSettings(data=files, validation_fraction=0))
-    lengths = lengths_of(request, RunSettings(data=files, validation_fraction=0, too_long="truncate"))
+        lengths_of(request, settings)
+    lengths = lengths_of(request, replace(settings, too_long="truncate"))
     assert (lengths.tokens, lengths.counts) == ((11, 64), (1, 1))
-    assert lengths.source == f"{files[0]}; 1 row longer than --seq-len truncated"
+    assert lengths.source == f"{settings.data[0]}; 1 row longer than --seq-len truncated"

@@ -1,19 +1,22 @@
 """Samples of like length share a micro-batch, and nothing about the training changes."""
 
 import gc
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from typing import Any
 
 import numpy as np
 import pytest
 import torch.distributed as dist
+from torch import nn
 
 from bench.plans import plan_by_hand
 from bench.ranks import Ranks
 from frugal.data.batches import MicroBatchLimits, share
 from frugal.engine.engine import initialize
 from frugal.engine.evaluation import evaluate
-from frugal.models.objectives import CausalLM
+from frugal.models.objectives import Batch, CausalLM, Objective
+from frugal.planning.plan import Plan
 from tests.engine.gradients import SGD, Gradient, applied, relative_error, weights, with_bound
 from tests.engine.small_models import ragged_samples, tiny_gpt2
 from tests.engine.test_exactness import reference_gradient
@@ -35,25 +38,31 @@ def limits(*max_samples: int, shortest: int = 64, overhead: int | None = None) -
     return MicroBatchLimits(max_samples=max_samples, seq_len=64, shortest=shortest, overhead=overhead)
 
 
-def train(zero_stage: int, *, is_known: bool) -> tuple[Gradient, float, float, list[list[int]]]:
-    """Gradient and loss of a step, loss of an evaluation, and rows and columns of the rank's micro-batches."""
-    world_size = dist.get_world_size()
-    plan = plan_by_hand(
-        world_size=world_size, global_batch=GLOBAL_BATCH, micro_batch=2, zero_stage=zero_stage,
-        request=SGD,
-    )  # fmt: skip
+def one_step(
+    make: Callable[[], nn.Module], plan: Plan, objective: Objective, samples: Sequence[Any]
+) -> tuple[Gradient, float, float, list[Batch]]:
+    """Gradient and loss of a step, loss of an evaluation, and the rank's micro-batches. Runs on ranks."""
     plan = replace(plan, batch=replace(plan.batch, shortest=8, overhead_tokens=16)).sealed()
-    before = weights(tiny_gpt2())
-    engine = initialize(tiny_gpt2(), plan, CausalLM())
-    samples = Known(ragged_samples(GLOBAL_BATCH)) if is_known else ragged_samples(GLOBAL_BATCH)
+    before = weights(make())
+    engine = initialize(make(), plan, objective)
     evaluation = evaluate(engine, samples)
-    shapes = [list(batch["input_ids"].shape) for batch in engine.prepare(samples).batches]
+    batches = list(engine.prepare(samples).batches)
     result = engine.train_step(samples)
     gradient = applied(engine, before)
     engine.destroy()
     del engine
     gc.collect()
-    return gradient, result.loss, evaluation.loss, shapes
+    return gradient, result.loss, evaluation.loss, batches
+
+
+def train(zero_stage: int, *, is_known: bool) -> tuple[Gradient, float, float, list[list[int]]]:
+    """The same of ragged samples, and rows and columns of the rank's micro-batches."""
+    plan = plan_by_hand(
+        world_size=dist.get_world_size(), global_batch=GLOBAL_BATCH, micro_batch=2, zero_stage=zero_stage, request=SGD
+    )
+    samples = Known(ragged_samples(GLOBAL_BATCH)) if is_known else ragged_samples(GLOBAL_BATCH)
+    *made, batches = one_step(tiny_gpt2, plan, CausalLM(), samples)
+    return *made, [list(batch["input_ids"].shape) for batch in batches]
 
 
 def all_stages() -> list[tuple[Gradient, float, float, list[list[int]]]]:
@@ -63,11 +72,7 @@ def all_stages() -> list[tuple[Gradient, float, float, list[list[int]]]]:
 
 @pytest.mark.parametrize(
     "fixture",
-    [
-        pytest.param("one_rank", marks=pytest.mark.exhaustive),
-        pytest.param("two_ranks", marks=pytest.mark.exhaustive),
-        "three_ranks",
-    ],
+    ["two_ranks", *(pytest.param(name, marks=pytest.mark.exhaustive) for name in ("one_rank", "three_ranks"))],
 )
 def test_the_gradient_of_grouped_samples_is_that_of_plain_pytorch(fixture: str, request: pytest.FixtureRequest) -> None:
     ranks: Ranks = request.getfixturevalue(fixture)
@@ -107,7 +112,5 @@ def test_a_micro_batch_that_was_too_large_is_cut_until_its_samples_are_alone() -
         sizes = [(len(places) * len(samples[places[0]]["input_ids"]), len(places)) for places in cut.places]
         largest.append((max(tokens for tokens, _ in sizes), max(number for _, number in sizes)))
         now = now.halved(cut.largest)
-    assert largest == sorted(set(largest), reverse=True), (
-        "each attempt has smaller micro-batches, in tokens or in samples"
-    )
+    assert largest == sorted(set(largest), reverse=True), "each attempt is smaller, in tokens or in samples"
     assert largest[-1] == (60, 1)

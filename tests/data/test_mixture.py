@@ -3,6 +3,7 @@
 import json
 from collections import Counter
 from fractions import Fraction
+from itertools import islice
 from pathlib import Path
 from typing import Any
 
@@ -11,7 +12,7 @@ import pytest
 
 from frugal.config.request import Request
 from frugal.config.run_settings import RunSettings
-from frugal.data.batches import GlobalBatches, Position
+from frugal.data.batches import GlobalBatches
 from frugal.data.corpus import lengths_of, read_training_data
 from frugal.data.mixture import Mixture, shares
 from tests.engine.corpora import refusal, write_jsonl
@@ -62,11 +63,7 @@ def test_each_source_gives_every_sample_once_before_any_twice() -> None:
 def test_what_is_drawn_depends_on_its_number_and_the_seed_alone() -> None:
     mixed = mixture(("a", 50, "7/10"), ("b", 3, "3/10"))
     whole = GlobalBatches(mixed, global_batch=7)
-    position, seen = Position(), []
-    for _ in range(40):
-        batch = whole.at(position)
-        seen += batch.indices.tolist()
-        position = batch.end
+    seen = [index for batch in islice(whole.iterate(), 40) for index in batch.indices.tolist()]
     assert seen == mixed.drawn(np.arange(280), 0).tolist()
     assert GlobalBatches(mixed, global_batch=280).at().indices.tolist() == seen, "batches of another size"
     assert whole.at(whole.after(13)).indices.tolist() == seen[91:98], "resumed there"
@@ -76,12 +73,9 @@ def test_what_is_drawn_depends_on_its_number_and_the_seed_alone() -> None:
 def test_batches_of_tokens_take_the_shares_too() -> None:
     mixed = mixture(("a", 50, "1/2"), ("b", 30, "1/2"))
     batches = GlobalBatches(mixed, global_tokens=100)
-    position, seen = Position(), []
-    for _ in range(200):
-        batch = batches.at(position)
-        assert sum(mixed.counted_tokens[batch.indices]) <= 100
-        seen += batch.indices.tolist()
-        position = batch.end
+    taken = list(islice(batches.iterate(), 200))
+    assert all(sum(mixed.counted_tokens[batch.indices]) <= 100 for batch in taken)
+    seen = [index for batch in taken for index in batch.indices.tolist()]
     assert seen == mixed.drawn(np.arange(len(seen)), 0).tolist()
     assert batches.steps(1) == pytest.approx(80 * 15 / 100, abs=2)
 
@@ -94,14 +88,9 @@ def test_weights_are_read_off_the_names(tmp_path: Path, monkeypatch: pytest.Monk
     assert shares(["b:0.7", "c.py:rows", "hub/data:en"]) == ()
     odd = [(each.source, str(each.part)) for each in shares(["b:0.7:.3", "c.py:rows:.6"])]
     assert odd == [("b:0.7", "1/3"), ("c.py:rows", "2/3")]
-    assert refusal(lambda: shares(["a:0.5", "b:0.7"])) == (
-        "--data b:0.7 has no weight\n  because --data a:0.5 has one\n\n"
-        "hint: give all sources one, such as --data b:0.7:1, or none"
-    )
-    assert (
-        refusal(lambda: shares(["a:0", "c:1"]))
-        == "--data a:0 has the weight 0\n  because nothing would be drawn from it"
-    )
+    said = refusal(lambda: shares(["a:0.5", "b:0.7"]))
+    assert said.startswith("--data b:0.7 has no weight\n") and "such as --data b:0.7:1, or none" in said
+    assert refusal(lambda: shares(["a:0", "c:1"])).startswith("--data a:0 has the weight 0\n")
 
 
 def test_sources_with_weights_are_kept_apart_and_read_as_they_are(
@@ -109,9 +98,8 @@ def test_sources_with_weights_are_kept_apart_and_read_as_they_are(
 ) -> None:
     monkeypatch.chdir(tmp_path)
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
-    Path("model.json").write_text(
-        json.dumps({"model_type": "gpt2", "n_layer": 1, "n_embd": 16, "n_head": 1, "vocab_size": 300})
-    )
+    model = {"model_type": "gpt2", "n_layer": 1, "n_embd": 16, "n_head": 1, "vocab_size": 300}
+    Path("model.json").write_text(json.dumps(model))
     write_jsonl(tmp_path / "a.jsonl", [{"text": "aaaa"}] * 60)
     write_jsonl(tmp_path / "b.jsonl", [{"prompt": "bbbbbbbb", "completion": "b"}] * 20)
     request = Request(model="model.json", seq_len=32, global_batch=4)

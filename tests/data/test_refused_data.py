@@ -23,19 +23,6 @@ def test_a_name_that_is_neither_a_file_nor_known_to_the_hub(load: Load) -> None:
     )
 
 
-@pytest.mark.parametrize(
-    ("name", "content", "reason"),
-    [
-        ("a.txt", "", "a.txt: no rows"),
-        ("a.csv", "text\n", "a.csv: no rows"),
-        ("a.jsonl", '{"text": ""}\n{"text": ""}\n', "a.jsonl: 2 rows without text left out"),
-    ],
-)
-def test_empty_data(name: str, content: str, reason: str, load: Load, tmp_path: Path) -> None:
-    (tmp_path / name).write_text(content)
-    assert refusal(lambda: load(name)) == f"there is no text in the data\n  because {reason}"
-
-
 @pytest.mark.parametrize("kind", ["jsonl", "csv", "parquet", "saved"])
 def test_a_missing_column_is_answered_with_those_there_are(kind: str, load: Load, tmp_path: Path) -> None:
     name = write(kind, tmp_path)
@@ -49,51 +36,38 @@ def test_a_missing_column_is_answered_with_those_there_are(kind: str, load: Load
     )
 
 
-@pytest.mark.parametrize(
-    ("name", "content", "where", "reason"),
-    [
-        ("a.jsonl", b'{"text": "ok"}\n{"text": \n', 2, "Input data was truncated"),
-        ("a.jsonl", b'{"text": "ok"}\n[1]\n', 2, "a list, not an object"),
-        ("a.jsonl", b'{"text": "ok"}\n\n{"text": 5}\n', 3, "`text` is a number, not text"),
-        ("a.jsonl", b'{"text": "ok"}\n{"txet": "x"}\n', 2, "no `text`"),
-        ("a.csv", b'id,text\n1,"two\nlines"\n2\n', 4, "1 fields, the header has 2"),
-        ("a.csv", b"text\nok\n\xff\xfe\n", 3, "`text` is not UTF-8 text"),
-        ("a.txt", b"good\nbad \xff\n", 2, "not UTF-8 text"),
-    ],
-)
-def test_a_bad_row_is_named_by_file_and_line(
-    name: str, content: bytes, where: int, reason: str, load: Load, tmp_path: Path
-) -> None:
-    (tmp_path / name).write_bytes(content)
-    assert refusal(lambda: load(name)) == (
-        f"1 row of the data cannot be read\n"
-        f"  because {name}:{where}: {reason}\n"
-        "\n"
-        "hint: repair them, or leave them out with --skip-bad-rows"
-    )
-
-
+BAD_ROW = "1 row of the data cannot be read\n  because {}\n\nhint: repair them, or leave them out with --skip-bad-rows"
+NO_TEXT = "there is no text in the data\n  because {}"
 UTF_16 = "not UTF-8 text but UTF-16; iconv -f UTF-16 -t UTF-8 converts it"
 NUL = "a NUL byte, which text has not: a binary file, or UTF-16"
+TOO_DEEP = "maximum recursion depth exceeded while deserializing an object"
+CONTENTS: list[tuple[str, str, bytes, str]] = [
+    ("a.txt", NO_TEXT, b"", ": no rows"),
+    ("a.csv", NO_TEXT, b"text\n", ": no rows"),
+    ("a.jsonl", NO_TEXT, b'{"text": ""}\n{"text": ""}\n', ": 2 rows without text left out"),
+    ("a.jsonl", BAD_ROW, b'{"text": "ok"}\n{"text": \n', ":2: Input data was truncated"),
+    ("a.jsonl", BAD_ROW, b'{"text": "ok"}\n[1]\n', ":2: a list, not an object"),
+    ("a.jsonl", BAD_ROW, b'{"text": "ok"}\n\n{"text": 5}\n', ":3: `text` is a number, not text"),
+    ("a.jsonl", BAD_ROW, b'{"text": "ok"}\n{"txet": "x"}\n', ":2: no `text`"),
+    ("a.csv", BAD_ROW, b'id,text\n1,"two\nlines"\n2\n', ":4: 1 fields, the header has 2"),
+    ("a.csv", BAD_ROW, b"text\nok\n\xff\xfe\n", ":3: `text` is not UTF-8 text"),
+    ("a.txt", BAD_ROW, b"good\nbad \xff\n", ":2: not UTF-8 text"),
+    ("a.txt", BAD_ROW, "text".encode("utf-16"), f":1: {UTF_16}"),
+    ("a.jsonl", BAD_ROW, b"\xfe\xff" + '{"text": "x"}'.encode("utf-16-be"), f":1: {UTF_16}"),
+    ("a.txt", BAD_ROW, b"good\n" + "text".encode("utf-16-le"), f":2: {NUL}"),
+    ("a.csv", BAD_ROW, b"text\none\nt\0wo\n", f":3: {NUL}"),
+    ("a.txt", BAD_ROW, gzip.compress(b"text", mtime=0), ":1: not UTF-8 text but compressed by gzip; gunzip it first"),
+    ("a.jsonl", BAD_ROW, b"[" * 200_000, f":1: {TOO_DEEP}"),
+    ("a.json", BAD_ROW, b"[" * 200_000, f":1: {TOO_DEEP}"),
+]
 
 
-@pytest.mark.parametrize(
-    ("name", "content", "where", "reason"),
-    [
-        ("a.txt", "text".encode("utf-16"), 1, UTF_16),
-        ("a.jsonl", b"\xfe\xff" + '{"text": "x"}'.encode("utf-16-be"), 1, UTF_16),
-        ("a.txt", b"good\n" + "text".encode("utf-16-le"), 2, NUL),
-        ("a.csv", b"text\none\nt\0wo\n", 3, NUL),
-        ("a.txt", gzip.compress(b"text", mtime=0), 1, "not UTF-8 text but compressed by gzip; gunzip it first"),
-        ("a.jsonl", b"[" * 200_000, 1, "maximum recursion depth exceeded while deserializing an object"),
-        ("a.json", b"[" * 200_000, 1, "maximum recursion depth exceeded while deserializing an object"),
-    ],
-)
-def test_files_that_are_no_text_are_named_with_what_they_are(
-    name: str, content: bytes, where: int, reason: str, load: Load, tmp_path: Path
+@pytest.mark.parametrize(("name", "message", "content", "reason"), CONTENTS)
+def test_what_cannot_be_read_is_named_by_file_and_line(
+    name: str, message: str, content: bytes, reason: str, load: Load, tmp_path: Path
 ) -> None:
     (tmp_path / name).write_bytes(content)
-    assert f"  because {name}:{where}: {reason}\n" in refusal(lambda: load(name))
+    assert refusal(lambda: load(name)) == message.format(name + reason)
 
 
 def test_what_is_no_file_is_refused_and_not_waited_for(load: Load, tmp_path: Path) -> None:
@@ -102,31 +76,34 @@ def test_what_is_no_file_is_refused_and_not_waited_for(load: Load, tmp_path: Pat
     with socket.socket(socket.AF_UNIX) as sock:
         sock.bind("sock")
         for name, what in {"pipe.jsonl": "a pipe or socket", "null": "a device", "sock": "a pipe or socket"}.items():
-            assert refusal(lambda name=name: load(name)) == (
-                f"the data {name} is {what}, not a file\n"
-                "  because data is read by several processes, and again at each start\n"
-                "\n"
-                "hint: write it into a file first, such as: zcat text.jsonl.gz > text.jsonl"
-            )
+            said = refusal(lambda name=name: load(name))
+            assert said.startswith(f"the data {name} is {what}, not a file\n") and "hint: write it into a file" in said
 
 
 @pytest.mark.parametrize(
-    ("name", "said"),
+    ("names", "said"),
     [
-        ("@gone", "cannot read the list of data gone\n  because No such file or directory"),
-        ("@pipe", "cannot read the list of data pipe\n  because it is a named pipe, and not a file"),
-        ("@empty", "empty is no list of data\n  because it is empty\n\nhint: write one file, glob or folder a line"),
-        ("@nested", "nested is no list of data\n  because a line is no name of a file\n\nhint: write one file, glob"),
-        ("x" * 5000 + "/a.txt", f"cannot read {'x' * 5000}"),
-        ("loop", "there is no data at loop\n  because no such file or folder\n  because the hub cannot be asked"),
+        (["@gone"], "cannot read the list of data gone\n  because No such file or directory"),
+        (["@pipe"], "cannot read the list of data pipe\n  because it is a named pipe, and not a file"),
+        (["@empty"], "empty is no list of data\n  because it is empty\n\nhint: write one file, glob or folder a line"),
+        (["@nested"], "nested is no list of data\n  because a line is no name of a file\n\nhint: write one file, glob"),
+        (["x" * 5000 + "/a.txt"], f"cannot read {'x' * 5000}"),
+        (["loop"], "there is no data at loop\n  because no such file or folder\n  because the hub cannot be asked"),
+        ([], "no data was given"),
+        (["nope/a.txt"], "there is no data at nope/a.txt"),
+        (["*.jsonl"], "no file matches *.jsonl"),
+        (["texts"], "the folder texts is empty"),
+        (["broken.parquet"], "broken.parquet is not a parquet file"),
     ],
 )
-def test_lists_and_names_that_cannot_be_read(name: str, said: str, load: Load, tmp_path: Path) -> None:
+def test_lists_and_names_that_cannot_be_read(names: list[str], said: str, load: Load, tmp_path: Path) -> None:
     (tmp_path / "empty").write_text("\n\n")
     (tmp_path / "nested").write_text("@empty\n")
     (tmp_path / "loop").symlink_to("loop")
+    (tmp_path / "texts").mkdir()
+    (tmp_path / "broken.parquet").write_bytes(b"nonsense")
     os.mkfifo(tmp_path / "pipe")
-    assert refusal(lambda: load(name)).startswith(said[:1000])
+    assert refusal(lambda: load(*names)).startswith(said[:1000])
 
 
 def test_a_parquet_file_damaged_behind_its_schema(load: Load, tmp_path: Path) -> None:
@@ -148,22 +125,16 @@ def test_bad_rows_are_left_out_only_if_asked_and_then_reported(load: Load, tmp_p
 
 def test_a_saved_dataset_without_a_training_split(load: Load, tmp_path: Path) -> None:
     datasets.DatasetDict({"test": datasets.Dataset.from_list(ROWS)}).save_to_disk(str(tmp_path / "splits"))
-    assert refusal(lambda: load("splits")) == (
-        "the dataset splits has no split `train`\n"
-        "  because its splits are test\n"
-        "\n"
-        "hint: give one of them: --data splits/test"
-    )
+    said = refusal(lambda: load("splits"))
+    assert said.startswith("the dataset splits has no split `train`\n  because its splits are test\n")
+    assert said.endswith("hint: give one of them: --data splits/test")
 
 
-@pytest.mark.parametrize(("choice", "lengths"), [("truncate", [6, 64, 64]), ("skip", [6])])
-def test_pairs_that_are_too_long_can_be_truncated_or_left_out(
-    choice: str, lengths: list[int], load: Load, tmp_path: Path
-) -> None:
+def test_pairs_that_are_too_long_can_be_truncated_or_left_out(load: Load, tmp_path: Path) -> None:
     write_jsonl(tmp_path / "a.jsonl", [{"source": "x" * n, "target": "y"} for n in (5, 70, 90)])
-    corpus = load("a.jsonl", task="seq2seq", too_long=choice)
-    assert corpus.train.lengths.tolist() == lengths
-    assert corpus.report.too_long_rows == 2
+    for choice, lengths in (("truncate", [6, 64, 64]), ("skip", [6])):
+        corpus = load("a.jsonl", task="seq2seq", too_long=choice)
+        assert (corpus.train.lengths.tolist(), corpus.report.too_long_rows) == (lengths, 2)
 
 
 @pytest.mark.parametrize(
@@ -180,25 +151,8 @@ def test_classes_that_are_none(labels: list[Any], said: str, load: Load, tmp_pat
     assert f"  because {said}\n" in refusal(lambda: load("a.jsonl", task="sequence-classification"))
 
 
-@pytest.mark.parametrize(("task", "shortest"), [("causal-lm", 2), ("masked-lm", 3), ("seq2seq", 2)])
-def test_a_sequence_too_short_to_learn_from(task: str, shortest: int, load: Load, tmp_path: Path) -> None:
+def test_a_sequence_too_short_to_learn_from(load: Load, tmp_path: Path) -> None:
     (tmp_path / "a.txt").write_text("text")
-    assert refusal(lambda: load("a.txt", task=task, seq_len=shortest - 1)) == (
-        f"--seq-len {shortest - 1} leaves no token to learn from\n\nhint: use at least {shortest}"
-    )
-
-
-@pytest.mark.parametrize(
-    ("names", "said"),
-    [
-        ([], "no data was given"),
-        (["nope/a.txt"], "there is no data at nope/a.txt"),
-        (["*.jsonl"], "no file matches *.jsonl"),
-        (["texts"], "the folder texts is empty"),
-        (["broken.parquet"], "broken.parquet is not a parquet file"),
-    ],
-)
-def test_what_is_not_there_is_said_in_a_line(names: list[str], said: str, load: Load, tmp_path: Path) -> None:
-    (tmp_path / "texts").mkdir()
-    (tmp_path / "broken.parquet").write_bytes(b"nonsense")
-    assert refusal(lambda: load(*names)).splitlines()[0] == said
+    for task, shortest in (("causal-lm", 2), ("masked-lm", 3), ("seq2seq", 2)):
+        said = refusal(lambda task=task, size=shortest - 1: load("a.txt", task=task, seq_len=size))
+        assert said == f"--seq-len {shortest - 1} leaves no token to learn from\n\nhint: use at least {shortest}"

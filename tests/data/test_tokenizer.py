@@ -28,16 +28,11 @@ def test_the_byte_tokenizer_survives_being_saved(tmp_path: Path) -> None:
     text = "".join(map(chr, range(1, 0x3000, 7))) + " <eos>\r\n\t<mask> 🐢"
     assert np.array_equal(encode(loaded, [text])[0], encode(byte_tokenizer(), [text])[0])
     assert len(loaded) == len(byte_tokenizer()) == 260
-    special = [loaded.pad_token_id, loaded.eos_token_id, loaded.bos_token_id, loaded.mask_token_id]
-    assert special == [PAD, EOS, BOS, MASK]
-
-
-def test_using_a_tokenizer_does_not_change_its_fingerprint(tmp_path: Path) -> None:
-    byte_tokenizer().save_pretrained(tmp_path / "tokenizer")
-    loaded = load_tokenizer(str(tmp_path / "tokenizer"))
     before = fingerprint(loaded)
     loaded(["text", "longer text"], padding=True, truncation=True, max_length=6)
-    assert fingerprint(loaded) == before
+    assert fingerprint(loaded) == before, "using it does not change it"
+    special = [loaded.pad_token_id, loaded.eos_token_id, loaded.bos_token_id, loaded.mask_token_id]
+    assert special == [PAD, EOS, BOS, MASK]
 
 
 @pytest.mark.usefixtures("offline")
@@ -45,9 +40,7 @@ def test_a_missing_tokenizer() -> None:
     assert refusal(lambda: load_tokenizer("./nope")) == (
         "there is no tokenizer at ./nope\n\nhint: give a folder with a tokenizer.json, or `byte`"
     )
-    assert refusal(lambda: load_tokenizer("nobody/nothing")) == (
-        "there is no tokenizer `nobody/nothing`\n"
-        "  because the hub cannot be asked (HF_HUB_OFFLINE is set), and its local cache does not have it\n"
-        "\n"
+    said = refusal(lambda: load_tokenizer("nobody/nothing"))
+    assert said.startswith("there is no tokenizer `nobody/nothing`\n") and said.endswith(
         "hint: `byte` needs no download"
     )

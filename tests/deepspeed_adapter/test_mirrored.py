@@ -27,16 +27,12 @@ def test_nothing_has_changed() -> None:
 
 
 @pytest.mark.parametrize("each", MIRRORED, ids=lambda each: f"{each.place}.{each.name}")
-def test_a_source_is_found_as_python_finds_it(each: Mirrored) -> None:
+def test_a_source_is_found_as_python_finds_it_and_what_repeats_it_is_there(each: Mirrored) -> None:
     value: Any = importlib.import_module(f"deepspeed.runtime.{each.place.partition(':')[0]}")
     for part in each.qualified.split("."):
         value = getattr(value, required._mangled(value, part))
     assert each.source(FOLDER) == inspect.getsource(required._unwrapped(value))
-
-
-@pytest.mark.parametrize("ours", sorted({each.ours for each in MIRRORED}))
-def test_what_repeats_it_is_there(ours: str) -> None:
-    pkgutil.resolve_name(f"frugal.deepspeed_adapter.{ours}")
+    pkgutil.resolve_name(f"frugal.deepspeed_adapter.{each.ours}")
 
 
 @pytest.fixture
@@ -46,9 +42,8 @@ def other_deepspeed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     shutil.copytree(FOLDER / "runtime", folder / "runtime", ignore=shutil.ignore_patterns("*.pyc"))
     path = folder / "runtime" / "zero" / "stage3.py"
     text = path.read_text()
-    path.write_text(
-        text.replace("    def step(self, closure=None):\n", "    def step(self, closure=None):\n        pass\n")
-    )
+    step = "    def step(self, closure=None):\n"
+    path.write_text(text.replace(step, f"{step}        pass\n"))
     monkeypatch.setattr(mirrored, "package_folder", lambda: folder)
     return folder
 
@@ -58,11 +53,8 @@ def test_a_changed_source_is_told_with_its_difference(other_deepspeed: Path) -> 
     first, *difference = change.splitlines()
     assert first.startswith("deepspeed.runtime.zero.stage3.DeepSpeedZeroOptimizer_Stage3.step changed, its digest is ")
     assert first.endswith("; see simulate.zero3.SimulatedZero3")
-    assert [line for line in difference if line.startswith(("+", "-"))] == [
-        "--- tested",
-        "+++ installed",
-        "+        pass",
-    ]
+    changed = [line for line in difference if line.startswith(("+", "-"))]
+    assert changed == ["--- tested", "+++ installed", "+        pass"]
 
 
 def test_another_deepspeed_is_not_simulated_and_that_is_said_once(
@@ -71,14 +63,9 @@ def test_another_deepspeed_is_not_simulated_and_that_is_said_once(
     with caplog.at_level(logging.WARNING, logger="frugal"):
         assert not covers(Request(), Strategy(zero_stage=2))
         assert not covers(Request(), Strategy(zero_stage=3))
-    assert [record.message for record in caplog.records] == [
-        "DeepSpeed 0.19.8 is not what is simulated, so all strategies are dry-run, which takes longer: "
-        "DeepSpeedZeroOptimizer_Stage3.step changed"
-    ]
-
-
-def test_the_tested_deepspeed_is_simulated() -> None:
-    assert mirrored.verify_simulation() and covers(Request(), Strategy(zero_stage=2))
+    (record,) = caplog.records
+    assert record.message.startswith("DeepSpeed 0.19.8 is not what is simulated, so all strategies are dry-run")
+    assert record.message.endswith(": DeepSpeedZeroOptimizer_Stage3.step changed")
 
 
 def test_a_function_that_is_gone_is_told(tmp_path: Path) -> None:

@@ -37,20 +37,12 @@ def test_a_dry_run_refuses_it(kind: str, zero_stage: int, message: str) -> None:
         with torch.device("meta"):
             return getattr(unusual_modules, kind)()
 
+    asked = AskDryRun(
+        request=plan.request, strategy=plan.strategy, micro_batch=2, accumulation_steps=2, world_size=2, rank=0,
+        kind="cpu",
+    )  # fmt: skip
     with pytest.raises(RequestError, match=message) as caught:
-        dry_run(
-            build,
-            OBJECTIVE,
-            AskDryRun(
-                request=plan.request,
-                strategy=plan.strategy,
-                micro_batch=2,
-                accumulation_steps=2,
-                world_size=2,
-                rank=0,
-                kind="cpu",
-            ),
-        )
+        dry_run(build, OBJECTIVE, asked)
     assert "hint: " in str(caught.value)
 
 

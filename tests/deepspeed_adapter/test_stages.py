@@ -32,9 +32,7 @@ def test_an_attribute_that_is_not_there_is_not_made() -> None:
 
 def lacking(zero_stage: int) -> list[str]:
     """What a reset says without one of the attributes, one after the other; on ranks."""
-    plan = plan_by_hand(
-        world_size=2, global_batch=4, micro_batch=2, zero_stage=zero_stage, request={"precision": "fp32"}
-    )
+    plan = plan_by_hand(world_size=2, global_batch=4, micro_batch=2, zero_stage=zero_stage)
     engine = initialize(tiny_gpt2(), plan, CausalLM())
     engine.train_step(ragged_samples(4))
     owner, said = engine.zero.optimizer if zero_stage else engine.deepspeed, []

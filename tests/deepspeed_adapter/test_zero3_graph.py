@@ -22,33 +22,19 @@ def dry_run_result(stage: int, world_size: int = 4, rank: int = 1, precision: An
             return tiny_gpt2().to(DTYPES[precision])
 
     strategy = Strategy(
-        zero_stage=stage,
-        activation_checkpointing="full",
-        reduce_bucket_elements=30_000,
-        prefetch_bucket_elements=50_000,
-        max_live_elements=60_000,
-        persistence_threshold_elements=100,
-    )
-    request = Request(precision=precision, seq_len=32)
-    return dry_run(
-        build,
-        CausalLM(),
-        AskDryRun(
-            request=request,
-            strategy=strategy,
-            micro_batch=2,
-            accumulation_steps=2,
-            world_size=world_size,
-            rank=rank,
-            kind="cuda",
-            **more,
-        ),
-    )
+        zero_stage=stage, activation_checkpointing="full", reduce_bucket_elements=30_000,
+        prefetch_bucket_elements=50_000, max_live_elements=60_000, persistence_threshold_elements=100,
+    )  # fmt: skip
+    asked = AskDryRun(
+        request=Request(precision=precision, seq_len=32), strategy=strategy, micro_batch=2, accumulation_steps=2,
+        world_size=world_size, rank=rank, kind="cuda", **more,
+    )  # fmt: skip
+    return dry_run(build, CausalLM(), asked)
 
 
 @pytest.mark.parametrize(
     ("world_size", "rank"),
-    [(64, 63), *(pytest.param(*case, marks=pytest.mark.exhaustive) for case in ((2, 0), (3, 2)))],
+    [(3, 2), *(pytest.param(*case, marks=pytest.mark.exhaustive) for case in ((2, 0), (64, 63)))],
 )
 def test_collectives_at_once_make_the_same_storages_as_deepspeeds_loops_over_ranks(world_size: int, rank: int) -> None:
     ours = dry_run_result(3, world_size, rank).timeline

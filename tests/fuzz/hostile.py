@@ -12,21 +12,9 @@ VALUES: tuple[Any, ...] = (
     "/dev/zero", "file.py:f", "a.b:c", "%s%n", "[bold]", [], {}, [[]], [None], [0], ["a", 1], {"": ""},
 )  # fmt: skip
 BYTES = (
-    b"\x00",
-    b"\xff\xfe",
-    b"\xef\xbb\xbf",
-    b"\r",
-    b"\n\n",
-    b'"',
-    b"{",
-    b"]",
-    b"'",
-    b"=",
-    b"#",
-    b"\\",
-    b"\xc3",
-    b"9" * 400,
-)
+    b"\x00", b"\xff\xfe", b"\xef\xbb\xbf", b"\r", b"\n\n", b'"',
+    b"{", b"]", b"'", b"=", b"#", b"\\", b"\xc3", b"9" * 400,
+)  # fmt: skip
 DEEP = b"[" * 200_000
 
 

@@ -30,17 +30,13 @@ def trainable(model: nn.Module) -> dict[str, torch.Size]:
 
 
 @pytest.mark.parametrize("family", HEADS)
-def test_what_is_trained_is_what_peft_trains(family: str, tmp_path: Path) -> None:
+def test_what_is_trained_is_what_peft_trains_and_the_same_on_meta(family: str, tmp_path: Path) -> None:
     spec = spec_of(family, tmp_path, "r=4")
     ours = spec.build(dtype=torch.float32)
     asked = peft.LoraConfig(r=4, lora_alpha=8, target_modules="all-linear", task_type=TASK_TYPES[spec.task])
     theirs = peft.get_peft_model(replace(spec, lora=None).build(dtype=torch.float32), asked)
     assert trainable(ours) == trainable(theirs)
     assert type(ours) is type(theirs)
-
-
-@pytest.mark.parametrize("family", HEADS)
-def test_on_meta_it_has_the_same_parameters(family: str, tmp_path: Path) -> None:
     spec = spec_of(family, tmp_path, "r=4,dora")
     real, meta = (spec.build(dtype=torch.bfloat16, device=device) for device in ("cpu", "meta"))
     kinds = [
@@ -49,12 +45,6 @@ def test_on_meta_it_has_the_same_parameters(family: str, tmp_path: Path) -> None
     assert kinds[0] == kinds[1]
     assert {p.dtype for p in real.parameters()} == {torch.bfloat16}
     assert {tensor.device.type for tensor in (*meta.parameters(), *meta.buffers())} == {"meta"}
-
-
-def test_the_output_head_has_no_adapter(tmp_path: Path) -> None:
-    assert not any(
-        "lm_head" in name for name in trainable(spec_of("llama", tmp_path, "r=4").build(dtype=torch.float32))
-    )
 
 
 def test_the_first_adapters_depend_on_the_seed_alone(tmp_path: Path) -> None:
@@ -75,25 +65,20 @@ def test_adapters_are_part_of_what_a_model_is(tmp_path: Path) -> None:
     assert len(fingerprints | {without}) == 4
 
 
-def test_a_target_that_no_module_has_is_refused_with_near_names(tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    ("targets", "said"),
+    [
+        ("q_prj,v_proj", ("`q_prj`, a target of --lora, is no module of Llama", "targets=q_proj, or all-linear")),
+        ("input_layernorm", ("Target module LlamaRMSNorm",)),  # in peft's words
+    ],
+)
+def test_what_cannot_be_adapted_is_refused(targets: str, said: tuple[str, ...], tmp_path: Path) -> None:
     with pytest.raises(RequestError) as error:
-        spec_of("llama", tmp_path, "r=4,targets=q_prj,v_proj").build(dtype=torch.float32, device="meta")
-    assert str(error.value) == (
-        "`q_prj`, a target of --lora, is no module of LlamaForCausalLM\n"
-        "  because its linear layers are called down_proj, gate_proj, k_proj, lm_head, o_proj, q_proj, up_proj, "
-        "v_proj\n"
-        "\n"
-        "hint: use --lora r=4,targets=q_proj, or all-linear"
-    )
+        spec_of("llama", tmp_path, f"r=4,targets={targets}").build(dtype=torch.float32, device="meta")
+    assert all(part in str(error.value) for part in said)
 
 
 def test_a_model_that_has_adapters_is_refused_with_others() -> None:
     spec = replace(resolve("tests.dryrun.test_frozen:lora"), lora=Lora.parse("r=4"))
     with pytest.raises(RequestError, match="a model that has adapters already"):
         spec.build(dtype=torch.float32, device="meta")
-
-
-def test_what_peft_cannot_adapt_is_told_in_its_words(tmp_path: Path) -> None:
-    with pytest.raises(RequestError) as error:
-        spec_of("llama", tmp_path, "r=4,targets=input_layernorm").build(dtype=torch.float32, device="meta")
-    assert "Target module LlamaRMSNorm" in error.value.because[0]

@@ -20,34 +20,43 @@ BART_LIKE = {
 }  # fmt: skip
 
 
+def loss_and_gradients(model: Any, tokens: torch.Tensor) -> tuple[float, dict[str, Any]]:
+    model.zero_grad(set_to_none=True)
+    loss = model(input_ids=tokens, decoder_input_ids=tokens.flip(1), labels=tokens).loss
+    loss.backward()
+    return loss.item(), {name: parameter.grad for name, parameter in model.named_parameters()}
+
+
+def made(model_type: str, dtype: torch.dtype, **values: Any) -> Any:
+    import transformers
+
+    torch.manual_seed(0)
+    config = transformers.AutoConfig.for_model(model_type, **values)
+    return transformers.AutoModelForSeq2SeqLM.from_config(config, dtype=dtype).eval()
+
+
+def original(owner: type, name: str) -> Any:
+    """Transformers' own method; what training runs replaces it for good."""
+    method = vars(owner)[name]
+    if method.__module__ == expert_modules.__name__:
+        pytest.skip("another test has replaced it already")
+    return method
+
+
 @pytest.mark.parametrize(
     ("model_type", "values"), [("switch_transformers", T5_LIKE), ("nllb-moe", BART_LIKE)], ids=["switch", "nllb"]
 )
 def test_loss_and_gradient_are_transformers_own_and_every_expert_has_one(
     model_type: str, values: dict[str, Any], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    import transformers
-
-    torch.manual_seed(0)
-    model = transformers.AutoModelForSeq2SeqLM.from_config(
-        transformers.AutoConfig.for_model(model_type, **values), dtype=torch.float64
-    ).eval()
+    model = made(model_type, torch.float64, **values)
     (experts,) = {type(module) for module in model.modules() if type(module).__name__ in expert_modules.METHODS}
     tokens = torch.randint(3, 64, (1, 3))  # fewer than experts
-
-    def asked() -> tuple[float, dict[str, Any]]:
-        model.zero_grad(set_to_none=True)
-        loss = model(input_ids=tokens, decoder_input_ids=tokens.flip(1), labels=tokens).loss
-        loss.backward()
-        return loss.item(), {name: parameter.grad for name, parameter in model.named_parameters()}
-
-    original = vars(experts)["forward"]
-    if original.__module__ == expert_modules.__name__:
-        pytest.skip("another test has replaced it already")  # for good: it is what training runs
-    loss, theirs = asked()
-    monkeypatch.setattr(experts, "forward", original)  # put back after this test
+    theirs_forward = original(experts, "forward")
+    loss, theirs = loss_and_gradients(model, tokens)
+    monkeypatch.setattr(experts, "forward", theirs_forward)  # put back after this test
     expert_modules.always_run(model)
-    same, ours = asked()
+    same, ours = loss_and_gradients(model, tokens)
     assert same == loss
     for name, gradient in ours.items():
         assert gradient is not None, name
@@ -58,31 +67,18 @@ def test_loss_and_gradient_are_transformers_own_and_every_expert_has_one(
 
 @pytest.mark.parametrize("length", [8, 5])
 def test_led_embeds_its_padding_in_every_micro_batch(length: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    import transformers
     from transformers.models.led.modeling_led import LEDEncoder
 
     values = {name: value for name, value in BART_LIKE.items() if "expert" not in name and "sparse" not in name}
-    torch.manual_seed(0)
-    model = transformers.AutoModelForSeq2SeqLM.from_config(
-        transformers.AutoConfig.for_model("led", attention_window=4, **values)
-    ).eval()
+    model = made("led", torch.float32, attention_window=4, **values)
     tokens = torch.randint(3, 64, (2, length))
     calls: list[int] = []
     model.led.encoder.embed_tokens.register_forward_hook(lambda _module, inputs, _: calls.append(inputs[0].shape[1]))
-
-    def asked() -> tuple[float, torch.Tensor]:
-        model.zero_grad(set_to_none=True)
-        loss = model(input_ids=tokens, decoder_input_ids=tokens.flip(1), labels=tokens).loss
-        loss.backward()
-        return loss.item(), model.led.shared.weight.grad.clone()
-
-    original = vars(LEDEncoder)["_pad_to_window_size"]
-    if original.__module__ == expert_modules.__name__:
-        pytest.skip("another test has replaced it already")  # for good: it is what training runs
-    loss, theirs = asked()
-    monkeypatch.setattr(LEDEncoder, "_pad_to_window_size", original)  # put back after this test
+    own_padding = original(LEDEncoder, "_pad_to_window_size")
+    loss, theirs = loss_and_gradients(model, tokens)
+    monkeypatch.setattr(LEDEncoder, "_pad_to_window_size", own_padding)  # put back after this test
     calls.clear()
     expert_modules.always_run(model)
-    same, ours = asked()
+    same, ours = loss_and_gradients(model, tokens)
     assert (same, calls) == (loss, [length, -length % 4])
-    assert torch.equal(ours, theirs)
+    assert torch.equal(ours["led.shared.weight"], theirs["led.shared.weight"])

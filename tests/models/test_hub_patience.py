@@ -55,9 +55,7 @@ def test_a_hub_that_never_ends_its_answer_is_given_up_and_not_asked_again(said: 
         with pytest.raises(OfflineModeIsEnabled) as raised:
             get_session().get(f"{slow}/api/models/a", timeout=None)
         assert "127.0.0.1 does not answer within 1 s" in str(raised.value)
-    told = factories.why_hub_failed(raised.value)
-    assert told.startswith("the hub cannot be asked (127.0.0.1 does not answer within 1 s")
-    assert told.endswith("; HF_HUB_DOWNLOAD_TIMEOUT=1 waits longer), and its local cache does not have it")
+    assert "; HF_HUB_DOWNLOAD_TIMEOUT=1 waits longer)" in factories.why_hub_failed(raised.value)
 
 
 @pytest.mark.usefixtures("patient")

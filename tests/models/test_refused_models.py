@@ -47,7 +47,16 @@ REFUSED: list[tuple[str, str | None, tuple[str, ...]]] = [
     ("my_models.py:no_module", None, ("returned an object of type int", MODULE)),
     ("my_models.py:nothing", None, ("returned None", MODULE)),
     ("my_models.py:module_only", None, ("makes a Linear, but does not say how to train it", "SummedLoss")),
+    ("cut.json", None, ("it is no JSON: Expecting value: line 1 column 16",)),
+    ("list.json", None, ('hint: add one that transformers knows, such as "model_type": "gpt2"',)),
+    ("typo.json", None, ("hint: did you mean gpt2",)),
+    ("code.json", None, ("because frugal never runs the code that comes with a model",)),
 ]
+FILES = {
+    "script.py": "import sys\n\nsys.exit()\n", "broken.py": "def make(:\n", "cut.json": '{"model_type": ',
+    "list.json": "[1]", "typo.json": '{"model_type": "gtp2"}',
+    "code.json": '{"model_type": "mine", "auto_map": {"AutoConfig": "mine.Config"}}',
+}  # fmt: skip
 
 
 @pytest.mark.parametrize(("reference", "task", "said"), REFUSED)
@@ -56,27 +65,10 @@ def test_what_makes_no_model_is_refused_with_a_way_out(
     reference: str, task: str | None, said: tuple[str, ...], tmp_path: Path
 ) -> None:
     (tmp_path / "empty").mkdir()
-    (tmp_path / "script.py").write_text("import sys\n\nsys.exit()\n")
-    (tmp_path / "broken.py").write_text("def make(:\n")
+    for name, content in FILES.items():
+        (tmp_path / name).write_text(content)
     text = message(reference, task)
     assert all(part in text for part in said), text
-
-
-@pytest.mark.parametrize(
-    ("text", "said"),
-    [
-        ('{"model_type": ', "it is no JSON: Expecting value: line 1 column 16"),
-        ("[1]", 'hint: add one that transformers knows, such as "model_type": "gpt2"'),
-        ('{"model_type": "gtp2"}', "hint: did you mean gpt2"),
-        (
-            '{"model_type": "mine", "auto_map": {"AutoConfig": "mine.Config"}}',
-            "because frugal never runs the code that comes with a model",
-        ),
-    ],
-)
-def test_a_broken_configuration(text: str, said: str, tmp_path: Path) -> None:
-    (tmp_path / "config.json").write_text(text)
-    assert said in message("config.json")
 
 
 def test_weights_that_cannot_be_read(tmp_path: Path) -> None:
@@ -84,36 +76,21 @@ def test_weights_that_cannot_be_read(tmp_path: Path) -> None:
     (tmp_path / "saved/model.safetensors").write_bytes(b"nonsense")
     with pytest.raises(RequestError) as caught:
         resolve("./saved").build(dtype=torch.float32)
-    assert str(caught.value) == (
-        "the weights of ./saved cannot be loaded\n"
-        "  because SafetensorError: Error while deserializing header: header too large\n"
-        "\n"
-        "hint: to train from random weights give the path of its config.json"
-    )
+    said = str(caught.value)
+    assert said.startswith("the weights of ./saved cannot be loaded\n  because SafetensorError: ")
+    assert said.endswith("\n\nhint: to train from random weights give the path of its config.json")
 
 
-def test_samples_longer_than_the_positions() -> None:
+def test_what_does_not_fit_the_model_is_refused_with_its_numbers(tmp_path: Path) -> None:
     check_sequence_length(resolve("gpt2"), 1024)
     check_sequence_length(resolve("t5-small"), 1_000_000)
-    with pytest.raises(RequestError) as caught:
+    with pytest.raises(RequestError, match=r"(?s)--seq-len 1025 .* 1024 positions.*hint: use --seq-len 1024 or less"):
         check_sequence_length(resolve("gpt2"), 1025)
-    assert str(caught.value) == (
-        "--seq-len 1025 is longer than gpt2 can read\n"
-        "  because it has 1024 positions\n"
-        "\n"
-        "hint: use --seq-len 1024 or less"
-    )
-
-
-def test_a_tokenizer_with_more_tokens_than_the_model(tmp_path: Path) -> None:
     (tmp_path / "small.json").write_text(json.dumps({"model_type": "gpt2", **TINY["gpt2"]}))
-    with pytest.raises(RequestError) as caught:
+    with pytest.raises(
+        RequestError, match=r"tokenizer has 260 tokens, small.json has embeddings for 256\n\nhint: take"
+    ):
         resolve("small.json").for_tokenizer(byte_tokenizer())
-    assert str(caught.value) == (
-        "the tokenizer has 260 tokens, small.json has embeddings for 256\n"
-        "\n"
-        "hint: take the tokenizer that belongs to the model, or a config.json with a larger vocab_size"
-    )
 
 
 def test_an_unreachable_hub_costs_no_time(monkeypatch: pytest.MonkeyPatch) -> None:

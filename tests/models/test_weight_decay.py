@@ -83,13 +83,10 @@ def test_what_decays_is_what_decays_in_hf_trainer_on_any_stage(one_rank: Ranks, 
         assert trained == pytest.approx(expected, rel=bound)
 
 
-@pytest.mark.parametrize(
-    ("zero_stage", "strategy"),
-    [
-        (3, {"sub_group_elements": 20_000}),
-        *(pytest.param(stage, {}, marks=pytest.mark.exhaustive) for stage in (1, 2, 3)),
-    ],
-)
+OTHERS = [pytest.param(stage, {}, marks=pytest.mark.exhaustive) for stage in (1, 2, 3)]
+
+
+@pytest.mark.parametrize(("zero_stage", "strategy"), [(3, {"sub_group_elements": 20_000}), *OTHERS])
 def test_a_resumed_run_goes_on_with_what_decays(
     zero_stage: int, strategy: dict[str, Any], two_ranks: Ranks, tmp_path: Path
 ) -> None:
@@ -99,13 +96,6 @@ def test_a_resumed_run_goes_on_with_what_decays(
 
 
 def test_sgd_is_refused() -> None:
-    with pytest.raises(RequestError) as raised:
-        plan_by_hand(
-            world_size=1, global_batch=2, micro_batch=1, zero_stage=0,
-            request={"optimizer": "sgd", "decay_norms": False},
-        )  # fmt: skip
-    assert str(raised.value) == (
-        "optimizer.decay-norms false is impossible with --optimizer sgd\n"
-        "  because its weight decay goes through the gradient; only AdamW's can leave parameters out\n\n"
-        "hint: leave one of them out"
-    )
+    request = {"optimizer": "sgd", "decay_norms": False}
+    with pytest.raises(RequestError, match=r"decay-norms false is impossible with --optimizer sgd\n.*only AdamW's can"):
+        plan_by_hand(world_size=1, global_batch=2, micro_batch=1, zero_stage=0, request=request)

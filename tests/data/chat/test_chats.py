@@ -59,21 +59,21 @@ def test_every_turn_of_the_assistant_is_trained_on_with_its_end(load_rows: Any) 
     assert corpus.report.targets == sum(label >= 0 for label in corpus.train[0]["labels"])
 
 
-def test_a_template_that_marks_the_assistant_gives_the_same(load_rows: Any) -> None:
+def test_a_template_that_marks_the_assistant_gives_the_same_and_an_end_that_it_leaves_out_is_said(
+    load_rows: Any,
+) -> None:
     plain, marked = (
         load_rows({"messages": CHAT}, tokenizer=tokenizers.make(t)) for t in (tokenizers.CHATML, tokenizers.MARKED)
     )
-    assert marked.report.template == "the assistant's tokens are marked by its {% generation %}"
+    by_marks = "the assistant's tokens are marked by its {% generation %}"
+    assert marked.report.template == by_marks
     for name in ("input_ids", "labels"):
         assert marked.train[0][name].tolist() == plain.train[0][name].tolist()
-
-
-def test_an_end_that_a_template_leaves_out_is_said(load_rows: Any) -> None:
     template = tokenizers.MARKED.replace("+ '<|im_end|>\n' }}{% endgeneration %}", "}}{% endgeneration %}<|im_end|>\n")
     corpus = load_rows({"messages": CHAT}, tokenizer=tokenizers.make(template))
     assert stretches(corpus) == ["Paris.", "Bye, dear user!"]
     said = "and <|im_end|> after them is not: a model does not learn to end its turn by it"
-    assert corpus.report.template == f"the assistant's tokens are marked by its {{% generation %}}, {said}"
+    assert corpus.report.template == f"{by_marks}, {said}"
 
 
 def test_a_template_that_asks_for_the_day_is_told_always_the_same(load_rows: Any) -> None:
@@ -85,16 +85,15 @@ def test_a_template_that_asks_for_the_day_is_told_always_the_same(load_rows: Any
     assert text(load_rows(row, tokenizer=tokenizer)).startswith("today<|im_start|>")
 
 
-@pytest.mark.parametrize("name", ["chatml", "llama3"])
-def test_built_in_templates(name: str, load_rows: Any) -> None:
-    tokenizer = copy.deepcopy(tokenizers.llama())
-    expected = load_rows({"messages": CHAT}, tokenizer=tokenizer if name == "llama3" else tokenizers.make())
-    tokenizer = copy.deepcopy(tokenizer if name == "llama3" else tokenizers.make())
+@pytest.mark.parametrize(
+    ("name", "made", "end"), [("chatml", tokenizers.make, "<|im_end|>"), ("llama3", tokenizers.llama, "<|eot_id|>")]
+)
+def test_built_in_templates(name: str, made: Any, end: str, load_rows: Any) -> None:
+    tokenizer = copy.deepcopy(made())
     tokenizer.chat_template = read_template(name)
-    corpus = load_rows({"messages": CHAT}, tokenizer=tokenizer)
+    corpus, expected = (load_rows({"messages": CHAT}, tokenizer=each) for each in (tokenizer, made()))
     assert corpus.train[0]["input_ids"].tolist() == expected.train[0]["input_ids"].tolist()
-    ends = {"chatml": "<|im_end|>", "llama3": "<|eot_id|>"}
-    assert stretches(corpus, tokenizer) == [f"Paris.{ends[name]}", f"Bye, dear user!{ends[name]}"]
+    assert stretches(corpus, tokenizer) == [f"Paris.{end}", f"Bye, dear user!{end}"]
 
 
 @pytest.mark.parametrize(
@@ -113,19 +112,17 @@ def test_other_ways_to_write_a_chat(row: dict[str, Any], load_rows: Any) -> None
     assert stretches(corpus) == ["Paris.<|im_end|>\n"]
 
 
-def test_of_a_prompt_of_messages_no_turn_is_trained_on(load_rows: Any) -> None:
-    corpus = load_rows({"prompt": [SYSTEM, USER, ANSWER, MORE], "completion": [BYE]})
-    assert stretches(corpus) == ["Bye, dear user!<|im_end|>\n"]
-
-
-def test_a_turn_of_weight_0_is_not_trained_on(load_rows: Any) -> None:
-    for template in (tokenizers.CHATML, tokenizers.MARKED):
-        corpus = load_rows(
-            {"messages": [USER, ANSWER | {"weight": 0}, MORE, BYE | {"weight": 1}]}, tokenizer=tokenizers.make(template)
-        )
-        assert stretches(corpus) == ["Bye, dear user!<|im_end|>\n"]
-    said = refusal(lambda: load_rows({"messages": [USER, ANSWER | {"weight": 0.5}]}))
-    assert "because a.jsonl:1: message 2 has the weight 0.5: it can be 0 or 1" in said
+def test_only_turns_that_are_asked_for_are_trained_on(load_rows: Any) -> None:
+    weighted = {"messages": [USER, ANSWER | {"weight": 0}, MORE, BYE | {"weight": 1}]}
+    for row, template in (
+        ({"prompt": [SYSTEM, USER, ANSWER, MORE], "completion": [BYE]}, tokenizers.CHATML),
+        (weighted, tokenizers.CHATML),
+        (weighted, tokenizers.MARKED),
+    ):
+        assert stretches(load_rows(row, tokenizer=tokenizers.make(template))) == ["Bye, dear user!<|im_end|>\n"]
+    corpus = load_rows({"messages": CHAT}, train_on="all")
+    assert "labels" not in corpus.train[0]
+    assert stretches(corpus) == [tokenizers.make().apply_chat_template(CHAT, tokenize=False)]
 
 
 TOOLS = (
@@ -141,58 +138,30 @@ TOOLS = (
 def test_tools_and_calls_reach_the_template(as_text: bool, load_rows: Any) -> None:
     tokenizer = tokenizers.make(TOOLS)
     arguments = '{"city": "Paris"}' if as_text else {"city": "Paris"}
-    call = {
-        "role": "assistant",
-        "content": None,
-        "tool_calls": [{"type": "function", "function": {"name": "f", "arguments": arguments}}],
-    }
+    calls = [{"type": "function", "function": {"name": "f", "arguments": arguments}}]
+    call = {"role": "assistant", "content": None, "tool_calls": calls}
     tools = '[{"name": "f"}]' if as_text else [{"name": "f"}]
-    corpus = load_rows(
-        {"messages": [USER, call, {"role": "tool", "content": "sun"}, BYE], "tools": tools}, tokenizer=tokenizer
-    )
+    messages = [USER, call, {"role": "tool", "content": "sun"}, BYE]
+    corpus = load_rows({"messages": messages, "tools": tools}, tokenizer=tokenizer)
     assert text(corpus).startswith('{"name": "f"}<|im_start|>user')
     assert stretches(corpus) == ["Paris<|im_end|>\n", "Bye, dear user!<|im_end|>\n"]
 
 
-def test_every_token_is_trained_on_where_that_is_asked(load_rows: Any) -> None:
-    corpus = load_rows({"messages": CHAT}, train_on="all")
-    assert "labels" not in corpus.train[0]
-    assert stretches(corpus) == [tokenizers.make().apply_chat_template(CHAT, tokenize=False)]
-
-
-def test_a_template_that_rewrites_earlier_turns_is_refused(load_rows: Any) -> None:
+def test_a_tokenizer_without_a_template_or_with_one_that_rewrites_earlier_turns_is_refused(load_rows: Any) -> None:
+    said = refusal(lambda: load_rows({"messages": CHAT}, tokenizer=tokenizers.make(None)))
+    assert said.startswith("the tokenizer has no chat template\n  because a.jsonl:1 has chats")
+    assert said.endswith("hint: its vocabulary has <|im_start|>: --chat-template chatml")
     chat = [USER, {"role": "assistant", "content": "<think>Hm.</think>Paris."}, MORE, BYE]
     said = refusal(lambda: load_rows({"messages": chat}, tokenizer=tokenizers.make(tokenizers.FORGETFUL)))
-    assert said == (
-        "the chat template does not say which tokens are the assistant's\n"
-        "  because it has no {% generation %}, and what it writes of the first turns changes once others follow\n"
+    assert said.startswith(
+        "the chat template does not say which tokens are the assistant's\n  because it has no {% gen"
+    )
+    assert (
         "  because a.jsonl:1: the first 2 messages alone become ...'<think>Hm.</think>Paris.<|im_end|>\\n', in the "
         "whole chat ...'Paris.<|im_end|>\\n<|im_start|>user\\nBye<|i'\n"
-        "\n"
-        "hint: give a template with {% generation %} around the assistant's words: --chat-template FILE; or train on "
-        "every token: --train-on all"
-    )
+    ) in said
+    assert "hint: give a template with {% generation %}" in said and said.endswith("--train-on all")
     assert len(load_rows({"messages": chat[:2]}, tokenizer=tokenizers.make(tokenizers.FORGETFUL)).train) == 1
-
-
-def test_a_token_over_the_border_of_a_turn_is_a_bad_row(load_rows: Any) -> None:
-    """Line ends become one token: that of the template and those that the turn begins with."""
-    row = {"messages": [USER, ANSWER | {"content": "\n\nParis."}]}
-    assert refusal(lambda: load_rows(row)).startswith(
-        "1 row of the data cannot be read\n"
-        "  because a.jsonl:1: the last tokens of its first 1 messages are others once more follows; a template with "
-        "{% generation %} says which are the assistant's\n"
-    )
-
-
-def test_a_tokenizer_without_a_template(load_rows: Any) -> None:
-    said = refusal(lambda: load_rows({"messages": CHAT}, tokenizer=tokenizers.make(None)))
-    assert said == (
-        "the tokenizer has no chat template\n"
-        "  because a.jsonl:1 has chats, and a template says how they are written\n"
-        "\n"
-        "hint: its vocabulary has <|im_start|>: --chat-template chatml"
-    )
 
 
 @pytest.mark.parametrize(
@@ -209,23 +178,27 @@ def test_a_tokenizer_without_a_template(load_rows: Any) -> None:
         ),
         ({"messages": [ANSWER]}, "its first message is the assistant's: the template cannot be rendered before it"),
         ({"messages": [USER, ANSWER], "tools": "["}, "no JSON in `tools`"),
+        ({"messages": [USER, ANSWER | {"weight": 0.5}]}, "message 2 has the weight 0.5: it can be 0 or 1"),
+        (  # line ends become one token: that of the template and those that the turn begins with
+            {"messages": [USER, ANSWER | {"content": "\n\nParis."}]},
+            "the last tokens of its first 1 messages are others once more follows; a template with "
+            "{% generation %} says which are the assistant's",
+        ),
     ],
 )
 def test_chats_that_cannot_be_read(row: dict[str, Any], reason: str, load_rows: Any) -> None:
     said = refusal(lambda: load_rows(row))
-    hint = "hint: repair them, or leave them out with --skip-bad-rows"
-    assert said == f"1 row of the data cannot be read\n  because a.jsonl:1: {reason}\n\n{hint}"
+    assert said.startswith(f"1 row of the data cannot be read\n  because a.jsonl:1: {reason}")
+    assert said.endswith("\n\nhint: repair them, or leave them out with --skip-bad-rows")
 
 
 def test_chats_without_a_turn_of_the_assistant_are_named_or_left_out(load_rows: Any) -> None:
     rows = [{"messages": [USER]}, {"messages": CHAT}, {"messages": [SYSTEM]}]
-    assert refusal(lambda: load_rows(*rows)) == (
-        "2 rows of the data have no token to train on\n"
-        "  because a.jsonl:1: no turn of the assistant\n"
-        "  because a.jsonl:3: no turn of the assistant\n"
-        "\n"
-        "hint: leave them out with --skip-bad-rows, or train on every token with --train-on all"
+    said = refusal(lambda: load_rows(*rows))
+    assert said.startswith(
+        "2 rows of the data have no token to train on\n  because a.jsonl:1: no turn of the assistant\n"
     )
+    assert "a.jsonl:3: " in said and "hint: leave them out with --skip-bad-rows, or train on every token" in said
     corpus = load_rows(*rows, skip_bad_rows=True)
     assert len(corpus.train) == 1
     assert corpus.report.left_out("error") == ["2 rows without a token to train on left out"]
@@ -235,12 +208,9 @@ def test_chats_without_a_turn_of_the_assistant_are_named_or_left_out(load_rows: 
 def test_a_chat_that_is_too_long_is_refused_cut_or_left_out(load_rows: Any) -> None:
     rows = [{"messages": CHAT}, {"messages": [USER, ANSWER]}]
     long = len(load_rows(*rows).train[0]["input_ids"])
-    assert refusal(lambda: load_rows(*rows, seq_len=long - 1)) == (
-        "1 sample is longer than --seq-len\n"
-        f"  because the longest, a.jsonl:1, has {long} tokens with special ones, --seq-len is {long - 1}\n"
-        "\n"
-        f"hint: use --seq-len {long}, or --too-long truncate, or --too-long skip"
-    )
+    said = refusal(lambda: load_rows(*rows, seq_len=long - 1))
+    assert f"the longest, a.jsonl:1, has {long} tokens with special ones, --seq-len is {long - 1}\n" in said
+    assert said.endswith(f"hint: use --seq-len {long}, or --too-long truncate, or --too-long skip")
     cut = load_rows(*rows, seq_len=long - 3, too_long="truncate")
     assert cut.train[0]["input_ids"].tolist() == load_rows(*rows).train[0]["input_ids"][: long - 3].tolist()
     assert cut.report.left_out("truncate") == ["1 row longer than --seq-len truncated"]
@@ -258,10 +228,8 @@ def test_packed_chats_keep_their_own_targets(load_rows: Any) -> None:
 def test_a_built_in_template_whose_marks_are_no_tokens_is_said_to_be_cut_into_pieces() -> None:
     settings = RunSettings(chat_template="chatml", tokenizer="byte")
     spec = ModelSpec(reference="test", task="causal-lm", max_positions=None, vocab_size=None)
-    assert corpus_module.tokenizer_for(spec, settings)[1] == (
-        "tokens are bytes, chat template chatml, of which <|im_start|> and <|im_end|> are no tokens here, but cut into "
-        "pieces"
-    )
+    told = corpus_module.tokenizer_for(spec, settings)[1]
+    assert told.endswith("chatml, of which <|im_start|> and <|im_end|> are no tokens here, but cut into pieces")
     tokenizer = tokenizers.make()
     assert template_module.missing_tokens(tokenizer) == []
     assert len(tokenizer.tokenize("<|im_end|>")) == 1

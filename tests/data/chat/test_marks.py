@@ -48,30 +48,21 @@ def says(content: str, **more: Any) -> dict[str, Any]:
     return {"role": "assistant", "content": content, **more}
 
 
-def system(content: str) -> dict[str, Any]:
-    return {"role": "system", "content": content}
-
-
+BRIEF = {"role": "system", "content": "Be brief."}
 CALL = {"type": "function", "function": {"name": "look_up", "arguments": {"city": "Paris"}}}
 CHATS = {
     "one turn": [user("a"), says("yes")],
-    "several turns": [system("Be brief."), user("a"), says("yes"), user("b"), says("no")],
-    "an empty system prompt": [system(""), user("a"), says("yes"), user("b"), says("no")],
+    "several turns": [BRIEF, user("a"), says("yes"), user("b"), says("no")],
+    "an empty system prompt": [BRIEF | {"content": ""}, user("a"), says("yes"), user("b"), says("no")],
     "thoughts in the text": [
-        user("a"),
-        says("<think>\nhm\n</think>\n\nyes"),
-        user("b"),
-        says("<think>\nho\n</think>\n\nno"),
+        user("a"), says("<think>\nhm\n</think>\n\nyes"), user("b"), says("<think>\nho\n</think>\n\nno"),
     ],
     "thoughts beside it": [
-        user("a"),
-        says("yes", reasoning_content="hm"),
-        user("b"),
-        says("no", reasoning_content="ho"),
+        user("a"), says("yes", reasoning_content="hm"), user("b"), says("no", reasoning_content="ho"),
     ],
     "the user has the last word": [user("a"), says("yes"), user("b")],
     "spaces": [user(" a\n"), says("  yes "), user("b"), says("no\n")],
-}
+}  # fmt: skip
 
 
 def rendered(template: str, messages: list[dict[str, Any]], **more: Any) -> Any:
@@ -91,18 +82,15 @@ def test_the_text_is_the_templates_own_and_the_last_words_of_each_turn_are_train
     messages, template = CHATS[chat], TEMPLATES[name]
     tokenizer = tokenizers.make(template)
     ids, trained = rendered(template, messages)
-    assert (
-        ids.tolist()
-        == tokenizer(tokenizer.apply_chat_template(messages, tokenize=False), add_special_tokens=False)["input_ids"]
-    )
+    written = tokenizer.apply_chat_template(messages, tokenize=False)
+    assert ids.tolist() == tokenizer(written, add_special_tokens=False)["input_ids"]
     found = stretches(template, ids, trained)
     turns = [each for each in messages if each["role"] == "assistant"]
     assert len(found) == len(turns)
     for stretch, turn in zip(found, turns, strict=True):
         assert turn["content"].split("</think>")[-1].strip() in stretch
-        assert not {"<|im_start|>", "<|assistant|>", "[/INST]", "<\uff5cAssistant\uff5c>"} & set(
-            tokenizer.tokenize(stretch)
-        )
+        headers = {"<|im_start|>", "<|assistant|>", "[/INST]", "<\uff5cAssistant\uff5c>"}
+        assert not headers & set(tokenizer.tokenize(stretch))
 
 
 def test_of_one_turn_the_marks_are_what_rendering_turn_by_turn_finds(monkeypatch: pytest.MonkeyPatch) -> None:

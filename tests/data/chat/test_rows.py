@@ -22,11 +22,25 @@ KEYS = [
 ]  # fmt: skip
 
 
-def test_a_completion_is_trained_on_with_its_end(load_rows: Any) -> None:  # noqa: F811
-    corpus = load_rows({"prompt": "What is the capital?", "completion": " Paris."})
-    assert text(corpus) == "What is the capital? Paris.<|endoftext|>"
-    assert stretches(corpus) == [" Paris.<|endoftext|>"]
-    assert corpus.report.merged_rows == 0
+@pytest.mark.parametrize(
+    ("prompt", "completion", "trained", "merged"),
+    [
+        ("What is the capital?", " Paris.", " Paris.", 0),
+        ("What is the cap", "ital of France?", " capital of France?", 1),
+    ],
+    ids=["apart", "a token of both"],
+)
+def test_a_completion_is_trained_on_with_its_end(
+    prompt: str,
+    completion: str,
+    trained: str,
+    merged: int,
+    load_rows: Any,  # noqa: F811
+) -> None:
+    corpus = load_rows({"prompt": prompt, "completion": completion})
+    assert text(corpus) == f"{prompt}{completion}<|endoftext|>"
+    assert stretches(corpus) == [f"{trained}<|endoftext|>"]
+    assert corpus.report.merged_rows == merged
 
 
 def test_a_text_begins_once_where_the_tokenizer_begins_texts(load_rows: Any) -> None:  # noqa: F811
@@ -37,12 +51,6 @@ def test_a_text_begins_once_where_the_tokenizer_begins_texts(load_rows: Any) -> 
         assert stretches(corpus, tokenizer) == [" Paris.<|eot_id|>"]
     corpus = load_rows({"text": "<|begin|>What? Paris.<|eot_id|>"}, {"text": "What? Paris."}, tokenizer=tokenizer)
     assert corpus.train[0]["input_ids"].tolist() == corpus.train[1]["input_ids"].tolist()
-
-
-def test_a_token_that_reaches_into_the_completion_is_trained_on_and_counted(load_rows: Any) -> None:  # noqa: F811
-    corpus = load_rows({"prompt": "What is the cap", "completion": "ital of France?"})
-    assert corpus.report.merged_rows == 1
-    assert stretches(corpus) == [" capital of France?<|endoftext|>"]
 
 
 def test_instructions_are_written_as_alpaca_s(load_rows: Any) -> None:  # noqa: F811
@@ -93,23 +101,19 @@ def test_rows_that_cannot_be_read(row: dict[str, Any], reason: str, load_rows: A
 
 def test_columns_of_several_formats_are_asked_about(load_rows: Any) -> None:  # noqa: F811
     row = {"messages": CHAT, "text": "one", "id": 3}
-    assert refusal(lambda: load_rows(row)) == (
-        "the rows of a.jsonl fit several formats: messages, text\n"
-        "  because their columns are messages, text, id\n"
-        "\n"
-        "hint: say which one to train on, such as --format messages"
+    said = refusal(lambda: load_rows(row))
+    assert said.startswith(
+        "the rows of a.jsonl fit several formats: messages, text\n  because their columns are messages,"
     )
+    assert said.endswith("hint: say which one to train on, such as --format messages")
     assert load_rows(row, format="messages").report.formats == {"messages": 1}
     assert load_rows(row, format="text").report.formats == {"text": 1}
     assert load_rows({"messages": CHAT, "body": "one"}, columns=Columns(text="body")).report.formats == {"text": 1}
 
 
 def test_a_format_that_the_columns_have_not(load_rows: Any) -> None:  # noqa: F811
-    assert refusal(lambda: load_rows({"text": "one"}, format="instruction")) == (
-        "a.jsonl has no column `instruction`\n"
-        "  because --format instruction reads instruction and output\n"
-        "  because its columns are text"
-    )
+    said = refusal(lambda: load_rows({"text": "one"}, format="instruction"))
+    assert said.startswith("a.jsonl has no column `instruction`\n") and said.endswith("its columns are text")
     said = refusal(lambda: load_rows({"text": "one"}, format="messages", task="masked-lm"))
     assert said.startswith("--format messages cannot be read\n  because what is trained is masked-lm;")
 
@@ -150,7 +154,5 @@ def test_what_was_compared_with_trl_is_what_the_documentation_says() -> None:
     marked = {kind: counts for kind, counts in kept["summary"].items() if kind.startswith("marked")}
     assert marked == {"marked, one turn": {"same": 30}, "marked, two turns": {"same": 30}}
     said = " ".join((root / "docs/data.md").read_text().split())
-    assert (
-        f"the same for {one['same']} and {two['same']} of the unmarked ones; {one['refused']} and {two['refused']} are"
-        in said
-    )
+    refused = f"{one['refused']} and {two['refused']} are"
+    assert f"the same for {one['same']} and {two['same']} of the unmarked ones; {refused}" in said

@@ -1,9 +1,9 @@
 """A stream has the samples that data on disk has, in the order of `datasets`, and goes on where it stopped."""
 
+import copy
 import json
 import pickle
-from collections.abc import Iterator
-from itertools import islice
+from itertools import islice, takewhile
 from pathlib import Path
 from typing import Any
 
@@ -27,8 +27,6 @@ NUM_ROWS = 50
 
 
 def tokenizer() -> Any:
-    import copy
-
     made = copy.deepcopy(byte_tokenizer())
     made.chat_template = CHATML
     return made
@@ -54,24 +52,16 @@ def stream_of(*data: str, pack: bool = False, seq_len: int = 256, task: str = "c
     return corpus.open_stream(spec, tokenizer(), how, settings)[0]
 
 
-def samples_of_epochs(stream: SampleStream, number: int) -> Iterator[dict[str, Any]]:
-    """Those of so many epochs."""
-    for sample, place in stream.iterate(Position()):
-        if place.epoch >= number:
-            return
-        yield sample
-
-
-def first(stream: SampleStream, number: int) -> list[Any]:
-    return list(islice(samples_of_epochs(stream, 1), number))
+def samples(stream: SampleStream, num_epochs: int = 1) -> list[dict[str, Any]]:
+    return [sample for sample, _ in takewhile(lambda each: each[1].epoch < num_epochs, stream.iterate(Position()))]
 
 
 def same(one: dict[str, Any], other: dict[str, Any]) -> bool:
     return one.keys() == other.keys() and all(np.array_equal(one[name], other[name]) for name in one)
 
 
-def texts(samples: list[dict[str, Any]]) -> list[str]:
-    return [byte_tokenizer().decode(sample["input_ids"], skip_special_tokens=True) for sample in samples]
+def texts(rows: list[dict[str, Any]]) -> list[str]:
+    return [byte_tokenizer().decode(sample["input_ids"], skip_special_tokens=True) for sample in rows]
 
 
 def by_template(rows: Any) -> list[str]:
@@ -87,21 +77,15 @@ def folder(tmp_path: Path, offline: None) -> Path:
     return tmp_path
 
 
-def test_unshuffled_the_samples_are_those_that_datasets_streams(folder: Path) -> None:
-    library = datasets.load_dataset("json", data_files=["chats.jsonl", "more.jsonl"], split="train", streaming=True)
-    streamed = first(stream_of("chats.jsonl", "more.jsonl", shuffle_buffer=1), NUM_ROWS + 20)
-    assert texts(streamed) == by_template(library)
-
-
-def test_with_weights_sources_are_interleaved_as_datasets_does(folder: Path) -> None:
-    each = [datasets.load_dataset("json", data_files=name, split="train", streaming=True)
-            for name in ("chats.jsonl", "more.jsonl")]  # fmt: skip
-    library = datasets.interleave_datasets(each, probabilities=[0.7, 0.3], seed=3, stopping_strategy="all_exhausted")
-    expected = by_template(library)
-    streamed = texts(
-        list(samples_of_epochs(stream_of("chats.jsonl:0.7", "more.jsonl:0.3", shuffle_buffer=1, seed=3), 1))
-    )
-    assert streamed == expected
+def test_unshuffled_the_samples_are_those_that_datasets_streams_or_interleaves(folder: Path) -> None:
+    one, other = (datasets.load_dataset("json", data_files=name, split="train", streaming=True)
+                  for name in ("chats.jsonl", "more.jsonl"))  # fmt: skip
+    streamed = samples(stream_of("chats.jsonl", "more.jsonl", shuffle_buffer=1))
+    assert texts(streamed) == by_template(datasets.concatenate_datasets([one, other]))
+    expected = by_template(datasets.interleave_datasets(
+        [one, other], probabilities=[0.7, 0.3], seed=3, stopping_strategy="all_exhausted"
+    ))  # fmt: skip
+    assert texts(samples(stream_of("chats.jsonl:0.7", "more.jsonl:0.3", shuffle_buffer=1, seed=3))) == expected
     assert len(set(expected)) == NUM_ROWS + 20
 
 
@@ -111,7 +95,7 @@ def test_each_kind_of_source_gives_the_samples_that_are_stored_of_it(kind: str, 
     if kind == "text":
         (tmp_path / where).write_text("".join(f"line {n} ü of a long text\n" for n in range(9000)))
     stored = load(where, seq_len=64).train
-    streamed = list(samples_of_epochs(stream_of(where, seq_len=64, shuffle_buffer=1), 1))
+    streamed = samples(stream_of(where, seq_len=64, shuffle_buffer=1))
     assert len(streamed) == len(stored)
     assert all(same(one, stored[number]) for number, one in enumerate(streamed))
 
@@ -121,7 +105,7 @@ def test_masks_packs_and_cuts_are_those_of_stored_samples(pack: bool, too_long: 
     seq_len = 256 if too_long == "error" else 96
     stored = load("chats.jsonl", seq_len=seq_len, pack=pack, too_long=too_long, tokenizer=tokenizer()).train
     asked = {"seq_len": seq_len, "pack": pack, "too_long": too_long, "shuffle_buffer": NUM_ROWS}
-    streamed = list(samples_of_epochs(stream_of("chats.jsonl", **asked), 1))
+    streamed = samples(stream_of("chats.jsonl", **asked))
     if pack:  # the order decides which documents share a sample
         assert sum(len(sample["input_ids"]) for sample in streamed) == stored.lengths.sum()
         assert all("documents" in sample and (sample["labels"] == -100).any() for sample in streamed)
@@ -131,13 +115,13 @@ def test_masks_packs_and_cuts_are_those_of_stored_samples(pack: bool, too_long: 
 
 
 def test_shards_within_a_file_give_every_row_once(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    whole = texts(first(stream_of("chats.jsonl", shuffle_buffer=1), NUM_ROWS))
+    whole = texts(samples(stream_of("chats.jsonl", shuffle_buffer=1)))
     for width in (1, 137):
         monkeypatch.setattr(shards, "SHARD_BYTES", width)
         stream = stream_of("chats.jsonl", shuffle_buffer=1)
         assert len(stream.rows.sources[0].shards) > 3
-        assert texts(list(samples_of_epochs(stream, 1))) == whole
-    shuffled = texts(list(samples_of_epochs(stream_of("chats.jsonl", shuffle_buffer=2), 1)))
+        assert texts(samples(stream)) == whole
+    shuffled = texts(samples(stream_of("chats.jsonl", shuffle_buffer=2)))
     assert sorted(shuffled) == sorted(whole) and sorted(shuffled[:20]) != sorted(whole[:20])
 
 
@@ -149,7 +133,7 @@ def test_each_file_of_a_source_has_rows_of_its_own_format(folder: Path) -> None:
     write_jsonl(inside / "texts.jsonl", [{"text": f"text {n}"} for n in range(5)])
     (folder / "list").write_text("inside/chats.jsonl\ninside/texts.jsonl\n")
     for name in ("inside", "@list", "inside/*.jsonl"):
-        streamed = texts(list(samples_of_epochs(stream_of(name, shuffle_buffer=4), 1)))
+        streamed = texts(samples(stream_of(name, shuffle_buffer=4)))
         assert sorted(streamed) == sorted([*by_template(chats(5)), *(f"text {n}" for n in range(5))])
     refused = refusal(lambda: stream_of("inside", columns="text=words"))
     assert refused.splitlines()[0] == "inside/texts.jsonl has no column `words`"
@@ -219,14 +203,14 @@ def test_long_rows_are_not_tokenised_in_one_call(tmp_path: Path, monkeypatch: py
         return encode(tokenizer, texts, **how)
 
     monkeypatch.setattr(tokenizing, "encode", noted)
-    assert len(first(stream_of(str(tmp_path / "long.jsonl")), 10)) == 10
+    assert len(list(islice(stream_of(str(tmp_path / "long.jsonl")).iterate(Position()), 10))) == 10
     assert max(sizes) <= 1_200_000
 
 
 def test_held_out_rows_are_never_trained_on(folder: Path) -> None:
     stream = stream_of("chats.jsonl", validation_fraction=0.2, validation_samples=4, shuffle_buffer=1)
     held = texts(list(stream.held_out()))
-    trained = texts(list(samples_of_epochs(stream, 2)))
+    trained = texts(samples(stream, 2))
     everything = by_template(chats(NUM_ROWS))
     assert held == everything[0:20:5]
     assert sorted(trained) == sorted(2 * [text for text in everything if text not in held])
@@ -239,7 +223,7 @@ def test_a_bad_row_ends_the_run_when_it_comes_or_is_left_out(folder: Path) -> No
     coming = stream.iterate(Position())
     assert "bad.jsonl:31: `messages`: Expected `array`, got `str`" in refusal(lambda: list(islice(coming, 40)))
     stream = stream_of("bad.jsonl", shuffle_buffer=1, skip_bad_rows=True)
-    assert len(list(samples_of_epochs(stream, 1))) == NUM_ROWS
+    assert len(samples(stream)) == NUM_ROWS
 
 
 def test_what_cannot_be_streamed_is_refused(folder: Path) -> None:

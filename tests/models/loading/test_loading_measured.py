@@ -40,23 +40,27 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
-def growth(model: str, zero_stage: int, precision: str, quantize: str | None = None) -> int:
-    """On a rank: the most by which its resident set grew while the model was loaded, bytes; the least of three loads.
+def growth(model: str, zero_stage: int, precision: str, quantize: str | None, most: float) -> int:
+    """On a rank: the most by which its resident set grew while the model was loaded; again if it is above `most`.
 
     A resident set also grows by pages of libraries that the kernel took back, or that are used for the first time:
     seen twice on a busy machine, 20 MB.
     """
     local_host.give_back_large_blocks()
-    world_size = torch.distributed.get_world_size()
     plan = plan_by_hand(
-        world_size=world_size, global_batch=world_size, micro_batch=1, zero_stage=zero_stage,
-        request={"precision": precision},
-    )  # fmt: skip
+        world_size=2, global_batch=2, micro_batch=1, zero_stage=zero_stage, request={"precision": precision}
+    )
     spec = replace(resolve(model), quantize=quantize)
     spec.build(dtype=torch.bfloat16, device="meta")
     if quantize is not None:
         placed.build(spec, plan, torch.device("cpu"), seed=0)  # bitsandbytes loads its libraries with the first weight
-    return min(_growth_once(spec, plan) for _ in range(3))
+    for _ in range(3):
+        grown = _growth_once(spec, plan)
+        largest = torch.tensor(grown)
+        torch.distributed.all_reduce(largest, torch.distributed.ReduceOp.MAX)
+        if largest.item() < most:
+            break
+    return grown
 
 
 def _growth_once(spec: ModelSpec, plan: Plan) -> int:
@@ -75,15 +79,14 @@ def _growth_once(spec: ModelSpec, plan: Plan) -> int:
 @pytest.mark.parametrize(
     ("zero_stage", "precision", "quantize", "lowest"),
     [
-        pytest.param(3, "bf16", None, 0.5, marks=pytest.mark.exhaustive),
         (3, "fp32", None, 0.85),
-        pytest.param(0, "fp32", None, 0.9, marks=pytest.mark.exhaustive),
-        pytest.param(2, "bf16", None, 0.85, marks=pytest.mark.exhaustive),
         (2, "bf16", "nf4", 0.5),
-        pytest.param(3, "bf16", "nf4", 0.5, marks=pytest.mark.exhaustive),
-        pytest.param(0, "fp32", "nf4", 0.5, marks=pytest.mark.exhaustive),
+        *(pytest.param(*each, marks=pytest.mark.exhaustive) for each in (
+            (3, "bf16", None, 0.5), (0, "fp32", None, 0.9), (2, "bf16", None, 0.85), (3, "bf16", "nf4", 0.5),
+            (0, "fp32", "nf4", 0.5),
+        )),
     ],
-)
+)  # fmt: skip
 def test_the_peak_of_loading_comes_true(
     two_ranks: Ranks, folder: Path, zero_stage: int, precision: str, quantize: Any, lowest: float
 ) -> None:
@@ -95,5 +98,6 @@ def test_the_peak_of_loading_comes_true(
         parameters=sum(parameters), largest_parameter=max(parameters), world_size=2, kind="cpu",
         packed=quantised.packed(model),
     )  # fmt: skip
-    for measured in two_ranks.run(growth, str(folder), zero_stage, precision, quantize):
-        assert lowest * predicted.rank_bytes < measured < 1.03 * predicted.rank_bytes + 16 * MIB
+    most = 1.03 * predicted.rank_bytes + 16 * MIB
+    for measured in two_ranks.run(growth, str(folder), zero_stage, precision, quantize, most):
+        assert lowest * predicted.rank_bytes < measured < most

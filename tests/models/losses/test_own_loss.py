@@ -53,17 +53,14 @@ def test_the_loss_of_routers_is_the_models_own_without_padding() -> None:
     assert relative_error({"gate": same.double()}, {"gate": ours}) < bound
 
 
-def test_a_dummy_adds_nothing() -> None:
+def test_a_dummy_adds_nothing_and_a_plan_says_what_routers_add() -> None:
     spec = mixtral(output_router_logits=True)
     model, objective = spec.build(dtype=torch.float32), spec.objective()
     loss = objective.loss_sum(model, objective.collate([objective.dummy()]))
     loss.backward()
     assert loss.item() == 0
     assert all(not parameter.grad.any() for parameter in model.parameters() if parameter.grad is not None)
-
-
-def test_a_plan_says_what_routers_add_and_nothing_where_they_add_nothing() -> None:
-    assert any("its routers add" in note for note in check_model(mixtral(output_router_logits=True)))
+    assert any("its routers add" in note for note in check_model(spec))
     assert check_model(mixtral()) == ()
 
 

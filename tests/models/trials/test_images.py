@@ -38,32 +38,21 @@ if __name__ == "__main__":
 NOTE = "the gradient depends on how a global batch is split: in 6 BatchNorm2d (the first is `resnet.embedder.embedder."
 
 
-def trained(folder: Path, batch_norm: str | None) -> tuple[str, str]:
-    """What is printed, and what is logged."""
-    (folder / "images.py").write_text(SCRIPT)
+@pytest.mark.exhaustive
+@pytest.mark.parametrize("batch_norm", [None, "frozen", "sync"])
+def test_plan_and_training_say_that_batch_norm_depends_on_the_split(batch_norm: str | None, tmp_path: Path) -> None:
+    (tmp_path / "images.py").write_text(SCRIPT)
     done = subprocess.run(
-        [sys.executable, "images.py", str(batch_norm)], cwd=folder, env=environment(folder), capture_output=True,
+        [sys.executable, "images.py", str(batch_norm)], cwd=tmp_path, env=environment(tmp_path), capture_output=True,
         text=True, timeout=280,
     )  # fmt: skip
     assert done.returncode == 0, done.stderr
-    return done.stdout, done.stderr
-
-
-@pytest.mark.exhaustive
-def test_plan_and_training_say_that_batch_norm_depends_on_the_split(tmp_path: Path) -> None:
-    planned, said = trained(tmp_path, None)
-    for text in (planned, said):
-        assert text.count(NOTE) == 1
-        assert text.count("with --batch-norm frozen, which uses running statistics, they do not") == 1
-
-
-@pytest.mark.exhaustive
-def test_with_frozen_statistics_there_is_nothing_to_say(tmp_path: Path) -> None:
-    planned, said = trained(tmp_path, "frozen")
-    assert "the gradient depends" not in planned + said
-
-
-@pytest.mark.exhaustive
-def test_synchronised_statistics_leave_the_micro_steps_to_say(tmp_path: Path) -> None:
-    planned, _ = trained(tmp_path, "sync")
-    assert "; --batch-norm sync takes them over all ranks, so that only the micro-steps matter" in planned
+    planned, logged = done.stdout, done.stderr
+    if batch_norm is None:
+        for text in (planned, logged):
+            assert text.count(NOTE) == 1
+            assert text.count("with --batch-norm frozen, which uses running statistics, they do not") == 1
+    elif batch_norm == "frozen":
+        assert "the gradient depends" not in planned + logged
+    else:
+        assert "; --batch-norm sync takes them over all ranks, so that only the micro-steps matter" in planned
