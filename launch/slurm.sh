@@ -1,13 +1,22 @@
 #!/bin/sh
 #SBATCH --nodes=2
-#SBATCH --ntasks-per-node=4
+#SBATCH --ntasks-per-node=1
 #SBATCH --gpus-per-node=4
-#SBATCH --cpus-per-task=8
+#SBATCH --cpus-per-task=32
 #SBATCH --signal=USR1@300
+#SBATCH --requeue
+#SBATCH --open-mode=append
 # Several nodes, SLURM; change the lines above to what was planned, `frugal plan --nodes 2 --gpus 4 ...`:
 #     sbatch launch/slurm.sh --plan run/plan.json --data corpus.jsonl --steps 100 --out run
-# Five minutes before the time is up SLURM sends SIGUSR1, and the run saves its step and ends; continue with --resume.
+# One task a node starts that node's ranks; nodes may differ. Five minutes before the time is up SLURM sends SIGUSR1:
+# the run saves its step, and the job is queued again and resumes. It also resumes after a lost node or a preemption.
 set -eu
 MASTER_ADDR=$(scontrol show hostnames "$SLURM_JOB_NODELIST" | head -n 1)
 export MASTER_ADDR
-exec srun --kill-on-bad-exit=1 python "${LAUNCH:-launch}/train.py" "$@"
+code=0
+srun "${PYTHON:-python}" -m frugal.launch.one_node "$@" || code=$?
+# 138 is 128 + SIGUSR1: the run is saved, and not done.
+if [ "$code" = 138 ]; then
+  scontrol requeue "$SLURM_JOB_ID"
+fi
+exit "$code"

@@ -4,7 +4,8 @@ Each command is a process of its own, from its start to its end, imports include
 medians and ratios. `frugal plan` runs on a terminal, as people see it: the verdict is there when its line `fits` is,
 the proof when the dry run of the winner by DeepSpeed on meta is done. It plans over all strategies it knows:
 
-- a preset, and a model that nobody has traced before, each with an empty cache;
+- a preset, adapters of an 8B preset (LoRA, and QLoRA on small cards), and a model that nobody has traced before, each
+  with an empty cache;
 - then with the cache of the latter, one change each: another global batch, more cards, more memory, and another length
   of samples, of which there are traces;
 - the same once more.
@@ -13,8 +14,10 @@ The others look at one configuration of an 8B model, without ZeRO: torch's `MemT
 `FakeTensorMode`, and the arithmetic of `accelerate estimate-memory` on a local configuration (the command itself
 needs the hub).
 
+CPU seconds are of all processes of a command, to the verdict and in all; a row says what their imports alone take.
+
 Goals on two quiet cores, to the verdict: a preset <= 2 s, an 8B model never seen <= 10 s, a change <= 0.5 s, the same
-once more <= 0.3 s.
+once more <= 0.3 s; CPU seconds beyond imports of LoRA and QLoRA of an 8B model: <= 8 to the verdict, <= 20 in all.
 """
 
 import argparse
@@ -46,6 +49,11 @@ CHANGES = {
     "another length": ["--seq-len", str(SEQ_LEN // 2)],
 }
 ONE = "llama-3.1-8b"  # what the others look at
+ADAPTERS = {
+    "LoRA of llama-3.1-8b on 4 x 24G, nothing kept": ["--lora", "r=16", "--gpus", "4", "--mem", "24G"],
+    "QLoRA of llama-3.1-8b on 4 x 12G, nothing kept": ["--lora", "r=16", "--quantize", "--gpus", "4", "--mem", "12G"],
+}
+IMPORTS = "import torch, transformers, peft, frugal.dryrun.trace.trace"
 VERDICT, BLOCK = b"fits ", 1 << 12
 
 
@@ -71,6 +79,9 @@ def _round(run: int) -> list[dict[str, Any]]:
     with tempfile.TemporaryDirectory() as cache:
         rows.append({"what": "gpt2 on 4 x 12G, nothing kept", **_planned(PRESET, cache)})
         rows.append({"what": "the same once more", **_planned(PRESET, cache)})
+    for name, flags in ADAPTERS.items():
+        with tempfile.TemporaryDirectory() as cache:
+            rows.append({"what": name, **_planned(["--model", ONE, *flags], cache)})
     with tempfile.TemporaryDirectory() as folder:
         model = ["--model", _unseen(Path(folder), run)]
         rows.append({"what": "an 8B model never seen on 8 x 24G, nothing kept", **_planned([*model, *UNSEEN], folder)})
@@ -78,9 +89,17 @@ def _round(run: int) -> list[dict[str, Any]]:
             if name == "another length":
                 _planned([*model, *UNSEEN, *change, "--gpus", "32"], folder)  # has it traced
             rows.append({"what": f"that model, {name}", **_planned([*model, *UNSEEN, *change], folder)})
-    for peer in ("memtracker", "accelerate"):
-        command = [sys.executable, "-m", "bench.planning.latency", "--inside", peer, ONE]
-        rows.append({"what": f"{peer}, one configuration of {ONE}", **_process(command)})
+    for peer in ("imports", "memtracker", "accelerate"):
+        command = [
+            sys.executable,
+            "-m",
+            "bench.planning.latency",
+            "--inside",
+            peer,
+            *([] if peer == "imports" else [ONE]),
+        ]
+        what = "imports of one worker" if peer == "imports" else f"{peer}, one configuration of {ONE}"
+        rows.append({"what": what, **_process(command)})
     print(f"round {run + 1} done", file=sys.stderr)
     return rows
 
@@ -104,7 +123,7 @@ def _environment_of_commands(cache: str | None = None) -> dict[str, str]:
 
 
 def _planned(flags: list[str], cache: str) -> dict[str, Any]:
-    """`frugal plan` on a terminal: seconds to its verdict and to its end, the most memory of its processes."""
+    """`frugal plan` on a terminal: (CPU) seconds to its verdict and to its end, the most memory of its processes."""
     ours, theirs = os.openpty()
     start = time.perf_counter()
     process = subprocess.Popen(
@@ -112,18 +131,23 @@ def _planned(flags: list[str], cache: str) -> dict[str, Any]:
         env=_environment_of_commands(cache),
     )  # fmt: skip
     os.close(theirs)
-    peak = _watched(process.pid)
-    written, verdict_seconds = b"", 0.0
+    watched = Watched(process.pid)
+    written, verdict_seconds, verdict_cpu_seconds = b"", 0.0, 0.0
     while block := _read(ours):
         written += block
         if not verdict_seconds and VERDICT in written:
-            verdict_seconds = time.perf_counter() - start
+            verdict_seconds, verdict_cpu_seconds = time.perf_counter() - start, watched.cpu_seconds
     _, err = process.communicate(timeout=900)
     os.close(ours)
     if process.returncode or not verdict_seconds:
         raise SystemExit(f"frugal plan {' '.join(flags)}\n{written.decode()}\n{err.decode()}")
     seconds = time.perf_counter() - start
-    return {"seconds": seconds, "verdict_seconds": verdict_seconds, "rss_bytes": peak[0]}
+    return {
+        "seconds": seconds,
+        "verdict_seconds": verdict_seconds,
+        "verdict_cpu_seconds": verdict_cpu_seconds,
+        **watched.numbers,
+    }
 
 
 def _read(terminal: int) -> bytes:
@@ -139,36 +163,48 @@ def _process(command: list[str]) -> dict[str, Any]:
     process = subprocess.Popen(
         command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, env=_environment_of_commands(), cwd=ROOT
     )
-    peak = _watched(process.pid)
+    watched = Watched(process.pid)
     out, err = process.communicate(timeout=900)
     seconds = time.perf_counter() - start
     if process.returncode:
         raise SystemExit(f"{' '.join(command)}\n{err.decode()}")
-    return {"seconds": seconds, "rss_bytes": peak[0], **json.loads(out.decode().strip().splitlines()[-1])}
+    return {"seconds": seconds, **watched.numbers, **json.loads(out.decode().strip().splitlines()[-1])}
 
 
-def _watched(pid: int) -> list[int]:
-    """A list whose one entry is the most resident bytes of a process and its children so far."""
-    peak = [0]
-    threading.Thread(target=_watch, args=(pid, peak), daemon=True).start()
-    return peak
+class Watched:
+    """A process and its children, looked at every 50 ms: their CPU seconds, and the most resident bytes together."""
 
+    def __init__(self, pid: int) -> None:
+        self.rss_bytes = 0
+        self._seconds: dict[int, float] = {}  # by process
+        threading.Thread(target=self._watch, args=(pid,), daemon=True).start()
 
-def _watch(pid: int, peak: list[int]) -> None:
-    """The resident bytes of a process and its children together, every 50 ms."""
-    while True:
+    @property
+    def cpu_seconds(self) -> float:
+        """User and system seconds of all processes so far, those that have ended included."""
+        return sum(self._seconds.values())
+
+    @property
+    def numbers(self) -> dict[str, float]:
+        """Both figures."""
+        return {"cpu_seconds": self.cpu_seconds, "rss_bytes": self.rss_bytes}
+
+    def _watch(self, pid: int) -> None:
         try:
             root = psutil.Process(pid)
-            total = 0
-            for each in (root, *root.children(recursive=True)):
-                try:
-                    total += each.memory_info().rss
-                except psutil.NoSuchProcess:
-                    continue
-            peak[0] = max(peak[0], total)
+            while True:
+                total = 0
+                for each in (root, *root.children(recursive=True)):
+                    try:
+                        total += each.memory_info().rss
+                        times = each.cpu_times()
+                        self._seconds[each.pid] = times.user + times.system
+                    except psutil.NoSuchProcess:
+                        continue
+                self.rss_bytes = max(self.rss_bytes, total)
+                time.sleep(0.05)
         except psutil.NoSuchProcess:
             return
-        time.sleep(0.05)
 
 
 def _memtracker(model: str) -> dict[str, Any]:
@@ -209,7 +245,13 @@ def _accelerate(model: str) -> dict[str, Any]:
     return {"peak_bytes": 4 * total}  # as it says itself: training with Adam takes four times the model
 
 
-_INSIDE = {"memtracker": _memtracker, "accelerate": _accelerate}
+def _imports() -> dict[str, Any]:
+    """What each worker of a plan imports before it traces."""
+    exec(IMPORTS)
+    return {}
+
+
+_INSIDE = {"imports": _imports, "memtracker": _memtracker, "accelerate": _accelerate}
 
 
 def _medians(rows: list[dict[str, Any]]) -> list[dict[str, Any]]:
@@ -225,8 +267,10 @@ def _show(results: list[dict[str, Any]]) -> None:
     unit = next((row["seconds"] for row in results if row["what"].startswith("memtracker")), None)
     for row in results:
         verdict = f"{row['verdict_seconds']:6.2f} s to the verdict" if "verdict_seconds" in row else " " * 23
+        cpu = " / ".join(f"{row[key]:.1f}" for key in ("verdict_cpu_seconds", "cpu_seconds") if key in row)
         ratio = f"  {row.get('verdict_seconds', row['seconds']) / unit:6.3f} x MemTracker" if unit else ""
-        print(f"{row['what']:48s} {verdict}  {row['seconds']:7.2f} s in all  {row['rss_bytes'] / 1e9:5.2f} GB{ratio}")
+        rest = f"CPU {cpu:>11s} s  {row['rss_bytes'] / 1e9:5.2f} GB{ratio}"
+        print(f"{row['what']:48s} {verdict}  {row['seconds']:7.2f} s in all  {rest}")
 
 
 def _environment() -> dict[str, Any]:

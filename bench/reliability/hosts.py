@@ -52,13 +52,13 @@ class Hosts:
         )
         (self.folder / "nsswitch").write_text("passwd: files\ngroup: files\nhosts: files\n")
         self._switch = self._start("unshare", "--net", "sleep", "infinity").pid
-        _until(lambda: _namespace(self._switch) != _namespace(os.getpid()))
+        until(lambda: _namespace(self._switch) != _namespace(os.getpid()))
         for words in ("link add br0 type bridge", "link set br0 up"):
             _call("nsenter", "-t", self._switch, "-n", "ip", *words.split())
         for name in self.names:
             self._boot(name)
         for name in self.names:
-            _until(lambda name=name: _listens(self, name))
+            until(lambda name=name: _listens(self, name))
 
     def address(self, name: str) -> str:
         """Of a host, on the network they share."""
@@ -90,7 +90,7 @@ class Hosts:
     def open_to_ssh(self, name: str) -> None:
         """Let a host answer again."""
         (self.folder / name / "closed").unlink(missing_ok=True)
-        _until(lambda: _listens(self, name))
+        until(lambda: _listens(self, name))
 
     def processes(self, name: str) -> list[str]:
         """Command lines of what runs on a host, without its sshd and this question."""
@@ -139,7 +139,7 @@ class Hosts:
                 "sh", own / "init.sh", output=log,
             )  # fmt: skip
         children = Path(f"/proc/{outer.pid}/task/{outer.pid}/children")
-        _until(lambda: children.read_text().strip())
+        until(lambda: children.read_text().strip())
         init = self._inits[name] = int(children.read_text())
         port = f"p{name.removeprefix('n')}"
         _call("ip", "link", "add", "eth0", "netns", init, "type", "veth", "peer", "name", port, "netns", self._switch)
@@ -171,7 +171,8 @@ def _call(*words: object) -> None:
     subprocess.run([str(word) for word in words], check=True, capture_output=True, timeout=30)
 
 
-def _until(is_true: Any, seconds: float = 20) -> None:
+def until(is_true: Any, seconds: float = 20) -> None:
+    """Wait for something; fails after `seconds`."""
     end = time.monotonic() + seconds
     while not is_true():
         assert time.monotonic() < end, "the hosts do not come up"

@@ -268,8 +268,7 @@ class DryRunSource:
             key = digest("model", model, self.request.batch_norm, *([shared_by] if shared_by > 1 else []))
             self._facts = self._cache.read(key, ModelFacts) or shipped.facts(self.request)
             if self._facts is None:
-                answer, *_ = self._pool.ask_all(AskFacts(self.request))  # all, so that all have their imports done
-                (checked,) = self._pool.ask([AskCheck(self.request)])
+                answer, checked = self._pool.ask([AskFacts(self.request), AskCheck(self.request)])
                 assert answer.describe is not None and checked.notes is not None
                 self._facts = replace(answer.describe, notes=checked.notes)
                 self._cache.write(key, self._facts)

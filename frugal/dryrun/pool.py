@@ -48,10 +48,6 @@ class Pool:
         self._end = weakref.finalize(self, _end_all, self._workers)  # also at exit
         self._num_holders = 1
 
-    def ask_all(self, question: "Question") -> "list[Answer]":
-        """Start all processes and ask each the same question. Raises as `ask`."""
-        return self.ask([question] * self._max_workers)
-
     def tell(self, question: "Question", most: int) -> None:
         """Ask up to `most` processes that are idle, and do not wait for their answers."""
         for _ in range(min(most, self._idle.qsize())):

@@ -14,11 +14,12 @@ from frugal.config.run_settings import RunSettings
 from frugal.distributed.connections.secret import SECRET_FILE
 from frugal.distributed.env import DEFAULT_PORT
 from frugal.errors import RequestError
+from frugal.launch import kubernetes
 from frugal.launch.local import RANK_MODULE
 from frugal.launch.ssh import Access
 from frugal.planning.plan import Plan
 
-Launcher = Literal["no-ssh", "deepspeed", "torchrun", "openmpi", "slurm"]
+Launcher = Literal["no-ssh", "deepspeed", "torchrun", "openmpi", "slurm", "kubernetes"]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -63,6 +64,11 @@ class LaunchRequest:
     def rank_arguments(self) -> list[str]:
         """The arguments of every rank; very many of them are in a file of the run's folder."""
         return ["--plan", str(self.plan_path), *self.settings.rank_words(self.settings.out)]
+
+    @property
+    def node_words(self) -> list[str]:
+        """The words after `python` that start the ranks of one node, where a scheduler starts one process on each."""
+        return ["-m", "frugal.launch.one_node", *self.rank_arguments]
 
     def environment(self) -> dict[str, str]:
         """Return the variables that every rank needs."""
@@ -145,18 +151,32 @@ def _openmpi(launch: LaunchRequest) -> str:
 
 
 def _slurm(launch: LaunchRequest) -> str:
+    """Return a line for a job of one task a node. Nodes that differ get their GPUs from the job's own request."""
+    words = ["srun", "--nodes", str(len(launch.slots)), "--ntasks-per-node", "1"]
+    if not launch.is_cpu and len(set(launch.slots)) == 1:
+        words += ["--gpus-per-node", str(launch.slots[0])]
+    first = '# in a job, `salloc` or `sbatch`\nexport MASTER_ADDR="$(scontrol show hostnames | head -n 1)"\n'
+    return first + launch.shell_line([*words, sys.executable, *launch.node_words], MASTER_PORT=str(launch.port))
+
+
+def _kubernetes(launch: LaunchRequest) -> str:
+    """Return the manifests of a Job with one pod a node, which meet through a headless Service.
+
+    Raises:
+        RequestError: its nodes differ.
+    """
     if len(set(launch.slots)) > 1:
         raise RequestError(
-            "srun cannot start this plan's ranks",
-            because=f"its nodes have {', '.join(map(str, launch.slots))} GPUs, and srun gives each node as many tasks",
-            hint="use --print torchrun, and srun one torchrun a node",
+            "one Job cannot start this plan's nodes",
+            because=f"they have {', '.join(map(str, launch.slots))} GPUs, and all pods of a Job are alike",
+            hint="plan for nodes that are alike: frugal plan --nodes N --gpus M",
         )
-    number = str(launch.slots[0])
-    words = ["srun", "--nodes", str(len(launch.slots)), "--ntasks-per-node", number, "--kill-on-bad-exit=1"]
-    words += [] if launch.is_cpu else ["--gpus-per-node", number]
-    first = '# in a job, `salloc` or `sbatch`\nexport MASTER_ADDR="$(scontrol show hostnames | head -n 1)"\n'
-    return first + launch.shell_line(
-        [*words, sys.executable, "-m", RANK_MODULE, *launch.rank_arguments], MASTER_PORT=str(launch.port)
+    return kubernetes.manifests(
+        ["python", *launch.node_words],
+        launch.environment() | {"MASTER_PORT": str(launch.port)},
+        num_nodes=len(launch.slots),
+        num_gpus=0 if launch.is_cpu else launch.slots[0],
+        grace=launch.settings.grace,
     )
 
 
@@ -166,6 +186,7 @@ LAUNCHERS: dict[Launcher, Callable[[LaunchRequest], str]] = {
     "torchrun": _torchrun,
     "openmpi": _openmpi,
     "slurm": _slurm,
+    "kubernetes": _kubernetes,
 }
 """Functions that return the line, or a line for each node, that starts the ranks.
 

@@ -99,15 +99,19 @@ def start_ranks(
 
     `variables` are added to their environment. With `to_stderr` they print to this process's standard error.
     """
-    environment = {**os.environ, **(variables or {}), secret.SECRET: secret.make()}
-    if kind == "cpu":
-        environment |= collectives.ON_CPU
+    environment = rank_environment(kind, num_ranks, {**(variables or {}), secret.SECRET: secret.make()})
     devices: list[int | str] = [*range(num_ranks)] if kind == "cpu" else [*visible_gpus()[:num_ranks]]
-    environment.setdefault("OMP_NUM_THREADS", str(max(1, len(os.sched_getaffinity(0)) // num_ranks)))
     launch = Launch(
         devices=[devices], port=master_port or 0, module=module, arguments=[*arguments], environment=environment
     )
     return node.run(launch, to_stderr=to_stderr)
+
+
+def rank_environment(kind: DeviceKind, num_ranks: int, variables: Mapping[str, str]) -> dict[str, str]:
+    """Return this environment for the `num_ranks` ranks of a machine, with `variables` added."""
+    environment = {**os.environ, **variables, **(collectives.ON_CPU if kind == "cpu" else {})}
+    environment.setdefault("OMP_NUM_THREADS", str(max(1, len(os.sched_getaffinity(0)) // num_ranks)))
+    return environment
 
 
 def visible_gpus() -> list[str]:

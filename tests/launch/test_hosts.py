@@ -99,12 +99,12 @@ def test_other_launchers_are_told_the_segments_beside_the_users_options(
     assert Access().environment()["PYTORCH_ALLOC_CONF"] == "max_split_size_mb:512,expandable_segments:False"
 
 
-def test_slurm_cannot_start_unequal_nodes(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    assert said(capsys, "--print", "slurm") == (
+def test_one_job_cannot_start_pods_that_differ(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert said(capsys, "--print", "kubernetes") == (
         2, "",
-        "error: srun cannot start this plan's ranks\n"
-        "  because its nodes have 1, 2 GPUs, and srun gives each node as many tasks\n\n"
-        "hint: use --print torchrun, and srun one torchrun a node\n",
+        "error: one Job cannot start this plan's nodes\n"
+        "  because they have 1, 2 GPUs, and all pods of a Job are alike\n\n"
+        "hint: plan for nodes that are alike: frugal plan --nodes N --gpus M\n",
     )  # fmt: skip
 
 

@@ -15,6 +15,7 @@ from dataclasses import replace
 from functools import partial
 from typing import Any
 from unittest.mock import patch
+from weakref import WeakSet
 
 import torch
 from torch import Tensor, nn
@@ -53,6 +54,9 @@ from frugal.torch_internals import tensors_in
 
 FEW_PERIODS = 5
 """Periods of layers that stand for many."""
+
+_ALIKE_WHEN_LONGER: WeakSet[nn.Module] = WeakSet()
+"""Models of which a longer trace was compared with a spliced one."""
 
 USED_OUTSIDE = "a parameter is used while its module does not run"
 
@@ -219,7 +223,8 @@ def _spliced(model: nn.Module, record: Record) -> dict[str, Any] | None:
     """Return the same fields from traces of few layers; None where they cannot stand for many.
 
     Two traces are of the same few periods of layers, as for a whole model. A third has a period more, and must equal
-    the spliced others: so a storage whose size depends on the number of layers is noticed.
+    the spliced others: so a storage whose size depends on the number of layers is noticed. Such a storage is the
+    model's own, in whatever way its layers are run: one third trace is enough for all of them.
     """
     repeated = repetition(model)
     if repeated is None or repeated.num_periods <= FEW_PERIODS + 1:
@@ -232,9 +237,11 @@ def _spliced(model: nn.Module, record: Record) -> dict[str, Any] | None:
     try:
         first, second = (recorded(FEW_PERIODS, micro_batch) for micro_batch in MICRO_BATCHES)
         stream, marks = _fitted(first, second)
-        longer = recorded(FEW_PERIODS + 1, MICRO_BATCHES[0])
-        if not _is_recorded(*splice(stream, marks, layers, FEW_PERIODS + 1), longer):
-            return None
+        if model not in _ALIKE_WHEN_LONGER:
+            longer = recorded(FEW_PERIODS + 1, MICRO_BATCHES[0])
+            if not _is_recorded(*splice(stream, marks, layers, FEW_PERIODS + 1), longer):
+                return None
+            _ALIKE_WHEN_LONGER.add(model)
         stream, marks = splice(stream, marks, layers, repeated.num_periods)
     except Exception:  # a model may count its layers itself; tracing the whole one reports what is wrong
         return None

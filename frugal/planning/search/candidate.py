@@ -192,10 +192,11 @@ BUCKET_SHARE = 0.05
 
 
 def evaluation_rounds(strategies: Sequence[Strategy]) -> list[list[Strategy]]:
-    """Group strategies by round of evaluation."""
+    """Group strategies by round of evaluation: by mode, and ZeRO-3, which needs traces of its own, after the others."""
     return [
-        [strategy for strategy in strategies if strategy.activation_checkpointing in modes]
+        [each for each in strategies if each.activation_checkpointing in modes and (each.zero_stage == 3) == is_zero3]
         for modes in CHECKPOINTING_ROUNDS
+        for is_zero3 in (False, True)
     ]
 
 

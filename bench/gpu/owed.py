@@ -1,0 +1,278 @@
+"""`python -m bench.gpu.owed --minutes 25`: everything that has never run on a real GPU, in the order of its worth.
+
+To be run first wherever there is a GPU for a while. Each check has a limit of its own; what there is no time for is
+named. Results are written after each check, so that a run that is ended from outside leaves what it has. A check that
+fails does not end the others. With `--emulated t4` it runs on an emulated card (docs/emulated-gpu.md), where memory is
+torch's own, and values and times mean nothing: a rehearsal.
+
+    python -m bench.gpu.owed --minutes 25
+    python -m bench.gpu.owed --only offload --only measure        (checks whose names have one of these words)
+
+1. `truth`: the table of `bench.gpu.truth`.
+2. `calibrate`, `measure`: a plan, measured free and capped at its promise; with the figure that nvidia-smi shows.
+3. `allocator`: random requests through torch's allocator and through the replay, plain and with expandable segments.
+4. `attention`, `reductions`, `requests`: which kernels this card takes, and what they ask of the allocator.
+5. `train: ...`: runs of `frugal train` in every way that one GPU allows: promised and measured bytes, recoveries,
+   predicted and measured tokens per second.
+6. `same: ...`: two runs that must have the same losses: other micro-batches; interrupted, and resumed.
+"""
+
+import argparse
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from tempfile import TemporaryDirectory
+from typing import Any
+
+import msgspec
+
+from bench.emulated_gpu import environment as emulated
+from bench.gpu.truth import RESULTS, environment
+from frugal.planning.plan import Plan
+
+STEPS = 8
+PLANNED = ("--model", "gpt2", "--gpus", "1", "--mem", "10G", "--seq-len", "512", "--global-batch", "32")
+LORA = ("--lora", "r=16")
+TRAINED: dict[str, tuple[str, ...]] = {
+    "as planned": (),
+    "plain segments": ("--no-expandable-segments",),
+    "optimizer on the host": ("--offload", "optimizer"),
+    "parameters on the host": ("--offload", "all", "--zero-stage", "3"),
+    "activations on the host": ("--activation-checkpointing", "offloaded"),
+    "layers recomputed": ("--activation-checkpointing", "full"),
+    "parts recomputed": ("--activation-checkpointing", "selective"),
+    "8-bit states": ("--optimizer", "adamw-8bit"),
+    "bf16 states": ("--optimizer-states", "bf16"),
+    "fp16, scaled losses": ("--precision", "fp16"),
+    "fp32": ("--precision", "fp32"),
+    "packed": ("--pack",),
+    "whole logits": ("--loss", "plain"),
+    "LoRA": LORA,
+    "QLoRA": (*LORA, "--quantize"),
+}
+"""Flags of a plan, by what is tried. gpt2 is small: what a way costs beside it shows."""
+
+SAME: dict[str, tuple[str, ...]] = {
+    "micro-batch of 1": ("--micro-batch", "1"),
+    "micro-batch of 8": ("--micro-batch", "8"),
+}
+
+
+@dataclass(frozen=True)
+class Check:
+    """One check: its name, the most minutes it may take, and what runs it in a folder and returns its facts."""
+
+    name: str
+    minutes: float
+    run: Callable[["Runner", Path], dict[str, Any]]
+
+
+@dataclass
+class Runner:
+    """Starts commands of this project on the GPU, each of which ends at the deadline of its check."""
+
+    python: str
+    environment: Mapping[str, str]
+    deadline: float = 0.0
+
+    def __call__(self, *words: object, until: Callable[[], bool] | None = None) -> tuple[int, str]:
+        """Run `python -m WORDS`; return its exit code and output. `until`: when to interrupt it, as Ctrl-C does.
+
+        Raises:
+            TimeoutError: it was not done at the deadline, and was ended with all that it had started.
+        """
+        with TemporaryDirectory() as folder, (Path(folder) / "output").open("w+") as output:
+            process = subprocess.Popen(
+                [self.python, "-m", *map(str, words)], stdout=output, stderr=subprocess.STDOUT,
+                env=dict(self.environment), start_new_session=True,
+            )  # fmt: skip
+            while process.poll() is None:
+                if time.monotonic() > self.deadline:
+                    os.killpg(process.pid, signal.SIGKILL)
+                    process.wait()
+                    output.seek(0)
+                    raise TimeoutError(f"not done in time; its last words: {output.read()[-500:]}")
+                if until is not None and until():
+                    process.send_signal(signal.SIGINT)
+                    until = None
+                time.sleep(0.2)
+            output.seek(0)
+            return process.returncode, output.read()
+
+
+def main() -> int:
+    """Run the checks; 1 if one of them failed."""
+    parser = argparse.ArgumentParser(prog="python -m bench.gpu.owed", description=__doc__.splitlines()[0])
+    parser.add_argument("--minutes", type=float, default=25.0, help="when to be done  [default: 25]")
+    parser.add_argument("--only", action="append", default=[], metavar="WORD", help="checks whose names have this word")
+    parser.add_argument("--emulated", metavar="CARD", help="rehearse on an emulated card, such as t4")
+    parser.add_argument("--out", type=Path, help="[default: bench/results/gpu-owed-DEVICE.json]")
+    asked = parser.parse_args()
+    end = time.monotonic() + 60 * asked.minutes
+    python, given = sys.executable, dict(os.environ)
+    if asked.emulated:
+        python, given = emulated.python(), emulated.environment(asked.emulated)
+    runner = Runner(python, given | {"HF_HUB_OFFLINE": "1"}, end)
+    device = _device(runner)
+    out = asked.out or RESULTS / f"gpu-owed-{device.lower().replace(' ', '-')}.json"
+    rows: dict[str, Any] = {}
+    for check in checks(out.with_suffix("")):
+        if asked.only and not any(word in check.name for word in asked.only):
+            continue
+        rows[check.name] = _checked(check, runner, end)
+        print(f"{check.name:32} {msgspec.json.encode(rows[check.name]).decode()[:300]}", flush=True)
+        head = environment(device, "cuda", "bench.gpu.owed")
+        out.parent.mkdir(parents=True, exist_ok=True)
+        out.write_bytes(msgspec.json.format(msgspec.json.encode(head | {"checks": rows})) + b"\n")
+    print(f"\nwrote {out}")
+    return int(any("failure" in row for row in rows.values()))
+
+
+def _checked(check: Check, runner: Runner, end: float) -> dict[str, Any]:
+    """The facts of a check; or why it failed, or was not run."""
+    begun = time.monotonic()
+    if begun >= end:
+        return {"not_run": "no time was left"}
+    runner.deadline = min(end, begun + 60 * check.minutes)
+    with TemporaryDirectory(prefix="gpu-owed-") as folder:
+        try:
+            facts = check.run(runner, Path(folder))
+        except Exception as error:  # the next checks are to run whatever became of this one
+            facts = {"failure": f"{type(error).__name__}: {error}"[-1500:]}
+    return facts | {"seconds": round(time.monotonic() - begun, 1)}
+
+
+def checks(folder: Path) -> Iterator[Check]:
+    """Yield the checks in order of worth; `folder` keeps the files that some of them write."""
+    yield Check(
+        "truth", 9.5, lambda run, _: _output(run("bench.gpu.truth", "--minutes", 9, "--out", folder / "truth.json"))
+    )
+    yield Check("measure", 4, _measured)
+    for name, flags in TRAINED.items():
+        yield Check(f"train: {name}", 4, lambda run, here, flags=flags: _trained(run, here, flags))
+    yield Check("same: other micro-batches", 5, _same_micro_batches)
+    yield Check("same: interrupted and resumed", 5, _same_resumed)
+    for segments in ("plain", "expandable"):
+        yield Check(f"allocator, {segments} segments", 2, lambda run, _, s=segments: _allocator(run, s))
+    for name in ("attention", "reductions", "requests"):
+        file = folder / f"{name}.json.xz"
+        yield Check(name, 2, lambda run, _, name=name, file=file: _output(run(f"bench.kernels.{name}", file)))
+    yield Check(
+        "calibrate", 3, lambda run, _: msgspec.json.decode(_ended(run("frugal", "measure", "--calibrate", "--json")))
+    )
+
+
+def _device(runner: Runner) -> str:
+    code = "import torch; print(torch.cuda.get_device_properties(0).name)"
+    done = subprocess.run([runner.python, "-c", code], env=dict(runner.environment), capture_output=True, text=True)
+    if done.returncode:
+        raise SystemExit(f"error: no GPU\n  because {done.stderr.strip().splitlines()[-1]}")
+    return done.stdout.strip().splitlines()[-1]
+
+
+def _ended(done: tuple[int, str], codes: tuple[int, ...] = (0,)) -> str:
+    """The output of a command that ended with one of `codes`.
+
+    Raises:
+        RuntimeError: it did not.
+    """
+    code, output = done
+    if code not in codes:
+        raise RuntimeError(f"exit code {code}: {output[-1200:]}")
+    return output
+
+
+def _output(done: tuple[int, str]) -> dict[str, Any]:
+    """The last lines of a command that ended well."""
+    return {"output": _ended(done).splitlines()[-30:]}
+
+
+def _allocator(run: Runner, segments: str) -> dict[str, Any]:
+    setting = {"PYTORCH_ALLOC_CONF": f"expandable_segments:{segments == 'expandable'}"}
+    return _output(Runner(run.python, {**run.environment, **setting}, run.deadline)("bench.gpu.allocator"))
+
+
+def _planned(run: Runner, folder: Path, *flags: str) -> Plan:
+    folder.mkdir(exist_ok=True)
+    _ended(run("frugal", "plan", *PLANNED, *flags, "-o", folder))
+    return Plan.read(folder / "plan.json")
+
+
+def _measured(run: Runner, folder: Path) -> dict[str, Any]:
+    """A plan measured free and capped; memory may end at the cap, which is a fact and no failure."""
+    plan = _planned(run, folder)
+    output = _ended(run("frugal", "measure", folder / "plan.json", "--capped", "--json"), (0, 5))
+    found = msgspec.json.decode(output[output.index("{") : output.rindex("}") + 1])
+    promised = {"needed": plan.memory.total_bytes, "reserved_with_room": plan.memory.reserved_bytes}
+    return {"promised_bytes": promised, "context_bytes_assumed": plan.memory.context, "measured": found}
+
+
+def _train(run: Runner, folder: Path, out: str, *flags: object, **options: Any) -> list[dict[str, Any]]:
+    """The records of steps of a run of `folder`'s plan, with what it said in `output` of the first."""
+    words = ["train", "--plan", folder / "plan.json", "--data", "stdlib", "--steps", STEPS, "--no-tune"]
+    words += ["--eval-every", STEPS // 2, "--save-every", STEPS // 2, "--out", folder / out, *flags]
+    code, output = run("frugal", *words, **options)
+    if not options:
+        _ended((code, output))
+    lines = (folder / out / "metrics.jsonl").read_bytes().splitlines()
+    records = [msgspec.json.decode(line) for line in lines]
+    steps = [record for record in records if record["event"] == "step"]
+    return [{**steps[0], "output": output}, *steps[1:]]
+
+
+def _trained(run: Runner, folder: Path, flags: tuple[str, ...]) -> dict[str, Any]:
+    """A run beside its plan. The peak is of steps, an evaluation and a save."""
+    plan = _planned(run, folder, *flags)
+    steps = _train(run, folder, "run")
+    later = steps[STEPS // 2 :] or steps
+    positions = plan.batch.global_batch * plan.request.seq_len
+    return {
+        "strategy": str(plan.strategy),
+        "micro_batch": plan.batch.largest_micro_batch,
+        "planned_bytes": {"total": plan.memory.total_bytes, "live": plan.memory.live_bytes},
+        "allocated_bytes": max(step["memory_bytes"] or 0 for step in steps),
+        "reserved_bytes": max(step["reserved_bytes"] or 0 for step in steps),
+        "recoveries": steps[0]["output"].count("out of memory"),
+        "predicted_positions_per_second": round(positions / plan.time.total_seconds),
+        "target_tokens_per_second": round(sum(step["tokens_per_second"] for step in later) / len(later)),
+        "losses": [round(step["loss"], 5) for step in steps],
+    }
+
+
+def _same_micro_batches(run: Runner, folder: Path) -> dict[str, Any]:
+    losses = []
+    for i, flags in enumerate(SAME.values()):
+        _planned(run, folder / str(i), *flags, "--precision", "fp32")
+        losses.append([step["loss"] for step in _train(run, folder / str(i), "run")])
+    return _compared(*losses)
+
+
+def _same_resumed(run: Runner, folder: Path) -> dict[str, Any]:
+    """A run beside one that is interrupted once its first checkpoint is there, and resumed."""
+    _planned(run, folder)
+    whole = _train(run, folder, "whole")
+    records = folder / "broken" / "metrics.jsonl"
+    _train(run, folder, "broken", until=lambda: records.exists() and b'"checkpoint"' in records.read_bytes())
+    resumed = _train(run, folder, "broken", "--resume")
+    return _compared([step["loss"] for step in whole], [step["loss"] for step in resumed])
+
+
+def _compared(one: list[float], other: list[float]) -> dict[str, Any]:
+    """Both runs' losses, and their largest relative difference.
+
+    Raises:
+        RuntimeError: a run has fewer steps.
+    """
+    if len(one) != len(other):
+        raise RuntimeError(f"{len(one)} steps and {len(other)}")
+    differences = [abs(a - b) / abs(a) for a, b in zip(one, other, strict=True)]
+    return {"losses": [one, other], "largest_relative_difference": max(differences)}
+
+
+if __name__ == "__main__":
+    sys.exit(main())

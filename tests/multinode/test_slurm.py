@@ -1,0 +1,96 @@
+"""Jobs of real SLURM on several hosts: the script of launch/, the printed line, nodes that differ, requeued jobs."""
+
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from bench.reliability.hosts import Hosts, environment, plan, until
+from bench.reliability.slurm import Slurm, why_not
+from frugal.errors import PlanMismatchError, RequestError
+from tests.multinode.conftest import RUN, frugal, losses
+
+SCRIPT = Path(__file__).parents[2] / "launch" / "slurm.sh"
+
+
+@pytest.fixture(scope="module")
+def slurm(hosts: Hosts) -> Iterator[Slurm]:
+    """A cluster of two nodes, with a secret for its runs."""
+    if (reason := why_not()) is not None:
+        pytest.skip(reason)
+    (hosts.folder / "secret").touch(mode=0o600)
+    (hosts.folder / "secret").write_text("known to all ranks, and to nobody else")
+    up = Slurm(hosts, 1, 2)
+    try:
+        yield up
+    finally:
+        up.close()
+
+
+@pytest.fixture(scope="module")
+def undisturbed(hosts: Hosts) -> list[float]:
+    """The losses of two ranks on one host."""
+    code, _, errors = frugal(hosts, "train", "--plan", plan(hosts, 2), *RUN, "--out", "one")
+    assert (code, errors) == (0, "")
+    return losses(hosts.folder / "one")
+
+
+def submitted(slurm: Slurm, path: Path, out: str, *words: object) -> str:
+    """The number of a job that trains by launch/slurm.sh; its output is in OUT.log of the hosts' folder."""
+    log = slurm.hosts.folder / f"{out}.log"
+    options = ("--nodes", 2, "--gpus-per-node=0", "--cpus-per-task", 1, "--output", log)
+    given = {"FRUGAL_SECRET_FILE": str(slurm.hosts.folder / "secret")}
+    return slurm.submit(*options, SCRIPT, "--plan", path, *RUN, "--out", out, *words, given=given)
+
+
+def test_the_script_trains_on_two_nodes_as_on_one(slurm: Slurm, hosts: Hosts, undisturbed: list[float]) -> None:
+    job = submitted(slurm, plan(hosts, 1, 1), "job")
+    assert slurm.wait(job) == "COMPLETED", (hosts.folder / "job.log").read_text()
+    assert losses(hosts.folder / "job") == undisturbed
+
+
+@pytest.mark.exhaustive
+def test_a_job_that_is_asked_to_stop_saves_is_requeued_and_resumes(slurm: Slurm, hosts: Hosts) -> None:
+    """The losses of the whole are those of a run that nobody stopped."""
+    longer = ("--steps", "60", "--save-every", "0")
+    code, _, errors = frugal(hosts, "train", "--plan", plan(hosts, 2), *RUN, *longer, "--out", "long")
+    assert (code, errors) == (0, "")
+    job, folder = submitted(slurm, plan(hosts, 1, 1), "stopped", *longer), hosts.folder / "stopped"
+    until(lambda: (folder / "metrics.jsonl").exists() and len(losses(folder)) >= 5, 120)
+    slurm.said("scancel", "--signal=USR1", job)  # as --signal=USR1@300 does at the end of its time
+    until(lambda: slurm.field(job, "Restarts") == "1", 60)
+    assert slurm.wait(job, "COMPLETED", "FAILED") == "COMPLETED", (hosts.folder / "stopped.log").read_text()
+    said = (hosts.folder / "stopped.log").read_text()
+    assert "asked to stop by SIGUSR1" in said and "resuming from" in said
+    assert losses(folder) == losses(hosts.folder / "long")
+
+
+@pytest.mark.exhaustive
+def test_the_printed_line_starts_nodes_that_differ(slurm: Slurm, hosts: Hosts) -> None:
+    path = plan(hosts, 1, 2, global_batch=6)
+    words = ("train", "--plan", path, "--hostfile", path.with_name("hosts"), *RUN, "--out", "unequal")
+    code, printed, errors = frugal(hosts, *words, "--print", "slurm")
+    assert (code, errors) == (0, "")
+    (hosts.folder / "unequal.sh").write_text(f"#!/bin/sh\n#SBATCH --nodes=2\nset -e\n{printed}")
+    given = {"FRUGAL_SECRET_FILE": str(hosts.folder / "secret")}
+    job = slurm.submit("--output", hosts.folder / "unequal.log", hosts.folder / "unequal.sh", given=given)
+    assert slurm.wait(job) == "COMPLETED", (hosts.folder / "unequal.log").read_text()
+    code, _, errors = frugal(hosts, "train", "--plan", plan(hosts, 3, global_batch=6), *RUN, "--out", "three")
+    assert (code, errors) == (0, "")
+    assert losses(hosts.folder / "unequal") == losses(hosts.folder / "three")
+
+
+@pytest.mark.parametrize(
+    ("given", "said"),
+    [
+        ({}, "the number of this node is not known"),
+        ({"NODE_RANK": "2"}, "NODE_RANK=2 is no node of the plan"),
+        ({"NODE_RANK": "1"}, "MASTER_ADDR is not set"),
+    ],
+)
+def test_a_node_that_has_no_place_in_the_plan_is_refused(hosts: Hosts, given: dict[str, str], said: str) -> None:
+    words = (sys.executable, "-m", "frugal.launch.one_node", "--plan", plan(hosts, 1, 1), *RUN, "--out", "none")
+    done = hosts.run("n1", *words, env=environment(hosts) | given, text=True)
+    assert done.returncode in (RequestError.exit_code, PlanMismatchError.exit_code)
+    assert done.stderr.startswith(f"error: {said}\n  because ")
