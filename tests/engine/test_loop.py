@@ -98,8 +98,10 @@ def test_a_killed_run_continues_as_if_nothing_had_been(
 def test_one_rank_told_to_stop_ends_all_after_the_step_with_nothing_lost(tmp_path: Path, two_ranks: Ranks) -> None:
     whole = trajectory(two_ranks.run(train, tmp_path / "whole")[0])
     stopped = trajectory(two_ranks.run(train, tmp_path / "stopped", die="told to stop")[0])
-    assert stopped == [record for record in whole if record[1] <= 5]
-    assert (tmp_path / "stopped" / "checkpoints" / "latest").read_text() == "step-000005\n"
+    last = stopped[-1][1]
+    assert last in (5, 6), "a thread may hear of the signal in the next step"
+    assert stopped == [record for record in whole if record[1] <= last]
+    assert (tmp_path / "stopped" / "checkpoints" / "latest").read_text() == f"step-{last:06d}\n"
     assert trajectory(two_ranks.run(train, tmp_path / "stopped", resume=True)[0]) == whole
 
 

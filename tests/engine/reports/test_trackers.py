@@ -130,29 +130,6 @@ def test_a_run_with_a_service_goes_on_under_the_id_it_began_with(
     assert "config" not in second
 
 
-def test_mlflow_itself_has_one_run_with_the_curve_of_both_starts(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    mlflow = pytest.importorskip("mlflow", reason="MLflow is no dependency of frugal: pip install mlflow")
-    monkeypatch.setenv("MLFLOW_TRACKING_URI", f"sqlite:///{tmp_path}/mlflow.db")
-    started_and_resumed("mlflow", tmp_path)
-    (run,) = mlflow.MlflowClient().search_runs([mlflow.get_experiment_by_name("frugal").experiment_id])
-    curve = mlflow.MlflowClient().get_metric_history(run.info.run_id, "train/loss")
-    assert [(point.step, point.value) for point in curve] == [(1, 3.0), (2, 2.0), (3, 1.0)]
-    assert (run.data.params["steps"], run.info.status) == ("5", "FINISHED")
-
-
-def started_and_resumed(name: str, folder: Path) -> None:
-    """Two steps, and a third after a resume."""
-    first = Trackers([name], folder, {"steps": 5}, 0)
-    first.record("step", {"step": 1, "loss": 3.0})
-    first.record("step", {"step": 2, "loss": 2.0})
-    first.finish()
-    second = Trackers([name], folder, {"steps": 5}, 2)
-    second.record("step", {"step": 3, "loss": 1.0})
-    second.finish()
-
-
 def test_the_names_of_trackers_are_accelerates(tmp_path: Path) -> None:
     assert set(TRACKERS) == set(tracking.LOGGER_TYPE_TO_CLASS)
     with pytest.raises(RequestError, match="--track is tensorbord\n  because it must be one of tensorboard, wandb"):
