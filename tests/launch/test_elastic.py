@@ -3,7 +3,6 @@
 import dataclasses
 from pathlib import Path
 
-import msgspec
 import pytest
 
 from bench.plans import plan_by_hand
@@ -12,17 +11,12 @@ from frugal.config.hardware.cluster import Cluster, Node
 from frugal.config.hardware.local_host import versions
 from frugal.config.run_settings import RunSettings
 from frugal.errors import RequestError
-from frugal.launch import host_report, hosts, ssh
-from frugal.launch.host_report import HostReport
+from frugal.launch import hosts, ssh
 from frugal.launch.hosts import part_of_cluster, usable_hosts
 from frugal.launch.ssh import Access, UnreachableHost
+from tests.launch.test_hosts import report
 
 NAMED = parse_hostfile("a slots=2\nb slots=3\nc slots=1\nd slots=1\ne slots=2\n")
-
-
-def report(**values: object) -> HostReport:
-    """This machine's, but for some values."""
-    return msgspec.structs.replace(host_report.collect(Path(), None, cuda=False), **values)
 
 
 def test_what_answers_and_works_is_left_and_the_rest_is_said() -> None:

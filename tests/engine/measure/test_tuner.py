@@ -92,8 +92,12 @@ def with_ways(plan: Plan, ways: Sequence[dict[str, Any]]) -> Plan:
         strategy = {name: value for name, value in way.items() if name != "micro_batch"}
         caps = (way.get("micro_batch", 2),) * len(made.micro_batch)
         batch = BatchPlan.of(8, caps, sequence_parallel=made.sequence_parallel)
-        batch = replace(batch, shortest=made.shortest, overhead_tokens=made.overhead_tokens)
-        return Alternative(replace(plan.strategy, **strategy), batch, plan.memory, plan.time)
+        return Alternative(
+            strategy=replace(plan.strategy, **strategy),
+            batch=replace(batch, shortest=made.shortest, overhead_tokens=made.overhead_tokens),
+            memory=plan.memory,
+            time=plan.time,
+        )
 
     return replace(plan, alternatives=tuple(map(alternative, ways))).sealed()
 
