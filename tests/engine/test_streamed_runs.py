@@ -10,8 +10,9 @@ from typing import Any
 import pytest
 import torch
 
+from bench.plans import plan_by_hand
 from bench.ranks import Ranks
-from bench.runs import PINNED, frugal_train, records
+from bench.runs import frugal_train, prepared, records
 from frugal.checkpoint import random_state
 from frugal.config.run_settings import RunSettings
 from frugal.data.batches import Position
@@ -86,17 +87,13 @@ def test_a_stream_that_is_killed_on_three_ranks_goes_on_the_same_on_two(
 
 
 def test_frugal_train_says_how_it_streams(tmp_path: Path) -> None:
-    from transformers import LlamaConfig
-
-    write_jsonl(tmp_path / "chats.jsonl", chats(60))
-    LlamaConfig(
-        vocab_size=260, hidden_size=32, intermediate_size=64, num_hidden_layers=1, num_attention_heads=2,
-        max_position_embeddings=256,
-    ).save_pretrained(tmp_path)  # fmt: skip
+    write_jsonl(prepared(tmp_path, n_positions=256) / "chats.jsonl", chats(60))
+    request = {"model": "config.json", "seq_len": 256}
+    plan = plan_by_hand(world_size=1, global_batch=6, micro_batch=2, zero_stage=2, request=request)
+    (tmp_path / "plan.json").write_bytes(plan.to_json())
     code, output, errors = frugal_train(
-        tmp_path, "--model", "config.json", "--data", "chats.jsonl", "--stream", "--set", "train.shuffle-buffer=16",
-        "--global-batch", 6, "--seq-len", 256, "--chat-template", "chatml", "--schedule", "constant",
-        "--validation-fraction", 0.1, *PINNED, "--ranks", 1, "--steps", 12, "--out", "whole",
+        tmp_path, "--plan", "plan.json", "--data", "chats.jsonl", "--stream", "--set", "train.shuffle-buffer=16",
+        "--tokenizer", "byte", "--chat-template", "chatml", "--validation-fraction", 0.1, "--steps", 12, "--out", "run",
     )  # fmt: skip
     assert (code, errors) == (0, "")
     assert "chats.jsonl is read while training, shuffled within 16 rows; 6 samples for validation" in output
