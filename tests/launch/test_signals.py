@@ -111,15 +111,10 @@ def check_whole(run: Run) -> None:
 by_module = [sys.executable, "-m", "frugal.engine.run", "--plan", "plan1.json"]
 
 
+@pytest.mark.exhaustive  # two ranks do the same below
 @pytest.mark.parametrize(
     ("how", "number"),
-    [
-        ("command", signal.SIGHUP),
-        *(
-            pytest.param(how, number, marks=pytest.mark.exhaustive)
-            for how, number in (("command", signal.SIGUSR1), ("module", signal.SIGTERM), ("module", signal.SIGHUP))
-        ),
-    ],
+    [("command", signal.SIGHUP), ("command", signal.SIGUSR1), ("module", signal.SIGTERM), ("module", signal.SIGHUP)],
 )
 def test_a_single_rank_saves_its_step_and_ends_with_0(how: str, number: signal.Signals, folder: Path) -> None:
     words = command("--plan", "plan1.json") if how == "command" else by_module
