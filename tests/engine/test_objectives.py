@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from bench.ranks import Ranks
 from frugal.data.tokenizer import byte_tokenizer
 from frugal.models import transformers_internals
-from frugal.models.objectives import CausalLM, MaskedLM, Objective, Sample, Seq2Seq, SequenceClassification
+from frugal.models.objectives import CausalLM, MaskedLM, Objective, Sample, Seq2Seq, SequenceClassification, SummedLoss
 from frugal.units import IGNORED
 from tests.engine.engines import plan_here, running
 from tests.engine.gradients import ROUNDINGS, SGD, ULP, relative_error, with_bound
@@ -231,3 +231,13 @@ def test_the_byte_tokenizer_has_what_masking_needs() -> None:
     special = {"pad_id": tokenizer.pad_token_id, "mask_id": tokenizer.mask_token_id}
     objective = MaskedLM(**special, vocab_size=len(tokenizer), special_ids=tokenizer.all_special_ids)
     assert len(objective.ordinary_ids) == 256
+
+
+def test_the_example_of_a_loss_of_one_s_own_may_depend_on_the_sequence_length_and_so_may_what_it_counts() -> None:
+    objective = SummedLoss(
+        lambda model, batch: model(batch["x"]).sum(),
+        example=lambda seq_len: {"x": torch.zeros(seq_len)},
+        count=lambda batch: batch["x"].numel(),
+    )
+    assert objective.example(3, 7)["x"].shape == (3, 7)
+    assert objective.count(objective.example(3, 7)) == 21

@@ -61,21 +61,17 @@ def test_a_cut_network_ends_the_run_within_a_minute(hosts: Hosts) -> None:
             hosts.link("n2", "up")
 
 
-def test_sigterm_saves_the_step_on_all_hosts(hosts: Hosts) -> None:
-    with running(hosts, "told") as process:
-        hosts.run("n1", "pkill", "-TERM", "-f", "frugal train", check=True)
+@pytest.mark.parametrize(("number", "code", "said"), [("TERM", 0, ""), ("INT", 130, "interrupted\n")])
+def test_sigterm_saves_the_step_on_all_hosts_and_ctrl_c_interrupts_them(
+    number: str, code: int, said: str, hosts: Hosts
+) -> None:
+    with running(hosts, number) as process:
+        hosts.run("n1", "pkill", f"-{number}", "-f", "frugal train", check=True)
         output, errors = process.communicate(timeout=60)
-        assert (process.returncode, errors) == (0, "")
-        saved = (hosts.folder / "told" / "checkpoints" / "latest").read_text().strip()
-        assert f"step {int(saved.removeprefix('step-'))} is saved in {hosts.folder}/told/checkpoints" in output
-        assert nothing_is_left(hosts)
-
-
-def test_ctrl_c_interrupts_all_hosts(hosts: Hosts) -> None:
-    with running(hosts, "interrupted") as process:
-        hosts.run("n1", "pkill", "-INT", "-f", "frugal train", check=True)
-        _, errors = process.communicate(timeout=60)
-        assert (process.returncode, errors) == (130, "interrupted\n")
+        assert (process.returncode, errors) == (code, said)
+        if number == "TERM":
+            saved = (hosts.folder / number / "checkpoints" / "latest").read_text().strip()
+            assert f"step {int(saved.removeprefix('step-'))} is saved in {hosts.folder}/TERM/checkpoints" in output
         assert nothing_is_left(hosts)
 
 
