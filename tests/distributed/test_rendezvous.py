@@ -10,7 +10,7 @@ from bench.plans import plan_by_hand
 from bench.ranks import free_port
 from frugal.config.hardware.cluster import Node
 from frugal.distributed import rendezvous
-from frugal.distributed.rendezvous import RankDescription, compare, ranks_in_words
+from frugal.distributed.rendezvous import RankDescription, compare
 from frugal.errors import RequestError
 
 V = {"frugal": "0.1.0", "torch": "2.13.0"}
@@ -104,9 +104,3 @@ def test_another_secret_than_rank_0_has_is_said_at_once_and_ends_the_rank(
     assert str(caught.value).startswith(
         f"{host} has another secret than {rank_0}{port}\n  because rank 0 wrote nothing "
     )
-
-
-def test_ranks_are_counted_in_runs() -> None:
-    assert [ranks_in_words(ranks) for ranks in ([3], [0, 1, 2], [7, 1, 0, 2, 9])] == [
-        "rank 3", "ranks 0-2", "ranks 0-2, 7, 9",
-    ]  # fmt: skip
