@@ -145,7 +145,7 @@ def test_a_run_outlives_its_terminal_and_saves_its_step_when_all_processes_are_a
     lines = run.log().splitlines()
     note = "standard output is gone (Input/output error): the run continues, and its output there is lost"
     assert lines.count(note) == 1
-    assert "asked to stop by SIGTERM: saving after this step, at most 600 s" in lines
+    assert "asked to stop by SIGTERM: saving after this step, at most 600 s" in run.log()
     assert lines[-1] == f"told to stop: step {run.saved()} is saved in {run.out}/checkpoints, continue with --resume"
     check_whole(run)
     assert run.process.stderr is not None and run.process.stderr.read() == b""
@@ -168,10 +168,7 @@ def test_a_step_that_takes_longer_is_left_and_what_is_saved_is_said(is_second: b
         "error: ended by a second SIGTERM\n  because the step under way was not waited for\n" if is_second
         else "error: not done within 4 s after SIGTERM\n  because the step under way takes longer\n"
     )  # fmt: skip
-    assert (
-        f"  because the last good checkpoint is step-{run.saved():06d}\n\nhint: continue from it with --resume; "
-        in said
-    )
+    assert f"  because the last good checkpoint is step-{run.saved():06d}\n" in said
     assert "hint: continue from it with --resume; --set train.grace=SECONDS" in said
 
 
