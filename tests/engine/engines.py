@@ -1,4 +1,4 @@
-"""Engines of tests, under plans by hand. All but the plans is for ranks."""
+"""Engines of tests, under plans by hand: what a function that runs on ranks begins with."""
 
 import gc
 from collections.abc import Callable, Iterator

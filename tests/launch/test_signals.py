@@ -199,14 +199,8 @@ def orphaned(run: Run) -> float:
     return took
 
 
-@pytest.mark.parametrize(
-    ("more", "is_in_step"),
-    [
-        ((), False),
-        pytest.param((), True, marks=pytest.mark.exhaustive),
-        pytest.param(("--max-restarts", 3), False, marks=pytest.mark.exhaustive),
-    ],
-)
+@pytest.mark.exhaustive  # each starts a run; tests/distributed/test_stop.py has a process with a parent
+@pytest.mark.parametrize(("more", "is_in_step"), [((), False), ((), True), (("--max-restarts", 3), False)])
 def test_ranks_end_when_their_command_is_killed_and_nobody_reaps_it(
     more: tuple[object, ...], is_in_step: bool, folder: Path
 ) -> None:
