@@ -1,3 +1,16 @@
-"""The fixtures for models and data that come from files alone."""
+"""Checkpoints that several tests look at."""
 
-from tests.engine.conftest import factories, load, offline  # noqa: F401 - fixtures
+from pathlib import Path
+
+import pytest
+
+from bench.ranks import Ranks
+from tests.engine.checkpoints import two_saves
+
+
+@pytest.fixture(scope="package")
+def saved(tmp_path_factory: pytest.TempPathFactory, two_ranks: Ranks) -> Path:
+    """A folder with checkpoints at steps 2 and 4 of a ZeRO-2 run on two ranks."""
+    folder = tmp_path_factory.mktemp("saved") / "checkpoints"
+    two_ranks.run(two_saves, folder)
+    return folder

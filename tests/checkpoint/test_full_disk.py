@@ -13,14 +13,12 @@ from bench.ranks import Ranks
 from frugal.checkpoint import loading
 from frugal.errors import CheckpointError
 from tests.disks import small_disk
-from tests.engine.checkpoints import plan_for, save_at, start, stop
+from tests.engine.checkpoints import plan_for, save_at, started
 
 
 def save_when_one_rank_cannot(folder: Path, zero_stage: int, failing_file: str) -> tuple[str, list[str], bool]:
     """A good checkpoint, then one where the disk is full for rank 1 (or rank 0) at one file; runs on ranks."""
-    engine = start(plan_for(zero_stage), dropout=0.0)
-    save_at(engine, folder, 1)
-    usual, opened = torch.save, Path.open
+    usual, opened, message = torch.save, Path.open, "saved"
 
     def fail_if_full(name: str) -> None:
         if re.search(failing_file, name):
@@ -35,19 +33,18 @@ def save_when_one_rank_cannot(folder: Path, zero_stage: int, failing_file: str) 
             fail_if_full(str(path))
         return opened(path, mode, **kwargs)
 
-    torch.save, Path.open = torch_save, open_path  # type: ignore[assignment, method-assign]  # the disk is full
-    try:
-        save_at(engine, folder, 2)
-        message = "saved"
-    except CheckpointError as error:
-        message = str(error)
-    finally:
-        torch.save, Path.open = usual, opened  # type: ignore[method-assign]  # as before
-    loaded = loading.load(engine, folder).progress.step
-    save_at(engine, folder, 3)  # the engine and the ranks still work together
-    names = sorted(path.name for path in folder.iterdir())
-    stop(engine)
-    return message, names, loaded == 1
+    with started(plan_for(zero_stage)) as engine:
+        save_at(engine, folder, 1)
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(torch, "save", torch_save)
+            patch.setattr(Path, "open", open_path)
+            try:
+                save_at(engine, folder, 2)
+            except CheckpointError as error:
+                message = str(error)
+        loaded = loading.load(engine, folder).progress.step
+        save_at(engine, folder, 3)  # the engine and the ranks still work together
+    return message, sorted(path.name for path in folder.iterdir()), loaded == 1
 
 
 @pytest.mark.parametrize(
@@ -76,17 +73,15 @@ def test_a_full_disk_on_one_rank_is_an_error_on_all_and_the_last_checkpoint_stay
 
 def fill(folder: Path) -> list[str]:
     """Save until the disk is full, then load; runs on ranks."""
-    engine = start(plan_for(2), dropout=0.0)
     said = []
-    for step in (1, 2):
-        try:
-            save_at(engine, folder, step)
-            said.append(f"saved {step}")
-        except CheckpointError as error:
-            said.append(str(error).splitlines()[1])
-    said.append(f"loaded {loading.load(engine, folder).progress.step}")
-    stop(engine)
-    return said
+    with started() as engine:
+        for step in (1, 2):
+            try:
+                save_at(engine, folder, step)
+                said.append(f"saved {step}")
+            except CheckpointError as error:
+                said.append(str(error).splitlines()[1])
+        return [*said, f"loaded {loading.load(engine, folder).progress.step}"]
 
 
 def test_a_really_full_disk_leaves_the_last_checkpoint(tmp_path: Path, two_ranks: Ranks) -> None:

@@ -98,10 +98,12 @@ def test_a_second_run_of_this_host_is_refused_by_name_and_a_killed_run_is_not_wa
     assert not (tmp_path / MARK).exists()
 
 
-def test_a_run_on_another_host_is_noticed_by_its_beats_whatever_its_clock_says(
-    tmp_path: Path, capfd: pytest.CaptureFixture[str]
+@pytest.mark.parametrize("numbers_differ", [False, True])
+def test_a_run_on_another_host_is_noticed_by_its_beats_whatever_its_clock_or_the_number_of_the_folder_says(
+    numbers_differ: bool, tmp_path: Path, capfd: pytest.CaptureFixture[str]
 ) -> None:
     mark, theirs = tmp_path / MARK, elsewhere(tmp_path)
+    theirs.folder += numbers_differ
     mark.write_bytes(theirs.encode())
     os.utime(mark, (0, 0))
     pid = in_process(lambda: hold(tmp_path, 0))
@@ -114,13 +116,17 @@ def test_a_run_on_another_host_is_noticed_by_its_beats_whatever_its_clock_says(
     assert not mark.exists()
 
 
-@pytest.mark.parametrize("left", ["stale", *(pytest.param(each, marks=exhaustive) for each in ("nothing", "broken"))])
+@pytest.mark.parametrize(
+    "left", ["stale", "a link to nothing", *(pytest.param(each, marks=exhaustive) for each in ("nothing", "broken"))]
+)
 def test_of_runs_that_start_at_once_one_goes_on(left: str, tmp_path: Path) -> None:
     mark = tmp_path / MARK
     if left == "broken":
         mark.write_bytes(b"{")
     elif left == "stale":
         mark.write_bytes(elsewhere(tmp_path).encode())
+    elif left == "a link to nothing":
+        mark.symlink_to(tmp_path / "nowhere")
     are_done = tmp_path / "the others are done"
     running = [in_process(lambda: hold_until(tmp_path, are_done)) for _ in range(8)]
     codes, until = [], time.monotonic() + 120
@@ -169,17 +175,6 @@ def test_a_killed_run_that_no_parent_reaps_is_not_alive(tmp_path: Path) -> None:
     os.waitpid(first, 0)
 
 
-def test_a_live_run_is_not_taken_for_a_copy_where_hosts_number_a_folder_differently(tmp_path: Path) -> None:
-    mark, theirs = tmp_path / MARK, elsewhere(tmp_path)
-    theirs.folder += 1
-    mark.write_bytes(theirs.encode())
-    pid = in_process(lambda: hold(tmp_path, 0))
-    time.sleep(STALE / 4)
-    theirs.beats += 1
-    mark.write_bytes(theirs.encode())
-    assert code_of(pid) == 2
-
-
 def test_a_process_that_proc_hides_is_waited_for(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     theirs = RunMark.of_this_process(tmp_path)
     theirs.pid, theirs.token = os.getppid(), "theirs"
@@ -187,11 +182,6 @@ def test_a_process_that_proc_hides_is_waited_for(tmp_path: Path, monkeypatch: py
     exists = Path.exists
     monkeypatch.setattr(Path, "exists", lambda path: path != Path(f"/proc/{os.getppid()}") and exists(path))
     assert in_use._is_running(theirs, RunMark.of_this_process(tmp_path)) is None
-
-
-def test_a_link_to_nothing_in_the_place_of_a_mark_is_replaced(tmp_path: Path) -> None:
-    (tmp_path / MARK).symlink_to(tmp_path / "nowhere")
-    assert code_of(in_process(lambda: hold(tmp_path, 0))) == 0
 
 
 def test_a_run_restarted_on_other_hosts_waits_for_the_one_that_is_cut_off(

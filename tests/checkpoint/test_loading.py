@@ -3,73 +3,88 @@
 import os
 import pickle
 import shutil
+import threading
 from collections.abc import Callable
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-import msgspec
 import pytest
 import torch
 
-from bench.plans import plan_by_hand
 from bench.ranks import Ranks
-from frugal import files as atomic_files
-from frugal.checkpoint import loading, manifest
+from frugal.checkpoint import loading
 from frugal.checkpoint.progress import Progress
+from frugal.checkpoint.saving import Saver
 from frugal.data.batches import Position
-from frugal.data.sources import Provenance
 from frugal.deepspeed_adapter import checkpoint_files
+from frugal.deepspeed_adapter.checkpoint_files import CheckpointWriter
 from frugal.errors import FrugalError
-from tests.engine.checkpoints import GLOBAL_BATCH, WORLD_SIZE, plan_for, save_at, start, steps, stop, weights
+from tests.engine.checkpoints import GLOBAL_BATCH, load_each, plan_for, relisted, save_at, started, steps, weights
+from tests.engine.engines import plan_here
 
 
-def interrupted_and_not(folder: Path, zero_stage: int, precision: str, strategy: dict[str, Any]) -> tuple[Any, Any]:
-    """Six steps at once, and three, a checkpoint, another engine and three more; runs on ranks."""
+def interrupted_and_not(
+    folder: Path, zero_stage: int, precision: str, strategy: dict[str, Any], in_background: bool
+) -> tuple[Any, Any]:
+    """Six steps at once, with a checkpoint after three, and three from there with another engine; runs on ranks.
+
+    In the background the checkpoint is written when the six steps are done.
+    """
     plan = plan_for(zero_stage, precision, **strategy)
-    engine = start(plan)
-    first = steps(engine, 0, 3)
-    save_at(engine, folder, 3)
-    whole = (first + steps(engine, 3, 6), weights(engine))
-    stop(engine)
-    engine = start(plan, seed=1)  # other weights, other generators: all must come from the checkpoint
-    progress = loading.load(engine, folder).progress
-    assert progress == Progress(step=3, position=Position(1, 3), data=Provenance(fingerprint="corpus"))
-    resumed = (first + steps(engine, 3, 6), weights(engine))
-    stop(engine)
-    return whole, resumed
+    trained, finish, whole = threading.Event(), CheckpointWriter.finish, Progress(step=3, position=Position(1, 3))
+
+    def finish_late(writer: CheckpointWriter) -> list[Path]:
+        trained.wait()
+        return finish(writer)
+
+    with started(plan, dropout=0.1) as engine, pytest.MonkeyPatch.context() as patch:
+        if in_background:
+            patch.setattr(CheckpointWriter, "finish", finish_late)
+        steps(engine, 0, 3)
+        saver = Saver(engine, folder, in_background=in_background)
+        path = saver.save(whole)
+        uninterrupted = (steps(engine, 3, 6), weights(engine))
+        assert path.exists() == (not in_background)
+        trained.set()
+        saver.finish()
+    with started(plan, dropout=0.1, seed=1) as engine:  # other weights and generators: all must be in the checkpoint
+        assert loading.load(engine, folder).progress == whole
+        return uninterrupted, (steps(engine, 3, 6), weights(engine))
+
+
+RECOMPUTED, ON_HOST = {"activation_checkpointing": "full"}, {"offload_optimizer": "cpu"}
 
 
 @pytest.mark.parametrize(
-    ("zero_stage", "precision", "strategy"),
+    ("zero_stage", "precision", "strategy", "in_background"),
     [
-        pytest.param(0, "fp32", {}, marks=pytest.mark.exhaustive),
-        pytest.param(1, "fp32", {"activation_checkpointing": "full"}, marks=pytest.mark.exhaustive),
-        pytest.param(2, "bf16", {}, marks=pytest.mark.exhaustive),
-        (3, "bf16", {"activation_checkpointing": "full"}),
-        (2, "bf16", {"offload_optimizer": "cpu"}),
+        (3, "bf16", RECOMPUTED, False),
+        (2, "bf16", ON_HOST, True),
+        *(
+            pytest.param(*row, marks=pytest.mark.exhaustive)
+            for row in (
+                (0, "fp32", {}, True), (1, "fp32", {}, True), (1, "fp32", RECOMPUTED, False), (2, "bf16", {}, False),
+                (2, "bf16", ON_HOST, False), (3, "fp32", {}, True),
+            )
+        ),
     ],
-)
+)  # fmt: skip
 def test_a_resumed_run_is_the_uninterrupted_one_bit_for_bit(
-    zero_stage: int, precision: str, strategy: dict[str, Any], tmp_path: Path, two_ranks: Ranks
+    zero_stage: int, precision: str, strategy: dict[str, Any], in_background: bool, tmp_path: Path, two_ranks: Ranks
 ) -> None:
-    for whole, resumed in two_ranks.run(interrupted_and_not, tmp_path, zero_stage, precision, strategy):
+    answers = two_ranks.run(interrupted_and_not, tmp_path, zero_stage, precision, strategy, in_background)
+    for whole, resumed in answers:
         assert resumed == whole
 
 
 def numbers_after_loading(folder: Path) -> list[tuple[Any, ...]]:
     """What the optimizer goes on with on the layout that saved, and on another one; runs on ranks."""
-    numbers = []
+    numbers, request = [], {"weight_decay": 0.5, "adam_beta1": 0.8, "adam_beta2": 0.999, "adam_epsilon": 1e-6}
     for zero_stage in (2, 3):
-        plan = plan_by_hand(
-            world_size=WORLD_SIZE, global_batch=GLOBAL_BATCH, micro_batch=2, zero_stage=zero_stage,
-            request={"weight_decay": 0.5, "adam_beta1": 0.8, "adam_beta2": 0.999, "adam_epsilon": 1e-6},
-        )  # fmt: skip
-        engine = start(plan, dropout=0.0)
-        changes = loading.load(engine, folder).changes
-        group = engine.deepspeed.optimizer.param_groups[0]
-        numbers.append((tuple(group["betas"]), group["eps"], group["weight_decay"], changes[-4:]))
-        stop(engine)
+        with started(plan_here(zero_stage, GLOBAL_BATCH, 2, request)) as engine:
+            changes = loading.load(engine, folder).changes
+            group = engine.deepspeed.optimizer.param_groups[0]
+            numbers.append((tuple(group["betas"]), group["eps"], group["weight_decay"], changes[-4:]))
     return numbers
 
 
@@ -81,12 +96,11 @@ def test_a_resumed_run_goes_on_with_the_numbers_that_are_asked_for_and_says_so(s
 
 def keeping(folder: Path) -> list[list[str]]:
     """The folder's content after each of five saves, the second being the best; runs on ranks."""
-    engine = start(plan_for(2), dropout=0.0)
     contents = []
-    for step, loss in ((1, 3.0), (2, 1.0), (3, 2.0), (4, None), (5, 4.0)):
-        save_at(engine, folder, step, validation_loss=loss)
-        contents.append(sorted(path.name for path in folder.iterdir() if path.name != "written.json"))
-    stop(engine)
+    with started() as engine:
+        for step, loss in ((1, 3.0), (2, 1.0), (3, 2.0), (4, None), (5, 4.0)):
+            save_at(engine, folder, step, validation_loss=loss)
+            contents.append(sorted(path.name for path in folder.iterdir() if path.name != "written.json"))
     return contents
 
 
@@ -100,37 +114,6 @@ def test_the_newest_two_and_the_best_are_kept(tmp_path: Path, two_ranks: Ranks) 
         ["latest", "step-000002", "step-000004", "step-000005"],
     ]
     assert (tmp_path / "latest").read_text() == "step-000005\n"
-
-
-def two_saves(folder: Path) -> None:
-    """Checkpoints at steps 2 and 4; runs on ranks."""
-    engine = start(plan_for(2), dropout=0.0)
-    for step in (2, 4):
-        save_at(engine, folder, step)
-    stop(engine)
-
-
-@pytest.fixture(scope="module")
-def saved(tmp_path_factory: pytest.TempPathFactory, two_ranks: Ranks) -> Path:
-    """A folder with checkpoints at steps 2 and 4 of a ZeRO-2 run on two ranks."""
-    folder = tmp_path_factory.mktemp("saved") / "checkpoints"
-    two_ranks.run(two_saves, folder)
-    return folder
-
-
-def load_each(folders: list[Path]) -> list[str]:
-    """For each folder the step loaded and what was refused, or the error; one engine; runs on ranks."""
-    engine = start(plan_for(2), dropout=0.0)
-    answers = []
-    for folder in folders:
-        try:
-            loaded = loading.load(engine, folder)
-        except FrugalError as error:
-            answers.append(f"{type(error).__name__}: {error}")
-        else:
-            answers.append(f"step {loaded.progress.step}: {'; '.join(loaded.refused)}")
-    stop(engine)
-    return answers
 
 
 def _truncate(path: Path) -> None:
@@ -181,9 +164,7 @@ def test_a_file_that_would_run_code_is_refused_and_nothing_runs(saved: Path, tmp
     shutil.copytree(saved, folder)
     hostile = sorted((folder / "step-000004").glob("*_optim_states.pt"))[1]
     torch.save({**torch.load(hostile, weights_only=False), "more": Hostile(mark)}, hostile)
-    made_by = manifest.read(hostile.parent)
-    files = {**made_by.files, hostile.name: manifest.file_entry(hostile, rank=1)}
-    atomic_files.write_file(hostile.parent / manifest.MANIFEST, msgspec.json.encode(replace(made_by, files=files)))
+    relisted(hostile)
     answers = two_ranks.run(load_each, [folder])
     refused = f"{hostile} holds posix.mkdir, which frugal does not save and could run any code"
     assert answers == [[f"step 2: {refused}"]] * 2
@@ -226,16 +207,10 @@ def load_elsewhere(folder: Path, changes: list[dict[str, Any]]) -> list[str]:
     answers = []
     for change in changes:
         width, batch = change.pop("n_embd", 64), change.pop("global_batch", GLOBAL_BATCH)
-        plan = plan_by_hand(
-            world_size=WORLD_SIZE, global_batch=batch, micro_batch=2, zero_stage=2,
-            request={"precision": "fp32", "learning_rate": 1e-2, **change},
-        )  # fmt: skip
-        engine = start(plan, dropout=0.0, n_embd=width)
-        try:
-            loading.load(engine, folder)
-        except FrugalError as error:
-            answers.append(f"{error.exit_code}: {error}")
-        stop(engine)
+        with started(plan_here(2, batch, 2, {"learning_rate": 1e-2, **change}), n_embd=width) as engine:
+            with pytest.raises(FrugalError) as error:
+                loading.load(engine, folder)
+            answers.append(f"{error.value.exit_code}: {error.value}")
     return answers
 
 

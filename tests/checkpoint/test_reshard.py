@@ -1,25 +1,25 @@
 """A run stopped anywhere goes on anywhere: on other ranks, under another ZeRO stage, with other things offloaded."""
 
 import functools
-import gc
 import itertools
 from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
 from deepspeed.accelerator import get_accelerator
 
-from bench.plans import plan_by_hand
 from bench.ranks import Ranks
 from frugal.checkpoint import loading, manifest, resume_checks, saving
 from frugal.checkpoint.manifest import Manifest
 from frugal.checkpoint.progress import Progress
 from frugal.data.batches import GlobalBatches, Position
-from frugal.engine.engine import Engine, initialize
+from frugal.engine.engine import Engine
 from frugal.errors import PlanMismatchError
-from frugal.models.objectives import CausalLM
+from tests.engine.engines import plan_here, running
 from tests.engine.gradients import bounds_of_run
 from tests.engine.small_models import ragged_samples, tiny_gpt2
 from tests.kernels import needs_cpu_adam
@@ -29,18 +29,17 @@ STOP, END = 3, 5
 Layout = tuple[int, int]  # ranks, ZeRO stage
 
 
-def start(world_size: int, zero_stage: int, *, seed: int = 0, frozen: bool = False, **how: Any) -> Engine:
-    """An engine whose parameters lie unevenly: several sub-groups, some small parameters whole on every rank."""
-    plan = plan_by_hand(
-        world_size=world_size, global_batch=how.get("global_batch", 4), micro_batch=2, zero_stage=zero_stage,
-        request={"precision": "fp32", "learning_rate": 1e-2, **how.get("request", {})},
-        strategy={"persistence_threshold_elements": 100, "sub_group_elements": 9000, **how.get("strategy", {})},
-    )  # fmt: skip
+@contextmanager
+def started(zero_stage: int, *, seed: int = 0, frozen: bool = False, **how: Any) -> Iterator[Engine]:
+    """Yield an engine whose parameters lie unevenly: several sub-groups, some small parameters whole on every rank."""
+    strategy = {"persistence_threshold_elements": 100, "sub_group_elements": 9000, **how.get("strategy", {})}
+    plan = plan_here(zero_stage, 4, 2, {"learning_rate": 1e-2, **how.get("request", {})}, **strategy)
     get_accelerator().is_fp16_supported = lambda: True  # of DeepSpeed's CPU accelerator, which is too modest
     model = tiny_gpt2(seed=seed, n_layer=1, n_embd=40)
     for name, parameter in model.named_parameters():
         parameter.requires_grad = not (frozen and "mlp" in name)
-    return initialize(model, plan, CausalLM(), learning_rate_schedule=lambda step: 1 / (1 + step))
+    with running(plan, model, learning_rate_schedule=lambda step: 1 / (1 + step)) as engine:
+        yield engine
 
 
 @functools.cache
@@ -48,11 +47,6 @@ def bounds() -> tuple[float, float, float]:
     """Return how far losses, norms and weights of such runs may be apart, relative."""
     batches = [batch[:] for batch in itertools.islice(GlobalBatches(DATA, global_batch=4).iterate(), END)]
     return bounds_of_run(lambda: tiny_gpt2(n_layer=1, n_embd=40), batches, learning_rate=1e-2)
-
-
-def stop(engine: Engine) -> None:
-    engine.destroy()
-    gc.collect()
 
 
 def steps(engine: Engine, position: Position, number: int) -> tuple[list[tuple[float, float]], Position]:
@@ -70,13 +64,12 @@ def stopped(folder: Path, zero_stages: list[int], how: dict[str, Any]) -> list[l
     """For each stage an uninterrupted run, which leaves a checkpoint on its way; runs on ranks."""
     runs = []
     for zero_stage in zero_stages:
-        world_size = torch.distributed.get_world_size()
-        engine = start(world_size, zero_stage, **how)
-        before, position = steps(engine, Position(), STOP)
-        saving.save(engine, folder / f"{world_size}-{zero_stage}", Progress(step=STOP, position=position))
-        after, _ = steps(engine, position, END - STOP)
+        path = folder / f"{dist.get_world_size()}-{zero_stage}"
+        with started(zero_stage, **how) as engine:
+            before, position = steps(engine, Position(), STOP)
+            saving.save(engine, path, Progress(step=STOP, position=position))
+            after, _ = steps(engine, position, END - STOP)
         runs.append(before + after)
-        stop(engine)
     return runs
 
 
@@ -86,15 +79,14 @@ def continued(
     """Loss and learning rate after continuing from each folder under each stage; runs on ranks."""
     found = {}
     for zero_stage in zero_stages:
-        world_size = torch.distributed.get_world_size()
-        engine = start(world_size, zero_stage, seed=1, **how)  # other weights: all must come from the checkpoint
-        for folder in folders:
-            progress = loading.load(engine, folder).progress
-            assert str(folder) not in Path("/proc/self/maps").read_text(), "nothing stays mapped"
-            if save:
-                saving.save(engine, folder.with_name(f"{folder.name}-to-{world_size}-{zero_stage}"), progress)
-            found[folder.name, zero_stage], _ = steps(engine, progress.position, END - progress.step)
-        stop(engine)
+        layout = f"{dist.get_world_size()}-{zero_stage}"
+        with started(zero_stage, seed=1, **how) as engine:  # other weights: all must come from the checkpoint
+            for folder in folders:
+                progress = loading.load(engine, folder).progress
+                assert str(folder) not in Path("/proc/self/maps").read_text(), "nothing stays mapped"
+                if save:
+                    saving.save(engine, folder.with_name(f"{folder.name}-to-{layout}"), progress)
+                found[folder.name, zero_stage], _ = steps(engine, progress.position, END - progress.step)
     return found
 
 
@@ -220,16 +212,19 @@ def made_by(world_size: int, strategy: str, offload: tuple[str, str] = ("none", 
 
 def test_it_is_said_what_changes_and_what_does_not() -> None:
     before = made_by(4, "ZeRO-2, activation checkpointing off")
-    after = made_by(1, "ZeRO-3, activation checkpointing full, optimizer in host memory")
-    assert resume_checks.describe_changes(resume_checks.resume_changes(before, after), 40, Path("run")) == (
-        "resumed at step 40 of run: 4 ranks -> 1 rank, ZeRO-2 -> ZeRO-3, activation checkpointing off -> activation "
-        "checkpointing full, optimizer in host memory; global batch, order and learning rate are unchanged"
-    )
-    slower = made_by(4, "ZeRO-2, activation checkpointing off", learning_rate=1e-4, momentum=0.9)
-    assert resume_checks.describe_changes(resume_checks.resume_changes(before, slower), 40, Path("run")) == (
-        "resumed at step 40 of run: learning rate 0.001 -> 0.0001, no momentum -> 0.9; "
-        "global batch and order are unchanged"
-    )
+    for after, said in (
+        (
+            made_by(1, "ZeRO-3, activation checkpointing full, optimizer in host memory"),
+            "4 ranks -> 1 rank, ZeRO-2 -> ZeRO-3, activation checkpointing off -> activation checkpointing full, "
+            "optimizer in host memory; global batch, order and learning rate are unchanged",
+        ),
+        (
+            made_by(4, "ZeRO-2, activation checkpointing off", learning_rate=1e-4, momentum=0.9),
+            "learning rate 0.001 -> 0.0001, no momentum -> 0.9; global batch and order are unchanged",
+        ),
+    ):
+        changes = resume_checks.resume_changes(before, after)
+        assert resume_checks.describe_changes(changes, 40, Path("run")) == f"resumed at step 40 of run: {said}"
     assert resume_checks.resume_changes(before, before) == ()
 
 

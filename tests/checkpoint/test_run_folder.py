@@ -11,7 +11,6 @@ from typing import Any
 
 import msgspec
 import pytest
-import torch
 
 from bench.ranks import Ranks
 from frugal import files, temporary
@@ -21,17 +20,15 @@ from frugal.checkpoint.saving import Saver
 from frugal.config.run_settings import RunSettings
 from frugal.engine.reports.metrics import Log
 from frugal.errors import CheckpointError, RequestError
-from tests.checkpoint.test_loading import load_each, two_saves
-from tests.engine.checkpoints import plan_for, start, stop
+from tests.engine.checkpoints import load_each, relisted, started
 
 STRANGER = 65534  # nobody
 
 
 def folder_gone(out: Path) -> tuple[str, bool, bool]:
     """Save, lose the folder, save again: the message, whether the log knows, and whether the folder was made again."""
-    engine = start(plan_for(2), dropout=0.0)
     settings = RunSettings(out=out)
-    with Log(out, rank=engine.rank, planned_bytes=1, total_steps=2) as log:
+    with started() as engine, Log(out, rank=engine.rank, planned_bytes=1, total_steps=2) as log:
         saver = Saver(engine, settings.checkpoints, before=log.sync)
         saver.save(Progress(step=1))
         if engine.rank == 0:
@@ -40,7 +37,6 @@ def folder_gone(out: Path) -> tuple[str, bool, bool]:
         is_known = log.is_folder_gone
         with pytest.raises(CheckpointError) as raised:
             saver.save(Progress(step=2))
-    stop(engine)
     return str(raised.value), is_known, out.exists()
 
 
@@ -54,25 +50,9 @@ def test_a_run_whose_folder_is_gone_ends_with_a_message_and_makes_no_other(tmp_p
     assert (tmp_path / "moved" / "checkpoints" / "latest").read_text() == "step-000001\n"
 
 
-@pytest.fixture(scope="module")
-def saved(tmp_path_factory: pytest.TempPathFactory, two_ranks: Ranks) -> Path:
-    """Checkpoints at steps 2 and 4."""
-    folder = tmp_path_factory.mktemp("saved") / "checkpoints"
-    two_ranks.run(two_saves, folder)
-    return folder
-
-
 def in_place_of(path: Path, make: Callable[[Path], Any]) -> None:
     path.unlink()
     make(path)
-
-
-def relisted(path: Path) -> None:
-    """Give the file the checksum that it has now, as whoever made it on purpose would."""
-    made_by = manifest.read(path.parent)
-    rank = made_by.files[path.name].rank
-    changed = replace(made_by, files={**made_by.files, path.name: manifest.file_entry(path, rank)})
-    files.write_file(path.parent / manifest.MANIFEST, msgspec.json.encode(changed))
 
 
 NO_FILES: dict[str, tuple[Callable[[Path], Any], str]] = {
@@ -126,37 +106,6 @@ def test_what_is_no_file_of_a_checkpoint_is_named_and_nobody_waits_for_it(
     for (_, expected), *said in zip(cases, *answers, strict=True):
         for each in said:
             assert each.startswith(expected), (expected, each)
-
-
-def test_a_checkpoint_with_checksums_and_other_states_is_named(saved: Path, tmp_path: Path, two_ranks: Ranks) -> None:
-    def without(folder: Path, ending: str, *keys: str) -> Path:
-        shutil.copytree(saved, folder)
-        for path in (folder / "step-000004").glob(f"*{ending}"):
-            content = inner = torch.load(path, weights_only=False)
-            for key in keys[:-1]:
-                inner = inner[key]
-            del inner[keys[-1]]
-            torch.save(content, path)
-            relisted(path)
-        return folder
-
-    folders = [
-        without(tmp_path / "module", "model_states.pt", "module"),
-        without(tmp_path / "states", "optim_states.pt", "optimizer_state_dict"),
-        without(tmp_path / "masters", "optim_states.pt", "optimizer_state_dict", "single_partition_of_fp32_groups"),
-    ]
-    for said in two_ranks.run(load_each, folders):
-        for folder, each in zip(folders, said, strict=True):
-            assert each.startswith(
-                f"CheckpointError: cannot continue from {folder}/step-000004: its files are whole, and do not hold the "
-                "states of this run\n  because "
-            ), each
-            assert "hint: move step-000004 away to continue from the checkpoint before it, or start" in each
-    for folder in folders:
-        shutil.rmtree(folder / "step-000004")
-    assert all(each.startswith("step 2: ") for said in two_ranks.run(load_each, folders) for each in said), (
-        "as the hint says"
-    )
 
 
 def test_what_killed_starts_have_left_is_removed_by_the_next_and_a_live_one_keeps_its_own(tmp_path: Path) -> None:

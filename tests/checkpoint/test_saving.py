@@ -1,10 +1,9 @@
-"""Checkpoints that are written while training goes on are those that would have been written at once."""
+"""Saving: in the background, beside others' files, where disks fail, and what the record of a checkpoint may hold."""
 
 import errno
 import os
 import re
 import shutil
-import threading
 import time
 from pathlib import Path
 from typing import Any
@@ -20,71 +19,25 @@ from frugal.checkpoint.progress import TRAINING, BestSoFar, Progress, finite, re
 from frugal.checkpoint.saving import Saver
 from frugal.deepspeed_adapter.checkpoint_files import CheckpointWriter
 from frugal.errors import CheckpointError
-from tests.engine.checkpoints import plan_for, start, steps, stop, weights
-
-
-def saved_behind(folder: Path, zero_stage: int, precision: str, strategy: dict[str, Any]) -> list[Any]:
-    """Two steps, a checkpoint that is written two steps later, and the same two steps from it; runs on ranks."""
-    plan = plan_for(zero_stage, precision, **strategy)
-    engine = start(plan)
-    steps(engine, 0, 2)
-    trained, finish = threading.Event(), CheckpointWriter.finish
-
-    def finish_late(writer: CheckpointWriter) -> list[Path]:
-        trained.wait()
-        return finish(writer)
-
-    CheckpointWriter.finish = finish_late  # type: ignore[method-assign]
-    saver = Saver(engine, folder, in_background=True)
-    path = saver.save(Progress(step=2))
-    whole = (steps(engine, 2, 4), weights(engine))
-    was_there = path.exists()
-    trained.set()
-    saver.finish()
-    CheckpointWriter.finish = finish  # type: ignore[method-assign]
-    stop(engine)
-    engine = start(plan, seed=1)  # other weights, other generators
-    loading.load(engine, folder)
-    resumed = (steps(engine, 2, 4), weights(engine))
-    stop(engine)
-    return [whole, was_there, resumed]
-
-
-@pytest.mark.parametrize(
-    ("zero_stage", "precision", "strategy"),
-    [
-        pytest.param(0, "fp32", {}, marks=pytest.mark.exhaustive),
-        (2, "bf16", {"offload_optimizer": "cpu"}),
-        pytest.param(1, "fp32", {}, marks=pytest.mark.exhaustive),
-        (3, "fp32", {}),
-    ],
-)
-def test_what_is_written_in_the_background_is_what_was_there_when_it_began(
-    zero_stage: int, precision: str, strategy: dict[str, Any], tmp_path: Path, two_ranks: Ranks
-) -> None:
-    for whole, was_there, resumed in two_ranks.run(saved_behind, tmp_path, zero_stage, precision, strategy):
-        assert not was_there
-        assert resumed == whole
+from tests.engine.checkpoints import started, steps
 
 
 def an_error_while_it_is_written(folder: Path) -> bool:
     """Whether a checkpoint that was begun is there once an error has passed; runs on ranks."""
-    engine = start(plan_for(2))
-    steps(engine, 0, 1)
     finish = CheckpointWriter.finish
 
     def finish_slowly(writer: CheckpointWriter) -> list[Path]:
         time.sleep(0.5)
         return finish(writer)
 
-    CheckpointWriter.finish = finish_slowly  # type: ignore[method-assign]
-    with pytest.raises(ZeroDivisionError), Saver(engine, folder, in_background=True) as saver:
-        saver.save(Progress(step=1))
-        raise ZeroDivisionError
-    CheckpointWriter.finish = finish  # type: ignore[method-assign]
-    is_there = loading.load(engine, folder).progress.step == 1
-    stop(engine)
-    return is_there
+    with started() as engine:
+        steps(engine, 0, 1)
+        with pytest.MonkeyPatch.context() as patch, pytest.raises(ZeroDivisionError):
+            patch.setattr(CheckpointWriter, "finish", finish_slowly)
+            with Saver(engine, folder, in_background=True) as saver:
+                saver.save(Progress(step=1))
+                raise ZeroDivisionError
+        return loading.load(engine, folder).progress.step == 1
 
 
 def test_what_was_begun_before_an_error_is_there(tmp_path: Path, two_ranks: Ranks) -> None:
@@ -93,29 +46,27 @@ def test_what_was_begun_before_an_error_is_there(tmp_path: Path, two_ranks: Rank
 
 def full_disk_in_background(folder: Path) -> tuple[str, int, bool]:
     """The message, the steps that were done until it came, and whether step 1 can be loaded; runs on ranks."""
-    engine = start(plan_for(2))
-    saver = Saver(engine, folder, in_background=True)
-    steps(engine, 0, 1)
-    saver.save(Progress(step=1))
-    saver.finish()
-    torch_save, rank = torch.save, engine.rank
-
-    def fail(state_dict: Any, file: Path) -> None:
-        if rank == 1:
-            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC), str(file))
-        torch_save(state_dict, file)
-
-    torch.save = fail  # type: ignore[assignment]
-    saver.save(Progress(step=2))
-    done = 1
-    while not engine.is_to_stop:  # no rank is told from outside
-        done += 1
-        steps(engine, done, done + 1)
-    torch.save = torch_save
-    with pytest.raises(CheckpointError) as caught:
+    torch_save = torch.save
+    with started() as engine:
+        saver, done = Saver(engine, folder, in_background=True), 1
+        steps(engine, 0, 1)
+        saver.save(Progress(step=1))
         saver.finish()
-    is_good = loading.load(engine, folder).progress.step == 1 and not (folder / "step-000002.tmp").exists()
-    stop(engine)
+
+        def fail(state_dict: Any, file: Path) -> None:
+            if engine.rank == 1:
+                raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC), str(file))
+            torch_save(state_dict, file)
+
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(torch, "save", fail)
+            saver.save(Progress(step=2))
+            while not engine.is_to_stop:  # no rank is told from outside
+                done += 1
+                steps(engine, done, done + 1)
+        with pytest.raises(CheckpointError) as caught:
+            saver.finish()
+        is_good = loading.load(engine, folder).progress.step == 1 and not (folder / "step-000002.tmp").exists()
     return str(caught.value), done, is_good
 
 
@@ -131,18 +82,16 @@ def test_a_disk_that_is_full_in_the_background_ends_the_run_on_all_ranks_at_the_
 
 def saved_beside(folder: Path) -> tuple[list[str], list[str]]:
     """Names after saving beside a user's own copies, and after step numbers have grown a digit; runs on ranks."""
-    engine = start(plan_for(2, world_size=1))
-    saving.save(engine, folder, Progress(step=1))
-    for name in OWN:
-        shutil.copytree(folder / "step-000001", folder / name)
-    for step in (2, 3, 4):
-        saving.save(engine, folder, Progress(step=step))
-    names = sorted(path.name for path in folder.iterdir())
-    for step in (999_998, 999_999, 1_000_000):
-        saving.save(engine, folder, Progress(step=step))
-    newest = [path.name for path in manifest.checkpoints_in(folder)]
-    stop(engine)
-    return names, newest
+    with started() as engine:
+        saving.save(engine, folder, Progress(step=1))
+        for name in OWN:
+            shutil.copytree(folder / "step-000001", folder / name)
+        for step in (2, 3, 4):
+            saving.save(engine, folder, Progress(step=step))
+        names = sorted(path.name for path in folder.iterdir())
+        for step in (999_998, 999_999, 1_000_000):
+            saving.save(engine, folder, Progress(step=step))
+    return names, [path.name for path in manifest.checkpoints_in(folder)]
 
 
 OWN = ["step-000001-good", "step-000001.keep", "step-000003", "step-000004.tmp", "step-000004.old", "step-000009"]
@@ -159,9 +108,6 @@ def test_a_user_s_own_copies_stay_and_step_numbers_are_compared_as_numbers(tmp_p
 
 def not_readable_now(folder: Path) -> tuple[int, list[str], list[str], int]:
     """The step loaded while the newest cannot be read, what is there two saves later, and what may go; on ranks."""
-    engine = start(plan_for(2, world_size=1))
-    for step in (1, 5):
-        saving.save(engine, folder, Progress(step=step))
     os_open = os.open
 
     def fail(path: Any, *rest: Any, **options: Any) -> int:
@@ -169,14 +115,16 @@ def not_readable_now(folder: Path) -> tuple[int, list[str], list[str], int]:
             raise OSError(errno.EIO, os.strerror(errno.EIO), str(path))
         return os_open(path, *rest, **options)
 
-    os.open = fail
-    found = loading.load(engine, folder).progress.step
-    os.open = os_open
-    for step in (2, 3):
-        saving.save(engine, folder, Progress(step=step))
-    names = sorted(path.name for path in folder.iterdir())
-    good = loading.load(engine, folder, only="step-000005").progress.step
-    stop(engine)
+    with started() as engine:
+        for step in (1, 5):
+            saving.save(engine, folder, Progress(step=step))
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(os, "open", fail)
+            found = loading.load(engine, folder).progress.step
+        for step in (2, 3):
+            saving.save(engine, folder, Progress(step=step))
+        names = sorted(path.name for path in folder.iterdir())
+        good = loading.load(engine, folder, only="step-000005").progress.step
     return found, names, sorted(files.written(folder)), good
 
 

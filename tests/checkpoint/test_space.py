@@ -1,6 +1,5 @@
 """A run that a host has no room for is refused on every rank before it starts, with the host's name and the numbers."""
 
-import gc
 import re
 import socket
 from dataclasses import replace
@@ -14,12 +13,11 @@ from bench.ranks import Ranks
 from frugal.checkpoint import manifest, run_folder
 from frugal.config.adapters import Lora
 from frugal.config.run_settings import RunSettings
-from frugal.engine.engine import initialize
 from frugal.errors import NothingFitsError
 from frugal.models import adapters
-from frugal.models.objectives import CausalLM
 from frugal.planning.memory import breakdown
 from frugal.planning.plan import Plan
+from tests.engine.engines import running
 from tests.engine.small_models import ragged_samples, tiny_gpt2
 
 HUGE = 1 << 50
@@ -73,17 +71,12 @@ def saved(plan: Plan, folder: Path) -> tuple[list[int], int, int]:
 
     Parameters are counted all, and those that are trained.
     """
-    model = tiny_gpt2(n_embd=128, n_head=2, n_layer=2, vocab_size=2048, n_positions=64)
-    model = adapters.as_planned(model, plan)
+    model = adapters.as_planned(tiny_gpt2(n_embd=128, n_head=2, n_layer=2, vocab_size=2048, n_positions=64), plan)
     parameters = sum(parameter.numel() for parameter in model.parameters())
     trained = sum(parameter.numel() for parameter in model.parameters() if parameter.requires_grad)
-    engine = initialize(model, plan, CausalLM())
-    engine.train_step(ragged_samples(4, shortest=8, longest=16))
-    path = engine.save(folder)
-    engine.destroy()
-    del engine, model
-    gc.collect()
-    files = manifest.read(path).files.values()
+    with running(plan, model) as engine:
+        engine.train_step(ragged_samples(4, shortest=8, longest=16))
+        files = manifest.read(engine.save(folder)).files.values()
     written = [sum(file.num_bytes for file in files if file.rank == rank) for rank in range(plan.batch.world_size)]
     return written, parameters, trained
 
@@ -92,7 +85,7 @@ IN_BF16 = {"precision": "bf16", "optimizer_states": "bf16"}
 
 
 @pytest.mark.parametrize(
-    ("zero_stage", "request_"),
+    ("zero_stage", "asked"),
     [
         (0, {}),
         pytest.param(1, {}, marks=pytest.mark.exhaustive),
@@ -102,10 +95,9 @@ IN_BF16 = {"precision": "bf16", "optimizer_states": "bf16"}
     ],
 )
 def test_a_saved_checkpoint_is_as_large_as_was_said(
-    zero_stage: int, request_: dict[str, Any], two_ranks: Ranks, tmp_path: Path
+    zero_stage: int, asked: dict[str, Any], two_ranks: Ranks, tmp_path: Path
 ) -> None:
-    request = request_
-    plan = plan_by_hand(world_size=2, global_batch=4, micro_batch=2, zero_stage=zero_stage, request=request)
+    plan = plan_by_hand(world_size=2, global_batch=4, micro_batch=2, zero_stage=zero_stage, request=asked)
     written, parameters, trained = two_ranks.run(saved, plan, tmp_path)[0]
     plan = replace(plan, model=replace(plan.model, parameters=parameters, trainable_parameters=trained))
     whole = breakdown.checkpoint_bytes(plan.request, plan.strategy, plan.model)

@@ -4,6 +4,7 @@ import os
 import socket
 import subprocess
 import sys
+from dataclasses import replace
 from pathlib import Path
 
 import msgspec
@@ -11,7 +12,6 @@ import pytest
 import torch
 
 from bench.plans import plan_by_hand
-from frugal.config.hardware.cluster import MOST_RANKS
 from frugal.config.schema import understand
 from frugal.distributed import env
 from frugal.errors import RequestError
@@ -50,17 +50,6 @@ def test_a_launcher_that_numbers_processes_is_understood(name: str, bare: pytest
     assert variables == ["3", "4", "1", "2", "29500"]
 
 
-def test_one_that_does_not_say_where_rank_0_is_is_refused(bare: pytest.MonkeyPatch) -> None:
-    for variable, value in LAUNCHERS["OpenMPI"].items():
-        bare.setenv(variable, value)
-    with pytest.raises(RequestError) as caught:
-        env.adopt_launcher_variables()
-    assert str(caught.value) == (
-        "MASTER_ADDR is not set\n  because the launcher says that this is rank 3 of 4, and not where rank 0 is\n\n"
-        "hint: export MASTER_ADDR=HOST, the address of rank 0's host, to all ranks"
-    )
-
-
 PLACE = {
     "RANK": "1", "WORLD_SIZE": "2", "LOCAL_RANK": "1", "LOCAL_SIZE": "2", "MASTER_ADDR": "127.0.0.1",
     "MASTER_PORT": "29500",
@@ -68,18 +57,23 @@ PLACE = {
 HINT = "\n\nhint: leave it to the launcher (frugal train, torchrun, deepspeed, srun, mpirun), or: unset "
 
 
+def refusal(variables: dict[str, str], bare: pytest.MonkeyPatch) -> str:
+    """What is said of these variables."""
+    for name, value in variables.items():
+        bare.setenv(name, value)
+    with pytest.raises(RequestError) as caught:
+        env.adopt_launcher_variables()
+    return str(caught.value)
+
+
 @pytest.mark.parametrize("name", ["RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_SIZE", "LOCAL_WORLD_SIZE", "MASTER_PORT"])
 @pytest.mark.parametrize("value", ["abc", "-1", "\u0661", "9" * 5000])
 def test_what_is_no_number_of_a_rank_is_refused_and_can_be_said(
     name: str, value: str, bare: pytest.MonkeyPatch
 ) -> None:
-    for variable, told in (PLACE | {name: value}).items():
-        bare.setenv(variable, told)
-    with pytest.raises(RequestError) as caught:
-        env.adopt_launcher_variables()
-    shown = value if len(value) <= 40 else value[:40] + "..."
-    assert str(caught.value).startswith(f"the environment variable {name} is `{shown}`\n  because it is a number from ")
-    assert str(caught.value).endswith(HINT + name)
+    text, shown = refusal(PLACE | {name: value}, bare), value if len(value) <= 40 else value[:40] + "..."
+    assert text.startswith(f"the environment variable {name} is `{shown}`\n  because it is a number from ")
+    assert text.endswith(HINT + name)
     assert env.local_rank() == 0, "it says so itself"
     assert env.rank() in (0, 1)
 
@@ -87,46 +81,42 @@ def test_what_is_no_number_of_a_rank_is_refused_and_can_be_said(
 @pytest.mark.parametrize(
     ("name", "value", "what"),
     [
-        ("RANK", "2", "RANK is `2`\n  because ranks count from 0, and WORLD_SIZE is 2"),
-        ("LOCAL_RANK", "2", "LOCAL_RANK is `2`\n  because a node's ranks count from 0, and this one has 2"),
-        ("RANK", None, "RANK is not set\n  because there are 2 ranks, as WORLD_SIZE says, which meet at rank 0's host"),
-        (
-            "MASTER_ADDR",
-            "",
-            "MASTER_ADDR is ``\n  because there are 2 ranks, as WORLD_SIZE says, which meet at rank 0's",
-        ),
-        ("MASTER_ADDR", "n" * 300, f"MASTER_ADDR is `{'n' * 40}...`\n  because no host has such a name: "),
-        ("MASTER_ADDR", "n1..lan", "MASTER_ADDR is `n1..lan`\n  because no host has such a name: "),
-        ("MASTER_PORT", None, "MASTER_PORT is not set\n  because there are 2 ranks"),
+        ("RANK", "2", " is `2`\n  because ranks count from 0, and WORLD_SIZE is 2"),
+        ("LOCAL_RANK", "2", " is `2`\n  because a node's ranks count from 0, and this one has 2"),
+        ("RANK", None, " is not set\n  because there are 2 ranks, as WORLD_SIZE says, which meet at rank 0's host"),
+        ("MASTER_ADDR", "", " is ``\n  because there are 2 ranks, as WORLD_SIZE says, which meet at rank 0's"),
+        ("MASTER_ADDR", "n" * 300, f" is `{'n' * 40}...`\n  because no host has such a name: "),
+        ("MASTER_ADDR", "n1..lan", " is `n1..lan`\n  because no host has such a name: "),
+        ("MASTER_PORT", None, " is not set\n  because there are 2 ranks"),
     ],
 )
 def test_a_place_that_cannot_be_is_refused(name: str, value: str | None, what: str, bare: pytest.MonkeyPatch) -> None:
-    for variable, told in (PLACE | {name: value}).items():
-        if told is not None:
-            bare.setenv(variable, told)
-    with pytest.raises(RequestError) as caught:
-        env.adopt_launcher_variables()
-    assert str(caught.value).startswith(f"the environment variable {what}")
+    place = {key: told for key, told in (PLACE | {name: value}).items() if told is not None}
+    assert refusal(place, bare).startswith(f"the environment variable {name}{what}")
+
+
+def test_a_launcher_that_does_not_say_where_rank_0_is_is_refused(bare: pytest.MonkeyPatch) -> None:
+    text = refusal(LAUNCHERS["OpenMPI"], bare)
+    assert text.startswith(
+        "MASTER_ADDR is not set\n  because the launcher says that this is rank 3 of 4, and not where"
+    )
+    assert "hint: export MASTER_ADDR=HOST" in text
 
 
 def test_a_rank_with_a_wrong_place_ends_with_one_message(bare: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    plan = tmp_path / "plan.json"
-    plan.write_bytes(sealed(plan_by_hand(world_size=2, global_batch=2, micro_batch=1, zero_stage=2)).to_json())
+    plan = plan_by_hand(world_size=2, global_batch=2, micro_batch=1, zero_stage=2)
+    path = tmp_path / "plan.json"
+    path.write_bytes(msgspec.convert(msgspec.to_builtins(plan), Plan).sealed().to_json())  # numbers as a file has them
     done = subprocess.run(
-        [sys.executable, "-m", "frugal.engine.run", "--plan", plan, "--data", "stdlib", "--steps", "1",
+        [sys.executable, "-m", "frugal.engine.run", "--plan", path, "--data", "stdlib", "--steps", "1",
          "--out", tmp_path / "run"],
         env=dict(os.environ) | PLACE | {"LOCAL_RANK": "abc"}, capture_output=True, text=True, timeout=100,
     )  # fmt: skip
     assert (done.returncode, done.stdout) == (2, "")
-    assert done.stderr == (
-        "error: the environment variable LOCAL_RANK is `abc`\n"
-        f"  because it is a number from 0 to {MOST_RANKS - 1}, which the launcher sets for each rank{HINT}LOCAL_RANK\n"
+    assert done.stderr.startswith(
+        "error: the environment variable LOCAL_RANK is `abc`\n  because it is a number from 0 to "
     )
-
-
-def sealed(plan: Plan) -> Plan:
-    """With its digest, and numbers as a file has them."""
-    return msgspec.convert(msgspec.to_builtins(plan), Plan).sealed()
+    assert done.stderr.endswith(f"{HINT}LOCAL_RANK\n")
 
 
 def test_a_batch_script_that_starts_a_run_itself_is_no_task_of_srun(bare: pytest.MonkeyPatch) -> None:
@@ -139,8 +129,6 @@ def test_a_batch_script_that_starts_a_run_itself_is_no_task_of_srun(bare: pytest
 @pytest.mark.parametrize(("rank", "node", "local_rank"), [(0, 0, 0), (1, 1, 0), (2, 1, 1)])
 def test_ranks_count_from_0_on_every_node(rank: int, node: int, local_rank: int, bare: pytest.MonkeyPatch) -> None:
     """DeepSpeed's launcher gives ranks 1 and 2 of slots 1 and 2 the local ranks 1 and 0."""
-    from dataclasses import replace
-
     cluster = plan_by_hand(world_size=3, global_batch=6, micro_batch=2, zero_stage=2).cluster
     one, two = (replace(cluster.nodes[0], devices=cluster.devices[:number]) for number in (1, 2))
     bare.setenv("RANK", str(rank))
@@ -151,18 +139,15 @@ def test_ranks_count_from_0_on_every_node(rank: int, node: int, local_rank: int,
 
 
 def test_ranks_of_one_host_use_its_loopback_and_those_of_several_the_network(bare: pytest.MonkeyPatch) -> None:
-    bare.setenv("MASTER_ADDR", "198.51.100.1")
-    bare.setenv("WORLD_SIZE", "2")
-    bare.setenv("LOCAL_SIZE", "2")
+    for name, value in (("MASTER_ADDR", "198.51.100.1"), ("WORLD_SIZE", "2"), ("LOCAL_SIZE", "2")):
+        bare.setenv(name, value)
     env.choose_interfaces()
     assert os.environ["GLOO_SOCKET_IFNAME"] == os.environ["NCCL_SOCKET_IFNAME"] == "lo"
     bare.delenv("GLOO_SOCKET_IFNAME")
     bare.setenv("LOCAL_SIZE", "1")
     env.choose_interfaces()
-    assert os.environ.get("GLOO_SOCKET_IFNAME", "eth0") in [name for _, name in socket.if_nameindex()] or (
-        "GLOO_SOCKET_IFNAME" not in os.environ  # a machine with nothing but loopback
-    )
-    assert os.environ.get("GLOO_SOCKET_IFNAME") != "lo"
+    others = {name for _, name in socket.if_nameindex()} - {"lo"}
+    assert os.environ.get("GLOO_SOCKET_IFNAME") in others | {None}  # a machine with nothing but loopback
 
 
 def test_a_rank_has_the_segments_that_were_planned_before_torch_uses_a_gpu(

@@ -81,29 +81,21 @@ SENT = {
 }
 
 
-def test_strangers_are_dropped_and_ranks_get_in(opened: Opened) -> None:
+def test_strangers_ranks_that_do_not_exist_and_recorded_introductions_are_dropped_and_ranks_get_in(
+    opened: Opened,
+) -> None:
     for name, sent in SENT.items():
         with opened.stranger() as sock:
             sock.sendall(sent)
             with contextlib.suppress(OSError):  # it was dropped by now
                 sock.shutdown(socket.SHUT_WR)
             assert is_dropped(sock), name
-    opened.all_ranks_get_in()
-    with pytest.raises(ConnectionRefusedError):  # nothing listens any more
-        opened.stranger()
-
-
-def test_a_rank_that_does_not_exist_is_dropped(opened: Opened) -> None:
     for rank in (0, 8, 2**32 - 1):
         with opened.stranger() as sock:
             sock.sendall(introduction(KEY, sock.recv(32), rank))
             sock.shutdown(socket.SHUT_WR)
             sock.recv(32)
             assert is_dropped(sock)
-    opened.all_ranks_get_in()
-
-
-def test_a_recorded_introduction_proves_nothing(opened: Opened) -> None:
     with opened.stranger() as sock:
         recorded = introduction(KEY, sock.recv(32), 1)
         sock.sendall(recorded)
@@ -111,7 +103,13 @@ def test_a_recorded_introduction_proves_nothing(opened: Opened) -> None:
     with opened.stranger() as sock:
         sock.sendall(recorded)
         assert is_dropped(sock)
-    opened.all_ranks_get_in()
+    for sock in opened.all_ranks_get_in():
+        assert sock.getsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE) == 1, "the kernel watches from the start"
+    assert {sock.getsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPIDLE) for sock in opened.accepted} == {
+        peers.IDLE_SECONDS
+    }
+    with pytest.raises(ConnectionRefusedError):  # nothing listens any more
+        opened.stranger()
 
 
 def listens(behave: Callable[[socket.socket], None]) -> tuple[str, int]:
@@ -188,17 +186,9 @@ def test_a_rank_that_does_not_come_is_named(monkeypatch: pytest.MonkeyPatch) -> 
         accept_ranks(server, KEY, 3, time.monotonic() + 0.1)
 
 
-def test_the_kernel_watches_connections_from_the_start(opened: Opened) -> None:
-    for sock in opened.all_ranks_get_in():
-        assert sock.getsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE) == 1
-    for sock in opened.accepted:
-        assert sock.getsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPIDLE) == peers.IDLE_SECONDS
-
-
 def test_it_listens_where_ranks_reach_it_and_nowhere_else(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("MASTER_ADDR", "node1")  # ranks of one host do not ask who that is
-    monkeypatch.setenv("LOCAL_SIZE", "2")
-    monkeypatch.setenv("WORLD_SIZE", "2")
+    for name, value in (("MASTER_ADDR", "node1"), ("LOCAL_SIZE", "2"), ("WORLD_SIZE", "2")):
+        monkeypatch.setenv(name, value)  # ranks of one host do not ask who that is
     monkeypatch.delenv("LOCAL_WORLD_SIZE", raising=False)
     with listen(0) as server:
         assert server.getsockname()[0] == "127.0.0.1"

@@ -10,7 +10,7 @@ from bench.plans import plan_by_hand
 from bench.ranks import free_port
 from frugal.config.hardware.cluster import Node
 from frugal.distributed import rendezvous
-from frugal.distributed.rendezvous import RankDescription, compare, ranks_in_words
+from frugal.distributed.rendezvous import RankDescription, compare
 from frugal.errors import RequestError
 
 V = {"frugal": "0.1.0", "torch": "2.13.0"}
@@ -20,30 +20,30 @@ def rank_on(host: str, digest: str = "a" * 64, **versions: str) -> RankDescripti
     return RankDescription(host, V | versions, digest)
 
 
-def test_ranks_that_are_alike_are_not_spoken_of() -> None:
-    assert compare([rank_on("n1"), rank_on("n1"), rank_on("n2")]) is None
+OLDER = {"torch": "2.12.1"}
 
 
-def test_other_versions_are_named_with_hosts_and_ranks() -> None:
-    verdict = compare(
-        [
-            rank_on("n1"),
-            rank_on("n1"),
-            rank_on("n2", torch="2.12.1"),
-            rank_on("n3"),
-            rank_on("n2", torch="2.12.1"),
-        ]
-    )
-    assert verdict is not None
-    assert verdict.what == "the hosts do not run the same versions"
-    assert verdict.because == ("n1 (ranks 0-1), n3 (rank 3) has torch 2.13.0; n2 (ranks 2, 4) has torch 2.12.1",)
-
-
-def test_other_plans_are_named_with_hosts_and_ranks() -> None:
-    verdict = compare([rank_on("n1"), rank_on("n2", digest="b" * 64)])
-    assert verdict is not None
-    assert verdict.what == "the ranks were given different plans"
-    assert verdict.because == ("n1 (rank 0) holds plan aaaaaaaaaaaa", "n2 (rank 1) holds plan bbbbbbbbbbbb")
+@pytest.mark.parametrize(
+    ("ranks", "what", "because"),
+    [
+        ([rank_on("n1"), rank_on("n1"), rank_on("n2")], None, ()),
+        (
+            [rank_on("n1"), rank_on("n1"), rank_on("n2", **OLDER), rank_on("n3"), rank_on("n2", **OLDER)],
+            "the hosts do not run the same versions",
+            ("n1 (ranks 0-1), n3 (rank 3) has torch 2.13.0; n2 (ranks 2, 4) has torch 2.12.1",),
+        ),
+        (
+            [rank_on("n1"), rank_on("n2", digest="b" * 64)],
+            "the ranks were given different plans",
+            ("n1 (rank 0) holds plan aaaaaaaaaaaa", "n2 (rank 1) holds plan bbbbbbbbbbbb"),
+        ),
+    ],
+)
+def test_other_versions_and_plans_are_named_with_hosts_and_ranks(
+    ranks: list[RankDescription], what: str | None, because: tuple[str, ...]
+) -> None:
+    verdict = compare(ranks)
+    assert (verdict and verdict.what, verdict.because if verdict else ()) == (what, because)
 
 
 def test_a_rank_that_does_not_come_is_named_with_its_node(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -104,10 +104,3 @@ def test_another_secret_than_rank_0_has_is_said_at_once_and_ends_the_rank(
     assert str(caught.value).startswith(
         f"{host} has another secret than {rank_0}{port}\n  because rank 0 wrote nothing "
     )
-
-
-@pytest.mark.parametrize(
-    ("ranks", "words"), [([3], "rank 3"), ([0, 1, 2], "ranks 0-2"), ([7, 1, 0, 2, 9], "ranks 0-2, 7, 9")]
-)
-def test_ranks_are_counted_in_runs(ranks: list[int], words: str) -> None:
-    assert ranks_in_words(ranks) == words

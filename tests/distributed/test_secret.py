@@ -60,30 +60,21 @@ def test_a_file_is_read(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None
 @pytest.mark.parametrize("mode", [0o640, 0o604, 0o620, 0o666])
 def test_a_file_that_others_can_read_or_write_is_refused(mode: int, tmp_path: Path) -> None:
     path = a_file(tmp_path / "secret", mode)
-    with pytest.raises(RequestError) as caught:
+    with pytest.raises(RequestError, match=f"its mode is {mode:03o}: others than its owner can read") as caught:
         secret.read(path)
-    assert str(caught.value) == (
-        f"FRUGAL_SECRET_FILE {path} is no secret\n"
-        f"  because its mode is {mode:03o}: others than its owner can read or change it\n\n"
-        "hint: make a new one: (umask 077; head -c 32 /dev/urandom | base64 > FILE), then export "
-        "FRUGAL_SECRET_FILE=FILE on every host"
-    )
+    assert "hint: make a new one: (umask 077; head -c 32 /dev/urandom | base64 > FILE)" in str(caught.value)
 
 
-@pytest.mark.skipif(os.geteuid() != 0, reason="only root gives files away")
-def test_a_file_of_another_user_is_refused(tmp_path: Path) -> None:
-    path = a_file(tmp_path / "secret", 0o600)
-    os.chown(path, 12345, -1)
-    with pytest.raises(RequestError, match="it belongs to user 12345, and this process to user 0"):
-        secret.read(path)
-
-
-def test_what_is_no_file_or_short_is_refused_at_once(tmp_path: Path) -> None:
+def test_what_is_no_file_or_short_or_another_user_s_is_refused_at_once(tmp_path: Path) -> None:
     os.mkfifo(tmp_path / "fifo", 0o600)
-    for path, why in (
+    cases = [
         (tmp_path / "fifo", "it is no regular file"),
         (tmp_path / "none", "No such file or directory"),
         (a_file(tmp_path / "short", 0o600, "123456\n"), "it has 6 bytes, and 16 or more cannot be guessed"),
-    ):
+    ]
+    if os.geteuid() == 0:  # only root gives files away
+        os.chown(given := a_file(tmp_path / "given", 0o600), 12345, -1)
+        cases.append((given, "it belongs to user 12345, and this process to user 0"))
+    for path, why in cases:
         with pytest.raises(RequestError, match=why):
             secret.read(path)

@@ -41,35 +41,31 @@ def process(inside: str, *, grace: float = 60, before: str = "", **how: Any) -> 
 
 
 WAIT = "while stop.requested() is None: time.sleep(0.01)"
+WAIT_ON = f"{WAIT}\n    time.sleep(0.5)"
+SOON, HANGUP = "stop.REPEATED_SECONDS = 0.1", "signal.signal(signal.SIGHUP, signal.SIG_IGN)"
+TERM, USR1, HUP = signal.SIGTERM, signal.SIGUSR1, signal.SIGHUP
 
 
-@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGUSR1, signal.SIGHUP])
-def test_each_of_three_signals_asks_to_stop_and_says_how_long_is_waited(number: signal.Signals) -> None:
-    with process(WAIT) as asked:
-        asked.send_signal(number)
+@pytest.mark.parametrize(
+    ("inside", "before", "numbers", "asks"),
+    [
+        *((WAIT, "", [number], number) for number in (TERM, USR1, HUP)),
+        (WAIT, HANGUP, [HUP, USR1], USR1),  # what is ignored at the start stays ignored, as nohup asks
+        (WAIT_ON, "", [TERM, TERM], TERM),  # the same twice at once is one, as it comes by two ways
+        (WAIT_ON, SOON, [USR1, TERM], USR1),  # SLURM's warning, and its end of the time: no second one
+    ],
+)
+def test_a_signal_asks_to_stop_and_says_how_long_is_waited(
+    inside: str, before: str, numbers: list[signal.Signals], asks: signal.Signals
+) -> None:
+    with process(inside, before=before) as asked:
+        for number in numbers:
+            asked.send_signal(number)
+            time.sleep(0.25)
         output, errors = asked.communicate(timeout=60)
-    assert (asked.returncode, output) == (0, f"asked by {number.name}\n")
-    assert errors == f"asked to stop by {number.name}: saving after this step, at most 60 s\n"
-
-
-def test_what_is_ignored_at_the_start_stays_ignored_as_nohup_asks() -> None:
-    hup = "signal.signal(signal.SIGHUP, signal.SIG_IGN)"
-    with process(WAIT, before=hup) as asked:
-        asked.send_signal(signal.SIGHUP)
-        time.sleep(0.3)
-        asked.send_signal(signal.SIGUSR1)
-        output, errors = asked.communicate(timeout=60)
-    assert (asked.returncode, output) == (0, "asked by SIGUSR1\n")
-    assert "SIGHUP" not in errors
-
-
-def test_the_same_signal_twice_at_once_is_one_as_it_comes_by_two_ways() -> None:
-    with process(f"{WAIT}\n    time.sleep(0.5)") as asked:
-        asked.send_signal(signal.SIGTERM)
-        time.sleep(0.2)
-        asked.send_signal(signal.SIGTERM)
-        output, _ = asked.communicate(timeout=60)
-    assert (asked.returncode, output) == (0, "asked by SIGTERM\n")
+    assert (asked.returncode, output) == (0, f"asked by {asks.name}\n")
+    assert errors.splitlines()[0] == f"asked to stop by {asks.name}: saving after this step, at most 60 s"
+    assert before != HANGUP or "SIGHUP" not in errors
 
 
 @pytest.mark.parametrize("is_second", [True, False])
@@ -87,16 +83,6 @@ def test_a_long_operation_is_left_by_a_second_signal_or_when_the_grace_is_over(i
         if is_second
         else ["error: not done within 1 s after SIGTERM", "  because the step under way takes longer"]
     )
-
-
-def test_another_signal_is_no_second_one() -> None:
-    """SLURM sends SIGUSR1 as a warning, and SIGTERM at the end of the time."""
-    with process(f"{WAIT}\n    time.sleep(0.5)", before="stop.REPEATED_SECONDS = 0.1") as asked:
-        asked.send_signal(signal.SIGUSR1)
-        time.sleep(0.3)
-        asked.send_signal(signal.SIGTERM)
-        output, _ = asked.communicate(timeout=60)
-    assert (asked.returncode, output) == (0, "asked by SIGUSR1\n")
 
 
 def test_a_process_that_forks_off_ends_by_its_own_signals_and_does_not_stop_the_rank() -> None:

@@ -1,5 +1,7 @@
 """All ranks get the same answer to their question."""
 
+from contextlib import closing
+
 import pytest
 import torch.distributed as dist
 
@@ -9,10 +11,8 @@ from frugal.distributed.vote import DifferentError, Vote
 
 def answers() -> list[bool]:
     """Return the answers when one rank after another says yes, and then none; runs on ranks."""
-    vote = Vote(None)
-    votes = [vote.any(dist.get_rank() == number) for number in range(dist.get_world_size() + 1)]
-    vote.close()
-    return votes
+    with closing(Vote(None)) as vote:
+        return [vote.any(dist.get_rank() == number) for number in range(dist.get_world_size() + 1)]
 
 
 def test_one_yes_is_a_yes_on_all_ranks(three_ranks: Ranks) -> None:
@@ -21,17 +21,12 @@ def test_one_yes_is_a_yes_on_all_ranks(three_ranks: Ranks) -> None:
 
 def error_where_a_rank_is_gone(gone: int) -> str:
     """What a rank is told; runs on ranks."""
-    vote = Vote(None)
-    if dist.get_rank() == gone:
-        vote.close()
-        return ""
-    try:
-        vote.any(False)
-    except RuntimeError as error:
-        return str(error)
-    finally:
-        vote.close()
-    return "answered"
+    with closing(Vote(None)) as vote:
+        if dist.get_rank() == gone:
+            return ""
+        with pytest.raises(RuntimeError) as error:
+            vote.any(False)
+        return str(error.value)
 
 
 @pytest.mark.parametrize("gone", [0, 1])
@@ -43,14 +38,13 @@ def test_a_rank_that_is_gone_is_no_answer(gone: int, three_ranks: Ranks) -> None
 def outcomes_of_different_aims() -> list[str]:
     """What comes of votes in which ranks are about to do the same, different things, and different ones but one has
     failed; runs on ranks."""
-    vote = Vote(None)
-    outcomes = []
-    for mine, what in ((False, 2**61), (False, 2**61 + dist.get_rank()), (dist.get_rank() == 1, dist.get_rank())):
-        try:
-            outcomes.append(str(vote.any(mine, what)))
-        except DifferentError:
-            outcomes.append("different")
-    vote.close()
+    outcomes, rank = [], dist.get_rank()
+    with closing(Vote(None)) as vote:
+        for mine, what in ((False, 2**61), (False, 2**61 + rank), (rank == 1, rank)):
+            try:
+                outcomes.append(str(vote.any(mine, what)))
+            except DifferentError:
+                outcomes.append("different")
     return outcomes
 
 

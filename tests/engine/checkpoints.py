@@ -1,44 +1,43 @@
 """A small run with dropout, a decaying learning rate and seeded generators: all that a checkpoint has to keep."""
 
-import gc
 import hashlib
 import random
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+import msgspec
 import torch
+import torch.distributed as dist
 
-from bench.plans import plan_by_hand
-from frugal.checkpoint import saving
+from frugal import files
+from frugal.checkpoint import loading, manifest, saving
 from frugal.checkpoint.progress import Progress
 from frugal.data.batches import Position
 from frugal.data.sources import Provenance
-from frugal.engine.engine import Engine, initialize
-from frugal.models.objectives import CausalLM
+from frugal.engine.engine import Engine
+from frugal.errors import FrugalError
 from frugal.planning.plan import Plan
+from tests.engine.engines import plan_here, running
 from tests.engine.small_models import ragged_samples, tiny_gpt2
 
-GLOBAL_BATCH, WORLD_SIZE = 6, 2
+GLOBAL_BATCH = 6
 
 
-def plan_for(zero_stage: int, precision: str = "fp32", world_size: int = WORLD_SIZE, **strategy: Any) -> Plan:
-    return plan_by_hand(
-        world_size=world_size, global_batch=GLOBAL_BATCH, micro_batch=2, zero_stage=zero_stage,
-        request={"precision": precision, "learning_rate": 1e-2}, strategy=strategy,
-    )  # fmt: skip
+def plan_for(zero_stage: int = 2, precision: str = "fp32", **strategy: Any) -> Plan:
+    return plan_here(zero_stage, GLOBAL_BATCH, 2, {"precision": precision, "learning_rate": 1e-2}, **strategy)
 
 
-def start(plan: Plan, *, seed: int = 0, dropout: float = 0.1, **changes: Any) -> Engine:
-    """An engine with dropout, a decaying learning rate and generators seeded by rank."""
+@contextmanager
+def started(plan: Plan | None = None, *, seed: int = 0, dropout: float = 0.0, **changes: Any) -> Iterator[Engine]:
+    """Yield an engine with a decaying learning rate and generators seeded by rank."""
     model = tiny_gpt2(seed=seed, resid_pdrop=dropout, embd_pdrop=dropout, attn_pdrop=dropout, **changes)
     random.seed(seed)
-    torch.manual_seed(1000 * seed + torch.distributed.get_rank())
-    return initialize(model, plan, CausalLM(), learning_rate_schedule=lambda step: 1 / (1 + step))
-
-
-def stop(engine: Engine) -> None:
-    engine.destroy()
-    gc.collect()
+    torch.manual_seed(1000 * seed + dist.get_rank())
+    with running(plan or plan_for(), model, learning_rate_schedule=lambda step: 1 / (1 + step)) as engine:
+        yield engine
 
 
 def steps(engine: Engine, first: int, last: int) -> list[tuple[float, float]]:
@@ -66,3 +65,31 @@ def _numbers(value: Any) -> Any:
 def save_at(engine: Engine, folder: Path, step: int, **changes: Any) -> Path:
     progress = Progress(step=step, position=Position(1, step), data=Provenance(fingerprint="corpus"), **changes)
     return saving.save(engine, folder, progress)
+
+
+def two_saves(folder: Path) -> None:
+    """Checkpoints at steps 2 and 4; runs on ranks."""
+    with started() as engine:
+        for step in (2, 4):
+            save_at(engine, folder, step)
+
+
+def load_each(folders: list[Path]) -> list[str]:
+    """For each folder the step loaded and what was refused, or the error; one engine; runs on ranks."""
+    answers = []
+    with started() as engine:
+        for folder in folders:
+            try:
+                loaded = loading.load(engine, folder)
+                answers.append(f"step {loaded.progress.step}: {'; '.join(loaded.refused)}")
+            except FrugalError as error:
+                answers.append(f"{type(error).__name__}: {error}")
+    return answers
+
+
+def relisted(path: Path) -> None:
+    """Give the file the checksum that it has now, as whoever made it on purpose would."""
+    made_by = manifest.read(path.parent)
+    rank = made_by.files[path.name].rank
+    changed = replace(made_by, files={**made_by.files, path.name: manifest.file_entry(path, rank)})
+    files.write_file(path.parent / manifest.MANIFEST, msgspec.json.encode(changed))

@@ -24,133 +24,18 @@ COMPARING = frozenset({"batch norm", "spectral norm", "contrastive", "mean of th
 """Parts that make the gradient depend on how a global batch is cut."""
 
 
-class Linear(nn.Module):
-    """A linear layer with a skip connection."""
+class Skip(nn.Module):
+    """Parameters and modules of its own; half of what `use` makes of them is added to the input."""
 
-    def __init__(self, width: int, *, bias: bool = True) -> None:
+    def __init__(self, use: Callable[..., Tensor], **parts: Tensor | nn.Module) -> None:
         super().__init__()
-        self.inner = nn.Linear(width, width, bias=bias)
+        self.use = use
+        for name, part in parts.items():
+            setattr(self, name, nn.Parameter(part) if isinstance(part, Tensor) else part)
 
     def forward(self, x: Tensor) -> Tensor:
         """Return `(samples, width)`, as all blocks do."""
-        return x + 0.5 * torch.tanh(self.inner(x))
-
-
-class Through(nn.Module):
-    """A module with a skip connection."""
-
-    def __init__(self, inner: nn.Module) -> None:
-        super().__init__()
-        self.inner = inner
-
-    def forward(self, x: Tensor) -> Tensor:
-        """Return the sum of `x` and half of what the inner module makes of it."""
-        return x + 0.5 * self.inner(x)
-
-
-class Scale(nn.Module):
-    """A factor of no dimension, as CLIP's `logit_scale`."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.scale = nn.Parameter(torch.tensor(0.1))
-
-    def forward(self, x: Tensor) -> Tensor:
-        """Return `x` times a factor near 1."""
-        return x * self.scale.exp()
-
-
-class Matrix(nn.Module):
-    """A parameter of its own that is multiplied with the input: not contiguous, or of another type."""
-
-    def __init__(self, weight: Tensor) -> None:
-        super().__init__()
-        self.weight = nn.Parameter(0.3 * weight)
-
-    def forward(self, x: Tensor) -> Tensor:
-        """Multiply in the type of the weight."""
-        return x + torch.tanh(x.to(self.weight.dtype) @ self.weight).to(x.dtype)
-
-
-class OldStyle(nn.Module):
-    """A parameter made as was usual before 2020, filled in place."""
-
-    def __init__(self, width: int) -> None:
-        super().__init__()
-        self.gain = nn.Parameter(torch.Tensor(width))
-        self.shift = nn.Parameter(torch.FloatTensor(1).zero_())
-        with torch.no_grad():
-            self.gain.uniform_(0.8, 1.2)
-
-    def forward(self, x: Tensor) -> Tensor:
-        """Scale and shift."""
-        return x * self.gain + self.shift
-
-
-class Complex(nn.Module):
-    """A complex parameter."""
-
-    def __init__(self, width: int) -> None:
-        super().__init__()
-        self.phase = nn.Parameter(torch.randn(width, dtype=torch.complex64))
-
-    def forward(self, x: Tensor) -> Tensor:
-        """Turn and take the real part."""
-        return x + 0.1 * (x * self.phase).real
-
-
-class Empty(nn.Module):
-    """A parameter without elements, used or not."""
-
-    def __init__(self, width: int, *, used: bool) -> None:
-        super().__init__()
-        self.prompts = nn.Parameter(torch.randn(0, width))
-        self.used = used
-
-    def forward(self, x: Tensor) -> Tensor:
-        """Add what the prompts, of which there are none, say of the samples."""
-        return x + (x @ self.prompts.t()).sum(1, keepdim=True) if self.used else x
-
-
-class Conv(nn.Module):
-    """A convolution with its weight in channels_last."""
-
-    def __init__(self, width: int) -> None:
-        super().__init__()
-        self.inner = nn.Conv2d(width // 4, width // 4, 3, padding=1).to(memory_format=torch.channels_last)
-
-    def forward(self, x: Tensor) -> Tensor:
-        """See the values as small images."""
-        return x + 0.5 * self.inner(x.view(len(x), -1, 2, 2)).flatten(1)
-
-
-class Sequence2(nn.Module):
-    """Attention or a GRU over four positions, whose parameters are used by functions outside their modules."""
-
-    def __init__(self, width: int, *, recurrent: bool) -> None:
-        super().__init__()
-        size = width // 4
-        self.inner: nn.Module = (
-            nn.GRU(size, size, batch_first=True) if recurrent else nn.MultiheadAttention(size, 1, batch_first=True)
-        )
-
-    def forward(self, x: Tensor) -> Tensor:
-        """See the values as four positions."""
-        each = x.view(len(x), 4, -1)
-        out = self.inner(each)[0] if isinstance(self.inner, nn.GRU) else self.inner(each, each, each)[0]
-        return x + 0.5 * out.flatten(1)
-
-
-class Lookup(nn.Module):
-    """An embedding of a number made of the input; some rows are not looked up, and one may be padding."""
-
-    def __init__(self, width: int, *, padding: bool = False, sparse: bool = False) -> None:
-        super().__init__()
-        self.inner = nn.Embedding(6, width, padding_idx=0 if padding else None, sparse=sparse)
-
-    def forward(self, x: Tensor) -> Tensor:
-        """Look up the number of positive ones among the first five values."""
-        return x + 0.3 * self.inner((x[:, :5] > 0).sum(1))
+        return x + 0.5 * self.use(self, x)
 
 
 class Experts(nn.Module):
@@ -174,45 +59,6 @@ class Experts(nn.Module):
         return x + out
 
 
-class Listed(nn.Module):
-    """Parameters in a ParameterList and a ParameterDict."""
-
-    def __init__(self, width: int) -> None:
-        super().__init__()
-        self.many = nn.ParameterList([torch.randn(width) * 0.1 for _ in range(3)])
-        self.named = nn.ParameterDict({"gain": torch.ones(width), "bias": torch.zeros(width)})
-
-    def forward(self, x: Tensor) -> Tensor:
-        """Add all of one and scale by the other."""
-        for each in self.many:
-            x = x + each
-        return x * self.named["gain"] + self.named["bias"]
-
-
-class Borrowed(nn.Module):
-    """A linear layer whose weight is used by a function, its forward never being called."""
-
-    def __init__(self, width: int) -> None:
-        super().__init__()
-        self.inner = nn.Linear(width, width)
-
-    def forward(self, x: Tensor) -> Tensor:
-        """Use the transposed weight, as autoencoders with tied weights do."""
-        return x + 0.5 * torch.tanh(F.linear(x, self.inner.weight.t(), self.inner.bias))
-
-
-class Detached(nn.Module):
-    """A block that is run, but gets no gradient."""
-
-    def __init__(self, width: int) -> None:
-        super().__init__()
-        self.inner = nn.Linear(width, width)
-
-    def forward(self, x: Tensor) -> Tensor:
-        """Add what the inner layer says, as a constant."""
-        return x + 0.5 * self.inner(x).detach()
-
-
 class Recomputed(nn.Module):
     """A block under torch's activation checkpointing."""
 
@@ -225,55 +71,95 @@ class Recomputed(nn.Module):
         return checkpoint(self.inner, x, use_reentrant=self.reentrant)
 
 
-class Normed(nn.Module):
-    """A BatchNorm that may be given a single sample."""
-
-    def __init__(self, width: int) -> None:
-        super().__init__()
-        self.inner = nn.BatchNorm1d(width)
-
-    def forward(self, x: Tensor) -> Tensor:
-        """Show each sample twice, which changes no statistics."""
-        return x + 0.5 * self.inner(torch.cat([x, x]))[: len(x)]
-
-
-class MeanOfAll(nn.Module):
-    """A block in which samples change each other."""
-
-    def __init__(self, width: int) -> None:
-        super().__init__()
-        self.inner = nn.Linear(width, width)
-
-    def forward(self, x: Tensor) -> Tensor:
-        """Leave out the mean over the micro-batch."""
-        return x + 0.5 * self.inner(x - x.mean(0))
-
-
 Make = Callable[[int, random.Random], nn.Module]
 
+
+def linear(width: int, *, bias: bool = True) -> Skip:
+    """Return a linear layer."""
+    return Skip(lambda own, x: torch.tanh(own.inner(x)), inner=nn.Linear(width, width, bias=bias))
+
+
+def _through(inner: nn.Module) -> Skip:
+    return Skip(lambda own, x: own.inner(x), inner=inner)
+
+
+def _matrix(weight: Tensor) -> Skip:
+    """Multiply in the type of the weight."""
+    return Skip(lambda own, x: torch.tanh(x.to(own.weight.dtype) @ own.weight).to(x.dtype), weight=0.3 * weight)
+
+
+def _old_style(width: int) -> Skip:
+    """Return parameters made as was usual before 2020, filled in place."""
+    gain, shift = torch.Tensor(width).uniform_(0.8, 1.2), torch.FloatTensor(1).zero_()
+    return Skip(lambda own, x: x * own.gain + own.shift, gain=gain, shift=shift)
+
+
+def _empty(width: int, *, used: bool) -> Skip:
+    """Return a parameter without elements, used or not."""
+    return Skip(lambda own, x: (x @ own.prompts.t()).sum(1, keepdim=True) if used else x, prompts=torch.randn(0, width))
+
+
+def _conv(width: int) -> Skip:
+    """See the values as small images, with the weight in channels_last."""
+    inner = nn.Conv2d(width // 4, width // 4, 3, padding=1).to(memory_format=torch.channels_last)
+    return Skip(lambda own, x: own.inner(x.view(len(x), -1, 2, 2)).flatten(1), inner=inner)
+
+
+def _positions(inner: nn.Module, number: int) -> Skip:
+    """See the values as four positions; functions outside their modules use the parameters."""
+    return Skip(lambda own, x: own.inner(*[x.view(len(x), 4, -1)] * number)[0].flatten(1), inner=inner)
+
+
+def _lookup(width: int, **how: Any) -> Skip:
+    """Look up the number of positive ones among the first five values; some rows are never looked up."""
+    return Skip(lambda own, x: own.inner((x[:, :5] > 0).sum(1)), inner=nn.Embedding(6, width, **how))
+
+
+def _listed(width: int) -> Skip:
+    """Return parameters in a ParameterList and a ParameterDict."""
+    return Skip(
+        lambda own, x: sum(own.many, x) * own.named["gain"] + own.named["bias"],
+        many=nn.ParameterList([torch.randn(width) * 0.1 for _ in range(3)]),
+        named=nn.ParameterDict({"gain": torch.ones(width), "bias": torch.zeros(width)}),
+    )
+
+
+def _of_linear(use: Callable[..., Tensor]) -> Make:
+    return lambda width, _: Skip(use, inner=nn.Linear(width, width))
+
+
 BLOCKS: dict[str, tuple[float, Make]] = {
-    "linear": (12, lambda width, draw: Linear(width, bias=draw.random() < 0.7)),
-    "norm": (4, lambda width, _: Through(nn.Sequential(nn.LayerNorm(width), nn.Linear(width, width)))),
-    "0-dim": (3, lambda *_: Scale()),
-    "non-contiguous": (2, lambda width, _: Matrix(torch.randn(width, width).t() / width**0.5)),
-    "expanded": (1, lambda width, _: Matrix(torch.randn(width, 2 * width)[:, ::2] / width**0.5)),
-    "fp64": (2, lambda width, _: Matrix(torch.randn(width, width, dtype=torch.float64) / width**0.5)),
-    "torch.Tensor(n)": (3, lambda width, _: OldStyle(width)),
-    "empty": (2, lambda width, draw: Empty(width, used=draw.random() < 0.5)),
-    "channels_last": (2, lambda width, _: Conv(width)),
-    "attention": (2, lambda width, _: Sequence2(width, recurrent=False)),
-    "gru": (1, lambda width, _: Sequence2(width, recurrent=True)),
-    "embedding": (2, lambda width, draw: Lookup(width, padding=draw.random() < 0.5)),
+    "linear": (12, lambda width, draw: linear(width, bias=draw.random() < 0.7)),
+    "norm": (4, lambda width, _: _through(nn.Sequential(nn.LayerNorm(width), nn.Linear(width, width)))),
+    "0-dim": (3, lambda *_: Skip(lambda own, x: x * own.scale.exp(), scale=torch.tensor(0.1))),
+    "non-contiguous": (2, lambda width, _: _matrix(torch.randn(width, width).t() / width**0.5)),
+    "expanded": (1, lambda width, _: _matrix(torch.randn(width, 2 * width)[:, ::2] / width**0.5)),
+    "fp64": (2, lambda width, _: _matrix(torch.randn(width, width, dtype=torch.float64) / width**0.5)),
+    "torch.Tensor(n)": (3, lambda width, _: _old_style(width)),
+    "empty": (2, lambda width, draw: _empty(width, used=draw.random() < 0.5)),
+    "channels_last": (2, lambda width, _: _conv(width)),
+    "attention": (2, lambda width, _: _positions(nn.MultiheadAttention(width // 4, 1, batch_first=True), 3)),
+    "gru": (1, lambda width, _: _positions(nn.GRU(width // 4, width // 4, batch_first=True), 1)),
+    "embedding": (2, lambda width, draw: _lookup(width, padding_idx=0 if draw.random() < 0.5 else None)),
     "experts": (4, lambda width, draw: Experts(width, draw.choice((2, 3, 5)), by_value=draw.random() < 0.5)),
-    "lists": (2, lambda width, _: Listed(width)),
-    "borrowed": (2, lambda width, _: Borrowed(width)),
-    "detached": (2, lambda width, _: Detached(width)),
-    "weight norm": (1, lambda width, _: Through(parametrizations.weight_norm(nn.Linear(width, width)))),
-    "batch norm": (0.5, lambda width, _: Normed(width)),
-    "spectral norm": (0.5, lambda width, _: Through(parametrizations.spectral_norm(nn.Linear(width, width)))),
-    "mean of the micro-batch": (0.7, lambda width, _: MeanOfAll(width)),
-    "sparse": (0.2, lambda width, _: Lookup(width, sparse=True)),
-    "complex": (0.2, lambda width, _: Complex(width)),
+    "lists": (2, lambda width, _: _listed(width)),
+    # its forward is never called: the weight is used transposed, as autoencoders with tied weights do
+    "borrowed": (2, _of_linear(lambda own, x: torch.tanh(F.linear(x, own.inner.weight.t(), own.inner.bias)))),
+    "detached": (2, _of_linear(lambda own, x: own.inner(x).detach())),
+    "weight norm": (1, lambda width, _: _through(parametrizations.weight_norm(nn.Linear(width, width)))),
+    # each sample twice: it may be a single one, and that changes no statistics
+    "batch norm": (
+        0.5, lambda width, _: Skip(lambda own, x: own.inner(torch.cat([x, x]))[: len(x)], inner=nn.BatchNorm1d(width))
+    ),
+    "spectral norm": (0.5, lambda width, _: _through(parametrizations.spectral_norm(nn.Linear(width, width)))),
+    "mean of the micro-batch": (0.7, _of_linear(lambda own, x: own.inner(x - x.mean(0)))),
+    "sparse": (0.2, lambda width, _: _lookup(width, sparse=True)),
+    "complex": (
+        0.2,
+        lambda width, _: Skip(
+            lambda own, x: 0.2 * (x * own.phase).real, phase=torch.randn(width, dtype=torch.complex64)
+        ),
+    ),
 }  # fmt: skip
 """Blocks by name: how often each is drawn, and what makes it of a width."""
 
@@ -425,8 +311,8 @@ def draw_case(seed: int) -> Case:
         if frozen:
             blocks[chosen].requires_grad_(False)
         if tied:
-            blocks += [Linear(width), Linear(width)]
-            blocks[-1].inner.weight = blocks[-2].inner.weight  # type: ignore[union-attr]  # a Linear's
+            blocks += [linear(width), linear(width)]
+            blocks[-1].inner.weight = blocks[-2].inner.weight  # type: ignore[union-attr]  # a linear one's
         ends = [len(names), len(names) + 1] if tied else []
         return Net(width, blocks, [[*path, *ends] for path in paths], **how)
 
@@ -480,22 +366,22 @@ def _paths(draw: random.Random, num_blocks: int) -> tuple[int, list[list[int]]]:
     return len(paths), paths
 
 
+OPTIMIZERS: dict[str, dict[str, Any]] = {
+    "sgd": {"optimizer": "sgd", "learning_rate": 0.05, "weight_decay": 0.0},
+    "momentum": {"optimizer": "sgd", "learning_rate": 0.05, "weight_decay": 0.0, "momentum": 0.9},
+    "adamw": {
+        "optimizer": "adamw", "learning_rate": 0.01, "weight_decay": 0.1, "adam_epsilon": 1e-3, "adam_beta1": 0.9,
+        "adam_beta2": 0.99,
+    },
+}  # fmt: skip
+
+
 def _ways(draw: random.Random, zero_stage: int) -> tuple[dict[str, Any], dict[str, Any]]:
     """Return the settings of a request and of a strategy."""
-    optimizer = draw.choice(
-        (
-            {"optimizer": "sgd", "learning_rate": 0.05, "weight_decay": draw.choice((0.0, 0.1))},
-            {"optimizer": "sgd", "learning_rate": 0.05, "weight_decay": 0.0, "momentum": 0.9},
-            {
-                "optimizer": "adamw",
-                "learning_rate": 0.01,
-                "weight_decay": 0.1,
-                "adam_epsilon": 1e-3,
-                "adam_beta1": 0.9,
-                "adam_beta2": 0.99,
-            },
-        )
-    )
+    decay = draw.choice((0.0, 0.1))
+    name, optimizer = draw.choice(list(OPTIMIZERS.items()))
+    if name == "sgd":
+        optimizer = {**optimizer, "weight_decay": decay}
     half = draw.random() < 0.1 and zero_stage in (2, 3)
     request = {
         **optimizer,

@@ -14,7 +14,7 @@ import sys
 import time
 import traceback
 from collections import Counter
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
@@ -68,11 +68,11 @@ def plan_of(case: Case) -> Plan:
     )  # fmt: skip
 
 
-def train(seed: int) -> Trained:
-    """Train a case as its users would. Runs on ranks."""
+def train(draw: Callable[..., Case], *of: Any) -> Trained:
+    """Train the case that `draw` makes of the rest, as its users would. Runs on ranks."""
     from frugal.engine.engine import initialize
 
-    case = draw_case(seed)
+    case = draw(*of)
     heard = _Heard()
     logging.getLogger("frugal").addHandler(heard)
     engine, losses = None, []
@@ -172,7 +172,7 @@ def judge(case: Case, ranks: Ranks, timeout: float = 120) -> Verdict:
     except FrugalError as error:  # nobody gets a plan for it
         return Verdict(case.seed, "refused", str(error))
     try:
-        runs: list[Trained] = ranks.run(train, case.seed, timeout=timeout)
+        runs: list[Trained] = ranks.run(train, draw_case, case.seed, timeout=timeout)
     except AssertionError as error:
         return Verdict(case.seed, "failed", str(error))
     if any(run.refusal for run in runs):
@@ -185,7 +185,7 @@ def judge(case: Case, ranks: Ranks, timeout: float = 120) -> Verdict:
     if any(not torch.equal(runs[0].weights[n], run.weights[n]) for run in runs for n in run.weights):
         return Verdict(case.seed, "failed", "wrong: ranks have other weights than rank 0")
     together, alone = [case.global_batch], [1] * case.global_batch
-    error = _compared(case, runs[0], [together] if case.compares else [together, alone])
+    error = compare(case, runs[0], [together] if case.compares else [together, alone])
     if error is None:
         return Verdict(case.seed, "exact", "")
     split = [note for note in notes if note.startswith(SPLIT_MATTERS) and case.compares]
@@ -200,12 +200,12 @@ def judge(case: Case, ranks: Ranks, timeout: float = 120) -> Verdict:
         sizes = [size for _, size in cut if size]
         has_own_state = "spectral norm" in case.parts and split  # each rank's vectors are its own
         order = sizes if split else together
-        if has_own_state or _compared(case, runs[0], [order], zeros=bool(unused)) is None:
+        if has_own_state or compare(case, runs[0], [order], zeros=bool(unused)) is None:
             return Verdict(case.seed, "said", (*split, *unused)[0])
     return Verdict(case.seed, "failed", f"{error}; notes: {notes}; warnings: {runs[0].warnings}")
 
 
-def _compared(case: Case, run: Trained, orders: list[list[int]], *, zeros: bool = False) -> str | None:
+def compare(case: Case, run: Trained, orders: list[list[int]], *, zeros: bool = False) -> str | None:
     """Return how far a run is off; None: no farther than plain fp32 in the worst of `orders`, by `FACTOR`."""
     before = {name: _exact(parameter) for name, parameter in case.make().named_parameters()}
     exact, exact_losses = by_torch(case, torch.float64, orders[0], zeros=zeros)

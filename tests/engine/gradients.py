@@ -36,18 +36,23 @@ def weights(model: nn.Module) -> Gradient:
     return {name: parameter.detach().double().clone() for name, parameter in model.named_parameters()}
 
 
-def applied(engine: Engine, before: Gradient) -> Gradient:
-    """(before - after) / learning rate, each parameter whole. Runs on ranks."""
+def whole(engine: Engine) -> Gradient:
+    """Return a copy of all parameters in fp64, whole; of what is trained in bf16 the fp32 weights. Runs on ranks."""
     from deepspeed.utils import safe_get_full_fp32_param
 
-    gradient = {}
+    found = {}
     for name, parameter in engine.module.named_parameters():
-        after = safe_get_full_fp32_param(parameter)
-        after = parameter.detach() if after is None else after
-        if not after.numel():  # frozen, and split by ZeRO-3
-            continue
-        gradient[name] = (before[name] - after.double().view_as(before[name])) / LEARNING_RATE
-    return gradient
+        held = safe_get_full_fp32_param(parameter)
+        if held is None:
+            with engine.zero.gathered(parameter):
+                held = parameter.detach().clone()
+        found[name] = held.double().view(engine.zero.shape(parameter)).clone()
+    return found
+
+
+def applied(engine: Engine, before: Gradient) -> Gradient:
+    """(before - after) / learning rate, each parameter whole. Runs on ranks."""
+    return {name: (before[name] - after) / LEARNING_RATE for name, after in whole(engine).items()}
 
 
 def relative_error(gradient: Gradient, reference: Gradient) -> float:
@@ -62,6 +67,30 @@ def in_dtype(model: nn.Module, dtype: torch.dtype) -> nn.Module:
     if dtype == torch.float64:
         copied.set_experts_implementation("eager")
     return copied
+
+
+def plain_gradient(model: nn.Module, samples: Sequence[Any], micro_batch: int = 1) -> Gradient:
+    """Return the gradient of the mean loss of a language model by PyTorch alone, in one process, sample by sample."""
+    objective = CausalLM()
+    batches = [objective.collate(samples[at : at + micro_batch]) for at in range(0, len(samples), micro_batch)]
+    targets = sum(map(objective.count, batches))
+    for batch in batches:
+        logits = model(input_ids=batch["input_ids"]).logits[:, :-1].flatten(0, 1)
+        labels = batch["labels"][:, 1:].flatten()
+        (torch.nn.functional.cross_entropy(logits, labels, ignore_index=-100, reduction="sum") / targets).backward()
+    return {name: parameter.grad for name, parameter in model.named_parameters() if parameter.requires_grad}
+
+
+def plain_loss(model: nn.Module, samples: Sequence[Any]) -> tuple[float, int]:
+    """Return the mean loss of a language model by PyTorch alone, sample by sample, and the number of its targets."""
+    loss, targets = 0.0, 0
+    for sample in samples:
+        labels = torch.tensor(sample["labels"])[1:]
+        with torch.no_grad():
+            logits = model(input_ids=torch.tensor([sample["input_ids"]])).logits[0, :-1]
+        loss += float(torch.nn.functional.cross_entropy(logits, labels, ignore_index=-100, reduction="sum"))
+        targets += int((labels != -100).sum())
+    return loss / targets, targets
 
 
 def bound_by(short: Any, exact: Any) -> float:

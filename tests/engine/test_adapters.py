@@ -1,6 +1,5 @@
-"""Adapters in training: exact for any split, checkpoints without the frozen base, and a folder that peft loads."""
+"""Adapters in training, also around a base in 4 bits: exact for any split, checkpoints without the base."""
 
-import gc
 import json
 from dataclasses import replace
 from pathlib import Path
@@ -18,265 +17,284 @@ from frugal.checkpoint.progress import Progress
 from frugal.config.adapters import Lora
 from frugal.data.tokenizer import byte_tokenizer
 from frugal.deepspeed_adapter import checkpoint_files
-from frugal.deepspeed_adapter.kernels import DTYPES
-from frugal.engine.engine import Engine, initialize
-from frugal.errors import FrugalError, RequestError
-from frugal.models import adapters
-from frugal.models.objectives import CausalLM
+from frugal.engine import training
+from frugal.errors import FrugalError, PlanMismatchError, RequestError
+from frugal.models.loading import placed
 from frugal.models.resolve import resolve
+from frugal.planning.plan import Plan
+from tests.engine.engines import plan_here, running
 from tests.engine.gradients import (
     LEARNING_RATE,
     SGD,
     Gradient,
     bound_by,
     bound_of_losses,
+    plain_gradient,
     relative_error,
-    weights,
+    whole,
     with_bound,
 )
 from tests.engine.small_models import TINY, ragged_samples
 
 LORA = "r=4,alpha=8"
+KINDS: dict[str, tuple[str, str, str | None]] = {  # base, adapters, quantisation
+    "LoRA": ("llama", LORA, None),
+    "DoRA": ("llama", f"{LORA},dora", None),
+    "conv1d": ("gpt2", LORA, None),
+    "nf4": ("llama", LORA, "nf4"),
+    "nf4, conv1d": ("gpt2", LORA, "nf4"),
+}
+ASKED = transformers.BitsAndBytesConfig(
+    load_in_4bit=True, bnb_4bit_quant_type="nf4", bnb_4bit_use_double_quant=True, bnb_4bit_compute_dtype=torch.float32
+)
+EXHAUSTIVE = pytest.mark.exhaustive
 
 
-def base(family: str = "llama", seed: int = 0) -> Any:
-    """A small model with random weights, fp32."""
-    torch.manual_seed(seed)
-    config = transformers.CONFIG_MAPPING[family].from_dict(TINY[family])
-    return transformers.AutoModelForCausalLM.from_config(config)
+@pytest.fixture(scope="module")
+def bases(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Pretrained models of a few kinds, fp32."""
+    folder = tmp_path_factory.mktemp("bases")
+    for seed, (name, family) in enumerate({"llama": "llama", "gpt2": "gpt2", "other": "llama"}.items()):
+        torch.manual_seed(seed)
+        config = transformers.CONFIG_MAPPING[family].from_dict(TINY[family])
+        transformers.AutoModelForCausalLM.from_config(config).save_pretrained(folder / name)
+    return folder
 
 
-def adapted(family: str = "llama", lora: str = LORA) -> Any:
-    """The same with adapters that already do something: peft's own begin with nothing, and half of their gradient."""
-    device = torch.device("cpu")
-    model = adapters.add(base(family), Lora.parse(lora), "causal-lm", dtype=torch.float32, device=device)
-    torch.manual_seed(1)
-    for name, parameter in model.named_parameters():
-        if "lora_B" in name:
-            torch.nn.init.normal_(parameter, std=0.1)
-    return model
+def begin_anywhere(model: torch.nn.Module) -> None:
+    """Adapters that already do something: peft's own begin with nothing, and half of their gradient."""
+    generator = torch.Generator().manual_seed(1)
+    with torch.no_grad():
+        for name, parameter in model.named_parameters():
+            if "lora_A" in name or "lora_B" in name:
+                parameter.copy_(0.1 * torch.randn(parameter.shape, generator=generator))
 
 
-def reference_gradient(family: str, lora: str, global_batch: int, dtype: torch.dtype) -> Gradient:
-    """Plain PyTorch and peft, one process, every sample by itself."""
+def of_one_process(kind: str, bases: Path, dtype: torch.dtype = torch.float32) -> Any:
+    """By transformers, peft and bitsandbytes, with the same adapters."""
+    base, lora, quantize = KINDS[kind]
+    how = {"quantization_config": ASKED} if quantize else {}
     config = peft.LoraConfig(
         r=4, lora_alpha=8, target_modules="all-linear", task_type="CAUSAL_LM", use_dora="dora" in lora
     )
-    model = peft.get_peft_model(base(family), config)
-    model.load_state_dict(adapted(family, lora).state_dict())
-    model, objective = model.to(dtype), CausalLM()
-    batches = [objective.collate([sample]) for sample in ragged_samples(global_batch)]
-    targets = sum(map(objective.count, batches))
-    for batch in batches:
-        logits = model(input_ids=batch["input_ids"]).logits[:, :-1]
-        loss = torch.nn.functional.cross_entropy(
-            logits.reshape(-1, logits.shape[-1]), batch["labels"][:, 1:].reshape(-1), ignore_index=-100, reduction="sum"
-        )
-        (loss / targets).backward()
-    return {name: p.grad for name, p in model.named_parameters() if p.requires_grad}
+    model = peft.get_peft_model(
+        transformers.AutoModelForCausalLM.from_pretrained(bases / base, dtype=torch.float32, **how), config
+    )
+    begin_anywhere(model)
+    return (model if quantize else model.to(dtype)).train()
 
 
-def start(world_size: int, zero_stage: int, *, model: Any = None, lora: str = LORA, **how: Any) -> Engine:
-    """An engine of a model with adapters, and of parameters some of which stay whole under ZeRO-3."""
-    plan = plan_by_hand(
-        world_size=world_size, global_batch=how.get("global_batch", 4), micro_batch=how.get("micro_batch", 1),
-        zero_stage=zero_stage, request={**how.get("request", {}), "lora": Lora.parse(lora)},
-        strategy={"persistence_threshold_elements": 100, **how.get("strategy", {})},
+def reference_gradient(kind: str, bases: Path, global_batch: int) -> tuple[Gradient, float]:
+    """With how far off a right one may be; bitsandbytes knows no fp64: by how far two orders of its sums are apart."""
+    samples = ragged_samples(global_batch)
+    if KINDS[kind][2] is None:
+        return with_bound(lambda dtype: plain_gradient(of_one_process(kind, bases, dtype), samples))
+    exact, other = (plain_gradient(of_one_process(kind, bases), samples, size) for size in (1, global_batch))
+    return exact, 2 * bound_by(other, exact)
+
+
+def plan_for(kind: str, zero_stage: int, split: Any = (4, 1), request: Any = None, **strategy: Any) -> Plan:
+    """Of ZeRO-3 some parameters stay whole."""
+    _, lora, quantize = KINDS[kind]
+    return plan_here(
+        zero_stage, *split, {"lora": Lora.parse(lora), "quantize": quantize, **(request or {})},
+        **{"persistence_threshold_elements": 100, **strategy},
     )  # fmt: skip
-    return initialize(adapted(lora=lora) if model is None else model, plan, CausalLM())
 
 
-def stop(engine: Engine) -> None:
-    engine.destroy()
-    gc.collect()
-
-
-def whole(engine: Engine) -> Gradient:
-    """A copy of all parameters, trained or not; runs on ranks."""
-    import deepspeed
-
-    zero_3 = engine.plan.strategy.zero_stage == 3
-    with deepspeed.zero.GatheredParameters(list(engine.module.parameters()), enabled=zero_3):
-        return weights(engine.module)
+def build(plan: Plan, base: Path, seed: int = 0) -> torch.nn.Module:
+    """A model as a run reads and quantises it. Runs on ranks."""
+    spec = replace(resolve(str(base)), lora=plan.request.lora, quantize=plan.request.quantize)
+    return placed.build(spec, plan, torch.device("cpu"), seed=seed)
 
 
 def measured_gradient(
-    family: str,
-    lora: str,
-    zero_stage: int,
-    global_batch: int,
-    micro_batch: int | tuple[int, ...],
-    strategy: dict[str, Any],
+    kind: str, bases: Path, zero_stage: int, split: Any, strategy: dict[str, Any]
 ) -> tuple[Gradient, list[str]]:
     """What one SGD step has taken off of adapters, by its gradient; and what else has changed. Runs on ranks."""
-    before = weights(adapted(family, lora))
-    engine = start(
-        torch.distributed.get_world_size(), zero_stage, model=adapted(family, lora), lora=lora, request=SGD,
-        global_batch=global_batch, micro_batch=micro_batch, strategy=strategy,
-    )  # fmt: skip
-    engine.train_step(ragged_samples(global_batch))
-    trained = {name for name, p in engine.module.named_parameters() if p.requires_grad}
-    after = whole(engine)
-    stop(engine)
+    plan, samples = plan_for(kind, zero_stage, split, SGD, **strategy), ragged_samples(split[0])
+    model = build(plan, bases / KINDS[kind][0])
+    begin_anywhere(model)
+    with running(plan, model) as engine:
+        before = whole(engine)
+        engine.evaluate(samples)
+        engine.train_step(samples)
+        trained = {name for name, p in engine.module.named_parameters() if p.requires_grad}
+        after = whole(engine)
     gradient = {name: (before[name] - after[name]) / LEARNING_RATE for name in trained}
     return gradient, [name for name in before if name not in trained and not torch.equal(before[name], after[name])]
 
 
-exhaustive = pytest.mark.exhaustive
+UNEVEN, MIXED = (10, (3, 2, 1)), {"activation_checkpointing": "selective", "loss": "tiled", "offload_optimizer": "cpu"}
 OFFLOADED = {"offload_optimizer": "cpu", "offload_parameters": "cpu", "loss": "tiled"}
-EXACT = [
-    *(("three_ranks", stage, 10, (3, 2, 1), {}) for stage in (0, 3)),
-    *(pytest.param("two_ranks", stage, 4, 2, {}, marks=exhaustive) for stage in (1, 2)),
-    pytest.param("one_rank", 0, 4, 2, {}, marks=exhaustive),
-    pytest.param("two_ranks", 3, 4, 1, {"activation_checkpointing": "full"}, marks=exhaustive),
-    ("two_ranks", 2, 4, 1, {"activation_checkpointing": "selective", "loss": "tiled", "offload_optimizer": "cpu"}),
-    pytest.param("one_rank", 3, 4, 2, {}, marks=exhaustive),
-    *(pytest.param("three_ranks", stage, 10, (3, 2, 1), {}, marks=exhaustive) for stage in (1, 2)),
-    *(
-        pytest.param("two_ranks", 3, 4, 1, strategy, marks=exhaustive)
-        for strategy in ({"activation_checkpointing": "offloaded"}, OFFLOADED)
-    ),
+IN_EVERY_RUN = [
+    ("LoRA", "three_ranks", 3, UNEVEN, {}),
+    ("LoRA", "two_ranks", 2, (4, 1), MIXED),
+    ("DoRA", "two_ranks", 3, (4, 1), {}),
+    ("conv1d", "two_ranks", 3, (4, 1), {}),
+    ("nf4", "three_ranks", 3, UNEVEN, {}),
+    ("nf4", "two_ranks", 2, (4, 1), MIXED),
 ]
+MORE = [
+    *((kind, "one_rank", stage, (4, 2), {}) for kind in ("LoRA", "nf4") for stage in (0, 3)),
+    *((kind, "two_ranks", stage, (4, 2), {}) for kind in KINDS for stage in (0, 1, 2)),
+    *(("LoRA", "three_ranks", stage, UNEVEN, {}) for stage in (0, 1, 2)),
+    ("nf4, conv1d", "two_ranks", 3, (4, 1), {}),
+    ("LoRA", "two_ranks", 3, (4, 1), {"activation_checkpointing": "offloaded"}),
+    *(
+        (kind, "two_ranks", 3, (4, 1), strategy)
+        for kind in ("LoRA", "nf4")
+        for strategy in (OFFLOADED, {"activation_checkpointing": "full"}, {"activation_checkpointing": "selective"})
+    ),
+]  # fmt: skip
 
 
-@pytest.mark.parametrize(("fixture", "zero_stage", "global_batch", "micro_batch", "strategy"), EXACT)
-def test_the_gradient_is_that_of_plain_pytorch_and_peft_and_the_base_stays(
-    fixture: str, zero_stage: int, global_batch: int, micro_batch: Any, strategy: dict[str, Any],
+@pytest.mark.parametrize(
+    ("kind", "fixture", "zero_stage", "split", "strategy"),
+    [*IN_EVERY_RUN, *(pytest.param(*row, marks=EXHAUSTIVE) for row in MORE)],
+)
+def test_the_gradient_is_that_of_the_libraries_alone_also_after_an_evaluation_and_the_base_stays(
+    kind: str, fixture: str, zero_stage: int, split: Any, strategy: dict[str, Any], bases: Path,
     request: pytest.FixtureRequest,
 ) -> None:  # fmt: skip
     ranks: Ranks = request.getfixturevalue(fixture)
-    reference, bound = with_bound(reference_gradient, "llama", LORA, global_batch)
-    for gradient, others in ranks.run(
-        measured_gradient, "llama", LORA, zero_stage, global_batch, micro_batch, strategy
-    ):
+    reference, bound = reference_gradient(kind, bases, split[0])
+    for gradient, others in ranks.run(measured_gradient, kind, bases, zero_stage, split, strategy):
         assert others == []
         assert gradient.keys() == reference.keys()
         assert relative_error(gradient, reference) < bound
 
 
-@pytest.mark.parametrize(("family", "lora"), [("gpt2", LORA), ("llama", f"{LORA},dora")])
-@pytest.mark.parametrize("zero_stage", [pytest.param(2, marks=exhaustive), 3])
-def test_conv1d_and_dora_are_exact_too(family: str, lora: str, zero_stage: int, two_ranks: Ranks) -> None:
-    reference, bound = with_bound(reference_gradient, family, lora, 4)
-    ((gradient, others), _) = two_ranks.run(measured_gradient, family, lora, zero_stage, 4, 1, {})
-    assert others == []
-    assert relative_error(gradient, reference) < bound
-
-
-# Checkpoints hold adapters and their states, not the base.
+# Checkpoints hold adapters and their states; the base is read, and quantised, again.
 
 DATA = ragged_samples(4, longest=24)
-ADAM = {"learning_rate": 1e-2}
-RECOMPUTING = {"activation_checkpointing": "full"}
 
 
-def interrupted(folder: Path, zero_stage: int, precision: str) -> list[float]:
-    """Losses of five steps, with a checkpoint after the third; runs on ranks."""
-    engine = begun(zero_stage, precision)
-    losses = [engine.train_step(DATA).loss for _ in range(3)]
-    saving.save(engine, folder, Progress(step=3))
-    losses += [engine.train_step(DATA).loss for _ in range(2)]
-    stop(engine)
-    return losses
-
-
-def begun(zero_stage: int, precision: str = "fp32", lora: str = LORA, seed: int = 0) -> Engine:
-    device, dtype = torch.device("cpu"), DTYPES[precision]
-    model = adapters.add(
-        base(seed=seed).to(dtype), Lora.parse(lora), "causal-lm", dtype=dtype, device=device, seed=seed
-    )
-    return start(
-        torch.distributed.get_world_size(), zero_stage, model=model, lora=lora, strategy=RECOMPUTING,
-        request={**ADAM, "precision": precision},
-    )  # fmt: skip
-
-
-def continued(folder: Path, zero_stage: int, precision: str) -> list[float]:
-    """Losses of the fourth step and the fifth, from the checkpoint; runs on ranks."""
-    engine = begun(zero_stage, precision)
-    loading.load(engine, folder)
-    losses = [engine.train_step(DATA).loss for _ in range(2)]
-    stop(engine)
-    return losses
+def losses(
+    kind: str, bases: Path, zero_stage: int, precision: str, save: Path | None = None, load: Path | None = None
+) -> list[float]:
+    """Losses of five steps, with a checkpoint after the third, or of two from there; runs on ranks."""
+    request = {"learning_rate": 1e-2, "precision": precision}
+    plan = plan_for(kind, zero_stage, request=request, activation_checkpointing="full")
+    model = build(plan, bases / KINDS[kind][0])
+    begin_anywhere(model)
+    with running(plan, model) as engine:
+        found = []
+        if load:
+            loading.load(engine, load)
+        else:
+            found = [engine.train_step(DATA).loss for _ in range(3)]
+        if save:
+            saving.save(engine, save, Progress(step=3))
+        return found + [engine.train_step(DATA).loss for _ in range(2)]
 
 
 @pytest.mark.parametrize(
-    ("zero_stage", "precision", "others"),
+    ("kind", "zero_stage", "precision", "others"),
     [
-        (2, "bf16", [("one_rank", 2), ("two_ranks", 3)]),
-        pytest.param(0, "fp32", [("one_rank", 3), ("two_ranks", 2)], marks=exhaustive),
-        pytest.param(3, "fp32", [("one_rank", 0), ("two_ranks", 1)], marks=exhaustive),
+        ("LoRA", 2, "bf16", [("one_rank", 2), ("two_ranks", 3)]),
+        *(
+            pytest.param(*row, marks=EXHAUSTIVE)
+            for row in (
+                ("LoRA", 0, "fp32", [("one_rank", 3), ("two_ranks", 2)]),
+                ("LoRA", 3, "fp32", [("one_rank", 0), ("two_ranks", 1)]),
+                ("nf4", 0, "fp32", [("one_rank", 3), ("two_ranks", 2)]),
+                ("nf4", 3, "fp32", [("one_rank", 0), ("two_ranks", 1), ("three_ranks", 3)]),
+            )
+        ),
     ],
 )
 def test_a_run_goes_on_from_a_checkpoint_without_the_base_on_any_layout(
-    zero_stage: int, precision: str, others: list[tuple[str, int]], tmp_path: Path, two_ranks: Ranks,
-    request: pytest.FixtureRequest,
+    kind: str, zero_stage: int, precision: str, others: list[tuple[str, int]], bases: Path, tmp_path: Path,
+    two_ranks: Ranks, request: pytest.FixtureRequest,
 ) -> None:  # fmt: skip
-    losses = two_ranks.run(interrupted, tmp_path, zero_stage, precision)[0]
-    assert losses == sorted(losses, reverse=True)
-    assert two_ranks.run(continued, tmp_path, zero_stage, precision)[0] == losses[3:]  # bit for bit
-    bound = bound_of_losses(adapted, [DATA] * 5, learning_rate=ADAM["learning_rate"])
+    whole_run = two_ranks.run(losses, kind, bases, zero_stage, precision, tmp_path)[0]
+    assert whole_run == sorted(whole_run, reverse=True)
+    again = two_ranks.run(losses, kind, bases, zero_stage, precision, None, tmp_path)[0]
+    assert again == whole_run[3:]  # bit for bit
+    if precision == "bf16":
+        bound = 2**-8  # it keeps 8 bits of each sum
+    elif kind == "nf4":
+        bound = 5 * reference_gradient(kind, bases, 4)[1]  # as many steps
+    else:
+        bound = bound_of_losses(lambda: of_one_process(kind, bases), [DATA] * 5, learning_rate=1e-2)
     for fixture, other in others:
         ranks: Ranks = request.getfixturevalue(fixture)
-        tolerance = bound if precision == "fp32" else 2**-8  # bf16 keeps 8 bits of each sum
-        assert ranks.run(continued, tmp_path, other, precision)[0] == pytest.approx(losses[3:], rel=tolerance)
+        found = ranks.run(losses, kind, bases, other, precision, None, tmp_path)[0]
+        assert found == pytest.approx(whole_run[3:], rel=bound)
     for file in (tmp_path / "step-000003").glob("*model_states.pt"):
         states = checkpoint_files.read(file)
         assert all("lora_" in name for name in states["module"])
         assert not states["frozen_param_fragments"]
 
 
-def on_other_models(folder: Path) -> list[str]:
-    """What loading says of another base, and of other adapters; runs on ranks."""
+def on_other_models(kind: str, folder: Path, bases: Path, changes: list[tuple[str, dict[str, Any]]]) -> list[str]:
+    """What loading says to each base and request; runs on ranks."""
     messages = []
-    for other in ({"seed": 1}, {"lora": "r=4,alpha=9"}, {"lora": "r=5"}):
-        engine = begun(3, **other)
-        try:
-            loading.load(engine, folder)
-        except FrugalError as error:
-            messages.append(f"{error.exit_code} {error}".replace(str(folder), "DIR"))
-        stop(engine)
+    for base, request in changes:
+        plan = plan_for(kind, 3, request=request)
+        with running(plan, build(plan, bases / base)) as engine:
+            try:
+                loading.load(engine, folder)
+            except FrugalError as error:
+                messages.append(f"{error.exit_code} {error}".replace(f"{folder}/step-000003", "IT"))
     return messages
 
 
-def test_adapters_of_another_base_and_other_adapters_are_refused(tmp_path: Path, two_ranks: Ranks) -> None:
-    two_ranks.run(interrupted, tmp_path, 2, "fp32")
-    base_message, alpha_message, rank_message = two_ranks.run(on_other_models, tmp_path)[0]
-    assert base_message.startswith("4 DIR/step-000003 holds adapters of another base model")
-    assert alpha_message.startswith(
-        "4 DIR/step-000003 was made with adapters r=4,alpha=8,targets=all-linear, this run has adapters r=4,alpha=9"
-    )
-    assert rank_message.startswith("4 DIR/step-000003 is of another model")
+OTHERS: dict[str, dict[str, tuple[str, dict[str, Any]]]] = {
+    "LoRA": {
+        "4 IT holds adapters of another base model": ("other", {}),
+        "4 IT was made with adapters r=4,alpha=8,targets=all-linear, this run has adapters r=4,alpha=9": (
+            "llama", {"lora": Lora.parse("r=4,alpha=9")}
+        ),
+        "4 IT is of another model": ("llama", {"lora": Lora.parse("r=5")}),
+    },
+    "nf4": {
+        "4 IT was made with quantised weights nf4, this run has no quantised": ("llama", {"quantize": None}),
+        "4 IT holds adapters of another base model": ("other", {}),
+    },
+}  # fmt: skip
+"""What is said of the checkpoint of a kind, by the base and the request of the run that is to go on from it."""
 
 
-def trained_and_saved(folder: Path, base_folder: Path, zero_stage: int) -> torch.Tensor:
+@pytest.mark.parametrize("kind", ["LoRA", pytest.param("nf4", marks=EXHAUSTIVE)])
+def test_adapters_of_another_base_and_other_adapters_are_refused(
+    kind: str, bases: Path, tmp_path: Path, two_ranks: Ranks
+) -> None:
+    two_ranks.run(losses, kind, bases, 2, "fp32", tmp_path)
+    said = two_ranks.run(on_other_models, kind, tmp_path, bases, list(OTHERS[kind].values()))[0]
+    assert all(each.startswith(expected) for each, expected in zip(said, OTHERS[kind], strict=True)), said
+
+
+def trained_and_saved(folder: Path, base: Path, zero_stage: int) -> torch.Tensor:
     """The logits of a trained model, which is saved; runs on ranks."""
-    spec = replace(resolve(str(base_folder)), lora=Lora.parse("r=4"))
-    engine = start(2, zero_stage, model=spec.build(dtype=torch.float32), lora="r=4", request=ADAM)
-    for _ in range(3):
-        engine.train_step(DATA)
-    saving.save_model(engine, folder, byte_tokenizer(), uses_cache=spec.uses_cache)
-    with torch.no_grad():
-        logits = engine.module.eval()(input_ids=torch.arange(16)[None]).logits
-    stop(engine)
-    return logits
+    plan = plan_for("LoRA", zero_stage, request={"learning_rate": 1e-2})
+    spec = resolve(str(base))
+    with running(plan, build(plan, base)) as engine:
+        for _ in range(3):
+            engine.train_step(DATA)
+        saving.save_model(engine, folder, byte_tokenizer(), uses_cache=spec.uses_cache)
+        with torch.no_grad():
+            return engine.module.eval()(input_ids=torch.arange(16)[None]).logits
 
 
-@pytest.mark.parametrize("zero_stage", [2, 3])
-def test_peft_loads_the_final_folder_and_says_the_same(zero_stage: int, tmp_path: Path, two_ranks: Ranks) -> None:
-    base().save_pretrained(tmp_path / "base")
-    logits = two_ranks.run(trained_and_saved, tmp_path / "model", tmp_path / "base", zero_stage)[0]
-    names = {path.name for path in (tmp_path / "model").iterdir()}
+@pytest.mark.parametrize("zero_stage", [pytest.param(2, marks=EXHAUSTIVE), 3])
+def test_peft_loads_the_final_folder_and_says_the_same(
+    zero_stage: int, bases: Path, tmp_path: Path, two_ranks: Ranks
+) -> None:
+    logits = two_ranks.run(trained_and_saved, tmp_path, bases / "llama", zero_stage)[0]
+    names = {path.name for path in tmp_path.iterdir()}
     assert {"adapter_config.json", "adapter_model.safetensors", "tokenizer.json"} <= names
     assert not {"model.safetensors", "config.json"} & names
-    config = json.loads((tmp_path / "model" / "adapter_config.json").read_text())
-    assert config["base_model_name_or_path"] == str(tmp_path / "base")
-    of_hub = transformers.AutoModelForCausalLM.from_pretrained(config["base_model_name_or_path"])
-    loaded = peft.PeftModel.from_pretrained(of_hub, tmp_path / "model").eval()
+    config = json.loads((tmp_path / "adapter_config.json").read_text())
+    assert config["base_model_name_or_path"] == str(bases / "llama")
+    base = transformers.AutoModelForCausalLM.from_pretrained(bases / "llama").eval()
+    tokens = torch.arange(16)[None]
     with torch.no_grad():
-        theirs = loaded(input_ids=torch.arange(16)[None]).logits
-        before = base().eval()(input_ids=torch.arange(16)[None]).logits
-        exact = {"logits": loaded.double()(input_ids=torch.arange(16)[None]).logits}
+        before = base(input_ids=tokens).logits
+        loaded = peft.PeftModel.from_pretrained(base, tmp_path).eval()
+        theirs = loaded(input_ids=tokens).logits
+        exact = {"logits": loaded.double()(input_ids=tokens).logits}
     assert relative_error({"logits": logits}, exact) < bound_by({"logits": theirs}, exact)
     assert not torch.allclose(before, logits, atol=1e-3)
 
@@ -284,3 +302,14 @@ def test_peft_loads_the_final_folder_and_says_the_same(zero_stage: int, tmp_path
 def test_adapters_of_random_weights_are_not_trained() -> None:
     with pytest.raises(RequestError, match="--lora would freeze random weights"):
         replace(resolve("gpt2"), lora=Lora.parse("r=4")).refuse_random_base()
+
+
+def test_a_run_takes_the_model_that_its_plan_is_for_whose_weights_are_counted_as_they_were(bases: Path) -> None:
+    plain = replace(resolve(str(bases / "llama")), lora=Lora.parse(LORA))
+    number = sum(parameter.numel() for parameter in plain.build(dtype=torch.float32).parameters())
+    model = replace(plain, quantize="nf4").build(dtype=torch.float32)
+    assert sum(parameter.numel() for parameter in model.parameters()) < number
+    made = plan_by_hand(world_size=1, global_batch=4, micro_batch=4, zero_stage=0, request={"lora": Lora.parse(LORA)})
+    training._refuse_other_model(replace(made, model=replace(made.model, parameters=number)), model)
+    with pytest.raises(PlanMismatchError, match="the plan is for another model"):
+        training._refuse_other_model(replace(made, model=replace(made.model, parameters=number + 1)), model)

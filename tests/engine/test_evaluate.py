@@ -1,7 +1,6 @@
 """The mean loss on N samples is that of one process, for any N and any number of ranks."""
 
 import gc
-import json
 import math
 from pathlib import Path
 from types import SimpleNamespace
@@ -9,18 +8,18 @@ from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
 
-from bench.plans import plan_by_hand
 from bench.ranks import Ranks
+from bench.runs import records
 from frugal.engine import final_model
-from frugal.engine.engine import initialize
 from frugal.engine.evaluation import Evaluation, evaluate
 from frugal.engine.measure.two_steps import settled_collectives
 from frugal.engine.reports.metrics import Log
 from frugal.errors import RequestError
 from frugal.memory_watch import gauge
-from frugal.models.objectives import CausalLM
-from tests.engine.gradients import with_bound
+from tests.engine.engines import losses_of, plan_here, running
+from tests.engine.gradients import plain_loss, with_bound
 from tests.engine.small_models import ragged_samples, tiny_gpt2
 
 NUMBERS = (1, 7, 64)
@@ -40,44 +39,33 @@ class Counted(list):  # type: ignore[type-arg]  # a list of samples
 
 def reference(number: int, dtype: torch.dtype) -> tuple[float, int]:
     """Plain PyTorch, one process, every sample by itself."""
-    model, loss, targets = tiny_gpt2().to(dtype).eval(), 0.0, 0
-    with torch.no_grad():
-        for sample in ragged_samples(number):
-            labels = torch.tensor(sample["labels"])[1:]
-            logits = model(input_ids=torch.tensor([sample["input_ids"]])).logits[0, :-1]
-            loss += float(torch.nn.functional.cross_entropy(logits, labels, ignore_index=-100, reduction="sum"))
-            targets += int((labels != -100).sum())
-    return loss / targets, targets
+    return plain_loss(tiny_gpt2().to(dtype).eval(), ragged_samples(number))
 
 
-def evaluations(world_size: int, zero_stage: int) -> list[tuple[Evaluation, list[int]]]:
+def evaluations(zero_stage: int) -> list[tuple[Evaluation, list[int]]]:
     """One engine with dropout, evaluated on each number of samples; runs on ranks."""
-    plan = plan_by_hand(
-        world_size=world_size, global_batch=16, micro_batch=tuple(range(3, 3 + world_size)), zero_stage=zero_stage
-    )
-    engine = initialize(tiny_gpt2(resid_pdrop=0.5, attn_pdrop=0.5), plan, CausalLM())
-    results = []
-    for number in NUMBERS:
-        samples = Counted(ragged_samples(number))
-        results.append((evaluate(engine, samples), samples.reads))
-    assert engine.module.training
-    engine.destroy()
-    gc.collect()
+    results, caps = [], tuple(range(3, 3 + dist.get_world_size()))
+    with running(plan_here(zero_stage, 16, caps), tiny_gpt2(resid_pdrop=0.5, attn_pdrop=0.5)) as engine:
+        for number in NUMBERS:
+            samples = Counted(ragged_samples(number))
+            results.append((evaluate(engine, samples), samples.reads))
+        assert engine.module.training
     return results
 
 
 @pytest.mark.parametrize(
-    ("world_size", "zero_stage"),
+    ("fixture", "zero_stage"),
     [
-        (1, 0), (2, 2), (3, 3),
-        *(pytest.param(world_size, stage, marks=pytest.mark.exhaustive) for world_size in (2, 3) for stage in (0, 1)),
+        ("one_rank", 0),
+        ("three_ranks", 3),
+        *(pytest.param("two_ranks", stage, marks=pytest.mark.exhaustive) for stage in (0, 1, 2)),
     ],
-)  # fmt: skip
+)
 def test_the_loss_is_that_of_plain_pytorch_and_no_sample_counts_twice(
-    world_size: int, zero_stage: int, request: pytest.FixtureRequest
+    fixture: str, zero_stage: int, request: pytest.FixtureRequest
 ) -> None:
-    ranks: Ranks = request.getfixturevalue({1: "one_rank", 2: "two_ranks", 3: "three_ranks"}[world_size])
-    by_rank = ranks.run(evaluations, world_size, zero_stage)
+    ranks: Ranks = request.getfixturevalue(fixture)
+    by_rank = ranks.run(evaluations, zero_stage)
     for i, number in enumerate(NUMBERS):
         (loss, targets), bound = with_bound(reference, number)
         for results in by_rank:
@@ -90,17 +78,13 @@ def test_the_loss_is_that_of_plain_pytorch_and_no_sample_counts_twice(
 
 def trajectory(zero_stage: int, evaluating: bool) -> list[float]:
     """Losses of a run with dropout, with or without evaluations in between; runs on ranks."""
-    plan = plan_by_hand(world_size=2, global_batch=6, micro_batch=2, zero_stage=zero_stage)
-    torch.manual_seed(torch.distributed.get_rank())
-    engine = initialize(tiny_gpt2(resid_pdrop=0.1), plan, CausalLM())
     losses = []
-    torch.manual_seed(torch.distributed.get_rank())
-    for step in range(4):
-        losses.append(engine.train_step(ragged_samples(6, seed=step)).loss)
-        if evaluating:
-            evaluate(engine, ragged_samples(5))
-    engine.destroy()
-    gc.collect()
+    with running(plan_here(zero_stage, 6), tiny_gpt2(resid_pdrop=0.1)) as engine:
+        torch.manual_seed(dist.get_rank())
+        for step in range(4):
+            losses += losses_of(engine, step, step + 1)
+            if evaluating:
+                evaluate(engine, ragged_samples(5))
     return losses
 
 
@@ -115,9 +99,8 @@ def peaks(zero_stage: int, strategy: dict[str, Any], model: dict[str, Any]) -> t
     And what the evaluated model returns as its keys and values.
     """
     caches = set()
-    plan = plan_by_hand(world_size=2, global_batch=64, micro_batch=32, zero_stage=zero_stage, strategy=strategy)
-    with gauge("cpu") as memory, settled_collectives():
-        engine = initialize(tiny_gpt2(**model), plan, CausalLM())
+    plan = plan_here(zero_stage, 64, 32, **strategy)
+    with gauge("cpu") as memory, settled_collectives(), running(plan, tiny_gpt2(**model)) as engine:
         for step in range(2):
             memory.mark("training")
             engine.train_step(ragged_samples(64, seed=step, shortest=64))
@@ -126,11 +109,7 @@ def peaks(zero_stage: int, strategy: dict[str, Any], model: dict[str, Any]) -> t
         engine.module.register_forward_hook(lambda _model, _inputs, outputs: caches.add(outputs.past_key_values))
         evaluate(engine, ragged_samples(65, seed=5, shortest=64))
         assert engine.module.config.use_cache == model.get("use_cache", False)
-        most = memory.phases
-    engine.destroy()
-    del engine
-    gc.collect()
-    return most, caches
+        return dict(memory.phases), caches
 
 
 @pytest.mark.parametrize(
@@ -154,36 +133,29 @@ def test_evaluating_takes_no_more_memory_than_training(
 
 def nothing_to_evaluate() -> list[str]:
     """What evaluating nothing and evaluating prompts says; runs on ranks."""
-    engine = initialize(
-        tiny_gpt2(), plan_by_hand(world_size=1, global_batch=2, micro_batch=2, zero_stage=2), CausalLM()
-    )
     messages = []
-    for samples in ([], [{"input_ids": [1, 2, 3], "labels": [-100] * 3}]):
-        with pytest.raises(RequestError) as raised:
-            evaluate(engine, samples)
-        messages.append(str(raised.value))
-    engine.destroy()
+    with running(plan_here(2, 2)) as engine:
+        for samples in ([], [{"input_ids": [1, 2, 3], "labels": [-100] * 3}]):
+            with pytest.raises(RequestError) as raised:
+                evaluate(engine, samples)
+            messages.append(str(raised.value))
     return messages
 
 
 def test_nothing_to_evaluate_is_said(one_rank: Ranks) -> None:
-    assert one_rank.run(nothing_to_evaluate)[0] == [
-        "there is no sample to evaluate on\n\nhint: give validation data, or a larger part of the data",
-        "the validation data has no target\n  because every label of its 1 samples is ignored",
-    ]
+    ((of_none, of_prompts),) = one_rank.run(nothing_to_evaluate)
+    assert of_none.startswith("there is no sample to evaluate on\n") and "hint: give validation data" in of_none
+    assert "because every label of its 1 samples is ignored" in of_prompts
 
 
 def at_the_end(folder: Path) -> list[dict[str, Any]]:
     """What a run records at its end that has data kept for it; runs on one rank."""
-    plan = plan_by_hand(world_size=1, global_batch=16, micro_batch=4, zero_stage=0)
-    engine = initialize(tiny_gpt2(), plan, CausalLM())
     data: Any = SimpleNamespace(
         training=ragged_samples(64), validation=ragged_samples(9), test=ragged_samples(7, seed=1)
     )
-    with Log(folder, rank=0, planned_bytes=0, total_steps=5) as log:
+    with running(plan_here(0, 16, 4)) as engine, Log(folder, rank=0, planned_bytes=0, total_steps=5) as log:
         final_model.evaluate_at_the_end(engine, data, 5, log)
-    engine.destroy()
-    return [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
+    return records(folder)
 
 
 def test_what_was_kept_for_the_end_is_evaluated_whole_beside_what_is_known(one_rank: Ranks, tmp_path: Path) -> None:

@@ -1,6 +1,5 @@
 """A cluster of unequal ranks, planned, dry-run and trained for real: as on one rank, and within the budgets."""
 
-import gc
 import json
 from pathlib import Path
 
@@ -10,11 +9,11 @@ import torch
 import frugal
 from bench.plans import plan_by_hand
 from bench.ranks import Ranks
-from frugal.engine.engine import initialize
 from frugal.engine.measure.two_steps import settled_collectives
 from frugal.memory_watch import gauge
 from frugal.models.resolve import resolve
 from frugal.planning.plan import Plan
+from tests.engine.engines import running
 from tests.engine.gradients import bound_of_losses
 
 SEQ_LEN, GLOBAL_BATCH, STEPS = 64, 22, 4
@@ -26,23 +25,6 @@ CONFIG = {
 }  # fmt: skip
 
 
-@pytest.fixture(scope="module")
-def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    folder = tmp_path_factory.mktemp("model")
-    (folder / "config.json").write_text(json.dumps(CONFIG))
-    return folder
-
-
-@pytest.fixture(scope="module")
-def plan(model: Path) -> Plan:
-    """Dry-run for real; three micro-steps, so that the smaller rank is full."""
-    return frugal.plan(
-        model=str(model), device="cpu", mem=",".join(BUDGETS), global_batch=GLOBAL_BATCH, seq_len=SEQ_LEN,
-        precision="fp32", accumulation_steps=3, zero_stage=2, activation_checkpointing="off", loss="plain",
-        learning_rate=1e-2,
-    )  # fmt: skip
-
-
 def samples() -> list[dict[str, torch.Tensor]]:
     tokens = torch.randint(0, 256, (GLOBAL_BATCH, SEQ_LEN), generator=torch.Generator().manual_seed(0))
     return [{"input_ids": row, "labels": row.clone()} for row in tokens]
@@ -51,19 +33,26 @@ def samples() -> list[dict[str, torch.Tensor]]:
 def trained(plan: Plan, model: str) -> tuple[list[float], int]:
     """Losses of a few steps on the same full samples, and this rank's peak, bytes. Runs on ranks."""
     spec, batch = resolve(model, None), samples()
-    with settled_collectives(), gauge("cpu") as memory:
-        engine = initialize(spec.build(dtype=torch.float32, seed=0), plan, spec.objective())
+    with (
+        settled_collectives(),
+        gauge("cpu") as memory,
+        running(plan, spec.build(dtype=torch.float32, seed=0), spec.objective()) as engine,
+    ):
         results = [engine.train_step(batch) for _ in range(STEPS)]
         peak = memory.peak_bytes
-    engine.destroy()
-    del engine
-    gc.collect()
     return [result.loss for result in results], peak
 
 
 def test_a_planned_mixed_cluster_trains_as_one_rank_does_and_each_rank_keeps_its_budget(
-    plan: Plan, model: Path, one_rank: Ranks, two_ranks: Ranks
+    tmp_path: Path, one_rank: Ranks, two_ranks: Ranks
 ) -> None:
+    (tmp_path / "config.json").write_text(json.dumps(CONFIG))
+    model = str(tmp_path)
+    plan = frugal.plan(  # three micro-steps, so that the smaller rank is full
+        model=model, device="cpu", mem=",".join(BUDGETS), global_batch=GLOBAL_BATCH, seq_len=SEQ_LEN,
+        precision="fp32", accumulation_steps=3, zero_stage=2, activation_checkpointing="off", loss="plain",
+        learning_rate=1e-2,
+    )  # fmt: skip
     small, large = plan.batch.sizes
     assert len(small) == len(large) == 3
     assert sum(small) + sum(large) == GLOBAL_BATCH
@@ -73,10 +62,10 @@ def test_a_planned_mixed_cluster_trains_as_one_rank_does_and_each_rank_keeps_its
         world_size=1, global_batch=GLOBAL_BATCH, micro_batch=GLOBAL_BATCH, zero_stage=0,
         request={"learning_rate": plan.request.learning_rate, "seq_len": SEQ_LEN},
     )  # fmt: skip
-    ((losses, _),) = one_rank.run(trained, alone, str(model))
-    ranks = two_ranks.run(trained, plan, str(model))
+    ((losses, _),) = one_rank.run(trained, alone, model)
+    ranks = two_ranks.run(trained, plan, model)
     bound = bound_of_losses(
-        lambda: resolve(str(model), None).build(dtype=torch.float32, seed=0), [samples()] * STEPS, learning_rate=1e-2
+        lambda: resolve(model, None).build(dtype=torch.float32, seed=0), [samples()] * STEPS, learning_rate=1e-2
     )
     assert losses[-1] < losses[0] - 0.1
     for ours, _ in ranks:

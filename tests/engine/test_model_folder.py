@@ -1,6 +1,5 @@
 """`frugal export`: of any checkpoint the folder that the run itself would have written, in one process."""
 
-import gc
 from pathlib import Path
 from typing import Any
 
@@ -9,7 +8,6 @@ import pytest
 import torch
 import transformers
 
-from bench.plans import plan_by_hand
 from bench.ranks import Ranks
 from frugal import cli
 from frugal.checkpoint import run_folder, saving
@@ -19,9 +17,8 @@ from frugal.config.run_settings import RunSettings
 from frugal.data.corpus import tokenizer_for
 from frugal.data.tokenizer import byte_tokenizer
 from frugal.deepspeed_adapter.kernels import DTYPES
-from frugal.engine.engine import initialize
-from frugal.models.objectives import CausalLM
 from frugal.models.resolve import resolve_request
+from tests.engine.engines import plan_here, running
 from tests.engine.gradients import bound_by, relative_error
 from tests.engine.small_models import TINY, ragged_samples
 
@@ -39,27 +36,23 @@ def make_base(folder: Path, seed: int = 0) -> None:
 
 def run(base: Path, out: Path, zero_stage: int, precision: str, lora: str | None, quantize: str | None = None) -> None:
     """Three steps, with a checkpoint after each and the final model; the second is the best. Runs on ranks."""
-    plan = plan_by_hand(
-        world_size=2, global_batch=4, micro_batch=1, zero_stage=zero_stage,
-        request={
-            "model": str(base), "precision": precision, "learning_rate": 1e-2, "lora": lora and Lora.parse(lora),
-            "quantize": quantize,
-        },
-        strategy={"persistence_threshold_elements": 100},
+    plan = plan_here(
+        zero_stage, 4, 1,
+        {"model": str(base), "precision": precision, "learning_rate": 1e-2, "lora": lora and Lora.parse(lora),
+         "quantize": quantize},
+        persistence_threshold_elements=100,
     )  # fmt: skip
     spec = resolve_request(plan.request)
     tokenizer, _ = tokenizer_for(spec, RunSettings(out=out))
     spec = spec.for_tokenizer(tokenizer)
-    engine = initialize(spec.build(dtype=DTYPES[precision]), plan, CausalLM())
-    if engine.rank == 0:
-        out.mkdir()
-        run_folder.write_record(plan, RunSettings(out=out))
-    for step, loss in enumerate((3.0, 1.0, 2.0), start=1):
-        engine.train_step(DATA)
-        saving.save(engine, out / "checkpoints", Progress(step=step, validation_loss=loss), keep=3)
-    saving.save_model(engine, out / "model", tokenizer, uses_cache=spec.uses_cache)
-    engine.destroy()
-    gc.collect()
+    with running(plan, spec.build(dtype=DTYPES[precision])) as engine:
+        if engine.rank == 0:
+            out.mkdir()
+            run_folder.write_record(plan, RunSettings(out=out))
+        for step, loss in enumerate((3.0, 1.0, 2.0), start=1):
+            engine.train_step(DATA)
+            saving.save(engine, out / "checkpoints", Progress(step=step, validation_loss=loss), keep=3)
+        saving.save_model(engine, out / "model", tokenizer, uses_cache=spec.uses_cache)
 
 
 def model(*words: object) -> int:
@@ -98,15 +91,21 @@ def test_the_last_checkpoint_s_folder_is_that_of_the_run(
     assert model(out, "-o", tmp_path / "last") == 0
     assert (tmp_path / "last.tmp").exists() and (tmp_path / "last.old").exists()
     assert_same_files(tmp_path / "last", out / "model")
-    if lora is None:
-        return
-    assert model(out, "-o", tmp_path / "merged", "--merge") == 0
-    base = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "base", dtype=torch.float32)
-    adapted = logits(peft.PeftModel.from_pretrained(base, out / "model"))
-    merged = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "merged")
-    assert merged.dtype == torch.float32, "as the base's folder has it, whatever it was trained in"
+    if lora is not None:
+        assert model(out, "-o", tmp_path / "merged", "--merge") == 0
+        base = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "base", dtype=torch.float32)
+        error, bound, dtype = merged_error(base, out, tmp_path / "merged")
+        assert dtype == torch.float32, "as the base's folder has it, whatever it was trained in"
+        assert error < bound
+
+
+def merged_error(base: Any, out: Path, merged: Path) -> tuple[float, float, torch.dtype]:
+    """How far a merged model is off adapters around this base, how far it may be in fp32, and its type."""
+    adapted = {"logits": logits(peft.PeftModel.from_pretrained(base, out / "model"))}
     exact = {"logits": logits(peft.PeftModel.from_pretrained(base, out / "model"), torch.float64)}
-    assert relative_error({"logits": logits(merged)}, exact) < bound_by({"logits": adapted}, exact)
+    loaded = transformers.AutoModelForCausalLM.from_pretrained(merged)
+    dtype = loaded.dtype
+    return relative_error({"logits": logits(loaded)}, exact), bound_by(adapted, exact), dtype
 
 
 @pytest.mark.parametrize(
@@ -129,12 +128,9 @@ def test_adapters_are_merged_into_what_quantisation_made_of_their_base(
     base = transformers.AutoModelForCausalLM.from_pretrained(
         tmp_path / "base", dtype=DTYPES[precision], quantization_config=asked
     ).dequantize(torch.float32)
-    adapted = logits(peft.PeftModel.from_pretrained(base, out / "model"))
-    merged = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "merged")
-    assert merged.dtype == DTYPES[precision]
-    exact = {"logits": logits(peft.PeftModel.from_pretrained(base, out / "model"), torch.float64)}
-    bound = bound_by({"logits": adapted}, exact) if precision == "fp32" else 4 * 2**-8  # of the rounding of bf16
-    assert relative_error({"logits": logits(merged)}, exact) < bound
+    error, bound, dtype = merged_error(base, out, tmp_path / "merged")
+    assert dtype == DTYPES[precision]
+    assert error < (bound if precision == "fp32" else 4 * 2**-8)  # of the rounding of bf16
 
 
 @pytest.fixture(scope="module")

@@ -6,11 +6,8 @@ from typing import Any
 
 import pytest
 
-from bench.plans import plan_by_hand
 from bench.ranks import Ranks
-from frugal.engine.engine import initialize
-from frugal.models.objectives import CausalLM
-from frugal.planning.plan import Plan
+from tests.engine.engines import plan_here, running
 from tests.engine.small_models import ragged_samples, tiny_gpt2
 from tests.kernels import needs_nvme_io
 
@@ -19,36 +16,24 @@ WIDTH = 768  # its matrices reach the MiB below which DeepSpeed leaves parameter
 pytestmark = needs_nvme_io
 
 
-def plan_of(**strategy: Any) -> Plan:
-    return plan_by_hand(
-        world_size=1,
-        global_batch=2,
-        micro_batch=2,
-        zero_stage=3,
-        request={"precision": "bf16", "learning_rate": 1e-3},
-        strategy={"persistence_threshold_elements": 1000, "sub_group_elements": 3_000_000, **strategy},
-    )
-
-
-def losses(plan: Plan) -> tuple[list[float], int]:
+def losses(**strategy: Any) -> tuple[list[float], int]:
     """Of three steps, and the number of files that were on disk then. Runs on ranks."""
+    strategy = {"persistence_threshold_elements": 1000, "sub_group_elements": 3_000_000, **strategy}
     model = tiny_gpt2(n_embd=WIDTH, n_head=2, vocab_size=1024, n_positions=64).bfloat16()
-    engine = initialize(model, plan, CausalLM())
-    losses_of_steps = [engine.train_step(ragged_samples(2, shortest=8, longest=16)).loss for _ in range(3)]
-    folder = engine.plan.strategy.nvme_path
-    num_files = sum(len(files) for _, _, files in os.walk(folder)) if folder else 0
-    engine.destroy()
-    return losses_of_steps, num_files
+    with running(plan_here(3, 2, 2, {"precision": "bf16", "learning_rate": 1e-3}, **strategy), model) as engine:
+        found = [engine.train_step(ragged_samples(2, shortest=8, longest=16)).loss for _ in range(3)]
+        folder = engine.plan.strategy.nvme_path
+        return found, sum(len(files) for _, _, files in os.walk(folder)) if folder else 0
 
 
 @pytest.mark.parametrize("parameters", ["none", "cpu", "nvme"])
 def test_it_computes_the_same_from_disk(parameters: str, one_rank: Ranks, tmp_path: Path) -> None:
-    ((in_memory, _),) = one_rank.run(losses, plan_of(offload_optimizer="cpu"))
+    ((in_memory, _),) = one_rank.run(losses, offload_optimizer="cpu")
     on_disk = {"offload_optimizer": "nvme", "offload_parameters": parameters, "nvme_path": str(tmp_path)}
     if parameters == "nvme":
         buffers = {"nvme_buffer_elements": 4 * WIDTH * WIDTH, "max_live_elements": 0, "prefetch_bucket_elements": 0}
         on_disk |= buffers  # type: ignore[arg-type]  # numbers among words
-    ((losses_of_steps, num_files),) = one_rank.run(losses, plan_of(**on_disk))
+    ((losses_of_steps, num_files),) = one_rank.run(losses, **on_disk)
     assert losses_of_steps == in_memory
     assert num_files > 0
     assert list(tmp_path.iterdir()) == []

@@ -1,6 +1,5 @@
 """A loss summed over any cut of a batch is transformers' own mean loss, and a dummy adds exactly nothing."""
 
-import gc
 import random
 from typing import Any
 
@@ -9,14 +8,13 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from bench.plans import plan_by_hand
 from bench.ranks import Ranks
 from frugal.data.tokenizer import byte_tokenizer
-from frugal.engine.engine import initialize
 from frugal.models import transformers_internals
-from frugal.models.objectives import CausalLM, MaskedLM, Objective, Sample, Seq2Seq, SequenceClassification
+from frugal.models.objectives import CausalLM, MaskedLM, Objective, Sample, Seq2Seq, SequenceClassification, SummedLoss
 from frugal.units import IGNORED
-from tests.engine.gradients import ROUNDINGS, ULP, relative_error, with_bound
+from tests.engine.engines import plan_here, running
+from tests.engine.gradients import ROUNDINGS, SGD, ULP, relative_error, with_bound
 from tests.engine.small_models import VOCABULARY, ragged_samples, tiny
 
 CASES = [
@@ -95,34 +93,27 @@ def test_the_summed_loss_and_its_gradient_are_the_same_for_any_cut(task: str, fa
 
 
 @pytest.mark.parametrize(("task", "family"), CASES)
-def test_a_dummy_counts_nothing_and_has_zero_gradients_for_the_same_parameters(task: str, family: str) -> None:
-    model, objective = tiny(task, family), objective_for(task, family)
-    objective.loss_sum(model, objective.collate(samples_for(task, 2))).backward()
-    real = gradients(model)
-    model.zero_grad(set_to_none=True)
-    batch = objective.collate([objective.dummy()])
-    loss = objective.loss_sum(model, batch)
-    loss.backward()
-    assert objective.count(batch) == 0
-    assert loss.item() == 0
-    assert gradients(model).keys() == real.keys()
-    assert all(not gradient.any() for gradient in gradients(model).values())
-
-
-@pytest.mark.parametrize(("task", "family"), CASES)
-def test_gradients_of_a_dummy_arrive_in_the_order_of_a_real_batch(task: str, family: str) -> None:
+def test_a_dummy_counts_nothing_and_its_zero_gradients_arrive_in_the_order_of_a_real_batch(
+    task: str, family: str
+) -> None:
     model, objective = tiny(task, family), objective_for(task, family)
     arrived: list[str] = []
     for name, parameter in model.named_parameters():
         if parameter.requires_grad:
             parameter.register_post_accumulate_grad_hook(lambda _, name=name: arrived.append(name))
 
-    def order(samples: list[Sample]) -> list[str]:
+    def taken(samples: list[Sample]) -> tuple[list[str], float, int]:
         arrived.clear()
-        objective.loss_sum(model, objective.collate(samples)).backward()
-        return list(arrived)
+        model.zero_grad(set_to_none=True)
+        batch = objective.collate(samples)
+        loss = objective.loss_sum(model, batch)
+        loss.backward()
+        return list(arrived), loss.item(), objective.count(batch)
 
-    assert order([objective.dummy()]) == order(samples_for(task, 3)) == order(samples_for(task, 1))
+    order, *_ = taken(samples_for(task, 3))
+    assert taken([objective.dummy()]) == (order, 0, 0)
+    assert all(not gradient.any() for gradient in gradients(model).values())
+    assert taken(samples_for(task, 1))[0] == order
 
 
 @pytest.mark.parametrize(("task", "family"), CASES)
@@ -152,24 +143,16 @@ def test_a_batch_without_padding_takes_the_same_memory_as_a_padded_one(task: str
     assert saved_bytes([32, 32]) == saved_bytes([32, 9])
 
 
-# On real ranks.
-
 STEPS, GLOBAL_BATCH = 3, 3
 
 
 def losses_on_ranks(task: str, family: str, zero_stage: int) -> list[float]:
     """Three SGD steps of three samples on two ranks, one at a time: the last micro-batch is a dummy. Runs on ranks."""
     transformers_internals.always_use()
-    plan = plan_by_hand(
-        world_size=2, global_batch=GLOBAL_BATCH, micro_batch=1, zero_stage=zero_stage,
-        request={"optimizer": "sgd", "learning_rate": 0.1, "weight_decay": 0.0, "gradient_clipping": 0.0},
-    )  # fmt: skip
-    engine = initialize(tiny(task, family), plan, objective_for(task, family))
     samples = samples_for(task, STEPS * GLOBAL_BATCH)
-    losses = [engine.train_step(samples[i : i + GLOBAL_BATCH]).loss for i in range(0, len(samples), GLOBAL_BATCH)]
-    engine.destroy()
-    gc.collect()
-    return losses
+    plan = plan_here(zero_stage, GLOBAL_BATCH, 1, {**SGD, "learning_rate": 0.1})
+    with running(plan, tiny(task, family), objective_for(task, family)) as engine:
+        return [engine.train_step(samples[i : i + GLOBAL_BATCH]).loss for i in range(0, len(samples), GLOBAL_BATCH)]
 
 
 def losses_of_plain_pytorch(task: str, family: str, dtype: torch.dtype) -> list[float]:
@@ -213,28 +196,20 @@ def masked(sample: Sample, **changes: Any) -> tuple[np.ndarray, np.ndarray]:
 LONG = {"input_ids": [1, *(4 + i % 256 for i in range(20_000)), 2]}
 
 
-def test_fifteen_per_cent_of_the_tokens_are_targets_and_no_special_one() -> None:
-    _, labels = masked(LONG)
-    assert (labels != IGNORED).sum() == 3000
-    assert labels[0] == labels[-1] == IGNORED
-
-
-def test_targets_are_shown_as_mask_random_or_themselves_80_10_10() -> None:
+def test_fifteen_per_cent_of_the_tokens_are_targets_shown_as_mask_random_or_themselves_80_10_10() -> None:
     shown, labels = masked(LONG)
     tokens, targets = np.asarray(LONG["input_ids"]), labels != IGNORED
-    as_mask = (shown[targets] == 3).mean()
+    assert targets.sum() == 3000
+    assert labels[0] == labels[-1] == IGNORED, "special tokens are no targets"
+    assert (shown[targets] == 3).mean() == pytest.approx(0.8, abs=0.03)  # four standard deviations of 3000 draws
     unchanged = (shown[targets] == tokens[targets]).mean()
-    assert as_mask == pytest.approx(0.8, abs=0.03)  # four standard deviations of 3000 draws
     assert unchanged == pytest.approx(0.1 + 0.1 / 256, abs=0.022)
     assert shown[targets].min() >= 3, "a special token was shown as a random one"
     assert (shown[~targets] == tokens[~targets]).all()
 
 
-def test_the_shortest_text_has_a_target() -> None:
+def test_the_shortest_text_has_a_target_and_one_of_special_tokens_alone_has_none() -> None:
     assert (masked({"input_ids": [1, 77, 2]})[1] == [IGNORED, 77, IGNORED]).all()
-
-
-def test_text_of_special_tokens_alone_has_none() -> None:
     assert (masked({"input_ids": [1, 3, 2]})[1] == IGNORED).all()
 
 
@@ -247,17 +222,22 @@ def test_the_mask_of_a_sample_does_not_depend_on_its_batch() -> None:
 
 
 def test_another_draw_and_another_seed_mask_anew() -> None:
-    labels = [masked({**LONG, "draw": draw}, seed=seed)[1] for draw, seed in ((0, 0), (1, 0), (0, 1))]
-    assert not (labels[0] == labels[1]).all()
-    assert not (labels[0] == labels[2]).all()
+    first, *others = (masked({**LONG, "draw": draw}, seed=seed)[1] for draw, seed in ((0, 0), (1, 0), (0, 1)))
+    assert not any((first == labels).all() for labels in others)
 
 
 def test_the_byte_tokenizer_has_what_masking_needs() -> None:
     tokenizer = byte_tokenizer()
-    objective = MaskedLM(
-        pad_id=tokenizer.pad_token_id,
-        mask_id=tokenizer.mask_token_id,
-        vocab_size=len(tokenizer),
-        special_ids=tokenizer.all_special_ids,
-    )
+    special = {"pad_id": tokenizer.pad_token_id, "mask_id": tokenizer.mask_token_id}
+    objective = MaskedLM(**special, vocab_size=len(tokenizer), special_ids=tokenizer.all_special_ids)
     assert len(objective.ordinary_ids) == 256
+
+
+def test_the_example_of_a_loss_of_one_s_own_may_depend_on_the_sequence_length_and_so_may_what_it_counts() -> None:
+    objective = SummedLoss(
+        lambda model, batch: model(batch["x"]).sum(),
+        example=lambda seq_len: {"x": torch.zeros(seq_len)},
+        count=lambda batch: batch["x"].numel(),
+    )
+    assert objective.example(3, 7)["x"].shape == (3, 7)
+    assert objective.count(objective.example(3, 7)) == 21

@@ -1,9 +1,9 @@
 """Out of memory: what is tried, what is kept, and what is said where nothing is left. The matrix is in tests/faults."""
 
 import itertools
-import json
 from collections.abc import Callable
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -12,19 +12,18 @@ import torch
 
 from bench.plans import plan_by_hand
 from bench.ranks import Ranks
-from frugal.checkpoint import loading
-from frugal.checkpoint.progress import Progress
+from bench.runs import records
 from frugal.config.run_settings import RunSettings
 from frugal.data.batches import GlobalBatches
-from frugal.engine import loop, oom_limits
-from frugal.engine.engine import Engine, initialize
+from frugal.engine import oom_limits
+from frugal.engine.engine import Engine
 from frugal.engine.evaluation import evaluate
 from frugal.engine.oom_limits import AdaptiveLimits, LearntLimits, OutOfMemory, OutOfMemoryReport, report_of
 from frugal.engine.oom_retry import CachedBlocks
-from frugal.engine.reports.metrics import Log
 from frugal.errors import FrugalError, OutOfMemoryError
 from frugal.models.objectives import CausalLM
 from frugal.planning.plan import Plan
+from tests.engine.engines import losses_of, plan_here, run_loop, running
 from tests.engine.gradients import bound_of_losses
 from tests.engine.small_models import SkipNet, points, ragged_samples, skip_net, tiny_gpt2
 
@@ -153,21 +152,18 @@ def failing(engine: Engine, times: int, rank: int = 1) -> None:
     layers[1].register_forward_pre_hook(hook)
 
 
-def with_layers_recomputed(zero_stage: int, kind: str, mode: str) -> tuple[list[str], list[float], bool]:
-    """A step in which not even one sample fits, and two more; what is said, the losses, whether layers recompute."""
+def three_steps(zero_stage: int, kind: str, mode: str, *, times: int = 0) -> tuple[list[str], list[float], bool]:
+    """Three steps, in the first of which `times` forwards find no memory; what is said, the losses, and whether layers
+    are recomputed that were not to be. Runs on ranks."""
     said: list[str] = []
-    plan = plan_by_hand(
-        world_size=2, global_batch=8, micro_batch=2, zero_stage=zero_stage, strategy={"activation_checkpointing": mode}
-    )
-    model, objective = (tiny_gpt2(), CausalLM()) if kind == "transformers" else skip_net()
-    engine = initialize(model, plan, objective)
-    engine._say = lambda message, _=None: said.append(message) if message else None  # type: ignore[method-assign]
-    failing(engine, 2)
-    samples: Callable[..., Any] = ragged_samples if kind == "transformers" else points
-    losses = [engine.train_step(samples(8, seed=step)).loss for step in range(3)]
-    recomputes = engine.adaptive_limits.learnt() is not None
-    engine.destroy()
-    return said, losses, recomputes
+    is_gpt2 = kind == "transformers"
+    model, objective = (tiny_gpt2(), CausalLM()) if is_gpt2 else skip_net()
+    samples: Callable[..., Any] = ragged_samples if is_gpt2 else points
+    with running(plan_here(zero_stage, activation_checkpointing=mode), model, objective) as engine:
+        engine._say = lambda message, _=None: said.append(message) if message else None  # type: ignore[method-assign]
+        failing(engine, times)
+        losses = [engine.train_step(samples(8, seed=step)).loss for step in range(3)]
+        return said, losses, engine.adaptive_limits.learnt() is not None
 
 
 @pytest.mark.parametrize(
@@ -182,28 +178,15 @@ def with_layers_recomputed(zero_stage: int, kind: str, mode: str) -> tuple[list[
 def test_where_one_sample_does_not_fit_activation_checkpointing_is_switched_on(
     zero_stage: int, kind: str, mode: str, two_ranks: Ranks
 ) -> None:
-    said, losses, recomputes = two_ranks.run(with_layers_recomputed, zero_stage, kind, mode)[0]
+    said, losses, recomputes = two_ranks.run(three_steps, zero_stage, kind, mode, times=2)[0]
     assert said == [
         "out of memory: the global batch is run again with at most 1 sample a micro-batch",
         "out of memory with a micro-batch of one sample: from here on activation checkpointing is full, "
         "with at most 2 samples a micro-batch",
     ]
     assert recomputes
-    assert losses == two_ranks.run(undisturbed, zero_stage, kind)[0]  # the plan's micro-batches again, recomputed
-
-
-def undisturbed(zero_stage: int, kind: str) -> list[float]:
-    """The losses of the same three steps with full activation checkpointing from the start; runs on ranks."""
-    plan = plan_by_hand(
-        world_size=2, global_batch=8, micro_batch=2, zero_stage=zero_stage,
-        strategy={"activation_checkpointing": "full"},
-    )  # fmt: skip
-    model, objective = (tiny_gpt2(), CausalLM()) if kind == "transformers" else skip_net()
-    engine = initialize(model, plan, objective)
-    samples: Callable[..., Any] = ragged_samples if kind == "transformers" else points
-    losses = [engine.train_step(samples(8, seed=step)).loss for step in range(3)]
-    engine.destroy()
-    return losses
+    # the plan's micro-batches again, recomputed
+    assert losses == two_ranks.run(three_steps, zero_stage, kind, "full")[0][1]
 
 
 def no_memory(*_args: Any, **_kwargs: Any) -> Any:
@@ -214,33 +197,27 @@ def no_memory(*_args: Any, **_kwargs: Any) -> Any:
 def third_step(where: str = "", zero_stage: int = 2) -> tuple[str, bool, float | None]:
     """Two steps, then no memory on rank 1: what is said, whether weights were written to, and, if not, the third
     loss once there is memory; runs on ranks."""
-    plan = plan_by_hand(
-        world_size=2, global_batch=4, micro_batch=1, zero_stage=zero_stage,
-        strategy={"activation_checkpointing": "full"}, request={"optimizer_implementation": "for-loop"},
-    )  # fmt: skip
-    engine = initialize(tiny_gpt2(), plan, CausalLM())
-    for step in range(2):
-        engine.train_step(ragged_samples(4, seed=step))
-    zero = engine.deepspeed.optimizer
-    owner, name = {
-        "update": (zero, "unscale_and_clip_grads"),
-        "writing": (torch.Tensor, "sqrt"),  # what Adam takes when it has written the first moment
-        "gathering": (getattr(zero, "persistent_parameters", [None])[0], "all_gather"),  # ZeRO-3's last of a step
-    }.get(where, (engine.module.transformer.h[1], "forward"))
-    usual, message = getattr(owner, name), ""
-    if where and engine.rank == 1:
-        setattr(owner, name, no_memory)
-    try:
-        if where:
-            (evaluate(engine, ragged_samples(4)) if where == "evaluation" else engine.train_step(ragged_samples(4)))
-    except FrugalError as error:
-        message = f"{error.exit_code} {error.what}"
-    finally:
-        setattr(owner, name, usual)
-    is_begun = engine.update.is_begun
-    loss = None if is_begun else engine.train_step(ragged_samples(4, seed=2)).loss
-    engine.destroy()
-    return message, is_begun, loss
+    plan = plan_here(zero_stage, 4, 1, {"optimizer_implementation": "for-loop"}, activation_checkpointing="full")
+    with running(plan) as engine:
+        losses_of(engine, 0, 2)
+        zero = engine.deepspeed.optimizer
+        owner, name = {
+            "update": (zero, "unscale_and_clip_grads"),
+            "writing": (torch.Tensor, "sqrt"),  # what Adam takes when it has written the first moment
+            "gathering": (getattr(zero, "persistent_parameters", [None])[0], "all_gather"),  # ZeRO-3's last of a step
+        }.get(where, (engine.module.transformer.h[1], "forward"))
+        message = ""
+        with pytest.MonkeyPatch.context() as patch:
+            if where and engine.rank == 1:
+                patch.setattr(owner, name, no_memory)
+            try:
+                if where:
+                    act = partial(evaluate, engine) if where == "evaluation" else engine.train_step
+                    act(ragged_samples(4))
+            except FrugalError as error:
+                message = f"{error.exit_code} {error.what}"
+        is_begun = engine.update.is_begun
+        return message, is_begun, None if is_begun else losses_of(engine, 2, 3)[0]
 
 
 def test_what_cannot_be_recovered_ends_on_every_rank_and_says_whether_the_weights_are_whole(two_ranks: Ranks) -> None:
@@ -265,32 +242,22 @@ def train(folder: Path, failures: int, *, resume: bool = False) -> tuple[str, tu
 
     What is said at the end, the limits then, and the losses in the log.
     """
-    asked = RunSettings(steps=4, eval_every=0, out=folder)
-    folder.mkdir(parents=True, exist_ok=True)
-    plan = plan_by_hand(
-        world_size=2, global_batch=8, micro_batch=4, zero_stage=2, strategy={"activation_checkpointing": "full"}
-    )
-    engine = initialize(tiny_gpt2(), plan, CausalLM())
-    start = loading.load(engine, asked.checkpoints).progress if resume else Progress(step=0)
-    usual = engine.train_step
+    settings, message = RunSettings(steps=4, eval_every=0, out=folder, resume=resume), ""
+    with running(plan_here(2, 8, 4, activation_checkpointing="full")) as engine:
+        usual = engine.train_step
 
-    def third_fails(batch: Any) -> Any:
-        if engine.deepspeed.global_steps == 2:
-            failing(engine, failures)
-        return usual(batch)
+        def third_fails(batch: Any) -> Any:
+            if engine.deepspeed.global_steps == 2:
+                failing(engine, failures)
+            return usual(batch)
 
-    engine.train_step = third_fails  # type: ignore[method-assign]  # memory runs out when it is called
-    message = ""
-    try:
-        with Log(folder, rank=engine.rank, planned_bytes=1, total_steps=4, first_step=start.step) as log:
-            batches = GlobalBatches(ragged_samples(20), global_batch=8)
-            loop.train(engine, batches, asked, log, start=start, total_steps=4)
-    except OutOfMemoryError as error:
-        message = "\n".join(line for line in str(error).splitlines() if "asked for" not in line)
-    limits = engine.limits.max_samples
-    engine.destroy()
-    records = map(json.loads, (folder / "metrics.jsonl").read_text().splitlines())
-    return message, limits, [record["loss"] for record in records if record["event"] == "step"]
+        engine.train_step = third_fails  # type: ignore[method-assign]  # memory runs out when it is called
+        try:
+            run_loop(engine, GlobalBatches(ragged_samples(20), global_batch=8), settings)
+        except OutOfMemoryError as error:
+            message = "\n".join(line for line in str(error).splitlines() if "asked for" not in line)
+        limits = engine.limits.max_samples
+    return message, limits, [record["loss"] for record in records(folder) if record["event"] == "step"]
 
 
 def test_a_run_without_memory_saves_its_last_step_and_goes_on_from_there(tmp_path: Path, two_ranks: Ranks) -> None:

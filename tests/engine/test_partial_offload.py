@@ -10,7 +10,6 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import torch
 from deepspeed.accelerator import get_accelerator
 from deepspeed.utils import safe_get_full_fp32_param, safe_get_full_optimizer_state
 
@@ -19,7 +18,7 @@ from frugal.checkpoint import loading, saving
 from frugal.checkpoint.progress import Progress
 from frugal.data.batches import Position
 from frugal.deepspeed_adapter import kernels
-from tests.checkpoint.test_reshard import END, STOP, bounds, start, steps, stop
+from tests.checkpoint.test_reshard import END, STOP, bounds, started, steps
 from tests.faults import disturbed
 from tests.faults.disturbed import HALVING
 from tests.kernels import needs_cpu_adam
@@ -50,38 +49,30 @@ def run(how: dict[str, Any], folder: Path | None = None, is_mended: bool = True)
     with device_that_is_no_host(), pytest.MonkeyPatch.context() as patch:
         if not is_mended:
             patch.setattr(kernels, "mend_partial_offload", lambda _optimizer: None)
-        engine = start(get_world_size(), 3, **how)
-        before, position = steps(engine, Position(), STOP)
-        if folder is not None:
-            saving.save(engine, folder, Progress(step=STOP, position=position))
-        after, _ = steps(engine, position, END - STOP)
-        places = set(getattr(engine.zero.optimizer, "subgroup_to_device", {}).values())
-        moments = 0.0
-        for parameter in engine.module.parameters() if is_mended else ():
-            assert safe_get_full_fp32_param(parameter) is not None
-            moments += safe_get_full_optimizer_state(parameter, "exp_avg_sq").double().sum().item()
-        stop(engine)
+        with started(3, **how) as engine:
+            before, position = steps(engine, Position(), STOP)
+            if folder is not None:
+                saving.save(engine, folder, Progress(step=STOP, position=position))
+            after, _ = steps(engine, position, END - STOP)
+            places = set(getattr(engine.zero.optimizer, "subgroup_to_device", {}).values())
+            moments = 0.0
+            for parameter in engine.module.parameters() if is_mended else ():
+                assert safe_get_full_fp32_param(parameter) is not None
+                moments += safe_get_full_optimizer_state(parameter, "exp_avg_sq").double().sum().item()
     return before + after, places, moments
 
 
 def resumed(folder: Path, how: dict[str, Any]) -> Losses:
     """Losses and rates of the last steps, from a checkpoint."""
-    with device_that_is_no_host():
-        engine = start(get_world_size(), 3, seed=1, **how)
+    with device_that_is_no_host(), started(3, seed=1, **how) as engine:
         progress = loading.load(engine, folder).progress
-        after, _ = steps(engine, progress.position, END - progress.step)
-        stop(engine)
-    return after
+        return steps(engine, progress.position, END - progress.step)[0]
 
 
 def disturbed_in_part(where: str | None, halved: str = "") -> disturbed.Result:
     """A run with half of the optimizer on the device, out of memory once; on ranks."""
     with device_that_is_no_host():
         return disturbed.run(3, in_part(0.5)["strategy"], where, halved=halved)
-
-
-def get_world_size() -> int:
-    return torch.distributed.get_world_size()
 
 
 def assert_equal(losses: Losses, others: Losses) -> None:

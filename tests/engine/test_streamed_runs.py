@@ -1,6 +1,5 @@
-"""Runs whose data is streamed: the same steps on 1, 2 and 3 ranks, killed and resumed on others."""
+"""Runs whose data is streamed: the same steps on one rank, and on three, killed and resumed on two."""
 
-import gc
 import itertools
 import os
 import signal
@@ -13,21 +12,15 @@ import torch
 
 from bench.plans import plan_by_hand
 from bench.ranks import Ranks
-from bench.runs import PINNED, frugal_train, records
-from frugal.checkpoint import loading, random_state
-from frugal.checkpoint.progress import Progress
-from frugal.config.request import Request
+from bench.runs import frugal_train, prepared, records
+from frugal.checkpoint import random_state
 from frugal.config.run_settings import RunSettings
 from frugal.data.batches import Position
 from frugal.data.stream.samples import StreamBatches
-from frugal.distributed import stop
-from frugal.engine import loop
-from frugal.engine.engine import initialize
-from frugal.engine.reports.metrics import Log
-from frugal.models.objectives import CausalLM
 from tests.data.stream.test_stream import chats, stream_of
 from tests.engine.corpora import write_jsonl
-from tests.engine.gradients import bound_of_command, bound_of_losses
+from tests.engine.engines import plan_here, run_loop, running
+from tests.engine.gradients import bound_of_losses
 from tests.engine.small_models import tiny_gpt2
 
 RATE = 1e-3  # with ten times that, plain fp32 on one processor is 1.6e-5 off after a step that goes too far
@@ -46,34 +39,23 @@ def batches_of(data: Path) -> StreamBatches:
 
 
 def train(
-    folder: Path, data: Path, world_size: int, micro_batch: int, *, die: bool = False, **changes: Any
+    folder: Path, data: Path, micro_batch: int, *, die: bool = False, **changes: Any
 ) -> tuple[list[dict[str, Any]], list[list[int]]]:
     """The records of 8 steps on the chats in `data`, and a checksum of each sample of each step; runs on ranks."""
-    settings = RunSettings(**{"steps": 8, "save_every": 2, "out": folder} | changes)
-    plan = plan_by_hand(
-        world_size=world_size, global_batch=7, micro_batch=micro_batch, zero_stage=2,
-        request={"learning_rate": RATE, "seq_len": 256},
-    )  # fmt: skip
-    folder.mkdir(parents=True, exist_ok=True)
-    batches = batches_of(data)
-    engine = initialize(small(), plan, CausalLM())
-    random_state.seed_all(0)
-    start = loading.load(engine, settings.checkpoints).progress if settings.resume else Progress(step=0)
     drawn: list[list[int]] = []
-    prepare = engine.prepare
+    plan = plan_here(2, 7, micro_batch, {"learning_rate": RATE, "seq_len": 256})
+    with running(plan, small()) as engine:
+        random_state.seed_all(0)
+        prepare = engine.prepare
 
-    def noted(samples: Any) -> Any:
-        drawn.append([zlib.crc32(sample["input_ids"].tobytes()) for sample in samples[:]])
-        if die and len(drawn) == 6:
-            os.kill(os.getpid(), signal.SIGKILL)
-        return prepare(samples)
+        def noted(samples: Any) -> Any:
+            drawn.append([zlib.crc32(sample["input_ids"].tobytes()) for sample in samples[:]])
+            if die and len(drawn) == 6:
+                os.kill(os.getpid(), signal.SIGKILL)
+            return prepare(samples)
 
-    engine.prepare = noted  # type: ignore[method-assign]  # to see what is trained on
-    log = Log(folder, rank=torch.distributed.get_rank(), planned_bytes=1, total_steps=8, first_step=start.step)
-    with log, stop.heed_stop_signals():
-        loop.train(engine, batches, settings, log, start=start, total_steps=8)
-    engine.destroy()
-    gc.collect()
+        engine.prepare = noted  # type: ignore[method-assign]  # to see what is trained on
+        run_loop(engine, batches_of(data), RunSettings(**{"steps": 8, "save_every": 2, "out": folder} | changes))
     return records(folder), drawn
 
 
@@ -86,21 +68,10 @@ def alone(tmp_path_factory: pytest.TempPathFactory, one_rank: Ranks) -> Alone:
     """A run on one rank on 40 chats."""
     folder = tmp_path_factory.mktemp("alone")
     write_jsonl(folder / "chats.jsonl", chats(40))
-    written, drawn = one_rank.run(train, folder / "1", folder / "chats.jsonl", 1, 2)[0]
+    written, drawn = one_rank.run(train, folder / "1", folder / "chats.jsonl", 2)[0]
     assert len(drawn) == 8 and len({number for batch in drawn for number in batch}) == 40, "it begins a second epoch"
     batches = [batch[:] for batch in itertools.islice(batches_of(folder / "chats.jsonl").iterate(Position()), 8)]
     return folder / "chats.jsonl", losses(written), drawn, bound_of_losses(small, batches, learning_rate=RATE)
-
-
-@pytest.mark.exhaustive
-def test_a_stream_trains_the_same_on_any_number_of_ranks(
-    tmp_path: Path, alone: Alone, two_ranks: Ranks, three_ranks: Ranks
-) -> None:
-    data, expected, drawn, bound = alone
-    for world_size, ranks, micro_batch in ((2, two_ranks, 1), (3, three_ranks, 3)):
-        answers = ranks.run(train, tmp_path / f"{world_size}", data, world_size, micro_batch)
-        assert all(theirs == drawn for _, theirs in answers)
-        assert losses(answers[0][0]) == pytest.approx(expected, rel=bound)
 
 
 def test_a_stream_that_is_killed_on_three_ranks_goes_on_the_same_on_two(
@@ -108,44 +79,23 @@ def test_a_stream_that_is_killed_on_three_ranks_goes_on_the_same_on_two(
 ) -> None:
     data, expected, drawn, bound = alone
     with pytest.raises(AssertionError, match=r"died|failed"):
-        three_ranks.run(train, tmp_path / "killed", data, 3, 3, die=True)
-    resumed, rest = two_ranks.run(train, tmp_path / "killed", data, 2, 2, resume=True)[0]
+        three_ranks.run(train, tmp_path / "killed", data, 3, die=True)
+    resumed, rest = two_ranks.run(train, tmp_path / "killed", data, 2, resume=True)[0]
     done = 8 - len(rest)
     assert done in (2, 4) and rest == drawn[done:]
     assert losses(resumed) == pytest.approx(expected, rel=bound)
 
 
-@pytest.fixture
-def words(tmp_path: Path) -> tuple[object, ...]:
-    """Of a run on 60 chats in `tmp_path`."""
-    from transformers import LlamaConfig
-
-    write_jsonl(tmp_path / "chats.jsonl", chats(60))
-    LlamaConfig(
-        vocab_size=260, hidden_size=32, intermediate_size=64, num_hidden_layers=1, num_attention_heads=2,
-        max_position_embeddings=256,
-    ).save_pretrained(tmp_path)  # fmt: skip
-    return (
-        "--model", "config.json", "--data", "chats.jsonl", "--stream",
-        "--set", "train.shuffle-buffer=16", "--global-batch", 6,
-        "--seq-len", 256, "--chat-template", "chatml", "--schedule", "constant", "--validation-fraction", 0.1, *PINNED,
+def test_frugal_train_says_how_it_streams(tmp_path: Path) -> None:
+    write_jsonl(prepared(tmp_path, n_positions=256) / "chats.jsonl", chats(60))
+    request = {"model": "config.json", "seq_len": 256}
+    plan = plan_by_hand(world_size=1, global_batch=6, micro_batch=2, zero_stage=2, request=request)
+    (tmp_path / "plan.json").write_bytes(plan.to_json())
+    code, output, errors = frugal_train(
+        tmp_path, "--plan", "plan.json", "--data", "chats.jsonl", "--stream", "--set", "train.shuffle-buffer=16",
+        "--tokenizer", "byte", "--chat-template", "chatml", "--validation-fraction", 0.1, "--steps", 12, "--out", "run",
     )  # fmt: skip
-
-
-def test_frugal_train_says_how_it_streams(tmp_path: Path, words: tuple[object, ...]) -> None:
-    code, output, errors = frugal_train(tmp_path, *words, "--ranks", 1, "--steps", 12, "--out", "whole")
     assert (code, errors) == (0, "")
     assert "chats.jsonl is read while training, shuffled within 16 rows; 6 samples for validation" in output
     assert "of the first rows: 54 rows of messages" in output
     assert "the stream has ended: epoch 2 begins, in another order" in output
-
-
-@pytest.mark.exhaustive
-def test_frugal_train_goes_on_with_a_stream_on_two_ranks(tmp_path: Path, words: tuple[object, ...]) -> None:
-    for ranks, out, *more in ((1, "whole", "--steps", 12), (1, "parts", "--steps", 7), (2, "parts", "--steps", 12)):
-        resume = ["--resume"] * (ranks == 2)
-        code, _, errors = frugal_train(tmp_path, *words, "--ranks", ranks, "--out", out, *more, *resume)
-        assert (code, errors) == (0, "")
-    rate = Request().learning_rate
-    whole = losses(records(tmp_path / "whole"))
-    assert losses(records(tmp_path / "parts")) == pytest.approx(whole, rel=bound_of_command(12, rate, 6))

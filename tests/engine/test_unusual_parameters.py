@@ -1,6 +1,5 @@
 """Parameters of any shape, stride and dtype are trained exactly, dry-run as they are, and kept in checkpoints."""
 
-import gc
 from pathlib import Path
 from typing import Any
 
@@ -12,10 +11,10 @@ from bench.ranks import Ranks
 from frugal.deepspeed_adapter.kernels import DTYPES
 from frugal.dryrun.messages import AskDryRun
 from frugal.dryrun.run import dry_run
-from frugal.engine.engine import Engine, initialize
 from frugal.engine.measure.two_steps import trial
 from frugal.planning.plan import Plan
 from tests.engine import unusual_modules
+from tests.engine.engines import running
 from tests.engine.gradients import SGD, Gradient, applied, bound_by, relative_error, weights, with_bound
 from tests.engine.small_models import points
 from tests.engine.unusual_modules import OBJECTIVE, Unusual, reference
@@ -36,25 +35,15 @@ def plan_for(zero_stage: int, precision: str, world_size: int = 2) -> Plan:
     )  # fmt: skip
 
 
-def start(kind: str, plan: Plan) -> tuple[Engine, Gradient]:
-    model = getattr(unusual_modules, kind)()
-    before = weights(model)
-    return initialize(model, plan, OBJECTIVE), before
-
-
 def trained(kinds: tuple[str, ...], zero_stage: int, precision: str, world_size: int = 2) -> list[Gradient]:
     """The gradients that are applied to some modules. Runs on ranks."""
     gradients = []
     for kind in kinds:
-        plan = plan_for(zero_stage, precision, world_size)
-        before = weights(getattr(unusual_modules, kind)())
-        engine, _ = start(kind, plan)
-        try:
+        model = getattr(unusual_modules, kind)()
+        before = weights(model)
+        with running(plan_for(zero_stage, precision, world_size), model, OBJECTIVE) as engine:
             engine.train_step(points(8))
             gradients.append(applied(engine, before))
-        finally:
-            engine.destroy()
-        gc.collect()
     return gradients
 
 
@@ -111,19 +100,11 @@ def test_their_dry_run_takes_what_training_takes(zero_stage: int, precision: str
             return Unusual().to(DTYPES[precision])
 
     for rank, truth in enumerate(two_ranks.run(measured, plan)):
-        timeline = dry_run(
-            build,
-            OBJECTIVE,
-            AskDryRun(
-                request=plan.request,
-                strategy=plan.strategy,
-                micro_batch=2,
-                accumulation_steps=2,
-                world_size=2,
-                rank=rank,
-                kind="cpu",
-            ),
-        ).timeline
+        ask = AskDryRun(
+            request=plan.request, strategy=plan.strategy, micro_batch=2, accumulation_steps=2, world_size=2, rank=rank,
+            kind="cpu",
+        )  # fmt: skip
+        timeline = dry_run(build, OBJECTIVE, ask).timeline
         ours = [(each.phase, each.peak_bytes, each.live_bytes) for each in timeline.intervals(2)]
         assert [phase for phase, *_ in ours] == [phase for phase, *_ in truth]
         for (phase, *bytes_), (_, *true_bytes) in zip(ours, truth, strict=True):
@@ -131,36 +112,29 @@ def test_their_dry_run_takes_what_training_takes(zero_stage: int, precision: str
                 assert -256 <= our_bytes - their_bytes - 0.005 * their_bytes <= 2300, phase
 
 
-def saved(folder: Path, zero_stage: int) -> tuple[Gradient, dict[str, tuple[int, ...]]]:
-    """The weights after a step, and the shapes; a checkpoint is in the folder then. Runs on ranks."""
-    engine, before = start("Unusual", plan_for(zero_stage, "fp32"))
-    engine.train_step(points(8))
-    engine.save(folder)
-    found = applied(engine, before), _shapes(engine)
-    engine.destroy()
-    return found
-
-
-def resumed(folder: Path, zero_stage: int) -> tuple[Gradient, dict[str, tuple[int, ...]]]:
-    """The weights of another engine that goes on from there. Runs on ranks."""
-    engine, before = start("Unusual", plan_for(zero_stage, "fp32"))
-    engine.load(folder)
-    found = applied(engine, before), _shapes(engine)
-    engine.train_step(points(8))
-    engine.destroy()
-    return found
-
-
-def _shapes(engine: Engine) -> dict[str, tuple[int, ...]]:
-    return {name: engine.zero.shape(parameter) for name, parameter in engine.module.named_parameters()}
+def saved_or_resumed(folder: Path, zero_stage: int, *, is_saving: bool) -> tuple[Gradient, dict[str, tuple[int, ...]]]:
+    """The weights after a step that is saved then, or of another engine that goes on from there; and the shapes. Runs
+    on ranks."""
+    model = Unusual()
+    before = weights(model)
+    with running(plan_for(zero_stage, "fp32"), model, OBJECTIVE) as engine:
+        if is_saving:
+            engine.train_step(points(8))
+            engine.save(folder)
+        else:
+            engine.load(folder)
+        gradient = applied(engine, before)
+        shapes = {name: engine.zero.shape(parameter) for name, parameter in engine.module.named_parameters()}
+        engine.train_step(points(8))
+    return gradient, shapes
 
 
 @pytest.mark.parametrize(
     ("stage", "later"), [(2, 3), *(pytest.param(3, later, marks=pytest.mark.exhaustive) for later in (0, 1))]
 )
 def test_a_checkpoint_has_their_shapes(stage: int, later: int, two_ranks: Ranks, tmp_path: Path) -> None:
-    ((before, shapes), _) = two_ranks.run(saved, tmp_path, stage)
+    ((before, shapes), _) = two_ranks.run(saved_or_resumed, tmp_path, stage, is_saving=True)
     assert shapes == {name: tuple(each.shape) for name, each in Unusual().named_parameters()}
-    ((after, later_shapes), _) = two_ranks.run(resumed, tmp_path, later)
+    ((after, later_shapes), _) = two_ranks.run(saved_or_resumed, tmp_path, later, is_saving=False)
     assert later_shapes == shapes
     assert all(torch.equal(before[name], after[name]) for name in before)

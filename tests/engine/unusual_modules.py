@@ -20,7 +20,7 @@ class Plain(nn.Module):
         self.first, self.last = nn.Linear(16, 8), nn.Linear(8, 3)
 
     def between(self, x: Tensor) -> Tensor:
-        """`(samples, 8)` to the same."""
+        """`(samples, 8)` to the same, as of all kinds."""
         return x
 
     def forward(self, x: Tensor) -> Tensor:
@@ -58,7 +58,6 @@ class Unusual(Plain):
         self.register_buffer("none", torch.zeros(0))
 
     def between(self, x: Tensor) -> Tensor:
-        """`(samples, 8)` to the same."""
         dtype = x.dtype
         x = x + torch.tanh((x * self.scalar.exp()) @ self.transposed @ self.strided @ self.expanded)
         x = (x * self.view * self.legacy * self.fp64 * self.fp16).to(dtype)
@@ -81,7 +80,6 @@ class Sparse(Plain):
         self.table = nn.Embedding(4, 8, sparse=True)
 
     def between(self, x: Tensor) -> Tensor:
-        """`(samples, 8)` to the same."""
         return x * self.table((x[:, 0] > 0).long())
 
 
@@ -93,7 +91,6 @@ class Complex(Plain):
         self.phase = nn.Parameter(torch.randn(8, dtype=torch.complex64), requires_grad=is_trained)
 
     def between(self, x: Tensor) -> Tensor:
-        """`(samples, 8)` to the same."""
         return (x.to(torch.complex64) * self.phase).abs().to(x.dtype)
 
 
@@ -112,7 +109,6 @@ class Empty(Plain):
         self.nothing = nn.Parameter(torch.zeros(0))
 
     def between(self, x: Tensor) -> Tensor:
-        """`(samples, 8)` to the same."""
         return x + self.nothing.sum()
 
 
@@ -125,7 +121,6 @@ class SharedMemory(Plain):
         self.other.weight = nn.Parameter(self.one.weight.t())
 
     def between(self, x: Tensor) -> Tensor:
-        """`(samples, 8)` to the same."""
         return self.other(self.one(x))
 
 
@@ -137,7 +132,6 @@ class WithInner(Plain):
         self.inner = nn.Sequential(nn.Linear(8, 8), nn.Tanh(), nn.Linear(8, 8))
 
     def between(self, x: Tensor) -> Tensor:
-        """`(samples, 8)` to the same."""
         return self.inner(x)
 
 
@@ -145,7 +139,6 @@ class SameFunctional(WithInner):
     """Called with its own parameters."""
 
     def between(self, x: Tensor) -> Tensor:
-        """`(samples, 8)` to the same."""
         return torch.func.functional_call(self.inner, dict(self.inner.named_parameters()), (x,))
 
 
@@ -153,7 +146,6 @@ class OtherFunctional(WithInner):
     """Called with tensors made of its parameters."""
 
     def between(self, x: Tensor) -> Tensor:
-        """`(samples, 8)` to the same."""
         changed = {name: parameter * 1.5 for name, parameter in self.inner.named_parameters()}
         return torch.func.functional_call(self.inner, changed, (x,))
 
@@ -162,7 +154,6 @@ class Vmapped(WithInner):
     """Gradients by sample."""
 
     def between(self, x: Tensor) -> Tensor:
-        """`(samples, 8)` to the same."""
         return x + torch.func.vmap(torch.func.grad(lambda row: self.inner(row).sum()))(x)
 
 
@@ -170,7 +161,6 @@ class TwiceDifferentiated(WithInner):
     """A gradient of which another is taken, inside the forward."""
 
     def between(self, x: Tensor) -> Tensor:
-        """`(samples, 8)` to the same."""
         return torch.autograd.grad(self.inner(x).sum(), x, create_graph=True)[0]
 
 

@@ -8,10 +8,10 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from bench.plans import plan_by_hand
-from frugal.engine.engine import Engine, initialize
+from frugal.engine.engine import Engine
 from frugal.engine.evaluation import evaluate
-from frugal.models.objectives import CausalLM
+from tests.engine.engines import losses_of, plan_here, running
+from tests.engine.gradients import whole
 from tests.engine.small_models import ragged_samples, tiny_gpt2
 
 MICRO_BATCH, STEPS, DISTURBED_STEP = 4, 3, 1
@@ -100,43 +100,26 @@ class Fault:
 
 def run(zero_stage: int, options: dict[str, Any], where: str | None, rank: int = 1, *, halved: str = "") -> Result:
     """Three steps, each evaluated; disturbed on `rank`, or with `halved` micro-batches in training or in evaluation."""
-    options, world_size = dict(options), dist.get_world_size()
-    plan = plan_by_hand(
-        world_size=world_size, global_batch=6 * world_size, micro_batch=MICRO_BATCH, zero_stage=zero_stage,
-        request={name: options.pop(name) for name in ("precision", "lora") if name in options}, strategy=options,
-    )  # fmt: skip
+    strategy, world_size = dict(options), dist.get_world_size()
+    request = {name: strategy.pop(name) for name in ("precision", "lora") if name in strategy}
+    plan = plan_here(zero_stage, 6 * world_size, MICRO_BATCH, request, **strategy)
     torch.manual_seed(7 + dist.get_rank())
-    engine = initialize(tiny_gpt2(resid_pdrop=0.1, embd_pdrop=0.1, attn_pdrop=0.1), plan, CausalLM())
-    fault = Fault(engine, where) if where is not None and dist.get_rank() == rank else None
     losses, evaluations = [], []
-    for step in range(STEPS):
-        if fault is not None and step == fault.step:
-            fault.is_armed = True
-        if step == DISTURBED_STEP and halved == "training":
-            engine.adaptive_limits.limits = replace(
-                engine.limits, max_samples=(1,) * world_size
-            )  # 6 a rank: 2 of 3; halved: 3 // 2
-        losses.append(engine.train_step(ragged_samples(6 * world_size, seed=step)).loss)
-        if step >= DISTURBED_STEP and halved == "evaluation":
-            engine.adaptive_limits._now = replace(
-                engine.adaptive_limits._now, evaluation=replace(engine.limits, max_samples=(1,) * world_size)
-            )
-        evaluations.append(evaluate(engine, ragged_samples(6 * world_size, seed=100)).loss)
-    if fault is not None:
-        assert not fault.is_armed, "the fault never happened"
-        fault.remove()
-    if where in HALVING:
-        assert engine.limits.max_samples == (1,) * world_size
-    result = Result(weights(engine), losses, evaluations)
-    engine.destroy()
-    return result
-
-
-def weights(engine: Engine) -> dict[str, torch.Tensor]:
-    from deepspeed.utils import safe_get_full_fp32_param
-
-    weights = {}
-    for name, parameter in engine.module.named_parameters():
-        full = safe_get_full_fp32_param(parameter)
-        weights[name] = (parameter.detach() if full is None else full).cpu().clone()
-    return weights
+    with running(plan, tiny_gpt2(resid_pdrop=0.1, embd_pdrop=0.1, attn_pdrop=0.1)) as engine:
+        fault = Fault(engine, where) if where is not None and dist.get_rank() == rank else None
+        smaller = replace(engine.limits, max_samples=(1,) * world_size)  # 6 a rank: 2 of 3; halved: 3 // 2
+        for step in range(STEPS):
+            if fault is not None and step == fault.step:
+                fault.is_armed = True
+            if step == DISTURBED_STEP and halved == "training":
+                engine.adaptive_limits.limits = smaller
+            losses += losses_of(engine, step, step + 1)
+            if step >= DISTURBED_STEP and halved == "evaluation":
+                engine.adaptive_limits._now = replace(engine.adaptive_limits._now, evaluation=smaller)
+            evaluations.append(evaluate(engine, ragged_samples(6 * world_size, seed=100)).loss)
+        if fault is not None:
+            assert not fault.is_armed, "the fault never happened"
+            fault.remove()
+        if where in HALVING:
+            assert engine.limits.max_samples == smaller.max_samples
+        return Result(whole(engine), losses, evaluations)

@@ -10,15 +10,12 @@ from typing import Any
 import pytest
 import torch
 
-from bench.plans import plan_by_hand
 from bench.ranks import Ranks
 from frugal.checkpoint import loading, saving
 from frugal.checkpoint.progress import Progress
 from frugal.checkpoint.saving import Saver
-from frugal.engine.engine import Engine, initialize
 from frugal.errors import FrugalError
-from frugal.models.objectives import CausalLM
-from tests.engine.small_models import ragged_samples, tiny_gpt2
+from tests.engine.engines import losses_of, plan_here, running
 
 WRITING = {"open", "os.rename", "os.mkdir", "os.remove", "os.rmdir", "os.truncate", "shutil.rmtree"}
 _watch: Callable[[str], None] | None = None
@@ -67,38 +64,30 @@ class Snapshots:
         self._is_busy = False
 
 
-def start(zero_stage: int) -> Engine:
-    """An engine; runs on ranks."""
-    plan = plan_by_hand(world_size=2, global_batch=4, micro_batch=2, zero_stage=zero_stage)
-    return initialize(tiny_gpt2(), plan, CausalLM())
-
-
 def saves(folder: Path, into: Path, zero_stage: int, in_background: bool) -> int:
     """Step 1, and then, watched, step 2, and step 2 once more over itself; keeping one. Runs on ranks."""
-    engine = start(zero_stage)
     into.mkdir(exist_ok=True)
-    engine.train_step(ragged_samples(4))
-    saving.save(engine, folder, Progress(step=1), keep=1)
-    engine.train_step(ragged_samples(4))
-    with Snapshots(folder, into) as snapshots:
-        saver = Saver(engine, folder, keep=1, in_background=in_background)
-        for _ in range(2):
-            saver.save(Progress(step=2))
-            saver.finish()
-    engine.destroy()
+    with running(plan_here(zero_stage, 4)) as engine:
+        losses_of(engine, 0, 1)
+        saving.save(engine, folder, Progress(step=1), keep=1)
+        losses_of(engine, 1, 2)
+        with Snapshots(folder, into) as snapshots:
+            saver = Saver(engine, folder, keep=1, in_background=in_background)
+            for _ in range(2):
+                saver.save(Progress(step=2))
+                saver.finish()
     return snapshots.taken
 
 
 def load_all(folders: list[Path], zero_stage: int) -> list[str]:
     """The step that each gives, or what is wrong with it. Runs on ranks."""
-    engine = start(zero_stage)
     answers = []
-    for folder in folders:
-        try:
-            answers.append(str(loading.load(engine, folder).progress.step))
-        except FrugalError as error:
-            answers.append(str(error))
-    engine.destroy()
+    with running(plan_here(zero_stage, 4)) as engine:
+        for folder in folders:
+            try:
+                answers.append(str(loading.load(engine, folder).progress.step))
+            except FrugalError as error:
+                answers.append(str(error))
     return answers
 
 

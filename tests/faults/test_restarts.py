@@ -7,16 +7,10 @@ import time
 from collections.abc import Iterator
 from pathlib import Path
 
-import peft
 import psutil  # type: ignore[import-untyped]  # has no types
 import pytest
-import torch
-import transformers
-from safetensors.torch import load_file
 
-from bench.plans import plan_by_hand
-from bench.runs import TINY, command, environment, frugal_train, prepared, records
-from frugal.config.adapters import Lora
+from bench.runs import command, environment, frugal_train, prepared, records
 from frugal.report.run import read_run
 from tests.disks import small_disk
 from tests.engine.gradients import bound_of_command
@@ -73,29 +67,6 @@ def test_a_killed_rank_costs_the_steps_since_the_last_checkpoint_and_nothing_els
     assert [event.kind for event in events] == ["start", "failed", "restart", "done"]
     assert events[1].words == "a rank was ended by SIGKILL"
     assert (folder / "killed" / "report.html").exists()
-
-
-@pytest.mark.parametrize("zero_stage", [2, 3])
-def test_adapters_go_on_after_a_killed_rank_and_peft_loads_them(tmp_path: Path, zero_stage: int) -> None:
-    prepared(tmp_path)
-    config = transformers.GPT2Config(**{name: value for name, value in TINY.items() if name != "model_type"})
-    transformers.GPT2LMHeadModel(config).save_pretrained(tmp_path / "base")
-    request = {"model": str(tmp_path / "base"), "learning_rate": 1e-2, "lora": Lora.parse("r=4,dropout=0.1")}
-    made = plan_by_hand(world_size=2, global_batch=8, micro_batch=2, zero_stage=zero_stage, request=request)
-    (tmp_path / "plan.json").write_bytes(made.to_json())
-    arguments = ("--plan", "plan.json", *RUN, "--tokenizer", "byte")
-    code, _, errors = frugal_train(tmp_path, *arguments, "--out", "whole")
-    assert code == 0, errors
-    supervised = command(*arguments, "--out", "killed", "--max-restarts", 2)
-    code, output, errors = run_and_kill(supervised, tmp_path, tmp_path / "killed", after=7)
-    assert code == 0, output + errors
-    assert "restart 1 of 2: a rank was ended by SIGKILL" in errors
-    assert losses(tmp_path / "killed") == losses(tmp_path / "whole")
-    whole, killed = (load_file(tmp_path / run / "model" / "adapter_model.safetensors") for run in ("whole", "killed"))
-    assert whole.keys() == killed.keys()
-    assert all(torch.equal(whole[name], killed[name]) for name in whole)
-    base = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "base")
-    peft.PeftModel.from_pretrained(base, tmp_path / "killed" / "model")
 
 
 ON_ONE = (

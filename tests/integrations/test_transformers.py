@@ -2,6 +2,9 @@
 
 import importlib.util
 import random
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -12,7 +15,10 @@ from safetensors.torch import load_file
 from bench.plans import plan_by_hand
 from bench.ranks import Ranks
 from frugal.config.adapters import Lora
+from frugal.deepspeed_adapter.export import check
 from frugal.errors import PlanMismatchError, RequestError
+from frugal.integrations.arguments import training_arguments
+from frugal.integrations.micro_batches import PlannedBatches
 from frugal.planning.plan import Plan
 from tests.engine.gradients import bounds_of_run, relative_error
 
@@ -75,11 +81,7 @@ def ours(folder: str, made: Plan) -> tuple[list[float], dict[str, torch.Tensor]]
 def theirs(folder: str, made: Plan, out: str, resume_at: int = 0, kind: str = "Trainer") -> list[float]:
     """The losses that Trainer logs, on a rank; its model is saved to `out`. With `resume_at` it is stopped there, and
     resumed by another Trainer."""
-    from accelerate.state import AcceleratorState, GradientState, PartialState
     from transformers import AutoModelForCausalLM
-    from transformers.integrations.deepspeed import unset_hf_deepspeed_config
-
-    from frugal.integrations.transformers import training_arguments
 
     trainer_class, arguments_class, others = of_trl() if kind == "SFTTrainer" else of_transformers()
 
@@ -94,10 +96,20 @@ def theirs(folder: str, made: Plan, out: str, resume_at: int = 0, kind: str = "T
         trainer.save_model(out)
         return [record["loss"] for record in trainer.state.log_history if "loss" in record]
 
-    try:
+    with nothing_left():
         losses = run(resume_at, resume=False) if resume_at else []
-        return run(STEPS, resume=True) if losses else run(STEPS, resume=False)
-    finally:  # the ranks are shared with other tests
+        return run(STEPS, resume=bool(losses))
+
+
+@contextmanager
+def nothing_left() -> Iterator[None]:
+    """Forget what transformers keeps of a Trainer: the ranks are shared with other tests."""
+    from accelerate.state import AcceleratorState, GradientState, PartialState
+    from transformers.integrations.deepspeed import unset_hf_deepspeed_config
+
+    try:
+        yield
+    finally:
         unset_hf_deepspeed_config()
         for state in (AcceleratorState, GradientState, PartialState):
             state._reset_state()
@@ -106,11 +118,9 @@ def theirs(folder: str, made: Plan, out: str, resume_at: int = 0, kind: str = "T
 def refused_in_trainer(folder: str, made: Plan, out: str) -> tuple[str, bool]:
     """What a rank is told of which another half of the model's ways is taken, and whether its weights are as they
     were."""
-    from accelerate.state import AcceleratorState, GradientState, PartialState
     from transformers import AutoModelForCausalLM, TrainingArguments
-    from transformers.integrations.deepspeed import unset_hf_deepspeed_config
 
-    from frugal.integrations.transformers import PlannedTrainer, training_arguments
+    from frugal.integrations.transformers import PlannedTrainer
 
     args = training_arguments(made, out, TrainingArguments, max_steps=2, seed=7, report_to=[], disable_tqdm=True)
     model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
@@ -119,15 +129,9 @@ def refused_in_trainer(folder: str, made: Plan, out: str) -> tuple[str, bool]:
     model.transformer.h[1].forward = lambda hidden, *_, **__: hidden
     before = {name: parameter.detach().clone() for name, parameter in model.named_parameters()}
     trainer = PlannedTrainer(model=model, args=args, plan=made, train_dataset=samples(), data_collator=collate)
-    try:
+    with nothing_left(), pytest.raises(RequestError) as error:
         trainer.train()
-    except RequestError as error:
-        return str(error), all(torch.equal(before[name], each) for name, each in model.named_parameters())
-    finally:  # the ranks are shared with other tests
-        unset_hf_deepspeed_config()
-        for state in (AcceleratorState, GradientState, PartialState):
-            state._reset_state()
-    return "", False
+    return str(error.value), all(torch.equal(before[name], each) for name, each in model.named_parameters())
 
 
 def test_ranks_that_use_different_parameters_in_a_trainer_are_refused(
@@ -194,15 +198,23 @@ ZERO_2, ZERO_3 = "ZeRO-2", "ZeRO-3, full checkpointing, tiled loss"
 STRATEGIES = {ZERO_2: (2, {}), ZERO_3: (3, {"activation_checkpointing": "full", "loss": "tiled"})}
 
 
-@pytest.mark.parametrize("strategy", [pytest.param(ZERO_2, marks=pytest.mark.exhaustive), ZERO_3])
-def test_trainer_under_a_plan_has_the_losses_of_frugals_engine(
-    folder: str, two_ranks: Ranks, tmp_path: Path, strategy: str
+@pytest.mark.parametrize(
+    ("kind", "strategy", "resume_at"),
+    [
+        ("Trainer", ZERO_3, 0),
+        pytest.param("Trainer", ZERO_2, 0, marks=pytest.mark.exhaustive),
+        pytest.param("Trainer", ZERO_2, 4, marks=pytest.mark.exhaustive),
+        *(pytest.param("SFTTrainer", strategy, 0, marks=needs_trl) for strategy in STRATEGIES),
+    ],
+)
+def test_a_trainer_under_a_plan_has_the_losses_of_frugals_engine_also_where_it_is_resumed(
+    folder: str, two_ranks: Ranks, tmp_path: Path, kind: str, strategy: str, resume_at: int
 ) -> None:
     """Uneven micro-batches, masked labels, lengths that differ, clipping, and a batch over the end of an epoch."""
     stage, others = STRATEGIES[strategy]
     made = plan(stage, **others)
     ((expected, _), _) = two_ranks.run(ours, folder, made)
-    (losses, _) = two_ranks.run(theirs, folder, made, str(tmp_path))
+    (losses, _) = two_ranks.run(theirs, folder, made, str(tmp_path), resume_at, kind)
     assert losses == pytest.approx(expected, rel=bounds(folder)[0])
 
 
@@ -224,48 +236,20 @@ def test_adapters_of_a_plan_are_trained_and_saved_as_by_frugals_engine(
     assert relative_error({name: part.double() for name, part in saved.items()}, weights) < bounds(folder)[2]
 
 
-@needs_trl
-@pytest.mark.parametrize("strategy", STRATEGIES)
-def test_sft_trainer_under_a_plan_has_the_losses_of_frugals_engine(
-    folder: str, two_ranks: Ranks, tmp_path: Path, strategy: str
-) -> None:
-    stage, others = STRATEGIES[strategy]
-    made = plan(stage, **others)
-    ((expected, _), _) = two_ranks.run(ours, folder, made)
-    (losses, _) = two_ranks.run(theirs, folder, made, str(tmp_path), kind="SFTTrainer")
-    assert losses == pytest.approx(expected, rel=bounds(folder)[0])
-
-
-@pytest.mark.exhaustive
-def test_a_resumed_trainer_draws_what_the_unstopped_one_draws(folder: str, two_ranks: Ranks, tmp_path: Path) -> None:
-    made = plan(2)
-    ((expected, _), _) = two_ranks.run(ours, folder, made)
-    (losses, _) = two_ranks.run(theirs, folder, made, str(tmp_path), 4)
-    assert losses == pytest.approx(expected, rel=bounds(folder)[0])
-
-
 def test_what_a_trainer_cannot_do_is_refused() -> None:
-    from frugal.deepspeed_adapter.export import check
-    from frugal.integrations.arguments import training_arguments
-
+    made = plan(2)
     with pytest.raises(RequestError, match="cannot fill a global batch of 512 tokens"):
-        check(_with_tokens(plan(2)), "hf")
-    with pytest.raises(RequestError) as raised:
-        training_arguments(plan(2), "run", per_device_train_batch_size=4)
-    assert str(raised.value) == (
-        "`per_device_train_batch_size` is 4, and 2 in the plan\n  because the plan's memory and batch hold for what it "
-        "says\n\nhint: leave it out, or plan for the other value"
-    )
-
+        check(replace(made, batch=replace(made.batch, global_tokens=512)), "hf")
+    with pytest.raises(RequestError, match="`per_device_train_batch_size` is 4, and 2 in the plan\n") as raised:
+        training_arguments(made, "run", per_device_train_batch_size=4)
+    assert "hint: leave it out, or plan for the other value" in str(raised.value)
     with pytest.raises(RequestError, match="`label_smoothing_factor` is"):
-        training_arguments(plan(2), "run", label_smoothing_factor=0.1)
+        training_arguments(made, "run", label_smoothing_factor=0.1)
 
 
 @needs_trl
 def test_what_would_change_sft_trainers_loss_or_memory_is_refused() -> None:
     from trl import SFTConfig
-
-    from frugal.integrations.arguments import training_arguments
 
     for name, value in {"max_length": 1024, "packing": True, "padding_free": True, "loss_type": "dft"}.items():
         with pytest.raises(RequestError, match=f"`{name}` is .*{value}.*, and .* in the plan"):
@@ -273,26 +257,13 @@ def test_what_would_change_sft_trainers_loss_or_memory_is_refused() -> None:
 
 
 def test_samples_longer_than_planned_are_refused() -> None:
-    from frugal.integrations.micro_batches import PlannedBatches
-
     rows = [{"input_ids": [0] * length} for length in (5, 70, 64)]
-    with pytest.raises(RequestError) as raised:
+    with pytest.raises(RequestError, match="sample 1 of train_dataset has 70 tokens\n") as raised:
         PlannedBatches(plan(2), rows, rank=0, seed=1)
-    assert str(raised.value) == (
-        "sample 1 of train_dataset has 70 tokens\n  because the plan's memory is for samples of up to 64\n\n"
-        "hint: cut what is longer, or plan with --seq-len 70"
-    )
-
-
-def _with_tokens(made: Plan) -> Plan:
-    from dataclasses import replace
-
-    return replace(made, batch=replace(made.batch, global_tokens=512))
+    assert "hint: cut what is longer, or plan with --seq-len 70" in str(raised.value)
 
 
 def test_a_plan_for_another_model_is_refused(folder: str) -> None:
-    from dataclasses import replace
-
     from transformers import AutoModelForCausalLM
 
     from frugal.integrations.transformers import _refuse_other_model
@@ -304,8 +275,6 @@ def test_a_plan_for_another_model_is_refused(folder: str) -> None:
 
 
 def test_every_sample_is_drawn_once_an_epoch_whatever_the_ranks_and_lengths() -> None:
-    from frugal.integrations.micro_batches import PlannedBatches
-
     made, rows = plan(2), samples()
     drawn: list[int] = []
     for rank in range(2):

@@ -3,7 +3,6 @@
 import dataclasses
 from pathlib import Path
 
-import msgspec
 import pytest
 
 from bench.plans import plan_by_hand
@@ -12,17 +11,12 @@ from frugal.config.hardware.cluster import Cluster, Node
 from frugal.config.hardware.local_host import versions
 from frugal.config.run_settings import RunSettings
 from frugal.errors import RequestError
-from frugal.launch import host_report, hosts, ssh
-from frugal.launch.host_report import HostReport
+from frugal.launch import hosts, ssh
 from frugal.launch.hosts import part_of_cluster, usable_hosts
 from frugal.launch.ssh import Access, UnreachableHost
+from tests.launch.test_hosts import report
 
 NAMED = parse_hostfile("a slots=2\nb slots=3\nc slots=1\nd slots=1\ne slots=2\n")
-
-
-def report(**values: object) -> HostReport:
-    """This machine's, but for some values."""
-    return msgspec.structs.replace(host_report.collect(Path(), None, cuda=False), **values)
 
 
 def test_what_answers_and_works_is_left_and_the_rest_is_said() -> None:
@@ -67,7 +61,7 @@ def test_hosts_that_stay_away_end_the_run_and_are_named(
     elastic: bool, what: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     """A name that cannot exist (RFC 6761) is a host that does not answer."""
-    monkeypatch.setattr(hosts, "RETURN_SECONDS", 0.1)
+    monkeypatch.setattr(hosts, "RETURN_SECONDS", 2.0)  # more than an attempt takes
     monkeypatch.setattr(hosts, "RETRY_SECONDS", 0.1)
     ask = ssh.collect_reports
     monkeypatch.setattr(ssh, "collect_reports", lambda *_: [report()])  # as it was when the run began

@@ -46,34 +46,37 @@ def said(capsys: pytest.CaptureFixture[str], *words: str) -> tuple[int, str, str
     return code, printed.out, printed.err
 
 
-def test_torchrun_has_a_line_for_each_node(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    code, output, errors = said(capsys, "--hostfile", "hosts", "--print", "torchrun", "--set", "train.nic=eth1")
+WORDS = "frugal.engine.run --plan plan.json --data 'my text.jsonl' --steps 4"
+
+
+@pytest.mark.parametrize(
+    ("launcher", "more", "line"),
+    [
+        (
+            "torchrun", ("--set", "train.nic=eth1"),
+            "DS_ACCELERATOR=cpu GLOO_SOCKET_IFNAME=eth1 NCCL_SOCKET_IFNAME=eth1 torchrun --nnodes 2 --node-rank 1 "
+            f"--nproc-per-node 2 --master-addr a --master-port 29500 -m {WORDS}",
+        ),
+        (
+            "no-ssh", ("--master-port", "7000"),
+            "DS_ACCELERATOR=cpu deepspeed --hostfile hosts --no_ssh --node_rank 1 --master_addr a --master_port 7000 "
+            f"--module {WORDS}",
+        ),
+        (
+            "openmpi", ("--ssh-port", "2222"),
+            "mpirun --hostfile hosts -n 3 --bind-to none --mca plm_rsh_args '-p 2222' -x DS_ACCELERATOR=cpu "
+            f"-x MASTER_ADDR=a -x MASTER_PORT=29500 {sys.executable} -m {WORDS}",
+        ),
+    ],
+)  # fmt: skip
+def test_other_launchers_have_a_line_for_each_node_or_for_all(
+    launcher: str, more: tuple[str, ...], line: str, folder: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    code, output, errors = said(capsys, "--hostfile", "hosts", "--print", launcher, *more)
     assert (code, errors) == (0, "")
-    nic = "DS_ACCELERATOR=cpu GLOO_SOCKET_IFNAME=eth1 NCCL_SOCKET_IFNAME=eth1"
-    address = "--master-addr a --master-port 29500"
-    rank = "-m frugal.engine.run --plan plan.json --data 'my text.jsonl' --steps 4"
-    assert output.splitlines()[1:] == [
-        "# a", f"{nic} torchrun --nnodes 2 --node-rank 0 --nproc-per-node 1 {address} {rank}",
-        "# b", f"{nic} torchrun --nnodes 2 --node-rank 1 --nproc-per-node 2 {address} {rank}",
-    ]  # fmt: skip
-
-
-def test_without_ssh_each_node_has_deepspeeds_line(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    code, output, _ = said(capsys, "--hostfile", "hosts", "--print", "no-ssh", "--master-port", "7000")
-    assert code == 0
-    assert output.splitlines()[4] == (
-        "DS_ACCELERATOR=cpu deepspeed --hostfile hosts --no_ssh --node_rank 1 --master_addr a --master_port 7000"
-        " --module frugal.engine.run --plan plan.json --data 'my text.jsonl' --steps 4"
-    )
-
-
-def test_openmpi_has_one_line_for_all(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    code, output, _ = said(capsys, "--hostfile", "hosts", "--print", "openmpi", "--ssh-port", "2222")
-    assert code == 0
-    assert output == (
-        "mpirun --hostfile hosts -n 3 --bind-to none --mca plm_rsh_args '-p 2222' -x DS_ACCELERATOR=cpu"
-        f" -x MASTER_ADDR=a -x MASTER_PORT=29500 {sys.executable} -m frugal.engine.run --plan plan.json"
-        " --data 'my text.jsonl' --steps 4\n"
+    assert output.splitlines()[-1] == line
+    assert [line for line in output.splitlines()[1:] if line.startswith("#")] == ["# a", "# b"] * (
+        launcher != "openmpi"
     )
 
 
@@ -99,31 +102,21 @@ def test_other_launchers_are_told_the_segments_beside_the_users_options(
     assert Access().environment()["PYTORCH_ALLOC_CONF"] == "max_split_size_mb:512,expandable_segments:False"
 
 
-def test_one_job_cannot_start_pods_that_differ(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    assert said(capsys, "--print", "kubernetes") == (
-        2, "",
-        "error: one Job cannot start this plan's nodes\n"
-        "  because they have 1, 2 GPUs, and all pods of a Job are alike\n\n"
-        "hint: plan for nodes that are alike: frugal plan --nodes N --gpus M\n",
-    )  # fmt: skip
-
-
-def test_a_launcher_that_reads_a_hostfile_needs_one(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    assert said(capsys, "--print", "no-ssh") == (
-        2, "",
-        "error: --print no-ssh needs a hostfile\n  because this launcher reads there which nodes there are\n\n"
-        "hint: --hostfile HOSTS, with a line `NAME slots=GPUS` for each node\n",
-    )  # fmt: skip
-
-
-def test_a_plan_for_other_nodes_is_refused(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    (folder / "hosts").write_text("a slots=2\nb slots=2\n")
-    assert said(capsys, "--hostfile", "hosts") == (
-        4, "",
-        "error: the plan is for other nodes than the hostfile has\n"
-        "  because it is for 2 nodes with 1, 2 GPUs, and the hostfile has 2 nodes with 2, 2 GPUs\n\n"
-        "hint: plan for it: leave --plan out, or frugal plan --hostfile HOSTS\n",
-    )  # fmt: skip
+@pytest.mark.parametrize(
+    ("words", "code", "because", "hint"),
+    [
+        ("--print kubernetes", 2, "they have 1, 2 GPUs, and all pods of a Job are alike", "plan for nodes that are alike"),
+        ("--print no-ssh", 2, "this launcher reads there which nodes there are", "--hostfile HOSTS, with a line `NAME"),
+        ("--hostfile equal", 4, "for 2 nodes with 1, 2 GPUs, and the hostfile has 2 nodes with 2, 2", "plan for it: "),
+    ],
+)
+def test_nodes_that_a_launcher_or_the_plan_is_not_for_are_refused(
+    words: str, code: int, because: str, hint: str, folder: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (folder / "equal").write_text("a slots=2\nb slots=2\n")
+    found, output, errors = said(capsys, *words.split())
+    assert (found, output) == (code, "")
+    assert because in errors and f"hint: {hint}" in errors
 
 
 def report(**values: object) -> HostReport:
@@ -198,17 +191,6 @@ def test_doctor_says_what_this_machine_has(capsys: pytest.CaptureFixture[str]) -
     answer = msgspec.json.decode(capsys.readouterr().out)
     ((_, here),) = answer["hosts"].items()
     assert (answer["problems"], here["versions"]) == ([], versions())
-
-
-def test_doctor_ends_with_2_where_something_would_stop_a_run(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    """A name that cannot exist (RFC 6761) is a host that does not answer."""
-    (tmp_path / "hosts").write_text("nowhere.invalid slots=1\n")
-    assert cli.run(["doctor", "--hostfile", str(tmp_path / "hosts"), "--device", "cpu", "--out", str(tmp_path)]) == 2
-    output = capsys.readouterr().out
-    assert "nowhere.invalid\n  reached    no: " in output
-    assert "what would stop a run\n  nowhere.invalid " in output
 
 
 @pytest.mark.parametrize("is_named", [False, True])

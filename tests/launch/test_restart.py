@@ -70,33 +70,21 @@ FINE = RunEnd(0, "", True, 9, "step-000009")
 GONE = "a rank was ended by SIGKILL"
 
 
+def again(number: int, after: int, then: str = "resuming from step-000002") -> str:
+    return f"restart {number} of 2: {GONE} after step {after}; {then}"
+
+
+USED_UP = f"error: {GONE}, and all 2 restarts are used up\n\nhint: continue from step-000002 with --resume"
+
+
 @pytest.mark.parametrize(
     ("ends", "code", "said"),
     [
         ([FINE], 0, []),
-        ([killed(3), FINE], 0, [f"restart 1 of 2: {GONE} after step 3; resuming from step-000002"]),
-        (
-            [killed(1, None), FINE],
-            0,
-            [f"restart 1 of 2: {GONE} after step 1; starting over, as there is no checkpoint"],
-        ),
-        (
-            [killed(3), killed(3)],
-            137,
-            [
-                f"restart 1 of 2: {GONE} after step 3; resuming from step-000002",
-                f"error: {GONE} again, after step 3 as before: not started again",
-            ],
-        ),
-        (
-            [killed(3), killed(4), killed(5)],
-            137,
-            [
-                f"restart 1 of 2: {GONE} after step 3; resuming from step-000002",
-                f"restart 2 of 2: {GONE} after step 4; resuming from step-000002",
-                f"error: {GONE}, and all 2 restarts are used up\n\nhint: continue from step-000002 with --resume",
-            ],
-        ),
+        ([killed(3), FINE], 0, [again(1, 3)]),
+        ([killed(1, None), FINE], 0, [again(1, 1, "starting over, as there is no checkpoint")]),
+        ([killed(3)] * 2, 137, [again(1, 3), f"error: {GONE} again, after step 3 as before: not started again"]),
+        ([killed(3), killed(4), killed(5)], 137, [again(1, 3), again(2, 4), USED_UP]),
     ],
 )
 def test_a_run_is_started_again_as_often_as_it_may(

@@ -2,13 +2,13 @@
 
 import os
 import pty
-import re
 import shutil
 import signal
 import subprocess
 import sys
 import time
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -111,19 +111,11 @@ def check_whole(run: Run) -> None:
 by_module = [sys.executable, "-m", "frugal.engine.run", "--plan", "plan1.json"]
 
 
+@pytest.mark.exhaustive  # two ranks do the same below
 @pytest.mark.parametrize(
     ("how", "number"),
-    [
-        ("command", signal.SIGHUP),
-        *(
-            pytest.param(how, number, marks=pytest.mark.exhaustive)
-            for how, number in [
-                ("command", signal.SIGTERM), ("command", signal.SIGUSR1), ("module", signal.SIGTERM),
-                ("module", signal.SIGUSR1), ("module", signal.SIGHUP),
-            ]
-        ),
-    ],
-)  # fmt: skip
+    [("command", signal.SIGHUP), ("command", signal.SIGUSR1), ("module", signal.SIGTERM), ("module", signal.SIGHUP)],
+)
 def test_a_single_rank_saves_its_step_and_ends_with_0(how: str, number: signal.Signals, folder: Path) -> None:
     words = command("--plan", "plan1.json") if how == "command" else by_module
     run = start(folder, f"one-{how}-{number.name}", words)
@@ -134,17 +126,7 @@ def test_a_single_rank_saves_its_step_and_ends_with_0(how: str, number: signal.S
     assert f"asked to stop by {number.name}: saving after this step, at most 600 s" in run.log()
 
 
-@dataclass
-class Ordeal:
-    """What came of one run on two ranks that met with much."""
-
-    run: Run
-    steps: dict[str, int]
-    codes: dict[str, int | None]
-
-
-@pytest.fixture(scope="module")
-def ordeal(folder: Path) -> Ordeal:
+def test_a_run_outlives_its_terminal_and_saves_its_step_when_all_processes_are_asked_to_stop(folder: Path) -> None:
     """Started as `nohup` does, with a terminal that is closed; then SIGTERM to all of its processes."""
     ours, theirs = pty.openpty()
 
@@ -154,85 +136,51 @@ def ordeal(folder: Path) -> Ordeal:
     run = start(folder, "ordeal", command("--plan", "plan2.json"), stdout=theirs, preexec_fn=ignore_hangup)
     os.close(theirs)
     run.come_to(2)
-    steps, codes = {}, {}
     signal_all(run, signal.SIGHUP)
     os.close(ours)
-    for name in ("hangup", "terminal closed"):
-        steps[name] = run.step()
-        run.come_to(steps[name] + 3)
-        codes[name] = run.process.poll()
+    run.come_to(run.step() + 3)
+    assert run.process.poll() is None
     signal_all(run, signal.SIGTERM)
-    codes["SIGTERM to all"] = run.end()
-    return Ordeal(run, steps, codes)
-
-
-def test_nohup_is_respected_and_a_run_outlives_its_terminal(ordeal: Ordeal) -> None:
-    assert ordeal.codes["hangup"] is None and ordeal.codes["terminal closed"] is None
-
-
-def test_the_loss_of_the_terminal_is_noted_once_and_the_log_goes_on(ordeal: Ordeal) -> None:
+    assert run.end() == 0
+    lines = run.log().splitlines()
     note = "standard output is gone (Input/output error): the run continues, and its output there is lost"
-    lines = ordeal.run.log().splitlines()
     assert lines.count(note) == 1
-    assert lines[-1] == (
-        f"told to stop: step {ordeal.run.saved()} is saved in {ordeal.run.out}/checkpoints, continue with --resume"
-    )
-
-
-def test_sigterm_to_every_process_of_a_run_saves_its_step_and_ends_with_0(ordeal: Ordeal) -> None:
-    assert ordeal.codes["SIGTERM to all"] == 0
-    assert "asked to stop by SIGTERM: saving after this step, at most 600 s" in ordeal.run.log()
-    check_whole(ordeal.run)
-    assert ordeal.run.process.stderr is not None and ordeal.run.process.stderr.read() == b""
-
-
-@pytest.mark.exhaustive  # two minutes
-def test_a_step_of_75_seconds_is_waited_for(folder: Path) -> None:
-    run = start(folder, "slow", command("--plan", "plan2.json"), "--set", "train.grace=300")
-    run.come_to(2)
-    (folder / "seconds").write_text("37.5")
-    time.sleep(5)
-    signal_all(run, signal.SIGTERM)
-    try:
-        began = time.monotonic()
-        assert run.end() == 0
-        assert time.monotonic() - began > 35
-        check_whole(run)
-    finally:
-        (folder / "seconds").unlink()
+    assert "asked to stop by SIGTERM: saving after this step, at most 600 s" in run.log()
+    assert lines[-1] == f"told to stop: step {run.saved()} is saved in {run.out}/checkpoints, continue with --resume"
+    check_whole(run)
+    assert run.process.stderr is not None and run.process.stderr.read() == b""
 
 
 @pytest.mark.parametrize("is_second", [False, pytest.param(True, marks=pytest.mark.exhaustive)])
 def test_a_step_that_takes_longer_is_left_and_what_is_saved_is_said(is_second: bool, folder: Path) -> None:
-    out = f"left-{is_second}"
-    run = start(
-        folder,
-        out,
-        command("--plan", "plan2.json"),
-        "--set",
-        f"train.grace={600 if is_second else 4}",
-        "--save-every",
-        2,
-    )
+    grace = f"train.grace={600 if is_second else 4}"
+    run = start(folder, f"left-{is_second}", command("--plan", "plan2.json"), "--set", grace, "--save-every", 2)
     run.come_to(3)
-    (folder / "seconds").write_text("400")
-    time.sleep(2)
-    try:
+    with long_steps(folder):
         run.process.send_signal(signal.SIGTERM)
         if is_second:
             time.sleep(6)
             run.process.send_signal(signal.SIGTERM)
         assert run.end() == 128 + signal.SIGTERM
+    assert run.process.stderr is not None
+    said = run.process.stderr.read().decode()
+    assert said.startswith(
+        "error: ended by a second SIGTERM\n  because the step under way was not waited for\n" if is_second
+        else "error: not done within 4 s after SIGTERM\n  because the step under way takes longer\n"
+    )  # fmt: skip
+    assert f"  because the last good checkpoint is step-{run.saved():06d}\n" in said
+    assert "hint: continue from it with --resume; --set train.grace=SECONDS" in said
+
+
+@contextmanager
+def long_steps(folder: Path) -> Iterator[None]:
+    """Have every step take minutes, from one on that is under way."""
+    (folder / "seconds").write_text("400")
+    time.sleep(2)
+    try:
+        yield
     finally:
         (folder / "seconds").unlink()
-    assert run.process.stderr is not None
-    because = "step under way was not waited for" if is_second else "step under way takes longer"
-    assert run.process.stderr.read().decode() == (
-        f"error: {'ended by a second SIGTERM' if is_second else 'not done within 4 s after SIGTERM'}\n"
-        f"  because the {because}\n  because the last good checkpoint is step-{run.saved():06d}\n\n"
-        "hint: continue from it with --resume; --set train.grace=SECONDS says how long a step and its checkpoint may "
-        "take\n"
-    )
 
 
 def orphaned(run: Run) -> float:
@@ -241,11 +189,7 @@ def orphaned(run: Run) -> float:
     assert ranks
     run.process.kill()
     began = time.monotonic()
-    dying = (
-        psutil.STATUS_ZOMBIE,
-        psutil.STATUS_RUNNING,
-        psutil.STATUS_DISK_SLEEP,
-    )  # its memory may still be written back
+    dying = (psutil.STATUS_ZOMBIE, psutil.STATUS_RUNNING, psutil.STATUS_DISK_SLEEP)  # its memory may be written back
     assert psutil.Process(run.process.pid).status() in dying
     while any(each.is_running() and each.status() != psutil.STATUS_ZOMBIE for each in ranks):
         assert time.monotonic() - began < 60
@@ -255,25 +199,15 @@ def orphaned(run: Run) -> float:
     return took
 
 
-@pytest.mark.parametrize(
-    "more", [(), pytest.param(("--max-restarts", 3), marks=pytest.mark.exhaustive)], ids=["command", "supervisor"]
-)
-def test_ranks_end_when_their_command_is_killed_and_nobody_reaps_it(more: tuple[object, ...], folder: Path) -> None:
-    run = start(folder, f"orphaned-{len(more)}", command("--plan", "plan2.json"), *more)
+@pytest.mark.exhaustive  # each starts a run; tests/distributed/test_stop.py has a process with a parent
+@pytest.mark.parametrize(("more", "is_in_step"), [((), False), ((), True), (("--max-restarts", 3), False)])
+def test_ranks_end_when_their_command_is_killed_and_nobody_reaps_it(
+    more: tuple[object, ...], is_in_step: bool, folder: Path
+) -> None:
+    run = start(folder, f"orphaned-{len(more)}-{is_in_step}", command("--plan", "plan2.json"), *more)
     run.come_to(2)
-    assert orphaned(run) < 10
-
-
-@pytest.mark.exhaustive  # as the one above, in the midst of a step
-def test_ranks_end_in_the_midst_of_a_long_step(folder: Path) -> None:
-    run = start(folder, "orphaned-slow", command("--plan", "plan2.json"))
-    run.come_to(2)
-    (folder / "seconds").write_text("400")
-    try:
-        time.sleep(3)
+    with long_steps(folder) if is_in_step else nullcontext():
         assert orphaned(run) < 10
-    finally:
-        (folder / "seconds").unlink()
 
 
 @pytest.mark.exhaustive  # each starts a run
@@ -290,25 +224,6 @@ def test_ranks_of_other_launchers_end_with_them(launcher: str, folder: Path) -> 
 
 
 WORLD = "eyJsb2NhbGhvc3QiOiBbMCwgMV19"  # {"localhost": [0, 1]}
-
-
-@pytest.mark.exhaustive  # each starts a run
-@pytest.mark.parametrize("world_size", [1, 2])
-@pytest.mark.parametrize("console", ["/dev/full", "head"])
-def test_a_run_whose_output_cannot_be_written_comes_to_its_end(console: str, world_size: int, folder: Path) -> None:
-    out = f"console-{Path(console).name}-{world_size}"
-    words = command("--plan", f"plan{world_size}.json", "--data", "text.jsonl", "--steps", 30, "--out", out)
-    pipe = "> /dev/full" if console == "/dev/full" else "| head -1"
-    done = subprocess.run(
-        ["bash", "-o", "pipefail", "-c", f"{' '.join(words)} {pipe}"], cwd=folder, env=environment(folder),
-        capture_output=True, text=True, timeout=PATIENCE_SECONDS,
-    )  # fmt: skip
-    assert (done.returncode, done.stderr) == (0, "")
-    assert [r["step"] for r in records(folder / out) if r["event"] == "step"] == list(range(1, 31))
-    lines = (folder / out / "logs" / "rank_0.log").read_text().splitlines()
-    assert sum(line.startswith("standard output is gone") for line in lines) == 1
-    assert lines[-1] == f"model written to {folder / out}/model"
-    assert sum(bool(re.match(r"step \d+/30  loss", line)) for line in lines) == 30
 
 
 DRY_RUN = """

@@ -96,16 +96,6 @@ def test_a_host_with_another_version_is_named_before_anything_starts(hosts: Host
 
 
 @pytest.mark.exhaustive
-def test_ranks_with_different_versions_are_named_with_their_hosts(hosts: Hosts, older_on_n2: None) -> None:
-    codes, errors = by_hand(hosts, [plan(hosts, 1, 1)] * 2, *RUN, "--out", "never")
-    assert codes == [4, 4]
-    assert (
-        "error: the hosts do not run the same versions\n"
-        f"  because n1 (rank 0) has frugal {version('frugal-trainer')}; n2 (rank 1) has frugal 0.0.9\n"
-    ) in errors
-
-
-@pytest.mark.exhaustive
 def test_hosts_that_have_nothing_but_ipv6_train_the_same(hosts: Hosts, on_one_host: list[float]) -> None:
     path, hostfile = plan(hosts, 1, 1), hosts.folder / "hosts6"
     hostfile.write_text(f"{hosts.address6('n1')} slots=1\n[{hosts.address6('n2')}] slots=1\n")
@@ -120,15 +110,6 @@ def test_hosts_that_have_nothing_but_ipv6_train_the_same(hosts: Hosts, on_one_ho
             hosts.run(name, "ip", "addr", "add", f"{hosts.address(name)}/24", "dev", "eth0", check=True)
     assert (code, errors) == (0, "")
     assert losses(hosts.folder / "six") == on_one_host
-
-
-@pytest.mark.exhaustive
-def test_zero_3_on_two_hosts_is_zero_3_on_one(hosts: Hosts) -> None:
-    code, _, errors = frugal(hosts, "train", "--plan", plan(hosts, 2, zero_stage=3), *RUN, "--out", "one3")
-    assert (code, errors) == (0, "")
-    code, _, errors = train(hosts, plan(hosts, 1, 1, zero_stage=3), "two3", "--set", "train.nic=eth0")
-    assert (code, errors) == (0, "")
-    assert losses(hosts.folder / "two3") == losses(hosts.folder / "one3")
 
 
 @pytest.mark.exhaustive

@@ -12,8 +12,10 @@ from pathlib import Path
 from bench.reliability.hosts import SSH_PORT, Hosts, environment, plan
 from tests.multinode import listening, stranger
 from tests.multinode.conftest import losses
-from tests.multinode.test_lost import KILLED
+from tests.multinode.test_lost import nothing_is_left
 
+KILLED = r"error: (rank 1 on n2 is gone\n  because its connection was closed|a rank was ended by SIGKILL)\n"
+"""The launcher notices it as soon as the peer watch."""
 PORT = 29777
 TOKEN = "hf_markerOfATokenThatNobodyMaySee"  # it opens nothing
 
@@ -124,6 +126,7 @@ def test_a_stranger_neither_ends_a_run_nor_its_watch_and_no_token_is_seen(three_
         _, errors = run.communicate(timeout=120)
         assert re.fullmatch(KILLED, errors), errors
         assert run.returncode != 0
+        assert nothing_is_left(hosts)
     assert attack.stdout is not None
     to_rank_0, _ = json.loads(attack.stdout.read())
     assert to_rank_0["connected"] > 0

@@ -1,6 +1,5 @@
 """The best checkpoint by loss or metric, and a run that ends when nothing gets better."""
 
-import gc
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -9,21 +8,17 @@ from typing import Any
 import numpy as np
 import pytest
 
-from bench.plans import plan_by_hand
 from bench.ranks import Ranks
 from bench.runs import records
 from frugal.checkpoint import loading, saving
 from frugal.checkpoint.progress import Progress
 from frugal.config.run_settings import RunSettings
 from frugal.data.batches import GlobalBatches
-from frugal.engine import loop
-from frugal.engine.engine import initialize
 from frugal.engine.evaluation import Evaluation
 from frugal.engine.extensions.best import Best
-from frugal.engine.reports.metrics import Log
 from frugal.errors import RequestError
-from frugal.models.objectives import CausalLM
-from tests.engine.small_models import ragged_samples, tiny_gpt2
+from tests.engine.engines import plan_here, run_loop, running
+from tests.engine.small_models import ragged_samples
 
 SAMPLES = ragged_samples(20)
 
@@ -35,18 +30,15 @@ def measured(value: float, **metrics: float) -> Evaluation:
 def test_the_best_is_the_smallest_loss_or_the_largest_of_a_metric_or_what_was_asked() -> None:
     start = Progress(step=0)
     by_loss = Best(RunSettings(), start)
-    assert [by_loss.after(step, measured(loss)) for step, loss in enumerate([3.0, 2.0, 2.0, float("nan")])] == [
-        True, True, False, False,
-    ]  # fmt: skip
+    improved = [by_loss.after(step, measured(loss)) for step, loss in enumerate([3.0, 2.0, 2.0, float("nan")])]
+    assert improved == [True, True, False, False]
     settings = RunSettings(metric="m.py:scores")
-    by_metric = Best(settings, start)
-    assert [by_metric.after(step, measured(1.0, f1=f1, error=1 - f1)) for step, f1 in enumerate([0.2, 0.1, 0.3])] == [
-        True, False, True,
-    ]  # fmt: skip
-    by_name = Best(replace(settings, best="error:min"), start)
-    assert [by_name.after(step, measured(1.0, f1=f1, error=1 - f1)) for step, f1 in enumerate([0.2, 0.1, 0.3])] == [
-        True, False, True,
-    ]  # fmt: skip
+    for asked in (settings, replace(settings, best="error:min")):
+        by_metric = Best(asked, start)
+        improved = [
+            by_metric.after(step, measured(1.0, f1=f1, error=1 - f1)) for step, f1 in enumerate([0.2, 0.1, 0.3])
+        ]
+        assert improved == [True, False, True]
     with pytest.raises(RequestError, match="--best recall is nothing that was measured\n  because there is loss, f1"):
         Best(replace(settings, best="recall"), start).after(1, measured(1.0, f1=0.5))
 
@@ -76,28 +68,13 @@ def train(folder: Path, **changes: Any) -> tuple[list[str], int, list[float], fl
     worse_after_two.calls = 0  # type: ignore[attr-defined]
     asked = {"steps": 9, "eval_every": 1, "out": folder, "keep": 1, "metric": "m.py:f1", "patience": 3, **changes}
     settings = RunSettings(**asked)
-    folder.mkdir(parents=True, exist_ok=True)
-    plan = plan_by_hand(world_size=2, global_batch=6, micro_batch=2, zero_stage=2, request={"learning_rate": 1e-2})
-    engine = initialize(tiny_gpt2(), plan, CausalLM())
-    batches, start = GlobalBatches(SAMPLES, global_batch=6), Progress(step=0)
-    evaluate = partial(engine.evaluate, SAMPLES[:5], worse_after_two)
-    log = Log(folder, rank=engine.rank, planned_bytes=1, total_steps=9)
-    with log:
-        done = loop.train(
-            engine,
-            batches,
-            settings,
-            log,
-            start=start,
-            total_steps=9,
-            evaluate=evaluate,
-        )
-    checkpoints = sorted((folder / "checkpoints").glob("step-*"))
-    path = saving.best_of(checkpoints, Best(settings, done).criterion.score)
-    loading.load(engine, folder / "checkpoints", only=path.name if path else None)
-    loss = engine.evaluate(SAMPLES[:5]).loss
-    engine.destroy()
-    gc.collect()
+    with running(plan_here(2, 6, 2, {"learning_rate": 1e-2})) as engine:
+        evaluate = partial(engine.evaluate, SAMPLES[:5], worse_after_two)
+        done = run_loop(engine, GlobalBatches(SAMPLES, global_batch=6), settings, evaluate=evaluate)
+        checkpoints = sorted((folder / "checkpoints").glob("step-*"))
+        path = saving.best_of(checkpoints, Best(settings, done).criterion.score)
+        loading.load(engine, folder / "checkpoints", only=path.name if path else None)
+        loss = engine.evaluate(SAMPLES[:5]).loss
     losses = [record["loss"] for record in records(folder) if record["event"] == "evaluation"]
     return [path.name for path in checkpoints], done.step, losses, loss
 

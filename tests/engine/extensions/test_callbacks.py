@@ -1,21 +1,18 @@
 """Callbacks hear of steps, evaluations and complete checkpoints, and what they raise is the user's."""
 
-import gc
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from bench.plans import plan_by_hand
 from bench.ranks import Ranks
 from frugal.checkpoint import manifest
 from frugal.checkpoint.progress import Progress
 from frugal.checkpoint.saving import Saver
-from frugal.engine.engine import initialize
 from frugal.engine.extensions.callbacks import Callbacks
 from frugal.errors import RequestError
-from frugal.models.objectives import CausalLM
-from tests.engine.small_models import ragged_samples, tiny_gpt2
+from tests.engine.engines import plan_here, running
+from tests.engine.small_models import ragged_samples
 
 
 class Diary:
@@ -40,23 +37,19 @@ class Failing:
         raise ValueError("no room on the shelf\nsecond line")
 
 
-def told(_world_size: int, folder: Path) -> tuple[list[tuple[Any, ...]], str]:
+def told(folder: Path) -> tuple[list[tuple[Any, ...]], str]:
     """What a callback hears of an engine in Python, and what is said of one that fails. Runs on ranks."""
-    plan = plan_by_hand(world_size=2, global_batch=6, micro_batch=2, zero_stage=2)
-    diary = Diary()
-    engine = initialize(tiny_gpt2(), plan, CausalLM(), callbacks=[diary])
-    samples = ragged_samples(6)
-    targets = engine.train_step(samples).targets
-    engine.train_step(samples)
-    engine.evaluate(samples[:5])
-    engine.save(folder / "checkpoints")
-    with Saver(engine, folder / "later", in_background=True) as saver:
-        saver.save(Progress(step=3))
-    engine.callbacks = Callbacks([Failing()])
-    with pytest.raises(RequestError) as raised:
-        engine.save(folder / "again")
-    engine.destroy()
-    gc.collect()
+    diary, samples = Diary(), ragged_samples(6)
+    with running(plan_here(2, 6), callbacks=[diary]) as engine:
+        targets = engine.train_step(samples).targets
+        engine.train_step(samples)
+        engine.evaluate(samples[:5])
+        engine.save(folder / "checkpoints")
+        with Saver(engine, folder / "later", in_background=True) as saver:
+            saver.save(Progress(step=3))
+        engine.callbacks = Callbacks([Failing()])
+        with pytest.raises(RequestError) as raised:
+            engine.save(folder / "again")
     assert {line[2] for line in diary.lines[:2]} == {targets}
     return [(line[0], line[1], *line[3:]) for line in diary.lines], str(raised.value)
 
@@ -64,7 +57,7 @@ def told(_world_size: int, folder: Path) -> tuple[list[tuple[Any, ...]], str]:
 def test_callbacks_hear_of_each_step_evaluation_and_complete_checkpoint_on_all_ranks(
     tmp_path: Path, two_ranks: Ranks
 ) -> None:
-    for lines, failure in two_ranks.run(told, 2, tmp_path):
+    for lines, failure in two_ranks.run(told, tmp_path):
         assert lines == [
             ("step", 1, 1), ("step", 2, 2), ("evaluation", 2), ("save", 2, True), ("save", 3, True),
         ]  # fmt: skip

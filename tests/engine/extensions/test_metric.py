@@ -1,20 +1,20 @@
 """A metric of the user's own is what one process computes, for any number of ranks, task and loss."""
 
-import gc
 from typing import Any
 
 import numpy as np
 import pytest
 import torch
+import torch.distributed as dist
 
-from bench.plans import plan_by_hand
 from bench.ranks import Ranks
-from frugal.engine.engine import initialize
+from frugal.engine.engine import Engine
 from frugal.engine.evaluation import Evaluation
 from frugal.engine.extensions.metric import Metric
 from frugal.errors import RequestError
 from frugal.models.losses import predictions
-from frugal.models.objectives import CausalLM, SequenceClassification, SummedLoss
+from frugal.models.objectives import SequenceClassification, SummedLoss
+from tests.engine.engines import plan_here, running
 from tests.engine.gradients import with_bound
 from tests.engine.small_models import SkipNet, points, ragged_samples, squared_error, tiny, tiny_gpt2
 
@@ -43,23 +43,14 @@ def classes() -> list[dict[str, Any]]:
     return [{"input_ids": each["input_ids"], "label": i % 3} for i, each in enumerate(ragged_samples(NUMBER))]
 
 
-def evaluated(world_size: int, task: str, *, loss: str = "plain", zero_stage: int = 2) -> Evaluation:
+def evaluated(task: str, *, loss: str = "plain", zero_stage: int = 2) -> Evaluation:
     """On as many samples as do not divide; runs on ranks."""
-    plan = plan_by_hand(
-        world_size=world_size, global_batch=16, micro_batch=tuple(range(3, 3 + world_size)), zero_stage=zero_stage,
-        strategy={"loss": loss},
-    )  # fmt: skip
-    metric: Any = Entropy() if task == "entropy" else accuracy
+    plan = plan_here(zero_stage, 16, tuple(range(3, 3 + dist.get_world_size())), loss=loss)
     if task == "classes":
-        objective: Any = SequenceClassification()
-        engine = initialize(tiny("sequence-classification", "bert"), plan, objective)
-        result = engine.evaluate(classes(), metric)
-    else:
-        engine = initialize(tiny_gpt2(), plan, CausalLM())
-        result = engine.evaluate(ragged_samples(NUMBER), metric)
-    engine.destroy()
-    gc.collect()
-    return result
+        with running(plan, tiny("sequence-classification", "bert"), SequenceClassification()) as engine:
+            return engine.evaluate(classes(), accuracy)
+    with running(plan) as engine:
+        return engine.evaluate(ragged_samples(NUMBER), Entropy() if task == "entropy" else accuracy)
 
 
 def by_hand(dtype: torch.dtype) -> tuple[float, float, float]:
@@ -78,26 +69,22 @@ def by_hand(dtype: torch.dtype) -> tuple[float, float, float]:
 
 
 @pytest.mark.parametrize(
-    ("ranks", "world_size"),
+    ("fixture", "zero_stage"),
     [
-        *(
-            pytest.param(name, number, marks=pytest.mark.exhaustive)
-            for name, number in (("one_rank", 1), ("two_ranks", 2))
-        ),
         ("three_ranks", 3),
+        *(pytest.param(*row, marks=pytest.mark.exhaustive) for row in (("one_rank", 0), ("two_ranks", 2))),
     ],
 )
 def test_predictions_are_those_of_plain_transformers_on_any_number_of_ranks(
-    ranks: str, world_size: int, request: pytest.FixtureRequest
+    fixture: str, zero_stage: int, request: pytest.FixtureRequest
 ) -> None:
     (right, entropy, first), bound = with_bound(by_hand)
     assert 0 < right < 1
-    stage = {1: 0, 2: 2, 3: 3}[world_size]
-    process: Ranks = request.getfixturevalue(ranks)
+    ranks: Ranks = request.getfixturevalue(fixture)
     for loss in ("plain", "tiled"):
-        for each in process.run(evaluated, world_size, "tokens", loss=loss, zero_stage=stage):
+        for each in ranks.run(evaluated, "tokens", loss=loss, zero_stage=zero_stage):
             assert each.metrics == {"accuracy": pytest.approx(right)}
-        for each in process.run(evaluated, world_size, "entropy", loss=loss, zero_stage=stage):
+        for each in ranks.run(evaluated, "entropy", loss=loss, zero_stage=zero_stage):
             assert each.metrics == {
                 "entropy": pytest.approx(entropy, rel=bound),
                 "first": pytest.approx(first, rel=bound),
@@ -105,9 +92,9 @@ def test_predictions_are_those_of_plain_transformers_on_any_number_of_ranks(
 
 
 def test_classes_have_one_prediction_a_sample_and_ranks_change_nothing(one_rank: Ranks, two_ranks: Ranks) -> None:
-    (alone,) = one_rank.run(evaluated, 1, "classes")
+    (alone,) = one_rank.run(evaluated, "classes")
     assert 0 < alone.metrics["accuracy"] < 1
-    assert [each.metrics for each in two_ranks.run(evaluated, 2, "classes")] == [alone.metrics] * 2
+    assert [each.metrics for each in two_ranks.run(evaluated, "classes")] == [alone.metrics] * 2
 
 
 def fails(_predicted: list[np.ndarray], _labels: list[np.ndarray]) -> float:
@@ -118,28 +105,26 @@ def returns_text(_predicted: list[np.ndarray], _labels: list[np.ndarray]) -> str
     return "good"
 
 
-def refusals(_world_size: int) -> list[str]:
+def refusals() -> list[str]:
     """What is said of metrics that do not work; runs on ranks."""
-    plan = plan_by_hand(world_size=2, global_batch=4, micro_batch=2, zero_stage=0)
-    engine = initialize(tiny_gpt2(), plan, CausalLM())
     said = []
-    for metric in (fails, returns_text):
+
+    def refused(engine: Engine, samples: list[Any], metric: Any) -> None:
         with pytest.raises(RequestError) as raised:
-            engine.evaluate(ragged_samples(5), metric)
+            engine.evaluate(samples, metric)
         said.append(str(raised.value))
-    engine.destroy()
-    own = initialize(SkipNet(), plan, SummedLoss(squared_error, example=points(1)[0]))
-    with pytest.raises(RequestError) as raised:
-        own.evaluate(points(5), accuracy)
-    said.append(str(raised.value))
-    own.destroy()
-    gc.collect()
+
+    with running(plan_here(0, 4)) as engine:
+        refused(engine, ragged_samples(5), fails)
+        refused(engine, ragged_samples(5), returns_text)
+    with running(plan_here(0, 4), SkipNet(), SummedLoss(squared_error, example=points(1)[0])) as engine:
+        refused(engine, points(5), accuracy)
     return said
 
 
 def test_a_metric_that_does_not_work_is_named_on_all_ranks(two_ranks: Ranks) -> None:
     here = "tests.engine.extensions.test_metric"
-    for said in two_ranks.run(refusals, 2):
+    for said in two_ranks.run(refusals):
         assert said[0] == f"the metric {here}:fails failed\n  because KeyError: 'f1'"
         assert said[1].startswith(f"the metric {here}:returns_text failed\n  because it returned 'good'")
         assert said[2].startswith(f"the metric {here}:accuracy has nothing to be computed of\n")

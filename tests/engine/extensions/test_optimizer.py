@@ -1,6 +1,5 @@
 """An optimizer of a user's own and groups of parameters train as plain torch does in one process, on any ranks."""
 
-import gc
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -13,6 +12,7 @@ from bench.ranks import Ranks
 from frugal.engine.engine import initialize
 from frugal.errors import FrugalError
 from frugal.models.objectives import CausalLM
+from tests.engine.engines import losses_of, running
 from tests.engine.gradients import with_bound
 from tests.engine.small_models import ragged_samples, tiny_gpt2
 
@@ -72,18 +72,14 @@ def plan_for(world_size: int, zero_stage: int, **request: Any) -> Any:
 
 def losses(zero_stage: int, which: str, first: int, last: int, load: Path | None, save: Path | None) -> list[float]:
     """Of the steps from `first` to before `last`; runs on ranks."""
+    how = {"learning_rate_schedule": falling, "optimizer": MAKE[which], "parameter_groups": GROUPS}
     plan = plan_for(torch.distributed.get_world_size(), zero_stage)
-    engine = initialize(
-        tiny_gpt2(seed=1 if load else 0), plan, CausalLM(), learning_rate_schedule=falling, optimizer=MAKE[which],
-        parameter_groups=GROUPS,
-    )  # fmt: skip
-    if load is not None:
-        engine.load(load)
-    found = [engine.train_step(ragged_samples(6, seed=step)).loss for step in range(first, last)]
-    if save is not None:
-        engine.save(save)
-    engine.destroy()
-    gc.collect()
+    with running(plan, tiny_gpt2(seed=1 if load else 0), **how) as engine:
+        if load is not None:
+            engine.load(load)
+        found = losses_of(engine, first, last)
+        if save is not None:
+            engine.save(save)
     return found
 
 

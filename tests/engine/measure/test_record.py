@@ -2,8 +2,6 @@
 
 from pathlib import Path
 
-import pytest
-
 from frugal.engine.measure.record import Measured, ModelDefinition, RankMeasurement
 from frugal.units import GIB, MIB
 
@@ -31,14 +29,6 @@ def test_a_cpu_reserves_what_it_allocates_and_has_no_context() -> None:
     found = Measured.of([RankMeasurement(phases={"forward": 10}, rss_before_bytes=100, rss_peak_bytes=90)], "cpu")
     assert (found.peak_allocated_bytes, found.peak_reserved_bytes) == (10, 10)
     assert (found.context_bytes, found.device_bytes, found.host_bytes_per_node) == (None, None, 0)
-
-
-def test_figures_that_contradict_themselves_cannot_be_made() -> None:
-    with pytest.raises(AssertionError):
-        Measured(
-            peak_allocated_bytes=9, peak_reserved_bytes=9, phases={"forward": 10}, phase="forward",
-            host_bytes_per_node=0, host_before_bytes_per_node=0,
-        )  # fmt: skip
 
 
 def test_a_definition_is_written_as_the_command_line_takes_it(tmp_path: Path) -> None:

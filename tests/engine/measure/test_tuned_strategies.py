@@ -27,12 +27,13 @@ from frugal.memory_watch import gauge
 from frugal.models.loading import placed
 from frugal.models.objectives import CausalLM
 from frugal.models.resolve import resolve_request
-from frugal.planning.batch import BatchPlan
-from frugal.planning.plan import Alternative, Plan
+from frugal.planning.plan import Plan
 from frugal.planning.planner import decide
 from frugal.planning.search import alternatives
 from frugal.planning.search.search import Search
+from tests.engine.engines import running
 from tests.engine.gradients import bounds_of_run
+from tests.engine.measure.test_tuner import with_ways
 from tests.engine.small_models import ragged_samples, tiny_gpt2
 from tests.engine.test_partial_offload import device_that_is_no_host
 from tests.kernels import needs_cpu_adam
@@ -74,28 +75,13 @@ def global_batches(kind: str, number: int) -> list[Any]:
 
 
 def hand_plan(world_size: int, zero_stage: int, ways: tuple[Way, ...], how: dict[str, Any], kind: str) -> Plan:
-    """Micro-batches of 2 samples of 64 tokens; `ways` are fields of the strategy, and `micro_batch`."""
+    """Micro-batches of 2 samples of 64 tokens, and alternatives."""
     plan = plan_by_hand(
         world_size=world_size, global_batch=8, micro_batch=2, zero_stage=zero_stage,
         request={"learning_rate": 1e-2, **how.get("request", {})}, strategy=how.get("strategy"),
     )  # fmt: skip
     of_lengths: dict[str, Any] = {"shortest": 8, "overhead_tokens": 50} if kind in ("lengths", "tokens") else {}
-    plan = replace(plan, batch=replace(plan.batch, **of_lengths))
-
-    def batch(way: Way) -> BatchPlan:
-        caps = (way.get("micro_batch", 2),) * len(plan.batch.micro_batch)
-        return replace(BatchPlan.of(8, caps, sequence_parallel=plan.batch.sequence_parallel), **of_lengths)
-
-    others = tuple(
-        Alternative(
-            strategy=replace(plan.strategy, **{name: value for name, value in way.items() if name != "micro_batch"}),
-            batch=batch(way),
-            memory=plan.memory,
-            time=plan.time,
-        )
-        for way in ways
-    )
-    return replace(plan, alternatives=others).sealed()
+    return with_ways(replace(plan, batch=replace(plan.batch, **of_lengths)), ways)
 
 
 def small() -> torch.nn.Module:
@@ -104,69 +90,57 @@ def small() -> torch.nn.Module:
 
 def losses(plan: Plan, kind: str, changing: bool) -> list[tuple[float, float | None]]:
     """Loss and norm of a step under the plan, one in each other way, and two under the plan again; on ranks."""
-    in_part = plan.strategy.offload_ratio < 1
-    others = [alternatives.change_to(plan, other) for other in plan.alternatives]
-    ways = (plan, *others, plan, plan)
-    with device_that_is_no_host() if in_part else nullcontext():
-        engine = initialize(small(), plan, CausalLM(packed=kind == "packed"))
-        found = []
+    ways = (plan, *(alternatives.change_to(plan, other) for other in plan.alternatives), plan, plan)
+    found = []
+    with (
+        device_that_is_no_host() if plan.strategy.offload_ratio < 1 else nullcontext(),
+        running(plan, small(), CausalLM(packed=kind == "packed")) as engine,
+    ):
         for way, samples in zip(ways, global_batches(kind, len(ways)), strict=True):
             if changing and way is not engine.plan:
                 tuner.switch(engine, way)
             result = engine.train_step(samples)
             found.append((result.loss, result.grad_norm))
-        engine.destroy()
-        gc.collect()
     return found
 
 
 PARTLY = {"strategy": {"offload_optimizer": "cpu", "offload_ratio": 0.5, "sub_group_elements": 4000}}
 LORA = {"request": {"lora": Lora.of("r=4")}}
 SHARED = {"strategy": {"sequence_parallel": 2}}
-OFTEN = pytest.mark.exhaustive
 
 
 @pytest.mark.parametrize(
-    ("zero_stage", "how", "kind"),
+    ("fixture", "zero_stage", "how", "kind"),
     [
-        pytest.param(2, SHARED, "", id="sequence parallelism"),
-        pytest.param(3, SHARED, "lengths", id="sequence parallelism, stage 3, lengths", marks=OFTEN),
-        pytest.param(2, SHARED, "packed", id="sequence parallelism, packed", marks=OFTEN),
-        pytest.param(3, {"strategy": MIXED}, "", id="mixture", marks=OFTEN),
-        pytest.param(0, {"strategy": MIXED}, "tokens", id="mixture, tokens", marks=OFTEN),
-        pytest.param(3, PARTLY, "", id="a part offloaded", marks=needs_cpu_adam),
-        pytest.param(3, LORA, "packed", id="adapters, packed"),
-        pytest.param(2, LORA, "tokens", id="adapters, tokens", marks=OFTEN),
-        pytest.param(2, {}, "packed", id="packed", marks=OFTEN),
-        pytest.param(1, {}, "tokens", id="tokens", marks=OFTEN),
-        pytest.param(2, {"strategy": {"mlp": "tiled"}}, "", id="tiled MLP", marks=OFTEN),
+        ("one_rank", 0, {"strategy": MIXED}, "tokens"),
+        *(
+            pytest.param(*row, marks=pytest.mark.exhaustive)
+            for row in (
+                ("one_rank", 0, LORA, "packed"),
+                ("one_rank", 0, {}, "lengths"),
+                ("two_ranks", 2, SHARED, ""),
+                ("two_ranks", 3, SHARED, "lengths"),
+                ("two_ranks", 2, SHARED, "packed"),
+                ("two_ranks", 3, {"strategy": MIXED}, ""),
+                ("two_ranks", 0, {"strategy": MIXED}, "tokens"),
+                ("two_ranks", 3, LORA, "packed"),
+                ("two_ranks", 2, LORA, "tokens"),
+                ("two_ranks", 2, {}, "packed"),
+                ("two_ranks", 1, {}, "tokens"),
+                ("two_ranks", 2, {"strategy": {"mlp": "tiled"}}, ""),
+            )
+        ),
+        pytest.param("two_ranks", 3, PARTLY, "", marks=[pytest.mark.exhaustive, needs_cpu_adam]),
     ],
 )
-@pytest.mark.exhaustive
-def test_changing_ways_trains_the_same_on_two_ranks(
-    zero_stage: int, how: dict[str, Any], kind: str, two_ranks: Ranks
+def test_changing_ways_trains_the_same_and_bit_for_bit_while_only_activation_checkpointing_changes(
+    fixture: str, zero_stage: int, how: dict[str, Any], kind: str, request: pytest.FixtureRequest
 ) -> None:
-    assert_the_same(two_ranks, 2, zero_stage, how, kind)
-
-
-@pytest.mark.parametrize(
-    ("how", "kind"),
-    [
-        pytest.param({"strategy": MIXED}, "tokens", id="mixture, tokens"),
-        pytest.param(LORA, "packed", id="adapters, packed", marks=OFTEN),
-        pytest.param({}, "lengths", id="lengths", marks=OFTEN),
-    ],
-)
-def test_changing_ways_trains_the_same_on_one_rank(how: dict[str, Any], kind: str, one_rank: Ranks) -> None:
-    assert_the_same(one_rank, 1, 0, how, kind)
-
-
-def assert_the_same(ranks: Ranks, world_size: int, zero_stage: int, how: dict[str, Any], kind: str) -> None:
-    """Bit for bit while only activation checkpointing changes."""
+    ranks: Ranks = request.getfixturevalue(fixture)
     ways = (*SAME_SUMS, *OTHER_SUMS)
     if how.get("strategy", {}).get("mlp") == "tiled":  # it is no selective one's
         ways = tuple(way for way in ways if way not in (MIXED, SELECTIVE))
-    plan = hand_plan(world_size, zero_stage, ways, how, kind)
+    plan = hand_plan(ranks.world_size, zero_stage, ways, how, kind)
     unchanged, changed = (ranks.run(losses, plan, kind, changing)[0] for changing in (False, True))
     bound, bound_of_norms, _ = bounds_of_run(
         small, global_batches(kind, len(unchanged)), CausalLM(packed=kind == "packed"), learning_rate=1e-2
@@ -226,21 +200,16 @@ def peaks(text: bytes) -> list[int]:
 @pytest.mark.parametrize(
     ("num_ranks", "settings"),
     [
-        pytest.param(2, {"sequence_parallel": 2, "mem": "64M"}, id="sequence parallelism"),
-        *(
-            pytest.param(number, settings, id=name, marks=OFTEN)
-            for number, settings, name in (
-                (1, {"mem": "64M"}, "one rank"),
-                (2, {"mem": "14M"}, "mixture"),
-                (2, {"mem": "32M", "zero_stage": 3}, "stage 3"),
-                (2, {"mem": "16M", "precision": "bf16"}, "bf16"),
-                (1, {"mem": "24M", "lora": "r=4"}, "adapters on one rank"),
-                (2, {"mem": "24M", "lora": "r=4"}, "adapters"),
-                (2, {"mem": "20M", "zero_stage": 2, "mlp": "tiled"}, "tiled MLP"),
-                (2, {"mem": "40M", "zero_stage": 3, "offload": "optimizer", "micro_batch": 2}, "offloaded"),
-                (2, {"mem": "32M", "pack": True}, "packed"),
-            )
-        ),
+        (2, {"sequence_parallel": 2, "mem": "64M"}),
+        (1, {"mem": "64M"}),
+        (2, {"mem": "14M"}),  # a mixture
+        (2, {"mem": "32M", "zero_stage": 3}),
+        (2, {"mem": "16M", "precision": "bf16"}),
+        (1, {"mem": "24M", "lora": "r=4"}),
+        (2, {"mem": "24M", "lora": "r=4"}),
+        (2, {"mem": "20M", "zero_stage": 2, "mlp": "tiled"}),
+        (2, {"mem": "40M", "zero_stage": 3, "offload": "optimizer", "micro_batch": 2}),
+        (2, {"mem": "32M", "pack": True}),
     ],
 )
 @pytest.mark.exhaustive

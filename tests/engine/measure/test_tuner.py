@@ -2,6 +2,7 @@
 
 import functools
 import random
+from collections.abc import Sequence
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -13,23 +14,22 @@ import torch
 from bench.plans import plan_by_hand
 from bench.ranks import Ranks
 from bench.runs import records
-from frugal.checkpoint import loading, manifest
+from frugal.checkpoint import manifest
 from frugal.checkpoint.progress import Progress
 from frugal.config.run_settings import RunSettings
 from frugal.data.batches import GlobalBatches
-from frugal.engine import loop
-from frugal.engine.engine import Engine, initialize
+from frugal.engine.engine import Engine
 from frugal.engine.measure import tuner
 from frugal.engine.measure.tuner import FIRST_STEPS, TURN, Way, race, steps_needed
 from frugal.engine.reports.metrics import Log
 from frugal.errors import RequestError
-from frugal.models.objectives import CausalLM
 from frugal.planning.batch import BatchPlan
 from frugal.planning.plan import Alternative, Plan
+from tests.engine.engines import run_loop, running
 from tests.engine.gradients import bound_of_losses
 from tests.engine.small_models import ragged_samples, tiny_gpt2
 
-STEPS = 34
+STEPS = FIRST_STEPS + steps_needed(3) + 1
 STEPS_AROUND = 10  # the first way after the plan begins in the sixth
 SAMPLES = ragged_samples(STEPS * 8, longest=32)
 
@@ -84,42 +84,49 @@ def test_a_way_that_runs_out_of_memory_is_dropped_and_the_others_race_on() -> No
     assert end.value.value is ways[2] and ways[1].dropped == "out of memory"
 
 
-def a_plan(zero_stage: int, ways: tuple[dict[str, Any], ...]) -> Plan:
-    """Micro-batches of 2 on 2 ranks, and alternatives: fields of the strategy, and `micro_batch`."""
-    plan = plan_by_hand(
-        world_size=2, global_batch=8, micro_batch=2, zero_stage=zero_stage, request={"learning_rate": 1e-2}
-    )
-    others = tuple(
-        Alternative(
-            strategy=replace(plan.strategy, **{name: value for name, value in way.items() if name != "micro_batch"}),
-            batch=BatchPlan.of(8, (way.get("micro_batch", 2),) * 2),
+def with_ways(plan: Plan, ways: Sequence[dict[str, Any]]) -> Plan:
+    """Return the plan with alternatives: fields of its strategy, and `micro_batch`."""
+    made = plan.batch
+
+    def alternative(way: dict[str, Any]) -> Alternative:
+        strategy = {name: value for name, value in way.items() if name != "micro_batch"}
+        caps = (way.get("micro_batch", 2),) * len(made.micro_batch)
+        batch = BatchPlan.of(8, caps, sequence_parallel=made.sequence_parallel)
+        return Alternative(
+            strategy=replace(plan.strategy, **strategy),
+            batch=replace(batch, shortest=made.shortest, overhead_tokens=made.overhead_tokens),
             memory=plan.memory,
             time=plan.time,
         )
-        for way in ways
-    )
-    return replace(plan, alternatives=others).sealed()
+
+    return replace(plan, alternatives=tuple(map(alternative, ways))).sealed()
+
+
+def a_plan(zero_stage: int, ways: Sequence[dict[str, Any]]) -> Plan:
+    """Micro-batches of 2 on 2 ranks, and alternatives."""
+    request = {"learning_rate": 1e-2}
+    plan = plan_by_hand(world_size=2, global_batch=8, micro_batch=2, zero_stage=zero_stage, request=request)
+    return with_ways(plan, ways)
 
 
 def losses(plan: Plan, tune: bool, fail: str = "", steps: int = STEPS) -> dict[str, Any]:
     """What the steps of a run give, tuned or not; runs on ranks. `fail`: the way in which memory runs out once."""
-    engine = initialize(tiny_gpt2(), plan, CausalLM())
     ends: list[dict[str, Any]] = []
-    if tune:
-        engine.tune(steps_needed(1 + len(plan.alternatives)), ends.append)
-    if fail:
-        _run_out_once(engine, fail)
-    results = [engine.train_step(SAMPLES[8 * step : 8 * step + 8]) for step in range(steps)]
-    engine.destroy()
-    return {
-        "losses": [result.loss for result in results],
-        "norms": [result.grad_norm for result in results],
-        "ends": ends,
-        "digest": engine.plan.digest,
-        "tuned_from": engine.plan.tuned_from,
-        "sizes": engine.plan.batch.micro_batch,
-        "is_over": engine.tuner is None,
-    }
+    with running(plan) as engine:
+        if tune:
+            engine.tune(steps_needed(1 + len(plan.alternatives)), ends.append)
+        if fail:
+            _run_out_once(engine, fail)
+        results = [engine.train_step(SAMPLES[8 * step : 8 * step + 8]) for step in range(steps)]
+        return {
+            "losses": [result.loss for result in results],
+            "norms": [result.grad_norm for result in results],
+            "ends": ends,
+            "digest": engine.plan.digest,
+            "tuned_from": engine.plan.tuned_from,
+            "sizes": engine.plan.batch.micro_batch,
+            "is_over": engine.tuner is None,
+        }
 
 
 @functools.cache
@@ -144,10 +151,9 @@ def _run_out_once(engine: Engine, mode: str) -> None:
 
 
 FULL, SELECTIVE = {"activation_checkpointing": "full"}, {"activation_checkpointing": "selective"}
-OTHER_SUMS = ({"micro_batch": 1}, {"loss": "tiled"}, {"loss": "tiled", **FULL, "micro_batch": 4})
 
 
-@pytest.mark.parametrize("zero_stage", [*(pytest.param(stage, marks=pytest.mark.exhaustive) for stage in (0, 2)), 3])
+@pytest.mark.parametrize("zero_stage", [2, *(pytest.param(stage, marks=pytest.mark.exhaustive) for stage in (0, 3))])
 def test_a_tuned_run_is_the_untuned_one(zero_stage: int, two_ranks: Ranks) -> None:
     same_sums = a_plan(zero_stage, (FULL, SELECTIVE))
     untuned, _ = two_ranks.run(losses, same_sums, False)
@@ -160,15 +166,6 @@ def test_a_tuned_run_is_the_untuned_one(zero_stage: int, two_ranks: Ranks) -> No
     assert sum(way["is_kept"] for way in end["ways"]) == 1 and all(way["num_steps"] > 1 for way in end["ways"])
     assert (same["digest"], same["tuned_from"]) == (on_other_rank["digest"], same_sums.digest)
     assert same["is_over"] and end["event"] == "tuned"
-
-
-@pytest.mark.exhaustive
-@pytest.mark.parametrize("zero_stage", [0, 2, 3])
-def test_ways_with_other_sums_differ_by_their_rounding(zero_stage: int, two_ranks: Ranks) -> None:
-    plan = a_plan(zero_stage, OTHER_SUMS)
-    untuned, other = (two_ranks.run(losses, plan, tune)[0] for tune in (False, True))
-    assert other["losses"] == pytest.approx(untuned["losses"], rel=bound(STEPS))
-    assert {way["micro_batch"] for way in other["ends"][0]["ways"]} == {1, 2, 4}
 
 
 def test_a_way_in_which_memory_runs_out_is_given_up(two_ranks: Ranks) -> None:
@@ -188,15 +185,13 @@ def test_memory_that_runs_out_under_the_plan_ends_tuning(two_ranks: Ranks) -> No
 
 def refusals(plan: Plan) -> list[str]:
     """What is said where there is nothing to tune; runs on ranks."""
-    engine = initialize(tiny_gpt2(), plan, CausalLM())
     said = []
-    for alternatives, steps in ((plan.alternatives, 5), ((), 500)):
-        engine.plan = replace(plan, alternatives=alternatives)
-        try:
-            engine.tune(steps)
-        except RequestError as error:
-            said += error.because
-    engine.destroy()
+    with running(plan) as engine:
+        for alternatives, steps in ((plan.alternatives, 5), ((), 500)):
+            engine.plan = replace(plan, alternatives=alternatives)
+            with pytest.raises(RequestError) as error:
+                engine.tune(steps)
+            said += error.value.because
     return said
 
 
@@ -208,24 +203,17 @@ def a_run(folder: Path, plan: Plan, **changes: Any) -> dict[str, Any]:
     """A run of 60 steps as `frugal.engine.run` puts it together, told of as far as it is tuned; runs on ranks."""
     settings = RunSettings(**{"steps": 60, "save_every": 8, "keep": 9, "eval_every": 7, "out": folder} | changes)
     folder.mkdir(parents=True, exist_ok=True)
-    given, plan = plan, tuner.plan_to_resume(plan, settings)
-    engine, batches = initialize(tiny_gpt2(), plan, CausalLM()), GlobalBatches(SAMPLES, global_batch=8)
-    start = loading.load(engine, settings.checkpoints).progress if settings.resume else Progress(step=0)
-    total_steps = loop.num_steps(batches, settings)
-    with Log(folder, rank=engine.rank, planned_bytes=1, total_steps=total_steps, first_step=start.step) as log:
-        engine.tuner = tuner.tuner_of_run(engine, settings, log, total_steps - start.step)
-        was_tuned = engine.tuner is not None
-        loop.train(
-            engine,
-            batches,
-            settings,
-            log,
-            start=start,
-            total_steps=total_steps,
-            evaluate=partial(engine.evaluate, SAMPLES[:5]),
-        )
-    engine.destroy()
-    return {"given": given.digest, "began with": plan.digest, "ended with": engine.plan.digest, "was tuned": was_tuned}
+    started = tuner.plan_to_resume(plan, settings)
+    with running(started) as engine:
+        tuned = []
+
+        def begin(log: Log, start: Progress) -> None:
+            engine.tuner = tuner.tuner_of_run(engine, settings, log, (settings.steps or 0) - start.step)
+            tuned.append(engine.tuner is not None)
+
+        batches, evaluate = GlobalBatches(SAMPLES, global_batch=8), partial(engine.evaluate, SAMPLES[:5])
+        run_loop(engine, batches, settings, evaluate=evaluate, begin=begin)
+        return {"began with": started.digest, "ended with": engine.plan.digest, "was tuned": tuned == [True]}
 
 
 def test_a_run_keeps_what_it_found_and_goes_on_with_it(tmp_path: Path, two_ranks: Ranks) -> None:

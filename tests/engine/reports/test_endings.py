@@ -1,26 +1,24 @@
 """A loss or a gradient that is not finite: nothing is updated, and the run stops or leaves the batch out."""
 
-import json
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 
-from bench.plans import plan_by_hand
 from bench.ranks import Ranks
-from frugal.checkpoint import loading
-from frugal.checkpoint.progress import Progress
+from bench.runs import records
 from frugal.config.run_settings import RunSettings
 from frugal.data.batches import GlobalBatches
-from frugal.engine import loop
-from frugal.engine.engine import Engine, initialize
+from frugal.engine.engine import Engine
 from frugal.engine.reports.endings import MOST_IN_A_ROW, describe_samples
-from frugal.engine.reports.metrics import Log
 from frugal.errors import NumbersError
 from frugal.models.objectives import Batch, CausalLM
-from tests.engine.small_models import ragged_samples, tiny_gpt2
-from tests.faults.disturbed import weights
+from tests.engine.engines import plan_here, run_loop, running
+from tests.engine.gradients import whole
+from tests.engine.small_models import ragged_samples
 
 SPOILT_LENGTH = 71  # tokens of a sample that spoils its batch; all others are shorter
 
@@ -53,44 +51,41 @@ def spoilt_samples(number: int, places: tuple[int, ...], seed: int = 0) -> list[
 def states(engine: Engine) -> list[list[float]]:
     """Everything that an optimizer step writes to, on this rank."""
     kept = [each for state in engine.zero.inner.state.values() for each in state.values()]
-    return [tensor.double().flatten().tolist() for tensor in (*weights(engine).values(), *kept)]
+    return [tensor.double().flatten().tolist() for tensor in (*whole(engine).values(), *kept)]
 
 
-def engine_of(zero_stage: int, options: dict[str, Any], objective: CausalLM) -> Engine:
-    options = dict(options)
-    plan = plan_by_hand(
-        world_size=2, global_batch=8, micro_batch=2, zero_stage=zero_stage,
-        request={"precision": options.pop("precision", "fp32"), "seq_len": 128, **options.pop("request", {})},
-        strategy=options,
-    )  # fmt: skip
-    return initialize(tiny_gpt2(), plan, objective, learning_rate_schedule=lambda step: 1 / (1 + step))
+@contextmanager
+def engine_of(zero_stage: int, options: dict[str, Any], objective: CausalLM) -> Iterator[Engine]:
+    request, strategy = {"seq_len": 128, **options.get("request", {})}, options.get("strategy", {})
+    plan = plan_here(zero_stage, 8, 2, request, **strategy)
+    with running(plan, None, objective, learning_rate_schedule=lambda step: 1 / (1 + step)) as engine:
+        yield engine
 
 
 def spoilt_in_the_midst(
     zero_stage: int, options: dict[str, Any], spoilt: float, gradient_only: bool
 ) -> tuple[bool, list[Any]]:
     """Three steps, the second one spoilt on one rank: whether it left everything as it was, and what the steps gave."""
-    engine = engine_of(zero_stage, options, Spoiling(spoilt, gradient_only=gradient_only))
-    results = [engine.train_step(ragged_samples(8))]
-    before = states(engine)
-    results.append(engine.train_step(spoilt_samples(8, (5,))))
-    is_untouched = states(engine) == before
-    results.append(engine.train_step(ragged_samples(8, seed=2)))
-    engine.destroy()
+    with engine_of(zero_stage, options, Spoiling(spoilt, gradient_only=gradient_only)) as engine:
+        results = [engine.train_step(ragged_samples(8))]
+        before = states(engine)
+        results.append(engine.train_step(spoilt_samples(8, (5,))))
+        is_untouched = states(engine) == before
+        results.append(engine.train_step(ragged_samples(8, seed=2)))
     return is_untouched, [(r.is_finite, r.learning_rate, r.loss if r.is_finite else None, r.grad_norm) for r in results]
 
 
 def never_spoilt(zero_stage: int, options: dict[str, Any]) -> list[Any]:
     """The same without the second step, which is only counted."""
-    engine = engine_of(zero_stage, options, CausalLM())
-    first = engine.train_step(ragged_samples(8))
-    engine.update.leave_out()
-    last = engine.train_step(ragged_samples(8, seed=2))
-    engine.destroy()
+    with engine_of(zero_stage, options, CausalLM()) as engine:
+        first = engine.train_step(ragged_samples(8))
+        engine.update.leave_out()
+        last = engine.train_step(ragged_samples(8, seed=2))
     return [(True, r.learning_rate, r.loss, r.grad_norm) for r in (first, last)]
 
 
 NAN, INF = float("nan"), float("inf")
+IN_BF16, ON_HOST = {"request": {"precision": "bf16"}}, {"strategy": {"offload_optimizer": "cpu"}}
 
 
 @pytest.mark.parametrize(
@@ -99,10 +94,10 @@ NAN, INF = float("nan"), float("inf")
         (0, {"request": {"gradient_clipping": 0.0}}, INF, True),
         pytest.param(0, {}, NAN, True, marks=pytest.mark.exhaustive),
         pytest.param(1, {}, INF, False, marks=pytest.mark.exhaustive),
-        (2, {"precision": "bf16"}, NAN, True),
-        (3, {"offload_optimizer": "cpu"}, NAN, True),
-        pytest.param(2, {"offload_optimizer": "cpu"}, INF, False, marks=pytest.mark.exhaustive),
-        pytest.param(3, {"precision": "bf16"}, NAN, False, marks=pytest.mark.exhaustive),
+        (2, IN_BF16, NAN, True),
+        (3, ON_HOST, NAN, True),
+        pytest.param(2, ON_HOST, INF, False, marks=pytest.mark.exhaustive),
+        pytest.param(3, IN_BF16, NAN, False, marks=pytest.mark.exhaustive),
     ],
 )
 def test_a_batch_whose_numbers_are_not_finite_changes_nothing_on_any_rank(
@@ -122,29 +117,22 @@ SAMPLES = spoilt_samples(20, (13,))
 
 def train(folder: Path, on_nan: str, *, resume: bool = False, all_spoilt: bool = False) -> str:
     """Seven steps on 20 samples, one of which spoils two batches; what is said at the end. Runs on ranks."""
-    steps = 30 if all_spoilt else 7
-    settings = RunSettings(steps=steps, eval_every=0, save_every=1, out=folder, on_nan=on_nan)  # type: ignore[arg-type]
-    folder.mkdir(parents=True, exist_ok=True)
-    plan = plan_by_hand(world_size=2, global_batch=6, micro_batch=2, zero_stage=2, request={"seq_len": 128})
-    engine = initialize(tiny_gpt2(), plan, Spoiling())
+    settings = RunSettings(
+        steps=30 if all_spoilt else 7, eval_every=0, save_every=1, out=folder, on_nan=on_nan, resume=resume
+    )
     samples = spoilt_samples(20, tuple(range(20))) if all_spoilt else SAMPLES
-    batches = GlobalBatches(samples, global_batch=6)
-    start = loading.load(engine, settings.checkpoints).progress if resume else Progress(step=0)
     message = ""
-    log = Log(folder, rank=engine.rank, planned_bytes=1, total_steps=settings.steps or 0, first_step=start.step)
-    try:
-        with log:
-            loop.train(engine, batches, settings, log, start=start, total_steps=settings.steps or 0)
-    except NumbersError as error:
-        message = f"{error.exit_code} {error}"
-    engine.destroy()
+    with running(plan_here(2, 6, 2, {"seq_len": 128}), None, Spoiling()) as engine:
+        try:
+            run_loop(engine, GlobalBatches(samples, global_batch=6), settings)
+        except NumbersError as error:
+            message = f"{error.exit_code} {error}"
     return message
 
 
 def trajectory(folder: Path) -> list[tuple[Any, ...]]:
     """Events, steps and losses."""
-    records = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
-    return [(each["event"], each["step"], each.get("loss"), each.get("samples")) for each in records]
+    return [(each["event"], each["step"], each.get("loss"), each.get("samples")) for each in records(folder)]
 
 
 def test_a_run_stops_before_it_harms_itself_or_leaves_such_batches_out(tmp_path: Path, two_ranks: Ranks) -> None:

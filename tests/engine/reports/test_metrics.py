@@ -12,7 +12,6 @@ from rich.console import Console
 from bench.runs import records
 from frugal.engine.evaluation import Evaluation
 from frugal.engine.reports.metrics import Log
-from frugal.engine.reports.trackers import Trackers
 from frugal.engine.train_step import StepResult
 from frugal.errors import CheckpointError
 from tests.disks import small_disk
@@ -24,16 +23,15 @@ def result(loss: float = 2.5, targets: int = 1000) -> StepResult:
     return StepResult(loss=loss, targets=targets, samples=8, grad_norm=0.5, learning_rate=3e-4)
 
 
-def logged(
-    folder: Path, total_steps: int, *, terminal: bool = False, first_step: int = 0, trackers: Trackers | None = None
-) -> tuple[Log, io.StringIO]:
+def logged(folder: Path, total_steps: int = 9, **how: Any) -> tuple[Log, io.StringIO]:
     written = io.StringIO()
-    console = Console(file=written, force_terminal=terminal, highlight=False, soft_wrap=True, width=120)
-    log = Log(
-        folder, rank=0, planned_bytes=400 * MIB, total_steps=total_steps, first_step=first_step, trackers=trackers,
-        console=console,
-    )  # fmt: skip
-    return log, written
+    console = Console(file=written, highlight=False, soft_wrap=True, width=120)
+    return Log(folder, rank=0, planned_bytes=400 * MIB, total_steps=total_steps, console=console, **how), written
+
+
+def log_steps(log: Log, *steps: int) -> None:
+    for step in steps:
+        log.step(step, result(), 0.1)
 
 
 LESS = " for 8 x 256 tokens; largest micro-batch so far 8 x 40: measured"
@@ -53,9 +51,8 @@ LOWERED = "memory ran out, and micro-batches are smaller than planned"
 def test_memory_is_compared_with_the_plan_where_it_is_of_the_same_work(
     measured: int, how: dict[str, Any], said: str, tmp_path: Path
 ) -> None:
-    written = io.StringIO()
-    console = Console(file=written, highlight=False, soft_wrap=True)
-    with Log(tmp_path, rank=0, planned_bytes=400 * MIB, planned_size=(8, 256), total_steps=3, console=console) as log:
+    log, written = logged(tmp_path, planned_size=(8, 256))
+    with log:
         log.memory(2, measured * MIB, **how)
     assert written.getvalue() == f"memory: planned 400.0 MiB{said}\n"
     (record,) = records(tmp_path)
@@ -91,8 +88,7 @@ def test_what_people_and_programs_read(tmp_path: Path) -> None:
 def test_a_long_run_prints_few_lines_where_there_is_no_terminal(tmp_path: Path) -> None:
     log, written = logged(tmp_path, 1000)
     with log:
-        for step in range(1, 1001):
-            log.step(step, result(), 0.1)
+        log_steps(log, *range(1, 1001))
     lines = written.getvalue().splitlines()
     assert len(lines) == 41
     assert (lines[0][:9], lines[-1][:14]) == ("step 1/10", "step 1000/1000")
@@ -108,27 +104,25 @@ def test_other_ranks_write_nothing(tmp_path: Path) -> None:
     assert not list(tmp_path.iterdir())
 
 
-def test_a_resumed_run_drops_the_records_of_steps_that_are_done_again(tmp_path: Path) -> None:
-    log, _ = logged(tmp_path, 9)
+@pytest.mark.parametrize("torn", [b'{"event": "st', b"[1]\n", b'{"step": "x"}\n', b"\xff\n", b"[" * 100_000 + b"\n"])
+def test_a_resumed_run_drops_what_is_no_record_and_records_of_steps_that_are_done_again(
+    torn: bytes, tmp_path: Path
+) -> None:
+    log, _ = logged(tmp_path)
     with log:
-        for step in (1, 2, 3):
-            log.step(step, result(), 0.1)
-    with (tmp_path / "metrics.jsonl").open("a") as file:
-        file.write('{"event": "step", "st')  # killed while writing
-    log, _ = logged(tmp_path, 9, first_step=2)
+        log_steps(log, 1, 2, 3)
+    with (tmp_path / "metrics.jsonl").open("ab") as file:
+        file.write(torn)  # killed while writing
+    log, _ = logged(tmp_path, first_step=2)
     with log:
-        log.step(3, result(), 0.1)
+        log_steps(log, 3)
     assert [record["step"] for record in records(tmp_path)] == [1, 2, 3]
 
 
 def test_a_log_that_cannot_be_written_is_an_error_of_the_disk(tmp_path: Path) -> None:
-    with pytest.raises(CheckpointError) as raised:
-        Log(tmp_path / "nowhere", rank=0, planned_bytes=1, total_steps=1)
-    assert str(raised.value) == (
-        f"cannot write {tmp_path}/nowhere/metrics.jsonl\n"
-        f"  because {tmp_path}/nowhere/metrics.jsonl: No such file or directory\n\n"
-        "hint: see to it that it can be written, then continue with --resume"
-    )
+    with pytest.raises(CheckpointError, match=r"nowhere/metrics.jsonl: No such file or directory") as raised:
+        logged(tmp_path / "nowhere")
+    assert "hint: see to it that it can be written, then continue with --resume" in str(raised.value)
 
 
 def fill(disk: Path) -> None:
@@ -139,12 +133,11 @@ def fill(disk: Path) -> None:
 
 def test_records_wait_for_room_on_a_full_disk_and_each_comes_once(tmp_path: Path) -> None:
     with small_disk(tmp_path / "disk", "64k") as disk:
-        log, written = logged(disk, 9)
+        log, written = logged(disk)
         with log:
-            log.step(1, result(), 0.1)
+            log_steps(log, 1)
             fill(disk)
-            for step in range(2, 60):  # a page is there already
-                log.step(step, result(), 0.1)
+            log_steps(log, *range(2, 60))  # a page is there already
             said = written.getvalue()
             assert said.count("cannot write metrics.jsonl, it is kept for the next checkpoint: ") == 1
             assert f"No space left on device (0.0 MiB of 0.1 MiB are free at {disk}); make room at {disk}" in said
@@ -157,29 +150,27 @@ def test_records_wait_for_room_on_a_full_disk_and_each_comes_once(tmp_path: Path
 
 def test_a_resume_on_a_full_disk_loses_no_record(tmp_path: Path) -> None:
     with small_disk(tmp_path / "disk", "64k") as disk:
-        log, _ = logged(disk, 9)
+        log, _ = logged(disk)
         with log:
-            for step in (1, 2, 3):
-                log.step(step, result(), 0.1)
+            log_steps(log, 1, 2, 3)
         before = (disk / "metrics.jsonl").read_bytes()
         fill(disk)
         with pytest.raises(CheckpointError, match="No space left on device"):
-            logged(disk, 9, first_step=2)
+            logged(disk, first_step=2)
         assert (disk / "metrics.jsonl").read_bytes() == before
         assert {path.name for path in disk.iterdir()} == {"metrics.jsonl", "filler"}
-        log, _ = logged(disk, 9, first_step=3)  # nothing is to be dropped, so nothing is written
+        log, _ = logged(disk, first_step=3)  # nothing is to be dropped, so nothing is written
         with log:
             pass
 
 
 def test_a_limit_on_the_size_of_files_is_named(tmp_path: Path) -> None:
     usual = resource.getrlimit(resource.RLIMIT_FSIZE)
-    log, written = logged(tmp_path, 9)
+    log, written = logged(tmp_path)
     resource.setrlimit(resource.RLIMIT_FSIZE, (300, usual[1]))
     try:
         with log:
-            for step in (1, 2):
-                log.step(step, result(), 0.1)
+            log_steps(log, 1, 2)
             with pytest.raises(OSError, match="File too large"):
                 log.sync()
             assert "raise the limit on the size of a file (`ulimit -f`)" in written.getvalue()
@@ -187,17 +178,4 @@ def test_a_limit_on_the_size_of_files_is_named(tmp_path: Path) -> None:
             resource.setrlimit(resource.RLIMIT_FSIZE, usual)
     finally:
         resource.setrlimit(resource.RLIMIT_FSIZE, usual)
-    assert [record["step"] for record in records(tmp_path)] == [1, 2]
-
-
-@pytest.mark.parametrize("torn", [b'{"event": "st', b"[1]\n", b'{"step": "x"}\n', b"\xff\n", b"[" * 100_000 + b"\n"])
-def test_what_is_no_record_is_mended_at_a_resume(torn: bytes, tmp_path: Path) -> None:
-    log, _ = logged(tmp_path, 9)
-    with log:
-        log.step(1, result(), 0.1)
-    with (tmp_path / "metrics.jsonl").open("ab") as file:
-        file.write(torn)
-    log, _ = logged(tmp_path, 9, first_step=1)
-    with log:
-        log.step(2, result(), 0.1)
     assert [record["step"] for record in records(tmp_path)] == [1, 2]

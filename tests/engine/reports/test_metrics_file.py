@@ -83,17 +83,19 @@ NO_FILES = pytest.mark.parametrize("make", [os.mkfifo, os.mkdir, of_no_use], ids
 
 
 @NO_FILES
-def test_what_is_no_file_is_renamed_and_the_run_goes_on(
+def test_nobody_waits_for_what_is_no_file_which_is_renamed_and_the_run_goes_on(
     make: Callable[[Path], None], tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     path = tmp_path / METRICS
     make(path)
+    assert restart.judge(-9, None, RunSettings(out=tmp_path)).step == 0
+    with pytest.raises(FrugalError, match="cannot read the records of"):
+        read_history(tmp_path)
     metrics = Records(path, 0)  # at a start or a resume
     metrics.add(record(1))
     path.unlink()
     make(path)
     metrics.add(record(2))
-    metrics.sync()
     metrics.close(in_error=False)
     assert steps_of(tmp_path)[-1] == 2
     assert not (tmp_path / "elsewhere").exists()
@@ -116,14 +118,6 @@ def test_lines_that_are_no_records_are_left_out_at_a_resume_and_counted(
 def test_a_supervisor_that_cannot_read_the_records_counts_from_the_checkpoint(content: bytes, tmp_path: Path) -> None:
     (tmp_path / METRICS).write_bytes(content)
     assert restart.judge(-9, None, RunSettings(out=tmp_path)).step == 0
-
-
-@NO_FILES
-def test_nobody_waits_for_what_is_no_file(make: Callable[[Path], None], tmp_path: Path) -> None:
-    make(tmp_path / METRICS)
-    assert restart.judge(-9, None, RunSettings(out=tmp_path)).step == 0
-    with pytest.raises(FrugalError, match="cannot read the records of"):
-        read_history(tmp_path)
 
 
 def in_memory_of(num_bytes: int, work: Callable[[], object]) -> int:

@@ -18,7 +18,7 @@ from frugal.engine.evaluation import Evaluation
 from frugal.engine.reports import trackers
 from frugal.engine.reports.trackers import Trackers
 from frugal.errors import RequestError
-from tests.engine.reports.test_metrics import logged, result
+from tests.engine.reports.test_metrics import log_steps, logged, result
 
 
 def curves(folder: Path) -> dict[str, list[tuple[int, float]]]:
@@ -67,44 +67,39 @@ def test_tensorboard_shows_the_curves_of_a_run_and_of_its_resume_and_what_was_as
 def test_a_tracker_that_fails_is_left_out_with_one_line_and_the_log_goes_on(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    log, written = logged(tmp_path, 9, trackers=Trackers(["tensorboard"], tmp_path, {}, 0))
+    def broken(*_args: object, **_kwargs: object) -> None:
+        raise ConnectionError("the service is down\nsecond line")
+
+    log, written = logged(tmp_path, trackers=Trackers(["tensorboard"], tmp_path, {}, 0))
     with log:
-        log.step(1, result(), 0.5)
+        log_steps(log, 1)
         monkeypatch.setattr(tracking.TensorBoardTracker, "log", broken)
-        log.step(2, result(), 0.5)
-        log.step(3, result(), 0.5)
+        log_steps(log, 2, 3)
     said = [line for line in written.getvalue().splitlines() if "tracker" in line]
     assert said == ["the tracker tensorboard is left out from here on: ConnectionError: the service is down"]
     assert [record["step"] for record in records(tmp_path)] == [1, 2, 3]
     assert [step for step, _ in curves(tmp_path / "tensorboard")["train/loss"]] == [1]
 
 
-def broken(*_args: object, **_kwargs: object) -> None:
-    raise ConnectionError("the service is down\nsecond line")
-
-
 def test_a_run_goes_on_where_tensorboards_files_are_deleted_under_it(tmp_path: Path) -> None:
-    log, _ = logged(tmp_path, 9, trackers=Trackers(["tensorboard"], tmp_path, {}, 0))
+    log, _ = logged(tmp_path, trackers=Trackers(["tensorboard"], tmp_path, {}, 0))
     with log:
-        log.step(1, result(), 0.5)
+        log_steps(log, 1)
         shutil.rmtree(tmp_path / "tensorboard")
-        for step in range(2, 6):
-            log.step(step, result(), 0.5)
+        log_steps(log, 2, 3, 4, 5)
     assert [record["step"] for record in records(tmp_path)] == [1, 2, 3, 4, 5]
 
 
-def test_a_tracker_that_is_not_installed_is_refused_with_what_to_install(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_tracker_that_is_not_installed_or_cannot_be_started_is_refused_at_the_start(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "tensorboard").write_text("a file in its place")
+    with pytest.raises(RequestError, match="cannot start the tracker tensorboard\n  because "):
+        Trackers(["tensorboard"], tmp_path, {}, 0)
     monkeypatch.setattr("importlib.util.find_spec", lambda name: None if name == "comet_ml" else SimpleNamespace())
     with pytest.raises(RequestError) as raised:
         trackers.check(["tensorboard", "comet_ml"])
     assert "hint: pip install comet-ml, or leave --track comet_ml out" in str(raised.value)
-
-
-def test_a_tracker_that_cannot_be_started_is_refused_at_the_start(tmp_path: Path) -> None:
-    (tmp_path / "tensorboard").write_text("a file in its place")
-    with pytest.raises(RequestError) as raised:
-        Trackers(["tensorboard"], tmp_path, {}, 0)
-    assert str(raised.value).startswith("cannot start the tracker tensorboard\n  because ")
 
 
 def test_a_run_with_a_service_goes_on_under_the_id_it_began_with(
@@ -128,29 +123,6 @@ def test_a_run_with_a_service_goes_on_under_the_id_it_began_with(
     assert first["id"] == second["id"]
     assert (first["resume"], first["project"], first["config"]) == ("allow", "frugal", {"steps": 5})
     assert "config" not in second
-
-
-def test_mlflow_itself_has_one_run_with_the_curve_of_both_starts(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    mlflow = pytest.importorskip("mlflow", reason="MLflow is no dependency of frugal: pip install mlflow")
-    monkeypatch.setenv("MLFLOW_TRACKING_URI", f"sqlite:///{tmp_path}/mlflow.db")
-    started_and_resumed("mlflow", tmp_path)
-    (run,) = mlflow.MlflowClient().search_runs([mlflow.get_experiment_by_name("frugal").experiment_id])
-    curve = mlflow.MlflowClient().get_metric_history(run.info.run_id, "train/loss")
-    assert [(point.step, point.value) for point in curve] == [(1, 3.0), (2, 2.0), (3, 1.0)]
-    assert (run.data.params["steps"], run.info.status) == ("5", "FINISHED")
-
-
-def started_and_resumed(name: str, folder: Path) -> None:
-    """Two steps, and a third after a resume."""
-    first = Trackers([name], folder, {"steps": 5}, 0)
-    first.record("step", {"step": 1, "loss": 3.0})
-    first.record("step", {"step": 2, "loss": 2.0})
-    first.finish()
-    second = Trackers([name], folder, {"steps": 5}, 2)
-    second.record("step", {"step": 3, "loss": 1.0})
-    second.finish()
 
 
 def test_the_names_of_trackers_are_accelerates(tmp_path: Path) -> None:

@@ -1,22 +1,26 @@
 """What runs on ranks that share samples, beside one process that has them whole."""
 
-import gc
 from pathlib import Path
 from typing import Any
 
 import numpy as np
+import pytest
 import torch
 from torch import nn
 
 from bench.plans import plan_by_hand
 from frugal.checkpoint import loading, saving
 from frugal.checkpoint.progress import Progress
+from frugal.config.adapters import Lora
 from frugal.engine.engine import Engine, initialize
+from frugal.errors import RequestError
 from frugal.models.objectives import CausalLM
 from frugal.planning.plan import Plan
+from tests.engine.engines import running
 from tests.engine.gradients import SGD, Gradient, applied, weights
 from tests.engine.small_models import VOCABULARY, ragged_samples, tiny_gpt2
 
+ADAM = {"learning_rate": 1e-2}
 SAMPLES = 7
 """Of a global batch, so that some group has one more than another."""
 
@@ -61,12 +65,10 @@ def gradient(
 ) -> tuple[Gradient, float, float]:
     """What one step of SGD applied, its loss, and the loss of an evaluation before. Runs on ranks."""
     before = weights(model(kind))
-    engine = initialize(model(kind), plan(world_size, sequence_parallel, zero_stage, SGD), CausalLM(packed=packed))
-    evaluated = engine.evaluate(samples(packed, seed=7)).loss
-    loss = engine.train_step(samples(packed)).loss
-    taken = applied(engine, before)
-    _stop(engine)
-    return taken, loss, evaluated
+    with running(plan(world_size, sequence_parallel, zero_stage, SGD), model(kind), CausalLM(packed=packed)) as engine:
+        evaluated = engine.evaluate(samples(packed, seed=7)).loss
+        loss = engine.train_step(samples(packed)).loss
+        return applied(engine, before), loss, evaluated
 
 
 def plain_gradient(kind: str, dtype: torch.dtype) -> Gradient:
@@ -91,59 +93,51 @@ def gradients(
 def losses(
     world_size: int, sequence_parallel: int, zero_stage: int, *, steps: int, lora: str | None = None, **strategy: Any
 ) -> list[float]:
-    """Of so many steps with AdamW, on four global batches in turn. Runs on ranks."""
-    from frugal.config.adapters import Lora
-
-    request = {"learning_rate": 1e-2, "lora": None if lora is None else Lora.of(lora)}
+    """Of so many steps with AdamW, each on another global batch. Runs on ranks."""
+    request = {**ADAM, "lora": None if lora is None else Lora.of(lora)}
     torch.manual_seed(0)
-    engine = initialize(
-        model("llama"), plan(world_size, sequence_parallel, zero_stage, request, **strategy), CausalLM()
-    )
-    measured = [engine.train_step(samples(False, seed=step % 4)).loss for step in range(steps)]
-    _stop(engine)
-    return measured
+    with running(plan(world_size, sequence_parallel, zero_stage, request, **strategy), model("llama")) as engine:
+        return _steps(engine, 0, steps)
 
 
 def interrupted(sequence_parallel: int) -> list[float]:
     """The losses of four steps, in the second of which rank 1 finds no memory in a layer. Runs on two ranks."""
-    engine = initialize(model("llama"), plan(2, sequence_parallel, 2, {"learning_rate": 1e-2}), CausalLM())
-    engine._say = lambda *_said: None  # type: ignore[method-assign]
-    measured = [engine.train_step(samples(False, seed=0)).loss]
-    left = [1 if engine.rank == 1 else 0]
+    with running(plan(2, sequence_parallel, 2, ADAM), model("llama")) as engine:
+        engine._say = lambda *_said: None  # type: ignore[method-assign]
+        measured = _steps(engine, 0, 1)
+        left = [1 if engine.rank == 1 else 0]
 
-    def fails(_module: nn.Module, _inputs: Any) -> None:
-        if left[0]:
-            left[0] = 0
-            raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 GiB")
+        def fails(_module: nn.Module, _inputs: Any) -> None:
+            if left[0]:
+                left[0] = 0
+                raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 GiB")
 
-    hook = engine.module.model.layers[1].register_forward_pre_hook(fails)
-    measured += [engine.train_step(samples(False, seed=step)).loss for step in range(1, 4)]
-    hook.remove()
-    assert engine.limits.max_samples == (1,) * (2 // sequence_parallel)
-    _stop(engine)
-    return measured
+        hook = engine.module.model.layers[1].register_forward_pre_hook(fails)
+        measured += _steps(engine, 1, 4)
+        hook.remove()
+        assert engine.limits.max_samples == (1,) * (2 // sequence_parallel)
+        return measured
 
 
 def resumed(folder: Path, first: int, then: int, zero_stages: tuple[int, int]) -> list[float]:
     """Two steps where `first` ranks share samples, and two where `then` do; also recomputed, with a tiled loss."""
-    request, how = {"learning_rate": 1e-2}, {"activation_checkpointing": "full", "loss": "tiled"}
-    engine = initialize(model("llama"), plan(2, first, zero_stages[0], request, **how), CausalLM())
-    measured = [engine.train_step(samples(False, seed=step)).loss for step in range(2)]
-    saving.save(engine, folder, Progress(step=2))
-    _stop(engine)
-    engine = initialize(model("llama"), plan(2, then, zero_stages[1], request), CausalLM())
-    assert loading.load(engine, folder).progress.step == 2
-    measured += [engine.train_step(samples(False, seed=step)).loss for step in range(2, 4)]
-    _stop(engine)
-    return measured
+    how = {"activation_checkpointing": "full", "loss": "tiled"}
+    with running(plan(2, first, zero_stages[0], ADAM, **how), model("llama")) as engine:
+        measured = _steps(engine, 0, 2)
+        saving.save(engine, folder, Progress(step=2))
+    with running(plan(2, then, zero_stages[1], ADAM), model("llama")) as engine:
+        assert loading.load(engine, folder).progress.step == 2
+        return measured + _steps(engine, 2, 4)
+
+
+def _steps(engine: Engine, first: int, last: int) -> list[float]:
+    return [engine.train_step(samples(False, seed=step)).loss for step in range(first, last)]
 
 
 def of_metric(world_size: int, sequence_parallel: int) -> dict[str, float]:
     """A metric that sees each sample's predictions whole and in order. Runs on ranks."""
-    engine = initialize(model("llama"), plan(world_size, sequence_parallel, 1), CausalLM())
-    metrics = engine.evaluate(samples(False), _weighed).metrics
-    _stop(engine)
-    return metrics
+    with running(plan(world_size, sequence_parallel, 1), model("llama")) as engine:
+        return engine.evaluate(samples(False), _weighed).metrics
 
 
 def _weighed(predictions: list[np.ndarray], labels: list[np.ndarray]) -> dict[str, float]:
@@ -155,18 +149,9 @@ def _weighed(predictions: list[np.ndarray], labels: list[np.ndarray]) -> dict[st
 
 def refusal(kind: str, sequence_parallel: int, **changes: Any) -> str:
     """What is said of a plan that cannot be run. Runs on ranks."""
-    from frugal.errors import RequestError
-
     made = model(kind)
     for name, value in changes.items():
         setattr(made.config, name, value)
-    try:
+    with pytest.raises(RequestError) as error:
         initialize(made, plan(2, sequence_parallel, 1), CausalLM())
-    except RequestError as error:
-        return str(error)
-    return "nothing"
-
-
-def _stop(engine: Engine) -> None:
-    engine.destroy()
-    gc.collect()
+    return str(error.value)
