@@ -4,14 +4,11 @@ from collections.abc import Callable
 from typing import Any
 
 import pytest
-import torch
 from torch import Tensor, nn
 
-from frugal.dryrun.messages import AskDryRun
-from frugal.dryrun.run import dry_run, failure_in_forward
+from frugal.dryrun.run import failure_in_forward
 from frugal.dryrun.trace import recorder
-from frugal.models.objectives import CausalLM
-from tests.dryrun.test_truth import plan_for
+from tests.dryrun.test_truth import dry_run_of, plan_for
 
 
 class Model(nn.Module):
@@ -44,26 +41,8 @@ def wrong_shapes(x: Tensor) -> Any:
 
 
 def failure(build: Callable[[], nn.Module]) -> Exception:
-    plan = plan_for(1, 4, 1, 0, "fp32", "off")
-
-    def on_meta() -> nn.Module:
-        with torch.device("meta"):
-            return build()
-
     with pytest.raises(Exception) as caught:
-        dry_run(
-            on_meta,
-            CausalLM(),
-            AskDryRun(
-                request=plan.request,
-                strategy=plan.strategy,
-                micro_batch=4,
-                accumulation_steps=1,
-                world_size=1,
-                rank=0,
-                kind="cpu",
-            ),
-        )
+        dry_run_of(plan_for(1, 4, 1, 0, "fp32", "off"), build)
     return caught.value
 
 

@@ -1,55 +1,25 @@
 """What a dry run says of the host: pinned blocks, states on it, and what a process takes without any tensor."""
 
+from functools import partial
 from typing import Any
 
-import torch
-
 from bench.plans import plan_by_hand
-from frugal.dryrun.messages import AskDryRun
-from frugal.dryrun.run import dry_run
-from frugal.models.objectives import CausalLM
 from frugal.planning.memory import breakdown
-from frugal.planning.plan import Plan
 from frugal.units import GIB, MIB
-from tests.dryrun.test_truth import SMALL_BUCKETS
+from tests.dryrun.test_truth import SMALL_BUCKETS, dry_run_of
 from tests.engine.small_models import tiny_gpt2
+
+MODEL = partial(tiny_gpt2, n_embd=128, n_layer=4, vocab_size=2048)
+ELEMENTS = sum(parameter.numel() for parameter in MODEL().parameters())
 
 
 def host_bytes(zero_stage: int, world_size: int = 1, **strategy: Any) -> int:
     """The peak of a rank's tensors on the host of a GPU."""
-    plan: Plan = plan_by_hand(
-        world_size=world_size,
-        global_batch=world_size,
-        micro_batch=1,
-        zero_stage=zero_stage,
-        request={"precision": "bf16"},
-        strategy={**SMALL_BUCKETS, **strategy},
-    )
-
-    def build() -> torch.nn.Module:
-        with torch.device("meta"):
-            return model().to(torch.bfloat16)
-
-    return dry_run(
-        build,
-        CausalLM(),
-        AskDryRun(
-            request=plan.request,
-            strategy=plan.strategy,
-            micro_batch=1,
-            accumulation_steps=1,
-            world_size=world_size,
-            rank=0,
-            kind="cuda",
-        ),
-    ).host_bytes
-
-
-def model() -> torch.nn.Module:
-    return tiny_gpt2(n_embd=128, n_layer=4, vocab_size=2048)
-
-
-ELEMENTS = sum(parameter.numel() for parameter in model().parameters())
+    plan = plan_by_hand(
+        world_size=world_size, global_batch=world_size, micro_batch=1, zero_stage=zero_stage,
+        request={"precision": "bf16"}, strategy={**SMALL_BUCKETS, **strategy},
+    )  # fmt: skip
+    return dry_run_of(plan, MODEL, kind="cuda").host_bytes
 
 
 def power_of_two(size_bytes: int) -> int:

@@ -12,7 +12,7 @@ from bench.ranks import Ranks
 from frugal.engine.engine import initialize
 from frugal.models.objectives import CausalLM
 from frugal.planning.plan import Plan
-from tests.dryrun.test_truth import SMALL_BUCKETS, assert_as_dry_run, dry_run_result
+from tests.dryrun.test_truth import SMALL_BUCKETS, assert_as_dry_run, dry_run_of
 from tests.engine.gradients import bounds_of_run, relative_error
 from tests.engine.small_models import ragged_samples, tiny_gpt2
 from tests.kernels import needs_adams, needs_cpu_adam
@@ -71,7 +71,7 @@ def test_8_bit_adamw_takes_what_its_stand_in_dry_run(zero_stage: int, offload: s
 
 def test_8_bit_moments_take_a_quarter_of_adamws_and_the_rest_is_unchanged() -> None:
     def states(**request: Any) -> int:
-        intervals = dry_run_result(plan_of(**request), 0).intervals(4)
+        intervals = dry_run_of(plan_of(**request)).timeline.intervals(4)
         return intervals[3].live_bytes - intervals[0].live_bytes  # what the first step leaves behind
 
     elements = sum(parameter.numel() for parameter in tiny_gpt2().parameters())
@@ -81,7 +81,7 @@ def test_8_bit_moments_take_a_quarter_of_adamws_and_the_rest_is_unchanged() -> N
 
 def test_states_in_bf16_halve_moments_and_master_weights() -> None:
     def states(**request: Any) -> tuple[int, int]:
-        intervals = dry_run_result(plan_of(**request), 0).intervals(4)
+        intervals = dry_run_of(plan_of(**request)).timeline.intervals(4)
         return intervals[0].live_bytes, intervals[3].live_bytes - intervals[0].live_bytes
 
     elements = sum(parameter.numel() for parameter in tiny_gpt2().parameters())
