@@ -66,19 +66,11 @@ def test_a_trace_with_written_slices_is_the_whole_one(
     family: str, mode: Any, mlp: Any, stage: int, shared_by: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def traced() -> ModelTrace:
-        return trace(
-            build(family, **FAMILIES[family]),
-            CausalLM(),
-            AskTrace(
-                request=Request(seq_len=LENGTH * shared_by),
-                kind="cuda",
-                loss="tiled",
-                mlp=mlp,
-                activation_checkpointing=mode,
-                zero_stage=stage,
-                sequence_parallel=shared_by,
-            ),
-        )
+        asked = AskTrace(
+            request=Request(seq_len=LENGTH * shared_by), kind="cuda", loss="tiled", mlp=mlp,
+            activation_checkpointing=mode, zero_stage=stage, sequence_parallel=shared_by,
+        )  # fmt: skip
+        return trace(build(family, **FAMILIES[family]), CausalLM(), asked)
 
     written, whole = both(traced, monkeypatch)
     assert written == whole
