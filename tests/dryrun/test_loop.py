@@ -160,30 +160,36 @@ REFUSED = {
 }
 
 
+@pytest.fixture
+def here(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    monkeypatch.chdir(tmp_path)
+    return tmp_path
+
+
 @pytest.mark.parametrize("case", REFUSED)
 def test_what_a_script_lacks_or_raises_is_one_message(
-    case: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    case: str, here: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    monkeypatch.chdir(tmp_path)
     text, message = REFUSED[case]
-    (tmp_path / "loop.py").write_text(text)
+    (here / "loop.py").write_text(text)
     code, out, err = frugal(capsys, "dryrun", "loop.py:step", "--gpus", "1", "--mem", "4G")
     assert (code, out, err) == (2, "", message)
 
 
+@pytest.mark.parametrize(
+    ("step", "flags", "said"),
+    [
+        ("step", ["--zero-stage", "2"], "loop.py:step was given together with --zero-stage"),
+        ("step", ["--set", "optimizer.beta2=0.9"], "loop.py:step was given together with optimizer.beta2"),
+        ("factory", ["--steps", "2"], "--steps is for a training step of yours, and loop.py:factory is none"),
+    ],
+)
 def test_flags_that_a_script_decides_are_refused(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    step: str, flags: list[str], said: str, here: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    monkeypatch.chdir(tmp_path)
-    (tmp_path / "loop.py").write_text("def step(x): ...\ndef x(): ...\ndef factory(): ...\n")
-    code, _, err = frugal(capsys, "dryrun", "loop.py:step", "--gpus", "1", "--mem", "4G", "--zero-stage", "2")
-    assert code == 2 and err.startswith("error: loop.py:step was given together with --zero-stage\n")
-    code, _, err = frugal(
-        capsys, "dryrun", "loop.py:step", "--gpus", "1", "--mem", "4G", "--set", "optimizer.beta2=0.9"
-    )
-    assert code == 2 and err.startswith("error: loop.py:step was given together with optimizer.beta2\n")
-    code, _, err = frugal(capsys, "dryrun", "loop.py:factory", "--steps", "2", "--gpus", "1", "--mem", "4G")
-    assert code == 2 and err.startswith("error: --steps is for a training step of yours, and loop.py:factory is none\n")
+    (here / "loop.py").write_text("def step(x): ...\ndef x(): ...\ndef factory(): ...\n")
+    code, _, err = frugal(capsys, "dryrun", f"loop.py:{step}", *flags, "--gpus", "1", "--mem", "4G")
+    assert code == 2 and err.startswith(f"error: {said}\n")
 
 
 def test_values_come_to_the_host_as_zeros_and_that_is_said() -> None:
