@@ -22,12 +22,8 @@ def test_without_a_path_no_disk_is_tried_and_with_one_it_is_the_last() -> None:
 def test_asking_for_it_without_a_path_is_refused() -> None:
     with pytest.raises(RequestError) as caught:
         Request(offload="nvme")
-    assert caught.value.render() == (
-        "--offload nvme was given without --nvme-path\n"
-        "  because no node's disk is used unasked\n"
-        "\n"
-        "hint: name a folder on a fast local disk: --nvme-path /local/scratch"
-    )
+    assert caught.value.what == "--offload nvme was given without --nvme-path"
+    assert "--nvme-path /local/scratch" in str(caught.value.hint)
 
 
 def test_only_zero_3_can_and_8_bit_states_cannot() -> None:

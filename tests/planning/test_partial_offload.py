@@ -11,18 +11,9 @@ from frugal.planning.strategy import RATIOS, Strategy, num_groups_on_device, sha
 from tests.planning.synthetic import planned
 
 MODEL = {"drafts": True, "num_matrices": 200}
-TOO_SMALL = {
-    "gpus": 4,
-    "mem": "6.6G",
-    "gpu": None,
-    "model": MODEL,
-    "global_batch": 64,
-    "activation_checkpointing": "full",
-}
-
-
-def settings(**changes: Any) -> dict[str, Any]:
-    return {name: value for name, value in (TOO_SMALL | changes).items() if value is not None}
+TOO_SMALL: dict[str, Any] = {
+    "gpus": 4, "mem": "6.6G", "model": MODEL, "global_batch": 64, "activation_checkpointing": "full",
+}  # fmt: skip
 
 
 def test_groups_end_with_the_part_that_fills_them() -> None:
@@ -40,23 +31,22 @@ def test_the_first_groups_are_the_devices_and_their_number_is_rounded_as_deepspe
 
 
 def test_what_fits_stays_on_the_device_where_the_step_is_faster() -> None:
-    whole = planned(**settings(offload="optimizer:1"))
-    made = planned(**settings(offload="optimizer"))
+    whole = planned(**TOO_SMALL, offload="optimizer:1")
+    made = planned(**TOO_SMALL, offload="optimizer")
     assert whole.strategy.offload_ratio == 1
     assert made.strategy.zero_stage == 3 and made.strategy.offload_ratio in RATIOS
     assert made.time.total_seconds < whole.time.total_seconds / WORTH_A_COMPILER
     assert made.memory.host_bytes_per_node < whole.memory.host_bytes_per_node
     assert made.memory.headroom_bytes >= 0
-    assert any(
-        line.startswith(f"{100 * made.strategy.offload_ratio:.3g} % of the optimizer's sub-groups") for line in made.why
-    )
+    told = f"{100 * made.strategy.offload_ratio:.3g} % of the optimizer's sub-groups"
+    assert any(line.startswith(told) for line in made.why)
     assert any("needs a C++ compiler" in line for line in made.why)
     whole_seconds = [each.step_seconds for each in made.rejected if each.strategy.offload_ratio == 1]
     assert min(filter(None, whole_seconds)) > made.time.total_seconds
 
 
 def test_a_pinned_share_is_taken_in_sub_groups_that_allow_it() -> None:
-    made = planned(**settings(offload="optimizer:0.75"))
+    made = planned(**TOO_SMALL, offload="optimizer:0.75")
     assert (made.strategy.zero_stage, made.strategy.offload_ratio) == (3, 0.75)
     share = share_on_host((5_000_000,) * 200, made.strategy, 4)
     assert share == pytest.approx(0.75, abs=0.04)

@@ -1,23 +1,15 @@
 """The strategies that were weighed are told as a table, and why none fits as a proof."""
 
 from dataclasses import replace
-from typing import Any
 
 import pytest
 
 from bench.plans import plan_by_hand
-from frugal.config.schema import understand
-from frugal.dryrun.planner import make_plan
 from frugal.errors import NothingFitsError
 from frugal.planning.plan import Plan, Rejected, StepTime
 from frugal.planning.report import strategy_table
 from frugal.planning.strategy import Strategy
-from tests.planning.synthetic import dry_running
-
-
-def plan(model: dict[str, Any], **settings: Any) -> Plan:
-    return make_plan(*understand(settings), dry_run=dry_running(**model))
-
+from tests.planning.synthetic import planned
 
 GIB = 1 << 30
 TIMES = dict.fromkeys(
@@ -68,7 +60,7 @@ def test_a_report_shows_the_first_ones_and_counts_the_rest() -> None:
 
 def test_the_proof_names_every_level_with_its_number() -> None:
     with pytest.raises(NothingFitsError) as caught:
-        plan({"parameters": 20_000_000_000}, gpus=4, mem="12G", host_mem="64G")
+        planned(model={"parameters": 20_000_000_000}, gpus=4, mem="12G", host_mem="64G")
     lines = str(caught.value).splitlines()
     assert lines[0] == "gpt2 does not fit into a GPU of 12.00 GiB"
     assert lines[1:4] == [
@@ -76,19 +68,3 @@ def test_the_proof_names_every_level_with_its_number() -> None:
         "  because with the optimizer in host memory ZeRO-2 lacks 26.51 GiB, ZeRO-3 234.02 GiB on the host",
         "  because with optimizer and parameters in host memory ZeRO-3 lacks 234.02 GiB on the host",
     ]
-
-
-def test_memory_that_would_do_comes_with_the_host_memory_that_goes_with_it() -> None:
-    with pytest.raises(NothingFitsError) as caught:
-        plan({"parameters": 8_000_000_000}, gpus=4, mem="12G", host_mem="64G", offload="optimizer", zero_stage=2)
-    assert caught.value.hint is not None
-    assert "--mem 16.5G with --host-mem 120G" in caught.value.hint
-
-
-def test_more_host_memory_is_a_way_out_where_the_host_is_all_that_a_strategy_lacks() -> None:
-    settings: dict[str, Any] = {"gpus": 4, "mem": "12G", "offload": "optimizer"}
-    with pytest.raises(NothingFitsError) as caught:
-        plan({"parameters": 8_000_000_000}, host_mem="64G", **settings)
-    assert "  because each node's host needs 119.21 GiB beside it" in str(caught.value).splitlines()
-    assert caught.value.hint == "this would fit: --host-mem 120G"
-    assert plan({"parameters": 8_000_000_000}, host_mem="120G", **settings).memory.fits
