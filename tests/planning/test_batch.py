@@ -117,10 +117,6 @@ def test_ranks_of_twice_the_speed_take_twice_the_samples_where_memory_allows() -
     assert balanced(24, (100, 100, 6, 100), (1.0, 1.0, 2.0, 2.0)) == (5, 5, 6, 10)
 
 
-def test_a_batch_smaller_than_the_world_leaves_micro_batches_empty() -> None:
-    assert BatchPlan.of(2, (4, 4, 4)).sizes == ((1,), (1,), (0,))
-
-
 @pytest.mark.parametrize(
     ("global_batch", "caps", "said"),
     [

@@ -27,12 +27,6 @@ def test_auto_tries_every_mode_but_none_that_moves_to_the_host_on_a_cpu_and_a_pi
     assert modes(activation_checkpointing="selective") == ["selective"]
 
 
-def test_a_strategy_says_its_mode() -> None:
-    assert str(Strategy(zero_stage=2, activation_checkpointing="selective")) == (
-        "ZeRO-2, activation checkpointing selective"
-    )
-
-
 def test_small_buckets_are_an_eighth_and_are_named() -> None:
     usual, small = (
         allowed_strategies(

@@ -5,17 +5,15 @@ from typing import Any
 
 import pytest
 
-from frugal.config.schema import understand
-from frugal.dryrun.planner import make_plan
 from frugal.planning.plan import Plan
 from frugal.planning.verdict import bar
 from frugal.units import format_bytes
-from tests.planning.synthetic import dry_running, planned
+from tests.planning.synthetic import planned
 
 
 @pytest.fixture(scope="module")
 def plan() -> Plan:
-    return make_plan(*understand({"gpus": 4, "mem": "12G", "global_batch": 64}), dry_run=dry_running())
+    return planned(gpus=4, mem="12G", global_batch=64)
 
 
 def test_a_printed_plan_ends_with_the_verdict_in_a_few_lines(plan: Plan) -> None:

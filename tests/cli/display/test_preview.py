@@ -75,8 +75,3 @@ def test_of_pairs_the_target_is_trained_on(folder: Path, capsys: pytest.CaptureF
     Path("model.json").write_text(json.dumps(config))
     lines = shown(capsys, "--data", "pairs.jsonl", "--preview", "1")
     assert lines[-2:] == ["one<|endoftext|>", ">>>two<|endoftext|><<<"]
-
-
-def test_without_data_there_is_nothing_to_show(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    assert cli.run(["train", "--model", "model.json", "--preview", "1"]) == 2
-    assert capsys.readouterr().err.startswith("error: no data was given\n")

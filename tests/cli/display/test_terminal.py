@@ -108,11 +108,6 @@ def test_what_a_dry_run_adds_for_short_samples_does_not_refuse_the_draft(
     assert not any(line.startswith("draft") for line in lines)
 
 
-def test_a_plan_that_is_kept_was_proven_before(on_terminal: Callable[..., str]) -> None:
-    assert "proven" in on_terminal(80, "plan", *CARDS)
-    assert "proven" not in on_terminal(80, "plan", *CARDS)
-
-
 def test_a_draft_alone_says_that_nothing_has_proven_it_and_is_not_kept(
     capsys: pytest.CaptureFixture[str], here: Path
 ) -> None:
