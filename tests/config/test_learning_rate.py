@@ -13,7 +13,8 @@ from tests.planning.synthetic import planned
 
 
 def plan(**settings: Any) -> Plan:
-    return planned(**({"gpus": 4, "mem": "24G"} | settings))
+    asked: dict[str, Any] = {"gpus": 4, "mem": "24G"}
+    return planned(**(asked | settings))
 
 
 @pytest.mark.parametrize(

@@ -151,7 +151,7 @@ def profiled_peak(step: Any) -> int:
 
 
 @pytest.mark.parametrize("build", [tiny_gpt2, llama])
-@pytest.mark.parametrize("checkpointing", [False, True])
+@pytest.mark.parametrize("checkpointing", [pytest.param(False, marks=pytest.mark.exhaustive), True])
 def test_the_gauge_agrees_with_the_profiler(build: Any, checkpointing: bool) -> None:
     model, objective = build(), CausalLM()
     if checkpointing:

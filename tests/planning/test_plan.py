@@ -16,7 +16,8 @@ from tests.planning.synthetic import planned
 
 
 def made(**settings: Any) -> Plan:
-    return planned(**({"gpus": 4, "mem": "24G"} | settings))
+    asked: dict[str, Any] = {"gpus": 4, "mem": "24G"}
+    return planned(**(asked | settings))
 
 
 @pytest.mark.parametrize("settings", [{}, {"global_batch": 500}, {"mem": "4G"}, {"mem": "24G,24G,24G,40G"}])

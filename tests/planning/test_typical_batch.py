@@ -22,8 +22,8 @@ def heavy_tailed(number: int = 4000) -> list[int]:
 
 
 def plan(model: dict[str, Any] | None = None, **settings: Any) -> Plan:
-    settings = {"gpus": 4, "mem": "12G", "lengths": heavy_tailed()} | settings
-    return planned(model=SMALL | (model or {}), **settings)
+    asked: dict[str, Any] = {"gpus": 4, "mem": "12G", "lengths": heavy_tailed(), "model": SMALL | (model or {})}
+    return planned(**(asked | settings))
 
 
 def test_the_micro_batch_sizes_and_the_memory_stay_those_of_full_length_samples() -> None:
