@@ -11,7 +11,7 @@ import pytest
 from frugal.cli import measure, run
 from frugal.planning.plan import Plan
 from tests.cli.test_measure import CONFIG
-from tests.commands import frugal
+from tests.commands import Capture, frugal
 
 ASKED = ["--model", "config.json", "--device", "cpu", "--gpus", "2", "--mem", "2G", "--seq-len", "64", "--precision",
          "fp32", "--global-batch", "16", "--micro-batch", "4", "--zero-stage", "2", "--activation-checkpointing", "off",
@@ -39,7 +39,7 @@ def here(calibrated: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("XDG_CACHE_HOME", str(calibrated / "cache"))
 
 
-def plan(capsys: pytest.CaptureFixture[str], *more: str) -> tuple[Plan, str]:
+def plan(capsys: Capture, *more: str) -> tuple[Plan, str]:
     """The plan, and what was said on standard error."""
     assert run(["plan", *ASKED, *more, "--json"]) == 0
     captured = capsys.readouterr()
@@ -64,9 +64,7 @@ def test_two_ranks_are_probed_in_every_respect_and_it_is_kept(calibrated: Path) 
     assert 1e-7 < probe["operator_seconds"] < 1e-2
 
 
-def test_a_plan_without_it_takes_longer_or_shorter_in_the_same_memory(
-    calibrated: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_a_plan_without_it_takes_longer_or_shorter_in_the_same_memory(calibrated: Path, capsys: Capture) -> None:
     measured, _ = plan(capsys)
     (calibrated / "off.toml").write_text("calibration = false\n")
     for without in (["--set", "calibration=false"], ["--config", "off.toml"]):
@@ -77,7 +75,7 @@ def test_a_plan_without_it_takes_longer_or_shorter_in_the_same_memory(
         assert measured.memory == assumed.memory
 
 
-def test_a_damaged_calibration_is_told_and_left_out(calibrated: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_damaged_calibration_is_told_and_left_out(calibrated: Path, capsys: Capture) -> None:
     path = kept(calibrated)
     content = path.read_bytes()
     path.write_bytes(content[:100])
@@ -90,7 +88,7 @@ def test_a_damaged_calibration_is_told_and_left_out(calibrated: Path, capsys: py
 
 
 def test_a_calibration_that_no_device_reaches_is_not_kept(
-    calibrated: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+    calibrated: Path, capsys: Capture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     path = kept(calibrated)
     before = path.read_bytes()
@@ -116,6 +114,6 @@ def test_a_calibration_that_no_device_reaches_is_not_kept(
         (["--calibrate", "--device", "cuda", "--gpus", "99"], "99 GPUs are to be calibrated, there are "),
     ],
 )
-def test_each_mistake_has_its_message(arguments: list[str], said: str, capsys: pytest.CaptureFixture[str]) -> None:
+def test_each_mistake_has_its_message(arguments: list[str], said: str, capsys: Capture) -> None:
     code, out, error = frugal(capsys, "measure", *arguments)
     assert (code, out) == (2, "") and error.startswith(f"error: {said}")

@@ -10,7 +10,7 @@ import pytest
 
 from frugal.planning.memory import timeline_files
 from frugal.planning.plan import Plan
-from tests.commands import frugal
+from tests.commands import Capture, frugal
 
 CONFIG = {
     "model_type": "gpt2", "n_layer": 2, "n_embd": 64, "n_head": 2, "vocab_size": 256, "n_positions": 128,
@@ -29,7 +29,7 @@ def here(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 
 @pytest.mark.parametrize("device", [pytest.param("cpu", marks=pytest.mark.exhaustive), "cuda"])
-def test_a_plan_takes_what_it_promised(device: str, capsys: pytest.CaptureFixture[str], here: Path) -> None:
+def test_a_plan_takes_what_it_promised(device: str, capsys: Capture, here: Path) -> None:
     asked = [*ASKED, "--device", device, "--model", "config.json", "--micro-batch", "4", "--zero-stage", "2"]
     asked += ["--activation-checkpointing", "off", "--loss", "plain", "--offload", "none"]  # one candidate is enough
     frugal(capsys, "plan", *asked, "--global-batch", "16", "-o", ".")
@@ -47,7 +47,7 @@ def test_a_plan_takes_what_it_promised(device: str, capsys: pytest.CaptureFixtur
     assert found["interval"]["lower_bytes"] < plan.memory.total_bytes < found["interval"]["upper_bytes"]
 
 
-def test_a_model_is_dry_run_as_pinned_and_explained(capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_model_is_dry_run_as_pinned_and_explained(capsys: Capture) -> None:
     pins = ["--micro-batch", "4", "--zero-stage", "3", "--activation-checkpointing", "full", "--global-batch", "16"]
     code, out, _ = frugal(capsys, "dryrun", "config.json", *ASKED, *pins, "--explain", "parameters")
     assert code == 0
@@ -61,9 +61,7 @@ def test_a_model_is_dry_run_as_pinned_and_explained(capsys: pytest.CaptureFixtur
     assert re.fullmatch(r" +[\d.]+ MiB         total", explained[-1])
 
 
-def test_what_holds_activations_adds_up_and_the_timeline_passes_through_the_peak(
-    capsys: pytest.CaptureFixture[str], here: Path
-) -> None:
+def test_what_holds_activations_adds_up_and_the_timeline_passes_through_the_peak(capsys: Capture, here: Path) -> None:
     own_vocabulary = {**CONFIG, "vocab_size": 300}  # 256 are the MLP's width, whose activations would pass for logits
     (here / "config.json").write_text(json.dumps(own_vocabulary))
     pins = ["--micro-batch", "4", "--zero-stage", "2", "--activation-checkpointing", "off", "--loss", "plain"]
@@ -90,7 +88,7 @@ def test_what_holds_activations_adds_up_and_the_timeline_passes_through_the_peak
 
 
 @pytest.mark.exhaustive
-def test_layers_that_differ_in_their_number_are_one_line(capsys: pytest.CaptureFixture[str], here: Path) -> None:
+def test_layers_that_differ_in_their_number_are_one_line(capsys: Capture, here: Path) -> None:
     code, out, _ = frugal(capsys, "dryrun", "config.json", *ASKED, "--explain", "activations")
     assert code == 0
     (line,) = (line for line in out.splitlines() if "ln_1" in line)
@@ -117,11 +115,9 @@ def masks():
 """
 
 
-def test_what_does_not_fit_is_dry_run_all_the_same_and_what_is_assumed_is_said(
-    capsys: pytest.CaptureFixture[str], here: Path
-) -> None:
+def test_what_does_not_fit_is_dry_run_all_the_same_and_what_is_assumed_is_said(capsys: Capture, here: Path) -> None:
     (here / "masked.py").write_text(MASKS)
-    asked = ["--device", "cpu", "--gpus", "1", "--mem", "1000B", "--micro-batch", "8"]
+    asked = ["--device", "cpu", "--gpus", "1", "--mem", "1K", "--micro-batch", "8"]
     code, out, _ = frugal(capsys, "dryrun", "masked.py:masks", *asked)
     assert code == 0
     assert "\n\nit does not fit: " in out
@@ -142,7 +138,7 @@ WRONG: dict[str, tuple[list[str], int, str]] = {
 
 
 @pytest.mark.parametrize("case", WRONG)
-def test_each_mistake_has_its_message(case: str, capsys: pytest.CaptureFixture[str], here: Path) -> None:
+def test_each_mistake_has_its_message(case: str, capsys: Capture, here: Path) -> None:
     (here / "other.json").write_text('{"schema": 9}')
     arguments, code, what = WRONG[case]
     found, out, error = frugal(capsys, "dryrun", *arguments)

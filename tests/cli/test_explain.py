@@ -4,7 +4,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.commands import frugal, with_formulas
+from tests.commands import Capture, frugal, with_formulas
 from tests.planning.synthetic import SMALL
 
 CARDS = ["--gpus", "4", "--mem", "12G"]
@@ -20,7 +20,7 @@ def titles(out: str) -> list[str]:
     return [block.splitlines()[0] for block in out.split("\n\n")]
 
 
-def test_a_plan_its_folder_and_its_flags_are_explained_alike(capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_plan_its_folder_and_its_flags_are_explained_alike(capsys: Capture) -> None:
     frugal(capsys, "plan", *CARDS, "-o", "run")
     code, out, err = frugal(capsys, "explain", *CARDS)
     assert (code, err) == (0, "")
@@ -31,7 +31,7 @@ def test_a_plan_its_folder_and_its_flags_are_explained_alike(capsys: pytest.Capt
     assert frugal(capsys, "explain", "run") == frugal(capsys, "explain", "run/plan.json") == (0, out, "")
 
 
-def test_in_full_it_says_what_the_plan_is_too(capsys: pytest.CaptureFixture[str]) -> None:
+def test_in_full_it_says_what_the_plan_is_too(capsys: Capture) -> None:
     """Each line of `frugal plan -v` is there, in whichever order."""
     _, out, _ = frugal(capsys, "explain", *CARDS, "-v")
     assert titles(out) == [
@@ -46,7 +46,7 @@ def test_in_full_it_says_what_the_plan_is_too(capsys: pytest.CaptureFixture[str]
     assert not missing
 
 
-def test_what_if_adds_a_table_to_both_commands(capsys: pytest.CaptureFixture[str]) -> None:
+def test_what_if_adds_a_table_to_both_commands(capsys: Capture) -> None:
     axes = ["--what-if", "gpus=2,4", "mem=6G,12G", "seq-len=1024"]
     _, explained, _ = frugal(capsys, "explain", *CARDS, *axes)
     code, planned, _ = frugal(capsys, "plan", *CARDS, *axes)
@@ -72,7 +72,7 @@ def test_what_if_adds_a_table_to_both_commands(capsys: pytest.CaptureFixture[str
         ),
     ],
 )
-def test_what_is_wrong_is_said(capsys: pytest.CaptureFixture[str], arguments: list[str], what: str, hint: str) -> None:
+def test_what_is_wrong_is_said(capsys: Capture, arguments: list[str], what: str, hint: str) -> None:
     code, _, error = frugal(capsys, *arguments)
     assert code == 2
     assert error.startswith(f"error: {what}\n") and f"\nhint: {hint}" in error

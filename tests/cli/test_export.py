@@ -18,7 +18,7 @@ from bench.ranks import Ranks, free_port
 from frugal import cli
 from frugal.deepspeed_adapter.json_config import deepspeed_config
 from frugal.planning.plan import Plan
-from tests.commands import frugal, with_formulas
+from tests.commands import Capture, frugal, with_formulas
 from tests.engine.gradients import bound_of_losses
 from tests.planning.synthetic import SMALL
 
@@ -160,9 +160,7 @@ def bound(folder: Path, made: Plan) -> float:
     return bound_of_losses(lambda: spec.build(dtype=torch.float32), batches, spec.objective(), learning_rate=1e-2)
 
 
-def started(
-    folder: Path, capsys: pytest.CaptureFixture[str], target: str, made: Plan, changes: dict[str, str]
-) -> dict[str, Any]:
+def started(folder: Path, capsys: Capture, target: str, made: Plan, changes: dict[str, str]) -> dict[str, Any]:
     """Export, start what is said to start it, and give back what rank 0 recorded."""
     path = folder / f"{target}.json"
     path.write_bytes(made.to_json())
@@ -208,9 +206,7 @@ CASES = {
 @pytest.mark.parametrize(
     "target", ["hf", *(pytest.param(target, marks=pytest.mark.exhaustive) for target in ("accelerate", "script"))]
 )
-def test_it_trains_as_frugal_does(
-    folder: Path, two_ranks: Ranks, capsys: pytest.CaptureFixture[str], target: str
-) -> None:
+def test_it_trains_as_frugal_does(folder: Path, two_ranks: Ranks, capsys: Capture, target: str) -> None:
     """Micro-batch, accumulation and world; DeepSpeed's configuration; the loss before and after the first step."""
     global_batch, zero_stage, checkpointing, changes = CASES[target]
     made = plan(global_batch, zero_stage, checkpointing)
@@ -257,7 +253,7 @@ def pairs(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.mark.exhaustive
 @pytest.mark.parametrize("target", ["hf", "script"])
 def test_pairs_are_trained_with_the_decoder_inputs_of_the_model(
-    pairs: Path, two_ranks: Ranks, capsys: pytest.CaptureFixture[str], target: str
+    pairs: Path, two_ranks: Ranks, capsys: Capture, target: str
 ) -> None:
     made = plan(8, 2, "off")
     made = dataclasses.replace(made, model=dataclasses.replace(made.model, task="seq2seq")).sealed()
@@ -273,7 +269,7 @@ def test_pairs_are_trained_with_the_decoder_inputs_of_the_model(
 # What it says.
 
 
-def run(capsys: pytest.CaptureFixture[str], folder: Path, *arguments: object, **request: Any) -> tuple[int, str, str]:
+def run(capsys: Capture, folder: Path, *arguments: object, **request: Any) -> tuple[int, str, str]:
     """Export a plan whose request has these changes."""
     made = plan(8, 2, "off")
     path = folder / "said.json"
@@ -281,13 +277,13 @@ def run(capsys: pytest.CaptureFixture[str], folder: Path, *arguments: object, **
     return frugal(capsys, "export", str(path), *map(str, arguments))
 
 
-def test_without_a_folder_the_file_is_printed(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_without_a_folder_the_file_is_printed(tmp_path: Path, capsys: Capture) -> None:
     code, text, told = run(capsys, tmp_path, "--to", "accelerate")
     assert (code, told) == (0, "it reads ds_config.json beside it: -o DIR writes both\n")
     assert text.startswith("# 8 samples = 2 ranks x micro-batch 2 x 2 accumulation steps, for Accelerate.\n")
 
 
-def test_a_file_that_was_edited_is_kept(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_file_that_was_edited_is_kept(tmp_path: Path, capsys: Capture) -> None:
     for _ in range(2):  # the same again is no loss
         code, said, _ = run(capsys, tmp_path, "--to", "hf", "-o", tmp_path)
         assert code == 0
@@ -308,15 +304,13 @@ def test_a_file_that_was_edited_is_kept(tmp_path: Path, capsys: pytest.CaptureFi
         ("CONFIG", 'config = AutoConfig.from_pretrained("CONFIG", use_cache=False)'),
     ],
 )
-def test_a_script_makes_the_plans_model(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str], model: str, made: str
-) -> None:
+def test_a_script_makes_the_plans_model(tmp_path: Path, capsys: Capture, model: str, made: str) -> None:
     (tmp_path / "config.json").write_text(json.dumps(TINY))
     model, made = (text.replace("CONFIG", str(tmp_path / "config.json")) for text in (model, made))
     assert f"\n{made}" in run(capsys, tmp_path, "--to", "script", model=model)[1]
 
 
-def test_a_factorys_model_is_not_for_a_script(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_factorys_model_is_not_for_a_script(tmp_path: Path, capsys: Capture) -> None:
     code, _, error = run(capsys, tmp_path, "--to", "script", model="mine.py:model")
     assert code == 2
     assert error.startswith("error: a plain DeepSpeed script cannot make mine.py:model\n")
@@ -324,7 +318,7 @@ def test_a_factorys_model_is_not_for_a_script(tmp_path: Path, capsys: pytest.Cap
 
 
 def test_a_target_that_knows_equal_micro_batches_only_gets_a_plan_of_these(
-    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+    capsys: Capture, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
     with_formulas(tmp_path, monkeypatch, **SMALL)
     asked = ["--gpus", "4", "--mem", "12G", "--max-tokens-per-gpu", "8192", "-o", "run"]

@@ -14,6 +14,7 @@ from frugal import cli
 from frugal.errors import RequestError
 from frugal.models.resolve import resolve
 from frugal.units import parse_bytes
+from tests.commands import Capture
 
 TEMPLATE = "{% for m in messages %}<|{{ m.role }}|>{{ m.content }}{% endfor %}"
 TEXTS = [f"line {n} of what a model may learn about the number {n * n}" for n in range(120)]
@@ -94,7 +95,7 @@ def test_training_began_at_the_pretrained_weights(folder: Path, trained: str) ->
 
 
 @pytest.fixture
-def refusal(folder: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> Callable[..., str]:
+def refusal(folder: Path, monkeypatch: pytest.MonkeyPatch, capsys: Capture) -> Callable[..., str]:
     """What is said in the folder to a request that cannot be right."""
 
     def refused(*words: object) -> str:

@@ -22,6 +22,7 @@ from frugal.errors import OutOfMemoryError
 from frugal.launch import local
 from frugal.planning.plan import Plan
 from frugal.units import GIB, MIB
+from tests.commands import Capture
 
 CONFIG = {
     "model_type": "gpt2", "n_layer": 2, "n_embd": 64, "n_head": 2, "vocab_size": 256, "n_positions": 128,
@@ -112,9 +113,7 @@ def gpu(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> dict[str, int]:
     return taken
 
 
-def test_a_gpu_is_told_in_the_allocators_and_the_drivers_words(
-    gpu: dict[str, int], capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_a_gpu_is_told_in_the_allocators_and_the_drivers_words(gpu: dict[str, int], capsys: Capture) -> None:
     assert run(["measure", "plan.json", "--capped"]) == 0
     assert capsys.readouterr().out == (
         "                    predicted     measured\n"
@@ -130,7 +129,7 @@ def test_a_gpu_is_told_in_the_allocators_and_the_drivers_words(
 
 
 def test_a_prediction_in_which_the_run_does_not_fit_is_told_and_ends_with_5(
-    gpu: dict[str, int], capsys: pytest.CaptureFixture[str]
+    gpu: dict[str, int], capsys: Capture
 ) -> None:
     gpu["needed"] += MIB
     assert run(["measure", "plan.json", "--capped", "--json"]) == OutOfMemoryError.exit_code
@@ -153,7 +152,7 @@ def test_a_prediction_in_which_the_run_does_not_fit_is_told_and_ends_with_5(
     ],
 )
 def test_a_larger_context_is_told_apart_and_leaves_the_allocator_what_was_promised(
-    gpu: dict[str, int], capsys: pytest.CaptureFixture[str], more: int, remark: str
+    gpu: dict[str, int], capsys: Capture, more: int, remark: str
 ) -> None:
     gpu["context"] += more
     assert run(["measure", "plan.json", "--capped"]) == 0
@@ -173,7 +172,7 @@ def test_a_record_goes_where_the_tests_look_unless_told_otherwise(
 
 
 def test_what_cannot_be_predicted_from_the_record_alone_is_not_recorded(
-    gpu: dict[str, int], monkeypatch: pytest.MonkeyPatch, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    gpu: dict[str, int], monkeypatch: pytest.MonkeyPatch, tmp_path: Path, capsys: Capture
 ) -> None:
     def other(found: Measurement, pool: object) -> Figures:
         return replace(
@@ -190,7 +189,7 @@ def test_what_cannot_be_predicted_from_the_record_alone_is_not_recorded(
     assert not (tmp_path / "kept").exists()
 
 
-def test_cpu_ranks_cannot_be_capped(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_cpu_ranks_cannot_be_capped(tmp_path: Path, capsys: Capture) -> None:
     plan = plan_by_hand(world_size=1, global_batch=4, micro_batch=4, zero_stage=0)
     (tmp_path / "plan.json").write_bytes(plan.to_json())
     assert run(["measure", str(tmp_path / "plan.json"), "--capped"]) == 2

@@ -8,7 +8,7 @@ import pytest
 from frugal.cli import run
 from frugal.config.schema import PLAN_SETTINGS, SETTINGS
 from frugal.config.setting import OTHER_NAMES
-from tests.commands import frugal
+from tests.commands import Capture, frugal
 
 ANSWERS = {
     "HF Trainer's": {
@@ -43,23 +43,21 @@ ANSWERS = {
     ("words", "whose", "hint"),
     [(words, whose, hint) for whose, each in ANSWERS.items() for words, hint in each.items()],
 )
-def test_another_trainers_flag_is_answered_with_ours(
-    capsys: pytest.CaptureFixture[str], words: str, whose: str, hint: str
-) -> None:
+def test_another_trainers_flag_is_answered_with_ours(capsys: Capture, words: str, whose: str, hint: str) -> None:
     code, out, said = frugal(capsys, "train", *words.split())
     assert (code, out) == (2, "")
     assert said.startswith(f"error: {words.split()[0].partition('=')[0]} is {whose} name\n")
     assert f"\nhint: {hint}" in said
 
 
-def test_a_flag_of_training_alone_is_said_to_be_one(capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_flag_of_training_alone_is_said_to_be_one(capsys: Capture) -> None:
     assert frugal(capsys, "plan", "--num-train-epochs", "3")[2] == (
         "error: --num-train-epochs is HF Trainer's name\n\nhint: --epochs 3, which `frugal train` has\n"
     )
 
 
 def test_an_optimizer_that_is_asked_for_and_cannot_be_is_refused_with_the_reason(
-    capsys: pytest.CaptureFixture[str], tmp_path: Path
+    capsys: Capture, tmp_path: Path
 ) -> None:
     for command in ("plan", "train"):
         code, _, said = frugal(capsys, command, "--optimizer", "Muon")
@@ -97,15 +95,13 @@ def test_no_other_name_is_ours_and_no_hint_names_a_flag_that_there_is_not() -> N
         ("--layer-modes", "--activation-checkpointing 3"), ("--target-column", "--columns target=3"),
     ],
 )  # fmt: skip
-def test_a_former_flag_is_answered_with_what_it_is_now(
-    capsys: pytest.CaptureFixture[str], flag: str, hint: str
-) -> None:
+def test_a_former_flag_is_answered_with_what_it_is_now(capsys: Capture, flag: str, hint: str) -> None:
     code, _, said = frugal(capsys, "train", flag, "3")
     assert code == 2 and said.endswith(f"hint: {hint}\n")
 
 
 def test_a_flag_may_be_written_with_underscores_and_a_length_as_in_the_names_of_models(
-    capsys: pytest.CaptureFixture[str],
+    capsys: Capture,
 ) -> None:
     words = ["plan", "--gpus", "4", "--mem", "12G", "--seq-len", "4k", "--global_tokens", "100"]
     assert "a sample has up to 4096 tokens" in frugal(capsys, *words)[2]
@@ -114,7 +110,7 @@ def test_a_flag_may_be_written_with_underscores_and_a_length_as_in_the_names_of_
 @pytest.mark.parametrize("command", ["plan", "train", "explain", "dryrun"])
 @pytest.mark.parametrize("flag", ["--help", "--help-all"])
 def test_help_fits_a_terminal_and_begins_with_what_people_need_first(
-    capsys: pytest.CaptureFixture[str], command: str, flag: str, monkeypatch: pytest.MonkeyPatch
+    capsys: Capture, command: str, flag: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("COLUMNS", "200")
     assert run([command, flag]) == 0

@@ -6,7 +6,7 @@ from typing import Any
 import pytest
 
 from frugal.cli import run
-from tests.commands import frugal_plan, with_formulas
+from tests.commands import Capture, frugal_plan, with_formulas
 from tests.planning.synthetic import SMALL
 
 CARDS = ["--gpus", "4", "--mem", "12G"]
@@ -49,7 +49,7 @@ WRONG: dict[str, tuple[list[str], int, str]] = {
 
 
 @pytest.mark.parametrize("case", WRONG)
-def test_what_is_wrong_is_said_with_an_exit_code(capsys: pytest.CaptureFixture[str], case: str) -> None:
+def test_what_is_wrong_is_said_with_an_exit_code(capsys: Capture, case: str) -> None:
     arguments, code, said = WRONG[case]
     ended, out, error = frugal_plan(capsys, *arguments)
     assert (ended, out) == (code, "")
@@ -66,19 +66,17 @@ def test_what_is_wrong_is_said_with_an_exit_code(capsys: pytest.CaptureFixture[s
         ("train = 3", "error: `train` in frugal.toml is 3\n  because it must be a table\n\nhint: write [train]\n"),
     ],
 )  # fmt: skip
-def test_a_broken_settings_file_is_refused(
-    capsys: pytest.CaptureFixture[str], here: Path, content: str, message: str
-) -> None:
+def test_a_broken_settings_file_is_refused(capsys: Capture, here: Path, content: str, message: str) -> None:
     (here / "frugal.toml").write_text(content)
     assert frugal_plan(capsys, *CARDS) == (2, "", message)
 
 
-def test_an_unknown_command_is_refused(capsys: pytest.CaptureFixture[str]) -> None:
+def test_an_unknown_command_is_refused(capsys: Capture) -> None:
     assert run(["plann"]) == 2
     assert capsys.readouterr().err == "error: no such command 'plann'\n\nhint: see `frugal --help`\n"
 
 
-def test_an_interrupt_exits_with_130(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_interrupt_exits_with_130(capsys: Capture, monkeypatch: pytest.MonkeyPatch) -> None:
     def interrupted(*_: Any, **__: Any) -> None:
         raise KeyboardInterrupt
 

@@ -23,6 +23,7 @@ from frugal.config.request import Request
 from frugal.dryrun import compare
 from frugal.planning.plan import Plan
 from frugal.report.run import read_run
+from tests.commands import Capture
 from tests.engine.gradients import bound_of_losses
 from tests.engine.reports.test_trackers import curves
 
@@ -271,7 +272,7 @@ def test_short_samples_are_compared_with_the_prediction_for_what_was_run(
 
 
 def test_the_plan_it_makes_is_that_of_frugal_plan_for_the_lengths_of_the_data(
-    folder: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    folder: Path, monkeypatch: pytest.MonkeyPatch, capsys: Capture
 ) -> None:
     made: list[Plan] = []
     monkeypatch.chdir(folder)

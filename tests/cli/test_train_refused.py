@@ -16,6 +16,7 @@ from frugal import cli
 from frugal.checkpoint import in_use
 from frugal.config.hardware.cluster import Cluster, Node
 from frugal.planning.plan import Plan
+from tests.commands import Capture
 
 
 @pytest.fixture(scope="module")
@@ -24,7 +25,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return prepared(tmp_path_factory.mktemp("train"), 1, 2)
 
 
-def message(capsys: pytest.CaptureFixture[str], *arguments: object) -> str:
+def message(capsys: Capture, *arguments: object) -> str:
     """Exit code and message of a call that fails before anything is started."""
     code = cli.run(["train", "--data", "stdlib", *map(str, arguments)])
     printed = capsys.readouterr()
@@ -46,7 +47,7 @@ def message(capsys: pytest.CaptureFixture[str], *arguments: object) -> str:
     ],
 )
 def test_what_contradicts_itself_or_is_there_already(
-    words: str, code: int, what: str, hint: str, folder: Path, capsys: pytest.CaptureFixture[str],
+    words: str, code: int, what: str, hint: str, folder: Path, capsys: Capture,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:  # fmt: skip
     monkeypatch.chdir(folder)
@@ -57,7 +58,7 @@ def test_what_contradicts_itself_or_is_there_already(
 
 
 def test_a_plan_that_is_a_pipe_or_a_device_is_named_and_not_waited_for(
-    folder: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    folder: Path, tmp_path: Path, capsys: Capture
 ) -> None:
     pipe, device = tmp_path / "pipe", tmp_path / "device"
     os.mkfifo(pipe)
@@ -97,7 +98,7 @@ def test_few_open_files(ranks: int, needed: int, folder: Path, tmp_path: Path) -
 
 
 @pytest.mark.parametrize("name", ["--out", "--data"])
-def test_a_name_that_is_no_text(name: str, folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_name_that_is_no_text(name: str, folder: Path, capsys: Capture) -> None:
     stands = os.fsdecode(b"caf\xe9")
     assert message(capsys, "--plan", folder / "plan2.json", name, stands) == (
         f"2: error: {name} caf\\xe9 is not UTF-8\n  because the settings of a run are kept as text\n\n"
@@ -105,7 +106,7 @@ def test_a_name_that_is_no_text(name: str, folder: Path, capsys: pytest.CaptureF
     )
 
 
-def test_a_plan_for_gpus_or_for_several_nodes(folder: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_plan_for_gpus_or_for_several_nodes(folder: Path, tmp_path: Path, capsys: Capture) -> None:
     made = plan(folder, 2)
     device = made.cluster.devices[0]
     path = tmp_path / "plan.json"
@@ -127,7 +128,7 @@ def _on(made: Plan, nodes: tuple[Node, ...]) -> Plan:
     return msgspec.convert(values, Plan).sealed()
 
 
-def test_a_port_in_use(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_port_in_use(folder: Path, capsys: Capture) -> None:
     with socket.socket() as sock:
         sock.bind(("", 0))
         sock.listen()

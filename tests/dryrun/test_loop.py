@@ -11,7 +11,7 @@ from torch import Tensor, nn
 
 import frugal as package
 from frugal.tools.own_loop import autocast
-from tests.commands import frugal
+from tests.commands import Capture, frugal
 
 BENCH = Path(__file__).parents[2] / "bench"
 LOOPS = BENCH / "loops"
@@ -24,7 +24,7 @@ KNOWN = {"vit_autocast": 0.013}  # reserved: more is asked for than a dry run kn
 @pytest.mark.parametrize(
     "name", [pytest.param(each, marks=() if each in QUICK else pytest.mark.exhaustive) for each in MEASURED["loops"]]
 )
-def test_a_loop_takes_what_torch_counts_on_the_emulated_card(name: str, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_loop_takes_what_torch_counts_on_the_emulated_card(name: str, capsys: Capture) -> None:
     code, out, err = frugal(
         capsys, "dryrun", f"{LOOPS / name}.py:step", "--gpus", "1", "--gpu", "rtx3060-12g", "--json"
     )
@@ -158,9 +158,7 @@ def here(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 
 @pytest.mark.parametrize("case", REFUSED)
-def test_what_a_script_lacks_or_raises_is_one_message(
-    case: str, here: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_what_a_script_lacks_or_raises_is_one_message(case: str, here: Path, capsys: Capture) -> None:
     text, what, why = REFUSED[case]
     (here / "loop.py").write_text(text)
     code, out, err = frugal(capsys, "dryrun", "loop.py:step", "--gpus", "1", "--mem", "4G")
@@ -177,7 +175,7 @@ def test_what_a_script_lacks_or_raises_is_one_message(
     ],
 )
 def test_flags_that_a_script_decides_are_refused(
-    step: str, flags: list[str], said: str, here: Path, capsys: pytest.CaptureFixture[str]
+    step: str, flags: list[str], said: str, here: Path, capsys: Capture
 ) -> None:
     (here / "loop.py").write_text("def step(x): ...\ndef x(): ...\ndef factory(): ...\n")
     code, _, err = frugal(capsys, "dryrun", f"loop.py:{step}", *flags, "--gpus", "1", "--mem", "4G")

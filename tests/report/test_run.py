@@ -17,7 +17,7 @@ from frugal.report import after_run
 from frugal.report.charts import thinned
 from frugal.report.run import read_run
 from frugal.report.words import differing
-from tests.commands import frugal
+from tests.commands import Capture, frugal
 from tests.report.recorded import MIB, PLANNED, interrupted, plan, train, tuned
 
 
@@ -64,9 +64,7 @@ def test_lines_that_cannot_be_read_are_left_out_and_counted(tmp_path: Path) -> N
     assert run.notes == ("2 lines of metrics.jsonl cannot be read, and are left out",)
 
 
-def test_a_run_of_an_earlier_version_is_told_with_what_it_lacks(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_a_run_of_an_earlier_version_is_told_with_what_it_lacks(tmp_path: Path, capsys: Capture) -> None:
     folder = train(tmp_path / "run", plan(), range(1, 13))
     known = ("event", "step", "loss", "targets", "samples", "learning_rate", "grad_norm", "tokens_per_second",
              "memory_bytes", "reserved_bytes", "planned_bytes", "measured_bytes", "time")  # fmt: skip
@@ -141,28 +139,26 @@ def test_a_long_curve_keeps_its_extremes_and_a_short_one_everything() -> None:
     ],
     ids=["nothing", "a file", "another folder"],
 )  # fmt: skip
-def test_what_is_no_run_is_refused(tmp_path: Path, capsys: pytest.CaptureFixture[str], make: Any, message: str) -> None:
+def test_what_is_no_run_is_refused(tmp_path: Path, capsys: Capture, make: Any, message: str) -> None:
     make(tmp_path / "run")
     assert frugal(capsys, "report", str(tmp_path / "run")) == (2, "", message.format(tmp_path / "run"))
 
 
-def test_records_of_something_else_are_refused(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_records_of_something_else_are_refused(tmp_path: Path, capsys: Capture) -> None:
     (tmp_path / "metrics.jsonl").write_text("not one\nnor two\n")
     code, output, errors = frugal(capsys, "report", str(tmp_path))
     assert (code, output) == (2, "")
     assert errors.startswith(f"error: no line of {tmp_path}/metrics.jsonl is a record of a run\n")
 
 
-def test_a_page_that_cannot_be_written_is_an_error_of_the_command(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_a_page_that_cannot_be_written_is_an_error_of_the_command(tmp_path: Path, capsys: Capture) -> None:
     folder = train(tmp_path / "run", plan(), range(1, 6))
     code, _, errors = frugal(capsys, "report", str(folder), "-o", str(tmp_path / "nowhere" / "page.html"))
     assert code == 2
     assert errors.startswith(f"error: cannot write the page {tmp_path}/nowhere/page.html\n  because ")
 
 
-def test_runs_of_different_units_are_told_apart(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_runs_of_different_units_are_told_apart(tmp_path: Path, capsys: Capture) -> None:
     tokens = train(tmp_path / "tokens", plan(), range(1, 13))
     classes = train(tmp_path / "classes", plan("sequence-classification"), range(1, 13))
     code, output, _ = frugal(capsys, "report", str(tokens), str(classes), "-o", str(tmp_path / "page.html"))
@@ -173,7 +169,7 @@ def test_runs_of_different_units_are_told_apart(tmp_path: Path, capsys: pytest.C
     ) in output
 
 
-def test_what_differs_between_runs_is_told_and_nothing_else(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_what_differs_between_runs_is_told_and_nothing_else(tmp_path: Path, capsys: Capture) -> None:
     one = train(tmp_path / "a" / "run", plan(), range(1, 13))
     other = train(tmp_path / "b" / "run", plan(learning_rate=5e-4, weight_decay=0.2), range(1, 13), total_steps=20)
     code, output, _ = frugal(capsys, "report", "--json", str(one), str(other))
