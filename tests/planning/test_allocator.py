@@ -4,11 +4,13 @@ import random
 import shutil
 from array import array
 from itertools import pairwise
+from pathlib import Path
 from typing import Any
 
 import msgspec
 import pytest
 
+from bench.gpu.streams import Stream
 from frugal.planning.memory import allocator as product
 from frugal.planning.memory import caching_allocator
 from frugal.planning.memory.allocator import Replay, Replays
@@ -271,3 +273,40 @@ def test_what_was_replayed_once_is_known_to_whoever_replays_it_again(
     ):
         with pytest.raises(TypeError):
             other.smallest_capacity()
+
+
+# Against torch's own: the same requests come to the same peaks, to the byte. The streams were taken from real runs of
+# torch's CUDA build (`bench.gpu.streams` says how), most of them on emulated cards. Nothing of ours made their peaks.
+
+FOLDER = Path(__file__).parents[1] / "measured" / "streams"
+FILES = sorted(FOLDER.glob("*.json.xz"))
+
+
+def test_there_are_streams_of_every_zero_stage_cards_and_both_kinds_of_segments() -> None:
+    streams = [Stream.read(path) for path in FILES]
+    assert len(streams) >= 40
+    assert {stage for each in streams for stage in range(4) if f"zero{stage}" in each.name} >= {0, 2, 3}
+    assert len({each.device for each in streams}) >= 2
+    assert {each.expandable_segments for each in streams} == {False, True}
+    assert sum(path.stat().st_size for path in FILES) < 4_000_000
+    for each in streams:
+        assert each.date and each.command and each.versions.keys() >= {"torch", "deepspeed"}
+
+
+@pytest.mark.parametrize("path", FILES, ids=lambda path: path.name.removesuffix(".json.xz"))
+def test_the_requests_of_a_run_come_to_torchs_own_peaks(path: Path) -> None:
+    stream = Stream.read(path)
+    found = stream.replays().under()
+    assert (found.peak_allocated_bytes, found.peak_reserved_bytes) == (
+        stream.peak_allocated_bytes,
+        stream.reserved_bytes,
+    )
+
+
+def test_larger_requests_come_to_other_peaks() -> None:
+    for path in FILES[:3]:
+        stream = Stream.read(path)
+        stream.sizes[:] = [size + MIB for size in stream.sizes]
+        found = stream.replays().under()
+        assert found.peak_allocated_bytes > stream.peak_allocated_bytes
+        assert found.peak_reserved_bytes != stream.reserved_bytes
