@@ -89,32 +89,37 @@ def test_a_run_that_goes_on_is_told_as_such(tmp_path: Path) -> None:
         assert read_run(folder).state_in_words == "still running after step 5 of 12"
 
 
-def test_who_started_a_killed_run_records_its_end_once_and_no_other_s(tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    ("because", "state"),
+    [
+        ("a rank was ended by SIGKILL", "failed after step 5 of 12: a rank was ended by SIGKILL"),
+        (after_run.INTERRUPTED, "interrupted after step 5 of 12"),
+    ],
+)
+def test_who_started_a_killed_run_records_its_end_once_and_no_other_s(because: str, state: str, tmp_path: Path) -> None:
     before = time.time()
     folder = train(tmp_path / "run", plan(), range(1, 6), is_ended=False)
     with (folder / "metrics.jsonl").open("ab") as file:
         file.write(b'{"event": "step", "st')  # killed in a line
     after_run.note_end(folder, time.time() + 60, "this start never began")
     assert kinds(folder) == [("start", 0)]
-    after_run.note_end(folder, before, "a rank was ended by SIGKILL")
-    after_run.note_end(folder, before, "again")
-    run = read_run(folder)
-    assert run.state_in_words == "failed after step 5 of 12: a rank was ended by SIGKILL"
-    assert kinds(folder) == [("start", 0), ("failed", 5)]
-    assert "a rank was ended by SIGKILL" in (folder / "report.html").read_text()
+    for words in (because, "again"):
+        after_run.note_end(folder, before, words)
+    assert read_run(folder).state_in_words == state
+    assert len(kinds(folder)) == 2 and kinds(folder)[1][1] == 5
+    assert because in (folder / "report.html").read_text()
 
 
-def test_a_run_that_somebody_interrupted_did_not_fail(tmp_path: Path) -> None:
-    folder = train(tmp_path / "run", plan(), range(1, 6), is_ended=False)
-    after_run.note_end(folder, 0.0, after_run.INTERRUPTED)
-    assert read_run(folder).state_in_words == "interrupted after step 5 of 12"
-
-
-def test_a_page_that_cannot_be_written_fails_no_run(tmp_path: Path) -> None:
+def test_a_page_that_cannot_be_written_fails_no_run_and_is_an_error_of_the_command(
+    tmp_path: Path, capsys: Capture
+) -> None:
     folder = train(tmp_path / "run", plan(), range(1, 6))
     (folder / "report.html").mkdir()
     assert after_run.write_page(folder) is not None
     assert after_run.write_page(tmp_path / "nowhere") is not None
+    code, _, errors = frugal(capsys, "report", str(folder), "-o", str(tmp_path / "nowhere" / "page.html"))
+    assert code == 2
+    assert errors.startswith(f"error: cannot write the page {tmp_path}/nowhere/page.html\n  because ")
 
 
 def test_a_long_curve_keeps_its_extremes_and_a_short_one_everything() -> None:
@@ -128,34 +133,21 @@ def test_a_long_curve_keeps_its_extremes_and_a_short_one_everything() -> None:
 
 
 @pytest.mark.parametrize(
-    ("make", "message"),
+    ("make", "what"),
     [
-        (lambda path: None, "error: there is no run in {}\n  because there is no such folder\n\n"
-         "hint: give the --out of a run\n"),
-        (lambda path: path.write_text(""), "error: there is no run in {}\n  because it is a file\n\n"
-         "hint: give the --out of a run\n"),
-        (lambda path: path.mkdir(), "error: {} is not a run's folder\n  because it has no metrics.jsonl\n\n"
-         "hint: give the --out of a run that has begun to train\n"),
+        (lambda path: None, "there is no run in {}\n  because there is no such folder\n\nhint: give the --out"),
+        (lambda path: path.write_text(""), "there is no run in {}\n  because it is a file\n\nhint: give the --out"),
+        (lambda path: path.mkdir(), "{} is not a run's folder\n  because it has no metrics.jsonl\n"),
+        (lambda path: (path.mkdir(), (path / "metrics.jsonl").write_text("not one\nnor two\n")),
+         "no line of {}/metrics.jsonl is a record of a run\n"),
     ],
-    ids=["nothing", "a file", "another folder"],
+    ids=["nothing", "a file", "another folder", "records of something else"],
 )  # fmt: skip
-def test_what_is_no_run_is_refused(tmp_path: Path, capsys: Capture, make: Any, message: str) -> None:
+def test_what_is_no_run_is_refused(tmp_path: Path, capsys: Capture, make: Any, what: str) -> None:
     make(tmp_path / "run")
-    assert frugal(capsys, "report", str(tmp_path / "run")) == (2, "", message.format(tmp_path / "run"))
-
-
-def test_records_of_something_else_are_refused(tmp_path: Path, capsys: Capture) -> None:
-    (tmp_path / "metrics.jsonl").write_text("not one\nnor two\n")
-    code, output, errors = frugal(capsys, "report", str(tmp_path))
+    code, output, errors = frugal(capsys, "report", str(tmp_path / "run"))
     assert (code, output) == (2, "")
-    assert errors.startswith(f"error: no line of {tmp_path}/metrics.jsonl is a record of a run\n")
-
-
-def test_a_page_that_cannot_be_written_is_an_error_of_the_command(tmp_path: Path, capsys: Capture) -> None:
-    folder = train(tmp_path / "run", plan(), range(1, 6))
-    code, _, errors = frugal(capsys, "report", str(folder), "-o", str(tmp_path / "nowhere" / "page.html"))
-    assert code == 2
-    assert errors.startswith(f"error: cannot write the page {tmp_path}/nowhere/page.html\n  because ")
+    assert errors.startswith(f"error: {what.format(tmp_path / 'run')}")
 
 
 def test_runs_of_different_units_are_told_apart(tmp_path: Path, capsys: Capture) -> None:
