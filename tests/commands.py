@@ -2,21 +2,24 @@
 
 from importlib import import_module
 from pathlib import Path
+from typing import TypeAlias
 
 import pytest
 
 from frugal.cli import run
 from tests.planning.synthetic import dry_running
 
+Capture: TypeAlias = pytest.CaptureFixture[str]
 
-def frugal(capsys: pytest.CaptureFixture[str], *arguments: str) -> tuple[int, str, str]:
+
+def frugal(capsys: Capture, *arguments: str) -> tuple[int, str, str]:
     """Exit code, stdout, stderr."""
     code = run(arguments)
     captured = capsys.readouterr()
     return code, captured.out, captured.err
 
 
-def frugal_plan(capsys: pytest.CaptureFixture[str], *arguments: str) -> tuple[int, str, str]:
+def frugal_plan(capsys: Capture, *arguments: str) -> tuple[int, str, str]:
     """The same of `frugal plan`."""
     return frugal(capsys, "plan", *arguments)
 

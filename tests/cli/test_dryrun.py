@@ -10,7 +10,7 @@ import pytest
 
 from frugal.planning.memory import timeline_files
 from frugal.planning.plan import Plan
-from tests.commands import frugal
+from tests.commands import Capture, frugal
 
 CONFIG = {
     "model_type": "gpt2", "n_layer": 2, "n_embd": 64, "n_head": 2, "vocab_size": 256, "n_positions": 128,
@@ -29,7 +29,7 @@ def here(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 
 @pytest.mark.parametrize("device", [pytest.param("cpu", marks=pytest.mark.exhaustive), "cuda"])
-def test_a_plan_takes_what_it_promised(device: str, capsys: pytest.CaptureFixture[str], here: Path) -> None:
+def test_a_plan_takes_what_it_promised(device: str, capsys: Capture, here: Path) -> None:
     asked = [*ASKED, "--device", device, "--model", "config.json", "--micro-batch", "4", "--zero-stage", "2"]
     asked += ["--activation-checkpointing", "off", "--loss", "plain", "--offload", "none"]  # one candidate is enough
     frugal(capsys, "plan", *asked, "--global-batch", "16", "-o", ".")
@@ -47,7 +47,7 @@ def test_a_plan_takes_what_it_promised(device: str, capsys: pytest.CaptureFixtur
     assert found["interval"]["lower_bytes"] < plan.memory.total_bytes < found["interval"]["upper_bytes"]
 
 
-def test_a_model_is_dry_run_as_pinned_and_explained(capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_model_is_dry_run_as_pinned_and_explained(capsys: Capture) -> None:
     pins = ["--micro-batch", "4", "--zero-stage", "3", "--activation-checkpointing", "full", "--global-batch", "16"]
     code, out, _ = frugal(capsys, "dryrun", "config.json", *ASKED, *pins, "--explain", "parameters")
     assert code == 0
@@ -61,9 +61,7 @@ def test_a_model_is_dry_run_as_pinned_and_explained(capsys: pytest.CaptureFixtur
     assert re.fullmatch(r" +[\d.]+ MiB         total", explained[-1])
 
 
-def test_what_holds_activations_adds_up_and_the_timeline_passes_through_the_peak(
-    capsys: pytest.CaptureFixture[str], here: Path
-) -> None:
+def test_what_holds_activations_adds_up_and_the_timeline_passes_through_the_peak(capsys: Capture, here: Path) -> None:
     own_vocabulary = {**CONFIG, "vocab_size": 300}  # 256 are the MLP's width, whose activations would pass for logits
     (here / "config.json").write_text(json.dumps(own_vocabulary))
     pins = ["--micro-batch", "4", "--zero-stage", "2", "--activation-checkpointing", "off", "--loss", "plain"]
@@ -90,18 +88,11 @@ def test_what_holds_activations_adds_up_and_the_timeline_passes_through_the_peak
 
 
 @pytest.mark.exhaustive
-def test_layers_that_differ_in_their_number_are_one_line(capsys: pytest.CaptureFixture[str], here: Path) -> None:
+def test_layers_that_differ_in_their_number_are_one_line(capsys: Capture, here: Path) -> None:
     code, out, _ = frugal(capsys, "dryrun", "config.json", *ASKED, "--explain", "activations")
     assert code == 0
     (line,) = (line for line in out.splitlines() if "ln_1" in line)
     assert re.fullmatch(r" +[\d.]+ MiB +[\d.]+%  transformer\.h\.\*\.ln_1 +2 x [\d.]+ MiB", line)
-
-
-def test_what_does_not_fit_is_dry_run_all_the_same(capsys: pytest.CaptureFixture[str]) -> None:
-    asked = ["--device", "cpu", "--gpus", "1", "--mem", "2M", "--seq-len", "64", "--micro-batch", "8"]
-    code, out, _ = frugal(capsys, "dryrun", "config.json", *asked)
-    assert code == 0
-    assert "\n\nit does not fit: " in out
 
 
 MASKS = """
@@ -124,62 +115,32 @@ def masks():
 """
 
 
-def test_what_is_assumed_is_said(capsys: pytest.CaptureFixture[str], here: Path) -> None:
+def test_what_does_not_fit_is_dry_run_all_the_same_and_what_is_assumed_is_said(capsys: Capture, here: Path) -> None:
     (here / "masked.py").write_text(MASKS)
-    code, out, _ = frugal(capsys, "dryrun", "masked.py:masks", *ASKED, "--device", "cpu")
+    asked = ["--device", "cpu", "--gpus", "1", "--mem", "1K", "--micro-batch", "8"]
+    code, out, _ = frugal(capsys, "dryrun", "masked.py:masks", *asked)
     assert code == 0
+    assert "\n\nit does not fit: " in out
     assert out.endswith(
         "\n\nassumed, because it depends on data\n"
         "  what a mask selects depends on data: counted as if it selected everything\n"
     )
 
 
-@pytest.mark.exhaustive
-def test_what_is_assumed_widens_the_bounds(capsys: pytest.CaptureFixture[str], here: Path) -> None:
-    (here / "masked.py").write_text(MASKS)
-    _, out, _ = frugal(capsys, "dryrun", "masked.py:masks", *ASKED, "--device", "cpu", "--json")
-    found = json.loads(out)
-    bounds, of_data = found["interval"], found["categories"]["activations"] + found["categories"]["temporary"]
-    assert bounds["causes"]["data"] == {"below_bytes": of_data, "above_bytes": int(0.05 * of_data)}
-    assert bounds["lower_bytes"] <= found["smallest_capacity_bytes"] - of_data
-    assert bounds["upper_bytes"] > found["smallest_capacity_bytes"]
-
-
-WRONG = {
-    "no such plan": (
-        ["none.json"], 2,
-        "error: cannot read the plan none.json\n  because No such file or directory\n\n"
-        "hint: make one with `frugal plan -o DIR`\n",
-    ),
-    "a plan of another schema": (
-        ["other.json"], 4,
-        "error: other.json has schema 9, this frugal reads schema 5\n\n"
-        "hint: make a new one with `frugal plan -o DIR`\n",
-    ),
-    "a plan and a flag": (
-        ["other.json", "--gpus", "3"], 2,
-        "error: other.json was given together with --gpus\n  because a plan is a decision already made\n\n"
-        "hint: leave one of them out\n",
-    ),
-    "two models": (
-        ["gpt2", "--model", "t5-small"], 2,
-        "error: gpt2 was given together with --model\n\nhint: leave one of them out\n",
-    ),
+WRONG: dict[str, tuple[list[str], int, str]] = {
+    "a plan of another schema": (["other.json"], 4, "other.json has schema 9, this frugal reads schema 5"),
+    "a plan and a flag": (["other.json", "--gpus", "3"], 2, "other.json was given together with --gpus"),
+    "two models": (["gpt2", "--model", "t5-small"], 2, "gpt2 was given together with --model"),
     "a timeline of another kind": (
-        ["config.json", "--timeline", "curve.png"], 2,
-        "error: a timeline cannot be written to curve.png\n  because its name does not end in .csv or .pickle\n\n"
-        "hint: call it curve.csv\n",
+        ["config.json", "--timeline", "curve.png"], 2, "a timeline cannot be written to curve.png",
     ),
-    "a timeline in no folder": (
-        ["config.json", "--timeline", "none/curve.csv"], 2,
-        "error: a timeline cannot be written to none/curve.csv\n  because there is no folder none\n",
-    ),
-    "nothing": ([], 2, "error: missing argument 'PLAN|MODEL|SCRIPT.py:STEP'\n\nhint: see `frugal dryrun --help`\n"),
 }  # fmt: skip
 
 
 @pytest.mark.parametrize("case", WRONG)
-def test_each_mistake_has_its_message(case: str, capsys: pytest.CaptureFixture[str], here: Path) -> None:
+def test_each_mistake_has_its_message(case: str, capsys: Capture, here: Path) -> None:
     (here / "other.json").write_text('{"schema": 9}')
-    arguments, code, message = WRONG[case]
-    assert frugal(capsys, "dryrun", *arguments) == (code, "", message)
+    arguments, code, what = WRONG[case]
+    found, out, error = frugal(capsys, "dryrun", *arguments)
+    assert (found, out) == (code, "")
+    assert error.startswith(f"error: {what}\n") and "\nhint: " in error

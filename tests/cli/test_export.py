@@ -18,7 +18,7 @@ from bench.ranks import Ranks, free_port
 from frugal import cli
 from frugal.deepspeed_adapter.json_config import deepspeed_config
 from frugal.planning.plan import Plan
-from tests.commands import with_formulas
+from tests.commands import Capture, frugal, with_formulas
 from tests.engine.gradients import bound_of_losses
 from tests.planning.synthetic import SMALL
 
@@ -56,9 +56,7 @@ def collate(rows):
     return {"input_ids": pad(tokens, batch_first=True), "labels": pad(tokens, batch_first=True, padding_value=-100)}
 """
 
-TRAINER = (
-    COLLATE
-    + """
+TRAINER = """
 from planned_trainer import arguments, trainer
 from transformers import AutoModelForCausalLM
 
@@ -72,7 +70,6 @@ made.train()
 engine, losses = made.model_wrapped, [record["loss"] for record in made.state.log_history if "loss" in record]
 torch.distributed.destroy_process_group()
 """
-)
 
 ACCELERATE = (
     COLLATE
@@ -105,22 +102,27 @@ torch.distributed.destroy_process_group()
 )
 
 
-@pytest.fixture(scope="module")
-def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A tiny model with weights, eight samples, and programs of somebody who uses other trainers."""
+def prepared(folder: Path, config: dict[str, Any], rows: list[dict[str, list[int]]], **programs: str) -> Path:
+    """A tiny model with weights, samples, and programs of somebody who uses other trainers."""
     import torch
 
     from frugal.models import resolve
 
-    folder = tmp_path_factory.mktemp("export")
-    (folder / "config.json").write_text(json.dumps(TINY))
+    (folder / "config.json").write_text(json.dumps(config))
     resolve.resolve(str(folder / "config.json")).build(dtype=torch.float32).save_pretrained(folder / "model")
-    rows = [{"input_ids": random.Random(i).choices(range(260), k=6 * i + 5)} for i in range(8)]
     for name, some in (("samples", rows), ("seven", rows[:7])):
         (folder / f"{name}.jsonl").write_text("".join(json.dumps(row) + "\n" for row in some))
-    for name, text in (("start", START), ("trainer", TRAINER), ("accelerated", ACCELERATE)):
+    for name, text in programs.items():
         (folder / f"{name}.py").write_text(text)
     return folder
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A tiny GPT-2 and eight samples."""
+    rows = [{"input_ids": random.Random(i).choices(range(260), k=6 * i + 5)} for i in range(8)]
+    programs = {"start": START, "trainer": COLLATE + TRAINER, "accelerated": ACCELERATE}
+    return prepared(tmp_path_factory.mktemp("export"), TINY, rows, **programs)
 
 
 def plan(global_batch: int, zero_stage: int, checkpointing: str) -> Plan:
@@ -158,9 +160,7 @@ def bound(folder: Path, made: Plan) -> float:
     return bound_of_losses(lambda: spec.build(dtype=torch.float32), batches, spec.objective(), learning_rate=1e-2)
 
 
-def started(
-    folder: Path, capsys: pytest.CaptureFixture[str], target: str, made: Plan, changes: dict[str, str]
-) -> dict[str, Any]:
+def started(folder: Path, capsys: Capture, target: str, made: Plan, changes: dict[str, str]) -> dict[str, Any]:
     """Export, start what is said to start it, and give back what rank 0 recorded."""
     path = folder / f"{target}.json"
     path.write_bytes(made.to_json())
@@ -206,9 +206,7 @@ CASES = {
 @pytest.mark.parametrize(
     "target", ["hf", *(pytest.param(target, marks=pytest.mark.exhaustive) for target in ("accelerate", "script"))]
 )
-def test_it_trains_as_frugal_does(
-    folder: Path, two_ranks: Ranks, capsys: pytest.CaptureFixture[str], target: str
-) -> None:
+def test_it_trains_as_frugal_does(folder: Path, two_ranks: Ranks, capsys: Capture, target: str) -> None:
     """Micro-batch, accumulation and world; DeepSpeed's configuration; the loss before and after the first step."""
     global_batch, zero_stage, checkpointing, changes = CASES[target]
     made = plan(global_batch, zero_stage, checkpointing)
@@ -227,11 +225,10 @@ MBART = {
     "max_position_embeddings": 64, "dropout": 0.0, "attention_dropout": 0.0, "activation_dropout": 0.0,
     "architectures": ["MBartForConditionalGeneration"],
 }  # fmt: skip
-PAIRS = """
+COLLATE_PAIRS = """
 import json
 import torch
-from planned_trainer import arguments, trainer
-from transformers import AutoModelForSeq2SeqLM
+samples = [json.loads(line) for line in open("samples.jsonl")]
 
 def collate(rows):
     pad = torch.nn.utils.rnn.pad_sequence
@@ -241,43 +238,22 @@ def collate(rows):
         "input_ids": pad(tokens, batch_first=True, padding_value=1), "attention_mask": mask,
         "labels": pad(labels, batch_first=True, padding_value=-100),
     }
-
-args = arguments(
-    "hf/run", max_steps=2, save_strategy="no", logging_steps=1, report_to=[], disable_tqdm=True,
-    remove_unused_columns=False,
-)
-samples = [json.loads(line) for line in open("samples.jsonl")]
-made = trainer(
-    AutoModelForSeq2SeqLM.from_pretrained("model"), args, train_dataset=samples, data_collator=collate
-)
-made.train()
-engine, losses = made.model_wrapped, [record["loss"] for record in made.state.log_history if "loss" in record]
-torch.distributed.destroy_process_group()
 """
 
 
 @pytest.fixture(scope="module")
 def pairs(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A tiny mBART with weights, whose decoder begins with a sample's last token, and eight pairs."""
-    import torch
-
-    from frugal.models import resolve
-
-    folder = tmp_path_factory.mktemp("pairs")
-    (folder / "config.json").write_text(json.dumps(MBART))
-    resolve.resolve(str(folder / "config.json")).build(dtype=torch.float32).save_pretrained(folder / "model")
+    """A tiny mBART, whose decoder begins with a sample's last token, and eight pairs."""
     made = [random.Random(i).choices(range(4, 260), k=3 * i + 5) for i in range(8)]
     rows = [{"input_ids": row, "labels": [*row[::2], 2, 4 + i]} for i, row in enumerate(made)]
-    (folder / "samples.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
-    (folder / "start.py").write_text(START)
-    (folder / "trainer.py").write_text(PAIRS)
-    return folder
+    trainer = COLLATE_PAIRS + TRAINER.replace("CausalLM", "Seq2SeqLM")
+    return prepared(tmp_path_factory.mktemp("pairs"), MBART, rows, start=START, trainer=trainer)
 
 
 @pytest.mark.exhaustive
 @pytest.mark.parametrize("target", ["hf", "script"])
 def test_pairs_are_trained_with_the_decoder_inputs_of_the_model(
-    pairs: Path, two_ranks: Ranks, capsys: pytest.CaptureFixture[str], target: str
+    pairs: Path, two_ranks: Ranks, capsys: Capture, target: str
 ) -> None:
     made = plan(8, 2, "off")
     made = dataclasses.replace(made, model=dataclasses.replace(made.model, task="seq2seq")).sealed()
@@ -293,38 +269,29 @@ def test_pairs_are_trained_with_the_decoder_inputs_of_the_model(
 # What it says.
 
 
-def run(capsys: pytest.CaptureFixture[str], *arguments: object) -> tuple[int, str, str]:
-    code = cli.run(["export", *map(str, arguments)])
-    printed = capsys.readouterr()
-    return code, printed.out, printed.err
+def run(capsys: Capture, folder: Path, *arguments: object, **request: Any) -> tuple[int, str, str]:
+    """Export a plan whose request has these changes."""
+    made = plan(8, 2, "off")
+    path = folder / "said.json"
+    path.write_bytes(dataclasses.replace(made, request=dataclasses.replace(made.request, **request)).sealed().to_json())
+    return frugal(capsys, "export", str(path), *map(str, arguments))
 
 
-def test_without_a_folder_the_file_is_printed(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    path = folder / "printed.json"
-    path.write_bytes(plan(8, 2, "off").to_json())
-    code, text, told = run(capsys, path, "--to", "accelerate")
+def test_without_a_folder_the_file_is_printed(tmp_path: Path, capsys: Capture) -> None:
+    code, text, told = run(capsys, tmp_path, "--to", "accelerate")
     assert (code, told) == (0, "it reads ds_config.json beside it: -o DIR writes both\n")
     assert text.startswith("# 8 samples = 2 ranks x micro-batch 2 x 2 accumulation steps, for Accelerate.\n")
 
 
-def test_a_file_that_was_edited_is_kept(folder: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    path = folder / "edited.json"
-    path.write_bytes(plan(8, 2, "off").to_json())
+def test_a_file_that_was_edited_is_kept(tmp_path: Path, capsys: Capture) -> None:
     for _ in range(2):  # the same again is no loss
-        assert run(capsys, path, "--to", "hf", "-o", tmp_path) == (
-            0,
-            f"wrote {tmp_path}/planned_trainer.py and {tmp_path}/plan.json\n\nstart it with\n"
-            "  DS_ACCELERATOR=cpu torchrun --standalone --nproc-per-node 2 YOUR_SCRIPT.py\n",
-            "",
-        )
+        code, said, _ = run(capsys, tmp_path, "--to", "hf", "-o", tmp_path)
+        assert code == 0
+        assert said.startswith(f"wrote {tmp_path}/planned_trainer.py and {tmp_path}/plan.json\n\nstart it with\n  ")
     (tmp_path / "planned_trainer.py").write_text("mine")
-    assert run(capsys, path, "--to", "hf", "-o", tmp_path) == (
-        2,
-        "",
-        f"error: {tmp_path}/planned_trainer.py is there already, and differs\n"
-        "  because it may have been edited, or be another plan's\n\n"
-        "hint: move it away, or choose another folder with -o\n",
-    )
+    code, _, error = run(capsys, tmp_path, "--to", "hf", "-o", tmp_path)
+    assert code == 2
+    assert error.startswith(f"error: {tmp_path}/planned_trainer.py is there already, and differs\n")
     assert (tmp_path / "planned_trainer.py").read_text() == "mine"
 
 
@@ -337,32 +304,21 @@ def test_a_file_that_was_edited_is_kept(folder: Path, tmp_path: Path, capsys: py
         ("CONFIG", 'config = AutoConfig.from_pretrained("CONFIG", use_cache=False)'),
     ],
 )
-def test_a_script_makes_the_plans_model(
-    folder: Path, capsys: pytest.CaptureFixture[str], model: str, made: str
-) -> None:
-    model, made = (text.replace("CONFIG", str(folder / "config.json")) for text in (model, made))
-    path = folder / "named.json"
-    planned = plan(8, 2, "off")
-    planned = dataclasses.replace(planned, request=dataclasses.replace(planned.request, model=model))
-    path.write_bytes(planned.sealed().to_json())
-    assert f"\n{made}" in run(capsys, path, "--to", "script")[1]
+def test_a_script_makes_the_plans_model(tmp_path: Path, capsys: Capture, model: str, made: str) -> None:
+    (tmp_path / "config.json").write_text(json.dumps(TINY))
+    model, made = (text.replace("CONFIG", str(tmp_path / "config.json")) for text in (model, made))
+    assert f"\n{made}" in run(capsys, tmp_path, "--to", "script", model=model)[1]
 
 
-def test_a_factorys_model_is_not_for_a_script(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    path = folder / "factory.json"
-    planned = plan(8, 2, "off")
-    planned = dataclasses.replace(planned, request=dataclasses.replace(planned.request, model="mine.py:model"))
-    path.write_bytes(planned.sealed().to_json())
-    assert run(capsys, path, "--to", "script") == (
-        2,
-        "",
-        "error: a plain DeepSpeed script cannot make mine.py:model\n  because it comes from a factory\n\n"
-        "hint: train it with `frugal train`, or use --to hf or --to accelerate with a script of your own\n",
-    )
+def test_a_factorys_model_is_not_for_a_script(tmp_path: Path, capsys: Capture) -> None:
+    code, _, error = run(capsys, tmp_path, "--to", "script", model="mine.py:model")
+    assert code == 2
+    assert error.startswith("error: a plain DeepSpeed script cannot make mine.py:model\n")
+    assert "use --to hf or --to accelerate" in error
 
 
 def test_a_target_that_knows_equal_micro_batches_only_gets_a_plan_of_these(
-    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+    capsys: Capture, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
     with_formulas(tmp_path, monkeypatch, **SMALL)
     asked = ["--gpus", "4", "--mem", "12G", "--max-tokens-per-gpu", "8192", "-o", "run"]

@@ -2,6 +2,8 @@
 
 import json
 import re
+import shutil
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -12,6 +14,7 @@ from frugal import cli
 from frugal.errors import RequestError
 from frugal.models.resolve import resolve
 from frugal.units import parse_bytes
+from tests.commands import Capture
 
 TEMPLATE = "{% for m in messages %}<|{{ m.role }}|>{{ m.content }}{% endfor %}"
 TEXTS = [f"line {n} of what a model may learn about the number {n * n}" for n in range(120)]
@@ -91,39 +94,31 @@ def test_training_began_at_the_pretrained_weights(folder: Path, trained: str) ->
     assert 0 < max(moved) < 0.2, "random weights of another seed would be 1.4 away"
 
 
-@pytest.mark.exhaustive
-def test_a_configuration_says_that_its_weights_are_random_and_its_tokens_bytes(folder: Path) -> None:
-    code, output, errors = frugal_train(folder, *RUN, "--model", "config.json", "--out", "scratch")
-    assert (code, errors) == (0, "")
-    assert "random weights (config.json names none); tokens are bytes\n" in output
+@pytest.fixture
+def refusal(folder: Path, monkeypatch: pytest.MonkeyPatch, capsys: Capture) -> Callable[..., str]:
+    """What is said in the folder to a request that cannot be right."""
 
+    def refused(*words: object) -> str:
+        assert cli.run(["train", *map(str, words)]) == 2
+        return capsys.readouterr().err
 
-def refusal(capsys: pytest.CaptureFixture[str], *words: object) -> str:
-    """What is said to a request that cannot be right."""
-    assert cli.run(["train", *map(str, words)]) == 2
-    return capsys.readouterr().err
-
-
-def test_no_data_is_refused(folder: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
     monkeypatch.chdir(folder)
-    assert refusal(capsys, "--model", "chat", "--ranks", 1, "--out", "none") == (
-        "error: no data was given\n\nhint: pass --data PATH, or --data stdlib to try it on Python's own sources\n"
-    )
+    return refused
+
+
+def test_no_data_is_refused(folder: Path, refusal: Callable[..., str]) -> None:
+    said = refusal("--model", "chat", "--ranks", 1, "--out", "none")
+    assert said.startswith("error: no data was given\n") and "--data PATH" in said
     assert not (folder / "none").exists()
 
 
-def test_pretrained_weights_without_a_tokenizer_are_refused(
-    folder: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    monkeypatch.chdir(folder)
+def test_pretrained_weights_without_a_tokenizer_are_refused(folder: Path, refusal: Callable[..., str]) -> None:
     (folder / "bare").mkdir()
     for name in ("config.json", "model.safetensors"):
         (folder / "bare" / name).write_bytes((folder / "chat" / name).read_bytes())
-    assert refusal(capsys, *RUN, "--model", "bare", "--out", "none") == (
-        "error: bare has pretrained weights, and no tokenizer\n"
-        "  because its weights know the tokens that they were trained on, and no others\n\n"
-        "hint: put its tokenizer's files into the folder, or name one: --tokenizer NAME, or --tokenizer byte\n"
-    )
+    said = refusal(*RUN, "--model", "bare", "--out", "none")
+    assert said.startswith("error: bare has pretrained weights, and no tokenizer\n")
+    assert "--tokenizer NAME, or --tokenizer byte" in said
 
 
 def test_weights_of_another_model_are_refused(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -131,23 +126,13 @@ def test_weights_of_another_model_are_refused(folder: Path, monkeypatch: pytest.
     from safetensors.torch import load_file, save_file
 
     monkeypatch.chdir(folder)
-    other = folder / "other"
-    other.mkdir()
-    for path in (folder / "chat").iterdir():
-        (other / path.name).write_bytes(path.read_bytes())
-    weights = load_file(other / "model.safetensors")
-    save_file(
-        {f"wrapped.{name}": tensor for name, tensor in weights.items()},
-        other / "model.safetensors",
-        metadata={"format": "pt"},
-    )
-    with pytest.raises(RequestError) as refused:
+    shutil.copytree(folder / "chat", folder / "other")
+    weights = load_file("other/model.safetensors")
+    wrapped = {f"wrapped.{name}": tensor for name, tensor in weights.items()}
+    save_file(wrapped, "other/model.safetensors", metadata={"format": "pt"})
+    with pytest.raises(RequestError, match="the weights in other are those of another model") as refused:
         resolve("other").build(dtype=torch.float32)
-    assert str(refused.value) == (
-        "the weights in other are those of another model\n"
-        "  because of 40,096 parameters they lack 40,096, such as lm_head.weight\n\n"
-        "hint: to train from random weights give the path of its config.json"
-    )
+    assert refused.value.because == ("of 40,096 parameters they lack 40,096, such as lm_head.weight",)
 
 
 @pytest.mark.exhaustive

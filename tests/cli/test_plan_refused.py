@@ -6,7 +6,7 @@ from typing import Any
 import pytest
 
 from frugal.cli import run
-from tests.commands import frugal_plan, with_formulas
+from tests.commands import Capture, frugal_plan, with_formulas
 from tests.planning.synthetic import SMALL
 
 CARDS = ["--gpus", "4", "--mem", "12G"]
@@ -34,10 +34,6 @@ WRONG: dict[str, tuple[list[str], int, str]] = {
         ["--device", "cpu", "--gpus", "2"], 2, "hint: frugal plan --device cpu --gpus 2 --mem 2G",
     ),
     "an empty model name": ([*CARDS, "--model", ""], 2, "error: --model is empty"),
-    "impossible pins": (
-        [*CARDS, "--micro-batch", "8", "--accumulation-steps", "32"], 2,
-        "hint: use --micro-batch 4, or --accumulation-steps 16, or --global-batch 1024",
-    ),
     "a token cap below one sample": (
         [*CARDS, "--max-tokens-per-gpu", "512"], 2, "error: --max-tokens-per-gpu 512 is less than one sample",
     ),
@@ -53,7 +49,7 @@ WRONG: dict[str, tuple[list[str], int, str]] = {
 
 
 @pytest.mark.parametrize("case", WRONG)
-def test_what_is_wrong_is_said_with_an_exit_code(capsys: pytest.CaptureFixture[str], case: str) -> None:
+def test_what_is_wrong_is_said_with_an_exit_code(capsys: Capture, case: str) -> None:
     arguments, code, said = WRONG[case]
     ended, out, error = frugal_plan(capsys, *arguments)
     assert (ended, out) == (code, "")
@@ -67,25 +63,20 @@ def test_what_is_wrong_is_said_with_an_exit_code(capsys: pytest.CaptureFixture[s
         ('{"gpus": 4}', "error: frugal.toml is not TOML\n  because Invalid statement (at line 1, column 1)\n"),
         ("global-batsh = 4",
          "error: unknown setting `global_batsh` in frugal.toml\n\nhint: did you mean `global_batch`?\n"),
-        ('gpus = "4"', "error: `gpus` in frugal.toml is '4'\n  because it must be a whole number\n"),
-        ('precision = "fp8"',
-         "error: `precision` in frugal.toml is 'fp8'\n  because it must be one of bf16, fp16, fp32\n"),
         ("train = 3", "error: `train` in frugal.toml is 3\n  because it must be a table\n\nhint: write [train]\n"),
     ],
 )  # fmt: skip
-def test_a_broken_settings_file_is_refused(
-    capsys: pytest.CaptureFixture[str], here: Path, content: str, message: str
-) -> None:
+def test_a_broken_settings_file_is_refused(capsys: Capture, here: Path, content: str, message: str) -> None:
     (here / "frugal.toml").write_text(content)
     assert frugal_plan(capsys, *CARDS) == (2, "", message)
 
 
-def test_an_unknown_command_is_refused(capsys: pytest.CaptureFixture[str]) -> None:
+def test_an_unknown_command_is_refused(capsys: Capture) -> None:
     assert run(["plann"]) == 2
     assert capsys.readouterr().err == "error: no such command 'plann'\n\nhint: see `frugal --help`\n"
 
 
-def test_an_interrupt_exits_with_130(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_interrupt_exits_with_130(capsys: Capture, monkeypatch: pytest.MonkeyPatch) -> None:
     def interrupted(*_: Any, **__: Any) -> None:
         raise KeyboardInterrupt
 

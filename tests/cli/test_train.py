@@ -23,6 +23,7 @@ from frugal.config.request import Request
 from frugal.dryrun import compare
 from frugal.planning.plan import Plan
 from frugal.report.run import read_run
+from tests.commands import Capture
 from tests.engine.gradients import bound_of_losses
 from tests.engine.reports.test_trackers import curves
 
@@ -133,18 +134,6 @@ def test_torchrun_gives_the_same_run(folder: Path, on_two_ranks: tuple[int, str,
 
 
 @pytest.mark.exhaustive
-def test_a_wrong_resume_is_said_once_through_the_launcher(folder: Path, on_two_ranks: tuple[int, str, str]) -> None:
-    code, output, errors = frugal_train(folder, "--resume", "--out", "two", "--steps", 7, "--set", "train.limit=199")
-    assert (code, output) == (4, "")
-    lines = errors.splitlines()
-    assert lines[:2] == [
-        "error: the data of the run in two has changed since step 6", "  because train.limit was not given, is 199"
-    ]  # fmt: skip
-    assert re.fullmatch(r"  because it had 200 documents, .*, now it has 199 documents, .*", lines[2])
-    assert lines[3:] == ["", "hint: restore it, start anew with another --out, or continue with --accept-changed-data"]
-
-
-@pytest.mark.exhaustive
 def test_a_run_that_is_further_than_it_is_to_go_is_refused_and_stays_as_it_was(
     folder: Path, on_two_ranks: tuple[int, str, str]
 ) -> None:
@@ -198,6 +187,7 @@ def test_ctrl_c_ends_all_ranks_with_130(folder: Path, on_two_ranks: tuple[int, s
     assert (folder / "two" / "checkpoints" / "latest").read_text() == "step-000006\n"
 
 
+@pytest.mark.exhaustive  # as each rank by itself in tests/launch/test_signals.py
 def test_sigterm_saves_the_step_and_ends_with_0(folder: Path, on_two_ranks: tuple[int, str, str]) -> None:
     shutil.copytree(folder / "two", folder / "told")
     process = in_its_seventh_step(folder, "told")
@@ -282,7 +272,7 @@ def test_short_samples_are_compared_with_the_prediction_for_what_was_run(
 
 
 def test_the_plan_it_makes_is_that_of_frugal_plan_for_the_lengths_of_the_data(
-    folder: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    folder: Path, monkeypatch: pytest.MonkeyPatch, capsys: Capture
 ) -> None:
     made: list[Plan] = []
     monkeypatch.chdir(folder)

@@ -5,17 +5,16 @@ from typing import Any
 import pytest
 
 from frugal.config.request import Request
-from frugal.config.schema import understand
 from frugal.deepspeed_adapter.json_config import deepspeed_config
-from frugal.dryrun.planner import make_plan
 from frugal.errors import RequestError
 from frugal.planning.plan import Plan
 from frugal.planning.report import summary
-from tests.planning.synthetic import dry_running
+from tests.planning.synthetic import planned
 
 
 def plan(**settings: Any) -> Plan:
-    return make_plan(*understand({"gpus": 4, "mem": "24G"} | settings), dry_run=dry_running())
+    asked: dict[str, Any] = {"gpus": 4, "mem": "24G"}
+    return planned(**(asked | settings))
 
 
 @pytest.mark.parametrize(
@@ -67,14 +66,12 @@ def test_the_plan_states_the_arithmetic(settings: dict[str, Any], line: str) -> 
 
 
 def test_a_rule_that_does_not_fit_the_optimizer_is_noted() -> None:
-    assert plan(reference_batch=128, lr_rule="linear").warnings == (
-        "the linear rule is not made for adamw: with optimizer.lr-rule sqrt (Malladi et al. 2022) the learning "
-        "rate would be 0.0006",
-    )
-    assert plan(reference_batch=128, lr_rule="sqrt", optimizer="sgd").warnings == (
-        "the sqrt rule is not made for sgd: with optimizer.lr-rule linear (Goyal et al. 2017) the learning "
-        "rate would be 0.0012",
-    )
+    for rule, optimizer, said in (
+        ("linear", "adamw", "optimizer.lr-rule sqrt (Malladi et al. 2022) the learning rate would be 0.0006"),
+        ("sqrt", "sgd", "optimizer.lr-rule linear (Goyal et al. 2017) the learning rate would be 0.0012"),
+    ):
+        (note,) = plan(reference_batch=128, lr_rule=rule, optimizer=optimizer).warnings
+        assert note == f"the {rule} rule is not made for {optimizer}: with {said}"
     assert plan(reference_batch=512, lr_rule="linear").warnings == (), "nothing is scaled"
 
 

@@ -76,15 +76,12 @@ def test_even_micro_batches_are_so_on_cards_that_differ() -> None:
 
 
 def test_a_plan_warns_of_what_the_json_alone_would_train() -> None:
-    made = planned(gpus=4, mem="12G", global_batch=500, max_tokens_per_gpu=8192, model=SMALL)
-    even = planned(gpus=4, mem="12G", global_batch=500, max_tokens_per_gpu=8192, even=True, model=SMALL)
-    assert made.warnings == (
-        "ds_config.json alone would train 512 samples per step, not 500: DeepSpeed cannot express uneven micro-batches"
-        "; use plan.json, or plan with --even",
-    )
-    assert even.warnings == ()
-    odd = planned(gpus=4, mem="12G", global_batch=501, model=SMALL)
-    assert odd.warnings[0].endswith("use plan.json")
+    asked: dict[str, Any] = {"gpus": 4, "mem": "12G", "model": SMALL}
+    (note,) = planned(**asked, global_batch=500, max_tokens_per_gpu=8192).warnings
+    assert note.startswith("ds_config.json alone would train 512 samples per step, not 500")
+    assert note.endswith("use plan.json, or plan with --even")
+    assert planned(**asked, global_batch=500, max_tokens_per_gpu=8192, even=True).warnings == ()
+    assert planned(**asked, global_batch=501).warnings[0].endswith("use plan.json")
 
 
 def test_even_says_what_else_would_fit() -> None:
@@ -92,49 +89,23 @@ def test_even_says_what_else_would_fit() -> None:
     assert made.why[-1].endswith("; 10 would fit, and 8 is the largest that cuts 512 samples evenly, as asked")
 
 
-IMPOSSIBLE_PINS = {
-    "more than the batch": (
-        {"micro_batch": 8, "accumulation_steps": 32},
-        "--micro-batch 8 --accumulation-steps 32 on 4 GPUs is 1024, not 512\n"
-        "  because 8 x 32 x 4 = 1024 samples, and the global batch is 512\n\n"
-        "hint: use --micro-batch 4, or --accumulation-steps 16, or --global-batch 1024",
-    ),
-    "less than the batch": (
-        {"micro_batch": 2, "accumulation_steps": 16},
-        "--micro-batch 2 --accumulation-steps 16 on 4 GPUs is 128, not 512\n"
-        "  because 2 x 16 x 4 = 128 samples, and the global batch is 512\n\n"
-        "hint: use --micro-batch 8, or --accumulation-steps 64, or --global-batch 128",
-    ),
-    "one micro-step is already too much": (
-        {"micro_batch": 8, "accumulation_steps": 1, "global_batch": 10},
-        "--micro-batch 8 --accumulation-steps 1 on 4 GPUs is 32, not 10\n"
-        "  because 8 x 1 x 4 = 32 samples, and the global batch is 10\n\n"
-        "hint: use --micro-batch 3, or --global-batch 32",
-    ),
-    "more steps than samples": (
-        {"accumulation_steps": 600},
-        "--accumulation-steps 600 is more than the 512 samples of the global batch\n"
-        "  because every micro-step needs at least one sample\n\n"
-        "hint: use at most --accumulation-steps 512",
-    ),
-    "steps against a cap": (
-        {"accumulation_steps": 2, "max_tokens_per_gpu": 32768},
-        "--accumulation-steps 2 on 4 GPUs needs a micro-batch of 64\n"
-        "  because --max-tokens-per-gpu allows 32\n\n"
-        "hint: use --accumulation-steps 4, or leave it out",
-    ),
-    "micro-batch against a cap": (
-        {"micro_batch": 8, "max_tokens_per_gpu": 4096},
-        "--micro-batch 8 is over the cap of --max-tokens-per-gpu\n"
-        "  because it allows 4 samples of 1024 tokens\n\n"
-        "hint: leave one of them out, or use --micro-batch 4",
-    ),
-}
+IMPOSSIBLE_PINS: list[tuple[dict[str, Any], str, str]] = [
+    ({"micro_batch": 8, "accumulation_steps": 32}, "8 x 32 x 4 = 1024 samples, and the global batch is 512",
+     "use --micro-batch 4, or --accumulation-steps 16, or --global-batch 1024"),
+    ({"micro_batch": 2, "accumulation_steps": 16}, "2 x 16 x 4 = 128 samples, and the global batch is 512",
+     "use --micro-batch 8, or --accumulation-steps 64, or --global-batch 128"),
+    ({"micro_batch": 8, "accumulation_steps": 1, "global_batch": 10},
+     "8 x 1 x 4 = 32 samples, and the global batch is 10", "use --micro-batch 3, or --global-batch 32"),
+    ({"accumulation_steps": 600}, "every micro-step needs at least one sample", "use at most --accumulation-steps 512"),
+    ({"accumulation_steps": 2, "max_tokens_per_gpu": 32768}, "--max-tokens-per-gpu allows 32",
+     "use --accumulation-steps 4, or leave it out"),
+    ({"micro_batch": 8, "max_tokens_per_gpu": 4096}, "it allows 4 samples of 1024 tokens",
+     "leave one of them out, or use --micro-batch 4"),
+]  # fmt: skip
 
 
-@pytest.mark.parametrize("case", IMPOSSIBLE_PINS)
-def test_impossible_pins_are_refused_with_their_numbers(case: str) -> None:
-    settings, message = IMPOSSIBLE_PINS[case]
+@pytest.mark.parametrize(("settings", "because", "hint"), IMPOSSIBLE_PINS, ids=str)
+def test_impossible_pins_are_refused_with_their_numbers(settings: dict[str, Any], because: str, hint: str) -> None:
     with pytest.raises(RequestError) as caught:
         planned(gpus=4, mem="80G", model=SMALL, **settings)
-    assert str(caught.value) == message
+    assert (tuple(caught.value.because), caught.value.hint) == ((because,), hint)

@@ -9,6 +9,31 @@ from frugal.config.learning_rate import Curve
 from frugal.config.run_settings import RunSettings
 
 
+def curve(total_steps: int, **changes: Any) -> Curve:
+    return replace(Curve(peak=0.1, schedule="linear", warmup_steps=0, total_steps=total_steps), **changes)
+
+
+def test_a_longer_run_says_what_becomes_of_the_rate() -> None:
+    assert curve(80).change_from(curve(40), 20) == (
+        "learning rate of step 21 0.05 -> 0.075 (linear over 40 steps -> linear over 80 steps)"
+    )
+
+
+def test_a_shorter_run_can_keep_the_curve_and_is_told_how() -> None:
+    assert curve(40).change_from(curve(80, peak=0.2), 20) == (
+        "learning rate of step 21 0.15 -> 0.05 (linear over 80 steps -> linear over 40 steps; --set schedule.steps=80 "
+        "keeps it)"
+    )
+
+
+def test_another_schedule_or_warmup_is_said_and_a_constant_rate_has_no_length() -> None:
+    warm = curve(40, schedule="constant", warmup_steps=4)
+    assert warm.change_from(curve(40), 1) == (
+        "learning rate of step 2 0.0975 -> 0.05 (linear over 40 steps -> constant with 4 of warmup)"
+    )
+    assert warm.change_from(curve(80, schedule="constant", warmup_steps=4), 20) is None
+
+
 def rates(schedule: Any, warmup_steps: int, total_steps: int) -> list[float]:
     made = curve(total_steps, schedule=schedule, warmup_steps=warmup_steps)
     return [made.factor(step) for step in range(total_steps)]
@@ -90,28 +115,3 @@ def test_linear_and_cosine_fall_from_the_peak_and_never_reach_zero_in_a_step() -
 
 def test_steps_beyond_the_end_keep_the_last_value() -> None:
     assert curve(5, schedule="cosine").factor(9) == 0.0
-
-
-def curve(total_steps: int, **changes: Any) -> Curve:
-    return replace(Curve(peak=0.1, schedule="linear", warmup_steps=0, total_steps=total_steps), **changes)
-
-
-def test_a_longer_run_says_what_becomes_of_the_rate() -> None:
-    assert curve(80).change_from(curve(40), 20) == (
-        "learning rate of step 21 0.05 -> 0.075 (linear over 40 steps -> linear over 80 steps)"
-    )
-
-
-def test_a_shorter_run_can_keep_the_curve_and_is_told_how() -> None:
-    assert curve(40).change_from(curve(80, peak=0.2), 20) == (
-        "learning rate of step 21 0.15 -> 0.05 (linear over 80 steps -> linear over 40 steps; --set schedule.steps=80 "
-        "keeps it)"
-    )
-
-
-def test_another_schedule_or_warmup_is_said_and_a_constant_rate_has_no_length() -> None:
-    warm = curve(40, schedule="constant", warmup_steps=4)
-    assert warm.change_from(curve(40), 1) == (
-        "learning rate of step 2 0.0975 -> 0.05 (linear over 40 steps -> constant with 4 of warmup)"
-    )
-    assert warm.change_from(curve(80, schedule="constant", warmup_steps=4), 20) is None

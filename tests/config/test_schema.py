@@ -1,10 +1,13 @@
 """Settings become a request and a cluster, or an error that says what is wrong with them."""
 
+import inspect
 from pathlib import Path
 from typing import Any
 
 import pytest
 
+import frugal
+from frugal.config import plan_arguments
 from frugal.config.hardware import cluster as cards
 from frugal.config.hardware.context import NCCL_ALONE, NCCL_PCIE
 from frugal.config.run_settings import run_settings
@@ -22,27 +25,19 @@ from frugal.errors import RequestError
 from frugal.units import GIB
 
 
-def test_gpus_are_those_of_one_node() -> None:
+def test_nodes_are_equal_and_their_gpus_may_differ() -> None:
     _, cluster, _ = understand({"gpus": 4, "mem": "12G", "nodes": 2})
-    assert cluster.world_size == 8
-    assert len(cluster.nodes) == 2
-
-
-def test_memory_may_differ_from_gpu_to_gpu() -> None:
-    _, cluster, _ = understand({"mem": "12G,24G"})
-    assert [device.memory_bytes for device in cluster.devices] == [12 * GIB, 24 * GIB]
-
-
-def test_cards_may_differ_from_gpu_to_gpu() -> None:
+    assert (cluster.world_size, len(cluster.nodes)) == (8, 2)
     _, cluster, _ = understand({"gpu": "a100-40g,h100-80g", "nodes": 2})
     assert [device.name for device in cluster.devices] == ["a100-40g", "h100-80g"] * 2
     assert cluster.devices[0].matrix_flops < cluster.devices[1].matrix_flops
     assert cluster.intra_bandwidth == cards.CARDS["a100-40g"].link_bandwidth
 
 
-def test_memory_may_be_bytes_or_text() -> None:
-    assert understand({"gpus": 1, "mem": 12 * GIB})[1] == understand({"gpus": 1, "mem": "12G"})[1]
-    assert understand({"mem": [12 * GIB, "24G"]})[1] == understand({"mem": "12G,24G"})[1]
+@pytest.mark.parametrize("memory", ["12G,24G", [12 * GIB, "24G"], [12 * GIB, 24 * GIB]])
+def test_memory_may_differ_and_be_bytes_or_text(memory: Any) -> None:
+    _, cluster, _ = understand({"mem": memory})
+    assert [device.memory_bytes for device in cluster.devices] == [12 * GIB, 24 * GIB]
 
 
 def test_context_and_margin_come_off_a_gpu_and_not_off_a_cpu_rank() -> None:
@@ -69,18 +64,13 @@ def test_a_gpu_of_which_only_the_memory_is_known_has_the_context_of_the_largest_
     assert unknown.context_bytes == max(small) < max(device.context_bytes for device in known)
 
 
-def test_several_gpus_also_hold_nccl_buffers() -> None:
-    one, four = (understand({"gpus": gpus, "mem": "12G"})[1].devices[0] for gpus in (1, 4))
-    assert four.context_bytes - one.context_bytes == NCCL_PCIE.planned - NCCL_ALONE.planned
+def test_several_gpus_also_hold_nccl_buffers_over_nvlink_more_of_them() -> None:
+    def added(**settings: Any) -> int:
+        one, eight = (understand(settings | {"gpus": gpus})[1].devices[0].context_bytes for gpus in (1, 8))
+        return eight - one
 
-
-def test_nvlink_has_more_channels_than_pcie() -> None:
-    over_pcie, over_nvlink = (
-        understand({"gpus": 8, "gpu": name})[1].devices[0].context_bytes
-        - understand({"gpus": 1, "gpu": name})[1].devices[0].context_bytes
-        for name in ("l40s-48g", "a100-80g")
-    )
-    assert over_nvlink > 4 * over_pcie
+    assert added(mem="12G") == NCCL_PCIE.planned - NCCL_ALONE.planned
+    assert added(gpu="a100-80g") > 4 * added(gpu="l40s-48g")
 
 
 def test_a_known_card_brings_its_memory_and_speed() -> None:
@@ -116,9 +106,6 @@ def test_defaults_are_the_fields_nobody_set() -> None:
     assert "model" not in defaults and "seq_len" not in defaults
     assert {"global_batch", "precision", "optimizer", "learning_rate"} <= set(defaults)
     assert "micro_batch" not in defaults, "nothing to tell: frugal decides it"
-
-
-def test_a_token_target_leaves_no_default_batch() -> None:
     assert "global_batch" not in understand({"gpus": 1, "mem": "12G", "global_tokens": 4096})[2]
 
 
@@ -230,11 +217,8 @@ def test_every_setting_says_what_it_is_for_in_a_sentence() -> None:
 def test_a_card_without_bf16_is_refused_with_a_way_out_that_works(card: str) -> None:
     with pytest.raises(RequestError) as caught:
         understand({"gpus": 1, "gpu": card})
-    assert str(caught.value) == (
-        f"--gpu {card} cannot train in bf16\n"
-        "  because its tensor cores know fp16 only: bf16 came with compute capability 8.0 (Ampere)\n\n"
-        "hint: use --precision fp16, or --precision fp32"
-    )
+    assert caught.value.what == f"--gpu {card} cannot train in bf16"
+    assert caught.value.hint == "use --precision fp16, or --precision fp32"
     half, single = (
         understand({"gpus": 1, "gpu": card, "precision": precision})[1].devices[0] for precision in ("fp16", "fp32")
     )
@@ -254,13 +238,32 @@ def test_one_override_leaves_the_rest_of_the_file_as_it_is() -> None:
     """`--set optimizer.beta2` beside `optimizer = "adamw-8bit"` would otherwise train with another optimizer."""
     cases: list[tuple[dict[str, Any], str, dict[str, Any], dict[str, Any]]] = [
         ({"optimizer": "adamw-8bit"}, "optimizer.beta2=0.9", {"optimizer": "adamw-8bit", "adam_beta2": 0.9}, {}),
-        (
-            {"optimizer": {"name": "adamw", "beta2": 0.9}}, "optimizer=adamw-8bit",
-            {"optimizer": "adamw-8bit", "adam_beta2": 0.9}, {},
-        ),
+        ({"optimizer": {"name": "adamw", "beta2": 0.9}}, "optimizer=adamw-8bit",
+         {"optimizer": "adamw-8bit", "adam_beta2": 0.9}, {}),
         ({"schedule": {"warmup": 5}}, "train.warmup=7", {}, {"warmup": 7}),
         ({"lora": {"r": 8}}, "lora.dropout=0.1", {"lora": {"r": 8, "dropout": 0.1}}, {}),
     ]  # fmt: skip
     for content, override, plan, train in cases:
         made = settings_of_toml(content, [override])
         assert (made.plan, made.train) == (plan, train)
+
+
+# The keyword arguments of `frugal.plan`.
+
+
+def test_a_notebook_completes_every_setting() -> None:
+    parameters = inspect.signature(frugal.plan).parameters
+    assert set(parameters) == {"objective", *PLAN_SETTINGS}
+    assert parameters["seq_len"].default == PLAN_SETTINGS["seq_len"].default
+
+
+def test_lr_is_the_learning_rate() -> None:
+    assert plan_arguments.in_full({"lr": 0.1, "gpus": 1}) == {"learning_rate": 0.1, "gpus": 1}
+
+
+def test_a_number_without_a_unit_is_no_memory() -> None:
+    with pytest.raises(RequestError) as raised:
+        frugal.plan(model="gpt2", gpus=4, mem=12)
+    assert str(raised.value) == (
+        '12 is an amount of memory in bytes, and hardly meant so\n\nhint: write it with its unit: "12G"'
+    )

@@ -1,15 +1,16 @@
 """Sums that everybody does by hand come out of real dry runs."""
 
+from functools import partial
+
 import pytest
 import torch
 from torch import nn
 
 from bench.plans import plan_by_hand
 from frugal.config.optimizers import state_bytes_per_element
-from frugal.dryrun.messages import AskDryRun
-from frugal.dryrun.run import dry_run
-from frugal.models.objectives import CausalLM, SummedLoss
+from frugal.models.objectives import SummedLoss
 from frugal.planning.memory.timeline import CATEGORIES, LOGITS, Timeline
+from tests.dryrun.test_truth import dry_run_of
 from tests.engine.small_models import tiny_gpt2
 
 WIDTH, RANKS = 64, 64
@@ -30,23 +31,8 @@ def test_logits_of_40000_words_250_tokens_32_samples_and_their_gradient() -> Non
     """
     plan = plan_by_hand(world_size=1, global_batch=32, micro_batch=32, zero_stage=0, request={"seq_len": 250})
 
-    def build() -> nn.Module:
-        with torch.device("meta"):
-            return tiny_gpt2(n_layer=1, vocab_size=40_000, n_positions=250)
-
-    found = dry_run(
-        build,
-        CausalLM(),
-        AskDryRun(
-            request=plan.request,
-            strategy=plan.strategy,
-            micro_batch=32,
-            accumulation_steps=1,
-            world_size=1,
-            rank=0,
-            kind="cuda",
-        ),
-    )
+    build = partial(tiny_gpt2, n_layer=1, vocab_size=40_000, n_positions=250)
+    found = dry_run_of(plan, build, kind="cuda")
     one = 40_000 * 250 * 32 * 4
     assert one == 1.28e9
     assert found.peak.categories["logits"] == 3 * one
@@ -92,26 +78,11 @@ def test_zeros_figure_1(zero_stage: int, gigabytes: float) -> None:
         },
     )  # fmt: skip
 
-    def build() -> nn.Module:
-        with torch.device("meta"):
-            return Rows().to(torch.bfloat16)
-
     def summed(model: nn.Module, batch: dict[str, torch.Tensor]) -> torch.Tensor:
         return model(batch["x"].bfloat16()).float().sum()
 
-    found = dry_run(
-        build,
-        SummedLoss(summed, example={"x": torch.zeros(WIDTH)}),
-        AskDryRun(
-            request=plan.request,
-            strategy=plan.strategy,
-            micro_batch=1,
-            accumulation_steps=2,
-            world_size=RANKS,
-            rank=0,
-            kind="cuda",
-        ),
-    )
+    objective = partial(SummedLoss, summed, example={"x": torch.zeros(WIDTH)})
+    found = dry_run_of(plan, Rows, objective, kind="cuda")
     timeline, sizes = found.timeline, found.timeline.sizes(1)
     second_micro_step = [first for phase, first in timeline.phases if phase == "forward"][-1]
     states = dict.fromkeys(("parameters", "gradients", "optimizer"), 0)

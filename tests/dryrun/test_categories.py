@@ -8,11 +8,10 @@ import pytest
 import torch
 from torch import nn
 
-from frugal.config.request import Request
-from frugal.dryrun.messages import AskDryRun, DryRun
-from frugal.dryrun.run import dry_run
+from bench.plans import plan_by_hand
+from frugal.dryrun.messages import DryRun
 from frugal.models.objectives import SummedLoss
-from frugal.planning.strategy import Strategy
+from tests.dryrun.test_truth import dry_run_of
 
 NET = """
 import torch
@@ -43,29 +42,18 @@ def net_in(folder: Path) -> Any:
     return module.Net
 
 
-def dry_run_of(net: Any) -> DryRun:
-    def build() -> nn.Module:
-        with torch.device("meta"):
-            return net()
+def loss(model: nn.Module, batch: dict[str, torch.Tensor]) -> torch.Tensor:
+    return model(batch["x"]).square().sum()
 
-    return dry_run(
-        build,
-        SummedLoss(lambda model, batch: model(batch["x"]).square().sum(), example={"x": torch.ones(64)}),
-        AskDryRun(
-            request=Request(precision="fp32"),
-            strategy=Strategy(zero_stage=2),
-            micro_batch=MICRO_BATCH,
-            accumulation_steps=1,
-            world_size=2,
-            rank=0,
-            kind="cuda",
-        ),
-    )
+
+def dry_run_in(folder: Path) -> DryRun:
+    plan = plan_by_hand(world_size=2, global_batch=2 * MICRO_BATCH, micro_batch=MICRO_BATCH, zero_stage=2)
+    return dry_run_of(plan, net_in(folder), lambda: SummedLoss(loss, example={"x": torch.ones(64)}), kind="cuda")
 
 
 @pytest.mark.parametrize("folder", ["deepspeed", "deepspeed/runtime", "torch", "frugal/dryrun", "transformers"])
 def test_a_model_below_a_folder_of_a_librarys_name_is_a_model(folder: str, tmp_path: Path) -> None:
-    plain, named = dry_run_of(net_in(tmp_path / "plain")), dry_run_of(net_in(tmp_path / folder))
+    plain, named = dry_run_in(tmp_path / "plain"), dry_run_in(tmp_path / folder)
     assert named.timeline.peak(MICRO_BATCH).categories == plain.timeline.peak(MICRO_BATCH).categories
     assert plain.timeline.peak(MICRO_BATCH).categories["activations"] > 0
     assert named.counts == plain.counts

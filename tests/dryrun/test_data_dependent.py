@@ -10,15 +10,11 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from bench.ranks import Ranks
-from frugal.deepspeed_adapter.kernels import DTYPES
-from frugal.dryrun.messages import AskDryRun, DryRun
-from frugal.dryrun.run import dry_run
 from frugal.dryrun.trace import operators
-from frugal.engine.measure.two_steps import trial
 from frugal.models import expert_modules
 from frugal.models.objectives import CausalLM, Seq2Seq, SequenceClassification, SummedLoss
-from frugal.planning.memory.timeline import phase_peaks
-from tests.dryrun.test_truth import SEQ_LEN, TOLERANCE, plan_for
+from frugal.planning.plan import Plan
+from tests.dryrun.test_truth import SEQ_LEN, TOLERANCE, assert_as_dry_run, dry_run_of, measured, plan_for
 from tests.engine.small_models import TINY, Block
 
 
@@ -100,41 +96,16 @@ def objective() -> SummedLoss:
     return SummedLoss(loss, example={"x": torch.randn(64, 64, generator=generator, device="cpu")})
 
 
-def measured(case: Callable[[Tensor], Tensor]) -> dict[str, int]:
-    """The peak of each phase of a real run, bytes. Runs on ranks."""
-    plan = plan_for(1, 4, 1, 2, "bf16", "off")
-    return phase_peaks(trial(lambda: Custom(case).to(torch.bfloat16), objective(), plan))
-
-
-def dry_run_result(build: Callable[[], nn.Module], objective: Any, precision: str, mode: str = "off") -> DryRun:
-    plan = plan_for(1, 4, 1, 2 if precision == "bf16" else 0, precision, mode)
-
-    def on_meta() -> nn.Module:
-        with torch.device("meta"):
-            return build().to(DTYPES[precision])
-
-    return dry_run(
-        on_meta,
-        objective,
-        AskDryRun(
-            request=plan.request,
-            strategy=plan.strategy,
-            micro_batch=4,
-            accumulation_steps=1,
-            world_size=1,
-            rank=0,
-            kind="cpu",
-        ),
-    )
+def plan_in(precision: str, mode: str = "off") -> Plan:
+    return plan_for(1, 4, 1, 2 if precision == "bf16" else 0, precision, mode)
 
 
 @pytest.mark.parametrize("case", CASES, ids=lambda case: case.__name__)
 def test_where_the_assumption_holds_the_dry_run_is_right_and_says_what_it_assumed(
     case: Callable[[Tensor], Tensor], one_rank: Ranks
 ) -> None:
-    found = dry_run_result(partial(Custom, case), objective(), "bf16")
+    found = assert_as_dry_run(plan_in("bf16"), one_rank, partial(Custom, case), objective)
     assert found.notes == (CASES[case],)
-    assert found.phases == pytest.approx(one_rank.run(measured, case)[0], rel=TOLERANCE)
 
 
 def test_recomputation_takes_the_same_branch() -> None:
@@ -147,7 +118,7 @@ def test_recomputation_takes_the_same_branch() -> None:
         model.layers = nn.ModuleList(Branching(64) for _ in range(2))
         return model
 
-    full, off = dry_run_result(build, objective(), "bf16", "full"), dry_run_result(build, objective(), "bf16")
+    full, off = (dry_run_of(plan_in("bf16", mode), build, objective) for mode in ("full", "off"))
     assert full.phases["forward"] < off.phases["forward"]
     assert full.counts.recompute_flops > 0
 
@@ -160,17 +131,14 @@ def classifier(family: str) -> nn.Module:
     return transformers.AutoModelForSequenceClassification.from_config(config).train()
 
 
-def measured_classifier(family: str) -> dict[str, int]:
-    """The peak of each phase of a real run, bytes. Runs on ranks."""
-    plan = plan_for(1, 4, 1, 0, "fp32", "off")
-    return phase_peaks(trial(partial(classifier, family), SequenceClassification(0, end_id=2), plan))
-
-
 @pytest.mark.parametrize("family", ["t5", "bart"])
 def test_classifiers_that_look_for_their_end_token_are_dry_run_as_an_upper_bound(family: str, one_rank: Ranks) -> None:
-    found = dry_run_result(partial(classifier, family), SequenceClassification(0, end_id=2), "fp32")
+    plan, parts = plan_in("fp32"), (partial(classifier, family), partial(SequenceClassification, 0, end_id=2))
+    found = dry_run_of(plan, *parts)
     assert found.notes == (operators.ALL_EQUAL, operators.EVERYTHING)
-    truth = one_rank.run(measured_classifier, family)[0]
+    truth: dict[str, int] = {}
+    for phase, peak, _ in one_rank.run(measured, plan, *parts)[0]:
+        truth[phase] = max(peak, truth.get(phase, 0))
     every_state = 4 * SEQ_LEN * 32 * 4  # samples, tokens, width, fp32: selected instead of one a sample
     for phase, peak in found.phases.items():
         assert truth[phase] <= peak <= truth[phase] + 2 * every_state
@@ -185,19 +153,6 @@ def mixture() -> nn.Module:
         use_cache=False,
     )  # fmt: skip
     return transformers.AutoModelForCausalLM.from_config(config).train()
-
-
-def measured_mixture(precision: str) -> dict[str, int]:
-    """The peak of each phase of a real run, bytes. Runs on ranks."""
-    plan = plan_for(1, 4, 1, 2 if precision == "bf16" else 0, precision, "full")
-    return phase_peaks(trial(lambda: mixture().to(DTYPES[precision]), CausalLM(), plan))
-
-
-@pytest.mark.parametrize("precision", ["fp32", "bf16"])
-def test_experts_in_groups_need_no_assumption(precision: str, one_rank: Ranks) -> None:
-    found = dry_run_result(mixture, CausalLM(), precision, "full")
-    assert found.notes == ()
-    assert found.phases == pytest.approx(one_rank.run(measured_mixture, precision)[0], rel=TOLERANCE)
 
 
 def latent_attention() -> nn.Module:
@@ -227,28 +182,24 @@ def switch() -> nn.Module:
     return model
 
 
-MORE_KINDS = {"latent_attention": (latent_attention, CausalLM()), "switch": (switch, Seq2Seq())}
-
-
-def measured_kind(name: str) -> dict[str, int]:
-    """The peak of each phase of a real run, bytes. Runs on ranks."""
-    build, objective = MORE_KINDS[name]
-    return phase_peaks(trial(build, objective, plan_for(1, 4, 1, 0, "fp32", "off")))
-
-
-@pytest.mark.parametrize(("name", "tolerance"), [("latent_attention", TOLERANCE), ("switch", 0.01)])
-def test_heads_of_two_sizes_and_experts_that_are_modules_are_dry_run(
-    name: str, tolerance: float, one_rank: Ranks
+@pytest.mark.parametrize(
+    ("build", "objective", "precision", "mode", "tolerance"),
+    [
+        (mixture, CausalLM, "fp32", "full", TOLERANCE),
+        (mixture, CausalLM, "bf16", "full", TOLERANCE),
+        (latent_attention, CausalLM, "fp32", "off", TOLERANCE),
+        (switch, Seq2Seq, "fp32", "off", 0.01),
+    ],
+)
+def test_experts_and_heads_of_two_sizes_need_no_assumption(
+    build: Callable[[], nn.Module], objective: Any, precision: str, mode: str, tolerance: float, one_rank: Ranks
 ) -> None:
-    build, objective = MORE_KINDS[name]
-    found = dry_run_result(build, objective, "fp32")
-    assert found.phases == pytest.approx(one_rank.run(measured_kind, name)[0], rel=tolerance)
+    assert assert_as_dry_run(plan_in(precision, mode), one_rank, build, objective, tolerance).notes == ()
 
 
 def test_the_products_of_experts_count_as_work() -> None:
     tokens, width, inner, experts_each = 4 * SEQ_LEN, 64, 32, 2
-    found = dry_run_result(mixture, CausalLM(), "bf16")
-    dense = dry_run_result(without_experts, CausalLM(), "bf16")
+    found, dense = (dry_run_of(plan_in("bf16"), build) for build in (mixture, without_experts))
     forward = 2 * tokens * experts_each * (3 * width * inner) * 2
     routers = 2 * tokens * width * 4 * 2  # run without experts, too, but learn nothing
     # Backward is two products for each one.

@@ -1,6 +1,6 @@
-"""The figures of several ranks: each the largest of any of them."""
+"""Which ranks are dry-run, and the figures of several: each the largest of any of them."""
 
-from frugal.dryrun.figures import figures, fullest
+from frugal.dryrun.figures import figures, fullest, likely_fullest, touched_elements
 from frugal.dryrun.messages import DryRun
 from frugal.planning.cost import Counts
 from frugal.planning.memory import breakdown
@@ -34,3 +34,19 @@ def test_on_cuda_blocks_and_segments_count() -> None:
     assert found.categories["rounding"] == 1024 - 700
     assert found.peak_reserved_bytes == 2 * MIB + 20 * MIB  # a small segment and a large one
     assert found.host_bytes_per_node == 2 * breakdown.rank_host_bytes(MIB, "cuda")
+
+
+def test_a_rank_keeps_every_gradient_that_its_part_of_the_row_touches() -> None:
+    assert touched_elements([4, 4, 4], 2) == [8, 8]
+    assert touched_elements([10, 1, 1], 3) == [10, 10, 12]
+    assert touched_elements([6, 6], 2) == [6, 6]
+    assert touched_elements([2], 4) == [2, 2, 0, 0], "a row shorter than the world leaves ranks empty"
+
+
+def test_the_fullest_may_be_in_the_middle_and_the_first_and_last_are_among_them_where_there_is_room() -> None:
+    parameters = [10, 30, 30, 10]  # cut at 27 and 54
+    assert touched_elements(parameters, 3) == [40, 60, 40]
+    assert likely_fullest(parameters, 3, 2) == (1, 2)
+    parameters = [100, 60, 60, 4]  # 28 each: rank 3 reaches into the first two, rank 5 into the two after
+    assert touched_elements(parameters, 8) == [100, 100, 100, 160, 60, 120, 60, 64]
+    assert likely_fullest(parameters, 8, 4) == (0, 3, 5, 7)

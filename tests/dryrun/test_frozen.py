@@ -8,15 +8,11 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from bench.ranks import Ranks
-from frugal.deepspeed_adapter.kernels import DTYPES
-from frugal.dryrun.messages import AskDryRun
-from frugal.dryrun.run import dry_run
 from frugal.engine.engine import initialize
-from frugal.engine.measure.two_steps import trial
 from frugal.models.loading import quantised
 from frugal.models.objectives import CausalLM
 from frugal.models.resolve import resolve
-from tests.dryrun.test_truth import FAMILIES, TOLERANCE, once_more, plan_for
+from tests.dryrun.test_truth import LLAMA, assert_as_dry_run, plan_for
 from tests.engine.small_models import ragged_samples
 
 
@@ -35,7 +31,7 @@ class Adapted(nn.Module):
 
 def adapted() -> Any:
     """A Llama with adapters made by hand."""
-    model = FAMILIES["llama"][0]().requires_grad_(False)
+    model = LLAMA().requires_grad_(False)
     for layer in model.model.layers:
         layer.self_attn.q_proj = Adapted(layer.self_attn.q_proj)
         layer.self_attn.v_proj = Adapted(layer.self_attn.v_proj)
@@ -46,32 +42,25 @@ def lora() -> Any:
     """The same with peft's adapters."""
     from peft import LoraConfig, get_peft_model
 
-    return get_peft_model(FAMILIES["llama"][0](), LoraConfig(r=4, target_modules=["q_proj", "v_proj"]))
+    return get_peft_model(LLAMA(), LoraConfig(r=4, target_modules=["q_proj", "v_proj"]))
 
 
 def nf4() -> Any:
     """Adapters around a base in 4 bits."""
     from peft import LoraConfig, get_peft_model
 
-    base = quantised.apply(FAMILIES["llama"][0](), reference="llama", dtype=torch.float32)
+    base = quantised.apply(LLAMA(), reference="llama", dtype=torch.float32)
     return get_peft_model(base, LoraConfig(r=4, target_modules="all-linear"))
 
 
 def head_only() -> Any:
     """A Llama whose layers are frozen, so that nothing below the head has a gradient."""
-    model = FAMILIES["llama"][0]().requires_grad_(False)
+    model = LLAMA().requires_grad_(False)
     model.lm_head.requires_grad_(True)
     return model
 
 
 MODELS = {"adapted": adapted, "lora": lora, "nf4": nf4, "head only": head_only}
-
-
-def measured(name: str, zero_stage: int, precision: str, mode: str) -> list[tuple[str, int, int]]:
-    """(phase, peak bytes, live bytes) of every stretch of two real steps. Runs on ranks."""
-    plan = plan_for(torch.distributed.get_world_size(), 4, 2, zero_stage, precision, mode)
-    intervals = trial(lambda: MODELS[name]().to(DTYPES[precision]), CausalLM(), plan)
-    return [(interval.phase, interval.peak_bytes, interval.live_bytes) for interval in intervals]
 
 
 @pytest.mark.parametrize("world_size", [pytest.param(1, marks=pytest.mark.exhaustive), 2])
@@ -96,34 +85,13 @@ def measured(name: str, zero_stage: int, precision: str, mode: str) -> list[tupl
         ),
     ],
 )
-@once_more
 def test_frozen_parameters_are_as_dry_run(
     world_size: int, name: str, zero_stage: int, precision: str, mode: str, request: pytest.FixtureRequest
 ) -> None:
     ranks: Ranks = request.getfixturevalue({1: "one_rank", 2: "two_ranks"}[world_size])
     plan = plan_for(world_size, 4, 2, zero_stage, precision, mode)
 
-    def on_meta() -> Any:
-        with torch.device("meta"):
-            return MODELS[name]().to(DTYPES[precision])
-
-    for rank, truth in enumerate(ranks.run(measured, name, zero_stage, precision, mode)):
-        found = dry_run(
-            on_meta,
-            CausalLM(),
-            AskDryRun(
-                request=plan.request,
-                strategy=plan.strategy,
-                micro_batch=4,
-                accumulation_steps=2,
-                world_size=world_size,
-                rank=rank,
-                kind="cpu",
-            ),
-        )
-        for interval, (phase, peak, live) in zip(found.timeline.intervals(4), truth, strict=True):
-            assert (interval.phase, interval.peak_bytes) == (phase, pytest.approx(peak, rel=TOLERANCE))
-            assert interval.live_bytes == pytest.approx(live, rel=TOLERANCE)
+    assert_as_dry_run(plan, ranks, MODELS[name])
 
 
 def trained(name: str, zero_stage: int) -> tuple[list[float], set[str], int]:
@@ -143,8 +111,14 @@ def trained(name: str, zero_stage: int) -> tuple[list[float], set[str], int]:
     return losses, changed, sum(state.numel() for state in states)
 
 
-@pytest.mark.parametrize("name", ["adapted", "lora"])
-@pytest.mark.parametrize("zero_stage", [2, 3])
+@pytest.mark.parametrize(
+    ("name", "zero_stage"),
+    [
+        ("adapted", 2),
+        ("lora", 3),
+        *(pytest.param(*case, marks=pytest.mark.exhaustive) for case in (("adapted", 3), ("lora", 2))),
+    ],
+)
 def test_only_what_is_trainable_is_trained_and_has_states(name: str, zero_stage: int, two_ranks: Ranks) -> None:
     trainable = {key: value for key, value in MODELS[name]().named_parameters() if value.requires_grad}
     for losses, changed, elements in two_ranks.run(trained, name, zero_stage):

@@ -1,55 +1,31 @@
 """What a dry run says of the host: pinned blocks, states on it, and what a process takes without any tensor."""
 
+from functools import partial
+from pathlib import Path
 from typing import Any
 
+import psutil  # type: ignore[import-untyped]  # has no types
+import pytest
 import torch
 
 from bench.plans import plan_by_hand
-from frugal.dryrun.messages import AskDryRun
-from frugal.dryrun.run import dry_run
-from frugal.models.objectives import CausalLM
+from frugal.dryrun.trace.operators import untouched_host_tensor
 from frugal.planning.memory import breakdown
-from frugal.planning.plan import Plan
 from frugal.units import GIB, MIB
-from tests.dryrun.test_truth import SMALL_BUCKETS
+from tests.dryrun.test_truth import SMALL_BUCKETS, dry_run_of
 from tests.engine.small_models import tiny_gpt2
+
+MODEL = partial(tiny_gpt2, n_embd=128, n_layer=4, vocab_size=2048)
+ELEMENTS = sum(parameter.numel() for parameter in MODEL().parameters())
 
 
 def host_bytes(zero_stage: int, world_size: int = 1, **strategy: Any) -> int:
     """The peak of a rank's tensors on the host of a GPU."""
-    plan: Plan = plan_by_hand(
-        world_size=world_size,
-        global_batch=world_size,
-        micro_batch=1,
-        zero_stage=zero_stage,
-        request={"precision": "bf16"},
-        strategy={**SMALL_BUCKETS, **strategy},
-    )
-
-    def build() -> torch.nn.Module:
-        with torch.device("meta"):
-            return model().to(torch.bfloat16)
-
-    return dry_run(
-        build,
-        CausalLM(),
-        AskDryRun(
-            request=plan.request,
-            strategy=plan.strategy,
-            micro_batch=1,
-            accumulation_steps=1,
-            world_size=world_size,
-            rank=0,
-            kind="cuda",
-        ),
-    ).host_bytes
-
-
-def model() -> torch.nn.Module:
-    return tiny_gpt2(n_embd=128, n_layer=4, vocab_size=2048)
-
-
-ELEMENTS = sum(parameter.numel() for parameter in model().parameters())
+    plan = plan_by_hand(
+        world_size=world_size, global_batch=world_size, micro_batch=1, zero_stage=zero_stage,
+        request={"precision": "bf16"}, strategy={**SMALL_BUCKETS, **strategy},
+    )  # fmt: skip
+    return dry_run_of(plan, MODEL, kind="cuda").host_bytes
 
 
 def power_of_two(size_bytes: int) -> int:
@@ -90,3 +66,17 @@ def test_a_nodes_ranks_are_processes_too() -> None:
     assert breakdown.node_host_bytes(10 * GIB, "cuda", 8) == 8 * (2 * GIB + int(10 * GIB * 1.03))
     assert breakdown.node_host_bytes(10 * GIB, "cpu", 8) == 0
     assert breakdown.rank_host_bytes(0, "cpu") == 372 * MIB
+
+
+@pytest.mark.skipif(
+    Path("/proc/sys/vm/overcommit_memory").read_text().strip() == "2", reason="this machine gives no address space away"
+)
+def test_a_tensor_twice_the_size_of_the_machine_is_only_address_space() -> None:
+    elements = 2 * psutil.virtual_memory().total // 4
+    before = psutil.Process().memory_info().rss
+    made = untouched_host_tensor((elements // 8, 8), None, torch.float32)
+    assert (made.shape, made.dtype, made.device.type) == ((elements // 8, 8), torch.float32, "cpu")
+    assert made.untyped_storage().nbytes() == elements // 8 * 8 * 4
+    assert made._base is None, "a view would keep the memory when the tensor is given other"
+    assert psutil.Process().memory_info().rss - before < 64 << 20
+    assert untouched_host_tensor((4, 3), (1, 4), torch.bfloat16).stride() == (1, 4)

@@ -1,8 +1,9 @@
-"""What a dry run records of single calls, against what they asked of CUDA's allocator on every kind of card."""
+"""What a dry run records of single calls, against what CUDA did on every kind of card: requests, and kernels taken."""
 
 import lzma
 from collections.abc import Callable
 from pathlib import Path
+from typing import TypeVar
 
 import msgspec
 import pytest
@@ -10,17 +11,30 @@ import torch
 from torch import Tensor
 
 from bench.gpu.constants import peak_inside
+from bench.kernels import attention
+from bench.kernels.attention import Choices
+from bench.kernels.reductions import Taken
 from bench.kernels.requests import Attention, Call, Event, Operator, Requests, prepare
-from frugal.config.hardware.cluster import Capability, kernel_class
+from frugal.config.hardware.cluster import CARDS, Capability, kernel_class
+from frugal.dryrun.trace.attention_choice import AttentionCall, chosen_kernel
 from frugal.dryrun.trace.cuda_kernels import kernels_of
 from frugal.dryrun.trace.kernel_memory import OUTPUTS
 from frugal.dryrun.trace.recorder import Tracker
+from frugal.dryrun.trace.reductions import scratch
 from frugal.dryrun.trace.trace import Recorder
 
-CUDA = msgspec.json.decode(
-    lzma.decompress((Path(__file__).parent / "kernel_requests.json.xz").read_bytes()), type=Requests
-)
-NAMES = [f"{number}-{getattr(call, 'name', 'attention')}" for number, call in enumerate(CUDA.calls)]
+T = TypeVar("T")
+
+
+def answers(name: str, kind: type[T]) -> T:
+    """What was recorded of CUDA."""
+    return msgspec.json.decode(lzma.decompress((Path(__file__).parent / f"{name}.json.xz").read_bytes()), type=kind)
+
+
+CUDA = answers("kernel_requests", Requests)
+REDUCTIONS = answers("reduction_requests", Taken)
+CHOICES = answers("attention_choices", Choices)
+CAPABILITIES = {tuple(map(int, name.split("."))): answers for name, answers in CHOICES.answers.items()}
 SMALL = 64 << 10
 """Bytes; CUB's scans take some KiB, which no dry run records."""
 
@@ -111,3 +125,40 @@ def test_what_the_emulated_card_is_asked_for_in_masks_and_clamps_of_t5() -> None
 
     columns = torch.empty(512, dtype=torch.int64, device="meta")
     assert births(mask, columns)[-3:] == [65536, 65536, 8192]
+
+
+@pytest.fixture(scope="module")
+def calls() -> list[AttentionCall]:
+    """Every case as tensors on meta."""
+    return [
+        AttentionCall(*attention.arguments(case, "meta"), case.dropout, case.is_causal, case.enable_gqa)
+        for case in CHOICES.cases
+    ]
+
+
+@pytest.mark.parametrize("capability", CAPABILITIES)
+def test_every_choice_is_torchs_own(calls: list[AttentionCall], capability: tuple[int, int]) -> None:
+    """The rule, asked for the class of cards that a dry run is made for, answers as torch on the card."""
+    ours = "".join(chosen_kernel(call, kernel_class(capability))[0].upper() for call in calls)
+    differing = [case for case, a, b in zip(CHOICES.cases, ours, CAPABILITIES[capability], strict=True) if a != b]
+    assert not differing, differing[:3]
+    assert len(ours) >= 8000
+
+
+def test_every_card_has_its_answers() -> None:
+    """No card of ours is of a capability that torch was not asked on."""
+    assert {card.compute_capability for card in CARDS.values()} <= set(CAPABILITIES)
+
+
+def test_the_calls_are_of_several_cards_and_many_take_something() -> None:
+    assert len(REDUCTIONS.sizes) >= 4
+    for sizes in REDUCTIONS.sizes.values():
+        assert len(sizes) == len(REDUCTIONS.calls) >= 400
+        assert sum(map(bool, sizes)) > 50
+
+
+@pytest.mark.parametrize("threads", REDUCTIONS.sizes)
+def test_a_reduction_takes_what_torch_asks_for_inside_to_the_byte(threads: str) -> None:
+    for call, sizes in zip(REDUCTIONS.calls, REDUCTIONS.sizes[threads], strict=True):
+        ours = scratch(call.values("meta"), call.dimensions, int(threads), wide=call.name != "linalg_vector_norm")
+        assert list(ours) == sizes, call

@@ -14,19 +14,14 @@ from frugal.planning.strategy import LAYER_MODES, LayerMode
 from tests.dryrun.test_trace import FAMILIES, SEQ_LEN, build, objective
 
 
-def traced(family: str, mode: str, layer_modes: Any = (), *, kind: Any = "cuda", stage: int = 2) -> ModelTrace:
-    return trace(
-        build(family),
-        objective(family),
-        AskTrace(
-            request=Request(seq_len=SEQ_LEN), kind=kind, activation_checkpointing=mode, loss="plain", zero_stage=stage
-        ),
-        layer_modes=layer_modes,
-    )
+def traced(family: str, mode: str, layer_modes: Any = (), **asked: Any) -> ModelTrace:
+    usual = {"request": Request(seq_len=SEQ_LEN), "kind": "cuda", "loss": "plain", "zero_stage": 2}
+    question = AskTrace(activation_checkpointing=mode, **(usual | asked))
+    return trace(build(family), objective(family), question, layer_modes=layer_modes)
 
 
-def mixtures_of(family: str, *modes: LayerMode, kind: Any = "cuda", stage: int = 2) -> LayerMixtures:
-    return LayerMixtures.of({mode: traced(family, mode, kind=kind, stage=stage) for mode in ("off", *modes)})
+def mixtures_of(family: str, *modes: LayerMode, **asked: Any) -> LayerMixtures:
+    return LayerMixtures.of({mode: traced(family, mode, **asked) for mode in ("off", *modes)})
 
 
 def says(made: ModelTrace) -> tuple[object, ...]:
@@ -50,10 +45,10 @@ def says(made: ModelTrace) -> tuple[object, ...]:
 )
 def test_event_by_event(family: str, kind: Any, stage: int, modes: tuple[LayerMode, ...]) -> None:
     """Whichever layer the mode changes at, where those that keep more come later."""
-    mixtures = mixtures_of(family, *modes, kind=kind, stage=stage)
+    mixtures = mixtures_of(family, *modes, kind=kind, zero_stage=stage)
     first = mixtures.num_layers - 2 * len(modes) + 2
     layer_modes = tuple((mode, 2 if i else first) for i, mode in enumerate(modes))
-    ours, real = mixtures.trace(layer_modes), traced(family, "budget", layer_modes, kind=kind, stage=stage)
+    ours, real = mixtures.trace(layer_modes), traced(family, "budget", layer_modes, kind=kind, zero_stage=stage)
     assert says(ours) == says(real)
     assert (ours.work.num_operators, ours.work.num_recomputed) == (real.work.num_operators, real.work.num_recomputed)
     assert ours.work.recompute_flops_per_sample == pytest.approx(real.work.recompute_flops_per_sample)
@@ -65,9 +60,9 @@ def test_event_by_event(family: str, kind: Any, stage: int, modes: tuple[LayerMo
 @pytest.mark.parametrize("family", sorted(FAMILIES))
 def test_peaks_of_every_pair_of_modes(family: str) -> None:
     mixtures = mixtures_of(family, "selective", "full", "offloaded")
-    for number, frugal in enumerate(LAYER_MODES):
+    for number, mode in enumerate(LAYER_MODES):
         for other in LAYER_MODES[number + 1 :]:
-            layer_modes = ((frugal, mixtures.num_layers - 3), (other, 3))
+            layer_modes = ((mode, mixtures.num_layers - 3), (other, 3))
             ours, real = mixtures.trace(layer_modes).stream, traced(family, "budget", layer_modes).stream
             for micro_batch in (1, 2, 7):
                 assert ours.peak_bytes(micro_batch) == pytest.approx(real.peak_bytes(micro_batch), rel=1e-4)

@@ -2,6 +2,7 @@
 
 from collections.abc import Callable
 from dataclasses import replace
+from functools import partial
 from itertools import groupby
 from typing import Any
 
@@ -9,18 +10,17 @@ import pytest
 import torch
 from torch import Tensor
 
+from bench.plans import plan_by_hand
 from frugal.config.request import Request
-from frugal.dryrun.messages import AskDryRun, AskTrace, DryRun
-from frugal.dryrun.run import dry_run
+from frugal.dryrun.messages import AskTrace, DryRun
 from frugal.dryrun.trace import repeats
 from frugal.dryrun.trace.recorder import Tracker
 from frugal.dryrun.trace.trace import trace
 from frugal.models.objectives import CausalLM
 from frugal.models.tiling import slices
 from frugal.planning.memory.timeline import ModelTrace, Timeline
-from frugal.planning.strategy import Strategy
 from tests.dryrun.test_trace import build
-from tests.dryrun.test_truth import plan_for
+from tests.dryrun.test_truth import dry_run_of
 
 LENGTH = 1000  # in layers of 64 elements: 16 slices, the last one shorter
 FAMILIES: dict[str, dict[str, Any]] = {
@@ -66,19 +66,11 @@ def test_a_trace_with_written_slices_is_the_whole_one(
     family: str, mode: Any, mlp: Any, stage: int, shared_by: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def traced() -> ModelTrace:
-        return trace(
-            build(family, **FAMILIES[family]),
-            CausalLM(),
-            AskTrace(
-                request=Request(seq_len=LENGTH * shared_by),
-                kind="cuda",
-                loss="tiled",
-                mlp=mlp,
-                activation_checkpointing=mode,
-                zero_stage=stage,
-                sequence_parallel=shared_by,
-            ),
-        )
+        asked = AskTrace(
+            request=Request(seq_len=LENGTH * shared_by), kind="cuda", loss="tiled", mlp=mlp,
+            activation_checkpointing=mode, zero_stage=stage, sequence_parallel=shared_by,
+        )  # fmt: skip
+        return trace(build(family, **FAMILIES[family]), CausalLM(), asked)
 
     written, whole = both(traced, monkeypatch)
     assert written == whole
@@ -91,27 +83,15 @@ def test_a_trace_with_written_slices_is_the_whole_one(
 def test_a_dry_run_with_written_slices_is_the_whole_one(
     stage: int, mode: Any, offload: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    request = replace(plan_for(1, 2, 2, stage, "bf16", mode).request, seq_len=LENGTH)
-    strategy = Strategy(
-        zero_stage=stage, activation_checkpointing=mode, loss="tiled", mlp="tiled", offload_optimizer=offload,
-        overlap_comm=True,
+    plan = plan_by_hand(
+        world_size=2, global_batch=8, micro_batch=2, zero_stage=stage,
+        request={"precision": "bf16", "seq_len": LENGTH},
+        strategy={"activation_checkpointing": mode, "loss": "tiled", "mlp": "tiled", "offload_optimizer": offload,
+                  "overlap_comm": True},
     )  # fmt: skip
-    small = {"num_hidden_layers": 2}
 
     def made() -> DryRun:
-        return dry_run(
-            lambda: build("llama", **small),
-            CausalLM(),
-            AskDryRun(
-                request=request,
-                strategy=strategy,
-                micro_batch=2,
-                accumulation_steps=2,
-                world_size=2,
-                rank=0,
-                kind="cuda",
-            ),
-        )
+        return dry_run_of(plan, partial(build, "llama", num_hidden_layers=2), kind="cuda")
 
     written, whole = both(made, monkeypatch)
     assert deaths_sorted(written.timeline) == deaths_sorted(whole.timeline)

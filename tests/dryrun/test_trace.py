@@ -1,12 +1,12 @@
 """A trace of a few layers, spliced, is the trace of all layers."""
 
 from collections.abc import Callable
+from contextlib import suppress
 from typing import Any
 
 import msgspec
 import pytest
 import torch
-from msgspec.structs import replace
 from torch import Tensor, nn
 
 from frugal.config.request import Request
@@ -56,81 +56,61 @@ def objective(family: str) -> Objective:
     return Seq2Seq(0, start_id=0) if family == "t5" else CausalLM()
 
 
+def traced(model: nn.Module, goal: Objective, **asked: Any) -> ModelTrace:
+    """The trace of a GPU, of samples of `SEQ_LEN` tokens unless `asked` otherwise."""
+    usual = {
+        "request": Request(seq_len=asked.pop("seq_len", SEQ_LEN)), "kind": "cuda", "activation_checkpointing": "off",
+        "loss": "plain", "zero_stage": 2,
+    }  # fmt: skip
+    return trace(model, goal, AskTrace(**(usual | asked)))
+
+
 def refuse(*_: Any) -> Any:
     raise NotAffineError("refused")
 
 
 def both(
-    model: nn.Module,
-    goal: Objective,
-    monkeypatch: pytest.MonkeyPatch,
-    *,
-    mode: str = "off",
-    loss: str = "plain",
-    stage: int = 2,
-    seq_len: int = SEQ_LEN,
-    mlp: str = "plain",
+    model: nn.Module, goal: Objective, monkeypatch: pytest.MonkeyPatch, **asked: Any
 ) -> tuple[ModelTrace | None, ModelTrace]:
     """The spliced trace, if there is one, and that of the whole model."""
-    traces = []
-    for dropped in (
-        lambda patch: patch.setattr(tracing, "_whole", refuse),
-        lambda patch: patch.setattr(tracing, "_spliced", lambda *_: None),
-    ):
-        with monkeypatch.context() as patch:
-            dropped(patch)
-            try:
-                made = trace(
-                    model,
-                    goal,
-                    AskTrace(
-                        request=Request(seq_len=seq_len),
-                        kind="cuda",
-                        activation_checkpointing=mode,
-                        loss=loss,
-                        zero_stage=stage,
-                        mlp=mlp,
-                    ),
-                )
-            except NotAffineError:
-                made = None
-            traces.append(made)
-    assert traces[1] is not None
-    return traces[0], traces[1]
+    spliced = None
+    with monkeypatch.context() as patch, suppress(NotAffineError):
+        patch.setattr(tracing, "_whole", refuse)
+        spliced = traced(model, goal, **asked)
+    with monkeypatch.context() as patch:
+        patch.setattr(tracing, "_spliced", lambda *_: None)
+        return spliced, traced(model, goal, **asked)
 
 
-CASES = [
-    ("llama", {}, "off", "plain", 2),
-    ("llama", {"tie_word_embeddings": True}, "full", "tiled", 3),
-    ("gpt2", {}, "off", "tiled", 3),
-    ("bert", {}, "offloaded", "plain", 2),
-    ("llama", {}, "selective", "plain", 2),
-    ("gpt_oss", {}, "full", "plain", 2),
-    *(
-        pytest.param(*each, marks=pytest.mark.exhaustive)
-        for each in (
-            ("gemma2", {}, "off", "tiled", 2),
-            ("gpt2", {}, "full", "plain", 3),
-            ("qwen3_moe", {}, "full", "plain", 2),
-            ("gpt_oss", {}, "off", "plain", 2),
-        )
-    ),
+CASES: list[tuple[str, dict[str, Any], dict[str, Any]]] = [
+    ("llama", {"tie_word_embeddings": True}, {"activation_checkpointing": "full", "loss": "tiled", "zero_stage": 3}),
+    ("bert", {}, {"activation_checkpointing": "offloaded"}),
+    ("llama", {}, {"activation_checkpointing": "selective"}),
+    ("gpt_oss", {}, {"activation_checkpointing": "full"}),
+    ("llama", {}, {"seq_len": 64, "activation_checkpointing": "full", "mlp": "tiled", "zero_stage": 3}),
+]
+MORE_CASES: list[tuple[str, dict[str, Any], dict[str, Any]]] = [
+    ("llama", {}, {}),
+    ("gpt2", {}, {"loss": "tiled", "zero_stage": 3}),
+    ("gpt2", {}, {"activation_checkpointing": "full", "zero_stage": 3}),
+    ("gemma2", {}, {"loss": "tiled"}),
+    ("qwen3_moe", {}, {"activation_checkpointing": "full"}),
+    ("gpt_oss", {}, {}),
+    ("llama", {}, {"seq_len": 64, "activation_checkpointing": "full", "mlp": "tiled"}),
 ]
 
 
-@pytest.mark.parametrize(("family", "changes", "mode", "loss", "stage"), CASES)
+@pytest.mark.parametrize(
+    ("family", "changes", "asked"),
+    [*CASES, *(pytest.param(*case, marks=pytest.mark.exhaustive) for case in MORE_CASES)],
+)
 def test_spliced_and_whole_traces_are_the_same(
-    family: str, changes: dict[str, Any], mode: str, loss: str, stage: int, monkeypatch: pytest.MonkeyPatch
+    family: str, changes: dict[str, Any], asked: dict[str, Any], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    spliced, whole = both(build(family, **changes), objective(family), monkeypatch, mode=mode, loss=loss, stage=stage)
+    spliced, whole = both(build(family, **changes), objective(family), monkeypatch, **asked)
     assert spliced == whole
-
-
-@pytest.mark.parametrize("stage", [pytest.param(2, marks=pytest.mark.exhaustive), 3])
-def test_tiled_mlps_are_spliced(stage: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    spliced, whole = both(build("llama"), CausalLM(), monkeypatch, seq_len=64, mode="full", mlp="tiled", stage=stage)
-    assert spliced == whole
-    assert bool(whole.gathered_as_one) == (stage == 3)
+    assert bool(whole.gathered_as_one) == (asked.get("mlp") == "tiled" and asked.get("zero_stage") == 3)
+    assert msgspec.json.decode(msgspec.json.encode(whole), type=ModelTrace) == whole
 
 
 def test_scratch_that_is_no_multiple_of_the_samples_keeps_no_model_from_being_spliced(
@@ -141,33 +121,15 @@ def test_scratch_that_is_no_multiple_of_the_samples_keeps_no_model_from_being_sp
     assert min(whole.stream.fixed) < 0  # what sums the embedding's gradient: a row for every ten tokens, rounded down
 
 
-def test_a_trace_survives_json() -> None:
-    made = trace(
-        build("llama"),
-        CausalLM(),
-        AskTrace(
-            request=Request(seq_len=SEQ_LEN), kind="cuda", activation_checkpointing="off", loss="plain", zero_stage=3
-        ),
-    )
-    assert msgspec.json.decode(msgspec.json.encode(made), type=ModelTrace) == made
-
-
-def test_two_stacks_of_layers_are_traced_whole(monkeypatch: pytest.MonkeyPatch) -> None:
-    spliced, whole = both(build("t5"), objective("t5"), monkeypatch)
-    assert spliced is None
-    assert whole.has_all_gradients
-
-
-def test_alternating_layers_are_one_period() -> None:
-    found = repetition(build("gpt_oss"))
+@pytest.mark.parametrize(
+    ("family", "changes", "period"),
+    [("gpt_oss", {}, (0, 2, 7)), ("qwen3_moe", {"mlp_only_layers": [0]}, (1, 1, 7))],
+    ids=["alternating layers", "a first layer of another kind"],
+)
+def test_layers_repeat_in_periods(family: str, changes: dict[str, Any], period: tuple[int, int, int]) -> None:
+    found = repetition(build(family, **changes))
     assert found is not None
-    assert (found.first_layer, found.period, found.num_periods) == (0, 2, 7)
-
-
-def test_a_first_layer_of_another_kind_is_no_part_of_a_period() -> None:
-    found = repetition(build("qwen3_moe", mlp_only_layers=[0]))
-    assert found is not None
-    assert (found.first_layer, found.period, found.num_periods) == (1, 1, 7)
+    assert (found.first_layer, found.period, found.num_periods) == period
 
 
 def test_layers_that_differ_in_a_setting_are_not_spliced() -> None:
@@ -177,13 +139,17 @@ def test_layers_that_differ_in_a_setting_are_not_spliced() -> None:
     assert repetition(model) is None
 
 
+def layers() -> nn.ModuleList:
+    return nn.ModuleList(nn.Sequential(nn.Linear(16, 16), nn.Tanh()) for _ in range(8))
+
+
 class Collecting(nn.Module):
     """Keeps what every layer says, or counts them, so that a tensor outside the layers grows with their number."""
 
     def __init__(self, only_counts: bool) -> None:
         super().__init__()
         self.only_counts = only_counts
-        self.layers = nn.ModuleList(nn.Sequential(nn.Linear(16, 16), nn.Tanh()) for _ in range(8))
+        self.layers = layers()
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         """`(samples, 16)` to the same."""
@@ -194,22 +160,12 @@ class Collecting(nn.Module):
         return x * x.new_ones(len(seen), 1, 16).sum(0) if self.only_counts else torch.stack(seen).sum(0)
 
 
-@pytest.mark.parametrize("only_counts", [False, True])
-def test_a_model_that_collects_its_layers_is_traced_whole(only_counts: bool, monkeypatch: pytest.MonkeyPatch) -> None:
-    with torch.device("meta"):
-        model = Collecting(only_counts)
-    goal = SummedLoss(lambda model, batch: model(batch["x"]).sum(), example={"x": torch.zeros(16)})
-    spliced, whole = both(model, goal, monkeypatch)
-    assert spliced is None
-    assert whole.has_all_gradients
-
-
 class Short(nn.Module):
     """Counts its layers by itself, so that it fails where some are missing."""
 
     def __init__(self) -> None:
         super().__init__()
-        self.layers = nn.ModuleList(nn.Sequential(nn.Linear(16, 16), nn.Tanh()) for _ in range(8))
+        self.layers = layers()
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         """`(samples, 16)` to the same."""
@@ -218,34 +174,34 @@ class Short(nn.Module):
         return x
 
 
-def test_a_model_that_fails_with_fewer_layers_is_traced_whole() -> None:
+def of_rows(name: str) -> SummedLoss:
+    """An objective whose loss reads `name` of batches that have `x`."""
+    return SummedLoss(lambda model, batch: model(batch[name]).sum(), example={"x": torch.zeros(16)})
+
+
+@pytest.mark.parametrize(
+    ("make", "goal"),
+    [
+        (lambda: build("t5"), objective("t5")),
+        (lambda: Collecting(only_counts=False), of_rows("x")),
+        (lambda: Collecting(only_counts=True), of_rows("x")),
+        (Short, of_rows("x")),
+    ],
+    ids=["two stacks", "collects its layers", "counts its layers", "fails with fewer layers"],
+)
+def test_what_cannot_be_spliced_is_traced_whole(
+    make: Callable[[], nn.Module], goal: Objective, monkeypatch: pytest.MonkeyPatch
+) -> None:
     with torch.device("meta"):
-        model = Short()
-    goal = SummedLoss(lambda model, batch: model(batch["x"]).sum(), example={"x": torch.zeros(16)})
-    made = trace(
-        model,
-        goal,
-        AskTrace(
-            request=Request(seq_len=SEQ_LEN), kind="cuda", activation_checkpointing="off", loss="plain", zero_stage=2
-        ),
-    )
-    assert made.has_all_gradients
+        model = make()
+    spliced, whole = both(model, goal, monkeypatch)
+    assert spliced is None
+    assert whole.has_all_gradients
 
 
 def test_a_model_that_fails_by_itself_has_no_trace() -> None:
-    goal = SummedLoss(lambda model, batch: model(batch["y"]).sum(), example={"x": torch.zeros(16)})
     with pytest.raises(NotAffineError, match="cannot be traced"):
-        trace(
-            Short(),
-            goal,
-            AskTrace(
-                request=Request(seq_len=SEQ_LEN),
-                kind="cuda",
-                activation_checkpointing="off",
-                loss="plain",
-                zero_stage=2,
-            ),
-        )
+        traced(Short(), of_rows("y"))
 
 
 def test_a_cpu_is_slowed_by_what_is_computed_a_gpu_by_bytes_alone() -> None:
@@ -264,11 +220,8 @@ def test_a_cpu_is_slowed_by_what_is_computed_a_gpu_by_bytes_alone() -> None:
     def slowed(function: Callable[[Tensor], Tensor]) -> float:
         example = {"x": torch.ones(64, 64, dtype=torch.bfloat16)}
         objective = SummedLoss(lambda model, batch: model(batch["x"]).sum(), example=example)
-        asked = AskTrace(
-            request=Request(seq_len=64), kind="cuda", activation_checkpointing="off", loss="plain", zero_stage=0
-        )
         cpu, gpu = (
-            trace(Repeated(function), objective, replace(asked, kind=kind)).work.traffic.per_sample
+            traced(Repeated(function), objective, seq_len=64, zero_stage=0, kind=kind).work.traffic.per_sample
             for kind in ("cpu", "cuda")
         )
         return cpu / gpu

@@ -79,18 +79,9 @@ class SyntheticProfile:
 
     @property
     def facts(self) -> ModelFacts:
-        return ModelFacts(
-            task=self.task,
-            max_positions=self.max_positions,
-            parameters=self.parameters,
-            trainable_parameters=self.trainable_parameters,
-            trainable_sizes=self.trainable_sizes,
-            largest_parameter=self.largest_parameter,
-            can_recompute=self.can_recompute,
-            can_tile=self.can_tile,
-            notes=self.notes,
-            packed=self.packed,
-        )
+        known = ("task", "max_positions", "parameters", "trainable_parameters", "trainable_sizes", "largest_parameter",
+                 "can_recompute", "can_tile", "notes", "packed")  # fmt: skip
+        return ModelFacts(**{name: getattr(self, name) for name in known})
 
     @property
     def costs(self) -> ModelCosts:
@@ -127,22 +118,15 @@ class SyntheticProfile:
         activations += (self.mlp_bytes_per_token or 0) * self.seq_len * micro_batch // tiles
         optimizer = int(self.optimizer_bytes * elements) // (split if stage >= 1 else 1)
         gradients = 4 * elements // (split if stage >= 2 else 1)
+        logits = self.logits_bytes_per_token * self.seq_len * micro_batch // (8 if self.strategy.loss == "tiled" else 1)
+        parameters = 2 * elements // (split if stage == 3 else 1)
         parts = {
-            "parameters": 0
-            if self.strategy.offload_parameters == "cpu"
-            else 2 * elements // (split if stage == 3 else 1),
-            "gradients": int(on_device * gradients),
-            "optimizer": int(on_device * optimizer),
-            "activations": int(activations * self.error),
-            "logits": self.logits_bytes_per_token
-            * self.seq_len
-            * micro_batch
-            // (8 if self.strategy.loss == "tiled" else 1),
-            "communication": 2 * self.strategy.reduce_bucket_elements,
-            "temporary": 0,
-            "slack": 0,
+            "parameters": 0 if self.strategy.offload_parameters == "cpu" else parameters,
+            "gradients": int(on_device * gradients), "optimizer": int(on_device * optimizer),
+            "activations": int(activations * self.error), "logits": logits,
+            "communication": 2 * self.strategy.reduce_bucket_elements, "temporary": 0, "slack": 0,
             "context": device.context_bytes,
-        }
+        }  # fmt: skip
         return MemoryBreakdown(
             **parts,  # type: ignore[arg-type]  # `phase_peaks` is not among them
             total_bytes=sum(parts.values()),

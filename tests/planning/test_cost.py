@@ -109,13 +109,16 @@ def test_recomputation_takes_its_flops_and_bytes() -> None:
 
 
 def test_python_chooses_each_operator_under_selective() -> None:
+    launched: dict[str, Any] = {
+        "flops_per_sample": 0.0,
+        "num_operators": 2000,
+        "num_forward": 500,
+        "num_recomputed": 500,
+    }
     full, selective = (
-        step(
-            Strategy(zero_stage=2, activation_checkpointing=mode), 1, on=cluster(1), flops_per_sample=0.0,
-            num_operators=2000, num_forward=500, num_recomputed=500,
-        )
+        step(Strategy(zero_stage=2, activation_checkpointing=mode), 1, on=cluster(1), **launched)
         for mode in ("full", "selective")
-    )  # fmt: skip
+    )
     assert selective.recompute_seconds - full.recompute_seconds == pytest.approx(cost.PYTHON_OPERATORS * 1000 * 10e-6)
 
 
@@ -132,13 +135,6 @@ def test_offload_moves_the_optimizer_from_the_device_to_the_host() -> None:
     assert away.total_seconds > here.total_seconds
 
 
-def test_more_accumulation_favours_the_stage_that_reduces_once() -> None:
-    on = cluster(4)
-    once, every = Strategy(zero_stage=1), Strategy(zero_stage=2)
-    assert step(once, 1, on=on).communication_seconds == step(every, 1, on=on).communication_seconds
-    assert step(once, 8, on=on).total_seconds < step(every, 8, on=on).total_seconds
-
-
 def test_communication_that_overlaps_hides_behind_backward_which_is_two_thirds_of_the_compute() -> None:
     # 25M gradients in bf16 on two ranks, all-reduced and gathered: half of 3 x 50 MB a rank, 3 s at 25 MB/s.
     apart, overlapped = (
@@ -148,11 +144,8 @@ def test_communication_that_overlaps_hides_behind_backward_which_is_two_thirds_o
     assert apart.communication_seconds == pytest.approx(3.0)
     assert apart.compute_seconds == pytest.approx(1.0, rel=1e-3)  # 1 TFLOP on 1 TFLOP/s; backward is two products of 3
     assert overlapped.communication_seconds == pytest.approx(3.0 - 2 / 3, rel=1e-3)
-
-
-def test_communication_shorter_than_backward_is_hidden_wholly() -> None:
-    time = step(Strategy(zero_stage=2, overlap_comm=True), 1, on=cluster(2, bandwidth=1e9))
-    assert time.communication_seconds == 0
+    shorter = step(Strategy(zero_stage=2, overlap_comm=True), 1, on=cluster(2, bandwidth=1e9))
+    assert shorter.communication_seconds == 0
 
 
 def test_a_ring_over_nodes_is_as_fast_as_the_links_between_them() -> None:

@@ -1,4 +1,4 @@
-"""The strategies that were weighed are told as a table, and why none fits as a proof."""
+"""A plan in a few lines, the strategies that were weighed as a table, and why none fits as a proof."""
 
 from dataclasses import replace
 from typing import Any
@@ -6,18 +6,13 @@ from typing import Any
 import pytest
 
 from bench.plans import plan_by_hand
-from frugal.config.schema import understand
-from frugal.dryrun.planner import make_plan
 from frugal.errors import NothingFitsError
 from frugal.planning.plan import Plan, Rejected, StepTime
 from frugal.planning.report import strategy_table
 from frugal.planning.strategy import Strategy
-from tests.planning.synthetic import dry_running
-
-
-def plan(model: dict[str, Any], **settings: Any) -> Plan:
-    return make_plan(*understand(settings), dry_run=dry_running(**model))
-
+from frugal.planning.verdict import bar
+from frugal.units import format_bytes
+from tests.planning.synthetic import planned
 
 GIB = 1 << 30
 TIMES = dict.fromkeys(
@@ -68,7 +63,7 @@ def test_a_report_shows_the_first_ones_and_counts_the_rest() -> None:
 
 def test_the_proof_names_every_level_with_its_number() -> None:
     with pytest.raises(NothingFitsError) as caught:
-        plan({"parameters": 20_000_000_000}, gpus=4, mem="12G", host_mem="64G")
+        planned(model={"parameters": 20_000_000_000}, gpus=4, mem="12G", host_mem="64G")
     lines = str(caught.value).splitlines()
     assert lines[0] == "gpt2 does not fit into a GPU of 12.00 GiB"
     assert lines[1:4] == [
@@ -78,17 +73,58 @@ def test_the_proof_names_every_level_with_its_number() -> None:
     ]
 
 
-def test_memory_that_would_do_comes_with_the_host_memory_that_goes_with_it() -> None:
-    with pytest.raises(NothingFitsError) as caught:
-        plan({"parameters": 8_000_000_000}, gpus=4, mem="12G", host_mem="64G", offload="optimizer", zero_stage=2)
-    assert caught.value.hint is not None
-    assert "--mem 16.5G with --host-mem 120G" in caught.value.hint
+@pytest.fixture(scope="module")
+def plan() -> Plan:
+    return planned(gpus=4, mem="12G", global_batch=64)
 
 
-def test_more_host_memory_is_a_way_out_where_the_host_is_all_that_a_strategy_lacks() -> None:
-    settings: dict[str, Any] = {"gpus": 4, "mem": "12G", "offload": "optimizer"}
-    with pytest.raises(NothingFitsError) as caught:
-        plan({"parameters": 8_000_000_000}, host_mem="64G", **settings)
-    assert "  because each node's host needs 119.21 GiB beside it" in str(caught.value).splitlines()
-    assert caught.value.hint == "this would fit: --host-mem 120G"
-    assert plan({"parameters": 8_000_000_000}, host_mem="120G", **settings).memory.fits
+def test_a_printed_plan_ends_with_the_verdict_in_a_few_lines(plan: Plan) -> None:
+    lines = str(plan).splitlines()
+    assert len(lines) == 5
+    assert lines[0] == plan.arithmetic
+    assert format_bytes(plan.memory.total_bytes) in str(plan) and str(plan.strategy) in str(plan)
+
+
+def test_notes_come_before_the_verdict(plan: Plan) -> None:
+    lines = str(replace(plan, warnings=("a", "b"))).splitlines()
+    assert lines[:4] == ["note   a", "note   b", "", plan.arithmetic]
+    assert lines[4].startswith("runs   ")
+
+
+@pytest.mark.parametrize("width", [20, 73, 113])
+def test_the_bar_is_as_wide_as_asked_and_true_to_a_column(plan: Plan, width: int) -> None:
+    device = plan.cluster.devices[0].memory_bytes
+    drawn = bar(plan.memory, device, width)
+    assert sum(share for _, share in drawn) == width
+    assert sum(part.size_bytes for part, _ in drawn) == device
+    assert all(abs(share - part.size_bytes / device * width) < 1 for part, share in drawn)
+
+
+def test_no_part_of_the_bar_is_told_by_its_colour_alone(plan: Plan) -> None:
+    parts = [part for part, _ in bar(plan.memory, plan.device_bytes, 80)]
+    assert len({part.letter for part in parts}) == len(parts)
+    assert {part.name for part in parts} == {*plan.memory.CATEGORIES, "headroom", "margin"}
+
+
+PARTS = {"drafts": True, "num_matrices": 200}
+
+
+@pytest.mark.parametrize(
+    ("settings", "words"),
+    [
+        ({"gpus": 4, "mem": "24G", "sequence_parallel": 2, "model": {"can_be_split": True}}, "over 2 ranks"),
+        (
+            {"gpus": 4, "mem": "8G", "zero_stage": 3, "offload": "optimizer:0.5", "model": PARTS},
+            "50 % of the optimizer",
+        ),
+        ({"gpus": 4, "mem": "24G", "mlp": "tiled", "model": {"mlp_bytes_per_token": 1000}}, "tiled MLP"),
+    ],
+)
+def test_a_printed_plan_names_what_the_strategy_is(settings: dict[str, Any], words: str) -> None:
+    made = planned(**settings)
+    assert words in str(made) and made.arithmetic in str(made)
+
+
+def test_a_notebook_shows_what_a_model_is_called_and_runs_none_of_it(plan: Plan) -> None:
+    hostile = replace(plan, warnings=('<script>alert("x")</script>',))
+    assert "<script" not in hostile._repr_html_() and "&lt;script&gt;" in hostile._repr_html_()

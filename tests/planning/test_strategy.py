@@ -27,12 +27,6 @@ def test_auto_tries_every_mode_but_none_that_moves_to_the_host_on_a_cpu_and_a_pi
     assert modes(activation_checkpointing="selective") == ["selective"]
 
 
-def test_a_strategy_says_its_mode() -> None:
-    assert str(Strategy(zero_stage=2, activation_checkpointing="selective")) == (
-        "ZeRO-2, activation checkpointing selective"
-    )
-
-
 def test_small_buckets_are_an_eighth_and_are_named() -> None:
     usual, small = (
         allowed_strategies(
@@ -97,20 +91,20 @@ def test_each_thing_on_a_disk_is_one_more_mechanism_than_in_host_memory() -> Non
     assert both.num_mechanisms == host.num_mechanisms + 2
 
 
-@pytest.mark.parametrize(("precision", "stages"), [("bf16", {2, 3}), ("fp16", {2, 3}), ("fp32", {0, 1, 2, 3})])
-def test_only_fp32_is_trained_under_stages_0_and_1(precision: Any, stages: set[int]) -> None:
-    made = allowed_strategies(Request(precision=precision), facts(1000), world_size=2, offload="none")
-    assert {each.zero_stage for each in made} == stages
-
-
-def test_one_gpu_takes_the_lowest_stage_of_its_precision() -> None:
-    for precision, stage in (("bf16", 2), ("fp32", 0)):
-        request = Request(precision=precision)  # type: ignore[arg-type]  # two of its values
-        made = allowed_strategies(request, facts(1000), world_size=1, offload="none")
-        assert {each.zero_stage for each in made} == {stage}
-
-
-@pytest.mark.parametrize(("offload", "stages"), [("optimizer", {2, 3}), ("all", {3})])
-def test_only_stage_3_can_offload_parameters(offload: Any, stages: set[int]) -> None:
-    made = allowed_strategies(Request(), facts(1000), world_size=2, offload=offload)
+@pytest.mark.parametrize(
+    ("precision", "world_size", "offload", "stages"),
+    [
+        ("bf16", 2, "none", {2, 3}),
+        ("fp16", 2, "none", {2, 3}),
+        ("fp32", 2, "none", {0, 1, 2, 3}),
+        ("bf16", 1, "none", {2}),
+        ("fp32", 1, "none", {0}),
+        ("bf16", 2, "optimizer", {2, 3}),
+        ("bf16", 2, "all", {3}),
+    ],
+)
+def test_only_fp32_is_trained_under_stages_0_and_1_one_gpu_takes_the_lowest_and_stage_3_offloads_parameters(
+    precision: Any, world_size: int, offload: Any, stages: set[int]
+) -> None:
+    made = allowed_strategies(Request(precision=precision), facts(1000), world_size=world_size, offload=offload)
     assert {each.zero_stage for each in made} == stages

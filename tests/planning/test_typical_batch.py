@@ -7,12 +7,10 @@ from typing import Any
 import pytest
 
 from frugal.config import sample_lengths
-from frugal.config.schema import understand
-from frugal.dryrun.planner import make_plan
 from frugal.errors import RequestError
 from frugal.planning.plan import Plan
 from frugal.planning.report import summary
-from tests.planning.synthetic import dry_running
+from tests.planning.synthetic import planned
 
 SMALL = {"parameters": 124_000_000, "flops_per_token": 8e8, "num_operators": 100}
 
@@ -24,8 +22,8 @@ def heavy_tailed(number: int = 4000) -> list[int]:
 
 
 def plan(model: dict[str, Any] | None = None, **settings: Any) -> Plan:
-    settings = {"gpus": 4, "mem": "12G", "lengths": heavy_tailed()} | settings
-    return make_plan(*understand(settings), dry_run=dry_running(**(SMALL | (model or {}))))
+    asked: dict[str, Any] = {"gpus": 4, "mem": "12G", "lengths": heavy_tailed(), "model": SMALL | (model or {})}
+    return planned(**(asked | settings))
 
 
 def test_the_micro_batch_sizes_and_the_memory_stay_those_of_full_length_samples() -> None:
@@ -46,12 +44,6 @@ def test_ragged_samples_take_fewer_micro_steps_and_less_time() -> None:
     assert known.time.total_seconds < unknown.time.total_seconds / 3
     assert known.grouping.fixed_padding > 2
     assert known.grouping.padding < known.grouping.fixed_padding / 5
-
-
-def test_one_gpu_pads_a_tenth_of_what_fixed_micro_batches_would() -> None:
-    found = plan(gpus=1).grouping  # more micro-steps cost it no communication
-    assert found is not None
-    assert found.padding < found.fixed_padding / 10
 
 
 def test_equal_samples_of_full_length_are_planned_as_ever() -> None:

@@ -5,10 +5,8 @@ from typing import Any
 
 import pytest
 
-from frugal.config.hardware.calibration import Calibration, Probe
 from frugal.config.request import Request
 from frugal.config.schema import understand
-from frugal.dryrun.planner import make_plan
 from frugal.errors import NothingFitsError, RequestError
 from frugal.planning.memory_report import binding
 from frugal.planning.plan import Plan, StepTime
@@ -30,14 +28,15 @@ from frugal.planning.what_if import (
     with_memory,
     without_pins,
 )
-from frugal.units import GIB, MIB
-from tests.planning.synthetic import dry_running
+from frugal.units import GIB
+from tests.config.hardware.test_calibration import GPU
+from tests.planning.synthetic import dry_running, planned
 
 SMALL = {"parameters": 124_000_000, "flops_per_token": 8e8, "num_operators": 2500, "drafts": True}
 
 
 def plan(model: dict[str, Any] | None = None, **settings: Any) -> Plan:
-    return make_plan(*understand(settings), dry_run=dry_running(**(SMALL | (model or {}))))
+    return planned(model=SMALL | (model or {}), **settings)
 
 
 @pytest.mark.parametrize("settings", [{"gpus": 8}, {"mem": "24G"}, {"seq_len": 512}, {"gpus": 1, "mem": "6G"}])
@@ -158,17 +157,10 @@ def test_a_cluster_of_other_size_has_margin_and_context_of_that_size() -> None:
 
 
 def test_a_measured_context_stays_when_there_are_more_gpus_and_nccl_is_added() -> None:
-    probe = Probe(
-        matrix_flops={"bf16": 2e13, "fp16": 2e13, "fp32": 1e13}, memory_bandwidth=3e11, link_bandwidth=None,
-        hop_seconds=None, operator_seconds=6e-6, host_bandwidth=8e10, host_link_bandwidth=2e10, context_bytes=300 * MIB,
-    )  # fmt: skip
-    measured = Calibration(
-        kind="cuda", device="NVIDIA GeForce RTX 3060", card="rtx3060-12g", driver="580.95.05", torch="2.13.0",
-        num_ranks=1, date="2026-11-20", command="frugal measure --calibrate", probe=probe, slack_bytes=GIB,
-    )  # fmt: skip
-    _, one, _ = understand({"gpus": 1, "gpu": "rtx3060-12g"}, measured)
-    assert with_gpus(one, 4) == understand({"gpus": 4, "gpu": "rtx3060-12g"}, measured)[1]
-    assert with_memory(one, 8 * GIB).devices[0].context_bytes == 300 * MIB
+    measured = replace(GPU, slack_bytes=GIB)
+    _, one, _ = understand({"gpus": 1, "gpu": "a100-80g"}, measured)
+    assert with_gpus(one, 4) == understand({"gpus": 4, "gpu": "a100-80g"}, measured)[1]
+    assert with_memory(one, 8 * GIB).devices[0].context_bytes == GPU.probe.context_bytes
 
 
 @pytest.mark.parametrize(

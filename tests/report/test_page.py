@@ -84,12 +84,6 @@ def test_the_numbers_are_a_table_that_the_keyboard_opens(folder: Path, browser: 
     assert rows[-1][:3] == ["12", f"{last['loss']:.4f}", f"{3.0 / 12:.4f}"]
 
 
-@pytest.mark.parametrize("width", [380, 1280])
-def test_the_page_is_no_wider_than_its_window(folder: Path, browser: Browser, width: int) -> None:
-    browser.open(folder / "report.html", width=width)
-    assert browser.run("return document.documentElement.scrollWidth") <= width
-
-
 def test_runs_side_by_side_share_a_chart_unless_their_units_differ(tmp_path: Path, browser: Browser) -> None:
     runs = [train(tmp_path / name, plan(), range(1, last)) for name, last in (("long", 13), ("short", 7))]
     other = train(tmp_path / "classes", plan("sequence-classification"), range(1, 13))

@@ -17,7 +17,7 @@ from frugal.report import after_run
 from frugal.report.charts import thinned
 from frugal.report.run import read_run
 from frugal.report.words import differing
-from tests.commands import frugal
+from tests.commands import Capture, frugal
 from tests.report.recorded import MIB, PLANNED, interrupted, plan, train, tuned
 
 
@@ -64,9 +64,7 @@ def test_lines_that_cannot_be_read_are_left_out_and_counted(tmp_path: Path) -> N
     assert run.notes == ("2 lines of metrics.jsonl cannot be read, and are left out",)
 
 
-def test_a_run_of_an_earlier_version_is_told_with_what_it_lacks(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_a_run_of_an_earlier_version_is_told_with_what_it_lacks(tmp_path: Path, capsys: Capture) -> None:
     folder = train(tmp_path / "run", plan(), range(1, 13))
     known = ("event", "step", "loss", "targets", "samples", "learning_rate", "grad_norm", "tokens_per_second",
              "memory_bytes", "reserved_bytes", "planned_bytes", "measured_bytes", "time")  # fmt: skip
@@ -91,32 +89,37 @@ def test_a_run_that_goes_on_is_told_as_such(tmp_path: Path) -> None:
         assert read_run(folder).state_in_words == "still running after step 5 of 12"
 
 
-def test_who_started_a_killed_run_records_its_end_once_and_no_other_s(tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    ("because", "state"),
+    [
+        ("a rank was ended by SIGKILL", "failed after step 5 of 12: a rank was ended by SIGKILL"),
+        (after_run.INTERRUPTED, "interrupted after step 5 of 12"),
+    ],
+)
+def test_who_started_a_killed_run_records_its_end_once_and_no_other_s(because: str, state: str, tmp_path: Path) -> None:
     before = time.time()
     folder = train(tmp_path / "run", plan(), range(1, 6), is_ended=False)
     with (folder / "metrics.jsonl").open("ab") as file:
         file.write(b'{"event": "step", "st')  # killed in a line
     after_run.note_end(folder, time.time() + 60, "this start never began")
     assert kinds(folder) == [("start", 0)]
-    after_run.note_end(folder, before, "a rank was ended by SIGKILL")
-    after_run.note_end(folder, before, "again")
-    run = read_run(folder)
-    assert run.state_in_words == "failed after step 5 of 12: a rank was ended by SIGKILL"
-    assert kinds(folder) == [("start", 0), ("failed", 5)]
-    assert "a rank was ended by SIGKILL" in (folder / "report.html").read_text()
+    for words in (because, "again"):
+        after_run.note_end(folder, before, words)
+    assert read_run(folder).state_in_words == state
+    assert len(kinds(folder)) == 2 and kinds(folder)[1][1] == 5
+    assert because in (folder / "report.html").read_text()
 
 
-def test_a_run_that_somebody_interrupted_did_not_fail(tmp_path: Path) -> None:
-    folder = train(tmp_path / "run", plan(), range(1, 6), is_ended=False)
-    after_run.note_end(folder, 0.0, after_run.INTERRUPTED)
-    assert read_run(folder).state_in_words == "interrupted after step 5 of 12"
-
-
-def test_a_page_that_cannot_be_written_fails_no_run(tmp_path: Path) -> None:
+def test_a_page_that_cannot_be_written_fails_no_run_and_is_an_error_of_the_command(
+    tmp_path: Path, capsys: Capture
+) -> None:
     folder = train(tmp_path / "run", plan(), range(1, 6))
     (folder / "report.html").mkdir()
     assert after_run.write_page(folder) is not None
     assert after_run.write_page(tmp_path / "nowhere") is not None
+    code, _, errors = frugal(capsys, "report", str(folder), "-o", str(tmp_path / "nowhere" / "page.html"))
+    assert code == 2
+    assert errors.startswith(f"error: cannot write the page {tmp_path}/nowhere/page.html\n  because ")
 
 
 def test_a_long_curve_keeps_its_extremes_and_a_short_one_everything() -> None:
@@ -130,39 +133,24 @@ def test_a_long_curve_keeps_its_extremes_and_a_short_one_everything() -> None:
 
 
 @pytest.mark.parametrize(
-    ("make", "message"),
+    ("make", "what"),
     [
-        (lambda path: None, "error: there is no run in {}\n  because there is no such folder\n\n"
-         "hint: give the --out of a run\n"),
-        (lambda path: path.write_text(""), "error: there is no run in {}\n  because it is a file\n\n"
-         "hint: give the --out of a run\n"),
-        (lambda path: path.mkdir(), "error: {} is not a run's folder\n  because it has no metrics.jsonl\n\n"
-         "hint: give the --out of a run that has begun to train\n"),
+        (lambda path: None, "there is no run in {}\n  because there is no such folder\n\nhint: give the --out"),
+        (lambda path: path.write_text(""), "there is no run in {}\n  because it is a file\n\nhint: give the --out"),
+        (lambda path: path.mkdir(), "{} is not a run's folder\n  because it has no metrics.jsonl\n"),
+        (lambda path: (path.mkdir(), (path / "metrics.jsonl").write_text("not one\nnor two\n")),
+         "no line of {}/metrics.jsonl is a record of a run\n"),
     ],
-    ids=["nothing", "a file", "another folder"],
+    ids=["nothing", "a file", "another folder", "records of something else"],
 )  # fmt: skip
-def test_what_is_no_run_is_refused(tmp_path: Path, capsys: pytest.CaptureFixture[str], make: Any, message: str) -> None:
+def test_what_is_no_run_is_refused(tmp_path: Path, capsys: Capture, make: Any, what: str) -> None:
     make(tmp_path / "run")
-    assert frugal(capsys, "report", str(tmp_path / "run")) == (2, "", message.format(tmp_path / "run"))
-
-
-def test_records_of_something_else_are_refused(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    (tmp_path / "metrics.jsonl").write_text("not one\nnor two\n")
-    code, output, errors = frugal(capsys, "report", str(tmp_path))
+    code, output, errors = frugal(capsys, "report", str(tmp_path / "run"))
     assert (code, output) == (2, "")
-    assert errors.startswith(f"error: no line of {tmp_path}/metrics.jsonl is a record of a run\n")
+    assert errors.startswith(f"error: {what.format(tmp_path / 'run')}")
 
 
-def test_a_page_that_cannot_be_written_is_an_error_of_the_command(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    folder = train(tmp_path / "run", plan(), range(1, 6))
-    code, _, errors = frugal(capsys, "report", str(folder), "-o", str(tmp_path / "nowhere" / "page.html"))
-    assert code == 2
-    assert errors.startswith(f"error: cannot write the page {tmp_path}/nowhere/page.html\n  because ")
-
-
-def test_runs_of_different_units_are_told_apart(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_runs_of_different_units_are_told_apart(tmp_path: Path, capsys: Capture) -> None:
     tokens = train(tmp_path / "tokens", plan(), range(1, 13))
     classes = train(tmp_path / "classes", plan("sequence-classification"), range(1, 13))
     code, output, _ = frugal(capsys, "report", str(tokens), str(classes), "-o", str(tmp_path / "page.html"))
@@ -173,7 +161,7 @@ def test_runs_of_different_units_are_told_apart(tmp_path: Path, capsys: pytest.C
     ) in output
 
 
-def test_what_differs_between_runs_is_told_and_nothing_else(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_what_differs_between_runs_is_told_and_nothing_else(tmp_path: Path, capsys: Capture) -> None:
     one = train(tmp_path / "a" / "run", plan(), range(1, 13))
     other = train(tmp_path / "b" / "run", plan(learning_rate=5e-4, weight_decay=0.2), range(1, 13), total_steps=20)
     code, output, _ = frugal(capsys, "report", "--json", str(one), str(other))

@@ -7,6 +7,7 @@ import pytest
 
 from bench.training import chat_tokenizers as tokenizers
 from frugal import cli
+from tests.commands import Capture
 from tests.engine.corpora import write_jsonl
 
 CHAT = [{"role": "user", "content": "What is the capital?"}, {"role": "assistant", "content": "Paris, dear ü."}]
@@ -25,13 +26,13 @@ def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     return tmp_path
 
 
-def shown(capsys: pytest.CaptureFixture[str], *words: str) -> list[str]:
+def shown(capsys: Capture, *words: str) -> list[str]:
     given = ["--model", "model.json", "--tokenizer", "tokens", "--seq-len", "64", "--out", "run"]
     assert cli.run(["train", *given, *words]) == 0
     return capsys.readouterr().out.splitlines()
 
 
-def test_what_is_trained_on_is_marked(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_what_is_trained_on_is_marked(folder: Path, capsys: Capture) -> None:
     lines = shown(capsys, "--data", "chat.jsonl", "--preview", "2")
     text = tokenizers.make().apply_chat_template(CHAT, tokenize=False)
     tokens = len(tokenizers.make()(text)["input_ids"])
@@ -48,15 +49,13 @@ def test_what_is_trained_on_is_marked(folder: Path, capsys: pytest.CaptureFixtur
     assert not (folder / "run").exists()
 
 
-def test_packed_documents_are_shown_apart(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_packed_documents_are_shown_apart(folder: Path, capsys: Capture) -> None:
     lines = shown(capsys, "--data", "chat.jsonl", "--pack", "--preview", "1")
     assert lines[4].startswith("sample 1 of ") and " in 2 documents, " in lines[4]
     assert lines.count("<|im_start|>user") == 2
 
 
-def test_on_a_terminal_it_is_green(
-    folder: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_on_a_terminal_it_is_green(folder: Path, capsys: Capture, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("sys.stdout.isatty", lambda: True)
     said = "\n".join(shown(capsys, "--data", "chat.jsonl", "--preview", "1"))
     assert "\x1b[32mParis, dear ü.\x1b[0m\x1b[32m\x1b[1m<|im_end|>\x1b[0m" in said
@@ -64,19 +63,14 @@ def test_on_a_terminal_it_is_green(
     assert "\x1b" not in "\n".join(shown(capsys, "--data", "chat.jsonl", "--preview", "1"))
 
 
-def test_running_text_is_trained_on_but_for_its_first_token(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_running_text_is_trained_on_but_for_its_first_token(folder: Path, capsys: Capture) -> None:
     (folder / "a.txt").write_text("one")
     lines = shown(capsys, "--data", "a.txt", "--validation-fraction", "0", "--preview", "5")
     assert lines[-1] == "<|endoftext|>>>>one<|endoftext|><<<"
 
 
-def test_of_pairs_the_target_is_trained_on(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_of_pairs_the_target_is_trained_on(folder: Path, capsys: Capture) -> None:
     config = {"model_type": "t5", "num_layers": 1, "d_model": 16, "num_heads": 1, "vocab_size": 512}
     Path("model.json").write_text(json.dumps(config))
     lines = shown(capsys, "--data", "pairs.jsonl", "--preview", "1")
     assert lines[-2:] == ["one<|endoftext|>", ">>>two<|endoftext|><<<"]
-
-
-def test_without_data_there_is_nothing_to_show(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    assert cli.run(["train", "--model", "model.json", "--preview", "1"]) == 2
-    assert capsys.readouterr().err.startswith("error: no data was given\n")

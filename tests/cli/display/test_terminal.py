@@ -12,7 +12,7 @@ import pytest
 
 from frugal.cli import run
 from frugal.planning.plan import UNPROVEN
-from tests.commands import frugal_plan, with_formulas
+from tests.commands import Capture, frugal_plan, with_formulas
 from tests.planning.synthetic import SMALL
 
 CARDS = ["--gpus", "4", "--mem", "12G"]
@@ -108,14 +108,7 @@ def test_what_a_dry_run_adds_for_short_samples_does_not_refuse_the_draft(
     assert not any(line.startswith("draft") for line in lines)
 
 
-def test_a_plan_that_is_kept_was_proven_before(on_terminal: Callable[..., str]) -> None:
-    assert "proven" in on_terminal(80, "plan", *CARDS)
-    assert "proven" not in on_terminal(80, "plan", *CARDS)
-
-
-def test_a_draft_alone_says_that_nothing_has_proven_it_and_is_not_kept(
-    capsys: pytest.CaptureFixture[str], here: Path
-) -> None:
+def test_a_draft_alone_says_that_nothing_has_proven_it_and_is_not_kept(capsys: Capture, here: Path) -> None:
     code, out, _ = frugal_plan(capsys, *CARDS, "--draft", "-o", "run")
     assert code == 0
     assert "note   a draft: its memory is arithmetic, and no dry run has proven it\n" in out
@@ -125,9 +118,7 @@ def test_a_draft_alone_says_that_nothing_has_proven_it_and_is_not_kept(
     assert draft["batch"] == full["batch"]
 
 
-def test_a_draft_and_its_plan_say_each_note_once(
-    on_terminal: Callable[..., str], capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_a_draft_and_its_plan_say_each_note_once(on_terminal: Callable[..., str], capsys: Capture) -> None:
     drafted = " ".join(" ".join(plain(on_terminal(120, "plan", *CARDS, "--global-batch", "500"))).split())
     assert drafted.count("ds_config.json alone would train 520 samples per step, not 500") == 1
     _, kept, _ = frugal_plan(capsys, *CARDS, "--global-batch", "500")
@@ -148,7 +139,7 @@ def test_nothing_but_letters_is_left_of_the_bar_without_colours(on_terminal: Cal
 
 @pytest.mark.parametrize("command", [["plan", *CARDS, "-v"], ["explain", *CARDS]])
 def test_tables_keep_within_a_terminal_and_lose_no_word(
-    on_terminal: Callable[..., str], capsys: pytest.CaptureFixture[str], command: list[str]
+    on_terminal: Callable[..., str], capsys: Capture, command: list[str]
 ) -> None:
     lines = plain(on_terminal(80, *command))
     assert max(map(len, lines)) <= 80
@@ -158,9 +149,7 @@ def test_tables_keep_within_a_terminal_and_lose_no_word(
     assert set(in_a_pipe) <= set(" ".join(lines).split())
 
 
-def test_a_pipe_gets_the_same_lines_whatever_the_terminal_is(
-    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_pipe_gets_the_same_lines_whatever_the_terminal_is(capsys: Capture, monkeypatch: pytest.MonkeyPatch) -> None:
     _, out, _ = frugal_plan(capsys, *CARDS)
     for columns, forced in (("40", "1"), ("200", "")):
         monkeypatch.setenv("COLUMNS", columns)

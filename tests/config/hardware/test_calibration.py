@@ -103,13 +103,8 @@ def test_a_calibration_of_an_older_frugal_is_a_note_and_not_mistaken_for_a_new_o
     older = msgspec.json.decode(msgspec.json.encode(GPU))
     del older["probe"]["host_bandwidth"]  # its matrix FLOP/s were those of a whole layer
     (tmp_path / "cuda-0.json").write_bytes(msgspec.json.encode(older))
-    assert read_all(tmp_path) == (
-        [],
-        [
-            f"the calibration {tmp_path}/cuda-0.json cannot be read and is ignored: "
-            "Object missing required field `host_bandwidth` - at `$.probe`"
-        ],
-    )
+    found, (note,) = read_all(tmp_path)
+    assert not found and note.endswith("is ignored: Object missing required field `host_bandwidth` - at `$.probe`")
 
 
 def broken(name: str, value: bytes) -> bytes:
@@ -128,3 +123,15 @@ def test_a_damaged_file_is_a_note_and_the_others_are_read(content: bytes, tmp_pa
     found, (note,) = read_all(tmp_path)
     assert found == [GPU]
     assert note.startswith(f"the calibration {tmp_path}/cuda-0.json cannot be read and is ignored: ")
+
+
+@pytest.mark.parametrize(
+    ("name", "value", "said"),
+    [("memory_bandwidth", b"5e13", "50,000 GB/s"), ("bf16", b"6.3e15", "6,300 TFLOP/s")],
+)
+def test_a_calibration_that_no_device_reaches_is_ignored_with_its_numbers(
+    name: str, value: bytes, said: str, tmp_path: Path
+) -> None:
+    (tmp_path / "cuda-0.json").write_bytes(broken(name, value))
+    found, (note,) = read_all(tmp_path)
+    assert not found and f"{said} were measured" in note
