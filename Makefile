@@ -4,7 +4,7 @@ VENV   ?= .venv
 BIN    := $(VENV)/bin
 SHELL  := /bin/bash
 
-.PHONY: setup demo test test-all faults contract mutation trl emulated renew kernels lint docs clean
+.PHONY: setup demo test test-all faults contract mutation trl emulated renew kernels lint docs release clean
 
 setup: $(VENV)/.ready
 
@@ -86,6 +86,12 @@ lint: setup
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
 	$(BIN)/mypy
+
+# dist/ as it could be published: sdist and a wheel of which each fits any Linux of these years. Both are checked, and the
+# wheel is installed into an empty environment of each Python in PYTHONS, where it plans without the checkout.
+PYTHONS ?= $(PYTHON)
+release: setup
+	.ci/release $(PYTHONS)
 
 # The documentation as a site in build/site; a broken link or anchor is an error.
 docs: setup
