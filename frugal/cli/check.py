@@ -15,7 +15,7 @@ from frugal.config.request import Request
 from frugal.config.schema import settings_of_toml
 from frugal.config.setting import settings_of
 from frugal.errors import RequestError, refuse
-from frugal.tools.check.documents.document import Tool
+from frugal.tools.check.document import Tool
 from frugal.tools.check.gather import FLAGS
 
 

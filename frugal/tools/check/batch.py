@@ -4,7 +4,7 @@ from dataclasses import dataclass
 
 from frugal.errors import RequestError
 from frugal.planning.batch import BatchPlan
-from frugal.tools.check.readers.deepspeed_json import Resolved
+from frugal.tools.check.deepspeed_json import Resolved
 from frugal.tools.check.settings import Finding, Settings
 from frugal.units import plural
 

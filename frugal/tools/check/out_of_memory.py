@@ -22,7 +22,7 @@ from frugal.dryrun.messages import DryRun
 from frugal.errors import RequestError
 from frugal.planning.memory.caching_allocator import SMALLEST_BLOCK, segment_bytes
 from frugal.planning.memory.timeline import BACKWARD, FORWARD, INITIALISATION, OPTIMIZER_STEP
-from frugal.tools.check.documents.document import Place
+from frugal.tools.check.document import Place
 from frugal.units import GIB, KIB, MIB, TIB
 
 _UNITS = {"bytes": 1, "KiB": KIB, "MiB": MIB, "GiB": GIB, "TiB": TIB}

@@ -13,7 +13,7 @@ import msgspec
 
 from frugal.config.hardware import local_host
 from frugal.tools.check.checked import Check
-from frugal.tools.check.documents.document import NAMES, Place
+from frugal.tools.check.document import NAMES, Place
 from frugal.tools.check.report import categories, headline, out_of_memory_lines
 from frugal.tools.check.settings import Finding
 from frugal.tools.check.verdict import Subject, Verdict

@@ -4,7 +4,7 @@ from collections.abc import Sequence
 
 from frugal.planning.memory.breakdown import MemoryBreakdown
 from frugal.tools.check.checked import Check
-from frugal.tools.check.documents.document import NAMES
+from frugal.tools.check.document import NAMES
 from frugal.tools.check.settings import Finding
 from frugal.tools.check.verdict import Verdict
 from frugal.units import format_bytes, plural

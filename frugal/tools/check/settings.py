@@ -12,7 +12,7 @@ from frugal.config.adapters import Lora
 from frugal.config.optimizers import OptimizerImplementation, OptimizerName
 from frugal.config.request import Precision, Task
 from frugal.errors import RequestError
-from frugal.tools.check.documents.document import Document, Place
+from frugal.tools.check.document import Document, Place
 
 Level = Literal["error", "warning", "note"]
 
@@ -59,7 +59,7 @@ class Settings:
         deepspeed: its JSON as written, with `auto`; None: DeepSpeed is not used.
         fills_auto: whether the tool replaces `auto` in DeepSpeed's JSON.
         places: where each of these was read, by name; those of DeepSpeed's JSON as `json.` and their dotted names.
-        raw: further values that a trap asks for, by the tool's own names.
+        raw: all values that were read, by the names of `tools.toml`; a trap asks for some.
     """
 
     tool: str = ""
@@ -102,6 +102,10 @@ class Settings:
         """Return the place of the first of these settings that was read."""
         return next((self.places[name] for name in names if name in self.places), None)
 
+    def find(self, rule: str, level: Level, text: str, place: Place | None = None, hint: str = "") -> None:
+        """Note a trap."""
+        self.findings.append(Finding(rule, level, text, place, hint))
+
     def deviate(self, text: str, place: Place | None = None) -> None:
         """Note a setting that is evaluated differently than written."""
         self.deviations.append(Deviation(text, place))
@@ -127,13 +131,14 @@ class Fields:
             inside = self._content.get(key) or {}
             if not isinstance(inside, dict):
                 raise RequestError(
-                    f"`{key}` in {document.place(*prefix)} is {inside!r}", because="it must be a mapping"
+                    f"`{'.'.join(prefix)}` in {document.place(*prefix)} is {inside!r}", because="it must be a mapping"
                 )
             self._content = inside
         self._asked: set[str] = set()
 
-    def __contains__(self, key: str) -> bool:
-        return self._content.get(key) is not None
+    def inside(self, key: str) -> "Fields":
+        """Return the fields of a block."""
+        return Fields(self.document, self.settings, (*self._prefix, key))
 
     def place(self, key: str) -> Place:
         """Return the place of a key."""
@@ -142,59 +147,20 @@ class Fields:
     def value(self, *keys: str, of: str | None = None) -> Any:
         """Return the first of `keys` that is present; None if none is. `of`: the setting whose place this is."""
         self._asked |= set(keys)
-        for key in keys:
-            value = self._content.get(key)
-            if value is not None:
-                if of is not None:
-                    self.settings.places[of] = self.place(key)
-                return value
-        return None
+        key = next((key for key in keys if self._content.get(key) is not None), None)
+        if key is not None and of is not None:
+            self.settings.places[of] = self.place(key)
+        return None if key is None else self._content[key]
 
-    def whole(self, *keys: str, of: str | None = None) -> int | None:
-        """Return a whole number, which may be given as text."""
-        return self._number("a whole number", _whole, keys, of)
-
-    def number(self, *keys: str, of: str | None = None) -> float | None:
-        """Return a number, which may be given as text: YAML 1.1 reads `2e-5` as text."""
-        return self._number("a number", float, keys, of)
-
-    def text(self, *keys: str, of: str | None = None) -> str | None:
-        """Return a value as text."""
+    def get(self, kind: str, *keys: str, of: str | None = None) -> Any:
+        """Return `value` as one of `KINDS`; None if there is none."""
         value = self.value(*keys, of=of)
-        return None if value is None else str(value)
-
-    def flag(self, *keys: str, of: str | None = None) -> bool | None:
-        """Return true or false, which may be given as text, as on a command line."""
-        value = self.value(*keys, of=of)
-        if value is None or isinstance(value, bool):
-            return value
-        if str(value).lower() in ("true", "yes", "1", "false", "no", "0"):
-            return str(value).lower() in ("true", "yes", "1")
-        raise self._wrong(keys, value, "true or false")
-
-    def names(self, *keys: str, of: str | None = None) -> list[str]:
-        """Return a list of names, which may be one text with commas or spaces between them."""
-        value = self.value(*keys, of=of)
-        if isinstance(value, str):
-            return value.replace(",", " ").split()
-        if value is not None and not isinstance(value, list):
-            raise self._wrong(keys, value, "a list of names")
-        return [str(name) for name in value or ()]
-
-    def _number(self, kind: str, read: Callable[[Any], Any], keys: tuple[str, ...], of: str | None) -> Any:
-        value = self.value(*keys, of=of)
-        if value is None:
-            return None
+        read, must_be = KINDS[kind]
         try:
-            if isinstance(value, bool | list | dict):
-                raise ValueError
-            return read(value)
-        except (ValueError, OverflowError):
-            raise self._wrong(keys, value, kind) from None
-
-    def _wrong(self, keys: tuple[str, ...], value: Any, must_be: str) -> RequestError:
-        key = next(key for key in keys if self._content.get(key) is not None)
-        return RequestError(f"`{key}` in {self.place(key)} is {value!r}", because=f"it must be {must_be}")
+            return None if value is None else read(value)
+        except (TypeError, ValueError, KeyError, OverflowError):
+            key = next(key for key in keys if self._content.get(key) is not None)
+            raise RequestError(f"`{key}` in {self.place(key)} is {value!r}", because=f"it must be {must_be}") from None
 
     def known(self, *keys: str) -> None:
         """Mark fields as known: they change no memory, or are read elsewhere."""
@@ -209,7 +175,38 @@ class Fields:
 
 
 def _whole(value: Any) -> int:
-    number = float(value)
+    number = _number(value)
     if number != int(number):
         raise ValueError
     return int(number)
+
+
+def _number(value: Any) -> float:
+    """Return a number, which may be given as text: YAML 1.1 reads `2e-5` as text."""
+    if isinstance(value, bool):
+        raise TypeError
+    return float(value)
+
+
+def _flag(value: Any) -> bool:
+    """Return a truth value, which may be given as text, as on a command line."""
+    return {"true": True, "yes": True, "1": True, "false": False, "no": False, "0": False}[str(value).lower()]
+
+
+def _names(value: Any) -> list[str]:
+    """Return a list of names, which may be one text with commas or spaces between them."""
+    if isinstance(value, str):
+        return value.replace(",", " ").split()
+    if not isinstance(value, list):
+        raise TypeError
+    return [str(name) for name in value]
+
+
+KINDS: Mapping[str, tuple[Callable[[Any], Any], str]] = {
+    "whole": (_whole, "a whole number"),
+    "number": (_number, "a number"),
+    "text": (str, "text"),
+    "flag": (_flag, "true or false"),
+    "names": (_names, "a list of names"),
+    "value": (lambda value: value, ""),
+}

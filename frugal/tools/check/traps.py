@@ -6,7 +6,7 @@ from typing import Any
 from frugal.config.hardware import local_host
 from frugal.tools.check import known_faults
 from frugal.tools.check.batch import Arithmetic
-from frugal.tools.check.readers.deepspeed_json import REMOVED, Resolved
+from frugal.tools.check.deepspeed_json import REMOVED, Resolved
 from frugal.tools.check.settings import AUTO, Finding, Settings
 from frugal.units import format_bytes, plural
 

@@ -15,7 +15,7 @@ import yaml  # type: ignore[import-untyped]  # its stubs are a package of their 
 from frugal import files
 from frugal.deepspeed_adapter.json_config import MICRO_BATCH
 from frugal.errors import RequestError
-from frugal.tools.check.documents.command_line import FILES, PROGRAM, parsed_script
+from frugal.tools.check.command_line import FILES, PROGRAM, parsed_script
 
 Tool = Literal["deepspeed", "transformers", "trl", "axolotl", "llama-factory", "accelerate"]
 

@@ -20,10 +20,9 @@ from frugal.deepspeed_adapter.json_config import MICRO_BATCH
 from frugal.errors import RequestError
 from frugal.planning.strategy import Place as Where
 from frugal.planning.strategy import Strategy
-from frugal.tools.check.documents.document import Document, Place
-from frugal.tools.check.documents.known_fields import finish
-from frugal.tools.check.readers import optimizers
+from frugal.tools.check.document import Document, Place
 from frugal.tools.check.settings import AUTO, Fields, Settings
+from frugal.tools.check.tools import table_of, take, take_optimizer
 
 BUCKET, PREFETCH, LIVE, PERSISTENT, SUB_GROUP = 500_000_000, 50_000_000, 1_000_000_000, 100_000, 1_000_000_000
 """DeepSpeed's own sizes, in elements."""
@@ -77,95 +76,18 @@ def read(document: Document, settings: Settings) -> None:
         RequestError: a part of it is no mapping.
     """
     settings.deepspeed = document.content
-    _keep_places(document, settings)
-    fields = Fields(document, settings)
-    fields.known("zero_optimization", "bf16", "fp16", "optimizer", "data_types", "activation_checkpointing")
-    if not isinstance(fields.value("zero_optimization") or {}, dict):
-        raise RequestError(f"`zero_optimization` in {fields.place('zero_optimization')} is no mapping")
-    _read_blocks(document, settings)
-    fields.known("train_batch_size", MICRO_BATCH, "gradient_accumulation_steps", "gradient_clipping", *REMOVED)
-    fields.known("zero_force_ds_cpu_optimizer", "torch_autocast", "bfloat16")
-    settings.sequence_parallel = fields.whole("sequence_parallel_size", of="sequence_parallel") or (
-        settings.sequence_parallel
-    )
-    fields.known("data_parallel_size")
-    for block in ("tensor_parallel", "pipeline", "hybrid_engine", "expert_parallel"):
-        if fields.value(block) not in (None, {}, 1):
-            settings.refuse(f"`{block}` splits the model otherwise than ZeRO", fields.place(block))
-    if (fields.value("torch_autocast") or {}).get("enabled"):
-        settings.refuse("`torch_autocast` keeps fp32 weights beside what ZeRO keeps", fields.place("torch_autocast"))
-    finish(fields, "deepspeed")
-    _read_zero(document, settings)
-    _read_optimizer(fields, settings)
-
-
-def _keep_places(document: Document, settings: Settings) -> None:
-    for keys in document.lines:
-        settings.places[".".join(("json", *keys))] = document.place(*keys)
-
-
-def _read_zero(document: Document, settings: Settings) -> None:
-    zero = Fields(document, settings, ("zero_optimization",))
-    zero.known(
-        "stage", "overlap_comm", "offload_optimizer", "offload_param", "cpu_offload", "cpu_offload_param", *_SIZES
-    )
-    if zero.value("contiguous_gradients") is False:
-        settings.deviate("gradients are evaluated as contiguous", zero.place("contiguous_gradients"))
-    if zero.value("zero_hpz_partition_size") not in (None, 1):
-        settings.deviate(
-            "`zero_hpz_partition_size` is not evaluated: it takes more memory", zero.place("zero_hpz_partition_size")
-        )
-    if zero.value("zenflow") not in (None, {}):
-        settings.refuse("`zenflow` keeps other states than ZeRO's", zero.place("zenflow"))
-    finish(zero, "deepspeed", prefix="zero_")
-
-
-_NESTED = {
-    ("bf16",): "enabled bf16_master_weights_and_grads bf16_optimizer_states check_overflow",
-    ("fp16",): "enabled auto_cast loss_scale initial_scale_power loss_scale_window hysteresis consecutive_hysteresis "
-    "min_loss_scale",
-    ("data_types",): "grad_accum_dtype",
-    ("optimizer",): "type params",
-    ("optimizer", "params"): "lr betas eps weight_decay momentum bias_correction torch_adam adam_w_mode fused foreach "
-    "amsgrad max_coeff min_coeff freeze_step",
-    ("zero_optimization", "offload_optimizer"): "device nvme_path pin_memory buffer_count pipeline pipeline_read "
-    "pipeline_write fast_init ratio",
-    ("zero_optimization", "offload_param"): "device nvme_path pin_memory buffer_count buffer_size max_in_cpu",
-}
-"""Fields of nested blocks that are read here."""
-
-
-def _read_blocks(document: Document, settings: Settings) -> None:
-    """List unknown fields of nested blocks.
-
-    Raises:
-        RequestError: a block is no mapping.
-    """
-    for path, known in _NESTED.items():
-        inside: Any = document.content
-        for key in path:
-            inside = (inside or {}).get(key)
-        if inside is None:
-            continue
-        if not isinstance(inside, dict):
-            raise RequestError(f"`{'.'.join(path)}` in {document.place(*path)} is no mapping")
-        fields = Fields(document, settings, path)
-        fields.known(*known.split())
-        fields.list_unknown()
-
-
-def _read_optimizer(fields: Fields, settings: Settings) -> None:
-    block = fields.value("optimizer")
+    settings.places |= {".".join(("json", *keys)): document.place(*keys) for keys in document.lines}
+    said = take(Fields(document, settings), table_of("deepspeed"))
+    settings.sequence_parallel = said.get("sequence_parallel") or settings.sequence_parallel
+    block = document.content.get("optimizer") or {}
     if not block:
         return
-    place = fields.document.place("optimizer", "type")
-    optimizers.take(settings, str(block.get("type", "")), place, of_deepspeed=True)
-    params = block.get("params") or {}
+    place, params = document.place("optimizer", "type"), block.get("params") or {}
+    take_optimizer(settings, str(block.get("type", "")), place, of_deepspeed=True)
     if params.get("torch_adam") and settings.optimizer == "adamw":
         settings.optimizer_implementation = "fused" if params.get("fused") else "foreach"
-    rate = params.get("lr")
-    if isinstance(rate, int | float):
-        settings.learning_rate = float(rate)
+    if isinstance(params.get("lr"), int | float):
+        settings.learning_rate = float(params["lr"])
 
 
 def resolve(settings: Settings, world_size: int, hidden_size: Callable[[], int | None]) -> Resolved:
