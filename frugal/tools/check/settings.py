@@ -47,7 +47,6 @@ class Settings:
         tool: name of the tool that trains.
         micro_batch: samples of one GPU in one forward.
         accumulation_steps: forwards for one optimizer step.
-        global_batch: samples of one optimizer step, where it is given itself.
         gpus: processes of one node.
         seq_len: tokens of the longest sample.
         optimizer: the nearest that frugal has; deviations list the differences.
@@ -68,7 +67,6 @@ class Settings:
     seq_len: int | None = None
     micro_batch: int | None = None
     accumulation_steps: int | None = None
-    global_batch: int | None = None
     gpus: int | None = None
     nodes: int | None = None
     precision: Precision | None = None
