@@ -27,6 +27,7 @@ from frugal.tools.check.verdict import (
     Verdict,
     readable,
     refuse_autocast,
+    refuse_model,
     request_of,
     resolved,
     subject_of,
@@ -95,7 +96,6 @@ def check(
     precision = {"precision": settings.precision} if settings.precision else {}
     _, cluster, _ = understand(described | precision, calibration, unnamed)
     deepspeed, arithmetic = resolved(settings, cluster.world_size)
-    request = request_of(settings, deepspeed, arithmetic)
     if deepspeed is None:
         refuse_autocast(settings)
     done = Check(
@@ -103,9 +103,16 @@ def check(
         findings=traps.traps(settings, deepspeed, arithmetic), seq_len_is_assumed=settings.seq_len is None,
         out_of_memory=message,
     )  # fmt: skip
+    if deepspeed is not None and not deepspeed.is_known:
+        return done
     with nullcontext(pool) if pool is not None else closing(workers()) as pool:
-        with DryRunSource(request, cluster, pool=pool) as source:
-            request = readable(request, _facts(source, settings, pool), settings)
+        try:
+            request = request_of(settings, deepspeed, arithmetic)
+            with DryRunSource(request, cluster, pool=pool) as source:
+                request = readable(request, _facts(source, settings, pool), settings)
+        except RequestError as error:
+            refuse_model(settings, error)
+            return done
         if not settings.refusals:
             done = _evaluated(done, request, pool)
         return _planned(done, request, pool) if with_plan else done

@@ -30,6 +30,9 @@ BUCKET, PREFETCH, LIVE, PERSISTENT, SUB_GROUP = 500_000_000, 50_000_000, 1_000_0
 REMOVED = ("nebula", "compression_training", "amp", "quantize_training", "elasticity")
 """Blocks that DeepSpeed 0.19.8 refuses (`_reject_removed_config_keys`)."""
 
+UNKNOWN = "unknown"
+"""The value of an `auto` that a model decides which is not at hand."""
+
 _SIZES = {
     "reduce_bucket_size": BUCKET,
     "stage3_prefetch_bucket_size": PREFETCH,
@@ -68,6 +71,11 @@ class Resolved:
     filled: tuple[Filled, ...]
     zero: Mapping[str, Any]
 
+    @property
+    def is_known(self) -> bool:
+        """Return whether the model was at hand where `auto` needed it."""
+        return all(each.value != UNKNOWN for each in self.filled)
+
 
 def read(document: Document, settings: Settings) -> None:
     """Keep the JSON in `settings`, with the places of its values, unknown fields, and its optimizer.
@@ -91,7 +99,8 @@ def read(document: Document, settings: Settings) -> None:
 
 
 def resolve(settings: Settings, world_size: int, hidden_size: Callable[[], int | None]) -> Resolved:
-    """Resolve `auto` on `world_size` ranks. `hidden_size` is the model's, asked for only where `auto` needs it.
+    """Resolve `auto` on `world_size` ranks. `hidden_size` is the model's, asked for only where `auto` needs it; 0: the
+    model is not at hand.
 
     Raises:
         RequestError: a value is no number, or no tool fills in an `auto` that DeepSpeed requires.
@@ -106,13 +115,13 @@ def resolve(settings: Settings, world_size: int, hidden_size: Callable[[], int |
         where = settings.places.get("json.zero_optimization.stage", "the DeepSpeed JSON")
         raise RequestError(f"`zero_optimization.stage` in {where} is {stage}", because="ZeRO has the stages 0 to 3")
     for name, default in _SIZES.items():
-        value = zero.get(name, default)
+        value = zero.get(name, zero.get(name.removeprefix("stage3_"), default))  # DeepSpeed takes either name
         if value == AUTO:
             of_hidden = _FROM_HIDDEN_SIZE.get(name) if settings.fills_auto else None
             hidden = hidden_size() if of_hidden is not None and (stage == 3 or name not in _OF_ZERO_3) else None
             value = default if of_hidden is None or hidden is None else of_hidden(hidden)
-            by = f"{settings.tool}, from the hidden size {hidden}" if hidden is not None else ""
-            filled.append(Filled(name=f"zero_optimization.{name}", value=value, by=by))
+            by = f"{settings.tool}, from the hidden size {hidden or 'of the model'}" if hidden is not None else ""
+            filled.append(Filled(name=f"zero_optimization.{name}", value=value if hidden != 0 else UNKNOWN, by=by))
         zero[name] = int(_number(settings, f"zero_optimization.{name}", value))
     overlap = zero.get("overlap_comm")
     if overlap == AUTO:

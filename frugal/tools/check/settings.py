@@ -4,6 +4,7 @@ A reader fills `Settings` from one tool's file. Unknown fields are listed (`unkn
 follow are a deviation, or a reason not to check at all (`refusals`).
 """
 
+import re
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
 from typing import Any, Literal
@@ -15,6 +16,20 @@ from frugal.errors import RequestError
 from frugal.tools.check.document import Document, Place
 
 Level = Literal["error", "warning", "note"]
+
+MAY_DECIDE_MEMORY = re.compile(
+    r"^(?!(data|eval|test|val|log|save|hub|wandb|swanlab|trackio|mlflow|comet|tokenizer|report)[a-z]*_)(\w+_)?("
+    r"q?lora|dora|oft|vera|peft|adapt|modules|layers|rank|r$|freeze|frozen|unfr|tune|trainable|"  # adapters
+    r"quant|double_quant|bits?(_|$)|load_in|\d+_?bit|n?v?fp\d|int\d|gptq|awq|aqlm|hqq|eetq|bnb|qat|onebit|dtype|precision|"
+    r"len|max_?len|seq|tokens?(_|$)|pack|multipack|cutoff|context|"
+    r"parallel|pipeline|megatron|tensor|shard|fsdp|dist(_|$)|expert|moe|[tcspe]p_|offload|cpu|kt(_|$)|replicate|"
+    r"vision|visual|image|video|audio|speech|pixel|mm_|multi_?modal|tower|projector|vit(_|$)|"
+    r"ref(_|$)|reference|reward|rl(_|$)|dpo|kto|grpo|ppo|pref(?!ix|etch)|teacher|distil|kd_|critic|rollout|vllm|ebft|diffusion|hatchery|"
+    r"kernel|sonicmoe|scattermoe|attn|attention|flash|unsloth|liger|compile|checkpointing(?!_steps)|recompute|"
+    r"galore|apollo|badam|lisa|relora|muon|asft|optim|embed|vocab|head|model_config|model_args"
+    r")"
+)
+"""Names of fields that are of adapters, quantisation, lengths, parallelism, images, references, kernels or states."""
 
 AUTO = "auto"
 """The value in DeepSpeed's JSON that another tool is to fill in."""
@@ -58,6 +73,8 @@ class Settings:
         deepspeed: its JSON as written, with `auto`; None: DeepSpeed is not used.
         fills_auto: whether the tool replaces `auto` in DeepSpeed's JSON.
         places: where each of these was read, by name; those of DeepSpeed's JSON as `json.` and their dotted names.
+        read: the fields whose values were read.
+        unknown: fields that frugal does not know.
         raw: all values that were read, by the names of `tools.toml`; a trap asks for some.
     """
 
@@ -94,6 +111,7 @@ class Settings:
     deviations: list[Deviation] = field(default_factory=list)
     refusals: list[Deviation] = field(default_factory=list)
     findings: list[Finding] = field(default_factory=list)
+    read: list[Place] = field(default_factory=list)
     unknown: list[Place] = field(default_factory=list)
 
     def place(self, *names: str) -> Place | None:
@@ -165,11 +183,17 @@ class Fields:
         self._asked |= set(keys)
 
     def list_unknown(self, no_effect: Iterable[str] = ()) -> None:
-        """Add the fields that nothing has asked for to `settings.unknown`."""
-        known = self._asked | set(no_effect)
-        self.settings.unknown += [
-            self.place(key) for key in self._content if key not in known and not key.startswith("(")
+        """Add the fields that nothing has asked for to `settings.unknown`, and refuse those that may decide memory."""
+        own = [key for key in self._content if not key.startswith("(")]
+        unknown = [key for key in own if key not in self._asked.union(no_effect)]
+        self.settings.read += [
+            self.place(key) for key in own if key in self._asked and not isinstance(self._content[key], dict)
         ]
+        self.settings.unknown += map(self.place, unknown)
+        decisive = [key for key in unknown if self._content[key] and MAY_DECIDE_MEMORY.search(key)]
+        if decisive:
+            names = ", ".join(f"`{key}`" for key in decisive)
+            self.settings.refuse(f"{names}: unknown to frugal, and may decide memory", self.place(decisive[0]))
 
 
 def _whole(value: Any) -> int:

@@ -3,8 +3,9 @@
 `tools.toml` has the fields and the defaults of each tool. What is here is what a table cannot say.
 """
 
+import re
 import tomllib
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, fields
 from functools import cache
 from importlib.resources import files
@@ -12,6 +13,7 @@ from typing import Any
 
 from frugal.config.adapters import ALL_LINEAR, Lora
 from frugal.config.optimizers import OptimizerImplementation, OptimizerName
+from frugal.errors import RequestError
 from frugal.tools.check import command_line
 from frugal.tools.check.document import NAMES, Document, Place, Tool
 from frugal.tools.check.settings import KINDS, Fields, Settings
@@ -25,9 +27,12 @@ def table_of(tool: Tool) -> Mapping[str, Any]:
     """Return the section of a tool in `tools.toml`, added to that of the tool it is `under`."""
     tables = tomllib.loads(files("frugal.tools.check").joinpath("tools.toml").read_text())
     table = tables[tool]
-    under = tables.get(table.get("under"), {})
-    merged = {name: under.get(name, {}) | table.get(name, {}) for name in {*under, *table} - {"under", "no_effect"}}
-    return {"default": {}, **merged, "no_effect": under.get("no_effect", "") + table["no_effect"]}
+    if "under" in table:
+        under = tables[table["under"]]
+        sections = {*under, *table} - {"under", "no_effect"}
+        no_effect = " ".join((under["no_effect"], table["no_effect"]))
+        table = {name: under.get(name, {}) | table.get(name, {}) for name in sections} | {"no_effect": no_effect}
+    return {"default": {}} | table
 
 
 def take(fields: Fields, table: Mapping[str, Any]) -> dict[str, Any]:
@@ -40,9 +45,9 @@ def take(fields: Fields, table: Mapping[str, Any]) -> dict[str, Any]:
         for name, keys in table.get(kind, {}).items()
         if (value := fields.get(kind, *keys.split(), of=name)) is not None
     }
-    for key, value, why in _set(fields, table.get("deviations", {})):
+    for key, value, why in _set(fields, table.get("deviations", {}).items()):
         settings.deviate(f"{_written(key, value)} is not followed: {why}", fields.place(key))
-    for key, value, why in _set(fields, table.get("refusals", {})):
+    for key, value, why in _set(fields, ((row, why) for why, row in table.get("refusals", {}).items())):
         settings.refuse(why.format(field=_written(key, value)), fields.place(key))
     for key, (followed, why) in table.get("only", {}).items():
         value = fields.value(key)
@@ -51,13 +56,14 @@ def take(fields: Fields, table: Mapping[str, Any]) -> dict[str, Any]:
     for name, block in table.get("block", {}).items():
         if fields.value(name) is not None:
             said |= take(fields.inside(name), block)
+    fields.known(*table.get("elsewhere", "").split())
     fields.list_unknown(table["no_effect"].split())
     return said
 
 
-def _set(fields: Fields, table: Mapping[str, str]) -> Iterator[tuple[str, Any, str]]:
+def _set(fields: Fields, rows: Iterable[tuple[str, str]]) -> Iterator[tuple[str, Any, str]]:
     """Yield the first field of each row that is set, or set as after `=`, with its value and the row's text."""
-    for row, why in table.items():
+    for row, why in rows:
         parts = [each.partition("=") for each in row.split()]
         fields.known(*(key for key, _, _ in parts))
         for key, _, wanted in parts:
@@ -80,6 +86,7 @@ def read(document: Document) -> Settings:
     settings = Settings(tool=NAMES[document.tool], fills_auto=True)
     settings.gpus, settings.nodes = command_line.num_processes(document.content)
     settings.expandable_segments = command_line.expandable_segments(document.content)
+    _refuse_other_work(document)
     table = table_of(document.tool)
     settings.raw = said = table["default"] | take(Fields(document, settings), table)
     for name in said.keys() & {each.name for each in fields(Settings)}:
@@ -101,7 +108,47 @@ def read(document: Document) -> Settings:
     _long_samples(settings)
     if document.tool == "axolotl":
         _fused_losses(settings)
+    if document.tool in ("transformers", "trl"):
+        _method(document, settings)
     return settings
+
+
+_OF_TRAINING = """
+per_device_train_batch_size per_gpu_train_batch_size micro_batch_size gradient_accumulation_steps learning_rate
+num_train_epochs num_epochs max_steps
+"""
+
+
+def _refuse_other_work(document: Document) -> None:
+    """Raise an error for files that merge, evaluate or preprocess: they say nothing about a training step."""
+    says = {key for key in _OF_TRAINING.split() if document.content.get(key) is not None}
+    only_predicts = document.content.get("do_predict") and not document.content.get("do_train")
+    if only_predicts or not (says or {"output_dir", "deepspeed"} <= document.content.keys()):
+        raise RequestError(
+            f"{document.path} trains nothing",
+            because="it predicts without `do_train`" if only_predicts else "it has no batch, learning rate or duration",
+            hint="give the file, or the script, that starts the training",
+        )
+
+
+_METHOD = re.compile(
+    r"(?<![a-z])(dpo|ipo|kto|orpo|simpo|cpo|apo|grpo|gspo|ppo|rloo|gkd|rlhf|prm|rm|reward)(?![a-z])", re.I
+)
+
+
+_NAMING = ("output_dir", "run_name", "hub_model_id", "trainer_type", command_line.PROGRAM)
+
+
+def _method(document: Document, settings: Settings) -> None:
+    """Refuse a training against a reference or rewards that its names tell: the arguments may be those of SFT."""
+    named = {key: str(document.content.get(key)) for key in _NAMING} | {"the file's name": document.path.stem}
+    for key, name in named.items():
+        if match := _METHOD.search(name):
+            text = f"`{key}: {name}`" if key in document.content else key
+            settings.refuse(
+                f"{text} says {match[1].upper()}, a training against a reference or rewards", document.place(key)
+            )
+            return
 
 
 def _adapters(settings: Settings) -> None:
@@ -194,8 +241,8 @@ def _fused_losses(settings: Settings) -> None:
             "the fused loss is evaluated as frugal's tiled loss", settings.place("plugins", "chunked_loss")
         )
     for name in plugins:
-        if name not in ("CutCrossEntropyPlugin", "LigerPlugin"):
-            settings.deviate(f"the plugin {name} is not followed", settings.place("plugins"))
+        if name not in ("CutCrossEntropyPlugin", "LigerPlugin", "SwanLabPlugin"):
+            settings.refuse(f"`plugins`: frugal does not follow {name}", settings.place("plugins"))
 
 
 @dataclass(frozen=True)

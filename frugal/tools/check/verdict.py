@@ -85,17 +85,11 @@ def request_of(settings: Settings, deepspeed: Resolved | None, arithmetic: Arith
     Raises:
         RequestError: no file and no flag names the model, or frugal has nothing like it.
     """
-    if not settings.model:
-        raise RequestError(
-            "no file names the model",
-            because="memory depends on the model",
-            hint="add --model, a preset such as llama-3.1-8b, a model folder or a config.json",
-        )
     clipping = settings.gradient_clipping
     if settings.deepspeed is not None and isinstance(settings.deepspeed.get("gradient_clipping"), int | float):
         clipping = float(settings.deepspeed["gradient_clipping"])
     values: dict[str, Any] = {
-        "model": preset_of(settings.model),
+        "model": model_of(settings),
         "task": settings.task,
         "seq_len": settings.seq_len,
         "global_batch": arithmetic.global_batch,
@@ -240,19 +234,40 @@ def drafted(subject: Subject, source: Source) -> bool:
 
 
 def hidden_size_of(settings: Settings) -> Callable[[], int | None]:
-    """Return a function for the model's width, found as transformers' Trainer does; None if it has none."""
+    """Return a function for the model's width, found as transformers' Trainer does; None if it has none, 0 if the
+    model is not at hand."""
 
     def hidden_size() -> int | None:
-        if not settings.model:
-            raise RequestError(
-                "no file names the model, and its hidden size decides the values of auto",
-                hint="add --model, a preset such as llama-3.1-8b, a model folder or a config.json",
-            )
-        config = _config_of(preset_of(settings.model), settings.task)
+        try:
+            config = _config_of(model_of(settings), settings.task)
+        except RequestError as error:
+            refuse_model(settings, error)
+            return 0
         sizes = [getattr(config, "hidden_size", None), *(getattr(config, "hidden_sizes", None) or [])]
         return max((size for size in sizes if size is not None), default=None)
 
     return cache(hidden_size)
+
+
+def refuse_model(settings: Settings, error: RequestError) -> None:
+    """Note that the model is not at hand, or is none that can be trained like that."""
+    why = ": ".join((error.what, *error.because))
+    settings.refuse(f"{why}; {error.hint}" if error.hint else why, settings.place("model"))
+
+
+def model_of(settings: Settings) -> str:
+    """Return the model as `--model` takes it.
+
+    Raises:
+        RequestError: no file and no flag names it.
+    """
+    if not settings.model:
+        raise RequestError(
+            "no file names the model",
+            because="memory depends on the model",
+            hint="add --model, a preset such as llama-3.1-8b, a model folder or a config.json",
+        )
+    return preset_of(settings.model)
 
 
 def _config_of(reference: str, task: str | None) -> Any:
