@@ -140,21 +140,17 @@ def _value(word: str) -> Any:
 def num_processes(content: Mapping[str, Any]) -> tuple[int | None, int | None]:
     """Return processes per node and nodes from the launcher's flags or `CUDA_VISIBLE_DEVICES`; None if not given."""
     launcher, variables = content.get(LAUNCHER, {}), content.get(ENVIRONMENT, {})
-    nodes = _whole(launcher.get("num_nodes", launcher.get("nnodes", launcher.get("num_machines"))))
-    ranks = _whole(launcher.get("num_gpus", launcher.get("nproc_per_node")))
-    total = _whole(launcher.get("num_processes"))
-    if ranks is None and total is not None:
-        ranks = total // (nodes or 1)
-    if ranks is None and isinstance(launcher.get("include"), str) and "@" not in launcher["include"]:
-        ranks = launcher["include"].partition(":")[2].count(",") + 1
-    visible = variables.get("CUDA_VISIBLE_DEVICES", "")
+    said = {name: value for name, value in launcher.items() if type(value) is int}
+    nodes = said.get("num_nodes", said.get("nnodes", said.get("num_machines")))
+    ranks = said.get("num_gpus", said.get("nproc_per_node"))
+    if ranks is None and "num_processes" in said:
+        ranks = said["num_processes"] // (nodes or 1)
+    included, visible = str(launcher.get("include", "")), variables.get("CUDA_VISIBLE_DEVICES", "")
+    if ranks is None and included and "@" not in included:
+        ranks = included.partition(":")[2].count(",") + 1
     if ranks is None and visible and "$" not in visible:
         ranks = visible.count(",") + 1
     return ranks, nodes
-
-
-def _whole(value: Any) -> int | None:
-    return value if type(value) is int else None
 
 
 def expandable_segments(content: Mapping[str, Any]) -> bool | None:

@@ -35,7 +35,7 @@ _MARKS: Mapping[Tool, str] = {
     "llama-factory": "finetuning_type infer_backend export_dir",
     "trl": "use_peft packing packing_strategy completion_only_loss assistant_only_loss dataset_text_field "
     "use_bnb_nested_quant",
-    "transformers": "output_dir per_device_train_batch_size model_name_or_path learning_rate",
+    "transformers": "per_device_train_batch_size per_gpu_train_batch_size model_name_or_path parallelism_config",
 }
 """Keys that only files of one tool have, asked in this order: TRL and LLaMA-Factory have Trainer's keys, too."""
 

@@ -144,7 +144,7 @@ def _method(document: Document, settings: Settings) -> None:
     named = {key: str(document.content.get(key)) for key in _NAMING} | {"the file's name": document.path.stem}
     for key, name in named.items():
         if match := _METHOD.search(name):
-            text = f"`{key}: {name}`" if key in document.content else key
+            text = {command_line.PROGRAM: name, "the file's name": key}.get(key, f"`{key}: {name}`")
             settings.refuse(
                 f"{text} says {match[1].upper()}, a training against a reference or rewards", document.place(key)
             )

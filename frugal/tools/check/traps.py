@@ -24,8 +24,8 @@ def traps(settings: Settings, deepspeed: Resolved | None, arithmetic: Arithmetic
     if deepspeed is not None:
         rows += [row for of_deepspeed in _OF_DEEPSPEED for row in of_deepspeed(settings, deepspeed, arithmetic)]
     order = ("error", "warning", "note")
-    found = [*settings.findings, *(finding for is_found, finding in rows if is_found)]
-    return sorted(found, key=lambda finding: order.index(finding.level))
+    findings = [*settings.findings, *(finding for applies, finding in rows if applies)]
+    return sorted(findings, key=lambda finding: order.index(finding.level))
 
 
 def _zero(settings: Settings) -> dict[str, Any]:

@@ -38,7 +38,7 @@ def refusals(tmp_path: Path, text: str, name: str = "train.yaml") -> str:
         "use_peft_lora: true", "lora_enable: true", "use_lora: true", "bits: 4", "modules_to_save: [embed_tokens]",
         "lora_modules_to_save: [lm_head]", "source_max_len: 512", "tensor_model_parallel_size: 2", "vision_tower: clip",
         "freeze_backbone: true", "ref_model_path: llama", "reward_model: llama", "use_vllm: true", "num_experts: 8",
-        "label_smoothing_factor: 0.1", "fsdp: full_shard",
+        "label_smoothing_factor: 0.1", "fsdp: full_shard", "micro_batch_size: 3",
     ],
 )  # fmt: skip
 def test_a_field_that_may_decide_memory_is_named_instead_of_a_verdict(field: str, tmp_path: Path) -> None:
@@ -62,10 +62,13 @@ def test_other_fields_and_those_that_are_off_leave_the_verdict(field: str, tmp_p
         ("base_model: llama\nmicro_batch_size: 1\nprocess_reward_model: true\n", "reward"),
         ("finetuning_type: lora\nstage: kto\nlearning_rate: 1e-5\n", "kto"),
         ("finetuning_type: lora\nstage: rm\nlearning_rate: 1e-5\n", "rm"),
-        ("learning_rate: 1e-6\nbeta: 0.1\noutput_dir: data/zephyr-dpo-full\n", "DPO"),
-        ("learning_rate: 1e-6\noutput_dir: out\nrun_name: mixtral-orpo\n", "ORPO"),
-        ("learning_rate: 1e-6\noutput_dir: out\ngamma_beta_ratio: 0.5\ntrainer_type: simpo_trainer\n", "SIMPO"),
-        ("learning_rate: 1e-6\noutput_dir: out\nreward_funcs: [accuracy]\nnum_generations: 8\n", "rewards"),
+        ("per_device_train_batch_size: 2\nbeta: 0.1\noutput_dir: data/zephyr-dpo-full\n", "DPO"),
+        ("per_device_train_batch_size: 2\noutput_dir: out\nrun_name: mixtral-orpo\n", "ORPO"),
+        (
+            "per_device_train_batch_size: 2\noutput_dir: out\ngamma_beta_ratio: 0.5\ntrainer_type: simpo_trainer\n",
+            "SIMPO",
+        ),
+        ("per_device_train_batch_size: 2\noutput_dir: out\nreward_funcs: [accuracy]\nnum_generations: 8\n", "rewards"),
     ],
 )
 def test_training_against_a_reference_or_rewards_is_named_as_such(text: str, method: str, tmp_path: Path) -> None:
@@ -77,18 +80,18 @@ def test_training_against_a_reference_or_rewards_is_named_as_such(text: str, met
     [("trl dpo", "DPO"), ("python scripts/run_grpo.py", "GRPO"), ("accelerate launch reward_modeling.py", "REWARD")],
 )
 def test_the_name_of_a_script_tells_its_method(command: str, method: str, tmp_path: Path) -> None:
-    text = f"{command} --model_name_or_path llama --output_dir out --learning_rate 1e-6\n"
+    text = f"{command} --model_name_or_path llama --output_dir out --per_device_train_batch_size 2\n"
     assert method in refusals(tmp_path, text, "train.sh")
 
 
 @pytest.mark.parametrize(
     ("name", "text", "tool"),
     [
-        ("a.sh", "python train.py --output_dir out --learning_rate 1e-4 --lora_rank 8\n", "transformers"),
-        ("b.sh", "python train.py --output_dir out --learning_rate 1e-4 --cutoff_len 9\n", "transformers"),
-        ("c.sh", "python train.py --output_dir out --learning_rate 1e-4 --lora_r 8 --max_length 9\n", "transformers"),
-        ("d.sh", "trl sft --output_dir out --learning_rate 1e-4\n", "trl"),
-        ("e.yaml", "output_dir: out\nmicro_batch_size: 1\ncutoff_len: 9\nlearning_rate: 1e-4\n", "transformers"),
+        ("a.sh", "python x.py --output_dir out --per_device_train_batch_size 2 --lora_rank 8\n", "transformers"),
+        ("b.sh", "python x.py --output_dir out --per_device_train_batch_size 2 --cutoff_len 9\n", "transformers"),
+        ("c.sh", "python x.py --output_dir out --per_device_train_batch_size 2 --lora_r 8\n", "transformers"),
+        ("d.sh", "trl sft --output_dir out --per_device_train_batch_size 2\n", "trl"),
+        ("e.yaml", "model_name_or_path: llama\nmicro_batch_size: 1\nlearning_rate: 1e-4\n", "transformers"),
         ("f.yaml", "output_dir: out\nfinetuning_type: full\nlearning_rate: 1e-4\n", "llama-factory"),
     ],
 )  # fmt: skip
