@@ -179,13 +179,13 @@ def _adapters(settings: Settings) -> None:
 def _packing(settings: Settings, tool: Tool) -> None:
     """Read whether samples are packed, and whether the documents in one are kept apart."""
     said = settings.raw
-    is_neat = bool(said.get("neat_packing")) or said.get("stage") == "pt"
-    settings.packing = settings.packing or is_neat
+    keeps_apart = bool(said.get("neat_packing")) or said.get("stage") == "pt"
+    settings.packing = settings.packing or keeps_apart
     init = said.get("model_init_kwargs")
     attention = said.get("attention", init.get("attn_implementation") if isinstance(init, dict) else None)
     if tool == "axolotl":
         names = ("flash", "sdp", "xformers", "flex", "sage")
-        is_neat = attention not in (None, "eager") or any(said.get(f"{name}_attention") for name in names)
+        keeps_apart = attention not in (None, "eager") or any(said.get(f"{name}_attention") for name in names)
         if settings.packing and settings.micro_batch != 1:
             settings.deviate(
                 f"a micro-batch of packed samples is one row of {settings.micro_batch} x sequence_len tokens in "
@@ -193,8 +193,8 @@ def _packing(settings: Settings, tool: Tool) -> None:
                 settings.place("packing"),
             )
     elif tool == "trl":
-        is_neat = "flash" in str(attention) and said.get("packing_strategy") != "wrapped"
-    settings.packs_apart = is_neat
+        keeps_apart = "flash" in str(attention) and said.get("packing_strategy") != "wrapped"
+    settings.packs_apart = keeps_apart
 
 
 def _evaluation(settings: Settings) -> None:
