@@ -1,8 +1,9 @@
 """`frugal check`."""
 
 import os
+from collections.abc import Sequence
 from pathlib import Path
-from typing import Any, get_args
+from typing import TYPE_CHECKING, Any, get_args
 
 import click
 
@@ -14,9 +15,12 @@ from frugal.config.hardware.cluster import CARDS, GENERIC
 from frugal.config.request import Request
 from frugal.config.schema import settings_of_toml
 from frugal.config.setting import settings_of
-from frugal.errors import RequestError, refuse
-from frugal.tools.check.documents.document import Tool
+from frugal.errors import FrugalError, RequestError, refuse
+from frugal.tools.check.document import Tool
 from frugal.tools.check.gather import FLAGS
+
+if TYPE_CHECKING:
+    from frugal.tools.check.checked import Check
 
 
 @click.command("check", cls=SettingsCommand)
@@ -43,10 +47,9 @@ from frugal.tools.check.gather import FLAGS
     "--sarif", "as_sarif", is_flag=True, help="Print it as SARIF 2.1.0, which code hosts show next to the lines."
 )
 @click.option("--no-plan", is_flag=True, help="Leave out the plan that frugal would make, which takes longest.")
-@click.pass_context
 def command(
-    context: click.Context, paths: tuple[Path, ...], tool: Tool | None, more: tuple[Path, ...], log: Path | None,
-    overrides: tuple[str, ...], as_json: bool, as_sarif: bool, no_plan: bool, **values: Any,
+    paths: tuple[Path, ...], tool: Tool | None, more: tuple[Path, ...], log: Path | None, overrides: tuple[str, ...],
+    as_json: bool, as_sarif: bool, **values: Any,
 ) -> None:  # fmt: skip
     """Check whether a configuration of another trainer fits, and what is wrong with it.
 
@@ -59,19 +62,42 @@ def command(
     from frugal.distributed.env import silence_libraries
 
     silence_libraries()
-    from frugal.tools.check import out_of_memory
-    from frugal.tools.check.checked import check
-    from frugal.tools.check.gather import gather
+    from frugal.tools.check import records
     from frugal.tools.check.report import report
 
+    context = click.get_current_context()
     if as_json and as_sarif:
         raise RequestError("--json was given together with --sarif", hint="leave one of them out")
     if not (paths or more):
-        raise click.UsageError("Missing argument 'FILE...'", click.get_current_context())
+        raise click.UsageError("Missing argument 'FILE...'", context)
+    try:
+        done = _checked((*paths, *more), tool, log, overrides, values)
+    except FrugalError as error:
+        if as_json:
+            click.echo(records.error_as_json(error).decode())
+        if as_sarif:
+            click.echo(records.error_as_sarif(error, (*paths, *more)[0]).decode())
+        raise
+    if as_json or as_sarif:
+        click.echo((records.as_sarif if as_sarif else records.as_json)(done).decode())
+    else:
+        click.echo(report(done))
+    context.exit(done.exit_code)
+
+
+def _checked(
+    paths: Sequence[Path], tool: Tool | None, log: Path | None, overrides: Sequence[str], values: dict[str, Any]
+) -> "Check":
+    """Check the files on the hardware that the flags describe, or on this machine."""
+    from frugal.tools.check import out_of_memory
+    from frugal.tools.check.checked import check
+    from frugal.tools.check.gather import gather
+
+    with_plan = not values.pop("no_plan")
     flags = {name: values.pop(name) for name in FLAGS}
     if flags["lora"] is not None:
         flags["lora"] = Lora.of(flags["lora"])
-    settings, documents = gather((*paths, *more), flags, tool)
+    settings, documents = gather(paths, flags, tool)
     given = settings_of_toml({}, overrides).plan
     other = next((name for name in given if name not in settings_of(ClusterSettings)), "")
     refuse((other, f"`{other}` in --set is no setting of the hardware", "FILE has the others", None))
@@ -79,28 +105,22 @@ def command(
     if isinstance(hardware.get("gpu"), str):
         hardware["gpu"] = ",".join(map(_card, hardware["gpu"].split(",")))
     message = None if log is None else out_of_memory.read(log)
-    if message is not None and message.total_bytes and not {"gpu", "mem", "hostfile"} & hardware.keys():
+    is_described = bool({"gpu", "mem", "hostfile"} & hardware.keys())
+    if message is not None and message.total_bytes and not is_described:
         hardware["mem"] = message.total_bytes
+        is_described = True
     gpu_name, unnamed = None, GENERIC
-    if not {"gpu", "mem", "hostfile"} & hardware.keys():
+    if not is_described:
         here, gpu_name, unnamed = this_machine(hardware.get("gpus", settings.gpus))
         hardware = here | hardware
     calibration, notes = calibrations.chosen(hardware, gpu_name)
     for note in notes:
         click.echo(f"note: {note}", err=True)
     with waiting(f"dry-running {settings.model}"):
-        done = check(
-            settings, documents, hardware, calibration=calibration, unnamed=unnamed, with_plan=not no_plan,
+        return check(
+            settings, documents, hardware, calibration=calibration, unnamed=unnamed, with_plan=with_plan,
             message=message,
         )  # fmt: skip
-    if as_json or as_sarif:
-        from frugal.tools.check.records import as_json as json_of
-        from frugal.tools.check.records import as_sarif as sarif_of
-
-        click.echo((sarif_of if as_sarif else json_of)(done).decode())
-    else:
-        click.echo(report(done))
-    context.exit(done.exit_code)
 
 
 def _card(name: str) -> str:

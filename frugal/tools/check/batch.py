@@ -4,8 +4,8 @@ from dataclasses import dataclass
 
 from frugal.errors import RequestError
 from frugal.planning.batch import BatchPlan
-from frugal.tools.check.readers.deepspeed_json import Resolved
-from frugal.tools.check.settings import Finding, Settings
+from frugal.tools.check.deepspeed_json import Resolved
+from frugal.tools.check.settings import Settings
 from frugal.units import plural
 
 
@@ -54,32 +54,24 @@ def of(settings: Settings, resolved: Resolved | None, world_size: int) -> Arithm
     Raises:
         RequestError: nothing says how large a micro-batch is, or it comes out below one sample.
     """
-    if resolved is None:
-        batch: tuple[int | None, int | None, int | None] = (
-            settings.global_batch,
-            settings.micro_batch,
-            settings.accumulation_steps,
-        )
-    else:
-        batch = resolved.batch
-        _compare_with_trainer(settings, batch)
-    stated, micro, steps = batch
     num_takers = world_size // settings.sequence_parallel
-    if resolved is not None and settings.micro_batch is not None and stated is None and micro is None:
-        micro, steps = settings.micro_batch, settings.accumulation_steps
+    stated, micro, steps = None, settings.micro_batch, settings.accumulation_steps
+    if resolved is not None:
+        _compare_with_trainer(settings, resolved.batch)
+        if resolved.batch[:2] != (None, None):
+            stated, micro, steps = resolved.batch
     if stated is None and micro is None:
         raise RequestError(
             "no file says how large the micro-batch is",
             because="DeepSpeed refuses a JSON with neither `train_batch_size` nor a micro-batch",
             hint="add --micro-batch 4, and --accumulation-steps 8 where there is more than one",
         )
-    if micro is None and steps is None:
-        steps = 1
     if micro is None:
-        assert stated is not None and steps is not None
+        assert stated is not None
+        steps = steps or 1
         micro = stated // num_takers // steps
-    if steps is None:
-        steps = 1 if stated is None else stated // micro // num_takers if micro else 0
+    elif steps is None:
+        steps = stated // micro // num_takers if stated is not None and micro else 1
     if micro < 1 or steps < 1:
         raise RequestError(
             f"a global batch of {stated} leaves a GPU without a sample",
@@ -91,41 +83,35 @@ def of(settings: Settings, resolved: Resolved | None, world_size: int) -> Arithm
         shared_by=settings.sequence_parallel,
     )  # fmt: skip
     if stated is not None and stated != arithmetic.global_batch:
-        settings.findings.append(
-            Finding(
-                "batch-mismatch",
-                "error",
-                f"train_batch_size {stated} is not {micro} x {steps} x {num_takers} = {arithmetic.global_batch}: "
-                "DeepSpeed stops with `Check batch related parameters`",
-                settings.place("json.train_batch_size", "global_batch"),
-                f"set it to {arithmetic.global_batch}, or leave it out",
-            )
+        settings.find(
+            "batch-mismatch",
+            "error",
+            f"train_batch_size {stated} is not {micro} x {steps} x {num_takers} = {arithmetic.global_batch}: "
+            "DeepSpeed stops with `Check batch related parameters`",
+            settings.place("json.train_batch_size"),
+            f"set it to {arithmetic.global_batch}, or leave it out",
         )
     return arithmetic
 
 
 def _compare_with_trainer(settings: Settings, batch: tuple[int | None, int | None, int | None]) -> None:
     """Note where DeepSpeed's JSON contradicts the Trainer's arguments: transformers then stops."""
-    if not settings.fills_auto:
-        return
-    theirs = (
-        ("micro-batch", settings.micro_batch, batch[1], settings.place("micro_batch")),
+    rows = (
+        ("micro-batch", settings.micro_batch, batch[1], ("micro_batch",)),
         (
             "accumulation",
             settings.accumulation_steps,
             batch[2],
-            settings.place("json.gradient_accumulation_steps", "accumulation_steps"),
+            ("json.gradient_accumulation_steps", "accumulation_steps"),
         ),
     )
-    for what, own, said, place in theirs:
-        if own is not None and said is not None and own != said:
-            settings.findings.append(
-                Finding(
-                    "trainer-mismatch",
-                    "error",
-                    f"the {what} is {said} in DeepSpeed's JSON and {own} in the arguments of {settings.tool}, "
-                    "which stops with `Please correct the following DeepSpeed config values`",
-                    place,
-                    "write auto into the JSON",
-                )
+    for what, own, said, names in rows:
+        if settings.fills_auto and None not in (own, said) and own != said:
+            settings.find(
+                "trainer-mismatch",
+                "error",
+                f"the {what} is {said} in DeepSpeed's JSON and {own} in the arguments of {settings.tool}, "
+                "which stops with `Please correct the following DeepSpeed config values`",
+                settings.place(*names),
+                "write auto into the JSON",
             )

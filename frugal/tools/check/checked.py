@@ -15,14 +15,24 @@ from frugal.dryrun.pool import Pool
 from frugal.errors import FrugalError, NothingFitsError, RequestError
 from frugal.planning.model_facts import ModelFacts
 from frugal.planning.plan import Plan
-from frugal.tools.check import traps, without_deepspeed
+from frugal.tools.check import traps
 from frugal.tools.check.batch import Arithmetic
 from frugal.tools.check.changes import Change, smallest
-from frugal.tools.check.documents.document import Document
+from frugal.tools.check.deepspeed_json import Resolved
+from frugal.tools.check.document import Document
 from frugal.tools.check.out_of_memory import Asked, OutOfMemoryMessage, askers
-from frugal.tools.check.readers.deepspeed_json import Resolved
 from frugal.tools.check.settings import Finding, Settings
-from frugal.tools.check.verdict import Subject, Verdict, readable, request_of, resolved, subject_of, verdict_of
+from frugal.tools.check.verdict import (
+    Subject,
+    Verdict,
+    readable,
+    refuse_autocast,
+    refuse_model,
+    request_of,
+    resolved,
+    subject_of,
+    verdict_of,
+)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -86,17 +96,23 @@ def check(
     precision = {"precision": settings.precision} if settings.precision else {}
     _, cluster, _ = understand(described | precision, calibration, unnamed)
     deepspeed, arithmetic = resolved(settings, cluster.world_size)
-    request = request_of(settings, deepspeed, arithmetic)
     if deepspeed is None:
-        without_deepspeed.refuse_autocast(settings)
+        refuse_autocast(settings)
     done = Check(
         settings=settings, documents=documents, cluster=cluster, deepspeed=deepspeed, arithmetic=arithmetic,
         findings=traps.traps(settings, deepspeed, arithmetic), seq_len_is_assumed=settings.seq_len is None,
         out_of_memory=message,
     )  # fmt: skip
+    if deepspeed is not None and not deepspeed.is_known:
+        return done
     with nullcontext(pool) if pool is not None else closing(workers()) as pool:
-        with DryRunSource(request, cluster, pool=pool) as source:
-            request = readable(request, _facts(source, settings, pool), settings)
+        try:
+            request = request_of(settings, deepspeed, arithmetic)
+            with DryRunSource(request, cluster, pool=pool) as source:
+                request = readable(request, _facts(source, settings, pool), settings)
+        except RequestError as error:
+            refuse_model(settings, error)
+            return done
         if not settings.refusals:
             done = _evaluated(done, request, pool)
         return _planned(done, request, pool) if with_plan else done
@@ -128,10 +144,7 @@ def _verdict(subject: Subject, source: DryRunSource, settings: Settings) -> Verd
 def _evaluated(done: Check, request: Request, pool: Pool) -> Check:
     with DryRunSource(request, done.cluster, pool=pool) as source:
         facts = source.facts()
-        if done.deepspeed is None:
-            subject = without_deepspeed.subject_of(done.settings, done.arithmetic, request, done.cluster, facts)
-        else:
-            subject = subject_of(done.settings, done.deepspeed, done.arithmetic, request, done.cluster, facts)
+        subject = subject_of(done.settings, done.deepspeed, done.arithmetic, request, done.cluster, facts)
     with DryRunSource(request, subject.cluster, pool=pool) as source:
         verdict = _verdict(subject, source, done.settings)
         subject = verdict.subject

@@ -1,4 +1,8 @@
-"""The named files, the files that these name, and the flags, combined into one `Settings`."""
+"""The files of one run, those that they name, and the flags, combined into one `Settings`.
+
+accelerate's file (1.15.0) says how many processes there are. Of its section `deepspeed_config`, `DeepSpeedPlugin`
+(`utils/dataclasses.py`) makes a JSON, with sizes left to DeepSpeed.
+"""
 
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -6,11 +10,11 @@ from typing import Any
 
 import msgspec
 
+from frugal.deepspeed_adapter.json_config import MICRO_BATCH
 from frugal.errors import RequestError
-from frugal.tools.check.documents import command_line
-from frugal.tools.check.documents.document import NAMES, Document, Tool, read
-from frugal.tools.check.readers import accelerate, axolotl, deepspeed_json, llama_factory, trainer
-from frugal.tools.check.settings import Settings
+from frugal.tools.check import command_line, deepspeed_json, tools
+from frugal.tools.check.document import NAMES, Document, Tool, read
+from frugal.tools.check.settings import AUTO, Fields, Settings
 
 FLAGS = ("model", "task", "seq_len", "micro_batch", "accumulation_steps", "precision", "lora", "expandable_segments")
 """Settings of frugal's own that a command may give, for what the files leave open; they win over the files."""
@@ -26,29 +30,28 @@ def gather(
         RequestError: a file cannot be read or is of no tool that is known, two are of the same kind, or one that they
             name is not there.
     """
-    given = [
-        document
-        for number, path in enumerate(paths)
-        for document in _with_files(read(path, tool if number == 0 else None))
+    documents = [
+        each for number, path in enumerate(paths) for each in _with_files(read(path, None if number else tool))
     ]
-    trainers = [document for document in given if document.tool not in ("deepspeed", "accelerate")]
-    launchers = [document for document in given if document.tool == "accelerate"]
-    jsons = [document for document in given if document.tool == "deepspeed"]
-    for group in (trainers, launchers, jsons):
-        if len(group) > 1:
+    by_kind: dict[str, Document] = {}
+    for document in documents:
+        kind = document.tool if document.tool in ("deepspeed", "accelerate") else "trainer"
+        if (other := by_kind.setdefault(kind, document)) is not document:
             raise RequestError(
-                f"{group[0].path} and {group[1].path} are both files of {NAMES[group[1].tool]}",
+                f"{other.path} and {document.path} are both files of {NAMES[document.tool]}",
                 hint="check them one by one: of each kind a run has one",
             )
-    settings = _of_trainer(trainers[0]) if trainers else Settings(tool="accelerate" if launchers else "DeepSpeed")
-    documents = list(given)
-    for launcher in launchers:
-        accelerate.read(launcher, settings, documents)
-    config = _deepspeed(settings, trainers, jsons, documents)
+    trainer, launcher, config = (by_kind.get(kind) for kind in ("trainer", "accelerate", "deepspeed"))
+    settings = tools.read(trainer) if trainer else Settings(tool="accelerate" if launcher else "DeepSpeed")
+    if launcher is not None:
+        documents += _of_accelerate(launcher, settings)
+    if config is None and trainer is not None and settings.raw.get("deepspeed_file") is not None:
+        config = _named(trainer, settings.raw["deepspeed_file"], settings)
+        documents += [config] * (config.path != trainer.path)
     if config is not None:
         if settings.deepspeed is not None:
             raise RequestError(
-                f"{config.path} and {launchers[0].path} both say how DeepSpeed is to run",
+                f"{config.path} and {by_kind['accelerate'].path} both say how DeepSpeed is to run",
                 because="accelerate takes its own configuration, and transformers refuses both together",
                 hint="leave one of them out",
             )
@@ -63,53 +66,95 @@ def gather(
 def _with_files(document: Document) -> list[Document]:
     """Return a script's file of settings merged under its flags, and the launcher's own file; other files stay
     alone."""
-    documents = []
-    for name in document.content.get(command_line.FILES, ()):
-        path = command_line.beside(document.path, name)
-        if path is not None and name != document.content.get("deepspeed"):
-            document = document.over(read(path, document.tool if document.tool == "trl" else None))
-            break
-    documents.append(document)
-    launcher = document.content.get(command_line.LAUNCHER, {})
-    path = command_line.beside(document.path, launcher.get("config_file"))
+    content = document.content
+    names = (name for name in content.get(command_line.FILES, ()) if name != content.get("deepspeed"))
+    path = next(filter(None, (command_line.beside(document.path, name) for name in names)), None)
     if path is not None:
-        documents.append(read(path, "accelerate"))
-    return documents
+        document = document.over(read(path, document.tool if document.tool == "trl" else None))
+    path = command_line.beside(document.path, content.get(command_line.LAUNCHER, {}).get("config_file"))
+    return [document, *([read(path, "accelerate")] if path is not None else [])]
 
 
-def _of_trainer(document: Document) -> Settings:
-    if document.tool == "axolotl":
-        return axolotl.read(document)
-    if document.tool == "llama-factory":
-        return llama_factory.read(document)
-    return trainer.read(document, document.tool)
-
-
-def _deepspeed(
-    settings: Settings, trainers: Sequence[Document], jsons: Sequence[Document], documents: list[Document]
-) -> Document | None:
-    """Return DeepSpeed's JSON: a file that was given, one that the trainer names, or a section of the trainer's
-    file."""
-    if jsons:
-        return jsons[0]
-    said = settings.raw.get("deepspeed")
-    if said is None or not trainers:
-        return None
-    place = settings.places["deepspeed"]
+def _named(document: Document, said: Any, settings: Settings) -> Document:
+    """Return DeepSpeed's JSON, a file that is named or a section of the trainer's own file."""
+    place = settings.places["deepspeed_file"]
     if isinstance(said, str) and said.lstrip().startswith("{"):
         try:
             said = msgspec.json.decode(said)
         except msgspec.DecodeError as error:
-            raise RequestError(f"`deepspeed` in {place} is no JSON", because=str(error)) from None
+            raise RequestError(f"`{place.key}` in {place} is no JSON", because=str(error)) from None
     if isinstance(said, dict):
-        lines = {keys[1:]: line for keys, line in trainers[0].lines.items() if keys[0] == "deepspeed" and keys[1:]}
-        return Document(trainers[0].path, "deepspeed", said, lines)
-    path = command_line.beside(trainers[0].path, said)
+        lines = {keys[1:]: line for keys, line in document.lines.items() if keys[0] == place.key and keys[1:]}
+        return Document(document.path, "deepspeed", said, lines)
+    path = command_line.beside(document.path, said)
     if path is None:
         raise RequestError(
-            f"`deepspeed` in {place} is {said}, which is not there",
+            f"`{place.key.rpartition('.')[2]}` in {place} is {said}, which is not there",
             because="it is looked for from here, and beside the file",
-            hint=f"give it, too: frugal check {trainers[0].path} {said}",
+            hint=f"give it, too: frugal check {document.path} {said}",
         )
-    documents.append(read(path, "deepspeed"))
-    return documents[-1]
+    return read(path, "deepspeed")
+
+
+_SECTION = "deepspeed_config"
+
+
+def _of_accelerate(document: Document, settings: Settings) -> list[Document]:
+    """Add the settings of accelerate's file, and return the DeepSpeed JSON that it names.
+
+    Raises:
+        RequestError: a value is of the wrong kind, or the file that it names is not there.
+    """
+    said = tools.take(Fields(document, settings), tools.table_of("accelerate"))
+    if "gpus" in said:
+        settings.nodes = said.get("nodes", 1)
+        settings.gpus = max(1, said["gpus"] // settings.nodes)
+    if settings.precision is None:
+        precision = said.get("mixed_precision")
+        settings.precision = precision if precision in ("bf16", "fp16") else "fp32"
+    settings.sequence_parallel = said.get("sequence_parallel", settings.sequence_parallel)
+    settings.fills_auto = True
+    tools.refuse_other_splits(settings, said)
+    if str(said.get("kind")).upper() != "DEEPSPEED":
+        return []
+    if "deepspeed_file" in said:
+        config = _named(document, said["deepspeed_file"], settings)
+        deepspeed_json.read(config, settings)
+        return [config]
+    keys = ((tuple(to.split(".")), document.lines.get((_SECTION, key))) for key, to in _KEYS.items())
+    lines = {to: line for to, line in keys if line is not None}
+    if (_SECTION,) in document.lines:
+        lines["zero_optimization",] = document.lines[_SECTION,]  # for what it leaves to defaults
+    deepspeed_json.read(Document(document.path, "deepspeed", _json_of(said), lines), settings)
+    return []
+
+
+_KEYS = {
+    "gradient_accumulation_steps": "gradient_accumulation_steps",
+    "gradient_clipping": "gradient_clipping",
+    "zero_stage": "zero_optimization.stage",
+    "offload_optimizer_device": "zero_optimization.offload_optimizer.device",
+    "offload_param_device": "zero_optimization.offload_param.device",
+    "offload_optimizer_nvme_path": "zero_optimization.offload_optimizer.nvme_path",
+    "offload_param_nvme_path": "zero_optimization.offload_param.nvme_path",
+}
+
+
+def _json_of(said: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the JSON that `DeepSpeedPlugin.__post_init__` builds where no file is named."""
+    clipping = {"gradient_clipping": said["json_clipping"]} if "json_clipping" in said else {}
+    return clipping | {
+        "train_batch_size": AUTO,
+        MICRO_BATCH: AUTO,
+        "gradient_accumulation_steps": said.get("json_steps") or AUTO,
+        "zero_optimization": {
+            "stage": said.get("json_stage", 2),
+            "offload_optimizer": _place(said, "json_optimizer"),
+            "offload_param": _place(said, "json_parameters"),
+        },
+    }
+
+
+def _place(said: Mapping[str, Any], name: str) -> dict[str, Any]:
+    device = str(said.get(name, "none")).lower()
+    return {"device": device, **({"nvme_path": said.get(f"{name}_path")} if device == "nvme" else {})}

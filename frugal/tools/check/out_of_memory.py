@@ -22,7 +22,7 @@ from frugal.dryrun.messages import DryRun
 from frugal.errors import RequestError
 from frugal.planning.memory.caching_allocator import SMALLEST_BLOCK, segment_bytes
 from frugal.planning.memory.timeline import BACKWARD, FORWARD, INITIALISATION, OPTIMIZER_STEP
-from frugal.tools.check.documents.document import Place
+from frugal.tools.check.document import Place
 from frugal.units import GIB, KIB, MIB, TIB
 
 _UNITS = {"bytes": 1, "KiB": KIB, "MiB": MIB, "GiB": GIB, "TiB": TIB}
@@ -30,12 +30,14 @@ _SIZE = r"([\d.]+) (bytes|KiB|MiB|GiB|TiB)"
 _REQUEST = re.compile(rf"out of memory\. Tried to allocate {_SIZE}")
 _RANK = re.compile(r"^\s*\[(?:rank|default|trainer|worker)?-?(\d+)\]:")
 _GPU = re.compile(r"GPU (\d+)")
-_TOTAL = re.compile(rf"{_SIZE} total capacity|total capaci?ty of {_SIZE}")
-_FREE = re.compile(rf"{_SIZE} free|of which {_SIZE} is free")
-_ALLOCATED = re.compile(rf"{_SIZE} already allocated|allocated memory {_SIZE} is allocated")
-_RESERVED = re.compile(rf"{_SIZE} (?:reserved in total|cached)")
-_UNALLOCATED = re.compile(rf"{_SIZE} is reserved by PyTorch but unallocated")
-_IN_USE = re.compile(rf"this process has {_SIZE} memory in use")
+_SIZES = {
+    "total": rf"{_SIZE} total capacity|total capaci?ty of {_SIZE}",
+    "free": rf"{_SIZE} free|of which {_SIZE} is free",
+    "allocated": rf"{_SIZE} already allocated|allocated memory {_SIZE} is allocated",
+    "reserved": rf"{_SIZE} (?:reserved in total|cached)",
+    "unallocated": rf"{_SIZE} is reserved by PyTorch but unallocated",
+    "in_use": rf"this process has {_SIZE} memory in use",
+}
 
 _PHASES = (
     (r"in (evaluate|evaluation_loop|prediction_step|generate)\b", "evaluation"),
@@ -124,18 +126,18 @@ def _message(path: Path, lines: Sequence[str], number: int, num_ranks: int) -> O
     request = _REQUEST.search(lines[number])
     assert request is not None
     rank, gpu = _RANK.match(lines[number]), _GPU.search(text)
-    allocated, reserved, unallocated = _size(_ALLOCATED, text), _size(_RESERVED, text), _size(_UNALLOCATED, text)
-    if reserved is None and allocated is not None and unallocated is not None:
-        reserved = allocated + unallocated
+    sizes = {name: _size(match) for name, pattern in _SIZES.items() if (match := re.search(pattern, text))}
+    if {"allocated", "unallocated"} <= sizes.keys():
+        sizes.setdefault("reserved", sizes["allocated"] + sizes["unallocated"])
     decimals = len(request[1].partition(".")[2])
     return OutOfMemoryMessage(
         requested_bytes=round(float(request[1]) * _UNITS[request[2]]),
         rounding_bytes=int(_UNITS[request[2]] / 10**decimals / 2) + 1 if request[2] != "bytes" else 0,
-        total_bytes=_size(_TOTAL, text),
-        free_bytes=_size(_FREE, text),
-        allocated_bytes=allocated,
-        reserved_bytes=reserved,
-        in_use_bytes=_size(_IN_USE, text),
+        total_bytes=sizes.get("total"),
+        free_bytes=sizes.get("free"),
+        allocated_bytes=sizes.get("allocated"),
+        reserved_bytes=sizes.get("reserved"),
+        in_use_bytes=sizes.get("in_use"),
         gpu=int(gpu[1]) if gpu else None,
         rank=int(rank[1]) if rank else None,
         phase=_phase(lines[max(0, number - _LINES_OF_TRACEBACK) : number], rank[0] if rank else ""),
@@ -144,11 +146,8 @@ def _message(path: Path, lines: Sequence[str], number: int, num_ranks: int) -> O
     )
 
 
-def _size(pattern: re.Pattern[str], text: str) -> int | None:
-    match = pattern.search(text)
-    if match is None:
-        return None
-    number, unit = [group for group in match.groups() if group is not None]
+def _size(match: re.Match[str]) -> int:
+    number, unit = filter(None, match.groups())
     return round(float(number) * _UNITS[unit])
 
 

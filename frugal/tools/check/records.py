@@ -4,16 +4,18 @@ SARIF: https://docs.oasis-open.org/sarif/sarif/v2.1.0/. A result is a trap, an u
 verdict where it is not that it fits; its rule is the trap's name.
 """
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
+from urllib.parse import quote
 
 import msgspec
 
 from frugal.config.hardware import local_host
+from frugal.errors import FrugalError
 from frugal.tools.check.checked import Check
-from frugal.tools.check.documents.document import NAMES, Place
+from frugal.tools.check.document import NAMES, Place
 from frugal.tools.check.report import categories, headline, out_of_memory_lines
 from frugal.tools.check.settings import Finding
 from frugal.tools.check.verdict import Subject, Verdict
@@ -27,7 +29,7 @@ def as_json(check: Check) -> bytes:
     """Return the whole check as JSON. Sizes are bytes; `exit_code` is the command's.
 
     Keys: `verdict` (`fits`, `does not fit`, `not checked`), `files`, `batch`, `auto`, `subject`, `memory`, `findings`,
-    `deviations`, `refusals`, `unknown`, `out_of_memory`, `change`, `plan`, `no_plan`.
+    `deviations`, `refusals`, `read`, `unknown`, `out_of_memory`, `change`, `plan`, `no_plan`.
     """
     verdict = check.verdict
     content = {
@@ -51,13 +53,14 @@ def as_json(check: Check) -> bytes:
         "findings": [_finding(finding) for finding in check.findings],
         "deviations": [{"text": each.text, **_at(each.place)} for each in check.settings.deviations],
         "refusals": [{"text": each.text, **_at(each.place)} for each in check.settings.refusals],
+        "read": [_at(place) for place in check.settings.read],
         "unknown": [_at(place) for place in check.settings.unknown],
         "out_of_memory": _out_of_memory(check),
         "change": _change(check),
         "plan": None if check.plan is None else msgspec.json.decode(check.plan.to_json()),
         "no_plan": check.no_plan or None,
     }
-    return msgspec.json.format(msgspec.json.encode(content), indent=2)
+    return _written(content)
 
 
 def _subject(subject: Subject) -> dict[str, Any]:
@@ -118,7 +121,22 @@ def _change(check: Check) -> dict[str, Any] | None:
 
 def as_sarif(check: Check) -> bytes:
     """Return the check as a SARIF log with one run."""
-    results = list(_results(check))
+    kinds = {document.path: NAMES[document.tool] for document in check.documents}
+    return _sarif(list(_results(check)), kinds)
+
+
+def error_as_json(error: FrugalError) -> bytes:
+    """Return an error that ended the check as JSON, with the keys `verdict` and `exit_code` of a check."""
+    content = {"schema": SCHEMA, "verdict": "error", "exit_code": error.exit_code, "error": error.what}
+    return _written(content | {"because": error.because, "hint": error.hint})
+
+
+def error_as_sarif(error: FrugalError, path: Path) -> bytes:
+    """Return an error that ended the check of a file as a SARIF log with one result."""
+    return _sarif([_result("error", "error", str(error), Place(path, ""))], {})
+
+
+def _sarif(results: Sequence[Mapping[str, Any]], kinds: Mapping[Path, str]) -> bytes:
     rules = sorted({result["ruleId"] for result in results})
     run = {
         "tool": {
@@ -129,15 +147,15 @@ def as_sarif(check: Check) -> bytes:
                 "rules": [{"id": rule, "helpUri": f"{PAGE}#traps"} for rule in rules],
             }
         },
-        "artifacts": [
-            {"location": _location(document.path), "description": {"text": NAMES[document.tool]}}
-            for document in check.documents
-        ],
+        "artifacts": [{"location": _location(path), "description": {"text": kind}} for path, kind in kinds.items()],
         "results": results,
         "columnKind": "unicodeCodePoints",
     }
-    log = {"$schema": SARIF_SCHEMA, "version": "2.1.0", "runs": [run]}
-    return msgspec.json.format(msgspec.json.encode(log), indent=2)
+    return _written({"$schema": SARIF_SCHEMA, "version": "2.1.0", "runs": [run]})
+
+
+def _written(content: Mapping[str, Any]) -> bytes:
+    return msgspec.json.format(msgspec.json.encode(content), indent=2)
 
 
 def _results(check: Check) -> Iterator[dict[str, Any]]:
@@ -164,4 +182,4 @@ def _result(rule: str, level: str, text: str, place: Place) -> dict[str, Any]:
 
 def _location(path: Path) -> dict[str, str]:
     """Return a SARIF location. Relative paths stay relative: code hosts resolve them in the repository."""
-    return {"uri": path.absolute().as_uri() if path.is_absolute() else path.as_posix()}
+    return {"uri": path.as_uri() if path.is_absolute() else quote(path.as_posix())}

@@ -4,7 +4,7 @@ from collections.abc import Sequence
 
 from frugal.planning.memory.breakdown import MemoryBreakdown
 from frugal.tools.check.checked import Check
-from frugal.tools.check.documents.document import NAMES
+from frugal.tools.check.document import NAMES
 from frugal.tools.check.settings import Finding
 from frugal.tools.check.verdict import Verdict
 from frugal.units import format_bytes, plural
@@ -24,6 +24,7 @@ def report(check: Check) -> str:
         _memory(check.verdict) if check.verdict is not None else [],
         _listed("traps", [line for finding in check.findings for line in finding_lines(finding)]),
         _listed("evaluated differently than written", list(deviations(check))),
+        _listed("read", _read(check)),
         _listed("unknown to frugal, and ignored", [f"{place}: {place.key}" for place in check.settings.unknown]),
         _change(check),
         _plan(check),
@@ -165,6 +166,12 @@ def deviations(check: Check) -> Sequence[str]:
 
 def _listed(title: str, lines: Sequence[str]) -> list[str]:
     return [title, *(f"  {line}" for line in lines)] if lines else []
+
+
+def _read(check: Check) -> list[str]:
+    """Return the fields whose values were read, a line for each file."""
+    files = dict.fromkeys(place.path for place in check.settings.read)
+    return [f"{path}: {', '.join(each.key for each in check.settings.read if each.path == path)}" for path in files]
 
 
 def _change(check: Check) -> list[str]:

@@ -4,6 +4,7 @@ A reader fills `Settings` from one tool's file. Unknown fields are listed (`unkn
 follow are a deviation, or a reason not to check at all (`refusals`).
 """
 
+import re
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
 from typing import Any, Literal
@@ -12,9 +13,23 @@ from frugal.config.adapters import Lora
 from frugal.config.optimizers import OptimizerImplementation, OptimizerName
 from frugal.config.request import Precision, Task
 from frugal.errors import RequestError
-from frugal.tools.check.documents.document import Document, Place
+from frugal.tools.check.document import Document, Place
 
 Level = Literal["error", "warning", "note"]
+
+MAY_DECIDE_MEMORY = re.compile(
+    r"^(?!(data|preproc|eval|test|val|log|save|hub|wandb|swanlab|trackio|mlflow|comet|tokenizer|report)[a-z]*_)(\w+_)?("
+    r"q?lora|dora|oft|vera|peft|adapt|modules|layers|rank|r$|freeze|frozen|unfr|tune|trainable|"  # adapters
+    r"quant|double_quant|bits?(_|$)|load_in|\d+_?bit|n?v?fp\d|int\d|gptq|awq|aqlm|hqq|eetq|bnb|qat|onebit|dtype|precision|"
+    r"batch|len|max_?len|seq|tokens?(_|$)|pack|multipack|cutoff|context|"
+    r"parallel|pipeline|megatron|tensor|shard|fsdp|dist(_|$)|expert|moe|[tcspe]p_|offload|cpu|kt(_|$)|replicate|"
+    r"vision|visual|image|video|audio|speech|pixel|mm_|multi_?modal|tower|projector|vit(_|$)|"
+    r"ref(_|$)|reference|reward|rl(_|$)|dpo|kto|grpo|ppo|pref(?!ix|etch)|teacher|distil|kd_|critic|rollout|vllm|ebft|diffusion|hatchery|"
+    r"kernel|sonicmoe|scattermoe|attn|attention|flash|unsloth|liger|compile|checkpointing(?!_steps)|recompute|"
+    r"galore|apollo|badam|lisa|relora|muon|asft|optim|embed|vocab|head|model_config|model_args"
+    r")"
+)
+"""Names of fields that are of adapters, quantisation, lengths, parallelism, images, references, kernels or states."""
 
 AUTO = "auto"
 """The value in DeepSpeed's JSON that another tool is to fill in."""
@@ -47,7 +62,6 @@ class Settings:
         tool: name of the tool that trains.
         micro_batch: samples of one GPU in one forward.
         accumulation_steps: forwards for one optimizer step.
-        global_batch: samples of one optimizer step, where it is given itself.
         gpus: processes of one node.
         seq_len: tokens of the longest sample.
         optimizer: the nearest that frugal has; deviations list the differences.
@@ -59,7 +73,9 @@ class Settings:
         deepspeed: its JSON as written, with `auto`; None: DeepSpeed is not used.
         fills_auto: whether the tool replaces `auto` in DeepSpeed's JSON.
         places: where each of these was read, by name; those of DeepSpeed's JSON as `json.` and their dotted names.
-        raw: further values that a trap asks for, by the tool's own names.
+        read: the fields whose values were read.
+        unknown: fields that frugal does not know.
+        raw: all values that were read, by the names of `tools.toml`; a trap asks for some.
     """
 
     tool: str = ""
@@ -68,7 +84,6 @@ class Settings:
     seq_len: int | None = None
     micro_batch: int | None = None
     accumulation_steps: int | None = None
-    global_batch: int | None = None
     gpus: int | None = None
     nodes: int | None = None
     precision: Precision | None = None
@@ -96,11 +111,16 @@ class Settings:
     deviations: list[Deviation] = field(default_factory=list)
     refusals: list[Deviation] = field(default_factory=list)
     findings: list[Finding] = field(default_factory=list)
+    read: list[Place] = field(default_factory=list)
     unknown: list[Place] = field(default_factory=list)
 
     def place(self, *names: str) -> Place | None:
         """Return the place of the first of these settings that was read."""
         return next((self.places[name] for name in names if name in self.places), None)
+
+    def find(self, rule: str, level: Level, text: str, place: Place | None = None, hint: str = "") -> None:
+        """Note a trap."""
+        self.findings.append(Finding(rule, level, text, place, hint))
 
     def deviate(self, text: str, place: Place | None = None) -> None:
         """Note a setting that is evaluated differently than written."""
@@ -127,13 +147,14 @@ class Fields:
             inside = self._content.get(key) or {}
             if not isinstance(inside, dict):
                 raise RequestError(
-                    f"`{key}` in {document.place(*prefix)} is {inside!r}", because="it must be a mapping"
+                    f"`{'.'.join(prefix)}` in {document.place(*prefix)} is {inside!r}", because="it must be a mapping"
                 )
             self._content = inside
         self._asked: set[str] = set()
 
-    def __contains__(self, key: str) -> bool:
-        return self._content.get(key) is not None
+    def inside(self, key: str) -> "Fields":
+        """Return the fields of a block."""
+        return Fields(self.document, self.settings, (*self._prefix, key))
 
     def place(self, key: str) -> Place:
         """Return the place of a key."""
@@ -142,74 +163,72 @@ class Fields:
     def value(self, *keys: str, of: str | None = None) -> Any:
         """Return the first of `keys` that is present; None if none is. `of`: the setting whose place this is."""
         self._asked |= set(keys)
-        for key in keys:
-            value = self._content.get(key)
-            if value is not None:
-                if of is not None:
-                    self.settings.places[of] = self.place(key)
-                return value
-        return None
+        key = next((key for key in keys if self._content.get(key) is not None), None)
+        if key is not None and of is not None:
+            self.settings.places[of] = self.place(key)
+        return None if key is None else self._content[key]
 
-    def whole(self, *keys: str, of: str | None = None) -> int | None:
-        """Return a whole number, which may be given as text."""
-        return self._number("a whole number", _whole, keys, of)
-
-    def number(self, *keys: str, of: str | None = None) -> float | None:
-        """Return a number, which may be given as text: YAML 1.1 reads `2e-5` as text."""
-        return self._number("a number", float, keys, of)
-
-    def text(self, *keys: str, of: str | None = None) -> str | None:
-        """Return a value as text."""
+    def get(self, kind: str, *keys: str, of: str | None = None) -> Any:
+        """Return `value` as one of `KINDS`; None if there is none."""
         value = self.value(*keys, of=of)
-        return None if value is None else str(value)
-
-    def flag(self, *keys: str, of: str | None = None) -> bool | None:
-        """Return true or false, which may be given as text, as on a command line."""
-        value = self.value(*keys, of=of)
-        if value is None or isinstance(value, bool):
-            return value
-        if str(value).lower() in ("true", "yes", "1", "false", "no", "0"):
-            return str(value).lower() in ("true", "yes", "1")
-        raise self._wrong(keys, value, "true or false")
-
-    def names(self, *keys: str, of: str | None = None) -> list[str]:
-        """Return a list of names, which may be one text with commas or spaces between them."""
-        value = self.value(*keys, of=of)
-        if isinstance(value, str):
-            return value.replace(",", " ").split()
-        if value is not None and not isinstance(value, list):
-            raise self._wrong(keys, value, "a list of names")
-        return [str(name) for name in value or ()]
-
-    def _number(self, kind: str, read: Callable[[Any], Any], keys: tuple[str, ...], of: str | None) -> Any:
-        value = self.value(*keys, of=of)
-        if value is None:
-            return None
+        read, must_be = KINDS[kind]
         try:
-            if isinstance(value, bool | list | dict):
-                raise ValueError
-            return read(value)
-        except (ValueError, OverflowError):
-            raise self._wrong(keys, value, kind) from None
-
-    def _wrong(self, keys: tuple[str, ...], value: Any, must_be: str) -> RequestError:
-        key = next(key for key in keys if self._content.get(key) is not None)
-        return RequestError(f"`{key}` in {self.place(key)} is {value!r}", because=f"it must be {must_be}")
+            return None if value is None else read(value)
+        except (TypeError, ValueError, KeyError, OverflowError):
+            key = next(key for key in keys if self._content.get(key) is not None)
+            raise RequestError(f"`{key}` in {self.place(key)} is {value!r}", because=f"it must be {must_be}") from None
 
     def known(self, *keys: str) -> None:
         """Mark fields as known: they change no memory, or are read elsewhere."""
         self._asked |= set(keys)
 
     def list_unknown(self, no_effect: Iterable[str] = ()) -> None:
-        """Add the fields that nothing has asked for to `settings.unknown`."""
-        known = self._asked | set(no_effect)
-        self.settings.unknown += [
-            self.place(key) for key in self._content if key not in known and not key.startswith("(")
+        """Add the fields that nothing has asked for to `settings.unknown`, and refuse those that may decide memory."""
+        own = [key for key in self._content if not key.startswith("(")]
+        unknown = [key for key in own if key not in self._asked.union(no_effect)]
+        self.settings.read += [
+            self.place(key) for key in own if key in self._asked and not isinstance(self._content[key], dict)
         ]
+        self.settings.unknown += map(self.place, unknown)
+        decisive = [key for key in unknown if self._content[key] and MAY_DECIDE_MEMORY.search(key)]
+        if decisive:
+            names = ", ".join(f"`{key}`" for key in decisive)
+            self.settings.refuse(f"{names}: unknown to frugal, and may decide memory", self.place(decisive[0]))
 
 
 def _whole(value: Any) -> int:
-    number = float(value)
+    number = _number(value)
     if number != int(number):
         raise ValueError
     return int(number)
+
+
+def _number(value: Any) -> float:
+    """Return a number, which may be given as text: YAML 1.1 reads `2e-5` as text."""
+    if isinstance(value, bool):
+        raise TypeError
+    return float(value)
+
+
+def _flag(value: Any) -> bool:
+    """Return a truth value, which may be given as text, as on a command line."""
+    return {"true": True, "yes": True, "1": True, "false": False, "no": False, "0": False}[str(value).lower()]
+
+
+def _names(value: Any) -> list[str]:
+    """Return a list of names, which may be one text with commas or spaces between them."""
+    if isinstance(value, str):
+        return value.replace(",", " ").split()
+    if not isinstance(value, list):
+        raise TypeError
+    return [str(name) for name in value]
+
+
+KINDS: Mapping[str, tuple[Callable[[Any], Any], str]] = {
+    "whole": (_whole, "a whole number"),
+    "number": (_number, "a number"),
+    "text": (str, "text"),
+    "flag": (_flag, "true or false"),
+    "names": (_names, "a list of names"),
+    "value": (lambda value: value, ""),
+}

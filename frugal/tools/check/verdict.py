@@ -1,4 +1,13 @@
-"""The verdict on a run at its own settings: a dry run of exactly these, not of a plan of frugal's."""
+"""The verdict on a run at its own settings: a dry run of exactly these, not of a plan of frugal's.
+
+Runs without DeepSpeed are checked as far as a dry run matches them:
+
+    fp32        torch's optimizer on every GPU equals stage 0; DDP's buckets, of the gradients' size, are taken to be
+                the copy of all gradients that stage 0 makes to average them
+    adapters    the frozen base decides: evaluated on one GPU under stage 2, as every GPU holds all of it under DDP
+
+Mixed precision over fp32 weights (autocast) is neither: it is refused.
+"""
 
 from collections.abc import Callable
 from dataclasses import dataclass, field, replace
@@ -15,12 +24,13 @@ from frugal.planning.model_facts import ModelFacts
 from frugal.planning.search.candidate import Source
 from frugal.planning.search.fitting import Fitting
 from frugal.planning.strategy import Strategy
+from frugal.planning.what_if import with_gpus
 from frugal.tools.check import batch as batches
+from frugal.tools.check import deepspeed_json
 from frugal.tools.check.batch import Arithmetic
-from frugal.tools.check.readers import deepspeed_json
-from frugal.tools.check.readers.deepspeed_json import Resolved
-from frugal.tools.check.readers.trainer import PEFTS_OWN
+from frugal.tools.check.deepspeed_json import Resolved
 from frugal.tools.check.settings import Settings
+from frugal.tools.check.tools import PEFTS_OWN
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -53,7 +63,7 @@ def resolved(settings: Settings, world_size: int) -> tuple[Resolved | None, Arit
     """Return DeepSpeed's JSON without `auto`, and the batch.
 
     Raises:
-        RequestError: it cannot be resolved; see `frugal.tools.check.readers.deepspeed_json.resolve`.
+        RequestError: it cannot be resolved; see `frugal.tools.check.deepspeed_json.resolve`.
     """
     deepspeed = None
     if world_size % settings.sequence_parallel:
@@ -75,17 +85,11 @@ def request_of(settings: Settings, deepspeed: Resolved | None, arithmetic: Arith
     Raises:
         RequestError: no file and no flag names the model, or frugal has nothing like it.
     """
-    if not settings.model:
-        raise RequestError(
-            "no file names the model",
-            because="memory depends on the model",
-            hint="add --model, a preset such as llama-3.1-8b, a model folder or a config.json",
-        )
     clipping = settings.gradient_clipping
     if settings.deepspeed is not None and isinstance(settings.deepspeed.get("gradient_clipping"), int | float):
         clipping = float(settings.deepspeed["gradient_clipping"])
     values: dict[str, Any] = {
-        "model": preset_of(settings.model),
+        "model": model_of(settings),
         "task": settings.task,
         "seq_len": settings.seq_len,
         "global_batch": arithmetic.global_batch,
@@ -145,16 +149,50 @@ def readable(request: Request, facts: ModelFacts, settings: Settings) -> Request
     return replace(request, seq_len=facts.max_positions)
 
 
+AUTOCAST = (
+    "it does not use DeepSpeed, and mixed precision without DeepSpeed keeps fp32 weights under autocast: "
+    "`frugal dryrun SCRIPT.py:step` measures such a loop"
+)
+
+
+def refuse_autocast(settings: Settings) -> None:
+    """Note why memory cannot be checked without DeepSpeed, if it cannot."""
+    if settings.sequence_parallel > 1:
+        place = settings.place("sequence_parallel")
+        settings.refuse("samples that GPUs share are checked under DeepSpeed alone", place)
+    if settings.lora is None and settings.precision != "fp32":
+        settings.refuse(AUTOCAST, settings.place("precision"))
+
+
 def subject_of(
     settings: Settings,
-    deepspeed: Resolved,
+    deepspeed: Resolved | None,
     arithmetic: Arithmetic,
     request: Request,
     cluster: Cluster,
     facts: ModelFacts,
 ) -> Subject:
     """Return the subject of the dry run. Settings that frugal cannot follow are noted in `settings`."""
-    strategy = deepspeed_json.strategy(settings, deepspeed)
+    batch = arithmetic.planned
+    if deepspeed is not None:
+        strategy = deepspeed_json.strategy(settings, deepspeed)
+    else:
+        strategy = Strategy(
+            zero_stage=0 if request.precision == "fp32" else 2,
+            activation_checkpointing="full" if settings.activation_checkpointing else "off",
+            loss="tiled" if settings.tiled_loss else "plain",
+            reduce_bucket_elements=max(2, facts.trainable_parameters + facts.trainable_parameters % 2),
+            expandable_segments=bool(settings.expandable_segments),
+        )
+        if request.precision != "fp32":
+            settings.deviate(
+                "without DeepSpeed: adapters are evaluated under ZeRO-2 on one GPU, with 18 bytes for each of their "
+                "parameters instead of 16 to 20; the inputs that peft copies for adapters in fp32 are not counted"
+            )
+            batch = BatchPlan.of(arithmetic.micro_batch * arithmetic.accumulation_steps, (arithmetic.micro_batch,))
+            cluster = with_gpus(replace(cluster, nodes=cluster.nodes[:1]), 1)
+        elif arithmetic.world_size > 1:
+            settings.deviate("without DeepSpeed: DDP is evaluated as stage 0, which averages all gradients at once")
     if strategy.loss == "tiled" and not facts.can_tile:
         settings.deviate("evaluated with whole logits: this model cannot take the tiled loss")
         strategy = replace(strategy, loss="plain")
@@ -163,7 +201,7 @@ def subject_of(
         strategy = replace(strategy, activation_checkpointing="off")
     if settings.tiled_mlp:
         strategy = replace(strategy, mlp="tiled")
-    return Subject(request=request, cluster=cluster, strategy=strategy, batch=arithmetic.planned)
+    return Subject(request=request, cluster=cluster, strategy=strategy, batch=batch)
 
 
 def verdict_of(subject: Subject, source: Source) -> Verdict:
@@ -196,19 +234,40 @@ def drafted(subject: Subject, source: Source) -> bool:
 
 
 def hidden_size_of(settings: Settings) -> Callable[[], int | None]:
-    """Return a function for the model's width, found as transformers' Trainer does; None if it has none."""
+    """Return a function for the model's width, found as transformers' Trainer does; None if it has none, 0 if the
+    model is not at hand."""
 
     def hidden_size() -> int | None:
-        if not settings.model:
-            raise RequestError(
-                "no file names the model, and its hidden size decides the values of auto",
-                hint="add --model, a preset such as llama-3.1-8b, a model folder or a config.json",
-            )
-        config = _config_of(preset_of(settings.model), settings.task)
+        try:
+            config = _config_of(model_of(settings), settings.task)
+        except RequestError as error:
+            refuse_model(settings, error)
+            return 0
         sizes = [getattr(config, "hidden_size", None), *(getattr(config, "hidden_sizes", None) or [])]
         return max((size for size in sizes if size is not None), default=None)
 
     return cache(hidden_size)
+
+
+def refuse_model(settings: Settings, error: RequestError) -> None:
+    """Note that the model is not at hand, or is none that can be trained like that."""
+    why = ": ".join((error.what, *error.because))
+    settings.refuse(f"{why}; {error.hint}" if error.hint else why, settings.place("model"))
+
+
+def model_of(settings: Settings) -> str:
+    """Return the model as `--model` takes it.
+
+    Raises:
+        RequestError: no file and no flag names it.
+    """
+    if not settings.model:
+        raise RequestError(
+            "no file names the model",
+            because="memory depends on the model",
+            hint="add --model, a preset such as llama-3.1-8b, a model folder or a config.json",
+        )
+    return preset_of(settings.model)
 
 
 def _config_of(reference: str, task: str | None) -> Any:

@@ -12,9 +12,9 @@ from frugal.config.schema import understand
 from frugal.dryrun.client import DryRunSource
 from frugal.dryrun.pool import Pool
 from frugal.planning.strategy import Strategy
+from frugal.tools.check import deepspeed_json
 from frugal.tools.check.checked import Check, check
 from frugal.tools.check.gather import gather
-from frugal.tools.check.readers import deepspeed_json
 from frugal.tools.check.report import report
 from frugal.tools.check.verdict import resolved
 from tests.commands import frugal
@@ -394,28 +394,28 @@ def test_every_other_field_of_the_examples_is_known(path: Path) -> None:
 def test_every_field_of_training_arguments_is_known_or_read() -> None:
     """Of the installed transformers: what is new in it would be listed as unknown."""
     from dataclasses import fields
-    from inspect import getsource
 
     from transformers import TrainingArguments
 
-    from frugal.tools.check.documents.known_fields import no_effect
-    from frugal.tools.check.readers import trainer
+    from frugal.tools.check.document import Document
+    from frugal.tools.check.settings import Settings
+    from frugal.tools.check.tools import Fields, table_of, take
 
-    passed_over = no_effect("transformers")
-    rest = {each.name for each in fields(TrainingArguments) if each.init} - passed_over
-    source = getsource(trainer) + (CONFIGS.parents[3] / "frugal/tools/check/documents/known_fields.toml").read_text()
-    read = {name for name in rest if f'"{name}"' in source or f"\n{name} = " in source}
-    assert rest - read == {"activation_checkpointing_kwargs", "gradient_checkpointing_kwargs"}  # made of the others
+    names = [each.name for each in fields(TrainingArguments) if each.init]
+    settings = Settings()
+    take(Fields(Document(Path("all.yaml"), "transformers", dict.fromkeys(names)), settings), table_of("transformers"))
+    assert names and not settings.unknown
 
 
 def test_defaults_are_those_of_training_arguments() -> None:
     from transformers import TrainingArguments
 
-    from frugal.tools.check.readers import trainer
+    from frugal.tools.check.tools import table_of
 
     args = TrainingArguments("out", use_cpu=True, report_to=[])
     theirs = (args.per_device_train_batch_size, args.optim, args.learning_rate, args.max_grad_norm)
-    assert theirs == (trainer.MICRO_BATCH, trainer.OPTIMIZER, trainer.LEARNING_RATE, 1.0)
+    names = ("micro_batch", "optim", "learning_rate", "gradient_clipping")
+    assert theirs == tuple(table_of("transformers")["default"][name] for name in names)
 
 
 def test_an_unknown_field_inside_a_block_is_listed(tmp_path: Path) -> None:

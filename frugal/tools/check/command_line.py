@@ -21,7 +21,7 @@ beside its flags."""
 
 _STARTS = ("deepspeed", "torchrun", "accelerate", "python", "python3", "trl", "axolotl", "llamafactory-cli")
 _ASSIGNMENT = re.compile(r"(?:export\s+)?([A-Za-z_]\w*)=(\S*|\"[^\"]*\"|'[^']*')\s*$")
-_VARIABLE = re.compile(r"\$\{?([A-Za-z_]\w*)\}?")
+_VARIABLE = re.compile(r"\$\{([A-Za-z_]\w*)(?::?[-=]([^}]*))?\}|\$([A-Za-z_]\w*)")
 _OF_LAUNCHERS = {
     "num_gpus", "num_nodes", "include", "hostfile", "nproc_per_node", "nnodes", "num_processes", "num_machines",
     "config_file",
@@ -44,7 +44,7 @@ def parsed_script(path: Path, text: str) -> tuple[dict[str, Any], dict[tuple[str
         if assignment:
             variables[assignment[1]] = _expanded(assignment[2].strip("\"'"), variables)
             continue
-        words = _words(path, _expanded(line, variables))
+        words = _words(_expanded(line, variables))
         own = dict(map(_pair, words[: _first(words)]))
         words = words[_first(words) :]
         if words and Path(words[0]).name in _STARTS:
@@ -58,19 +58,20 @@ def parsed_script(path: Path, text: str) -> tuple[dict[str, Any], dict[tuple[str
 
 def _commands(text: str) -> Iterator[str]:
     """Yield the lines without comments; lines that a backslash continues are joined."""
-    joined = re.sub(r"\\\s*\n", " ", re.sub(r"(?m)^\s*#.*$", "", text))
+    joined = re.sub(r"\\\s*(\n|$)", " ", re.sub(r"(?m)^\s*#.*$", "", text))
     return (line for line in joined.splitlines() if line.strip())
 
 
 def _expanded(text: str, variables: Mapping[str, str]) -> str:
-    return _VARIABLE.sub(lambda match: variables.get(match[1], match[0]), text)
+    return _VARIABLE.sub(lambda match: variables.get(match[1] or match[3], match[2] or match[0]), text)
 
 
-def _words(path: Path, line: str) -> list[str]:
+def _words(line: str) -> list[str]:
+    """Return the words of a line; none of a text over several lines, which starts nothing."""
     try:
         return shlex.split(line, comments=True)
-    except ValueError as error:
-        raise RequestError(f"{path} has a line that no shell can parse", because=f"{error}: {line.strip()}") from None
+    except ValueError:
+        return []
 
 
 def _first(words: Sequence[str]) -> int:
@@ -139,21 +140,17 @@ def _value(word: str) -> Any:
 def num_processes(content: Mapping[str, Any]) -> tuple[int | None, int | None]:
     """Return processes per node and nodes from the launcher's flags or `CUDA_VISIBLE_DEVICES`; None if not given."""
     launcher, variables = content.get(LAUNCHER, {}), content.get(ENVIRONMENT, {})
-    nodes = _whole(launcher.get("num_nodes", launcher.get("nnodes", launcher.get("num_machines"))))
-    ranks = _whole(launcher.get("num_gpus", launcher.get("nproc_per_node")))
-    total = _whole(launcher.get("num_processes"))
-    if ranks is None and total is not None:
-        ranks = total // (nodes or 1)
-    if ranks is None and isinstance(launcher.get("include"), str) and "@" not in launcher["include"]:
-        ranks = launcher["include"].partition(":")[2].count(",") + 1
-    visible = variables.get("CUDA_VISIBLE_DEVICES", "")
+    said = {name: value for name, value in launcher.items() if type(value) is int}
+    nodes = said.get("num_nodes", said.get("nnodes", said.get("num_machines")))
+    ranks = said.get("num_gpus", said.get("nproc_per_node"))
+    if ranks is None and "num_processes" in said:
+        ranks = said["num_processes"] // (nodes or 1)
+    included, visible = str(launcher.get("include", "")), variables.get("CUDA_VISIBLE_DEVICES", "")
+    if ranks is None and included and "@" not in included:
+        ranks = included.partition(":")[2].count(",") + 1
     if ranks is None and visible and "$" not in visible:
         ranks = visible.count(",") + 1
     return ranks, nodes
-
-
-def _whole(value: Any) -> int | None:
-    return value if type(value) is int else None
 
 
 def expandable_segments(content: Mapping[str, Any]) -> bool | None:

@@ -15,7 +15,7 @@ import yaml  # type: ignore[import-untyped]  # its stubs are a package of their 
 from frugal import files
 from frugal.deepspeed_adapter.json_config import MICRO_BATCH
 from frugal.errors import RequestError
-from frugal.tools.check.documents.command_line import FILES, PROGRAM, parsed_script
+from frugal.tools.check.command_line import FILES, PROGRAM, parsed_script
 
 Tool = Literal["deepspeed", "transformers", "trl", "axolotl", "llama-factory", "accelerate"]
 
@@ -28,15 +28,16 @@ NAMES: dict[Tool, str] = {
     "accelerate": "accelerate",
 }
 
-_MARKS: tuple[tuple[Tool, frozenset[str]], ...] = (
-    ("deepspeed", frozenset(("zero_optimization", "train_batch_size", MICRO_BATCH))),
-    ("accelerate", frozenset(("compute_environment", "distributed_type", "deepspeed_config", "machine_rank"))),
-    ("axolotl", frozenset(("base_model", "micro_batch_size", "sequence_len"))),
-    ("llama-factory", frozenset(("finetuning_type", "cutoff_len", "dataset_dir", "lora_rank"))),
-    ("trl", frozenset(("use_peft", "packing", "completion_only_loss", "max_length", "lora_r"))),
-    ("transformers", frozenset(("output_dir", "per_device_train_batch_size", "model_name_or_path", "learning_rate"))),
-)
-"""Keys by which a file of each tool is known, asked in this order: TRL and LLaMA-Factory have Trainer's keys, too."""
+_MARKS: Mapping[Tool, str] = {
+    "deepspeed": f"zero_optimization train_batch_size {MICRO_BATCH}",
+    "accelerate": "compute_environment distributed_type deepspeed_config machine_rank",
+    "axolotl": "base_model sequence_len",
+    "llama-factory": "finetuning_type infer_backend export_dir",
+    "trl": "use_peft packing packing_strategy completion_only_loss assistant_only_loss dataset_text_field "
+    "use_bnb_nested_quant",
+    "transformers": "per_device_train_batch_size per_gpu_train_batch_size model_name_or_path parallelism_config",
+}
+"""Keys that only files of one tool have, asked in this order: TRL and LLaMA-Factory have Trainer's keys, too."""
 
 
 @dataclass(frozen=True)
@@ -136,10 +137,10 @@ def _lines(text: str) -> Iterator[tuple[tuple[str, ...], int]]:
                 waiting.append((inner, value))
 
 
-def _tool_of(path: Path, keys: Iterable[str]) -> Tool:
+def _tool_of(path: Path, keys: Iterable[str], tools: Iterable[Tool] = tuple(NAMES)) -> Tool:
     known = set(keys)
-    for tool, own in _MARKS:
-        if own & known:
+    for tool in _MARKS:
+        if tool in tools and known & set(_MARKS[tool].split()):
             return tool
     raise RequestError(
         f"{path} is no configuration that frugal knows",
@@ -148,9 +149,15 @@ def _tool_of(path: Path, keys: Iterable[str]) -> Tool:
     )
 
 
+_OF_SCRIPTS: tuple[Tool, ...] = ("llama-factory", "transformers")
+"""Tools whose scripts' flags tell; TRL's scripts are known by their names."""
+
+
 def _script(path: Path, text: str, tool: Tool | None) -> Document:
     content, lines = parsed_script(path, text)
     program = f"/{content[PROGRAM]}"
-    if "/trl/" in program or Path(program).name.startswith("sft"):  # TRL's own scripts and their names
-        tool = tool or "trl"
-    return Document(path, tool or ("transformers" if content[FILES] else _tool_of(path, content)), content, lines)
+    if tool is None and ("/trl/" in program or Path(program).name.startswith("sft")):
+        tool = "trl"
+    if tool is None and content[FILES]:
+        tool = "transformers"
+    return Document(path, tool or _tool_of(path, content, _OF_SCRIPTS), content, lines)

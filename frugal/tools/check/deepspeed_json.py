@@ -20,16 +20,18 @@ from frugal.deepspeed_adapter.json_config import MICRO_BATCH
 from frugal.errors import RequestError
 from frugal.planning.strategy import Place as Where
 from frugal.planning.strategy import Strategy
-from frugal.tools.check.documents.document import Document, Place
-from frugal.tools.check.documents.known_fields import finish
-from frugal.tools.check.readers import optimizers
+from frugal.tools.check.document import Document, Place
 from frugal.tools.check.settings import AUTO, Fields, Settings
+from frugal.tools.check.tools import table_of, take, take_optimizer
 
 BUCKET, PREFETCH, LIVE, PERSISTENT, SUB_GROUP = 500_000_000, 50_000_000, 1_000_000_000, 100_000, 1_000_000_000
 """DeepSpeed's own sizes, in elements."""
 
 REMOVED = ("nebula", "compression_training", "amp", "quantize_training", "elasticity")
 """Blocks that DeepSpeed 0.19.8 refuses (`_reject_removed_config_keys`)."""
+
+UNKNOWN = "unknown"
+"""The value of an `auto` that a model decides which is not at hand."""
 
 _SIZES = {
     "reduce_bucket_size": BUCKET,
@@ -69,6 +71,11 @@ class Resolved:
     filled: tuple[Filled, ...]
     zero: Mapping[str, Any]
 
+    @property
+    def is_known(self) -> bool:
+        """Return whether the model was at hand where `auto` needed it."""
+        return all(each.value != UNKNOWN for each in self.filled)
+
 
 def read(document: Document, settings: Settings) -> None:
     """Keep the JSON in `settings`, with the places of its values, unknown fields, and its optimizer.
@@ -77,99 +84,23 @@ def read(document: Document, settings: Settings) -> None:
         RequestError: a part of it is no mapping.
     """
     settings.deepspeed = document.content
-    _keep_places(document, settings)
-    fields = Fields(document, settings)
-    fields.known("zero_optimization", "bf16", "fp16", "optimizer", "data_types", "activation_checkpointing")
-    if not isinstance(fields.value("zero_optimization") or {}, dict):
-        raise RequestError(f"`zero_optimization` in {fields.place('zero_optimization')} is no mapping")
-    _read_blocks(document, settings)
-    fields.known("train_batch_size", MICRO_BATCH, "gradient_accumulation_steps", "gradient_clipping", *REMOVED)
-    fields.known("zero_force_ds_cpu_optimizer", "torch_autocast", "bfloat16")
-    settings.sequence_parallel = fields.whole("sequence_parallel_size", of="sequence_parallel") or (
-        settings.sequence_parallel
-    )
-    fields.known("data_parallel_size")
-    for block in ("tensor_parallel", "pipeline", "hybrid_engine", "expert_parallel"):
-        if fields.value(block) not in (None, {}, 1):
-            settings.refuse(f"`{block}` splits the model otherwise than ZeRO", fields.place(block))
-    if (fields.value("torch_autocast") or {}).get("enabled"):
-        settings.refuse("`torch_autocast` keeps fp32 weights beside what ZeRO keeps", fields.place("torch_autocast"))
-    finish(fields, "deepspeed")
-    _read_zero(document, settings)
-    _read_optimizer(fields, settings)
-
-
-def _keep_places(document: Document, settings: Settings) -> None:
-    for keys in document.lines:
-        settings.places[".".join(("json", *keys))] = document.place(*keys)
-
-
-def _read_zero(document: Document, settings: Settings) -> None:
-    zero = Fields(document, settings, ("zero_optimization",))
-    zero.known(
-        "stage", "overlap_comm", "offload_optimizer", "offload_param", "cpu_offload", "cpu_offload_param", *_SIZES
-    )
-    if zero.value("contiguous_gradients") is False:
-        settings.deviate("gradients are evaluated as contiguous", zero.place("contiguous_gradients"))
-    if zero.value("zero_hpz_partition_size") not in (None, 1):
-        settings.deviate(
-            "`zero_hpz_partition_size` is not evaluated: it takes more memory", zero.place("zero_hpz_partition_size")
-        )
-    if zero.value("zenflow") not in (None, {}):
-        settings.refuse("`zenflow` keeps other states than ZeRO's", zero.place("zenflow"))
-    finish(zero, "deepspeed", prefix="zero_")
-
-
-_NESTED = {
-    ("bf16",): "enabled bf16_master_weights_and_grads bf16_optimizer_states check_overflow",
-    ("fp16",): "enabled auto_cast loss_scale initial_scale_power loss_scale_window hysteresis consecutive_hysteresis "
-    "min_loss_scale",
-    ("data_types",): "grad_accum_dtype",
-    ("optimizer",): "type params",
-    ("optimizer", "params"): "lr betas eps weight_decay momentum bias_correction torch_adam adam_w_mode fused foreach "
-    "amsgrad max_coeff min_coeff freeze_step",
-    ("zero_optimization", "offload_optimizer"): "device nvme_path pin_memory buffer_count pipeline pipeline_read "
-    "pipeline_write fast_init ratio",
-    ("zero_optimization", "offload_param"): "device nvme_path pin_memory buffer_count buffer_size max_in_cpu",
-}
-"""Fields of nested blocks that are read here."""
-
-
-def _read_blocks(document: Document, settings: Settings) -> None:
-    """List unknown fields of nested blocks.
-
-    Raises:
-        RequestError: a block is no mapping.
-    """
-    for path, known in _NESTED.items():
-        inside: Any = document.content
-        for key in path:
-            inside = (inside or {}).get(key)
-        if inside is None:
-            continue
-        if not isinstance(inside, dict):
-            raise RequestError(f"`{'.'.join(path)}` in {document.place(*path)} is no mapping")
-        fields = Fields(document, settings, path)
-        fields.known(*known.split())
-        fields.list_unknown()
-
-
-def _read_optimizer(fields: Fields, settings: Settings) -> None:
-    block = fields.value("optimizer")
+    settings.places |= {".".join(("json", *keys)): document.place(*keys) for keys in document.lines}
+    said = take(Fields(document, settings), table_of("deepspeed"))
+    settings.sequence_parallel = said.get("sequence_parallel") or settings.sequence_parallel
+    block = document.content.get("optimizer") or {}
     if not block:
         return
-    place = fields.document.place("optimizer", "type")
-    optimizers.take(settings, str(block.get("type", "")), place, of_deepspeed=True)
-    params = block.get("params") or {}
+    place, params = document.place("optimizer", "type"), block.get("params") or {}
+    take_optimizer(settings, str(block.get("type", "")), place, of_deepspeed=True)
     if params.get("torch_adam") and settings.optimizer == "adamw":
         settings.optimizer_implementation = "fused" if params.get("fused") else "foreach"
-    rate = params.get("lr")
-    if isinstance(rate, int | float):
-        settings.learning_rate = float(rate)
+    if isinstance(params.get("lr"), int | float):
+        settings.learning_rate = float(params["lr"])
 
 
 def resolve(settings: Settings, world_size: int, hidden_size: Callable[[], int | None]) -> Resolved:
-    """Resolve `auto` on `world_size` ranks. `hidden_size` is the model's, asked for only where `auto` needs it.
+    """Resolve `auto` on `world_size` ranks. `hidden_size` is the model's, asked for only where `auto` needs it; 0: the
+    model is not at hand.
 
     Raises:
         RequestError: a value is no number, or no tool fills in an `auto` that DeepSpeed requires.
@@ -184,13 +115,13 @@ def resolve(settings: Settings, world_size: int, hidden_size: Callable[[], int |
         where = settings.places.get("json.zero_optimization.stage", "the DeepSpeed JSON")
         raise RequestError(f"`zero_optimization.stage` in {where} is {stage}", because="ZeRO has the stages 0 to 3")
     for name, default in _SIZES.items():
-        value = zero.get(name, default)
+        value = zero.get(name, zero.get(name.removeprefix("stage3_"), default))  # DeepSpeed takes either name
         if value == AUTO:
             of_hidden = _FROM_HIDDEN_SIZE.get(name) if settings.fills_auto else None
             hidden = hidden_size() if of_hidden is not None and (stage == 3 or name not in _OF_ZERO_3) else None
             value = default if of_hidden is None or hidden is None else of_hidden(hidden)
-            by = f"{settings.tool}, from the hidden size {hidden}" if hidden is not None else ""
-            filled.append(Filled(name=f"zero_optimization.{name}", value=value, by=by))
+            by = f"{settings.tool}, from the hidden size {hidden or 'of the model'}" if hidden is not None else ""
+            filled.append(Filled(name=f"zero_optimization.{name}", value=value if hidden != 0 else UNKNOWN, by=by))
         zero[name] = int(_number(settings, f"zero_optimization.{name}", value))
     overlap = zero.get("overlap_comm")
     if overlap == AUTO:

@@ -1,1 +1,0 @@
-"""One reader a tool: from its file to `Settings`."""

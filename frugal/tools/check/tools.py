@@ -1,0 +1,317 @@
+"""The trainers that pass settings on to transformers' Trainer: one table of their fields, and one reader.
+
+`tools.toml` has the fields and the defaults of each tool. What is here is what a table cannot say.
+"""
+
+import re
+import tomllib
+from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import dataclass, fields
+from functools import cache
+from importlib.resources import files
+from typing import Any
+
+from frugal.config.adapters import ALL_LINEAR, Lora
+from frugal.config.optimizers import OptimizerImplementation, OptimizerName
+from frugal.errors import RequestError
+from frugal.tools.check import command_line
+from frugal.tools.check.document import NAMES, Document, Place, Tool
+from frugal.tools.check.settings import KINDS, Fields, Settings
+
+PEFTS_OWN = "(peft's own)"
+"""A placeholder for the target modules that peft chooses where none are named."""
+
+
+@cache
+def table_of(tool: Tool) -> Mapping[str, Any]:
+    """Return the section of a tool in `tools.toml`, added to that of the tool it is `under`."""
+    tables = tomllib.loads(files("frugal.tools.check").joinpath("tools.toml").read_text())
+    table = tables[tool]
+    if "under" in table:
+        under = tables[table["under"]]
+        sections = {*under, *table} - {"under", "no_effect"}
+        no_effect = " ".join((under["no_effect"], table["no_effect"]))
+        table = {name: under.get(name, {}) | table.get(name, {}) for name in sections} | {"no_effect": no_effect}
+    return {"default": {}} | table
+
+
+def take(fields: Fields, table: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the values of a document, or of a block in it, by the names of the table. Note the fields that frugal
+    does not follow, and list those that are in no table."""
+    settings = fields.settings
+    said = {
+        name: value
+        for kind in KINDS
+        for name, keys in table.get(kind, {}).items()
+        if (value := fields.get(kind, *keys.split(), of=name)) is not None
+    }
+    for key, value, why in _set(fields, table.get("deviations", {}).items()):
+        settings.deviate(f"{_written(key, value)} is not followed: {why}", fields.place(key))
+    for key, value, why in _set(fields, ((row, why) for why, row in table.get("refusals", {}).items())):
+        settings.refuse(why.format(field=_written(key, value)), fields.place(key))
+    for key, (followed, why) in table.get("only", {}).items():
+        value = fields.value(key)
+        if value is not None and str(value).lower() not in followed.split():
+            settings.refuse(why.format(field=_written(key, value), value=value), fields.place(key))
+    for name, block in table.get("block", {}).items():
+        if fields.value(name) is not None:
+            said |= take(fields.inside(name), block)
+    fields.known(*table.get("elsewhere", "").split())
+    fields.list_unknown(table["no_effect"].split())
+    return said
+
+
+def _set(fields: Fields, rows: Iterable[tuple[str, str]]) -> Iterator[tuple[str, Any, str]]:
+    """Yield the first field of each row that is set, or set as after `=`, with its value and the row's text."""
+    for row, why in rows:
+        parts = [each.partition("=") for each in row.split()]
+        fields.known(*(key for key, _, _ in parts))
+        for key, _, wanted in parts:
+            value = fields.value(key)
+            if str(value).lower() == wanted if wanted else value not in (None, False, 0, "none", "", [], {}):
+                yield key, value, why.strip()
+                break
+
+
+def _written(key: str, value: Any) -> str:
+    return f"`{key}`" if isinstance(value, bool | dict | list) else f"`{key}: {value}`"
+
+
+def read(document: Document) -> Settings:
+    """Return the settings in a trainer's file.
+
+    Raises:
+        RequestError: a value is of the wrong kind.
+    """
+    settings = Settings(tool=NAMES[document.tool], fills_auto=True)
+    settings.gpus, settings.nodes = command_line.num_processes(document.content)
+    settings.expandable_segments = command_line.expandable_segments(document.content)
+    _refuse_other_work(document)
+    table = table_of(document.tool)
+    settings.raw = said = table["default"] | take(Fields(document, settings), table)
+    for name in said.keys() & {each.name for each in fields(Settings)}:
+        setattr(settings, name, said[name])
+    if settings.accumulation_steps is None:  # axolotl's `batch_size` is that of a GPU in all its forwards
+        settings.accumulation_steps = max(1, said.get("batch_of_gpu", 0) // max(1, said["micro_batch"]))
+    bf16 = str(said.get("bf16", said["precision"] != "fp32")).lower()  # axolotl's is true, false, auto or full
+    settings.precision = "fp16" if said.get("fp16") else "fp32" if bf16 == "false" else "bf16"
+    if said.get("pure_bf16"):
+        settings.precision = "bf16"
+    take_optimizer(settings, said["optim"], settings.place("optim"))
+    recomputes = str(said.get("activation_checkpointing", False)).lower() != "false"  # axolotl's may be a word
+    settings.activation_checkpointing = recomputes and not said.get("keeps_activations")
+    more = said.get("use_reentrant")
+    settings.use_reentrant = bool(more.get("use_reentrant", False)) if isinstance(more, dict) else None
+    _adapters(settings)
+    _packing(settings, document.tool)
+    _evaluation(settings)
+    _long_samples(settings)
+    if document.tool == "axolotl":
+        _fused_losses(settings)
+    if document.tool in ("transformers", "trl"):
+        _method(document, settings)
+    return settings
+
+
+_OF_TRAINING = """
+per_device_train_batch_size per_gpu_train_batch_size micro_batch_size gradient_accumulation_steps learning_rate
+num_train_epochs num_epochs max_steps
+"""
+
+
+def _refuse_other_work(document: Document) -> None:
+    """Raise an error for files that merge, evaluate or preprocess: they say nothing about a training step."""
+    says = {key for key in _OF_TRAINING.split() if document.content.get(key) is not None}
+    only_predicts = document.content.get("do_predict") and not document.content.get("do_train")
+    if only_predicts or not (says or {"output_dir", "deepspeed"} <= document.content.keys()):
+        raise RequestError(
+            f"{document.path} trains nothing",
+            because="it predicts without `do_train`" if only_predicts else "it has no batch, learning rate or duration",
+            hint="give the file, or the script, that starts the training",
+        )
+
+
+_METHOD = re.compile(
+    r"(?<![a-z])(dpo|ipo|kto|orpo|simpo|cpo|apo|grpo|gspo|ppo|rloo|gkd|rlhf|prm|rm|reward)(?![a-z])", re.I
+)
+
+
+_NAMING = ("output_dir", "run_name", "hub_model_id", "trainer_type", command_line.PROGRAM)
+
+
+def _method(document: Document, settings: Settings) -> None:
+    """Refuse a training against a reference or rewards that its names tell: the arguments may be those of SFT."""
+    named = {key: str(document.content.get(key)) for key in _NAMING} | {"the file's name": document.path.stem}
+    for key, name in named.items():
+        if match := _METHOD.search(name):
+            text = {command_line.PROGRAM: name, "the file's name": key}.get(key, f"`{key}: {name}`")
+            settings.refuse(
+                f"{text} says {match[1].upper()}, a training against a reference or rewards", document.place(key)
+            )
+            return
+
+
+def _adapters(settings: Settings) -> None:
+    """Set the adapters and the quantisation of the base weights. No targets leave them to peft."""
+    said = settings.raw
+    adapter, bits = str(said.get("adapter")).lower(), said.get("bits")
+    settings.quantize = "nf4" if said.get("four_bits") or bits == 4 else None
+    if settings.quantize is None and (said.get("eight_bits") or bits == 8):
+        settings.quantize = "int8"
+    elif adapter == "qlora":
+        settings.quantize = "nf4"
+    if settings.quantize == "nf4" and said.get("nested") is False:
+        settings.deviate(
+            "scales of 4 bits are evaluated quantised, which takes 0.37 bits a weight less",
+            settings.place("nested", "four_bits"),
+        )
+    if adapter in ("lora", "qlora", "true"):
+        targets = ["all"] if said.get("all_linear") else said.get("targets", [])
+        settings.lora = Lora(
+            rank=said["rank"],
+            alpha=float(said.get("alpha", 2 * said["rank"])),
+            dropout=said.get("dropout", 0.0),
+            targets=(ALL_LINEAR,) if targets in (["all"], [ALL_LINEAR]) else tuple(targets) or (PEFTS_OWN,),
+            dora=said.get("dora", False),
+        )
+
+
+def _packing(settings: Settings, tool: Tool) -> None:
+    """Read whether samples are packed, and whether the documents in one are kept apart."""
+    said = settings.raw
+    keeps_apart = bool(said.get("neat_packing")) or said.get("stage") == "pt"
+    settings.packing = settings.packing or keeps_apart
+    init = said.get("model_init_kwargs")
+    attention = said.get("attention", init.get("attn_implementation") if isinstance(init, dict) else None)
+    if tool == "axolotl":
+        names = ("flash", "sdp", "xformers", "flex", "sage")
+        keeps_apart = attention not in (None, "eager") or any(said.get(f"{name}_attention") for name in names)
+        if settings.packing and settings.micro_batch != 1:
+            settings.deviate(
+                f"a micro-batch of packed samples is one row of {settings.micro_batch} x sequence_len tokens in "
+                "axolotl; it is evaluated as that many rows, which take the same memory except for attention",
+                settings.place("packing"),
+            )
+    elif tool == "trl":
+        keeps_apart = "flash" in str(attention) and said.get("packing_strategy") != "wrapped"
+    settings.packs_apart = keeps_apart
+
+
+def _evaluation(settings: Settings) -> None:
+    """Read the batch size of evaluations during training, and whether they keep logits."""
+    said = settings.raw
+    evaluates = bool(said.get("do_eval")) or said.get("eval_strategy", "no") not in ("no", "False")
+    keeps = not said.get("prediction_loss_only") and said.get("eval_accumulation_steps") is None
+    settings.raw |= {
+        "eval_micro_batch": said.get("eval_micro_batch") if evaluates else None,
+        "eval_keeps_logits": evaluates and keeps,
+    }
+    if (place := settings.place("eval_micro_batch", "eval_strategy", "do_eval")) is not None:
+        settings.places["eval_micro_batch"] = place
+
+
+def _long_samples(settings: Settings) -> None:
+    """Note how samples that GPUs share are evaluated."""
+    if settings.sequence_parallel > 1 and settings.tool == NAMES["axolotl"]:
+        settings.deviate(
+            "the attention of shared samples is evaluated with all-to-alls, as in DeepSpeed-Ulysses; axolotl's passes "
+            "keys and values around a ring, in buffers of other sizes",
+            settings.place("sequence_parallel"),
+        )
+    refuse_other_splits(settings, settings.raw)
+
+
+def refuse_other_splits(settings: Settings, said: Mapping[str, Any]) -> None:
+    """Refuse sizes of data parallelism without shared samples: they are FSDP's."""
+    for name in ("replicas", "shards"):
+        if said.get(name, 1) > 1 and said.get("sequence_parallel", 1) == 1:
+            place = settings.place(name)
+            settings.refuse("data parallelism that is not DeepSpeed's splits the model otherwise than ZeRO", place)
+
+
+def _fused_losses(settings: Settings) -> None:
+    said = settings.raw
+    plugins = [name.rpartition(".")[2] for name in said.get("plugins", [])]
+    cuts = "CutCrossEntropyPlugin" in plugins and said.get("cut_loss", True)
+    settings.tiled_loss = bool(
+        cuts or ("LigerPlugin" in plugins and said.get("liger_loss")) or said.get("chunked_loss")
+    )
+    if settings.tiled_loss:
+        settings.deviate(
+            "the fused loss is evaluated as frugal's tiled loss", settings.place("plugins", "chunked_loss")
+        )
+    for name in plugins:
+        if name not in ("CutCrossEntropyPlugin", "LigerPlugin", "SwanLabPlugin"):
+            settings.refuse(f"`plugins`: frugal does not follow {name}", settings.place("plugins"))
+
+
+@dataclass(frozen=True)
+class _Near:
+    """The optimizer that is evaluated instead; `how`: the difference, empty where there is none."""
+
+    optimizer: OptimizerName
+    implementation: OptimizerImplementation | None = None
+    momentum: float | None = None
+    how: str = ""
+
+
+_PAGED = "its paged states may move to the host where the device is full; they are counted on the device"
+_ONE_STATE = "evaluated as SGD with momentum, which also keeps one fp32 tensor of each parameter"
+
+_OF_TRAINER = {
+    "adamw_torch": _Near("adamw", "foreach"),
+    "adamw_torch_fused": _Near("adamw", "fused"),
+    "adamw_apex_fused": _Near("adamw", "fused"),
+    "adamw_hf": _Near("adamw", "for-loop"),
+    "adamw_torch_8bit": _Near("adamw-8bit", how="evaluated as bitsandbytes', whose moments take a byte each, too"),
+    "adamw_bnb_8bit": _Near("adamw-8bit"),
+    "adamw_8bit": _Near("adamw-8bit"),
+    "paged_adamw": _Near("adamw", "fused", how=_PAGED),
+    "paged_adamw_32bit": _Near("adamw", "fused", how=_PAGED),
+    "paged_adamw_8bit": _Near("adamw-8bit", how=_PAGED),
+    "sgd": _Near("sgd", "foreach"),
+    "adagrad": _Near("sgd", "foreach", 0.9, _ONE_STATE),
+    "rmsprop": _Near("sgd", "foreach", 0.9, _ONE_STATE),
+    "lion_32bit": _Near("sgd", "fused", 0.9, _ONE_STATE),
+}
+_PAGED = "its paged states may move to the host where the device is full; they are counted on the device"
+_ONE_STATE = "evaluated as SGD with momentum, which also keeps one fp32 tensor of each parameter"
+
+_OF_TRAINER = {
+    "adamw_torch": _Near("adamw", "foreach"),
+    "adamw_torch_fused": _Near("adamw", "fused"),
+    "adamw_apex_fused": _Near("adamw", "fused"),
+    "adamw_hf": _Near("adamw", "for-loop"),
+    "adamw_torch_8bit": _Near("adamw-8bit", how="evaluated as bitsandbytes', whose moments take a byte each, too"),
+    "adamw_bnb_8bit": _Near("adamw-8bit"),
+    "adamw_8bit": _Near("adamw-8bit"),
+    "paged_adamw": _Near("adamw", "fused", how=_PAGED),
+    "paged_adamw_32bit": _Near("adamw", "fused", how=_PAGED),
+    "paged_adamw_8bit": _Near("adamw-8bit", how=_PAGED),
+    "sgd": _Near("sgd", "foreach"),
+    "adagrad": _Near("sgd", "foreach", 0.9, _ONE_STATE),
+    "rmsprop": _Near("sgd", "foreach", 0.9, _ONE_STATE),
+    "lion_32bit": _Near("sgd", "fused", 0.9, _ONE_STATE),
+}
+"""transformers' `optim`, which axolotl and LLaMA-Factory pass on."""
+
+_OF_DEEPSPEED = {
+    "adam": _Near("adamw", "deepspeed"),
+    "adamw": _Near("adamw", "deepspeed"),
+    "sgd": _Near("sgd", "foreach"),
+    "lamb": _Near("adamw", "deepspeed", how="evaluated as AdamW, which keeps two fp32 tensors a parameter, too"),
+    "lion": _Near("sgd", "foreach", 0.9, _ONE_STATE),
+    "adagrad": _Near("sgd", "foreach", 0.9, _ONE_STATE),
+}
+
+
+def take_optimizer(settings: Settings, name: str, place: Place | None, *, of_deepspeed: bool = False) -> None:
+    """Set the optimizer of `settings`, or refuse one that resembles none of frugal's."""
+    near = (_OF_DEEPSPEED if of_deepspeed else _OF_TRAINER).get(name.lower())
+    if near is None:
+        settings.refuse(f"the optimizer {name} keeps states that frugal does not know", place)
+        return
+    settings.optimizer, settings.optimizer_implementation = near.optimizer, near.implementation
+    settings.momentum = near.momentum
+    if near.how:
+        settings.deviate(f"{name}: {near.how}", place)
