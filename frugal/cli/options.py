@@ -240,13 +240,14 @@ def planned_for(request: Request, cluster: Cluster, defaults: tuple[str, ...]) -
 
 def plans_for(request: Request, cluster: Cluster, defaults: tuple[str, ...]) -> Iterator[Plan]:
     """Yield drafts and last the plan for a request, with a line on the terminal while the user waits."""
-    made, doing = plans_here(request, cluster, defaults), "planning"
-    plan = None
+    made, plan = plans_here(request, cluster, defaults), None
+    what = f"{request.model}{' with LoRA' if request.lora is not None else ''}"
+    doing = f"tracing {what} and searching; its trace is kept for other plans"
     while plan is None or plan.is_draft:
-        with waiting(f"{doing} {request.model}"):
+        with waiting(doing):
             plan = next(made)
         yield plan
-        doing = "dry-running"
+        doing = f"dry-running {what}"
 
 
 def collect(values: Mapping[str, Any], file: TomlFile | None = None) -> tuple[Request, Cluster, tuple[str, ...]]:

@@ -158,7 +158,9 @@ class BatchPlan:
             steps = plural(self.accumulation_steps, "accumulation step")
             return f"{total} = {ranks} x micro-batch {self.largest_micro_batch}{in_tokens} x {steps}"
         at_most = in_tokens.replace("(", "(at most ")
-        return f"{total} = {ranks} x {plural(self.accumulation_steps, 'micro-step')} of {self._sizes_in_words()}{at_most}"
+        return (
+            f"{total} = {ranks} x {plural(self.accumulation_steps, 'micro-step')} of {self._sizes_in_words()}{at_most}"
+        )
 
     def _sizes_in_words(self) -> str:
         """Return a micro-batch's size: `7 or 8 samples`, or per group of ranks where their micro-batches differ."""

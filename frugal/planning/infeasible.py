@@ -129,11 +129,9 @@ def floor(memory: MemoryBreakdown) -> str:
     return ", ".join(f"{name} {format_bytes(size)}" for size, name in parts if size * 100 > memory.total_bytes)
 
 
-def pins_to_drop(search: Search, result: Infeasible) -> list[str]:
+def pins_to_drop(request: Request, cluster: Cluster, source: Source, likely: Strategy) -> list[str]:
     """Return the changes of one pin that make the request fit."""
-    likely = result.nearest.strategy
-    relaxed = without_pins(search.request)
-    return [flag for flag, request in relaxed if fits(request, search.cluster, search.source, likely)]
+    return [flag for flag, relaxed in without_pins(request) if fits(relaxed, cluster, source, likely)]
 
 
 def largest_micro_batch(search: Search) -> int | None:

@@ -52,7 +52,17 @@ def decide(request: Request, cluster: Cluster, defaults: tuple[str, ...], dry_ru
                 because="a rank that gets no sample in a micro-step has no statistics to add",
                 hint=f"use a --global-batch that is a multiple of {cluster.world_size}",
             )
-        yield _plan(search, result, defaults, notes)
+        yield _plan(search, result, defaults, [*notes, *_offload_by_pins(search, result)])
+
+
+def _offload_by_pins(search: Search, result: SearchResult) -> list[str]:
+    """Return a note if the GPUs alone would do without one of the pins, and nobody asked for offloading."""
+    request, strategy = search.request, result.chosen.strategy
+    if strategy.offload_optimizer == "none" or request.offload != "auto":
+        return []
+    on_gpus = replace(request, offload="none")
+    flags = [flag for flag in pins_to_drop(on_gpus, search.cluster, search.source, strategy) if "offload" not in flag]
+    return [f"it offloads because of what is pinned: {' or '.join(flags)} would fit without"] * bool(flags)
 
 
 Results = Generator[tuple[Search, SearchResult], None, Infeasible | None]
@@ -72,7 +82,7 @@ def _results(request: Request, cluster: Cluster, sources: ExitStack, dry_run: Op
     alone = yield from _run(search)
     if alone is None:
         return None
-    ways, why_not_shared, most = pins_to_drop(search, alone), None, None
+    ways, why_not_shared, most = pins_to_drop(request, cluster, search.source, alone.nearest.strategy), None, None
     is_pinned = bool(ways)
     if "no --micro-batch" in ways and (most := largest_micro_batch(search)):
         ways = [f"--micro-batch {most}" if way == "no --micro-batch" else way for way in ways]

@@ -1,14 +1,16 @@
-"""Tokens a second of a plan, the part of the cards' peak that they are, and what a whole run takes. All are predicted:
-the seconds of a step are those of `frugal.planning.cost`, and a run is its steps, without start, evaluations and saving.
+"""Tokens a second of a plan, the part of the cards' peak that they are, and what a whole run takes.
+
+All are predicted: the seconds of a step are those of `frugal.planning.cost`. A run is its steps, without its start,
+evaluations and checkpoints.
 
     MFU = FLOPs a token x tokens/s / sum of the cards' peak FLOP/s in the plan's precision
 
-MFU is the model FLOPs utilisation of Chowdhery et al., PaLM, 2022, appendix B. There a token takes 6 N + 12 L H Q T FLOPs
-in forward and backward, with N parameters that it meets, and L layers of H heads of Q dimensions over T tokens. Here the
-FLOPs are those that the trace of the model counts, without what activation checkpointing repeats. They differ from that
-formula where it is wrong, or silent: frozen weights take 4 instead of 6, looking up an embedding nothing, and fused
-attention repeats its scores in backward, 14 L H Q T. Causality halves neither. Samples shorter than planned are counted
-with the attention of full-length ones.
+This is the model FLOPs utilisation of PaLM (Chowdhery et al. 2022, appendix B), where forward and backward of a token
+take 6 N + 12 L H Q T FLOPs: N parameters that it meets, and attention in L layers of H heads of Q dimensions over T
+tokens. Here the FLOPs are those that the trace of the model counts, without what activation checkpointing repeats. They
+differ from the formula for frozen weights (4 instead of 6), embeddings that are looked up (none), and fused attention,
+whose backward computes its scores again (14 L H Q T): gpt2 with 1024 tokens has 0.873 instead of 0.860 GFLOP a token.
+Left out, as there: causality, which halves attention; and that samples shorter than planned have less of it.
 """
 
 from collections import Counter
@@ -29,7 +31,9 @@ def rate_in_words(tokens_per_second: float, flops_per_token: float, cluster: Clu
     peaks = [CARDS[device.name].peak_flops(precision) for device in devices]
     share = flops_per_token * tokens_per_second / sum(peaks)
     peak = " + ".join(f"{number} x {each / 1e12:.4g}" for each, number in Counter(peaks).items())
-    return f"{rate}, MFU {100 * share:.1f} % (predicted: {flops_per_token / 1e9:.3g} GFLOP a token, peak {peak} TFLOP/s)"
+    return (
+        f"{rate}, MFU {100 * share:.1f} % (predicted: {flops_per_token / 1e9:.3g} GFLOP a token, peak {peak} TFLOP/s)"
+    )
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -57,5 +61,6 @@ class Run:
         hours = steps * step_seconds / 3600 * cluster.world_size
         time, *cost = self.in_brief(step_seconds, step_tokens, cluster.world_size)
         total = format_count(steps * step_tokens)
-        parts = ", ".join([time, f"{hours:,.3g} {noun} hours", *cost])
+        shown = f"{hours:,.0f}" if hours >= 100 else f"{hours:.3g}"
+        parts = ", ".join([time, f"{shown} {noun} hours", *cost])
         return f"{plural(steps, 'step')} of {step_tokens:,} tokens, {total} in all: {parts} (predicted)"

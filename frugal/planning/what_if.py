@@ -345,7 +345,9 @@ def what_if_table(
 
     With a `run` each entry also has its time, and its cost where a price is known.
     """
-    lines = [f"what if: a step of {plan.batch.global_batch} samples ({NOT_DRY_RUN})"]
+    tokens = plan.batch.global_tokens
+    batch = f"{plan.batch.global_batch} samples" if tokens is None else f"{tokens:,} {plan.counted}"
+    lines = [f"what if: a step of {batch} ({NOT_DRY_RUN})"]
     for seq_len in axes["seq-len"]:
         rows = what_if_rows(plan, axes, predictions, seq_len, run)
         lines += ["", f"samples of {seq_len} tokens", *aligned([(*row, "") for row in rows])]
@@ -380,7 +382,9 @@ def _entry(plan: Plan, point: GridCase, candidate: Candidate | None, run: Run | 
         return f"- {format_bytes(-(candidate.headroom_bytes or 0))} short"
     num_gpus, _, seq_len = point
     world_size = num_gpus * len(plan.cluster.nodes)
-    tokens = replace(plan.request, seq_len=seq_len).batch_samples * seq_len if plan.grouping is None else plan.step_tokens
+    tokens = (
+        replace(plan.request, seq_len=seq_len).batch_samples * seq_len if plan.grouping is None else plan.step_tokens
+    )
     rate = tokens / candidate.seconds / world_size
     words = f"{rate / 1000:.1f}k/s" if rate >= 1000 else f"{rate:.0f}/s"
     strategy = f"Z{candidate.strategy.zero_stage}{_letters(candidate.strategy)}"

@@ -1,6 +1,7 @@
 """A plan is told how long the samples are that training will see."""
 
 import json
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -43,3 +44,19 @@ def test_pairs_that_are_too_long_are_named_or_counted(tmp_path: Path) -> None:
     lengths, _ = lengths_of(request, RunSettings(data=files, validation_fraction=0, too_long="truncate"))
     assert (lengths.tokens, lengths.counts) == ((11, 64), (1, 1))
     assert lengths.source == f"{files[0]}; 1 row longer than --seq-len truncated"
+
+
+def test_a_default_length_becomes_that_of_much_shorter_data(tmp_path: Path) -> None:
+    files = data(tmp_path, *({"text": "a" * number} for number in range(90, 125)))
+    settings = RunSettings(data=files, validation_fraction=0.1)
+    request = Request(model="gpt2")
+    assert lengths_of(request, settings, ("seq_len",))[1] == 128, "125 tokens, rounded up to a multiple of 8"
+    assert lengths_of(request, settings)[1] == 1024, "asked for"
+    assert lengths_of(replace(request, seq_len=200), settings, ("seq_len",))[1] == 200, "not much shorter"
+
+
+def test_longer_samples_for_validation_count_too(tmp_path: Path) -> None:
+    longer = tmp_path / "longer.txt"
+    longer.write_text("b" * 300)
+    settings = RunSettings(data=data(tmp_path, {"text": "a" * 30}), validation_data=(str(longer),))
+    assert lengths_of(Request(model="gpt2"), settings, ("seq_len",))[1] == 304

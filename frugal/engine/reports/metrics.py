@@ -327,9 +327,8 @@ def progress_lines(
 ) -> list[str]:
     """Return the line after `step` steps in forms from long to short; the second has every number and no bar.
 
-    `loss` and `learning_rate` are those of the last step, `tokens_per_second` the tokens that all ranks process, without
-    padding (0: samples are not of tokens), `targets_per_second` those with a loss, `measured_bytes` rank 0's peak so
-    far.
+    `loss` and `learning_rate` are those of the last step, `tokens_per_second` all that ranks process, without padding
+    (0: samples are not of tokens), `targets_per_second` those with a loss, `measured_bytes` rank 0's peak so far.
     """
     processed = f"{tokens_per_second:,.0f} tokens/s, " if tokens_per_second else ""
     memory = "" if measured_bytes is None else f"{format_bytes(measured_bytes)} of "
