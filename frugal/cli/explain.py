@@ -27,7 +27,7 @@ from frugal.dryrun.pool import Pool, shared_workers
 from frugal.errors import RequestError
 from frugal.planning.plan import Plan
 from frugal.planning.report import Block, explanation
-from frugal.planning.run_cost import Run
+from frugal.planning.run_cost import RunLength
 from frugal.planning.search.candidate import OpenSource
 from frugal.planning.what_if import (
     axes_around,
@@ -74,7 +74,7 @@ def _help_for(plan: Plan) -> Block:
         return improvements(plan, cases, predicted(cases, _arithmetic(pool))) if cases else []
 
 
-def table(plan: Plan, given: dict[str, tuple[int, ...]], run: Run | None = None) -> list[str]:
+def table(plan: Plan, given: dict[str, tuple[int, ...]], run: RunLength | None = None) -> list[str]:
     """Return the what-if table; axes that are not `given` lie around the plan. With a `run` it has its time, too."""
     with closing(workers()) as pool:
         dry_run = _arithmetic(pool)

@@ -31,7 +31,7 @@ from frugal.dryrun.pool import shared_workers
 from frugal.errors import refuse
 from frugal.planning.plan import Plan
 from frugal.planning.report import summary_blocks
-from frugal.planning.run_cost import Run
+from frugal.planning.run_cost import RunLength
 
 
 @click.command("plan", cls=SettingsCommand)
@@ -114,7 +114,7 @@ def command(
     _conclude(plan, output, html, written, proof, verbose=verbose)
 
 
-def _run(plan: Plan, values: Mapping[str, Any], tokens: int | None, price: float | None) -> Run | None:
+def _run(plan: Plan, values: Mapping[str, Any], tokens: int | None, price: float | None) -> RunLength | None:
     """Return the run that flags and frugal.toml ask for; None where its length is not given.
 
     Raises:
@@ -146,7 +146,7 @@ def _run(plan: Plan, values: Mapping[str, Any], tokens: int | None, price: float
         return None
     if epochs is not None and grouping is not None:
         steps = ceil(epochs * grouping.num_samples / grouping.step_samples)
-    return Run(steps=steps, tokens=tokens, gpu_hour_price=price)
+    return RunLength(steps=steps, tokens=tokens, gpu_hour_price=price)
 
 
 def _write_pages(plan: Plan, folder: Path | None, html: Path | None, helps: str = "") -> tuple[Path, ...]:

@@ -37,7 +37,7 @@ def rate_in_words(tokens_per_second: float, flops_per_token: float, cluster: Clu
 
 
 @dataclass(frozen=True, kw_only=True)
-class Run:
+class RunLength:
     """The length of a run: `steps`, or as many as `tokens` take; and the price of a GPU hour, None: not known."""
 
     steps: int | None = None

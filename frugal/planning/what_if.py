@@ -11,7 +11,7 @@ from frugal.config.hardware.cluster import Cluster, resized
 from frugal.config.request import Request
 from frugal.errors import FrugalError, RequestError
 from frugal.planning.plan import Plan
-from frugal.planning.run_cost import Run
+from frugal.planning.run_cost import RunLength
 from frugal.planning.search import sharing
 from frugal.planning.search.candidate import TIE, Candidate, OpenSource
 from frugal.planning.search.search import Search
@@ -339,7 +339,7 @@ Predictions = Mapping[GridCase, Candidate | None]
 
 
 def what_if_table(
-    plan: Plan, axes: Mapping[str, Sequence[int]], predictions: Predictions, run: Run | None = None
+    plan: Plan, axes: Mapping[str, Sequence[int]], predictions: Predictions, run: RunLength | None = None
 ) -> list[str]:
     """Return a table a sample length, memory by GPUs: seconds a step, tokens/s of a GPU, and the strategy's letters.
 
@@ -355,7 +355,7 @@ def what_if_table(
 
 
 def what_if_rows(
-    plan: Plan, axes: Mapping[str, Sequence[int]], predictions: Predictions, seq_len: int, run: Run | None = None
+    plan: Plan, axes: Mapping[str, Sequence[int]], predictions: Predictions, seq_len: int, run: RunLength | None = None
 ) -> list[tuple[str, ...]]:
     """Return the rows of one sample length; the first names the columns."""
     per_node = " a node" if len(plan.cluster.nodes) > 1 else ""
@@ -367,7 +367,7 @@ def what_if_rows(
     return rows
 
 
-def what_if_legend(predictions: Predictions, run: Run | None = None) -> str:
+def what_if_legend(predictions: Predictions, run: RunLength | None = None) -> str:
     """Explain the entries of the table."""
     used = {letter for each in predictions.values() if each is not None for letter in _letters(each.strategy)}
     legend = [f"{letter} {meaning}" for letter, meaning in _LETTERS.items() if letter in used]
@@ -375,7 +375,7 @@ def what_if_legend(predictions: Predictions, run: Run | None = None) -> str:
     return "; ".join(["seconds a step, tokens/s of each device, Z ZeRO stage", *legend, *of_run])
 
 
-def _entry(plan: Plan, point: GridCase, candidate: Candidate | None, run: Run | None) -> str:
+def _entry(plan: Plan, point: GridCase, candidate: Candidate | None, run: RunLength | None) -> str:
     if candidate is None:
         return "?"
     if not candidate.fits:

@@ -67,7 +67,7 @@ def test_what_is_wrong_is_said_with_an_exit_code(capsys: pytest.CaptureFixture[s
         ('{"gpus": 4}', "error: frugal.toml is not TOML\n  because Invalid statement (at line 1, column 1)\n"),
         ("global-batsh = 4",
          "error: unknown setting `global_batsh` in frugal.toml\n\nhint: did you mean `global_batch`?\n"),
-        ('gpus = "4"', "error: `gpus` in frugal.toml is '4'\n  because it must be a whole number\n"),
+        ('gpus = "four"', "error: `gpus` in frugal.toml is 'four'\n  because it must be a whole number\n"),
         ('precision = "fp8"',
          "error: `precision` in frugal.toml is 'fp8'\n  because it must be one of bf16, fp16, fp32\n"),
         ("train = 3", "error: `train` in frugal.toml is 3\n  because it must be a table\n\nhint: write [train]\n"),
