@@ -27,13 +27,6 @@ def test_every_name_is_there() -> None:
     assert required.missing(contract.NAMES) == ()
 
 
-def test_the_tested_version_is_the_one_that_is_installed() -> None:
-    root = PACKAGE.parent
-    assert version("deepspeed") == contract.TESTED
-    assert f"deepspeed=={contract.TESTED}\n" in (root / "constraints.txt").read_text()
-    assert f'"deepspeed=={contract.TESTED}"' in (root / "pyproject.toml").read_text()
-
-
 @pytest.mark.parametrize(
     ("name", "gap"),
     [
@@ -231,9 +224,8 @@ def test_as_a_program_it_prints_what_does_not_hold() -> None:
     ran = subprocess.run(
         [sys.executable, "-m", "frugal.deepspeed_adapter.contract"], capture_output=True, text=True, check=False
     )
-    assert (ran.returncode, ran.stdout.splitlines()[-3:]) == (
-        0, ["DeepSpeed 0.19.8; tested is 0.19.8", "0 names are missing", "0 sources changed"],
-    )  # fmt: skip
+    told = f"DeepSpeed {version('deepspeed')}; tested: 0.19.6, 0.19.7, 0.19.8\n0 names are missing\n"
+    assert ran.returncode == 0 and told in ran.stdout
 
 
 def test_a_required_name_has_a_reason() -> None:

@@ -20,7 +20,6 @@ from frugal.tools.check.verdict import Subject, Verdict
 
 SCHEMA = 1
 SARIF_SCHEMA = "https://docs.oasis-open.org/sarif/sarif/v2.1.0/errata01/os/schemas/sarif-schema-2.1.0.json"
-PAGE = "https://frugal-trainer.github.io/frugal/tools/check/"
 
 
 def as_json(check: Check) -> bytes:
@@ -124,9 +123,8 @@ def as_sarif(check: Check) -> bytes:
         "tool": {
             "driver": {
                 "name": "frugal check",
-                "informationUri": PAGE,
                 "version": local_host.versions()["frugal"],
-                "rules": [{"id": rule, "helpUri": f"{PAGE}#traps"} for rule in rules],
+                "rules": [{"id": rule} for rule in rules],
             }
         },
         "artifacts": [
