@@ -112,8 +112,7 @@ def _gap(each: Required) -> str | None:
         name += f".{part}"
     if given and given not in _named(_code(value)):
         return f"{name} does not name `{given}`"
-    holds = each.form is None or each.form == _form(value) or _takes(value, each.form)
-    return None if holds else f"{name} is {_form(value)}, not {each.form}"
+    return None if each.form is None or _holds(value, each.form) else f"{name} is {_form(value)}, not {each.form}"
 
 
 _ABSENT = object()
@@ -137,12 +136,12 @@ def _form(value: Any) -> str:
     return f"({', '.join(inspect.signature(_unwrapped(value)).parameters)})" if callable(value) else repr(value)
 
 
-def _takes(value: Any, form: str) -> bool:
-    """Return whether a function can be called with the parameters in `form` alone, in their order."""
-    given = form.strip("()").replace(",", "").split()
+def _holds(value: Any, form: str) -> bool:
+    """Return whether a value is as its form says, or a function that can be called with what is in it, in its order."""
     with suppress(TypeError):  # it needs others, takes fewer, or is no function
-        return inspect.signature(_unwrapped(value)).bind(*given).arguments == dict(zip(given, given, strict=True))
-    return False
+        bound = inspect.signature(_unwrapped(value)).bind(*form.strip("()").replace(",", "").split())
+        return all(name == given for name, given in bound.arguments.items())
+    return form == _form(value)
 
 
 _WRAPPED = ("func", "init", "setstate")
@@ -175,8 +174,11 @@ def _codes(code: CodeType | None) -> Iterator[CodeType]:
 
 def _named(code: CodeType | None) -> set[str]:
     """Return the attributes that a function assigns, its variables and its strings."""
-    strings = {constant for each in _codes(code) for constant in each.co_consts if isinstance(constant, str)}
-    return strings.union(_assigned(code), code.co_varnames if code else ())
+    return {
+        *(constant for each in _codes(code) for constant in each.co_consts if isinstance(constant, str)),
+        *_assigned(code),
+        *(code.co_varnames if code else ()),
+    }
 
 
 def _assigned(code: CodeType | None) -> Iterator[str]:

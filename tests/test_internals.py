@@ -65,7 +65,7 @@ def test_a_plan_with_a_version_that_was_not_tested_says_so_once(monkeypatch: pyt
     assert [each.startswith(note) for each in draft.warnings].count(True) == 1
 
 
-def given(first: int, _second: int, *, by_name: int = 0, added: int = 0, **rest: int) -> None:
+def given(first: int, _second: int, third: int = 0, added: int = 0, **rest: int) -> None:
     """Stand for a function of another library."""
 
 
@@ -73,16 +73,16 @@ def given(first: int, _second: int, *, by_name: int = 0, added: int = 0, **rest:
     ("form", "holds"),
     [
         ("(first, _second)", True),
-        ("(first, _second, by_name)", True),  # what was added since has a default
+        ("(first, _second, third)", True),  # what was added since has a default
         ("(first)", False),  # the second is needed, and we do not give it
         ("(first, second)", False),
         ("(first, _second, added)", False),
-        ("(first, _second, by_name, added, rest, more)", False),
+        ("(first, _second, third, added, rest, more)", False),
     ],
 )
 def test_a_function_holds_if_it_can_be_called_with_what_we_give(form: str, holds: bool) -> None:
     told = required.missing(needed(__name__, "a test", f"given{form}"))
-    assert told == (() if holds else (f"{__name__}.given is (first, _second, by_name, added, rest), not {form}",))
+    assert told == (() if holds else (f"{__name__}.given is (first, _second, third, added, rest), not {form}",))
 
 
 def test_another_torch_is_refused_with_what_it_lacks() -> None:

@@ -98,8 +98,6 @@ def packed_documents(numbers: Callable[[Any], Any]) -> AbstractContextManager[An
     return patch.object(masking_utils, "find_packed_sequence_indices", numbers)
 
 
-_BY_POSITIONS = "remap_positions_for_packed_sequence"
-
 _num_parts = 1
 """The number of parts into which sequences of the running forward are split."""
 
@@ -114,10 +112,15 @@ def masks_of_whole_sequences(num_parts: int, positions: Any, documents: Any) -> 
     from transformers import masking_utils
 
     # Before 5.23 masks count positions from the beginning of a row, and are of the whole row already.
-    by = getattr(masking_utils, _BY_POSITIONS, lambda mask_function, _positions: mask_function)
+    remap = getattr(masking_utils, "remap_positions_for_packed_sequence", lambda mask, _positions: mask)
     with (
         packed_documents(lambda _positions_of_part: documents),
-        patch.object(masking_utils, _BY_POSITIONS, lambda mask, _of_part: by(mask, positions), create=True),
+        patch.object(
+            masking_utils,
+            "remap_positions_for_packed_sequence",
+            lambda mask, _positions_of_part: remap(mask, positions),
+            create=True,
+        ),
         patch(f"{__name__}._num_parts", num_parts),
     ):
         yield
