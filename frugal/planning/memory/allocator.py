@@ -91,6 +91,33 @@ class Replays:
         replay(*self._stream, self._expandable_segments, ENDLESS, blocks)
         return tuple(blocks)
 
+    def peaks_from(self, first: int) -> tuple[int, int]:
+        """Return the most bytes in blocks and in segments from event number `first` on, where nothing limits the
+        device.
+
+        Segments only grow until the cache is emptied, so they are looked at before each time, and at the end.
+        """
+        sizes, events, empties = self._stream
+        blocks = self.block_bytes()
+        alive, allocated, after = set[int](), 0, [0]
+        for storage in events:
+            allocated += -blocks[storage] if storage in alive else blocks[storage]
+            alive ^= {storage}
+            after.append(allocated)
+        ends = {first, *(each for each in empties if each > first), len(events)}
+        return max(after[first:]), max(self._segments_before(end) for end in ends)
+
+    def _segments_before(self, event: int) -> int:
+        """Return the bytes of segments before an event: a request that no segment has room for tells. Expandable ones
+        would have room; there, those at their most, as if the cache had never been emptied."""
+        sizes, events, empties = self._stream
+        huge = 0 if self._expandable_segments else ENDLESS // 2
+        earlier = [each for each in empties if each < event]
+        told = Replays(
+            [*sizes, huge], [*events[:event], len(sizes)], earlier, expandable_segments=self._expandable_segments
+        )
+        return told.under().peak_reserved_bytes - huge
+
     def smallest_capacity(self, wanted_bytes: int = ENDLESS, tolerance: float = 0.002) -> int:
         """Return the fewest bytes for segments with which the whole stream survives, at most `tolerance` too many.
 
