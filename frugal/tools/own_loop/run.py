@@ -91,7 +91,7 @@ def loop_figures(runs: list[DryRun], cluster: Cluster, *, expandable_segments: b
 
 def version_of(torch_version: str | None) -> tuple[int, int] | None:
     """Return the major and minor number of a version."""
-    return None if torch_version is None else Version(torch_version).release[:2]
+    return None if torch_version is None else (Version(torch_version).major, Version(torch_version).minor)
 
 
 def dry_runs(load: Callable[[], Script], cluster: Cluster, num_steps: int, **build: Any) -> list[DryRun]:

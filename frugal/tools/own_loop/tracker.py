@@ -108,7 +108,7 @@ class LoopTracker(Tracker):
         self._has_workspace: set[bool] = set()  # for threads: autograd's has a cuBLAS handle of its own
         self._kept: list[Kept] = []
         self._models: list[nn.Module] = []
-        self._peaks_from = 0  # the event
+        self._peaks_from = 0, 0  # events and emptied caches until then
         self.overlaps = False  # whether DeepSpeed's engine has a stream of its own for gradients
 
     # Where tensors are
@@ -293,12 +293,12 @@ class LoopTracker(Tracker):
 
     def reset_peaks(self, *_: Any) -> None:
         """Let `peaks` count from here, as `torch.cuda.reset_peak_memory_stats`."""
-        self._peaks_from = len(self._timeline.events)
+        self._peaks_from = len(self._timeline.events), len(self._timeline.empties)
 
     @property
     def peaks(self) -> tuple[int, int]:
         """Return `torch.cuda.max_memory_allocated` and `torch.cuda.max_memory_reserved`."""
-        return self.replays().peaks_from(self._peaks_from)
+        return self.replays().peaks_from(*self._peaks_from)
 
 
 def kept_by_model(model: nn.Module) -> Iterator[tuple[Tensor, int]]:
