@@ -347,6 +347,7 @@ CARDS = {
             threads=132 * 2048,
         ),
         # Blackwell: whitepaper of GB202, data sheet of DGX B200
+        _card("rtxpro6000-96g", 94.97, 503.8, 125, 1792, (12, 0), pcie=5, threads=188 * 1536),
         _card("rtx5090-32g", 31.36, 209.5, 104.8, 1792, (12, 0), pcie=5, threads=170 * 1536),
         _card(
             "b200-180g", 178.35, 2250, 75, 8000, (10, 0), pcie=5, nvlink=1800, share=HOPPER_SHARE, threads=148 * 2048
