@@ -43,19 +43,25 @@ test-all: setup
 faults: setup
 	$(PYTEST) -m "" tests/faults
 
-# An upgrade of DeepSpeed: `make contract DEEPSPEED=0.20.0`, in an environment of its own. First the names that are
-# missing and the mirrored functions that changed, with their differences to the DeepSpeed of $(VENV): what is to be
-# done. Once that is done and recorded: simulation against dry runs, dry runs against measurements, faults.
-DEEPSPEED ?= 0.19.8
-CONTRACT  := .venv-contract
+# Other versions: `make contract TORCH=2.15.0 DEEPSPEED=0.19.7 TRANSFORMERS=5.24.0 PYTHON=python3.12`, in an environment
+# of its own. First the names that are missing and the mirrored functions that changed, with their differences to the
+# DeepSpeed of $(VENV): what is to be done. Then simulation (where DeepSpeed is what is simulated), exactness, dry runs
+# against measurements, faults.
+TORCH        ?= 2.13.0
+DEEPSPEED    ?= 0.19.8
+TRANSFORMERS ?= 5.23.0
+CONTRACT     := .venv-contract
 contract: setup
-	$(PYTHON) -m venv $(CONTRACT)
-	$(CONTRACT)/bin/pip install --quiet -c constraints.txt setuptools torch
-	DS_BUILD_OPS=0 $(CONTRACT)/bin/pip install --quiet -c constraints.txt -e '.[dev]'
+	$(PYTHON) -m venv --clear $(CONTRACT)
+	sed -E '/^(torch|transformers|deepspeed)==/d' constraints.txt > $(CONTRACT)/constraints.txt
+	$(CONTRACT)/bin/pip install --quiet -c $(CONTRACT)/constraints.txt setuptools torch==$(TORCH)
+	DS_BUILD_OPS=0 $(CONTRACT)/bin/pip install --quiet -c $(CONTRACT)/constraints.txt -e '.[dev]' \
+	  torch==$(TORCH) transformers==$(TRANSFORMERS)
 	DS_BUILD_OPS=0 $(CONTRACT)/bin/pip install --quiet --no-deps --no-build-isolation deepspeed==$(DEEPSPEED)
 	$(CONTRACT)/bin/python -m frugal.deepspeed_adapter.contract $(VENV)/lib/python*/site-packages/deepspeed
+	$(call pytest_in,$(CONTRACT)/bin) tests/test_internals.py tests/deepspeed_adapter/test_contract.py
 	$(call pytest_in,$(CONTRACT)/bin) tests/deepspeed_adapter/test_simulate.py tests/deepspeed_adapter/test_zero3_graph.py
-	$(call pytest_in,$(CONTRACT)/bin) tests/dryrun/test_truth.py
+	$(call pytest_in,$(CONTRACT)/bin) tests/engine/test_exactness.py tests/dryrun/test_truth.py
 	$(call pytest_in,$(CONTRACT)/bin) -m "" tests/faults
 
 # Whether the tests of planning notice when its arithmetic is wrong; with WORDS only some of the mutants.

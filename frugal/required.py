@@ -12,7 +12,8 @@ import importlib
 import importlib.util
 import inspect
 import sys
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from importlib.metadata import version
 from types import CodeType
@@ -31,7 +32,8 @@ class Required:
             instances; `function:name` one that the function gives any object, a parameter, or a string such as a key.
             Empty: the module itself, which is not imported to see.
         why: its purpose.
-        form: of a function its parameters, such as `(self, closure)`; of anything else its `repr`. None: any.
+        form: of a function the parameters that we give, such as `(self, closure)`: its first ones, and more only if it
+            can be called without them; of anything else its `repr`. None: any.
     """
 
     module: str
@@ -53,8 +55,28 @@ def needed(place: str, why: str, *names: str) -> tuple[Required, ...]:
     return tuple(table)
 
 
-def verify(library: str, tested: str, table: Sequence[Required], *, title: str | None = None) -> None:
-    """Refuse a version of a library that lacks a name in the table. `tested`: the version that has them all.
+TESTED = {
+    "torch": ("2.13", "2.14", "2.15"),
+    "deepspeed": ("0.19.6", "0.19.7", "0.19.8"),
+    "transformers": ("5.20", "5.21", "5.22", "5.23", "5.24"),
+    "bitsandbytes": ("0.50",),
+}
+"""The versions that were tested, the newest last; docs/reference/versions.md says what ran on each. `5.23` is also
+5.23.1. Others run, too, if they have all names: what is required are names."""
+
+
+def untested(installed: Mapping[str, str]) -> tuple[str, ...]:
+    """Return a note for each library whose version, by name, was not tested."""
+    return tuple(
+        f"{library} {number} was not tested with frugal, as {', '.join(TESTED[library])} were: names that frugal needs "
+        "are checked, but memory may differ"
+        for library, number in installed.items()
+        if not f"{number.partition('+')[0]}.".startswith(tuple(f"{each}." for each in TESTED[library]))
+    )
+
+
+def verify(library: str, table: Sequence[Required], *, title: str | None = None) -> None:
+    """Refuse a version of a library that lacks a name in the table.
 
     Raises:
         RequestError: it lists the missing names.
@@ -63,7 +85,7 @@ def verify(library: str, tested: str, table: Sequence[Required], *, title: str |
         raise RequestError(
             f"{title or library} {version(library)} is not supported",
             because=gaps,
-            hint=f"pip install {library}=={tested}",
+            hint=f"pip install {library}=={TESTED[library][-1]}",
         )
 
 
@@ -90,8 +112,7 @@ def _gap(each: Required) -> str | None:
         name += f".{part}"
     if given and given not in _named(_code(value)):
         return f"{name} does not name `{given}`"
-    form = _form(value) if each.form is not None else None
-    return None if form == each.form else f"{name} is {form}, not {each.form}"
+    return None if each.form is None or _holds(value, each.form) else f"{name} is {_form(value)}, not {each.form}"
 
 
 _ABSENT = object()
@@ -112,9 +133,15 @@ def _instance_attributes(owner: type) -> frozenset[str]:
 
 
 def _form(value: Any) -> str:
-    if not callable(value):
-        return repr(value)
-    return f"({', '.join(inspect.signature(_unwrapped(value)).parameters)})"
+    return f"({', '.join(inspect.signature(_unwrapped(value)).parameters)})" if callable(value) else repr(value)
+
+
+def _holds(value: Any, form: str) -> bool:
+    """Return whether a value is as its form says, or a function that can be called with what is in it, in its order."""
+    with suppress(TypeError):  # it needs others, takes fewer, or is no function
+        bound = inspect.signature(_unwrapped(value)).bind(*form.strip("()").replace(",", "").split())
+        return all(name == given for name, given in bound.arguments.items())
+    return form == _form(value)
 
 
 _WRAPPED = ("func", "init", "setstate")
@@ -147,8 +174,11 @@ def _codes(code: CodeType | None) -> Iterator[CodeType]:
 
 def _named(code: CodeType | None) -> set[str]:
     """Return the attributes that a function assigns, its variables and its strings."""
-    strings = {constant for each in _codes(code) for constant in each.co_consts if isinstance(constant, str)}
-    return strings.union(_assigned(code), code.co_varnames if code else ())
+    return {
+        *(constant for each in _codes(code) for constant in each.co_consts if isinstance(constant, str)),
+        *_assigned(code),
+        *(code.co_varnames if code else ()),
+    }
 
 
 def _assigned(code: CodeType | None) -> Iterator[str]:

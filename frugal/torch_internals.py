@@ -17,8 +17,6 @@ from torch import Tensor
 from frugal import required
 from frugal.required import needed
 
-TESTED = "2.13.0"
-
 NAMES = (
     *needed("torch", "storages are told apart by their address", "UntypedStorage._cdata"),
     *needed("torch", "who else holds a gradient", "_C._storage_Use_Count", "Tensor._use_count"),
@@ -47,9 +45,7 @@ NAMES = (
     *needed("torch.distributed.distributed_c10d", "who failed first", "_get_default_store()"),
     *needed(
         "torch.cuda.memory", "measured timelines",
-        "_record_memory_history(enabled, context, stacks, max_entries, device, clear_history, compile_context, "
-        "global_record_annotations, skip_actions)",
-        "_snapshot(device, augment_with_fx_traces)",
+        "_record_memory_history(enabled, context, stacks, max_entries, device, clear_history)", "_snapshot(device)",
     ),
     *needed("torch.optim.adam", "there are no fused kernels on meta", "_device_dtype_check_for_fused"),
     *needed("torch.optim.sgd", "there are no fused kernels on meta", "_device_dtype_check_for_fused"),
@@ -75,7 +71,7 @@ NAMES = (
 )  # fmt: skip
 """Every private name of torch that this package uses, and why."""
 
-required.verify("torch", TESTED, NAMES)
+required.verify("torch", NAMES)
 
 DispatchMode = torch.utils._python_dispatch.TorchDispatchMode
 FakeStore = torch.testing._internal.distributed.fake_pg.FakeStore

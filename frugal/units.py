@@ -2,9 +2,12 @@
 
 Memory: `12G` and `12GiB` are both 12 x 2^30 bytes, because that is what a "12 GB card" has; `12GB` is 12 x 10^9.
 Output is always in GiB or MiB.
+
+Counts: `4M` is 4,000,000 and `2B` is 2 x 10^9; of a sample's length `128k` is 131,072, as in the names of models.
 """
 
 import re
+from fractions import Fraction
 
 from frugal.errors import RequestError
 
@@ -20,6 +23,7 @@ _BYTES = {
     "T": TIB, "TIB": TIB, "TB": 10**12,
 }  # fmt: skip
 _MOST_BYTES = 2**60  # an exabyte
+_COUNT = re.compile(r"(-?\d[\d_]*(?:\.\d+)?)([kmbt]?)", re.IGNORECASE)
 _SIZE = re.compile(r"\s*(\d+(?:\.\d+)?)\s*([A-Za-z]*)\s*")
 
 
@@ -53,6 +57,19 @@ def parse_bytes(text: str) -> int:
     if size <= 0:
         raise RequestError(f"`{text}` is no memory at all", hint="give the memory of one GPU, such as 12G")
     return size
+
+
+def parse_count(text: str, thousand: int = 1000) -> int:
+    """Return the number in `text`, such as `512`, `128k`, `1.5M`, `2B`; `k` stands for `thousand`, `M` for its square.
+
+    Raises:
+        RequestError: no number, or no whole one.
+    """
+    match = _COUNT.fullmatch(text.strip())
+    number = None if match is None else Fraction(match[1]) * thousand ** " kmbt".index(match[2].lower() or " ")
+    if number is None or number.denominator != 1:
+        raise RequestError(f"`{text}` is no whole number", hint="write a count such as 512, 128k, 4M or 2B")
+    return int(number)
 
 
 def format_bytes(size: int) -> str:

@@ -54,6 +54,12 @@ OF_A_RANK = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_SIZE", "LOCAL_WORLD_SIZE
 
 
 @pytest.fixture(autouse=True)
+def _nothing_is_said_of_waiting(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Keep the line about a command that takes its time out of outputs that are compared: the machine may be busy."""
+    monkeypatch.setattr("frugal.cli.display.terminal.PATIENCE", 3600.0)
+
+
+@pytest.fixture(autouse=True)
 def _is_no_rank_afterwards() -> Iterator[None]:
     """Forget what a command run in this process took for a rank alone; fail the test that leaves a process group."""
     before = {name: os.environ[name] for name in OF_A_RANK if name in os.environ}

@@ -55,7 +55,8 @@ def printed(command: str) -> str:
         check=False,
     )
     assert done.returncode in (0, 3), done.stdout
-    return done.stdout
+    lines = done.stdout.splitlines(keepends=True)
+    return "".join(line for line in lines if not line.endswith(" ...\n"))  # said to a pipe while it waits
 
 
 def shortened(output: str, like: str) -> str:

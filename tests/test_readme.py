@@ -117,6 +117,25 @@ def test_how_true_the_allocator_is_to_recordings_of_real_cards() -> None:
     assert f"In {kept['with_new_segments']} a segment was made" in BENCHMARKS
 
 
+def test_how_true_dry_runs_of_strangers_loops_are() -> None:
+    made = measured("predictions")
+    kept, reserved_errors = made["summary"], [abs(each["reserved_error"]) for each in made["rows"]]
+    allocated, reserved = kept["allocated_error"], kept["reserved_error"]
+    said = row("dry runs of 70 loops")
+    assert f"dry runs of {kept['rows']} loops of {kept['repository']} strangers" in said and kept["card"] == 5
+    for each, what in ((allocated, "allocated"), (reserved, "reserved")):
+        digits = 2 if what == "allocated" else 1
+        figures = f"{what}: median {100 * each['median']:.3f} %, worst {100 * each['worst']:.{digits}f} %"
+        assert f"{figures}, {each['exact']} of {each['rows']} exact" in said
+    benchmarks, recordings = (" ".join(readme.text(page).split()) for page in ("benchmarks", "recordings"))
+    off = sum(error > 0.015 for error in reserved_errors)
+    assert f"worst {100 * reserved['worst']:.1f} %, exact in {reserved['exact']} of {reserved['rows']}" in benchmarks
+    assert f"above 1.5 % in {off}" in benchmarks and f"above 1.5 % in {off}" in recordings
+    assert f"| allocated | {allocated['rows']} | {allocated['exact']} |" in recordings
+    assert f"| reserved | {reserved['rows']} | {reserved['exact']} |" in recordings
+    assert f"stated in {kept['with_stated_card']} of {kept['rows']} rows" in recordings
+
+
 def test_how_true_choices_and_losses_are() -> None:
     kept = measured("choice-cpu")
     assert (

@@ -3,7 +3,7 @@
 To be run first wherever there is a GPU for a while. Each check has a limit of its own; what there is no time for is
 named. Results are written after each check, so that a run that is ended from outside leaves what it has. A check that
 fails does not end the others. With `--emulated t4` it runs on an emulated card (docs/emulated-gpu.md), where memory is
-torch's own, and values and times mean nothing: a rehearsal.
+torch's own, and values and times mean nothing.
 
     python -m bench.gpu.owed --minutes 25
     python -m bench.gpu.owed --only offload --only measure        (checks whose names have one of these words)
@@ -110,7 +110,7 @@ def main() -> int:
     parser = argparse.ArgumentParser(prog="python -m bench.gpu.owed", description=__doc__.splitlines()[0])
     parser.add_argument("--minutes", type=float, default=25.0, help="when to be done  [default: 25]")
     parser.add_argument("--only", action="append", default=[], metavar="WORD", help="checks whose names have this word")
-    parser.add_argument("--emulated", metavar="CARD", help="rehearse on an emulated card, such as t4")
+    parser.add_argument("--emulated", metavar="CARD", help="run on an emulated card, such as t4")
     parser.add_argument("--out", type=Path, help="[default: bench/results/gpu-owed-DEVICE.json]")
     asked = parser.parse_args()
     end = time.monotonic() + 60 * asked.minutes

@@ -311,8 +311,7 @@ The text models of transformers {version}, built small from its defaults, are co
 `model(input_ids=..., labels=...).loss` of each sample alone, times its targets, against frugal's sum over one
 micro-batch of samples of different lengths, in fp64 where the model's kernels support it. Mixtures of experts are
 compared a second time with `output_router_logits`. Each pair of model and task, with its errors and the reason of a
-refusal, is in
-[architectures-cpu.json](https://github.com/frugal-trainer/frugal/blob/main/bench/results/architectures-cpu.json).
+refusal, is in `bench/results/architectures-cpu.json`.
 
 {summary}
 

@@ -1,6 +1,8 @@
 """The command line: parse, call, print. The only place that prints results or ends the process."""
 
+import atexit
 import errno
+import os
 import sys
 from collections.abc import Sequence
 from difflib import get_close_matches
@@ -61,6 +63,9 @@ def main(arguments: Sequence[str] | None = None) -> None:
     if error is not None and error.errno != errno.EPIPE and not _trains(arguments):
         click.echo(f"error: cannot write to standard output\n  because {error.strerror}", err=True)
         code = code or RequestError.exit_code
+    if code == INTERRUPTED:
+        atexit._run_exitfuncs()
+        os._exit(code)  # taking down an interpreter with torch in it takes seconds
     sys.exit(code if code >= 0 else 128 - code)  # ended by a signal, as shells report it
 
 

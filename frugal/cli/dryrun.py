@@ -127,7 +127,7 @@ def _own_step(what: str, num_steps: int | None, values: dict[str, Any]) -> _DryR
                 because="the script says what its step does",
                 hint="leave it out, and write it into the script",
             )
-    _, cluster, _ = collect(values)
+    _, cluster, _ = collect({**values, "precision": "fp32"})  # the script's own is not known; old cards refuse bf16
     if cluster.devices[0].kind != "cuda":
         raise RequestError(f"{what} was given together with --device cpu", because="a step is dry-run for a GPU")
     os.environ.setdefault("DS_ACCELERATOR", "cpu")  # else DeepSpeed says that it chose so

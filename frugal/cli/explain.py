@@ -27,6 +27,7 @@ from frugal.dryrun.pool import Pool, shared_workers
 from frugal.errors import RequestError
 from frugal.planning.plan import Plan
 from frugal.planning.report import Block, explanation
+from frugal.planning.run_cost import RunLength
 from frugal.planning.search.candidate import OpenSource
 from frugal.planning.what_if import (
     axes_around,
@@ -73,8 +74,8 @@ def _help_for(plan: Plan) -> Block:
         return improvements(plan, cases, predicted(cases, _arithmetic(pool))) if cases else []
 
 
-def table(plan: Plan, given: dict[str, tuple[int, ...]]) -> list[str]:
-    """Return the what-if table; axes that are not `given` lie around the plan."""
+def table(plan: Plan, given: dict[str, tuple[int, ...]], run: RunLength | None = None) -> list[str]:
+    """Return the what-if table; axes that are not `given` lie around the plan. With a `run` it has its time, too."""
     with closing(workers()) as pool:
         dry_run = _arithmetic(pool)
         with dry_run(plan.request, plan.cluster) as source:
@@ -87,7 +88,7 @@ def table(plan: Plan, given: dict[str, tuple[int, ...]]) -> list[str]:
             )
         cases = grid(plan, axes)
         predictions = predicted_with_sharing(list(cases.values()), dry_run)
-    return what_if_table(plan, axes, dict(zip(cases, predictions, strict=True)))
+    return what_if_table(plan, axes, dict(zip(cases, predictions, strict=True)), run)
 
 
 def _arithmetic(pool: Pool) -> OpenSource:

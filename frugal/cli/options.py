@@ -18,15 +18,16 @@ from frugal.config.hardware.local_host import held_on_gpus
 from frugal.config.request import Request
 from frugal.config.run_settings import SAMPLE_NAMES, run_settings
 from frugal.config.schema import PLAN_SETTINGS, SETTINGS, TomlFile, read_toml, settings_of_toml, understand
-from frugal.config.setting import LENGTH, Group, SettingRow, answer, flag_of, settings_of
+from frugal.config.setting import Group, SettingRow, answer, flag_of, settings_of
 from frugal.dryrun.planner import plans_here
 from frugal.errors import RequestError
 from frugal.planning.plan import Plan
+from frugal.units import parse_count
 
 FIRST = "What most runs need"
 OWN = "this command"
 _WIDTH = 80
-_TYPES: dict[type, Any] = {int: int, float: float, str: str, Path: click.Path(path_type=Path)}
+_TYPES: dict[type, Any] = {float: float, str: str, Path: click.Path(path_type=Path)}
 
 
 class _Choice(click.Choice[str]):
@@ -41,13 +42,17 @@ class _Choice(click.Choice[str]):
         return super().convert(value, param, ctx)
 
 
-class _Length(click.types.IntParamType):
-    """A number of tokens: 4096, or 4k."""
+class Count(click.types.IntParamType):
+    """A whole number such as 512, 128k, 4M or 2B; `k` stands for `thousand`."""
+
+    def __init__(self, thousand: int = 1000) -> None:
+        self.thousand = thousand
 
     def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> Any:
-        if isinstance(value, str) and value[-1:] in ("k", "K") and value[:-1].isdecimal():
-            return int(value[:-1]) * 1024
-        return super().convert(value, param, ctx)
+        try:
+            return parse_count(value, self.thousand) if isinstance(value, str) else value
+        except RequestError as error:
+            self.fail(f"{error.what}; {error.hint}", param, ctx)
 
 
 def _option(row: SettingRow) -> click.Option:
@@ -62,10 +67,8 @@ def _option(row: SettingRow) -> click.Option:
         return click.Option([f"{row.flag}/--no-{row.flag.removeprefix('--')}"], default=None, **values)
     elif row.kind.word_type is bool:
         return click.Option([row.flag], is_flag=True, default=None, **values)
-    elif row.group == "launch" and row.least is not None:
-        values["type"] = click.IntRange(row.least, row.most)
     else:
-        values["type"] = _Length() if row.kind is LENGTH else _TYPES[row.kind.word_type]
+        values["type"] = Count(row.kind.thousand) if row.kind.thousand else _TYPES[row.kind.word_type]
     return click.Option([row.flag, *row.short], metavar=row.metavar, multiple=row.is_repeatable, **values)
 
 
@@ -225,7 +228,7 @@ def plans(values: Mapping[str, Any], file: TomlFile | None = None, *, asks_data:
                 because="both say how long the samples are",
                 hint="leave one of them out",
             )
-        request = with_lengths(request, values, file)
+        request = with_lengths(request, values, file, defaults)
     yield from plans_for(request, cluster, defaults)
 
 
@@ -237,13 +240,14 @@ def planned_for(request: Request, cluster: Cluster, defaults: tuple[str, ...]) -
 
 def plans_for(request: Request, cluster: Cluster, defaults: tuple[str, ...]) -> Iterator[Plan]:
     """Yield drafts and last the plan for a request, with a line on the terminal while the user waits."""
-    made, doing = plans_here(request, cluster, defaults), "planning"
-    plan = None
+    made, plan = plans_here(request, cluster, defaults), None
+    what = f"{request.model}{' with LoRA' if request.lora is not None else ''}"
+    doing = f"tracing {what} and searching; its trace is kept for other plans"
     while plan is None or plan.is_draft:
-        with waiting(f"{doing} {request.model}"):
+        with waiting(doing):
             plan = next(made)
         yield plan
-        doing = "dry-running"
+        doing = f"dry-running {what}"
 
 
 def collect(values: Mapping[str, Any], file: TomlFile | None = None) -> tuple[Request, Cluster, tuple[str, ...]]:
@@ -319,8 +323,10 @@ def unnamed_of(cards: Sequence[Any]) -> Card:
     return of_driver(unknown[0].name, min((card.major, card.minor) for card in cards), threads)
 
 
-def with_lengths(request: Request, values: Mapping[str, Any], file: TomlFile) -> Request:
+def with_lengths(request: Request, values: Mapping[str, Any], file: TomlFile, defaults: Collection[str]) -> Request:
     """Return the request with the lengths of the training samples, if flags or `file` name the data.
+
+    A maximum of tokens that is one of the `defaults` becomes that of the data, where these are much shorter.
 
     Lengths that the request has win over data that the file names; --too-long holds for both. `values` are a
     command's flags, of which only those of data count.
@@ -342,8 +348,8 @@ def with_lengths(request: Request, values: Mapping[str, Any], file: TomlFile) ->
 
     silence_libraries()
     with waiting(f"tokenising {names_of(settings.data)}"):
-        lengths = corpus.lengths_of(request, settings)
-        return replace(request, lengths=lengths)
+        lengths, seq_len = corpus.lengths_of(request, settings, defaults)
+        return replace(request, lengths=lengths, seq_len=seq_len)
 
 
 def planning_flags(values: Mapping[str, Any], *others: str) -> list[str]:

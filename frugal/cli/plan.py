@@ -1,7 +1,9 @@
 """`frugal plan`."""
 
+from collections.abc import Mapping
 from contextlib import closing
 from dataclasses import replace
+from math import ceil
 from pathlib import Path
 from typing import Any
 
@@ -10,22 +12,39 @@ import click
 from frugal.cli.display.drafts import conclude, show_draft
 from frugal.cli.display.terminal import is_terminal, show, waiting
 from frugal.cli.display.verdict import fits_a_line, show_row, show_verdict
-from frugal.cli.options import SettingsCommand, config_option, options, plans, verbose_option, what_if_option
+from frugal.cli.options import (
+    Count,
+    SettingsCommand,
+    config_option,
+    options,
+    plans,
+    read_settings,
+    verbose_option,
+    what_if_option,
+)
 from frugal.config.hardware.build_cluster import ClusterSettings
 from frugal.config.request import Request
-from frugal.config.run_settings import DATA_NAMES, RunSettings
+from frugal.config.run_settings import DATA_NAMES, LENGTH_NAMES, RunSettings, run_settings
 from frugal.deepspeed_adapter.json_config import write_plan
 from frugal.dryrun.planner import what_helps
 from frugal.dryrun.pool import shared_workers
+from frugal.errors import refuse
 from frugal.planning.plan import Plan
 from frugal.planning.report import summary_blocks
+from frugal.planning.run_cost import RunLength
 
 
 @click.command("plan", cls=SettingsCommand)
 @click.argument("axes", nargs=-1, metavar="[AXIS=...]")
 @options(Request, ClusterSettings)
-@options(RunSettings, names=DATA_NAMES)
+@options(RunSettings, names=(*DATA_NAMES, *LENGTH_NAMES))
 @config_option
+@click.option(
+    "--train-tokens",
+    type=Count(),
+    help="Tokens to train on, instead of --steps and --epochs; 2B is 2 x 10^9. Any of these shows the time of a run.",
+)
+@click.option("--gpu-hour-price", type=float, help="Price of a GPU hour, in any currency, for the cost of a run.")
 @click.option("--json", "as_json", is_flag=True, help="Print plan.json instead of the report.")
 @click.option(
     "-o",
@@ -55,6 +74,8 @@ def command(
     only_draft: bool,
     verbose: bool,
     with_table: bool,
+    train_tokens: int | None,
+    gpu_hour_price: float | None,
     **values: Any,
 ) -> None:
     """Choose the fastest plan that fits, and say what it comes to; with -v all of it."""
@@ -65,6 +86,7 @@ def command(
     draft: Plan | None = None  # the last that was shown
     with closing(plans(values)) as made:
         plan = next(made)
+        run = _run(plan, values, train_tokens, gpu_hour_price)
         while plan.is_draft and not only_draft:
             if is_watched:
                 show_draft(plan, draft)
@@ -80,14 +102,51 @@ def command(
         from frugal.cli.explain import table  # the search behind it takes a while to import
 
         with waiting("predicting"):
-            blocks.append(table(plan, named))
+            blocks.append(table(plan, named, run))
     if blocks:
         show(blocks)
         click.echo()
     if draft is None:
         show_verdict(replace(plan, warnings=()) if verbose else plan)
     proof = "" if draft is None else conclude(plan, draft)
+    if run is not None:
+        show_row("run", run.in_words(plan.time.total_seconds, plan.step_tokens, plan.cluster))
     _conclude(plan, output, html, written, proof, verbose=verbose)
+
+
+def _run(plan: Plan, values: Mapping[str, Any], tokens: int | None, price: float | None) -> RunLength | None:
+    """Return the run that flags and frugal.toml ask for; None where its length is not given.
+
+    Raises:
+        RequestError: they contradict each other, or nothing is known of what they count.
+    """
+    names = ("stream", *LENGTH_NAMES)
+    of_file = {name: value for name, value in read_settings(values).train.items() if name in names}
+    asked = run_settings({name: values[name] for name in names}, {} if tokens is not None else of_file)
+    flag = next((f"--{name}" for name in LENGTH_NAMES if getattr(asked, name) is not None), None)
+    steps, epochs, grouping = asked.steps, asked.epochs, plan.grouping
+    has_length = tokens is not None or flag is not None
+    refuse(
+        (tokens is not None and flag, f"--train-tokens and {flag} were both given", "", "leave one of them out"),
+        (tokens is not None and tokens < 1, f"--train-tokens is {tokens}", "it must be at least 1", None),
+        (
+            price is not None and not has_length,
+            "--gpu-hour-price was given without the length of a run",
+            "",
+            "add --steps N, --epochs N or --train-tokens N",
+        ),
+        (
+            epochs is not None and grouping is None,
+            "--epochs was given without --data",
+            "how many samples an epoch has is not known",
+            "add --data PATH, or use --steps N or --train-tokens N",
+        ),
+    )
+    if not has_length:
+        return None
+    if epochs is not None and grouping is not None:
+        steps = ceil(epochs * grouping.num_samples / grouping.step_samples)
+    return RunLength(steps=steps, tokens=tokens, gpu_hour_price=price)
 
 
 def _write_pages(plan: Plan, folder: Path | None, html: Path | None, helps: str = "") -> tuple[Path, ...]:

@@ -231,7 +231,7 @@ def _trained(plan: Plan) -> dict[str, Any]:
     return {
         name: value
         for name in _TRAINED
-        if name not in plan.defaults and (value := getattr(plan.request, name)) is not None
+        if (name == "seq_len" or name not in plan.defaults) and (value := getattr(plan.request, name)) is not None
     }
 
 

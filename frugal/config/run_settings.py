@@ -16,6 +16,7 @@ from frugal.config.learning_rate import Curve, Schedule
 from frugal.config.sample_lengths import TooLong
 from frugal.config.setting import Kind, check_sizes, flag_of, setting, settings_of, unknown_setting
 from frugal.errors import RequestError, refuse
+from frugal.units import parse_count
 
 MOST_CHARACTERS = 1 << 14
 """The limit of a rank's arguments in a command: Linux takes 128 KiB a word, and over ssh all of a command is one."""
@@ -33,7 +34,7 @@ COLUMNS = Kind(
 WARMUP = Kind(
     str,
     "a number of steps, or a part such as 5%",
-    lambda value: re.fullmatch(r"\d{1,12}|\d{0,12}\.?\d{1,12}%", str(value)) is not None,
+    lambda value: re.fullmatch(r"\d{1,12}[kKmM]?|\d{0,12}\.?\d{1,12}%", str(value)) is not None,
 )
 _COLUMNS = ("text", "label", "source", "target")
 
@@ -313,7 +314,7 @@ class RunSettings:
         is_decaying, decay = self.schedule == "warmup_stable_decay", self.decay_ratio
         curve = Curve(
             peak=peak, schedule=self.schedule, total_steps=total, min_ratio=self.min_lr_ratio,
-            warmup_steps=ceil(float(warmup[:-1]) / 100 * total) if warmup.endswith("%") else int(warmup),
+            warmup_steps=ceil(float(warmup[:-1]) / 100 * total) if warmup.endswith("%") else parse_count(warmup),
             decay_steps=ceil((learning_rate.DECAY_RATIO if decay is None else decay) * total) if is_decaying else 0,
             power=1.0 if self.schedule_power is None else self.schedule_power,
         )  # fmt: skip
@@ -369,7 +370,8 @@ DATA_NAMES = (
     "data", "columns", "tokenizer", "limit", "skip_bad_rows", "too_long", "format", "chat_template", "train_on",
     "stream", "shuffle_buffer",
 )  # fmt: skip
-SAMPLE_NAMES = (*DATA_NAMES, "validation_data", "validation_fraction")  # what is not kept for validation is trained on
+LENGTH_NAMES = ("steps", "epochs")
+SAMPLE_NAMES = (*DATA_NAMES, "validation_data", "validation_fraction", "test_data")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -426,7 +428,7 @@ def _given(owner: type, flags: Mapping[str, Any], file: Mapping[str, Any]) -> di
     for name, value in file.items():
         if name not in rows:
             raise unknown_setting(name, value, rows, place=" in [train]", command="frugal train")
-        rows[name].check(value, f" in [{rows[name].table or 'train'}]")
+    file = {name: rows[name].read(value, f" in [{rows[name].table or 'train'}]") for name, value in file.items()}
     given = {name: value for name, value in flags.items() if value not in (None, ())}
     return {name: value for name, value in {**file, **given}.items() if name in settings_of(owner)}
 

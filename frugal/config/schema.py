@@ -46,6 +46,7 @@ def understand(
     Raises:
         RequestError: an unknown name, a value of the wrong kind, or no GPUs or memory given.
     """
+    settings = {name: read(name, value) for name, value in settings.items()}
     request, defaults = requested(settings)
     asked = ClusterSettings(**_of(ClusterSettings, settings))
     return request, build_cluster(asked, request.precision, calibration, unnamed), defaults
@@ -53,9 +54,7 @@ def understand(
 
 def requested(settings: Mapping[str, Any]) -> tuple[Request, tuple[str, ...]]:
     """Return the request alone, as `understand` does, and the names of its defaults."""
-    for name, value in settings.items():
-        check(name, value)
-    given = _of(Request, settings)
+    given = _of(Request, {name: read(name, value) for name, value in settings.items()})
     lengths, modes = given.get("lengths"), given.get("activation_checkpointing", "")
     if given.get("pack") and not isinstance(lengths, sample_lengths.Lengths | None):
         raise RequestError(
@@ -92,8 +91,8 @@ def _of(owner: type, settings: Mapping[str, Any]) -> dict[str, Any]:
     return {name: value for name, value in settings.items() if value is not None and name in settings_of(owner)}
 
 
-def check(name: str, value: Any, *, source: str = "") -> None:
-    """Check the name and the value of a setting of planning; `source` names the file it stands in.
+def read(name: str, value: Any, *, source: str = "") -> Any:
+    """Return the value of a setting of planning, checked like its name; `source` names the file it stands in.
 
     Raises:
         RequestError: there is no such setting, or it may not have this value.
@@ -101,7 +100,7 @@ def check(name: str, value: Any, *, source: str = "") -> None:
     place = f" in {source}" if source else ""
     if name not in PLAN_SETTINGS:
         raise unknown_setting(name, value, PLAN_SETTINGS, place=place, command="frugal plan")
-    PLAN_SETTINGS[name].check(value, place)
+    return PLAN_SETTINGS[name].read(value, place)
 
 
 FILE_NAME = "frugal.toml"
@@ -159,9 +158,7 @@ def _by_name(content: Mapping[str, Any], source: str) -> tuple[dict[str, Any], d
             if key not in rows:
                 raise unknown_setting(key, value, rows, place=f" in [{name}] of {source}", command="frugal train")
             (plan if rows[key].name in PLAN_SETTINGS else train)[rows[key].name] = value
-    for name, value in plan.items():
-        check(name, value, source=source)
-    return plan, train
+    return {name: read(name, value, source=source) for name, value in plan.items()}, train
 
 
 def _merged(file: dict[str, Any], overrides: Mapping[str, Any]) -> dict[str, Any]:

@@ -10,6 +10,7 @@ An unknown setting that another trainer has (`--per-device-train-batch-size`) is
 
 import dataclasses
 from collections.abc import Callable, Collection, Iterable, Mapping
+from contextlib import suppress
 from dataclasses import dataclass, field
 from difflib import get_close_matches
 from functools import cache
@@ -20,6 +21,7 @@ from typing import Any, Literal, Union, get_args, get_origin, get_type_hints
 
 from frugal.config.learning_rate import Schedule
 from frugal.errors import RequestError
+from frugal.units import parse_count
 
 
 @dataclass(frozen=True)
@@ -202,11 +204,12 @@ Group = Literal["model and batch", "hardware", "optimizer", "data", "run", "memo
 
 @dataclass(frozen=True)
 class Kind:
-    """A type of values. `word_type` converts a word of a command line."""
+    """A type of values. `word_type` converts a word of a command line; of a count `thousand` is what `k` stands for."""
 
     word_type: type
     must_be: str
     accepts: Callable[[Any], bool]
+    thousand: int | None = None
 
 
 def _is(*types: type) -> Callable[[Any], bool]:
@@ -218,13 +221,13 @@ def _is_paths(value: Any) -> bool:
     return bool(words) and all(isinstance(word, str) for word in words)
 
 
-LENGTH = Kind(int, "a whole number of tokens", _is(int))
-"""On a command line `128k` is 131072, as in the names of models."""
+LENGTH = Kind(int, "a whole number of tokens", _is(int), thousand=1024)
+"""`128k` is 131072, as in the names of models."""
 
 SIZE = Kind(str, "an amount such as 12G", _is(str, int))
 SIZES = Kind(str, "an amount such as 12G", _is(str, int, list, tuple))
 _KINDS = {
-    int: Kind(int, "a whole number", _is(int)),
+    int: Kind(int, "a whole number", _is(int), thousand=1000),
     float: Kind(float, "a number", _is(int, float)),
     bool: Kind(bool, "true or false", lambda value: isinstance(value, bool)),
     str: Kind(str, "text", _is(str)),
@@ -288,6 +291,14 @@ class SettingRow:
     def flag(self) -> str:
         """Its spelling on a command line, and in messages."""
         return flag_of(self.name) if self.is_flag else self.path
+
+    def read(self, value: Any, place: str = "") -> Any:
+        """Return a value, as a number where it is a count such as `4M`. Raises as `check`."""
+        if isinstance(value, str) and self.kind.thousand:
+            with suppress(RequestError):  # then `check` says what it must be
+                value = parse_count(value, self.kind.thousand)
+        self.check(value, place)
+        return value
 
     def check(self, value: Any, place: str = "") -> None:
         """Check the type of a value, or that it is one of the choices. `place` says where it stands.

@@ -12,7 +12,7 @@ import hashlib
 import json
 import logging
 import socket
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import asdict, dataclass, replace
 from fractions import Fraction
 from functools import partial
@@ -76,6 +76,7 @@ class Corpus:
     """Samples to train on, and samples held out for validation.
 
     Attributes:
+        given: samples of data given for validation and for the end, besides `validation`.
         report: what reading the data met.
         provenance: what the samples were made of.
         folder: the entry of the cache with the samples; empty for several.
@@ -86,6 +87,12 @@ class Corpus:
     report: BuildReport
     provenance: Provenance
     folder: str = ""
+    given: tuple[ArrowSamples | Mixture | SamplesInMemory, ...] = ()
+
+    @property
+    def longest(self) -> int:
+        """Tokens of the longest sample of all."""
+        return max(int(each.lengths.max()) for each in (self.train, self.validation, *self.given) if each)
 
 
 def _open(folder: str, report: BuildReport, provenance: Provenance) -> Corpus:
@@ -395,8 +402,11 @@ def tokenizer_for(spec: ModelSpec, settings: RunSettings) -> tuple[Any, str]:
     return tokenizer, words
 
 
-def lengths_of(request: Request, settings: RunSettings) -> Lengths:
+def lengths_of(request: Request, settings: RunSettings, defaults: Collection[str] = ()) -> tuple[Lengths, int]:
     """Return the lengths of the samples that a plan for `request` would train on; their source says what is left out.
+
+    Also return the maximum tokens of a sample to plan for: those of the request, unless `defaults` names them and the
+    longest sample has at most half as many; then its own, rounded up to a multiple of 8, which matrix products like.
 
     The data is tokenised as training will do it, and kept for it. Of more than `MOST_LENGTHS` lengths some are read,
     evenly spread.
@@ -407,7 +417,9 @@ def lengths_of(request: Request, settings: RunSettings) -> Lengths:
     notes = [f"the first {FIRST_ROWS:,} rows of the stream"]
     if not settings.stream:
         notes = corpus.report.left_out(settings.too_long)
-    return lengths_of_corpus(corpus, names_of(settings.data), notes)
+    lengths, longest = lengths_of_corpus(corpus, names_of(settings.data), notes), corpus.longest
+    is_shorter = "seq_len" in defaults and not settings.stream and 2 * longest <= request.seq_len
+    return lengths, -(-longest // 8) * 8 if is_shorter else request.seq_len
 
 
 def read_training_data(request: Request, settings: RunSettings) -> tuple[tuple[Any, str], Corpus]:
@@ -424,7 +436,8 @@ def read_training_data(request: Request, settings: RunSettings) -> tuple[tuple[A
         samples, report = stream.first(FIRST_ROWS)
         return (tokenizer, words), Corpus(train=samples, validation=None, report=report, provenance=provenance)
     loaded = _load(spec, tokenizer, how, settings, _EVERYTHING)
-    return (tokenizer, words), _joined(loaded[TRAINING], settings)
+    given = tuple(each.train for name in (VALIDATION, TEST) for each in loaded[name])
+    return (tokenizer, words), replace(_joined(loaded[TRAINING], settings), given=given)
 
 
 MOST_LENGTHS = 100_000_000

@@ -8,10 +8,12 @@ from dataclasses import replace
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
+from frugal import required
 from frugal.config import plan_arguments
 from frugal.config.hardware import cuda_allocator
 from frugal.config.hardware.calibration import chosen
 from frugal.config.hardware.cluster import Cluster
+from frugal.config.hardware.local_host import library_versions
 from frugal.config.request import Request
 from frugal.config.schema import understand
 from frugal.dryrun.cache import Cache, digest, model_key
@@ -63,9 +65,13 @@ def _plan(objective: "Objective | None", **settings: Any) -> Plan:
 
 
 def plans_here(request: Request, cluster: Cluster, defaults: tuple[str, ...]) -> Iterator[Plan]:
-    """Yield drafts and last the plan, with this environment's settings of torch's allocator and warnings about them."""
+    """Yield drafts and last the plan, with this environment's settings of torch's allocator; warnings about them, and
+    about versions that were not tested."""
     request = cuda_allocator.planned(request, cluster, os.environ)
-    notes = cuda_allocator.notes(request.expandable_segments is not False, cluster, os.environ)
+    notes = (
+        *cuda_allocator.notes(request.expandable_segments is not False, cluster, os.environ),
+        *required.untested(library_versions()),
+    )
     for made in _plans(request, cluster, defaults):
         yield replace(made, warnings=(*made.warnings, *notes)).sealed() if notes else made
 

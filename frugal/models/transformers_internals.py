@@ -11,18 +11,11 @@ from torch import nn
 from frugal import required
 from frugal.required import needed
 
-TESTED = "5.23.0"
-
 MASKS = (
     *needed("transformers.masking_utils", "attention masks are always used", "ALL_MASK_ATTENTION_FUNCTIONS"),
     *needed("transformers.masking_utils", "attention masks are always used", "sdpa_mask:allow_is_bidirectional_skip"),
     *needed("transformers.masking_utils", "attention masks are always used", "eager_mask:allow_is_bidirectional_skip"),
     *needed("transformers.masking_utils", "packed documents", "find_packed_sequence_indices(position_ids)"),
-    *needed(
-        "transformers.masking_utils",
-        "sequences are split",
-        "packed_sequence_compatibility_function(mask_function, position_ids, packed_sequence_mask)",
-    ),
 )
 LAYERS = (
     *needed(
@@ -70,7 +63,7 @@ QUANTISING = needed(
 
 @functools.cache
 def _verify(table: tuple[required.Required, ...]) -> None:
-    required.verify("transformers", TESTED, table)
+    required.verify("transformers", table)
 
 
 def always_use() -> None:
@@ -118,14 +111,16 @@ def masks_of_whole_sequences(num_parts: int, positions: Any, documents: Any) -> 
     _verify(MASKS)
     from transformers import masking_utils
 
-    of_packs = masking_utils.packed_sequence_compatibility_function
-
-    def of_whole_packs(mask_function: Any, _positions_of_part: Any, documents: Any) -> Any:
-        return of_packs(mask_function, positions, documents)
-
+    # Before 5.23 masks count positions from the beginning of a row, and are of the whole row already.
+    remap = getattr(masking_utils, "remap_positions_for_packed_sequence", lambda mask, _positions: mask)
     with (
         packed_documents(lambda _positions_of_part: documents),
-        patch.object(masking_utils, "packed_sequence_compatibility_function", of_whole_packs),
+        patch.object(
+            masking_utils,
+            "remap_positions_for_packed_sequence",
+            lambda mask, _positions_of_part: remap(mask, positions),
+            create=True,
+        ),
         patch(f"{__name__}._num_parts", num_parts),
     ):
         yield

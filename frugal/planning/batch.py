@@ -140,17 +140,27 @@ class BatchPlan:
             sequence_parallel=sequence_parallel,
         )
 
-    def arithmetic(self, rank_noun: str, counted: str) -> str:
-        """Return the whole cut in one line. `rank_noun` names a rank, `counted` what a token target counts."""
-        tokens = f" ({self.global_tokens} {counted})" if self.global_tokens is not None else ""
-        total = f"{plural(self.global_batch, 'sample')}{tokens}"
+    def arithmetic(self, rank_noun: str, counted: str, seq_len: int) -> str:
+        """Return the whole cut in one line, of a token target in tokens of samples of `seq_len`, too.
+
+        `rank_noun` names a rank, `counted` what a token target counts.
+        """
+        total, in_tokens = plural(self.global_batch, "sample"), ""
+        if self.global_tokens is not None:
+            held = self.global_batch * seq_len
+            asked = "" if held == self.global_tokens else f" of {self.global_tokens:,}"
+            total = f"{held:,}{asked} {counted}: {total} of {seq_len}"
+            in_tokens = f" ({self.largest_micro_batch * seq_len:,} tokens)"
         ranks = plural(len(self.micro_batch), rank_noun)
         if self.sequence_parallel > 1:
             ranks = f"{plural(len(self.micro_batch), 'group')} of {plural(self.sequence_parallel, rank_noun)}"
         if self.is_uniform:
             steps = plural(self.accumulation_steps, "accumulation step")
-            return f"{total} = {ranks} x micro-batch {self.largest_micro_batch} x {steps}"
-        return f"{total} = {ranks} x {plural(self.accumulation_steps, 'micro-step')} of {self._sizes_in_words()}"
+            return f"{total} = {ranks} x micro-batch {self.largest_micro_batch}{in_tokens} x {steps}"
+        at_most = in_tokens.replace("(", "(at most ")
+        return (
+            f"{total} = {ranks} x {plural(self.accumulation_steps, 'micro-step')} of {self._sizes_in_words()}{at_most}"
+        )
 
     def _sizes_in_words(self) -> str:
         """Return a micro-batch's size: `7 or 8 samples`, or per group of ranks where their micro-batches differ."""

@@ -22,11 +22,18 @@ FACTORS = (2, 4, 8)
 
 
 def nothing_fits(
-    request: Request, cluster: Cluster, result: Infeasible, ways: list[str], *, why_not_shared: str | None = None
+    request: Request,
+    cluster: Cluster,
+    result: Infeasible,
+    ways: list[str],
+    *,
+    why_not_shared: str | None = None,
+    most: int | None = None,
 ) -> NothingFitsError:
     """Return the proof: the nearest candidate, its shortfall and breakdown, and ways out.
 
-    `why_not_shared`: why no ranks can share samples, where that could help.
+    `why_not_shared`: why no ranks can share samples, where that could help. `most`: the largest micro-batch that fits
+    where the one that was asked for does not.
     """
     nearest = result.nearest
     assert nearest.memory is not None
@@ -55,8 +62,10 @@ def nothing_fits(
             because.append(_of_host(cluster, memory))
     if why_not_shared is not None:
         because.append(why_not_shared)
+    asked = f" with --micro-batch {request.micro_batch}" if most else ""
+    at_most = f": at most {plural(most, 'sample')} at once" if most else ""
     return NothingFitsError(
-        f"{request.model} does not fit into {where}",
+        f"{request.model}{asked} does not fit into {where}{at_most}",
         because=because,
         hint=f"this would fit: {', or '.join(ways)}" if ways else "use a smaller model",
     )
@@ -120,10 +129,33 @@ def floor(memory: MemoryBreakdown) -> str:
     return ", ".join(f"{name} {format_bytes(size)}" for size, name in parts if size * 100 > memory.total_bytes)
 
 
-def remedies(request: Request, cluster: Cluster, search: Search, result: Infeasible, dry_run: OpenSource) -> list[str]:
-    """Return changes of one flag that make the request fit, cheapest first; each was checked by computing it."""
-    nearest = result.nearest
-    ways = [flag for flag, relaxed in without_pins(request) if _fits(relaxed, cluster, search.source, nearest.strategy)]
+def pins_to_drop(request: Request, cluster: Cluster, source: Source, likely: Strategy) -> list[str]:
+    """Return the changes of one pin that make the request fit."""
+    return [flag for flag, relaxed in without_pins(request) if fits(relaxed, cluster, source, likely)]
+
+
+def largest_micro_batch(search: Search) -> int | None:
+    """Return the most samples that fit a device at once; None where only dry runs could tell.
+
+    A draft promises no less than the strategy keeps, so those below the best that was kept are not evaluated.
+    """
+    free = Search(replace(search.request, micro_batch=None, accumulation_steps=None), search.cluster, search.source)
+    strategies = [strategy for level in free.levels for strategy in free.strategies(level)]
+    free.source.prepare(strategies)
+    drafts = [draft for each in strategies if (draft := free.evaluation.draft(each)) is not None and draft.fits]
+    most = 0
+    for draft in sorted(drafts, key=lambda draft: -draft.largest_micro_batch):
+        if draft.largest_micro_batch <= most:
+            break
+        most = max(most, free.evaluation.evaluate(draft.strategy).largest_micro_batch)
+    return most or None
+
+
+def remedies(
+    request: Request, cluster: Cluster, search: Search, result: Infeasible, dry_run: OpenSource, ways: list[str]
+) -> list[str]:
+    """Return `ways` and other changes of one flag that make the request fit, cheapest first; each was computed."""
+    nearest, ways = result.nearest, list(ways)
     more_host = list(_more_host_memory(request, cluster, search, result))
     ways += more_host
     ways += [way for way in _more_memory(cluster, search, nearest) if not (more_host and "--host-mem" in way)]
@@ -131,16 +163,16 @@ def remedies(request: Request, cluster: Cluster, search: Search, result: Infeasi
         if flag.split()[0] in " ".join(ways):
             continue  # a smaller change of the same kind is enough
         with dry_run(other_request, other_cluster) as source:
-            if _fits(other_request, other_cluster, source, nearest.strategy):
+            if fits(other_request, other_cluster, source, nearest.strategy):
                 ways.append(flag)
     for flag, other_request in cheaper_states(request):
         with dry_run(other_request, cluster) as source:
-            if _fits(other_request, cluster, source, nearest.strategy):
+            if fits(other_request, cluster, source, nearest.strategy):
                 ways.append(f"{flag} ({what_changes(other_request)})")
     return ways
 
 
-def _fits(request: Request, cluster: Cluster, source: Source, likely: Strategy) -> bool:
+def fits(request: Request, cluster: Cluster, source: Source, likely: Strategy) -> bool:
     """Return whether `likely` fits, or the most frugal strategy of a level of offloading; others are not tried."""
     try:
         search = Search(request, cluster, source)

@@ -12,16 +12,17 @@ import hashlib
 from dataclasses import dataclass, replace
 from html import escape
 from pathlib import Path
-from typing import Any
+from typing import Any, get_args
 
 import msgspec
 
 from frugal import files
 from frugal.config.hardware.cluster import MOST_RANKS, Cluster
-from frugal.config.request import Request
+from frugal.config.request import Request, Task
 from frugal.errors import PlanMismatchError, RequestError
 from frugal.planning.batch import BatchPlan
 from frugal.planning.memory.breakdown import MemoryBreakdown
+from frugal.planning.run_cost import rate_in_words
 from frugal.planning.strategy import Strategy
 from frugal.units import format_bytes, format_count, format_seconds
 
@@ -183,7 +184,17 @@ class Plan:
     @property
     def arithmetic(self) -> str:
         """The global batch in one line: `512 samples = 4 GPUs x micro-batch 8 x 16 accumulation steps`."""
-        return self.batch.arithmetic(self.cluster.rank_noun, self.counted)
+        return self.batch.arithmetic(self.cluster.rank_noun, self.counted, self.request.seq_len)
+
+    @property
+    def step_tokens(self) -> int:
+        """Tokens of one optimizer step without padding; of the data's, where their lengths are known."""
+        return self.batch.global_batch * self.request.seq_len if self.grouping is None else self.grouping.step_tokens
+
+    @property
+    def is_of_tokens(self) -> bool:
+        """True if samples are of tokens; those of an own objective may be anything."""
+        return self.model.task in get_args(Task)
 
     @property
     def is_draft(self) -> bool:
@@ -218,6 +229,7 @@ class Plan:
             ),
             ("fits", self._room),
             ("step", self._speed),
+            ("rate", self._rate),
             ("binds", binds),
         )
         return tuple(row for row in rows if row[1])
@@ -242,6 +254,13 @@ class Plan:
         shares = ", ".join(f"{name} {100 * part / total:.0f} %" for name, part in parts)
         rate = f"{samples / total:,.0f}" if samples >= 100 * total else f"{samples / total:.3g}"
         return f"{format_seconds(total)} estimated, {rate} samples/s: {shares}"
+
+    @property
+    def _rate(self) -> str:
+        if not self.is_of_tokens:
+            return ""
+        flops = self.model.flops_per_sample / self.request.seq_len
+        return rate_in_words(self.step_tokens / self.time.total_seconds, flops, self.cluster, self.request.precision)
 
     @property
     def device_bytes(self) -> int:

@@ -11,7 +11,7 @@ from frugal.config.pins import check_pins
 from frugal.config.request import Request
 from frugal.errors import RequestError
 from frugal.planning import length_bucketing
-from frugal.planning.infeasible import nothing_fits, remedies
+from frugal.planning.infeasible import fits, largest_micro_batch, nothing_fits, pins_to_drop, remedies
 from frugal.planning.memory import breakdown
 from frugal.planning.memory_report import beyond_the_device
 from frugal.planning.plan import UNPROVEN, Plan
@@ -52,7 +52,17 @@ def decide(request: Request, cluster: Cluster, defaults: tuple[str, ...], dry_ru
                 because="a rank that gets no sample in a micro-step has no statistics to add",
                 hint=f"use a --global-batch that is a multiple of {cluster.world_size}",
             )
-        yield _plan(search, result, defaults, notes)
+        yield _plan(search, result, defaults, [*notes, *_offload_by_pins(search, result)])
+
+
+def _offload_by_pins(search: Search, result: SearchResult) -> list[str]:
+    """Return a note if the GPUs alone would do without one of the pins, and nobody asked for offloading."""
+    request, strategy = search.request, result.chosen.strategy
+    if strategy.offload_optimizer == "none" or request.offload != "auto":
+        return []
+    on_gpus = replace(request, offload="none")
+    flags = [flag for flag in pins_to_drop(on_gpus, search.cluster, search.source, strategy) if "offload" not in flag]
+    return [f"it offloads because of what is pinned: {' or '.join(flags)} would fit without"] * bool(flags)
 
 
 Results = Generator[tuple[Search, SearchResult], None, Infeasible | None]
@@ -62,6 +72,9 @@ Results = Generator[tuple[Search, SearchResult], None, Infeasible | None]
 def _results(request: Request, cluster: Cluster, sources: ExitStack, dry_run: OpenSource) -> Results:
     """Search, first with each sample on one rank, then with as few ranks that share each sample as are needed.
 
+    Where it would fit without a pin, ranks do not share samples unasked: the proof that nothing fits says how many
+    would have to.
+
     Raises:
         NothingFitsError: neither way fits.
     """
@@ -69,20 +82,26 @@ def _results(request: Request, cluster: Cluster, sources: ExitStack, dry_run: Op
     alone = yield from _run(search)
     if alone is None:
         return None
-    why_not_shared = None
+    ways, why_not_shared, most = pins_to_drop(request, cluster, search.source, alone.nearest.strategy), None, None
+    is_pinned = bool(ways)
+    if "no --micro-batch" in ways and (most := largest_micro_batch(search)):
+        ways = [f"--micro-batch {most}" if way == "no --micro-batch" else way for way in ways]
     for number in sharing.numbers(request, cluster, alone):
         shared = replace(request, sequence_parallel=number)
         try:
             source = sources.enter_context(dry_run(shared, cluster))
             source.facts()  # tries a small model of this kind
-            if (yield from _run(Search(shared, cluster, source), sharing.why(shared, cluster, alone))) is None:
+            if is_pinned:
+                if fits(shared, cluster, source, alone.nearest.strategy):
+                    ways.append(f"--sequence-parallel {number}")
+                    break
+            elif (yield from _run(Search(shared, cluster, source), sharing.why(shared, cluster, alone))) is None:
                 return None
         except RequestError as error:
             why_not_shared = f"ranks cannot share samples: {(*error.because, error.what)[0]}"
             break
-    raise nothing_fits(
-        request, cluster, alone, remedies(request, cluster, search, alone, dry_run), why_not_shared=why_not_shared
-    )
+    ways = remedies(request, cluster, search, alone, dry_run, ways)
+    raise nothing_fits(request, cluster, alone, ways, why_not_shared=why_not_shared, most=most)
 
 
 def _run(search: Search, shared_because: str = "") -> Results:
@@ -123,6 +142,11 @@ def _readable(
     with dry_run(request, cluster) as source:
         facts = source.facts()
     longest, notes = facts.max_positions, list(facts.notes)
+    if "seq_len" in defaults and request.seq_len < Request.seq_len:  # `frugal.data.corpus.lengths_of`
+        notes.append(
+            f"samples have at most {request.seq_len} tokens instead of {Request.seq_len}, because the longest of the "
+            f"data is no longer; --seq-len {Request.seq_len} plans for the default"
+        )
     if longest is None or request.seq_len <= longest:
         return request, notes
     if "seq_len" not in defaults:

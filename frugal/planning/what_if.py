@@ -11,12 +11,13 @@ from frugal.config.hardware.cluster import Cluster, resized
 from frugal.config.request import Request
 from frugal.errors import FrugalError, RequestError
 from frugal.planning.plan import Plan
+from frugal.planning.run_cost import RunLength
 from frugal.planning.search import sharing
 from frugal.planning.search.candidate import TIE, Candidate, OpenSource
 from frugal.planning.search.search import Search
 from frugal.planning.strategy import LAYER_MODES, MODES_NOTE, Strategy, brief_name
 from frugal.planning.table import WIDE, Table, aligned
-from frugal.units import GIB, format_bytes, format_seconds, parse_bytes, plural
+from frugal.units import GIB, format_bytes, format_seconds, parse_bytes, parse_count, plural
 
 AXES = ("gpus", "mem", "seq-len")
 MOST_CASES = 200
@@ -220,9 +221,10 @@ def parse_axes(words: Sequence[str]) -> dict[str, tuple[int, ...]]:
         if name not in AXES or not values:
             raise RequestError(f"`{word}` is no axis of a table", hint=hint)
         parts = values.split(",")
-        if name != "mem" and not all(part.isdecimal() and int(part) for part in parts):
-            raise RequestError(f"`{word}` has a value that is no whole number above 0", hint=hint)
-        axes[name] = tuple(parse_bytes(part) if name == "mem" else int(part) for part in parts)
+        thousand = 1024 if name == "seq-len" else 1000
+        axes[name] = tuple(parse_bytes(part) if name == "mem" else parse_count(part, thousand) for part in parts)
+        if min(axes[name]) < 1:
+            raise RequestError(f"`{word}` has a value below 1", hint=hint)
     return axes
 
 
@@ -336,46 +338,58 @@ GridCase = tuple[int, int, int]
 Predictions = Mapping[GridCase, Candidate | None]
 
 
-def what_if_table(plan: Plan, axes: Mapping[str, Sequence[int]], predictions: Predictions) -> list[str]:
-    """Return a table a sample length, memory by GPUs: seconds a step, tokens/s of a GPU, and the strategy's letters."""
-    lines = [f"what if: a step of {plan.batch.global_batch} samples ({NOT_DRY_RUN})"]
+def what_if_table(
+    plan: Plan, axes: Mapping[str, Sequence[int]], predictions: Predictions, run: RunLength | None = None
+) -> list[str]:
+    """Return a table a sample length, memory by GPUs: seconds a step, tokens/s of a GPU, and the strategy's letters.
+
+    With a `run` each entry also has its time, and its cost where a price is known.
+    """
+    tokens = plan.batch.global_tokens
+    batch = f"{plan.batch.global_batch} samples" if tokens is None else f"{tokens:,} {plan.counted}"
+    lines = [f"what if: a step of {batch} ({NOT_DRY_RUN})"]
     for seq_len in axes["seq-len"]:
-        rows = what_if_rows(plan, axes, predictions, seq_len)
+        rows = what_if_rows(plan, axes, predictions, seq_len, run)
         lines += ["", f"samples of {seq_len} tokens", *aligned([(*row, "") for row in rows])]
-    return [*lines, "", *wrap(what_if_legend(predictions), WIDE, initial_indent="  ", subsequent_indent="  ")]
+    return [*lines, "", *wrap(what_if_legend(predictions, run), WIDE, initial_indent="  ", subsequent_indent="  ")]
 
 
 def what_if_rows(
-    plan: Plan, axes: Mapping[str, Sequence[int]], predictions: Predictions, seq_len: int
+    plan: Plan, axes: Mapping[str, Sequence[int]], predictions: Predictions, seq_len: int, run: RunLength | None = None
 ) -> list[tuple[str, ...]]:
     """Return the rows of one sample length; the first names the columns."""
     per_node = " a node" if len(plan.cluster.nodes) > 1 else ""
     rows = [("", *(plural(number, plan.cluster.rank_noun) + per_node for number in axes["gpus"]))]
     for memory in axes["mem"]:
         points = [(num_gpus, memory, seq_len) for num_gpus in axes["gpus"]]
-        entries = [_entry(plan, point, predictions[point]) if point in predictions else "-" for point in points]
+        entries = [_entry(plan, point, predictions[point], run) if point in predictions else "-" for point in points]
         rows.append((format_bytes(memory), *entries))
     return rows
 
 
-def what_if_legend(predictions: Predictions) -> str:
+def what_if_legend(predictions: Predictions, run: RunLength | None = None) -> str:
     """Explain the entries of the table."""
     used = {letter for each in predictions.values() if each is not None for letter in _letters(each.strategy)}
     legend = [f"{letter} {meaning}" for letter, meaning in _LETTERS.items() if letter in used]
-    return "; ".join(["seconds a step, tokens/s of each device, Z ZeRO stage", *legend])
+    of_run = [] if run is None else ["after a comma the time of the run"]
+    return "; ".join(["seconds a step, tokens/s of each device, Z ZeRO stage", *legend, *of_run])
 
 
-def _entry(plan: Plan, point: GridCase, candidate: Candidate | None) -> str:
+def _entry(plan: Plan, point: GridCase, candidate: Candidate | None, run: RunLength | None) -> str:
     if candidate is None:
         return "?"
     if not candidate.fits:
         return f"- {format_bytes(-(candidate.headroom_bytes or 0))} short"
     num_gpus, _, seq_len = point
     world_size = num_gpus * len(plan.cluster.nodes)
-    samples = replace(plan.request, seq_len=seq_len).batch_samples
-    rate = samples * seq_len / candidate.seconds / world_size
+    tokens = (
+        replace(plan.request, seq_len=seq_len).batch_samples * seq_len if plan.grouping is None else plan.step_tokens
+    )
+    rate = tokens / candidate.seconds / world_size
     words = f"{rate / 1000:.1f}k/s" if rate >= 1000 else f"{rate:.0f}/s"
-    return f"{format_seconds(candidate.seconds)} {words} Z{candidate.strategy.zero_stage}{_letters(candidate.strategy)}"
+    strategy = f"Z{candidate.strategy.zero_stage}{_letters(candidate.strategy)}"
+    of_run = [] if run is None else run.in_brief(candidate.seconds, tokens, world_size)
+    return ", ".join([f"{format_seconds(candidate.seconds)} {words} {strategy}", *of_run])
 
 
 def _letters(strategy: Strategy) -> str:

@@ -51,8 +51,8 @@ def test_another_trainers_flag_is_answered_with_ours(capsys: Capture, words: str
 
 
 def test_a_flag_of_training_alone_is_said_to_be_one(capsys: Capture) -> None:
-    assert frugal(capsys, "plan", "--num-train-epochs", "3")[2] == (
-        "error: --num-train-epochs is HF Trainer's name\n\nhint: --epochs 3, which `frugal train` has\n"
+    assert frugal(capsys, "plan", "--eval-steps", "3")[2] == (
+        "error: --eval-steps is HF Trainer's name\n\nhint: --eval-every 3, which `frugal train` has\n"
     )
 
 
@@ -119,7 +119,7 @@ def test_help_fits_a_terminal_and_begins_with_what_people_need_first(
     start = lines.index("What most runs need:")
     first = [line.split()[0].strip(",") for line in lines[start : lines.index("", start)] if line.startswith("  --")]
     expected = ["--model", "--global-batch", "--seq-len", "--lora", "--precision", "--learning-rate", "--gpus", "--mem"]
-    expected += {"plan": ["--data"], "train": ["--data", "--steps", "--out"]}.get(command, [])
+    expected += {"plan": ["--data", "--steps"], "train": ["--data", "--steps", "--out"]}.get(command, [])
     assert first == expected
     hidden = [row.flag for row in PLAN_SETTINGS.values() if row.is_expert]
     shown = {line.split()[0] for line in lines if line.startswith("  --")}

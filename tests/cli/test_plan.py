@@ -28,11 +28,12 @@ VERDICT = """\
 runs   gpt2, 124.00M parameters, bf16: ZeRO-2, activation checkpointing off
 fits   10.76 GiB of 12.00 GiB on each GPU, 577.5 MiB of headroom
 step   2.3 s estimated, 219 samples/s: compute 82 %, communication 18 %
+rate   224,740 tokens/s, 56,185 a GPU (predicted)
 binds  memory: micro-batch 11 would be about 399.1 MiB short
 """
 
 
-def test_it_says_in_eight_lines_what_the_plan_comes_to(capsys: pytest.CaptureFixture[str]) -> None:
+def test_it_says_in_nine_lines_what_the_plan_comes_to(capsys: pytest.CaptureFixture[str]) -> None:
     """Formulas that cannot be drafted predict nothing, so no line says what would help."""
     code, out, err = frugal_plan(capsys, *CARDS)
     assert (code, err) == (0, "")
@@ -42,7 +43,7 @@ def test_it_says_in_eight_lines_what_the_plan_comes_to(capsys: pytest.CaptureFix
         "micro-batches; use plan.json, or plan with --even"
     )
     assert verdict == VERDICT + "more   `frugal plan -v`: all of it; `frugal explain`: what binds and what helps\n"
-    assert len(verdict.splitlines()) <= 8 and max(map(len, verdict.splitlines())) <= 80
+    assert len(verdict.splitlines()) <= 9 and max(map(len, verdict.splitlines())) <= 80
 
 
 def test_what_would_help_most_is_predicted_once(
@@ -144,7 +145,8 @@ def test_an_uneven_batch_says_how_its_cells_lie(capsys: pytest.CaptureFixture[st
         (["--global-batch", "4"], "4 samples = 4 GPUs x micro-batch 1 x 1 accumulation step"),
         (["--global-batch", "1"], "1 sample = 4 GPUs x 1 micro-step of 0 or 1 sample"),
         (["--global-tokens", "100000", "--max-tokens-per-gpu", "5120"],
-         "97 samples (100000 tokens) = 4 GPUs x 5 micro-steps of 4 or 5 samples"),
+         "99,328 of 100,000 tokens: 97 samples of 1024 = 4 GPUs x 5 micro-steps of 4 or 5 samples "
+         "(at most 5,120 tokens)"),
         (["--mem", "8G,8G,12G,12G", "--global-batch", "100"],
          "100 samples = 4 GPUs x micro-batch 5 x 5 accumulation steps"),
         (["--nodes", "2", "--device", "cpu"], "512 samples = 8 ranks x micro-batch 8 x 8 accumulation steps"),

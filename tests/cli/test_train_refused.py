@@ -40,7 +40,7 @@ def message(capsys: Capture, *arguments: object) -> str:
         ("--plan plan2.json --set optimizer.beta2=0.9", 2, "--plan was given together with --set", "leave one"),
         ("--ranks 2 --gpus 2 --out new", 2, "--ranks was given together with --gpus", "leave one"),
         ("--plan plan2.json --ranks 3 --out new", 4, "the plan is for 2 CPU ranks", "--device cpu --gpus 3"),
-        ("--master-port 99999", 2, "invalid value for '--master-port'", "--help"),
+        ("--master-port 99999", 2, "--master-port is 99999", "from 1 to 65535"),
         ("--plan plan2.json --out used", 2, "used holds a run already", "--resume"),
         ("--resume --out new", 6, "there is no checkpoint in new/checkpoints", "without --resume"),
         ("--config wrong.toml", 2, "unknown setting `step` in [train]", "did you mean `steps`?"),

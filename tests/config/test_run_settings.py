@@ -110,7 +110,7 @@ def test_impossible_settings_are_refused(values: dict[str, Any], what: str, hint
     ("table", "what"),
     [
         ({"stepps": 3}, "unknown setting `stepps` in [train]"),
-        ({"steps": "3"}, "`steps` in [train] is '3'"),
+        ({"steps": "three"}, "`steps` in [train] is 'three'"),
         ({"data": [1]}, "`data` in [train] is [1]"),
         ({"columns": {"text": 1}}, "`columns` in [train] is {'text': 1}"),
         ({"warmup": 10**400}, f"`warmup` in [schedule] is {10**400}"),

@@ -15,7 +15,7 @@ from frugal.config.schema import (
     PLAN_SETTINGS,
     SETTINGS,
     TRAIN_SETTINGS,
-    check,
+    read,
     read_toml,
     requested,
     settings_of_toml,
@@ -112,7 +112,8 @@ def test_defaults_are_the_fields_nobody_set() -> None:
 BAD: dict[str, tuple[dict[str, Any], str, str]] = {
     "an unknown name": ({"gpuss": 4}, "unknown setting `gpuss`", "did you mean `gpus`?"),
     "a name like no other": ({"xyz": 4}, "unknown setting `xyz`", "frugal plan --help"),
-    "a number as text": ({"gpus": "4"}, "`gpus` is '4'", "a whole number"),
+    "no number": ({"gpus": "four"}, "`gpus` is 'four'", "a whole number"),
+    "a part of a sample": ({"global_batch": "1.0005k"}, "`global_batch` is '1.0005k'", "a whole number"),
     "true as a number": ({"gpus": True}, "`gpus` is True", "a whole number"),
     "no such choice": ({"precision": "fp8"}, "`precision` is 'fp8'", "one of bf16, fp16, fp32"),
     "no GPUs": ({"gpus": 0, "mem": "12G"}, "--gpus is 0", "at least 1"),
@@ -161,7 +162,7 @@ def test_there_are_at_most_70_flags_and_every_row_is_one_or_a_key_of_frugal_toml
     assert len(flags) <= 70
     assert len({row.path for row in SETTINGS.values()}) == len(SETTINGS)
     for name, row in PLAN_SETTINGS.items():
-        check(name, row.default)
+        read(name, row.default)
     for name, row in TRAIN_SETTINGS.items():
         with pytest.raises(RequestError, match=f"`{row.key or name}` in \\[(train|schedule)\\] is"):
             run_settings({}, {name: object()})

@@ -27,13 +27,6 @@ def test_every_name_is_there() -> None:
     assert required.missing(contract.NAMES) == ()
 
 
-def test_the_tested_version_is_the_one_that_is_installed() -> None:
-    root = PACKAGE.parent
-    assert version("deepspeed") == contract.TESTED
-    assert f"deepspeed=={contract.TESTED}\n" in (root / "constraints.txt").read_text()
-    assert f'"deepspeed=={contract.TESTED}"' in (root / "pyproject.toml").read_text()
-
-
 ZERO3 = f"{STAGE3}.DeepSpeedZeroOptimizer_Stage3"
 
 
@@ -211,9 +204,11 @@ def test_such_attributes_are_seen() -> None:
 
 
 def test_as_a_program_it_prints_what_does_not_hold() -> None:
-    ran = subprocess.run([sys.executable, "-m", contract.__name__], capture_output=True, text=True, check=True)
-    last = ["DeepSpeed 0.19.8; tested is 0.19.8", "0 names are missing", "0 sources changed"]
-    assert ran.stdout.splitlines()[-3:] == last
+    ran = subprocess.run(
+        [sys.executable, "-m", "frugal.deepspeed_adapter.contract"], capture_output=True, text=True, check=False
+    )
+    told = f"DeepSpeed {version('deepspeed')}; tested: 0.19.6, 0.19.7, 0.19.8\n0 names are missing\n"
+    assert ran.returncode == 0 and told in ran.stdout
 
 
 def test_a_required_name_has_a_reason() -> None:

@@ -9,12 +9,15 @@ import torch
 from frugal.config.adapters import Lora
 from frugal.config.request import Request
 from frugal.deepspeed_adapter.kernels import DTYPES
+from frugal.deepspeed_adapter.simulate import mirrored
 from frugal.deepspeed_adapter.simulate.engine import covers, simulate
 from frugal.dryrun.messages import AskDryRun, AskTrace
 from frugal.dryrun.run import dry_run
 from frugal.dryrun.trace.trace import built, trace
 from frugal.models.objectives import CausalLM, MaskedLM, Seq2Seq, SummedLoss
 from frugal.planning.strategy import Strategy
+
+pytestmark = pytest.mark.skipif(not mirrored.verify_simulation(), reason="this DeepSpeed is dry-run instead")
 
 TOLERANCE = 0.001  # of a phase's bytes; operators on scalars are left out, which is seen on models this small
 RANDOM_STATES = 1 << 16  # bytes; each is 5 KB, and a layer that is recomputed keeps one: the simulation leaves them out

@@ -206,3 +206,71 @@ def test_torchs_own_meta_device_is_not_the_card() -> None:
             return nn.Linear(32, 32, bias=False)
 
     package.dry_run(**parts(step, model=model))
+
+
+def test_peaks_count_from_where_a_loop_resets_them_and_segments_until_the_cache_is_emptied() -> None:
+    seen: list[tuple[int, int]] = []
+
+    def look() -> None:
+        seen.append((torch.cuda.max_memory_allocated() >> 20, torch.cuda.max_memory_reserved() >> 20))
+
+    def step() -> None:
+        small = torch.empty(16 << 20, dtype=torch.uint8, device="cuda")
+        large = torch.empty(64 << 20, dtype=torch.uint8, device="cuda")
+        del large
+        look()
+        torch.cuda.reset_peak_memory_stats()
+        look()
+        torch.cuda.empty_cache()
+        torch.cuda.reset_peak_memory_stats()
+        another = torch.empty(32 << 20, dtype=torch.uint8, device="cuda")
+        look()
+        del small, another
+
+    package.dry_run(step, mem="8G", steps=1)
+    assert seen == [(80, 80), (16, 80), (48, 48)]
+
+
+def test_operators_of_inference_mode_are_seen_in_their_parts() -> None:
+    seen: list[int] = []
+
+    def step() -> None:
+        one, other = (torch.empty(64, 256, 512, device="cuda") for _ in range(2))
+        with torch.inference_mode():
+            product = torch.einsum("bij,bkj->bik", one, other)
+        seen.append(torch.cuda.max_memory_allocated())
+        del product
+
+    package.dry_run(step, mem="8G", steps=1)
+    workspace = 8_519_680
+    assert seen == [2 * 4 * 64 * 256 * 512 + 4 * 64 * 256 * 256 + workspace]
+
+
+def test_the_backward_of_a_gather_fills_one_tensor() -> None:
+    seen: list[int] = []
+
+    def step() -> None:
+        rows = torch.ones(1 << 20, 8, device="cuda", requires_grad=True)
+        torch.gather(rows, 1, torch.zeros(1 << 20, 1, dtype=torch.int64, device="cuda")).sum().backward()
+        seen.append(torch.cuda.max_memory_allocated() >> 20)
+
+    package.dry_run(step, mem="8G", steps=1)
+    assert seen == [32 + 32 + 8]  # itself, its gradient, and the indices
+
+
+@pytest.mark.parametrize("card", ["t4-16g", "v100-16g", "rtx2080ti-11g"])
+def test_a_loop_is_dry_run_for_cards_without_bf16(card: str) -> None:
+    figures = package.dry_run(lambda: torch.empty(4 << 20, dtype=torch.uint8, device="cuda"), gpu=card, steps=1)
+    assert figures.peak_allocated_bytes == 4 << 20
+
+
+def test_of_an_older_torch_blackwell_has_the_smaller_workspace() -> None:
+    def product() -> None:
+        one = torch.empty(1024, 1024, device="cuda")
+        one @ one
+
+    newer, older = (
+        package.dry_run(product, gpu="b200-180g", steps=1, torch_version=version).peak_allocated_bytes
+        for version in (None, "2.11.0+cu128")
+    )
+    assert newer - older == (32 << 20) - 8_519_680

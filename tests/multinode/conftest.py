@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from bench.reliability.hosts import SSH_PORT, Hosts, environment, start, why_not
-from bench.runs import prepared
+from bench.runs import prepared, without_waiting
 
 RUN = ("--data", "text.jsonl", "--steps", "4", "--save-every", "2", "--eval-every", "0")
 
@@ -40,7 +40,7 @@ def _up(folder: Path, number: int) -> Iterator[Hosts]:
 def frugal(hosts: Hosts, *words: object, on: str = "n1", timeout: float = 200) -> tuple[int, str, str]:
     """Exit code, stdout and stderr of a command on a host."""
     done = hosts.run(on, sys.executable, "-m", "frugal", *words, env=environment(hosts), text=True, timeout=timeout)
-    return done.returncode, done.stdout, done.stderr
+    return done.returncode, done.stdout, without_waiting(done.stderr)
 
 
 def train(hosts: Hosts, path: Path, out: str, *more: object, timeout: float = 200) -> tuple[int, str, str]:

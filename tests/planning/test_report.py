@@ -80,7 +80,7 @@ def plan() -> Plan:
 
 def test_a_printed_plan_ends_with_the_verdict_in_a_few_lines(plan: Plan) -> None:
     lines = str(plan).splitlines()
-    assert len(lines) == 5
+    assert len(lines) == 6
     assert lines[0] == plan.arithmetic
     assert format_bytes(plan.memory.total_bytes) in str(plan) and str(plan.strategy) in str(plan)
 

@@ -75,6 +75,19 @@ def test_a_number_that_is_asked_for_is_taken() -> None:
         planned(**(LONG | {"gpus": 2, "mem": ["24G", "16G"]}), sequence_parallel=2, seq_len=1000)
 
 
+def test_a_pinned_micro_batch_never_makes_ranks_share_samples() -> None:
+    wanted = LONG | {"model": {"can_be_split": True, "drafts": True}, "global_batch": 48, "seq_len": 100_000}
+    with pytest.raises(NothingFitsError) as caught:
+        planned(**wanted, micro_batch=6)
+    first, *_, hint = str(caught.value).splitlines()
+    assert first == "gpt2 with --micro-batch 6 does not fit into a GPU of 24.00 GiB: at most 4 samples at once"
+    assert "--micro-batch 4, or --sequence-parallel 2" in hint
+    assert planned(**wanted, micro_batch=4).strategy.sequence_parallel == 1
+    assert planned(**wanted, micro_batch=6, sequence_parallel=2).strategy.sequence_parallel == 2
+    with pytest.raises(NothingFitsError):
+        planned(**wanted, micro_batch=5)
+
+
 def exchange_seconds(on: Cluster, size: int) -> float:
     batch = BatchPlan.of(4, (1,) * (on.world_size // size), sequence_parallel=size)
     model = test_cost.model(work_of=test_cost.work(exchanged_per_sample=8e9, num_exchanges=100))

@@ -55,6 +55,11 @@ def test_hopper_and_blackwell_have_32_mib(capability: tuple[int, int], size_byte
     assert workspace_bytes(capability) == size_bytes
 
 
+def test_up_to_torch_2_11_hopper_alone_has_them() -> None:
+    assert workspace_bytes((9, 0), (2, 6)) == 32 * MIB
+    assert workspace_bytes((10, 0), (2, 11)) == workspace_bytes((12, 0), (2, 11)) == 8_519_680
+
+
 def test_of_any_number_of_rows_the_most_is_taken_that_keeps_the_card_busy() -> None:
     threads = CARDS["a100-80g"].resident_threads or 0
     assert scratch_bytes(768, threads) == 108 * MIB

@@ -55,7 +55,7 @@ EXPORT const char *cudaGetErrorName(cudaError_t error) {
 /* Devices. */
 API cudaGetDeviceCount(int *n) {
   *n = emu_count();
-  return 0;
+  return *n == 0 ? failed(cudaErrorNoDevice) : 0;
 }
 API cudaGetDevice(int *device) {
   *device = emu_current_device();

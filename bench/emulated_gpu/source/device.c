@@ -77,9 +77,10 @@ __attribute__((constructor)) static void start(void) {
   most_copied = emu_size_setting("COPY", 64 << 10);
   count = (int)emu_size_setting("COUNT", 1);
   trace = (int)emu_size_setting("TRACE", 0);
-  if (count < 1 || count > MOST_DEVICES)
-    refuse("1 to 8 cards can be had, EMULATED_GPU_COUNT is ", emu_setting("COUNT"));
+  if (count < 0 || count > MOST_DEVICES)
+    refuse("0 to 8 cards can be had, EMULATED_GPU_COUNT is ", emu_setting("COUNT"));
   if (total <= context_bytes) refuse("EMULATED_GPU_MEM is less than the context: ", emu_setting("MEM"));
+  if (count == 0) return;
   arena = mmap(FIRST_ADDRESS, ARENA * count, PROT_READ | PROT_WRITE,
                MAP_PRIVATE | MAP_ANONYMOUS | MAP_NORESERVE | MAP_FIXED_NOREPLACE, -1, 0);
   if (arena == MAP_FAILED) refuse("no address space for its memory (is `ulimit -v` set?)", "");

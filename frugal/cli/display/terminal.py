@@ -8,6 +8,7 @@ import re
 import sys
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
+from threading import Timer
 from typing import TYPE_CHECKING
 
 import click
@@ -20,6 +21,9 @@ if TYPE_CHECKING:
 
 WIDEST = 120
 """Maximum columns of a report: longer lines are hard to read."""
+
+PATIENCE = 3.0
+"""Seconds until a line says what is being done where no spinner can."""
 
 NARROWEST = 20
 """Minimum width of the last column of a table."""
@@ -35,9 +39,15 @@ def is_terminal() -> bool:
 
 @contextmanager
 def waiting(what: str) -> Iterator[None]:
-    """Show a line with a spinner inside the `with` block; nothing in a pipe or a log."""
+    """Show a line with a spinner inside the `with` block; in a pipe or a log print it, once it takes `PATIENCE`."""
     if not sys.stderr.isatty():
-        yield
+        said = Timer(PATIENCE, click.echo, [f"{what} ..."], {"err": True})
+        said.daemon = True
+        said.start()
+        try:
+            yield
+        finally:
+            said.cancel()
         return
     from rich.console import Console  # takes a tenth of a second
 

@@ -224,6 +224,10 @@ class Card:
         """True if its tensor cores support bf16."""
         return self.compute_capability >= (8, 0)
 
+    def peak_flops(self, precision: Precision) -> float:
+        """Return the data sheet's FLOP/s of matrix products."""
+        return self.fp32_flops if precision == "fp32" else self.half_flops
+
     def threads(self, memory_bytes: int) -> int:
         """Return `resident_threads` of such a card of `memory_bytes`."""
         return self.resident_threads or _threads_of_unknown(memory_bytes)
@@ -254,7 +258,7 @@ class Card:
             context_below_bytes=taken.planned - taken.least,
             context_above_bytes=taken.most - taken.planned,
             margin_bytes=margin_bytes(memory, taken.most - taken.planned, is_known_card=self.name in CARDS),
-            matrix_flops=self.matrix_share * (self.fp32_flops if precision == "fp32" else self.half_flops),
+            matrix_flops=self.matrix_share * self.peak_flops(precision),
             memory_bandwidth=MEMORY_SHARE * self.memory_bandwidth,
             host_link_bandwidth=self.host_link_bandwidth,
             compute_capability=self.compute_capability,
@@ -343,6 +347,7 @@ CARDS = {
             threads=132 * 2048,
         ),
         # Blackwell: whitepaper of GB202, data sheet of DGX B200
+        _card("rtxpro6000-96g", 94.97, 503.8, 125, 1792, (12, 0), pcie=5, threads=188 * 1536),
         _card("rtx5090-32g", 31.36, 209.5, 104.8, 1792, (12, 0), pcie=5, threads=170 * 1536),
         _card(
             "b200-180g", 178.35, 2250, 75, 8000, (10, 0), pcie=5, nvlink=1800, share=HOPPER_SHARE, threads=148 * 2048

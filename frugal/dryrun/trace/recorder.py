@@ -136,6 +136,12 @@ _FUSED_OPTIMIZERS = {
 }
 
 
+_IN_PLACE_IN_BACKWARD = {
+    aten.logical_and.default, aten.scatter_add.default, aten.scatter.src, aten.scatter.value, aten.index_put.default
+}  # fmt: skip
+"""Operators that autograd runs in place where no mode is active, as in `clamp_backward` (FunctionsManual.cpp)."""
+
+
 class Tracker(StorageWatch):
     """The recording of one dry run in progress.
 
@@ -343,8 +349,8 @@ class Tracker(StorageWatch):
         """Return the operator's result without touching host memory."""
         if func is aten._local_scalar_dense.default and (args[0].is_meta or operators.is_untouched(args[0])):
             return self._scalar(args[0])
-        if func is aten.logical_and.default and asker(sys._getframe()) == AUTOGRAD:
-            return args[0]  # `clamp_backward` works in place where no mode is active (FunctionsManual.cpp)
+        if func in _IN_PLACE_IN_BACKWARD and args[0].is_meta and asker(sys._getframe()) == AUTOGRAD:
+            return args[0]
         if func in _FUSED_OPTIMIZERS:
             return None  # updates in place, and takes no memory
         if (assumed := operators.stand_in(func, args, kwargs)) is not None:

@@ -103,7 +103,7 @@ class Log:
         self._status: tuple[str, str] | None = None  # how the run ended, and why
         self._is_started = False
         self._last_line = time.monotonic()
-        self._recent: deque[tuple[float, int]] = deque(maxlen=WINDOW)  # (seconds, targets) of each step
+        self._recent: deque[tuple[float, int, int]] = deque(maxlen=WINDOW)  # (seconds, tokens, targets) of each
         if self.is_rank_0:
             self._console = console or Console(highlight=False, soft_wrap=True)
             self._trackers = trackers
@@ -176,17 +176,17 @@ class Log:
         self._step = step
         if not self.is_rank_0:
             return
-        self._recent.append((seconds, result.targets))
+        self._recent.append((seconds, result.tokens or 0, result.targets))
         self.event(
             event="step", step=step, loss=result.loss, targets=result.targets, samples=result.samples,
             learning_rate=result.learning_rate, grad_norm=result.grad_norm,
             tokens_per_second=result.targets / seconds, tokens=result.tokens, positions=result.positions,
             memory_bytes=self.memory_bytes, reserved_bytes=self.reserved_bytes,
         )  # fmt: skip
-        window = sum(seconds for seconds, _ in self._recent)
+        window, tokens, targets = map(sum, zip(*self._recent, strict=True))
         lines = progress_lines(
             step, self._total_steps, loss=result.loss, learning_rate=result.learning_rate,
-            tokens_per_second=sum(targets for _, targets in self._recent) / window,
+            tokens_per_second=tokens / window, targets_per_second=targets / window,
             seconds_left=window / len(self._recent) * (self._total_steps - step),
             measured_bytes=self.memory_bytes, planned_bytes=self._planned_bytes,
         )  # fmt: skip
@@ -320,20 +320,22 @@ def progress_lines(
     loss: float,
     learning_rate: float,
     tokens_per_second: float,
+    targets_per_second: float,
     seconds_left: float,
     measured_bytes: int | None,
     planned_bytes: int,
 ) -> list[str]:
     """Return the line after `step` steps in forms from long to short; the second has every number and no bar.
 
-    `loss` and `learning_rate` are those of the last step, `tokens_per_second` target tokens of all ranks,
-    `measured_bytes` rank 0's peak so far.
+    `loss` and `learning_rate` are those of the last step, `tokens_per_second` all that ranks process, without padding
+    (0: samples are not of tokens), `targets_per_second` those with a loss, `measured_bytes` rank 0's peak so far.
     """
+    processed = f"{tokens_per_second:,.0f} tokens/s, " if tokens_per_second else ""
     memory = "" if measured_bytes is None else f"{format_bytes(measured_bytes)} of "
     numbers = [
         f"loss {loss:.4f}",
         f"{format_seconds(seconds_left)} left",
-        f"{tokens_per_second:,.0f} tokens/s",
+        f"{processed}{targets_per_second:,.0f} target tokens/s",
         f"memory {memory}{format_bytes(planned_bytes)}",
         f"lr {learning_rate:.2e}",
     ]

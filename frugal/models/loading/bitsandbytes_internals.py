@@ -24,8 +24,6 @@ from torch import Tensor, nn
 from frugal import memory_watch, required, torch_internals
 from frugal.required import needed
 
-TESTED = "0.50.2"
-
 NAMES = (
     *needed(
         "bitsandbytes.nn",
@@ -64,7 +62,7 @@ def library() -> Any:
     from bitsandbytes import functional
     from bitsandbytes.backends.default import ops
 
-    required.verify("bitsandbytes", TESTED, NAMES)
+    required.verify("bitsandbytes", NAMES)
     with torch_internals.without_modes(), torch.device("cpu"):  # made once a process, also where all else is on meta
         functional.name2qmap.setdefault("dynamic", functional.create_dynamic_map())
     product = torch.ops.bitsandbytes.gemm_4bit.default

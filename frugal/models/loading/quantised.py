@@ -38,7 +38,7 @@ def config(dtype: torch.dtype) -> Any:
         raise RequestError(
             "--quantize needs bitsandbytes, which is not installed",
             because="its kernels pack and unpack the weights",
-            hint="pip install 'frugal-trainer[quant]'",
+            hint="pip install bitsandbytes",
         )
     bitsandbytes_internals.library()
     from transformers import BitsAndBytesConfig

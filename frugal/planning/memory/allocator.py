@@ -91,6 +91,36 @@ class Replays:
         replay(*self._stream, self._expandable_segments, ENDLESS, blocks)
         return tuple(blocks)
 
+    def peaks_from(self, first: int, num_empties: int) -> tuple[int, int]:
+        """Return the most bytes in blocks and in segments from event number `first` on, where nothing limits the
+        device. `num_empties`: how often the cache had been emptied then.
+
+        Segments only grow until the cache is emptied, so they are looked at before each time, and at the end.
+        """
+        _, events, empties = self._stream
+        blocks = self.block_bytes()
+        alive, allocated, after = set[int](), 0, [0]
+        for storage in events:
+            allocated += -blocks[storage] if storage in alive else blocks[storage]
+            alive ^= {storage}
+            after.append(allocated)
+        ends = [(first, num_empties), (len(events), len(empties))]
+        ends += [(empties[number], number) for number in range(num_empties, len(empties))]
+        return max(after[first:]), max(self._segment_bytes(*end) for end in ends)
+
+    def _segment_bytes(self, event: int, num_empties: int) -> int:
+        """Return the bytes of segments before an event: a request that no segment has room for tells. Expandable ones
+        would have room; there, those at their most, as if the cache had never been emptied."""
+        sizes, events, empties = self._stream
+        huge = 0 if self._expandable_segments else ENDLESS // 2
+        told = Replays(
+            [*sizes, huge],
+            [*events[:event], len(sizes)],
+            empties[:num_empties],
+            expandable_segments=self._expandable_segments,
+        )
+        return told.under().peak_reserved_bytes - huge
+
     def smallest_capacity(self, wanted_bytes: int = ENDLESS, tolerance: float = 0.002) -> int:
         """Return the fewest bytes for segments with which the whole stream survives, at most `tolerance` too many.
 

@@ -25,14 +25,17 @@ WORKSPACE, SCRATCH = "cuBLAS workspace", "scratch of a sum"
 _PRODUCTS = frozenset(f"aten.{name}.default" for name in ("mm", "addmm", "bmm", "baddbmm", "mv", "addmv", "dot"))
 _SUMS = frozenset(("aten.sum.dim_IntList",))
 _WITH_32_MIB = (9, 10, 12)  # Hopper and Blackwell, major compute capability
+_HOPPER_ALONE = (2, 11)  # the last torch under which recordings of B200 and RTX PRO 6000 have the smaller ones
 _OUTPUTS_OF_A_BLOCK, _THREADS_OF_A_BLOCK = 128, 128
 
 
-def workspace_bytes(compute_capability: tuple[int, int]) -> int:
+def workspace_bytes(compute_capability: tuple[int, int], torch_version: tuple[int, int] | None = None) -> int:
     """Return the bytes of one workspace (`parseChosenWorkspaceSize`): two blocks of 4 MiB and eight of 16 KiB, or 32
-    MiB.
+    MiB. `torch_version`: None is the one that frugal is made for.
     """
-    return 32 * MIB if compute_capability[0] in _WITH_32_MIB else 2 * 4096 * KIB + 8 * 16 * KIB
+    is_older = torch_version is not None and torch_version <= _HOPPER_ALONE
+    large = _WITH_32_MIB[:1] if is_older else _WITH_32_MIB
+    return 32 * MIB if compute_capability[0] in large else 2 * 4096 * KIB + 8 * 16 * KIB
 
 
 def scratch_bytes(width: int, resident_threads: int) -> int:

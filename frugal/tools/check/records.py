@@ -22,7 +22,6 @@ from frugal.tools.check.verdict import Subject, Verdict
 
 SCHEMA = 1
 SARIF_SCHEMA = "https://docs.oasis-open.org/sarif/sarif/v2.1.0/errata01/os/schemas/sarif-schema-2.1.0.json"
-PAGE = "https://frugal-trainer.github.io/frugal/tools/check/"
 
 
 def as_json(check: Check) -> bytes:
@@ -142,9 +141,8 @@ def _sarif(results: Sequence[Mapping[str, Any]], kinds: Mapping[Path, str]) -> b
         "tool": {
             "driver": {
                 "name": "frugal check",
-                "informationUri": PAGE,
                 "version": local_host.versions()["frugal"],
-                "rules": [{"id": rule, "helpUri": f"{PAGE}#traps"} for rule in rules],
+                "rules": [{"id": rule} for rule in rules],
             }
         },
         "artifacts": [{"location": _location(path), "description": {"text": kind}} for path, kind in kinds.items()],

@@ -82,7 +82,8 @@ class Autocast:
         if not _is_eligible(value) or value.dtype == dtype:
             return value
         is_weight = value.dtype == torch.float32 and value.requires_grad and value.is_leaf
-        if not is_weight or dtype != lower_precision() or not torch.is_autocast_cache_enabled():
+        keeps = torch.is_autocast_cache_enabled() and not torch.is_inference_mode_enabled()
+        if not is_weight or dtype != lower_precision() or not keeps:
             return value.to(dtype)
         kept = self._kept.get(id(value))
         if kept is None or kept[0]() is not value:

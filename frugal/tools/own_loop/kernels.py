@@ -8,20 +8,13 @@ from typing import Any
 
 import torch
 
-from frugal.planning.memory.workspaces import workspace_bytes
-
 aten = torch.ops.aten
 
-_PRODUCTS = {
+PRODUCTS = {
     aten.mm.default, aten.addmm.default, aten.bmm.default, aten.baddbmm.default, aten.addmv.default, aten.mv.default,
     aten.addbmm.default, aten._addmm_activation.default,
 }  # fmt: skip
 CHUNK_ELEMENTS = 65536  # of a tensor, that one block of threads takes in `multi_tensor_apply` (MultiTensorApply.cuh)
-
-
-def cublas_workspace(operator: Any, capability: tuple[int, int]) -> int:
-    """Return the bytes that an operator's library keeps from its first call on."""
-    return workspace_bytes(capability) if operator in _PRODUCTS else 0
 
 
 def kernel_workspace(operator: Any, args: tuple[Any, ...]) -> int:

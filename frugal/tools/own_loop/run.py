@@ -1,11 +1,13 @@
 """The dry run of a user's own step: its memory on a card that is not there, with or without DeepSpeed."""
 
 import gc
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import dataclass, fields
 from typing import Any
 
 import torch
+import torch._dynamo  # imported by the first operator that needs it, it would keep the frames of the script
+from packaging.version import Version
 from torch import nn
 
 from frugal.config.hardware.cluster import ASSUMED_CAPABILITY, Cluster, Device
@@ -48,6 +50,7 @@ def dry_run(
     gpus: int = 1,
     steps: int = NUM_STEPS,
     expandable_segments: bool = False,
+    torch_version: str | None = None,
     **parts: Any,
 ) -> LoopFigures:
     """Return the memory of `step` on a GPU, from a dry run on tensors without storage. No GPU is needed.
@@ -63,17 +66,19 @@ def dry_run(
         gpus: the world size that DeepSpeed is to see.
         steps: how often `step` is called. Two show the peak of all later ones: optimizer states exist in the second.
         expandable_segments: whether `PYTORCH_ALLOC_CONF` is to say `expandable_segments:True`.
+        torch_version: of the run, such as `2.6`, if it is another than this one; decides cuBLAS's workspaces.
         parts: the arguments of `step`, by name.
 
     Raises:
         RequestError: a part is missing, or the step cannot be dry-run.
     """
-    settings: dict[str, Any] = {"gpus": gpus, "gpu": gpu, "mem": mem, "model": "gpt2"}
+    settings: dict[str, Any] = {"gpus": gpus, "gpu": gpu, "mem": mem, "model": "gpt2", "precision": "fp32"}
     if gpu is None and mem is None:
         settings["mem"] = "80G"
     _, cluster, _ = understand({name: value for name, value in settings.items() if value is not None})
     name = getattr(step, "__module__", None) or "the script"
-    runs = dry_runs(lambda: Script(name, step, parts), cluster, steps)
+    build = {"expandable_segments": expandable_segments, "torch_version": version_of(torch_version)}
+    runs = dry_runs(lambda: Script(name, step, parts), cluster, steps, **build)
     return loop_figures(runs, cluster, expandable_segments=expandable_segments)
 
 
@@ -84,16 +89,24 @@ def loop_figures(runs: list[DryRun], cluster: Cluster, *, expandable_segments: b
     return LoopFigures(**{field.name: getattr(result, field.name) for field in fields(result)}, notes=notes)
 
 
-def dry_runs(load: Callable[[], Script], cluster: Cluster, num_steps: int) -> list[DryRun]:
-    """Dry-run the ranks that may be the fullest. `load` is called for each, on the pretended card."""
+def version_of(torch_version: str | None) -> tuple[int, int] | None:
+    """Return the major and minor number of a version."""
+    return None if torch_version is None else (Version(torch_version).major, Version(torch_version).minor)
+
+
+def dry_runs(load: Callable[[], Script], cluster: Cluster, num_steps: int, **build: Any) -> list[DryRun]:
+    """Dry-run the ranks that may be the fullest. `load` is called for each, on the pretended card; `build`: of torch
+    and its allocator, see `LoopTracker`."""
     world_size = cluster.world_size
     ranks = range(world_size) if world_size <= MAX_RANKS else (0, world_size // 2, world_size - 1)
     device = min(cluster.devices, key=lambda device: device.usable_bytes)
-    return [_dry_run(load, device, rank, world_size, num_steps) for rank in ranks]
+    trackers = (LoopTracker(_capability(device), device.resident_threads, **build) for _ in ranks)
+    return [_dry_run(load, device, rank, world_size, num_steps, next(trackers)) for rank in ranks]
 
 
-def _dry_run(load: Callable[[], Script], device: Device, rank: int, world_size: int, num_steps: int) -> DryRun:
-    tracker = LoopTracker(_capability(device), device.resident_threads)
+def _dry_run(
+    load: Callable[[], Script], device: Device, rank: int, world_size: int, num_steps: int, tracker: LoopTracker
+) -> DryRun:
     card = pretended_card(tracker, name=device.name, total_bytes=device.memory_bytes, capability=_capability(device))
     with (
         pretend(
@@ -108,8 +121,7 @@ def _dry_run(load: Callable[[], Script], device: Device, rank: int, world_size: 
         card,
     ):
         script = load()
-        for part in _each(script.prepare()):
-            _follow(tracker, part)
+        _follow(tracker, script.prepare())
         script.run(num_steps, before_each=lambda: _begin(tracker), batching=tracker.on_host)
         tracker.mark(FORWARD)
         result = DryRun(
@@ -119,7 +131,7 @@ def _dry_run(load: Callable[[], Script], device: Device, rank: int, world_size: 
             notes=tracker.notes,
             counts=tracker.counts,
         )
-        del script, part
+        del script
     gc.collect()
     return result
 
@@ -129,20 +141,14 @@ def _begin(tracker: LoopTracker) -> None:
     tracker.mark(FORWARD)
 
 
-def _each(parts: Any) -> Iterator[Any]:
-    """Yield the parts, and the items of lists and dictionaries among them."""
-    if isinstance(parts, dict):
-        parts = list(parts.values())
-    if isinstance(parts, (list, tuple)):
-        for part in parts:
-            yield from _each(part)
-    else:
-        yield parts
-
-
 def _follow(tracker: LoopTracker, part: Any) -> None:
-    """Let the tracker know the purpose of a part's tensors."""
-    if isinstance(part, nn.Module):
+    """Let the tracker know the purpose of a part's tensors, and of the items of lists and dictionaries."""
+    if isinstance(part, dict):
+        part = list(part.values())
+    if isinstance(part, (list, tuple)):
+        for each in part:
+            _follow(tracker, each)
+    elif isinstance(part, nn.Module):
         tracker.follow(part)
         tracker.overlaps |= stages.overlaps(part)
         tracker.keep(lambda: stages.kept_by(part) or kept_by_model(part))

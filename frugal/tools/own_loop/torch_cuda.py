@@ -53,7 +53,6 @@ class PretendedStream:
 
 def answers(tracker: LoopTracker, *, name: str, total_bytes: int, capability: tuple[int, int]) -> dict[str, Any]:
     """Return replacements for names of `torch.cuda`."""
-    base = {"allocated": 0, "reserved": 0}  # events from which peaks count are not kept: peaks are those of all
 
     def free_and_total(*_: Any) -> tuple[int, int]:
         return total_bytes - tracker.replays().under().peak_reserved_bytes, total_bytes
@@ -67,9 +66,9 @@ def answers(tracker: LoopTracker, *, name: str, total_bytes: int, capability: tu
         "get_device_capability": capability, "get_device_properties": properties,
         "is_bf16_supported": capability >= (8, 0), "init": None, "synchronize": None, "set_device": None,
         "ipc_collect": None, "manual_seed": None, "manual_seed_all": None, "seed": None,
-        "reset_peak_memory_stats": None, "reset_max_memory_allocated": None, "set_per_process_memory_fraction": None,
+        "reset_max_memory_allocated": None, "set_per_process_memory_fraction": None,
         "reset_accumulated_memory_stats": None, "memory_summary": "", "get_arch_list": ["sm_80", "sm_90"],
-        "utilization": 0, "memory_stats": base, "set_rng_state": None, "_lazy_init": None, "set_stream": None,
+        "utilization": 0, "memory_stats": {}, "set_rng_state": None, "_lazy_init": None, "set_stream": None,
         "is_current_stream_capturing": False, "can_device_access_peer": False, "mem_get_info": None,
     }  # fmt: skip
     table: dict[str, Any] = {key: _always(value) for key, value in constant.items()}
@@ -77,9 +76,10 @@ def answers(tracker: LoopTracker, *, name: str, total_bytes: int, capability: tu
         "mem_get_info": free_and_total,
         "empty_cache": tracker.empty_cache,
         "memory_allocated": lambda *_: tracker.allocated_bytes,
-        "max_memory_allocated": lambda *_: tracker.replays().under().peak_allocated_bytes,
+        "max_memory_allocated": lambda *_: tracker.peaks[0],
         "memory_reserved": lambda *_: tracker.replays().under().peak_reserved_bytes,
-        "max_memory_reserved": lambda *_: tracker.replays().under().peak_reserved_bytes,
+        "max_memory_reserved": lambda *_: tracker.peaks[1],
+        "reset_peak_memory_stats": tracker.reset_peaks,
         "get_rng_state": lambda *_: torch.zeros(16, dtype=torch.uint8),
         "Stream": PretendedStream, "Event": PretendedStream, "device": PretendedStream, "stream": PretendedStream,
         "current_stream": PretendedStream, "default_stream": PretendedStream,

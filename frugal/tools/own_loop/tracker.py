@@ -38,7 +38,7 @@ from frugal.planning.memory.timeline import (
     PARAMETERS,
     TEMPORARY,
 )
-from frugal.tools.own_loop.kernels import cublas_workspace, kernel_workspace
+from frugal.tools.own_loop.kernels import PRODUCTS, kernel_workspace
 from frugal.torch_internals import tensors_in
 
 aten = torch.ops.aten
@@ -51,7 +51,9 @@ _UNSCALING = {
 }
 """`GradScaler`'s operators: they work in place, and have no kernels on meta."""
 
-_BETWEEN_DEVICES = {aten.copy_.default, aten._to_copy.default, aten.index.Tensor, aten.index_put_.default}
+_BETWEEN_DEVICES = {
+    aten.copy_.default, aten._to_copy.default, aten.index.Tensor, aten.index_put.default, aten.index_put_.default
+}  # fmt: skip
 _GRAD_SCALER = Path(torch.amp.grad_scaler.__file__)
 _PACKAGE_OF: dict[Any, str] = {}
 
@@ -83,12 +85,21 @@ def _package_of(frame: FrameType) -> str:
 class LoopTracker(Tracker):
     """A tracker of a user's loop instead of frugal's own step."""
 
-    def __init__(self, capability: tuple[int, int], resident_threads: int = 0) -> None:
-        """Make a tracker for a card. `capability` decides cuBLAS's workspaces; `resident_threads`: see `Tracker`."""
+    def __init__(
+        self,
+        capability: tuple[int, int],
+        resident_threads: int = 0,
+        *,
+        expandable_segments: bool = False,
+        torch_version: tuple[int, int] | None = None,
+    ) -> None:
+        """Make a tracker for a card. `capability` and `torch_version` (None: this one) decide cuBLAS's workspaces;
+        `resident_threads`: see `Tracker`."""
         super().__init__("cuda", capability=kernel_class(capability), resident_threads=resident_threads)
         self._building = False
         self._alone = True
-        self._capability = capability
+        self._expandable_segments = expandable_segments
+        self._workspace_bytes = workspaces.workspace_bytes(capability, torch_version)
         self._elsewhere: set[int] = set()  # addresses of storages on torch's own meta device
         self._is_elsewhere = False
         self._host_runs = False  # whether operators on the host really run, however large
@@ -96,6 +107,7 @@ class LoopTracker(Tracker):
         self._has_workspace: set[bool] = set()  # for threads: autograd's has a cuBLAS handle of its own
         self._kept: list[Kept] = []
         self._models: list[nn.Module] = []
+        self._peaks_from = 0, 0  # events and emptied caches until then
         self.overlaps = False  # whether DeepSpeed's engine has a stream of its own for gradients
 
     # Where tensors are
@@ -138,6 +150,12 @@ class LoopTracker(Tracker):
 
     def __torch_dispatch__(self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None) -> Any:
         """Run one operator. Results of tensors that are not on the card are not on it either."""
+        if torch.is_inference_mode_enabled() and torch_internals.is_composite(func):
+            torch_internals.DispatchMode.__enter__(self)
+            try:  # composite operators come here whole: see the others that they are made of
+                return func.decompose(*args, **(kwargs or {}))
+            finally:
+                torch_internals.DispatchMode.__exit__(self, None, None, None)
         with torch_internals.without_functions():
             if func is aten.lift_fresh.default:  # `torch.tensor(..., device="cuda")`
                 self.hold(args)
@@ -150,9 +168,9 @@ class LoopTracker(Tracker):
             out = super().__torch_dispatch__(func, types, args, kwargs)
             if index is not None:
                 self._timeline.events.append(index)
-            if (workspace := cublas_workspace(func, self._capability)) and self._in_backward not in self._has_workspace:
+            if func in PRODUCTS and self._in_backward not in self._has_workspace:
                 self._has_workspace.add(self._in_backward)
-                self._record(workspace, TEMPORARY, workspaces.WORKSPACE)
+                self._record(self._workspace_bytes, TEMPORARY, workspaces.WORKSPACE)
             return out
 
     def side_stream(self, name: str) -> AbstractContextManager[Any]:
@@ -269,7 +287,17 @@ class LoopTracker(Tracker):
     def replays(self) -> Replays:
         """Return replays of the allocator, with everything until now."""
         timeline = self.timeline()
-        return Replays(timeline.fixed, timeline.events, timeline.empties)
+        expandable = self._expandable_segments
+        return Replays(timeline.fixed, timeline.events, timeline.empties, expandable_segments=expandable)
+
+    def reset_peaks(self, *_: Any) -> None:
+        """Let `peaks` count from here, as `torch.cuda.reset_peak_memory_stats`."""
+        self._peaks_from = len(self._timeline.events), len(self._timeline.empties)
+
+    @property
+    def peaks(self) -> tuple[int, int]:
+        """Return `torch.cuda.max_memory_allocated` and `torch.cuda.max_memory_reserved`."""
+        return self.replays().peaks_from(*self._peaks_from)
 
 
 def kept_by_model(model: nn.Module) -> Iterator[tuple[Tensor, int]]:

@@ -316,7 +316,7 @@ def _answers_of(
         time = step_time(profile.costs, point.strategy, batch, point.cluster, point.request)
         made[micro_batch] = {
             "needed": memory.total_bytes - memory.context,
-            "cut": batch.arithmetic(point.cluster.rank_noun, sources.plan.counted),
+            "cut": batch.arithmetic(point.cluster.rank_noun, sources.plan.counted, point.request.seq_len),
             "seconds": time.total_seconds if point.request.lengths is None else None,
             "samples": batch.global_batch,
             "host": memory.host_bytes_per_node,

@@ -7,10 +7,12 @@ import sys
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
+from threading import Event
 
 import pytest
 
 from frugal.cli import run
+from frugal.cli.display import terminal
 from frugal.planning.plan import UNPROVEN
 from tests.commands import Capture, frugal_plan, with_formulas
 from tests.planning.synthetic import SMALL
@@ -63,28 +65,28 @@ def plain(written: str) -> list[str]:
 
 
 @pytest.mark.parametrize("columns", [80, 120])
-def test_the_verdict_of_a_terminal_is_eight_lines_with_a_bar(on_terminal: Callable[..., str], columns: int) -> None:
+def test_the_verdict_of_a_terminal_is_nine_lines_with_a_bar(on_terminal: Callable[..., str], columns: int) -> None:
     lines = plain(on_terminal(columns, "plan", *CARDS, "--global-batch", "480"))
     assert max(map(len, lines)) <= columns
     verdict = lines[lines.index("480 samples = 4 GPUs x micro-batch 10 x 12 accumulation steps") :]
     names = [line[:7].strip() for line in verdict[1:]]
-    assert names == ["runs", "fits", "", "step", "binds", "helps", "proven"]
+    assert names == ["runs", "fits", "", "step", "rate", "binds", "helps", "proven"]
     assert verdict[-1] == "proven by a dry run of DeepSpeed's own code; more: `frugal plan -v`"
     bar = verdict[3].strip()
     assert len(bar) == columns - 7
     assert {"a", "x"} <= set(bar) and "a activations 9.54 GiB a" in bar
 
 
-def test_files_are_named_with_the_proof_in_eight_lines_and_without_one_when_it_was_given(
+def test_files_are_named_with_the_proof_in_nine_lines_and_without_one_when_it_was_given(
     on_terminal: Callable[..., str],
 ) -> None:
     asked = ("plan", *CARDS, "--global-batch", "480", "-o", "run")
     proven, kept = (plain(on_terminal(80, *asked)) for _ in range(2))
     head = "480 samples = 4 GPUs x micro-batch 10 x 12 accumulation steps"
     files = "run/plan.json, run/ds_config.json and run/plan.html"
-    assert len(proven[proven.index(head) :]) == 8
+    assert len(proven[proven.index(head) :]) == 9
     assert proven[-1] == f"proven by a dry run; wrote {files}"
-    assert kept[kept.index(head) + 7 :] == [f"wrote  {files}"]
+    assert kept[kept.index(head) + 8 :] == [f"wrote  {files}"]
 
 
 def test_a_draft_is_shown_before_it_is_dry_run_and_what_replaces_it_as_well(
@@ -156,3 +158,14 @@ def test_a_pipe_gets_the_same_lines_whatever_the_terminal_is(capsys: Capture, mo
         monkeypatch.setenv("FORCE_COLOR", forced)
         assert frugal_plan(capsys, *CARDS) == (0, out, "")
     assert "\x1b" not in out
+
+
+def test_a_pipe_is_told_once_it_has_to_wait(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(terminal, "PATIENCE", 0.01)
+    said = Event()
+    monkeypatch.setattr(terminal.click, "echo", lambda *words, **how: (print(*words, file=sys.stderr), said.set()))
+    with terminal.waiting("tracing gpt2"):
+        assert said.wait(60)
+    assert capsys.readouterr() == ("", "tracing gpt2 ...\n")

@@ -19,8 +19,8 @@ from tests.disks import small_disk
 MIB = 1 << 20
 
 
-def result(loss: float = 2.5, targets: int = 1000) -> StepResult:
-    return StepResult(loss=loss, targets=targets, samples=8, grad_norm=0.5, learning_rate=3e-4)
+def result(loss: float = 2.5, targets: int = 1000, tokens: int | None = None) -> StepResult:
+    return StepResult(loss=loss, targets=targets, samples=8, grad_norm=0.5, learning_rate=3e-4, tokens=tokens)
 
 
 def logged(folder: Path, total_steps: int = 9, **how: Any) -> tuple[Log, io.StringIO]:
@@ -68,8 +68,8 @@ def test_what_people_and_programs_read(tmp_path: Path) -> None:
         log.memory(2, 396 * MIB)
         log.evaluation(2, Evaluation(loss=1.0, targets=70, samples=7))
     assert written.getvalue().splitlines() == [
-        "step 1/3  loss 2.5000  1.0 s left  2,000 tokens/s  memory 400.0 MiB  lr 3.00e-04",
-        "step 2/3  loss nan  1.0 s left  1,000 tokens/s  memory 400.0 MiB  lr 3.00e-04",
+        "step 1/3  loss 2.5000  1.0 s left  2,000 target tokens/s  memory 400.0 MiB  lr 3.00e-04",
+        "step 2/3  loss nan  1.0 s left  1,000 target tokens/s  memory 400.0 MiB  lr 3.00e-04",
         "memory: planned 400.0 MiB, measured 396.0 MiB (-1.0 %)",
         "step 2/3  validation loss 1.0000  perplexity 2.72  (7 samples)",
     ]

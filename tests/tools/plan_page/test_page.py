@@ -114,7 +114,7 @@ def test_all_answers_are_to_the_byte_those_of_memory_profiles(plan: Plan, comput
                     expected = step_time(profile.costs, strategy, batch, cluster, request).total_seconds
                     assert answer["needed"] == memory.total_bytes - memory.context
                     assert answer["host"] == memory.host_bytes_per_node
-                    assert answer["cut"] == batch.arithmetic("GPU", plan.counted)
+                    assert answer["cut"] == batch.arithmetic("GPU", plan.counted, seq_len)
                     assert answer["seconds"] == pytest.approx(expected, rel=1e-12)
                     num_checked += 1
                     other = random.Random(num_checked).choice(cards).devices[0]

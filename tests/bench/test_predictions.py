@@ -1,0 +1,32 @@
+"""Dry runs of strangers' loops come to what their cards recorded; the kept table says how closely."""
+
+import json
+
+import pytest
+
+from bench.recordings import predicted
+from bench.recordings.recording import kept
+
+QUICK = ("transformer-4-layers-ctx100-forward", "transformer-4-layers-ctx100-step")
+
+
+@pytest.mark.parametrize("name", QUICK)
+def test_a_strangers_loop_takes_what_its_card_recorded(name: str) -> None:
+    row = next(each for each in predicted.rows() if each.name == name)
+    figures = predicted.compared(row)
+    assert figures["allocated_error"] == figures["reserved_error"] == 0
+
+
+def test_the_kept_predictions_are_of_every_row_and_of_several_cards_and_versions() -> None:
+    made = json.loads(predicted.RESULTS.read_text())
+    names = [each["name"] for each in made["rows"]]
+    recordings = [row.name for row in predicted.rows()]
+    assert names == [*recordings, *(f"l40s-llama-3.2-3b-{method}" for method in predicted.PUBLISHED)]
+    summary = predicted.summary(made["rows"])
+    assert made["summary"] == summary
+    assert summary["rows"] >= 60 and summary["card"] >= 5 and summary["torch"] >= 4
+    assert summary["allocated_error"]["median"] <= 1e-4 and summary["allocated_error"]["worst"] <= 4e-3
+    recorded = {each.stream.name: each for each in kept()}
+    for each in made["rows"][: len(recordings)]:
+        assert each["reserved_bytes"] == recorded[each["name"]].stream.reserved_bytes
+        assert each["allocated_bytes"] == recorded[each["name"]].peak_allocated_bytes
