@@ -85,7 +85,7 @@ def verify(library: str, table: Sequence[Required], *, title: str | None = None)
         raise RequestError(
             f"{title or library} {version(library)} is not supported",
             because=gaps,
-            hint=f"pip install {library}=={TESTED[library][-1]}",
+            hint=f"pip install '{library}=={TESTED[library][-1]}.*'",
         )
 
 

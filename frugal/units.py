@@ -23,7 +23,7 @@ _BYTES = {
     "T": TIB, "TIB": TIB, "TB": 10**12,
 }  # fmt: skip
 _MOST_BYTES = 2**60  # an exabyte
-_COUNT = re.compile(r"(-?\d[\d_]*(?:\.\d+)?)([kmbt]?)", re.IGNORECASE)
+_COUNT = re.compile(r"(-?\d{1,18}(?:_\d{1,3}){0,6}(?:\.\d{1,18})?)([kmbt]?)", re.IGNORECASE)
 _SIZE = re.compile(r"\s*(\d+(?:\.\d+)?)\s*([A-Za-z]*)\s*")
 
 

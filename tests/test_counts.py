@@ -21,11 +21,16 @@ def test_of_a_length_it_is_a_power_of_1024() -> None:
     assert requested({"seq_len": "4k"})[0].seq_len == 4096
 
 
-@pytest.mark.parametrize("text", ["", "k", "4 M", "4G", "1.0005k", "1e6", "four"])
+@pytest.mark.parametrize("text", ["", "k", "4 M", "4G", "1.0005k", "1e6", "four", "1__0", "1_"])
 def test_what_is_no_whole_number_is_refused(text: str) -> None:
     with pytest.raises(RequestError) as caught:
         parse_count(text)
     assert str(caught.value) == f"`{text}` is no whole number\n\nhint: write a count such as 512, 128k, 4M or 2B"
+
+
+def test_a_number_of_thousands_of_digits_is_refused() -> None:
+    with pytest.raises(RequestError):
+        parse_count("9" * 5000)
 
 
 def test_frugal_toml_and_set_take_them_too() -> None:

@@ -62,7 +62,7 @@ def _offload_by_pins(search: Search, result: SearchResult) -> list[str]:
         return []
     on_gpus = replace(request, offload="none")
     flags = [flag for flag in pins_to_drop(on_gpus, search.cluster, search.source, strategy) if "offload" not in flag]
-    return [f"it offloads because of what is pinned: {' or '.join(flags)} would fit without"] * bool(flags)
+    return [f"offloads because of what is pinned; on the GPUs alone it fits with {' or '.join(flags)}"] * bool(flags)
 
 
 Results = Generator[tuple[Search, SearchResult], None, Infeasible | None]

@@ -65,7 +65,7 @@ def test_another_deepspeed_is_refused_with_all_that_it_lacks(monkeypatch: pytest
     assert str(caught.value) == (
         "DeepSpeed 0.20.0 is not supported\n"
         f"  because {ZERO3} has no `_late_step`\n  because {ZERO3} has no `_step`\n\n"
-        "hint: pip install deepspeed==0.19.8"
+        "hint: pip install 'deepspeed==0.19.8.*'"
     )
 
 

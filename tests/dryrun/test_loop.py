@@ -10,6 +10,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 import frugal as package
+from frugal.errors import RequestError
 from frugal.tools.own_loop import autocast
 from tests.commands import Capture, frugal
 
@@ -274,3 +275,6 @@ def test_of_an_older_torch_blackwell_has_the_smaller_workspace() -> None:
         for version in (None, "2.11.0+cu128")
     )
     assert newer - older == (32 << 20) - 8_519_680
+    for wrong in ("newest", "2", "2.11111111", ""):
+        with pytest.raises(RequestError, match="is no version of torch"):
+            package.dry_run(product, gpu="b200-180g", steps=1, torch_version=wrong)

@@ -69,6 +69,14 @@ def test_a_model_whose_dry_run_refuses_the_tiled_loss_is_planned_without() -> No
         planned(gpus=4, mem="12G", loss="tiled", model=LARGE_VOCABULARY | {"changes_logits": True})
 
 
+def test_a_plan_says_which_pin_makes_it_offload() -> None:
+    said = "offloads because of what is pinned; on the GPUs alone it fits with no --micro-batch"
+    for micro_batch, offload in ((24, "auto"), (24, "optimizer"), (4, "auto")):
+        made = planned(gpus=4, mem="6G", micro_batch=micro_batch, offload=offload)
+        assert (said in made.warnings) == ((micro_batch, offload) == (24, "auto"))
+        assert made.strategy.offload_optimizer == ("cpu" if micro_batch == 24 or offload == "optimizer" else "none")
+
+
 def test_nothing_is_offloaded_unless_nothing_fits_without() -> None:
     assert planned(gpus=4, mem="8G").strategy.offload_optimizer == "none"
     made = planned(gpus=4, mem="4G")

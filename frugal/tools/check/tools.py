@@ -274,25 +274,6 @@ _OF_TRAINER = {
     "rmsprop": _Near("sgd", "foreach", 0.9, _ONE_STATE),
     "lion_32bit": _Near("sgd", "fused", 0.9, _ONE_STATE),
 }
-_PAGED = "its paged states may move to the host where the device is full; they are counted on the device"
-_ONE_STATE = "evaluated as SGD with momentum, which also keeps one fp32 tensor of each parameter"
-
-_OF_TRAINER = {
-    "adamw_torch": _Near("adamw", "foreach"),
-    "adamw_torch_fused": _Near("adamw", "fused"),
-    "adamw_apex_fused": _Near("adamw", "fused"),
-    "adamw_hf": _Near("adamw", "for-loop"),
-    "adamw_torch_8bit": _Near("adamw-8bit", how="evaluated as bitsandbytes', whose moments take a byte each, too"),
-    "adamw_bnb_8bit": _Near("adamw-8bit"),
-    "adamw_8bit": _Near("adamw-8bit"),
-    "paged_adamw": _Near("adamw", "fused", how=_PAGED),
-    "paged_adamw_32bit": _Near("adamw", "fused", how=_PAGED),
-    "paged_adamw_8bit": _Near("adamw-8bit", how=_PAGED),
-    "sgd": _Near("sgd", "foreach"),
-    "adagrad": _Near("sgd", "foreach", 0.9, _ONE_STATE),
-    "rmsprop": _Near("sgd", "foreach", 0.9, _ONE_STATE),
-    "lion_32bit": _Near("sgd", "fused", 0.9, _ONE_STATE),
-}
 """transformers' `optim`, which axolotl and LLaMA-Factory pass on."""
 
 _OF_DEEPSPEED = {

@@ -1,13 +1,13 @@
 """The dry run of a user's own step: its memory on a card that is not there, with or without DeepSpeed."""
 
 import gc
+import re
 from collections.abc import Callable
 from dataclasses import dataclass, fields
 from typing import Any
 
 import torch
 import torch._dynamo  # imported by the first operator that needs it, it would keep the frames of the script
-from packaging.version import Version
 from torch import nn
 
 from frugal.config.hardware.cluster import ASSUMED_CAPABILITY, Cluster, Device
@@ -19,6 +19,7 @@ from frugal.dryrun.figures import Figures
 from frugal.dryrun.messages import DryRun
 from frugal.dryrun.trace.cuda_kernels import kernels_of
 from frugal.dryrun.trace.recorder import not_collected
+from frugal.errors import RequestError
 from frugal.planning.memory.timeline import FORWARD
 from frugal.tools.own_loop.card import pretended_card
 from frugal.tools.own_loop.script import Script
@@ -90,8 +91,17 @@ def loop_figures(runs: list[DryRun], cluster: Cluster, *, expandable_segments: b
 
 
 def version_of(torch_version: str | None) -> tuple[int, int] | None:
-    """Return the major and minor number of a version."""
-    return None if torch_version is None else (Version(torch_version).major, Version(torch_version).minor)
+    """Return the major and minor number of a version.
+
+    Raises:
+        RequestError: it is none.
+    """
+    if torch_version is None:
+        return None
+    numbers = re.match(r"(\d{1,4})\.(\d{1,4})(?!\d)", torch_version)
+    if numbers is None:
+        raise RequestError(f"torch_version={torch_version!r} is no version of torch", hint="write it as 2.6 or 2.6.0")
+    return int(numbers[1]), int(numbers[2])
 
 
 def dry_runs(load: Callable[[], Script], cluster: Cluster, num_steps: int, **build: Any) -> list[DryRun]:
