@@ -78,6 +78,9 @@ FakeStore = torch.testing._internal.distributed.fake_pg.FakeStore
 tree_map = torch.utils._pytree.tree_map
 is_dense = torch._prims_common.is_non_overlapping_and_dense_or_false
 
+VARLEN = "torch_attn"
+"""The namespace of the operators of `torch.nn.attention.varlen`."""
+
 RUN_BACKWARD = torch.autograd.graph._engine_run_backward.__code__
 """The code of the frame in which autograd runs a backward."""
 

@@ -62,6 +62,10 @@ EXPENSIVE = {
 }
 
 
+def _is_expensive(operator: Any) -> bool:
+    return operator in EXPENSIVE or operator.namespace == torch_internals.VARLEN
+
+
 def contexts() -> tuple["_Keep", "_Return"]:
     """Return the modes of one call of a layer and of its recomputation: `checkpoint`'s `context_fn`."""
     calls: list[_Call] = []
@@ -99,7 +103,7 @@ class _Keep(torch_internals.DispatchMode):
         out = func(*args, **kwargs)
         if self._of_storage:
             self._note_uses(func, args, kwargs, out)
-        if func in EXPENSIVE:
+        if _is_expensive(func):
             call = _Call(None if _draws(func, args, kwargs) else torch_internals.tree_map(_detached, out))
             self._calls.append(call)
             for result in tensors_in(call.result):
@@ -161,7 +165,7 @@ class _Return(torch_internals.DispatchMode):
     def __torch_dispatch__(self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None) -> Any:
         """Return the kept result, or what the operator returns."""
         kwargs = kwargs or {}
-        if func in EXPENSIVE:
+        if _is_expensive(func):
             call = self._calls[self._next]
             self._next += 1
             if call.result is not None and call.versions == _versions(call.result):

@@ -209,7 +209,8 @@ class CausalLM(_TextObjective):
         self.own_loss = own_loss
 
     def collate(self, samples: Sequence[Sample]) -> Batch:
-        """Return `input_ids`, `labels`, if packed `position_ids`, for the own loss `real`: each `(samples, longest)`.
+        """Return `input_ids`, `labels`, if packed `position_ids`, for the own loss `real`: each `(samples, longest)`;
+        packed also `packs.by_document`.
 
         `real` is 1 where a token is no padding; routers need it. There is no attention mask: padding is on the right,
         and causal attention never looks there. That keeps the flash kernel, which takes no mask. Packed, the model
@@ -227,6 +228,7 @@ class CausalLM(_TextObjective):
         for row, of_sample in enumerate(documents):
             batch["labels"][row, packs.starts(of_sample)] = IGNORED
         positions: list[Any] = [packs.positions(each) for each in documents]
+        batch |= packs.by_document(documents, batch["input_ids"].shape[1])
         return batch | {"position_ids": pad(positions, 0)}
 
     def plain_sample(self, length: int, *, is_target: bool) -> Sample:
@@ -240,8 +242,9 @@ class CausalLM(_TextObjective):
     def loss_sum(self, model: nn.Module, batch: Batch) -> Tensor:
         """Return the summed cross entropy of every next token."""
         next_tokens = F.pad(batch["labels"][:, 1:], (0, 1), value=IGNORED)  # cheaper than a copy of all logits but one
-        inputs = {name: tensor for name, tensor in batch.items() if name not in ("labels", "real")}
-        with packs.documents_kept_apart() if self.packed else nullcontext():
+        inputs = {name: batch[name] for name in ("input_ids", "position_ids") if name in batch}
+        documents = batch.get(packs.OFFSETS), batch.get(packs.LONGEST)
+        with packs.documents_kept_apart(*documents) if self.packed else nullcontext():
             if self.own_loss:
                 return own_loss.loss_sum(model, inputs, labels=batch["labels"], targets=next_tokens, real=batch["real"])
             return token_loss_sum(model, inputs, next_tokens)

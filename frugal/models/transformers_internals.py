@@ -85,17 +85,46 @@ def always_use() -> None:
                 options["allow_is_bidirectional_skip"] = False
             for length in ("q_length", "kv_length") if _num_parts > 1 else ():
                 options[length] *= _num_parts
-            return make_mask(*args, attention_mask=attention_mask, **options)
+            make = functools.partial(make_mask, *args, attention_mask=attention_mask, **options)
+            within = getattr(options.get("mask_function"), _WITHIN, None)
+            if _lazy is None or within is None or attention_mask is not None or make_mask is not sdpa_mask:
+                return make()
+            return _lazy(make, within, options)
 
         ALL_MASK_ATTENTION_FUNCTIONS.register(name, with_padding)
 
 
-def packed_documents(numbers: Callable[[Any], Any]) -> AbstractContextManager[Any]:
-    """Have models called inside the block learn the document of each token from `numbers(position_ids)`."""
+_WITHIN = "frugal_within_documents"
+"""The attribute of a mask function of packs: the mask function before documents were kept apart."""
+
+_lazy: Callable[..., Any] | None = None
+"""A function that makes masks of the running forward, see `packed_documents`."""
+
+
+@contextmanager
+def packed_documents(numbers: Callable[[Any], Any], lazy: Callable[..., Any] | None = None) -> Iterator[None]:
+    """Have models called inside the block learn the document of each token from `numbers(position_ids)`.
+
+    `lazy(make, within, options)` returns their masks for `sdpa`: `make()` makes one, `within` is transformers' mask
+    function without documents, `options` what it makes the mask of. transformers before 5.23 never calls it.
+    """
     _verify(MASKS)
     from transformers import masking_utils
 
-    return patch.object(masking_utils, "find_packed_sequence_indices", numbers)
+    kept_apart = getattr(masking_utils, "packed_sequence_compatibility_function", None)
+
+    def marked(within: Callable[..., Any], *rest: Any) -> Any:
+        assert kept_apart is not None
+        mask_function = kept_apart(within, *rest)
+        setattr(mask_function, _WITHIN, within)
+        return mask_function
+
+    with ExitStack() as stack:
+        stack.enter_context(patch.object(masking_utils, "find_packed_sequence_indices", numbers))
+        if kept_apart is not None and lazy is not None:
+            stack.enter_context(patch.object(masking_utils, "packed_sequence_compatibility_function", marked))
+            stack.enter_context(patch(f"{__name__}._lazy", lazy))
+        yield
 
 
 _num_parts = 1
@@ -128,18 +157,20 @@ def masks_of_whole_sequences(num_parts: int, positions: Any, documents: Any) -> 
 
 def attention_by(name: str, run: Callable[..., Any]) -> None:
     """Have attention of this name (https://huggingface.co/docs/transformers/attention_interface) go through `run`, in
-    all models of this process. It gets transformers' own function first, and then what that gets."""
+    all models of this process. It gets the function that would run otherwise first, and then what that gets."""
     from transformers import AttentionInterface
     from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
-    plain = ALL_ATTENTION_FUNCTIONS[name]
-    plain = getattr(plain, "plain", plain)  # what was there before an earlier call
+    inner = ALL_ATTENTION_FUNCTIONS[name]
+    runs = getattr(inner, "runs", ())
+    if run in runs:
+        return
 
-    @functools.wraps(plain)
+    @functools.wraps(inner)
     def through(*args: Any, **options: Any) -> Any:
-        return run(plain, *args, **options)
+        return run(inner, *args, **options)
 
-    through.plain = plain  # type: ignore[attr-defined]  # a mark
+    through.runs = (*runs, run)  # type: ignore[attr-defined]  # a mark
     AttentionInterface.register(name, through)
 
 

@@ -20,6 +20,7 @@ from torch import Tensor
 from frugal.config.hardware.cluster import ASSUMED_CAPABILITY, Capability, DeviceKind
 from frugal.dryrun.trace import kernel_memory
 from frugal.dryrun.trace.attention_choice import AttentionCall, Kernel, chosen_kernel
+from frugal.models import packs
 
 aten = torch.ops.aten
 _attention = F.scaled_dot_product_attention
@@ -35,10 +36,21 @@ def kernels_of(
     `capability`: of a `cuda` device. Classes that would use other kernels, or other memory, are removed from
     `alike`.
     """
-    attention, dropout = partial(cuda_attention, capability, set() if alike is None else alike), fused_dropout
+    alike = set() if alike is None else alike
+    attention, dropout = partial(cuda_attention, capability, alike), fused_dropout
     if kind == "cpu":
         attention, dropout = partial(cpu_attention), _dropout
-    with patch.object(F, "scaled_dot_product_attention", attention), patch.object(F, "dropout", dropout):
+
+    def planned(_device: torch.device) -> Capability | None:
+        """Return the planned card's: packs attend document by document, or with a mask."""
+        alike.intersection_update({each for each in alike if packs.takes_heads(each) == packs.takes_heads(capability)})
+        return capability if kind == "cuda" else None
+
+    with (
+        patch.object(F, "scaled_dot_product_attention", attention),
+        patch.object(F, "dropout", dropout),
+        patch.object(packs, "capability_of", planned),
+    ):
         yield
 
 

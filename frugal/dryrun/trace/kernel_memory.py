@@ -44,6 +44,8 @@ def steps(
     if resident_threads and (taken := reductions.of_operator(operator, args, resident_threads)):
         return (OUTPUTS, *taken)
     of_operator = _STEPS.get(operator)
+    if of_operator is None and getattr(operator, "namespace", "") == torch_internals.VARLEN:
+        of_operator = _varlen_backward if "backward" in str(operator) else _varlen
     if of_operator is None or args[0].device.type == "cpu":
         return NO_STEPS
     return of_operator(args, capability, any_size)
@@ -92,6 +94,25 @@ def _flash_backward(args: tuple[Any, ...], *_: Any) -> Steps:
     if heads != key.shape[1]:
         inside += [batch * key.shape[2] * heads * each.shape[-1] * query.element_size() for each in (key, value)]
     return (*_copies(gradient, out), OUTPUTS, *inside)
+
+
+def _varlen(*_: Any) -> Steps:
+    """Return the steps of attention document by document: `flash_api.cpp`, `mha_varlen_fwd`, makes a random state that
+    `torch/nn/attention/varlen.py` replaces."""
+    return (OUTPUTS, 16)
+
+
+def _varlen_backward(args: tuple[Any, ...], *_: Any) -> Steps:
+    """Return the steps of `flash_attn/flash_api.cpp`, `mha_varlen_bwd`: as `_flash_backward`, 128 more rows a document
+    instead of rounding."""
+    query, key, value, offsets = args[1], args[2], args[3], args[6]
+    tokens, heads, size = query.shape
+    rows = tokens + 128 * (len(offsets) - 1)
+    rounding = 32 if size <= 128 else 64
+    inside = [4 * heads * rows, 4 * rows * heads * (-(-size // rounding) * rounding)]
+    if heads != key.shape[1]:
+        inside += [tokens * heads * each.shape[-1] * each.element_size() for each in (key, value)]
+    return (OUTPUTS, *inside)
 
 
 def _copies(*tensors: Tensor) -> list[int]:

@@ -288,6 +288,20 @@ _MORE_FLOPS: dict[Any, Callable[..., int]] = {  # operators that torch's own reg
 }
 
 
+def _varlen_flops(*args: Any, out_val: Any = None, **_: Any) -> int:
+    """Count those of attention document by document, as if each document were as long as the longest.
+
+    torch's own formula counts as many of that length as offsets may name. `args` are those of backward where the first
+    two tensors have the same heads, and a third one follows them.
+    """
+    is_backward = isinstance(args[4], Tensor) and args[4].dim() == 3
+    query, key, value = args[1:4] if is_backward else args[:3]
+    longest = args[8] if is_backward else args[5]
+    rows, heads, size = query.shape
+    shapes = [(-(-rows // longest), each.shape[1], longest, each.shape[2]) for each in (query, key, value)]
+    return sdpa_backward_flop_count(shapes[0], *shapes) if is_backward else sdpa_flop_count(*shapes)
+
+
 def run_cached(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Any, _Cost]:
     """Return the operator's result and its FLOPs, or the bytes that it reads and writes where no FLOPs are counted."""
     key = _key(func, args, kwargs)
@@ -306,6 +320,8 @@ def run_cached(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tupl
 def _cost(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], out: Any) -> _Cost:
     packet = torch_internals.packet(func)
     formula = flop_registry.get(packet) or _MORE_FLOPS.get(packet)
+    if getattr(func, "namespace", "") == torch_internals.VARLEN:
+        formula = _varlen_flops
     if formula is None:
         return 0, traffic(func, args, kwargs, out)
     return formula(*args, **kwargs, out_val=out), 0
