@@ -1,8 +1,8 @@
 """torch's private names: nothing else uses them. They are checked, in one table, when this module is first imported."""
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager
-from typing import Any
+from typing import Any, Self
 
 import torch
 import torch._prims_common
@@ -30,6 +30,8 @@ NAMES = (
         "_C.DispatchKey.AutocastCUDA", "_C._IncludeDispatchKeyGuard", "_C.DisableTorchFunction",
         "_C._group_tensors_by_device_and_dtype", "_C._swap_tensor_impl",
     ),
+    *needed("torch", "masks of packs are made where they are read", "Tensor._make_wrapper_subclass",
+            "_C.DisableTorchFunctionSubclass"),
     *needed("torch.library:Library", "kernels are taken back", "_destroy(self)"),
     *needed("torch.utils._device:DeviceContext", "default devices", "__init__(self, device)"),
     *needed("torch", "operators made of others", "_C.DispatchKey.CompositeImplicitAutograd"),
@@ -92,6 +94,49 @@ without_modes: Callable[[], AbstractContextManager[Any]] = torch.utils._python_d
 
 without_dispatch: Callable[[], AbstractContextManager[Any]] = torch._C._DisableTorchDispatch
 """A context in which operators reach no `TorchDispatchMode`: the cheapest way past one."""
+
+
+class LazyTensor(Tensor):
+    """A tensor that is made when something reads its values; shape, type and device are known before."""
+
+    def __new__(
+        cls, make: Callable[[], Tensor], shape: Sequence[int], dtype: torch.dtype, device: torch.device
+    ) -> Self:
+        """Return a tensor without memory."""
+        lazy: Self = Tensor._make_wrapper_subclass(cls, shape, dtype=dtype, device=device)
+        lazy._make, lazy._made = make, None
+        return lazy
+
+    _make: Callable[[], Tensor]
+    _made: Tensor | None
+
+    def dense(self) -> Tensor:
+        """Return the plain tensor, made at the first call."""
+        if self._made is None:
+            with torch.no_grad():
+                self._made = self._make()
+        return self._made
+
+    @classmethod
+    def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        """Run `func` on the plain tensor, unless it asks for no values."""
+        with torch._C.DisableTorchFunctionSubclass():
+            if getattr(func, "__name__", "") not in _WITHOUT_VALUES:
+                args, kwargs = tree_map(_plain, (args, kwargs or {}))
+            return func(*args, **(kwargs or {}))
+
+    @classmethod
+    def __torch_dispatch__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:  # type: ignore[override]
+        """Run an operator that came past `__torch_function__` on the plain tensor."""
+        args, kwargs = tree_map(_plain, (args, kwargs or {}))
+        return func(*args, **kwargs)
+
+
+_WITHOUT_VALUES = ("__get__", "dim", "size", "stride", "numel", "element_size", "is_floating_point", "untyped_storage")
+
+
+def _plain(value: Any) -> Any:
+    return value.dense() if isinstance(value, LazyTensor) else value
 
 
 _OUT_OF_MEMORY = ("out of memory", "can't allocate memory", "CUBLAS_STATUS_ALLOC_FAILED", "Failed to CUDA calloc")

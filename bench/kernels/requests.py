@@ -15,6 +15,7 @@ import msgspec
 import torch
 import torch.nn.functional as F
 from torch import Tensor
+from torch.nn.attention.varlen import varlen_attn
 
 Event = int
 """Bytes of a block that is taken, or those of one that is given back, negative."""
@@ -46,7 +47,20 @@ class Operator(msgspec.Struct, frozen=True, tag=True):
     arguments: tuple[Any, ...]
 
 
-Call = Attention | Operator
+class Documents(msgspec.Struct, frozen=True, tag=True):
+    """Forward and backward of `torch.nn.attention.varlen.varlen_attn`, of packs of as many documents at most."""
+
+    tokens: int
+    documents: int
+    heads: int
+    key_heads: int
+    head_size: int
+    window: int = -1
+    dtype: str = "bfloat16"
+    name: str = "varlen_attn"
+
+
+Call = Attention | Operator | Documents
 
 
 class Requests(msgspec.Struct):
@@ -82,7 +96,13 @@ def calls() -> list[Call]:
             attention.append(Attention(2, 8, 8, 1000, 1000, size, value_size, dtype, **masked))
         attention.append(Attention(2, 8, 8, 1000, 1000, 96, 96, dtype, is_causal=True, dropout=0.1))
         attention.append(Attention(2, 8, 8, 1000, 1000, 96, 96, dtype, **masked, dropout=0.1))
-    return [*attention, *_operators()]
+    packs = [
+        Documents(8192, 129, 32, 8, 128),
+        Documents(1000, 7, 8, 8, 64, 99, "float16"),
+        Documents(1000, 300, 8, 2, 96),
+        Documents(2048, 33, 16, 4, 160),
+    ]
+    return [*attention, *packs, *_operators()]
 
 
 def _operators() -> list[Operator]:
@@ -123,6 +143,8 @@ def prepare(call: Call, device: str) -> Callable[[], None]:
     """A function that makes the call, and lets all go that it made."""
     if isinstance(call, Attention):
         return _attention(call, device)
+    if isinstance(call, Documents):
+        return _documents(call, device)
     function = torch.ops.aten
     for part in call.name.split("."):
         function = getattr(function, part)
@@ -156,6 +178,21 @@ def _attention(call: Attention, device: str) -> Callable[[], None]:
         out = F.scaled_dot_product_attention(
             query, key, value, mask, call.dropout, call.is_causal, enable_gqa=call.enable_gqa
         )
+        out.backward(torch.ones_like(out))
+
+    return run
+
+
+def _documents(call: Documents, device: str) -> Callable[[], None]:
+    heads = (call.heads, call.key_heads, call.key_heads)
+    shapes = ((call.tokens, each, call.head_size) for each in heads)
+    states = [torch.empty(shape, dtype=getattr(torch, call.dtype), device=device).requires_grad_() for shape in shapes]
+    offsets = torch.zeros(call.documents + 1, dtype=torch.int32, device=device)
+
+    def run() -> None:
+        ends, window, has_groups = (offsets, offsets, call.tokens, call.tokens), (call.window, 0), heads[0] != heads[1]
+        out = varlen_attn(*states, *ends, window_size=window, enable_gqa=has_groups)
+        assert isinstance(out, Tensor)
         out.backward(torch.ones_like(out))
 
     return run

@@ -242,7 +242,7 @@ class CausalLM(_TextObjective):
     def loss_sum(self, model: nn.Module, batch: Batch) -> Tensor:
         """Return the summed cross entropy of every next token."""
         next_tokens = F.pad(batch["labels"][:, 1:], (0, 1), value=IGNORED)  # cheaper than a copy of all logits but one
-        inputs = {name: batch[name] for name in ("input_ids", "position_ids") if name in batch}
+        inputs: Batch = {name: batch[name] for name in ("input_ids", "position_ids") if name in batch}
         documents = batch.get(packs.OFFSETS), batch.get(packs.LONGEST)
         with packs.documents_kept_apart(*documents) if self.packed else nullcontext():
             if self.own_loss:

@@ -90,47 +90,15 @@ class _Documents:
     longest: int
 
 
-class LazyMask(Tensor):
+class LazyMask(torch_internals.LazyTensor):
     """An attention mask of packs that is made when something reads its values.
 
-    `window`: the tokens that each token sees of its document, itself included; None: all before it.
+    `documents`: of the batch. `window`: the tokens that each token sees of its document, itself included; None: all
+    before it.
     """
 
-    def __new__(cls, make: Callable[[], Tensor], documents: _Documents, window: int | None, shape: Sequence[int]) -> Any:
-        """Return a tensor with the shape, type and device of the mask, and without memory."""
-        made = Tensor._make_wrapper_subclass(cls, shape, dtype=torch.bool, device=documents.offsets.device)  # type: ignore[attr-defined]
-        made.make, made.documents, made.window, made.made = make, documents, window, None
-        return made
-
-    def dense(self) -> Tensor:
-        """Return the mask, made at the first call."""
-        held: Any = self
-        if held.made is None:
-            with torch.no_grad():
-                held.made = held.make()
-        mask: Tensor = held.made
-        return mask
-
-    @classmethod
-    def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        """Run `func` on the mask itself, unless it asks for no values."""
-        with torch._C.DisableTorchFunctionSubclass():
-            if getattr(func, "__name__", "") not in _WITHOUT_VALUES:
-                args, kwargs = torch_internals.tree_map(_read, (args, kwargs or {}))
-            return func(*args, **(kwargs or {}))
-
-    @classmethod
-    def __torch_dispatch__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        """Run an operator that came past `__torch_function__` on the mask itself."""
-        args, kwargs = torch_internals.tree_map(_read, (args, kwargs or {}))
-        return func(*args, **kwargs)
-
-
-_WITHOUT_VALUES = ("__get__", "dim", "size", "stride", "numel", "element_size", "is_floating_point", "untyped_storage")
-
-
-def _read(value: Any) -> Any:
-    return value.dense() if isinstance(value, LazyMask) else value
+    documents: _Documents
+    window: int | None
 
 
 def capability_of(device: torch.device) -> Capability | None:
@@ -171,7 +139,9 @@ def _lazy_mask(
     can_be_lazy = capability is not None and takes_heads(capability) and options["dtype"] != torch.float32
     if not can_be_lazy or length != options["kv_length"] or not _is_causal(within, window, length):
         return make()
-    return LazyMask(make, documents, window, (options["batch_size"], 1, length, length))
+    mask = LazyMask(make, (options["batch_size"], 1, length, length), torch.bool, options["device"])
+    mask.documents, mask.window = documents, window
+    return mask
 
 
 def _is_causal(within: Callable[..., Tensor], window: int | None, length: int) -> bool:
@@ -213,7 +183,7 @@ def _attention(
     if dropout or changes_scores or not _takes(query, key, value):
         return plain(module, query, key, value, attention_mask.dense(), dropout=dropout, **options)
     rows = [states.transpose(1, 2).flatten(0, 1) for states in (query, key, value)]
-    attended = attend(*rows, attention_mask, options.get("scaling"))
+    attended = attend(rows[0], rows[1], rows[2], attention_mask, options.get("scaling"))
     return attended.unflatten(0, (len(query), -1)), None
 
 
@@ -221,11 +191,9 @@ def attend(query: Tensor, key: Tensor, value: Tensor, mask: LazyMask, scale: flo
     """Run flash attention document by document: `(tokens, heads, size)` each, and so the result."""
     from torch.nn.attention.varlen import varlen_attn  # registers operators, which takes a second
 
-    held: Any = mask
-    offsets, longest = held.documents.offsets, held.documents.longest
-    window = (-1 if held.window is None else held.window - 1, 0)
-    has_groups = query.shape[1] != key.shape[1]
-    attended: Tensor = varlen_attn(
-        query, key, value, offsets, offsets, longest, longest, scale=scale, window_size=window, enable_gqa=has_groups
-    )
+    offsets, longest = mask.documents.offsets, mask.documents.longest
+    window = (-1 if mask.window is None else mask.window - 1, 0)
+    ends, has_groups = (offsets, offsets, longest, longest), query.shape[1] != key.shape[1]
+    attended = varlen_attn(query, key, value, *ends, scale=scale, window_size=window, enable_gqa=has_groups)
+    assert isinstance(attended, Tensor)
     return attended

@@ -2,6 +2,7 @@
 
 from collections.abc import Iterator
 from contextlib import contextmanager
+from itertools import pairwise
 from typing import Any
 from unittest.mock import patch
 
@@ -40,22 +41,23 @@ MODELS: dict[str, dict[str, Any]] = {
 def model(kind: str, *, attn_pdrop: float = 0.0) -> nn.Module:
     """A model of two layers in fp64 with random weights."""
     torch.manual_seed(0)
-    config = AutoConfig.for_model(kind, **MODELS[kind] | ({"attn_pdrop": attn_pdrop} if kind == "gpt2" else {}), use_cache=False)
+    config = AutoConfig.for_model(
+        kind, **MODELS[kind] | ({"attn_pdrop": attn_pdrop} if kind == "gpt2" else {}), use_cache=False
+    )
     return AutoModelForCausalLM.from_config(config, attn_implementation="sdpa").double().train()
 
 
 def attended_alone(query: Tensor, key: Tensor, value: Tensor, mask: packs.LazyMask, scale: float | None) -> Tensor:
     """What `packs.attend` computes, one document after the other, without its kernel."""
-    held: Any = mask
-    offsets, out = held.documents.offsets.tolist(), torch.zeros_like(query)
+    offsets, out = mask.documents.offsets.tolist(), torch.zeros_like(query)
     assert offsets[0] == 0 and offsets[-1] == len(query)
-    assert held.documents.longest == max(end - start for start, end in zip(offsets, offsets[1:], strict=False))
-    for start, end in zip(offsets, offsets[1:], strict=False):
+    assert mask.documents.longest == max(end - start for start, end in pairwise(offsets))
+    for start, end in pairwise(offsets):
         if start < end:
             one, two, three = (each[start:end].transpose(0, 1)[None] for each in (query, key, value))
             seen = torch.ones(end - start, end - start, dtype=torch.bool).tril()
-            if held.window is not None:
-                seen &= ~seen.tril(-held.window)
+            if mask.window is not None:
+                seen &= ~seen.tril(-mask.window)
             attended = F.scaled_dot_product_attention(one, two, three, seen, scale=scale, enable_gqa=True)
             out = out.index_add(0, torch.arange(start, end), attended[0].transpose(0, 1))
     return out
@@ -91,7 +93,9 @@ def assert_equal(one: list[Tensor], other: list[Tensor]) -> None:
 
 
 @settings(max_examples=8, deadline=None)
-@given(st.lists(st.lists(st.integers(1, 90), min_size=1, max_size=4), min_size=1, max_size=3), st.sampled_from([*MODELS]))
+@given(
+    st.lists(st.lists(st.integers(1, 90), min_size=1, max_size=4), min_size=1, max_size=3), st.sampled_from([*MODELS])
+)
 def test_gradients_equal_those_with_a_mask(documents: list[list[int]], kind: str) -> None:
     """Of any documents, padded or not, in models with and without windows and groups."""
     transformers_internals.always_use()
@@ -105,17 +109,16 @@ def test_gradients_equal_those_with_a_mask(documents: list[list[int]], kind: str
     with document_by_document() as calls:
         apart = gradients(trained, batch)
     assert_equal(masked, apart)
-    assert bool(calls) == (packs.OFFSETS in batch)
-    assert (packs.OFFSETS in batch) == (sum(map(len, documents)) + sum(
-        sum(each) < batch["input_ids"].shape[1] for each in documents
-    ) <= len(documents) * (batch["input_ids"].shape[1] // 64 + 1))  # fmt: skip
+    length = batch["input_ids"].shape[1]
+    count = sum(len(each) + (sum(each) < length) for each in documents)
+    assert bool(calls) == (packs.OFFSETS in batch) == (count <= len(documents) * (length // 64 + 1))
 
 
 @pytest.mark.parametrize(
     "way", ["dropout", "chunked", "eager", "prefix"], ids=["dropout", "chunks", "eager attention", "a mask of its own"]
 )
 def test_what_the_kernel_does_not_compute_takes_the_mask(way: str) -> None:
-    """Dropout of probabilities, chunks instead of windows, attention without an interface, a mask that is not causal."""
+    """Dropout, chunks instead of windows, attention without an interface, a mask that is not causal."""
     transformers_internals.always_use()
     if way == "chunked":
         sizes = SIZES | {"attention_chunk_size": 8, "num_local_experts": 1, "intermediate_size_mlp": 48}
@@ -148,14 +151,13 @@ def test_a_mask_that_others_read_is_the_whole_mask() -> None:
     """A model whose attention is its own indexes the mask, adds to it, moves it: each as with the mask itself."""
     mask = torch.rand(2, 1, 6, 6) < 0.5
     made: list[int] = []
-    documents = packs._Documents(torch.tensor([0, 6, 12], dtype=torch.int32), 6)
-    lazy = packs.LazyMask(lambda: made.append(1) or mask, documents, None, mask.shape)
+    lazy = packs.LazyMask(lambda: made.append(1) or mask, mask.shape, torch.bool, mask.device)
     assert (lazy.shape, lazy.dtype, lazy.device, lazy.dim()) == (mask.shape, mask.dtype, mask.device, 4)
     assert not made
-    assert torch.equal(lazy[:, :, 1:], mask[:, :, 1:]) and torch.equal(~lazy, ~mask)
+    assert torch.equal(lazy[:, :, 1:], mask[:, :, 1:])
+    assert torch.equal(~lazy, ~mask)
     assert torch.equal(torch.where(lazy, 0.0, -1.0), torch.where(mask, 0.0, -1.0))
     query = torch.rand(2, 3, 6, 4)
-    assert torch.equal(
-        F.scaled_dot_product_attention(query, query, query, lazy), F.scaled_dot_product_attention(query, query, query, mask)
-    )
+    ours, theirs = (F.scaled_dot_product_attention(query, query, query, each) for each in (lazy, mask))
+    assert torch.equal(ours, theirs)
     assert made == [1]

@@ -297,8 +297,7 @@ def _varlen_flops(*args: Any, out_val: Any = None, **_: Any) -> int:
     is_backward = isinstance(args[4], Tensor) and args[4].dim() == 3
     query, key, value = args[1:4] if is_backward else args[:3]
     longest = args[8] if is_backward else args[5]
-    rows, heads, size = query.shape
-    shapes = [(-(-rows // longest), each.shape[1], longest, each.shape[2]) for each in (query, key, value)]
+    shapes = [(-(-len(each) // longest), each.shape[1], longest, each.shape[2]) for each in (query, key, value)]
     return sdpa_backward_flop_count(shapes[0], *shapes) if is_backward else sdpa_flop_count(*shapes)
 
 
