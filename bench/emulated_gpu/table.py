@@ -41,6 +41,8 @@ _RTX3060: tuple[_Row, ...] = (
     ("resnet50", "bf16", 2, "off", "plain", 16, 1, 224),
     ("mixtral-0.4b", "bf16", 2, "full", "plain", 2, 1, 1024, {"world_size": 4}),
     ("falcon-0.3b", "bf16", 2, "off", "plain", 2, 1, 1024, {"world_size": 2}),
+    ("llama-0.6b", "bf16", 3, "full", "tiled", 2, 2, 2048, {"world_size": 2, "lora": "r=16", "pack": True}),
+    ("qwen3-0.6b", "bf16", 3, "offloaded", "tiled", 2, 1, 4096, {"world_size": 4, "pack": True}),
 )
 
 _T4: tuple[_Row, ...] = (

@@ -181,7 +181,13 @@ def _run_rank(question: Run, kind: str, rank: int) -> Answer:
     try:
         with _watching_attention(chosen, kind), _keeping_requests(question) as requests, _between(question, spec):
             build = _with_quick_weights(lambda: spec.build(dtype=DTYPES[plan.request.precision]))
-            seen = watched(build, spec.objective(pack=bool(plan.request.pack)), plan, here, 2)
+            seen = watched(
+                build,
+                spec.objective(pack=bool(plan.request.pack), document_tokens=plan.request.document_tokens),
+                plan,
+                here,
+                2,
+            )
     except torch.OutOfMemoryError:
         return Answer(survived=False, clean=False, seconds=time.perf_counter() - start)
     return Answer(

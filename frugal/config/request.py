@@ -15,7 +15,7 @@ from frugal.config.optimizers import (
     Rule,
     Scaling,
 )
-from frugal.config.sample_lengths import Lengths
+from frugal.config.sample_lengths import DOCUMENT_TOKENS, Lengths
 from frugal.config.setting import LENGTH, Kind, check_sizes, setting
 from frugal.errors import RequestError, refuse
 
@@ -360,6 +360,14 @@ class Request:
         if self.global_tokens is not None:
             return self.global_tokens // self.seq_len
         return self.global_batch if self.global_batch is not None else DEFAULT_GLOBAL_BATCH
+
+    @property
+    def document_tokens(self) -> int:
+        """Mean tokens of a pack's documents, at least: a power of two; 0: so few that attention is better masked."""
+        if self.lengths is None or self.lengths.most_documents is None:
+            return DOCUMENT_TOKENS
+        mean = self.seq_len // self.lengths.most_documents
+        return 1 << (mean.bit_length() - 1) if mean >= DOCUMENT_TOKENS // 2 else 0
 
     @property
     def learning_rate_scaling(self) -> Scaling | None:

@@ -17,6 +17,9 @@ TooLong = Literal["error", "truncate", "skip"]
 MOST_BINS = 256
 """Different lengths in a histogram: padding is then right to about 1 %."""
 
+DOCUMENT_TOKENS = 64
+"""Mean tokens of a pack's documents that a plan assumes where it does not know the data."""
+
 SHOWN = 5
 
 ALIKE = 0.1
@@ -29,7 +32,7 @@ class Lengths:
 
     `too_long` is the action for samples that are longer than planned. `source` names the origin of the lengths, and
     whether they are a part of the data. `counted_mean` are the mean tokens of a sample that a global batch of tokens
-    counts, if these are not all it has: the target's of pairs.
+    counts, if these are not all it has: the target's of pairs. `most_documents` are those of a pack at most.
     """
 
     tokens: tuple[int, ...]
@@ -37,6 +40,7 @@ class Lengths:
     too_long: TooLong = "error"
     source: str = ""
     counted_mean: float | None = None
+    most_documents: int | None = None
 
     def __post_init__(self) -> None:
         assert self.tokens and len(self.tokens) == len(self.counts)

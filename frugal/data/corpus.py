@@ -449,10 +449,16 @@ def lengths_of_corpus(corpus: Corpus, name: str, notes: Sequence[str]) -> Length
     drawn = epoch_indices(corpus.train)
     lengths = corpus.train.lengths[drawn]
     counted_tokens = getattr(corpus.train, "counted_tokens", corpus.train.lengths)[drawn]
-    counted = histogram(lengths, name, notes)
+    counted = replace(histogram(lengths, name, notes), most_documents=_most_documents(corpus.train))
     if np.array_equal(counted_tokens, lengths):
         return counted
     return replace(counted, counted_mean=float(counted_tokens.mean()))
+
+
+def _most_documents(samples: Any) -> int | None:
+    """Return how many documents a pack has at most; None: samples are not packed, or it is not known."""
+    most = [getattr(part, "most_documents", None) for part in getattr(samples, "parts", [samples])]
+    return None if None in most else max(filter(None, most), default=None)
 
 
 def histogram(lengths: NDArray[Any], name: str, notes: Sequence[str]) -> Lengths:

@@ -99,7 +99,7 @@ def model_key(request: Request) -> Any:
 def facts_key(request: Request) -> Any:
     """Return everything that the model's facts depend on; it is the same for samples of any length."""
     definition = [request.model, request.task, request.lora, request.quantize, _definition(request.model)]
-    return [*definition, bool(request.pack), *_versions()]
+    return [*definition, request.pack and request.document_tokens, *_versions()]
 
 
 @functools.cache

@@ -145,6 +145,10 @@ def _built(model: Request) -> Any:
     return built(lambda: _spec_of(model).build(dtype=DTYPES[model.precision], device="meta"))
 
 
+def _objective(spec: Any, request: Request) -> Any:
+    return spec.objective(pack=bool(request.pack), document_tokens=request.document_tokens)
+
+
 def _trace(question: AskTrace) -> Traced:
     from frugal.dryrun.trace.trace import trace
     from frugal.planning.memory.timeline import NotAffineError
@@ -152,7 +156,7 @@ def _trace(question: AskTrace) -> Traced:
     spec = _resolved(question)
     alike = set(KERNEL_CLASSES)
     model, building_bytes = _built(_model_of(question.request))
-    objective = spec.objective(pack=bool(question.request.pack))
+    objective = _objective(spec, question.request)
     try:
         traced = trace(model, objective, question, building_bytes=building_bytes, alike=alike)
     except NotAffineError:
@@ -169,7 +173,7 @@ def _run(question: AskDryRun) -> Any:
 
     spec = _resolved(question)
     dtype = DTYPES[question.request.precision]
-    objective = spec.objective(pack=bool(question.request.pack))
+    objective = _objective(spec, question.request)
     return dry_run(lambda: spec.build(dtype=dtype, device="meta"), objective, question)
 
 

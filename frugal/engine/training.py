@@ -58,7 +58,12 @@ def train(plan: Plan, settings: RunSettings, device: torch.device) -> Path | Non
         gauge = measuring.enter_context(memory_watch.gauge(device))
         model = placed.build(data.spec, plan, device, seed=settings.seed)
         _refuse_other_model(plan, model)
-        objective = data.spec.objective(data.tokenizer, seed=settings.seed, pack=bool(plan.request.pack))
+        objective = data.spec.objective(
+            data.tokenizer,
+            seed=settings.seed,
+            pack=bool(plan.request.pack),
+            document_tokens=plan.request.document_tokens,
+        )
         engine = initialize(model, plan, objective, learning_rate_schedule=curve.factor, callbacks=callbacks)
         random_state.seed_all(settings.seed * 1_000_003 + rank)
         start, changes = _start(engine, settings, data.provenance, curve, total_steps)

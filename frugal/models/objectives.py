@@ -15,6 +15,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from frugal.config.sample_lengths import DOCUMENT_TOKENS
 from frugal.models import packs, tiled_loss
 from frugal.models.losses import own_loss, predictions
 from frugal.units import IGNORED
@@ -200,11 +201,15 @@ class CausalLM(_TextObjective):
 
     `packed`: it also has `documents`, the tokens of each document in it. They do not see each other, and none begins
     with a target. Without `documents` it is one. `own_loss`: the model's own is trained, with what it adds to the
-    cross entropy; see `frugal.models.losses.own_loss`.
+    cross entropy; see `frugal.models.losses.own_loss`. `document_tokens`: the mean of a pack's documents, at least; see
+    `frugal.models.packs`.
     """
 
-    def __init__(self, pad_id: int = 0, *, packed: bool = False, own_loss: bool = False) -> None:
+    def __init__(
+        self, pad_id: int = 0, *, packed: bool = False, own_loss: bool = False, document_tokens: int = DOCUMENT_TOKENS
+    ) -> None:
         self.pad_id = pad_id
+        self.document_tokens = document_tokens
         self.packed = packed
         self.own_loss = own_loss
 
@@ -228,7 +233,8 @@ class CausalLM(_TextObjective):
         for row, of_sample in enumerate(documents):
             batch["labels"][row, packs.starts(of_sample)] = IGNORED
         positions: list[Any] = [packs.positions(each) for each in documents]
-        batch |= packs.by_document(documents, batch["input_ids"].shape[1])
+        if self.document_tokens:
+            batch |= packs.by_document(documents, batch["input_ids"].shape[1], self.document_tokens)
         return batch | {"position_ids": pad(positions, 0)}
 
     def plain_sample(self, length: int, *, is_target: bool) -> Sample:

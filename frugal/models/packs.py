@@ -12,7 +12,8 @@ dropout, head sizes that flash attention does not take, modules with an attentio
 causal, with or without a window, is observed, not taken from a configuration.
 
 The memory of that attention grows with the number of documents. A batch therefore names as many as a batch of its shape
-may have, those after the last empty (`by_document`); one with more, shorter than 64 tokens on average, takes the mask.
+may have, those after the last empty (`by_document`); one with more takes the mask. How many that are, the plan takes
+from the data where it knows it.
 """
 
 from collections.abc import Callable, Sequence
@@ -34,9 +35,6 @@ OFFSETS, LONGEST = "document_offsets", "longest_document"
 """Names in a batch: where documents begin, `(documents + 1)`, int32, rows one behind the other; and an empty tensor
 `(tokens of the longest document, 0)`, a number that needs no copy from the device."""
 
-SHORTEST_MEAN = 64
-"""Tokens of a document on average, from which on attention runs document by document."""
-
 
 def documents_kept_apart(offsets: Tensor | None = None, longest: Tensor | None = None) -> AbstractContextManager[Any]:
     """Have models called inside keep attention within documents, whose positions start at 0.
@@ -50,15 +48,15 @@ def documents_kept_apart(offsets: Tensor | None = None, longest: Tensor | None =
     return transformers_internals.packed_documents(numbers_of_documents, lazy)
 
 
-def by_document(documents: Sequence[Sequence[int]], length: int) -> dict[str, Tensor]:
+def by_document(documents: Sequence[Sequence[int]], length: int, document_tokens: int) -> dict[str, Tensor]:
     """Return `OFFSETS` and `LONGEST` of rows of `length` tokens, given the tokens of each row's documents.
 
-    The rest of a row, padding, counts as one document. Nothing where there are more than a batch of this shape may
-    have.
+    The rest of a row, padding, counts as one document. Nothing where documents have fewer than `document_tokens` on
+    average, which is more documents than a batch of this shape may have.
     """
     rows = [[*of_row, length - sum(of_row)] if sum(of_row) < length else of_row for of_row in documents]
     lengths = [tokens for of_row in rows for tokens in of_row]
-    most = len(rows) * (length // SHORTEST_MEAN + 1)
+    most = len(rows) * (length // document_tokens + 1)
     if len(lengths) > most:
         return {}
     ends = np.full(most + 1, len(rows) * length, dtype=np.int32)

@@ -14,6 +14,7 @@ from torch import Tensor, nn
 
 from frugal.config.adapters import Lora
 from frugal.config.request import Quantization, Task
+from frugal.config.sample_lengths import DOCUMENT_TOKENS
 from frugal.errors import RequestError, failure, first_line
 from frugal.models import adapters, expert_modules, factories, transformers_internals
 from frugal.models.loading import quantised
@@ -214,10 +215,13 @@ class ModelSpec:
         setattr(module, _RANDOM, tuple(sorted(missing & sizes.keys())))
         return quantised.settle(module)
 
-    def objective(self, tokenizer: Any = None, *, seed: int = 0, pack: bool = False) -> Objective:
+    def objective(
+        self, tokenizer: Any = None, *, seed: int = 0, pack: bool = False, document_tokens: int = DOCUMENT_TOKENS
+    ) -> Objective:
         """Return the objective, which pads and masks with the tokenizer's special tokens, or the configuration's.
 
-        `seed` is for objectives that draw something: which tokens are masked. `pack`: several documents in a sample.
+        `seed` is for objectives that draw something: which tokens are masked. `pack`: several documents in a sample, of
+        `document_tokens` on average, or more; 0: attention takes masks.
         """
         if self.own_objective is not None:
             return self.own_objective
@@ -231,7 +235,8 @@ class ModelSpec:
         pad_id = special("pad_token_id", 0)
         match self.task:
             case "causal-lm":
-                return CausalLM(pad_id, packed=pack, own_loss=self.has_own_loss())
+                has_own = self.has_own_loss()
+                return CausalLM(pad_id, packed=pack, own_loss=has_own, document_tokens=document_tokens)
             case "masked-lm":
                 vocabulary = self.vocab_size or 1
                 return MaskedLM(

@@ -1,8 +1,11 @@
 """Attention document by document, against each document alone and against the mask of transformers."""
 
+import json
 from collections.abc import Iterator
 from contextlib import contextmanager
+from dataclasses import replace
 from itertools import pairwise
+from pathlib import Path
 from typing import Any
 from unittest.mock import patch
 
@@ -14,6 +17,9 @@ from hypothesis import strategies as st
 from torch import Tensor, nn
 from transformers import AutoConfig, AutoModelForCausalLM
 
+from frugal.config.request import Request
+from frugal.config.run_settings import RunSettings
+from frugal.data.corpus import lengths_of, read_training_data
 from frugal.models import packs, transformers_internals
 from frugal.models.objectives import CausalLM
 
@@ -112,6 +118,30 @@ def test_gradients_equal_those_with_a_mask(documents: list[list[int]], kind: str
     length = batch["input_ids"].shape[1]
     count = sum(len(each) + (sum(each) < length) for each in documents)
     assert bool(calls) == (packs.OFFSETS in batch) == (count <= len(documents) * (length // 64 + 1))
+
+
+def test_a_plan_takes_the_documents_of_a_pack_from_the_data(tmp_path: Path) -> None:
+    """Packs of short documents, packs of long ones, and a mixture; a batch of any of these packs has its offsets."""
+    for name, tokens in (("short", 40), ("long", 300)):
+        rows = [json.dumps({"text": "x" * (tokens - i % 7)}) for i in range(400)]
+        (tmp_path / f"{name}.jsonl").write_text("\n".join(rows))
+    settings = {name: str(tmp_path / f"{name}.jsonl") for name in ("short", "long")}
+    found = {}
+    for name, data in (
+        ("short", [settings["short"]]),
+        ("long", [settings["long"]]),
+        ("both", [f"{path}:1" for path in settings.values()]),
+    ):
+        request = Request(model="gpt2", seq_len=1024, pack=True)
+        lengths, _ = lengths_of(request, RunSettings(data=tuple(data), tokenizer="byte"))
+        planned = replace(request, lengths=lengths)
+        found[name] = lengths.most_documents, planned.document_tokens
+        _, corpus = read_training_data(request, RunSettings(data=tuple(data), tokenizer="byte"))
+        objective = CausalLM(packed=True, document_tokens=planned.document_tokens)
+        assert all(packs.OFFSETS in objective.collate([sample, corpus.train[0]]) for sample in corpus.train)
+    assert {name: tokens for name, (_, tokens) in found.items()} == {"short": 32, "long": 256, "both": 32}
+    assert replace(planned, lengths=replace(lengths, most_documents=60)).document_tokens == 0
+    assert packs.OFFSETS not in CausalLM(packed=True, document_tokens=0).collate([corpus.train[0]])
 
 
 @pytest.mark.parametrize(

@@ -6,6 +6,7 @@ from typing import Any, Self
 
 import numpy as np
 import pyarrow as pa  # type: ignore[import-untyped]  # it has no type hints
+import pyarrow.compute as pc  # type: ignore[import-untyped]  # as above
 from numpy.typing import NDArray
 
 from frugal.data.store import packing
@@ -40,6 +41,12 @@ class ArrowSamples(Sequence[Sample]):
 
     def __len__(self) -> int:
         return len(self.lengths)
+
+    @property
+    def most_documents(self) -> int | None:
+        """Documents in a sample at most; None: they are not packed."""
+        column = self._columns.get("documents")
+        return None if column is None else pc.max(pc.list_value_length(column)).as_py()
 
     def __getitem__(self, index: Any) -> Any:
         if isinstance(index, slice):

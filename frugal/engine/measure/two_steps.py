@@ -158,7 +158,7 @@ def measure(plan: Plan, cap_bytes: int | None = None, timelines: Path | None = N
         _load_libraries(plan, device)
     gc.collect()
     before = local_host.forget_peak_rss()
-    objective = spec.objective(pack=bool(plan.request.pack))
+    objective = spec.objective(pack=bool(plan.request.pack), document_tokens=plan.request.document_tokens)
     try:
         watching = watched(
             lambda: placed.build(spec, plan, device, seed=0), objective, plan, device, 2,
