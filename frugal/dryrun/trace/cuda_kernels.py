@@ -20,6 +20,7 @@ from torch import Tensor
 from frugal.config.hardware.cluster import ASSUMED_CAPABILITY, Capability, DeviceKind
 from frugal.dryrun.trace import kernel_memory
 from frugal.dryrun.trace.attention_choice import AttentionCall, Kernel, chosen_kernel
+from frugal.models.losses import cross_entropy
 
 aten = torch.ops.aten
 _attention = F.scaled_dot_product_attention
@@ -30,7 +31,7 @@ _dropout = F.dropout
 def kernels_of(
     kind: DeviceKind, capability: Capability = ASSUMED_CAPABILITY, alike: set[Capability] | None = None
 ) -> Iterator[None]:
-    """Run attention and dropout on meta tensors with the kernels of a `kind` device inside the `with` block.
+    """Run attention, dropout and the tiled loss on meta with the kernels of a `kind` device inside the `with` block.
 
     `capability`: of a `cuda` device. Classes that would use other kernels, or other memory, are removed from
     `alike`.
@@ -38,7 +39,11 @@ def kernels_of(
     attention, dropout = partial(cuda_attention, capability, set() if alike is None else alike), fused_dropout
     if kind == "cpu":
         attention, dropout = partial(cpu_attention), _dropout
-    with patch.object(F, "scaled_dot_product_attention", attention), patch.object(F, "dropout", dropout):
+    with (
+        patch.object(F, "scaled_dot_product_attention", attention),
+        patch.object(F, "dropout", dropout),
+        patch.object(cross_entropy, "meta_stands_for", kind),
+    ):
         yield
 
 
