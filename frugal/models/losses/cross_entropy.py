@@ -50,7 +50,8 @@ def losses(
 ) -> Tensor:
     """Return the loss of each row of `logits (rows, classes)`, fp32; 0 where `labels (rows)` are `IGNORED`.
 
-    `with_gradient`: the logits become the gradient of the sum of the losses. `rows_at_once`: in fp32 at a time.
+    `with_gradient`: the logits become the gradient of the sum of the losses; else those of rows without target may
+    change. `rows_at_once`: in fp32 at a time.
     """
     found = torch.zeros(len(logits), dtype=torch.float32, device=logits.device)
     if kernels == "liger" or (kernels == "auto" and is_of_cuda(logits) and local_host.has_fused_kernels()):
