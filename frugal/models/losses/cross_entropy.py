@@ -14,6 +14,7 @@ and 1 would be lost where the model is sure.
 """
 
 import functools
+import importlib
 from collections.abc import Callable
 from typing import Any, Literal
 
@@ -53,22 +54,22 @@ def losses(
     `with_gradient`: the logits become the gradient of the sum of the losses; else those of rows without target may
     change. `rows_at_once`: in fp32 at a time.
     """
-    found = torch.zeros(len(logits), dtype=torch.float32, device=logits.device)
+    row_losses = torch.zeros(len(logits), dtype=torch.float32, device=logits.device)
     if kernels == "liger" or (kernels == "auto" and is_of_cuda(logits) and local_host.has_fused_kernels()):
-        torch.ops.frugal.cross_entropy_(logits, labels, found, with_gradient)
-        return found
+        torch.ops.frugal.cross_entropy_(logits, labels, row_losses, with_gradient)
+        return row_losses
     ignored, classes = (labels == IGNORED)[:, None], labels.clamp_min(0)[:, None]
     for start in range(0, len(logits), rows_at_once):
         rows = slice(start, start + rows_at_once)
-        _plain(logits[rows], classes[rows], ignored[rows], found[rows, None], with_gradient)
-    return found
+        _plain(logits[rows], classes[rows], ignored[rows], row_losses[rows, None], with_gradient)
+    return row_losses
 
 
-def _plain(logits: Tensor, classes: Tensor, ignored: Tensor, found: Tensor, with_gradient: bool) -> None:
-    """Write the losses of some rows to `found`, and if asked their gradient to `logits`; all `(rows, ...)`."""
+def _plain(logits: Tensor, classes: Tensor, ignored: Tensor, row_losses: Tensor, with_gradient: bool) -> None:
+    """Write the losses of some rows to `row_losses`, and if asked their gradient to `logits`; all `(rows, ...)`."""
     log_probabilities = F.log_softmax(logits.float(), -1)
     of_target = log_probabilities.gather(1, classes)
-    found.copy_(of_target).neg_().masked_fill_(ignored, 0)
+    row_losses.copy_(of_target).neg_().masked_fill_(ignored, 0)
     if with_gradient:
         torch.exp(log_probabilities, out=logits)
         logits.scatter_(1, classes, of_target.expm1_().to(logits.dtype)).masked_fill_(ignored, 0)
@@ -88,19 +89,17 @@ def add_product(total: Tensor, left: Tensor, right: Tensor) -> None:
 @functools.cache
 def _liger() -> Any:
     """Return Liger's module, whose names are checked."""
-    from liger_kernel.ops import cross_entropy
-
     required.verify("liger-kernel", NAMES)
-    return cross_entropy
+    return importlib.import_module("liger_kernel.ops.cross_entropy")
 
 
-def _launch(logits: Tensor, labels: Tensor, found: Tensor, with_gradient: bool) -> Tensor:
+def _launch(logits: Tensor, labels: Tensor, row_losses: Tensor, with_gradient: bool) -> Tensor:
     """Launch Liger's kernel, a program a row, with the settings of Liger's `cross_entropy_forward` for a plain sum."""
     module, num_classes = _liger(), logits.shape[-1]
     is_blackwell = logits.is_cuda and torch.cuda.get_device_capability(logits.device)[0] >= 10
     module.liger_cross_entropy_kernel[(len(logits),)](
         X_ptr=logits, X_stride=logits.stride(0), Y_ptr=labels, Y_stride=labels.stride(0),
-        loss_ptr=found, loss_stride=1, n_cols=num_classes, ignore_index=IGNORED, reduction="sum",
+        loss_ptr=row_losses, loss_stride=1, n_cols=num_classes, ignore_index=IGNORED, reduction="sum",
         HAS_GRADIENTS=with_gradient, BLOCK_SIZE=min(module.MAX_FUSED_SIZE, 1 << (num_classes - 1).bit_length()),
         weight_ptr=None, z_loss_ptr=None, token_accuracy_ptr=None, token_accuracy_stride=0, predicted_tokens_ptr=None,
         predicted_tokens_stride=0, n_non_ignore=1, sum_non_ignore_weight=1, weight_sum=0.0, lse_square_scale=0.0,
@@ -115,7 +114,7 @@ def _operator() -> torch.library.Library:
     """Make the launch an operator, so that a dry run sees it and on meta nothing is launched."""
     library = torch.library.Library("frugal", "FRAGMENT")
     library.define(
-        "cross_entropy_(Tensor(a!) logits, Tensor labels, Tensor(b!) found, bool with_gradient) -> Tensor(a!)"
+        "cross_entropy_(Tensor(a!) logits, Tensor labels, Tensor(b!) row_losses, bool with_gradient) -> Tensor(a!)"
     )
     nothing: Callable[..., Tensor] = lambda logits, *_: logits  # noqa: E731
     for device, function in {"CUDA": _launch, "CPU": _launch, "Meta": nothing}.items():  # CPU: Triton's interpreter
