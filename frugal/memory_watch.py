@@ -206,6 +206,7 @@ _READS_WHAT_IT_RETURNS = {
     aten.embedding.default, aten.index_select.default, aten.gather.default, aten.index.Tensor,
     aten.nll_loss_forward.default, aten.nll_loss2d_forward.default,
 }  # fmt: skip
+_WRITES_PARTS = {aten.scatter_.src}
 _OVERWRITES = {aten.copy_.default, aten.fill_.Scalar, aten.fill_.Tensor, aten.zero_.default}
 
 _STREAMS = {
@@ -239,7 +240,9 @@ def traffic(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], out: Any) 
     written = sum(map(_bytes, tensors_in(out)))
     if func in _READS_WHAT_IT_RETURNS:
         return 2 * written + sum(_bytes(value) for value in tensors_in(args[1:]))
-    inputs = list(tensors_in((*args, *kwargs.values())))
+    if func in _WRITES_PARTS:
+        return sum(_bytes(value) for value in tensors_in((*args[1:], args[-1])))
+    inputs = list(tensors_in((*args, *(value for name, value in kwargs.items() if name != "out"))))
     if func in _OVERWRITES:
         return written + sum(map(_bytes, inputs[1:]))
     if not torch_internals.schema(func).is_mutable and not _storages(tensors_in(out)).isdisjoint(_storages(inputs)):

@@ -17,7 +17,7 @@ LIBRARIES = {
     "libcuda.so.1": (
         r"cuMemset\w*|cu(Init|Driver|Device|Ctx|Get|Mem|Module|Link|Func|Launch|Occupancy|Pointer|Tensor|Stream"
         r"|Multicast|Green|Dev|Kernel|Library|Event)[A-Z0-9]\w*|cuInit",
-        ("device.c", "driver.c"),
+        ("device.c", "driver.c", "modules.c"),
     ),
     "libcudart.so.13": (r"cuda[A-Z]\w*|__cuda\w*", ("cudart.c",)),
     "libcublas.so.13": (r"cublas(?!Lt)\w*", ("libraries.c",)),

@@ -1,7 +1,8 @@
 """`python -m bench.emulated_gpu.setup`: a virtual environment whose torch finds emulated CUDA cards.
 
-It gets torch's CUDA build (527 MB) without NVIDIA's packages, everything else in the versions of `constraints.txt`, and
-the emulated libraries, compiled here in seconds. It needs gcc, g++ and nm, and CUDA's headers: of an installed toolkit
+It gets torch's CUDA build (527 MB) without NVIDIA's packages, its Triton (190 MB), everything else in the versions of
+`constraints.txt`, and the emulated libraries, compiled here in seconds. `--liger` adds Liger's kernels, which the tiled
+loss then takes. It needs gcc, g++ and nm, and CUDA's headers: of an installed toolkit
 (CUDA_HOME, /usr/local/cuda), else from NVIDIA's packages. A second call brings both up to date.
 """
 
@@ -21,11 +22,13 @@ from bench.emulated_gpu.libraries import build
 TORCH = "torch===2.13.0"
 """Arbitrary equality: a local version such as 2.13.0+cpu is not meant."""
 
+LIGER = "liger-kernel==0.8.5"
+
 HEADER_PACKAGES = ("nvidia-cuda-runtime==13.0.*", "nvidia-cuda-crt==13.0.*")
 HEADERS = ("cuda.h", "cuda_runtime_api.h", "crt/host_defines.h")
 HERE = Path(__file__).parent
 REPLACED = re.compile(r"nvidia|cuda|triton")
-"""Packages that the emulation replaces, or does without."""
+"""Packages that the emulation replaces, or that are installed apart."""
 
 INSTALLED_APART = {"frugal-trainer", "torch", "deepspeed"}
 
@@ -38,9 +41,11 @@ def main() -> None:
     """Set up, and say what was done."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--folder", type=Path, default=FOLDER, help=f"of the environment  [default: {FOLDER.name}]")
-    folder = parser.parse_args().folder.absolute()
+    parser.add_argument("--liger", action="store_true", help="also Liger's kernels")
+    asked = parser.parse_args()
+    folder = asked.folder.absolute()
     try:
-        set_up(folder)
+        set_up(folder, with_liger=asked.liger)
     except SetUpError as error:
         raise SystemExit(str(error)) from None
     except subprocess.CalledProcessError as error:
@@ -52,7 +57,7 @@ def main() -> None:
     )
 
 
-def set_up(folder: Path) -> None:
+def set_up(folder: Path, *, with_liger: bool = False) -> None:
     """Make the environment in `folder`, or bring the emulated libraries of an existing one up to date.
 
     Raises:
@@ -61,7 +66,7 @@ def set_up(folder: Path) -> None:
     check_tools()
     if not (folder / "bin" / "python").exists():
         subprocess.run([sys.executable, "-m", "venv", folder], check=True)
-    install_packages(folder)
+    install_packages(folder, [LIGER] if with_liger else [])
     site = next(folder.glob("lib/python3.*/site-packages"))
     with tempfile.TemporaryDirectory() as scratch:
         headers = installed_headers() or downloaded_headers(Path(scratch) / "headers")
@@ -110,15 +115,22 @@ def _plain(name: str) -> str:
     return re.sub(r"[-_.]+", "-", name).lower()
 
 
-def install_packages(folder: Path) -> None:
-    """torch's CUDA build, DeepSpeed without compiled operators, what both and frugal need, and frugal itself."""
+def install_packages(folder: Path, more: list[str]) -> None:
+    """torch's CUDA build and its Triton, DeepSpeed without compiled operators, what they need, `more`, and frugal."""
     pip = [folder / "bin" / "python", "-m", "pip", "install", "--quiet", "--disable-pip-version-check", "--no-deps"]
     deepspeed = _pinned("deepspeed")
     environment = os.environ | {"DS_BUILD_OPS": "0"}
     subprocess.run([*pip, *requirements()], check=True)
     subprocess.run([*pip, TORCH], check=True)
+    subprocess.run([*pip, triton_of_torch(folder), *more], check=True)
     subprocess.run([*pip, "--no-build-isolation", deepspeed], check=True, env=environment)
     subprocess.run([*pip, "--no-build-isolation", "-e", ROOT], check=True)
+
+
+def triton_of_torch(folder: Path) -> str:
+    """The Triton that the environment's torch was made for, pinned, as torch's wheel requires it."""
+    metadata = next(folder.glob("lib/python3.*/site-packages/torch-*.dist-info/METADATA")).read_text()
+    return re.findall(r"^Requires-Dist: (triton==[\d.]+)", metadata, re.MULTILINE)[0]
 
 
 def _pinned(name: str) -> str:

@@ -15,7 +15,7 @@ from torch import Tensor
 
 from frugal.errors import RequestError
 from frugal.models.objectives import Objective, Sample, Seq2Seq, SequenceClassification, SummedLoss
-from frugal.models.tiled_loss import IGNORED
+from frugal.units import IGNORED
 
 Given = Sequence[Any] | Mapping[str, Any]
 """Samples, tuples, or columns; see above."""

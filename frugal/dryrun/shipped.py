@@ -12,7 +12,7 @@ from pathlib import Path
 import msgspec
 
 from frugal import files
-from frugal.config.hardware.local_host import library_versions
+from frugal.config.hardware import local_host
 from frugal.config.request import Request
 from frugal.dryrun.cache import presets
 from frugal.dryrun.messages import AskTrace, Traced
@@ -49,7 +49,7 @@ def facts(request: Request) -> ModelFacts | None:
 def trace(question: AskTrace) -> Traced | None:
     """Return the answer to `question`, if it is shipped."""
     request = question.request
-    if question.sequence_parallel > 1:
+    if question.sequence_parallel > 1 or (question.loss == "tiled" and local_host.has_fused_kernels()):
         return None
     if request.task is not None or request.pack or request.precision != "bf16" or request.lora is not None:
         return None
@@ -86,7 +86,7 @@ def _definition(model: str) -> str:
 @functools.cache
 def _versions() -> tuple[str, ...]:
     """Return the versions without the suffix of torch's build, which changes no trace."""
-    installed = library_versions()
+    installed = local_host.library_versions()
     return tuple(installed[name].partition("+")[0] for name in ("torch", "transformers"))
 
 

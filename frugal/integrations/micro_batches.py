@@ -15,8 +15,8 @@ from torch import Tensor
 
 from frugal.data.batches import GlobalBatches, MicroBatchLimits, share
 from frugal.errors import RequestError
-from frugal.models.tiled_loss import IGNORED
 from frugal.planning.plan import Plan
+from frugal.units import IGNORED
 
 Collate = Callable[[list[Any]], dict[str, Any]]
 

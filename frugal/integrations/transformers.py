@@ -41,10 +41,9 @@ from frugal.models import (
 from frugal.models.loading import quantised
 from frugal.models.losses import decoder_inputs
 from frugal.models.objectives import summed_cross_entropy
-from frugal.models.tiled_loss import IGNORED
 from frugal.models.tiling import tiled_mlp
 from frugal.planning.plan import Plan
-from frugal.units import format_bytes
+from frugal.units import IGNORED, format_bytes
 
 __all__ = ["PlannedMixin", "PlannedTrainer", "training_arguments"]
 

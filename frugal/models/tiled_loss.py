@@ -27,13 +27,22 @@ from torch import Tensor, nn
 
 from frugal import torch_internals
 from frugal.errors import RequestError
-from frugal.models.losses import predictions
+from frugal.models.losses import cross_entropy, predictions
 from frugal.models.tiling import positions, slices
-from frugal.units import IGNORED
+
+MIN_SLICES_A_BYTE = 2
+"""The least number of slices for each byte of a logit: a slice's logits take at most a quarter of the bytes that all
+of them would in half precision."""
+
+CHUNKS = 8
+"""Parts of a slice of which one at a time is in fp32, where no kernel computes rows by itself ..."""
+
+CHUNK_LOGITS = 1 << 20
+"""... and the logits of a sample that one has at least."""
 
 
-def apply(model: nn.Module) -> None:
-    """Replace the forward of the model's output head by the tiled loss.
+def apply(model: nn.Module, kernels: cross_entropy.Kernels = "auto") -> None:
+    """Replace the forward of the model's output head by the tiled loss, whose rows `kernels` compute.
 
     Raises:
         RequestError: the model has no linear output head, or what it does to its logits cannot be done to a slice.
@@ -41,7 +50,9 @@ def apply(model: nn.Module) -> None:
     head = _head(model)
     if head is None:
         raise _refusal(model, "it has no linear output head (get_output_embeddings() gives none)")
-    head.forward = _prepared(model, head)  # type: ignore[method-assign, assignment]  # ZeRO-3's hooks still run
+    prepared = _prepared(model, head)
+    prepared.kernels = kernels
+    head.forward = prepared  # type: ignore[method-assign, assignment]  # ZeRO-3's hooks still run
 
 
 def prepare(model: nn.Module) -> None:
@@ -195,13 +206,14 @@ class _TiledHead:
     def __init__(self, head: nn.Linear, finish: Callable[[Tensor], Tensor] | None) -> None:
         self.head = head
         self.finish = finish
+        self.kernels: cross_entropy.Kernels = "auto"
         self.targets: Tensor | None = None
         self.loss: Tensor | None = None
 
     def __call__(self, hidden: Tensor) -> Tensor:
         assert self.targets is not None, "the tiled head only knows the loss; it was called for logits"
-        arguments = (hidden, self.head.weight, self.head.bias, self.targets, self.finish, torch.is_grad_enabled())
-        loss: Tensor = _TiledCrossEntropy.apply(*arguments)
+        how = self.finish, torch.is_grad_enabled(), self.kernels
+        loss: Tensor = _TiledCrossEntropy.apply(hidden, self.head.weight, self.head.bias, self.targets, *how)
         self.loss = loss
         return loss if self.finish is None else loss.view(1, 1, 1)  # the model's end may take slices of it
 
@@ -237,45 +249,39 @@ class _TiledCrossEntropy(torch.autograd.Function):
         targets: Tensor,
         finish: Callable[[Tensor], Tensor] | None,
         in_training: bool,
+        kernels: cross_entropy.Kernels,
     ) -> Tensor:
         need_hidden, need_weight, need_bias = (needed and in_training for needed in ctx.needs_input_grad[:3])
         total = torch.zeros((), dtype=torch.float32, device=hidden.device)
         grad_hidden = torch.empty_like(hidden) if need_hidden else None
         grad_weight = torch.zeros_like(weight, dtype=torch.float32) if need_weight else None
         grad_bias = torch.zeros_like(bias, dtype=torch.float32) if bias is not None and need_bias else None
-        _, num_positions, model_width = hidden.shape
-        width = slices.length(num_positions, model_width)
+        with_gradient = need_hidden or need_weight or grad_bias is not None
+        num_samples, num_positions, model_width = hidden.shape
+        width = slices.length(num_positions, model_width, MIN_SLICES_A_BYTE * weight.element_size())
+        rows_at_once = num_samples * max(-(-width // CHUNKS), -(-CHUNK_LOGITS // len(weight)))
         for start in slices.starts(hidden, 1, width):
-            tile = hidden[:, start : start + width].reshape(-1, hidden.shape[-1])
-            labels = targets[:, start : start + width].reshape(-1, 1)
-            kept = labels != IGNORED
-            classes = labels.clamp_min(0)
-            raw = F.linear(tile, weight, bias)
-            pull_back = None
+            tile = hidden[:, start : start + width].reshape(-1, model_width)
+            labels = targets[:, start : start + width].contiguous()
+            logits, pull_back = F.linear(tile, weight, bias), None
             if finish is not None:
-                raw, pull_back = _finished(raw, finish, len(hidden), need_hidden or need_weight)
-            logits = raw.float()
-            del raw
-            predictions.show(logits.view(*targets[:, start : start + width].shape, -1), labels.view(len(targets), -1))
-            of_target = logits.gather(1, classes)
-            largest = logits.amax(-1, keepdim=True)
-            logits.sub_(largest).exp_()  # in place: torch's logsumexp would take as much again
-            exp_sum = logits.sum(-1, keepdim=True)
-            total += ((largest + exp_sum.log() - of_target) * kept).sum()
-            if grad_hidden is None and grad_weight is None:
-                continue
-            # d loss / d logits = softmax - one-hot on targets, 0 elsewhere; built in place of the logits
-            logits.div_(exp_sum).scatter_add_(1, classes, torch.full_like(exp_sum, -1.0)).mul_(kept)
-            if pull_back is not None:
-                logits = pull_back(logits)
-            if grad_bias is not None:
-                grad_bias += logits.sum(0, dtype=torch.float32)
-            grad_logits = logits.to(hidden.dtype)
-            del logits
-            if grad_hidden is not None:
-                grad_hidden[:, start : start + width] = (grad_logits @ weight).view_as(hidden[:, start : start + width])
-            if grad_weight is not None:
-                grad_weight += grad_logits.t() @ tile
+                logits, pull_back = _finished(logits, finish, num_samples, with_gradient)
+            predictions.show(logits.view(*labels.shape, -1), labels)
+            labels = labels.view(-1)
+            total += cross_entropy.losses(
+                logits, labels, rows_at_once=rows_at_once, with_gradient=with_gradient, kernels=kernels
+            ).sum()
+            if with_gradient:
+                gradient = logits if pull_back is None else pull_back(logits)
+                if grad_bias is not None:
+                    grad_bias += gradient.sum(0, dtype=torch.float32)
+                if grad_hidden is not None:
+                    of_tile = grad_hidden[:, start : start + width]
+                    of_tile.copy_((gradient @ weight).view_as(of_tile))
+                if grad_weight is not None:
+                    cross_entropy.add_product(grad_weight, gradient, tile)
+                del gradient
+            del logits, pull_back, tile  # the next one takes their place
         ctx.save_for_backward(
             grad_hidden,
             None if grad_weight is None else grad_weight.to(weight.dtype),
@@ -287,7 +293,7 @@ class _TiledCrossEntropy(torch.autograd.Function):
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
         (scale,) = grads
         saved = (None if saved is None else saved * scale.to(saved.dtype) for saved in ctx.saved_tensors)
-        return (*saved, None, None, None)
+        return (*saved, None, None, None, None)
 
 
 def _finished(
@@ -302,6 +308,6 @@ def _finished(
         gradient = gradient.to(ended.dtype).view_as(ended)
         return torch.autograd.grad(ended, raw, gradient)[0]
 
-    # fp32 logits are made the gradient in place, and what the end keeps for its backward may be the same tensor
+    # logits are made the gradient in place, and what the end keeps for its backward may be the same tensor
     logits = ended.detach().view_as(raw)
-    return logits.clone() if logits.dtype == torch.float32 else logits, pull_back
+    return logits.clone() if in_training else logits, pull_back

@@ -13,7 +13,7 @@ from bench.emulated_gpu.cards import CARDS, EmulatedCard, c_table
 from frugal.config.hardware import cluster
 
 needs_compiler = pytest.mark.skipif(shutil.which("gcc") is None, reason="no gcc here")
-NEED_HEADERS = {"driver.c", "cudart.c"}
+NEED_HEADERS = {"driver.c", "cudart.c", "modules.c"}
 
 FULL_CARD = """
 import ctypes, sys
@@ -52,6 +52,19 @@ print(sums, largest, all_gather([rank, -rank]), flush=True)
 if ends == "one ends" and rank == 1:
     os._exit(0)
 print(all_reduce(ctypes.c_uint8, 1, [rank + 3], 3))
+"""
+
+
+LAUNCHES = """
+import ctypes, sys
+driver, twice, once = ctypes.CDLL(sys.argv[1]), ctypes.c_void_p(), ctypes.c_void_p()
+for function, name in ((twice, b"twice"), (once, b"once")):
+    assert driver.cuModuleGetFunction(ctypes.byref(function), None, name) == 0
+for function in (twice, once, twice):
+    assert driver.cuLaunchKernel(function, *[1] * 6, 0, None, None, None) == 0
+driver.emu_stub(b"cublasGemmEx"), driver.emu_stub(b"cublasSetStream_v2")
+driver.emulated_gpu_kernels(sys.argv[2].encode())
+driver.cuLaunchKernelEx(None, once, None, None)
 """
 
 
@@ -131,6 +144,21 @@ def test_a_card_is_full_when_its_memory_less_the_context_is_taken(library: Path)
         [sys.executable, "-c", FULL_CARD, library], env=made, capture_output=True, text=True, check=True
     )
     assert done.stdout.splitlines() == ["2 3 524", "0 True"]  # 4 GiB, less 500 MiB and 3 GiB
+
+
+@needs_compiler
+@pytest.mark.skipif(setup.installed_headers() is None, reason="no CUDA headers here")
+def test_launches_of_compiled_kernels_and_of_libraries_are_counted_by_name(tmp_path: Path) -> None:
+    (tmp_path / "cards.inc").write_text(c_table())
+    objects = [tmp_path / f"{source}.o" for source in ("device.c", "modules.c")]
+    for source in objects:
+        include = [f"-I{folder}" for folder in (*(setup.installed_headers() or ()), tmp_path)]
+        libraries.compile_source(libraries.SOURCE / source.stem, "cuda", include, source)
+    subprocess.run(["gcc", "-shared", "-o", tmp_path / "driver.so", *objects, "-lpthread"], check=True)
+    made = environment.environment("a100-80g", kernels=tmp_path / "end")
+    subprocess.run([sys.executable, "-c", LAUNCHES, tmp_path / "driver.so", tmp_path / "now"], env=made, check=True)
+    said = [(tmp_path / name).read_text().splitlines() for name in ("now", "end")]
+    assert said == [["2 compiled:twice", "1 compiled:once", "1 library:cublasGemmEx"], ["1 compiled:once"]]
 
 
 @pytest.mark.parametrize("ends", ["", "one ends"])

@@ -15,7 +15,7 @@ from bench.plans import plan_by_hand
 from bench.ranks import Ranks
 from frugal.data.store.packing import Packer
 from frugal.models.objectives import CausalLM
-from frugal.models.tiled_loss import IGNORED
+from frugal.units import IGNORED
 from tests.data.test_micro_batches import Known, one_step
 from tests.engine.gradients import SGD, Gradient, relative_error, with_bound
 from tests.engine.small_models import tiny

@@ -19,8 +19,8 @@ from frugal.data.tokenizer import byte_tokenizer
 from frugal.errors import RequestError
 from frugal.models.objectives import CausalLM
 from frugal.models.resolve import resolve
-from frugal.models.tiled_loss import IGNORED
 from frugal.models.trials import text_checks
+from frugal.units import IGNORED
 from tests.corpora import load_corpus
 
 SEQ_LEN = 64

@@ -197,6 +197,7 @@ API cudaMemcpy(void *to, const void *from, size_t size, enum cudaMemcpyKind kind
   return 0;
 }
 API cudaMemcpyAsync(void *to, const void *from, size_t size, enum cudaMemcpyKind kind, cudaStream_t stream) {
+  emu_launched("library:", "cudaMemcpyAsync");
   emu_copy(to, from, size);
   return 0;
 }
@@ -215,6 +216,7 @@ API cudaMemset(void *p, int value, size_t size) {
   return 0;
 }
 API cudaMemsetAsync(void *p, int value, size_t size, cudaStream_t stream) {
+  emu_launched("library:", "cudaMemsetAsync");
   emu_set(p, value, size);
   return 0;
 }
@@ -290,11 +292,10 @@ API cudaStreamAddCallback(cudaStream_t stream, cudaStreamCallback_t function, vo
   return 0;
 }
 
-/* Kernels: known by name, counted if EMULATED_GPU_KERNELS names a file, never run. */
+/* Kernels: known by name, counted by emu_launched, never run. */
 typedef struct {
   const void *function;
   const char *name;
-  unsigned long launches;
 } kernel;
 static kernel *kernels;
 static size_t num_kernels, room;
@@ -306,25 +307,16 @@ static int by_address(const void *a, const void *b) {
   return (x > y) - (x < y);
 }
 static void launched(const void *function) {
-  static int counting = -1;
-  if (counting < 0) counting = emu_setting("KERNELS") != NULL;
-  if (!counting) return;
+  if (!emu_counts()) return;
   pthread_mutex_lock(&lock);
   if (!sorted) {
     qsort(kernels, num_kernels, sizeof *kernels, by_address);
     sorted = 1;
   }
-  kernel key = {function};
+  kernel key = {function, NULL};
   kernel *found = bsearch(&key, kernels, num_kernels, sizeof *kernels, by_address);
-  if (found) found->launches++;
   pthread_mutex_unlock(&lock);
-}
-__attribute__((destructor)) static void tell(void) {
-  const char *path = emu_setting("KERNELS");
-  FILE *file = path ? fopen(path, "w") : NULL;
-  for (size_t i = 0; file && i < num_kernels; i++)
-    if (kernels[i].launches) fprintf(file, "%lu %s\n", kernels[i].launches, kernels[i].name);
-  if (file) fclose(file);
+  if (found) emu_launched("", found->name);
 }
 EXPORT void **__cudaRegisterFatBinary(void *cubin) {
   static void *handle[1];
@@ -338,7 +330,7 @@ EXPORT void __cudaRegisterFunction(void **handle, const char *function, char *de
                                    void *tid, void *bid, void *bdim, void *gdim, int *wsize) {
   pthread_mutex_lock(&lock);
   if (num_kernels == room) kernels = realloc(kernels, (room = room ? 2 * room : 4096) * sizeof *kernels);
-  kernels[num_kernels++] = (kernel){function, name, 0};
+  kernels[num_kernels++] = (kernel){function, name};
   sorted = 0;
   pthread_mutex_unlock(&lock);
 }

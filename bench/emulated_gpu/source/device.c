@@ -105,7 +105,59 @@ void emu_log(const char *format, ...) {
   va_end(args);
 }
 
+/* Launches, by name, if EMULATED_GPU_KERNELS names a file. */
+typedef struct {
+  const char *kind, *name;
+  unsigned long launches;
+} counter;
+static counter *counters;
+static size_t num_counters, room;
+static pthread_mutex_t counting = PTHREAD_MUTEX_INITIALIZER;
+
+bool emu_counts(void) {
+  static int answer = -1;
+  if (answer < 0) answer = emu_setting("KERNELS") != NULL;
+  return answer;
+}
+
+void emu_launched(const char *kind, const char *name) {
+  if (!emu_counts()) return;
+  pthread_mutex_lock(&counting);
+  size_t i = 0;
+  while (i < num_counters && (strcmp(counters[i].name, name) || strcmp(counters[i].kind, kind))) i++;
+  if (i == num_counters) {
+    if (num_counters == room) counters = realloc(counters, (room = room ? 2 * room : 256) * sizeof *counters);
+    counters[num_counters++] = (counter){kind, strdup(name), 0};
+  }
+  counters[i].launches++;
+  pthread_mutex_unlock(&counting);
+}
+
+/* Writes what was launched since the last call, a line a name. */
+void emulated_gpu_kernels(const char *path) {
+  FILE *file = fopen(path, "w");
+  pthread_mutex_lock(&counting);
+  for (size_t i = 0; i < num_counters; i++) {
+    if (file && counters[i].launches) fprintf(file, "%lu %s%s\n", counters[i].launches, counters[i].kind, counters[i].name);
+    counters[i].launches = 0;
+  }
+  pthread_mutex_unlock(&counting);
+  if (file) fclose(file);
+}
+
+__attribute__((destructor)) static void tell(void) {
+  if (emu_counts()) emulated_gpu_kernels(emu_setting("KERNELS"));
+}
+
+/* Of the generated stubs, these launch. */
+static bool is_launch(const char *name) {
+  if (!strcmp(name, "cudnnBackendExecute")) return true;
+  return !strncmp(name, "cublas", 6) && (strstr(name, "emm") || strstr(name, "emv") || strstr(name, "Matmul")) &&
+         !strstr(name, "Create") && !strstr(name, "Destroy") && !strstr(name, "Set") && !strstr(name, "Get");
+}
+
 void emu_stub(const char *name) {
+  if (emu_counts() && is_launch(name)) emu_launched("library:", name);
   static const char *seen[2048];
   if (!trace) return;
   unsigned i = (unsigned)((uintptr_t)name * 2654435761u) % 2048;

@@ -45,5 +45,11 @@ EXPORT void emu_copy(void *to, const void *from, size_t size);
 EXPORT void emu_set(void *to, int value, size_t size);
 EXPORT void emu_forget(void *p, size_t size); /* a fresh block begins there: it reads as zero */
 
+/* Launches of kernels, counted by kind and name if EMULATED_GPU_KERNELS names a file, which is written at the end; or
+ * when a program calls emulated_gpu_kernels, which then begins to count anew. */
+EXPORT bool emu_counts(void);
+EXPORT void emu_launched(const char *kind, const char *name);
+EXPORT void emulated_gpu_kernels(const char *path);
+
 EXPORT void emu_stub(const char *name); /* says that a generated stub was called, if EMULATED_GPU_TRACE is set */
 EXPORT void emu_log(const char *format, ...);

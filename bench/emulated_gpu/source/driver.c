@@ -8,7 +8,7 @@
 
 #define PAGE       ((size_t)2 << 20)
 #define DRIVER     EXPORT CUresult CUDAAPI
-#define ANY_HANDLE ((void *)1) /* of a context, module or function: nobody looks inside */
+#define ANY_HANDLE ((void *)1) /* of a context: nobody looks inside */
 
 DRIVER cuInit(unsigned flags) { return CUDA_SUCCESS; }
 
@@ -38,6 +38,12 @@ DRIVER cuDeviceGetAttribute(int *value, CUdevice_attribute attribute, CUdevice d
     case CU_DEVICE_ATTRIBUTE_COMPUTE_CAPABILITY_MINOR: *value = emu_card()->minor; break;
     case CU_DEVICE_ATTRIBUTE_MULTIPROCESSOR_COUNT: *value = emu_card()->multiprocessors; break;
     case CU_DEVICE_ATTRIBUTE_VIRTUAL_MEMORY_MANAGEMENT_SUPPORTED: *value = 1; break;
+    case CU_DEVICE_ATTRIBUTE_MAX_SHARED_MEMORY_PER_BLOCK_OPTIN: *value = emu_card()->shared_optin; break;
+    case CU_DEVICE_ATTRIBUTE_MAX_REGISTERS_PER_BLOCK: *value = 65536; break;
+    case CU_DEVICE_ATTRIBUTE_WARP_SIZE: *value = 32; break;
+    case CU_DEVICE_ATTRIBUTE_CLOCK_RATE: *value = 1400000; break; /* kHz; nothing is timed */
+    case CU_DEVICE_ATTRIBUTE_MEMORY_CLOCK_RATE: *value = 1400000; break;
+    case CU_DEVICE_ATTRIBUTE_GLOBAL_MEMORY_BUS_WIDTH: *value = 384; break;
     default: *value = 0;
   }
   return CUDA_SUCCESS;
@@ -72,7 +78,10 @@ DRIVER cuGetErrorString(CUresult error, const char **text) {
 DRIVER cuGetErrorName(CUresult error, const char **text) { return cuGetErrorString(error, text); }
 
 DRIVER cuPointerGetAttribute(void *data, CUpointer_attribute attribute, CUdeviceptr p) {
-  memset(data, 0, sizeof(int));
+  if (attribute == CU_POINTER_ATTRIBUTE_DEVICE_POINTER)
+    *(CUdeviceptr *)data = p;
+  else
+    memset(data, 0, sizeof(int));
   return CUDA_SUCCESS;
 }
 
@@ -125,31 +134,5 @@ DRIVER cuMemSetAccess(CUdeviceptr p, size_t size, const CUmemAccessDesc *desc, s
 
 DRIVER cuMemUnmap(CUdeviceptr p, size_t size) {
   madvise((void *)p, size, MADV_DONTNEED);
-  return CUDA_SUCCESS;
-}
-
-/* Modules that are compiled at run time. */
-
-DRIVER cuOccupancyMaxActiveBlocksPerMultiprocessor(int *n, CUfunction f, int block, size_t shared) {
-  *n = 2;
-  return CUDA_SUCCESS;
-}
-
-DRIVER cuFuncGetAttribute(int *value, CUfunction_attribute attribute, CUfunction f) {
-  *value = 32;
-  return CUDA_SUCCESS;
-}
-
-DRIVER cuModuleLoadData(CUmodule *module, const void *image) {
-  *module = ANY_HANDLE;
-  return CUDA_SUCCESS;
-}
-
-DRIVER cuModuleLoadDataEx(CUmodule *module, const void *image, unsigned n, CUjit_option *options, void **values) {
-  return cuModuleLoadData(module, image);
-}
-
-DRIVER cuModuleGetFunction(CUfunction *f, CUmodule module, const char *name) {
-  *f = ANY_HANDLE;
   return CUDA_SUCCESS;
 }

@@ -1,6 +1,8 @@
 """The host that this process runs on: installed versions, processor, GPU driver, and host memory. No torch here."""
 
 import ctypes
+import functools
+import importlib.util
 import logging
 import platform
 import re
@@ -49,6 +51,12 @@ def _version(package: str) -> str:
         return version(package)
     except PackageNotFoundError:
         return "none"
+
+
+@functools.cache
+def has_fused_kernels() -> bool:
+    """Return whether Liger's kernels and the Triton that compiles them are installed; neither is imported."""
+    return all(importlib.util.find_spec(name) is not None for name in ("triton", "liger_kernel"))
 
 
 def cpu_name() -> str:

@@ -24,7 +24,7 @@ from numpy.typing import NDArray
 from frugal.config.run_settings import Format
 from frugal.data.rows import NEEDED, BadRow
 from frugal.errors import RequestError
-from frugal.models.tiled_loss import IGNORED
+from frugal.units import IGNORED
 
 
 @dataclass(frozen=True)

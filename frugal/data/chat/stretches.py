@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from frugal.models.tiled_loss import IGNORED
+from frugal.units import IGNORED
 
 
 @dataclass(frozen=True)

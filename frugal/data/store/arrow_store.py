@@ -11,7 +11,7 @@ from numpy.typing import NDArray
 
 from frugal.data.store import packing
 from frugal.models.objectives import Sample
-from frugal.models.tiled_loss import IGNORED
+from frugal.units import IGNORED
 
 _FLUSH_TOKENS = 1 << 20  # 4 MiB
 

@@ -44,7 +44,7 @@ from frugal.data.store.packing import Packer
 from frugal.distributed import env
 from frugal.errors import RequestError
 from frugal.models.objectives import Sample
-from frugal.models.tiled_loss import IGNORED
+from frugal.units import IGNORED
 
 SHARD_BYTES = 64 << 20
 _LOOKED_AT = 64 << 10  # bytes of each end of a file that its fingerprint is of: reading all of it takes hours

@@ -21,6 +21,7 @@ from frugal.config.hardware.cluster import ASSUMED_CAPABILITY, Capability, Devic
 from frugal.dryrun.trace import kernel_memory
 from frugal.dryrun.trace.attention_choice import AttentionCall, Kernel, chosen_kernel
 from frugal.models import packs
+from frugal.models.losses import cross_entropy
 
 aten = torch.ops.aten
 _attention = F.scaled_dot_product_attention
@@ -31,7 +32,7 @@ _dropout = F.dropout
 def kernels_of(
     kind: DeviceKind, capability: Capability = ASSUMED_CAPABILITY, alike: set[Capability] | None = None
 ) -> Iterator[None]:
-    """Run attention and dropout on meta tensors with the kernels of a `kind` device inside the `with` block.
+    """Run attention, dropout and the tiled loss on meta with the kernels of a `kind` device inside the `with` block.
 
     `capability`: of a `cuda` device. Classes that would use other kernels, or other memory, are removed from
     `alike`.
@@ -50,6 +51,7 @@ def kernels_of(
         patch.object(F, "scaled_dot_product_attention", attention),
         patch.object(F, "dropout", dropout),
         patch.object(packs, "capability_of", planned),
+        patch.object(cross_entropy, "meta_stands_for", kind),
     ):
         yield
 

@@ -285,6 +285,8 @@ _MORE_FLOPS: dict[Any, Callable[..., int]] = {  # operators that torch's own reg
     torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward: (
         lambda grad, q, k, v, *args, **kwargs: sdpa_backward_flop_count(grad.shape, q.shape, k.shape, v.shape)
     ),
+    # its type stands where the registry's formula has a shape
+    torch.ops.aten.addmm.dtype_out: lambda _, left, right, *args, **kwargs: 2 * left.numel() * right.shape[-1],
 }
 
 
@@ -318,7 +320,7 @@ def run_cached(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tupl
 
 def _cost(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], out: Any) -> _Cost:
     packet = torch_internals.packet(func)
-    formula = flop_registry.get(packet) or _MORE_FLOPS.get(packet)
+    formula = _MORE_FLOPS.get(func) or flop_registry.get(packet) or _MORE_FLOPS.get(packet)
     if getattr(func, "namespace", "") == torch_internals.VARLEN:
         formula = _varlen_flops
     if formula is None:

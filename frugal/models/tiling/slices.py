@@ -20,9 +20,9 @@ Watch = Callable[[range], Iterable[int]]
 _watch: Watch | None = None
 
 
-def length(num_positions: int, model_width: int) -> int:
-    """Return the positions of a slice."""
-    return -(-num_positions // max(MIN_SLICES, -(-num_positions // model_width)))
+def length(num_positions: int, model_width: int, min_slices: int = MIN_SLICES) -> int:
+    """Return the positions of a slice. The micro-batch is left out: a plan's memory is affine in it."""
+    return -(-num_positions // max(min_slices, -(-num_positions // model_width)))
 
 
 def starts(values: Tensor, dim: int, rows: int) -> Iterable[int]:

@@ -1,0 +1,75 @@
+"""The loss of a head by each way: whole logits, frugal's tiled loss before and now, Liger's fused linear cross entropy.
+
+The tiled loss before is that of revision `BEFORE`, read from git.
+"""
+
+import subprocess
+from collections.abc import Callable
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from bench.kernels.layers import Family
+from frugal.models import tiled_loss
+
+BEFORE = "3a219e7e"
+ROOT = Path(__file__).parents[2]
+WAYS = ("plain", "tiled before", "tiled now, plain", "tiled now, liger", "Liger's fused linear")
+
+
+class _Model(nn.Module):
+    """A model that is nothing but its output head."""
+
+    def __init__(self, family: Family) -> None:
+        super().__init__()
+        self.head = nn.Linear(family.width, family.vocabulary, bias=False, device="cuda", dtype=torch.bfloat16)
+
+    def get_output_embeddings(self) -> nn.Module:
+        """The only module."""
+        return self.head
+
+
+def loss(family: Family, way: str) -> tuple[nn.Linear, Callable[[Tensor, Tensor], Tensor]]:
+    """The head, and a function from `hidden (samples, positions, width)` and targets to the summed loss."""
+    model = _Model(family)
+    head: Any = model.head
+    if way == "plain":
+        return head, lambda hidden, targets: F.cross_entropy(
+            head(hidden).view(-1, family.vocabulary).float(), targets.view(-1), reduction="sum"
+        )
+    if way == "Liger's fused linear":
+        from liger_kernel.ops.fused_linear_cross_entropy import LigerFusedLinearCrossEntropyFunction
+
+        def fused(hidden: Tensor, targets: Tensor) -> Tensor:
+            given = hidden.view(-1, family.width), head.weight, targets.view(-1)
+            # sum, and fp32 for the head's gradient, as frugal's
+            made: Tensor = LigerFusedLinearCrossEntropyFunction.apply(
+                *given, None, None, -100, 0.0, 0.0, "sum", None, False, torch.float32
+            )[0]
+            return made
+
+        return head, fused
+    if way == "tiled before":
+        _before().apply(model)
+    else:
+        tiled_loss.apply(model, "liger" if way == "tiled now, liger" else "plain")
+
+    def tiled(hidden: Tensor, targets: Tensor) -> Tensor:
+        head.forward.targets = targets
+        made: Tensor = head(hidden)
+        return made
+
+    return head, tiled
+
+
+def _before() -> Any:
+    """`frugal.models.tiled_loss` of revision `BEFORE`."""
+    command = ["git", "show", f"{BEFORE}:frugal/models/tiled_loss.py"]
+    source = subprocess.run(command, cwd=ROOT, check=True, capture_output=True, text=True).stdout
+    module = ModuleType("tiled_loss_before")
+    exec(compile(source, "tiled_loss_before.py", "exec"), vars(module))
+    return module

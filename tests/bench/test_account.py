@@ -1,0 +1,32 @@
+"""docs/kernels.md shows what the kept account of kernels says, and Inductor, Liger and frugal are all in it."""
+
+import json
+from pathlib import Path
+
+import pytest
+
+from bench.kernels import roofline
+from bench.kernels.layers import FAMILIES
+
+PAGE = Path(__file__).parents[2] / "docs" / "kernels.md"
+ACCOUNT = json.loads(roofline.RESULTS.read_text())
+
+
+def test_the_page_shows_the_tables_that_the_command_prints() -> None:
+    page = PAGE.read_text()
+    assert [name for name, table in roofline.tables(ACCOUNT).items() if table not in page] == []
+
+
+def test_every_family_has_its_ways_and_its_losses() -> None:
+    assert ACCOUNT["layers"].keys() == ACCOUNT["losses"].keys() == FAMILIES.keys()
+    for name, ways in ACCOUNT["layers"].items():
+        assert ("liger" in ways, "compile" in ways) == (FAMILIES[name].liger is not None, True)
+
+
+@pytest.mark.parametrize("name", FAMILIES)
+def test_the_tiled_loss_moves_fewer_bytes_than_before_at_no_higher_peak(name: str) -> None:
+    of_loss = ACCOUNT["losses"][name]
+    logits = FAMILIES[name].samples * FAMILIES[name].positions * FAMILIES[name].vocabulary
+    for way in ("tiled now, plain", "tiled now, liger"):
+        assert of_loss[way]["bytes_beside_products"] < 45 * logits < of_loss["tiled before"]["bytes_beside_products"]
+        assert of_loss[way]["forward_peak_bytes"] <= of_loss["tiled before"]["forward_peak_bytes"]
