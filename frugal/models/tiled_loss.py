@@ -37,7 +37,7 @@ of them would in half precision."""
 CHUNKS = 8
 """Parts of a slice of which one at a time is in fp32, where no kernel computes rows by itself ..."""
 
-CHUNK_LOGITS = 1 << 20
+CHUNK_LOGITS = 1 << 18
 """... and the logits of a sample that one has at least."""
 
 
