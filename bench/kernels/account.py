@@ -22,8 +22,8 @@ from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any
 
+from bench import environment as measured_on
 from bench.emulated_gpu import environment
-from bench.environment import environment as circumstances
 from bench.kernels.layers import FAMILIES, Family, Way
 
 RESULTS = Path(__file__).parents[1] / "results" / "kernels.json"
@@ -50,8 +50,8 @@ def main() -> None:
         ways = [way for way in WAYS if way != "liger" or family.liger]
         kept["layers"][name] = {way: _measured(name, way, asked.folder) for way in ways}
         kept["losses"][name] = _measured(name, "losses", asked.folder)
-        head = circumstances("python -m bench.kernels.account") | {"device": f"emulated {CARD}"}
-        head["versions"] |= {"triton": "3.7.1", "liger-kernel": "0.8.5"}
+        head = measured_on.environment("python -m bench.kernels.account") | {"device": f"emulated {CARD}"}
+        head["versions"] |= _versions(asked.folder)
         RESULTS.write_text(json.dumps(head | {"layers": kept["layers"], "losses": kept["losses"]}, indent=1) + "\n")
         print(f"{name}: {kept['layers'][name]}\n{kept['losses'][name]}", flush=True)
 
@@ -60,7 +60,12 @@ def _measured(family: str, way: str, folder: Path | None) -> dict[str, Any]:
     """What a process on an emulated card found, or why it failed."""
     with TemporaryDirectory() as scratch:
         made = environment.environment(CARD, kernels=Path(scratch) / "kernels")
-        made |= {"TORCHINDUCTOR_COMPILE_THREADS": "1", "OMP_NUM_THREADS": "1"}
+        made |= {
+            "TORCHINDUCTOR_COMPILE_THREADS": "1",
+            "TORCHINDUCTOR_FORCE_DISABLE_CACHES": "1",  # a cached graph's bytes would not be told
+            "LIGER_FUSED_MOE_AUTOTUNE": "0",  # nothing is timed
+            "OMP_NUM_THREADS": "1",
+        }
         command = [environment.python(folder), "-m", __spec__.name, "--measure", family, way]
         try:
             done = subprocess.run(
@@ -74,6 +79,15 @@ def _measured(family: str, way: str, folder: Path | None) -> dict[str, Any]:
     return found
 
 
+def _versions(folder: Path | None) -> dict[str, str]:
+    """Versions of what is installed in the emulated environment alone."""
+    code = "import json; from importlib.metadata import version as v; print(json.dumps({n: v(n) for n in "
+    code += "('torch', 'triton', 'liger-kernel')}))"
+    done = subprocess.run([environment.python(folder), "-c", code], check=True, capture_output=True, text=True)
+    versions: dict[str, str] = json.loads(done.stdout)
+    return versions
+
+
 def of_layer(family: Family, way: Way) -> dict[str, Any]:
     """Kernels and bytes of one layer, forward and backward."""
     import emulated_gpu_answers  # noqa: F401  # new blocks read as zeros
@@ -81,7 +95,7 @@ def of_layer(family: Family, way: Way) -> dict[str, Any]:
 
     from bench.kernels import layers
 
-    graphs = _inductor_bytes() if way == "compile" else []
+    graphs = _inductor_bytes() if way == "compile" else None
     layer, run = layers.layer(family, way)
 
     def once() -> tuple[Any, Any]:
@@ -90,7 +104,7 @@ def of_layer(family: Family, way: Way) -> dict[str, Any]:
         hidden = torch.empty(shape, device="cuda", dtype=torch.bfloat16, requires_grad=True)
         return hidden, run
 
-    found = _counted(once, layer, graphs)
+    found = _counted(once, graphs)
     found["weights_bytes"] = sum(parameter.nbytes for parameter in layer.parameters())
     return found
 
@@ -113,14 +127,17 @@ def of_losses(family: Family) -> dict[str, Any]:
             hidden = torch.empty(shape, device="cuda", dtype=torch.bfloat16, requires_grad=True)
             return hidden, lambda given: loss(given, targets)
 
-        found[way] = _counted(once, head, [])
+        found[way] = _counted(once)
         del head, loss, once
         gc.collect()
     return found
 
 
-def _counted(once: Callable[[], tuple[Any, Any]], module: Any, graphs: list[Counter[str]]) -> dict[str, Any]:
-    """Run it to compile, then for launches and memory, then for bytes; `graphs`: Inductor's bytes, where it compiled."""
+def _counted(once: Callable[[], tuple[Any, Any]], graphs: list[Counter[str]] | None = None) -> dict[str, Any]:
+    """Run it to compile, then for launches and memory, then for bytes.
+
+    `graphs`: Inductor's bytes of forward and backward, where it compiles.
+    """
     import torch
 
     from bench.kernels.counting import launches, moved
@@ -150,7 +167,8 @@ def _counted(once: Callable[[], tuple[Any, Any]], module: Any, graphs: list[Coun
     }
     del out, hidden
     hidden, run = once()
-    if graphs:
+    if graphs is not None:
+        assert len(graphs) == 2, "one graph forward and one backward"
         kinds = graphs[0] + graphs[1]
         return found | {"bytes_beside_products": kinds["others"], "bytes_in_products": kinds["products"]}
     with moved() as counted:

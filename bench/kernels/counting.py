@@ -28,6 +28,12 @@ PASSES = {
 }
 """Passes over an argument of Liger's kernels that is read and written, or read twice; over all others it is one."""
 
+EXPERT_PRODUCTS = {
+    "_fused_up_proj_swiglu_kernel", "_fused_down_proj_kernel", "_moe_bwd_down_proj_kernel", "_moe_bwd_dW2_kernel",
+    "_moe_bwd_dX_expanded_kernel", "_moe_bwd_dW1_kernel",
+}  # fmt: skip
+"""Liger's kernels that multiply matrices of experts."""
+
 
 def launches() -> Counter[str]:
     """Kernels that this process has launched since the last call, by name; needs EMULATED_GPU_KERNELS."""
@@ -76,7 +82,8 @@ def moved() -> Iterator[Moved]:
         passes = PASSES.get(self.fn.__name__, {})
         given = dict(zip(self.arg_names, args, strict=False)) | kwargs
         tensors = {name: value for name, value in given.items() if isinstance(value, Tensor)}
-        counted.by_kind["compiled"] += sum(value.nbytes * passes.get(name, 1) for name, value in tensors.items())
+        kind = "products" if self.fn.__name__ in EXPERT_PRODUCTS else "compiled"
+        counted.by_kind[kind] += sum(value.nbytes * passes.get(name, 1) for name, value in tensors.items())
         return launch(self, *args, **kwargs)
 
     with patch.object(JITFunction, "run", run), counted:

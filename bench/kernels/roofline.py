@@ -1,4 +1,4 @@
-"""`python -m bench.kernels.roofline`: the time of a micro-step on real cards, from the account's bytes.
+"""`python -m bench.kernels.roofline [--page]`: the time of a micro-step on real cards, from the account's bytes.
 
 Nothing of it was timed. A product takes as long as its FLOPs at a share of the card's peak, those of the head as long
 as their bytes where these take longer; all else takes its bytes at a share of the card's bandwidth. One comes after the
@@ -6,11 +6,16 @@ other. Left out: communication, the optimizer, and the host.
 """
 
 import json
+import re
+import sys
 from collections.abc import Iterator, Sequence
+from pathlib import Path
 from typing import Any
 
 from bench.kernels.account import RESULTS
 from bench.kernels.layers import FAMILIES, Family
+
+PAGE = Path(__file__).parents[2] / "docs" / "kernels.md"
 
 CARDS = {"RTX 3090": (71e12, 936e9), "A100-80G": (312e12, 2039e9), "H100 SXM": (989e12, 3350e9)}
 """Published FLOP/s in bf16 with sums in fp32, and bytes/s."""
@@ -115,8 +120,14 @@ def tables(account: dict[str, Any], families: Sequence[str] = SHOWN) -> dict[str
 
 
 def main() -> None:
-    """Print the tables of the kept account."""
-    print("\n\n".join(tables(json.loads(RESULTS.read_text()), tuple(FAMILIES)).values()))
+    """Print the tables of the kept account for all families; with `--page` also write those of the page."""
+    account = json.loads(RESULTS.read_text())
+    print("\n\n".join(tables(account, tuple(FAMILIES)).values()))
+    if "--page" in sys.argv:
+        page = PAGE.read_text()
+        for name, table in tables(account).items():
+            page = re.sub(rf"(<!-- table: {name} -->\n\n).*?\n(?=\n|$)", rf"\g<1>{table}\n", page, flags=re.DOTALL)
+        PAGE.write_text(page)
 
 
 if __name__ == "__main__":

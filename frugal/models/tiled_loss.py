@@ -3,8 +3,8 @@
 The logits of a vocabulary of 128k and 4,096 tokens are 2.1 GB in fp32, and backward needs them two more times. Here
 the head runs on a slice of the sequence at a time and its gradient is taken on the spot, so that one slice of logits
 exists at once. The incoming gradient is a scalar and is applied in backward, so any later scaling (W / T, fp16 loss
-scale) stays exact. The idea is that of Liger Kernel's fused linear cross entropy (Hsu et al., 2024, arXiv:2410.10989)
-in plain PyTorch.
+scale) stays exact. The idea is that of Liger Kernel's fused linear cross entropy (Hsu et al., 2024, arXiv:2410.10989).
+A slice's logits become their own gradient in place, by torch's operators or Liger's kernel (`losses/cross_entropy.py`).
 
 What a model does to its logits after the head, a soft cap, a scale or a bias, is applied to each slice in the model's
 own precision: its copy on meta, without its layers, runs on two tokens, and every operator that the head's result
@@ -12,7 +12,7 @@ passes is noted (`tiling/positions.py`). The same operators are applied to a sli
 for bit. Refused are ends that are not elementwise, change logits in place, draw random numbers, or use a parameter (its
 gradient would be lost, and ZeRO-3 has not gathered it in the head).
 
-Cost: one buffer of the head's size in fp32, in which its gradient is summed, and none of the logits.
+Cost: one buffer of the head's size in fp32, in which products add its gradient up, and none of the logits.
 
 The loss runs inside the head module's own forward, because that is where ZeRO-3 has its weight gathered.
 """
@@ -37,7 +37,7 @@ of them would in half precision."""
 CHUNKS = 8
 """Parts of a slice of which one at a time is in fp32, where no kernel computes rows by itself ..."""
 
-CHUNK_LOGITS = 1 << 20
+CHUNK_LOGITS = 1 << 18
 """... and the logits of a sample that one has at least."""
 
 

@@ -1,19 +1,17 @@
 """docs/kernels.md shows what the kept account of kernels says, and Inductor, Liger and frugal are all in it."""
 
 import json
-from pathlib import Path
 
 import pytest
 
 from bench.kernels import roofline
 from bench.kernels.layers import FAMILIES
 
-PAGE = Path(__file__).parents[2] / "docs" / "kernels.md"
 ACCOUNT = json.loads(roofline.RESULTS.read_text())
 
 
 def test_the_page_shows_the_tables_that_the_command_prints() -> None:
-    page = PAGE.read_text()
+    page = roofline.PAGE.read_text()
     assert [name for name, table in roofline.tables(ACCOUNT).items() if table not in page] == []
 
 
