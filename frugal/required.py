@@ -2,7 +2,7 @@
 
 A private name may go with any release. Each stands in a table with its reason: DeepSpeed's in
 `frugal.deepspeed_adapter.contract`, torch's in `frugal.torch_internals`, transformers' in
-`frugal.models.transformers_internals`. Tables are checked where training and dry runs start, and one error
+`frugal.models.transformers_internals`, Liger's and Triton's in `frugal.models.fused.liger_internals`. Tables are checked where training and dry runs start, and one error
 lists all missing names, instead of an AttributeError in the middle of a step.
 """
 
@@ -60,6 +60,7 @@ TESTED = {
     "deepspeed": ("0.19.6", "0.19.7", "0.19.8"),
     "transformers": ("5.20", "5.21", "5.22", "5.23", "5.24"),
     "bitsandbytes": ("0.50",),
+    "liger-kernel": ("0.8",),
 }
 """The versions that were tested, the newest last; docs/reference/versions.md says what ran on each. `5.23` is also
 5.23.1. Others run, too, if they have all names: what is required are names."""

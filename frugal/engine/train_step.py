@@ -38,6 +38,7 @@ from frugal.models import (
 from frugal.models.loading import quantised
 from frugal.models.objectives import Batch, Objective, Sample, tokens_and_positions
 from frugal.models.sequence import attention
+from frugal.models.fused import replacement
 from frugal.models.tiling import tiled_mlp
 from frugal.models.unused_parameters import UnusedParameters
 from frugal.planning.batch import BatchPlan
@@ -287,6 +288,8 @@ def wrap(model: nn.Module, request: Request, strategy: Strategy, batch: BatchPla
     """Wrap `model`, changed as the strategy says, in DeepSpeed's engine. Collective. `how` and errors as there."""
     transformers_internals.always_use()
     expert_modules.always_run(model)
+    if strategy.kernels == "liger":
+        replacement.apply(model)
     activation_checkpointing.apply(model, strategy.activation_checkpointing, strategy.layer_modes)
     attention.split_over_ranks(model, strategy.sequence_parallel)
     if strategy.loss == "tiled":

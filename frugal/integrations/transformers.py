@@ -42,6 +42,7 @@ from frugal.models.loading import quantised
 from frugal.models.losses import decoder_inputs
 from frugal.models.objectives import summed_cross_entropy
 from frugal.models.tiled_loss import IGNORED
+from frugal.models.fused import replacement
 from frugal.models.tiling import tiled_mlp
 from frugal.planning.plan import Plan
 from frugal.units import format_bytes
@@ -74,6 +75,8 @@ class PlannedMixin:
         batch_norm.apply(trainer.model, plan.request.batch_norm)
         activation_checkpointing.apply(trainer.model, plan.strategy.activation_checkpointing, plan.strategy.layer_modes)
         trainer.model.config.use_cache = False
+        if plan.strategy.kernels == "liger":
+            replacement.apply(trainer.model)
         if plan.strategy.loss == "tiled":
             tiled_loss.apply(trainer.model)
             trainer.args.prediction_loss_only = True

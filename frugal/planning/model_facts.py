@@ -68,6 +68,8 @@ class ModelFacts:
         notes: warnings about training it, see `frugal.models.trials.model_check`.
         weights: where they come from.
         packed: weights that are kept in fewer bits.
+        fused: modules that run in Liger's kernels where the strategy says so, in words: `33 RMSNorm`. Empty: none, or
+            they are not wanted, not installed, or not for these devices.
     """
 
     task: str
@@ -81,3 +83,4 @@ class ModelFacts:
     notes: tuple[str, ...] = ()
     weights: Weights = RANDOM
     packed: Packed = NOT_PACKED
+    fused: tuple[str, ...] = ()

@@ -36,6 +36,9 @@ def reasons(request: Request, cluster: Cluster, result: SearchResult) -> tuple[s
         elif taken == "tiled":
             plain = _compared(result, lambda each, name=name: getattr(each, name) == "plain", f"with {what}")  # type: ignore[misc]  # `name` as it is now
             sentences.append(f"the {noun} is tiled{plain}")
+    if strategy.kernels == "liger":
+        asked = ", as asked" if request.kernels == "liger" else ""
+        sentences.append(f"the kernels of {', '.join(result.fused)} are Liger's{asked}")
     sentences.append(_zero_stage(request, cluster, result))
     sentences += _offload(request, result)
     sentences.append(_micro_batch(request, cluster, result))

@@ -15,6 +15,7 @@ from frugal.planning.model_facts import ModelFacts
 Place = Literal["none", "cpu", "nvme"]
 ActivationCheckpointing = Literal["off", "selective", "full", "offloaded", "budget"]
 Loss = Literal["plain", "tiled"]
+Kernels = Literal["plain", "liger"]
 LAYER_MODES: tuple[LayerMode, ...] = ("offloaded", "full", "selective", "off")
 """The modes of activation checkpointing of a layer, the most frugal first."""
 
@@ -33,6 +34,7 @@ class Strategy:
         sequence_parallel: ranks that share each sample, a part of its positions each (Ulysses); 1: none do.
         loss: `plain` holds the whole logits, `tiled` a slice of them at a time.
         mlp: `plain` runs a layer's MLP on all positions, `tiled` on a slice at a time, and again in backward.
+        kernels: `liger` runs norms, rotations and gated MLPs in fused kernels.
         offload_optimizer: where optimizer states live; the optimizer runs on the host unless it is `none`.
         offload_ratio: ZeRO-3 with the optimizer in host memory, the share of the sub-groups that are updated there;
             the first ones are updated on the device, see `num_groups_on_device`.
@@ -56,6 +58,7 @@ class Strategy:
     sequence_parallel: int = 1
     loss: Loss = "plain"
     mlp: Literal["plain", "tiled"] = "plain"
+    kernels: Kernels = "plain"
     offload_optimizer: Place = "none"
     offload_ratio: float = 1.0
     offload_parameters: Place = "none"
@@ -160,6 +163,7 @@ class Strategy:
             f"sequence parallelism over {self.sequence_parallel} ranks": self.sequence_parallel > 1,
             "tiled loss": self.loss == "tiled",
             "tiled MLP": self.mlp == "tiled",
+            "Liger's kernels": self.kernels == "liger",
             self._offloading: self.offload_optimizer != "none",
             "small buckets": self.small_buckets,
             "communication overlapped": self.overlap_comm,
@@ -350,6 +354,7 @@ def allowed_strategies(
             sequence_parallel=request.sequence_parallel or 1,
             loss=loss,
             mlp="tiled" if tiled_mlp else "plain",
+            kernels="liger" if facts.fused else "plain",
             offload_optimizer=optimizer,
             offload_parameters=parameters,
             nvme_path=request.nvme_path if offload == "nvme" else None,

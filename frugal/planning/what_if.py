@@ -201,7 +201,7 @@ def without_pins(request: Request) -> Iterator[tuple[str, Request]]:
     if request.micro_batch is not None and request.accumulation_steps is not None:  # each of them decides the other
         both = replace(request, micro_batch=None, accumulation_steps=None)
         yield "no --micro-batch and no --accumulation-steps", both
-    for field in ("activation_checkpointing", "loss", "mlp"):
+    for field in ("activation_checkpointing", "loss", "mlp", "kernels"):
         if getattr(request, field) != "auto":
             yield f"--{field.replace('_', '-')} auto", replace(request, **{field: "auto"})  # type: ignore[arg-type]  # as above
     if request.offload != "auto":

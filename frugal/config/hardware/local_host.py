@@ -44,6 +44,12 @@ def library_versions() -> dict[str, str]:
     return {name: _version(name) for name in LIBRARIES}
 
 
+def fused_kernels() -> str:
+    """Return the installed versions of the fused kernels that a plan may use; empty if they cannot run."""
+    installed = {name: _version(name) for name in ("liger-kernel", "triton")}
+    return "" if "none" in installed.values() else ", ".join(f"{name} {number}" for name, number in installed.items())
+
+
 def _version(package: str) -> str:
     try:
         return version(package)
