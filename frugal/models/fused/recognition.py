@@ -83,7 +83,7 @@ def kind(module: nn.Module) -> tuple[Any, ...]:
             tuple((key, _shape(p), p.dtype) for key, p in each.named_parameters(recurse=False)),
             tuple((key, value) for key, value in sorted(vars(each).items()) if isinstance(value, int | float | str)),
             "forward" in vars(each),
-            bool(each._forward_hooks or each._forward_pre_hooks),
+            _has_hooks(each),
         )
         for name, each in module.named_modules()
     )
@@ -137,7 +137,7 @@ def gated_mlp(module: nn.Module) -> GatedMLP | None:
     has_own = any(True for _ in (*module.parameters(recurse=False), *module.buffers(recurse=False)))
     if len(projections) != 3 or has_own or _is_special(module) or any(map(_has_tensors, others)):
         return None
-    if any(each._forward_hooks or each._forward_pre_hooks for each in module.modules() if each is not module):
+    if any(_has_hooks(each) for each in module.modules() if each is not module):
         return None
     wide = {size: 8 + 4 * number for number, size in enumerate(sorted({n for name in projections for n in sizes[name]}))}  # type: ignore[union-attr]  # projections have sizes
     shapes = {name: tuple(wide[size] for size in reversed(sizes[name])) for name in projections}  # type: ignore[arg-type]
@@ -270,6 +270,12 @@ def _like(module: nn.Module, **replaced: dict[str, Any]) -> nn.Module:
 def _is_special(module: nn.Module) -> bool:
     """Return whether something has replaced the forward of this one module."""
     return "forward" in vars(module)
+
+
+def _has_hooks(module: nn.Module) -> bool:
+    """Return whether somebody looks at what a module takes or returns; frugal's own hooks, as a dry run's, do not."""
+    hooks = (*module._forward_hooks.values(), *module._forward_pre_hooks.values())
+    return any(not str(getattr(hook, "__module__", "")).startswith("frugal.") for hook in hooks)
 
 
 def _has_tensors(module: nn.Module) -> bool:
