@@ -11,7 +11,7 @@ from math import ceil
 from frugal.config.hardware.cluster import Cluster, Node
 from frugal.config.request import Request
 from frugal.planning.memory_report import assumptions, binding, breakdown_table
-from frugal.planning.plan import Plan, Rejected, StepTime
+from frugal.planning.plan import KERNELS, Plan, Rejected, StepTime
 from frugal.planning.search.candidate import TIE, Candidate, SearchResult
 from frugal.planning.strategy import MODES_NOTE, Strategy, brief_name
 from frugal.planning.table import WIDE, Table
@@ -38,7 +38,7 @@ def reasons(request: Request, cluster: Cluster, result: SearchResult) -> tuple[s
             sentences.append(f"the {noun} is tiled{plain}")
     if strategy.kernels == "liger":
         asked = ", as asked" if request.kernels == "liger" else ""
-        sentences.append(f"the kernels of {', '.join(result.fused)} are Liger's{asked}")
+        sentences.append(f"{KERNELS} Liger's, for {', '.join(result.fused)}{asked}")
     sentences.append(_zero_stage(request, cluster, result))
     sentences += _offload(request, result)
     sentences.append(_micro_batch(request, cluster, result))
