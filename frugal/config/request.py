@@ -129,7 +129,7 @@ class Request:
     )  # fmt: skip
     kernels: KernelsChoice = setting(
         "auto",
-        "`liger` runs norms, rotations and gated MLPs in Liger's fused kernels, `plain` in torch's; `auto`: Liger's where "
+        "`liger` runs norms, rotations and gated MLPs in Liger's fused kernels, `plain` in torch's; `auto`: Liger's if "
         "it is installed and the GPUs can (compute capability 8.0 on).",
         "memory and speed", is_expert=True,
     )  # fmt: skip

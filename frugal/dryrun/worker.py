@@ -15,7 +15,18 @@ import msgspec
 from frugal.config.hardware.cluster import KERNEL_CLASSES
 from frugal.config.request import Request
 from frugal.distributed import parent
-from frugal.dryrun.messages import Answer, AskCheck, AskDryRun, AskFacts, AskFused, AskTrace, Mistake, Question, Traced, WarmUp
+from frugal.dryrun.messages import (
+    Answer,
+    AskCheck,
+    AskDryRun,
+    AskFacts,
+    AskFused,
+    AskTrace,
+    Mistake,
+    Question,
+    Traced,
+    WarmUp,
+)
 from frugal.imports import collected_seldom
 
 

@@ -35,10 +35,10 @@ from frugal.models import (
     transformers_internals,
     weight_decay,
 )
+from frugal.models.fused import replacement
 from frugal.models.loading import quantised
 from frugal.models.objectives import Batch, Objective, Sample, tokens_and_positions
 from frugal.models.sequence import attention
-from frugal.models.fused import replacement
 from frugal.models.tiling import tiled_mlp
 from frugal.models.unused_parameters import UnusedParameters
 from frugal.planning.batch import BatchPlan

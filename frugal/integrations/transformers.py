@@ -38,11 +38,11 @@ from frugal.models import (
     tiled_loss,
     transformers_internals,
 )  # fmt: skip
+from frugal.models.fused import replacement
 from frugal.models.loading import quantised
 from frugal.models.losses import decoder_inputs
 from frugal.models.objectives import summed_cross_entropy
 from frugal.models.tiled_loss import IGNORED
-from frugal.models.fused import replacement
 from frugal.models.tiling import tiled_mlp
 from frugal.planning.plan import Plan
 from frugal.units import format_bytes

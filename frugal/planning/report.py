@@ -37,8 +37,8 @@ def reasons(request: Request, cluster: Cluster, result: SearchResult) -> tuple[s
             plain = _compared(result, lambda each, name=name: getattr(each, name) == "plain", f"with {what}")  # type: ignore[misc]  # `name` as it is now
             sentences.append(f"the {noun} is tiled{plain}")
     if strategy.kernels == "liger":
-        asked = ", as asked" if request.kernels == "liger" else ""
-        sentences.append(f"{KERNELS} Liger's, for {', '.join(result.fused)}{asked}")
+        as_asked = ", as asked" if request.kernels == "liger" else ""
+        sentences.append(f"{KERNELS} Liger's, for {', '.join(result.fused)}{as_asked}")
     sentences.append(_zero_stage(request, cluster, result))
     sentences += _offload(request, result)
     sentences.append(_micro_batch(request, cluster, result))

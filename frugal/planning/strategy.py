@@ -411,6 +411,5 @@ MODES_NOTE = "full, selective, offloaded: activation checkpointing"
 def brief_name(strategy: Strategy) -> str:
     """Return the strategy in few words, for narrow tables, whose rows all have the same kernels."""
     in_full = short_name(strategy)
-    for word, brief in ((", Liger's kernels", ""), ("activation checkpointing ", ""), (" in host memory", " on the host")):
-        in_full = in_full.replace(word, brief)
-    return in_full
+    in_full = in_full.replace(", Liger's kernels", "").replace("activation checkpointing ", "")
+    return in_full.replace(" in host memory", " on the host")

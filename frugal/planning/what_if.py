@@ -204,7 +204,7 @@ def without_kernels(plan: Plan) -> list[Case]:
     """Return a plan without fused kernels, and this one but for them; nothing for a plan that has none."""
     if plan.strategy.kernels == "plain":
         return []
-    pins = {"micro_batch": plan.batch.largest_micro_batch, "accumulation_steps": None, "max_tokens_per_gpu": None}
+    pins: dict[str, Any] = {"micro_batch": plan.batch.largest_micro_batch, "accumulation_steps": None}
     pins |= {"offload": "none"} if plan.strategy.offload_optimizer == "none" else {}
     requests = replace(plan.request, kernels="plain"), _as_planned(plan, kernels="plain", **pins)
     return [Case(name="--kernels plain", request=request, cluster=plan.cluster) for request in requests]

@@ -1,6 +1,6 @@
 """Liger's kernels, and what is used of Liger and Triton beyond their documented interfaces: nothing else uses these.
 
-A dry run calls Liger's own functions on meta tensors: they allocate as on a card, and launches are noted instead of run.
+A dry run calls Liger's own functions on meta tensors: they allocate as on a card, and launches are noted, not run.
 """
 
 import ast
@@ -140,7 +140,9 @@ def _passes(function: Callable[..., Any]) -> dict[str, int]:
             name, begins = node.targets[0].id, root(node.value)
             if begins is not None:
                 origin[name] = begins
-        elif isinstance(node, ast.Call) and isinstance(node.func, ast.Attribute) and node.func.attr in ("load", "store"):
+        elif (
+            isinstance(node, ast.Call) and isinstance(node.func, ast.Attribute) and node.func.attr in ("load", "store")
+        ):
             begins = root(node.args[0])
             if begins is not None:
                 used.add((begins, node.func.attr))

@@ -1,9 +1,9 @@
 """Which modules compute what a fused kernel does: a trial of each on random numbers, against a formula.
 
-Names of classes say nothing: a user's own norm is recognised, and one that is called like Llama's and computes something
-else is not. A norm is tried with a random weight of its width, an MLP with small projections in the place of its own, a
-rotation as the function that it is; all on the CPU, forward and gradients, with inputs from small to large, so that a
-clamp or another epsilon shows. The formulas are those of Liger's kernels, which tests hold to them.
+Names of classes say nothing: a user's own norm is recognised, and one that is called like Llama's and computes
+something else is not. A norm is tried with a random weight of its width, an MLP with small projections in the place of
+its own, a rotation as the function that it is; all on the CPU, forward and gradients, with inputs from small to large,
+so that a clamp or another epsilon shows. The formulas are those of Liger's kernels, which tests hold to them.
 
 Not recognised, and left as they are: `LayerNorm` and torch's own `RMSNorm`, which are one kernel in torch already;
 modules with hooks on their parts, which would see what a kernel overwrites; GELU that is not approximated by tanh.
@@ -12,9 +12,10 @@ modules with hooks on their parts, which would see what a kernel overwrites; GEL
 import copy
 import inspect
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from functools import partial
 from itertools import permutations
-from typing import Any, Literal
+from typing import Any, Literal, get_args
 
 import torch
 import torch.nn.functional as F
@@ -70,8 +71,12 @@ def rotated(q: Tensor, k: Tensor, cos: Tensor, sin: Tensor) -> tuple[Tensor, Ten
     """Return `(samples, heads, positions, size)` rotated by angles `(samples or 1, positions, size)`, whose halves are
     the same: the first half of each head with the second."""
     cos, sin = cos.unsqueeze(1), sin.unsqueeze(1)
-    halves = (torch.cat((-x[..., x.shape[-1] // 2 :], x[..., : x.shape[-1] // 2]), -1) for x in (q, k))
-    return tuple(x * cos + half * sin for x, half in zip((q, k), halves, strict=True))  # type: ignore[return-value]  # two
+
+    def turned(x: Tensor) -> Tensor:
+        first, second = x.chunk(2, -1)
+        return x * cos + torch.cat((-second, first), -1) * sin
+
+    return turned(q), turned(k)
 
 
 def kind(module: nn.Module) -> tuple[Any, ...]:
@@ -122,42 +127,43 @@ def _with_casting(
     x, weight = (trial.random(shape, 1.0).to(dtype) for shape in ((8, width), (width,)))
     with torch.no_grad():
         result = theirs(x, nn.Parameter(weight))
-        for casting in ("llama", "gemma"):
-            ours = RMSNorm(norm.epsilon, norm.offset, casting)(x, weight)
-            if result.dtype == dtype and (result != ours).double().mean() < 0.01:
-                return RMSNorm(norm.epsilon, norm.offset, casting)
+        for casting in get_args(Casting):
+            rounding = replace(norm, casting=casting)
+            if result.dtype == dtype and (result != rounding(x, weight)).double().mean() < 0.01:
+                return rounding
     return None
 
 
 def gated_mlp(module: nn.Module) -> GatedMLP | None:
     """Return the gated MLP that a module is; None: none of those that Liger has."""
-    sizes = {name: _sizes(child) for name, child in module.named_children()}
-    projections = [name for name, size in sizes.items() if size is not None]
-    others = [child for name, child in module.named_children() if sizes[name] is None]
+    children = dict(module.named_children())
+    sizes = {name: size for name, child in children.items() if (size := _sizes(child))}
+    others = [child for name, child in children.items() if name not in sizes]
     has_own = any(True for _ in (*module.parameters(recurse=False), *module.buffers(recurse=False)))
-    if len(projections) != 3 or has_own or _is_special(module) or any(map(_has_tensors, others)):
+    if len(sizes) != 3 or has_own or _is_special(module) or any(map(_has_tensors, others)):
         return None
     if any(_has_hooks(each) for each in module.modules() if each is not module):
         return None
-    wide = {size: 8 + 4 * number for number, size in enumerate(sorted({n for name in projections for n in sizes[name]}))}  # type: ignore[union-attr]  # projections have sizes
-    shapes = {name: tuple(wide[size] for size in reversed(sizes[name])) for name in projections}  # type: ignore[arg-type]
+    widths = sorted({size for pair in sizes.values() for size in pair})
+    shapes = {name: tuple(8 + 4 * widths.index(size) for size in pair[::-1]) for name, pair in sizes.items()}
     trial = _Trial()
 
     def theirs(x: Tensor, *weights: Tensor) -> Any:
-        given = {name: _Linear(weight) for name, weight in zip(projections, weights, strict=True)}
-        return _run(_like(module, _modules=dict(module.named_children()) | given), x)
+        projections = {name: _Linear(weight) for name, weight in zip(sizes, weights, strict=True)}
+        return _run(_like(module, _modules=children | projections), x)
 
-    for gate, up, down in permutations(projections):
-        if sizes[gate] != sizes[up] or max(sizes[gate]) > MOST_COLUMNS or shapes[down] != shapes[gate][::-1]:  # type: ignore[type-var]
+    def formula(mlp: GatedMLP, x: Tensor, *weights: Tensor) -> Tensor:
+        by_name = dict(zip(sizes, weights, strict=True))
+        gate, up = (F.linear(x, by_name[name]) for name in (mlp.gate, mlp.up))
+        return F.linear(activated(mlp.activation, gate) * up, by_name[mlp.down])
+
+    for gate, up, down in permutations(sizes):
+        if sizes[gate] != sizes[up] or sizes[down] != sizes[gate][::-1] or sizes[gate][1] > MOST_COLUMNS:
             continue
-        for activation in ("silu", "gelu"):
-
-            def ours(x: Tensor, *weights: Tensor, names: Any = (gate, up, down), activation: Any = activation) -> Tensor:
-                g, u, d = (weights[projections.index(name)] for name in names)
-                return F.linear(activated(activation, F.linear(x, g)) * F.linear(x, u), d)
-
-            if trial.are_alike(theirs, ours, (2, 3, shapes[gate][1]), *(shapes[name] for name in projections)):
-                return GatedMLP(gate, up, down, activation)  # type: ignore[arg-type]  # one of the two
+        for activation in get_args(Activation):
+            mlp = GatedMLP(gate, up, down, activation)
+            if trial.are_alike(theirs, partial(formula, mlp), (2, 3, shapes[gate][1]), *shapes.values()):
+                return mlp
     return None
 
 
@@ -176,20 +182,21 @@ def rotation(module: nn.Module) -> str | None:
         if needed != ["q", "k", "cos", "sin"]:
             continue
 
-        def tried(rotate: Callable[..., Any], q: Tensor, k: Tensor, angles: Tensor) -> Tensor:
-            halves = torch.cat((angles, angles), -1)
-            return torch.cat(tuple(rotate(q, k, halves.cos(), halves.sin())), 1)
-
         shapes = ((2, 4, 3, 8), (2, 2, 3, 8), (2, 3, 4))
-        if _Trial().are_alike(lambda *x, f=function: tried(f, *x), lambda *x: tried(rotated, *x), *shapes):  # type: ignore[misc]  # `function` as it is now
+        if _Trial().are_alike(partial(_rotated_by, function), partial(_rotated_by, rotated), *shapes):
             return name
     return None
 
 
+def _rotated_by(rotate: Callable[..., Any], q: Tensor, k: Tensor, angles: Tensor) -> Tensor:
+    halves = torch.cat((angles, angles), -1)
+    return torch.cat(tuple(rotate(q, k, halves.cos(), halves.sin())), 1)
+
+
 def angles_have_equal_halves(model: nn.Module) -> bool:
     """Return whether all modules of a model that compute cosines and sines of positions repeat them in both halves."""
-    kinds = {id(type(module)): module for module in model.modules() if "inv_freq" in dict(module.named_buffers())}
-    return bool(kinds) and all(_have_equal_halves(module) for module in kinds.values())
+    makers = [module for module in model.modules() if "inv_freq" in dict(module.named_buffers(recurse=False))]
+    return bool(makers) and all(map(_have_equal_halves, makers))
 
 
 def _have_equal_halves(module: nn.Module) -> bool:
@@ -286,7 +293,7 @@ def _shape(tensor: Tensor) -> tuple[int, ...]:
     return tuple(getattr(tensor, "ds_shape", tensor.shape))  # of a parameter that ZeRO-3 has divided
 
 
-def _sizes(module: nn.Module) -> tuple[int, int] | None:
-    """Return the elements of a projection's input and output; None: it is none."""
+def _sizes(module: nn.Module) -> tuple[int, ...]:
+    """Return the elements of a projection's input and output; nothing: it is none."""
     sizes = tuple(getattr(module, name, None) for name in ("in_features", "out_features"))
-    return sizes if all(isinstance(size, int) for size in sizes) else None  # type: ignore[return-value]  # two
+    return tuple(size for size in sizes if isinstance(size, int))

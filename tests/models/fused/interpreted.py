@@ -4,24 +4,32 @@ In fp16 and fp32: the interpreter knows no products in bf16. It holds tensors lo
 can be said of memory; `bench.emulated_gpu` does.
 """
 
-import tests.models.fused.interpreter  # isort: skip  # before Triton
-
 import copy
+import json
+from contextlib import closing
+from functools import partial
+from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-import transformers
 import torch.distributed as dist
+import transformers
 from torch import Tensor, nn
 
 from bench.plans import plan_by_hand
 from bench.ranks import Ranks
 from frugal.config.adapters import Lora
+from frugal.config.schema import understand
+from frugal.dryrun.client import DryRunSource
+from frugal.dryrun.planner import plan
+from frugal.dryrun.pool import workers
 from frugal.engine.engine import initialize
 from frugal.models import activation_checkpointing, adapters
 from frugal.models.fused import recognition, replacement
 from frugal.models.objectives import CausalLM
+from frugal.planning.strategy import Strategy
+from frugal.planning.what_if import kernels_bring, predicted, without_kernels
 from tests.engine.gradients import SGD, Gradient, applied, relative_error, weights, with_bound
 from tests.engine.small_models import TINY, tiny
 
@@ -53,7 +61,7 @@ def gradient_of(model: nn.Module) -> tuple[float, Gradient]:
     return loss.item(), {n: p.grad.double() for n, p in model.named_parameters() if p.grad is not None}
 
 
-def plain(family: str, dtype: torch.dtype) -> tuple[float, Gradient]:
+def by_torch_alone(family: str, dtype: torch.dtype) -> tuple[float, Gradient]:
     """The same by PyTorch alone."""
     return gradient_of(model_of(family).to(dtype))
 
@@ -73,7 +81,7 @@ def test_loss_and_gradient_are_those_of_torchs_kernels(family: str, mode: Any) -
     replacement.apply(model)
     activation_checkpointing.apply(model, mode)
     loss, gradient = gradient_of(model)
-    (expected_loss, expected), bound = with_bound(plain, family)
+    (expected_loss, expected), bound = with_bound(by_torch_alone, family)
     assert loss == pytest.approx(expected_loss, rel=bound)
     assert relative_error(gradient, expected) < bound
 
@@ -137,9 +145,6 @@ def test_formulas_of_the_trial_are_those_of_the_kernels() -> None:
         torch.testing.assert_close(getattr(library, activation)(gate, up), product)
 
 
-# On real ranks.
-
-
 def adapted(lora: str | None) -> nn.Module:
     """A small Llama; with adapters that do something, if asked."""
     model = model_of("llama")
@@ -154,17 +159,70 @@ def adapted(lora: str | None) -> nn.Module:
 
 def measured_gradient(zero_stage: int, strategy: dict[str, Any], lora: str | None) -> Gradient:
     """What DeepSpeed applies of `SAMPLES`. Runs on ranks."""
-    plan = plan_by_hand(
+    planned = plan_by_hand(
         world_size=dist.get_world_size(), global_batch=3, micro_batch=2, zero_stage=zero_stage,
         request=SGD | {"lora": None if lora is None else Lora.parse(lora)}, strategy={"kernels": "liger", **strategy},
     )  # fmt: skip
     model = adapted(lora)
     before = weights(model)
-    engine = initialize(model, plan, CausalLM())
+    engine = initialize(model, planned, CausalLM())
     engine.train_step(SAMPLES)
     gradient = applied(engine, before)
     engine.destroy()
     return gradient
+
+
+# In plans.
+
+
+@pytest.fixture
+def config(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> str:
+    """The configuration of a small Llama, and a cache of its own."""
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    path = tmp_path / "config.json"
+    path.write_text(json.dumps(TINY["llama"] | {"model_type": "llama", "architectures": ["LlamaForCausalLM"]}))
+    return str(path)
+
+
+ASKED = {"gpus": 2, "gpu": "a100-80g", "seq_len": 64, "global_batch": 16}
+
+
+def test_a_plan_takes_them_and_says_so_unless_it_is_told_not_to_or_the_cards_are_too_old(config: str) -> None:
+    fused = plan(model=config, **ASKED)
+    assert fused.strategy.kernels == "liger"
+    assert ("fused", "Liger's, for 2 RoPE, 2 SwiGLU, 5 RMSNorm") in fused.verdict
+    assert fused.is_draft is False and not any("off the dry run" in note for note in fused.warnings)
+    for others in ({"kernels": "plain"}, {"gpu": "t4-16g", "precision": "fp16"}):
+        assert plan(model=config, **(ASKED | others)).strategy.kernels == "plain"
+    cases = without_kernels(fused)
+    with closing(workers()) as pool:
+        said = kernels_bring(fused, predicted(cases, partial(DryRunSource, pool=pool, will_dry_run=False)))
+    assert [case.request.kernels for case in cases] == ["plain", "plain"]
+    assert said[0] == "kernels (predicted, not dry-run)" and "less memory than the same strategy" in said[-1]
+
+
+def test_arithmetic_and_a_dry_run_with_them_have_the_same_peak_and_less_traffic(config: str) -> None:
+    works = {}
+    for kernels in ("plain", "liger"):
+        request, cluster, _ = understand({"model": config, "kernels": kernels, **ASKED})
+        with DryRunSource(request, cluster) as source:
+            for zero_stage, mode in ((2, "off"), (3, "selective")):
+                strategy = Strategy(
+                    zero_stage=zero_stage,
+                    activation_checkpointing=mode,  # type: ignore[arg-type]  # one of them
+                    kernels=kernels,  # type: ignore[arg-type]  # as above
+                )
+                profile = source.profile(strategy, True)
+                works[kernels, mode] = profile.costs.work.traffic.at(8)
+                drafted = profile.memory(8, cluster.devices[0]).live_bytes
+                assert kernels == "plain" or drafted == pytest.approx(
+                    source.dry_run(strategy, 8, 2).live_bytes, abs=100
+                )
+    for mode in ("off", "selective"):
+        assert works["liger", mode] < 0.8 * works["plain", mode]
+
+
+# On real ranks.
 
 
 SMALL = {"persistence_threshold_elements": 10, "max_live_elements": 6_000, "prefetch_bucket_elements": 5_000}

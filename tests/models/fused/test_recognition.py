@@ -7,7 +7,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from frugal.models.fused import recognition, replacement
+from frugal.errors import RequestError
+from frugal.models.fused import liger_internals, recognition, replacement
 from frugal.models.fused.recognition import GatedMLP, RMSNorm
 from tests.engine.small_models import tiny
 
@@ -91,6 +92,18 @@ def test_a_trial_draws_none_of_the_numbers_that_training_draws() -> None:
 def test_a_llama_on_meta_in_bf16_is_recognised_and_a_gpt2_has_nothing_to_fuse() -> None:
     assert replacement.names(tiny("causal-lm", "llama").bfloat16().to("meta")) == ("2 RoPE", "2 SwiGLU", "5 RMSNorm")
     assert replacement.names(tiny("causal-lm", "gpt2")) == ()
+
+
+def test_a_plan_with_them_on_a_machine_without_them_is_one_message(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(liger_internals, "fused_kernels", lambda: "")
+    liger_internals.library.cache_clear()
+    with pytest.raises(RequestError) as caught:
+        replacement.apply(tiny("causal-lm", "llama"))
+    assert str(caught.value) == (
+        "the kernels are to be Liger's, which is not installed\n"
+        "  because a plan with kernels liger needs the packages liger-kernel and triton on each machine that trains\n\n"
+        "hint: pip install 'frugal-trainer[kernels]', or plan with --kernels plain"
+    )
 
 
 def test_rotations_of_interleaved_pairs_are_left_as_they_are() -> None:
