@@ -18,7 +18,8 @@ GPUS = {"gpus": 2, "mem": "12G"}
          "pip install 'frugal-trainer[kernels]', or leave --kernels out"),
         ("both", {"gpus": 2, "gpu": "t4-16g", "precision": "fp16"},
          "they need compute capability 8.0 or newer, and there are GPUs of 7.5", "leave --kernels out"),
-        ("both", {"device": "cpu", "gpus": 2, "mem": "2G", "precision": "fp32"}, "its kernels run on GPUs alone", "leave --kernels out"),
+        ("both", {"device": "cpu", "gpus": 2, "mem": "2G", "precision": "fp32"},
+         "its kernels run on GPUs alone", "leave --kernels out"),
     ],
 )  # fmt: skip
 def test_what_is_in_the_way(
@@ -32,6 +33,15 @@ def test_what_is_in_the_way(
         kernels.are_to_be_fused(request, cluster)
     assert (caught.value.what, caught.value.because, caught.value.hint) == (
         "--kernels liger is impossible here", (because,), hint,
+    )  # fmt: skip
+
+
+def test_a_machine_without_a_compiler_cannot_run_them(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(kernels, "fused_kernels", lambda: "both")
+    monkeypatch.setattr(kernels.shutil, "which", lambda _: None)
+    monkeypatch.delenv("CC", raising=False)
+    assert kernels.what_is_missing() == (
+        "Triton needs a C compiler and Python's headers", "install gcc and python3-dev",
     )  # fmt: skip
 
 

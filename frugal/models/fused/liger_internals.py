@@ -6,7 +6,6 @@ A dry run calls Liger's own functions on meta tensors: they allocate as on a car
 import ast
 import functools
 import inspect
-import os
 import textwrap
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -19,7 +18,7 @@ import torch
 from torch import Tensor
 
 from frugal import required
-from frugal.config.hardware.local_host import fused_kernels
+from frugal.config.kernels import are_interpreted, what_is_missing
 from frugal.errors import RequestError
 from frugal.planning.strategy import Kernels
 from frugal.required import needed
@@ -44,12 +43,10 @@ def library() -> SimpleNamespace:
     Raises:
         RequestError: Liger is not installed, or lacks what is used of it.
     """
-    if not fused_kernels():
-        raise RequestError(
-            "the kernels are to be Liger's, which is not installed",
-            because="a plan with kernels liger needs the packages liger-kernel and triton on each machine that trains",
-            hint="pip install 'frugal-trainer[kernels]', or plan with --kernels plain",
-        )
+    if (missing := what_is_missing()) is not None:
+        reason, hint = missing
+        what = "the plan's kernels are Liger's, which cannot run here"
+        raise RequestError(what, because=reason, hint=f"{hint}, or plan with --kernels plain")
     required.verify("liger-kernel", NAMES)
     from liger_kernel.ops import geglu, rms_norm, rope, swiglu
 
@@ -69,12 +66,7 @@ def can_launch(tensor: Tensor) -> bool:
     """Return whether kernels take this tensor: on a GPU, in a dry run, or on a CPU that interprets them."""
     if tensor.dtype not in (torch.float32, torch.bfloat16, torch.float16):
         return False
-    return tensor.is_cuda or (_is_noting if tensor.is_meta else is_interpreted())
-
-
-def is_interpreted() -> bool:
-    """Return whether Triton interprets kernels on the CPU, which is slow, and for tests."""
-    return os.environ.get("TRITON_INTERPRET") == "1"
+    return tensor.is_cuda or (_is_noting if tensor.is_meta else are_interpreted())
 
 
 @contextmanager

@@ -1,4 +1,4 @@
-"""Which modules compute what a fused kernel does: a trial of each on random numbers, against a formula.
+"""The modules that compute what a fused kernel does: a trial of each on random numbers, against a formula.
 
 Names of classes say nothing: a user's own norm is recognised, and one that is called like Llama's and computes
 something else is not. A norm is tried with a random weight of its width, an MLP with small projections in the place of
@@ -149,7 +149,7 @@ def gated_mlp(module: nn.Module) -> GatedMLP | None:
     trial = _Trial()
 
     def theirs(x: Tensor, *weights: Tensor) -> Any:
-        projections = {name: _Linear(weight) for name, weight in zip(sizes, weights, strict=True)}
+        projections = {name: _Projection(weight) for name, weight in zip(sizes, weights, strict=True)}
         return _run(_like(module, _modules=children | projections), x)
 
     def formula(mlp: GatedMLP, x: Tensor, *weights: Tensor) -> Tensor:
@@ -210,7 +210,7 @@ def _have_equal_halves(module: nn.Module) -> bool:
         return False
 
 
-class _Linear(nn.Module):
+class _Projection(nn.Module):
     """A projection without bias."""
 
     def __init__(self, weight: Tensor) -> None:

@@ -24,7 +24,7 @@ from frugal.models.fused import liger_internals, recognition
 from frugal.models.fused.recognition import GatedMLP, RMSNorm
 
 Fused = RMSNorm | GatedMLP | str
-"""What a module runs: a norm, a gated MLP, or a forward that rotates by the function of this name."""
+"""A norm, a gated MLP, or the name of the function by which a forward rotates."""
 
 
 def apply(model: nn.Module) -> None:
@@ -65,8 +65,8 @@ def _recognised(model: nn.Module) -> Iterator[tuple[nn.Module, Fused]]:
         if key not in known:
             fused = recognition.rms_norm(module) or recognition.gated_mlp(module)
             known[key] = fused or (recognition.rotation(module) if can_rotate else None)
-        if (found := known[key]) is not None:
-            yield module, found
+        if (recognised := known[key]) is not None:
+            yield module, recognised
 
 
 def _norm(own: Callable[..., Tensor], module: nn.Module, norm: RMSNorm, x: Tensor) -> Tensor:

@@ -126,9 +126,10 @@ def test_the_result_is_that_of_ligers_own_patch_of_a_llama(monkeypatch: pytest.M
     _apply_liger_kernel_to_instance(
         theirs, rope=False, rms_norm=True, swiglu=True, cross_entropy=False, fused_linear_cross_entropy=False
     )
-    expected, found = gradient_of(theirs), gradient_of(ours)
-    assert found[0] == pytest.approx(expected[0], rel=1e-6)
-    assert relative_error(found[1], expected[1]) < 1e-6
+    (expected_loss, expected), (loss, gradient) = gradient_of(theirs), gradient_of(ours)
+    bound = with_bound(by_torch_alone, "llama")[1]
+    assert loss == pytest.approx(expected_loss, rel=bound)
+    assert relative_error(gradient, expected) < bound
 
 
 def test_formulas_of_the_trial_are_those_of_the_kernels() -> None:

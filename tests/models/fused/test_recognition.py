@@ -7,6 +7,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from frugal.config import kernels
 from frugal.errors import RequestError
 from frugal.models.fused import liger_internals, recognition, replacement
 from frugal.models.fused.recognition import GatedMLP, RMSNorm
@@ -95,13 +96,13 @@ def test_a_llama_on_meta_in_bf16_is_recognised_and_a_gpt2_has_nothing_to_fuse() 
 
 
 def test_a_plan_with_them_on_a_machine_without_them_is_one_message(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(liger_internals, "fused_kernels", lambda: "")
+    monkeypatch.setattr(kernels, "fused_kernels", lambda: "")
     liger_internals.library.cache_clear()
     with pytest.raises(RequestError) as caught:
         replacement.apply(tiny("causal-lm", "llama"))
     assert str(caught.value) == (
-        "the kernels are to be Liger's, which is not installed\n"
-        "  because a plan with kernels liger needs the packages liger-kernel and triton on each machine that trains\n\n"
+        "the plan's kernels are Liger's, which cannot run here\n"
+        "  because the packages liger-kernel and triton are not installed\n\n"
         "hint: pip install 'frugal-trainer[kernels]', or plan with --kernels plain"
     )
 
