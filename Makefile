@@ -8,11 +8,13 @@ SHELL  := /bin/bash
 
 setup: $(VENV)/.ready
 
-# torch first: DeepSpeed's build asks for it. No compiled ops: torch's fused optimizers are used.
+# torch first: DeepSpeed's build asks for it. No compiled ops: torch's fused optimizers are used. Liger's kernels lie apart,
+# for the tests that run them: where they are installed, plans take them, and tests show those of users without them.
 $(VENV)/.ready: pyproject.toml constraints.txt frugal/planning/memory/_caching_allocator.c
 	$(PYTHON) -m venv $(VENV)
 	$(BIN)/pip install --quiet -c constraints.txt setuptools torch
 	DS_BUILD_OPS=0 $(BIN)/pip install --quiet -c constraints.txt -e '.[dev]'
+	$(BIN)/pip install --quiet --no-deps -c constraints.txt --upgrade --target $(VENV)/kernels liger-kernel triton
 	touch $@
 
 demo: setup
@@ -53,7 +55,7 @@ TRANSFORMERS ?= 5.23.0
 CONTRACT     := .venv-contract
 contract: setup
 	$(PYTHON) -m venv --clear $(CONTRACT)
-	sed -E '/^(torch|transformers|deepspeed)==/d' constraints.txt > $(CONTRACT)/constraints.txt
+	sed -E '/^(torch|triton|transformers|deepspeed)==/d' constraints.txt > $(CONTRACT)/constraints.txt
 	$(CONTRACT)/bin/pip install --quiet -c $(CONTRACT)/constraints.txt setuptools torch==$(TORCH)
 	DS_BUILD_OPS=0 $(CONTRACT)/bin/pip install --quiet -c $(CONTRACT)/constraints.txt -e '.[dev]' \
 	  torch==$(TORCH) transformers==$(TRANSFORMERS)

@@ -2,8 +2,9 @@
 
 A private name may go with any release. Each stands in a table with its reason: DeepSpeed's in
 `frugal.deepspeed_adapter.contract`, torch's in `frugal.torch_internals`, transformers' in
-`frugal.models.transformers_internals`. Tables are checked where training and dry runs start, and one error
-lists all missing names, instead of an AttributeError in the middle of a step.
+`frugal.models.transformers_internals`, Liger's and Triton's in `frugal.models.fused.liger_internals`. Tables are
+checked where training and dry runs start, and one error lists all missing names, instead of an AttributeError in the
+middle of a step.
 """
 
 import dis

@@ -7,6 +7,7 @@ space and runs no kernel. Requests, kernels' choice and workspaces, segments are
     python -m bench.emulated_gpu --predictions predictions.json --predict       (any machine)
     python -m bench.emulated_gpu --predictions predictions.json                 (then with the emulated driver)
     python -m bench.emulated_gpu --strategies    (shared samples, mixtures of modes, tiled MLP, partial offload)
+    python -m bench.emulated_gpu --kernels    (both tables' rows of models with Liger's kernels, which have to be there)
     python -m bench.emulated_gpu --only falcon --only t4             (rows whose names have one of these words)
 
 Each configuration runs two optimizer steps of frugal's engine, free, capped at the predicted capacity, and with
@@ -18,7 +19,8 @@ already are not repeated unless `--again` is given, so that a run that was ended
 import argparse
 import sys
 import time
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from dataclasses import replace
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any
@@ -36,16 +38,17 @@ from frugal.config.hardware.cluster import find_card
 
 OUT = Path(__file__).parents[1] / "results" / "emulated-gpu.json"
 STRATEGIES_OUT = OUT.with_name("emulated-strategies.json")
+KERNELS_OUT = OUT.with_name("emulated-kernels.json")
 PROCESSES = 2
 
 
 def main() -> int:
     """Predict, run and compare; 1 if nothing was measured."""
     asked = _arguments()
-    rows_of = list(configurations(strategies=asked.strategies))
+    rows_of = list(_fused() if asked.kernels else configurations(strategies=asked.strategies))
     chosen = [each for each in rows_of if not asked.only or any(word in each.name for word in asked.only)]
     chosen = chosen[: asked.first]
-    asked.out = asked.out or (STRATEGIES_OUT if asked.strategies else OUT)
+    asked.out = asked.out or (KERNELS_OUT if asked.kernels else STRATEGIES_OUT if asked.strategies else OUT)
     old = [] if asked.again else _finished(asked.out, {each.name for each in rows_of})
     known = {row.prediction.configuration.name: row.prediction for row in old if not asked.repredict}
     with TemporaryDirectory(prefix="emulated-gpu-") as name:
@@ -59,9 +62,20 @@ def main() -> int:
     return int(not any(row.measured for row in rows))
 
 
+FUSED = ("llama", "qwen3", "mistral", "gemma", "mixtral")
+
+
+def _fused() -> Iterator[Configuration]:
+    """Rows whose models have modules that Liger's kernels run, on cards that they run on."""
+    for each in (*configurations(strategies=False), *configurations(strategies=True)):
+        if any(name in each.model for name in FUSED) and each.card != "t4":
+            yield replace(each, kernels="liger")
+
+
 def _arguments() -> argparse.Namespace:
     parser = argparse.ArgumentParser(prog="python -m bench.emulated_gpu", description="Predictions, on emulated GPUs.")
     parser.add_argument("--strategies", action="store_true", help="the table of strategies that came later")
+    parser.add_argument("--kernels", action="store_true", help="rows of both tables with Liger's kernels")
     parser.add_argument("--only", action="append", metavar="WORD", help="rows whose name has it; more than one: any")
     parser.add_argument("--first", type=int, metavar="N", help="only the first N of these rows")
     parser.add_argument("--again", action="store_true", help="also rows that the output has already")

@@ -15,7 +15,7 @@ from frugal.config.hardware.cluster import Cluster, Device, DeviceKind, Node, fi
 from frugal.config.request import Precision, Request
 from frugal.planning.batch import BatchPlan
 from frugal.planning.plan import Plan
-from frugal.planning.strategy import BUCKET_ELEMENTS, ActivationCheckpointing, LayerMode, Strategy, in_part
+from frugal.planning.strategy import BUCKET_ELEMENTS, ActivationCheckpointing, Kernels, LayerMode, Strategy, in_part
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -39,6 +39,7 @@ class Configuration:
     lora: str | None = None
     layer_modes: tuple[tuple[LayerMode, int], ...] = ()
     mlp: Literal["plain", "tiled"] = "plain"
+    kernels: Kernels = "plain"
     sequence_parallel: int = 1
     offload_ratio: float = 1.0
     card: str | None = None
@@ -56,6 +57,7 @@ class Configuration:
         words += ["packed"] * self.pack + [f"lora {self.lora}"] * (self.lora is not None)
         words += ["+".join(f"{count} {mode}" for mode, count in self.layer_modes)] * bool(self.layer_modes)
         words += ["tiled MLP"] * (self.mlp == "tiled") + [f"sp {self.sequence_parallel}"] * (self.sequence_parallel > 1)
+        words += ["Liger"] * (self.kernels == "liger")
         words += [f"ratio {self.offload_ratio:g}"] * (self.offload_ratio < 1)
         words += [self.between] * (self.between != "nothing")
         return " ".join(words + [self.card] * (self.card is not None))
@@ -110,6 +112,7 @@ class Configuration:
             layer_modes=self.layer_modes,
             sequence_parallel=self.sequence_parallel,
             mlp=self.mlp,
+            kernels=self.kernels,
             loss="tiled" if self.loss == "tiled" else "plain",
             reduce_bucket_elements=bucket,
             prefetch_bucket_elements=bucket,

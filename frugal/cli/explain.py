@@ -34,11 +34,13 @@ from frugal.planning.what_if import (
     changes,
     grid,
     improvements,
+    kernels_bring,
     parse_axes,
     predicted,
     predicted_with_sharing,
     shorter,
     what_if_table,
+    without_kernels,
 )
 
 
@@ -61,10 +63,19 @@ def command(words: tuple[str, ...], verbose: bool, with_table: bool, **values: A
     plan = _read(paths[0], values) if paths else planned(values)
     blocks = explanation(plan, in_full=verbose)
     with waiting("predicting"):
-        blocks.append(_help_for(plan))
+        blocks += [_kernels_of(plan), _help_for(plan)]
         if with_table:
             blocks.append(table(plan, axes))
     show(blocks)
+
+
+def _kernels_of(plan: Plan) -> Block:
+    """Return what fused kernels bring; nothing for a plan without them."""
+    cases = without_kernels(plan)
+    if not cases:
+        return []
+    with closing(workers()) as pool:
+        return kernels_bring(plan, predicted(cases, _arithmetic(pool)))
 
 
 def _help_for(plan: Plan) -> Block:

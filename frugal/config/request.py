@@ -23,6 +23,7 @@ Task = Literal["causal-lm", "masked-lm", "seq2seq", "sequence-classification"]
 Precision = Literal["bf16", "fp16", "fp32"]
 ActivationCheckpointingChoice = Literal["auto", "off", "selective", "full", "offloaded", "budget"]
 LossChoice = Literal["auto", "plain", "tiled"]
+KernelsChoice = Literal["auto", "liger", "plain"]
 AccumulationDtype = Literal["fp32", "bf16"]
 BatchNormChoice = Literal["local", "frozen", "sync"]
 OffloadChoice = Literal["auto", "none", "optimizer", "all", "nvme"]
@@ -124,6 +125,12 @@ class Request:
     )  # fmt: skip
     mlp: LossChoice = setting(
         "auto", "`tiled` runs each layer's MLP on a slice of the positions at a time; `auto`: where nothing else fits.",
+        "memory and speed", is_expert=True,
+    )  # fmt: skip
+    kernels: KernelsChoice = setting(
+        "auto",
+        "`liger` runs norms, rotations and gated MLPs in Liger's fused kernels, `plain` in torch's; `auto`: Liger's if "
+        "it is installed and the GPUs can (compute capability 8.0 on).",
         "memory and speed", is_expert=True,
     )  # fmt: skip
     offload: OffloadChoice = setting(

@@ -285,6 +285,12 @@ def _check_own_code(plan: Plan, target: Target) -> None:
             "plan with --mlp plain",
         ),
         (
+            strategy.kernels == "liger",
+            f"{who} does not run Liger's kernels as frugal does",
+            "without them activations take more, for which the plan may have no memory",
+            "plan with --kernels plain",
+        ),
+        (
             target == "accelerate" and len(set(sizes)) > 1,
             "Accelerate starts equally many ranks on each node",
             f"the nodes have {', '.join(map(str, sizes))} GPUs",

@@ -17,7 +17,7 @@ import msgspec
 import platformdirs
 
 from frugal import files
-from frugal.config.hardware import local_host
+from frugal.config.hardware.local_host import fused_kernels, versions
 from frugal.config.request import Request
 from frugal.units import MIB
 
@@ -114,8 +114,7 @@ def _versions() -> tuple[str, ...]:
     sources = hashlib.sha256()
     for path in sorted(_ROOT.rglob("*.py")):
         sources.update(path.read_bytes())
-    kernels = "fused kernels" if local_host.has_fused_kernels() else "no fused kernels"
-    return (*(f"{name} {version}" for name, version in local_host.versions().items()), kernels, sources.hexdigest())
+    return (*(f"{name} {version}" for name, version in versions().items()), fused_kernels(), sources.hexdigest())
 
 
 def _definition(model: str) -> str | None:

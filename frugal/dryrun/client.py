@@ -11,6 +11,7 @@ from dataclasses import replace
 from pathlib import Path
 from types import TracebackType
 
+from frugal.config import kernels
 from frugal.config.hardware.cluster import ASSUMED_CAPABILITY, CARDS, Cluster, Device
 from frugal.config.request import Request
 from frugal.deepspeed_adapter.simulate.engine import simulate
@@ -22,6 +23,7 @@ from frugal.dryrun.messages import (
     AskCheck,
     AskDryRun,
     AskFacts,
+    AskFused,
     DryRun,
     WarmUp,
 )
@@ -34,7 +36,7 @@ from frugal.planning.memory.loading import Loading, loading_of
 from frugal.planning.memory.profile import MemoryProfile, RankMemory, fullest, reserved_with_room
 from frugal.planning.memory.timeline import MICRO_BATCHES, NotAffineError, Timeline
 from frugal.planning.memory.workspaces import with_scratch, with_workspaces, workspace_bytes
-from frugal.planning.model_facts import ModelFacts
+from frugal.planning.model_facts import FUSED_LOSS, ModelFacts
 from frugal.planning.strategy import Strategy
 
 SAMPLED_MICRO_BATCHES = (1, 2, 4, 8, 16, 32)
@@ -82,7 +84,8 @@ class DryRunSource:
         self._own_pool = pool is None
         self._will_dry_run = will_dry_run
         self._pool = workers() if pool is None else pool
-        self._drafts = Drafts(request, self.kind, self.capability, self._cache, self._pool)
+        self._multiprocessors = max(device.multiprocessors for device in cluster.kinds)
+        self._drafts = Drafts(request, self.kind, self.capability, self._cache, self._pool, self._multiprocessors)
         self._model = model_key(request)
         self._facts: ModelFacts | None = None
         self._distrusted: set[Strategy] = set()
@@ -272,7 +275,22 @@ class DryRunSource:
                 assert answer.describe is not None and checked.notes is not None
                 self._facts = replace(answer.describe, notes=checked.notes)
                 self._cache.write(key, self._facts)
+            of_loss = (FUSED_LOSS,) if self._facts.can_tile else ()
+            self._facts = replace(self._facts, fused=self._fused(of_loss))
         return self._facts
+
+    def _fused(self, more: tuple[str, ...]) -> tuple[str, ...]:
+        """Return the modules that fused kernels run, in words, and `more` with them. Raises as `profile`."""
+        if not kernels.are_to_be_fused(self.request, self.cluster):
+            return ()
+        key = digest("fused", facts_key(self.request), self.request.precision)
+        fused = self._cache.read(key, tuple[str, ...])
+        if fused is None:
+            (answer,) = self._pool.ask([AskFused(self.request)])
+            assert answer.fused is not None
+            self._cache.write(key, fused := answer.fused)
+        kernels.refuse_none(self.request, fused := (*fused, *more))
+        return fused
 
     def _simulated(self, strategy: Strategy, accumulates: bool, ranks: Sequence[int]) -> MemoryProfile | None:
         """Return a profile by arithmetic; None where that is not enough."""
@@ -354,6 +372,7 @@ class DryRunSource:
                 kind=self.kind,
                 capability=self.capability,
                 resident_threads=self._resident_threads if exact else 0,
+                multiprocessors=self._multiprocessors,
                 first_micro_steps=None if exact else 1,
                 by_tensor=self._is_by_tensor(strategy),
             )
@@ -399,7 +418,7 @@ class DryRunSource:
     @property
     def _kernels(self) -> tuple[object, ...]:
         """Return the traits of the devices that memory depends on, besides their size."""
-        return self.capability, self._workspace_bytes, self._resident_threads
+        return self.capability, self._workspace_bytes, self._resident_threads, self._multiprocessors
 
     @property
     def _ranks_per_node(self) -> int:

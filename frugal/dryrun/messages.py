@@ -13,7 +13,7 @@ from frugal.config.request import Request
 from frugal.planning.cost import Counts
 from frugal.planning.memory.timeline import ModelTrace, Peak, Timeline
 from frugal.planning.model_facts import ModelFacts
-from frugal.planning.strategy import ActivationCheckpointing, Strategy
+from frugal.planning.strategy import ActivationCheckpointing, Kernels, Strategy
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -58,10 +58,17 @@ class AskCheck(msgspec.Struct, frozen=True, tag="check"):
     request: Request
 
 
+class AskFused(msgspec.Struct, frozen=True, tag="fused"):
+    """A question for the modules of the request's model that fused kernels can run, see `ModelFacts.fused`."""
+
+    request: Request
+
+
 class AskDryRun(msgspec.Struct, frozen=True, tag="dry_run", kw_only=True):
     """A question for the dry run of one rank under a strategy.
 
     `capability`: of a `cuda` device; `resident_threads`: that it holds at once, 0 leaves out their memory.
+    `multiprocessors`: of the device; only fused kernels depend on them.
     `first_micro_steps`: micro-steps of the first optimizer step, if not as many as in the second. It only sets the
     stage for the second, so one of them is enough where time counts: a test holds that the peaks are the same.
     `by_tensor`: whether weights come one by one, otherwise a CPU rank holds them all before they are split.
@@ -76,6 +83,7 @@ class AskDryRun(msgspec.Struct, frozen=True, tag="dry_run", kw_only=True):
     kind: DeviceKind
     capability: Capability = ASSUMED_CAPABILITY
     resident_threads: int = 0
+    multiprocessors: int = 1
     first_micro_steps: int | None = None
     by_tensor: bool = False
 
@@ -84,7 +92,8 @@ class AskTrace(msgspec.Struct, frozen=True, tag="trace", kw_only=True):
     """A question for the trace of one step of the model alone, for any micro-batch. `zero_stage`: 3, or 2 for all
     others.
 
-    `capability`: of a `cuda` device. `sequence_parallel`: ranks that share each sample.
+    `capability`: of a `cuda` device. `sequence_parallel`: ranks that share each sample. `multiprocessors`: of the
+    device, where `kernels` are fused.
     """
 
     request: Request
@@ -95,13 +104,15 @@ class AskTrace(msgspec.Struct, frozen=True, tag="trace", kw_only=True):
     kind: DeviceKind
     capability: Capability = ASSUMED_CAPABILITY
     sequence_parallel: int = 1
+    kernels: Kernels = "plain"
+    multiprocessors: int = 1
 
 
 class WarmUp(msgspec.Struct, frozen=True, tag="warm-up"):
     """A request to prepare for a dry run."""
 
 
-Question = AskFacts | AskCheck | AskDryRun | AskTrace | WarmUp
+Question = AskFacts | AskCheck | AskFused | AskDryRun | AskTrace | WarmUp
 
 
 class Traced(msgspec.Struct, frozen=True):
@@ -128,6 +139,7 @@ class Answer(msgspec.Struct, frozen=True, kw_only=True):
 
     describe: ModelFacts | None = None
     notes: tuple[str, ...] | None = None
+    fused: tuple[str, ...] | None = None
     dry_run: DryRun | None = None
     traced: Traced | None = None
     mistake: Mistake | None = None

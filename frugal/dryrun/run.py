@@ -23,6 +23,7 @@ from frugal.dryrun.trace.recorder import Tracker, not_collected, package_folder
 from frugal.engine.measure.run_gauge import mark_phases
 from frugal.engine.train_step import accumulate, wrap
 from frugal.errors import RequestError, first_line
+from frugal.models.fused import liger_internals
 from frugal.models.loading import quantised
 from frugal.models.objectives import Objective
 from frugal.models.sequence.parts import parts_of
@@ -119,7 +120,8 @@ def _train(tracker: Tracker, zero: Zero, objective: Objective, asked: AskDryRun)
         if tracker.kind == "cpu":  # there the host is the device, and holds all of them
             batches = [{name: tensor.to("meta") for name, tensor in batch.items()} for batch in batches]
         before = tracker.counts
-        accumulate(zero.engine, marked, batches, targets=1)
+        with liger_internals.noted(asked.strategy.kernels, asked.multiprocessors, tracker.launched):
+            accumulate(zero.engine, marked, batches, targets=1)
         done = tracker.counts.minus(before)
         del batches
         zero.engine.step()

@@ -49,7 +49,7 @@ def facts(request: Request) -> ModelFacts | None:
 def trace(question: AskTrace) -> Traced | None:
     """Return the answer to `question`, if it is shipped."""
     request = question.request
-    if question.sequence_parallel > 1 or (question.loss == "tiled" and local_host.has_fused_kernels()):
+    if question.sequence_parallel > 1 or question.kernels != "plain":
         return None
     if request.task is not None or request.pack or request.precision != "bf16" or request.lora is not None:
         return None

@@ -15,7 +15,18 @@ import msgspec
 from frugal.config.hardware.cluster import KERNEL_CLASSES
 from frugal.config.request import Request
 from frugal.distributed import parent
-from frugal.dryrun.messages import Answer, AskCheck, AskDryRun, AskFacts, AskTrace, Mistake, Question, Traced, WarmUp
+from frugal.dryrun.messages import (
+    Answer,
+    AskCheck,
+    AskDryRun,
+    AskFacts,
+    AskFused,
+    AskTrace,
+    Mistake,
+    Question,
+    Traced,
+    WarmUp,
+)
 from frugal.imports import collected_seldom
 
 
@@ -50,6 +61,8 @@ def _answer(line: bytes) -> Answer:
                 return Answer(describe=_describe(question))
             case AskCheck():
                 return Answer(notes=_check(question))
+            case AskFused():
+                return Answer(fused=_fused(question))
             case AskTrace():
                 return Answer(traced=_trace(question))
             case AskDryRun():
@@ -134,6 +147,13 @@ def _check(question: AskCheck) -> tuple[str, ...]:
         text_checks.check_sequence_parallel(spec, shared_by, pack=bool(question.request.pack))
     has_low_stage = question.request.zero_stage in (0, 1)
     return model_check.check_model(spec, question.request.batch_norm, has_low_stage=has_low_stage)
+
+
+def _fused(question: AskFused) -> tuple[str, ...]:
+    from frugal.models.fused import replacement
+
+    model, _ = _built(_model_of(question.request))
+    return replacement.names(model)
 
 
 @functools.lru_cache(maxsize=1)

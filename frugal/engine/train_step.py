@@ -35,6 +35,7 @@ from frugal.models import (
     transformers_internals,
     weight_decay,
 )
+from frugal.models.fused import replacement
 from frugal.models.loading import quantised
 from frugal.models.objectives import Batch, Objective, Sample, tokens_and_positions
 from frugal.models.sequence import attention
@@ -287,10 +288,12 @@ def wrap(model: nn.Module, request: Request, strategy: Strategy, batch: BatchPla
     """Wrap `model`, changed as the strategy says, in DeepSpeed's engine. Collective. `how` and errors as there."""
     transformers_internals.always_use()
     expert_modules.always_run(model)
+    if strategy.kernels == "liger":
+        replacement.apply(model)
     activation_checkpointing.apply(model, strategy.activation_checkpointing, strategy.layer_modes)
     attention.split_over_ranks(model, strategy.sequence_parallel)
     if strategy.loss == "tiled":
-        tiled_loss.apply(model)
+        tiled_loss.apply(model, strategy.kernels)
     if strategy.mlp == "tiled":
         tiled_mlp.apply(model)
     if strategy.offload_optimizer != "none":

@@ -38,6 +38,7 @@ from frugal.models import (
     tiled_loss,
     transformers_internals,
 )  # fmt: skip
+from frugal.models.fused import replacement
 from frugal.models.loading import quantised
 from frugal.models.losses import decoder_inputs
 from frugal.models.objectives import summed_cross_entropy
@@ -73,8 +74,10 @@ class PlannedMixin:
         batch_norm.apply(trainer.model, plan.request.batch_norm)
         activation_checkpointing.apply(trainer.model, plan.strategy.activation_checkpointing, plan.strategy.layer_modes)
         trainer.model.config.use_cache = False
+        if plan.strategy.kernels == "liger":
+            replacement.apply(trainer.model)
         if plan.strategy.loss == "tiled":
-            tiled_loss.apply(trainer.model)
+            tiled_loss.apply(trainer.model, plan.strategy.kernels)
             trainer.args.prediction_loss_only = True
         if plan.strategy.mlp == "tiled":
             tiled_mlp.apply(trainer.model)

@@ -29,6 +29,7 @@ from frugal import torch_internals
 from frugal.errors import RequestError
 from frugal.models.losses import cross_entropy, predictions
 from frugal.models.tiling import positions, slices
+from frugal.planning.strategy import Kernels
 
 MIN_SLICES_A_BYTE = 2
 """The least number of slices for each byte of a logit: a slice's logits take at most a quarter of the bytes that all
@@ -41,7 +42,7 @@ CHUNK_LOGITS = 1 << 18
 """... and the logits of a sample that one has at least."""
 
 
-def apply(model: nn.Module, kernels: cross_entropy.Kernels = "auto") -> None:
+def apply(model: nn.Module, kernels: Kernels = "plain") -> None:
     """Replace the forward of the model's output head by the tiled loss, whose rows `kernels` compute.
 
     Raises:
@@ -206,7 +207,7 @@ class _TiledHead:
     def __init__(self, head: nn.Linear, finish: Callable[[Tensor], Tensor] | None) -> None:
         self.head = head
         self.finish = finish
-        self.kernels: cross_entropy.Kernels = "auto"
+        self.kernels: Kernels = "plain"
         self.targets: Tensor | None = None
         self.loss: Tensor | None = None
 
@@ -249,7 +250,7 @@ class _TiledCrossEntropy(torch.autograd.Function):
         targets: Tensor,
         finish: Callable[[Tensor], Tensor] | None,
         in_training: bool,
-        kernels: cross_entropy.Kernels,
+        kernels: Kernels,
     ) -> Tensor:
         need_hidden, need_weight, need_bias = (needed and in_training for needed in ctx.needs_input_grad[:3])
         total = torch.zeros((), dtype=torch.float32, device=hidden.device)

@@ -51,6 +51,9 @@ class Packed:
 
 NOT_PACKED = Packed()
 
+FUSED_LOSS = "the tiled loss"
+"""The word in `ModelFacts.fused` for the cross entropy of the tiled loss."""
+
 
 @dataclass(frozen=True, kw_only=True)
 class ModelFacts:
@@ -68,6 +71,8 @@ class ModelFacts:
         notes: warnings about training it, see `frugal.models.trials.model_check`.
         weights: where they come from.
         packed: weights that are kept in fewer bits.
+        fused: modules that run in Liger's kernels where the strategy says so, in words: `33 RMSNorm`. Empty: none, or
+            they are not wanted, not installed, or not for these devices.
     """
 
     task: str
@@ -81,3 +86,4 @@ class ModelFacts:
     notes: tuple[str, ...] = ()
     weights: Weights = RANDOM
     packed: Packed = NOT_PACKED
+    fused: tuple[str, ...] = ()

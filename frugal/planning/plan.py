@@ -31,6 +31,9 @@ SCHEMA = 5
 NAME_WIDTH = 7
 """Columns of the name of a row in a printed plan, with the space behind it."""
 
+KERNELS = "kernels are"
+"""The beginning of the reason that names fused kernels."""
+
 UNPROVEN = "a draft: its memory is arithmetic, and no dry run has proven it"
 """The warning of a draft plan."""
 
@@ -228,6 +231,7 @@ class Plan:
                 f"{self.strategy}",
             ),
             ("fits", self._room),
+            ("fused", next((why.removeprefix(KERNELS + " ") for why in self.why if why.startswith(KERNELS)), "")),
             ("step", self._speed),
             ("rate", self._rate),
             ("binds", binds),

@@ -11,7 +11,8 @@ from math import ceil
 from frugal.config.hardware.cluster import Cluster, Node
 from frugal.config.request import Request
 from frugal.planning.memory_report import assumptions, binding, breakdown_table
-from frugal.planning.plan import Plan, Rejected, StepTime
+from frugal.planning.model_facts import FUSED_LOSS
+from frugal.planning.plan import KERNELS, Plan, Rejected, StepTime
 from frugal.planning.search.candidate import TIE, Candidate, SearchResult
 from frugal.planning.strategy import MODES_NOTE, Strategy, brief_name
 from frugal.planning.table import WIDE, Table
@@ -36,6 +37,10 @@ def reasons(request: Request, cluster: Cluster, result: SearchResult) -> tuple[s
         elif taken == "tiled":
             plain = _compared(result, lambda each, name=name: getattr(each, name) == "plain", f"with {what}")  # type: ignore[misc]  # `name` as it is now
             sentences.append(f"the {noun} is tiled{plain}")
+    if strategy.kernels == "liger":
+        as_asked = ", as asked" if request.kernels == "liger" else ""
+        fused = [each for each in result.fused if each != FUSED_LOSS or strategy.loss == "tiled"]
+        sentences.append(f"{KERNELS} Liger's, for {', '.join(fused)}{as_asked}")
     sentences.append(_zero_stage(request, cluster, result))
     sentences += _offload(request, result)
     sentences.append(_micro_batch(request, cluster, result))

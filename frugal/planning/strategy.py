@@ -10,11 +10,12 @@ from frugal.config.layers import LayerMode
 from frugal.config.optimizers import OptimizerImplementation
 from frugal.config.request import Request
 from frugal.errors import RequestError
-from frugal.planning.model_facts import ModelFacts
+from frugal.planning.model_facts import FUSED_LOSS, ModelFacts
 
 Place = Literal["none", "cpu", "nvme"]
 ActivationCheckpointing = Literal["off", "selective", "full", "offloaded", "budget"]
 Loss = Literal["plain", "tiled"]
+Kernels = Literal["plain", "liger"]
 LAYER_MODES: tuple[LayerMode, ...] = ("offloaded", "full", "selective", "off")
 """The modes of activation checkpointing of a layer, the most frugal first."""
 
@@ -33,6 +34,7 @@ class Strategy:
         sequence_parallel: ranks that share each sample, a part of its positions each (Ulysses); 1: none do.
         loss: `plain` holds the whole logits, `tiled` a slice of them at a time.
         mlp: `plain` runs a layer's MLP on all positions, `tiled` on a slice at a time, and again in backward.
+        kernels: `liger` runs norms, rotations, gated MLPs and the tiled loss in fused kernels.
         offload_optimizer: where optimizer states live; the optimizer runs on the host unless it is `none`.
         offload_ratio: ZeRO-3 with the optimizer in host memory, the share of the sub-groups that are updated there;
             the first ones are updated on the device, see `num_groups_on_device`.
@@ -56,6 +58,7 @@ class Strategy:
     sequence_parallel: int = 1
     loss: Loss = "plain"
     mlp: Literal["plain", "tiled"] = "plain"
+    kernels: Kernels = "plain"
     offload_optimizer: Place = "none"
     offload_ratio: float = 1.0
     offload_parameters: Place = "none"
@@ -160,6 +163,7 @@ class Strategy:
             f"sequence parallelism over {self.sequence_parallel} ranks": self.sequence_parallel > 1,
             "tiled loss": self.loss == "tiled",
             "tiled MLP": self.mlp == "tiled",
+            "Liger's kernels": self.kernels == "liger",
             self._offloading: self.offload_optimizer != "none",
             "small buckets": self.small_buckets,
             "communication overlapped": self.overlap_comm,
@@ -269,6 +273,10 @@ PLACES: dict[Offload, tuple[tuple[Place, Place], ...]] = {
 """Where optimizer and parameters may live at each level of offloading."""
 
 
+def _kernels(facts: ModelFacts, loss: Loss) -> Kernels:
+    return "liger" if any(each != FUSED_LOSS or loss == "tiled" for each in facts.fused) else "plain"
+
+
 def _stages(request: Request, offload: Offload, world_size: int) -> tuple[int, ...]:
     """Return the ZeRO stages to try; none where the pinned one cannot offload so much.
 
@@ -350,6 +358,7 @@ def allowed_strategies(
             sequence_parallel=request.sequence_parallel or 1,
             loss=loss,
             mlp="tiled" if tiled_mlp else "plain",
+            kernels=_kernels(facts, loss),
             offload_optimizer=optimizer,
             offload_parameters=parameters,
             nvme_path=request.nvme_path if offload == "nvme" else None,
@@ -404,6 +413,7 @@ MODES_NOTE = "full, selective, offloaded: activation checkpointing"
 
 
 def brief_name(strategy: Strategy) -> str:
-    """Return the strategy in few words, for narrow tables."""
+    """Return the strategy in few words, for narrow tables, whose rows all have the same kernels."""
     in_full = short_name(strategy)
-    return in_full.replace("activation checkpointing ", "").replace(" in host memory", " on the host")
+    in_full = in_full.replace(", Liger's kernels", "").replace("activation checkpointing ", "")
+    return in_full.replace(" in host memory", " on the host")

@@ -6,6 +6,7 @@ Cases that differ only in memory and links share one source, whose profiles depe
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from textwrap import wrap
+from typing import Any
 
 from frugal.config.hardware.cluster import Cluster, resized
 from frugal.config.request import Request
@@ -15,7 +16,7 @@ from frugal.planning.run_cost import RunLength
 from frugal.planning.search import sharing
 from frugal.planning.search.candidate import TIE, Candidate, OpenSource
 from frugal.planning.search.search import Search
-from frugal.planning.strategy import LAYER_MODES, MODES_NOTE, Strategy, brief_name
+from frugal.planning.strategy import LAYER_MODES, MODES_NOTE, Strategy, brief_name, short_name
 from frugal.planning.table import WIDE, Table, aligned
 from frugal.units import GIB, format_bytes, format_seconds, parse_bytes, parse_count, plural
 
@@ -174,20 +175,55 @@ def changes(plan: Plan) -> list[Case]:
 
 def shorter(plan: Plan) -> list[Case]:
     """Return the case of samples half as long under the plan's own strategy, where that is possible."""
-    strategy, request = plan.strategy, plan.request
     try:
-        half = replace(
-            request,
-            seq_len=request.seq_len // 2,
-            zero_stage=strategy.zero_stage,
-            activation_checkpointing=strategy.activation_checkpointing,
-            layer_modes=request.layer_modes if strategy.layer_modes else None,
-            loss=strategy.loss,
-            mlp=strategy.mlp,
-        )
+        half = _as_planned(plan, seq_len=plan.request.seq_len // 2)
     except RequestError:
         return []
     return [Case(name=f"samples of {half.seq_len}", request=half, cluster=plan.cluster)]
+
+
+def _as_planned(plan: Plan, **others: Any) -> Request:
+    """Return the request under the plan's own strategy, but for `others`.
+
+    Raises:
+        RequestError: they contradict it.
+    """
+    strategy, request = plan.strategy, plan.request
+    return replace(
+        request,
+        zero_stage=strategy.zero_stage,
+        activation_checkpointing=strategy.activation_checkpointing,
+        layer_modes=request.layer_modes if strategy.layer_modes else None,
+        loss=strategy.loss,
+        mlp=strategy.mlp,
+        **others,
+    )
+
+
+def without_kernels(plan: Plan) -> list[Case]:
+    """Return a plan without fused kernels, and this one but for them; nothing for a plan that has none."""
+    if plan.strategy.kernels == "plain":
+        return []
+    pins: dict[str, Any] = {"micro_batch": plan.batch.largest_micro_batch, "accumulation_steps": None}
+    pins |= {"offload": "none"} if plan.strategy.offload_optimizer == "none" else {}
+    requests = replace(plan.request, kernels="plain"), _as_planned(plan, kernels="plain", **pins)
+    return [Case(name="--kernels plain", request=request, cluster=plan.cluster) for request in requests]
+
+
+def kernels_bring(plan: Plan, predictions: Sequence[Candidate | None]) -> list[str]:
+    """Return what a plan's fused kernels bring, from the predictions for `without_kernels`."""
+    best, same = predictions
+    lines = [f"kernels ({NOT_DRY_RUN})"]
+    if best is not None and best.fits:
+        less = 100 * (1 - plan.time.total_seconds / best.seconds)
+        seconds = format_seconds(best.seconds)
+        lines.append(f"  {less:.0f} % less time than --kernels plain: {seconds} with {short_name(best.strategy)}")
+    elif best is not None:
+        lines.append(f"  with --kernels plain nothing fits, by {format_bytes(-(best.headroom_bytes or 0))}")
+    if same is not None and same.memory is not None:
+        less_bytes = same.memory.total_bytes - plan.memory.total_bytes
+        lines.append(f"  {format_bytes(less_bytes)} less memory than the same strategy without them")
+    return lines if len(lines) > 1 else []
 
 
 def without_pins(request: Request) -> Iterator[tuple[str, Request]]:
@@ -201,7 +237,7 @@ def without_pins(request: Request) -> Iterator[tuple[str, Request]]:
     if request.micro_batch is not None and request.accumulation_steps is not None:  # each of them decides the other
         both = replace(request, micro_batch=None, accumulation_steps=None)
         yield "no --micro-batch and no --accumulation-steps", both
-    for field in ("activation_checkpointing", "loss", "mlp"):
+    for field in ("activation_checkpointing", "loss", "mlp", "kernels"):
         if getattr(request, field) != "auto":
             yield f"--{field.replace('_', '-')} auto", replace(request, **{field: "auto"})  # type: ignore[arg-type]  # as above
     if request.offload != "auto":

@@ -110,8 +110,8 @@ strategies
   checkpointing
 
 defaults
-  model gpt2, global batch 512, seq len 1024, activation checkpointing auto, loss auto, mlp auto, offload auto, \
-precision bf16, optimizer adamw, learning rate 0.0003, weight decay 0.01, gradient clipping 1
+  model gpt2, global batch 512, seq len 1024, activation checkpointing auto, loss auto, mlp auto, kernels auto, \
+offload auto, precision bf16, optimizer adamw, learning rate 0.0003, weight decay 0.01, gradient clipping 1
 
 assumed
   context 508.0 MiB (247.6 MiB to 764.0 MiB: driver, kernels, NCCL), not measured on your card: `frugal measure \

@@ -103,6 +103,12 @@ class Device:
             )
 
     @property
+    def multiprocessors(self) -> int:
+        """The most processors that a GPU of `resident_threads` has; 1 for a CPU rank."""
+        threads = 2048 if self.compute_capability in ((8, 0), (9, 0), (10, 0)) else 1536
+        return max(1, self.resident_threads // threads)
+
+    @property
     def usable_bytes(self) -> int:
         """Usable memory of tensors: memory minus context, margin and what other processes use."""
         return self.memory_bytes - self.context_bytes - self.margin_bytes - self.held_bytes

@@ -1,8 +1,6 @@
 """The host that this process runs on: installed versions, processor, GPU driver, and host memory. No torch here."""
 
 import ctypes
-import functools
-import importlib.util
 import logging
 import platform
 import re
@@ -46,17 +44,17 @@ def library_versions() -> dict[str, str]:
     return {name: _version(name) for name in LIBRARIES}
 
 
+def fused_kernels() -> str:
+    """Return the installed versions of the fused kernels that a plan may use; empty if they cannot run."""
+    installed = {name: _version(name) for name in ("liger-kernel", "triton")}
+    return "" if "none" in installed.values() else ", ".join(f"{name} {number}" for name, number in installed.items())
+
+
 def _version(package: str) -> str:
     try:
         return version(package)
     except PackageNotFoundError:
         return "none"
-
-
-@functools.cache
-def has_fused_kernels() -> bool:
-    """Return whether Liger's kernels and the Triton that compiles them are installed; neither is imported."""
-    return all(importlib.util.find_spec(name) is not None for name in ("triton", "liger_kernel"))
 
 
 def cpu_name() -> str:

@@ -28,8 +28,17 @@ MIXTURES: dict[str, LayerMixtures] = {}
 class Drafts:
     """The traces of one request's model."""
 
-    def __init__(self, request: Request, kind: DeviceKind, capability: Capability, cache: Cache, pool: Pool) -> None:
+    def __init__(
+        self,
+        request: Request,
+        kind: DeviceKind,
+        capability: Capability,
+        cache: Cache,
+        pool: Pool,
+        multiprocessors: int = 1,
+    ) -> None:
         self._request = request
+        self._multiprocessors = multiprocessors
         self._kind = kind
         self._capability = capability
         self._cache = cache
@@ -112,7 +121,8 @@ class Drafts:
 
     def _mixed(self, strategy: Strategy) -> ModelTrace | None:
         """Return the trace of a mixture. The last few are kept: each is needed several times, and takes megabytes."""
-        key = strategy.loss, strategy.mlp, strategy.zero_stage == 3, strategy.sequence_parallel, strategy.layer_modes
+        how = strategy.loss, strategy.mlp, strategy.kernels
+        key = *how, strategy.zero_stage == 3, strategy.sequence_parallel, strategy.layer_modes
         if key not in self._mixed_traces:
             try:
                 trace = self._mixtures(strategy).trace(strategy.layer_modes)
@@ -165,6 +175,8 @@ class Drafts:
                 kind=self._kind,
                 capability=self._capability,
                 sequence_parallel=strategy.sequence_parallel,
+                kernels=strategy.kernels,
+                multiprocessors=self._multiprocessors if strategy.kernels == "liger" else 1,
             )
             for mode in modes
         }
@@ -179,4 +191,5 @@ class Drafts:
             *([question.sequence_parallel] if question.sequence_parallel > 1 else []),
         )
         tiled = ("tiled MLP",) if question.mlp == "tiled" else ()
-        return digest("trace", self._model, self._request.precision, (*mode, *tiled))
+        fused = (question.kernels, question.multiprocessors) if question.kernels != "plain" else ()
+        return digest("trace", self._model, self._request.precision, (*mode, *tiled, *fused))

@@ -378,6 +378,12 @@ class Tracker(StorageWatch):
             self._after = func, steps[outputs + 1 :]
         return out
 
+    def launched(self, traffic: int) -> None:
+        """Count a fused kernel that would be launched here, which reads and writes `traffic` bytes."""
+        self.num_operators += 1
+        if self.phase in (FORWARD, BACKWARD):
+            self._count(0, traffic)
+
     def in_order(self, func: Any, out: Any) -> Iterable[Tensor]:
         """Return the outputs of an operator in the order in which its kernel makes them."""
         return kernel_memory.in_order(func, tensors_in(out)) if self.kind == "cuda" else tensors_in(out)

@@ -29,6 +29,7 @@ from frugal.dryrun.trace.recorder import Tracker, not_collected
 from frugal.dryrun.trace.splice import LayerLayout, splice
 from frugal.errors import FrugalError
 from frugal.models import activation_checkpointing, tiled_loss, transformers_internals
+from frugal.models.fused import liger_internals, replacement
 from frugal.models.loading import quantised
 from frugal.models.objectives import Objective
 from frugal.models.sequence import attention
@@ -289,6 +290,8 @@ def _record(
     """Record one micro-step of `model`, which is used up. `layers`: a list of modules to mark; empty: those that can
     recompute."""
     recorder = Recorder(asked.kind, asked.capability)
+    if asked.kernels == "liger":
+        replacement.apply(model)
     marked = list(model.get_submodule(layers).children()) if layers else activation_checkpointing.layers(model)
     can_mix = marked == activation_checkpointing.layers(model)
     watch = recorder.run_layer if can_mix else None
@@ -296,7 +299,7 @@ def _record(
     if asked.sequence_parallel > 1:
         attention.apply(model, attention.Split(asked.sequence_parallel, recorder.exchange))
     if asked.loss == "tiled":
-        tiled_loss.apply(model)
+        tiled_loss.apply(model, asked.kernels)
     if asked.mlp == "tiled":
         tiled_mlp.apply(model)
     example = objective.example(micro_batch, asked.request.seq_len)
@@ -307,7 +310,7 @@ def _record(
     if asked.zero_stage == 3:
         recorder.addresses_at_rest = zero3_graph.install(model, recorder.add_mark)
         recorder.gathered_as_one = zero3_graph.gathered_as_one(model)
-    with recorder:
+    with recorder, liger_internals.noted(asked.kernels, asked.multiprocessors, recorder.launched):
         _micro_step(recorder, model, objective, example)
     return recorder
 

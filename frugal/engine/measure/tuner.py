@@ -152,8 +152,10 @@ def switch(engine: Stepper, plan: Plan) -> None:
     modes = now.activation_checkpointing, now.layer_modes
     if modes != (before.activation_checkpointing, before.layer_modes) or recomputes:
         activation_checkpointing.apply(engine.module, *modes)
-    if now.loss != before.loss:
-        (tiled_loss.apply if now.loss == "tiled" else tiled_loss.remove)(engine.module)
+    if now.loss != before.loss and now.loss == "tiled":
+        tiled_loss.apply(engine.module, now.kernels)
+    elif now.loss != before.loss:
+        tiled_loss.remove(engine.module)
     engine.plan = plan
     engine.adaptive_limits = AdaptiveLimits(plan, engine.module)
     abandon(engine.zero)

@@ -16,19 +16,17 @@ and 1 would be lost where the model is sure.
 import functools
 import importlib
 from collections.abc import Callable
-from typing import Any, Literal
+from typing import Any
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
 from frugal import required
-from frugal.config.hardware import local_host
+from frugal.models.fused import liger_internals
+from frugal.planning.strategy import Kernels
 from frugal.required import needed
 from frugal.units import IGNORED
-
-Kernels = Literal["auto", "plain", "liger"]
-"""`auto`: Liger's on CUDA where liger-kernel and Triton are installed."""
 
 NAMES = needed(
     "liger_kernel.ops.cross_entropy",
@@ -47,7 +45,7 @@ def is_of_cuda(tensor: Tensor) -> bool:
 
 
 def losses(
-    logits: Tensor, labels: Tensor, *, rows_at_once: int, with_gradient: bool, kernels: Kernels = "auto"
+    logits: Tensor, labels: Tensor, *, rows_at_once: int, with_gradient: bool, kernels: Kernels = "plain"
 ) -> Tensor:
     """Return the loss of each row of `logits (rows, classes)`, fp32; 0 where `labels (rows)` are `IGNORED`.
 
@@ -55,7 +53,7 @@ def losses(
     change. `rows_at_once`: in fp32 at a time.
     """
     row_losses = torch.zeros(len(logits), dtype=torch.float32, device=logits.device)
-    if kernels == "liger" or (kernels == "auto" and is_of_cuda(logits) and local_host.has_fused_kernels()):
+    if kernels == "liger" and liger_internals.can_launch(logits):
         torch.ops.frugal.cross_entropy_(logits, labels, row_losses, with_gradient)
         return row_losses
     ignored, classes = (labels == IGNORED)[:, None], labels.clamp_min(0)[:, None]
@@ -88,7 +86,8 @@ def add_product(total: Tensor, left: Tensor, right: Tensor) -> None:
 
 @functools.cache
 def _liger() -> Any:
-    """Return Liger's module, whose names are checked."""
+    """Return Liger's module, whose names are checked. Raises as `liger_internals.library`."""
+    liger_internals.library()
     required.verify("liger-kernel", NAMES)
     return importlib.import_module("liger_kernel.ops.cross_entropy")
 

@@ -98,7 +98,7 @@ class SearchResult:
     """The strategy that was chosen, among all `candidates`.
 
     `memory` is that of its dry run; of a draft (`is_proven` is False) it is arithmetic. `shared_because`: why ranks
-    share samples, where nobody asked for it.
+    share samples, where nobody asked for it. `fused`: as `ModelFacts.fused`.
     """
 
     chosen: Candidate
@@ -108,6 +108,7 @@ class SearchResult:
     warnings: tuple[str, ...]
     is_proven: bool
     shared_because: str = ""
+    fused: tuple[str, ...] = ()
 
     @property
     def rejected(self) -> tuple[Rejected, ...]:

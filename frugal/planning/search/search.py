@@ -114,6 +114,7 @@ class Search:
             candidates=candidates,
             warnings=tuple(warnings),
             is_proven=False,
+            fused=facts.fused,
         )
 
     def predicted(self) -> Candidate | None:

@@ -343,6 +343,7 @@ def _flags(strategy: Strategy) -> str:
     words = ["--zero-stage", strategy.zero_stage, "--activation-checkpointing", strategy.activation_checkpointing]
     words += ["--loss", strategy.loss, "--offload", offload_level(strategy) + ratio]
     words += ["--mlp", strategy.mlp] if strategy.mlp != "plain" else []
+    words += ["--kernels", strategy.kernels] if strategy.kernels != "plain" else []
     words += ["--sequence-parallel", strategy.sequence_parallel] if strategy.sequence_parallel > 1 else []
     return " ".join(map(str, words))
 

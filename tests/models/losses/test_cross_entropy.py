@@ -67,7 +67,7 @@ def test_losses_and_gradients_are_those_of_fp64_rounded_once() -> None:
     hold("plain")
 
 
-@pytest.mark.skipif(not local_host.has_fused_kernels(), reason="triton and liger-kernel are not installed")
+@pytest.mark.skipif(not local_host.fused_kernels(), reason="triton and liger-kernel are not installed")
 def test_ligers_kernel_in_tritons_interpreter_gives_the_same() -> None:
     code = (
         "from tests.models.losses import test_cross_entropy as here; here.hold('liger', ulps=1.01)"  # it cuts bf16 off

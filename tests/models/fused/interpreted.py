@@ -1,0 +1,243 @@
+"""What is shown of Liger's kernels, run by Triton's interpreter: by `test_kernels.py`, in a process of its own.
+
+In fp16 and fp32: the interpreter knows no products in bf16. It holds tensors longer than a kernel does, so that nothing
+can be said of memory; `bench.emulated_gpu` does.
+"""
+
+import copy
+import json
+from contextlib import closing
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+import transformers
+from torch import Tensor, nn
+
+from bench.plans import plan_by_hand
+from bench.ranks import Ranks
+from frugal.config.adapters import Lora
+from frugal.config.schema import understand
+from frugal.dryrun.client import DryRunSource
+from frugal.dryrun.planner import plan
+from frugal.dryrun.pool import workers
+from frugal.engine.engine import initialize
+from frugal.models import activation_checkpointing, adapters
+from frugal.models.fused import recognition, replacement
+from frugal.models.objectives import CausalLM
+from frugal.planning.strategy import Strategy
+from frugal.planning.what_if import kernels_bring, predicted, without_kernels
+from tests.engine.gradients import SGD, Gradient, applied, relative_error, weights, with_bound
+from tests.engine.small_models import TINY, tiny
+
+SAMPLES = [
+    {"input_ids": ids, "labels": ids, "attention_mask": [1] * len(ids)} for ids in ([5, 9, 3, 7], [4, 8], [11, 6, 13])
+]
+
+
+def model_of(family: str) -> Any:
+    """A small model whose norms have weights of their own."""
+    if family in TINY:
+        model = tiny("causal-lm", family).train()
+    else:
+        torch.manual_seed(0)
+        config = transformers.CONFIG_MAPPING[family].from_dict(TINY["llama"] | {"model_type": family, "head_dim": 16})
+        model = transformers.AutoModelForCausalLM.from_config(config).train()
+    random = torch.Generator().manual_seed(1)
+    for parameter in model.parameters():
+        if parameter.dim() == 1:
+            parameter.data += 0.3 * torch.randn(parameter.shape, generator=random)
+    return model
+
+
+def gradient_of(model: nn.Module) -> tuple[float, Gradient]:
+    """The summed loss of `SAMPLES`, and its gradient in fp64."""
+    objective = CausalLM()
+    loss = objective.loss_sum(model, objective.collate(SAMPLES))
+    loss.backward()
+    return loss.item(), {n: p.grad.double() for n, p in model.named_parameters() if p.grad is not None}
+
+
+def by_torch_alone(family: str, dtype: torch.dtype) -> tuple[float, Gradient]:
+    """The same by PyTorch alone."""
+    return gradient_of(model_of(family).to(dtype))
+
+
+NAMES = {
+    "llama": ("2 RoPE", "2 SwiGLU", "5 RMSNorm"),
+    "gemma": ("2 RoPE", "2 GeGLU", "5 RMSNorm"),
+    "qwen3": ("2 RoPE", "9 RMSNorm", "2 SwiGLU"),
+}
+MODES = [("llama", mode) for mode in ("off", "full", "selective", "offloaded")]
+
+
+@pytest.mark.parametrize(("family", "mode"), [*MODES, ("gemma", "off"), ("qwen3", "off"), ("gpt2", "off")])
+def test_loss_and_gradient_are_those_of_torchs_kernels(family: str, mode: Any) -> None:
+    model = model_of(family)
+    assert replacement.names(model) == NAMES.get(family, ())
+    replacement.apply(model)
+    activation_checkpointing.apply(model, mode)
+    loss, gradient = gradient_of(model)
+    (expected_loss, expected), bound = with_bound(by_torch_alone, family)
+    assert loss == pytest.approx(expected_loss, rel=bound)
+    assert relative_error(gradient, expected) < bound
+
+
+def test_in_fp16_the_gradient_is_as_near_to_the_exact_one_as_that_of_torchs_kernels() -> None:
+    exact = gradient_of(model_of("gemma").half().double())[1]
+    model = model_of("gemma").half()
+    by_torch = relative_error(gradient_of(copy.deepcopy(model))[1], exact)
+    replacement.apply(model)
+    assert relative_error(gradient_of(model)[1], exact) < 1.2 * by_torch
+
+
+def test_a_gradient_that_others_have_too_is_not_overwritten() -> None:
+    norm, x = model_of("llama").model.norm, torch.randn(2, 3, 32, requires_grad=True)
+
+    def of_residual(norm: nn.Module) -> Tensor:
+        result = x + norm(x)  # autograd gives both parts of a sum the same gradient
+        return torch.autograd.grad(result, x, torch.ones_like(result))[0]
+
+    expected = of_residual(norm)
+    replacement.apply(norm)
+    torch.testing.assert_close(of_residual(norm), expected)
+
+
+def test_norms_in_fp32_inside_a_model_in_fp16_run_as_before() -> None:
+    model = model_of("gemma").half()
+    model.model.layers[0].input_layernorm.float()
+    exact = gradient_of(copy.deepcopy(model).double())[1]
+    by_torch = relative_error(gradient_of(copy.deepcopy(model))[1], exact)
+    replacement.apply(model)
+    assert relative_error(gradient_of(model)[1], exact) < 1.2 * by_torch
+
+
+def test_the_result_is_that_of_ligers_own_patch_of_a_llama(monkeypatch: pytest.MonkeyPatch) -> None:
+    from liger_kernel.transformers.monkey_patch import _apply_liger_kernel_to_instance
+    from transformers.models.llama import modeling_llama
+
+    for name in ("LlamaRMSNorm", "LlamaMLP"):  # it also replaces the classes
+        monkeypatch.setattr(modeling_llama, name, getattr(modeling_llama, name))
+    theirs, ours = model_of("llama"), model_of("llama")
+    replacement.apply(ours)
+    _apply_liger_kernel_to_instance(
+        theirs, rope=False, rms_norm=True, swiglu=True, cross_entropy=False, fused_linear_cross_entropy=False
+    )
+    (expected_loss, expected), (loss, gradient) = gradient_of(theirs), gradient_of(ours)
+    bound = with_bound(by_torch_alone, "llama")[1]
+    assert loss == pytest.approx(expected_loss, rel=bound)
+    assert relative_error(gradient, expected) < bound
+
+
+def test_formulas_of_the_trial_are_those_of_the_kernels() -> None:
+    from frugal.models.fused import liger_internals
+
+    library, x, weight = liger_internals.library(), torch.randn(3, 40).half(), torch.randn(40).half()
+    for offset, casting in ((0.0, "llama"), (1.0, "gemma")):
+        ours = recognition.RMSNorm(1e-3, offset, casting)(x, weight)  # type: ignore[arg-type]  # one of the two
+        theirs = library.rms_norm(x, weight, 1e-3, offset, casting, False)
+        assert (ours != theirs).float().mean() < 0.02
+    gate, up = torch.randn(2, 3, 40)
+    for activation in ("silu", "gelu"):
+        product = recognition.activated(activation, gate) * up  # type: ignore[arg-type]  # as above
+        torch.testing.assert_close(getattr(library, activation)(gate, up), product)
+
+
+def adapted(lora: str | None) -> nn.Module:
+    """A small Llama; with adapters that do something, if asked."""
+    model = model_of("llama")
+    if lora is not None:
+        model = adapters.add(model, Lora.parse(lora), "causal-lm", dtype=torch.float32, device=torch.device("cpu"))
+        random = torch.Generator().manual_seed(1)
+        for name, parameter in model.named_parameters():
+            if "lora_B" in name:
+                nn.init.normal_(parameter, std=0.1, generator=random)
+    return model.train()
+
+
+def measured_gradient(zero_stage: int, strategy: dict[str, Any], lora: str | None) -> Gradient:
+    """What DeepSpeed applies of `SAMPLES`. Runs on ranks."""
+    planned = plan_by_hand(
+        world_size=dist.get_world_size(), global_batch=3, micro_batch=2, zero_stage=zero_stage,
+        request=SGD | {"lora": None if lora is None else Lora.parse(lora)}, strategy={"kernels": "liger", **strategy},
+    )  # fmt: skip
+    model = adapted(lora)
+    before = weights(model)
+    engine = initialize(model, planned, CausalLM())
+    engine.train_step(SAMPLES)
+    gradient = applied(engine, before)
+    engine.destroy()
+    return gradient
+
+
+# In plans.
+
+
+@pytest.fixture
+def config(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> str:
+    """The configuration of a small Llama, and a cache of its own."""
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    path = tmp_path / "config.json"
+    path.write_text(json.dumps(TINY["llama"] | {"model_type": "llama", "architectures": ["LlamaForCausalLM"]}))
+    return str(path)
+
+
+ASKED = {"gpus": 2, "gpu": "a100-80g", "seq_len": 64, "global_batch": 16}
+
+
+def test_a_plan_takes_them_and_says_so_unless_it_is_told_not_to_or_the_cards_are_too_old(config: str) -> None:
+    fused = plan(model=config, **ASKED)
+    assert fused.strategy.kernels == "liger"
+    assert ("fused", "Liger's, for 2 RoPE, 2 SwiGLU, 5 RMSNorm") in fused.verdict
+    assert fused.is_draft is False and not any("off the dry run" in note for note in fused.warnings)
+    for others in ({"kernels": "plain"}, {"gpu": "t4-16g", "precision": "fp16"}):
+        assert plan(model=config, **(ASKED | others)).strategy.kernels == "plain"
+    cases = without_kernels(fused)
+    with closing(workers()) as pool:
+        said = kernels_bring(fused, predicted(cases, partial(DryRunSource, pool=pool, will_dry_run=False)))
+    assert [case.request.kernels for case in cases] == ["plain", "plain"]
+    assert said[0] == "kernels (predicted, not dry-run)" and "less memory than the same strategy" in said[-1]
+
+
+def test_arithmetic_and_a_dry_run_with_them_have_the_same_peak_and_less_traffic(config: str) -> None:
+    works = {}
+    for kernels in ("plain", "liger"):
+        request, cluster, _ = understand({"model": config, "kernels": kernels, **ASKED})
+        with DryRunSource(request, cluster) as source:
+            for zero_stage, mode in ((2, "off"), (3, "selective")):
+                strategy = Strategy(
+                    zero_stage=zero_stage,
+                    activation_checkpointing=mode,  # type: ignore[arg-type]  # one of them
+                    kernels=kernels,  # type: ignore[arg-type]  # as above
+                )
+                profile = source.profile(strategy, True)
+                works[kernels, mode] = profile.costs.work.traffic.at(8)
+                drafted = profile.memory(8, cluster.devices[0]).live_bytes
+                assert kernels == "plain" or drafted == pytest.approx(
+                    source.dry_run(strategy, 8, 2).live_bytes, abs=100
+                )
+    for mode in ("off", "selective"):
+        assert works["liger", mode] < 0.8 * works["plain", mode]
+
+
+# On real ranks.
+
+
+SMALL = {"persistence_threshold_elements": 10, "max_live_elements": 6_000, "prefetch_bucket_elements": 5_000}
+MIXED = {"activation_checkpointing": "budget", "layer_modes": (("selective", 1), ("full", 1))}
+
+
+@pytest.mark.parametrize(
+    ("zero_stage", "strategy", "lora"), [(0, {}, None), (3, SMALL | MIXED, None), (3, {"mlp": "tiled"}, "r=4")]
+)
+def test_deepspeed_applies_the_gradient_of_plain_pytorch(
+    zero_stage: int, strategy: dict[str, Any], lora: str | None, two_ranks: Ranks
+) -> None:
+    reference, bound = with_bound(lambda dtype: gradient_of(adapted(lora).to(dtype))[1])
+    targets = CausalLM().count(CausalLM().collate(SAMPLES))
+    reference = {name: part / targets for name, part in reference.items()}
+    for gradient in two_ranks.run(measured_gradient, zero_stage, strategy, lora, timeout=900):
+        assert relative_error(gradient, reference) < bound

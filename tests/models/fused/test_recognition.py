@@ -1,0 +1,115 @@
+"""Modules are recognised by what they compute, not by their names."""
+
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from frugal.config import kernels
+from frugal.errors import RequestError
+from frugal.models.fused import liger_internals, recognition, replacement
+from frugal.models.fused.recognition import GatedMLP, RMSNorm
+from tests.engine.small_models import tiny
+
+
+class Mine(nn.Module):
+    """A user's own norm, with another name for everything."""
+
+    def __init__(self, width: int = 24, offset: float = 0.0, epsilon: float = 1e-5, most: float = 1e9) -> None:
+        super().__init__()
+        self.scale = nn.Parameter(torch.randn(width))
+        self.tiny, self.offset, self.most = epsilon, offset, most
+
+    def forward(self, x: Tensor) -> Tensor:
+        rows = x.float().clamp(-self.most, self.most)
+        rows = rows / (rows.square().mean(-1, keepdim=True) + self.tiny).sqrt()
+        return (rows * (self.offset + self.scale.float())).to(x.dtype)
+
+
+class LlamaRMSNorm(Mine):
+    """One that is called like Llama's, and computes something else."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        return super().forward(x - x.mean(-1, keepdim=True))
+
+
+def test_a_norm_of_the_user_is_taken_with_its_epsilon_offset_and_rounding() -> None:
+    assert recognition.rms_norm(Mine()) == RMSNorm(1e-5, 0.0, "llama")  # in fp32 nothing is rounded
+    assert recognition.rms_norm(Mine(offset=1.0, epsilon=1e-3).bfloat16()) == RMSNorm(1e-3, 1.0, "gemma")
+
+
+@pytest.mark.parametrize(
+    "module",
+    [
+        LlamaRMSNorm(), Mine(most=20.0), nn.LayerNorm(24), nn.RMSNorm(24, eps=1e-5), nn.Linear(24, 24),
+        nn.Embedding(4, 24),
+    ],
+    ids=["another mean", "a clamp", "LayerNorm", "torch's own", "Linear", "Embedding"],
+)  # fmt: skip
+def test_what_computes_something_else_is_no_norm(module: nn.Module) -> None:
+    assert recognition.rms_norm(module) is None
+
+
+class Gated(nn.Module):
+    """A user's own gated MLP."""
+
+    def __init__(self, activation: Any = F.silu, *, width: int = 16, inside: int = 40, least: float = -1e9) -> None:
+        super().__init__()
+        self.out, self.a, self.b = nn.Linear(inside, width), nn.Linear(width, inside), nn.Linear(width, inside)
+        self.activation, self.least = activation, least
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.out(self.a(x).clamp(self.least) * self.activation(self.b(x)))
+
+
+def tanh_gelu(x: Tensor) -> Tensor:
+    return F.gelu(x, approximate="tanh")
+
+
+def test_a_gated_mlp_of_the_user_is_taken_by_the_part_of_each_projection() -> None:
+    assert recognition.gated_mlp(Gated()) == GatedMLP("b", "a", "out", "silu")
+    assert recognition.gated_mlp(Gated(tanh_gelu, inside=16)) == GatedMLP("b", "a", "out", "gelu")
+
+
+def test_another_mlp_is_not() -> None:
+    hooked = Gated()
+    hooked.a.register_forward_hook(lambda *_: None)
+    for module in (Gated(F.gelu), Gated(F.relu), Gated(least=-20.0), hooked, nn.Sequential(*Gated().children())):
+        assert recognition.gated_mlp(module) is None
+
+
+def test_a_trial_draws_none_of_the_numbers_that_training_draws() -> None:
+    class Dropped(Gated):
+        def forward(self, x: Tensor) -> Tensor:
+            return F.dropout(super().forward(x), 0.5)
+
+    module, before = Dropped(), torch.get_rng_state()
+    assert recognition.gated_mlp(module) is None
+    assert torch.equal(torch.get_rng_state(), before)
+
+
+def test_a_llama_on_meta_in_bf16_is_recognised_and_a_gpt2_has_nothing_to_fuse() -> None:
+    assert replacement.names(tiny("causal-lm", "llama").bfloat16().to("meta")) == ("2 RoPE", "2 SwiGLU", "5 RMSNorm")
+    assert replacement.names(tiny("causal-lm", "gpt2")) == ()
+
+
+def test_a_plan_with_them_on_a_machine_without_them_is_one_message(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(kernels, "fused_kernels", lambda: "")
+    liger_internals.library.cache_clear()
+    with pytest.raises(RequestError) as caught:
+        replacement.apply(tiny("causal-lm", "llama"))
+    assert str(caught.value) == (
+        "the plan's kernels are Liger's, which cannot run here\n"
+        "  because the packages liger-kernel and triton are not installed\n\n"
+        "hint: pip install 'frugal-trainer[kernels]', or plan with --kernels plain"
+    )
+
+
+def test_rotations_of_interleaved_pairs_are_left_as_they_are() -> None:
+    assert recognition.rotation(tiny("causal-lm", "llama").model.layers[0].self_attn) == "apply_rotary_pos_emb"  # type: ignore[union-attr, index]  # transformers'
+    from transformers.models.cohere.modeling_cohere import CohereAttention, CohereConfig
+
+    config = CohereConfig(hidden_size=32, num_attention_heads=2, num_key_value_heads=2)
+    assert recognition.rotation(CohereAttention(config, 0)) is None
