@@ -3,9 +3,9 @@
 A command that is no `python -m frugal...`, or that runs with other settings of the interpreter or of torch than this
 process, is started as users start it.
 
-The process that forks is started once a session (`python -m tests.forked SOCKET PIPE`), and ends with it. A request is
-JSON over its socket: the words, environment and folder, and with it the descriptors that the process is to have. The
-answer is the process's number, and once it has ended its exit code.
+The process that forks is started once a session (`python -m tests.forked SOCKET PIPE`), for all of xdist's workers, and
+ends with it. A request is JSON over its socket: the words, environment and folder, and with it the descriptors that the
+process is to have. The answer is the process's number, and once it has ended its exit code.
 """
 
 import array
@@ -18,6 +18,7 @@ import random
 import runpy
 import select
 import selectors
+import shutil
 import signal
 import socket
 import subprocess
@@ -42,6 +43,9 @@ PRELOADED = (
 
 READ_AT_START = ("CUDA_", "DS_", "HF_", "LANG", "LC_", "LD_", "PYTHON", "TORCH", "TRANSFORMERS_")
 """Variables that the interpreter or a library reads when it starts; OMP_NUM_THREADS is one for all of the tests."""
+
+QUIET = ("TRANSFORMERS_VERBOSITY", "HF_DATASETS_DISABLE_PROGRESS_BARS")
+"""Those that a rank sets for the processes that it starts: they only keep libraries from talking."""
 
 HIGH = 200
 """Descriptors from here on are in nobody's way."""
@@ -92,6 +96,7 @@ class Forked(_Popen):  # type: ignore[type-arg]
             "descriptors": list(descriptors), "new_session": bool(new_session),
         }  # fmt: skip
         self._connection = _connect()
+        env[SOCKET] = os.environ[SOCKET]  # which this process may have started only now
         _send(self._connection, request, list(descriptors.values()))
         self.pid = _receive(self._connection)[0]["pid"]
         self._child_created = True
@@ -128,13 +133,14 @@ def _can_be_forked(words: Any, environment: dict[str, str]) -> bool:
 
 
 def _read_at_start(environment: dict[str, str]) -> dict[str, str]:
-    ours = {name: value for name, value in environment.items() if name.startswith(READ_AT_START)}
+    names = [name for name in environment if name.startswith(READ_AT_START) and name not in QUIET]
+    ours = {name: environment[name] for name in names}
     return ours | {"CUDA_VISIBLE_DEVICES": "", "DS_ACCELERATOR": "cpu"}
 
 
 def _connect() -> socket.socket:
     if SOCKET not in os.environ:
-        _start()
+        start()
     connection = socket.socket(socket.AF_UNIX)
     for _ in range(3000):
         try:
@@ -149,7 +155,8 @@ def _connect() -> socket.socket:
     return socket.socket(fileno=number)
 
 
-def _start() -> None:
+def start() -> None:
+    """Start the process that forks."""
     folder = Path(tempfile.mkdtemp(prefix="frugal-fork-"))
     theirs, ours = os.pipe()  # ends when this process does
     os.environ[SOCKET] = str(folder / "socket")
@@ -201,6 +208,7 @@ def serve(address: str, pipe: int) -> None:
     while True:
         for key, _ in watched.select():
             if key.fd == pipe:
+                shutil.rmtree(Path(address).parent)
                 os._exit(0)
             elif key.fileobj is listener:
                 connection, _ = listener.accept()
