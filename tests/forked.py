@@ -44,8 +44,8 @@ PRELOADED = (
 READ_AT_START = ("CUDA_", "DS_", "HF_", "LANG", "LC_", "LD_", "PYTHON", "TORCH", "TRANSFORMERS_")
 """Variables that the interpreter or a library reads when it starts; OMP_NUM_THREADS is one for all of the tests."""
 
-QUIET = ("TRANSFORMERS_VERBOSITY", "HF_DATASETS_DISABLE_PROGRESS_BARS")
-"""Those that a rank sets for the processes that it starts: they only keep libraries from talking."""
+SET_BY_IMPORTS = ("TORCHINDUCTOR_CACHE_DIR", "TRANSFORMERS_VERBOSITY", "HF_DATASETS_DISABLE_PROGRESS_BARS")
+"""Those that torch, and frugal for a rank, set where they are imported: where, and that libraries do not talk."""
 
 HIGH = 200
 """Descriptors from here on are in nobody's way."""
@@ -133,7 +133,7 @@ def _can_be_forked(words: Any, environment: dict[str, str]) -> bool:
 
 
 def _read_at_start(environment: dict[str, str]) -> dict[str, str]:
-    names = [name for name in environment if name.startswith(READ_AT_START) and name not in QUIET]
+    names = [name for name in environment if name.startswith(READ_AT_START) and name not in SET_BY_IMPORTS]
     ours = {name: environment[name] for name in names}
     return ours | {"CUDA_VISIBLE_DEVICES": "", "DS_ACCELERATOR": "cpu"}
 
