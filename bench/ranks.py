@@ -22,11 +22,13 @@ def free_port() -> int:
             return port
 
 
+PRELOADED = ["deepspeed", "transformers.modeling_utils", "frugal.engine.engine", "frugal.dryrun.run"]
+
+
 def forks() -> multiprocessing.context.ForkServerContext:
     """Makes processes that have their imports done: they are forked from one that did them, which takes seconds."""
     context = multiprocessing.get_context("forkserver")
-    imports = ["deepspeed", "transformers.modeling_utils", "frugal.engine.engine", "frugal.dryrun.run"]
-    context.set_forkserver_preload(imports)
+    context.set_forkserver_preload(PRELOADED)
     return context
 
 

@@ -10,6 +10,7 @@ from pathlib import Path
 import hypothesis
 import pytest
 
+from bench import ranks
 from bench.ranks import Ranks
 from tests import forked, kernels
 from tests.browser import browser  # noqa: F401 - a fixture
@@ -22,6 +23,7 @@ hypothesis.settings.register_profile("any machine", deadline=None)  # tests say 
 hypothesis.settings.load_profile("any machine")
 
 forked.use()
+ranks.PRELOADED.append("peft")
 
 
 def pytest_configure(config: pytest.Config) -> None:
@@ -113,6 +115,6 @@ def three_ranks() -> Iterator[Ranks]:
 
 
 def _ranks(world_size: int) -> Iterator[Ranks]:
-    ranks = Ranks(world_size)
-    yield ranks
-    ranks.close()
+    made = Ranks(world_size)
+    yield made
+    made.close()

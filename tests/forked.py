@@ -37,7 +37,8 @@ SOCKET = "FRUGAL_TESTS_FORK"
 """In the environment: the address of the process that forks."""
 
 PRELOADED = (
-    "deepspeed", "datasets", "transformers.modeling_utils", "frugal.engine.engine", "frugal.dryrun.run",
+    "deepspeed", "datasets", "transformers.modeling_utils", "peft", "transformers.models.gpt2.modeling_gpt2",
+    "frugal.cli.train", "frugal.engine.engine", "frugal.engine.training", "frugal.dryrun.run",
     "frugal.dryrun.trace.trace",
 )  # fmt: skip
 
