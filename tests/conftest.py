@@ -10,7 +10,6 @@ from pathlib import Path
 import hypothesis
 import pytest
 
-from bench import ranks
 from bench.ranks import Ranks
 from tests import forked, kernels
 from tests.browser import browser  # noqa: F401 - a fixture
@@ -23,7 +22,6 @@ hypothesis.settings.register_profile("any machine", deadline=None)  # tests say 
 hypothesis.settings.load_profile("any machine")
 
 forked.use()
-ranks.PRELOADED.append("peft")
 
 
 def pytest_configure(config: pytest.Config) -> None:

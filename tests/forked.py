@@ -1,4 +1,4 @@
-"""Processes of `python -m frugal...`, forked from one that has their imports done: each would spend seconds on its own.
+"""Processes of `python -m frugal...`, and ranks of tests: forked from one that has done their imports, for seconds.
 
 A command that is no `python -m frugal...`, or that runs with other settings of the interpreter or of torch than this
 process, is started as users start it.
@@ -12,7 +12,9 @@ import array
 import atexit
 import contextlib
 import fcntl
+import gc
 import json
+import multiprocessing
 import os
 import random
 import runpy
@@ -28,9 +30,11 @@ import threading
 import time
 from collections.abc import Callable
 from importlib import import_module
+from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any
 
+from bench import ranks
 from frugal.dryrun import pool
 
 SOCKET = "FRUGAL_TESTS_FORK"
@@ -58,13 +62,15 @@ _Popen, _run, _started = subprocess.Popen, subprocess.run, pool.started
 
 
 def use() -> None:
-    """From now on fork what `subprocess.run` starts here, and the processes of dry runs.
+    """From now on fork what `subprocess.run` starts here, the processes of dry runs, and ranks.
 
     What a test starts with `subprocess.Popen`, to disturb it, has its processes as users have them.
     """
     _AT_START.update(_read_at_start(dict(os.environ)))
     subprocess.run = _with_forks(_run)
     pool.started = _with_forks(_started)
+    environment = dict(os.environ)  # before any test changes it: ranks stay from test to test
+    ranks.started = lambda *arguments: ForkedRank(environment, *arguments)
 
 
 def _with_forks(start: Callable[..., Any]) -> Callable[..., Any]:
@@ -125,12 +131,26 @@ class Forked(_Popen):  # type: ignore[type-arg]
             self._connection.close()
 
 
+class ForkedRank(Forked):
+    """A rank of `bench.ranks`."""
+
+    def __init__(self, environment: dict[str, str], rank: int, world_size: int, port: int, theirs: Connection) -> None:
+        numbers = map(str, (rank, world_size, port, theirs.fileno()))
+        words = [sys.executable, "-m", ranks.__name__, *numbers, multiprocessing.current_process().authkey.hex()]
+        super().__init__(words, env=environment, pass_fds=[theirs.fileno()], cwd=Path(__file__).parents[1])
+
+    def join(self) -> None:
+        """Wait for its end."""
+        self.wait()
+
+
 def _can_be_forked(words: Any, environment: dict[str, str]) -> bool:
     if not isinstance(words, list | tuple) or not words or words[0] != sys.executable:
         return False
     rest = [word for word in words[1:3] if word != "-u"]
     module = words[words.index("-m") + 1] if rest[:1] == ["-m"] else ""
-    return str(module).split(".")[0] == "frugal" and _read_at_start(environment) == _AT_START
+    is_ours = str(module).split(".")[0] == "frugal" or module == ranks.__name__
+    return is_ours and _read_at_start(environment) == _AT_START
 
 
 def _read_at_start(environment: dict[str, str]) -> dict[str, str]:
@@ -202,6 +222,7 @@ def serve(address: str, pipe: int) -> None:
     listener.bind(address)
     for module in PRELOADED:
         import_module(module)
+    gc.freeze()  # DeepSpeed collects at every start of an engine: what was imported need not be looked at again
     listener.listen(64)
     watched = selectors.DefaultSelector()
     watched.register(pipe, selectors.EVENT_READ, None)
