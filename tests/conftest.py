@@ -53,6 +53,16 @@ FASTEST = ("config", "planning", "html", "report")
 """Folders whose tests start no process: they fill the end."""
 
 
+BEFORE_COLLECTION = dict(os.environ)
+
+
+def pytest_collection_finish() -> None:
+    """Forget the variables that modules of bench/ set for their own processes where tests import them."""
+    os.environ.update({name: value for name, value in BEFORE_COLLECTION.items() if os.environ.get(name) != value})
+    for name in os.environ.keys() - BEFORE_COLLECTION.keys() - {forked.SOCKET, "PYTEST_CURRENT_TEST"}:
+        del os.environ[name]
+
+
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     """The slowest files first, then as they are collected."""
     folder = Path(__file__).parent

@@ -44,7 +44,7 @@ def train(plan: Plan, settings: RunSettings, device: torch.device) -> Path | Non
         hub.check(settings.push_to_hub)
     metric, callbacks = Metric.load(settings.metric), Callbacks.load(settings.callback)
     settings = run_folder.create(settings)
-    plan = tuner.plan_to_resume(plan, settings)
+    plan = tuner.plan_to_resume(plan, settings.out) if settings.resume else plan
     run_folder.check_space(plan, settings)
     data = _read_samples(plan, settings)
     _check_validation(settings, data)

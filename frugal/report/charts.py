@@ -92,14 +92,11 @@ class Axis:
     least: float | None = None
 
 
-STEPS = Axis("step", "optimizer step")
-
-
 class Chart:
     """A chart: its place in the page, and what `assets/report.js` draws there. `is_wide`: as wide as the page."""
 
     def __init__(
-        self, name: str, heading: str, series: Sequence[Series], *, x: Axis = STEPS, y: Axis = Axis(),
+        self, name: str, heading: str, series: Sequence[Series], *, y: Axis, x: Axis = Axis("step", "optimizer step"),
         marks: Sequence[dict[str, Any]] = (), is_wide: bool = False,
     ) -> None:  # fmt: skip
         series = [each for each in series if each.points]

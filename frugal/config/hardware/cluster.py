@@ -294,7 +294,6 @@ def _card(
     """
     pcie = PCIE[capability[0]]
     is_hopper = capability[0] in (9, 10)
-    over_nvlink = context.NCCL_HOPPER if is_hopper else context.NCCL_NVLINK
     return Card(
         name=name,
         memory_bytes=int(gib * GIB),
@@ -306,7 +305,7 @@ def _card(
         host_link_bandwidth=pcie,
         matrix_share=HOPPER_SHARE if is_hopper else MATRIX_SHARE,
         resident_threads=processors * PROCESSOR_THREADS.get(capability, 2048) or None,
-        nccl=over_nvlink if nvlink else context.NCCL_PCIE,
+        nccl=context.NCCL_PCIE if not nvlink else context.NCCL_HOPPER if is_hopper else context.NCCL_NVLINK,
     )
 
 

@@ -194,7 +194,7 @@ class Log:
         lines = progress_lines(
             step, self._total_steps, result, tokens_per_second=tokens / window, targets_per_second=targets / window,
             seconds_left=window / len(self._recent) * (self._total_steps - step),
-            memory_bytes=(self.memory_bytes, self._planned.peak_bytes),
+            measured_bytes=self.memory_bytes, planned_bytes=self._planned.peak_bytes,
         )  # fmt: skip
         if self._console.is_terminal:
             fitting = next((line for line in lines if len(line) <= self._console.width), lines[-1])
@@ -328,14 +328,14 @@ def progress_lines(
     tokens_per_second: float,
     targets_per_second: float,
     seconds_left: float,
-    memory_bytes: tuple[int | None, int],
+    measured_bytes: int | None,
+    planned_bytes: int,
 ) -> list[str]:
     """Return the line after `step` steps in forms from long to short; the second has every number and no bar.
 
     `result` is that of the last step, `tokens_per_second` all that ranks process, without padding (0: samples are not
-    of tokens), `targets_per_second` those with a loss, `memory_bytes` rank 0's peak so far and the planned one.
+    of tokens), `targets_per_second` those with a loss, `measured_bytes` rank 0's peak so far.
     """
-    measured_bytes, planned_bytes = memory_bytes
     processed = f"{tokens_per_second:,.0f} tokens/s, " if tokens_per_second else ""
     memory = "" if measured_bytes is None else f"{format_bytes(measured_bytes)} of "
     numbers = [

@@ -16,7 +16,7 @@ MIB = 1 << 20
 def test_its_forms_get_shorter_and_keep_the_loss_and_the_time_left() -> None:
     lines = progress_lines(
         3, 40, replace(result(), loss=5.3314, learning_rate=2e-4), tokens_per_second=4960.4, targets_per_second=4951.3,
-        seconds_left=64.2, memory_bytes=(None, 30 * MIB),
+        seconds_left=64.2, measured_bytes=None, planned_bytes=30 * MIB,
     )  # fmt: skip
     assert lines[0] == (
         "step 3/40  ━───────────────────  loss 5.3314  1 min 04 s left  4,960 tokens/s, 4,951 target tokens/s  "
