@@ -69,7 +69,7 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     assert all((folder / name).exists() for name in SLOWEST)
 
     def place(item: pytest.Item) -> int:
-        path = item.path.relative_to(folder)
+        path = Path(os.path.relpath(item.path, folder))
         if path.as_posix() in SLOWEST:
             return SLOWEST.index(path.as_posix())
         return len(SLOWEST) + (path.parts[0] in FASTEST)
