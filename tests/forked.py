@@ -14,6 +14,7 @@ import contextlib
 import fcntl
 import gc
 import json
+import logging
 import multiprocessing
 import os
 import random
@@ -220,6 +221,7 @@ def serve(address: str, pipe: int) -> None:
     _AT_START.update(_read_at_start(dict(os.environ)))
     listener = socket.socket(socket.AF_UNIX)
     listener.bind(address)
+    logging.getLogger("bitsandbytes.backends.cpu.ops").setLevel(logging.ERROR)  # as frugal does: peft imports it
     for module in PRELOADED:
         import_module(module)
     gc.freeze()  # DeepSpeed collects at every start of an engine: what was imported need not be looked at again
