@@ -22,8 +22,9 @@ demo: setup
 
 # Files of tests run beside each other: most of the time goes into waiting for processes of one core to start. In the
 # order of tests/conftest.py: xdist's own begins with files of many tests, and would leave the slowest for the end.
+# A worker that dies ends the run with the name of its test: xdist loses count of the files that another takes over.
 pytest_in = PATH="$(CURDIR)/$(1):$$PATH" $(1)/python -m pytest -n auto --maxprocesses 4 --dist loadfile \
-  --no-loadscope-reorder
+  --no-loadscope-reorder --max-worker-restart 0
 PYTEST := $(call pytest_in,$(BIN))
 
 test: setup

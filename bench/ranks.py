@@ -6,6 +6,7 @@ import multiprocessing
 import os
 import random
 import socket
+import sys
 import time
 import traceback
 from collections.abc import Callable
@@ -35,7 +36,7 @@ class Ranks:
 
     def __init__(self, world_size: int) -> None:
         self.world_size = world_size
-        self._processes: list[multiprocessing.process.BaseProcess] = []
+        self._processes: list[Any] = []  # as `started` gives them
         self._connections: list[Connection] = []
 
     def run(self, function: Callable[..., Any], *args: Any, timeout: float = 300, **kwargs: Any) -> list[Any]:
@@ -75,15 +76,19 @@ class Ranks:
         self._processes, self._connections = [], []
 
     def _start(self) -> None:
-        context = forks()
         port = free_port()
         for rank in range(self.world_size):
-            ours, theirs = context.Pipe()
-            process = context.Process(target=_serve, args=(rank, self.world_size, port, theirs), daemon=True)
-            process.start()
+            ours, theirs = multiprocessing.Pipe()
+            self._processes.append(started(rank, self.world_size, port, theirs))
             theirs.close()
-            self._processes.append(process)
             self._connections.append(ours)
+
+
+def started(*arguments: Any) -> Any:
+    """Start the process of a rank: its number, how many there are, a port, and its end of a connection."""
+    process = forks().Process(target=_serve, args=arguments, daemon=True)
+    process.start()
+    return process
 
 
 def _serve(rank: int, world_size: int, port: int, connection: Connection) -> None:
@@ -112,3 +117,9 @@ def _serve(rank: int, world_size: int, port: int, connection: Connection) -> Non
             connection.send((True, function(*args, **kwargs)))
         except Exception:
             connection.send((False, traceback.format_exc()))
+
+
+if __name__ == "__main__":  # numbers of `_serve`, the descriptor of its connection, and the key of tensors sent there
+    *_numbers, _descriptor = map(int, sys.argv[1:-1])
+    multiprocessing.current_process().authkey = bytes.fromhex(sys.argv[-1])
+    _serve(*_numbers, Connection(_descriptor))

@@ -3,6 +3,7 @@
 import os
 import signal
 import sys
+import threading
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -22,6 +23,22 @@ hypothesis.settings.load_profile("any machine")
 
 forked.use()
 
+
+def pytest_configure(config: pytest.Config) -> None:
+    """Start the process that forks for all of xdist's workers, and have nothing outlive a worker in its name.
+
+    A worker has ended for xdist when its pipe is closed. A process that it forked has that pipe, too, and xdist would
+    wait for a worker that is gone.
+    """
+    plugins = config.pluginmanager.get_plugins()
+    if (interactor := next((each for each in plugins if hasattr(each, "workerid")), None)) is not None:
+        nowhere, pipes = os.open(os.devnull, os.O_RDWR), interactor.channel.gateway._io
+        numbers = [pipes.infile.fileno(), pipes.outfile.fileno()]
+        os.register_at_fork(after_in_child=lambda: [os.dup2(nowhere, number, inheritable=False) for number in numbers])
+    elif config.getoption("numprocesses", None):
+        forked.start()
+
+
 signal.signal(signal.SIGINT, signal.default_int_handler)  # a shell's background jobs ignore Ctrl-C, and so would ours
 
 SLOWEST = (
@@ -36,13 +53,23 @@ FASTEST = ("config", "planning", "html", "report")
 """Folders whose tests start no process: they fill the end."""
 
 
+BEFORE_COLLECTION = dict(os.environ)
+
+
+def pytest_collection_finish() -> None:
+    """Forget the variables that modules of bench/ set for their own processes where tests import them."""
+    os.environ.update({name: value for name, value in BEFORE_COLLECTION.items() if os.environ.get(name) != value})
+    for name in os.environ.keys() - BEFORE_COLLECTION.keys() - {forked.SOCKET, "PYTEST_CURRENT_TEST"}:
+        del os.environ[name]
+
+
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     """The slowest files first, then as they are collected."""
     folder = Path(__file__).parent
     assert all((folder / name).exists() for name in SLOWEST)
 
     def place(item: pytest.Item) -> int:
-        path = item.path.relative_to(folder)
+        path = Path(os.path.relpath(item.path, folder))
         if path.as_posix() in SLOWEST:
             return SLOWEST.index(path.as_posix())
         return len(SLOWEST) + (path.parts[0] in FASTEST)
@@ -61,9 +88,14 @@ def _nothing_is_said_of_waiting(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.fixture(autouse=True)
 def _is_no_rank_afterwards() -> Iterator[None]:
-    """Forget what a command run in this process took for a rank alone; fail the test that leaves a process group."""
+    """Forget what a command run in this process took for a rank alone; fail the test that leaves a process group.
+
+    Nor does an exception on a thread end this process any more, as it ends a rank.
+    """
     before = {name: os.environ[name] for name in OF_A_RANK if name in os.environ}
+    usual = threading.excepthook
     yield
+    threading.excepthook = usual
     for name in OF_A_RANK:
         os.environ.pop(name, None)
     os.environ.update(before)
@@ -91,6 +123,6 @@ def three_ranks() -> Iterator[Ranks]:
 
 
 def _ranks(world_size: int) -> Iterator[Ranks]:
-    ranks = Ranks(world_size)
-    yield ranks
-    ranks.close()
+    made = Ranks(world_size)
+    yield made
+    made.close()

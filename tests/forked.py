@@ -1,23 +1,27 @@
-"""Processes of `python -m frugal...`, forked from one that has their imports done: each would spend seconds on its own.
+"""Processes of `python -m frugal...`, and ranks of tests: forked from one that has done their imports, for seconds.
 
 A command that is no `python -m frugal...`, or that runs with other settings of the interpreter or of torch than this
 process, is started as users start it.
 
-The process that forks is started once a session (`python -m tests.forked SOCKET PIPE`), and ends with it. A request is
-JSON over its socket: the words, environment and folder, and with it the descriptors that the process is to have. The
-answer is the process's number, and once it has ended its exit code.
+The process that forks is started once a session (`python -m tests.forked SOCKET PIPE`), for all of xdist's workers, and
+ends with it. A request is JSON over its socket: the words, environment and folder, and with it the descriptors that the
+process is to have. The answer is the process's number, and once it has ended its exit code.
 """
 
 import array
 import atexit
 import contextlib
 import fcntl
+import gc
 import json
+import logging
+import multiprocessing
 import os
 import random
 import runpy
 import select
 import selectors
+import shutil
 import signal
 import socket
 import subprocess
@@ -27,21 +31,27 @@ import threading
 import time
 from collections.abc import Callable
 from importlib import import_module
+from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any
 
+from bench import ranks
 from frugal.dryrun import pool
 
 SOCKET = "FRUGAL_TESTS_FORK"
 """In the environment: the address of the process that forks."""
 
 PRELOADED = (
-    "deepspeed", "datasets", "transformers.modeling_utils", "frugal.engine.engine", "frugal.dryrun.run",
+    "deepspeed", "datasets", "transformers.modeling_utils", "peft", "transformers.models.gpt2.modeling_gpt2",
+    "frugal.cli.train", "frugal.engine.engine", "frugal.engine.training", "frugal.dryrun.run",
     "frugal.dryrun.trace.trace",
 )  # fmt: skip
 
 READ_AT_START = ("CUDA_", "DS_", "HF_", "LANG", "LC_", "LD_", "PYTHON", "TORCH", "TRANSFORMERS_")
 """Variables that the interpreter or a library reads when it starts; OMP_NUM_THREADS is one for all of the tests."""
+
+SET_BY_IMPORTS = ("TORCHINDUCTOR_CACHE_DIR", "TRANSFORMERS_VERBOSITY", "HF_DATASETS_DISABLE_PROGRESS_BARS")
+"""Those that torch, and frugal for a rank, set where they are imported: where, and that libraries do not talk."""
 
 HIGH = 200
 """Descriptors from here on are in nobody's way."""
@@ -53,13 +63,15 @@ _Popen, _run, _started = subprocess.Popen, subprocess.run, pool.started
 
 
 def use() -> None:
-    """From now on fork what `subprocess.run` starts here, and the processes of dry runs.
+    """From now on fork what `subprocess.run` starts here, the processes of dry runs, and ranks.
 
     What a test starts with `subprocess.Popen`, to disturb it, has its processes as users have them.
     """
     _AT_START.update(_read_at_start(dict(os.environ)))
     subprocess.run = _with_forks(_run)
     pool.started = _with_forks(_started)
+    environment = dict(os.environ)  # before any test changes it: ranks stay from test to test
+    ranks.started = lambda *arguments: ForkedRank(environment, *arguments)
 
 
 def _with_forks(start: Callable[..., Any]) -> Callable[..., Any]:
@@ -92,6 +104,7 @@ class Forked(_Popen):  # type: ignore[type-arg]
             "descriptors": list(descriptors), "new_session": bool(new_session),
         }  # fmt: skip
         self._connection = _connect()
+        env[SOCKET] = os.environ[SOCKET]  # which this process may have started only now
         _send(self._connection, request, list(descriptors.values()))
         self.pid = _receive(self._connection)[0]["pid"]
         self._child_created = True
@@ -119,22 +132,37 @@ class Forked(_Popen):  # type: ignore[type-arg]
             self._connection.close()
 
 
+class ForkedRank(Forked):
+    """A rank of `bench.ranks`."""
+
+    def __init__(self, environment: dict[str, str], rank: int, world_size: int, port: int, theirs: Connection) -> None:
+        numbers = map(str, (rank, world_size, port, theirs.fileno()))
+        words = [sys.executable, "-m", ranks.__name__, *numbers, multiprocessing.current_process().authkey.hex()]
+        super().__init__(words, env=environment, pass_fds=[theirs.fileno()], cwd=Path(__file__).parents[1])
+
+    def join(self) -> None:
+        """Wait for its end."""
+        self.wait()
+
+
 def _can_be_forked(words: Any, environment: dict[str, str]) -> bool:
     if not isinstance(words, list | tuple) or not words or words[0] != sys.executable:
         return False
     rest = [word for word in words[1:3] if word != "-u"]
     module = words[words.index("-m") + 1] if rest[:1] == ["-m"] else ""
-    return str(module).split(".")[0] == "frugal" and _read_at_start(environment) == _AT_START
+    is_ours = str(module).split(".")[0] == "frugal" or module == ranks.__name__
+    return is_ours and _read_at_start(environment) == _AT_START
 
 
 def _read_at_start(environment: dict[str, str]) -> dict[str, str]:
-    ours = {name: value for name, value in environment.items() if name.startswith(READ_AT_START)}
+    names = [name for name in environment if name.startswith(READ_AT_START) and name not in SET_BY_IMPORTS]
+    ours = {name: environment[name] for name in names}
     return ours | {"CUDA_VISIBLE_DEVICES": "", "DS_ACCELERATOR": "cpu"}
 
 
 def _connect() -> socket.socket:
     if SOCKET not in os.environ:
-        _start()
+        start()
     connection = socket.socket(socket.AF_UNIX)
     for _ in range(3000):
         try:
@@ -149,7 +177,8 @@ def _connect() -> socket.socket:
     return socket.socket(fileno=number)
 
 
-def _start() -> None:
+def start() -> None:
+    """Start the process that forks."""
     folder = Path(tempfile.mkdtemp(prefix="frugal-fork-"))
     theirs, ours = os.pipe()  # ends when this process does
     os.environ[SOCKET] = str(folder / "socket")
@@ -192,8 +221,10 @@ def serve(address: str, pipe: int) -> None:
     _AT_START.update(_read_at_start(dict(os.environ)))
     listener = socket.socket(socket.AF_UNIX)
     listener.bind(address)
+    logging.getLogger("bitsandbytes.backends.cpu.ops").setLevel(logging.ERROR)  # as frugal does: peft imports it
     for module in PRELOADED:
         import_module(module)
+    gc.freeze()  # DeepSpeed collects at every start of an engine: what was imported need not be looked at again
     listener.listen(64)
     watched = selectors.DefaultSelector()
     watched.register(pipe, selectors.EVENT_READ, None)
@@ -201,6 +232,7 @@ def serve(address: str, pipe: int) -> None:
     while True:
         for key, _ in watched.select():
             if key.fd == pipe:
+                shutil.rmtree(Path(address).parent)
                 os._exit(0)
             elif key.fileobj is listener:
                 connection, _ = listener.accept()

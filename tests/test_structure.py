@@ -274,6 +274,24 @@ def test_the_package_has_few_enough_statements() -> None:
     assert sum(statements(tree_of(path)) for path in modules().values()) <= MOST_STATEMENTS
 
 
+MOST_PARAMETERS = 8
+"""Of a function, its own object apart: what is passed together beyond that is an object with a name."""
+
+
+def test_no_function_takes_many_parameters() -> None:
+    functions = [
+        (named(path), node.name, len([each for each in _parameters(node.args) if each not in ("self", "cls")]))
+        for path in modules().values()
+        for node in ast.walk(tree_of(path))
+        if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef)
+    ]
+    assert [each for each in functions if each[2] > MOST_PARAMETERS] == []
+
+
+def _parameters(arguments: ast.arguments) -> list[str]:
+    return [node.arg for node in ast.walk(arguments) if isinstance(node, ast.arg)]
+
+
 def test_a_folder_says_in_a_sentence_what_is_in_it_and_a_file_what_it_is() -> None:
     for path in modules().values():
         text = ast.get_docstring(tree_of(path))

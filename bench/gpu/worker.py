@@ -324,7 +324,7 @@ def _watching_attention(chosen: set[Attention], kind: str) -> Iterator[None]:
     ) -> Any:  # fmt: skip
         options: dict[str, Any] = {"scale": scale, "enable_gqa": enable_gqa}
         number = torch._fused_sdp_choice(query, key, value, attn_mask, dropout_p, is_causal, **options)
-        call = AttentionCall(query, key, value, attn_mask, dropout_p, is_causal, enable_gqa)
+        call = AttentionCall(query, key, value, attn_mask, dropout_p, is_causal, **options)
         chosen.add(
             Attention(
                 kernel=names.get(number, str(number)),

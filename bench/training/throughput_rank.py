@@ -76,7 +76,7 @@ def frugal_loop(meter: Meter, plan: Plan, shape: dict[str, Any], samples: Any, s
     from frugal.data.batches import GlobalBatches
     from frugal.engine import loop
     from frugal.engine.engine import initialize
-    from frugal.engine.reports.metrics import METRICS, Log
+    from frugal.engine.reports.metrics import METRICS, Log, PlannedMemory
 
     engine = initialize(model_of(shape), plan, CausalLM())
     meter.on(engine.module)
@@ -84,7 +84,8 @@ def frugal_loop(meter: Meter, plan: Plan, shape: dict[str, Any], samples: Any, s
     with tempfile.TemporaryDirectory() as name:
         folder, rank = Path(name), dist.get_rank()
         asked = RunSettings(steps=steps, save_every=0, eval_every=0, out=folder)
-        with Log(folder, rank=rank, planned_bytes=1, total_steps=steps, console=Console(file=io.StringIO())) as log:
+        nowhere = Console(file=io.StringIO())
+        with Log(folder, rank=rank, planned=PlannedMemory(1), total_steps=steps, console=nowhere) as log:
             meter.begin()
             loop.train(engine, batches, asked, log, start=Progress(step=0), total_steps=steps)
             meter.end()

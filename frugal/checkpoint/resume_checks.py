@@ -165,12 +165,7 @@ def on_curve(progress: Progress, curve: Curve) -> tuple[Progress, tuple[str, ...
 
 def describe_changes(changed: tuple[str, ...], step: int, out: Path) -> str:
     """Return the line about a run that is resumed with changes."""
-    same = [
-        name for name in ("global batch", "order", "learning rate") if not any(_tells(each, name) for each in changed)
-    ]
+    begins = {"global batch": "global batch", "order": "the data", "learning rate": "learning rate"}
+    same = [name for name, begin in begins.items() if not any(each.startswith(begin) for each in changed)]
     unchanged = f"{', '.join(same[:-1])} and {same[-1]} are unchanged" if same[1:] else f"{same[0]} is unchanged"
     return f"resumed at step {step} of {out}: {', '.join(changed)}; {unchanged}"
-
-
-def _tells(change: str, name: str) -> bool:
-    return change.startswith({"order": "the data"}.get(name, name))

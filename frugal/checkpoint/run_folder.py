@@ -47,23 +47,22 @@ def create(settings: RunSettings) -> RunSettings:
     if newest is not None and env.is_restarted_by_torchrun():
         settings = replace(settings, resume=True)  # torchrun --max-restarts gives every start the same flags
     if newest is not None and not settings.resume:
-        raise holds_a_run(settings, newest)
+        raise holds_a_run(settings.out, newest)
     make_folder(settings, settings.out)
-    _refuse_links(settings)
+    _refuse_links(settings.out, settings.checkpoints)
     return settings
 
 
-def _refuse_links(settings: RunSettings) -> None:
+def _refuse_links(out: Path, checkpoints: Path) -> None:
     """Refuse links in the place of what a run appends to, and another user's in the place of its folders.
 
     The run's folder itself may be reached through any link. A file that is replaced as a whole replaces a link, too.
     """
-    out = settings.out
     try:
         for appended in (out / METRICS, *(out / "logs").glob("rank_*.log")):
             if appended.is_symlink():
                 raise OSError(errno.ELOOP, f"it is a symbolic link to {appended.readlink()}", str(appended))
-        for folder in (out / "logs", settings.checkpoints, out / "model"):
+        for folder in (out / "logs", checkpoints, out / "model"):
             files.refuse_foreign_link(folder)
     except OSError as error:
         because, remedy = file_errors.explain(error, out)
@@ -84,10 +83,10 @@ def make_folder(settings: RunSettings, folder: Path) -> None:
         raise _cannot_write(settings, error) from None
 
 
-def holds_a_run(settings: RunSettings, newest: Path) -> RequestError:
+def holds_a_run(out: Path, newest: Path) -> RequestError:
     """Return the error of a new run in the folder of another one."""
     return RequestError(
-        f"{settings.out} holds a run already",
+        f"{out} holds a run already",
         because=f"its newest checkpoint is {newest.name}",
         hint="continue it with --resume, or choose another folder with --out",
     )

@@ -38,14 +38,6 @@ Score = Callable[[Progress], float | None]
 """The number by which checkpoints are compared, the smaller the better; None if it was not measured."""
 
 
-def _validation_loss(progress: Progress) -> float | None:
-    return progress.validation_loss
-
-
-def _no_check() -> None:
-    pass
-
-
 class Saver:
     """A writer of one run's checkpoints into `folder`, of which it keeps the `keep` newest and the best, by `score`.
 
@@ -59,9 +51,9 @@ class Saver:
         folder: Path,
         *,
         keep: int = 2,
-        score: Score = _validation_loss,
+        score: Score = lambda progress: progress.validation_loss,
         in_background: bool = False,
-        before: Callable[[], None] = _no_check,
+        before: Callable[[], None] = lambda: None,
     ) -> None:
         self._engine = engine
         self._folder = folder.absolute()

@@ -74,8 +74,6 @@ def command(
     only_draft: bool,
     verbose: bool,
     with_table: bool,
-    train_tokens: int | None,
-    gpu_hour_price: float | None,
     **values: Any,
 ) -> None:
     """Choose the fastest plan that fits, and say what it comes to; with -v all of it."""
@@ -86,7 +84,7 @@ def command(
     draft: Plan | None = None  # the last that was shown
     with closing(plans(values)) as made:
         plan = next(made)
-        run = _run(plan, values, train_tokens, gpu_hour_price)
+        run = _run(plan, values)
         while plan.is_draft and not only_draft:
             if is_watched:
                 show_draft(plan, draft)
@@ -114,12 +112,13 @@ def command(
     _conclude(plan, output, html, written, proof, verbose=verbose)
 
 
-def _run(plan: Plan, values: Mapping[str, Any], tokens: int | None, price: float | None) -> RunLength | None:
+def _run(plan: Plan, values: Mapping[str, Any]) -> RunLength | None:
     """Return the run that flags and frugal.toml ask for; None where its length is not given.
 
     Raises:
         RequestError: they contradict each other, or nothing is known of what they count.
     """
+    tokens, price = values["train_tokens"], values["gpu_hour_price"]
     names = ("stream", *LENGTH_NAMES)
     of_file = {name: value for name, value in read_settings(values).train.items() if name in names}
     asked = run_settings({name: values[name] for name in names}, {} if tokens is not None else of_file)

@@ -84,7 +84,7 @@ def command(
         return preview_command.show(preview, plan_path, values, read_settings(values))
     job = _job(values, ranks)
     plan = _given_plan(job, plan_path)
-    preview_command.check_data(job.settings)
+    preview_command.check_data(job.settings.data)
     job.settings.check_length()
     if not job.hosts:
         trackers.check(job.settings.track)
@@ -137,7 +137,7 @@ def _job(values: dict[str, Any], ranks: int | None) -> _Job:
             raise CheckpointError(f"there is no checkpoint in {settings.checkpoints}", hint="start without --resume")
         settings = run_settings(values, earlier_settings(settings.out) | file.train)
     elif newest is not None:
-        raise holds_a_run(settings, newest)
+        raise holds_a_run(settings.out, newest)
     hostfile = Path(path) if path else None
     return _Job(values=values, file=file, ranks=ranks, settings=settings, how=how, hostfile=hostfile, hosts=named)
 

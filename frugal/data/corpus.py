@@ -34,7 +34,7 @@ from frugal.data.batches import permutation
 from frugal.data.build import SampleMaker, SampleSettings, write_samples
 from frugal.data.chat import rendering
 from frugal.data.chat.template import BUILT_IN, marked, missing_tokens, read_template
-from frugal.data.mixture import Mixture, epoch_indices, shares
+from frugal.data.mixture import Mixture, WeightedSource, epoch_indices, shares
 from frugal.data.report import BuildReport, joined
 from frugal.data.rows import Columns
 from frugal.data.sources import Provenance, find_sources, names_of
@@ -220,7 +220,7 @@ def read_samples(plan: Plan, settings: RunSettings) -> RunData:
         RequestError: the data, the tokenizer or the model cannot be used, or nodes have different data.
     """
     spec = resolve.resolve_request(plan.request)
-    tokenizer, tokens = tokenizer_for(spec, settings)
+    tokenizer, tokens = tokenizer_for(spec, settings.tokenizer, settings.chat_template)
     how = sample_settings(spec, plan.request, settings)
     load = partial(_load_on_each_node, spec, tokenizer, how, settings)
     training: Any
@@ -232,7 +232,7 @@ def read_samples(plan: Plan, settings: RunSettings) -> RunData:
         held_out: Sequence[Any] = () if settings.validation_data else training.held_out()
     else:
         loaded = load(_EVERYTHING)
-        corpus = _joined(loaded[TRAINING], settings)
+        corpus = _joined(loaded[TRAINING], shares(settings.data))
         training, report, provenance, held_out = corpus.train, corpus.report, corpus.provenance, corpus.validation or ()
         if report.num_labels:
             spec = resolve.resolve_request(plan.request, num_labels=report.num_labels)
@@ -364,11 +364,10 @@ def _load(spec: ModelSpec, tokenizer: Any, how: SampleSettings, settings: RunSet
     return loaded
 
 
-def _joined(parts: Sequence[Corpus], settings: RunSettings) -> Corpus:
+def _joined(parts: Sequence[Corpus], asked: Sequence[WeightedSource]) -> Corpus:
     """Return what to train on, of one source or several with weights."""
     if len(parts) == 1:
         return parts[0]
-    asked = shares(settings.data)
     weights = [share.part for share in asked]
     validation = [part.validation for part in parts if part.validation is not None]
     return Corpus(
@@ -390,14 +389,14 @@ def check_vocabulary(spec: ModelSpec, report: BuildReport) -> None:
         )
 
 
-def tokenizer_for(spec: ModelSpec, settings: RunSettings) -> tuple[Any, str]:
-    """Return the tokenizer with the chat template that is asked for, and what it is, in words."""
-    tokenizer, words = tokenizing.load_for(spec, settings.tokenizer)
-    if settings.chat_template is not None:
+def tokenizer_for(spec: ModelSpec, name: str | None, chat_template: str | None) -> tuple[Any, str]:
+    """Return the tokenizer and the chat template that are asked for, and what they are, in words."""
+    tokenizer, words = tokenizing.load_for(spec, name)
+    if chat_template is not None:
         tokenizer = copy.deepcopy(tokenizer)  # the byte tokenizer is one for all
-        tokenizer.chat_template = read_template(settings.chat_template)
-        words += f", chat template {settings.chat_template}"
-        if settings.chat_template in BUILT_IN and (pieces := missing_tokens(tokenizer)):
+        tokenizer.chat_template = read_template(chat_template)
+        words += f", chat template {chat_template}"
+        if chat_template in BUILT_IN and (pieces := missing_tokens(tokenizer)):
             words += f", of which {' and '.join(pieces)} are no tokens here, but cut into pieces"
     return tokenizer, words
 
@@ -430,14 +429,14 @@ def read_training_data(request: Request, settings: RunSettings) -> tuple[tuple[A
     spec = resolve.resolve_request(request)
     how = sample_settings(spec, request, settings)
     how = replace(how, seq_len=min(request.seq_len, spec.max_positions or request.seq_len))
-    tokenizer, words = tokenizer_for(spec, settings)
+    tokenizer, words = tokenizer_for(spec, settings.tokenizer, settings.chat_template)
     if settings.stream:
         stream, provenance = open_stream(spec, tokenizer, how, settings)
         samples, report = stream.first(FIRST_ROWS)
         return (tokenizer, words), Corpus(train=samples, validation=None, report=report, provenance=provenance)
     loaded = _load(spec, tokenizer, how, settings, _EVERYTHING)
     given = tuple(each.train for name in (VALIDATION, TEST) for each in loaded[name])
-    return (tokenizer, words), replace(_joined(loaded[TRAINING], settings), given=given)
+    return (tokenizer, words), replace(_joined(loaded[TRAINING], shares(settings.data)), given=given)
 
 
 MOST_LENGTHS = 100_000_000

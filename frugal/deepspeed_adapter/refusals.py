@@ -31,7 +31,7 @@ def refuse(model: nn.Module, zero_stage: int) -> None:
         if parameter.requires_grad and parameter.is_complex():
             raise RequestError(
                 f"the parameter `{name}` cannot be trained",
-                because=f"it is complex ({_short(parameter)}), and DeepSpeed adds up real gradients only",
+                because=f"it is complex ({parameter.dtype}), and DeepSpeed adds up real gradients only",
                 hint="keep its real and imaginary parts in a real parameter of shape (..., 2), and take "
                 "torch.view_as_complex of it in the forward",
             )
@@ -90,10 +90,6 @@ def _extent(tensor: Tensor) -> tuple[int, int]:
     first = tensor.storage_offset()
     steps = zip(tensor.shape, tensor.stride(), strict=True)
     return int(first), int(first) + 1 + sum((int(size) - 1) * int(step) for size, step in steps)
-
-
-def _short(parameter: nn.Parameter) -> str:
-    return str(parameter.dtype).removeprefix("torch.")
 
 
 def refuse_while_running(zero: Zero) -> None:

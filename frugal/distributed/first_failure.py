@@ -135,7 +135,7 @@ def end_rank(error: BaseException, code: int | None = None) -> NoReturn:
     `code`: to end with; None: that of the error.
     """
     code = _exit_code(error) if code is None else code
-    if _lost_a_rank(error) and stop.is_ending():
+    if (isinstance(error, LostRankError) or lost_connection(error)) and stop.is_ending():
         os._exit(code)  # the launcher saw another rank end and is ending all; it waits for this one
     if threading.current_thread() is threading.main_thread():
         stop.restore_defaults()  # a signal from here on ends the process
@@ -157,11 +157,6 @@ def _exit_code(error: BaseException) -> int:
     if isinstance(error, FrugalError):
         return error.exit_code
     return INTERRUPTED if isinstance(error, KeyboardInterrupt) else 1
-
-
-def _lost_a_rank(error: BaseException) -> bool:
-    """Return whether this rank only fails because another is gone."""
-    return isinstance(error, LostRankError) or lost_connection(error)
 
 
 def lost_connection(error: BaseException) -> bool:

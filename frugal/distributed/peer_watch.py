@@ -43,6 +43,9 @@ class PeerWatch:
     ) -> None:
         self._peers, self._on_lost = connections, on_lost
         self._is_closing = False
+        self._selector = selectors.DefaultSelector()
+        for sock in connections:
+            self._selector.register(sock, selectors.EVENT_READ)
         threading.Thread(target=self._watch, name="frugal peer watch", daemon=True).start()
 
     def close(self) -> None:
@@ -54,9 +57,7 @@ class PeerWatch:
 
     def _watch(self) -> None:
         """Wait for a goodbye from each peer, or for the first connection that ends without one."""
-        with selectors.DefaultSelector() as selector:
-            for sock in self._peers:
-                selector.register(sock, selectors.EVENT_READ)
+        with self._selector as selector:
             while selector.get_map():
                 for key, _ in selector.select():
                     ready = key.fileobj

@@ -57,7 +57,9 @@ def redirect(folder: Path, rank: int) -> None:
     with suppress(OSError):
         files.refuse_foreign_link(own.parent)
         own.parent.mkdir(parents=True, exist_ok=True)
-        _file = open(own, "a", 1, "utf-8", "backslashreplace", opener=_append)  # noqa: SIM115  # stays open; Path has no opener
+        _file = open(  # noqa: SIM115 - stays open; Path has no opener
+            own, "a", 1, "utf-8", "backslashreplace", opener=lambda path, _flags: files.append(Path(path))
+        )
         if rank == 0:
             if LOST in os.environ:
                 to_file(os.environ[LOST])
@@ -65,10 +67,6 @@ def redirect(folder: Path, rank: int) -> None:
             _console = os.dup(2)
             os.dup2(_file.fileno(), 1)
             os.dup2(_file.fileno(), 2)
-
-
-def _append(path: str, _flags: int) -> int:
-    return files.append(Path(path))
 
 
 def file_name() -> str | None:

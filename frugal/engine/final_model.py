@@ -1,6 +1,7 @@
 """The end of a run: choose its final model, evaluate it on data kept for the end, and write it."""
 
 from collections.abc import Sequence
+from pathlib import Path
 from typing import Any
 
 from frugal.checkpoint import loading, manifest, saving
@@ -19,16 +20,16 @@ def finish(
     metric: Metric | None,
 ) -> None:  # fmt: skip
     """After step number `step`, the last: choose the weights, evaluate them, and write the model. Collective."""
-    step = _load_best(engine, settings, best, log) if settings.save_best_model else step
+    step = _load_best(engine, settings.checkpoints, best, log) if settings.save_best_model else step
     evaluate_at_the_end(engine, data, step, log, metric)
     folder = saving.save_model(engine, settings.out / "model", data.tokenizer, uses_cache=data.spec.uses_cache)
     log.say(f"model written to {folder}")
 
 
-def _load_best(engine: Engine, settings: RunSettings, best: Best, log: Log) -> int:
-    """Load the weights of the best checkpoint, and return its number of steps."""
-    path = saving.best_of(manifest.checkpoints_in(settings.checkpoints), best.criterion.score)
-    loaded = loading.load(engine, settings.checkpoints, only=None if path is None else path.name)
+def _load_best(engine: Engine, checkpoints: Path, best: Best, log: Log) -> int:
+    """Load the weights of the best of the checkpoints, and return its number of steps."""
+    path = saving.best_of(manifest.checkpoints_in(checkpoints), best.criterion.score)
+    loaded = loading.load(engine, checkpoints, only=None if path is None else path.name)
     log.say(f"the model is that of step {loaded.progress.step}, the best by {best.criterion.name or 'the metric'}")
     return loaded.progress.step
 

@@ -46,7 +46,7 @@ def train(
         engine, settings.checkpoints, keep=settings.keep, in_background=settings.async_save, before=log.sync,
         score=best.criterion.score,
     )  # fmt: skip
-    finite_check = FiniteCheck(settings, log, saver)
+    finite_check = FiniteCheck(settings.on_nan, log, saver)
     try:
         with closing(prepared), saver:
             for step in range(start.step + 1, total_steps + 1):
@@ -72,7 +72,7 @@ def train(
                 if is_last:
                     break
     except OutOfMemoryError as error:
-        raise saved_and_explained(error, engine, saver, settings, now) from None
+        raise saved_and_explained(error, engine, saver, now, is_saved=settings.save_every != 0) from None
     return now
 
 

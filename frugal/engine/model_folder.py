@@ -69,7 +69,7 @@ def find(given: Path, which: str | None) -> Path:
         chosen = there[0]
     elif which == BEST:
         settings = run_settings({}, earlier_settings(folder.parent))
-        chosen = saving.best_of(there, Criterion.of(settings).score)
+        chosen = saving.best_of(there, Criterion.of(settings.best, settings.metric).score)
     else:
         chosen = next((path for path in there if path.name == f"step-{which:0>6}"), None)
         reason = f"there is no checkpoint of step {which} in {folder}"
@@ -101,7 +101,7 @@ def write(checkpoint: Path, out: Path, *, merge: bool = False) -> str:
         )
     spec = resolve_request(run.plan.request)
     base_dtype = _own_dtype(spec)  # which building changes
-    tokenizer, _ = corpus.tokenizer_for(spec, run.settings)
+    tokenizer, _ = corpus.tokenizer_for(spec, run.settings.tokenizer, run.settings.chat_template)
     with other_states.named(checkpoint):
         saved = Saved(checkpoint, run.made_by, DTYPES[run.plan.request.optimizer_states or "fp32"])
         spec, module = _empty(spec.for_tokenizer(tokenizer), run, saved)

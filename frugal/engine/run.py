@@ -33,15 +33,15 @@ def run(plan: Plan, settings: RunSettings) -> None:
         FrugalError: the plan, the data, the folder or the memory does not allow it.
     """
     rank_logs.guard_console()
-    with stop.heed_stop_signals(settings.grace, partial(_end_without_saving, settings)):
+    with stop.heed_stop_signals(settings.grace, partial(_end_without_saving, settings.checkpoints)):
         _run(plan, settings)
         if stop.requested() is not None:
             stop.ignore()
 
 
-def _end_without_saving(settings: RunSettings, what: str, why: str, code: int) -> None:
+def _end_without_saving(checkpoints: Path, what: str, why: str, code: int) -> None:
     """End this rank, which was asked to stop and is not to be waited for."""
-    newest = manifest.newest_checkpoint(settings.checkpoints)
+    newest = manifest.newest_checkpoint(checkpoints)
     kept = f"the last good checkpoint is {newest.name}" if newest else "there is no checkpoint"
     hint = "continue from it with --resume; --set train.grace=SECONDS says how long a step and its checkpoint may take"
     first_failure.end_rank(FrugalError(what, because=[why, kept], hint=hint if newest else None), code)

@@ -272,10 +272,10 @@ class Stepper:
         """Run forward and backward over this rank's micro-batches; see `accumulate`."""
         is_first, self._is_first = self._is_first, False
         with engine.split_reads_refused(self.zero, is_first=is_first):
-            return accumulate(self.deepspeed, self.objective, batches, targets, self._before_micro_batch)
-
-    def _before_micro_batch(self, batch: Batch) -> None:
-        self.unused.expect(self.objective.count(batch))
+            return accumulate(
+                self.deepspeed, self.objective, batches, targets,
+                before_each=lambda batch: self.unused.expect(self.objective.count(batch)),
+            )  # fmt: skip
 
     def _sum(self, *values: float) -> list[float]:
         """Sum each value over the ranks, in fp64."""

@@ -26,7 +26,7 @@ from frugal.engine.extensions.metric import Metric
 from frugal.engine.measure import tuner
 from frugal.engine.measure.run_gauge import RunGauge
 from frugal.engine.reports import endings, hub, opening, trackers
-from frugal.engine.reports.metrics import Log
+from frugal.engine.reports.metrics import Log, PlannedMemory
 from frugal.errors import PlanMismatchError, RequestError
 from frugal.imports import collected_seldom
 from frugal.models import factories
@@ -44,7 +44,7 @@ def train(plan: Plan, settings: RunSettings, device: torch.device) -> Path | Non
         hub.check(settings.push_to_hub)
     metric, callbacks = Metric.load(settings.metric), Callbacks.load(settings.callback)
     settings = run_folder.create(settings)
-    plan = tuner.plan_to_resume(plan, settings)
+    plan = tuner.plan_to_resume(plan, settings.out) if settings.resume else plan
     run_folder.check_space(plan, settings)
     data = _read_samples(plan, settings)
     _check_validation(settings, data)
@@ -101,10 +101,10 @@ def train(plan: Plan, settings: RunSettings, device: torch.device) -> Path | Non
 
 def _log(plan: Plan, settings: RunSettings, rank: int, first_step: int, total_steps: int) -> Log:
     asked = trackers.hyperparameters(plan, settings)
+    size = plan.batch.largest_micro_batch, plan.batch.part_of(plan.request.seq_len)
     return Log(
-        settings.out, rank=rank, planned_bytes=plan.memory.live_bytes,
-        planned_size=(plan.batch.largest_micro_batch, plan.batch.part_of(plan.request.seq_len)),
-        total_steps=total_steps, planned_phases=plan.memory.phase_peaks, first_step=first_step,
+        settings.out, rank=rank, planned=PlannedMemory(plan.memory.live_bytes, size, plan.memory.phase_peaks),
+        total_steps=total_steps, first_step=first_step,
         trackers=trackers.Trackers(settings.track, settings.out, asked, first_step) if rank == 0 else None,
     )  # fmt: skip
 

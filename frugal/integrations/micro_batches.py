@@ -112,12 +112,8 @@ class Collated:
         if not all(is_real for _, is_real in items):
             batch["labels"] = batch["labels"].new_full(batch["labels"].shape, IGNORED)
         mask = batch.get("attention_mask")
-        if self._is_causal and isinstance(mask, Tensor) and mask.dim() == 2 and _hides_the_right_only(mask):
+        if self._is_causal and isinstance(mask, Tensor) and mask.dim() == 2 and (mask[:, 1:] <= mask[:, :-1]).all():
+            # no row of it `(samples, positions)` has a token after padding
             del batch["attention_mask"]
             batch["labels"] = batch["labels"].masked_fill(mask == 0, IGNORED)
         return batch
-
-
-def _hides_the_right_only(mask: Tensor) -> bool:
-    """Return True if no row of `mask (samples, positions)` has a token after padding."""
-    return bool((mask[:, 1:] <= mask[:, :-1]).all())

@@ -314,13 +314,12 @@ def time_of(step_time: StepTimeOf, batch: BatchPlan, grouping: Grouping) -> Step
             sequence_parallel=batch.sequence_parallel,
         )
     )
-    parts = replace(
+    return replace(
         full,
         compute_seconds=full.compute_seconds * grouping.full_share,
         recompute_seconds=full.recompute_seconds * grouping.full_share,
         total_seconds=full.total_seconds - (full.compute_seconds + full.recompute_seconds) * (1 - grouping.full_share),
     )
-    return parts
 
 
 def best_proven(request: Request, cluster: Cluster, batch: BatchPlan, step_time: StepTimeOf) -> BatchPlan:

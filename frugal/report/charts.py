@@ -83,24 +83,32 @@ def thinned(points: Points, most: int = MOST_POINTS) -> Points:
     return {x: points[x] for x in xs if x in kept}
 
 
+@dataclass(frozen=True)
+class Axis:
+    """An axis: the format of its numbers, its label, and where it begins; None: at the least number."""
+
+    format: str = "number"
+    label: str = ""
+    least: float | None = None
+
+
 class Chart:
     """A chart: its place in the page, and what `assets/report.js` draws there. `is_wide`: as wide as the page."""
 
     def __init__(
-        self, name: str, heading: str, series: Sequence[Series], *, x: str = "step", x_label: str = "",
-        y: str = "number", y_label: str = "", y_min: float | None = None, marks: Sequence[dict[str, Any]] = (),
-        is_wide: bool = False,
+        self, name: str, heading: str, series: Sequence[Series], *, y: Axis, x: Axis = Axis("step", "optimizer step"),
+        marks: Sequence[dict[str, Any]] = (), is_wide: bool = False,
     ) -> None:  # fmt: skip
         series = [each for each in series if each.points]
         xs = sorted({point for each in series for point in each.points})
         self.name = name
         self.is_wide = is_wide
         self.is_empty = not series
-        says = " ".join([f"{heading}.", *(each.in_words(words.FORMATS[y]) for each in series)])
+        says = " ".join([f"{heading}.", *(each.in_words(words.FORMATS[y.format]) for each in series)])
         self.html = figure(name, heading, says=says)
         self.spec = {
-            "x": xs, "series": [each.drawn(xs) for each in series], "xFormat": x, "yFormat": y,
-            "xLabel": x_label or "optimizer step", "yLabel": y_label, "yMin": y_min, "marks": marks,
+            "x": xs, "series": [each.drawn(xs) for each in series], "xFormat": x.format, "yFormat": y.format,
+            "xLabel": x.label, "yLabel": y.label, "yMin": y.least, "marks": marks,
         }  # fmt: skip
 
 
@@ -113,15 +121,15 @@ def charts(runs: Sequence[RecordedRun]) -> list[Chart]:
         made += _of_one_unit(group, runs, which, of, marks)
     made += [
         _of_steps(
-            runs, runs, "rate", "Learning rate", lambda step: step.learning_rate, y="small", y_min=0, marks=marks
+            runs, runs, "rate", "Learning rate", lambda step: step.learning_rate, y=Axis("small", least=0), marks=marks
         ),
         _of_steps(
-            runs, runs, "padding", "Padding", lambda step: step.padding_share, y="percent", y_min=0,
-            y_label="positions without a token", marks=marks,
+            runs, runs, "padding", "Padding", lambda step: step.padding_share,
+            y=Axis("percent", "positions without a token", 0), marks=marks,
         ),
         _of_steps(
-            runs, runs, "norm", "Norm of the gradient", lambda step: step.grad_norm, y="count", y_min=0,
-            y_label="before clipping", marks=marks,
+            runs, runs, "norm", "Norm of the gradient", lambda step: step.grad_norm,
+            y=Axis("count", "before clipping", 0), marks=marks,
         ),
         _course(runs),
     ]  # fmt: skip
@@ -137,7 +145,7 @@ def _course(runs: Sequence[RecordedRun]) -> Chart:
     return Chart(
         "course", "Course of the run" if len(runs) == 1 else "Course of the runs",
         [course(run, run.name, number, size) for number, run in enumerate(runs, 1)],
-        x="count", x_label=f"{unit} since the first start", y="count", y_min=0, y_label="optimizer steps done",
+        x=Axis("count", f"{unit} since the first start"), y=Axis("count", "optimizer steps done", 0),
         marks=[mark | {"x": mark["x"] / size} for mark in marks], is_wide=True,
     )  # fmt: skip
 
@@ -149,7 +157,7 @@ def _of_one_unit(
     unit = group[0].unit
     losses = [steps_of(run, run.name, runs.index(run) + 1, lambda step: step.loss) for run in group]
     validation = [evaluations_of(run, run.name, runs.index(run) + 1) for run in group]
-    how: dict[str, Any] = {"y_label": f"mean over {unit}", "marks": marks}
+    how: dict[str, Any] = {"y": Axis(label=f"mean over {unit}"), "marks": marks}
     if len(runs) == 1:
         both = [losses[0].renamed("training", 1), validation[0].renamed("validation", 2)]
         drawn = [Chart("loss", "Loss", both, is_wide=True, **how)]
@@ -159,8 +167,8 @@ def _of_one_unit(
             Chart(f"validation{which}", f"Validation loss{of}", validation, **how),
         ]
     speed = _of_steps(
-        group, runs, f"speed{which}", f"Speed{of}", lambda step: step.tokens_per_second, y="count", y_min=0,
-        y_label=f"{unit} a second", marks=marks,
+        group, runs, f"speed{which}", f"Speed{of}", lambda step: step.tokens_per_second,
+        y=Axis("count", f"{unit} a second", 0), marks=marks,
     )  # fmt: skip
     return [*drawn, speed]
 

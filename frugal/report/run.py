@@ -269,7 +269,8 @@ def read_run(folder: Path) -> RecordedRun:
         RequestError: there is no such folder, or it is not a run's.
     """
     if not folder.is_dir():
-        raise RequestError(f"there is no run in {folder}", because=_no_folder(folder), hint="give the --out of a run")
+        because = "it is a file" if folder.exists() else "there is no such folder"
+        raise RequestError(f"there is no run in {folder}", because=because, hint="give the --out of a run")
     if not (folder / METRICS).exists():
         raise RequestError(
             f"{folder} is not a run's folder",
@@ -287,10 +288,6 @@ def read_run(folder: Path) -> RecordedRun:
         name=folder.resolve().name, history=history, plan=plan, settings=settings,
         notes=(*notes, *_missing(history)), is_locked=_is_locked(folder),
     )  # fmt: skip
-
-
-def _no_folder(folder: Path) -> str:
-    return "it is a file" if folder.exists() else "there is no such folder"
 
 
 def _read_plan(folder: Path) -> tuple[Plan | None, list[str]]:

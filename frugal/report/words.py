@@ -121,7 +121,7 @@ def facts(run: RecordedRun) -> list[tuple[str, str, str]]:
     best, phases = run.best_evaluation, phase_rows(run)
     first = run.steps[0].loss if run.steps else None
     whole = phases[-1] if phases else None
-    told = [
+    return [
         ("loss", number(run.final_loss), f"from {number(first)}, a mean over {run.unit}"),
         (
             "best validation loss", number(best.loss if best else None),
@@ -132,7 +132,6 @@ def facts(run: RecordedRun) -> list[tuple[str, str, str]]:
         ("padding", percent(run.padding_share), "of all positions"),
         ("time", duration(run.seconds), _interruptions(run)),
     ]  # fmt: skip
-    return told
 
 
 def _planned(whole: PhaseRow | None) -> str:

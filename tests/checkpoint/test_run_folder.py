@@ -18,7 +18,7 @@ from frugal.checkpoint import manifest, progress, run_folder
 from frugal.checkpoint.progress import Progress
 from frugal.checkpoint.saving import Saver
 from frugal.config.run_settings import RunSettings
-from frugal.engine.reports.metrics import Log
+from frugal.engine.reports.metrics import Log, PlannedMemory
 from frugal.errors import CheckpointError, RequestError
 from tests.engine.checkpoints import load_each, relisted, started
 
@@ -28,7 +28,7 @@ STRANGER = 65534  # nobody
 def folder_gone(out: Path) -> tuple[str, bool, bool]:
     """Save, lose the folder, save again: the message, whether the log knows, and whether the folder was made again."""
     settings = RunSettings(out=out)
-    with started() as engine, Log(out, rank=engine.rank, planned_bytes=1, total_steps=2) as log:
+    with started() as engine, Log(out, rank=engine.rank, planned=PlannedMemory(1), total_steps=2) as log:
         saver = Saver(engine, settings.checkpoints, before=log.sync)
         saver.save(Progress(step=1))
         if engine.rank == 0:

@@ -310,8 +310,7 @@ def test_a_step_is_as_large_as_was_asked(folder: Path, task: str, tokens: int | 
         batch=dataclasses.replace(made.batch, global_tokens=tokens),
     )
     data: Any = SimpleNamespace(training=range(9), validation=range(2), report=BuildReport(bad_rows=1))
-    asked: Any = SimpleNamespace(too_long="error")
-    assert opening.describe(made, asked, data, steps, 0) == (
+    assert opening.describe(made, "error", data, steps, 0) == (
         f"training {folder}/config.json (0 parameters) for {said} on 1 rank; 9 samples, 2 for validation; "
         "1 row that cannot be read left out"
     )

@@ -66,6 +66,26 @@ def test_a_run_that_is_closing_is_no_loss(held: Held) -> None:
     assert not held.heard.wait(0.5)
 
 
+def test_a_run_that_is_over_before_its_watch_has_begun_is_no_loss(monkeypatch: pytest.MonkeyPatch) -> None:
+    """On a busy machine: an exception on the thread would end the process."""
+    late: list[threading.Thread] = []
+    failed: list[threading.ExceptHookArgs] = []
+    monkeypatch.setattr(threading, "excepthook", failed.append)
+    with monkeypatch.context() as patched:
+        patched.setattr(threading.Thread, "start", lambda thread: late.append(thread))
+        held = Held()
+    for rank in held.ranks:
+        rank.close()
+        for sock in rank._peers:
+            sock.close()
+    for watch in late:
+        watch.start()
+    for watch in late:
+        watch.join(0.3)
+    assert len(late) == 3
+    assert (failed, held.told) == ([], [[], [], []])
+
+
 def test_a_silent_host_is_given_up_within_a_minute(held: Held) -> None:
     assert KEEPALIVE_SECONDS < 60
     for rank in held.ranks:

@@ -131,7 +131,7 @@ def test_what_the_emulated_card_is_asked_for_in_masks_and_clamps_of_t5() -> None
 def calls() -> list[AttentionCall]:
     """Every case as tensors on meta."""
     return [
-        AttentionCall(*attention.arguments(case, "meta"), case.dropout, case.is_causal, case.enable_gqa)
+        AttentionCall(*attention.arguments(case, "meta"), case.dropout, case.is_causal, enable_gqa=case.enable_gqa)
         for case in CHOICES.cases
     ]
 

@@ -15,7 +15,7 @@ from frugal.config.run_settings import RunSettings
 from frugal.distributed import stop
 from frugal.engine import loop
 from frugal.engine.engine import Engine, initialize
-from frugal.engine.reports.metrics import Log
+from frugal.engine.reports.metrics import Log, PlannedMemory
 from frugal.models.objectives import CausalLM, Objective
 from frugal.planning.plan import Plan
 from tests.engine.small_models import ragged_samples, tiny_gpt2
@@ -57,7 +57,7 @@ def run_loop(
     settings.out.mkdir(parents=True, exist_ok=True)
     start = loading.load(engine, settings.checkpoints).progress if settings.resume else Progress(step=0)
     total = loop.num_steps(batches, settings)
-    log = Log(settings.out, rank=engine.rank, planned_bytes=1, total_steps=total, first_step=start.step)
+    log = Log(settings.out, rank=engine.rank, planned=PlannedMemory(1), total_steps=total, first_step=start.step)
     with log, stop.heed_stop_signals():
         begin(log, start)
         return loop.train(engine, batches, settings, log, start=start, total_steps=total, evaluate=evaluate)

@@ -43,7 +43,7 @@ def run(base: Path, out: Path, zero_stage: int, precision: str, lora: str | None
         persistence_threshold_elements=100,
     )  # fmt: skip
     spec = resolve_request(plan.request)
-    tokenizer, _ = tokenizer_for(spec, RunSettings(out=out))
+    tokenizer, _ = tokenizer_for(spec, None, None)
     spec = spec.for_tokenizer(tokenizer)
     with running(plan, spec.build(dtype=DTYPES[precision])) as engine:
         if engine.rank == 0:

@@ -151,7 +151,8 @@ def test_a_run_outlives_its_terminal_and_saves_its_step_when_all_processes_are_a
     assert run.process.stderr is not None and run.process.stderr.read() == b""
 
 
-@pytest.mark.parametrize("is_second", [False, pytest.param(True, marks=pytest.mark.exhaustive)])
+@pytest.mark.exhaustive  # each starts a run; tests/distributed/test_stop.py leaves a long operation either way
+@pytest.mark.parametrize("is_second", [False, True])
 def test_a_step_that_takes_longer_is_left_and_what_is_saved_is_said(is_second: bool, folder: Path) -> None:
     grace = f"train.grace={600 if is_second else 4}"
     run = start(folder, f"left-{is_second}", command("--plan", "plan2.json"), "--set", grace, "--save-every", 2)

@@ -8,8 +8,8 @@ from typing import Any
 
 import pytest
 
-from bench.reliability.hosts import SSH_PORT, Hosts, environment, start, why_not
-from bench.runs import prepared, without_waiting
+from bench.reliability.hosts import SSH_PORT, Hosts, environment, plan, start, why_not
+from bench.runs import frugal_train, prepared, without_waiting
 
 RUN = ("--data", "text.jsonl", "--steps", "4", "--save-every", "2", "--eval-every", "0")
 
@@ -24,6 +24,14 @@ def hosts(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Hosts]:
 def three_hosts(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Hosts]:
     """Three of them."""
     yield from _up(tmp_path_factory.mktemp("three"), 3)
+
+
+@pytest.fixture(scope="module")
+def on_one_host(hosts: Hosts) -> list[float]:
+    """The losses of two ranks on one host: this machine itself, where a run starts at once."""
+    code, _, errors = frugal_train(hosts.folder, "--plan", plan(hosts, 2), *RUN, "--out", "one")
+    assert (code, errors) == (0, "")
+    return losses(hosts.folder / "one")
 
 
 def _up(folder: Path, number: int) -> Iterator[Hosts]:

@@ -21,7 +21,8 @@ def printed(hosts: Hosts, path: Path, *words: object) -> list[dict[str, Any]]:
     return list(yaml.safe_load_all(output))
 
 
-def test_pods_train_on_two_nodes_as_on_one(hosts: Hosts) -> None:
+@pytest.mark.exhaustive  # what a pod runs, a task of SLURM runs in every run; the manifests are checked below
+def test_pods_train_on_two_nodes_as_on_one(hosts: Hosts, on_one_host: list[float]) -> None:
     service, job = printed(hosts, plan(hosts, 1, 1), "--out", "pods", "--set", "train.grace=120")
     for manifest in (service, job):
         kubernetes_validate.validate(manifest, VERSION, strict=True)
@@ -42,9 +43,7 @@ def test_pods_train_on_two_nodes_as_on_one(hosts: Hosts) -> None:
     ]  # fmt: skip
     said = [each.communicate(timeout=200) for each in pods]
     assert [each.returncode for each in pods] == [0, 0], said
-    code, _, errors = frugal(hosts, "train", "--plan", plan(hosts, 2), *RUN, "--out", "alone")
-    assert (code, errors) == (0, "")
-    assert losses(hosts.folder / "pods") == losses(hosts.folder / "alone")
+    assert losses(hosts.folder / "pods") == on_one_host
 
 
 @pytest.mark.parametrize("num_gpus", [0, 8])

@@ -15,14 +15,6 @@ from tests.multinode.conftest import RUN, by_hand, frugal, losses, train
 LAUNCH = Path(__file__).parents[2] / "launch"
 
 
-@pytest.fixture(scope="module")
-def on_one_host(hosts: Hosts) -> list[float]:
-    """The losses of two ranks on one host."""
-    code, _, errors = frugal(hosts, "train", "--plan", plan(hosts, 2), *RUN, "--out", "one")
-    assert (code, errors) == (0, "")
-    return losses(hosts.folder / "one")
-
-
 def test_one_command_trains_on_two_hosts_as_on_one(hosts: Hosts, on_one_host: list[float]) -> None:
     code, output, errors = train(hosts, plan(hosts, 1, 1), "two")
     assert (code, errors) == (0, "")

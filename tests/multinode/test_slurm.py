@@ -28,14 +28,6 @@ def slurm(hosts: Hosts) -> Iterator[Slurm]:
         up.close()
 
 
-@pytest.fixture(scope="module")
-def undisturbed(hosts: Hosts) -> list[float]:
-    """The losses of two ranks on one host."""
-    code, _, errors = frugal(hosts, "train", "--plan", plan(hosts, 2), *RUN, "--out", "one")
-    assert (code, errors) == (0, "")
-    return losses(hosts.folder / "one")
-
-
 def submitted(slurm: Slurm, path: Path, out: str, *words: object) -> str:
     """The number of a job that trains by launch/slurm.sh; its output is in OUT.log of the hosts' folder."""
     log = slurm.hosts.folder / f"{out}.log"
@@ -44,10 +36,10 @@ def submitted(slurm: Slurm, path: Path, out: str, *words: object) -> str:
     return slurm.submit(*options, SCRIPT, "--plan", path, *RUN, "--out", out, *words, given=given)
 
 
-def test_the_script_trains_on_two_nodes_as_on_one(slurm: Slurm, hosts: Hosts, undisturbed: list[float]) -> None:
+def test_the_script_trains_on_two_nodes_as_on_one(slurm: Slurm, hosts: Hosts, on_one_host: list[float]) -> None:
     job = submitted(slurm, plan(hosts, 1, 1), "job")
     assert slurm.wait(job) == "COMPLETED", (hosts.folder / "job.log").read_text()
-    assert losses(hosts.folder / "job") == undisturbed
+    assert losses(hosts.folder / "job") == on_one_host
 
 
 @pytest.mark.exhaustive

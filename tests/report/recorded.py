@@ -16,7 +16,7 @@ from frugal.engine.evaluation import Evaluation
 from frugal.engine.measure.run_gauge import PhasePeak
 from frugal.engine.oom_limits import OutOfMemory, OutOfMemoryReport, recovery
 from frugal.engine.reports import opening
-from frugal.engine.reports.metrics import Log
+from frugal.engine.reports.metrics import Log, PlannedMemory
 from frugal.engine.train_step import StepResult
 from frugal.planning.memory.timeline import BACKWARD, FORWARD, INITIALISATION, OPTIMIZER_STEP
 from frugal.planning.plan import Plan
@@ -35,7 +35,7 @@ def plan(task: str = "causal-lm", **request: Any) -> Plan:
 
 def log_of(folder: Path, made: Plan, total_steps: int, first_step: int = 0) -> Log:
     return Log(
-        folder, rank=0, planned_bytes=400 * MIB, planned_size=(2, 64), planned_phases=PLANNED,
+        folder, rank=0, planned=PlannedMemory(400 * MIB, (2, 64), PLANNED),
         total_steps=total_steps, first_step=first_step, console=Console(file=io.StringIO()),
     )  # fmt: skip
 

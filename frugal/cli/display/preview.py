@@ -23,13 +23,13 @@ if TYPE_CHECKING:
     from frugal.data.report import BuildReport
 
 
-def check_data(settings: RunSettings) -> None:
+def check_data(data: tuple[str, ...]) -> None:
     """Refuse a run without data.
 
     Raises:
         RequestError: none was given.
     """
-    if not settings.data:
+    if not data:
         raise RequestError(
             "no data was given", hint="pass --data PATH, or --data stdlib to try it on Python's own sources"
         )
@@ -41,7 +41,7 @@ def show(number: int, plan_path: Path | None, values: Mapping[str, Any], file: T
     Raises: as `frugal.data.corpus.read_samples`.
     """
     settings = run_settings(values, file.train)
-    check_data(settings)
+    check_data(settings.data)
     if plan_path is not None:
         request = Plan.read(plan_path).request
     else:

@@ -272,12 +272,16 @@ class Card:
         )
 
 
-PCIE = {3: 6e9, 4: HOST_LINK_BANDWIDTH, 5: 24e9}
-"""Assumed bytes/s of x16 by generation, to the host or to another GPU through it, while all GPUs of the node are at it:
-two fifths of what the standard promises."""
+PCIE = {7: 6e9, 8: HOST_LINK_BANDWIDTH, 9: 24e9, 10: 24e9, 12: 24e9}
+"""Assumed bytes/s of PCIe x16 by generation of cards (3.0, 4.0, 5.0), to the host or to another GPU through it, while
+all GPUs of the node are at it: two fifths of what the standard promises."""
 
 NVLINK_SHARE = 0.8
 """Share of NVLink's bytes/s in one direction that a ring reaches."""
+
+
+PROCESSOR_THREADS = {(7, 5): 1024, (8, 6): 1536, (8, 9): 1536, (12, 0): 1536}
+"""Resident threads of a multiprocessor by compute capability, others 2048 (CUDA C++ Programming Guide)."""
 
 
 def _card(
@@ -287,15 +291,15 @@ def _card(
     fp32: float,
     bandwidth: float,
     capability: Capability,
-    *,
-    pcie: int = 4,
+    processors: int = 0,
     nvlink: float = 0,
-    share: float = MATRIX_SHARE,
-    to_host: float | None = None,
-    threads: int | None = None,
 ) -> Card:
-    """Return a card from GiB, TFLOP/s, TFLOP/s, GB/s; `nvlink` are GB/s in both directions, as in data sheets."""
-    over_nvlink = context.NCCL_HOPPER if share == HOPPER_SHARE else context.NCCL_NVLINK
+    """Return a card from GiB, TFLOP/s, TFLOP/s, GB/s and its multiprocessors (0: not known).
+
+    `nvlink` are GB/s in both directions, as in data sheets. Its generation gives the rest: PCIe, the share of its peak.
+    """
+    pcie = PCIE[capability[0]]
+    is_hopper = capability[0] in (9, 10)
     return Card(
         name=name,
         memory_bytes=int(gib * GIB),
@@ -303,61 +307,46 @@ def _card(
         fp32_flops=fp32 * 1e12,
         memory_bandwidth=bandwidth * 1e9,
         compute_capability=capability,
-        link_bandwidth=nvlink / 2 * NVLINK_SHARE * 1e9 if nvlink else PCIE[pcie],
-        host_link_bandwidth=PCIE[pcie] if to_host is None else to_host * 1e9,
-        matrix_share=share,
-        resident_threads=threads,
-        nccl=over_nvlink if nvlink else context.NCCL_PCIE,
+        link_bandwidth=nvlink / 2 * NVLINK_SHARE * 1e9 if nvlink else pcie,
+        host_link_bandwidth=pcie,
+        matrix_share=HOPPER_SHARE if is_hopper else MATRIX_SHARE,
+        resident_threads=processors * PROCESSOR_THREADS.get(capability, 2048) or None,
+        nccl=context.NCCL_PCIE if not nvlink else context.NCCL_HOPPER if is_hopper else context.NCCL_NVLINK,
     )
 
 
-# Threads are multiprocessors (data sheets) x threads of each (CUDA C++ Programming Guide, compute capabilities).
 CARDS = {
     card.name: card
     for card in (
         # Volta and Turing: whitepapers WP-08608 and WP-09183, data sheets of V100 and T4
-        _card("v100-16g", 15.77, 125, 15.7, 900, (7, 0), pcie=3, nvlink=300, threads=80 * 2048),
-        _card("v100-32g", 31.74, 125, 15.7, 900, (7, 0), pcie=3, nvlink=300, threads=80 * 2048),
-        _card("t4-16g", 14.56, 65, 8.1, 320, (7, 5), pcie=3, threads=40 * 1024),
-        _card("rtx2080ti-11g", 10.75, 53.8, 13.4, 616, (7, 5), pcie=3, threads=68 * 1024),
+        _card("v100-16g", 15.77, 125, 15.7, 900, (7, 0), 80, nvlink=300),
+        _card("v100-32g", 31.74, 125, 15.7, 900, (7, 0), 80, nvlink=300),
+        _card("t4-16g", 14.56, 65, 8.1, 320, (7, 5), 40),
+        _card("rtx2080ti-11g", 10.75, 53.8, 13.4, 616, (7, 5), 68),
         # Ampere: whitepapers of A100 and GA102, data sheets of A10, A40, RTX A6000
-        _card("rtx3060-12g", 11.76, 25.5, 12.7, 360, (8, 6), threads=28 * 1536),
-        _card("rtx3080-10g", 9.77, 59.5, 29.8, 760, (8, 6), threads=68 * 1536),
-        _card("rtx3090-24g", 23.69, 71, 35.6, 936, (8, 6), threads=82 * 1536),
-        _card("a10-24g", 22.06, 125, 31.2, 600, (8, 6), threads=72 * 1536),
-        _card("a40-48g", 44.42, 149.7, 37.4, 696, (8, 6), threads=84 * 1536),
-        _card("a6000-48g", 47.54, 154.8, 38.7, 768, (8, 6), threads=84 * 1536),
-        _card("a100-40g", 39.39, 312, 19.5, 1555, (8, 0), nvlink=600, threads=108 * 2048),
-        _card("a100-80g", 79.15, 312, 19.5, 2039, (8, 0), nvlink=600, threads=108 * 2048),
+        _card("rtx3060-12g", 11.76, 25.5, 12.7, 360, (8, 6), 28),
+        _card("rtx3080-10g", 9.77, 59.5, 29.8, 760, (8, 6), 68),
+        _card("rtx3090-24g", 23.69, 71, 35.6, 936, (8, 6), 82),
+        _card("a10-24g", 22.06, 125, 31.2, 600, (8, 6), 72),
+        _card("a40-48g", 44.42, 149.7, 37.4, 696, (8, 6), 84),
+        _card("a6000-48g", 47.54, 154.8, 38.7, 768, (8, 6), 84),
+        _card("a100-40g", 39.39, 312, 19.5, 1555, (8, 0), 108, nvlink=600),
+        _card("a100-80g", 79.15, 312, 19.5, 2039, (8, 0), 108, nvlink=600),
         # Ada: whitepaper of AD102, product pages, data sheets of L4 and L40S
-        _card("rtx4060ti-16g", 15.70, 44.1, 22.1, 288, (8, 9), threads=34 * 1536),
-        _card("rtx4070-12g", 11.73, 58.3, 29.1, 504, (8, 9), threads=46 * 1536),
-        _card("rtx4080-16g", 15.70, 97.5, 48.7, 717, (8, 9), threads=76 * 1536),
-        _card("rtx4090-24g", 23.64, 165, 82.6, 1008, (8, 9), threads=128 * 1536),
-        _card("l4-24g", 22.03, 121, 30.3, 300, (8, 9), threads=58 * 1536),
-        _card("l40s-48g", 44.39, 362, 91.6, 864, (8, 9), threads=142 * 1536),
+        _card("rtx4060ti-16g", 15.70, 44.1, 22.1, 288, (8, 9), 34),
+        _card("rtx4070-12g", 11.73, 58.3, 29.1, 504, (8, 9), 46),
+        _card("rtx4080-16g", 15.70, 97.5, 48.7, 717, (8, 9), 76),
+        _card("rtx4090-24g", 23.64, 165, 82.6, 1008, (8, 9), 128),
+        _card("l4-24g", 22.03, 121, 30.3, 300, (8, 9), 58),
+        _card("l40s-48g", 44.39, 362, 91.6, 864, (8, 9), 142),
         # Hopper: data sheets of H100 SXM, H200 and GH200, which reaches its host over NVLink-C2C
-        _card("h100-80g", 79.10, 989, 67, 3350, (9, 0), pcie=5, nvlink=900, share=HOPPER_SHARE, threads=132 * 2048),
-        _card("h200-141g", 139.80, 989, 67, 4800, (9, 0), pcie=5, nvlink=900, share=HOPPER_SHARE, threads=132 * 2048),
-        _card(
-            "gh200-96g",
-            94.50,
-            989,
-            67,
-            4000,
-            (9, 0),
-            pcie=5,
-            nvlink=900,
-            share=HOPPER_SHARE,
-            to_host=180,
-            threads=132 * 2048,
-        ),
+        _card("h100-80g", 79.10, 989, 67, 3350, (9, 0), 132, nvlink=900),
+        _card("h200-141g", 139.80, 989, 67, 4800, (9, 0), 132, nvlink=900),
+        replace(_card("gh200-96g", 94.50, 989, 67, 4000, (9, 0), 132, nvlink=900), host_link_bandwidth=180e9),
         # Blackwell: whitepaper of GB202, data sheet of DGX B200
-        _card("rtxpro6000-96g", 94.97, 503.8, 125, 1792, (12, 0), pcie=5, threads=188 * 1536),
-        _card("rtx5090-32g", 31.36, 209.5, 104.8, 1792, (12, 0), pcie=5, threads=170 * 1536),
-        _card(
-            "b200-180g", 178.35, 2250, 75, 8000, (10, 0), pcie=5, nvlink=1800, share=HOPPER_SHARE, threads=148 * 2048
-        ),
+        _card("rtxpro6000-96g", 94.97, 503.8, 125, 1792, (12, 0), 188),
+        _card("rtx5090-32g", 31.36, 209.5, 104.8, 1792, (12, 0), 170),
+        _card("b200-180g", 178.35, 2250, 75, 8000, (10, 0), 148, nvlink=1800),
     )
 }
 

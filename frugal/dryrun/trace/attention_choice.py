@@ -31,15 +31,16 @@ _HALF = (torch.float16, torch.bfloat16)
 
 @dataclass(frozen=True)
 class AttentionCall:
-    """The arguments of one `F.scaled_dot_product_attention` that its kernel depends on."""
+    """The arguments of one `F.scaled_dot_product_attention`, in its order and with its names."""
 
     query: Tensor
     key: Tensor
     value: Tensor
-    mask: Tensor | None
-    dropout: float
-    is_causal: bool
-    enable_gqa: bool
+    attn_mask: Tensor | None = None
+    dropout_p: float = 0.0
+    is_causal: bool = False
+    scale: float | None = None
+    enable_gqa: bool = False
 
     @property
     def is_half(self) -> bool:
@@ -67,7 +68,7 @@ def _can_use_cudnn(call: AttentionCall, capability: Capability) -> bool:
         _is_batched(call)
         and _has_dtype(call, _HALF)
         and _mask_broadcasts(call)
-        and call.dropout * 16 == int(call.dropout * 16)  # its probabilities are sixteenths
+        and call.dropout_p * 16 == int(call.dropout_p * 16)  # its probabilities are sixteenths
         and _has_tokens(call)
         and _last_stride_is_one(call, but_not_of_one=True)
         and _heads_match(call, groups=True)
@@ -86,7 +87,7 @@ def _cudnn_takes_sizes(call: AttentionCall, capability: Capability) -> bool:
         most = 192
     if max(batch, heads) > 65535 or max(size, value_size) > most or size % 8 or value_size % 8:
         return False
-    return key_length != 1 and not (call.dropout and length == 1)
+    return key_length != 1 and not (call.dropout_p and length == 1)
 
 
 def _can_use_flash(call: AttentionCall, capability: Capability) -> bool:
@@ -94,7 +95,7 @@ def _can_use_flash(call: AttentionCall, capability: Capability) -> bool:
     return (
         (8, 0) <= capability <= (12, 1)
         and _is_batched(call)
-        and call.mask is None
+        and call.attn_mask is None
         and size == call.key.shape[-1] == call.value.shape[-1] <= 256
         and _flash_has_backward(call, size, capability)
         and not (call.is_causal and call.query.shape[-2] != call.key.shape[-2])
@@ -109,7 +110,7 @@ def _flash_has_backward(call: AttentionCall, size: int, capability: Capability) 
     """Return False where backward needs more shared memory for large heads than consumer cards have."""
     if not call.requires_grad or not ((8, 6) <= capability <= (8, 9) or capability >= (12, 0)):
         return True
-    return size <= 192 or (not call.dropout and size > 224)
+    return size <= 192 or (not call.dropout_p and size > 224)
 
 
 def _can_use_efficient(call: AttentionCall, capability: Capability) -> bool:
@@ -161,7 +162,7 @@ def _last_stride_is_one(call: AttentionCall, *, but_not_of_one: bool) -> bool:
     """Return whether heads are contiguous. `but_not_of_one`: heads of one element may have any stride."""
     tensors = (call.query, call.key, call.value)
     ones = all(tensor.stride(-1) == 1 for tensor in tensors) or (but_not_of_one and call.query.shape[-1] == 1)
-    return ones and (call.mask is None or call.mask.stride(-1) == 1)
+    return ones and (call.attn_mask is None or call.attn_mask.stride(-1) == 1)
 
 
 def _heads_match(call: AttentionCall, *, groups: bool) -> bool:
@@ -177,7 +178,7 @@ def _heads_match(call: AttentionCall, *, groups: bool) -> bool:
 
 def _mask_broadcasts(call: AttentionCall) -> bool:
     """Return whether cuDNN takes the mask (`check_attn_mask_shape`)."""
-    mask = call.mask
+    mask = call.attn_mask
     if mask is None:
         return True
     if mask.requires_grad:

@@ -11,6 +11,7 @@ import math
 from collections.abc import Iterator
 from contextlib import contextmanager
 from functools import partial
+from typing import Any
 from unittest.mock import patch
 
 import torch
@@ -56,55 +57,45 @@ def kernels_of(
         yield
 
 
-def cuda_attention(
-    capability: Capability,
-    alike: set[Capability],
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    attn_mask: Tensor | None = None,
-    dropout_p: float = 0.0,
-    is_causal: bool = False,
-    scale: float | None = None,
-    enable_gqa: bool = False,
-) -> Tensor:
+def cuda_attention(capability: Capability, alike: set[Capability], *args: Any, **kwargs: Any) -> Tensor:
     """Run `F.scaled_dot_product_attention` with the kernel that a card of this compute capability chooses.
 
     `alike`: see `kernels_of`.
     """
-    call = AttentionCall(query, key, value, attn_mask, dropout_p, is_causal, enable_gqa)
+    call = AttentionCall(*args, **kwargs)
     kernel = chosen_kernel(call, capability)
     alike -= {each for each in alike if not _is_alike(call, kernel, capability, each)}
     if kernel == "flash":
-        return _flash_attention(call, scale)
-    mask = None if attn_mask is None else _additive(attn_mask, query.dtype)
+        return _flash_attention(call)
+    query, key, value, mask = call.query, call.key, call.value, call.attn_mask
+    if mask is not None:
+        mask = _additive(mask, query.dtype)
     if kernel == "math":
-        return _math_attention(call, mask, scale)[0]
-    keep_sums = call.requires_grad
+        return _math_attention(call, mask)[0]
+    how = call.requires_grad, call.dropout_p, call.is_causal
     if kernel == "cudnn":
         cudnn = aten._scaled_dot_product_cudnn_attention
-        return cudnn(query, key, value, mask, keep_sums, dropout_p, is_causal, False, scale=scale)[0]
+        return cudnn(query, key, value, mask, *how, False, scale=call.scale)[0]
     if mask is not None:
         mask = _efficient_bias(mask, query, key)
-    efficient = aten._scaled_dot_product_efficient_attention
-    return efficient(query, key, value, mask, keep_sums, dropout_p, is_causal, scale=scale)[0]
+    return aten._scaled_dot_product_efficient_attention(query, key, value, mask, *how, scale=call.scale)[0]
 
 
 def _is_alike(call: AttentionCall, kernel: Kernel, capability: Capability, other: Capability) -> bool:
     """Return whether a card of the `other` capability uses the same kernel and memory."""
     if chosen_kernel(call, other) != kernel:
         return False
-    tiles = (kernel_memory.tile(call.query, call.value, call.dropout, each) for each in (capability, other))
+    tiles = (kernel_memory.tile(call.query, call.value, call.dropout_p, each) for each in (capability, other))
     return kernel != "efficient" or len(set(tiles)) == 1
 
 
-def _flash_attention(call: AttentionCall, scale: float | None) -> Tensor:
+def _flash_attention(call: AttentionCall) -> Tensor:
     """Run flash attention, with heads padded to a multiple of 8."""
     size = call.query.shape[-1]
     query, key, value = (F.pad(t, (0, -size % 8)) if size % 8 else t for t in (call.query, call.key, call.value))
-    factor = 1 / math.sqrt(size) if scale is None else scale
+    factor = 1 / math.sqrt(size) if call.scale is None else call.scale
     flash = aten._scaled_dot_product_flash_attention
-    out = flash(query, key, value, call.dropout, call.is_causal, False, scale=factor)[0]
+    out = flash(query, key, value, call.dropout_p, call.is_causal, False, scale=factor)[0]
     return out[..., :size] if size % 8 else out
 
 
@@ -123,7 +114,7 @@ def _efficient_bias(mask: Tensor, query: Tensor, key: Tensor) -> Tensor:
     return mask.expand(query.shape[0], query.shape[1], query.shape[2], key.shape[2])
 
 
-def _math_attention(call: AttentionCall, mask: Tensor | None, scale: float | None) -> tuple[Tensor, Tensor]:
+def _math_attention(call: AttentionCall, mask: Tensor | None) -> tuple[Tensor, Tensor]:
     """Run `_scaled_dot_product_attention_math` (`transformers/attention.cpp`), its sum in place as in a run without
     modes.
 
@@ -134,6 +125,7 @@ def _math_attention(call: AttentionCall, mask: Tensor | None, scale: float | Non
     query_, key_, value_ = call.query, call.key, call.value
     if call.is_half:
         query_, key_, value_ = query_.float(), key_.float(), value_.float()
+    scale = call.scale
     factor = math.sqrt(abs(scale if scale is not None else 1 / math.sqrt(query_.shape[-1])))
     query = query_ * (-factor if scale is not None and scale < 0 else factor)
     if call.is_causal:
@@ -147,8 +139,8 @@ def _math_attention(call: AttentionCall, mask: Tensor | None, scale: float | Non
         scores.add_(mask)
     probabilities = aten._safe_softmax(scores, -1)
     del scores
-    if call.dropout:
-        probabilities = fused_dropout(probabilities, call.dropout)
+    if call.dropout_p:
+        probabilities = fused_dropout(probabilities, call.dropout_p)
     in_type = probabilities.to(dtype)
     out = torch.matmul(probabilities, value).to(dtype)
     del probabilities, key, value, query, mask, value_, key_, query_

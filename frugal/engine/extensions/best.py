@@ -22,9 +22,9 @@ class Criterion:
     mode: BestMode
 
     @classmethod
-    def of(cls, settings: RunSettings) -> "Criterion":
-        """Return the criterion of the settings: by default the largest first number of the metric, or the loss."""
-        name, _, mode = (settings.best or (LOSS if settings.metric is None else "")).partition(":")
+    def of(cls, best: str | None, metric: str | None) -> "Criterion":
+        """Return what --best and --metric ask for: by default the largest first number of the metric, or the loss."""
+        name, _, mode = (best or (LOSS if metric is None else "")).partition(":")
         usual: BestMode = "min" if name == LOSS else "max"
         return cls(name or None, {"min": "min", "max": "max"}.get(mode, usual))  # type: ignore[arg-type]  # a mode
 
@@ -57,7 +57,7 @@ class Best:
     """The best evaluation of a run so far, beginning with the one in a checkpoint, and how many have come since."""
 
     def __init__(self, settings: RunSettings, start: Progress) -> None:
-        self.criterion = Criterion.of(settings)
+        self.criterion = Criterion.of(settings.best, settings.metric)
         self._patience = settings.patience
         self.so_far = start.best if start.best is not None and start.best.by == str(self.criterion) else None
 

@@ -24,6 +24,7 @@ from collections.abc import Callable, Generator, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from math import hypot, inf, sqrt
+from pathlib import Path
 from statistics import median
 from typing import Any
 
@@ -269,17 +270,15 @@ def _in_numbers(plan: Plan) -> dict[str, Any]:
     }
 
 
-def plan_to_resume(plan: Plan, settings: RunSettings) -> Plan:
-    """Return the plan in the run's folder if it was tuned from `plan` and the run is resumed; else `plan`. Collective.
+def plan_to_resume(plan: Plan, out: Path) -> Plan:
+    """Return the plan in the folder of a run that is resumed, if it was tuned from `plan`; else `plan`. Collective.
 
     A launcher restarts a run with the plan that it started with.
     """
-    if not settings.resume:
-        return plan
     kept = None
     if env.rank() == 0:
         with suppress(FrugalError):  # it cannot be read, and is written anew
-            tuned = Plan.read(settings.out / PLAN)
+            tuned = Plan.read(out / PLAN)
             kept = tuned.to_json().decode() if tuned.tuned_from == plan.digest else None
     kept = from_rank_0(kept, str | None)
     return plan if kept is None else Plan.from_json(kept.encode())

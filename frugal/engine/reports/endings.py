@@ -7,7 +7,7 @@ from pathlib import Path
 
 from frugal.checkpoint.progress import Progress
 from frugal.checkpoint.saving import Saver
-from frugal.config.run_settings import METRICS, RunSettings
+from frugal.config.run_settings import METRICS, OnNan
 from frugal.data.batches import GlobalBatch
 from frugal.distributed import rank_logs
 from frugal.engine.engine import Engine
@@ -31,17 +31,17 @@ def page_afterwards(out: Path, rank: int) -> Iterator[None]:
 
 
 def saved_and_explained(
-    error: OutOfMemoryError, engine: Engine, saver: Saver, settings: RunSettings, now: Progress
+    error: OutOfMemoryError, engine: Engine, saver: Saver, now: Progress, *, is_saved: bool
 ) -> OutOfMemoryError:
     """Return the error with where the steps before it are saved, after saving them unless an update is half done.
 
-    Collective.
+    Collective. `is_saved`: the run is asked to save checkpoints.
     """
     newest = saver.newest()
     kept = f"the last good checkpoint is {newest.name}" if newest else "there is no checkpoint"
     if engine.update.is_begun:
         kept = f"the weights are between two steps; {kept}"
-    elif settings.save_every != 0 and now.step > 0:
+    elif is_saved and now.step > 0:
         try:
             kept = f"step {now.step} is saved in {saver.save(now)}"
             saver.finish()
@@ -56,8 +56,8 @@ class FiniteCheck:
     The engine has left weights and optimizer states as they were.
     """
 
-    def __init__(self, settings: RunSettings, log: Log, saver: Saver) -> None:
-        self._skips = settings.on_nan == "skip"
+    def __init__(self, on_nan: OnNan, log: Log, saver: Saver) -> None:
+        self._skips = on_nan == "skip"
         self._log, self._saver = log, saver
         self._in_a_row = 0
 

@@ -35,6 +35,7 @@ import math
 import time
 from collections import deque
 from collections.abc import Mapping
+from dataclasses import dataclass, field
 from pathlib import Path
 from types import TracebackType
 from typing import Any, Self
@@ -77,6 +78,15 @@ class _ToLog(logging.Handler):
             self._log.recovery(record.getMessage(), **recovery)
 
 
+@dataclass(frozen=True)
+class PlannedMemory:
+    """The peak in bytes that the plan has, its largest micro-batch (samples and tokens; None: not known), phases."""
+
+    peak_bytes: int
+    micro_batch: tuple[int, int] | None = None
+    phase_bytes: Mapping[str, int] = field(default_factory=dict)
+
+
 class Log:
     """One run's log, which `trackers` get, too. Use it in a `with` block. Ranks other than 0 write nothing."""
 
@@ -85,9 +95,7 @@ class Log:
         folder: Path,
         *,
         rank: int,
-        planned_bytes: int,
-        planned_size: tuple[int, int] | None = None,
-        planned_phases: Mapping[str, int] | None = None,
+        planned: PlannedMemory,
         total_steps: int,
         first_step: int = 0,
         trackers: Trackers | None = None,
@@ -96,8 +104,7 @@ class Log:
         self.is_rank_0 = rank == 0
         self.memory_bytes: int | None = None
         self.reserved_bytes: int | None = None
-        self._planned_bytes, self._planned_size = planned_bytes, planned_size
-        self._planned_phases = planned_phases or {}
+        self._planned = planned
         self._first_step = self._step = first_step  # `_step`: the last that was done
         self._total_steps = total_steps
         self._status: tuple[str, str] | None = None  # how the run ended, and why
@@ -185,10 +192,9 @@ class Log:
         )  # fmt: skip
         window, tokens, targets = map(sum, zip(*self._recent, strict=True))
         lines = progress_lines(
-            step, self._total_steps, loss=result.loss, learning_rate=result.learning_rate,
-            tokens_per_second=tokens / window, targets_per_second=targets / window,
+            step, self._total_steps, result, tokens_per_second=tokens / window, targets_per_second=targets / window,
             seconds_left=window / len(self._recent) * (self._total_steps - step),
-            measured_bytes=self.memory_bytes, planned_bytes=self._planned_bytes,
+            measured_bytes=self.memory_bytes, planned_bytes=self._planned.peak_bytes,
         )  # fmt: skip
         if self._console.is_terminal:
             fitting = next((line for line in lines if len(line) <= self._console.width), lines[-1])
@@ -262,24 +268,25 @@ class Log:
         self.memory_bytes = measured_bytes
         nothing = PhasePeak()
         self.event(
-            event="memory", step=step, planned_bytes=self._planned_bytes, measured_bytes=measured_bytes,
-            planned_micro_batch=self._planned_size, largest_micro_batch=largest,
+            event="memory", step=step, planned_bytes=self._planned.peak_bytes, measured_bytes=measured_bytes,
+            planned_micro_batch=self._planned.micro_batch, largest_micro_batch=largest,
             phases={
                 name: {
-                    "planned_bytes": self._planned_phases.get(name),
+                    "planned_bytes": self._planned.phase_bytes.get(name),
                     "measured_bytes": (phases or {}).get(name, nothing).allocated_bytes,
                     "reserved_bytes": (phases or {}).get(name, nothing).reserved_bytes,
                 }
-                for name in dict.fromkeys((*self._planned_phases, *(phases or {})))
+                for name in dict.fromkeys((*self._planned.phase_bytes, *(phases or {})))
             },
         )  # fmt: skip
         if is_resumed:
             return
-        difference = (measured_bytes / self._planned_bytes - 1) * 100 if self._planned_bytes else math.inf
-        planned, measured = format_bytes(self._planned_bytes), format_bytes(measured_bytes)
-        if not is_lowered and has_fewer_tokens(largest, self._planned_size):
-            assert largest is not None and self._planned_size is not None
-            planned += f" for {self._planned_size[0]} x {self._planned_size[1]} tokens"
+        planned_bytes, size = self._planned.peak_bytes, self._planned.micro_batch
+        difference = (measured_bytes / planned_bytes - 1) * 100 if planned_bytes else math.inf
+        planned, measured = format_bytes(planned_bytes), format_bytes(measured_bytes)
+        if not is_lowered and has_fewer_tokens(largest, size):
+            assert largest is not None and size is not None
+            planned += f" for {size[0]} x {size[1]} tokens"
             over = f" ({difference:+.1f} %)" if difference > 0 else ""
             self.say(
                 f"memory: planned {planned}; largest micro-batch so far {largest[0]} x {largest[1]}: "
@@ -316,9 +323,8 @@ def _phase(peak: PhasePeak | None) -> dict[str, int | None]:
 def progress_lines(
     step: int,
     total_steps: int,
+    result: StepResult,
     *,
-    loss: float,
-    learning_rate: float,
     tokens_per_second: float,
     targets_per_second: float,
     seconds_left: float,
@@ -327,17 +333,17 @@ def progress_lines(
 ) -> list[str]:
     """Return the line after `step` steps in forms from long to short; the second has every number and no bar.
 
-    `loss` and `learning_rate` are those of the last step, `tokens_per_second` all that ranks process, without padding
-    (0: samples are not of tokens), `targets_per_second` those with a loss, `measured_bytes` rank 0's peak so far.
+    `result` is that of the last step, `tokens_per_second` all that ranks process, without padding (0: samples are not
+    of tokens), `targets_per_second` those with a loss, `measured_bytes` rank 0's peak so far.
     """
     processed = f"{tokens_per_second:,.0f} tokens/s, " if tokens_per_second else ""
     memory = "" if measured_bytes is None else f"{format_bytes(measured_bytes)} of "
     numbers = [
-        f"loss {loss:.4f}",
+        f"loss {result.loss:.4f}",
         f"{format_seconds(seconds_left)} left",
         f"{processed}{targets_per_second:,.0f} target tokens/s",
         f"memory {memory}{format_bytes(planned_bytes)}",
-        f"lr {learning_rate:.2e}",
+        f"lr {result.learning_rate:.2e}",
     ]
     count = f"step {step}/{total_steps}"
     done = BAR_WIDTH * step // max(total_steps, 1)

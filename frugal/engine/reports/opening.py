@@ -12,6 +12,7 @@ from frugal.config import sample_lengths
 from frugal.config.hardware import local_host
 from frugal.config.hardware.cluster import unlike
 from frugal.config.run_settings import RunSettings
+from frugal.config.sample_lengths import TooLong
 from frugal.data.corpus import RunData
 from frugal.data.mixture import Mixture, epoch_indices
 from frugal.data.stream.samples import SampleStream
@@ -41,7 +42,7 @@ def origin(data: RunData, model: nn.Module) -> str:
     return f"{weights}; {data.tokens}"
 
 
-def describe(plan: Plan, settings: RunSettings, data: RunData, total_steps: int, steps_done: int) -> str:
+def describe(plan: Plan, too_long: TooLong, data: RunData, total_steps: int, steps_done: int) -> str:
     """Describe how long a run trains, on how many ranks and samples, and what is left out of these."""
     batch = plan.batch
     size = plural(batch.global_batch, "sample")
@@ -57,7 +58,7 @@ def describe(plan: Plan, settings: RunSettings, data: RunData, total_steps: int,
     if plan.request.pack and not isinstance(data.training, SampleStream):
         full = data.training.lengths.mean() / plan.request.seq_len
         parts.append(f"samples are packed with documents and {100 * full:.1f} % full")
-    parts += data.report.left_out(settings.too_long)
+    parts += data.report.left_out(too_long)
     if steps_done:
         parts.append(f"continuing after step {steps_done}")
     return "; ".join(parts)
@@ -74,7 +75,7 @@ def lines(
 ) -> Iterator[str]:
     """Yield what is trained on what; `changes`: what is not as it was when the run stopped."""
     yield origin(data, model)
-    yield describe(plan, settings, data, total_steps, steps_done)
+    yield describe(plan, settings.too_long, data, total_steps, steps_done)
     if changes:
         yield describe_changes(changes, steps_done, settings.out)
 

@@ -105,15 +105,17 @@ def _on_gpu(
     blocksize: int,
     quant_type: str,
     bias: Tensor | None = None,
-    absmax_8bit: Tensor | None = None,
-    absmax_code: Tensor | None = None,
-    absmax_offset: Tensor | None = None,
+    *nested: Tensor,
 ) -> Tensor:
-    """Run the operators of `_dequant_linear_fallback`, whose scales live to its end."""
+    """Run the operators of `_dequant_linear_fallback`, whose scales live to its end.
+
+    `nested`: of scales that are quantised themselves, the scales in 8 bits, their code and their offset.
+    """
     operators = torch.ops.bitsandbytes
-    if absmax_8bit is not None:
-        scales = operators.dequantize_blockwise.default(absmax_8bit, absmax, absmax_code, 256, torch.float32)
-        absmax = scales + absmax_offset
+    if nested:
+        absmax_8bit, code, offset = nested
+        scales = operators.dequantize_blockwise.default(absmax_8bit, absmax, code, 256, torch.float32)
+        absmax = scales + offset
     weight = operators.dequantize_4bit.default(packed, absmax, blocksize, quant_type, shape, inputs.dtype)
     return F.linear(inputs, weight, bias)
 

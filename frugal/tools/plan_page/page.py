@@ -130,10 +130,13 @@ def _verdict(plan: Plan, helps: str) -> list[Html]:
     rows = [(name, words) for name, words in plan.verdict if name in ("runs", "binds")]
     rows += [("helps", helps)] if helps else []
     written = [element("tr", element("th", name, scope="row"), element("td", words)) for name, words in rows]
+    numbers = [
+        element("div", element("dt", name), element("dd", value, element("small", more))) for name, value, more in facts
+    ]
     return [
         element("h1", f"{plan.request.model} fits on {_cards(plan)}: ", *_unbroken(short_name(plan.strategy))),
         element("p", plan.arithmetic, class_="lead"),
-        element("dl", *(_fact(*fact) for fact in facts), class_="facts"),
+        element("dl", *numbers, class_="facts"),
         element("table", element("caption", "The verdict", class_="hidden"), element("tbody", *written), class_="rows"),
         *(element("p", element("strong", "Note: "), note, class_="small") for note in plan.warnings),
     ]
@@ -142,10 +145,6 @@ def _verdict(plan: Plan, helps: str) -> list[Html]:
 def _unbroken(strategy: str) -> list[Html]:
     """Return the words of a text, none of which is broken at a hyphen."""
     return [joined(element("span", word, class_="nowrap"), " ") for word in strategy.split(" ")]
-
-
-def _fact(name: str, value: str, more: str) -> Html:
-    return element("div", element("dt", name), element("dd", value, element("small", more)))
 
 
 def _cards(plan: Plan) -> str:

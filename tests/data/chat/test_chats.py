@@ -228,7 +228,7 @@ def test_packed_chats_keep_their_own_targets(load_rows: Any) -> None:
 def test_a_built_in_template_whose_marks_are_no_tokens_is_said_to_be_cut_into_pieces() -> None:
     settings = RunSettings(chat_template="chatml", tokenizer="byte")
     spec = ModelSpec(reference="test", task="causal-lm", max_positions=None, vocab_size=None)
-    told = corpus_module.tokenizer_for(spec, settings)[1]
+    told = corpus_module.tokenizer_for(spec, settings.tokenizer, settings.chat_template)[1]
     assert told.endswith("chatml, of which <|im_start|> and <|im_end|> are no tokens here, but cut into pieces")
     tokenizer = tokenizers.make()
     assert template_module.missing_tokens(tokenizer) == []

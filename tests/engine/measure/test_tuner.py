@@ -203,7 +203,7 @@ def a_run(folder: Path, plan: Plan, **changes: Any) -> dict[str, Any]:
     """A run of 60 steps as `frugal.engine.run` puts it together, told of as far as it is tuned; runs on ranks."""
     settings = RunSettings(**{"steps": 60, "save_every": 8, "keep": 9, "eval_every": 7, "out": folder} | changes)
     folder.mkdir(parents=True, exist_ok=True)
-    started = tuner.plan_to_resume(plan, settings)
+    started = tuner.plan_to_resume(plan, folder) if settings.resume else plan
     with running(started) as engine:
         tuned = []
 

@@ -11,22 +11,23 @@ from rich.console import Console
 
 from bench.runs import records
 from frugal.engine.evaluation import Evaluation
-from frugal.engine.reports.metrics import Log
+from frugal.engine.reports.metrics import Log, PlannedMemory
 from frugal.engine.train_step import StepResult
 from frugal.errors import CheckpointError
 from tests.disks import small_disk
 
 MIB = 1 << 20
+PLANNED = PlannedMemory(400 * MIB)
 
 
 def result(loss: float = 2.5, targets: int = 1000, tokens: int | None = None) -> StepResult:
     return StepResult(loss=loss, targets=targets, samples=8, grad_norm=0.5, learning_rate=3e-4, tokens=tokens)
 
 
-def logged(folder: Path, total_steps: int = 9, **how: Any) -> tuple[Log, io.StringIO]:
+def logged(folder: Path, total_steps: int = 9, planned: PlannedMemory = PLANNED, **how: Any) -> tuple[Log, io.StringIO]:
     written = io.StringIO()
     console = Console(file=written, highlight=False, soft_wrap=True, width=120)
-    return Log(folder, rank=0, planned_bytes=400 * MIB, total_steps=total_steps, console=console, **how), written
+    return Log(folder, rank=0, planned=planned, total_steps=total_steps, console=console, **how), written
 
 
 def log_steps(log: Log, *steps: int) -> None:
@@ -51,7 +52,7 @@ LOWERED = "memory ran out, and micro-batches are smaller than planned"
 def test_memory_is_compared_with_the_plan_where_it_is_of_the_same_work(
     measured: int, how: dict[str, Any], said: str, tmp_path: Path
 ) -> None:
-    log, written = logged(tmp_path, planned_size=(8, 256))
+    log, written = logged(tmp_path, planned=PlannedMemory(400 * MIB, (8, 256)))
     with log:
         log.memory(2, measured * MIB, **how)
     assert written.getvalue() == f"memory: planned 400.0 MiB{said}\n"
@@ -96,7 +97,7 @@ def test_a_long_run_prints_few_lines_where_there_is_no_terminal(tmp_path: Path) 
 
 
 def test_other_ranks_write_nothing(tmp_path: Path) -> None:
-    with Log(tmp_path, rank=1, planned_bytes=1, total_steps=1) as log:
+    with Log(tmp_path, rank=1, planned=PLANNED, total_steps=1) as log:
         log.step(1, result(), 0.5)
         log.memory(1, 1)
         log.evaluation(1, Evaluation(loss=1.0, targets=1, samples=1))

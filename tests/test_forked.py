@@ -1,0 +1,56 @@
+"""Commands that tests start have their imports done."""
+
+import os
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from tests import forked
+
+
+def test_a_command_is_forked_whatever_was_imported_before() -> None:
+    """Otherwise each of some hundred would spend seconds on imports, and nobody would notice."""
+    import torch._inductor.runtime.cache_dir_utils  # noqa: F401 - sets a variable
+
+    assert forked._can_be_forked([sys.executable, "-m", "frugal", "train"], dict(os.environ))
+
+
+def test_one_with_other_settings_of_the_interpreter_is_not(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("PYTHONUTF8", "0")
+    assert not forked._can_be_forked([sys.executable, "-m", "frugal", "train"], dict(os.environ))
+    assert not forked._can_be_forked([sys.executable, "-c", "import frugal"], dict(os.environ))
+
+
+def test_it_is_the_command_s_own_process_with_its_input_output_and_code() -> None:
+    words = [sys.executable, "-m", "frugal", "explain", "--no-such-flag"]
+    done = subprocess.run(words, capture_output=True, text=True, input="", timeout=120)
+    assert (done.returncode, done.stdout) == (2, "") and "--no-such-flag" in done.stderr
+
+
+DIES = """
+import os, threading, time
+
+def test_it_dies():
+    if os.fork() == 0:
+        time.sleep(100)
+    threading.Thread(target=os._exit, args=[1]).start()
+    time.sleep(600)
+"""
+
+
+@pytest.mark.exhaustive
+def test_a_worker_that_dies_ends_the_tests_with_its_name_though_a_process_outlives_it(tmp_path: Path) -> None:
+    (tmp_path / "test_dies.py").write_text(DIES)
+    words = ("-p", "tests.conftest", "-p", "no:cacheprovider", "-n", "1", "--max-worker-restart", "0", tmp_path)
+    with (tmp_path / "said").open("w") as said:  # a pipe would be held by that process, too
+        done = subprocess.run(
+            [sys.executable, "-m", "pytest", *words], cwd=Path(__file__).parents[1], stdout=said,
+            stderr=subprocess.DEVNULL, check=False, timeout=80,
+        )  # fmt: skip
+    assert done.returncode == 1
+    assert re.search(
+        "worker 'gw0' crashed while running '.*test_dies.py::test_it_dies'", (tmp_path / "said").read_text()
+    )
