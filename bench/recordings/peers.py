@@ -39,10 +39,8 @@ def answers(asked: dict[str, dict[str, Any]]) -> dict[str, Any]:
         packages = Path(folder) / "lib" / f"python{sys.version_info[0]}.{sys.version_info[1]}" / "site-packages"
         (packages / "installed_here.pth").write_text(sysconfig.get_path("purelib") + "\n")  # behind its own
         script = Path(__file__).with_name("peers_asked.py")
-        found = subprocess.run(
-            [python, script], input=json.dumps(asked), stdout=subprocess.PIPE, text=True, check=True
-        )
-    return json.loads(found.stdout.splitlines()[-1])  # type: ignore[no-any-return]  # as the script writes it
+        found = subprocess.run([python, script], input=json.dumps(asked), stdout=subprocess.PIPE, text=True, check=True)
+    return json.loads(found.stdout.splitlines()[-1])
 
 
 def ranked(rows: Sequence[dict[str, Any]], found: dict[str, int | str]) -> dict[str, Any]:
