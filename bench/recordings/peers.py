@@ -3,7 +3,8 @@
 fitcheck-llm and torch-preflight are installed in an environment of their own in a temporary folder, beside the
 accelerate and DeepSpeed that are installed here. Each is asked for every row of `bench/results/predictions.json`; what
 it cannot express, it says (`bench.recordings.peers_asked`). An answer is compared with the bytes in segments
-(`max_memory_reserved`), without CUDA's context. frugal stands beside on the same rows.
+(`max_memory_reserved`), or in blocks where only these are known, without CUDA's context. frugal stands beside on the
+same rows.
 
 Results go to `bench/results/peers.json`, and the table to `docs/recordings.md`.
 """
@@ -27,6 +28,9 @@ from bench.recordings.questions import questions
 RESULTS = PREDICTIONS.with_name("peers.json")
 DOCS = Path(__file__).parents[2] / "docs" / "recordings.md"
 INSTALLED = ("fitcheck-llm", "torch-preflight")
+OWN = {"fitcheck-llm": "Anassbzdd/fitcheck", "torch-preflight": "highwaterlabs/torch-preflight"}
+"""Repositories whose rows a peer was fitted to; they are left out of its own ranking."""
+
 BEGIN, END = "<!-- peers: begin -->", "<!-- peers: end -->"
 
 
@@ -43,16 +47,28 @@ def answers(asked: dict[str, dict[str, Any]]) -> dict[str, Any]:
     return json.loads(found.stdout.splitlines()[-1])
 
 
-def ranked(rows: Sequence[dict[str, Any]], found: dict[str, int | str]) -> dict[str, Any]:
-    """Return the errors of one peer on the rows that it answers, and frugal's on the same."""
+def known(row: dict[str, Any]) -> str:
+    """Return what is known of a row, and compared."""
+    return "allocated" if row["reserved_bytes"] is None else "reserved"
+
+
+def ranked(rows: Sequence[dict[str, Any]], found: dict[str, int | str], own: str | None = None) -> dict[str, Any]:
+    """Return the errors of one peer on the rows that it answers, and frugal's on the same. `own`: the repository of
+    rows that it was fitted to."""
+    fitted = {row["name"] for row in rows if own is not None and row["repository"] == own}
+    reasons = Counter(answer for name, answer in found.items() if isinstance(answer, str) and name not in fitted)
+    if fitted:
+        reasons["what it was fitted to"] = len(fitted)
+    rows = [row for row in rows if row["name"] not in fitted]
+    found = {name: answer for name, answer in found.items() if name not in fitted}
     answered = [row for row in rows if isinstance(found.get(row["name"]), int)]
-    reasons = Counter(answer for answer in found.values() if isinstance(answer, str))
     if len(found) < len(rows):
         reasons["no decoder of equal layers"] = len(rows) - len(found)
     result: dict[str, Any] = {"rows": len(answered), "cannot_express": dict(reasons.most_common())}
     if answered:
-        theirs = [int(found[row["name"]]) / row["reserved_bytes"] - 1 for row in answered]
-        for name, errors in (("error", theirs), ("frugal_error", [row["reserved_error"] for row in answered])):
+        theirs = [int(found[row["name"]]) / row[f"{known(row)}_bytes"] - 1 for row in answered]
+        ours = [row[f"{known(row)}_error"] for row in answered]
+        for name, errors in (("error", theirs), ("frugal_error", ours)):
             sizes = [abs(error) for error in errors]
             result[name] = {
                 "median": statistics.median(sizes), "worst": max(sizes), "lowest": min(errors), "highest": max(errors)
@@ -95,14 +111,14 @@ def main() -> None:
     rows = json.loads(PREDICTIONS.read_text())["rows"]
     asked = questions(rows)
     found = answers(asked)
-    errors = [row["reserved_error"] for row in rows]
+    errors = [row[f"{known(row)}_error"] for row in rows]
     own = {
         "rows": len(rows), "median": statistics.median(map(abs, errors)), "worst": max(map(abs, errors)),
         "lowest": min(errors), "highest": max(errors),
     }  # fmt: skip
     result = {
         "frugal": own, "peer_versions": found["versions"],
-        "peers": {name: ranked(rows, of_peer) for name, of_peer in found["answers"].items()},
+        "peers": {name: ranked(rows, of_peer, OWN.get(name)) for name, of_peer in found["answers"].items()},
     }  # fmt: skip
     lines = table(result)
     print("\n".join(lines))

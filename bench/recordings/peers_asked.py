@@ -11,13 +11,15 @@ from importlib.metadata import version
 from typing import Any
 
 MIB = 1 << 20
+ZERO = "no ZeRO"
+LOW_STATES = "no states in bf16 under ZeRO"
 
 
 def fitcheck(asked: dict[str, Any]) -> int | str:
     """Ask fitcheck-llm for a training step."""
     from fitcheck import ModelConfig, TrainingConfig, estimate, get_gpu
     from fitcheck.config_parser import _count_params, _ParsedFields
-    from fitcheck.overhead_db import DEFAULT_OVERHEAD_PROFILE
+    from fitcheck.overhead_db import DEFAULT_OVERHEAD_PROFILE, list_overhead_profiles
 
     if asked["mode"] != "step":
         return "no forward alone, but to serve with a cache"
@@ -25,6 +27,8 @@ def fitcheck(asked: dict[str, Any]) -> int | str:
         return "no weights in fp32 under autocast"
     if asked["trained_elements"] is not None and not asked["rank"]:
         return "no adapter but LoRA"
+    if asked["zero_gpus"]:
+        return ZERO
     fields = {
         "hidden_size": asked["width"], "num_layers": asked["layers"], "num_attention_heads": asked["heads"],
         "num_kv_heads": asked["kv_heads"], "intermediate_size": asked["hidden"], "vocab_size": asked["vocabulary"],
@@ -34,12 +38,14 @@ def fitcheck(asked: dict[str, Any]) -> int | str:
     adapter = {"lora_rank": asked["rank"], "lora_targets": list(asked["targets"])}
     training = TrainingConfig(
         precision=asked["precision"], batch_size=asked["samples"], seq_len=asked["length"],
-        flash_attn=asked["has_flash_attention"],
+        flash_attn=asked["has_flash_attention"], grad_checkpoint=asked["is_checkpointed"],
         optimizer_dtype="bf16" if asked["precision"] == "bf16" and not asked["rank"] else "fp32",
         **(adapter if asked["rank"] else {"lora_rank": None}),
     )  # fmt: skip
-    total = estimate(model, training, get_gpu("h100")).total_mib - DEFAULT_OVERHEAD_PROFILE.base_context_mib
-    return int(total * MIB)
+    card = asked["card"].partition("-")[0]
+    of_card = [profile for (gpu, _, kind), profile in list_overhead_profiles() if (gpu, kind) == (card, "none")]
+    context = of_card[0].base_context_mib if of_card else DEFAULT_OVERHEAD_PROFILE.base_context_mib
+    return int((estimate(model, training, get_gpu(card if of_card else "h100")).total_mib - context) * MIB)
 
 
 def torch_preflight(asked: dict[str, Any]) -> int | str:
@@ -50,9 +56,12 @@ def torch_preflight(asked: dict[str, Any]) -> int | str:
 
     if asked["mode"] == "graph":
         return "no forward that keeps what backward needs, without the backward"
+    if asked["has_bf16_states"]:
+        return LOW_STATES
     shape = vram.TransformerShape(
         layers=asked["layers"], hidden=asked["width"], heads=asked["heads"], vocab=asked["vocabulary"],
-        intermediate=asked["hidden"], kv_heads=asked["kv_heads"], tied_embeddings=asked["tied"], gated_mlp=True,
+        intermediate=asked["hidden"], kv_heads=asked["kv_heads"], tied_embeddings=asked["tied"],
+        gated_mlp=asked["has_gates"], learned_positions=not asked["has_gates"], max_position=asked["length"],
         has_lm_head=True,
     )  # fmt: skip
     elements = params_from_transformer_shape(shape)
@@ -61,11 +70,15 @@ def torch_preflight(asked: dict[str, Any]) -> int | str:
         name="asked", param_count=elements, trainable_params=trained, source="formula",
         confidence=vram.Confidence.HIGH, kind=ModelKind.TRANSFORMER, shape=shape,
     )  # fmt: skip
-    precision = {"fp32": "fp32", "autocast": "amp", "bf16": "pure-bf16"}[asked["precision"]]
+    precision = {"fp32": "fp32", "autocast": "amp", "bf16": "pure-bf16", "fp16": "pure-fp16"}[asked["precision"]]
+    under_zero = {"world_size": asked["zero_gpus"], "sharding": vram.Sharding.ZERO3}
     config = vram.RunConfig(
-        batch_size=asked["samples"], seq_len=asked["length"], precision=vram.PrecisionMode(precision),
+        batch_size=asked["samples"], seq_len=asked["length"],
+        precision=vram.PrecisionMode("fp16-master" if asked["zero_gpus"] else precision),
+        gradient_checkpointing=asked["is_checkpointed"],
         optimizer=vram.OptimizerKind.ADAMW, flash_attention=asked["has_flash_attention"],
         inference_only=asked["mode"] == "forward", frozen_fraction=1 - trained / elements,
+        **(under_zero if asked["zero_gpus"] else {}),
     )  # fmt: skip
     report = vram.estimate_config(profile, config, gpu="h100-80gb", with_remediations=False)
     return int(report.breakdown.total - report.breakdown.cuda_context)
@@ -80,6 +93,8 @@ def accelerate(asked: dict[str, Any]) -> int | str:
         return "no forward, only the weights at rest"
     if asked["trained_elements"] is not None:
         return "no adapter"
+    if asked["zero_gpus"]:
+        return ZERO
     if asked["precision"] == "autocast":
         return "no autocast: its half precision is of weights and gradients"
     kv = asked["kv_heads"] / asked["heads"]
@@ -91,8 +106,20 @@ def accelerate(asked: dict[str, Any]) -> int | str:
 
 
 def deepspeed(asked: dict[str, Any]) -> int | str:
-    """Ask DeepSpeed's estimators."""
-    return "they count the states of ZeRO in half precision, and no row trains under ZeRO"
+    """Ask DeepSpeed's estimator for the states under ZeRO-3."""
+    if not asked["zero_gpus"]:
+        return "states under ZeRO alone"
+    if asked["has_bf16_states"]:
+        return LOW_STATES
+    from deepspeed.runtime.zero.stage3 import estimate_zero3_model_states_mem_needs
+
+    layer = 4 * asked["width"] ** 2 + 2 * asked["width"] * asked["hidden"]
+    embedding = asked["vocabulary"] * asked["width"]
+    elements = asked["layers"] * layer + 2 * embedding + asked["length"] * asked["width"]
+    _, on_gpu, _ = estimate_zero3_model_states_mem_needs(
+        elements, embedding, num_gpus_per_node=asked["zero_gpus"], cpu_offload=False, cpu_offload_params=False
+    )
+    return int(on_gpu)
 
 
 PEERS: dict[str, Callable[[dict[str, Any]], int | str]] = {

@@ -8,10 +8,10 @@ from collections.abc import Iterable
 from dataclasses import asdict, dataclass, replace
 from typing import Any, Literal
 
-from bench.recordings.loops import small_decoder
+from bench.recordings.loops import small_decoder, turing, zero3
 from bench.recordings.loops.adapters import LLAMA, MLP
 from bench.recordings.loops.decoder import SIZES, Sizes
-from bench.recordings.predicted import LONGEST
+from bench.recordings.predicted import ADAPTED, LONGEST, turing_name
 
 Mode = Literal["step", "forward", "graph"]
 """A training step; a forward without gradients; a forward with what backward would need, and no backward."""
@@ -22,7 +22,7 @@ class Question:
     """A decoder and what it does.
 
     Attributes:
-        width, hidden, layers, heads, vocabulary: its sizes; feed-forwards are gated.
+        width, hidden, layers, heads, vocabulary: its sizes.
         kv_heads: of keys and values.
         tied: whether embedding and head share their weight.
         samples, length: of a batch.
@@ -30,6 +30,10 @@ class Question:
         has_flash_attention: whether a kernel keeps the scores out of memory.
         trained_elements: those that are trained; None: all.
         rank, targets: of LoRA; 0: there is none.
+        has_gates: whether feed-forwards are gated; if not, positions are learned.
+        is_checkpointed: whether each layer's activations are recomputed.
+        zero_gpus: that share it under ZeRO-3, in mixed precision; 0: there is one, and no ZeRO.
+        has_bf16_states: whether master weights and states are in bf16 as well.
     """
 
     name: str
@@ -43,12 +47,16 @@ class Question:
     samples: int
     length: int
     mode: Mode
-    precision: Literal["fp32", "autocast", "bf16"]
+    precision: Literal["fp32", "autocast", "bf16", "fp16"]
     card: str
     has_flash_attention: bool = False
     trained_elements: int | None = None
     rank: int = 0
     targets: tuple[str, ...] = ()
+    has_gates: bool = True
+    is_checkpointed: bool = False
+    zero_gpus: int = 0
+    has_bf16_states: bool = False
 
 
 SMALL = Sizes(small_decoder.WIDTH, small_decoder.HIDDEN, small_decoder.LAYERS, small_decoder.HEADS)
@@ -101,6 +109,14 @@ def _question(name: str, card: str, facts: str) -> Question | None:
             question, kv_heads=LLAMA["num_key_value_heads"], tied=True, precision="bf16", has_flash_attention=True,
             **ADAPTERS[method],
         )  # fmt: skip
+    if name.startswith("h100-zero3"):
+        sizes = Sizes(zero3.WIDTH, 4 * zero3.WIDTH, zero3.LAYERS, zero3.HEADS, zero3.VOCABULARY)
+        return replace(
+            _of(name, sizes, 1, zero3.LENGTH, "step", card), precision="bf16", has_gates=False, is_checkpointed=True,
+            has_flash_attention=True, zero_gpus=4, has_bf16_states=name.endswith("bf16-states"),
+        )  # fmt: skip
+    if name.startswith("t4-"):
+        return _on_turing(name, card)
     is_autocast = name.endswith("-autocast") or "that it ran under autocast" in facts
     for pattern, sizes, samples, mode in PATTERNS:
         if found := re.fullmatch(pattern, name.removesuffix("-autocast")):
@@ -109,6 +125,23 @@ def _question(name: str, card: str, facts: str) -> Question | None:
                 question = replace(question, mode="graph")
             return replace(question, precision="autocast" if is_autocast else "fp32")
     return None
+
+
+def _on_turing(name: str, card: str) -> Question | None:
+    """Return the question for a step of LoRA; the small models of the other table are no such decoders."""
+    row = next((row for row in ADAPTED if turing_name(row) == name), None)
+    if row is None:
+        return None
+    model, attention, samples, length = row
+    config = turing.DECODERS[model]()
+    width, heads, kv_heads = config.hidden_size, config.num_attention_heads, config.num_key_value_heads
+    sizes = Sizes(width, config.intermediate_size, config.num_hidden_layers, heads, config.vocab_size)
+    adapted = sizes.layers * 32 * (2 * 2 * width + 2 * (width + width // heads * kv_heads))
+    return replace(
+        _of(name, sizes, samples, length, "step", card), kv_heads=kv_heads, tied=config.tie_word_embeddings,
+        precision="fp16", has_flash_attention=attention == "sdpa", is_checkpointed=True, trained_elements=adapted,
+        rank=32, targets=("q_proj", "k_proj", "v_proj", "o_proj"),
+    )  # fmt: skip
 
 
 def _of(name: str, sizes: Sizes, samples: int, length: int, mode: Mode, card: str) -> Question:

@@ -22,7 +22,6 @@ short samples may be before they no longer count by their tokens (`BatchPlan.sho
 tokens (`BatchPlan.overhead_tokens`), and what that makes of a typical global batch of the data (`Grouping`).
 """
 
-import random
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import lru_cache, partial
@@ -327,16 +326,16 @@ DrawnRun = list[list[tuple[Shape, ...]]]
 def drawn_runs(lengths: Lengths, batch: BatchPlan, seq_len: int) -> list[DrawnRun]:
     """Draw short runs from the data, cut into micro-steps as `frugal train` does it.
 
-    Samples come in random order; the longest is in the last global batch of each run, when the allocator has segments
-    for shorter ones. Of a global batch that takes many micro-steps `ENOUGH_STEPS` are kept, evenly spread.
+    Samples come scattered (`Lengths.scattered`); the longest is in the last global batch of each run, when the
+    allocator has segments for shorter ones. Of a global batch that takes many micro-steps `ENOUGH_STEPS` are kept,
+    evenly spread.
     """
     number, budget = _num_drawn(lengths, batch, seq_len), _budget(batch, seq_len)
     kept = min(ENOUGH_STEPS, grouping(lengths, batch, seq_len).micro_steps)
     num_steps = max(2, DRAWN_MICRO_STEPS // kept)
     runs = []
-    for seed in range(DRAWS):
-        generator = random.Random(seed)
-        drawn = [generator.choices(lengths.tokens, lengths.counts, k=number) for _ in range(num_steps)]
+    for run in range(DRAWS):
+        drawn = [lengths.scattered(number, (run * num_steps + step) * number) for step in range(num_steps)]
         drawn[-1][0] = lengths.longest
         runs.append([_shapes(sorted(samples, reverse=True), budget, batch.overhead_tokens) for samples in drawn])
     return runs

@@ -15,6 +15,7 @@ import msgspec
 import pytest
 
 from bench.plans import plan_by_hand
+from bench.recordings import shared
 from frugal.cli import measure, run
 from frugal.config.hardware import local_host
 from frugal.config.hardware.cluster import Node
@@ -64,6 +65,7 @@ def test_two_ranks_take_what_was_planned_and_it_is_recorded(tmp_path: Path) -> N
     row = SharedRow.read(tmp_path / "row.json")
     assert row.measured.peak_allocated_bytes == found["peak_allocated_bytes"]
     assert (row.model["n_embd"], row.model["model_type"], row.num_ranks) == (64, "gpt2", 2)
+    assert shared.figures(row)["allocated_error"] == pytest.approx(found["error"])
     snapshot = pickle.loads((tmp_path / "both.pickle").read_bytes())
     peaks = []
     for entries in snapshot["device_traces"]:

@@ -24,11 +24,12 @@ STEPS: list[list[Shape]] = [[(8, 70), (8, 33)], [(8, 90), (8, 20)], [(8, 256), (
 
 def plan_of(**settings: Any) -> Plan:
     """A plan of a small preset for one GPU with segments that cannot grow."""
-    return frugal.plan(**{
+    chosen: dict[str, Any] = {
         "model": "t5-small", "gpus": 1, "mem": "16G", "seq_len": 256, "global_batch": 16, "micro_batch": 8,
         "activation_checkpointing": "off", "loss": "plain", "offload": "none", "expandable_segments": False,
         "calibration": False, "lengths": LENGTHS,
-    } | settings)  # fmt: skip
+    }  # fmt: skip
+    return frugal.plan(**(chosen | settings))
 
 
 def dry_run_of(plan: Plan, steps: list[list[Shape]], monkeypatch: pytest.MonkeyPatch) -> DryRun:
