@@ -12,6 +12,7 @@ import torch.testing._internal.distributed.fake_pg
 import torch.utils._device
 import torch.utils._python_dispatch
 import torch.utils._pytree
+import torch.utils.checkpoint
 from torch import Tensor
 
 from frugal import required
@@ -38,6 +39,7 @@ NAMES = (
     *needed("torch._ops:OpOverload", "operators", "_schema", "_overloadpacket", "has_kernel_for_dispatch_key"),
     *needed("torch._prims_common", "what autograd adds in place", "is_non_overlapping_and_dense_or_false"),
     *needed("torch.autograd.graph", "autograd's own frame", "_engine_run_backward"),
+    *needed("torch.utils.checkpoint", "comparing recomputed tensors", "_allowed_determinism_checks_to_fns"),
     *needed(
         "torch.utils._python_dispatch", "every operator is seen",
         "TorchDispatchMode.__torch_dispatch__", "TorchDispatchMode._should_skip_dynamo", "_disable_current_modes()",
@@ -78,6 +80,7 @@ required.verify("torch", NAMES)
 DispatchMode = torch.utils._python_dispatch.TorchDispatchMode
 FakeStore = torch.testing._internal.distributed.fake_pg.FakeStore
 tree_map = torch.utils._pytree.tree_map
+DETERMINISM_CHECKS = torch.utils.checkpoint._allowed_determinism_checks_to_fns
 is_dense = torch._prims_common.is_non_overlapping_and_dense_or_false
 
 VARLEN = "torch_attn"

@@ -17,7 +17,7 @@ from pathlib import Path
 from typing import Any
 
 from bench.environment import environment
-from bench.recordings.loops import adapters, course, own_decoder, small_decoder, toy_decoder
+from bench.recordings.loops import adapters, course, own_decoder, small_decoder, toy_decoder, turing, zero3
 from bench.recordings.recording import FOLDER, SUFFIX, Recording
 from frugal.tools.own_loop.run import dry_run
 
@@ -102,9 +102,9 @@ def rows() -> Iterator[Row]:
         yield Row(f"linear-10000-50000-{mode}", loop, "a Hopper, from its workspace of 32 MiB", "h100-80g")
 
 
-LONGEST = 640
+LONGEST = 672
 """Tokens of the longest batch of peft's comparison, which is not published: with it `lora-rank32` comes closest to its
-bytes, to 0.34 %. The other methods were trained on the same batches."""
+bytes. The other methods were trained on the same batches."""
 
 PUBLISHED = {
     "lora-rank64": 22_552_772_608, "lora-rank10-target-mlp": 24_698_159_104, "lora-rank32-dora": 24_532_484_096,
@@ -121,12 +121,97 @@ def of_adapters(method: str) -> dict[str, Any]:
         "name": f"l40s-llama-3.2-3b-{method}", "card": "l40s-48g", "torch": "2.13.0+cu130",
         "repository": "huggingface/peft",
         "known": "Llama 3.2 3B in bf16, 4 samples, 5000 steps of batches sorted by length, the cache emptied every 10",
-        "assumed": f"the longest batch, {LONGEST} tokens, from `lora-rank32`, which is no row; two steps of it",
+        "assumed": f"the longest batch, {LONGEST} tokens, from `lora-rank32`, which is no row; those around it",
         "made_bytes": None,
         "allocated_bytes": None, "predicted_allocated_bytes": found[0][0], "allocated_error": None,
         "reserved_bytes": PUBLISHED[method], "predicted_reserved_bytes": found[0][1],
         "reserved_error": found[0][1] / PUBLISHED[method] - 1,
     }  # fmt: skip
+
+
+UNDER_ZERO3 = {"fp32-states": 31.38, "bf16-states": 18.93}
+"""GiB that `max_memory_allocated` printed on each of four H100, in training/bf16_master_weight of
+deepspeedai/DeepSpeedExamples at 45b4b715."""
+
+
+def under_zero3(states: str) -> dict[str, Any]:
+    """Dry-run DeepSpeed's example under ZeRO-3 and return its blocks beside those that were printed, to 0.01 GiB."""
+    found: list[course.Peaks] = []
+    dry_run(lambda: found.append(zero3.steps(states == "bf16-states")), gpu="h100-80g", gpus=4, steps=1)
+    allocated = max(peaks[0] for peaks in found)
+    printed = UNDER_ZERO3[states]
+    return {
+        "name": f"h100-zero3-6.9b-{states}", "card": "h100-80g", "torch": "not stated",
+        "repository": "deepspeedai/DeepSpeedExamples",
+        "known": "an encoder of 32 layers, width 4096, 1 sample of 512 tokens, layers checkpointed, ZeRO-3 on 4 GPUs "
+        f"with overlapped communication and buckets of 5e7 elements, {states.replace('-', ' ')}: steps with FusedAdam",
+        "assumed": "DeepSpeed 0.19.8; three steps for all; printed to 0.01 GiB, so equal figures count as exact",
+        "made_bytes": None,
+        "allocated_bytes": round(printed * 2**30), "predicted_allocated_bytes": allocated,
+        "allocated_error": 0.0 if round(allocated / 2**30, 2) == printed else allocated / 2**30 / printed - 1,
+        "reserved_bytes": None, "predicted_reserved_bytes": max(peaks[1] for peaks in found), "reserved_error": None,
+    }  # fmt: skip
+
+
+ADAPTED = {
+    ("tinyllama-1.1b", "eager", 2, 512): (2757.193359375, 2908),
+    ("tinyllama-1.1b", "sdpa", 2, 512): (2756.193359375, 2880),
+    ("tinyllama-1.1b", "eager", 2, 1024): (3518.083984375, 4226),
+    ("tinyllama-1.1b", "sdpa", 2, 1024): (3287.833984375, 3532),
+    ("tinyllama-1.1b", "eager", 2, 2048): (6616.115234375, 7662),
+    ("tinyllama-1.1b", "sdpa", 2, 2048): (4354.115234375, 4696),
+    ("smollm2-135m", "eager", 2, 512): (1027.29443359375, 1104),
+    ("smollm2-135m", "sdpa", 2, 512): (1026.91943359375, 1070),
+    ("smollm2-135m", "eager", 1, 4096): (3180.10693359375, 4476),
+    ("smollm2-135m", "sdpa", 1, 4096): (3148.10693359375, 3284),
+    ("smollm2-360m", "eager", 1, 4096): (4908.51171875, 7304),
+    ("smollm2-360m", "sdpa", 1, 4096): (3754.77734375, 3912),
+    ("smollm2-1.7b", "eager", 4, 1024): (6536.748046875, 7734),
+    ("smollm2-1.7b", "sdpa", 4, 1024): (6528.748046875, 7094),
+    ("qwen2.5-1.5b", "eager", 2, 1024): (7405.8095703125, 7910),
+    ("qwen2.5-1.5b", "sdpa", 2, 1024): (7401.8095703125, 7766),
+}
+"""MiB in blocks and in segments, by model, attention, samples and tokens: all rows without quantization in
+data/measurements/t4-sweep-2026-09-15.json of Anassbzdd/fitcheck at 1e72b19a."""
+
+UNDER_AUTOCAST = {
+    ("gpt2", 4, 128): (2_705_153_536, 3_042_967_552), ("gpt2", 8, 256): (5_736_883_712, 6_092_226_560),
+    ("distilbert-base", 4, 128): (1_354_818_048, 1_501_560_832),
+    ("distilbert-base", 8, 256): (1_757_328_384, 1_954_545_664),
+    ("bert-base", 4, 128): (2_209_738_240, 2_483_027_968), ("bert-base", 8, 256): (3_185_408_000, 3_491_758_080),
+}  # fmt: skip
+"""Bytes in blocks and in segments, by model, samples and tokens: `measured_allocated_bytes` and
+`measured_reserved_bytes` of tests/calibration/measured_peaks.json of highwaterlabs/torch-preflight at 774b8396."""
+
+
+def on_turing(row: tuple[Any, ...]) -> dict[str, Any]:
+    """Dry-run a step that another estimator was calibrated with on a T4, and return its bytes beside the published."""
+    found: list[course.Peaks] = []
+    if row in ADAPTED:
+        allocated, reserved = (round(mib * 2**20) for mib in ADAPTED[row])
+        loop, version, repository = turing.adapted, "2.14.0+cu130", "Anassbzdd/fitcheck"
+        known = f"{row[0]} in fp16, LoRA of rank 32 on attention's projections, {row[1]} attention, layers checkpointed"
+        assumed = "transformers 5.23, where it was 5.17"
+    else:
+        allocated, reserved = UNDER_AUTOCAST[row]
+        loop, version, repository = turing.under_autocast, "2.11.0+cu128", "highwaterlabs/torch-preflight"
+        known = f"{row[0]} in fp32 under autocast"
+        assumed = "bf16, as torch says that a T4 has it; the transformers of that day; that rows before left nothing"
+    dry_run(lambda: found.append(loop(*row)), gpu="t4-16g", steps=1, torch_version=version)
+    return {
+        "name": turing_name(row), "card": "t4-16g", "torch": version, "repository": repository,
+        "known": f"{known}, {row[-2]} samples of {row[-1]} tokens, AdamW, the second step", "assumed": assumed,
+        "made_bytes": None,
+        "allocated_bytes": allocated, "predicted_allocated_bytes": found[0][0],
+        "allocated_error": found[0][0] / allocated - 1,
+        "reserved_bytes": reserved, "predicted_reserved_bytes": found[0][1],
+        "reserved_error": found[0][1] / reserved - 1,
+    }  # fmt: skip
+
+
+def turing_name(row: tuple[Any, ...]) -> str:
+    """Return the name of a row of a T4."""
+    return "-".join(("t4", *row[:-2], f"{row[-2]}x{row[-1]}"))
 
 
 def compared(row: Row) -> dict[str, Any]:
@@ -178,17 +263,24 @@ def line(each: dict[str, Any]) -> str:
     return " ".join(parts)
 
 
+def all_makers() -> dict[str, Callable[[], dict[str, Any]]]:
+    """Return a function for each row that makes it, by name."""
+    makers: dict[str, Callable[[], dict[str, Any]]] = {row.name: partial(compared, row) for row in rows()}
+    makers |= {f"l40s-llama-3.2-3b-{method}": partial(of_adapters, method) for method in PUBLISHED}
+    makers |= {f"h100-zero3-6.9b-{states}": partial(under_zero3, states) for states in UNDER_ZERO3}
+    makers |= {turing_name(row): partial(on_turing, row) for row in (*ADAPTED, *UNDER_AUTOCAST)}
+    return makers
+
+
 def main(names: Sequence[str]) -> None:
     """Make the rows of these names, or all, and print them as they come."""
-    makers = {row.name: partial(compared, row) for row in rows()}
-    makers |= {f"l40s-llama-3.2-3b-{method}": partial(of_adapters, method) for method in PUBLISHED}
-    made = []
+    makers, made = all_makers(), []
     for name in names or makers:
         made.append(makers[name]())
         print(line(made[-1]), flush=True)
-    result = summary(made)
-    print(json.dumps(result, indent=1))
     if not names:
+        result = summary(made)
+        print(json.dumps(result, indent=1))
         about = environment("python -m bench.recordings.predicted")
         about["device"] = f"the cards of the rows; dry-run on {about['device']}"
         RESULTS.write_text(json.dumps({**about, "summary": result, "rows": made}, indent=1) + "\n")

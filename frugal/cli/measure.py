@@ -13,7 +13,7 @@ from typing import Any, get_args
 import click
 import msgspec
 
-from frugal import temporary
+from frugal import files, temporary
 from frugal.cli.display.terminal import waiting
 from frugal.config.hardware import local_host
 from frugal.config.hardware.calibration import Calibration, Probe, calibration_folder, format_flops, read_all
@@ -23,6 +23,7 @@ from frugal.dryrun.compare import Measurement, host_bytes_per_node, predicted
 from frugal.dryrun.figures import Figures, fullest
 from frugal.dryrun.messages import DryRun
 from frugal.dryrun.pool import Pool
+from frugal.dryrun.shared_row import SharedRow
 from frugal.engine.measure.record import Capped, Measured, Trial, timeline_name
 from frugal.errors import FrugalError, OutOfMemoryError, RequestError, refuse
 from frugal.launch import local
@@ -52,6 +53,11 @@ RECORDS = Path("tests/measured")
     type=click.Path(path_type=Path),
     help="Write the live bytes after every event, predicted and measured, as a .pickle for torch's memory_viz.",
 )
+@click.option(
+    "--share",
+    type=click.Path(path_type=Path, dir_okay=False),
+    help="Show the measurement as a row without anything private, and write it to this file, to be given away.",
+)
 @click.option("--calibrate", "calibrating", is_flag=True, help="Measure this machine, for the next plans.")
 @click.option("--device", type=click.Choice(get_args(DeviceKind)), help="What to calibrate without a plan.")
 @click.option("--gpus", type=int, help="How many GPUs (or CPU ranks) to calibrate without a plan.  [default: all]")
@@ -61,6 +67,7 @@ def command(
     record: Path | None,
     capped: bool,
     timeline: Path | None,
+    share: Path | None,
     calibrating: bool,
     device: DeviceKind | None,
     gpus: int | None,
@@ -70,7 +77,7 @@ def command(
     On CPU ranks live tensor bytes are counted, on GPUs the caching allocator's and the driver's. More than two
     micro-steps count as two. With --calibrate the machine is measured as well, or alone.
     """
-    _check(path, calibrating, record=record, capped=capped, timeline=timeline, device=device, gpus=gpus)
+    _check(path, calibrating, record=record, capped=capped, timeline=timeline, share=share, device=device, gpus=gpus)
     if timeline is not None:
         timeline_files.check_file(timeline, has_table=False)
     content: dict[str, Any] = {}
@@ -78,6 +85,8 @@ def command(
     measurement: Measurement | None = None
     if path is not None:
         measurement, written = _measured(Plan.read(path), path, record, capped, timeline)
+        if share is not None and _shared(measurement, share):
+            written.append(share)
         content = _summary(measurement)
         blocks = [_report(measurement), [f"wrote {each}" for each in written]]
     if calibrating:
@@ -100,7 +109,7 @@ def command(
 
 def _check(path: Path | None, calibrating: bool, **others: Any) -> None:
     """Refuse what does not go together."""
-    excluded = ("record", "capped", "timeline") if path is None else ("device", "gpus")
+    excluded = ("record", "capped", "timeline", "share") if path is None else ("device", "gpus")
     wrong = next((name for name in excluded if others[name]), "")
     refuse(
         (
@@ -225,6 +234,23 @@ def _record(measurement: Measurement, folder: Path, pool: Pool) -> Path:
             hint="a factory must be whole in one file, and give the same model every time",
         )
     return measurement.write(folder)
+
+
+def _shared(measurement: Measurement, path: Path) -> bool:
+    """Show the row that is to be given away and write it, at a terminal only if that is wanted; return whether it was.
+
+    Raises:
+        RequestError: it cannot be written.
+    """
+    row = SharedRow.of(measurement).encode()
+    click.echo(f"{row.decode()}this is all of the row; a pull request can add it to bench/recordings/rows/", err=True)
+    if sys.stdin.isatty() and not click.confirm(f"write it to {path}?", err=True):
+        return False
+    try:
+        files.write_file(path, row)
+    except OSError as error:
+        raise RequestError(f"cannot write {path}", because=str(error.strerror)) from None
+    return True
 
 
 def _summary(measurement: Measurement) -> dict[str, Any]:

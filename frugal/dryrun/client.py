@@ -29,12 +29,15 @@ from frugal.dryrun.messages import (
 )
 from frugal.dryrun.pool import Pool, workers
 from frugal.dryrun.trace.drafts import Drafts
+from frugal.errors import RequestError
 from frugal.planning.cost import ModelCosts, Work, between
+from frugal.planning.length_bucketing import DrawnRun
 from frugal.planning.memory.allocator import KnownReplays
+from frugal.planning.memory.any_length import AnyLength
 from frugal.planning.memory.breakdown import MemoryBreakdown
 from frugal.planning.memory.loading import Loading, loading_of
 from frugal.planning.memory.profile import MemoryProfile, RankMemory, fullest, reserved_with_room
-from frugal.planning.memory.timeline import MICRO_BATCHES, NotAffineError, Timeline
+from frugal.planning.memory.timeline import MICRO_BATCHES, ModelTrace, NotAffineError, Timeline
 from frugal.planning.memory.workspaces import with_scratch, with_workspaces, workspace_bytes
 from frugal.planning.model_facts import FUSED_LOSS, ModelFacts
 from frugal.planning.strategy import Strategy
@@ -46,6 +49,9 @@ MAX_RANKS_SEARCHED, MAX_RANKS_DRY_RUN, MAX_RANKS_DRAFTED = 2, 4, 2
 """Ranks that a profile is made of, those of one exact dry run (see `frugal.dryrun.figures`), and how many of these
 are left where arithmetic tells which are the fullest (`fullest_drafted`)."""
 
+
+SHORT = 4
+"""A model is also traced with samples of a part of the length, for what memory other lengths take."""
 
 MOST_REPLAYS = 2000
 """Streams whose replays are kept for the next plan of a model, some 200 bytes each; a plan takes about thirty."""
@@ -218,6 +224,40 @@ class DryRunSource:
         memory, self.notes = kept
         return replace(memory, loading=self._loading(strategy))
 
+    def of_lengths(
+        self, strategy: Strategy, micro_batch: int, runs: Sequence[DrawnRun], device: Device
+    ) -> tuple[int, int] | None:
+        """Return by how many bytes runs of other lengths exceed equal ones; see `Source`. Raises as `profile`."""
+        any_length = self._any_length(strategy)
+        if any_length is None:
+            return None
+        shared_by, expandable = strategy.sequence_parallel, strategy.expandable_segments
+        more_bytes = more_reserved_bytes = 0
+        for memory in self.profile(strategy, True).ranks:
+            equal = memory.replays(micro_batch, expandable_segments=expandable)
+            at_once, reserved = equal.smallest_capacity(), equal.under().peak_reserved_bytes
+            for run in runs:
+                steps = [[any_length.sizes(*shapes[memory.rank // shared_by]) for shapes in step] for step in run]
+                ragged = self._simulate(any_length.long, strategy, memory.rank, accumulates=True, steps=steps)
+                replays = replace(ragged, known=self._replays).replays(0, expandable_segments=expandable)
+                more_reserved_bytes = max(more_reserved_bytes, replays.under().peak_reserved_bytes - reserved)
+                if not replays.survives(at_once + more_bytes):
+                    more_bytes = replays.smallest_capacity() - at_once
+        return more_bytes, more_reserved_bytes
+
+    def _any_length(self, strategy: Strategy) -> AnyLength | None:
+        """Return the micro-step of a strategy for any length; None where only dry runs tell, or short ones differ."""
+        long = self.request.seq_len
+        short = max(1, long // SHORT)
+        request = replace(self.request, seq_len=short, lengths=None)
+        drafts = Drafts(request, self.kind, self.capability, self._cache, self._pool)
+        try:
+            traces = () if strategy in self._distrusted else (drafts.trace(strategy), self._drafts.trace(strategy))
+            known = [trace for trace in traces if trace is not None]
+            return AnyLength(short=known[0], long=known[1], lengths=(short, long)) if len(known) == 2 else None
+        except (RequestError, NotAffineError):
+            return None
+
     def is_known(self, strategy: Strategy, micro_batch: int, accumulation_steps: int) -> bool:
         """Return whether this dry run is in the cache, so that no worker is needed."""
         return self._cache.has(self._dry_run_key(strategy, micro_batch, accumulation_steps, self._smallest))
@@ -297,20 +337,30 @@ class DryRunSource:
         trace = self._drafts.trace(strategy)
         if trace is None:
             return None
-        memories = []
-        for rank in ranks:
-            memory = simulate(
-                trace,
-                self.request,
-                strategy,
-                world_size=self.cluster.world_size,
-                rank=rank,
-                accumulates=accumulates,
-                kind=self.kind,
-                by_tensor=self._is_by_tensor(strategy),
-            )
-            memories.append(replace(memory, timeline=self._with_workspaces(memory.timeline)))
-        return self._profile(strategy, trace.work, tuple(memories))
+        memories = tuple(self._simulate(trace, strategy, rank, accumulates=accumulates) for rank in ranks)
+        return self._profile(strategy, trace.work, memories)
+
+    def _simulate(
+        self,
+        trace: ModelTrace,
+        strategy: Strategy,
+        rank: int,
+        *,
+        accumulates: bool,
+        steps: Sequence[Sequence[Sequence[int]]] | None = None,
+    ) -> RankMemory:
+        memory = simulate(
+            trace,
+            self.request,
+            strategy,
+            world_size=self.cluster.world_size,
+            rank=rank,
+            accumulates=accumulates,
+            kind=self.kind,
+            by_tensor=self._is_by_tensor(strategy),
+            steps=steps,
+        )
+        return replace(memory, timeline=self._with_workspaces(memory.timeline))
 
     def _profile_by_dry_runs(self, strategy: Strategy, accumulates: bool) -> MemoryProfile:
         """Return a profile by dry runs at a few micro-batches."""

@@ -11,8 +11,11 @@ statistics rounded up) could be: along n x l = B the bytes are a + b B + c B l +
 the most is at one of its two ends, l = seq_len and l = `shortest`. The plan was dry-run at both. Where only the first
 was dry-run `shortest` is `seq_len`: no micro-batch has more samples than planned, and short ones are merely together.
 
-Left out: kernels that round lengths up, and what a caching allocator loses between micro-steps of different shapes. The
-longest come first, so that later ones find blocks that are large enough.
+What a caching allocator loses between micro-steps of different shapes is replayed (`frugal.planning.search.ragged`)
+over global batches that are drawn from the data (`drawn_runs`). The longest come first, so that later ones find blocks
+that are large enough.
+
+Left out: kernels that round lengths up.
 
 In the plan the micro-batch sizes stay those of full-length samples, which is what its memory is proven for. It adds how
 short samples may be before they no longer count by their tokens (`BatchPlan.shortest`), what a micro-step costs besides
@@ -279,9 +282,8 @@ def overhead_tokens(step_time: StepTimeOf, batch: BatchPlan, request: Request, c
 def grouping(lengths: Lengths, batch: BatchPlan, seq_len: int) -> Grouping:
     """Return the micro-steps and padding of a typical global batch of these lengths under `batch`."""
     step_samples = _samples_a_step(lengths, batch)
-    num_drawn = min(step_samples, max(512, int(ENOUGH_STEPS * sum(batch.micro_batch) * seq_len / lengths.mean)))
-    typical = lengths.typical(num_drawn)
-    budget = TokenBudget(tokens=tuple(cap * seq_len for cap in batch.micro_batch), shortest=batch.shortest or seq_len)
+    num_drawn = _num_drawn(lengths, batch, seq_len)
+    typical, budget = lengths.typical(num_drawn), _budget(batch, seq_len)
     steps = grouped(typical, budget, batch.overhead_tokens)
     tokens, fixed = sum(typical), lengths.expected_longest(max(batch.micro_batch)) / lengths.mean
     return Grouping(
@@ -298,6 +300,55 @@ def grouping(lengths: Lengths, batch: BatchPlan, seq_len: int) -> Grouping:
         fixed_padding=fixed - 1,
         full_share=work(typical, steps, budget) / (len(steps) * max(budget.tokens)),
     )
+
+
+def _num_drawn(lengths: Lengths, batch: BatchPlan, seq_len: int) -> int:
+    """Return the samples of a global batch, or as many of a huge one as are enough to see how it is cut."""
+    enough = max(512, int(ENOUGH_STEPS * sum(batch.micro_batch) * seq_len / lengths.mean))
+    return min(_samples_a_step(lengths, batch), enough)
+
+
+def _budget(batch: BatchPlan, seq_len: int) -> TokenBudget:
+    return TokenBudget(tokens=tuple(cap * seq_len for cap in batch.micro_batch), shortest=batch.shortest or seq_len)
+
+
+DRAWS, DRAWN_MICRO_STEPS = 3, 24
+"""Runs that are drawn from the data, and the micro-steps of each. What an allocator keeps depends on their order, so
+more of them would find other peaks, too; of GPT-2's those of 256 micro-steps are no higher than those of 24."""
+
+Shape = tuple[int, int]
+"""The samples of a micro-batch, and the tokens that each is padded to."""
+
+DrawnRun = list[list[tuple[Shape, ...]]]
+"""The micro-steps of each optimizer step, with the shape of each rank's micro-batch."""
+
+
+def drawn_runs(lengths: Lengths, batch: BatchPlan, seq_len: int) -> list[DrawnRun]:
+    """Draw short runs from the data, cut into micro-steps as `frugal train` does it.
+
+    Samples come scattered (`Lengths.scattered`); the longest is in the last global batch of each run, when the
+    allocator has segments for shorter ones. Of a global batch that takes many micro-steps `ENOUGH_STEPS` are kept,
+    evenly spread.
+    """
+    number, budget = _num_drawn(lengths, batch, seq_len), _budget(batch, seq_len)
+    kept = min(ENOUGH_STEPS, grouping(lengths, batch, seq_len).micro_steps)
+    num_steps = max(2, DRAWN_MICRO_STEPS // kept)
+    runs = []
+    for run in range(DRAWS):
+        drawn = [lengths.scattered(number, (run * num_steps + step) * number) for step in range(num_steps)]
+        drawn[-1][0] = lengths.longest
+        runs.append([_shapes(sorted(samples, reverse=True), budget, batch.overhead_tokens) for samples in drawn])
+    return runs
+
+
+def _shapes(lengths: Sequence[int], budget: TokenBudget, overhead: int | None) -> list[tuple[Shape, ...]]:
+    """Return the shapes of a global batch's micro-batches; a rank without samples runs one, a short one."""
+    steps = grouped(lengths, budget, overhead)
+    kept = [steps[i * len(steps) // ENOUGH_STEPS] for i in range(ENOUGH_STEPS)] if len(steps) > ENOUGH_STEPS else steps
+    return [
+        tuple((len(samples), lengths[samples.start]) if samples else (1, lengths[-1]) for samples in step)
+        for step in kept
+    ]
 
 
 def time_of(step_time: StepTimeOf, batch: BatchPlan, grouping: Grouping) -> StepTime:

@@ -28,20 +28,24 @@ def breakdown_table(plan: Plan) -> list[str]:
             f"  {name:<{width}} {format_bytes(size):>12}{bounds if name == 'total' else ''}"
             for name, size in sizes.items()
         ),
-        *_with_room(memory, device),
+        *_with_room(plan, device),
         *_loading(plan),
     ]
 
 
-def _with_room(memory: MemoryBreakdown, device: Device) -> list[str]:
+def _with_room(plan: Plan, device: Device) -> list[str]:
     """Say what a run on the whole card is seen to take: its allocator keeps more than is needed."""
+    memory = plan.memory
     if not memory.reserved_bytes:
         return []
     seen = of_device(memory.live_bytes, memory.reserved_bytes, device)
     needed, reserved = format_bytes(memory.total_bytes), format_bytes(memory.reserved_bytes)
     shown = format_bytes(memory.reserved_bytes + device.context_bytes)
+    steps = ""
+    if plan.request.lengths is not None:
+        steps = " over the data's lengths" if memory.counts_lengths else " for equal lengths, more for others"
     return [
-        f"it needs {needed}; on the whole card its allocator reserves {reserved}, and nvidia-smi shows {shown} "
+        f"it needs {needed}; on the whole card its allocator reserves {reserved}{steps}, and nvidia-smi shows {shown} "
         f"{bounds_of(seen)}"
     ]
 

@@ -16,7 +16,7 @@ from frugal.planning.memory import breakdown
 from frugal.planning.memory_report import beyond_the_device
 from frugal.planning.plan import UNPROVEN, Plan
 from frugal.planning.report import reasons
-from frugal.planning.search import sharing
+from frugal.planning.search import ragged, sharing
 from frugal.planning.search.candidate import Infeasible, OpenSource, SearchResult
 from frugal.planning.search.search import Search
 from frugal.units import format_bytes, plural
@@ -167,22 +167,23 @@ def _with_short_samples(search: Search, result: SearchResult, dry_run: OpenSourc
     chosen, request = result.chosen, search.request
     assert chosen.batch is not None
     steps = max(2, chosen.batch.accumulation_steps)
-    memory, shortest = result.memory, None
-    for length in length_bucketing.shortest_choices(request, chosen.batch):
-        loads = [
-            (length_bucketing.most_samples(micro, request.seq_len, length), device)
-            for device, micro in search.evaluation.fitting.loads(chosen.batch)
-        ]
-        with dry_run(replace(request, seq_len=length, lengths=None), search.cluster) as source:
-            try:
-                dry_runs = [source.dry_run(chosen.strategy, samples, steps, device) for samples, device in loads]
-            except RequestError:  # the model cannot read samples that short
-                continue
-        if all(dry_run_memory.fits for dry_run_memory in dry_runs):
-            memory = min((*dry_runs, memory), key=lambda memory: memory.headroom_bytes)
-            shortest = length
-            break
-    batch = replace(chosen.batch, shortest=shortest)
+    for shortest in (*length_bucketing.shortest_choices(request, chosen.batch), None):
+        batch, dry_runs = replace(chosen.batch, shortest=shortest), [result.memory]
+        if shortest is not None:
+            loads = [
+                (length_bucketing.most_samples(micro, request.seq_len, shortest), device)
+                for device, micro in search.evaluation.fitting.loads(batch)
+            ]
+            with dry_run(replace(request, seq_len=shortest, lengths=None), search.cluster) as source:
+                try:
+                    dry_runs += [source.dry_run(chosen.strategy, samples, steps, device) for samples, device in loads]
+                except RequestError:  # the model cannot read samples that short
+                    continue
+        memory = min(dry_runs, key=lambda memory: memory.headroom_bytes)
+        if memory.fits:
+            memory = ragged.with_lengths(search, chosen.strategy, batch, memory)
+            if not memory.may_exceed_with_lengths:
+                break
     time = search.evaluation.time(search.source.profile(chosen.strategy, True).costs, chosen.strategy, batch)
     return replace(result, chosen=replace(chosen, batch=batch, time=time), memory=memory)
 

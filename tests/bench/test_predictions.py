@@ -17,15 +17,25 @@ def test_a_strangers_loop_takes_what_its_card_recorded(name: str) -> None:
     assert figures["allocated_error"] == figures["reserved_error"] == 0
 
 
+def test_later_steps_of_a_loop_have_full_masks_as_the_first() -> None:
+    """Packed samples are asked for in the forward after an optimizer step, too; a mask would be 0.5 MiB more."""
+    row = ("smollm2-135m", "sdpa", 2, 512)
+    figures = predicted.on_turing(row)
+    assert figures["allocated_error"] == figures["reserved_error"] == 0
+
+
 def test_the_kept_predictions_are_of_every_row_and_of_several_cards_and_versions() -> None:
     made = json.loads(predicted.RESULTS.read_text())
     names = [each["name"] for each in made["rows"]]
     recordings = [row.name for row in predicted.rows()]
-    assert names == [*recordings, *(f"l40s-llama-3.2-3b-{method}" for method in predicted.PUBLISHED)]
+    published = [f"l40s-llama-3.2-3b-{method}" for method in predicted.PUBLISHED]
+    published += [f"h100-zero3-6.9b-{states}" for states in predicted.UNDER_ZERO3]
+    published += map(predicted.turing_name, (*predicted.ADAPTED, *predicted.UNDER_AUTOCAST))
+    assert names == [*recordings, *published]
     summary = predicted.summary(made["rows"])
     assert made["summary"] == summary
     assert summary["rows"] >= 60 and summary["card"] >= 5 and summary["torch"] >= 4
-    assert summary["allocated_error"]["median"] <= 1e-4 and summary["allocated_error"]["worst"] <= 4e-3
+    assert summary["allocated_error"]["median"] <= 1e-4 and summary["allocated_error"]["worst"] <= 6e-3
     recorded = {each.stream.name: each for each in kept()}
     for each in made["rows"][: len(recordings)]:
         assert each["reserved_bytes"] == recorded[each["name"]].stream.reserved_bytes

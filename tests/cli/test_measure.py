@@ -1,8 +1,10 @@
 """`frugal measure`: two real steps through DeepSpeed's launcher, beside their dry run."""
 
+import getpass
 import json
 import pickle
 import re
+import socket
 import subprocess
 import sys
 from dataclasses import replace
@@ -13,10 +15,13 @@ import msgspec
 import pytest
 
 from bench.plans import plan_by_hand
+from bench.recordings import shared
 from frugal.cli import measure, run
+from frugal.config.hardware import local_host
 from frugal.config.hardware.cluster import Node
 from frugal.dryrun.compare import Measurement
 from frugal.dryrun.figures import Figures
+from frugal.dryrun.shared_row import SharedRow, _numbers
 from frugal.engine.measure.record import ModelDefinition, RankMeasurement, Trial
 from frugal.errors import OutOfMemoryError
 from frugal.launch import local
@@ -36,7 +41,7 @@ def test_two_ranks_take_what_was_planned_and_it_is_recorded(tmp_path: Path) -> N
         world_size=2, global_batch=16, micro_batch=4, zero_stage=2, request={"model": "config.json", "seq_len": 32}
     )
     (tmp_path / "plan.json").write_bytes(plan.to_json())
-    asked = ["--json", "--record", "measured", "--timeline", "both.pickle"]
+    asked = ["--json", "--record", "measured", "--timeline", "both.pickle", "--share", "row.json"]
     command = [sys.executable, "-m", "frugal", "measure", "plan.json", *asked]
     done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, timeout=300)
     assert done.returncode == 0, done.stderr
@@ -51,12 +56,32 @@ def test_two_ranks_take_what_was_planned_and_it_is_recorded(tmp_path: Path) -> N
     assert (kept.plan_digest, kept.measured.peak_allocated_bytes) == (plan.digest, found["peak_allocated_bytes"])
     assert (kept.strategy, kept.batch, kept.cluster) == (plan.strategy, plan.batch, plan.cluster)
     assert kept.command.endswith(f" plan.json {' '.join(asked)}")
+    text = (tmp_path / "row.json").read_text()
+    assert text in done.stderr  # shown, all of it
+    private = (getpass.getuser(), socket.gethostname(), "config.json", "plan.json", plan.digest, str(tmp_path))
+    assert "/" not in text
+    told = text.replace(local_host.cpu_name(), "")
+    assert not [word for word in private if re.search(rf"(?<!\w){re.escape(word)}(?!\w)", told)]
+    row = SharedRow.read(tmp_path / "row.json")
+    assert row.measured.peak_allocated_bytes == found["peak_allocated_bytes"]
+    assert (row.model["n_embd"], row.model["model_type"], row.num_ranks) == (64, "gpt2", 2)
+    assert shared.figures(row)["allocated_error"] == pytest.approx(found["error"])
     snapshot = pickle.loads((tmp_path / "both.pickle").read_bytes())
     peaks = []
     for entries in snapshot["device_traces"]:
         live = accumulate(entry["size"] if entry["action"] == "alloc" else -entry["size"] for entry in entries)
         peaks.append(max(live))
     assert peaks == [found["predicted"]["peak_allocated_bytes"], found["peak_allocated_bytes"]]
+
+
+def test_a_shared_row_has_no_word_that_a_user_chose(gpu: dict[str, int]) -> None:
+    secret = {"model_type": "gpt2", "n_layer": 2, "_name_or_path": "/home/ada/secret", "id2label": {"0": "secret"}}
+    assert run(["measure", "plan.json", "--share", "row.json"]) == 0
+    measured = SharedRow.read(Path("row.json"))
+    assert (measured.card, measured.measured.peak_reserved_bytes, measured.strategy.zero_stage) == ("a GPU", 4 * GIB, 0)
+    assert _numbers(secret | {"text_config": {"n_embd": 8, "dtype": "secret"}}) == {
+        "model_type": "gpt2", "n_layer": 2, "text_config": {"n_embd": 8}
+    }  # fmt: skip
 
 
 def test_of_the_host_a_cpu_rank_is_told_the_tensors_which_are_the_least_that_it_takes() -> None:

@@ -102,3 +102,11 @@ def test_data_of_other_lengths_than_planned_is_said() -> None:
         "the plan is for samples of 15 tokens on average (lengths.json), this data has 40: memory holds for both, "
         "the seconds of a step do not"
     )
+
+
+def test_scattered_lengths_have_the_histogram_of_all_from_any_place_on_and_no_trend() -> None:
+    lengths = Lengths(tokens=(10, 20, 40), counts=(50, 30, 20))
+    for first in (0, 777):
+        drawn = lengths.scattered(1000, first)
+        assert [drawn.count(tokens) for tokens in (10, 20, 40)] == pytest.approx([500, 300, 200], abs=3)
+        assert sum(drawn[:500]) == pytest.approx(sum(drawn[500:]), rel=0.01)

@@ -278,3 +278,49 @@ def test_of_an_older_torch_blackwell_has_the_smaller_workspace() -> None:
     for wrong in ("newest", "2", "2.11111111", ""):
         with pytest.raises(RequestError, match="is no version of torch"):
             package.dry_run(product, gpu="b200-180g", steps=1, torch_version=wrong)
+
+
+def test_cublas_workspaces_count_as_allocated_and_a_t4_has_bf16_by_emulation() -> None:
+    seen: list[int] = []
+
+    def step() -> None:
+        layer = nn.Linear(64, 64, device="cuda")
+        layer(torch.ones(8, 64, device="cuda")).sum().backward()
+        seen.append(torch.cuda.memory_allocated() >> 20)
+        assert torch.cuda.is_bf16_supported() and not torch.cuda.is_bf16_supported(including_emulation=False)
+
+    package.dry_run(**parts(step, gpu="t4-16g"))
+    assert seen == [16]  # two of 8.1 MiB, of forward's thread and backward's
+
+
+def test_layers_checkpointed_under_zero_3_are_recomputed_alike() -> None:
+    """DeepSpeed's linear layers show hooks torch's own device, in backward, which must not count as another one."""
+    deepspeed = pytest.importorskip("deepspeed")
+    peaks: list[int] = []
+
+    def step() -> None:
+        layers = nn.ModuleList(nn.Sequential(nn.Linear(256, 1024), nn.GELU(), nn.Linear(1024, 256)) for _ in range(2))
+        config = {
+            "train_micro_batch_size_per_gpu": 1, "bf16": {"enabled": True}, "zero_optimization": {"stage": 3},
+            "optimizer": {"type": "AdamW", "params": {"lr": 1e-4, "torch_adam": True}},
+        }  # fmt: skip
+
+        class Stack(nn.Module):
+            def __init__(self) -> None:
+                super().__init__()
+                self.layers = layers
+
+            def forward(self, x: Tensor) -> Tensor:
+                for layer in self.layers:
+                    x = torch.utils.checkpoint.checkpoint(layer, x, use_reentrant=False)
+                return x
+
+        model = Stack()
+        engine, *_ = deepspeed.initialize(model=model, model_parameters=model.parameters(), config=config)
+        inputs = torch.ones(1, 8, 256, device="cuda", dtype=torch.bfloat16, requires_grad=True)
+        engine.backward(engine(inputs).float().sum())
+        engine.step()
+        peaks.append(torch.cuda.max_memory_allocated())
+
+    package.dry_run(**parts(step, gpu="rtx3060-12g"))
+    assert peaks

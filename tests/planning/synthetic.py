@@ -181,6 +181,9 @@ class SyntheticSource:
     def on(self, cluster: Cluster) -> "SyntheticSource":
         return replace(self, cluster=cluster)
 
+    def of_lengths(self, *_: Any) -> None:
+        """Formulas know no order of requests."""
+
     def distrust(self, strategy: Strategy) -> bool:
         return False
 

@@ -73,8 +73,12 @@ def test_a_gradient_that_grows_with_the_micro_batch_is_none() -> None:
 @pytest.mark.parametrize(
     ("second", "changes", "message"),
     [
-        (3, {"events": (0, 1, 2, 3, 1, 2, 4, 4)}, "storages live in another order at micro-batch 3 than at 2"),
-        (3, {"operators": (1, 2, 2, 4, 4)}, "other operators run at micro-batch 3 than at 2"),
+        (
+            3,
+            {"events": (0, 1, 2, 3, 1, 2, 4, 4)},
+            "storages live in another order at micro-batch 3 than at micro-batch 2",
+        ),
+        (3, {"operators": (1, 2, 2, 4, 4)}, "other operators run at micro-batch 3 than at micro-batch 2"),
         (3, {"fixed": (1000, 30, 94, 500)}, "5 storages at micro-batch 2, 4 at micro-batch 3"),
         (3, {"fixed": (1000, 30, 60, 500, 700)}, "a storage of 64 bytes grows to 60 with 1 more samples"),
         (4, {"fixed": (1000, 40, 125, 500, 700)}, "a storage of 64 bytes grows to 125 with 2 more samples"),

@@ -6,10 +6,11 @@ parameters, which are in fp32. Loading takes the memory of all weights at once a
 
 from collections.abc import Callable
 from typing import Any
+from unittest.mock import patch
 
 import torch
 from peft import IA3Config, LNTuningConfig, LoraConfig, get_peft_model
-from transformers import LlamaConfig, LlamaForCausalLM
+from transformers import LlamaConfig, LlamaForCausalLM, masking_utils
 
 from bench.recordings.loops.course import Peaks, peaks
 
@@ -31,8 +32,14 @@ METHODS: dict[str, Callable[[], Any]] = {
 }
 
 
-def steps(method: str, length: int, num_steps: int = 2) -> Peaks:
-    """Run steps of 4 samples of `length` tokens."""
+OTHERS = (430, 380), (520, 460)
+"""Tokens of batches before and after the longest; the cache is emptied in between, as every ten steps there. Batches
+come longest first out of 80 samples each, so none before is as long and those behind are shorter; their lengths are not
+published, and these stand for them."""
+
+
+def steps(method: str, length: int) -> Peaks:
+    """Run steps of 4 samples, the longest of `length` tokens."""
     config = LlamaConfig(**LLAMA)
     model = LlamaForCausalLM(config).to(torch.bfloat16)
     weights = sum(parameter.numel() for parameter in model.parameters())
@@ -45,13 +52,19 @@ def steps(method: str, length: int, num_steps: int = 2) -> Peaks:
         model = get_peft_model(model, adapter)
     model.train()
     optimizer = torch.optim.AdamW((each for each in model.parameters() if each.requires_grad), lr=1e-4)
-    mask = torch.ones(4, length, dtype=torch.int64)
-    mask[0, length // 2 :] = 0
-    for _ in range(num_steps):
-        batch = {"input_ids": torch.zeros(4, length, dtype=torch.int64).to("cuda"), "attention_mask": mask.to("cuda")}
+    is_padded = patch.object(masking_utils, "_ignore_causal_mask_sdpa", lambda *_, **__: False)
+
+    before, after = OTHERS
+    for number, tokens in enumerate((*before, length, *after)):
+        if number == len(before):
+            torch.cuda.empty_cache()
+        mask = torch.ones(4, tokens, dtype=torch.int64)
+        mask[0, tokens // 2 :] = 0
+        batch = {"input_ids": torch.zeros(4, tokens, dtype=torch.int64).to("cuda"), "attention_mask": mask.to("cuda")}
         batch["labels"] = batch["input_ids"].clone()
         optimizer.zero_grad()
-        outputs = model(**batch, num_items_in_batch=4 * length)
+        with is_padded:  # a dry run knows no values of the mask, and takes it to be full
+            outputs = model(**batch, num_items_in_batch=4 * tokens)
         loss = outputs.loss
         loss.backward()
         torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)

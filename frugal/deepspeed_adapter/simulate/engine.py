@@ -1,4 +1,6 @@
-"""Two optimizer steps under DeepSpeed by arithmetic: the recording of a dry run, from the trace of one micro-step."""
+"""Optimizer steps under DeepSpeed by arithmetic: the recording of a dry run, from the trace of one micro-step."""
+
+from collections.abc import Sequence
 
 from frugal.config.hardware.cluster import DeviceKind
 from frugal.config.request import Request
@@ -120,11 +122,13 @@ def simulate(
     accumulates: bool,
     kind: DeviceKind,
     by_tensor: bool = False,
+    steps: Sequence[Sequence[Sequence[int]]] | None = None,
 ) -> RankMemory:
     """Return the memory of `rank` under `strategy`, as `frugal.dryrun.run` would record it.
 
-    `by_tensor`: as in `frugal.dryrun.run`. Activations in host memory are in pinned blocks of a power of two bytes,
-    counted as up to twice what they hold.
+    `by_tensor`: as in `frugal.dryrun.run`. `steps`: of each optimizer step the micro-steps, as the bytes of the trace's
+    storages in each; None: two steps, for any micro-batch. Activations in host memory are in pinned blocks of a power
+    of two bytes, counted as up to twice what they hold.
 
     Left out: operators on scalars, and what lives for the time of one operator on them.
     """
@@ -133,8 +137,9 @@ def simulate(
     stream.phase(INITIALISATION)
     host = PinnedBlocks(stream, kind)
     optimizer = _initialised(stream, host, setting, trace, arrives=by_tensor or kind == "cuda")
-    for num_micro_steps in (1, 2 if accumulates else 1):  # the first step only sets the stage for the second
-        _accumulate(stream, trace, optimizer, num_micro_steps, kind)
+    equal: Sequence[Sequence[Sequence[int] | None]] = ([None], [None] * (2 if accumulates else 1))
+    for micro_steps in equal if steps is None else steps:  # of equal ones the first sets the stage for the second
+        _accumulate(stream, optimizer, [MicroStep(stream, trace, sizes) for sizes in micro_steps], kind)
         stream.phase(OPTIMIZER_STEP)
         optimizer.step()
     return RankMemory(
@@ -168,9 +173,8 @@ def _initialised(
     return optimizer
 
 
-def _accumulate(stream: Stream, trace: ModelTrace, optimizer: SimulatedZero, num_steps: int, kind: DeviceKind) -> None:
+def _accumulate(stream: Stream, optimizer: SimulatedZero, steps: Sequence[MicroStep], kind: DeviceKind) -> None:
     """Play forward and backward of the micro-steps; on a CPU all batches are there from the beginning."""
-    steps = [MicroStep(stream, trace) for _ in range(num_steps)]
     for step in steps if kind == "cpu" else steps[:1]:
         step.play(ARRIVAL, optimizer)
     for i, step in enumerate(steps):
@@ -182,7 +186,7 @@ def _accumulate(stream: Stream, trace: ModelTrace, optimizer: SimulatedZero, num
         if i:
             steps[i - 1].play(LOSS_ENDS, optimizer)
         stream.phase(BACKWARD)
-        optimizer.begin(is_boundary=i == num_steps - 1)
+        optimizer.begin(is_boundary=i == len(steps) - 1)
         step.play(BACKWARD, optimizer)
         optimizer.end()
     for step in steps if kind == "cpu" else steps[-1:]:

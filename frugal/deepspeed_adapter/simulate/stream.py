@@ -1,5 +1,6 @@
 """A stream of births and deaths while it is simulated, the micro-steps of a trace in it, and one rank's setting."""
 
+from collections.abc import Sequence
 from typing import Protocol
 
 from frugal.config.hardware.cluster import DeviceKind
@@ -82,11 +83,14 @@ class Stream:
         """Return the stream so far."""
         return self._timeline.timeline()
 
-    def add(self, stream: Timeline) -> int:
-        """Add the storages of `stream`, whose names this one was made with; return the number of the first."""
+    def add(self, stream: Timeline, sizes: Sequence[int] | None = None) -> int:
+        """Add the storages of `stream`, whose names this one was made with; return the number of the first.
+
+        `sizes`: their bytes, where they are not those of the micro-batch that is asked for.
+        """
         first = len(self._timeline.fixed)
-        self._timeline.fixed += stream.fixed
-        self._timeline.per_sample += stream.per_sample
+        self._timeline.fixed += stream.fixed if sizes is None else sizes
+        self._timeline.per_sample += stream.per_sample if sizes is None else [0] * len(sizes)
         self._timeline.categories += stream.categories
         self._timeline.operators += stream.operators
         self._timeline.modules += stream.modules
@@ -146,9 +150,10 @@ class PinnedBlocks:
 class MicroStep:
     """A micro-step of a trace, played phase by phase into a stream."""
 
-    def __init__(self, stream: Stream, trace: ModelTrace) -> None:
+    def __init__(self, stream: Stream, trace: ModelTrace, sizes: Sequence[int] | None = None) -> None:
+        """Begin one; `sizes`: the bytes of its storages, where it is not of the micro-batch that is asked for."""
         self._stream = stream
-        self._first = stream.add(trace.stream)
+        self._first = stream.add(trace.stream, sizes)
         self._events = [event + self._first for event in trace.stream.events]
         self._stops = trace.stops
         self._ranges = dict(trace.stream.phase_ranges)

@@ -23,7 +23,7 @@ from typing import Protocol
 
 from frugal.config.hardware.cluster import Cluster, Device, Node
 from frugal.config.request import Request
-from frugal.planning.memory.interval import Bounds, widened
+from frugal.planning.memory.interval import Bounds, Cause, widened
 from frugal.planning.memory.loading import Loading
 from frugal.planning.strategy import Strategy
 from frugal.units import GIB, MIB
@@ -38,7 +38,8 @@ class MemoryBreakdown:
     allocates there. `phase_peaks` has the most live bytes of each phase; only a dry run fills it in. `interval` has the
     bounds of `total_bytes`; None in a draft, which is a bound itself. `loading`: before the first step.
     `reserved_bytes`: the allocator's segments at their peak where the card has room for all that it would like to keep,
-    which is more than is needed; 0: not known, as in a draft and on a CPU.
+    which is more than is needed; 0: not known, as in a draft and on a CPU. `counts_lengths`: whether this is of
+    micro-batches of the data's lengths, not of equal ones.
     """
 
     parameters: int
@@ -59,6 +60,7 @@ class MemoryBreakdown:
     interval: Bounds | None = None
     loading: Loading | None = None
     reserved_bytes: int = 0
+    counts_lengths: bool = False
 
     CATEGORIES = (
         "parameters", "gradients", "optimizer", "activations", "logits",
@@ -92,6 +94,34 @@ class MemoryBreakdown:
             return self
         of_data = self.activations + self.temporary
         return replace(self, interval=widened(self.interval, self.total_bytes, of_data, assumptions))
+
+    def with_lengths(self, more_bytes: int, more_reserved_bytes: int, room_bytes: int) -> "MemoryBreakdown":
+        """Return the memory of micro-batches of the data's lengths, that need so many bytes more than equal ones.
+
+        Where they would need more than the device has, they are what it may come to, not the promise. `room_bytes`: the
+        most that segments can take.
+        """
+        needed = more_bytes if more_bytes <= self.headroom_bytes else 0
+        total = self.total_bytes + needed
+        assert self.interval is not None, "a draft knows no lengths"
+        cause = Cause(below_bytes=needed, above_bytes=more_bytes - needed)
+        return replace(
+            self,
+            slack=self.slack + needed,
+            total_bytes=total,
+            interval=Bounds.around(total, self.interval.causes | {"lengths": cause}),
+            reserved_bytes=min(self.reserved_bytes + more_reserved_bytes, room_bytes),
+            counts_lengths=True,
+        )
+
+    @property
+    def may_exceed_with_lengths(self) -> bool:
+        """True if some order of the data's lengths needs more than the device has."""
+        return (
+            self.interval is not None
+            and "lengths" in self.interval.causes
+            and (self.interval.causes["lengths"].above_bytes > 0)
+        )
 
     @property
     def of_the_step(self) -> int:

@@ -12,13 +12,15 @@
 |           | `frugal.config.hardware.context`                   |                                                    |
 | data      | activations and temporary tensors, where the dry   | 5 % of them: the code may take another branch on   |
 |           | run took the fullest case of what depends on data  | its data than it did                               |
+| lengths   | what the drawn runs of other lengths need more     | the same, where the device may not have it: a run  |
+|           | than equal ones, where the device has it           | goes on in smaller micro-batches then              |
 
 A CPU rank has no caching allocator and no context; its kernels are 0.5 % below and 0.2 % above, the bounds of
 `python -m bench.memory.accuracy`. The others are from emulated cards, rounded up: allocated peaks were off by at most
 0.044 %, the smallest capacity of a run's own requests was 0.4 % more than predicted, and 46 MiB or 1.8 % once, for a
-small model. The last row is a guess. `python -m bench.memory.coverage` counts what is inside.
+small model. The row of data is a guess. `python -m bench.memory.coverage` counts what is inside.
 
-The margin of a device is what all causes but the last come to above a plan that fills it. So where a plan fits, its
+The margin of a device is what all causes but the last two come to above a plan that fills it. So where a plan fits, its
 upper bound fits, unless it is data that may exceed it; then the plan says so.
 """
 

@@ -102,7 +102,9 @@ class Timeline:
         Raises:
             NotAffineError: their events differ in order or operator, or a size is not affine in whole bytes.
         """
-        _check_aligned(first, second, micro_batches)
+        if micro_batches[0] == micro_batches[1]:
+            raise NotAffineError(f"both recordings are of micro-batch {micro_batches[0]}")
+        check_aligned(first, second, *(f"micro-batch {micro_batch}" for micro_batch in micro_batches))
         step = micro_batches[1] - micro_batches[0]
         fixed, per_sample = [], []
         for small, large in zip(first.fixed, second.fixed, strict=True):
@@ -270,18 +272,18 @@ def _overtaken(flat: tuple[int, int, int], middle: tuple[int, int, int], steep: 
     return (flat[1] - steep[1]) * (middle[2] - flat[2]) <= (flat[1] - middle[1]) * (steep[2] - flat[2])
 
 
-def _check_aligned(first: Timeline, second: Timeline, micro_batches: tuple[int, int]) -> None:
-    small, large = micro_batches
-    if small == large:
-        raise NotAffineError(f"both recordings are of micro-batch {small}")
+def check_aligned(first: Timeline, second: Timeline, small: str, large: str) -> None:
+    """Check that two recordings differ in nothing but sizes. `small`, `large`: what they are of, in words.
+
+    Raises:
+        NotAffineError: they do.
+    """
     if len(first.fixed) != len(second.fixed):
-        raise NotAffineError(
-            f"{len(first.fixed)} storages at micro-batch {small}, {len(second.fixed)} at micro-batch {large}"
-        )
+        raise NotAffineError(f"{len(first.fixed)} storages at {small}, {len(second.fixed)} at {large}")
     if first.names != second.names or first.operators != second.operators:
-        raise NotAffineError(f"other operators run at micro-batch {large} than at {small}")
+        raise NotAffineError(f"other operators run at {large} than at {small}")
     if (first.events, first.phases, first.empties) != (second.events, second.phases, second.empties):
-        raise NotAffineError(f"storages live in another order at micro-batch {large} than at {small}")
+        raise NotAffineError(f"storages live in another order at {large} than at {small}")
 
 
 def _corrected(first: int, second: int, per_sample: int) -> int:

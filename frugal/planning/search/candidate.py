@@ -8,6 +8,7 @@ from typing import Protocol
 from frugal.config.hardware.cluster import Cluster, Device
 from frugal.config.request import Request
 from frugal.planning.batch import BatchPlan
+from frugal.planning.length_bucketing import DrawnRun
 from frugal.planning.memory.breakdown import MemoryBreakdown
 from frugal.planning.memory.profile import MemoryProfile
 from frugal.planning.model_facts import ModelFacts
@@ -243,6 +244,14 @@ class Source(Protocol):
 
     def why_not_mixed(self, strategy: Strategy) -> str:
         """Return why layers cannot have different modes out of those of `strategy`; empty where they can."""
+        ...
+
+    def of_lengths(
+        self, strategy: Strategy, micro_batch: int, runs: Sequence[DrawnRun], device: Device
+    ) -> tuple[int, int] | None:
+        """Return by how many bytes runs of other lengths exceed equal micro-steps of full length on `device`: what is
+        needed, and what the allocator reserves with room. None where no arithmetic tells.
+        """
         ...
 
     def distrust(self, strategy: Strategy) -> bool:

@@ -64,7 +64,7 @@ def answers(tracker: LoopTracker, *, name: str, total_bytes: int, capability: tu
     constant: dict[str, Any] = {
         "is_available": True, "is_initialized": True, "device_count": 1, "current_device": 0, "get_device_name": name,
         "get_device_capability": capability, "get_device_properties": properties,
-        "is_bf16_supported": capability >= (8, 0), "init": None, "synchronize": None, "set_device": None,
+        "init": None, "synchronize": None, "set_device": None,
         "ipc_collect": None, "manual_seed": None, "manual_seed_all": None, "seed": None,
         "reset_max_memory_allocated": None, "set_per_process_memory_fraction": None,
         "reset_accumulated_memory_stats": None, "memory_summary": "", "get_arch_list": ["sm_80", "sm_90"],
@@ -73,6 +73,7 @@ def answers(tracker: LoopTracker, *, name: str, total_bytes: int, capability: tu
     }  # fmt: skip
     table: dict[str, Any] = {key: _always(value) for key, value in constant.items()}
     table |= {
+        "is_bf16_supported": lambda including_emulation=True: including_emulation or capability >= (8, 0),
         "mem_get_info": free_and_total,
         "empty_cache": tracker.empty_cache,
         "memory_allocated": lambda *_: tracker.allocated_bytes,

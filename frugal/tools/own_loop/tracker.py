@@ -26,7 +26,7 @@ from torch import Tensor, nn
 from frugal import torch_internals
 from frugal.config.hardware.cluster import kernel_class
 from frugal.dryrun.trace import operators
-from frugal.dryrun.trace.recorder import DEEPSPEED, Shapes, Tracker, asker, package_folder
+from frugal.dryrun.trace.recorder import DEEPSPEED, Shapes, Tracker, asked_by_transformers, asker, package_folder
 from frugal.planning.memory import workspaces
 from frugal.planning.memory.allocator import Replays
 from frugal.planning.memory.timeline import (
@@ -221,7 +221,10 @@ class LoopTracker(Tracker):
             )
 
     def _scalar(self, tensor: Tensor) -> bool | int | float:
-        """Answer as `Tracker`, but report no infinite gradient to `GradScaler`, which reads a float."""
+        """Answer as `Tracker`, but report no infinite gradient to `GradScaler`, which reads a float, and full masks to
+        transformers also where a loop's next forward is not known from its optimizer step."""
+        if tensor.dtype == torch.bool and asked_by_transformers(sys._getframe(1)):
+            return True
         if tensor.dtype.is_floating_point and _asks(_GRAD_SCALER, sys._getframe(1)):
             return 0.0
         return super()._scalar(tensor)
@@ -282,7 +285,8 @@ class LoopTracker(Tracker):
     @property
     def allocated_bytes(self) -> int:
         """Return `torch.cuda.memory_allocated`."""
-        return sum(-(-self._timeline.fixed[index] // 512) * 512 for index in self._storage.values())
+        live = sum(-(-self._timeline.fixed[index] // 512) * 512 for index in self._storage.values())
+        return live + len(self._has_workspace) * self._workspace_bytes
 
     def replays(self) -> Replays:
         """Return replays of the allocator, with everything until now."""

@@ -1,0 +1,64 @@
+"""The storages of a micro-step for samples of any length, from the traces of two lengths.
+
+A trace is affine in the micro-batch at one length. Of what grows with the length, most is proportional to it and some
+to its square (masks, and scores where attention has no kernel of its own); the rest is constant. Two traces tell which
+of the three a part is; what is none of them, a few bytes of embeddings, is put on the line through both.
+
+Left out: kernels that round lengths up, by less than a tile for each sample.
+"""
+
+from dataclasses import dataclass
+from functools import cached_property
+from typing import TYPE_CHECKING
+
+from frugal.planning.memory.timeline import ModelTrace, NotAffineError, check_aligned
+
+if TYPE_CHECKING:
+    import numpy as np
+    import numpy.typing as npt
+
+
+@dataclass(frozen=True, kw_only=True)
+class AnyLength:
+    """A micro-step of any number of samples of any length.
+
+    Attributes:
+        short: its trace at the first of `lengths`, tokens.
+        long: at the second.
+    """
+
+    short: ModelTrace
+    long: ModelTrace
+    lengths: tuple[int, int]
+
+    def __post_init__(self) -> None:
+        """Check that both are one stream.
+
+        Raises:
+            NotAffineError: they are not.
+        """
+        check_aligned(self.short.stream, self.long.stream, *(f"{length} tokens" for length in self.lengths))
+        if self.short.marks != self.long.marks:
+            raise NotAffineError("gradients are finished in another order at another length")
+
+    def sizes(self, samples: int, length: int) -> list[int]:
+        """Return the bytes of every storage for `samples` of `length` tokens."""
+        fixed, per_sample = (part @ [1, length, length * length] for part in self._parts)
+        return [max(0, round(size)) for size in (fixed + samples * per_sample).tolist()]
+
+    @cached_property
+    def _parts(self) -> "tuple[npt.NDArray[np.float64], npt.NDArray[np.float64]]":
+        """Of the fixed bytes and of those for each sample: constant, for each token, and for each pair of tokens."""
+        import numpy as np
+
+        def split(short: tuple[int, ...], long: tuple[int, ...]) -> "npt.NDArray[np.float64]":
+            a, b = self.lengths
+            first, second = np.asarray(short, dtype=np.float64), np.asarray(long, dtype=np.float64)
+            slope = (second - first) / (b - a)
+            parts = np.stack([first - slope * a, slope, np.zeros_like(slope)], axis=1)
+            is_square = (first != second) & (first * b * b == second * a * a)
+            parts[is_square] = np.stack([0 * slope, 0 * slope, second / (b * b)], axis=1)[is_square]
+            return parts
+
+        one, other = self.short.stream, self.long.stream
+        return split(one.fixed, other.fixed), split(one.per_sample, other.per_sample)
