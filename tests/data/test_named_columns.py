@@ -91,7 +91,7 @@ def test_a_named_column_that_is_not_there_or_not_read_is_refused(load_rows: Any)
     said = refusal(lambda: load_rows({"q": "x", "reply": "y"}, columns=columns("prompt=question,response=reply")))
     assert said.startswith("a.jsonl has no column `question`\n  because its columns are q, reply\n")
     said = refusal(lambda: load_rows({"q": "x", "a": "y", "s": "z"}, columns=columns("prompt=q,completion=a,system=s")))
-    assert said.startswith("--columns system=s says nothing of the rows of a.jsonl\n  because they are read as prompt-")
+    assert said.startswith("--columns system=s says nothing of the rows of a.jsonl\n  because read as prompt-")
 
 
 def test_files_that_became_running_text_are_named_where_others_did_not_or_their_names_do_not_say_it(

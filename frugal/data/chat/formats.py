@@ -104,7 +104,7 @@ def recognised(columns: Sequence[str], named: Columns, source: str, asked: Forma
     if unread:
         raise RequestError(
             f"--columns {unread[0]}={there[unread[0]]} says nothing of the rows of {source}",
-            because=f"they are read as {its_format}, which has {', '.join(_READ[its_format or 'text']) or 'one column'}",
+            because=f"read as {its_format}, they have {', '.join(_READ[its_format or 'text']) or 'one column'}",
             hint="of a question and its answer name prompt= and response=, and system= if there is one",
         )
     return its_format
