@@ -174,6 +174,10 @@ class RunSettings:
     async_save: bool = setting(
         False, "Write checkpoints in the background, from a copy in host memory.", "run", table="train", is_flag=False
     )
+    mirror: str | None = setting(
+        None, "Copy checkpoints and metrics to a storage, such as s3://bucket/run; --resume on an empty disk fetches "
+        "the newest.", "run", metavar="ADDRESS", is_expert=True,
+    )  # fmt: skip
     track: tuple[str, ...] = setting(
         (), f"Experiment tracker: {', '.join(TRACKERS[:-1])} or {TRACKERS[-1]}; repeatable.", "run", metavar="NAME"
     )

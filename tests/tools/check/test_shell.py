@@ -59,7 +59,7 @@ PIECES = st.one_of(
     st.sampled_from(["--x", "a b", "1e-4", "'q r'", '"s t"', "\\ u", "--n=", "k"]).map(
         lambda text: text if text[0] in "'\"\\" else f"'{text}'" if " " in text else text
     ),
-    NAMES.map(lambda name: f"${name}"),
+    NAMES.map(lambda name: f"${{{name}}}"),
     NAMES.map(lambda name: f'"${{{name}}}"'),
     st.tuples(NAMES, NUMBERS).map(lambda each: f"${{{each[0]}:-{each[1]}}}"),
     st.tuples(NUMBERS, st.sampled_from("+-*"), NUMBERS).map(lambda each: "$(({} {} {}))".format(*each)),
