@@ -4,6 +4,7 @@ A thread of rank 0 copies beside training what lies in the run's folder, which a
 
     s3://bucket/run/
       plan.json, ds_config.json, train.json, metrics.jsonl
+      mirror.json
       checkpoints/latest
       checkpoints/step-000100/manifest.json, ...
 
@@ -17,6 +18,7 @@ Credentials come from the storage's own files and variables, never from the addr
 
 import contextlib
 import os
+import secrets
 import shutil
 import threading
 from collections.abc import Callable, Iterator
@@ -34,7 +36,10 @@ from frugal.config.run_settings import METRICS, RECORD, RunSettings
 from frugal.distributed import rank_logs
 from frugal.errors import CheckpointError, RequestError, first_line
 
-_FILES = ("plan.json", "ds_config.json", RECORD, METRICS)
+_OWNER = "mirror.json"
+"""A random name of the run, here and there: who has another one leaves the other run's checkpoints alone."""
+
+_FILES = (_OWNER, "plan.json", "ds_config.json", RECORD, METRICS)
 _CHECKPOINTS = "checkpoints"
 _OBJECT_STORES = ("s3", "s3a", "gs", "gcs", "az", "abfs", "abfss", "oss", "hf")
 """Storages without folders: to make one there may create a bucket."""
@@ -131,7 +136,6 @@ class Mirror:
         assert settings.mirror is not None
         self._address, self._out, self._checkpoints = settings.mirror, settings.out.absolute(), settings.checkpoints
         self._links = self._out / ".mirror"
-        self._may_be_others = not settings.resume
         self._storage: _Storage | None = None
         self._whole: dict[str, bytes] = {}  # manifests of the checkpoints that are whole there
         self._sent: set[tuple[str, str]] = set()  # names and SHA-256 of files of checkpoints that are not
@@ -157,6 +161,7 @@ class Mirror:
         shutil.rmtree(self._links, ignore_errors=True)
 
     def _run(self) -> None:
+        shutil.rmtree(self._links, ignore_errors=True)  # of a start that was killed
         wait = RETRY_SECONDS[0]
         while not self._is_refused:
             self._due.wait(wait if self._why else None)
@@ -183,11 +188,10 @@ class Mirror:
     def _copy(self) -> None:
         storage = self._storage = self._storage or _Storage(self._address)
         there = storage.sizes(_CHECKPOINTS)
-        if self._may_be_others and any(storage.read(_CHECKPOINTS, name, MANIFEST) for name in _steps(there)):
+        if not self._owns(storage, there):
             rank_logs.to_console(f"warning: the mirror {self._address} holds another run: nothing is copied to it")
             self._is_refused = True
             return
-        self._may_be_others = False
         here = [path for path in manifest.checkpoints_in(self._checkpoints) if path.suffix != ".old"]
         for path in here:
             try:
@@ -205,6 +209,16 @@ class Mirror:
             for name in _steps(there) - names:
                 storage.remove_checkpoint(name)
                 self._whole.pop(name, None)
+
+    def _owns(self, storage: _Storage, there: dict[str, int]) -> bool:
+        """Return whether what is there is this run's; a storage that has no run becomes it."""
+        if not (self._out / _OWNER).exists():
+            files.write_file(self._out / _OWNER, secrets.token_hex(16).encode() + b"\n")
+        own, theirs = files.read_regular(self._out / _OWNER), storage.read(_OWNER)
+        if theirs is None and not _steps(there):
+            storage.put(own, _OWNER)
+            return True
+        return theirs == own
 
     def _copy_checkpoint(self, storage: _Storage, path: Path) -> None:
         listed = files.read_regular(path / MANIFEST, manifest.MOST_BYTES)

@@ -239,9 +239,10 @@ def test_another_run_s_folder_is_left_alone(tmp_path: Path, store: dict[str, Any
     checkpoint(first, 100)
     copied(first)
     before = {name: bytes(file.getbuffer()) for name, file in store.items()}
-    other = run_in(tmp_path / "b")
-    checkpoint(other, 300)
-    copied(other)
+    for is_resumed in (False, True):
+        other = run_in(tmp_path / f"b{is_resumed}", resume=is_resumed)
+        checkpoint(other, 300)
+        copied(other)
     assert {name: bytes(file.getbuffer()) for name, file in store.items()} == before
     assert f"the mirror {ADDRESS} holds another run: nothing is copied to it" in capsys.readouterr().err
 
