@@ -94,7 +94,7 @@ class _Storage:
         """Return the bytes of what is in a folder, by name; 0 for folders."""
         self.fs.invalidate_cache()
         try:
-            listed = self.fs.ls(self._path(*names), detail=True)
+            listed = self.fs.ls(self.path(*names), detail=True)
         except FileNotFoundError:
             return {}
         return {each["name"].rstrip("/").rpartition("/")[2]: int(each["size"] or 0) for each in listed}
@@ -102,30 +102,27 @@ class _Storage:
     def read(self, *names: str) -> bytes | None:
         """Return the content of a file; None if there is none."""
         try:
-            return bytes(self.fs.cat_file(self._path(*names)))
+            return bytes(self.fs.cat_file(self.path(*names)))
         except FileNotFoundError:
             return None
 
     def put(self, content: Path | bytes, *names: str) -> None:
         """Write a file."""
         if self._has_folders:
-            self.fs.makedirs(self._path(*names[:-1]), exist_ok=True)
+            self.fs.makedirs(self.path(*names[:-1]), exist_ok=True)
         if isinstance(content, bytes):
-            self.fs.pipe_file(self._path(*names), content)
+            self.fs.pipe_file(self.path(*names), content)
         else:
-            self.fs.put_file(str(content), self._path(*names))
-
-    def get(self, to: Path, *names: str) -> None:
-        """Write the content of a file to a new one here."""
-        self.fs.get_file(self._path(*names), str(to))
+            self.fs.put_file(str(content), self.path(*names))
 
     def remove_checkpoint(self, name: str) -> None:
         """Remove a checkpoint, its manifest first."""
-        for path in (self._path(_CHECKPOINTS, name, MANIFEST), self._path(_CHECKPOINTS, name)):
+        for path in (self.path(_CHECKPOINTS, name, MANIFEST), self.path(_CHECKPOINTS, name)):
             with contextlib.suppress(FileNotFoundError):
                 self.fs.rm(path, recursive=True)
 
-    def _path(self, *names: str) -> str:
+    def path(self, *names: str) -> str:
+        """Return the storage's own name of a file."""
         return "/".join((self.root, *names))
 
 
@@ -229,21 +226,19 @@ class Mirror:
             if there is not None:
                 storage.remove_checkpoint(path.name)
             with self._held(path) as held:
-                for name, file in manifest.read(held).files.items():
+                listed_files = manifest.read(held).files
+                for name, file in listed_files.items():
                     if (path.name + name, file.sha256) not in self._sent:
                         storage.put(held / name, _CHECKPOINTS, path.name, name)
                         self._sent.add((path.name + name, file.sha256))
-                self._check_sizes(storage, held, path.name)
+            sizes = storage.sizes(_CHECKPOINTS, path.name)
+            for name, file in listed_files.items():
+                if sizes.get(name) != file.num_bytes:
+                    self._sent.clear()
+                    raise OSError(f"{path.name}/{name} has {sizes.get(name, 0)} of {file.num_bytes} bytes there")
             storage.put(listed, _CHECKPOINTS, path.name, MANIFEST)
         self._whole[path.name] = listed
         self._sent.clear()
-
-    def _check_sizes(self, storage: _Storage, held: Path, checkpoint: str) -> None:
-        sizes = storage.sizes(_CHECKPOINTS, checkpoint)
-        for name, file in manifest.read(held).files.items():
-            if sizes.get(name) != file.num_bytes:
-                self._sent.clear()
-                raise OSError(f"{checkpoint}/{name} has {sizes.get(name, 0)} bytes there, and {file.num_bytes} here")
 
     @contextmanager
     def _held(self, path: Path) -> Iterator[Path]:
@@ -254,10 +249,10 @@ class Mirror:
             links.mkdir(parents=True)
             for file in path.iterdir():
                 os.link(file, links / file.name)
-        except FileNotFoundError:
-            raise
-        except OSError:  # a file system without links
-            links = path
+        except OSError as error:
+            if isinstance(error, FileNotFoundError):
+                raise
+            links = path  # a file system without links
         try:
             yield links
         finally:
@@ -325,7 +320,7 @@ def _fetch_checkpoint(storage: _Storage, name: str, folder: Path) -> str | None:
         files.write_file(aside / MANIFEST, storage.read(_CHECKPOINTS, name, MANIFEST) or b"")
         made_by = manifest.read(aside)
         for each in made_by.files:
-            storage.get(aside / each, _CHECKPOINTS, name, each)
+            storage.fs.get_file(storage.path(_CHECKPOINTS, name, each), str(aside / each))
         if (damage := manifest.first_damage(aside, made_by, 0, 1)) is not None:
             return damage
         files.flush_all(aside)

@@ -25,13 +25,10 @@ def hint(role: str, rows: Iterable[Row], task: str) -> str | None:
         return f"if they are chats: {chat}"
     lengths = {name: size for name, given in values.items() if (size := mean_characters(given))}
     by_length = sorted(lengths, key=lambda name: -lengths[name])
-    if role == "label":
-        kinds = {name: len(set(map(str, given))) for name, given in values.items() if name not in by_length[:1]}
-        return f"choose one, such as --columns label={min(kinds, key=lambda name: kinds[name])}" if kinds else None
+    if role == "label":  # what has the fewest values, and is not the text
+        by_length = sorted(values.keys() - by_length[:1], key=lambda name: (len(set(map(str, values[name]))), name))
     if not by_length:
         return None
-    if role in ("source", "target") and len(by_length) > 1:
-        return "choose two, such as --columns source={},target={}".format(*by_length[:2])
     said = f"choose one, such as --columns {role}={by_length[0]}"
     if role == "text" and task == "causal-lm" and len(by_length) > 1:
         first, second = sorted(by_length[:2], key=list(lengths).index)

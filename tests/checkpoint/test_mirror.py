@@ -67,9 +67,18 @@ def contents(folder: Path) -> dict[str, bytes]:
 @pytest.fixture
 def store() -> Iterator[dict[str, Any]]:
     """What is in the storage in memory."""
-    MemoryFileSystem.store.clear()
     yield MemoryFileSystem.store
     MemoryFileSystem.store.clear()
+    MemoryFileSystem.pseudo_dirs[:] = [""]
+
+
+def wait_for(store: dict[str, Any], step: int) -> None:
+    """Wait until a checkpoint is whole in the storage."""
+    for _ in range(3000):
+        if any(name.endswith(f"step-{step:06d}/{MANIFEST}") for name in list(store)):
+            return
+        time.sleep(0.01)
+    raise AssertionError(f"{sorted(store)} has no whole checkpoint of step {step}")
 
 
 @pytest.fixture
@@ -122,8 +131,7 @@ def test_checkpoints_that_were_pruned_here_are_removed_there(tmp_path: Path, sto
     first = checkpoint(settings, 100)
     copy = mirror.Mirror(settings)
     copy.wake()
-    while not any(name.endswith(f"step-000100/{MANIFEST}") for name in store):
-        time.sleep(0.01)
+    wait_for(store, 100)
     files.remove(first)
     checkpoint(settings, 200)
     copy.close(20)
@@ -187,8 +195,7 @@ def test_a_slow_storage_gets_all_of_a_checkpoint_that_is_removed_meanwhile(
     assert waiting.wait(20)
     files.remove(first)
     go.set()
-    while not any(name.endswith(f"step-000100/{MANIFEST}") for name in store):
-        time.sleep(0.01)
+    wait_for(store, 100)
     copy.close(20)
     newest = manifest.newest_checkpoint(fetched(tmp_path / "b").checkpoints)
     assert newest is not None and newest.name == "step-000100"
@@ -215,7 +222,7 @@ def test_a_storage_that_keeps_less_than_it_was_given_is_found_out(
     monkeypatch.setattr(MemoryFileSystem, "put_file", lambda self, _, to, **__: self.pipe_file(to, b"x"))
     checkpoint(settings, 100)
     copied(settings, seconds=0.5)
-    assert "step-000100/a_model_states.pt has 1 bytes there, and 500 here" in capsys.readouterr().err
+    assert "step-000100/a_model_states.pt has 1 of 500 bytes there" in capsys.readouterr().err
     assert not any(name.endswith(MANIFEST) for name in store)
 
 

@@ -66,7 +66,7 @@ def test_prompt_and_response_are_known_by_their_usual_names_too_unless_the_rows_
             "text=a; a question and its answer: --columns prompt=q,response=a",
         ),
         ({"words": "some words", "stars": 4}, "sequence-classification", "text=words"),
-        ({"n": 1, "de": "ein Satz", "fr": "une phrase"}, "seq2seq", "source=fr,target=de"),
+        ({"n": 1, "de": "ein Satz", "fr": "une phrase"}, "seq2seq", "source=fr"),
     ],
 )
 def test_a_missing_column_is_answered_with_those_that_have_text(

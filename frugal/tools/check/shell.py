@@ -14,13 +14,28 @@ from collections.abc import Iterator
 
 Variables = dict[str, str | list[str]]
 
-_ASSIGNED = re.compile(r"([A-Za-z_]\w*)(\+?)=")
-_PARAMETER = re.compile(r"(#?)([A-Za-z_]\w*)(?:\[(\d+|@|\*)\])?(?:(:?[-=+])(.*))?", re.DOTALL)
-_FIELD = re.compile(r"(?:\$\((?:[^()]|\((?:[^()]|\([^()]*\))*\))*\)|\$\{[^}]*\}|`[^`]*`|\S)+")
+_NESTED = r"(?:[^()]|\((?:[^()]|\((?:[^()]|\([^()]*\))*+\))*+\))*+"
+_SUM, _COMMAND, _TICKS = rf"\$\(\((?P<sum>{_NESTED})\)\)", rf"\$\((?P<command>{_NESTED})\)", r"`(?P<ticks>[^`]*)`"
+_BRACES = r"\$\{(?P<braces>(?:[^{}]|\{(?:[^{}]|\{[^{}]*\})*+\})*+)\}"
+_EXPANSION = re.compile(rf"{_SUM}|{_COMMAND}|{_TICKS}|{_BRACES}|\$(?P<name>[A-Za-z_]\w*)|\$[\d@*#?$!-]", re.DOTALL)
+_UNNAMED = re.sub(r"\?P<\w+>", "?:", _EXPANSION.pattern)
+_DOUBLE = rf'"(?P<double>(?:\\.|{_UNNAMED}|[^"\\])*+)"?'
+_PIECE = re.compile(
+    rf"\$?'(?P<single>[^']*)'?|\$?{_DOUBLE}|\\(?P<escaped>.?)|(?P<expansion>{_UNNAMED})|(?P<plain>[<>]\({_NESTED}\)|"
+    r"\$|[^\s;&|()<>'\"\\$`]+|`)",
+    re.DOTALL,
+)
+"""A piece of a word: quoted, expanded, or as it is."""
+
+_IN_QUOTES = re.compile(rf"\\(?P<escaped>[$`\"\\\n])|(?P<expansion>{_UNNAMED})", re.DOTALL)
+_FIELD = re.compile(rf"(?:{_UNNAMED}|\S)+", re.DOTALL)
 """A word of a value, of which what is not known stays together."""
 
-_BLANK = r"(?:[ \t\r]|\\[ \t\r]*\n)+"
+_ARRAY = re.compile(r"\$\{\w+\[@\]\}")
+_ASSIGNED = re.compile(r"([A-Za-z_]\w*)(\+?)=")
+_PARAMETER = re.compile(r"(#?)([A-Za-z_]\w*)(?:\[(\d+|@|\*)\])?(?:(:?[-=+])(.*))?", re.DOTALL)
 _NAME = re.compile(r"[A-Za-z_]\w*")
+_BLANK = r"(?:[ \t\r]|\\[ \t\r]*\n)+"
 _BEGINS = {"if", "while", "until", "for", "case", "select"}
 _ENDS = {"fi", "done", "esac"}
 _WORDS_BEFORE_COMMANDS = _BEGINS | _ENDS | {"then", "else", "elif", "do", "in", "{", "}", "!", "time", "function"}
@@ -136,101 +151,61 @@ class _Script:
             body = self.text[self.at : end.start() if end else len(self.text)]
             self.at = end.end() if end else len(self.text)
             if self.reads:
-                self.variables[self.reads] = self._inside(body.replace("\\\n", " ")) if expands else body
+                self.variables[self.reads] = self._plain(body.replace("\\\n", " ")) if expands else body
         self.documents, self.reads = [], ""
-
-    def _inside(self, text: str) -> str:
-        """Return a text expanded as between double quotes."""
-        inner = _Script(text, self.variables)
-        return " ".join(inner._quoted(end=""))
 
     def _word(self, *, splits: bool = True) -> list[str]:
         """Return the words that the next one becomes: expansions outside of quotes are split at white space."""
         made, is_quoted = [""], False
-        while self.at < len(self.text):
-            here = self.text[self.at]
-            if here in " \t\r\n;&|()<>" and not self.text.startswith(("<(", ">("), self.at):
-                break
-            self.at += 1
-            if here == "\\":
-                made[-1] += self.text[self.at : self.at + 1].replace("\n", "")
-                self.at += 1
-            elif here == "'":
-                end = self.text.find("'", self.at)
-                end = len(self.text) if end < 0 else end
-                made[-1], self.at, is_quoted = made[-1] + self.text[self.at : end], end + 1, True
-            elif here == '"':
-                first, *others = self._quoted(end='"') or [""]
-                made[-1], is_quoted = made[-1] + first, True
-                made += others
-            elif here in "$`":
-                values, is_known = self._expansion(here)
-                text = " ".join(values)
-                parts = _FIELD.findall(text) if splits and is_known else [text]
-                if splits and text[:1].isspace() and made[-1]:
+        while piece := _PIECE.match(self.text, self.at):
+            self.at = piece.end()
+            kind, text = piece.lastgroup or "", piece[piece.lastgroup or 0]
+            parts = [text.replace("\n", "") if kind == "escaped" else text]
+            is_quoted |= kind in ("single", "double")
+            if kind == "double":
+                parts = self._inside(text)
+            elif kind == "expansion" and (values := self._values(text)) is not None:
+                value = " ".join(values)
+                parts = _FIELD.findall(value) if splits else [value]
+                if splits and value[:1].isspace() and made[-1]:
                     made.append("")
-                made[-1] += parts[0] if parts else ""
-                made += parts[1:]
-            elif here in "<>":
-                made[-1] += here + self._enclosed("(", ")")
-            else:
-                made[-1] += here
+            made[-1] += "".join(parts[:1])
+            made += parts[1:]
         return made if made != [""] or is_quoted or not splits else []
 
-    def _quoted(self, end: str) -> list[str]:
-        """Return what is between double quotes, one text, or several of an array `"${A[@]}"`."""
-        made = [""]
-        while self.at < len(self.text):
-            here = self.text[self.at]
-            self.at += 1
-            if here == end:
-                break
-            if here == "\\" and self.text[self.at : self.at + 1] in ("$", "`", '"', "\\", "\n"):
-                made[-1] += self.text[self.at].replace("\n", "")
-                self.at += 1
-            elif here in "$`":
-                is_array = re.compile(r"\{\w+\[@\]\}").match(self.text, self.at)
-                values, _ = self._expansion(here)
-                first, *others = values if is_array else [" ".join(values)]
-                made[-1] += first
-                made += others
-            else:
-                made[-1] += here
+    def _inside(self, text: str) -> list[str]:
+        """Return what a text is between double quotes: one text, or several of an array `"${A[@]}"`."""
+        made, at = [""], 0
+        for each in _IN_QUOTES.finditer(text):
+            made[-1] += text[at : each.start()]
+            at, values = each.end(), [(each["escaped"] or "").replace("\n", "")]
+            if each["expansion"]:
+                values = self._values(each[0]) or ([each[0]] if self._values(each[0]) is None else [""])
+                values = values if _ARRAY.fullmatch(each[0]) else [" ".join(values)]
+            made[-1] += values[0]
+            made += values[1:]
+        made[-1] += text[at:]
         return made
 
-    def _enclosed(self, opening: str, closing: str) -> str:
-        """Return the text from here to the bracket that closes the one here, both with it."""
-        depth, begin = 0, self.at
-        while self.at < len(self.text):
-            here = self.text[self.at]
-            depth += (here == opening) - (here == closing)
-            self.at += 2 if here == "\\" else 1
-            if not depth:
-                break
-        return self.text[begin : self.at]
+    def _values(self, expansion: str) -> list[str] | None:
+        """Return the values of what begins with `$` or a backtick; None where they are not known."""
+        match = _EXPANSION.fullmatch(expansion)
+        assert match is not None
+        kind, body = match.lastgroup or "", match[match.lastgroup or 0]
+        value: str | list[str] | None = None
+        if kind == "sum":
+            value = self._arithmetic(body)
+        elif kind in ("command", "ticks") and body.split()[:1] == ["expr"]:
+            value = self._arithmetic(body.strip().removeprefix("expr").replace("\\*", "*"))
+        elif kind == "braces":
+            value = self._parameter(body)
+        elif kind == "name":
+            value = self.variables.get(body)
+            value = _text(value[:1]) if isinstance(value, list) else value
+        return [value] if isinstance(value, str) else value
 
-    def _expansion(self, sign: str) -> tuple[list[str], bool]:
-        """Return the values of what begins with `$` or a backtick, and whether they are known."""
-        begin = self.at - 1
-        known: str | list[str] | None = None
-        if sign == "`":
-            end = self.text.find("`", self.at)
-            body, self.at = self.text[self.at : end], (end if end >= 0 else len(self.text)) + 1
-            known = self._expr(body)
-        elif self.text.startswith("((", self.at):
-            known = self._arithmetic(self._enclosed("(", ")")[2:-2])
-        elif self.text.startswith("(", self.at):
-            known = self._expr(self._enclosed("(", ")")[1:-1])
-        elif self.text.startswith("{", self.at):
-            known = self._parameter(self._enclosed("{", "}")[1:-1])
-        elif name := self._match(_NAME.pattern):
-            known = self.variables.get(name)
-            known = _text(known[:1]) if isinstance(known, list) else known
-        elif not self._match(r"[\d@*#?$!-]"):
-            return ["" if self.text.startswith(("'", '"'), self.at) else "$"], True
-        if known is None or _text(known) == self.text[begin : self.at]:
-            return [self.text[begin : self.at]], False
-        return known if isinstance(known, list) and known else [_text(known)], True
+    def _plain(self, text: str) -> str:
+        return " ".join(self._inside(text))
 
     def _parameter(self, body: str) -> str | list[str] | None:
         match = _PARAMETER.fullmatch(body)
@@ -247,22 +222,17 @@ class _Script:
             return None if value is None else str(len(value))
         is_set = value is not None and (value or not (operator or "").startswith(":"))
         if operator and operator.endswith("+"):
-            return self._inside(word) if is_set else ""
+            return self._plain(word) if is_set else ""
         if is_set or not operator:
             return value
-        default = self._inside(word)
+        default = self._plain(word)
         if operator.endswith("="):
             self.variables[name] = default
         return default
 
-    def _expr(self, command: str) -> str | None:
-        """Return what `expr` prints, where that is the command."""
-        name, _, formula = command.strip().partition(" ")
-        return self._arithmetic(formula.replace("\\*", "*")) if name == "expr" else None
-
     def _arithmetic(self, formula: str) -> str | None:
         """Return the value of a formula of whole numbers; None where one of them is not known."""
-        plain = _NAME.sub(lambda name: _text(self.variables.get(name[0], name[0])), self._inside(formula))
+        plain = _NAME.sub(lambda name: _text(self.variables.get(name[0], name[0])), self._plain(formula))
         if not re.fullmatch(r"[\d\s+*/%()-]{1,200}", plain) or "**" in plain:
             return None
         try:
