@@ -155,6 +155,8 @@ class Mirror:
             lacks = f" lacks {newest.name}" if newest is not None and newest.name not in self._whole else ""
             why = self._why or f"it took longer than {seconds:.0f} s"
             rank_logs.to_console(f"warning: the mirror {self._address} is not complete,{lacks} ({why})")
+        self._is_refused = True  # no later attempt
+        self._due.set()
         shutil.rmtree(self._links, ignore_errors=True)
 
     def _run(self) -> None:
@@ -199,7 +201,7 @@ class Mirror:
         names = {path.name for path in here}
         if here and here[0].name in self._whole:
             storage.put(here[0].name.encode() + b"\n", _CHECKPOINTS, POINTER)
-        for name in _FILES:
+        for name in _FILES[1:]:
             if (self._out / name).exists():
                 storage.put(self._out / name, name)
         if names & self._whole.keys():
@@ -211,11 +213,11 @@ class Mirror:
         """Return whether what is there is this run's; a storage that has no run becomes it."""
         if not (self._out / _OWNER).exists():
             files.write_file(self._out / _OWNER, secrets.token_hex(16).encode() + b"\n")
-        own, theirs = files.read_regular(self._out / _OWNER), storage.read(_OWNER)
-        if theirs is None and not _steps(there):
+        own, theirs = files.read_regular(self._out / _OWNER), storage.read(_OWNER) or b""
+        is_ours = own.startswith(theirs) and bool(theirs or not _steps(there))  # it may have been cut off
+        if is_ours and theirs != own:
             storage.put(own, _OWNER)
-            return True
-        return theirs == own
+        return is_ours
 
     def _copy_checkpoint(self, storage: _Storage, path: Path) -> None:
         listed = files.read_regular(path / MANIFEST, manifest.MOST_BYTES)

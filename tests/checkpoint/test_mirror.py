@@ -68,6 +68,9 @@ def contents(folder: Path) -> dict[str, bytes]:
 def store() -> Iterator[dict[str, Any]]:
     """What is in the storage in memory."""
     yield MemoryFileSystem.store
+    for thread in threading.enumerate():
+        if thread.name == "mirror":
+            thread.join(20)
     MemoryFileSystem.store.clear()
     MemoryFileSystem.pseudo_dirs[:] = [""]
 
