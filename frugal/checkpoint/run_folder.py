@@ -226,7 +226,8 @@ def saved_bytes(plan: Plan, settings: RunSettings) -> int:
     later ones, see `files.written`.
     """
     existing = sum(path.name in files.written(path.parent) for path in manifest.checkpoints_in(settings.checkpoints))
-    copies = max(1, (settings.keep + 1 if settings.save_every else 1) - existing)
+    copied = settings.mirror is not None  # one more is kept while a slow storage takes it
+    copies = max(1, (settings.keep + 1 + copied if settings.save_every else 1) - existing)
     weights = _weight_bytes(plan) * breakdown.saved_parameters(plan.request, plan.model)
     return copies * breakdown.checkpoint_bytes(plan.request, plan.strategy, plan.model) + weights
 

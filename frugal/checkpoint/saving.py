@@ -42,7 +42,8 @@ class Saver:
     """A writer of one run's checkpoints into `folder`, of which it keeps the `keep` newest and the best, by `score`.
 
     Its methods are collective. `before` is called on rank 0 before each checkpoint, and raises OSError where it cannot
-    be saved. Use it in a `with` block, which waits at its end, with an error or without, for what is being written.
+    be saved; `published` after each, also on the thread that writes it. Use it in a `with` block, which waits at its
+    end, with an error or without, for what is being written.
     """
 
     def __init__(
@@ -54,11 +55,12 @@ class Saver:
         score: Score = lambda progress: progress.validation_loss,
         in_background: bool = False,
         before: Callable[[], None] = lambda: None,
+        published: Callable[[], None] = lambda: None,
     ) -> None:
         self._engine = engine
         self._folder = folder.absolute()
         self._keep, self._score = keep, score
-        self._in_background, self._before = in_background, before
+        self._in_background, self._before, self._published = in_background, before, published
         with closed_afterwards():  # a group of its own: a thread's votes would meet those of the step
             self._votes = dist.new_group(backend="gloo") if in_background else engine.votes
         self._writing: threading.Thread | None = None
@@ -143,6 +145,7 @@ class Saver:
             listed = {name: file for share in shares for name, file in share.items()}
             together(lambda: name_it(listed) if rank == 0 else None, self._votes)
         self._complete = (made_by.step, aside.with_suffix(""))
+        self._published()
 
     def _publish_later(self, aside: Path, writer: CheckpointWriter, made_by: Manifest) -> None:
         """Publish on a thread. All ranks fail together, and end together after the step that they are in."""

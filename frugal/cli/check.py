@@ -23,7 +23,31 @@ if TYPE_CHECKING:
     from frugal.tools.check.checked import Check
 
 
-@click.command("check", cls=SettingsCommand)
+class _Documented(SettingsCommand):
+    """A command whose errors, also in its own words, are documents where `--json` or `--sarif` asks for them."""
+
+    def parse_args(self, context: click.Context, words: list[str]) -> list[str]:
+        """Return the words that are left."""
+        asked = [*words]
+        try:
+            return super().parse_args(context, words)
+        except (click.UsageError, FrugalError) as error:
+            said = RequestError(error.format_message()) if isinstance(error, click.UsageError) else error
+            _print_error(said, Path(next((word for word in asked if word[:1] != "-"), "")), *asked)
+            raise
+
+
+def _print_error(error: FrugalError, path: Path, *words: str) -> None:
+    """Print an error as the document that `words` ask for, if they do."""
+    from frugal.tools.check import records
+
+    if "--json" in words:
+        click.echo(records.error_as_json(error).decode())
+    elif "--sarif" in words:
+        click.echo(records.error_as_sarif(error, path).decode())
+
+
+@click.command("check", cls=_Documented)
 @click.argument("paths", metavar="FILE...", nargs=-1, type=click.Path(path_type=Path))
 @options(Request, names=FLAGS)
 @options(ClusterSettings)
@@ -65,18 +89,15 @@ def command(
     from frugal.tools.check import records
     from frugal.tools.check.report import report
 
+    asked = ["--json"] * as_json + ["--sarif"] * as_sarif
     context = click.get_current_context()
     if as_json and as_sarif:
         raise RequestError("--json was given together with --sarif", hint="leave one of them out")
-    if not (paths or more):
-        raise click.UsageError("Missing argument 'FILE...'", context)
     try:
+        refuse((not (paths or more), "no file was given", "", "see `frugal check --help`"))
         done = _checked((*paths, *more), tool, log, overrides, values)
     except FrugalError as error:
-        if as_json:
-            click.echo(records.error_as_json(error).decode())
-        if as_sarif:
-            click.echo(records.error_as_sarif(error, (*paths, *more)[0]).decode())
+        _print_error(error, next(iter((*paths, *more)), Path()), *asked)
         raise
     if as_json or as_sarif:
         click.echo((records.as_sarif if as_sarif else records.as_json)(done).decode())

@@ -36,12 +36,18 @@ WARMUP = Kind(
     "a number of steps, or a part such as 5%",
     lambda value: re.fullmatch(r"\d{1,12}[kKmM]?|\d{0,12}\.?\d{1,12}%", str(value)) is not None,
 )
-_COLUMNS = ("text", "label", "source", "target")
+RENAMED_COLUMNS = (
+    "messages", "conversations", "prompt", "completion", "response", "system", "instruction", "input", "output",
+    "tools", "input_ids", "labels",
+)  # fmt: skip
+"""Columns of formats that may have another name in the data."""
+
+_COLUMNS = ("text", "label", "source", "target", *RENAMED_COLUMNS, "role", "content", "user", "assistant")
 
 TRACKERS = ("tensorboard", "wandb", "mlflow", "comet_ml", "aim", "clearml", "dvclive", "swanlab", "trackio")
 """Names of accelerate, which are also those of the Python packages."""
 
-Format = Literal["messages", "conversations", "prompt-completion", "instruction", "tokens", "text"]
+Format = Literal["messages", "conversations", "prompt-completion", "prompt-response", "instruction", "tokens", "text"]
 """Formats of rows for causal language models, as `frugal.data.chat.formats` describes them."""
 
 TrainOn = Literal["completions", "all"]
@@ -62,12 +68,13 @@ class RunSettings:
     )  # fmt: skip
     columns: str = setting(
         "",
-        "Names of columns: `text=` of texts, `label=` of classes, and of pairs `source=` and `target=`.",
+        "Names of columns: `text=` of texts, `label=` of classes, `source=` and `target=` of pairs, `prompt=`, "
+        "`response=` and `system=` of questions and answers, `messages=` of chats with their `role=` and `content=`.",
         "data", kind=COLUMNS, metavar="text=NAME,...", is_expert=True,
     )  # fmt: skip
     format: Format | None = setting(
-        None, "Format of the rows, where their columns fit several.", "data", shown_default="by their columns",
-        is_expert=True,
+        None, f"Format of the rows, where their columns fit several: {', '.join(get_args(Format))}.", "data",
+        shown_default="by their columns", metavar="NAME", is_expert=True,
     )  # fmt: skip
     chat_template: str | None = setting(
         None, "Chat template: a file with Jinja, `chatml`, or `llama3`.", "data", metavar="FILE",
@@ -167,6 +174,10 @@ class RunSettings:
     async_save: bool = setting(
         False, "Write checkpoints in the background, from a copy in host memory.", "run", table="train", is_flag=False
     )
+    mirror: str | None = setting(
+        None, "Copy checkpoints and metrics to a storage, such as s3://bucket/run; --resume on an empty disk fetches "
+        "the newest.", "run", metavar="ADDRESS", is_expert=True,
+    )  # fmt: skip
     track: tuple[str, ...] = setting(
         (), f"Experiment tracker: {', '.join(TRACKERS[:-1])} or {TRACKERS[-1]}; repeatable.", "run", metavar="NAME"
     )
@@ -253,7 +264,7 @@ class RunSettings:
                 "leave --save-every out",
             ),
         )
-        self.column("text")
+        self.named_columns()
         settings_of(RunSettings)["warmup"].check(self.warmup)
         learning_rate.check_options(self.schedule, self.min_lr_ratio, self.decay_ratio, self.schedule_power)
         if self.steps is not None:
@@ -287,8 +298,8 @@ class RunSettings:
                 hint="say how long to train: --steps N",
             )
 
-    def column(self, kind: str) -> str:
-        """Return the name of the column of `text`, `label`, `source` or `target`.
+    def named_columns(self) -> dict[str, str]:
+        """Return the names that --columns gives, by role: of columns, and of what is in a message.
 
         Raises:
             RequestError: --columns cannot be read.
@@ -297,7 +308,7 @@ class RunSettings:
         given = dict(part.strip().partition("=")[::2] for part in filter(None, parts))
         wrong = [name for name, column in given.items() if name not in _COLUMNS or not column]
         refuse((wrong, f"--columns is {self.columns}", f"it names {', '.join(_COLUMNS)}", "write --columns text=body"))
-        return given.get(kind, kind)
+        return given
 
     @property
     def save_best_model(self) -> bool:

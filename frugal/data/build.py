@@ -7,6 +7,7 @@ from collections.abc import Iterable, Iterator, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, field
 from fractions import Fraction
+from itertools import chain
 from pathlib import Path
 from typing import Any
 
@@ -19,9 +20,10 @@ from frugal.data import tokenizer
 from frugal.data.chat import formats
 from frugal.data.chat.formats import Trained, Whole
 from frugal.data.chat.template import WholeRows
-from frugal.data.report import BuildReport
+from frugal.data.plausible import REQUIRED, hint
+from frugal.data.report import NAMED, BuildReport
 from frugal.data.rows import BadRow, Columns, Row, type_in_words
-from frugal.data.sources import DocumentSource, names_of
+from frugal.data.sources import DocumentSource, names_of, together
 from frugal.data.store.arrow_store import ArrowWriter
 from frugal.errors import RequestError
 from frugal.units import plural
@@ -105,23 +107,29 @@ class SampleMaker:
                 hint="take the byte tokenizer, or the model's own",
             )
 
-    def check_columns(self, name: str, row_columns: Sequence[str]) -> None:
+    def check_columns(self, name: str, row_columns: Sequence[str], rows: Iterable[Row] = ()) -> None:
         """Refuse a source that lacks a needed column. For language models, set `format` by the columns.
+
+        The first of its `rows` are read only to say which column may be meant.
 
         Raises:
             RequestError: it lacks one, or its rows fit several formats.
         """
+        needed = self.columns.needed(self.task)
         if self.task == "causal-lm":
-            self.format = formats.recognised(row_columns, self.columns.text, name, self.settings.format) or "text"
+            its_format = formats.recognised(row_columns, self.columns, name, self.settings.format)
+            self.format = its_format or "text"
             if self.format != "text":
                 return
-        for role, column in self.columns.needed(self.task).items():
+            named = {role: column for role, column in self.columns.renamed.items() if role in REQUIRED}
+            needed = named or needed if its_format is None else needed
+        for role, column in needed.items():
             if column not in row_columns:
                 others = [name for name in row_columns if name is not None]
                 raise RequestError(
                     f"{name} has no column `{column}`",
                     because=f"its columns are {', '.join(others)}" if others else "it has no columns",
-                    hint=f"choose one, such as --columns {role}={others[0]}" if others else None,
+                    hint=hint(role, rows, self.task),
                 )
 
     def documents(self, rows: Iterable[Row]) -> Iterator[Document]:
@@ -137,7 +145,7 @@ class SampleMaker:
 
     def _fields(self, row: dict[str, Any]) -> tuple[Any, ...] | BadRow:
         if self.format != "text":
-            whole = formats.read(row, self.format)
+            whole = formats.read(self.columns.standard(row), self.format)
             return whole if isinstance(whole, BadRow) else (whole, self.format)
         values = []
         for role, column in self.columns.needed(self.task).items():
@@ -340,19 +348,35 @@ def _limited(
 
 
 def _checked_rows(maker: SampleMaker, sources: Sequence[DocumentSource]) -> Iterator[Row]:
-    """Yield the rows of all sources; each source's columns are checked before its first good row."""
+    """Yield the rows of all sources; each source's columns are checked before its first good row.
+
+    After a source without a needed column, of the others only the columns are looked at.
+
+    Raises:
+        RequestError: with all sources that lack a column.
+    """
+    problems: list[RequestError] = []
     for source in sources:
-        columns = source.columns
-        if columns is not None:
-            maker.check_columns(source.name, columns)
         try:
-            for where, row in source.rows(maker.columns):
-                if columns is None and isinstance(row, dict):
-                    columns = tuple(row)
-                    maker.check_columns(source.name, columns)
+            rows = source.rows(maker.columns)
+            for where, row in rows:
+                if isinstance(row, dict):
+                    coming = chain([(where, row)], rows)
+                    maker.check_columns(source.name, source.columns or tuple(row), coming)
+                    if source.fingerprint.startswith("text:"):
+                        maker.report.running = [*maker.report.running, source.name][:NAMED]
+                    yield from () if problems else coming
+                    break
                 yield where, row
+            else:
+                if source.columns is not None:
+                    maker.check_columns(source.name, source.columns)
+        except RequestError as error:
+            problems.append(error)
         except OSError as error:
-            raise RequestError(f"cannot read {source.name}", because=error.strerror or str(error)) from None
+            problems.append(RequestError(f"cannot read {source.name}", because=error.strerror or str(error)))
+    if problems:
+        raise together(problems, () if maker.settings.skip_bad_rows else maker.report.first_bad)
 
 
 def grouped(documents: Iterable[Document]) -> Iterator[list[Document]]:

@@ -13,7 +13,7 @@ import json
 import logging
 import socket
 from collections.abc import Callable, Collection, Sequence
-from dataclasses import asdict, dataclass, replace
+from dataclasses import dataclass, replace
 from fractions import Fraction
 from functools import partial
 from math import ceil
@@ -140,7 +140,7 @@ def load_corpus(
     origins = find_sources(sources)
     in_words = _how_rows_are_read(tokenizer, settings)
     options = {
-        "format": _SAMPLES, "task": settings.task, "seq_len": settings.seq_len, "columns": asdict(settings.columns),
+        "format": _SAMPLES, "task": settings.task, "seq_len": settings.seq_len, "columns": settings.columns.options(),
         "limit": settings.limit, "too_long": settings.too_long, "labels": list(label_names),
         "validation": str(held_out),
         "tokenizer": tokenizing.fingerprint(tokenizer), "sources": [source.fingerprint for source in origins],
@@ -251,9 +251,8 @@ def read_samples(plan: Plan, settings: RunSettings) -> RunData:
 
 def sample_settings(spec: ModelSpec, request: Request, settings: RunSettings) -> SampleSettings:
     """Return how a run makes samples for a model."""
-    columns = {role: settings.column(role) for role in ("text", "label", "source", "target")}
     return SampleSettings(
-        task=spec.task, seq_len=request.seq_len, pack=bool(request.pack), columns=Columns(**columns),
+        task=spec.task, seq_len=request.seq_len, pack=bool(request.pack), columns=Columns.of(settings.named_columns()),
         limit=settings.limit, skip_bad_rows=settings.skip_bad_rows, too_long=settings.too_long,
         format=settings.format, train_on=settings.train_on,
     )  # fmt: skip
@@ -286,7 +285,7 @@ def open_stream(
     rows = RowStream(sources, [part.part for part in parts], settings.seed, settings.shuffle_buffer)
     check = partial(check_vocabulary, spec)
     options = {
-        "version": _STREAMS, "task": how.task, "seq_len": how.seq_len, "columns": asdict(how.columns),
+        "version": _STREAMS, "task": how.task, "seq_len": how.seq_len, "columns": how.columns.options(),
         "pack": how.pack, "too_long": how.too_long, "tokenizer": tokenizing.fingerprint(tokenizer), "formats": formats,
         "shuffle_buffer": settings.shuffle_buffer, "weights": ", ".join(str(part.part) for part in parts) or None,
         "validation": f"{most} rows, each {every}th" if most else "None", **in_words,

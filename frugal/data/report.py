@@ -9,8 +9,14 @@ from frugal.config.sample_lengths import TooLong
 from frugal.errors import RequestError
 from frugal.units import plural
 
-_NAMED = 10
+NAMED = 10
+"""Files and rows that a report names at most."""
+
 _SHOWN = 3  # in a message
+
+_OF_TEXT = tuple(
+    f".{kind}{packed}" for kind in ("txt", "text", "md", "rst") for packed in ("", ".gz", ".bz2", ".xz", ".zst")
+)
 
 
 @dataclass(kw_only=True)
@@ -32,6 +38,7 @@ class BuildReport:
         targets: of language models, tokens that are trained on.
         masked_rows: left out because no token of them is trained on; `first_masked` as `first_bad`.
         merged_rows: prompts whose last token reaches into the completion, which begins with that token.
+        running: names of files that are running text because nothing else is known of them, up to ten.
         template: how the assistant's tokens were found in chats, in words.
     """
 
@@ -52,17 +59,20 @@ class BuildReport:
     masked_rows: int = 0
     first_masked: list[str] = field(default_factory=list)
     merged_rows: int = 0
+    running: list[str] = field(default_factory=list)
     template: str = ""
 
     def add_bad(self, why: str) -> None:
-        """Count a row that cannot be read; `why` has where it is."""
+        """Count a row that cannot be read; `why` has where it is. Up to three of a file are named."""
         self.bad_rows += 1
-        self.first_bad = [*self.first_bad, why][:_NAMED]
+        name = why.partition(": ")[0].rpartition(":")[0]
+        if sum(each.startswith(f"{name}:") for each in self.first_bad) < _SHOWN:
+            self.first_bad = [*self.first_bad, why][:NAMED]
 
     def add_masked(self, why: str) -> None:
         """Count a row without a token to train on; `why` has where it is."""
         self.masked_rows += 1
-        self.first_masked = [*self.first_masked, why][:_NAMED]
+        self.first_masked = [*self.first_masked, why][:NAMED]
 
     def left_out(self, too_long: TooLong) -> list[str]:
         """Return what of the data is not trained on, in words."""
@@ -78,6 +88,7 @@ class BuildReport:
     def in_words(self) -> str:
         """Return the formats of a language model's rows, how its targets were found, and how many there are."""
         kinds = ", ".join(f"{plural(number, 'row')} of {kind}" for kind, number in self.formats.items())
+        kinds += self._running_text()
         share = 100 * self.targets / self.tokens
         words = f"{kinds} ({self.template})" if self.template else kinds
         words += f"; {self.targets:,} of {self.tokens:,} tokens are trained on ({share:.1f} %)"
@@ -88,6 +99,12 @@ class BuildReport:
             )
         return words
 
+    def _running_text(self) -> str:
+        """Return which files became running text, where their names do not say it or others did not."""
+        names = [name for name in self.running if len(self.formats) > 1 or not name.endswith(_OF_TEXT)]
+        more = " and others" if len(names) > _SHOWN else ""
+        return f" (read as running text: {', '.join(names[:_SHOWN])}{more})" if names and "text" in self.formats else ""
+
     def refuse_bad_rows(self) -> None:
         """Refuse rows that are not to be left out.
 
@@ -97,7 +114,10 @@ class BuildReport:
         if self.bad_rows:
             raise RequestError(
                 f"{plural(self.bad_rows, 'row')} of the data cannot be read",
-                because=f"{'the first is ' if self.bad_rows > 1 else ''}{self.first_bad[0]}",
+                because=[
+                    *self.first_bad,
+                    *([f"of {more:,} more"] if (more := self.bad_rows - len(self.first_bad)) else []),
+                ],
                 hint="repair them, or leave them out with --skip-bad-rows",
             )
         if self.masked_rows:
@@ -128,8 +148,8 @@ def joined(reports: Sequence[BuildReport]) -> BuildReport:
         values = [getattr(report, each.name) for report in reports]
         if each.name in ("largest_token", "longest", "num_labels"):
             setattr(total, each.name, max(values))
-        elif each.name in ("first_bad", "first_masked"):
-            setattr(total, each.name, list(chain.from_iterable(values))[:_NAMED])
+        elif each.name in ("first_bad", "first_masked", "running"):
+            setattr(total, each.name, list(chain.from_iterable(values))[:NAMED])
         elif each.name == "template":
             total.template = next(filter(None, values), "")
         elif isinstance(values[0], int):

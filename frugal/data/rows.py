@@ -6,10 +6,9 @@ row, give all rows the same fields (also those within messages), and read csv as
 
 import codecs
 import csv
-from collections.abc import Iterator
-from dataclasses import asdict, dataclass
-from os import fsencode
-from pathlib import Path
+import io
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, field
 from typing import IO, Any, AnyStr
 
 import msgspec
@@ -19,6 +18,7 @@ import pyarrow.parquet as pq  # type: ignore[import-untyped]  # as above
 
 from frugal.config.hardware.local_host import available_bytes
 from frugal.config.run_settings import Format
+from frugal.data.data_file import DataFile
 from frugal.errors import RequestError, first_line
 from frugal.units import GIB, format_bytes
 
@@ -30,13 +30,32 @@ DOCUMENT_BYTES = 1 << 16
 class Columns:
     """The columns of a row by their role.
 
-    `text` is for language models and classes, `label` for classes, `source` and `target` for pairs.
+    `text` is for language models and classes, `label` for classes, `source` and `target` for pairs. `renamed`: of what
+    has another name than formats know, its name: of their columns, of a message's `role` and `content`, and of the
+    roles `user` and `assistant`.
     """
 
     text: str = "text"
     label: str = "label"
     source: str = "source"
     target: str = "target"
+    renamed: Mapping[str, str] = field(default_factory=dict)
+
+    @classmethod
+    def of(cls, given: Mapping[str, str]) -> "Columns":
+        """Return the columns that have these names, by their roles; the others have the usual ones."""
+        own = {role: name for role, name in given.items() if role in ("text", "label", "source", "target")}
+        return cls(**own, renamed={role: name for role, name in given.items() if role not in own})
+
+    @property
+    def names(self) -> set[str]:
+        """The names that were given, or are usual."""
+        return {self.text, self.label, self.source, self.target, *self.renamed.values()}
+
+    def options(self) -> dict[str, Any]:
+        """Return them for a record of how samples are made."""
+        usual = {"text": self.text, "label": self.label, "source": self.source, "target": self.target}
+        return usual | dict(sorted(self.renamed.items()))
 
     def needed(self, task: str) -> dict[str, str]:
         """Return role -> column for what the task reads."""
@@ -46,6 +65,32 @@ class Columns:
             case "sequence-classification":
                 return {"text": self.text, "label": self.label}
         return {"text": self.text}
+
+    def standard(self, row: Mapping[str, Any]) -> Mapping[str, Any]:
+        """Return a row with the names that formats know."""
+        if not self.renamed:
+            return row
+        made = {**row, **{role: row[name] for role, name in self.renamed.items() if name in row}}
+        for column in ("messages", "conversations", "prompt", "completion"):
+            if isinstance(messages := made.get(column), list):
+                made[column] = [self._message(each) if isinstance(each, dict) else each for each in messages]
+        if "system" in self.renamed and made.get("system") and isinstance(made.get("messages"), list):
+            made["messages"] = [{"role": "system", "content": made["system"]}, *made["messages"]]
+        return made
+
+    def _message(self, message: Mapping[str, Any]) -> dict[str, Any]:
+        """Return a message with ShareGPT's names, whose roles have several words each."""
+        keys = {"role": "from", "content": "value"}
+        renamed = {self.renamed[role]: key for role, key in keys.items() if role in self.renamed}
+        hidden = {each for role, key in keys.items() if role in self.renamed for each in (role, key)}
+        made = {
+            renamed.get(name, name): value for name, value in message.items() if name in renamed or name not in hidden
+        }
+        words = {self.renamed[word]: word for word in ("user", "assistant") if word in self.renamed}
+        for key in ("from", "role"):
+            if isinstance(said := made.get(key), str):
+                made[key] = words.get(said, said)
+        return made
 
 
 @dataclass(frozen=True)
@@ -59,6 +104,7 @@ NEEDED: dict[Format, tuple[str, ...]] = {
     "messages": ("messages",),
     "conversations": ("conversations",),
     "prompt-completion": ("prompt", "completion"),
+    "prompt-response": ("prompt", "response"),
     "instruction": ("instruction", "output"),
     "tokens": ("input_ids",),
 }
@@ -77,44 +123,43 @@ CUT_AT_LINES = ("jsonl", "text", "source")
 """Kinds of files of which a part can be read, from one byte to another."""
 
 
-def read(path: Path, kind: str, columns: Columns, begin: int = 0, end: int | None = None) -> Iterator[Row]:
-    """Yield the rows of a file, or of a part of it.
+def read(file: DataFile, columns: Columns, begin: int = 0, end: int | None = None) -> Iterator[Row]:
+    """Yield the rows of a file, or of a part of it, if it is not compressed.
 
-    `kind` is `jsonl`, `json`, `csv`, `tsv`, `parquet`, `text`, or `source` for text that may not be UTF-8. `begin` and
-    `end` are bytes for `CUT_AT_LINES` (lines that begin between them are read), and row groups for parquet.
+    `begin` and `end` are bytes for `CUT_AT_LINES` (lines that begin between them are read), and row groups for parquet.
 
     Raises:
         RequestError: the file cannot be read, or would fill the memory.
     """
-    if kind == "parquet":
-        return _read_parquet(path, columns, begin, end)
-    with path.open("rb") as file:
-        first = file.read(4)
-    wrong = [reason for signature, reason in _SIGNATURES.items() if first.startswith(signature)]
+    if file.kind == "parquet":
+        return _read_parquet(file, columns, begin, end)
+    with file.open() as opened:
+        first = opened.read(_HEAD_BYTES)
+    wrong = [reason for (place, signature), reason in _SIGNATURES.items() if first.startswith(signature, place)]
     if wrong and begin == 0:
-        return iter([(f"{shown(path)}:1", BadRow(wrong[0]))])
-    if kind in ("csv", "tsv"):
-        return _read_csv(path, "\t" if kind == "tsv" else ",")
-    if kind == "json":
-        return _read_json(path)
-    end = path.stat().st_size if end is None else end
-    return _read_jsonl(path, begin, end) if kind == "jsonl" else _read_text(path, kind, columns.text, begin, end)
+        return iter([(f"{file.name}:1", BadRow(wrong[0]))])
+    if file.kind in ("csv", "tsv"):
+        return _read_csv(file, "\t" if file.kind == "tsv" else ",")
+    if file.kind == "json":
+        return _read_json(file)
+    if file.is_plain and end is None:
+        end = file.path.stat().st_size
+    return _read_jsonl(file, begin, end) if file.kind == "jsonl" else _read_text(file, columns.text, begin, end)
 
 
 _UTF_16 = "not UTF-8 text but UTF-16; iconv -f UTF-16 -t UTF-8 converts it"
 _SIGNATURES = {
-    codecs.BOM_UTF16_LE: _UTF_16,
-    codecs.BOM_UTF16_BE: _UTF_16,
-    b"\x1f\x8b": "not UTF-8 text but compressed by gzip; gunzip it first",
-    b"\x28\xb5\x2f\xfd": "not UTF-8 text but compressed by zstd; unzstd it first",
-    b"PK\x03\x04": "not UTF-8 text but a zip file; unzip it first",
+    (0, codecs.BOM_UTF16_LE): _UTF_16,
+    (0, codecs.BOM_UTF16_BE): _UTF_16,
+    (0, b"\x1f\x8b"): "not UTF-8 text but compressed by gzip; give it a name that ends in .gz",
+    (0, b"\x28\xb5\x2f\xfd"): "not UTF-8 text but compressed by zstd; give it a name that ends in .zst",
+    (0, b"PK\x03\x04"): "not UTF-8 text but a zip file; give it a name that ends in .zip, or unzip it",
+    (257, b"ustar"): "not UTF-8 text but a tar archive; unpack it with tar -xf",
 }
+"""Bytes that only files of another kind begin with, by their place."""
+
+_HEAD_BYTES = 262
 _NUL = "a NUL byte, which text has not: a binary file, or UTF-16"
-
-
-def shown(path: str | Path) -> str:
-    """Return a name as it can be printed and kept: bytes that are not UTF-8 as `\\xff`."""
-    return fsencode(path).decode("utf-8", "backslashreplace")
 
 
 _PART_OF_MEMORY = 256
@@ -136,66 +181,86 @@ def _read_line(file: IO[AnyStr], where: str, most: int) -> AnyStr:
     return line
 
 
-def _lines(path: Path, begin: int, end: int, least_bytes: int) -> Iterator[tuple[str, int, bytes]]:
+def _lines(file: DataFile, begin: int, end: int | None, least_bytes: int) -> Iterator[tuple[str, int, bytes]]:
     """Yield whole lines together, at least `least_bytes`, with the name and line number to report them by.
 
     Where the file is not read from its beginning, lines are counted from a byte that the name has.
     """
-    name, most, place, line = shown(path), _most_bytes(), begin, 1
-    with path.open("rb") as file:
+    name, most, place, line = file.name, _most_bytes(), begin, 1
+    with file.open() as opened:
         if begin:  # the line that begins before it is another part's
-            file.seek(begin - 1)
-            place += len(_read_line(file, f"{name} (from byte {begin - 1}):1", most)) - 1
-        while place < end:
+            opened.seek(begin - 1)
+            place += len(_read_line(opened, f"{name} (from byte {begin - 1}):1", most)) - 1
+        while end is None or place < end:
             name_here, line_here = (f"{name} (from byte {place})", 1) if begin else (name, line)
-            lines = file.read(min(least_bytes, end - place))
-            lines += _read_line(file, f"{name_here}:{line_here}", most)
+            lines = opened.read(least_bytes if end is None else min(least_bytes, end - place))
+            lines += _read_line(opened, f"{name_here}:{line_here}", most)
             if not lines:
                 return
             place, line = place + len(lines), line + lines.count(b"\n")
             yield name_here, line_here, lines
 
 
-def _read_text(path: Path, kind: str, column: str, begin: int, end: int) -> Iterator[Row]:
-    for name, line, document in _lines(path, begin, end, DOCUMENT_BYTES):
+def _read_text(file: DataFile, column: str, begin: int, end: int | None) -> Iterator[Row]:
+    for name, line, document in _lines(file, begin, end, DOCUMENT_BYTES):
         try:
             if 0 in document:
                 yield f"{name}:{line + document[: document.index(0)].count(10)}", BadRow(_NUL)
                 continue
-            text = document.decode("utf-8", errors="replace" if kind == "source" else "strict")
+            text = document.decode("utf-8", errors="replace" if file.kind == "source" else "strict")
             yield f"{name}:{line}", {column: text.removeprefix("\ufeff")}
         except UnicodeDecodeError as error:
             yield f"{name}:{line + document[: error.start].count(10)}", BadRow("not UTF-8 text")
 
 
-def _read_jsonl(path: Path, begin: int, end: int) -> Iterator[Row]:
-    for name, number, line in _lines(path, begin, end, 0):
+def _read_jsonl(file: DataFile, begin: int, end: int | None) -> Iterator[Row]:
+    for name, number, line in _lines(file, begin, end, 0):
         if not line.isspace():
             yield f"{name}:{number}", _object(line.removeprefix(codecs.BOM_UTF8).strip())
 
 
-def _read_json(path: Path) -> Iterator[Row]:
+def _read_json(file: DataFile) -> Iterator[Row]:
     """Yield the objects of an array, or of jsonl with the wrong suffix."""
-    name, most, size = shown(path), available_bytes() // 4, path.stat().st_size
-    with path.open("rb") as file:
-        is_array = file.read(DOCUMENT_BYTES).removeprefix(codecs.BOM_UTF8).lstrip().startswith(b"[")
+    with file.open() as opened:
+        is_array = opened.read(DOCUMENT_BYTES).removeprefix(codecs.BOM_UTF8).lstrip().startswith(b"[")
     if not is_array:
-        yield from _read_jsonl(path, 0, size)
+        yield from _read_jsonl(file, 0, file.path.stat().st_size if file.is_plain else None)
         return
-    if size > most:
-        raise RequestError(
-            f"{name} cannot be read",
-            because=f"it is one array of {format_bytes(size)}; {format_bytes(most)} are a quarter of the free memory",
-            hint=f"write an object a line: jq -c '.[]' {name} > text.jsonl",
-        )
-    data = path.read_bytes().removeprefix(codecs.BOM_UTF8)
+    hint = f"write an object a line: jq -c '.[]' {file.name} > text.jsonl"
+    data = _whole(file, "one array", hint).removeprefix(codecs.BOM_UTF8)
     try:
         items = msgspec.json.decode(data, type=list[msgspec.Raw])
     except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
-        yield f"{name}:1", BadRow(str(error))
+        yield f"{file.name}:1", BadRow(str(error))
         return
     for number, item in enumerate(items, 1):
-        yield f"{name}:item {number}", _object(bytes(item).strip())
+        yield f"{file.name}:item {number}", _object(bytes(item).strip())
+
+
+_PART_BYTES = 1 << 24
+
+
+def _whole(file: DataFile, what: str, hint: str) -> bytes:
+    """Return all bytes of a file, which is `what`.
+
+    Raises:
+        RequestError: they would take more than a quarter of the free memory.
+    """
+    most, size, data = available_bytes() // 4, file.path.stat().st_size, bytearray()
+    if not file.is_plain:
+        size = 0
+    with file.open() as opened:
+        while size <= most and (part := opened.read(_PART_BYTES)):
+            data += part
+            size = max(size, len(data))
+    if size > most:
+        raise RequestError(
+            f"{file.name} cannot be read",
+            because=f"it is {what} of {'' if file.is_plain else 'at least '}{format_bytes(size)}; {format_bytes(most)} "
+            "are a quarter of the free memory",
+            hint=hint,
+        )
+    return bytes(data)
 
 
 def _object(text: bytes) -> dict[str, Any] | BadRow:
@@ -206,11 +271,12 @@ def _object(text: bytes) -> dict[str, Any] | BadRow:
     return row if isinstance(row, dict) else BadRow(f"{type_in_words(row)}, not an object")
 
 
-def _read_csv(path: Path, delimiter: str) -> Iterator[Row]:
+def _read_csv(file: DataFile, delimiter: str) -> Iterator[Row]:
     csv.field_size_limit(1 << 30)  # a text longer than csv's default of 128 KiB is no mistake
-    name, most = shown(path), _most_bytes()
-    with path.open(encoding="utf-8-sig", errors="surrogateescape", newline="") as file:
-        lines = iter(lambda: _read_line(file, name, most), "")
+    name, most = file.name, _most_bytes()
+    with file.open() as opened:
+        text = io.TextIOWrapper(opened, encoding="utf-8-sig", errors="surrogateescape", newline="")
+        lines = iter(lambda: _read_line(text, name, most), "")
         reader = csv.DictReader(lines, delimiter=delimiter)
         while True:
             where = f"{name}:{reader.line_num + 1 if reader.line_num else 2}"
@@ -235,20 +301,20 @@ _MOST_EXPANDED, _LEAST_EXPANDED_BYTES = 1000, GIB
 """How many times a parquet file's size may come out of it: text is compressed by 3 to 10, the same rows by some 100."""
 
 
-def _read_parquet(path: Path, columns: Columns, begin: int, end: int | None) -> Iterator[Row]:
+def _read_parquet(file: DataFile, columns: Columns, begin: int, end: int | None) -> Iterator[Row]:
     """Yield the rows of some row groups, in batches that fit into memory, by what the metadata say of their sizes."""
 
-    name, size, num_bytes, number = shown(path), path.stat().st_size, 0, 0
+    name, size, num_bytes, number = file.name, file.path.stat().st_size, 0, 0
     try:
-        with pq.ParquetFile(path) as file:
-            sizes = [file.metadata.row_group(group) for group in range(file.metadata.num_row_groups)]
+        with pq.ParquetFile(_parquet(file)) as table:
+            sizes = [table.metadata.row_group(group) for group in range(table.metadata.num_row_groups)]
             groups = range(begin, len(sizes) if end is None else end)
             number = before = sum(group.num_rows for group in sizes[:begin])
-            read = COLUMNS.union(asdict(columns).values())
-            wanted = [column for column in file.schema_arrow.names if column in read]
+            read = COLUMNS.union(columns.names)
+            wanted = [column for column in table.schema_arrow.names if column in read]
             largest = max((sizes[group].total_byte_size for group in groups), default=0)
             rows = min(256, max(1, available_bytes() // 8 // max(largest, 1)))  # one row may have nearly all of a group
-            for batch in file.iter_batches(batch_size=rows, row_groups=list(groups), columns=wanted or None):
+            for batch in table.iter_batches(batch_size=rows, row_groups=list(groups), columns=wanted or None):
                 num_bytes += sum(map(_expanded_bytes, batch.columns))
                 if num_bytes > max(_LEAST_EXPANDED_BYTES, _MOST_EXPANDED * size):
                     raise RequestError(
@@ -274,7 +340,14 @@ def _expanded_bytes(column: Any) -> int:
     return int(column.nbytes)
 
 
-def parquet_schema(path: Path) -> tuple[tuple[str, ...], int]:
+def _parquet(file: DataFile) -> Any:
+    """Return what pyarrow opens: the path, or the bytes of what is compressed, since it reads the end first."""
+    if file.is_plain:
+        return file.path
+    return pa.BufferReader(_whole(file, "parquet", "decompress it first: parquet is compressed within"))
+
+
+def parquet_schema(file: DataFile) -> tuple[tuple[str, ...], int]:
     """Return the names of a parquet file's columns, and the number of its row groups.
 
     Raises:
@@ -282,10 +355,10 @@ def parquet_schema(path: Path) -> tuple[tuple[str, ...], int]:
     """
 
     try:
-        metadata = pq.read_metadata(path)
+        metadata = pq.read_metadata(_parquet(file))
         return tuple(metadata.schema.to_arrow_schema().names), int(metadata.num_row_groups)
     except (pa.ArrowException, OSError) as error:
-        raise RequestError(f"{shown(path)} is not a parquet file", because=first_line(error)) from None
+        raise RequestError(f"{file.name} is not a parquet file", because=first_line(error)) from None
 
 
 def type_in_words(value: Any) -> str:

@@ -15,12 +15,14 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from dataclasses import dataclass, field
+from functools import partial
 from itertools import chain, dropwhile
 from pathlib import Path
-from typing import Any, NoReturn, Self
+from typing import Any, NoReturn, Self, TypeVar
 
 from frugal import files
-from frugal.data.rows import BadRow, Columns, Row, parquet_schema, read, shown, type_in_words
+from frugal.data.data_file import SUFFIXES, DataFile, files_at, shown
+from frugal.data.rows import BadRow, Columns, Row, parquet_schema, read, type_in_words
 from frugal.errors import FrugalError, RequestError, first_line
 from frugal.models import factories
 from frugal.units import plural
@@ -30,22 +32,6 @@ logger = logging.getLogger("frugal")
 STDLIB = "stdlib"
 
 MAX_THREADS = 8  # that read files for their hashes
-
-_KINDS = {
-    ".jsonl": "jsonl", ".ndjson": "jsonl", ".json": "json", ".csv": "csv", ".tsv": "tsv", ".parquet": "parquet",
-}  # fmt: skip
-
-
-@dataclass(frozen=True)
-class DataFile:
-    """A file with rows, by default of the kind that its name says."""
-
-    path: Path
-    kind: str = ""
-
-    def __post_init__(self) -> None:
-        if not self.kind:
-            object.__setattr__(self, "kind", _KINDS.get(self.path.suffix.lower(), "text"))
 
 
 @dataclass(frozen=True)
@@ -75,19 +61,61 @@ def find_sources(names: Sequence[str]) -> list[DocumentSource]:
     """
     named = find_named(names)
     with ThreadPoolExecutor(min(len(os.sched_getaffinity(0)), MAX_THREADS)) as pool:  # reading files for their hashes
-        return list(pool.map(_hashed, chain.from_iterable(named)))
+        return all_or_problems(pool.map(partial(_or_problem, _hashed), chain.from_iterable(named)))
 
 
 def find_named(names: Sequence[str], *, from_hub: bool = True) -> list[list[DataFile | DocumentSource]]:
     """Return what each name stands for: files, which are not read, or other sources. Raises as `find_sources`."""
     if not names:
         raise RequestError("no data was given", hint=f"pass --data PATH, or --data {STDLIB} for Python's own library")
-    named = [[each for listed in _listed(name) for each in _find(listed, from_hub)] for name in names]
-    times = Counter(each.path.resolve() for each in chain.from_iterable(named) if isinstance(each, DataFile))
+    listed = [_listed(name) for name in names]
+    every = list(chain.from_iterable(listed))
+    of_name = dict(zip(every, all_or_problems([_or_problem(_find, each, from_hub) for each in every]), strict=True))
+    named = [list(chain.from_iterable(map(of_name.__getitem__, part))) for part in listed]
+    files_named = (each for each in chain.from_iterable(named) if isinstance(each, DataFile))
+    times = Counter(each.path.resolve() / each.member for each in files_named)
     if repeated := [path for path, number in times.items() if number > 1]:
         said = "1 file is" if len(repeated) == 1 else f"{len(repeated)} files are"
         logger.warning("%s named several times, such as %s: each is read as often as named", said, shown(repeated[0]))
     return named
+
+
+Result = TypeVar("Result")
+_MOST_SAID = 10
+
+
+def _or_problem(function: Callable[..., Result], *arguments: Any) -> Result | RequestError:
+    """Return the result of a function, or why there is none."""
+    try:
+        return function(*arguments)
+    except RequestError as error:
+        return error
+
+
+def all_or_problems(results: Iterable[Result | RequestError]) -> list[Result]:
+    """Return results of which none is an error.
+
+    Raises:
+        RequestError: some are; it has all of them.
+    """
+    done = list(results)
+    if problems := [each for each in done if isinstance(each, RequestError)]:
+        raise together(problems)
+    return [each for each in done if not isinstance(each, RequestError)]
+
+
+def together(problems: Sequence[RequestError], more: Sequence[str] = ()) -> RequestError:
+    """Return one error of several, and of rows that cannot be read: a line each, and the first way out."""
+    if len(problems) == 1 and not more:
+        return problems[0]
+    lines = [f"{each.what} ({'; '.join(each.because)})" if each.because else each.what for each in problems]
+    lines += more
+    left = len(lines) - _MOST_SAID
+    return RequestError(
+        f"the data has {plural(len(lines), 'problem')}",
+        because=[*lines[:_MOST_SAID], *([f"of {left:,} more"] if left > 0 else [])],
+        hint=next((each.hint for each in problems if each.hint), None),
+    )
 
 
 def _listed(source: str) -> list[str]:
@@ -121,24 +149,24 @@ def _find_path(source: str, path: Path, from_hub: bool) -> list[DataFile | Docum
     if path.is_file():
         if path.is_relative_to("/dev") or path.is_relative_to("/proc"):
             raise _not_a_file(source, "this process's own")
-        return [DataFile(path)]
+        return [*files_at(path)]
     if path.is_dir():
         if any((path / name).exists() for name in ("state.json", "dataset_dict.json")):
             return [_saved(source, path)]
         within = _each_once(source, _inside(path))
         if not within:
             raise RequestError(f"the folder {source} is empty", because="it has no file that is not hidden")
-        return [*map(DataFile, within)]
+        return _each_file(within)
     if path.exists():
         raise _not_a_file(source, "a device" if path.is_char_device() or path.is_block_device() else "a pipe or socket")
     if glob.has_magic(source):
         matches = _each_once(source, map(Path, set(_matches(str(path)))))
         if not matches:
             raise RequestError(f"no file matches {source}", because=f"it was looked for from {Path.cwd()}")
-        return [*map(DataFile, matches)]
+        return _each_file(matches)
     if source.rpartition(":")[0].endswith(".py"):
         return [_user_function(source)]
-    looks_like_path = source.startswith((".", "/", "~")) or source.count("/") > 1 or path.suffix in {*_KINDS, ".txt"}
+    looks_like_path = source.startswith((".", "/", "~")) or source.count("/") > 1 or path.suffix in SUFFIXES
     if looks_like_path:
         raise RequestError(f"there is no data at {shown(source)}", because="no such file or folder")
     if not from_hub:
@@ -148,6 +176,10 @@ def _find_path(source: str, path: Path, from_hub: bool) -> list[DataFile | Docum
             hint="name a function that returns load_dataset(..., streaming=True): --data file.py:function",
         )
     return [_hub_dataset(source)]
+
+
+def _each_file(paths: Iterable[Path]) -> list[DataFile | DocumentSource]:
+    return [*chain.from_iterable(all_or_problems([_or_problem(files_at, path) for path in paths]))]
 
 
 def _not_a_file(source: str, kind: str) -> RequestError:
@@ -225,14 +257,13 @@ def _inside(folder: Path) -> list[Path]:
 def _hashed(each: DataFile | DocumentSource) -> DocumentSource:
     if isinstance(each, DocumentSource):
         return each
-    path, kind, name = each.path, each.kind, shown(each.path)
     try:
-        with path.open("rb") as file:
+        with each.open() as file:  # of what it holds: compressed or not, the samples are the same
             digest = hashlib.file_digest(file, "blake2b").hexdigest()
+        columns = parquet_schema(each)[0] if each.kind == "parquet" else None
     except OSError as error:
-        raise RequestError(f"cannot read {name}", because=str(error.strerror)) from None
-    columns = parquet_schema(path)[0] if kind == "parquet" else None
-    return DocumentSource(name, f"{kind}:{digest}", lambda columns: read(path, kind, columns), columns)
+        raise RequestError(f"cannot read {each.name}", because=str(error.strerror)) from None
+    return DocumentSource(each.name, f"{each.kind}:{digest}", partial(read, each), columns)
 
 
 def _user_function(source: str) -> DocumentSource:

@@ -8,7 +8,7 @@ import torch
 from torch import nn
 
 from frugal import memory_watch
-from frugal.checkpoint import loading, random_state, resume_checks, run_folder
+from frugal.checkpoint import loading, mirror, random_state, resume_checks, run_folder
 from frugal.checkpoint.progress import Progress
 from frugal.config.learning_rate import Curve
 from frugal.config.run_settings import RunSettings
@@ -17,7 +17,7 @@ from frugal.data.batches import GlobalBatches
 from frugal.data.corpus import RunData
 from frugal.data.sources import Provenance
 from frugal.data.stream.samples import StreamBatches
-from frugal.distributed import env, rank_logs
+from frugal.distributed import env, rank_logs, rendezvous
 from frugal.engine import final_model, loop
 from frugal.engine.engine import Engine, initialize
 from frugal.engine.extensions.best import Best
@@ -42,6 +42,10 @@ def train(plan: Plan, settings: RunSettings, device: torch.device) -> Path | Non
     if (rank := env.rank()) == 0:
         trackers.check(settings.track)
         hub.check(settings.push_to_hub)
+        mirror.check(settings.mirror)
+        mirror.fetch_if_empty(settings)
+    if settings.mirror is not None:
+        rendezvous.wait_for_all("mirror")
     metric, callbacks = Metric.load(settings.metric), Callbacks.load(settings.callback)
     settings = run_folder.create(settings)
     plan = tuner.plan_to_resume(plan, settings.out) if settings.resume else plan
@@ -69,7 +73,11 @@ def train(plan: Plan, settings: RunSettings, device: torch.device) -> Path | Non
         start, changes = _start(engine, settings, data.provenance, curve, total_steps)
         if rank == 0:
             run_folder.record(plan, settings)
-        with endings.page_afterwards(settings.out, rank), _log(plan, settings, rank, start.step, total_steps) as log:
+        with (
+            mirror.beside(settings, rank) as copy,
+            endings.page_afterwards(settings.out, rank),
+            _log(plan, settings, rank, start.step, total_steps) as log,
+        ):
             log.start(**opening.record(plan, changes, is_resumed=settings.resume))
             said = opening.lines(plan, settings, data, model, total_steps, start.step, changes)
             for line in (*said, *opening.remarks(plan, data, device, rank)):
@@ -83,7 +91,7 @@ def train(plan: Plan, settings: RunSettings, device: torch.device) -> Path | Non
             evaluate = partial(engine.evaluate, data.validation, metric) if len(data.validation) else None
             done = loop.train(
                 engine, batches, settings, log,
-                start=start, total_steps=total_steps, evaluate=evaluate, gauge=run_gauge,
+                start=start, total_steps=total_steps, evaluate=evaluate, gauge=run_gauge, published=copy,
             )  # fmt: skip
             best = Best(settings, done)
             if best.is_over:

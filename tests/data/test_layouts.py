@@ -62,7 +62,11 @@ def test_an_endless_stream_is_limited_and_a_broken_one_told_and_other_code_is_an
 ) -> None:
     stream(tmp_path)
     assert load("stream.py:rows", limit=3).report.documents == 3
-    told = "stream.py:broken failed after 2 rows\n  because OSError: the link is down"
+    told = (
+        "the data has 2 problems\n"
+        "  because stream.py:broken failed after 2 rows (OSError: the link is down)\n"
+        "  because stream.py:broken:row 2: a number, not an object"
+    )
     assert refusal(lambda: load("stream.py:broken")) == told
     assert "hint: did you mean stream.py:rows?" in refusal(lambda: load("stream.py:row"))
     names = ("rows", "dataset")

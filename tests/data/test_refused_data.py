@@ -32,7 +32,7 @@ def test_a_missing_column_is_answered_with_those_there_are(kind: str, load: Load
         f"{name} has no column `content`\n"
         f"  because its columns are {columns}\n"
         "\n"
-        f"hint: choose one, such as --columns text={columns.split(',')[0]}"
+        f"hint: choose one, such as --columns text=text"
     )
 
 
@@ -56,7 +56,12 @@ CONTENTS: list[tuple[str, str, bytes, str]] = [
     ("a.jsonl", BAD_ROW, b"\xfe\xff" + '{"text": "x"}'.encode("utf-16-be"), f":1: {UTF_16}"),
     ("a.txt", BAD_ROW, b"good\n" + "text".encode("utf-16-le"), f":2: {NUL}"),
     ("a.csv", BAD_ROW, b"text\none\nt\0wo\n", f":3: {NUL}"),
-    ("a.txt", BAD_ROW, gzip.compress(b"text", mtime=0), ":1: not UTF-8 text but compressed by gzip; gunzip it first"),
+    (
+        "a.txt",
+        BAD_ROW,
+        gzip.compress(b"text", mtime=0),
+        ":1: not UTF-8 text but compressed by gzip; give it a name that ends in .gz",
+    ),
     ("a.jsonl", BAD_ROW, b"[" * 200_000, f":1: {TOO_DEEP}"),
     ("a.json", BAD_ROW, b"[" * 200_000, f":1: {TOO_DEEP}"),
 ]

@@ -7,6 +7,7 @@ Rows of the first four become a `Chat`, a `Prompted` or a `TokenIds`: one sample
 | `messages` | OpenAI's: `role`, `content`, also `tool_calls` and `weight`; beside them `tools` |
 | `conversations` | ShareGPT's: `from`, `value`; beside them `system`, `tools` |
 | `prompt-completion` | two texts, or two lists of messages, as in TRL |
+| `prompt-response` | a question and its answer, which become a chat; beside them `system` |
 | `instruction` | Alpaca's: `instruction`, `input` if there is any, `output`, in Alpaca's words |
 | `tokens` | `input_ids`, and `labels` (-100: not trained on), `attention_mask` (0: padding) if there are any |
 | `text` | running text |
@@ -21,8 +22,8 @@ import msgspec
 import numpy as np
 from numpy.typing import NDArray
 
-from frugal.config.run_settings import Format
-from frugal.data.rows import NEEDED, BadRow
+from frugal.config.run_settings import RENAMED_COLUMNS, Format
+from frugal.data.rows import NEEDED, BadRow, Columns
 from frugal.errors import RequestError
 from frugal.units import IGNORED
 
@@ -79,24 +80,56 @@ Trained = tuple[NDArray[np.int32], NDArray[np.bool_]]
 """Tokens, and which of them are trained on, both of shape `(tokens,)`."""
 
 
-def recognised(columns: Sequence[str], text_column: str, source: str, asked: Format | None) -> Format | None:
+_READ: dict[Format, tuple[str, ...]] = {
+    "messages": ("messages", "system", "tools"),
+    "conversations": ("conversations", "system", "tools"),
+    "prompt-completion": ("prompt", "completion", "tools"),
+    "prompt-response": ("prompt", "response", "system", "tools"),
+    "instruction": ("instruction", "input", "output"),
+    "tokens": ("input_ids", "labels"),
+    "text": (),
+}
+"""Columns of each format that may be named."""
+
+
+def recognised(columns: Sequence[str], named: Columns, source: str, asked: Format | None) -> Format | None:
     """Return the format of a source's rows; None where they have no column that is known.
 
     Raises:
-        RequestError: they fit several, or not the one asked for.
+        RequestError: they fit several, or not the one asked for, or a column was named that the format does not have.
     """
+    its_format = _recognised(columns, named, source, asked)
+    there = {role: name for role, name in named.renamed.items() if name in columns and role in RENAMED_COLUMNS}
+    unread = [role for role in there if its_format is not None and role not in _READ[its_format]]
+    if unread:
+        raise RequestError(
+            f"--columns {unread[0]}={there[unread[0]]} says nothing of the rows of {source}",
+            because=f"read as {its_format}, they have {', '.join(_READ[its_format or 'text']) or 'one column'}",
+            hint="of a question and its answer name prompt= and response=, and system= if there is one",
+        )
+    return its_format
+
+
+def _recognised(columns: Sequence[str], named: Columns, source: str, asked: Format | None) -> Format | None:
+    here = named.standard(dict.fromkeys(columns))
     if asked is not None:
-        missing = [column for column in NEEDED.get(asked, (text_column,)) if column not in columns]
+        missing = [column for column in NEEDED.get(asked, (named.text,)) if column not in here]
         if missing and asked != "text":  # for text there is a flag that names the column
             raise RequestError(
-                f"{source} has no column `{missing[0]}`",
+                f"{source} has no column `{named.renamed.get(missing[0], missing[0])}`",
                 because=[f"--format {asked} reads {' and '.join(NEEDED[asked])}", f"its columns are {_list(columns)}"],
+                hint=f"if another one has it: --columns {missing[0]}=NAME",
             )
         return asked
-    if text_column != "text" and text_column in columns:  # it was asked for
+    if named.text != "text" and named.text in columns:  # it was asked for
         return "text"
-    fitting = [name for name, needed in NEEDED.items() if set(needed) <= set(columns)]
-    fitting += ["text"] * (text_column in columns)
+    fitting = [name for name, needed in NEEDED.items() if set(needed) <= here.keys()]
+    if meant := [name for name in fitting if named.renamed.keys() & NEEDED[name]]:
+        fitting = meant
+    else:
+        fitting += ["text"] * (named.text in columns)
+    if len(fitting) > 1:  # many rows with these two have text for other formats
+        fitting = [name for name in fitting if name != "prompt-response"]
     if len(fitting) > 1:
         raise RequestError(
             f"the rows of {source} fit several formats: {', '.join(fitting)}",
@@ -179,6 +212,10 @@ def _chat(row: Mapping[str, Any], kind: Format) -> Chat:
     if kind == "prompt-completion":
         prompt, completion = _messages(row, "prompt"), _messages(row, "completion")
         return beside(prompt + completion, (), len(prompt))
+    if kind == "prompt-response":
+        said = {"system": _text(row, "system")} if row.get("system") else {}
+        said |= {"user": _text(row, "prompt"), "assistant": _text(row, "response")}
+        return beside([{"role": role, "content": text} for role, text in said.items()], (len(said) - 1,))
     messages = _messages(row, kind)
     if kind == "conversations" and row.get("system") and messages[0]["role"] != "system":
         messages = [{"role": "system", "content": _text(row, "system")}, *messages]

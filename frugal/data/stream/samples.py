@@ -37,9 +37,10 @@ from numpy.typing import NDArray
 from frugal.config.run_settings import Format
 from frugal.data.batches import GlobalBatch, Position, StreamPlace, mixed, permutation
 from frugal.data.build import Document, SampleMaker, grouped
+from frugal.data.data_file import DataFile, shown
 from frugal.data.report import BuildReport
-from frugal.data.rows import CUT_AT_LINES, Columns, Row, parquet_schema, read, shown
-from frugal.data.sources import DataFile, DocumentSource, find_named
+from frugal.data.rows import CUT_AT_LINES, Columns, Row, parquet_schema, read
+from frugal.data.sources import DocumentSource, find_named
 from frugal.data.store.packing import Packer
 from frugal.distributed import env
 from frugal.errors import RequestError
@@ -61,17 +62,17 @@ class Shard:
     Attributes:
         part: number of the file, or of what else is a source, among those of all sources.
         name: of the file; of something else, as `--data` names it.
-        kind: of the file; empty for something else.
-        begin, end: in bytes of the file; of parquet in row groups.
+        file: None for something else.
+        begin, end: in bytes of the file; of parquet in row groups. What is compressed is read as a whole.
         columns: where the rows have their texts.
         every, most: of the rows each `every`-th, from the first on, at most `most`, is kept from training.
     """
 
     part: int
     name: str
-    kind: str
+    file: DataFile | None
     begin: int
-    end: int
+    end: int | None
     columns: Columns
     every: int = 1
     most: int = 0
@@ -83,8 +84,8 @@ class Shard:
             RequestError: they cannot be read.
         """
         try:
-            if self.kind:
-                rows = read(Path(self.name), self.kind, self.columns, self.begin, self.end)
+            if self.file is not None:
+                rows = read(self.file, self.columns, self.begin, self.end)
             else:
                 ((source,),) = find_named([self.name], from_hub=False)
                 assert isinstance(source, DocumentSource)
@@ -93,7 +94,7 @@ class Shard:
                 if held_out == (number % self.every == 0 and number // self.every < self.most):
                     yield row
         except OSError as error:
-            raise RequestError(f"cannot read {shown(self.name)}", because=error.strerror or str(error)) from None
+            raise RequestError(f"cannot read {self.name}", because=error.strerror or str(error)) from None
 
 
 @dataclass(frozen=True)
@@ -132,7 +133,7 @@ def find_streams(names: Sequence[str], columns: Columns, every: int = 1, most: i
 def _shards_of(each: DataFile | DocumentSource, part: int, columns: Columns) -> tuple[list[Shard], str]:
     """Return the shards of a file or another source, and what tells it from others."""
     if isinstance(each, DocumentSource):
-        return [Shard(part, each.name, "", 0, 0, columns)], each.fingerprint
+        return [Shard(part, each.name, None, 0, None, columns)], each.fingerprint
     path = each.path
     try:
         with path.open("rb") as file:
@@ -142,12 +143,15 @@ def _shards_of(each: DataFile | DocumentSource, part: int, columns: Columns) -> 
             ends += file.read()
     except OSError as error:
         raise RequestError(f"cannot read {shown(path)}", because=str(error.strerror)) from None
-    if each.kind == "parquet":
-        borders = list(range(parquet_schema(path)[1] + 1))
+    borders: list[int | None]
+    if not each.is_plain:
+        borders = [0, None] if size else []
+    elif each.kind == "parquet":
+        borders = [*range(parquet_schema(each)[1] + 1)]
     else:
         borders = [*range(0, size, SHARD_BYTES if each.kind in CUT_AT_LINES else max(size, 1)), size]
-    shards = [Shard(part, str(path), each.kind, begin, end, columns) for begin, end in pairwise(borders)]
-    return shards, f"{path.name}:{size}:{hashlib.blake2b(ends).hexdigest()}"
+    shards = [Shard(part, each.name, each, begin or 0, end, columns) for begin, end in pairwise(borders)]
+    return shards, f"{Path(each.name).name}:{size}:{hashlib.blake2b(ends).hexdigest()}"
 
 
 def formats_of(sources: Sequence[StreamSource], new_maker: Callable[[], SampleMaker]) -> list[Format]:
@@ -161,7 +165,7 @@ def formats_of(sources: Sequence[StreamSource], new_maker: Callable[[], SampleMa
         first = None if shard.part in formats else next((r for _, r in shard.rows() if isinstance(r, dict)), None)
         if first is not None:
             maker = new_maker()
-            maker.check_columns(shown(shard.name), list(first))
+            maker.check_columns(shard.name, list(first))
             formats[shard.part] = maker.format
     return [formats.get(number, "text") for number in range(sources[-1].shards[-1].part + 1)]
 

@@ -1,12 +1,11 @@
 """The command line that starts a training script, taken out of a shell script: its flags, and those of the launcher.
 
-Read are `deepspeed`, `torchrun`, `accelerate launch` and `python`, with lines continued by a backslash, and variables
-that the script sets itself. Nothing is run: values that a shell would compute (`$(nvidia-smi ...)`) are unknown.
+Read are `deepspeed`, `torchrun`, `accelerate launch`, `python` and the tools' own commands, also behind `srun`, `uv
+run` and others. `shell` expands the words, and runs nothing.
 """
 
 import os
 import re
-import shlex
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -14,14 +13,25 @@ from typing import Any
 import yaml  # type: ignore[import-untyped]  # its stubs are a package of their own
 
 from frugal.errors import RequestError
+from frugal.tools.check import shell
 
 LAUNCHER, ENVIRONMENT, FILES, PROGRAM = "(launcher)", "(environment)", "(files)", "(program)"
 """Keys under which the launcher's flags, the variables, the files that the training script reads and its name stand,
 beside its flags."""
 
-_STARTS = ("deepspeed", "torchrun", "accelerate", "python", "python3", "trl", "axolotl", "llamafactory-cli")
-_ASSIGNMENT = re.compile(r"(?:export\s+)?([A-Za-z_]\w*)=(\S*|\"[^\"]*\"|'[^']*')\s*$")
-_VARIABLE = re.compile(r"\$\{([A-Za-z_]\w*)(?::?[-=]([^}]*))?\}|\$([A-Za-z_]\w*)")
+_STARTS = ("deepspeed", "torchrun", "accelerate", "python", "trl", "axolotl", "llamafactory-cli", "swift", "megatron")
+_WRAPPERS = (
+    "srun", "uv", "env", "nohup", "sudo", "exec", "command", "numactl", "poetry", "pdm", "conda", "stdbuf", "nsys",
+    "ray",
+)  # fmt: skip
+"""Commands that start what is named behind their own flags."""
+
+_SUBCOMMANDS = ("trl", "swift", "megatron")
+_MODULES = ("-m", "--module")
+_LAUNCHING_MODULES = ("torch.distributed.run", "torch.distributed.launch", "accelerate.commands.launch", "deepspeed")
+_MANY_FLAGS = 5
+"""A command with fewer flags prepares something, if a later one has as many."""
+
 _OF_LAUNCHERS = {
     "num_gpus", "num_nodes", "include", "hostfile", "nproc_per_node", "nnodes", "num_processes", "num_machines",
     "config_file",
@@ -38,17 +48,18 @@ def parsed_script(path: Path, text: str) -> tuple[dict[str, Any], dict[tuple[str
     Raises:
         RequestError: no command that starts a training script is in it.
     """
-    variables: dict[str, str] = {}
-    for line in _commands(text):
-        assignment = _ASSIGNMENT.fullmatch(line.strip())
-        if assignment:
-            variables[assignment[1]] = _expanded(assignment[2].strip("\"'"), variables)
-            continue
-        words = _words(_expanded(line, variables))
-        own = dict(map(_pair, words[: _first(words)]))
+    variables: shell.Variables = {}
+    started: list[tuple[list[str], dict[str, str]]] = []
+    for words in shell.commands(text, variables):
+        if "--" in words and _first(rest := words[words.index("--") + 1 :]) < len(rest):
+            words = rest
         words = words[_first(words) :]
-        if words and Path(words[0]).name in _STARTS:
-            return _flags(words, variables | own, text)
+        if words and "-c" not in words[1:3]:
+            known = {name: value for name, value in variables.items() if isinstance(value, str)}
+            started.append((words, known))
+    if started:
+        large = (each for each in started if sum(word.startswith("--") for word in each[0]) >= _MANY_FLAGS)
+        return _flags(*next(large, started[0]), text)
     raise RequestError(
         f"{path} starts no training script",
         because=f"no line of it begins with {', '.join(_STARTS)}",
@@ -56,42 +67,33 @@ def parsed_script(path: Path, text: str) -> tuple[dict[str, Any], dict[tuple[str
     )
 
 
-def _commands(text: str) -> Iterator[str]:
-    """Yield the lines without comments; lines that a backslash continues are joined."""
-    joined = re.sub(r"\\\s*(\n|$)", " ", re.sub(r"(?m)^\s*#.*$", "", text))
-    return (line for line in joined.splitlines() if line.strip())
-
-
-def _expanded(text: str, variables: Mapping[str, str]) -> str:
-    return _VARIABLE.sub(lambda match: variables.get(match[1] or match[3], match[2] or match[0]), text)
-
-
-def _words(line: str) -> list[str]:
-    """Return the words of a line; none of a text over several lines, which starts nothing."""
-    try:
-        return shlex.split(line, comments=True)
-    except ValueError:
-        return []
-
-
 def _first(words: Sequence[str]) -> int:
-    """Return the index of the first word that is not an assignment of a variable."""
-    return next((i for i, word in enumerate(words) if not re.match(r"[A-Za-z_]\w*=", word)), len(words))
+    """Return the index of the word that starts a script, behind what starts it; the number of words if none does."""
+    names = [re.sub(r"^(python)[\d.]+$", r"\1", Path(word).name) for word in words]
+    first = next((i for i, word in enumerate(words) if not re.match(r"[A-Za-z_]\w*=", word)), len(words))
+    if names[first:] and names[first] in _WRAPPERS:
+        return next((i for i in range(first + 1, len(words)) if names[i] in _STARTS), len(words))
+    return first if names[first:] and names[first] in _STARTS else len(words)
 
 
-def _pair(word: str) -> tuple[str, str]:
-    name, _, value = word.partition("=")
-    return name, value
+def _program(words: Sequence[str]) -> int:
+    """Return the index of the training script, of the module behind `-m`, or of a tool's own command."""
+    module = next((i + 1 for i, word in enumerate(words[:-1]) if word in _MODULES), None)
+    script = next((i for i, word in enumerate(words) if word.endswith(".py")), len(words))
+    if module is not None and module < script and words[module] not in _LAUNCHING_MODULES:
+        return module
+    if script < len(words):
+        return script
+    return next((i for i, word in enumerate(words[1:], 1) if not word.startswith("-")), len(words) - 1)
 
 
 def _flags(words: Sequence[str], variables: dict[str, str], text: str) -> tuple[dict[str, Any], Any]:
     """Return the flags of the command (the launcher's stand before the script's name) and their lines."""
-    start = next((i for i, word in enumerate(words) if word.endswith(".py")), None)
-    if start is None:  # `trl sft ...`, `llamafactory-cli train FILE`, `python -m package`
-        start = next((i for i, word in enumerate(words[1:], 1) if not word.startswith("-")), len(words) - 1)
+    start = _program(words)
     content = dict(_named(words[start + 1 :]))
-    content[PROGRAM] = "/".join((Path(words[0]).name, words[start])) if words[0] == "trl" else words[start]
-    content[LAUNCHER] = {name: value for name, value in _named(words[1:start]) if name in _OF_LAUNCHERS}
+    content[PROGRAM] = "/".join((Path(words[0]).name, words[start])) if words[0] in _SUBCOMMANDS else words[start]
+    launcher = [word for word in words[1:start] if word not in _MODULES]
+    content[LAUNCHER] = {name: value for name, value in _named(launcher) if name in _OF_LAUNCHERS}
     content[ENVIRONMENT] = {name: value for name, value in variables.items() if name.isupper()}
     numbered = list(enumerate(text.splitlines(), 1))
     lines = {

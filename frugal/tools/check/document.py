@@ -156,6 +156,12 @@ _OF_SCRIPTS: tuple[Tool, ...] = ("llama-factory", "transformers")
 def _script(path: Path, text: str, tool: Tool | None) -> Document:
     content, lines = parsed_script(path, text)
     program = f"/{content[PROGRAM]}"
+    if program.startswith(("/swift/", "/megatron/")) or "/swift/cli/" in program:
+        raise RequestError(
+            f"{path} starts ms-swift, whose arguments frugal does not read",
+            because="it has defaults of its own, and builds what it trains of names such as `tuner_type` and `zero3`",
+            hint="plan the same with frugal: frugal plan --model NAME --global-batch N --seq-len N --lora r=N",
+        )
     if tool is None and ("/trl/" in program or Path(program).name.startswith("sft")):
         tool = "trl"
     if tool is None and content[FILES]:

@@ -113,7 +113,7 @@ def test_columns_of_several_formats_are_asked_about(load_rows: Any) -> None:  # 
 
 def test_a_format_that_the_columns_have_not(load_rows: Any) -> None:  # noqa: F811
     said = refusal(lambda: load_rows({"text": "one"}, format="instruction"))
-    assert said.startswith("a.jsonl has no column `instruction`\n") and said.endswith("its columns are text")
+    assert said.startswith("a.jsonl has no column `instruction`\n") and said.endswith("--columns instruction=NAME")
     said = refusal(lambda: load_rows({"text": "one"}, format="messages", task="masked-lm"))
     assert said.startswith("--format messages cannot be read\n  because what is trained is masked-lm;")
 

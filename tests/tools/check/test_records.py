@@ -12,6 +12,7 @@ from frugal.tools.check.checked import Check, check
 from frugal.tools.check.gather import gather
 from frugal.tools.check.records import as_json, as_sarif
 from frugal.tools.check.report import report
+from tests.commands import Capture, frugal
 
 HERE = Path(__file__).parent
 CONFIGS = HERE / "configs"
@@ -64,3 +65,13 @@ def test_sarif_is_valid_by_its_own_schema(log: Any) -> None:
     jsonschema = pytest.importorskip("jsonschema", reason="checks SARIF against its schema")
     schema = json.loads(lzma.decompress((HERE / "sarif-schema-2.1.0.json.xz").read_bytes()))
     jsonschema.validators.validator_for(schema)(schema).validate(log)
+
+
+@pytest.mark.parametrize("words", ["nope.yaml", "a.yaml --gpus x", "a.yaml --bogus", "a.yaml --batch-size 4", ""])
+def test_an_error_is_a_document_also_where_it_is_in_the_words_of_the_command(words: str, capsys: Capture) -> None:
+    code, output, errors = frugal(capsys, "check", *words.split(), "--json")
+    content = json.loads(output)
+    assert (code, content["verdict"], content["exit_code"]) == (2, "error", 2) and errors.startswith("error: ")
+    code, output, errors = frugal(capsys, "check", *words.split(), "--sarif")
+    (result,) = json.loads(output)["runs"][0]["results"]
+    assert (code, result["ruleId"]) == (2, "error") and content["error"] in result["message"]["text"]

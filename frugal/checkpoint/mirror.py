@@ -1,0 +1,347 @@
+"""A copy of a run's checkpoints and metrics in any storage that fsspec knows, such as S3: for machines that vanish.
+
+A thread of rank 0 copies beside training what lies in the run's folder, which all ranks share:
+
+    s3://bucket/run/
+      plan.json, ds_config.json, train.json, metrics.jsonl
+      mirror.json
+      checkpoints/latest
+      checkpoints/step-000100/manifest.json, ...
+
+A checkpoint's manifest comes last, once the storage lists all its files with their sizes. Whatever is cut off at any
+point leaves a folder without a manifest, which nobody reads and a later copy completes. Older checkpoints are removed
+there when they were removed here, after a newer one is whole. A failure is said once, and tried again until the run
+ends; training goes on. What is fetched is checked against the SHA-256 in its manifest before it gets its name.
+
+Credentials come from the storage's own files and variables, never from the address.
+"""
+
+import contextlib
+import os
+import secrets
+import shutil
+import threading
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from urllib.parse import urlsplit
+
+import msgspec
+
+from frugal import files
+from frugal.checkpoint import manifest
+from frugal.checkpoint.manifest import MANIFEST, POINTER
+from frugal.checkpoint.progress import read_progress
+from frugal.config.run_settings import METRICS, RECORD, RunSettings
+from frugal.distributed import rank_logs
+from frugal.errors import CheckpointError, RequestError, first_line
+
+_OWNER = "mirror.json"
+"""A random name of the run, here and there: who has another one leaves the other run's checkpoints alone."""
+
+_FILES = (_OWNER, "plan.json", "ds_config.json", RECORD, METRICS)
+_CHECKPOINTS = "checkpoints"
+_OBJECT_STORES = ("s3", "s3a", "gs", "gcs", "az", "abfs", "abfss", "oss", "hf")
+"""Storages without folders: to make one there may create a bucket."""
+
+_EXTRAS = {"s3": "frugal-trainer[s3]", "s3a": "frugal-trainer[s3]"}
+_SECRET = ("KEY", "SECRET", "TOKEN", "PASSWORD", "CREDENTIAL")
+RETRY_SECONDS = (5.0, 300.0)
+"""The first wait after a failure, which doubles up to the second."""
+
+ENDING_SECONDS = 60.0
+"""Time for what is left to copy when a run has failed; one that is done or told to stop has its grace."""
+
+
+def check(address: str | None) -> None:
+    """Refuse an address that no storage can have, without asking it.
+
+    Raises:
+        RequestError: the address has credentials, or its kind of storage is unknown or not installed.
+    """
+    if address is None:
+        return
+    parts = urlsplit(address)
+    if parts.password is not None or parts.query:
+        raise RequestError(
+            f"--mirror {parts.scheme}://... has credentials in its address",
+            because="it is kept in the run's record, and shown in lists of processes",
+            hint="put them where the storage's library looks, such as AWS_ACCESS_KEY_ID and AWS_SECRET_ACCESS_KEY",
+        )
+    import fsspec  # type: ignore[import-untyped]  # it has no type hints
+
+    try:
+        fsspec.get_filesystem_class(parts.scheme or "file")
+    except (ImportError, ValueError) as error:
+        package = _EXTRAS.get(parts.scheme)
+        raise RequestError(
+            f"--mirror {address} cannot be used", because=first_line(error),
+            hint=f"pip install '{package}'" if package else "install the package that fsspec needs for it",
+        ) from None  # fmt: skip
+
+
+class _Storage:
+    """The folder of a run in a storage."""
+
+    def __init__(self, address: str) -> None:
+        from fsspec.core import url_to_fs  # type: ignore[import-untyped]  # as above
+
+        self.fs, root = url_to_fs(address)
+        self.root = root.rstrip("/")
+        self._has_folders = urlsplit(address).scheme not in _OBJECT_STORES
+
+    def sizes(self, *names: str) -> dict[str, int]:
+        """Return the bytes of what is in a folder, by name; 0 for folders."""
+        self.fs.invalidate_cache()
+        try:
+            listed = self.fs.ls(self.path(*names), detail=True)
+        except FileNotFoundError:
+            return {}
+        return {each["name"].rstrip("/").rpartition("/")[2]: int(each["size"] or 0) for each in listed}
+
+    def read(self, *names: str) -> bytes | None:
+        """Return the content of a file; None if there is none."""
+        try:
+            return bytes(self.fs.cat_file(self.path(*names)))
+        except FileNotFoundError:
+            return None
+
+    def put(self, content: Path | bytes, *names: str) -> None:
+        """Write a file."""
+        if self._has_folders:
+            self.fs.makedirs(self.path(*names[:-1]), exist_ok=True)
+        if isinstance(content, bytes):
+            self.fs.pipe_file(self.path(*names), content)
+        else:
+            self.fs.put_file(str(content), self.path(*names))
+
+    def remove_checkpoint(self, name: str) -> None:
+        """Remove a checkpoint, its manifest first."""
+        for path in (self.path(_CHECKPOINTS, name, MANIFEST), self.path(_CHECKPOINTS, name)):
+            with contextlib.suppress(FileNotFoundError):
+                self.fs.rm(path, recursive=True)
+
+    def path(self, *names: str) -> str:
+        """Return the storage's own name of a file."""
+        return "/".join((self.root, *names))
+
+
+class Mirror:
+    """The copying of one run, on a thread."""
+
+    def __init__(self, settings: RunSettings) -> None:
+        assert settings.mirror is not None
+        self._address, self._out, self._checkpoints = settings.mirror, settings.out.absolute(), settings.checkpoints
+        self._links = self._out / ".mirror"
+        self._storage: _Storage | None = None
+        self._whole: dict[str, bytes] = {}  # manifests of the checkpoints that are whole there
+        self._sent: set[tuple[str, str]] = set()  # names and SHA-256 of files of checkpoints that are not
+        self._why, self._is_ending, self._is_refused = "", False, False
+        self._due = threading.Event()
+        self._thread = threading.Thread(target=self._run, name="mirror", daemon=True)
+        self._thread.start()
+
+    def wake(self) -> None:
+        """Copy what is new, on the thread."""
+        self._due.set()
+
+    def close(self, seconds: float) -> None:
+        """Copy what is left, for `seconds` at most; say what could not be."""
+        self._is_ending = True
+        self._due.set()
+        self._thread.join(seconds)
+        newest = manifest.newest_checkpoint(self._checkpoints)
+        if self._thread.is_alive() and not self._is_refused:
+            lacks = f" lacks {newest.name}" if newest is not None and newest.name not in self._whole else ""
+            why = self._why or f"it took longer than {seconds:.0f} s"
+            rank_logs.to_console(f"warning: the mirror {self._address} is not complete,{lacks} ({why})")
+        self._is_refused = True  # no later attempt
+        self._due.set()
+        shutil.rmtree(self._links, ignore_errors=True)
+
+    def _run(self) -> None:
+        shutil.rmtree(self._links, ignore_errors=True)  # of a start that was killed
+        wait = RETRY_SECONDS[0]
+        while not self._is_refused:
+            self._due.wait(wait if self._why else None)
+            self._due.clear()
+            is_last = self._is_ending
+            try:
+                self._copy()
+            except Exception as error:  # a storage's library may raise anything
+                self._tell(error)
+                wait = RETRY_SECONDS[0] if is_last else min(2 * wait, RETRY_SECONDS[1])
+                continue
+            if self._why:
+                rank_logs.to_console(f"the mirror {self._address} is written again")
+            self._why, wait = "", RETRY_SECONDS[0]
+            if is_last:
+                return
+
+    def _tell(self, error: Exception) -> None:
+        why = explained(error)
+        if why != self._why:
+            rank_logs.to_console(f"warning: the mirror {self._address} cannot be written ({why}); training goes on")
+        self._why, self._storage = why, None
+
+    def _copy(self) -> None:
+        storage = self._storage = self._storage or _Storage(self._address)
+        there = storage.sizes(_CHECKPOINTS)
+        if not self._owns(storage, there):
+            rank_logs.to_console(f"warning: the mirror {self._address} holds another run: nothing is copied to it")
+            self._is_refused = True
+            return
+        here = [path for path in manifest.checkpoints_in(self._checkpoints) if path.suffix != ".old"]
+        for path in here:
+            try:
+                self._copy_checkpoint(storage, path)
+            except FileNotFoundError:
+                if path.exists():  # else it was removed meanwhile
+                    raise
+        names = {path.name for path in here}
+        if here and here[0].name in self._whole:
+            storage.put(here[0].name.encode() + b"\n", _CHECKPOINTS, POINTER)
+        for name in _FILES[1:]:
+            if (self._out / name).exists():
+                storage.put(self._out / name, name)
+        if names & self._whole.keys():
+            for name in _steps(there) - names:
+                storage.remove_checkpoint(name)
+                self._whole.pop(name, None)
+
+    def _owns(self, storage: _Storage, there: dict[str, int]) -> bool:
+        """Return whether what is there is this run's; a storage that has no run becomes it."""
+        if not (self._out / _OWNER).exists():
+            files.write_file(self._out / _OWNER, secrets.token_hex(16).encode() + b"\n")
+        own, theirs = files.read_regular(self._out / _OWNER), storage.read(_OWNER) or b""
+        is_ours = own.startswith(theirs) and bool(theirs or not _steps(there))  # it may have been cut off
+        if is_ours and theirs != own:
+            storage.put(own, _OWNER)
+        return is_ours
+
+    def _copy_checkpoint(self, storage: _Storage, path: Path) -> None:
+        listed = files.read_regular(path / MANIFEST, manifest.MOST_BYTES)
+        if self._whole.get(path.name) == listed:
+            return
+        there = storage.read(_CHECKPOINTS, path.name, MANIFEST)
+        if there != listed:
+            if there is not None:
+                storage.remove_checkpoint(path.name)
+            with self._held(path) as held:
+                listed_files = manifest.read(held).files
+                for name, file in listed_files.items():
+                    if (path.name + name, file.sha256) not in self._sent:
+                        storage.put(held / name, _CHECKPOINTS, path.name, name)
+                        self._sent.add((path.name + name, file.sha256))
+            sizes = storage.sizes(_CHECKPOINTS, path.name)
+            for name, file in listed_files.items():
+                if sizes.get(name) != file.num_bytes:
+                    self._sent.clear()
+                    raise OSError(f"{path.name}/{name} has {sizes.get(name, 0)} of {file.num_bytes} bytes there")
+            storage.put(listed, _CHECKPOINTS, path.name, MANIFEST)
+        self._whole[path.name] = listed
+        self._sent.clear()
+
+    @contextmanager
+    def _held(self, path: Path) -> Iterator[Path]:
+        """Give a checkpoint a second name, so that a slow storage gets all of one that is removed meanwhile."""
+        links = self._links / path.name
+        shutil.rmtree(links, ignore_errors=True)
+        try:
+            links.mkdir(parents=True)
+            for file in path.iterdir():
+                os.link(file, links / file.name)
+        except OSError as error:
+            if isinstance(error, FileNotFoundError):
+                raise
+            links = path  # a file system without links
+        try:
+            yield links
+        finally:
+            if links != path:
+                shutil.rmtree(links, ignore_errors=True)
+
+
+@contextmanager
+def beside(settings: RunSettings, rank: int) -> Iterator[Callable[[], None]]:
+    """Copy the run's folder while the `with` block runs, on rank 0; call the result after each checkpoint."""
+    if settings.mirror is None or rank != 0:
+        yield lambda: None
+        return
+    mirror = Mirror(settings)
+    try:
+        yield mirror.wake
+    except BaseException:
+        mirror.close(min(ENDING_SECONDS, settings.grace))
+        raise
+    mirror.close(settings.grace)
+
+
+def fetch_if_empty(settings: RunSettings) -> None:
+    """Bring the newest whole checkpoint of a run to resume, and its best one, into a folder that has none.
+
+    Raises:
+        CheckpointError: the storage cannot be read.
+    """
+    if settings.mirror is None or not settings.resume or manifest.newest_checkpoint(settings.checkpoints) is not None:
+        return
+    check(settings.mirror)
+    try:
+        rank_logs.to_console(f"fetching the newest checkpoint from {settings.mirror}")
+        _fetch(_Storage(settings.mirror), settings)
+    except Exception as error:  # a storage's library may raise anything
+        raise CheckpointError(
+            f"cannot fetch a checkpoint from {settings.mirror}", because=explained(error),
+            hint="try again, or start without --resume",
+        ) from None  # fmt: skip
+
+
+def _fetch(storage: _Storage, settings: RunSettings) -> None:
+    there = _steps(storage.sizes(_CHECKPOINTS))
+    latest = (storage.read(_CHECKPOINTS, POINTER) or b"").decode(errors="replace").strip()
+    for name in sorted(there, key=lambda name: (name == latest, manifest.step_of(name)), reverse=True):
+        if (why := _fetch_checkpoint(storage, name, settings.checkpoints)) is None:
+            break
+        rank_logs.to_console(f"refused a checkpoint of the mirror: {why}")
+    else:
+        return
+    best = read_progress(settings.checkpoints / name).best
+    if best is not None and (best_name := f"step-{best.step:06d}") in there - {name}:
+        _fetch_checkpoint(storage, best_name, settings.checkpoints)
+    files.write_file(settings.checkpoints / POINTER, name.encode() + b"\n")
+    for each in _FILES:
+        if not (settings.out / each).exists() and (content := storage.read(each)) is not None:
+            files.write_file(settings.out / each, content)
+
+
+def _fetch_checkpoint(storage: _Storage, name: str, folder: Path) -> str | None:
+    """Bring a checkpoint into `folder`; return why it is not whole."""
+    aside = files.unfinished(folder / name)
+    aside.mkdir(parents=True)
+    try:
+        files.write_file(aside / MANIFEST, storage.read(_CHECKPOINTS, name, MANIFEST) or b"")
+        made_by = manifest.read(aside)
+        for each in made_by.files:
+            storage.fs.get_file(storage.path(_CHECKPOINTS, name, each), str(aside / each))
+        if (damage := manifest.first_damage(aside, made_by, 0, 1)) is not None:
+            return damage
+        files.flush_all(aside)
+        files.replace_own_folder(aside, folder / name)
+    except (FileNotFoundError, ValueError, msgspec.DecodeError) as error:
+        return f"{name}: {first_line(error)}"
+    finally:
+        shutil.rmtree(aside, ignore_errors=True)
+    return None
+
+
+def _steps(names: dict[str, int]) -> set[str]:
+    return {name for name in names if manifest.step_of(name) is not None}
+
+
+def explained(error: Exception) -> str:
+    """Return the first line of an error, without what variables for credentials have."""
+    said = first_line(error)
+    for name, value in os.environ.items():
+        if len(value) > 7 and any(word in name.upper() for word in _SECRET):
+            said = said.replace(value, f"<{name}>")
+    return said

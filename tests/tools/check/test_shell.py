@@ -1,0 +1,137 @@
+"""Scripts are read as bash expands them; bash itself says how."""
+
+import shutil
+import subprocess
+from pathlib import Path
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from frugal.errors import RequestError
+from frugal.tools.check import shell
+from frugal.tools.check.command_line import LAUNCHER, PROGRAM, num_processes, parsed_script
+from tests.engine.corpora import refusal
+
+TOLD = "started() { for word; do printf '%s\\0' \"$word\"; done; printf '\\n\\0'; }\n"
+
+
+def of_bash(script: str) -> list[list[str]]:
+    """The words of each command `started`, by bash."""
+    bash = shutil.which("bash")
+    assert bash is not None
+    run = subprocess.run([bash, "-c", TOLD + script], capture_output=True, timeout=20, env={"PATH": "/usr/bin:/bin"})
+    words, commands = run.stdout.decode().split("\0")[:-1], [[]]
+    for word in words:
+        commands[-1].append(word) if word != "\n" else commands.append([])
+    return commands[:-1]
+
+
+def of_frugal(script: str) -> list[list[str]]:
+    return [words[1:] for words in shell.commands(script, {}) if words[0] == "started"]
+
+
+SCRIPTS = [
+    "GPUS=${GPUS:-8}\nBATCH=512\nstarted --steps $((BATCH / 4 / GPUS)) --more $(( (BATCH+1) % 7 * -2 ))\n",
+    "A='one two' B=\"$A three\"\nstarted $A \"$A\" '$A' ${A}x \"a\\\"b\" \\$A $B\n",
+    "ARGS=(--lr 1e-4 \"--name=a b\"\n  # a comment\n  --bf16)\nARGS+=(--more)\n"
+    "started \"${ARGS[@]}\" ${ARGS[1]} ${#ARGS[@]} x\"${ARGS[@]}\"y\n",
+    "model_args=\"\\\n  --model_name_or_path base \\\n  --use_lora True \\\n\"\n"
+    "cmd=\"started -m pkg \\\n $model_args\"\neval $cmd\n",
+    "read -r -d '' COMMAND <<EOF\nstarted --zero 3 \\\n   --path $((1+2))\nEOF\n$COMMAND --last\n",
+    "cat > /dev/null <<'EOF'\n{\"not\": \"a command\", started: 1}\nEOF\nstarted after 2>&1 && started \\\n  next\n",
+    "started a; started b # started c\nif true; then started d; else :; fi\nfor x in one; do started $x; done\n",
+    "X=\nstarted ${X:-empty} ${X-unset} ${Y-unset} ${Y:=set} $Y ${X:+no} ${Y:+yes} \"$X\" $X ${Z:-${Y:-4}}\n",
+    "bash() { while [ $# -gt 1 ]; do shift; done; eval \"$1\"; }\nbash -c 'started \"inner word\" $((2*3))'\n",
+    "N=$(expr 32 / 4 / 2)\nstarted $N `expr 3 + 4`\nstarted a\\\nb c\\ d $'x' x$ $\"y\"\n",
+    "export A=1 B='2 3'\nA+=4\nstarted \"$A\" $B -- 2 --x=\"$B\"'c'$A\n",
+]  # fmt: skip
+
+
+@pytest.mark.parametrize("script", SCRIPTS)
+def test_words_are_those_of_bash(script: str) -> None:
+    assert of_frugal(script) == of_bash(script) != []
+
+
+NAMES = st.sampled_from(["A", "B", "C"])
+NUMBERS = st.integers(0, 99)
+PIECES = st.one_of(
+    st.sampled_from(["--x", "a b", "1e-4", "'q r'", '"s t"', "\\ u", "--n=", "k"]).map(
+        lambda text: text if text[0] in "'\"\\" else f"'{text}'" if " " in text else text
+    ),
+    NAMES.map(lambda name: f"${{{name}}}"),
+    NAMES.map(lambda name: f'"${{{name}}}"'),
+    st.tuples(NAMES, NUMBERS).map(lambda each: f"${{{each[0]}:-{each[1]}}}"),
+    st.tuples(NUMBERS, st.sampled_from("+-*"), NUMBERS).map(lambda each: "$(({} {} {}))".format(*each)),
+    st.tuples(NUMBERS, st.sampled_from("/%"), st.integers(1, 9)).map(lambda each: "$(({} {} {}))".format(*each)),
+    NAMES.map(lambda name: f'"${{{name}[@]}}"'),
+)
+WORDS = st.lists(PIECES, min_size=1, max_size=3).map("".join)
+ASSIGNED = st.one_of(
+    st.tuples(NAMES, WORDS).map("=".join),
+    st.tuples(NAMES, WORDS).map("+=".join),
+    st.tuples(NAMES, st.lists(WORDS, max_size=3).map(" ".join)).map(lambda each: f"{each[0]}=({each[1]})"),
+    st.lists(WORDS, min_size=1, max_size=4).map(lambda words: f"started {' '.join(words)}"),
+    st.lists(WORDS, min_size=1, max_size=4).map(lambda words: "if true; then started " + " \\\n ".join(words) + "; fi"),
+)
+
+
+@settings(max_examples=60, deadline=None)
+@given(st.lists(ASSIGNED, min_size=1, max_size=6).map("\n".join))
+def test_words_of_any_script_are_those_of_bash(script: str) -> None:
+    begin = "A=1\nB='2 3'\nC=--c\n"
+    assert of_frugal(begin + script) == of_bash(begin + script)
+
+
+@settings(max_examples=200, deadline=None)
+@given(st.text(st.sampled_from("$(){}[]'\"`\\<>|&;#=+-*/%:@! \t\nAforifdone1"), max_size=60))
+def test_a_text_that_is_no_script_is_read_to_its_end(text: str) -> None:
+    list(shell.commands(text, {}))
+
+
+def test_what_is_not_known_stays_as_it_is_written() -> None:
+    script = 'N=$(nvidia-smi -L | wc -l)\nB=$((64 / N / WORLD))\nstarted --n $N --b $B --m $1 "${M%.*}" $HOME/x\n'
+    assert of_frugal(script) == [
+        ["--n", "$(nvidia-smi -L | wc -l)", "--b", "$((64 / N / WORLD))", "--m", "$1", "${M%.*}", "$HOME/x"]
+    ]
+
+
+def test_a_variable_keeps_the_value_it_had_before_a_branch_and_a_loop_of_several_rounds_has_none() -> None:
+    script = "B=4\nM=\nwhile [ $# -gt 0 ]; do case $1 in --b) B=$2 ;; --m) M=$2 ;; esac; done\n"
+    script += 'if [ -n "$BIG" ]; then B=64; fi\nfor LR in 1 2; do started $B $M $LR; done\n'
+    assert of_frugal(script) == [["4", "$2", "$LR"]]
+
+
+@pytest.mark.parametrize(
+    ("begin", "program", "gpus"),
+    [
+        ("srun --gres=gpu:8 --ntasks-per-node=1 torchrun --nproc_per_node 8 train.py", "train.py", 8),
+        ("uv run accelerate launch --num_processes 4 src/sft.py", "src/sft.py", 4),
+        ("CUDA_VISIBLE_DEVICES=0,1 nohup python3.11 -u train.py", "train.py", 2),
+        ("srun bash -c \"python -m torch.distributed.run --nproc_per_node 2 train.py", "train.py", 2),
+        ("deepspeed --num_gpus 2 --module pkg.train", "pkg.train", 2),
+        ("torchrun --nproc_per_node 8 -m pkg.finetune --reward own.py", "pkg.finetune", 8),
+        ("python launch_jobs.py --cluster c -- torchrun --nproc_per_node 2 train.py", "train.py", 2),
+    ],
+)  # fmt: skip
+def test_the_training_is_seen_behind_what_starts_it(begin: str, program: str, gpus: int) -> None:
+    end = '"' if begin.count('"') == 1 else ""
+    before = "pip install -e .\npython -c 'import torch'\npython prepare.py --in x\n"
+    script = f"{before}{begin} --a 1 --b 2 --c 3 --e 5 --d 4{end}\n"
+    content, _ = parsed_script(Path("a.sh"), script)
+    assert (content[PROGRAM], content["d"], num_processes(content)) == (program, 4, (gpus, None)), content[LAUNCHER]
+
+
+def test_ms_swift_is_named(tmp_path: Path) -> None:
+    from frugal.tools.check.document import read
+
+    for command in ("swift sft --model Q", "torchrun swift/cli/sft.py", "NPROC_PER_NODE=8 megatron sft"):
+        (tmp_path / "a.sh").write_text(f"{command} --per_device_train_batch_size 1 \\\n --lora_rank 8\n")
+        assert "a.sh starts ms-swift, whose arguments frugal does not read\n" in refusal(
+            lambda: read(tmp_path / "a.sh")
+        )
+
+
+def test_a_script_that_trains_nothing_says_so() -> None:
+    with pytest.raises(RequestError, match="starts no training script"):
+        parsed_script(Path("a.sh"), "echo python\nfunction f() {\n ls\n}\n")
