@@ -48,7 +48,7 @@ class AnyLength:
 
     @cached_property
     def _parts(self) -> "tuple[npt.NDArray[np.float64], npt.NDArray[np.float64]]":
-        """Of the fixed bytes and of those for each sample: constant, for each token, and for each pair of tokens."""
+        """Fixed bytes, and those for each sample: a constant, a part for each token, one for each pair of tokens."""
         import numpy as np
 
         def split(short: tuple[int, ...], long: tuple[int, ...]) -> "npt.NDArray[np.float64]":
