@@ -61,23 +61,14 @@ RECORDS = Path("tests/measured")
 @click.option("--calibrate", "calibrating", is_flag=True, help="Measure this machine, for the next plans.")
 @click.option("--device", type=click.Choice(get_args(DeviceKind)), help="What to calibrate without a plan.")
 @click.option("--gpus", type=int, help="How many GPUs (or CPU ranks) to calibrate without a plan.  [default: all]")
-def command(
-    path: Path | None,
-    as_json: bool,
-    record: Path | None,
-    capped: bool,
-    timeline: Path | None,
-    share: Path | None,
-    calibrating: bool,
-    device: DeviceKind | None,
-    gpus: int | None,
-) -> int:
+def command(path: Path | None, as_json: bool, capped: bool, calibrating: bool, share: Path | None, **more: Any) -> int:
     """Run a plan for two optimizer steps on synthetic samples, and compare its memory with the prediction.
 
     On CPU ranks live tensor bytes are counted, on GPUs the caching allocator's and the driver's. More than two
     micro-steps count as two. With --calibrate the machine is measured as well, or alone.
     """
-    _check(path, calibrating, record=record, capped=capped, timeline=timeline, share=share, device=device, gpus=gpus)
+    _check(path, calibrating, capped=capped, share=share, **more)
+    record, timeline, device, gpus = (more[name] for name in ("record", "timeline", "device", "gpus"))
     if timeline is not None:
         timeline_files.check_file(timeline, has_table=False)
     content: dict[str, Any] = {}

@@ -11,7 +11,7 @@ from typing import Any
 import click
 import psutil  # type: ignore[import-untyped]  # has no types
 
-from frugal.checkpoint import manifest, mirror
+from frugal.checkpoint import manifest
 from frugal.checkpoint.run_folder import holds_a_run
 from frugal.cli.display import preview as preview_command
 from frugal.cli.display.verdict import show_verdict
@@ -131,8 +131,11 @@ def _job(values: dict[str, Any], ranks: int | None) -> _Job:
     path = values.get("hostfile") or file.plan.get("hostfile")
     named = read_hostfile(Path(path)) if path else ()
     settings = run_settings(values, file.train)
-    mirror.check(settings.mirror)
-    mirror.fetch_if_empty(settings)
+    if settings.mirror:
+        from frugal.checkpoint import mirror  # torch takes seconds
+
+        mirror.check(settings.mirror)
+        mirror.fetch_if_empty(settings)
     newest = manifest.newest_checkpoint(settings.checkpoints)
     if settings.resume:
         if newest is None:

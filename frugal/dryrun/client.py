@@ -14,7 +14,7 @@ from types import TracebackType
 from frugal.config import kernels
 from frugal.config.hardware.cluster import ASSUMED_CAPABILITY, CARDS, Cluster, Device
 from frugal.config.request import Request
-from frugal.deepspeed_adapter.simulate.engine import simulate
+from frugal.deepspeed_adapter.simulate.engine import Steps, equal_steps, simulate
 from frugal.dryrun import shipped
 from frugal.dryrun.cache import Cache, digest, facts_key, model_key
 from frugal.dryrun.figures import fullest_drafted, likely_fullest, rank_memories
@@ -238,7 +238,7 @@ class DryRunSource:
             at_once, reserved = equal.smallest_capacity(), equal.under().peak_reserved_bytes
             for run in runs:
                 steps = [[any_length.sizes(*shapes[memory.rank // shared_by]) for shapes in step] for step in run]
-                ragged = self._simulate(any_length.long, strategy, memory.rank, accumulates=True, steps=steps)
+                ragged = self._simulate(any_length.long, strategy, memory.rank, steps)
                 replays = replace(ragged, known=self._replays).replays(0, expandable_segments=expandable)
                 more_reserved_bytes = max(more_reserved_bytes, replays.under().peak_reserved_bytes - reserved)
                 if not replays.survives(at_once + more_bytes):
@@ -337,28 +337,19 @@ class DryRunSource:
         trace = self._drafts.trace(strategy)
         if trace is None:
             return None
-        memories = tuple(self._simulate(trace, strategy, rank, accumulates=accumulates) for rank in ranks)
+        memories = tuple(self._simulate(trace, strategy, rank, equal_steps(accumulates)) for rank in ranks)
         return self._profile(strategy, trace.work, memories)
 
-    def _simulate(
-        self,
-        trace: ModelTrace,
-        strategy: Strategy,
-        rank: int,
-        *,
-        accumulates: bool,
-        steps: Sequence[Sequence[Sequence[int]]] | None = None,
-    ) -> RankMemory:
+    def _simulate(self, trace: ModelTrace, strategy: Strategy, rank: int, steps: Steps) -> RankMemory:
         memory = simulate(
             trace,
             self.request,
             strategy,
             world_size=self.cluster.world_size,
             rank=rank,
-            accumulates=accumulates,
             kind=self.kind,
-            by_tensor=self._is_by_tensor(strategy),
             steps=steps,
+            by_tensor=self._is_by_tensor(strategy),
         )
         return replace(memory, timeline=self._with_workspaces(memory.timeline))
 

@@ -30,13 +30,12 @@ def train(
     total_steps: int,
     evaluate: Callable[[], Evaluation] | None = None,
     gauge: RunGauge | None = None,
-    published: Callable[[], None] = lambda: None,
 ) -> Progress:
     """Train from `start` to `total_steps` optimizer steps, or until no evaluation is better, or a rank is told to stop.
 
-    Collective. `evaluate` is called every `settings.eval_every` steps, `published` after each checkpoint. A run that is
-    told to stop, or is out of memory beyond recovery, saves a checkpoint first. One whose folder is deleted or moved
-    ends with an error.
+    Collective. `evaluate` is called every `settings.eval_every` steps, `log.published` after each checkpoint. A run
+    that is told to stop, or is out of memory beyond recovery, saves a checkpoint first. One whose folder is deleted or
+    moved ends with an error.
 
     The next global batch is collated while the engine works on the last; a step's time includes what it waits for it.
     The first step has no optimizer states before it, so memory is compared with the plan after the second.
@@ -46,7 +45,7 @@ def train(
     prepared = prefetch(((batch, engine.prepare(batch)) for batch in to_come), engine.device)
     saver = Saver(
         engine, settings.checkpoints, keep=settings.keep, in_background=settings.async_save, before=log.sync,
-        published=published, score=best.criterion.score,
+        published=log.published, score=best.criterion.score,
     )  # fmt: skip
     finite_check = FiniteCheck(settings.on_nan, log, saver)
     try:

@@ -78,6 +78,7 @@ def train(plan: Plan, settings: RunSettings, device: torch.device) -> Path | Non
             endings.page_afterwards(settings.out, rank),
             _log(plan, settings, rank, start.step, total_steps) as log,
         ):
+            log.published = copy
             log.start(**opening.record(plan, changes, is_resumed=settings.resume))
             said = opening.lines(plan, settings, data, model, total_steps, start.step, changes)
             for line in (*said, *opening.remarks(plan, data, device, rank)):
@@ -91,7 +92,7 @@ def train(plan: Plan, settings: RunSettings, device: torch.device) -> Path | Non
             evaluate = partial(engine.evaluate, data.validation, metric) if len(data.validation) else None
             done = loop.train(
                 engine, batches, settings, log,
-                start=start, total_steps=total_steps, evaluate=evaluate, gauge=run_gauge, published=copy,
+                start=start, total_steps=total_steps, evaluate=evaluate, gauge=run_gauge,
             )  # fmt: skip
             best = Best(settings, done)
             if best.is_over:

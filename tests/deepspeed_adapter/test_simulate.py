@@ -10,7 +10,7 @@ from frugal.config.adapters import Lora
 from frugal.config.request import Request
 from frugal.deepspeed_adapter.kernels import DTYPES
 from frugal.deepspeed_adapter.simulate import mirrored
-from frugal.deepspeed_adapter.simulate.engine import covers, simulate
+from frugal.deepspeed_adapter.simulate.engine import covers, equal_steps, simulate
 from frugal.dryrun.messages import AskDryRun, AskTrace
 from frugal.dryrun.run import dry_run
 from frugal.dryrun.trace.trace import built, trace
@@ -124,7 +124,7 @@ def compare(
     model, building_bytes = built(build)
     alone = trace(model, objective(), asked_trace(way, kind), building_bytes=building_bytes)
     assert covers(asked, way, alone)
-    simulated = simulate(alone, asked, way, world_size=world_size, rank=rank, accumulates=steps > 1, kind=kind)
+    simulated = simulate(alone, asked, way, world_size=world_size, rank=rank, kind=kind, steps=equal_steps(steps > 1))
     expected = dry_run_result.timeline.intervals(MICRO_BATCH)
     found = simulated.timeline.intervals(MICRO_BATCH)
     assert [interval.phase for interval in found] == [interval.phase for interval in expected]

@@ -109,6 +109,6 @@ def test_an_unreachable_hub_costs_no_time(monkeypatch: pytest.MonkeyPatch) -> No
     factories.hub_unreachable_because.cache_clear()
     try:
         assert "the network does not reach it" in message("gtp2")
-        assert len(lookups) == 1
+        assert lookups.count(("huggingface.co", 443)) == 1  # the hub's own library may look once for itself
     finally:
         factories.hub_unreachable_because.cache_clear()

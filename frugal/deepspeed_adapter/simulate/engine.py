@@ -112,6 +112,15 @@ def covers(request: Request, strategy: Strategy, trace: ModelTrace | None = None
     return is_one_type and is_sure and len(trace.trainable_index) > 1
 
 
+Steps = Sequence[Sequence[Sequence[int] | None]]
+"""The micro-steps of each optimizer step, as the bytes of the trace's storages in each; None: for any micro-batch."""
+
+
+def equal_steps(accumulates: bool) -> Steps:
+    """Return two optimizer steps for any micro-batch, of which the first sets the stage for the second."""
+    return [None], [None] * (2 if accumulates else 1)
+
+
 def simulate(
     trace: ModelTrace,
     request: Request,
@@ -119,15 +128,13 @@ def simulate(
     *,
     world_size: int,
     rank: int,
-    accumulates: bool,
     kind: DeviceKind,
+    steps: Steps,
     by_tensor: bool = False,
-    steps: Sequence[Sequence[Sequence[int]]] | None = None,
 ) -> RankMemory:
     """Return the memory of `rank` under `strategy`, as `frugal.dryrun.run` would record it.
 
-    `by_tensor`: as in `frugal.dryrun.run`. `steps`: of each optimizer step the micro-steps, as the bytes of the trace's
-    storages in each; None: two steps, for any micro-batch. Activations in host memory are in pinned blocks of a power
+    `by_tensor`: as in `frugal.dryrun.run`. Activations in host memory are in pinned blocks of a power
     of two bytes, counted as up to twice what they hold.
 
     Left out: operators on scalars, and what lives for the time of one operator on them.
@@ -137,8 +144,7 @@ def simulate(
     stream.phase(INITIALISATION)
     host = PinnedBlocks(stream, kind)
     optimizer = _initialised(stream, host, setting, trace, arrives=by_tensor or kind == "cuda")
-    equal: Sequence[Sequence[Sequence[int] | None]] = ([None], [None] * (2 if accumulates else 1))
-    for micro_steps in equal if steps is None else steps:  # of equal ones the first sets the stage for the second
+    for micro_steps in steps:
         _accumulate(stream, optimizer, [MicroStep(stream, trace, sizes) for sizes in micro_steps], kind)
         stream.phase(OPTIMIZER_STEP)
         optimizer.step()

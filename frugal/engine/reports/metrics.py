@@ -34,7 +34,7 @@ import logging
 import math
 import time
 from collections import deque
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from types import TracebackType
@@ -88,7 +88,10 @@ class PlannedMemory:
 
 
 class Log:
-    """One run's log, which `trackers` get, too. Use it in a `with` block. Ranks other than 0 write nothing."""
+    """One run's log, which `trackers` get, too. Use it in a `with` block. Ranks other than 0 write nothing.
+
+    `published` is called after a checkpoint is complete.
+    """
 
     def __init__(
         self,
@@ -102,6 +105,7 @@ class Log:
         console: Console | None = None,
     ) -> None:
         self.is_rank_0 = rank == 0
+        self.published: Callable[[], None] = lambda: None
         self.memory_bytes: int | None = None
         self.reserved_bytes: int | None = None
         self._planned = planned
