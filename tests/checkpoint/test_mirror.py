@@ -328,7 +328,7 @@ class Proxy:
 @pytest.fixture
 def s3(monkeypatch: pytest.MonkeyPatch) -> Iterator[int]:
     """A server of S3 on loopback with one bucket; its port."""
-    moto = pytest.importorskip("moto.server", reason="moto[server] is a dependency of tests")
+    moto = pytest.importorskip("moto.server", reason="moto[s3] and flask are dependencies of tests")
     pytest.importorskip("s3fs")
     import s3fs
 

@@ -241,9 +241,9 @@ def test_the_command_really_dry_runs(here: Path) -> None:
     assert done.returncode == 0, done.stderr
     plan = Plan.from_json(done.stdout.encode())
     assert plan.model.parameters == 124_439_808
-    assert plan.batch.micro_batch == (8,) * 4
-    assert plan.batch.accumulation_steps == 16
-    assert (plan.strategy.activation_checkpointing, plan.strategy.loss) == ("off", "plain")
+    assert plan.batch.micro_batch == (16,) * 4
+    assert plan.batch.accumulation_steps == 8
+    assert (plan.strategy.activation_checkpointing, plan.strategy.loss) == ("off", "tiled")
     assert plan.memory.fits
     assert [note.split()[0] for note in plan.warnings] == ["dropout"], "the profile and the dry run agree"
     again = subprocess.run(

@@ -19,7 +19,7 @@ SOME = RunSettings(
     validation_samples=12, resume=True, accept_changed_data=True, grace=75, columns="text=t,label=l",
     schedule_steps=8, track=("wandb",), format="messages",
     chat_template="chatml", train_on="all", callback=("c.py:C",), push_to_hub="me/mine",
-    metric="m.py:f1", best="f1:max", patience=3, tune=False,
+    metric="m.py:f1", best="f1:max", patience=3, tune=False, mirror="s3://bucket/run",
 )  # fmt: skip
 
 

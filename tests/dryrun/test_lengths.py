@@ -72,7 +72,7 @@ def test_the_replay_of_other_lengths_is_that_of_a_dry_run_of_them(
         any_length = source._any_length(plan.strategy)
         assert any_length is not None
         steps = [[any_length.sizes(*shape) for shape in shapes] for shapes in STEPS]
-        replayed = source._simulate(any_length.long, plan.strategy, 0, accumulates=True, steps=steps)
+        replayed = source._simulate(any_length.long, plan.strategy, 0, steps)
         timeline = source._with_workspaces(real.timeline)
     expected = Replays(timeline.fixed, timeline.events, timeline.empties)
     found = replayed.replays(0)

@@ -81,8 +81,9 @@ class _Script:
             elif not words and (assigned := _ASSIGNED.match(self.text, self.at)):
                 self._assign(assigned)
             else:
-                words += self._word()
-                words = self._begun(words)
+                begin = self.at
+                words = self._begun([*words, *self._word()])
+                self.at += self.at == begin  # what begins nothing, as a `>(` without its end
         if words:
             yield words
 

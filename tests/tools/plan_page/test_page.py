@@ -122,7 +122,7 @@ def test_all_answers_are_to_the_byte_those_of_memory_profiles(plan: Plan, comput
                     assert answer["needed"] == pytest.approx(on_other.total_bytes - on_other.context, rel=0.003)
                 if device.memory_bytes == own:
                     assert computed["largest"][key] == profile_largest(source, strategy, gpus)
-    assert num_checked >= 50
+    assert num_checked >= 40
     assert len({key.split("/")[0] for key in computed["answers"]}) >= 2
     assert len({key.split("/")[3] for key in computed["answers"]}) >= 2
 
