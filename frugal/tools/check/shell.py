@@ -162,7 +162,6 @@ class _Script:
             self.at = piece.end()
             kind, text = piece.lastgroup or "", piece[piece.lastgroup or 0]
             parts = [text.replace("\n", "") if kind == "escaped" else text]
-            is_quoted |= kind in ("single", "double")
             if kind == "double":
                 parts = self._inside(text)
             elif kind == "expansion" and (values := self._values(text)) is not None:
@@ -170,12 +169,15 @@ class _Script:
                 parts = _FIELD.findall(value) if splits else [value]
                 if splits and value[:1].isspace() and made[-1]:
                     made.append("")
+            is_quoted |= kind == "single" or (kind == "double" and bool(parts))
             made[-1] += "".join(parts[:1])
             made += parts[1:]
         return made if made != [""] or is_quoted or not splits else []
 
     def _inside(self, text: str) -> list[str]:
-        """Return what a text is between double quotes: one text, or several of an array `"${A[@]}"`."""
+        """Return what a text is between double quotes: one text, or those of an array `"${A[@]}"`, also none."""
+        if text and not _ARRAY.sub(lambda each: "" if self._values(each[0]) == [] else each[0], text):
+            return []
         made, at = [""], 0
         for each in _IN_QUOTES.finditer(text):
             made[-1] += text[at : each.start()]

@@ -76,11 +76,21 @@ ASSIGNED = st.one_of(
 )
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=60, deadline=None, derandomize=True)
 @given(st.lists(ASSIGNED, min_size=1, max_size=6).map("\n".join))
 def test_words_of_any_script_are_those_of_bash(script: str) -> None:
     begin = "A=1\nB='2 3'\nC=--c\n"
     assert of_frugal(begin + script) == of_bash(begin + script)
+
+
+@pytest.mark.parametrize("quoted", ['"${C[@]}"', '"${C[@]}${C[@]}"', '"x${C[@]}"', '""', "\"${C[@]}\"''"])
+def test_an_empty_array_in_quotes_is_no_word(quoted: str) -> None:
+    assert of_frugal(f"C=()\nstarted a {quoted} b") == of_bash(f"C=()\nstarted a {quoted} b")
+
+
+@pytest.mark.parametrize("text", ['>(>("d', "<(", "a >(x", "${", "`"])
+def test_what_has_no_end_ends(text: str) -> None:
+    list(shell.commands(text, {}))
 
 
 @settings(max_examples=200, deadline=None)
