@@ -348,8 +348,8 @@ def with_lengths(request: Request, values: Mapping[str, Any], file: TomlFile, de
 
     silence_libraries()
     with waiting(f"tokenising {names_of(settings.data)}"):
-        lengths, seq_len = corpus.lengths_of(request, settings, defaults)
-        return replace(request, lengths=lengths, seq_len=seq_len)
+        lengths, seq_len, document_tokens = corpus.lengths_of(request, settings, defaults)
+        return replace(request, lengths=lengths, seq_len=seq_len, document_tokens=document_tokens)
 
 
 def planning_flags(values: Mapping[str, Any], *others: str) -> list[str]:

@@ -233,6 +233,10 @@ class Request:
         None, "Pack several documents into one sample of --seq-len tokens; none attends to another.", "model and batch",
         shown_default="no",
     )  # fmt: skip
+    document_tokens: int = setting(
+        DOCUMENT_TOKENS, "Mean tokens of a pack's documents, at least; 0: attention takes masks. With --data that of "
+        "the data.", "model and batch", least=0, is_flag=False,
+    )  # fmt: skip
     batch_norm: BatchNormChoice | None = setting(
         None,
         "BatchNorm statistics: `local` micro-batch, `sync` across ranks, or `frozen` running statistics, with which "
@@ -367,14 +371,6 @@ class Request:
         if self.global_tokens is not None:
             return self.global_tokens // self.seq_len
         return self.global_batch if self.global_batch is not None else DEFAULT_GLOBAL_BATCH
-
-    @property
-    def document_tokens(self) -> int:
-        """Mean tokens of a pack's documents, at least: a power of two; 0: so few that attention is better masked."""
-        if self.lengths is None or self.lengths.most_documents is None:
-            return DOCUMENT_TOKENS
-        mean = self.seq_len // self.lengths.most_documents
-        return 1 << (mean.bit_length() - 1) if mean >= DOCUMENT_TOKENS // 2 else 0
 
     @property
     def learning_rate_scaling(self) -> Scaling | None:

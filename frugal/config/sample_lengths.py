@@ -37,7 +37,7 @@ class Lengths:
 
     `too_long` is the action for samples that are longer than planned. `source` names the origin of the lengths, and
     whether they are a part of the data. `counted_mean` are the mean tokens of a sample that a global batch of tokens
-    counts, if these are not all it has: the target's of pairs. `most_documents` are those of a pack at most.
+    counts, if these are not all it has: the target's of pairs.
     """
 
     tokens: tuple[int, ...]
@@ -45,7 +45,6 @@ class Lengths:
     too_long: TooLong = "error"
     source: str = ""
     counted_mean: float | None = None
-    most_documents: int | None = None
 
     def __post_init__(self) -> None:
         assert self.tokens and len(self.tokens) == len(self.counts)

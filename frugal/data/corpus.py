@@ -28,7 +28,7 @@ from frugal import files
 from frugal.config import sample_lengths
 from frugal.config.request import Request
 from frugal.config.run_settings import RunSettings
-from frugal.config.sample_lengths import Lengths
+from frugal.config.sample_lengths import DOCUMENT_TOKENS, Lengths
 from frugal.data import tokenizer as tokenizing
 from frugal.data.batches import permutation
 from frugal.data.build import SampleMaker, SampleSettings, write_samples
@@ -400,11 +400,12 @@ def tokenizer_for(spec: ModelSpec, name: str | None, chat_template: str | None) 
     return tokenizer, words
 
 
-def lengths_of(request: Request, settings: RunSettings, defaults: Collection[str] = ()) -> tuple[Lengths, int]:
+def lengths_of(request: Request, settings: RunSettings, defaults: Collection[str] = ()) -> tuple[Lengths, int, int]:
     """Return the lengths of the samples that a plan for `request` would train on; their source says what is left out.
 
     Also return the maximum tokens of a sample to plan for: those of the request, unless `defaults` names them and the
     longest sample has at most half as many; then its own, rounded up to a multiple of 8, which matrix products like.
+    And the request's `document_tokens`, or those of the data's packs where `defaults` names them.
 
     The data is tokenised as training will do it, and kept for it. Of more than `MOST_LENGTHS` lengths some are read,
     evenly spread.
@@ -417,7 +418,14 @@ def lengths_of(request: Request, settings: RunSettings, defaults: Collection[str
         notes = corpus.report.left_out(settings.too_long)
     lengths, longest = lengths_of_corpus(corpus, names_of(settings.data), notes), corpus.longest
     is_shorter = "seq_len" in defaults and not settings.stream and 2 * longest <= request.seq_len
-    return lengths, -(-longest // 8) * 8 if is_shorter else request.seq_len
+    seq_len = -(-longest // 8) * 8 if is_shorter else request.seq_len
+    most = _most_documents(corpus.train) if "document_tokens" in defaults else None
+    return lengths, seq_len, request.document_tokens if most is None else _document_tokens(seq_len // most)
+
+
+def _document_tokens(mean: int) -> int:
+    """Return a power of two up to the mean tokens of documents; 0 where they are so short that masks take less."""
+    return 1 << (mean.bit_length() - 1) if mean >= DOCUMENT_TOKENS // 2 else 0
 
 
 def read_training_data(request: Request, settings: RunSettings) -> tuple[tuple[Any, str], Corpus]:
@@ -447,7 +455,7 @@ def lengths_of_corpus(corpus: Corpus, name: str, notes: Sequence[str]) -> Length
     drawn = epoch_indices(corpus.train)
     lengths = corpus.train.lengths[drawn]
     counted_tokens = getattr(corpus.train, "counted_tokens", corpus.train.lengths)[drawn]
-    counted = replace(histogram(lengths, name, notes), most_documents=_most_documents(corpus.train))
+    counted = histogram(lengths, name, notes)
     if np.array_equal(counted_tokens, lengths):
         return counted
     return replace(counted, counted_mean=float(counted_tokens.mean()))

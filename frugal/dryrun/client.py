@@ -250,7 +250,7 @@ class DryRunSource:
         long = self.request.seq_len
         short = max(1, long // SHORT)
         request = replace(self.request, seq_len=short, lengths=None)
-        drafts = Drafts(request, self.kind, self.capability, self._cache, self._pool)
+        drafts = Drafts(request, self.kind, self.capability, self._cache, self._pool, self._multiprocessors)
         try:
             traces = () if strategy in self._distrusted else (drafts.trace(strategy), self._drafts.trace(strategy))
             known = [trace for trace in traces if trace is not None]

@@ -35,7 +35,10 @@ def test_the_kept_predictions_are_of_every_row_and_of_several_cards_and_versions
     summary = predicted.summary(made["rows"])
     assert made["summary"] == summary
     assert summary["rows"] >= 60 and summary["card"] >= 5 and summary["torch"] >= 4
-    assert summary["allocated_error"]["median"] <= 1e-4 and summary["allocated_error"]["worst"] <= 6e-3
+    assert summary["allocated_error"]["median"] <= 1e-4
+    known = {"h100-zero3-6.9b-bf16-states": 6e-3, "t4-distilbert-base-8x256": 5e-3}  # causes not found
+    for each in made["rows"]:
+        assert abs(each.get("allocated_error") or 0) <= known.get(each["name"], 4e-3), each["name"]
     recorded = {each.stream.name: each for each in kept()}
     for each in made["rows"][: len(recordings)]:
         assert each["reserved_bytes"] == recorded[each["name"]].stream.reserved_bytes

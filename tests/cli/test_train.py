@@ -320,7 +320,7 @@ def test_a_new_plan_for_a_run_keeps_all_of_its_request_that_changes_numbers() ->
     ways = {
         "max_tokens_per_gpu", "micro_batch", "accumulation_steps", "even", "zero_stage",
         "activation_checkpointing", "loss", "offload", "nvme_path", "optimizer_implementation", "overlap_comm",
-        "expandable_segments", "reduce_bucket_elements", "mlp", "kernels", "offload_ratio",
+        "expandable_segments", "reduce_bucket_elements", "mlp", "kernels", "document_tokens", "offload_ratio",
         "sequence_parallel", "layer_modes",
     }  # fmt: skip
     assert {field.name for field in dataclasses.fields(Request)} == ways | set(train._TRAINED)

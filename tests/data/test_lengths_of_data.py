@@ -24,14 +24,14 @@ def data(tmp_path: Path, *rows: dict[str, object]) -> RunSettings:
 
 def test_running_text_is_as_long_as_its_windows(tmp_path: Path) -> None:
     settings = data(tmp_path, {"text": "a" * 98}, {"text": "b" * 8})
-    lengths, _ = lengths_of(Request(model="gpt2", seq_len=64), settings)
+    lengths, *_ = lengths_of(Request(model="gpt2", seq_len=64), settings)
     assert (lengths.tokens, lengths.counts) == ((10, 37, 64), (1, 1, 1)), "99 targets: 63 and 36, each after one token"
     assert lengths.source == settings.data[0]
 
 
 def test_pairs_are_as_long_as_their_longer_side_and_count_their_target_tokens(tmp_path: Path) -> None:
     settings = data(tmp_path, {"source": "a" * 9, "target": "b" * 3}, {"source": "c", "target": "d" * 19})
-    lengths, _ = lengths_of(Request(model="t5", seq_len=64), settings)
+    lengths, *_ = lengths_of(Request(model="t5", seq_len=64), settings)
     assert (lengths.tokens, lengths.counts, lengths.counted_mean) == ((10, 20), (1, 1), 12.0), "with an end token each"
 
 
@@ -40,7 +40,7 @@ def test_pairs_that_are_too_long_are_named_or_counted(tmp_path: Path) -> None:
     request = Request(model="bert", task="sequence-classification", seq_len=64)
     with pytest.raises(RequestError, match="1 sample is longer than --seq-len"):
         lengths_of(request, settings)
-    lengths, _ = lengths_of(request, replace(settings, too_long="truncate"))
+    lengths, *_ = lengths_of(request, replace(settings, too_long="truncate"))
     assert (lengths.tokens, lengths.counts) == ((11, 64), (1, 1))
     assert lengths.source == f"{settings.data[0]}; 1 row longer than --seq-len truncated"
 

@@ -110,6 +110,6 @@ def test_sources_with_weights_are_kept_apart_and_read_as_they_are(
     indices = GlobalBatches(corpus.train, global_batch=1000).at().indices
     assert sum("labels" in corpus.train[i] for i in indices.tolist()) == 750
     assert corpus.provenance.options["weights"] == "1/4, 3/4"
-    lengths, _ = lengths_of(request, settings)
+    lengths, *_ = lengths_of(request, settings)
     assert lengths.num_samples == 72
     assert dict(zip(lengths.tokens, lengths.counts, strict=True))[6] == pytest.approx(18, abs=6)

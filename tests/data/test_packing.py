@@ -93,7 +93,7 @@ def test_text_on_disk_is_packed_once_and_a_plan_is_told_how_full(
     assert sorted(piece for sample in pack.train for piece in pieces_of(sample)) == windows
     assert pack.report.tokens == plain.report.tokens and len(pack.train) < len(plain.train)
     assert pack.provenance.fingerprint != plain.provenance.fingerprint
-    lengths, _ = lengths_of(
+    lengths, *_ = lengths_of(
         Request(model="gpt2", seq_len=SEQ_LEN, pack=True), RunSettings(data=(str(path),), validation_fraction=0)
     )
     assert lengths.num_samples == len(pack.train) and lengths.longest == SEQ_LEN

@@ -122,26 +122,20 @@ def test_gradients_equal_those_with_a_mask(documents: list[list[int]], kind: str
 
 def test_a_plan_takes_the_documents_of_a_pack_from_the_data(tmp_path: Path) -> None:
     """Packs of short documents, packs of long ones, and a mixture; a batch of any of these packs has its offsets."""
-    for name, tokens in (("short", 40), ("long", 300)):
+    for name, tokens in (("tiny", 20), ("short", 40), ("long", 300)):
         rows = [json.dumps({"text": "x" * (tokens - i % 7)}) for i in range(400)]
         (tmp_path / f"{name}.jsonl").write_text("\n".join(rows))
-    settings = {name: str(tmp_path / f"{name}.jsonl") for name in ("short", "long")}
-    found = {}
-    for name, data in (
-        ("short", [settings["short"]]),
-        ("long", [settings["long"]]),
-        ("both", [f"{path}:1" for path in settings.values()]),
-    ):
-        request = Request(model="gpt2", seq_len=1024, pack=True)
-        lengths, _ = lengths_of(request, RunSettings(data=tuple(data), tokenizer="byte"))
-        planned = replace(request, lengths=lengths)
-        found[name] = lengths.most_documents, planned.document_tokens
-        _, corpus = read_training_data(request, RunSettings(data=tuple(data), tokenizer="byte"))
-        objective = CausalLM(packed=True, document_tokens=planned.document_tokens)
-        assert all(packs.OFFSETS in objective.collate([sample, corpus.train[0]]) for sample in corpus.train)
-    assert {name: tokens for name, (_, tokens) in found.items()} == {"short": 32, "long": 256, "both": 32}
-    assert replace(planned, lengths=replace(lengths, most_documents=60)).document_tokens == 0
-    assert packs.OFFSETS not in CausalLM(packed=True, document_tokens=0).collate([corpus.train[0]])
+    request, found = Request(model="gpt2", seq_len=1024, pack=True), {}
+    for names in (("tiny",), ("short",), ("long",), ("short", "long")):
+        data = tuple(f"{tmp_path / name}.jsonl" + ":1" * (len(names) > 1) for name in names)
+        settings = RunSettings(data=data, tokenizer="byte")
+        _, _, found[names] = lengths_of(request, settings, ("document_tokens",))
+        assert lengths_of(replace(request, document_tokens=7), settings)[2] == 7, "asked for"
+        _, corpus = read_training_data(request, settings)
+        objective = CausalLM(packed=True, document_tokens=found[names])
+        batches = [objective.collate([sample, corpus.train[0]]) for sample in corpus.train]
+        assert {packs.OFFSETS in batch for batch in batches} == {found[names] > 0}
+    assert found == {("tiny",): 0, ("short",): 32, ("long",): 256, ("short", "long"): 32}
 
 
 @pytest.mark.parametrize(

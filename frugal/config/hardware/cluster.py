@@ -104,9 +104,8 @@ class Device:
 
     @property
     def multiprocessors(self) -> int:
-        """The most processors that a GPU of `resident_threads` has; 1 for a CPU rank."""
-        threads = 2048 if self.compute_capability in ((8, 0), (9, 0), (10, 0)) else 1536
-        return max(1, self.resident_threads // threads)
+        """The processors of a GPU that holds `resident_threads`; 1 for a CPU rank."""
+        return max(1, self.resident_threads // _processor_threads(self.compute_capability or ASSUMED_CAPABILITY))
 
     @property
     def usable_bytes(self) -> int:
@@ -284,6 +283,10 @@ PROCESSOR_THREADS = {(7, 5): 1024, (8, 6): 1536, (8, 9): 1536, (12, 0): 1536}
 """Resident threads of a multiprocessor by compute capability, others 2048 (CUDA C++ Programming Guide)."""
 
 
+def _processor_threads(capability: Capability) -> int:
+    return PROCESSOR_THREADS.get(capability, 2048)
+
+
 def _card(
     name: str,
     gib: float,
@@ -310,7 +313,7 @@ def _card(
         link_bandwidth=nvlink / 2 * NVLINK_SHARE * 1e9 if nvlink else pcie,
         host_link_bandwidth=pcie,
         matrix_share=HOPPER_SHARE if is_hopper else MATRIX_SHARE,
-        resident_threads=processors * PROCESSOR_THREADS.get(capability, 2048) or None,
+        resident_threads=processors * _processor_threads(capability) or None,
         nccl=context.NCCL_PCIE if not nvlink else context.NCCL_HOPPER if is_hopper else context.NCCL_NVLINK,
     )
 

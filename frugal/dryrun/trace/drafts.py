@@ -35,7 +35,7 @@ class Drafts:
         capability: Capability,
         cache: Cache,
         pool: Pool,
-        multiprocessors: int = 1,
+        multiprocessors: int,
     ) -> None:
         self._request = request
         self._multiprocessors = multiprocessors

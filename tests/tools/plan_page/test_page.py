@@ -51,7 +51,7 @@ def plan(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Plan]:
 
 @pytest.fixture(scope="module")
 def computed(plan: Plan) -> dict[str, Any]:
-    return answered(plan, 500_000)
+    return answered(plan, 600_000)
 
 
 @pytest.fixture(scope="module")
@@ -122,7 +122,7 @@ def test_all_answers_are_to_the_byte_those_of_memory_profiles(plan: Plan, comput
                     assert answer["needed"] == pytest.approx(on_other.total_bytes - on_other.context, rel=0.003)
                 if device.memory_bytes == own:
                     assert computed["largest"][key] == profile_largest(source, strategy, gpus)
-    assert num_checked >= 40
+    assert num_checked >= 50
     assert len({key.split("/")[0] for key in computed["answers"]}) >= 2
     assert len({key.split("/")[3] for key in computed["answers"]}) >= 2
 
