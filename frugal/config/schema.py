@@ -75,6 +75,7 @@ def requested(settings: Mapping[str, Any]) -> tuple[Request, tuple[str, ...]]:
         field.name
         for field in fields(Request)
         if field.name not in given
+        and (field.name != "document_tokens" or given.get("pack"))
         and (field.default is not None or (field.name == "global_batch" and "global_tokens" not in given))
     )
     return Request(**given), defaults

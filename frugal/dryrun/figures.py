@@ -127,7 +127,8 @@ def likely_fullest(parameters: Sequence[int], world_size: int, most: int) -> tup
 
 
 def fullest_drafted(drafted: MemoryProfile, micro_batch: int) -> tuple[int, ...]:
-    """Return the rank with most live bytes, and of the others the one whose allocator needs most, in order.
+    """Return the rank with most live bytes, and of the others the one whose allocator needs most, in order. Of ranks
+    that arithmetic finds alike the last, as in `likely_fullest`: dry runs tell them apart.
 
     These are two: where a cut goes through a huge embedding, the first rank's largest request, probably for the norm
     of its gradient, comes when the allocator has no segment for it.
@@ -141,7 +142,7 @@ def fullest_drafted(drafted: MemoryProfile, micro_batch: int) -> tuple[int, ...]
 
     fullest_live = max(drafted.ranks, key=lambda rank: rank.timeline.peak_bytes(micro_batch))
     others = [rank for rank in drafted.ranks if rank is not fullest_live]
-    return tuple(sorted((fullest_live.rank, max(others, key=needed_bytes).rank)))
+    return tuple(sorted((fullest_live.rank, max(reversed(others), key=needed_bytes).rank)))
 
 
 def rank_memories(dry_runs: Sequence[DryRun], ranks: Sequence[int]) -> tuple[RankMemory, ...]:
