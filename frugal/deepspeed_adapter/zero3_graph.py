@@ -148,14 +148,19 @@ class _Parameters:
         self._numbers = {id(parameter): number for number, parameter in enumerate(model.parameters())}
         self._at_rest = [parameter.data for parameter in model.parameters()]
         self.addresses_at_rest = {torch_internals.address(data) for data in self._at_rest}
+        self._own: dict[nn.Module, list[tuple[int, nn.Parameter]]] = {}  # module -> what it gathers
         self._users: dict[int, int] = {}  # parameter -> modules that use it
         self._uses: dict[int, Any] = {}  # parameter -> a finalizer of its present memory
         self._num_uses = 0
         self._holds: dict[int, int] = {}  # number of a use -> that of its hold
 
+    def of(self, module: nn.Module) -> None:
+        """Note what a module gathers."""
+        own = module.parameters(recurse=z3_leaf_module(module))
+        self._own[module] = [(self._numbers[id(parameter)], parameter) for parameter in own]
+
     def fetch(self, module: nn.Module) -> None:
-        for parameter in module.parameters(recurse=z3_leaf_module(module)):
-            number = self._numbers[id(parameter)]
+        for number, parameter in self._own[module]:
             if number not in self._uses:
                 with torch_internals.without_modes():
                     data = torch.empty_like(self._at_rest[number])
@@ -166,8 +171,7 @@ class _Parameters:
             self._users[number] = self._users.get(number, 0) + 1
 
     def release(self, module: nn.Module) -> None:
-        for parameter in module.parameters(recurse=z3_leaf_module(module)):
-            number = self._numbers[id(parameter)]
+        for number, parameter in self._own[module]:
             self._users[number] -= 1
             if self._users[number] == 0:
                 with torch_internals.without_modes():
@@ -270,6 +274,7 @@ def install(model: nn.Module, mark: Marker) -> set[int]:
     parameters = _Parameters(model, mark)
     numbers = {module: number for number, module in enumerate(model.modules())}
     for module in gathering(model):
+        parameters.of(module)
         state = _Module(module, numbers[module], parameters, mark)
         module.register_forward_pre_hook(state.before_forward)
         module.register_forward_hook(state.after_forward)

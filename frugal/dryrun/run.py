@@ -80,6 +80,7 @@ def _dry_run(tracker: Tracker, build: Callable[[], nn.Module], objective: Object
         with ExitStack() as engines:  # one that is refused in its forward leaves nothing behind in this process
             with tracker:
                 model = build()
+                gc.freeze()  # until `not_collected` ends: each collection would visit all modules of a large model
                 tracker.watch(model)
                 if strategy.zero_stage < 3:
                     tracker.arrive(*model.parameters(), *model.buffers(), *quantised.scales(model))
@@ -89,6 +90,7 @@ def _dry_run(tracker: Tracker, build: Callable[[], nn.Module], objective: Object
                     engines.callback(destroy, zero)
                 tracker.arrive(*model.parameters(), *model.buffers(), *quantised.scales(model))
                 gc.collect()
+                gc.freeze()
                 tracker.relabel(zero.kept())
                 counts = _train(tracker, zero, objective, asked)
             recorded = DryRun(

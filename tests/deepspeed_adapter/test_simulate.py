@@ -118,7 +118,7 @@ def compare(
         build, objective(),
         AskDryRun(
             request=asked, strategy=way, micro_batch=MICRO_BATCH, accumulation_steps=steps, world_size=world_size,
-            rank=rank, kind=kind, first_micro_steps=1,
+            rank=rank, kind=kind,
         ),
     )  # fmt: skip
     model, building_bytes = built(build)

@@ -117,8 +117,10 @@ Steps = Sequence[Sequence[Sequence[int] | None]]
 
 
 def equal_steps(accumulates: bool) -> Steps:
-    """Return two optimizer steps for any micro-batch, of which the first sets the stage for the second."""
-    return [None], [None] * (2 if accumulates else 1)
+    """Return two optimizer steps for any micro-batch, as a dry run takes them: the first sets the stage for the second,
+    also in the segments that its micro-steps leave."""
+    micro_steps = [None] * (2 if accumulates else 1)
+    return micro_steps, micro_steps
 
 
 def simulate(

@@ -310,6 +310,7 @@ def _record(
     if asked.zero_stage == 3:
         recorder.addresses_at_rest = zero3_graph.install(model, recorder.add_mark)
         recorder.gathered_as_one = zero3_graph.gathered_as_one(model)
+    gc.freeze()  # the model: collections of a micro-step look for its own cycles
     with recorder, liger_internals.noted(asked.kernels, asked.multiprocessors, recorder.launched):
         _micro_step(recorder, model, objective, example)
     return recorder

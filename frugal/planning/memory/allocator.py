@@ -126,7 +126,8 @@ class Replays:
 
         Less than the bytes reserved without a limit, because a full device gives back what it does not use. Bisection:
         between what is allocated at the peak and what is reserved without a limit. Where `wanted_bytes` are enough, the
-        result is never above them.
+        result is never above them. Where they are not, ever more is tried: holes lie elsewhere under each limit, so a
+        stream may survive a limit and not one a little above it, and a bisection of all would end at any of these.
         """
         low = wanted_bytes
         first = self.under(wanted_bytes)
@@ -136,6 +137,12 @@ class Replays:
             first = self.under()
             low = max(low, first.peak_allocated_bytes)
         high = first.needed_bytes
+        step = max(SEGMENT_ROUNDING, int(tolerance * low))
+        while low >= wanted_bytes and low + step < high:
+            if self.survives(low + step):
+                high = min(low + step, self.under(low + step).needed_bytes)
+                break
+            low, step = low + step, 2 * step
         while high - low > max(SEGMENT_ROUNDING, tolerance * low):
             middle = (low + high) // 2
             if self.survives(middle):

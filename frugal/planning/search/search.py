@@ -199,10 +199,14 @@ class Search:
     def _pruned(
         self, strategies: Sequence[Strategy], before: list[Candidate]
     ) -> tuple[list[Candidate], list[Strategy]]:
-        """Split strategies into those whose best case is no faster than what fits already, and the others."""
+        """Split strategies into those whose best case is no faster than what fits already or whose states are too
+        large, and the others."""
         fastest = fastest_seconds(candidate for candidate in before if not candidate.is_draft)
         bounds = [self.evaluation.best_case(strategy) for strategy in strategies] if self.evaluation.work else []
         pruned = [bound for bound in bounds if bound.seconds * TIE >= fastest]
+        slower = {bound.strategy for bound in pruned}
+        too_large = (self._states_too_large(each, before) for each in strategies if each not in slower)
+        pruned += [each for each in too_large if each is not None]
         known = {bound.strategy for bound in pruned}
         return pruned, [strategy for strategy in strategies if strategy not in known]
 
