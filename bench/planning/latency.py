@@ -51,7 +51,16 @@ CHANGES = {
 ONE = "llama-3.1-8b"  # what the others look at
 ADAPTERS = {
     "LoRA of llama-3.1-8b on 4 x 24G, nothing kept": ["--lora", "r=16", "--gpus", "4", "--mem", "24G"],
-    "QLoRA of llama-3.1-8b on 4 x 12G, nothing kept": ["--lora", "r=16", "--quantize", "--gpus", "4", "--mem", "12G"],
+    "QLoRA of llama-3.1-8b on 4 x 12G, nothing kept": [
+        "--lora",
+        "r=16",
+        "--quantize",
+        "nf4",
+        "--gpus",
+        "4",
+        "--mem",
+        "12G",
+    ],
 }
 IMPORTS = "import torch, transformers, peft, frugal.dryrun.trace.trace"
 VERDICT, BLOCK = b"fits ", 1 << 12

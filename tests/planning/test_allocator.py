@@ -199,6 +199,32 @@ def test_live_bytes_allocated_bytes_capacity_and_reserved_bytes_are_in_this_orde
 
 
 @pytest.mark.parametrize("expandable", [False, True])
+@pytest.mark.parametrize("seed", range(20))
+def test_a_capacity_beside_a_wanted_one_suffices_and_is_on_the_right_side(seed: int, expandable: bool) -> None:
+    sizes, events = stream(seed, 2000)
+    replays = Replays(sizes, events, expandable_segments=expandable)
+    free = replays.under()
+    for share in (0.0, 0.1, 0.5, 0.9, 1.0):
+        wanted = int(free.peak_allocated_bytes + share * (free.needed_bytes - free.peak_allocated_bytes))
+        capacity = replays.smallest_capacity(wanted)
+        assert replay(sizes, events, limit_bytes=capacity, expandable_segments=expandable).survived
+        assert capacity <= wanted if replays.survives(wanted) else wanted < capacity <= free.needed_bytes
+
+
+def test_the_capacity_found_is_the_nearest_to_the_wanted_one_although_higher_limits_fail() -> None:
+    """The replay stands in: it survives from 103 MiB on, but not at 110 to 190."""
+
+    class Uneven(Replays):
+        def under(self, limit_bytes: int = 1 << 60) -> product.Replay:
+            mib = limit_bytes / MIB
+            survived = mib >= 103 and not 110 <= mib <= 190
+            reserved = min(limit_bytes, 200 * MIB)
+            return product.Replay(100 * MIB, reserved, survived, reserved, limit_bytes + 1)
+
+    assert 103 * MIB <= Uneven([], []).smallest_capacity(101 * MIB) <= 105 * MIB
+
+
+@pytest.mark.parametrize("expandable", [False, True])
 @pytest.mark.parametrize("seed", range(5))
 def test_blocks_never_overlap_and_bytes_are_never_lost(seed: int, expandable: bool) -> None:
     sizes, events = stream(seed, 1000)
