@@ -97,7 +97,8 @@ def command(
         if printed is not None:
             plan_path, _ = write_plan(plan, job.settings.out)
     else:
-        plan = alternatives.for_run(plan, job.settings) if printed is None else plan
+        if printed is None:
+            plan = alternatives.for_run(alternatives.proven_here(plan), job.settings)
         for note in cuda_allocator.notes(plan.strategy.expandable_segments, plan.cluster, os.environ):
             click.echo(f"note: {note}", err=True)
     _check_ranks(plan, ranks)

@@ -211,7 +211,7 @@ class RecordedRun:
         """The versions installed at the last start; for runs of earlier versions those of the plan."""
         if self.starts:
             return self.starts[-1].versions
-        return {} if self.plan is None else {"frugal": self.plan.frugal_version, **self.plan.versions}
+        return {} if self.plan is None else self.plan.all_versions
 
     @cached_property
     def facts(self) -> dict[str, str]:
