@@ -132,10 +132,10 @@ def _job(values: dict[str, Any], ranks: int | None) -> _Job:
     path = values.get("hostfile") or file.plan.get("hostfile")
     named = read_hostfile(Path(path)) if path else ()
     settings = run_settings(values, file.train)
+    settings.check_addresses()
     if settings.mirror:
         from frugal.checkpoint import mirror  # torch takes seconds
 
-        mirror.check(settings.mirror)
         mirror.fetch_if_empty(settings)
     newest = manifest.newest_checkpoint(settings.checkpoints)
     if settings.resume:

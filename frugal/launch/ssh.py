@@ -28,7 +28,8 @@ ASK_SECONDS = 120  # importing torch from a busy network file system takes long
 
 PASSED = (
     "PYTHON", "PYTORCH_", "NCCL", "GLOO", "MLFLOW", "UCX", "MV2", "HF_", "HUGGING_FACE_", "TRANSFORMERS_",
-    "TOKENIZERS_", "TORCH_", "OMP_", "DS_", "DEEPSPEED_", "XDG_CACHE_HOME", "CUDA_HOME",
+    "TOKENIZERS_", "TORCH_", "OMP_", "DS_", "DEEPSPEED_", "XDG_CACHE_HOME", "CUDA_HOME", "AWS_", "GOOGLE_", "AZURE_",
+    "FSSPEC_",
 )  # fmt: skip
 """Prefixes of variables that are passed on to all nodes, as DeepSpeed's launcher does with `PYTHON` and the five after
 `PYTORCH_`.
