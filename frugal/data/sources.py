@@ -147,7 +147,10 @@ def _find(source: str, from_hub: bool) -> list[DataFile | DocumentSource]:
 
 def _find_path(source: str, path: Path, from_hub: bool) -> list[DataFile | DocumentSource]:
     if is_address(source):
-        return _fetched(source)
+        copies = fetch(source)
+        if copies is None:
+            return [_saved(source)]
+        return [replace(each, address=name) for name, copy in copies.items() for each in files_at(copy)]
     if source == STDLIB and not path.exists():
         return [DataFile(module, "source") for module in _stdlib_modules()]
     if path.is_file():
@@ -180,12 +183,6 @@ def _find_path(source: str, path: Path, from_hub: bool) -> list[DataFile | Docum
             hint="name a function that returns load_dataset(..., streaming=True): --data file.py:function",
         )
     return [_hub_dataset(source)]
-
-
-def _fetched(source: str) -> list[DataFile | DocumentSource]:
-    if (copies := fetch(source)) is None:
-        return [_saved(source)]
-    return [replace(each, address=name) for name, copy in copies.items() for each in files_at(copy)]
 
 
 def _each_file(paths: Iterable[Path]) -> list[DataFile | DocumentSource]:

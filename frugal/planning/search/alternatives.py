@@ -131,30 +131,22 @@ def _near(search: "Search", plan: Plan, strategy: Strategy, batch: BatchPlan) ->
 
 def _dry_run(search: "Search", plan: Plan, other: Alternative, open_source: OpenSource) -> Iterator[Alternative]:
     """Yield the alternative with the memory of its dry runs, if that fits."""
-    try:
-        memory = dry_run_memory(search, plan, other, open_source)
-    except RequestError:  # the model cannot read samples that short
-        return
-    if memory.fits and search.evaluation.fitting.host_shortfall_bytes(memory) <= 0:
+    evaluation, strategy, batch = search.evaluation, other.strategy, other.batch
+    steps = max(batch.accumulation_steps, 1 if plan.request.lengths is None else 2)
+    loads = evaluation.fitting.loads(batch)
+    memories = [search.source.dry_run(strategy, micro, steps, device) for device, micro in loads]
+    if batch.shortest is not None:
+        try:
+            memories += _of_shortest(search, plan, other, steps, open_source)
+        except RequestError:  # the model cannot read samples that short
+            return
+    memory = min(memories, key=lambda each: each.headroom_bytes)
+    if memory.fits and evaluation.fitting.host_shortfall_bytes(memory) <= 0:
         yield replace(other, memory=memory)
 
 
-def dry_run_memory(search: "Search", plan: Plan, way: Alternative | Plan, open_source: OpenSource) -> MemoryBreakdown:
-    """Return the memory of the fullest rank by dry runs of a plan's request in some way, or in the plan's own.
-
-    Raises:
-        RequestError: the model cannot be trained like that, or cannot read samples as short as the batch has.
-    """
-    steps = max(way.batch.accumulation_steps, 1 if plan.request.lengths is None else 2)
-    loads = search.evaluation.fitting.loads(way.batch)
-    memories = [search.source.dry_run(way.strategy, micro, steps, device) for device, micro in loads]
-    if way.batch.shortest is not None:
-        memories += _of_shortest(search, plan, way, steps, open_source)
-    return min(memories, key=lambda each: each.headroom_bytes)
-
-
 def _of_shortest(
-    search: "Search", plan: Plan, other: Alternative | Plan, steps: int, open_source: OpenSource
+    search: "Search", plan: Plan, other: Alternative, steps: int, open_source: OpenSource
 ) -> list[MemoryBreakdown]:
     """Return the memory of micro-batches of the shortest samples only, of each kind of device.
 

@@ -15,9 +15,9 @@ from packaging.version import Version
 from bench.runs import frugal_train, plan, prepared, records
 from frugal.config.hardware import local_host
 from frugal.data.report import BuildReport
+from frugal.dryrun.compare import proven_here
 from frugal.engine.reports import opening
 from frugal.errors import PlanMismatchError
-from frugal.launch.alternatives import proven_here
 from frugal.planning.plan import Plan
 
 NUMBERS = st.builds("{}.{}.{}{}".format, *[st.integers(0, 30)] * 3, st.sampled_from(["", "+cpu", "+cu130"]))
@@ -75,7 +75,7 @@ def test_a_plan_that_does_not_fit_with_the_versions_that_train_is_refused(folder
         proven_here(replace(made, cluster=replace(made.cluster, nodes=(small,))))
     assert refused.value.exit_code == 4
     assert refused.value.because[0].startswith("the plan was made with deepspeed 0.19.1, transformers 5.2.0; installed")
-    assert refused.value.because[1].endswith(" MiB of 0.2 MiB, and 0.0 MiB was planned")
+    assert refused.value.because[1].endswith(" MiB of 0.2 MiB; 0.0 MiB was planned")
     assert refused.value.hint == "make a new one with them: frugal plan -o DIR"
 
 
