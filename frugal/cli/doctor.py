@@ -130,5 +130,4 @@ def _gpus(report: HostReport) -> str:
         free = [format_bytes(gpu.free_bytes) for gpu in gpus]
         parts.append(f"{len(free)} x {name} with {format_bytes(memory)}, free {', '.join(free)}")
     driver = f"; driver {report.driver}" if report.driver else ""
-    usable = "" if report.cuda_devices is None else f"; torch can use {report.cuda_devices}"
-    return "; ".join(parts) + driver + usable
+    return "; ".join(parts) + driver + ("" if report.cuda_devices is None else f"; torch can use {report.cuda_devices}")

@@ -173,8 +173,7 @@ def _find_path(source: str, path: Path, from_hub: bool) -> list[DataFile | Docum
         return _each_file(matches)
     if source.rpartition(":")[0].endswith(".py"):
         return [_user_function(source)]
-    looks_like_path = source.startswith((".", "/", "~")) or source.count("/") > 1 or path.suffix in SUFFIXES
-    if looks_like_path:
+    if source.startswith((".", "/", "~")) or source.count("/") > 1 or path.suffix in SUFFIXES:
         raise RequestError(f"there is no data at {shown(source)}", because="no such file or folder")
     if not from_hub:
         raise RequestError(
@@ -427,5 +426,4 @@ class Provenance:
 
 def names_of(names: Sequence[str]) -> str:
     """Return the first of some names, and the number of the others."""
-    more = f" and {len(names) - _SHOWN:,} more" if len(names) > _SHOWN else ""
-    return ", ".join(names[:_SHOWN]) + more
+    return ", ".join(names[:_SHOWN]) + (f" and {len(names) - _SHOWN:,} more" if len(names) > _SHOWN else "")

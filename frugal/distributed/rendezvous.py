@@ -178,8 +178,7 @@ def rendezvous(plan: Plan, *, wait_seconds: float = WAIT_SECONDS) -> None:
         RequestError: some are missing after `wait_seconds`, or the port is in use.
     """
     rank, world_size, store = env.rank(), int(os.environ["WORLD_SIZE"]), join_store(wait_seconds)
-    own = RankDescription(socket.gethostname(), versions(), plan.digest)
-    _write(store, _key(rank), own)
+    _write(store, _key(rank), RankDescription(socket.gethostname(), versions(), plan.digest))
     if rank == 0:
         if missing := _wait_for_ranks(store, world_size, wait_seconds):
             verdict: _Verdict | None = _missing_ranks(missing, plan, wait_seconds)

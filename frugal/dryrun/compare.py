@@ -1,7 +1,6 @@
 """A real run beside its dry run, as a record against which later versions can be checked, and a plan of other versions
 beside a dry run with those installed. No torch here."""
 
-import logging
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -12,6 +11,7 @@ from frugal import temporary
 from frugal.config.hardware import local_host
 from frugal.config.hardware.cluster import Cluster, Device
 from frugal.config.request import Request
+from frugal.distributed.rank_logs import to_console
 from frugal.dryrun.client import DryRunSource
 from frugal.dryrun.figures import Figures, figures
 from frugal.dryrun.messages import DryRun
@@ -26,8 +26,6 @@ from frugal.planning.search.fitting import Fitting
 from frugal.planning.strategy import Strategy
 from frugal.report.records import read_history
 from frugal.units import format_bytes
-
-logger = logging.getLogger("frugal")
 
 CPU_TOLERANCE = 0.005
 """The tolerated error of a prediction on CPU ranks, as a fraction of the measurement."""
@@ -61,11 +59,11 @@ def memory_as_run(
 def proven_here(plan: Plan) -> Plan:
     """Return a plan that was made with other versions with the memory of dry runs with those installed.
 
-    Where samples differ in length, both ends are dry-run: few of full length, and many of the shortest. Where the model
-    cannot be dry-run here, a note says so, and the plan stays as it is.
+    Where samples differ in length, both ends are dry-run: few of full length, and many of the shortest.
 
     Raises:
-        PlanMismatchError: the plan does not fit with these versions.
+        FrugalError: the model cannot be trained like that with these versions.
+        PlanMismatchError: the plan does not fit with them.
     """
     if not (others := local_host.other_versions(plan.all_versions)):
         return plan
@@ -75,11 +73,7 @@ def proven_here(plan: Plan) -> Plan:
     ]
     if shortest is not None:
         loads += [(most_samples(micro, longest, shortest), shortest // parts, device) for micro, _, device in loads]
-    try:
-        memory = min(filter(None, (memory_as_run(plan, *load) for load in loads)), key=lambda each: each.headroom_bytes)
-    except FrugalError as error:
-        logger.warning("note: %s: memory may differ, and no dry run could tell: %s", others, error.what)
-        return plan
+    memory = min(filter(None, (memory_as_run(plan, *load) for load in loads)), key=lambda each: each.headroom_bytes)
     found = f"{format_bytes(memory.total_bytes)} of {format_bytes(memory.device_in(plan.cluster).memory_bytes)}"
     if not memory.fits:
         raise PlanMismatchError(
@@ -90,7 +84,7 @@ def proven_here(plan: Plan) -> Plan:
             ),
             hint="make a new one with them: frugal plan -o DIR",
         )
-    logger.warning("note: %s; a dry run with these needs %s", others, found)
+    to_console(f"note: {others}; a dry run with these needs {found}")
     here = local_host.versions()
     return replace(plan, frugal_version=here.pop("frugal"), versions=here, memory=memory, alternatives=()).sealed()
 
