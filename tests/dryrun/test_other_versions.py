@@ -1,6 +1,5 @@
 """A plan that was made with other versions of the libraries than those that train it."""
 
-import logging
 from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
@@ -79,14 +78,12 @@ def test_a_plan_that_does_not_fit_with_the_versions_that_train_is_refused(folder
     assert refused.value.hint == "make a new one with them: frugal plan -o DIR"
 
 
-def test_a_model_that_cannot_be_dry_run_here_is_left_to_training(
-    folder: Path, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_of_samples_of_many_lengths_both_ends_are_dry_run(folder: Path) -> None:
     made = Plan.read(folder / "old.json")
-    elsewhere = replace(made, request=replace(made.request, model=str(folder / "elsewhere.json")))
-    with caplog.at_level(logging.WARNING, "frugal"):
-        assert proven_here(elsewhere) is elsewhere
-    assert "memory may differ, and no dry run could tell: " in caplog.text
+    full, short = (proven_here(replace(made, batch=replace(made.batch, shortest=each))).memory for each in (None, 8))
+    assert made.batch.largest_micro_batch == 2 and made.request.seq_len == 64
+    assert short.logits == full.logits, "2 samples of 64 tokens, or 16 of 8"
+    assert short.total_bytes >= full.total_bytes
 
 
 def test_under_another_launcher_rank_0_says_it_in_one_line(folder: Path) -> None:
