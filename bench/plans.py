@@ -4,6 +4,7 @@ from collections.abc import Iterator, Sequence
 from typing import Any
 
 from frugal.config.hardware.cluster import Cluster, Device, Node
+from frugal.config.hardware.local_host import versions
 from frugal.config.request import Request
 from frugal.planning.batch import BatchPlan
 from frugal.planning.memory.breakdown import MemoryBreakdown
@@ -38,7 +39,7 @@ def plan_by_hand(
         context=0, total_bytes=0, usable_bytes=8 << 30, host_bytes_per_node=0, phase="none", operator="none",
     )  # fmt: skip
     return Plan(
-        frugal_version="test",
+        frugal_version=versions()["frugal"],
         versions={},
         request=Request(**{"precision": "fp32", "seq_len": 64, "global_batch": global_batch, **(request or {})}),
         defaults=(),

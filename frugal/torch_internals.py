@@ -46,7 +46,6 @@ NAMES = (
     ),
     *needed("torch.utils._pytree", "copies of nested states", "tree_map"),
     *needed("torch.testing._internal.distributed.fake_pg", "a process group of any size", "FakeStore"),
-    *needed("torch.distributed.distributed_c10d", "who failed first", "_get_default_store()"),
     *needed(
         "torch.cuda.memory", "measured timelines",
         "_record_memory_history(enabled, context, stacks, max_entries, device, clear_history)", "_snapshot(device)",
@@ -260,11 +259,6 @@ def without_autocast() -> AbstractContextManager[Any]:
 def unregister(library: torch.library.Library) -> None:
     """Restore the kernels that the library replaced."""
     library._destroy()
-
-
-def default_store() -> "torch.distributed.Store":
-    """Return the store of the default process group."""
-    return torch.distributed.distributed_c10d._get_default_store()
 
 
 def make_adam_states(optimizer: torch.optim.Adam, group: dict[str, Any]) -> None:

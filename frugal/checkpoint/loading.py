@@ -256,8 +256,7 @@ def _restore(engine: Trained, path: Path, refused: tuple[str, ...]) -> Loaded:
             random_state.restore_generators(generators, engine.device)
         else:  # none of the saved generators is this rank's, so it gets some that no rank had
             random_state.seed_all((progress.seed * 1_000_003 + progress.step) * 65_537 + engine.rank)
-    changes = resume_checks.resume_changes(made_by, this)
-    return Loaded(progress=progress, folder=path, refused=refused, changes=changes)
+    return Loaded(progress=progress, folder=path, refused=refused, changes=resume_checks.resume_changes(made_by, this))
 
 
 def _fits(engine: Trained, path: Path, made_by: Manifest, this: Manifest) -> bool:
@@ -265,8 +264,7 @@ def _fits(engine: Trained, path: Path, made_by: Manifest, this: Manifest) -> boo
     if this.zero_stage > 0 and made_by.world_size != this.world_size:
         return False
     kinds = [(each.zero_stage, each.offload, each.optimizer) for each in (made_by, this)]
-    written = read_layout(path, engine.rank % made_by.world_size)
-    return kinds[0] == kinds[1] and written == engine.zero.layout()
+    return kinds[0] == kinds[1] and read_layout(path, engine.rank % made_by.world_size) == engine.zero.layout()
 
 
 def _check_counters(engine: Trained, saved: "Saved") -> None:

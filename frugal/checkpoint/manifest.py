@@ -137,8 +137,7 @@ def file_entry(path: Path, rank: int) -> File:
 def publish(temporary: Path, manifest: Manifest) -> Path:
     """Complete the folder `NAME.tmp` with its manifest, rename it and point `latest` to it; return its path."""
     final = temporary.with_suffix("")
-    manifest_json = msgspec.json.format(msgspec.json.encode(manifest), indent=2) + b"\n"
-    files.write_file(temporary / MANIFEST, manifest_json)
+    files.write_file(temporary / MANIFEST, msgspec.json.format(msgspec.json.encode(manifest), indent=2) + b"\n")
     files.replace_own_folder(temporary, final)
     files.write_file(final.parent / POINTER, final.name.encode() + b"\n")
     return final

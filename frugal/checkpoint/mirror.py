@@ -12,8 +12,6 @@ A checkpoint's manifest comes last, once the storage lists all its files with th
 point leaves a folder without a manifest, which nobody reads and a later copy completes. Older checkpoints are removed
 there when they were removed here, after a newer one is whole. A failure is said once, and tried again until the run
 ends; training goes on. What is fetched is checked against the SHA-256 in its manifest before it gets its name.
-
-Credentials come from the storage's own files and variables, never from the address.
 """
 
 import contextlib
@@ -28,13 +26,13 @@ from urllib.parse import urlsplit
 
 import msgspec
 
-from frugal import files
+from frugal import files, storages
 from frugal.checkpoint import manifest
 from frugal.checkpoint.manifest import MANIFEST, POINTER
 from frugal.checkpoint.progress import read_progress
 from frugal.config.run_settings import METRICS, RECORD, RunSettings
 from frugal.distributed import rank_logs
-from frugal.errors import CheckpointError, RequestError, first_line
+from frugal.errors import CheckpointError, first_line
 
 _OWNER = "mirror.json"
 """A random name of the run, here and there: who has another one leaves the other run's checkpoints alone."""
@@ -44,8 +42,6 @@ _CHECKPOINTS = "checkpoints"
 _OBJECT_STORES = ("s3", "s3a", "gs", "gcs", "az", "abfs", "abfss", "oss", "hf")
 """Storages without folders: to make one there may create a bucket."""
 
-_EXTRAS = {"s3": "frugal-trainer[s3]", "s3a": "frugal-trainer[s3]"}
-_SECRET = ("KEY", "SECRET", "TOKEN", "PASSWORD", "CREDENTIAL")
 RETRY_SECONDS = (5.0, 300.0)
 """The first wait after a failure, which doubles up to the second."""
 
@@ -53,38 +49,11 @@ ENDING_SECONDS = 60.0
 """Time for what is left to copy when a run has failed; one that is done or told to stop has its grace."""
 
 
-def check(address: str | None) -> None:
-    """Refuse an address that no storage can have, without asking it.
-
-    Raises:
-        RequestError: the address has credentials, or its kind of storage is unknown or not installed.
-    """
-    if address is None:
-        return
-    parts = urlsplit(address)
-    if parts.password is not None or parts.query:
-        raise RequestError(
-            f"--mirror {parts.scheme}://... has credentials in its address",
-            because="it is kept in the run's record, and shown in lists of processes",
-            hint="put them where the storage's library looks, such as AWS_ACCESS_KEY_ID and AWS_SECRET_ACCESS_KEY",
-        )
-    import fsspec  # type: ignore[import-untyped]  # it has no type hints
-
-    try:
-        fsspec.get_filesystem_class(parts.scheme or "file")
-    except (ImportError, ValueError) as error:
-        package = _EXTRAS.get(parts.scheme)
-        raise RequestError(
-            f"--mirror {address} cannot be used", because=first_line(error),
-            hint=f"pip install '{package}'" if package else "install the package that fsspec needs for it",
-        ) from None  # fmt: skip
-
-
 class _Storage:
     """The folder of a run in a storage."""
 
     def __init__(self, address: str) -> None:
-        from fsspec.core import url_to_fs  # type: ignore[import-untyped]  # as above
+        from fsspec.core import url_to_fs  # type: ignore[import-untyped]  # it has no type hints
 
         self.fs, root = url_to_fs(address)
         self.root = root.rstrip("/")
@@ -179,7 +148,7 @@ class Mirror:
                 return
 
     def _tell(self, error: Exception) -> None:
-        why = explained(error)
+        why = storages.explained(error)
         if why != self._why:
             rank_logs.to_console(f"warning: the mirror {self._address} cannot be written ({why}); training goes on")
         self._why, self._storage = why, None
@@ -285,13 +254,13 @@ def fetch_if_empty(settings: RunSettings) -> None:
     """
     if settings.mirror is None or not settings.resume or manifest.newest_checkpoint(settings.checkpoints) is not None:
         return
-    check(settings.mirror)
+    storages.check("--mirror", settings.mirror)
     try:
         rank_logs.to_console(f"fetching the newest checkpoint from {settings.mirror}")
         _fetch(_Storage(settings.mirror), settings)
     except Exception as error:  # a storage's library may raise anything
         raise CheckpointError(
-            f"cannot fetch a checkpoint from {settings.mirror}", because=explained(error),
+            f"cannot fetch a checkpoint from {settings.mirror}", because=storages.explained(error),
             hint="try again, or start without --resume",
         ) from None  # fmt: skip
 
@@ -336,12 +305,3 @@ def _fetch_checkpoint(storage: _Storage, name: str, folder: Path) -> str | None:
 
 def _steps(names: dict[str, int]) -> set[str]:
     return {name for name in names if manifest.step_of(name) is not None}
-
-
-def explained(error: Exception) -> str:
-    """Return the first line of an error, without what variables for credentials have."""
-    said = first_line(error)
-    for name, value in os.environ.items():
-        if len(value) > 7 and any(word in name.upper() for word in _SECRET):
-            said = said.replace(value, f"<{name}>")
-    return said

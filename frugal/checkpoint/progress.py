@@ -116,8 +116,7 @@ MOST = 1 << 53
 
 def _beyond_sense(progress: Progress) -> str | None:
     """Return which number cannot be one of a run, and why; None if all can."""
-    counts = msgspec.to_builtins(replace(progress, extra=None))
-    for name, value in _numbers(counts):
+    for name, value in _numbers(msgspec.to_builtins(replace(progress, extra=None))):
         if isinstance(value, int) and not 0 <= value <= (MOST if name != "seed" else value):
             return f"{name} is {value}"
         if name.partition(".")[0] == "learning_rate" and value < 0:

@@ -1,5 +1,6 @@
 """`frugal doctor`."""
 
+import os
 from collections.abc import Iterator, Sequence
 from itertools import groupby
 from pathlib import Path
@@ -13,7 +14,8 @@ from frugal.config.hardware.build_cluster import HostfileEntry
 from frugal.config.hardware.cluster import DeviceKind
 from frugal.config.run_settings import RunSettings
 from frugal.config.schema import read_toml
-from frugal.errors import RequestError
+from frugal.distributed import env
+from frugal.errors import RequestError, refuse
 from frugal.launch import host_report, ssh
 from frugal.launch.host_report import HostReport
 from frugal.launch.ssh import Access, UnreachableHost
@@ -31,24 +33,35 @@ NOT_READY = RequestError.exit_code
 @click.option("--device", type=click.Choice(get_args(DeviceKind)), help="What the run is for.  [default: cuda]")
 @click.option("--config", "file", type=click.Path(path_type=Path), help="Settings file.  [default: frugal.toml]")
 @click.option("--json", "as_json", is_flag=True, help="Print it for programs.")
+@click.option("--print", "is_printed", is_flag=True, help="Without ssh: print what to run on the hostfile's hosts.")
 def command(
     path: Path | None, ssh_port: int | None, nic: str | None, out: Path | None, device: str | None, file: Path | None,
-    as_json: bool,
+    as_json: bool, is_printed: bool,
 ) -> int:  # fmt: skip
-    """Check this machine, or each host of a hostfile, for problems that would prevent a run (exit code 2)."""
+    """Check this machine, or each host of a hostfile, for problems that would prevent a run (exit code 2).
+
+    Started on each of several hosts, as by `srun --ntasks-per-node 1 frugal doctor`, the first one reports of all.
+    """
     settings = read_toml(file)
     path = path or (Path(settings.plan["hostfile"]) if "hostfile" in settings.plan else None)
     kind: DeviceKind = "cpu" if (device or settings.plan.get("device")) == "cpu" else "cuda"
     folder = out or Path(settings.train.get("out", RunSettings.out))
     access = Access(ssh_port=ssh_port, nic=nic)
-    reports: list[HostReport | UnreachableHost]
-    if path is None:
-        here = host_report.collect(folder, None, cuda=kind == "cuda")
-        named: Sequence[HostfileEntry] = (HostfileEntry(name=here.host, slots=1),)
-        reports = [here]
-    else:
-        named = build_cluster.read_hostfile(path)
+    named: Sequence[HostfileEntry] = () if path is None else build_cluster.read_hostfile(path)
+    if is_printed:
+        refuse((not named, "--print needs a hostfile", "its lines name the hosts", "--hostfile HOSTS"))
+        click.echo(ssh.lines_without_ssh([host.name for host in named], ["--out", str(folder), "--device", kind]))
+        return 0
+    env.adopt_launcher_variables()
+    if os.environ.get("WORLD_SIZE", "1") != "1":
+        named, reports = ssh.collect_from_ranks(folder, kind)
+        if not named:  # rank 0 has them
+            return 0
+    elif named:
         reports = ssh.collect_reports(named, access, folder, kind)
+    else:
+        here = host_report.collect(folder, None, cuda=kind == "cuda")
+        named, reports = [HostfileEntry(name=here.host, slots=1)], [here]
     problems = ssh.problems(named, reports, access, kind) + _wrong_gradients(named, reports)
     if as_json:
         by_host = {
@@ -60,7 +73,7 @@ def command(
         )
     else:
         for host, report in zip(named, reports, strict=True):
-            click.echo("\n".join(_table(host, report, folder, is_shared=path is not None)) + "\n")
+            click.echo("\n".join(_table(host, report, folder, is_shared=len(named) > 1)) + "\n")
         click.echo(
             "\n".join(["what would stop a run", *(f"  {text}" for text in problems)] if problems else ["all is well"])
         )
@@ -117,5 +130,4 @@ def _gpus(report: HostReport) -> str:
         free = [format_bytes(gpu.free_bytes) for gpu in gpus]
         parts.append(f"{len(free)} x {name} with {format_bytes(memory)}, free {', '.join(free)}")
     driver = f"; driver {report.driver}" if report.driver else ""
-    usable = "" if report.cuda_devices is None else f"; torch can use {report.cuda_devices}"
-    return "; ".join(parts) + driver + usable
+    return "; ".join(parts) + driver + ("" if report.cuda_devices is None else f"; torch can use {report.cuda_devices}")

@@ -143,8 +143,7 @@ def _own_step(what: str, num_steps: int | None, values: dict[str, Any]) -> _DryR
     gpus = plural(cluster.world_size, cluster.rank_noun)
     title = [f"{what}, {plural(num_steps, 'step')} on {gpus}: {cluster.devices[0].name}"]
     asked = values.get("expandable_segments")
-    expandable = cuda_allocator.expandable(os.environ) if asked is None else asked
-    return _DryRuns(title, runs, cluster, bool(expandable))
+    return _DryRuns(title, runs, cluster, bool(cuda_allocator.expandable(os.environ) if asked is None else asked))
 
 
 def _is_plan(what: str) -> bool:

@@ -40,8 +40,7 @@ def command(folders: tuple[Path, ...], output: Path | None, as_json: bool) -> No
     if as_json:
         click.echo(msgspec.json.format(msgspec.json.encode(as_data(runs)), indent=2).decode())
         return
-    where = [f"page   {output}"] if output is not None else ["page   none; -o FILE writes one"]
-    show([*summary(runs), where])
+    show([*summary(runs), [f"page   {output}"] if output is not None else ["page   none; -o FILE writes one"]])
 
 
 def _named(folders: Sequence[Path], runs: Sequence[RecordedRun]) -> list[RecordedRun]:

@@ -97,7 +97,10 @@ def command(
         if printed is not None:
             plan_path, _ = write_plan(plan, job.settings.out)
     else:
-        plan = alternatives.for_run(plan, job.settings) if printed is None else plan
+        if printed is None:
+            from frugal.dryrun.compare import proven_here  # a tenth of a second that a new plan does not need
+
+            plan = alternatives.for_run(proven_here(plan), job.settings)
         for note in cuda_allocator.notes(plan.strategy.expandable_segments, plan.cluster, os.environ):
             click.echo(f"note: {note}", err=True)
     _check_ranks(plan, ranks)
@@ -131,10 +134,10 @@ def _job(values: dict[str, Any], ranks: int | None) -> _Job:
     path = values.get("hostfile") or file.plan.get("hostfile")
     named = read_hostfile(Path(path)) if path else ()
     settings = run_settings(values, file.train)
+    settings.check_addresses()
     if settings.mirror:
         from frugal.checkpoint import mirror  # torch takes seconds
 
-        mirror.check(settings.mirror)
         mirror.fetch_if_empty(settings)
     newest = manifest.newest_checkpoint(settings.checkpoints)
     if settings.resume:

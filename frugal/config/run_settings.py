@@ -10,7 +10,7 @@ from typing import Any, Literal, get_args
 
 import msgspec
 
-from frugal import files
+from frugal import files, storages
 from frugal.config import learning_rate
 from frugal.config.learning_rate import Curve, Schedule
 from frugal.config.sample_lengths import TooLong
@@ -62,8 +62,9 @@ class RunSettings:
 
     data: tuple[str, ...] = setting(
         (),
-        "Files, globs, folders, saved datasets, a hub name, `file.py:name` that gives rows, `stdlib` (Python's own "
-        "sources, for a trial), or `@FILE` with one of these a line; repeatable. `PATH:0.7` is drawn with that weight.",
+        "Files, globs, folders, saved datasets, addresses such as `s3://bucket/*.jsonl`, a hub name, `file.py:name` "
+        "that gives rows, `stdlib` (Python's own sources, for a trial), or `@FILE` with one of these a line; "
+        "repeatable. `PATH:0.7` is drawn with that weight.",
         "data", metavar="PATH", is_first=True,
     )  # fmt: skip
     columns: str = setting(
@@ -284,6 +285,11 @@ class RunSettings:
                         because="the settings of a run are kept as text",
                         hint="rename it, or use a link of another name; if it is UTF-8, unset PYTHONUTF8",
                     ) from None
+
+    def check_addresses(self) -> None:
+        """Refuse addresses that no storage can have, before they are in a record. Raises as `storages.check`."""
+        storages.check("--mirror", *filter(None, [self.mirror]))
+        storages.check("--data", *filter(storages.is_address, (*self.data, *self.validation_data, *self.test_data)))
 
     def check_length(self) -> None:
         """Check that the length of the run is given.

@@ -138,8 +138,7 @@ class Lengths:
         if not kept:
             raise RequestError(f"all {number} samples are longer than --seq-len {seq_len}", because=because)
         note = f"{number} of {self.num_samples} samples are {what} {seq_len} tokens; {because}"
-        within = _of(kept, self.too_long, self.source)
-        return replace(within, counted_mean=self.counted_mean), [note]
+        return replace(_of(kept, self.too_long, self.source), counted_mean=self.counted_mean), [note]
 
 
 def of_counts(counts: Mapping[int, int], *, too_long: TooLong = "error", source: str = "") -> Lengths:

@@ -47,11 +47,13 @@ class DataFile:
         path: of the file, or of the archive that it is in.
         kind: `jsonl`, `json`, `csv`, `tsv`, `parquet`, `text`, or `source` for text that may not be UTF-8.
         member: its name in the archive; empty for a file of its own.
+        address: of what `path` is a copy of; empty for a file that is none.
     """
 
     path: Path
     kind: str = ""
     member: str = ""
+    address: str = ""
 
     def __post_init__(self) -> None:
         if not self.kind:
@@ -62,7 +64,7 @@ class DataFile:
     @property
     def name(self) -> str:
         """Its name as it can be printed and kept."""
-        return shown(self.path / self.member)
+        return f"{self.address}/{self.member}".rstrip("/") if self.address else shown(self.path / self.member)
 
     @property
     def is_plain(self) -> bool:

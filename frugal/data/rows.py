@@ -276,8 +276,7 @@ def _read_csv(file: DataFile, delimiter: str) -> Iterator[Row]:
     name, most = file.name, _most_bytes()
     with file.open() as opened:
         text = io.TextIOWrapper(opened, encoding="utf-8-sig", errors="surrogateescape", newline="")
-        lines = iter(lambda: _read_line(text, name, most), "")
-        reader = csv.DictReader(lines, delimiter=delimiter)
+        reader = csv.DictReader(iter(lambda: _read_line(text, name, most), ""), delimiter=delimiter)
         while True:
             where = f"{name}:{reader.line_num + 1 if reader.line_num else 2}"
             try:
@@ -328,8 +327,7 @@ def _read_parquet(file: DataFile, columns: Columns, begin: int, end: int | None)
                     number += 1
                     yield f"{name}:row {number}", row
     except (pa.ArrowException, OSError, UnicodeDecodeError) as error:
-        because = first_line(error)
-        raise RequestError(f"{name} cannot be read after row {number}", because=because) from None
+        raise RequestError(f"{name} cannot be read after row {number}", because=first_line(error)) from None
 
 
 def _expanded_bytes(column: Any) -> int:

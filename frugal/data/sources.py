@@ -14,7 +14,7 @@ from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import partial
 from itertools import chain, dropwhile
 from pathlib import Path
@@ -22,9 +22,11 @@ from typing import Any, NoReturn, Self, TypeVar
 
 from frugal import files
 from frugal.data.data_file import SUFFIXES, DataFile, files_at, shown
+from frugal.data.fetched import OF_SAVED, fetch
 from frugal.data.rows import BadRow, Columns, Row, parquet_schema, read, type_in_words
 from frugal.errors import FrugalError, RequestError, first_line
 from frugal.models import factories
+from frugal.storages import is_address
 from frugal.units import plural
 
 logger = logging.getLogger("frugal")
@@ -144,6 +146,11 @@ def _find(source: str, from_hub: bool) -> list[DataFile | DocumentSource]:
 
 
 def _find_path(source: str, path: Path, from_hub: bool) -> list[DataFile | DocumentSource]:
+    if is_address(source):
+        copies = fetch(source)
+        if copies is None:
+            return [_saved(source)]
+        return [replace(each, address=name) for name, copy in copies.items() for each in files_at(copy)]
     if source == STDLIB and not path.exists():
         return [DataFile(module, "source") for module in _stdlib_modules()]
     if path.is_file():
@@ -151,8 +158,8 @@ def _find_path(source: str, path: Path, from_hub: bool) -> list[DataFile | Docum
             raise _not_a_file(source, "this process's own")
         return [*files_at(path)]
     if path.is_dir():
-        if any((path / name).exists() for name in ("state.json", "dataset_dict.json")):
-            return [_saved(source, path)]
+        if any((path / name).exists() for name in OF_SAVED):
+            return [_saved(str(path))]
         within = _each_once(source, _inside(path))
         if not within:
             raise RequestError(f"the folder {source} is empty", because="it has no file that is not hidden")
@@ -166,8 +173,7 @@ def _find_path(source: str, path: Path, from_hub: bool) -> list[DataFile | Docum
         return _each_file(matches)
     if source.rpartition(":")[0].endswith(".py"):
         return [_user_function(source)]
-    looks_like_path = source.startswith((".", "/", "~")) or source.count("/") > 1 or path.suffix in SUFFIXES
-    if looks_like_path:
+    if source.startswith((".", "/", "~")) or source.count("/") > 1 or path.suffix in SUFFIXES:
         raise RequestError(f"there is no data at {shown(source)}", because="no such file or folder")
     if not from_hub:
         raise RequestError(
@@ -295,11 +301,11 @@ def _stdlib_modules() -> list[Path]:
     return sorted(path for path in root.rglob("*.py") if not left_out.intersection(path.relative_to(root).parts))
 
 
-def _saved(source: str, path: Path) -> DocumentSource:
+def _saved(source: str) -> DocumentSource:
     import datasets
 
     try:
-        loaded = datasets.load_from_disk(str(path))
+        loaded = datasets.load_from_disk(source)
     except Exception as error:  # a damaged dataset fails in many ways
         raise RequestError(f"the dataset {source} cannot be opened", because=first_line(error)) from None
     if isinstance(loaded, datasets.DatasetDict):
@@ -307,7 +313,7 @@ def _saved(source: str, path: Path) -> DocumentSource:
             raise RequestError(
                 f"the dataset {source} has no split `train`",
                 because=f"its splits are {', '.join(loaded)}",
-                hint=f"give one of them: --data {path / next(iter(loaded))}",
+                hint=f"give one of them: --data {source.rstrip('/')}/{next(iter(loaded))}",
             )
         loaded = loaded["train"]
     return _dataset(source, loaded)
@@ -420,5 +426,4 @@ class Provenance:
 
 def names_of(names: Sequence[str]) -> str:
     """Return the first of some names, and the number of the others."""
-    more = f" and {len(names) - _SHOWN:,} more" if len(names) > _SHOWN else ""
-    return ", ".join(names[:_SHOWN]) + more
+    return ", ".join(names[:_SHOWN]) + (f" and {len(names) - _SHOWN:,} more" if len(names) > _SHOWN else "")

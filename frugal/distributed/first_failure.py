@@ -194,12 +194,11 @@ def _claim_first_failure() -> bool | None:
         return env.local_rank() == 0
     import torch.distributed as dist
 
-    from frugal import torch_internals
     from frugal.distributed import rendezvous
 
     store: dist.Store | None = rendezvous.store()
-    if store is None and dist.is_initialized():
-        store = torch_internals.default_store()
+    if store is None and dist.group.WORLD is not None:
+        store = dist.group.WORLD.get_group_store()
     if store is None:
         return env.local_rank() == 0  # before ranks met: all of a node read the same files and flags
     answers: list[bool] = []

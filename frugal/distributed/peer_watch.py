@@ -27,7 +27,9 @@ _GOODBYE = b"."
 def watch_peers(on_lost: Callable[[LostRankError], None]) -> "PeerWatch":
     """Connect every rank of the rendezvous to rank 0, and watch the connections. Collective; see `PeerWatch`."""
     hosts = rendezvous.hosts()
-    connections = peers.connect_ranks(env.rank(), len(hosts), rendezvous.share)
+    connections = peers.connect_ranks(
+        env.rank(), len(hosts), lambda port: rendezvous.share("watch", port, peers.PeerPort)
+    )
     ranks = range(1, len(hosts)) if env.rank() == 0 else [0]
     return PeerWatch({sock: (rank, hosts[rank]) for sock, rank in zip(connections, ranks, strict=True)}, on_lost)
 

@@ -36,7 +36,6 @@ from torch.distributed import (
 from frugal.config.hardware.local_host import versions
 from frugal.distributed import env, rank_logs
 from frugal.distributed.connections import peers, secret
-from frugal.distributed.connections.peers import PeerPort
 from frugal.errors import PlanMismatchError, RequestError
 from frugal.planning.plan import Plan
 
@@ -55,7 +54,7 @@ OTHER_SECRET_SECONDS = 60.0
 METHOD = "frugal://"
 """The name of this rendezvous in torch, where a process group is made."""
 
-_PRESENT, _VERDICT, _WATCH = "frugal/rank 0 is here", "frugal/verdict", "frugal/watch"
+_PRESENT, _VERDICT = "frugal/rank 0 is here", "frugal/verdict"
 _LOST = "Connection to rank 0 was lost before all ranks had come"
 _ATTEMPT_SECONDS = 5.0  # torch's attempt to connect hears no Ctrl-C
 _POLL_SECONDS = 0.1
@@ -179,8 +178,7 @@ def rendezvous(plan: Plan, *, wait_seconds: float = WAIT_SECONDS) -> None:
         RequestError: some are missing after `wait_seconds`, or the port is in use.
     """
     rank, world_size, store = env.rank(), int(os.environ["WORLD_SIZE"]), join_store(wait_seconds)
-    own = RankDescription(socket.gethostname(), versions(), plan.digest)
-    _write(store, _key(rank), own)
+    _write(store, _key(rank), RankDescription(socket.gethostname(), versions(), plan.digest))
     if rank == 0:
         if missing := _wait_for_ranks(store, world_size, wait_seconds):
             verdict: _Verdict | None = _missing_ranks(missing, plan, wait_seconds)
@@ -208,12 +206,26 @@ def hosts() -> list[str]:
     return [described.host for described in _descriptions(join_store(), int(os.environ["WORLD_SIZE"]))]
 
 
-def share(port: PeerPort) -> PeerPort:
-    """Return rank 0's `port` on all ranks. Collective, once."""
+def share(what: str, value: Any, kind: Any) -> Any:
+    """Return rank 0's `value`, of type `kind`, on all ranks. Collective, once for each `what`."""
     if env.rank() == 0:
-        _write(join_store(), _WATCH, port)
-        return port
-    return _read(join_store(), _WATCH, PeerPort)
+        _write(join_store(), f"frugal/{what}", value)
+        return value
+    return _read(join_store(), f"frugal/{what}", kind)
+
+
+def collect(value: Any, kind: Any, wait_seconds: float) -> list[Any]:
+    """Return on rank 0 each rank's value, of type `kind`, and None for a rank that did not come; nothing on the others.
+
+    No process group is needed: this is how to find out whether there could be one. Raises as `join_store`.
+    """
+    rank, world_size, store = env.rank(), int(os.environ["WORLD_SIZE"]), join_store(wait_seconds)
+    _write(store, _key(rank), value)
+    if rank != 0:
+        store.check([_key(rank)])  # the answer comes after what was written before
+        return []
+    missing = _wait_for_ranks(store, world_size, wait_seconds)
+    return [None if each in missing else _read(store, _key(each), kind) for each in range(world_size)]
 
 
 def wait_for_all(what: str) -> None:

@@ -215,8 +215,7 @@ class DryRunSource:
             memory = fullest(ranks, micro_batch, device, self._ranks_per_node, strategy.expandable_segments)
             first = max(dry_runs, key=lambda dry_run: dry_run.peak.total_bytes)
             reserved_bytes = reserved_with_room(ranks, micro_batch, device, strategy.expandable_segments)
-            phase_peaks = first.timeline.phase_peaks(micro_batch)
-            memory = replace(memory, phase_peaks=phase_peaks, reserved_bytes=reserved_bytes)
+            memory = replace(memory, phase_peaks=first.timeline.phase_peaks(micro_batch), reserved_bytes=reserved_bytes)
             notes = tuple(dict.fromkeys(note for each in dry_runs for note in each.notes))
             kept = memory.assuming(notes), notes
             self._cache.write(key, kept)
@@ -315,8 +314,7 @@ class DryRunSource:
                 assert answer.describe is not None and checked.notes is not None
                 self._facts = replace(answer.describe, notes=checked.notes)
                 self._cache.write(key, self._facts)
-            of_loss = (FUSED_LOSS,) if self._facts.can_tile else ()
-            self._facts = replace(self._facts, fused=self._fused(of_loss))
+            self._facts = replace(self._facts, fused=self._fused((FUSED_LOSS,) if self._facts.can_tile else ()))
         return self._facts
 
     def _fused(self, more: tuple[str, ...]) -> tuple[str, ...]:
@@ -433,8 +431,7 @@ class DryRunSource:
         if self.kind == "cpu":
             return timeline
         element_bytes = 4 if self.request.precision == "fp32" else 2
-        widths = set(self.facts().trainable_sizes)
-        timeline = with_scratch(timeline, widths, element_bytes, self._resident_threads)
+        timeline = with_scratch(timeline, set(self.facts().trainable_sizes), element_bytes, self._resident_threads)
         return with_workspaces(timeline, self._workspace_bytes)
 
     def _ranks(self, strategy: Strategy, most: int) -> tuple[int, ...]:

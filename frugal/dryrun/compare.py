@@ -1,4 +1,5 @@
-"""A real run beside its dry run, as a record against which later versions can be checked. No torch here."""
+"""A real run beside its dry run, as a record against which later versions can be checked, and a plan of other versions
+beside a dry run with those installed. No torch here."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
@@ -7,16 +8,21 @@ from pathlib import Path
 import msgspec
 
 from frugal import temporary
-from frugal.config.hardware.cluster import Cluster
+from frugal.config.hardware import local_host
+from frugal.config.hardware.cluster import Cluster, Device
 from frugal.config.request import Request
+from frugal.distributed.rank_logs import to_console
 from frugal.dryrun.client import DryRunSource
 from frugal.dryrun.figures import Figures, figures
 from frugal.dryrun.messages import DryRun
 from frugal.dryrun.pool import Pool
 from frugal.engine.measure.record import Capped, Measured, ModelDefinition
-from frugal.errors import FrugalError, RequestError
+from frugal.errors import FrugalError, PlanMismatchError, RequestError
 from frugal.planning.batch import BatchPlan
+from frugal.planning.length_bucketing import most_samples
+from frugal.planning.memory.breakdown import MemoryBreakdown
 from frugal.planning.plan import Plan
+from frugal.planning.search.fitting import Fitting
 from frugal.planning.strategy import Strategy
 from frugal.report.records import read_history
 from frugal.units import format_bytes
@@ -31,9 +37,11 @@ _LONG_SECONDS = 600.0
 """The duration of a run from which on the seconds of a dry run do not matter."""
 
 
-def memory_as_run(plan: Plan, samples: int, tokens: int, *, only_known: bool) -> int | None:
-    """Return the live bytes of a dry run of the plan with micro-batches of `samples` samples of `tokens` tokens (of one
-    rank's part, where ranks share samples).
+def memory_as_run(
+    plan: Plan, samples: int, tokens: int, device: Device | None = None, *, only_known: bool = False
+) -> MemoryBreakdown | None:
+    """Return the memory of a dry run of the plan with micro-batches of `samples` samples of `tokens` tokens (of one
+    rank's part, where ranks share samples) on `device`; None: the smallest.
 
     `only_known`: None where it would have to be made; it takes seconds, in a process of its own.
 
@@ -45,7 +53,40 @@ def memory_as_run(plan: Plan, samples: int, tokens: int, *, only_known: bool) ->
     with DryRunSource(request, plan.cluster, will_dry_run=False) as source:
         if only_known and not source.is_known(plan.strategy, samples, steps):
             return None
-        return source.dry_run(plan.strategy, samples, steps).live_bytes
+        return source.dry_run(plan.strategy, samples, steps, device)
+
+
+def proven_here(plan: Plan) -> Plan:
+    """Return a plan that was made with other versions with the memory of dry runs with those installed.
+
+    Where samples differ in length, both ends are dry-run: few of full length, and many of the shortest.
+
+    Raises:
+        FrugalError: the model cannot be trained like that with these versions.
+        PlanMismatchError: the plan does not fit with them.
+    """
+    if not (others := local_host.other_versions(plan.all_versions)):
+        return plan
+    longest, shortest, parts = plan.request.seq_len, plan.batch.shortest, plan.batch.sequence_parallel
+    loads = [
+        (micro, longest // parts, device) for device, micro in Fitting(plan.request, plan.cluster).loads(plan.batch)
+    ]
+    if shortest is not None:
+        loads += [(most_samples(micro, longest, shortest), shortest // parts, device) for micro, _, device in loads]
+    memory = min(filter(None, (memory_as_run(plan, *load) for load in loads)), key=lambda each: each.headroom_bytes)
+    found = f"{format_bytes(memory.total_bytes)} of {format_bytes(memory.device_in(plan.cluster).memory_bytes)}"
+    if not memory.fits:
+        raise PlanMismatchError(
+            "the plan does not fit with the versions installed here",
+            because=(
+                others,
+                f"a dry run with these needs {found}; {format_bytes(plan.memory.total_bytes)} was planned",
+            ),
+            hint="make a new one with them: frugal plan -o DIR",
+        )
+    to_console(f"note: {others}; a dry run with these needs {found}")
+    here = local_host.versions()
+    return replace(plan, frugal_version=here.pop("frugal"), versions=here, memory=memory, alternatives=()).sealed()
 
 
 def as_run(plan: Plan, folder: Path) -> str | None:
@@ -67,10 +108,10 @@ def as_run(plan: Plan, folder: Path) -> str | None:
         return None
     if predicted is None:
         return None
-    difference = (record.measured_bytes / predicted - 1) * 100
+    difference = (record.measured_bytes / predicted.live_bytes - 1) * 100
     return (
         f"memory for {samples} x {tokens} tokens, the largest micro-batch of the first steps: predicted "
-        f"{format_bytes(predicted)}, measured {format_bytes(record.measured_bytes)} ({difference:+.1f} %)"
+        f"{format_bytes(predicted.live_bytes)}, measured {format_bytes(record.measured_bytes)} ({difference:+.1f} %)"
     )
 
 

@@ -137,8 +137,7 @@ def fullest_drafted(drafted: MemoryProfile, micro_batch: int) -> tuple[int, ...]
     def needed_bytes(rank: RankMemory) -> int:
         if drafted.kind == "cpu":
             return rank.timeline.peak_bytes(micro_batch)
-        segments = drafted.strategy.expandable_segments
-        return rank.replays(micro_batch, expandable_segments=segments).smallest_capacity()
+        return rank.replays(micro_batch, expandable_segments=drafted.strategy.expandable_segments).smallest_capacity()
 
     fullest_live = max(drafted.ranks, key=lambda rank: rank.timeline.peak_bytes(micro_batch))
     others = [rank for rank in drafted.ranks if rank is not fullest_live]

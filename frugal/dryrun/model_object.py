@@ -61,8 +61,7 @@ def reference_of(model: Any, objective: "Objective | None" = None) -> str:
     name = getattr(model, "__qualname__", type(model).__name__)
     if objective is None and _is_importable(model):
         return f"{model.__module__}:{name}"
-    make = model if objective is None else functools.partial(_made, model, objective)
-    return _pickled(make, name)
+    return _pickled(model if objective is None else functools.partial(_made, model, objective), name)
 
 
 def without_values(module: "nn.Module") -> "nn.Module":
@@ -127,8 +126,7 @@ def _is_importable(model: Any) -> bool:
 
 
 def _configuration(config: Any) -> str:
-    values = config.to_dict()
-    text = json.dumps(values, sort_keys=True, default=str).encode()
+    text = json.dumps(config.to_dict(), sort_keys=True, default=str).encode()
     return str(_written(_folder() / f"{config.model_type}-{hashlib.sha256(text).hexdigest()[:16]}.json", text))
 
 

@@ -193,8 +193,7 @@ def _run(question: AskDryRun) -> Any:
 
     spec = _resolved(question)
     dtype = DTYPES[question.request.precision]
-    objective = _objective(spec, question.request)
-    return dry_run(lambda: spec.build(dtype=dtype, device="meta"), objective, question)
+    return dry_run(lambda: spec.build(dtype=dtype, device="meta"), _objective(spec, question.request), question)
 
 
 if __name__ == "__main__":

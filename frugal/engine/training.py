@@ -42,7 +42,7 @@ def train(plan: Plan, settings: RunSettings, device: torch.device) -> Path | Non
     if (rank := env.rank()) == 0:
         trackers.check(settings.track)
         hub.check(settings.push_to_hub)
-        mirror.check(settings.mirror)
+        settings.check_addresses()
         mirror.fetch_if_empty(settings)
     if settings.mirror is not None:
         rendezvous.wait_for_all("mirror")

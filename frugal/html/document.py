@@ -64,8 +64,7 @@ def json_in_html(value: Any) -> str:
     """Return a value as JSON for a `<script>`: nothing in it ends the element or begins a comment."""
     import msgspec
 
-    text = msgspec.json.encode(value).decode()
-    return text.replace("&", r"\u0026").replace("<", r"\u003c").replace(">", r"\u003e")
+    return msgspec.json.encode(value).decode().replace("&", r"\u0026").replace("<", r"\u003c").replace(">", r"\u003e")
 
 
 def _policy(scripts: Sequence[str]) -> str:

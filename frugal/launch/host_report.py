@@ -119,8 +119,7 @@ def _gpus() -> list[Gpu]:
     query = ["nvidia-smi", "--query-gpu=name,memory.total,memory.free", "--format=csv,noheader,nounits"]
     gpus = []
     with suppress(OSError, subprocess.SubprocessError, ValueError):
-        answer = subprocess.run(query, capture_output=True, text=True, timeout=20, check=True).stdout
-        for line in answer.splitlines():
+        for line in subprocess.run(query, capture_output=True, text=True, timeout=20, check=True).stdout.splitlines():
             name, total, free = (word.strip() for word in line.rsplit(",", 2))
             gpus.append(Gpu(name, int(total) * MIB, int(free) * MIB))
     return gpus

@@ -91,8 +91,7 @@ def run(launch: Launch, *, to_stderr: bool = False, control: io.FileIO | None = 
         ranks = stack.enter_context(Processes())
         for place in launch.environments():
             command = [sys.executable, "-u", "-m", launch.module, f"--local_rank={place['LOCAL_RANK']}"]
-            environment = {**launch.environment, **place}
-            ranks.start([*command, *launch.arguments], environment, stdout=2 if to_stderr else None)
+            ranks.start([*command, *launch.arguments], {**launch.environment, **place}, stdout=2 if to_stderr else None)
         if control is not None:
             threading.Thread(target=ranks.obey, args=(control,), name="frugal node", daemon=True).start()
         return ranks.wait()

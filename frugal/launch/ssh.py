@@ -1,4 +1,8 @@
-"""The hosts of a hostfile over ssh: their reports, what they lack for a run, and the address that all of them reach."""
+"""The hosts of a run: their reports, what they lack, and the address that all of them reach.
+
+Reports come over ssh, or without it from `frugal doctor` on each host, started by srun, mpirun or by hand: rank 0
+collects them where the ranks of a run would meet, under the run's secret.
+"""
 
 import os
 import secrets
@@ -8,7 +12,7 @@ import subprocess
 import sys
 from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
 from ipaddress import ip_address, ip_interface
 from pathlib import Path
@@ -19,7 +23,9 @@ from frugal.config.hardware.build_cluster import HostfileEntry
 from frugal.config.hardware.cluster import DeviceKind
 from frugal.config.hardware.local_host import versions
 from frugal.config.run_settings import RunSettings
+from frugal.distributed import env
 from frugal.errors import RequestError
+from frugal.launch import host_report
 from frugal.launch.host_report import HostReport
 from frugal.units import format_bytes, plural
 
@@ -28,7 +34,8 @@ ASK_SECONDS = 120  # importing torch from a busy network file system takes long
 
 PASSED = (
     "PYTHON", "PYTORCH_", "NCCL", "GLOO", "MLFLOW", "UCX", "MV2", "HF_", "HUGGING_FACE_", "TRANSFORMERS_",
-    "TOKENIZERS_", "TORCH_", "OMP_", "DS_", "DEEPSPEED_", "XDG_CACHE_HOME", "CUDA_HOME",
+    "TOKENIZERS_", "TORCH_", "OMP_", "DS_", "DEEPSPEED_", "XDG_CACHE_HOME", "CUDA_HOME", "AWS_", "GOOGLE_", "AZURE_",
+    "FSSPEC_",
 )  # fmt: skip
 """Prefixes of variables that are passed on to all nodes, as DeepSpeed's launcher does with `PYTHON` and the five after
 `PYTORCH_`.
@@ -109,13 +116,46 @@ def collect_reports(
                 *(["--cuda"] if kind == "cuda" else []), *(["--probe"] if probe and kind == "cuda" else []),
             ]
         )  # fmt: skip
-        reports = list(pool.map(lambda host: _collect_report(host, access, command), hosts))
         return [
-            UnreachableHost(f"does not see {token.parent} as this machine does: the run's folder must be shared by all")
-            if isinstance(report, HostReport) and report.token != token.name
-            else report
-            for report in reports
+            _seeing(token, report) for report in pool.map(lambda host: _collect_report(host, access, command), hosts)
         ]
+
+
+def _seeing(token: Path, report: HostReport | UnreachableHost) -> HostReport | UnreachableHost:
+    """Return the report of a host that sees the token's content, or that it does not."""
+    if isinstance(report, UnreachableHost) or report.token == token.name:
+        return report
+    return UnreachableHost(f"does not see {token.parent} as this machine does: the run's folder must be shared by all")
+
+
+def collect_from_ranks(
+    folder: Path, kind: DeviceKind
+) -> tuple[list[HostfileEntry], list[HostReport | UnreachableHost]]:
+    """Return on rank 0 the hosts, each with its report or why there is none; nothing on the others. `folder` as above.
+
+    Raises:
+        RequestError: rank 0 cannot be reached.
+    """
+    from frugal.distributed import rendezvous  # torch takes seconds
+
+    with _token(RunSettings(out=folder).checkpoints) if env.rank() == 0 else nullcontext() as own:
+        token = Path(rendezvous.share("token", str(own), str))
+        report = host_report.collect(folder, token, cuda=kind == "cuda")
+        missing = UnreachableHost(f"did not come within {ASK_SECONDS} s: was the command started there?")
+        found = rendezvous.collect(report, HostReport, ASK_SECONDS)
+        names = [f"rank {number}" if each is None else each.host for number, each in enumerate(found)]
+        return [HostfileEntry(name=name, slots=1) for name in names], [
+            _seeing(token, each or missing) for each in found
+        ]
+
+
+def lines_without_ssh(names: Sequence[str], words: Sequence[str]) -> str:
+    """Return the commands that run `frugal doctor` with `words` on each of these hosts, for `collect_from_ranks`."""
+    command = shlex.join([sys.executable, "-m", "frugal", "doctor", *words])
+    place = f"WORLD_SIZE={len(names)} MASTER_ADDR={names[0]} MASTER_PORT={env.DEFAULT_PORT}"
+    lines = [f"# {name}\nRANK={number} {place} {command}" for number, name in enumerate(names)]
+    slurm = f"MASTER_ADDR={names[0]} srun --nodes {len(names)} --ntasks-per-node 1 {command}"
+    return "\n".join([f"# on each node the line below its name, or with SLURM: {slurm}", *lines])
 
 
 def _collect_report(host: HostfileEntry, access: Access, command: str) -> HostReport | UnreachableHost:

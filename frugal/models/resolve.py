@@ -216,8 +216,7 @@ def _from_path(reference: str, path: Path, task: str | None, num_labels: int | N
         )
     with failure(f"{file} is not a model's configuration"):  # configurations check their values each in its own way
         config = transformers_internals.model_types()[model_type].from_dict(raw)
-    beside = any((file.parent / name).exists() for name in _TOKENIZERS)
-    own_tokenizer = str(file.parent) if beside else None
+    own_tokenizer = str(file.parent) if any((file.parent / name).exists() for name in _TOKENIZERS) else None
     return _from_config(reference, config, task, num_labels, weights=weights, own_tokenizer=own_tokenizer)
 
 

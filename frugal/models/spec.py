@@ -235,8 +235,7 @@ class ModelSpec:
         pad_id = special("pad_token_id", 0)
         match self.task:
             case "causal-lm":
-                has_own = self.has_own_loss()
-                return CausalLM(pad_id, packed=pack, own_loss=has_own, document_tokens=document_tokens)
+                return CausalLM(pad_id, packed=pack, own_loss=self.has_own_loss(), document_tokens=document_tokens)
             case "masked-lm":
                 vocabulary = self.vocab_size or 1
                 return MaskedLM(

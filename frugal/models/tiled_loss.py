@@ -153,8 +153,7 @@ def logits_end(model: nn.Module) -> Callable[[Tensor], Tensor] | None:
     """
     for without_layers in (True, False):
         try:
-            copied = positions.meta_copy(model, without_layers=without_layers)
-            return _observed_end(model, copied)
+            return _observed_end(model, positions.meta_copy(model, without_layers=without_layers))
         except positions.PositionsMeetError:
             raise
         except Exception:  # whatever a model trips over on meta

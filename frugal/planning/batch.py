@@ -267,8 +267,7 @@ class BatchPlan:
             for cap, size in zip(tight, steps.samples, strict=True):
                 samples[cap] += size
             merged.append(replace(steps, samples=tuple(samples.values())))
-        caps = tuple(map(new_caps.__getitem__, self.micro_batch))
-        return replace(self, micro_batch=caps, micro_steps=tuple(merged))
+        return replace(self, micro_batch=tuple(map(new_caps.__getitem__, self.micro_batch)), micro_steps=tuple(merged))
 
     def resized(self, num_samples: int) -> "BatchPlan":
         """Return the cut of a global batch of another size under the same caps: an epoch's last, or one of tokens."""

@@ -288,8 +288,7 @@ def _communication_seconds(
         cluster.intra_bandwidth if len(cluster.nodes) == 1 else min(cluster.intra_bandwidth, cluster.inter_bandwidth)
     )
     gradients = model.facts.trainable_parameters * element_bytes
-    bucket_bytes = strategy.reduce_bucket_elements * element_bytes
-    num_buckets = max(1, -(-gradients // bucket_bytes))
+    num_buckets = max(1, -(-gradients // (strategy.reduce_bucket_elements * element_bytes)))
     if strategy.zero_stage == 3:
         weights = model.facts.packed.weight_bytes(model.facts.parameters, element_bytes)
         num_gathers, gathered = (2 * num_buckets, 2 * weights)

@@ -219,8 +219,7 @@ def _more_memory(cluster: Cluster, search: Search, nearest: Candidate) -> list[s
     size = int(needed // grain) * grain
     for _ in range(8):  # slack, context and margin depend on the size, so the first may be short
         size += grain
-        larger = resized(device, memory_bytes=size, num_ranks=ranks)
-        memory = profile.memory(nearest.micro_batch, larger)
+        memory = profile.memory(nearest.micro_batch, resized(device, memory_bytes=size, num_ranks=ranks))
         if memory.fits:
             flag = f"--mem {size / GIB:g}G" if size % (GIB // 2) == 0 else f"--mem {size // MIB}M"
             if search.evaluation.fitting.host_shortfall_bytes(memory) <= 0:

@@ -331,8 +331,7 @@ def drawn_runs(lengths: Lengths, batch: BatchPlan, seq_len: int) -> list[DrawnRu
     evenly spread.
     """
     number, budget = _num_drawn(lengths, batch, seq_len), _budget(batch, seq_len)
-    kept = min(ENOUGH_STEPS, grouping(lengths, batch, seq_len).micro_steps)
-    num_steps = max(2, DRAWN_MICRO_STEPS // kept)
+    num_steps = max(2, DRAWN_MICRO_STEPS // min(ENOUGH_STEPS, grouping(lengths, batch, seq_len).micro_steps))
     runs = []
     for run in range(DRAWS):
         drawn = [lengths.scattered(number, (run * num_steps + step) * number) for step in range(num_steps)]

@@ -180,6 +180,11 @@ class Plan:
         assert self.memory.fits, "a plan that does not fit is no plan"
 
     @property
+    def all_versions(self) -> dict[str, str]:
+        """The versions that it was made with, by name, frugal's among them."""
+        return {"frugal": self.frugal_version, **self.versions}
+
+    @property
     def counted(self) -> str:
         """The words for what a global batch of tokens counts."""
         return "target tokens" if self.model.task == "seq2seq" else "tokens"

@@ -57,8 +57,7 @@ def predicted(cases: Sequence[Case], dry_run: OpenSource) -> list[Candidate | No
     request contradicts itself."""
     groups: dict[tuple[Request, tuple[int, ...]], list[int]] = {}
     for i, case in enumerate(cases):
-        layout = tuple(len(node.devices) for node in case.cluster.nodes)
-        groups.setdefault((case.request, layout), []).append(i)
+        groups.setdefault((case.request, tuple(len(node.devices) for node in case.cluster.nodes)), []).append(i)
     predictions: list[Candidate | None] = [None] * len(cases)
     for indices in groups.values():
         first = cases[indices[0]]

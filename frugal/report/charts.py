@@ -34,8 +34,7 @@ class Series:
 
     def drawn(self, xs: Sequence[float]) -> dict[str, Any]:
         """Return the curve for the script: a value for each x of the chart, null where it has none."""
-        values = [self.points.get(x) for x in xs]
-        return {"label": self.label, "colour": self.colour, "kind": "line", "values": values}
+        return {"label": self.label, "colour": self.colour, "kind": "line", "values": [self.points.get(x) for x in xs]}
 
     def in_words(self, text: Callable[[float], str]) -> str:
         """Describe the curve: its ends, its lowest and its highest point."""

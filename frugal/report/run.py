@@ -134,8 +134,7 @@ class RecordedRun:
         record = self.memory
         phases = dict(record.phases) if record is not None else {}
         if not phases and self.plan is not None:
-            planned = self.plan.memory.phase_peaks
-            phases = {name: PhaseRecord(planned_bytes=size) for name, size in planned.items()}
+            phases = {name: PhaseRecord(planned_bytes=size) for name, size in self.plan.memory.phase_peaks.items()}
         for event in ("evaluation", "checkpoint"):
             measured = [each for each in self.history.of(event) if each.phase_bytes is not None]
             if measured:
@@ -170,8 +169,7 @@ class RecordedRun:
     @cached_property
     def begin(self) -> float | None:
         """The time of the first record, Unix seconds."""
-        times = [each.time for each in (*self.history.others, *self.steps) if each.time]
-        return min(times, default=None)
+        return min([each.time for each in (*self.history.others, *self.steps) if each.time], default=None)
 
     @property
     def seconds(self) -> float | None:
@@ -211,7 +209,7 @@ class RecordedRun:
         """The versions installed at the last start; for runs of earlier versions those of the plan."""
         if self.starts:
             return self.starts[-1].versions
-        return {} if self.plan is None else {"frugal": self.plan.frugal_version, **self.plan.versions}
+        return {} if self.plan is None else self.plan.all_versions
 
     @cached_property
     def facts(self) -> dict[str, str]:

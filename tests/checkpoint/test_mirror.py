@@ -13,7 +13,7 @@ import pytest
 from fsspec.implementations.memory import MemoryFileSystem
 
 from bench.runs import frugal_train, prepared, records
-from frugal import files
+from frugal import files, storages
 from frugal.checkpoint import manifest, mirror
 from frugal.checkpoint.manifest import MANIFEST, Manifest, file_entry, publish
 from frugal.config.run_settings import RunSettings
@@ -266,7 +266,7 @@ def test_another_run_s_folder_is_left_alone(tmp_path: Path, store: dict[str, Any
     ],
 )
 def test_an_address_that_cannot_be_used_is_refused_before_anything_is_started(address: str, said: str) -> None:
-    message = refusal(lambda: mirror.check(address))
+    message = refusal(lambda: storages.check("--mirror", address))
     assert said in message and "hunter2" not in message
 
 
@@ -275,7 +275,7 @@ def test_a_storage_whose_package_is_missing_names_the_extra(monkeypatch: pytest.
         raise ImportError("Install s3fs to access S3")
 
     monkeypatch.setattr(fsspec, "get_filesystem_class", missing)
-    assert refusal(lambda: mirror.check("s3://bucket/run")) == (
+    assert refusal(lambda: storages.check("--mirror", "s3://bucket/run")) == (
         "--mirror s3://bucket/run cannot be used\n  because ImportError: Install s3fs to access S3\n\n"
         "hint: pip install 'frugal-trainer[s3]'"
     )
@@ -283,7 +283,7 @@ def test_a_storage_whose_package_is_missing_names_the_extra(monkeypatch: pytest.
 
 def test_what_variables_for_credentials_have_is_not_said(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("AWS_SECRET_ACCESS_KEY", "a-long-secret")
-    assert mirror.explained(OSError("key a-long-secret refused")) == "OSError: key <AWS_SECRET_ACCESS_KEY> refused"
+    assert storages.explained(OSError("key a-long-secret refused")) == "OSError: key <AWS_SECRET_ACCESS_KEY> refused"
 
 
 def test_a_storage_that_cannot_be_read_ends_a_run_that_has_nothing_else(

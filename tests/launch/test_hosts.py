@@ -238,3 +238,10 @@ def test_a_driver_that_does_not_work_leaves_no_cards(tmp_path: Path, monkeypatch
     monkeypatch.setattr("torch.cuda.device_count", lambda: 1)
     monkeypatch.setattr("torch.cuda.mem_get_info", fails)
     assert host_report.collect(tmp_path, None, cuda=True).gpus == []
+
+
+def test_keys_of_storages_go_to_all_nodes_and_stand_in_no_command(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("AWS_SECRET_ACCESS_KEY", "a-secret-of-the-storage")
+    access = Access()
+    assert access.environment()["AWS_SECRET_ACCESS_KEY"] == "a-secret-of-the-storage"
+    assert "a-secret-of-the-storage" not in access.command(["true"])

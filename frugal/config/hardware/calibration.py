@@ -138,8 +138,7 @@ class Calibration:
         probe = self.probe
         share = self.num_ranks / ranks_per_node if self.kind == "cpu" else 1.0
         if probe.context_bytes is not None:
-            card = CARDS.get(device.name, GENERIC)
-            nccl = added_by_ranks(num_ranks if self.num_ranks == 1 else 1, card.nccl)
+            nccl = added_by_ranks(num_ranks if self.num_ranks == 1 else 1, CARDS.get(device.name, GENERIC).nccl)
             above = LATER_KERNELS_BYTES + nccl.most - nccl.planned
             device = replace(
                 device,

@@ -6,6 +6,7 @@ import platform
 import re
 import resource
 import subprocess
+from collections.abc import Mapping
 from contextlib import suppress
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
@@ -42,6 +43,17 @@ def versions() -> dict[str, str]:
 def library_versions() -> dict[str, str]:
     """Return the installed versions of `LIBRARIES`; `none` if one is not installed."""
     return {name: _version(name) for name in LIBRARIES}
+
+
+def other_versions(recorded: Mapping[str, str]) -> str:
+    """Describe which packages were recorded with other versions than are installed; empty if none.
+
+    A suffix such as `+cpu` names a build of torch, which changes no memory: a plan made where there is no GPU holds.
+    """
+    here = versions()
+    others = [name for name in here if recorded.get(name, here[name]).partition("+")[0] != here[name].partition("+")[0]]
+    planned, installed = (", ".join(f"{name} {each[name]}" for name in others) for each in (recorded, here))
+    return f"the plan was made with {planned}; installed here: {installed}" if others else ""
 
 
 def fused_kernels() -> str:

@@ -274,8 +274,7 @@ def _message(message: dict[str, Any], where: str) -> dict[str, Any]:
     checked = _as(_Message, kept, where)
     if checked.content is not None:
         parts = [checked.content] if isinstance(checked.content, str) else checked.content
-        texts = [part if isinstance(part, str) else part.text for part in parts]
-        kept["content"] = _checked("".join(texts), where)
+        kept["content"] = _checked("".join([part if isinstance(part, str) else part.text for part in parts]), where)
     elif checked.tool_calls is None:
         raise _WrongError(f"{where} has no content")
     if checked.tool_calls is not None:

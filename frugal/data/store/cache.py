@@ -163,6 +163,5 @@ def _build(folder: Path, write: Callable[[Path], BuildReport]) -> BuildReport:
 def _remove_abandoned(cache: Path) -> None:
     for entry in cache.glob("*.tmp-*"):
         with contextlib.suppress(OSError):
-            changed = max(path.stat().st_mtime for path in (entry, *entry.iterdir()))
-            if time.time() - changed > _ABANDONED_SECONDS:
+            if time.time() - max(path.stat().st_mtime for path in (entry, *entry.iterdir())) > _ABANDONED_SECONDS:
                 shutil.rmtree(entry, ignore_errors=True)

@@ -413,8 +413,7 @@ class StreamBatches:
             taken = self._next(coming, waiting)
             end = taken[-1][1]
             dataset = SamplesInMemory([sample for sample, _ in taken], drawn)
-            indices = np.arange(drawn, drawn + len(taken))
-            yield GlobalBatch(dataset, indices, start, end, drawn, dataset.lengths)
+            yield GlobalBatch(dataset, np.arange(drawn, drawn + len(taken)), start, end, drawn, dataset.lengths)
             start, drawn = end, drawn + len(taken)
 
     def _next(self, coming: Iterator[Drawn], waiting: list[Drawn]) -> list[Drawn]:

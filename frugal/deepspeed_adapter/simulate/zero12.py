@@ -20,8 +20,7 @@ class SimulatedZero12:
         self._setting = setting
         self._is_boundary = True
         elements = setting.elements
-        alignment = 2 * setting.world_size
-        self._padding = -sum(elements) % alignment
+        self._padding = -sum(elements) % (2 * setting.world_size)
         self._flat_elements = sum(elements) + self._padding
         self._part = self._flat_elements // setting.world_size
         self._starts = [0]

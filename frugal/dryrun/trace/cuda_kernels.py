@@ -74,8 +74,7 @@ def cuda_attention(capability: Capability, alike: set[Capability], *args: Any, *
         return _math_attention(call, mask)[0]
     how = call.requires_grad, call.dropout_p, call.is_causal
     if kernel == "cudnn":
-        cudnn = aten._scaled_dot_product_cudnn_attention
-        return cudnn(query, key, value, mask, *how, False, scale=call.scale)[0]
+        return aten._scaled_dot_product_cudnn_attention(query, key, value, mask, *how, False, scale=call.scale)[0]
     if mask is not None:
         mask = _efficient_bias(mask, query, key)
     return aten._scaled_dot_product_efficient_attention(query, key, value, mask, *how, scale=call.scale)[0]

@@ -63,8 +63,7 @@ def _nonzero(mask: Tensor) -> Result:
 
 
 def _masked_select(values: Tensor, mask: Tensor) -> Result:
-    shape = torch.broadcast_shapes(values.shape, mask.shape)
-    return values.new_empty(shape.numel()), EVERYTHING
+    return values.new_empty(torch.broadcast_shapes(values.shape, mask.shape).numel()), EVERYTHING
 
 
 def _index(values: Tensor, indices: list[Tensor | None]) -> Result | None:
@@ -171,8 +170,7 @@ def host_stand_in(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> A
     if func is aten.copy_.default and args[0].device != args[1].device:
         return args[0]
     if func is aten._to_copy.default and to_host and args[0].is_meta:
-        dtype = kwargs.get("dtype") or args[0].dtype
-        return untouched_host_tensor(args[0].size(), args[0].stride(), dtype)
+        return untouched_host_tensor(args[0].size(), args[0].stride(), kwargs.get("dtype") or args[0].dtype)
     if func in _FACTORIES and to_host and math.prod(args[0]) > UNTOUCHED_ELEMENTS:
         return untouched_host_tensor(args[0], None, kwargs.get("dtype") or torch.get_default_dtype())
     if not any(map(is_untouched, tensors_in(args))):

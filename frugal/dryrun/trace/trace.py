@@ -76,10 +76,9 @@ class Recorder(Tracker):
 
     def execute(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Return the operator's result, noting a use of parameters that no module has fetched."""
-        if self.addresses_at_rest and USED_OUTSIDE not in self._assumptions:
-            read = {torch_internals.address(tensor) for tensor in tensors_in(args)}
-            if not read.isdisjoint(self.addresses_at_rest):
-                self._assumptions[USED_OUTSIDE] = ""
+        is_looked_for = self.addresses_at_rest and USED_OUTSIDE not in self._assumptions
+        if is_looked_for and not self.addresses_at_rest.isdisjoint(map(torch_internals.address, tensors_in(args))):
+            self._assumptions[USED_OUTSIDE] = ""
         return super().execute(func, args, kwargs)
 
     def take_gradients(self, model: nn.Module) -> None:
@@ -115,8 +114,7 @@ class Recorder(Tracker):
 
     def _finished(self, index: int, parameter: Tensor) -> None:
         assert parameter.grad is not None
-        storage = self._storage.get(torch_internals.address(parameter.grad), -1)
-        self.add_mark(MarkKind.GRADIENT, index, storage)
+        self.add_mark(MarkKind.GRADIENT, index, self._storage.get(torch_internals.address(parameter.grad), -1))
         self.counts_at[MarkKind.GRADIENT, index] = self.counts
         parameter.grad = None
 

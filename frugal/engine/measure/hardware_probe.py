@@ -105,8 +105,7 @@ def host_bandwidth(num_elements: int) -> float:
     """Measure the bytes/s of AdamW on the host, of all ranks of this node together, counted as in `planning.cost`."""
     weights, gradient = torch.zeros(num_elements), torch.ones(num_elements)
     weights.grad = gradient
-    optimizer = torch.optim.AdamW([weights], fused=True)
-    seconds = best_seconds(optimizer.step, torch.device("cpu"))
+    seconds = best_seconds(torch.optim.AdamW([weights], fused=True).step, torch.device("cpu"))
     return (env.ranks_on_node() or dist.get_world_size()) * 32 * num_elements / seconds
 
 

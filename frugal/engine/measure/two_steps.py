@@ -150,8 +150,7 @@ def measure(plan: Plan, cap_bytes: int | None = None, timelines: Path | None = N
     """
     device = process_group.join(plan)
     spec = resolve_request(plan.request)
-    dtype = DTYPES[plan.request.precision]
-    spec.build(dtype=dtype, device="meta")  # imports what is not the model's memory
+    spec.build(dtype=DTYPES[plan.request.precision], device="meta")  # imports what is not the model's memory
     if cap_bytes is not None:
         torch.cuda.set_per_process_memory_fraction(cap_bytes / torch.cuda.mem_get_info(device)[1], device)
     if device.type == "cpu":

@@ -104,10 +104,8 @@ def remarks(plan: Plan, data: RunData, device: torch.device, rank: int) -> Itera
         yield data.training.in_words()
     said = (SPLIT_MATTERS, PADDING_MATTERS, LAYER_DROP, DRAWN_PARTS)
     yield from (f"note: {note}" for note in plan.warnings if note.startswith(said))
-    installed = local_host.library_versions()
-    for name, planned_with in plan.versions.items():
-        if planned_with != installed.get(name):
-            yield f"the plan was made with {name} {planned_with}, this is {installed.get(name)}: memory may differ"
+    if others := local_host.other_versions(plan.all_versions):
+        yield f"{others}: memory may differ; where `frugal train --plan` starts the ranks, it dry-runs the plan again"
     if plan.request.lengths is not None and not is_stream:
         lengths = data.training.lengths[epoch_indices(data.training)]
         if note := sample_lengths.unlike(plan.request.lengths, len(lengths), int(lengths.sum())):

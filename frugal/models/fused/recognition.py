@@ -178,8 +178,7 @@ def rotation(module: nn.Module) -> str | None:
             parameters = list(inspect.signature(function).parameters.values())
         except (TypeError, ValueError):  # it is no function
             continue
-        needed = [each.name for each in parameters if each.default is each.empty]
-        if needed != ["q", "k", "cos", "sin"]:
+        if [each.name for each in parameters if each.default is each.empty] != ["q", "k", "cos", "sin"]:
             continue
 
         shapes = ((2, 4, 3, 8), (2, 2, 3, 8), (2, 3, 4))

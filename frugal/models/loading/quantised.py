@@ -200,5 +200,4 @@ def packed(model: nn.Module) -> Packed:
 
 def dequantised(module: Any) -> Tensor:
     """Return the weight of a quantised module as it is computed with, shape `(outputs, inputs)`."""
-    bnb = bitsandbytes_internals.library()
-    return bnb.functional.dequantize_4bit(module.weight.data, module.quant_state)
+    return bitsandbytes_internals.library().functional.dequantize_4bit(module.weight.data, module.quant_state)

@@ -104,8 +104,7 @@ class _TiledRows(torch.autograd.Function):
             tile = flat[:, rows].detach().requires_grad_(needs_hidden)
             with torch.enable_grad():
                 result = ctx.run(tile)
-            wanted = [tile, *trained] if needs_hidden else trained
-            gradients = list(torch.autograd.grad(result, wanted, grad[:, rows]))
+            gradients = list(torch.autograd.grad(result, [tile, *trained] if needs_hidden else trained, grad[:, rows]))
             del result
             if grad_hidden is not None:
                 grad_hidden[:, rows] = gradients.pop(0)

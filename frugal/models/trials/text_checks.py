@@ -144,8 +144,7 @@ def on_parts(model: nn.Module, vocab_size: int, *, pack: bool = False, size: int
     alone = probe.gradient(model, whole, [whole.collate(samples)])
     split, copied = attention.SplitInOneProcess(size), copy.deepcopy(model)
     attention.apply(copied, split)
-    together = probe.gradient(copied, parts[0], [rows])
-    return Dependence(probe.difference(alone, together)), split.num_calls
+    return Dependence(probe.difference(alone, probe.gradient(copied, parts[0], [rows]))), split.num_calls
 
 
 class _Counting(TorchFunctionMode):

@@ -187,8 +187,7 @@ def training_host_bytes(memory: MemoryBreakdown, node: Node, cluster: Cluster) -
     """Return the host memory that they need from the first step on."""
     if node.devices[0].kind == "cpu":
         return len(node.devices) * rank_host_bytes(memory.live_bytes, "cpu")
-    most_ranks = max(len(other.devices) for other in cluster.nodes)
-    return memory.host_bytes_per_node // most_ranks * len(node.devices)
+    return memory.host_bytes_per_node // max(len(other.devices) for other in cluster.nodes) * len(node.devices)
 
 
 class Sizes(Protocol):

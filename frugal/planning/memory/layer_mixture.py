@@ -186,8 +186,7 @@ class LayerMixtures:
             raise NotMixableError(f"modes for {len(modes)} layers, of which there are {self.num_layers}")
         backward = list(reversed(modes))
         played = [modes[0], modes[0], *modes, modes[-1], *backward, modes[0], modes[0]]
-        pieces = [self._pieces[mode][number] for number, mode in enumerate(played)]
-        stream, marks = self._joined(pieces, played)
+        stream, marks = self._joined([self._pieces[mode][number] for number, mode in enumerate(played)], played)
         notes = tuple(dict.fromkeys(note for mode in modes for note in self._traces[mode].notes))
         return replace(self._traces["off"], stream=stream, marks=marks, work=self._work(modes), notes=notes)
 

@@ -181,8 +181,7 @@ def reserved_with_room(ranks: Sequence[RankMemory], micro_batch: int, device: De
     if device.kind == "cpu":
         return 0
     replays = [rank.replays(micro_batch, expandable_segments=expandable_segments) for rank in ranks]
-    reserved_bytes = max(each.under().peak_reserved_bytes for each in replays)
-    return min(reserved_bytes, device.usable_bytes + device.margin_bytes)
+    return min(max(each.under().peak_reserved_bytes for each in replays), device.usable_bytes + device.margin_bytes)
 
 
 def _bisect(low: int, high: int, holds: Callable[[int], bool]) -> int:

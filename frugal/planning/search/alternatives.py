@@ -58,8 +58,7 @@ def find(search: "Search", plan: Plan, open_source: OpenSource) -> tuple[Alterna
     }
     alternatives.pop((plan.strategy, plan.batch.micro_batch), None)
     by_time = sorted(alternatives.values(), key=lambda each: (each.time.total_seconds, each.strategy.num_mechanisms))
-    proven = (dry_run for each in by_time for dry_run in _dry_run(search, plan, each, open_source))
-    return tuple(islice(proven, MOST))
+    return tuple(islice((dry_run for each in by_time for dry_run in _dry_run(search, plan, each, open_source)), MOST))
 
 
 def _strategies(search: "Search", plan: Plan) -> Iterator[Strategy]:

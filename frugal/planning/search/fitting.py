@@ -129,8 +129,7 @@ class Fitting:
             for cap, speed in zip(of_kind, self._speeds, strict=True)
         )
         num_steps = num_steps or -(-self.request.batch_samples // sum(map(mul, short, self._counts)))
-        samples = -(-self.request.batch_samples // num_steps)
-        return self._per_rank(balanced(samples, short, self._speeds, self._counts))
+        return self._per_rank(balanced(-(-self.request.batch_samples // num_steps), short, self._speeds, self._counts))
 
     def _per_rank(self, of_kind: Sequence[int]) -> tuple[int, ...]:
         """Expand one number a kind of device to one a rank."""

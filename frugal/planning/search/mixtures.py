@@ -79,8 +79,7 @@ def _bases(candidates: Sequence[Candidate]) -> list[Strategy]:
     """Return the strategies under which modes are mixed, the fastest with one mode first."""
     ordered = sorted(candidates, key=lambda candidate: candidate.seconds)
     bases = list(dict.fromkeys(base_of(candidate.strategy) for candidate in ordered))
-    whole = [base for base in bases if base.offload_ratio == 1]
-    return whole or bases  # a share that is pinned
+    return [base for base in bases if base.offload_ratio == 1] or bases  # a share that is pinned
 
 
 class Mixtures:
@@ -104,8 +103,7 @@ class Mixtures:
         is_pinned = request.activation_checkpointing not in ("auto", "budget") or request.layer_modes is not None
         if is_pinned or not self.evaluation.facts.can_recompute:
             return []
-        fitting = [candidate for candidate in candidates if not candidate.is_draft]
-        enough = fastest_seconds(fitting) / TIE
+        enough = fastest_seconds([candidate for candidate in candidates if not candidate.is_draft]) / TIE
         drafts: list[Candidate] = []
         for base in _bases(candidates):
             drafts += self._drafts(base, candidates, min(enough, fastest_seconds(drafts)))

@@ -30,8 +30,7 @@ class Arithmetic:
     @property
     def planned(self) -> BatchPlan:
         """Return the batch as frugal's own `BatchPlan`."""
-        caps = (self.micro_batch,) * self.num_takers
-        return BatchPlan.of(self.global_batch, caps, sequence_parallel=self.shared_by)
+        return BatchPlan.of(self.global_batch, (self.micro_batch,) * self.num_takers, sequence_parallel=self.shared_by)
 
     @property
     def global_batch(self) -> int:

@@ -56,8 +56,7 @@ def _changes(subject: Subject) -> Iterator[Change]:
     for change in costly:
         merged = replace(change.subject, strategy=_merged(together.strategy, subject.strategy, change.subject.strategy))
         yield _both([*free, change], merged)
-    by_kind = [change for change in costly if MICRO_BATCH not in change.fields]
-    for first, second in pairwise(by_kind):
+    for first, second in pairwise([change for change in costly if MICRO_BATCH not in change.fields]):
         strategy = _merged(
             _merged(together.strategy, subject.strategy, first.subject.strategy),
             subject.strategy,

@@ -91,8 +91,7 @@ def check(
         RequestError: the files and flags are incomplete or contradict each other.
     """
     of_files = {"gpus": settings.gpus, "nodes": settings.nodes}
-    given = [*of_files.items(), *hardware.items()]
-    described = {name: value for name, value in given if value is not None}
+    described = {name: value for name, value in [*of_files.items(), *hardware.items()] if value is not None}
     precision = {"precision": settings.precision} if settings.precision else {}
     _, cluster, _ = understand(described | precision, calibration, unnamed)
     deepspeed, arithmetic = resolved(settings, cluster.world_size)
@@ -143,8 +142,7 @@ def _verdict(subject: Subject, source: DryRunSource, settings: Settings) -> Verd
 
 def _evaluated(done: Check, request: Request, pool: Pool) -> Check:
     with DryRunSource(request, done.cluster, pool=pool) as source:
-        facts = source.facts()
-        subject = subject_of(done.settings, done.deepspeed, done.arithmetic, request, done.cluster, facts)
+        subject = subject_of(done.settings, done.deepspeed, done.arithmetic, request, done.cluster, source.facts())
     with DryRunSource(request, subject.cluster, pool=pool) as source:
         verdict = _verdict(subject, source, done.settings)
         subject = verdict.subject

@@ -55,8 +55,7 @@ def parsed_script(path: Path, text: str) -> tuple[dict[str, Any], dict[tuple[str
             words = rest
         words = words[_first(words) :]
         if words and "-c" not in words[1:3]:
-            known = {name: value for name, value in variables.items() if isinstance(value, str)}
-            started.append((words, known))
+            started.append((words, {name: value for name, value in variables.items() if isinstance(value, str)}))
     if started:
         large = (each for each in started if sum(word.startswith("--") for word in each[0]) >= _MANY_FLAGS)
         return _flags(*next(large, started[0]), text)

@@ -165,8 +165,7 @@ def _precision(config: Mapping[str, Any], settings: Settings, filled: list[Fille
         said = (config.get(name) or {}).get("enabled", False)
         if said == AUTO:
             said = settings.precision == name
-            by = settings.tool if settings.fills_auto else ""
-            filled.append(Filled(name=f"{name}.enabled", value=said, by=by))
+            filled.append(Filled(name=f"{name}.enabled", value=said, by=settings.tool if settings.fills_auto else ""))
         enabled[name] = bool(said)
     if "bf16" not in config and "fp16" not in config and settings.fills_auto and settings.precision:
         return settings.precision  # accelerate's `DeepSpeedPlugin.set_mixed_precision`, which Trainer calls, too
@@ -189,8 +188,7 @@ def strategy(settings: Settings, resolved: Resolved) -> Strategy:
     zero, stage = resolved.zero, resolved.zero["stage"]
     optimizer, parameters, nvme = _offload(settings, zero, stage)
     accumulation = _accumulation_dtype(settings, resolved, stage)
-    reuse = zero["stage3_max_reuse_distance"]
-    if stage == 3 and reuse != zero["stage3_max_live_parameters"]:
+    if stage == 3 and zero["stage3_max_reuse_distance"] != zero["stage3_max_live_parameters"]:
         settings.deviate(
             f"`stage3_max_reuse_distance` is evaluated as {zero['stage3_max_live_parameters']}, as the most that live",
             settings.place("json.zero_optimization.stage3_max_reuse_distance"),
@@ -245,8 +243,7 @@ def _offload(settings: Settings, zero: Mapping[str, Any], stage: int) -> tuple[W
     """Return the places of optimizer and parameters, and the folder of the optimizer on NVMe."""
     optimizer = _device(settings, zero, "offload_optimizer", is_old=bool(zero.get("cpu_offload")))
     parameters = _device(settings, zero, "offload_param", is_old=bool(zero.get("cpu_offload_param")))
-    block = zero.get("offload_optimizer") or {}
-    path = block.get("nvme_path") or (zero.get("offload_param") or {}).get("nvme_path")
+    path = (zero.get("offload_optimizer") or {}).get("nvme_path") or (zero.get("offload_param") or {}).get("nvme_path")
     if optimizer != "none" and stage == 0:
         settings.deviate("`offload_optimizer` does nothing at stage 0", _at(settings, "offload_optimizer"))
         optimizer = "none"
@@ -284,5 +281,4 @@ def _device(settings: Settings, zero: Mapping[str, Any], block: str, *, is_old: 
 
 
 def _at(settings: Settings, *keys: str) -> Place | None:
-    full = [".".join(("json", "zero_optimization", *keys[:n])) for n in range(len(keys), 0, -1)]
-    return settings.place(*full)
+    return settings.place(*[".".join(("json", "zero_optimization", *keys[:n])) for n in range(len(keys), 0, -1)])

@@ -107,8 +107,7 @@ def _parsed(path: Path, text: str) -> Any:
         raise RequestError(f"{path}: {error.what}", because=error.because) from None
     except (ValueError, RecursionError, yaml.YAMLError) as error:
         kind = "JSON" if path.suffix == ".json" else "YAML"
-        why = " ".join(str(error).split())
-        raise RequestError(f"{path} is not {kind}", because=why) from None
+        raise RequestError(f"{path} is not {kind}", because=" ".join(str(error).split())) from None
 
 
 def _without_duplicates(pairs: Sequence[tuple[str, Any]]) -> dict[str, Any]:

@@ -120,8 +120,7 @@ def _change(check: Check) -> dict[str, Any] | None:
 
 def as_sarif(check: Check) -> bytes:
     """Return the check as a SARIF log with one run."""
-    kinds = {document.path: NAMES[document.tool] for document in check.documents}
-    return _sarif(list(_results(check)), kinds)
+    return _sarif(list(_results(check)), {document.path: NAMES[document.tool] for document in check.documents})
 
 
 def error_as_json(error: FrugalError) -> bytes:

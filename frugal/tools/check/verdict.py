@@ -74,8 +74,7 @@ def resolved(settings: Settings, world_size: int) -> tuple[Resolved | None, Arit
             hint=f"check on {shared_by * max(1, world_size // shared_by)}, for instance with --gpus",
         )
     if settings.deepspeed is not None:
-        num_takers = world_size // settings.sequence_parallel
-        deepspeed = deepspeed_json.resolve(settings, num_takers, hidden_size_of(settings))
+        deepspeed = deepspeed_json.resolve(settings, world_size // settings.sequence_parallel, hidden_size_of(settings))
     return deepspeed, batches.of(settings, deepspeed, world_size)
 
 
@@ -224,8 +223,7 @@ def verdict_of(subject: Subject, source: Source) -> Verdict:
 def drafted(subject: Subject, source: Source) -> bool:
     """Return whether the subject fits by its profile, in which the allocator is replayed. A dry run has to confirm
     it."""
-    steps = subject.batch.accumulation_steps
-    profile = source.profile(subject.strategy, steps > 1)
+    profile = source.profile(subject.strategy, subject.batch.accumulation_steps > 1)
     fitting = Fitting(subject.request, subject.cluster)
     return all(
         (memory := profile.memory(micro, device)).fits and fitting.host_shortfall_bytes(memory) <= 0

@@ -148,8 +148,7 @@ def _empty_like(card: PretendedCard, func: Any, args: tuple[Any, ...], kwargs: d
 
 
 def _backward(card: PretendedCard, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-    names = ("gradient", "retain_graph", "create_graph", "inputs")
-    given = dict(zip(names, args[1:], strict=False)) | kwargs
+    given = dict(zip(("gradient", "retain_graph", "create_graph", "inputs"), args[1:], strict=False)) | kwargs
     with card:  # recomputation in backward runs the script's code, too
         torch.autograd.backward(
             args[0],

@@ -279,8 +279,7 @@ def _timeline(sources: Sources, number: int) -> dict[str, Any] | None:
     profile = sources.profile(point, _accumulates(point, batch.accumulation_steps))
     if profile is None:
         return None
-    device = plan.memory.device_in(plan.cluster)
-    memory = (profile.draft if number else profile).memory(micro_batch, device)
+    memory = (profile.draft if number else profile).memory(micro_batch, plan.memory.device_in(plan.cluster))
     total = plan.rejected[number - 1].peak_bytes if number and not plan.rejected[number - 1].is_bound else None
     slack = max(0, total - memory.total_bytes) if total else memory.slack
     drawn = picture(profile.ranks, memory, micro_batch, FEW_POINTS if number else MOST_POINTS)

@@ -29,8 +29,7 @@ def picture(
     0 where the peak is before it. `peak`: bytes of live tensors, the event, operator, phase and module. `parts` and
     `phases`: bytes by category, and live at the fullest moment of each phase.
     """
-    rank = max(ranks, key=lambda each: each.timeline.peak_bytes(micro_batch) == memory.live_bytes)
-    timeline = rank.timeline
+    timeline = max(ranks, key=lambda each: each.timeline.peak_bytes(micro_batch) == memory.live_bytes).timeline
     changes = timeline.changes(micro_batch)
     total = changes.cumsum()
     events = _fullest_moments(timeline, total, most)
