@@ -15,6 +15,7 @@ to `bench/results/check-public.json`.
 import argparse
 import hashlib
 import json
+import os
 import traceback
 import urllib.request
 from collections import Counter
@@ -29,7 +30,7 @@ import msgspec
 from bench.environment import environment
 from frugal.dryrun.client import workers
 from frugal.dryrun.pool import Pool
-from frugal.errors import FrugalError
+from frugal.errors import FrugalError, RequestError
 from frugal.tools.check.checked import check
 from frugal.tools.check.gather import gather
 
@@ -164,8 +165,7 @@ def seen(row: Row, folder: Path, model: Path, pool: Pool) -> Seen:
     reading = row.reading
     hardware: dict[str, Any] = {"mem": "80G"}
     with chdir(folder / row.repository / row.folder):
-        files = [folder / row.repository / path for path in (row.path, *row.given)]
-        files = [file.relative_to(Path.cwd(), walk_up=True) for file in files]
+        files = [Path(os.path.relpath(path, row.folder or ".")) for path in (row.path, *row.given)]
         try:
             settings, documents = gather(files, {"model": str(model), **reading.flags})
             said = None if settings.gpus is None else settings.gpus * (settings.nodes or 1)
@@ -176,13 +176,11 @@ def seen(row: Row, folder: Path, model: Path, pool: Pool) -> Seen:
             return Seen(outcome="refused", why=" ".join(str(error).split()))
         except Exception:  # the finding itself
             return Seen(outcome="traceback", why=traceback.format_exc(limit=-3))
-    why = "; ".join(each.text for each in settings.refusals)
-    outcome: Any = "not checked" if done.verdict is None else "fits" if done.verdict.fits else "does not fit"
-    if outcome != "not checked" and any(each.rule == "removed-block" for each in done.findings):
-        outcome, why = "not checked", "removed-block"
-    return Seen(
-        outcome=outcome, tool=settings.tool, global_batch=done.arithmetic.global_batch, said_gpus=said, why=why
-    )
+    errors = [each.text for each in done.findings if each.level == "error"]
+    why = "; ".join((*(each.text for each in settings.refusals), *errors))
+    does_not_start = done.exit_code == RequestError.exit_code
+    outcome: Any = "not checked" if does_not_start else "fits" if done.exit_code == 0 else "does not fit"
+    return Seen(outcome=outcome, tool=settings.tool, global_batch=done.arithmetic.global_batch, said_gpus=said, why=why)
 
 
 def differences(reading: Reading, answer: Seen) -> list[str]:
