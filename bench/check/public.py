@@ -19,7 +19,7 @@ import os
 import traceback
 import urllib.request
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from contextlib import chdir, closing
 from pathlib import Path
 from tempfile import TemporaryDirectory
@@ -31,7 +31,7 @@ from bench.environment import environment
 from frugal.dryrun.client import workers
 from frugal.dryrun.pool import Pool
 from frugal.errors import FrugalError, RequestError
-from frugal.tools.check.checked import check
+from frugal.tools.check.checked import Check, check
 from frugal.tools.check.gather import gather
 
 LIST = Path(__file__).with_name("public.json")
@@ -43,6 +43,9 @@ MODEL = {
     "num_hidden_layers": 2, "num_attention_heads": 4, "num_key_value_heads": 2, "vocab_size": 1000,
     "max_position_embeddings": 1 << 20, "tie_word_embeddings": False,
 }  # fmt: skip
+
+GROUPS = ("read_before", "drawn", "drawn_of_other_repositories")
+"""Files that were read and compared first; files drawn from the same repositories afterwards, and from others."""
 
 Outcome = Literal["verdict", "not checked", "refused", "no verdict"]
 
@@ -160,27 +163,33 @@ def fetched(folder: Path, name: str, repository: Repository, paths: Sequence[str
             raise SystemExit(f"{file} has SHA-256 {found}, not that of {name} at {repository.commit}")
 
 
-def seen(row: Row, folder: Path, model: Path, pool: Pool) -> Seen:
-    """Run the check of a row, as a user in its folder does."""
+def checked(row: Row, folder: Path, model: Path, pool: Pool) -> tuple[Check, int | None]:
+    """Check a row as a user in its folder does, and return the result with the number of GPUs that the files say."""
     reading = row.reading
-    hardware: dict[str, Any] = {"mem": "80G"}
     with chdir(folder / row.repository / row.folder):
         files = [Path(os.path.relpath(path, row.folder or ".")) for path in (row.path, *row.given)]
-        try:
-            settings, documents = gather(files, {"model": str(model), **reading.flags})
-            said = None if settings.gpus is None else settings.gpus * (settings.nodes or 1)
-            if reading.parts[2] is None and not (said and not reading.batch):
-                hardware |= {"gpus": reading.gpus or GPUS}
-            done = check(settings, documents, hardware, with_plan=False, pool=pool)
-        except FrugalError as error:
-            return Seen(outcome="refused", why=" ".join(str(error).split()))
-        except Exception:  # the finding itself
-            return Seen(outcome="traceback", why=traceback.format_exc(limit=-3))
+        settings, documents = gather(files, {"model": str(model), **reading.flags})
+        said = None if settings.gpus is None else settings.gpus * (settings.nodes or 1)
+        hardware: dict[str, Any] = {"mem": "80G"}
+        if reading.parts[2] is None and not (said and not reading.batch):
+            hardware |= {"gpus": reading.gpus or GPUS}
+        return check(settings, documents, hardware, with_plan=False, pool=pool), said
+
+
+def seen(row: Row, folder: Path, model: Path, pool: Pool) -> Seen:
+    """Return frugal's answer on a row."""
+    try:
+        done, said = checked(row, folder, model, pool)
+    except FrugalError as error:
+        return Seen(outcome="refused", why=" ".join(str(error).split()))
+    except Exception:  # the finding itself
+        return Seen(outcome="traceback", why=traceback.format_exc(limit=-3))
     errors = [each.text for each in done.findings if each.level == "error"]
-    why = "; ".join((*(each.text for each in settings.refusals), *errors))
+    why = "; ".join((*(each.text for each in done.settings.refusals), *errors))
     does_not_start = done.exit_code == RequestError.exit_code
     outcome: Any = "not checked" if does_not_start else "fits" if done.exit_code == 0 else "does not fit"
-    return Seen(outcome=outcome, tool=settings.tool, global_batch=done.arithmetic.global_batch, said_gpus=said, why=why)
+    batch = done.arithmetic.global_batch
+    return Seen(outcome=outcome, tool=done.settings.tool, global_batch=batch, said_gpus=said, why=why)
 
 
 def differences(reading: Reading, answer: Seen) -> list[str]:
@@ -210,8 +219,14 @@ def differences(reading: Reading, answer: Seen) -> list[str]:
 def summary(listed: Listed, answers: Sequence[Seen]) -> dict[str, Any]:
     """Return the counts: of files, and of answers that differ, at first and now, for files read and drawn."""
     figures: dict[str, Any] = {}
-    for name, is_drawn in (("read_before", False), ("drawn", True)):
-        pairs = [pair for pair in zip(listed.rows, answers, strict=True) if pair[0].is_drawn == is_drawn]
+    first = {row.repository for row in listed.rows if not row.is_drawn}
+    groups: tuple[Callable[[Row], bool], ...] = (
+        lambda row: not row.is_drawn,
+        lambda row: row.is_drawn and row.repository in first,
+        lambda row: row.repository not in first,
+    )
+    for name, belongs in zip(GROUPS, groups, strict=True):
+        pairs = [pair for pair in zip(listed.rows, answers, strict=True) if belongs(pair[0])]
         figures[name] = {
             "files": len(pairs),
             "outcomes": dict(Counter(answer.outcome for _, answer in pairs).most_common()),

@@ -173,7 +173,7 @@ def num_processes(content: Mapping[str, Any]) -> tuple[int | None, int | None]:
         ranks = included.partition(":")[2].count(",") + 1
     tasks = {name: int(value) for name, value in variables.items() if name in _OF_SRUN.values() and value.isdecimal()}
     if ranks is None and not launcher and tasks:
-        nodes = tasks.get("SLURM_NNODES", 1)
+        nodes = tasks.get("SLURM_NNODES") or 1
         each = tasks.get("SLURM_NTASKS_PER_NODE", tasks.get("SLURM_NTASKS", 0) // nodes)
         ranks = each if each > 1 else None  # a single task may start more processes itself
     if ranks is None and visible and "$" not in visible:
@@ -189,9 +189,8 @@ def of_accelerate(content: Mapping[str, Any]) -> dict[str, Any]:
         return {}
     said = {name: None if "$" in str(value) else value for name, value in said.items()}
     kind = next(({"distributed_type": kind} for name, kind in _KINDS.items() if said.get(name)), {})
-    block = {name: said[name] for name in _OF_DEEPSPEED if name in said}
     same = {name: said[name] for name in ("num_processes", "num_machines", "mixed_precision") if name in said}
-    return same | kind | ({"deepspeed_config": block} if block else {})
+    return same | kind | {"deepspeed_config": {name: said[name] for name in _OF_DEEPSPEED & said.keys()}}
 
 
 def expandable_segments(content: Mapping[str, Any]) -> bool | None:

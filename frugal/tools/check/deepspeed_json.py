@@ -23,7 +23,7 @@ from frugal.planning.strategy import Place as Where
 from frugal.planning.strategy import Strategy
 from frugal.tools.check.document import Document, Place
 from frugal.tools.check.settings import AUTO, Fields, Settings
-from frugal.tools.check.tools import refuse_other_splits, table_of, take, take_optimizer
+from frugal.tools.check.tools import table_of, take, take_optimizer
 
 BUCKET, PREFETCH, LIVE, PERSISTENT, SUB_GROUP = 500_000_000, 50_000_000, 1_000_000_000, 100_000, 1_000_000_000
 """DeepSpeed's own sizes, in elements."""
@@ -92,7 +92,6 @@ def read(document: Document, settings: Settings) -> None:
     settings.places |= {".".join(("json", *keys)): document.place(*keys) for keys in document.lines}
     said = take(Fields(document, settings), table_of("deepspeed"))
     settings.sequence_parallel = said.get("sequence_parallel") or settings.sequence_parallel
-    refuse_other_splits(settings, said)
     block = document.content.get("optimizer") or {}
     if not block:
         return

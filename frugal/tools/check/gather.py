@@ -81,13 +81,11 @@ def _with_files(document: Document) -> list[Document]:
 
 def _launched(script: Document, flags: Mapping[str, Any], file: Document | None) -> Document:
     """Return the flags of `accelerate launch` over its file. What they leave unknown is dropped, also from the file."""
-    block = flags.get(_SECTION, {})
     below = {} if file is None else file.content
-    content = {**below, **flags} | ({_SECTION: (below.get(_SECTION) or {}) | block} if block else {})
-    of_block = [key for key in block if (key,) in script.lines]
-    lines: dict[tuple[str, ...], int] = {(_SECTION, key): script.lines[key,] for key in of_block}
+    content = {**below, **flags, _SECTION: (below.get(_SECTION) or {}) | flags[_SECTION]}
+    lines = {**script.lines, **{(_SECTION, *key): line for key, line in script.lines.items()}}
     known = {key: value for key, value in content.items() if value is not None}
-    return Document(script.path, "accelerate", known, {**script.lines, **lines}, file)
+    return Document(script.path, "accelerate", known, lines, file)
 
 
 def _named(document: Document, said: Any, settings: Settings) -> Document:
@@ -122,7 +120,7 @@ def _of_accelerate(document: Document, settings: Settings) -> list[Document]:
     """
     said = tools.take(Fields(document, settings), tools.table_of("accelerate"))
     if "gpus" in said:
-        settings.nodes = said.get("nodes", 1)
+        settings.nodes = max(1, said.get("nodes", 1))
         settings.gpus = max(1, said["gpus"] // settings.nodes)
     if str(said.get("kind")).upper() in ("NO", "FALSE"):
         settings.gpus = settings.nodes = 1  # accelerate starts one process, whatever `num_processes` is

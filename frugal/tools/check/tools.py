@@ -131,17 +131,14 @@ def _refuse_other_work(document: Document) -> None:
     says = {key for key in _OF_TRAINING.split() if document.content.get(key) is not None}
     only_predicts = document.content.get("do_predict") and not document.content.get("do_train")
     if only_predicts or not (says or {"output_dir", "deepspeed"} <= document.content.keys()):
-        missing = [name for name in document.content.get(command_line.FILES, ()) if not _is_there(document, name)]
+        names = document.content.get(command_line.FILES, ())
+        missing = [name for name in names if command_line.beside(document.path, name) is None]
         without = f"{', '.join(missing)} is not there" if missing else "it has no batch, learning rate or duration"
         raise RequestError(
             f"{document.path} trains nothing",
             because="it predicts without `do_train`" if only_predicts else without,
             hint="give the file, or the script, that starts the training",
         )
-
-
-def _is_there(document: Document, name: str) -> bool:
-    return command_line.beside(document.path, name) is not None
 
 
 _METHOD = re.compile(
