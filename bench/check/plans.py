@@ -1,10 +1,10 @@
 """`python -m bench.check.plans`: verdicts of `frugal check` on public files, against plans of the same settings.
 
-Of the files that get a verdict under ZeRO 0 to 2 (a plan can pin all that decides memory there; sizes of ZeRO-3's
-buffers it cannot), a plan with the same batch, stage, buckets, offloading, activation checkpointing, loss, optimizer
-and adapters has to come to the same bytes. DeepSpeed's and accelerate's files, which name no model, are checked with
-a wide Llama of two layers: a plan takes no bucket that is larger than the model. The others have the small one of
-`bench.check.public`. Results go to `bench/results/check-plans.json`.
+Of the files that get a verdict under ZeRO 0 to 2 (a plan can pin all that decides memory there, but sums in fp16;
+sizes of ZeRO-3's buffers it cannot), a plan with the same batch, stage, buckets, offloading, activation checkpointing,
+loss, optimizer and adapters has to come to the same bytes. DeepSpeed's and accelerate's files, which name no model, are
+checked with a wide Llama of two layers: a plan takes no bucket that is larger than the model. The others have the small
+one of `bench.check.public`. Results go to `bench/results/check-plans.json`.
 """
 
 import argparse
@@ -23,12 +23,18 @@ from frugal.dryrun.client import DryRunSource, workers
 from frugal.dryrun.planner import make_plan
 from frugal.dryrun.pool import Pool
 from frugal.errors import FrugalError
+from frugal.planning.strategy import Strategy
 from frugal.tools.check.verdict import Subject, Verdict
 
 RESULTS = Path(__file__).parents[1] / "results" / "check-plans.json"
 WANTED = 28
 LARGE = MODEL | {"hidden_size": 4096, "intermediate_size": 11008, "num_attention_heads": 32, "vocab_size": 100_000}
 """1.2 billion parameters, most of them embeddings: more than the largest bucket of these files."""
+
+
+def can_be_pinned(strategy: Strategy) -> bool:
+    """Return whether a plan can be told all that decides memory: no sums in fp16, which frugal never chooses."""
+    return strategy.zero_stage == 0 or (strategy.zero_stage < 3 and strategy.gradient_accumulation_dtype != "fp16")
 
 
 def pinned(subject: Subject) -> Request:
@@ -43,7 +49,7 @@ def pinned(subject: Subject) -> Request:
         activation_checkpointing="full" if strategy.activation_checkpointing == "full" else "off",
         loss="tiled" if strategy.loss == "tiled" else "plain", mlp="plain", kernels="plain",
         offload="none" if strategy.offload_optimizer == "none" else "optimizer",
-        gradient_accumulation_dtype=accumulation if strategy.zero_stage and accumulation != "fp16" else None,
+        gradient_accumulation_dtype=accumulation if strategy.zero_stage else None,
         overlap_comm=strategy.overlap_comm if strategy.zero_stage else None,
         reduce_bucket_elements=strategy.reduce_bucket_elements if strategy.zero_stage else None,
         expandable_segments=strategy.expandable_segments,
@@ -77,7 +83,7 @@ def main() -> None:
             fetched(folder, each.repository, listed.repositories[each.repository], each.paths)
             names_no_model = each.reading.tool in ("DeepSpeed", "accelerate")
             done, _ = checked(each, folder, models["large" if names_no_model else "small"], pool)
-            if done.verdict is None or done.verdict.subject.strategy.zero_stage == 3:
+            if done.verdict is None or not can_be_pinned(done.verdict.subject.strategy):
                 continue
             try:
                 made = row(done.verdict, pool)
