@@ -41,7 +41,7 @@ def test_offloaded_states_are_pinned_in_powers_of_two_and_moments_are_not() -> N
 
 @pytest.mark.parametrize("optimizer", [{}, {"optimizer": "sgd", "momentum": 0.9}])
 def test_an_update_of_all_tensors_at_once_takes_about_as_much_on_the_host(optimizer: dict[str, Any]) -> None:
-    """AdamW's denominator takes two tensors of 4 bytes an element in the loop, and one list at once (torch's adam.py)."""
+    """AdamW's denominator takes two tensors of 4 bytes an element in the loop, and one list at once (adam.py)."""
     at_once, in_turns = (
         host_bytes(2, request={"optimizer_implementation": each, **optimizer}, offload_optimizer="cpu")
         for each in ("foreach", "for-loop")

@@ -89,7 +89,7 @@ def read(document: Document) -> Settings:
     _refuse_other_work(document)
     table = table_of(document.tool)
     given = take(Fields(document, settings), table)
-    if given.get("deepspeed_file") in (True, False, "") and given.pop("deepspeed_file") is True:
+    if given.get("deepspeed_file") in (True, False, "") and given.pop("deepspeed_file"):
         where = settings.place("deepspeed_file")
         settings.refuse("`deepspeed` names no file: the script itself decides how DeepSpeed runs", where)
     settings.raw = said = table["default"] | given

@@ -161,8 +161,7 @@ AUTOCAST = (
 
 def refuse_autocast(settings: Settings) -> None:
     """Note why memory cannot be checked without DeepSpeed, if it cannot."""
-    if settings.sequence_parallel > 1:
-        place = settings.place(*SHARING)
+    if settings.sequence_parallel > 1 and (place := settings.place("sequence_parallel")) is not None:
         settings.refuse("samples that GPUs share are checked under DeepSpeed alone", place)
     if settings.lora is None and settings.precision != "fp32":
         settings.refuse(AUTOCAST, settings.place("precision"))

@@ -117,6 +117,8 @@ def test_processes_are_those_that_start_the_script(script: str, ranks: int | Non
     [
         ("a.sh", f"deepspeed main.py {TRAINS} --zero_stage 3 --deepspeed", "`zero_stage`: unknown"),
         ("b.sh", f"deepspeed main.py {TRAINS} --deepspeed", "the script itself decides how DeepSpeed runs"),
+        ("j.sh", f"deepspeed main.py {TRAINS} --deepspeed 1", "the script itself decides how DeepSpeed runs"),
+        ("k.yaml", "per_device_train_batch_size: 2\ndeepspeed: false\n", ""),
         ("c.sh", f"accelerate launch --config_file none.yaml x.py {TRAINS}", "`--config_file none.yaml` is not there"),
         ("d.yaml", "distributed_type: MULTI_CPU\nuse_cpu: true\n", "it trains on no GPU"),
         ("e.yaml", "per_device_train_batch_size: 2\nuse_cpu: true\n", "it trains on the CPU"),
