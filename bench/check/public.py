@@ -24,6 +24,7 @@ from contextlib import chdir, closing
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any, Literal
+from urllib.parse import quote
 
 import msgspec
 
@@ -154,7 +155,7 @@ def fetched(folder: Path, name: str, repository: Repository, paths: Sequence[str
     for path in paths:
         file = folder / name / path
         if not file.exists():
-            with urllib.request.urlopen(repository.url.format(path=urllib.request.quote(path))) as answer:
+            with urllib.request.urlopen(repository.url.format(path=quote(path))) as answer:
                 content = answer.read()
             file.parent.mkdir(parents=True, exist_ok=True)
             file.write_bytes(content)

@@ -1,15 +1,17 @@
 """The list of public configurations is whole, and docs/check.md tells the kept answers of `frugal check`."""
 
+import hashlib
 import json
 import re
 from collections import Counter
+from pathlib import Path
 from typing import Any
 
 import msgspec
 import pytest
 
 from bench.check import plans, public
-from bench.check.public import Listed, Reading, Seen, differences, summary
+from bench.check.public import Listed, Reading, Repository, Seen, differences, fetched, summary
 from tests import readme
 
 LIST = Listed.kept()
@@ -58,6 +60,17 @@ def test_the_docs_tell_the_numbers() -> None:
     assert f"of {others['files']} from eight others {others['wrong_at_first']} " in text
     kept = json.loads(plans.RESULTS.read_text())
     assert kept["compared"] == kept["same"] >= 20 and f"{kept['same']} of {kept['compared']} verdicts" in text
+
+
+def test_missing_files_are_fetched_and_compared_with_their_hash(tmp_path: Path) -> None:
+    (tmp_path / "there" / "a b.yaml").parent.mkdir()
+    (tmp_path / "there" / "a b.yaml").write_text("bf16: true\n")
+    url, digest = (tmp_path / "there").as_uri() + "/{path}", hashlib.sha256(b"bf16: true\n").hexdigest()
+    at_hash = [Repository(commit="c", url=url, files={"a b.yaml": each}) for each in (digest, "0" * 64)]
+    fetched(tmp_path, "owner/name", at_hash[0], ["a b.yaml"])
+    assert (tmp_path / "owner" / "name" / "a b.yaml").read_text() == "bf16: true\n"
+    with pytest.raises(SystemExit, match="not that of owner/name at c"):
+        fetched(tmp_path, "owner/name", at_hash[1], ["a b.yaml"])
 
 
 @pytest.mark.parametrize(
