@@ -19,11 +19,11 @@ MODEL = partial(tiny_gpt2, n_embd=128, n_layer=4, vocab_size=2048)
 ELEMENTS = sum(parameter.numel() for parameter in MODEL().parameters())
 
 
-def host_bytes(zero_stage: int, world_size: int = 1, **strategy: Any) -> int:
+def host_bytes(zero_stage: int, world_size: int = 1, request: dict[str, Any] | None = None, **strategy: Any) -> int:
     """The peak of a rank's tensors on the host of a GPU."""
     plan = plan_by_hand(
         world_size=world_size, global_batch=world_size, micro_batch=1, zero_stage=zero_stage,
-        request={"precision": "bf16"}, strategy={**SMALL_BUCKETS, **strategy},
+        request={"precision": "bf16", **(request or {})}, strategy={**SMALL_BUCKETS, **strategy},
     )  # fmt: skip
     return dry_run_of(plan, MODEL, kind="cuda").host_bytes
 
@@ -37,6 +37,16 @@ def test_offloaded_states_are_pinned_in_powers_of_two_and_moments_are_not() -> N
     states = 2 * power_of_two(4 * ELEMENTS) + power_of_two(2 * ELEMENTS) + 8 * ELEMENTS
     largest = 2 * 4 * 2048 * 128  # two gradients of the largest parameter on their way
     assert states <= host_bytes(2, offload_optimizer="cpu") <= states + 2 * power_of_two(largest)
+
+
+@pytest.mark.parametrize("optimizer", [{}, {"optimizer": "sgd", "momentum": 0.9}])
+def test_an_update_of_all_tensors_at_once_takes_about_as_much_on_the_host(optimizer: dict[str, Any]) -> None:
+    """AdamW's denominator takes two tensors of 4 bytes an element in the loop, and one list at once (adam.py)."""
+    at_once, in_turns = (
+        host_bytes(2, request={"optimizer_implementation": each, **optimizer}, offload_optimizer="cpu")
+        for each in ("foreach", "for-loop")
+    )
+    assert at_once > 8 * ELEMENTS and abs(at_once - in_turns) <= 4 * ELEMENTS + 4096
 
 
 def test_each_rank_holds_its_share() -> None:

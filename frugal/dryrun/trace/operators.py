@@ -178,17 +178,21 @@ def host_stand_in(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> A
     schema = torch_internals.schema(func)
     arguments = schema.arguments
     if schema.is_mutable and arguments[0].alias_info is not None and arguments[0].alias_info.is_write:
-        return args[0]
+        return args[0] if schema.returns else None  # nothing from updates of a list, as `_foreach_mul_`
     if any(argument.alias_info is not None for argument in arguments):
         return NotImplemented  # a view
     return _uninitialised(func, args, kwargs, target)
 
 
 def _uninitialised(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], target: Any) -> Any:
-    """Return a result of the right shape: computed on meta, made where it belongs."""
+    """Return a result of the right shape, or a list of them: computed on meta, made where it belongs."""
     on_meta = func(*_to_meta(args), **{name: "meta" if name == "device" else value for name, value in kwargs.items()})
-    if not isinstance(on_meta, Tensor):
-        return NotImplemented
+    if isinstance(on_meta, list):
+        return [_made(tensor, target) for tensor in on_meta]
+    return _made(on_meta, target) if isinstance(on_meta, Tensor) else NotImplemented
+
+
+def _made(on_meta: Tensor, target: Any) -> Tensor:
     device = "cpu" if target is None else torch.device(target).type
     if device == "cpu":
         return untouched_host_tensor(on_meta.size(), on_meta.stride(), on_meta.dtype)

@@ -62,7 +62,9 @@ def of(settings: Settings, resolved: Resolved | None, world_size: int) -> Arithm
     if stated is None and micro is None:
         raise RequestError(
             "no file says how large the micro-batch is",
-            because="DeepSpeed refuses a JSON with neither `train_batch_size` nor a micro-batch",
+            because="a script with fields of its own may have other defaults than transformers' Trainer"
+            if resolved is None or settings.fills_auto
+            else "DeepSpeed refuses a JSON with neither `train_batch_size` nor a micro-batch",
             hint="add --micro-batch 4, and --accumulation-steps 8 where there is more than one",
         )
     if micro is None:

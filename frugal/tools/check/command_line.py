@@ -32,11 +32,20 @@ _LAUNCHING_MODULES = ("torch.distributed.run", "torch.distributed.launch", "acce
 _MANY_FLAGS = 5
 """A command with fewer flags prepares something, if a later one has as many."""
 
+_OF_DEEPSPEED = {
+    "deepspeed_config_file", "zero_stage", "offload_optimizer_device", "offload_param_device",
+    "offload_optimizer_nvme_path", "offload_param_nvme_path", "gradient_accumulation_steps", "gradient_clipping",
+}  # fmt: skip
+_KINDS = {
+    "use_deepspeed": "DEEPSPEED", "use_fsdp": "FSDP", "use_megatron_lm": "MEGATRON_LM", "multi_gpu": "MULTI_GPU",
+    "cpu": "MULTI_CPU",
+}  # fmt: skip
 _OF_LAUNCHERS = {
     "num_gpus", "num_nodes", "include", "hostfile", "nproc_per_node", "nnodes", "num_processes", "num_machines",
-    "config_file",
+    "config_file", "mixed_precision", *_OF_DEEPSPEED, *_KINDS,
 }  # fmt: skip
-"""Flags of launchers that say how many processes there are; the others concern no memory."""
+"""Flags of launchers that say how many processes there are, and how accelerate is to train; the others concern no
+memory."""
 
 
 def parsed_script(path: Path, text: str) -> tuple[dict[str, Any], dict[tuple[str, ...], int]]:
@@ -51,11 +60,14 @@ def parsed_script(path: Path, text: str) -> tuple[dict[str, Any], dict[tuple[str
     variables: shell.Variables = {}
     started: list[tuple[list[str], dict[str, str]]] = []
     for words in shell.commands(text, variables):
-        if "--" in words and _first(rest := words[words.index("--") + 1 :]) < len(rest):
-            words = rest
-        words = words[_first(words) :]
-        if words and "-c" not in words[1:3]:
-            started.append((words, {name: value for name, value in variables.items() if isinstance(value, str)}))
+        if "--" in words:
+            rest = words[words.index("--") + 1 :]
+            rest = rest[rest.index("&&") + 1 :] if "&&" in rest else rest
+            words = rest if _first(rest) < len(rest) else words
+        first = _first(words)
+        if first < len(words) and "-c" not in words[first : first + 3]:
+            known = {name: value for name, value in variables.items() if isinstance(value, str)}
+            started.append((words[first:], known | _tasks(words[:first])))
     if started:
         large = (each for each in started if sum(word.startswith("--") for word in each[0]) >= _MANY_FLAGS)
         return _flags(*next(large, started[0]), text)
@@ -138,6 +150,16 @@ def _value(word: str) -> Any:
     return word if value is None and word.lower() not in ("null", "~") else value
 
 
+_OF_SRUN = {"nodes": "SLURM_NNODES", "ntasks": "SLURM_NTASKS", "ntasks_per_node": "SLURM_NTASKS_PER_NODE"}
+"""Flags of srun, and the variables in which its tasks find them."""
+
+
+def _tasks(before: Sequence[str]) -> dict[str, str]:
+    """Return the variables that srun sets, if it is in the words before a command."""
+    said = dict(_named(before)) if "srun" in before else {}
+    return {name: str(said[flag]) for flag, name in _OF_SRUN.items() if type(said.get(flag)) is int}
+
+
 def num_processes(content: Mapping[str, Any]) -> tuple[int | None, int | None]:
     """Return processes per node and nodes from the launcher's flags or `CUDA_VISIBLE_DEVICES`; None if not given."""
     launcher, variables = content.get(LAUNCHER, {}), content.get(ENVIRONMENT, {})
@@ -149,9 +171,26 @@ def num_processes(content: Mapping[str, Any]) -> tuple[int | None, int | None]:
     included, visible = str(launcher.get("include", "")), variables.get("CUDA_VISIBLE_DEVICES", "")
     if ranks is None and included and "@" not in included:
         ranks = included.partition(":")[2].count(",") + 1
+    tasks = {name: int(value) for name, value in variables.items() if name in _OF_SRUN.values() and value.isdecimal()}
+    if ranks is None and not launcher and tasks:
+        nodes = tasks.get("SLURM_NNODES") or 1
+        each = tasks.get("SLURM_NTASKS_PER_NODE", tasks.get("SLURM_NTASKS", 0) // nodes)
+        ranks = each if each > 1 else None  # a single task may start more processes itself
     if ranks is None and visible and "$" not in visible:
         ranks = visible.count(",") + 1
     return ranks, nodes
+
+
+def of_accelerate(content: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the flags of `accelerate launch` as they stand in its file; empty if they say only how many processes
+    there are. A value that is not known is None."""
+    said = content.get(LAUNCHER, {})
+    if not said.keys() & {"mixed_precision", *_OF_DEEPSPEED, *_KINDS}:
+        return {}
+    said = {name: None if "$" in str(value) else value for name, value in said.items()}
+    kind = next(({"distributed_type": kind} for name, kind in _KINDS.items() if said.get(name)), {})
+    same = {name: said[name] for name in ("num_processes", "num_machines", "mixed_precision") if name in said}
+    return same | kind | {"deepspeed_config": {name: said[name] for name in _OF_DEEPSPEED & said.keys()}}
 
 
 def expandable_segments(content: Mapping[str, Any]) -> bool | None:

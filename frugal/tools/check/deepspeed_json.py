@@ -15,6 +15,7 @@ from dataclasses import dataclass
 from math import isfinite
 from typing import Any
 
+from frugal.config.optimizers import OptimizerImplementation
 from frugal.config.request import Precision
 from frugal.deepspeed_adapter.json_config import MICRO_BATCH
 from frugal.errors import RequestError
@@ -27,8 +28,12 @@ from frugal.tools.check.tools import table_of, take, take_optimizer
 BUCKET, PREFETCH, LIVE, PERSISTENT, SUB_GROUP = 500_000_000, 50_000_000, 1_000_000_000, 100_000, 1_000_000_000
 """DeepSpeed's own sizes, in elements."""
 
-REMOVED = ("nebula", "compression_training", "amp", "quantize_training", "elasticity")
-"""Blocks that DeepSpeed 0.19.8 refuses (`_reject_removed_config_keys`)."""
+REMOVED = (
+    "nebula", "compression_training", "amp", "quantize_training", "sparse_gradients", "eigenvalue", "sparse_attention",
+    "elasticity", "graph_harvesting", "curriculum_learning", "progressive_layer_drop",
+)  # fmt: skip
+REMOVED_OF_ZERO = ("mics_shard_size", "mics_hierarchical_params_gather", "zeropp_loco_param")
+"""Keys that DeepSpeed 0.19.8 refuses (`_reject_removed_config_keys`), those of `zero_optimization` apart."""
 
 UNKNOWN = "unknown"
 """The value of an `auto` that a model decides which is not at hand."""
@@ -93,7 +98,9 @@ def read(document: Document, settings: Settings) -> None:
     place, params = document.place("optimizer", "type"), block.get("params") or {}
     take_optimizer(settings, str(block.get("type", "")), place, of_deepspeed=True)
     if params.get("torch_adam") and settings.optimizer == "adamw":
-        settings.optimizer_implementation = "fused" if params.get("fused") else "foreach"
+        where = ((document.content.get("zero_optimization") or {}).get("offload_optimizer") or {}).get("device")
+        unfused: OptimizerImplementation = "foreach" if where in (None, "none") else "for-loop"  # torch's own choices
+        settings.optimizer_implementation = "fused" if params.get("fused") else unfused
     if isinstance(params.get("lr"), int | float):
         settings.learning_rate = float(params["lr"])
 
@@ -123,6 +130,11 @@ def resolve(settings: Settings, world_size: int, hidden_size: Callable[[], int |
             by = f"{settings.tool}, from the hidden size {hidden or 'of the model'}" if hidden is not None else ""
             filled.append(Filled(name=f"zero_optimization.{name}", value=value if hidden != 0 else UNKNOWN, by=by))
         zero[name] = int(_number(settings, f"zero_optimization.{name}", value))
+    if stage == 0 and precision != "fp32" and settings.optimizer_implementation == "deepspeed":
+        settings.refuse(
+            f"{precision} at stage 0 with DeepSpeed's own Adam keeps what no other stage does (FP16_Optimizer)",
+            settings.place("json.zero_optimization.stage", f"json.{precision}"),
+        )
     overlap = zero.get("overlap_comm")
     if overlap == AUTO:
         filled.append(Filled(name="zero_optimization.overlap_comm", value=stage == 3, by=""))

@@ -34,7 +34,8 @@ _MARKS: Mapping[Tool, str] = {
     "axolotl": "base_model sequence_len",
     "llama-factory": "finetuning_type infer_backend export_dir",
     "trl": "use_peft packing packing_strategy completion_only_loss assistant_only_loss dataset_text_field "
-    "use_bnb_nested_quant",
+    "use_bnb_nested_quant dataset_num_proc dataset_train_split dataset_test_split dataset_kwargs dataset_mixture "
+    "dataset_prompt_column max_prompt_length max_completion_length num_generations reward_funcs",
     "transformers": "per_device_train_batch_size per_gpu_train_batch_size model_name_or_path parallelism_config",
 }
 """Keys that only files of one tool have, asked in this order: TRL and LLaMA-Factory have Trainer's keys, too."""
@@ -89,24 +90,37 @@ def read(path: Path, tool: Tool | None = None) -> Document:
         raise RequestError(f"cannot read {path}", because=str(error.strerror)) from None
     except ValueError as error:
         raise RequestError(f"{path} is not text", because=str(error)) from None
-    if path.suffix not in (".json", ".yaml", ".yml"):
+    if path.suffix not in (".json", ".yaml", ".yml") and tool != "deepspeed":
         return _script(path, text, tool)
     content = _parsed(path, text)
     if not isinstance(content, dict):
         raise RequestError(f"{path} holds no settings", because=f"it is a {type(content).__name__}, not a mapping")
     content = {str(key): value for key, value in content.items()}
+    if tool is None and _OF_SWIFT & content.keys():
+        raise _not_swift(path, "is a file of")
     return Document(path, tool or _tool_of(path, content.keys()), content, dict(_lines(text)))
+
+
+_OF_SWIFT = {"tuner_type", "train_type", "rlhf_type", "split_dataset_ratio"}
+
+
+def _not_swift(path: Path, is_what: str) -> RequestError:
+    return RequestError(
+        f"{path} {is_what} ms-swift, whose arguments frugal does not read",
+        because="it has defaults of its own, and builds what it trains of names such as `tuner_type` and `zero3`",
+        hint="plan the same with frugal: frugal plan --model NAME --global-batch N --seq-len N --lora r=N",
+    )
 
 
 def _parsed(path: Path, text: str) -> Any:
     try:
-        if path.suffix == ".json":
+        if path.suffix not in (".yaml", ".yml"):
             return json.loads(text, object_pairs_hook=_without_duplicates)
         return yaml.safe_load(text)
     except RequestError as error:
         raise RequestError(f"{path}: {error.what}", because=error.because) from None
     except (ValueError, RecursionError, yaml.YAMLError) as error:
-        kind = "JSON" if path.suffix == ".json" else "YAML"
+        kind = "YAML" if path.suffix in (".yaml", ".yml") else "JSON"
         raise RequestError(f"{path} is not {kind}", because=" ".join(str(error).split())) from None
 
 
@@ -156,11 +170,7 @@ def _script(path: Path, text: str, tool: Tool | None) -> Document:
     content, lines = parsed_script(path, text)
     program = f"/{content[PROGRAM]}"
     if program.startswith(("/swift/", "/megatron/")) or "/swift/cli/" in program:
-        raise RequestError(
-            f"{path} starts ms-swift, whose arguments frugal does not read",
-            because="it has defaults of its own, and builds what it trains of names such as `tuner_type` and `zero3`",
-            hint="plan the same with frugal: frugal plan --model NAME --global-batch N --seq-len N --lora r=N",
-        )
+        raise _not_swift(path, "starts")
     if tool is None and ("/trl/" in program or Path(program).name.startswith("sft")):
         tool = "trl"
     if tool is None and content[FILES]:

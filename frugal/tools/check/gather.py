@@ -43,8 +43,12 @@ def gather(
             )
     trainer, launcher, config = (by_kind.get(kind) for kind in ("trainer", "accelerate", "deepspeed"))
     settings = tools.read(trainer) if trainer else Settings(tool="accelerate" if launcher else "DeepSpeed")
+    if trainer is not None and (launch := command_line.of_accelerate(trainer.content)):
+        launcher = _launched(trainer, launch, launcher)
     if launcher is not None:
         documents += _of_accelerate(launcher, settings)
+    elif trainer is not None and (name := trainer.content.get(command_line.LAUNCHER, {}).get("config_file")):
+        settings.refuse(f"accelerate's `--config_file {name}` is not there; give it, too", trainer.place("config_file"))
     if config is None and trainer is not None and settings.raw.get("deepspeed_file") is not None:
         config = _named(trainer, settings.raw["deepspeed_file"], settings)
         documents += [config] * (config.path != trainer.path)
@@ -73,6 +77,15 @@ def _with_files(document: Document) -> list[Document]:
         document = document.over(read(path, document.tool if document.tool == "trl" else None))
     path = command_line.beside(document.path, content.get(command_line.LAUNCHER, {}).get("config_file"))
     return [document, *([read(path, "accelerate")] if path is not None else [])]
+
+
+def _launched(script: Document, flags: Mapping[str, Any], file: Document | None) -> Document:
+    """Return the flags of `accelerate launch` over its file. What they leave unknown is dropped, also from the file."""
+    below = {} if file is None else file.content
+    content = {**below, **flags, _SECTION: (below.get(_SECTION) or {}) | flags[_SECTION]}
+    lines = {**script.lines, **{(_SECTION, *key): line for key, line in script.lines.items()}}
+    known = {key: value for key, value in content.items() if value is not None}
+    return Document(script.path, "accelerate", known, lines, file)
 
 
 def _named(document: Document, said: Any, settings: Settings) -> Document:
@@ -107,9 +120,11 @@ def _of_accelerate(document: Document, settings: Settings) -> list[Document]:
     """
     said = tools.take(Fields(document, settings), tools.table_of("accelerate"))
     if "gpus" in said:
-        settings.nodes = said.get("nodes", 1)
+        settings.nodes = max(1, said.get("nodes", 1))
         settings.gpus = max(1, said["gpus"] // settings.nodes)
-    if settings.precision is None:
+    if str(said.get("kind")).upper() in ("NO", "FALSE"):
+        settings.gpus = settings.nodes = 1  # accelerate starts one process, whatever `num_processes` is
+    if settings.precision in (None, "fp32"):
         precision = said.get("mixed_precision")
         settings.precision = precision if precision in ("bf16", "fp16") else "fp32"
     settings.sequence_parallel = said.get("sequence_parallel", settings.sequence_parallel)

@@ -22,7 +22,8 @@ MAY_DECIDE_MEMORY = re.compile(
     r"q?lora|dora|oft|vera|peft|adapt|modules|layers|rank|r$|freeze|frozen|unfr|tune|trainable|"  # adapters
     r"quant|double_quant|bits?(_|$)|load_in|\d+_?bit|n?v?fp\d|int\d|gptq|awq|aqlm|hqq|eetq|bnb|qat|onebit|dtype|precision|"
     r"batch|len|max_?len|seq|tokens?(_|$)|pack|multipack|cutoff|context|"
-    r"parallel|pipeline|megatron|tensor|shard|fsdp|dist(_|$)|expert|moe|[tcspe]p_|offload|cpu|kt(_|$)|replicate|"
+    r"parallel|pipeline|megatron|tensor(?!board)|shard|fsdp|zero(_|\d)|deepspeed|dist(_|$)|expert|moe|[tcspe]p_|offload|cpu|"
+    r"kt(_|$)|replicate|"
     r"vision|visual|image|video|audio|speech|pixel|mm_|multi_?modal|tower|projector|vit(_|$)|"
     r"ref(_|$)|reference|reward|rl(_|$)|dpo|kto|grpo|ppo|pref(?!ix|etch)|teacher|distil|kd_|critic|rollout|vllm|ebft|diffusion|hatchery|"
     r"kernel|sonicmoe|scattermoe|attn|attention|flash|unsloth|liger|compile|checkpointing(?!_steps)|recompute|"

@@ -16,7 +16,7 @@ from frugal.config.optimizers import OptimizerImplementation, OptimizerName
 from frugal.errors import RequestError
 from frugal.tools.check import command_line
 from frugal.tools.check.document import NAMES, Document, Place, Tool
-from frugal.tools.check.settings import KINDS, Fields, Settings
+from frugal.tools.check.settings import KINDS, MAY_DECIDE_MEMORY, Fields, Settings
 
 PEFTS_OWN = "(peft's own)"
 """A placeholder for the target modules that peft chooses where none are named."""
@@ -88,7 +88,14 @@ def read(document: Document) -> Settings:
     settings.expandable_segments = command_line.expandable_segments(document.content)
     _refuse_other_work(document)
     table = table_of(document.tool)
-    settings.raw = said = table["default"] | take(Fields(document, settings), table)
+    given = take(Fields(document, settings), table)
+    if given.get("deepspeed_file") in (True, False, "") and given.pop("deepspeed_file"):
+        where = settings.place("deepspeed_file")
+        settings.refuse("`deepspeed` names no file: the script itself decides how DeepSpeed runs", where)
+    settings.raw = said = table["default"] | given
+    of_others = (each.key for each in settings.unknown if "batch" in each.key and MAY_DECIDE_MEMORY.search(each.key))
+    if document.tool == "transformers" and any(of_others):  # a script with other names, and so with other defaults
+        said["micro_batch"] = given.get("micro_batch")
     for name in said.keys() & {each.name for each in fields(Settings)}:
         setattr(settings, name, said[name])
     if settings.accumulation_steps is None:  # axolotl's `batch_size` is that of a GPU in all its forwards
@@ -124,9 +131,12 @@ def _refuse_other_work(document: Document) -> None:
     says = {key for key in _OF_TRAINING.split() if document.content.get(key) is not None}
     only_predicts = document.content.get("do_predict") and not document.content.get("do_train")
     if only_predicts or not (says or {"output_dir", "deepspeed"} <= document.content.keys()):
+        names = document.content.get(command_line.FILES, ())
+        missing = [name for name in names if command_line.beside(document.path, name) is None]
+        without = f"{', '.join(missing)} is not there" if missing else "it has no batch, learning rate or duration"
         raise RequestError(
             f"{document.path} trains nothing",
-            because="it predicts without `do_train`" if only_predicts else "it has no batch, learning rate or duration",
+            because="it predicts without `do_train`" if only_predicts else without,
             hint="give the file, or the script, that starts the training",
         )
 
@@ -222,7 +232,10 @@ def _long_samples(settings: Settings) -> None:
 
 
 def refuse_other_splits(settings: Settings, said: Mapping[str, Any]) -> None:
-    """Refuse sizes of data parallelism without shared samples: they are FSDP's."""
+    """Count GPUs that split the model, whose samples are the same ones, and refuse sizes of data parallelism without
+    shared samples: they are FSDP's."""
+    for name in ("tensor", "pipeline", "context"):
+        settings.sequence_parallel *= max(1, said.get(name, 1))
     for name in ("replicas", "shards"):
         if said.get(name, 1) > 1 and said.get("sequence_parallel", 1) == 1:
             place = settings.place(name)

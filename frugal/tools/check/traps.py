@@ -6,7 +6,7 @@ from typing import Any
 from frugal.config.hardware import local_host
 from frugal.tools.check import known_faults
 from frugal.tools.check.batch import Arithmetic
-from frugal.tools.check.deepspeed_json import REMOVED, Resolved
+from frugal.tools.check.deepspeed_json import REMOVED, REMOVED_OF_ZERO, Resolved
 from frugal.tools.check.settings import AUTO, Finding, Settings
 from frugal.units import format_bytes, plural
 
@@ -180,9 +180,10 @@ def _wrong_options(settings: Settings, deepspeed: Resolved, arithmetic: Arithmet
             "" if settings.activation_checkpointing else "set gradient_checkpointing of the trainer",
         ),
     )
-    for name in REMOVED:
+    removed = [f"zero_optimization.{name}" for name in REMOVED_OF_ZERO if name in zero]
+    for name in (*(name for name in REMOVED if name in config), *removed):
         yield (
-            config.get(name),
+            True,
             Finding(
                 "removed-block",
                 "error",

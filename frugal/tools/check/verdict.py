@@ -59,6 +59,10 @@ class Verdict:
         return self.memory.fits and not self.host_shortfall_bytes and not self.disk_shortfall_bytes
 
 
+SHARING = ("sequence_parallel", "tensor", "pipeline", "context")
+"""Sizes of groups of GPUs that have the same samples."""
+
+
 def resolved(settings: Settings, world_size: int) -> tuple[Resolved | None, Arithmetic]:
     """Return DeepSpeed's JSON without `auto`, and the batch.
 
@@ -70,7 +74,7 @@ def resolved(settings: Settings, world_size: int) -> tuple[Resolved | None, Arit
         shared_by = settings.sequence_parallel
         raise RequestError(
             f"{shared_by} GPUs cannot share samples on {world_size} GPUs",
-            because=f"{settings.place('sequence_parallel')} names {shared_by}, and {world_size} is no multiple of it",
+            because=f"{settings.place(*SHARING)} names {shared_by}, and {world_size} is no multiple of it",
             hint=f"check on {shared_by * max(1, world_size // shared_by)}, for instance with --gpus",
         )
     if settings.deepspeed is not None:
@@ -156,8 +160,7 @@ AUTOCAST = (
 
 def refuse_autocast(settings: Settings) -> None:
     """Note why memory cannot be checked without DeepSpeed, if it cannot."""
-    if settings.sequence_parallel > 1:
-        place = settings.place("sequence_parallel")
+    if settings.sequence_parallel > 1 and (place := settings.place("sequence_parallel")) is not None:
         settings.refuse("samples that GPUs share are checked under DeepSpeed alone", place)
     if settings.lora is None and settings.precision != "fp32":
         settings.refuse(AUTOCAST, settings.place("precision"))

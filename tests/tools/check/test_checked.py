@@ -259,8 +259,8 @@ def test_deepspeeds_json_says_how_many_gpus_share_samples(
     assert arithmetic.accumulation_steps == (1 if refused else 2), "4 GPUs, or 2 groups"
 
 
-@pytest.mark.parametrize(("size", "shared_by", "refusals"), [("sp_size", 2, 0), ("cp_size", 1, 1), ("tp_size", 1, 1)])
-def test_of_transformers_parallelism_only_shared_samples_are_followed(
+@pytest.mark.parametrize(("size", "shared_by", "refusals"), [("sp_size", 2, 0), ("cp_size", 2, 1), ("tp_size", 2, 1)])
+def test_of_transformers_parallelism_all_sizes_count_in_the_batch_and_shared_samples_alone_are_followed(
     size: str, shared_by: int, refusals: int, tmp_path: Path
 ) -> None:
     file = tmp_path / "arguments.json"

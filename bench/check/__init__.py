@@ -1,0 +1,1 @@
+"""`frugal check` on configurations that other people wrote."""
