@@ -121,7 +121,7 @@
 
   // What is asked: an index of each axis of the grid, and of the strategy
 
-  const AXES = ["length", "gpus", "memory", "batch"], TRAITS = ["stage", "checkpointing", "loss", "offload"];
+  const AXES = ["length", "gpus", "card", "batch"], TRAITS = ["stage", "checkpointing", "loss", "offload"];
   const { axes, strategies } = grid ?? {};
   const start = () => ({
     ...Object.fromEntries(AXES.map((name) => [name, axes[name].values.indexOf(plan.own[name])])),
@@ -148,16 +148,16 @@
     const compared = faster ? `; ${Math.abs(faster)} % ${faster < 0 ? "less" : "more"} than the plan's` : "";
     return [
       ["batch", answer.batch],
-      [answer.headroom < 0 ? "lacks" : "fits", `${least}${bytes(answer.total)} of ${words("memory")} on each ${plan.noun}, ${room}${ofHost}`],
+      [answer.headroom < 0 ? "lacks" : "fits", `${least}${bytes(answer.total)} of ${words("card")} on each ${plan.noun}, ${room}${ofHost}`],
       ["step", answer.step && answer.step + compared],
       ["binds", answer.binds],
-      ["plan it", other.length || asked.strategy !== start().strategy ? `${other.map((name) => `${plan.flags[name]} ${name === "memory" ? words(name).replace(" ", "") : axes[name].values[asked[name]]} `).join("")}${flags}` : ""],
+      ["plan it", other.length || asked.strategy !== start().strategy ? `${other.map((name) => `${plan.flags[name]} ${name === "card" ? words(name).replace(" ", "") : axes[name].values[asked[name]]} `).join("")}${flags}` : ""],
     ].filter(([, text]) => text);
   }
 
   // The bar of a card's memory, as the verdict has it.
   function barOf({ total, headroom, context, parts }) {
-    const card = axes.memory.values[asked.memory], sizes = Object.keys(LETTERS).slice(0, 7).map((name, i) => [name, parts[i] * 1024 ** 2]);
+    const card = axes.card.values[asked.card], sizes = Object.keys(LETTERS).slice(0, 7).map((name, i) => [name, parts[i] * 1024 ** 2]);
     const live = sizes.reduce((sum, [, size]) => sum + size, 0);
     sizes.push(["slack", Math.max(0, total - context - live)], ["context", context], ["headroom", Math.max(0, headroom)], ["margin", Math.max(0, card - total - Math.max(0, headroom))]);
     const all = Math.max(card, total), says = sizes.filter(([, size]) => size).map(([name, size]) => `${name} ${bytes(size)}`);

@@ -12,6 +12,7 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, closing
 from dataclasses import replace
 from functools import partial
+from itertools import accumulate
 from typing import Any
 
 import msgspec
@@ -47,7 +48,7 @@ from frugal.tools.plan_page.page import PageData, chosen_micro_batches
 from frugal.tools.plan_page.timelines import FEW_POINTS, MOST_POINTS, picture
 from frugal.units import GIB, MIB, format_bytes, plural
 
-MEMORY_GIB = (6, 8, 10, 11, 12, 16, 20, 24, 32, 40, 48, 64, 80, 96, 141, 180)
+MEMORY_GIB = (3, 4, 6, 8, 10, 11, 12, 16, 20, 24, 32, 40, 48, 64, 80, 96, 141, 180)
 """The cards offered beside the plan's own: by `--html` the next four below and above, otherwise the next two."""
 
 GPUS = (1, 2, 4, 8, 16)
@@ -205,7 +206,7 @@ class _Grid:
             "axes": {
                 "length": _axis(lengths, [plural(each, "token") for each in lengths], why),
                 "gpus": _axis(gpus, [plural(each, plan.cluster.rank_noun) for each in gpus], more),
-                "memory": _axis(self.cards, list(map(format_bytes, self.cards)), more),
+                "card": _axis(self.cards, list(map(format_bytes, self.cards)), more),
                 "batch": _axis(
                     sizes, [f"{n:,} {plan.counted}" if in_tokens else plural(n, "sample") for n in sizes], more
                 ),
@@ -322,12 +323,12 @@ def _on_ranks(strategy: Strategy, facts: ModelFacts, world_size: int) -> Strateg
 
 
 def _in_words(strategy: Strategy) -> dict[str, str]:
-    """Return a strategy by the controls that choose it, with its name and the flags of `frugal plan` that pin it.
-
-    Layers that differ are chosen anew: no flag names them.
-    """
+    """Return a strategy by the controls that choose it, with its name and the flags of `frugal plan` that pin it."""
     ratio = f":{strategy.offload_ratio:g}" if strategy.offload_ratio < 1 else ""
-    words = ["--zero-stage", strategy.zero_stage, "--activation-checkpointing", strategy.activation_checkpointing]
+    ends = [*accumulate(count for _, count in strategy.layer_modes)]
+    modes = [f"{mode}:{end - count}-{end - 1}" for (mode, count), end in zip(strategy.layer_modes, ends, strict=True)]
+    words = ["--zero-stage", strategy.zero_stage]
+    words += ["--activation-checkpointing", ",".join(modes) or strategy.activation_checkpointing]
     words += ["--loss", strategy.loss, "--offload", offload_level(strategy) + ratio]
     words += ["--mlp", strategy.mlp] if strategy.mlp != "plain" else []
     words += ["--kernels", strategy.kernels] if strategy.kernels != "plain" else []

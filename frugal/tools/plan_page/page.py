@@ -80,12 +80,12 @@ def _chosen(plan: Plan) -> dict[str, Any]:
         "own": {
             "gpus": len(plan.cluster.nodes[0].devices),
             "length": plan.request.seq_len,
-            "memory": device.memory_bytes,
+            "card": device.memory_bytes,
             "batch": plan.request.global_tokens or plan.request.batch_samples,
         },
         "flags": {
             "gpus": "--gpus",
-            "memory": "--mem",
+            "card": "--mem",
             "length": "--seq-len",
             "batch": "--global-batch" if plan.request.global_tokens is None else "--global-tokens",
         },
@@ -220,7 +220,7 @@ def _settings(plan: Plan, grid: dict[str, Any] | None) -> Html:
                 element("input", type="range", id=name, min=0, step=1, aria_describedby=f"{name}-why"),
                 element("p", id=f"{name}-why", class_="why"))
         for name, label in {
-            "gpus": f"{noun}s{node}", "memory": "Memory", "length": "Sample length", "batch": "Global batch",
+            "gpus": f"{noun}s{node}", "card": "Memory", "length": "Sample length", "batch": "Global batch",
         }.items()
     ]  # fmt: skip
     selects = [
