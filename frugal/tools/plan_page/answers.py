@@ -28,7 +28,7 @@ from frugal.planning.model_facts import ModelFacts
 from frugal.planning.plan import Plan, binds_in_short, speed_in_words
 from frugal.planning.report import what_binds
 from frugal.planning.search.evaluate import StrategyEvaluation
-from frugal.planning.strategy import Offload, Strategy, allowed_strategies, in_part, offload_levels
+from frugal.planning.strategy import PLACES, Offload, Strategy, allowed_strategies, in_part, offload_levels
 from frugal.planning.table import Table
 from frugal.planning.what_if import (
     NOT_DRY_RUN,
@@ -61,8 +61,7 @@ EVENTS_OF_A_PAGE, EVENTS_OF_A_SMALL_PAGE = 16_000_000, 3_000_000
 """The most simulated events of `--html`, and of the page beside plan.json; they limit the numbers of GPUs. A strategy
 on one number of GPUs has 6,000 to 14,000 with gpt2 (10 ms), 25,000 to 80,000 with models of 8B (30 to 60 ms)."""
 
-ALL = "Other settings: `frugal plan`."
-MORE = "The same command with --html FILE computes other sample lengths, offloading, more GPUs and cards."
+MORE = " The same command with --html FILE computes other sample lengths, offloading, more GPUs and cards."
 
 
 def contents(plan: Plan, in_full: bool) -> PageData:
@@ -212,7 +211,7 @@ class _Grid:
                 ),
             },
             "why": more,
-            "covers": f"{len(cells):,} answers, one for each combination of these. {ALL if self._in_full else MORE}",
+            "covers": f"{len(cells):,} answers, one for each combination of these.{'' if self._in_full else MORE}",
             "strategies": [_in_words(strategy) for strategy in self.profiles],
             "cells": cells,
             "answers": list(self._answers),
@@ -324,12 +323,13 @@ def _on_ranks(strategy: Strategy, facts: ModelFacts, world_size: int) -> Strateg
 
 def _in_words(strategy: Strategy) -> dict[str, str]:
     """Return a strategy by the controls that choose it, with its name and the flags of `frugal plan` that pin it."""
-    ratio = f":{strategy.offload_ratio:g}" if strategy.offload_ratio < 1 else ""
+    level = offload_level(strategy)
+    ratio = f":{strategy.offload_ratio:g}" if level == "optimizer" else ""
     ends = [*accumulate(count for _, count in strategy.layer_modes)]
     modes = [f"{mode}:{end - count}-{end - 1}" for (mode, count), end in zip(strategy.layer_modes, ends, strict=True)]
     words = ["--zero-stage", strategy.zero_stage]
     words += ["--activation-checkpointing", ",".join(modes) or strategy.activation_checkpointing]
-    words += ["--loss", strategy.loss, "--offload", offload_level(strategy) + ratio]
+    words += ["--loss", strategy.loss, "--offload", level + ratio]
     words += ["--mlp", strategy.mlp] if strategy.mlp != "plain" else []
     words += ["--kernels", strategy.kernels] if strategy.kernels != "plain" else []
     words += ["--sequence-parallel", strategy.sequence_parallel] if strategy.sequence_parallel > 1 else []
@@ -348,11 +348,8 @@ def _in_words(strategy: Strategy) -> dict[str, str]:
 
 def offload_level(strategy: Strategy) -> Offload:
     """Return the level of offloading a strategy belongs to."""
-    if "nvme" in (strategy.offload_optimizer, strategy.offload_parameters):
-        return "nvme"
-    if strategy.offload_optimizer == "none":
-        return "none"
-    return "optimizer" if strategy.offload_parameters == "none" else "all"
+    own = strategy.offload_optimizer, strategy.offload_parameters
+    return next(level for level, places in PLACES.items() if own in places)
 
 
 def _profile(source: DryRunSource, strategy: Strategy, accumulates: bool) -> MemoryProfile | None:

@@ -139,7 +139,8 @@ def _verdict(plan: Plan, helps: str) -> Html:
         "section",
         element("h1", badge, f" {plan.request.model} on {_cards(plan)}"),
         _bar(plan),
-        element("dl", *(_row(*row) for row in rows), class_="verdict-rows wide"),
+        element("dl", *(element("div", element("dt", name), element("dd", words)) for name, words in rows),
+                class_="verdict-rows wide"),
         class_="verdict", aria_label="The verdict",
     )  # fmt: skip
 
@@ -164,11 +165,6 @@ def _bar(plan: Plan) -> Html:
     )
 
 
-def _row(name: str, words: str) -> Html:
-    """Return a row of the verdict; that of what runs is as wide as the page."""
-    return element("div", element("dt", name), element("dd", words), class_="whole" if name == "runs" else None)
-
-
 def _cards(plan: Plan) -> str:
     """Return the devices: `4 GPUs of 12.00 GiB`, `8 x h100-80g`."""
     devices, noun = plan.cluster.devices, plan.cluster.rank_noun
@@ -179,7 +175,7 @@ def _cards(plan: Plan) -> str:
     return f"{plural(len(devices), noun)} of {format_bytes(devices[0].memory_bytes)}"
 
 
-VIEWS = {"step": "a step", "peak": "near the peak", "start": "from the start of the run"}
+VIEWS = {"step": "a step", "peak": "near the peak", "start": "from the start"}
 """The stretches that the chart of memory can show, in words."""
 
 

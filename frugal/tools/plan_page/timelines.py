@@ -12,7 +12,7 @@ from frugal.planning.memory.timeline import CATEGORIES, OPTIMIZER_STEP, Timeline
 MOST_POINTS, FEW_POINTS = 400, 160
 """Points of the plan's picture, and of another strategy's; at least one of each phase."""
 
-NEAR = 60
+NEAR = 40
 """Events before and after the peak that the zoom shows, one by one."""
 
 STEPS_OF_AN_AXIS = 1 << 12
