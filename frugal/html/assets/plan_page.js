@@ -59,12 +59,12 @@
   const view = () => document.querySelector("input[name=view]:checked").value;
 
   function drawMemory() {
-    const shown = timelines[row], { name, microBatch, says } = plan.rows[row];
+    const shown = timelines[row], { name, says } = plan.rows[row];
     if (!shown) {
       at("shown").textContent = `Only a dry run could draw ${name}. The plan says: ${says}. The chart is of another strategy.`;
       return;
     }
-    at("shown").textContent = `The chart is of ${name}, micro-batch ${microBatch}, on the plan's ${plan.noun}s.`;
+    at("shown").textContent = `The chart is of ${name}, micro-batch ${shown.microBatch}, on the plan's ${plan.noun}s.`;
     const spec = view() === "peak" ? chartOf(shown, shown.zoom, 0) : chartOf(shown, shown.step, view() === "start" ? 0 : shown.second);
     chart ??= frugal.chart(at("memory"), spec);
     chart.update(spec);

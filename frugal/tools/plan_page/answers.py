@@ -27,6 +27,7 @@ from frugal.planning.memory.profile import MemoryProfile
 from frugal.planning.model_facts import ModelFacts
 from frugal.planning.plan import Plan, binds_in_short, speed_in_words
 from frugal.planning.report import what_binds
+from frugal.planning.search.candidate import Candidate
 from frugal.planning.search.evaluate import StrategyEvaluation
 from frugal.planning.strategy import PLACES, Offload, Strategy, allowed_strategies, in_part, offload_levels
 from frugal.planning.table import Table
@@ -264,11 +265,8 @@ class _Grid:
         return self._answers.of(GridAnswer(batch=self._texts.of("; ".join((why.what, *why.because)))))
 
     def _cell(self, evaluation: StrategyEvaluation, strategy: Strategy) -> int:
-        """Return the cell of a strategy: in full where its draft fits."""
         try:
-            found = evaluation.draft(strategy)
-            if found is not None and found.fits:
-                found = evaluation.evaluate(strategy)
+            found = _found(evaluation, strategy)
         except FrugalError as error:  # the model does not take it
             return self._without_memory(error)
         if found is None or found.memory is None:
@@ -360,24 +358,37 @@ def _profile(source: DryRunSource, strategy: Strategy, accumulates: bool) -> Mem
         return None
 
 
+def _found(evaluation: StrategyEvaluation, strategy: Strategy) -> Candidate | None:
+    """Return a strategy evaluated, in full where its draft fits; None where only a dry run can tell.
+
+    Raises:
+        FrugalError: the model does not take it.
+    """
+    draft = evaluation.draft(strategy)
+    return evaluation.evaluate(strategy) if draft is not None and draft.fits else draft
+
+
 def _timeline(plan: Plan, source: DryRunSource, number: int) -> dict[str, Any] | None:
     """Return the picture of a strategy of the plan, by its row in the table, from 0 on; None: only dry runs could tell.
 
-    Its slack is the search's, so that nothing is replayed; a strategy that was not fully evaluated has none.
+    Other strategies than the plan's own are drawn with the batch that they would take; those that do not fit with one
+    sample, without slack. Where devices differ, all are, with the micro-batch of their row.
     """
     strategy, micro_batch = list(chosen_micro_batches(plan))[number]
-    samples_at_once = micro_batch * plan.batch.world_size // plan.batch.sequence_parallel
-    in_steps = plan.batch.accumulation_steps > 1 if number == 0 else samples_at_once < plan.batch.global_batch
-    profile = _profile(source, strategy, in_steps or plan.request.lengths is not None)
+    steps, is_draft = plan.batch.accumulation_steps, number > 0
+    if number and is_of_one_kind(plan.cluster) and _profile(source, strategy, True) is not None:
+        found = _found(StrategyEvaluation(source.request, plan.cluster, source), strategy)
+        assert found is not None, "drafted just now"
+        micro_batch, is_draft = found.micro_batch, found.is_draft
+        steps = 2 if found.batch is None else found.batch.accumulation_steps
+    profile = _profile(source, strategy, steps > 1 or plan.request.lengths is not None)
     if profile is None:
         return None
-    device = plan.memory.device_in(plan.cluster)
-    memory = (profile.draft if number else profile).memory(micro_batch, device)
-    total = plan.rejected[number - 1].peak_bytes if number and not plan.rejected[number - 1].is_bound else None
-    slack = max(0, total - memory.total_bytes) if total else memory.slack
-    drawn = picture(profile.ranks, memory, micro_batch, FEW_POINTS if number else MOST_POINTS)
-    drawn["parts"]["slack"] = slack
-    return drawn | {"microBatch": micro_batch, "total": memory.total_bytes - memory.slack + slack}
+    memory = (profile.draft if is_draft else profile).memory(micro_batch, plan.memory.device_in(plan.cluster))
+    return picture(profile.ranks, memory, micro_batch, FEW_POINTS if number else MOST_POINTS) | {
+        "microBatch": micro_batch,
+        "total": memory.total_bytes,
+    }
 
 
 def _tables(plan: Plan, dry_run: OpenDryRuns) -> list[Table]:

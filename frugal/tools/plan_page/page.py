@@ -94,10 +94,7 @@ def _chosen(plan: Plan) -> dict[str, Any]:
         "total": plan.memory.total_bytes,
         "context": plan.memory.context,
         "limit": plan.memory.usable_bytes + plan.memory.context,
-        "rows": [
-            {"name": str(strategy), "microBatch": micro_batch, "says": _says(row)}
-            for (strategy, micro_batch), row in weighed
-        ],
+        "rows": [{"name": str(strategy), "says": _says(row)} for (strategy, _), row in weighed],
         "points": [_point(1, short_name(plan.strategy), plan.time.total_seconds, plan.memory.total_bytes, "chosen")]
         + [
             _point(number, short_name(each.strategy), each.step_seconds, each.peak_bytes, _kind(each))

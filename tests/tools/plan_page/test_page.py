@@ -199,10 +199,13 @@ def test_timelines_have_the_peaks_of_the_plan_s_strategies(plan: Plan, computed:
     assert own["parts"] == {name: getattr(plan.memory, name) for name in plan.memory.CATEGORIES}
     assert (own["total"], own["peak"]["phase"]) == (plan.memory.total_bytes, plan.memory.phase)
     assert [name for name, _ in own["marks"]][-1] == "optimizer step"
-    for (strategy, micro_batch), drawn in zip(chosen_micro_batches(plan), timelines, strict=True):
-        row = next((each for each in plan.rejected if each.strategy == strategy and not each.is_bound), None)
-        if row is not None and row.micro_batch == micro_batch:
-            assert drawn["total"] == row.peak_bytes
+    grid = computed["grid"]
+    names = [each["name"] for each in grid["strategies"]]
+    own = {"gpus": 4, "card": plan.device_bytes, "length": plan.request.seq_len, "batch": plan.batch.global_batch}
+    for (strategy, _), drawn in zip(chosen_micro_batches(plan), timelines, strict=True):
+        answer = answer_of(grid, settings_of(grid).index((own, names.index(str(strategy)))))
+        assert drawn["total"] == answer.total, "the chart is of the answer for the plan's settings"
+        assert f" {drawn['microBatch']} " in grid["texts"][answer.batch] or not answer.fits
         assert len(drawn["step"]["x"]) <= 400 + len(drawn["marks"])
         for part in (drawn["step"], drawn["zoom"]):
             assert part["x"] == sorted(part["x"]) and max(part["modules"]) < len(drawn["names"])
@@ -325,7 +328,9 @@ def test_a_selection_that_no_strategy_has_is_disabled_and_says_what_it_needs(
     assert browser.complaints() == []
 
 
-def test_every_strategy_that_was_weighed_is_in_the_table_and_shows_its_timeline(plan: Plan, opened: Browser) -> None:
+def test_every_strategy_that_was_weighed_is_in_the_table_and_shows_its_timeline(
+    plan: Plan, computed: dict[str, Any], opened: Browser
+) -> None:
     rows = opened.run(
         "return [...document.querySelectorAll('#strategies ~ .scrolls tbody tr')].map("
         "row => [...row.children].map(each => each.textContent))"
@@ -334,7 +339,7 @@ def test_every_strategy_that_was_weighed_is_in_the_table_and_shows_its_timeline(
     assert rows[0][2] == "chosen" and all(row[2] for row in rows)
     opened.run("document.querySelectorAll('#strategies ~ .scrolls button')[3].click()")
     shown = opened.run("return document.getElementById('shown').textContent")
-    assert f"{plan.rejected[2].strategy}, micro-batch {plan.rejected[2].micro_batch}" in shown
+    assert f"{plan.rejected[2].strategy}, micro-batch {computed['timelines'][3]['microBatch']}" in shown
 
 
 def test_controls_answer_to_the_keyboard_in_their_order_and_are_read_aloud(opened: Browser) -> None:
