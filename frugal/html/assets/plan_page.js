@@ -86,7 +86,7 @@
     const top = peak.bytes + context, phaseOf = (event) => marks.findLast(([, start]) => start <= event)[0];
     return {
       x: events, stacked: true, bands: true, series, yFormat: bytes, xFormat: () => "", yMin: 0,
-      height: innerWidth < 1024 ? 260 : 352,
+      height: innerWidth < 1232 ? 260 : 352,
       xLabel: `${events.length === x.length && x.at(-1) - x[0] < x.length ? "every allocation and free near the peak" : "allocations and frees"}, in order`,
       levels: [
         { label: `${bytes(plan.memory)}: out of memory`, value: plan.memory, colour: "--bad", dash: [] },

@@ -419,7 +419,7 @@ def test_verdict_chart_controls_and_answer_are_on_one_screen(page: Path, browser
     assert browser.run("return document.documentElement.scrollWidth") <= 1280
 
 
-@pytest.mark.parametrize("width", [390, 1280])
+@pytest.mark.parametrize("width", [390, 1000, 1232])
 def test_nothing_overlaps_or_scrolls_sideways_and_targets_are_24_pixels(
     page: Path, browser: Browser, width: int
 ) -> None:
