@@ -58,7 +58,7 @@ GPUS = (1, 2, 4, 8, 16)
 OpenDryRuns = Callable[[Request, Cluster], DryRunSource]
 """Opens a source for one request on one cluster."""
 
-EVENTS_OF_A_PAGE, EVENTS_OF_A_SMALL_PAGE = 16_000_000, 5_000_000
+EVENTS_OF_A_PAGE, EVENTS_OF_A_SMALL_PAGE = 24_000_000, 5_000_000
 """The most simulated events of `--html`, and of the page beside plan.json; they limit the numbers of GPUs. A strategy
 on one number of GPUs has 6,000 to 14,000 with gpt2 (10 ms), 25,000 to 80,000 with models of 8B (30 to 60 ms)."""
 

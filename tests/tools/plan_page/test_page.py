@@ -167,8 +167,8 @@ def test_answers_in_full_are_what_a_search_finds() -> None:
     grid, chance = answered(plan, in_full=True)["grid"], random.Random(21)
     assert len(grid["axes"]["length"]["values"]) >= 2
     assert {each["offload"] for each in grid["strategies"]} >= {"nothing", "optimizer in host memory"}
-    cells = chance.sample(range(len(grid["cells"])), 60)
-    assert sum(is_found_by_a_search(plan, grid, cell) for cell in cells) >= 20
+    cells = chance.sample(range(len(grid["cells"])), 40)
+    assert sum(is_found_by_a_search(plan, grid, cell) for cell in cells) >= 15
     assert {answer_of(grid, cell).fits for cell in range(len(grid["cells"]))} == {False, True}
 
 
@@ -511,7 +511,7 @@ def test_the_page_beside_the_plan_of_an_8b_model_is_light_and_has_all_its_strate
 ) -> None:
     plan = drafted(model="llama-3.1-8b", **settings)
     path = write_page(plan, tmp_path / "plan.html", in_full=False)
-    assert path.stat().st_size < 450_000
+    assert path.stat().st_size < 600_000
     browser.open(path)
     assert said(browser).startswith("fits ")
     names = browser.run(
