@@ -54,7 +54,7 @@ def picture(command: str, columns: int, written: str) -> str:
     return console.export_svg(title="", code_format=frame, unique_id=f"plan-{columns}")
 
 
-PAGES = {"light": (1280, 1180), "dark": (1280, 1180), "narrow": (400, 1500)}
+PAGES = {"light": (1280, 800), "dark": (1280, 800), "narrow": (390, 1500)}
 """Pictures of the page, by their names, and the pixels of their windows."""
 
 DRAWN = "while (!document.querySelector('#memory canvas')) await new Promise((done) => setTimeout(done, 20))"

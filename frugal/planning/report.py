@@ -43,7 +43,7 @@ def reasons(request: Request, cluster: Cluster, result: SearchResult) -> tuple[s
         sentences.append(f"{KERNELS} Liger's, for {', '.join(fused)}{as_asked}")
     sentences.append(_zero_stage(request, cluster, result))
     sentences += _offload(request, result)
-    sentences.append(_micro_batch(request, cluster, result))
+    sentences.append(what_binds(request, cluster, result.chosen))
     return tuple(sentences)
 
 
@@ -105,8 +105,8 @@ def _offload(request: Request, result: SearchResult) -> list[str]:
     return [f"{what} {where}: {_does_not_fit(others)} on the GPUs alone" if others else f"{what} {where}"]
 
 
-def _micro_batch(request: Request, cluster: Cluster, result: SearchResult) -> str:
-    candidate = result.chosen
+def what_binds(request: Request, cluster: Cluster, candidate: Candidate) -> str:
+    """Return what keeps a candidate that fits from larger micro-batches, in a sentence."""
     assert candidate.batch is not None
     batch, micro, largest = candidate.batch, candidate.micro_batch, candidate.largest_micro_batch
     if request.micro_batch is not None or request.accumulation_steps is not None:

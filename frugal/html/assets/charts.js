@@ -116,14 +116,25 @@ const frugal = (() => {
     ctx.restore();
   }
 
-  // Horizontal lines with their names, such as the memory of a card.
-  function drawLevels(u, levels) {
+  // Every second stretch between marks, shaded.
+  function drawBands(u, marks) {
     const { left, top, width, height } = u.bbox;
+    const edges = [...marks.map(({ x }) => Math.max(left, u.valToPos(x, "x", true))), left + width];
+    u.ctx.save();
+    u.ctx.fillStyle = colour("--band");
+    for (let i = 0; i < marks.length; i += 2) u.ctx.fillRect(edges[i], top, Math.max(0, edges[i + 1] - edges[i]), height);
+    u.ctx.restore();
+  }
+
+  // Horizontal lines with their names, such as the memory of a card; the names are away from the note.
+  function drawLevels(u, levels, note) {
+    const { left, top, width, height } = u.bbox, ratio = uPlot.pxRatio;
+    const isLeft = note && u.valToPos(note.x, "x", true) > left + width / 2;
     for (const level of levels) {
       const y = u.valToPos(level.value, "y", true);
       if (y < top - 1 || y > top + height) continue;
       stroked(u, [left, y], [left + width, y], level.colour ?? "--text", level.dash ?? [6, 4], 1.5);
-      text(u, level.label, left + width - 6 * uPlot.pxRatio, y + (level.below ? 11 : -9) * uPlot.pxRatio, { align: "right", name: level.colour });
+      text(u, level.label, isLeft ? left + 6 * ratio : left + width - 6 * ratio, y + (level.below ? 11 : -9) * ratio, { align: isLeft ? "left" : "right", name: level.colour });
     }
   }
 
@@ -234,7 +245,7 @@ const frugal = (() => {
     const wide = Math.max(...note.lines.map((line) => u.ctx.measureText(line).width)) * ratio;
     u.ctx.restore();
     const edge = u.ctx.canvas.width - 4 * ratio - wide;
-    const from = Math.max(4 * ratio, Math.min(isRight ? x + 4 * ratio - wide : x - 4 * ratio, edge));
+    const from = Math.max(Math.min(left + 4 * ratio, edge), Math.min(isRight ? x + 4 * ratio - wide : x - 4 * ratio, edge));
     note.lines.forEach((line, i) => text(u, line, from, top + (i * 15 + 9) * ratio, { bold: i === 0 }));
   }
 
@@ -273,7 +284,7 @@ const frugal = (() => {
   // x: numbers. series: [{label, values, colour: 1..9, kind: "line" | "area" | "points", steps, letter}]; a value may be
   // null. Points have a shape: "circle" | "cross" | "triangle" | "star", and names, one a value. stacked: areas upon
   // each other. levels: [{label, value, dash, colour, below}]. marks: [{x, label, dash}].
-  // note: {x, y, lines}. xFormat, yFormat: number -> text. xLabel, yLabel, height, yMax, xSplits. xPad: what the axis is longer.
+  // bands: stretches between marks are shaded in turn. note: {x, y, lines}. xFormat, yFormat: number -> text. xLabel, yLabel, height, yMax, xSplits. xPad: what the axis is longer.
   // hover: (index) -> text.
   function chart(place, first) {
     let spec = first, plot = null;
@@ -292,7 +303,8 @@ const frugal = (() => {
       if (spec.stacked) order.reverse(); // the highest sum first, the others over it
       const highest = Math.max(...tops.flatMap((values) => values.reduce((most, value) => Math.max(most, value ?? -Infinity), -Infinity)), ...(spec.levels ?? []).filter((level) => level.scales !== false).map(({ value }) => value));
       const height = spec.height ?? (width < 500 ? 260 : 340);
-      const room = spec.note ? 1 + (15 * spec.note.lines.length + 34) / (height - 90) : 1.12; // above what is drawn
+      const inside = height - 60, above = spec.note ? 15 * spec.note.lines.length + 24 : 0; // pixels, of the note and the name of a level
+      const room = above ? inside / (inside - above) : 1.12;
       const lowest = spec.yMin ?? (spec.stacked ? 0 : undefined);
       plot = new uPlot({
         width,
@@ -306,10 +318,11 @@ const frugal = (() => {
         ],
         series: [{}, ...order.map((i) => described(spec.series[i], spec.stacked))],
         hooks: {
+          drawClear: [(u) => { if (spec.bands) drawBands(u, spec.marks); }],
           draw: [(u) => {
             if (spec.stacked) drawNames(u, spec.series, tops);
             drawMarks(u, spec.marks ?? [], spec.xFormat && spec.xFormat(1) === "");
-            drawLevels(u, spec.levels ?? []);
+            drawLevels(u, spec.levels ?? [], spec.note);
             drawPoints(u, spec.series);
             if (spec.note) drawNote(u, spec.note);
           }],

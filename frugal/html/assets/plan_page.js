@@ -2,24 +2,17 @@
 // computed by Python, see frugal/tools/plan_page/answers.py; here they are looked up.
 "use strict";
 (() => {
-  const plan = frugal.data("plan"), { answers, largest, strategies, timelines, devices } = frugal.data("answers");
+  const plan = frugal.data("plan"), { grid, timelines } = frugal.data("answers");
   const { bytes } = frugal;
   const at = (id) => document.getElementById(id);
 
   const LETTERS = { parameters: "p", gradients: "g", optimizer: "o", activations: "a", logits: "l", communication: "c", temporary: "t", slack: "s", context: "x" };
 
-  // `format_seconds` of frugal/units.py.
-  function seconds(value) {
-    if (value < 1) return `${(value * 1000).toFixed(0)} ms`;
-    if (value < 60) return `${value.toFixed(1)} s`;
-    const two = (number) => String(number).padStart(2, "0"), whole = Math.trunc(value);
-    if (value < 3600) return `${Math.floor(whole / 60)} min ${two(whole % 60)} s`;
-    return `${Math.floor(whole / 3600)} h ${two(Math.floor((whole % 3600) / 60))} min`;
-  }
-
-  const plural = (number, noun) => `${number} ${noun}${number === 1 ? "" : "s"}`;
-  const mark = (text, name) => Object.assign(document.createElement("strong"), { textContent: text, className: name });
-  const code = (text) => Object.assign(document.createElement("code"), { textContent: text });
+  const make = (tag, properties, ...content) => {
+    const made = Object.assign(document.createElement(tag), properties);
+    made.append(...content);
+    return made;
+  };
 
   // A table that a script fills: rows of texts, the first of which names the row.
   function table(caption, columns, rows) {
@@ -63,15 +56,16 @@
   // The chart of memory, of one row of the table of strategies
 
   let row = 0, chart = null;
+  const view = () => document.querySelector("input[name=view]:checked").value;
 
   function drawMemory() {
-    const shown = timelines[row], { name, microBatch, says } = plan.rows[row];
+    const shown = timelines[row], { name, says } = plan.rows[row];
     if (!shown) {
       at("shown").textContent = `Only a dry run could draw ${name}. The plan says: ${says}. The chart is of another strategy.`;
       return;
     }
-    at("shown").textContent = `The chart is of ${name}, micro-batch ${microBatch}, on the plan's ${plan.noun}s.`;
-    const spec = chartOf(shown, at("whole").checked ? 0 : shown.second);
+    at("shown").textContent = `The chart is of ${name}, micro-batch ${shown.microBatch}, on the plan's ${plan.noun}s.`;
+    const spec = view() === "peak" ? chartOf(shown, shown.zoom, 0) : chartOf(shown, shown.step, view() === "start" ? 0 : shown.second);
     chart ??= frugal.chart(at("memory"), spec);
     chart.update(spec);
     const { peak, parts, phases, total } = shown;
@@ -81,7 +75,8 @@
     at("phases").replaceChildren(table("Live tensors at the fullest moment of each phase", ["phase", "", "bytes"], Object.entries(phases).map(([phase, size]) => [phase, bytes(size), String(size)])));
   }
 
-  function chartOf({ x, unit, live, modules, names, marks, peak, parts, total }, first) {
+  // `drawn` is the step, or what is near the peak; from its point `first` on.
+  function chartOf({ unit, names, marks, peak, parts, total }, { x, live, modules }, first) {
     const events = x.slice(first), { context } = plan;
     const series = Object.entries(live).map(([name, values]) => ({
       label: name, letter: LETTERS[name], colour: Object.keys(LETTERS).indexOf(name) + 1, steps: true,
@@ -90,12 +85,14 @@
     if (context) series.unshift({ label: "context", letter: "x", colour: 9, steps: true, values: events.map(() => context) });
     const top = peak.bytes + context, phaseOf = (event) => marks.findLast(([, start]) => start <= event)[0];
     return {
-      x: events, stacked: true, series, yFormat: bytes, xFormat: () => "", yMin: 0, xLabel: "allocations and frees, in order",
+      x: events, stacked: true, bands: true, series, yFormat: bytes, xFormat: () => "", yMin: 0,
+      height: innerWidth < 1232 ? 260 : 352,
+      xLabel: `${events.length === x.length && x.at(-1) - x[0] < x.length ? "every allocation and free near the peak" : "allocations and frees"}, in order`,
       levels: [
         { label: `${bytes(plan.memory)}: out of memory`, value: plan.memory, colour: "--bad", dash: [] },
         { label: `${bytes(plan.limit)} may be used`, value: plan.limit, dash: [6, 4], below: true },
       ],
-      marks: marks.filter(([, event], i) => event >= events[0] || marks[i + 1]?.[1] > events[0]).map(([label, event]) => ({ x: Math.max(event, events[0]), label })),
+      marks: marks.filter(([, event], i) => event <= events.at(-1) && (event >= events[0] || !(marks[i + 1]?.[1] <= events[0]))).map(([label, event]) => ({ x: Math.max(event, events[0]), label })),
       note: { x: peak.event, y: top, lines: [`peak ${bytes(top)}`, parts.slack ? `${bytes(total)} with the allocator's slack` : "", `${peak.operator} in ${peak.phase}`, peak.where].filter(Boolean) },
       hover: (i) => {
         const held = series.map(({ label, values }) => [label, values[i]]).filter(([, size]) => size).sort((a, b) => b[1] - a[1]);
@@ -108,98 +105,131 @@
   // The number of each strategy in the table leads to its timeline.
   function linkRows() {
     const rows = document.querySelectorAll("#strategies ~ .scrolls tbody tr");
-    plan.rows.forEach(({ name, microBatch }, i) => {
+    plan.rows.forEach(({ name }, i) => {
       const button = Object.assign(document.createElement("button"), { type: "button", textContent: String(i + 1), title: name });
       button.setAttribute("aria-label", `${i + 1}: show ${name}`);
       button.addEventListener("click", () => {
         row = i;
         drawMemory();
-        const strategy = strategies.findIndex((each) => each.name === name);
-        if (strategy >= 0) change({ ...start(), strategy, microBatch });
+        const strategy = grid?.strategies.findIndex((each) => each.name === name) ?? -1;
+        if (strategy >= 0) change({ ...start(), strategy });
         at("memory-heading").scrollIntoView();
       });
       rows[i].cells[0].replaceChildren(button);
     });
   }
 
-  // What is asked
+  // What is asked: an index of each axis of the grid, and of the strategy
 
-  const known = Object.keys(answers).map((key) => key.split("/").map(Number));
-  const inOrder = (values) => [...new Set(values)].sort((a, b) => a - b);
-  const nearest = (values, wanted) => values.reduce((best, value) => (Math.abs(value - wanted) < Math.abs(best - wanted) ? value : best));
-  const start = () => ({ gpus: plan.gpus, memory: plan.memory, microBatch: plan.rows[0].microBatch, seqLen: plan.seqLen, strategy: Math.max(0, strategies.findIndex(({ name }) => name === plan.rows[0].name)) });
-  const deviceOf = ({ gpus, memory }) => devices[gpus].find((each) => each.memory === memory);
-  const keyOf = (choice) => `${choice.gpus}/${choice.seqLen}/${choice.strategy}/${deviceOf(choice).threads}`;
-  const microBatches = (choice) => Object.keys(answers[keyOf(choice)] ?? {}).map(Number);
+  const AXES = ["length", "gpus", "card", "batch"], TRAITS = ["stage", "checkpointing", "loss", "offload"];
+  const { axes, strategies } = grid ?? {};
+  const start = () => ({
+    ...Object.fromEntries(AXES.map((name) => [name, axes[name].values.indexOf(plan.own[name])])),
+    strategy: Math.max(0, strategies.findIndex(({ name }) => name === plan.rows[0].name)),
+  });
 
   let asked = null;
 
-  const SLIDERS = {
-    gpus: { name: "gpus", values: () => inOrder(known.map(([gpus]) => gpus)), words: (value) => plural(value, plan.noun) },
-    card: { name: "memory", values: () => devices[asked.gpus].map(({ memory }) => memory), words: bytes },
-    micro: { name: "microBatch", values: () => microBatches(asked), words: (value) => plural(value, "sample") },
-    length: { name: "seqLen", values: () => inOrder(known.map(([, length]) => length)), words: (value) => plural(value, "token") },
-  };
+  function answerTo(choice) {
+    const place = AXES.reduce((so_far, name) => so_far * axes[name].values.length + choice[name], 0);
+    const [fits, isBound, total, headroom, context, host, hostLacks, seconds, parts, batch, step, binds] = grid.answers[grid.cells[place * strategies.length + choice.strategy]];
+    return { fits, isBound, total, headroom, context, host, hostLacks, seconds, parts: grid.parts[parts], batch: grid.texts[batch], step: grid.texts[step], binds: grid.texts[binds] };
+  }
 
-  // The largest micro-batch that fits: exact for the plan's card, of those in the page for another one.
-  function mostThatFits(choice) {
-    const key = keyOf(choice), device = deviceOf(choice);
-    if (choice.memory === plan.memory && key in largest) return largest[key];
-    return Math.max(0, ...microBatches(choice).filter((size) => answers[key][size].needed <= device.usable));
+  // The rows of a verdict, as `frugal plan` prints them.
+  function rowsOf(answer, own) {
+    const words = (name) => axes[name].words[asked[name]], { flags } = strategies[asked.strategy];
+    const other = AXES.filter((name) => asked[name] !== start()[name]);
+    if (!answer.total) return [["because", answer.batch]];
+    const least = answer.isBound ? "at least " : "";
+    const room = answer.headroom < 0 ? `${least}${bytes(-answer.headroom)} short` : `${bytes(answer.headroom)} of headroom`;
+    const ofHost = [answer.host && `; ${least}${bytes(answer.host)} of each host`, answer.hostLacks && `, which lacks ${bytes(answer.hostLacks)}`].filter(Boolean).join("");
+    const faster = own.seconds && answer.seconds ? Math.round(100 * (answer.seconds / own.seconds - 1)) : 0;
+    const compared = faster ? `; ${Math.abs(faster)} % ${faster < 0 ? "less" : "more"} than the plan's` : "";
+    return [
+      ["batch", answer.batch],
+      [answer.headroom < 0 ? "lacks" : "fits", `${least}${bytes(answer.total)} of ${words("card")} on each ${plan.noun}, ${room}${ofHost}`],
+      ["step", answer.step && answer.step + compared],
+      ["binds", answer.binds],
+      ["plan it", other.length || asked.strategy !== start().strategy ? `${other.map((name) => `${plan.flags[name]} ${name === "card" ? words(name).replace(" ", "") : axes[name].values[asked[name]]} `).join("")}${flags}` : ""],
+    ].filter(([, text]) => text);
+  }
+
+  // The bar of a card's memory, as the verdict has it.
+  function barOf({ total, headroom, context, parts }) {
+    const card = axes.card.values[asked.card], sizes = Object.keys(LETTERS).slice(0, 7).map((name, i) => [name, parts[i] * 1024 ** 2]);
+    const live = sizes.reduce((sum, [, size]) => sum + size, 0);
+    sizes.push(["slack", Math.max(0, total - context - live)], ["context", context], ["headroom", Math.max(0, headroom)], ["margin", Math.max(0, card - total - Math.max(0, headroom))]);
+    const all = Math.max(card, total), says = sizes.filter(([, size]) => size).map(([name, size]) => `${name} ${bytes(size)}`);
+    const bar = make("div", { className: "bar-of-memory", title: says.join(", ") }, ...sizes.map(([name, size]) => {
+      const part = make("span", { className: name }, size / all > 0.06 && LETTERS[name] ? make("b", { textContent: LETTERS[name] }) : "");
+      part.style.width = `${(100 * size) / all}%`;
+      return part;
+    }));
+    if (total > card) bar.append(Object.assign(make("i"), { style: `left: ${(100 * card) / all}%` }));
+    bar.setAttribute("role", "img");
+    bar.setAttribute("aria-label", `Memory of a ${plan.noun}: ${says.join(", ")}`);
+    return bar;
   }
 
   function sayAnswer() {
-    const place = at("answer"), device = deviceOf(asked), answer = answers[keyOf(asked)]?.[asked.microBatch];
-    const { name, flags } = strategies[asked.strategy];
-    at("largest").disabled = !answer || !mostThatFits(asked);
-    if (!answer) {
-      const command = `frugal plan --model ${plan.model} --gpus ${asked.gpus} --mem ${bytes(asked.memory).replace(" ", "")} --seq-len ${asked.seqLen} ${flags}`;
-      place.replaceChildren(mark("?", "warn"), ` Not in this page: ${plural(asked.gpus, plan.noun)} of ${bytes(asked.memory)}, samples of ${plural(asked.seqLen, "token")}, ${name}. `, code(command), " computes it.");
-      return;
+    const answer = answerTo(asked), isOwn = JSON.stringify(asked) === JSON.stringify(start());
+    const verdict = answer.total ? (answer.fits ? "fits" : "does not fit") : "impossible";
+    const rows = rowsOf(answer, answerTo(start()));
+    if (isOwn && answer.total !== plan.total) rows.push(["plan", `${bytes(plan.total)} by its dry run`]);
+    at("answer").replaceChildren(
+      make("p", { className: "says" }, make("strong", { className: `badge ${answer.fits ? "good" : "bad"}`, textContent: verdict }), ` ${isOwn ? "The plan's own settings" : strategies[asked.strategy].name}`),
+      ...(answer.total ? [barOf(answer)] : []),
+      make("dl", { className: "verdict-rows" }, ...rows.map(([name, text]) => make("div", {}, make("dt", { textContent: name }), make("dd", {}, name === "plan it" ? make("code", { textContent: text }) : text)))),
+    );
+    at("spoken").textContent = [verdict, ...rows.slice(0, 3).map(([, text]) => text)].join("; ");
+  }
+
+  // Options that no strategy has together with the other selections are disabled, and say what they need.
+  function showTraits() {
+    const own = strategies[asked.strategy];
+    for (const trait of TRAITS) {
+      const others = TRAITS.filter((each) => each !== trait), select = at(trait);
+      for (const option of select.options) {
+        const having = strategies.filter((each) => each[trait] === option.value);
+        const differ = (each) => others.filter((other) => each[other] !== own[other]);
+        const nearest = having.reduce((best, each) => (differ(each).length < differ(best).length ? each : best));
+        const needs = differ(nearest).map((other) => (other === "checkpointing" ? `activation checkpointing ${nearest[other]}` : other === "offload" && nearest[other] === "nothing" ? "nothing offloaded" : nearest[other]));
+        option.disabled = needs.length > 0;
+        option.textContent = needs.length ? `${option.value} (only with ${needs.join(", ")})` : option.value;
+      }
+      select.value = own[trait];
     }
-    const headroom = device.usable - answer.needed, fits = headroom >= 0 && !answer.hostLacks;
-    const most = mostThatFits(asked), isExact = asked.memory === plan.memory;
-    const words = [`${bytes(answer.needed + device.context)} of ${bytes(device.memory)}, ${headroom >= 0 ? `${bytes(headroom)} of headroom` : `${bytes(-headroom)} too much`}`];
-    if (answer.hostLacks) words.push(`a host lacks ${bytes(answer.hostLacks)}`);
-    if (flags.includes("--offload") && !flags.includes("--offload none")) words.push(`${bytes(answer.host)} of each host`);
-    words.push(answer.cut);
-    if (answer.seconds !== null && fits) words.push(`${seconds(answer.seconds)} a step, ${(answer.samples / answer.seconds).toPrecision(3)} samples/s`);
-    words.push(most ? `at most micro-batch ${most} fits${isExact ? "" : ", of those in this page"}` : isExact ? "not even one sample fits" : "none in this page fits");
-    place.replaceChildren(mark(fits ? "fits" : "does not fit", fits ? "good" : "bad"), ` ${words.join("; ")}.`);
-    const isOwn = Object.entries(start()).every(([key, value]) => asked[key] === value);
-    if (isOwn && answer.needed + device.context !== plan.total) place.append(` The dry run of the plan says ${bytes(plan.total)}.`);
   }
 
   function show() {
-    for (const [id, { name, values, words }] of Object.entries(SLIDERS)) {
-      const all = values(), slider = at(id), says = all.length ? words(asked[name]) : "not in this page";
-      slider.max = Math.max(0, all.length - 1);
-      slider.value = Math.max(0, all.indexOf(asked[name]));
-      slider.disabled = all.length < 2;
+    for (const name of AXES) {
+      const slider = at(name), says = axes[name].words[asked[name]];
+      slider.value = asked[name];
       slider.setAttribute("aria-valuetext", says);
-      at(`${id}-value`).textContent = says;
+      at(`${name}-value`).textContent = says;
     }
-    strategies.forEach(({ name }, i) => { // those without an answer cannot be chosen, and say so
-      const option = at("strategy").options[i], isKnown = keyOf({ ...asked, strategy: i }) in answers;
-      option.disabled = !isKnown && i !== asked.strategy;
-      option.textContent = isKnown ? name : `${name} (not in this page for these settings)`;
-    });
-    at("strategy").value = asked.strategy;
+    showTraits();
     sayAnswer();
     remember();
   }
 
   function change(what) {
     asked = { ...asked, ...what };
-    asked.memory = nearest(devices[asked.gpus].map(({ memory }) => memory), asked.memory);
-    if (microBatches(asked).length) asked.microBatch = nearest(microBatches(asked), asked.microBatch);
+    if ("strategy" in what) {
+      const place = plan.rows.findIndex(({ name }) => name === strategies[asked.strategy].name);
+      if (place >= 0 && timelines[place] && place !== row) {
+        row = place;
+        drawMemory();
+      }
+    }
     show();
   }
 
   // The choice is in the address, so that a link to the page leads to it.
   function remember() {
-    const given = new URLSearchParams(asked).toString();
-    const hash = given === new URLSearchParams(start()).toString() ? "" : `#${given}`;
+    const given = new URLSearchParams({ ...Object.fromEntries(AXES.map((name) => [name, axes[name].values[asked[name]]])), strategy: asked.strategy });
+    const hash = JSON.stringify(asked) === JSON.stringify(start()) ? "" : `#${given}`;
     try {
       history.replaceState(null, "", `${location.pathname}${location.search}${hash}`);
     } catch { /* a browser may refuse it to files */ }
@@ -207,38 +237,43 @@
 
   function remembered() {
     const given = new URLSearchParams(location.hash.slice(1)), choice = start();
-    for (const name of Object.keys(choice)) if (given.has(name)) choice[name] = Number(given.get(name));
-    const isSound = choice.gpus in devices && deviceOf(choice) && strategies[choice.strategy] && known.some(([, length]) => length === choice.seqLen);
-    return isSound ? choice : start();
+    for (const name of AXES) if (given.has(name)) choice[name] = axes[name].values.indexOf(Number(given.get(name)));
+    if (given.has("strategy")) choice.strategy = Number(given.get("strategy"));
+    return Object.values(choice).includes(-1) || !strategies[choice.strategy] ? start() : choice;
   }
 
-  function showStrategy(strategy) {
-    const place = plan.rows.findIndex(({ name }) => name === strategies[strategy].name);
-    if (place >= 0 && timelines[place]) {
-      row = place;
-      drawMemory();
-    }
-    change({ strategy });
+  // A control with a single value is disabled; beneath it stands why.
+  function disable(id, number, why) {
+    at(id).disabled = number < 2;
+    at(`${id}-why`).textContent = number < 2 ? why : "";
   }
 
   drawStrategies();
   if (timelines.some(Boolean)) {
     row = Math.max(0, timelines.findIndex(Boolean));
-    at("whole").addEventListener("change", drawMemory);
+    for (const input of document.querySelectorAll("input[name=view]")) input.addEventListener("change", drawMemory);
     linkRows();
     drawMemory();
   }
-  if (at("controls")) {
-    asked = remembered();
-    at("strategy").replaceChildren(...strategies.map(({ name }, i) => new Option(name, i)));
-    at("strategy").disabled = strategies.length < 2;
-    at("strategy").addEventListener("change", () => showStrategy(Number(at("strategy").value)));
-    for (const [id, { name, values }] of Object.entries(SLIDERS)) {
-      at(id).addEventListener("input", () => change({ [name]: values()[Number(at(id).value)] }));
+  if (grid) {
+    for (const name of AXES) {
+      const slider = at(name);
+      slider.max = axes[name].values.length - 1;
+      disable(name, axes[name].values.length, axes[name].why);
+      slider.addEventListener("input", () => change({ [name]: Number(slider.value) }));
+    }
+    for (const trait of TRAITS) {
+      const values = [...new Set(strategies.map((each) => each[trait]))], select = at(trait);
+      select.replaceChildren(...values.map((value) => new Option(value, value)));
+      disable(trait, values.length, grid.why);
+      select.addEventListener("change", () => {
+        const wanted = { ...strategies[asked.strategy], [trait]: select.value };
+        change({ strategy: strategies.findIndex((each) => TRAITS.every((other) => each[other] === wanted[other])) });
+      });
     }
     at("controls").addEventListener("submit", (event) => event.preventDefault());
-    at("back").addEventListener("click", () => { asked = start(); showStrategy(asked.strategy); });
-    at("largest").addEventListener("click", () => change({ microBatch: mostThatFits(asked) }));
-    change({});
+    at("back").addEventListener("click", () => change(start()));
+    asked = start();
+    change(remembered());
   }
 })();

@@ -1,28 +1,35 @@
-"""The contents of a plan's page besides the plan: timelines, answers for other settings, and tables of other machines.
+"""The contents of a plan's page besides the plan: timelines, a grid of answers, and tables of other machines.
 
-They are computed when the page is made, nearest to the plan first, up to a number of replayed events; the page computes
-and interpolates nothing. The bytes of a setting are those of `MemoryProfile.memory` on one card, and are compared with
-all cards whose sums take the same scratch: `Replays.smallest_capacity` of another card may differ by its tolerance,
-0.2 %.
+An answer is what a search finds for one strategy on one cluster (`StrategyEvaluation`): the batch it would take, its
+memory with torch's allocator replayed, and its time. A strategy whose live tensors alone are too large is not replayed;
+its bytes are then a lower bound. The page computes and interpolates nothing.
+
+The grid has an answer for each combination of its axes. One profile, that of the plan's card, serves all cards with a
+number of GPUs: the scratch of sums depends on a card's processors, and may differ by 0.3 % of the total.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, closing
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from functools import partial
-from math import log2
+from itertools import accumulate
 from typing import Any
 
-from frugal.config.hardware.cluster import Cluster, Device
+import msgspec
+
+from frugal.config.hardware.cluster import Cluster
+from frugal.config.pins import check_pins
 from frugal.config.request import Request
 from frugal.dryrun.client import DryRunSource, workers
 from frugal.errors import FrugalError, RequestError
-from frugal.planning.batch import BatchPlan
-from frugal.planning.cost import step_time
+from frugal.planning.length_bucketing import grouping
 from frugal.planning.memory.profile import MemoryProfile
-from frugal.planning.plan import Plan
-from frugal.planning.search.fitting import Fitting
-from frugal.planning.strategy import Offload, Strategy, allowed_strategies
+from frugal.planning.model_facts import ModelFacts
+from frugal.planning.plan import Plan, binds_in_short, speed_in_words
+from frugal.planning.report import what_binds
+from frugal.planning.search.candidate import Candidate
+from frugal.planning.search.evaluate import StrategyEvaluation
+from frugal.planning.strategy import PLACES, Offload, Strategy, allowed_strategies, in_part, offload_levels
 from frugal.planning.table import Table
 from frugal.planning.what_if import (
     NOT_DRY_RUN,
@@ -40,23 +47,22 @@ from frugal.planning.what_if import (
 )
 from frugal.tools.plan_page.page import PageData, chosen_micro_batches
 from frugal.tools.plan_page.timelines import FEW_POINTS, MOST_POINTS, picture
-from frugal.units import GIB
+from frugal.units import GIB, MIB, format_bytes, plural
 
-MEMORY_GIB = (6, 8, 10, 11, 12, 16, 20, 24, 32, 40, 48, 64, 80, 96, 141, 180)
-"""The cards offered beside the plan's own."""
+MEMORY_GIB = (3, 4, 6, 8, 10, 11, 12, 16, 20, 24, 32, 40, 48, 64, 80, 96, 141, 180)
+"""The cards offered beside the plan's own: by `--html` the next four below and above, otherwise the next two."""
 
 GPUS = (1, 2, 4, 8, 16)
-"""The GPUs of a node offered, beside the plan's own number, its half and its double."""
+"""The GPUs of a node that `--html` offers beside the plan's own number, its half and its double."""
 
 OpenDryRuns = Callable[[Request, Cluster], DryRunSource]
 """Opens a source for one request on one cluster."""
 
-MOST_ANSWERS = 400
-"""The most answers of one page."""
+EVENTS_OF_A_PAGE, EVENTS_OF_A_SMALL_PAGE = 24_000_000, 5_000_000
+"""The most simulated events of `--html`, and of the page beside plan.json; they limit the numbers of GPUs. A strategy
+on one number of GPUs has 6,000 to 14,000 with gpt2 (10 ms), 25,000 to 80,000 with models of 8B (30 to 60 ms)."""
 
-EVENTS_OF_A_PAGE, EVENTS_OF_A_SMALL_PAGE = 12_000_000, 300_000
-"""Events that are replayed for `--html`, and for the page beside plan.json: some 25 seconds, and one. An answer takes
-the events of its ranks: 6,700 with distilgpt2 (15 ms), 63,000 with a model of 8B (0.13 s)."""
+MORE = " The same command with --html FILE computes other sample lengths, offloading, more GPUs and cards."
 
 
 def contents(plan: Plan, in_full: bool) -> PageData:
@@ -67,34 +73,8 @@ def contents(plan: Plan, in_full: bool) -> PageData:
     """
     with closing(workers()) as pool:
         open_source = partial(DryRunSource, pool=pool, will_dry_run=False)
-        if not in_full:
-            return PageData(answers(plan, open_source, EVENTS_OF_A_SMALL_PAGE, only_known=True), ())
-        return PageData(answers(plan, open_source, EVENTS_OF_A_PAGE), tuple(_tables(plan, open_source)))
-
-
-@dataclass(frozen=True, kw_only=True)
-class GridPoint:
-    """A setting for which there is a profile at every micro-batch.
-
-    Attributes:
-        cluster: the devices whose memory and scratch are counted; its nodes are alike, but for the plan's own.
-        request: the plan's with another length.
-        strategy: the strategy.
-    """
-
-    cluster: Cluster
-    request: Request
-    strategy: Strategy
-
-    @property
-    def device(self) -> Device:
-        """The card whose memory counts."""
-        return self.cluster.devices[0]
-
-    @property
-    def gpus(self) -> int:
-        """GPUs of a node."""
-        return len(self.cluster.nodes[0].devices)
+        tables = tuple(_tables(plan, open_source)) if in_full else ()
+        return PageData(answers(plan, open_source, in_full=in_full), tables)
 
 
 def is_of_one_kind(cluster: Cluster) -> bool:
@@ -102,249 +82,313 @@ def is_of_one_kind(cluster: Cluster) -> bool:
     return len(cluster.kinds) == 1 and len({len(node.devices) for node in cluster.nodes}) == 1
 
 
-def offload_level(strategy: Strategy) -> Offload:
-    """Return the level of offloading a strategy belongs to."""
-    if "nvme" in (strategy.offload_optimizer, strategy.offload_parameters):
-        return "nvme"
-    if strategy.offload_optimizer == "none":
-        return "none"
-    return "optimizer" if strategy.offload_parameters == "none" else "all"
+def answers(plan: Plan, open_source: OpenDryRuns, *, in_full: bool) -> dict[str, Any]:
+    """Return what a page looks up, in plain types: `timelines` of the plan's strategies, and a `grid` of answers.
 
-
-def cards(plan: Plan, gpus: int) -> list[Cluster]:
-    """Return a cluster of `gpus` devices a node for each card offered, by memory. The plan's devices must be alike."""
-    own = plan.memory.device_in(plan.cluster)
-    clusters = []
-    for memory in sorted({own.memory_bytes, *(gib * GIB for gib in MEMORY_GIB)}):
-        try:
-            clusters.append(with_memory(with_gpus(plan.cluster, gpus), memory))
-        except RequestError:  # less than the context
-            continue
-    return clusters
-
-
-class Sources:
-    """Sources of profiles, one a length, whose traces serve every number of GPUs; `opened` closes them.
-
-    `only_known`: no trace is made.
-    """
-
-    def __init__(self, plan: Plan, open_source: OpenDryRuns, opened: ExitStack, *, only_known: bool) -> None:
-        self.plan = plan
-        self._open_source, self._opened, self._only_known = open_source, opened, only_known
-        self._of_length: dict[int, DryRunSource] = {}
-        self._on: dict[tuple[int, int, int], DryRunSource] = {}
-        self._refused: set[tuple[int, str, str, str]] = set()
-
-    def points(self) -> list[GridPoint]:
-        """Return all points of a page, nearest to the plan first; one for all cards with the same scratch."""
-        plan = self.plan
-        own_gpus, own_memory = len(plan.cluster.nodes[0].devices), plan.memory.device_in(plan.cluster).memory_bytes
-        seq_lens = axes_around(plan, self._source(plan.request.seq_len).facts().max_positions)["seq-len"]
-        points: list[tuple[float, GridPoint]] = []
-        for gpus in sorted({max(1, own_gpus // 2), own_gpus, 2 * own_gpus, *GPUS}):
-            if gpus * len(plan.cluster.nodes) % plan.batch.sequence_parallel:
-                continue
-            of_threads: dict[int, Cluster] = {}
-            for cluster in sorted(cards(plan, gpus), key=lambda each: abs(each.devices[0].memory_bytes - own_memory)):
-                of_threads.setdefault(cluster.devices[0].resident_threads, cluster)
-            for seq_len in seq_lens:
-                for rank, strategy in enumerate(self._strategies(gpus, seq_len)):
-                    for step, cluster in enumerate(of_threads.values()):
-                        far = abs(log2(gpus / own_gpus)) + abs(log2(seq_len / plan.request.seq_len)) + step
-                        point = GridPoint(cluster=cluster, request=self.request(seq_len), strategy=strategy)
-                        points.append((far + (0.5 + rank / 10 if rank else 0), point))
-        return [point for _, point in sorted(points, key=lambda pair: pair[0])]
-
-    def profile(self, point: GridPoint, accumulates: bool) -> MemoryProfile | None:
-        """Return the profile for every micro-batch; None where only a dry run could make one."""
-        strategy, seq_len = point.strategy, point.request.seq_len
-        kind = (seq_len, strategy.checkpointing, strategy.loss, strategy.mlp)
-        if kind in self._refused:
-            return None
-        try:
-            source = self._source_on(point)
-            if self._only_known and not source.has_draft(strategy):
-                return None
-            if source.draft(strategy, accumulates) is None:
-                return None
-            profile = source.profile(strategy, accumulates)
-        except FrugalError:  # the model does not allow it
-            self._refused.add(kind)
-            return None
-        return None if profile.sampled else profile
-
-    def _strategies(self, gpus: int, seq_len: int) -> list[Strategy]:
-        """Return the strategies possible there, the plan's own first, then those that the plan weighed."""
-        plan, own = self.plan, self.plan.strategy
-        weighed = [own, *(each.strategy for each in plan.rejected)]
-        if (gpus, seq_len) == (len(plan.cluster.nodes[0].devices), plan.request.seq_len):
-            return weighed
-        pins: dict[str, Any] = {"activation_checkpointing": "auto", "loss": "auto", "mlp": own.mlp, "layer_modes": None}
-        in_part = own.offload_ratio if own.offload_ratio < 1 else None
-        pins |= {"zero_stage": None, "offload_ratio": in_part, "offload": "optimizer" if in_part else "auto"}
-        allowed = allowed_strategies(
-            replace(self.request(seq_len), **pins),
-            self._source(seq_len).facts(),
-            world_size=gpus * len(plan.cluster.nodes),
-            offload=offload_level(own),
-            on_gpus=plan.cluster.devices[0].kind == "cuda",
-            small_buckets=own.small_buckets,
-        )
-        order = {str(strategy): number for number, strategy in reversed(list(enumerate(weighed)))}
-        return sorted(allowed, key=lambda strategy: order.get(str(strategy), len(order)))
-
-    def request(self, seq_len: int) -> Request:
-        """Return the plan's with samples of `seq_len` tokens, shared by as many ranks."""
-        shared_by = self.plan.batch.sequence_parallel
-        request = replace(self.plan.request, seq_len=seq_len)
-        return replace(request, sequence_parallel=shared_by) if shared_by > 1 else request
-
-    def _source(self, seq_len: int) -> DryRunSource:
-        if seq_len not in self._of_length:
-            source = self._open_source(self.request(seq_len), self.plan.cluster)
-            self._of_length[seq_len] = self._opened.enter_context(source)
-        return self._of_length[seq_len]
-
-    def _source_on(self, point: GridPoint) -> DryRunSource:
-        key = (point.request.seq_len, point.gpus, point.device.memory_bytes)
-        if key not in self._on:
-            self._on[key] = self._source(point.request.seq_len).on(point.cluster)
-        return self._on[key]
-
-
-def answers(plan: Plan, open_source: OpenDryRuns, most_events: int, *, only_known: bool = False) -> dict[str, Any]:
-    """Return what a page looks up, in plain types: `timelines` of the plan's strategies, and `answers`.
-
-    `most_events`: after so many replayed events no further strategy, card or length is begun.
-    `only_known`: only what needs no new trace.
+    `in_full`: with other lengths, and more GPUs, cards and batches. The plan's strategies are traced where they were
+    not. `grid` is None where devices differ, or arithmetic is enough for no strategy.
 
     Raises:
         WorkerError: a trace crashed.
     """
-    strategies: dict[str, str] = {}  # their flags, by name: sizes of groups, which are in no name, differ with GPUs
-    answers: dict[str, dict[int, dict[str, Any]]] = {}
-    largest: dict[str, int] = {}
-    devices: dict[int, list[dict[str, int]]] = {}
-    is_equal = is_of_one_kind(plan.cluster)
-    own_bytes = plan.memory.device_in(plan.cluster).memory_bytes
-    planned = dict(reversed(list(chosen_micro_batches(plan))))
     with ExitStack() as opened:
-        sources = Sources(plan, open_source, opened, only_known=only_known)
-        timelines = [_timeline(sources, number) for number in range(1 + len(plan.rejected))]
-        for point in sources.points() if is_equal else []:
-            if answers and (most_events <= 0 or sum(map(len, answers.values())) >= MOST_ANSWERS):
-                break
-            near = planned.get(point.strategy, plan.batch.largest_micro_batch)
-            of_point, fits, num_events = _answers_of(sources, point, near, is_own=not answers)
-            most_events -= num_events
-            if not of_point:
-                continue
-            strategies.setdefault(str(point.strategy), _flags(point.strategy))
-            number = list(strategies).index(str(point.strategy))
-            key = f"{point.gpus}/{point.request.seq_len}/{number}/{point.device.resident_threads}"
-            answers[key] = of_point
-            devices[point.gpus] = [_device(cluster.devices[0]) for cluster in cards(plan, point.gpus)]
-            if point.device.memory_bytes == own_bytes:
-                largest[key] = fits
-    return {
-        "answers": answers,
-        "largest": largest,
-        "strategies": [{"name": name, "flags": flags} for name, flags in strategies.items()],
-        "timelines": timelines,
-        "devices": devices,
-    }
+
+        def open_length(seq_len: int) -> DryRunSource:
+            shared_by = plan.batch.sequence_parallel if plan.batch.sequence_parallel > 1 else None
+            request = replace(plan.request, seq_len=seq_len, sequence_parallel=shared_by)
+            return opened.enter_context(open_source(request, plan.cluster))
+
+        source = open_length(plan.request.seq_len)
+        source.prepare([strategy for strategy, _ in chosen_micro_batches(plan)])
+        timelines = [_timeline(plan, source, number) for number in range(1 + len(plan.rejected))]
+        grid = _Grid(plan, source, in_full).filled(open_length) if is_of_one_kind(plan.cluster) else None
+    return {"timelines": timelines, "grid": grid}
 
 
-def _device(device: Device) -> dict[str, int]:
-    return {
-        "memory": device.memory_bytes,
-        "context": device.context_bytes,
-        "usable": device.usable_bytes,
-        "threads": device.resident_threads,
-    }
+class GridAnswer(msgspec.Struct, frozen=True, kw_only=True, array_like=True):
+    """The answer for one setting; an array in the page, in this order.
 
-
-def _timeline(sources: Sources, number: int) -> dict[str, Any] | None:
-    """Return the picture of a strategy of the plan, by its row in the table, from 0 on; None: only dry runs could tell.
-
-    Its slack is the search's, so that nothing is replayed; a strategy that was not fully evaluated has none.
+    Attributes:
+        fits: whether a batch fits.
+        is_bound: whether `total` is the least it would take, and `headroom` the most.
+        total: bytes of the fullest device; where nothing fits of the smallest micro-batch, 0: impossible.
+        headroom: bytes; negative: what is short.
+        context: bytes in `total`.
+        host: bytes of each host; 0 where nothing is moved there.
+        host_lacks: bytes that a host or its disk lacks.
+        seconds: of a step; 0 where nothing fits.
+        parts: index of the live bytes by category.
+        batch: index of a text, as the next two: how the global batch is cut, or why nothing can be said.
+        step: the time of a step.
+        binds: what binds.
     """
-    plan = sources.plan
-    strategy, micro_batch = list(chosen_micro_batches(plan))[number]
-    point = GridPoint(cluster=plan.cluster, request=sources.request(plan.request.seq_len), strategy=strategy)
-    batch = plan.batch
-    if number and is_of_one_kind(plan.cluster):
-        batch = _batch(point, micro_batch)
-    profile = sources.profile(point, _accumulates(point, batch.accumulation_steps))
-    if profile is None:
-        return None
-    memory = (profile.draft if number else profile).memory(micro_batch, plan.memory.device_in(plan.cluster))
-    total = plan.rejected[number - 1].peak_bytes if number and not plan.rejected[number - 1].is_bound else None
-    slack = max(0, total - memory.total_bytes) if total else memory.slack
-    drawn = picture(profile.ranks, memory, micro_batch, FEW_POINTS if number else MOST_POINTS)
-    drawn["parts"]["slack"] = slack
-    return drawn | {"microBatch": micro_batch, "total": memory.total_bytes - memory.slack + slack}
+
+    fits: bool = False
+    is_bound: bool = False
+    total: int = 0
+    headroom: int = 0
+    context: int = 0
+    host: int = 0
+    host_lacks: int = 0
+    seconds: float = 0.0
+    parts: int = 0
+    batch: int = 0
+    step: int = 0
+    binds: int = 0
 
 
-def _answers_of(
-    sources: Sources, point: GridPoint, near: int, *, is_own: bool
-) -> tuple[dict[int, dict[str, Any]], int, int]:
-    """Return answers by micro-batch, the largest micro-batch that fits the point's card, and the events replayed."""
-    accumulating = sources.profile(point, accumulates=True)
-    if accumulating is None:
-        return {}, 0, 0
-    fitting = Fitting(point.request, point.cluster)
-    cap = fitting.cap
-    largest = accumulating.largest_micro_batch(point.device, cap)
-    wanted = {1, near // 2, near, 2 * near, largest}
-    at_once = sources.profile(point, accumulates=False)
-    if at_once is not None and at_once.fits(fitting.samples_per_rank, point.device):
-        wanted.add(fitting.samples_per_rank)  # in a single micro-step, which takes less than one of several
-    if is_own:
-        wanted |= {near - 1, near + 1, largest + 1, *(1 << power for power in range(cap.bit_length()))}
-    made = {}
-    num_events = sum(len(rank.timeline.events) for rank in accumulating.ranks)
-    for size in sorted(size for size in wanted if 1 <= size <= cap):
-        batch = _batch(point, size)
-        micro_batch = batch.largest_micro_batch
-        profile = sources.profile(point, _accumulates(point, batch.accumulation_steps))
-        if profile is None or micro_batch in made:
-            continue
-        memory = profile.memory(micro_batch, point.device)
-        time = step_time(profile.costs, point.strategy, batch, point.cluster, point.request)
-        made[micro_batch] = {
-            "needed": memory.total_bytes - memory.context,
-            "cut": batch.arithmetic(point.cluster.rank_noun, sources.plan.counted, point.request.seq_len),
-            "seconds": time.total_seconds if point.request.lengths is None else None,
-            "samples": batch.global_batch,
-            "host": memory.host_bytes_per_node,
-            "hostLacks": max(0, fitting.host_shortfall_bytes(memory)),
+class _Indices(dict[Any, int]):
+    """Values that are kept once, with their indices."""
+
+    def of(self, value: Any) -> int:
+        return self.setdefault(value, len(self))
+
+
+class _Grid:
+    """The answers for a plan's strategies under other settings.
+
+    `source`: of the plan's request on its cluster. `in_full`: as for `answers`.
+
+    Attributes:
+        cards: bytes of a device.
+        batches: the plan's request with other global batches.
+        profiles: of the strategies for which arithmetic is enough, the plan's own first.
+    """
+
+    def __init__(self, plan: Plan, source: DryRunSource, in_full: bool) -> None:
+        self._plan, self._source, self._in_full = plan, source, in_full
+        self._answers, self._parts, self._texts = _Indices(), _Indices(), _Indices({"": 0})
+        memory = plan.memory.device_in(plan.cluster).memory_bytes
+        cards = sorted({memory, *(gib * GIB for gib in MEMORY_GIB if memory <= 4 * gib * GIB <= 16 * memory)})
+        own, beside = cards.index(memory), 4 if in_full else 2
+        self.cards = cards[max(0, own - beside) : own + beside + 1]
+        quarters = (2, 4, 8) if in_full or plan.request.lengths is None else (4,)
+        self.batches = list(dict.fromkeys(_with_batch(source.request, number) for number in quarters))
+        self.profiles = {
+            strategy: profile
+            for strategy in self._allowed()
+            if (profile := _profile(source, strategy, True)) is not None
         }
-        if memory.fits:
-            largest = max(largest, micro_batch)
-    return made, largest, num_events * (len(made) + 1)
+
+    def filled(self, open_length: Callable[[int], DryRunSource]) -> dict[str, Any] | None:
+        """Return the grid in plain types; None where there is no strategy.
+
+        `cells`: indices into `answers`, by length, GPUs, card, batch and strategy. `axes`: by name the values of each,
+        their words, and why there are no others. `open_length`: opens a source for samples of another length.
+
+        Raises:
+            WorkerError: a trace crashed.
+        """
+        plan, own = self._plan, len(self._plan.cluster.nodes[0].devices)
+        if not self.profiles:
+            return None
+        num_events = sum(len(rank.timeline.events) for profile in self.profiles.values() for rank in profile.ranks)
+        lengths: Sequence[int] = (plan.request.seq_len,)
+        why = "the model takes no other near it"
+        if plan.request.lengths is not None:
+            why = "the data has its own lengths"
+        elif self._in_full:
+            lengths = axes_around(plan, self._source.facts().max_positions)["seq-len"]
+        else:
+            why = "--html FILE traces others"
+        most = (EVENTS_OF_A_PAGE if self._in_full else EVENTS_OF_A_SMALL_PAGE) // (num_events * len(lengths))
+        numbers = dict.fromkeys((own, 2 * own, max(1, own // 2), *(GPUS if self._in_full else ())))
+        gpus = sorted(list(numbers)[: max(1, most)])
+        cells = []
+        for length in lengths:
+            source = self._source if length == plan.request.seq_len else open_length(length)
+            source.prepare(list(self.profiles))
+            cells += [cell for number in gpus for cell in self._of_gpus(source, number)]
+        sizes = [each.global_tokens or each.batch_samples for each in self.batches]
+        in_tokens = plan.request.global_tokens is not None
+        more = "the model takes no other" if self._in_full else "--html FILE computes others"
+        return {
+            "axes": {
+                "length": _axis(lengths, [plural(each, "token") for each in lengths], why),
+                "gpus": _axis(gpus, [plural(each, plan.cluster.rank_noun) for each in gpus], more),
+                "card": _axis(self.cards, list(map(format_bytes, self.cards)), more),
+                "batch": _axis(
+                    sizes, [f"{n:,} {plan.counted}" if in_tokens else plural(n, "sample") for n in sizes], more
+                ),
+            },
+            "why": more,
+            "covers": f"{len(cells):,} answers, one for each combination of these.{'' if self._in_full else MORE}",
+            "strategies": [_in_words(strategy) for strategy in self.profiles],
+            "cells": cells,
+            "answers": list(self._answers),
+            "parts": list(self._parts),
+            "texts": list(self._texts),
+        }
+
+    def _allowed(self) -> Iterator[Strategy]:
+        """Yield the plan's strategies, its own first, and `in_full` all others that its model allows."""
+        plan, source, on_gpus = self._plan, self._source, self._plan.cluster.devices[0].kind == "cuda"
+        weighed = {str(strategy): strategy for strategy, _ in chosen_micro_batches(plan)}
+        yield from sorted(weighed.values(), key=lambda each: each.num_mechanisms)
+        pins: dict[str, Any] = {"zero_stage": None, "loss": "auto", "mlp": plan.strategy.mlp, "offload_ratio": None}
+        pins |= {"activation_checkpointing": "auto", "layer_modes": None, "offload": "auto"}
+        free = replace(source.request, **pins)
+        for level in offload_levels(free, on_gpus=on_gpus) if self._in_full else ():
+            for each in allowed_strategies(
+                free,
+                source.facts(),
+                world_size=max(2, plan.cluster.world_size),
+                offload=level,
+                on_gpus=on_gpus,
+                small_buckets=plan.strategy.small_buckets,
+            ):
+                if str(each) not in weighed:
+                    yield each
+
+    def _of_gpus(self, source: DryRunSource, gpus: int) -> list[int]:
+        """Return the cells of a source's length on so many GPUs of each node."""
+        cluster = self._plan.cluster
+        if gpus != len(cluster.nodes[0].devices):
+            cluster = with_gpus(cluster, gpus)
+            source = source.on(cluster)
+        strategies = [_on_ranks(strategy, source.facts(), cluster.world_size) for strategy in self.profiles]
+        cells = []
+        for memory in self.cards:
+            for batch in self.batches:
+                try:
+                    request = replace(batch, seq_len=source.request.seq_len)
+                    check_pins(request, cluster.world_size)
+                    card = with_memory(cluster, memory)
+                except RequestError as error:
+                    cells += [self._without_memory(error)] * len(strategies)
+                    continue
+                evaluation = StrategyEvaluation(request, card, source)
+                cells += [self._cell(evaluation, strategy) for strategy in strategies]
+        return cells
+
+    def _without_memory(self, why: FrugalError) -> int:
+        return self._answers.of(GridAnswer(batch=self._texts.of("; ".join((why.what, *why.because)))))
+
+    def _cell(self, evaluation: StrategyEvaluation, strategy: Strategy) -> int:
+        try:
+            found = _found(evaluation, strategy)
+        except FrugalError as error:  # the model does not take it
+            return self._without_memory(error)
+        if found is None or found.memory is None:
+            return self._without_memory(RequestError("only a dry run can tell"))
+        memory, texts, request = found.memory, self._texts, evaluation.request
+        parts = tuple(round(getattr(memory, name) / MIB) for name in memory.CATEGORIES[:-2])
+        answer = GridAnswer(
+            fits=found.fits,
+            is_bound=found.is_draft,
+            total=memory.total_bytes,
+            headroom=memory.headroom_bytes,
+            context=memory.context,
+            host=memory.host_bytes_per_node if strategy.offload_optimizer != "none" else 0,
+            host_lacks=found.host_shortfall_bytes or found.disk_shortfall_bytes,
+            parts=self._parts.of(parts),
+        )
+        if found.batch is not None and found.time is not None:
+            batch, noun = found.batch, evaluation.cluster.rank_noun
+            samples = batch.global_batch
+            if request.lengths is not None:
+                samples = grouping(request.lengths, batch, request.seq_len).step_samples
+            answer = msgspec.structs.replace(
+                answer,
+                seconds=float(f"{found.seconds:.4g}"),
+                batch=texts.of(batch.arithmetic(noun, self._plan.counted, request.seq_len)),
+                step=texts.of(speed_in_words(found.time, samples)),
+                binds=texts.of(binds_in_short(what_binds(request, evaluation.cluster, found))),
+            )
+        return self._answers.of(answer)
 
 
-def _batch(point: GridPoint, micro_batch: int) -> BatchPlan:
-    request, shared_by = point.request, point.request.sequence_parallel or 1
-    caps = (micro_batch,) * (point.cluster.world_size // shared_by)
-    return BatchPlan.of(request.batch_samples, caps, request.global_tokens, sequence_parallel=shared_by).tightened()
+def _axis(values: Sequence[int], words: Sequence[str], why: str) -> dict[str, Any]:
+    return {"values": values, "words": words, "why": why}
 
 
-def _accumulates(point: GridPoint, steps: int) -> bool:
-    return steps > 1 or point.request.lengths is not None
+def _with_batch(request: Request, quarters: int) -> Request:
+    """Return the request with a global batch that is a number of quarters of its own."""
+    if request.global_tokens is not None:
+        return replace(request, global_tokens=max(request.seq_len, request.global_tokens * quarters // 4))
+    return replace(request, global_batch=max(1, request.batch_samples * quarters // 4))
 
 
-def _flags(strategy: Strategy) -> str:
-    """Return the flags of `frugal plan` that pin a strategy. Layers that differ are chosen anew: no flag names them."""
-    ratio = f":{strategy.offload_ratio:g}" if strategy.offload_ratio < 1 else ""
-    words = ["--zero-stage", strategy.zero_stage, "--activation-checkpointing", strategy.activation_checkpointing]
-    words += ["--loss", strategy.loss, "--offload", offload_level(strategy) + ratio]
+def _on_ranks(strategy: Strategy, facts: ModelFacts, world_size: int) -> Strategy:
+    """Return the strategy with the sizes that depend on the number of ranks."""
+    if strategy.offload_parameters == "nvme":
+        return replace(strategy, nvme_buffer_elements=-(-facts.largest_parameter // world_size))
+    if strategy.offload_ratio < 1:
+        usual = replace(strategy, sub_group_elements=Strategy.sub_group_elements)
+        return in_part(usual, strategy.offload_ratio, facts.trainable_parameters, world_size)
+    return strategy
+
+
+def _in_words(strategy: Strategy) -> dict[str, str]:
+    """Return a strategy by the controls that choose it, with its name and the flags of `frugal plan` that pin it."""
+    level = offload_level(strategy)
+    ratio = f":{strategy.offload_ratio:g}" if level == "optimizer" else ""
+    ends = [*accumulate(count for _, count in strategy.layer_modes)]
+    modes = [f"{mode}:{end - count}-{end - 1}" for (mode, count), end in zip(strategy.layer_modes, ends, strict=True)]
+    words = ["--zero-stage", strategy.zero_stage]
+    words += ["--activation-checkpointing", ",".join(modes) or strategy.activation_checkpointing]
+    words += ["--loss", strategy.loss, "--offload", level + ratio]
     words += ["--mlp", strategy.mlp] if strategy.mlp != "plain" else []
     words += ["--kernels", strategy.kernels] if strategy.kernels != "plain" else []
     words += ["--sequence-parallel", strategy.sequence_parallel] if strategy.sequence_parallel > 1 else []
-    return " ".join(map(str, words))
+    _, _, *others = str(strategy).split(", ")
+    moved = [word for word in others if word.endswith((" in host memory", " on NVMe"))]
+    rest = [word for word in others if word not in (*moved, "tiled loss")]
+    return {
+        "name": str(strategy),
+        "flags": " ".join(map(str, words)),
+        "stage": f"ZeRO-{strategy.zero_stage}",
+        "checkpointing": strategy.checkpointing,
+        "offload": ", ".join(moved) or "nothing",
+        "loss": ", ".join([f"{strategy.loss} loss", *rest]),
+    }
+
+
+def offload_level(strategy: Strategy) -> Offload:
+    """Return the level of offloading a strategy belongs to."""
+    own = strategy.offload_optimizer, strategy.offload_parameters
+    return next(level for level, places in PLACES.items() if own in places)
+
+
+def _profile(source: DryRunSource, strategy: Strategy, accumulates: bool) -> MemoryProfile | None:
+    """Return the profile for every micro-batch; None where only a dry run could make one, or the model refuses it."""
+    try:
+        return source.profile(strategy, accumulates) if source.draft(strategy, accumulates) is not None else None
+    except FrugalError:
+        return None
+
+
+def _found(evaluation: StrategyEvaluation, strategy: Strategy) -> Candidate | None:
+    """Return a strategy evaluated, in full where its draft fits; None where only a dry run can tell.
+
+    Raises:
+        FrugalError: the model does not take it.
+    """
+    draft = evaluation.draft(strategy)
+    return evaluation.evaluate(strategy) if draft is not None and draft.fits else draft
+
+
+def _timeline(plan: Plan, source: DryRunSource, number: int) -> dict[str, Any] | None:
+    """Return the picture of a strategy of the plan, by its row in the table, from 0 on; None: only dry runs could tell.
+
+    Other strategies than the plan's own are drawn with the batch that they would take; those that do not fit with one
+    sample, without slack. Where devices differ, all are, with the micro-batch of their row.
+    """
+    strategy, micro_batch = list(chosen_micro_batches(plan))[number]
+    steps, is_draft = plan.batch.accumulation_steps, number > 0
+    if number and is_of_one_kind(plan.cluster) and _profile(source, strategy, True) is not None:
+        found = _found(StrategyEvaluation(source.request, plan.cluster, source), strategy)
+        assert found is not None, "drafted just now"
+        micro_batch, is_draft = found.micro_batch, found.is_draft
+        steps = 2 if found.batch is None else found.batch.accumulation_steps
+    profile = _profile(source, strategy, steps > 1 or plan.request.lengths is not None)
+    if profile is None:
+        return None
+    memory = (profile.draft if is_draft else profile).memory(micro_batch, plan.memory.device_in(plan.cluster))
+    return picture(profile.ranks, memory, micro_batch, FEW_POINTS if number else MOST_POINTS) | {
+        "microBatch": micro_batch,
+        "total": memory.total_bytes,
+    }
 
 
 def _tables(plan: Plan, dry_run: OpenDryRuns) -> list[Table]:
@@ -355,10 +399,10 @@ def _tables(plan: Plan, dry_run: OpenDryRuns) -> list[Table]:
         rows = improvements(plan, cases, predicted(cases, dry_run))
         head = ("change", "a step", "", "micro-batch x steps", "strategy")
         tables.append(Table(title=rows.title, rows=(head, *rows.rows), has_head=True))
-    return [*tables, *_grid(plan, dry_run)] if is_of_one_kind(plan.cluster) else tables
+    return [*tables, *_what_if(plan, dry_run)] if is_of_one_kind(plan.cluster) else tables
 
 
-def _grid(plan: Plan, dry_run: OpenDryRuns) -> list[Table]:
+def _what_if(plan: Plan, dry_run: OpenDryRuns) -> list[Table]:
     with dry_run(plan.request, plan.cluster) as source:
         longest = source.facts().max_positions
     axes = axes_around(plan, longest)

@@ -19,6 +19,7 @@ from frugal.planning.plan import Plan, Rejected
 from frugal.planning.report import strategy_table
 from frugal.planning.strategy import Strategy, short_name
 from frugal.planning.table import Table
+from frugal.planning.verdict import bar
 from frugal.units import format_bytes, format_seconds, plural
 
 
@@ -39,8 +40,14 @@ def plan_page(plan: Plan, answers: dict[str, Any], *, helps: str = "", tables: S
     other machines.
     """
     body = joined(
-        *_verdict(plan, helps),
-        _memory(plan, bool(answers["answers"])) if any(answers["timelines"]) else _no_arithmetic(plan),
+        _verdict(plan, helps),
+        element(
+            "div",
+            _memory(plan) if any(answers["timelines"]) else _no_arithmetic(plan),
+            _settings(plan, answers["grid"]),
+            class_="desk",
+        ),
+        _tables_of_chart(),
         _strategies(plan),
         *(_what_if(each) for each in tables),
         _reasons(plan),
@@ -70,18 +77,24 @@ def _chosen(plan: Plan) -> dict[str, Any]:
     device = plan.memory.device_in(plan.cluster)
     weighed = zip(chosen_micro_batches(plan), strategy_table(plan).rows[1:], strict=True)
     return {
-        "gpus": len(plan.cluster.nodes[0].devices),
-        "seqLen": plan.request.seq_len,
+        "own": {
+            "gpus": len(plan.cluster.nodes[0].devices),
+            "length": plan.request.seq_len,
+            "card": device.memory_bytes,
+            "batch": plan.request.global_tokens or plan.request.batch_samples,
+        },
+        "flags": {
+            "gpus": "--gpus",
+            "card": "--mem",
+            "length": "--seq-len",
+            "batch": "--global-batch" if plan.request.global_tokens is None else "--global-tokens",
+        },
         "memory": device.memory_bytes,
         "noun": plan.cluster.rank_noun,
-        "model": plan.request.model,
         "total": plan.memory.total_bytes,
         "context": plan.memory.context,
         "limit": plan.memory.usable_bytes + plan.memory.context,
-        "rows": [
-            {"name": str(strategy), "microBatch": micro_batch, "says": _says(row)}
-            for (strategy, micro_batch), row in weighed
-        ],
+        "rows": [{"name": str(strategy), "says": _says(row)} for (strategy, _), row in weighed],
         "points": [_point(1, short_name(plan.strategy), plan.time.total_seconds, plan.memory.total_bytes, "chosen")]
         + [
             _point(number, short_name(each.strategy), each.step_seconds, each.peak_bytes, _kind(each))
@@ -114,37 +127,39 @@ def _seconds(plan: Plan) -> str:
     return format_seconds(plan.time.total_seconds)
 
 
-def _verdict(plan: Plan, helps: str) -> list[Html]:
-    memory, batch, noun = plan.memory, plan.batch, plan.cluster.rank_noun
-    device = memory.device_in(plan.cluster)
-    micro = (f"up to {batch.largest_micro_batch}", f"samples in {plural(batch.accumulation_steps, 'micro-step')}")
-    if batch.is_uniform and batch.sequence_parallel == 1:
-        steps = plural(batch.accumulation_steps, "accumulation step")
-        micro = (str(batch.largest_micro_batch), f"x {plural(batch.world_size, noun)} x {steps}")
-    facts = [
-        ("Memory", format_bytes(memory.total_bytes), f"of {format_bytes(device.memory_bytes)} on each {noun}"),
-        ("Headroom", format_bytes(memory.headroom_bytes), "before the margin"),
-        ("Micro-batch", *micro),
-        ("Step", _seconds(plan), f"estimated, {batch.global_batch} samples"),
-    ]
-    rows = [(name, words) for name, words in plan.verdict if name in ("runs", "binds")]
-    rows += [("helps", helps)] if helps else []
-    written = [element("tr", element("th", name, scope="row"), element("td", words)) for name, words in rows]
-    numbers = [
-        element("div", element("dt", name), element("dd", value, element("small", more))) for name, value, more in facts
-    ]
-    return [
-        element("h1", f"{plan.request.model} fits on {_cards(plan)}: ", *_unbroken(short_name(plan.strategy))),
-        element("p", plan.arithmetic, class_="lead"),
-        element("dl", *numbers, class_="facts"),
-        element("table", element("caption", "The verdict", class_="hidden"), element("tbody", *written), class_="rows"),
-        *(element("p", element("strong", "Note: "), note, class_="small") for note in plan.warnings),
-    ]
+def _verdict(plan: Plan, helps: str) -> Html:
+    runs, *others = plan.verdict
+    rows = [runs, ("batch", plan.arithmetic), *others, *([("helps", helps)] if helps else [])]
+    rows += [("note", note) for note in plan.warnings]
+    badge = element("strong", "fits", class_="badge good")
+    return element(
+        "section",
+        element("h1", badge, f" {plan.request.model} on {_cards(plan)}"),
+        _bar(plan),
+        element("dl", *(element("div", element("dt", name), element("dd", words)) for name, words in rows),
+                class_="verdict-rows wide"),
+        class_="verdict", aria_label="The verdict",
+    )  # fmt: skip
 
 
-def _unbroken(strategy: str) -> list[Html]:
-    """Return the words of a text, none of which is broken at a hyphen."""
-    return [joined(element("span", word, class_="nowrap"), " ") for word in strategy.split(" ")]
+SHARE_OF_A_LETTER = 0.04
+"""A part of the bar at least so wide has its letter in it."""
+
+
+def _bar(plan: Plan) -> Html:
+    """Return the bar of a device's memory, with its parts in words below."""
+    device_bytes = plan.device_bytes
+    parts = [part for part, _ in bar(plan.memory, device_bytes, 0) if part.size_bytes]
+    spans = [
+        element("span", element("b", part.letter) if part.size_bytes >= SHARE_OF_A_LETTER * device_bytes else "",
+                class_=part.name, style=f"width: {100 * part.size_bytes / device_bytes:.3f}%")
+        for part in parts
+    ]  # fmt: skip
+    words = [f"{part.letter} {part.name} {format_bytes(part.size_bytes)}" for part in parts]
+    return joined(
+        element("div", *spans, class_="bar-of-memory", role="img", aria_label=", ".join(words)),
+        element("p", *(joined(element("span", each, class_="nowrap"), " ") for each in words), class_="parts"),
+    )
 
 
 def _cards(plan: Plan) -> str:
@@ -157,45 +172,68 @@ def _cards(plan: Plan) -> str:
     return f"{plural(len(devices), noun)} of {format_bytes(devices[0].memory_bytes)}"
 
 
-def _memory(plan: Plan, has_answers: bool) -> Html:
-    proven = (
-        f"The plan's {format_bytes(plan.memory.total_bytes)} are of a dry run of DeepSpeed's own code. The chart and "
-        "the answers are the arithmetic of `frugal plan --draft`, done when this page was made: every storage of the "
-        "recorded step grows by a fixed number of bytes with each sample, and torch's allocator is replayed on them. "
-        "For another card than the one a setting was computed for, its bytes may differ by about 0.3 %."
-    )
-    whole = element(
-        "label", Html('<input type="checkbox" id="whole">'), " from the start of the run", class_="small nowrap"
-    )
-    below = joined(
-        element("p", element("span", id="shown"), " ", whole, class_="small"),
-        *([element("p", role="status", id="answer", aria_live="polite"), _controls(plan)] if has_answers else []),
-        details("The same as tables", element("div", id="breakdown"), element("div", id="phases")),
-        details("Which number is which", element("p", proven)),
-    )
+VIEWS = {"step": "a step", "peak": "near the peak", "start": "from the start"}
+"""The stretches that the chart of memory can show, in words."""
+
+
+def _memory(plan: Plan) -> Html:
+    views = [
+        element("label", element("input", type="radio", name="view", value=name, checked=name == "step"), f" {words}")
+        for name, words in VIEWS.items()
+    ]
+    choice = element("div", *views, role="radiogroup", aria_label="What the chart shows", class_="views")
+    below = joined(choice, element("p", id="shown", class_="small faint"))
     says = "Memory by category over an optimizer step; the tables below have its peak"
     return figure("memory", f"Memory of a {plan.cluster.rank_noun} over a step", says=says, below=below)
 
 
-def _controls(plan: Plan) -> Html:
-    """Return sliders and the selection of strategies; the script fills them with what the page has answers for."""
+def _tables_of_chart() -> Html:
+    whence = (
+        "The plan's memory is of a dry run of DeepSpeed's own code. The chart and the answers are the arithmetic of "
+        "`frugal plan --draft`, done when this page was made: every storage of the recorded step grows by a fixed "
+        "number of bytes with each sample, and torch's allocator is replayed on them; where live tensors alone are too "
+        "large it is not, and bytes are the least it takes. For another card than the plan's they may differ by 0.3 %."
+    )
+    tables = details("The chart as tables", element("div", id="breakdown"), element("div", id="phases"))
+    return element("div", tables, details("Which number is which", element("p", whence)))
+
+
+def _settings(plan: Plan, grid: dict[str, Any] | None) -> Html:
+    """Return the controls, which the script fills with the axes of the grid, and the place of its answer."""
+    heading = element("h2", "What would other settings take?", id="settings-heading")
+    if grid is None:
+        why = "The devices differ, so there is no number of them and no card to change."
+        if len(set(plan.cluster.devices)) == 1:
+            why = "Only dry runs can tell: the model's step is no arithmetic of the micro-batch."
+        return element("section", heading, element("p", why, class_="small"))
     noun = plan.cluster.rank_noun
-    node = " of each node" if len(plan.cluster.nodes) > 1 else ""
-    labels = {"gpus": f"{noun}s{node}", "card": "Memory", "micro": "Micro-batch", "length": "Sample"}
+    node = " of a node" if len(plan.cluster.nodes) > 1 else ""
     sliders = [
         element("div", element("label", label, " ", element("output", id=f"{name}-value", for_=name), for_=name),
-                Html(f'<input type="range" id="{name}" min="0" step="1">'))
-        for name, label in labels.items()
+                element("input", type="range", id=name, min=0, step=1, aria_describedby=f"{name}-why"),
+                element("p", id=f"{name}-why", class_="why"))
+        for name, label in {
+            "gpus": f"{noun}s{node}", "card": "Memory", "length": "Sample length", "batch": "Global batch",
+        }.items()
     ]  # fmt: skip
-    strategy = element("div", element("label", "Strategy", for_="strategy"), element("select", id="strategy"),
-                       class_="wide")  # fmt: skip
-    buttons = [
-        element("button", "Back to the plan", id="back", type="button"), " ",
-        element("button", "The largest that fits", id="largest", type="button"),
+    selects = [
+        element("div", element("label", label, for_=name), element("select", id=name, aria_describedby=f"{name}-why"),
+                element("p", id=f"{name}-why", class_="why"))
+        for name, label in {
+            "stage": "ZeRO stage", "loss": "Loss", "checkpointing": "Activation checkpointing", "offload": "Offloaded",
+        }.items()
     ]  # fmt: skip
-    legend = element("legend", "What would other settings take?")
-    return element("form", element("fieldset", legend, *sliders, strategy), element("p", *buttons),
-                   class_="controls", id="controls")  # fmt: skip
+    back = element("button", "Back to the plan", id="back", type="button")
+    return element(
+        "section",
+        back,
+        heading,
+        element("form", *sliders, *selects, id="controls", class_="controls", aria_labelledby="settings-heading"),
+        element("div", id="answer"),
+        element("p", id="spoken", role="status", class_="hidden"),
+        element("p", grid["covers"], class_="small faint"),
+        class_="settings",
+    )
 
 
 def _no_arithmetic(plan: Plan) -> Html:

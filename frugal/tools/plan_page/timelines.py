@@ -12,6 +12,9 @@ from frugal.planning.memory.timeline import CATEGORIES, OPTIMIZER_STEP, Timeline
 MOST_POINTS, FEW_POINTS = 400, 160
 """Points of the plan's picture, and of another strategy's; at least one of each phase."""
 
+NEAR = 40
+"""Events before and after the peak that the zoom shows, one by one."""
+
 STEPS_OF_AN_AXIS = 1 << 12
 """Bytes are rounded to so many parts of the peak, finer than a pixel; the peak itself and the tables are exact."""
 
@@ -24,32 +27,41 @@ def picture(
 ) -> dict[str, Any]:
     """Return the timeline of the fullest of `ranks`, whose peak is `memory`, in plain types.
 
-    `x`: events. `live`: by category, in units of `unit` bytes; one number where it never changes. `modules`: of each
-    point, an index into `names`. `second`: the first point of the second optimizer step, which is like all later ones;
-    0 where the peak is before it. `peak`: bytes of live tensors, the event, operator, phase and module. `parts` and
-    `phases`: bytes by category, and live at the fullest moment of each phase.
+    `step` and `zoom`, which has every event near the peak: `x`: events. `live`: by category, in units of `unit` bytes;
+    one number where it never changes. `modules`: of each point, an index into `names`. `second`: the first point of
+    the second optimizer step, which is like all later ones; 0 where the peak is before it. `peak`: bytes of live
+    tensors, the event, operator, phase and module. `parts` and `phases`: bytes by category, and live at the fullest
+    moment of each phase.
     """
     timeline = max(ranks, key=lambda each: each.timeline.peak_bytes(micro_batch) == memory.live_bytes).timeline
     changes = timeline.changes(micro_batch)
     total = changes.cumsum()
-    events = _fullest_moments(timeline, total, most)
     categories = np.asarray(timeline.categories)[np.asarray(timeline.events)]
+    of_categories = {
+        name: np.where(categories == number, changes, 0).cumsum()
+        for number, name in enumerate(CATEGORIES)
+        if (categories == number).any()
+    }
     unit = 1 << max(0, memory.live_bytes.bit_length() - STEPS_OF_AN_AXIS.bit_length() + 1)
-    live = {}
-    for number, name in enumerate(CATEGORIES):
-        of_category = np.where(categories == number, changes, 0).cumsum()[events] // unit
-        if of_category.any():
-            values = of_category.tolist()
-            live[name] = values[0] if len(set(values)) == 1 else values
+    events = _fullest_moments(timeline, total, most)
     peak = next(e for e in events if total[e] == memory.live_bytes and timeline.phase_of(e) == memory.phase)
-    modules = [timeline.names[timeline.modules[timeline.events[event]]] for event in events]
-    names = dict.fromkeys(modules)
+    near = list(range(max(0, peak - NEAR), min(len(total), peak + NEAR + 1)))
+    names: dict[str, int] = {}
+
+    def drawn(events: list[int]) -> dict[str, Any]:
+        live = {name: (so_far[events] // unit).tolist() for name, so_far in of_categories.items()}
+        modules = [timeline.names[timeline.modules[timeline.events[event]]] for event in events]
+        return {
+            "x": events,
+            "live": {k: v if len(set(v)) > 1 else v[0] for k, v in live.items() if any(v)},
+            "modules": [names.setdefault(name, len(names)) for name in modules],
+        }
+
     second = _second_step(timeline)
     return {
-        "x": events,
         "unit": unit,
-        "live": live,
-        "modules": [list(names).index(name) for name in modules],
+        "step": drawn(events),
+        "zoom": drawn(near),
         "names": list(names),
         "marks": [[name, first] for name, first in timeline.phases],
         "second": next((i for i, event in enumerate(events) if event >= second), 0) if peak >= second else 0,

@@ -1,10 +1,11 @@
-"""The page of a plan has Python's numbers: those embedded in it are `MemoryProfile`'s, and it shows those embedded."""
+"""The page of a plan has Python's numbers: what is embedded is what a search finds, and it shows what is embedded."""
 
 import random
 from collections.abc import Iterator
 from contextlib import closing
-from dataclasses import replace
 from functools import partial
+from itertools import product
+from math import prod
 from pathlib import Path
 from typing import Any
 
@@ -14,18 +15,18 @@ import pytest
 from frugal.config.schema import understand
 from frugal.dryrun.client import DryRunSource, workers
 from frugal.dryrun.planner import _plans
-from frugal.planning.batch import BatchPlan
-from frugal.planning.cost import step_time
 from frugal.planning.plan import Plan
-from frugal.planning.strategy import Strategy, allowed_strategies
-from frugal.planning.what_if import with_gpus, with_memory
-from frugal.tools.plan_page.answers import answers
+from frugal.planning.search.candidate import Candidate
+from frugal.planning.search.search import Search
+from frugal.tools.plan_page.answers import GridAnswer, answers
 from frugal.tools.plan_page.make import write_page
 from frugal.tools.plan_page.page import chosen_micro_batches, plan_page
-from frugal.units import format_bytes, format_seconds
+from frugal.units import GIB, MIB, format_bytes, format_seconds
 from tests.browser import Browser
 
 MODEL = "distilgpt2"  # its traces are shipped, so no worker is started
+FLAGS = {"gpus": "gpus", "card": "mem", "length": "seq_len", "batch": "global_batch"}
+"""The setting of each axis."""
 
 
 def drafted(**settings: Any) -> Plan:
@@ -33,25 +34,25 @@ def drafted(**settings: Any) -> Plan:
     return next(_plans(*understand({"model": MODEL} | settings)))
 
 
-def answered(plan: Plan, most_events: int) -> dict[str, Any]:
+def answered(plan: Plan, *, in_full: bool = False) -> dict[str, Any]:
     """What the page of a plan looks up, as it reads it."""
     with closing(workers()) as pool:
-        made = answers(plan, partial(DryRunSource, pool=pool, will_dry_run=False), most_events, only_known=True)
+        made = answers(plan, partial(DryRunSource, pool=pool, will_dry_run=False), in_full=in_full)
     read: dict[str, Any] = msgspec.json.decode(msgspec.json.encode(made))
     return read
 
 
 @pytest.fixture(scope="module")
 def plan(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Plan]:
-    """A plan on 4 cards of 12 GiB, as it is drafted, and a cache in which nothing is."""
+    """A plan on 4 cards of 2 GiB, where not all fits, as it is drafted, and a cache in which nothing is."""
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("XDG_CACHE_HOME", str(tmp_path_factory.mktemp("cache")))
-        yield drafted(gpus=4, mem="12G")
+        yield drafted(gpus=4, mem="2G", loss="tiled")
 
 
 @pytest.fixture(scope="module")
 def computed(plan: Plan) -> dict[str, Any]:
-    return answered(plan, 600_000)
+    return answered(plan)
 
 
 @pytest.fixture(scope="module")
@@ -59,6 +60,18 @@ def page(plan: Plan, computed: dict[str, Any], tmp_path_factory: pytest.TempPath
     path = tmp_path_factory.mktemp("page") / "plan.html"
     path.write_text(plan_page(plan, computed, helps="5 GPUs: a step of 1.5 s, 16 % less (predicted)"))
     return path
+
+
+def settings_of(grid: dict[str, Any]) -> list[tuple[dict[str, int], int]]:
+    """All settings of a grid, in the order of its cells: a value of each axis, and the number of the strategy."""
+    names = list(grid["axes"])
+    settings = product(*(grid["axes"][name]["values"] for name in names), range(len(grid["strategies"])))
+    return [(dict(zip(names, values, strict=True)), number) for *values, number in settings]
+
+
+def answer_of(grid: dict[str, Any], cell: int) -> GridAnswer:
+    """The answer in a cell."""
+    return msgspec.convert(grid["answers"][grid["cells"][cell]], GridAnswer)
 
 
 @pytest.fixture
@@ -82,57 +95,101 @@ def asked(browser: Browser, page: Path, **choice: int) -> str:
 # Its numbers
 
 
-def weighed(plan: Plan, source: DryRunSource, name: str) -> Strategy:
-    """A strategy by its name: one of the plan's on its own cluster, otherwise as the search makes it."""
-    allowed = allowed_strategies(
-        source.request, source.facts(), world_size=source.cluster.world_size, offload="none", on_gpus=True
-    )
-    own = (plan.strategy, *(each.strategy for each in plan.rejected)) if source.cluster == plan.cluster else ()
-    return next(each for each in (*own, *allowed) if str(each) == name)
+def test_the_grid_has_every_strategy_of_the_table_and_no_hole(plan: Plan, computed: dict[str, Any]) -> None:
+    grid = computed["grid"]
+    names = [each["name"] for each in grid["strategies"]]
+    assert {str(strategy) for strategy, _ in chosen_micro_batches(plan)} == set(names)
+    traits = ("stage", "checkpointing", "loss", "offload")
+    assert len(set(names)) == len({tuple(map(each.get, traits)) for each in grid["strategies"]}) == len(names)
+    assert len(grid["cells"]) == prod(len(axis["values"]) for axis in grid["axes"].values()) * len(names)
+    for cell in range(len(grid["cells"])):
+        answer = answer_of(grid, cell)
+        assert answer.total > answer.context and (answer.headroom >= 0) == answer.fits
+        assert all(map(bool, (answer.seconds, answer.batch, answer.step, answer.binds))) == answer.fits
+    assert all(len(grid["axes"][name]["values"]) >= 3 for name in ("gpus", "card", "batch"))
+    assert all(axis["why"] for axis in grid["axes"].values() if len(axis["values"]) == 1)
 
 
-def test_all_answers_are_to_the_byte_those_of_memory_profiles(plan: Plan, computed: dict[str, Any]) -> None:
-    """Of several strategies, numbers of GPUs, micro-batches and cards."""
-    num_checked = 0
-    with closing(workers()) as pool:
-        for key, of_point in computed["answers"].items():
-            gpus, seq_len, number, threads = map(int, key.split("/"))
-            cards = [
-                with_memory(with_gpus(plan.cluster, gpus), each["memory"]) for each in computed["devices"][str(gpus)]
-            ]
-            cards = [each for each in cards if each.devices[0].resident_threads == threads]
-            own = plan.cluster.devices[0].memory_bytes
-            cluster = min(cards, key=lambda each: abs(each.devices[0].memory_bytes - own))
-            device = cluster.devices[0]
-            request = replace(plan.request, seq_len=seq_len)
-            with DryRunSource(request, cluster, pool=pool, will_dry_run=False) as source:
-                strategy = weighed(plan, source, computed["strategies"][number]["name"])
-                for micro_batch, answer in ((int(size), answer) for size, answer in of_point.items()):
-                    batch = BatchPlan.of(plan.batch.global_batch, (micro_batch,) * gpus).tightened()
-                    profile = source.profile(strategy, accumulates=batch.accumulation_steps > 1)
-                    memory = profile.memory(micro_batch, device)
-                    expected = step_time(profile.costs, strategy, batch, cluster, request).total_seconds
-                    assert answer["needed"] == memory.total_bytes - memory.context
-                    assert answer["host"] == memory.host_bytes_per_node
-                    assert answer["cut"] == batch.arithmetic("GPU", plan.counted, seq_len)
-                    assert answer["seconds"] == pytest.approx(expected, rel=1e-12)
-                    num_checked += 1
-                    other = random.Random(num_checked).choice(cards).devices[0]
-                    on_other = profile.memory(micro_batch, other)
-                    assert answer["needed"] == pytest.approx(on_other.total_bytes - on_other.context, rel=0.003)
-                if device.memory_bytes == own:
-                    assert computed["largest"][key] == profile_largest(source, strategy, gpus)
-    assert num_checked >= 50
-    assert len({key.split("/")[0] for key in computed["answers"]}) >= 2
-    assert len({key.split("/")[3] for key in computed["answers"]}) >= 2
+def searched(**settings: Any) -> Candidate:
+    """What a search finds: the fastest that fits, or the smallest shortfall."""
+    request, cluster, *_ = understand({"model": MODEL} | settings)
+    with closing(workers()) as pool, DryRunSource(request, cluster, pool=pool, will_dry_run=False) as source:
+        found = Search(request, cluster, source).predicted()
+    assert found is not None
+    return found
 
 
-def profile_largest(source: DryRunSource, strategy: Strategy, gpus: int) -> int:
-    """The largest micro-batch that fits, in several micro-steps or in a single one."""
-    share = -(-source.request.batch_samples // gpus)
-    device = source.cluster.devices[0]
-    fits_at_once = source.profile(strategy, accumulates=False).fits(share, device)
-    return share if fits_at_once else source.profile(strategy, accumulates=True).largest_micro_batch(device, share)
+def is_found_by_a_search(plan: Plan, grid: dict[str, Any], cell: int) -> bool:
+    """Compare a cell with what a search for its setting finds, pinned to its strategy; False: it found another, with
+    small buckets, which no flag pins."""
+    values, number = settings_of(grid)[cell]
+    flags = grid["strategies"][number]["flags"].split()
+    pins: dict[str, Any] = {
+        name.removeprefix("--").replace("-", "_"): value for name, value in zip(flags[::2], flags[1::2], strict=True)
+    }
+    pins["zero_stage"] = int(pins["zero_stage"])
+    settings = {FLAGS[name]: value for name, value in values.items()} | {
+        "mem": f"{values['card'] / GIB:g}G",
+        "mlp": "plain",
+    }
+    answer, found, texts = answer_of(grid, cell), searched(**settings | pins), grid["texts"]
+    if str(found.strategy) != grid["strategies"][number]["name"]:
+        assert found.strategy.small_buckets or "small buckets" in grid["strategies"][number]["name"]
+        return False
+    memory = found.memory
+    assert memory is not None and answer.fits == found.fits
+    if answer.is_bound:  # a search may have looked further
+        assert answer.total <= memory.total_bytes
+        return True
+    assert answer.total == pytest.approx(memory.total_bytes, rel=0 if values["card"] == plan.device_bytes else 0.003)
+    assert answer.headroom == memory.usable_bytes + memory.context - answer.total
+    if found.batch is not None and values["card"] == plan.device_bytes:
+        assert texts[answer.batch] == found.batch.arithmetic("GPU", "tokens", values["length"])
+        assert texts[answer.step].startswith(f"{format_seconds(found.seconds)} estimated")
+        assert answer.seconds == pytest.approx(found.seconds, rel=1e-3)
+        parts = [getattr(memory, name) / MIB for name in memory.CATEGORIES[:-2]]
+        assert grid["parts"][answer.parts] == pytest.approx(parts, abs=0.5)
+    return True
+
+
+def test_answers_are_what_a_search_finds_under_the_strategy(plan: Plan, computed: dict[str, Any]) -> None:
+    """Of several strategies, numbers of GPUs, cards and global batches."""
+    grid, chance = computed["grid"], random.Random(20)
+    own_card = [cell for cell, (values, _) in enumerate(settings_of(grid)) if values["card"] == plan.device_bytes]
+    cells = (*chance.sample(own_card, 10), *chance.sample(range(len(grid["cells"])), 4))
+    assert sum(is_found_by_a_search(plan, grid, cell) for cell in cells) >= 5
+
+
+@pytest.mark.exhaustive
+def test_answers_in_full_are_what_a_search_finds() -> None:
+    """With other lengths, and all that may be offloaded; many do not fit."""
+    plan = drafted(gpus=2, mem="2G")
+    grid, chance = answered(plan, in_full=True)["grid"], random.Random(21)
+    assert len(grid["axes"]["length"]["values"]) >= 2
+    assert {each["offload"] for each in grid["strategies"]} >= {"nothing", "optimizer in host memory"}
+    cells = chance.sample(range(len(grid["cells"])), 40)
+    assert sum(is_found_by_a_search(plan, grid, cell) for cell in cells) >= 15
+    assert {answer_of(grid, cell).fits for cell in range(len(grid["cells"]))} == {False, True}
+
+
+def test_the_plan_s_own_setting_has_its_verdict(plan: Plan, computed: dict[str, Any]) -> None:
+    grid = computed["grid"]
+    own = {"gpus": 4, "card": plan.device_bytes, "length": plan.request.seq_len, "batch": plan.batch.global_batch}
+    number = [each["name"] for each in grid["strategies"]].index(str(plan.strategy))
+    answer, rows = answer_of(grid, settings_of(grid).index((own, number))), dict(plan.verdict)
+    assert (answer.total, answer.headroom) == (plan.memory.total_bytes, plan.memory.headroom_bytes)
+    assert [grid["texts"][each] for each in (answer.batch, answer.step, answer.binds)] == [
+        plan.arithmetic, rows["step"], rows["binds"],
+    ]  # fmt: skip
+
+
+def test_what_contradicts_a_pin_of_the_plan_says_so() -> None:
+    plan = drafted(gpus=4, mem="12G", micro_batch=4, accumulation_steps=32)
+    grid = answered(plan)["grid"]
+    impossible = [answer_of(grid, cell) for cell in range(len(grid["cells"])) if not answer_of(grid, cell).total]
+    assert {grid["texts"][each.batch].split(" is ")[0] for each in impossible} >= {
+        "--micro-batch 4 --accumulation-steps 32 on 2 GPUs"
+    }
 
 
 def test_timelines_have_the_peaks_of_the_plan_s_strategies(plan: Plan, computed: dict[str, Any]) -> None:
@@ -142,14 +199,21 @@ def test_timelines_have_the_peaks_of_the_plan_s_strategies(plan: Plan, computed:
     assert own["parts"] == {name: getattr(plan.memory, name) for name in plan.memory.CATEGORIES}
     assert (own["total"], own["peak"]["phase"]) == (plan.memory.total_bytes, plan.memory.phase)
     assert [name for name, _ in own["marks"]][-1] == "optimizer step"
-    for (strategy, micro_batch), drawn in zip(chosen_micro_batches(plan), timelines, strict=True):
-        row = next((each for each in plan.rejected if each.strategy == strategy and not each.is_bound), None)
-        if row is not None and row.micro_batch == micro_batch:
-            assert drawn["total"] == row.peak_bytes
-        assert len(drawn["x"]) <= 400 + len(drawn["marks"]) and drawn["x"] == sorted(drawn["x"])
-        at = drawn["x"].index(drawn["peak"]["event"])
-        live = [values if isinstance(values, int) else values[at] for values in drawn["live"].values()]
-        assert drawn["unit"] * sum(live) == pytest.approx(drawn["peak"]["bytes"], rel=0.005)
+    grid = computed["grid"]
+    names = [each["name"] for each in grid["strategies"]]
+    own = {"gpus": 4, "card": plan.device_bytes, "length": plan.request.seq_len, "batch": plan.batch.global_batch}
+    for (strategy, _), drawn in zip(chosen_micro_batches(plan), timelines, strict=True):
+        answer = answer_of(grid, settings_of(grid).index((own, names.index(str(strategy)))))
+        assert drawn["total"] == answer.total, "the chart is of the answer for the plan's settings"
+        assert f" {drawn['microBatch']} " in grid["texts"][answer.batch] or not answer.fits
+        assert len(drawn["step"]["x"]) <= 400 + len(drawn["marks"])
+        for part in (drawn["step"], drawn["zoom"]):
+            assert part["x"] == sorted(part["x"]) and max(part["modules"]) < len(drawn["names"])
+            at = part["x"].index(drawn["peak"]["event"])
+            live = [values if isinstance(values, int) else values[at] for values in part["live"].values()]
+            assert drawn["unit"] * sum(live) == pytest.approx(drawn["peak"]["bytes"], rel=0.005)
+        zoom = drawn["zoom"]["x"]
+        assert len(zoom) == zoom[-1] - zoom[0] + 1 > 40, "every event near the peak"
         assert max(drawn["phases"].values()) == drawn["peak"]["bytes"]
 
 
@@ -160,12 +224,13 @@ def test_timelines_have_the_peaks_of_the_plan_s_strategies(plan: Plan, computed:
 )
 def test_layers_that_differ_and_an_optimizer_in_part_on_the_host_have_answers(settings: dict[str, Any]) -> None:
     plan = drafted(**settings)
-    found = answered(plan, 1)
-    (own,) = found["answers"].values()
-    size = str(next(chosen_micro_batches(plan))[1])
-    assert own[size]["needed"] == plan.memory.total_bytes - plan.memory.context
-    assert own[size]["seconds"] == pytest.approx(plan.time.total_seconds)
-    assert found["strategies"][0]["name"] == str(plan.strategy)
+    grid = answered(plan)["grid"]
+    own = {"gpus": settings["gpus"], "card": plan.device_bytes, "length": plan.request.seq_len, "batch": 512}
+    number = [each["name"] for each in grid["strategies"]].index(str(plan.strategy))
+    answer = answer_of(grid, settings_of(grid).index((own, number)))
+    assert answer.total == plan.memory.total_bytes
+    assert answer.seconds == pytest.approx(plan.time.total_seconds, rel=1e-3)
+    assert len(grid["strategies"]) == 1 + len(plan.rejected)
 
 
 # The page
@@ -176,48 +241,96 @@ def test_it_opens_with_the_plan_without_a_network_and_without_an_error(
 ) -> None:
     browser.open(page)
     text = said(browser)
-    assert text.startswith(f"fits {format_bytes(plan.memory.total_bytes)} of 12.00 GiB")
-    assert plan.arithmetic in text and format_seconds(plan.time.total_seconds) in text
+    assert text.startswith("fits The plan's own settings")
+    assert f"{format_bytes(plan.memory.total_bytes)} of 2.00 GiB on each GPU" in text
+    for name, words in plan.verdict:
+        assert words in browser.run("return document.querySelector('.verdict').textContent")
+        assert words in text or name in ("runs", "rate"), "the answer has the form of the verdict"
+    assert plan.arithmetic in text
     assert plan.digest in browser.run("return document.querySelector('footer').textContent")
-    assert browser.run("return document.querySelector('h1').textContent").startswith(f"{MODEL} fits on 4 GPUs")
+    assert browser.run("return document.querySelector('h1').textContent") == f"fits {MODEL} on 4 GPUs of 2.00 GiB"
     assert browser.requests() == [page.as_uri()]
     assert browser.complaints() == []
 
 
-def test_it_says_what_is_embedded_for_drawn_choices(
-    plan: Plan, computed: dict[str, Any], page: Path, browser: Browser
-) -> None:
-    chance = random.Random(17)
-    for key in chance.sample(sorted(computed["answers"]), 2):
-        gpus, seq_len, number, threads = map(int, key.split("/"))
-        size = chance.choice(sorted(computed["answers"][key]))
-        device = chance.choice([each for each in computed["devices"][str(gpus)] if each["threads"] == threads])
-        choice = {"gpus": gpus, "memory": device["memory"], "microBatch": int(size), "seqLen": seq_len}
-        text = asked(browser, page, **choice, strategy=number)
-        answer = computed["answers"][key][size]
-        headroom = device["usable"] - answer["needed"]
-        room = f"{format_bytes(abs(headroom))} {'of headroom' if headroom >= 0 else 'too much'}"
-        total = f"{format_bytes(answer['needed'] + device['context'])} of {format_bytes(device['memory'])}, {room}"
-        assert text.startswith(f"{'fits' if headroom >= 0 else 'does not fit'} {total}; ")
-        assert answer["cut"] in text
-        assert (f"{format_seconds(answer['seconds'])} a step" in text) == (headroom >= 0)
+def test_it_says_what_is_embedded_for_drawn_choices(computed: dict[str, Any], page: Path, browser: Browser) -> None:
+    grid, chance = computed["grid"], random.Random(17)
+    fitting = [cell for cell in range(len(grid["cells"])) if answer_of(grid, cell).fits]
+    others = sorted(set(range(len(grid["cells"]))) - set(fitting))
+    for cell in (*chance.sample(fitting, 2), *chance.sample(others, 2)):
+        values, number = settings_of(grid)[cell]
+        text, answer = asked(browser, page, **values, strategy=number), answer_of(grid, cell)
+        least = "at least " if answer.is_bound else ""
+        room = (
+            f"{format_bytes(answer.headroom)} of headroom"
+            if answer.fits
+            else f"{least}{format_bytes(-answer.headroom)} short"
+        )
+        assert text.startswith("fits " if answer.fits else "does not fit ")
+        assert f"{least}{format_bytes(answer.total)} of {format_bytes(values['card'])} on each GPU, {room}" in text
+        for words in (answer.batch, answer.step, answer.binds):
+            assert grid["texts"][words] in text
+        assert (f"{format_seconds(answer.seconds)} estimated" in text) == answer.fits
+        assert grid["strategies"][number]["flags"] in text
+        spoken = browser.run("return document.getElementById('spoken').textContent")
+        assert format_bytes(answer.total) in spoken
     assert browser.complaints() == []
 
 
-def test_a_choice_that_is_not_in_the_page_names_the_command_and_no_number(
+def test_what_cannot_be_chosen_says_why_and_what_computes_it(
     computed: dict[str, Any], page: Path, browser: Browser
 ) -> None:
-    known = {(int(key.split("/")[0]), int(key.split("/")[2])) for key in computed["answers"]}
-    number = max(number for _, number in known)
-    gpus = next(int(each) for each in computed["devices"] if (int(each), number) not in known)
-    text = asked(browser, page, gpus=gpus, strategy=number)
-    assert text.startswith("? Not in this page") and " of headroom" not in text
-    assert f"--gpus {gpus} --mem 12.00GiB --seq-len 1024 --zero-stage " in text
-    assert browser.run("return [...document.querySelectorAll('#strategy option')].some((each) => each.disabled)")
+    grid = computed["grid"]
+    browser.open(page)
+    states = browser.run(
+        "return [...document.querySelectorAll('#controls input, #controls select')].map(each =>"
+        " [each.id, each.disabled, document.getElementById(each.getAttribute('aria-describedby')).innerText])"
+    )
+    disabled = {name: why for name, is_disabled, why in states if is_disabled}
+    assert set(disabled) == {"length", "offload"} and all("--html FILE" in why for why in disabled.values())
+    assert not any(why for name, is_disabled, why in states if not is_disabled)
+    covers = browser.run("return document.querySelector('.settings').textContent")
+    assert f"{len(grid['cells'])} answers" in covers and "--html FILE" in covers
+
+
+def without(grid: dict[str, Any], stage: str, checkpointing: str) -> dict[str, Any]:
+    """The grid less the strategies of a stage and a mode."""
+    number = len(grid["strategies"])
+    kept = [
+        i
+        for i, each in enumerate(grid["strategies"])
+        if (each["stage"], each["checkpointing"]) != (stage, checkpointing)
+    ]
+    cells = [cell for place, cell in enumerate(grid["cells"]) if place % number in kept]
+    return grid | {"cells": cells, "strategies": [grid["strategies"][i] for i in kept]}
+
+
+def test_a_selection_that_no_strategy_has_is_disabled_and_says_what_it_needs(
+    plan: Plan, computed: dict[str, Any], tmp_path: Path, browser: Browser
+) -> None:
+    path = tmp_path / "plan.html"
+    path.write_text(plan_page(plan, computed | {"grid": without(computed["grid"], "ZeRO-3", "full")}))
+    options = (
+        "return Object.fromEntries(['stage', 'checkpointing'].flatMap(name =>"
+        " [...document.getElementById(name).options].map(each => [each.value, [each.disabled, each.textContent]])))"
+    )
+    select = (
+        "const select = document.getElementById(arguments[0]); select.value = arguments[1];"
+        "select.dispatchEvent(new Event('change'))"
+    )
+    browser.open(path)
+    assert browser.run(options)["ZeRO-3"] == [True, "ZeRO-3 (only with activation checkpointing off)"]
+    browser.run(select, "checkpointing", "off")
+    assert browser.run(options)["ZeRO-3"] == [False, "ZeRO-3"]
+    browser.run(select, "stage", "ZeRO-3")
+    assert browser.run(options)["full"] == [True, "full (only with ZeRO-2)"]
+    assert "ZeRO-3, activation checkpointing off" in said(browser)
     assert browser.complaints() == []
 
 
-def test_every_strategy_that_was_weighed_is_in_the_table_and_shows_its_timeline(plan: Plan, opened: Browser) -> None:
+def test_every_strategy_that_was_weighed_is_in_the_table_and_shows_its_timeline(
+    plan: Plan, computed: dict[str, Any], opened: Browser
+) -> None:
     rows = opened.run(
         "return [...document.querySelectorAll('#strategies ~ .scrolls tbody tr')].map("
         "row => [...row.children].map(each => each.textContent))"
@@ -226,7 +339,7 @@ def test_every_strategy_that_was_weighed_is_in_the_table_and_shows_its_timeline(
     assert rows[0][2] == "chosen" and all(row[2] for row in rows)
     opened.run("document.querySelectorAll('#strategies ~ .scrolls button')[3].click()")
     shown = opened.run("return document.getElementById('shown').textContent")
-    assert f"{plan.rejected[2].strategy}, micro-batch {plan.rejected[2].micro_batch}" in shown
+    assert f"{plan.rejected[2].strategy}, micro-batch {computed['timelines'][3]['microBatch']}" in shown
 
 
 def test_controls_answer_to_the_keyboard_in_their_order_and_are_read_aloud(opened: Browser) -> None:
@@ -236,27 +349,129 @@ def test_controls_answer_to_the_keyboard_in_their_order_and_are_read_aloud(opene
     reached: list[str] = []
     for _ in range(12):
         opened.press(Keys.TAB)
-        reached.append(opened.run("return document.activeElement.id || document.activeElement.tagName"))
+        name, outline = opened.run(
+            "const each = document.activeElement; return [each.id || each.value || each.tagName,"
+            " parseFloat(getComputedStyle(each).outlineWidth)]"
+        )
+        reached.append(name)
+        assert outline >= 2, f"the focus is seen on {name}"
     enabled = opened.run(
-        "return [...document.querySelectorAll('#controls input, #controls select, #controls button')]"
+        "return [...document.querySelectorAll('#controls input, #controls select')]"
         ".filter(each => !each.disabled).map(each => each.id)"
     )
     assert [name for name in reached if name in enabled] == enabled
-    before = said(opened)
-    opened.run("document.getElementById('micro').focus()")
-    opened.press(Keys.ARROW_RIGHT)
-    label, spoken, role, address = opened.run(
-        "const slider = document.getElementById('micro');"
-        "return [slider.labels[0].textContent, slider.getAttribute('aria-valuetext'),"
-        " document.getElementById('answer').getAttribute('role'), location.href]"
-    )
-    after = said(opened)
-    assert after != before
-    assert label.startswith("Micro-batch") and spoken.endswith("samples") and role == "status"
+    assert reached.index("theme") < reached.index("step") < reached.index("back") < reached.index(enabled[0])
+    before, labels = said(opened), {}
+    for name in ("gpus", "card", "batch"):
+        opened.run("document.getElementById(arguments[0]).focus()", name)
+        opened.press(Keys.ARROW_RIGHT)
+        labels[name] = opened.run(
+            "const slider = document.getElementById(arguments[0]);"
+            "return [slider.labels[0].textContent, slider.getAttribute('aria-valuetext')]",
+            name,
+        )
+        after = said(opened)
+        assert after != before
+        before = after
+    assert labels["gpus"] == ["GPUs 8 GPUs", "8 GPUs"] and labels["batch"] == [
+        "Global batch 1024 samples",
+        "1024 samples",
+    ]
+    assert labels["card"][0] == f"Memory {labels['card'][1]}"
+    role, address = opened.run("return [document.getElementById('spoken').getAttribute('role'), location.href]")
+    assert role == "status"
     opened.driver.get("about:blank")
     opened.driver.get(address)
     assert said(opened) == after, "the address keeps what was asked"
     assert opened.complaints() == []
+
+
+def test_the_chart_shows_the_step_the_peak_and_the_start(opened: Browser) -> None:
+    pictures = set()
+    for view in ("step", "peak", "start"):
+        opened.run("document.querySelector(`input[value=${arguments[0]}]`).click()", view)
+        pictures.add(opened.run("return document.querySelector('#memory canvas').toDataURL()"))
+    assert len(pictures) == 3
+    assert opened.complaints() == []
+
+
+MEASURES = """
+const seen = (each) => each.checkVisibility() && each.getBoundingClientRect().width > 1;
+const name = (each) => each.id || each.textContent.trim().slice(0, 30) || each.value || each.tagName;
+const box = (each) => {
+  const range = document.createRange();
+  range.selectNodeContents(each);
+  const { left, top, right, bottom } = (each.matches('h1, h2') ? range : each).getBoundingClientRect();
+  return [name(each), [left, top, right, bottom]];
+};
+const boxes = (selector) => [...document.querySelectorAll(selector)].filter(seen).map(box);
+"""
+"""What a script of the layout tests begins with."""
+
+
+@pytest.mark.parametrize("dark", [False, True])
+def test_verdict_chart_controls_and_answer_are_on_one_screen(page: Path, browser: Browser, dark: bool) -> None:
+    browser.open(page, width=1280, height=800, dark=dark)
+    places = "return boxes('.verdict, #memory .uplot, .views, #controls, #answer')"
+    assert len(browser.run(MEASURES + places)) == 5
+    for name, (left, top, right, bottom) in browser.run(MEASURES + places):
+        assert 0 <= left < right <= 1280 and 0 <= top < bottom <= 800, name
+    assert browser.run("return document.documentElement.scrollWidth") <= 1280
+
+
+@pytest.mark.parametrize("width", [390, 1000, 1232])
+def test_nothing_overlaps_or_scrolls_sideways_and_targets_are_24_pixels(
+    page: Path, browser: Browser, width: int
+) -> None:
+    browser.open(page, width=width, height=844)
+    assert browser.run("return document.documentElement.scrollWidth") <= width
+    targets = browser.run(
+        MEASURES + "return boxes('button, input:not([type=radio]), .views label, select, summary, a')"
+    )
+    assert len(targets) > 15
+    for name, (left, top, right, bottom) in targets:
+        assert right - left >= 24 and bottom - top >= 24, name
+    texts = "header > *, h1, h2, .parts span, .verdict-rows dt, .verdict-rows dd, .views label, .controls label, .why"
+    others = "#back, #shown, .bar-of-memory, .controls input, .controls select, #memory .uplot, .legend li"
+    leaves = browser.run(MEASURES + "return boxes(arguments[0])", f"{texts}, {others}")
+    overlaps = [
+        (one, other)
+        for i, (one, (a, b, c, d)) in enumerate(leaves)
+        for other, (e, f, g, h) in leaves[:i]
+        if min(c, g) - max(a, e) > 1 and min(d, h) - max(b, f) > 1
+    ]
+    assert overlaps == [] and len(leaves) > 40
+
+
+CONTRASTS = """
+const pen = new OffscreenCanvas(1, 1).getContext('2d', { willReadFrequently: true });
+const linear = (c) => (c <= 0.04045 ? c / 12.92 : ((c + 0.055) / 1.055) ** 2.4);
+const luminance = (colours) => {
+  for (const each of colours) {
+    pen.fillStyle = each;
+    pen.fillRect(0, 0, 1, 1);
+  }
+  const [r, g, b] = [...pen.getImageData(0, 0, 1, 1).data].map((value) => linear(value / 255));
+  return 0.2126 * r + 0.7152 * g + 0.0722 * b;
+};
+const found = [], walker = document.createTreeWalker(document.body, NodeFilter.SHOW_TEXT);
+while (walker.nextNode()) {
+  const each = walker.currentNode.parentElement, behind = [];
+  if (!walker.currentNode.data.trim() || each.closest('script, :disabled') || !seen(each)) continue;
+  for (let at = each; at; at = at.parentElement) behind.unshift(getComputedStyle(at).backgroundColor);
+  const both = [luminance(['#fff', ...behind]), luminance(['#fff', ...behind, getComputedStyle(each).color])];
+  found.push([name(each), (Math.max(...both) + 0.05) / (Math.min(...both) + 0.05)]);
+}
+return found;
+"""
+"""The contrast of each text with what is behind it, by WCAG's formula."""
+
+
+@pytest.mark.parametrize("dark", [False, True])
+def test_texts_have_a_contrast_of_four_and_a_half(page: Path, browser: Browser, dark: bool) -> None:
+    browser.open(page, dark=dark)
+    contrasts = browser.run(MEASURES + CONTRASTS)
+    assert len(contrasts) > 100 and [(name, ratio) for name, ratio in contrasts if ratio < 4.5] == []
 
 
 def test_the_tables_say_the_same_as_the_chart(plan: Plan, opened: Browser) -> None:
@@ -280,19 +495,26 @@ def test_without_answers_or_one_kind_of_card_there_are_charts_but_no_sliders(
     path = write_page(drafted(mem="12G,24G"), tmp_path / "plan.html", in_full=False)
     browser.open(path)
     assert browser.run("return document.querySelector('#memory canvas') && !document.getElementById('controls')")
+    assert "The devices differ" in browser.run("return document.querySelector('.desk').textContent")
     assert browser.complaints() == []
-    path.write_text(
-        plan_page(plan, {"answers": {}, "largest": {}, "strategies": [], "devices": {}, "timelines": [None]})
-    )
+    path.write_text(plan_page(plan, {"grid": None, "timelines": [None]}))
     browser.open(path)
-    assert "Only dry runs can tell" in browser.run("return document.body.textContent")
+    assert "Only dry runs can tell" in browser.run("return document.querySelector('.desk').textContent")
     assert browser.run("return document.querySelector('#strategies canvas') !== null")
     assert browser.complaints() == []
 
 
 @pytest.mark.exhaustive
-def test_the_page_beside_the_plan_of_an_8b_model_is_light(plan: Plan, tmp_path: Path, browser: Browser) -> None:
-    path = write_page(drafted(model="llama-3.1-8b", gpus=8, mem="80G"), tmp_path / "plan.html", in_full=False)
-    assert path.stat().st_size < 300_000
+@pytest.mark.parametrize("settings", [{"gpus": 8, "mem": "80G"}, {"gpus": 4, "mem": "24G"}])
+def test_the_page_beside_the_plan_of_an_8b_model_is_light_and_has_all_its_strategies(
+    settings: dict[str, Any], tmp_path: Path, browser: Browser
+) -> None:
+    plan = drafted(model="llama-3.1-8b", **settings)
+    path = write_page(plan, tmp_path / "plan.html", in_full=False)
+    assert path.stat().st_size < 600_000
     browser.open(path)
     assert said(browser).startswith("fits ")
+    names = browser.run(
+        "return JSON.parse(document.getElementById('data-answers').textContent).grid.strategies.map(({name}) => name)"
+    )
+    assert set(names) == {str(strategy) for strategy, _ in chosen_micro_batches(plan)}
