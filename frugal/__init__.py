@@ -23,7 +23,7 @@ if TYPE_CHECKING:
         RequestError,
     )
     from frugal.integrations.transformers import PlannedMixin, PlannedTrainer, training_arguments
-    from frugal.models.objectives import CausalLM, Objective, SummedLoss
+    from frugal.models.objectives import CausalLM, MeanLoss, Objective, SummedLoss
     from frugal.planning.plan import Plan
     from frugal.tools.own_loop.run import dry_run
 
@@ -40,7 +40,7 @@ _NAMES = {
     "frugal.integrations.transformers": ("PlannedMixin", "PlannedTrainer", "training_arguments"),
     "frugal.planning.plan": ("Plan",),
     "frugal.engine.engine": ("Engine", "initialize"),
-    "frugal.models.objectives": ("CausalLM", "Objective", "SummedLoss"),
+    "frugal.models.objectives": ("CausalLM", "MeanLoss", "Objective", "SummedLoss"),
 }  # fmt: skip
 _HOMES = {name: module for module, names in _NAMES.items() for name in names}
 
@@ -49,6 +49,7 @@ __all__ = [
     "CheckpointError",
     "Engine",
     "FrugalError",
+    "MeanLoss",
     "NothingFitsError",
     "NumbersError",
     "Objective",

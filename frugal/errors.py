@@ -95,7 +95,8 @@ def refuse(*cases: tuple[object, str, str, str | None]) -> None:
 def failure(what: str, *, hint: str | None = None, of: type[Exception] = Exception) -> Iterator[None]:
     """Turn any error that a user's code or a library's checks raise inside the `with` block into a RequestError.
 
-    So it does with an exit, which scripts end with. A FrugalError stays as it is.
+    So it does with an exit, which scripts end with. A FrugalError stays as it is. The hint is to install what a script
+    lacks, if `what` does not name it.
 
     Raises:
         RequestError: `what`, because of the error's first line.
@@ -105,6 +106,8 @@ def failure(what: str, *, hint: str | None = None, of: type[Exception] = Excepti
     except FrugalError:
         raise
     except (of, SystemExit) as error:
+        missing = (error.name or "").partition(".")[0] if isinstance(error, ModuleNotFoundError) else ""
+        hint = f"install it into this Python: pip install {missing}" if missing and missing not in what else hint
         raise RequestError(what, because=first_line(error), hint=hint) from None
 
 

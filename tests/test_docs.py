@@ -140,7 +140,7 @@ def test_python_examples_compile_and_import_what_there_is(page: Path) -> None:
 
 
 def test_the_example_of_an_own_model_runs_and_is_short(tmp_path: Path) -> None:
-    example = blocks(DOCS / "tutorials" / "own-model.md", "python")[0]
+    example = blocks(DOCS / "tutorials" / "own-model.md", "python")[1]
     assert len([line for line in example.splitlines() if line.strip()]) <= 25
     (tmp_path / "classify.py").write_text(example)
     done = subprocess.run(

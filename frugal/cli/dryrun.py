@@ -8,6 +8,7 @@ from contextlib import redirect_stdout
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
+from unittest.mock import patch
 
 import click
 import msgspec
@@ -25,7 +26,7 @@ from frugal.dryrun.client import DryRunSource
 from frugal.dryrun.compare import predicted
 from frugal.dryrun.figures import Figures, fullest, interval
 from frugal.dryrun.messages import DryRun
-from frugal.errors import RequestError
+from frugal.errors import refuse
 from frugal.planning.batch import BatchPlan
 from frugal.planning.memory import timeline_files
 from frugal.planning.memory.interval import Bounds
@@ -61,6 +62,7 @@ class _DryRuns:
 
 @click.command("dryrun", cls=SettingsCommand)
 @click.argument("what", metavar="PLAN|MODEL|SCRIPT.py:STEP")
+@click.argument("words", metavar="[-- ARGUMENTS OF THE SCRIPT]", nargs=-1)
 @options(Request, ClusterSettings)
 @config_option
 @click.option("--json", "as_json", is_flag=True, help="Print the figures for programs.")
@@ -78,23 +80,36 @@ class _DryRuns:
     help="Calls of SCRIPT.py:STEP.  [default: 2; the second is like all later ones]",
 )  # fmt: skip
 def command(
-    what: str, as_json: bool, explain: str | None, timeline: Path | None, num_steps: int | None, **values: Any
-) -> None:
+    what: str, words: tuple[str, ...], as_json: bool, explain: str | None, timeline: Path | None,
+    num_steps: int | None, **values: Any
+) -> None:  # fmt: skip
     """Predict a step's memory by running it on meta tensors.
 
     A plan.json is dry-run exactly. A model is dry-run with the planning flags given: what they leave open is as
     simple as possible (the lowest ZeRO stage, nothing recomputed or moved to the host, one sample per micro-step).
-    Your own training step, SCRIPT.py:STEP, is dry-run as it is: the script has functions named as its parameters.
+    Your own training step, SCRIPT.py:STEP, is dry-run as it is: the script has functions named as its parameters, and
+    what follows `--` in sys.argv.
     """
     if timeline is not None:
         timeline_files.check_file(timeline)
-    if names_a_step(what):
-        made = _own_step(what, num_steps, values)
-    elif num_steps is not None:
-        raise RequestError(
+    is_step = names_a_step(what)
+    refuse(
+        (
+            num_steps is not None and not is_step,
             f"--steps is for a training step of yours, and {what} is none",
-            hint="name a function with parameters: frugal dryrun train.py:step --steps 3",
-        )
+            "",
+            "name a function with parameters: frugal dryrun train.py:step --steps 3",
+        ),
+        (
+            words and not is_step,
+            f"{what} was given together with {next(iter(words), '')}",
+            "only a script with a training step of yours takes arguments",
+            "leave it out, or name a function with parameters: frugal dryrun train.py:step -- --width 64",
+        ),
+    )
+    if is_step:
+        with patch.object(sys, "argv", [what.rpartition(":")[0], *words]):
+            made = _own_step(what, num_steps, values)
     else:
         with waiting(f"dry-running {what}"):
             made = _plan(Path(what), values) if _is_plan(what) else _model(what, values)
@@ -121,15 +136,23 @@ def _own_step(what: str, num_steps: int | None, values: dict[str, Any]) -> _DryR
     """Dry-run the user's own training step, with the segments that torch would make here, or those asked for."""
     overridden = settings_of_toml({}, values.get("overrides", ())).plan
     for name, row in settings_of(Request).items():
-        if (values.get(name) not in (None, ()) or name in overridden) and name != "expandable_segments":
-            raise RequestError(
+        refuse(
+            (
+                (values.get(name) not in (None, ()) or name in overridden) and name != "expandable_segments",
                 f"{what} was given together with {row.flag}",
-                because="the script says what its step does",
-                hint="leave it out, and write it into the script",
+                "the script says what its step does",
+                "leave it out, and write it into the script",
             )
+        )
     _, cluster, _ = collect({**values, "precision": "fp32"})  # the script's own is not known; old cards refuse bf16
-    if cluster.devices[0].kind != "cuda":
-        raise RequestError(f"{what} was given together with --device cpu", because="a step is dry-run for a GPU")
+    refuse(
+        (
+            cluster.devices[0].kind != "cuda",
+            f"{what} was given together with --device cpu",
+            "a step is dry-run for a GPU",
+            None,
+        )
+    )
     os.environ.setdefault("DS_ACCELERATOR", "cpu")  # else DeepSpeed says that it chose so
     from frugal.distributed.env import silence_libraries
 
@@ -167,8 +190,14 @@ def _plan(path: Path, values: dict[str, Any]) -> _DryRuns:
 
 def _model(what: str, values: dict[str, Any]) -> _DryRuns:
     """Dry-run the first strategy that the search would look at, with one sample per micro-step unless pinned."""
-    if values.get("model") is not None:
-        raise RequestError(f"{what} was given together with --model", hint="leave one of them out")
+    refuse(
+        (
+            values.get("model") is not None,
+            f"{what} was given together with --model",
+            "",
+            "leave one of them out",
+        )
+    )
     request, cluster, defaults = collect({**values, "model": what})
     request = cuda_allocator.planned(request, cluster, os.environ)
     with DryRunSource(request, cluster) as source:

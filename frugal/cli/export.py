@@ -17,7 +17,7 @@ from frugal.deepspeed_adapter.export import (
 )
 from frugal.deepspeed_adapter.json_config import write_files
 from frugal.dryrun.cache import presets
-from frugal.errors import FrugalError, RequestError
+from frugal.errors import FrugalError, RequestError, refuse
 from frugal.planning.plan import Plan
 
 _DTYPES = {"bf16": "torch.bfloat16", "fp16": "torch.float16", "fp32": "torch.float32"}
@@ -48,8 +48,14 @@ def command(
     if target == "model":
         _write_model(path, output, which, merge)
         return
-    if which is not None or merge:
-        raise RequestError("--step and --merge are for --to model", hint="leave them out")
+    refuse(
+        (
+            which is not None or merge,
+            "--step and --merge are for --to model",
+            "",
+            "leave them out",
+        )
+    )
     plan = _as_cut(Plan.read(plan_path(path)), target)
     make_model = _make_model(plan) if target == "script" else ""
     decoder_inputs = ""
@@ -107,30 +113,25 @@ def _refuse_to_replace(folder: Path, texts: dict[str, str]) -> None:
     """Refuse to overwrite an exported file that may have been edited."""
     for name, text in texts.items():
         path = folder / name
-        if path.is_file() and path.read_bytes() != text.encode():
-            raise RequestError(
+        refuse(
+            (
+                path.is_file() and path.read_bytes() != text.encode(),
                 f"{path} is there already, and differs",
-                because="it may have been edited, or be another plan's",
-                hint="move it away, or choose another folder with -o",
+                "it may have been edited, or be another plan's",
+                "move it away, or choose another folder with -o",
             )
+        )
 
 
 def _make_model(plan: Plan) -> str:
-    """Return Python that makes the plan's model as frugal does.
-
-    Raises:
-        RequestError: it is made by Python of the user's.
-    """
+    """Return Python that makes the plan's model as frugal does."""
     reference = plan.request.model
     auto = AUTO_CLASSES.get(plan.model.task)
     path = Path(reference).expanduser()
     dtype = f"dtype={_DTYPES[plan.request.precision]}"
-    if auto is None or (":" in reference and not path.exists()):
-        raise RequestError(
-            f"a plain DeepSpeed script cannot make {reference}",
-            because="it comes from a factory",
-            hint="train it with `frugal train`, or use --to hf or --to accelerate with a script of your own",
-        )
+    if ":" in reference and not path.exists():
+        made = f"model, objective = factory.build({dtype}), factory.objective()"
+        return f"factory = resolve({reference!r}, {plan.request.task!r})\n{made}"
     if reference in presets():
         preset: dict[str, Any] = presets()[reference]
         values = ", ".join(f"{name}={value!r}" for name, value in preset["config"].items())

@@ -12,7 +12,7 @@ import hashlib
 import json
 import logging
 import socket
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, replace
 from fractions import Fraction
 from functools import partial
@@ -23,6 +23,7 @@ from typing import IO, Any
 import numpy as np
 import platformdirs
 from numpy.typing import NDArray
+from torch.utils.data import ConcatDataset
 
 from frugal import files
 from frugal.config import sample_lengths
@@ -37,7 +38,7 @@ from frugal.data.chat.template import BUILT_IN, marked, missing_tokens, read_tem
 from frugal.data.mixture import Mixture, WeightedSource, epoch_indices, shares
 from frugal.data.report import BuildReport, joined
 from frugal.data.rows import Columns
-from frugal.data.sources import Provenance, find_sources, names_of
+from frugal.data.sources import DocumentSource, Provenance, find_sources, names_of, rows_of
 from frugal.data.store import cache, packing
 from frugal.data.store.arrow_store import ArrowSamples
 from frugal.data.stream.samples import (
@@ -48,7 +49,7 @@ from frugal.data.stream.samples import (
     formats_of,
 )
 from frugal.distributed import env, exchange, rendezvous
-from frugal.errors import RequestError
+from frugal.errors import RequestError, failure, refuse
 from frugal.models import resolve
 from frugal.models.spec import ModelSpec
 from frugal.planning.plan import Plan
@@ -61,6 +62,8 @@ FIRST_ROWS = 1000
 
 CACHE_BYTES = 200 * GIB
 """The most that all tokenised data may take; see `frugal.files`. A token takes 4 bytes."""
+
+_chain: Callable[..., Sequence[Any]] = ConcatDataset  # type: ignore[assignment]  # it is one, by its methods
 
 _locks: dict[Path, IO[bytes]] = {}  # of what this process has opened, which nobody is to remove while it lives
 
@@ -220,6 +223,8 @@ def read_samples(plan: Plan, settings: RunSettings) -> RunData:
         RequestError: the data, the tokenizer or the model cannot be used, or nodes have different data.
     """
     spec = resolve.resolve_request(plan.request)
+    if sources := _of_samples(spec, settings):
+        return _of_own_rows(spec, sources, settings)
     tokenizer, tokens = tokenizer_for(spec, settings.tokenizer, settings.chat_template)
     how = sample_settings(spec, plan.request, settings)
     load = partial(_load_on_each_node, spec, tokenizer, how, settings)
@@ -249,6 +254,45 @@ def read_samples(plan: Plan, settings: RunSettings) -> RunData:
     )
 
 
+def _of_samples(spec: ModelSpec, settings: RunSettings) -> list[DocumentSource]:
+    """Return the sources of a run's data where their rows are samples of its own objective as they are: without text.
+
+    Otherwise return none. Raises as `read_samples`.
+    """
+    if not hasattr(spec.own_objective, "names") or settings.stream:
+        return []
+    sources, columns = find_sources(settings.data), Columns.of(settings.named_columns())
+    with failure(f"{sources[0].name} failed"):
+        rows = (row for _, row in sources[0].rows(columns)) if (make := sources[0].make) is None else iter(make())
+        first = next(rows, None)
+    return sources if isinstance(first, Mapping | tuple | list) and columns.text not in first else []
+
+
+def _of_own_rows(spec: ModelSpec, sources: Sequence[DocumentSource], settings: RunSettings) -> RunData:
+    """Return rows as they are for an objective of the model's own. Collective. Raises as `read_samples`."""
+    evaluated = (settings.validation_data, settings.test_data)
+    rows, validation, test = (
+        _chain(map(rows_of, each)) if each else ()
+        for each in (sources, *(find_sources(names) if names else () for names in evaluated))
+    )
+    count, every = min(len(rows), settings.limit or len(rows)), round(1 / (settings.validation_fraction or 1))
+    held = range(0, count, every) if every > 1 and not settings.validation_data else range(0)
+    fingerprints = {source.name: source.fingerprint for source in sources}
+    whole = hashlib.sha256(json.dumps(fingerprints).encode()).hexdigest()
+    provenance = Provenance.of(fingerprints, {"limit": settings.limit}, whole, documents=count, samples=count)
+    _refuse_different_data(exchange.gather((socket.gethostname(), [provenance]), tuple[str, list[Provenance]]))
+    return RunData(
+        spec=spec,
+        tokenizer=None,
+        tokens="rows are samples as they are",
+        training=Subset(rows, [i for i in range(count) if i not in held]),
+        validation=Subset.drawn_from(validation or Subset(rows, held), settings.validation_samples),
+        test=test,
+        report=BuildReport(documents=count, samples=count),
+        provenance=provenance,
+    )
+
+
 def sample_settings(spec: ModelSpec, request: Request, settings: RunSettings) -> SampleSettings:
     """Return how a run makes samples for a model."""
     return SampleSettings(
@@ -266,12 +310,14 @@ def open_stream(
     Raises:
         RequestError: the data cannot be streamed, or not for this task.
     """
-    if spec.task == "sequence-classification":
-        raise RequestError(
+    refuse(
+        (
+            spec.task == "sequence-classification",
             f"{spec.reference} cannot be trained on a stream for {spec.task}",
-            because="how many classes there are is known when all of it was read",
-            hint="leave --stream out",
+            "how many classes there are is known when all of it was read",
+            "leave --stream out",
         )
+    )
     parts, fraction = shares(settings.data), settings.validation_fraction
     names = [part.source for part in parts] or settings.data
     every, most = 1, 0
@@ -400,8 +446,11 @@ def tokenizer_for(spec: ModelSpec, name: str | None, chat_template: str | None) 
     return tokenizer, words
 
 
-def lengths_of(request: Request, settings: RunSettings, defaults: Collection[str] = ()) -> tuple[Lengths, int, int]:
+def lengths_of(
+    request: Request, settings: RunSettings, defaults: Collection[str] = ()
+) -> tuple[Lengths | None, int, int]:
     """Return the lengths of the samples that a plan for `request` would train on; their source says what is left out.
+    None where they are no tokens.
 
     Also return the maximum tokens of a sample to plan for: those of the request, unless `defaults` names them and the
     longest sample has at most half as many; then its own, rounded up to a multiple of 8, which matrix products like.
@@ -412,6 +461,8 @@ def lengths_of(request: Request, settings: RunSettings, defaults: Collection[str
 
     Raises: as `read_samples`.
     """
+    if _of_samples(resolve.resolve_request(request), settings):
+        return None, request.seq_len, request.document_tokens
     _, corpus = read_training_data(request, settings)
     notes = [f"the first {FIRST_ROWS:,} rows of the stream"]
     if not settings.stream:

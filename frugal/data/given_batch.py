@@ -13,8 +13,8 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from frugal.errors import RequestError
-from frugal.models.objectives import Objective, Sample, Seq2Seq, SequenceClassification, SummedLoss
+from frugal.errors import RequestError, refuse
+from frugal.models.objectives import Objective, Sample, Seq2Seq, SequenceClassification
 from frugal.units import IGNORED
 
 Given = Sequence[Any] | Mapping[str, Any]
@@ -50,15 +50,16 @@ def as_samples(batch: Any, objective: Objective) -> Sequence[Sample]:
 
 def _named(values: Sequence[Any], objective: Objective) -> dict[str, Any]:
     """Return the values of a tuple by the names that the objective has for them, in its order."""
-    if isinstance(objective, SummedLoss):
-        names = objective.names
-    else:
-        names = ("input_ids", "label" if isinstance(objective, SequenceClassification) else "labels")
-    if len(values) > len(names):
-        raise RequestError(
+    of_text = ("input_ids", "label" if isinstance(objective, SequenceClassification) else "labels")
+    names = getattr(objective, "names", of_text)
+    refuse(
+        (
+            len(values) > len(names),
             f"a sample has {len(values)} values, and the objective names for {len(names)}: {', '.join(names)}",
-            hint="give a dict, or name them in the objective's example",
+            "",
+            "give a dict, or name them in the objective's example",
         )
+    )
     return dict(zip(names, values, strict=False))
 
 
@@ -66,14 +67,17 @@ def _rows(columns: dict[str, Any], objective: Objective) -> Rows:
     sizes = {
         name: len(column) if not isinstance(column, Tensor) or column.dim() else 0 for name, column in columns.items()
     }
-    if not sizes or len(set(sizes.values())) != 1:
-        raise RequestError(
+    refuse(
+        (
+            not sizes or len(set(sizes.values())) != 1,
             "the columns of a global batch differ in their number of samples",
-            because=", ".join(f"{name} has {size}" for name, size in sizes.items()) or "it has none",
+            ", ".join(f"{name} has {size}" for name, size in sizes.items()) or "it has none",
+            None,
         )
-    mask = None if isinstance(objective, SummedLoss) else columns.pop("attention_mask", None)
+    )
+    mask = None if hasattr(objective, "names") else columns.pop("attention_mask", None)
     made = ({name: column[i] for name, column in columns.items()} for i in range(next(iter(sizes.values()))))
-    if isinstance(objective, SummedLoss):
+    if hasattr(objective, "names"):
         return Rows(made)
     real = [None] * next(iter(sizes.values())) if mask is None else [torch.as_tensor(row).bool() for row in mask]
     rows = Rows(_cut(sample, row, objective) for sample, row in zip(made, real, strict=True))

@@ -24,7 +24,7 @@ from frugal import files
 from frugal.data.data_file import SUFFIXES, DataFile, files_at, shown
 from frugal.data.fetched import OF_SAVED, fetch
 from frugal.data.rows import BadRow, Columns, Row, parquet_schema, read, type_in_words
-from frugal.errors import FrugalError, RequestError, first_line
+from frugal.errors import FrugalError, RequestError, failure, first_line, refuse
 from frugal.models import factories
 from frugal.storages import is_address
 from frugal.units import plural
@@ -46,6 +46,7 @@ class DocumentSource:
         rows: reads them.
         columns: those of its rows, where they are known before reading.
         label_names: names of classes that the source itself has.
+        make: of a user's function, itself: it gives an iterable of rows, or a dataset.
     """
 
     name: str
@@ -53,6 +54,7 @@ class DocumentSource:
     rows: Callable[[Columns], Iterator[Row]]
     columns: tuple[str, ...] | None = None
     label_names: tuple[str, ...] = ()
+    make: Callable[[], Any] | None = None
 
 
 def find_sources(names: Sequence[str]) -> list[DocumentSource]:
@@ -68,8 +70,14 @@ def find_sources(names: Sequence[str]) -> list[DocumentSource]:
 
 def find_named(names: Sequence[str], *, from_hub: bool = True) -> list[list[DataFile | DocumentSource]]:
     """Return what each name stands for: files, which are not read, or other sources. Raises as `find_sources`."""
-    if not names:
-        raise RequestError("no data was given", hint=f"pass --data PATH, or --data {STDLIB} for Python's own library")
+    refuse(
+        (
+            not names,
+            "no data was given",
+            "",
+            f"pass --data PATH, or --data {STDLIB} for Python's own library",
+        )
+    )
     listed = [_listed(name) for name in names]
     every = list(chain.from_iterable(listed))
     of_name = dict(zip(every, all_or_problems([_or_problem(_find, each, from_hub) for each in every]), strict=True))
@@ -129,12 +137,14 @@ def _listed(source: str) -> list[str]:
     except OSError as error:
         raise RequestError(f"cannot read the list of data {shown(source[1:])}", because=str(error.strerror)) from None
     names = [os.fsdecode(line.strip()) for line in lines if line.strip()]
-    if not names or any("\0" in name or name.startswith("@") for name in names):
-        raise RequestError(
+    refuse(
+        (
+            not names or any("\0" in name or name.startswith("@") for name in names),
             f"{shown(source[1:])} is no list of data",
-            because="it is empty" if not names else "a line is no name of a file",
-            hint="write one file, glob or folder a line",
+            "it is empty" if not names else "a line is no name of a file",
+            "write one file, glob or folder a line",
         )
+    )
     return names
 
 
@@ -161,15 +171,27 @@ def _find_path(source: str, path: Path, from_hub: bool) -> list[DataFile | Docum
         if any((path / name).exists() for name in OF_SAVED):
             return [_saved(str(path))]
         within = _each_once(source, _inside(path))
-        if not within:
-            raise RequestError(f"the folder {source} is empty", because="it has no file that is not hidden")
+        refuse(
+            (
+                not within,
+                f"the folder {source} is empty",
+                "it has no file that is not hidden",
+                None,
+            )
+        )
         return _each_file(within)
     if path.exists():
         raise _not_a_file(source, "a device" if path.is_char_device() or path.is_block_device() else "a pipe or socket")
     if glob.has_magic(source):
         matches = _each_once(source, map(Path, set(_matches(str(path)))))
-        if not matches:
-            raise RequestError(f"no file matches {source}", because=f"it was looked for from {Path.cwd()}")
+        refuse(
+            (
+                not matches,
+                f"no file matches {source}",
+                f"it was looked for from {Path.cwd()}",
+                None,
+            )
+        )
         return _each_file(matches)
     if source.rpartition(":")[0].endswith(".py"):
         return [_user_function(source)]
@@ -291,7 +313,23 @@ def _user_function(source: str) -> DocumentSource:
         except Exception as error:  # a user's code may raise anything
             raise RequestError(f"{source} failed after {number} rows", because=first_line(error)) from None
 
-    return DocumentSource(source, f"stream:{hashlib.blake2b(code + source.encode()).hexdigest()}", rows)
+    return DocumentSource(source, f"stream:{hashlib.blake2b(code + source.encode()).hexdigest()}", rows, make=make)
+
+
+def rows_of(source: DocumentSource) -> Any:
+    """Return the rows of a source as they are. Those of a function's dataset with a length are read when asked for.
+
+    Raises:
+        RequestError: a function fails, or a row cannot be read.
+    """
+    if source.make is not None:
+        with failure(f"{source.name} failed"):
+            made = source.make()
+            return made if hasattr(made, "__len__") and hasattr(made, "__getitem__") else list(made)
+    rows = list(source.rows(Columns()))
+    bad = [f"{where}: {row.reason}" for where, row in rows if isinstance(row, BadRow)]
+    refuse((bad, f"{source.name} has rows that cannot be read", "; ".join(bad[:_SHOWN]), "repair them"))
+    return [row for _, row in rows]
 
 
 def _stdlib_modules() -> list[Path]:

@@ -41,12 +41,18 @@ AUTO_CLASSES = {
 }
 
 
+OWN = "own"
+"""The task of a module with a loss of its own."""
+
 _SAMPLES = {
     "causal-lm": '{"input_ids": [token, ...]}, with "labels" where some tokens are not to be learned (-100)',
     "masked-lm": '{"input_ids": [token, ...], "labels": [token or -100, ...]}, masked already',
     "seq2seq": '{"input_ids": [token, ...], "labels": [token, ...]}',
     "sequence-classification": '{"input_ids": [token, ...], "label": class}',
+    "own": "a sample as in the example of its objective, lists for tensors",
 }
+_LOSS = """logits, labels = engine(**inputs).logits, labels.flatten().to(engine.device)
+loss = F.cross_entropy(logits.flatten(0, -2).float(), labels, ignore_index=-100, reduction="sum")"""
 
 
 _NAMES: dict[Target, str] = {
@@ -98,6 +104,11 @@ def export(plan: Plan, target: Target, *, folder: str = "", make_model: str = ""
         origin=f"{strategy}. Written by `frugal export` from plan {plan.digest[:12]}.",
         start=start,
         auto_class=AUTO_CLASSES.get(task, ""),
+        import_model="from frugal.models.resolve import resolve"
+        if "resolve(" in make_model
+        else f"from transformers import AutoConfig, {AUTO_CLASSES.get(task, '')}",
+        padding="" if task == OWN else 'PADDING = getattr(model.config, "pad_token_id", None) or 0',
+        loss="loss = objective.loss_sum(engine, inputs)" if task == OWN else _LOSS,
         global_batch=batch.global_batch,
         micro_batch=batch.largest_micro_batch,
         accumulation_steps=batch.accumulation_steps,
@@ -178,9 +189,7 @@ def check(plan: Plan, target: Target) -> None:
 
 def needs_even(plan: Plan, target: Target) -> bool:
     """Return True if `target` needs equal micro-batches, as `--even` plans them, and the plan has others."""
-    if target == "hf":
-        return False
-    return not (_is_even(plan) if target == "script" else plan.batch.is_uniform)
+    return target != "hf" and not (_is_even(plan) if target == "script" else plan.batch.is_uniform)
 
 
 def evened(request: Request, strategy: Strategy) -> Request:
@@ -202,10 +211,10 @@ def check_all_but_cut(plan: Plan, target: Target) -> None:
     added_loss = next((warning for warning in plan.warnings if ADDED_LOSS in warning), "")
     refuse(
         (
-            plan.model.task == "own" and target != "accelerate",
+            plan.model.task == OWN and target == "hf",
             f"{who} cannot train {request.model}",
             "its loss is Python of its own",
-            "--to accelerate exports all but the loss; `frugal train` and `frugal.initialize` train it",
+            "--to script exports it, --to accelerate all but the loss; `frugal train` and `frugal.initialize` train it",
         ),
         (
             added_loss and target != "accelerate",

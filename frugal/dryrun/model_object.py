@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING, Any
 import platformdirs
 
 from frugal import files
-from frugal.errors import RequestError
+from frugal.errors import RequestError, refuse
 from frugal.units import MIB
 
 if TYPE_CHECKING:
@@ -111,7 +111,9 @@ def _fill(module: "nn.Module", device: Any) -> None:
 
 
 def _made(factory: Callable[[], Any], objective: "Objective") -> Any:
-    return factory(), objective
+    made = factory()
+    refuse((isinstance(made, tuple), "two objectives were given", "the model's function returns one", "leave one out"))
+    return made, objective
 
 
 def _is_importable(model: Any) -> bool:

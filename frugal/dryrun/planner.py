@@ -2,7 +2,7 @@
 
 import logging
 import os
-from collections.abc import Iterator, Sequence
+from collections.abc import Generator, Iterator, Sequence
 from contextlib import closing
 from dataclasses import replace
 from functools import partial
@@ -27,25 +27,26 @@ if TYPE_CHECKING:
 logger = logging.getLogger("frugal")
 
 
-def plan(*, objective: "Objective | None" = None, **settings: Any) -> Plan:
+def plan(*, objective: "Objective | None" = None, draft: bool = False, **settings: Any) -> Plan:
     """Return the fastest plan that fits. Settings have the names of `frugal plan`'s flags: `plan(model="gpt2", gpus=4,
     mem="12G", global_batch=512, lr=1e-4)`.
 
     `model` may also be a configuration of transformers, a `torch.nn.Module` (on meta, too: its weights are not read),
     or a class or function that makes one without arguments, wherever it was defined. `objective` says how it is
-    trained, where that is not the task of a model of transformers.
+    trained, where that is not the task of a model of transformers. `draft` does not wait for the dry run that proves
+    the plan: its memory is then what arithmetic says, and `Plan.is_draft` is True unless a proven plan was kept.
 
     Raises:
         RequestError: a setting is unknown or wrong, or settings contradict each other.
         NothingFitsError: no strategy fits.
     """
-    return _plan(objective, **settings)
+    return _plan(objective, draft, **settings)
 
 
 plan.__signature__ = plan_arguments.signature(plan)  # type: ignore[attr-defined]  # for help() and completion
 
 
-def _plan(objective: "Objective | None", **settings: Any) -> Plan:
+def _plan(objective: "Objective | None", only_draft: bool, **settings: Any) -> Plan:
     settings = plan_arguments.in_full(settings)
     model = settings.get("model")
     if objective is not None or not isinstance(model, str | None):
@@ -60,11 +61,11 @@ def _plan(objective: "Objective | None", **settings: Any) -> Plan:
     calibration, notes = chosen(settings)
     for note in notes:
         logger.warning(note)
-    *_, made = plans_here(*understand(settings, calibration))
-    return made
+    with closing(plans_here(*understand(settings, calibration))) as made:
+        return next(made) if only_draft else list(made)[-1]
 
 
-def plans_here(request: Request, cluster: Cluster, defaults: tuple[str, ...]) -> Iterator[Plan]:
+def plans_here(request: Request, cluster: Cluster, defaults: tuple[str, ...]) -> Generator[Plan]:
     """Yield drafts and last the plan, with this environment's settings of torch's allocator; warnings about them, and
     about versions that were not tested."""
     request = cuda_allocator.planned(request, cluster, os.environ)

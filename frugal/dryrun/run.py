@@ -19,7 +19,7 @@ from frugal.deepspeed_adapter.stages import Zero
 from frugal.distributed import process_group
 from frugal.dryrun.messages import AskDryRun, DryRun
 from frugal.dryrun.trace.cuda_kernels import kernels_of
-from frugal.dryrun.trace.recorder import Tracker, not_collected, package_folder
+from frugal.dryrun.trace.recorder import Tracker, TypesDifferError, not_collected, package_folder
 from frugal.engine.measure.run_gauge import mark_phases
 from frugal.engine.train_step import accumulate, wrap
 from frugal.errors import RequestError, first_line
@@ -134,7 +134,23 @@ def _train(tracker: Tracker, zero: Zero, objective: Objective, asked: AskDryRun)
 
 _RUNS_A_FORWARD = ("loss_sum", "recompute_fn")  # of an objective, and of torch's activation checkpointing
 _READ_THE_OUTPUT = ("objectives.py",)  # of ours the only file that a model's outputs can make fail
-_NO_VALUES = ("meta tensor", "Meta tensor", "meta device", "register_meta")
+_HINTS = {
+    ("NotImplementedError", "meta tensor", "Meta tensor", "meta device", "register_meta"): (
+        "a dry run knows shapes, not values: tensors that depend on values must come with the batch"
+    ),
+    ("expected device meta", "same device"): (
+        "a model moves its parameters and buffers alone: keep other tensors with self.register_buffer(name, tensor)"
+    ),
+    ("dtype", "scalar type"): (
+        "give numbers that are multiplied with weights as floating-point numbers, and cast them to the type of the "
+        "weights, x.to(self.layer.weight.dtype); whole numbers are for embeddings and classes"
+    ),
+    ("",): (
+        "if it takes or returns something else, give a factory that returns (module, objective), for example "
+        "frugal.SummedLoss(loss, example=...)"
+    ),
+}
+"""Hints by words of an error; the last, whatever it says."""
 
 
 def failure_in_forward(model: str, error: Exception) -> RequestError | None:
@@ -143,15 +159,11 @@ def failure_in_forward(model: str, error: Exception) -> RequestError | None:
     runs = [i for i, frame in enumerate(frames) if frame.name in _RUNS_A_FORWARD]
     if not runs or _is_of("deepspeed", frames[-1]):
         return None
-    if _is_of("frugal", frames[-1]) and Path(frames[-1].filename).name not in _READ_THE_OUTPUT:
+    is_theirs = isinstance(error, TypesDifferError) or Path(frames[-1].filename).name in _READ_THE_OUTPUT
+    if _is_of("frugal", frames[-1]) and not is_theirs:
         return None
-    if isinstance(error, NotImplementedError) or any(words in str(error) for words in _NO_VALUES):
-        hint = "a dry run knows shapes, not values: tensors that depend on values must come with the batch"
-    else:
-        hint = (
-            "if it takes or returns something else, give a factory that returns (module, objective), for example "
-            "frugal.models.objectives.SummedLoss(loss, example=...)"
-        )
+    text = "NotImplementedError" if isinstance(error, NotImplementedError) else str(error)
+    hint = next((hint for words, hint in _HINTS.items() if any(each in text for each in words)), None)
     because = [first_line(error)]
     theirs = [each for each in frames[runs[0] + 1 :] if not any(_is_of(name, each) for name in _PACKAGES)]
     if theirs:

@@ -12,7 +12,7 @@ import os
 import pickle
 import socket
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -27,8 +27,9 @@ from torch.nn.modules.module import (
 )
 from torch.utils.weak import WeakIdKeyDictionary
 
-from frugal.errors import RequestError, failure, first_line
-from frugal.models.objectives import Objective
+from frugal.errors import RequestError, failure, first_line, refuse
+from frugal.models.losses import forward_loss
+from frugal.models.objectives import MeanLoss, Objective
 
 Factory = Callable[[], Any]
 
@@ -36,10 +37,9 @@ PICKLED = ".cloudpickle"
 """The suffix of a file with a pickled callable, as `frugal.dryrun.model_object` writes it."""
 
 
-def import_callable(reference: str) -> Factory:
-    """Return the callable behind `package.module:name` or `path/to/file.py:name`."""
+def import_callable(reference: str, hint: str = "a factory is package.module:name or path/to/file.py:name") -> Factory:
+    """Return the callable behind `package.module:name` or `path/to/file.py:name`; `hint`: if it cannot be imported."""
     where, _, name = reference.rpartition(":")
-    hint = "a factory is package.module:name or path/to/file.py:name"
     with failure(f"cannot import {where}", hint=hint), _importable(Path.cwd()):
         if where.endswith(PICKLED):
             return _unpickled(Path(where))
@@ -52,16 +52,28 @@ def import_callable(reference: str) -> Factory:
         raise RequestError(
             f"{where} has no `{name}`", hint=f"did you mean {where}:{similar[0]}?" if similar else None
         ) from None
-    if not callable(factory):
-        raise RequestError(f"{reference} cannot be called", because=f"its type is {type(factory).__name__}")
+    refuse(
+        (
+            not callable(factory),
+            f"{reference} cannot be called",
+            f"its type is {type(factory).__name__}",
+            None,
+        )
+    )
     return factory
 
 
 def _unpickled(path: Path) -> Factory:
     """Load what `frugal.dryrun.model_object` has kept; a pickle can run any code, so it must be this user's."""
     with path.open("rb") as file:
-        if os.fstat(file.fileno()).st_uid != os.geteuid():
-            raise RequestError(f"{path} is not read", because="it belongs to another user, and can run any code")
+        refuse(
+            (
+                os.fstat(file.fileno()).st_uid != os.geteuid(),
+                f"{path} is not read",
+                "it belongs to another user, and can run any code",
+                None,
+            )
+        )
         return pickle.load(file)
 
 
@@ -94,6 +106,14 @@ def make_model(reference: str, factory: Factory, device: torch.device) -> tuple[
     hint = "it is also called with torch.device('meta') as default, so it must not read weights or values"
     failing = failure(f"{reference} failed", hint=hint if device.type == "meta" else None)
     with failing, on_device(device), _importable(Path.cwd()):
+        refuse(
+            (
+                (needed := forward_loss.required(factory)),
+                f"{reference} takes {', '.join(needed)}",
+                "a factory is called without arguments",
+                f"add `def make(): return {reference.rpartition(':')[2]}(...)` to its file, and name that",
+            )
+        )
         returned = factory()
     module, objective = returned if isinstance(returned, tuple) and len(returned) == 2 else (returned, None)
     if not isinstance(module, nn.Module):
@@ -101,6 +121,19 @@ def make_model(reference: str, factory: Factory, device: torch.device) -> tuple[
             f"{reference} returned {'None' if module is None else f'an object of type {type(module).__name__}'}",
             hint="return a torch.nn.Module, or (module, objective)",
         )
+    if isinstance(objective, Mapping):
+        objective = MeanLoss(example=objective)
+    refuse(
+        (
+            objective is not None and not hasattr(objective, "loss_sum"),
+            f"{reference} returned a module and an object of type {type(objective).__name__}",
+            "the second says how it is trained: an objective, or an example of a sample, which is a dict",
+            (
+                f"return module, {forward_loss.example_in_words(module)} where forward returns the mean loss; "
+                "otherwise frugal.SummedLoss(loss, example=...)"
+            ),
+        )
+    )
     return module, objective
 
 
@@ -151,12 +184,14 @@ def refuse_shapes_only(reference: str, module: nn.Module) -> None:
     Raises:
         RequestError: they are.
     """
-    if getattr(module, _SHAPES_ONLY, False):
-        raise RequestError(
+    refuse(
+        (
+            getattr(module, _SHAPES_ONLY, False),
             f"{reference} has no weights",
-            because="the plan was made for a module, of which only the shapes were kept",
-            hint="train it from Python, with frugal.initialize(module, plan, objective)",
+            "the plan was made for a module, of which only the shapes were kept",
+            "train it from Python, with frugal.initialize(module, plan, objective)",
         )
+    )
 
 
 def hub_is_reachable() -> bool:

@@ -5,6 +5,7 @@ sum by the targets of the *global* batch, which it knows before the first forwar
 function; the others are those of transformers' text models: next and masked tokens, pairs of texts, classes.
 """
 
+import functools
 import zlib
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import nullcontext
@@ -16,8 +17,9 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from frugal.config.sample_lengths import DOCUMENT_TOKENS
+from frugal.errors import failure, refuse
 from frugal.models import packs, tiled_loss
-from frugal.models.losses import own_loss, predictions
+from frugal.models.losses import forward_loss, own_loss, predictions
 from frugal.units import IGNORED
 
 Sample = Mapping[str, Any]
@@ -54,7 +56,8 @@ class SummedLoss:
     `loss(model, batch)` returns the loss *summed* over the targets of the batch, shape `()`. `example` is one
     sample of the largest size, or a function from `seq_len` to one; it also serves as the dummy, its loss times
     zero, so it must be finite. Where a factory makes it on meta, it is zeros. `collate` makes a dict of tensors from
-    samples (default: torch's). `count` counts a batch's targets (default: its samples).
+    samples (default: torch's, of values cast to the types of the example's). `count` counts a batch's targets (default:
+    its samples).
     """
 
     def __init__(
@@ -71,10 +74,17 @@ class SummedLoss:
         self._count = count
 
     def collate(self, samples: Sequence[Sample]) -> Batch:
-        """Return what `collate` makes of them, and `real`: 1, or 0 for the dummy, shape `()`."""
+        """Return what `collate` makes of them, and `real`: 1, or 0 for the dummy, shape `()`.
+
+        Samples may be tuples of the example's values. torch's way takes those alone, whatever else a sample has.
+        """
         real = not isinstance(samples[0], _Dummy)
-        plain = [{name: value for name, value in sample.items() if name != "draw"} for sample in samples]
-        return {**self._collate(plain), "real": torch.tensor(float(real))}
+        named = [each if isinstance(each, Mapping) else dict(zip(self.names, each, strict=False)) for each in samples]
+        plain = [{name: value for name, value in sample.items() if name != "draw"} for sample in named]
+        if self._collate is torch.utils.data.default_collate:
+            plain = list(map(self._like_example, plain))
+        with failure("samples cannot be put into one batch", hint="give the objective collate=..., which pads them"):
+            return {**self._collate(plain), "real": torch.tensor(float(real))}
 
     def dummy(self) -> Sample:
         """Return the example, marked."""
@@ -86,10 +96,10 @@ class SummedLoss:
 
     def count(self, batch: Batch) -> int:
         """Count the targets; none in the dummy."""
-        if not batch["real"]:
-            return 0
-        own = self._without_mark(batch)
-        return len(next(iter(own.values()))) if self._count is None else int(self._count(own))
+        return int(self._targets(self._without_mark(batch))) if batch["real"] else 0
+
+    def _targets(self, batch: Batch) -> Any:
+        return len(next(iter(batch.values()))) if self._count is None else self._count(batch)
 
     def loss_sum(self, model: nn.Module, batch: Batch) -> Tensor:
         """Return the loss in fp32, times zero for the dummy."""
@@ -100,6 +110,37 @@ class SummedLoss:
         """Return the names of a sample's values, in the order of the example."""
         return tuple(self._sample(2))
 
+    @functools.cached_property
+    def _values(self) -> Batch:
+        return self._collate([self._sample(2)])
+
+    def _like_example(self, sample: Sample) -> dict[str, Any]:
+        """Return the values that the example has, of its types.
+
+        Raises:
+            RequestError: one is missing, or of another kind.
+        """
+        refuse((
+            name := next((name for name in self._values if name not in sample), None),
+            f"a sample has no `{name}`",
+            f"it has {', '.join(sample)}, and the example {', '.join(self._values)}",
+            "give both the same names",
+        ))  # fmt: skip
+        values = {name: sample[name] for name in self._values}
+        for name, shown in self._values.items():
+            if isinstance(shown, Tensor):
+                with failure(f"`{name}` of a sample is no tensor", hint="give numbers, as the example has them"):
+                    value = torch.as_tensor(sample[name])
+                is_cut = value.is_floating_point() and not shown.is_floating_point()
+                refuse((
+                    is_cut or value.dim() != shown.dim() - 1,
+                    f"`{name}` of a sample is {value.dtype} of shape {tuple(value.shape)}",
+                    f"that of the example is {shown.dtype} of shape {tuple(shown.shape[1:])}",
+                    "give the example the type and the dimensions of the samples",
+                ))  # fmt: skip
+                values[name] = value.to(shown.dtype)
+        return values
+
     def _sample(self, seq_len: int) -> Sample:
         sample = self._example(seq_len) if callable(self._example) else self._example
         return {name: _on_cpu(value) for name, value in sample.items()}
@@ -107,6 +148,61 @@ class SummedLoss:
     @staticmethod
     def _without_mark(batch: Batch) -> Batch:
         return {name: tensor for name, tensor in batch.items() if name != "real"}
+
+
+TARGETS = ("labels", "label", "targets", "target", "y")
+"""Names of what forward is to predict."""
+
+_OTHER_COUNTS: dict[str, Callable[[str, Batch], Any]] = {
+    f'(batch["{{}}"][:, 1:] != {IGNORED}).sum()': lambda name, batch: (batch[name][:, 1:] != IGNORED).sum(),
+    'len(batch["{}"])': lambda name, batch: len(batch[name]),
+}
+
+
+class MeanLoss(SummedLoss):
+    """Any module whose forward returns the *mean* loss over its targets: a number, or a tuple, dict or object with it.
+
+    `loss(model, batch)` may compute it instead. `count` counts the targets. Default: the entries of `labels` (or
+    `label`, `targets`, `target`, `y`) that are not -100, where the example has whole numbers by that name; otherwise
+    samples. The mean times the targets is a sum, which adds up over micro-batches. The rest is as in `SummedLoss`.
+    """
+
+    def __init__(self, loss: Callable[[nn.Module, Batch], Tensor] = forward_loss.loss_of, **how: Any) -> None:
+        super().__init__(loss, **how)
+
+    @property
+    def counted(self) -> str:
+        """The targets, in words."""
+        labels = "samples" if self._labels is None else f"the entries of `{self._labels}` that are not {IGNORED}"
+        return labels if self._count is None else "what its count says"
+
+    def recounted(self) -> dict[str, "MeanLoss"]:
+        """Return the same loss with other counts of its targets, by their code."""
+        how = {"example": self._example, "collate": self._collate}
+        return {
+            words.format(self._labels): MeanLoss(self._loss, count=functools.partial(count, self._labels), **how)
+            for words, count in _OTHER_COUNTS.items()
+            if self._labels is not None
+        }
+
+    @functools.cached_property
+    def _labels(self) -> str | None:
+        whole = {name for name, value in self._values.items() if not value.is_floating_point()}
+        return next((name for name in TARGETS if name in whole), None)
+
+    def _targets(self, batch: Batch) -> Any:
+        return (
+            super()._targets(batch)
+            if self._labels is None or self._count is not None
+            else (batch[self._labels] != IGNORED).sum()
+        )
+
+    def loss_sum(self, model: nn.Module, batch: Batch) -> Tensor:
+        """Return the mean loss times the targets, fp32; 0 without a target."""
+        own = self._without_mark(batch)
+        targets = torch.as_tensor(self._targets(own), device=batch["real"].device)
+        refilled = {n: each.masked_fill(targets == 0, 0) for n, each in own.items() if n == self._labels}  # or NaN
+        return self._loss(model, own | refilled).float() * targets * batch["real"]
 
 
 class _Dummy(dict[str, Any]):

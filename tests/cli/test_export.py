@@ -13,6 +13,7 @@ from typing import Any
 import msgspec
 import pytest
 
+import frugal as frugal_package
 from bench.plans import plan_by_hand
 from bench.ranks import Ranks, free_port
 from frugal import cli
@@ -22,6 +23,7 @@ from tests.commands import Capture, frugal, with_formulas
 from tests.engine.gradients import bound_of_losses
 from tests.planning.synthetic import SMALL
 
+ROOT = str(Path(frugal_package.__file__).parents[1])
 TINY = {
     "model_type": "gpt2", "n_layer": 2, "n_embd": 32, "n_head": 2, "vocab_size": 260, "n_positions": 64,
     "resid_pdrop": 0.0, "embd_pdrop": 0.0, "attn_pdrop": 0.0, "bos_token_id": 0, "eos_token_id": 0,
@@ -310,11 +312,78 @@ def test_a_script_makes_the_plans_model(tmp_path: Path, capsys: Capture, model: 
     assert f"\n{made}" in run(capsys, tmp_path, "--to", "script", model=model)[1]
 
 
-def test_a_factorys_model_is_not_for_a_script(tmp_path: Path, capsys: Capture) -> None:
-    code, _, error = run(capsys, tmp_path, "--to", "script", model="mine.py:model")
-    assert code == 2
-    assert error.startswith("error: a plain DeepSpeed script cannot make mine.py:model\n")
-    assert "use --to hf or --to accelerate" in error
+MINE = """
+import torch
+from torch import nn
+
+class Mine(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.layer = nn.Linear(4, 3)
+
+    def forward(self, x, labels):
+        return {"loss": nn.functional.cross_entropy(self.layer(x), labels)}
+
+def model():
+    return Mine(), {"x": torch.zeros(4), "labels": 0}
+"""
+
+
+def test_a_factorys_model_is_made_by_its_factory(tmp_path: Path, capsys: Capture) -> None:
+    code, text, _ = run(capsys, tmp_path, "--to", "script", model="mine.py:model")
+    assert code == 0 and "\nfrom frugal.models.resolve import resolve\n" in text
+    assert "\nfactory = resolve('mine.py:model', None)\nmodel, objective = factory.build(dtype=torch.float32)" in text
+    code, _, error = own_plan(tmp_path, capsys, "hf")
+    assert code == 2 and "--to script exports it" in error
+
+
+def own_plan(folder: Path, capsys: Capture, target: str) -> tuple[int, str, str]:
+    made = plan(7, 2, "off")
+    request, model = (dataclasses.replace(part, **changes) for part, changes in (
+        (made.request, {"model": "mine.py:model"}), (made.model, {"task": "own"}),
+    ))  # fmt: skip
+    (folder / "own.json").write_bytes(dataclasses.replace(made, request=request, model=model).sealed().to_json())
+    return frugal(capsys, "export", str(folder / "own.json"), "--to", target, "-o", str(folder / "script"))
+
+
+def own_losses(folder: str, made: Plan) -> list[float]:
+    """As `two_losses`, of the module in `mine.py`."""
+    import torch
+
+    import frugal
+    from frugal.models import resolve
+
+    spec = resolve.resolve(f"{folder}/mine.py:model")
+    engine = frugal.initialize(spec.build(dtype=torch.float32), made, spec.objective())
+    rows = [json.loads(line) for line in Path(folder, "samples.jsonl").read_text().splitlines()]
+    losses = [engine.train_step(rows).loss for _ in range(2)]
+    engine.destroy()
+    return losses
+
+
+@pytest.mark.exhaustive
+def test_a_module_with_a_loss_of_its_own_is_trained_by_the_script_as_by_frugal(
+    tmp_path: Path, two_ranks: Ranks, capsys: Capture
+) -> None:
+    (tmp_path / "mine.py").write_text(MINE)
+    (tmp_path / "start.py").write_text(START)
+    rows = [{"x": [i, -i, 1.5, i % 2], "labels": -100 if i == 2 else i % 3} for i in range(7)]
+    (tmp_path / "samples.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    code, out, error = own_plan(tmp_path, capsys, "script")
+    assert code == 0, error
+    command = out.split("start it with\n  ")[1].strip().replace("torchrun --standalone --nproc-per-node 2", DEEPSPEED)
+    command = command.replace("PORT", str(free_port())).replace("samples.jsonl", "samples.jsonl --steps 2")
+    done = subprocess.run(
+        ["env", *shlex.split(command)], cwd=tmp_path, capture_output=True, text=True, timeout=280,
+        env={
+            **os.environ, "RECORD": str(tmp_path / "record.json"), "LOCAL_SIZE": "2", "PYTHONPATH": ROOT,
+            "PATH": f"{Path(sys.executable).parent}:{os.environ['PATH']}",
+        },
+    )  # fmt: skip
+    assert done.returncode == 0, done.stderr
+    theirs = [float(line.split()[-1]) for line in done.stdout.splitlines() if line.startswith("step ")]
+    (ours, _) = two_ranks.run(own_losses, str(tmp_path), Plan.read(tmp_path / "own.json"))
+    assert theirs[0] == pytest.approx(ours[0], abs=1e-6) and theirs[1] < theirs[0]  # printed to six decimals
 
 
 def test_a_target_that_knows_equal_micro_batches_only_gets_a_plan_of_these(

@@ -61,6 +61,16 @@ def test_what_would_help_most_is_predicted_once(
     assert frugal_plan(capsys, *CARDS) == (0, out, "")
 
 
+def test_python_takes_a_draft_as_the_command_does_until_a_proven_plan_is_kept(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, here: Path
+) -> None:
+    with_formulas(here, monkeypatch, **SMALL, drafts=True)
+    draft = frugal.plan(gpus=4, mem="12G", draft=True)
+    assert draft.is_draft and draft.to_json().decode() == frugal_plan(capsys, *CARDS, "--draft", "--json")[1]
+    proven = frugal.plan(gpus=4, mem="12G")
+    assert not proven.is_draft and frugal.plan(gpus=4, mem="12G", draft=True) == proven
+
+
 def test_with_v_it_prints_the_whole_plan(capsys: pytest.CaptureFixture[str]) -> None:
     code, out, err = frugal_plan(capsys, *CARDS, "-v")
     assert (code, err) == (0, "")

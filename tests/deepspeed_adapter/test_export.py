@@ -79,7 +79,7 @@ OTHERS_CANNOT: list[tuple[Target, dict[str, Any], dict[str, Any], str, str]] = [
      "plan with --activation-checkpointing full, or off"),
     ("script", {"request": {"optimizer": "adamw-8bit"}}, {}, "adamw-8bit", "plan with --optimizer adamw"),
     ("hf", {}, {"batch": TOKENS}, "global batch of 16128 tokens", "plan with --global-batch 252 instead"),
-    ("hf", FOREIGN_MODEL, {"model": OWN}, "its loss is Python of its own", "--to accelerate exports all but the loss"),
+    ("hf", FOREIGN_MODEL, {"model": OWN}, "its loss is Python of its own", "--to script exports it"),
     ("hf", {}, {"warnings": ("x", own_loss.ROUTERS)}, own_loss.ROUTERS, "train it with `frugal train`, or without"),
     *((target, {"request": {"quantize": "nf4", "lora": Lora.parse("r=8")}}, {},  # it would be another model
        "is not exported to with quantised weights", "") for target in get_args(Target)),

@@ -4,6 +4,7 @@ from collections.abc import Callable
 from typing import Any
 
 import pytest
+import torch
 from torch import Tensor, nn
 
 from frugal.dryrun.run import failure_in_forward
@@ -40,6 +41,17 @@ def wrong_shapes(x: Tensor) -> Any:
     return x @ x
 
 
+def two_types(x: Tensor) -> Any:
+    return x.half() @ x.transpose(1, 2)
+
+
+def two_devices(x: Tensor) -> Any:
+    return x + ON_THE_HOST
+
+
+ON_THE_HOST = torch.ones(8)
+
+
 def failure(build: Callable[[], nn.Module]) -> Exception:
     with pytest.raises(Exception) as caught:
         dry_run_of(plan_for(1, 4, 1, 0, "fp32", "off"), build)
@@ -47,6 +59,10 @@ def failure(build: Callable[[], nn.Module]) -> Exception:
 
 
 INPUTS = "hint: if it takes or returns something else, give a factory that returns (module, objective), for example"
+TYPES = "hint: give numbers that are multiplied with weights as floating-point numbers, and cast them to the type"
+DEVICES = (
+    "hint: a model moves its parameters and buffers alone: keep other tensors with self.register_buffer(name, tensor)"
+)
 VALUES = "hint: a dry run knows shapes, not values: tensors that depend on values must come with the batch"
 
 
@@ -62,8 +78,10 @@ def where(body: Callable[..., Any], line: str) -> str:
         (lambda: Model(wrong_shapes), where(wrong_shapes, "return x @ x"), INPUTS),
         (lambda: Model(repeats_by_value),
          where(repeats_by_value, "return x.repeat_interleave(x.sum((1, 2)).long(), 0)"), VALUES),
+        (lambda: Model(two_types), where(two_types, "return x.half() @ x.transpose(1, 2)"), TYPES),
+        (lambda: Model(two_devices), where(two_devices, "return x + ON_THE_HOST"), DEVICES),
     ],
-    ids=["other inputs", "other outputs", "wrong shapes", "values"],
+    ids=["other inputs", "other outputs", "wrong shapes", "values", "two types", "two devices"],
 )  # fmt: skip
 def test_a_failing_forward_is_told_with_its_line(build: Callable[[], nn.Module], because: str, hint: str) -> None:
     told = str(failure_in_forward("mine.py:model", failure(build)))

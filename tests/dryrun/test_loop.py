@@ -144,6 +144,21 @@ REFUSED: dict[str, tuple[str, str, str]] = {
         "`step` of loop.py fails in a dry run",
         "found at least two devices, cuda:0 and cpu! (aten.addmm)\n  because loop.py, line 5, runs `model(batch)`",
     ),
+    "nothing there": (
+        "import torch\ndef model(): return torch.nn.Linear(4, 4)\ndef step(model): model(torch.ones(2, 4))\n",
+        "loop.py puts nothing on the card",
+        "hint: move the model and the batch to it: model.cuda(), batch.cuda()",
+    ),
+    "two types": (
+        "import torch\ndef model(): return torch.nn.Linear(4, 4).cuda().half()\n"
+        "def step(model): model(torch.ones(2, 4, device='cuda'))\n",
+        "`step` of loop.py fails in a dry run",
+        "matrices of a product must have the same dtype, not torch.float16 and torch.float32",
+    ),
+    "arguments": (
+        "import sys\nwidth = int(sys.argv[1])\ndef step(model): ...\n",
+        "cannot import loop.py", "hint: the script's own arguments follow `--`",
+    ),
     "raises": (
         "def helper(): return {}['n_layers']\ndef model():\n    return helper()\ndef step(model): ...\n",
         "`model` of loop.py fails in a dry run",

@@ -138,3 +138,10 @@ def test_another_users_pickle_is_not_read(cache: Path, monkeypatch: pytest.Monke
     monkeypatch.setattr("os.geteuid", lambda: 12345)
     with pytest.raises(RequestError, match="belongs to another user"):
         factories.import_callable(reference)
+
+
+def test_a_function_that_returns_an_objective_takes_no_other() -> None:
+    objective = SummedLoss(lambda model, batch: model(batch["x"]).sum(), example={"x": torch.zeros(2)})
+    make = factories.import_callable(reference_of(lambda: (nn.Linear(2, 2), objective), objective))
+    with pytest.raises(RequestError, match=r"two objectives were given"):
+        make()

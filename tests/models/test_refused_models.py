@@ -46,13 +46,52 @@ REFUSED: list[tuple[str, str | None, tuple[str, ...]]] = [
     ("my_models.py:exits", None, ("my_models.py:exits failed", "SystemExit: 3", ON_META)),
     ("my_models.py:no_module", None, ("returned an object of type int", MODULE)),
     ("my_models.py:nothing", None, ("returned None", MODULE)),
-    ("my_models.py:module_only", None, ("makes a Linear, but does not say how to train it", "SummedLoss")),
+    (
+        "my_models.py:module_only",
+        None,
+        (
+            "makes a Linear, but does not say how to train it",
+            'return module, {"input": torch.zeros(SHAPE)} where forward',
+        ),
+    ),
+    ("given.py:Net", None, ("given.py:Net takes width", "hint: add `def make(): return Net(...)` to its file")),
+    ("given.py:with_loss", None, ("a module and an object of type function", 'module, {"x": torch.zeros(SHAPE), "y"')),
+    ("given.py:with_optimizer", None, ("returned a module and an object of type SGD", "SummedLoss(loss, example=...)")),
+    (
+        "given.py:needs",
+        None,
+        ("No module named 'soundfile_'", "hint: install it into this Python: pip install soundfile_"),
+    ),
+    ("needs.py:make", None, ("cannot import needs.py", "hint: install it into this Python: pip install soundfile_")),
     ("cut.json", None, ("it is no JSON: Expecting value: line 1 column 16",)),
     ("list.json", None, ('hint: add one that transformers knows, such as "model_type": "gpt2"',)),
     ("typo.json", None, ("hint: did you mean gpt2",)),
     ("code.json", None, ("because frugal never runs the code that comes with a model",)),
 ]
+GIVEN = """
+import torch
+from torch import nn
+
+class Net(nn.Module):
+    def __init__(self, width):
+        super().__init__()
+        self.layer = nn.Linear(width, 2)
+
+    def forward(self, x, y):
+        return nn.functional.cross_entropy(self.layer(x), y)
+
+def with_loss():
+    return Net(4), nn.functional.cross_entropy
+
+def with_optimizer():
+    net = Net(4)
+    return net, torch.optim.SGD(net.parameters(), 0.1)
+
+def needs():
+    import soundfile_.core
+"""
 FILES = {
+    "given.py": GIVEN, "needs.py": "from soundfile_ import core\n",
     "script.py": "import sys\n\nsys.exit()\n", "broken.py": "def make(:\n", "cut.json": '{"model_type": ',
     "list.json": "[1]", "typo.json": '{"model_type": "gtp2"}',
     "code.json": '{"model_type": "mine", "auto_map": {"AutoConfig": "mine.Config"}}',

@@ -270,9 +270,12 @@ def _sort(args: tuple[Any, ...], *_: Any) -> Steps:
     """Return the steps of `cuda/Sort.cpp` for one long row: initial indices, then CUB's radix sort, which copies
     both."""
     values = args[0]
-    if values.dim() != 1:
-        return NO_STEPS
-    return (OUTPUTS, 8 * values.numel(), values.nbytes + 8 * values.numel())
+    return NO_STEPS if values.dim() != 1 else (OUTPUTS, 8 * values.numel(), values.nbytes + 8 * values.numel())
+
+
+def _ctc_backward(args: tuple[Any, ...], *_: Any) -> Steps:
+    """Return the steps of `LossCTC.cu`, `ctc_loss_backward_gpu_template`: states as large as forward's."""
+    return (args[6].nbytes, OUTPUTS)
 
 
 _STEPS: dict[object, Callable[[tuple[Any, ...], Capability, bool], Steps]] = {
@@ -289,4 +292,6 @@ _STEPS: dict[object, Callable[[tuple[Any, ...], Capability, bool], Steps]] = {
     aten.isinf.default: _is_infinite,
     aten.sort.default: _sort,
     aten.sort.stable: _sort,
+    aten._ctc_loss_backward.default: _ctc_backward,
+    aten._ctc_loss_backward.Tensor: _ctc_backward,
 }

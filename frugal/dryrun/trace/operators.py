@@ -134,7 +134,20 @@ def _grouped_shape(left: Any, right: Any, groups: Any) -> list[int]:
     return [left[1], right[1]] if len(right) == 2 else [left[0], left[1], right[-1]]
 
 
-_EXACT: dict[Any, Callable[..., Any]] = {aten._grouped_mm.default: _grouped_mm}
+def _ctc_loss(log_probs: Tensor, targets: Tensor, *_: Any, **__: Any) -> tuple[Tensor, Tensor]:
+    """Return the losses and the `(samples, times, states)` of LossCTC.cu, each target being as long as the longest."""
+    times, samples = log_probs.shape[0], log_probs[0, ..., 0].numel()
+    longest = targets.shape[1] if targets.dim() > 1 else -(-targets.numel() // samples)
+    return log_probs.new_empty(samples), log_probs.new_empty(samples, times, 2 * longest + 1)
+
+
+_EXACT: dict[Any, Callable[..., Any]] = {
+    aten._grouped_mm.default: _grouped_mm,
+    **dict.fromkeys((aten._ctc_loss.default, aten._ctc_loss.Tensor), _ctc_loss),
+    **dict.fromkeys(
+        (aten._ctc_loss_backward.default, aten._ctc_loss_backward.Tensor), lambda *args, **_: torch.empty_like(args[1])
+    ),
+}
 """Functions that run in place of operators, and do the same on meta."""
 
 if aten._grouped_mm not in flop_registry:
@@ -325,9 +338,7 @@ def _cost(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], out: Any) ->
     formula = _MORE_FLOPS.get(func) or flop_registry.get(packet) or _MORE_FLOPS.get(packet)
     if getattr(func, "namespace", "") == torch_internals.VARLEN:
         formula = _varlen_flops
-    if formula is None:
-        return 0, traffic(func, args, kwargs, out)
-    return formula(*args, **kwargs, out_val=out), 0
+    return (formula(*args, **kwargs, out_val=out), 0) if formula is not None else (0, traffic(func, args, kwargs, out))
 
 
 def _key(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:

@@ -123,9 +123,7 @@ class Shapes:
             return GRADIENTS
         if self.vocabulary and len(shape) >= 2 and shape[-1] == self.vocabulary and phase in (FORWARD, BACKWARD):
             return LOGITS
-        if phase == FORWARD or recomputing:
-            return ACTIVATIONS
-        return TEMPORARY
+        return ACTIVATIONS if phase == FORWARD or recomputing else TEMPORARY
 
 
 aten = torch.ops.aten
@@ -136,10 +134,17 @@ _FUSED_OPTIMIZERS = {
 }
 
 
+_PRODUCTS = {getattr(aten, name).default for name in ("mm", "addmm", "bmm", "baddbmm", "mv", "addmv")}
+"""Operators of which meta tensors, other than a device's, take matrices of several types."""
+
 _IN_PLACE_IN_BACKWARD = {
     aten.logical_and.default, aten.scatter_add.default, aten.scatter.src, aten.scatter.value, aten.index_put.default
 }  # fmt: skip
 """Operators that autograd runs in place where no mode is active, as in `clamp_backward` (FunctionsManual.cpp)."""
+
+
+class TypesDifferError(RuntimeError):
+    """An error of a forward that multiplies matrices of several types."""
 
 
 class Tracker(StorageWatch):
@@ -351,6 +356,8 @@ class Tracker(StorageWatch):
             return self._scalar(args[0])
         if func in _IN_PLACE_IN_BACKWARD and args[0].is_meta and asker(sys._getframe()) == AUTOGRAD:
             return args[0]
+        if func in _PRODUCTS and len(types := {str(each.dtype) for each in tensors_in(args)}) > 1:
+            raise TypesDifferError(f"matrices of a product must have the same dtype, not {' and '.join(sorted(types))}")
         if func in _FUSED_OPTIMIZERS:
             return None  # updates in place, and takes no memory
         if (assumed := operators.stand_in(func, args, kwargs)) is not None:

@@ -16,7 +16,7 @@ from frugal.config.request import BatchNormChoice
 from frugal.errors import RequestError
 from frugal.models import batch_norm, transformers_internals
 from frugal.models.losses import own_loss
-from frugal.models.objectives import CausalLM, MaskedLM, Objective, Sample, Seq2Seq, SequenceClassification
+from frugal.models.objectives import CausalLM, MaskedLM, MeanLoss, Objective, Sample, Seq2Seq, SequenceClassification
 from frugal.models.spec import OWN, ModelSpec, heads
 from frugal.models.trials import probe, text_checks
 from frugal.models.trials.probe import FEW_SAMPLES, NUM_SAMPLES, Dependence
@@ -138,6 +138,8 @@ def check_model(
         notes.append(f"{LAYER_DROP}: {settings} set to 0, because ranks would leave out different layers")
     if spec.has_own_loss() and (added := own_loss.depends_on_split(spec.config)) is not None:
         notes.append(f"{SPLIT_MATTERS}: {added}")
+    if isinstance(spec.own_objective, MeanLoss):
+        notes.append(f"the loss is what forward returns, taken as a mean over {spec.own_objective.counted}")
     try:
         done, small, model = _trial(spec, choice)
     except NoSmallModelError as error:
@@ -151,6 +153,8 @@ def check_model(
     if spec.task != OWN:
         objective, tokens = small.objective(), _tokens(small.vocab_size or 2, small.max_positions)
         text_checks.check_loss(small, model, objective, _sample(spec.task, objective, tokens[0]))
+    if done.split and done.split.modules is None and isinstance(spec.own_objective, MeanLoss):
+        _refuse_other_means(spec.reference, model, spec.own_objective)
     if done.split:
         notes.append(_split_note(done.split) + (_remedy(spec, choice) if batch_norm.modules(whole) else ""))
     notes += _notes_of_forwards(done)
@@ -164,6 +168,21 @@ def check_model(
     if done.unused:
         notes.append(_unused_note(done.unused))
     return tuple(notes)
+
+
+def _refuse_other_means(reference: str, model: nn.Module, objective: MeanLoss) -> None:
+    """Refuse a mean loss that does not add up with its targets as they are counted, and does with another count.
+
+    Raises:
+        RequestError: how to count them.
+    """
+    for words, other in objective.recounted().items():
+        if not any(probe.on_split(model, other, batch) for batch in probe.examples(model, other, probe.MOST_TOKENS)):
+            raise RequestError(
+                f"the loss that {reference} returns is no mean over {objective.counted}",
+                because=f"micro-batches of {FEW_SAMPLES} samples then have another gradient than one of {NUM_SAMPLES}",
+                hint=f"return module, frugal.MeanLoss(example=..., count=lambda batch: {words})",
+            )
 
 
 def _unused_note(names: Sequence[str]) -> str:

@@ -105,9 +105,7 @@ def _placed(value: Any) -> Any:
 
 def _device(card: PretendedCard, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     real = func(*args)
-    if real.type != "meta" or is_deepspeed(sys._getframe(2)) or not card.is_on_card(args[0]):
-        return real
-    return CARD
+    return CARD if real.type == "meta" and not is_deepspeed(sys._getframe(2)) and card.is_on_card(args[0]) else real
 
 
 def _is_cuda(card: PretendedCard, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
@@ -165,6 +163,14 @@ def _values(card: PretendedCard, func: Any, args: tuple[Any, ...], kwargs: dict[
     return func(*args, **kwargs)
 
 
+def _is_false(card: PretendedCard, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Tensor:
+    """Return whether numbers are NaN or infinite, and whether any is, and remember that none is."""
+    out: Tensor = card.on_card(func, args, kwargs)
+    if func in _NOT_FINITE or torch_internals.address(args[0]) in card.tracker.false:
+        card.tracker.false.add(torch_internals.address(out))
+    return out
+
+
 def _format(card: PretendedCard, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> str:
     tensor, spec = args
     return format(tensor.item(), spec) if card.is_on_card(tensor) and tensor.dim() == 0 else str(func(*args))
@@ -189,6 +195,11 @@ def _softmax(card: PretendedCard, func: Any, args: tuple[Any, ...], kwargs: dict
     return card.on_card(func, args, kwargs)
 
 
+def _ctc_loss(card: PretendedCard, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """Run the loss with lengths that may be on the host."""
+    return card.on_card(func, tuple(each.to(META) if isinstance(each, Tensor) else each for each in args), kwargs)
+
+
 def _set_data(card: PretendedCard, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     """Set `tensor.data` across devices, which torch does not allow between a host and its meta device."""
     tensor, value = args
@@ -207,12 +218,15 @@ def _getter(name: str) -> Any:
 
 _setter = Tensor.data.__set__  # type: ignore[attr-defined]  # a descriptor, whatever the stubs say
 
+_NOT_FINITE = (torch.isnan, torch.isinf, Tensor.isnan, Tensor.isinf)
+
 _RULES: dict[Any, Rule] = {
+    **dict.fromkeys((*_NOT_FINITE, torch.any, Tensor.any), _is_false),
     _getter("device"): _device, _getter("is_cuda"): _is_cuda, _getter("is_meta"): _is_meta,
     Tensor.get_device: _get_device, Tensor.cuda: _cuda, Tensor.to: _to, torch.empty_like: _empty_like,
     Tensor.backward: _backward, Tensor.tolist: _values, Tensor.numpy: _values, Tensor.__array__: _values,
     Tensor.__format__: _format, Tensor.pin_memory: _itself, Tensor.record_stream: _nothing,
-    _setter: _set_data, F.softmax: _softmax, F.log_softmax: _softmax, torch.softmax: _softmax,
+    _setter: _set_data, F.ctc_loss: _ctc_loss, F.softmax: _softmax, F.log_softmax: _softmax, torch.softmax: _softmax,
     torch.log_softmax: _softmax, Tensor.softmax: _softmax, Tensor.log_softmax: _softmax,
 }  # fmt: skip
 
@@ -230,7 +244,7 @@ def pretended_card(tracker: LoopTracker, *, name: str, total_bytes: int, capabil
     """Run a script inside the `with` block on a card of `total_bytes`."""
     answers = torch_cuda.answers(tracker, name=name, total_bytes=total_bytes, capability=capability)
     with ExitStack() as stack:
-        stack.enter_context(torch_cuda.on_pretended_card(answers, tracker.note))
+        stack.enter_context(torch_cuda.on_pretended_card(answers, tracker))
         stack.enter_context(_default_devices(tracker))
         stack.enter_context(_grouping())
         stack.enter_context(_moving_modules())

@@ -52,7 +52,9 @@ class Script:
         Raises:
             RequestError: it cannot be imported.
         """
-        step = factories.import_callable(reference)
+        step = factories.import_callable(
+            reference, "the script's own arguments follow `--`, and its loop stands under main"
+        )
         return cls(Path(reference.rpartition(":")[0]).name, step, inspect.unwrap(step).__globals__)
 
     def prepare(self) -> dict[str, Any]:

@@ -52,7 +52,8 @@ _UNSCALING = {
 """`GradScaler`'s operators: they work in place, and have no kernels on meta."""
 
 _BETWEEN_DEVICES = {
-    aten.copy_.default, aten._to_copy.default, aten.index.Tensor, aten.index_put.default, aten.index_put_.default
+    aten.copy_.default, aten._to_copy.default, aten.index.Tensor, aten.index_put.default, aten.index_put_.default,
+    aten._pack_padded_sequence.default,
 }  # fmt: skip
 _GRAD_SCALER = Path(torch.amp.grad_scaler.__file__)
 _PACKAGE_OF: dict[Any, str] = {}
@@ -62,17 +63,17 @@ Kept = Callable[[], Iterable[tuple[Tensor, int]]]
 
 def is_deepspeed(frame: FrameType) -> bool:
     """Return whether a frame runs DeepSpeed's code, for which the card is a meta device."""
-    return _package_of(frame) == "deepspeed"
+    return package_of(frame) == "deepspeed"
 
 
 def asks_for_deepspeed(frame: FrameType | None) -> bool:
     """Return whether DeepSpeed runs a frame, directly or through torch and transformers, as in `Module.to`."""
-    while frame is not None and _package_of(frame) in ("torch", "transformers", "frugal"):
+    while frame is not None and package_of(frame) in ("torch", "transformers", "frugal"):
         frame = frame.f_back
     return frame is not None and is_deepspeed(frame)
 
 
-def _package_of(frame: FrameType) -> str:
+def package_of(frame: FrameType) -> str:
     """Return the package of a frame's code, if it matters here; empty for others, such as a script."""
     code = frame.f_code
     if code not in _PACKAGE_OF:
@@ -102,6 +103,7 @@ class LoopTracker(Tracker):
         self._workspace_bytes = workspaces.workspace_bytes(capability, torch_version)
         self._elsewhere: set[int] = set()  # addresses of storages on torch's own meta device
         self._is_elsewhere = False
+        self.false: set[int] = set()  # addresses of storages of which every value is false
         self._host_runs = False  # whether operators on the host really run, however large
         self._in_backward = False
         self._has_workspace: set[bool] = set()  # for threads: autograd's has a cuBLAS handle of its own
@@ -143,6 +145,7 @@ class LoopTracker(Tracker):
 
     def died(self, address: int, size_bytes: int) -> None:
         """Record the end of a storage."""
+        self.false.discard(address)
         if address in self._elsewhere:
             self._elsewhere.discard(address)
         else:
@@ -168,7 +171,7 @@ class LoopTracker(Tracker):
             out = super().__torch_dispatch__(func, types, args, kwargs)
             if index is not None:
                 self._timeline.events.append(index)
-            if func in PRODUCTS and self._in_backward not in self._has_workspace:
+            if func in PRODUCTS and args[0].is_meta and self._in_backward not in self._has_workspace:
                 self._has_workspace.add(self._in_backward)
                 self._record(self._workspace_bytes, TEMPORARY, workspaces.WORKSPACE)
             return out
@@ -221,8 +224,10 @@ class LoopTracker(Tracker):
             )
 
     def _scalar(self, tensor: Tensor) -> bool | int | float:
-        """Answer as `Tracker`, but report no infinite gradient to `GradScaler`, which reads a float, and full masks to
-        transformers also where a loop's next forward is not known from its optimizer step."""
+        """Answer as `Tracker`, but report no infinite gradient to `GradScaler`, which reads a float, no NaN to scripts,
+        and full masks to transformers also where a loop's next forward is not known from its optimizer step."""
+        if tensor.dtype == torch.bool and torch_internals.address(tensor) in self.false:
+            return False
         if tensor.dtype == torch.bool and asked_by_transformers(sys._getframe(1)):
             return True
         if tensor.dtype.is_floating_point and _asks(_GRAD_SCALER, sys._getframe(1)):

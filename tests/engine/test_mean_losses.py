@@ -1,0 +1,139 @@
+"""Modules whose forward returns a mean loss are trained on that of the whole global batch, or refused in words."""
+
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from bench.ranks import Ranks
+from frugal.errors import RequestError
+from frugal.models.objectives import MeanLoss, SummedLoss
+from frugal.models.resolve import resolve
+from frugal.models.trials.model_check import check_model
+from tests.engine.engines import plan_here, running
+from tests.engine.gradients import SGD, Gradient, applied, relative_error, weights, with_bound
+from tests.engine.mean_modules import REFUSED, draw_mean
+
+IN_EVERY_RUN, NUMBER = range(8), 100
+
+
+def stepped(seeds: range) -> list[Gradient]:
+    """Return the gradients of one step for each seed. Runs on ranks."""
+    found = []
+    for seed in seeds:
+        case = draw_mean(seed)
+        objective = MeanLoss(example=case.samples[0])
+        plan = plan_here(seed % 4, len(case.samples), 1 + seed % 3, SGD)
+        before = weights(case.make())
+        with running(plan, case.make(), objective) as engine:
+            engine.train_step(case.samples)
+            found.append(applied(engine, before))
+    return found
+
+
+@pytest.mark.parametrize(
+    "seeds", [IN_EVERY_RUN, pytest.param(range(len(IN_EVERY_RUN), NUMBER), marks=pytest.mark.exhaustive)]
+)
+def test_the_gradient_is_that_of_one_batch_in_plain_torch(seeds: range, two_ranks: Ranks) -> None:
+    (ours, _) = two_ranks.run(stepped, seeds)
+    for seed, gradient in zip(seeds, ours, strict=True):
+        case = draw_mean(seed)
+        exact, bound = with_bound(case.plain_gradient)
+        assert relative_error(gradient, exact) <= bound, case.words
+
+
+@pytest.mark.parametrize("kind", REFUSED)
+def test_what_is_no_loss_is_refused_with_what_was_returned(kind: str) -> None:
+    case = draw_mean(len(kind), {kind: REFUSED[kind]})
+    objective = MeanLoss(example=case.samples[0])
+    with pytest.raises(RequestError, match=r"forward returns (no loss to train by|several losses)") as caught:
+        objective.loss_sum(case.make(), objective.collate(case.samples))
+    is_cut = kind in ("a float", "no gradient", "the accuracy first")
+    assert str(caught.value).count(".detach()") == (is_cut and kind != "the accuracy first")
+    assert "hint: return" in str(caught.value)
+
+
+class Tokens(nn.Module):
+    """A language model; its loss is what `mean` makes of logits and labels."""
+
+    def __init__(self, mean: Any) -> None:
+        super().__init__()
+        self.embedding, self.head, self.mean = nn.Embedding(20, 8), nn.Linear(8, 20), mean
+
+    def forward(self, input_ids: Tensor, labels: Tensor) -> Tensor:
+        loss: Tensor = self.mean(self.head(self.embedding(input_ids)).transpose(1, 2), labels)
+        return loss
+
+
+def shifted(logits: Tensor, labels: Tensor) -> Tensor:
+    return nn.functional.cross_entropy(logits[..., :-1], labels[:, 1:])
+
+
+def by_sample(logits: Tensor, labels: Tensor) -> Tensor:
+    losses = nn.functional.cross_entropy(logits, labels, reduction="none")
+    return (losses.sum(1) / (labels != -100).sum(1).clamp(min=1)).mean()
+
+
+EXAMPLE = {"input_ids": torch.zeros(8, dtype=torch.long), "labels": torch.zeros(8, dtype=torch.long)}
+
+
+@pytest.mark.parametrize(
+    ("mean", "count"),
+    [
+        (nn.functional.cross_entropy, None),
+        (shifted, '(batch["labels"][:, 1:] != -100).sum()'),
+        (by_sample, 'len(batch["labels"])'),
+    ],
+)
+def test_a_mean_over_other_targets_is_refused_with_the_count_that_is_right(
+    mean: Any, count: str | None, tmp_path: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The count of the hint is taken as it is written, and accepted."""
+    monkeypatch.setattr("tests.engine.test_mean_losses.made", lambda: (Tokens(mean), EXAMPLE))
+    spec = resolve("tests.engine.test_mean_losses:made")
+    if count is None:
+        assert check_model(spec) == (COUNTED.format("the entries of `labels` that are not -100"),)
+        return
+    with pytest.raises(RequestError) as caught:
+        check_model(spec)
+    assert str(caught.value).endswith(f"frugal.MeanLoss(example=..., count=lambda batch: {count})")
+    right = MeanLoss(example=EXAMPLE, count=eval(f"lambda batch: {count}"))
+    monkeypatch.setattr("tests.engine.test_mean_losses.made", lambda: (Tokens(mean), right))
+    spec = resolve("tests.engine.test_mean_losses:made")
+    assert check_model(spec) == (COUNTED.format("what its count says"),)
+
+
+COUNTED = "the loss is what forward returns, taken as a mean over {}"
+
+
+def made() -> Any:
+    """Replaced by each test."""
+
+
+WRONG_SAMPLES: dict[str, tuple[dict[str, Any], str]] = {
+    "a missing value": ({"x": [0.0] * 3, "t": 1}, "a sample has no `y`\n  because it has x, t, and the example x, y"),
+    "a fraction for a class": ({"x": [0.0] * 3, "y": 0.5}, "`y` of a sample is torch.float32 of shape ()"),
+    "a list for a number": ({"x": [0.0] * 3, "y": [1]}, "`y` of a sample is torch.int64 of shape (1,)"),
+    "words": ({"x": [0.0] * 3, "y": "one"}, "`y` of a sample is no tensor"),
+    "another length": ({"x": [0.0] * 2, "y": 1}, "samples cannot be put into one batch"),
+}
+
+
+@pytest.mark.parametrize("kind", WRONG_SAMPLES)
+@pytest.mark.parametrize("objective", [SummedLoss, MeanLoss])
+def test_samples_unlike_the_example_are_refused(kind: str, objective: Any) -> None:
+    sample, said = WRONG_SAMPLES[kind]
+    made = objective(lambda model, batch: model(batch["x"]).mean(), example={"x": torch.zeros(3), "y": 0})
+    with pytest.raises(RequestError) as caught:
+        made.collate([{"x": torch.zeros(3), "y": 2}, sample])
+    assert str(caught.value).startswith(said) and "\nhint: " in str(caught.value)
+
+
+def test_samples_take_the_types_of_the_example_and_nothing_else_goes_along() -> None:
+    made = MeanLoss(example={"x": torch.zeros(2, dtype=torch.float16), "y": 0})
+    batch = made.collate([{"name": "clip", "y": True, "x": [1, 2]}, ([0.5, 0.25], 7)])
+    assert {name: value.tolist() for name, value in batch.items()} == {
+        "x": [[1.0, 2.0], [0.5, 0.25]], "y": [1, 7], "real": 1.0,
+    }  # fmt: skip
+    assert (batch["x"].dtype, batch["y"].dtype) == (torch.float16, torch.int64)
