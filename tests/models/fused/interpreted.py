@@ -1,7 +1,6 @@
 """What is shown of Liger's kernels, run by Triton's interpreter: by `test_kernels.py`, in a process of its own.
 
-In fp16 and fp32: the interpreter knows no products in bf16. It holds tensors longer than a kernel does, so that nothing
-can be said of memory; `bench.emulated_gpu` does.
+It holds tensors longer than a kernel does, so that nothing can be said of memory; `bench.emulated_gpu` does.
 """
 
 import copy
@@ -18,6 +17,10 @@ import torch.distributed as dist
 import transformers
 from torch import Tensor, nn
 
+from bench.kernels import (
+    interpreter,  # noqa: F401 - has what Triton's interpreter lacks
+    numerics,
+)
 from bench.plans import plan_by_hand
 from bench.ranks import Ranks
 from frugal.config.adapters import Lora
@@ -33,7 +36,6 @@ from frugal.planning.strategy import Strategy
 from frugal.planning.what_if import kernels_bring
 from tests.engine.gradients import SGD, Gradient, applied, relative_error, weights, with_bound
 from tests.engine.small_models import TINY, tiny
-from tests.models.fused import interpreter  # noqa: F401 - has what Triton's interpreter lacks
 
 SAMPLES = [
     {"input_ids": ids, "labels": ids, "attention_mask": [1] * len(ids)} for ids in ([5, 9, 3, 7], [4, 8], [11, 6, 13])
@@ -94,6 +96,30 @@ def test_in_fp16_the_gradient_is_as_near_to_the_exact_one_as_that_of_torchs_kern
     by_torch = relative_error(gradient_of(copy.deepcopy(model))[1], exact)
     replacement.apply(model)
     assert relative_error(gradient_of(model)[1], exact) < 1.2 * by_torch
+
+
+ROUNDING_OF_SUMS = 4 * torch.finfo(torch.float32).eps
+"""Of losses, whose sums are in fp32 in both, in another order."""
+
+
+@pytest.mark.parametrize("name", numerics.CASES)
+def test_in_bf16_a_kernel_is_no_further_from_fp64_than_torchs_operators(name: str) -> None:
+    for seed in range(5):
+        for of_torch, of_kernel in numerics.errors(name, seed):
+            assert of_kernel <= 1.01 * of_torch + ROUNDING_OF_SUMS
+
+
+def test_the_page_shows_the_kept_errors() -> None:
+    assert numerics.table(json.loads(numerics.RESULTS.read_text())["errors"]) in numerics.PAGE.read_text()
+
+
+@pytest.mark.parametrize("family", ["llama", "gemma", "qwen3"])
+def test_a_model_that_becomes_bf16_after_its_kernels_were_chosen_is_as_near_to_fp64(family: str) -> None:
+    exact = gradient_of(model_of(family).bfloat16().double())[1]
+    by_torch = relative_error(gradient_of(model_of(family).bfloat16())[1], exact)
+    model = model_of(family)
+    replacement.apply(model)
+    assert relative_error(gradient_of(model.bfloat16())[1], exact) < 1.2 * by_torch
 
 
 def test_a_gradient_that_others_have_too_is_not_overwritten() -> None:
