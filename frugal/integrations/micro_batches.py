@@ -7,6 +7,7 @@ a target. Packs are made of the samples of the data set, as in `frugal train`.
 """
 
 from collections.abc import Callable, Iterator, Sequence
+from itertools import chain
 from typing import Any
 
 import numpy as np
@@ -45,12 +46,10 @@ def _lengths(dataset: Any) -> NDArray[np.int64] | None:
     names = getattr(dataset, "column_names", None)
     if names is not None and "length" in names:
         return np.asarray(dataset["length"], dtype=np.int64)
-    if names is not None and "input_ids" in names:
-        return np.fromiter(map(len, dataset["input_ids"]), dtype=np.int64, count=len(dataset))
-    first = dataset[0]
-    if names is not None or not isinstance(first, dict) or "input_ids" not in first:
+    if "input_ids" not in (names if names is not None else dataset[0] if isinstance(dataset[0], dict) else ()):
         return None
-    return np.fromiter((len(dataset[i]["input_ids"]) for i in range(len(dataset))), dtype=np.int64)
+    tokens = dataset["input_ids"] if names is not None else (dataset[i]["input_ids"] for i in range(len(dataset)))
+    return np.fromiter(map(len, tokens), dtype=np.int64, count=len(dataset))
 
 
 class PlannedBatches:
@@ -63,10 +62,9 @@ class PlannedBatches:
     """
 
     def __init__(self, plan: Plan, dataset: Sequence[Any], rank: int, seed: int) -> None:
-        self._plan, self._rank = plan, rank
+        self._plan, self._rank, self._epoch = plan, rank, 0
         lengths = lengths_of(dataset, plan.request.seq_len)
         self._batches = GlobalBatches(dataset, global_batch=plan.batch.global_batch, lengths=lengths, seed=seed)
-        self._epoch = 0
 
     @property
     def batch_sampler(self) -> "PlannedBatches":
@@ -106,16 +104,16 @@ class Packs:
     """
 
     def __init__(self, dataset: Any, seq_len: int) -> None:
-        lengths, packer = lengths_of(dataset, seq_len), Packer(seq_len)
+        lengths, packer, self._dataset = lengths_of(dataset, seq_len), Packer(seq_len), dataset
         if lengths is None:
             raise RequestError(
                 "the samples of train_dataset cannot be packed",
                 because="they have no `input_ids` whose lengths could be known",
                 hint="tokenize them, or plan without --pack",
             )
-        pieces = (np.broadcast_to(np.int32(number), length) for number, length in enumerate(lengths))
-        made = [pack for piece in pieces for pack in packer.add(piece)] + list(packer.flush())
-        self._dataset, self._numbers = dataset, [pack["input_ids"][packs.starts(pack["documents"])] for pack in made]
+        pieces = map(np.broadcast_to, np.arange(len(lengths), dtype=np.int32), lengths)  # they take no memory
+        made = [*chain.from_iterable(map(packer.add, pieces)), *packer.flush()]
+        self._numbers = [pack["input_ids"][packs.starts(pack["documents"])] for pack in made]
         self.lengths = np.array([pack["length"] for pack in made], dtype=np.int64)
 
     def __len__(self) -> int:
@@ -127,16 +125,17 @@ class Packs:
 
 def collate_packs(collate: Collate, objective: CausalLM, items: list[list[Any]]) -> dict[str, Any]:
     """Return packs as `objective` does; `collate` makes tokens and labels of each document, one by one."""
-    samples = []
-    for documents in items:
-        parts = [collate([document]) for document in documents]
-        real = [part.get("attention_mask", torch.ones_like(part["input_ids"])).bool() for part in parts]
-        joined = {
-            name: torch.cat([part[name][mask] for part, mask in zip(parts, real, strict=True)]).numpy()
-            for name in ("input_ids", "labels")
-        }
-        samples.append({**joined, "documents": [int(mask.sum()) for mask in real]})
-    return objective.collate(samples)
+    return objective.collate([_joined([collate([document]) for document in documents]) for documents in items])
+
+
+def _joined(parts: list[dict[str, Any]]) -> dict[str, Any]:
+    """Return a pack of documents, each a batch of its own, without their padding."""
+    real = [part.get("attention_mask", torch.ones_like(part["input_ids"])).bool() for part in parts]
+    joined = {
+        name: torch.cat([part[name][mask] for part, mask in zip(parts, real, strict=True)]).numpy()
+        for name in ("input_ids", "labels")
+    }
+    return {**joined, "documents": [int(mask.sum()) for mask in real]}
 
 
 class WithDummies:

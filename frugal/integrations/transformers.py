@@ -109,8 +109,7 @@ class PlannedMixin:
             collate = trainer._get_collator_with_removed_columns(collate, description="training")
         args, request = trainer.args, self.plan.request
         if request.pack:
-            objective = CausalLM(packed=True, document_tokens=request.document_tokens)
-            collate = partial(collate_packs, collate, objective)
+            collate = partial(collate_packs, collate, CausalLM(packed=True, document_tokens=request.document_tokens))
             dataset = sampled = Packs(sampled, request.seq_len)
         return DataLoader(
             WithDummies(sampled),  # type: ignore[arg-type]  # has all of a data set that is used

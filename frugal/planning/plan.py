@@ -241,8 +241,8 @@ class Plan:
     @property
     def kernels(self) -> str:
         """The kernels of this plan beyond torch's usual ones, and what they bring; empty: none."""
-        why = next((why for why in self.why if why.startswith(KERNELS)), "")
-        return why.partition(";")[0].removeprefix(f"{KERNELS} ")
+        kernels = (why.partition(";")[0] for why in self.why if why.startswith(KERNELS))
+        return next(kernels, "").removeprefix(f"{KERNELS} ")
 
     @property
     def _room(self) -> str:

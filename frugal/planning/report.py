@@ -47,17 +47,18 @@ def reasons(request: Request, cluster: Cluster, result: SearchResult) -> tuple[s
 
 def _kernels(request: Request, cluster: Cluster, result: SearchResult) -> list[str]:
     """Return which kernels are fused, and which ones attention takes."""
-    sentences, is_liger = [], result.chosen.strategy.kernels == "liger"
+    strategy, is_liger = result.chosen.strategy, result.chosen.strategy.kernels == "liger"
     names = ["liger"] * is_liger + [f"{VARLEN} attention"] * (VARLEN in result.attention)
-    fused = [each for each in result.fused if each != FUSED_LOSS or result.chosen.strategy.loss == "tiled"]
-    if names:
-        as_asked = ", as asked" if request.kernels == "liger" else ""
-        liger = f"; Liger's run {', '.join(fused)}{as_asked}" if is_liger else ""
-        sentences.append(f"{KERNELS} {', '.join(names)}{liger}")
-    if attention := [each for each in result.attention if each != VARLEN]:
-        oldest = min(device.compute_capability or ASSUMED_CAPABILITY for device in cluster.kinds)
-        card = "compute capability {}.{}".format(*oldest)
-        sentences.append(f"attention is {' and '.join(attention)}: torch's choice for {request.precision} on {card}")
+    fused = (each for each in result.fused if each != FUSED_LOSS or strategy.loss == "tiled")
+    as_asked = ", as asked" * (request.kernels == "liger")
+    sentences = [f"{KERNELS} {', '.join(names)}" + f"; Liger's run {', '.join(fused)}{as_asked}" * is_liger] * bool(
+        names
+    )
+    if attention := " and ".join(each for each in result.attention if each != VARLEN):
+        card = "{}.{}".format(*min(device.compute_capability or ASSUMED_CAPABILITY for device in cluster.kinds))
+        sentences.append(
+            f"attention is {attention}: torch's choice for {request.precision} on compute capability {card}"
+        )
     return sentences
 
 

@@ -191,7 +191,6 @@ def _as_planned(plan: Plan, **others: Any) -> Request:
     """
     strategy, request = plan.strategy, plan.request
     places = strategy.offload_optimizer, strategy.offload_parameters
-    offload = next(level for level, of_level in PLACES.items() if places in of_level)
     return replace(
         request,
         zero_stage=strategy.zero_stage,
@@ -199,7 +198,8 @@ def _as_planned(plan: Plan, **others: Any) -> Request:
         layer_modes=request.layer_modes if strategy.layer_modes else None,
         loss=strategy.loss,
         mlp=strategy.mlp,
-        **({"offload": offload} | others),
+        sequence_parallel=strategy.sequence_parallel if strategy.sequence_parallel > 1 else None,
+        **({"offload": next(level for level, known in PLACES.items() if places in known)} | others),
     )
 
 
@@ -212,9 +212,7 @@ def kernels_bring(plan: Plan, kinds: Sequence[str], dry_run: OpenSource) -> str:
 
     Beside the plan's own strategy without them: bytes with the same micro-batch, seconds with the best that fits.
     """
-    without: dict[str, Any] = {}
-    for kind in kinds:
-        without |= KINDS[kind]
+    without = {name: value for kind in kinds for name, value in KINDS[kind].items()}
     pins = {"micro_batch": plan.batch.largest_micro_batch, "accumulation_steps": None}
     requests = (_as_planned(plan, **pins), _as_planned(plan, **pins, **without), _as_planned(plan, **without))
     cases = [Case(name="", request=request, cluster=plan.cluster) for request in requests]
@@ -223,8 +221,8 @@ def kernels_bring(plan: Plan, kinds: Sequence[str], dry_run: OpenSource) -> str:
     if own is None or same is None or best is None or own.memory is None or same.memory is None:
         return names  # only dry runs would tell
     if not best.fits:
-        short = format_bytes(-(best.headroom_bytes or 0))
-        return f"{names}: without, micro-batch {best.micro_batch} does not fit ({short} short, predicted)"
+        lacking = f"({format_bytes(-(best.headroom_bytes or 0))} short, predicted)"
+        return f"{names}: without, micro-batch {best.micro_batch} does not fit {lacking}"
     less, less_bytes = 1 - plan.time.total_seconds / best.seconds, same.memory.total_bytes - own.memory.total_bytes
     time, memory = (("less" if each >= 0 else "more") for each in (less, less_bytes))
     return f"{names}: {100 * abs(less):.0f} % {time} time, {format_bytes(abs(less_bytes))} {memory} (predicted)"
@@ -232,9 +230,9 @@ def kernels_bring(plan: Plan, kinds: Sequence[str], dry_run: OpenSource) -> str:
 
 def with_gain(plan: Plan, dry_run: OpenSource) -> Plan:
     """Return a plan that has fused kernels with what they bring."""
-    said = kernels_bring(plan, [kind for kind in KINDS if kind in plan.kernels], dry_run)
+    gain = kernels_bring(plan, [kind for kind in KINDS if kind in plan.kernels], dry_run)
     return replace(
-        plan, why=tuple(why.replace(plan.kernels, said, why.startswith(KERNELS)) for why in plan.why)
+        plan, why=tuple(each.replace(f"{KERNELS} {plan.kernels}", f"{KERNELS} {gain}") for each in plan.why)
     ).sealed()
 
 
