@@ -49,16 +49,12 @@ def _kernels(request: Request, cluster: Cluster, result: SearchResult) -> list[s
     """Return which kernels are fused, and which ones attention takes."""
     strategy, is_liger = result.chosen.strategy, result.chosen.strategy.kernels == "liger"
     names = ["liger"] * is_liger + [f"{VARLEN} attention"] * (VARLEN in result.attention)
-    fused = (each for each in result.fused if each != FUSED_LOSS or strategy.loss == "tiled")
-    as_asked = ", as asked" * (request.kernels == "liger")
-    sentences = [f"{KERNELS} {', '.join(names)}" + f"; Liger's run {', '.join(fused)}{as_asked}" * is_liger] * bool(
-        names
-    )
+    fused = ", ".join(each for each in result.fused if each != FUSED_LOSS or strategy.loss == "tiled")
+    modules = f"; Liger's run {fused}{', as asked' * (request.kernels == 'liger')}" * is_liger
+    sentences = [f"{KERNELS} {', '.join(names)}{modules}"] * bool(names)
     if attention := " and ".join(each for each in result.attention if each != VARLEN):
-        card = "{}.{}".format(*min(device.compute_capability or ASSUMED_CAPABILITY for device in cluster.kinds))
-        sentences.append(
-            f"attention is {attention}: torch's choice for {request.precision} on compute capability {card}"
-        )
+        number = "{}.{}".format(*min(device.compute_capability or ASSUMED_CAPABILITY for device in cluster.kinds))
+        sentences.append(f"attention is {attention}: torch's choice for {request.precision} on capability {number}")
     return sentences
 
 
