@@ -242,5 +242,21 @@ def test_what_the_benchmarks_say_of_shared_samples_and_mixtures_is_what_was_meas
     assert f"{true['exact']} exact, worst +{100 * true['worst_error']:.3f} %, none low" in said
 
 
+def test_what_is_said_of_fused_kernels_on_emulated_cards_was_measured() -> None:
+    kept, said = measured("emulated-kernels")["summary"], " ".join(readme.text("fused-kernels").split())
+    allocated, reserved = kept["allocated_error"], kept["reserved_error"]
+    assert allocated["worst"] == allocated["lowest"] == kept["unusable_share"] == 0 == reserved["lowest"]
+    assert f"In {kept['measured']} runs on [emulated cards](emulated-gpu.md)" in said
+    assert f"reserved memory within {100 * reserved['worst']:.2f} %" in said
+
+
+def test_how_close_training_is_to_trl_with_ligers_kernels() -> None:
+    kept = measured("liger-trl-cpu")
+    ours, theirs = kept["frugal, liger"], kept["sft_trainer"]
+    assert len(ours["losses"]) == len(theirs["norms"]) == 20
+    largest = {what: max(abs(a / b - 1) for a, b in zip(ours[what], theirs[what], strict=True)) for what in ours}
+    assert f"at most {largest['losses']:.1e}, gradient norms by {largest['norms']:.1e}" in BENCHMARKS
+
+
 TRACKER = "memtracker, one configuration of llama-3.1-8b"
 UNSEEN = "an 8B model never seen on 8 x 24G, nothing kept"

@@ -30,6 +30,7 @@ from frugal.planning.report import Block, explanation
 from frugal.planning.run_cost import RunLength
 from frugal.planning.search.candidate import OpenSource
 from frugal.planning.what_if import (
+    KINDS,
     axes_around,
     changes,
     grid,
@@ -40,7 +41,6 @@ from frugal.planning.what_if import (
     predicted_with_sharing,
     shorter,
     what_if_table,
-    without_kernels,
 )
 
 
@@ -71,11 +71,10 @@ def command(words: tuple[str, ...], verbose: bool, with_table: bool, **values: A
 
 def _kernels_of(plan: Plan) -> Block:
     """Return what fused kernels bring; nothing for a plan without them."""
-    cases = without_kernels(plan)
-    if not cases:
-        return []
+    kinds = [kind for kind in KINDS if kind in plan.kernels]
     with closing(workers()) as pool:
-        return kernels_bring(plan, predicted(cases, _arithmetic(pool)))
+        lines = [f"  {kernels_bring(plan, [kind], _arithmetic(pool))}" for kind in kinds]
+    return ["kernels, each beside this strategy without", *lines] if lines else []
 
 
 def _help_for(plan: Plan) -> Block:

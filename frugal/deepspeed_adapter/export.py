@@ -241,10 +241,10 @@ def check_all_but_cut(plan: Plan, target: Target) -> None:
             "train it with `frugal train`, or plan with --sequence-parallel 1",
         ),
         (
-            request.pack,
+            request.pack and target != "hf",
             f"{who} cannot keep packed documents apart as planned",
             "frugal packs them itself, and the plan counts the attention mask that this takes",
-            "plan without --pack",
+            "use --to hf, which can, or plan without --pack",
         ),
         (
             batch.global_tokens is not None,

@@ -3,35 +3,53 @@
 The order is that of `frugal.data.batches`, which is the same on any number of ranks and has no last, partial
 global batch: it is completed from the next epoch. Where lengths are known, samples of similar length share a
 micro-batch. A Trainer needs equally many micro-steps in every optimizer step: missing ones are dummies, samples without
-a target.
+a target. Packs are made of the samples of the data set, as in `frugal train`.
 """
 
 from collections.abc import Callable, Iterator, Sequence
+from itertools import chain
 from typing import Any
 
 import numpy as np
+import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
 from frugal.data.batches import GlobalBatches, MicroBatchLimits, share
+from frugal.data.store.packing import Packer
 from frugal.errors import RequestError
+from frugal.models import packs
+from frugal.models.objectives import CausalLM
 from frugal.planning.plan import Plan
 from frugal.units import IGNORED
 
 Collate = Callable[[list[Any]], dict[str, Any]]
 
 
-def lengths_of(dataset: Any) -> NDArray[np.int64] | None:
-    """Return the tokens of each sample, shape `(len(dataset),)`, from a column `length` or `input_ids`, if known."""
+def lengths_of(dataset: Any, seq_len: int) -> NDArray[np.int64] | None:
+    """Return the tokens of each sample, shape `(len(dataset),)`, from a column `length` or `input_ids`, if known.
+
+    Raises:
+        RequestError: a sample has more than `seq_len` tokens.
+    """
+    lengths = dataset.lengths if isinstance(dataset, Packs) else _lengths(dataset)
+    if lengths is not None and lengths.size and (longest := int(lengths.max())) > seq_len:
+        raise RequestError(
+            f"sample {int(lengths.argmax())} of train_dataset has {longest} tokens",
+            because=f"the plan's memory is for samples of up to {seq_len}",
+            hint=f"cut what is longer, or plan with --seq-len {longest}",
+        )
+    return lengths
+
+
+def _lengths(dataset: Any) -> NDArray[np.int64] | None:
     names = getattr(dataset, "column_names", None)
     if names is not None and "length" in names:
         return np.asarray(dataset["length"], dtype=np.int64)
-    if names is not None and "input_ids" in names:
-        return np.fromiter(map(len, dataset["input_ids"]), dtype=np.int64, count=len(dataset))
-    first = dataset[0]
-    if names is not None or not isinstance(first, dict) or "input_ids" not in first:
+    if "input_ids" not in (names if names is not None else dataset[0] if isinstance(dataset[0], dict) else ()):
         return None
-    return np.fromiter((len(dataset[i]["input_ids"]) for i in range(len(dataset))), dtype=np.int64)
+    tokens = dataset["input_ids"] if names is not None else (dataset[i]["input_ids"] for i in range(len(dataset)))
+    return np.fromiter(map(len, tokens), dtype=np.int64, count=len(dataset))
 
 
 class PlannedBatches:
@@ -44,17 +62,9 @@ class PlannedBatches:
     """
 
     def __init__(self, plan: Plan, dataset: Sequence[Any], rank: int, seed: int) -> None:
-        self._plan, self._rank = plan, rank
-        lengths = lengths_of(dataset)
-        seq_len = plan.request.seq_len
-        if lengths is not None and lengths.size and (longest := int(lengths.max())) > seq_len:
-            raise RequestError(
-                f"sample {int(lengths.argmax())} of train_dataset has {longest} tokens",
-                because=f"the plan's memory is for samples of up to {seq_len}",
-                hint=f"cut what is longer, or plan with --seq-len {longest}",
-            )
+        self._plan, self._rank, self._epoch = plan, rank, 0
+        lengths = lengths_of(dataset, plan.request.seq_len)
         self._batches = GlobalBatches(dataset, global_batch=plan.batch.global_batch, lengths=lengths, seed=seed)
-        self._epoch = 0
 
     @property
     def batch_sampler(self) -> "PlannedBatches":
@@ -81,6 +91,51 @@ class PlannedBatches:
         shortest = int(batch.indices[0 if batch.lengths is None else np.argmin(batch.lengths)])
         for own in (*places, *[()] * (num_steps - len(places))):
             yield [int(batch.indices[place]) for place in own] or [~shortest]
+
+
+class Packs:
+    """A data set of packs, each a list of samples of `dataset` with `seq_len` tokens at most, as in `frugal train`.
+
+    Attributes:
+        lengths: tokens of each pack, shape `(len(self),)`.
+
+    Raises:
+        RequestError: the tokens of the samples are not known, or those of one are too many.
+    """
+
+    def __init__(self, dataset: Any, seq_len: int) -> None:
+        lengths, packer, self._dataset = lengths_of(dataset, seq_len), Packer(seq_len), dataset
+        if lengths is None:
+            raise RequestError(
+                "the samples of train_dataset cannot be packed",
+                because="they have no `input_ids` whose lengths could be known",
+                hint="tokenize them, or plan without --pack",
+            )
+        pieces = map(np.broadcast_to, np.arange(len(lengths), dtype=np.int32), lengths)  # they take no memory
+        made = [*chain.from_iterable(map(packer.add, pieces)), *packer.flush()]
+        self._numbers = [pack["input_ids"][packs.starts(pack["documents"])] for pack in made]
+        self.lengths = np.array([pack["length"] for pack in made], dtype=np.int64)
+
+    def __len__(self) -> int:
+        return len(self._numbers)
+
+    def __getitem__(self, index: int) -> list[Any]:
+        return [self._dataset[number] for number in self._numbers[index].tolist()]
+
+
+def collate_packs(collate: Collate, objective: CausalLM, items: list[list[Any]]) -> dict[str, Any]:
+    """Return packs as `objective` does; `collate` makes tokens and labels of each document, one by one."""
+    return objective.collate([_joined([collate([document]) for document in documents]) for documents in items])
+
+
+def _joined(parts: list[dict[str, Any]]) -> dict[str, Any]:
+    """Return a pack of documents, each a batch of its own, without their padding."""
+    real = [part.get("attention_mask", torch.ones_like(part["input_ids"])).bool() for part in parts]
+    joined = {
+        name: torch.cat([part[name][mask] for part, mask in zip(parts, real, strict=True)]).numpy()
+        for name in ("input_ids", "labels")
+    }
+    return {**joined, "documents": [int(mask.sum()) for mask in real]}
 
 
 class WithDummies:

@@ -9,12 +9,15 @@
 
 What it changes of Trainer: a global batch is exact, with uneven micro-batches and without a partial one at the end of
 an epoch; the loss is summed over targets and divided by those of the global batch over all ranks; samples of like
-length share a micro-batch; the tiled loss and every kind of activation checkpointing of a plan work; the first steps'
-memory is compared with the plan. What stays Trainer's: out of memory ends the run, `evaluate` averages over batches.
+length share a micro-batch, or with `--pack` a sample, in which none attends to another; the tiled loss and every kind
+of activation checkpointing of a plan work; the first steps' memory is compared with the plan. What stays Trainer's: out
+of memory ends the run, `evaluate` averages over batches.
 """
 
 import logging
 from collections.abc import Callable
+from contextlib import nullcontext
+from functools import partial
 from typing import Any
 
 import torch
@@ -29,19 +32,20 @@ from frugal.distributed.connections.listeners import closed_afterwards
 from frugal.engine.oom_retry import Guard
 from frugal.errors import PlanMismatchError, RequestError
 from frugal.integrations.arguments import training_arguments
-from frugal.integrations.micro_batches import Collated, PlannedBatches, WithDummies
+from frugal.integrations.micro_batches import Collated, Packs, PlannedBatches, WithDummies, collate_packs
 from frugal.models import (
     activation_checkpointing,
     adapters,
     batch_norm,
     expert_modules,
+    packs,
     tiled_loss,
     transformers_internals,
 )  # fmt: skip
 from frugal.models.fused import replacement
 from frugal.models.loading import quantised
 from frugal.models.losses import decoder_inputs
-from frugal.models.objectives import summed_cross_entropy
+from frugal.models.objectives import CausalLM, summed_cross_entropy
 from frugal.models.tiling import tiled_mlp
 from frugal.planning.plan import Plan
 from frugal.units import IGNORED, format_bytes
@@ -103,7 +107,10 @@ class PlannedMixin:
         else:
             sampled = dataset
             collate = trainer._get_collator_with_removed_columns(collate, description="training")
-        args = trainer.args
+        args, request = trainer.args, self.plan.request
+        if request.pack:
+            collate = partial(collate_packs, collate, CausalLM(packed=True, document_tokens=request.document_tokens))
+            dataset = sampled = Packs(sampled, request.seq_len)
         return DataLoader(
             WithDummies(sampled),  # type: ignore[arg-type]  # has all of a data set that is used
             batch_sampler=PlannedBatches(self.plan, dataset, args.process_index, args.seed),
@@ -135,14 +142,16 @@ class PlannedMixin:
         inputs = dict(inputs)
         labels = inputs.pop("labels")
         targets = self._targets(labels)
+        documents = inputs.pop(packs.OFFSETS, None), inputs.pop(packs.LONGEST, None)
         if self._decoder_inputs is not None and "decoder_input_ids" not in inputs:
             inputs["decoder_input_ids"] = self._decoder_inputs(labels)
-        if tiled_loss.is_applied(model):
-            outputs = tiled_loss.outputs_with_sum(model, inputs, targets)
-            total = outputs.logits
-        else:
-            outputs = model(**inputs)
-            total = summed_cross_entropy(outputs.logits, targets)
+        with packs.documents_kept_apart(*documents) if self.plan.request.pack else nullcontext():
+            if tiled_loss.is_applied(model):
+                outputs = tiled_loss.outputs_with_sum(model, inputs, targets)
+                total = outputs.logits
+            else:
+                outputs = model(**inputs)
+                total = summed_cross_entropy(outputs.logits, targets)
         if num_items_in_batch is None:
             loss = total / (targets != IGNORED).sum().clamp(min=1)
         else:

@@ -163,6 +163,7 @@ def logits_end(model: nn.Module) -> Callable[[Tensor], Tensor] | None:
 
 def _observed_end(model: nn.Module, copied: Any) -> Callable[[Tensor], Tensor] | None:
     """Note what `copied`, the model's copy on meta, does to what its head returns. Raises as `logits_end`."""
+    vars(copied).pop("forward", None)  # one put over the class's, as TRL does, runs the model it was made for
     for config in (copied.config, copied.config.get_text_config()):
         config.output_router_logits = False  # no layers, no routers; what they add to the loss is another matter
     head = copied.get_output_embeddings()

@@ -29,7 +29,7 @@ from frugal.units import format_bytes, format_count, format_seconds
 SCHEMA = 5
 
 NAME_WIDTH = 7
-"""Columns of the name of a row in a printed plan, with the space behind it."""
+"""Columns of the name of a row in a printed plan, with the space behind it; a longer name takes one more."""
 
 KERNELS = "kernels are"
 """The beginning of the reason that names fused kernels."""
@@ -226,7 +226,7 @@ class Plan:
     def __str__(self) -> str:
         """Return warnings and the verdict in a few lines; `frugal.planning.report.summary` has all of it."""
         notes = [f"{'note':<{NAME_WIDTH}}{note}" for note in self.warnings]
-        rows = [f"{name:<{NAME_WIDTH}}{words}" for name, words in self.verdict]
+        rows = [f"{name:<{NAME_WIDTH - 1}} {words}" for name, words in self.verdict]
         return "\n".join([*notes, *([""] if notes else []), self.arithmetic, *rows])
 
     def _repr_html_(self) -> str:
@@ -250,12 +250,18 @@ class Plan:
                 f"{self.strategy}",
             ),
             ("fits", self._room),
-            ("fused", next((why.removeprefix(KERNELS + " ") for why in self.why if why.startswith(KERNELS)), "")),
+            ("kernels", self.kernels),
             ("step", self._speed),
             ("rate", self._rate),
             ("binds", binds),
         )
         return tuple(row for row in rows if row[1])
+
+    @property
+    def kernels(self) -> str:
+        """The kernels of this plan beyond torch's usual ones, and what they bring; empty: none."""
+        kernels = (why.partition(";")[0] for why in self.why if why.startswith(KERNELS))
+        return next(kernels, "").removeprefix(f"{KERNELS} ")
 
     @property
     def _room(self) -> str:

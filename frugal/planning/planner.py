@@ -19,6 +19,7 @@ from frugal.planning.report import reasons
 from frugal.planning.search import ragged, sharing
 from frugal.planning.search.candidate import Infeasible, OpenSource, SearchResult
 from frugal.planning.search.search import Search
+from frugal.planning.what_if import with_gain
 from frugal.units import format_bytes, plural
 
 MAX_LISTED_GPUS = 8
@@ -52,7 +53,8 @@ def decide(request: Request, cluster: Cluster, defaults: tuple[str, ...], dry_ru
                 because="a rank that gets no sample in a micro-step has no statistics to add",
                 hint=f"use a --global-batch that is a multiple of {cluster.world_size}",
             )
-        yield _plan(search, result, defaults, [*notes, *_offload_by_pins(search, result)])
+        plan = _plan(search, result, defaults, [*notes, *_offload_by_pins(search, result)])
+        yield with_gain(plan, dry_run) if plan.kernels else plan
 
 
 def _offload_by_pins(search: Search, result: SearchResult) -> list[str]:

@@ -8,8 +8,9 @@ from collections import Counter
 from collections.abc import Callable, Iterable
 from math import ceil
 
-from frugal.config.hardware.cluster import Cluster, Node
+from frugal.config.hardware.cluster import ASSUMED_CAPABILITY, Cluster, Node
 from frugal.config.request import Request
+from frugal.planning.memory.profile import VARLEN
 from frugal.planning.memory_report import assumptions, binding, breakdown_table
 from frugal.planning.model_facts import FUSED_LOSS
 from frugal.planning.plan import KERNELS, Plan, Rejected, StepTime
@@ -37,14 +38,24 @@ def reasons(request: Request, cluster: Cluster, result: SearchResult) -> tuple[s
         elif taken == "tiled":
             plain = _compared(result, lambda each, name=name: getattr(each, name) == "plain", f"with {what}")  # type: ignore[misc]  # `name` as it is now
             sentences.append(f"the {noun} is tiled{plain}")
-    if strategy.kernels == "liger":
-        as_asked = ", as asked" if request.kernels == "liger" else ""
-        fused = [each for each in result.fused if each != FUSED_LOSS or strategy.loss == "tiled"]
-        sentences.append(f"{KERNELS} Liger's, for {', '.join(fused)}{as_asked}")
+    sentences += _kernels(request, cluster, result)
     sentences.append(_zero_stage(request, cluster, result))
     sentences += _offload(request, result)
     sentences.append(what_binds(request, cluster, result.chosen))
     return tuple(sentences)
+
+
+def _kernels(request: Request, cluster: Cluster, result: SearchResult) -> list[str]:
+    """Return which kernels are fused, and which ones attention takes."""
+    strategy, is_liger = result.chosen.strategy, result.chosen.strategy.kernels == "liger"
+    names = ["liger"] * is_liger + [f"{VARLEN} attention"] * (VARLEN in result.attention)
+    fused = ", ".join(each for each in result.fused if each != FUSED_LOSS or strategy.loss == "tiled")
+    modules = f"; Liger's run {fused}{', as asked' * (request.kernels == 'liger')}" * is_liger
+    sentences = [f"{KERNELS} {', '.join(names)}{modules}"] * bool(names)
+    if attention := " and ".join(each for each in result.attention if each != VARLEN):
+        number = "{}.{}".format(*min(device.compute_capability or ASSUMED_CAPABILITY for device in cluster.kinds))
+        sentences.append(f"attention is {attention}: torch's choice for {request.precision} on capability {number}")
+    return sentences
 
 
 def _activation_checkpointing(request: Request, result: SearchResult) -> str:

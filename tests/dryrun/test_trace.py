@@ -14,6 +14,7 @@ from frugal.dryrun.messages import AskTrace
 from frugal.dryrun.trace import trace as tracing
 from frugal.dryrun.trace.trace import repetition, trace
 from frugal.models.objectives import CausalLM, MaskedLM, Objective, Seq2Seq, SummedLoss
+from frugal.planning.memory.profile import attention_kernels
 from frugal.planning.memory.timeline import ModelTrace, NotAffineError
 
 SEQ_LEN = 40
@@ -227,3 +228,25 @@ def test_a_cpu_is_slowed_by_what_is_computed_a_gpu_by_bytes_alone() -> None:
         return cpu / gpu
 
     assert slowed(torch.neg) < 0.5 < slowed(nn.functional.gelu) < 1 < slowed(lambda x: x.softmax(-1))
+
+
+@pytest.mark.parametrize(
+    ("family", "capability", "kernels"),
+    [
+        ("llama", (7, 5), ("math",)),  # memory-efficient attention has no bf16 there
+        ("llama", (8, 0), ("flash",)),
+        ("llama", (9, 0), ("cuDNN",)),
+        ("gpt2", (9, 0), ("flash",)),  # cuDNN drops out sixteenths, and this model a tenth
+        ("bert", (8, 9), ("memory-efficient",)),  # a mask
+        ("t5", (8, 0), ("memory-efficient",)),  # a bias
+        ("gpt_oss", (8, 0), ()),  # computes attention itself
+        ("packed llama", (8, 0), ("varlen",)),
+        ("packed llama", (7, 5), ("math",)),
+    ],
+)
+def test_a_trace_tells_which_attention_kernels_ran(
+    family: str, capability: tuple[int, int], kernels: tuple[str, ...]
+) -> None:
+    kind, goal = family.removeprefix("packed "), CausalLM(packed=True) if " " in family else objective(family)
+    stream = traced(build(kind), goal, capability=capability).stream
+    assert attention_kernels(stream) == kernels

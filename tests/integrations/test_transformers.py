@@ -2,12 +2,14 @@
 
 import importlib.util
 import random
+import tempfile
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from safetensors.torch import load_file
@@ -18,7 +20,7 @@ from frugal.config.adapters import Lora
 from frugal.deepspeed_adapter.export import check
 from frugal.errors import PlanMismatchError, RequestError
 from frugal.integrations.arguments import training_arguments
-from frugal.integrations.micro_batches import PlannedBatches
+from frugal.integrations.micro_batches import Packs, PlannedBatches
 from frugal.planning.plan import Plan
 from tests.engine.gradients import bounds_of_run, relative_error
 
@@ -50,12 +52,28 @@ def collate(rows: list[dict[str, Any]]) -> dict[str, torch.Tensor]:
     }
 
 
-def plan(zero_stage: int, lora: str | None = None, **strategy: Any) -> Plan:
+def plan(zero_stage: int, lora: str | None = None, *, pack: bool | None = None, **strategy: Any) -> Plan:
     """Global batches of 5 samples on two ranks: in micro-batches of 2 that is 2 and 1, then 1 and 1."""
     request = {"learning_rate": 1e-2, "gradient_clipping": 0.5, "lora": None if lora is None else Lora.parse(lora)}
+    request |= {"pack": pack}
     return plan_by_hand(
         world_size=2, global_batch=5, micro_batch=2, zero_stage=zero_stage, request=request, strategy=strategy
     )
+
+
+def packed(rows: list[dict[str, Any]]) -> list[dict[str, Any]]:
+    """Packs of 64 tokens as `frugal train` reads them from its files."""
+    from frugal.data.store.arrow_store import ArrowSamples, ArrowWriter
+
+    with tempfile.TemporaryDirectory() as folder:
+        path = Path(folder, "packs.arrow")
+        with ArrowWriter(path, "causal-lm", packs_of=64) as writer:
+            trained = [np.array(row["labels"]) != -100 for row in rows]
+            writer.write(
+                {"input_ids": np.array(row["input_ids"], np.int32), "trained": mask}
+                for row, mask in zip(rows, trained, strict=True)
+            )
+        return list(ArrowSamples(path))
 
 
 def ours(folder: str, made: Plan) -> tuple[list[float], dict[str, torch.Tensor]]:
@@ -67,8 +85,8 @@ def ours(folder: str, made: Plan) -> tuple[list[float], dict[str, torch.Tensor]]
     from frugal.models import resolve
 
     spec = resolve.resolve(folder)
-    engine = frugal.initialize(spec.build(dtype=torch.float32), made, spec.objective())
-    rows = samples()
+    engine = frugal.initialize(spec.build(dtype=torch.float32), made, spec.objective(pack=bool(made.request.pack)))
+    rows = packed(samples()) if made.request.pack else samples()
     batches = GlobalBatches(rows, global_batch=5, lengths=[len(row["input_ids"]) for row in rows], seed=7).iterate()
     losses = [engine.train_step(next(batches)).loss for _ in range(STEPS)]
     trained = {name: parameter for name, parameter in engine.module.named_parameters() if parameter.requires_grad}
@@ -194,14 +212,19 @@ def bounds(folder: str) -> tuple[float, float, float]:
     )  # fmt: skip
 
 
-ZERO_2, ZERO_3 = "ZeRO-2", "ZeRO-3, full checkpointing, tiled loss"
-STRATEGIES = {ZERO_2: (2, {}), ZERO_3: (3, {"activation_checkpointing": "full", "loss": "tiled"})}
+ZERO_2, ZERO_3, PACKS = "ZeRO-2", "ZeRO-3, full checkpointing, tiled loss", "packs, tiled loss"
+STRATEGIES: dict[str, tuple[int, dict[str, Any]]] = {
+    ZERO_2: (2, {}),
+    ZERO_3: (3, {"activation_checkpointing": "full", "loss": "tiled"}),
+    PACKS: (2, {"pack": True, "loss": "tiled"}),
+}
 
 
 @pytest.mark.parametrize(
     ("kind", "strategy", "resume_at"),
     [
         ("Trainer", ZERO_3, 0),
+        ("Trainer", PACKS, 0),
         pytest.param("Trainer", ZERO_2, 0, marks=pytest.mark.exhaustive),
         pytest.param("Trainer", ZERO_2, 4, marks=pytest.mark.exhaustive),
         *(pytest.param("SFTTrainer", strategy, 0, marks=needs_trl) for strategy in STRATEGIES),
@@ -240,6 +263,9 @@ def test_what_a_trainer_cannot_do_is_refused() -> None:
     made = plan(2)
     with pytest.raises(RequestError, match="cannot fill a global batch of 512 tokens"):
         check(replace(made, batch=replace(made.batch, global_tokens=512)), "hf")
+    with pytest.raises(RequestError, match="Accelerate cannot keep packed documents apart as planned\n") as raised:
+        check(plan(2, pack=True), "accelerate")
+    assert "hint: use --to hf, which can, or plan without --pack" in str(raised.value)
     with pytest.raises(RequestError, match="`per_device_train_batch_size` is 4, and 2 in the plan\n") as raised:
         training_arguments(made, "run", per_device_train_batch_size=4)
     assert "hint: leave it out, or plan for the other value" in str(raised.value)
@@ -261,6 +287,12 @@ def test_samples_longer_than_planned_are_refused() -> None:
     with pytest.raises(RequestError, match="sample 1 of train_dataset has 70 tokens\n") as raised:
         PlannedBatches(plan(2), rows, rank=0, seed=1)
     assert "hint: cut what is longer, or plan with --seq-len 70" in str(raised.value)
+
+
+@pytest.mark.parametrize("wrong", [[{"pixels": [1.0]}], [{"input_ids": [0] * length} for length in (5, 70)]])
+def test_what_cannot_be_packed_is_refused_with_a_way_out(wrong: list[dict[str, Any]]) -> None:
+    with pytest.raises(RequestError, match=r"hint: (tokenize them, or plan without --pack|cut what is longer)"):
+        Packs(wrong, seq_len=64)
 
 
 def test_a_plan_for_another_model_is_refused(folder: str) -> None:

@@ -69,9 +69,15 @@ class SyntheticProfile:
     optimizer_bytes: float = 12.0
     num_matrices: int = 1
     can_be_split: bool = False
+    mask_bytes_per_token: int | None = None  # None: attention never runs document by document
+    by_document: bool = False
 
     def __post_init__(self) -> None:
         self.trainable_parameters = self.trainable_parameters or self.parameters
+
+    @property
+    def attention(self) -> tuple[str, ...]:
+        return ("varlen",) if self.mask_bytes_per_token is not None and self.by_document else ()
 
     @property
     def trainable_sizes(self) -> tuple[int, ...]:
@@ -111,7 +117,8 @@ class SyntheticProfile:
         stage, split = self.strategy.zero_stage, self.world_size
         elements = self.parameters
         on_device = 1 - share_on_host(self.trainable_sizes, self.strategy, self.world_size)
-        activations = (self.bytes_per_token * self.seq_len + self.bytes_per_sample) * micro_batch
+        of_token = self.bytes_per_token + (0 if self.by_document else self.mask_bytes_per_token or 0)
+        activations = (of_token * self.seq_len + self.bytes_per_sample) * micro_batch
         kept = sum(kept * self.strategy.share(mode) for mode, kept in KEPT.items())
         activations = int(activations * kept) // self.strategy.sequence_parallel
         tiles = 8 if self.strategy.mlp == "tiled" else 1
@@ -212,6 +219,7 @@ class SyntheticSource:
             world_size=self.cluster.world_size,
             devices_per_node=max(len(node.devices) for node in self.cluster.nodes),
             seq_len=self.request.seq_len,
+            by_document=bool(self.request.pack and self.request.document_tokens),
             optimizer_bytes=self.request.master_bytes_per_element + self.request.state_bytes_per_element,
             **(self.model | changes),  # type: ignore[arg-type]  # numbers of either kind
         )

@@ -1,5 +1,6 @@
 """A plan in a few lines, the strategies that were weighed as a table, and why none fits as a proof."""
 
+import re
 from dataclasses import replace
 from typing import Any
 
@@ -89,6 +90,33 @@ def test_notes_come_before_the_verdict(plan: Plan) -> None:
     lines = str(replace(plan, warnings=("a", "b"))).splitlines()
     assert lines[:4] == ["note   a", "note   b", "", plan.arithmetic]
     assert lines[4].startswith("runs   ")
+
+
+@pytest.mark.parametrize(
+    ("mask_bytes_per_token", "asked", "micro_batches"),
+    [(500_000, {"micro_batch": 2}, (2, 2)), (2_000_000, {}, (5, 1)), (30_000_000, {}, None)],
+)
+def test_a_plan_with_fused_kernels_says_what_they_bring(
+    mask_bytes_per_token: int, asked: dict[str, Any], micro_batches: tuple[int, int] | None
+) -> None:
+    model: Any = {"mask_bytes_per_token": mask_bytes_per_token, "drafts": True}
+    settings: Any = {"gpus": 4, "mem": "12G", "global_batch": 512, "pack": True, "activation_checkpointing": "off"}
+    settings |= {"zero_stage": 2, "offload": "none", **asked}
+    made = planned(model=model, **settings)
+    if micro_batches is None:
+        with pytest.raises(NothingFitsError) as caught:
+            planned(model=model, **settings, document_tokens=0)
+        lacking = re.findall(r"lacks ([\d.]+ GiB)", str(caught.value))[0]
+        said = f"without, micro-batch 1 does not fit ({lacking} short, predicted)"
+    else:
+        masks = planned(model=model, **settings, document_tokens=0)
+        assert masks.kernels == "" and "kernels" not in dict(masks.verdict)
+        assert (made.batch.largest_micro_batch, masks.batch.largest_micro_batch) == micro_batches
+        less = 100 * (1 - made.time.total_seconds / masks.time.total_seconds)
+        less_bytes = mask_bytes_per_token * made.request.seq_len * made.batch.largest_micro_batch
+        said = f"{less:.0f} % less time, {format_bytes(less_bytes)} less (predicted)"
+    assert f"kernels are varlen attention: {said}" in made.why
+    assert ("kernels", f"varlen attention: {said}") in made.verdict
 
 
 @pytest.mark.parametrize("width", [20, 73, 113])

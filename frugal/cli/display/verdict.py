@@ -34,11 +34,11 @@ def show_verdict(plan: Plan, *, err: bool = False) -> None:
 def show_row(name: str, words: str, *, err: bool = False) -> None:
     """Print one row of a verdict."""
     if err or not is_terminal():
-        click.echo(f"{name:<{NAME_WIDTH}}{words}", err=err)
+        click.echo(f"{name:<{NAME_WIDTH - 1}} {words}", err=err)
         return
     from rich.text import Text
 
-    drawing().print(hanging(name, Text(words), NAME_WIDTH))
+    drawing().print(hanging(name, Text(words), max(NAME_WIDTH, len(name) + 1)))
 
 
 def fits_a_line(words: str) -> bool:

@@ -121,9 +121,11 @@ def rms_norm(module: nn.Module) -> RMSNorm | None:
 def _with_casting(
     norm: RMSNorm, theirs: Callable[..., Any], trial: "_Trial", dtype: torch.dtype, width: int
 ) -> RMSNorm | None:
-    """Return a norm with its casting in `dtype`: results must be the same but for rare roundings."""
-    if dtype == torch.float32:
-        return norm
+    """Return a norm with its casting in `dtype`: results must be the same but for rare roundings.
+
+    One in fp32 is tried in bf16, which DeepSpeed may turn it into.
+    """
+    dtype = torch.bfloat16 if dtype == torch.float32 else dtype
     x, weight = (trial.random(shape, 1.0).to(dtype) for shape in ((8, width), (width,)))
     with torch.no_grad():
         result = theirs(x, nn.Parameter(weight))

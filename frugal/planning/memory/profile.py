@@ -54,6 +54,24 @@ class RankMemory:
         return self._replays[key]
 
 
+VARLEN = "varlen"
+"""The kernel of packs whose attention runs document by document: flash attention without a mask."""
+
+ATTENTION = {
+    "torch_attn._varlen_attn.default": VARLEN,
+    "aten._scaled_dot_product_cudnn_attention.default": "cuDNN",
+    "aten._scaled_dot_product_flash_attention.default": "flash",
+    "aten._scaled_dot_product_efficient_attention.default": "memory-efficient",
+    "aten._safe_softmax.default": "math",
+}
+"""The words for torch's attention kernels on GPUs, by the operator that only they run."""
+
+
+def attention_kernels(timeline: Timeline) -> tuple[str, ...]:
+    """Return the attention kernels of a step on a GPU, in words; none where the model computes attention itself."""
+    return tuple(word for operator, word in ATTENTION.items() if operator in timeline.names)
+
+
 @dataclass(frozen=True, kw_only=True)
 class MemoryProfile:
     """One model under one strategy on a world of ranks.
@@ -85,6 +103,11 @@ class MemoryProfile:
         expandable = self.strategy.expandable_segments
         memory = fullest(ranks, sampled, device, self.ranks_per_node, expandable, self.counts_slack)
         return replace(memory, loading=self.loading)
+
+    @property
+    def attention(self) -> tuple[str, ...]:
+        """As `attention_kernels`; none on CPU ranks."""
+        return attention_kernels(self.ranks[0].timeline) if self.kind == "cuda" else ()
 
     @property
     def draft(self) -> "MemoryProfile":

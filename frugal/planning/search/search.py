@@ -99,13 +99,13 @@ class Search:
 
     def _draft_of(self, winner: Candidate, candidates: tuple[Candidate, ...], warnings: list[str]) -> SearchResult:
         assert winner.memory is not None
-        facts, work = self.facts, self.evaluation.work[winner.strategy.activation_checkpointing].costs.work
+        facts, profile = self.facts, self.evaluation.work[winner.strategy.activation_checkpointing]
         model = ModelSummary(
             task=facts.task,
             parameters=facts.parameters,
             trainable_parameters=facts.trainable_parameters,
             largest_parameter=facts.largest_parameter,
-            flops_per_sample=work.flops_per_sample,
+            flops_per_sample=profile.costs.work.flops_per_sample,
         )
         return SearchResult(
             chosen=winner,
@@ -115,6 +115,7 @@ class Search:
             warnings=tuple(warnings),
             is_proven=False,
             fused=facts.fused,
+            attention=profile.attention,
         )
 
     def predicted(self) -> Candidate | None:

@@ -1,11 +1,11 @@
 """What is shown of Liger's kernels, run by Triton's interpreter: by `test_kernels.py`, in a process of its own.
 
-In fp16 and fp32: the interpreter knows no products in bf16. It holds tensors longer than a kernel does, so that nothing
-can be said of memory; `bench.emulated_gpu` does.
+It holds tensors longer than a kernel does, so that nothing can be said of memory; `bench.emulated_gpu` does.
 """
 
 import copy
 import json
+import re
 from contextlib import closing
 from functools import partial
 from pathlib import Path
@@ -17,6 +17,10 @@ import torch.distributed as dist
 import transformers
 from torch import Tensor, nn
 
+from bench.kernels import (
+    interpreter,  # noqa: F401 - has what Triton's interpreter lacks
+    numerics,
+)
 from bench.plans import plan_by_hand
 from bench.ranks import Ranks
 from frugal.config.adapters import Lora
@@ -29,10 +33,9 @@ from frugal.models import activation_checkpointing, adapters
 from frugal.models.fused import recognition, replacement
 from frugal.models.objectives import CausalLM
 from frugal.planning.strategy import Strategy
-from frugal.planning.what_if import kernels_bring, predicted, without_kernels
+from frugal.planning.what_if import kernels_bring
 from tests.engine.gradients import SGD, Gradient, applied, relative_error, weights, with_bound
 from tests.engine.small_models import TINY, tiny
-from tests.models.fused import interpreter  # noqa: F401 - has what Triton's interpreter lacks
 
 SAMPLES = [
     {"input_ids": ids, "labels": ids, "attention_mask": [1] * len(ids)} for ids in ([5, 9, 3, 7], [4, 8], [11, 6, 13])
@@ -93,6 +96,30 @@ def test_in_fp16_the_gradient_is_as_near_to_the_exact_one_as_that_of_torchs_kern
     by_torch = relative_error(gradient_of(copy.deepcopy(model))[1], exact)
     replacement.apply(model)
     assert relative_error(gradient_of(model)[1], exact) < 1.2 * by_torch
+
+
+ROUNDING_OF_SUMS = 4 * torch.finfo(torch.float32).eps
+"""Of losses, whose sums are in fp32 in both, in another order."""
+
+
+@pytest.mark.parametrize("name", numerics.CASES)
+def test_in_bf16_a_kernel_is_no_further_from_fp64_than_torchs_operators(name: str) -> None:
+    for seed in range(5):
+        for of_torch, of_kernel in numerics.errors(name, seed):
+            assert of_kernel <= 1.01 * of_torch + ROUNDING_OF_SUMS
+
+
+def test_the_page_shows_the_kept_errors() -> None:
+    assert numerics.table(json.loads(numerics.RESULTS.read_text())["errors"]) in numerics.PAGE.read_text()
+
+
+@pytest.mark.parametrize("family", ["llama", "gemma", "qwen3"])
+def test_a_model_that_becomes_bf16_after_its_kernels_were_chosen_is_as_near_to_fp64(family: str) -> None:
+    exact = gradient_of(model_of(family).bfloat16().double())[1]
+    by_torch = relative_error(gradient_of(model_of(family).bfloat16())[1], exact)
+    model = model_of(family)
+    replacement.apply(model)
+    assert relative_error(gradient_of(model.bfloat16())[1], exact) < 1.2 * by_torch
 
 
 def test_a_gradient_that_others_have_too_is_not_overwritten() -> None:
@@ -192,15 +219,24 @@ ASKED = {"gpus": 2, "gpu": "a100-80g", "seq_len": 64, "global_batch": 16}
 def test_a_plan_takes_them_and_says_so_unless_it_is_told_not_to_or_the_cards_are_too_old(config: str) -> None:
     fused = plan(model=config, **ASKED)
     assert fused.strategy.kernels == "liger"
-    assert ("fused", "Liger's, for 2 RoPE, 2 SwiGLU, 5 RMSNorm") in fused.verdict
+    assert re.fullmatch(r"liger: \d+ % less time, [\d.]+ MiB less \(predicted\)", dict(fused.verdict)["kernels"])
+    assert any(why.endswith("; Liger's run 2 RoPE, 2 SwiGLU, 5 RMSNorm") for why in fused.why)
     assert fused.is_draft is False and not any("off the dry run" in note for note in fused.warnings)
     for others in ({"kernels": "plain"}, {"gpu": "t4-16g", "precision": "fp16"}):
         assert plan(model=config, **(ASKED | others)).strategy.kernels == "plain"
-    cases = without_kernels(fused)
+
+
+def test_each_kind_of_kernel_is_said_to_bring_what_a_plan_without_it_lacks(config: str) -> None:
+    asked = ASKED | {"pack": True, "document_tokens": 16, "zero_stage": 2, "activation_checkpointing": "off"}
+    fused = plan(model=config, **asked)
+    assert fused.kernels.startswith("liger, varlen attention: ")
     with closing(workers()) as pool:
-        said = kernels_bring(fused, predicted(cases, partial(DryRunSource, pool=pool, will_dry_run=False)))
-    assert [case.request.kernels for case in cases] == ["plain", "plain"]
-    assert said[0] == "kernels (predicted, not dry-run)" and "less memory than the same strategy" in said[-1]
+        for kind, change in (("liger", {"kernels": "plain"}), ("varlen attention", {"document_tokens": 0})):
+            said = kernels_bring(fused, [kind], partial(DryRunSource, pool=pool, will_dry_run=False))
+            other = plan(model=config, **asked | {"loss": fused.strategy.loss} | change)
+            less = 100 * (1 - fused.time.total_seconds / other.time.total_seconds)
+            assert other.batch.largest_micro_batch == fused.batch.largest_micro_batch
+            assert said.startswith(f"{kind}: {less:.0f} % less time, ") and said.endswith(" MiB less (predicted)")
 
 
 def test_arithmetic_and_a_dry_run_with_them_have_the_same_peak_and_less_traffic(config: str) -> None:

@@ -1,5 +1,7 @@
 """What models do to their logits after the head is done to each slice of the tiled loss, exactly; or refused."""
 
+import types
+from functools import partial
 from typing import Any
 
 import pytest
@@ -94,6 +96,14 @@ def test_loss_and_gradient_are_those_of_the_models_own_loss(family: str, dtype: 
 
 def test_a_model_that_leaves_its_logits_alone_has_no_end() -> None:
     assert [tiled_loss.logits_end(small(family)) is None for family in ("gpt2", "t5", "marian")] == [True, True, False]
+
+
+def test_a_forward_put_over_the_models_own_changes_nothing() -> None:
+    for family in ("gpt2", "gemma2"):
+        model = small(family)
+        run = partial(lambda own, _, **inputs: own(**inputs), model.forward)
+        model.forward = types.MethodType(run, model)  # as TRL's SFTTrainer does
+        assert (tiled_loss.logits_end(model) is None) == (family == "gpt2")
 
 
 class Ending(nn.Module):
