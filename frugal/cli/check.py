@@ -15,7 +15,7 @@ from frugal.config.hardware.cluster import CARDS, GENERIC
 from frugal.config.request import Request
 from frugal.config.schema import settings_of_toml
 from frugal.config.setting import settings_of
-from frugal.errors import FrugalError, RequestError, refuse
+from frugal.errors import FrugalError, RequestError
 from frugal.tools.check.document import Tool
 from frugal.tools.check.gather import FLAGS
 
@@ -94,7 +94,8 @@ def command(
     if as_json and as_sarif:
         raise RequestError("--json was given together with --sarif", hint="leave one of them out")
     try:
-        refuse((not (paths or more), "no file was given", "", "see `frugal check --help`"))
+        if not (paths or more):
+            raise RequestError("no file was given", hint="see `frugal check --help`")
         done = _checked((*paths, *more), tool, log, overrides, values)
     except FrugalError as error:
         _print_error(error, next(iter((*paths, *more)), Path()), *asked)
@@ -121,7 +122,8 @@ def _checked(
     settings, documents = gather(paths, flags, tool)
     given = settings_of_toml({}, overrides).plan
     other = next((name for name in given if name not in settings_of(ClusterSettings)), "")
-    refuse((other, f"`{other}` in --set is no setting of the hardware", "FILE has the others", None))
+    if other:
+        raise RequestError(f"`{other}` in --set is no setting of the hardware", because="FILE has the others")
     hardware = given | {name: value for name, value in values.items() if value is not None}
     if isinstance(hardware.get("gpu"), str):
         hardware["gpu"] = ",".join(map(_card, hardware["gpu"].split(",")))

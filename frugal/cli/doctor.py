@@ -15,7 +15,7 @@ from frugal.config.hardware.cluster import DeviceKind
 from frugal.config.run_settings import RunSettings
 from frugal.config.schema import read_toml
 from frugal.distributed import env
-from frugal.errors import RequestError, refuse
+from frugal.errors import RequestError
 from frugal.launch import host_report, ssh
 from frugal.launch.host_report import HostReport
 from frugal.launch.ssh import Access, UnreachableHost
@@ -49,7 +49,8 @@ def command(
     access = Access(ssh_port=ssh_port, nic=nic)
     named: Sequence[HostfileEntry] = () if path is None else build_cluster.read_hostfile(path)
     if is_printed:
-        refuse((not named, "--print needs a hostfile", "its lines name the hosts", "--hostfile HOSTS"))
+        if not named:
+            raise RequestError("--print needs a hostfile", because="its lines name the hosts", hint="--hostfile HOSTS")
         click.echo(ssh.lines_without_ssh([host.name for host in named], ["--out", str(folder), "--device", kind]))
         return 0
     env.adopt_launcher_variables()

@@ -26,7 +26,7 @@ from frugal.dryrun.client import DryRunSource
 from frugal.dryrun.compare import predicted
 from frugal.dryrun.figures import Figures, fullest, interval
 from frugal.dryrun.messages import DryRun
-from frugal.errors import refuse
+from frugal.errors import RequestError, refuse
 from frugal.planning.batch import BatchPlan
 from frugal.planning.memory import timeline_files
 from frugal.planning.memory.interval import Bounds
@@ -136,23 +136,15 @@ def _own_step(what: str, num_steps: int | None, values: dict[str, Any]) -> _DryR
     """Dry-run the user's own training step, with the segments that torch would make here, or those asked for."""
     overridden = settings_of_toml({}, values.get("overrides", ())).plan
     for name, row in settings_of(Request).items():
-        refuse(
-            (
-                (values.get(name) not in (None, ()) or name in overridden) and name != "expandable_segments",
+        if (values.get(name) not in (None, ()) or name in overridden) and name != "expandable_segments":
+            raise RequestError(
                 f"{what} was given together with {row.flag}",
-                "the script says what its step does",
-                "leave it out, and write it into the script",
+                because="the script says what its step does",
+                hint="leave it out, and write it into the script",
             )
-        )
     _, cluster, _ = collect({**values, "precision": "fp32"})  # the script's own is not known; old cards refuse bf16
-    refuse(
-        (
-            cluster.devices[0].kind != "cuda",
-            f"{what} was given together with --device cpu",
-            "a step is dry-run for a GPU",
-            None,
-        )
-    )
+    if cluster.devices[0].kind != "cuda":
+        raise RequestError(f"{what} was given together with --device cpu", because="a step is dry-run for a GPU")
     os.environ.setdefault("DS_ACCELERATOR", "cpu")  # else DeepSpeed says that it chose so
     from frugal.distributed.env import silence_libraries
 
@@ -190,14 +182,8 @@ def _plan(path: Path, values: dict[str, Any]) -> _DryRuns:
 
 def _model(what: str, values: dict[str, Any]) -> _DryRuns:
     """Dry-run the first strategy that the search would look at, with one sample per micro-step unless pinned."""
-    refuse(
-        (
-            values.get("model") is not None,
-            f"{what} was given together with --model",
-            "",
-            "leave one of them out",
-        )
-    )
+    if values.get("model") is not None:
+        raise RequestError(f"{what} was given together with --model", hint="leave one of them out")
     request, cluster, defaults = collect({**values, "model": what})
     request = cuda_allocator.planned(request, cluster, os.environ)
     with DryRunSource(request, cluster) as source:

@@ -17,7 +17,7 @@ from frugal.deepspeed_adapter.export import (
 )
 from frugal.deepspeed_adapter.json_config import write_files
 from frugal.dryrun.cache import presets
-from frugal.errors import FrugalError, RequestError, refuse
+from frugal.errors import FrugalError, RequestError
 from frugal.planning.plan import Plan
 
 _DTYPES = {"bf16": "torch.bfloat16", "fp16": "torch.float16", "fp32": "torch.float32"}
@@ -48,14 +48,8 @@ def command(
     if target == "model":
         _write_model(path, output, which, merge)
         return
-    refuse(
-        (
-            which is not None or merge,
-            "--step and --merge are for --to model",
-            "",
-            "leave them out",
-        )
-    )
+    if which is not None or merge:
+        raise RequestError("--step and --merge are for --to model", hint="leave them out")
     plan = _as_cut(Plan.read(plan_path(path)), target)
     make_model = _make_model(plan) if target == "script" else ""
     decoder_inputs = ""
@@ -113,14 +107,12 @@ def _refuse_to_replace(folder: Path, texts: dict[str, str]) -> None:
     """Refuse to overwrite an exported file that may have been edited."""
     for name, text in texts.items():
         path = folder / name
-        refuse(
-            (
-                path.is_file() and path.read_bytes() != text.encode(),
+        if path.is_file() and path.read_bytes() != text.encode():
+            raise RequestError(
                 f"{path} is there already, and differs",
-                "it may have been edited, or be another plan's",
-                "move it away, or choose another folder with -o",
+                because="it may have been edited, or be another plan's",
+                hint="move it away, or choose another folder with -o",
             )
-        )
 
 
 def _make_model(plan: Plan) -> str:

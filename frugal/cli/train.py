@@ -37,7 +37,7 @@ from frugal.distributed.env import DEFAULT_PORT
 from frugal.dryrun.pool import shared_workers
 from frugal.engine.reports import hub, trackers
 from frugal.engine.run import run
-from frugal.errors import CheckpointError, PlanMismatchError, refuse
+from frugal.errors import CheckpointError, PlanMismatchError, RequestError
 from frugal.launch import alternatives, commands, hosts, local, restart
 from frugal.launch.ssh import Access
 from frugal.planning.plan import Plan
@@ -171,14 +171,12 @@ def _new_plan(job: _Job) -> Plan:
         file = replace(file, plan=_trained(Plan.read(earlier)) | file.plan)
     if job.ranks is not None:
         given = next((name for name in ("gpus", "nodes", "gpu", "device") if values.get(name) is not None), "")
-        refuse(
-            (
-                given,
+        if given:
+            raise RequestError(
                 f"--ranks was given together with --{given}",
-                f"--ranks {job.ranks} means {job.ranks} processes on this machine's CPU",
-                "leave one of them out",
+                because=f"--ranks {job.ranks} means {job.ranks} processes on this machine's CPU",
+                hint="leave one of them out",
             )
-        )
         cpu: dict[str, Any] = {"device": "cpu", "gpus": job.ranks}
         if values.get("mem") is None and "mem" not in file.plan:
             cpu["mem"] = psutil.virtual_memory().available // max(job.ranks, 1)

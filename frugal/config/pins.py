@@ -1,7 +1,7 @@
 """Checks that the pins of a batch do not contradict each other on a number of ranks."""
 
 from frugal.config.request import Request
-from frugal.errors import refuse
+from frugal.errors import RequestError, refuse
 from frugal.units import plural
 
 
@@ -18,14 +18,10 @@ def check_pins(request: Request, world_size: int) -> None:
     gpus, shared_by = plural(world_size, "GPU"), request.sequence_parallel or 1
     if shared_by > 1:
         ways = [f"--sequence-parallel {n}" for n in range(2, world_size + 1) if world_size % n == 0]
-        refuse(
-            (
-                world_size % shared_by,
-                f"--sequence-parallel {shared_by} does not divide {gpus}",
-                "",
-                f"use {', '.join(ways) or 'none'}",
+        if world_size % shared_by:
+            raise RequestError(
+                f"--sequence-parallel {shared_by} does not divide {gpus}", hint=f"use {', '.join(ways) or 'none'}"
             )
-        )
         world_size //= shared_by
         gpus = f"{plural(world_size, 'group')} of {plural(shared_by, 'GPU')}"
     if request.even:
@@ -61,14 +57,12 @@ def check_pins(request: Request, world_size: int) -> None:
         ways.insert(0, f"--accumulation-steps {fewest}")
     if -(-batch // (needed * world_size)) == steps:
         ways.insert(0, f"--micro-batch {needed}")
-    refuse(
-        (
-            (steps, micro) != (fewest, needed),
+    if (steps, micro) != (fewest, needed):
+        raise RequestError(
             f"--micro-batch {micro} --accumulation-steps {steps} on {gpus} is {capacity}, not {batch}",
-            f"{micro} x {steps} x {world_size} = {capacity} samples, and the global batch is {batch}",
-            f"use {', or '.join(ways)}" if ways else "leave one of the two out",
+            because=f"{micro} x {steps} x {world_size} = {capacity} samples, and the global batch is {batch}",
+            hint=f"use {', or '.join(ways)}" if ways else "leave one of the two out",
         )
-    )
 
 
 def _check_even(request: Request, world_size: int) -> None:
@@ -82,11 +76,9 @@ def _check_even(request: Request, world_size: int) -> None:
         parts.append(plural(request.accumulation_steps, "accumulation step"))
     below = batch // unit * unit
     near = sorted(filter(None, (below, below + unit)), key=lambda size: abs(size - batch))
-    refuse(
-        (
-            below != batch,
+    if below != batch:
+        raise RequestError(
             f"--even is impossible for a global batch of {batch} with {' x '.join(parts)}",
-            f"equal micro-batches come to a multiple of {unit} samples",
-            f"use --global-batch {' or '.join(map(str, near))}",
+            because=f"equal micro-batches come to a multiple of {unit} samples",
+            hint=f"use --global-batch {' or '.join(map(str, near))}",
         )
-    )

@@ -313,7 +313,12 @@ class RunSettings:
         parts = re.split(r",(?=\s*\w+=)", self.columns)  # a name may have commas itself
         given = dict(part.strip().partition("=")[::2] for part in filter(None, parts))
         wrong = [name for name, column in given.items() if name not in _COLUMNS or not column]
-        refuse((wrong, f"--columns is {self.columns}", f"it names {', '.join(_COLUMNS)}", "write --columns text=body"))
+        if wrong:
+            raise RequestError(
+                f"--columns is {self.columns}",
+                because=f"it names {', '.join(_COLUMNS)}",
+                hint="write --columns text=body",
+            )
         return given
 
     @property

@@ -49,7 +49,7 @@ from frugal.data.stream.samples import (
     formats_of,
 )
 from frugal.distributed import env, exchange, rendezvous
-from frugal.errors import RequestError, failure, refuse
+from frugal.errors import RequestError, failure
 from frugal.models import resolve
 from frugal.models.spec import ModelSpec
 from frugal.planning.plan import Plan
@@ -310,14 +310,12 @@ def open_stream(
     Raises:
         RequestError: the data cannot be streamed, or not for this task.
     """
-    refuse(
-        (
-            spec.task == "sequence-classification",
+    if spec.task == "sequence-classification":
+        raise RequestError(
             f"{spec.reference} cannot be trained on a stream for {spec.task}",
-            "how many classes there are is known when all of it was read",
-            "leave --stream out",
+            because="how many classes there are is known when all of it was read",
+            hint="leave --stream out",
         )
-    )
     parts, fraction = shares(settings.data), settings.validation_fraction
     names = [part.source for part in parts] or settings.data
     every, most = 1, 0

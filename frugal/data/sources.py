@@ -24,7 +24,7 @@ from frugal import files
 from frugal.data.data_file import SUFFIXES, DataFile, files_at, shown
 from frugal.data.fetched import OF_SAVED, fetch
 from frugal.data.rows import BadRow, Columns, Row, parquet_schema, read, type_in_words
-from frugal.errors import FrugalError, RequestError, failure, first_line, refuse
+from frugal.errors import FrugalError, RequestError, failure, first_line
 from frugal.models import factories
 from frugal.storages import is_address
 from frugal.units import plural
@@ -70,14 +70,8 @@ def find_sources(names: Sequence[str]) -> list[DocumentSource]:
 
 def find_named(names: Sequence[str], *, from_hub: bool = True) -> list[list[DataFile | DocumentSource]]:
     """Return what each name stands for: files, which are not read, or other sources. Raises as `find_sources`."""
-    refuse(
-        (
-            not names,
-            "no data was given",
-            "",
-            f"pass --data PATH, or --data {STDLIB} for Python's own library",
-        )
-    )
+    if not names:
+        raise RequestError("no data was given", hint=f"pass --data PATH, or --data {STDLIB} for Python's own library")
     listed = [_listed(name) for name in names]
     every = list(chain.from_iterable(listed))
     of_name = dict(zip(every, all_or_problems([_or_problem(_find, each, from_hub) for each in every]), strict=True))
@@ -137,14 +131,12 @@ def _listed(source: str) -> list[str]:
     except OSError as error:
         raise RequestError(f"cannot read the list of data {shown(source[1:])}", because=str(error.strerror)) from None
     names = [os.fsdecode(line.strip()) for line in lines if line.strip()]
-    refuse(
-        (
-            not names or any("\0" in name or name.startswith("@") for name in names),
+    if not names or any("\0" in name or name.startswith("@") for name in names):
+        raise RequestError(
             f"{shown(source[1:])} is no list of data",
-            "it is empty" if not names else "a line is no name of a file",
-            "write one file, glob or folder a line",
+            because="it is empty" if not names else "a line is no name of a file",
+            hint="write one file, glob or folder a line",
         )
-    )
     return names
 
 
@@ -171,27 +163,15 @@ def _find_path(source: str, path: Path, from_hub: bool) -> list[DataFile | Docum
         if any((path / name).exists() for name in OF_SAVED):
             return [_saved(str(path))]
         within = _each_once(source, _inside(path))
-        refuse(
-            (
-                not within,
-                f"the folder {source} is empty",
-                "it has no file that is not hidden",
-                None,
-            )
-        )
+        if not within:
+            raise RequestError(f"the folder {source} is empty", because="it has no file that is not hidden")
         return _each_file(within)
     if path.exists():
         raise _not_a_file(source, "a device" if path.is_char_device() or path.is_block_device() else "a pipe or socket")
     if glob.has_magic(source):
         matches = _each_once(source, map(Path, set(_matches(str(path)))))
-        refuse(
-            (
-                not matches,
-                f"no file matches {source}",
-                f"it was looked for from {Path.cwd()}",
-                None,
-            )
-        )
+        if not matches:
+            raise RequestError(f"no file matches {source}", because=f"it was looked for from {Path.cwd()}")
         return _each_file(matches)
     if source.rpartition(":")[0].endswith(".py"):
         return [_user_function(source)]
@@ -328,7 +308,10 @@ def rows_of(source: DocumentSource) -> Any:
             return made if hasattr(made, "__len__") and hasattr(made, "__getitem__") else list(made)
     rows = list(source.rows(Columns()))
     bad = [f"{where}: {row.reason}" for where, row in rows if isinstance(row, BadRow)]
-    refuse((bad, f"{source.name} has rows that cannot be read", "; ".join(bad[:_SHOWN]), "repair them"))
+    if bad:
+        raise RequestError(
+            f"{source.name} has rows that cannot be read", because="; ".join(bad[:_SHOWN]), hint="repair them"
+        )
     return [row for _, row in rows]
 
 

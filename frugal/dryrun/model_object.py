@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING, Any
 import platformdirs
 
 from frugal import files
-from frugal.errors import RequestError, refuse
+from frugal.errors import RequestError
 from frugal.units import MIB
 
 if TYPE_CHECKING:
@@ -112,7 +112,10 @@ def _fill(module: "nn.Module", device: Any) -> None:
 
 def _made(factory: Callable[[], Any], objective: "Objective") -> Any:
     made = factory()
-    refuse((isinstance(made, tuple), "two objectives were given", "the model's function returns one", "leave one out"))
+    if isinstance(made, tuple):
+        raise RequestError(
+            "two objectives were given", because="the model's function returns one", hint="leave one out"
+        )
     return made, objective
 
 

@@ -27,7 +27,7 @@ from torch.nn.modules.module import (
 )
 from torch.utils.weak import WeakIdKeyDictionary
 
-from frugal.errors import RequestError, failure, first_line, refuse
+from frugal.errors import RequestError, failure, first_line
 from frugal.models.losses import forward_loss
 from frugal.models.objectives import MeanLoss, Objective
 
@@ -52,28 +52,16 @@ def import_callable(reference: str, hint: str = "a factory is package.module:nam
         raise RequestError(
             f"{where} has no `{name}`", hint=f"did you mean {where}:{similar[0]}?" if similar else None
         ) from None
-    refuse(
-        (
-            not callable(factory),
-            f"{reference} cannot be called",
-            f"its type is {type(factory).__name__}",
-            None,
-        )
-    )
+    if not callable(factory):
+        raise RequestError(f"{reference} cannot be called", because=f"its type is {type(factory).__name__}")
     return factory
 
 
 def _unpickled(path: Path) -> Factory:
     """Load what `frugal.dryrun.model_object` has kept; a pickle can run any code, so it must be this user's."""
     with path.open("rb") as file:
-        refuse(
-            (
-                os.fstat(file.fileno()).st_uid != os.geteuid(),
-                f"{path} is not read",
-                "it belongs to another user, and can run any code",
-                None,
-            )
-        )
+        if os.fstat(file.fileno()).st_uid != os.geteuid():
+            raise RequestError(f"{path} is not read", because="it belongs to another user, and can run any code")
         return pickle.load(file)
 
 
@@ -106,14 +94,12 @@ def make_model(reference: str, factory: Factory, device: torch.device) -> tuple[
     hint = "it is also called with torch.device('meta') as default, so it must not read weights or values"
     failing = failure(f"{reference} failed", hint=hint if device.type == "meta" else None)
     with failing, on_device(device), _importable(Path.cwd()):
-        refuse(
-            (
-                (needed := forward_loss.required(factory)),
+        if needed := forward_loss.required(factory):
+            raise RequestError(
                 f"{reference} takes {', '.join(needed)}",
-                "a factory is called without arguments",
-                f"add `def make(): return {reference.rpartition(':')[2]}(...)` to its file, and name that",
+                because="a factory is called without arguments",
+                hint=f"add `def make(): return {reference.rpartition(':')[2]}(...)` to its file, and name that",
             )
-        )
         returned = factory()
     module, objective = returned if isinstance(returned, tuple) and len(returned) == 2 else (returned, None)
     if not isinstance(module, nn.Module):
@@ -123,17 +109,13 @@ def make_model(reference: str, factory: Factory, device: torch.device) -> tuple[
         )
     if isinstance(objective, Mapping):
         objective = MeanLoss(example=objective)
-    refuse(
-        (
-            objective is not None and not hasattr(objective, "loss_sum"),
+    if objective is not None and not hasattr(objective, "loss_sum"):
+        raise RequestError(
             f"{reference} returned a module and an object of type {type(objective).__name__}",
-            "the second says how it is trained: an objective, or an example of a sample, which is a dict",
-            (
-                f"return module, {forward_loss.example_in_words(module)} where forward returns the mean loss; "
-                "otherwise frugal.SummedLoss(loss, example=...)"
-            ),
+            because="the second says how it is trained: an objective, or an example of a sample, which is a dict",
+            hint=f"return module, {forward_loss.example_in_words(module)} where forward returns the mean loss; "
+            "otherwise frugal.SummedLoss(loss, example=...)",
         )
-    )
     return module, objective
 
 
@@ -184,14 +166,12 @@ def refuse_shapes_only(reference: str, module: nn.Module) -> None:
     Raises:
         RequestError: they are.
     """
-    refuse(
-        (
-            getattr(module, _SHAPES_ONLY, False),
+    if getattr(module, _SHAPES_ONLY, False):
+        raise RequestError(
             f"{reference} has no weights",
-            "the plan was made for a module, of which only the shapes were kept",
-            "train it from Python, with frugal.initialize(module, plan, objective)",
+            because="the plan was made for a module, of which only the shapes were kept",
+            hint="train it from Python, with frugal.initialize(module, plan, objective)",
         )
-    )
 
 
 def hub_is_reachable() -> bool:

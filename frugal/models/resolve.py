@@ -17,7 +17,7 @@ import torch
 from torch import nn
 
 from frugal.config.request import Request
-from frugal.errors import RequestError, failure, refuse
+from frugal.errors import RequestError, failure
 from frugal.models import factories, transformers_internals
 from frugal.models.losses import forward_loss
 from frugal.models.spec import OWN, TASKS, ModelSpec, heads, max_positions_of
@@ -46,14 +46,8 @@ def resolve(reference: str, task: str | None = None, *, num_labels: int | None =
     Raises:
         RequestError: nothing has this name, its factory fails, or its architecture cannot do the task.
     """
-    refuse(
-        (
-            task is not None and task not in TASKS,
-            f"there is no task `{task}`",
-            "",
-            f"tasks are {', '.join(TASKS)}",
-        )
-    )
+    if task is not None and task not in TASKS:
+        raise RequestError(f"there is no task `{task}`", hint=f"tasks are {', '.join(TASKS)}")
     if reference in presets():
         preset = presets()[reference]
         config = transformers_internals.model_types()[preset["type"]].from_dict(dict(preset["config"]))
@@ -67,14 +61,10 @@ def resolve(reference: str, task: str | None = None, *, num_labels: int | None =
     path = Path(reference).expanduser()
     if path.exists():
         return _from_path(reference, path, task, num_labels)
-    refuse(
-        (
-            reference.startswith((".", "/", "~")) or reference.endswith(".json") or reference.count("/") > 1,
-            f"there is no model at {reference}",
-            "",
-            "give a config.json, a model folder, or a preset such as gpt2",
+    if reference.startswith((".", "/", "~")) or reference.endswith(".json") or reference.count("/") > 1:
+        raise RequestError(
+            f"there is no model at {reference}", hint="give a config.json, a model folder, or a preset such as gpt2"
         )
-    )
     return _from_hub(reference, task, num_labels)
 
 
@@ -95,14 +85,12 @@ def _refuse_other_input(reference: str, config: Any) -> None:
     names = transformers_internals.heads("MODEL_MAPPING_NAMES").get(config.model_type, ())
     for name in (names,) if isinstance(names, str) else names:
         reads = getattr(getattr(transformers, name, None), "main_input_name", "input_ids")
-        refuse(
-            (
-                reads != "input_ids",
+        if reads != "input_ids":
+            raise RequestError(
                 f"{reference} cannot be trained on text",
-                f"{name} reads `{reads}`; as a language model it would be its decoder alone",
-                f"give a factory that returns the module and its objective, see {OWN_MODEL}",
+                because=f"{name} reads `{reads}`; as a language model it would be its decoder alone",
+                hint=f"give a factory that returns the module and its objective, see {OWN_MODEL}",
             )
-        )
 
 
 def _refuse_quantised(reference: str, config: Any) -> None:
@@ -113,14 +101,12 @@ def _refuse_quantised(reference: str, config: Any) -> None:
     """
     given = getattr(config, "quantization_config", None)
     method = given.get("quant_method") if isinstance(given, dict) else getattr(given, "quant_method", None)
-    refuse(
-        (
-            method == "bitsandbytes",
+    if method == "bitsandbytes":
+        raise RequestError(
             f"{reference} is quantised already",
-            "its configuration says that bitsandbytes has packed its weights",
-            "give the model it was made of, with --lora r=16 --quantize nf4",
+            because="its configuration says that bitsandbytes has packed its weights",
+            hint="give the model it was made of, with --lora r=16 --quantize nf4",
         )
-    )
 
 
 def _tasks_of(model_type: str) -> list[str]:
@@ -167,14 +153,10 @@ def _from_config(
     with failure(f"{reference} is no single model for text", hint=hint, of=ValueError):
         text = config.get_text_config()
     layers = getattr(text, "num_hidden_layers", None)
-    refuse(
-        (
-            isinstance(layers, int) and layers > MOST_LAYERS,
-            f"{reference} has {layers} layers",
-            f"building more than {MOST_LAYERS} one by one does not end",
-            None,
+    if isinstance(layers, int) and layers > MOST_LAYERS:
+        raise RequestError(
+            f"{reference} has {layers} layers", because=f"building more than {MOST_LAYERS} one by one does not end"
         )
-    )
     uses_cache = getattr(text, "use_cache", None)
     for part in (config, text):
         if getattr(part, "use_cache", False):

@@ -247,17 +247,16 @@ def build_cluster(
 
 def _of_hostfile(settings: ClusterSettings, path: Path) -> tuple[HostfileEntry, ...]:
     given = next((name for name in ("gpus", "nodes") if getattr(settings, name) is not None), "")
-    refuse(
-        (
-            given,
+    if given:
+        raise RequestError(
             f"--{given} was given together with --hostfile",
-            "the hostfile says how many there are",
-            "leave one of them out",
+            because="the hostfile says how many there are",
+            hint="leave one of them out",
         )
-    )
     hosts = read_hostfile(path)
     total = sum(host.slots for host in hosts)
-    refuse((total > MOST_RANKS, f"{path} has {total} GPUs, which {_TOO_MANY}", _WHY_TOO_MANY, None))
+    if total > MOST_RANKS:
+        raise RequestError(f"{path} has {total} GPUs, which {_TOO_MANY}", because=_WHY_TOO_MANY)
     return hosts
 
 

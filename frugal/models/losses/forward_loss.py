@@ -7,7 +7,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from frugal.errors import RequestError, refuse
+from frugal.errors import RequestError
 
 
 def loss_of(model: nn.Module, batch: dict[str, Tensor]) -> Tensor:
@@ -25,12 +25,12 @@ def loss_of(model: nn.Module, batch: dict[str, Tensor]) -> Tensor:
     batch = {name: value.to(dtype) if value.is_floating_point() else value for name, value in batch.items()}
     kinds, lacking = {each.kind for each in parameters.values()}, [n for n in required(inner.forward) if n not in batch]
     takes_it_whole = len(lacking) == 1 == len(parameters)
-    refuse((
-        lacking and not takes_it_whole,
-        f"{type(inner).__name__}.forward takes `{', '.join(lacking)}`, which samples do not have",
-        f"it is called with the values of a sample by their names, {', '.join(batch)}",
-        f"name them as forward does: {example_in_words(inner)}",
-    ))  # fmt: skip
+    if lacking and not takes_it_whole:
+        raise RequestError(
+            f"{type(inner).__name__}.forward takes `{', '.join(lacking)}`, which samples do not have",
+            because=f"it is called with the values of a sample by their names, {', '.join(batch)}",
+            hint=f"name them as forward does: {example_in_words(inner)}",
+        )
     if takes_it_whole or inspect.Parameter.VAR_POSITIONAL in kinds:
         return _loss_in(inner, model(batch) if takes_it_whole else model(*batch.values()))
     taken = batch if inspect.Parameter.VAR_KEYWORD in kinds else {n: batch[n] for n in batch if n in parameters}

@@ -19,7 +19,7 @@ from frugal.dryrun.figures import Figures
 from frugal.dryrun.messages import DryRun
 from frugal.dryrun.trace.cuda_kernels import kernels_of
 from frugal.dryrun.trace.recorder import not_collected
-from frugal.errors import RequestError, refuse
+from frugal.errors import RequestError
 from frugal.planning.memory.timeline import FORWARD
 from frugal.tools.own_loop.card import pretended_card
 from frugal.tools.own_loop.script import Script
@@ -134,14 +134,12 @@ def _dry_run(
         _follow(tracker, script.prepare())
         script.run(num_steps, before_each=lambda: _begin(tracker), batching=tracker.on_host)
         tracker.mark(FORWARD)
-        refuse(
-            (
-                not tracker.timeline().fixed,
+        if not tracker.timeline().fixed:
+            raise RequestError(
                 f"{script.name} puts nothing on the card",
-                f"after {num_steps} calls of its step no tensor was there",
-                "move the model and the batch to it: model.cuda(), batch.cuda()",
+                because=f"after {num_steps} calls of its step no tensor was there",
+                hint="move the model and the batch to it: model.cuda(), batch.cuda()",
             )
-        )
         result = DryRun(
             timeline=tracker.timeline(),
             micro_batch=1,
