@@ -21,7 +21,8 @@ def titles(out: str) -> list[str]:
 
 
 def test_a_plan_its_folder_and_its_flags_are_explained_alike(capsys: Capture) -> None:
-    frugal(capsys, "plan", *CARDS, "-o", "run")
+    Path("run").mkdir()
+    Path("run/plan.json").write_text(frugal(capsys, "plan", *CARDS, "--json")[1])
     code, out, err = frugal(capsys, "explain", *CARDS)
     assert (code, err) == (0, "")
     assert titles(out) == [

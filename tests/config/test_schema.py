@@ -254,7 +254,7 @@ def test_one_override_leaves_the_rest_of_the_file_as_it_is() -> None:
 
 def test_a_notebook_completes_every_setting() -> None:
     parameters = inspect.signature(frugal.plan).parameters
-    assert set(parameters) == {"objective", *PLAN_SETTINGS}
+    assert set(parameters) == {"objective", "draft", *PLAN_SETTINGS}
     assert parameters["seq_len"].default == PLAN_SETTINGS["seq_len"].default
 
 

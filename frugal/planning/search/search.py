@@ -33,6 +33,10 @@ from frugal.planning.search.evaluate import StrategyEvaluation
 from frugal.planning.search.mixtures import Mixtures, base_of, check_pinned
 from frugal.planning.strategy import Offload, Strategy, allowed_strategies, offload_levels
 
+FAR = 0.1
+"""A share of a device: where parameters and optimizer states alone exceed it by more, no mode of activation
+checkpointing is profiled."""
+
 ONE_MODE = "all layers have one mode of activation checkpointing, because those of this model cannot be mixed"
 """How the note of a plan begins for which a mixture might have been faster."""
 
@@ -251,16 +255,17 @@ class Search:
         return candidates
 
     def _states_too_large(self, strategy: Strategy, before: list[Candidate]) -> Candidate | None:
-        """Return the strategy as too large where, at the peak without activation checkpointing, states alone are.
+        """Return the strategy as too large where its parameters and optimizer states alone are, by far.
 
-        States, buffers and context are live at that moment of the step whether activations are kept or not.
+        These live throughout a step, whether activations are kept or not; what is gathered or summed may not. Where
+        they are only a little too large, a profile says better what is lacking.
         """
         plain = base_of(strategy)
         without = next((candidate.memory for candidate in before if candidate.strategy == plain != strategy), None)
         if without is None:
             return None
-        shortfall = -without.headroom_bytes - without.of_the_step
-        if shortfall <= 0:
+        shortfall = without.parameters + without.optimizer - without.usable_bytes
+        if shortfall <= FAR * without.usable_bytes:
             return None
         micro = self.evaluation.fitting.smallest_micro_batch
         return Candidate(
