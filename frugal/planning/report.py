@@ -47,11 +47,16 @@ def reasons(request: Request, cluster: Cluster, result: SearchResult) -> tuple[s
 
 def _kernels(request: Request, cluster: Cluster, result: SearchResult) -> list[str]:
     """Return which kernels are fused, and which ones attention takes."""
-    strategy, is_liger = result.chosen.strategy, result.chosen.strategy.kernels == "liger"
-    names = ["liger"] * is_liger + [f"{VARLEN} attention"] * (VARLEN in result.attention)
-    fused = ", ".join(each for each in result.fused if each != FUSED_LOSS or strategy.loss == "tiled")
-    modules = f"; Liger's run {fused}{', as asked' * (request.kernels == 'liger')}" * is_liger
-    sentences = [f"{KERNELS} {', '.join(names)}{modules}"] * bool(names)
+    strategy = result.chosen.strategy
+    names, modules, sentences = [], "", []
+    if strategy.kernels == "liger":
+        fused = ", ".join(each for each in result.fused if each != FUSED_LOSS or strategy.loss == "tiled")
+        names.append("liger")
+        modules = f"; Liger's run {fused}" + (", as asked" if request.kernels == "liger" else "")
+    if VARLEN in result.attention:
+        names.append(f"{VARLEN} attention")
+    if names:
+        sentences.append(f"{KERNELS} {', '.join(names)}{modules}")
     if attention := " and ".join(each for each in result.attention if each != VARLEN):
         number = "{}.{}".format(*min(device.compute_capability or ASSUMED_CAPABILITY for device in cluster.kinds))
         sentences.append(f"attention is {attention}: torch's choice for {request.precision} on capability {number}")
