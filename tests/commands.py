@@ -31,5 +31,6 @@ def with_formulas(folder: Path, monkeypatch: pytest.MonkeyPatch, **model: int | 
     users = ("frugal.dryrun.client", "frugal.cli.explain", "frugal.tools.plan_page.answers")
     modules = list(map(import_module, users))  # before any is changed: one imported later would keep the formulas
     for user in modules:
-        monkeypatch.setattr(user, "DryRunSource", dry_running(**model))
+        of_page = {"drafts": False} if user.__name__.endswith("answers") else {}  # its charts are of real timelines
+        monkeypatch.setattr(user, "DryRunSource", dry_running(**model | of_page))
     return folder

@@ -43,8 +43,10 @@ def on_terminal(monkeypatch: pytest.MonkeyPatch) -> Callable[..., str]:
             patched.setattr(sys, "stdout", terminal)
             with ThreadPoolExecutor(1) as threads:
                 written = threads.submit(_read, ours)
-                code = run(arguments)
-                print("\x04", flush=True)
+                try:
+                    code = run(arguments)
+                finally:  # or the thread would wait for ever
+                    print("\x04", flush=True)
         os.close(ours)
         assert code == 0
         return written.result().replace("\r\n", "\n")
