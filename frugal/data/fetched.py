@@ -37,8 +37,8 @@ def fetch(address: str) -> dict[str, Path] | None:
 
     try:
         fs, path = url_to_fs(address)
-        found = (fs.glob if glob.has_magic(path) else fs.find)(path, detail=True).items()
-        names = sorted(name for name, info in found if info["type"] == "file" and "/." not in name.removeprefix(path))
+        matches = (fs.glob if glob.has_magic(path) else fs.find)(path, detail=True).items()
+        names = sorted(name for name, info in matches if info["type"] == "file" and "/." not in name.removeprefix(path))
         if any(name.endswith(OF_SAVED) for name in names):
             return None
         if not names:

@@ -74,17 +74,17 @@ def proven_here(plan: Plan) -> Plan:
     if shortest is not None:
         loads += [(most_samples(micro, longest, shortest), shortest // parts, device) for micro, _, device in loads]
     memory = min(filter(None, (memory_as_run(plan, *load) for load in loads)), key=lambda each: each.headroom_bytes)
-    found = f"{format_bytes(memory.total_bytes)} of {format_bytes(memory.device_in(plan.cluster).memory_bytes)}"
+    needed = f"{format_bytes(memory.total_bytes)} of {format_bytes(memory.device_in(plan.cluster).memory_bytes)}"
     if not memory.fits:
         raise PlanMismatchError(
             "the plan does not fit with the versions installed here",
             because=(
                 others,
-                f"a dry run with these needs {found}; {format_bytes(plan.memory.total_bytes)} was planned",
+                f"a dry run with these needs {needed}; {format_bytes(plan.memory.total_bytes)} was planned",
             ),
             hint="make a new one with them: frugal plan -o DIR",
         )
-    to_console(f"note: {others}; a dry run with these needs {found}")
+    to_console(f"note: {others}; a dry run with these needs {needed}")
     here = local_host.versions()
     return replace(plan, frugal_version=here.pop("frugal"), versions=here, memory=memory, alternatives=()).sealed()
 

@@ -142,10 +142,10 @@ def collect_from_ranks(
         token = Path(rendezvous.share("token", str(own), str))
         report = host_report.collect(folder, token, cuda=kind == "cuda")
         missing = UnreachableHost(f"did not come within {ASK_SECONDS} s: was the command started there?")
-        found = rendezvous.collect(report, HostReport, ASK_SECONDS)
-        names = [f"rank {number}" if each is None else each.host for number, each in enumerate(found)]
+        reports = rendezvous.collect(report, HostReport, ASK_SECONDS)
+        names = [f"rank {number}" if each is None else each.host for number, each in enumerate(reports)]
         return [HostfileEntry(name=name, slots=1) for name in names], [
-            _seeing(token, each or missing) for each in found
+            _seeing(token, each or missing) for each in reports
         ]
 
 

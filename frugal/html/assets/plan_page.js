@@ -132,7 +132,7 @@
 
   function answerTo(choice) {
     const place = AXES.reduce((so_far, name) => so_far * axes[name].values.length + choice[name], 0);
-    const [fits, isBound, total, headroom, context, host, hostLacks, seconds, parts, batch, step, binds] = grid.answers[grid.cells[place * strategies.length + choice.strategy]];
+    const [fits, isBound, total, headroom, context, host, hostLacks, seconds, parts, batch, step, binds] = grid.answers[grid.entries[place * strategies.length + choice.strategy]];
     return { fits, isBound, total, headroom, context, host, hostLacks, seconds, parts: grid.parts[parts], batch: grid.texts[batch], step: grid.texts[step], binds: grid.texts[binds] };
   }
 

@@ -173,8 +173,8 @@ class _Grid:
     def filled(self, open_length: Callable[[int], DryRunSource]) -> dict[str, Any] | None:
         """Return the grid in plain types; None where there is no strategy.
 
-        `cells`: indices into `answers`, by length, GPUs, card, batch and strategy. `axes`: by name the values of each,
-        their words, and why there are no others. `open_length`: opens a source for samples of another length.
+        `entries`: indices into `answers`, by length, GPUs, card, batch and strategy. `axes`: by name the values of
+        each, their words, and why there are no others. `open_length`: opens a source for samples of another length.
 
         Raises:
             WorkerError: a trace crashed.
@@ -194,11 +194,11 @@ class _Grid:
         most = (EVENTS_OF_A_PAGE if self._in_full else EVENTS_OF_A_SMALL_PAGE) // (num_events * len(lengths))
         numbers = dict.fromkeys((own, 2 * own, max(1, own // 2), *(GPUS if self._in_full else ())))
         gpus = sorted(list(numbers)[: max(1, most)])
-        cells = []
+        entries = []
         for length in lengths:
             source = self._source if length == plan.request.seq_len else open_length(length)
             source.prepare(list(self.profiles))
-            cells += [cell for number in gpus for cell in self._of_gpus(source, number)]
+            entries += [entry for number in gpus for entry in self._of_gpus(source, number)]
         sizes = [each.global_tokens or each.batch_samples for each in self.batches]
         in_tokens = plan.request.global_tokens is not None
         more = "the model takes no other" if self._in_full else "--html FILE computes others"
@@ -212,9 +212,9 @@ class _Grid:
                 ),
             },
             "why": more,
-            "covers": f"{len(cells):,} answers, one for each combination of these.{'' if self._in_full else MORE}",
+            "covers": f"{len(entries):,} answers, one for each combination of these.{'' if self._in_full else MORE}",
             "strategies": [_in_words(strategy) for strategy in self.profiles],
-            "cells": cells,
+            "entries": entries,
             "answers": list(self._answers),
             "parts": list(self._parts),
             "texts": list(self._texts),
@@ -241,13 +241,13 @@ class _Grid:
                     yield each
 
     def _of_gpus(self, source: DryRunSource, gpus: int) -> list[int]:
-        """Return the cells of a source's length on so many GPUs of each node."""
+        """Return the entries of a source's length on so many GPUs of each node."""
         cluster = self._plan.cluster
         if gpus != len(cluster.nodes[0].devices):
             cluster = with_gpus(cluster, gpus)
             source = source.on(cluster)
         strategies = [_on_ranks(strategy, source.facts(), cluster.world_size) for strategy in self.profiles]
-        cells = []
+        entries = []
         for memory in self.cards:
             for batch in self.batches:
                 try:
@@ -255,45 +255,45 @@ class _Grid:
                     check_pins(request, cluster.world_size)
                     card = with_memory(cluster, memory)
                 except RequestError as error:
-                    cells += [self._without_memory(error)] * len(strategies)
+                    entries += [self._without_memory(error)] * len(strategies)
                     continue
                 evaluation = StrategyEvaluation(request, card, source)
-                cells += [self._cell(evaluation, strategy) for strategy in strategies]
-        return cells
+                entries += [self._entry(evaluation, strategy) for strategy in strategies]
+        return entries
 
     def _without_memory(self, why: FrugalError) -> int:
         return self._answers.of(GridAnswer(batch=self._texts.of("; ".join((why.what, *why.because)))))
 
-    def _cell(self, evaluation: StrategyEvaluation, strategy: Strategy) -> int:
+    def _entry(self, evaluation: StrategyEvaluation, strategy: Strategy) -> int:
         try:
-            found = _found(evaluation, strategy)
+            candidate = _found(evaluation, strategy)
         except FrugalError as error:  # the model does not take it
             return self._without_memory(error)
-        if found is None or found.memory is None:
+        if candidate is None or candidate.memory is None:
             return self._without_memory(RequestError("only a dry run can tell"))
-        memory, texts, request = found.memory, self._texts, evaluation.request
+        memory, texts, request = candidate.memory, self._texts, evaluation.request
         parts = tuple(round(getattr(memory, name) / MIB) for name in memory.CATEGORIES[:-2])
         answer = GridAnswer(
-            fits=found.fits,
-            is_bound=found.is_draft,
+            fits=candidate.fits,
+            is_bound=candidate.is_draft,
             total=memory.total_bytes,
             headroom=memory.headroom_bytes,
             context=memory.context,
             host=memory.host_bytes_per_node if strategy.offload_optimizer != "none" else 0,
-            host_lacks=found.host_shortfall_bytes or found.disk_shortfall_bytes,
+            host_lacks=candidate.host_shortfall_bytes or candidate.disk_shortfall_bytes,
             parts=self._parts.of(parts),
         )
-        if found.batch is not None and found.time is not None:
-            batch, noun = found.batch, evaluation.cluster.rank_noun
+        if candidate.batch is not None and candidate.time is not None:
+            batch, noun = candidate.batch, evaluation.cluster.rank_noun
             samples = batch.global_batch
             if request.lengths is not None:
                 samples = grouping(request.lengths, batch, request.seq_len).step_samples
             answer = msgspec.structs.replace(
                 answer,
-                seconds=float(f"{found.seconds:.4g}"),
+                seconds=float(f"{candidate.seconds:.4g}"),
                 batch=texts.of(batch.arithmetic(noun, self._plan.counted, request.seq_len)),
-                step=texts.of(speed_in_words(found.time, samples)),
-                binds=texts.of(binds_in_short(what_binds(request, evaluation.cluster, found))),
+                step=texts.of(speed_in_words(candidate.time, samples)),
+                binds=texts.of(binds_in_short(what_binds(request, evaluation.cluster, candidate))),
             )
         return self._answers.of(answer)
 
@@ -377,10 +377,10 @@ def _timeline(plan: Plan, source: DryRunSource, number: int) -> dict[str, Any] |
     strategy, micro_batch = list(chosen_micro_batches(plan))[number]
     steps, is_draft = plan.batch.accumulation_steps, number > 0
     if number and is_of_one_kind(plan.cluster) and _profile(source, strategy, True) is not None:
-        found = _found(StrategyEvaluation(source.request, plan.cluster, source), strategy)
-        assert found is not None, "drafted just now"
-        micro_batch, is_draft = found.micro_batch, found.is_draft
-        steps = 2 if found.batch is None else found.batch.accumulation_steps
+        candidate = _found(StrategyEvaluation(source.request, plan.cluster, source), strategy)
+        assert candidate is not None, "drafted just now"
+        micro_batch, is_draft = candidate.micro_batch, candidate.is_draft
+        steps = 2 if candidate.batch is None else candidate.batch.accumulation_steps
     profile = _profile(source, strategy, steps > 1 or plan.request.lengths is not None)
     if profile is None:
         return None

@@ -20,7 +20,7 @@ def write_page(plan: Plan, path: Path, *, in_full: bool, helps: str = "") -> Pat
         WorkerError: a trace crashed.
     """
     cache = Cache.of_user()
-    key = digest("page with a grid of answers", model_key(plan.request), plan.digest, in_full)
+    key = digest("page with a grid of entries", model_key(plan.request), plan.digest, in_full)
     data = cache.read(key, PageData)
     if data is None:
         from frugal.tools.plan_page.answers import (

@@ -63,15 +63,15 @@ def page(plan: Plan, computed: dict[str, Any], tmp_path_factory: pytest.TempPath
 
 
 def settings_of(grid: dict[str, Any]) -> list[tuple[dict[str, int], int]]:
-    """All settings of a grid, in the order of its cells: a value of each axis, and the number of the strategy."""
+    """All settings of a grid, in the order of its entries: a value of each axis, and the number of the strategy."""
     names = list(grid["axes"])
     settings = product(*(grid["axes"][name]["values"] for name in names), range(len(grid["strategies"])))
     return [(dict(zip(names, values, strict=True)), number) for *values, number in settings]
 
 
-def answer_of(grid: dict[str, Any], cell: int) -> GridAnswer:
-    """The answer in a cell."""
-    return msgspec.convert(grid["answers"][grid["cells"][cell]], GridAnswer)
+def answer_of(grid: dict[str, Any], entry: int) -> GridAnswer:
+    """The answer in an entry."""
+    return msgspec.convert(grid["answers"][grid["entries"][entry]], GridAnswer)
 
 
 @pytest.fixture
@@ -101,9 +101,9 @@ def test_the_grid_has_every_strategy_of_the_table_and_no_hole(plan: Plan, comput
     assert {str(strategy) for strategy, _ in chosen_micro_batches(plan)} == set(names)
     traits = ("stage", "checkpointing", "loss", "offload")
     assert len(set(names)) == len({tuple(map(each.get, traits)) for each in grid["strategies"]}) == len(names)
-    assert len(grid["cells"]) == prod(len(axis["values"]) for axis in grid["axes"].values()) * len(names)
-    for cell in range(len(grid["cells"])):
-        answer = answer_of(grid, cell)
+    assert len(grid["entries"]) == prod(len(axis["values"]) for axis in grid["axes"].values()) * len(names)
+    for entry in range(len(grid["entries"])):
+        answer = answer_of(grid, entry)
         assert answer.total > answer.context and (answer.headroom >= 0) == answer.fits
         assert all(map(bool, (answer.seconds, answer.batch, answer.step, answer.binds))) == answer.fits
     assert all(len(grid["axes"][name]["values"]) >= 3 for name in ("gpus", "card", "batch"))
@@ -119,10 +119,10 @@ def searched(**settings: Any) -> Candidate:
     return found
 
 
-def is_found_by_a_search(plan: Plan, grid: dict[str, Any], cell: int) -> bool:
-    """Compare a cell with what a search for its setting finds, pinned to its strategy; False: it found another, with
+def is_found_by_a_search(plan: Plan, grid: dict[str, Any], entry: int) -> bool:
+    """Compare an entry with what a search for its setting finds, pinned to its strategy; False: it found another, with
     small buckets, which no flag pins."""
-    values, number = settings_of(grid)[cell]
+    values, number = settings_of(grid)[entry]
     flags = grid["strategies"][number]["flags"].split()
     pins: dict[str, Any] = {
         name.removeprefix("--").replace("-", "_"): value for name, value in zip(flags[::2], flags[1::2], strict=True)
@@ -132,7 +132,7 @@ def is_found_by_a_search(plan: Plan, grid: dict[str, Any], cell: int) -> bool:
         "mem": f"{values['card'] / GIB:g}G",
         "mlp": "plain",
     }
-    answer, found, texts = answer_of(grid, cell), searched(**settings | pins), grid["texts"]
+    answer, found, texts = answer_of(grid, entry), searched(**settings | pins), grid["texts"]
     if str(found.strategy) != grid["strategies"][number]["name"]:
         assert found.strategy.small_buckets or "small buckets" in grid["strategies"][number]["name"]
         return False
@@ -155,9 +155,9 @@ def is_found_by_a_search(plan: Plan, grid: dict[str, Any], cell: int) -> bool:
 def test_answers_are_what_a_search_finds_under_the_strategy(plan: Plan, computed: dict[str, Any]) -> None:
     """Of several strategies, numbers of GPUs, cards and global batches."""
     grid, chance = computed["grid"], random.Random(20)
-    own_card = [cell for cell, (values, _) in enumerate(settings_of(grid)) if values["card"] == plan.device_bytes]
-    cells = (*chance.sample(own_card, 10), *chance.sample(range(len(grid["cells"])), 4))
-    assert sum(is_found_by_a_search(plan, grid, cell) for cell in cells) >= 5
+    own_card = [entry for entry, (values, _) in enumerate(settings_of(grid)) if values["card"] == plan.device_bytes]
+    entries = (*chance.sample(own_card, 10), *chance.sample(range(len(grid["entries"])), 4))
+    assert sum(is_found_by_a_search(plan, grid, entry) for entry in entries) >= 5
 
 
 @pytest.mark.exhaustive
@@ -167,9 +167,9 @@ def test_answers_in_full_are_what_a_search_finds() -> None:
     grid, chance = answered(plan, in_full=True)["grid"], random.Random(21)
     assert len(grid["axes"]["length"]["values"]) >= 2
     assert {each["offload"] for each in grid["strategies"]} >= {"nothing", "optimizer in host memory"}
-    cells = chance.sample(range(len(grid["cells"])), 40)
-    assert sum(is_found_by_a_search(plan, grid, cell) for cell in cells) >= 15
-    assert {answer_of(grid, cell).fits for cell in range(len(grid["cells"]))} == {False, True}
+    entries = chance.sample(range(len(grid["entries"])), 40)
+    assert sum(is_found_by_a_search(plan, grid, entry) for entry in entries) >= 15
+    assert {answer_of(grid, entry).fits for entry in range(len(grid["entries"]))} == {False, True}
 
 
 def test_the_plan_s_own_setting_has_its_verdict(plan: Plan, computed: dict[str, Any]) -> None:
@@ -186,7 +186,7 @@ def test_the_plan_s_own_setting_has_its_verdict(plan: Plan, computed: dict[str, 
 def test_what_contradicts_a_pin_of_the_plan_says_so() -> None:
     plan = drafted(gpus=4, mem="12G", micro_batch=4, accumulation_steps=32)
     grid = answered(plan)["grid"]
-    impossible = [answer_of(grid, cell) for cell in range(len(grid["cells"])) if not answer_of(grid, cell).total]
+    impossible = [answer_of(grid, entry) for entry in range(len(grid["entries"])) if not answer_of(grid, entry).total]
     assert {grid["texts"][each.batch].split(" is ")[0] for each in impossible} >= {
         "--micro-batch 4 --accumulation-steps 32 on 2 GPUs"
     }
@@ -255,11 +255,11 @@ def test_it_opens_with_the_plan_without_a_network_and_without_an_error(
 
 def test_it_says_what_is_embedded_for_drawn_choices(computed: dict[str, Any], page: Path, browser: Browser) -> None:
     grid, chance = computed["grid"], random.Random(17)
-    fitting = [cell for cell in range(len(grid["cells"])) if answer_of(grid, cell).fits]
-    others = sorted(set(range(len(grid["cells"]))) - set(fitting))
-    for cell in (*chance.sample(fitting, 2), *chance.sample(others, 2)):
-        values, number = settings_of(grid)[cell]
-        text, answer = asked(browser, page, **values, strategy=number), answer_of(grid, cell)
+    fitting = [entry for entry in range(len(grid["entries"])) if answer_of(grid, entry).fits]
+    others = sorted(set(range(len(grid["entries"]))) - set(fitting))
+    for entry in (*chance.sample(fitting, 2), *chance.sample(others, 2)):
+        values, number = settings_of(grid)[entry]
+        text, answer = asked(browser, page, **values, strategy=number), answer_of(grid, entry)
         least = "at least " if answer.is_bound else ""
         room = (
             f"{format_bytes(answer.headroom)} of headroom"
@@ -290,7 +290,7 @@ def test_what_cannot_be_chosen_says_why_and_what_computes_it(
     assert set(disabled) == {"length", "offload"} and all("--html FILE" in why for why in disabled.values())
     assert not any(why for name, is_disabled, why in states if not is_disabled)
     covers = browser.run("return document.querySelector('.settings').textContent")
-    assert f"{len(grid['cells'])} answers" in covers and "--html FILE" in covers
+    assert f"{len(grid['entries'])} answers" in covers and "--html FILE" in covers
 
 
 def without(grid: dict[str, Any], stage: str, checkpointing: str) -> dict[str, Any]:
@@ -301,8 +301,8 @@ def without(grid: dict[str, Any], stage: str, checkpointing: str) -> dict[str, A
         for i, each in enumerate(grid["strategies"])
         if (each["stage"], each["checkpointing"]) != (stage, checkpointing)
     ]
-    cells = [cell for place, cell in enumerate(grid["cells"]) if place % number in kept]
-    return grid | {"cells": cells, "strategies": [grid["strategies"][i] for i in kept]}
+    entries = [entry for place, entry in enumerate(grid["entries"]) if place % number in kept]
+    return grid | {"entries": entries, "strategies": [grid["strategies"][i] for i in kept]}
 
 
 def test_a_selection_that_no_strategy_has_is_disabled_and_says_what_it_needs(
