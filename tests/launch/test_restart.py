@@ -88,7 +88,12 @@ USED_UP = f"error: {GONE}, and all 2 restarts are used up\n\nhint: continue from
     ],
 )
 def test_a_run_is_started_again_as_often_as_it_may(
-    ends: list[RunEnd], code: int, said: list[str], monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    ends: list[RunEnd],
+    code: int,
+    said: list[str],
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+    tmp_path: Path,
 ) -> None:
     coming: Iterator[RunEnd] = iter(ends)
     resumed = []
@@ -99,7 +104,7 @@ def test_a_run_is_started_again_as_often_as_it_may(
 
     monkeypatch.setattr(restart, "judge", lambda *_: next(coming))
     plan = plan_by_hand(world_size=2, global_batch=2, micro_batch=1, zero_stage=2)
-    assert restart.supervise(start, plan, RunSettings(), 2, lambda before: before) == code
+    assert restart.supervise(start, plan, RunSettings(out=tmp_path), 2, lambda before: before) == code
     assert capsys.readouterr().err == "".join(line + "\n" for line in said)
     assert next(coming, None) is None
     assert resumed == [False, *(end.checkpoint is not None for end in ends[:-1])]

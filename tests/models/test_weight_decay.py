@@ -2,6 +2,7 @@
 
 import gc
 from pathlib import Path
+from tempfile import TemporaryDirectory
 from typing import Any
 
 import pytest
@@ -54,8 +55,9 @@ def losses(
 def by_torch(dtype: torch.dtype) -> list[float]:
     """The same by torch alone, with the groups that HF Trainer makes."""
     model = tiny_gpt2().to(dtype)
-    arguments = TrainingArguments(output_dir="unused", weight_decay=DECAY, report_to=[], use_cpu=True)
-    groups = Trainer(model, arguments).create_optimizer().param_groups
+    with TemporaryDirectory() as folder:  # Trainer makes it
+        arguments = TrainingArguments(output_dir=folder, weight_decay=DECAY, report_to=[], use_cpu=True)
+        groups = Trainer(model, arguments).create_optimizer().param_groups
     assert sorted(group["weight_decay"] for group in groups) == [0.0, DECAY]
     optimizer = torch.optim.AdamW(
         [{"params": group["params"], "weight_decay": group["weight_decay"]} for group in groups],

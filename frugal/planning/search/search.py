@@ -33,9 +33,9 @@ from frugal.planning.search.evaluate import StrategyEvaluation
 from frugal.planning.search.mixtures import Mixtures, base_of, check_pinned
 from frugal.planning.strategy import Offload, Strategy, allowed_strategies, offload_levels
 
-FAR = 0.1
-"""A share of a device: where parameters and optimizer states alone exceed it by more, no mode of activation
-checkpointing is profiled."""
+MOST_OF_IT = 0.7
+"""A share: where parameters and optimizer states make up as much of what is lacking without activations, their excess
+says it, and no mode of activation checkpointing is profiled."""
 
 ONE_MODE = "all layers have one mode of activation checkpointing, because those of this model cannot be mixed"
 """How the note of a plan begins for which a mixture might have been faster."""
@@ -210,7 +210,7 @@ class Search:
         bounds = [self.evaluation.best_case(strategy) for strategy in strategies] if self.evaluation.work else []
         pruned = [bound for bound in bounds if bound.seconds * TIE >= fastest]
         slower = {bound.strategy for bound in pruned}
-        too_large = (self._states_too_large(each, before) for each in strategies if each not in slower)
+        too_large = (self._states_too_large(each, before, MOST_OF_IT) for each in strategies if each not in slower)
         pruned += [each for each in too_large if each is not None]
         known = {bound.strategy for bound in pruned}
         return pruned, [strategy for strategy in strategies if strategy not in known]
@@ -254,18 +254,18 @@ class Search:
                 fitting.append(full)
         return candidates
 
-    def _states_too_large(self, strategy: Strategy, before: list[Candidate]) -> Candidate | None:
-        """Return the strategy as too large where its parameters and optimizer states alone are, by far.
+    def _states_too_large(self, strategy: Strategy, before: list[Candidate], share: float = 0.0) -> Candidate | None:
+        """Return the strategy as too large where its parameters and optimizer states alone are.
 
-        These live throughout a step, whether activations are kept or not; what is gathered or summed may not. Where
-        they are only a little too large, a profile says better what is lacking.
+        These live throughout a step, whether activations are kept or not; what is gathered or summed may not. They
+        must make up at least a `share` of what is lacking without activations: else a profile says better what is.
         """
         plain = base_of(strategy)
         without = next((candidate.memory for candidate in before if candidate.strategy == plain != strategy), None)
         if without is None:
             return None
         shortfall = without.parameters + without.optimizer - without.usable_bytes
-        if shortfall <= FAR * without.usable_bytes:
+        if shortfall <= 0 or shortfall < share * (-without.headroom_bytes - without.of_the_step):
             return None
         micro = self.evaluation.fitting.smallest_micro_batch
         return Candidate(
