@@ -30,6 +30,7 @@ import tempfile
 import threading
 import time
 from collections.abc import Callable
+from contextvars import ContextVar
 from importlib import import_module
 from multiprocessing.connection import Connection
 from pathlib import Path
@@ -61,6 +62,9 @@ _AT_START: dict[str, str] = {}
 
 _Popen, _run, _started = subprocess.Popen, subprocess.run, pool.started
 
+_may_fork = ContextVar("_may_fork", default=False)
+"""Set in a thread while it starts a process that may be forked; other threads start theirs as users do."""
+
 
 def use() -> None:
     """From now on fork what `subprocess.run` starts here, the processes of dry runs, and ranks.
@@ -68,6 +72,7 @@ def use() -> None:
     What a test starts with `subprocess.Popen`, to disturb it, has its processes as users have them.
     """
     _AT_START.update(_read_at_start(dict(os.environ)))
+    subprocess.Popen = Forked  # type: ignore[misc]
     subprocess.run = _with_forks(_run)
     pool.started = _with_forks(_started)
     environment = dict(os.environ)  # before any test changes it: ranks stay from test to test
@@ -76,25 +81,26 @@ def use() -> None:
 
 def _with_forks(start: Callable[..., Any]) -> Callable[..., Any]:
     def starting(*args: Any, **kwargs: Any) -> Any:
-        before, subprocess.Popen = subprocess.Popen, Forked  # type: ignore[misc]
+        before = _may_fork.set(True)
         try:
             return start(*args, **kwargs)
         finally:
-            subprocess.Popen = before  # type: ignore[misc]
+            _may_fork.reset(before)
 
     return starting
 
 
 class Forked(_Popen):  # type: ignore[type-arg]
-    """A process that is forked if its command allows it."""
+    """A process that is forked if its command, and who starts it, allow it."""
 
     _connection: socket.socket | None = None
+    _always = False
 
     def _execute_child(self, *args: Any) -> None:  # the parameters of 3.11 to 3.13
         words, pass_fds, cwd, env = args[0], args[4], args[5], args[6]
         (p2cread, p2cwrite, c2pread, c2pwrite, errread, errwrite), new_session = args[10:16], args[21]
         env = dict(os.environ if env is None else env)
-        if not _can_be_forked(words, env):
+        if not (self._always or _may_fork.get()) or not _can_be_forked(words, env):
             super()._execute_child(*args)  # type: ignore[misc]
             return
         descriptors = {0: p2cread, 1: c2pwrite, 2: errwrite} | {number: number for number in pass_fds}
@@ -124,16 +130,25 @@ class Forked(_Popen):  # type: ignore[type-arg]
             raise subprocess.TimeoutExpired(self.args, timeout or 0)
         return self.returncode
 
-    def _take_code(self, timeout: float | None) -> None:
-        if self.returncode is None and select.select([self._connection], [], [], timeout)[0]:
-            assert self._connection is not None
-            answer = _receive(self._connection)[0]
-            self.returncode = answer.get("code", -signal.SIGKILL)
+    def __del__(self, *args: Any) -> None:
+        if self._connection is not None:
             self._connection.close()
+        super().__del__(*args)  # type: ignore[misc]
+
+    def _take_code(self, timeout: float | None) -> None:
+        if self.returncode is None:
+            assert self._connection is not None
+            ready = select.select([self._connection], [], [], timeout)[0]
+            with self._waitpid_lock:  # type: ignore[attr-defined]  # several threads may wait for it
+                if ready and self.returncode is None:
+                    answer = _receive(self._connection)[0]
+                    self.returncode = answer.get("code", -signal.SIGKILL)
 
 
 class ForkedRank(Forked):
     """A rank of `bench.ranks`."""
+
+    _always = True
 
     def __init__(self, environment: dict[str, str], rank: int, world_size: int, port: int, theirs: Connection) -> None:
         numbers = map(str, (rank, world_size, port, theirs.fileno()))
@@ -299,7 +314,8 @@ def _be_module(words: list[str]) -> int:
     sys.stdout = os.fdopen(1, "w", buffering=1, closefd=False)
     sys.stderr = os.fdopen(2, "w", buffering=1, closefd=False)
     sys.modules.pop(module, None)
-    subprocess.Popen = Forked  # type: ignore[misc]  # ranks, and processes of dry runs
+    Forked._always = True  # ranks, and processes of dry runs
+    subprocess.Popen = Forked  # type: ignore[misc]
     code = 0
     try:
         runpy.run_module(module, run_name="__main__", alter_sys=True)
