@@ -16,7 +16,7 @@ Reads of a parameter while it is split are refused: see `SplitReads`.
 import math
 import sys
 import weakref
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any
 from unittest.mock import patch
@@ -152,6 +152,7 @@ class _Parameters:
         self._users: dict[int, int] = {}  # parameter -> modules that use it
         self._uses: dict[int, Any] = {}  # parameter -> a finalizer of its present memory
         self._num_uses = 0
+        self._in_forward = False
         self._holds: dict[int, int] = {}  # number of a use -> that of its hold
 
     def of(self, module: nn.Module) -> None:
@@ -181,9 +182,35 @@ class _Parameters:
                     self._holds[use[2][1]] = len(self._holds)
                     self._mark(MarkKind.HOLD, number, len(self._holds) - 1)
 
+    def begin_forward(self, *_: Any) -> None:
+        self._mark(MarkKind.FORWARD_BEGINS, 0, -1)
+        self._in_forward = True
+
+    def end_forward(self, *_: Any) -> None:
+        self._in_forward = False
+
+    def read(self, parameter: nn.Parameter) -> None:
+        """Mark that a parameter is looked at in forward while no module has fetched it."""
+        if self._in_forward and (number := self._numbers[id(parameter)]) not in self._uses:
+            self._mark(MarkKind.READ, number, -1)
+
     def _gone(self, number: int, use: int) -> None:
         if use in self._holds:
             self._mark(MarkKind.LET_GO, number, self._holds[use])
+
+
+class _Owned(dict[str, nn.Parameter | None]):
+    """A module's parameters by name, which say when they are looked at (`ZeROOrderedDict`)."""
+
+    def __init__(self, owned: Mapping[str, nn.Parameter | None], read: Callable[[nn.Parameter], None]) -> None:
+        super().__init__(owned)
+        self._read_by = read
+
+    def __getitem__(self, name: str) -> nn.Parameter | None:
+        parameter = super().__getitem__(name)
+        if parameter is not None:
+            self._read_by(parameter)
+        return parameter
 
 
 class _Module:
@@ -270,14 +297,17 @@ def install(model: nn.Module, mark: Marker) -> set[int]:
     The result: addresses of the parameters' storages while no module has fetched them. An operator that reads one uses
     a parameter outside its module; DeepSpeed gathers that in a way of its own.
     """
-    model.register_forward_pre_hook(lambda *_: mark(MarkKind.FORWARD_BEGINS, 0, -1))
     parameters = _Parameters(model, mark)
+    model.register_forward_pre_hook(parameters.begin_forward)
     numbers = {module: number for number, module in enumerate(model.modules())}
     for module in gathering(model):
         parameters.of(module)
         state = _Module(module, numbers[module], parameters, mark)
         module.register_forward_pre_hook(state.before_forward)
         module.register_forward_hook(state.after_forward)
+    for module in model.modules():
+        module._parameters = _Owned(module._parameters, parameters.read)
+    model.register_forward_hook(parameters.end_forward)
     return parameters.addresses_at_rest
 
 

@@ -145,9 +145,6 @@ def compare(
 OPTIMIZER_ON_HOST = {"offload_optimizer": "cpu"}
 ALL_ON_HOST = {**OPTIMIZER_ON_HOST, "offload_parameters": "cpu"}
 FULL = {"activation_checkpointing": "full"}
-LORA_BUCKETS = {**SMALL_BUCKETS, "persistence_threshold_elements": 2000}
-"""peft asks for the type of weights that nobody has gathered, and DeepSpeed gathers them earlier from then on. Of usual
-sizes they stay gathered anyway."""
 
 LAYOUTS: dict[str, dict[str, Any]] = {
     "alone": {"world_size": 1},
@@ -195,11 +192,11 @@ QUICK: list[Row] = [
     *(("llama", stage, {**layout(4, 3), "activation_checkpointing": mode, **SMALL_BUCKETS})
       for stage, mode in ((2, "selective"), (3, "selective"), (3, "offloaded"))),
     *(("llama", 3, {**layout(*where), "lora": "r=4", **how}) for where, how in (
-        ((8, 3, 2), {**FULL, "loss": "tiled"}), ((4, 3, 1), {"activation_checkpointing": "selective", **LORA_BUCKETS}),
-        ((8, 7, 2), {**OPTIMIZER_ON_HOST, **LORA_BUCKETS}), ((2, 0, 2), {**ALL_ON_HOST, **FULL, **LORA_BUCKETS}),
+        ((8, 3, 2), {**FULL, "loss": "tiled"}), ((4, 3, 1), {"activation_checkpointing": "selective", **SMALL_BUCKETS}),
+        ((8, 7, 2), {**OPTIMIZER_ON_HOST, **SMALL_BUCKETS}), ((2, 0, 2), {**ALL_ON_HOST, **FULL, **SMALL_BUCKETS}),
     )),
     ("llama", 2, {**layout(2, 1, 2), "lora": f"{NF4}r=4"}),
-    ("llama", 3, {**layout(2, 1, 2), "lora": f"{NF4}r=4", **FULL, **LORA_BUCKETS}),
+    ("llama", 3, {**layout(2, 1, 2), "lora": f"{NF4}r=4", **FULL, **SMALL_BUCKETS}),
     *(("llama", stage, {"lora": FROZEN, **SMALL_BUCKETS}) for stage in (2, 3)),
 ]  # fmt: skip
 RARE: list[Row] = [
@@ -224,12 +221,12 @@ RARE: list[Row] = [
         (3, (2, 1, 1), OPTIMIZER_ON_HOST), (3, (2, 1, 2, "cpu"), ALL_ON_HOST),
     )),
     *((family, 3, {**layout(*where), "lora": "r=4", **how}) for family, where, how in (
-        ("llama", (2,), {}), ("gpt2", (4, 1, 2), {**FULL, "loss": "tiled", **LORA_BUCKETS}), ("llama", (1,), {}),
-        ("llama", (2, 1, 1, "cpu"), {**ALL_ON_HOST, **LORA_BUCKETS}), ("bert", (4, 3, 2), FULL),
-        ("t5", (4, 3, 2), FULL), ("gpt2", (3, 2, 2, "cpu"), LORA_BUCKETS),
+        ("llama", (2,), {}), ("gpt2", (4, 1, 2), {**FULL, "loss": "tiled", **SMALL_BUCKETS}), ("llama", (1,), {}),
+        ("llama", (2, 1, 1, "cpu"), {**ALL_ON_HOST, **SMALL_BUCKETS}), ("bert", (4, 3, 2), FULL),
+        ("t5", (4, 3, 2), FULL), ("gpt2", (3, 2, 2, "cpu"), SMALL_BUCKETS),
     )),
     *((family, 3, {**layout(*where), "lora": f"{NF4}r=4", **how}) for family, where, how in (
-        ("gpt2", (3, 2, 1, "cpu"), LORA_BUCKETS), ("llama", (2, 0, 2), {**ALL_ON_HOST, **LORA_BUCKETS}),
+        ("gpt2", (3, 2, 1, "cpu"), SMALL_BUCKETS), ("llama", (2, 0, 2), {**ALL_ON_HOST, **SMALL_BUCKETS}),
         ("llama", (1, 0, 2), {}),
     )),
 ]  # fmt: skip

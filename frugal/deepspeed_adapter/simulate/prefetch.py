@@ -34,7 +34,9 @@ class SimulatedPrefetch:
         self._stream = stream
         self._setting = setting
         self._trace = trace
-        self._own = trace.gathered
+        self._own = list(trace.gathered)
+        self._read: dict[int, set[int]] = defaultdict(set)  # module -> parameters of others that it gathers as well
+        self._running: list[int] = []  # modules in forward, the innermost last
         elements = setting.all_elements
         self._elements = elements
         self._full_bytes = [n * item_bytes for n, item_bytes in zip(elements, setting.item_bytes, strict=True)]
@@ -86,6 +88,8 @@ class SimulatedPrefetch:
             self._steps_of[module].append(self._step)
         if in_backward:
             self._in_backward[module] = None
+        else:
+            self._running.append(module)
         own = self._own[module]
         if own:
             if split := [parameter for parameter in own if self._status[parameter] == SPLIT]:
@@ -101,13 +105,26 @@ class SimulatedPrefetch:
             self._prefetch(own)
         self._step += 1
 
+    def read(self, parameter: int) -> None:
+        """Gather a parameter by itself that is looked at while it is split; the module that runs gathers it from then
+        on (`ZeROOrderedDict.__getitem__`)."""
+        if self._status[parameter] == SPLIT:
+            module = self._running[-1]
+            self._read[module].add(parameter)
+            self._own[module] = tuple(sorted({*self._own[module], parameter}))
+            self._gather([parameter])
+            self._land(parameter)
+            self._available -= self._elements[parameter]  # the coordinator does not count it
+
     def release(self, module: int, *, in_backward: bool) -> None:
         """Release what a module no longer needs after it ran (`release_sub_module`)."""
         own = self._own[module]
         going: Collection[int] = own
         if own and self._is_known:
             going = self._to_release(module)
-        if in_backward:
+        if not in_backward:
+            self._running.pop()
+        else:
             self._in_backward.pop(module, None)
             if recomputed := self._recomputed.pop(module, None):
                 own = (*own, *recomputed)
@@ -279,7 +296,8 @@ class SimulatedPrefetch:
             for step in range(self._step, len(self._order)):
                 if passed >= self._setting.strategy.max_live_elements or not going:
                     break
-                for parameter in seen[self._order[step]]:
+                other = self._order[step]
+                for parameter in (*seen[other], *self._read.get(other, ())):
                     going.discard(parameter)
                     passed += self._elements[parameter]
             self._kept[key] = frozenset(going)

@@ -51,6 +51,7 @@ class SimulatedZero3:
             MarkKind.RELEASE_IN_BACKWARD: lambda module, _: gathering.release(module, in_backward=True),
             MarkKind.HOLD: self._hold,
             MarkKind.LET_GO: self._let_go,
+            MarkKind.READ: lambda parameter, _: gathering.read(parameter),
         }
 
     def initialise(self, *, one_by_one: bool) -> None:

@@ -228,7 +228,7 @@ class Move:
         layout = self.layout
         if not isinstance(mark.kind, MarkKind):
             return mark.number
-        if mark.kind in (MarkKind.GRADIENT, MarkKind.HOLD, MarkKind.LET_GO):
+        if mark.kind in (MarkKind.GRADIENT, MarkKind.HOLD, MarkKind.LET_GO, MarkKind.READ):
             first, a_period = layout.first_parameter, layout.parameters
         elif mark.kind >= MarkKind.LAYER:
             first, a_period = layout.first_layer, layout.period

@@ -15,7 +15,9 @@ import functools
 import logging
 import sys
 from collections.abc import Callable
+from contextlib import suppress
 from typing import Any
+from unittest.mock import patch
 
 import torch
 import torch.nn.functional as F
@@ -48,6 +50,15 @@ NAMES = (
         "absmax_offset)",
     ),
 )
+
+
+def import_uncompiled() -> None:
+    """Import bitsandbytes, as peft does, without compiling its kernels in Python, of which dry runs execute none.
+
+    It calls torch.compile when imported, which imports Inductor: a second of each process that plans for adapters.
+    """
+    with patch.object(torch, "compile", lambda function, **_options: function), suppress(ImportError):
+        import bitsandbytes  # noqa: F401  # for what the import leaves behind
 
 
 @functools.cache

@@ -353,9 +353,10 @@ class MarkKind(IntEnum):
     RELEASE_IN_BACKWARD = 6  # ZeRO-3: it has run
     HOLD = 7  # ZeRO-3: somebody keeps a parameter's memory beyond its module's run
     LET_GO = 8  # ZeRO-3: and does so no more
-    LAYER = 9  # a layer begins in forward; only splicing and mixing ask
-    LAYER_AGAIN = 10  # its recomputation begins in backward; as above
-    LAYER_AGAIN_ENDS = 11  # and ends; as above
+    READ = 9  # ZeRO-3: a parameter is looked at while its module does not run, such as for its type
+    LAYER = 10  # a layer begins in forward; only splicing and mixing ask
+    LAYER_AGAIN = 11  # its recomputation begins in backward; as above
+    LAYER_AGAIN_ENDS = 12  # and ends; as above
 
 
 class Mark(NamedTuple):

@@ -6,6 +6,7 @@ It holds tensors longer than a kernel does, so that nothing can be said of memor
 import copy
 import json
 import re
+from collections.abc import Iterator
 from contextlib import closing
 from functools import partial
 from pathlib import Path
@@ -27,7 +28,7 @@ from frugal.config.adapters import Lora
 from frugal.config.schema import understand
 from frugal.dryrun.client import DryRunSource
 from frugal.dryrun.planner import plan
-from frugal.dryrun.pool import workers
+from frugal.dryrun.pool import shared_workers, workers
 from frugal.engine.engine import initialize
 from frugal.models import activation_checkpointing, adapters
 from frugal.models.fused import recognition, replacement
@@ -205,12 +206,19 @@ def measured_gradient(zero_stage: int, strategy: dict[str, Any], lora: str | Non
 
 
 @pytest.fixture
-def config(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> str:
+def config(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, shared: None) -> str:
     """The configuration of a small Llama, and a cache of its own."""
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
     path = tmp_path / "config.json"
     path.write_text(json.dumps(TINY["llama"] | {"model_type": "llama", "architectures": ["LlamaForCausalLM"]}))
     return str(path)
+
+
+@pytest.fixture(scope="module")
+def shared() -> Iterator[None]:
+    """One pool of processes for all plans: each takes seconds to start."""
+    with shared_workers():
+        yield
 
 
 ASKED = {"gpus": 2, "gpu": "a100-80g", "seq_len": 64, "global_batch": 16}
