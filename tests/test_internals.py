@@ -15,6 +15,7 @@ from frugal.dryrun.planner import plans_here
 from frugal.errors import RequestError
 from frugal.models import transformers_internals
 from frugal.required import Required, needed
+from tests.test_structure import tree_of
 
 PACKAGE = Path(frugal.__file__).parent
 TRANSFORMERS = (*transformers_internals.MASKS, *transformers_internals.LAYERS, *transformers_internals.MODELS)
@@ -117,7 +118,7 @@ def test_no_other_module_uses_a_private_name(library: str) -> None:
     for path in sorted(PACKAGE.rglob("*.py")):
         if str(path) == module.__file__:
             continue
-        for node in ast.walk(ast.parse(path.read_text())):
+        for node in ast.walk(tree_of(path)):
             own = isinstance(node, ast.Attribute) and isinstance(node.value, ast.Name) and node.value.id == "self"
             if isinstance(node, ast.Attribute) and not own:
                 assert node.attr not in names, f"{path.name} uses {node.attr}"
