@@ -97,12 +97,12 @@ def loss_rows(account: dict[str, Any]) -> Iterator[tuple[str, ...]]:
             yield name, way, kernels, *per_logit, f"{peak / 1e9:.2f}"
 
 
-SHOWN = ("Llama-3.1-8B", "GPT-2")
-"""Families whose losses and speed docs/kernels.md shows."""
+SHOWN = ("Llama-3.1-8B",)
+"""The family that docs/kernels.md shows."""
 
 
 def tables(account: dict[str, Any], families: Sequence[str] = SHOWN) -> dict[str, str]:
-    """The tables in Markdown, by name: layers of all families, losses and speed of `families`."""
+    """The tables in Markdown, by name: layers, losses and speed of `families`."""
     heads = {
         "layers": ("layer", "micro-batch", "way", "kernels", "GB beside products", "GB kept", "GB peak of backward"),
         "losses": ("loss of", "way", "kernels", "bytes a logit beside products", "in products", "GB peak"),
@@ -113,7 +113,7 @@ def tables(account: dict[str, Any], families: Sequence[str] = SHOWN) -> dict[str
         name: "\n".join(
             f"| {' | '.join(row)} |"
             for row in (head, ["---"] * len(head), *made[name])
-            if name == "layers" or row[0] in (head[0], "---", *families)
+            if row[0] in (head[0], "---", *families)
         )
         for name, head in heads.items()
     }

@@ -310,8 +310,8 @@ _PAGE = """# Architectures
 The text models of transformers {version}, built small from its defaults, are compared with their authors' own loss:
 `model(input_ids=..., labels=...).loss` of each sample alone, times its targets, against frugal's sum over one
 micro-batch of samples of different lengths, in fp64 where the model's kernels support it. Mixtures of experts are
-compared a second time with `output_router_logits`. Each pair of model and task, with its errors and the reason of a
-refusal, is in `bench/results/architectures-cpu.json`.
+compared a second time with `output_router_logits`. `bench/results/architectures-cpu.json` has each pair of model and
+task, its errors, and the reason of a refusal.
 
 {summary}
 
@@ -323,10 +323,6 @@ refusal, is in `bench/results/architectures-cpu.json`.
 With the tiled loss {tiled} pairs are exact; where it is refused, the plain loss is planned. On two ranks, under ZeRO-2
 and ZeRO-3, {ranks} pairs were measured: {exact_on_ranks} are exact; {dry_runs} of {all_dry_runs} dry runs run.
 
-## Exact
-
-{exact}
-
 ## Refused
 
 {refused}
@@ -334,7 +330,7 @@ and ZeRO-3, {ranks} pairs were measured: {exact_on_ranks} are exact; {dry_runs} 
 
 
 def table(records: list[Record]) -> str:
-    """Return the page of the documentation: counts by task, worst errors, and the names of the models."""
+    """Return the page of the documentation: counts by task, worst errors, and the models that are refused."""
     verdicts = ("exact", "exact alone", "refused", "not run", "not built")
     counts = Counter((record["task"], record["verdict"]) for record in records)
     rows = [[task, *(str(counts[task, verdict]) for verdict in verdicts)] for task in TASKS]
@@ -355,7 +351,6 @@ def table(records: list[Record]) -> str:
         exact_on_ranks=sum(all(stage["verdict"] == "exact" for stage in stages.values()) for stages in on_ranks),
         dry_runs=dry_runs.count("runs"),
         all_dry_runs=len(dry_runs),
-        exact=textwrap.fill(_names(exact), 118, break_on_hyphens=False),
         refused="\n".join(textwrap.fill(line, 118, subsequent_indent="  ", break_on_hyphens=False) for line in refused),
     )
 

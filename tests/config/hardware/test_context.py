@@ -1,4 +1,4 @@
-"""What others measured of contexts lies in the range that is planned with. docs/facts/cuda.md has the same table."""
+"""What others measured of contexts lies in the range that is planned with. docs/facts/cuda.md has the same figures."""
 
 from collections.abc import Iterator
 
