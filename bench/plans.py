@@ -1,5 +1,6 @@
 """Plans made by hand, to run a strategy rather than choose one."""
 
+import os
 from collections.abc import Iterator, Sequence
 from typing import Any
 
@@ -11,6 +12,11 @@ from frugal.planning.memory.breakdown import MemoryBreakdown
 from frugal.planning.plan import ModelSummary, Plan, StepTime
 from frugal.planning.search.mixtures import Runs
 from frugal.planning.strategy import LayerMode, Strategy
+
+
+def without_calibration() -> None:
+    """Have this process plan without a calibration of the machine, so that results of machines can be compared."""
+    os.environ["XDG_CONFIG_HOME"] = os.devnull
 
 
 def plan_by_hand(

@@ -11,6 +11,7 @@ from typing import Any
 import msgspec
 
 from bench.plans import plan_by_hand
+from frugal.config.optimizers import Optimizer
 from frugal.planning.plan import Plan
 
 TINY = {"model_type": "gpt2", "n_layer": 2, "n_embd": 32, "n_head": 2, "vocab_size": 260, "n_positions": 64}
@@ -34,7 +35,8 @@ def plan(folder: Path, world_size: int) -> Plan:
     made = plan_by_hand(
         world_size=world_size, global_batch=8, micro_batch=2, zero_stage=2,
         request={
-            "model": str(folder / "config.json"), "learning_rate": 2.5e-3, "reference_batch": 2, "lr_rule": "linear",
+            "model": str(folder / "config.json"), "learning_rate": 2.5e-3,
+            "optimizer": Optimizer(reference_batch=2, lr_rule="linear"),
         },
     )  # fmt: skip
     return msgspec.convert(msgspec.to_builtins(made), Plan).sealed()  # numbers as a file has them

@@ -16,6 +16,9 @@ import click
 
 from frugal import errors
 from frugal.cli import COMMANDS, cli
+from frugal.config.adapters import LORA, Lora
+from frugal.config.learning_rate import SCHEDULE, Schedule
+from frugal.config.optimizers import OPTIMIZER, Optimizer
 from frugal.config.request import Request
 from frugal.config.schema import PLAN_SETTINGS, SETTINGS
 from frugal.config.setting import OTHER_NAMES, Group
@@ -90,8 +93,18 @@ def _flag(option: click.Option) -> tuple[str, str]:
 
 def file_settings() -> str:
     """Return the settings that have no flag, by their place in `frugal.toml`."""
-    rows = [(f"`{row.path}`", _cell(row.help)) for row in SETTINGS.values() if not row.is_flag]
+    rows = [(f"`{row.flag}`", _cell(row.help)) for row in SETTINGS.values() if not row.is_flag]
     return "\n".join(_table(("key", "meaning"), rows))
+
+
+def table_keys() -> str:
+    """Return the keys of settings that have several, by their flags."""
+    rows = []
+    for kind, table in ((Optimizer, OPTIMIZER), (Schedule, SCHEDULE), (Lora, LORA)):
+        meanings = dict(_ATTRIBUTE.findall(inspect.cleandoc(kind.__doc__ or "")))
+        meanings["r"] = meanings.get("rank", "")
+        rows += [(f"`{table.flag}`", f"`{key.replace('_', '-')}`", _cell(meanings[key])) for key in table.types]
+    return "\n".join(_table(("flag", "key", "meaning"), rows))
 
 
 def other_names() -> str:
@@ -185,6 +198,7 @@ def _cell(text: str) -> str:
 GENERATED = {
     "flags": flags,
     "file_settings": file_settings,
+    "table_keys": table_keys,
     "other_names": other_names,
     "plan_schema": plan_schema,
     "plan_fields": plan_fields,

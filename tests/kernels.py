@@ -24,7 +24,7 @@ needs_cpu_adam = pytest.mark.skipif(
 )
 needs_adams = pytest.mark.skipif(
     not is_compiled("fused_adam", "cpu_adam"),
-    reason="DeepSpeed's kernels are not compiled: train once with --set optimizer.implementation=deepspeed and "
+    reason="DeepSpeed's kernels are not compiled: train once with --optimizer adamw,implementation=deepspeed and "
     f"TORCH_EXTENSIONS_DIR={FOLDER}",
 )
 needs_nvme_io = pytest.mark.skipif(

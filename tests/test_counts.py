@@ -38,4 +38,4 @@ def test_frugal_toml_and_set_take_them_too() -> None:
     request, _ = requested(file.plan)
     assert (request.global_tokens, request.seq_len) == (4_000_000, 2048)
     settings = run_settings({}, file.train)
-    assert (settings.steps, settings.curve(1.0, 10_000).warmup_steps) == (10_000, 1000)
+    assert (settings.steps, settings.schedule.curve(1.0, 10_000, settings.warmup).warmup_steps) == (10_000, 1000)

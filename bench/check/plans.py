@@ -15,6 +15,7 @@ from functools import partial
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any
+from unittest import mock
 
 from bench.check.public import MODEL, Listed, checked, fetched
 from bench.environment import environment
@@ -33,8 +34,9 @@ LARGE = MODEL | {"hidden_size": 4096, "intermediate_size": 11008, "num_attention
 
 
 def can_be_pinned(strategy: Strategy) -> bool:
-    """Return whether a plan can be told all that decides memory: no sums in fp16, which frugal never chooses."""
-    return strategy.zero_stage == 0 or (strategy.zero_stage < 3 and strategy.gradient_accumulation_dtype != "fp16")
+    """Return whether a plan can be told all that decides memory: it never sums in fp16, nor overlaps communication."""
+    sums = strategy.gradient_accumulation_dtype
+    return strategy.zero_stage == 0 or (strategy.zero_stage < 3 and sums != "fp16" and not strategy.overlap_comm)
 
 
 def pinned(subject: Subject) -> Request:
@@ -49,9 +51,9 @@ def pinned(subject: Subject) -> Request:
         activation_checkpointing="full" if strategy.activation_checkpointing == "full" else "off",
         loss="tiled" if strategy.loss == "tiled" else "plain", mlp="plain", kernels="plain",
         offload="none" if strategy.offload_optimizer == "none" else "optimizer",
-        gradient_accumulation_dtype=accumulation if strategy.zero_stage else None,
-        overlap_comm=strategy.overlap_comm if strategy.zero_stage else None,
-        reduce_bucket_elements=strategy.reduce_bucket_elements if strategy.zero_stage else None,
+        optimizer=replace(
+            subject.request.optimizer, gradient_accumulation_dtype=accumulation if strategy.zero_stage else "fp32"
+        ),
         expandable_segments=strategy.expandable_segments,
     )  # fmt: skip
 
@@ -59,7 +61,9 @@ def pinned(subject: Subject) -> Request:
 def row(verdict: Verdict, pool: Pool) -> dict[str, Any]:
     """Return the bytes of a verdict and of the plan with the same settings."""
     subject = verdict.subject
-    plan = make_plan(pinned(subject), subject.cluster, dry_run=partial(DryRunSource, pool=pool))
+    bucket = subject.strategy.reduce_bucket_elements  # a file says its size, which is frugal's own to choose in a plan
+    with mock.patch("frugal.planning.strategy.BUCKET_ELEMENTS", bucket):
+        plan = make_plan(pinned(subject), subject.cluster, dry_run=partial(DryRunSource, pool=pool))
     return {
         "strategy": str(subject.strategy), "model": Path(subject.request.model).stem,
         "check_bytes": verdict.memory.total_bytes, "plan_bytes": plan.memory.total_bytes,

@@ -86,7 +86,7 @@ def main() -> int:
 def _fill(row: dict[str, Any], model: str, segments: str, asked: Any, folder: Path, keep: Any) -> None:
     """Run what `row` lacks, one command after the other."""
     words = ["plan", "--model", model, "--gpus", str(NUM_GPUS), "--mem", "12G", *MODELS[model], "-o", str(folder)]
-    _frugal([*words, f"--{'' if segments == 'expandable' else 'no-'}expandable-segments"], _cards(None))
+    _frugal(words, _cards(None) | {"PYTORCH_ALLOC_CONF": f"expandable_segments:{segments == 'expandable'}"})
     plan = Plan.read(folder / "plan.json")
     promise = plan.memory.total_bytes
     strategy = plan.strategy

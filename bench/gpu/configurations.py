@@ -93,7 +93,7 @@ class Configuration:
             global_batch=max(1, self.micro_batch) * self.accumulation_steps * self.num_groups,
             gradient_clipping=self.gradient_clipping,
             pack=self.pack or None,
-            lora=None if self.lora is None else Lora.parse(self.lora),
+            lora=None if self.lora is None else Lora.of(self.lora),
         )
 
     def device(self, kind: DeviceKind, memory_bytes: int) -> Device:

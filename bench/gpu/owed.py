@@ -38,16 +38,17 @@ from frugal.planning.plan import Plan
 STEPS = 8
 PLANNED = ("--model", "gpt2", "--gpus", "1", "--mem", "10G", "--seq-len", "512", "--global-batch", "32")
 LORA = ("--lora", "r=16")
+PLAIN_SEGMENTS = "PYTORCH_ALLOC_CONF=expandable_segments:False"  # in the environment, not a flag
 TRAINED: dict[str, tuple[str, ...]] = {
     "as planned": (),
-    "plain segments": ("--no-expandable-segments",),
+    "plain segments": (PLAIN_SEGMENTS,),
     "optimizer on the host": ("--offload", "optimizer"),
     "parameters on the host": ("--offload", "all", "--zero-stage", "3"),
     "activations on the host": ("--activation-checkpointing", "offloaded"),
     "layers recomputed": ("--activation-checkpointing", "full"),
     "parts recomputed": ("--activation-checkpointing", "selective"),
     "8-bit states": ("--optimizer", "adamw-8bit"),
-    "bf16 states": ("--optimizer-states", "bf16"),
+    "bf16 states": ("--optimizer", "adamw,states=bf16"),
     "fp16, scaled losses": ("--precision", "fp16"),
     "fp32": ("--precision", "fp32"),
     "packed": ("--pack",),
@@ -199,7 +200,9 @@ def _allocator(run: Runner, segments: str) -> dict[str, Any]:
 
 def _planned(run: Runner, folder: Path, *flags: str) -> Plan:
     folder.mkdir(exist_ok=True)
-    _ended(run("frugal", "plan", *PLANNED, *flags, "-o", folder))
+    setting = dict(flag.split("=", 1) for flag in flags if flag == PLAIN_SEGMENTS)
+    planner = Runner(run.python, {**run.environment, **setting}, run.deadline)
+    _ended(planner("frugal", "plan", *PLANNED, *(flag for flag in flags if flag != PLAIN_SEGMENTS), "-o", folder))
     return Plan.read(folder / "plan.json")
 
 

@@ -87,7 +87,7 @@ class Configuration:
                 "model": f"bench/memory/families.py:{self.family}",
                 "precision": self.precision,
                 "seq_len": SEQ_LEN,
-                "lora": None if self.lora is None else Lora.parse(self.lora),
+                "lora": None if self.lora is None else Lora.of(self.lora),
                 "quantize": self.quantize,
             },
             strategy={

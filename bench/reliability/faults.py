@@ -33,7 +33,7 @@ MODEL = {"model_type": "gpt2", "n_layer": 2, "n_embd": 64, "n_head": 2, "vocab_s
 STEPS, SAVE_EVERY, FAULT_AFTER = 40, 5, 12
 FLAGS = (
     "--model", "config.json", "--precision", "fp32", "--seq-len", "128", "--global-batch", "16",
-    "--data", "text.jsonl", "--steps", str(STEPS), "--save-every", str(SAVE_EVERY), "--validation-fraction", "0.1",
+    "--data", "text.jsonl", "--steps", str(STEPS), "--save-every", str(SAVE_EVERY), "--validation-data", "10%",
 )  # fmt: skip
 PATIENCE_SECONDS = 300
 SMALL_DISK = "64m"

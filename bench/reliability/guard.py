@@ -31,6 +31,7 @@ import numpy as np
 import frugal
 from bench.environment import environment
 from bench.goals import report_goals
+from bench.plans import without_calibration
 from bench.ranks import Ranks
 from frugal.planning.plan import Plan
 
@@ -51,10 +52,11 @@ def planned(folder: Path, zero_stage: int, shape: dict[str, Any], micro_steps: i
     config = folder / "config.json"
     same = {"model_type": "gpt2", "architectures": ["GPT2LMHeadModel"], "vocab_size": 260, "n_positions": SEQ_LEN}
     config.write_text(json.dumps({**same, **shape}))
+    without_calibration()
     return frugal.plan(
         model=str(config), device="cpu", gpus=WORLD_SIZE, mem="4G", seq_len=SEQ_LEN, micro_batch=MICRO_BATCH,
         accumulation_steps=micro_steps, global_batch=WORLD_SIZE * MICRO_BATCH * micro_steps, precision="fp32",
-        zero_stage=zero_stage, loss="plain", activation_checkpointing="off", calibration=False,
+        zero_stage=zero_stage, loss="plain", activation_checkpointing="off",
     )  # fmt: skip
 
 

@@ -117,7 +117,7 @@ class Hosts:
             "PermitRootLogin prohibit-password\nMaxStartups 64\nPrintMotd no\n"
         )
         (own / "ssh" / "ssh_config").write_text(
-            f"Host *\n  IdentityFile {self.folder}/id\n  IdentitiesOnly yes\n"
+            f"Host *\n  Port {SSH_PORT}\n  IdentityFile {self.folder}/id\n  IdentitiesOnly yes\n"
             f"  UserKnownHostsFile {self.folder}/known_hosts\n  GlobalKnownHostsFile /dev/null\n"
         )
         (own / "init.sh").write_text(
@@ -160,7 +160,7 @@ class Hosts:
 
 
 def _listens(hosts: Hosts, name: str) -> bool:
-    return hosts.run(name, "ssh", "-p", SSH_PORT, "-o", "BatchMode=yes", name, "true").returncode == 0
+    return hosts.run(name, "ssh", "-o", "BatchMode=yes", name, "true").returncode == 0
 
 
 def _namespace(process: int) -> str:

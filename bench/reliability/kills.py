@@ -44,6 +44,8 @@ from bench.ranks import Ranks
 from bench.reliability.soak import last_step
 from bench.runs import command, prepared, records
 from bench.runs import environment as environment_of_runs
+from frugal.config.learning_rate import Schedule
+from frugal.config.optimizers import Optimizer
 from frugal.config.run_settings import RunSettings
 from frugal.planning.plan import Plan
 
@@ -58,7 +60,7 @@ PATIENCE_SECONDS = 300
 MARK = "FRUGAL_KILLS"
 """In the environment of every process of a run: its folder."""
 
-TAME = {"learning_rate": 1e-3, "adam_epsilon": 1e-3}
+TAME = {"learning_rate": 1e-3, "optimizer": Optimizer(epsilon=1e-3)}
 """So that a last bit in a sum stays one: AdamW divides by the root of a mean square, which is small now and then."""
 
 CLOSE = 1e-5
@@ -295,7 +297,7 @@ def part(folder: Path, step: int, of: int) -> None:
     train(
         Plan.read(folder / f"plan{torch.distributed.get_world_size()}.json"),
         RunSettings(
-            data=(str(folder / "text.jsonl"),), steps=step, schedule_steps=of, eval_every=0, out=out,
+            data=(str(folder / "text.jsonl"),), steps=step, schedule=Schedule(steps=of), eval_every=0, out=out,
             resume=(out / "checkpoints" / "latest").exists(),
         ),
         torch.device("cpu"),

@@ -17,7 +17,7 @@ from pathlib import Path
 
 from bench.environment import environment
 from bench.goals import report_goals
-from bench.reliability.hosts import SSH_PORT, Hosts, plan, start, why_not
+from bench.reliability.hosts import Hosts, plan, start, why_not
 from bench.runs import prepared
 
 RESULTS = Path(__file__).parents[1] / "results" / "nodes-cpu.json"
@@ -52,7 +52,7 @@ def disturbed(hosts: Hosts, fault: str) -> Outcome:
     path = plan(hosts, 1, 1)
     process = start(
         hosts, "n1", sys.executable, "-m", "frugal", "train", "--plan", path, "--hostfile", path.with_name("hosts"),
-        "--ssh-port", SSH_PORT, "--data", "text.jsonl", "--steps", 1_000_000, "--eval-every", 0, "--out",
+        "--data", "text.jsonl", "--steps", 1_000_000, "--eval-every", 0, "--out",
         f"run{list(FAULTS).index(fault)}",
     )  # fmt: skip
     assert process.stdout is not None

@@ -23,6 +23,7 @@ import numpy as np
 import frugal
 from bench.environment import environment
 from bench.goals import report_goals
+from bench.plans import without_calibration
 from bench.ranks import Ranks
 from frugal.planning.plan import Plan
 
@@ -35,9 +36,10 @@ def planned(folder: Path) -> Plan:
     """One micro-batch of four samples a step."""
     config = folder / "config.json"
     config.write_text(json.dumps({"model_type": "gpt2", "architectures": ["GPT2LMHeadModel"], **MODEL}))
+    without_calibration()
     return frugal.plan(
         model=str(config), device="cpu", gpus=1, mem="4G", seq_len=SEQ_LEN, global_batch=4, precision="fp32",
-        zero_stage=2, calibration=False,
+        zero_stage=2,
     )  # fmt: skip
 
 

@@ -15,6 +15,7 @@ from torch import Tensor, nn
 
 from bench.plans import plan_by_hand
 from bench.ranks import Ranks
+from frugal.config.optimizers import Optimizer
 from frugal.dryrun.messages import AskDryRun
 from frugal.dryrun.run import dry_run
 from frugal.engine.engine import initialize
@@ -56,8 +57,9 @@ def _of_stage(
     plan = plan_by_hand(
         world_size=WORLD_SIZE, global_batch=len(samples), micro_batch=1, zero_stage=stage,
         request={
-            "optimizer": "sgd", "learning_rate": LEARNING_RATE, "weight_decay": 0.0, "gradient_clipping": 0.0,
-            "precision": "fp32", "seq_len": max(len(sample["input_ids"]) for sample in samples),
+            "optimizer": Optimizer(name="sgd"), "learning_rate": LEARNING_RATE, "weight_decay": 0.0,
+            "gradient_clipping": 0.0, "precision": "fp32",
+            "seq_len": max(len(sample["input_ids"]) for sample in samples),
         },
     )  # fmt: skip
     record: dict[str, Any] = {"dry_run": _dry_run(spec, plan)}

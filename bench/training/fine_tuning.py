@@ -103,8 +103,8 @@ def frugal(folder: Path, name: str, *words: object) -> list[dict[str, Any]]:
     """`frugal train` on one CPU rank; its steps."""
     command = [
         sys.executable, "-m", "frugal", "train", "--ranks", 1, "--mem", "4G", "--precision", "fp32", "--seq-len",
-        SEQ_LEN, "--validation-fraction", 0, "--schedule", "constant", "--weight-decay", 0, "--set",
-        "optimizer.beta2=0.999",
+        SEQ_LEN, "--validation-data", "0%", "--schedule", "constant", "--weight-decay", 0, "--optimizer",
+        "adamw,beta2=0.999",
         "--eval-every", 0, "--out", folder / name, *words,
     ]  # fmt: skip
     done = subprocess.run(list(map(str, command)), capture_output=True, text=True, env=_environment())

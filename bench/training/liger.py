@@ -28,6 +28,7 @@ from bench.kernels import interpreter  # noqa: F401 - has what Triton's interpre
 from bench.plans import plan_by_hand
 from bench.ranks import Ranks
 from bench.training.throughput import Docstrings
+from frugal.config.optimizers import Optimizer
 
 RESULT = Path(__file__).parents[1] / "results" / "liger-trl-cpu.json"
 STEPS, SAMPLES, MICRO_BATCH, SEQ_LEN, RATE = 20, 4, 2, 16, 1e-3
@@ -58,7 +59,7 @@ def frugals(folder: Path, kernels: str) -> Steps:
 
     plan = plan_by_hand(
         world_size=1, global_batch=SAMPLES, micro_batch=MICRO_BATCH, zero_stage=0,
-        request={"learning_rate": RATE, "adam_beta2": 0.999, "weight_decay": 0.0, "seq_len": SEQ_LEN},
+        request={"learning_rate": RATE, "optimizer": Optimizer(beta2=0.999), "weight_decay": 0.0, "seq_len": SEQ_LEN},
         strategy={"loss": "tiled", "kernels": kernels},
     )  # fmt: skip
     engine, samples = initialize(model(folder), plan, CausalLM()), list(Docstrings(SAMPLES, SEQ_LEN))

@@ -32,6 +32,7 @@ import numpy as np
 import frugal
 from bench.environment import environment
 from bench.goals import report_goals
+from bench.plans import without_calibration
 from bench.ranks import Ranks
 from frugal.planning.plan import Plan
 from frugal.units import format_bytes
@@ -65,10 +66,11 @@ def planned(folder: Path) -> Plan:
     config = folder / "config.json"
     config.write_text(json.dumps(MODEL))
     lengths, counts = np.unique(Text().lengths, return_counts=True)
+    without_calibration()
     return frugal.plan(
         model=str(config), device="cpu", gpus=WORLD_SIZE, mem="600M", seq_len=SEQ_LEN, global_batch=GLOBAL_BATCH,
         precision="fp32", zero_stage=2, activation_checkpointing="off", loss="plain",
-        lengths=dict(zip(lengths.tolist(), counts.tolist(), strict=True)), calibration=False,
+        lengths=dict(zip(lengths.tolist(), counts.tolist(), strict=True)),
     )  # fmt: skip
 
 

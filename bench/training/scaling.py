@@ -24,6 +24,7 @@ from typing import Any
 import frugal
 from bench.environment import environment
 from bench.goals import report_goals
+from bench.plans import without_calibration
 from bench.ranks import Ranks
 from bench.training import training_rank
 from bench.training.training_rank import Text
@@ -49,10 +50,11 @@ def planned(folder: Path, configuration: Configuration) -> Plan:
     zero_stage, ranks = configuration
     config = folder / "config.json"
     config.write_text(json.dumps(MODEL))
+    without_calibration()
     return frugal.plan(
         model=str(config), device="cpu", gpus=ranks, mem="2G", precision="fp32", seq_len=SEQ_LEN, zero_stage=zero_stage,
         global_batch=GLOBAL_BATCH, micro_batch=MICRO_BATCH, activation_checkpointing="off", loss="plain",
-        learning_rate=2e-3, calibration=False,
+        learning_rate=2e-3,
     )  # fmt: skip
 
 

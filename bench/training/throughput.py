@@ -35,6 +35,7 @@ from numpy.typing import NDArray
 import frugal
 from bench.environment import environment
 from bench.goals import report_goals
+from bench.plans import without_calibration
 from bench.ranks import Ranks
 from bench.training.throughput_rank import run
 from frugal.data.batches import permutation
@@ -100,11 +101,12 @@ def planned(folder: Path, samples: Docstrings, ranks: int, shape: dict[str, Any]
     config = folder / "config.json"
     config.write_text(json.dumps({"model_type": "gpt2", "architectures": ["GPT2LMHeadModel"], **shape}))
     lengths, counts = np.unique(samples.lengths, return_counts=True)
+    without_calibration()
     return frugal.plan(
         model=str(config), device="cpu", gpus=ranks, mem="2G", seq_len=shape["n_positions"],
         global_batch=setting.global_batch, max_tokens_per_gpu=setting.micro_batch * shape["n_positions"],
         precision="fp32", zero_stage=2, loss="plain", activation_checkpointing="off",
-        lengths=dict(zip(lengths.tolist(), counts.tolist(), strict=True)), calibration=False,
+        lengths=dict(zip(lengths.tolist(), counts.tolist(), strict=True)),
     )  # fmt: skip
 
 

@@ -28,6 +28,7 @@ from typing import Any
 import frugal
 from bench.environment import environment
 from bench.goals import report_goals
+from bench.plans import without_calibration
 from bench.ranks import Ranks
 from bench.training import training_rank
 from bench.training.training_rank import Text
@@ -68,9 +69,10 @@ def planned(folder: Path, ranks: int, lengths: Lengths) -> Plan:
     """What frugal makes of the request."""
     config = folder / "config.json"
     config.write_text(json.dumps(MODEL))
+    without_calibration()
     return frugal.plan(
         model=str(config), device="cpu", gpus=ranks, mem="4G", precision="fp32", seq_len=SEQ_LEN, lengths=lengths,
-        global_tokens=GLOBAL_TOKENS, max_tokens_per_gpu=MAX_TOKENS, learning_rate=1e-3, calibration=False,
+        global_tokens=GLOBAL_TOKENS, max_tokens_per_gpu=MAX_TOKENS, learning_rate=1e-3,
     )  # fmt: skip
 
 

@@ -226,7 +226,7 @@ def _restore(engine: Trained, path: Path, refused: tuple[str, ...]) -> Loaded:
             resume_checks.check_other_layout(path, made_by, this)
         is_same_number = made_by.world_size == this.world_size
         generators = checkpoint_files.read(path / f"rng_rank_{engine.rank}.pt") if is_same_number else None
-        saved = Saved(path, made_by, kernels.DTYPES[engine.plan.request.optimizer_states or "fp32"])
+        saved = Saved(path, made_by, kernels.DTYPES[engine.plan.request.optimizer.states or "fp32"])
         on_nvme = "nvme" in this.offload
 
         def check() -> None:
@@ -289,9 +289,9 @@ def _follow_plan(engine: Trained, saved_schedule: dict[str, Any] | None) -> None
         planned = {
             "lr": request.scaled_learning_rate,
             "weight_decay": request.weight_decay if request.decays_all else 0.0,
-            "momentum": request.momentum or 0.0,
-            "betas": request.betas,
-            "eps": request.epsilon,
+            "momentum": request.optimizer.momentum,
+            "betas": request.optimizer.betas,
+            "eps": request.optimizer.epsilon,
         }
         settings = [{name: value for name, value in planned.items() if name in group} for group in groups]
     if scheduler is not None:
@@ -433,7 +433,7 @@ def _fill(engine: Trained, saved: Saved, *, is_same: bool, writes: bool) -> None
     `is_same`: this rank's slots are those in its own file, so states in blocks can be read.
     """
     zero = engine.zero
-    is_adam = engine.own_optimizer is None and engine.plan.request.optimizer == "adamw"
+    is_adam = engine.own_optimizer is None and engine.plan.request.optimizer.name == "adamw"
 
     def copy_weights(name: str, first: int, into: Tensor, is_frozen: bool) -> None:
         if is_same and not is_frozen:  # as they are saved beside the masters, in half of the bytes

@@ -25,21 +25,21 @@ _FIXED = {
 }  # fmt: skip
 _FREE = {
     "learning_rate": "learning rate", "weight_decay": "weight decay", "decaying": "weight decay of",
-    "momentum": "momentum",
-    "adam_beta1": "beta1", "adam_beta2": "beta2", "adam_epsilon": "epsilon", "gradient_clipping": "gradient clipping",
+    "momentum": "momentum", "beta1": "beta1", "beta2": "beta2", "epsilon": "epsilon",
+    "gradient_clipping": "gradient clipping",
 }  # fmt: skip
 _ALL = "all parameters"
 Recipe = dict[str, bool | int | float | str | None]
-_ADAM = ("adam_beta1", "adam_beta2", "adam_epsilon")
 
 
 def recipe(plan: Plan) -> Recipe:
     """Return what decides which weights come out, by name."""
-    request, batch = plan.request, plan.batch
+    request, batch, optimizer = plan.request, plan.batch, plan.request.optimizer
+    numbers = ("momentum",) if optimizer.name == "sgd" else ("beta1", "beta2", "epsilon")
     return {
         "precision": request.precision,
-        "optimizer": request.optimizer,
-        "optimizer_states": request.optimizer_states or "fp32",
+        "optimizer": optimizer.name,
+        "optimizer_states": optimizer.states or "fp32",
         "seq_len": request.seq_len,
         "pack": request.pack or None,
         "lora": None if request.lora is None else str(request.lora),
@@ -48,8 +48,9 @@ def recipe(plan: Plan) -> Recipe:
         "global_tokens": batch.global_tokens,
         "learning_rate": request.scaled_learning_rate,
         "decaying": _ALL if request.decays_all else "all but norms and biases",
-        **{name: getattr(request, name) for name in _FREE if name not in ("learning_rate", "decaying")},
-        **({} if request.optimizer == "sgd" else dict(zip(_ADAM, (*request.betas, request.epsilon), strict=True))),
+        "weight_decay": request.weight_decay,
+        "gradient_clipping": request.gradient_clipping,
+        **{name: getattr(optimizer, name) for name in numbers},
     }
 
 

@@ -165,8 +165,8 @@ def check_space(plan: Plan, settings: RunSettings) -> None:
         raise (CheckpointError if is_disk_full else NothingFitsError)(
             "the run would not get through on what is free now",
             because=because,
-            hint="free what lacks, or plan for it with --host-mem and --set host-disk=SIZE; --out, --keep and "
-            "--nvme-path say what goes to which disk",
+            hint="free what lacks, or plan for it with --host-mem, and `disk=SIZE` in a hostfile; --out, --keep and "
+            "--offload say what goes to which disk",
         )
 
 

@@ -10,11 +10,10 @@ import click
 from frugal.cli.options import SettingsCommand, options, this_machine, waiting
 from frugal.config.adapters import Lora
 from frugal.config.hardware import calibration as calibrations
+from frugal.config.hardware import cuda_allocator
 from frugal.config.hardware.build_cluster import ClusterSettings
 from frugal.config.hardware.cluster import CARDS, GENERIC
 from frugal.config.request import Request
-from frugal.config.schema import settings_of_toml
-from frugal.config.setting import settings_of
 from frugal.errors import FrugalError, RequestError
 from frugal.tools.check.document import Tool
 from frugal.tools.check.gather import FLAGS
@@ -62,17 +61,13 @@ def _print_error(error: FrugalError, path: Path, *words: str) -> None:
     "--oom", "log", metavar="LOG", type=click.Path(path_type=Path),
     help="Explain the out-of-memory message in LOG, for the card that it names.",
 )  # fmt: skip
-@click.option(
-    "--set", "overrides", multiple=True, metavar="KEY=VALUE",
-    help="One setting of the hardware that has no flag, such as held=2G or host-disk=500G; repeatable.",
-)  # fmt: skip
 @click.option("--json", "as_json", is_flag=True, help="Print the check for programs.")
 @click.option(
     "--sarif", "as_sarif", is_flag=True, help="Print it as SARIF 2.1.0, which code hosts show next to the lines."
 )
 @click.option("--no-plan", is_flag=True, help="Leave out the plan that frugal would make, which takes longest.")
 def command(
-    paths: tuple[Path, ...], tool: Tool | None, more: tuple[Path, ...], log: Path | None, overrides: tuple[str, ...],
+    paths: tuple[Path, ...], tool: Tool | None, more: tuple[Path, ...], log: Path | None,
     as_json: bool, as_sarif: bool, **values: Any,
 ) -> None:  # fmt: skip
     """Check whether a configuration of another trainer fits, and what is wrong with it.
@@ -96,7 +91,7 @@ def command(
     try:
         if not (paths or more):
             raise RequestError("no file was given", hint="see `frugal check --help`")
-        done = _checked((*paths, *more), tool, log, overrides, values)
+        done = _checked((*paths, *more), tool, log, values)
     except FrugalError as error:
         _print_error(error, next(iter((*paths, *more)), Path()), *asked)
         raise
@@ -107,9 +102,7 @@ def command(
     context.exit(done.exit_code)
 
 
-def _checked(
-    paths: Sequence[Path], tool: Tool | None, log: Path | None, overrides: Sequence[str], values: dict[str, Any]
-) -> "Check":
+def _checked(paths: Sequence[Path], tool: Tool | None, log: Path | None, values: dict[str, Any]) -> "Check":
     """Check the files on the hardware that the flags describe, or on this machine."""
     from frugal.tools.check import out_of_memory
     from frugal.tools.check.checked import check
@@ -120,11 +113,9 @@ def _checked(
     if flags["lora"] is not None:
         flags["lora"] = Lora.of(flags["lora"])
     settings, documents = gather(paths, flags, tool)
-    given = settings_of_toml({}, overrides).plan
-    other = next((name for name in given if name not in settings_of(ClusterSettings)), "")
-    if other:
-        raise RequestError(f"`{other}` in --set is no setting of the hardware", because="FILE has the others")
-    hardware = given | {name: value for name, value in values.items() if value is not None}
+    if settings.expandable_segments is None:
+        settings.expandable_segments = cuda_allocator.expandable(os.environ)
+    hardware = {name: value for name, value in values.items() if value is not None}
     if isinstance(hardware.get("gpu"), str):
         hardware["gpu"] = ",".join(map(_card, hardware["gpu"].split(",")))
     message = None if log is None else out_of_memory.read(log)

@@ -18,7 +18,7 @@ from frugal.distributed import env
 from frugal.errors import RequestError
 from frugal.launch import host_report, ssh
 from frugal.launch.host_report import HostReport
-from frugal.launch.ssh import Access, UnreachableHost
+from frugal.launch.ssh import UnreachableHost
 from frugal.tools.check import known_faults
 from frugal.units import format_bytes
 
@@ -27,16 +27,13 @@ NOT_READY = RequestError.exit_code
 
 @click.command("doctor")
 @click.option("--hostfile", "path", type=click.Path(path_type=Path), help="Ask each of its hosts over ssh.")
-@click.option("--ssh-port", type=click.IntRange(1, 65535), help="Where ssh listens on the hosts.")
-@click.option("--nic", metavar="NAME", help="The network interface that ranks are to talk over.")
 @click.option("--out", type=click.Path(path_type=Path), help=f"The run's folder.  [default: {RunSettings.out}]")
 @click.option("--device", type=click.Choice(get_args(DeviceKind)), help="What the run is for.  [default: cuda]")
 @click.option("--config", "file", type=click.Path(path_type=Path), help="Settings file.  [default: frugal.toml]")
 @click.option("--json", "as_json", is_flag=True, help="Print it for programs.")
 @click.option("--print", "is_printed", is_flag=True, help="Without ssh: print what to run on the hostfile's hosts.")
 def command(
-    path: Path | None, ssh_port: int | None, nic: str | None, out: Path | None, device: str | None, file: Path | None,
-    as_json: bool, is_printed: bool,
+    path: Path | None, out: Path | None, device: str | None, file: Path | None, as_json: bool, is_printed: bool
 ) -> int:  # fmt: skip
     """Check this machine, or each host of a hostfile, for problems that would prevent a run (exit code 2).
 
@@ -46,7 +43,6 @@ def command(
     path = path or (Path(settings.plan["hostfile"]) if "hostfile" in settings.plan else None)
     kind: DeviceKind = "cpu" if (device or settings.plan.get("device")) == "cpu" else "cuda"
     folder = out or Path(settings.train.get("out", RunSettings.out))
-    access = Access(ssh_port=ssh_port, nic=nic)
     named: Sequence[HostfileEntry] = () if path is None else build_cluster.read_hostfile(path)
     if is_printed:
         if not named:
@@ -59,11 +55,11 @@ def command(
         if not named:  # rank 0 has them
             return 0
     elif named:
-        reports = ssh.collect_reports(named, access, folder, kind)
+        reports = ssh.collect_reports(named, folder, kind)
     else:
         here = host_report.collect(folder, None, cuda=kind == "cuda")
         named, reports = [HostfileEntry(name=here.host, slots=1)], [here]
-    problems = ssh.problems(named, reports, access, kind) + _wrong_gradients(named, reports)
+    problems = ssh.problems(named, reports, kind) + _wrong_gradients(named, reports)
     if as_json:
         by_host = {
             host.name: {"why": report.why} if isinstance(report, UnreachableHost) else report

@@ -136,7 +136,7 @@ def _own_step(what: str, num_steps: int | None, values: dict[str, Any]) -> _DryR
     """Dry-run the user's own training step, with the segments that torch would make here, or those asked for."""
     overridden = settings_of_toml({}, values.get("overrides", ())).plan
     for name, row in settings_of(Request).items():
-        if (values.get(name) not in (None, ()) or name in overridden) and name != "expandable_segments":
+        if values.get(name) not in (None, ()) or name in overridden:
             raise RequestError(
                 f"{what} was given together with {row.flag}",
                 because="the script says what its step does",
@@ -157,8 +157,7 @@ def _own_step(what: str, num_steps: int | None, values: dict[str, Any]) -> _DryR
         runs = dry_runs(lambda: Script.load(what), cluster, num_steps)
     gpus = plural(cluster.world_size, cluster.rank_noun)
     title = [f"{what}, {plural(num_steps, 'step')} on {gpus}: {cluster.devices[0].name}"]
-    asked = values.get("expandable_segments")
-    return _DryRuns(title, runs, cluster, bool(cuda_allocator.expandable(os.environ) if asked is None else asked))
+    return _DryRuns(title, runs, cluster, bool(cuda_allocator.expandable(os.environ)))
 
 
 def _is_plan(what: str) -> bool:

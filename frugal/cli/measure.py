@@ -87,7 +87,7 @@ def command(path: Path | None, as_json: bool, capped: bool, calibrating: bool, s
             kind, num_ranks = measurement.cluster.devices[0].kind, measurement.batch.world_size
         calibration = calibrate(kind, num_ranks, measurement)
         kept = calibration.write(calibration_folder())
-        click.echo(f"kept in {kept}; plans for this device use it unless given --set calibration=false", err=True)
+        click.echo(f"kept in {kept}; plans for this device use it until it is removed", err=True)
         content["calibration"] = msgspec.to_builtins(calibration)
         blocks.insert(1, report(calibration))
     if as_json:

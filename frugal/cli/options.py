@@ -18,7 +18,7 @@ from frugal.config.hardware.local_host import held_on_gpus
 from frugal.config.request import Request
 from frugal.config.run_settings import SAMPLE_NAMES, run_settings
 from frugal.config.schema import PLAN_SETTINGS, SETTINGS, TomlFile, read_toml, settings_of_toml, understand
-from frugal.config.setting import Group, SettingRow, answer, flag_of, settings_of
+from frugal.config.setting import Group, SettingRow, answer, flag_of, merged, settings_of
 from frugal.dryrun.planner import plans_here
 from frugal.errors import RequestError
 from frugal.planning.plan import Plan
@@ -28,18 +28,6 @@ FIRST = "What most runs need"
 OWN = "this command"
 _WIDTH = 80
 _TYPES: dict[type, Any] = {float: float, str: str, Path: click.Path(path_type=Path)}
-
-
-class _Choice(click.Choice[str]):
-    """The choices of a setting; a value that frugal cannot provide is refused with the reason."""
-
-    def __init__(self, row: SettingRow) -> None:
-        super().__init__(row.choices)
-        self.row = row
-
-    def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> Any:
-        self.row.check_refused(value)
-        return super().convert(value, param, ctx)
 
 
 class Count(click.types.IntParamType):
@@ -61,8 +49,10 @@ def _option(row: SettingRow) -> click.Option:
     if shown is None and row.default not in (None, (), False):
         shown = " ".join(row.default) if isinstance(row.default, tuple) else str(row.default)
     values: dict[str, Any] = {"hidden": row.is_expert, "help": row.help + (f"  [default: {shown}]" if shown else "")}
-    if row.choices:
-        values["type"] = _Choice(row)
+    if row.kind.table is not None:
+        values["type"] = row.read
+    elif row.choices:
+        values["type"] = click.Choice(row.choices)
     elif row.has_opposite:
         return click.Option([f"{row.flag}/--no-{row.flag.removeprefix('--')}"], default=None, **values)
     elif row.kind.word_type is bool:
@@ -148,7 +138,9 @@ class SettingsCommand(click.Command):
             if not flag.startswith("--") or _normalised(flag) in known:
                 continue
             given = value if is_given else after if not after.startswith("-") else None
-            theirs = answer(flag.removeprefix("--"), given, flag, known) or _key_of_file(flag, given, known)
+            names = (flag.removeprefix("--"), flag.removeprefix("--no-"))
+            answers = (answer(name, given, flag, known) for name in names)
+            theirs = next(filter(None, answers), None) or _key_of_file(flag, given, known)
             if theirs is not None:
                 raise theirs
         return super().parse_args(ctx, args)
@@ -192,7 +184,7 @@ def _key_of_file(flag: str, given: str | None, known: Collection[str]) -> Reques
     return RequestError(
         f"{flag} is no flag",
         because="this setting stands in frugal.toml, or in --set",
-        hint=f"--set {row.path}={value}" + ("" if "--set" in known else ", which `frugal train` has"),
+        hint=f"--set {row.flag}={value}" + ("" if "--set" in known else ", which `frugal train` has"),
     )
 
 
@@ -262,16 +254,13 @@ def collect(values: Mapping[str, Any], file: TomlFile | None = None) -> tuple[Re
     """
     if file is None:
         file = read_settings(values)
-    settings = file.plan | {
-        name: value for name, value in values.items() if name in PLAN_SETTINGS and value is not None
-    }
+    flags = {name: value for name, value in values.items() if name in PLAN_SETTINGS}
+    settings = merged(PLAN_SETTINGS, file.plan, flags)
     is_described = bool({"gpu", "hostfile"} & settings.keys()) or {"gpus", "mem"} <= settings.keys()
     is_described = is_described or "," in str(settings.get("mem", ""))
     gpu_name, unnamed = None, GENERIC
     if settings.get("device", "cuda") == "cuda" and not is_described:
         here, gpu_name, unnamed = this_machine(settings.get("gpus"))
-        if "mem" in settings:  # then it says what there is to take
-            here.pop("held", None)
         settings = here | settings
     calibration, notes = calibrations.chosen(settings, gpu_name)
     for note in notes:
@@ -310,7 +299,8 @@ def described(cards: Sequence[Any], held: Mapping[str, int], num_gpus: int | Non
     if all(known):
         settings["gpu"] = known[0] if len(set(known)) == 1 else ",".join(map(str, known))
     if held:
-        settings["held"] = [held.get(str(card.uuid), 0) for card in cards]
+        sizes = [(card.total_memory, held.get(str(card.uuid), 0)) for card in cards]
+        settings["mem"] = [f"{total}-{in_use}" if in_use else total for total, in_use in sizes]
     return settings, cards[0].name if len({card.name for card in cards}) == 1 else None
 
 

@@ -30,16 +30,15 @@ from frugal.config.hardware.build_cluster import ClusterSettings, HostfileEntry,
 from frugal.config.hardware.cluster import Cluster
 from frugal.config.request import Request
 from frugal.config.run_settings import LaunchSettings, RunSettings, earlier_settings, launch_settings, run_settings
-from frugal.config.schema import TomlFile, requested
-from frugal.config.setting import settings_of
+from frugal.config.schema import SETTINGS, TomlFile, requested
+from frugal.config.setting import merged, settings_of
 from frugal.deepspeed_adapter.json_config import write_plan
 from frugal.distributed.env import DEFAULT_PORT
 from frugal.dryrun.pool import shared_workers
-from frugal.engine.reports import hub, trackers
+from frugal.engine.reports import trackers
 from frugal.engine.run import run
 from frugal.errors import CheckpointError, PlanMismatchError, RequestError
 from frugal.launch import alternatives, commands, hosts, local, restart
-from frugal.launch.ssh import Access
 from frugal.planning.plan import Plan
 
 PLAN = "plan.json"
@@ -56,11 +55,6 @@ class _Job:
     how: LaunchSettings
     hostfile: Path | None
     hosts: Sequence[HostfileEntry]
-
-    @property
-    def access(self) -> Access:
-        """Access to the hosts."""
-        return Access(ssh_port=self.how.ssh_port, nic=self.how.nic)
 
 
 @click.command("train", cls=SettingsCommand)
@@ -88,7 +82,6 @@ def command(
     job.settings.check_length()
     if not job.hosts:
         trackers.check(job.settings.track)
-        hub.check(job.settings.push_to_hub)
     if plan is None:
         with shared_workers():
             plan = _new_plan(job)
@@ -116,7 +109,7 @@ def command(
         return code
     launch_request = commands.LaunchRequest(
         plan=plan, plan_path=plan_path or job.settings.out / PLAN, hosts=job.hosts, settings=job.settings,
-        access=job.access, hostfile=job.hostfile, port=job.how.master_port or DEFAULT_PORT,
+        hostfile=job.hostfile, port=job.how.master_port or DEFAULT_PORT,
     )  # fmt: skip
     click.echo(commands.LAUNCHERS[printed](launch_request))
     return 0
@@ -143,7 +136,7 @@ def _job(values: dict[str, Any], ranks: int | None) -> _Job:
     if settings.resume:
         if newest is None:
             raise CheckpointError(f"there is no checkpoint in {settings.checkpoints}", hint="start without --resume")
-        settings = run_settings(values, earlier_settings(settings.out) | file.train)
+        settings = run_settings(values, merged(SETTINGS, earlier_settings(settings.out), file.train))
     elif newest is not None:
         raise holds_a_run(settings.out, newest)
     hostfile = Path(path) if path else None
@@ -168,7 +161,7 @@ def _new_plan(job: _Job) -> Plan:
     """Return a new plan, which keeps the request of a run that is resumed; `ranks` stands for this machine's CPU."""
     file, values, earlier = job.file, job.values, job.settings.out / PLAN
     if job.settings.resume and earlier.exists():
-        file = replace(file, plan=_trained(Plan.read(earlier)) | file.plan)
+        file = replace(file, plan=merged(SETTINGS, _trained(Plan.read(earlier)), file.plan))
     if job.ranks is not None:
         given = next((name for name in ("gpus", "nodes", "gpu", "device") if values.get(name) is not None), "")
         if given:
@@ -190,7 +183,7 @@ def _start(job: _Job, plan: Plan) -> int:
     settings, restarts, port = job.settings, job.how.max_restarts, job.how.master_port
     if job.hosts and not _is_this_machine(job.hosts):
         plan_for = partial(_plan_on, job, before=plan) if job.how.elastic else None
-        on = hosts.RestartableHosts(plan, job.hosts, job.access, settings, port, plan_for)
+        on = hosts.RestartableHosts(plan, job.hosts, settings, port, plan_for)
         return restart.supervise(on.start, plan, settings, restarts, on.plan_for_restart)
     local.check_machine(plan, port)
     if plan.batch.world_size == 1 and not restarts:
@@ -202,9 +195,9 @@ def _start(job: _Job, plan: Plan) -> int:
 
 def _plan_on(job: _Job, cluster: Cluster, *, before: Plan) -> Plan:
     """Return the plan for a part of the hosts that a run began on."""
-    given = job.file.plan | {name: value for name, value in job.values.items() if value is not None}
     rows = settings_of(Request)
-    request, defaults = requested(_trained(before) | {name: given[name] for name in given if name in rows})
+    given = merged(rows, _trained(before), job.file.plan, job.values)
+    request, defaults = requested({name: value for name, value in given.items() if name in rows})
     plan = planned_for(request, cluster, defaults)
     _tell(plan)
     return plan
@@ -242,11 +235,8 @@ def _trained(plan: Plan) -> dict[str, Any]:
 
 
 _TRAINED = (
-    "model", "task", "global_batch", "global_tokens", "seq_len", "precision", "optimizer", "momentum", "adam_beta1",
-    "adam_beta2", "adam_epsilon", "optimizer_states",
-    "gradient_accumulation_dtype", "learning_rate",
-    "reference_batch", "lr_rule", "weight_decay", "decay_norms", "gradient_clipping", "lengths", "pack", "batch_norm",
-    "lora", "quantize",
+    "model", "task", "global_batch", "global_tokens", "seq_len", "precision", "optimizer", "learning_rate",
+    "weight_decay", "gradient_clipping", "lengths", "pack", "batch_norm", "lora", "quantize",
 )  # fmt: skip
 
 

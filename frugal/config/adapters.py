@@ -8,31 +8,24 @@ peft.
 
 from collections.abc import Mapping
 from dataclasses import dataclass
-from difflib import get_close_matches
 from math import isfinite
 from typing import Any
 
-import msgspec
-
+from frugal.config.key_table import KeyTable
 from frugal.errors import RequestError, refuse
 
 ALL_LINEAR = "all-linear"
 """peft's name of all linear layers except the output head."""
 
-FORM = "--lora r=16,alpha=32,dropout=0.05,targets=q_proj,v_proj"
-_KEYS: dict[str, tuple[Any, str]] = {
-    "r": (int, "a whole number"),
-    "alpha": (float, "a number"),
-    "dropout": (float, "a number"),
-    "targets": (list[str], f"{ALL_LINEAR} or names of modules"),
-    "dora": (bool, "true or false"),
-}
-"""The type of each key, and its name in messages."""
-
-_OTHER_KEYS = {
-    "rank": "r", "lora_r": "r", "lora_alpha": "alpha", "lora_dropout": "dropout", "target_modules": "targets",
-    "lora_target_modules": "targets", "use_dora": "dora",
-}  # fmt: skip
+LORA = KeyTable(
+    flag="--lora",
+    types={"r": int, "alpha": float, "dropout": float, "targets": list[str], "dora": bool},
+    example="r=16,alpha=32,dropout=0.05,targets=q_proj,v_proj",
+    others={
+        "rank": "r", "lora_r": "r", "lora_alpha": "alpha", "lora_dropout": "dropout", "target_modules": "targets",
+        "lora_target_modules": "targets", "use_dora": "dora",
+    },
+)  # fmt: skip
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -91,12 +84,7 @@ class Lora:
         """
         if isinstance(value, Lora):
             return value
-        given: dict[str, Any] = {}
-        for key, each in _parse(value) if isinstance(value, str) else value.items():
-            name = _known(key)
-            if name in given:
-                raise _wrong(name, "there twice", "it has one value")
-            given[name] = _converted(name, each)
+        given = LORA.read(value)
         if "r" not in given:
             raise RequestError("--lora was given without a rank", hint="write --lora r=16")
         rank = given.pop("r")
@@ -107,61 +95,9 @@ class Lora:
             **given,
         )
 
-    @classmethod
-    def parse(cls, text: str) -> "Lora":
-        """Parse `r=16,alpha=32,dropout=0.05,targets=q_proj,v_proj,dora`; alpha is twice the rank by default."""
-        return cls.of(text)
-
     def __str__(self) -> str:
-        """The text that `parse` reads."""
+        """The text that `of` reads."""
         parts = [f"r={self.rank}", f"alpha={self.alpha:g}"]
         parts += [f"dropout={self.dropout:g}"] if self.dropout else []
         parts += ["dora"] if self.dora else []
         return ",".join([*parts, f"targets={','.join(self.targets)}"])
-
-
-def _parse(text: str) -> list[tuple[str, str]]:
-    """Return the keys and values of a text; words without `=` behind `targets=` are more targets."""
-    pairs: list[tuple[str, str]] = []
-    for word in filter(None, (part.strip() for part in text.split(","))):
-        key, is_given, value = word.partition("=")
-        if not is_given and key != "dora" and pairs and _OTHER_KEYS.get(pairs[-1][0], pairs[-1][0]) == "targets":
-            pairs[-1] = pairs[-1][0], f"{pairs[-1][1]},{key}"
-            continue
-        if not is_given and _known(key) != "dora":
-            raise RequestError(f"`{key}` of --lora has no value", hint=f"write {FORM}")
-        pairs.append((key.strip(), value.strip() if is_given else "true"))
-    return pairs
-
-
-def _known(key: str) -> str:
-    """Return our name of a key.
-
-    Raises:
-        RequestError: there is no such key.
-    """
-    name = _OTHER_KEYS.get(key, key)
-    if name not in _KEYS:
-        near = next(iter(get_close_matches(key, [*_KEYS, *_OTHER_KEYS], n=1)), "")
-        raise RequestError(
-            f"--lora knows no `{key}`",
-            because=f"it has {', '.join(_KEYS)}",
-            hint=f"did you mean `{_OTHER_KEYS.get(near, near)}`?" if near else f"write {FORM}",
-        )
-    return name
-
-
-def _converted(key: str, value: Any) -> Any:
-    """Return a value in the type of its key; numbers may be text."""
-    kind, words = _KEYS[key]
-    is_text = isinstance(value, str)
-    try:
-        if key == "targets" and is_text:
-            return value.split(",")
-        return msgspec.convert(value, kind, strict=not is_text)
-    except msgspec.ValidationError:
-        raise _wrong(key, value if is_text else repr(value), f"it must be {words}") from None
-
-
-def _wrong(key: str, value: Any, because: str) -> RequestError:
-    return RequestError(f"`{key}` of --lora is {value}", because=because)

@@ -17,17 +17,20 @@ cosine_with_restarts, cosine_warmup_with_min_lr, greedy, and reduce_lr_on_platea
 """
 
 import math
+from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Literal
+from typing import Any, Literal, get_type_hints
 
+from frugal.config.key_table import MOST_COUNT, KeyTable
 from frugal.errors import refuse
+from frugal.units import parse_count
 
-Schedule = Literal[
+ScheduleName = Literal[
     "cosine", "linear", "constant", "constant_with_warmup", "cosine_with_min_lr", "polynomial", "inverse_sqrt",
     "warmup_stable_decay",
 ]  # fmt: skip
 
-ENDLESS: tuple[Schedule, ...] = ("constant", "constant_with_warmup", "inverse_sqrt")
+ENDLESS: tuple[ScheduleName, ...] = ("constant", "constant_with_warmup", "inverse_sqrt")
 """Schedules that do not depend on the length of the run."""
 
 DECAY_RATIO = 0.1
@@ -35,6 +38,131 @@ DECAY_RATIO = 0.1
 
 _INVERSE_SQRT_STEPS = 10_000
 """transformers' own number, where there is no warmup."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Schedule:
+    """The schedule after warmup, by name or with keys: `--schedule cosine,min-lr-ratio=0.1`, or the table `[schedule]`.
+
+    Attributes:
+        name: cosine, linear, constant, constant_with_warmup, cosine_with_min_lr, polynomial, inverse_sqrt or
+            warmup_stable_decay.
+        min_lr_ratio: the part of the peak learning rate at which it ends.
+        decay_ratio: the part at the end of warmup_stable_decay in which the rate falls.
+        power: of polynomial.
+        steps: optimizer steps of the schedule, for a run that ends before and can be resumed on the same curve.
+    """
+
+    name: ScheduleName = "cosine"
+    min_lr_ratio: float = 0.0
+    decay_ratio: float | None = None
+    power: float | None = None
+    steps: int | None = None
+
+    def __post_init__(self) -> None:
+        parts = {"min-lr-ratio": self.min_lr_ratio, "decay-ratio": self.decay_ratio or 0.0}
+        only = {"decay-ratio": (self.decay_ratio, "warmup_stable_decay"), "power": (self.power, "polynomial")}
+        refuse(
+            *(
+                (
+                    not 0 <= value <= 1,
+                    f"`{key}` of --schedule is {value:g}",
+                    "it is a part, from 0 to 1",
+                    None,
+                )
+                for key, value in parts.items()
+            ),
+            *(
+                (
+                    value is not None and self.name != needed,
+                    f"`{key}` was given with --schedule {self.name}",
+                    f"only {needed} has one to choose",
+                    f"leave it out, or use --schedule {needed}",
+                )
+                for key, (value, needed) in only.items()
+            ),
+            (
+                self.power is not None and not (math.isfinite(self.power) and self.power >= 0),
+                f"`power` of --schedule is {self.power}",
+                "it must be a finite number, at least 0",
+                None,
+            ),
+            (
+                self.steps is not None and not 1 <= self.steps <= MOST_COUNT,
+                f"`steps` of --schedule is {self.steps}",
+                f"it must be from 1 to {MOST_COUNT:,}",
+                None,
+            ),
+            (
+                self.min_lr_ratio and self.name in ENDLESS,
+                f"`min-lr-ratio` was given with --schedule {self.name}",
+                "this schedule has no end to fall to",
+                "leave it out, or use --schedule cosine",
+            ),
+            (
+                self.name == "cosine_with_min_lr" and not self.min_lr_ratio,
+                "--schedule cosine_with_min_lr was given without `min-lr-ratio`",
+                "the learning rate at its end is not known",
+                "use --schedule cosine_with_min_lr,min-lr-ratio=0.1, or --schedule cosine, which ends at 0",
+            ),
+        )
+
+    @classmethod
+    def of(cls, value: "str | Mapping[str, Any] | Schedule") -> "Schedule":
+        """Return the schedule that a flag, a table of frugal.toml or a caller describes.
+
+        Raises:
+            RequestError: a key is unknown or has a wrong value, or keys contradict each other.
+        """
+        return value if isinstance(value, Schedule) else cls(**SCHEDULE.read(value))
+
+    def __str__(self) -> str:
+        """The text that `of` reads: the name, and the keys that are not at their defaults."""
+        return SCHEDULE.text(self)
+
+    def curve(self, peak: float, steps: int, warmup: str) -> "Curve":
+        """Return the learning rate over a run of `steps` optimizer steps; `warmup` is a number of these or a part.
+
+        Raises:
+            RequestError: its learning rate is 0 before the end of the run, or it is too short for its warmup and decay.
+        """
+        total, ratio = self.steps or steps, DECAY_RATIO if self.decay_ratio is None else self.decay_ratio
+        curve = Curve(
+            peak=peak, schedule=self.name, total_steps=total, min_ratio=self.min_lr_ratio,
+            warmup_steps=math.ceil(float(warmup[:-1]) / 100 * total) if warmup.endswith("%") else parse_count(warmup),
+            decay_steps=math.ceil(ratio * total) if self.name == "warmup_stable_decay" else 0,
+            power=1.0 if self.power is None else self.power,
+        )  # fmt: skip
+        flag = "--steps" if self.steps is None else "`steps` of --schedule"
+        refuse(
+            (
+                total < steps and not self.min_lr_ratio and self.name not in ENDLESS,
+                f"`steps` {total} of --schedule is less than the {steps} steps of the run",
+                f"the {self.name} schedule ends at a learning rate of 0, and steps after it would change nothing",
+                f"use --set schedule.steps={steps}, or --schedule constant",
+            ),
+            (
+                curve.warmup_steps > total,
+                f"--warmup {curve.warmup_steps} is more than {flag} {total}",
+                "the learning rate would never reach its peak",
+                None,
+            ),
+            (
+                curve.warmup_steps + curve.decay_steps > total,
+                f"{curve.warmup_steps} steps of warmup and {curve.decay_steps} of decay are more than {flag} {total}",
+                "the learning rate would fall before it has reached its peak",
+                "shorten --warmup or `decay-ratio`",
+            ),
+        )
+        return curve
+
+
+SCHEDULE = KeyTable(
+    flag="--schedule",
+    types=get_type_hints(Schedule),
+    example="cosine,min-lr-ratio=0.1",
+    others={"min_lr_rate": "min_lr_ratio"},
+)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -52,7 +180,7 @@ class Curve:
     """
 
     peak: float
-    schedule: Schedule
+    schedule: ScheduleName
     warmup_steps: int
     total_steps: int
     min_ratio: float = 0.0
@@ -97,69 +225,3 @@ class Curve:
         parts = [f"{self.warmup_steps} of warmup"] if self.warmup_steps else []
         parts += [f"{self.decay_steps} of decay"] if self.decay_steps else []
         return words + (f" with {' and '.join(parts)}" if parts else "")
-
-
-def check_options(schedule: Schedule, min_ratio: float, decay_ratio: float | None, power: float | None) -> None:
-    """Check that these go together.
-
-    Raises:
-        RequestError: they do not.
-    """
-    refuse(
-        *(
-            (value is not None and value > 1, f"schedule.{name} is {value}", "it is a part: at most 1", None)
-            for name, value in (("min-lr-ratio", min_ratio), ("decay-ratio", decay_ratio))
-        ),
-        *(
-            (
-                value is not None and schedule != needed,
-                f"schedule.{name} was given with --schedule {schedule}",
-                f"only {needed} has one to choose",
-                f"leave it out, or use --schedule {needed}",
-            )
-            for name, value, needed in (
-                ("decay-ratio", decay_ratio, "warmup_stable_decay"), ("power", power, "polynomial")
-            )
-        ),
-        (
-            min_ratio and schedule in ENDLESS,
-            f"schedule.min-lr-ratio was given with --schedule {schedule}",
-            "this schedule has no end to fall to",
-            "leave it out, or use --schedule cosine",
-        ),
-        (
-            schedule == "cosine_with_min_lr" and not min_ratio,
-            "--schedule cosine_with_min_lr was given without schedule.min-lr-ratio",
-            "the learning rate at its end is not known",
-            "add --set schedule.min-lr-ratio=0.1, or use --schedule cosine, which ends at 0",
-        ),
-    )  # fmt: skip
-
-
-def check_length(curve: Curve, steps: int, flag: str) -> None:
-    """Check that `curve` reaches the end of a run of `steps`; `flag` names the setting of its length.
-
-    Raises:
-        RequestError: its learning rate is 0 before, or it is too short for its warmup and its decay.
-    """
-    total, schedule = curve.total_steps, curve.schedule
-    refuse(
-        (
-            total < steps and not curve.min_ratio and schedule not in ENDLESS,
-            f"schedule.steps {total} is less than the {steps} steps of the run",
-            f"the {schedule} schedule ends at a learning rate of 0, and steps after it would change nothing",
-            f"use --set schedule.steps={steps}, or --schedule constant",
-        ),
-        (
-            curve.warmup_steps > total,
-            f"--warmup {curve.warmup_steps} is more than {flag} {total}",
-            "the learning rate would never reach its peak",
-            None,
-        ),
-        (
-            curve.warmup_steps + curve.decay_steps > total,
-            f"{curve.warmup_steps} steps of warmup and {curve.decay_steps} of decay are more than {flag} {total}",
-            "the learning rate would fall before it has reached its peak",
-            "shorten --warmup or schedule.decay-ratio",
-        ),
-    )

@@ -23,15 +23,21 @@ Left out: that Malladi's rule also takes 1 - beta to kappa (1 - beta) and epsilo
 need a warm-up, and hold up to a batch that depends on the task. The number of GPUs does not occur here.
 """
 
+from collections.abc import Mapping
 from dataclasses import dataclass
-from math import ceil, log2, sqrt
-from typing import Literal
+from math import ceil, isfinite, log2, sqrt
+from typing import Any, Literal, get_type_hints
+
+from frugal.config.key_table import MOST_COUNT, KeyTable
+from frugal.errors import refuse
 
 OptimizerName = Literal["adamw", "sgd", "adamw-8bit"]
 OptimizerImplementation = Literal["fused", "foreach", "for-loop", "deepspeed"]
 OptimizerStates = Literal["fp32", "bf16"]
+AccumulationDtype = Literal["fp32", "bf16"]
+Rule = Literal["linear", "sqrt"]
 
-REFUSED = {
+_REFUSED = {
     "muon": (
         "updates of DeepSpeed 0.19.8's Muon depend on the number of ranks that gradients are split over: in bf16 under "
         "ZeRO-2, with gradients summed in fp32, those of one rank and of two differ by 95 %, and under ZeRO-3 it "
@@ -48,7 +54,7 @@ IMPLEMENTATIONS: dict[OptimizerName, tuple[OptimizerImplementation, ...]] = {
 }
 """The first is the default; none: there is only the library's own."""
 
-ADAM_BETA1, ADAM_BETA2, ADAM_EPSILON = 0.9, 0.95, 1e-8
+_ADAM = ADAM_BETA1, ADAM_BETA2, ADAM_EPSILON = 0.9, 0.95, 1e-8
 """AdamW's defaults. torch and HF Trainer have 0.999 for the second: a squared gradient then
 counts for about 1000 steps, here for 20, so that after a spike of the loss steps are soon as long as before. Language
 models are usually trained so: Brown et al. 2020, "Language Models are Few-Shot Learners" (arXiv 2005.14165), appendix
@@ -71,44 +77,180 @@ SMALLEST_EIGHT_BIT = 4096
 """Elements; bitsandbytes keeps fp32 moments of smaller tensors (`min_8bit_size`)."""
 
 
-def implementation(optimizer: OptimizerName, asked: OptimizerImplementation | None) -> OptimizerImplementation | None:
-    """Return the implementation that runs if `asked` is asked for; None: the library's only one."""
-    return asked or next(iter(IMPLEMENTATIONS[optimizer]), None)
+@dataclass(frozen=True, kw_only=True)
+class Optimizer:
+    """The optimizer, by name or with keys: `--optimizer adamw,beta2=0.99`, or the table `[optimizer]` of frugal.toml.
 
-
-def state_bytes_per_element(
-    optimizer: OptimizerName, momentum: float | None = None, states: OptimizerStates = "fp32"
-) -> float:
-    """Return the bytes of optimizer states per element, without the master weight.
-
-    AdamW: two moments in fp32 or bf16. SGD: its momentum, if any. 8-bit AdamW: two moments of a byte, and two scales a
-    block. Left out: parameters below 4096 elements, whose moments bitsandbytes keeps in fp32.
+    Attributes:
+        name: adamw, sgd or adamw-8bit.
+        implementation: kernels of the update; None: the first of `IMPLEMENTATIONS`, or its library's only ones.
+        states: precision of master weights and optimizer states; None: fp32. bf16 halves their memory, and rounds
+            updates below 1/256 of a weight away.
+        momentum: of SGD.
+        beta1: of AdamW.
+        beta2: of AdamW; torch's own default is 0.999.
+        epsilon: of AdamW.
+        decay_norms: apply weight decay to norms and biases too; HF Trainer does not.
+        reference_batch: the global batch that the learning rate was found for: samples, or tokens with --global-tokens.
+        lr_rule: how the learning rate scales from the reference batch: linear (for SGD) or sqrt (for Adam).
+        gradient_accumulation_dtype: precision of gradients summed over micro-steps. bf16 halves their memory, and loses
+            more with every step.
     """
-    each = STATE_BYTES[states]
-    return {
-        "adamw": 2.0 * each,
-        "sgd": float(each) if momentum else 0.0,
-        "adamw-8bit": 2 + 2 * 4 / EIGHT_BIT_BLOCK,
-    }[optimizer]
+
+    name: OptimizerName = "adamw"
+    implementation: OptimizerImplementation | None = None
+    states: OptimizerStates | None = None
+    momentum: float = 0.0
+    beta1: float = ADAM_BETA1
+    beta2: float = ADAM_BETA2
+    epsilon: float = ADAM_EPSILON
+    decay_norms: bool = True
+    reference_batch: int | None = None
+    lr_rule: Rule | None = None
+    gradient_accumulation_dtype: AccumulationDtype = "fp32"
+
+    def __post_init__(self) -> None:
+        known, rule, reference = IMPLEMENTATIONS[self.name], self.lr_rule, self.reference_batch
+        below_one = {"momentum": self.momentum, "beta1": self.beta1, "beta2": self.beta2}
+        refuse(
+            *(
+                (
+                    not 0 <= value < 1,
+                    f"`{key}` of --optimizer is {value:g}",
+                    "it must be at least 0, and less than 1, or nothing is forgotten",
+                    None,
+                )
+                for key, value in below_one.items()
+            ),
+            (
+                not (isfinite(self.epsilon) and self.epsilon > 0),
+                f"`epsilon` of --optimizer is {self.epsilon:g}",
+                "it must be a finite number over 0: a parameter without a gradient is divided by it",
+                None,
+            ),
+            (
+                self.implementation is not None and self.implementation not in known,
+                f"--optimizer {self.name} has no {self.implementation} implementation",
+                f"there is {', '.join(known)}" if known else "there is only that of its library, bitsandbytes",
+                "leave `implementation` out",
+            ),
+            (
+                self.momentum and self.name != "sgd",
+                f"`momentum` was given with --optimizer {self.name}",
+                "only sgd has a momentum to choose",
+                "leave one of them out, or use --optimizer sgd",
+            ),
+            (
+                self.name == "sgd" and (self.beta1, self.beta2, self.epsilon) != _ADAM,
+                "`beta1`, `beta2` and `epsilon` do not go together with --optimizer sgd",
+                "sgd keeps no moments of the gradient; its one number is `momentum`",
+                "leave them out, or use --optimizer adamw",
+            ),
+            (
+                self.name == "sgd" and not self.decay_norms,
+                "`decay-norms` false is impossible with --optimizer sgd",
+                "its weight decay goes through the gradient; only AdamW's can leave parameters out",
+                "leave one of them out",
+            ),
+            (
+                self.name == "adamw-8bit" and self.states == "bf16",
+                "`states` bf16 is impossible with --optimizer adamw-8bit",
+                "it keeps its moments in 8 bits already, and needs master weights in fp32 beside them",
+                "leave `states` out",
+            ),
+            (
+                reference is not None and not 1 <= reference <= MOST_COUNT,
+                f"`reference-batch` of --optimizer is {reference}",
+                f"it must be from 1 to {MOST_COUNT:,}",
+                None,
+            ),
+            (
+                reference is not None and rule is None,
+                f"`reference-batch` {reference} was given without `lr-rule`",
+                "how the learning rate is to follow the batch is not known",
+                f"add --set optimizer.lr-rule={self.fitting_rule}, which fits {self.name}",
+            ),
+            (
+                rule is not None and reference is None,
+                f"`lr-rule` {rule} was given without `reference-batch`",
+                "the batch that the learning rate was found for is not known",
+                "add --set optimizer.reference-batch=N, or leave lr-rule out to train with the rate as it is",
+            ),
+        )
+
+    @classmethod
+    def of(cls, value: "str | Mapping[str, Any] | Optimizer") -> "Optimizer":
+        """Return the optimizer that a flag, a table of frugal.toml or a caller describes.
+
+        Raises:
+            RequestError: a key is unknown or has a wrong value, or keys contradict each other.
+        """
+        return value if isinstance(value, Optimizer) else cls(**OPTIMIZER.read(value))
+
+    def __str__(self) -> str:
+        """The text that `of` reads: the name, and the keys that are not at their defaults."""
+        return OPTIMIZER.text(self)
+
+    @property
+    def betas(self) -> tuple[float, float]:
+        """AdamW's beta1 and beta2."""
+        return self.beta1, self.beta2
+
+    @property
+    def kernels(self) -> OptimizerImplementation | None:
+        """The implementation that runs; None: the library's only one."""
+        return self.implementation or next(iter(IMPLEMENTATIONS[self.name]), None)
+
+    @property
+    def fitting_rule(self) -> Rule:
+        """The rule of the learning rate whose assumptions it meets: all but SGD adapt their steps."""
+        return "linear" if self.name == "sgd" else "sqrt"
+
+    @property
+    def master_bytes_per_element(self) -> int:
+        """Bytes of each master weight."""
+        return STATE_BYTES[self.states or "fp32"]
+
+    @property
+    def state_bytes_per_element(self) -> float:
+        """Bytes of optimizer states per element, without the master weight.
+
+        AdamW: two moments in fp32 or bf16. SGD: its momentum, if any. 8-bit AdamW: two moments of a byte, and two
+        scales a block. Left out: parameters below 4096 elements, whose moments bitsandbytes keeps in fp32.
+        """
+        each = self.master_bytes_per_element
+        return {
+            "adamw": 2.0 * each,
+            "sgd": float(each) if self.momentum else 0.0,
+            "adamw-8bit": 2 + 2 * 4 / EIGHT_BIT_BLOCK,
+        }[self.name]
+
+    @property
+    def can_be_on_host(self) -> bool:
+        """True if its states can be in host memory: those in bf16 only with DeepSpeed's own CPU Adam."""
+        return self.states != "bf16" or (self.name == "adamw" and self.implementation in (None, "deepspeed"))
+
+    @property
+    def why_not_in_part(self) -> tuple[str, str] | None:
+        """The key that keeps an update from being split between host and device, and why; None if none does.
+
+        DeepSpeed 0.19.8 takes only its own CPU Adam there, and makes torch's AdamW for the device (stage3.py,
+        `__init__`).
+        """
+        if self.name != "adamw":
+            return f"--optimizer {self.name}", "DeepSpeed splits only the work of AdamW"
+        if self.implementation not in (None, "deepspeed"):
+            return f"`implementation` {self.implementation}", "the host's part is updated by DeepSpeed's own CPU Adam"
+        return None
 
 
-def states_can_be_on_host(
-    states: OptimizerStates | None, optimizer: OptimizerName, asked: OptimizerImplementation | None
-) -> bool:
-    """Return True if an optimizer with such states can be in host memory."""
-    return states != "bf16" or (optimizer == "adamw" and asked in (None, "deepspeed"))
-
-
-def why_not_in_part(optimizer: OptimizerName, asked: OptimizerImplementation | None) -> tuple[str, str] | None:
-    """Return the setting that keeps an update from being split between host and device, and why; None if none does.
-
-    DeepSpeed 0.19.8 takes only its own CPU Adam there, and makes torch's AdamW for the device (stage3.py, `__init__`).
-    """
-    if optimizer != "adamw":
-        return f"--optimizer {optimizer}", "DeepSpeed splits only the work of AdamW"
-    if asked not in (None, "deepspeed"):
-        return f"optimizer.implementation {asked}", "the host's part is updated by DeepSpeed's own CPU Adam"
-    return None
+OPTIMIZER = KeyTable(
+    flag="--optimizer",
+    types=get_type_hints(Optimizer),
+    example="adamw,beta2=0.99",
+    others={"eps": "epsilon", "adam_beta1": "beta1", "adam_beta2": "beta2", "adam_epsilon": "epsilon"},
+    refused=_REFUSED,
+)
 
 
 def bf16_notes(rate: float, beta2: float) -> list[str]:
@@ -129,14 +271,7 @@ def bf16_notes(rate: float, beta2: float) -> list[str]:
     return notes
 
 
-Rule = Literal["linear", "sqrt"]
-
 _SOURCES = {"linear": "Goyal et al. 2017", "sqrt": "Malladi et al. 2022"}
-
-
-def fitting(optimizer: str) -> Rule:
-    """Return the rule whose assumptions the optimizer meets: all but SGD adapt their steps."""
-    return "linear" if optimizer == "sgd" else "sqrt"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -154,14 +289,14 @@ class Scaling:
         """The rate for `batch`."""
         return self._by(self.rule)
 
-    def note(self, optimizer: str) -> str | None:
+    def note(self, optimizer: Optimizer) -> str | None:
         """Return a note if the rule was not made for `optimizer`, with the rate of the one that was."""
-        right = fitting(optimizer)
+        right = optimizer.fitting_rule
         if self.rule == right or self.batch == self.reference_batch:
             return None
         return (
-            f"the {self.rule} rule is not made for {optimizer}: with optimizer.lr-rule {right} ({_SOURCES[right]}) the "
-            f"learning rate would be {self._by(right):g}"
+            f"the {self.rule} rule is not made for {optimizer.name}: with optimizer.lr-rule {right} "
+            f"({_SOURCES[right]}) the learning rate would be {self._by(right):g}"
         )
 
     def __str__(self) -> str:

@@ -78,7 +78,7 @@ def _check_even(request: Request, world_size: int) -> None:
     near = sorted(filter(None, (below, below + unit)), key=lambda size: abs(size - batch))
     if below != batch:
         raise RequestError(
-            f"--even is impossible for a global batch of {batch} with {' x '.join(parts)}",
+            f"equal micro-batches are impossible for a global batch of {batch} with {' x '.join(parts)}",
             because=f"equal micro-batches come to a multiple of {unit} samples",
             hint=f"use --global-batch {' or '.join(map(str, near))}",
         )

@@ -1,20 +1,14 @@
 """A training run as the user asks for it, and checks that its settings do not contradict each other."""
 
+import re
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Literal, get_args
 
-from frugal.config import layers, optimizers
-from frugal.config.adapters import Lora
+from frugal.config import layers
+from frugal.config.adapters import LORA, Lora
 from frugal.config.layers import LayerModes
-from frugal.config.optimizers import (
-    STATE_BYTES,
-    OptimizerImplementation,
-    OptimizerName,
-    OptimizerStates,
-    Rule,
-    Scaling,
-)
+from frugal.config.optimizers import OPTIMIZER, Optimizer, OptimizerName, Scaling
 from frugal.config.sample_lengths import DOCUMENT_TOKENS, Lengths
 from frugal.config.setting import LENGTH, Kind, check_sizes, setting
 from frugal.errors import RequestError, refuse
@@ -24,7 +18,6 @@ Precision = Literal["bf16", "fp16", "fp32"]
 ActivationCheckpointingChoice = Literal["auto", "off", "selective", "full", "offloaded", "budget"]
 LossChoice = Literal["auto", "plain", "tiled"]
 KernelsChoice = Literal["auto", "liger", "plain"]
-AccumulationDtype = Literal["fp32", "bf16"]
 BatchNormChoice = Literal["local", "frozen", "sync"]
 OffloadChoice = Literal["auto", "none", "optimizer", "all", "nvme"]
 Quantization = Literal["nf4"]
@@ -41,11 +34,6 @@ LENGTHS = Kind(
 )
 
 
-LORA = Kind(
-    str, "text such as r=16,alpha=32 or a table of these", lambda value: isinstance(value, str | Mapping | Lora)
-)
-
-
 CHECKPOINTING = Kind(
     str,
     f"one of {', '.join(get_args(ActivationCheckpointingChoice))}, or modes of layers such as full:0-19,off:20-31",
@@ -55,10 +43,11 @@ CHECKPOINTING = Kind(
         or (isinstance(value, str) and ":" in value)
     ),
 )
+_PLACE = re.compile(r"optimizer:(\d{1,12}\.?\d{0,12}|\.\d{1,12})|(nvme|auto):.+")
 OFFLOAD = Kind(
     str,
-    f"one of {', '.join(get_args(OffloadChoice))}, or a share such as optimizer:0.5",
-    lambda value: isinstance(value, str) and (value in get_args(OffloadChoice) or value.startswith("optimizer:")),
+    f"one of {', '.join(get_args(OffloadChoice))}, a share such as optimizer:0.5, or a disk such as nvme:/scratch",
+    lambda value: isinstance(value, str) and (value in get_args(OffloadChoice) or _PLACE.fullmatch(value) is not None),
 )
 
 
@@ -103,12 +92,8 @@ class Request:
         least=1,
         is_expert=True,
     )
-    even: bool | None = setting(
-        None,
-        "Use equal micro-batches, which DeepSpeed's JSON alone also trains: micro-batch x accumulation steps x GPUs is "
-        "the global batch.",
-        "memory and speed", shown_default="no", is_expert=True,
-    )  # fmt: skip
+    even: bool | None = None
+    """True: micro-batches are equal, as `frugal export` plans them for targets that train no others."""
     zero_stage: int | None = setting(None, "Pin the ZeRO stage, 0-3.", "memory and speed", least=0, most=3)
     activation_checkpointing: ActivationCheckpointingChoice = setting(
         "auto",
@@ -136,21 +121,19 @@ class Request:
     offload: OffloadChoice = setting(
         "auto",
         f"What may be in host memory: {', '.join(get_args(OffloadChoice))}. `auto`: only if nothing fits otherwise; "
-        "`optimizer:0.5`: that share of AdamW's update under ZeRO-3; `nvme`: the optimizer's states are on an NVMe "
-        "disk, parameters there or in host memory.",
+        "`optimizer:0.5`: that share of AdamW's update under ZeRO-3; `nvme:DIR`: the optimizer's states are on an NVMe "
+        "disk of each node, parameters there or in host memory; `auto:DIR`: also on that disk.",
         "memory and speed", kind=OFFLOAD, metavar="WHAT",
     )  # fmt: skip
     offload_ratio: float | None = None
     """Pinned by `offload`: above 0, at most 1."""
-    nvme_path: str | None = setting(
-        None, "Folder on a local disk of each node, for --offload nvme; without it disks are not used.",
-        "memory and speed", metavar="DIR", is_expert=True,
-    )  # fmt: skip
+    nvme_path: str | None = None
+    """The folder that `offload` names, on a local disk of each node; without it disks are not used."""
     lora: Lora | None = setting(
         None,
         "Train low-rank adapters and freeze the model: r=16, and alpha=32 (twice r), dropout=0.05 (0), dora, "
         "targets=q_proj,v_proj (all-linear).",
-        "model and batch", kind=LORA, metavar="r=16[,...]", is_first=True,
+        "model and batch", kind=Kind.of(LORA), metavar="r=16[,...]", is_first=True,
     )  # fmt: skip
     quantize: Quantization | None = setting(
         None,
@@ -160,71 +143,23 @@ class Request:
     precision: Precision = setting(
         "bf16", "Precision of weights, activations and gradients.", "model and batch", is_first=True
     )
-    optimizer: OptimizerName = setting(
-        "adamw", "Optimizer.", "optimizer", refused=optimizers.REFUSED, table="optimizer", key="name"
-    )
-    optimizer_implementation: OptimizerImplementation | None = setting(
-        None,
-        "Kernel used for the update.",
-        "optimizer",
-        table="optimizer",
-        key="implementation",
-        is_flag=False,
-    )
-    optimizer_states: OptimizerStates | None = setting(
-        None,
-        "Precision of master weights and optimizer states. bf16 halves their memory, and rounds updates below 1/256 "
-        "of a weight away.",
-        "optimizer", shown_default="fp32", short=("--states",),
+    optimizer: Optimizer = setting(
+        Optimizer(),
+        f"Optimizer: {', '.join(get_args(OptimizerName))}, with keys such as beta2=0.99, momentum=0.9 or states=bf16.",
+        "optimizer", kind=Kind.of(OPTIMIZER), metavar="NAME[,...]",
     )  # fmt: skip
-    momentum: float | None = setting(None, "SGD momentum.", "optimizer", least=0, table="optimizer", is_flag=False)
-    adam_beta1: float | None = setting(
-        None, "AdamW beta1.", "optimizer", least=0, table="optimizer", key="beta1", is_flag=False
-    )
-    adam_beta2: float | None = setting(
-        None, "AdamW beta2; torch's own default is 0.999.", "optimizer", least=0, table="optimizer", key="beta2",
-        is_flag=False,
-    )  # fmt: skip
-    adam_epsilon: float | None = setting(
-        None, "AdamW epsilon.", "optimizer", least=0, table="optimizer", key="epsilon", is_flag=False
-    )
     learning_rate: float = setting(3e-4, "Peak learning rate.", "optimizer", least=0, short=("--lr",), is_first=True)
-    reference_batch: int | None = setting(
-        None,
-        "The global batch that the learning rate was found for: samples, or tokens with --global-tokens.",
-        "optimizer", least=1, table="optimizer", is_flag=False,
-    )  # fmt: skip
-    lr_rule: Rule | None = setting(
-        None, "How the learning rate scales from the reference batch: linear (for SGD) or sqrt (for Adam).",
-        "optimizer", table="optimizer", is_flag=False,
-    )  # fmt: skip
     weight_decay: float = setting(0.01, "Weight decay; decoupled for AdamW.", "optimizer", least=0)
-    decay_norms: bool | None = setting(
-        None, "Apply weight decay to norms and biases too; HF Trainer does not.", "optimizer", table="optimizer",
-        is_flag=False,
-    )  # fmt: skip
     gradient_clipping: float = setting(
         1.0, "Maximum norm of the global gradient; 0: no clipping.", "optimizer", least=0
     )
-    gradient_accumulation_dtype: AccumulationDtype | None = setting(
-        None,
-        "Precision of gradients summed over micro-steps. bf16 halves their memory, and loses more with every step.",
-        "optimizer", table="optimizer", is_flag=False,
-    )  # fmt: skip
     sequence_parallel: int | None = setting(
         None,
         "Pin the number of ranks that share each sample's tokens (Ulysses).",
         "memory and speed", least=1, shown_default="as many as one sample needs", is_expert=True,
     )  # fmt: skip
-    overlap_comm: bool | None = setting(
-        None, "Overlap gradient communication with backward, for a second bucket.", "memory and speed", is_flag=False,
-    )  # fmt: skip
-    expandable_segments: bool | None = setting(
-        None, "Use PyTorch's expandable segments.", "memory and speed", is_expert=True,
-    )  # fmt: skip
-    reduce_bucket_elements: int | None = setting(
-        None, "Pin DeepSpeed's gradient bucket, elements.", "memory and speed", least=1, is_flag=False
-    )
+    expandable_segments: bool | None = None
+    """Segments of torch's allocator, as PYTORCH_ALLOC_CONF asks where the plan is made; None: expandable on GPUs."""
     lengths: Lengths | None = setting(
         None, "Plan for samples of these lengths: JSON, tokens of each or `{tokens: samples}`.", "model and batch",
         kind=LENGTHS, metavar="FILE", is_expert=True,
@@ -233,10 +168,8 @@ class Request:
         None, "Pack several documents into one sample of --seq-len tokens; none attends to another.", "model and batch",
         shown_default="no",
     )  # fmt: skip
-    document_tokens: int = setting(
-        DOCUMENT_TOKENS, "Mean tokens of a pack's documents, at least; 0: attention takes masks. With --data that of "
-        "the data.", "model and batch", least=0, is_flag=False,
-    )  # fmt: skip
+    document_tokens: int = DOCUMENT_TOKENS
+    """Mean tokens of a pack's documents, at least; 0: attention takes masks. With --data that of the data."""
     batch_norm: BatchNormChoice | None = setting(
         None,
         "BatchNorm statistics: `local` micro-batch, `sync` across ranks, or `frozen` running statistics, with which "
@@ -271,35 +204,28 @@ class Request:
                 "use --zero-stage 2, also on one GPU, or --precision fp32",
             ),
             (
-                self.gradient_accumulation_dtype == "bf16" and self.precision != "bf16",
-                f"optimizer.gradient-accumulation-dtype bf16 is impossible with --precision {self.precision}",
+                self.optimizer.gradient_accumulation_dtype == "bf16" and self.precision != "bf16",
+                f"`gradient-accumulation-dtype` bf16 is impossible with --precision {self.precision}",
                 "only sums of bf16 gradients are kept in bf16",
                 "leave one of them out",
             ),
         )
 
     def _check_places(self) -> None:
-        """Check where optimizer and parameters are to be, and the bucket of gradients."""
+        """Check where optimizer and parameters are to be."""
         needed_stage = {"optimizer": (1, 2, 3), "all": (3,), "nvme": (3,)}.get(self.offload, (0, 1, 2, 3))
-        bucket = self.reduce_bucket_elements or 0
         refuse(
             (
                 self.offload == "nvme" and not self.nvme_path,
-                "--offload nvme was given without --nvme-path",
+                "--offload nvme was given without a folder",
                 "no node's disk is used unasked",
-                "name a folder on a fast local disk: --nvme-path /local/scratch",
+                "name one on a fast local disk: --offload nvme:/local/scratch",
             ),
             (
                 self.zero_stage is not None and self.zero_stage not in needed_stage,
                 f"--offload {self.offload} is impossible with --zero-stage {self.zero_stage}",
                 f"it needs ZeRO stage {' or '.join(map(str, needed_stage))}",
                 "leave --zero-stage out to let frugal decide",
-            ),
-            (
-                bucket % 2,
-                f"reduce-bucket-elements is {bucket}",
-                "DeepSpeed aligns its buckets to 2 elements",
-                f"use reduce-bucket-elements {bucket + 1}",
             ),
         )
 
@@ -331,7 +257,7 @@ class Request:
 
     def _check_batch(self) -> None:
         """Check the global batch, and the batch of the learning rate."""
-        tokens, reference = self.global_tokens, self.reference_batch or 0
+        tokens, reference = self.global_tokens, self.optimizer.reference_batch or 0
         refuse(
             (
                 tokens is not None and tokens < self.seq_len,
@@ -347,15 +273,15 @@ class Request:
             ),
             (
                 tokens is not None and self.even,
-                "--even is impossible with --global-tokens",
+                "equal micro-batches are impossible with --global-tokens",
                 "the number of samples that have that many tokens varies",
                 f"use --global-batch {self.batch_samples}",
             ),
             (
                 tokens is not None and 0 < reference < self.seq_len,
-                f"optimizer.reference-batch {reference} is less than one sample",
+                f"`reference-batch` {reference} is less than one sample",
                 f"with --global-tokens it counts tokens, and a sample has up to {self.seq_len}",
-                f"{reference} samples are optimizer.reference-batch {reference * self.seq_len}",
+                f"{reference} samples are --set optimizer.reference-batch={reference * self.seq_len}",
             ),
             (
                 self.batch_samples > MOST_SAMPLES,
@@ -375,13 +301,14 @@ class Request:
     @property
     def learning_rate_scaling(self) -> Scaling | None:
         """The scaling of the learning rate from the reference batch; None without one."""
-        if self.reference_batch is None or self.lr_rule is None:
+        reference, rule = self.optimizer.reference_batch, self.optimizer.lr_rule
+        if reference is None or rule is None:
             return None
         return Scaling(
             rate=self.learning_rate,
-            rule=self.lr_rule,
+            rule=rule,
             batch=self.batch_samples if self.global_tokens is None else self.global_tokens,
-            reference_batch=self.reference_batch,
+            reference_batch=reference,
             unit="samples" if self.global_tokens is None else "tokens",
         )
 
@@ -394,31 +321,7 @@ class Request:
     @property
     def decays_all(self) -> bool:
         """True if the optimizer itself applies the same weight decay to all parameters."""
-        return self.decay_norms is not False or self.weight_decay == 0
-
-    @property
-    def master_bytes_per_element(self) -> int:
-        """Bytes of each master weight."""
-        return STATE_BYTES[self.optimizer_states or "fp32"]
-
-    @property
-    def state_bytes_per_element(self) -> float:
-        """Bytes of optimizer states per element."""
-        return optimizers.state_bytes_per_element(self.optimizer, self.momentum, self.optimizer_states or "fp32")
-
-    @property
-    def betas(self) -> tuple[float, float]:
-        """AdamW's beta1 and beta2."""
-        first, second = self.adam_beta1, self.adam_beta2
-        return (
-            optimizers.ADAM_BETA1 if first is None else first,
-            optimizers.ADAM_BETA2 if second is None else second,
-        )
-
-    @property
-    def epsilon(self) -> float:
-        """AdamW's epsilon."""
-        return optimizers.ADAM_EPSILON if self.adam_epsilon is None else self.adam_epsilon
+        return self.optimizer.decay_norms or self.weight_decay == 0
 
     @property
     def micro_batch_cap(self) -> int | None:
@@ -440,123 +343,52 @@ class Request:
 
 
 def _check_optimizer(request: Request) -> None:
-    """Check that optimizer, implementation, states and their numbers go together.
+    """Check that the optimizer goes with precision and offloading.
 
     DeepSpeed 0.19.8 takes `bf16_master_weights_and_grads` with `bf16_optimizer_states` under ZeRO 1 to 3 for a model in
     bf16 (runtime/config.py), and on the host only with its own CPU Adam (`_configure_master_weights` of
     runtime/base_optimizer.py). The same keys for fp16 need the optimizer on the host, and keep its states in fp32.
 
     Raises:
-        RequestError: they do not.
+        RequestError: it does not.
     """
-    optimizer, asked, offload = request.optimizer, request.optimizer_implementation, request.offload
-    known, rule, reference = optimizers.IMPLEMENTATIONS[optimizer], request.lr_rule, request.reference_batch
-    betas = {"optimizer.beta1": request.adam_beta1, "optimizer.beta2": request.adam_beta2}
-    of_adam = [
-        name for name, value in (betas | {"optimizer.epsilon": request.adam_epsilon}).items() if value is not None
-    ]
+    optimizer, offload = request.optimizer, request.offload
+    in_bf16, what, hint = optimizer.states == "bf16", "`states` bf16 of --optimizer is impossible with ", "leave it out"
     refuse(
         (
-            asked is not None and asked not in known,
-            f"--optimizer {optimizer} has no {asked} implementation",
-            f"there is {', '.join(known)}" if known else "there is only that of its library, bitsandbytes",
-            "leave optimizer.implementation out",
-        ),
-        (
-            request.momentum is not None and optimizer != "sgd",
-            f"optimizer.momentum was given with --optimizer {optimizer}",
-            "only sgd has a momentum to choose",
-            "leave one of them out, or use --optimizer sgd",
-        ),
-        (
-            of_adam and optimizer == "sgd",
-            f"{', '.join(of_adam)} and --optimizer sgd do not go together",
-            "sgd keeps no moments of the gradient; its one number is optimizer.momentum",
-            "leave one of them out, or use --optimizer adamw",
-        ),
-        (
-            request.adam_epsilon == 0,
-            "optimizer.epsilon is 0",
-            "a parameter without a gradient would be divided by zero",
-            None,
-        ),
-        *(
-            (
-                beta is not None and beta >= 1,
-                f"{name} is {beta}",
-                "it must be less than 1, or nothing is forgotten",
-                None,
-            )
-            for name, beta in betas.items()
-        ),
-        (
-            optimizer == "adamw-8bit" and offload == "nvme",
+            optimizer.name == "adamw-8bit" and offload == "nvme",
             "--optimizer adamw-8bit cannot be used with --offload nvme",
             "DeepSpeed moves only states in fp32 to disk",
             "use --optimizer adamw, or --offload all",
         ),
         (
-            request.decay_norms is False and optimizer == "sgd",
-            "optimizer.decay-norms false is impossible with --optimizer sgd",
-            "its weight decay goes through the gradient; only AdamW's can leave parameters out",
-            "leave one of them out",
-        ),
-        (
-            reference is not None and rule is None,
-            f"optimizer.reference-batch {reference} was given without optimizer.lr-rule",
-            "how the learning rate is to follow the batch is not known",
-            f"add --set optimizer.lr-rule={optimizers.fitting(optimizer)}, which fits {optimizer}",
-        ),
-        (
-            rule is not None and reference is None,
-            f"optimizer.lr-rule {rule} was given without optimizer.reference-batch",
-            "the batch that the learning rate was found for is not known",
-            "add --set optimizer.reference-batch=N, or leave lr-rule out to train with the rate as it is",
-        ),
-    )
-    if request.optimizer_states == "bf16":
-        _check_bf16_states(request)
-    if request.offload_ratio not in (None, 1):
-        _check_ratio(request)
-
-
-def _check_bf16_states(request: Request) -> None:
-    what, hint = "--optimizer-states bf16 is impossible with ", "leave --optimizer-states out"
-    optimizer, offload = request.optimizer, request.offload
-    on_host = offload in ("optimizer", "all")
-    refuse(
-        (
-            request.precision != "bf16",
+            in_bf16 and request.precision != "bf16",
             f"{what}--precision {request.precision}",
             "they are rounded to the model's own type",
             f"use --precision bf16, or {hint}",
         ),
         (
-            optimizer == "adamw-8bit",
-            f"{what}--optimizer adamw-8bit",
-            "it keeps its moments in 8 bits already, and needs master weights in fp32 beside them",
-            hint,
-        ),
-        (
-            offload == "nvme",
+            in_bf16 and offload == "nvme",
             f"{what}--offload nvme",
             "DeepSpeed moves only states in fp32 to disk",
             f"use --offload all, or {hint}",
         ),
         (
-            on_host and not optimizers.states_can_be_on_host("bf16", optimizer, request.optimizer_implementation),
+            offload in ("optimizer", "all") and not optimizer.can_be_on_host,
             f"{what}--offload {offload}",
             "on the host only DeepSpeed's own CPU Adam keeps states in bf16",
-            f"use --optimizer adamw without optimizer.implementation, or {hint}",
+            f"use --optimizer adamw without an implementation, or {hint}",
         ),
     )
+    if request.offload_ratio not in (None, 1):
+        _check_ratio(request)
 
 
 def _check_ratio(request: Request) -> None:
     """Check that a share of the update can be done in host memory."""
     ratio, stage = request.offload_ratio or 0.0, request.zero_stage
     what = f"--offload optimizer:{ratio:g} is impossible with"
-    reason, because = optimizers.why_not_in_part(request.optimizer, request.optimizer_implementation) or ("", "")
+    reason, because = request.optimizer.why_not_in_part or ("", "")
     refuse(
         (
             not 0 < ratio < 1,

@@ -4,19 +4,16 @@ import os
 import re
 from collections.abc import Mapping
 from dataclasses import dataclass, fields
-from math import ceil
 from pathlib import Path
 from typing import Any, Literal, get_args
 
 import msgspec
 
 from frugal import files, storages
-from frugal.config import learning_rate
-from frugal.config.learning_rate import Curve, Schedule
+from frugal.config.learning_rate import SCHEDULE, Schedule, ScheduleName
 from frugal.config.sample_lengths import TooLong
-from frugal.config.setting import Kind, check_sizes, flag_of, setting, settings_of, unknown_setting
+from frugal.config.setting import Kind, check_sizes, flag_of, merged, setting, settings_of, unknown_setting
 from frugal.errors import RequestError, refuse
-from frugal.units import parse_count
 
 MOST_CHARACTERS = 1 << 14
 """The limit of a rank's arguments in a command: Linux takes 128 KiB a word, and over ssh all of a command is one."""
@@ -36,6 +33,7 @@ WARMUP = Kind(
     "a number of steps, or a part such as 5%",
     lambda value: re.fullmatch(r"\d{1,12}[kKmM]?|\d{0,12}\.?\d{1,12}%", str(value)) is not None,
 )
+_PART = re.compile(r"\d{0,12}\.?\d{1,12}%")
 RENAMED_COLUMNS = (
     "messages", "conversations", "prompt", "completion", "response", "system", "instruction", "input", "output",
     "tools", "input_ids", "labels",
@@ -88,7 +86,7 @@ class RunSettings:
         None, "A tokenizer's folder or hub name, or `byte`.", "data", metavar="NAME",
         shown_default="the model's own; `byte` where it has none and random weights", is_expert=True,
     )  # fmt: skip
-    limit: int | None = setting(None, "Maximum number of documents.", "data", least=1, table="train", is_flag=False)
+    limit: int | None = setting(None, "Maximum number of documents.", "data", least=1, is_flag=False)
     skip_bad_rows: bool = setting(
         False, "Leave out rows that cannot be read, instead of stopping.", "data", is_expert=True
     )
@@ -101,7 +99,6 @@ class RunSettings:
         "With --stream: size of the shuffle buffer, rows; 1: no shuffling.",
         "data",
         least=1,
-        table="train",
         is_flag=False,
     )
     too_long: TooLong = setting(
@@ -111,11 +108,11 @@ class RunSettings:
         is_expert=True,
     )
     validation_data: tuple[str, ...] = setting(
-        (), "Validation data, like --data, instead of a part of it; repeatable.", "data", metavar="PATH"
-    )
-    validation_fraction: float = setting(0.05, "Part of --data that is used for validation.", "data", is_expert=True)
+        ("5%",), "Validation data, like --data; repeatable. Or the part of --data that is kept for it, such as 10%.",
+        "data", metavar="PATH|PART",
+    )  # fmt: skip
     validation_samples: int | None = setting(
-        1000, "Maximum number of validation samples.", "data", least=1, table="train", is_flag=False
+        1000, "Maximum number of validation samples.", "data", least=1, is_flag=False
     )
     test_data: tuple[str, ...] = setting(
         (), "Data for an evaluation at the end, like --data; repeatable.", "data", metavar="PATH", is_expert=True
@@ -126,27 +123,14 @@ class RunSettings:
     epochs: int | None = setting(None, "Passes over the data, instead of --steps.", "run", least=1, shown_default="1")
     seed: int = setting(0, "Seed of weights, data order and dropout.", "run", least=0, is_expert=True)
     schedule: Schedule = setting(
-        "cosine", f"Learning rate schedule after warmup: {', '.join(get_args(Schedule))}.", "optimizer", metavar="NAME",
-        table="schedule", key="name",
+        Schedule(),
+        f"Learning rate schedule after warmup: {', '.join(get_args(ScheduleName))}. With keys: min-lr-ratio=0.1, "
+        "decay-ratio=0.2, power=2, steps=10k.",
+        "optimizer", kind=Kind.of(SCHEDULE), metavar="NAME[,...]",
     )  # fmt: skip
     warmup: str = setting(
         "0", "Optimizer steps until the peak learning rate, or a part of the schedule such as 5%.", "optimizer",
-        kind=WARMUP, metavar="STEPS", table="schedule",
-    )  # fmt: skip
-    min_lr_ratio: float = setting(
-        0.0, "Part of the peak learning rate at which the schedule ends.", "optimizer", least=0, table="schedule",
-        is_flag=False,
-    )  # fmt: skip
-    decay_ratio: float | None = setting(
-        None, "Part at the end of warmup_stable_decay in which the rate falls.", "optimizer", least=0,
-        table="schedule", is_flag=False,
-    )  # fmt: skip
-    schedule_power: float | None = setting(
-        None, "Power of polynomial.", "optimizer", least=0, table="schedule", key="power", is_flag=False
-    )
-    schedule_steps: int | None = setting(
-        None, "Optimizer steps of the schedule, for a run that ends before and can be resumed on the same curve.",
-        "optimizer", least=1, table="schedule", key="steps", is_flag=False,
+        kind=WARMUP, metavar="STEPS",
     )  # fmt: skip
     tune: bool | None = setting(
         None, "Take the first steps in several ways (micro-batches, activation checkpointing, tiled loss) and continue "
@@ -173,7 +157,7 @@ class RunSettings:
     )
     keep: int = setting(2, "Newest checkpoints to keep, besides the best.", "run", least=1, is_expert=True)
     async_save: bool = setting(
-        False, "Write checkpoints in the background, from a copy in host memory.", "run", table="train", is_flag=False
+        False, "Write checkpoints in the background, from a copy in host memory.", "run", is_flag=False
     )
     mirror: str | None = setting(
         None, "Copy checkpoints and metrics to a storage, such as s3://bucket/run; --resume on an empty disk fetches "
@@ -182,20 +166,16 @@ class RunSettings:
     track: tuple[str, ...] = setting(
         (), f"Experiment tracker: {', '.join(TRACKERS[:-1])} or {TRACKERS[-1]}; repeatable.", "run", metavar="NAME"
     )
-    push_to_hub: str | None = setting(
-        None, "Upload the final model to this repository of the hub, which is created as a private one.", "run",
-        table="train", is_flag=False,
-    )  # fmt: skip
     callback: tuple[str, ...] = setting(
         (), "Your own callbacks: `file.py:name`, a class whose methods are called after steps, evaluations and "
         "checkpoints; repeatable.",
-        "run", metavar="NAME", table="train", is_flag=False,
+        "run", metavar="NAME", is_flag=False,
     )  # fmt: skip
     on_nan: OnNan = setting(
         "stop", "Action when the loss or the gradient is not finite: stop, or skip the batch.", "run", is_expert=True
     )
     grace: int = setting(
-        600, "Seconds after a signal to stop, to finish the step and save a checkpoint.", "run", least=1, table="train",
+        600, "Seconds after a signal to stop, to finish the step and save a checkpoint.", "run", least=1,
         is_flag=False,
     )  # fmt: skip
     out: Path = setting(Path("run"), "The run's folder.", "run", metavar="DIR", is_first=True)
@@ -210,9 +190,9 @@ class RunSettings:
         flag = next((flag for flag, value in asked.items() if value is not None), None)
         refuse(
             (
-                not 0 <= self.validation_fraction < 1,
-                f"--validation-fraction is {self.validation_fraction}",
-                "it is the part of the data that is not trained on: at least 0, less than 1",
+                self.validation_fraction >= 1,
+                f"--validation-data is {', '.join(self.validation_data)}",
+                "a part of the data that is not trained on must be less than 100%",
                 None,
             ),
             (unknown, f"--track is {', '.join(unknown)}", f"it must be one of {', '.join(TRACKERS)}", None),
@@ -266,10 +246,9 @@ class RunSettings:
             ),
         )
         self.named_columns()
-        settings_of(RunSettings)["warmup"].check(self.warmup)
-        learning_rate.check_options(self.schedule, self.min_lr_ratio, self.decay_ratio, self.schedule_power)
+        settings_of(RunSettings)["warmup"].read(self.warmup)
         if self.steps is not None:
-            self.curve(1.0, self.steps)
+            self.schedule.curve(1.0, self.steps, self.warmup)
 
     def _check_names(self) -> None:
         """Refuse names of files that are not UTF-8, which Python represents by surrogates."""
@@ -289,7 +268,7 @@ class RunSettings:
     def check_addresses(self) -> None:
         """Refuse addresses that no storage can have, before they are in a record. Raises as `storages.check`."""
         storages.check("--mirror", *filter(None, [self.mirror]))
-        storages.check("--data", *filter(storages.is_address, (*self.data, *self.validation_data, *self.test_data)))
+        storages.check("--data", *filter(storages.is_address, (*self.data, *self.validation_files, *self.test_data)))
 
     def check_length(self) -> None:
         """Check that the length of the run is given.
@@ -322,26 +301,21 @@ class RunSettings:
         return given
 
     @property
+    def validation_fraction(self) -> float:
+        """The part of --data that is kept for validation, if there are no files for it."""
+        return 0.0 if self.validation_files else sum(float(part[:-1]) / 100 for part in self.validation_data)
+
+    @property
+    def validation_files(self) -> tuple[str, ...]:
+        """The validation data, if it is not a part of --data."""
+        return (
+            () if len(self.validation_data) == 1 and _PART.fullmatch(self.validation_data[0]) else self.validation_data
+        )
+
+    @property
     def save_best_model(self) -> bool:
         """True if the weights of each best evaluation are saved, and become the final model."""
         return self.best is not None
-
-    def curve(self, peak: float, steps: int) -> Curve:
-        """Return the learning rate over a run of `steps` optimizer steps.
-
-        Raises:
-            RequestError: the schedule does not go with a run of this length.
-        """
-        total, warmup = self.schedule_steps or steps, self.warmup
-        is_decaying, decay = self.schedule == "warmup_stable_decay", self.decay_ratio
-        curve = Curve(
-            peak=peak, schedule=self.schedule, total_steps=total, min_ratio=self.min_lr_ratio,
-            warmup_steps=ceil(float(warmup[:-1]) / 100 * total) if warmup.endswith("%") else parse_count(warmup),
-            decay_steps=ceil((learning_rate.DECAY_RATIO if decay is None else decay) * total) if is_decaying else 0,
-            power=1.0 if self.schedule_power is None else self.schedule_power,
-        )  # fmt: skip
-        learning_rate.check_length(curve, steps, "--steps" if self.schedule_steps is None else "schedule.steps")
-        return curve
 
     @property
     def checkpoints(self) -> Path:
@@ -393,7 +367,7 @@ DATA_NAMES = (
     "stream", "shuffle_buffer",
 )  # fmt: skip
 LENGTH_NAMES = ("steps", "epochs")
-SAMPLE_NAMES = (*DATA_NAMES, "validation_data", "validation_fraction", "test_data")
+SAMPLE_NAMES = (*DATA_NAMES, "validation_data", "test_data")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -403,12 +377,6 @@ class LaunchSettings:
     master_port: int | None = setting(
         None, "Port of the rendezvous.", "launch", least=1, most=65535, shown_default="a free port", is_expert=True
     )
-    ssh_port: int | None = setting(
-        None, "Port of ssh on the nodes of --hostfile.", "launch", least=1, most=65535, is_expert=True
-    )
-    nic: str | None = setting(
-        None, "Network interface between nodes, such as eth0.", "launch", table="train", is_flag=False,
-    )  # fmt: skip
     max_restarts: int = setting(0, "Maximum automatic restarts after a crash.", "launch", least=0)
     elastic: bool = setting(
         False, "With --max-restarts: plan again when GPUs or hosts are lost.", "launch", is_expert=True
@@ -437,6 +405,8 @@ def run_settings(flags: Mapping[str, Any], file: Mapping[str, Any]) -> RunSettin
             settings[name] = ",".join(map("=".join, value.items())) if isinstance(value, dict) else str(value)
     if "out" in settings:
         settings["out"] = Path(settings["out"])
+    if "schedule" in settings:
+        settings["schedule"] = Schedule.of(settings["schedule"])
     return RunSettings(**settings)
 
 
@@ -450,9 +420,9 @@ def _given(owner: type, flags: Mapping[str, Any], file: Mapping[str, Any]) -> di
     for name, value in file.items():
         if name not in rows:
             raise unknown_setting(name, value, rows, place=" in [train]", command="frugal train")
-    file = {name: rows[name].read(value, f" in [{rows[name].table or 'train'}]") for name, value in file.items()}
-    given = {name: value for name, value in flags.items() if value not in (None, ())}
-    return {name: value for name, value in {**file, **given}.items() if name in settings_of(owner)}
+    file = {name: rows[name].read(value, " in [train]") for name, value in file.items()}
+    given = merged(rows, file, {name: value for name, value in flags.items() if name in rows and value != ()})
+    return {name: value for name, value in given.items() if name in settings_of(owner)}
 
 
 def earlier_settings(folder: Path) -> dict[str, Any]:

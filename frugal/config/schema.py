@@ -1,7 +1,7 @@
 """One table of settings: the flags of every command, the keys of frugal.toml, `frugal.plan`'s arguments, the messages.
 
 In frugal.toml planning's settings stand at the top, under the flags' names (`global-batch` or `global_batch`), what
-only `frugal train` knows in `[train]`, and what only experts change in `[optimizer]` and `[schedule]`.
+only `frugal train` knows in `[train]`, and keys of `--optimizer`, `--lora` and `--schedule` in tables of these names.
 
 `parse` reads the command line of a rank, `--name value`. frugal's own commands use click.
 """
@@ -22,9 +22,10 @@ from frugal.config.hardware.build_cluster import ClusterSettings, build_cluster
 from frugal.config.hardware.calibration import Calibration
 from frugal.config.hardware.cluster import GENERIC, Card, Cluster
 from frugal.config.layers import LayerModes
+from frugal.config.optimizers import Optimizer
 from frugal.config.request import Request
 from frugal.config.run_settings import LaunchSettings, RunSettings
-from frugal.config.setting import SettingRow, flag_of, settings_of, unknown_setting
+from frugal.config.setting import SettingRow, flag_of, merged, settings_of, unknown_setting
 from frugal.errors import RequestError
 
 PLAN_SETTINGS: Mapping[str, SettingRow] = {**settings_of(Request), **settings_of(ClusterSettings)}
@@ -38,9 +39,9 @@ def understand(
 ) -> tuple[Request, Cluster, tuple[str, ...]]:
     """Return the request, the cluster, and the names of the request's fields that were left to their defaults.
 
-    `settings` maps names in `PLAN_SETTINGS` to values; None is the same as not given. Memory and disk are bytes, or
-    text such as `12G`; `mem` may be one value per GPU of the node, `12G,24G` or a list, and so may `held`, the memory
-    that other processes use; `gpu` is a card, or one per GPU: `a100-40g,a100-80g`. `hostfile` is a path, see
+    `settings` maps names in `PLAN_SETTINGS` to values; None is the same as not given. Memory is bytes, or text such as
+    `12G`; `mem` may be one value per GPU of the node, `12G,24G` or a list, each less what other processes hold of it,
+    `24G-2G`; `gpu` is a card, or one per GPU: `a100-40g,a100-80g`. `hostfile` is a path, see
     `frugal.config.hardware.build_cluster`. `unnamed` stands for GPUs whose card is not named.
 
     Raises:
@@ -64,13 +65,15 @@ def requested(settings: Mapping[str, Any]) -> tuple[Request, tuple[str, ...]]:
         )
     if lengths is not None:
         given["lengths"] = sample_lengths.of(lengths)
-    if "lora" in given:
-        given["lora"] = Lora.of(given["lora"])
+    for name, kind in (("lora", Lora), ("optimizer", Optimizer)):
+        if name in given:
+            given[name] = kind.of(given[name])
     if not isinstance(modes, str) or ":" in modes:
         given |= {"activation_checkpointing": "auto", "layer_modes": LayerModes.of(modes)}
-    offload, has_ratio, ratio = given.get("offload", "").partition(":")
-    if has_ratio:
-        given |= {"offload": offload, "offload_ratio": _share(ratio)}
+    offload, has_more, more = given.get("offload", "").partition(":")
+    if has_more:
+        given |= {"offload_ratio": float(more)} if offload == "optimizer" else {"nvme_path": more}
+        given["offload"] = offload
     defaults = tuple(
         field.name
         for field in fields(Request)
@@ -79,13 +82,6 @@ def requested(settings: Mapping[str, Any]) -> tuple[Request, tuple[str, ...]]:
         and (field.default is not None or (field.name == "global_batch" and "global_tokens" not in given))
     )
     return Request(**given), defaults
-
-
-def _share(text: str) -> float:
-    try:
-        return float(text)
-    except ValueError:
-        raise RequestError(f"--offload is optimizer:{text}", because="the share must be a number") from None
 
 
 def _of(owner: type, settings: Mapping[str, Any]) -> dict[str, Any]:
@@ -105,7 +101,6 @@ def read(name: str, value: Any, *, source: str = "") -> Any:
 
 
 FILE_NAME = "frugal.toml"
-TABLES = ("optimizer", "schedule")
 
 
 @dataclass(frozen=True)
@@ -144,30 +139,19 @@ def settings_of_toml(content: Mapping[str, Any], overrides: Sequence[str], path:
     for override in overrides:
         _set(given, override)
     (plan, train), (set_plan, set_train) = _by_name(content, str(path or FILE_NAME)), _by_name(given, "--set")
-    return TomlFile(path, _merged(plan, set_plan), _merged(train, set_train))
+    return TomlFile(path, merged(SETTINGS, plan, set_plan), merged(SETTINGS, train, set_train))
 
 
 def _by_name(content: Mapping[str, Any], source: str) -> tuple[dict[str, Any], dict[str, Any]]:
     """Return the settings of planning and those of the run by their names in Python, wherever `content` has them."""
     plan = _underscored(content)
     train = _table(plan.pop("train", {}), "train", source)
-    for name in TABLES:
-        if name in PLAN_SETTINGS and not isinstance(plan.get(name), dict):
-            continue  # `optimizer = "adamw"`
-        rows = {(row.key or row.name): row for row in SETTINGS.values() if row.table == name}
-        for key, value in _table(plan.pop(name, {}), name, source).items():
-            if key not in rows:
-                raise unknown_setting(key, value, rows, place=f" in [{name}] of {source}", command="frugal train")
-            (plan if rows[key].name in PLAN_SETTINGS else train)[rows[key].name] = value
+    schedule = plan.pop("schedule", None)
+    if isinstance(schedule, dict):  # of which `warmup` is a setting of its own
+        schedule = _underscored(schedule)
+        train |= {"warmup": schedule.pop("warmup", train.get("warmup"))}
+    train |= {"schedule": schedule} if schedule is not None else {}
     return {name: read(name, value, source=source) for name, value in plan.items()}, train
-
-
-def _merged(file: dict[str, Any], overrides: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the settings of both; overrides win, in a table such as `lora` key by key."""
-    for name, value in overrides.items():
-        before = file.get(name)
-        file[name] = {**before, **value} if isinstance(before, dict) and isinstance(value, dict) else value
-    return file
 
 
 def _table(value: Any, name: str, source: str) -> dict[str, Any]:

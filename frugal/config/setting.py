@@ -3,7 +3,7 @@
     seq_len: int = setting(1024, "Maximum tokens per sample.", "model and batch", least=1, is_first=True)
 
 The annotation is its type, `setting` describes it. `frugal.config.schema` collects all in one table. What only experts
-change has no flag: it stands in a table of frugal.toml (`[optimizer]`, `[schedule]`, `[train]`), or in `--set`.
+change has no flag: it is a key of a table (`frugal.config.key_table`), or stands in frugal.toml, or in `--set`.
 
 An unknown setting that another trainer has (`--per-device-train-batch-size`) is answered with ours, by `OTHER_NAMES`.
 """
@@ -11,7 +11,7 @@ An unknown setting that another trainer has (`--per-device-train-batch-size`) is
 import dataclasses
 from collections.abc import Callable, Collection, Iterable, Mapping
 from contextlib import suppress
-from dataclasses import dataclass, field
+from dataclasses import dataclass, is_dataclass
 from difflib import get_close_matches
 from functools import cache
 from math import inf, isfinite
@@ -19,7 +19,8 @@ from pathlib import Path
 from types import NoneType, UnionType
 from typing import Any, Literal, Union, get_args, get_origin, get_type_hints
 
-from frugal.config.learning_rate import Schedule
+from frugal.config.key_table import KeyTable
+from frugal.config.learning_rate import ScheduleName
 from frugal.errors import RequestError
 from frugal.units import parse_count
 
@@ -55,7 +56,7 @@ _QUANTISED = (
 
 
 def _schedule(name: str) -> str:
-    return {"wsd": "warmup_stable_decay"}.get(name, name if name in get_args(Schedule) else "cosine")
+    return {"wsd": "warmup_stable_decay"}.get(name, name if name in get_args(ScheduleName) else "cosine")
 
 
 def _percent(ratio: str) -> str:
@@ -99,8 +100,8 @@ OTHER_NAMES = {
         "frugal writes DeepSpeed's JSON itself, from a plan that was checked against the memory there is",
     ),
     "bf16": OtherName(_HF, "--precision bf16"),
-    "bf16_optimizer_states": OtherName(_DEEPSPEED, "--optimizer-states bf16"),
-    "bf16_master_weights_and_grads": OtherName(_DEEPSPEED, "--optimizer-states bf16"),
+    "bf16_optimizer_states": OtherName(_DEEPSPEED, "--optimizer adamw,states=bf16"),
+    "bf16_master_weights_and_grads": OtherName(_DEEPSPEED, "--optimizer adamw,states=bf16"),
     "fp16": OtherName(_HF, "--precision fp16"),
     "output_dir": OtherName(_HF, "--out {}", stand_in="DIR"),
     "num_train_epochs": OtherName(_HF, "--epochs {}"),
@@ -123,38 +124,40 @@ OTHER_NAMES = {
     "max_grad_norm": OtherName(_HF, "--gradient-clipping {}"),
     "lr_scheduler_type": OtherName(_HF, "--schedule {}", stand_in="cosine", of_value=_schedule),
     "optim": OtherName(_HF, "--optimizer {}", stand_in="adamw", of_value=_optimizer),
-    "betas": OtherName(_TORCH, "--set optimizer.beta1=0.9 --set optimizer.beta2=0.999"),
-    "eps": OtherName(_TORCH, "--set optimizer.epsilon={}"),
-    "beta1": OtherName(_MANY, "--set optimizer.beta1={}"),
-    "beta2": OtherName(_MANY, "--set optimizer.beta2={}"),
-    "adam_beta1": OtherName(_HF, "--set optimizer.beta1={}"),
-    "adam_beta2": OtherName(_HF, "--set optimizer.beta2={}"),
-    "adam_epsilon": OtherName(_HF, "--set optimizer.epsilon={}"),
-    "adam_eps": OtherName(_MEGATRON, "--set optimizer.epsilon={}"),
-    "optimizer.beta1": OtherName(_TORCHTITAN, "--set optimizer.beta1={}"),
-    "optimizer.beta2": OtherName(_TORCHTITAN, "--set optimizer.beta2={}"),
-    "optimizer.eps": OtherName(_TORCHTITAN, "--set optimizer.epsilon={}"),
-    "momentum": OtherName(_TORCH, "--set optimizer.momentum={}"),
+    "betas": OtherName(_TORCH, "--optimizer adamw,beta1=0.9,beta2=0.999"),
+    "eps": OtherName(_TORCH, "--optimizer adamw,epsilon={}"),
+    "beta1": OtherName(_MANY, "--optimizer adamw,beta1={}"),
+    "beta2": OtherName(_MANY, "--optimizer adamw,beta2={}"),
+    "adam_beta1": OtherName(_HF, "--optimizer adamw,beta1={}"),
+    "adam_beta2": OtherName(_HF, "--optimizer adamw,beta2={}"),
+    "adam_epsilon": OtherName(_HF, "--optimizer adamw,epsilon={}"),
+    "adam_eps": OtherName(_MEGATRON, "--optimizer adamw,epsilon={}"),
+    "optimizer.beta1": OtherName(_TORCHTITAN, "--optimizer adamw,beta1={}"),
+    "optimizer.beta2": OtherName(_TORCHTITAN, "--optimizer adamw,beta2={}"),
+    "optimizer.eps": OtherName(_TORCHTITAN, "--optimizer adamw,epsilon={}"),
+    "momentum": OtherName(_TORCH, "--optimizer sgd,momentum={}"),
     "warmup_steps": OtherName(_HF, "--warmup {}"),
     "warmup_ratio": OtherName(_HF, "--warmup {}", stand_in="5%", of_value=_percent),
     "lr_warmup_iters": OtherName(_MEGATRON, "--warmup {}"),
     "lr_warmup_fraction": OtherName(_MEGATRON, "--warmup {}", stand_in="5%", of_value=_percent),
-    "min_lr": OtherName(_MANY, "--set schedule.min-lr-ratio=0.1", "it is given as a part of the peak learning rate"),
-    "min_lr_rate": OtherName(_HF, "--set schedule.min-lr-ratio={}"),
-    "lr_decay_iters": OtherName(_MEGATRON, "--set schedule.steps={}"),
+    "min_lr": OtherName(_MANY, "--schedule cosine,min-lr-ratio=0.1", "it is given as a part of the peak learning rate"),
+    "min_lr_rate": OtherName(_HF, "--schedule cosine,min-lr-ratio={}"),
+    "lr_decay_iters": OtherName(_MEGATRON, "--schedule cosine,steps={}"),
     "metric_for_best_model": OtherName(_HF, "--best {}", stand_in="loss"),
     "greater_is_better": OtherName(_HF, "--best NAME:max"),
     "load_best_model_at_end": OtherName(_HF, "--best loss", "a run with --best ends with the weights of its best"),
     "early_stopping_patience": OtherName(_HF, "--patience {}"),
-    "hub_model_id": OtherName(_HF, "--set train.push-to-hub={}", stand_in="REPO"),
-    "push_to_hub": OtherName(_HF, "--set train.push-to-hub={}", stand_in="REPO"),
+    "hub_model_id": OtherName(_HF, "leave it out, and upload the run's model: hf upload {} DIR/model", stand_in="REPO"),
+    "push_to_hub": OtherName(_HF, "leave it out, and upload the run's model: hf upload {} DIR/model", stand_in="REPO"),
     "max_train_samples": OtherName(_HF, "--set train.limit={}"),
     "dataset_text_field": OtherName("TRL's", "--columns text={}", stand_in="NAME"),
     "text_column": OtherName(_HF, "--columns text={}, or source={} of pairs", stand_in="NAME"),
     "summary_column": OtherName(_HF, "--columns target={}", stand_in="NAME"),
     "label_column_name": OtherName(_HF, "--columns label={}", stand_in="NAME"),
-    "reduce_bucket_size": OtherName(_DEEPSPEED, "--set reduce-bucket-elements={}"),
-    "overlap_comm": OtherName(_DEEPSPEED, "--set overlap-comm=true"),
+    "reduce_bucket_size": OtherName(_DEEPSPEED, "leave it out", "frugal plans the size of DeepSpeed's gradient bucket"),
+    "overlap_comm": OtherName(
+        _DEEPSPEED, "leave it out", "what overlapped communication holds back on a GPU is not known, so none is planned"
+    ),
     "compute_metrics": OtherName(_HF, "--metric FILE.py:NAME"),
     "resume_from_checkpoint": OtherName(
         _HF, "--resume --out DIR", "a run resumes from the newest checkpoint in its folder"
@@ -165,6 +168,46 @@ OTHER_NAMES = {
     "zero_quantized_nontrainable_weights": OtherName(_DEEPSPEED, "--quantize nf4, for the base under --lora"),
     "nproc_per_node": OtherName("torchrun's", "--gpus {}, or --ranks {} for CPU processes"),
     "num_gpus": OtherName(_DEEPSPEED, "--gpus {}"),
+    "expandable_segments": OtherName(
+        _FORMER,
+        "PYTORCH_ALLOC_CONF=expandable_segments:{} in the environment, which plans follow",
+        stand_in="True",
+        of_value=str.capitalize,
+    ),
+    "no_expandable_segments": OtherName(
+        _FORMER, "PYTORCH_ALLOC_CONF=expandable_segments:False in the environment, which plans follow"
+    ),
+    "optimizer_states": OtherName(_FORMER, "--optimizer adamw,states={}", stand_in="bf16"),
+    "states": OtherName(_FORMER, "--optimizer adamw,states={}", stand_in="bf16"),
+    "optimizer_implementation": OtherName(_FORMER, "--optimizer adamw,implementation={}", stand_in="fused"),
+    "decay_norms": OtherName(_FORMER, "--optimizer adamw,decay-norms={}", stand_in="false"),
+    "reference_batch": OtherName(_FORMER, "--optimizer adamw,reference-batch={},lr-rule=sqrt"),
+    "lr_rule": OtherName(_FORMER, "--optimizer adamw,reference-batch=N,lr-rule={}", stand_in="sqrt"),
+    "gradient_accumulation_dtype": OtherName(
+        _FORMER, "--optimizer adamw,gradient-accumulation-dtype={}", stand_in="bf16"
+    ),
+    "min_lr_ratio": OtherName(_FORMER, "--schedule cosine,min-lr-ratio={}", stand_in="0.1"),
+    "decay_ratio": OtherName(_FORMER, "--schedule warmup_stable_decay,decay-ratio={}", stand_in="0.1"),
+    "schedule_power": OtherName(_FORMER, "--schedule polynomial,power={}"),
+    "schedule_steps": OtherName(_FORMER, "--schedule cosine,steps={}"),
+    "nvme_path": OtherName(_FORMER, "--offload nvme:{}", stand_in="DIR"),
+    "held": OtherName(_FORMER, "--mem 24G-{}, of 24G in all", stand_in="2G"),
+    "host_disk": OtherName(_FORMER, "a hostfile, with a line `NAME slots=GPUS # disk={}`", stand_in="500G"),
+    "calibration": OtherName(
+        _FORMER,
+        "XDG_CONFIG_HOME=DIR in the environment names a folder without one",
+        "a calibration of these devices is always used",
+    ),
+    "reduce_bucket_elements": OtherName(
+        _FORMER, "leave it out", "frugal plans the size of DeepSpeed's gradient bucket"
+    ),
+    "document_tokens": OtherName(_FORMER, "leave it out, and name the --data", "it is that of the data"),
+    "even": OtherName(
+        _FORMER, "leave it out", "`frugal export` plans equal micro-batches for the targets that need them"
+    ),
+    "validation_fraction": OtherName(_FORMER, "--validation-data {}", stand_in="5%", of_value=_percent),
+    "ssh_port": OtherName(_FORMER, "`Port {}` in ~/.ssh/config", because="ssh's own configuration says it"),
+    "nic": OtherName(_FORMER, "GLOO_SOCKET_IFNAME={} NCCL_SOCKET_IFNAME={} in the environment", stand_in="eth0"),
     "best_mode": OtherName(_FORMER, "--best NAME:{}", stand_in="max"),
     "save_best_model": OtherName(_FORMER, "--best loss", "a run with --best ends with the weights of its best"),
     "label_column": OtherName(_FORMER, "--columns label={}", stand_in="NAME"),
@@ -204,12 +247,22 @@ Group = Literal["model and batch", "hardware", "optimizer", "data", "run", "memo
 
 @dataclass(frozen=True)
 class Kind:
-    """A type of values. `word_type` converts a word of a command line; of a count `thousand` is what `k` stands for."""
+    """A type of values. `word_type` converts a word of a command line; of a count `thousand` is what `k` stands for.
+
+    With `table` the value is one of several keys.
+    """
 
     word_type: type
     must_be: str
     accepts: Callable[[Any], bool]
     thousand: int | None = None
+    table: KeyTable | None = None
+
+    @classmethod
+    def of(cls, table: KeyTable) -> "Kind":
+        """Return the kind of a table's values."""
+        must_be = f"text such as {table.example} or a table of these"
+        return cls(str, must_be, lambda value: isinstance(value, str | Mapping) or is_dataclass(value), table=table)
 
 
 def _is(*types: type) -> Callable[[Any], bool]:
@@ -246,14 +299,11 @@ class SettingRow:
         group: section of `--help`.
         kind: values that are allowed, unless there are `choices`.
         choices: all allowed values.
-        refused: values that people ask for and frugal cannot provide: the reason, and what to do instead.
         default: None leaves the decision to frugal.
         shown_default: in words, where `default` does not say it.
         least: the smallest number allowed.
         most: the largest number allowed.
-        table: the table of frugal.toml that has it; empty: the top.
-        key: its name there, if another.
-        is_flag: False: it stands in frugal.toml alone, or in `--set`.
+        is_flag: False: it stands in `[train]` of frugal.toml alone, or in `--set`.
         is_first: one of the few that most people need; they lead `--help`.
         is_expert: listed by `--help-all` only.
         is_repeatable: its flag may be given several times.
@@ -270,12 +320,9 @@ class SettingRow:
     default: Any
     is_repeatable: bool
     has_opposite: bool
-    refused: Mapping[str, tuple[str, str]] = field(default_factory=dict)
     shown_default: str | None = None
     least: int | None = None
     most: int | None = None
-    table: str = ""
-    key: str = ""
     is_flag: bool = True
     is_first: bool = False
     is_expert: bool = False
@@ -283,48 +330,36 @@ class SettingRow:
     metavar: str | None = None
 
     @property
-    def path(self) -> str:
-        """Its place in frugal.toml, such as `optimizer.beta2`, which `--set` also takes."""
-        return ".".join(filter(None, (self.table, self.key or self.name.replace("_", "-"))))
-
-    @property
     def flag(self) -> str:
-        """Its spelling on a command line, and in messages."""
-        return flag_of(self.name) if self.is_flag else self.path
+        """Its spelling on a command line, and in messages: of one without a flag the key of `--set`."""
+        return flag_of(self.name).replace("--", "--" if self.is_flag else "train.", 1)
 
     def read(self, value: Any, place: str = "") -> Any:
-        """Return a value, as a number where it is a count such as `4M`. Raises as `check`."""
-        if isinstance(value, str) and self.kind.thousand:
-            with suppress(RequestError):  # then `check` says what it must be
-                value = parse_count(value, self.kind.thousand)
-        self.check(value, place)
-        return value
-
-    def check(self, value: Any, place: str = "") -> None:
-        """Check the type of a value, or that it is one of the choices. `place` says where it stands.
+        """Return a value, as a number where it is a count such as `4M`, and the keys of a table.
 
         Raises:
-            RequestError: it is not allowed.
+            RequestError: it is of a wrong type, or none of the choices, or a key is; `place` says where it stands.
         """
-        if value is None:
-            return
-        self.check_refused(value, place)
+        if isinstance(value, str) and self.kind.thousand:
+            with suppress(RequestError):  # then it is no number
+                value = parse_count(value, self.kind.thousand)
         if self.choices:
             is_right, must_be = value in self.choices, f"one of {', '.join(self.choices)}"
         else:
             is_right, must_be = self.kind.accepts(value), self.kind.must_be
-        if not is_right:
-            raise RequestError(f"`{self.key or self.name}`{place} is {value!r}", because=f"it must be {must_be}")
-
-    def check_refused(self, value: Any, place: str = "") -> None:
-        """Refuse a value that people ask for and frugal cannot provide.
-
-        Raises:
-            RequestError: with the reason.
-        """
-        if isinstance(value, str) and value.lower() in self.refused:
-            because, hint = self.refused[value.lower()]
-            raise RequestError(f"{self.flag} {value} is impossible{place}", because=because, hint=hint)
+        if not (is_right or value is None):
+            raise RequestError(f"`{self.name}`{place} is {value!r}", because=f"it must be {must_be}")
+        table = self.kind.table
+        if table is None or value is None:
+            return value
+        for key in value if isinstance(value, Mapping) else ():
+            theirs = None if table.has(key) else answer(key, value[key], f"`{key}` of {table.flag}{place}")
+            if theirs is not None:
+                raise theirs
+        try:
+            return table.read(value)
+        except RequestError as error:
+            raise RequestError(f"{error.what}{place}", because=error.because, hint=error.hint) from None
 
     def check_size(self, value: Any, hint: str | None = None) -> None:
         """Check that a number is finite and within its bounds.
@@ -386,6 +421,24 @@ def check_sizes(asked: Any, hint: str | None = None) -> None:
     """
     for row in settings_of(asked.__class__).values():
         row.check_size(getattr(asked, row.name), None if hint is None else hint.format(flag=row.flag))
+
+
+def merged(rows: Mapping[str, SettingRow], *layers: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the settings of all layers: later ones win, in a table key by key. None is the same as not given.
+
+    Raises:
+        RequestError: the keys of a table are wrong.
+    """
+    result: dict[str, Any] = {}
+    for layer in layers:
+        for name, value in layer.items():
+            if value is None:
+                continue
+            if name in rows and rows[name].kind.table is not None:
+                value = rows[name].read(value)
+            before = result.get(name)
+            result[name] = before | value if isinstance(before, dict) and isinstance(value, dict) else value
+    return result
 
 
 def unknown_setting(name: str, value: Any, known: Iterable[str], *, place: str, command: str) -> RequestError:

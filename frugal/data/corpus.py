@@ -234,7 +234,7 @@ def read_samples(plan: Plan, settings: RunSettings) -> RunData:
         _refuse_different_data(exchange.gather((socket.gethostname(), [provenance]), tuple[str, list[Provenance]]))
         loaded = load((VALIDATION, TEST))
         _, report = training.first(FIRST_ROWS)  # starts the process that renders its chats, which `load` would end
-        held_out: Sequence[Any] = () if settings.validation_data else training.held_out()
+        held_out: Sequence[Any] = () if settings.validation_files else training.held_out()
     else:
         loaded = load(_EVERYTHING)
         corpus = _joined(loaded[TRAINING], shares(settings.data))
@@ -270,13 +270,13 @@ def _of_samples(spec: ModelSpec, settings: RunSettings) -> list[DocumentSource]:
 
 def _of_own_rows(spec: ModelSpec, sources: Sequence[DocumentSource], settings: RunSettings) -> RunData:
     """Return rows as they are for an objective of the model's own. Collective. Raises as `read_samples`."""
-    evaluated = (settings.validation_data, settings.test_data)
+    evaluated = (settings.validation_files, settings.test_data)
     rows, validation, test = (
         _chain(map(rows_of, each)) if each else ()
         for each in (sources, *(find_sources(names) if names else () for names in evaluated))
     )
     count, every = min(len(rows), settings.limit or len(rows)), round(1 / (settings.validation_fraction or 1))
-    held = range(0, count, every) if every > 1 and not settings.validation_data else range(0)
+    held = range(0, count, every) if every > 1 and not settings.validation_files else range(0)
     fingerprints = {source.name: source.fingerprint for source in sources}
     whole = hashlib.sha256(json.dumps(fingerprints).encode()).hexdigest()
     provenance = Provenance.of(fingerprints, {"limit": settings.limit}, whole, documents=count, samples=count)
@@ -319,7 +319,7 @@ def open_stream(
     parts, fraction = shares(settings.data), settings.validation_fraction
     names = [part.source for part in parts] or settings.data
     every, most = 1, 0
-    if fraction and not settings.validation_data:
+    if fraction and not settings.validation_files:
         every = max(2, round(1 / fraction))
         most = ceil((settings.validation_samples or FIRST_ROWS) / max(1, len(names)))
     sources = find_streams(names, how.columns, every, most)
@@ -389,14 +389,14 @@ def _load(spec: ModelSpec, tokenizer: Any, how: SampleSettings, settings: RunSet
         RequestError: as `load_corpus`, or the model has no embedding for a token.
     """
     parts: list[tuple[str, ...]] = [(share.source,) for share in shares(settings.data)]
-    given = {TRAINING: parts or [settings.data], VALIDATION: [settings.validation_data], TEST: [settings.test_data]}
+    given = {TRAINING: parts or [settings.data], VALIDATION: [settings.validation_files], TEST: [settings.test_data]}
     loaded: Loaded = {name: [] for name in given}
     labels: Sequence[str] = ()
     for name in wanted:
         for paths in given[name]:
             if not paths and name != TRAINING:
                 continue
-            is_divided = name == TRAINING and not settings.validation_data
+            is_divided = name == TRAINING and not settings.validation_files
             corpus = load_corpus(
                 paths, tokenizer, how, label_names=labels,
                 validation_fraction=settings.validation_fraction if is_divided else 0.0,

@@ -376,7 +376,7 @@ _SHOWN = 3
 
 _WORDS = {
     "task": "--task", "seq_len": "--seq-len", "limit": "train.limit", "too_long": "--too-long", "labels": "the classes",
-    "validation": "--validation-fraction", "columns": "the columns", "tokenizer": "the tokenizer",
+    "validation": "--validation-data", "columns": "the columns", "tokenizer": "the tokenizer",
     "weights": "--data's weights", "rows_as": "--format", "train_on": "--train-on", "template": "the chat template",
     "marks": "the family whose marks find the assistant's words",
     "shuffle_buffer": "train.shuffle-buffer",

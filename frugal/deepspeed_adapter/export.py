@@ -188,7 +188,7 @@ def check(plan: Plan, target: Target) -> None:
 
 
 def needs_even(plan: Plan, target: Target) -> bool:
-    """Return True if `target` needs equal micro-batches, as `--even` plans them, and the plan has others."""
+    """Return True if `target` needs equal micro-batches, and the plan has others."""
     return target != "hf" and not (_is_even(plan) if target == "script" else plan.batch.is_uniform)
 
 
@@ -230,7 +230,7 @@ def check_all_but_cut(plan: Plan, target: Target) -> None:
         ),
         (
             "optimizer" not in deepspeed_config(plan),
-            f"{who} cannot make the optimizer {request.optimizer}",
+            f"{who} cannot make the optimizer {request.optimizer.name}",
             "DeepSpeed does not know it by name, and frugal hands it over ready made",
             "plan with --optimizer adamw",
         ),

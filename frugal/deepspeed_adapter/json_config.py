@@ -66,7 +66,7 @@ def strategy_config(request: Request, strategy: Strategy) -> dict[str, Any]:
     }
     if request.precision != "fp32":
         in_bf16 = {"bf16_master_weights_and_grads": True, "bf16_optimizer_states": True}
-        config[request.precision] = {"enabled": True, **(in_bf16 if request.optimizer_states == "bf16" else {})}
+        config[request.precision] = {"enabled": True, **(in_bf16 if request.optimizer.states == "bf16" else {})}
         config["data_types"] = {"grad_accum_dtype": strategy.gradient_accumulation_dtype}
     return config
 
@@ -80,20 +80,20 @@ def _optimizer(request: Request, strategy: Strategy) -> dict[str, Any] | None:
     kernels = optimizer_implementation(request, strategy)
     how = {"fused": {"fused": True}, "foreach": {"foreach": True}, "for-loop": {"foreach": False}}.get(str(kernels), {})
     common = {"lr": request.scaled_learning_rate, "weight_decay": request.weight_decay}
-    if request.optimizer == "adamw":
+    if request.optimizer.name == "adamw":
         torchs = {} if kernels == "deepspeed" else {"torch_adam": True, **how}
         return {
             "type": "AdamW",
             "params": {
                 "lr": request.scaled_learning_rate,
-                "betas": list(request.betas),
-                "eps": request.epsilon,
+                "betas": list(request.optimizer.betas),
+                "eps": request.optimizer.epsilon,
                 "weight_decay": request.weight_decay,
                 **torchs,
             },
         }
-    if request.optimizer == "sgd":
-        momentum = {} if request.momentum is None else {"momentum": request.momentum}
+    if request.optimizer.name == "sgd":
+        momentum = {"momentum": request.optimizer.momentum} if request.optimizer.momentum else {}
         return {"type": "SGD", "params": {**common, **momentum, **how}}
     return None
 

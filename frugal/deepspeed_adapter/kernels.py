@@ -44,13 +44,13 @@ def ready_made(request: Request, strategy: Strategy) -> MakeOptimizer | None:
     Raises:
         RequestError: its library is not installed, or its kernels cannot be compiled here.
     """
-    if request.optimizer == "adamw-8bit":
+    if request.optimizer.name == "adamw-8bit":
         kind = adamw_8bit()
         return lambda parameters: kind(
             parameters,
             lr=request.scaled_learning_rate,
-            betas=request.betas,
-            eps=request.epsilon,
+            betas=request.optimizer.betas,
+            eps=request.optimizer.epsilon,
             weight_decay=request.weight_decay,
         )
     if optimizer_implementation(request, strategy) == "deepspeed":
@@ -116,8 +116,8 @@ def describe_optimizer(request: Request, strategy: Strategy) -> str:
     """Return the optimizer as checkpoints name it: states of one implementation may not suit another."""
     requested = optimizer_implementation(request, strategy)
     if strategy.offload_ratio < 1:  # the two count steps in different types
-        return f"{request.optimizer} ({requested}, {strategy.offload_ratio:g} of it on the host)"
-    return request.optimizer if requested in (None, "fused") else f"{request.optimizer} ({requested})"
+        return f"{request.optimizer.name} ({requested}, {strategy.offload_ratio:g} of it on the host)"
+    return request.optimizer.name if requested in (None, "fused") else f"{request.optimizer.name} ({requested})"
 
 
 def uses_nvme(strategy: Strategy) -> bool:
@@ -139,7 +139,7 @@ def own_nvme_folder(strategy: Strategy, votes: dist.ProcessGroup | None) -> Path
         folder.mkdir(parents=True, exist_ok=True)
     except OSError as error:
         raise RequestError(
-            f"cannot write to --nvme-path {strategy.nvme_path}",
+            f"cannot write to {strategy.nvme_path} of --offload",
             because=str(error.strerror),
             hint="name a folder on a local disk of each node",
         ) from None

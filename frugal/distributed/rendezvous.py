@@ -145,7 +145,7 @@ def _connect(world_size: int, seconds: float) -> TCPStore:
                 raise RequestError(
                     f"{socket.gethostname()} does not reach rank 0 at {address}:{port}",
                     because=f"it tried for {seconds:.0f} s: {str(error).splitlines()[0]}",
-                    hint="is rank 0 running, and its port open in the firewall? --set train.nic=NAME names a network",
+                    hint="is rank 0 running, and its port open in the firewall? GLOO_SOCKET_IFNAME names a network",
                 ) from None
             time.sleep(_POLL_SECONDS)
 

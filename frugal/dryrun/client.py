@@ -450,8 +450,8 @@ class DryRunSource:
     def _key(self) -> list[object]:
         """Return the settings of the request that a dry run depends on, besides the model."""
         request = self.request
-        optimizer = (request.optimizer, request.optimizer_implementation, request.optimizer_states)
-        return [request.precision, *optimizer, bool(request.momentum), request.gradient_clipping > 0]
+        optimizer = (request.optimizer.name, request.optimizer.implementation, request.optimizer.states)
+        return [request.precision, *optimizer, bool(request.optimizer.momentum), request.gradient_clipping > 0]
 
     @property
     def _kernels(self) -> tuple[object, ...]:

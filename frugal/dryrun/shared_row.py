@@ -71,7 +71,7 @@ class SharedRow(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields
             kind=measurement.kind, card=measurement.device, driver=measurement.driver, num_ranks=batch.world_size,
             versions=measurement.versions, date=measurement.date, model=_numbers(measurement.definition.config or {}),
             task=measurement.definition.task, seq_len=request.seq_len, precision=request.precision,
-            optimizer=request.optimizer, optimizer_states=request.optimizer_states, quantize=request.quantize,
+            optimizer=request.optimizer.name, optimizer_states=request.optimizer.states, quantize=request.quantize,
             rank=0 if request.lora is None else request.lora.rank, pack=bool(request.pack),
             strategy=replace(strategy, nvme_path=strategy.nvme_path and "nvme"),
             micro_batch=batch.largest_micro_batch, accumulation_steps=batch.accumulation_steps,

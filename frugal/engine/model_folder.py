@@ -103,7 +103,7 @@ def write(checkpoint: Path, out: Path, *, merge: bool = False) -> str:
     base_dtype = _own_dtype(spec)  # which building changes
     tokenizer, _ = corpus.tokenizer_for(spec, run.settings.tokenizer, run.settings.chat_template)
     with other_states.named(checkpoint):
-        saved = Saved(checkpoint, run.made_by, DTYPES[run.plan.request.optimizer_states or "fp32"])
+        saved = Saved(checkpoint, run.made_by, DTYPES[run.plan.request.optimizer.states or "fp32"])
         spec, module = _empty(spec.for_tokenizer(tokenizer), run, saved)
         weights = _weights(module, saved)
     kind = f"the adapters of step {run.made_by.step}, whose base is {spec.weights or spec.reference}"

@@ -16,8 +16,7 @@ from frugal.checkpoint import manifest
 from frugal.config.run_settings import RunSettings, run_settings
 from frugal.config.schema import parse
 from frugal.config.setting import settings_of
-from frugal.distributed import env, first_failure, process_group, rank_logs, stop
-from frugal.engine.reports import hub
+from frugal.distributed import first_failure, process_group, rank_logs, stop
 from frugal.errors import FrugalError
 from frugal.imports import collected_seldom
 from frugal.planning.plan import Plan
@@ -57,7 +56,7 @@ def _run(plan: Plan, settings: RunSettings) -> None:
     try:
         with collected_seldom():
             from frugal.engine import training
-        model_folder = training.train(plan, settings, device)
+        training.train(plan, settings, device)
         dist.barrier()
         first_failure.report_done()
         if peer_watch is not None:
@@ -67,8 +66,6 @@ def _run(plan: Plan, settings: RunSettings) -> None:
             dist.destroy_process_group()
         raise
     dist.destroy_process_group()
-    if model_folder is not None and settings.push_to_hub is not None and env.rank() == 0:  # the others need not wait
-        hub.push(model_folder, settings.push_to_hub)
 
 
 def _watch_peers() -> "PeerWatch":

@@ -2,7 +2,6 @@
 
 from contextlib import ExitStack, nullcontext
 from functools import partial
-from pathlib import Path
 
 import torch
 from torch import nn
@@ -25,7 +24,7 @@ from frugal.engine.extensions.callbacks import Callbacks
 from frugal.engine.extensions.metric import Metric
 from frugal.engine.measure import tuner
 from frugal.engine.measure.run_gauge import RunGauge
-from frugal.engine.reports import endings, hub, opening, trackers
+from frugal.engine.reports import endings, opening, trackers
 from frugal.engine.reports.metrics import Log, PlannedMemory
 from frugal.errors import PlanMismatchError, RequestError
 from frugal.imports import collected_seldom
@@ -34,14 +33,13 @@ from frugal.models.loading import placed, quantised
 from frugal.planning.plan import Plan
 
 
-def train(plan: Plan, settings: RunSettings, device: torch.device) -> Path | None:
-    """Train on ranks that have joined; return the folder of the final model, if there is one. Collective.
+def train(plan: Plan, settings: RunSettings, device: torch.device) -> None:
+    """Train on ranks that have joined, and write the final model. Collective.
 
     Raises: as `frugal.engine.run.run`.
     """
     if (rank := env.rank()) == 0:
         trackers.check(settings.track)
-        hub.check(settings.push_to_hub)
         settings.check_addresses()
         mirror.fetch_if_empty(settings)
     if settings.mirror is not None:
@@ -54,7 +52,7 @@ def train(plan: Plan, settings: RunSettings, device: torch.device) -> Path | Non
     _check_validation(settings, data)
     batches = _global_batches(plan, settings, data)
     total_steps = loop.num_steps(batches, settings)
-    curve = settings.curve(plan.request.scaled_learning_rate, total_steps)
+    curve = settings.schedule.curve(plan.request.scaled_learning_rate, total_steps, settings.warmup)
     # The loop takes the gauge off after two steps; the folder stays ours to the end.
     with run_folder.locked(settings) if rank == 0 else nullcontext(), ExitStack() as measuring:
         if plan.batch.world_size == 1:  # several have their logs since they joined
@@ -97,7 +95,7 @@ def train(plan: Plan, settings: RunSettings, device: torch.device) -> Path | Non
             best = Best(settings, done)
             if best.is_over:
                 log.say(f"step {done.step}/{total_steps}  {best.why_over}")
-            if is_done := done.step == total_steps or best.is_over:
+            if done.step == total_steps or best.is_over:
                 final_model.finish(engine, settings, data, done.step, best, log, metric)
                 log.ends("done", best.why_over if best.is_over else "")
             else:
@@ -105,7 +103,6 @@ def train(plan: Plan, settings: RunSettings, device: torch.device) -> Path | Non
                 log.say(f"told to stop: {saved}, continue with --resume")
                 log.ends("stopped")
         engine.destroy()
-    return (settings.out / "model").absolute() if is_done else None
 
 
 def _log(plan: Plan, settings: RunSettings, rank: int, first_step: int, total_steps: int) -> Log:
@@ -139,7 +136,7 @@ def _check_validation(settings: RunSettings, data: RunData) -> None:
     if flag is not None and len(data.validation) == 0:
         raise RequestError(
             f"{flag} was given, and no sample is kept for validation",
-            because=f"--validation-fraction is {settings.validation_fraction:g}, and there is no --validation-data",
+            because=f"--validation-data is {', '.join(settings.validation_data)}",
             hint="give validation data, or a larger part of the data",
         )
 

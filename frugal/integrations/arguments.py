@@ -75,8 +75,8 @@ def _decided(plan: Plan) -> dict[str, Any]:
         "use_cpu": plan.cluster.devices[0].kind == "cpu",
         "learning_rate": request.scaled_learning_rate,
         "weight_decay": request.weight_decay,
-        "adam_beta1": request.betas[0],
-        "adam_beta2": request.betas[1],
-        "adam_epsilon": request.epsilon,
+        "adam_beta1": request.optimizer.beta1,
+        "adam_beta2": request.optimizer.beta2,
+        "adam_epsilon": request.optimizer.epsilon,
         "max_grad_norm": request.gradient_clipping,
     }

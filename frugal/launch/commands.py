@@ -16,7 +16,7 @@ from frugal.distributed.env import DEFAULT_PORT
 from frugal.errors import RequestError
 from frugal.launch import kubernetes
 from frugal.launch.local import RANK_MODULE
-from frugal.launch.ssh import Access
+from frugal.launch.ssh import NETWORK
 from frugal.planning.plan import Plan
 
 Launcher = Literal["no-ssh", "deepspeed", "torchrun", "openmpi", "slurm", "kubernetes"]
@@ -36,7 +36,6 @@ class LaunchRequest:
     plan_path: Path
     hosts: Sequence[HostfileEntry]
     hostfile: Path | None
-    access: Access
     settings: RunSettings
     port: int = DEFAULT_PORT
 
@@ -73,8 +72,7 @@ class LaunchRequest:
     def environment(self) -> dict[str, str]:
         """Return the variables that every rank needs."""
         variables = {"DS_ACCELERATOR": "cpu"} if self.is_cpu else {}
-        if self.access.nic is not None:
-            variables |= {"GLOO_SOCKET_IFNAME": self.access.nic, "NCCL_SOCKET_IFNAME": self.access.nic}
+        variables |= {name: os.environ[name] for name in NETWORK if name in os.environ}
         return variables | cuda_allocator.settings(
             self.plan.cluster, os.environ, self.plan.strategy.expandable_segments
         )
@@ -109,8 +107,7 @@ class LaunchRequest:
 
 def _deepspeed(launch: LaunchRequest) -> str:
     hostfile = launch.required_hostfile("deepspeed")
-    port = [] if launch.access.ssh_port is None else ["--ssh_port", str(launch.access.ssh_port)]
-    words = ["deepspeed", "--hostfile", hostfile, *port, "--master_port", str(launch.port)]
+    words = ["deepspeed", "--hostfile", hostfile, "--master_port", str(launch.port)]
     return launch.shell_line([*words, "--module", RANK_MODULE, *launch.rank_arguments])
 
 
@@ -139,10 +136,6 @@ def _openmpi(launch: LaunchRequest) -> str:
     hostfile = launch.required_hostfile("openmpi")
     passed = launch.environment() | {"MASTER_ADDR": launch.address, "MASTER_PORT": str(launch.port)}
     words = ["mpirun", "--hostfile", hostfile, "-n", str(sum(launch.slots)), "--bind-to", "none"]
-    if launch.access.ssh_port is not None:
-        words += ["--mca", "plm_rsh_args", f"-p {launch.access.ssh_port}"]
-    if launch.access.nic is not None:
-        words += ["--mca", "btl_tcp_if_include", launch.access.nic, "--mca", "oob_tcp_if_include", launch.access.nic]
     for name, value in passed.items():
         words += ["-x", f"{name}={value}"]
     if SECRET_FILE in os.environ:

@@ -28,7 +28,7 @@ from frugal.launch import ssh
 from frugal.launch.host_report import HostReport
 from frugal.launch.local import RANK_MODULE, run_reported
 from frugal.launch.node import END_SECONDS, PORT_TAKEN, Launch, Processes
-from frugal.launch.ssh import Access, ReadyHost, UnreachableHost
+from frugal.launch.ssh import ReadyHost, UnreachableHost
 from frugal.planning.plan import Plan
 from frugal.units import plural
 
@@ -59,14 +59,14 @@ def _nodes(slots: Sequence[int]) -> str:
 
 
 def require_ready(
-    named: Sequence[HostfileEntry], reports: Sequence[HostReport | UnreachableHost], access: Access, kind: DeviceKind
+    named: Sequence[HostfileEntry], reports: Sequence[HostReport | UnreachableHost], kind: DeviceKind
 ) -> list[ReadyHost]:
     """Return all hosts with all their slots.
 
     Raises:
         RequestError: a host does not answer, or lacks something; it lists all that is wrong, on all hosts.
     """
-    if problems := ssh.problems(named, reports, access, kind):
+    if problems := ssh.problems(named, reports, kind):
         raise RequestError(
             "not all hosts are ready", because=problems, hint="frugal doctor --hostfile HOSTS shows what each host has"
         )
@@ -78,7 +78,7 @@ def require_ready(
 
 
 def run(
-    plan: Plan, hosts: Sequence[ReadyHost], access: Access, settings: RunSettings, master_port: int | None
+    plan: Plan, hosts: Sequence[ReadyHost], settings: RunSettings, master_port: int | None
 ) -> tuple[int, FailureReport | None]:
     """Train on these hosts; see `run_reported`.
 
@@ -87,7 +87,7 @@ def run(
     """
     port = master_port or hosts[0].report.free_port
     while True:
-        code, report = run_reported(plan, settings, partial(_start, plan, hosts, access, port))
+        code, report = run_reported(plan, settings, partial(_start, plan, hosts, port))
         if report is None or report.code != PORT_TAKEN:
             return code, report
         if master_port is not None:
@@ -96,23 +96,21 @@ def run(
         port = random.randrange(20_000, 32_768)
 
 
-def _start(
-    plan: Plan, hosts: Sequence[ReadyHost], access: Access, port: int, arguments: list[str], variables: dict[str, str]
-) -> int:
+def _start(plan: Plan, hosts: Sequence[ReadyHost], port: int, arguments: list[str], variables: dict[str, str]) -> int:
     """Start the ranks of every host and wait; return the exit code of the first host that failed, or 0."""
-    environment = access.environment() | variables | {parent.OVER_SSH: "1", secret.SECRET: secret.make()}
+    environment = ssh.environment() | variables | {parent.OVER_SSH: "1", secret.SECRET: secret.make()}
     environment |= cuda_allocator.settings(plan.cluster, environment, plan.strategy.expandable_segments)
     if plan.cluster.devices[0].kind == "cpu":
         environment |= collectives.ON_CPU
     launch = Launch(
         devices=[[*host.gpus] for host in hosts], port=port, module=RANK_MODULE, arguments=arguments,
-        address=ssh.rendezvous_address([host.report for host in hosts], access), environment=environment,
+        address=ssh.rendezvous_address([host.report for host in hosts]), environment=environment,
     )  # fmt: skip
-    command = access.command([sys.executable, "-u", "-m", "frugal.launch.node"])
+    command = ssh.command([sys.executable, "-u", "-m", "frugal.launch.node"])
     with Processes(END_SECONDS) as nodes:
         for number, ready in enumerate(hosts):
             nodes.start(
-                ["ssh", *access.options(), "--", ready.host.name, command], os.environ,
+                ["ssh", *ssh.OPTIONS, "--", ready.host.name, command], os.environ,
                 first_line=msgspec.json.encode(msgspec.structs.replace(launch, number=number)),
             )  # fmt: skip
         return nodes.wait()
@@ -126,19 +124,19 @@ class RestartableHosts:
     """
 
     def __init__(
-        self, plan: Plan, named: Sequence[HostfileEntry], access: Access, settings: RunSettings,
+        self, plan: Plan, named: Sequence[HostfileEntry], settings: RunSettings,
         master_port: int | None, plan_for: Callable[[Cluster], Plan] | None,
     ) -> None:  # fmt: skip
-        self._plan, self._named, self._access, self._port = plan, named, access, master_port
+        self._plan, self._named, self._port = plan, named, master_port
         self._out, self._plan_for = settings.out, plan_for
         self._kind: DeviceKind = plan.cluster.devices[0].kind
         run_folder.make_folder(settings, settings.checkpoints)  # so that hosts can be asked whether they see it
-        reports = ssh.collect_reports(named, access, settings.out, self._kind)
-        self._ready = require_ready(named, reports, access, self._kind)
+        reports = ssh.collect_reports(named, settings.out, self._kind)
+        self._ready = require_ready(named, reports, self._kind)
 
     def start(self, plan: Plan, settings: RunSettings) -> tuple[int, FailureReport | None]:
         """Train on the hosts that were ready when last checked."""
-        return run(plan, self._ready, self._access, settings, self._port)
+        return run(plan, self._ready, settings, self._port)
 
     def plan_for_restart(self, before: Plan) -> Plan:
         """Check the hosts again; return the plan for those that are ready: `before` where they are the same.
@@ -149,9 +147,9 @@ class RestartableHosts:
         """
         reports = self._collect_reports()
         if self._plan_for is None:
-            self._ready = require_ready(self._named, reports, self._access, self._kind)
+            self._ready = require_ready(self._named, reports, self._kind)
             return before
-        left, lost = usable_hosts(self._named, reports, self._access, self._kind)
+        left, lost = usable_hosts(self._named, reports, self._kind)
         if not left:
             raise RequestError("no host is left to continue on", because=lost, hint="continue with --resume later")
         for text in lost:
@@ -174,9 +172,7 @@ class RestartableHosts:
         enough, is_noticed = all if self._plan_for is None else any, False
         end = time.monotonic() + RETURN_SECONDS
         while True:
-            reports = ssh.collect_reports(
-                self._named, self._access, self._out, self._kind, probe=self._plan_for is not None
-            )
+            reports = ssh.collect_reports(self._named, self._out, self._kind, probe=self._plan_for is not None)
             if enough(isinstance(report, HostReport) for report in reports) or time.monotonic() > end:
                 return reports
             if not is_noticed:
@@ -191,7 +187,7 @@ class RestartableHosts:
 
 
 def usable_hosts(
-    named: Sequence[HostfileEntry], reports: Sequence[HostReport | UnreachableHost], access: Access, kind: DeviceKind
+    named: Sequence[HostfileEntry], reports: Sequence[HostReport | UnreachableHost], kind: DeviceKind
 ) -> tuple[list[ReadyHost], list[str]]:
     """Return the hosts to continue with, each with its GPUs that work, and a line for each host or GPU left out."""
     left, lost = [], []
@@ -200,7 +196,7 @@ def usable_hosts(
         if isinstance(report, HostReport) and report.working_gpus is not None:
             gpus = tuple(number for number in gpus if number in report.working_gpus)
         # What a report lacks in GPUs counts only where all of them are used.
-        problems = ssh.problems([host], [report], access, kind if len(gpus) == host.slots else "cpu")
+        problems = ssh.problems([host], [report], kind if len(gpus) == host.slots else "cpu")
         if isinstance(report, UnreachableHost) or problems:
             lost.append(f"left out: {'; '.join(problems)}")
         elif not gpus:

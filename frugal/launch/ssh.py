@@ -44,38 +44,33 @@ Tokens are among them: they are never words of a command, which every user of a 
 """
 
 
-@dataclass(frozen=True, kw_only=True)
-class Access:
-    """The port of ssh on the hosts, and the network interface that ranks use; None: ssh's and the libraries' choice."""
+NETWORK = ("GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME")
+"""Variables that name the network interface of ranks. Rank 0 is met on that of gloo's, if it is set."""
 
-    ssh_port: int | None = None
-    nic: str | None = None
+OPTIONS = (
+    "-o", "BatchMode=yes", "-o", f"ConnectTimeout={CONNECT_SECONDS}", "-o", "ServerAliveInterval=15",
+    "-o", "ServerAliveCountMax=3",
+)  # fmt: skip
+"""Options of ssh: no prompt, a timeout for a host that is not there, an end if it stops answering. Ports and keys of
+hosts stand in ssh's own configuration."""
 
-    def options(self) -> list[str]:
-        """Return options of ssh: no prompt, a timeout for a host that is not there, an end if it stops answering."""
-        options = [
-            "-o", "BatchMode=yes", "-o", f"ConnectTimeout={CONNECT_SECONDS}", "-o", "ServerAliveInterval=15",
-            "-o", "ServerAliveCountMax=3",
-        ]  # fmt: skip
-        return options if self.ssh_port is None else [*options, "-p", str(self.ssh_port)]
 
-    def command(self, words: Sequence[str]) -> str:
-        """Return a line for a shell on another host: the words, in this folder, with the variables for Python."""
-        python = [f"{name}={value}" for name, value in self.environment().items() if name.startswith("PYTHON")]
-        return f"cd {shlex.quote(os.getcwd())} && exec env {shlex.join([*python, *words])}"  # noqa: PTH109  # a plain string
+def command(words: Sequence[str]) -> str:
+    """Return a line for a shell on another host: the words, in this folder, with the variables for Python."""
+    python = [f"{name}={value}" for name, value in environment().items() if name.startswith("PYTHON")]
+    return f"cd {shlex.quote(os.getcwd())} && exec env {shlex.join([*python, *words])}"  # noqa: PTH109  # a plain string
 
-    def environment(self) -> dict[str, str]:
-        """Return the environment of ranks on every node: variables that are passed on, then those of DeepSpeed's file.
 
-        Raises:
-            RequestError: a line of the file is no NAME=VALUE.
-        """
-        variables = {name: value for name, value in os.environ.items() if name.startswith(PASSED)}
-        for folder in (Path.home(), Path()):
-            variables |= _environment_file(folder / os.environ.get("DS_ENV_FILE", ".deepspeed_env"))
-        if self.nic is not None:
-            variables |= {"GLOO_SOCKET_IFNAME": self.nic, "NCCL_SOCKET_IFNAME": self.nic}
-        return variables
+def environment() -> dict[str, str]:
+    """Return the environment of ranks on every node: variables that are passed on, then those of DeepSpeed's file.
+
+    Raises:
+        RequestError: a line of the file is no NAME=VALUE.
+    """
+    variables = {name: value for name, value in os.environ.items() if name.startswith(PASSED)}
+    for folder in (Path.home(), Path()):
+        variables |= _environment_file(folder / os.environ.get("DS_ENV_FILE", ".deepspeed_env"))
+    return variables
 
 
 def _environment_file(path: Path) -> dict[str, str]:
@@ -102,7 +97,7 @@ class UnreachableHost:
 
 
 def collect_reports(
-    hosts: Sequence[HostfileEntry], access: Access, folder: Path, kind: DeviceKind, *, probe: bool = False
+    hosts: Sequence[HostfileEntry], folder: Path, kind: DeviceKind, *, probe: bool = False
 ) -> list[HostReport | UnreachableHost]:
     """Return a report from each host, or why there is none; all are asked at once.
 
@@ -110,15 +105,13 @@ def collect_reports(
     `probe` every GPU is tried, which takes seconds.
     """
     with _token(RunSettings(out=folder).checkpoints) as token, ThreadPoolExecutor(min(len(hosts), 64)) as pool:
-        command = access.command(
+        line = command(
             [
                 sys.executable, "-m", "frugal.launch.host_report", "--folder", str(folder), "--token", str(token),
                 *(["--cuda"] if kind == "cuda" else []), *(["--probe"] if probe and kind == "cuda" else []),
             ]
         )  # fmt: skip
-        return [
-            _seeing(token, report) for report in pool.map(lambda host: _collect_report(host, access, command), hosts)
-        ]
+        return [_seeing(token, report) for report in pool.map(lambda host: _collect_report(host, line), hosts)]
 
 
 def _seeing(token: Path, report: HostReport | UnreachableHost) -> HostReport | UnreachableHost:
@@ -158,10 +151,10 @@ def lines_without_ssh(names: Sequence[str], words: Sequence[str]) -> str:
     return "\n".join([f"# on each node the line below its name, or with SLURM: {slurm}", *lines])
 
 
-def _collect_report(host: HostfileEntry, access: Access, command: str) -> HostReport | UnreachableHost:
+def _collect_report(host: HostfileEntry, line: str) -> HostReport | UnreachableHost:
     try:
         done = subprocess.run(
-            ["ssh", *access.options(), "--", host.name, command], capture_output=True, text=True, timeout=ASK_SECONDS,
+            ["ssh", *OPTIONS, "--", host.name, line], capture_output=True, text=True, timeout=ASK_SECONDS,
             stdin=subprocess.DEVNULL,
         )  # fmt: skip
     except subprocess.TimeoutExpired:
@@ -200,10 +193,10 @@ def _token(folder: Path) -> Iterator[Path]:
 
 
 def problems(
-    hosts: Sequence[HostfileEntry], reports: Sequence[HostReport | UnreachableHost], access: Access, kind: DeviceKind
+    hosts: Sequence[HostfileEntry], reports: Sequence[HostReport | UnreachableHost], kind: DeviceKind
 ) -> list[str]:
     """Return the problems that would prevent a run, one line each."""
-    ours, here = versions(), socket.gethostname()
+    ours, here, nic = versions(), socket.gethostname(), environment().get(NETWORK[0])
     lines = []
     for host, report in zip(hosts, reports, strict=True):
         if isinstance(report, UnreachableHost):
@@ -213,9 +206,9 @@ def problems(
             if report.versions.get(name) != version:
                 lines.append(f"{host.name} has {name} {report.versions.get(name)}; {here}, this machine, has {version}")
         lines += [f"{host.name} {text}" for text in _shortages(host, report, kind)]
-        if access.nic is not None and access.nic not in report.networks:
+        if nic is not None and nic not in report.networks:
             others = ", ".join(report.networks) or "none"
-            lines.append(f"{host.name} has no network interface {access.nic} with an address; it has {others}")
+            lines.append(f"{host.name} has no network interface {nic} with an address; it has {others}")
     return lines
 
 
@@ -249,13 +242,14 @@ class ReadyHost:
     gpus: tuple[int, ...]
 
 
-def rendezvous_address(reports: Sequence[HostReport], access: Access) -> str:
-    """Return the address at which the others reach the first host: on the interface named, or on a network they share.
+def rendezvous_address(reports: Sequence[HostReport]) -> str:
+    """Return the address at which the others reach the first host: on GLOO_SOCKET_IFNAME, or on a network they share.
 
     Not what its name resolves to there, which may be its loopback.
     """
     first, *others = reports
-    nics = first.networks if access.nic is None else {access.nic: first.networks.get(access.nic, [])}
+    nic = environment().get(NETWORK[0])
+    nics = first.networks if nic is None else {nic: first.networks.get(nic, [])}
     own = [ip_interface(address) for addresses in nics.values() for address in addresses]
     if not own:
         return first.address or first.host

@@ -99,7 +99,7 @@ class UnusedParameters:
     def _goes_on(self) -> str:
         """Describe what an update does all the same with a gradient of zero."""
         request = self._request
-        is_plain = request.optimizer == "sgd" and not request.momentum
+        is_plain = request.optimizer.name == "sgd" and not request.optimizer.momentum
         parts = [f"weight decay of {request.weight_decay:g}"] if request.weight_decay else []
         parts += [] if is_plain else ["momentum of earlier gradients"]
         return f"{' and '.join(parts)} {'goes' if len(parts) == 1 else 'go'} on" if parts else ""

@@ -348,7 +348,7 @@ def _offload_seconds(
     if strategy.offload_parameters != "none":
         moved += 2 * num_steps * model.facts.packed.weight_bytes(model.facts.parameters, element_bytes) / world_size
     ranks_per_node = max(len(node.devices) for node in cluster.nodes)
-    states = request.master_bytes_per_element + request.state_bytes_per_element
+    states = request.optimizer.master_bytes_per_element + request.optimizer.state_bytes_per_element
     moved_on_disk = 0.0
     if strategy.offload_optimizer == "nvme":  # master weight, states and gradient: written and read
         moved_on_disk += 2 * (states + 4) * model.facts.trainable_parameters / world_size
@@ -373,9 +373,11 @@ def _optimizer_seconds(
     if not on_device:
         return 0.0
     owned = on_device * model.facts.trainable_parameters / (cluster.world_size if strategy.zero_stage >= 1 else 1)
-    master = request.master_bytes_per_element
+    master = request.optimizer.master_bytes_per_element
     rounded = 0 if master == 4 else 2 * master
-    traffic = owned * (4 + rounded + NORM_BYTES + 2 * (master + request.state_bytes_per_element) + element_bytes)
+    traffic = owned * (
+        4 + rounded + NORM_BYTES + 2 * (master + request.optimizer.state_bytes_per_element) + element_bytes
+    )
     operators = on_device * STEP_OPERATORS[strategy.zero_stage] * len(model.facts.trainable_sizes)
     of_host = cluster.host_bandwidth / max(len(node.devices) for node in cluster.nodes)
     return max(

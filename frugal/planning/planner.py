@@ -130,7 +130,7 @@ def _json_alone(request: Request, cluster: Cluster, result: SearchResult) -> lis
         check_pins(replace(request, even=True), cluster.world_size)
     except RequestError:
         return [note]
-    return [f"{note}, or plan with --even"]
+    return [f"{note}, or `frugal export`, which plans equal ones"]
 
 
 def _readable(
@@ -245,7 +245,7 @@ def _machine_notes(request: Request, cluster: Cluster, result: SearchResult) -> 
     )
     if disk_bytes and any(node.host_disk_bytes is None for node in cluster.nodes):
         unknown.append(
-            f"each node must have {format_bytes(disk_bytes)} of disk free; --set host-disk=SIZE has that checked"
+            f"each node must have {format_bytes(disk_bytes)} of disk free; `# disk=SIZE` in a hostfile has that checked"
         )
     return in_use + unknown
 
@@ -263,8 +263,8 @@ def _request_notes(request: Request, largest: int) -> list[str]:
             f"--micro-batch {request.micro_batch} exceeds the largest per-GPU micro-batch of this global "
             f"batch ({largest})"
         )
-    if request.optimizer_states == "bf16" and request.optimizer == "adamw":
-        notes += bf16_notes(request.scaled_learning_rate, request.betas[1])
+    if request.optimizer.states == "bf16" and request.optimizer.name == "adamw":
+        notes += bf16_notes(request.scaled_learning_rate, request.optimizer.betas[1])
     if (rule := request.learning_rate_scaling) is not None and (note := rule.note(request.optimizer)) is not None:
         notes.append(note)
     return notes

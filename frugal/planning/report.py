@@ -235,7 +235,7 @@ def _facts(plan: Plan) -> list[str]:
     clipping = f", gradient norm at most {request.gradient_clipping:g}" if request.gradient_clipping else ""
     rate = request.learning_rate_scaling or f"{request.learning_rate:g}"
     packed = ", packed with documents" if request.pack else ""
-    states = ", master weights and optimizer states in bf16" if request.optimizer_states == "bf16" else ""
+    states = ", master weights and optimizer states in bf16" if request.optimizer.states == "bf16" else ""
     shares = ", ".join(f"{name} {format_seconds(seconds)}" for name, seconds in time.parts.items() if seconds)
     return _rows(
         model=f"{request.model}, {model.task}, {parameters}, samples of {request.seq_len} tokens{packed}",
@@ -270,16 +270,17 @@ def _data(plan: Plan) -> list[str]:
 
 
 def _optimizer(request: Request) -> str:
-    momentum = f" with momentum {request.momentum:g}" if request.momentum else ""
-    implementation = f" ({request.optimizer_implementation})" if request.optimizer_implementation else ""
-    return f"{request.optimizer}{implementation}{momentum}"
+    momentum = f" with momentum {request.optimizer.momentum:g}" if request.optimizer.momentum else ""
+    implementation = f" ({request.optimizer.implementation})" if request.optimizer.implementation else ""
+    return f"{request.optimizer.name}{implementation}{momentum}"
 
 
 def _numbers(request: Request) -> str:
     decay = f"weight decay {request.weight_decay:g}" + ("" if request.decays_all else " but of norms and biases")
-    if request.optimizer == "sgd":
+    if request.optimizer.name == "sgd":
         return decay
-    return f"betas {request.betas[0]:g} and {request.betas[1]:g}, epsilon {request.epsilon:g}, {decay}"
+    optimizer = request.optimizer
+    return f"betas {optimizer.beta1:g} and {optimizer.beta2:g}, epsilon {optimizer.epsilon:g}, {decay}"
 
 
 def _cluster(plan: Plan) -> str:

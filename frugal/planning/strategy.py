@@ -5,7 +5,6 @@ from dataclasses import dataclass, replace
 from itertools import groupby, pairwise
 from typing import Literal
 
-from frugal.config import optimizers
 from frugal.config.layers import LayerMode
 from frugal.config.optimizers import OptimizerImplementation
 from frugal.config.request import Request
@@ -244,12 +243,9 @@ def offload_levels(request: Request, *, on_gpus: bool = True) -> tuple[Offload, 
         return ("optimizer",)
     if request.offload != "auto":
         return (request.offload,)
-    can_be_on_host = optimizers.states_can_be_on_host(
-        request.optimizer_states, request.optimizer, request.optimizer_implementation
-    )
-    if not on_gpus or not can_be_on_host:
+    if not on_gpus or not request.optimizer.can_be_on_host:
         return ("none",)
-    if request.optimizer_states == "bf16":  # DeepSpeed moves only states in fp32 to disk
+    if request.optimizer.states == "bf16":  # DeepSpeed moves only states in fp32 to disk
         return ("none", "optimizer", "all")
     return ("none", "optimizer", "all", "nvme") if request.nvme_path else ("none", "optimizer", "all")
 
@@ -259,9 +255,9 @@ def optimizer_implementation(request: Request, strategy: Strategy) -> OptimizerI
 
     States in bf16, or a part of the states, live on the host only with DeepSpeed's own CPU Adam.
     """
-    if strategy.offload_optimizer != "none" and (request.optimizer_states == "bf16" or strategy.offload_ratio < 1):
+    if strategy.offload_optimizer != "none" and (request.optimizer.states == "bf16" or strategy.offload_ratio < 1):
         return "deepspeed"
-    return optimizers.implementation(request.optimizer, request.optimizer_implementation)
+    return request.optimizer.kernels
 
 
 PLACES: dict[Offload, tuple[tuple[Place, Place], ...]] = {
@@ -307,7 +303,7 @@ def _modes(request: Request, can_recompute: bool, on_gpus: bool) -> list[Modes]:
     return [(mode, ()) for mode in modes if on_gpus or mode != "offloaded"]
 
 
-def _buckets(request: Request, trainable_parameters: int, small: bool) -> tuple[int, int, int]:
+def _buckets(trainable_parameters: int, small: bool) -> tuple[int, int, int]:
     """Return the elements of the bucket of gradients, of that of parameters ahead of their use, and gathered at most.
 
     The bucket of gradients is even, because DeepSpeed starts the ranks' parts of it at multiples of two elements.
@@ -315,10 +311,7 @@ def _buckets(request: Request, trainable_parameters: int, small: bool) -> tuple[
     usual, live = min(BUCKET_ELEMENTS, max(1, trainable_parameters)), Strategy.max_live_elements
     if small:
         usual, live = max(1, usual // SMALLER), live // SMALLER
-    bucket = usual
-    if request.reduce_bucket_elements:
-        bucket = min(request.reduce_bucket_elements, max(1, trainable_parameters))
-    return bucket + bucket % 2, usual, live
+    return usual + usual % 2, usual, live
 
 
 def allowed_strategies(
@@ -333,15 +326,15 @@ def allowed_strategies(
 ) -> tuple[Strategy, ...]:
     """Return the strategies a request and its model allow at one level of offloading, simplest first.
 
-    Overlapped communication is for those who ask: what it holds back on CUDA's streams has not been measured on a GPU,
-    and a plan that does not fit is worse than one that is slower.
+    Communication is never overlapped: what that holds back on CUDA's streams has not been measured on a GPU, and a plan
+    that does not fit is worse than one that is slower.
 
     `small_buckets`: for where the usual ones take much of the memory; not with stage 0. `tiled_mlp`: with one; not with
     selective checkpointing.
     """
     stages = _stages(request, offload, world_size)
     modes = _modes(request, facts.can_recompute, on_gpus)
-    bucket, usual, live = _buckets(request, facts.trainable_parameters, small_buckets)
+    bucket, usual, live = _buckets(facts.trainable_parameters, small_buckets)
     if small_buckets:
         stages = tuple(stage for stage in stages if stage)
     tiled_mlp = tiled_mlp or request.mlp == "tiled"
@@ -367,10 +360,9 @@ def allowed_strategies(
             # A gathered parameter keeps its buffer for the way from disk, and DeepSpeed fails when it runs out of them.
             prefetch_bucket_elements=0 if parameters == "nvme" else usual,
             max_live_elements=0 if parameters == "nvme" else live,
-            overlap_comm=bool(request.overlap_comm) and stage >= 1,
             small_buckets=small_buckets,
             expandable_segments=on_gpus and request.expandable_segments is not False,
-            gradient_accumulation_dtype=request.gradient_accumulation_dtype or "fp32",
+            gradient_accumulation_dtype=request.optimizer.gradient_accumulation_dtype,
         )
         for stage in stages
         for mode, runs in modes

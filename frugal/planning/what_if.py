@@ -4,6 +4,7 @@ Cases that differ only in memory and links share one source, whose profiles depe
 """
 
 from collections.abc import Iterator, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, replace
 from textwrap import wrap
 from typing import Any
@@ -122,22 +123,18 @@ def cheaper_states(request: Request) -> Iterator[tuple[str, Request]]:
     They change the numbers, so they are offered and never chosen automatically. What changes them least comes first:
     docs/decisions/optimizer-states.md.
     """
-    if request.optimizer_states is not None:
+    if request.optimizer.states is not None:
         return
-    for flag, cheaper in (
-        ("--optimizer adamw-8bit", {"optimizer": "adamw-8bit"} if request.optimizer == "adamw" else None),
-        ("--optimizer-states bf16", {"optimizer_states": "bf16"}),
-    ):
-        try:
-            if cheaper is not None:
-                yield flag, replace(request, **cheaper)  # type: ignore[arg-type]  # of one field
-        except RequestError:  # it contradicts what was asked for
-            continue
+    changes = [{"name": "adamw-8bit"}] if request.optimizer.name == "adamw" else []
+    for change in (*changes, {"states": "bf16"}):
+        with suppress(RequestError):  # it contradicts what was asked for
+            optimizer = replace(request.optimizer, **change)  # type: ignore[arg-type]  # of one field
+            yield f"--optimizer {optimizer}", replace(request, optimizer=optimizer)
 
 
 def what_changes(request: Request) -> str:
     """Describe what cheaper states change: `changes the numbers: updates below ... may be lost`."""
-    return CHANGES_NUMBERS + (f": {WHAT_BF16_LOSES}" if request.optimizer_states == "bf16" else "")
+    return CHANGES_NUMBERS + (f": {WHAT_BF16_LOSES}" if request.optimizer.states == "bf16" else "")
 
 
 def changes(plan: Plan) -> list[Case]:
@@ -239,7 +236,7 @@ def without_pins(request: Request) -> Iterator[tuple[str, Request]]:
     """Yield the request without one of its pins, and what that asks of the user: `no --zero-stage`."""
     if request.layer_modes is not None:
         yield "--activation-checkpointing auto", replace(request, layer_modes=None)
-    for field in ("max_tokens_per_gpu", "micro_batch", "accumulation_steps", "zero_stage", "even"):
+    for field in ("max_tokens_per_gpu", "micro_batch", "accumulation_steps", "zero_stage"):
         pin = getattr(request, field)
         if pin is not None and pin is not False:  # ZeRO stage 0 is a pin, too
             yield f"no --{field.replace('_', '-')}", replace(request, **{field: None})  # type: ignore[arg-type]  # its type as it is

@@ -15,6 +15,7 @@ from bench.ranks import Ranks
 from frugal.checkpoint import loading
 from frugal.checkpoint.progress import Progress
 from frugal.checkpoint.saving import Saver
+from frugal.config.optimizers import Optimizer
 from frugal.data.batches import Position
 from frugal.deepspeed_adapter import checkpoint_files
 from frugal.deepspeed_adapter.checkpoint_files import CheckpointWriter
@@ -79,7 +80,7 @@ def test_a_resumed_run_is_the_uninterrupted_one_bit_for_bit(
 
 def numbers_after_loading(folder: Path) -> list[tuple[Any, ...]]:
     """What the optimizer goes on with on the layout that saved, and on another one; runs on ranks."""
-    numbers, request = [], {"weight_decay": 0.5, "adam_beta1": 0.8, "adam_beta2": 0.999, "adam_epsilon": 1e-6}
+    numbers, request = [], {"weight_decay": 0.5, "optimizer": Optimizer(beta1=0.8, beta2=0.999, epsilon=1e-6)}
     for zero_stage in (2, 3):
         with started(plan_here(zero_stage, GLOBAL_BATCH, 2, request)) as engine:
             changes = loading.load(engine, folder).changes
@@ -220,7 +221,7 @@ def test_another_model_batch_length_or_optimizer_is_refused(saved: Path, two_ran
         ({"n_embd": 32}, "is of another model"),
         ({"global_batch": 8}, "was made with global batch 6, this run has global batch 8"),
         ({"seq_len": 32}, "was made with sequence length 64, this run has sequence length 32"),
-        ({"optimizer": "sgd"}, "was made with optimizer adamw, this run has optimizer sgd"),
+        ({"optimizer": Optimizer(name="sgd")}, "was made with optimizer adamw, this run has optimizer sgd"),
         ({"precision": "bf16"}, "was made with precision fp32, this run has precision bf16"),
     ]
     answers = two_ranks.run(load_elsewhere, saved, [change for change, _ in cases])[0]

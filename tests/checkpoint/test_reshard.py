@@ -16,6 +16,7 @@ from bench.ranks import Ranks
 from frugal.checkpoint import loading, manifest, resume_checks, saving
 from frugal.checkpoint.manifest import Manifest
 from frugal.checkpoint.progress import Progress
+from frugal.config.optimizers import Optimizer
 from frugal.data.batches import GlobalBatches, Position
 from frugal.engine.engine import Engine
 from frugal.errors import PlanMismatchError
@@ -157,16 +158,16 @@ def states(folder: Path) -> dict[tuple[str, str], torch.Tensor]:
 
 ON_HOST: dict[str, Any] = {"strategy": {"offload_optimizer": "cpu"}}
 BF16: dict[str, Any] = {"request": {"precision": "bf16"}}
-BF16_STATES: dict[str, Any] = {"request": {"precision": "bf16", "optimizer_states": "bf16"}}
+BF16_STATES: dict[str, Any] = {"request": {"precision": "bf16", "optimizer": Optimizer(states="bf16")}}
 VARIATIONS: dict[str, tuple[dict[str, Any], dict[str, Any], int]] = {  # as it was, as it goes on, states a parameter
     "bf16": (BF16, BF16, 2),
     "states in bf16": (BF16_STATES, BF16_STATES, 2),
     "states in bf16, to the host": (BF16_STATES, BF16_STATES | ON_HOST, 2),
     "fp16": ({"request": {"precision": "fp16"}}, {"request": {"precision": "fp16"}}, 2),
     "frozen": ({"frozen": True}, {"frozen": True}, 2),
-    "momentum": (*[{"request": {"optimizer": "sgd", "momentum": 0.9}}] * 2, 1),
-    "no momentum": (*[{"request": {"optimizer": "sgd"}}] * 2, 0),
-    "other kernels": ({}, {"request": {"optimizer_implementation": "for-loop"}}, 2),
+    "momentum": (*[{"request": {"optimizer": Optimizer(name="sgd", momentum=0.9)}}] * 2, 1),
+    "no momentum": (*[{"request": {"optimizer": Optimizer(name="sgd")}}] * 2, 0),
+    "other kernels": ({}, {"request": {"optimizer": Optimizer(implementation="for-loop")}}, 2),
     "to the host": (BF16, BF16 | ON_HOST, 2),
     "from the host": (BF16 | ON_HOST, BF16, 2),
 }

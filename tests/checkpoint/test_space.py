@@ -12,6 +12,7 @@ from bench.plans import plan_by_hand
 from bench.ranks import Ranks
 from frugal.checkpoint import manifest, run_folder
 from frugal.config.adapters import Lora
+from frugal.config.optimizers import Optimizer
 from frugal.config.run_settings import RunSettings
 from frugal.errors import NothingFitsError
 from frugal.models import adapters
@@ -81,7 +82,7 @@ def saved(plan: Plan, folder: Path) -> tuple[list[int], int, int]:
     return written, parameters, trained
 
 
-IN_BF16 = {"precision": "bf16", "optimizer_states": "bf16"}
+IN_BF16 = {"precision": "bf16", "optimizer": Optimizer(states="bf16")}
 
 
 @pytest.mark.parametrize(
@@ -89,7 +90,7 @@ IN_BF16 = {"precision": "bf16", "optimizer_states": "bf16"}
     [
         (0, {}),
         pytest.param(1, {}, marks=pytest.mark.exhaustive),
-        (3, {"lora": Lora.parse("r=128")}),
+        (3, {"lora": Lora.of("r=128")}),
         (2, IN_BF16),
         pytest.param(3, IN_BF16, marks=pytest.mark.exhaustive),
     ],

@@ -33,7 +33,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def test_a_metric_is_recorded_and_said_and_a_callback_of_one_rank_stops_the_run(folder: Path) -> None:
     code, output, errors = frugal_train(
         folder, "--plan", "plan2.json", "--data", "text.jsonl", "--steps", 9, "--eval-every", 2,
-        "--validation-fraction", 0.1, "--out", "run", "--metric", "mine.py:accuracy",
+        "--validation-data", "10%", "--out", "run", "--metric", "mine.py:accuracy",
         "--set", "train.callback=mine.py:Told",
     )  # fmt: skip
     assert (code, errors) == (0, "")

@@ -33,8 +33,8 @@ ANSWERS = {
     "other trainers'": {
         "--batch-size": "--global-batch N is what you want kept; --micro-batch N pins the per-GPU size"
     },
-    "Megatron's": {"--adam-eps 1e-6": "--set optimizer.epsilon=1e-6"},
-    "torchtitan's": {"--optimizer.beta2 0.999": "--set optimizer.beta2=0.999"},
+    "Megatron's": {"--adam-eps 1e-6": "--optimizer adamw,epsilon=1e-6"},
+    "torchtitan's": {"--optimizer.beta2 0.999": "--optimizer adamw,beta2=0.999"},
     "torchrun's": {"--nproc-per-node 2": "--gpus 2, or --ranks 2 for CPU processes"},
 }
 
@@ -69,7 +69,7 @@ def test_an_optimizer_that_is_asked_for_and_cannot_be_is_refused_with_the_reason
     file.write_text('optimizer = "muon"\n')
     said = frugal(capsys, "plan", "--config", str(file))[2]
     assert said.startswith(f"error: --optimizer muon is impossible in {file}\n")
-    assert "is not one of" in frugal(capsys, "plan", "--optimizer", "lion")[2]
+    assert "it must be one of adamw, sgd, adamw-8bit" in frugal(capsys, "plan", "--optimizer", "lion")[2]
 
 
 @pytest.mark.parametrize("name", ["learning_rate", "seed", "weight_decay", "zero_stage"])
@@ -80,7 +80,7 @@ def test_names_that_mean_the_same_everywhere_are_ours(name: str) -> None:
 def test_no_other_name_is_ours_and_no_hint_names_a_flag_that_there_is_not() -> None:
     assert not OTHER_NAMES.keys() & {name for name, row in SETTINGS.items() if row.is_flag}
     ours = {row.flag for row in SETTINGS.values() if row.is_flag} | {"--ranks", "--set"}
-    paths = {row.path for row in SETTINGS.values()}
+    paths = {row.flag for row in SETTINGS.values()}
     for other in OTHER_NAMES.values():
         words = [word.strip(",;:") for word in other.hint.split()]
         assert {word for word in words if word.startswith("--")} <= ours
@@ -90,8 +90,12 @@ def test_no_other_name_is_ours_and_no_hint_names_a_flag_that_there_is_not() -> N
 @pytest.mark.parametrize(
     ("flag", "hint"),
     [
-        ("--grace", "--set train.grace=3"), ("--min-lr-ratio", "--set schedule.min-lr-ratio=3"),
-        ("--no-decay-norms", "--set optimizer.decay-norms=false"), ("--held", "--set held=3"),
+        ("--grace", "--set train.grace=3"), ("--min-lr-ratio", "--schedule cosine,min-lr-ratio=3"),
+        ("--no-decay-norms", "--optimizer adamw,decay-norms=3"), ("--held", "--mem 24G-3, of 24G in all"),
+        ("--optimizer-states", "--optimizer adamw,states=3"), ("--validation-fraction", "--validation-data 300%"),
+        ("--nvme-path", "--offload nvme:3"), ("--ssh-port", "`Port 3` in ~/.ssh/config"),
+        ("--no-expandable-segments",
+         "PYTORCH_ALLOC_CONF=expandable_segments:False in the environment, which plans follow"),
         ("--layer-modes", "--activation-checkpointing 3"), ("--target-column", "--columns target=3"),
     ],
 )  # fmt: skip

@@ -11,7 +11,7 @@ from bench.runs import command, environment, frugal_train, prepared, records, to
 
 STEPS = 150
 RUN = (
-    "--data", "text.jsonl", "--steps", STEPS, "--eval-every", 50, "--save-every", 0, "--validation-fraction", 0.1,
+    "--data", "text.jsonl", "--steps", STEPS, "--eval-every", 50, "--save-every", 0, "--validation-data", "10%",
     "--warmup", 5,
 )  # fmt: skip
 

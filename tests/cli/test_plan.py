@@ -41,7 +41,7 @@ def test_it_says_in_nine_lines_what_the_plan_comes_to(capsys: pytest.CaptureFixt
     notes, verdict = out.split("\n\n")
     assert notes == (
         "note   ds_config.json alone would train 520 samples per step, not 512: DeepSpeed cannot express uneven "
-        "micro-batches; use plan.json, or plan with --even"
+        "micro-batches; use plan.json, or `frugal export`, which plans equal ones"
     )
     assert verdict == VERDICT + "more   `frugal plan -v`: all of it; `frugal explain`: what binds and what helps\n"
     assert len(verdict.splitlines()) <= 9 and max(map(len, verdict.splitlines())) <= 80
@@ -105,7 +105,7 @@ why
 
 note
   ds_config.json alone would train 520 samples per step, not 512: DeepSpeed cannot express uneven micro-batches; use \
-plan.json, or plan with --even
+plan.json, or `frugal export`, which plans equal ones
 
 strategies
     step           batch       peak   headroom
@@ -145,7 +145,7 @@ def test_an_uneven_batch_says_how_its_cells_lie(capsys: pytest.CaptureFixture[st
     assert headline(out) == "500 samples = 4 GPUs x 16 micro-steps of 7 or 8 samples"
     assert out.splitlines()[:2] == [
         "note   ds_config.json alone would train 512 samples per step, not 500: DeepSpeed cannot express uneven "
-        "micro-batches; use plan.json, or plan with --even",
+        "micro-batches; use plan.json, or `frugal export`, which plans equal ones",
         "",
     ]
 

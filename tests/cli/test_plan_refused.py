@@ -27,7 +27,6 @@ WRONG: dict[str, tuple[list[str], int, str]] = {
         [*CARDS, "--global-batch", "1000000000000"], 2, "a global batch of 1,000,000,000,000 samples is too large",
     ),
     "a learning rate that is no number": ([*CARDS, "--lr", "nan"], 2, "error: --learning-rate is nan"),
-    "an odd bucket": ([*CARDS, "--set", "reduce-bucket-elements=1"], 2, "hint: use reduce-bucket-elements 2"),
     "GPUs beyond counting": (["--gpus", "1000000", "--mem", "12G"], 2, "can do so for 65,536"),
     "several amounts for one host": ([*CARDS, "--host-mem", "1G,2G"], 2, "`host-mem` names 2 amounts"),
     "CPU ranks without memory": (

@@ -10,7 +10,7 @@ from frugal.errors import RequestError
 
 
 def test_a_rank_is_enough() -> None:
-    assert Lora.parse("r=16") == Lora(rank=16, alpha=32.0, dropout=0.0, targets=("all-linear",), dora=False)
+    assert Lora.of("r=16") == Lora(rank=16, alpha=32.0, dropout=0.0, targets=("all-linear",), dora=False)
 
 
 @pytest.mark.parametrize(
@@ -22,11 +22,11 @@ def test_a_rank_is_enough() -> None:
     ],
 )
 def test_what_is_printed_is_read_as_the_same(text: str) -> None:
-    assert Lora.parse(str(Lora.parse(text))) == Lora.parse(text)
+    assert Lora.of(str(Lora.of(text))) == Lora.of(text)
 
 
 def test_names_may_follow_each_other() -> None:
-    lora = Lora.parse("r=4,targets=q_proj,v_proj,dora")
+    lora = Lora.of("r=4,targets=q_proj,v_proj,dora")
     assert (lora.targets, lora.dora) == (("q_proj", "v_proj"), True)
 
 
@@ -55,5 +55,5 @@ MISTAKES = {
 @pytest.mark.parametrize("text", MISTAKES)
 def test_what_is_wrong_is_said(text: str) -> None:
     with pytest.raises(RequestError) as error:
-        Lora.parse(text)
+        Lora.of(text)
     assert str(error.value).startswith(MISTAKES[text])

@@ -4,6 +4,7 @@ from typing import Any
 
 import pytest
 
+from frugal.config.optimizers import Optimizer
 from frugal.config.request import Request
 from frugal.deepspeed_adapter.json_config import deepspeed_config
 from frugal.errors import RequestError
@@ -28,7 +29,8 @@ def plan(**settings: Any) -> Plan:
     ],
 )
 def test_the_rules(rule: Any, batch: int, rate: float) -> None:
-    request = Request(learning_rate=3e-4, global_batch=batch, reference_batch=256, lr_rule=rule)
+    scaled = Optimizer(reference_batch=256, lr_rule=rule)
+    request = Request(learning_rate=3e-4, global_batch=batch, optimizer=scaled)
     assert request.scaled_learning_rate == pytest.approx(rate, rel=1e-12)
 
 
@@ -37,7 +39,7 @@ def test_without_a_reference_the_rate_is_the_one_given() -> None:
 
 
 def test_the_number_of_gpus_changes_no_rate() -> None:
-    settings: dict[str, Any] = {"global_batch": 512, "reference_batch": 256, "lr_rule": "sqrt"}
+    settings: dict[str, Any] = {"global_batch": 512, "optimizer": "adamw,reference-batch=256,lr-rule=sqrt"}
     rates = {
         deepspeed_config(plan(gpus=gpus, **more, **settings))["optimizer"]["params"]["lr"]
         for gpus in (1, 2, 3, 8)
@@ -49,16 +51,16 @@ def test_the_number_of_gpus_changes_no_rate() -> None:
 @pytest.mark.parametrize(
     ("settings", "line"),
     [
-        ({"lr_rule": "sqrt"},
+        ({"optimizer": "adamw,reference-batch=256,lr-rule=sqrt"},
          "adamw, learning rate 0.000424264 = 0.0003 x sqrt(512/256) (sqrt rule, from 256 samples)"),
-        ({"lr_rule": "linear", "optimizer": "sgd"},
+        ({"optimizer": {"name": "sgd", "reference_batch": 256, "lr_rule": "linear"}},
          "sgd, learning rate 0.0006 = 0.0003 x 512/256 (linear rule, from 256 samples)"),
-        ({"lr_rule": "sqrt", "global_tokens": 2**20, "reference_batch": 2**18},
+        ({"optimizer": {"lr-rule": "sqrt", "reference-batch": 2**18}, "global_tokens": 2**20},
          "adamw, learning rate 0.0006 = 0.0003 x sqrt(1048576/262144) (sqrt rule, from 262144 tokens)"),
     ],
 )  # fmt: skip
 def test_the_plan_states_the_arithmetic(settings: dict[str, Any], line: str) -> None:
-    made = plan(**({"reference_batch": 256} | settings))
+    made = plan(**settings)
     assert line in summary(made)
     assert made.warnings == (), "the rule is the one for this optimizer"
     config = deepspeed_config(made)
@@ -70,20 +72,20 @@ def test_a_rule_that_does_not_fit_the_optimizer_is_noted() -> None:
         ("linear", "adamw", "optimizer.lr-rule sqrt (Malladi et al. 2022) the learning rate would be 0.0006"),
         ("sqrt", "sgd", "optimizer.lr-rule linear (Goyal et al. 2017) the learning rate would be 0.0012"),
     ):
-        (note,) = plan(reference_batch=128, lr_rule=rule, optimizer=optimizer).warnings
+        (note,) = plan(optimizer=f"{optimizer},reference-batch=128,lr-rule={rule}").warnings
         assert note == f"the {rule} rule is not made for {optimizer}: with {said}"
-    assert plan(reference_batch=512, lr_rule="linear").warnings == (), "nothing is scaled"
+    assert plan(optimizer="adamw,reference-batch=512,lr-rule=linear").warnings == (), "nothing is scaled"
 
 
 @pytest.mark.parametrize(
     ("settings", "what", "hint"),
     [
-        ({"reference_batch": 256}, "optimizer.reference-batch 256 was given without optimizer.lr-rule", "=sqrt,"),
-        ({"reference_batch": 256, "optimizer": "sgd"}, "optimizer.reference-batch 256 was given without", "=linear,"),
-        ({"lr_rule": "linear"}, "optimizer.lr-rule linear was given without", "optimizer.reference-batch=N"),
-        ({"reference_batch": 256, "lr_rule": "sqrt", "global_tokens": 2**20},
-         "optimizer.reference-batch 256 is less than one sample", "262144"),
-        ({"reference_batch": 0, "lr_rule": "sqrt"}, "optimizer.reference-batch is 0", "leave optimizer.ref"),
+        ({"optimizer": "adamw,reference-batch=256"}, "`reference-batch` 256 was given without `lr-rule`", "=sqrt,"),
+        ({"optimizer": "sgd,reference-batch=256"}, "`reference-batch` 256 was given without", "=linear,"),
+        ({"optimizer": "adamw,lr-rule=linear"}, "`lr-rule` linear was given without", "optimizer.reference-batch=N"),
+        ({"optimizer": "adamw,reference-batch=256,lr-rule=sqrt", "global_tokens": 2**20},
+         "`reference-batch` 256 is less than one sample", "262144"),
+        ({"optimizer": "adamw,reference-batch=0,lr-rule=sqrt"}, "`reference-batch` of --optimizer is 0", "None"),
     ],
 )  # fmt: skip
 def test_half_of_a_rule_is_refused(settings: dict[str, Any], what: str, hint: str) -> None:

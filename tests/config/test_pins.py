@@ -55,7 +55,7 @@ def test_even_micro_batches_are_the_global_batch_or_are_refused_with_those_next_
     try:
         made = planned(**asked, global_batch=global_batch, even=True, model=SMALL)
     except RequestError as error:
-        assume("--even" in error.what)
+        assume("equal micro-batches" in error.what)
         assert error.hint is not None
         named = sorted(map(int, re.findall(r"\d+", error.hint)))
         assert named[-1] > global_batch and all(near < global_batch for near in named[:-1])
@@ -79,7 +79,7 @@ def test_a_plan_warns_of_what_the_json_alone_would_train() -> None:
     asked: dict[str, Any] = {"gpus": 4, "mem": "12G", "model": SMALL}
     (note,) = planned(**asked, global_batch=500, max_tokens_per_gpu=8192).warnings
     assert note.startswith("ds_config.json alone would train 512 samples per step, not 500")
-    assert note.endswith("use plan.json, or plan with --even")
+    assert note.endswith("use plan.json, or `frugal export`, which plans equal ones")
     assert planned(**asked, global_batch=500, max_tokens_per_gpu=8192, even=True).warnings == ()
     assert planned(**asked, global_batch=501).warnings[0].endswith("use plan.json")
 

@@ -6,6 +6,7 @@ from typing import Any
 
 import pytest
 
+from frugal.config.learning_rate import Schedule
 from frugal.config.run_settings import RunSettings, earlier_settings, run_settings
 from frugal.config.schema import parse
 from frugal.config.setting import settings_of
@@ -13,12 +14,11 @@ from frugal.errors import RequestError
 
 SOME = RunSettings(
     data=("a.txt", "b.txt"), validation_data=("c.txt",), test_data=("d.txt",), tokenizer="folder", limit=3,
-    skip_bad_rows=True, steps=7, too_long="skip", schedule="warmup_stable_decay", warmup="25%",
-    min_lr_ratio=0.1, decay_ratio=0.5, eval_every=3, save_every=5,
-    keep=5, async_save=True, on_nan="skip", seed=9, out=Path("there"), validation_fraction=0.25,
-    validation_samples=12, resume=True, accept_changed_data=True, grace=75, columns="text=t,label=l",
-    schedule_steps=8, track=("wandb",), format="messages",
-    chat_template="chatml", train_on="all", callback=("c.py:C",), push_to_hub="me/mine",
+    skip_bad_rows=True, steps=7, too_long="skip", warmup="25%",
+    schedule=Schedule(name="warmup_stable_decay", min_lr_ratio=0.1, decay_ratio=0.5, steps=8), eval_every=3,
+    save_every=5, keep=5, async_save=True, on_nan="skip", seed=9, out=Path("there"), validation_samples=12,
+    resume=True, accept_changed_data=True, grace=75, columns="text=t,label=l",
+    track=("wandb",), format="messages", chat_template="chatml", train_on="all", callback=("c.py:C",),
     metric="m.py:f1", best="f1:max", patience=3, tune=False, mirror="s3://bucket/run",
 )  # fmt: skip
 
@@ -28,7 +28,7 @@ def parsed(arguments: list[str]) -> RunSettings:
     return run_settings(parse(arguments, {}, settings_of(RunSettings)), {})
 
 
-POWERED = RunSettings(schedule="polynomial", schedule_power=2.0, warmup="3")
+POWERED = RunSettings(schedule=Schedule(name="polynomial", power=2.0), warmup="3", validation_data=("12.5%",))
 STREAMED = RunSettings(stream=True, shuffle_buffer=100, steps=3)
 
 
@@ -39,7 +39,7 @@ def test_the_ranks_understand_what_was_asked(asked: RunSettings) -> None:
 
 def test_every_setting_is_tried_above() -> None:
     assert [f.name for f in fields(RunSettings) if getattr(SOME, f.name) == f.default] == [
-        "stream", "shuffle_buffer", "epochs", "schedule_power",
+        "stream", "shuffle_buffer", "epochs",
     ]  # fmt: skip
 
 
@@ -75,19 +75,21 @@ def test_a_run_to_resume_need_not_be_told_again(tmp_path: Path) -> None:
     [
         ({"steps": 0}, "--steps is 0", None),
         ({"save_every": -1}, "--save-every is -1", None),
-        ({"validation_fraction": 1.0}, "--validation-fraction is 1.0", None),
+        ({"validation_data": "100%"}, "--validation-data is 100%", None),
         ({"steps": 3, "epochs": 3}, "--steps and --epochs were both given", "leave one"),
         ({"track": ["wandb", "mine"]}, "--track is mine", None),
         ({"steps": 3, "warmup": 4}, "--warmup 4 is more than --steps 3", None),
-        ({"steps": 3, "warmup": "5", "schedule_steps": 4}, "--warmup 5 is more than schedule.steps 4", None),
+        ({"steps": 3, "warmup": "5", "schedule": {"steps": 4}}, "--warmup 5 is more than `steps` of", None),
         ({"steps": 3, "warmup": "150%"}, "--warmup 5 is more than --steps 3", None),
-        ({"warmup": "soon"}, "`warmup` in [schedule] is 'soon'", None),
-        ({"steps": 3, "schedule_steps": 2}, "schedule.steps 2 is less than the 3 steps", "schedule.steps=3"),
-        ({"min_lr_ratio": 3.0}, "schedule.min-lr-ratio is 3", None),
+        ({"warmup": "soon"}, "`warmup` in [train] is 'soon'", None),
+        ({"steps": 3, "schedule": {"steps": 2}}, "`steps` 2 of --schedule is less than", "schedule.steps=3"),
+        ({"schedule": {"min_lr_ratio": 3.0}}, "`min-lr-ratio` of --schedule is 3", None),
+        ({"schedule": {"steps": 0}}, "`steps` of --schedule is 0", None),
+        ({"schedule": "polynomial,power=inf"}, "`power` of --schedule is inf", None),
         ({"schedule": "cosine_with_min_lr"}, "--schedule cosine_with_min_lr was given without", "min-lr-ratio=0.1"),
-        ({"schedule": "inverse_sqrt", "min_lr_ratio": 0.1}, "schedule.min-lr-ratio was given with", "cosine"),
-        ({"decay_ratio": 0.1}, "schedule.decay-ratio was given with --schedule cosine", "warmup_stable_decay"),
-        ({"schedule": "warmup_stable_decay", "steps": 10, "warmup": "6", "decay_ratio": 0.5},
+        ({"schedule": "inverse_sqrt,min-lr-ratio=0.1"}, "`min-lr-ratio` was given with", "cosine"),
+        ({"schedule": {"decay-ratio": 0.1}}, "`decay-ratio` was given with --schedule cosine", "warmup_stable_decay"),
+        ({"schedule": "warmup_stable_decay,decay-ratio=0.5", "steps": 10, "warmup": "6"},
          "6 steps of warmup and 5 of decay are more than --steps 10", "--warmup"),
         ({"columns": "body"}, "--columns is body", "text=body"),
         ({"best": "f1"}, "--best f1 was given without --metric", "--metric"),
@@ -113,11 +115,11 @@ def test_impossible_settings_are_refused(values: dict[str, Any], what: str, hint
         ({"steps": "three"}, "`steps` in [train] is 'three'"),
         ({"data": [1]}, "`data` in [train] is [1]"),
         ({"columns": {"text": 1}}, "`columns` in [train] is {'text': 1}"),
-        ({"warmup": 10**400}, f"`warmup` in [schedule] is {10**400}"),
+        ({"warmup": 10**400}, f"`warmup` in [train] is {10**400}"),
         ({"resume": 1}, "`resume` in [train] is 1"),
-        ({"schedule": "step"}, "`name` in [schedule] is 'step'"),
-        ({"schedule_power": "2"}, "`power` in [schedule] is '2'"),
-        ({"warmup": "5 %"}, "`warmup` in [schedule] is '5 %'"),
+        ({"schedule": "step"}, "`name` of --schedule is step in [train]"),
+        ({"schedule": {"power": [2]}}, "`power` of --schedule is [2] in [train]"),
+        ({"warmup": "5 %"}, "`warmup` in [train] is '5 %'"),
     ],
 )
 def test_a_wrong_table_in_frugal_toml_is_refused(table: dict[str, Any], what: str) -> None:
@@ -125,6 +127,17 @@ def test_a_wrong_table_in_frugal_toml_is_refused(table: dict[str, Any], what: st
         run_settings({}, table)
     assert raised.value.what == what
     assert raised.value.because or raised.value.hint
+
+
+@pytest.mark.parametrize(
+    ("asked", "fraction", "files"),
+    [((), 0.05, ()), (("10%",), 0.1, ()), (("0%",), 0.0, ()), (("a.txt", "b.txt"), 0.0, ("a.txt", "b.txt"))],
+)
+def test_validation_data_are_a_part_of_the_data_or_files(
+    asked: tuple[str, ...], fraction: float, files: tuple[str, ...]
+) -> None:
+    made = run_settings({"validation_data": asked}, {})
+    assert (made.validation_fraction, made.validation_files) == (fraction, files)
 
 
 def test_columns_are_text_or_a_table_and_name_their_own_kind_unless_told() -> None:

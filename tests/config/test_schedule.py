@@ -5,8 +5,7 @@ from typing import Any
 
 import pytest
 
-from frugal.config.learning_rate import Curve
-from frugal.config.run_settings import RunSettings
+from frugal.config.learning_rate import Curve, Schedule
 
 
 def curve(total_steps: int, **changes: Any) -> Curve:
@@ -62,7 +61,7 @@ def transformers_rates(schedule: str, steps: int, *, warmup: int, **options: Any
         ("cosine", {}, {}),
         ("cosine_with_min_lr", {"min_lr_ratio": 0.1}, {"min_lr_rate": 0.1}),
         ("constant_with_warmup", {}, {}),
-        ("polynomial", {"schedule_power": 2.0, "min_lr_ratio": 0.1}, {"power": 2.0, "lr_end": 0.1}),
+        ("polynomial", {"power": 2.0, "min_lr_ratio": 0.1}, {"power": 2.0, "lr_end": 0.1}),
         ("inverse_sqrt", {}, {}),
         (
             "warmup_stable_decay",
@@ -76,7 +75,7 @@ def test_schedules_are_transformers_step_by_step_but_for_a_warmup_that_wastes_no
     schedule: Any, asked: dict[str, Any], theirs: dict[str, Any], warmup: int
 ) -> None:
     steps = 40
-    made = RunSettings(schedule=schedule, steps=steps, warmup=str(warmup), **asked).curve(1.0, steps)
+    made = Schedule(name=schedule, **asked).curve(1.0, steps, str(warmup))
     expected = transformers_rates(schedule, steps, warmup=warmup, **theirs)
     for step in range(warmup, steps):
         assert made.factor(step) == pytest.approx(expected[step], rel=1e-12, abs=1e-12), step
@@ -89,18 +88,18 @@ def test_constant_is_constant_with_warmup_where_there_is_one() -> None:
 
 
 def test_a_part_of_the_schedule_is_its_warmup() -> None:
-    settings = RunSettings(warmup="3%", schedule="linear")
-    assert [settings.curve(1.0, steps).warmup_steps for steps in (10, 100, 1000)] == [1, 3, 30]
-    assert RunSettings(warmup="3%", schedule_steps=2000).curve(1.0, 100).warmup_steps == 60
+    linear = Schedule(name="linear")
+    assert [linear.curve(1.0, steps, "3%").warmup_steps for steps in (10, 100, 1000)] == [1, 3, 30]
+    assert Schedule(steps=2000).curve(1.0, 100, "3%").warmup_steps == 60
 
 
 def test_what_a_schedule_is_is_said_in_words() -> None:
-    settings = RunSettings(schedule="warmup_stable_decay", warmup="5", min_lr_ratio=0.1)
-    assert str(settings.curve(1.0, 100)) == (
+    schedule = Schedule(name="warmup_stable_decay", min_lr_ratio=0.1)
+    assert str(schedule.curve(1.0, 100, "5")) == (
         "warmup_stable_decay over 100 steps down to 0.1 of its peak with 5 of warmup and 10 of decay"
     )
-    powered = RunSettings(schedule="polynomial", schedule_power=2.0)
-    assert str(powered.curve(1.0, 100)) == "polynomial of power 2 over 100 steps"
+    powered = Schedule(name="polynomial", power=2.0)
+    assert str(powered.curve(1.0, 100, "0")) == "polynomial of power 2 over 100 steps"
 
 
 def test_warmup_rises_evenly_to_the_peak_and_wastes_no_step() -> None:

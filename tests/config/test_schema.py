@@ -1,15 +1,19 @@
 """Settings become a request and a cluster, or an error that says what is wrong with them."""
 
 import inspect
+import random
 from pathlib import Path
 from typing import Any
 
 import pytest
 
 import frugal
+from frugal.cli.options import collect
 from frugal.config import plan_arguments
+from frugal.config.adapters import Lora
 from frugal.config.hardware import cluster as cards
 from frugal.config.hardware.context import NCCL_ALONE, NCCL_PCIE
+from frugal.config.optimizers import Optimizer
 from frugal.config.run_settings import run_settings
 from frugal.config.schema import (
     PLAN_SETTINGS,
@@ -21,6 +25,7 @@ from frugal.config.schema import (
     settings_of_toml,
     understand,
 )
+from frugal.config.setting import merged
 from frugal.errors import RequestError
 from frugal.units import GIB
 
@@ -32,6 +37,13 @@ def test_nodes_are_equal_and_their_gpus_may_differ() -> None:
     assert [device.name for device in cluster.devices] == ["a100-40g", "h100-80g"] * 2
     assert cluster.devices[0].matrix_flops < cluster.devices[1].matrix_flops
     assert cluster.intra_bandwidth == cards.CARDS["a100-40g"].link_bandwidth
+
+
+@pytest.mark.parametrize("memory", ["12G-1G,24G", ["12G-1G", 24 * GIB], [f"{12 * GIB}-{GIB}", "24G"]])
+def test_what_others_hold_of_a_gpu_is_not_planned_with(memory: Any) -> None:
+    first, second = understand({"mem": memory})[1].devices
+    assert (first.memory_bytes, first.held_bytes, second.held_bytes) == (12 * GIB, GIB, 0)
+    assert understand({"mem": "12G,24G"})[1].devices[0].usable_bytes - first.usable_bytes == GIB
 
 
 @pytest.mark.parametrize("memory", ["12G,24G", [12 * GIB, "24G"], [12 * GIB, 24 * GIB]])
@@ -139,7 +151,9 @@ BAD: dict[str, tuple[dict[str, Any], str, str]] = {
         {"gpus": 1, "mem": "12G", "zero_stage": 2, "offload": "all"},
         "--offload all is impossible with --zero-stage 2", "it needs ZeRO stage 3",
     ),
-    "no share": ({"gpus": 1, "mem": "12G", "offload": "optimizer:half"}, "--offload is optimizer:half", "a number"),
+    "no share": (
+        {"gpus": 1, "mem": "12G", "offload": "optimizer:half"}, "`offload` is 'optimizer:half'", "optimizer:0.5",
+    ),
 }  # fmt: skip
 
 
@@ -152,19 +166,18 @@ def test_what_is_wrong_is_said(case: str) -> None:
     assert caught.value.exit_code == 2
 
 
-def test_there_are_at_most_70_flags_and_every_row_is_one_or_a_key_of_frugal_toml() -> None:
+def test_there_are_at_most_70_settings_and_every_one_is_a_flag_or_a_key_of_frugal_toml() -> None:
     from frugal.cli.train import command
 
     flags = {parameter.name for parameter in command.params} - {
         "config", "overrides", "plan_path", "ranks", "printed", "preview", "help_all",
     }  # fmt: skip
     assert flags == {name for name, row in SETTINGS.items() if row.is_flag}
-    assert len(flags) <= 70
-    assert len({row.path for row in SETTINGS.values()}) == len(SETTINGS)
+    assert len(SETTINGS) <= 70
     for name, row in PLAN_SETTINGS.items():
         read(name, row.default)
-    for name, row in TRAIN_SETTINGS.items():
-        with pytest.raises(RequestError, match=f"`{row.key or name}` in \\[(train|schedule)\\] is"):
+    for name in TRAIN_SETTINGS:
+        with pytest.raises(RequestError, match=f"`{name}` in \\[train\\] is"):
             run_settings({}, {name: object()})
 
 
@@ -183,16 +196,20 @@ def test_tables_and_overrides_are_settings_by_their_names(tmp_path: Path) -> Non
         "[train]\nsteps = 9\n"
     )
     made = read_toml(file, ["schedule.warmup=5%", "train.limit=7", "gpus=2", "optimizer.decay-norms=false"])
-    assert made.plan == {"gpus": 2, "optimizer": "sgd", "momentum": 0.9, "decay_norms": False}
-    assert made.train == {"schedule": "polynomial", "schedule_power": 2, "warmup": "5%", "limit": 7, "steps": 9}
+    assert made.plan == {"gpus": 2, "optimizer": {"name": "sgd", "momentum": 0.9, "decay_norms": False}}
+    assert made.train == {"schedule": {"name": "polynomial", "power": 2}, "warmup": "5%", "limit": 7, "steps": 9}
 
 
 @pytest.mark.parametrize(
     ("override", "said"),
     [
-        ("optimizer.beta3=1", "unknown setting `beta3` in [optimizer] of --set"),
-        ("optimizer.momentum=much", "`momentum` in --set is 'much'"),
-        ("schedule=cosine", "`schedule` in --set is 'cosine'"),
+        ("optimizer.beta3=1", "--optimizer knows no `beta3` in --set"),
+        ("optimizer.momentum=much", "`momentum` of --optimizer is much in --set"),
+        ("optimizer.betas=[0.9, 0.99]", "`betas` of --optimizer in --set is torch's name"),
+        ("optimizer=7", "`optimizer` in --set is 7"),
+        ("schedule=step", "`name` of --schedule is step"),
+        ("schedule.min-lr=1", "`min_lr` of --schedule is other trainers' name"),
+        ("nic=eth0", "`nic` in --set is frugal's former name"),
         ("beta2", "--set beta2 sets nothing"),
     ],
 )
@@ -206,6 +223,26 @@ def test_one_flag_pins_the_mode_of_each_layer_and_one_the_share_in_host_memory()
     request = requested({"activation_checkpointing": "full:0-1,off:2", "offload": "optimizer:0.5"})[0]
     assert (str(request.layer_modes), request.activation_checkpointing) == ("full:0-1,off:2", "auto")
     assert (request.offload, request.offload_ratio) == ("optimizer", 0.5)
+
+
+@pytest.mark.parametrize("where", ["nvme", "auto"])
+def test_one_flag_names_the_disk_to_offload_to(where: str) -> None:
+    request = requested({"offload": f"{where}:/local/a:b"})[0]
+    assert (request.offload, request.nvme_path, request.offload_ratio) == (where, "/local/a:b", None)
+
+
+@pytest.mark.parametrize(
+    ("offload", "said"),
+    [
+        ("nvme", "--offload nvme was given without a folder"), ("nvme:", "`offload` is 'nvme:'"),
+        ("all:/scratch", "`offload` is 'all:/scratch'"), ("none:0.5", "`offload` is 'none:0.5'"),
+        ("disk:/scratch", "`offload` is 'disk:/scratch'"), ("optimizer:", "`offload` is 'optimizer:'"),
+    ],
+)  # fmt: skip
+def test_what_is_no_place_to_offload_to_is_refused(offload: str, said: str) -> None:
+    with pytest.raises(RequestError) as caught:
+        requested({"offload": offload})
+    assert caught.value.what == said
 
 
 def test_every_setting_says_what_it_is_for_in_a_sentence() -> None:
@@ -238,15 +275,48 @@ def test_a_card_s_numbers_are_of_the_right_size(card: str) -> None:
 def test_one_override_leaves_the_rest_of_the_file_as_it_is() -> None:
     """`--set optimizer.beta2` beside `optimizer = "adamw-8bit"` would otherwise train with another optimizer."""
     cases: list[tuple[dict[str, Any], str, dict[str, Any], dict[str, Any]]] = [
-        ({"optimizer": "adamw-8bit"}, "optimizer.beta2=0.9", {"optimizer": "adamw-8bit", "adam_beta2": 0.9}, {}),
+        ({"optimizer": "adamw-8bit"}, "optimizer.beta2=0.9",
+         {"optimizer": {"name": "adamw-8bit", "beta2": 0.9}}, {}),
         ({"optimizer": {"name": "adamw", "beta2": 0.9}}, "optimizer=adamw-8bit",
-         {"optimizer": "adamw-8bit", "adam_beta2": 0.9}, {}),
-        ({"schedule": {"warmup": 5}}, "train.warmup=7", {}, {"warmup": 7}),
+         {"optimizer": {"name": "adamw-8bit", "beta2": 0.9}}, {}),
+        ({"optimizer": {"eps": 1e-6}}, "optimizer.epsilon=1e-7", {"optimizer": {"epsilon": 1e-7}}, {}),
+        ({"schedule": {"min-lr-ratio": 0.1}}, "schedule=linear", {},
+         {"schedule": {"name": "linear", "min_lr_ratio": 0.1}}),
+        ({"schedule": {"warmup": 5}}, "train.warmup=7", {}, {"schedule": {}, "warmup": 7}),
         ({"lora": {"r": 8}}, "lora.dropout=0.1", {"lora": {"r": 8, "dropout": 0.1}}, {}),
     ]  # fmt: skip
     for content, override, plan, train in cases:
         made = settings_of_toml(content, [override])
         assert (made.plan, made.train) == (plan, train)
+
+
+@pytest.mark.parametrize("seed", range(20))
+def test_of_several_layers_the_last_that_says_a_key_wins(seed: int) -> None:
+    """A table is put together key by key, in whichever form a layer has it; other settings are taken whole."""
+    draw = random.Random(seed)
+    values = {"beta1": (0.8, 0.9), "beta2": (0.95, 0.99), "epsilon": (1e-6, 1e-7), "decay-norms": (True, False)}
+    layers: list[dict[str, Any]] = []
+    expected: dict[str, Any] = {}
+    for _ in range(4):
+        said = {key: draw.choice(each) for key, each in values.items() if draw.random() < 0.5}
+        expected |= {key.replace("-", "_"): value for key, value in said.items()}
+        text = ",".join(["adamw", *(f"{key}={str(value).lower()}" for key, value in said.items())])
+        form = draw.choice((said, text, {key.replace("-", "_"): value for key, value in said.items()}))
+        layers.append({"optimizer": form, "gpus": draw.choice((None, 1, 2)), "lora": None})
+        expected |= {"name": "adamw"} if form is text else {}
+    made = merged(SETTINGS, *layers)
+    gpus = [layer["gpus"] for layer in layers if layer["gpus"] is not None]
+    assert made == {"optimizer": expected} | ({"gpus": gpus[-1]} if gpus else {})
+    assert requested({"optimizer": made["optimizer"]})[0].optimizer == Optimizer(**expected)
+
+
+def test_a_flag_wins_over_the_file_key_by_key(tmp_path: Path) -> None:
+    file = tmp_path / "frugal.toml"
+    file.write_text('gpus = 1\nmem = "12G"\n[optimizer]\nname = "sgd"\ndecay-norms = true\n[lora]\nr = 8\nalpha = 9\n')
+    flags = {"optimizer": "adamw,eps=1e-6", "lora": "r=4", "config": file}
+    request = collect(flags)[0]
+    assert request.optimizer == Optimizer(name="adamw", epsilon=1e-6)
+    assert request.lora == Lora(rank=4, alpha=9)
 
 
 # The keyword arguments of `frugal.plan`.

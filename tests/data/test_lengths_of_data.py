@@ -19,7 +19,7 @@ def cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
 
 def data(tmp_path: Path, *rows: dict[str, object]) -> RunSettings:
     write_jsonl(tmp_path / "data.jsonl", list(rows))
-    return RunSettings(data=(str(tmp_path / "data.jsonl"),), validation_fraction=0)
+    return RunSettings(data=(str(tmp_path / "data.jsonl"),), validation_data=("0%",))
 
 
 def test_running_text_is_as_long_as_its_windows(tmp_path: Path) -> None:
@@ -46,7 +46,7 @@ def test_pairs_that_are_too_long_are_named_or_counted(tmp_path: Path) -> None:
 
 
 def test_a_default_length_becomes_that_of_much_shorter_data(tmp_path: Path) -> None:
-    settings = replace(data(tmp_path, *({"text": "a" * n} for n in range(90, 125))), validation_fraction=0.1)
+    settings = replace(data(tmp_path, *({"text": "a" * n} for n in range(90, 125))), validation_data=("10%",))
     request = Request(model="gpt2")
     assert lengths_of(request, settings, ("seq_len",))[1] == 128, "125 tokens, rounded up to a multiple of 8"
     assert lengths_of(request, settings)[1] == 1024, "asked for"

@@ -103,7 +103,7 @@ def test_sources_with_weights_are_kept_apart_and_read_as_they_are(
     write_jsonl(tmp_path / "a.jsonl", [{"text": "aaaa"}] * 60)
     write_jsonl(tmp_path / "b.jsonl", [{"prompt": "bbbbbbbb", "completion": "b"}] * 20)
     request = Request(model="model.json", seq_len=32, global_batch=4)
-    settings = RunSettings(data=("a.jsonl:0.25", "b.jsonl:0.75"), validation_fraction=0.1)
+    settings = RunSettings(data=("a.jsonl:0.25", "b.jsonl:0.75"), validation_data=("10%",))
     _, corpus = read_training_data(request, settings)
     assert len(corpus.train) == 54 + 18 and len(corpus.validation or ()) == 6 + 2
     assert corpus.report.documents == 80 and corpus.report.formats == {"text": 60, "prompt-completion": 20}

@@ -94,6 +94,6 @@ def test_text_on_disk_is_packed_once_and_a_plan_is_told_how_full(
     assert pack.report.tokens == plain.report.tokens and len(pack.train) < len(plain.train)
     assert pack.provenance.fingerprint != plain.provenance.fingerprint
     lengths, *_ = lengths_of(
-        Request(model="gpt2", seq_len=SEQ_LEN, pack=True), RunSettings(data=(str(path),), validation_fraction=0)
+        Request(model="gpt2", seq_len=SEQ_LEN, pack=True), RunSettings(data=(str(path),), validation_data=("0%",))
     )
     assert lengths.num_samples == len(pack.train) and lengths.longest == SEQ_LEN

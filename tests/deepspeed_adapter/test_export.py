@@ -11,6 +11,7 @@ from hypothesis import strategies as st
 from bench.plans import plan_by_hand
 from frugal.config.adapters import Lora
 from frugal.config.hardware.cluster import Cluster, Node
+from frugal.config.optimizers import Optimizer
 from frugal.deepspeed_adapter.export import Target, export, nearest
 from frugal.deepspeed_adapter.json_config import deepspeed_config
 from frugal.errors import RequestError
@@ -77,11 +78,12 @@ OTHERS_CANNOT: list[tuple[Target, dict[str, Any], dict[str, Any], str, str]] = [
     ("accelerate", {"strategy": {"mlp": "tiled"}}, {}, "does not know frugal's tiled MLP", "plan with --mlp plain"),
     ("accelerate", {"strategy": {"activation_checkpointing": "selective"}}, {}, "activation checkpointing selective",
      "plan with --activation-checkpointing full, or off"),
-    ("script", {"request": {"optimizer": "adamw-8bit"}}, {}, "adamw-8bit", "plan with --optimizer adamw"),
+    ("script", {"request": {"optimizer": Optimizer(name="adamw-8bit")}}, {}, "adamw-8bit",
+     "plan with --optimizer adamw"),
     ("hf", {}, {"batch": TOKENS}, "global batch of 16128 tokens", "plan with --global-batch 252 instead"),
     ("hf", FOREIGN_MODEL, {"model": OWN}, "its loss is Python of its own", "--to script exports it"),
     ("hf", {}, {"warnings": ("x", own_loss.ROUTERS)}, own_loss.ROUTERS, "train it with `frugal train`, or without"),
-    *((target, {"request": {"quantize": "nf4", "lora": Lora.parse("r=8")}}, {},  # it would be another model
+    *((target, {"request": {"quantize": "nf4", "lora": Lora.of("r=8")}}, {},  # it would be another model
        "is not exported to with quantised weights", "") for target in get_args(Target)),
     ("accelerate", {}, {"cluster": nodes_of(1, 2)}, "the nodes have 1, 2 GPUs", "use --to script, which starts with"),
 ]  # fmt: skip

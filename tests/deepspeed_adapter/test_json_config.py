@@ -10,6 +10,7 @@ import pytest
 
 from bench.plans import plan_by_hand
 from bench.ranks import Ranks
+from frugal.config.optimizers import Optimizer
 from frugal.deepspeed_adapter.json_config import deepspeed_config
 from frugal.planning.plan import Plan
 
@@ -32,7 +33,7 @@ def cases() -> dict[str, Plan]:
         }
         made[f"{precision}-zero{zero_stage}-offload-{offload}-{optimizer}"] = plan_by_hand(
             world_size=2, global_batch=32, micro_batch=4, zero_stage=zero_stage,
-            request={"precision": precision, "optimizer": optimizer}, strategy=strategy,
+            request={"precision": precision, "optimizer": Optimizer.of(optimizer)}, strategy=strategy,
         )  # fmt: skip
     return made
 
@@ -86,7 +87,7 @@ def finalize_with_transformers(folder: Path) -> dict[str, bool]:
     for name, plan in CASES.items():
         path = folder / f"{name}.json"
         request = plan.request
-        if request.optimizer != "adamw":
+        if request.optimizer.name != "adamw":
             continue  # transformers compares an optimizer's arguments with its own Adam's
         arguments = TrainingArguments(
             output_dir=str(folder), deepspeed=str(path), use_cpu=True, per_device_train_batch_size=4,

@@ -7,6 +7,7 @@ import pytest
 import torch
 
 from frugal.config.adapters import Lora
+from frugal.config.optimizers import Optimizer
 from frugal.config.request import Request
 from frugal.deepspeed_adapter.kernels import DTYPES
 from frugal.deepspeed_adapter.simulate import mirrored
@@ -80,9 +81,7 @@ def builder(family: str, precision: str, lora: str | None = None) -> Callable[[]
         task, meta = TASKS.get(family, "causal-lm"), torch.device("meta")
         if lora.startswith(NF4):
             model = quantised.apply(model, reference=family, dtype=DTYPES[precision])
-        return adapters.add(
-            model, Lora.parse(lora.removeprefix(NF4)), task, dtype=DTYPES[precision], device=meta
-        ).train()
+        return adapters.add(model, Lora.of(lora.removeprefix(NF4)), task, dtype=DTYPES[precision], device=meta).train()
 
     return build
 
@@ -129,7 +128,7 @@ def compare(
     found = simulated.timeline.intervals(MICRO_BATCH)
     assert [interval.phase for interval in found] == [interval.phase for interval in expected]
     for one, other in zip(found, expected, strict=True):
-        left_out = EIGHT_BIT_MAPS if asked.optimizer == "adamw-8bit" else 0
+        left_out = EIGHT_BIT_MAPS if asked.optimizer.name == "adamw-8bit" else 0
         assert one.peak_bytes == pytest.approx(other.peak_bytes, rel=TOLERANCE, abs=left_out), other.phase
         assert one.live_bytes == pytest.approx(other.live_bytes, rel=TOLERANCE, abs=left_out), other.phase
     assert simulated.host_bytes == pytest.approx(dry_run_result.host_bytes, rel=TOLERANCE, abs=RANDOM_STATES)
@@ -165,8 +164,9 @@ def part_on_host(world_size: int, rank: int, steps: int, ratio: float, elements:
 
 
 Row = tuple[str, int, dict[str, Any]]  # family, ZeRO stage, and how
-UNCLIPPED_SGD = {"request": {"optimizer": "sgd", "gradient_clipping": 0.0}}
-BF16_STATES, EIGHT_BIT = {"request": {"optimizer_states": "bf16"}}, {"request": {"optimizer": "adamw-8bit"}}
+UNCLIPPED_SGD = {"request": {"optimizer": Optimizer(name="sgd"), "gradient_clipping": 0.0}}
+BF16_STATES = {"request": {"optimizer": Optimizer(states="bf16")}}
+EIGHT_BIT = {"request": {"optimizer": Optimizer(name="adamw-8bit")}}
 QUICK: list[Row] = [
     *(("llama", stage, {"precision": precision, **how})
       for stage, precision in ((0, "fp32"), (2, "bf16"), (3, "bf16")) for name, how in LAYOUTS.items()
@@ -210,7 +210,7 @@ RARE: list[Row] = [
     *(("llama", stage, {"precision": precision, "rank": 1, "steps": steps, "mlp": "tiled", **more})
       for stage, precision, steps, more in (
           (1, "fp32", 2, {}), (3, "fp32", 1, {}), (3, "bf16", 2, {}), (3, "bf16", 1, FULL))),
-    *(("llama", 3, part_on_host(*each, ratio) | {"request": {"optimizer_states": states}})
+    *(("llama", 3, part_on_host(*each, ratio) | {"request": {"optimizer": Optimizer(states=states)}})
       for each in ((1, 0, 2), (8, 3, 1)) for ratio, states in ((0.875, "fp32"), (0.25, "bf16"), (0.875, "bf16"))),
     *(("llama", 3, part_on_host(*each, 0.5, elements) | FULL | {"lora": lora})
       for each in ((4, 3, 2), (64, 5, 1)) for lora, elements in ((None, 20_000), ("r=4", 2_000))),
@@ -242,9 +242,9 @@ def test_every_phase_is_as_dry_run(family: str, zero_stage: int, how: dict[str, 
 @pytest.mark.parametrize(
     ("request_", "strategy"),
     [
-        ({"optimizer_implementation": "for-loop"}, {}),
-        ({"optimizer": "sgd", "momentum": 0.9}, {}),
-        ({"optimizer_states": "bf16", "optimizer_implementation": "deepspeed"}, {}),
+        ({"optimizer": Optimizer(implementation="for-loop")}, {}),
+        ({"optimizer": Optimizer(name="sgd", momentum=0.9)}, {}),
+        ({"optimizer": Optimizer(states="bf16", implementation="deepspeed")}, {}),
         ({}, {"overlap_comm": True}),
         ({"precision": "fp32"}, {"offload_optimizer": "cpu"}),
         ({}, {"gradient_accumulation_dtype": "bf16"}),

@@ -9,6 +9,7 @@ import pytest
 import torch
 
 from bench.plans import plan_by_hand
+from frugal.config.optimizers import Optimizer
 from frugal.dryrun.trace.operators import untouched_host_tensor
 from frugal.planning.memory import breakdown
 from frugal.units import GIB, MIB
@@ -39,11 +40,11 @@ def test_offloaded_states_are_pinned_in_powers_of_two_and_moments_are_not() -> N
     assert states <= host_bytes(2, offload_optimizer="cpu") <= states + 2 * power_of_two(largest)
 
 
-@pytest.mark.parametrize("optimizer", [{}, {"optimizer": "sgd", "momentum": 0.9}])
+@pytest.mark.parametrize("optimizer", [{}, {"optimizer": Optimizer(name="sgd", momentum=0.9)}])
 def test_an_update_of_all_tensors_at_once_takes_about_as_much_on_the_host(optimizer: dict[str, Any]) -> None:
     """AdamW's denominator takes two tensors of 4 bytes an element in the loop, and one list at once (adam.py)."""
     at_once, in_turns = (
-        host_bytes(2, request={"optimizer_implementation": each, **optimizer}, offload_optimizer="cpu")
+        host_bytes(2, request={"optimizer": Optimizer(implementation=each), **optimizer}, offload_optimizer="cpu")
         for each in ("foreach", "for-loop")
     )
     assert at_once > 8 * ELEMENTS and abs(at_once - in_turns) <= 4 * ELEMENTS + 4096

@@ -1,8 +1,10 @@
 """Runs whose micro-batches differ in length: what their allocator keeps is replayed without another dry run."""
 
+import os
 from dataclasses import replace
 from functools import partial
 from typing import Any
+from unittest.mock import patch
 
 import pytest
 
@@ -26,10 +28,11 @@ def plan_of(**settings: Any) -> Plan:
     """A plan of a small preset for one GPU with segments that cannot grow."""
     chosen: dict[str, Any] = {
         "model": "t5-small", "gpus": 1, "mem": "16G", "seq_len": 256, "global_batch": 16, "micro_batch": 8,
-        "activation_checkpointing": "off", "loss": "plain", "offload": "none", "expandable_segments": False,
-        "calibration": False, "lengths": LENGTHS,
+        "activation_checkpointing": "off", "loss": "plain", "offload": "none",
+        "lengths": LENGTHS,
     }  # fmt: skip
-    return frugal.plan(**(chosen | settings))
+    with patch.dict(os.environ, {"PYTORCH_ALLOC_CONF": "expandable_segments:False"}):
+        return frugal.plan(**(chosen | settings))
 
 
 def dry_run_of(plan: Plan, steps: list[list[Shape]], monkeypatch: pytest.MonkeyPatch) -> DryRun:

@@ -186,7 +186,7 @@ def test_what_a_script_lacks_or_raises_is_one_message(case: str, here: Path, cap
     ("step", "flags", "said"),
     [
         ("step", ["--zero-stage", "2"], "loop.py:step was given together with --zero-stage"),
-        ("step", ["--set", "optimizer.beta2=0.9"], "loop.py:step was given together with optimizer.beta2"),
+        ("step", ["--set", "optimizer.beta2=0.9"], "loop.py:step was given together with --optimizer"),
         ("factory", ["--steps", "2"], "--steps is for a training step of yours, and loop.py:factory is none"),
     ],
 )

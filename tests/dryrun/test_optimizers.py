@@ -9,6 +9,7 @@ import torch
 
 from bench.plans import plan_by_hand
 from bench.ranks import Ranks
+from frugal.config.optimizers import Optimizer
 from frugal.engine.engine import initialize
 from frugal.models.objectives import CausalLM
 from frugal.planning.plan import Plan
@@ -27,28 +28,30 @@ def plan_of(zero_stage: int = 2, offload: str = "none", **request: Any) -> Plan:
     )  # fmt: skip
 
 
-HOST_ADAM: dict[str, Any] = {"offload": "cpu", "optimizer_implementation": "deepspeed"}
+HOST_ADAM: dict[str, Any] = {"offload": "cpu", "optimizer": Optimizer(implementation="deepspeed")}
 
 
 @pytest.mark.parametrize(
     "asked",
     [
-        {"optimizer_implementation": "foreach"},
-        {"optimizer_implementation": "for-loop", "zero_stage": 3},
-        {"optimizer": "sgd", "momentum": 0.9},
-        {"optimizer_states": "bf16", "zero_stage": 3},
-        pytest.param({"optimizer_implementation": "deepspeed"}, marks=needs_adams),
+        {"optimizer": Optimizer(implementation="foreach")},
+        {"optimizer": Optimizer(implementation="for-loop"), "zero_stage": 3},
+        {"optimizer": Optimizer(name="sgd", momentum=0.9)},
+        {"optimizer": Optimizer(states="bf16"), "zero_stage": 3},
+        pytest.param({"optimizer": Optimizer(implementation="deepspeed")}, marks=needs_adams),
         pytest.param({**HOST_ADAM, "zero_stage": 3}, marks=needs_adams),
-        pytest.param({"offload": "cpu", "optimizer_states": "bf16"}, marks=needs_cpu_adam),
-        pytest.param({"offload": "cpu", "optimizer_states": "bf16", "zero_stage": 3}, marks=needs_cpu_adam),
-        pytest.param({"optimizer": "adamw-8bit", "zero_stage": 3}, marks=needs_bitsandbytes),
-        pytest.param({"optimizer": "adamw-8bit", "offload": "cpu"}, marks=needs_bitsandbytes),
-        pytest.param({"optimizer": "sgd", "zero_stage": 3}, marks=exhaustive),
-        pytest.param({"optimizer_states": "bf16"}, marks=exhaustive),
-        pytest.param({"optimizer_states": "bf16", "optimizer": "sgd", "momentum": 0.9}, marks=exhaustive),
-        pytest.param({"optimizer_implementation": "deepspeed", "zero_stage": 3}, marks=[needs_adams, exhaustive]),
+        pytest.param({"offload": "cpu", "optimizer": Optimizer(states="bf16")}, marks=needs_cpu_adam),
+        pytest.param({"offload": "cpu", "optimizer": Optimizer(states="bf16"), "zero_stage": 3}, marks=needs_cpu_adam),
+        pytest.param({"optimizer": Optimizer(name="adamw-8bit"), "zero_stage": 3}, marks=needs_bitsandbytes),
+        pytest.param({"optimizer": Optimizer(name="adamw-8bit"), "offload": "cpu"}, marks=needs_bitsandbytes),
+        pytest.param({"optimizer": Optimizer(name="sgd"), "zero_stage": 3}, marks=exhaustive),
+        pytest.param({"optimizer": Optimizer(states="bf16")}, marks=exhaustive),
+        pytest.param({"optimizer": Optimizer(states="bf16", name="sgd", momentum=0.9)}, marks=exhaustive),
+        pytest.param(
+            {"optimizer": Optimizer(implementation="deepspeed"), "zero_stage": 3}, marks=[needs_adams, exhaustive]
+        ),
         pytest.param(HOST_ADAM, marks=[needs_adams, exhaustive]),
-        pytest.param({"optimizer": "adamw-8bit"}, marks=[needs_bitsandbytes, exhaustive]),
+        pytest.param({"optimizer": Optimizer(name="adamw-8bit")}, marks=[needs_bitsandbytes, exhaustive]),
     ],
     ids=str,
 )
@@ -67,9 +70,9 @@ ELEMENTS = sum(parameter.numel() for parameter in tiny_gpt2().parameters())
 
 def test_moments_take_8_bytes_an_element_a_quarter_in_8_bits_and_half_in_bf16_as_do_master_weights() -> None:
     before, adamw = states()
-    _, sgd = states(optimizer="sgd")
-    _, in_8_bits = states(optimizer="adamw-8bit")
-    before_in_bf16, in_bf16 = states(optimizer_states="bf16")
+    _, sgd = states(optimizer=Optimizer(name="sgd"))
+    _, in_8_bits = states(optimizer=Optimizer(name="adamw-8bit"))
+    before_in_bf16, in_bf16 = states(optimizer=Optimizer(states="bf16"))
     assert adamw - sgd == pytest.approx(8 * ELEMENTS, rel=1e-3)
     assert in_8_bits - sgd == pytest.approx((2 + 8 / 256) * ELEMENTS, rel=1e-3)
     assert before - before_in_bf16 == pytest.approx(2 * ELEMENTS, rel=1e-3)
@@ -101,7 +104,7 @@ def test_an_implementation_computes_what_the_first_one_computes(
     usual, other = (
         one_rank.run(weights_after, plan_by_hand(
             world_size=1, global_batch=4, micro_batch=4, zero_stage=2, strategy={"offload_optimizer": place},
-            request={"learning_rate": 1e-3, "optimizer_implementation": name},
+            request={"learning_rate": 1e-3, "optimizer": Optimizer(implementation=name)},
         ))[0]
         for name, place in ((None, "none"), (implementation, offload))
     )  # fmt: skip
@@ -120,7 +123,12 @@ def weights_of_plain_torch() -> torch.Tensor:
     model, objective = tiny_gpt2().to(torch.bfloat16), CausalLM()
     request = Request(**NUMBERS)
     optimizer = torch.optim.AdamW(
-        model.parameters(), lr=1e-3, weight_decay=0.1, betas=request.betas, eps=request.epsilon, fused=True
+        model.parameters(),
+        lr=1e-3,
+        weight_decay=0.1,
+        betas=request.optimizer.betas,
+        eps=request.optimizer.epsilon,
+        fused=True,
     )
     for _ in range(3):
         batch = objective.collate(ragged_samples(4))
@@ -133,7 +141,8 @@ def weights_of_plain_torch() -> torch.Tensor:
 def plan_in_bf16(zero_stage: int, offload: str = "none") -> Plan:
     return plan_by_hand(
         world_size=1, global_batch=4, micro_batch=4, zero_stage=zero_stage,
-        request={"precision": "bf16", "optimizer_states": "bf16", **NUMBERS}, strategy={"offload_optimizer": offload},
+        request={"precision": "bf16", "optimizer": Optimizer(states="bf16"), **NUMBERS},
+        strategy={"offload_optimizer": offload},
     )  # fmt: skip
 
 
@@ -143,7 +152,7 @@ def test_with_states_in_bf16_weights_are_those_of_torchs_adamw_on_a_bf16_model(
 ) -> None:
     plan = plan_in_bf16(zero_stage)
     (ours,) = one_rank.run(weights_after, plan)
-    (with_fp32,) = one_rank.run(weights_after, replace(plan, request=replace(plan.request, optimizer_states=None)))
+    (with_fp32,) = one_rank.run(weights_after, replace(plan, request=replace(plan.request, optimizer=Optimizer())))
     (theirs,) = one_rank.run(weights_of_plain_torch)  # a process with as many threads
     assert torch.equal(ours, theirs)
     assert not torch.equal(with_fp32, theirs)
@@ -171,7 +180,7 @@ def mistake_of(plan: Plan) -> str:
 
 @pytest.mark.skipif(find_spec("bitsandbytes") is not None, reason="bitsandbytes is installed")
 def test_training_without_the_library_says_how_to_get_it(one_rank: Ranks) -> None:
-    (said,) = one_rank.run(mistake_of, plan_of(optimizer="adamw-8bit"))
+    (said,) = one_rank.run(mistake_of, plan_of(optimizer=Optimizer(name="adamw-8bit")))
     assert "--optimizer adamw-8bit needs bitsandbytes" in said
     assert "pip install bitsandbytes" in said
 
@@ -190,6 +199,6 @@ def mistake_without_a_compiler(plan: Plan) -> str:
 
 
 def test_training_without_a_compiler_says_what_needs_none(one_rank: Ranks) -> None:
-    (said,) = one_rank.run(mistake_without_a_compiler, plan_of(optimizer_implementation="deepspeed"))
+    (said,) = one_rank.run(mistake_without_a_compiler, plan_of(optimizer=Optimizer(implementation="deepspeed")))
     assert "DeepSpeed's FusedAdam cannot be compiled here" in said
     assert "leave out optimizer.implementation" in said

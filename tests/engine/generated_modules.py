@@ -16,6 +16,7 @@ from torch import Tensor, nn
 from torch.nn.utils import parametrizations
 from torch.utils.checkpoint import checkpoint
 
+from frugal.config.optimizers import Optimizer
 from frugal.models.objectives import SummedLoss
 
 INPUTS, OUTPUTS = 8, 3
@@ -340,8 +341,7 @@ def draw_case(seed: int) -> Case:
     ]  # fmt: skip
     request, strategy = _ways(draw, zero_stage)
     if "sparse" in names:  # with others torch has no step
-        request |= {"optimizer": "sgd", "weight_decay": 0.0, "gradient_clipping": 0.0}
-        request = {name: value for name, value in request.items() if not name.startswith(("momentum", "adam_"))}
+        request |= {"optimizer": Optimizer(name="sgd"), "weight_decay": 0.0, "gradient_clipping": 0.0}
     return Case(
         seed=seed, parts=(*dict.fromkeys((*parts, *names)),), world_size=world_size, zero_stage=zero_stage,
         global_batch=global_batch, micro_batch=micro_batch, request=request, strategy=strategy, steps=steps,
@@ -367,11 +367,11 @@ def _paths(draw: random.Random, num_blocks: int) -> tuple[int, list[list[int]]]:
 
 
 OPTIMIZERS: dict[str, dict[str, Any]] = {
-    "sgd": {"optimizer": "sgd", "learning_rate": 0.05, "weight_decay": 0.0},
-    "momentum": {"optimizer": "sgd", "learning_rate": 0.05, "weight_decay": 0.0, "momentum": 0.9},
+    "sgd": {"optimizer": Optimizer(name="sgd"), "learning_rate": 0.05, "weight_decay": 0.0},
+    "momentum": {"optimizer": Optimizer(name="sgd", momentum=0.9), "learning_rate": 0.05, "weight_decay": 0.0},
     "adamw": {
-        "optimizer": "adamw", "learning_rate": 0.01, "weight_decay": 0.1, "adam_epsilon": 1e-3, "adam_beta1": 0.9,
-        "adam_beta2": 0.99,
+        "optimizer": Optimizer(name="adamw", epsilon=1e-3, beta1=0.9, beta2=0.99), "learning_rate": 0.01,
+        "weight_decay": 0.1,
     },
 }  # fmt: skip
 

@@ -121,13 +121,11 @@ def by_torch(
     `zeros`: parameters without a gradient get one of zero, as DeepSpeed has it.
     """
     model = _of(case.make(), dtype)
-    settings = case.request
-    if settings["optimizer"] == "sgd":
-        make: Any = partial(torch.optim.SGD, momentum=settings.get("momentum", 0.0))
+    settings, numbers = case.request, case.request["optimizer"]
+    if numbers.name == "sgd":
+        make: Any = partial(torch.optim.SGD, momentum=numbers.momentum)
     else:
-        make = partial(
-            torch.optim.AdamW, eps=settings["adam_epsilon"], betas=(settings["adam_beta1"], settings["adam_beta2"])
-        )
+        make = partial(torch.optim.AdamW, eps=numbers.epsilon, betas=numbers.betas)
     optimizer = make(
         [parameter for parameter in model.parameters() if parameter.requires_grad],
         lr=settings["learning_rate"], weight_decay=settings["weight_decay"], foreach=False,

@@ -14,11 +14,14 @@ from torch import nn
 
 from bench.runs import TINY
 from frugal.config.learning_rate import Curve
+from frugal.config.optimizers import Optimizer
 from frugal.engine.engine import Engine
 from frugal.models.objectives import CausalLM, Objective
 
 LEARNING_RATE = 1024.0  # so large that the rounding of weights hides nothing of the gradient
-SGD = {"optimizer": "sgd", "learning_rate": LEARNING_RATE, "weight_decay": 0.0, "gradient_clipping": 0.0}
+SGD = {
+    "optimizer": Optimizer(name="sgd"), "learning_rate": LEARNING_RATE, "weight_decay": 0.0, "gradient_clipping": 0.0,
+}  # fmt: skip
 """What a request needs so that a step takes off the gradient alone."""
 
 Gradient = dict[str, torch.Tensor]

@@ -97,7 +97,7 @@ def plan_for(kind: str, zero_stage: int, split: Any = (4, 1), request: Any = Non
     """Of ZeRO-3 some parameters stay whole."""
     _, lora, quantize = KINDS[kind]
     return plan_here(
-        zero_stage, *split, {"lora": Lora.parse(lora), "quantize": quantize, **(request or {})},
+        zero_stage, *split, {"lora": Lora.of(lora), "quantize": quantize, **(request or {})},
         **{"persistence_threshold_elements": 100, **strategy},
     )  # fmt: skip
 
@@ -245,9 +245,9 @@ OTHERS: dict[str, dict[str, tuple[str, dict[str, Any]]]] = {
     "LoRA": {
         "4 IT holds adapters of another base model": ("other", {}),
         "4 IT was made with adapters r=4,alpha=8,targets=all-linear, this run has adapters r=4,alpha=9": (
-            "llama", {"lora": Lora.parse("r=4,alpha=9")}
+            "llama", {"lora": Lora.of("r=4,alpha=9")}
         ),
-        "4 IT is of another model": ("llama", {"lora": Lora.parse("r=5")}),
+        "4 IT is of another model": ("llama", {"lora": Lora.of("r=5")}),
     },
     "nf4": {
         "4 IT was made with quantised weights nf4, this run has no quantised": ("llama", {"quantize": None}),
@@ -301,15 +301,15 @@ def test_peft_loads_the_final_folder_and_says_the_same(
 
 def test_adapters_of_random_weights_are_not_trained() -> None:
     with pytest.raises(RequestError, match="--lora would freeze random weights"):
-        replace(resolve("gpt2"), lora=Lora.parse("r=4")).refuse_random_base()
+        replace(resolve("gpt2"), lora=Lora.of("r=4")).refuse_random_base()
 
 
 def test_a_run_takes_the_model_that_its_plan_is_for_whose_weights_are_counted_as_they_were(bases: Path) -> None:
-    plain = replace(resolve(str(bases / "llama")), lora=Lora.parse(LORA))
+    plain = replace(resolve(str(bases / "llama")), lora=Lora.of(LORA))
     number = sum(parameter.numel() for parameter in plain.build(dtype=torch.float32).parameters())
     model = replace(plain, quantize="nf4").build(dtype=torch.float32)
     assert sum(parameter.numel() for parameter in model.parameters()) < number
-    made = plan_by_hand(world_size=1, global_batch=4, micro_batch=4, zero_stage=0, request={"lora": Lora.parse(LORA)})
+    made = plan_by_hand(world_size=1, global_batch=4, micro_batch=4, zero_stage=0, request={"lora": Lora.of(LORA)})
     training._refuse_other_model(replace(made, model=replace(made.model, parameters=number)), model)
     with pytest.raises(PlanMismatchError, match="the plan is for another model"):
         training._refuse_other_model(replace(made, model=replace(made.model, parameters=number + 1)), model)

@@ -9,6 +9,7 @@ import torch.distributed as dist
 
 from bench.plans import plan_by_hand
 from bench.ranks import Ranks
+from frugal.config.optimizers import Optimizer
 from frugal.deepspeed_adapter.kernels import DTYPES
 from frugal.engine.engine import Engine, initialize
 from frugal.errors import FrugalError
@@ -135,8 +136,9 @@ STRATEGIES: dict[str, tuple[int, dict[str, Any]]] = {  # the lowest stage that h
 }
 EVERY = tuple(STRATEGIES)
 ADAM = {
-    "learning_rate": 5e-3, "reference_batch": 3, "lr_rule": "linear", "weight_decay": 0.1, "gradient_clipping": 0.0,
-    "adam_beta1": 0.8, "adam_beta2": 0.999, "adam_epsilon": 1e-6,
+    "learning_rate": 5e-3,
+    "optimizer": Optimizer(reference_batch=3, lr_rule="linear", beta1=0.8, beta2=0.999, epsilon=1e-6),
+    "weight_decay": 0.1, "gradient_clipping": 0.0,
 }  # fmt: skip
 SCALED_RATE = 1e-2  # for batches of 6
 

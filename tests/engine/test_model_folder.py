@@ -38,7 +38,7 @@ def run(base: Path, out: Path, zero_stage: int, precision: str, lora: str | None
     """Three steps, with a checkpoint after each and the final model; the second is the best. Runs on ranks."""
     plan = plan_here(
         zero_stage, 4, 1,
-        {"model": str(base), "precision": precision, "learning_rate": 1e-2, "lora": lora and Lora.parse(lora),
+        {"model": str(base), "precision": precision, "learning_rate": 1e-2, "lora": lora and Lora.of(lora),
          "quantize": quantize},
         persistence_threshold_elements=100,
     )  # fmt: skip

@@ -13,6 +13,7 @@ import torch
 from bench.plans import plan_by_hand
 from bench.ranks import Ranks
 from bench.runs import records
+from frugal.config.optimizers import Optimizer
 from frugal.config.run_settings import RunSettings
 from frugal.data.batches import GlobalBatches
 from frugal.engine import oom_limits
@@ -197,7 +198,8 @@ def no_memory(*_args: Any, **_kwargs: Any) -> Any:
 def third_step(where: str = "", zero_stage: int = 2) -> tuple[str, bool, float | None]:
     """Two steps, then no memory on rank 1: what is said, whether weights were written to, and, if not, the third
     loss once there is memory; runs on ranks."""
-    plan = plan_here(zero_stage, 4, 1, {"optimizer_implementation": "for-loop"}, activation_checkpointing="full")
+    for_loop = {"optimizer": Optimizer(implementation="for-loop")}
+    plan = plan_here(zero_stage, 4, 1, for_loop, activation_checkpointing="full")
     with running(plan) as engine:
         losses_of(engine, 0, 2)
         zero = engine.deepspeed.optimizer

@@ -16,6 +16,7 @@ from deepspeed.utils import safe_get_full_fp32_param, safe_get_full_optimizer_st
 from bench.ranks import Ranks
 from frugal.checkpoint import loading, saving
 from frugal.checkpoint.progress import Progress
+from frugal.config.optimizers import Optimizer
 from frugal.data.batches import Position
 from frugal.deepspeed_adapter import kernels
 from tests.checkpoint.test_reshard import END, STOP, bounds, started, steps
@@ -27,7 +28,7 @@ pytestmark = needs_cpu_adam
 
 Losses = list[tuple[float, float]]
 ON_DEVICE: dict[str, Any] = {}
-ON_HOST = {"strategy": {"offload_optimizer": "cpu"}, "request": {"optimizer_implementation": "deepspeed"}}
+ON_HOST = {"strategy": {"offload_optimizer": "cpu"}, "request": {"optimizer": Optimizer(implementation="deepspeed")}}
 
 
 def in_part(ratio: float) -> dict[str, Any]:

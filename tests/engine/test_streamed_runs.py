@@ -93,7 +93,7 @@ def test_frugal_train_says_how_it_streams(tmp_path: Path) -> None:
     (tmp_path / "plan.json").write_bytes(plan.to_json())
     code, output, errors = frugal_train(
         tmp_path, "--plan", "plan.json", "--data", "chats.jsonl", "--stream", "--set", "train.shuffle-buffer=16",
-        "--tokenizer", "byte", "--chat-template", "chatml", "--validation-fraction", 0.1, "--steps", 12, "--out", "run",
+        "--tokenizer", "byte", "--chat-template", "chatml", "--validation-data", "10%", "--steps", 12, "--out", "run",
     )  # fmt: skip
     assert (code, errors) == (0, "")
     assert "chats.jsonl is read while training, shuffled within 16 rows; 6 samples for validation" in output

@@ -24,7 +24,7 @@ STRATEGIES |= {
     "ZeRO-2, tiled loss": (2, {"loss": "tiled"}),
     "ZeRO-3, bf16, activation checkpointing": (3, {"precision": "bf16", "activation_checkpointing": "full"}),
 }
-LORA = Lora.parse("r=4,dropout=0.1")
+LORA = Lora.of("r=4,dropout=0.1")
 STRATEGIES |= {
     "ZeRO-0, adapters": (0, {"lora": LORA}),
     "ZeRO-2, adapters, tiled loss": (2, {"lora": LORA, "loss": "tiled"}),

@@ -17,7 +17,7 @@ from tests.engine.gradients import bound_of_command
 
 pytestmark = pytest.mark.exhaustive  # each starts several runs
 
-RUN = ("--data", "text.jsonl", "--steps", 30, "--save-every", 5, "--validation-fraction", 0.1)
+RUN = ("--data", "text.jsonl", "--steps", 30, "--save-every", 5, "--validation-data", "10%")
 
 
 @pytest.fixture(scope="module")

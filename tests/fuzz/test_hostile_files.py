@@ -104,7 +104,7 @@ data = ["a.jsonl", "b"]
 steps = 100
 warmup-steps = 10
 too-long = "skip"
-validation-fraction = 0.1
+validation-data = "10%"
 """
 
 

@@ -54,7 +54,7 @@ def collate(rows: list[dict[str, Any]]) -> dict[str, torch.Tensor]:
 
 def plan(zero_stage: int, lora: str | None = None, *, pack: bool | None = None, **strategy: Any) -> Plan:
     """Global batches of 5 samples on two ranks: in micro-batches of 2 that is 2 and 1, then 1 and 1."""
-    request = {"learning_rate": 1e-2, "gradient_clipping": 0.5, "lora": None if lora is None else Lora.parse(lora)}
+    request = {"learning_rate": 1e-2, "gradient_clipping": 0.5, "lora": None if lora is None else Lora.of(lora)}
     request |= {"pack": pack}
     return plan_by_hand(
         world_size=2, global_batch=5, micro_batch=2, zero_stage=zero_stage, request=request, strategy=strategy

@@ -13,7 +13,7 @@ from frugal.config.run_settings import RunSettings
 from frugal.errors import RequestError
 from frugal.launch import hosts, ssh
 from frugal.launch.hosts import part_of_cluster, usable_hosts
-from frugal.launch.ssh import Access, UnreachableHost
+from frugal.launch.ssh import UnreachableHost
 from tests.launch.test_hosts import report
 
 NAMED = parse_hostfile("a slots=2\nb slots=3\nc slots=1\nd slots=1\ne slots=2\n")
@@ -28,7 +28,7 @@ def test_what_answers_and_works_is_left_and_the_rest_is_said() -> None:
         report(cuda_devices=1, working_gpus=[0], versions=versions() | {"torch": "2.12.1"}),
         report(cuda_devices=2, working_gpus=[]),
     ]
-    left, lost = usable_hosts(NAMED, reports, Access(), "cuda")
+    left, lost = usable_hosts(NAMED, reports, "cuda")
     assert [(place.host.name, place.gpus) for place in left] == [("a", (0, 1)), ("b", (0, 2))]
     assert lost[0] == "left out: 1 of 3 GPUs of b: they do not work"
     assert lost[1] == f"left out: c {silent}"
@@ -47,7 +47,7 @@ def test_the_cluster_that_is_left_has_the_devices_that_are_left() -> None:
         UnreachableHost("is gone"),
         report(cuda_devices=1, working_gpus=[0]),
     ]
-    left, _ = usable_hosts(NAMED[:4], reports, Access(), "cuda")
+    left, _ = usable_hosts(NAMED[:4], reports, "cuda")
     kept = part_of_cluster(dataclasses.replace(cluster, nodes=nodes[:4]), NAMED[:4], left)
     assert [[each.name for each in node.devices] for node in kept.nodes] == [["small", "dear"], ["small"]]
     assert [node.host_memory_bytes for node in kept.nodes] == [3 << 30, 1 << 30]
@@ -68,7 +68,7 @@ def test_hosts_that_stay_away_end_the_run_and_are_named(
     plan = plan_by_hand(world_size=1, global_batch=1, micro_batch=1, zero_stage=2)
     named = parse_hostfile("nowhere.invalid slots=1\n")
     on = hosts.RestartableHosts(
-        plan, named, Access(), RunSettings(out=tmp_path / "run"), None, (lambda _: plan) if elastic else None
+        plan, named, RunSettings(out=tmp_path / "run"), None, (lambda _: plan) if elastic else None
     )
     monkeypatch.setattr(ssh, "collect_reports", ask)
     with pytest.raises(RequestError, match=what) as raised:

@@ -21,7 +21,7 @@ from frugal.errors import RequestError
 from frugal.launch import host_report, hosts, local, ssh
 from frugal.launch.host_report import Gpu, HostReport
 from frugal.launch.node import PORT_TAKEN
-from frugal.launch.ssh import Access, UnreachableHost
+from frugal.launch.ssh import UnreachableHost
 from frugal.planning.plan import Plan
 from frugal.units import GIB
 
@@ -53,25 +53,32 @@ WORDS = "frugal.engine.run --plan plan.json --data 'my text.jsonl' --steps 4"
     ("launcher", "more", "line"),
     [
         (
-            "torchrun", ("--set", "train.nic=eth1"),
+            "torchrun", (),
             "DS_ACCELERATOR=cpu GLOO_SOCKET_IFNAME=eth1 NCCL_SOCKET_IFNAME=eth1 torchrun --nnodes 2 --node-rank 1 "
             f"--nproc-per-node 2 --master-addr a --master-port 29500 -m {WORDS}",
         ),
         (
             "no-ssh", ("--master-port", "7000"),
-            "DS_ACCELERATOR=cpu deepspeed --hostfile hosts --no_ssh --node_rank 1 --master_addr a --master_port 7000 "
-            f"--module {WORDS}",
+            "DS_ACCELERATOR=cpu GLOO_SOCKET_IFNAME=eth1 NCCL_SOCKET_IFNAME=eth1 deepspeed --hostfile hosts --no_ssh "
+            f"--node_rank 1 --master_addr a --master_port 7000 --module {WORDS}",
         ),
         (
-            "openmpi", ("--ssh-port", "2222"),
-            "mpirun --hostfile hosts -n 3 --bind-to none --mca plm_rsh_args '-p 2222' -x DS_ACCELERATOR=cpu "
-            f"-x MASTER_ADDR=a -x MASTER_PORT=29500 {sys.executable} -m {WORDS}",
+            "openmpi", (),
+            "mpirun --hostfile hosts -n 3 --bind-to none -x DS_ACCELERATOR=cpu -x GLOO_SOCKET_IFNAME=eth1 "
+            f"-x NCCL_SOCKET_IFNAME=eth1 -x MASTER_ADDR=a -x MASTER_PORT=29500 {sys.executable} -m {WORDS}",
         ),
     ],
 )  # fmt: skip
 def test_other_launchers_have_a_line_for_each_node_or_for_all(
-    launcher: str, more: tuple[str, ...], line: str, folder: Path, capsys: pytest.CaptureFixture[str]
+    launcher: str,
+    more: tuple[str, ...],
+    line: str,
+    folder: Path,
+    capsys: pytest.CaptureFixture[str],
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
+    for name in ssh.NETWORK:
+        monkeypatch.setenv(name, "eth1")
     code, output, errors = said(capsys, "--hostfile", "hosts", "--print", launcher, *more)
     assert (code, errors) == (0, "")
     assert output.splitlines()[-1] == line
@@ -99,7 +106,7 @@ def test_other_launchers_are_told_the_segments_beside_the_users_options(
     start = "PYTORCH_ALLOC_CONF=max_split_size_mb:512,expandable_segments:True torchrun --nnodes 2 --node-rank 0 "
     assert output.splitlines()[2].startswith(start)
     assert errors.startswith("note: PYTORCH_ALLOC_CONF says expandable_segments:False, and the plan was made for True")
-    assert Access().environment()["PYTORCH_ALLOC_CONF"] == "max_split_size_mb:512,expandable_segments:False"
+    assert ssh.environment()["PYTORCH_ALLOC_CONF"] == "max_split_size_mb:512,expandable_segments:False"
 
 
 @pytest.mark.parametrize(
@@ -129,7 +136,7 @@ def report(**values: object) -> HostReport:
     return msgspec.structs.replace(host_report.collect(Path(), None, cuda=False), **values)
 
 
-def test_what_hosts_lack_is_said_of_each() -> None:
+def test_what_hosts_lack_is_said_of_each(monkeypatch: pytest.MonkeyPatch) -> None:
     named = parse_hostfile("a slots=2 # mem=12G host-mem=64G\nb slots=1\nc slots=1\nd slots=1\n")
     good = Gpu("card", 12 * GIB - 200_000_000, 11 * GIB)
     reports = [
@@ -140,34 +147,34 @@ def test_what_hosts_lack_is_said_of_each() -> None:
             gpus=[good], cuda_devices=1, versions=versions() | {"torch": "2.12.1"}, networks={"ib0": ["10.0.0.1/8"]}
         ),
     ]
-    assert ssh.problems(named, reports, Access(nic="lo0"), "cuda")[:2] == [
+    assert ssh.problems(named, reports, "cuda")[:2] == [
         "a has 8.00 GiB on GPU 1 (small), its line says 12.00 GiB",
         "a has 32.00 GiB of host memory, its line says 64.00 GiB",
     ]
-    problems = ssh.problems(named, reports, Access(), "cuda")
+    problems = ssh.problems(named, reports, "cuda")
     assert problems[2:] == [
         "b has no GPU that torch can use; CPU ranks take --device cpu",
         "c does not answer: ssh: connect to host c port 22: Connection timed out",
         f"d has torch 2.12.1; {socket.gethostname()}, this machine, has {versions()['torch']}",
     ]
-    assert "d has no network interface eth0 with an address; it has ib0" in ssh.problems(
-        named, reports, Access(nic="eth0"), "cuda"
-    )
+    monkeypatch.setenv("GLOO_SOCKET_IFNAME", "eth0")
+    assert "d has no network interface eth0 with an address; it has ib0" in ssh.problems(named, reports, "cuda")
 
 
-def test_rank_0_is_met_on_the_network_the_others_are_on() -> None:
+def test_rank_0_is_met_on_the_network_the_others_are_on(monkeypatch: pytest.MonkeyPatch) -> None:
     """Not at what its name means there, 127.0.1.1 on Debian, nor on a network of containers."""
     first = report(address="127.0.1.1", networks={"docker0": ["172.17.0.1/16"], "eth0": ["10.0.0.1/24"]})
     other = report(address="10.0.0.2", networks={"eth0": ["10.0.0.2/24"]})
-    assert ssh.rendezvous_address([first, other], Access()) == "10.0.0.1"
-    assert ssh.rendezvous_address([first, other], Access(nic="docker0")) == "172.17.0.1"
-    assert ssh.rendezvous_address([report(address="10.1.0.9", networks={})], Access()) == "10.1.0.9"
+    assert ssh.rendezvous_address([first, other]) == "10.0.0.1"
+    assert ssh.rendezvous_address([report(address="10.1.0.9", networks={})]) == "10.1.0.9"
+    monkeypatch.setenv("GLOO_SOCKET_IFNAME", "docker0")
+    assert ssh.rendezvous_address([first, other]) == "172.17.0.1"
 
 
 def test_words_survive_a_shell_on_the_way(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
     odd = ["a b", "$HOME", "`id`", "x;y", "'", '"', "*", "100%n", "\\", ""]
-    line = Access().command([sys.executable, "-c", "import sys; print(sys.argv[1:])", *odd])
+    line = ssh.command([sys.executable, "-c", "import sys; print(sys.argv[1:])", *odd])
     done = subprocess.run(["ssh-would-run", "-c", line], executable="/bin/sh", capture_output=True, text=True)
     assert done.stdout == f"{odd}\n", done.stderr
 
@@ -177,14 +184,16 @@ def test_deepspeeds_file_of_variables_is_passed_on(tmp_path: Path, monkeypatch: 
     monkeypatch.setenv("HOME", str(tmp_path / "home"))
     (tmp_path / ".deepspeed_env").write_text('NCCL_IB_DISABLE=1\n\nPLACE="over there"\n')
     monkeypatch.setenv("HF_HUB_OFFLINE", "1")
-    variables = Access(nic="ib0").environment()
+    monkeypatch.setenv("GLOO_SOCKET_IFNAME", "ib0")
+    monkeypatch.setenv("NCCL_SOCKET_IFNAME", "ib0")
+    variables = ssh.environment()
     assert variables.items() >= {
         "NCCL_IB_DISABLE": "1", "PLACE": "over there", "HF_HUB_OFFLINE": "1", "GLOO_SOCKET_IFNAME": "ib0",
         "NCCL_SOCKET_IFNAME": "ib0",
     }.items()  # fmt: skip
     (tmp_path / ".deepspeed_env").write_text("NCCL_IB_DISABLE 1\n")
     with pytest.raises(RequestError, match=r"deepspeed_env, line 1, is no NAME=VALUE\n"):
-        Access().environment()
+        ssh.environment()
 
 
 def test_doctor_says_what_this_machine_has(capsys: pytest.CaptureFixture[str]) -> None:
@@ -207,7 +216,7 @@ def test_a_port_that_is_taken_meanwhile_is_chosen_anew_where_nobody_named_it(
     taken = FailureReport(0, "a", PORT_TAKEN, "error: port 29777 cannot be used")
     ends = iter([(1, taken), (0, None)])
     monkeypatch.setattr(hosts, "run_reported", lambda *_: next(ends))
-    code, failed = hosts.run(plan, ready, Access(), RunSettings(), 29777 if is_named else None)
+    code, failed = hosts.run(plan, ready, RunSettings(), 29777 if is_named else None)
     if is_named:
         assert (code, failed and failed.code, capsys.readouterr().err) == (2, 2, taken.text + "\n")
     else:
@@ -242,6 +251,5 @@ def test_a_driver_that_does_not_work_leaves_no_cards(tmp_path: Path, monkeypatch
 
 def test_keys_of_storages_go_to_all_nodes_and_stand_in_no_command(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("AWS_SECRET_ACCESS_KEY", "a-secret-of-the-storage")
-    access = Access()
-    assert access.environment()["AWS_SECRET_ACCESS_KEY"] == "a-secret-of-the-storage"
-    assert "a-secret-of-the-storage" not in access.command(["true"])
+    assert ssh.environment()["AWS_SECRET_ACCESS_KEY"] == "a-secret-of-the-storage"
+    assert "a-secret-of-the-storage" not in ssh.command(["true"])

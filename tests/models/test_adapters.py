@@ -22,7 +22,7 @@ HEADS = {"gpt2": "causal-lm", "llama": "causal-lm", "bert": "sequence-classifica
 def spec_of(family: str, tmp_path: Path, lora: str, task: str | None = None) -> ModelSpec:
     path = tmp_path / "config.json"
     path.write_text(json.dumps({"model_type": family, **TINY[family]}))
-    return replace(resolve(str(path), task or HEADS[family]), lora=Lora.parse(lora))
+    return replace(resolve(str(path), task or HEADS[family]), lora=Lora.of(lora))
 
 
 def trainable(model: nn.Module) -> dict[str, torch.Size]:
@@ -79,6 +79,6 @@ def test_what_cannot_be_adapted_is_refused(targets: str, said: tuple[str, ...], 
 
 
 def test_a_model_that_has_adapters_is_refused_with_others() -> None:
-    spec = replace(resolve("tests.dryrun.test_frozen:lora"), lora=Lora.parse("r=4"))
+    spec = replace(resolve("tests.dryrun.test_frozen:lora"), lora=Lora.of("r=4"))
     with pytest.raises(RequestError, match="a model that has adapters already"):
         spec.build(dtype=torch.float32, device="meta")

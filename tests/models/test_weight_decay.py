@@ -11,6 +11,7 @@ from transformers import Trainer, TrainingArguments
 
 from bench.plans import plan_by_hand
 from bench.ranks import Ranks
+from frugal.config.optimizers import Optimizer
 from frugal.engine.engine import initialize
 from frugal.errors import RequestError
 from frugal.models.objectives import CausalLM
@@ -30,13 +31,16 @@ def losses(
     zero_stage: int,
     strategy: dict[str, Any],
     *,
-    decay_norms: bool | None = False,
+    decay_norms: bool = False,
     folder: Path | None = None,
 ) -> list[float]:
     """Of a few steps with a falling rate, with a resume in the middle if there is a folder; runs on ranks."""
     plan = plan_by_hand(
         world_size=world_size, global_batch=6, micro_batch=2, zero_stage=zero_stage, strategy=strategy,
-        request={"learning_rate": RATE, "weight_decay": DECAY, "gradient_clipping": 0.0, "decay_norms": decay_norms},
+        request={
+            "learning_rate": RATE, "weight_decay": DECAY, "gradient_clipping": 0.0,
+            "optimizer": Optimizer(decay_norms=decay_norms),
+        },
     )  # fmt: skip
     engine = initialize(tiny_gpt2(), plan, CausalLM(), learning_rate_schedule=falling)
     trained = []
@@ -78,7 +82,7 @@ def by_torch(dtype: torch.dtype) -> list[float]:
 
 def test_what_decays_is_what_decays_in_hf_trainer_on_any_stage(one_rank: Ranks, two_ranks: Ranks) -> None:
     expected, bound = with_bound(by_torch)
-    (all_decay,) = one_rank.run(losses, 1, 0, {}, decay_norms=None)
+    (all_decay,) = one_rank.run(losses, 1, 0, {}, decay_norms=True)
     assert abs(all_decay[-1] - expected[-1]) > 1e-3, "otherwise the test shows nothing"
     assert one_rank.run(losses, 1, 0, {})[0] == pytest.approx(expected, rel=bound)
     for trained in two_ranks.run(losses, 2, 2, {"offload_optimizer": "cpu"}):
@@ -98,6 +102,7 @@ def test_a_resumed_run_goes_on_with_what_decays(
 
 
 def test_sgd_is_refused() -> None:
-    request = {"optimizer": "sgd", "decay_norms": False}
-    with pytest.raises(RequestError, match=r"decay-norms false is impossible with --optimizer sgd\n.*only AdamW's can"):
-        plan_by_hand(world_size=1, global_batch=2, micro_batch=1, zero_stage=0, request=request)
+    with pytest.raises(
+        RequestError, match=r"decay-norms` false is impossible with --optimizer sgd\n.*only AdamW's can"
+    ):
+        Optimizer(name="sgd", decay_norms=False)

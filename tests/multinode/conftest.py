@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from bench.reliability.hosts import SSH_PORT, Hosts, environment, plan, start, why_not
+from bench.reliability.hosts import Hosts, environment, plan, start, why_not
 from bench.runs import frugal_train, prepared, without_waiting
 
 RUN = ("--data", "text.jsonl", "--steps", "4", "--save-every", "2", "--eval-every", "0")
@@ -54,7 +54,7 @@ def frugal(hosts: Hosts, *words: object, on: str = "n1", timeout: float = 200) -
 def train(hosts: Hosts, path: Path, out: str, *more: object, timeout: float = 200) -> tuple[int, str, str]:
     """A run on the plan's nodes, started on n1."""
     return frugal(
-        hosts, "train", "--plan", path, "--hostfile", path.with_name("hosts"), "--ssh-port", SSH_PORT, *RUN,
+        hosts, "train", "--plan", path, "--hostfile", path.with_name("hosts"), *RUN,
         "--out", out, *more, timeout=timeout,
     )  # fmt: skip
 

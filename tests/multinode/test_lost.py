@@ -8,7 +8,7 @@ from contextlib import contextmanager
 
 import pytest
 
-from bench.reliability.hosts import SSH_PORT, Hosts, plan, start
+from bench.reliability.hosts import Hosts, plan, start
 from frugal.distributed.peer_watch import KEEPALIVE_SECONDS
 
 pytestmark = pytest.mark.exhaustive  # half a minute each
@@ -20,7 +20,7 @@ def running(hosts: Hosts, out: str) -> Iterator[subprocess.Popen[str]]:
     path = plan(hosts, 1, 1)
     process = start(
         hosts, "n1", sys.executable, "-m", "frugal", "train", "--plan", path, "--hostfile", path.with_name("hosts"),
-        "--ssh-port", SSH_PORT, "--data", "text.jsonl", "--steps", "1000000", "--eval-every", "0", "--out", out,
+        "--data", "text.jsonl", "--steps", "1000000", "--eval-every", "0", "--out", out,
     )  # fmt: skip
     assert process.stdout is not None and process.stderr is not None
     try:

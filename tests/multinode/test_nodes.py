@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from bench.reliability.hosts import SSH_PORT, Hosts, environment, plan, start
+from bench.reliability.hosts import Hosts, environment, plan, start
 from tests.engine.gradients import bound_of_command
 from tests.multinode.conftest import RUN, by_hand, frugal, losses, train
 
@@ -94,9 +94,7 @@ def test_hosts_that_have_nothing_but_ipv6_train_the_same(hosts: Hosts, on_one_ho
     for name in hosts.names:
         hosts.run(name, "ip", "addr", "del", f"{hosts.address(name)}/24", "dev", "eth0", check=True)
     try:
-        code, _, errors = frugal(
-            hosts, "train", "--plan", path, "--hostfile", hostfile, "--ssh-port", SSH_PORT, *RUN, "--out", "six"
-        )
+        code, _, errors = frugal(hosts, "train", "--plan", path, "--hostfile", hostfile, *RUN, "--out", "six")
     finally:
         for name in hosts.names:
             hosts.run(name, "ip", "addr", "add", f"{hosts.address(name)}/24", "dev", "eth0", check=True)
@@ -111,7 +109,7 @@ def test_deepspeeds_own_command_trains_the_same(hosts: Hosts, on_one_host: list[
     (hosts.folder / ".deepspeed_env").write_text("DS_ACCELERATOR=cpu\nOMP_NUM_THREADS=1\nHF_HUB_OFFLINE=1\n")
     done = hosts.run(
         "n1", LAUNCH / "deepspeed.sh", path.with_name("hosts"), "--plan", path, *RUN, "--out", "deepspeed",
-        env=environment(hosts) | {"DEEPSPEED": f"--ssh_port {SSH_PORT}"}, text=True, timeout=200,
+        env=environment(hosts), text=True, timeout=200,
     )  # fmt: skip
     (hosts.folder / ".deepspeed_env").unlink()
     assert done.returncode == 0, done.stderr
@@ -136,7 +134,7 @@ def test_what_is_printed_for_each_node_trains_the_same(hosts: Hosts, on_one_host
 def test_what_is_printed_for_openmpi_trains_the_same(hosts: Hosts, on_one_host: list[float]) -> None:
     if hosts.run("n1", "sh", "-c", "command -v mpirun").returncode:
         pytest.skip("OpenMPI is not installed (.ci/packages)")
-    code, output, errors = train(hosts, plan(hosts, 1, 1), "openmpi", "--print", "openmpi", "--set", "train.nic=eth0")
+    code, output, errors = train(hosts, plan(hosts, 1, 1), "openmpi", "--print", "openmpi")
     assert (code, errors) == (0, "")
     line = output.replace("mpirun ", "mpirun --allow-run-as-root ", 1)
     passed = "-x PYTHONPATH " if "PYTHONPATH" in environment(hosts) else ""
@@ -160,9 +158,7 @@ def test_a_host_that_is_down_is_named(hosts: Hosts) -> None:
     path = plan(hosts, 1, 1)
     hosts.link("n2", "down")
     try:
-        code, output, errors = frugal(
-            hosts, "doctor", "--hostfile", path.with_name("hosts"), "--ssh-port", SSH_PORT, "--device", "cpu"
-        )
+        code, output, errors = frugal(hosts, "doctor", "--hostfile", path.with_name("hosts"), "--device", "cpu")
     finally:
         hosts.link("n2", "up")
     assert (code, errors) == (2, "")
@@ -172,9 +168,7 @@ def test_a_host_that_is_down_is_named(hosts: Hosts) -> None:
 @pytest.mark.exhaustive
 def test_doctor_looks_at_each_host(hosts: Hosts) -> None:
     path = plan(hosts, 1, 1)
-    code, output, errors = frugal(
-        hosts, "doctor", "--hostfile", path.with_name("hosts"), "--ssh-port", SSH_PORT, "--device", "cpu"
-    )
+    code, output, errors = frugal(hosts, "doctor", "--hostfile", path.with_name("hosts"), "--device", "cpu")
     assert (code, errors) == (0, "")
     for name in hosts.names:
         assert re.search(

@@ -9,7 +9,7 @@ from collections.abc import Callable
 
 import pytest
 
-from bench.reliability.hosts import SSH_PORT, Hosts, plan, start
+from bench.reliability.hosts import Hosts, plan, start
 from tests.engine.gradients import bound_of_command
 from tests.multinode.conftest import by_hand, frugal, losses
 
@@ -35,7 +35,7 @@ def disturbed(hosts: Hosts, out: str, fault: Callable[[], None], *more: str) -> 
     path, folder = plan(hosts, 1, 1), hosts.folder / out
     process = start(
         hosts, "n1", sys.executable, "-m", "frugal", "train", "--plan", path, "--hostfile", path.with_name("hosts"),
-        "--ssh-port", SSH_PORT, *RUN, "--out", out, "--max-restarts", "3", *more,
+        *RUN, "--out", out, "--max-restarts", "3", *more,
     )  # fmt: skip
     try:
         wait(lambda: (folder / "metrics.jsonl").exists() and len(losses(folder)) >= 12, process)

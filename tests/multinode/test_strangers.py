@@ -46,7 +46,7 @@ def training(hosts: Hosts, out: str, *more: object) -> Iterator["subprocess.Pope
     process = subprocess.Popen(
         hosts.inside(
             "n1", sys.executable, "-m", "frugal", "train", "--plan", path, "--hostfile", path.with_name("hosts"),
-            "--ssh-port", SSH_PORT, "--master-port", PORT, "--data", "text.jsonl", "--eval-every", "0", "--out", out,
+            "--master-port", PORT, "--data", "text.jsonl", "--eval-every", "0", "--out", out,
             *more,
         ),
         env=environment(hosts) | {"HF_TOKEN": TOKEN}, text=True, stdin=subprocess.DEVNULL, stdout=subprocess.PIPE,

@@ -2,7 +2,7 @@
 
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field, fields, replace
 from typing import Any
 
 from frugal.config.hardware.cluster import Cluster, Device
@@ -214,13 +214,14 @@ class SyntheticSource:
         return self._profile(strategy, error=self.error).memory(micro_batch, device)
 
     def _profile(self, strategy: Strategy, **changes: float) -> SyntheticProfile:
+        optimizer = self.request.optimizer
         return SyntheticProfile(
             strategy=strategy,
             world_size=self.cluster.world_size,
             devices_per_node=max(len(node.devices) for node in self.cluster.nodes),
             seq_len=self.request.seq_len,
             by_document=bool(self.request.pack and self.request.document_tokens),
-            optimizer_bytes=self.request.master_bytes_per_element + self.request.state_bytes_per_element,
+            optimizer_bytes=optimizer.master_bytes_per_element + optimizer.state_bytes_per_element,
             **(self.model | changes),  # type: ignore[arg-type]  # numbers of either kind
         )
 
@@ -238,8 +239,14 @@ def dry_running(error: float = 1.0, **model: int | float) -> OpenSource:
 
 
 def planned(*, error: float = 1.0, model: dict[str, Any] | None = None, **settings: Any) -> Plan:
-    """The plan for these settings and this model; `error`: what dry runs take, by what profiles promise."""
-    return make_plan(*understand(settings), dry_run=dry_running(error, **(model or {})))
+    """The plan for these settings and this model; `error`: what dry runs take, by what profiles promise.
+
+    Fields of a request that are no settings may be given, too.
+    """
+    names = [each.name for each in fields(Request) if not each.metadata and each.name in settings]
+    rest = {name: settings.pop(name) for name in names}
+    request, cluster, defaults = understand(settings)
+    return make_plan(replace(request, **rest), cluster, defaults, dry_run=dry_running(error, **(model or {})))
 
 
 def last(search: Search) -> SearchResult | Infeasible:

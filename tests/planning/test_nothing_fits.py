@@ -41,13 +41,16 @@ def test_cpu_ranks_share_their_host() -> None:
     assert "2 such ranks and their processes take" in str(caught.value)
 
 
-def test_what_lives_on_disk_must_fit_there() -> None:
-    wanted: dict[str, Any] = {"gpus": 2, "mem": "24G", "offload": "nvme", "nvme_path": "/scratch"}
-    made = planned(**wanted, host_disk="100G")
+def test_what_lives_on_disk_must_fit_there(tmp_path: Path) -> None:
+    hosts = tmp_path / "hosts"
+    wanted: dict[str, Any] = {"hostfile": str(hosts), "mem": "24G", "offload": "nvme:/scratch"}
+    hosts.write_text("a slots=2  # disk=100G\n")
+    made = planned(**wanted)
     assert made.strategy.offload_optimizer == "nvme"
-    assert not any("host-disk" in note for note in made.warnings)
+    assert not any("of disk free" in note for note in made.warnings)
+    hosts.write_text("a slots=2  # disk=10G\n")
     with pytest.raises(NothingFitsError) as caught:
-        planned(**wanted, host_disk="10G")
+        planned(**wanted)
     assert str(caught.value).startswith("gpt2 does not fit into the disk of a node\n")
 
 

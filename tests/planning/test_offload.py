@@ -4,6 +4,7 @@ from typing import Any
 
 import pytest
 
+from frugal.config.optimizers import Optimizer
 from frugal.config.request import Request
 from frugal.deepspeed_adapter.json_config import strategy_config
 from frugal.errors import RequestError
@@ -73,10 +74,13 @@ def test_it_is_not_searched_where_nothing_has_to_be_offloaded() -> None:
         ({"offload_ratio": 1.5}, "--offload optimizer:1.5 has no share of the update"),
         ({"offload_ratio": 0.0}, "--offload optimizer:0 has no share of the update"),
         ({"zero_stage": 2}, "--offload optimizer:0.5 is impossible with --zero-stage 2"),
-        ({"optimizer": "adamw-8bit"}, "--offload optimizer:0.5 is impossible with --optimizer adamw-8bit"),
         (
-            {"optimizer_implementation": "fused"},
-            "--offload optimizer:0.5 is impossible with optimizer.implementation fused",
+            {"optimizer": Optimizer(name="adamw-8bit")},
+            "--offload optimizer:0.5 is impossible with --optimizer adamw-8bit",
+        ),
+        (
+            {"optimizer": Optimizer(implementation="fused")},
+            "--offload optimizer:0.5 is impossible with `implementation` fused",
         ),
     ],
 )
@@ -108,15 +112,15 @@ def test_without_a_path_no_disk_is_tried_and_with_one_it_is_the_last() -> None:
 def test_asking_for_it_without_a_path_is_refused() -> None:
     with pytest.raises(RequestError) as caught:
         Request(offload="nvme")
-    assert caught.value.what == "--offload nvme was given without --nvme-path"
-    assert "--nvme-path /local/scratch" in str(caught.value.hint)
+    assert caught.value.what == "--offload nvme was given without a folder"
+    assert "--offload nvme:/local/scratch" in str(caught.value.hint)
 
 
 def test_only_zero_3_can_and_8_bit_states_cannot() -> None:
     with pytest.raises(RequestError, match="it needs ZeRO stage 3"):
         Request(offload="nvme", nvme_path="/scratch", zero_stage=2)
     with pytest.raises(RequestError, match="only states in fp32 to disk"):
-        Request(offload="nvme", nvme_path="/scratch", optimizer="adamw-8bit")
+        Request(offload="nvme", nvme_path="/scratch", optimizer=Optimizer(name="adamw-8bit"))
 
 
 def test_parameters_stay_in_host_memory_before_they_go_to_disk_too() -> None:

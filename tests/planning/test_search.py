@@ -126,12 +126,14 @@ def test_a_fast_card_takes_no_more_than_it_holds() -> None:
 def test_what_could_not_be_checked_is_said() -> None:
     made = planned(gpus=2, mem="4G", offload="optimizer")
     assert made.warnings == ("each host must have 14.90 GiB of memory free; give --host-mem to have that checked",)
-    made = planned(gpus=2, mem="24G", offload="nvme", nvme_path="/scratch")
-    assert made.warnings[1] == "each node must have 14.90 GiB of disk free; --set host-disk=SIZE has that checked"
+    made = planned(gpus=2, mem="24G", offload="nvme:/scratch")
+    assert (
+        made.warnings[1] == "each node must have 14.90 GiB of disk free; `# disk=SIZE` in a hostfile has that checked"
+    )
 
 
 def test_what_others_hold_is_taken_off_and_said() -> None:
-    made = planned(gpus=2, mem="24G", held=[0, 3 * GIB], model=SMALL)
+    made = planned(gpus=2, mem="24G,24G-3G", model=SMALL)
     assert made.cluster.devices[0].usable_bytes - made.cluster.devices[1].usable_bytes == 3 * GIB
     assert "GPU 1: 3.00 GiB are in use by other processes" in made.warnings
 

@@ -5,6 +5,7 @@ from typing import Any
 
 import pytest
 
+from frugal.config.optimizers import Optimizer
 from frugal.config.request import Request
 from frugal.config.schema import understand
 from frugal.errors import NothingFitsError, RequestError
@@ -56,7 +57,7 @@ def test_what_would_help_is_computed_and_told_with_its_gain() -> None:
     cases = [*changes(made), *shorter(made)]
     assert [case.name for case in cases] == [
         "no --micro-batch", "5 GPUs", "8 GPUs", "+4.00 GiB each", "links twice as fast",
-        "--optimizer adamw-8bit (changes the numbers)", "--optimizer-states bf16 (changes the numbers)",
+        "--optimizer adamw-8bit (changes the numbers)", "--optimizer adamw,states=bf16 (changes the numbers)",
         "samples of 512",
     ]  # fmt: skip
     found = predicted(cases, dry_running(**SMALL))
@@ -218,10 +219,13 @@ def test_states_that_cannot_be_had_are_not_offered() -> None:
     def flags(**settings: Any) -> list[str]:
         return [flag for flag, _ in cheaper_states(Request(**settings))]
 
-    assert flags() == ["--optimizer adamw-8bit", "--optimizer-states bf16"]
+    assert flags() == ["--optimizer adamw-8bit", "--optimizer adamw,states=bf16"]
     assert flags(precision="fp32") == ["--optimizer adamw-8bit"]
-    assert flags(optimizer="sgd") == flags(optimizer_implementation="foreach") == ["--optimizer-states bf16"]
-    assert flags(offload="nvme", nvme_path="/scratch") == flags(optimizer_states="fp32") == []
+    assert flags(optimizer=Optimizer(name="sgd")) == ["--optimizer sgd,states=bf16"]
+    assert flags(optimizer=Optimizer(implementation="foreach")) == [
+        "--optimizer adamw,implementation=foreach,states=bf16"
+    ]
+    assert flags(offload="nvme", nvme_path="/scratch") == flags(optimizer=Optimizer(states="fp32")) == []
 
 
 def test_where_nothing_fits_it_is_said_which_cheaper_states_would() -> None:
@@ -230,10 +234,10 @@ def test_where_nothing_fits_it_is_said_which_cheaper_states_would() -> None:
     hint = str(caught.value).splitlines()[-1]
     assert hint.endswith(
         "--optimizer adamw-8bit (changes the numbers), "
-        "or --optimizer-states bf16 (changes the numbers: updates below 1/256 of a weight may be lost)"
+        "or --optimizer adamw,states=bf16 (changes the numbers: updates below 1/256 of a weight may be lost)"
     )
-    for name, value in (("optimizer_states", "bf16"), ("optimizer", "adamw-8bit")):
-        assert plan(BILLION, gpus=1, mem="18G", offload="none", **{name: value}).memory.fits
+    for optimizer in ("adamw,states=bf16", "adamw-8bit"):
+        assert plan(BILLION, gpus=1, mem="18G", offload="none", optimizer=optimizer).memory.fits
 
 
 def test_without_its_pins_a_request_is_free() -> None:

@@ -52,7 +52,7 @@ def trained(folder: Path) -> Path:
     (folder / "refusing.py").write_text(CALLBACK)
     words = (
         "train --ranks 2 --model tiny-gpt2.json --global-batch 16 --seq-len 256 --data text.jsonl --save-every 10 "
-        "--eval-every 5 --learning-rate 2e-3 --warmup 6 --validation-fraction 0.02 --mem 900M --max-restarts 2 "
+        "--eval-every 5 --learning-rate 2e-3 --warmup 6 --validation-data 2% --mem 900M --max-restarts 2 "
         f"--set train.callback=refusing.py:Once --steps {STEPS} --out run"
     )
     program = [sys.executable, "-m", "frugal", *words.split()]

@@ -174,8 +174,9 @@ class ClusterSettings:
     )  # fmt: skip
     nodes: int | None = setting(None, "Nodes, all alike.", "hardware", least=1, shown_default="1", is_expert=True)
     mem: Amounts | None = setting(
-        None, "Memory of each GPU, such as 12G (12 GiB); or one size for each.", "hardware", kind=SIZES, is_first=True,
-        metavar="SIZE[,SIZE...]", shown_default="what this machine's have",
+        None, "Memory of each GPU, such as 12G (12 GiB), or 12G-2G if others hold 2 GiB of it; or one size for each.",
+        "hardware", kind=SIZES, is_first=True, metavar="SIZE[,SIZE...]",
+        shown_default="what this machine's have",
     )  # fmt: skip
     hostfile: str | None = setting(
         None, "Nodes that differ: `NAME slots=GPUS # mem=12G gpu=CARD host-mem=64G disk=1T`.", "hardware",
@@ -185,22 +186,11 @@ class ClusterSettings:
         None, f"A known card instead of --mem, or one for each: {', '.join(CARDS)}.", "hardware",
         metavar="CARD[,CARD...]",
     )  # fmt: skip
-    held: Amounts | None = setting(
-        None, "Memory of each GPU in use by other processes.", "hardware", kind=SIZES, metavar="SIZE[,SIZE...]",
-        is_flag=False,
-    )  # fmt: skip
     host_mem: str | int | None = setting(
         None, "Memory of a node's host, to check plans against.", "hardware", kind=SIZE, metavar="SIZE",
         is_expert=True,
     )  # fmt: skip
-    host_disk: str | int | None = setting(
-        None, "Free disk of a node, to check --offload nvme against.", "hardware", kind=SIZE, is_flag=False,
-    )  # fmt: skip
     device: DeviceKind | None = setting(None, "Device type.", "hardware", shown_default="cuda")
-    calibration: bool | None = setting(
-        None, "Plan with what `frugal measure --calibrate` measured here.", "hardware",
-        is_flag=False,
-    )  # fmt: skip
 
     def __post_init__(self) -> None:
         check_sizes(self)
@@ -267,13 +257,11 @@ _WHY_TOO_MANY = f"a plan names every GPU, and can do so for {MOST_RANKS:,}"
 def _alike(settings: ClusterSettings) -> tuple[HostfileEntry, ...]:
     """Return the nodes that flags describe."""
     num_nodes = settings.nodes or 1
-    numbers = {
-        "mem": len(_amounts(settings.mem)), "gpu": len(_names(settings.gpu)), "held": len(_amounts(settings.held)),
-    }  # fmt: skip
+    numbers = {"mem": len(_memory(settings.mem)), "gpu": len(_names(settings.gpu))}
     several = {name: number for name, number in numbers.items() if number > 1}
     num_gpus = settings.gpus or next(iter(several.values()), 0)
     wrong = next((name for name, number in several.items() if number != num_gpus), "")
-    what = {"mem": "amounts of memory", "gpu": "cards", "held": "amounts of memory in use"}.get(wrong)
+    what = {"mem": "amounts of memory", "gpu": "cards"}.get(wrong)
     refuse(
         (
             (settings.gpus or 1) * num_nodes > MOST_RANKS,
@@ -312,24 +300,21 @@ def _alike(settings: ClusterSettings) -> tuple[HostfileEntry, ...]:
 def _node(host: HostfileEntry, settings: ClusterSettings, precision: Precision, world_size: int, unnamed: Card) -> Node:
     """Return the devices and memory of a host; flags fill in what its line does not say."""
     where = f"{host.slots} slots of a node" if settings.hostfile is not None else ""
-    memory = _for_each(host.memory or _amounts(settings.mem), host.slots, "mem", where)
+    given = tuple((size, 0) for size in host.memory) or _memory(settings.mem)
+    memory = _for_each(given, host.slots, "mem", where)
     names = _for_each(host.cards or _names(settings.gpu), host.slots, "gpu", where)
-    held = _for_each(_amounts(settings.held), host.slots, "held", where)
-    host_memory = _amounts(settings.host_mem)
-    disk = _amounts(settings.host_disk)
-    refuse(
-        *(
-            (len(amounts) > 1, f"`{name}` names {len(amounts)} amounts", "all nodes are alike", f"give one: {example}")
-            for name, amounts, example in (("host-mem", host_memory, "64G"), ("host-disk", disk, "500G"))
+    host_memory = _memory(settings.host_mem)
+    if len(host_memory) > 1:
+        raise RequestError(
+            f"`host-mem` names {len(host_memory)} amounts", because="all nodes are alike", hint="give one: 64G"
         )
-    )
     return Node(
         devices=tuple(
-            replace(_device(settings, precision, world_size, unnamed, *each), held_bytes=taken or 0)
-            for *each, taken in zip(memory, names, held, strict=True)
+            replace(_device(settings, precision, world_size, unnamed, size, name), held_bytes=held)
+            for (size, held), name in ((each or (None, 0), name) for each, name in zip(memory, names, strict=True))
         ),
-        host_memory_bytes=host.host_memory_bytes or next(iter(host_memory), None),
-        host_disk_bytes=host.disk_bytes or next(iter(disk), None),
+        host_memory_bytes=host.host_memory_bytes or next((size for size, _ in host_memory), None),
+        host_disk_bytes=host.disk_bytes,
     )
 
 
@@ -372,7 +357,7 @@ def _for_each(values: tuple[Any, ...], slots: int, name: str, where: str) -> tup
         raise RequestError(
             f"--{name} has {len(values)} values, for {where}",
             because="it has one for all GPUs of a node, or one for each",
-            hint=f"write `{name}` behind the slots of each line" if name != "held" else None,
+            hint=f"write `{name}` behind the slots of each line",
         )
     return values
 
@@ -381,13 +366,13 @@ def _names(value: str | None) -> tuple[str, ...]:
     return () if value is None else tuple(name.strip() for name in value.split(","))
 
 
-def _amounts(value: Amounts | None) -> tuple[int, ...]:
-    """Return the bytes of each amount in `value`."""
+def _memory(value: Amounts | None) -> tuple[tuple[int, int], ...]:
+    """Return the bytes of each amount in `value`, and those of it that other processes hold: 2 GiB of `24G-2G`."""
     if value is None:
         return ()
-    if isinstance(value, str):
-        return tuple(parse_bytes(part) for part in value.split(","))
-    return tuple(map(_amount, [value] if isinstance(value, int) else value))
+    amounts = value.split(",") if isinstance(value, str) else [value] if isinstance(value, int) else value
+    parts = [each.partition("-") if isinstance(each, str) else (each, "", "") for each in amounts]
+    return tuple((_amount(size), _amount(held) if is_held else 0) for size, is_held, held in parts)
 
 
 def _amount(value: str | int) -> int:
@@ -396,4 +381,6 @@ def _amount(value: str | int) -> int:
             f"{value} is an amount of memory in bytes, and hardly meant so",
             hint=f'write it with its unit: "{value}G"',
         )
-    return value if isinstance(value, int) else parse_bytes(value)
+    if isinstance(value, int) or (value.isdecimal() and int(value) >= MIB):
+        return int(value)
+    return parse_bytes(value)

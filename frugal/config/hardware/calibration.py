@@ -237,8 +237,6 @@ def chosen(settings: Mapping[str, Any], gpu_name: str | None = None) -> tuple[Ca
     It was made on this device under this driver and torch. `gpu_name` is the driver's name of the GPUs found here;
     without it the card that `settings` name is looked up.
     """
-    if settings.get("calibration") is False:
-        return None, []
     try:
         known, notes = read_all(calibration_folder())
     except RequestError:  # a user without a home

@@ -73,7 +73,7 @@ def notes(expandable_segments: bool, cluster: Cluster, environment: Mapping[str,
     if said is not None and said != expandable_segments:
         texts.append(
             f"{name} says expandable_segments:{said}, and the plan was made for {expandable_segments}: ranks run with "
-            f"what was planned; {'--expandable-segments' if said else '--no-expandable-segments'} plans otherwise"
+            "what was planned; a new plan follows it"
         )
     others = [
         f"{option}:{value}"

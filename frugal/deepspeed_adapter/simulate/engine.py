@@ -94,11 +94,11 @@ def covers(request: Request, strategy: Strategy, trace: ModelTrace | None = None
     if not mirrored.verify_simulation():
         return False
     on_host = strategy.offload_optimizer != "none"
-    needs_deepspeeds = on_host and (request.optimizer_states == "bf16" or strategy.offload_ratio < 1)
-    known = "deepspeed" if needs_deepspeeds else SIMULATED[request.optimizer]
+    needs_deepspeeds = on_host and (request.optimizer.states == "bf16" or strategy.offload_ratio < 1)
+    known = "deepspeed" if needs_deepspeeds else SIMULATED[request.optimizer.name]
     if optimizer_implementation(request, strategy) != known:
         return False
-    if request.momentum or strategy.overlap_comm:
+    if request.optimizer.momentum or strategy.overlap_comm:
         return False
     levels = {strategy.offload_optimizer, strategy.offload_parameters}
     if not levels <= {"none", "cpu"} or ("cpu" in levels and request.precision == "fp32"):

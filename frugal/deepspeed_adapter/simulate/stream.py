@@ -11,7 +11,7 @@ from frugal.planning.memory.timeline import OPTIMIZER, TEMPORARY, MarkKind, Mode
 from frugal.planning.strategy import Strategy
 
 
-class Optimizer(Protocol):
+class SteppingOptimizer(Protocol):
     """A ZeRO optimizer at work on a stream."""
 
     def gradient(self, parameter: int, storage: int) -> None:
@@ -158,7 +158,7 @@ class MicroStep:
         self._stops = trace.stops
         self._ranges = dict(trace.stream.phase_ranges)
 
-    def play(self, phase: str, optimizer: Optimizer) -> None:
+    def play(self, phase: str, optimizer: SteppingOptimizer) -> None:
         """Play all events of one of the trace's phases; `optimizer` handles the marks."""
         position, end = self._ranges[phase].start, self._ranges[phase].stop
         stream, events = self._stream, self._events
@@ -199,12 +199,12 @@ class Setting:
     def __init__(self, trace: ModelTrace, request: Request, strategy: Strategy, *, world_size: int, rank: int) -> None:
         self.strategy, self.world_size, self.rank = strategy, world_size, rank
         self.elements, self.all_elements, self.trainable = trace.trainable_elements, trace.elements, trace.trainable
-        self.element_bytes, self.state_bytes = trace.element_bytes, request.master_bytes_per_element
+        self.element_bytes, self.state_bytes = trace.element_bytes, request.optimizer.master_bytes_per_element
         sizes = zip(trace.sizes_bytes, trace.elements, strict=True)
         self.item_bytes = tuple(size_bytes // max(1, n) for size_bytes, n in sizes)
         self.offloads_optimizer = strategy.offload_optimizer == "cpu"
         self.offloads_parameters = strategy.offload_parameters == "cpu"
-        self._optimizer = request.optimizer
+        self._optimizer = request.optimizer.name
 
     def part_elements(self, parameter: int) -> int:
         """Return the elements of one of a parameter's equal parts."""

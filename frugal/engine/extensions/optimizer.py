@@ -76,7 +76,7 @@ class OwnOptimizer:
                 because="DeepSpeed splits only the work of AdamW",
                 hint="plan with --offload optimizer:1",
             )
-        if make is not None and (plan.strategy.offload_optimizer == "nvme" or plan.request.optimizer_states == "bf16"):
+        if make is not None and (plan.strategy.offload_optimizer == "nvme" or plan.request.optimizer.states == "bf16"):
             where = "on NVMe" if plan.strategy.offload_optimizer == "nvme" else "in bf16"
             raise RequestError(
                 f"an optimizer of your own cannot have its states {where}",
@@ -180,14 +180,14 @@ def _check_memory(name: str, state_bytes: float, plan: Plan) -> None:
     Raises:
         PlanMismatchError: it does.
     """
-    planned = plan.request.state_bytes_per_element
+    planned = plan.request.optimizer.state_bytes_per_element
     ranks = plan.batch.world_size if plan.strategy.zero_stage else 1
     more = (state_bytes - planned) * plan.model.trainable_parameters / ranks
     if plan.strategy.offload_optimizer != "none" or more <= plan.memory.headroom_bytes:
         return
     raise PlanMismatchError(
         f"{name} needs more memory than was planned",
-        because=f"it keeps {state_bytes:g} bytes of each element and {plan.request.optimizer} {planned:g}: "
+        because=f"it keeps {state_bytes:g} bytes of each element and {plan.request.optimizer.name} {planned:g}: "
         f"{format_bytes(int(more))} more on a rank, of which {format_bytes(plan.memory.headroom_bytes)} are free",
         hint="plan for a smaller --mem, so that as much stays free",
     )

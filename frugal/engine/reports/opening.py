@@ -114,7 +114,7 @@ def remarks(plan: Plan, data: RunData, device: torch.device, rank: int) -> Itera
     if has_native and not any(segment["is_expandable"] for segment in torch.cuda.memory_snapshot()):
         yield (
             "torch has no expandable segments here, which the plan counts on: it may run out of memory; "
-            "`frugal plan --no-expandable-segments` plans without them"
+            "PYTORCH_ALLOC_CONF=expandable_segments:False, for planning too, goes without them"
         )
     if device.type == "cuda":
         card = torch.cuda.get_device_properties(device)

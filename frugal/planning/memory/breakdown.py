@@ -208,7 +208,7 @@ def nvme_bytes(request: Request, strategy: Strategy, model: Sizes, node: Node, c
     """
     a_rank = 0.0
     if strategy.offload_optimizer == "nvme":
-        states = request.master_bytes_per_element + request.state_bytes_per_element
+        states = request.optimizer.master_bytes_per_element + request.optimizer.state_bytes_per_element
         a_rank += (states + 4) * model.trainable_parameters / cluster.world_size
     if strategy.offload_parameters == "nvme":
         a_rank += (4 if request.precision == "fp32" else 2) * model.parameters / cluster.world_size
@@ -229,7 +229,9 @@ def checkpoint_bytes(request: Request, strategy: Strategy, model: Sizes) -> int:
     tests/checkpoint/test_space.py.
     """
     element = 4 if request.precision == "fp32" else 2
-    master = 0 if strategy.zero_stage == 0 and request.precision == "fp32" else request.master_bytes_per_element
-    states = request.state_bytes_per_element
+    master = (
+        0 if strategy.zero_stage == 0 and request.precision == "fp32" else request.optimizer.master_bytes_per_element
+    )
+    states = request.optimizer.state_bytes_per_element
     beside = saved_parameters(request, model) - (model.trainable_parameters if strategy.zero_stage == 3 else 0)
     return int(element * beside + (master + states) * model.trainable_parameters)

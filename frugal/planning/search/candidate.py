@@ -206,9 +206,9 @@ def evaluation_rounds(strategies: Sequence[Strategy]) -> list[list[Strategy]]:
 def small_buckets_could_help(candidates: Sequence[Candidate], request: Request, usable_bytes: int) -> bool:
     """Return whether smaller buckets could make something fit where nothing does, or free much of a small device."""
     usual = next((candidate.strategy for candidate in candidates if candidate.strategy.zero_stage), None)
-    if usual is None or request.reduce_bucket_elements or usual.offload_optimizer == "nvme":
+    if usual is None or usual.offload_optimizer == "nvme":
         return False
-    elements = usual.reduce_bucket_elements * (2 if usual.overlap_comm else 1)
+    elements = usual.reduce_bucket_elements
     if any(candidate.strategy.zero_stage == 3 for candidate in candidates):
         elements += usual.prefetch_bucket_elements + min(usual.max_live_elements, usual.prefetch_bucket_elements)
     saved_bytes = elements * (4 if request.precision == "fp32" else 2)

@@ -8,7 +8,6 @@ allocator wastes, and sequence parallelism.
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
 
-from frugal.config import optimizers
 from frugal.errors import RequestError
 from frugal.planning.memory.profile import MemoryProfile
 from frugal.planning.search.candidate import Candidate, fastest_seconds
@@ -26,7 +25,7 @@ each host, while torch's, which updates all of an optimizer in host memory, need
 def drafts(evaluation: StrategyEvaluation, level: Offload, before: Sequence[Candidate]) -> list[Candidate]:
     """Return drafts of partial offloading that could win over the candidates evaluated `before`."""
     request, number = evaluation.request, evaluation.facts.trainable_parameters
-    can_split = optimizers.why_not_in_part(request.optimizer, request.optimizer_implementation) is None
+    can_split = request.optimizer.why_not_in_part is None
     on_gpus = evaluation.cluster.devices[0].kind == "cuda"
     if level != "optimizer" or request.offload_ratio is not None or not can_split or not on_gpus:
         return []
@@ -45,7 +44,9 @@ def _faster_shares(evaluation: StrategyEvaluation, before: Sequence[Candidate]) 
     """Yield shares that make a step shorter by enough, with its seconds by arithmetic."""
     request, number = evaluation.request, evaluation.facts.trainable_parameters
     world_size = evaluation.cluster.world_size
-    element_bytes = 2 * request.master_bytes_per_element + request.state_bytes_per_element  # with the gradient
+    element_bytes = (
+        2 * request.optimizer.master_bytes_per_element + request.optimizer.state_bytes_per_element
+    )  # with the gradient
     enough = fastest_seconds(before) / WORTH_A_COMPILER
     offloaded = (each.strategy for each in before if each.strategy.offload_optimizer == "cpu")
     candidates = (each for each in offloaded if each.offload_parameters == "none" and each.sequence_parallel == 1)

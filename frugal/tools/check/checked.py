@@ -161,7 +161,7 @@ def _planned(done: Check, request: Request, pool: Pool) -> Check:
 
     try:
         plan = make_plan(
-            replace(request, optimizer_implementation=None, sequence_parallel=None),
+            replace(request, optimizer=replace(request.optimizer, implementation=None), sequence_parallel=None),
             done.cluster,
             dry_run=partial(DryRunSource, pool=pool),
         )

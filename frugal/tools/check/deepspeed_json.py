@@ -11,7 +11,7 @@ Keys and defaults are those of DeepSpeed 0.19.8 (`runtime/config.py`, `runtime/z
 """
 
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from math import isfinite
 from typing import Any
 
@@ -97,10 +97,10 @@ def read(document: Document, settings: Settings) -> None:
         return
     place, params = document.place("optimizer", "type"), block.get("params") or {}
     take_optimizer(settings, str(block.get("type", "")), place, of_deepspeed=True)
-    if params.get("torch_adam") and settings.optimizer == "adamw":
+    if params.get("torch_adam") and settings.optimizer is not None and settings.optimizer.name == "adamw":
         where = ((document.content.get("zero_optimization") or {}).get("offload_optimizer") or {}).get("device")
         unfused: OptimizerImplementation = "foreach" if where in (None, "none") else "for-loop"  # torch's own choices
-        settings.optimizer_implementation = "fused" if params.get("fused") else unfused
+        settings.optimizer = replace(settings.optimizer, implementation="fused" if params.get("fused") else unfused)
     if isinstance(params.get("lr"), int | float):
         settings.learning_rate = float(params["lr"])
 
@@ -130,7 +130,8 @@ def resolve(settings: Settings, world_size: int, hidden_size: Callable[[], int |
             by = f"{settings.tool}, from the hidden size {hidden or 'of the model'}" if hidden is not None else ""
             filled.append(Filled(name=f"zero_optimization.{name}", value=value if hidden != 0 else UNKNOWN, by=by))
         zero[name] = int(_number(settings, f"zero_optimization.{name}", value))
-    if stage == 0 and precision != "fp32" and settings.optimizer_implementation == "deepspeed":
+    has_deepspeeds = settings.optimizer is not None and settings.optimizer.implementation == "deepspeed"
+    if stage == 0 and precision != "fp32" and has_deepspeeds:
         settings.refuse(
             f"{precision} at stage 0 with DeepSpeed's own Adam keeps what no other stage does (FP16_Optimizer)",
             settings.place("json.zero_optimization.stage", f"json.{precision}"),
@@ -207,7 +208,8 @@ def strategy(settings: Settings, resolved: Resolved) -> Strategy:
         )
     ratio = (zero.get("offload_optimizer") or {}).get("ratio", 1)
     is_in_part = optimizer != "none" and isinstance(ratio, int | float) and ratio < 1
-    is_possible = (optimizer, parameters, stage, settings.optimizer) == ("cpu", "none", 3, "adamw")
+    is_adamw = settings.optimizer is not None and settings.optimizer.name == "adamw"
+    is_possible = is_adamw and (optimizer, parameters, stage) == ("cpu", "none", 3)
     if is_in_part and not (is_possible and ratio > 0):
         settings.deviate("evaluated with all of the optimizer on the host", _at(settings, "offload_optimizer", "ratio"))
         is_in_part = False

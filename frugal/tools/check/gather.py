@@ -16,7 +16,7 @@ from frugal.tools.check import command_line, deepspeed_json, tools
 from frugal.tools.check.document import NAMES, Document, Tool, read
 from frugal.tools.check.settings import AUTO, Fields, Settings
 
-FLAGS = ("model", "task", "seq_len", "micro_batch", "accumulation_steps", "precision", "lora", "expandable_segments")
+FLAGS = ("model", "task", "seq_len", "micro_batch", "accumulation_steps", "precision", "lora")
 """Settings of frugal's own that a command may give, for what the files leave open; they win over the files."""
 
 

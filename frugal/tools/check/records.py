@@ -68,7 +68,7 @@ def _subject(subject: Subject) -> dict[str, Any]:
         "model": request.model,
         "precision": request.precision,
         "seq_len": request.seq_len,
-        "optimizer": request.optimizer,
+        "optimizer": request.optimizer.name,
         "lora": None if request.lora is None else str(request.lora),
         "strategy": msgspec.to_builtins(subject.strategy),
     }

@@ -10,7 +10,7 @@ from dataclasses import dataclass, field
 from typing import Any, Literal
 
 from frugal.config.adapters import Lora
-from frugal.config.optimizers import OptimizerImplementation, OptimizerName
+from frugal.config.optimizers import Optimizer
 from frugal.config.request import Precision, Task
 from frugal.errors import RequestError
 from frugal.tools.check.document import Document, Place
@@ -88,9 +88,7 @@ class Settings:
     gpus: int | None = None
     nodes: int | None = None
     precision: Precision | None = None
-    optimizer: OptimizerName | None = None
-    optimizer_implementation: OptimizerImplementation | None = None
-    momentum: float | None = None
+    optimizer: Optimizer | None = None
     learning_rate: float | None = None
     weight_decay: float | None = None
     gradient_clipping: float | None = None

@@ -6,13 +6,13 @@
 import re
 import tomllib
 from collections.abc import Iterable, Iterator, Mapping
-from dataclasses import dataclass, fields
+from dataclasses import fields
 from functools import cache
 from importlib.resources import files
 from typing import Any
 
 from frugal.config.adapters import ALL_LINEAR, Lora
-from frugal.config.optimizers import OptimizerImplementation, OptimizerName
+from frugal.config.optimizers import Optimizer, OptimizerImplementation, OptimizerName
 from frugal.errors import RequestError
 from frugal.tools.check import command_line
 from frugal.tools.check.document import NAMES, Document, Place, Tool
@@ -258,44 +258,41 @@ def _fused_losses(settings: Settings) -> None:
             settings.refuse(f"`plugins`: frugal does not follow {name}", settings.place("plugins"))
 
 
-@dataclass(frozen=True)
-class _Near:
-    """The optimizer that is evaluated instead; `how`: the difference, empty where there is none."""
-
-    optimizer: OptimizerName
-    implementation: OptimizerImplementation | None = None
-    momentum: float | None = None
-    how: str = ""
+def _near(
+    name: OptimizerName, implementation: OptimizerImplementation | None = None, momentum: float = 0.0, how: str = ""
+) -> tuple[Optimizer, str]:
+    """Return the optimizer that is evaluated instead, and the difference; empty where there is none."""
+    return Optimizer(name=name, implementation=implementation, momentum=momentum), how
 
 
 _PAGED = "its paged states may move to the host where the device is full; they are counted on the device"
 _ONE_STATE = "evaluated as SGD with momentum, which also keeps one fp32 tensor of each parameter"
 
 _OF_TRAINER = {
-    "adamw_torch": _Near("adamw", "foreach"),
-    "adamw_torch_fused": _Near("adamw", "fused"),
-    "adamw_apex_fused": _Near("adamw", "fused"),
-    "adamw_hf": _Near("adamw", "for-loop"),
-    "adamw_torch_8bit": _Near("adamw-8bit", how="evaluated as bitsandbytes', whose moments take a byte each, too"),
-    "adamw_bnb_8bit": _Near("adamw-8bit"),
-    "adamw_8bit": _Near("adamw-8bit"),
-    "paged_adamw": _Near("adamw", "fused", how=_PAGED),
-    "paged_adamw_32bit": _Near("adamw", "fused", how=_PAGED),
-    "paged_adamw_8bit": _Near("adamw-8bit", how=_PAGED),
-    "sgd": _Near("sgd", "foreach"),
-    "adagrad": _Near("sgd", "foreach", 0.9, _ONE_STATE),
-    "rmsprop": _Near("sgd", "foreach", 0.9, _ONE_STATE),
-    "lion_32bit": _Near("sgd", "fused", 0.9, _ONE_STATE),
+    "adamw_torch": _near("adamw", "foreach"),
+    "adamw_torch_fused": _near("adamw", "fused"),
+    "adamw_apex_fused": _near("adamw", "fused"),
+    "adamw_hf": _near("adamw", "for-loop"),
+    "adamw_torch_8bit": _near("adamw-8bit", how="evaluated as bitsandbytes', whose moments take a byte each, too"),
+    "adamw_bnb_8bit": _near("adamw-8bit"),
+    "adamw_8bit": _near("adamw-8bit"),
+    "paged_adamw": _near("adamw", "fused", how=_PAGED),
+    "paged_adamw_32bit": _near("adamw", "fused", how=_PAGED),
+    "paged_adamw_8bit": _near("adamw-8bit", how=_PAGED),
+    "sgd": _near("sgd", "foreach"),
+    "adagrad": _near("sgd", "foreach", 0.9, _ONE_STATE),
+    "rmsprop": _near("sgd", "foreach", 0.9, _ONE_STATE),
+    "lion_32bit": _near("sgd", "fused", 0.9, _ONE_STATE),
 }
 """transformers' `optim`, which axolotl and LLaMA-Factory pass on."""
 
 _OF_DEEPSPEED = {
-    "adam": _Near("adamw", "deepspeed"),
-    "adamw": _Near("adamw", "deepspeed"),
-    "sgd": _Near("sgd", "foreach"),
-    "lamb": _Near("adamw", "deepspeed", how="evaluated as AdamW, which keeps two fp32 tensors a parameter, too"),
-    "lion": _Near("sgd", "foreach", 0.9, _ONE_STATE),
-    "adagrad": _Near("sgd", "foreach", 0.9, _ONE_STATE),
+    "adam": _near("adamw", "deepspeed"),
+    "adamw": _near("adamw", "deepspeed"),
+    "sgd": _near("sgd", "foreach"),
+    "lamb": _near("adamw", "deepspeed", how="evaluated as AdamW, which keeps two fp32 tensors a parameter, too"),
+    "lion": _near("sgd", "foreach", 0.9, _ONE_STATE),
+    "adagrad": _near("sgd", "foreach", 0.9, _ONE_STATE),
 }
 
 
@@ -305,7 +302,6 @@ def take_optimizer(settings: Settings, name: str, place: Place | None, *, of_dee
     if near is None:
         settings.refuse(f"the optimizer {name} keeps states that frugal does not know", place)
         return
-    settings.optimizer, settings.optimizer_implementation = near.optimizer, near.implementation
-    settings.momentum = near.momentum
-    if near.how:
-        settings.deviate(f"{name}: {near.how}", place)
+    settings.optimizer, how = near
+    if how:
+        settings.deviate(f"{name}: {how}", place)

@@ -15,6 +15,7 @@ from functools import cache
 from typing import Any
 
 from frugal.config.hardware.cluster import Cluster
+from frugal.config.optimizers import Optimizer
 from frugal.config.request import Request
 from frugal.dryrun.cache import presets
 from frugal.errors import RequestError
@@ -98,8 +99,6 @@ def request_of(settings: Settings, deepspeed: Resolved | None, arithmetic: Arith
         "global_batch": arithmetic.global_batch,
         "precision": deepspeed.precision if deepspeed is not None else settings.precision,
         "optimizer": settings.optimizer,
-        "optimizer_implementation": settings.optimizer_implementation,
-        "momentum": settings.momentum,
         "learning_rate": settings.learning_rate,
         "weight_decay": settings.weight_decay,
         "gradient_clipping": 1.0 if clipping is None else clipping,
@@ -109,7 +108,7 @@ def request_of(settings: Settings, deepspeed: Resolved | None, arithmetic: Arith
     if settings.lora is not None and settings.lora.targets == (PEFTS_OWN,):
         values["lora"] = replace(settings.lora, targets=_targets_of_peft(values["model"], settings.task))
     if _has_bf16_states(settings):
-        values["optimizer_states"] = "bf16"
+        values["optimizer"] = replace(settings.optimizer or Optimizer(), states="bf16")
     given = {name: value for name, value in values.items() if value is not None}
     if settings.quantize == "int8":
         settings.refuse(

@@ -322,12 +322,12 @@ def _on_ranks(strategy: Strategy, facts: ModelFacts, world_size: int) -> Strateg
 def _in_words(strategy: Strategy) -> dict[str, str]:
     """Return a strategy by the controls that choose it, with its name and the flags of `frugal plan` that pin it."""
     level = offload_level(strategy)
-    ratio = f":{strategy.offload_ratio:g}" if level == "optimizer" else ""
+    more = {"optimizer": f":{strategy.offload_ratio:g}", "nvme": f":{strategy.nvme_path}"}.get(level, "")
     ends = [*accumulate(count for _, count in strategy.layer_modes)]
     modes = [f"{mode}:{end - count}-{end - 1}" for (mode, count), end in zip(strategy.layer_modes, ends, strict=True)]
     words = ["--zero-stage", strategy.zero_stage]
     words += ["--activation-checkpointing", ",".join(modes) or strategy.activation_checkpointing]
-    words += ["--loss", strategy.loss, "--offload", level + ratio]
+    words += ["--loss", strategy.loss, "--offload", level + more]
     words += ["--mlp", strategy.mlp] if strategy.mlp != "plain" else []
     words += ["--kernels", strategy.kernels] if strategy.kernels != "plain" else []
     words += ["--sequence-parallel", strategy.sequence_parallel] if strategy.sequence_parallel > 1 else []

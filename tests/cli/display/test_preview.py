@@ -65,7 +65,7 @@ def test_on_a_terminal_it_is_green(folder: Path, capsys: Capture, monkeypatch: p
 
 def test_running_text_is_trained_on_but_for_its_first_token(folder: Path, capsys: Capture) -> None:
     (folder / "a.txt").write_text("one")
-    lines = shown(capsys, "--data", "a.txt", "--validation-fraction", "0", "--preview", "5")
+    lines = shown(capsys, "--data", "a.txt", "--validation-data", "0%", "--preview", "5")
     assert lines[-1] == "<|endoftext|>>>>one<|endoftext|><<<"
 
 

@@ -96,7 +96,6 @@ def test_the_newest_calibration_of_this_device_or_of_a_named_card_is_taken(
     assert chosen({}, "NVIDIA A100-SXM4-80GB")[0] == GPU
     assert chosen({"gpu": "a100-80g"})[0] == newer
     assert chosen({"gpu": "h100-80g"})[0] is chosen({})[0] is None
-    assert chosen({"gpu": "a100-80g", "calibration": False})[0] is None
 
 
 def test_a_calibration_of_an_older_frugal_is_a_note_and_not_mistaken_for_a_new_one(tmp_path: Path) -> None:

@@ -77,7 +77,7 @@ def test_other_segments_than_planned_and_options_that_no_plan_knows_are_said() -
     value = {"PYTORCH_ALLOC_CONF": f"max_split_size_mb:512,{OFF},garbage_collection_threshold:0.8"}
     assert cuda_allocator.notes(True, GPUS, value | {"PYTORCH_NO_CUDA_MEMORY_CACHING": "1"}) == (
         "PYTORCH_ALLOC_CONF says expandable_segments:False, and the plan was made for True: ranks run with what was "
-        "planned; --no-expandable-segments plans otherwise",
+        "planned; a new plan follows it",
         "PYTORCH_ALLOC_CONF has max_split_size_mb:512,garbage_collection_threshold:0.8, which plans do not "
         "model: the allocator may add more",
         "PYTORCH_NO_CUDA_MEMORY_CACHING is set: tensors are allocated one by one, which plans do not model, and which "

@@ -55,10 +55,6 @@ def test_a_calibration_that_is_no_file_or_nested_too_deep_is_told(tmp_path: Path
     ]
 
 
-def test_none_is_used_where_none_is_wanted() -> None:
-    assert calibration.chosen({"gpu": "a100-80g", "calibration": False}) == (None, [])
-
-
 def test_the_driver_names_its_version_and_no_driver_names_none(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     assert local_host.cuda_driver() == "580.95.05"
     monkeypatch.setattr(local_host, "_DRIVER", tmp_path / "none")

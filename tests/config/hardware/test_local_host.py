@@ -29,7 +29,7 @@ def test_what_the_driver_itself_keeps_and_what_it_does_not_tell_is_left_out() ->
 
 def test_what_others_hold_is_taken_off_their_gpu_alone() -> None:
     settings, name = described(TWO, held(ANSWER), None)
-    assert settings["held"] == [0, 3277 * MIB]
+    assert settings["mem"] == [TWO[0].total_memory, f"{TWO[1].total_memory}-{3277 * MIB}"]
     assert (settings["gpu"], name) == ("a100-40g", "NVIDIA A100-SXM4-40GB")
     first, second = understand(settings)[1].devices
     assert first.usable_bytes - second.usable_bytes == 3277 * MIB
@@ -38,13 +38,13 @@ def test_what_others_hold_is_taken_off_their_gpu_alone() -> None:
 def test_a_larger_machine_of_this_kind_is_nobodys() -> None:
     settings, _ = described(TWO, held(ANSWER), 4)
     assert settings["gpus"] == len(settings["mem"]) == 4
-    assert "held" not in settings
+    assert not any("-" in str(size) for size in settings["mem"])
 
 
 def test_cards_that_differ_are_named_one_by_one() -> None:
     settings, name = described([TWO[0], card("NVIDIA H100 80GB HBM3", 79.1, SECOND)], {}, None)
     assert (settings["gpu"], name) == ("a100-40g,h100-80g", None)
-    assert "held" not in settings
+    assert not any("-" in str(size) for size in settings["mem"])
 
 
 def test_a_card_that_no_table_has_is_planned_as_its_driver_describes_it() -> None:

@@ -46,7 +46,7 @@ def chats(number: int, word: str = "row") -> list[dict[str, Any]]:
 
 
 def stream_of(*data: str, pack: bool = False, seq_len: int = 256, task: str = "causal-lm", **more: Any) -> SampleStream:
-    settings = RunSettings(**{"data": data, "stream": True, "steps": 1, "validation_fraction": 0.0, **more})
+    settings = RunSettings(**{"data": data, "stream": True, "steps": 1, "validation_data": ("0%",), **more})
     spec = ModelSpec(reference="test", kind_of_reference="preset", task=task, max_positions=None, vocab_size=None)
     how = corpus.sample_settings(spec, Request(seq_len=seq_len, pack=pack), settings)
     return corpus.open_stream(spec, tokenizer(), how, settings)[0]
@@ -208,7 +208,7 @@ def test_long_rows_are_not_tokenised_in_one_call(tmp_path: Path, monkeypatch: py
 
 
 def test_held_out_rows_are_never_trained_on(folder: Path) -> None:
-    stream = stream_of("chats.jsonl", validation_fraction=0.2, validation_samples=4, shuffle_buffer=1)
+    stream = stream_of("chats.jsonl", validation_data=("20%",), validation_samples=4, shuffle_buffer=1)
     held = texts(list(stream.held_out()))
     trained = texts(samples(stream, 2))
     everything = by_template(chats(NUM_ROWS))

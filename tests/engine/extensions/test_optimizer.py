@@ -9,6 +9,7 @@ import torch
 
 from bench.plans import plan_by_hand
 from bench.ranks import Ranks
+from frugal.config.optimizers import Optimizer
 from frugal.engine.engine import initialize
 from frugal.errors import FrugalError
 from frugal.models.objectives import CausalLM
@@ -95,7 +96,7 @@ def by_torch(which: str, dtype: torch.dtype) -> list[float]:
         )  # fmt: skip
         groups.append({"params": [parameter], **own})
     make = MAKE[which]
-    betas: Any = plan_for(1, 0).request.betas
+    betas: Any = plan_for(1, 0).request.optimizer.betas
     optimizer = torch.optim.AdamW(groups, **REST, betas=betas) if make is None else make(groups)
     schedule = torch.optim.lr_scheduler.LambdaLR(optimizer, falling)
     found = []
@@ -182,7 +183,7 @@ def test_what_does_not_update_each_element_by_itself_is_refused_under_zero(one_r
 
 
 def test_an_optimizer_that_needs_more_than_the_plan_leaves_is_refused(one_rank: Ranks) -> None:
-    sgd = {"optimizer": "sgd"}
+    sgd = {"optimizer": Optimizer(name="sgd")}
     assert one_rank.run(said, 1, nadam, None, 8000, **sgd) == ["nothing"]
     (message,) = one_rank.run(said, 1, nadam, None, 7999, **sgd)
     assert message.startswith("4 NAdam needs more memory than was planned\n  because it keeps 8 bytes of each element")
@@ -191,5 +192,5 @@ def test_an_optimizer_that_needs_more_than_the_plan_leaves_is_refused(one_rank: 
 def test_a_pattern_that_matches_nothing_and_decay_that_is_said_twice_are_refused(one_rank: Ranks) -> None:
     (message,) = one_rank.run(said, 2, None, {"*.biass": {"lr": 1.0}})
     assert message.startswith("2 no trained parameter is called like `*.biass`\n")
-    (message,) = one_rank.run(said, 2, None, GROUPS, decay_norms=False)
+    (message,) = one_rank.run(said, 2, None, GROUPS, optimizer=Optimizer(decay_norms=False))
     assert message.startswith("2 optimizer.decay-norms = false was planned, and the optimizer's groups are given\n")

@@ -8,6 +8,7 @@ import json
 import re
 from collections.abc import Iterator
 from contextlib import closing
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -27,12 +28,13 @@ from bench.ranks import Ranks
 from frugal.config.adapters import Lora
 from frugal.config.schema import understand
 from frugal.dryrun.client import DryRunSource
-from frugal.dryrun.planner import plan
+from frugal.dryrun.planner import make_plan, plan
 from frugal.dryrun.pool import shared_workers, workers
 from frugal.engine.engine import initialize
 from frugal.models import activation_checkpointing, adapters
 from frugal.models.fused import recognition, replacement
 from frugal.models.objectives import CausalLM
+from frugal.planning.plan import Plan
 from frugal.planning.strategy import Strategy
 from frugal.planning.what_if import kernels_bring
 from tests.engine.gradients import SGD, Gradient, applied, relative_error, weights, with_bound
@@ -179,7 +181,7 @@ def adapted(lora: str | None) -> nn.Module:
     """A small Llama; with adapters that do something, if asked."""
     model = model_of("llama")
     if lora is not None:
-        model = adapters.add(model, Lora.parse(lora), "causal-lm", dtype=torch.float32, device=torch.device("cpu"))
+        model = adapters.add(model, Lora.of(lora), "causal-lm", dtype=torch.float32, device=torch.device("cpu"))
         random = torch.Generator().manual_seed(1)
         for name, parameter in model.named_parameters():
             if "lora_B" in name:
@@ -191,7 +193,7 @@ def measured_gradient(zero_stage: int, strategy: dict[str, Any], lora: str | Non
     """What DeepSpeed applies of `SAMPLES`. Runs on ranks."""
     planned = plan_by_hand(
         world_size=dist.get_world_size(), global_batch=3, micro_batch=2, zero_stage=zero_stage,
-        request=SGD | {"lora": None if lora is None else Lora.parse(lora)}, strategy={"kernels": "liger", **strategy},
+        request=SGD | {"lora": None if lora is None else Lora.of(lora)}, strategy={"kernels": "liger", **strategy},
     )  # fmt: skip
     model = adapted(lora)
     before = weights(model)
@@ -234,14 +236,20 @@ def test_a_plan_takes_them_and_says_so_unless_it_is_told_not_to_or_the_cards_are
         assert plan(model=config, **(ASKED | others)).strategy.kernels == "plain"
 
 
+def of_documents(tokens: int, **settings: Any) -> Plan:
+    """The plan for packs whose documents have that many tokens on average; 0: attention takes masks."""
+    request, cluster, defaults = understand(settings)
+    return make_plan(replace(request, document_tokens=tokens), cluster, defaults)
+
+
 def test_each_kind_of_kernel_is_said_to_bring_what_a_plan_without_it_lacks(config: str) -> None:
-    asked = ASKED | {"pack": True, "document_tokens": 16, "zero_stage": 2, "activation_checkpointing": "off"}
-    fused = plan(model=config, **asked)
+    asked = ASKED | {"model": config, "pack": True, "zero_stage": 2, "activation_checkpointing": "off"}
+    fused = of_documents(16, **asked)
     assert fused.kernels.startswith("liger, varlen attention: ")
     with closing(workers()) as pool:
-        for kind, change in (("liger", {"kernels": "plain"}), ("varlen attention", {"document_tokens": 0})):
+        for kind, tokens, change in (("liger", 16, {"kernels": "plain"}), ("varlen attention", 0, {})):
             said = kernels_bring(fused, [kind], partial(DryRunSource, pool=pool, will_dry_run=False))
-            other = plan(model=config, **asked | {"loss": fused.strategy.loss} | change)
+            other = of_documents(tokens, **asked | {"loss": fused.strategy.loss} | change)
             less = 100 * (1 - fused.time.total_seconds / other.time.total_seconds)
             assert other.batch.largest_micro_batch == fused.batch.largest_micro_batch
             assert said.startswith(f"{kind}: {less:.0f} % less time, ") and said.endswith(" MiB less (predicted)")

@@ -121,7 +121,7 @@ def test_a_whole_model_is_loaded_the_same(folders: Path, name: str) -> None:
 
 def adapted_in_place(model: str, task: str | None, lora: str, zero_stage: int) -> tuple[dict[str, str], dict[str, str]]:
     """On a rank: a model with adapters in place, and that of one process."""
-    spec = replace(resolve(model, task, num_labels=3 if task else None), lora=Lora.parse(lora))
+    spec = replace(resolve(model, task, num_labels=3 if task else None), lora=Lora.of(lora))
     plan = plan_by_hand(world_size=2, global_batch=2, micro_batch=1, zero_stage=zero_stage)
     module = placed.build(spec, plan, torch.device("cpu"), seed=5)
     engine = initialize(module, plan, CausalLM())

@@ -87,7 +87,7 @@ def test_bytes_and_scales_are_those_of_transformers_alone(family: str, precision
 
 @pytest.mark.parametrize("family", ["gpt2", "llama"])
 def test_on_meta_it_has_the_same_shapes_also_as_a_copy(family: str, folders: Path) -> None:
-    spec = replace(spec_of(folders / family), lora=Lora.parse("r=4"))
+    spec = replace(spec_of(folders / family), lora=Lora.of("r=4"))
     real, meta = (spec.build(dtype=torch.bfloat16, device=device) for device in ("cpu", "meta"))
     for each in (meta, copy.deepcopy(meta)):
         kinds = [
@@ -105,7 +105,7 @@ def in_place(model: Path, zero_stage: int) -> tuple[dict[str, str], dict[str, An
     """On a rank: bytes and scales of a model that was read into its place."""
     plan = plan_by_hand(
         world_size=2, global_batch=2, micro_batch=1, zero_stage=zero_stage,
-        request={"lora": Lora.parse("r=4"), "quantize": "nf4"},
+        request={"lora": Lora.of("r=4"), "quantize": "nf4"},
     )  # fmt: skip
     module = placed.build(replace(spec_of(model), lora=plan.request.lora), plan, torch.device("cpu"), seed=5)
     engine = initialize(module, plan, CausalLM())
@@ -119,7 +119,7 @@ def in_place(model: Path, zero_stage: int) -> tuple[dict[str, str], dict[str, An
 
 @pytest.mark.parametrize("zero_stage", [pytest.param(0, marks=pytest.mark.exhaustive), 3])
 def test_every_rank_ends_up_with_them(zero_stage: int, folders: Path, two_ranks: Ranks) -> None:
-    alone = replace(spec_of(folders / "llama"), lora=Lora.parse("r=4")).build(dtype=torch.float32, seed=5)
+    alone = replace(spec_of(folders / "llama"), lora=Lora.of("r=4")).build(dtype=torch.float32, seed=5)
     expected = hashes({name: p for name, p in alone.named_parameters() if not p.requires_grad}), scales_of(alone)
     for found in two_ranks.run(in_place, folders / "llama", zero_stage):
         assert found == expected
@@ -129,8 +129,8 @@ def test_every_rank_ends_up_with_them(zero_stage: int, folders: Path, two_ranks:
     ("asked", "said"),
     [
         ({}, "was given without --lora"),
-        ({"lora": Lora.parse("r=4,dora")}, "is impossible with dora in --lora"),
-        ({"lora": Lora.parse("r=4"), "offload": "nvme", "nvme_path": "/x"}, "is impossible with --offload nvme"),
+        ({"lora": Lora.of("r=4,dora")}, "is impossible with dora in --lora"),
+        ({"lora": Lora.of("r=4"), "offload": "nvme", "nvme_path": "/x"}, "is impossible with --offload nvme"),
     ],
 )
 def test_what_cannot_be_is_refused(asked: dict[str, Any], said: str) -> None:

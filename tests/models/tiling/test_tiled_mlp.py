@@ -113,9 +113,7 @@ def adapted(lora: str | None = None) -> torch.nn.Module:
     """A small Llama; with adapters that do something, if asked."""
     model = tiny("causal-lm", "llama")
     if lora is not None:
-        model = adapters.add(
-            model, Lora.parse(lora), "causal-lm", dtype=torch.float32, device=torch.device("cpu")
-        ).train()
+        model = adapters.add(model, Lora.of(lora), "causal-lm", dtype=torch.float32, device=torch.device("cpu")).train()
         random = torch.Generator().manual_seed(1)
         for name, parameter in model.named_parameters():
             if "lora_B" in name:
@@ -127,7 +125,7 @@ def measured_gradient(zero_stage: int, strategy: dict[str, Any], lora: str | Non
     """What DeepSpeed applies of seven ragged samples, with tiled MLPs; the parameters still gathered. Runs on ranks."""
     plan = plan_by_hand(
         world_size=dist.get_world_size(), global_batch=7, micro_batch=2, zero_stage=zero_stage,
-        request=SGD | {"lora": None if lora is None else Lora.parse(lora)}, strategy={"mlp": "tiled", **strategy},
+        request=SGD | {"lora": None if lora is None else Lora.of(lora)}, strategy={"mlp": "tiled", **strategy},
     )  # fmt: skip
     model = adapted(lora)
     before = weights(model)

@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 
+from frugal.config.optimizers import Optimizer
 from frugal.config.schema import understand
 from frugal.dryrun.client import DryRunSource
 from frugal.dryrun.pool import Pool
@@ -58,7 +59,7 @@ EXAMPLES = {
             "zero_stage": 2, "gradient_accumulation_dtype": "bf16", "overlap_comm": True, **DEFAULT_2,
             "reduce_bucket_elements": 200_000_000,
         },
-        request={"optimizer_implementation": "foreach", "seq_len": 256},
+        request={"optimizer": Optimizer(implementation="foreach"), "seq_len": 256},
         rules=frozenset(("bf16-accumulation",)),
         flags={"seq_len": 256},
     ),
@@ -67,7 +68,7 @@ EXAMPLES = {
         strategy={
             "zero_stage": 1, "gradient_accumulation_dtype": "fp16", **DEFAULT_2, "reduce_bucket_elements": 5_000_000,
         },
-        request={"optimizer_implementation": "foreach", "precision": "fp16", "seq_len": 128},
+        request={"optimizer": Optimizer(implementation="foreach"), "precision": "fp16", "seq_len": 128},
         rules=frozenset(("loss-scale",)),
         flags={"seq_len": 128},
     ),
@@ -76,7 +77,7 @@ EXAMPLES = {
         strategy={
             "zero_stage": 2, "gradient_accumulation_dtype": "bf16", "activation_checkpointing": "full", **DEFAULT_2,
         },
-        request={"optimizer_implementation": "fused", "seq_len": 512},
+        request={"optimizer": Optimizer(implementation="fused"), "seq_len": 512},
         rules=frozenset(
             ("bf16-accumulation", "evaluation-batch", "evaluation-keeps-logits", "round-robin-gradients")
         ),
@@ -86,7 +87,7 @@ EXAMPLES = {
         strategy={
             "zero_stage": 3, "gradient_accumulation_dtype": "bf16", "expandable_segments": True, **DEFAULT_3,
         },
-        request={"optimizer_implementation": "deepspeed", "seq_len": 256},
+        request={"optimizer": Optimizer(implementation="deepspeed"), "seq_len": 256},
         rules=frozenset(("evaluation-batch", "evaluation-keeps-logits", "large-live-parameters")),
     ),
     "trainer-zero3-offload": Example(
@@ -95,7 +96,7 @@ EXAMPLES = {
             "zero_stage": 3, "gradient_accumulation_dtype": "bf16", "activation_checkpointing": "full",
             "offload_optimizer": "cpu", "offload_parameters": "cpu", **DEFAULT_3,
         },
-        request={"optimizer_implementation": "deepspeed", "seq_len": 64},
+        request={"optimizer": Optimizer(implementation="deepspeed"), "seq_len": 64},
         rules=frozenset(("unpinned-offload", "large-live-parameters")),
         flags={"seq_len": 64},
     ),
@@ -103,7 +104,7 @@ EXAMPLES = {
         ("trl/sft.yaml",), gpus=1, micro_batch=2, steps=8,
         strategy={"zero_stage": 2, "activation_checkpointing": "full", "reduce_bucket_elements": 28_672},
         request={
-            "optimizer_implementation": "fused", "seq_len": 256,
+            "optimizer": Optimizer(implementation="fused"), "seq_len": 256,
             "lora": "r=32,alpha=16,dropout=0.05,targets=q_proj,v_proj",
         },
         rules=frozenset(("packing-mixes-documents",)),
@@ -115,7 +116,7 @@ EXAMPLES = {
             "reduce_bucket_elements": 500_000_000, "prefetch_bucket_elements": 50_000_000,
             "max_live_elements": 10**9, "sub_group_elements": 10**9, "overlap_comm": True,
         },
-        request={"optimizer_implementation": "fused", "seq_len": 128},
+        request={"optimizer": Optimizer(implementation="fused"), "seq_len": 128},
         rules=frozenset(("large-bucket", "large-live-parameters")),
     ),
     "accelerate-zero2-offload": Example(
@@ -134,7 +135,10 @@ EXAMPLES = {
             "zero_stage": 1, "gradient_accumulation_dtype": "bf16", "activation_checkpointing": "full",
             "overlap_comm": True, **DEFAULT_2, "reduce_bucket_elements": 500_000_000,
         },
-        request={"optimizer": "adamw-8bit", "seq_len": 256, "lora": "r=16,alpha=32,dropout=0.05,targets=all-linear"},
+        request={
+            "optimizer": Optimizer(name="adamw-8bit"), "seq_len": 256,
+            "lora": "r=16,alpha=32,dropout=0.05,targets=all-linear",
+        },
         rules=frozenset(("large-bucket",)),
     ),
     "axolotl-full-zero3": Example(
@@ -143,7 +147,7 @@ EXAMPLES = {
             "zero_stage": 3, "gradient_accumulation_dtype": "bf16", "activation_checkpointing": "full",
             "loss": "tiled", **DEFAULT_3,
         },
-        request={"optimizer_implementation": "deepspeed", "seq_len": 128},
+        request={"optimizer": Optimizer(implementation="deepspeed"), "seq_len": 128},
         rules=frozenset(("packing-mixes-documents", "large-live-parameters")),
     ),
     "accelerate-shared-samples": Example(
@@ -163,7 +167,7 @@ EXAMPLES = {
             "zero_stage": 2, "gradient_accumulation_dtype": "bf16", "activation_checkpointing": "full",
             "mlp": "tiled", "sequence_parallel": 2, **DEFAULT_2,
         },
-        request={"optimizer_implementation": "foreach", "seq_len": 512, "sequence_parallel": 2},
+        request={"optimizer": Optimizer(implementation="foreach"), "seq_len": 512, "sequence_parallel": 2},
         rules=frozenset(("round-robin-gradients",)),
     ),
     "llama-factory-lora-zero3": Example(
@@ -171,7 +175,10 @@ EXAMPLES = {
         strategy={
             "zero_stage": 3, "gradient_accumulation_dtype": "bf16", "activation_checkpointing": "full", **DEFAULT_3,
         },
-        request={"optimizer_implementation": "deepspeed", "seq_len": 256, "lora": "r=8,alpha=16,targets=all-linear"},
+        request={
+            "optimizer": Optimizer(implementation="deepspeed"), "seq_len": 256,
+            "lora": "r=8,alpha=16,targets=all-linear",
+        },
         rules=frozenset(("large-live-parameters",)),
     ),
     "llama-factory-full-zero3-offload": Example(
@@ -180,20 +187,23 @@ EXAMPLES = {
             "zero_stage": 3, "gradient_accumulation_dtype": "bf16", "offload_optimizer": "cpu",
             "offload_parameters": "cpu", **DEFAULT_3,
         },
-        request={"optimizer": "sgd", "momentum": 0.9, "optimizer_implementation": "fused", "seq_len": 128},
+        request={"optimizer": Optimizer(name="sgd", momentum=0.9, implementation="fused"), "seq_len": 128},
         rules=frozenset(("unpinned-offload", "large-live-parameters")),
     ),
     "llama-factory-lora-no-deepspeed": Example(
         ("llama-factory/lora-one-gpu.yaml",), gpus=1, micro_batch=2, steps=8,
         strategy={"zero_stage": 2, "activation_checkpointing": "full", "reduce_bucket_elements": 14_336},
-        request={"optimizer_implementation": "fused", "seq_len": 256, "lora": "r=16,alpha=32,targets=q_proj,v_proj"},
+        request={
+            "optimizer": Optimizer(implementation="fused"), "seq_len": 256,
+            "lora": "r=16,alpha=32,targets=q_proj,v_proj",
+        },
         rules=frozenset(("evaluation-keeps-logits",)),
     ),
     "llama-factory-qlora-no-deepspeed": Example(
         ("llama-factory/qlora-8b.yaml",), gpus=1, micro_batch=1, steps=8,
         strategy={"zero_stage": 2, "activation_checkpointing": "full", "reduce_bucket_elements": 37_376},
         request={
-            "optimizer_implementation": "fused", "seq_len": 256, "lora": "r=8,alpha=16,targets=all-linear",
+            "optimizer": Optimizer(implementation="fused"), "seq_len": 256, "lora": "r=8,alpha=16,targets=all-linear",
             "quantize": "nf4",
         },
     ),

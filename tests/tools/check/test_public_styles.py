@@ -156,7 +156,7 @@ def test_torchs_adam_updates_one_tensor_at_a_time_on_the_host(device: str, kerne
         "train_batch_size": 8, "optimizer": {"type": "Adam", "params": {"torch_adam": True}},
         "zero_optimization": {"stage": 2, "offload_optimizer": {"device": device}},
     }  # fmt: skip
-    assert of(tmp_path, ("ds.json", json.dumps(content))).optimizer_implementation == kernels
+    assert of(tmp_path, ("ds.json", json.dumps(content))).optimizer.implementation == kernels
 
 
 def test_every_key_that_deepspeed_removed_is_found(tmp_path: Path) -> None:
