@@ -23,7 +23,6 @@ _OFFLOAD = f"{_RUNTIME}.zero.parameter_offload"
 _SPLITTING = f"{_RUNTIME}.zero.partition_parameters"
 _RESET = "reset after out of memory"
 _OWN = "no gradient of another step, or of another parameter"
-_CATEGORY = "counted under its purpose"
 _LAYOUT = "where states lie, for checkpoints"
 _SPLIT = "a parameter that is split"
 _DEVICE = "a pretended device"
@@ -65,7 +64,9 @@ NAMES = (
         "_broadcast_model(self)",
         "clip_fp32_gradients(self)",
     ),
-    *needed(_ENGINE, "a gradient of the model's output is refused", "_backward_prologue(self)"),
+    *needed(
+        _ENGINE, "a gradient of the model's output is refused", "_backward_prologue(self)", "_running_engine_backward"
+    ),
     *needed("deepspeed.utils.torch", "transforms of torch.func are refused", "is_functorch_transforming()"),
     *needed(
         f"{_OFFLOAD}:DeepSpeedZeRoOffload",
@@ -77,7 +78,6 @@ NAMES = (
         f"{_RUNTIME}.fp16.unfused_optimizer:FP16_UnfusedOptimizer",
         "stage 0 in half precision, in dry runs",
         "optimizer",
-        "fp32_groups",
     ),
     *needed(
         f"{_SPLITTING}:InsertPostInitMethodToModuleSubClasses",
@@ -123,17 +123,8 @@ NAMES = (
         "reduce_scatter_function",
     ),
     # Back to the state before a global batch that ran out of memory
-    *needed(
-        _ENGINE,
-        _RESET,
-        "_running_engine_backward",
-        "_running_engine_backward_count",
-        "_running_engine_step",
-    ),
-    *needed(f"{_RUNTIME}.base_optimizer", _RESET, "BackwardHookStateManager._grad_acc_post_hooks"),
-    *needed(f"{_RUNTIME}.base_optimizer", _RESET, "ZeROOptimizer._backward_hook_state"),
-    *needed(f"{_RUNTIME}.zero.stage_1_and_2:IPGBucket", _RESET, "clear(self)", "buffer"),
-    *needed(f"{_RUNTIME}.zero.stage_1_and_2", _RESET, "INITIAL_MICRO_STEP_ID"),
+    *needed(_OFFLOAD, _RESET, "FWD_MODULE_STACK"),
+    *needed(_COORDINATOR, _RESET, "reset_step(self)"),
     *needed(
         "deepspeed.utils",
         "modules within gather nothing themselves",
@@ -146,38 +137,13 @@ NAMES = (
         "gradients in a tiled MLP are reduced when they are whole",
         "_register_deepspeed_module:ds_z3_leaf_module",
     ),
-    *needed(
-        _ZERO12,
-        _RESET,
-        "zero_grad(self, set_to_none)",
-        "ipg_buckets",
-        "params_already_reduced",
-        "_release_ipg_buffers(self)",
-        "micro_step_id",
-        "extra_large_param_to_reduce",
-        "previous_reduced_grads",
-        "averaged_gradients",
-        "all_grad_tensors",
-        "_offload_accumulated_param_ids",
-        "reset_cpu_buffers(self)",
-        "single_partition_of_fp32_groups",
-    ),
-    *needed(f"{_RUNTIME}.zero.stage3:IPGBucketZ3", _RESET, "clear_params(self)"),
-    *needed(
-        _ZERO3,
-        _RESET,
-        "ipg_buckets",
-        "params_already_reduced",
-        "zero_grad(self, set_to_none)",
-        "averaged_gradients",
-        "fp32_partitioned_groups_flat",
-        "_offload_boundary_param_ids",
-        "parameter_offload",
-    ),
     # Gradients: the sum over this global batch, and none of an earlier one
     *needed(
         _ZERO3,
         _OWN,
+        "ipg_buckets",
+        "_offload_boundary_param_ids",
+        "parameter_offload",
         "independent_gradient_partition_epilogue(self)",
         "_pre_step(self)",
         "micro_step_id",
@@ -191,11 +157,16 @@ NAMES = (
         "__reduce_and_partition_ipg_grads(self, communication_data_type)",
     ),
     *needed(_COORDINATOR, _OWN, "__all_gather_params(self, params, forward)"),
+    *needed(f"{_OFFLOAD}:DeepSpeedZeRoOffload", _OWN, "get_param_coordinator(self)"),
     *needed(f"{_RUNTIME}.zero.stage3:IPGBucketZ3", _OWN, "params"),
     *needed(f"{_RUNTIME}.zero.stage_1_and_2:IPGBucket", _OWN, "params"),
     *needed(
         _ZERO12,
         _OWN,
+        "ipg_buckets",
+        "params_already_reduced",
+        "micro_step_id",
+        "_offload_accumulated_param_ids",
         "average_tensor(self, tensor, communication_data_type)",
         "independent_gradient_partition_epilogue(self)",
         "reduce_ready_partitions_and_remove_grads(self, param, i)",
@@ -214,45 +185,7 @@ NAMES = (
         "get_param_id(self, param)",
         "_finalize_cpu_offload_gradient_accumulation(self)",
     ),
-    *needed(_OFFLOAD, _RESET, "FWD_MODULE_STACK", "ZeROOrderedDict._in_forward"),
-    *needed(
-        f"{_OFFLOAD}:DeepSpeedZeRoOffload",
-        _RESET,
-        "get_param_coordinator(self)",
-        "_register_deepspeed_module:ds_recompute_parameters",
-    ),
-    *needed(
-        _COORDINATOR,
-        _RESET,
-        "__active_backward_submodules",
-        "__inflight_param_registry",
-        "__n_available_params",
-        "is_invalid_trace(self)",
-        "is_record_trace(self)",
-        "_invalidate_trace(self)",
-        "reset_step(self)",
-        "release_and_reset_all(self, module)",
-    ),
-    *needed(f"{_SPLITTING}:ZeroParamStatus", _RESET, "INFLIGHT", "NOT_AVAILABLE", "AVAILABLE"),
-    # Categories in dry runs: parameters, gradients, ..., besides those above
-    *needed(
-        _ZERO12,
-        _CATEGORY,
-        "bit16_groups_flat",
-        "round_robin_bit16_meta",
-        "_global_grad_norm",
-        "param_buffer_of_bit16_for_cpu_offload_groups",
-        "temp_grad_buffer_for_cpu_offload",
-        "temp_grad_buffer_for_gpu_offload",
-    ),
-    *needed(
-        _ZERO3,
-        _CATEGORY,
-        "param_groups_fp16_flat_cpu_memory",
-        "grad_partitions_flat_buffer",
-        "_global_grad_norm",
-        "inf_or_nan_tracker",
-    ),
+    *needed(f"{_SPLITTING}:ZeroParamStatus", _SPLIT, "NOT_AVAILABLE", "AVAILABLE"),
     # The optimizer step: ranks vote before it writes weights
     *needed(
         _ZERO3,
@@ -270,7 +203,7 @@ NAMES = (
         "subgroup_to_device",
     ),
     # Checkpoints: places of states, and files
-    *needed(_ZERO12, _LAYOUT, "bit16_groups", "_hp_optimizer_states_linked"),
+    *needed(_ZERO12, _LAYOUT, "bit16_groups", "_hp_optimizer_states_linked", "single_partition_of_fp32_groups"),
     *needed("deepspeed.utils.mixed_precision_linkage", _LAYOUT, "_init_lp_to_hp_mapping:_hp_mapping"),
     *needed(
         "deepspeed.utils.tensor_fragment",
@@ -284,6 +217,7 @@ NAMES = (
         _ZERO3,
         _LAYOUT,
         "fp16_groups",
+        "fp32_partitioned_groups_flat",
         "fp16_partitioned_groups",
         "fp16_partitioned_groups_flat",
         "unflatten",

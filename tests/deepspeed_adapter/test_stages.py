@@ -1,22 +1,17 @@
-"""A ZeRO stage that lacks what is reset after out of memory says so: nothing is passed over in silence."""
+"""A ZeRO stage goes back to the state between two steps, whatever a global batch has changed until then."""
 
+from collections.abc import Iterator
 from typing import Any
 
 import pytest
+import torch
 
-from bench.plans import plan_by_hand
 from bench.ranks import Ranks
-from frugal.engine.engine import initialize
-from frugal.models.objectives import CausalLM
+from frugal.deepspeed_adapter.python_state import PythonState
+from frugal.engine.oom_limits import OutOfMemory
 from frugal.required import put
-from tests.engine.small_models import ragged_samples, tiny_gpt2
-
-RENAMED = {
-    0: ("_running_engine_backward_count", "_running_engine_step"),
-    2: ("_backward_hook_state", "ipg_buckets", "params_already_reduced", "micro_step_id", "averaged_gradients"),
-    3: ("_backward_hook_state", "ipg_buckets", "params_already_reduced", "_offload_boundary_param_ids"),
-}
-"""Attributes of the engine at stage 0, of its optimizer at the others."""
+from tests.engine.engines import losses_of, plan_here, running
+from tests.engine.small_models import ragged_samples
 
 
 def test_an_attribute_that_is_not_there_is_not_made() -> None:
@@ -30,24 +25,65 @@ def test_an_attribute_that_is_not_there_is_not_made() -> None:
     assert (owner.value, vars(owner)) == (2, {"value": 2})
 
 
-def lacking(zero_stage: int) -> list[str]:
-    """What a reset says without one of the attributes, one after the other; on ranks."""
-    plan = plan_by_hand(world_size=2, global_batch=4, micro_batch=2, zero_stage=zero_stage)
-    engine = initialize(tiny_gpt2(), plan, CausalLM())
-    engine.train_step(ragged_samples(4))
-    owner, said = engine.zero.optimizer if zero_stage else engine.deepspeed, []
-    for name in RENAMED[zero_stage]:
-        value: Any = vars(owner).pop(name)
-        try:
-            engine.zero.reset()
-        except AttributeError as error:
-            said.append(error.name or "")
-        setattr(owner, name, value)
-    engine.zero.reset()
-    engine.destroy()
-    return said
+def differences(before: PythonState, after: PythonState) -> Iterator[str]:
+    """Name what is held at one moment and not at the other; stage 3's parameters apart, which are let go."""
+    now = {id(held): copy for held, copy in after._copies}
+    for held, copy in before._copies:
+        other: Any = now.get(id(held))
+        if other is None:
+            yield f"{type(held).__name__} of {len(held)} items is held no more"
+        elif isinstance(copy, dict):
+            same = {
+                name for name in copy.keys() & other.keys() if copy[name] is other[name] or copy[name] == other[name]
+            }
+            yield from (f"{name}: {copy.get(name)}, {other.get(name)}" for name in (copy.keys() | other.keys()) - same)
+        elif [*map(id, copy)] != [*map(id, other)]:
+            yield f"{copy}, {other}"
 
 
-@pytest.mark.parametrize("zero_stage", RENAMED)
-def test_a_renamed_attribute_is_an_error_of_the_reset(two_ranks: Ranks, zero_stage: int) -> None:
-    assert two_ranks.run(lacking, zero_stage) == [list(RENAMED[zero_stage])] * 2
+def left_behind(zero_stage: int, options: dict[str, Any]) -> tuple[bool, bool, list[str], list[str]]:
+    """Whether memory ran out in a backward, whether that changed anything, what a reset leaves of it, and what a whole
+    step changes; on ranks."""
+    with running(plan_here(zero_stage, **options)) as engine:
+        losses_of(engine, 0, 1)
+
+        def fails(_gradient: torch.Tensor) -> None:
+            raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 GiB")
+
+        def on_output(_module: torch.nn.Module, _inputs: Any, output: Any) -> None:
+            (output if isinstance(output, torch.Tensor) else output[0]).register_hook(fails)
+
+        def state() -> PythonState:
+            zero = engine.zero
+            return PythonState(zero.engine, *zero._own_states(), apart=zero._coordinator())
+
+        at_rest = state()
+        hook = engine.module.transformer.h[0].register_forward_hook(on_output)
+        engine.zero.remember()
+        prepared = engine.prepare(ragged_samples(8))
+        outcome = engine.guard.attempt(lambda: engine.accumulate(prepared.batches, prepared.targets))
+        is_changed = any(differences(at_rest, state()))
+        engine.zero.reset()
+        hook.remove()
+        left = [each for each in differences(at_rest, state()) if not each.startswith("ds_status")]
+        losses_of(engine, 1, 2)
+        return isinstance(outcome, OutOfMemory), is_changed, left, list(differences(at_rest, state()))
+
+
+@pytest.mark.parametrize(
+    ("zero_stage", "options"),
+    [
+        (2, {}), (3, {}),
+        *(pytest.param(stage, options, marks=pytest.mark.exhaustive) for stage, options in (
+            (0, {}), (1, {}), (1, {"offload_optimizer": "cpu"}), (2, {"offload_optimizer": "cpu"}),
+            (2, {"overlap_comm": True}), (3, {"offload_optimizer": "cpu"}), (3, {"persistence_threshold_elements": 0}),
+        )),
+    ],
+)  # fmt: skip
+def test_a_reset_leaves_nothing_of_a_backward_that_ran_out_of_memory(
+    zero_stage: int, options: dict[str, Any], two_ranks: Ranks
+) -> None:
+    for has_failed, is_changed, left, in_a_step in two_ranks.run(left_behind, zero_stage, options):
+        assert has_failed and is_changed
+        assert left == []
+        assert any(each.startswith("global_steps: 1, 2") for each in in_a_step)
