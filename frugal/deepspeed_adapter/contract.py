@@ -12,7 +12,7 @@ from pathlib import Path
 
 from frugal import required
 from frugal.deepspeed_adapter.simulate import mirrored
-from frugal.required import Required, needed
+from frugal.required import needed
 
 _RUNTIME = "deepspeed.runtime"
 _ENGINE = f"{_RUNTIME}.engine:DeepSpeedEngine"
@@ -49,7 +49,6 @@ NAMES = (
         "optimizer",
         "lr_scheduler",
         "device",
-        "global_rank",
     ),
     *needed(
         _ENGINE,
@@ -101,20 +100,8 @@ NAMES = (
     *needed("deepspeed.comm.torch", "a kernel that would be compiled", "build_shm_op()"),
     *needed(
         "deepspeed.comm.torch:TorchBackend",
-        "ranks vote before it",
-        "all_reduce",
-        "inference_all_reduce",
-        "all_reduce_coalesced",
-        "reduce",
-        "reduce_scatter",
-        "reduce_scatter_tensor",
-        "broadcast",
-        "all_gather",
-        "all_gather_into_tensor",
-        "all_gather_base",
-        "all_gather_coalesced",
-        "all_to_all",
-        "all_to_all_single",
+        "ranks vote before what takes it",
+        "all_reduce:async_op",
     ),
     *needed(
         "deepspeed.comm.torch:TorchBackend",
@@ -150,7 +137,6 @@ NAMES = (
         "__param_id_to_grad_partition",
         "offload_optimizer",
         "norm_for_param_grads",
-        "reset_cpu_buffers(self)",
         "get_param_id(self, param)",
         "_offload_grad_partition_at_boundary(self, param, grad_buffer, offload_fp32_gradients, offload_fp32_offsets)",
         "_swap_out_offload_fp32_gradients(self, offload_fp32_gradients, offload_fp32_offsets)",
@@ -286,16 +272,7 @@ NAMES = (
         "on_accelerator(self, tensor)",
     ),
     *needed("deepspeed.utils.groups", "process groups are put back", "_WORLD_GROUP"),
-    *(
-        Required(f"{_RUNTIME}.zero.{module}", "assert_ints_same_as_other_ranks", "there are no other ranks", "(ints)")
-        for module in ("partitioned_param_coordinator", "partition_parameters", "stage3", "parameter_offload")
-    ),
-    *needed(
-        f"{_RUNTIME}.zero.linear",
-        "there is no autocast on meta",
-        "_is_autocast_enabled(device_type)",
-        "_get_autocast_dtype(device_type)",
-    ),
+    *needed(_COORDINATOR.partition(":")[0], "there are no other ranks", "assert_ints_same_as_other_ranks(ints)"),
     *needed("deepspeed.utils.nvtx", "asks torch.compile at every call", "enable_nvtx"),
     *needed("deepspeed.ops.adam.fused_adam", "stands for a kernel", "FusedAdamBuilder"),
     *needed("deepspeed.ops.adam.cpu_adam", "stands for a kernel", "CPUAdamBuilder"),

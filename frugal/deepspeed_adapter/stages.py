@@ -354,7 +354,7 @@ class Zero3(Zero):
         return deepspeed.zero.GatheredParameters([parameter])
 
     def layout(self) -> StateLayout:
-        names, rank = self._names(), self.engine.global_rank
+        names, rank = self._names(), dist.get_rank()
         return StateLayout(
             slots=tuple(checkpoint_files.parts(group, names, rank) for group in self.optimizer.fp16_groups),
             frozen=tuple(piece for each in self._frozen() for piece in checkpoint_files.parts([each], names, rank)),
