@@ -42,15 +42,15 @@ def init_distributed(method: str) -> None:
 def exchange_within(size: int) -> "Callable[[Tensor, Tensor], None]":
     """Return a function that exchanges tensors among each `size` consecutive ranks: it writes an all-to-all over
     dimension 0 of its second argument into its first. Collective: every rank calls it."""
-    import deepspeed.comm as deepspeed_comm
     import torch.distributed as dist
+    from deepspeed import comm
 
     rank = dist.get_rank()
     groups = [dist.new_group(range(start, start + size)) for start in range(0, dist.get_world_size(), size)]
     own = groups[rank // size]
 
     def exchange(received: "Tensor", sent: "Tensor") -> None:
-        deepspeed_comm.all_to_all_single(received, sent, group=own)
+        comm.all_to_all_single(received, sent, group=own)
 
     return exchange
 

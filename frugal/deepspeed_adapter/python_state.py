@@ -33,7 +33,7 @@ def _contents(*roots: Any, apart: Any) -> Iterator[tuple[Any, Any]]:
         held = each if isinstance(each, _CONTAINERS) else vars(each)
         copy: Any = dict(held) if isinstance(held, dict) else list(held)
         yield held, copy
-        waiting += [item for item in _values(copy) if _is_entered(type(item))]
+        waiting += [item for item in _values(copy) if _is_entered(item.__class__)]
 
 
 def _values(copy: Any) -> Any:
@@ -41,7 +41,7 @@ def _values(copy: Any) -> Any:
 
 
 @functools.cache
-def _is_entered(kind: type) -> bool:
+def _is_entered(kind: Any) -> bool:
     module = kind.__module__
     is_of_runtime = module.startswith("deepspeed.runtime.") and not issubclass(kind, Enum)
     return issubclass(kind, _CONTAINERS) or (is_of_runtime and "config" not in module and "swap_tensor" not in module)

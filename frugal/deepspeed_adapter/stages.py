@@ -7,10 +7,10 @@ A stage is chosen by the plan. Names of DeepSpeed 0.19.8; a missing one raises.
 they are the same. The inner one updates flat fp32 tensors, the masters: see `checkpoint_files`.
 """
 
+import functools
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
-from itertools import chain
 from typing import Any, ClassVar
 
 import deepspeed
@@ -95,7 +95,7 @@ class Zero(ABC):
 
     def _own_states(self) -> Iterator[Any]:
         """Yield the attributes that DeepSpeed gives the model's parameters."""
-        return map(vars, self.engine.module.parameters())
+        yield from map(vars, self.engine.module.parameters())
 
     def _coordinator(self) -> Any:
         """Return the object that has a state of its own, which `reset` does not go back to."""
@@ -293,7 +293,16 @@ class Zero3(Zero):
         self._is_recording = True
 
     def _own_states(self) -> Iterator[Any]:
-        return chain(super()._own_states(), self._of_modules)
+        """Yield also what it gives modules: sets, and containers of parameters with attributes."""
+        yield from super()._own_states()
+        yield from self._of_modules
+
+    @functools.cached_property
+    def _of_modules(self) -> list[Any]:
+        modules = list(self.engine.module.modules())
+        sets = (vars(each)[name] for each in modules for name in vars(each) if name.startswith("ds_"))
+        containers = (getattr(each._parameters, "__dict__", ()) for each in modules)
+        return [*containers, *(each for each in sets if isinstance(each, set))]
 
     def _coordinator(self) -> Any:
         return self.optimizer.parameter_offload.get_param_coordinator()
@@ -321,14 +330,6 @@ class Zero3(Zero):
         put(coordinator, "reset_step", record_again)
         put(self.optimizer, "_post_step", end)
         self._without_trace = PythonState(coordinator)
-        self._of_modules = [
-            state
-            for module in self.engine.module.modules()
-            for state in (
-                getattr(module._parameters, "__dict__", {}),
-                getattr(module, "ds_recompute_parameters", set()),
-            )
-        ]
 
     def masters(self) -> list[Tensor]:
         if self.strategy.offload_optimizer == "nvme":  # they come from the disk and go back there, one by one

@@ -71,7 +71,7 @@ def left_behind(zero_stage: int, options: dict[str, Any]) -> tuple[bool, bool, l
 
         def state() -> PythonState:
             zero = engine.zero
-            return PythonState(zero.engine, *zero._own_states(), apart=zero._coordinator())
+            return PythonState(zero.engine, *map(vars, engine.module.parameters()), apart=zero._coordinator())
 
         at_rest = state()
         hook = engine.module.transformer.h[0].register_forward_hook(on_output)
