@@ -135,7 +135,12 @@ def _instance_attributes(owner: type) -> frozenset[str]:
 
 
 def _form(value: Any) -> str:
-    return f"({', '.join(inspect.signature(_unwrapped(value)).parameters)})" if callable(value) else repr(value)
+    return f"({', '.join(parameters(value))})" if callable(value) else repr(value)
+
+
+def parameters(function: Any) -> list[str]:
+    """Return the names of a function's parameters, without its decorators."""
+    return list(inspect.signature(_unwrapped(function)).parameters)
 
 
 def _holds(value: Any, form: str) -> bool:

@@ -50,8 +50,7 @@ NAMES = (
         "torch.cuda.memory", "measured timelines",
         "_record_memory_history(enabled, context, stacks, max_entries, device, clear_history)", "_snapshot(device)",
     ),
-    *needed("torch.optim.adam", "there are no fused kernels on meta", "_device_dtype_check_for_fused"),
-    *needed("torch.optim.sgd", "there are no fused kernels on meta", "_device_dtype_check_for_fused"),
+    *needed("torch.optim.optimizer", "there are no fused kernels on meta", "_get_fused_kernels_supported_devices()"),
     *needed(
         "torch.optim:Adam", "moments are made before the vote",
         "_init_group(self, group, params_with_grad, grads, exp_avgs, exp_avg_sqs, max_exp_avg_sqs, state_steps)",
@@ -63,17 +62,18 @@ NAMES = (
         "aten._foreach_norm", "aten._fused_adam_", "aten._fused_adamw_", "aten._fused_rms_norm", "aten._fused_sgd_",
         "aten._ctc_loss", "aten._ctc_loss_backward", "aten._grouped_mm", "aten._pack_padded_sequence",
         "aten._unsafe_view",
-        "aten._local_scalar_dense",
-        "aten._log_softmax", "aten._safe_softmax", "aten._softmax_backward_data",
+        "aten._safe_softmax", "aten._softmax_backward_data",
         "aten._scaled_dot_product_cudnn_attention", "aten._scaled_dot_product_cudnn_attention_backward",
         "aten._scaled_dot_product_efficient_attention", "aten._scaled_dot_product_efficient_attention_backward",
         "aten._scaled_dot_product_flash_attention", "aten._scaled_dot_product_flash_attention_backward",
         "aten._scaled_dot_product_flash_attention_for_cpu", "aten._scaled_dot_product_flash_attention_for_cpu_backward",
-        "aten._scaled_dot_product_fused_attention_overrideable", "aten._scaled_mm", "aten._softmax", "aten._to_copy",
-        "aten._unique2",
+        "aten._scaled_mm", "aten._unique2",
     ),
 )  # fmt: skip
-"""Every private name of torch that this package uses, and why."""
+"""Every private name of torch that this package uses, and why.
+
+Operators of the Core ATen IR, which torch documents, are none: https://pytorch.org/docs/stable/torch.compiler_ir.html.
+"""
 
 required.verify("torch", NAMES)
 
@@ -89,8 +89,8 @@ VARLEN = "torch_attn"
 RUN_BACKWARD = torch.autograd.graph._engine_run_backward.__code__
 """The code of the frame in which autograd runs a backward."""
 
-FUSED_CHECKS = ("torch.optim.adam._device_dtype_check_for_fused", "torch.optim.sgd._device_dtype_check_for_fused")
-"""Functions that refuse fused optimizers on devices without a fused kernel."""
+FUSED_DEVICES = "torch.optim.optimizer._get_fused_kernels_supported_devices"
+"""The function that returns the kinds of devices with fused kernels of optimizers."""
 
 without_modes: Callable[[], AbstractContextManager[Any]] = torch.utils._python_dispatch._disable_current_modes
 """A context in which no `TorchDispatchMode` is active."""

@@ -11,20 +11,13 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
-from frugal.required import put
+from frugal.required import parameters, put
 
 if TYPE_CHECKING:
     from torch import Tensor
 
 ON_CPU = {"DS_ACCELERATOR": "cpu"}
 """Environment variables of ranks whose device is the host."""
-
-COLLECTIVES = (
-    "all_reduce", "inference_all_reduce", "all_reduce_coalesced", "reduce", "reduce_scatter", "reduce_scatter_tensor",
-    "broadcast", "all_gather", "all_gather_into_tensor", "all_gather_base", "all_gather_coalesced", "all_to_all",
-    "all_to_all_single",
-)  # fmt: skip
-"""The backend's methods that training calls on all ranks at once; a test holds that there are no more."""
 
 DIRECT = ("all_gather_function", "reduce_scatter_function")
 """Functions of torch.distributed that the backend calls by names of its own."""
@@ -49,15 +42,15 @@ def init_distributed(method: str) -> None:
 def exchange_within(size: int) -> "Callable[[Tensor, Tensor], None]":
     """Return a function that exchanges tensors among each `size` consecutive ranks: it writes an all-to-all over
     dimension 0 of its second argument into its first. Collective: every rank calls it."""
-    import deepspeed.comm as deepspeed_comm
     import torch.distributed as dist
+    from deepspeed import comm
 
     rank = dist.get_rank()
     groups = [dist.new_group(range(start, start + size)) for start in range(0, dist.get_world_size(), size)]
     own = groups[rank // size]
 
     def exchange(received: "Tensor", sent: "Tensor") -> None:
-        deepspeed_comm.all_to_all_single(received, sent, group=own)
+        comm.all_to_all_single(received, sent, group=own)
 
     return exchange
 
@@ -79,9 +72,19 @@ def backend() -> Any:
 
 def guard(guarded: Callable[[Collective], Collective]) -> None:
     """Replace each of the process's collectives by `guarded` of it, instead of an earlier guard."""
-    for name in COLLECTIVES:
+    for name in collectives_of(type(backend())):
         vars(backend()).pop(name, None)  # an earlier one's, in front of the class's method
         put(backend(), name, guarded(getattr(backend(), name)))
+
+
+def collectives_of(kind: type) -> list[str]:
+    """Return the methods of a backend that ranks enter together, with the like: those that take `async_op`."""
+    methods = {name: getattr(kind, name) for name in dir(kind) if not name.startswith("_") and name not in _UNLIKE}
+    return [name for name, method in methods.items() if callable(method) and "async_op" in parameters(method)]
+
+
+_UNLIKE = ("barrier", "gather", "scatter")
+"""Methods that ranks call with other arguments than rank 0, outside of steps alone."""
 
 
 @dataclass(frozen=True)

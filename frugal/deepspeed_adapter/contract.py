@@ -12,7 +12,7 @@ from pathlib import Path
 
 from frugal import required
 from frugal.deepspeed_adapter.simulate import mirrored
-from frugal.required import Required, needed
+from frugal.required import needed
 
 _RUNTIME = "deepspeed.runtime"
 _ENGINE = f"{_RUNTIME}.engine:DeepSpeedEngine"
@@ -23,7 +23,6 @@ _OFFLOAD = f"{_RUNTIME}.zero.parameter_offload"
 _SPLITTING = f"{_RUNTIME}.zero.partition_parameters"
 _RESET = "reset after out of memory"
 _OWN = "no gradient of another step, or of another parameter"
-_CATEGORY = "counted under its purpose"
 _LAYOUT = "where states lie, for checkpoints"
 _SPLIT = "a parameter that is split"
 _DEVICE = "a pretended device"
@@ -31,26 +30,19 @@ _AT_ONCE = "no loops over ranks in dry runs"
 
 NAMES = (
     # An engine, from its beginning to its end
-    *needed("deepspeed", "makes the engine and its process group", "initialize", "init_distributed"),
-    *needed("deepspeed", "an engine of a user's own loop", "DeepSpeedEngine"),
-    *needed("deepspeed", "parameters are split one by one, and gathered again", "zero.Init", "zero.GatheredParameters"),
     *needed("deepspeed.constants", "how long ranks wait for each other", "default_pg_timeout"),
     *needed(
         _ENGINE,
         "one global batch",
-        "backward(self, loss, retain_graph, scale_wrt_gas)",
         "set_gradient_accumulation_boundary(self, is_boundary)",
-        "step(self, lr_kwargs)",
         "was_step_applied(self)",
         "get_global_grad_norm(self)",
         "fp16_enabled(self)",
         "get_lr(self)",
         "destroy(self)",
         "_set_client_model:module",
-        "optimizer",
         "lr_scheduler",
         "device",
-        "global_rank",
     ),
     *needed(
         _ENGINE,
@@ -65,7 +57,9 @@ NAMES = (
         "_broadcast_model(self)",
         "clip_fp32_gradients(self)",
     ),
-    *needed(_ENGINE, "a gradient of the model's output is refused", "_backward_prologue(self)"),
+    *needed(
+        _ENGINE, "a gradient of the model's output is refused", "_backward_prologue(self)", "_running_engine_backward"
+    ),
     *needed("deepspeed.utils.torch", "transforms of torch.func are refused", "is_functorch_transforming()"),
     *needed(
         f"{_OFFLOAD}:DeepSpeedZeRoOffload",
@@ -77,7 +71,6 @@ NAMES = (
         f"{_RUNTIME}.fp16.unfused_optimizer:FP16_UnfusedOptimizer",
         "stage 0 in half precision, in dry runs",
         "optimizer",
-        "fp32_groups",
     ),
     *needed(
         f"{_SPLITTING}:InsertPostInitMethodToModuleSubClasses",
@@ -87,34 +80,13 @@ NAMES = (
     *needed(f"{_SPLITTING}:Init", "buffers of a partitioned model go there", "local_device"),
     *needed(f"{_RUNTIME}.compiler", "replaced while Muon is imported, which would compile", "compile"),
     *needed(f"{_RUNTIME}.zero.muon.muon_optimizer", "imported without compiling it", ""),
-    *needed(
-        "deepspeed.accelerator.abstract_accelerator:DeepSpeedAccelerator",
-        "the device's abilities",
-        "create_op_builder(self, class_name)",
-        "device_name(self, device_index)",
-        "is_bf16_supported(self)",
-        "is_fp16_supported(self)",
-    ),
     # Collectives: ranks vote before each
     *needed("deepspeed.comm.comm", "the object that all collectives go through", "cdb"),
-    *needed("deepspeed.comm.comm", "ranks exchange parts of a sample", "all_to_all_single"),
     *needed("deepspeed.comm.torch", "a kernel that would be compiled", "build_shm_op()"),
     *needed(
         "deepspeed.comm.torch:TorchBackend",
-        "ranks vote before it",
-        "all_reduce",
-        "inference_all_reduce",
-        "all_reduce_coalesced",
-        "reduce",
-        "reduce_scatter",
-        "reduce_scatter_tensor",
-        "broadcast",
-        "all_gather",
-        "all_gather_into_tensor",
-        "all_gather_base",
-        "all_gather_coalesced",
-        "all_to_all",
-        "all_to_all_single",
+        "ranks vote before what takes it",
+        "all_reduce:async_op",
     ),
     *needed(
         "deepspeed.comm.torch:TorchBackend",
@@ -123,17 +95,8 @@ NAMES = (
         "reduce_scatter_function",
     ),
     # Back to the state before a global batch that ran out of memory
-    *needed(
-        _ENGINE,
-        _RESET,
-        "_running_engine_backward",
-        "_running_engine_backward_count",
-        "_running_engine_step",
-    ),
-    *needed(f"{_RUNTIME}.base_optimizer", _RESET, "BackwardHookStateManager._grad_acc_post_hooks"),
-    *needed(f"{_RUNTIME}.base_optimizer", _RESET, "ZeROOptimizer._backward_hook_state"),
-    *needed(f"{_RUNTIME}.zero.stage_1_and_2:IPGBucket", _RESET, "clear(self)", "buffer"),
-    *needed(f"{_RUNTIME}.zero.stage_1_and_2", _RESET, "INITIAL_MICRO_STEP_ID"),
+    *needed(_OFFLOAD, _RESET, "FWD_MODULE_STACK"),
+    *needed(_COORDINATOR, _RESET, "reset_step(self)"),
     *needed(
         "deepspeed.utils",
         "modules within gather nothing themselves",
@@ -146,56 +109,35 @@ NAMES = (
         "gradients in a tiled MLP are reduced when they are whole",
         "_register_deepspeed_module:ds_z3_leaf_module",
     ),
-    *needed(
-        _ZERO12,
-        _RESET,
-        "zero_grad(self, set_to_none)",
-        "ipg_buckets",
-        "params_already_reduced",
-        "_release_ipg_buffers(self)",
-        "micro_step_id",
-        "extra_large_param_to_reduce",
-        "previous_reduced_grads",
-        "averaged_gradients",
-        "all_grad_tensors",
-        "_offload_accumulated_param_ids",
-        "reset_cpu_buffers(self)",
-        "single_partition_of_fp32_groups",
-    ),
-    *needed(f"{_RUNTIME}.zero.stage3:IPGBucketZ3", _RESET, "clear_params(self)"),
-    *needed(
-        _ZERO3,
-        _RESET,
-        "ipg_buckets",
-        "params_already_reduced",
-        "zero_grad(self, set_to_none)",
-        "averaged_gradients",
-        "fp32_partitioned_groups_flat",
-        "_offload_boundary_param_ids",
-        "parameter_offload",
-    ),
     # Gradients: the sum over this global batch, and none of an earlier one
     *needed(
         _ZERO3,
         _OWN,
+        "ipg_buckets",
+        "_offload_boundary_param_ids",
+        "parameter_offload",
         "independent_gradient_partition_epilogue(self)",
         "_pre_step(self)",
         "micro_step_id",
         "__param_id_to_grad_partition",
         "offload_optimizer",
         "norm_for_param_grads",
-        "reset_cpu_buffers(self)",
         "get_param_id(self, param)",
         "_offload_grad_partition_at_boundary(self, param, grad_buffer, offload_fp32_gradients, offload_fp32_offsets)",
         "_swap_out_offload_fp32_gradients(self, offload_fp32_gradients, offload_fp32_offsets)",
         "__reduce_and_partition_ipg_grads(self, communication_data_type)",
     ),
     *needed(_COORDINATOR, _OWN, "__all_gather_params(self, params, forward)"),
+    *needed(f"{_OFFLOAD}:DeepSpeedZeRoOffload", _OWN, "get_param_coordinator(self)"),
     *needed(f"{_RUNTIME}.zero.stage3:IPGBucketZ3", _OWN, "params"),
     *needed(f"{_RUNTIME}.zero.stage_1_and_2:IPGBucket", _OWN, "params"),
     *needed(
         _ZERO12,
         _OWN,
+        "ipg_buckets",
+        "params_already_reduced",
+        "micro_step_id",
+        "_offload_accumulated_param_ids",
         "average_tensor(self, tensor, communication_data_type)",
         "independent_gradient_partition_epilogue(self)",
         "reduce_ready_partitions_and_remove_grads(self, param, i)",
@@ -214,45 +156,7 @@ NAMES = (
         "get_param_id(self, param)",
         "_finalize_cpu_offload_gradient_accumulation(self)",
     ),
-    *needed(_OFFLOAD, _RESET, "FWD_MODULE_STACK", "ZeROOrderedDict._in_forward"),
-    *needed(
-        f"{_OFFLOAD}:DeepSpeedZeRoOffload",
-        _RESET,
-        "get_param_coordinator(self)",
-        "_register_deepspeed_module:ds_recompute_parameters",
-    ),
-    *needed(
-        _COORDINATOR,
-        _RESET,
-        "__active_backward_submodules",
-        "__inflight_param_registry",
-        "__n_available_params",
-        "is_invalid_trace(self)",
-        "is_record_trace(self)",
-        "_invalidate_trace(self)",
-        "reset_step(self)",
-        "release_and_reset_all(self, module)",
-    ),
-    *needed(f"{_SPLITTING}:ZeroParamStatus", _RESET, "INFLIGHT", "NOT_AVAILABLE", "AVAILABLE"),
-    # Categories in dry runs: parameters, gradients, ..., besides those above
-    *needed(
-        _ZERO12,
-        _CATEGORY,
-        "bit16_groups_flat",
-        "round_robin_bit16_meta",
-        "_global_grad_norm",
-        "param_buffer_of_bit16_for_cpu_offload_groups",
-        "temp_grad_buffer_for_cpu_offload",
-        "temp_grad_buffer_for_gpu_offload",
-    ),
-    *needed(
-        _ZERO3,
-        _CATEGORY,
-        "param_groups_fp16_flat_cpu_memory",
-        "grad_partitions_flat_buffer",
-        "_global_grad_norm",
-        "inf_or_nan_tracker",
-    ),
+    *needed(f"{_SPLITTING}:ZeroParamStatus", _SPLIT, "NOT_AVAILABLE", "AVAILABLE"),
     # The optimizer step: ranks vote before it writes weights
     *needed(
         _ZERO3,
@@ -262,7 +166,6 @@ NAMES = (
         "optimizer",
     ),
     *needed(_ZERO12, "torch's own is inside", "optimizer"),
-    *needed("deepspeed.ops.adam", "they count steps in an int", "FusedAdam", "DeepSpeedCPUAdam"),
     *needed(
         _ZERO3,
         "torch's AdamW for a part of the sub-groups, beside the host's",
@@ -270,7 +173,7 @@ NAMES = (
         "subgroup_to_device",
     ),
     # Checkpoints: places of states, and files
-    *needed(_ZERO12, _LAYOUT, "bit16_groups", "_hp_optimizer_states_linked"),
+    *needed(_ZERO12, _LAYOUT, "bit16_groups", "_hp_optimizer_states_linked", "single_partition_of_fp32_groups"),
     *needed("deepspeed.utils.mixed_precision_linkage", _LAYOUT, "_init_lp_to_hp_mapping:_hp_mapping"),
     *needed(
         "deepspeed.utils.tensor_fragment",
@@ -284,6 +187,7 @@ NAMES = (
         _ZERO3,
         _LAYOUT,
         "fp16_groups",
+        "fp32_partitioned_groups_flat",
         "fp16_partitioned_groups",
         "fp16_partitioned_groups_flat",
         "unflatten",
@@ -314,54 +218,16 @@ NAMES = (
     *needed(f"{_RUNTIME}.zero.config", "in every file of states", "ZeroStageEnum"),
     *needed("deepspeed.utils.tensor_fragment", "in files of states", "fragment_address"),
     *needed(
-        f"{_RUNTIME}.checkpoint_engine.checkpoint_engine:CheckpointEngine",
-        "ours remembers failures, for a vote",
-        "create(self, info)",
-        "save(self, state_dict, path)",
-        "makedirs(self, path, exist_ok)",
-        "load(self, path, map_location)",
-        "commit(self, info)",
-    ),
-    *needed(
         _ENGINE,
         "reads and writes files of states",
         "checkpoint_engine",
         "_copy_recovery_script(self, save_path)",
         "module_state_dict(self, destination, prefix, keep_vars, exclude_frozen_parameters)",
-        "save_checkpoint(self, save_dir, tag, client_state, save_latest, exclude_frozen_parameters)",
-        "load_checkpoint",
     ),
     # Dry runs: the pretended device
-    *needed("deepspeed.accelerator", _DEVICE, "get_accelerator()"),
-    *needed("deepspeed.accelerator.real_accelerator", _DEVICE, "get_accelerator()", "set_accelerator(accel_obj)"),
-    *needed(
-        "deepspeed.accelerator.cpu_accelerator:CPU_Accelerator",
-        _DEVICE,
-        "_name",
-        "_communication_backend_name",
-        "device_name(self, device_index)",
-        "current_device(self)",
-        "current_device_name(self)",
-        "device_count(self)",
-        "available_memory(self, device_index)",
-        "total_memory(self, device_index)",
-        "is_fp16_supported(self)",
-        "is_pinned(self, tensor)",
-        "pin_memory(self, tensor)",
-        "stream(self, stream)",
-        "on_accelerator(self, tensor)",
-    ),
+    *needed("deepspeed.accelerator.cpu_accelerator:CPU_Accelerator", _DEVICE, "_name", "_communication_backend_name"),
     *needed("deepspeed.utils.groups", "process groups are put back", "_WORLD_GROUP"),
-    *(
-        Required(f"{_RUNTIME}.zero.{module}", "assert_ints_same_as_other_ranks", "there are no other ranks", "(ints)")
-        for module in ("partitioned_param_coordinator", "partition_parameters", "stage3", "parameter_offload")
-    ),
-    *needed(
-        f"{_RUNTIME}.zero.linear",
-        "there is no autocast on meta",
-        "_is_autocast_enabled(device_type)",
-        "_get_autocast_dtype(device_type)",
-    ),
+    *needed(_COORDINATOR.partition(":")[0], "there are no other ranks", "assert_ints_same_as_other_ranks(ints)"),
     *needed("deepspeed.utils.nvtx", "asks torch.compile at every call", "enable_nvtx"),
     *needed("deepspeed.ops.adam.fused_adam", "stands for a kernel", "FusedAdamBuilder"),
     *needed("deepspeed.ops.adam.cpu_adam", "stands for a kernel", "CPUAdamBuilder"),
@@ -385,20 +251,75 @@ NAMES = (
         "partitions",
     ),
     *needed(f"{_RUNTIME}.zero.stage3", _AT_ONCE, "reduce_scatter_coalesced(tensors, group)"),
-    *needed("deepspeed.comm", _AT_ONCE, "get_rank", "get_world_size"),
     *needed(f"{_RUNTIME}.engine", "simulated", "MEMORY_OPT_ALLREDUCE_SIZE = 500000000"),
 )
-"""Every name of DeepSpeed that this package uses, and why."""
+"""Every name of DeepSpeed that may go with any release and that this package uses, and why."""
+
+PUBLIC = (
+    *needed("deepspeed", "makes the engine and its process group", "initialize", "init_distributed"),
+    *needed("deepspeed", "an engine of a user's own loop", "DeepSpeedEngine"),
+    *needed("deepspeed", "parameters are split one by one, and gathered again", "zero.Init", "zero.GatheredParameters"),
+    *needed(
+        _ENGINE,
+        "one global batch, and checkpoints",
+        "backward(self, loss, retain_graph, scale_wrt_gas)",
+        "step(self, lr_kwargs)",
+        "optimizer",
+        "save_checkpoint(self, save_dir, tag, client_state, save_latest, exclude_frozen_parameters)",
+        "load_checkpoint",
+    ),
+    *needed("deepspeed.ops.adam", "they count steps in an int", "FusedAdam", "DeepSpeedCPUAdam"),
+    *needed("deepspeed.comm", "collectives of torch.distributed", "all_to_all_single", "get_rank", "get_world_size"),
+    *needed("deepspeed.accelerator", "the device", "get_accelerator()"),
+    *needed("deepspeed.accelerator.real_accelerator", _DEVICE, "get_accelerator()", "set_accelerator(accel_obj)"),
+    *needed(
+        "deepspeed.accelerator.abstract_accelerator:DeepSpeedAccelerator",
+        "the device's abilities",
+        "create_op_builder(self, class_name)",
+        "device_name(self, device_index)",
+        "is_bf16_supported(self)",
+        "is_fp16_supported(self)",
+        "synchronize(self, device_index)",
+    ),
+    *needed(
+        "deepspeed.accelerator.cpu_accelerator:CPU_Accelerator",
+        _DEVICE,
+        "device_name(self, device_index)",
+        "current_device(self)",
+        "current_device_name(self)",
+        "device_count(self)",
+        "available_memory(self, device_index)",
+        "total_memory(self, device_index)",
+        "is_fp16_supported(self)",
+        "is_pinned(self, tensor)",
+        "pin_memory(self, tensor)",
+        "stream(self, stream)",
+        "on_accelerator(self, tensor)",
+    ),
+    *needed(
+        f"{_RUNTIME}.checkpoint_engine.checkpoint_engine:CheckpointEngine",
+        "ours remembers failures, for a vote",
+        "create(self, info)",
+        "save(self, state_dict, path)",
+        "makedirs(self, path, exist_ok)",
+        "load(self, path, map_location)",
+        "commit(self, info)",
+    ),
+)
+"""Names that DeepSpeed documents, or leaves to others to implement: expected to stay, and checked all the same.
+
+https://deepspeed.readthedocs.io, https://www.deepspeed.ai/tutorials/accelerator-abstraction-interface.
+"""
 
 
 @functools.cache  # some 60 ms, once a process
 def verify() -> None:
-    """Refuse a DeepSpeed that lacks a name in the table.
+    """Refuse a DeepSpeed that lacks a name in the tables.
 
     Raises:
         RequestError: it lists the missing names.
     """
-    required.verify("deepspeed", NAMES, title="DeepSpeed")
+    required.verify("deepspeed", (*NAMES, *PUBLIC), title="DeepSpeed")
 
 
 def main(arguments: list[str]) -> int:
@@ -406,7 +327,7 @@ def main(arguments: list[str]) -> int:
 
     `arguments`: the folder of the DeepSpeed that was tested, to show how sources differ from it; or nothing.
     """
-    gaps = required.missing(NAMES)
+    gaps = required.missing((*NAMES, *PUBLIC))
     changes = list(mirrored.changes(mirrored.package_folder(), *map(Path, arguments)))
     lines = [
         f"DeepSpeed {version('deepspeed')}; tested: {', '.join(required.TESTED['deepspeed'])}",

@@ -7,6 +7,7 @@ A stage is chosen by the plan. Names of DeepSpeed 0.19.8; a missing one raises.
 they are the same. The inner one updates flat fp32 tensors, the masters: see `checkpoint_files`.
 """
 
+import functools
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
@@ -14,20 +15,20 @@ from typing import Any, ClassVar
 
 import deepspeed
 import torch
+import torch.distributed as dist
 import torch.nn.functional as F
+from deepspeed.accelerator import get_accelerator
 from deepspeed.ops.adam import DeepSpeedCPUAdam, FusedAdam
-from deepspeed.runtime.base_optimizer import BackwardHookStateManager
 from deepspeed.runtime.fp16.unfused_optimizer import FP16_UnfusedOptimizer
 from deepspeed.runtime.zero import parameter_offload
-from deepspeed.runtime.zero.parameter_offload import ZeROOrderedDict
 from deepspeed.runtime.zero.partition_parameters import InsertPostInitMethodToModuleSubClasses, ZeroParamStatus
 from deepspeed.runtime.zero.stage3 import DeepSpeedZeroOptimizer_Stage3
-from deepspeed.runtime.zero.stage_1_and_2 import INITIAL_MICRO_STEP_ID, DeepSpeedZeroOptimizer
+from deepspeed.runtime.zero.stage_1_and_2 import DeepSpeedZeroOptimizer
 from torch import Tensor, nn
 
 from frugal.deepspeed_adapter import checkpoint_files
 from frugal.deepspeed_adapter.checkpoint_files import Piece, StateLayout
-from frugal.deepspeed_adapter.zero3_graph import gathering
+from frugal.deepspeed_adapter.python_state import PythonState, within
 from frugal.planning.memory.timeline import COMMUNICATION, GRADIENTS, OPTIMIZER, PARAMETERS
 from frugal.planning.strategy import Strategy
 from frugal.required import put
@@ -55,10 +56,6 @@ class Zero(ABC):
 
     # Tensors
 
-    _KEPT: ClassVar[dict[int, tuple[str, ...]]] = {}
-    """Attributes of `optimizer` with tensors of its own, by category; behind them those it has when offloading."""
-    _KEPT_OFFLOADING: ClassVar[dict[int, tuple[str, ...]]] = {}
-
     def kept(self) -> Iterator[tuple[Tensor, int]]:
         """Yield every tensor that model, gradients and optimizer keep, with its category. The first category of a
         storage counts."""
@@ -70,43 +67,39 @@ class Zero(ABC):
             yield buffer, PARAMETERS
         for state in self.inner.state.values():
             yield from ((value, OPTIMIZER) for value in state.values() if isinstance(value, Tensor))
-        is_offloading = self.strategy.offload_optimizer != "none"
-        for names in (self._KEPT, self._KEPT_OFFLOADING if is_offloading else {}):
-            for category, attributes in names.items():
-                for name in attributes:
-                    yield from ((tensor, category) for tensor in _tensors(getattr(self.optimizer, name)))
+        flat_tensors = self.flat_tensors()
+        yield from ((flat, OPTIMIZER) for flat in flat_tensors)
+        yield from ((flat.grad, GRADIENTS) for flat in flat_tensors if flat.grad is not None)
         if self.strategy.zero_stage:
-            buckets = [bucket.buffer for bucket in self.optimizer.ipg_buckets.values()]
-            yield from ((tensor, COMMUNICATION) for tensor in _tensors(buckets))
-            for flat in self.flat_tensors():
-                if flat.grad is not None:
-                    yield flat.grad, GRADIENTS
+            yield from ((tensor, COMMUNICATION) for tensor in within(Tensor, self.optimizer.ipg_buckets))
+            yield from ((tensor, GRADIENTS) for tensor in within(Tensor, self.optimizer, apart=self._coordinator()))
 
     def _of_parameter(self, parameter: nn.Parameter) -> Iterator[tuple[Tensor, int]]:
         yield parameter.data, PARAMETERS
 
     # After memory ran out
 
+    def remember(self) -> None:
+        """Remember the state between two optimizer steps, which `reset` goes back to. Call it before each attempt."""
+        self._at_rest = PythonState(self.engine, *self._own_states(), apart=self._coordinator())
+        self._gradients_at_rest = [(flat, flat.grad) for flat in self.flat_tensors()]
+
     def reset(self) -> None:
-        """Go back to before the first micro-step of a global batch. No communication."""
-        for name, value in (
-            ("_running_engine_backward", False),
-            ("_running_engine_backward_count", 0),
-            ("_running_engine_step", False),
-        ):
-            put(self.engine, name, value)
+        """Go back to what was remembered, before the first micro-step of a global batch. No communication."""
+        get_accelerator().synchronize()  # copies to the host that are under way would arrive in the next attempt
         for parameter in self.engine.module.parameters():
             parameter.grad = None
-        self._reset_optimizer()
+        self._at_rest.put_back()
+        for flat, gradient in self._gradients_at_rest:
+            flat.grad = gradient
 
-    @abstractmethod
-    def _reset_optimizer(self) -> None: ...
+    def _own_states(self) -> Iterator[Any]:
+        """Yield the attributes that DeepSpeed gives the model's parameters."""
+        yield from map(vars, self.engine.module.parameters())
 
-    def _forget_backward(self) -> None:
-        """Reset the hooks and buckets of stages 1 to 3 after a backward that was begun."""
-        fresh = BackwardHookStateManager()
-        put(fresh, "_grad_acc_post_hooks", self.optimizer._backward_hook_state._grad_acc_post_hooks)
-        put(self.optimizer, "_backward_hook_state", fresh)
+    def _coordinator(self) -> Any:
+        """Return the object that has a state of its own, which `reset` does not go back to."""
+        return None
 
     # The optimizer step
 
@@ -223,9 +216,6 @@ class Zero0(Zero):
 
     _kind = torch.optim.Optimizer
 
-    def _reset_optimizer(self) -> None:
-        self.optimizer.zero_grad(set_to_none=True)
-
     def masters(self) -> list[Tensor]:
         return [parameter for parameter in self.flat_tensors() if parameter.requires_grad]
 
@@ -244,7 +234,6 @@ class Zero0Half(Zero0):
     """Stage 0 in bf16 or fp16, with fp32 copies beside the weights. Only dry runs use it; no plan trains so."""
 
     _kind = FP16_UnfusedOptimizer
-    _KEPT: ClassVar[dict[int, tuple[str, ...]]] = {OPTIMIZER: ("fp32_groups",)}
 
 
 class Zero12(Zero):
@@ -252,40 +241,6 @@ class Zero12(Zero):
     too."""
 
     _kind = DeepSpeedZeroOptimizer
-    _KEPT: ClassVar[dict[int, tuple[str, ...]]] = {
-        OPTIMIZER: ("single_partition_of_fp32_groups",),
-        PARAMETERS: ("bit16_groups_flat", "round_robin_bit16_meta"),
-        GRADIENTS: ("averaged_gradients", "all_grad_tensors", "_global_grad_norm"),
-    }
-    _KEPT_OFFLOADING: ClassVar[dict[int, tuple[str, ...]]] = {
-        PARAMETERS: ("param_buffer_of_bit16_for_cpu_offload_groups",),
-        GRADIENTS: (
-            "accumulated_grads_in_cpu", "temp_grad_buffer_for_cpu_offload", "temp_grad_buffer_for_gpu_offload",
-            "norm_for_param_grads",
-        ),
-    }  # fmt: skip
-
-    def _reset_optimizer(self) -> None:
-        optimizer = self.optimizer
-        optimizer.zero_grad(set_to_none=True)  # also the gradients that are summed beside the parameters' own
-        self._forget_backward()
-        for bucket in optimizer.ipg_buckets.values():
-            bucket.clear()
-        put(optimizer, "params_already_reduced", [False] * len(optimizer.params_already_reduced))
-        optimizer._release_ipg_buffers()
-        put(optimizer, "micro_step_id", INITIAL_MICRO_STEP_ID)
-        optimizer.extra_large_param_to_reduce.clear()
-        for gradients in optimizer.previous_reduced_grads.values():
-            gradients.clear()
-        for gathered in (optimizer.averaged_gradients, optimizer.all_grad_tensors):
-            for key in gathered:
-                gathered[key] = None
-        if self.strategy.offload_optimizer != "none":
-            put(optimizer, "_offload_accumulated_param_ids", set())
-            optimizer.reset_cpu_buffers()
-        else:
-            for part in optimizer.single_partition_of_fp32_groups:
-                part.grad = None
 
     def masters(self) -> list[Tensor]:
         return self.flat_tensors()
@@ -309,78 +264,72 @@ class Zero3(Zero):
     """Stage 3: each rank keeps its part of each parameter, and gathers the whole for its use."""
 
     _kind = DeepSpeedZeroOptimizer_Stage3
-    _KEPT: ClassVar[dict[int, tuple[str, ...]]] = {
-        OPTIMIZER: ("fp32_partitioned_groups_flat",),
-        PARAMETERS: ("fp16_partitioned_groups_flat", "param_groups_fp16_flat_cpu_memory"),
-        GRADIENTS: ("averaged_gradients", "grad_partitions_flat_buffer", "_global_grad_norm"),
-        COMMUNICATION: ("inf_or_nan_tracker",),
-    }
-    _KEPT_OFFLOADING: ClassVar[dict[int, tuple[str, ...]]] = {GRADIENTS: ("norm_for_param_grads",)}
 
     def _of_parameter(self, parameter: nn.Parameter) -> Iterator[tuple[Tensor, int]]:
         yield parameter.ds_tensor, PARAMETERS  # type: ignore[attr-defined]  # DeepSpeed's
         yield parameter.data, COMMUNICATION  # gathered for use
 
-    def _reset_optimizer(self) -> None:
-        optimizer = self.optimizer
-        self._forget_backward()
-        for bucket in optimizer.ipg_buckets.values():
-            bucket.clear_params()  # and keep its buffer
-        put(optimizer, "params_already_reduced", dict.fromkeys(optimizer.params_already_reduced, False))
-        optimizer.zero_grad(set_to_none=True)  # also resets the micro-step and the backward epilogue
-        if self.strategy.offload_optimizer == "none":
-            put(optimizer, "averaged_gradients", {})
-            for part in optimizer.fp32_partitioned_groups_flat:
-                part.grad = None
-        else:
-            optimizer.reset_cpu_buffers()
-        put(optimizer, "_offload_boundary_param_ids", set())
-        self._release_parameters()
+    _is_recording = False
 
-    def _release_parameters(self) -> None:
-        """End every gather, and forget the order in which modules used their parameters."""
-        model = self.engine.module
-        for module in gathering(model):
-            module.ds_recompute_parameters.clear()
-        for module in model.modules():
-            if isinstance(module._parameters, ZeROOrderedDict):
-                put(module._parameters, "_in_forward", False)
-        coordinator = self.optimizer.parameter_offload.get_param_coordinator()
-        coordinator._PartitionedParameterCoordinator__active_backward_submodules.clear()
-        if not coordinator.is_invalid_trace():
-            coordinator._invalidate_trace()  # also waits for gathers in flight
-        in_flight = coordinator._PartitionedParameterCoordinator__inflight_param_registry
-        for parameter in model.parameters():
-            if parameter.ds_status == ZeroParamStatus.INFLIGHT and parameter not in in_flight:
-                put(parameter, "ds_status", ZeroParamStatus.NOT_AVAILABLE)  # the vote before the gather stopped it
-        coordinator.release_and_reset_all(model)
-        put(coordinator, "_PartitionedParameterCoordinator__n_available_params", 0)
+    def remember(self) -> None:
+        if not hasattr(self, "_without_trace"):
+            self._record_whole_steps()
+        super().remember()
+
+    def reset(self) -> None:
+        """Also end every gather, and forget the order in which modules used their parameters."""
+        for work in within(dist.Work, self._coordinator()):
+            work.wait()
+        parameters: list[Any] = list(self.engine.module.parameters())
+        gathered = [each for each in parameters if each.ds_status != ZeroParamStatus.NOT_AVAILABLE]
+        super().reset()
+        self._without_trace.put_back()
+        for each in parameters:  # also those that were whole
+            put(each, "ds_status", ZeroParamStatus.NOT_AVAILABLE)
+        for each in gathered:
+            put(each, "ds_status", ZeroParamStatus.AVAILABLE)
+            each.partition()
         parameter_offload.FWD_MODULE_STACK.clear()
-        self._record_whole_step(coordinator)
+        self._is_recording = True
 
-    def _record_whole_step(self, coordinator: Any) -> None:
-        """Record the order of parameters in all micro-steps up to the next optimizer step, not only in the first.
+    def _own_states(self) -> Iterator[Any]:
+        """Yield also what it gives modules: sets, and containers of parameters with attributes."""
+        yield from super()._own_states()
+        yield from self._of_modules
+
+    @functools.cached_property
+    def _of_modules(self) -> list[Any]:
+        modules = list(self.engine.module.modules())
+        sets = (vars(each)[name] for each in modules for name in vars(each) if name.startswith("ds_"))
+        containers = (getattr(each._parameters, "__dict__", ()) for each in modules)
+        return [*containers, *(each for each in sets if isinstance(each, set))]
+
+    def _coordinator(self) -> Any:
+        return self.optimizer.parameter_offload.get_param_coordinator()
+
+    def _record_whole_steps(self) -> None:
+        """Make the coordinator, after a reset, record the order of parameters in all micro-steps up to the next
+        optimizer step, not only in the first.
 
         Small parameters, which usually stay whole, are let go while the order is recorded. The second micro-step would
         gather all of them at once, in an additional buffer that no plan contains; the optimizer step does it one by
         one as always.
         """
-        if "reset_step" in vars(coordinator):  # has begun already
-            return
-        optimizer, reset_step, post_step = self.optimizer, coordinator.reset_step, self.optimizer._post_step
+        coordinator = self._coordinator()
+        begin_micro_step, end_step = coordinator.reset_step, self.optimizer._post_step
 
         def record_again() -> None:
-            if coordinator.is_record_trace():
-                coordinator._invalidate_trace()
-            reset_step()
+            if self._is_recording:
+                self._without_trace.put_back()
+            begin_micro_step()
 
         def end(*args: Any, **kwargs: Any) -> Any:
-            del coordinator.reset_step
-            put(optimizer, "_post_step", post_step)
-            return post_step(*args, **kwargs)
+            self._is_recording = False
+            return end_step(*args, **kwargs)
 
         put(coordinator, "reset_step", record_again)
-        put(optimizer, "_post_step", end)
+        put(self.optimizer, "_post_step", end)
+        self._without_trace = PythonState(coordinator)
 
     def masters(self) -> list[Tensor]:
         if self.strategy.offload_optimizer == "nvme":  # they come from the disk and go back there, one by one
@@ -406,7 +355,7 @@ class Zero3(Zero):
         return deepspeed.zero.GatheredParameters([parameter])
 
     def layout(self) -> StateLayout:
-        names, rank = self._names(), self.engine.global_rank
+        names, rank = self._names(), dist.get_rank()
         return StateLayout(
             slots=tuple(checkpoint_files.parts(group, names, rank) for group in self.optimizer.fp16_groups),
             frozen=tuple(piece for each in self._frozen() for piece in checkpoint_files.parts([each], names, rank)),
@@ -453,18 +402,6 @@ class Zero3(Zero):
         F.linear = InsertPostInitMethodToModuleSubClasses.linear_bk  # DeepSpeed's keeps inputs of frozen layers, too
 
 
-def _tensors(value: Any) -> Iterator[Tensor]:
-    """Yield tensors in nested lists and dicts; nothing where a group has none at the moment."""
-    if isinstance(value, Tensor):
-        yield value
-    elif isinstance(value, (list, tuple)):
-        for item in value:
-            yield from _tensors(item)
-    elif isinstance(value, dict):
-        for item in value.values():
-            yield from _tensors(item)
-
-
 def of(engine: Any, strategy: Strategy) -> Zero:
     """Return the stage of an engine."""
     kinds: dict[int, type[Zero]] = {0: Zero0, 1: Zero12, 2: Zero12, 3: Zero3}
@@ -482,8 +419,7 @@ def kept_by(module: nn.Module) -> Iterator[tuple[Tensor, int]] | None:
     stage = stages.get(type(optimizer), 0 if isinstance(optimizer, torch.optim.Optimizer) else None)
     if stage is None:
         return None
-    is_offloading = bool(stage and module.zero_offload_optimizer())
-    return of(module, Strategy(zero_stage=stage, offload_optimizer="cpu" if is_offloading else "none")).kept()
+    return of(module, Strategy(zero_stage=stage)).kept()
 
 
 def overlaps(module: nn.Module) -> bool:

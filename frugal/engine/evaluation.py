@@ -62,6 +62,7 @@ def evaluate(engine: Stepper, samples: Sequence[Sample], metric: Metric | None =
         )
     before = generator_states(engine.device)
     while True:
+        engine.zero.remember()
         cut = share(samples, engine.adaptive_limits.evaluation, engine.group)
         outcome = engine.guard.attempt(partial(_evaluated, engine, samples, cut.places, metric))
         if not isinstance(outcome, OutOfMemory):

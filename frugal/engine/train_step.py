@@ -124,6 +124,7 @@ class Stepper:
         self.own_optimizer = own_optimizer
         # settings of its parameter groups, without what a schedule does to them
         self.group_settings = [] if own_optimizer is None else own_optimizer.settings(zero)
+        zero.remember()
 
     @property
     def module(self) -> nn.Module:
@@ -221,6 +222,7 @@ class Stepper:
         """Try a whole step; return the loss summed over the ranks, and whether all numbers are finite. Collective."""
         self.update.is_begun = False
         self.unused.begin()
+        self.zero.remember()
         try:
             local_loss = self.guard.attempt(partial(self.accumulate, batches, targets))
         except RanksDifferError as difference:

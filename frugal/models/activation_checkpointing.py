@@ -29,6 +29,7 @@ A layer's own input is its first tensor, which it alone keeps. Masks, position b
 shared by the layers, so they stay. On a CPU rank there is nowhere to move it to, and `offloaded` is `full`.
 """
 
+import functools
 from collections import Counter
 from collections.abc import Callable, Sequence
 from functools import partial
@@ -54,16 +55,15 @@ EXPENSIVE = {
     aten._scaled_mm.default,
     aten._grouped_mm.default,
     aten.convolution.default,
-    aten._scaled_dot_product_flash_attention.default,
-    aten._scaled_dot_product_flash_attention_for_cpu.default,
-    aten._scaled_dot_product_efficient_attention.default,
-    aten._scaled_dot_product_cudnn_attention.default,
-    aten._scaled_dot_product_fused_attention_overrideable.default,
 }
+_ATTENTION = "aten::_scaled_dot_product_"
+"""The beginning of the names of attention's kernels, of all devices; so do backwards begin, which run in no forward."""
 
 
+@functools.cache  # asked for every operator of a layer
 def _is_expensive(operator: Any) -> bool:
-    return operator in EXPENSIVE or operator.namespace == torch_internals.VARLEN
+    is_attention = operator.namespace == torch_internals.VARLEN or operator.name().startswith(_ATTENTION)
+    return is_attention or operator in EXPENSIVE
 
 
 def contexts() -> tuple["_Keep", "_Return"]:

@@ -18,13 +18,14 @@ from frugal.required import needed
 
 PACKAGE = Path(frugal.__file__).parent
 ADAPTER = PACKAGE / "deepspeed_adapter"
+TABLE = (*contract.NAMES, *contract.PUBLIC)
 STAGE3 = "deepspeed.runtime.zero.stage3"
 OPTIMIZER = f"{STAGE3}:DeepSpeedZeroOptimizer_Stage3"
 COORDINATOR = "deepspeed.runtime.zero.partitioned_param_coordinator:PartitionedParameterCoordinator"
 
 
 def test_every_name_is_there() -> None:
-    assert required.missing(contract.NAMES) == ()
+    assert required.missing(TABLE) == ()
 
 
 ZERO3 = f"{STAGE3}.DeepSpeedZeroOptimizer_Stage3"
@@ -74,7 +75,7 @@ def test_another_deepspeed_is_refused_with_all_that_it_lacks(monkeypatch: pytest
 
 def known() -> set[str]:
     """Every part of every path in the table, and every module."""
-    return {part for each in contract.NAMES for part in re.split(r"[.:]", each.path)}
+    return {part for each in TABLE for part in re.split(r"[.:]", each.path)}
 
 
 def modules() -> dict[str, ast.Module]:
@@ -106,7 +107,7 @@ def patched(tree: ast.Module) -> Iterator[str]:
 
 def is_in_table(name: str) -> bool:
     """Whether a full name is in the table, or a module of one that is, or below one that is."""
-    paths = {f"{each.module}.{each.path}".rstrip(".") for each in contract.NAMES}
+    paths = {f"{each.module}.{each.path}".rstrip(".") for each in TABLE}
     given = {re.sub(r"\w+:", "", path) for path in paths}  # what a class's method gives counts as the class's
     names = {path.partition(":")[0] for path in paths} | given
     parts = name.split(".")
@@ -211,6 +212,10 @@ def test_as_a_program_it_prints_what_does_not_hold() -> None:
     assert ran.returncode == 0 and told in ran.stdout
 
 
+def test_a_private_name_is_not_called_public() -> None:
+    assert [each.path for each in contract.PUBLIC if re.search(r"(^|[.:])_", each.path)] == []
+
+
 def test_a_required_name_has_a_reason() -> None:
-    assert all(each.why for each in contract.NAMES)
-    assert len({(each.module, each.path, each.why) for each in contract.NAMES}) == len(contract.NAMES)
+    assert all(each.why for each in TABLE)
+    assert len({(each.module, each.path, each.why) for each in TABLE}) == len(TABLE)

@@ -22,18 +22,18 @@ import sys
 import weakref
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
+from functools import partial
 from types import SimpleNamespace
 from typing import Any, ClassVar
 from unittest.mock import patch
 
 import deepspeed.accelerator.real_accelerator as real_accelerator
 import deepspeed.comm.comm as deepspeed_comm
-import deepspeed.runtime.zero.linear as zero_linear
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
 from deepspeed.accelerator.cpu_accelerator import CPU_Accelerator
-from deepspeed.runtime.zero import parameter_offload, partition_parameters, partitioned_param_coordinator, stage3
+from deepspeed.runtime.zero import partitioned_param_coordinator
 from deepspeed.utils import groups
 from torch import Tensor
 
@@ -192,26 +192,23 @@ def _agreement(stack: ExitStack) -> None:
         return dist.group.WORLD if backend == "gloo" else make_group(*args, **kwargs)
 
     stack.enter_context(patch.object(dist, "new_group", new_group))
-    for module in (partitioned_param_coordinator, partition_parameters, stage3, parameter_offload):
-        stack.enter_context(patch.object(module, "assert_ints_same_as_other_ranks", lambda _ints: None))
+    stack.enter_context(patch.object(partitioned_param_coordinator, "assert_ints_same_as_other_ranks", lambda _: None))
 
 
 def _autocast(stack: ExitStack) -> None:
     """Allow autocast on meta, which torch refuses; frugal trains without it, and DeepSpeed only turns it off."""
-    autocast = torch.autocast
+    on_meta = {"autocast": nullcontext(), "is_autocast_enabled": False, "get_autocast_dtype": torch.bfloat16}
 
-    def on_meta(device_type: str, *args: Any, **kwargs: Any) -> Any:
-        return nullcontext() if device_type == "meta" else autocast(device_type, *args, **kwargs)
+    def ask(usual: Callable[..., Any], answer: Any, *args: Any, **kwargs: Any) -> Any:
+        return answer if "meta" in (*args[:1], *kwargs.values()) else usual(*args, **kwargs)
 
-    stack.enter_context(patch.object(torch, "autocast", on_meta))
-    stack.enter_context(patch.object(zero_linear, "_is_autocast_enabled", lambda _device: False))
-    stack.enter_context(patch.object(zero_linear, "_get_autocast_dtype", lambda _device: torch.bfloat16))
+    for name, answer in on_meta.items():
+        stack.enter_context(patch.object(torch, name, partial(ask, getattr(torch, name), answer)))
 
 
 def _fused_optimizers(stack: ExitStack) -> None:
     """Allow fused optimizers on meta: the tracker stands for their kernel."""
-    for check in torch_internals.FUSED_CHECKS:
-        stack.enter_context(patch(check, lambda *_args, **_kwargs: None))
+    stack.enter_context(patch(torch_internals.FUSED_DEVICES, lambda: ["cpu", "cuda", "meta"]))
 
 
 class AdamW8bit(torch.optim.Optimizer):

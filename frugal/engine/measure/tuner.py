@@ -159,6 +159,7 @@ def switch(engine: Stepper, plan: Plan) -> None:
         tiled_loss.remove(engine.module)
     engine.plan = plan
     engine.adaptive_limits = AdaptiveLimits(plan, engine.module)
+    engine.zero.remember()
     abandon(engine.zero)
 
 
