@@ -197,30 +197,6 @@ MIRRORED = (
         free_param="96cebaaa66079050",
     ),
     *_mirrored(
-        "base_optimizer",
-        "stages.Zero._forget_backward",
-        BackwardHookStateManager="edd0f6c2b46114b6",
-    ),
-    *_mirrored(
-        _ZERO12,
-        "stages.Zero12._reset_optimizer",
-        zero_grad="f303979da7baa514",
-        clear_backward_seen_flag="34ffe6eb0b7435de",
-        reset_cpu_buffers="b7809d4108be7b67",
-    ),
-    *_mirrored(
-        _ZERO3,
-        "stages.Zero3._reset_optimizer",
-        zero_grad="359a0a616c12d0c7",
-        clear_backward_seen_flag="022f40f73e1b69d9",
-    ),
-    *_mirrored(
-        _COORDINATOR,
-        "stages.Zero3._release_parameters",
-        _invalidate_trace="cfaf4973534b0b4f",
-        _clean_inflight_param_registry="872ae709ce043811",
-    ),
-    *_mirrored(
         _ZERO3,
         "stages.Zero3.fill_weights",
         _unflatten_partitioned_parameters="00cc8a3f65af736f",
