@@ -135,8 +135,10 @@ def check_model(
         batch_norm.check(whole, choice)
     notes = _other_inputs(spec)
     if spec.layer_drop:
-        settings = " and ".join(f"{name} {share:g}" for name, share in spec.layer_drop)
-        notes.append(f"{LAYER_DROP}: {settings} set to 0, because ranks would leave out different layers")
+        notes.append(
+            f"{LAYER_DROP}: {' and '.join(f'{name} {share:g}' for name, share in spec.layer_drop)} set to 0, because "
+            "ranks would leave out different layers"
+        )
     if spec.has_own_loss() and (added := own_loss.depends_on_split(spec.config)) is not None:
         notes.append(f"{SPLIT_MATTERS}: {added}")
     if isinstance(spec.own_objective, MeanLoss):
@@ -175,8 +177,9 @@ def _refuse_other_means(reference: str, model: nn.Module, objective: MeanLoss) -
         RequestError: how to count them.
     """
     batches = probe.examples(model, objective, probe.MOST_TOKENS)
-    left_out = probe.left_out(model, objective, batches[0])
-    for words, other in objective.recounted(left_out, probe.whole_numbers(batches[0])).items():
+    for words, other in objective.recounted(
+        probe.left_out(model, objective, batches[0]), probe.whole_numbers(batches[0])
+    ).items():
         if not any(probe.on_split(model, other, batch) for batch in batches):
             raise RequestError(
                 f"the loss that {reference} returns is no mean over {objective.counted}",

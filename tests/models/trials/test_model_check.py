@@ -31,7 +31,7 @@ OTHERS = (*(name for name in presets() if name not in COMMON), *OF_ALL_KINDS)
 
 
 @pytest.mark.parametrize(
-    "name", [*COMMON, "mamba", *(pytest.param(name, marks=pytest.mark.exhaustive) for name in OTHERS)]
+    "name", [*COMMON, "mamba", "t5", *(pytest.param(name, marks=pytest.mark.exhaustive) for name in OTHERS)]
 )
 def test_of_an_ordinary_model_there_is_nothing_to_say_but_dropout(name: str) -> None:
     assert set(check_model(resolve(name))) <= {DROPOUT}
