@@ -61,7 +61,7 @@ class _DryRuns:
 
 
 @click.command("dryrun", cls=SettingsCommand)
-@click.argument("what", metavar="PLAN|MODEL|SCRIPT.py:STEP")
+@click.argument("what", metavar="PLAN|MODEL|SCRIPT.py[:STEP]")
 @click.argument("words", metavar="[-- ARGUMENTS OF THE SCRIPT]", nargs=-1)
 @options(Request, ClusterSettings)
 @config_option
@@ -77,7 +77,7 @@ class _DryRuns:
 )
 @click.option(
     "--steps", "num_steps", type=click.IntRange(1, 100),
-    help="Calls of SCRIPT.py:STEP.  [default: 2; the second is like all later ones]",
+    help="Calls of SCRIPT.py:STEP.  [default: 2; the second is like all later ones; of SCRIPT.py 1]",
 )  # fmt: skip
 def command(
     what: str, words: tuple[str, ...], as_json: bool, explain: str | None, timeline: Path | None,
@@ -88,7 +88,7 @@ def command(
     A plan.json is dry-run exactly. A model is dry-run with the planning flags given: what they leave open is as
     simple as possible (the lowest ZeRO stage, nothing recomputed or moved to the host, one sample per micro-step).
     Your own training step, SCRIPT.py:STEP, is dry-run as it is: the script has functions named as its parameters, and
-    what follows `--` in sys.argv.
+    what follows `--` in sys.argv. SCRIPT.py alone runs as a whole: tell it to take few steps.
     """
     if timeline is not None:
         timeline_files.check_file(timeline)
@@ -98,17 +98,17 @@ def command(
             num_steps is not None and not is_step,
             f"--steps is for a training step of yours, and {what} is none",
             "",
-            "name a function with parameters: frugal dryrun train.py:step --steps 3",
+            "name a function that trains: frugal dryrun train.py:step --steps 3",
         ),
         (
             words and not is_step,
             f"{what} was given together with {next(iter(words), '')}",
             "only a script with a training step of yours takes arguments",
-            "leave it out, or name a function with parameters: frugal dryrun train.py:step -- --width 64",
+            "leave it out, or name a function that trains: frugal dryrun train.py:step -- --width 64",
         ),
     )
     if is_step:
-        with patch.object(sys, "argv", [what.rpartition(":")[0], *words]):
+        with patch.object(sys, "argv", [what[: what.index(".py") + 3], *words]):
             made = _own_step(what, num_steps, values)
     else:
         with waiting(f"dry-running {what}"):
@@ -152,7 +152,7 @@ def _own_step(what: str, num_steps: int | None, values: dict[str, Any]) -> _DryR
     from frugal.tools.own_loop.run import NUM_STEPS, dry_runs  # torch and DeepSpeed take seconds
     from frugal.tools.own_loop.script import Script
 
-    num_steps = num_steps or NUM_STEPS
+    num_steps = num_steps or (1 if what.endswith(".py") else NUM_STEPS)  # a script has a loop of its own
     with waiting(f"dry-running {what}"), redirect_stdout(sys.stderr):  # what a script prints is not the answer
         runs = dry_runs(lambda: Script.load(what), cluster, num_steps)
     gpus = plural(cluster.world_size, cluster.rank_noun)

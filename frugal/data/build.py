@@ -129,7 +129,9 @@ class SampleMaker:
                 raise RequestError(
                     f"{name} has no column `{column}`",
                     because=f"its columns are {', '.join(others)}" if others else "it has no columns",
-                    hint=hint(role, rows, self.task),
+                    hint="its fields are separated by `;`: save it with commas, or with tabs as .tsv"
+                    if len(others) == 1 and ";" in others[0]
+                    else hint(role, rows, self.task),
                 )
 
     def documents(self, rows: Iterable[Row]) -> Iterator[Document]:
@@ -169,7 +171,7 @@ class SampleMaker:
         if isinstance(value, str) and value.isascii() and value.isdigit() and value not in self.known_labels:
             value = value if self.labels_are_text else int(value)
         if not isinstance(value, int | str):
-            return BadRow(f"`{column}` is {type_in_words(value)}, not a class")
+            return BadRow(f"`{column}` is {type_in_words(value)}, not a class: a whole number from 0, or a name")
         if self.labels_are_text is None:
             self.labels_are_text = isinstance(value, str)
         if isinstance(value, str) != self.labels_are_text:
@@ -327,11 +329,13 @@ def write_samples(
             "there is no text in the data",
             because=f"{names_of([source.name for source in sources])}: {left_out or 'no rows'}",
         )
+    if maker.task == "sequence-classification" and report.num_labels == 1:
+        raise RequestError("the data have one class", because=f"all {plural(report.samples, 'sample')} are of it")
     if train.num_samples == 0:
         raise RequestError(
             "the data cannot be divided into training and validation",
             because=f"it is {plural(report.documents, 'document')}",
-            hint="set the validation fraction to 0, or give validation data of its own",
+            hint="--validation-fraction 0 trains on all of it, --validation-data PATH validates on other data",
         )
     return report
 

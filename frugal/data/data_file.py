@@ -23,7 +23,8 @@ import pyarrow as pa  # type: ignore[import-untyped]  # it has no type hints
 from frugal.errors import RequestError, first_line
 
 _KINDS = {
-    ".jsonl": "jsonl", ".ndjson": "jsonl", ".json": "json", ".csv": "csv", ".tsv": "tsv", ".parquet": "parquet",
+    ".jsonl": "jsonl", ".jsonlines": "jsonl", ".ndjson": "jsonl", ".json": "json", ".csv": "csv", ".tsv": "tsv",
+    ".parquet": "parquet",
 }  # fmt: skip
 
 ARCHIVE = ".zip"

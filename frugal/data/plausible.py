@@ -23,7 +23,8 @@ def hint(role: str, rows: Iterable[Row], task: str) -> str | None:
             values[name].append(value)
     if task == "causal-lm" and (chat := next(filter(None, map(_chat, values, values.values())), None)):
         return f"if they are chats: {chat}"
-    lengths = {name: size for name, given in values.items() if (size := mean_characters(given))}
+    # of pairs of preferences (chosen, rejected) one is no answer
+    lengths = {name: size for name, given in values.items() if name != "rejected" and (size := mean_characters(given))}
     by_length = sorted(lengths, key=lambda name: -lengths[name])
     if role == "label":  # what has the fewest values, and is not the text
         by_length = sorted(values.keys() - by_length[:1], key=lambda name: (len(set(map(str, values[name]))), name))

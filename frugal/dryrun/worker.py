@@ -161,11 +161,18 @@ def _fused(question: AskFused) -> tuple[str, ...]:
 
 @functools.lru_cache(maxsize=1)
 def _built(model: Request) -> Any:
-    """Return the model on meta, cached: building a large one takes longer than its trace."""
+    """Return the model on meta, cached: building a large one takes longer than its trace.
+
+    Raises:
+        RequestError: no ZeRO stage can train it.
+    """
+    from frugal.deepspeed_adapter import refusals
     from frugal.deepspeed_adapter.kernels import DTYPES
     from frugal.dryrun.trace.trace import built
 
-    return built(lambda: _spec_of(model).build(dtype=DTYPES[model.precision], device="meta"))
+    made = built(lambda: _spec_of(model).build(dtype=DTYPES[model.precision], device="meta"))
+    refusals.refuse(made[0], 0)
+    return made
 
 
 def _objective(spec: Any, request: Request) -> Any:

@@ -91,7 +91,10 @@ def _importable(folder: Path) -> Iterator[None]:
 
 def make_model(reference: str, factory: Factory, device: torch.device) -> tuple[nn.Module, Objective | None]:
     """Return the module and, if it gives one, the objective that a factory makes on `device`."""
-    hint = "it is also called with torch.device('meta') as default, so it must not read weights or values"
+    hint = (
+        "it is also called with torch.device('meta') as default: leave out .cuda(), .to(device), and what reads "
+        "weights or values"
+    )
     failing = failure(f"{reference} failed", hint=hint if device.type == "meta" else None)
     with failing, on_device(device), _importable(Path.cwd()):
         if needed := forward_loss.required(factory):

@@ -7,7 +7,7 @@ function; the others are those of transformers' text models: next and masked tok
 
 import functools
 import zlib
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import nullcontext
 from typing import Any, Protocol
 
@@ -83,7 +83,10 @@ class SummedLoss:
         plain = [{name: value for name, value in sample.items() if name != "draw"} for sample in named]
         if self._collate is torch.utils.data.default_collate:
             plain = list(map(self._like_example, plain))
-        with failure("samples cannot be put into one batch", hint="give the objective collate=..., which pads them"):
+        with failure(
+            "samples cannot be put into one batch",
+            hint="pad them in a function: frugal.MeanLoss(example=..., collate=...)",
+        ):
             return {**self._collate(plain), "real": torch.tensor(float(real))}
 
     def dummy(self) -> Sample:
@@ -153,11 +156,6 @@ class SummedLoss:
 TARGETS = ("labels", "label", "targets", "target", "y")
 """Names of what forward is to predict."""
 
-_OTHER_COUNTS: dict[str, Callable[[str, Batch], Any]] = {
-    f'(batch["{{}}"][:, 1:] != {IGNORED}).sum()': lambda name, batch: (batch[name][:, 1:] != IGNORED).sum(),
-    'len(batch["{}"])': lambda name, batch: len(batch[name]),
-}
-
 
 class MeanLoss(SummedLoss):
     """Any module whose forward returns the *mean* loss over its targets: a number, or a tuple, dict or object with it.
@@ -176,14 +174,21 @@ class MeanLoss(SummedLoss):
         labels = "samples" if self._labels is None else f"the entries of `{self._labels}` that are not {IGNORED}"
         return labels if self._count is None else "what its count says"
 
-    def recounted(self) -> dict[str, "MeanLoss"]:
-        """Return the same loss with other counts of its targets, by their code."""
-        how = {"example": self._example, "collate": self._collate}
-        return {
-            words.format(self._labels): MeanLoss(self._loss, count=functools.partial(count, self._labels), **how)
-            for words, count in _OTHER_COUNTS.items()
-            if self._labels is not None
+    def recounted(self, left_out: Iterable[int], names: Iterable[str]) -> dict[str, "MeanLoss"]:
+        """Return the same loss with other counts of its targets, by their code.
+
+        `left_out`: values of labels that are no targets; `names`: of values of which 0 may be none, as in a mask.
+        """
+        labels = self._labels
+        pairs = [*((labels, each) for each in left_out if labels), *((name, 0) for name in names)]
+        counts: dict[str, Callable[[Batch], Any]] = {
+            f'(batch["{name}"]{"[:, 1:]" * begin} != {value}).sum()': functools.partial(_others, name, value, begin)
+            for name, value in pairs
+            for begin in range(min(self._values[name].dim(), 2))
         }
+        alone = {f'len(batch["{labels}"])': lambda batch: len(batch[labels])} if labels else {}
+        how = {"example": self._example, "collate": self._collate}
+        return {words: MeanLoss(self._loss, count=count, **how) for words, count in (alone | counts).items()}
 
     @functools.cached_property
     def _labels(self) -> str | None:
@@ -203,6 +208,11 @@ class MeanLoss(SummedLoss):
         targets = torch.as_tensor(self._targets(own), device=batch["real"].device)
         refilled = {n: each.masked_fill(targets == 0, 0) for n, each in own.items() if n == self._labels}  # or NaN
         return self._loss(model, own | refilled).float() * targets * batch["real"]
+
+
+def _others(name: str, value: int, begin: int, batch: Batch) -> Tensor:
+    """Count what is not `value` in `batch[name]`, of each sample from position `begin` on."""
+    return ((batch[name][:, begin:] if begin else batch[name]) != value).sum()
 
 
 class _Dummy(dict[str, Any]):

@@ -270,7 +270,11 @@ def _from_factory(reference: str, task: str | None) -> ModelSpec:
                 f"sample of the largest size; otherwise module, frugal.SummedLoss(loss, example=...); see {OWN_MODEL}",
             )
     embedding = _input_embedding(module) if is_transformers else None
-    shapes = [(name, tuple(tensor.shape), tensor.requires_grad) for name, tensor in module.named_parameters()]
+    with failure(
+        f"{reference} returned a module with parameters that have no shape",
+        hint="call the module once before it is returned, on torch.zeros(SHAPE), or name the sizes",
+    ):
+        shapes = [(name, tuple(tensor.shape), tensor.requires_grad) for name, tensor in module.named_parameters()]
     return ModelSpec(
         reference=reference,
         task=OWN if objective is not None else str(task),

@@ -35,6 +35,10 @@ _AUTO = {
         "MODEL_FOR_SEQUENCE_CLASSIFICATION_MAPPING_NAMES",
     ),
 }
+_CASTS: dict[torch.dtype, Callable[[nn.Module], nn.Module]] = {
+    torch.bfloat16: nn.Module.bfloat16, torch.float16: nn.Module.half, torch.float32: nn.Module.float,
+}  # fmt: skip
+"""Unlike `Module.to`, these keep the imaginary parts of complex numbers."""
 _CLASSES = ("id2label", "label2id", "num_labels")
 _SPECIAL_IDS = (
     "pad_token_id", "bos_token_id", "eos_token_id", "sep_token_id", "cls_token_id", "mask_token_id",
@@ -156,7 +160,7 @@ class ModelSpec:
             return module if place else module.to(device)
         if self.factory is not None:
             module, _ = factories.make_model(self.reference, self.factory, device)
-            module = module.to(dtype=dtype)
+            module = _CASTS[dtype](module)
         else:
             import transformers
 

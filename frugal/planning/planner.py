@@ -114,23 +114,25 @@ def _run(search: Search, shared_because: str = "") -> Results:
     return None
 
 
-def _json_alone(request: Request, cluster: Cluster, result: SearchResult) -> list[str]:
-    """Warn that ds_config.json alone trains a different batch than the plan."""
+def _batch_notes(request: Request, cluster: Cluster, result: SearchResult) -> list[str]:
+    """Warn of ranks without a sample, and that ds_config.json alone trains a different batch than the plan."""
     batch = result.chosen.batch
     assert batch is not None
     if batch.is_uniform:
         return []
+    few = f"{plural(batch.global_batch, 'sample')} on {plural(batch.world_size, cluster.rank_noun)}: some have none"
+    idle = [few] * (batch.global_batch * batch.sequence_parallel < batch.world_size)
     note = (
         f"ds_config.json alone would train {plural(batch.capacity, 'sample')} per step, not {batch.global_batch}: "
         "DeepSpeed cannot express uneven micro-batches; use plan.json"
     )
     if request.global_tokens is not None:
-        return [note]
+        return [*idle, note]
     try:
         check_pins(replace(request, even=True), cluster.world_size)
     except RequestError:
-        return [note]
-    return [f"{note}, or `frugal export`, which plans equal ones"]
+        return [*idle, note]
+    return [*idle, f"{note}, or `frugal export`, which plans equal ones"]
 
 
 def _readable(
@@ -213,7 +215,7 @@ def _plan(search: Search, result: SearchResult, defaults: tuple[str, ...], notes
             *beyond_the_device(result.memory, result.memory.device_in(cluster)),
             *_request_notes(request, chosen.micro_batch),
             *result.warnings,
-            *_json_alone(request, cluster, result),
+            *_batch_notes(request, cluster, result),
         ),
         rejected=result.rejected,
         grouping=None

@@ -189,10 +189,11 @@ def _does_not_fit(candidates: list[Candidate]) -> str:
 SPLIT_MATTERS = "the gradient depends on how a global batch is split"
 PADDING_MATTERS = "the gradient depends on padding"
 DROPOUT = "dropout masks depend on how the batch is split across ranks and micro-steps"
+DRAWS = "numbers that forward draws at random depend on how the batch is split across ranks and micro-steps"
 LAYER_DROP = "LayerDrop is off"
 DRAWN_PARTS = "which parameters are used is drawn at random"
 ADDED_LOSS = "its loss is more than a sum over targets"
-"""The beginnings of a plan's warnings that training repeats, except for dropout's, which is ordinary."""
+"""The beginnings of a plan's warnings that training repeats, except for those of random draws, which are ordinary."""
 
 SHOWN_REJECTED = 7
 

@@ -84,6 +84,11 @@ def test_a_plan_warns_of_what_the_json_alone_would_train() -> None:
     assert planned(**asked, global_batch=501).warnings[0].endswith("use plan.json")
 
 
+def test_ranks_without_a_sample_are_said() -> None:
+    few, enough = (planned(gpus=4, mem="12G", model=SMALL, global_batch=size).warnings for size in (3, 4))
+    assert few[0] == "3 samples on 4 GPUs: some have none" and enough == ()
+
+
 def test_even_says_what_else_would_fit() -> None:
     made = planned(gpus=4, mem="12G", even=True, model=SMALL)
     assert made.why[-1].endswith("; 10 would fit, and 8 is the largest that cuts 512 samples evenly, as asked")

@@ -148,12 +148,28 @@ def test_pairs_that_are_too_long_can_be_truncated_or_left_out(load: Load, tmp_pa
         ([0, "yes"], "a.jsonl:2: `label` is `yes`, other rows have numbers"),
         (["yes", 0], "a.jsonl:2: `label` is `0`, other rows have names"),
         ([0, -1], "a.jsonl:2: `label` is -1, classes are numbered from 0"),
-        ([0, 0.5], "a.jsonl:2: `label` is a number, not a class"),
+        ([0, 0.5], "a.jsonl:2: `label` is a number, not a class: a whole number from 0, or a name"),
     ],
 )
 def test_classes_that_are_none(labels: list[Any], said: str, load: Load, tmp_path: Path) -> None:
     write_jsonl(tmp_path / "a.jsonl", [{"text": "x", "label": label} for label in labels])
     assert f"  because {said}\n" in refusal(lambda: load("a.jsonl", task="sequence-classification"))
+
+
+def test_one_class_is_nothing_to_learn(load: Load, tmp_path: Path) -> None:
+    write_jsonl(tmp_path / "a.jsonl", [{"text": f"x{i}", "label": "same"} for i in range(8)])
+    said = refusal(lambda: load("a.jsonl", task="sequence-classification"))
+    assert said == "the data have one class\n  because all 8 samples are of it"
+
+
+def test_of_preferred_and_rejected_answers_the_preferred_one_is_named(load: Load, tmp_path: Path) -> None:
+    write_jsonl(tmp_path / "a.jsonl", [{"prompt": "How?", "chosen": "So and so.", "rejected": "No, not so at all."}])
+    assert refusal(lambda: load("a.jsonl")).endswith("question and its answer: --columns prompt=prompt,response=chosen")
+
+
+def test_a_table_with_semicolons_is_recognised(load: Load, tmp_path: Path) -> None:
+    (tmp_path / "a.csv").write_text("text;label\none;1\n")
+    assert "\nhint: its fields are separated by `;`: save it with commas" in refusal(lambda: load("a.csv"))
 
 
 def test_a_sequence_too_short_to_learn_from(load: Load, tmp_path: Path) -> None:

@@ -12,6 +12,7 @@ from torch import Tensor, nn
 import frugal as package
 from frugal.errors import RequestError
 from frugal.tools.own_loop import autocast
+from frugal.tools.own_loop.reference import names_a_step
 from tests.commands import Capture, frugal
 
 BENCH = Path(__file__).parents[2] / "bench"
@@ -193,9 +194,61 @@ def test_what_a_script_lacks_or_raises_is_one_message(case: str, here: Path, cap
 def test_flags_that_a_script_decides_are_refused(
     step: str, flags: list[str], said: str, here: Path, capsys: Capture
 ) -> None:
-    (here / "loop.py").write_text("def step(x): ...\ndef x(): ...\ndef factory(): ...\n")
+    (here / "loop.py").write_text("def step(x): ...\ndef x(): ...\ndef factory(): return 0\n")
     code, _, err = frugal(capsys, "dryrun", f"loop.py:{step}", *flags, "--gpus", "1", "--mem", "4G")
     assert code == 2 and err.startswith(f"error: {said}\n")
+
+
+LOOP = """
+import sys, torch
+width = int(sys.argv[1]) if sys.argv[1:] else 64
+def train():
+    model = torch.nn.Linear(width, width, bias=False).cuda()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    for _ in range(2):
+        model(torch.ones(1, width).cuda()).sum().backward()
+        optimizer.step()
+        optimizer.zero_grad()
+def evaluated():
+    train.best = 1.0
+    def score(): return 0.5
+    torch.zeros(4).cuda().requires_grad_().sum().backward()
+    return score()
+def made(): return torch.nn.Linear(4, 4)
+if __name__ == "__main__":
+    train()
+"""
+
+
+@pytest.mark.parametrize(
+    ("what", "is_a_step"), [("", True), (":train", True), (":evaluated", True), (":made", False), (":missing", False)]
+)
+def test_a_whole_script_or_a_function_that_trains_is_a_step(what: str, is_a_step: bool, here: Path) -> None:
+    (here / "loop.py").write_text(LOOP)
+    assert names_a_step(f"loop.py{what}") == is_a_step
+
+
+def test_a_whole_script_is_dry_run_as_its_main_program_with_its_arguments(here: Path, capsys: Capture) -> None:
+    (here / "loop.py").write_text(LOOP)
+    asked = ["--gpus", "1", "--mem", "4G", "--json"]
+    found = {}
+    for what, arguments in (("loop.py", ["--", "2048"]), ("loop.py:train", ["--", "2048"]), ("loop.py", [])):
+        code, out, err = frugal(capsys, "dryrun", what, *asked, *arguments)
+        assert code == 0, err
+        found[what, bool(arguments)] = json.loads(out)
+    whole, small = found["loop.py", True], found["loop.py", False]
+    assert whole["peak_allocated_bytes"] == found["loop.py:train", True]["peak_allocated_bytes"]
+    assert whole["categories"]["parameters"] == whole["categories"]["gradients"] == 4 * 2048**2
+    assert small["categories"]["parameters"] == 4 * 64**2
+
+
+def test_a_script_that_fails_is_named_with_its_line(here: Path, capsys: Capture) -> None:
+    (here / "loop.py").write_text("import torch\nrows = {}\ntorch.zeros(2).cuda()\nrows['missing']\n")
+    code, _, err = frugal(capsys, "dryrun", "loop.py", "--gpus", "1", "--mem", "4G")
+    assert code == 2
+    assert err.startswith(
+        "error: loop.py fails in a dry run\n  because KeyError: 'missing'\n  because loop.py, line 4,"
+    )
 
 
 def test_values_come_to_the_host_as_zeros_and_that_is_said() -> None:

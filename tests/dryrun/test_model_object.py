@@ -4,6 +4,7 @@ import subprocess
 import sys
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -12,10 +13,13 @@ from torch import nn
 from transformers import GPT2Config, GPT2LMHeadModel
 
 import frugal
+from frugal.config.request import Request
+from frugal.dryrun import worker
 from frugal.dryrun.model_object import reference_of, without_values
 from frugal.errors import RequestError
 from frugal.models import factories, resolve
 from frugal.models.objectives import SummedLoss
+from tests.engine.unusual_modules import Complex, Sparse
 
 SMALL = {"n_layer": 1, "n_embd": 32, "n_head": 2, "vocab_size": 64, "n_positions": 32, "bos_token_id": 0,
          "eos_token_id": 0}  # fmt: skip
@@ -145,3 +149,19 @@ def test_a_function_that_returns_an_objective_takes_no_other() -> None:
     make = factories.import_callable(reference_of(lambda: (nn.Linear(2, 2), objective), objective))
     with pytest.raises(RequestError, match=r"two objectives were given"):
         make()
+
+
+def sparse() -> Any:
+    """A factory."""
+    return Sparse(), {"x": torch.zeros(16)}
+
+
+def complex_one() -> Any:
+    """A factory."""
+    return Complex(), {"x": torch.zeros(16)}
+
+
+@pytest.mark.parametrize(("factory", "why"), [("sparse", "buckets are dense"), ("complex_one", "complex64")])
+def test_what_no_stage_can_train_is_refused_before_it_is_traced(factory: str, why: str) -> None:
+    with pytest.raises(RequestError, match=why):
+        worker._built(Request(model=f"{__name__}:{factory}", precision="fp32"))

@@ -1,5 +1,6 @@
 """Modules whose forward returns a mean loss are trained on that of the whole global batch, or refused in words."""
 
+import random
 from typing import Any
 
 import pytest
@@ -11,6 +12,7 @@ from frugal.errors import RequestError
 from frugal.models.objectives import MeanLoss, SummedLoss
 from frugal.models.resolve import resolve
 from frugal.models.trials.model_check import check_model
+from frugal.planning.report import SPLIT_MATTERS
 from tests.engine.engines import plan_here, running
 from tests.engine.gradients import SGD, Gradient, applied, relative_error, weights, with_bound
 from tests.engine.mean_modules import REFUSED, draw_mean
@@ -70,6 +72,18 @@ def shifted(logits: Tensor, labels: Tensor) -> Tensor:
     return nn.functional.cross_entropy(logits[..., :-1], labels[:, 1:])
 
 
+def leaving_out(seed: int) -> tuple[Any, str]:
+    """A mean that leaves another value than -100 out, of all positions or all but the first, and the code of its
+    count."""
+    draw = random.Random(seed)
+    value, begin = draw.choice((-1, 0, 7, 19)), draw.randrange(2)
+
+    def mean(logits: Tensor, labels: Tensor) -> Tensor:
+        return nn.functional.cross_entropy(logits[..., : 8 - begin], labels[:, begin:], ignore_index=value)
+
+    return mean, f'(batch["labels"]{"[:, 1:]" * begin} != {value}).sum()'
+
+
 def by_sample(logits: Tensor, labels: Tensor) -> Tensor:
     losses = nn.functional.cross_entropy(logits, labels, reduction="none")
     return (losses.sum(1) / (labels != -100).sum(1).clamp(min=1)).mean()
@@ -84,6 +98,8 @@ EXAMPLE = {"input_ids": torch.zeros(8, dtype=torch.long), "labels": torch.zeros(
         (nn.functional.cross_entropy, None),
         (shifted, '(batch["labels"][:, 1:] != -100).sum()'),
         (by_sample, 'len(batch["labels"])'),
+        *map(leaving_out, range(3)),
+        *(pytest.param(*leaving_out(seed), marks=pytest.mark.exhaustive) for seed in range(3, 20)),
     ],
 )
 def test_a_mean_over_other_targets_is_refused_with_the_count_that_is_right(
@@ -102,6 +118,89 @@ def test_a_mean_over_other_targets_is_refused_with_the_count_that_is_right(
     monkeypatch.setattr("tests.engine.test_mean_losses.made", lambda: (Tokens(mean), right))
     spec = resolve("tests.engine.test_mean_losses:made")
     assert check_model(spec) == (COUNTED.format("what its count says"),)
+
+
+class Masked(nn.Module):
+    """Its loss is a mean over the positions that a mask shows."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = nn.Linear(4, 1)
+
+    def forward(self, x: Tensor, mask: Tensor) -> Tensor:
+        return (self.layer(x).square()[..., 0] * mask).sum() / mask.sum().clamp(min=1)
+
+
+class Weighted(nn.Module):
+    """Classes weigh differently in its loss, which is a mean over their weights."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = nn.Linear(4, 2)
+
+    def forward(self, x: Tensor, y: Tensor) -> Tensor:
+        return nn.functional.cross_entropy(self.layer(x), y, weight=torch.tensor([1.0, 5.0], device=x.device))
+
+
+class Contrastive(Weighted):
+    """Compares the samples of a micro-batch with each other, though they have classes."""
+
+    def forward(self, x: Tensor, y: Tensor) -> Tensor:
+        codes = self.layer(x)
+        return nn.functional.cross_entropy(codes @ codes.T, torch.arange(len(x), device=x.device)) + 0 * y.sum()
+
+
+class Decoder(Weighted):
+    """Compares its outputs with numbers from 0 to 1; `reduction` says how they are added up."""
+
+    reduction = "mean"
+
+    def forward(self, x: Tensor) -> Tensor:
+        own = nn.functional.binary_cross_entropy
+        return own(self.layer(x).sigmoid().repeat(1, 2), x, reduction=self.reduction)
+
+
+class SummedDecoder(Decoder):
+    reduction = "sum"
+
+
+class Speech(Weighted):
+    """Aligns texts with sounds. The largest example has all classes, positions and times."""
+
+    def forward(self, x: Tensor, text: Tensor, text_length: Tensor) -> Tensor:
+        logits = self.layer(x)[None].expand(6, -1, -1).log_softmax(-1)
+        return nn.functional.ctc_loss(logits, text, torch.full_like(text_length, 6), text_length, zero_infinity=True)
+
+
+X = torch.zeros(4)
+ONES = torch.ones(3, dtype=torch.long)
+
+
+@pytest.mark.parametrize(
+    ("module", "example", "count"),
+    [
+        (Masked, {"x": torch.zeros(4), "mask": True}, 'hint: {}(batch["mask"] != 0).sum())'),
+        (Masked, {"x": torch.zeros(6, 4), "mask": torch.ones(6, dtype=torch.bool)}, '{}(batch["mask"] != 0).sum())'),
+        (Masked, {"x": torch.zeros(6, 4), "mask": torch.ones(6, dtype=torch.long)}, '{}(batch["mask"] != 0).sum())'),
+        (Weighted, {"x": X, "y": 0}, SPLIT_MATTERS),
+        (Contrastive, {"x": X, "y": 0}, SPLIT_MATTERS),
+        (Decoder, {"x": X}, None),
+        (SummedDecoder, {"x": X}, SPLIT_MATTERS),
+        (Speech, {"x": X, "text": ONES, "text_length": 3}, None),
+    ],
+)
+def test_what_a_mean_is_over_is_found_for_marks_classes_fractions_and_lengths(
+    module: Any, example: dict[str, Any], count: str | None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("tests.engine.test_mean_losses.made", lambda: (module(), example))
+    spec = resolve("tests.engine.test_mean_losses:made")
+    if count is None or count == SPLIT_MATTERS:
+        said = [note.split(":")[0] for note in check_model(spec)[1:]]
+        assert said == [SPLIT_MATTERS] * (count is not None)
+        return
+    with pytest.raises(RequestError) as caught:
+        check_model(spec)
+    assert str(caught.value).endswith(count.format("return module, frugal.MeanLoss(example=..., count=lambda batch: "))
 
 
 COUNTED = "the loss is what forward returns, taken as a mean over {}"

@@ -62,6 +62,7 @@ REFUSED: list[tuple[str, str | None, tuple[str, ...]]] = [
         None,
         ("No module named 'soundfile_'", "hint: install it into this Python: pip install soundfile_"),
     ),
+    ("given.py:lazy", None, ("parameters that have no shape", "hint: call the module once before it is returned")),
     ("needs.py:make", None, ("cannot import needs.py", "hint: install it into this Python: pip install soundfile_")),
     ("cut.json", None, ("it is no JSON: Expecting value: line 1 column 16",)),
     ("list.json", None, ('hint: add one that transformers knows, such as "model_type": "gpt2"',)),
@@ -89,6 +90,9 @@ def with_optimizer():
 
 def needs():
     import soundfile_.core
+
+def lazy():
+    return nn.Sequential(nn.LazyLinear(4)), {"input": torch.zeros(3)}
 """
 FILES = {
     "given.py": GIVEN, "needs.py": "from soundfile_ import core\n",

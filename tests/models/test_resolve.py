@@ -2,6 +2,7 @@
 
 import json
 import resource
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -63,6 +64,21 @@ def test_a_factory_brings_its_module_and_its_objective(where: str) -> None:
     module = spec.build(dtype=torch.bfloat16)
     assert isinstance(module, nn.Linear)
     assert module.weight.dtype == torch.bfloat16
+
+
+def rotating() -> nn.Module:
+    """A factory."""
+    module = nn.Linear(2, 2)
+    module.register_buffer("turns", torch.ones(3, dtype=torch.complex64))
+    module.register_buffer("counts", torch.ones(3, dtype=torch.long))
+    return module
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
+def test_a_factory_s_complex_and_whole_numbers_keep_their_types(dtype: torch.dtype) -> None:
+    module = replace(resolve("gpt2"), factory=rotating).build(dtype=dtype)
+    types = {name: each.dtype for name, each in module.state_dict().items()}
+    assert types == {"weight": dtype, "bias": dtype, "turns": torch.complex64, "counts": torch.int64}
 
 
 @pytest.mark.usefixtures("factories")

@@ -100,6 +100,7 @@ class Device:
                 f"{format_bytes(self.memory_bytes)} is less than a {self.kind} device needs before the first tensor",
                 because=f"context takes {format_bytes(self.context_bytes)}, margin {format_bytes(self.margin_bytes)}"
                 + (f", and other processes use {format_bytes(self.held_bytes)}" if self.held_bytes else ""),
+                hint="give more with --mem; for ranks on the CPU add --device cpu" if self.kind == "cuda" else None,
             )
 
     @property

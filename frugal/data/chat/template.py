@@ -254,7 +254,10 @@ class ChatTemplate:
             if isinstance(error, jinja2.TemplateSyntaxError):
                 because = f"line {error.lineno}: {error.message}"
                 raise RequestError("the chat template is no Jinja template", because=because) from None
-            return BadRow(f"the chat template refuses it: {first_line(error)}")
+            return BadRow(
+                f"the chat template refuses it: {first_line(error)}"
+                + " (a message has tool calls alone)" * any("content" not in each for each in chat.messages)
+            )
 
     def _encode(self, chat: Chat, where: str, train_on_all: bool) -> Trained | BadRow:
         turns = [number for number, message in enumerate(chat.messages) if message["role"] == "assistant"]

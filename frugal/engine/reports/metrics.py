@@ -235,7 +235,9 @@ class Log:
         numbers = "".join(f"  {name} {value:.4g}" for name, value in evaluation.metrics.items())
         self.say(
             f"step {step}/{self._total_steps}  {of} loss {evaluation.loss:.4f}"
-            f"  perplexity {evaluation.perplexity:.2f}{numbers}  ({evaluation.samples} samples)"
+            # of a loss with one target a sample, such as of classes or images, it says nothing
+            f"{f'  perplexity {evaluation.perplexity:.2f}' if evaluation.targets > evaluation.samples else ''}{numbers}"
+            f"  ({evaluation.samples} samples)"
         )
 
     def checkpoint(self, step: int, seconds: float, peak: PhasePeak) -> None:

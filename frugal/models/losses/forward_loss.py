@@ -65,5 +65,6 @@ def _loss_in(module: nn.Module, returned: Any) -> Tensor:
         because=f"it returns {', '.join(shown)}; a loss is a number with a gradient: named `loss`, or the first number",
         hint="return it as a tensor, without .item() and .detach()"
         if not trained and (numbers or any(isinstance(each, float) for each in values))
-        else "return {'loss': loss} from forward, or give frugal.SummedLoss(loss, example=...)",
+        else "return {'loss': loss.mean()} from forward (of several, their sum), or give "
+        "frugal.SummedLoss(loss, example=...)",
     )

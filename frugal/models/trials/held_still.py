@@ -13,6 +13,8 @@ import torch
 from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 
+from frugal.units import IGNORED
+
 Kept = list[tuple[dict[str, Any], dict[str, Any], dict[str, Any]]]
 
 
@@ -83,14 +85,16 @@ def restored(model: nn.Module) -> Iterator[None]:
 class FixedDraws(TorchFunctionMode):
     """Every random draw gives the number below which `share` of all draws are, dropout its input.
 
-    `has_dropout`: whether that would have been another.
+    `has_dropout`: whether that would have been another. `has_draws`: whether more than one number was drawn at once.
+    `left_out`: what cross entropies took for no target.
     """
 
-    has_dropout = False
+    has_dropout = has_draws = False
 
     def __init__(self, share: float) -> None:
         super().__init__()
         self.share = share
+        self.left_out: set[int] = set()
 
     def __torch_function__(self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
@@ -104,10 +108,15 @@ class FixedDraws(TorchFunctionMode):
             is_training = _argument(args, kwargs, 2, True, "training", "train")
             self.has_dropout |= bool(is_training and _argument(args, kwargs, 1, 0.5, "p"))
             return args[0] if args else kwargs["input"]
+        if name in ("cross_entropy", "nll_loss"):
+            self.left_out.add(_argument(args, kwargs, 4, IGNORED, "ignore_index"))
+        if name == "ctc_loss" and not 0 <= args[1].min() <= args[1].max() < args[0].shape[-1]:
+            raise IndexError("a target is none of the classes")  # torch writes beyond its memory instead
         if name == "multinomial":
             return _argument(args, kwargs, 0, None, "input").topk(_argument(args, kwargs, 1, 1, "num_samples")).indices
         result = func(*args, **kwargs)
         if name in _DRAWS:
+            self.has_draws |= result.numel() > 1
             result.copy_(_DRAWS[name](self.share, result, *args, **kwargs))
         return result
 

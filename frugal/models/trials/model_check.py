@@ -22,7 +22,7 @@ from frugal.models.trials import probe, text_checks
 from frugal.models.trials.probe import FEW_SAMPLES, NUM_SAMPLES, Dependence
 from frugal.models.trials.small_model import NoSmallModelError, is_small, tried
 from frugal.planning.plan import Plan
-from frugal.planning.report import DRAWN_PARTS, DROPOUT, LAYER_DROP, PADDING_MATTERS, SPLIT_MATTERS
+from frugal.planning.report import DRAWN_PARTS, DRAWS, DROPOUT, LAYER_DROP, PADDING_MATTERS, SPLIT_MATTERS
 from frugal.units import plural
 
 _NAMED = 4
@@ -47,12 +47,12 @@ class ModelTrial:
         padding: whether it depends on padding; None: not tried, because an objective makes its own batches, or the
             split matters already.
         later_tokens: see `probe.on_later_tokens`; None: nothing that predicts the next token.
-        has_dropout: whether training draws dropout's masks.
+        random: notes on what training draws at random: dropout's masks, and other numbers, such as noise.
         unused: trained parameters of an own model that get no gradient from a batch.
     """
 
     split: Dependence
-    has_dropout: bool
+    random: Sequence[str]
     forwards: Dependence
     drawn: Sequence[str]
     reused: Sequence[str]
@@ -84,10 +84,11 @@ def trial(
     if not is_own and not split:
         ragged = [_sample(task, objective, row[:length]) for row, length in zip(tokens, _LENGTHS, strict=False)]
         padding = probe.on_padding(model, objective, ragged)
+    watched = probe.watch(model, objective, batch)
     arrived = probe.arrivals(model, objective, batch) if is_own else {}
     return ModelTrial(
         split=split,
-        has_dropout=probe.draws_masks(model, objective, batch),
+        random=[DROPOUT] * watched.has_dropout + [DRAWS] * watched.has_draws,
         forwards=probe.on_forwards(model, objective, batch),
         drawn=probe.on_draws(model, objective, batch),
         reused=[name for name, number in arrived.items() if number > 1],
@@ -134,8 +135,10 @@ def check_model(
         batch_norm.check(whole, choice)
     notes = _other_inputs(spec)
     if spec.layer_drop:
-        settings = " and ".join(f"{name} {share:g}" for name, share in spec.layer_drop)
-        notes.append(f"{LAYER_DROP}: {settings} set to 0, because ranks would leave out different layers")
+        notes.append(
+            f"{LAYER_DROP}: {' and '.join(f'{name} {share:g}' for name, share in spec.layer_drop)} set to 0, because "
+            "ranks would leave out different layers"
+        )
     if spec.has_own_loss() and (added := own_loss.depends_on_split(spec.config)) is not None:
         notes.append(f"{SPLIT_MATTERS}: {added}")
     if isinstance(spec.own_objective, MeanLoss):
@@ -163,11 +166,8 @@ def check_model(
             f"{PADDING_MATTERS}: that of a small model of this kind for samples of {_LENGTHS[0]} and {_LENGTHS[1]} "
             f"tokens in one micro-batch differs by {_percent(done.padding.difference)} from the sum of each alone"
         )
-    if done.has_dropout:
-        notes.append(DROPOUT)
-    if done.unused:
-        notes.append(_unused_note(done.unused))
-    return tuple(notes)
+    notes += done.random
+    return (*notes, *([_unused_note(done.unused)] if done.unused else []))
 
 
 def _refuse_other_means(reference: str, model: nn.Module, objective: MeanLoss) -> None:
@@ -176,8 +176,11 @@ def _refuse_other_means(reference: str, model: nn.Module, objective: MeanLoss) -
     Raises:
         RequestError: how to count them.
     """
-    for words, other in objective.recounted().items():
-        if not any(probe.on_split(model, other, batch) for batch in probe.examples(model, other, probe.MOST_TOKENS)):
+    batches = probe.examples(model, objective, probe.MOST_TOKENS)
+    for words, other in objective.recounted(
+        probe.left_out(model, objective, batches[0]), probe.whole_numbers(batches[0])
+    ).items():
+        if not any(probe.on_split(model, other, batch) for batch in batches):
             raise RequestError(
                 f"the loss that {reference} returns is no mean over {objective.counted}",
                 because=f"micro-batches of {FEW_SAMPLES} samples then have another gradient than one of {NUM_SAMPLES}",
@@ -283,7 +286,7 @@ def _notes_of_forwards(done: ModelTrial) -> list[str]:
 
 
 def _which(name: str, kind: str, number: int) -> str:
-    return f"{kind} `{name}`" if number == 1 else f"{number} {kind} (the first is `{name}`)"
+    return f"{kind} `{name}`" * bool(name) or kind if number == 1 else f"{number} {kind} (the first is `{name}`)"
 
 
 def _remedy(spec: ModelSpec, choice: BatchNormChoice | None) -> str:

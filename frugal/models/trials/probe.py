@@ -22,7 +22,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils.flop_counter import FlopCounterMode
 
-from frugal.models.objectives import Batch, Objective, Sample
+from frugal.models.objectives import TARGETS, Batch, Objective, Sample
 from frugal.models.trials import held_still
 from frugal.torch_internals import tensors_in
 from frugal.units import IGNORED
@@ -151,11 +151,11 @@ def on_later_tokens(model: nn.Module, tokens: Tensor, vocab_size: int) -> float:
     return float(difference[:, :half].max()) / whole if whole else 0.0
 
 
-def draws_masks(model: nn.Module, objective: Objective, batch: Batch) -> bool:
-    """Return whether dropout leaves anything out in training."""
+def watch(model: nn.Module, objective: Objective, batch: Batch) -> held_still.FixedDraws:
+    """Return what a forward in training draws, and which targets its cross entropies leave out."""
     with torch.no_grad(), held_still.restored(model), held_still.FixedDraws(0.5) as fixed:
         objective.loss_sum(model, batch)
-    return fixed.has_dropout
+    return fixed
 
 
 def arrivals(model: nn.Module, objective: Objective, batch: Batch) -> dict[str, int]:
@@ -182,38 +182,53 @@ def examples(model: nn.Module, objective: Objective, seq_len: int) -> list[Batch
 
     A second one has targets of `IGNORED` in some samples, where they are taken.
     """
-    generator = torch.Generator().manual_seed(0)
-    batch = {
-        name: tensor + torch.randn(tensor.shape, generator=generator, dtype=torch.float32).to(tensor.dtype)
-        if tensor.is_floating_point() and tensor.ndim
-        else tensor
-        for name, tensor in objective.example(NUM_SAMPLES, seq_len).items()
-    }
-    whole = [name for name, tensor in batch.items() if _is_whole(tensor)]
+    generator, example = torch.Generator().manual_seed(0), objective.example(NUM_SAMPLES, seq_len)
+    for draw in (torch.randn, torch.rand):  # the second: some losses take numbers from 0 to 1 alone
+        batch = {
+            name: tensor + draw(tensor.shape, generator=generator, dtype=torch.float32).to(tensor.dtype)
+            if tensor.is_floating_point() and tensor.ndim
+            else tensor
+            for name, tensor in example.items()
+        }
+        if _can_run(model, objective, batch):
+            break
+    whole = whole_numbers(batch)
     for name in whole:
         tensor = batch[name]
         numbers = torch.randint(0, 16, tensor.shape, generator=generator)
-        if tensor.ndim == 1:  # a class, so that some are the same
-            numbers = torch.arange(NUM_SAMPLES) % 2
+        if tensor.ndim == 1:  # a class or a mark, so that micro-batches have other shares of them
+            numbers = torch.tensor([0, 1, 0, 0] * (NUM_SAMPLES // 4))
         ways = [numbers, numbers % 2, -(numbers % 2)]
-        for added in reversed(ways) if (tensor == 1).all() else ways:  # ones may be a mask
-            varied = batch | {name: tensor + added.to(tensor.dtype)}
-            if _can_run(model, objective, varied):
-                batch = varied
+        # ones may be a mask, and a number of a sample its length, of which the example has the largest
+        for added in reversed(ways) if (tensor == 1).all() or (tensor.ndim == 1 and (tensor > 1).all()) else ways:
+            changed = numbers % 2 == 0 if tensor.dtype == torch.bool else tensor + added.to(tensor.dtype)
+            if _can_run(model, objective, batch | {name: changed}):
+                batch = batch | {name: changed}
                 break
     ignoring = batch
     for name in whole:
-        if (tensor := batch[name].clone()).ndim > 1:
-            tensor[1:3, ..., tensor.shape[-1] // 2 :] = IGNORED
-            if _can_run(model, objective, ignoring | {name: tensor}):
+        for value in left_out(model, objective, batch):
+            tensor = batch[name].clone(memory_format=torch.contiguous_format)
+            tensor.view(NUM_SAMPLES, -1)[1:3, tensor[0].numel() // 2 :] = value
+            is_none = value != IGNORED or (tensor.ndim > 1 and (name in TARGETS or not (example[name] == 1).all()))
+            if is_none and _can_run(model, objective, ignoring | {name: tensor}):
                 ignoring = ignoring | {name: tensor}
+                break
     return [batch] if ignoring is batch else [batch, ignoring]
 
 
-def _is_whole(tensor: Tensor) -> bool:
-    """Tell whether it has whole numbers, of each sample its own."""
-    kinds = (torch.int64, torch.int32, torch.int16, torch.int8, torch.uint8)
-    return tensor.dtype in kinds and tensor.ndim > 0 and len(tensor) == NUM_SAMPLES
+def left_out(model: nn.Module, objective: Objective, batch: Batch) -> list[int]:
+    """Return what is no target to the model: what its cross entropies leave out, and `IGNORED`."""
+    return [*sorted(watch(model, objective, batch).left_out - {IGNORED}), IGNORED]
+
+
+def whole_numbers(batch: Batch) -> list[str]:
+    """Return the names of the whole numbers and truth values of which each sample has its own."""
+    return [
+        name
+        for name, each in batch.items()
+        if each.ndim and len(each) == NUM_SAMPLES and not (each.is_floating_point() or each.is_complex())
+    ]
 
 
 def _can_run(model: nn.Module, objective: Objective, batch: Batch) -> bool:

@@ -20,7 +20,6 @@ from torch.overrides import TorchFunctionMode
 
 from frugal.errors import RequestError, first_line
 from frugal.models import packs, transformers_internals
-from frugal.models.losses import decoder_inputs
 from frugal.models.objectives import Batch, CausalLM, Objective, Sample
 from frugal.models.sequence import attention
 from frugal.models.sequence.parts import parts_of
@@ -218,7 +217,7 @@ def _ways_to_ask(spec: ModelSpec, model: nn.Module, batch: Batch) -> Iterator[di
     if spec.task == "causal-lm":
         yield inputs | {"labels": nn.functional.pad(batch["labels"][:, 1:], (0, 1), value=IGNORED)}
     if spec.task == "seq2seq" and hasattr(model, "prepare_decoder_input_ids_from_labels"):
-        yield inputs | {"decoder_input_ids": decoder_inputs.decoder_inputs(model, batch["labels"])}
+        yield inputs | {"decoder_input_ids": batch["decoder_input_ids"]}
 
 
 def _other_loss(spec: ModelSpec, because: str, hint: str) -> RequestError:

@@ -20,7 +20,7 @@ from frugal.planning import length_bucketing
 from frugal.planning.batch import BatchPlan
 from frugal.planning.memory.breakdown import MemoryBreakdown
 from frugal.planning.plan import Alternative, Plan
-from frugal.planning.report import DROPOUT, PADDING_MATTERS, SPLIT_MATTERS
+from frugal.planning.report import DRAWS, DROPOUT, PADDING_MATTERS, SPLIT_MATTERS
 from frugal.planning.search.candidate import OpenSource
 from frugal.planning.strategy import Strategy
 
@@ -85,7 +85,7 @@ def _strategies(search: "Search", plan: Plan) -> Iterator[Strategy]:
 def _batches(search: "Search", plan: Plan, strategy: Strategy) -> Iterator[BatchPlan]:
     """Yield the cuts of the global batch to try with a strategy: the largest micro-batches that fit, and smaller."""
     request, own = plan.request, plan.batch
-    if any(note.startswith((DROPOUT, SPLIT_MATTERS, PADDING_MATTERS)) for note in plan.warnings):
+    if any(note.startswith((DROPOUT, DRAWS, SPLIT_MATTERS, PADDING_MATTERS)) for note in plan.warnings):
         yield own
         return
     most = own.micro_batch

@@ -9,6 +9,7 @@ from typing import Any
 import torch
 import torch._dynamo  # imported by the first operator that needs it, it would keep the frames of the script
 from torch import nn
+from torch.optim.optimizer import register_optimizer_step_post_hook
 
 from frugal.config.hardware.cluster import ASSUMED_CAPABILITY, Cluster, Device
 from frugal.config.schema import understand
@@ -128,6 +129,7 @@ def _dry_run(
         ),
         kernels_of("cuda", tracker.capability),
         not_collected(),
+        register_optimizer_step_post_hook(tracker.stepped),
         card,
     ):
         script = load()

@@ -14,7 +14,9 @@ to the card. Everything runs as it would in a loop
 so the batch before lives until the next is made, and nothing holds the result of a step.
 """
 
+import functools
 import inspect
+import runpy
 import traceback
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager, nullcontext
@@ -47,11 +49,14 @@ class Script:
 
     @classmethod
     def load(cls, reference: str) -> "Script":
-        """Import the script of `FILE.py:STEP`.
+        """Import the script of `FILE.py:STEP`; the step of `FILE.py` alone runs it whole, as its main program.
 
         Raises:
             RequestError: it cannot be imported.
         """
+        if reference.endswith(".py"):
+            run = functools.partial(runpy.run_path, str(Path(reference).expanduser()), run_name="__main__")
+            return cls(Path(reference).name, run, {})
         step = factories.import_callable(
             reference, "the script's own arguments follow `--`, and its loop stands under main"
         )
@@ -83,7 +88,7 @@ class Script:
                 self._made[BATCH] = made
                 del made
             arguments = {name: self._made[name] for name in self._wanted(self._step)}
-            with failures(self.name, getattr(self._step, "__name__", "step")):
+            with failures(self.name, getattr(self._step, "__name__", None)):
                 self._step(**arguments)
             del arguments
 
@@ -134,13 +139,20 @@ _VALUES_HINT = (
     "a dry run knows shapes, not values: `.item()` is answered; leave `.tolist()` and code that depends on it out of "
     "the step, or run it on the host with the batch"
 )
+_HINTS = {
+    "on the same device": "a dry run moves nothing by itself: move the model and the batch to the card, as on a GPU",
+    "not compiled with CUDA": "this name of torch.cuda is not available in a dry run: leave it out of the step",
+    "process group": "a dry run has no DistributedDataParallel and no FSDP: run the script as on one GPU, without them",
+}
 _OURS = (AssertionError, AttributeError, KeyError, NameError, TypeError)
 _SHOWN_FRAMES = 3
 
 
 @contextmanager
-def failures(script: str, part: str) -> Iterator[None]:
+def failures(script: str, part: str | None) -> Iterator[None]:
     """Turn errors of a user's code inside the `with` block into one message with the lines that failed.
+
+    `part`: the name of the function that runs; None: the whole script.
 
     Raises:
         RequestError: it failed. Errors that are our bug pass unchanged.
@@ -154,18 +166,16 @@ def failures(script: str, part: str) -> Iterator[None]:
         if isinstance(error, _OURS) and Path(frames[-1].filename).is_relative_to(package_folder("frugal") / "dryrun"):
             raise
         because = [first_line(error), *_lines_of(frames)]
-        raise RequestError(f"`{part}` of {script} fails in a dry run", because=because, hint=_hint(error)) from None
+        raise RequestError(
+            f"{f'`{part}` of ' * bool(part)}{script} fails in a dry run", because=because, hint=_hint(error)
+        ) from None
 
 
 def _hint(error: BaseException) -> str | None:
     text = str(error)
     if isinstance(error, (ValuesNeededError, NotImplementedError)) or any(words in text for words in _NO_VALUES):
         return _VALUES_HINT
-    if "on the same device" in text:
-        return "a dry run moves nothing automatically: move the model and the batch to the card, as on a GPU"
-    if "not compiled with CUDA" in text:
-        return "this name of torch.cuda is not available in a dry run: leave it out of the step"
-    return None
+    return next((hint for words, hint in _HINTS.items() if words in text), None)
 
 
 def _lines_of(frames: list[traceback.FrameSummary]) -> list[str]:

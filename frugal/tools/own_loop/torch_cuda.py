@@ -153,8 +153,9 @@ def on_pretended_card(table: dict[str, Any], tracker: LoopTracker) -> Iterator[N
         | {"is_available": has_accelerator},
         torch: {"compile": compile_nothing, "Generator": PretendedGenerator, "load": load},
         torch.nn.Module: {"compile": lambda *_, **__: tracker.note(COMPILED)},
+        "torch._C": {"_cuda_getCurrentRawStream": _always(0)},  # bitsandbytes takes it at import where there is a card
     }
     with ExitStack() as stack:
         for owner, names in replaced.items():
-            stack.enter_context(patch.multiple(owner, **names))
+            stack.enter_context(patch.multiple(owner, create=owner == "torch._C", **names))
         yield

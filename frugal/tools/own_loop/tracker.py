@@ -19,6 +19,7 @@ from contextlib import AbstractContextManager, contextmanager, nullcontext
 from pathlib import Path
 from types import FrameType
 from typing import Any
+from weakref import WeakSet
 
 import torch
 from torch import Tensor, nn
@@ -107,7 +108,9 @@ class LoopTracker(Tracker):
         self._host_runs = False  # whether operators on the host really run, however large
         self._in_backward = False
         self._has_workspace: set[bool] = set()  # for threads: autograd's has a cuBLAS handle of its own
-        self._kept: list[Kept] = []
+        self._stepped: WeakSet[torch.optim.Optimizer] = WeakSet()  # wherever the script made them
+        self._kept: list[Kept] = [lambda: (pair for each in self._stepped for pair in kept_by_optimizer(each))]
+        self._shapes = Shapes(nn.Module())  # until a model is followed
         self._models: list[nn.Module] = []
         self._peaks_from = 0, 0  # events and emptied caches until then
         self.overlaps = False  # whether DeepSpeed's engine has a stream of its own for gradients
@@ -276,6 +279,11 @@ class LoopTracker(Tracker):
             self.relabel(pair for kept in self._kept for pair in kept())
         if phase != self.phase:
             super().mark(phase)
+
+    def stepped(self, optimizer: torch.optim.Optimizer, *_: Any) -> None:
+        """Recognise what an optimizer keeps that took a step, which ends there where no model is followed."""
+        self._stepped.add(optimizer)
+        self.mark(self.phase if self._models else FORWARD)
 
     def note(self, what: str) -> None:
         """Note an assumption."""

@@ -86,6 +86,13 @@ def test_what_people_and_programs_read(tmp_path: Path) -> None:
     assert (evaluation["event"], evaluation["perplexity"]) == ("evaluation", pytest.approx(2.718282))
 
 
+def test_of_one_target_a_sample_there_is_no_perplexity_to_read(tmp_path: Path) -> None:
+    log, written = logged(tmp_path, 3)
+    with log:
+        log.evaluation(2, Evaluation(loss=45.0, targets=7, samples=7))
+    assert written.getvalue() == "step 2/3  validation loss 45.0000  (7 samples)\n"
+
+
 def test_a_long_run_prints_few_lines_where_there_is_no_terminal(tmp_path: Path) -> None:
     log, written = logged(tmp_path, 1000)
     with log:

@@ -19,7 +19,7 @@ from frugal.models.spec import OWN, ModelSpec
 from frugal.models.trials import probe
 from frugal.models.trials.model_check import check_model, trial
 from frugal.models.trials.small_model import small_models
-from frugal.planning.report import DROPOUT, PADDING_MATTERS, SPLIT_MATTERS
+from frugal.planning.report import DRAWS, DROPOUT, PADDING_MATTERS, SPLIT_MATTERS
 from tests.engine.gradients import relative_error
 from tests.engine.small_models import TINY
 
@@ -31,7 +31,7 @@ OTHERS = (*(name for name in presets() if name not in COMMON), *OF_ALL_KINDS)
 
 
 @pytest.mark.parametrize(
-    "name", [*COMMON, "mamba", *(pytest.param(name, marks=pytest.mark.exhaustive) for name in OTHERS)]
+    "name", [*COMMON, "mamba", "t5", *(pytest.param(name, marks=pytest.mark.exhaustive) for name in OTHERS)]
 )
 def test_of_an_ordinary_model_there_is_nothing_to_say_but_dropout(name: str) -> None:
     assert set(check_model(resolve(name))) <= {DROPOUT}
@@ -116,7 +116,8 @@ def test_what_mixes_the_samples_of_a_micro_batch_is_named(layer: nn.Module) -> N
 
 
 def test_random_numbers_of_any_kind_are_no_mixture_of_samples() -> None:
-    assert set(check_model(alone(network(Noisy())))) <= {DROPOUT}
+    assert DRAWS in (notes := check_model(alone(network(Noisy())))) and set(notes) <= {DROPOUT, DRAWS}
+    assert DRAWS not in check_model(alone(network(nn.Dropout(0.5))))
 
 
 class Functional(nn.Module):

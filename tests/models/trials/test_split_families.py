@@ -21,7 +21,7 @@ from frugal.errors import RequestError
 from frugal.models.objectives import SummedLoss
 from frugal.models.resolve import resolve
 from frugal.models.trials.model_check import check_model
-from frugal.planning.report import DRAWN_PARTS, DROPOUT, LAYER_DROP, SPLIT_MATTERS
+from frugal.planning.report import DRAWN_PARTS, DRAWS, DROPOUT, LAYER_DROP, SPLIT_MATTERS
 from tests.models.trials.test_model_check import of_factory
 
 pytestmark = pytest.mark.usefixtures("offline")
@@ -108,7 +108,8 @@ def test_a_loss_that_compares_samples_is_found(
 ) -> None:
     cause = "in 2 Linear (the first is `0`) samples of a micro-batch change each other"  # its inputs are mixed before
     cause = cause if loss is mixup else "its loss is not a sum over samples"
-    (note,) = notes(make(), loss, example)
+    note, *others = notes(make(), loss, example)
+    assert others == [DRAWS] * (loss is mixup)  # it draws whom a sample is mixed with
     assert note.startswith(f"{SPLIT_MATTERS}: {cause}; gradients of a small model of this kind differ by ")
 
 
@@ -268,7 +269,7 @@ ORDINARY: list[tuple[Callable[[], nn.Module], Loss, Mapping[str, Tensor]]] = [
 def test_a_loss_of_each_sample_alone_raises_no_alarm(
     make: Callable[[], nn.Module], loss: Loss, example: Mapping[str, Tensor]
 ) -> None:
-    assert set(notes(make(), loss, example)) <= {DROPOUT}
+    assert set(notes(make(), loss, example)) <= {DROPOUT, DRAWS}
 
 
 # Parameters that are left out at random
