@@ -238,8 +238,8 @@ class DryRunSource:
             at_once, reserved = once.smallest_capacity(), once.under().peak_reserved_bytes
             for replays in ragged:
                 more_reserved_bytes = max(more_reserved_bytes, replays.under().peak_reserved_bytes - reserved)
-                if not replays.survives(at_once + more_bytes):
-                    more_bytes = replays.smallest_capacity() - at_once
+                if not replays.survives(at_once + more_bytes):  # though less might be enough: holes lie elsewhere then
+                    more_bytes = max(more_bytes, replays.smallest_capacity(at_once + more_bytes) - at_once)
         return more_bytes, more_reserved_bytes
 
     def in_lengths(self, strategy: Strategy, runs: Sequence[DrawnRun]) -> list[list[RankMemory]] | None:
