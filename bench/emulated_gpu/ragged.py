@@ -182,11 +182,11 @@ def promise(plan: Plan) -> int:
 def as_run(plan: Plan, seed: int) -> int:
     """Bytes allocated at the peak of a run in these shapes.
 
-    Where arithmetic knows no other lengths, or not all that a tiled loss takes of them, at most that of dry runs: those
-    of the micro-batch with most tokens in each range of lengths up to a power of two.
+    Where arithmetic knows no other lengths, at most that of dry runs: of the micro-batch with most tokens in each range
+    of lengths up to a power of two.
     """
     run = shapes(plan, seed)
-    if plan.memory.counts_lengths and plan.strategy.loss == "plain":
+    if plan.memory.counts_lengths:
         with DryRunSource(plan.request, plan.cluster, will_dry_run=False) as source:
             memories = source.in_lengths(plan.strategy, [run])
         assert memories is not None
@@ -290,7 +290,8 @@ def main() -> int:
             rows.append(_row(each, task, SEED + number, folder, runs))
             content = head | {"summary": _summary(rows), "rows": [row.content() for row in rows]}
             asked.out.write_bytes(msgspec.json.format(msgspec.json.encode(content)) + b"\n")
-    print("\n" + line(_summary(rows)))
+    if any(row.measured for row in rows):
+        print("\n" + line(_summary(rows)))
     return int(not all(is_kept(row) for row in rows))
 
 
