@@ -59,9 +59,9 @@ TASKS: dict[str, Any] = {"vit_base": None, "resnet50": None}
 
 
 def family(model: str) -> str:
-    """Of a model's name."""
+    """Of a model's name; a model type of transformers that is in no table is its own."""
     name = model.removeprefix("tiny-")
-    return next(family for start, family in FAMILIES.items() if name.startswith(start))
+    return next((family for start, family in FAMILIES.items() if name.startswith(start)), model)
 
 
 def reference(model: str) -> str | None:

@@ -1,6 +1,7 @@
 """A small configuration of every kind of text model in transformers, made from its own defaults."""
 
 import contextlib
+from collections.abc import Mapping
 from typing import Any
 
 VOCABULARY = 256
@@ -79,17 +80,19 @@ MORE: dict[str, dict[str, Any]] = {
 """What a kind needs besides, because its own values depend on each other."""
 
 
-def small_config(kind: Any) -> Any:
+def small_config(kind: Any, sizes: Mapping[int, int] = {}) -> Any:
     """A configuration of class `kind` with few narrow layers, at least one of each type, without dropout.
+
+    `sizes`: what takes the place of the sizes in `_VALUES`.
 
     Raises: what transformers does where the values contradict each other.
     """
     default = kind()
-    values = _smaller(default)
+    values = _smaller(default, sizes)
     for name in kind.sub_configs or {}:
         part = getattr(default, name, None)
         if hasattr(part, "model_type"):
-            values[name] = {**_smaller(part), "model_type": part.model_type}
+            values[name] = {**_smaller(part, sizes), "model_type": part.model_type}
     config = kind(**values | MORE.get(kind.model_type, {}))
     for name, token_id in (("pad_token_id", 0), ("decoder_start_token_id", 4)):
         if config.is_encoder_decoder and getattr(config, name, None) is None:
@@ -97,9 +100,10 @@ def small_config(kind: Any) -> Any:
     return config
 
 
-def _smaller(default: Any) -> dict[str, Any]:
+def _smaller(default: Any, sizes: Mapping[int, int]) -> dict[str, Any]:
     values: dict[str, Any] = {}
-    for name, small in SMALL.items():
+    for name, smallest in SMALL.items():
+        small = sizes.get(smallest, smallest)
         present = _value(default, name)
         if isinstance(present, int) and not isinstance(present, bool) and present > small:
             values[name] = small

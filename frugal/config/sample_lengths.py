@@ -1,11 +1,10 @@
 """The lengths of the samples of a data set: a histogram, from tokenised data or from a file."""
 
-from bisect import bisect_right
 from collections import Counter
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
-from itertools import accumulate
 from pathlib import Path
+from random import Random
 from typing import Any, Literal
 
 import msgspec
@@ -21,9 +20,6 @@ MOST_BINS = 256
 
 DOCUMENT_TOKENS = 64
 """Mean tokens of a pack's documents that a plan assumes where it does not know the data."""
-
-GOLDEN = (5**0.5 - 1) / 2
-"""Its multiples, less their whole parts, are spread evenly, however many are taken."""
 
 SHOWN = 5
 
@@ -91,13 +87,9 @@ class Lengths:
             lengths.append(tokens)
         return lengths[::-1]
 
-    def scattered(self, number: int, first: int = 0) -> list[int]:
-        """Return `number` lengths distributed like all of them, in an order without a trend: the quantiles of the
-        fractional parts of multiples of the golden ratio, from the multiple `first` on.
-        """
-        below = list(accumulate(self.counts))
-        shares = ((first + i) * GOLDEN % 1 for i in range(number))
-        return [self.tokens[bisect_right(below, int(share * self.num_samples))] for share in shares]
+    def drawn(self, number: int, seed: int) -> list[int]:
+        """Return `number` lengths drawn at random, so that stretches of them differ as global batches do."""
+        return Random(seed).choices(self.tokens, weights=self.counts, k=number)
 
     def expected_longest(self, number: int) -> float:
         """Return the expected tokens of the longest of `number` random samples: sum of l P(longest is l)."""

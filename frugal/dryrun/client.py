@@ -8,6 +8,7 @@ simulation does not cover, and models without a trace, have no draft; they are d
 import os
 from collections.abc import Sequence
 from dataclasses import replace
+from math import prod
 from pathlib import Path
 from types import TracebackType
 
@@ -38,7 +39,7 @@ from frugal.planning.memory.breakdown import MemoryBreakdown
 from frugal.planning.memory.loading import Loading, loading_of
 from frugal.planning.memory.profile import MemoryProfile, RankMemory, fullest, reserved_with_room
 from frugal.planning.memory.timeline import MICRO_BATCHES, ModelTrace, NotAffineError, Timeline
-from frugal.planning.memory.workspaces import with_scratch, with_workspaces, workspace_bytes
+from frugal.planning.memory.workspaces import ANY_ROWS, with_scratch, with_workspaces, workspace_bytes
 from frugal.planning.model_facts import FUSED_LOSS, ModelFacts
 from frugal.planning.strategy import Strategy
 
@@ -227,35 +228,49 @@ class DryRunSource:
         self, strategy: Strategy, micro_batch: int, runs: Sequence[DrawnRun], device: Device
     ) -> tuple[int, int] | None:
         """Return by how many bytes runs of other lengths exceed equal ones; see `Source`. Raises as `profile`."""
+        equal: DrawnRun = [[((micro_batch, self.request.seq_len),) * self.cluster.world_size] * 2] * 2
+        memories, expandable = self.in_lengths(strategy, [equal, *runs]), strategy.expandable_segments
+        more_bytes = more_reserved_bytes = 0
+        if memories is None:
+            return None
+        for of_rank in zip(*memories, strict=True):
+            once, *ragged = (memory.replays(0, expandable_segments=expandable) for memory in of_rank)
+            at_once, reserved = once.smallest_capacity(), once.under().peak_reserved_bytes
+            for replays in ragged:
+                more_reserved_bytes = max(more_reserved_bytes, replays.under().peak_reserved_bytes - reserved)
+                if not replays.survives(at_once + more_bytes):  # though less might be enough: holes lie elsewhere then
+                    more_bytes = max(more_bytes, replays.smallest_capacity(at_once + more_bytes) - at_once)
+        return more_bytes, more_reserved_bytes
+
+    def in_lengths(self, strategy: Strategy, runs: Sequence[DrawnRun]) -> list[list[RankMemory]] | None:
+        """Return the memory of each run of such micro-batches, on the ranks that `profile` knows; None where only dry
+        runs tell. Raises as `profile`.
+        """
         any_length = self._any_length(strategy)
         if any_length is None:
             return None
-        shared_by, expandable = strategy.sequence_parallel, strategy.expandable_segments
-        more_bytes = more_reserved_bytes = 0
-        for memory in self.profile(strategy, True).ranks:
-            equal = memory.replays(micro_batch, expandable_segments=expandable)
-            at_once, reserved = equal.smallest_capacity(), equal.under().peak_reserved_bytes
-            for run in runs:
-                steps = [[any_length.sizes(*shapes[memory.rank // shared_by]) for shapes in step] for step in run]
-                ragged = self._simulate(any_length.long, strategy, memory.rank, steps)
-                replays = replace(ragged, known=self._replays).replays(0, expandable_segments=expandable)
-                more_reserved_bytes = max(more_reserved_bytes, replays.under().peak_reserved_bytes - reserved)
-                if not replays.survives(at_once + more_bytes):
-                    more_bytes = replays.smallest_capacity() - at_once
-        return more_bytes, more_reserved_bytes
+        ranks, part = self._ranks(strategy, MAX_RANKS_SEARCHED), strategy.sequence_parallel
+        tokens = max(prod(shape) for run in runs for step in run for micro_step in step for shape in micro_step)
+
+        def of_rank(run: DrawnRun, rank: int) -> RankMemory:
+            steps = [[any_length.sizes(*micro_step[rank // part]) for micro_step in step] for step in run]
+            memory = self._simulate(any_length.long, strategy, rank, steps, tokens // part)
+            return replace(memory, known=self._replays)
+
+        return [[of_rank(run, rank) for rank in ranks] for run in runs]
 
     def _any_length(self, strategy: Strategy) -> AnyLength | None:
-        """Return the micro-step of a strategy for any length; None where only dry runs tell, or short ones differ."""
-        long = self.request.seq_len
-        short = max(1, long // SHORT)
-        request = replace(self.request, seq_len=short, lengths=None)
+        """Return the micro-step of a strategy for any length; None where only dry runs tell."""
+        long = self._drafts.trace(strategy)
+        if long is None:
+            return None
+        lengths = max(1, self.request.seq_len // SHORT), self.request.seq_len
+        request = replace(self.request, seq_len=lengths[0], lengths=None)
         drafts = Drafts(request, self.kind, self.capability, self._cache, self._pool, self._multiprocessors)
         try:
-            traces = () if strategy in self._distrusted else (drafts.trace(strategy), self._drafts.trace(strategy))
-            known = [trace for trace in traces if trace is not None]
-            return AnyLength(short=known[0], long=known[1], lengths=(short, long)) if len(known) == 2 else None
+            return AnyLength(short=drafts.trace(strategy), long=long, lengths=lengths)
         except (RequestError, NotAffineError):
-            return None
+            return AnyLength(short=None, long=long, lengths=lengths)
 
     def is_known(self, strategy: Strategy, micro_batch: int, accumulation_steps: int) -> bool:
         """Return whether this dry run is in the cache, so that no worker is needed."""
@@ -338,7 +353,9 @@ class DryRunSource:
         memories = tuple(self._simulate(trace, strategy, rank, equal_steps(accumulates)) for rank in ranks)
         return self._profile(strategy, trace.work, memories)
 
-    def _simulate(self, trace: ModelTrace, strategy: Strategy, rank: int, steps: Steps) -> RankMemory:
+    def _simulate(
+        self, trace: ModelTrace, strategy: Strategy, rank: int, steps: Steps, most_tokens: int = ANY_ROWS
+    ) -> RankMemory:
         memory = simulate(
             trace,
             self.request,
@@ -349,7 +366,7 @@ class DryRunSource:
             steps=steps,
             by_tensor=self._is_by_tensor(strategy),
         )
-        return replace(memory, timeline=self._with_workspaces(memory.timeline))
+        return replace(memory, timeline=self._with_workspaces(memory.timeline, most_tokens))
 
     def _profile_by_dry_runs(self, strategy: Strategy, accumulates: bool) -> MemoryProfile:
         """Return a profile by dry runs at a few micro-batches."""
@@ -424,14 +441,16 @@ class DryRunSource:
         """Return whether no rank holds the whole model while it is loaded."""
         return self.facts().weights.origin == "pretrained"
 
-    def _with_workspaces(self, timeline: Timeline) -> Timeline:
-        """Add the memory that libraries and kernels take on GPUs for any micro-batch, and no operator of a dry run asks
-        for.
+    def _with_workspaces(self, timeline: Timeline, most_tokens: int = ANY_ROWS) -> Timeline:
+        """Add the memory that libraries and kernels take on GPUs for any micro-batch, or those of up to `most_tokens`,
+        and no operator of a dry run asks for.
         """
         if self.kind == "cpu":
             return timeline
         element_bytes = 4 if self.request.precision == "fp32" else 2
-        timeline = with_scratch(timeline, set(self.facts().trainable_sizes), element_bytes, self._resident_threads)
+        timeline = with_scratch(
+            timeline, set(self.facts().trainable_sizes), element_bytes, self._resident_threads, most_tokens
+        )
         return with_workspaces(timeline, self._workspace_bytes)
 
     def _ranks(self, strategy: Strategy, most: int) -> tuple[int, ...]:

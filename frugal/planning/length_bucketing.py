@@ -326,15 +326,15 @@ DrawnRun = list[list[tuple[Shape, ...]]]
 def drawn_runs(lengths: Lengths, batch: BatchPlan, seq_len: int) -> list[DrawnRun]:
     """Draw short runs from the data, cut into micro-steps as `frugal train` does it.
 
-    Samples come scattered (`Lengths.scattered`); the longest is in the last global batch of each run, when the
-    allocator has segments for shorter ones. Of a global batch that takes many micro-steps `ENOUGH_STEPS` are kept,
-    evenly spread.
+    Samples come at random, since batches of one mean would need less than those of data; the longest is in the last
+    global batch of each run, when the allocator has segments for shorter ones. Of a global batch that takes many
+    micro-steps `ENOUGH_STEPS` are kept, evenly spread.
     """
     number, budget = _num_drawn(lengths, batch, seq_len), _budget(batch, seq_len)
     num_steps = max(2, DRAWN_MICRO_STEPS // min(ENOUGH_STEPS, grouping(lengths, batch, seq_len).micro_steps))
     runs = []
     for run in range(DRAWS):
-        drawn = [lengths.scattered(number, (run * num_steps + step) * number) for step in range(num_steps)]
+        drawn = [lengths.drawn(number, run * num_steps + step) for step in range(num_steps)]
         drawn[-1][0] = lengths.longest
         runs.append([_shapes(sorted(samples, reverse=True), budget, batch.overhead_tokens) for samples in drawn])
     return runs

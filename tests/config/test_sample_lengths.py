@@ -2,6 +2,7 @@
 
 import json
 import random
+import statistics
 from pathlib import Path
 from typing import Any
 
@@ -104,9 +105,11 @@ def test_data_of_other_lengths_than_planned_is_said() -> None:
     )
 
 
-def test_scattered_lengths_have_the_histogram_of_all_from_any_place_on_and_no_trend() -> None:
+def test_drawn_lengths_have_the_histogram_of_all_and_stretches_that_differ_as_random_ones() -> None:
     lengths = Lengths(tokens=(10, 20, 40), counts=(50, 30, 20))
-    for first in (0, 777):
-        drawn = lengths.scattered(1000, first)
-        assert [drawn.count(tokens) for tokens in (10, 20, 40)] == pytest.approx([500, 300, 200], abs=3)
-        assert sum(drawn[:500]) == pytest.approx(sum(drawn[500:]), rel=0.01)
+    for seed in (0, 777):
+        drawn = lengths.drawn(10_000, seed)
+        assert [drawn.count(tokens) for tokens in (10, 20, 40)] == pytest.approx([5000, 3000, 2000], abs=200)
+        means = [statistics.mean(drawn[start : start + 16]) for start in range(0, 10_000, 16)]
+        one_draw = (0.5 * 9**2 + 0.3 * 1**2 + 0.2 * 21**2) ** 0.5  # standard deviation; 19 is the mean
+        assert statistics.stdev(means) == pytest.approx(one_draw / 4, rel=0.15)

@@ -65,20 +65,18 @@ def dry_run_of(plan: Plan, steps: list[list[Shape]], monkeypatch: pytest.MonkeyP
     return run.dry_run(build, spec.objective(pack=False), asked)
 
 
-@pytest.mark.parametrize("zero_stage", [2, 3])
+@pytest.mark.parametrize(("zero_stage", "loss"), [(2, "plain"), (3, "plain"), (2, "tiled")])
 def test_the_replay_of_other_lengths_is_that_of_a_dry_run_of_them(
-    zero_stage: int, monkeypatch: pytest.MonkeyPatch
+    zero_stage: int, loss: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    plan = plan_of(zero_stage=zero_stage)
+    plan = plan_of(zero_stage=zero_stage, loss=loss)
     real = dry_run_of(plan, STEPS, monkeypatch)
     with DryRunSource(plan.request, plan.cluster) as source:
-        any_length = source._any_length(plan.strategy)
-        assert any_length is not None
-        steps = [[any_length.sizes(*shape) for shape in shapes] for shapes in STEPS]
-        replayed = source._simulate(any_length.long, plan.strategy, 0, steps)
-        timeline = source._with_workspaces(real.timeline)
+        replayed = source.in_lengths(plan.strategy, [[[(shape,) for shape in shapes] for shapes in STEPS]])
+        timeline = source._with_workspaces(real.timeline, 8 * 256)
     expected = Replays(timeline.fixed, timeline.events, timeline.empties)
-    found = replayed.replays(0)
+    assert replayed is not None
+    found = replayed[0][0].replays(0)
     assert found.under().peak_allocated_bytes == pytest.approx(expected.under().peak_allocated_bytes, rel=2e-3)
     assert found.under().peak_reserved_bytes == pytest.approx(expected.under().peak_reserved_bytes, rel=0.01)
     assert found.smallest_capacity() == pytest.approx(expected.smallest_capacity(), rel=0.01)

@@ -1,8 +1,12 @@
 """cuBLAS's workspaces begin with the first product of forward and of backward, and never end; scratch of sums does."""
 
+import random
+
 import pytest
+import torch
 
 from frugal.config.hardware.cluster import CARDS
+from frugal.dryrun.trace.reductions import scratch
 from frugal.planning.memory.timeline import BACKWARD, FORWARD, INITIALISATION, Timeline, TimelineBuilder
 from frugal.planning.memory.workspaces import WORKSPACE, scratch_bytes, with_scratch, with_workspaces, workspace_bytes
 from frugal.units import MIB
@@ -64,6 +68,16 @@ def test_of_any_number_of_rows_the_most_is_taken_that_keeps_the_card_busy() -> N
     threads = CARDS["a100-80g"].resident_threads or 0
     assert scratch_bytes(768, threads) == 108 * MIB
     assert scratch_bytes(50304, 28 * 1536) == 0
+
+
+def test_of_known_rows_it_is_what_the_kernel_takes() -> None:
+    generator, threads = random.Random(0), CARDS["a100-80g"].resident_threads or 0
+    found = []
+    for _ in range(300):
+        width, rows = 128 * generator.randrange(1, 40), generator.randrange(1, 20_000)
+        taken = scratch(torch.empty(rows, width, dtype=torch.bfloat16, device="meta"), [0], threads)
+        found.append((scratch_bytes(width, threads, rows), sum(taken[:1])))
+    assert all(ours == kernels for ours, kernels in found) and len({kernels for _, kernels in found}) > 100
 
 
 def test_the_scratch_of_a_bias_gradient_lives_inside_its_sum() -> None:

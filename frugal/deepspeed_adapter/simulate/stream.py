@@ -86,11 +86,11 @@ class Stream:
     def add(self, stream: Timeline, sizes: Sequence[int] | None = None) -> int:
         """Add the storages of `stream`, whose names this one was made with; return the number of the first.
 
-        `sizes`: their bytes, where they are not those of the micro-batch that is asked for.
+        `sizes`: their bytes, where they are not those of the micro-batch that is asked for: 0 is to be asked for then.
         """
         first = len(self._timeline.fixed)
         self._timeline.fixed += stream.fixed if sizes is None else sizes
-        self._timeline.per_sample += stream.per_sample if sizes is None else [0] * len(sizes)
+        self._timeline.per_sample += stream.per_sample
         self._timeline.categories += stream.categories
         self._timeline.operators += stream.operators
         self._timeline.modules += stream.modules

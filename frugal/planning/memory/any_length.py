@@ -4,6 +4,10 @@ A trace is affine in the micro-batch at one length. Of what grows with the lengt
 to its square (masks, and scores where attention has no kernel of its own); the rest is constant. Two traces tell which
 of the three a part is; what is none of them, a few bytes of embeddings, is put on the line through both.
 
+Where other lengths are another stream, as of a tiled loss with fewer slices, or of a model that cannot read samples so
+short, there is one trace, and all that grows with the micro-batch is taken to be proportional to the length. That is
+too much for squares, and too little for slices that have a least size: up to 7 % of all, in runs of a small vocabulary.
+
 Left out: kernels that round lengths up, by less than a tile for each sample.
 """
 
@@ -23,11 +27,11 @@ class AnyLength:
     """A micro-step of any number of samples of any length.
 
     Attributes:
-        short: its trace at the first of `lengths`, tokens.
+        short: its trace at the first of `lengths`, tokens; None: not the stream of the other.
         long: at the second.
     """
 
-    short: ModelTrace
+    short: ModelTrace | None
     long: ModelTrace
     lengths: tuple[int, int]
 
@@ -37,6 +41,8 @@ class AnyLength:
         Raises:
             NotAffineError: they are not.
         """
+        if self.short is None:
+            return
         check_aligned(self.short.stream, self.long.stream, *(f"{length} tokens" for length in self.lengths))
         if self.short.marks != self.long.marks:
             raise NotAffineError("gradients are finished in another order at another length")
@@ -60,5 +66,9 @@ class AnyLength:
             parts[is_square] = np.stack([0 * slope, 0 * slope, second / (b * b)], axis=1)[is_square]
             return parts
 
+        if self.short is None:
+            stream, zeros = self.long.stream, np.zeros(len(self.long.stream.fixed))
+            per_token = np.asarray(stream.per_sample) / self.lengths[1]
+            return np.stack([stream.fixed, zeros, zeros], axis=1), np.stack([zeros, per_token, zeros], axis=1)
         one, other = self.short.stream, self.long.stream
         return split(one.fixed, other.fixed), split(one.per_sample, other.per_sample)

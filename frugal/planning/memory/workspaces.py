@@ -27,6 +27,8 @@ _SUMS = frozenset(("aten.sum.dim_IntList",))
 _WITH_32_MIB = (9, 10, 12)  # Hopper and Blackwell, major compute capability
 _HOPPER_ALONE = (2, 11)  # the last torch under which recordings of B200 and RTX PRO 6000 have the smaller ones
 _OUTPUTS_OF_A_BLOCK, _THREADS_OF_A_BLOCK = 128, 128
+_FEWEST_ROWS, _ROWS_ALONE = 4 * 16, 4 * 255  # of a block that shares its columns at least, of one that does not at most
+ANY_ROWS = 1 << 62
 
 
 def workspace_bytes(compute_capability: tuple[int, int], torch_version: tuple[int, int] | None = None) -> int:
@@ -38,15 +40,17 @@ def workspace_bytes(compute_capability: tuple[int, int], torch_version: tuple[in
     return 32 * MIB if compute_capability[0] in large else 2 * 4096 * KIB + 8 * 16 * KIB
 
 
-def scratch_bytes(width: int, resident_threads: int) -> int:
+def scratch_bytes(width: int, resident_threads: int, most_rows: int = ANY_ROWS) -> int:
     """Return the scratch of a sum over rows of `width` columns, on a card that holds `resident_threads` at once.
 
-    Of as many rows as keep it busy, which is the most but for rows beyond 256 x 4 x the blocks of a column.
+    Of as many rows as keep it busy, which is the most but for rows beyond 256 x 4 x the blocks of a column; or of
+    `most_rows`, which may be too few.
     """
     across, blocks = -(-width // _OUTPUTS_OF_A_BLOCK), resident_threads // _THREADS_OF_A_BLOCK
     if width % 4 or width < _OUTPUTS_OF_A_BLOCK or across > blocks:
         return 0
     down = -(-blocks // across)
+    down = min(down, -(-most_rows // _FEWEST_ROWS)) if most_rows > _ROWS_ALONE else 0
     return 4 * width * down * _OUTPUTS_OF_A_BLOCK if down > 1 else 0
 
 
@@ -66,8 +70,14 @@ def with_workspaces(timeline: Timeline, size_bytes: int) -> Timeline:
     return _with(timeline, [_Asked(position, size_bytes, WORKSPACE, is_kept=True) for position in positions])
 
 
-def with_scratch(timeline: Timeline, widths: Collection[int], element_bytes: int, resident_threads: int) -> Timeline:
-    """Return the timeline with the scratch of gradients that are sums over rows.
+def with_scratch(
+    timeline: Timeline,
+    widths: Collection[int],
+    element_bytes: int,
+    resident_threads: int,
+    most_rows: int = ANY_ROWS,
+) -> Timeline:
+    """Return the timeline with the scratch of gradients that are sums over rows, at most over `most_rows`.
 
     They are the sums in backward of `widths` elements, those of trainable parameters, with so many bytes each.
     """
@@ -76,7 +86,7 @@ def with_scratch(timeline: Timeline, widths: Collection[int], element_bytes: int
     for storage in _where(timeline.operators, sums):
         width = timeline.fixed[storage] // element_bytes
         if width in widths and not timeline.per_sample[storage]:
-            wanted[storage] = scratch_bytes(width, resident_threads)
+            wanted[storage] = scratch_bytes(width, resident_threads, most_rows)
     asked = []
     for event in _where(timeline.events, wanted):
         size_bytes = wanted.pop(timeline.events[event], 0)  # at its birth, which comes first
