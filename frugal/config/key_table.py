@@ -31,6 +31,7 @@ class KeyTable:
         types: the type of each key. A text may begin with a word without a key, which is the key `name`.
         example: a text.
         others: other trainers' names of keys.
+        settings: flags of settings of their own that people look for among the keys.
         refused: values that people ask for and frugal cannot provide: the reason, and what to do instead.
     """
 
@@ -38,6 +39,7 @@ class KeyTable:
     types: Mapping[str, Any]
     example: str
     others: Mapping[str, str] = field(default_factory=dict)
+    settings: Mapping[str, str] = field(default_factory=dict)
     refused: Mapping[str, tuple[str, str]] = field(default_factory=dict)
 
     def read(self, value: Any) -> dict[str, Any]:
@@ -100,10 +102,11 @@ class KeyTable:
         if not self.has(key):
             near = next(iter(get_close_matches(key, [*self.types, *self.others], n=1)), "")
             near = self.others.get(near, near).replace("_", "-")
+            hint = f"did you mean `{near}`?" if near else f"write {self.flag} {self.example}"
             raise RequestError(
                 f"{self.flag} knows no `{written}`",
                 because=f"it has {', '.join(self.types).replace('_', '-')}",
-                hint=f"did you mean `{near}`?" if near else f"write {self.flag} {self.example}",
+                hint=f"it is a setting of its own: {self.settings[key]}" if key in self.settings else hint,
             )
         return key
 

@@ -162,6 +162,7 @@ SCHEDULE = KeyTable(
     types=get_type_hints(Schedule),
     example="cosine,min-lr-ratio=0.1",
     others={"min_lr_rate": "min_lr_ratio"},
+    settings={"warmup": "--warmup", "warmup_steps": "--warmup", "lr": "--learning-rate"},
 )
 
 

@@ -249,8 +249,12 @@ OPTIMIZER = KeyTable(
     types=get_type_hints(Optimizer),
     example="adamw,beta2=0.99",
     others={"eps": "epsilon", "adam_beta1": "beta1", "adam_beta2": "beta2", "adam_epsilon": "epsilon"},
+    settings={
+        "lr": "--learning-rate", "learning_rate": "--learning-rate", "weight_decay": "--weight-decay",
+        "max_grad_norm": "--gradient-clipping", "gradient_clipping": "--gradient-clipping",
+    },
     refused=_REFUSED,
-)
+)  # fmt: skip
 
 
 def bf16_notes(rate: float, beta2: float) -> list[str]:

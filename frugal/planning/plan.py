@@ -266,7 +266,8 @@ class Plan:
     @property
     def _room(self) -> str:
         memory, noun = self.memory, self.cluster.rank_noun
-        where = f"the fullest {noun}" if len(set(self.batch.micro_batch)) > 1 else f"each {noun}"
+        differ = len(set(self.batch.micro_batch)) > 1 or len(self.cluster.kinds) > 1
+        where = f"the fullest {noun}" if differ else f"each {noun}"
         host = ""
         if self.strategy.offload_optimizer != "none":
             host = f"; {format_bytes(memory.host_bytes_per_node)} of each host"

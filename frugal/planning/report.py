@@ -126,6 +126,11 @@ def what_binds(request: Request, cluster: Cluster, candidate: Candidate) -> str:
     assert candidate.batch is not None
     batch, micro, largest = candidate.batch, candidate.micro_batch, candidate.largest_micro_batch
     if request.micro_batch is not None or request.accumulation_steps is not None:
+        if micro < (request.micro_batch or 0):
+            return (
+                f"the global batch binds: it has {micro} samples for each {cluster.rank_noun}, and "
+                f"{request.micro_batch} were asked for"
+            )
         pinned = "micro-batch" if request.micro_batch is not None else "number of accumulation steps"
         return f"the {pinned} is as asked"
     if batch.accumulation_steps == 1:
@@ -133,7 +138,8 @@ def what_binds(request: Request, cluster: Cluster, candidate: Candidate) -> str:
     if candidate.shortfall_of_next_bytes is None:
         return f"--max-tokens-per-gpu binds: it allows {largest} samples at once"
     short = format_bytes(candidate.shortfall_of_next_bytes)
-    sentence = f"memory binds: micro-batch {largest + 1} would be about {short} short"
+    where = f" on the {cluster.rank_noun} with the most" if len(cluster.kinds) > 1 else ""
+    sentence = f"memory binds: micro-batch {largest + 1} would be about {short} short{where}"
     if request.even and micro < largest:
         return (
             f"{sentence}; {largest} would fit, and {micro} is the largest that cuts {batch.global_batch} samples "

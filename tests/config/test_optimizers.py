@@ -50,6 +50,7 @@ def refusal(optimizer: str, **settings: object) -> str:
         ("adamw,beta2=0.9,adam_beta2=0.9", "`beta2` of --optimizer is there twice"),
         ("adamw,bta2=0.9", "--optimizer knows no `bta2`\nit has name, implementation, states, momentum, beta1, beta2"),
         ("adamw,bta2=0.9", "hint: did you mean `beta2`?"),
+        ("adamw,lr=1e-4", "hint: it is a setting of its own: --learning-rate"),
     ],
 )
 def test_keys_that_the_optimizer_does_not_have_or_outside_their_range_are_refused(optimizer: str, said: str) -> None:
