@@ -186,10 +186,6 @@ class DryRunSource:
         """
         return self._drafts.why_not_mixed(strategy)
 
-    def has_draft(self, strategy: Strategy) -> bool:
-        """Return whether there is a draft without asking a worker."""
-        return strategy not in self._distrusted and self._drafts.are_known(strategy)
-
     def distrust(self, strategy: Strategy) -> bool:
         """Profile `strategy` by dry runs from now on; return False if that is so already."""
         if strategy in self._distrusted or self._drafts.trace(strategy) is None:

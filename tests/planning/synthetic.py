@@ -181,10 +181,6 @@ class SyntheticSource:
         """If the model says why not."""
         return str(self.model.get("why_not_mixed", ""))
 
-    def has_draft(self, strategy: Strategy) -> bool:
-        """Formulas are no recorded allocations, of which a page is made."""
-        return False
-
     def on(self, cluster: Cluster) -> "SyntheticSource":
         return replace(self, cluster=cluster)
 

@@ -88,13 +88,6 @@ class Drafts:
             trace = self._traced(strategy)[strategy.activation_checkpointing]
         return trace if trace is not None and covers(self._request, strategy, trace) else None
 
-    def are_known(self, strategy: Strategy) -> bool:
-        """Return whether the traces that `strategy` needs exist already."""
-        return all(
-            question in self._traces or self._cache.has(self._key(question)) or shipped.trace(question) is not None
-            for question in self._questions(strategy).values()
-        )
-
     def num_layers(self, strategy: Strategy) -> int:
         """Return the model's layers as known from a trace that `strategy` needs. Raises as `trace`."""
         traced = self._traced(strategy) if covers(self._request, strategy) else {}
