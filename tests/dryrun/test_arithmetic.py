@@ -7,7 +7,7 @@ import torch
 from torch import nn
 
 from bench.plans import plan_by_hand
-from frugal.config.optimizers import state_bytes_per_element
+from frugal.config.optimizers import Optimizer
 from frugal.models.objectives import SummedLoss
 from frugal.planning.memory.timeline import CATEGORIES, LOGITS, Timeline
 from tests.dryrun.test_truth import dry_run_of
@@ -94,7 +94,7 @@ def test_zeros_figure_1(zero_stage: int, gigabytes: float) -> None:
     expected = {
         "parameters": 2 * (share if zero_stage == 3 else 1),
         "gradients": 2 * (share if zero_stage >= 2 else 1),
-        "optimizer": (4 + state_bytes_per_element("adamw")) * (share if zero_stage >= 1 else 1),
+        "optimizer": (4 + Optimizer().state_bytes_per_element) * (share if zero_stage >= 1 else 1),
     }
     assert {name: size / elements for name, size in states.items()} == pytest.approx(expected, abs=2e-3)
     assert sum(states.values()) / elements * 7.5 == pytest.approx(gigabytes, abs=0.06)
