@@ -335,7 +335,7 @@ def write_samples(
         raise RequestError(
             "the data cannot be divided into training and validation",
             because=f"it is {plural(report.documents, 'document')}",
-            hint="--validation-fraction 0 trains on all of it, --validation-data PATH validates on other data",
+            hint="--validation-data 0% trains on all of it, --validation-data PATH validates on other data",
         )
     return report
 

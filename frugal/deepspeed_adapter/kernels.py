@@ -240,7 +240,7 @@ def compile_nvme_io() -> None:
         "AsyncIOBuilder",
         "DeepSpeed's asynchronous I/O",
         "install libaio with its headers (`apt install libaio-dev`), a C++ compiler and ninja; or plan without "
-        "--nvme-path",
+        "--offload nvme",
     )
 
 
