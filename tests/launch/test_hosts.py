@@ -26,13 +26,6 @@ from frugal.planning.plan import Plan
 from frugal.units import GIB
 
 
-@pytest.fixture(autouse=True)
-def no_network_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
-    """An engine of an earlier test in this process named the loopback interface."""
-    for name in ssh.NETWORK:
-        monkeypatch.delenv(name, raising=False)
-
-
 @pytest.fixture
 def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     """A folder with a plan for two nodes of one and two ranks, and a hostfile for it."""
