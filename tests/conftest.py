@@ -77,16 +77,26 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     items.sort(key=place)
 
 
-OF_A_RANK = (
-    "RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_SIZE", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT",
-    "GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME",
-)  # fmt: skip
+OF_A_RANK = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_SIZE", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
 
 
 @pytest.fixture(autouse=True)
 def _nothing_is_said_of_waiting(monkeypatch: pytest.MonkeyPatch) -> None:
     """Keep the line about a command that takes its time out of outputs that are compared: the machine may be busy."""
     monkeypatch.setattr("frugal.cli.display.terminal.PATIENCE", 3600.0)
+
+
+@pytest.fixture(autouse=True)
+def _names_no_network() -> Iterator[None]:
+    """Forget the interface that an engine of this process took, here or for a fixture: launchers would send it on."""
+    _forget_networks()
+    yield
+    _forget_networks()
+
+
+def _forget_networks() -> None:
+    for name in ("GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME"):
+        os.environ.pop(name, None)
 
 
 @pytest.fixture(autouse=True)
