@@ -35,7 +35,7 @@ class SimulatedPrefetch:
         self._setting = setting
         self._trace = trace
         self._own = list(trace.gathered)
-        self._read: dict[int, set[int]] = defaultdict(set)  # module -> parameters of others that it gathers as well
+        self._seen = list(trace.own_parameters), list(trace.parameters_within)  # with those of others that it reads
         self._running: list[int] = []  # modules in forward, the innermost last
         elements = setting.all_elements
         self._elements = elements
@@ -110,8 +110,8 @@ class SimulatedPrefetch:
         on (`ZeROOrderedDict.__getitem__`)."""
         if self._status[parameter] == SPLIT:
             module = self._running[-1]
-            self._read[module].add(parameter)
-            self._own[module] = tuple(sorted({*self._own[module], parameter}))
+            for of_modules in (self._own, *filter(None, self._seen)):
+                of_modules[module] = tuple(sorted({*of_modules[module], parameter}))
             self._gather([parameter])
             self._land(parameter)
             self._available -= self._elements[parameter]  # the coordinator does not count it
@@ -292,12 +292,11 @@ class SimulatedPrefetch:
             passed = 0
             # DeepSpeed asks of every module that comes what this one gathers: what it owns, or all within
             is_one = module in self._trace.gathered_as_one
-            seen = self._trace.parameters_within if is_one else self._trace.own_parameters
+            seen = self._seen[is_one]
             for step in range(self._step, len(self._order)):
                 if passed >= self._setting.strategy.max_live_elements or not going:
                     break
-                other = self._order[step]
-                for parameter in (*seen[other], *self._read.get(other, ())):
+                for parameter in seen[self._order[step]]:
                     going.discard(parameter)
                     passed += self._elements[parameter]
             self._kept[key] = frozenset(going)
