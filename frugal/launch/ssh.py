@@ -196,7 +196,7 @@ def problems(
     hosts: Sequence[HostfileEntry], reports: Sequence[HostReport | UnreachableHost], kind: DeviceKind
 ) -> list[str]:
     """Return the problems that would prevent a run, one line each."""
-    ours, here, nic = versions(), socket.gethostname(), environment().get(NETWORK[0])
+    ours, here, nics = versions(), socket.gethostname(), environment().get(NETWORK[0])
     lines = []
     for host, report in zip(hosts, reports, strict=True):
         if isinstance(report, UnreachableHost):
@@ -206,9 +206,9 @@ def problems(
             if report.versions.get(name) != version:
                 lines.append(f"{host.name} has {name} {report.versions.get(name)}; {here}, this machine, has {version}")
         lines += [f"{host.name} {text}" for text in _shortages(host, report, kind)]
-        if nic is not None and nic not in report.networks:
+        if nics is not None and not set(nics.split(",")) <= set(report.networks):
             others = ", ".join(report.networks) or "none"
-            lines.append(f"{host.name} has no network interface {nic} with an address; it has {others}")
+            lines.append(f"{host.name} has no network interface {nics} with an address; it has {others}")
     return lines
 
 
@@ -248,9 +248,9 @@ def rendezvous_address(reports: Sequence[HostReport]) -> str:
     Not what its name resolves to there, which may be its loopback.
     """
     first, *others = reports
-    nic = environment().get(NETWORK[0])
-    nics = first.networks if nic is None else {nic: first.networks.get(nic, [])}
-    own = [ip_interface(address) for addresses in nics.values() for address in addresses]
+    nics = environment().get(NETWORK[0])  # of gloo's, which takes several, separated by commas
+    named = first.networks if nics is None else nics.split(",")
+    own = [ip_interface(address) for name in named for address in first.networks.get(name, [])]
     if not own:
         return first.address or first.host
     for other in others:

@@ -159,6 +159,11 @@ def test_what_hosts_lack_is_said_of_each(monkeypatch: pytest.MonkeyPatch) -> Non
     ]
     monkeypatch.setenv("GLOO_SOCKET_IFNAME", "eth0")
     assert "d has no network interface eth0 with an address; it has ib0" in ssh.problems(named, reports, "cuda")
+    monkeypatch.setenv("GLOO_SOCKET_IFNAME", "eth0,ib0")  # gloo takes several
+    problems = ssh.problems(named, reports, "cuda")
+    assert "d has no network interface eth0,ib0 with an address; it has ib0" in problems
+    monkeypatch.setenv("GLOO_SOCKET_IFNAME", "ib0,ib0")
+    assert not any(each.startswith("d has no network") for each in ssh.problems(named, reports, "cuda"))
 
 
 def test_rank_0_is_met_on_the_network_the_others_are_on(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -169,6 +174,8 @@ def test_rank_0_is_met_on_the_network_the_others_are_on(monkeypatch: pytest.Monk
     assert ssh.rendezvous_address([report(address="10.1.0.9", networks={})]) == "10.1.0.9"
     monkeypatch.setenv("GLOO_SOCKET_IFNAME", "docker0")
     assert ssh.rendezvous_address([first, other]) == "172.17.0.1"
+    monkeypatch.setenv("GLOO_SOCKET_IFNAME", "docker0,eth0")
+    assert ssh.rendezvous_address([first, other]) == "10.0.0.1"
 
 
 def test_words_survive_a_shell_on_the_way(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
