@@ -16,6 +16,7 @@ from frugal.distributed import stop
 from frugal.engine import loop
 from frugal.engine.engine import Engine, initialize
 from frugal.engine.reports.metrics import Log, PlannedMemory
+from frugal.errors import FrugalError
 from frugal.models.objectives import CausalLM, Objective
 from frugal.planning.plan import Plan
 from tests.engine.small_models import ragged_samples, tiny_gpt2
@@ -35,9 +36,16 @@ def plan_here(
 def running(
     plan: Plan, model: nn.Module | None = None, objective: Objective | None = None, **how: Any
 ) -> Iterator[Engine]:
-    """Yield an engine, of a tiny GPT-2 unless told, and destroy it at the end; an error ends the ranks."""
+    """Yield an engine, of a tiny GPT-2 unless told, and destroy it at the end, also if all ranks refuse something.
+
+    Another error ends the ranks.
+    """
     engine = initialize(model or tiny_gpt2(), plan, objective or CausalLM(), **how)
-    yield engine
+    try:
+        yield engine
+    except FrugalError:
+        engine.destroy()
+        raise
     engine.destroy()
     del engine
     gc.collect()
