@@ -13,8 +13,16 @@ from unittest.mock import patch
 import click
 import msgspec
 
-from frugal.cli.display.terminal import waiting
-from frugal.cli.options import SettingsCommand, collect, config_option, options, planning_flags, refuse_beside_a_plan
+from frugal.cli.options import (
+    SettingsCommand,
+    collect,
+    config_option,
+    options,
+    planning_flags,
+    read_plan,
+    read_settings,
+)
+from frugal.cli.terminal import print_json, waiting
 from frugal.config.hardware import cuda_allocator
 from frugal.config.hardware.build_cluster import ClusterSettings
 from frugal.config.hardware.cluster import Cluster
@@ -22,6 +30,7 @@ from frugal.config.pins import check_pins
 from frugal.config.request import Request
 from frugal.config.schema import settings_of_toml
 from frugal.config.setting import settings_of
+from frugal.distributed.env import silence_libraries
 from frugal.dryrun.client import DryRunSource
 from frugal.dryrun.compare import predicted
 from frugal.dryrun.figures import Figures, fullest, interval
@@ -32,7 +41,6 @@ from frugal.planning.memory import timeline_files
 from frugal.planning.memory.interval import Bounds
 from frugal.planning.memory.timeline import CATEGORIES
 from frugal.planning.memory_report import bounds_of
-from frugal.planning.plan import Plan
 from frugal.planning.strategy import Strategy, allowed_strategies, offload_levels
 from frugal.tools.own_loop.reference import names_a_step
 from frugal.units import format_bytes, plural
@@ -112,7 +120,7 @@ def command(
             made = _own_step(what, num_steps, values)
     else:
         with waiting(f"dry-running {what}"):
-            made = _plan(Path(what), values) if _is_plan(what) else _model(what, values)
+            made = _plan(Path(what), values) if _is_plan(Path(what)) else _model(what, values)
     kind = made.cluster.devices[0].kind
     result = predicted(made.runs, made.cluster, expandable_segments=made.expandable_segments)
     held = None if explain is None else fullest(made.runs, kind).explain(explain)
@@ -123,7 +131,7 @@ def command(
     if as_json:
         content = msgspec.to_builtins(result) | {"interval": msgspec.to_builtins(bounds), "notes": notes}
         content |= {} if held is None else {"explained": dict(held)}
-        click.echo(msgspec.json.format(msgspec.json.encode(content), indent=2).decode())
+        print_json(content)
         return
     blocks = [made.title, *_report(result, made, bounds)]
     blocks += [["assumed, because it depends on data", *(f"  {note}" for note in notes)]] if notes else []
@@ -134,7 +142,7 @@ def command(
 
 def _own_step(what: str, num_steps: int | None, values: dict[str, Any]) -> _DryRuns:
     """Dry-run the user's own training step, with the segments that torch would make here, or those asked for."""
-    overridden = settings_of_toml({}, values.get("overrides", ())).plan
+    overridden = settings_of_toml({}, values["overrides"])
     for name, row in settings_of(Request).items():
         if values.get(name) not in (None, ()) or name in overridden:
             raise RequestError(
@@ -142,12 +150,11 @@ def _own_step(what: str, num_steps: int | None, values: dict[str, Any]) -> _DryR
                 because="the script says what its step does",
                 hint="leave it out, and write it into the script",
             )
-    _, cluster, _ = collect({**values, "precision": "fp32"})  # the script's own is not known; old cards refuse bf16
+    precision = {"precision": "fp32"}  # the script's own is not known; old cards refuse bf16
+    _, cluster, _ = collect(read_settings(values) | precision, asks_data=False)
     if cluster.devices[0].kind != "cuda":
         raise RequestError(f"{what} was given together with --device cpu", because="a step is dry-run for a GPU")
     os.environ.setdefault("DS_ACCELERATOR", "cpu")  # else DeepSpeed says that it chose so
-    from frugal.distributed.env import silence_libraries
-
     silence_libraries()
     from frugal.tools.own_loop.run import NUM_STEPS, dry_runs  # torch and DeepSpeed take seconds
     from frugal.tools.own_loop.script import Script
@@ -160,9 +167,8 @@ def _own_step(what: str, num_steps: int | None, values: dict[str, Any]) -> _DryR
     return _DryRuns(title, runs, cluster, bool(cuda_allocator.expandable(os.environ)))
 
 
-def _is_plan(what: str) -> bool:
+def _is_plan(path: Path) -> bool:
     """Return True for a .json file, unless it is a model's configuration."""
-    path = Path(what)
     if path.suffix != ".json" or path.is_dir():
         return False
     try:
@@ -173,8 +179,7 @@ def _is_plan(what: str) -> bool:
 
 
 def _plan(path: Path, values: dict[str, Any]) -> _DryRuns:
-    refuse_beside_a_plan(str(path), planning_flags(values, "config", "hostfile"))
-    plan = Plan.read(path)
+    plan = read_plan(path, planning_flags(values, "config", "hostfile"))
     with DryRunSource(plan.request, plan.cluster) as source:
         return _dry_run(source, plan.strategy, plan.batch, plan.memory.live_bytes)
 
@@ -183,7 +188,7 @@ def _model(what: str, values: dict[str, Any]) -> _DryRuns:
     """Dry-run the first strategy that the search would look at, with one sample per micro-step unless pinned."""
     if values.get("model") is not None:
         raise RequestError(f"{what} was given together with --model", hint="leave one of them out")
-    request, cluster, defaults = collect({**values, "model": what})
+    request, cluster, defaults = collect(read_settings(values) | {"model": what}, asks_data=False)
     request = cuda_allocator.planned(request, cluster, os.environ)
     with DryRunSource(request, cluster) as source:
         facts = source.facts()

@@ -28,7 +28,7 @@ from dataclasses import dataclass
 from math import ceil, isfinite, log2, sqrt
 from typing import Any, Literal, get_type_hints
 
-from frugal.config.key_table import MOST_COUNT, KeyTable
+from frugal.config.setting import MOST_COUNT, KeyTable
 from frugal.errors import refuse
 
 OptimizerName = Literal["adamw", "sgd", "adamw-8bit"]

@@ -5,7 +5,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Literal, get_args
 
-from frugal.config import layers
+from frugal.config import layers, sample_lengths
 from frugal.config.adapters import LORA, Lora
 from frugal.config.layers import LayerModes
 from frugal.config.optimizers import OPTIMIZER, Optimizer, OptimizerName, Scaling
@@ -31,6 +31,7 @@ LENGTHS = Kind(
     str,
     "a file, a list of tokens or a table of tokens and samples",
     lambda value: isinstance(value, str | list | tuple | Mapping | Lengths),
+    make=sample_lengths.of,
 )
 
 
@@ -133,7 +134,7 @@ class Request:
         None,
         "Train low-rank adapters and freeze the model: r=16, and alpha=32 (twice r), dropout=0.05 (0), dora, "
         "targets=q_proj,v_proj (all-linear).",
-        "model and batch", kind=Kind.of(LORA), metavar="r=16[,...]", is_first=True,
+        "model and batch", kind=Kind.of(LORA, Lora.of), metavar="r=16[,...]", is_first=True,
     )  # fmt: skip
     quantize: Quantization | None = setting(
         None,
@@ -146,7 +147,7 @@ class Request:
     optimizer: Optimizer = setting(
         Optimizer(),
         f"Optimizer: {', '.join(get_args(OptimizerName))}, with keys such as beta2=0.99, momentum=0.9 or states=bf16.",
-        "optimizer", kind=Kind.of(OPTIMIZER), metavar="NAME[,...]",
+        "optimizer", kind=Kind.of(OPTIMIZER, Optimizer.of), metavar="NAME[,...]",
     )  # fmt: skip
     learning_rate: float = setting(3e-4, "Peak learning rate.", "optimizer", least=0, short=("--lr",), is_first=True)
     weight_decay: float = setting(0.01, "Weight decay; decoupled for AdamW.", "optimizer", least=0)
