@@ -3,7 +3,7 @@
 import os
 from collections.abc import Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, get_args
+from typing import Any, get_args
 
 import click
 
@@ -16,11 +16,11 @@ from frugal.config.hardware.cluster import CARDS
 from frugal.config.request import Request
 from frugal.distributed.env import silence_libraries
 from frugal.errors import FrugalError, RequestError
+from frugal.tools.check import out_of_memory, records
+from frugal.tools.check.checked import Check, check
 from frugal.tools.check.document import Tool
-from frugal.tools.check.gather import FLAGS
-
-if TYPE_CHECKING:
-    from frugal.tools.check.checked import Check
+from frugal.tools.check.gather import FLAGS, gather
+from frugal.tools.check.report import report
 
 
 class _Documented(SettingsCommand):
@@ -39,8 +39,6 @@ class _Documented(SettingsCommand):
 
 def _print_error(error: FrugalError, path: Path, *words: str) -> None:
     """Print an error as the document that `words` ask for, if they do."""
-    from frugal.tools.check import records
-
     if "--json" in words:
         click.echo(records.error_as_json(error).decode())
     elif "--sarif" in words:
@@ -80,11 +78,7 @@ def command(
     """
     os.environ.setdefault("DS_ACCELERATOR", "cpu")  # else DeepSpeed says that it chose so
     silence_libraries()
-    from frugal.tools.check import records
-    from frugal.tools.check.report import report
-
     asked = ["--json"] * as_json + ["--sarif"] * as_sarif
-    context = click.get_current_context()
     if as_json and as_sarif:
         raise RequestError("--json was given together with --sarif", hint="leave one of them out")
     try:
@@ -98,15 +92,11 @@ def command(
         click.echo((records.as_sarif if as_sarif else records.as_json)(done).decode())
     else:
         click.echo(report(done))
-    context.exit(done.exit_code)
+    click.get_current_context().exit(done.exit_code)
 
 
-def _checked(paths: Sequence[Path], tool: Tool | None, log: Path | None, values: dict[str, Any]) -> "Check":
+def _checked(paths: Sequence[Path], tool: Tool | None, log: Path | None, values: dict[str, Any]) -> Check:
     """Check the files on the hardware that the flags describe, or on this machine."""
-    from frugal.tools.check import out_of_memory
-    from frugal.tools.check.checked import check
-    from frugal.tools.check.gather import gather
-
     with_plan = not values.pop("no_plan")
     flags = {name: values.pop(name) for name in FLAGS}
     if flags["lora"] is not None:

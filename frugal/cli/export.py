@@ -50,8 +50,10 @@ def command(
     """
     if target == "model":
         if output is None:
-            hint = "add -o DIR; a plan is exported with --to hf, accelerate or script"
-            raise RequestError("there is no folder for the model", hint=hint)
+            raise RequestError(
+                "there is no folder for the model",
+                hint="add -o DIR; a plan is exported with --to hf, accelerate or script",
+            )
         silence_libraries()
         from frugal.engine import model_folder  # torch takes seconds
 
@@ -67,8 +69,9 @@ def command(
         from frugal.models.losses.decoder_inputs import source  # torch takes a second
 
         decoder_inputs = source()
-    folder = "" if output is None else str(output)
-    exported = export(plan, target, folder=folder, make_model=make_model, decoder_inputs=decoder_inputs)
+    exported = export(
+        plan, target, folder=str(output or ""), make_model=make_model, decoder_inputs=decoder_inputs
+    )  # fmt: skip
     if output is None:
         click.echo(next(iter(exported.files.values())), nl=False)
         click.echo(f"it reads {list(exported.files)[1]} beside it: -o DIR writes both", err=True)
@@ -109,28 +112,26 @@ def _as_cut(plan: Plan, target: Target) -> Plan:
 
 def _make_model(plan: Plan) -> str:
     """Return Python that makes the plan's model as frugal does."""
+    from frugal.models.transformers_internals import model_types  # takes a second
+
     reference = plan.request.model
     auto = AUTO_CLASSES.get(plan.model.task)
     path = Path(reference).expanduser()
     dtype = f"dtype={_DTYPES[plan.request.precision]}"
     if ":" in reference and not path.exists():
-        made = f"model, objective = factory.build({dtype}), factory.objective()"
-        return f"factory = resolve({reference!r}, {plan.request.task!r})\n{made}"
+        return (
+            f"factory = resolve({reference!r}, {plan.request.task!r})\n"
+            f"model, objective = factory.build({dtype}), factory.objective()"
+        )
     if reference in presets():
         preset: dict[str, Any] = presets()[reference]
         values = ", ".join(f"{name}={value!r}" for name, value in preset["config"].items())
         config = f'AutoConfig.for_model("{preset["type"]}", {values}, use_cache=False)'
     elif path.is_file() or (path.is_dir() and not any(chain.from_iterable(map(path.glob, _WEIGHTS)))):
         config = f'AutoConfig.from_pretrained("{path}", use_cache=False)'
-    elif not path.exists() and _is_model_type(reference):
+    elif not path.exists() and reference in model_types():
         config = f'AutoConfig.for_model("{reference}", use_cache=False)'
     else:
         name = path if path.exists() else reference
         return f'model = {auto}.from_pretrained("{name}", {dtype}, use_cache=False).train()'
     return f"config = {config}\nmodel = {auto}.from_config(config, {dtype}).train()"
-
-
-def _is_model_type(reference: str) -> bool:
-    from frugal.models import transformers_internals  # takes a second
-
-    return reference in transformers_internals.model_types()

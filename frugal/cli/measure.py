@@ -228,9 +228,11 @@ def _report(measurement: Measurement) -> list[str]:
     pairs = {name: (expected.phases[name], size) for name, size in measured.phases.items()}
     pairs["allocated"] = expected.peak_allocated_bytes, measured.peak_allocated_bytes
     if measured.context_bytes is not None and measured.device_bytes is not None:
-        pairs["reserved"] = expected.peak_reserved_bytes, measured.peak_reserved_bytes
-        pairs["context"] = device.context_bytes, measured.context_bytes
-        pairs["driver"] = expected.peak_reserved_bytes + device.context_bytes, measured.device_bytes
+        pairs |= {
+            "reserved": (expected.peak_reserved_bytes, measured.peak_reserved_bytes),
+            "context": (device.context_bytes, measured.context_bytes),
+            "driver": (expected.peak_reserved_bytes + device.context_bytes, measured.device_bytes),
+        }
     pairs["host"] = host_bytes_per_node(expected, measurement.cluster), measured.host_bytes_per_node
     on_cpu = measurement.kind == "cpu"
     lines = [f"{'':<16} {'predicted':>12} {'measured':>12}"]
@@ -247,13 +249,14 @@ def _report(measurement: Measurement) -> list[str]:
         verdict = "enough" if measurement.capped.survived else "not enough: the prediction is too low"
         lines.append(f"capped at the prediction, {format_bytes(measurement.capped.limit_bytes)} for tensors: {verdict}")
     more = (measured.context_bytes or 0) - device.context_bytes
-    if more > 0:
-        text = f"the context takes {format_bytes(more)} more than planned, "
-        margin = f"margin of {format_bytes(device.margin_bytes)}"
-        beyond = (
-            f"beyond the {margin}: a full GPU may run out of memory; `frugal measure --calibrate` has plans count it"
+    margin = f"margin of {format_bytes(device.margin_bytes)}"
+    if more > device.margin_bytes:
+        lines.append(
+            f"the context takes {format_bytes(more)} more than planned, beyond the {margin}: a full GPU may run out of "
+            "memory; `frugal measure --calibrate` has plans count it"
         )
-        lines.append(text + (beyond if more > device.margin_bytes else f"of a {margin} that is kept for it"))
+    elif more > 0:
+        lines.append(f"the context takes {format_bytes(more)} more than planned, of a {margin} that is kept for it")
     return lines
 
 

@@ -6,7 +6,6 @@
 
 from collections.abc import Callable, Generator, Iterable, Mapping, Sequence
 from dataclasses import replace
-from itertools import pairwise
 from pathlib import Path
 from typing import Any, get_args
 
@@ -29,6 +28,7 @@ from frugal.units import parse_count
 
 FIRST = "What most runs need"
 OWN = "this command"
+_OF_TRAIN = ", which `frugal train` has"
 _WIDTH = 80
 _TYPES: dict[type, Any] = {float: float, str: str, Path: click.Path(path_type=Path)}
 
@@ -70,11 +70,11 @@ def _option(row: SettingRow) -> click.Option:
 
 def options(*owners: type, names: Iterable[str] | None = None) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
     """Give a command the flags of these dataclasses of settings, or of some `names` among them."""
-    rows = [row for owner in owners for name, row in settings_of(owner).items() if names is None or name in names]
+    every = [row for owner in owners for row in settings_of(owner).values() if row.is_flag]
+    rows = [row for row in reversed(every) if names is None or row.name in names]
 
     def with_options(command: Any) -> Any:  # as click's own decorators do, which keep options at the function
-        own = [_option(row) for row in reversed(rows) if row.is_flag]
-        command.__dict__.setdefault("__click_params__", []).extend(own)
+        command.__dict__.setdefault("__click_params__", []).extend(map(_option, rows))
         return command
 
     return with_options
@@ -131,30 +131,30 @@ class SettingsCommand(click.Command):
         Raises:
             RequestError: there is one, or a setting that is only a key of frugal.toml; the message names frugal's flag.
         """
-        known = {spelling for each in self.get_params(ctx) for spelling in (*each.opts, *each.secondary_opts)}
-        for word, after in pairwise((*args, "--")):
-            if word == "--":
-                break
-            flag, is_given, value = word.partition("=")
-            if not flag.startswith("--") or _normalised(flag) in known:
-                continue
-            given = value if is_given else after if not after.startswith("-") else None
-            names = (flag.removeprefix("--"), flag.removeprefix("--no-"))
-            answers = (answer(name, given, flag, known) for name in names)
-            if (theirs := next(filter(None, answers), None)) is not None:
-                raise theirs
-            name = flag.removeprefix("--").replace("-", "_")
+        words = [*args, "-"]
+        try:
+            return super().parse_args(ctx, args)
+        except click.NoSuchOption as error:
+            if not error.option_name.startswith("--"):
+                raise
+            name = error.option_name.removeprefix("--").replace("-", "_")
+            number = next(i for i, word in enumerate(words) if _normalised(word.partition("=")[0]) == error.option_name)
+            flag, _, given = words[number].partition("=")
+            if not given and not words[number + 1].startswith("-"):
+                given = words[number + 1]
+            known = {spelling for each in self.get_params(ctx) for spelling in (*each.opts, *each.secondary_opts)}
+            asked = (answer(each, given or None, flag, known) for each in (name, name.removeprefix("no_")))
+            theirs = next(filter(None, asked), None)
             row = SETTINGS.get(name.removeprefix("no_"))
-            if row is not None and not row.is_flag:
-                value = given or "VALUE"
+            if theirs is None and row is not None and not row.is_flag:
                 if row.kind.word_type is bool:
-                    value = "false" if name.startswith("no_") else "true"
-                raise RequestError(
+                    given = "false" if name.startswith("no_") else "true"
+                theirs = RequestError(
                     f"{flag} is no flag",
                     because="this setting stands in frugal.toml, or in --set",
-                    hint=f"--set {row.flag}={value}" + ("" if "--set" in known else ", which `frugal train` has"),
+                    hint=f"--set {row.flag}={given or 'VALUE'}" + ("" if "--set" in known else _OF_TRAIN),
                 )
-        return super().parse_args(ctx, args)
+            raise theirs or error from None
 
     def format_options(self, ctx: click.Context, formatter: click.HelpFormatter) -> None:
         """Write the flags that most runs need first, then the others by group."""
@@ -203,7 +203,9 @@ def read_settings(values: Mapping[str, Any], *below: Mapping[str, Any]) -> dict[
     """
     flags = {name: value for name, value in values.items() if name in SETTINGS}
     settings = merged(*below, read_toml(values.get("config"), values.get("overrides", ())), flags)
-    if flags.get("data") and "lengths" in settings and not settings.get("resume"):
+    if flags.get("data") and flags.get("lengths") is None:
+        settings.pop("lengths", None)  # of the file, which the flag overrules
+    elif flags.get("data"):
         raise RequestError(
             "--data was given together with --lengths",
             because="both say how long the samples are",
@@ -289,22 +291,23 @@ def described(cards: Sequence[Any], held: Mapping[str, int], num_gpus: int | Non
 
     `cards` are torch's properties of them; `held` has the bytes that processes use of each, by UUID.
     """
-    known = [recognise_card(card.name, card.total_memory) for card in cards]
-    unnamed = GENERIC
-    if None in known:
-        threads = max(card.multi_processor_count * card.max_threads_per_multi_processor for card in cards)
-        capability = min((card.major, card.minor) for card in cards)
-        unnamed = of_driver(cards[known.index(None)].name, capability, threads)
     cards = cards[:num_gpus]
     if num_gpus is not None and num_gpus > len(cards):
         cards = [min(cards, key=lambda card: card.total_memory)] * num_gpus  # a plan for a larger machine of this kind
         held = {}
+    names = [recognise_card(card.name, card.total_memory) for card in cards]
+    unnamed = GENERIC
+    if None in names:
+        unnamed = of_driver(
+            cards[names.index(None)].name,
+            min((card.major, card.minor) for card in cards),
+            max(card.multi_processor_count * card.max_threads_per_multi_processor for card in cards),
+        )
     sizes = [(card.total_memory, held.get(str(card.uuid), 0)) for card in cards]
     settings: dict[str, Any] = {
         "gpus": len(cards),
         "mem": [f"{total}-{in_use}" if in_use else total for total, in_use in sizes],
     }
-    names = [recognise_card(card.name, card.total_memory) for card in cards]
     if all(names):
         settings["gpu"] = names[0] if len(set(names)) == 1 else ",".join(map(str, names))
     return settings, cards[0].name if len({card.name for card in cards}) == 1 else None, unnamed

@@ -40,8 +40,9 @@ def command(folders: tuple[Path, ...], output: Path | None, as_json: bool) -> No
             files.write_file(output, page(runs).encode(), durable=False)
         except OSError as error:
             because, remedy = file_errors.explain(error, output)
-            hint = f"{remedy}, or name another with -o"
-            raise RequestError(f"cannot write the page {output}", because=because, hint=hint) from None
+            raise RequestError(
+                f"cannot write the page {output}", because=because, hint=f"{remedy}, or name another with -o"
+            ) from None
     if as_json:
         print_json(as_data(runs))
         return

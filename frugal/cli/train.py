@@ -137,8 +137,14 @@ def _preview(number: int, plan_path: Path | None, asked: dict[str, Any]) -> None
 
 
 def _check_data(settings: RunSettings) -> None:
-    hint = "pass --data PATH, or --data stdlib to try it on Python's own sources"
-    refuse((not settings.data, "no data was given", "", hint))
+    refuse(
+        (
+            not settings.data,
+            "no data was given",
+            "",
+            "pass --data PATH, or --data stdlib to try it on Python's own sources",
+        )
+    )
 
 
 def _job(values: dict[str, Any], ranks: int | None) -> _Job:

@@ -186,7 +186,12 @@ class RunSettings:
 
     def __post_init__(self) -> None:
         check_sizes(self)
-        no_text = next(filter(_NO_UTF_8.search, self._words()), "").replace("=", " ", 1)
+        values = [
+            (name, each)
+            for name, row in settings_of(RunSettings).items()
+            for each in (getattr(self, name) if row.is_repeatable else [getattr(self, name)])
+        ]
+        no_text = next((f"{flag_of(name)} {each}" for name, each in values if _NO_UTF_8.search(str(each))), "")
         unknown = [name for name in self.track if name not in TRACKERS]
         asked = {"--metric": self.metric, "--patience": self.patience, "--best": self.best}
         flag = next((flag for flag, value in asked.items() if value is not None), None)
@@ -325,15 +330,6 @@ class RunSettings:
         Raises:
             RequestError: they are too many for a command.
         """
-        words = self._words()
-        if (number := sum(map(len, words))) > MOST_CHARACTERS:
-            raise RequestError(
-                f"the settings of this run are {number:,} characters, and a command takes {MOST_CHARACTERS:,}",
-                hint="name the data in a file: --data @FILE, with a name a line",
-            )
-        return words
-
-    def _words(self) -> list[str]:
         words: list[str] = []
         for name, row in settings_of(RunSettings).items():
             value = getattr(self, name)
@@ -341,8 +337,14 @@ class RunSettings:
                 continue
             if isinstance(value, bool):
                 words.append(flag_of(name if value else f"no_{name}"))
-            else:
-                words += [f"{flag_of(name)}={each}" for each in (value if row.is_repeatable else [value])]
+                continue
+            for each in map(str, value if row.is_repeatable else [value]):
+                words += [f"{flag_of(name)}={each}"] if each.startswith("-") else [flag_of(name), each]
+        if (number := sum(map(len, words))) > MOST_CHARACTERS:
+            raise RequestError(
+                f"the settings of this run are {number:,} characters, and a command takes {MOST_CHARACTERS:,}",
+                hint="name the data in a file: --data @FILE, with a name a line",
+            )
         return words
 
 

@@ -197,8 +197,10 @@ def signature(function: Callable[..., Any]) -> inspect.Signature:
     """Return the signature of `function` with every setting in place of `**settings`, for `help` and notebooks."""
     own = inspect.signature(function)
     named = [each for each in own.parameters.values() if each.kind is not inspect.Parameter.VAR_KEYWORD]
-    keyword = inspect.Parameter.KEYWORD_ONLY
-    named += [inspect.Parameter(name, keyword, default=row.default) for name, row in PLAN_SETTINGS.items()]
+    named += [
+        inspect.Parameter(name, inspect.Parameter.KEYWORD_ONLY, default=row.default)
+        for name, row in PLAN_SETTINGS.items()
+    ]
     return own.replace(parameters=named)
 
 

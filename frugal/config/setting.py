@@ -161,8 +161,13 @@ class Kind:
     @classmethod
     def of(cls, table: KeyTable, make: Callable[[Any], Any]) -> "Kind":
         """Return the kind of a table's values, of which `make` makes a dataclass."""
-        must_be = f"text such as {table.example} or a table of these"
-        return cls(str, must_be, lambda each: isinstance(each, str | Mapping) or is_dataclass(each), None, table, make)
+        return cls(
+            str,
+            f"text such as {table.example} or a table of these",
+            lambda value: isinstance(value, str | Mapping) or is_dataclass(value),
+            table=table,
+            make=make,
+        )
 
 
 def _is(*types: type) -> Callable[[Any], bool]:

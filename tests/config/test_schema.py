@@ -130,9 +130,11 @@ BAD: dict[str, tuple[dict[str, Any], str, str]] = {
     "no memory": ({"gpus": 4}, "the memory of a GPU is not known", "frugal plan --gpus 4 --mem 12G"),
     "no number of GPUs": ({"mem": "12G"}, "the number of GPUs is not known", "frugal plan --gpus 4 --mem 12G"),
     "amounts of another number": (
-        {"gpus": 3, "mem": "12G,24G"}, "--gpus 3 does not go with 2 amounts of memory", "one for each",
+        {"gpus": 3, "mem": "12G,24G"}, "--gpus 3 does not go with 2 values of --mem", "one for each",
     ),
-    "cards of another number": ({"gpus": 3, "gpu": "a100-40g,a100-80g"}, "--gpus 3 does not go with 2 cards", "--gpu"),
+    "cards of another number": (
+        {"gpus": 3, "gpu": "a100-40g,a100-80g"}, "--gpus 3 does not go with 2 values of --gpu", "one for each",
+    ),
     "memory without unit": ({"gpus": 4, "mem": "12"}, "`12` has no unit", "12G is 12 GiB"),
     "memory below the context": (
         {"gpus": 4, "mem": "700M"}, "700.0 MiB is less than a cuda device needs", "context takes 508.0 MiB",
