@@ -19,9 +19,10 @@ from frugal.cli import COMMANDS, cli
 from frugal.config.adapters import LORA, Lora
 from frugal.config.learning_rate import SCHEDULE, Schedule
 from frugal.config.optimizers import OPTIMIZER, Optimizer
+from frugal.config.other_names import OTHER_NAMES
 from frugal.config.request import Request
 from frugal.config.schema import PLAN_SETTINGS, SETTINGS
-from frugal.config.setting import OTHER_NAMES, Group
+from frugal.config.setting import Group
 from frugal.planning import plan
 
 _MARKER = re.compile(r"<!-- generated: (\w+) -->")

@@ -112,7 +112,7 @@ def _gap(each: Required) -> str | None:
             is_given = isinstance(owner, type) and _mangled(owner, part) in _instance_attributes(owner)
             return None if is_given else f"{name} has no `{part}`"
         name += f".{part}"
-    if given and given not in _named(_code(value)):
+    if given and given not in _named(_codes(value)):
         return f"{name} does not name `{given}`"
     return None if each.form is None or _holds(value, each.form) else f"{name} is {_form(value)}, not {each.form}"
 
@@ -130,7 +130,7 @@ def _mangled(owner: Any, name: str) -> str:
 def _instance_attributes(owner: type) -> frozenset[str]:
     """Return the attributes that a class gives its instances: assigned in a method, or fields."""
     members = [member for base in owner.__mro__ for member in vars(base).values()]
-    assigned = [name for member in members for name in _assigned(_code(member))]
+    assigned = [name for member in members for name in _assigned(_codes(member))]
     return frozenset((*assigned, *getattr(owner, "__dataclass_fields__", ())))
 
 
@@ -166,31 +166,23 @@ def _unwrapped(function: Any) -> Any:
     return function
 
 
-def _code(member: Any) -> CodeType | None:
-    return getattr(_unwrapped(member), "__code__", None)
+def _codes(member: Any) -> list[CodeType]:
+    """Return a function's code, and that of the functions in it; none of what is no function."""
+    code = member if isinstance(member, CodeType) else getattr(_unwrapped(member), "__code__", None)
+    if code is None:
+        return []
+    return [code, *(inner for each in code.co_consts if isinstance(each, CodeType) for inner in _codes(each))]
 
 
-def _codes(code: CodeType | None) -> Iterator[CodeType]:
-    """Yield a function's code, and that of the functions in it."""
-    if code is not None:
-        yield code
-        for constant in code.co_consts:
-            if isinstance(constant, CodeType):
-                yield from _codes(constant)
-
-
-def _named(code: CodeType | None) -> set[str]:
+def _named(codes: Sequence[CodeType]) -> set[str]:
     """Return the attributes that a function assigns, its variables and its strings."""
-    return {
-        *(constant for each in _codes(code) for constant in each.co_consts if isinstance(constant, str)),
-        *_assigned(code),
-        *(code.co_varnames if code else ()),
-    }
+    strings = (constant for each in codes for constant in each.co_consts if isinstance(constant, str))
+    return {*strings, *_assigned(codes), *(name for each in codes[:1] for name in each.co_varnames)}
 
 
-def _assigned(code: CodeType | None) -> Iterator[str]:
-    """Yield the attributes that a function assigns. From its bytecode: reading sources would take a second."""
-    for each in _codes(code):
+def _assigned(codes: Sequence[CodeType]) -> Iterator[str]:
+    """Yield the attributes that functions assign. From bytecode: reading sources would take a second."""
+    for each in codes:
         extended, steps = 0, each.co_code
         for operation, argument in zip(steps[::2], steps[1::2], strict=True):
             argument |= extended

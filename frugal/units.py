@@ -9,7 +9,7 @@ Counts: `4M` is 4,000,000 and `2B` is 2 x 10^9; of a sample's length `128k` is 1
 import re
 from fractions import Fraction
 
-from frugal.errors import RequestError
+from frugal.errors import RequestError, refuse
 
 IGNORED = -100
 """The label of positions without a target, as in torch's cross entropy."""
@@ -39,24 +39,28 @@ def parse_bytes(text: str) -> int:
             f"`{text}` is not an amount of memory", hint="write a number and a unit, such as 12G or 800M"
         )
     number, unit = match.groups()
-    if not unit:
-        raise RequestError(
+    size = float(number) * _BYTES.get(unit.upper(), 1)
+    refuse(
+        (
+            not unit,
             f"`{text}` has no unit",
-            because=f"{number} bytes is hardly what was meant",
-            hint=f"{number}G is {number} GiB ({number} x 2^30 bytes), {number}GB is {number} x 10^9 bytes",
-        )
-    if unit.upper() not in _BYTES:
-        raise RequestError(
+            f"{number} bytes is hardly what was meant",
+            f"{number}G is {number} GiB ({number} x 2^30 bytes), {number}GB is {number} x 10^9 bytes",
+        ),
+        (
+            unit.upper() not in _BYTES,
             f"`{text}` has an unknown unit `{unit}`",
-            hint="units are K, M, G, T (powers of 2^10) and KB, MB, GB, TB (powers of 10^3)",
-        )
-    exact = float(number) * _BYTES[unit.upper()]
-    if exact > _MOST_BYTES:
-        raise RequestError(f"`{text}` is more than any machine has", hint="write it as in 12G or 80GB")
-    size = int(exact)
-    if size <= 0:
-        raise RequestError(f"`{text}` is no memory at all", hint="give the memory of one GPU, such as 12G")
-    return size
+            "",
+            "units are K, M, G, T (powers of 2^10) and KB, MB, GB, TB (powers of 10^3)",
+        ),
+        (
+            not 1 <= size <= _MOST_BYTES,
+            f"`{text}` is no amount of memory that a machine has",
+            "",
+            "give the memory of one GPU, such as 12G or 80GB",
+        ),
+    )
+    return int(size)
 
 
 def parse_count(text: str, thousand: int = 1000) -> int:

@@ -83,7 +83,7 @@ OF_A_RANK = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_SIZE", "LOCAL_WORLD_SIZE
 @pytest.fixture(autouse=True)
 def _nothing_is_said_of_waiting(monkeypatch: pytest.MonkeyPatch) -> None:
     """Keep the line about a command that takes its time out of outputs that are compared: the machine may be busy."""
-    monkeypatch.setattr("frugal.cli.display.terminal.PATIENCE", 3600.0)
+    monkeypatch.setattr("frugal.cli.terminal.PATIENCE", 3600.0)
 
 
 @pytest.fixture(autouse=True)

@@ -2,8 +2,9 @@
 
 import pytest
 
-from frugal.config.run_settings import run_settings
+from frugal.config.run_settings import RunSettings
 from frugal.config.schema import requested, settings_of_toml
+from frugal.config.setting import build
 from frugal.errors import RequestError
 from frugal.units import parse_count
 
@@ -35,7 +36,7 @@ def test_a_number_of_thousands_of_digits_is_refused() -> None:
 
 def test_frugal_toml_and_set_take_them_too() -> None:
     file = settings_of_toml({"global-tokens": "4M", "train": {"steps": "10k"}}, ["seq-len=2k", "schedule.warmup=1k"])
-    request, _ = requested(file.plan)
+    request, _ = requested(file)
     assert (request.global_tokens, request.seq_len) == (4_000_000, 2048)
-    settings = run_settings({}, file.train)
+    settings = build(RunSettings, file)
     assert (settings.steps, settings.schedule.curve(1.0, 10_000, settings.warmup).warmup_steps) == (10_000, 1000)

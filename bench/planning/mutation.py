@@ -221,9 +221,9 @@ MUTANTS = (
     ),
     # what is asked
     Mutant(
-        "config/optimizers.py",
-        'factor if rule == "linear" else sqrt(factor)',
-        'sqrt(factor) if rule == "linear" else factor',
+        "config/request.py",
+        'ratio if rule == "linear" else sqrt(ratio)',
+        'sqrt(ratio) if rule == "linear" else ratio',
         "the rules for the learning rate are exchanged",
     ),
     Mutant(

@@ -60,18 +60,14 @@ def main(arguments: Sequence[str] | None = None) -> None:
     code = run(arguments)
     sys.stdout.flush()
     error = rank_logs.lost_console().get("standard output")
-    if error is not None and error.errno != errno.EPIPE and not _trains(arguments):
+    is_training = "train" in (sys.argv[1:] if arguments is None else arguments)[:1]  # its output is in files, too
+    if error is not None and error.errno != errno.EPIPE and not is_training:
         click.echo(f"error: cannot write to standard output\n  because {error.strerror}", err=True)
         code = code or RequestError.exit_code
     if code == INTERRUPTED:
         atexit._run_exitfuncs()
         os._exit(code)  # taking down an interpreter with torch in it takes seconds
     sys.exit(code if code >= 0 else 128 - code)  # ended by a signal, as shells report it
-
-
-def _trains(arguments: Sequence[str] | None) -> bool:
-    """Return True for a run, which also writes its output to files."""
-    return "train" in (sys.argv[1:] if arguments is None else arguments)[:1]
 
 
 def run(arguments: Sequence[str] | None = None) -> int:

@@ -3,23 +3,24 @@
 import os
 from collections.abc import Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, get_args
+from typing import Any, get_args
 
 import click
 
-from frugal.cli.options import SettingsCommand, options, this_machine, waiting
+from frugal.cli.options import SettingsCommand, options, this_machine, with_devices
+from frugal.cli.terminal import waiting
 from frugal.config.adapters import Lora
-from frugal.config.hardware import calibration as calibrations
 from frugal.config.hardware import cuda_allocator
 from frugal.config.hardware.build_cluster import ClusterSettings
-from frugal.config.hardware.cluster import CARDS, GENERIC
+from frugal.config.hardware.cluster import CARDS
 from frugal.config.request import Request
+from frugal.distributed.env import silence_libraries
 from frugal.errors import FrugalError, RequestError
+from frugal.tools.check import out_of_memory, records
+from frugal.tools.check.checked import Check, check
 from frugal.tools.check.document import Tool
-from frugal.tools.check.gather import FLAGS
-
-if TYPE_CHECKING:
-    from frugal.tools.check.checked import Check
+from frugal.tools.check.gather import FLAGS, gather
+from frugal.tools.check.report import report
 
 
 class _Documented(SettingsCommand):
@@ -38,8 +39,6 @@ class _Documented(SettingsCommand):
 
 def _print_error(error: FrugalError, path: Path, *words: str) -> None:
     """Print an error as the document that `words` ask for, if they do."""
-    from frugal.tools.check import records
-
     if "--json" in words:
         click.echo(records.error_as_json(error).decode())
     elif "--sarif" in words:
@@ -78,14 +77,8 @@ def command(
     The exit code is 0 where it fits, 3 where it does not, 2 where it does not start or cannot be checked.
     """
     os.environ.setdefault("DS_ACCELERATOR", "cpu")  # else DeepSpeed says that it chose so
-    from frugal.distributed.env import silence_libraries
-
     silence_libraries()
-    from frugal.tools.check import records
-    from frugal.tools.check.report import report
-
     asked = ["--json"] * as_json + ["--sarif"] * as_sarif
-    context = click.get_current_context()
     if as_json and as_sarif:
         raise RequestError("--json was given together with --sarif", hint="leave one of them out")
     try:
@@ -99,15 +92,11 @@ def command(
         click.echo((records.as_sarif if as_sarif else records.as_json)(done).decode())
     else:
         click.echo(report(done))
-    context.exit(done.exit_code)
+    click.get_current_context().exit(done.exit_code)
 
 
-def _checked(paths: Sequence[Path], tool: Tool | None, log: Path | None, values: dict[str, Any]) -> "Check":
+def _checked(paths: Sequence[Path], tool: Tool | None, log: Path | None, values: dict[str, Any]) -> Check:
     """Check the files on the hardware that the flags describe, or on this machine."""
-    from frugal.tools.check import out_of_memory
-    from frugal.tools.check.checked import check
-    from frugal.tools.check.gather import gather
-
     with_plan = not values.pop("no_plan")
     flags = {name: values.pop(name) for name in FLAGS}
     if flags["lora"] is not None:
@@ -116,20 +105,16 @@ def _checked(paths: Sequence[Path], tool: Tool | None, log: Path | None, values:
     if settings.expandable_segments is None:
         settings.expandable_segments = cuda_allocator.expandable(os.environ)
     hardware = {name: value for name, value in values.items() if value is not None}
-    if isinstance(hardware.get("gpu"), str):
+    if "gpu" in hardware:
         hardware["gpu"] = ",".join(map(_card, hardware["gpu"].split(",")))
     message = None if log is None else out_of_memory.read(log)
-    is_described = bool({"gpu", "mem", "hostfile"} & hardware.keys())
-    if message is not None and message.total_bytes and not is_described:
-        hardware["mem"] = message.total_bytes
-        is_described = True
-    gpu_name, unnamed = None, GENERIC
-    if not is_described:
-        here, gpu_name, unnamed = this_machine(hardware.get("gpus", settings.gpus))
-        hardware = here | hardware
-    calibration, notes = calibrations.chosen(hardware, gpu_name)
-    for note in notes:
-        click.echo(f"note: {note}", err=True)
+    here = None
+    if not {"gpu", "mem", "hostfile"} & hardware.keys():
+        if message is not None and message.total_bytes:
+            hardware["mem"] = message.total_bytes
+        else:
+            here = this_machine(hardware.get("gpus", settings.gpus))
+    hardware, calibration, unnamed = with_devices(hardware, here)
     with waiting(f"dry-running {settings.model}"):
         return check(
             settings, documents, hardware, calibration=calibration, unnamed=unnamed, with_plan=with_plan,

@@ -7,8 +7,8 @@ from pathlib import Path
 from typing import get_args
 
 import click
-import msgspec
 
+from frugal.cli.terminal import print_json
 from frugal.config.hardware import build_cluster
 from frugal.config.hardware.build_cluster import HostfileEntry
 from frugal.config.hardware.cluster import DeviceKind
@@ -40,9 +40,9 @@ def command(
     Started on each of several hosts, as by `srun --ntasks-per-node 1 frugal doctor`, the first one reports of all.
     """
     settings = read_toml(file)
-    path = path or (Path(settings.plan["hostfile"]) if "hostfile" in settings.plan else None)
-    kind: DeviceKind = "cpu" if (device or settings.plan.get("device")) == "cpu" else "cuda"
-    folder = out or Path(settings.train.get("out", RunSettings.out))
+    path = path or (Path(settings["hostfile"]) if "hostfile" in settings else None)
+    kind: DeviceKind = "cpu" if (device or settings.get("device")) == "cpu" else "cuda"
+    folder = out or Path(settings.get("out", RunSettings.out))
     named: Sequence[HostfileEntry] = () if path is None else build_cluster.read_hostfile(path)
     if is_printed:
         if not named:
@@ -59,15 +59,20 @@ def command(
     else:
         here = host_report.collect(folder, None, cuda=kind == "cuda")
         named, reports = [HostfileEntry(name=here.host, slots=1)], [here]
-    problems = ssh.problems(named, reports, kind) + _wrong_gradients(named, reports)
+    problems = ssh.problems(named, reports, kind)
+    for host, report in zip(named, reports, strict=True):
+        version = "" if isinstance(report, UnreachableHost) else report.versions.get("deepspeed", "")
+        problems += [
+            f"{host.name} has DeepSpeed {version}, which computes wrong gradients ({fault.thread}, {fault.versions}): "
+            f"{fault.what}; {fault.remedy}"
+            for fault in known_faults.of_version(version)
+        ]
     if as_json:
         by_host = {
             host.name: {"why": report.why} if isinstance(report, UnreachableHost) else report
             for host, report in zip(named, reports, strict=True)
         }
-        click.echo(
-            msgspec.json.format(msgspec.json.encode({"hosts": by_host, "problems": problems}), indent=2).decode()
-        )
+        print_json({"hosts": by_host, "problems": problems})
     else:
         for host, report in zip(named, reports, strict=True):
             click.echo("\n".join(_table(host, report, folder, is_shared=len(named) > 1)) + "\n")
@@ -90,41 +95,22 @@ def _table(
         yield f"  reached    at {report.address}"
     versions = {"python": report.python, **report.versions}
     yield f"  versions   {', '.join(f'{name} {version}' for name, version in versions.items())}"
-    yield f"  GPUs       {_gpus(report)}"
-    free, total = format_bytes(report.free_memory_bytes), format_bytes(report.memory_bytes)
-    yield f"  host       {free} of {total} of memory free, {report.cores} cores"
+    kinds = []
+    for (name, memory), gpus in groupby(report.gpus, lambda gpu: (gpu.name, gpu.memory_bytes)):
+        free = [format_bytes(gpu.free_bytes) for gpu in gpus]
+        kinds.append(f"{len(free)} x {name} with {format_bytes(memory)}, free {', '.join(free)}")
+    if kinds and report.driver:
+        kinds.append(f"driver {report.driver}")
+    if kinds and report.cuda_devices is not None:
+        kinds.append(f"torch can use {report.cuda_devices}")
+    yield f"  GPUs       {'; '.join(kinds) or 'none by nvidia-smi or torch'}"
+    left, total = format_bytes(report.free_memory_bytes), format_bytes(report.memory_bytes)
+    yield f"  host       {left} of {total} of memory free, {report.cores} cores"
     shared = ", which all hosts see" if is_shared else ""
     yield f"  disk       {format_bytes(report.free_disk_bytes)} free for {folder}{shared}"
     networks = [f"{nic} {' '.join(at)}" for nic, at in report.networks.items()]
     yield f"  network    {', '.join(networks) or 'none but loopback'}"
     missing = [name for name in ("c++", "nvcc", "ninja") if name not in report.compilers]
     has = ", ".join(report.compilers.values()) or "none"
-    without = (
-        f"; no {', '.join(missing)}: DeepSpeed's own operators cannot be compiled, NVMe needs them" if missing else ""
-    )
-    yield f"  compilers  {has}{without}"
-
-
-def _wrong_gradients(hosts: Sequence[HostfileEntry], reports: Sequence[HostReport | UnreachableHost]) -> list[str]:
-    """Return a line for each fault that a host's DeepSpeed is known to have."""
-    lines = []
-    for host, report in zip(hosts, reports, strict=True):
-        version = "" if isinstance(report, UnreachableHost) else report.versions.get("deepspeed", "")
-        lines += [
-            f"{host.name} has DeepSpeed {version}, which computes wrong gradients ({fault.thread}, {fault.versions}): "
-            f"{fault.what}; {fault.remedy}"
-            for fault in known_faults.of_version(version)
-        ]
-    return lines
-
-
-def _gpus(report: HostReport) -> str:
-    if not report.gpus:
-        return "none by nvidia-smi or torch"
-    kinds = groupby(report.gpus, lambda gpu: (gpu.name, gpu.memory_bytes))
-    parts = []
-    for (name, memory), gpus in kinds:
-        free = [format_bytes(gpu.free_bytes) for gpu in gpus]
-        parts.append(f"{len(free)} x {name} with {format_bytes(memory)}, free {', '.join(free)}")
-    driver = f"; driver {report.driver}" if report.driver else ""
-    return "; ".join(parts) + driver + ("" if report.cuda_devices is None else f"; torch can use {report.cuda_devices}")
+    without = f"; no {', '.join(missing)}: DeepSpeed's own operators cannot be compiled, NVMe needs them"
+    yield f"  compilers  {has}{without if missing else ''}"

@@ -13,8 +13,16 @@ from unittest.mock import patch
 import click
 import msgspec
 
-from frugal.cli.display.terminal import waiting
-from frugal.cli.options import SettingsCommand, collect, config_option, options, planning_flags, refuse_beside_a_plan
+from frugal.cli.options import (
+    SettingsCommand,
+    collect,
+    config_option,
+    options,
+    planning_flags,
+    read_plan,
+    read_settings,
+)
+from frugal.cli.terminal import print_json, waiting
 from frugal.config.hardware import cuda_allocator
 from frugal.config.hardware.build_cluster import ClusterSettings
 from frugal.config.hardware.cluster import Cluster
@@ -22,17 +30,16 @@ from frugal.config.pins import check_pins
 from frugal.config.request import Request
 from frugal.config.schema import settings_of_toml
 from frugal.config.setting import settings_of
+from frugal.distributed.env import silence_libraries
 from frugal.dryrun.client import DryRunSource
 from frugal.dryrun.compare import predicted
-from frugal.dryrun.figures import Figures, fullest, interval
+from frugal.dryrun.figures import fullest, interval
 from frugal.dryrun.messages import DryRun
 from frugal.errors import RequestError, refuse
 from frugal.planning.batch import BatchPlan
 from frugal.planning.memory import timeline_files
-from frugal.planning.memory.interval import Bounds
 from frugal.planning.memory.timeline import CATEGORIES
 from frugal.planning.memory_report import bounds_of
-from frugal.planning.plan import Plan
 from frugal.planning.strategy import Strategy, allowed_strategies, offload_levels
 from frugal.tools.own_loop.reference import names_a_step
 from frugal.units import format_bytes, plural
@@ -43,21 +50,16 @@ _NUMBER = re.compile(r"\.\d+(?=\.|$)")  # of a layer in a dotted name
 
 @dataclass(frozen=True)
 class _DryRuns:
-    """The dry runs of a step, one for each kind of device.
+    """The dry runs of a step, one for each kind of device, and the lines that describe it.
 
-    Attributes:
-        title: the lines that describe the step.
-        runs: the dry runs.
-        cluster: the devices.
-        expandable_segments: as torch's allocator makes them.
-        promised_bytes: live bytes that a plan promises; None without a plan.
+    `promised_bytes`: live bytes that a plan promises; 0 without a plan.
     """
 
     title: list[str]
     runs: Sequence[DryRun]
     cluster: Cluster
     expandable_segments: bool
-    promised_bytes: int | None = None
+    promised_bytes: int = 0
 
 
 @click.command("dryrun", cls=SettingsCommand)
@@ -112,20 +114,46 @@ def command(
             made = _own_step(what, num_steps, values)
     else:
         with waiting(f"dry-running {what}"):
-            made = _plan(Path(what), values) if _is_plan(what) else _model(what, values)
+            if _is_plan(Path(what)):
+                plan = read_plan(Path(what), planning_flags(values, "config", "hostfile"))
+                with DryRunSource(plan.request, plan.cluster) as source:
+                    made = _dry_run(source, plan.strategy, plan.batch, plan.memory.live_bytes)
+            else:
+                made = _model(what, values)
     kind = made.cluster.devices[0].kind
     result = predicted(made.runs, made.cluster, expandable_segments=made.expandable_segments)
     held = None if explain is None else fullest(made.runs, kind).explain(explain)
     if timeline is not None:
         timeline_files.write(timeline, {"predicted": fullest(made.runs, kind).timeline})
     notes = list(dict.fromkeys(note for each in made.runs for note in each.notes))
-    bounds = interval(result, min(made.cluster.devices, key=lambda device: device.usable_bytes), notes)
+    device = min(made.cluster.devices, key=lambda device: device.usable_bytes)
+    bounds = interval(result, device, notes)
     if as_json:
         content = msgspec.to_builtins(result) | {"interval": msgspec.to_builtins(bounds), "notes": notes}
         content |= {} if held is None else {"explained": dict(held)}
-        click.echo(msgspec.json.format(msgspec.json.encode(content), indent=2).decode())
+        print_json(content)
         return
-    blocks = [made.title, *_report(result, made, bounds)]
+    totals = {
+        "allocated": result.peak_allocated_bytes,
+        "reserved": result.peak_reserved_bytes,
+        "smallest": result.smallest_capacity_bytes,
+        "usable": device.usable_bytes,
+        "promised": made.promised_bytes,
+        "host, a node": result.host_bytes_per_node if kind == "cuda" else 0,
+    }
+    operator = result.operator.removeprefix("aten.").removesuffix(".default")
+    needs = f"what it needs{'' if kind == 'cpu' else ', with the context'}: {bounds_of(bounds)[1:-1]}"
+    missing = result.smallest_capacity_bytes - device.usable_bytes
+    blocks = [
+        made.title,
+        [
+            f"at its peak, in {result.phase} ({operator})",
+            *_table({**result.categories, "total": result.peak_allocated_bytes}),
+        ],
+        ["peak of each phase", *_table(result.phases)],
+        ["memory of the fullest device", *_table(totals), f"  bounds of {needs}"],
+        ["it fits" if missing <= 0 else f"it does not fit: {format_bytes(missing)} short"],
+    ]
     blocks += [["assumed, because it depends on data", *(f"  {note}" for note in notes)]] if notes else []
     blocks += [] if held is None else [_holders(held, str(explain))]
     blocks += [] if timeline is None else [[f"wrote {timeline}"]]
@@ -134,7 +162,7 @@ def command(
 
 def _own_step(what: str, num_steps: int | None, values: dict[str, Any]) -> _DryRuns:
     """Dry-run the user's own training step, with the segments that torch would make here, or those asked for."""
-    overridden = settings_of_toml({}, values.get("overrides", ())).plan
+    overridden = settings_of_toml({}, values["overrides"])
     for name, row in settings_of(Request).items():
         if values.get(name) not in (None, ()) or name in overridden:
             raise RequestError(
@@ -142,12 +170,11 @@ def _own_step(what: str, num_steps: int | None, values: dict[str, Any]) -> _DryR
                 because="the script says what its step does",
                 hint="leave it out, and write it into the script",
             )
-    _, cluster, _ = collect({**values, "precision": "fp32"})  # the script's own is not known; old cards refuse bf16
+    precision = {"precision": "fp32"}  # the script's own is not known; old cards refuse bf16
+    _, cluster, _ = collect(read_settings(values) | precision, asks_data=False)
     if cluster.devices[0].kind != "cuda":
         raise RequestError(f"{what} was given together with --device cpu", because="a step is dry-run for a GPU")
     os.environ.setdefault("DS_ACCELERATOR", "cpu")  # else DeepSpeed says that it chose so
-    from frugal.distributed.env import silence_libraries
-
     silence_libraries()
     from frugal.tools.own_loop.run import NUM_STEPS, dry_runs  # torch and DeepSpeed take seconds
     from frugal.tools.own_loop.script import Script
@@ -160,9 +187,8 @@ def _own_step(what: str, num_steps: int | None, values: dict[str, Any]) -> _DryR
     return _DryRuns(title, runs, cluster, bool(cuda_allocator.expandable(os.environ)))
 
 
-def _is_plan(what: str) -> bool:
+def _is_plan(path: Path) -> bool:
     """Return True for a .json file, unless it is a model's configuration."""
-    path = Path(what)
     if path.suffix != ".json" or path.is_dir():
         return False
     try:
@@ -172,18 +198,11 @@ def _is_plan(what: str) -> bool:
     return not (isinstance(content, dict) and "model_type" in content and "schema" not in content)
 
 
-def _plan(path: Path, values: dict[str, Any]) -> _DryRuns:
-    refuse_beside_a_plan(str(path), planning_flags(values, "config", "hostfile"))
-    plan = Plan.read(path)
-    with DryRunSource(plan.request, plan.cluster) as source:
-        return _dry_run(source, plan.strategy, plan.batch, plan.memory.live_bytes)
-
-
 def _model(what: str, values: dict[str, Any]) -> _DryRuns:
     """Dry-run the first strategy that the search would look at, with one sample per micro-step unless pinned."""
     if values.get("model") is not None:
         raise RequestError(f"{what} was given together with --model", hint="leave one of them out")
-    request, cluster, defaults = collect({**values, "model": what})
+    request, cluster, defaults = collect(read_settings(values) | {"model": what}, asks_data=False)
     request = cuda_allocator.planned(request, cluster, os.environ)
     with DryRunSource(request, cluster) as source:
         facts = source.facts()
@@ -205,7 +224,7 @@ def _model(what: str, values: dict[str, Any]) -> _DryRuns:
         return _dry_run(source, strategies[0], batch)
 
 
-def _dry_run(source: DryRunSource, strategy: Strategy, batch: BatchPlan, promised_bytes: int | None = None) -> _DryRuns:
+def _dry_run(source: DryRunSource, strategy: Strategy, batch: BatchPlan, promised_bytes: int = 0) -> _DryRuns:
     request, cluster = source.request, source.cluster
     title = [
         f"{request.model} in {request.precision}, samples of {request.seq_len} tokens",
@@ -215,34 +234,6 @@ def _dry_run(source: DryRunSource, strategy: Strategy, batch: BatchPlan, promise
     ]
     runs = source.dry_runs(strategy, batch.largest_micro_batch, batch.accumulation_steps)
     return _DryRuns(title, runs, cluster, strategy.expandable_segments, promised_bytes)
-
-
-def _report(result: Figures, made: _DryRuns, bounds: Bounds) -> list[list[str]]:
-    operator = result.operator.removeprefix("aten.").removesuffix(".default")
-    device = min(made.cluster.devices, key=lambda device: device.usable_bytes)
-    totals = {
-        "allocated": result.peak_allocated_bytes,
-        "reserved": result.peak_reserved_bytes,
-        "smallest": result.smallest_capacity_bytes,
-        "usable": device.usable_bytes,
-        "promised": made.promised_bytes or 0,
-        "host, a node": result.host_bytes_per_node if device.kind == "cuda" else 0,
-    }
-    missing = result.smallest_capacity_bytes - device.usable_bytes
-    with_context = "" if device.kind == "cpu" else ", with the context"
-    return [
-        [
-            f"at its peak, in {result.phase} ({operator})",
-            *_table({**result.categories, "total": result.peak_allocated_bytes}),
-        ],
-        ["peak of each phase", *_table(result.phases)],
-        [
-            "memory of the fullest device",
-            *_table(totals),
-            f"  bounds of what it needs{with_context}: {bounds_of(bounds)[1:-1]}",
-        ],
-        ["it fits" if missing <= 0 else f"it does not fit: {format_bytes(missing)} short"],
-    ]
 
 
 def _table(rows: dict[str, int]) -> list[str]:

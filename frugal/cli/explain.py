@@ -8,25 +8,26 @@ from typing import Any
 
 import click
 
-from frugal.cli.display.terminal import show, waiting
 from frugal.cli.options import (
     SettingsCommand,
+    collect,
     config_option,
     options,
-    plan_path,
     planned,
     planning_flags,
-    refuse_beside_a_plan,
+    read_plan,
+    read_settings,
     verbose_option,
     what_if_option,
 )
+from frugal.cli.terminal import show, waiting
 from frugal.config.hardware.build_cluster import ClusterSettings
 from frugal.config.request import Request
 from frugal.dryrun.client import DryRunSource, workers
 from frugal.dryrun.pool import Pool, shared_workers
 from frugal.errors import RequestError
 from frugal.planning.plan import Plan
-from frugal.planning.report import Block, explanation
+from frugal.planning.report import explanation
 from frugal.planning.run_cost import RunLength
 from frugal.planning.search.candidate import OpenSource
 from frugal.planning.what_if import (
@@ -60,28 +61,21 @@ def command(words: tuple[str, ...], verbose: bool, with_table: bool, **values: A
     if len(paths) > 1:
         raise click.UsageError(f"Got unexpected extra argument ({paths[1]})", click.get_current_context())
     axes = parse_axes([word for word in words if word not in paths])
-    plan = _read(paths[0], values) if paths else planned(values)
+    if paths:
+        plan = read_plan(Path(paths[0]), planning_flags(values, "config", "hostfile"))
+    else:
+        plan = planned(*collect(read_settings(values)))
     blocks = explanation(plan, in_full=verbose)
     with waiting("predicting"):
-        blocks += [_kernels_of(plan), _help_for(plan)]
+        with closing(workers()) as pool:
+            kinds = [kind for kind in KINDS if kind in plan.kernels]
+            lines = [f"  {kernels_bring(plan, [kind], _arithmetic(pool))}" for kind in kinds]
+            blocks += [["kernels, each beside this strategy without", *lines]] if lines else []
+            cases = [*changes(plan), *shorter(plan)]
+            blocks += [improvements(plan, cases, predicted(cases, _arithmetic(pool)))] if cases else []
         if with_table:
             blocks.append(table(plan, axes))
     show(blocks)
-
-
-def _kernels_of(plan: Plan) -> Block:
-    """Return what fused kernels bring; nothing for a plan without them."""
-    kinds = [kind for kind in KINDS if kind in plan.kernels]
-    with closing(workers()) as pool:
-        lines = [f"  {kernels_bring(plan, [kind], _arithmetic(pool))}" for kind in kinds]
-    return ["kernels, each beside this strategy without", *lines] if lines else []
-
-
-def _help_for(plan: Plan) -> Block:
-    """Return what would make the step shorter."""
-    cases = [*changes(plan), *shorter(plan)]
-    with closing(workers()) as pool:
-        return improvements(plan, cases, predicted(cases, _arithmetic(pool))) if cases else []
 
 
 def table(plan: Plan, given: dict[str, tuple[int, ...]], run: RunLength | None = None) -> list[str]:
@@ -104,8 +98,3 @@ def table(plan: Plan, given: dict[str, tuple[int, ...]], run: RunLength | None =
 def _arithmetic(pool: Pool) -> OpenSource:
     """Sources that are asked for drafts only: workers start where a trace is missing."""
     return partial(DryRunSource, pool=pool, will_dry_run=False)
-
-
-def _read(path: str, values: dict[str, Any]) -> Plan:
-    refuse_beside_a_plan(path, planning_flags(values, "config", "hostfile"))
-    return Plan.read(plan_path(Path(path)))

@@ -1,11 +1,12 @@
 """`frugal export`."""
 
+from itertools import chain
 from pathlib import Path
 from typing import Any, Literal, get_args
 
 import click
 
-from frugal.cli.options import plan_path, planned_for
+from frugal.cli.options import planned, read_plan
 from frugal.deepspeed_adapter.export import (
     AUTO_CLASSES,
     Target,
@@ -16,10 +17,12 @@ from frugal.deepspeed_adapter.export import (
     uneven,
 )
 from frugal.deepspeed_adapter.json_config import write_files
+from frugal.distributed.env import silence_libraries
 from frugal.dryrun.cache import presets
 from frugal.errors import FrugalError, RequestError
 from frugal.planning.plan import Plan
 
+_WEIGHTS = ("*.safetensors*", "pytorch_model*.bin*")
 _DTYPES = {"bf16": "torch.bfloat16", "fp16": "torch.float16", "fp32": "torch.float32"}
 
 
@@ -46,39 +49,43 @@ def command(
     do as planned is an error that names what it can. Without -o the file is printed.
     """
     if target == "model":
-        _write_model(path, output, which, merge)
+        if output is None:
+            raise RequestError(
+                "there is no folder for the model",
+                hint="add -o DIR; a plan is exported with --to hf, accelerate or script",
+            )
+        silence_libraries()
+        from frugal.engine import model_folder  # torch takes seconds
+
+        kind = model_folder.write(model_folder.find(path, which), output, merge=merge)
+        click.echo(f"wrote {output}: {kind}")
         return
     if which is not None or merge:
         raise RequestError("--step and --merge are for --to model", hint="leave them out")
-    plan = _as_cut(Plan.read(plan_path(path)), target)
+    plan = _as_cut(read_plan(path), target)
     make_model = _make_model(plan) if target == "script" else ""
     decoder_inputs = ""
     if plan.model.task == "seq2seq" and target != "accelerate":
         from frugal.models.losses.decoder_inputs import source  # torch takes a second
 
         decoder_inputs = source()
-    folder = "" if output is None else str(output)
-    exported = export(plan, target, folder=folder, make_model=make_model, decoder_inputs=decoder_inputs)
+    exported = export(
+        plan, target, folder=str(output or ""), make_model=make_model, decoder_inputs=decoder_inputs
+    )  # fmt: skip
     if output is None:
         click.echo(next(iter(exported.files.values())), nl=False)
         click.echo(f"it reads {list(exported.files)[1]} beside it: -o DIR writes both", err=True)
         return
-    _refuse_to_replace(output, exported.files)
+    for name, text in exported.files.items():
+        there = output / name
+        if there.is_file() and there.read_bytes() != text.encode():
+            raise RequestError(
+                f"{there} is there already, and differs",
+                because="it may have been edited, or be another plan's",
+                hint="move it away, or choose another folder with -o",
+            )
     written = write_files(output, {name: text.encode() for name, text in exported.files.items()})
     click.echo(f"wrote {' and '.join(map(str, written))}\n\nstart it with\n  {exported.start}")
-
-
-def _write_model(path: Path, output: Path | None, which: str | None, merge: bool) -> None:
-    if output is None:
-        raise RequestError(
-            "there is no folder for the model", hint="add -o DIR; a plan is exported with --to hf, accelerate or script"
-        )
-    from frugal.distributed.env import silence_libraries
-    from frugal.engine import model_folder  # torch takes seconds
-
-    silence_libraries()
-    kind = model_folder.write(model_folder.find(path, which), output, merge=merge)
-    click.echo(f"wrote {output}: {kind}")
 
 
 def _as_cut(plan: Plan, target: Target) -> Plan:
@@ -91,7 +98,7 @@ def _as_cut(plan: Plan, target: Target) -> Plan:
         return plan
     check_all_but_cut(plan, target)
     try:
-        even = planned_for(evened(plan.request, plan.strategy), plan.cluster, plan.defaults)
+        even = planned(evened(plan.request, plan.strategy), plan.cluster, plan.defaults)
     except FrugalError:
         raise uneven(plan, target) from None
     change = 100 * (even.time.total_seconds / plan.time.total_seconds - 1)
@@ -103,46 +110,28 @@ def _as_cut(plan: Plan, target: Target) -> Plan:
     return even
 
 
-def _refuse_to_replace(folder: Path, texts: dict[str, str]) -> None:
-    """Refuse to overwrite an exported file that may have been edited."""
-    for name, text in texts.items():
-        path = folder / name
-        if path.is_file() and path.read_bytes() != text.encode():
-            raise RequestError(
-                f"{path} is there already, and differs",
-                because="it may have been edited, or be another plan's",
-                hint="move it away, or choose another folder with -o",
-            )
-
-
 def _make_model(plan: Plan) -> str:
     """Return Python that makes the plan's model as frugal does."""
+    from frugal.models.transformers_internals import model_types  # takes a second
+
     reference = plan.request.model
     auto = AUTO_CLASSES.get(plan.model.task)
     path = Path(reference).expanduser()
     dtype = f"dtype={_DTYPES[plan.request.precision]}"
     if ":" in reference and not path.exists():
-        made = f"model, objective = factory.build({dtype}), factory.objective()"
-        return f"factory = resolve({reference!r}, {plan.request.task!r})\n{made}"
+        return (
+            f"factory = resolve({reference!r}, {plan.request.task!r})\n"
+            f"model, objective = factory.build({dtype}), factory.objective()"
+        )
     if reference in presets():
         preset: dict[str, Any] = presets()[reference]
         values = ", ".join(f"{name}={value!r}" for name, value in preset["config"].items())
         config = f'AutoConfig.for_model("{preset["type"]}", {values}, use_cache=False)'
-    elif path.is_file() or (path.is_dir() and not _has_weights(path)):
+    elif path.is_file() or (path.is_dir() and not any(chain.from_iterable(map(path.glob, _WEIGHTS)))):
         config = f'AutoConfig.from_pretrained("{path}", use_cache=False)'
-    elif not path.exists() and _is_model_type(reference):
+    elif not path.exists() and reference in model_types():
         config = f'AutoConfig.for_model("{reference}", use_cache=False)'
     else:
         name = path if path.exists() else reference
         return f'model = {auto}.from_pretrained("{name}", {dtype}, use_cache=False).train()'
     return f"config = {config}\nmodel = {auto}.from_config(config, {dtype}).train()"
-
-
-def _has_weights(folder: Path) -> bool:
-    return any(any(folder.glob(pattern)) for pattern in ("*.safetensors*", "pytorch_model*.bin*"))
-
-
-def _is_model_type(reference: str) -> bool:
-    from frugal.models import transformers_internals  # takes a second
-
-    return reference in transformers_internals.model_types()

@@ -14,15 +14,13 @@ import click
 import msgspec
 
 from frugal import files, temporary
-from frugal.cli.display.terminal import waiting
+from frugal.cli.terminal import print_json, waiting
 from frugal.config.hardware import local_host
 from frugal.config.hardware.calibration import Calibration, Probe, calibration_folder, format_flops, read_all
-from frugal.config.hardware.cluster import Capability, Device, DeviceKind, recognise_card
+from frugal.config.hardware.cluster import DeviceKind, recognise_card
 from frugal.dryrun.client import DryRunSource, workers
 from frugal.dryrun.compare import Measurement, host_bytes_per_node, predicted
-from frugal.dryrun.figures import Figures, fullest
-from frugal.dryrun.messages import DryRun
-from frugal.dryrun.pool import Pool
+from frugal.dryrun.figures import fullest
 from frugal.dryrun.shared_row import SharedRow
 from frugal.engine.measure.record import Capped, Measured, Trial, timeline_name
 from frugal.errors import FrugalError, OutOfMemoryError, RequestError, refuse
@@ -61,14 +59,27 @@ RECORDS = Path("tests/measured")
 @click.option("--calibrate", "calibrating", is_flag=True, help="Measure this machine, for the next plans.")
 @click.option("--device", type=click.Choice(get_args(DeviceKind)), help="What to calibrate without a plan.")
 @click.option("--gpus", type=int, help="How many GPUs (or CPU ranks) to calibrate without a plan.  [default: all]")
-def command(path: Path | None, as_json: bool, capped: bool, calibrating: bool, share: Path | None, **more: Any) -> int:
+def command(
+    path: Path | None, as_json: bool, capped: bool, calibrating: bool, share: Path | None, record: Path | None,
+    timeline: Path | None, **more: Any,
+) -> int:  # fmt: skip
     """Run a plan for two optimizer steps on synthetic samples, and compare its memory with the prediction.
 
     On CPU ranks live tensor bytes are counted, on GPUs the caching allocator's and the driver's. More than two
     micro-steps count as two. With --calibrate the machine is measured as well, or alone.
     """
-    _check(path, calibrating, capped=capped, share=share, **more)
-    record, timeline, device, gpus = (more[name] for name in ("record", "timeline", "device", "gpus"))
+    of_a_plan = {"record": record, "capped": capped, "timeline": timeline, "share": share}
+    wrong = next((name for name, value in (of_a_plan if path is None else more).items() if value), "")
+    refuse(
+        (
+            path is None and not calibrating,
+            "there is no plan to measure",
+            "",
+            "make one with `frugal plan -o DIR`, or add --calibrate",
+        ),
+        (wrong and path is None, f"--{wrong} was given without a plan", "", "measure one: frugal measure PLAN"),
+        (wrong, f"--{wrong} was given together with a plan", "", f"leave --{wrong} out: the plan says it"),
+    )
     if timeline is not None:
         timeline_files.check_file(timeline, has_table=False)
     content: dict[str, Any] = {}
@@ -78,11 +89,13 @@ def command(path: Path | None, as_json: bool, capped: bool, calibrating: bool, s
         measurement, written = _measured(Plan.read(path), path, record, capped, timeline)
         if share is not None and _shared(measurement, share):
             written.append(share)
-        content = _summary(measurement)
+        names = ("predicted", "error", "capped", "plan_digest", "device", "driver", "versions", "date", "command")
+        content = msgspec.to_builtins(measurement.measured)
+        content |= {name: msgspec.to_builtins(getattr(measurement, name)) for name in names}
         blocks = [_report(measurement), [f"wrote {each}" for each in written]]
     if calibrating:
         if measurement is None:
-            kind, num_ranks = what_is_here(device, gpus)
+            kind, num_ranks = what_is_here(more["device"], more["gpus"])
         else:
             kind, num_ranks = measurement.cluster.devices[0].kind, measurement.batch.world_size
         calibration = calibrate(kind, num_ranks, measurement)
@@ -91,31 +104,11 @@ def command(path: Path | None, as_json: bool, capped: bool, calibrating: bool, s
         content["calibration"] = msgspec.to_builtins(calibration)
         blocks.insert(1, report(calibration))
     if as_json:
-        click.echo(msgspec.json.format(msgspec.json.encode(content), indent=2).decode())
+        print_json(content)
     else:
         click.echo("\n\n".join("\n".join(block) for block in blocks if block))
     is_enough = measurement is None or measurement.capped is None or measurement.capped.survived
     return 0 if is_enough else OutOfMemoryError.exit_code
-
-
-def _check(path: Path | None, calibrating: bool, **others: Any) -> None:
-    """Refuse what does not go together."""
-    excluded = ("record", "capped", "timeline", "share") if path is None else ("device", "gpus")
-    wrong = next((name for name in excluded if others[name]), "")
-    refuse(
-        (
-            path is None and not calibrating,
-            "there is no plan to measure",
-            "",
-            "make one with `frugal plan -o DIR`, or add --calibrate",
-        ),
-        (
-            wrong,
-            f"--{wrong} was given {'without' if path is None else 'together with'} a plan",
-            "",
-            "measure one: frugal measure PLAN" if path is None else f"leave --{wrong} out: the plan says it",
-        ),
-    )
 
 
 def _measured(
@@ -124,9 +117,10 @@ def _measured(
     """Return the measurement, and the files it was written to.
 
     Raises:
+        RequestError: the plan cannot be capped, or not be predicted again from its record alone.
         click.exceptions.Exit: the ranks failed, and have reported why.
     """
-    kind, strategy, written = plan.cluster.devices[0].kind, plan.strategy, []
+    kind, model, written = plan.cluster.devices[0].kind, plan.request.model, []
     if capped and kind == "cpu":
         raise RequestError(
             "--capped was given, but the plan is for CPU ranks",
@@ -135,9 +129,9 @@ def _measured(
         )
     local.check_machine(plan, None)
     with closing(workers()) as pool:
-        with waiting(f"dry-running {plan.request.model}"):
-            dry_runs = _dry_runs(plan, pool)
-        expected = predicted(dry_runs, plan.cluster, expandable_segments=strategy.expandable_segments)
+        with waiting(f"dry-running {model}"), DryRunSource(plan.request, plan.cluster, pool=pool) as source:
+            dry_runs = source.dry_runs(plan.strategy, plan.batch.largest_micro_batch, plan.batch.accumulation_steps)
+        expected = predicted(dry_runs, plan.cluster, expandable_segments=plan.strategy.expandable_segments)
         with temporary.folder() as folder:
             trial = _run(plan, path, *(["--timelines", str(folder)] if timeline is not None else []))
             if timeline is not None:
@@ -149,17 +143,38 @@ def _measured(
                 }
                 timeline_files.write(timeline, both)
                 written.append(timeline)
-        measurement = _measurement(plan, expected, trial)
+        measurement = Measurement(
+            plan_digest=plan.digest,
+            request=replace(plan.request, model=Path(model).name if Path(model).exists() else model),
+            definition=trial.model,
+            cluster=plan.cluster,
+            strategy=plan.strategy,
+            batch=plan.batch,
+            predicted=expected,
+            measured=Measured.of(trial.ranks, kind),
+            device=trial.device,
+            driver=trial.driver,
+            versions={
+                "python": platform.python_version(),
+                "frugal-trainer": local_host.versions()["frugal"],
+                **local_host.library_versions(),
+            },
+            date=datetime.now(UTC).strftime("%Y-%m-%d"),
+            command=shlex.join(["frugal", *sys.argv[1:]]),
+        )
         if capped:
             measurement = replace(measurement, capped=_capped(plan, path, expected.smallest_capacity_bytes))
         if record is not None:
-            written.append(_record(measurement, record, pool))
+            again = measurement.predict(pool).peak_allocated_bytes
+            if again != expected.peak_allocated_bytes:
+                raise RequestError(
+                    "the measurement cannot be recorded",
+                    because=f"from the record alone its peak is {again:,} bytes, "
+                    f"from the plan {expected.peak_allocated_bytes:,}",
+                    hint="a factory must be whole in one file, and give the same model every time",
+                )
+            written.append(measurement.write(record))
     return measurement, written
-
-
-def _dry_runs(plan: Plan, pool: Pool) -> list[DryRun]:
-    with DryRunSource(plan.request, plan.cluster, pool=pool) as source:
-        return source.dry_runs(plan.strategy, plan.batch.largest_micro_batch, plan.batch.accumulation_steps)
 
 
 def _run(plan: Plan, path: Path, *words: str) -> Trial:
@@ -190,43 +205,6 @@ def _capped(plan: Plan, path: Path, limit_bytes: int) -> Capped:
     return Capped(limit_bytes=limit_bytes, survived=True)
 
 
-def _measurement(plan: Plan, expected: Figures, trial: Trial) -> Measurement:
-    kind = plan.cluster.devices[0].kind
-    model = plan.request.model
-    return Measurement(
-        plan_digest=plan.digest,
-        request=replace(plan.request, model=Path(model).name if Path(model).exists() else model),
-        definition=trial.model,
-        cluster=plan.cluster,
-        strategy=plan.strategy,
-        batch=plan.batch,
-        predicted=expected,
-        measured=Measured.of(trial.ranks, kind),
-        device=trial.device,
-        driver=trial.driver,
-        versions={
-            "python": platform.python_version(),
-            "frugal-trainer": local_host.versions()["frugal"],
-            **local_host.library_versions(),
-        },
-        date=datetime.now(UTC).strftime("%Y-%m-%d"),
-        command=shlex.join(["frugal", *sys.argv[1:]]),
-    )
-
-
-def _record(measurement: Measurement, folder: Path, pool: Pool) -> Path:
-    """Write the measurement, if it can be predicted from the record alone."""
-    again = measurement.predict(pool).peak_allocated_bytes
-    if again != measurement.predicted.peak_allocated_bytes:
-        raise RequestError(
-            "the measurement cannot be recorded",
-            because=f"from the record alone its peak is {again:,} bytes, "
-            f"from the plan {measurement.predicted.peak_allocated_bytes:,}",
-            hint="a factory must be whole in one file, and give the same model every time",
-        )
-    return measurement.write(folder)
-
-
 def _shared(measurement: Measurement, path: Path) -> bool:
     """Show the row that is to be given away and write it, at a terminal only if that is wanted; return whether it was.
 
@@ -244,29 +222,17 @@ def _shared(measurement: Measurement, path: Path) -> bool:
     return True
 
 
-def _summary(measurement: Measurement) -> dict[str, Any]:
-    """Return the measured figures under the names of `frugal dryrun`, and the predicted ones beside them."""
-    return {
-        **msgspec.to_builtins(measurement.measured),
-        "predicted": msgspec.to_builtins(measurement.predicted),
-        "error": measurement.error,
-        "capped": msgspec.to_builtins(measurement.capped),
-        **{
-            name: getattr(measurement, name)
-            for name in ("plan_digest", "device", "driver", "versions", "date", "command")
-        },
-    }
-
-
 def _report(measurement: Measurement) -> list[str]:
     expected, measured = measurement.predicted, measurement.measured
     device = min(measurement.cluster.devices, key=lambda device: device.usable_bytes)
     pairs = {name: (expected.phases[name], size) for name, size in measured.phases.items()}
     pairs["allocated"] = expected.peak_allocated_bytes, measured.peak_allocated_bytes
     if measured.context_bytes is not None and measured.device_bytes is not None:
-        pairs["reserved"] = expected.peak_reserved_bytes, measured.peak_reserved_bytes
-        pairs["context"] = device.context_bytes, measured.context_bytes
-        pairs["driver"] = expected.peak_reserved_bytes + device.context_bytes, measured.device_bytes
+        pairs |= {
+            "reserved": (expected.peak_reserved_bytes, measured.peak_reserved_bytes),
+            "context": (device.context_bytes, measured.context_bytes),
+            "driver": (expected.peak_reserved_bytes + device.context_bytes, measured.device_bytes),
+        }
     pairs["host"] = host_bytes_per_node(expected, measurement.cluster), measured.host_bytes_per_node
     on_cpu = measurement.kind == "cpu"
     lines = [f"{'':<16} {'predicted':>12} {'measured':>12}"]
@@ -282,28 +248,20 @@ def _report(measurement: Measurement) -> list[str]:
     if measurement.capped is not None:
         verdict = "enough" if measurement.capped.survived else "not enough: the prediction is too low"
         lines.append(f"capped at the prediction, {format_bytes(measurement.capped.limit_bytes)} for tensors: {verdict}")
-    return lines + _context_remark(device, measured)
-
-
-def _context_remark(device: Device, measured: Measured) -> list[str]:
-    """Return a remark on a context that is larger than planned, which the margin is for."""
     more = (measured.context_bytes or 0) - device.context_bytes
-    if more <= 0:
-        return []
-    if more <= device.margin_bytes:
-        return [
-            f"the context takes {format_bytes(more)} more than planned, of a margin of "
-            f"{format_bytes(device.margin_bytes)} that is kept for it"
-        ]
-    return [
-        f"the context takes {format_bytes(more)} more than planned, beyond the margin of "
-        f"{format_bytes(device.margin_bytes)}: a full GPU may run out of memory; `frugal measure --calibrate` has "
-        "plans count it"
-    ]
+    margin = f"margin of {format_bytes(device.margin_bytes)}"
+    if more > device.margin_bytes:
+        lines.append(
+            f"the context takes {format_bytes(more)} more than planned, beyond the {margin}: a full GPU may run out of "
+            "memory; `frugal measure --calibrate` has plans count it"
+        )
+    elif more > 0:
+        lines.append(f"the context takes {format_bytes(more)} more than planned, of a {margin} that is kept for it")
+    return lines
 
 
 def calibrate(kind: DeviceKind, num_ranks: int, of_plan: Measurement | None = None) -> Calibration:
-    """Probe this machine with `num_ranks` ranks; add what a measured plan took more than was predicted.
+    """Probe this machine with `num_ranks` ranks; add what a measured plan took more than was predicted, now and before.
 
     Raises:
         FrugalError: a rank failed, and has said why.
@@ -315,7 +273,13 @@ def calibrate(kind: DeviceKind, num_ranks: int, of_plan: Measurement | None = No
         if code:
             raise FrugalError(f"the calibration ended with exit code {code}", because="its own message is above")
         content = out.read_bytes()
-    device, card, capability = _device(kind)
+    device, card, capability = local_host.cpu_name(), None, None
+    if kind == "cuda":
+        import torch
+
+        properties = torch.cuda.get_device_properties(0)
+        device, capability = properties.name, (properties.major, properties.minor)
+        card = recognise_card(device, properties.total_memory)
     try:
         calibrated = Calibration(
             kind=kind,
@@ -324,10 +288,10 @@ def calibrate(kind: DeviceKind, num_ranks: int, of_plan: Measurement | None = No
             driver=local_host.cuda_driver() if kind == "cuda" else "",
             torch=local_host.library_versions()["torch"],
             num_ranks=num_ranks,
-            date=datetime.now(UTC).strftime("%Y-%m-%d"),
-            command=shlex.join(["frugal", *sys.argv[1:]]),
             probe=msgspec.json.decode(content, type=Probe),
             compute_capability=capability,
+            date=datetime.now(UTC).strftime("%Y-%m-%d"),
+            command=shlex.join(["frugal", *sys.argv[1:]]),
         )
     except ValueError as error:
         raise FrugalError(
@@ -335,29 +299,12 @@ def calibrate(kind: DeviceKind, num_ranks: int, of_plan: Measurement | None = No
             because=f"it is implausible: {error}",
             hint="calibrate a real card, when nothing else runs on it",
         ) from None
-    return _with_plans(calibrated, of_plan)
-
-
-def _with_plans(calibrated: Calibration, of_plan: Measurement | None) -> Calibration:
-    """Add the kernels and bytes that measured plans took more than a probe, now and before."""
     before = [each for each in read_all(calibration_folder())[0] if each.file_name == calibrated.file_name]
-    slack_bytes = max((each.slack_bytes for each in before), default=0)
-    calibrated = replace(calibrated, slack_bytes=max(calibrated.slack_bytes, slack_bytes))
+    calibrated = replace(calibrated, slack_bytes=max((each.slack_bytes for each in before), default=0))
     if of_plan is None or of_plan.measured.context_bytes is None:
         return calibrated
     more_bytes = of_plan.measured.peak_reserved_bytes - of_plan.predicted.peak_reserved_bytes
     return calibrated.of_plan(of_plan.measured.context_bytes, max(0, more_bytes))
-
-
-def _device(kind: DeviceKind) -> tuple[str, str | None, Capability | None]:
-    """Return its name, its known card, and its compute capability."""
-    if kind == "cpu":
-        return local_host.cpu_name(), None, None
-    import torch
-
-    properties = torch.cuda.get_device_properties(0)
-    card = recognise_card(properties.name, properties.total_memory)
-    return properties.name, card, (properties.major, properties.minor)
 
 
 def what_is_here(device: DeviceKind | None, num_ranks: int | None) -> tuple[DeviceKind, int]:

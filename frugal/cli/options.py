@@ -1,24 +1,26 @@
 """Flags from the table of settings, and `--help` in groups, with the flags for experts behind `--help-all`.
 
-`plans` goes from a command's flags to a plan: settings, this machine's devices, the lengths of the data, the search.
+`read_settings` puts flags and frugal.toml together, `collect` adds this machine's devices and the lengths of the data,
+`plans` searches.
 """
 
-from collections.abc import Callable, Collection, Generator, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Generator, Iterable, Mapping, Sequence
 from dataclasses import replace
-from itertools import pairwise
 from pathlib import Path
 from typing import Any, get_args
 
 import click
 
-from frugal.cli.display.terminal import waiting
+from frugal.cli.terminal import waiting
 from frugal.config.hardware import calibration as calibrations
+from frugal.config.hardware.calibration import Calibration
 from frugal.config.hardware.cluster import GENERIC, Card, Cluster, of_driver, recognise_card
 from frugal.config.hardware.local_host import held_on_gpus
+from frugal.config.other_names import answer
 from frugal.config.request import Request
-from frugal.config.run_settings import SAMPLE_NAMES, run_settings
-from frugal.config.schema import PLAN_SETTINGS, SETTINGS, TomlFile, read_toml, settings_of_toml, understand
-from frugal.config.setting import Group, SettingRow, answer, flag_of, merged, settings_of
+from frugal.config.run_settings import SAMPLE_NAMES, RunSettings
+from frugal.config.schema import PLAN_SETTINGS, SETTINGS, merged, read_toml, settings_of_toml, understand
+from frugal.config.setting import Group, SettingRow, build, flag_of, settings_of
 from frugal.dryrun.planner import plans_here
 from frugal.errors import RequestError
 from frugal.planning.plan import Plan
@@ -26,6 +28,7 @@ from frugal.units import parse_count
 
 FIRST = "What most runs need"
 OWN = "this command"
+_OF_TRAIN = ", which `frugal train` has"
 _WIDTH = 80
 _TYPES: dict[type, Any] = {float: float, str: str, Path: click.Path(path_type=Path)}
 
@@ -37,6 +40,7 @@ class Count(click.types.IntParamType):
         self.thousand = thousand
 
     def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> Any:
+        """Return the number."""
         try:
             return parse_count(value, self.thousand) if isinstance(value, str) else value
         except RequestError as error:
@@ -48,27 +52,29 @@ def _option(row: SettingRow) -> click.Option:
     shown = row.shown_default
     if shown is None and row.default not in (None, (), False):
         shown = " ".join(row.default) if isinstance(row.default, tuple) else str(row.default)
-    values: dict[str, Any] = {"hidden": row.is_expert, "help": row.help + (f"  [default: {shown}]" if shown else "")}
+    names = [row.flag, *row.short]
+    values: dict[str, Any] = {"metavar": row.metavar, "multiple": row.is_repeatable}
     if row.kind.table is not None:
         values["type"] = row.read
     elif row.choices:
         values["type"] = click.Choice(row.choices)
     elif row.has_opposite:
-        return click.Option([f"{row.flag}/--no-{row.flag.removeprefix('--')}"], default=None, **values)
+        names, values = [f"{row.flag}/--no-{row.flag.removeprefix('--')}"], {"default": None}
     elif row.kind.word_type is bool:
-        return click.Option([row.flag], is_flag=True, default=None, **values)
+        values = {"is_flag": True, "default": None}
     else:
         values["type"] = Count(row.kind.thousand) if row.kind.thousand else _TYPES[row.kind.word_type]
-    return click.Option([row.flag, *row.short], metavar=row.metavar, multiple=row.is_repeatable, **values)
+    shown = f"  [default: {shown}]" if shown else ""
+    return click.Option(names, help=row.help + shown, hidden=row.is_expert, **values)
 
 
 def options(*owners: type, names: Iterable[str] | None = None) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
     """Give a command the flags of these dataclasses of settings, or of some `names` among them."""
-    rows = {name: row for owner in owners for name, row in settings_of(owner).items()}
-    chosen = [row for name, row in rows.items() if row.is_flag and (names is None or name in names)]
+    every = [row for owner in owners for row in settings_of(owner).values() if row.is_flag]
+    rows = [row for row in reversed(every) if names is None or row.name in names]
 
     def with_options(command: Any) -> Any:  # as click's own decorators do, which keep options at the function
-        command.__dict__.setdefault("__click_params__", []).extend(map(_option, reversed(chosen)))
+        command.__dict__.setdefault("__click_params__", []).extend(map(_option, rows))
         return command
 
     return with_options
@@ -83,11 +89,6 @@ def config_option(command: Callable[..., Any]) -> Callable[..., Any]:
     return click.option(
         "--config", type=click.Path(path_type=Path), help="Settings file.  [default: frugal.toml, if there]"
     )(command)
-
-
-def read_settings(values: Mapping[str, Any]) -> TomlFile:
-    """Return what `--config` and `--set` say. Raises as `read_toml`."""
-    return read_toml(values.get("config"), values.get("overrides", ()))
 
 
 what_if_option = click.option(
@@ -130,20 +131,30 @@ class SettingsCommand(click.Command):
         Raises:
             RequestError: there is one, or a setting that is only a key of frugal.toml; the message names frugal's flag.
         """
-        known = {spelling for each in self.get_params(ctx) for spelling in (*each.opts, *each.secondary_opts)}
-        for word, after in pairwise((*args, "--")):
-            if word == "--":
-                break
-            flag, is_given, value = word.partition("=")
-            if not flag.startswith("--") or _normalised(flag) in known:
-                continue
-            given = value if is_given else after if not after.startswith("-") else None
-            names = (flag.removeprefix("--"), flag.removeprefix("--no-"))
-            answers = (answer(name, given, flag, known) for name in names)
-            theirs = next(filter(None, answers), None) or _key_of_file(flag, given, known)
-            if theirs is not None:
-                raise theirs
-        return super().parse_args(ctx, args)
+        words = [*args, "-"]
+        try:
+            return super().parse_args(ctx, args)
+        except click.NoSuchOption as error:
+            if not error.option_name.startswith("--"):
+                raise
+            name = error.option_name.removeprefix("--").replace("-", "_")
+            number = next(i for i, word in enumerate(words) if _normalised(word.partition("=")[0]) == error.option_name)
+            flag, _, given = words[number].partition("=")
+            if not given and not words[number + 1].startswith("-"):
+                given = words[number + 1]
+            known = {spelling for each in self.get_params(ctx) for spelling in (*each.opts, *each.secondary_opts)}
+            asked = (answer(each, given or None, flag, known) for each in (name, name.removeprefix("no_")))
+            theirs = next(filter(None, asked), None)
+            row = SETTINGS.get(name.removeprefix("no_"))
+            if theirs is None and row is not None and not row.is_flag:
+                if row.kind.word_type is bool:
+                    given = "false" if name.startswith("no_") else "true"
+                theirs = RequestError(
+                    f"{flag} is no flag",
+                    because="this setting stands in frugal.toml, or in --set",
+                    hint=f"--set {row.flag}={given or 'VALUE'}" + ("" if "--set" in known else _OF_TRAIN),
+                )
+            raise theirs or error from None
 
     def format_options(self, ctx: click.Context, formatter: click.HelpFormatter) -> None:
         """Write the flags that most runs need first, then the others by group."""
@@ -154,8 +165,8 @@ class SettingsCommand(click.Command):
         for parameter in self.get_params(ctx):
             if not isinstance(parameter, click.Option):  # the usage line has arguments
                 continue
-            num_hidden += parameter.hidden and not with_experts
             parameter.hidden = parameter.hidden and not with_experts
+            num_hidden += parameter.hidden
             record = parameter.get_help_record(ctx)
             if record is None:
                 continue
@@ -172,22 +183,6 @@ class SettingsCommand(click.Command):
             )
 
 
-def _key_of_file(flag: str, given: str | None, known: Collection[str]) -> RequestError | None:
-    """Return the answer to a setting that has no flag; None for any other word."""
-    name = flag.removeprefix("--").replace("-", "_")
-    row = SETTINGS.get(name.removeprefix("no_"))
-    if row is None or row.is_flag:
-        return None
-    value = given or "VALUE"
-    if row.kind.word_type is bool:
-        value = "false" if name.startswith("no_") else "true"
-    return RequestError(
-        f"{flag} is no flag",
-        because="this setting stands in frugal.toml, or in --set",
-        hint=f"--set {row.flag}={value}" + ("" if "--set" in known else ", which `frugal train` has"),
-    )
-
-
 def _help_all(ctx: click.Context, _option: click.Parameter, is_given: bool) -> None:
     if is_given:
         ctx.meta["frugal.help_all"] = True
@@ -200,38 +195,30 @@ def _normalised(word: str) -> str:
     return word.replace("_", "-")
 
 
-def planned(values: Mapping[str, Any], file: TomlFile | None = None, *, asks_data: bool = True) -> Plan:
-    """Return the plan for what flags and `file` describe. Arguments and errors: as `plans`."""
-    *_, plan = plans(values, file, asks_data=asks_data)
-    return plan
+def read_settings(values: Mapping[str, Any], *below: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the settings that a command's `values` are: flags win over `--set`, then frugal.toml, then `below`.
 
-
-def plans(values: Mapping[str, Any], file: TomlFile | None = None, *, asks_data: bool = True) -> Generator[Plan]:
-    """Yield drafts and last the plan for what flags and `file` describe; `asks_data`: measure the data's lengths.
-
-    Raises: as `frugal.dryrun.planner.plan`, `collect` and `with_lengths`.
+    Raises:
+        RequestError: the file cannot be read, a setting in it is wrong, or flags contradict it.
     """
-    file = file or read_settings(values)
-    request, cluster, defaults = collect(values, file)
-    if asks_data:
-        if values.get("data") and request.lengths is not None:
-            raise RequestError(
-                "--data was given together with --lengths",
-                because="both say how long the samples are",
-                hint="leave one of them out",
-            )
-        request = with_lengths(request, values, file, defaults)
-    yield from plans_for(request, cluster, defaults)
+    flags = {name: value for name, value in values.items() if name in SETTINGS}
+    settings = merged(*below, read_toml(values.get("config"), values.get("overrides", ())), flags)
+    if flags.get("data") and flags.get("lengths") is None:
+        settings.pop("lengths", None)  # of the file, which the flag overrules
+    elif flags.get("data"):
+        raise RequestError(
+            "--data was given together with --lengths",
+            because="both say how long the samples are",
+            hint="leave one of them out",
+        )
+    return settings
 
 
-def planned_for(request: Request, cluster: Cluster, defaults: tuple[str, ...]) -> Plan:
-    """Return the plan for a request."""
-    *_, plan = plans_for(request, cluster, defaults)
-    return plan
+def plans(request: Request, cluster: Cluster, defaults: tuple[str, ...]) -> Generator[Plan]:
+    """Yield drafts and last the plan for a request, with a line on the terminal while the user waits.
 
-
-def plans_for(request: Request, cluster: Cluster, defaults: tuple[str, ...]) -> Iterator[Plan]:
-    """Yield drafts and last the plan for a request, with a line on the terminal while the user waits."""
+    Raises: as `frugal.dryrun.planner.plan`.
+    """
     made, plan = plans_here(request, cluster, defaults), None
     what = f"{request.model}{' with LoRA' if request.lora is not None else ''}"
     doing = f"tracing {what} and searching; its trace is kept for other plans"
@@ -242,36 +229,49 @@ def plans_for(request: Request, cluster: Cluster, defaults: tuple[str, ...]) -> 
         doing = f"dry-running {what}"
 
 
-def collect(values: Mapping[str, Any], file: TomlFile | None = None) -> tuple[Request, Cluster, tuple[str, ...]]:
-    """Return request, cluster, and the names of the request's defaults, from a command's `values`.
+def planned(request: Request, cluster: Cluster, defaults: tuple[str, ...]) -> Plan:
+    """Return the plan for a request."""
+    *_, plan = plans(request, cluster, defaults)
+    return plan
 
-    Flags win over `file` (read from `values["config"]` if not given), the file over defaults. Where neither GPUs nor
-    memory are named, this machine's GPUs are taken. A calibration of these devices is used; one that cannot be read
-    is reported on standard error. Values of other commands' flags are ignored.
+
+def collect(settings: Mapping[str, Any], *, asks_data: bool = True) -> tuple[Request, Cluster, tuple[str, ...]]:
+    """Return request, cluster, and the names of the request's defaults; `asks_data`: with the lengths of the data.
+
+    Where neither GPUs nor memory are named, this machine's GPUs are taken. A calibration of these devices is used.
 
     Raises:
-        RequestError: the request is wrong.
+        RequestError: the request is wrong, or the data cannot be used.
     """
-    if file is None:
-        file = read_settings(values)
-    flags = {name: value for name, value in values.items() if name in PLAN_SETTINGS}
-    settings = merged(PLAN_SETTINGS, file.plan, flags)
-    is_described = bool({"gpu", "hostfile"} & settings.keys()) or {"gpus", "mem"} <= settings.keys()
-    is_described = is_described or "," in str(settings.get("mem", ""))
-    gpu_name, unnamed = None, GENERIC
-    if settings.get("device", "cuda") == "cuda" and not is_described:
-        here, gpu_name, unnamed = this_machine(settings.get("gpus"))
-        settings = here | settings
-    calibration, notes = calibrations.chosen(settings, gpu_name)
+    asked = {name: value for name, value in settings.items() if name in PLAN_SETTINGS}
+    is_described = bool({"gpu", "hostfile"} & asked.keys()) or {"gpus", "mem"} <= asked.keys()
+    is_described = is_described or "," in str(asked.get("mem", "")) or asked.get("device", "cuda") != "cuda"
+    asked, calibration, unnamed = with_devices(asked, None if is_described else this_machine(asked.get("gpus")))
+    request, cluster, defaults = understand(asked, calibration, unnamed)
+    return _with_lengths(request, settings, defaults) if asks_data else request, cluster, defaults
+
+
+Here = tuple[dict[str, Any], str | None, Card]
+"""Settings that describe GPUs, the driver's name of them, and the card that stands for those of no known card."""
+
+
+def with_devices(asked: dict[str, Any], here: Here | None) -> tuple[dict[str, Any], Calibration | None, Card]:
+    """Return settings with those of the GPUs `here`, the calibration of these devices, and the card of unnamed ones.
+
+    A calibration that cannot be read is reported on standard error.
+    """
+    of_here, gpu_name, unnamed = here or ({}, None, GENERIC)
+    asked = of_here | asked
+    calibration, notes = calibrations.chosen(asked, gpu_name)
     for note in notes:
         click.echo(f"note: {note}", err=True)
-    return understand(settings, calibration, unnamed)
+    return asked, calibration, unnamed
 
 
-def this_machine(num_gpus: int | None) -> tuple[dict[str, Any], str | None, Card]:
-    """Return the settings that describe `num_gpus` of this machine's GPUs (None: all), and the driver's name of them.
+def this_machine(num_gpus: int | None) -> Here:
+    """Return what describes `num_gpus` of this machine's GPUs (None: all).
 
-    Both are empty if torch sees no GPU; the name also where GPUs differ. The card stands for GPUs of no known card.
+    Settings and name are empty if torch sees no GPU; the name also where GPUs differ.
     """
     import torch  # takes a second: only where flags leave the question open
 
@@ -281,12 +281,13 @@ def this_machine(num_gpus: int | None) -> tuple[dict[str, Any], str | None, Card
     import psutil  # type: ignore[import-untyped]  # its stubs are a package of their own
 
     cards = [torch.cuda.get_device_properties(i) for i in range(num_here)]
-    settings, name = described(cards, held_on_gpus(), num_gpus)
-    return settings | {"host_mem": psutil.virtual_memory().total}, name, unnamed_of(cards)
+    settings, name, unnamed = described(cards, held_on_gpus(), num_gpus)
+    return settings | {"host_mem": psutil.virtual_memory().total}, name, unnamed
 
 
-def described(cards: Sequence[Any], held: Mapping[str, int], num_gpus: int | None) -> tuple[dict[str, Any], str | None]:
-    """Return the settings for `num_gpus` of these cards (None: all), and the name they share, if they do.
+def described(cards: Sequence[Any], held: Mapping[str, int], num_gpus: int | None) -> Here:
+    """Return what describes `num_gpus` of these cards (None: all). Of several kinds that no table has, the card that
+    takes the most memory stands for all.
 
     `cards` are torch's properties of them; `held` has the bytes that processes use of each, by UUID.
     """
@@ -294,51 +295,45 @@ def described(cards: Sequence[Any], held: Mapping[str, int], num_gpus: int | Non
     if num_gpus is not None and num_gpus > len(cards):
         cards = [min(cards, key=lambda card: card.total_memory)] * num_gpus  # a plan for a larger machine of this kind
         held = {}
-    settings: dict[str, Any] = {"gpus": len(cards), "mem": [card.total_memory for card in cards]}
-    known = [recognise_card(card.name, card.total_memory) for card in cards]
-    if all(known):
-        settings["gpu"] = known[0] if len(set(known)) == 1 else ",".join(map(str, known))
-    if held:
-        sizes = [(card.total_memory, held.get(str(card.uuid), 0)) for card in cards]
-        settings["mem"] = [f"{total}-{in_use}" if in_use else total for total, in_use in sizes]
-    return settings, cards[0].name if len({card.name for card in cards}) == 1 else None
+    names = [recognise_card(card.name, card.total_memory) for card in cards]
+    unnamed = GENERIC
+    if None in names:
+        unnamed = of_driver(
+            cards[names.index(None)].name,
+            min((card.major, card.minor) for card in cards),
+            max(card.multi_processor_count * card.max_threads_per_multi_processor for card in cards),
+        )
+    sizes = [(card.total_memory, held.get(str(card.uuid), 0)) for card in cards]
+    settings: dict[str, Any] = {
+        "gpus": len(cards),
+        "mem": [f"{total}-{in_use}" if in_use else total for total, in_use in sizes],
+    }
+    if all(names):
+        settings["gpu"] = names[0] if len(set(names)) == 1 else ",".join(map(str, names))
+    return settings, cards[0].name if len({card.name for card in cards}) == 1 else None, unnamed
 
 
-def unnamed_of(cards: Sequence[Any]) -> Card:
-    """Return the card that stands for GPUs of no known card; of several kinds the one that takes the most memory."""
-    unknown = [card for card in cards if recognise_card(card.name, card.total_memory) is None]
-    if not unknown:
-        return GENERIC
-    threads = max(card.multi_processor_count * card.max_threads_per_multi_processor for card in cards)
-    return of_driver(unknown[0].name, min((card.major, card.minor) for card in cards), threads)
+def _with_lengths(request: Request, settings: Mapping[str, Any], defaults: Sequence[str]) -> Request:
+    """Return the request with the lengths of the training samples, if settings name the data.
 
-
-def with_lengths(request: Request, values: Mapping[str, Any], file: TomlFile, defaults: Collection[str]) -> Request:
-    """Return the request with the lengths of the training samples, if flags or `file` name the data.
-
-    A maximum of tokens that is one of the `defaults` becomes that of the data, where these are much shorter.
-
-    Lengths that the request has win over data that the file names; --too-long holds for both. `values` are a
-    command's flags, of which only those of data count.
+    A maximum of tokens that is one of the `defaults` becomes that of the data, where these are much shorter. Lengths
+    that the request has win over data that the file names; --too-long holds for both.
 
     Raises:
         RequestError: the data cannot be used, or has samples that are too long.
     """
-    flags = {name: values.get(name) for name in SAMPLE_NAMES}
-    train = {name: value for name, value in file.train.items() if name in SAMPLE_NAMES}
-    settings = run_settings(flags, train)
-    if request.lengths is not None:
-        is_said = flags["too_long"] is not None or "too_long" in train
-        return replace(request, lengths=replace(request.lengths, too_long=settings.too_long)) if is_said else request
-    if not flags["data"] and "data" not in train:
+    samples = build(RunSettings, {name: settings[name] for name in SAMPLE_NAMES if name in settings})
+    if request.lengths is not None and "too_long" in settings:
+        return replace(request, lengths=replace(request.lengths, too_long=samples.too_long))
+    if request.lengths is not None or "data" not in settings:
         return request
     from frugal.data import corpus  # torch takes seconds
     from frugal.data.sources import names_of
     from frugal.distributed.env import silence_libraries
 
     silence_libraries()
-    with waiting(f"tokenising {names_of(settings.data)}"):
-        lengths, seq_len, document_tokens = corpus.lengths_of(request, settings, defaults)
+    with waiting(f"tokenising {names_of(samples.data)}"):
+        lengths, seq_len, document_tokens = corpus.lengths_of(request, samples, defaults)
         return replace(request, lengths=lengths, seq_len=seq_len, document_tokens=document_tokens)
 
 
@@ -346,24 +341,20 @@ def planning_flags(values: Mapping[str, Any], *others: str) -> list[str]:
     """Return the flags given that say how to plan, and those of `others`; a hostfile also says where to run a plan."""
     names = [name for name in (*PLAN_SETTINGS, *others) if name != "hostfile" or "hostfile" in others]
     flags = [flag_of(name) for name in names if values.get(name) not in (None, ())]
-    overrides = values.get("overrides", ())
-    return [*flags, "--set"] if overrides and settings_of_toml({}, overrides).plan else flags
+    overrides = settings_of_toml({}, values.get("overrides", ()))
+    return [*flags, "--set"] if PLAN_SETTINGS.keys() & overrides.keys() else flags
 
 
-def refuse_beside_a_plan(what: str, flags: Sequence[str]) -> None:
-    """Refuse flags beside a plan, which is called `what` in the message.
+def read_plan(path: Path, flags: Sequence[str] = (), *, what: str | None = None) -> Plan:
+    """Return the plan in a plan.json or in its folder. In the message about `flags` given beside it, it is `what`.
 
     Raises:
-        RequestError: one was given.
+        RequestError: it cannot be read, or a flag was given.
     """
     if flags:
         raise RequestError(
-            f"{what} was given together with {flags[0]}",
+            f"{what or path} was given together with {flags[0]}",
             because="a plan is a decision already made",
             hint="leave one of them out",
         )
-
-
-def plan_path(path: Path) -> Path:
-    """Return the path of a plan.json: itself, or the one in a folder."""
-    return path / "plan.json" if path.is_dir() else path
+    return Plan.read(path / "plan.json" if path.is_dir() else path)

@@ -9,12 +9,10 @@ from typing import Any
 
 import click
 
-from frugal.cli.display.drafts import conclude, show_draft
-from frugal.cli.display.terminal import is_terminal, show, waiting
-from frugal.cli.display.verdict import fits_a_line, show_row, show_verdict
 from frugal.cli.options import (
     Count,
     SettingsCommand,
+    collect,
     config_option,
     options,
     plans,
@@ -22,9 +20,20 @@ from frugal.cli.options import (
     verbose_option,
     what_if_option,
 )
+from frugal.cli.terminal import (
+    conclude_draft,
+    fits_a_line,
+    is_terminal,
+    show,
+    show_draft,
+    show_row,
+    show_verdict,
+    waiting,
+)
 from frugal.config.hardware.build_cluster import ClusterSettings
 from frugal.config.request import Request
-from frugal.config.run_settings import DATA_NAMES, LENGTH_NAMES, RunSettings, run_settings
+from frugal.config.run_settings import DATA_NAMES, LENGTH_NAMES, RunSettings
+from frugal.config.setting import build
 from frugal.deepspeed_adapter.json_config import write_plan
 from frugal.dryrun.planner import what_helps
 from frugal.dryrun.pool import shared_workers
@@ -79,12 +88,17 @@ def command(
     """Choose the fastest plan that fits, and say what it comes to; with -v all of it."""
     if axes and not with_table:
         raise click.UsageError(f"Got unexpected extra argument ({axes[0]})", click.get_current_context())
-    named = _axes(axes) if with_table else {}
+    named: dict[str, tuple[int, ...]] = {}
+    if with_table:
+        from frugal.planning.what_if import parse_axes  # brings the search along, which a kept plan does not need
+
+        named = parse_axes(axes)
+    settings = read_settings(values)
     is_watched = is_terminal() and not (as_json or verbose or with_table)
     draft: Plan | None = None  # the last that was shown
-    with closing(plans(values)) as made:
+    with closing(plans(*collect(settings))) as made:
         plan = next(made)
-        run = _run(plan, values)
+        run = _run(plan, values, settings)
         while plan.is_draft and not only_draft:
             if is_watched:
                 show_draft(plan, draft)
@@ -106,22 +120,21 @@ def command(
         click.echo()
     if draft is None:
         show_verdict(replace(plan, warnings=()) if verbose else plan)
-    proof = "" if draft is None else conclude(plan, draft)
+    proof = "" if draft is None else conclude_draft(plan, draft)
     if run is not None:
         show_row("run", run.in_words(plan.time.total_seconds, plan.step_tokens, plan.cluster))
     _conclude(plan, output, html, written, proof, verbose=verbose)
 
 
-def _run(plan: Plan, values: Mapping[str, Any]) -> RunLength | None:
+def _run(plan: Plan, values: Mapping[str, Any], settings: Mapping[str, Any]) -> RunLength | None:
     """Return the run that flags and frugal.toml ask for; None where its length is not given.
 
     Raises:
         RequestError: they contradict each other, or nothing is known of what they count.
     """
     tokens, price = values["train_tokens"], values["gpu_hour_price"]
-    names = ("stream", *LENGTH_NAMES)
-    of_file = {name: value for name, value in read_settings(values).train.items() if name in names}
-    asked = run_settings({name: values[name] for name in names}, {} if tokens is not None else of_file)
+    given = settings if tokens is None else values
+    asked = build(RunSettings, {name: given.get(name) for name in ("stream", *LENGTH_NAMES)})
     flag = next((f"--{name}" for name in LENGTH_NAMES if getattr(asked, name) is not None), None)
     steps, epochs, grouping = asked.steps, asked.epochs, plan.grouping
     has_length = tokens is not None or flag is not None
@@ -181,9 +194,3 @@ def _conclude(
         show_row("proven", f"{proof}; more: `frugal plan -v`")
     elif not verbose:
         show_row("more", "`frugal plan -v`: all of it; `frugal explain`: what binds and what helps")
-
-
-def _axes(words: tuple[str, ...]) -> dict[str, tuple[int, ...]]:
-    from frugal.planning.what_if import parse_axes  # brings the search along, which a kept plan does not need
-
-    return parse_axes(words)

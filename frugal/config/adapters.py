@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from math import isfinite
 from typing import Any
 
-from frugal.config.key_table import KeyTable
+from frugal.config.setting import KeyTable
 from frugal.errors import RequestError, refuse
 
 ALL_LINEAR = "all-linear"

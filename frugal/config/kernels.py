@@ -25,7 +25,14 @@ def are_to_be_fused(request: Request, cluster: Cluster) -> bool:
     """
     if request.kernels == "plain":
         return False
-    obstacle, hint = _obstacle(cluster)
+    capability = min(device.compute_capability or ASSUMED_CAPABILITY for device in cluster.kinds)
+    missing, obstacle, hint = what_is_missing(), "", "leave --kernels out"
+    if missing is not None:
+        obstacle, hint = missing[0], f"{missing[1]}, or leave --kernels out"
+    elif any(device.kind == "cpu" for device in cluster.kinds):
+        obstacle = "" if are_interpreted() else "its kernels run on GPUs alone"
+    elif capability < LEAST_CAPABILITY:
+        obstacle = "they need compute capability 8.0 or newer, and there are GPUs of {}.{}".format(*capability)
     if obstacle and request.kernels == "liger":
         raise RequestError("--kernels liger is impossible here", because=obstacle, hint=hint)
     return not obstacle
@@ -47,19 +54,6 @@ def what_is_missing() -> tuple[str, str] | None:
 def are_interpreted() -> bool:
     """Return whether Triton interprets kernels on the CPU, which is slow, and for tests."""
     return os.environ.get("TRITON_INTERPRET") == "1"
-
-
-def _obstacle(cluster: Cluster) -> tuple[str, str]:
-    """Return what is in the way, and a way out; empty: nothing."""
-    capability = min(device.compute_capability or ASSUMED_CAPABILITY for device in cluster.kinds)
-    if (missing := what_is_missing()) is not None:
-        return missing[0], f"{missing[1]}, or leave --kernels out"
-    if any(device.kind == "cpu" for device in cluster.kinds):
-        return ("" if are_interpreted() else "its kernels run on GPUs alone", "leave --kernels out")
-    if capability < LEAST_CAPABILITY:
-        number = "{}.{}".format(*capability)
-        return f"they need compute capability 8.0 or newer, and there are GPUs of {number}", "leave --kernels out"
-    return "", ""
 
 
 def refuse_none(request: Request, fused: Sequence[str]) -> None:

@@ -12,13 +12,14 @@ from typing import Any, Literal, get_args
 
 import msgspec
 
-from frugal.errors import RequestError
+from frugal.errors import RequestError, refuse
 
 LayerMode = Literal["off", "selective", "full", "offloaded"]
 """Modes of activation checkpointing."""
 
 FLAG = "--activation-checkpointing"
-FORM = f"{FLAG} full:0-19,off:20-31"
+_WRONG = f"{FLAG} does not give each layer one mode"
+_HINT = f"write {FLAG} full:0-19,off:20-31, counted from 0"
 MOST_LAYERS = 10_000
 _WORD = re.compile(r"(\w+)\s*:\s*(\d{1,9})(?:\s*-\s*(\d{1,9}))?", re.ASCII)
 
@@ -34,17 +35,23 @@ class LayerModes:
     runs: tuple[tuple[LayerMode, int], ...]
 
     def __post_init__(self) -> None:
-        for mode, count in self.runs:
-            if mode not in get_args(LayerMode):
-                raise _wrong(f"`{mode}` is no mode: there are {', '.join(get_args(LayerMode))}")
-            if count < 1:
-                raise _wrong(f"{mode} has {count} layers, and 1 is the least")
-        if not 1 <= self.num_layers <= MOST_LAYERS:
-            raise _wrong(f"it names {self.num_layers} layers; there may be 1 to {MOST_LAYERS}")
+        unknown = next((mode for mode, _ in self.runs if mode not in get_args(LayerMode)), "")
+        empty = next((mode for mode, count in self.runs if count < 1), "")
+        refuse(
+            (unknown, _WRONG, f"`{unknown}` is no mode: there are {', '.join(get_args(LayerMode))}", _HINT),
+            (empty, _WRONG, f"{empty} has no layers, and 1 is the least", _HINT),
+            (
+                not 1 <= self.num_layers <= MOST_LAYERS,
+                _WRONG,
+                f"it names {self.num_layers} layers; there may be 1 to {MOST_LAYERS}",
+                _HINT,
+            ),
+        )
 
     @classmethod
     def of(cls, value: "str | Iterable[Any] | LayerModes") -> "LayerModes":
-        """Return the modes that a flag, frugal.toml or a caller names: text as for `parse`, or runs as in `plan.json`.
+        """Return the modes that a flag, frugal.toml or a caller names: runs as in `plan.json`, or text such as
+        `full:0-19,off:20-31`: a mode, and the first and the last layer that have it, counted from 0.
 
         Raises:
             RequestError: not every layer has exactly one mode.
@@ -52,34 +59,15 @@ class LayerModes:
         if isinstance(value, LayerModes):
             return value
         if isinstance(value, str):
-            return cls.parse(value)
-        try:
-            runs = msgspec.convert(value, tuple[tuple[str, int], ...])
-        except msgspec.ValidationError:
-            raise _wrong(
-                "runs are pairs of a mode and a whole number of layers", hint='write [["full", 20], ["off", 12]]'
-            ) from None
-        return cls(_merged(runs))
-
-    @classmethod
-    def parse(cls, text: str) -> "LayerModes":
-        """Parse `full:0-19,off:20-31`: a mode, and the first and the last layer that have it, counted from 0.
-
-        Raises:
-            RequestError: not every layer has exactly one mode.
-        """
-        modes: dict[int, str] = {}
-        for word in filter(None, (part.strip() for part in text.split(","))):
-            match = _WORD.fullmatch(word)
-            if match is None or not int(match[2]) <= (last := int(match[3] or match[2])) < MOST_LAYERS:
-                raise _wrong(f"`{word}` is no mode with the numbers of layers, below {MOST_LAYERS}")
-            for layer in range(int(match[2]), last + 1):
-                if layer in modes:
-                    raise _wrong(f"layer {layer} has two modes")
-                modes[layer] = match[1]
-        if missing := set(range(len(modes))) - modes.keys():
-            raise _wrong(f"layer {min(missing)} has no mode")
-        return cls(_merged((modes[layer], 1) for layer in range(len(modes))))
+            runs = _parsed(value)
+        else:
+            try:
+                runs = msgspec.convert(value, list[tuple[str, int]])
+            except msgspec.ValidationError:
+                because, hint = "runs are pairs of a mode and a whole number of layers", '[["full", 20], ["off", 12]]'
+                raise RequestError(_WRONG, because=because, hint=f"write {hint}") from None
+        joined = ((mode, sum(count for _, count in run)) for mode, run in groupby(runs, key=itemgetter(0)))
+        return cls(tuple(joined))
 
     @property
     def num_layers(self) -> int:
@@ -94,10 +82,19 @@ class LayerModes:
         return ",".join(words)
 
 
-def _merged(runs: Iterable[tuple[Any, int]]) -> tuple[tuple[LayerMode, int], ...]:
-    """Join adjacent runs of one mode."""
-    return tuple((mode, sum(count for _, count in run)) for mode, run in groupby(runs, key=itemgetter(0)))
-
-
-def _wrong(because: str, hint: str = f"write {FORM}, counted from 0") -> RequestError:
-    return RequestError(f"{FLAG} does not give each layer one mode", because=because, hint=hint)
+def _parsed(text: str) -> list[tuple[str, int]]:
+    """Return the mode of each layer, in their order."""
+    modes: dict[int, str] = {}
+    for word in filter(None, (part.strip() for part in text.split(","))):
+        match = _WORD.fullmatch(word)
+        if match is None or not int(match[2]) <= (last := int(match[3] or match[2])) < MOST_LAYERS:
+            raise RequestError(
+                _WRONG, because=f"`{word}` is no mode with the numbers of layers, below {MOST_LAYERS}", hint=_HINT
+            )
+        for layer in range(int(match[2]), last + 1):
+            if layer in modes:
+                raise RequestError(_WRONG, because=f"layer {layer} has two modes", hint=_HINT)
+            modes[layer] = match[1]
+    if missing := set(range(len(modes))) - modes.keys():
+        raise RequestError(_WRONG, because=f"layer {min(missing)} has no mode", hint=_HINT)
+    return [(modes[layer], 1) for layer in range(len(modes))]

@@ -21,7 +21,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any, Literal, get_type_hints
 
-from frugal.config.key_table import MOST_COUNT, KeyTable
+from frugal.config.setting import MOST_COUNT, KeyTable
 from frugal.errors import refuse
 from frugal.units import parse_count
 

@@ -25,10 +25,10 @@ need a warm-up, and hold up to a batch that depends on the task. The number of G
 
 from collections.abc import Mapping
 from dataclasses import dataclass
-from math import ceil, isfinite, log2, sqrt
+from math import ceil, isfinite, log2
 from typing import Any, Literal, get_type_hints
 
-from frugal.config.key_table import MOST_COUNT, KeyTable
+from frugal.config.setting import MOST_COUNT, KeyTable
 from frugal.errors import refuse
 
 OptimizerName = Literal["adamw", "sgd", "adamw-8bit"]
@@ -275,40 +275,4 @@ def bf16_notes(rate: float, beta2: float) -> list[str]:
     return notes
 
 
-_SOURCES = {"linear": "Goyal et al. 2017", "sqrt": "Malladi et al. 2022"}
-
-
-@dataclass(frozen=True, kw_only=True)
-class Scaling:
-    """A learning rate found for `reference_batch` and scaled to `batch`; both in `unit`."""
-
-    rate: float
-    rule: Rule
-    batch: int
-    reference_batch: int
-    unit: Literal["samples", "tokens"]
-
-    @property
-    def scaled(self) -> float:
-        """The rate for `batch`."""
-        return self._by(self.rule)
-
-    def note(self, optimizer: Optimizer) -> str | None:
-        """Return a note if the rule was not made for `optimizer`, with the rate of the one that was."""
-        right = optimizer.fitting_rule
-        if self.rule == right or self.batch == self.reference_batch:
-            return None
-        return (
-            f"the {self.rule} rule is not made for {optimizer.name}: with optimizer.lr-rule {right} "
-            f"({_SOURCES[right]}) the learning rate would be {self._by(right):g}"
-        )
-
-    def __str__(self) -> str:
-        ratio = f"{self.batch}/{self.reference_batch}"
-        ratio = f"sqrt({ratio})" if self.rule == "sqrt" else ratio
-        basis = f"{self.rule} rule, from {self.reference_batch} {self.unit}"
-        return f"{self.scaled:g} = {self.rate:g} x {ratio} ({basis})"
-
-    def _by(self, rule: Rule) -> float:
-        factor = self.batch / self.reference_batch
-        return self.rate * (factor if rule == "linear" else sqrt(factor))
+SOURCES: dict[Rule, str] = {"linear": "Goyal et al. 2017", "sqrt": "Malladi et al. 2022"}

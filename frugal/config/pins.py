@@ -24,11 +24,24 @@ def check_pins(request: Request, world_size: int) -> None:
             )
         world_size //= shared_by
         gpus = f"{plural(world_size, 'group')} of {plural(shared_by, 'GPU')}"
-    if request.even:
-        _check_even(request, world_size)
+    unit, parts = world_size, [gpus]
+    if micro is not None and micro * world_size != batch:
+        unit *= micro
+        parts.append(f"micro-batch {micro}")
+    if steps is not None:
+        unit *= steps
+        parts.append(plural(steps, "accumulation step"))
+    below = batch // unit * unit
+    near = sorted(filter(None, (below, below + unit)), key=lambda size: abs(size - batch))
     cap = request.micro_batch_cap
     needed = 0 if steps is None else -(-batch // (steps * world_size))
     refuse(
+        (
+            request.even and below != batch,
+            f"equal micro-batches are impossible for a global batch of {batch} with {' x '.join(parts)}",
+            f"equal micro-batches come to a multiple of {unit} samples",
+            f"use --global-batch {' or '.join(map(str, near))}",
+        ),
         (
             micro is not None and cap is not None and cap < micro,
             f"--micro-batch {micro} is over the cap of --max-tokens-per-gpu",
@@ -62,23 +75,4 @@ def check_pins(request: Request, world_size: int) -> None:
             f"--micro-batch {micro} --accumulation-steps {steps} on {gpus} is {capacity}, not {batch}",
             because=f"{micro} x {steps} x {world_size} = {capacity} samples, and the global batch is {batch}",
             hint=f"use {', or '.join(ways)}" if ways else "leave one of the two out",
-        )
-
-
-def _check_even(request: Request, world_size: int) -> None:
-    """Refuse a batch that equal micro-batches cannot make, and name the nearest that they can."""
-    batch, unit, parts = request.batch_samples, world_size, [plural(world_size, "GPU")]
-    if request.micro_batch is not None and request.micro_batch * world_size != batch:
-        unit *= request.micro_batch
-        parts.append(f"micro-batch {request.micro_batch}")
-    if request.accumulation_steps is not None:
-        unit *= request.accumulation_steps
-        parts.append(plural(request.accumulation_steps, "accumulation step"))
-    below = batch // unit * unit
-    near = sorted(filter(None, (below, below + unit)), key=lambda size: abs(size - batch))
-    if below != batch:
-        raise RequestError(
-            f"equal micro-batches are impossible for a global batch of {batch} with {' x '.join(parts)}",
-            because=f"equal micro-batches come to a multiple of {unit} samples",
-            hint=f"use --global-batch {' or '.join(map(str, near))}",
         )

@@ -3,12 +3,13 @@
 import re
 from collections.abc import Mapping
 from dataclasses import dataclass
+from math import sqrt
 from typing import Literal, get_args
 
-from frugal.config import layers
+from frugal.config import layers, sample_lengths
 from frugal.config.adapters import LORA, Lora
 from frugal.config.layers import LayerModes
-from frugal.config.optimizers import OPTIMIZER, Optimizer, OptimizerName, Scaling
+from frugal.config.optimizers import OPTIMIZER, SOURCES, Optimizer, OptimizerName, Rule
 from frugal.config.sample_lengths import DOCUMENT_TOKENS, Lengths
 from frugal.config.setting import LENGTH, Kind, check_sizes, setting
 from frugal.errors import RequestError, refuse
@@ -31,6 +32,7 @@ LENGTHS = Kind(
     str,
     "a file, a list of tokens or a table of tokens and samples",
     lambda value: isinstance(value, str | list | tuple | Mapping | Lengths),
+    make=sample_lengths.of,
 )
 
 
@@ -43,6 +45,7 @@ CHECKPOINTING = Kind(
         or (isinstance(value, str) and ":" in value)
     ),
 )
+_STATES_IN_BF16 = "`states` bf16 of --optimizer is impossible with"
 _PLACE = re.compile(r"optimizer:(\d{1,12}\.?\d{0,12}|\.\d{1,12})|(nvme|auto):.+")
 OFFLOAD = Kind(
     str,
@@ -133,7 +136,7 @@ class Request:
         None,
         "Train low-rank adapters and freeze the model: r=16, and alpha=32 (twice r), dropout=0.05 (0), dora, "
         "targets=q_proj,v_proj (all-linear).",
-        "model and batch", kind=Kind.of(LORA), metavar="r=16[,...]", is_first=True,
+        "model and batch", kind=Kind.of(LORA, Lora.of), metavar="r=16[,...]", is_first=True,
     )  # fmt: skip
     quantize: Quantization | None = setting(
         None,
@@ -146,7 +149,7 @@ class Request:
     optimizer: Optimizer = setting(
         Optimizer(),
         f"Optimizer: {', '.join(get_args(OptimizerName))}, with keys such as beta2=0.99, momentum=0.9 or states=bf16.",
-        "optimizer", kind=Kind.of(OPTIMIZER), metavar="NAME[,...]",
+        "optimizer", kind=Kind.of(OPTIMIZER, Optimizer.of), metavar="NAME[,...]",
     )  # fmt: skip
     learning_rate: float = setting(3e-4, "Peak learning rate.", "optimizer", least=0, short=("--lr",), is_first=True)
     weight_decay: float = setting(0.01, "Weight decay; decoupled for AdamW.", "optimizer", least=0)
@@ -179,14 +182,18 @@ class Request:
 
     def __post_init__(self) -> None:
         check_sizes(self, hint="leave {flag} out to let frugal decide")
-        self._check_precision()
-        _check_optimizer(self)
+        self._check_numbers()
         self._check_places()
-        _check_tiled_mlp(self)
-        self._check_quantization()
         self._check_batch()
 
-    def _check_precision(self) -> None:
+    def _check_numbers(self) -> None:
+        """Refuse precisions, optimizers and pins of layers that do not go together.
+
+        DeepSpeed 0.19.8 takes `bf16_master_weights_and_grads` with `bf16_optimizer_states` under ZeRO 1 to 3 for a
+        model in bf16 (runtime/config.py), and on the host only with its own CPU Adam (`_configure_master_weights` of
+        runtime/base_optimizer.py). The same keys for fp16 need the optimizer on the host, and keep its states in fp32.
+        """
+        optimizer, modes = self.optimizer, self.layer_modes
         because = "stage 0 starts Adam at its second step"
         if self.zero_stage == 1:
             because = "stage 1 cannot accumulate gradients in fp32 without losing some"
@@ -204,55 +211,102 @@ class Request:
                 "use --zero-stage 2, also on one GPU, or --precision fp32",
             ),
             (
-                self.optimizer.gradient_accumulation_dtype == "bf16" and self.precision != "bf16",
+                optimizer.gradient_accumulation_dtype == "bf16" and self.precision != "bf16",
                 f"`gradient-accumulation-dtype` bf16 is impossible with --precision {self.precision}",
                 "only sums of bf16 gradients are kept in bf16",
                 "leave one of them out",
             ),
-        )
-
-    def _check_places(self) -> None:
-        """Check where optimizer and parameters are to be."""
-        needed_stage = {"optimizer": (1, 2, 3), "all": (3,), "nvme": (3,)}.get(self.offload, (0, 1, 2, 3))
-        refuse(
             (
-                self.offload == "nvme" and not self.nvme_path,
-                "--offload nvme was given without a folder",
-                "no node's disk is used unasked",
-                "name one on a fast local disk: --offload nvme:/local/scratch",
+                optimizer.states == "bf16" and self.precision != "bf16",
+                f"{_STATES_IN_BF16} --precision {self.precision}",
+                "they are rounded to the model's own type",
+                "use --precision bf16, or leave it out",
             ),
             (
-                self.zero_stage is not None and self.zero_stage not in needed_stage,
-                f"--offload {self.offload} is impossible with --zero-stage {self.zero_stage}",
-                f"it needs ZeRO stage {' or '.join(map(str, needed_stage))}",
-                "leave --zero-stage out to let frugal decide",
+                self.mlp == "tiled"
+                and (self.activation_checkpointing == "selective" or (modes and "selective" in dict(modes.runs))),
+                f"--mlp tiled is impossible with {layers.FLAG} {modes or self.activation_checkpointing}",
+                "selective keeps the products of all slices until backward",
+                "leave one of them out",
             ),
-        )
-
-    def _check_quantization(self) -> None:
-        """Refuse quantised weights where they would be trained or moved to a disk."""
-        if self.quantize is None:
-            return
-        refuse(
             (
-                self.lora is None,
+                self.quantize and self.lora is None,
                 f"--quantize {self.quantize} was given without --lora",
                 "quantised weights are frozen, and nothing else is there to be trained",
                 "add --lora r=16, or leave --quantize out",
             ),
             (
-                self.lora is not None and self.lora.dora,
+                self.quantize and self.lora is not None and self.lora.dora,
                 f"--quantize {self.quantize} is impossible with dora in --lora",
                 "for the norms of quantised weights peft replaces them with others that ZeRO-3 does not know",
                 "leave one of them out",
             ),
+        )
+
+    def _check_places(self) -> None:
+        """Refuse places of optimizer and parameters that other settings do not allow."""
+        optimizer, offload, ratio, stage = self.optimizer, self.offload, self.offload_ratio, self.zero_stage
+        needed_stage = {"optimizer": (1, 2, 3), "all": (3,), "nvme": (3,)}.get(offload, (0, 1, 2, 3))
+        on_nvme, is_part = offload == "nvme", ratio not in (None, 1)
+        in_part = f"--offload optimizer:{ratio or 0:g}"
+        why_not, because = optimizer.why_not_in_part or ("", "")
+        refuse(
             (
-                self.offload == "nvme",
+                on_nvme and not self.nvme_path,
+                "--offload nvme was given without a folder",
+                "no node's disk is used unasked",
+                "name one on a fast local disk: --offload nvme:/local/scratch",
+            ),
+            (
+                stage is not None and stage not in needed_stage,
+                f"--offload {offload} is impossible with --zero-stage {stage}",
+                f"it needs ZeRO stage {' or '.join(map(str, needed_stage))}",
+                "leave --zero-stage out to let frugal decide",
+            ),
+            (
+                on_nvme and self.quantize,
                 f"--quantize {self.quantize} is impossible with --offload nvme",
                 "DeepSpeed's buffers between a disk and the device hold one type, and quantised weights are bytes "
                 "beside parameters in the run's precision",
                 "use --offload all, which keeps them in host memory",
             ),
+            (
+                on_nvme and self.mlp == "tiled",
+                "--mlp tiled is impossible with --offload nvme",
+                "an MLP's parameters are gathered all at once, for which there may be too few buffers",
+                "leave one of them out",
+            ),
+            (
+                on_nvme and optimizer.name == "adamw-8bit",
+                "--optimizer adamw-8bit cannot be used with --offload nvme",
+                "DeepSpeed moves only states in fp32 to disk",
+                "use --optimizer adamw, or --offload all",
+            ),
+            (
+                on_nvme and optimizer.states == "bf16",
+                f"{_STATES_IN_BF16} --offload nvme",
+                "DeepSpeed moves only states in fp32 to disk",
+                "use --offload all, or leave it out",
+            ),
+            (
+                offload in ("optimizer", "all") and not optimizer.can_be_on_host,
+                f"{_STATES_IN_BF16} --offload {offload}",
+                "on the host only DeepSpeed's own CPU Adam keeps states in bf16",
+                "use --optimizer adamw without an implementation, or leave it out",
+            ),
+            (
+                is_part and not 0 < (ratio or 0) < 1,
+                f"{in_part} has no share of the update",
+                "it must be above 0, and 1 at most",
+                "use --offload optimizer to let frugal decide, or --offload none to keep the optimizer on the GPUs",
+            ),
+            (
+                is_part and stage not in (None, 3),
+                f"{in_part} is impossible with --zero-stage {stage}",
+                "DeepSpeed splits the optimizer's work only in ZeRO-3",
+                "use --zero-stage 3, or --offload optimizer",
+            ),
+            (is_part and why_not, f"{in_part} is impossible with {why_not}", because, "use --offload optimizer"),
         )
 
     def _check_batch(self) -> None:
@@ -299,24 +353,43 @@ class Request:
         return self.global_batch if self.global_batch is not None else DEFAULT_GLOBAL_BATCH
 
     @property
-    def learning_rate_scaling(self) -> Scaling | None:
-        """The scaling of the learning rate from the reference batch; None without one."""
-        reference, rule = self.optimizer.reference_batch, self.optimizer.lr_rule
-        if reference is None or rule is None:
-            return None
-        return Scaling(
-            rate=self.learning_rate,
-            rule=rule,
-            batch=self.batch_samples if self.global_tokens is None else self.global_tokens,
-            reference_batch=reference,
-            unit="samples" if self.global_tokens is None else "tokens",
-        )
-
-    @property
     def scaled_learning_rate(self) -> float:
         """The peak learning rate that training uses. The number of GPUs never changes it."""
-        scaling = self.learning_rate_scaling
-        return self.learning_rate if scaling is None else scaling.scaled
+        return self._rate_by(self.optimizer.lr_rule)
+
+    @property
+    def learning_rate_in_words(self) -> str:
+        """The same with its derivation from the rate that was found for the reference batch, if it has one."""
+        reference, rule = self.optimizer.reference_batch, self.optimizer.lr_rule
+        if reference is None:
+            return f"{self.learning_rate:g}"
+        ratio = f"{self._counted_batch}/{reference}"
+        factor = f"sqrt({ratio})" if rule == "sqrt" else ratio
+        basis = f"{rule} rule, from {reference} {'samples' if self.global_tokens is None else 'tokens'}"
+        return f"{self.scaled_learning_rate:g} = {self.learning_rate:g} x {factor} ({basis})"
+
+    @property
+    def learning_rate_note(self) -> str | None:
+        """A note if the rule was not made for the optimizer, with the rate of the one that was."""
+        optimizer, right = self.optimizer, self.optimizer.fitting_rule
+        if optimizer.lr_rule in (None, right) or self._counted_batch == optimizer.reference_batch:
+            return None
+        return (
+            f"the {optimizer.lr_rule} rule is not made for {optimizer.name}: with optimizer.lr-rule {right} "
+            f"({SOURCES[right]}) the learning rate would be {self._rate_by(right):g}"
+        )
+
+    def _rate_by(self, rule: Rule | None) -> float:
+        """Return the learning rate that a rule scales from the reference batch to this one."""
+        if self.optimizer.reference_batch is None:
+            return self.learning_rate
+        ratio = self._counted_batch / self.optimizer.reference_batch
+        return self.learning_rate * (ratio if rule == "linear" else sqrt(ratio))
+
+    @property
+    def _counted_batch(self) -> int:
+        """The global batch as the reference batch is given: samples, or tokens with --global-tokens."""
+        return self.batch_samples if self.global_tokens is None else self.global_tokens
 
     @property
     def decays_all(self) -> bool:
@@ -340,92 +413,3 @@ class Request:
             )
         most = self.max_tokens_per_gpu // self.seq_len
         return most if self.micro_batch is None else min(most, self.micro_batch)
-
-
-def _check_optimizer(request: Request) -> None:
-    """Check that the optimizer goes with precision and offloading.
-
-    DeepSpeed 0.19.8 takes `bf16_master_weights_and_grads` with `bf16_optimizer_states` under ZeRO 1 to 3 for a model in
-    bf16 (runtime/config.py), and on the host only with its own CPU Adam (`_configure_master_weights` of
-    runtime/base_optimizer.py). The same keys for fp16 need the optimizer on the host, and keep its states in fp32.
-
-    Raises:
-        RequestError: it does not.
-    """
-    optimizer, offload = request.optimizer, request.offload
-    in_bf16, what, hint = optimizer.states == "bf16", "`states` bf16 of --optimizer is impossible with ", "leave it out"
-    refuse(
-        (
-            optimizer.name == "adamw-8bit" and offload == "nvme",
-            "--optimizer adamw-8bit cannot be used with --offload nvme",
-            "DeepSpeed moves only states in fp32 to disk",
-            "use --optimizer adamw, or --offload all",
-        ),
-        (
-            in_bf16 and request.precision != "bf16",
-            f"{what}--precision {request.precision}",
-            "they are rounded to the model's own type",
-            f"use --precision bf16, or {hint}",
-        ),
-        (
-            in_bf16 and offload == "nvme",
-            f"{what}--offload nvme",
-            "DeepSpeed moves only states in fp32 to disk",
-            f"use --offload all, or {hint}",
-        ),
-        (
-            offload in ("optimizer", "all") and not optimizer.can_be_on_host,
-            f"{what}--offload {offload}",
-            "on the host only DeepSpeed's own CPU Adam keeps states in bf16",
-            f"use --optimizer adamw without an implementation, or {hint}",
-        ),
-    )
-    if request.offload_ratio not in (None, 1):
-        _check_ratio(request)
-
-
-def _check_ratio(request: Request) -> None:
-    """Check that a share of the update can be done in host memory."""
-    ratio, stage = request.offload_ratio or 0.0, request.zero_stage
-    what = f"--offload optimizer:{ratio:g} is impossible with"
-    reason, because = request.optimizer.why_not_in_part or ("", "")
-    refuse(
-        (
-            not 0 < ratio < 1,
-            f"--offload optimizer:{ratio:g} has no share of the update",
-            "it must be above 0, and 1 at most",
-            "use --offload optimizer to let frugal decide, or --offload none to keep the optimizer on the GPUs",
-        ),
-        (
-            stage not in (None, 3),
-            f"{what} --zero-stage {stage}",
-            "DeepSpeed splits the optimizer's work only in ZeRO-3",
-            "use --zero-stage 3, or --offload optimizer",
-        ),
-        (reason, f"{what} {reason}", because, "use --offload optimizer"),
-    )
-
-
-def _check_tiled_mlp(request: Request) -> None:
-    """Check that a tiled MLP is possible with the other pins.
-
-    Raises:
-        RequestError: it is not.
-    """
-    modes, mode = request.layer_modes, request.activation_checkpointing
-    if request.mlp != "tiled":
-        return
-    refuse(
-        (
-            mode == "selective" or (modes is not None and "selective" in dict(modes.runs)),
-            f"--mlp tiled is impossible with {layers.FLAG} {modes or mode}",
-            "selective keeps the products of all slices until backward",
-            "leave one of them out",
-        ),
-        (
-            request.offload == "nvme",
-            "--mlp tiled is impossible with --offload nvme",
-            "an MLP's parameters are gathered all at once, for which there may be too few buffers",
-            "leave one of them out",
-        ),
-    )

@@ -2,7 +2,6 @@
 
 import os
 import re
-from collections.abc import Mapping
 from dataclasses import dataclass, fields
 from pathlib import Path
 from typing import Any, Literal, get_args
@@ -12,7 +11,7 @@ import msgspec
 from frugal import files, storages
 from frugal.config.learning_rate import SCHEDULE, Schedule, ScheduleName
 from frugal.config.sample_lengths import TooLong
-from frugal.config.setting import Kind, check_sizes, flag_of, merged, setting, settings_of, unknown_setting
+from frugal.config.setting import Kind, check_sizes, flag_of, setting, settings_of
 from frugal.errors import RequestError, refuse
 
 MOST_CHARACTERS = 1 << 14
@@ -27,13 +26,16 @@ COLUMNS = Kind(
     lambda value: (
         isinstance(value, str) or (isinstance(value, dict) and all(isinstance(x, str) for x in value.values()))
     ),
+    make=lambda value: ",".join(map("=".join, value.items())) if isinstance(value, dict) else value,
 )
 WARMUP = Kind(
     str,
     "a number of steps, or a part such as 5%",
     lambda value: re.fullmatch(r"\d{1,12}[kKmM]?|\d{0,12}\.?\d{1,12}%", str(value)) is not None,
+    make=str,
 )
 _PART = re.compile(r"\d{0,12}\.?\d{1,12}%")
+_NO_UTF_8 = re.compile(r"[\ud800-\udfff]")  # by which Python represents what is none
 RENAMED_COLUMNS = (
     "messages", "conversations", "prompt", "completion", "response", "system", "instruction", "input", "output",
     "tools", "input_ids", "labels",
@@ -126,7 +128,7 @@ class RunSettings:
         Schedule(),
         f"Learning rate schedule after warmup: {', '.join(get_args(ScheduleName))}. With keys: min-lr-ratio=0.1, "
         "decay-ratio=0.2, power=2, steps=10k.",
-        "optimizer", kind=Kind.of(SCHEDULE), metavar="NAME[,...]",
+        "optimizer", kind=Kind.of(SCHEDULE, Schedule.of), metavar="NAME[,...]",
     )  # fmt: skip
     warmup: str = setting(
         "0", "Optimizer steps until the peak learning rate, or a part of the schedule such as 5%.", "optimizer",
@@ -184,11 +186,22 @@ class RunSettings:
 
     def __post_init__(self) -> None:
         check_sizes(self)
-        self._check_names()
+        values = [
+            (name, each)
+            for name, row in settings_of(RunSettings).items()
+            for each in (getattr(self, name) if row.is_repeatable else [getattr(self, name)])
+        ]
+        no_text = next((f"{flag_of(name)} {each}" for name, each in values if _NO_UTF_8.search(str(each))), "")
         unknown = [name for name in self.track if name not in TRACKERS]
         asked = {"--metric": self.metric, "--patience": self.patience, "--best": self.best}
         flag = next((flag for flag, value in asked.items() if value is not None), None)
         refuse(
+            (
+                no_text,
+                f"{os.fsencode(no_text).decode(errors='backslashreplace')} is not UTF-8",
+                "the settings of a run are kept as text",
+                "rename it, or use a link of another name; if it is UTF-8, unset PYTHONUTF8",
+            ),
             (
                 self.validation_fraction >= 1,
                 f"--validation-data is {', '.join(self.validation_data)}",
@@ -246,24 +259,8 @@ class RunSettings:
             ),
         )
         self.named_columns()
-        settings_of(RunSettings)["warmup"].read(self.warmup)
         if self.steps is not None:
             self.schedule.curve(1.0, self.steps, self.warmup)
-
-    def _check_names(self) -> None:
-        """Refuse names of files that are not UTF-8, which Python represents by surrogates."""
-        for field in fields(self):
-            value = getattr(self, field.name)
-            for name in map(str, value if isinstance(value, tuple) else (value,)):
-                try:
-                    name.encode()
-                except UnicodeEncodeError:
-                    shown = os.fsencode(name).decode(errors="backslashreplace")
-                    raise RequestError(
-                        f"{flag_of(field.name)} {shown} is not UTF-8",
-                        because="the settings of a run are kept as text",
-                        hint="rename it, or use a link of another name; if it is UTF-8, unset PYTHONUTF8",
-                    ) from None
 
     def check_addresses(self) -> None:
         """Refuse addresses that no storage can have, before they are in a record. Raises as `storages.check`."""
@@ -328,36 +325,27 @@ class RunSettings:
         return msgspec.json.format(msgspec.json.encode(values | {"out": str(self.out)}), indent=2) + b"\n"
 
     def arguments(self) -> list[str]:
-        """Return the words from which a rank parses these settings."""
-        arguments: list[str] = []
-        for field in fields(self):
-            value = getattr(self, field.name)
-            if value == field.default:
-                continue
-            if isinstance(value, bool):
-                arguments.append(flag_of(field.name if value else f"no_{field.name}"))
-            else:
-                for each in map(str, value if isinstance(value, tuple) else (value,)):
-                    flag = flag_of(field.name)
-                    arguments += [f"{flag}={each}"] if each.startswith("-") else [flag, each]
-        return arguments
-
-    def rank_words(self, folder: Path) -> list[str]:
-        """Return the same for a command line of limited length: many words become one that names a file in `folder`.
+        """Return the words from which a rank parses these settings.
 
         Raises:
-            RequestError: that file cannot be written.
+            RequestError: they are too many for a command.
         """
-        words = self.arguments()
-        if sum(map(len, words)) <= MOST_CHARACTERS:
-            return words
-        path = folder.absolute() / "arguments"
-        try:
-            folder.mkdir(parents=True, exist_ok=True)
-            files.write_file(path, b"\0".join(map(os.fsencode, words)))
-        except OSError as error:
-            raise RequestError(f"cannot write {path}", because=str(error.strerror)) from None
-        return [f"@{path}"]
+        words: list[str] = []
+        for name, row in settings_of(RunSettings).items():
+            value = getattr(self, name)
+            if value == row.default:
+                continue
+            if isinstance(value, bool):
+                words.append(flag_of(name if value else f"no_{name}"))
+                continue
+            for each in map(str, value if row.is_repeatable else [value]):
+                words += [f"{flag_of(name)}={each}"] if each.startswith("-") else [flag_of(name), each]
+        if (number := sum(map(len, words))) > MOST_CHARACTERS:
+            raise RequestError(
+                f"the settings of this run are {number:,} characters, and a command takes {MOST_CHARACTERS:,}",
+                hint="name the data in a file: --data @FILE, with a name a line",
+            )
+        return words
 
 
 _OF_ONE_START = ("resume", "accept_changed_data")  # not of the run, and so not in its record
@@ -388,43 +376,6 @@ class LaunchSettings:
             raise RequestError("--elastic was given without --max-restarts", hint="add --max-restarts 3")
 
 
-def run_settings(flags: Mapping[str, Any], file: Mapping[str, Any]) -> RunSettings:
-    """Return the settings that flags and frugal.toml give; flags win, and names of others are ignored.
-
-    Raises:
-        RequestError: they contradict each other.
-    """
-    rows, settings = settings_of(RunSettings), _given(RunSettings, flags, file)
-    for one, other in (("steps", "epochs"), ("epochs", "steps")):
-        if flags.get(one) is not None and flags.get(other) is None:  # overrules what the file says of the other one
-            settings.pop(other, None)
-    for name, value in settings.items():
-        if rows[name].is_repeatable:
-            settings[name] = (value,) if isinstance(value, str) else tuple(value)
-        elif rows[name].kind in (COLUMNS, WARMUP):
-            settings[name] = ",".join(map("=".join, value.items())) if isinstance(value, dict) else str(value)
-    if "out" in settings:
-        settings["out"] = Path(settings["out"])
-    if "schedule" in settings:
-        settings["schedule"] = Schedule.of(settings["schedule"])
-    return RunSettings(**settings)
-
-
-def launch_settings(flags: Mapping[str, Any], file: Mapping[str, Any]) -> LaunchSettings:
-    """Return how to start the ranks, as `run_settings` does for a run."""
-    return LaunchSettings(**_given(LaunchSettings, flags, file))
-
-
-def _given(owner: type, flags: Mapping[str, Any], file: Mapping[str, Any]) -> dict[str, Any]:
-    rows = {**settings_of(RunSettings), **settings_of(LaunchSettings)}
-    for name, value in file.items():
-        if name not in rows:
-            raise unknown_setting(name, value, rows, place=" in [train]", command="frugal train")
-    file = {name: rows[name].read(value, " in [train]") for name, value in file.items()}
-    given = merged(rows, file, {name: value for name, value in flags.items() if name in rows and value != ()})
-    return {name: value for name, value in given.items() if name in settings_of(owner)}
-
-
 def earlier_settings(folder: Path) -> dict[str, Any]:
     """Return the recorded settings of the run in `folder`, without those that are not set; empty without a record.
 
@@ -439,10 +390,11 @@ def earlier_settings(folder: Path) -> dict[str, Any]:
     except (OSError, msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
         reason = (error.strerror if isinstance(error, OSError) else None) or error
         raise RequestError(f"cannot read the settings of the run in {folder}", because=f"{path}: {reason}") from None
-    if unknown := [name for name in record if name not in settings_of(RunSettings)]:
+    rows = settings_of(RunSettings)
+    if unknown := [name for name in record if name not in rows]:
         raise RequestError(
             f"the run in {folder} was started by another version of frugal",
             because=f"{path} has settings that this version does not know: {', '.join(unknown)}",
             hint="resume it with that version, or start over in another folder with --out DIR",
         )
-    return {name: value for name, value in record.items() if value not in (None, [])}
+    return {name: rows[name].read(value, f" in {path}") for name, value in record.items() if value not in (None, [])}

@@ -1,8 +1,10 @@
 """The lengths of the samples of a data set: a histogram, from tokenised data or from a file."""
 
+from bisect import bisect_left
 from collections import Counter
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
+from itertools import accumulate, pairwise
 from pathlib import Path
 from random import Random
 from typing import Any, Literal
@@ -69,23 +71,14 @@ class Lengths:
 
     def quantile(self, share: float) -> int:
         """Return the tokens that this share of the samples has at most."""
-        left = share * self.num_samples
-        for tokens, count in zip(self.tokens, self.counts, strict=True):
-            left -= count
-            if left <= 0:
-                return tokens
-        return self.longest
+        below = list(accumulate(self.counts))
+        return self.tokens[min(bisect_left(below, share * self.num_samples), len(below) - 1)]
 
     def typical(self, number: int) -> list[int]:
         """Return `number` lengths distributed like all of them, longest first: the middles of that many equal parts."""
-        lengths, below, bins = [], 0, iter(zip(self.tokens, self.counts, strict=True))
-        tokens, count = next(bins)
-        for i in range(number):
-            while (2 * i + 1) * self.num_samples > 2 * number * (below + count):
-                below += count
-                tokens, count = next(bins)
-            lengths.append(tokens)
-        return lengths[::-1]
+        below = [2 * number * each for each in accumulate(self.counts)]
+        middles = [(2 * i + 1) * self.num_samples for i in range(number)]
+        return [self.tokens[bisect_left(below, middle)] for middle in reversed(middles)]
 
     def drawn(self, number: int, seed: int) -> list[int]:
         """Return `number` lengths drawn at random, so that stretches of them differ as global batches do."""
@@ -93,11 +86,10 @@ class Lengths:
 
     def expected_longest(self, number: int) -> float:
         """Return the expected tokens of the longest of `number` random samples: sum of l P(longest is l)."""
-        expected, below = 0.0, 0
-        for tokens, count in zip(self.tokens, self.counts, strict=True):
-            share, share_below = (below + count) / self.num_samples, below / self.num_samples
+        shares = [below / self.num_samples for below in accumulate(self.counts, initial=0)]
+        expected = 0.0
+        for tokens, (share_below, share) in zip(self.tokens, pairwise(shares), strict=True):
             expected += tokens * (share**number - share_below**number)
-            below += count
         return expected
 
     def within(self, seq_len: int) -> tuple["Lengths", list[str]]:
@@ -108,27 +100,27 @@ class Lengths:
         """
         if self.longest <= seq_len:
             return self, []
-        over = [(tokens, count) for tokens, count in zip(self.tokens, self.counts, strict=True) if tokens > seq_len]
-        number = sum(count for _, count in over)
-        shown = reversed(over[-SHOWN:])
-        longest = ", ".join(
-            f"{tokens} tokens ({count} of them)" if count > 1 else f"{tokens} tokens" for tokens, count in shown
+        every = dict(zip(self.tokens, self.counts, strict=True))
+        kept = Counter({tokens: count for tokens, count in every.items() if tokens <= seq_len})
+        number = self.num_samples - kept.total()
+        shown = [tokens for tokens in reversed(self.tokens) if tokens > seq_len][:SHOWN]
+        because = "the longest have " + ", ".join(
+            f"{tokens} tokens ({every[tokens]} of them)" if every[tokens] > 1 else f"{tokens} tokens"
+            for tokens in shown
         )
-        because = f"the longest have {longest}"
-        if self.too_long == "error":
-            raise RequestError(
+        what = "left out: they are longer than"
+        if self.too_long == "truncate":
+            what = "cut to"
+            kept[seq_len] += number
+        refuse(
+            (
+                self.too_long == "error",
                 f"{number} of {self.num_samples} samples are longer than --seq-len {seq_len}",
-                because=because,
-                hint=f"use --seq-len {self.longest}, or --too-long truncate, or --too-long skip",
-            )
-        kept = Counter(dict(zip(self.tokens, self.counts, strict=True)))
-        for tokens, count in over:
-            del kept[tokens]
-            if self.too_long == "truncate":
-                kept[seq_len] += count
-        what = "cut to" if self.too_long == "truncate" else "left out: they are longer than"
-        if not kept:
-            raise RequestError(f"all {number} samples are longer than --seq-len {seq_len}", because=because)
+                because,
+                f"use --seq-len {self.longest}, or --too-long truncate, or --too-long skip",
+            ),
+            (not kept, f"all {number} samples are longer than --seq-len {seq_len}", because, None),
+        )
         note = f"{number} of {self.num_samples} samples are {what} {seq_len} tokens; {because}"
         return replace(_of(kept, self.too_long, self.source), counted_mean=self.counted_mean), [note]
 
@@ -143,16 +135,14 @@ def of_counts(counts: Mapping[int, int], *, too_long: TooLong = "error", source:
     tail = sorted(exact)[-2 * SHOWN :]
     for tokens in tail:
         binned[tokens] = exact.pop(tokens)
-    room = sum(exact.values()) / (MOST_BINS - len(tail))
+    room, longest = sum(exact.values()) / (MOST_BINS - len(tail)), max(exact)
     tokens_in = samples_in = 0
     for tokens in sorted(exact):
         tokens_in += tokens * exact[tokens]
         samples_in += exact[tokens]
-        if samples_in >= room:
+        if samples_in >= room or tokens == longest:
             binned[round(tokens_in / samples_in)] += samples_in
             tokens_in = samples_in = 0
-    if samples_in:
-        binned[round(tokens_in / samples_in)] += samples_in
     return _of(binned, too_long, source)
 
 
@@ -170,7 +160,13 @@ def of(value: Any, *, too_long: TooLong = "error", source: str = "") -> Lengths:
     if isinstance(value, Lengths):
         return value
     if isinstance(value, str | Path) and not source:
-        return of(_read(Path(value)), too_long=too_long, source=str(value))
+        try:
+            content = msgspec.json.decode(files.without_bom(Path(value).read_bytes()))
+        except OSError as error:
+            raise RequestError(f"cannot read the lengths {value}", because=str(error.strerror)) from None
+        except (msgspec.DecodeError, ValueError, RecursionError) as error:
+            raise RequestError(f"the lengths {value} are no JSON", because=str(error)) from None
+        return of(content, too_long=too_long, source=str(value))
     place = f" in {source}" if source else ""
     form = 'it must be {"tokens": samples, ...} or a list with the tokens of each sample'
     kind = dict[int, int] if isinstance(value, Mapping) else list[int]
@@ -205,12 +201,3 @@ def unlike(planned: Lengths, num_samples: int, num_tokens: int) -> str | None:
         f"the plan is for samples of {planned.mean:.0f} tokens on average ({planned.source or 'as given'}), this data "
         f"has {mean:.0f}: memory holds for both, the seconds of a step do not"
     )
-
-
-def _read(path: Path) -> Any:
-    try:
-        return msgspec.json.decode(files.without_bom(path.read_bytes()))
-    except OSError as error:
-        raise RequestError(f"cannot read the lengths {path}", because=str(error.strerror)) from None
-    except (msgspec.DecodeError, ValueError, RecursionError) as error:
-        raise RequestError(f"the lengths {path} are no JSON", because=str(error)) from None

@@ -3,253 +3,152 @@
     seq_len: int = setting(1024, "Maximum tokens per sample.", "model and batch", least=1, is_first=True)
 
 The annotation is its type, `setting` describes it. `frugal.config.schema` collects all in one table. What only experts
-change has no flag: it is a key of a table (`frugal.config.key_table`), or stands in frugal.toml, or in `--set`.
+change has no flag: it is a key of a table, or stands in frugal.toml, or in `--set`.
 
-An unknown setting that another trainer has (`--per-device-train-batch-size`) is answered with ours, by `OTHER_NAMES`.
+A setting with several keys, such as `--lora`, `--optimizer` and `--schedule`, is a table: text on a command line
+(`adamw,beta2=0.99`), a table of frugal.toml (`[optimizer]`), one key of it in `--set optimizer.beta2=0.99`, and a dict
+in Python. What these say of the same table is put together key by key.
 """
 
 import dataclasses
-from collections.abc import Callable, Collection, Iterable, Mapping
+import sys
+from collections.abc import Callable, Mapping
 from contextlib import suppress
-from dataclasses import dataclass, is_dataclass
+from dataclasses import dataclass, field, is_dataclass
 from difflib import get_close_matches
 from functools import cache
-from math import inf, isfinite
 from pathlib import Path
 from types import NoneType, UnionType
-from typing import Any, Literal, Union, get_args, get_origin, get_type_hints
+from typing import Any, Literal, TypeVar, Union, get_args, get_origin, get_type_hints
 
-from frugal.config.key_table import KeyTable
-from frugal.config.learning_rate import ScheduleName
+import msgspec
+
+from frugal.config.other_names import answer
 from frugal.errors import RequestError
 from frugal.units import parse_count
-
-
-@dataclass(frozen=True)
-class OtherName:
-    """The answer to another trainer's name. In `hint` `{}` is the value given, or `stand_in` where there is none.
-
-    Attributes:
-        whose: name it is.
-        hint: what to write here.
-        because: why it means something else here; empty where it is the same under another name.
-        stand_in: an example of a value.
-        of_value: converts their value to ours.
-    """
-
-    whose: str
-    hint: str
-    because: str = ""
-    stand_in: str = "N"
-    of_value: Callable[[str], str] = str
-
-
-_HF, _DEEPSPEED, _MANY, _FORMER = "HF Trainer's", "DeepSpeed's", "other trainers'", "frugal's former"
-_TORCH, _TORCHTITAN, _MEGATRON = "torch's", "torchtitan's", "Megatron's"
-
-_KEEPS_THE_BATCH = "frugal keeps the global batch, and cuts it into micro-batches for the GPUs there are"
-
-_QUANTISED = (
-    "quantised communication changes the numbers that are trained, and its kernels run on GPUs alone, so that no test "
-    "of frugal's holds what it costs"
-)
-
-
-def _schedule(name: str) -> str:
-    return {"wsd": "warmup_stable_decay"}.get(name, name if name in get_args(ScheduleName) else "cosine")
-
-
-def _percent(ratio: str) -> str:
-    try:
-        return f"{100 * float(ratio):g}%"
-    except ValueError:
-        return "5%"
-
-
-def _optimizer(name: str) -> str:
-    if "8bit" in name or name == "adafactor":  # for memory, too
-        return "adamw-8bit"
-    return "sgd" if name.startswith("sgd") else "adamw"
-
-
-OTHER_NAMES = {
-    "batch_size": OtherName(
-        _MANY, "--global-batch N is what you want kept; --micro-batch {} pins the per-GPU size", _KEEPS_THE_BATCH
-    ),
-    "per_device_train_batch_size": OtherName(
-        _HF, "--global-batch N is what you want kept; --micro-batch {} pins the per-GPU size", _KEEPS_THE_BATCH
-    ),
-    "train_batch_size": OtherName(_DEEPSPEED, "--global-batch {}"),
-    "train_micro_batch_size": OtherName(
-        _DEEPSPEED, "--global-batch N is what you want kept; --micro-batch {} pins the per-GPU size", _KEEPS_THE_BATCH
-    ),
-    "per_device_eval_batch_size": OtherName(
-        _HF, "leave it out", "an evaluation takes the micro-batches that were planned for training"
-    ),
-    "gradient_accumulation_steps": OtherName(
-        _HF, "--global-batch N is what you want kept; --accumulation-steps {} pins the micro-steps", _KEEPS_THE_BATCH
-    ),
-    "gradient_checkpointing": OtherName(
-        _HF,
-        "leave it out, or pin it: --activation-checkpointing full",
-        "frugal switches activation checkpointing on where it is needed or pays",
-    ),
-    "deepspeed": OtherName(
-        _HF,
-        "`frugal plan -o DIR` writes DIR/ds_config.json; --zero-stage and --offload pin parts of it",
-        "frugal writes DeepSpeed's JSON itself, from a plan that was checked against the memory there is",
-    ),
-    "bf16": OtherName(_HF, "--precision bf16"),
-    "bf16_optimizer_states": OtherName(_DEEPSPEED, "--optimizer adamw,states=bf16"),
-    "bf16_master_weights_and_grads": OtherName(_DEEPSPEED, "--optimizer adamw,states=bf16"),
-    "fp16": OtherName(_HF, "--precision fp16"),
-    "output_dir": OtherName(_HF, "--out {}", stand_in="DIR"),
-    "num_train_epochs": OtherName(_HF, "--epochs {}"),
-    "max_steps": OtherName(_HF, "--steps {}"),
-    "max_seq_length": OtherName(_HF, "--seq-len {}"),
-    "max_length": OtherName(_HF, "--seq-len {}"),
-    "block_size": OtherName(_HF, "--seq-len {}"),
-    "model_name_or_path": OtherName(_HF, "--model {}", stand_in="NAME"),
-    "save_steps": OtherName(_HF, "--save-every {}"),
-    "save_total_limit": OtherName(_HF, "--keep {}"),
-    "eval_steps": OtherName(_HF, "--eval-every {}"),
-    "logging_steps": OtherName(_HF, "leave it out", "every step is written to metrics.jsonl in the run's folder"),
-    "lora_r": OtherName("peft's", "--lora r={}"),
-    "lora_rank": OtherName(_MANY, "--lora r={}"),
-    "lora_alpha": OtherName("peft's", "--lora r=N,alpha={}"),
-    "lora_dropout": OtherName("peft's", "--lora r=N,dropout={}"),
-    "lora_target_modules": OtherName("TRL's", "--lora r=N,targets={}", stand_in="NAME,NAME"),
-    "use_peft": OtherName("TRL's", "--lora r=16"),
-    "report_to": OtherName(_HF, "--track {}", stand_in="tensorboard"),
-    "max_grad_norm": OtherName(_HF, "--gradient-clipping {}"),
-    "lr_scheduler_type": OtherName(_HF, "--schedule {}", stand_in="cosine", of_value=_schedule),
-    "optim": OtherName(_HF, "--optimizer {}", stand_in="adamw", of_value=_optimizer),
-    "betas": OtherName(_TORCH, "--optimizer adamw,beta1=0.9,beta2=0.999"),
-    "eps": OtherName(_TORCH, "--optimizer adamw,epsilon={}"),
-    "beta1": OtherName(_MANY, "--optimizer adamw,beta1={}"),
-    "beta2": OtherName(_MANY, "--optimizer adamw,beta2={}"),
-    "adam_beta1": OtherName(_HF, "--optimizer adamw,beta1={}"),
-    "adam_beta2": OtherName(_HF, "--optimizer adamw,beta2={}"),
-    "adam_epsilon": OtherName(_HF, "--optimizer adamw,epsilon={}"),
-    "adam_eps": OtherName(_MEGATRON, "--optimizer adamw,epsilon={}"),
-    "optimizer.beta1": OtherName(_TORCHTITAN, "--optimizer adamw,beta1={}"),
-    "optimizer.beta2": OtherName(_TORCHTITAN, "--optimizer adamw,beta2={}"),
-    "optimizer.eps": OtherName(_TORCHTITAN, "--optimizer adamw,epsilon={}"),
-    "momentum": OtherName(_TORCH, "--optimizer sgd,momentum={}"),
-    "warmup_steps": OtherName(_HF, "--warmup {}"),
-    "warmup_ratio": OtherName(_HF, "--warmup {}", stand_in="5%", of_value=_percent),
-    "lr_warmup_iters": OtherName(_MEGATRON, "--warmup {}"),
-    "lr_warmup_fraction": OtherName(_MEGATRON, "--warmup {}", stand_in="5%", of_value=_percent),
-    "min_lr": OtherName(_MANY, "--schedule cosine,min-lr-ratio=0.1", "it is given as a part of the peak learning rate"),
-    "min_lr_rate": OtherName(_HF, "--schedule cosine,min-lr-ratio={}"),
-    "lr_decay_iters": OtherName(_MEGATRON, "--schedule cosine,steps={}"),
-    "metric_for_best_model": OtherName(_HF, "--best {}", stand_in="loss"),
-    "greater_is_better": OtherName(_HF, "--best NAME:max"),
-    "load_best_model_at_end": OtherName(_HF, "--best loss", "a run with --best ends with the weights of its best"),
-    "early_stopping_patience": OtherName(_HF, "--patience {}"),
-    "hub_model_id": OtherName(_HF, "leave it out, and upload the run's model: hf upload {} DIR/model", stand_in="REPO"),
-    "push_to_hub": OtherName(_HF, "leave it out, and upload the run's model: hf upload {} DIR/model", stand_in="REPO"),
-    "max_train_samples": OtherName(_HF, "--set train.limit={}"),
-    "dataset_text_field": OtherName("TRL's", "--columns text={}", stand_in="NAME"),
-    "text_column": OtherName(_HF, "--columns text={}, or source={} of pairs", stand_in="NAME"),
-    "summary_column": OtherName(_HF, "--columns target={}", stand_in="NAME"),
-    "label_column_name": OtherName(_HF, "--columns label={}", stand_in="NAME"),
-    "reduce_bucket_size": OtherName(_DEEPSPEED, "leave it out", "frugal plans the size of DeepSpeed's gradient bucket"),
-    "overlap_comm": OtherName(
-        _DEEPSPEED, "leave it out", "what overlapped communication holds back on a GPU is not known, so none is planned"
-    ),
-    "compute_metrics": OtherName(_HF, "--metric FILE.py:NAME"),
-    "resume_from_checkpoint": OtherName(
-        _HF, "--resume --out DIR", "a run resumes from the newest checkpoint in its folder"
-    ),
-    "zero_hpz_partition_size": OtherName(_DEEPSPEED, "leave it out", "frugal has no secondary partition of parameters"),
-    "zero_quantized_weights": OtherName(_DEEPSPEED, "leave it out", _QUANTISED),
-    "zero_quantized_gradients": OtherName(_DEEPSPEED, "leave it out", _QUANTISED),
-    "zero_quantized_nontrainable_weights": OtherName(_DEEPSPEED, "--quantize nf4, for the base under --lora"),
-    "nproc_per_node": OtherName("torchrun's", "--gpus {}, or --ranks {} for CPU processes"),
-    "num_gpus": OtherName(_DEEPSPEED, "--gpus {}"),
-    "expandable_segments": OtherName(
-        _FORMER,
-        "PYTORCH_ALLOC_CONF=expandable_segments:{} in the environment, which plans follow",
-        stand_in="True",
-        of_value=str.capitalize,
-    ),
-    "no_expandable_segments": OtherName(
-        _FORMER, "PYTORCH_ALLOC_CONF=expandable_segments:False in the environment, which plans follow"
-    ),
-    "optimizer_states": OtherName(_FORMER, "--optimizer adamw,states={}", stand_in="bf16"),
-    "states": OtherName(_FORMER, "--optimizer adamw,states={}", stand_in="bf16"),
-    "optimizer_implementation": OtherName(_FORMER, "--optimizer adamw,implementation={}", stand_in="fused"),
-    "decay_norms": OtherName(_FORMER, "--optimizer adamw,decay-norms={}", stand_in="false"),
-    "reference_batch": OtherName(_FORMER, "--optimizer adamw,reference-batch={},lr-rule=sqrt"),
-    "lr_rule": OtherName(_FORMER, "--optimizer adamw,reference-batch=N,lr-rule={}", stand_in="sqrt"),
-    "gradient_accumulation_dtype": OtherName(
-        _FORMER, "--optimizer adamw,gradient-accumulation-dtype={}", stand_in="bf16"
-    ),
-    "min_lr_ratio": OtherName(_FORMER, "--schedule cosine,min-lr-ratio={}", stand_in="0.1"),
-    "decay_ratio": OtherName(_FORMER, "--schedule warmup_stable_decay,decay-ratio={}", stand_in="0.1"),
-    "schedule_power": OtherName(_FORMER, "--schedule polynomial,power={}"),
-    "schedule_steps": OtherName(_FORMER, "--schedule cosine,steps={}"),
-    "nvme_path": OtherName(_FORMER, "--offload nvme:{}", stand_in="DIR"),
-    "held": OtherName(_FORMER, "--mem 24G-{}, of 24G in all", stand_in="2G"),
-    "host_disk": OtherName(_FORMER, "a hostfile, with a line `NAME slots=GPUS # disk={}`", stand_in="500G"),
-    "calibration": OtherName(
-        _FORMER,
-        "XDG_CONFIG_HOME=DIR in the environment names a folder without one",
-        "a calibration of these devices is always used",
-    ),
-    "reduce_bucket_elements": OtherName(
-        _FORMER, "leave it out", "frugal plans the size of DeepSpeed's gradient bucket"
-    ),
-    "document_tokens": OtherName(_FORMER, "leave it out, and name the --data", "it is that of the data"),
-    "even": OtherName(
-        _FORMER, "leave it out", "`frugal export` plans equal micro-batches for the targets that need them"
-    ),
-    "validation_fraction": OtherName(_FORMER, "--validation-data {}", stand_in="5%", of_value=_percent),
-    "ssh_port": OtherName(_FORMER, "`Port {}` in ~/.ssh/config", because="ssh's own configuration says it"),
-    "nic": OtherName(_FORMER, "GLOO_SOCKET_IFNAME={} NCCL_SOCKET_IFNAME={} in the environment", stand_in="eth0"),
-    "best_mode": OtherName(_FORMER, "--best NAME:{}", stand_in="max"),
-    "save_best_model": OtherName(_FORMER, "--best loss", "a run with --best ends with the weights of its best"),
-    "label_column": OtherName(_FORMER, "--columns label={}", stand_in="NAME"),
-    "source_column": OtherName(_FORMER, "--columns source={}", stand_in="NAME"),
-    "target_column": OtherName(_FORMER, "--columns target={}", stand_in="NAME"),
-    "layer_modes": OtherName(_FORMER, "--activation-checkpointing {}", stand_in="full:0-19,off:20-31"),
-    "offload_ratio": OtherName(_FORMER, "--offload optimizer:{}", stand_in="0.5"),
-    "max_samples_per_gpu": OtherName(_FORMER, "--micro-batch {}"),
-    "secondary_partition": OtherName(_FORMER, "leave it out", "frugal has no secondary partition of parameters"),
-    "calibrate": OtherName(_FORMER, "leave it out", "only `frugal measure --calibrate` measures a machine"),
-    "frontier": OtherName(_FORMER, "leave it out", "`frugal explain --what-if` shows what other settings come to"),
-    "dataset_name": OtherName(_HF, "--data {}", stand_in="NAME"),
-    "train_file": OtherName(_HF, "--data {}", stand_in="FILE"),
-    "validation_file": OtherName(_HF, "--validation-data {}", stand_in="FILE"),
-}
-
-
-def answer(name: str, value: Any, shown: str, flags: Collection[str] = ()) -> RequestError | None:
-    """Return the answer to a name that another trainer knows; None for any other name.
-
-    `shown` is the name as it was written, `value` what it was given, if known, and `flags` are the command's.
-    """
-    other = OTHER_NAMES.get(name.replace("-", "_"))
-    if other is None:
-        return None
-    word = other.stand_in if value is None or isinstance(value, bool) else other.of_value(str(value))
-    hint = other.hint.replace("{}", word)
-    ours = hint.split()[0]
-    if flags and ours.startswith("--") and ours not in flags:
-        hint += ", which `frugal train` has"
-    return RequestError(f"{shown} is {other.whose} name", because=other.because or (), hint=hint)
-
 
 Group = Literal["model and batch", "hardware", "optimizer", "data", "run", "memory and speed", "launch"]
 """Sections of `--help`, in their order."""
 
+MOST_COUNT = 10**15
+"""The largest value of a key that counts: beyond any run, and exact in every format."""
+
+_WORDS = {int: "a whole number", float: "a number", bool: "true or false", list: "names"}
+
+
+@dataclass(frozen=True, kw_only=True)
+class KeyTable:
+    """A setting of several keys.
+
+    Attributes:
+        flag: its flag.
+        types: the type of each key. A text may begin with a word without a key, which is the key `name`.
+        example: a text.
+        others: other trainers' names of keys.
+        settings: flags of settings of their own that people look for among the keys.
+        refused: values that people ask for and frugal cannot provide: the reason, and what to do instead.
+    """
+
+    flag: str
+    types: Mapping[str, Any]
+    example: str
+    others: Mapping[str, str] = field(default_factory=dict)
+    settings: Mapping[str, str] = field(default_factory=dict)
+    refused: Mapping[str, tuple[str, str]] = field(default_factory=dict)
+
+    def read(self, value: Any) -> dict[str, Any]:
+        """Return the keys that are given, with values of their types; `value` is a mapping, or else its text counts.
+
+        Raises:
+            RequestError: a key is unknown, given twice or without a value, or a value is of another type.
+        """
+        given: dict[str, Any] = {}
+        for written, each in value.items() if isinstance(value, Mapping) else self._pairs(str(value)):
+            key = self._known(str(written), each)
+            if key in given:
+                shown = f"`{key.replace('_', '-')}` of {self.flag}"
+                raise RequestError(f"{shown} is there twice", because="it has one value")
+            given[key] = self._converted(key, each)
+        return given
+
+    def text(self, table: Any) -> str:
+        """Return the text of a dataclass: its name, and the keys that are not at their defaults."""
+        words = [table.name]
+        for each in dataclasses.fields(table)[1:]:
+            value = getattr(table, each.name)
+            if value != each.default:
+                words.append(f"{each.name.replace('_', '-')}={str(value).lower()}")
+        return ",".join(words)
+
+    def _pairs(self, text: str) -> list[tuple[str, str]]:
+        """Return the keys and values of a text; words without `=` behind a key of several names are more of these."""
+        pairs: list[tuple[str, str]] = []
+        for word in filter(None, (part.strip() for part in text.split(","))):
+            key, is_given, value = (part.strip() for part in word.partition("="))
+            if is_given:
+                pairs.append((key, value))
+            elif self.types.get(key.replace("-", "_")) is bool:
+                pairs.append((key, "true"))
+            elif not pairs and "name" in self.types:
+                pairs.append(("name", key))
+            elif pairs and get_origin(self.types[self._known(*pairs[-1])]) is list:
+                pairs[-1] = pairs[-1][0], f"{pairs[-1][1]},{key}"
+            else:
+                self._known(key, None)
+                raise RequestError(f"`{key}` of {self.flag} has no value", hint=f"write {self.flag} {self.example}")
+        return pairs
+
+    def _known(self, written: str, value: Any) -> str:
+        """Return the key that is meant, whose `value` is for the message.
+
+        Raises:
+            RequestError: there is no such key.
+        """
+        key = written.replace("-", "_")
+        key = self.others.get(key, key)
+        if key in self.types:
+            return key
+        near = next(iter(get_close_matches(key, [*self.types, *self.others], n=1)), "")
+        near = self.others.get(near, near).replace("_", "-")
+        hint = f"did you mean `{near}`?" if near else f"write {self.flag} {self.example}"
+        raise answer(key, value, f"`{written}` of {self.flag}") or RequestError(
+            f"{self.flag} knows no `{written}`",
+            because=f"it has {', '.join(self.types).replace('_', '-')}",
+            hint=f"it is a setting of its own: {self.settings[key]}" if key in self.settings else hint,
+        )
+
+    def _converted(self, key: str, value: Any) -> Any:
+        kind, is_text = self.types[key], isinstance(value, str)
+        plain = get_args(kind)[0] if NoneType in get_args(kind) else kind
+        if is_text and value.lower() in self.refused:
+            because, hint = self.refused[value.lower()]
+            raise RequestError(f"{self.flag} {value} is impossible", because=because, hint=hint)
+        shown = value if is_text else repr(value)
+        if is_text and plain is int:
+            with suppress(RequestError):  # then the type is wrong
+                value = parse_count(value)
+        if is_text and get_origin(plain) is list:
+            value = value.split(",")
+        try:
+            return msgspec.convert(value, kind, strict=not is_text)
+        except msgspec.ValidationError:
+            words = _WORDS.get(get_origin(plain) or plain, f"one of {', '.join(map(str, get_args(plain)))}")
+            raise RequestError(
+                f"`{key.replace('_', '-')}` of {self.flag} is {shown}", because=f"it must be {words}"
+            ) from None
+
 
 @dataclass(frozen=True)
 class Kind:
-    """A type of values. `word_type` converts a word of a command line; of a count `thousand` is what `k` stands for.
+    """A type of values.
 
-    With `table` the value is one of several keys.
+    Attributes:
+        word_type: converts a word of a command line.
+        must_be: in words.
+        accepts: returns True for a value of this kind, as a file or a caller may give it.
+        thousand: what `k` stands for in a count.
+        table: has the keys of a value of several.
+        make: converts an accepted value to that of the field.
     """
 
     word_type: type
@@ -257,21 +156,26 @@ class Kind:
     accepts: Callable[[Any], bool]
     thousand: int | None = None
     table: KeyTable | None = None
+    make: Callable[[Any], Any] = lambda value: value
 
     @classmethod
-    def of(cls, table: KeyTable) -> "Kind":
-        """Return the kind of a table's values."""
-        must_be = f"text such as {table.example} or a table of these"
-        return cls(str, must_be, lambda value: isinstance(value, str | Mapping) or is_dataclass(value), table=table)
+    def of(cls, table: KeyTable, make: Callable[[Any], Any]) -> "Kind":
+        """Return the kind of a table's values, of which `make` makes a dataclass."""
+        return cls(
+            str,
+            f"text such as {table.example} or a table of these",
+            lambda value: isinstance(value, str | Mapping) or is_dataclass(value),
+            table=table,
+            make=make,
+        )
 
 
 def _is(*types: type) -> Callable[[Any], bool]:
     return lambda value: isinstance(value, types) and not isinstance(value, bool)
 
 
-def _is_paths(value: Any) -> bool:
-    words = value if isinstance(value, list | tuple) else [value]
-    return bool(words) and all(isinstance(word, str) for word in words)
+def _paths(value: Any) -> tuple[str, ...]:
+    return tuple(value) if isinstance(value, list | tuple) else (value,)
 
 
 LENGTH = Kind(int, "a whole number of tokens", _is(int), thousand=1024)
@@ -284,8 +188,13 @@ _KINDS = {
     float: Kind(float, "a number", _is(int, float)),
     bool: Kind(bool, "true or false", lambda value: isinstance(value, bool)),
     str: Kind(str, "text", _is(str)),
-    Path: Kind(Path, "text", _is(str, Path)),
-    tuple: Kind(str, "a path or a list of paths", _is_paths),
+    Path: Kind(Path, "text", _is(str, Path), make=Path),
+    tuple: Kind(
+        str,
+        "a path or a list of paths",
+        lambda value: bool(_paths(value)) and all(isinstance(each, str) for each in _paths(value)),
+        make=_paths,
+    ),
 }
 
 
@@ -297,8 +206,8 @@ class SettingRow:
         name: as in Python.
         help: one sentence with the unit.
         group: section of `--help`.
-        kind: values that are allowed, unless there are `choices`.
-        choices: all allowed values.
+        kind: values that are allowed.
+        choices: all allowed values, if these can be listed.
         default: None leaves the decision to frugal.
         shown_default: in words, where `default` does not say it.
         least: the smallest number allowed.
@@ -340,48 +249,24 @@ class SettingRow:
         Raises:
             RequestError: it is of a wrong type, or none of the choices, or a key is; `place` says where it stands.
         """
+        if value is None:
+            return None
         if isinstance(value, str) and self.kind.thousand:
             with suppress(RequestError):  # then it is no number
                 value = parse_count(value, self.kind.thousand)
-        if self.choices:
-            is_right, must_be = value in self.choices, f"one of {', '.join(self.choices)}"
-        else:
-            is_right, must_be = self.kind.accepts(value), self.kind.must_be
-        if not (is_right or value is None):
-            raise RequestError(f"`{self.name}`{place} is {value!r}", because=f"it must be {must_be}")
-        table = self.kind.table
-        if table is None or value is None:
+        if not self.kind.accepts(value):
+            raise RequestError(f"`{self.name}`{place} is {value!r}", because=f"it must be {self.kind.must_be}")
+        if self.kind.table is None:
             return value
-        for key in value if isinstance(value, Mapping) else ():
-            theirs = None if table.has(key) else answer(key, value[key], f"`{key}` of {table.flag}{place}")
-            if theirs is not None:
-                raise theirs
         try:
-            return table.read(value)
+            return self.kind.table.read(value)
         except RequestError as error:
             raise RequestError(f"{error.what}{place}", because=error.because, hint=error.hint) from None
-
-    def check_size(self, value: Any, hint: str | None = None) -> None:
-        """Check that a number is finite and within its bounds.
-
-        Raises:
-            RequestError: it is not.
-        """
-        if value is None or self.least is None:
-            return
-        if not (isfinite(value) and self.least <= value <= (inf if self.most is None else self.most)):
-            is_float = self.kind.word_type is float
-            bound = f"at least {self.least}" if self.most is None else f"from {self.least} to {self.most}"
-            raise RequestError(
-                f"{self.flag} is {f'{value:g}' if is_float else value}",
-                because=f"it must be {'a finite number, ' if is_float else ''}{bound}",
-                hint=None if is_float else hint,
-            )
 
 
 def setting(default: Any, help_text: str, group: Group, **row: Any) -> Any:
     """Return a dataclass field that is a setting; `row` are other attributes of its `SettingRow`."""
-    return dataclasses.field(default=default, metadata={"help": help_text, "group": group, **row})
+    return field(default=default, metadata={"help": help_text, "group": group, **row})
 
 
 @cache
@@ -401,56 +286,59 @@ def _row(name: str, annotation: Any, default: Any, *, kind: Kind | None = None, 
         parts = [part for part in get_args(annotation) if part is not NoneType]
         is_optional = len(parts) < len(get_args(annotation))
         plain = parts[0]
-    is_choice, is_repeatable = get_origin(plain) is Literal, get_origin(plain) is tuple
+    choices: tuple[str, ...] = ()
+    if kind is None and get_origin(plain) is Literal:
+        choices = get_args(plain)
+        kind = Kind(str, f"one of {', '.join(choices)}", lambda value: value in choices)
     return SettingRow(
         name=name,
         default=default,
-        kind=kind or _KINDS[str if is_choice else tuple if is_repeatable else plain],
-        choices=get_args(plain) if is_choice and kind is None else (),
-        is_repeatable=is_repeatable,
+        kind=kind or _KINDS[get_origin(plain) or plain],
+        choices=choices,
+        is_repeatable=get_origin(plain) is tuple,
         has_opposite=plain is bool and is_optional,
         **row,
     )
 
 
-def check_sizes(asked: Any, hint: str | None = None) -> None:
-    """Check the bounds of all numbers of a dataclass of settings; `{flag}` in `hint` is the flag.
+Owner = TypeVar("Owner")
+
+
+def build(owner: type[Owner], settings: Mapping[str, Any]) -> Owner:
+    """Return a dataclass of settings from those of `settings` that are its own; None and () are the same as not given.
 
     Raises:
-        RequestError: one is out of bounds.
+        RequestError: one is of a wrong type, or they contradict each other.
+    """
+    given, rows = owned(owner, settings), settings_of(owner)  # type: ignore[arg-type]  # a type is hashable
+    given |= {name: rows[name].kind.make(rows[name].read(value)) for name, value in given.items() if name in rows}
+    return owner(**given)
+
+
+def owned(owner: type, settings: Mapping[str, Any]) -> dict[str, Any]:
+    """Return those of `settings` that are fields of a dataclass and given."""
+    names = [each.name for each in dataclasses.fields(owner)]
+    return {name: value for name, value in settings.items() if name in names and value not in (None, ())}
+
+
+def check_sizes(asked: Any, hint: str | None = None) -> None:
+    """Check that all numbers of a dataclass of settings are finite and in bounds; `{flag}` in `hint` is the flag.
+
+    Raises:
+        RequestError: one is not.
     """
     for row in settings_of(asked.__class__).values():
-        row.check_size(getattr(asked, row.name), None if hint is None else hint.format(flag=row.flag))
-
-
-def merged(rows: Mapping[str, SettingRow], *layers: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the settings of all layers: later ones win, in a table key by key. None is the same as not given.
-
-    Raises:
-        RequestError: the keys of a table are wrong.
-    """
-    result: dict[str, Any] = {}
-    for layer in layers:
-        for name, value in layer.items():
-            if value is None:
-                continue
-            if name in rows and rows[name].kind.table is not None:
-                value = rows[name].read(value)
-            before = result.get(name)
-            result[name] = before | value if isinstance(before, dict) and isinstance(value, dict) else value
-    return result
-
-
-def unknown_setting(name: str, value: Any, known: Iterable[str], *, place: str, command: str) -> RequestError:
-    """Return the error for an unknown name, with ours if another trainer's or a similar one is meant."""
-    theirs = answer(name, value, f"`{name}`{place}")
-    if theirs is not None:
-        return theirs
-    close = get_close_matches(name, list(known), n=1)
-    return RequestError(
-        f"unknown setting `{name}`{place}",
-        hint=f"did you mean `{close[0]}`?" if close else f"see `{command} --help`",
-    )
+        value = getattr(asked, row.name)
+        if value is None or row.least is None:
+            continue
+        if not row.least <= value <= (sys.float_info.max if row.most is None else row.most):
+            is_float = row.kind.word_type is float
+            bound = f"at least {row.least}" if row.most is None else f"from {row.least} to {row.most}"
+            raise RequestError(
+                f"{row.flag} is {f'{value:g}' if is_float else value}",
+                because=f"it must be {'a finite number, ' if is_float else ''}{bound}",
+                hint=None if is_float or hint is None else hint.format(flag=row.flag),
+            )
 
 
 def flag_of(name: str) -> str:

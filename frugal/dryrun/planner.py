@@ -9,13 +9,12 @@ from functools import partial
 from typing import TYPE_CHECKING, Any
 
 from frugal import required
-from frugal.config import plan_arguments
 from frugal.config.hardware import cuda_allocator
 from frugal.config.hardware.calibration import chosen
 from frugal.config.hardware.cluster import Cluster
 from frugal.config.hardware.local_host import library_versions
 from frugal.config.request import Request
-from frugal.config.schema import understand
+from frugal.config.schema import in_full, signature, understand
 from frugal.dryrun.cache import Cache, digest, model_key
 from frugal.errors import RequestError
 from frugal.planning.plan import Plan
@@ -43,11 +42,11 @@ def plan(*, objective: "Objective | None" = None, draft: bool = False, **setting
     return _plan(objective, draft, **settings)
 
 
-plan.__signature__ = plan_arguments.signature(plan)  # type: ignore[attr-defined]  # for help() and completion
+plan.__signature__ = signature(plan)  # type: ignore[attr-defined]  # for help() and completion
 
 
 def _plan(objective: "Objective | None", only_draft: bool, **settings: Any) -> Plan:
-    settings = plan_arguments.in_full(settings)
+    settings = in_full(settings)
     model = settings.get("model")
     if objective is not None or not isinstance(model, str | None):
         from frugal.dryrun.model_object import reference_of

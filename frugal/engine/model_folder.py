@@ -18,7 +18,8 @@ from frugal import file_errors, files
 from frugal.checkpoint import frozen_base, loading, manifest, other_states, saving
 from frugal.checkpoint.loading import FROZEN, MASTER, Saved
 from frugal.checkpoint.manifest import Manifest
-from frugal.config.run_settings import RunSettings, earlier_settings, run_settings
+from frugal.config.run_settings import RunSettings, earlier_settings
+from frugal.config.setting import build
 from frugal.data import corpus
 from frugal.deepspeed_adapter.kernels import DTYPES
 from frugal.engine.extensions.best import Criterion
@@ -68,7 +69,7 @@ def find(given: Path, which: str | None) -> Path:
     if which in (None, LAST):
         chosen = there[0]
     elif which == BEST:
-        settings = run_settings({}, earlier_settings(folder.parent))
+        settings = build(RunSettings, earlier_settings(folder.parent))
         chosen = saving.best_of(there, Criterion.of(settings.best, settings.metric).score)
     else:
         chosen = next((path for path in there if path.name == f"step-{which:0>6}"), None)
@@ -140,7 +141,7 @@ def _run_of(checkpoint: Path) -> Run:
             because=f"{out / PLAN} is not there, which says what it is of",
             hint="give it where it was written: RUN/checkpoints/step-N",
         )
-    return Run(Plan.read(out / PLAN), run_settings({}, earlier_settings(out)), checkpoint, made_by)
+    return Run(Plan.read(out / PLAN), build(RunSettings, earlier_settings(out)), checkpoint, made_by)
 
 
 def _empty(spec: ModelSpec, run: Run, saved: Saved) -> tuple[ModelSpec, nn.Module]:

@@ -13,9 +13,9 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from frugal.checkpoint import manifest
-from frugal.config.run_settings import RunSettings, run_settings
+from frugal.config.run_settings import RunSettings
 from frugal.config.schema import parse
-from frugal.config.setting import settings_of
+from frugal.config.setting import build, settings_of
 from frugal.distributed import first_failure, process_group, rank_logs, stop
 from frugal.errors import FrugalError
 from frugal.imports import collected_seldom
@@ -80,7 +80,7 @@ def command(words: Sequence[str]) -> None:
     Raises: as `run`; RequestError also for words that say something else.
     """
     given = parse(words, {"plan": Path}, settings_of(RunSettings), needed=["plan"])
-    run(Plan.read(given.pop("plan")), run_settings(given, {}))
+    run(Plan.read(given.pop("plan")), build(RunSettings, given))
 
 
 def main() -> None:

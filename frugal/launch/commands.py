@@ -61,8 +61,8 @@ class LaunchRequest:
 
     @property
     def rank_arguments(self) -> list[str]:
-        """The arguments of every rank; very many of them are in a file of the run's folder."""
-        return ["--plan", str(self.plan_path), *self.settings.rank_words(self.settings.out)]
+        """The arguments of every rank."""
+        return ["--plan", str(self.plan_path), *self.settings.arguments()]
 
     @property
     def node_words(self) -> list[str]:

@@ -63,7 +63,7 @@ def run_reported(
     with temporary.folder(settings.out, START) as folder:
         written, _ = write_plan(plan, folder)
         variables = {first_failure.REPORT_FOLDER: str(folder.absolute())}
-        code = start_ranks(["--plan", str(written), *settings.rank_words(folder)], variables)
+        code = start_ranks(["--plan", str(written), *settings.arguments()], variables)
         if first_failure.is_done(folder, code):
             return 0, None
         return code or 1, first_failure.read_report(folder)

@@ -15,9 +15,9 @@ from pathlib import Path
 
 from frugal.checkpoint.manifest import newest_checkpoint
 from frugal.config.hardware import cuda_allocator
-from frugal.config.run_settings import RunSettings, run_settings
+from frugal.config.run_settings import RunSettings
 from frugal.config.schema import parse
-from frugal.config.setting import settings_of
+from frugal.config.setting import build, settings_of
 from frugal.distributed import env, stop
 from frugal.distributed.rank_logs import to_console
 from frugal.errors import FrugalError, PlanMismatchError, RequestError
@@ -38,7 +38,7 @@ def run(words: Sequence[str]) -> int:
     """
     given = parse(words, {"plan": Path}, settings_of(RunSettings), needed=["plan"])
     plan = Plan.read(given.pop("plan"))
-    settings = run_settings(given, {})
+    settings = build(RunSettings, given)
     number, kind = _number(len(plan.cluster.nodes)), plan.cluster.devices[0].kind
     devices: list[list[int | str]] = [[*range(len(each.devices))] for each in plan.cluster.nodes]
     if kind == "cuda":

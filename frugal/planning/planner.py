@@ -267,6 +267,6 @@ def _request_notes(request: Request, largest: int) -> list[str]:
         )
     if request.optimizer.states == "bf16" and request.optimizer.name == "adamw":
         notes += bf16_notes(request.scaled_learning_rate, request.optimizer.betas[1])
-    if (rule := request.learning_rate_scaling) is not None and (note := rule.note(request.optimizer)) is not None:
+    if (note := request.learning_rate_note) is not None:
         notes.append(note)
     return notes

@@ -240,7 +240,7 @@ def _facts(plan: Plan) -> list[str]:
         base = f"; base in {request.quantize}" if request.quantize is not None else ""
         parameters += f" ({format_count(model.trainable_parameters)} trainable{adapter}{base})"
     clipping = f", gradient norm at most {request.gradient_clipping:g}" if request.gradient_clipping else ""
-    rate = request.learning_rate_scaling or f"{request.learning_rate:g}"
+    rate = request.learning_rate_in_words
     packed = ", packed with documents" if request.pack else ""
     states = ", master weights and optimizer states in bf16" if request.optimizer.states == "bf16" else ""
     shares = ", ".join(f"{name} {format_seconds(seconds)}" for name, seconds in time.parts.items() if seconds)

@@ -135,14 +135,14 @@ def plan(global_batch: int, zero_stage: int, checkpointing: str) -> Plan:
     return msgspec.convert(msgspec.to_builtins(made), Plan).sealed()
 
 
-def two_losses(folder: str, made: Plan) -> list[float]:
+def two_losses(folder: str, made: Plan, model: str = "model") -> list[float]:
     """The first two losses of frugal's own engine, on a rank."""
     import torch
 
     import frugal
     from frugal.models import resolve
 
-    spec = resolve.resolve(f"{folder}/model")
+    spec = resolve.resolve(f"{folder}/{model}")
     engine = frugal.initialize(spec.build(dtype=torch.float32), made, spec.objective())
     lines = Path(folder, "samples.jsonl").read_text().splitlines()[: made.batch.global_batch]
     losses = [engine.train_step([json.loads(line) for line in lines]).loss for _ in range(2)]
@@ -175,7 +175,7 @@ def started(folder: Path, capsys: Capture, target: str, made: Plan, changes: dic
     done = subprocess.run(
         ["env", *shlex.split(command)], cwd=folder, capture_output=True, text=True, timeout=280,
         env={
-            **os.environ, "RECORD": str(record), "LOCAL_SIZE": "2",
+            **os.environ, "RECORD": str(record), "LOCAL_SIZE": "2", "PYTHONPATH": ROOT,
             "PATH": f"{Path(sys.executable).parent}:{os.environ['PATH']}",
         },
     )  # fmt: skip
@@ -333,32 +333,18 @@ def test_a_factorys_model_is_made_by_its_factory(tmp_path: Path, capsys: Capture
     code, text, _ = run(capsys, tmp_path, "--to", "script", model="mine.py:model")
     assert code == 0 and "\nfrom frugal.models.resolve import resolve\n" in text
     assert "\nfactory = resolve('mine.py:model', None)\nmodel, objective = factory.build(dtype=torch.float32)" in text
-    code, _, error = own_plan(tmp_path, capsys, "hf")
+    (tmp_path / "own.json").write_bytes(own_plan().to_json())
+    code, _, error = frugal(capsys, "export", str(tmp_path / "own.json"), "--to", "hf", "-o", str(tmp_path / "hf"))
     assert code == 2 and "--to script exports it" in error
 
 
-def own_plan(folder: Path, capsys: Capture, target: str) -> tuple[int, str, str]:
+def own_plan() -> Plan:
+    """A plan for the module in `mine.py`."""
     made = plan(7, 2, "off")
     request, model = (dataclasses.replace(part, **changes) for part, changes in (
         (made.request, {"model": "mine.py:model"}), (made.model, {"task": "own"}),
     ))  # fmt: skip
-    (folder / "own.json").write_bytes(dataclasses.replace(made, request=request, model=model).sealed().to_json())
-    return frugal(capsys, "export", str(folder / "own.json"), "--to", target, "-o", str(folder / "script"))
-
-
-def own_losses(folder: str, made: Plan) -> list[float]:
-    """As `two_losses`, of the module in `mine.py`."""
-    import torch
-
-    import frugal
-    from frugal.models import resolve
-
-    spec = resolve.resolve(f"{folder}/mine.py:model")
-    engine = frugal.initialize(spec.build(dtype=torch.float32), made, spec.objective())
-    rows = [json.loads(line) for line in Path(folder, "samples.jsonl").read_text().splitlines()]
-    losses = [engine.train_step(rows).loss for _ in range(2)]
-    engine.destroy()
-    return losses
+    return dataclasses.replace(made, request=request, model=model).sealed()
 
 
 @pytest.mark.exhaustive
@@ -369,20 +355,12 @@ def test_a_module_with_a_loss_of_its_own_is_trained_by_the_script_as_by_frugal(
     (tmp_path / "start.py").write_text(START)
     rows = [{"x": [i, -i, 1.5, i % 2], "labels": -100 if i == 2 else i % 3} for i in range(7)]
     (tmp_path / "samples.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
-    code, out, error = own_plan(tmp_path, capsys, "script")
-    assert code == 0, error
-    command = out.split("start it with\n  ")[1].strip().replace("torchrun --standalone --nproc-per-node 2", DEEPSPEED)
-    command = command.replace("PORT", str(free_port())).replace("samples.jsonl", "samples.jsonl --steps 2")
-    done = subprocess.run(
-        ["env", *shlex.split(command)], cwd=tmp_path, capture_output=True, text=True, timeout=280,
-        env={
-            **os.environ, "RECORD": str(tmp_path / "record.json"), "LOCAL_SIZE": "2", "PYTHONPATH": ROOT,
-            "PATH": f"{Path(sys.executable).parent}:{os.environ['PATH']}",
-        },
-    )  # fmt: skip
-    assert done.returncode == 0, done.stderr
-    theirs = [float(line.split()[-1]) for line in done.stdout.splitlines() if line.startswith("step ")]
-    (ours, _) = two_ranks.run(own_losses, str(tmp_path), Plan.read(tmp_path / "own.json"))
+    changes = {
+        "torchrun --standalone --nproc-per-node 2": DEEPSPEED.replace("PORT", str(free_port())),
+        "samples.jsonl": "samples.jsonl --steps 2",
+    }
+    theirs = started(tmp_path, capsys, "script", own_plan(), changes)["losses"]
+    (ours, _) = two_ranks.run(two_losses, str(tmp_path), own_plan(), "mine.py:model")
     assert theirs[0] == pytest.approx(ours[0], abs=1e-6) and theirs[1] < theirs[0]  # printed to six decimals
 
 

@@ -125,7 +125,7 @@ def gpu(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> dict[str, int]:
     )  # fmt: skip
     monkeypatch.setattr(local, "check_machine", lambda plan, port: None)
     monkeypatch.setattr(local, "start", start)
-    monkeypatch.setattr(measure, "_dry_runs", lambda plan, pool: [])
+    monkeypatch.setattr(measure.DryRunSource, "dry_runs", lambda *_: [])
     monkeypatch.setattr(measure, "predicted", lambda *_, **__: figures)
     blank = plan_by_hand(world_size=1, global_batch=4, micro_batch=4, zero_stage=0)
     device = replace(

@@ -6,8 +6,8 @@ from pathlib import Path
 import pytest
 
 from frugal.cli import run
+from frugal.config.other_names import OTHER_NAMES
 from frugal.config.schema import PLAN_SETTINGS, SETTINGS
-from frugal.config.setting import OTHER_NAMES
 from tests.commands import Capture, frugal
 
 ANSWERS = {

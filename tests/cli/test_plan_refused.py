@@ -20,6 +20,7 @@ def here(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 WRONG: dict[str, tuple[list[str], int, str]] = {
     "an unknown flag": (["--gpuss", "4"], 2, "did you mean --gpu or --gpus?"),
+    "an unknown letter": (["-x", "4"], 2, "error: no such option -x\n\nhint: see `frugal plan --help`"),
     "no number": (["--gpus", "four"], 2, "'--gpus': `four` is no whole number; write a count such as 512"),
     "no such choice": ([*CARDS, "--precision", "fp8"], 2, "'fp8' is not one of 'bf16', 'fp16', 'fp32'"),
     "an argument too many": (["gpt2", *CARDS], 2, "got unexpected extra argument (gpt2)"),

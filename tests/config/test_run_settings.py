@@ -7,9 +7,9 @@ from typing import Any
 import pytest
 
 from frugal.config.learning_rate import Schedule
-from frugal.config.run_settings import RunSettings, earlier_settings, run_settings
-from frugal.config.schema import parse
-from frugal.config.setting import settings_of
+from frugal.config.run_settings import MOST_CHARACTERS, RunSettings, earlier_settings
+from frugal.config.schema import merged, parse, settings_of_toml
+from frugal.config.setting import build, settings_of
 from frugal.errors import RequestError
 
 SOME = RunSettings(
@@ -25,7 +25,12 @@ SOME = RunSettings(
 
 def parsed(arguments: list[str]) -> RunSettings:
     """What the ranks understand."""
-    return run_settings(parse(arguments, {}, settings_of(RunSettings)), {})
+    return build(RunSettings, parse(arguments, {}, settings_of(RunSettings)))
+
+
+def of_file(train: dict[str, Any]) -> RunSettings:
+    """What [train] of a frugal.toml asks for."""
+    return build(RunSettings, settings_of_toml({"train": train}, []))
 
 
 POWERED = RunSettings(schedule=Schedule(name="polynomial", power=2.0), warmup="3", validation_data=("12.5%",))
@@ -43,17 +48,13 @@ def test_every_setting_is_tried_above() -> None:
     ]  # fmt: skip
 
 
-def test_more_words_than_a_command_line_takes_reach_the_ranks_in_a_file(tmp_path: Path) -> None:
-    many = replace(SOME, data=tuple(f"{'folder/' * 300}ÿ ü\n{number}.txt" for number in range(1000)))
-    (word,) = many.rank_words(tmp_path / "run")
-    assert word == f"@{tmp_path}/run/arguments"
-    assert parsed([word]) == many
-    assert SOME.rank_words(tmp_path) == SOME.arguments()
-
-
-def test_a_file_of_words_that_is_gone_is_said(tmp_path: Path) -> None:
-    with pytest.raises(RequestError, match=r"^cannot read the arguments in gone\n  because No such file or directory$"):
-        parsed(["@gone"])
+def test_more_words_than_a_command_line_takes_are_refused_with_a_way_out() -> None:
+    many = replace(SOME, data=tuple(f"folder/ÿ ü\n{number}.txt" for number in range(1000)))
+    with pytest.raises(RequestError) as raised:
+        many.arguments()
+    assert f"and a command takes {MOST_CHARACTERS:,}" in raised.value.what and "--data @FILE" in str(raised.value.hint)
+    listed = replace(SOME, data=("@list", "-a.txt"))
+    assert parsed(listed.arguments()) == listed
 
 
 def test_a_run_of_another_version_is_not_resumed_with_its_unknown_settings(tmp_path: Path) -> None:
@@ -66,7 +67,7 @@ def test_a_run_of_another_version_is_not_resumed_with_its_unknown_settings(tmp_p
 def test_a_run_to_resume_need_not_be_told_again(tmp_path: Path) -> None:
     (tmp_path / "train.json").write_bytes(replace(SOME, out=tmp_path).record())
     flags = {"resume": True, "accept_changed_data": True, "epochs": 2, "data": ()}
-    resumed = run_settings(flags, earlier_settings(tmp_path))
+    resumed = build(RunSettings, merged(earlier_settings(tmp_path), flags))
     assert resumed == replace(SOME, out=tmp_path, steps=None, epochs=2)
 
 
@@ -81,7 +82,7 @@ def test_a_run_to_resume_need_not_be_told_again(tmp_path: Path) -> None:
         ({"steps": 3, "warmup": 4}, "--warmup 4 is more than --steps 3", None),
         ({"steps": 3, "warmup": "5", "schedule": {"steps": 4}}, "--warmup 5 is more than `steps` of", None),
         ({"steps": 3, "warmup": "150%"}, "--warmup 5 is more than --steps 3", None),
-        ({"warmup": "soon"}, "`warmup` in [train] is 'soon'", None),
+        ({"warmup": "soon"}, "`warmup` in [train] of frugal.toml is 'soon'", None),
         ({"steps": 3, "schedule": {"steps": 2}}, "`steps` 2 of --schedule is less than", "schedule.steps=3"),
         ({"schedule": {"min_lr_ratio": 3.0}}, "`min-lr-ratio` of --schedule is 3", None),
         ({"schedule": {"steps": 0}}, "`steps` of --schedule is 0", None),
@@ -103,7 +104,7 @@ def test_a_run_to_resume_need_not_be_told_again(tmp_path: Path) -> None:
 )  # fmt: skip
 def test_impossible_settings_are_refused(values: dict[str, Any], what: str, hint: str | None) -> None:
     with pytest.raises(RequestError) as raised:
-        run_settings({}, values)
+        of_file(values)
     assert raised.value.what.startswith(what)
     assert (hint or "") in str(raised.value.hint)
 
@@ -111,20 +112,20 @@ def test_impossible_settings_are_refused(values: dict[str, Any], what: str, hint
 @pytest.mark.parametrize(
     ("table", "what"),
     [
-        ({"stepps": 3}, "unknown setting `stepps` in [train]"),
-        ({"steps": "three"}, "`steps` in [train] is 'three'"),
-        ({"data": [1]}, "`data` in [train] is [1]"),
-        ({"columns": {"text": 1}}, "`columns` in [train] is {'text': 1}"),
-        ({"warmup": 10**400}, f"`warmup` in [train] is {10**400}"),
-        ({"resume": 1}, "`resume` in [train] is 1"),
-        ({"schedule": "step"}, "`name` of --schedule is step in [train]"),
-        ({"schedule": {"power": [2]}}, "`power` of --schedule is [2] in [train]"),
-        ({"warmup": "5 %"}, "`warmup` in [train] is '5 %'"),
+        ({"stepps": 3}, "unknown setting `stepps` in [train] of frugal.toml"),
+        ({"steps": "three"}, "`steps` in [train] of frugal.toml is 'three'"),
+        ({"data": [1]}, "`data` in [train] of frugal.toml is [1]"),
+        ({"columns": {"text": 1}}, "`columns` in [train] of frugal.toml is {'text': 1}"),
+        ({"warmup": 10**400}, f"`warmup` in [train] of frugal.toml is {10**400}"),
+        ({"resume": 1}, "`resume` in [train] of frugal.toml is 1"),
+        ({"schedule": "step"}, "`name` of --schedule is step in [train] of frugal.toml"),
+        ({"schedule": {"power": [2]}}, "`power` of --schedule is [2] in [train] of frugal.toml"),
+        ({"warmup": "5 %"}, "`warmup` in [train] of frugal.toml is '5 %'"),
     ],
 )
 def test_a_wrong_table_in_frugal_toml_is_refused(table: dict[str, Any], what: str) -> None:
     with pytest.raises(RequestError) as raised:
-        run_settings({}, table)
+        of_file(table)
     assert raised.value.what == what
     assert raised.value.because or raised.value.hint
 
@@ -136,12 +137,12 @@ def test_a_wrong_table_in_frugal_toml_is_refused(table: dict[str, Any], what: st
 def test_validation_data_are_a_part_of_the_data_or_files(
     asked: tuple[str, ...], fraction: float, files: tuple[str, ...]
 ) -> None:
-    made = run_settings({"validation_data": asked}, {})
+    made = build(RunSettings, {"validation_data": asked})
     assert (made.validation_fraction, made.validation_files) == (fraction, files)
 
 
 def test_columns_are_text_or_a_table_and_name_their_own_kind_unless_told() -> None:
-    made = run_settings({}, {"columns": {"text": "body", "label": "topic"}})
+    made = of_file({"columns": {"text": "body", "label": "topic"}})
     assert made.named_columns() == {"text": "body", "label": "topic"}
-    assert run_settings({"columns": "text=body, label=topic"}, {}).named_columns() == made.named_columns()
-    assert run_settings({}, {"columns": {"text": "question, in full"}}).named_columns() == {"text": "question, in full"}
+    assert build(RunSettings, {"columns": "text=body, label=topic"}).named_columns() == made.named_columns()
+    assert of_file({"columns": {"text": "question, in full"}}).named_columns() == {"text": "question, in full"}

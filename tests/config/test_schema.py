@@ -8,24 +8,22 @@ from typing import Any
 import pytest
 
 import frugal
-from frugal.cli.options import collect
-from frugal.config import plan_arguments
+from frugal.cli.options import collect, read_settings
 from frugal.config.adapters import Lora
 from frugal.config.hardware import cluster as cards
 from frugal.config.hardware.context import NCCL_ALONE, NCCL_PCIE
 from frugal.config.optimizers import Optimizer
-from frugal.config.run_settings import run_settings
 from frugal.config.schema import (
     PLAN_SETTINGS,
     SETTINGS,
     TRAIN_SETTINGS,
-    read,
+    in_full,
+    merged,
     read_toml,
     requested,
     settings_of_toml,
     understand,
 )
-from frugal.config.setting import merged
 from frugal.errors import RequestError
 from frugal.units import GIB
 
@@ -132,9 +130,11 @@ BAD: dict[str, tuple[dict[str, Any], str, str]] = {
     "no memory": ({"gpus": 4}, "the memory of a GPU is not known", "frugal plan --gpus 4 --mem 12G"),
     "no number of GPUs": ({"mem": "12G"}, "the number of GPUs is not known", "frugal plan --gpus 4 --mem 12G"),
     "amounts of another number": (
-        {"gpus": 3, "mem": "12G,24G"}, "--gpus 3 does not go with 2 amounts of memory", "one for each",
+        {"gpus": 3, "mem": "12G,24G"}, "--gpus 3 does not go with 2 values of --mem", "one for each",
     ),
-    "cards of another number": ({"gpus": 3, "gpu": "a100-40g,a100-80g"}, "--gpus 3 does not go with 2 cards", "--gpu"),
+    "cards of another number": (
+        {"gpus": 3, "gpu": "a100-40g,a100-80g"}, "--gpus 3 does not go with 2 values of --gpu", "one for each",
+    ),
     "memory without unit": ({"gpus": 4, "mem": "12"}, "`12` has no unit", "12G is 12 GiB"),
     "memory below the context": (
         {"gpus": 4, "mem": "700M"}, "700.0 MiB is less than a cuda device needs", "context takes 508.0 MiB",
@@ -174,11 +174,11 @@ def test_there_are_at_most_70_settings_and_every_one_is_a_flag_or_a_key_of_fruga
     }  # fmt: skip
     assert flags == {name for name, row in SETTINGS.items() if row.is_flag}
     assert len(SETTINGS) <= 70
-    for name, row in PLAN_SETTINGS.items():
-        read(name, row.default)
+    for row in PLAN_SETTINGS.values():
+        row.read(row.default)
     for name in TRAIN_SETTINGS:
-        with pytest.raises(RequestError, match=f"`{name}` in \\[train\\] is"):
-            run_settings({}, {name: object()})
+        with pytest.raises(RequestError, match=f"`{name}` in \\[train\\] of frugal.toml is"):
+            settings_of_toml({"train": {name: object()}}, [])
 
 
 def test_planning_commands_have_the_flags_of_planning() -> None:
@@ -196,8 +196,10 @@ def test_tables_and_overrides_are_settings_by_their_names(tmp_path: Path) -> Non
         "[train]\nsteps = 9\n"
     )
     made = read_toml(file, ["schedule.warmup=5%", "train.limit=7", "gpus=2", "optimizer.decay-norms=false"])
-    assert made.plan == {"gpus": 2, "optimizer": {"name": "sgd", "momentum": 0.9, "decay_norms": False}}
-    assert made.train == {"schedule": {"name": "polynomial", "power": 2}, "warmup": "5%", "limit": 7, "steps": 9}
+    assert made == {
+        "gpus": 2, "optimizer": {"name": "sgd", "momentum": 0.9, "decay_norms": False},
+        "schedule": {"name": "polynomial", "power": 2}, "warmup": "5%", "limit": 7, "steps": 9,
+    }  # fmt: skip
 
 
 @pytest.mark.parametrize(
@@ -205,10 +207,10 @@ def test_tables_and_overrides_are_settings_by_their_names(tmp_path: Path) -> Non
     [
         ("optimizer.beta3=1", "--optimizer knows no `beta3` in --set"),
         ("optimizer.momentum=much", "`momentum` of --optimizer is much in --set"),
-        ("optimizer.betas=[0.9, 0.99]", "`betas` of --optimizer in --set is torch's name"),
+        ("optimizer.betas=[0.9, 0.99]", "`betas` of --optimizer is torch's name in --set"),
         ("optimizer=7", "`optimizer` in --set is 7"),
-        ("schedule=step", "`name` of --schedule is step"),
-        ("schedule.min-lr=1", "`min_lr` of --schedule is other trainers' name"),
+        ("schedule=step", "`name` of --schedule is step in [train] of --set"),
+        ("schedule.min-lr=1", "`min_lr` of --schedule is other trainers' name in [train] of --set"),
         ("nic=eth0", "`nic` in --set is frugal's former name"),
         ("beta2", "--set beta2 sets nothing"),
     ],
@@ -274,20 +276,18 @@ def test_a_card_s_numbers_are_of_the_right_size(card: str) -> None:
 
 def test_one_override_leaves_the_rest_of_the_file_as_it_is() -> None:
     """`--set optimizer.beta2` beside `optimizer = "adamw-8bit"` would otherwise train with another optimizer."""
-    cases: list[tuple[dict[str, Any], str, dict[str, Any], dict[str, Any]]] = [
-        ({"optimizer": "adamw-8bit"}, "optimizer.beta2=0.9",
-         {"optimizer": {"name": "adamw-8bit", "beta2": 0.9}}, {}),
+    cases: list[tuple[dict[str, Any], str, dict[str, Any]]] = [
+        ({"optimizer": "adamw-8bit"}, "optimizer.beta2=0.9", {"optimizer": {"name": "adamw-8bit", "beta2": 0.9}}),
         ({"optimizer": {"name": "adamw", "beta2": 0.9}}, "optimizer=adamw-8bit",
-         {"optimizer": {"name": "adamw-8bit", "beta2": 0.9}}, {}),
-        ({"optimizer": {"eps": 1e-6}}, "optimizer.epsilon=1e-7", {"optimizer": {"epsilon": 1e-7}}, {}),
-        ({"schedule": {"min-lr-ratio": 0.1}}, "schedule=linear", {},
-         {"schedule": {"name": "linear", "min_lr_ratio": 0.1}}),
-        ({"schedule": {"warmup": 5}}, "train.warmup=7", {}, {"schedule": {}, "warmup": 7}),
-        ({"lora": {"r": 8}}, "lora.dropout=0.1", {"lora": {"r": 8, "dropout": 0.1}}, {}),
+         {"optimizer": {"name": "adamw-8bit", "beta2": 0.9}}),
+        ({"optimizer": {"eps": 1e-6}}, "optimizer.epsilon=1e-7", {"optimizer": {"epsilon": 1e-7}}),
+        ({"schedule": {"min-lr-ratio": 0.1}}, "schedule=linear", {"schedule": {"name": "linear", "min_lr_ratio": 0.1}}),
+        ({"schedule": {"warmup": 5}}, "train.warmup=7", {"schedule": {}, "warmup": 7}),
+        ({"lora": {"r": 8}}, "lora.dropout=0.1", {"lora": {"r": 8, "dropout": 0.1}}),
+        ({"train": {"epochs": 3}}, "train.steps=7", {"steps": 7}),
     ]  # fmt: skip
-    for content, override, plan, train in cases:
-        made = settings_of_toml(content, [override])
-        assert (made.plan, made.train) == (plan, train)
+    for content, override, expected in cases:
+        assert settings_of_toml(content, [override]) == expected
 
 
 @pytest.mark.parametrize("seed", range(20))
@@ -304,7 +304,7 @@ def test_of_several_layers_the_last_that_says_a_key_wins(seed: int) -> None:
         form = draw.choice((said, text, {key.replace("-", "_"): value for key, value in said.items()}))
         layers.append({"optimizer": form, "gpus": draw.choice((None, 1, 2)), "lora": None})
         expected |= {"name": "adamw"} if form is text else {}
-    made = merged(SETTINGS, *layers)
+    made = merged(*layers)
     gpus = [layer["gpus"] for layer in layers if layer["gpus"] is not None]
     assert made == {"optimizer": expected} | ({"gpus": gpus[-1]} if gpus else {})
     assert requested({"optimizer": made["optimizer"]})[0].optimizer == Optimizer(**expected)
@@ -314,7 +314,7 @@ def test_a_flag_wins_over_the_file_key_by_key(tmp_path: Path) -> None:
     file = tmp_path / "frugal.toml"
     file.write_text('gpus = 1\nmem = "12G"\n[optimizer]\nname = "sgd"\ndecay-norms = true\n[lora]\nr = 8\nalpha = 9\n')
     flags = {"optimizer": "adamw,eps=1e-6", "lora": "r=4", "config": file}
-    request = collect(flags)[0]
+    request = collect(read_settings(flags))[0]
     assert request.optimizer == Optimizer(name="adamw", epsilon=1e-6)
     assert request.lora == Lora(rank=4, alpha=9)
 
@@ -329,7 +329,7 @@ def test_a_notebook_completes_every_setting() -> None:
 
 
 def test_lr_is_the_learning_rate() -> None:
-    assert plan_arguments.in_full({"lr": 0.1, "gpus": 1}) == {"learning_rate": 0.1, "gpus": 1}
+    assert in_full({"lr": 0.1, "gpus": 1}) == {"learning_rate": 0.1, "gpus": 1}
 
 
 def test_a_number_without_a_unit_is_no_memory() -> None:

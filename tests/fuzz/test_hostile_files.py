@@ -17,8 +17,9 @@ from frugal.checkpoint.manifest import File, Manifest
 from frugal.checkpoint.progress import TRAINING, Progress, read_progress
 from frugal.config import sample_lengths, schema
 from frugal.config.hardware import build_cluster
-from frugal.config.run_settings import run_settings
-from frugal.config.schema import understand
+from frugal.config.run_settings import RunSettings
+from frugal.config.schema import PLAN_SETTINGS, understand
+from frugal.config.setting import build
 from frugal.data.batches import MicroBatchLimits
 from frugal.data.report import BuildReport
 from frugal.data.store import cache
@@ -112,8 +113,8 @@ validation-data = "10%"
 def test_frugal_toml(number: int, tmp_path: Path) -> None:
     def use(path: Path) -> None:
         file = schema.read_toml(path)
-        understand(file.plan)
-        run_settings({}, file.train)
+        understand({name: value for name, value in file.items() if name in PLAN_SETTINGS})
+        build(RunSettings, file)
 
     def texts() -> Iterator[bytes]:
         yield from bytes_like(TOML, number // 2)

@@ -51,7 +51,7 @@ def test_a_trainjob_fits_the_published_models_and_starts_a_node() -> None:
 def test_a_task_of_skypilot_gives_each_node_its_number_the_first_ones_address_and_the_secret(tmp_path: Path) -> None:
     task = loaded("skypilot.yaml")
     *before, last = task["run"].strip().splitlines()
-    assert node_settings(shlex.split(last))["steps"] == 1000
+    assert node_settings(shlex.split(last))["steps"] == "1000"
     shown = "echo $NODE_RANK $MASTER_ADDR; stat -c %a $FRUGAL_SECRET_FILE; cat $FRUGAL_SECRET_FILE"
     given = {"SKYPILOT_NODE_RANK": "1", "SKYPILOT_NODE_IPS": "10.0.0.5\n10.0.0.6", "RUN_SECRET": "a b"}
     done = subprocess.run(

@@ -65,13 +65,14 @@ class Probe:
     @classmethod
     def slowest(cls, ranks: Sequence["Probe"]) -> "Probe":
         """Return the worst number of any rank in each respect: the one that all others wait for."""
-        worst: dict[str, Any] = {}
-        for name in (each.name for each in fields(cls) if each.name != "matrix_flops"):
+        worst: dict[str, Any] = {
+            "matrix_flops": {name: min(rank.matrix_flops[name] for rank in ranks) for name in ranks[0].matrix_flops}
+        }
+        for name in (each.name for each in fields(cls) if each.name not in worst):
             measured = [getattr(rank, name) for rank in ranks if getattr(rank, name) is not None]
             is_better_small = name in ("hop_seconds", "operator_seconds", "context_bytes")
             worst[name] = (max if is_better_small else min)(measured, default=None)
-        flops = {name: min(rank.matrix_flops[name] for rank in ranks) for name in ranks[0].matrix_flops}
-        return cls(matrix_flops=flops, **worst)
+        return cls(**worst)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -183,11 +184,7 @@ class Calibration:
 def read_all(folder: Path) -> tuple[list[Calibration], list[str]]:
     """Return the calibrations in `folder`, and a note for each damaged file."""
     calibrations, notes = [], []
-    try:
-        paths = sorted(folder.glob("*.json"))
-    except OSError as error:
-        return [], [f"the calibrations in {folder} cannot be read and are ignored: {error.strerror}"]
-    for path in paths:
+    for path in sorted(folder.glob("*.json")):
         try:
             calibrations.append(msgspec.json.decode(files.read_regular(path), type=Calibration))
         except (OSError, msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
@@ -205,30 +202,23 @@ def notes(cluster: Cluster) -> list[str]:
     device = cluster.devices[0]
     if device.measured_on is None:
         return []
-    parts = [f"context {format_bytes(device.context_bytes)}"] if device.kind == "cuda" else []
-    parts += [
-        format_flops(device.matrix_flops),
-        f"{device.memory_bandwidth / 1e9:.3g} GB/s of memory",
-        f"{device.operator_seconds * 1e6:.1f} microseconds an operator",
-    ]
-    parts.append(f"{cluster.host_bandwidth / 1e9:.3g} GB/s in an optimizer on the host")
-    if device.kind == "cuda":
-        parts.append(f"{device.host_link_bandwidth / 1e9:.3g} GB/s to the host")
-    if cluster.links_measured:
-        parts.append(f"{cluster.intra_bandwidth / 1e9:.3g} GB/s between {'GPUs' if device.kind == 'cuda' else 'ranks'}")
-    return [f"{', '.join(parts)}: as measured on this machine on {device.measured_on}"]
+    is_gpu = device.kind == "cuda"
+    parts = {
+        f"context {format_bytes(device.context_bytes)}": is_gpu,
+        format_flops(device.matrix_flops): True,
+        f"{device.memory_bandwidth / 1e9:.3g} GB/s of memory": True,
+        f"{device.operator_seconds * 1e6:.1f} microseconds an operator": True,
+        f"{cluster.host_bandwidth / 1e9:.3g} GB/s in an optimizer on the host": True,
+        f"{device.host_link_bandwidth / 1e9:.3g} GB/s to the host": is_gpu,
+        f"{cluster.intra_bandwidth / 1e9:.3g} GB/s between {'GPUs' if is_gpu else 'ranks'}": cluster.links_measured,
+    }
+    measured = ", ".join(text for text, is_measured in parts.items() if is_measured)
+    return [f"{measured}: as measured on this machine on {device.measured_on}"]
 
 
 def calibration_folder() -> Path:
-    """Return the folder of calibrations: the user's configuration folder, as nothing repeats them automatically.
-
-    Raises:
-        RequestError: this user has none.
-    """
-    try:
-        return Path(platformdirs.user_config_dir("frugal")) / "calibration"
-    except RuntimeError as error:
-        raise RequestError("there is no folder for calibrations", because=str(error)) from None
+    """Return the folder of calibrations: the user's configuration folder, as nothing repeats them automatically."""
+    return platformdirs.user_config_path("frugal") / "calibration"
 
 
 def chosen(settings: Mapping[str, Any], gpu_name: str | None = None) -> tuple[Calibration | None, list[str]]:
@@ -237,10 +227,7 @@ def chosen(settings: Mapping[str, Any], gpu_name: str | None = None) -> tuple[Ca
     It was made on this device under this driver and torch. `gpu_name` is the driver's name of the GPUs found here;
     without it the card that `settings` name is looked up.
     """
-    try:
-        known, notes = read_all(calibration_folder())
-    except RequestError:  # a user without a home
-        return None, []
+    known, notes = read_all(calibration_folder())
     kind, card, torch = settings.get("device") or "cuda", settings.get("gpu"), library_versions()["torch"]
     here = (cpu_name(), "") if kind == "cpu" else (gpu_name, cuda_driver())
     matching = [

@@ -106,7 +106,8 @@ class Device:
     @property
     def multiprocessors(self) -> int:
         """The processors of a GPU that holds `resident_threads`; 1 for a CPU rank."""
-        return max(1, self.resident_threads // _processor_threads(self.compute_capability or ASSUMED_CAPABILITY))
+        capability = self.compute_capability or ASSUMED_CAPABILITY
+        return max(1, self.resident_threads // PROCESSOR_THREADS.get(capability, MOST_THREADS))
 
     @property
     def usable_bytes(self) -> int:
@@ -236,11 +237,14 @@ class Card:
 
     def threads(self, memory_bytes: int) -> int:
         """Return `resident_threads` of such a card of `memory_bytes`."""
-        return self.resident_threads or _threads_of_unknown(memory_bytes)
+        least = min(card.memory_bytes for card in CARDS.values())
+        known = [card for card in CARDS.values() if card.memory_bytes <= max(memory_bytes, least)]
+        return self.resident_threads or max(card.resident_threads or 0 for card in known)
 
     def context_range(self, memory_bytes: int, num_ranks: int) -> Range:
         """Return the memory beyond tensors on one of `num_ranks` such cards of `memory_bytes`."""
-        return context.context(self.threads(memory_bytes), num_ranks, self.nccl)
+        nccl = self.nccl if num_ranks > 1 else context.NCCL_ALONE
+        return context.driver_and_kernels(self.threads(memory_bytes)) + nccl
 
     def device(self, precision: Precision, *, num_gpus: int, memory_bytes: int | None = None) -> Device:
         """Return this card as a device among `num_gpus`; `memory_bytes` replaces the card's own.
@@ -280,12 +284,8 @@ NVLINK_SHARE = 0.8
 """Share of NVLink's bytes/s in one direction that a ring reaches."""
 
 
-PROCESSOR_THREADS = {(7, 5): 1024, (8, 6): 1536, (8, 9): 1536, (12, 0): 1536}
-"""Resident threads of a multiprocessor by compute capability, others 2048 (CUDA C++ Programming Guide)."""
-
-
-def _processor_threads(capability: Capability) -> int:
-    return PROCESSOR_THREADS.get(capability, 2048)
+PROCESSOR_THREADS, MOST_THREADS = {(7, 5): 1024, (8, 6): 1536, (8, 9): 1536, (12, 0): 1536}, 2048
+"""Resident threads of a multiprocessor by compute capability, and of all others (CUDA C++ Programming Guide)."""
 
 
 def _card(
@@ -314,7 +314,7 @@ def _card(
         link_bandwidth=nvlink / 2 * NVLINK_SHARE * 1e9 if nvlink else pcie,
         host_link_bandwidth=pcie,
         matrix_share=HOPPER_SHARE if is_hopper else MATRIX_SHARE,
-        resident_threads=processors * _processor_threads(capability) or None,
+        resident_threads=processors * PROCESSOR_THREADS.get(capability, MOST_THREADS) or None,
         nccl=context.NCCL_PCIE if not nvlink else context.NCCL_HOPPER if is_hopper else context.NCCL_NVLINK,
     )
 
@@ -364,19 +364,6 @@ def of_driver(name: str, capability: Capability, resident_threads: int) -> Card:
     return replace(GENERIC, name=name, compute_capability=capability, resident_threads=resident_threads)
 
 
-def _card_of(device: Device) -> Card:
-    """Return the card that a device was made of."""
-    if device.name in CARDS or device.name == GENERIC.name:
-        return CARDS.get(device.name, GENERIC)
-    return of_driver(device.name, device.compute_capability or ASSUMED_CAPABILITY, device.resident_threads)
-
-
-def _threads_of_unknown(memory_bytes: int) -> int:
-    """Return the resident threads of an unknown card: the most of any known card that is not larger."""
-    least = min(card.memory_bytes for card in CARDS.values())
-    return max(card.resident_threads or 0 for card in CARDS.values() if card.memory_bytes <= max(memory_bytes, least))
-
-
 def resized(device: Device, *, memory_bytes: int, num_ranks: tuple[int, int]) -> Device:
     """Return `device` with another memory, among the second number of ranks instead of the first.
 
@@ -385,7 +372,8 @@ def resized(device: Device, *, memory_bytes: int, num_ranks: tuple[int, int]) ->
     """
     if device.kind == "cpu":
         return replace(device, memory_bytes=memory_bytes)
-    card = _card_of(device)
+    card = of_driver(device.name, device.compute_capability or ASSUMED_CAPABILITY, device.resident_threads)
+    card = {**CARDS, GENERIC.name: GENERIC}.get(device.name, card)  # that the device was made of
     old = card.context_range(device.memory_bytes, num_ranks[0])
     new = card.context_range(memory_bytes, num_ranks[1])
     if device.measured_on is not None:  # only what NCCL takes beyond one rank is assumed
@@ -432,13 +420,13 @@ def unlike(planned: Device, name: str, capability: Capability, resident_threads:
     assumed = planned.compute_capability or ASSUMED_CAPABILITY
     if kernel_class(assumed) == kernel_class(capability) and resident_threads <= planned.resident_threads:
         return None
-
-    def words(capability: Capability, threads: int) -> str:
-        return f"compute capability {capability[0]}.{capability[1]} and {threads:,} threads at once"
-
+    of_plan, here = (
+        f"compute capability {major}.{minor} and {threads:,} threads at once"
+        for (major, minor), threads in ((assumed, planned.resident_threads), (capability, resident_threads))
+    )
     return (
-        f"the plan is for a {planned.name} with {words(assumed, planned.resident_threads)}, this is {name} with "
-        f"{words(capability, resident_threads)}: memory may differ, `frugal plan` on this machine plans for it"
+        f"the plan is for a {planned.name} with {of_plan}, this is {name} with {here}: memory may differ, "
+        "`frugal plan` on this machine plans for it"
     )
 
 

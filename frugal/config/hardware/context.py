@@ -69,11 +69,6 @@ NCCL_HOPPER = Range(least=512 * MIB, planned=1344 * MIB, most=2176 * MIB)
 two such communicators."""
 
 
-def context(resident_threads: int, num_ranks: int, nccl: Range) -> Range:
-    """Return the memory beyond tensors of a card with these resident threads, one of `num_ranks`."""
-    return driver_and_kernels(resident_threads) + (nccl if num_ranks > 1 else NCCL_ALONE)
-
-
 def driver_and_kernels(resident_threads: int) -> Range:
     """Return the memory beyond tensors of a process without NCCL."""
     stack = resident_threads * KIB

@@ -18,8 +18,6 @@ UNCACHED = "PYTORCH_NO_CUDA_MEMORY_CACHING"
 """If it is set, every tensor is a `cudaMalloc` of its own."""
 
 _OPTION = re.compile(r"\s*(\w+)\s*:\s*(\[[^]]*\]|[^,]*?)\s*(?:,|$)")
-_MODELLED = ("expandable_segments",)
-_ON_HOST = "pinned_"  # prefix of options of the allocator for pinned memory
 
 
 def variable(environment: Mapping[str, str]) -> str:
@@ -49,17 +47,13 @@ def settings(cluster: Cluster, environment: Mapping[str, str], expandable_segmen
     return {variable(environment): ",".join(f"{name}:{value}" for name, value in given.items())}
 
 
-def is_wsl() -> bool:
-    """Return True on WSL 2, whose driver refuses expandable segments on some cards (pytorch/pytorch#192330)."""
-    return "microsoft" in platform.release().lower()
-
-
 def planned(request: Request, cluster: Cluster, environment: Mapping[str, str]) -> Request:
     """Return the request with the segments that this environment asks for, or can have, if it does not say."""
     if cluster.devices[0].kind != "cuda" or request.expandable_segments is not None:
         return request
     said = expandable(environment)
-    if said is None and (is_wsl() or options(environment).get("backend") == "cudaMallocAsync"):
+    is_wsl = "microsoft" in platform.release().lower()  # its driver refuses them on some cards, pytorch/pytorch#192330
+    if said is None and (is_wsl or options(environment).get("backend") == "cudaMallocAsync"):
         said = False
     return request if said is None else replace(request, expandable_segments=said)
 
@@ -68,22 +62,18 @@ def notes(expandable_segments: bool, cluster: Cluster, environment: Mapping[str,
     """Return notes on the environment's options that a plan for GPUs does not follow or does not model."""
     if cluster.devices[0].kind != "cuda":
         return ()
-    texts, name = [], variable(environment)
-    said = expandable(environment)
-    if said is not None and said != expandable_segments:
-        texts.append(
-            f"{name} says expandable_segments:{said}, and the plan was made for {expandable_segments}: ranks run with "
-            "what was planned; a new plan follows it"
-        )
+    said, name = expandable(environment), variable(environment)
     others = [
         f"{option}:{value}"
         for option, value in options(environment).items()
-        if option not in _MODELLED and not option.startswith(_ON_HOST) and (option, value) != ("backend", "native")
+        if option != "expandable_segments" and (option, value) != ("backend", "native")
+        if not option.startswith("pinned_")  # those of the allocator for pinned memory
     ]
-    if others:
-        texts.append(f"{name} has {','.join(others)}, which plans do not model: the allocator may add more")
-    if environment.get(UNCACHED):
-        texts.append(
-            f"{UNCACHED} is set: tensors are allocated one by one, which plans do not model, and which is far slower"
-        )
-    return tuple(texts)
+    notes = {
+        f"{name} says expandable_segments:{said}, and the plan was made for {expandable_segments}: ranks run with "
+        "what was planned; a new plan follows it": said not in (None, expandable_segments),
+        f"{name} has {','.join(others)}, which plans do not model: the allocator may add more": others,
+        f"{UNCACHED} is set: tensors are allocated one by one, which plans do not model, and which is far "
+        "slower": environment.get(UNCACHED),
+    }
+    return tuple(note for note, holds in notes.items() if holds)

@@ -69,22 +69,21 @@ def _version(package: str) -> str:
         return "none"
 
 
+def _search(pattern: str, path: Path) -> str:
+    """Return the first group of a pattern in a file; empty without such a file or text."""
+    with suppress(OSError, IndexError):
+        return str(re.findall(pattern, path.read_text(), re.MULTILINE)[0])
+    return ""
+
+
 def cpu_name() -> str:
     """Return the kernel's name of the processor, or else its architecture."""
-    with suppress(OSError):
-        name = re.search(r"^model name\s*:\s*(.+)$", _CPU_INFO.read_text(), re.MULTILINE)
-        if name is not None:
-            return name[1].strip()
-    return f"CPU, {platform.machine()}"
+    return _search(r"^model name\s*:\s*(.+)$", _CPU_INFO).strip() or f"CPU, {platform.machine()}"
 
 
 def cuda_driver() -> str:
     """Return the version of NVIDIA's driver, such as `580.95.05`; empty if it is not known."""
-    with suppress(OSError):
-        driver = re.search(r"\b(\d{3,}\.\d+(?:\.\d+)?)\b", _DRIVER.read_text())
-        if driver is not None:
-            return driver[1]
-    return ""
+    return _search(r"\b(\d{3,}\.\d+(?:\.\d+)?)\b", _DRIVER)
 
 
 def available_bytes() -> int:
@@ -121,11 +120,7 @@ def held(answer: str) -> dict[str, int]:
 
 def peak_rss() -> int:
     """Return the highest resident set of this process since `forget_peak_rss`, bytes."""
-    with suppress(OSError):
-        peak = re.search(r"VmHWM:\s*(\d+) kB", _STATUS.read_text())
-        if peak is not None:
-            return int(peak[1]) * 1024
-    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
+    return int(_search(r"VmHWM:\s*(\d+) kB", _STATUS) or resource.getrusage(resource.RUSAGE_SELF).ru_maxrss) * 1024
 
 
 def forget_peak_rss() -> int:

@@ -59,8 +59,3 @@ def test_what_is_planned_is_no_less_than_what_was_measured_nine_times_in_ten() -
     alone = [context.NCCL_ALONE.planned] * len(WITHOUT_NCCL) + [0] * len(WITH_NCCL)
     low = [found.planned + more < measured for (_, measured, found), more in zip(ranges(), alone, strict=True)]
     assert sum(low) <= len(low) / 10
-
-
-def test_a_range_is_in_order() -> None:
-    with pytest.raises(AssertionError):
-        Range(least=2, planned=1, most=3)

@@ -2,7 +2,7 @@
 
 from types import SimpleNamespace
 
-from frugal.cli.options import described, unnamed_of
+from frugal.cli.options import described
 from frugal.config.hardware.cluster import GENERIC, unlike
 from frugal.config.hardware.local_host import held
 from frugal.config.schema import understand
@@ -28,34 +28,33 @@ def test_what_the_driver_itself_keeps_and_what_it_does_not_tell_is_left_out() ->
 
 
 def test_what_others_hold_is_taken_off_their_gpu_alone() -> None:
-    settings, name = described(TWO, held(ANSWER), None)
+    settings, name, unnamed = described(TWO, held(ANSWER), None)
     assert settings["mem"] == [TWO[0].total_memory, f"{TWO[1].total_memory}-{3277 * MIB}"]
-    assert (settings["gpu"], name) == ("a100-40g", "NVIDIA A100-SXM4-40GB")
+    assert (settings["gpu"], name, unnamed) == ("a100-40g", "NVIDIA A100-SXM4-40GB", GENERIC)
     first, second = understand(settings)[1].devices
     assert first.usable_bytes - second.usable_bytes == 3277 * MIB
 
 
 def test_a_larger_machine_of_this_kind_is_nobodys() -> None:
-    settings, _ = described(TWO, held(ANSWER), 4)
+    settings, *_ = described(TWO, held(ANSWER), 4)
     assert settings["gpus"] == len(settings["mem"]) == 4
     assert not any("-" in str(size) for size in settings["mem"])
 
 
 def test_cards_that_differ_are_named_one_by_one() -> None:
-    settings, name = described([TWO[0], card("NVIDIA H100 80GB HBM3", 79.1, SECOND)], {}, None)
+    settings, name, _ = described([TWO[0], card("NVIDIA H100 80GB HBM3", 79.1, SECOND)], {}, None)
     assert (settings["gpu"], name) == ("a100-40g,h100-80g", None)
     assert not any("-" in str(size) for size in settings["mem"])
 
 
 def test_a_card_that_no_table_has_is_planned_as_its_driver_describes_it() -> None:
     new = card("NVIDIA RTX Strange", 10, FIRST, processors=20, minor=9)
-    settings, _ = described([new], {}, None)
-    (gpu,) = understand(settings, None, unnamed_of([new]))[1].devices
+    settings, _, unnamed = described([new], {}, None)
+    (gpu,) = understand(settings, None, unnamed)[1].devices
     assert (gpu.name, gpu.compute_capability, gpu.resident_threads) == ("NVIDIA RTX Strange", (8, 9), 20 * 1536)
     (assumed,) = understand(settings)[1].devices
     assert gpu.context_bytes < assumed.context_bytes  # that of the largest card with no more memory
-    assert unnamed_of(TWO) == GENERIC
-    mixed = unnamed_of([new, TWO[0]])
+    *_, mixed = described([new, TWO[0]], {}, None)
     assert (mixed.compute_capability, mixed.resident_threads) == ((8, 0), 108 * 1536)
 
 

@@ -11,8 +11,7 @@ from threading import Event
 
 import pytest
 
-from frugal.cli import run
-from frugal.cli.display import terminal
+from frugal.cli import run, terminal
 from frugal.planning.plan import UNPROVEN
 from tests.commands import Capture, frugal_plan, with_formulas
 from tests.planning.synthetic import SMALL

@@ -1,0 +1,89 @@
+"""`frugal train --preview N`: samples with the tokens that contribute to the loss highlighted."""
+
+import os
+import sys
+from collections.abc import Iterable, Iterator, Mapping
+from itertools import groupby
+from typing import Any
+
+import click
+import numpy as np
+
+from frugal.cli.terminal import waiting
+from frugal.config.request import Request
+from frugal.config.run_settings import RunSettings
+from frugal.data.batches import GlobalBatches
+from frugal.data.chat.stretches import Stretch, of_documents, of_tokens
+from frugal.data.corpus import read_training_data
+from frugal.data.mixture import Mixture
+from frugal.data.report import BuildReport
+from frugal.data.sources import names_of
+from frugal.units import plural
+
+
+def show(number: int, request: Request, settings: RunSettings) -> None:
+    """Print facts about the data, and the first `number` samples of the first epoch, or of a stream.
+
+    Raises: as `frugal.data.corpus.read_samples`.
+    """
+    with_colour = sys.stdout.isatty() and not os.environ.get("NO_COLOR")
+    with waiting(f"tokenising {names_of(settings.data)}"):
+        (tokenizer, words), corpus = read_training_data(request, settings)
+    report, total = corpus.report, len(corpus.train)
+    lines = [words]
+    if settings.stream:
+        chosen, place_in = range(min(number, total)), "the stream"
+    else:
+        lines += [report.in_words()] if report.formats else []
+        lines += [corpus.train.in_words()] if isinstance(corpus.train, Mixture) else []
+        lines += report.left_out(settings.too_long)
+        first = GlobalBatches(corpus.train, global_batch=min(number, total), seed=settings.seed).at()
+        chosen, place_in = first.indices.tolist(), str(total)
+    lines.append(">>>trained on<<<, context only")
+    if with_colour:
+        lines[-1] = f"{_styled('trained on', True, False)}, context only, {_styled('special token', False, True)}"
+    for place, index in enumerate(chosen, 1):
+        lines.append("")
+        lines += _sample(tokenizer, corpus.train[index], report, f"sample {place} of {place_in}", with_colour)
+    for line in lines:
+        click.echo(line, color=with_colour)
+
+
+def _sample(
+    tokenizer: Any, sample: Mapping[str, Any], report: BuildReport, name: str, with_colour: bool
+) -> Iterator[str]:
+    """Yield the lines of a language model's documents, a pair, a text with its class, or one that is masked anew in
+    each epoch."""
+    ids = sample["input_ids"]
+    head = f"{name}: {plural(len(ids), 'token')}"
+    if report.formats:
+        documents = of_documents(tokenizer, sample)
+        num_targets = sum(piece.num_targets for pieces in documents for piece in pieces)
+        packed = f" in {plural(len(documents), 'document')}" if "documents" in sample else ""
+        yield f"{head}{packed}, {num_targets} trained on"
+        for pieces in documents:
+            yield _shown(pieces, with_colour)
+        return
+    yield head
+    yield _shown(of_tokens(tokenizer, ids, np.zeros(len(ids), bool)), with_colour)
+    if "label" in sample:
+        label = sample["label"]
+        named = f" ({report.label_names[label]})" if label < len(report.label_names) else ""
+        yield _shown([Stretch(f"class {label}{named}", num_targets=1)], with_colour)
+    elif "labels" in sample:
+        target = sample["labels"]
+        yield _shown(of_tokens(tokenizer, target, np.ones(len(target), bool)), with_colour)
+    else:
+        yield "some of its tokens are masked, and predicted, anew in each epoch"
+
+
+def _shown(pieces: Iterable[Stretch], with_colour: bool) -> str:
+    if with_colour:
+        return "".join(_styled(each.text, bool(each.num_targets), each.is_special) for each in pieces)
+    runs = groupby(pieces, key=lambda piece: piece.num_targets > 0)
+    texts = [(is_trained, "".join(piece.text for piece in run)) for is_trained, run in runs]
+    return "".join(f">>>{text}<<<" if is_trained and text else text for is_trained, text in texts)
+
+
+def _styled(text: str, is_target: bool, is_special: bool) -> str:
+    return click.style(text, fg="green" if is_target else None, bold=is_special or None, reset=is_target or is_special)
