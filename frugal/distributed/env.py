@@ -104,13 +104,7 @@ def adopt_launcher_variables() -> None:
     Raises:
         RequestError: MASTER_ADDR is not set, or what the launcher says is no place in a run.
     """
-    if "RANK" not in os.environ:
-        _adopt_other_names()
-    check()
-
-
-def _adopt_other_names() -> None:
-    for names in _LAUNCHERS:
+    for names in _LAUNCHERS if "RANK" not in os.environ else ():
         rank, world_size, local_rank, local_size = (os.environ.get(name) for name in names)
         if rank is None or world_size in (None, "", "0", "1"):
             continue
@@ -125,7 +119,8 @@ def _adopt_other_names() -> None:
             "LOCAL_SIZE": (local_size or "1").partition("(")[0],  # SLURM: 4(x2) is 4 on each of 2 nodes
         }  # fmt: skip
         os.environ.setdefault("MASTER_PORT", str(DEFAULT_PORT))
-        return
+        break
+    check()
 
 
 def correct_local_rank(cluster: Cluster) -> None:
@@ -156,8 +151,7 @@ def adopt_segments(cluster: Cluster, expandable_segments: bool) -> None:
 
     torch reads the variable when CUDA is initialised. If it is already, torch gets the settings for later segments.
     """
-    changed = cuda_allocator.settings(cluster, os.environ, expandable_segments)
-    if not changed:
+    if not (changed := cuda_allocator.settings(cluster, os.environ, expandable_segments)):
         return
     for note in cuda_allocator.notes(expandable_segments, cluster, os.environ) if rank() == 0 else ():
         logger.warning(note)
@@ -170,12 +164,6 @@ def adopt_segments(cluster: Cluster, expandable_segments: bool) -> None:
         set_allocator_settings(*changed.values())
 
 
-def limit_threads() -> None:
-    """Give each rank of this node its share of the cores, unless OMP_NUM_THREADS says otherwise. Before torch."""
-    if (ranks := ranks_on_node() or 1) > 1:
-        os.environ.setdefault("OMP_NUM_THREADS", str(max(1, len(os.sched_getaffinity(0)) // ranks)))
-
-
 def choose_interfaces() -> None:
     """Have gloo and NCCL listen on this host's loopback alone where all ranks are on it.
 
@@ -186,12 +174,10 @@ def choose_interfaces() -> None:
     if is_on_one_host():
         os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
         os.environ.setdefault("NCCL_SOCKET_IFNAME", "lo")
-        return
-    if "GLOO_SOCKET_IFNAME" in os.environ:
-        return
-    interface = interface_towards(os.environ["MASTER_ADDR"]) or interface_towards(_UNUSED_ADDRESS)
-    if interface is not None:
-        os.environ["GLOO_SOCKET_IFNAME"] = interface
+    elif "GLOO_SOCKET_IFNAME" not in os.environ:
+        interface = interface_towards(os.environ["MASTER_ADDR"]) or interface_towards(_UNUSED_ADDRESS)
+        if interface is not None:
+            os.environ["GLOO_SOCKET_IFNAME"] = interface
 
 
 _UNUSED_ADDRESS = "198.51.100.1"

@@ -38,9 +38,10 @@ def join(plan: Plan, out: Path | None = None) -> "torch.device":
     check_descriptors(world_size)
     os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")  # it warns of addresses that have no name, for one
     env.correct_local_rank(plan.cluster)
-    env.limit_threads()
+    if (ranks := env.ranks_on_node() or 1) > 1:  # before torch
+        os.environ.setdefault("OMP_NUM_THREADS", str(max(1, len(os.sched_getaffinity(0)) // ranks)))
     if kind == "cpu":
-        os.environ.update(collectives.ON_CPU)  # before DeepSpeed is imported
+        os.environ |= collectives.ON_CPU  # before DeepSpeed is imported
     if world_size > 1 and out is not None:
         rank_logs.redirect(out, env.rank())
     env.adopt_segments(plan.cluster, plan.strategy.expandable_segments)
@@ -51,9 +52,8 @@ def join(plan: Plan, out: Path | None = None) -> "torch.device":
             "the plan is for GPUs, and there is none here", hint="plan for this machine's CPU: frugal plan --device cpu"
         )
     from frugal.distributed import rendezvous
-    from frugal.distributed.env import silence_libraries
 
-    silence_libraries()
+    env.silence_libraries()
     os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")  # else tokenizers warn of every fork
     device = use_device(kind)
     if world_size > 1:
@@ -94,17 +94,9 @@ def use_device(kind: DeviceKind) -> "torch.device":
     import torch
 
     if kind == "cpu":
-        os.environ.update(collectives.ON_CPU)
+        os.environ |= collectives.ON_CPU
         return torch.device("cpu")
     device = torch.device(kind, env.local_rank())
-    _refuse_missing_gpu(device)
-    torch.cuda.set_device(device)
-    return device
-
-
-def _refuse_missing_gpu(device: "torch.device") -> None:
-    import torch
-
     if device.index >= torch.cuda.device_count():
         ranks = env.ranks_on_node() or device.index + 1
         raise PlanMismatchError(
@@ -113,6 +105,8 @@ def _refuse_missing_gpu(device: "torch.device") -> None:
             hint="give its line in the hostfile as many slots, and plan again; under SLURM, let each task see all GPUs "
             "of its node (--gpus-per-node, not --gpus-per-task)",
         )
+    torch.cuda.set_device(device)
+    return device
 
 
 def form() -> None:
@@ -130,7 +124,7 @@ def form() -> None:
     first_failure.end_for_threads()
     contract.verify()  # before modules are imported that name what may be missing
 
-    if not dist.is_initialized():
+    if not (is_formed := dist.is_initialized()):
         env.check()
     alone = {
         "RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": "1", "LOCAL_SIZE": os.environ.get("LOCAL_WORLD_SIZE", "1"),
@@ -138,11 +132,10 @@ def form() -> None:
     }  # fmt: skip
     for name, value in alone.items():
         os.environ.setdefault(name, value)
-    is_formed = dist.is_initialized()
     if not is_formed:
         rendezvous.join_store()
     is_gloo = collectives.ON_CPU.items() <= os.environ.items()
-    with nullcontext() if is_formed or not is_gloo else listeners.closed_afterwards(rendezvous.server()):
+    with nullcontext() if is_formed or not is_gloo else listeners.closed_afterwards(rendezvous.server):
         collectives.init_distributed(rendezvous.METHOD)
 
 

@@ -139,36 +139,26 @@ class _Listener:
         while True:
             left = None if deadline is None else 1000 * max(0.0, deadline - time.monotonic())
             if not coming.poll(left):
-                self._overdue()
+                assert _requested is not None
+                what = f"not done within {self._grace_seconds} s after {_requested.name}"
+                self._end(what, "the step under way takes longer", 128 + _requested)
                 return
             for number in self._heard.recv(64):
                 if number == _CLOSED:
                     return
                 if number not in SIGNALS:
                     continue
-                times = self._received.add(number)
+                times, name = self._received.add(number), signal.Signals(number).name
                 if times == 2:
-                    what = f"ended by a second {signal.Signals(number).name}"
-                    self._end(what, "the step under way was not waited for", 128 + number)
+                    self._end(f"ended by a second {name}", "the step under way was not waited for", 128 + number)
                 elif times == 1 and deadline is None:
                     deadline = time.monotonic() + self._grace_seconds
-                    self._ask(number)
-
-    def _ask(self, number: int) -> None:
-        name = signal.Signals(number).name
-        text = f"asked to stop by {name}: saving after this step, at most {self._grace_seconds} s"
-        try:
-            if env.rank() == 0:
-                _log.warning(text)
-            else:
-                rank_logs.to_file(text)
-        finally:
-            note(number)  # after the line: from here on a run of short steps may end, and its log with it
-
-    def _overdue(self) -> None:
-        assert _requested is not None
-        what = f"not done within {self._grace_seconds} s after {_requested.name}"
-        self._end(what, "the step under way takes longer", 128 + _requested)
+                    text = f"asked to stop by {name}: saving after this step, at most {self._grace_seconds} s"
+                    say = _log.warning if env.rank() == 0 else rank_logs.to_file
+                    try:
+                        say(text)
+                    finally:
+                        note(number)  # after the line: a run of short steps may end now, and its log with it
 
 
 def _end(what: str, why: str, code: int) -> None:
