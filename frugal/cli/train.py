@@ -190,7 +190,7 @@ def _start(job: _Job, plan: Plan) -> int:
         run(plan, settings)
         return 0
     rest = partial(_plan_for_rest, job) if job.how.elastic else lambda before: before
-    return restart.supervise(local.starter(port), plan, settings, restarts, rest)
+    return restart.supervise(partial(local.run, master_port=port), plan, settings, restarts, rest)
 
 
 def _plan_on(job: _Job, cluster: Cluster, *, before: Plan) -> Plan:

@@ -3,10 +3,12 @@
 import os
 import shlex
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Literal
+from typing import Any, Literal
+
+import yaml  # type: ignore[import-untyped]  # its stubs are a package of their own
 
 from frugal.config.hardware import cuda_allocator
 from frugal.config.hardware.build_cluster import HostfileEntry
@@ -14,12 +16,27 @@ from frugal.config.run_settings import RunSettings
 from frugal.distributed.connections.secret import SECRET_FILE
 from frugal.distributed.env import DEFAULT_PORT
 from frugal.errors import RequestError
-from frugal.launch import kubernetes
+from frugal.launch.host_report import NETWORK
 from frugal.launch.local import RANK_MODULE
-from frugal.launch.ssh import NETWORK
 from frugal.planning.plan import Plan
 
 Launcher = Literal["no-ssh", "deepspeed", "torchrun", "openmpi", "slurm", "kubernetes"]
+
+NAME, FOLDER, SECRET_FOLDER = "frugal-run", "/workspace", "/etc/frugal"
+PORT_NAME = "rendezvous"
+MOST_FAILURES = 3
+"""Failures of pods until the Job is given up; those of machines that are taken away do not count."""
+
+LAST_SECONDS = 60
+"""Time that a pod has to end, beyond that in which a run saves its step."""
+
+BEFORE = f"""\
+# Before: an IMAGE with frugal, a PersistentVolumeClaim `{NAME}` that all pods can write (ReadWriteMany), with the plan
+# and the data in it, paths as below {FOLDER}, and the run's secret, by which pods know each other:
+#     kubectl create secret generic {NAME} --from-literal=secret="$(head -c 32 /dev/urandom | base64)"
+# A pod that is evicted saves its step within its grace period; the Job starts pods anew, and they resume the run.
+# These manifests fit the published schemas; they have not run on a cluster.
+"""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -107,8 +124,8 @@ class LaunchRequest:
 
 def _deepspeed(launch: LaunchRequest) -> str:
     hostfile = launch.required_hostfile("deepspeed")
-    words = ["deepspeed", "--hostfile", hostfile, "--master_port", str(launch.port)]
-    return launch.shell_line([*words, "--module", RANK_MODULE, *launch.rank_arguments])
+    words = ["deepspeed", "--hostfile", hostfile, "--master_port", str(launch.port), "--module", RANK_MODULE]
+    return launch.shell_line([*words, *launch.rank_arguments])
 
 
 def _no_ssh(launch: LaunchRequest) -> str:
@@ -164,13 +181,80 @@ def _kubernetes(launch: LaunchRequest) -> str:
             because=f"they have {', '.join(map(str, launch.slots))} GPUs, and all pods of a Job are alike",
             hint="plan for nodes that are alike: frugal plan --nodes N --gpus M",
         )
-    return kubernetes.manifests(
+    return manifests(
         ["python", *launch.node_words],
         launch.environment() | {"MASTER_PORT": str(launch.port)},
         num_nodes=len(launch.slots),
         num_gpus=0 if launch.is_cpu else launch.slots[0],
         grace=launch.settings.grace,
     )
+
+
+def manifests(
+    command: Sequence[str], environment: Mapping[str, str], *, num_nodes: int, num_gpus: int, grace: int
+) -> str:
+    """Return YAML that starts `command` once a node.
+
+    `environment` has at least MASTER_PORT. `num_gpus` of each node; 0: ranks are CPU processes. `grace`: seconds in
+    which a run that is asked to stop saves its step.
+    """
+    labels = {"app": NAME}
+    variables = {
+        **environment,
+        "MASTER_ADDR": f"{NAME}-0.{NAME}" if num_nodes > 1 else "127.0.0.1",
+        "FRUGAL_SECRET_FILE": f"{SECRET_FOLDER}/secret",
+    }
+    service = {
+        "apiVersion": "v1",
+        "kind": "Service",
+        "metadata": {"name": NAME},
+        "spec": {
+            "clusterIP": "None",
+            "publishNotReadyAddresses": True,
+            "selector": labels,
+            "ports": [{"name": PORT_NAME, "port": int(environment["MASTER_PORT"])}],
+        },
+    }
+    container = {
+        "name": "ranks",
+        "image": "IMAGE",
+        "workingDir": FOLDER,
+        "command": [*command],
+        "env": [{"name": name, "value": value} for name, value in variables.items()],
+        **({"resources": {"limits": {"nvidia.com/gpu": num_gpus}}} if num_gpus else {}),
+        "volumeMounts": [
+            {"name": "run", "mountPath": FOLDER},
+            {"name": "secret", "mountPath": SECRET_FOLDER, "readOnly": True},
+            {"name": "shared-memory", "mountPath": "/dev/shm"},  # NCCL and gloo share memory there
+        ],
+    }
+    pod = {
+        "subdomain": NAME,
+        "restartPolicy": "Never",
+        "terminationGracePeriodSeconds": grace + LAST_SECONDS,
+        "containers": [container],
+        "volumes": [
+            {"name": "run", "persistentVolumeClaim": {"claimName": NAME}},
+            {"name": "secret", "secret": {"secretName": NAME, "defaultMode": 0o400}},
+            {"name": "shared-memory", "emptyDir": {"medium": "Memory"}},
+        ],
+    }
+    job: dict[str, Any] = {
+        "apiVersion": "batch/v1",
+        "kind": "Job",
+        "metadata": {"name": NAME},
+        "spec": {
+            "completionMode": "Indexed",
+            "completions": num_nodes,
+            "parallelism": num_nodes,
+            "backoffLimit": MOST_FAILURES * num_nodes,
+            "podFailurePolicy": {
+                "rules": [{"action": "Ignore", "onPodConditions": [{"type": "DisruptionTarget", "status": "True"}]}]
+            },
+            "template": {"metadata": {"labels": labels}, "spec": pod},
+        },
+    }
+    return BEFORE + yaml.safe_dump_all([service, job], sort_keys=False, width=120)
 
 
 LAUNCHERS: dict[Launcher, Callable[[LaunchRequest], str]] = {

@@ -18,7 +18,6 @@ from frugal.errors import PlanMismatchError, RequestError
 from frugal.launch import node
 from frugal.launch.host_report import working_gpus
 from frugal.launch.node import Launch
-from frugal.launch.restart import Start
 from frugal.planning.plan import Plan
 
 RANK_MODULE = "frugal.engine.run"
@@ -69,13 +68,11 @@ def run_reported(
         return code or 1, first_failure.read_report(folder)
 
 
-def starter(master_port: int | None) -> Start:
-    """Return a function that starts runs on this machine."""
-
-    def run(plan: Plan, settings: RunSettings) -> tuple[int, first_failure.FailureReport | None]:
-        return run_reported(plan, settings, partial(start, plan, RANK_MODULE, master_port=master_port))
-
-    return run
+def run(
+    plan: Plan, settings: RunSettings, *, master_port: int | None = None
+) -> tuple[int, first_failure.FailureReport | None]:
+    """Train on this machine; see `run_reported`."""
+    return run_reported(plan, settings, partial(start, plan, RANK_MODULE, master_port=master_port))
 
 
 def start(

@@ -70,7 +70,9 @@ def test_a_host_that_differs_is_named(hosts: Hosts, lines: list[str], on_second:
 
 
 def test_a_host_that_does_not_come_is_named(hosts: Hosts, lines: list[str]) -> None:
-    shorter = "import sys; from frugal.launch import ssh; ssh.ASK_SECONDS = 2; from frugal.cli import main; main()"
+    shorter = (
+        "from frugal.launch import host_report as asked; asked.ASK_SECONDS = 2; from frugal.cli import main; main()"
+    )
     line = lines[0].replace("-m frugal", f"-c {shlex.quote(shorter)}")
     codes, report, _ = reported(hosts, [line])
     assert codes == [2]
