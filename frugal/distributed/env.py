@@ -6,6 +6,7 @@ SLURM number their processes under names of their own and do not set MASTER_ADDR
 
 import logging
 import os
+import resource
 import socket
 import warnings
 from typing import NoReturn
@@ -96,6 +97,33 @@ def _refuse(name: str, why: str) -> NoReturn:
 def is_restarted_by_torchrun() -> bool:
     """Return whether torchrun has started its ranks before, with the same arguments (--max-restarts)."""
     return os.environ.get("TORCHELASTIC_RESTART_COUNT", "") not in ("", "0")
+
+
+MOST_DESCRIPTORS = 2**16
+"""The limit on open files, where it may be raised: TCPStore keeps every connection, also a stranger's."""
+
+
+def raise_descriptors(world_size: int) -> None:
+    """Raise this process's limit on open files, which those it starts inherit.
+
+    Rank 0 of a run on CPU ranks has 20 and 6 for each rank at its fullest (1, 2 and 4 ranks, gloo); 8 more are for what
+    is open for a moment. GPUs need more, which is not measured.
+
+    Raises:
+        RequestError: it may not be raised as far as a rank needs.
+    """
+    needed, (now, most) = 28 + 6 * world_size, resource.getrlimit(resource.RLIMIT_NOFILE)
+    limits = [each for each in (most, max(needed, MOST_DESCRIPTORS)) if each != resource.RLIM_INFINITY]
+    if min(limits) < needed:
+        raise RequestError(
+            f"a process may have {most} open files here, and ranks need {needed}",
+            because=f"rank 0 holds connections to all {world_size}"
+            if world_size > 1
+            else "libraries and data are files",
+            hint=f"raise the limit: `ulimit -n {max(needed, 4096)}`, or nofile in /etc/security/limits.conf",
+        )
+    if now != resource.RLIM_INFINITY and now < min(limits):
+        resource.setrlimit(resource.RLIMIT_NOFILE, (min(limits), most))
 
 
 def adopt_launcher_variables() -> None:

@@ -2,7 +2,6 @@
 
 import errno
 import os
-import resource
 import socket
 from contextlib import nullcontext
 from pathlib import Path
@@ -35,7 +34,7 @@ def join(plan: Plan, out: Path | None = None) -> "torch.device":
             f"the plan is for {plan.batch.world_size} ranks, this run has {world_size}",
             hint=f"plan again for {world_size} GPUs, or start {plan.batch.world_size} processes",
         )
-    check_descriptors(world_size)
+    env.raise_descriptors(world_size)
     os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")  # it warns of addresses that have no name, for one
     env.correct_local_rank(plan.cluster)
     if (ranks := env.ranks_on_node() or 1) > 1:  # before torch
@@ -60,29 +59,6 @@ def join(plan: Plan, out: Path | None = None) -> "torch.device":
         rendezvous.rendezvous(plan)
     form()
     return device
-
-
-def check_descriptors(world_size: int) -> None:
-    """Raise this process's limit on open files, which those it starts inherit, if it is too low for a rank.
-
-    Rank 0 of a run on CPU ranks has 20 and 6 for each rank at its fullest (1, 2 and 4 ranks, gloo); 8 more are for what
-    is open for a moment. GPUs need more, which is not measured.
-
-    Raises:
-        RequestError: it may not be raised so far.
-    """
-    needed, (now, most) = 28 + 6 * world_size, resource.getrlimit(resource.RLIMIT_NOFILE)
-    if now == resource.RLIM_INFINITY or now >= needed:
-        return
-    if most != resource.RLIM_INFINITY and most < needed:
-        raise RequestError(
-            f"a process may have {most} open files here, and ranks need {needed}",
-            because=f"rank 0 holds connections to all {world_size}"
-            if world_size > 1
-            else "libraries and data are files",
-            hint=f"raise the limit: `ulimit -n {max(needed, 4096)}`, or nofile in /etc/security/limits.conf",
-        )
-    resource.setrlimit(resource.RLIMIT_NOFILE, (needed, most))
 
 
 def use_device(kind: DeviceKind) -> "torch.device":
@@ -164,5 +140,5 @@ def hold_port(address: str, port: int) -> socket.socket:
     sock.close()
     raise RequestError(
         f"port {port} cannot be used", because=why.strerror or str(why),
-        hint="leave --master-port out",
+        hint="start again without --master-port: a free port is chosen",
     )  # fmt: skip

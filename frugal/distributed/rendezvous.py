@@ -110,6 +110,7 @@ def _connect(world_size: int, seconds: float) -> TCPStore:
     if _is_of_torchrun():
         address = os.environ["MASTER_ADDR"]
     elif env.rank() == 0:
+        env.raise_descriptors(world_size)
         try:
             server = peers.listen(port)
         except OSError as error:

@@ -4,7 +4,6 @@ A run that has failed is started again on all of its hosts, or with --elastic on
 """
 
 import os
-import random
 import sys
 import time
 from collections.abc import Callable, Sequence
@@ -27,7 +26,7 @@ from frugal.errors import PlanMismatchError, RequestError
 from frugal.launch import host_report
 from frugal.launch.host_report import HostReport, ReadyHost, UnreachableHost
 from frugal.launch.local import RANK_MODULE, run_reported
-from frugal.launch.node import END_SECONDS, PORT_TAKEN, Launch, Processes
+from frugal.launch.node import END_SECONDS, Launch, Processes
 from frugal.planning.plan import Plan
 from frugal.units import plural
 
@@ -72,25 +71,6 @@ def require_ready(
     ]
 
 
-def run(
-    plan: Plan, hosts: Sequence[ReadyHost], settings: RunSettings, master_port: int | None
-) -> tuple[int, FailureReport | None]:
-    """Train on these hosts; see `run_reported`.
-
-    A port that was free and is taken before ranks meet there is chosen anew, below those that Linux gives to
-    connections.
-    """
-    port = master_port or hosts[0].report.free_port
-    while True:
-        code, report = run_reported(plan, settings, partial(_start, plan, hosts, port))
-        if report is None or report.code != PORT_TAKEN:
-            return code, report
-        if master_port is not None:
-            to_console(report.text)
-            return RequestError.exit_code, msgspec.structs.replace(report, code=RequestError.exit_code)
-        port = random.randrange(20_000, 32_768)
-
-
 def _start(plan: Plan, hosts: Sequence[ReadyHost], port: int, arguments: list[str], variables: dict[str, str]) -> int:
     """Start the ranks of every host and wait; return the exit code of the first host that failed, or 0."""
     environment = host_report.environment() | variables | {parent.OVER_SSH: "1", secret.SECRET: secret.make()}
@@ -130,8 +110,9 @@ class RestartableHosts:
         self._ready = require_ready(named, reports, self._kind)
 
     def start(self, plan: Plan, settings: RunSettings) -> tuple[int, FailureReport | None]:
-        """Train on the hosts that were ready when last checked."""
-        return run(plan, self._ready, settings, self._port)
+        """Train on the hosts that were ready when last checked; see `run_reported`."""
+        port = self._port or self._ready[0].report.free_port
+        return run_reported(plan, settings, partial(_start, plan, self._ready, port))
 
     def plan_for_restart(self, before: Plan) -> Plan:
         """Check the hosts again; return the plan for those that are ready: `before` where they are the same.

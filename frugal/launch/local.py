@@ -11,9 +11,9 @@ from frugal.config.hardware.cluster import DeviceKind
 from frugal.config.run_settings import RunSettings
 from frugal.deepspeed_adapter import collectives
 from frugal.deepspeed_adapter.json_config import write_plan
-from frugal.distributed import first_failure
+from frugal.distributed import env, first_failure
 from frugal.distributed.connections import secret
-from frugal.distributed.process_group import check_descriptors, hold_port
+from frugal.distributed.process_group import hold_port
 from frugal.errors import PlanMismatchError, RequestError
 from frugal.launch import node
 from frugal.launch.host_report import working_gpus
@@ -44,7 +44,7 @@ def check_machine(plan: Plan, master_port: int | None) -> None:
                 f"the plan is for {plan.batch.world_size} GPUs, there are {num_gpus} here",
                 hint="plan for what is here: frugal plan --gpus N, or frugal train --ranks N for CPU processes",
             )
-    check_descriptors(plan.batch.world_size)
+    env.raise_descriptors(plan.batch.world_size)
     if master_port is not None:
         hold_port("", master_port).close()
 

@@ -15,12 +15,9 @@ from frugal import cli
 from frugal.config.hardware.build_cluster import parse_hostfile
 from frugal.config.hardware.cluster import Cluster, Node
 from frugal.config.hardware.local_host import versions
-from frugal.config.run_settings import RunSettings
-from frugal.distributed.first_failure import FailureReport
 from frugal.errors import RequestError
-from frugal.launch import host_report, hosts, local
+from frugal.launch import host_report, local
 from frugal.launch.host_report import Gpu, HostReport, UnreachableHost
-from frugal.launch.node import PORT_TAKEN
 from frugal.planning.plan import Plan
 from frugal.units import GIB
 
@@ -211,22 +208,6 @@ def test_doctor_says_what_this_machine_has(capsys: pytest.CaptureFixture[str]) -
     answer = msgspec.json.decode(capsys.readouterr().out)
     ((_, here),) = answer["hosts"].items()
     assert (answer["problems"], here["versions"]) == ([], versions())
-
-
-@pytest.mark.parametrize("is_named", [False, True])
-def test_a_port_that_is_taken_meanwhile_is_chosen_anew_where_nobody_named_it(
-    is_named: bool, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    plan = plan_by_hand(world_size=1, global_batch=1, micro_batch=1, zero_stage=2)
-    ready = [host_report.ReadyHost(parse_hostfile("a slots=1\n")[0], report(), (0,))]
-    taken = FailureReport(0, "a", PORT_TAKEN, "error: port 29777 cannot be used")
-    ends = iter([(1, taken), (0, None)])
-    monkeypatch.setattr(hosts, "run_reported", lambda *_: next(ends))
-    code, failed = hosts.run(plan, ready, RunSettings(), 29777 if is_named else None)
-    if is_named:
-        assert (code, failed and failed.code, capsys.readouterr().err) == (2, 2, taken.text + "\n")
-    else:
-        assert (code, failed, next(ends, None)) == (0, None, None)
 
 
 def test_rank_0_listens_at_the_port_that_was_chosen_though_others_want_it() -> None:

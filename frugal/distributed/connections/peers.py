@@ -18,7 +18,6 @@ import asyncio
 import hmac
 import itertools
 import os
-import resource
 import secrets
 import socket
 import struct
@@ -48,9 +47,6 @@ The fastest flood takes `MOST_PENDING` / `_ACCEPTED_AT_ONCE` * `_PAUSE_SECONDS` 
 address that does not answer meanwhile, and that tries again. A rank that has proven itself is never pushed out: it may
 have confirmed, and count itself as connected, before rank 0 comes to read that.
 """
-
-MOST_DESCRIPTORS = 2**16
-"""Rank 0's limit on open files, where it may be raised: TCPStore keeps every connection, also a stranger's."""
 
 IDLE_SECONDS, PROBE_SECONDS, PROBES = 10, 2, 7
 KEEPALIVE_SECONDS = IDLE_SECONDS + PROBE_SECONDS * PROBES
@@ -111,10 +107,6 @@ def listen(port: int) -> socket.socket:
     It is bound to all addresses where that one is not an address of this host (behind NAT), or where its name means the
     loopback here, as on Debian.
     """
-    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
-    most = MOST_DESCRIPTORS if hard == resource.RLIM_INFINITY else min(MOST_DESCRIPTORS, hard)
-    if soft != resource.RLIM_INFINITY and soft < most:
-        resource.setrlimit(resource.RLIMIT_NOFILE, (most, hard))
     family, _, _, _, resolved = socket.getaddrinfo(address_of_rank_0(), port, type=socket.SOCK_STREAM)[0]
     address = str(resolved[0])
     own = {each.address.split("%")[0] for addresses in psutil.net_if_addrs().values() for each in addresses}
