@@ -53,7 +53,7 @@ OTHER_SECRET_SECONDS = 60.0
 METHOD = "frugal://"
 """The name of this rendezvous in torch, where a process group is made."""
 
-_PRESENT, _VERDICT = "frugal/rank 0 is here", "frugal/verdict"
+_PRESENT = "frugal/rank 0 is here"
 _LOST = "Connection to rank 0 was lost before all ranks had come"
 _ATTEMPT_SECONDS = 5.0  # torch's attempt to connect hears no Ctrl-C
 _POLL_SECONDS = 0.1
@@ -156,45 +156,44 @@ def rendezvous(plan: Plan, *, wait_seconds: float = WAIT_SECONDS) -> None:
         RequestError: some are missing after `wait_seconds`, or the port is in use.
     """
     rank, world_size, store = env.rank(), int(os.environ["WORLD_SIZE"]), join_store(wait_seconds)
-    _write(store, _key(rank), RankDescription(socket.gethostname(), versions(), plan.digest))
+    described = collect(RankDescription(socket.gethostname(), versions(), plan.digest), RankDescription, wait_seconds)
     error = None
     if rank == 0:
-        missing = _wait_for_ranks(store, world_size, wait_seconds)
-        error = _missing_ranks(missing, plan, wait_seconds) if missing else compare(_descriptions(store, world_size))
-        _write(store, _VERDICT, error and (error.exit_code, error.what, error.because, error.hint))
-    else:
-        with _connected():
-            if not _is_set(store, [_VERDICT], wait_seconds + NOTICE_SECONDS):
-                raise RuntimeError(_LOST)
-            verdict = _read(store, _VERDICT, tuple[int, str, tuple[str, ...], str] | None)
-        if verdict is not None:
-            code, what, because, hint = verdict
-            kind = RequestError if code == RequestError.exit_code else PlanMismatchError
-            error = kind(what, because=because, hint=hint)
-    if error is not None:
-        with suppress(RuntimeError):  # the store ends with rank 0, and the others are to read the verdict before
-            if store.add(f"{_VERDICT}/read", 1) == world_size:
-                store.set(f"{_VERDICT}/read by all", "")
-            if rank == 0:
-                _is_set(store, [f"{_VERDICT}/read by all"], min(_READ_SECONDS, wait_seconds))
-        raise error
-
-
-def _descriptions(store: Store, world_size: int) -> list[RankDescription]:
-    return [_read(store, _key(rank), RankDescription) for rank in range(world_size)]
+        missing = [number for number, each in enumerate(described) if each is None]
+        error = _missing_ranks(missing, plan, wait_seconds) if missing else compare(described)
+    parts = error and (error.exit_code, error.what, error.because, error.hint)
+    if (verdict := share("verdict", parts, tuple[int, str, tuple[str, ...], str] | None, wait_seconds)) is None:
+        return
+    with suppress(RuntimeError):  # the store ends with rank 0, and the others are to read the verdict before
+        if store.add("frugal/verdict/read", 1) == world_size:
+            store.set("frugal/verdict/read by all", "")
+        if rank == 0:
+            _is_set(store, ["frugal/verdict/read by all"], min(_READ_SECONDS, wait_seconds))
+    code, what, because, hint = verdict
+    kind = RequestError if code == RequestError.exit_code else PlanMismatchError
+    raise kind(what, because=because, hint=hint)
 
 
 def hosts() -> list[str]:
     """Return each rank's host, after `rendezvous`."""
-    return [described.host for described in _descriptions(join_store(), int(os.environ["WORLD_SIZE"]))]
+    store, world_size = join_store(), int(os.environ["WORLD_SIZE"])
+    return [_read(store, _key(rank), RankDescription).host for rank in range(world_size)]
 
 
-def share(what: str, value: Any, kind: Any) -> Any:
-    """Return rank 0's `value`, of type `kind`, on all ranks. Collective, once for each `what`."""
+def share(what: str, value: Any, kind: Any, wait_seconds: float = WAIT_SECONDS) -> Any:
+    """Return rank 0's `value`, of type `kind`, on all ranks. Collective, once for each `what`.
+
+    Raises:
+        RuntimeError: rank 0 is lost, or has shared nothing within `wait_seconds` and `NOTICE_SECONDS`.
+    """
+    store, key = join_store(wait_seconds), f"frugal/{what}"
     if env.rank() == 0:
-        _write(join_store(), f"frugal/{what}", value)
+        _write(store, key, value)
         return value
-    return _read(join_store(), f"frugal/{what}", kind)
+    with _connected():
+        if _is_set(store, [key], wait_seconds + NOTICE_SECONDS):
+            return _read(store, key, kind)
+    raise RuntimeError(_LOST)
 
 
 def collect(value: Any, kind: Any, wait_seconds: float) -> list[Any]:

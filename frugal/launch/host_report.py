@@ -98,6 +98,8 @@ def collect(folder: Path, token: Path | None, *, cuda: bool, probe: bool = False
         if used := ipv4 or [each for each in others if each.family == socket.AF_INET6]:
             masks = [int(ip_address(each.netmask or "255.255.255.255")) for each in used]
             networks[name] = [f"{each.address}/{mask.bit_count()}" for each, mask in zip(used, masks, strict=True)]
+    nvcc = shutil.which("nvcc") or shutil.which("nvcc", path=f"{os.environ.get('CUDA_HOME', '/usr/local/cuda')}/bin")
+    compilers = {"c++": shutil.which(os.environ.get("CXX", "c++")), "nvcc": nvcc, "ninja": shutil.which("ninja")}
     content = cuda_devices = None
     if token is not None:
         with suppress(OSError):
@@ -120,7 +122,7 @@ def collect(folder: Path, token: Path | None, *, cuda: bool, probe: bool = False
         driver=local_host.cuda_driver(),
         cuda_devices=cuda_devices,
         working_gpus=[int(name) for name in working_gpus([*map(str, range(cuda_devices or 0))])] if probe else None,
-        compilers=_compilers(),
+        compilers={name: path for name, path in compilers.items() if path is not None},
         token=content,
         free_port=free_port(),
     )
@@ -146,12 +148,6 @@ def _gpus_of_torch() -> list[Gpu]:
             free_bytes, total_bytes = torch.cuda.mem_get_info(number)
             gpus.append(Gpu(torch.cuda.get_device_properties(number).name, total_bytes, free_bytes))
     return gpus
-
-
-def _compilers() -> dict[str, str]:
-    nvcc = shutil.which("nvcc") or shutil.which("nvcc", path=f"{os.environ.get('CUDA_HOME', '/usr/local/cuda')}/bin")
-    paths = {"c++": shutil.which(os.environ.get("CXX", "c++")), "nvcc": nvcc, "ninja": shutil.which("ninja")}
-    return {name: path for name, path in paths.items() if path is not None}
 
 
 PROBE_SECONDS = 60
