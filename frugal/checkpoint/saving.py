@@ -17,7 +17,7 @@ from collections.abc import Callable, Iterable, Iterator
 from dataclasses import replace
 from pathlib import Path
 from types import TracebackType
-from typing import Any, Self
+from typing import Any, Self, cast
 
 import msgspec
 import torch.distributed as dist
@@ -314,8 +314,8 @@ def write_model(
         OSError: the folder cannot be written.
     """
     folder.parent.mkdir(parents=True, exist_ok=True)
-    aside, config = files.unfinished(folder), getattr(module, "config", None)
-    text: Any = config.get_text_config() if uses_cache and hasattr(config, "get_text_config") else None
+    aside, config = files.unfinished(folder), cast(Any, getattr(module, "config", None))
+    text = config.get_text_config() if uses_cache and hasattr(config, "get_text_config") else None
     try:
         if text is not None:
             text.use_cache = True

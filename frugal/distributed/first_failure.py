@@ -14,6 +14,7 @@ import threading
 import time
 import traceback
 from collections.abc import Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from pathlib import Path
 from typing import NoReturn
@@ -200,17 +201,11 @@ def _claim_first_failure() -> bool | None:
         store = dist.group.WORLD.get_group_store()
     if store is None:
         return env.local_rank() == 0  # before ranks met: all of a node read the same files and flags
-    answers: list[bool] = []
-
-    def claim() -> None:
-        own = str(env.rank())
-        with suppress(RuntimeError):
-            answers.append(store.compare_set(_CLAIM, "", own) == own.encode())
-
-    thread = threading.Thread(target=claim, daemon=True)
-    thread.start()
-    thread.join(STORE_SECONDS)
-    return answers[0] if answers else None
+    own = str(env.rank())
+    with suppress(RuntimeError, TimeoutError):
+        holder = ThreadPoolExecutor(1).submit(store.compare_set, _CLAIM, "", own).result(STORE_SECONDS)
+        return holder == own.encode()
+    return None
 
 
 def _print(error: BaseException, code: int) -> None:

@@ -99,10 +99,10 @@ def judge(code: int, report: FailureReport | None, settings: RunSettings) -> Run
         why, is_final = after_run.INTERRUPTED if code == INTERRUPTED else f"exit code {code}", True
     else:
         why = "the run ended without a message from its ranks"
-    steps = []
+    step = 0
     with suppress(RequestError):  # there is no record of one
-        steps = read_history(settings.out).steps
-    return RunEnd(code, why, is_final, steps[-1].step if steps else 0, None if saved is None else saved.name)
+        step = next((each.step for each in reversed(read_history(settings.out).steps)), 0)
+    return RunEnd(code, why, is_final, step, None if saved is None else saved.name)
 
 
 def _why(report: FailureReport) -> str:
