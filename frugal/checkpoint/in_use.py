@@ -98,8 +98,8 @@ def _claim(folder: int, path: Path, own: RunMark, out: Path) -> None:
         pass
     while not _create(path, own):
         theirs = read(path)
-        has_ended = is_locked and theirs is not None and theirs.boot == own.boot != ""
-        if not has_ended and _is_gone_after_waiting(path, out):
+        is_of_this_host = own.boot and theirs is not None and (theirs.host, theirs.boot) == (own.host, own.boot)
+        if not (is_locked and is_of_this_host) and _is_gone_after_waiting(path, out):
             continue
         files.write_file(path, own.encode())
         time.sleep(min(1.0, STALE_SECONDS / 10))  # of several that found it the last one to write has it

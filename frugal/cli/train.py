@@ -111,7 +111,7 @@ def command(
         plan=plan, plan_path=plan_path or job.settings.out / PLAN, hosts=job.hosts, settings=job.settings,
         hostfile=job.hostfile, port=job.how.master_port or DEFAULT_PORT,
     )  # fmt: skip
-    click.echo(commands.LAUNCHERS[printed](launch_request))
+    click.echo(commands.printed(printed, launch_request))
     return 0
 
 

@@ -53,11 +53,9 @@ def ranks_on_node() -> int | None:
 
 def _number(name: str) -> int | None:
     """Return a launcher's number; None where it is not set, or is what `check` refuses."""
-    text = os.environ.get(name, "").strip()
-    least, most = _LEAST_AND_MOST[name]
-    if not (text.isascii() and text.isdecimal() and len(text) < 10):
-        return None
-    return int(text) if least <= int(text) <= most else None
+    text, (least, most) = os.environ.get(name, "").strip(), _LEAST_AND_MOST[name]
+    is_number = text.isascii() and text.isdecimal() and len(text) < 10
+    return int(text) if is_number and least <= int(text) <= most else None
 
 
 def check() -> None:
@@ -168,10 +166,9 @@ LOOPBACK = "127.0.0.1"
 
 def is_on_one_host() -> bool:
     """Return whether all ranks are on this host, according to the launcher."""
-    if os.environ.get("MASTER_ADDR") in (LOOPBACK, "localhost", "::1"):
-        return True
     number = ranks_on_node()
-    return number is not None and str(number) == os.environ.get("WORLD_SIZE")
+    is_loopback = os.environ.get("MASTER_ADDR") in (LOOPBACK, "localhost", "::1")
+    return is_loopback or (number is not None and str(number) == os.environ.get("WORLD_SIZE"))
 
 
 def adopt_segments(cluster: Cluster, expandable_segments: bool) -> None:

@@ -190,15 +190,8 @@ def _may_print(error: BaseException) -> bool:
 
 def _claim_first_failure() -> bool | None:
     """Return whether no other rank has failed before; None where the store does not answer."""
-    if "torch.distributed" not in sys.modules:  # before ranks met, see below; its import takes seconds
-        return env.local_rank() == 0
-    import torch.distributed as dist
-
-    from frugal.distributed import rendezvous
-
-    store: dist.Store | None = rendezvous.joined
-    if store is None and dist.group.WORLD is not None:
-        store = dist.group.WORLD.get_group_store()
+    rendezvous = sys.modules.get("frugal.distributed.rendezvous")  # not imported for this: it brings torch
+    store = getattr(rendezvous, "joined", None)
     if store is None:
         return env.local_rank() == 0  # before ranks met: all of a node read the same files and flags
     own = str(env.rank())

@@ -107,34 +107,25 @@ class LaunchRequest:
             f"# {name}\n{self.shell_line(words(number))}" for number, name in enumerate(self.node_names)
         )
 
-    def required_hostfile(self, launcher: str) -> str:
-        """Return the hostfile, for a launcher that reads it.
-
-        Raises:
-            RequestError: there is none.
-        """
-        if self.hostfile is None:
-            raise RequestError(
-                f"--print {launcher} needs a hostfile",
-                because="this launcher reads there which nodes there are",
-                hint="--hostfile HOSTS, with a line `NAME slots=GPUS` for each node",
-            )
-        return str(self.hostfile)
-
 
 def _deepspeed(launch: LaunchRequest) -> str:
-    hostfile = launch.required_hostfile("deepspeed")
-    words = ["deepspeed", "--hostfile", hostfile, "--master_port", str(launch.port), "--module", RANK_MODULE]
+    words = [
+        "deepspeed",
+        "--hostfile",
+        str(launch.hostfile),
+        "--master_port",
+        str(launch.port),
+        "--module",
+        RANK_MODULE,
+    ]
     return launch.shell_line([*words, *launch.rank_arguments])
 
 
 def _no_ssh(launch: LaunchRequest) -> str:
-    hostfile = launch.required_hostfile("no-ssh")
-    rendezvous = ["--master_addr", launch.address, "--master_port", str(launch.port)]
     return launch.line_per_node(
         lambda number: [
-            "deepspeed", "--hostfile", hostfile, "--no_ssh", "--node_rank", str(number), *rendezvous, "--module",
-            RANK_MODULE, *launch.rank_arguments,
+            "deepspeed", "--hostfile", str(launch.hostfile), "--no_ssh", "--node_rank", str(number), "--master_addr",
+            launch.address, "--master_port", str(launch.port), "--module", RANK_MODULE, *launch.rank_arguments,
         ]
     )  # fmt: skip
 
@@ -150,13 +141,11 @@ def _torchrun(launch: LaunchRequest) -> str:
 
 
 def _openmpi(launch: LaunchRequest) -> str:
-    hostfile = launch.required_hostfile("openmpi")
     passed = launch.environment() | {"MASTER_ADDR": launch.address, "MASTER_PORT": str(launch.port)}
-    words = ["mpirun", "--hostfile", hostfile, "-n", str(sum(launch.slots)), "--bind-to", "none"]
-    for name, value in passed.items():
-        words += ["-x", f"{name}={value}"]
-    if SECRET_FILE in os.environ:
-        words += ["-x", SECRET_FILE]
+    exported = [f"{name}={value}" for name, value in passed.items()]
+    exported += [SECRET_FILE] if SECRET_FILE in os.environ else []
+    words = ["mpirun", "--hostfile", str(launch.hostfile), "-n", str(sum(launch.slots)), "--bind-to", "none"]
+    words += [word for each in exported for word in ("-x", each)]
     return shlex.join([*words, sys.executable, "-m", RANK_MODULE, *launch.rank_arguments])
 
 
@@ -265,7 +254,18 @@ LAUNCHERS: dict[Launcher, Callable[[LaunchRequest], str]] = {
     "slurm": _slurm,
     "kubernetes": _kubernetes,
 }
-"""Functions that return the line, or a line for each node, that starts the ranks.
 
-They raise a RequestError where the launcher needs to know more, or cannot do what is planned.
-"""
+
+def printed(launcher: Launcher, launch: LaunchRequest) -> str:
+    """Return the line, or a line for each node, that starts the ranks.
+
+    Raises:
+        RequestError: the launcher needs to know more, or cannot do what is planned.
+    """
+    if launcher in ("no-ssh", "deepspeed", "openmpi") and launch.hostfile is None:
+        raise RequestError(
+            f"--print {launcher} needs a hostfile",
+            because="this launcher reads there which nodes there are",
+            hint="--hostfile HOSTS, with a line `NAME slots=GPUS` for each node",
+        )
+    return LAUNCHERS[launcher](launch)
