@@ -28,7 +28,7 @@ import logging
 from collections import defaultdict
 from contextlib import nullcontext
 from dataclasses import dataclass, replace
-from functools import partial
+from functools import cache, partial
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -322,12 +322,10 @@ class Saved:
             for kind in STATES
             if name.endswith(f"{kind}.pt")
         }
-        read: dict[tuple[int, str], Any] = {}  # let go with this object, so that nothing stays mapped
 
+        @cache  # which goes with this object, so that nothing stays mapped
         def content(rank: int, kind: str) -> Any:
-            if (rank, kind) not in read:
-                read[rank, kind] = checkpoint_files.read(paths[rank, kind], mmap=True)
-            return read[rank, kind]
+            return checkpoint_files.read(paths[rank, kind], mmap=True)
 
         num_writers = made_by.world_size if self._stage else 1
         self.files = [StateFiles(self._stage, partial(content, rank)) for rank in range(num_writers)]

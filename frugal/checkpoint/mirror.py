@@ -99,7 +99,6 @@ class Mirror:
         assert settings.mirror is not None
         self._address, self._out, self._checkpoints = settings.mirror, settings.out.absolute(), settings.checkpoints
         self._links = self._out / ".mirror"
-        self._storage: _Storage | None = None
         self._whole: dict[str, bytes] = {}  # manifests of the checkpoints that are whole there
         self._sent: set[tuple[str, str]] = set()  # names and SHA-256 of files of checkpoints that are not
         self._why, self._is_ending, self._is_refused = "", False, False
@@ -139,7 +138,7 @@ class Mirror:
                 if why != self._why:
                     said = f"warning: the mirror {self._address} cannot be written ({why}); training goes on"
                     rank_logs.to_console(said)
-                self._why, self._storage = why, None
+                self._why = why
                 wait = RETRY_SECONDS[0] if is_last else min(2 * wait, RETRY_SECONDS[1])
                 continue
             if self._why:
@@ -149,7 +148,7 @@ class Mirror:
                 return
 
     def _copy(self) -> None:
-        storage = self._storage = self._storage or _Storage(self._address)
+        storage = _Storage(self._address)
         there = storage.sizes(_CHECKPOINTS)
         if not self._owns(storage, there):
             rank_logs.to_console(f"warning: the mirror {self._address} holds another run: nothing is copied to it")

@@ -39,8 +39,6 @@ def join(plan: Plan, out: Path | None = None) -> "torch.device":
     env.correct_local_rank(plan.cluster)
     if (ranks := env.ranks_on_node() or 1) > 1:  # before torch
         os.environ.setdefault("OMP_NUM_THREADS", str(max(1, len(os.sched_getaffinity(0)) // ranks)))
-    if kind == "cpu":
-        os.environ |= collectives.ON_CPU  # before DeepSpeed is imported
     if world_size > 1 and out is not None:
         rank_logs.redirect(out, env.rank())
     env.adopt_segments(plan.cluster, plan.strategy.expandable_segments)
@@ -50,11 +48,11 @@ def join(plan: Plan, out: Path | None = None) -> "torch.device":
         raise PlanMismatchError(
             "the plan is for GPUs, and there is none here", hint="plan for this machine's CPU: frugal plan --device cpu"
         )
+    device = use_device(kind)  # before DeepSpeed is imported
     from frugal.distributed import rendezvous
 
     env.silence_libraries()
     os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")  # else tokenizers warn of every fork
-    device = use_device(kind)
     if world_size > 1:
         rendezvous.rendezvous(plan)
     form()
