@@ -133,9 +133,10 @@ def end_rank(error: BaseException, code: int | None = None) -> NoReturn:
 
     `code`: to end with; None: that of the error.
     """
-    if code is None:
+    if code is None and isinstance(error, KeyboardInterrupt):
+        code = INTERRUPTED
+    elif code is None:
         code = error.exit_code if isinstance(error, FrugalError) else 1
-        code = INTERRUPTED if isinstance(error, KeyboardInterrupt) else code
     if (isinstance(error, LostRankError) or lost_connection(error)) and stop.is_ending():
         os._exit(code)  # the launcher saw another rank end and is ending all; it waits for this one
     if threading.current_thread() is threading.main_thread():
