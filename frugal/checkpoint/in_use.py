@@ -1,9 +1,10 @@
 """Two runs in one folder: the second one is refused, on any host and any file system.
 
-A run keeps a file in its folder, which it rewrites every `BEAT_SECONDS`. Another run that finds the file looks for its
-process, if that is on its own host. If not, it waits to see the file change. It compares contents and no times, since
-clocks of hosts may differ. A file that does not change for `STALE_SECONDS` belongs to a run that was killed. If that
-run was only stopped for so long, it finds the file of its successor when it continues, and ends.
+A run locks its folder (flock): on its own host the kernel refuses the second, and however a run ends, its lock ends
+with it. Most file systems keep such a lock to one host. So a run also keeps a file in its folder, which it rewrites
+every `BEAT_SECONDS`. Another run that finds the file of another host waits to see it change. It compares contents and
+no times, since clocks of hosts may differ. A file that does not change for `STALE_SECONDS` belongs to a run that was
+killed. If that run was only stopped for so long, it finds the file of its successor when it continues, and ends.
 """
 
 import fcntl
@@ -29,62 +30,25 @@ _MARK_BYTES = 512
 
 
 class RunMark(msgspec.Struct, kw_only=True):
-    """The content of the file: which process writes to the folder.
-
-    `boot` and `namespace` say which processes `pid` counts, `began` that it is not a later one. `folder`: the inode of
-    the folder; a copy of it has another one.
-    """
+    """The content of the file: which process writes to the folder. `boot` names this start of its host's kernel."""
 
     host: str
     boot: str
-    namespace: str
     pid: int
-    began: str
-    folder: int
     token: str
     beats: int = 0
 
     @classmethod
-    def of_this_process(cls, folder: Path) -> "RunMark":
-        """Return a mark for `folder` with a new token."""
-        boot = namespace = ""
+    def of_this_process(cls) -> "RunMark":
+        """Return a mark with a new token."""
+        boot = ""
         with suppress(OSError):
             boot = Path("/proc/sys/kernel/random/boot_id").read_text().strip()
-            namespace = str(Path("/proc/self/ns/pid").readlink())
-        return cls(
-            host=socket.gethostname()[:64], boot=boot, namespace=namespace, pid=os.getpid(), began=_began(os.getpid()),
-            folder=folder.stat().st_ino, token=secrets.token_hex(8),
-        )  # fmt: skip
+        return cls(host=socket.gethostname()[:64], boot=boot, pid=os.getpid(), token=secrets.token_hex(8))
 
     def encode(self) -> bytes:
         """Return the content of the file, always of the same size: it is rewritten in place."""
         return msgspec.json.encode(self).ljust(_MARK_BYTES - 1) + b"\n"
-
-
-def _began(pid: int) -> str:
-    """Return when a process began, in ticks since the machine did; nothing if there is none, or it has ended.
-
-    A process that was killed and that no parent has reaped is still listed, in some containers for ever.
-    """
-    with suppress(OSError):
-        fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
-        return "" if fields[0] in ("Z", "X") else fields[19]
-    return ""
-
-
-def _is_running(theirs: RunMark, own: RunMark) -> bool | None:
-    """Return whether the process of a mark runs; None if it is on another host, or `/proc` hides it from this user."""
-    if not own.boot or (theirs.boot, theirs.namespace) != (own.boot, own.namespace):
-        return None
-    if not Path(f"/proc/{theirs.pid}").exists():
-        try:
-            os.kill(theirs.pid, 0)
-        except (ProcessLookupError, OverflowError):
-            return False
-        except PermissionError:  # it is another user's
-            pass
-        return None
-    return _began(theirs.pid) == theirs.began
 
 
 def read(path: Path) -> RunMark | None:
@@ -104,12 +68,9 @@ def marked(out: Path) -> Iterator[None]:
     """
     folder = os.open(out, os.O_RDONLY)
     path = Path(f"/proc/self/fd/{folder}", MARK)  # in this folder, wherever it is moved to
+    own, is_over = RunMark.of_this_process(), threading.Event()
     try:
-        own = RunMark.of_this_process(path.parent)
-        _claim(path, own, out)
-        with suppress(OSError):  # a file system without locks
-            fcntl.flock(folder, fcntl.LOCK_EX | fcntl.LOCK_NB)  # so that `frugal report` knows that the run is alive
-        is_over = threading.Event()
+        _claim(folder, path, own, out)
         beating = threading.Thread(target=_beat, args=(path, own, out, is_over), name="heartbeat", daemon=True)
         beating.start()
         try:
@@ -120,18 +81,25 @@ def marked(out: Path) -> Iterator[None]:
             with suppress(OSError):
                 if _is_own(read(path), own):
                     path.unlink(missing_ok=True)
+                fcntl.flock(folder, fcntl.LOCK_UN)  # also for processes that were forked meanwhile
     finally:
         os.close(folder)
 
 
-def _claim(path: Path, own: RunMark, out: Path) -> None:
-    """Create the file, or replace that of a run which has ended."""
+def _claim(folder: int, path: Path, own: RunMark, out: Path) -> None:
+    """Lock the folder, and create its file or replace that of a run which has ended."""
+    is_locked = False
+    try:
+        fcntl.flock(folder, fcntl.LOCK_EX | fcntl.LOCK_NB)  # `frugal report` sees it, too
+        is_locked = True
+    except BlockingIOError:
+        raise in_use(out, read(path)) from None
+    except OSError:  # a file system without locks
+        pass
     while not _create(path, own):
         theirs = read(path)
-        is_running = None if theirs is None else _is_running(theirs, own)
-        if theirs is not None and is_running and theirs.folder == own.folder:
-            raise in_use(out, theirs)
-        if is_running is None and _is_gone_after_waiting(path, out):  # hosts may number one folder differently
+        is_of_this_host = own.boot and theirs is not None and (theirs.host, theirs.boot) == (own.host, own.boot)
+        if not (is_locked and is_of_this_host) and _is_gone_after_waiting(path, out):
             continue
         files.write_file(path, own.encode())
         time.sleep(min(1.0, STALE_SECONDS / 10))  # of several that found it the last one to write has it
@@ -143,11 +111,10 @@ def _claim(path: Path, own: RunMark, out: Path) -> None:
 def _create(path: Path, own: RunMark) -> bool:
     """Create the file, unless it exists. Of two processes at once one creates it, also on network file systems."""
     try:
-        descriptor = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW, 0o644)
+        with path.open("xb") as file:
+            _write(file, own)
     except FileExistsError:
         return False
-    with open(descriptor, "wb") as file:  # noqa: PTH123  # a Path has no descriptor
-        _write(file, own)
     return True
 
 

@@ -28,9 +28,9 @@ import logging
 from collections import defaultdict
 from contextlib import nullcontext
 from dataclasses import dataclass, replace
-from functools import partial
+from functools import cache, partial
 from pathlib import Path
-from typing import Any, NamedTuple, Protocol
+from typing import Any, Protocol
 
 import msgspec
 import torch
@@ -102,15 +102,15 @@ def load(engine: Trained, folder: Path, *, only: str | None = None) -> Loaded:
     refused: list[str] = []
     out_of_reach: list[str] = []
     for path in (folder / name for name in names):
-        damage = [each for each in gather(_damage(engine, path), Damage | None, engine.votes) if each]
+        damage = [each for each in gather(_damage(engine, path), tuple[str, bool] | None, engine.votes) if each]
         if not damage:
-            if engine.rank == 0:
+            if engine.rank == 0 and out_of_reach:
                 _give_away(folder, out_of_reach)
             return _restore(engine, path, tuple(refused))
-        refused.append(damage[0].reason)
+        refused.append(damage[0][0])
         if engine.rank == 0:
-            logger.warning("refused a checkpoint: %s", damage[0].reason)
-        if any(each.is_for_now for each in damage):
+            logger.warning("refused a checkpoint: %s", damage[0][0])
+        if any(is_for_now for _, is_for_now in damage):
             out_of_reach.append(path.name)
     if refused:
         raise CheckpointError(
@@ -121,22 +121,16 @@ def load(engine: Trained, folder: Path, *, only: str | None = None) -> Loaded:
     raise CheckpointError(f"there is no checkpoint in {folder}", hint="start without --resume")
 
 
-class Damage(NamedTuple):
-    """A reason why a rank cannot use a checkpoint. `is_for_now`: its disk could not be read; it may be good."""
-
-    reason: str
-    is_for_now: bool
-
-
-def _damage(engine: Trained, path: Path) -> Damage | None:
+def _damage(engine: Trained, path: Path) -> tuple[str, bool] | None:
+    """Return why this rank cannot use a checkpoint, and whether that is for now: a disk that could not be read."""
     try:
         made_by, progress = manifest.read(path), read_progress(path)
         reason = first_damage(path, made_by, engine.rank, engine.world_size)
     except ValueError as error:
-        return Damage(str(error), isinstance(error, OutOfReachError))
+        return str(error), isinstance(error, OutOfReachError)
     if reason is None and progress.step != made_by.step:
         reason = f"{path / TRAINING} is of step {progress.step}, and {manifest.MANIFEST} of step {made_by.step}"
-    return None if reason is None else Damage(reason, is_for_now=False)
+    return None if reason is None else (reason, False)
 
 
 def first_damage(path: Path, made_by: Manifest, rank: int = 0, world_size: int = 1) -> str | None:
@@ -187,11 +181,10 @@ def _foreign(path: Path, made_by: Manifest, rank: int, world_size: int) -> str |
 
 def _give_away(folder: Path, names: list[str]) -> None:
     """Take checkpoints that cannot be read for the moment from what this run may remove: they may be good."""
-    if names:
-        try:
-            files.record_written(folder, files.written(folder) - set(names))
-        except OSError as error:
-            logger.warning("cannot note that %s is to be kept: %s", ", ".join(names), error.strerror)
+    try:
+        files.record_written(folder, files.written(folder) - set(names))
+    except OSError as error:
+        logger.warning("cannot note that %s is to be kept: %s", ", ".join(names), error.strerror)
 
 
 def origin(engine: Trained, step: int, listed: dict[str, File]) -> Manifest:
@@ -329,12 +322,10 @@ class Saved:
             for kind in STATES
             if name.endswith(f"{kind}.pt")
         }
-        read: dict[tuple[int, str], Any] = {}  # let go with this object, so that nothing stays mapped
 
+        @cache  # which goes with this object, so that nothing stays mapped
         def content(rank: int, kind: str) -> Any:
-            if (rank, kind) not in read:
-                read[rank, kind] = checkpoint_files.read(paths[rank, kind], mmap=True)
-            return read[rank, kind]
+            return checkpoint_files.read(paths[rank, kind], mmap=True)
 
         num_writers = made_by.world_size if self._stage else 1
         self.files = [StateFiles(self._stage, partial(content, rank)) for rank in range(num_writers)]

@@ -24,8 +24,7 @@ POINTER = "latest"
 MOST_BYTES = 1 << 30
 """The limit of files that are read as a whole. Ten thousand ranks have a manifest of 6 MB."""
 
-_NAME = re.compile(r"step-(\d{6,})(\.old)?")
-_MOST_DIGITS = 15
+_NAME = re.compile(r"step-(\d{6}|[1-9]\d{6,14})(\.old)?", re.ASCII)
 _FILE = re.compile(r"\w[\w.-]{,200}", re.ASCII)
 
 
@@ -92,9 +91,7 @@ def digest_of(shapes: Sequence[tuple[str, tuple[int, ...]]]) -> str:
 def step_of(name: str) -> int | None:
     """Return the step of the checkpoint that has this name; None for any other name."""
     match = _NAME.fullmatch(name)
-    if match is None or not match[1].isascii() or len(match[1]) > _MOST_DIGITS or f"{int(match[1]):06d}" != match[1]:
-        return None
-    return int(match[1])
+    return None if match is None else int(match[1])
 
 
 def checkpoints_in(folder: Path) -> list[Path]:

@@ -14,13 +14,12 @@ there when they were removed here, after a newer one is whole. A failure is said
 ends; training goes on. What is fetched is checked against the SHA-256 in its manifest before it gets its name.
 """
 
-import contextlib
 import os
 import secrets
 import shutil
 import threading
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from urllib.parse import urlsplit
 
@@ -62,18 +61,16 @@ class _Storage:
     def sizes(self, *names: str) -> dict[str, int]:
         """Return the bytes of what is in a folder, by name; 0 for folders."""
         self.fs.invalidate_cache()
-        try:
+        listed = []
+        with suppress(FileNotFoundError):
             listed = self.fs.ls(self.path(*names), detail=True)
-        except FileNotFoundError:
-            return {}
         return {each["name"].rstrip("/").rpartition("/")[2]: int(each["size"] or 0) for each in listed}
 
     def read(self, *names: str) -> bytes | None:
         """Return the content of a file; None if there is none."""
-        try:
+        with suppress(FileNotFoundError):
             return bytes(self.fs.cat_file(self.path(*names)))
-        except FileNotFoundError:
-            return None
+        return None
 
     def put(self, content: Path | bytes, *names: str) -> None:
         """Write a file."""
@@ -87,7 +84,7 @@ class _Storage:
     def remove_checkpoint(self, name: str) -> None:
         """Remove a checkpoint, its manifest first."""
         for path in (self.path(_CHECKPOINTS, name, MANIFEST), self.path(_CHECKPOINTS, name)):
-            with contextlib.suppress(FileNotFoundError):
+            with suppress(FileNotFoundError):
                 self.fs.rm(path, recursive=True)
 
     def path(self, *names: str) -> str:
@@ -102,7 +99,6 @@ class Mirror:
         assert settings.mirror is not None
         self._address, self._out, self._checkpoints = settings.mirror, settings.out.absolute(), settings.checkpoints
         self._links = self._out / ".mirror"
-        self._storage: _Storage | None = None
         self._whole: dict[str, bytes] = {}  # manifests of the checkpoints that are whole there
         self._sent: set[tuple[str, str]] = set()  # names and SHA-256 of files of checkpoints that are not
         self._why, self._is_ending, self._is_refused = "", False, False
@@ -138,7 +134,11 @@ class Mirror:
             try:
                 self._copy()
             except Exception as error:  # a storage's library may raise anything
-                self._tell(error)
+                why = storages.explained(error)
+                if why != self._why:
+                    said = f"warning: the mirror {self._address} cannot be written ({why}); training goes on"
+                    rank_logs.to_console(said)
+                self._why = why
                 wait = RETRY_SECONDS[0] if is_last else min(2 * wait, RETRY_SECONDS[1])
                 continue
             if self._why:
@@ -147,14 +147,8 @@ class Mirror:
             if is_last:
                 return
 
-    def _tell(self, error: Exception) -> None:
-        why = storages.explained(error)
-        if why != self._why:
-            rank_logs.to_console(f"warning: the mirror {self._address} cannot be written ({why}); training goes on")
-        self._why, self._storage = why, None
-
     def _copy(self) -> None:
-        storage = self._storage = self._storage or _Storage(self._address)
+        storage = _Storage(self._address)
         there = storage.sizes(_CHECKPOINTS)
         if not self._owns(storage, there):
             rank_logs.to_console(f"warning: the mirror {self._address} holds another run: nothing is copied to it")
@@ -214,21 +208,20 @@ class Mirror:
     @contextmanager
     def _held(self, path: Path) -> Iterator[Path]:
         """Give a checkpoint a second name, so that a slow storage gets all of one that is removed meanwhile."""
-        links = self._links / path.name
+        links = held = self._links / path.name
         shutil.rmtree(links, ignore_errors=True)
         try:
             links.mkdir(parents=True)
             for file in path.iterdir():
                 os.link(file, links / file.name)
-        except OSError as error:
-            if isinstance(error, FileNotFoundError):
-                raise
-            links = path  # a file system without links
+        except FileNotFoundError:
+            raise
+        except OSError:  # a file system without links
+            held = path
         try:
-            yield links
+            yield held
         finally:
-            if links != path:
-                shutil.rmtree(links, ignore_errors=True)
+            shutil.rmtree(links, ignore_errors=True)
 
 
 @contextmanager

@@ -17,7 +17,7 @@ from collections.abc import Callable, Iterable, Iterator
 from dataclasses import replace
 from pathlib import Path
 from types import TracebackType
-from typing import Any, Self
+from typing import Any, Self, cast
 
 import msgspec
 import torch.distributed as dist
@@ -276,40 +276,25 @@ def save_model(engine: Trained, folder: Path, tokenizer: Any = None, *, uses_cac
     return folder
 
 
-@contextlib.contextmanager
-def _caching(module: nn.Module, uses_cache: bool | None) -> Iterator[None]:
-    """Have a transformers model's configuration say `use_cache` as it was given, inside the `with` block."""
-    config: Any = getattr(module, "config", None)
-    text = config.get_text_config() if uses_cache and hasattr(config, "get_text_config") else None
-    if text is not None:
-        text.use_cache = True
-    try:
-        yield
-    finally:
-        if text is not None:
-            text.use_cache = False
-
-
 def _whole_weights(zero: Zero, module: nn.Module, *, keep: bool, only_trained: bool = False) -> dict[str, Tensor]:
     """Return parameters and buffers by name, on the host, tied ones shared; nothing unless `keep`. Collective.
 
     `only_trained`: only parameters that are trained. ZeRO-3 gathers one parameter at a time, so no device ever holds
     more than the largest beside its share.
     """
-    weights: dict[str, Tensor] = {}
-    parameters: dict[int, Tensor] = {}
+    copies: dict[int, Tensor] = {}
     for parameter in module.parameters():
-        if only_trained and not parameter.requires_grad:
-            continue
-        with zero.gathered(parameter):
-            if keep:
-                parameters[id(parameter)] = parameter.detach().to("cpu", copy=True)
-    if keep and only_trained:
-        return {name: parameters[id(p)] for name, p in module.named_parameters() if p.requires_grad}
-    if keep:
-        for name, tensor in module.state_dict(keep_vars=True).items():
-            weights[name] = parameters[id(tensor)] if id(tensor) in parameters else tensor.detach().to("cpu", copy=True)
-    return weights
+        if parameter.requires_grad or not only_trained:
+            with zero.gathered(parameter):
+                if keep:
+                    copies[id(parameter)] = parameter.detach().to("cpu", copy=True)
+    if not keep:
+        return {}
+    if only_trained:
+        return {name: copies[id(each)] for name, each in module.named_parameters() if each.requires_grad}
+    tensors = module.state_dict(keep_vars=True)
+    copies |= {id(each): each.detach().to("cpu", copy=True) for each in tensors.values() if id(each) not in copies}
+    return {name: copies[id(each)] for name, each in tensors.items()}
 
 
 def write_model(
@@ -329,15 +314,20 @@ def write_model(
         OSError: the folder cannot be written.
     """
     folder.parent.mkdir(parents=True, exist_ok=True)
-    aside = files.unfinished(folder)
+    aside, config = files.unfinished(folder), cast(Any, getattr(module, "config", None))
+    text = config.get_text_config() if uses_cache and hasattr(config, "get_text_config") else None
     try:
-        with _caching(module, uses_cache):
-            _write(module, weights, aside, tokenizer)
+        if text is not None:
+            text.use_cache = True
+        _write(module, weights, aside, tokenizer)
         files.flush_all(aside)
         place(aside, folder)
     except BaseException:
         shutil.rmtree(aside, ignore_errors=True)
         raise
+    finally:
+        if text is not None:
+            text.use_cache = False
 
 
 def _write(module: nn.Module, weights: dict[str, Tensor], aside: Path, tokenizer: Any) -> None:

@@ -16,9 +16,8 @@ from frugal.config.run_settings import RunSettings
 from frugal.config.schema import read_toml
 from frugal.distributed import env
 from frugal.errors import RequestError
-from frugal.launch import host_report, ssh
-from frugal.launch.host_report import HostReport
-from frugal.launch.ssh import UnreachableHost
+from frugal.launch import host_report
+from frugal.launch.host_report import HostReport, UnreachableHost
 from frugal.tools.check import known_faults
 from frugal.units import format_bytes
 
@@ -47,19 +46,21 @@ def command(
     if is_printed:
         if not named:
             raise RequestError("--print needs a hostfile", because="its lines name the hosts", hint="--hostfile HOSTS")
-        click.echo(ssh.lines_without_ssh([host.name for host in named], ["--out", str(folder), "--device", kind]))
+        click.echo(
+            host_report.lines_without_ssh([host.name for host in named], ["--out", str(folder), "--device", kind])
+        )
         return 0
     env.adopt_launcher_variables()
     if os.environ.get("WORLD_SIZE", "1") != "1":
-        named, reports = ssh.collect_from_ranks(folder, kind)
+        named, reports = host_report.collect_from_ranks(folder, kind)
         if not named:  # rank 0 has them
             return 0
     elif named:
-        reports = ssh.collect_reports(named, folder, kind)
+        reports = host_report.collect_reports(named, folder, kind)
     else:
         here = host_report.collect(folder, None, cuda=kind == "cuda")
         named, reports = [HostfileEntry(name=here.host, slots=1)], [here]
-    problems = ssh.problems(named, reports, kind)
+    problems = host_report.problems(named, reports, kind)
     for host, report in zip(named, reports, strict=True):
         version = "" if isinstance(report, UnreachableHost) else report.versions.get("deepspeed", "")
         problems += [

@@ -122,7 +122,7 @@ def command(
         plan=plan, plan_path=plan_path or job.settings.out / PLAN, hosts=job.hosts, settings=job.settings,
         hostfile=Path(job.asked["hostfile"]) if job.hosts else None, port=job.how.master_port or DEFAULT_PORT,
     )  # fmt: skip
-    click.echo(commands.LAUNCHERS[printed](launch_request))
+    click.echo(commands.printed(printed, launch_request))
     return 0
 
 
@@ -229,7 +229,7 @@ def _start(job: _Job, plan: Plan) -> int:
         run(plan, settings)
         return 0
     rest = partial(_plan_for_rest, job) if job.how.elastic else lambda before: before
-    return restart.supervise(local.starter(port), plan, settings, restarts, rest)
+    return restart.supervise(partial(local.run, master_port=port), plan, settings, restarts, rest)
 
 
 def _plan_on(job: _Job, cluster: Cluster, *, before: Plan) -> Plan:

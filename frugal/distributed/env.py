@@ -6,6 +6,7 @@ SLURM number their processes under names of their own and do not set MASTER_ADDR
 
 import logging
 import os
+import resource
 import socket
 import warnings
 from typing import NoReturn
@@ -52,11 +53,9 @@ def ranks_on_node() -> int | None:
 
 def _number(name: str) -> int | None:
     """Return a launcher's number; None where it is not set, or is what `check` refuses."""
-    text = os.environ.get(name, "").strip()
-    least, most = _LEAST_AND_MOST[name]
-    if not (text.isascii() and text.isdecimal() and len(text) < 10):
-        return None
-    return int(text) if least <= int(text) <= most else None
+    text, (least, most) = os.environ.get(name, "").strip(), _LEAST_AND_MOST[name]
+    is_number = text.isascii() and text.isdecimal() and len(text) < 10
+    return int(text) if is_number and least <= int(text) <= most else None
 
 
 def check() -> None:
@@ -98,19 +97,40 @@ def is_restarted_by_torchrun() -> bool:
     return os.environ.get("TORCHELASTIC_RESTART_COUNT", "") not in ("", "0")
 
 
+MOST_DESCRIPTORS = 2**16
+"""The limit on open files, where it may be raised: TCPStore keeps every connection, also a stranger's."""
+
+
+def raise_descriptors(world_size: int) -> None:
+    """Raise this process's limit on open files, which those it starts inherit.
+
+    Rank 0 of a run on CPU ranks has 20 and 6 for each rank at its fullest (1, 2 and 4 ranks, gloo); 8 more are for what
+    is open for a moment. GPUs need more, which is not measured.
+
+    Raises:
+        RequestError: it may not be raised as far as a rank needs.
+    """
+    needed, (now, most) = 28 + 6 * world_size, resource.getrlimit(resource.RLIMIT_NOFILE)
+    limits = [each for each in (most, max(needed, MOST_DESCRIPTORS)) if each != resource.RLIM_INFINITY]
+    if min(limits) < needed:
+        raise RequestError(
+            f"a process may have {most} open files here, and ranks need {needed}",
+            because=f"rank 0 holds connections to all {world_size}"
+            if world_size > 1
+            else "libraries and data are files",
+            hint=f"raise the limit: `ulimit -n {max(needed, 4096)}`, or nofile in /etc/security/limits.conf",
+        )
+    if now != resource.RLIM_INFINITY and now < min(limits):
+        resource.setrlimit(resource.RLIMIT_NOFILE, (min(limits), most))
+
+
 def adopt_launcher_variables() -> None:
     """Set torch's variables from those of OpenMPI, MPICH or SLURM, where one of them started more than one rank.
 
     Raises:
         RequestError: MASTER_ADDR is not set, or what the launcher says is no place in a run.
     """
-    if "RANK" not in os.environ:
-        _adopt_other_names()
-    check()
-
-
-def _adopt_other_names() -> None:
-    for names in _LAUNCHERS:
+    for names in _LAUNCHERS if "RANK" not in os.environ else ():
         rank, world_size, local_rank, local_size = (os.environ.get(name) for name in names)
         if rank is None or world_size in (None, "", "0", "1"):
             continue
@@ -125,7 +145,8 @@ def _adopt_other_names() -> None:
             "LOCAL_SIZE": (local_size or "1").partition("(")[0],  # SLURM: 4(x2) is 4 on each of 2 nodes
         }  # fmt: skip
         os.environ.setdefault("MASTER_PORT", str(DEFAULT_PORT))
-        return
+        break
+    check()
 
 
 def correct_local_rank(cluster: Cluster) -> None:
@@ -145,10 +166,9 @@ LOOPBACK = "127.0.0.1"
 
 def is_on_one_host() -> bool:
     """Return whether all ranks are on this host, according to the launcher."""
-    if os.environ.get("MASTER_ADDR") in (LOOPBACK, "localhost", "::1"):
-        return True
     number = ranks_on_node()
-    return number is not None and str(number) == os.environ.get("WORLD_SIZE")
+    is_loopback = os.environ.get("MASTER_ADDR") in (LOOPBACK, "localhost", "::1")
+    return is_loopback or (number is not None and str(number) == os.environ.get("WORLD_SIZE"))
 
 
 def adopt_segments(cluster: Cluster, expandable_segments: bool) -> None:
@@ -156,8 +176,7 @@ def adopt_segments(cluster: Cluster, expandable_segments: bool) -> None:
 
     torch reads the variable when CUDA is initialised. If it is already, torch gets the settings for later segments.
     """
-    changed = cuda_allocator.settings(cluster, os.environ, expandable_segments)
-    if not changed:
+    if not (changed := cuda_allocator.settings(cluster, os.environ, expandable_segments)):
         return
     for note in cuda_allocator.notes(expandable_segments, cluster, os.environ) if rank() == 0 else ():
         logger.warning(note)
@@ -170,12 +189,6 @@ def adopt_segments(cluster: Cluster, expandable_segments: bool) -> None:
         set_allocator_settings(*changed.values())
 
 
-def limit_threads() -> None:
-    """Give each rank of this node its share of the cores, unless OMP_NUM_THREADS says otherwise. Before torch."""
-    if (ranks := ranks_on_node() or 1) > 1:
-        os.environ.setdefault("OMP_NUM_THREADS", str(max(1, len(os.sched_getaffinity(0)) // ranks)))
-
-
 def choose_interfaces() -> None:
     """Have gloo and NCCL listen on this host's loopback alone where all ranks are on it.
 
@@ -186,12 +199,10 @@ def choose_interfaces() -> None:
     if is_on_one_host():
         os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
         os.environ.setdefault("NCCL_SOCKET_IFNAME", "lo")
-        return
-    if "GLOO_SOCKET_IFNAME" in os.environ:
-        return
-    interface = interface_towards(os.environ["MASTER_ADDR"]) or interface_towards(_UNUSED_ADDRESS)
-    if interface is not None:
-        os.environ["GLOO_SOCKET_IFNAME"] = interface
+    elif "GLOO_SOCKET_IFNAME" not in os.environ:
+        interface = interface_towards(os.environ["MASTER_ADDR"]) or interface_towards(_UNUSED_ADDRESS)
+        if interface is not None:
+            os.environ["GLOO_SOCKET_IFNAME"] = interface
 
 
 _UNUSED_ADDRESS = "198.51.100.1"

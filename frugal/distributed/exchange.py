@@ -29,7 +29,7 @@ def gather(value: T, kind: Any, group: dist.ProcessGroup | None = None) -> list[
     if dist.get_backend(group) == "fake":  # of a dry run: all ranks are like this one
         return [value] * world_size
     message = msgspec.msgpack.encode(value)
-    device = _device(group)
+    device = "cuda" if dist.get_backend(group) == "nccl" else "cpu"
     own_size = torch.tensor([len(message)], dtype=torch.int64, device=device)
     gathered = [torch.empty_like(own_size) for _ in range(world_size)]
     dist.all_gather(gathered, own_size, group=group)
@@ -42,27 +42,18 @@ def gather(value: T, kind: Any, group: dist.ProcessGroup | None = None) -> list[
     padded = padded.to(device)
     messages = [torch.empty_like(padded) for _ in range(world_size)]
     dist.all_gather(messages, padded, group=group)
-    return [
-        _decoded(tensor[:size].cpu().numpy().tobytes(), kind, rank)
-        for rank, (tensor, size) in enumerate(zip(messages, sizes, strict=True))
-    ]
+    values = []
+    for rank, (tensor, size) in enumerate(zip(messages, sizes, strict=True)):
+        try:
+            values.append(msgspec.msgpack.decode(tensor[:size].cpu().numpy().tobytes(), type=kind))
+        except msgspec.DecodeError as error:
+            raise RuntimeError(f"rank {rank} sent something else than was asked for: {error}") from None
+    return values
 
 
 def from_rank_0(value: T, kind: Any, group: dist.ProcessGroup | None = None) -> T:
     """Return rank 0's value on all ranks. Collective, and raises, as `gather`."""
     return gather(value, kind, group)[0]
-
-
-def _device(group: dist.ProcessGroup | None) -> torch.device:
-    """Return the device of tensors for the group's backend."""
-    return torch.device("cuda" if dist.get_backend(group) == "nccl" else "cpu")
-
-
-def _decoded(message: bytes, kind: Any, rank: int) -> Any:
-    try:
-        return msgspec.msgpack.decode(message, type=kind)
-    except msgspec.DecodeError as error:
-        raise RuntimeError(f"rank {rank} sent something else than was asked for: {error}") from None
 
 
 class RanksFailed(Exception):  # noqa: N818  # never leaves the package; named for what happened

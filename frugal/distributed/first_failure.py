@@ -14,6 +14,7 @@ import threading
 import time
 import traceback
 from collections.abc import Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from pathlib import Path
 from typing import NoReturn
@@ -66,8 +67,7 @@ class FailureReport(msgspec.Struct):
 
 def report_folder() -> Path | None:
     """Return the folder in which ranks report how the run ended, if their launcher reads it."""
-    folder = os.environ.get(REPORT_FOLDER)
-    return Path(folder) if folder else None
+    return Path(folder) if (folder := os.environ.get(REPORT_FOLDER)) else None
 
 
 def report_done() -> None:
@@ -109,17 +109,16 @@ def run_command(command: Callable[[Sequence[str]], None]) -> NoReturn:
 
 def end_for_threads() -> None:
     """Have an exception on a thread of frugal's end this rank, instead of being printed while others wait."""
-    threading.excepthook = _end_for_thread
 
+    def end(failed: threading.ExceptHookArgs) -> None:
+        name = "" if failed.thread is None else failed.thread.name
+        if name.startswith("frugal "):
+            error = ServiceError(f"thread `{name}`: {failed.exc_type.__name__}: {failed.exc_value}")
+            error.__cause__ = failed.exc_value
+            end_rank(error)
+        threading.__excepthook__(failed)  # a library's: transformers has some that fail without harm
 
-def _end_for_thread(failed: threading.ExceptHookArgs) -> None:
-    name = "" if failed.thread is None else failed.thread.name
-    if not name.startswith("frugal "):  # a library's: transformers has some that fail without harm
-        threading.__excepthook__(failed)
-        return
-    error = ServiceError(f"thread `{name}`: {failed.exc_type.__name__}: {failed.exc_value}")
-    error.__cause__ = failed.exc_value
-    end_rank(error)
+    threading.excepthook = end
 
 
 def deliver(number: int) -> None:
@@ -134,7 +133,10 @@ def end_rank(error: BaseException, code: int | None = None) -> NoReturn:
 
     `code`: to end with; None: that of the error.
     """
-    code = _exit_code(error) if code is None else code
+    if code is None and isinstance(error, KeyboardInterrupt):
+        code = INTERRUPTED
+    elif code is None:
+        code = error.exit_code if isinstance(error, FrugalError) else 1
     if (isinstance(error, LostRankError) or lost_connection(error)) and stop.is_ending():
         os._exit(code)  # the launcher saw another rank end and is ending all; it waits for this one
     if threading.current_thread() is threading.main_thread():
@@ -151,12 +153,6 @@ def end_rank(error: BaseException, code: int | None = None) -> NoReturn:
     elif not isinstance(error, KeyboardInterrupt):  # interrupted ranks all end with the same code
         _wait_for_launcher(code)
     os._exit(code)  # not sys.exit: other ranks are gone, and gloo's and NCCL's destructors would wait for them
-
-
-def _exit_code(error: BaseException) -> int:
-    if isinstance(error, FrugalError):
-        return error.exit_code
-    return INTERRUPTED if isinstance(error, KeyboardInterrupt) else 1
 
 
 def lost_connection(error: BaseException) -> bool:
@@ -181,47 +177,29 @@ def _wait_for_launcher(code: int = 1) -> None:
 def _may_print(error: BaseException) -> bool:
     """Return whether this rank failed first, or reports the loss of rank 0, on whose host the store was."""
     claimed = _claim_first_failure()
-    if claimed is None and isinstance(error, ServiceError):  # it may be what serves the store
-        return True
-    if claimed is None:
-        return isinstance(error, LostRankError) and error.is_elsewhere and _reports_loss_of_rank_0(error)
-    return claimed
-
-
-def _claim_first_failure() -> bool | None:
-    """Return whether no other rank has failed before; None where the store does not answer."""
-    if "torch.distributed" not in sys.modules:  # before ranks met, see below; its import takes seconds
-        return env.local_rank() == 0
-    import torch.distributed as dist
-
-    from frugal.distributed import rendezvous
-
-    store: dist.Store | None = rendezvous.store()
-    if store is None and dist.group.WORLD is not None:
-        store = dist.group.WORLD.get_group_store()
-    if store is None:
-        return env.local_rank() == 0  # before ranks met: all of a node read the same files and flags
-    answers: list[bool] = []
-
-    def claim() -> None:
-        own = str(env.rank())
-        with suppress(RuntimeError):
-            answers.append(store.compare_set(_CLAIM, "", own) == own.encode())
-
-    thread = threading.Thread(target=claim, daemon=True)
-    thread.start()
-    thread.join(STORE_SECONDS)
-    return answers[0] if answers else None
-
-
-def _reports_loss_of_rank_0(error: LostRankError) -> bool:
-    """Return whether no other rank does so, and rank 0 did not report a failure itself."""
-    if env.local_rank() != 0:
+    if claimed is not None:
+        return claimed
+    if not isinstance(error, LostRankError):
+        return isinstance(error, ServiceError)  # it may be what serves the store
+    if not error.is_elsewhere or env.local_rank() != 0:
         return False
     if not error.is_unreachable:
         _wait_for_launcher()
     folder = report_folder()
-    return folder is None or read_report(folder) is None
+    return folder is None or read_report(folder) is None  # another has reported it, or rank 0 its own failure
+
+
+def _claim_first_failure() -> bool | None:
+    """Return whether no other rank has failed before; None where the store does not answer."""
+    rendezvous = sys.modules.get("frugal.distributed.rendezvous")  # not imported for this: it brings torch
+    store = getattr(rendezvous, "joined", None)
+    if store is None:
+        return env.local_rank() == 0  # before ranks met: all of a node read the same files and flags
+    own = str(env.rank())
+    with suppress(RuntimeError, TimeoutError):
+        holder = ThreadPoolExecutor(1).submit(store.compare_set, _CLAIM, "", own).result(STORE_SECONDS)
+        return holder == own.encode()
+    return None
 
 
 def _print(error: BaseException, code: int) -> None:

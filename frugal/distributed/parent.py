@@ -13,6 +13,7 @@ import signal
 import threading
 from collections.abc import Callable
 from contextlib import suppress
+from functools import partial
 
 PIPE = "FRUGAL_PARENT_PIPE"
 """In the environment of a process that ends with its parent: the number of the pipe's read end."""
@@ -39,20 +40,15 @@ def end_with_parent(deliver: Callable[[int], None] | None = None) -> None:
     pipe = os.environ.pop(PIPE, None)  # processes that this one starts have no part in it
     if pipe is not None or any(name in os.environ for name in _LAUNCHERS):
         set_death_signal(signal.SIGKILL)
-    if pipe is not None and deliver is not None:
-        _on_thread(_read, int(pipe), deliver)
-    elif pipe is not None:  # what is written there is for others to read
-        _on_thread(_wait_for_end, int(pipe))
+    if pipe is not None:  # without `deliver` what is written there is for others to read
+        wait = partial(_read, int(pipe), deliver) if deliver is not None else partial(_wait_for_end, int(pipe))
+        threading.Thread(target=wait, name="frugal parent", daemon=True).start()
 
 
 def set_death_signal(number: signal.Signals) -> None:
     """Have the kernel send this process a signal when the thread that started it ends."""
     with suppress(OSError, AttributeError):  # not on Linux: the pipe remains
         ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, number)
-
-
-def _on_thread(wait: Callable[..., None], *arguments: object) -> None:
-    threading.Thread(target=wait, args=arguments, name="frugal parent", daemon=True).start()
 
 
 def _wait_for_end(pipe: int) -> None:

@@ -18,7 +18,6 @@ from contextlib import suppress
 
 from frugal.distributed import env, rendezvous
 from frugal.distributed.connections import peers
-from frugal.distributed.connections.peers import KEEPALIVE_SECONDS
 from frugal.distributed.first_failure import LostRankError
 
 _GOODBYE = b"."
@@ -80,7 +79,9 @@ class PeerWatch:
             why = "its connection was closed"
         except OSError as error:
             is_unreachable = isinstance(error, TimeoutError) or error.errno in (errno.EHOSTUNREACH, errno.ENETUNREACH)
-            why = f"its host has not answered for {KEEPALIVE_SECONDS} s" if is_unreachable else str(error.strerror)
+            why = (
+                f"its host has not answered for {peers.KEEPALIVE_SECONDS} s" if is_unreachable else str(error.strerror)
+            )
         return LostRankError(
             f"rank {rank} on {host} is gone",
             why,

@@ -2,7 +2,6 @@
 
 import errno
 import os
-import resource
 import socket
 from contextlib import nullcontext
 from pathlib import Path
@@ -35,12 +34,11 @@ def join(plan: Plan, out: Path | None = None) -> "torch.device":
             f"the plan is for {plan.batch.world_size} ranks, this run has {world_size}",
             hint=f"plan again for {world_size} GPUs, or start {plan.batch.world_size} processes",
         )
-    check_descriptors(world_size)
+    env.raise_descriptors(world_size)
     os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")  # it warns of addresses that have no name, for one
     env.correct_local_rank(plan.cluster)
-    env.limit_threads()
-    if kind == "cpu":
-        os.environ.update(collectives.ON_CPU)  # before DeepSpeed is imported
+    if (ranks := env.ranks_on_node() or 1) > 1:  # before torch
+        os.environ.setdefault("OMP_NUM_THREADS", str(max(1, len(os.sched_getaffinity(0)) // ranks)))
     if world_size > 1 and out is not None:
         rank_logs.redirect(out, env.rank())
     env.adopt_segments(plan.cluster, plan.strategy.expandable_segments)
@@ -50,39 +48,15 @@ def join(plan: Plan, out: Path | None = None) -> "torch.device":
         raise PlanMismatchError(
             "the plan is for GPUs, and there is none here", hint="plan for this machine's CPU: frugal plan --device cpu"
         )
+    device = use_device(kind)  # before DeepSpeed is imported
     from frugal.distributed import rendezvous
-    from frugal.distributed.env import silence_libraries
 
-    silence_libraries()
+    env.silence_libraries()
     os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")  # else tokenizers warn of every fork
-    device = use_device(kind)
     if world_size > 1:
         rendezvous.rendezvous(plan)
     form()
     return device
-
-
-def check_descriptors(world_size: int) -> None:
-    """Raise this process's limit on open files, which those it starts inherit, if it is too low for a rank.
-
-    Rank 0 of a run on CPU ranks has 20 and 6 for each rank at its fullest (1, 2 and 4 ranks, gloo); 8 more are for what
-    is open for a moment. GPUs need more, which is not measured.
-
-    Raises:
-        RequestError: it may not be raised so far.
-    """
-    needed, (now, most) = 28 + 6 * world_size, resource.getrlimit(resource.RLIMIT_NOFILE)
-    if now == resource.RLIM_INFINITY or now >= needed:
-        return
-    if most != resource.RLIM_INFINITY and most < needed:
-        raise RequestError(
-            f"a process may have {most} open files here, and ranks need {needed}",
-            because=f"rank 0 holds connections to all {world_size}"
-            if world_size > 1
-            else "libraries and data are files",
-            hint=f"raise the limit: `ulimit -n {max(needed, 4096)}`, or nofile in /etc/security/limits.conf",
-        )
-    resource.setrlimit(resource.RLIMIT_NOFILE, (needed, most))
 
 
 def use_device(kind: DeviceKind) -> "torch.device":
@@ -94,17 +68,9 @@ def use_device(kind: DeviceKind) -> "torch.device":
     import torch
 
     if kind == "cpu":
-        os.environ.update(collectives.ON_CPU)
+        os.environ |= collectives.ON_CPU
         return torch.device("cpu")
     device = torch.device(kind, env.local_rank())
-    _refuse_missing_gpu(device)
-    torch.cuda.set_device(device)
-    return device
-
-
-def _refuse_missing_gpu(device: "torch.device") -> None:
-    import torch
-
     if device.index >= torch.cuda.device_count():
         ranks = env.ranks_on_node() or device.index + 1
         raise PlanMismatchError(
@@ -113,6 +79,8 @@ def _refuse_missing_gpu(device: "torch.device") -> None:
             hint="give its line in the hostfile as many slots, and plan again; under SLURM, let each task see all GPUs "
             "of its node (--gpus-per-node, not --gpus-per-task)",
         )
+    torch.cuda.set_device(device)
+    return device
 
 
 def form() -> None:
@@ -130,7 +98,7 @@ def form() -> None:
     first_failure.end_for_threads()
     contract.verify()  # before modules are imported that name what may be missing
 
-    if not dist.is_initialized():
+    if not (is_formed := dist.is_initialized()):
         env.check()
     alone = {
         "RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": "1", "LOCAL_SIZE": os.environ.get("LOCAL_WORLD_SIZE", "1"),
@@ -138,11 +106,10 @@ def form() -> None:
     }  # fmt: skip
     for name, value in alone.items():
         os.environ.setdefault(name, value)
-    is_formed = dist.is_initialized()
     if not is_formed:
         rendezvous.join_store()
     is_gloo = collectives.ON_CPU.items() <= os.environ.items()
-    with nullcontext() if is_formed or not is_gloo else listeners.closed_afterwards(rendezvous.server()):
+    with nullcontext() if is_formed or not is_gloo else listeners.closed_afterwards(rendezvous.server):
         collectives.init_distributed(rendezvous.METHOD)
 
 
@@ -171,5 +138,5 @@ def hold_port(address: str, port: int) -> socket.socket:
     sock.close()
     raise RequestError(
         f"port {port} cannot be used", because=why.strerror or str(why),
-        hint="leave --master-port out",
+        hint="start again without --master-port: a free port is chosen",
     )  # fmt: skip

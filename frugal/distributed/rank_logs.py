@@ -91,10 +91,6 @@ def to_console(text: str) -> None:
             os.write(_console, (text + "\n").encode(errors="backslashreplace"))
 
 
-def _in_words(stream: str, error: OSError) -> str:
-    return f"{stream} is gone ({error.strerror}): the run continues, and its output there is lost"
-
-
 class _Guarded:
     """A standard stream that raises nothing when it is gone; is the stream in all else.
 
@@ -125,20 +121,17 @@ class _Guarded:
         try:
             return action(*arguments)
         except OSError as error:
-            with _losing:
-                self._lose(error)
+            with _losing, Path(os.devnull).open("wb") as nowhere:
+                os.dup2(nowhere.fileno(), self._stream.fileno())
+                if self._in_words not in _lost:
+                    _lost[self._in_words] = error
+                    said = (
+                        f"{self._in_words} is gone ({error.strerror}): the run continues, and its output there is lost"
+                    )
+                    to_file(said)
+                    os.environ[LOST] = "\n".join([*os.environ.get(LOST, "").splitlines(), said])
             with suppress(OSError):
                 self._stream.flush()  # to nowhere, what could not be written
-
-    def _lose(self, error: OSError) -> None:
-        """Redirect the stream's descriptor to /dev/null, and log it once."""
-        nowhere = os.open(os.devnull, os.O_WRONLY)
-        os.dup2(nowhere, self._stream.fileno())
-        os.close(nowhere)
-        if self._in_words not in _lost:
-            _lost[self._in_words] = error
-            to_file(_in_words(self._in_words, error))
-            os.environ[LOST] = "\n".join(map(_in_words, _lost, _lost.values()))
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self._stream, name)

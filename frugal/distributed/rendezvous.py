@@ -18,7 +18,6 @@ import socket
 import time
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager, suppress
-from dataclasses import dataclass
 from datetime import timedelta
 from typing import Any
 
@@ -36,7 +35,7 @@ from torch.distributed import (
 from frugal.config.hardware.local_host import versions
 from frugal.distributed import env, rank_logs
 from frugal.distributed.connections import peers, secret
-from frugal.errors import PlanMismatchError, RequestError
+from frugal.errors import FrugalError, PlanMismatchError, RequestError
 from frugal.planning.plan import Plan
 
 WAIT_SECONDS = 300.0
@@ -54,15 +53,15 @@ OTHER_SECRET_SECONDS = 60.0
 METHOD = "frugal://"
 """The name of this rendezvous in torch, where a process group is made."""
 
-_PRESENT, _VERDICT = "frugal/rank 0 is here", "frugal/verdict"
+_PRESENT = "frugal/rank 0 is here"
 _LOST = "Connection to rank 0 was lost before all ranks had come"
 _ATTEMPT_SECONDS = 5.0  # torch's attempt to connect hears no Ctrl-C
 _POLL_SECONDS = 0.1
 _READ_SECONDS = 5.0
 _HEX_BYTES = 64  # of a SHA-256
 
-_store: Store | None = None  # one a process
-_server: socket.socket | None = None
+joined: Store | None = None  # the store of this rank's rendezvous
+server: socket.socket | None = None  # at which rank 0 serves it; None on other ranks, and where torchrun does
 
 
 class RankDescription(msgspec.Struct):
@@ -73,64 +72,55 @@ class RankDescription(msgspec.Struct):
     digest: str
 
 
-@dataclass(frozen=True)
-class _Verdict:
-    """The reason why the run cannot start, as the parts of an error message."""
-
-    what: str
-    because: tuple[str, ...]
-    hint: str
-
-
-def store() -> Store | None:
-    """Return the store of this rank's rendezvous; None before one."""
-    return _store
-
-
-def server() -> socket.socket | None:
-    """Return the socket at which rank 0 serves the store; None on other ranks, and where torchrun serves it."""
-    return _server
-
-
 def join_store(wait_seconds: float = WAIT_SECONDS) -> Store:
     """Return the store of all ranks of the environment's world.
 
     Raises:
         RequestError: rank 0 is not reached within `wait_seconds`, or its port is in use.
     """
-    global _store
-    if _store is None:
-        env.choose_interfaces()
-        world_size = int(os.environ["WORLD_SIZE"])
-        if world_size == 1:
-            _store = HashStore()
-            return _store
-        if env.rank() == 0 and secret.of_run() is None:
-            rank_logs.to_console(
-                f"no {secret.SECRET_FILE} is given: any process that reaches port {os.environ['MASTER_PORT']} could "
-                "join this run or end it (SECURITY.md)"
-            )
-        connected = _connect(world_size, wait_seconds)
-        connected.set_timeout(timedelta(seconds=wait_seconds))
-        _store = PrefixStore(_digest("store").hex(), connected)
-        if env.rank() == 0:
-            _store.set(_PRESENT, "")
-        else:
-            _wait_for_rank_0(_store, wait_seconds)
-    return _store
+    global joined
+    if joined is not None:
+        return joined
+    env.choose_interfaces()
+    world_size = int(os.environ["WORLD_SIZE"])
+    if world_size == 1:
+        joined = HashStore()
+        return joined
+    if env.rank() == 0 and secret.of_run() is None:
+        rank_logs.to_console(
+            f"no {secret.SECRET_FILE} is given: any process that reaches port {os.environ['MASTER_PORT']} could "
+            "join this run or end it (SECURITY.md)"
+        )
+    connected = _connect(world_size, wait_seconds)
+    connected.set_timeout(timedelta(seconds=wait_seconds))
+    joined = PrefixStore(_digest("store").hex(), connected)
+    if env.rank() == 0:
+        joined.set(_PRESENT, "")
+    else:
+        _wait_for_rank_0(joined, wait_seconds)
+    return joined
 
 
 def _connect(world_size: int, seconds: float) -> TCPStore:
     """Serve the store on rank 0, connect to it on the others. Raises as `join_store`."""
-    global _server
+    global server
     address, port = peers.address_of_rank_0(), int(os.environ["MASTER_PORT"])
     end = time.monotonic() + seconds
     listening: int | None = None
     if _is_of_torchrun():
         address = os.environ["MASTER_ADDR"]
     elif env.rank() == 0:
-        _server = _listen(port)
-        listening, bound = os.dup(_server.fileno()), _server.getsockname()[0]
+        env.raise_descriptors(world_size)
+        try:
+            server = peers.listen(port)
+        except OSError as error:
+            if error.errno == errno.EADDRINUSE:
+                raise RequestError(f"port {port} is in use", hint="choose another port with --master-port") from None
+            raise RequestError(
+                f"rank 0 cannot listen at {address}, port {port}", because=error.strerror or str(error),
+                hint="MASTER_ADDR is the address of rank 0's host, and --master-port a port that it may use",
+            ) from None  # fmt: skip
+        listening, bound = os.dup(server.fileno()), server.getsockname()[0]
         address = {"0.0.0.0": "127.0.0.1", "::": "::1"}.get(bound, bound)
     # Rank 0 has one attempt, which a flood of its port may hold up.
     attempt = timedelta(seconds=seconds if listening is not None else min(_ATTEMPT_SECONDS, seconds))
@@ -150,18 +140,6 @@ def _connect(world_size: int, seconds: float) -> TCPStore:
             time.sleep(_POLL_SECONDS)
 
 
-def _listen(port: int) -> socket.socket:
-    try:
-        return peers.listen(port)
-    except OSError as error:
-        if error.errno == errno.EADDRINUSE:
-            raise RequestError(f"port {port} is in use", hint="choose another port with --master-port") from None
-        raise RequestError(
-            f"rank 0 cannot listen at {peers.address_of_rank_0()}, port {port}", because=error.strerror or str(error),
-            hint="MASTER_ADDR is the address of rank 0's host, and --master-port a port that it may use",
-        ) from None  # fmt: skip
-
-
 def _rendezvous_of_torch(_url: str, **_more: Any) -> Iterator[tuple[Store, int, int]]:
     """Yield the store, this rank and the world size, as torch asks for them."""
     yield join_store(), env.rank(), int(os.environ["WORLD_SIZE"])
@@ -178,40 +156,44 @@ def rendezvous(plan: Plan, *, wait_seconds: float = WAIT_SECONDS) -> None:
         RequestError: some are missing after `wait_seconds`, or the port is in use.
     """
     rank, world_size, store = env.rank(), int(os.environ["WORLD_SIZE"]), join_store(wait_seconds)
-    _write(store, _key(rank), RankDescription(socket.gethostname(), versions(), plan.digest))
+    described = collect(RankDescription(socket.gethostname(), versions(), plan.digest), RankDescription, wait_seconds)
+    error = None
     if rank == 0:
-        if missing := _wait_for_ranks(store, world_size, wait_seconds):
-            verdict: _Verdict | None = _missing_ranks(missing, plan, wait_seconds)
-        else:
-            verdict = compare(_descriptions(store, world_size))
-        _write(store, _VERDICT, verdict)
-    else:
-        verdict = _read_verdict(store, wait_seconds)
-    if verdict is not None:
-        with suppress(RuntimeError):  # the store ends with rank 0, and the others are to read the verdict before
-            if store.add(f"{_VERDICT}/read", 1) == world_size:
-                store.set(f"{_VERDICT}/read by all", "")
-            if rank == 0:
-                _is_set(store, [f"{_VERDICT}/read by all"], min(_READ_SECONDS, wait_seconds))
-        kind = RequestError if verdict.what.startswith("not all") else PlanMismatchError
-        raise kind(verdict.what, because=verdict.because, hint=verdict.hint)
-
-
-def _descriptions(store: Store, world_size: int) -> list[RankDescription]:
-    return [_read(store, _key(rank), RankDescription) for rank in range(world_size)]
+        missing = [number for number, each in enumerate(described) if each is None]
+        error = _missing_ranks(missing, plan, wait_seconds) if missing else compare(described)
+    parts = error and (error.exit_code, error.what, error.because, error.hint)
+    if (verdict := share("verdict", parts, tuple[int, str, tuple[str, ...], str] | None, wait_seconds)) is None:
+        return
+    with suppress(RuntimeError):  # the store ends with rank 0, and the others are to read the verdict before
+        if store.add("frugal/verdict/read", 1) == world_size:
+            store.set("frugal/verdict/read by all", "")
+        if rank == 0:
+            _is_set(store, ["frugal/verdict/read by all"], min(_READ_SECONDS, wait_seconds))
+    code, what, because, hint = verdict
+    kind = RequestError if code == RequestError.exit_code else PlanMismatchError
+    raise kind(what, because=because, hint=hint)
 
 
 def hosts() -> list[str]:
     """Return each rank's host, after `rendezvous`."""
-    return [described.host for described in _descriptions(join_store(), int(os.environ["WORLD_SIZE"]))]
+    store, world_size = join_store(), int(os.environ["WORLD_SIZE"])
+    return [_read(store, _key(rank), RankDescription).host for rank in range(world_size)]
 
 
-def share(what: str, value: Any, kind: Any) -> Any:
-    """Return rank 0's `value`, of type `kind`, on all ranks. Collective, once for each `what`."""
+def share(what: str, value: Any, kind: Any, wait_seconds: float = WAIT_SECONDS) -> Any:
+    """Return rank 0's `value`, of type `kind`, on all ranks. Collective, once for each `what`.
+
+    Raises:
+        RuntimeError: rank 0 is lost, or has shared nothing within `wait_seconds` and `NOTICE_SECONDS`.
+    """
+    store, key = join_store(wait_seconds), f"frugal/{what}"
     if env.rank() == 0:
-        _write(join_store(), f"frugal/{what}", value)
+        _write(store, key, value)
         return value
-    return _read(join_store(), f"frugal/{what}", kind)
+    with _connected():
+        if _is_set(store, [key], wait_seconds + NOTICE_SECONDS):
+            return _read(store, key, kind)
+    raise RuntimeError(_LOST)
 
 
 def collect(value: Any, kind: Any, wait_seconds: float) -> list[Any]:
@@ -234,11 +216,10 @@ def wait_for_all(what: str) -> None:
     Collectives give up after minutes (NCCL 10, gloo 30); a rank that tokenises data may take hours. If a rank is lost
     meanwhile, the peer watch or the launcher ends this one.
     """
-    if (store := _store) is None or int(os.environ["WORLD_SIZE"]) == 1:
-        return
-    if store.add(f"frugal/{what}", 1) == int(os.environ["WORLD_SIZE"]):
-        store.set(f"frugal/{what}/all", "")
-    _is_set(store, [f"frugal/{what}/all"], math.inf)
+    if joined is not None and int(os.environ["WORLD_SIZE"]) > 1:
+        if joined.add(f"frugal/{what}", 1) == int(os.environ["WORLD_SIZE"]):
+            joined.set(f"frugal/{what}/all", "")
+        _is_set(joined, [f"frugal/{what}/all"], math.inf)
 
 
 def _is_set(store: Store, keys: list[str], seconds: float) -> bool:
@@ -279,7 +260,7 @@ def _digest(text: str) -> bytes:
     return hmac.digest(secret.of_run() or b"", f"{attempt} {text}".encode(), "sha256")
 
 
-def compare(ranks: Sequence[RankDescription]) -> _Verdict | None:
+def compare(ranks: Sequence[RankDescription]) -> FrugalError | None:
     """Return how ranks differ from rank 0, in rank order; None if they do not."""
     because = []
     for name, version_of_rank_0 in ranks[0].versions.items():
@@ -288,14 +269,16 @@ def compare(ranks: Sequence[RankDescription]) -> _Verdict | None:
             holders = _holders(ranks, versions_by_rank)
             because.append("; ".join(f"{where} has {name} {version}" for version, where in holders.items()))
     if because:
-        return _Verdict(
-            "the hosts do not run the same versions", tuple(because),
-            "install the same on all; `frugal doctor --hostfile HOSTS` shows what each has",
+        return PlanMismatchError(
+            "the hosts do not run the same versions", because=because,
+            hint="install the same on all; `frugal doctor --hostfile HOSTS` shows what each has",
         )  # fmt: skip
     if any(rank.digest != ranks[0].digest for rank in ranks):
         holders = _holders(ranks, [rank.digest for rank in ranks])
         because = [f"{where} holds plan {digest[:12]}" for digest, where in holders.items()]
-        return _Verdict("the ranks were given different plans", tuple(because), "give every node the same plan.json")
+        return PlanMismatchError(
+            "the ranks were given different plans", because=because, hint="give every node the same plan.json"
+        )
     return None
 
 
@@ -325,26 +308,26 @@ def ranks_in_words(ranks: Iterable[int]) -> str:
 def _wait_for_ranks(store: Store, world_size: int, seconds: float) -> list[int]:
     """Wait for all ranks' descriptions; return the ranks that are missing in the end."""
     keys = [_key(rank) for rank in range(world_size)]
-    if _is_set(store, keys, min(NOTICE_SECONDS, seconds)):
-        return []
-    missing = [rank for rank in range(world_size) if not store.check([_key(rank)])]
-    if missing and seconds > NOTICE_SECONDS:
-        rank_logs.to_console(f"waiting for {ranks_in_words(missing)}")
-    if _is_set(store, keys, max(0.0, seconds - NOTICE_SECONDS)):
-        return []
-    return [rank for rank in range(world_size) if not store.check([_key(rank)])]
+    missing: list[int] = []
+    for patience in (min(NOTICE_SECONDS, seconds), seconds - NOTICE_SECONDS):
+        if missing and patience > 0:
+            rank_logs.to_console(f"waiting for {ranks_in_words(missing)}")
+        if _is_set(store, keys, patience):
+            return []
+        missing = [rank for rank in range(world_size) if not store.check([_key(rank)])]
+    return missing
 
 
-def _missing_ranks(missing: list[int], plan: Plan, seconds: float) -> _Verdict:
+def _missing_ranks(missing: list[int], plan: Plan, seconds: float) -> FrugalError:
     because, first = [], 0
     for number, node in enumerate(plan.cluster.nodes):
         ranks = [rank for rank in missing if first <= rank < first + len(node.devices)]
         first += len(node.devices)
         if ranks:
             because.append(f"node {number} of the plan: {ranks_in_words(ranks)}")
-    return _Verdict(
-        f"not all ranks came within {seconds:.0f} s", tuple(because),
-        "start the command on every node; the output of these ranks is in logs/ of the run's folder on their host",
+    return RequestError(
+        f"not all ranks came within {seconds:.0f} s", because=because,
+        hint="start the command on every node; the output of these ranks is in logs/ of the run's folder on their host",
     )  # fmt: skip
 
 
@@ -367,13 +350,6 @@ def _wait_for_rank_0(store: Store, seconds: float) -> None:
         because=f"rank 0 wrote nothing under this rank's secret within {min(patience, seconds):.0f} s",
         hint=f"give all ranks the same {secret.SECRET_FILE}; or is another run at this port? --master-port",
     )
-
-
-def _read_verdict(store: Store, seconds: float) -> _Verdict | None:
-    with _connected():
-        if _is_set(store, [_VERDICT], seconds + NOTICE_SECONDS):
-            return _read(store, _VERDICT, _Verdict | None)
-    raise RuntimeError(_LOST)
 
 
 @contextmanager

@@ -13,8 +13,8 @@ passes on the SIGHUP that its jobs got from the kernel. So the same signal count
 """
 
 import logging
+import math
 import os
-import select
 import signal
 import socket
 import threading
@@ -34,12 +34,11 @@ REPEATED_SECONDS = 5.0
 OTHER_FAILED = 0
 """The number that `deliver` takes in place of a signal's number: another rank has failed, and this one is to end."""
 
-_CLOSED = 255  # no signal has this number
 _log = logging.getLogger("frugal")
 
 _requested: signal.Signals | None = None  # signals are the process's, and so is this
 _has_other_failed = False
-_listener: "_Listener | None" = None
+_wakeup: socket.socket | None = None  # through which numbers of signals come to the thread
 
 
 def requested() -> signal.Signals | None:
@@ -63,8 +62,9 @@ def deliver(number: int) -> None:
     global _has_other_failed
     if number == OTHER_FAILED:
         _has_other_failed = True
-    elif (listener := _listener) is not None:
-        listener.tell(number)
+    elif (wakeup := _wakeup) is not None:
+        with suppress(OSError):  # it is closed already
+            wakeup.send(bytes([number]))
     else:
         os.kill(os.getpid(), number)
 
@@ -79,19 +79,25 @@ def heed_stop_signals(
     process ends with 128 + the signal's number. `end`, if given, is called for that with what happened, the reason, and
     this exit code.
     """
-    global _requested, _listener
+    global _requested, _wakeup
     _requested = None
-    listener = _Listener(grace_seconds, end or _end)
-    usual_wakeup = signal.set_wakeup_fd(listener.wakeup.fileno(), warn_on_full_buffer=False)
-    _listener = listener
-    try:
-        with handled(SIGNALS, lambda _number, _frame: None):  # the thread reads their numbers
-            yield
-    finally:
-        _listener = None
-        signal.set_wakeup_fd(usual_wakeup)
-        listener.close()
-        _requested = None
+    heard, wakeup = socket.socketpair()
+    with heard, wakeup:
+        wakeup.setblocking(False)
+        arguments = (heard, grace_seconds, end or _end)
+        listening = threading.Thread(target=_listen, args=arguments, name="frugal signals", daemon=True)
+        listening.start()
+        usual_wakeup = signal.set_wakeup_fd(wakeup.fileno(), warn_on_full_buffer=False)
+        _wakeup = wakeup
+        try:
+            with handled(SIGNALS, lambda _number, _frame: None):  # the thread reads their numbers
+                yield
+        finally:
+            _wakeup = None
+            signal.set_wakeup_fd(usual_wakeup)
+            wakeup.shutdown(socket.SHUT_RDWR)  # also where a process that was forked holds it, too
+            listening.join()
+            _requested = None
 
 
 class Received:
@@ -109,66 +115,34 @@ class Received:
         return 2 if now - self._first[number] > REPEATED_SECONDS else 0
 
 
-class _Listener:
-    """The thread that hears signals, and ends the process when it is time for that."""
-
-    def __init__(self, grace_seconds: float, end: Callable[[str, str, int], None]) -> None:
-        self._grace_seconds, self._end = grace_seconds, end
-        self._received = Received()
-        self._heard, self.wakeup = socket.socketpair()
-        self.wakeup.setblocking(False)
-        self._thread = threading.Thread(target=self._listen, name="frugal signals", daemon=True)
-        self._thread.start()
-
-    def tell(self, number: int) -> None:
-        """Handle the signal of this number."""
-        with suppress(OSError):  # it is closed already
-            self.wakeup.send(bytes([number]))
-
-    def close(self) -> None:
-        """Stop listening."""
-        self.tell(_CLOSED)
-        self._thread.join()
-        self.wakeup.close()
-        self._heard.close()
-
-    def _listen(self) -> None:
-        deadline: float | None = None
-        coming = select.poll()
-        coming.register(self._heard, select.POLLIN)
-        while True:
-            left = None if deadline is None else 1000 * max(0.0, deadline - time.monotonic())
-            if not coming.poll(left):
-                self._overdue()
-                return
-            for number in self._heard.recv(64):
-                if number == _CLOSED:
-                    return
-                if number not in SIGNALS:
-                    continue
-                times = self._received.add(number)
-                if times == 2:
-                    what = f"ended by a second {signal.Signals(number).name}"
-                    self._end(what, "the step under way was not waited for", 128 + number)
-                elif times == 1 and deadline is None:
-                    deadline = time.monotonic() + self._grace_seconds
-                    self._ask(number)
-
-    def _ask(self, number: int) -> None:
-        name = signal.Signals(number).name
-        text = f"asked to stop by {name}: saving after this step, at most {self._grace_seconds} s"
+def _listen(heard: socket.socket, grace_seconds: float, end: Callable[[str, str, int], None]) -> None:
+    """Hear signals, and end the process when it is time for that; the thread of `heed_stop_signals`."""
+    received, deadline = Received(), math.inf
+    while True:
+        heard.settimeout(None if deadline == math.inf else max(0.001, deadline - time.monotonic()))
         try:
-            if env.rank() == 0:
-                _log.warning(text)
-            else:
-                rank_logs.to_file(text)
-        finally:
-            note(number)  # after the line: from here on a run of short steps may end, and its log with it
-
-    def _overdue(self) -> None:
-        assert _requested is not None
-        what = f"not done within {self._grace_seconds} s after {_requested.name}"
-        self._end(what, "the step under way takes longer", 128 + _requested)
+            numbers = heard.recv(64)
+        except TimeoutError:
+            assert _requested is not None
+            what = f"not done within {grace_seconds} s after {_requested.name}"
+            end(what, "the step under way takes longer", 128 + _requested)
+            return
+        if not numbers:
+            return
+        for number in numbers:
+            if number not in SIGNALS:
+                continue
+            times, name = received.add(number), signal.Signals(number).name
+            if times == 2:
+                end(f"ended by a second {name}", "the step under way was not waited for", 128 + number)
+            elif times == 1 and deadline == math.inf:
+                deadline = time.monotonic() + grace_seconds
+                text = f"asked to stop by {name}: saving after this step, at most {grace_seconds} s"
+                say = _log.warning if env.rank() == 0 else rank_logs.to_file
+                try:
+                    say(text)
+                finally:
+                    note(number)  # after the line: a run of short steps may end now, and its log with it
 
 
 def _end(what: str, why: str, code: int) -> None:
@@ -203,18 +177,18 @@ def restore_defaults() -> None:
 
 
 def _block(how: int) -> None:
-    if _listener is not None:
+    if _wakeup is not None:
         signal.pthread_sigmask(how, SIGNALS)
 
 
 def _forget_in_child() -> None:
     """Restore default signals in a forked process, which is no rank."""
-    global _listener
-    if _listener is not None:
+    global _wakeup
+    if _wakeup is not None:
         signal.set_wakeup_fd(-1)
         restore_defaults()
         _block(signal.SIG_UNBLOCK)
-        _listener = None
+        _wakeup = None
 
 
 os.register_at_fork(

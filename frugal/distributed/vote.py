@@ -54,24 +54,22 @@ class Vote:
             DifferentError: no rank says yes, and they are about to do different things.
             RuntimeError: a rank is gone, or has not come within DeepSpeed's timeout.
         """
+        own = _VOTE.pack(mine, what)
         try:
-            answer = self._answer(_VOTE.pack(mine, what))
+            if self._counts:
+                votes = [own, *(_receive(peer, _VOTE.size) for peer in self._peers)]
+                is_yes = any(vote[:1] == _YES for vote in votes)
+                answer = _YES if is_yes else _NO if all(vote == own for vote in votes) else _DIFFERENT
+                for peer in self._peers:
+                    peer.sendall(answer)
+            else:
+                self._peers[0].sendall(own)
+                answer = _receive(self._peers[0], 1)
         except OSError as error:
             raise RuntimeError(f"Connection to another rank was lost: {error}") from error
         if answer == _DIFFERENT:
             raise DifferentError
         return answer == _YES
-
-    def _answer(self, own: bytes) -> bytes:
-        if not self._counts:
-            self._peers[0].sendall(own)
-            return _receive(self._peers[0], 1)
-        votes = [own, *(_receive(peer, _VOTE.size) for peer in self._peers)]
-        is_yes = any(vote[:1] == _YES for vote in votes)
-        answer = _YES if is_yes else _NO if all(vote == own for vote in votes) else _DIFFERENT
-        for peer in self._peers:
-            peer.sendall(answer)
-        return answer
 
     def close(self) -> None:
         """Close this rank's connections."""

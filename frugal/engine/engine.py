@@ -53,7 +53,7 @@ class Engine(Stepper):
     def tune(self, most_steps: int, on_end: Callable[[dict[str, Any]], None] = lambda _: None) -> None:
         """Take the next steps, at most `most_steps` and two, in several ways and continue in the fastest. Collective.
 
-        The plan must list alternatives, see `frugal.launch.alternatives.with_alternatives`; afterwards `plan` is the
+        The plan must list alternatives, see `frugal.launch.alternatives.for_run`; afterwards `plan` is the
         one found. `on_end` receives what was found; see `frugal.engine.measure.tuner`.
 
         Raises:

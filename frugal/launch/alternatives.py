@@ -16,14 +16,14 @@ from frugal.planning.search import alternatives
 logger = logging.getLogger("frugal")
 
 
-def with_alternatives(plan: Plan) -> Plan:
-    """Return the plan with the ways that `Engine.tune` may try: another digest, the same decision.
+def for_run(plan: Plan, settings: RunSettings) -> Plan:
+    """Return the plan of a run, with alternatives if --tune asks for them or the run may gain by them.
 
-    They are kept in the user's cache, as are the plan's traces; further modes of activation checkpointing are traced.
-
-    Raises:
-        FrugalError: the model cannot be built, or not be trained as planned.
+    With the ways that `Engine.tune` may try a plan has another digest, and makes the same decision. They are kept in
+    the user's cache, as are the plan's traces; further modes of activation checkpointing are traced.
     """
+    if settings.tune is False or not (settings.tune or alternatives.is_worth_it(plan, most_steps(plan, settings))):
+        return plan
     if plan.alternatives or plan.tuned_from:
         return plan
     cache = Cache.of_user()
@@ -33,25 +33,16 @@ def with_alternatives(plan: Plan) -> Plan:
         from frugal.dryrun.client import DryRunSource, workers  # a tenth of a second that kept ones do not need
         from frugal.planning.search.search import Search
 
-        with closing(workers()) as pool:
-            open_source = partial(DryRunSource, pool=pool, will_dry_run=False)
-            with open_source(plan.request, plan.cluster) as source:
-                others = alternatives.find(Search(plan.request, plan.cluster, source), plan, open_source)
+        try:
+            with closing(workers()) as pool:
+                open_source = partial(DryRunSource, pool=pool, will_dry_run=False)
+                with open_source(plan.request, plan.cluster) as source:
+                    others = alternatives.find(Search(plan.request, plan.cluster, source), plan, open_source)
+        except FrugalError as error:  # such as a plan from elsewhere, whose model cannot be traced here
+            logger.warning("note: no alternatives to the plan were found: %s", error.what)
+            return plan
         cache.write(key, others)
     return replace(plan, alternatives=others).sealed() if others else plan
-
-
-def for_run(plan: Plan, settings: RunSettings) -> Plan:
-    """Return the plan of a run, with alternatives if --tune asks for them or the run may gain by them."""
-    if settings.tune is False or not (settings.tune or alternatives.is_worth_it(plan, most_steps(plan, settings))):
-        return plan
-    try:
-        return with_alternatives(plan)
-    except (
-        FrugalError
-    ) as error:  # such as a plan made elsewhere whose model cannot be traced here; the run can do without
-        logger.warning("note: no alternatives to the plan were found: %s", error.what)
-        return plan
 
 
 def most_steps(plan: Plan, settings: RunSettings) -> float:

@@ -3,10 +3,12 @@
 import os
 import shlex
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Literal
+from typing import Any, Literal
+
+import yaml  # type: ignore[import-untyped]  # its stubs are a package of their own
 
 from frugal.config.hardware import cuda_allocator
 from frugal.config.hardware.build_cluster import HostfileEntry
@@ -14,12 +16,27 @@ from frugal.config.run_settings import RunSettings
 from frugal.distributed.connections.secret import SECRET_FILE
 from frugal.distributed.env import DEFAULT_PORT
 from frugal.errors import RequestError
-from frugal.launch import kubernetes
+from frugal.launch.host_report import NETWORK
 from frugal.launch.local import RANK_MODULE
-from frugal.launch.ssh import NETWORK
 from frugal.planning.plan import Plan
 
 Launcher = Literal["no-ssh", "deepspeed", "torchrun", "openmpi", "slurm", "kubernetes"]
+
+NAME, FOLDER, SECRET_FOLDER = "frugal-run", "/workspace", "/etc/frugal"
+PORT_NAME = "rendezvous"
+MOST_FAILURES = 3
+"""Failures of pods until the Job is given up; those of machines that are taken away do not count."""
+
+LAST_SECONDS = 60
+"""Time that a pod has to end, beyond that in which a run saves its step."""
+
+BEFORE = f"""\
+# Before: an IMAGE with frugal, a PersistentVolumeClaim `{NAME}` that all pods can write (ReadWriteMany), with the plan
+# and the data in it, paths as below {FOLDER}, and the run's secret, by which pods know each other:
+#     kubectl create secret generic {NAME} --from-literal=secret="$(head -c 32 /dev/urandom | base64)"
+# A pod that is evicted saves its step within its grace period; the Job starts pods anew, and they resume the run.
+# These manifests fit the published schemas; they have not run on a cluster.
+"""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -90,34 +107,25 @@ class LaunchRequest:
             f"# {name}\n{self.shell_line(words(number))}" for number, name in enumerate(self.node_names)
         )
 
-    def required_hostfile(self, launcher: str) -> str:
-        """Return the hostfile, for a launcher that reads it.
-
-        Raises:
-            RequestError: there is none.
-        """
-        if self.hostfile is None:
-            raise RequestError(
-                f"--print {launcher} needs a hostfile",
-                because="this launcher reads there which nodes there are",
-                hint="--hostfile HOSTS, with a line `NAME slots=GPUS` for each node",
-            )
-        return str(self.hostfile)
-
 
 def _deepspeed(launch: LaunchRequest) -> str:
-    hostfile = launch.required_hostfile("deepspeed")
-    words = ["deepspeed", "--hostfile", hostfile, "--master_port", str(launch.port)]
-    return launch.shell_line([*words, "--module", RANK_MODULE, *launch.rank_arguments])
+    words = [
+        "deepspeed",
+        "--hostfile",
+        str(launch.hostfile),
+        "--master_port",
+        str(launch.port),
+        "--module",
+        RANK_MODULE,
+    ]
+    return launch.shell_line([*words, *launch.rank_arguments])
 
 
 def _no_ssh(launch: LaunchRequest) -> str:
-    hostfile = launch.required_hostfile("no-ssh")
-    rendezvous = ["--master_addr", launch.address, "--master_port", str(launch.port)]
     return launch.line_per_node(
         lambda number: [
-            "deepspeed", "--hostfile", hostfile, "--no_ssh", "--node_rank", str(number), *rendezvous, "--module",
-            RANK_MODULE, *launch.rank_arguments,
+            "deepspeed", "--hostfile", str(launch.hostfile), "--no_ssh", "--node_rank", str(number), "--master_addr",
+            launch.address, "--master_port", str(launch.port), "--module", RANK_MODULE, *launch.rank_arguments,
         ]
     )  # fmt: skip
 
@@ -133,13 +141,11 @@ def _torchrun(launch: LaunchRequest) -> str:
 
 
 def _openmpi(launch: LaunchRequest) -> str:
-    hostfile = launch.required_hostfile("openmpi")
     passed = launch.environment() | {"MASTER_ADDR": launch.address, "MASTER_PORT": str(launch.port)}
-    words = ["mpirun", "--hostfile", hostfile, "-n", str(sum(launch.slots)), "--bind-to", "none"]
-    for name, value in passed.items():
-        words += ["-x", f"{name}={value}"]
-    if SECRET_FILE in os.environ:
-        words += ["-x", SECRET_FILE]
+    exported = [f"{name}={value}" for name, value in passed.items()]
+    exported += [SECRET_FILE] if SECRET_FILE in os.environ else []
+    words = ["mpirun", "--hostfile", str(launch.hostfile), "-n", str(sum(launch.slots)), "--bind-to", "none"]
+    words += [word for each in exported for word in ("-x", each)]
     return shlex.join([*words, sys.executable, "-m", RANK_MODULE, *launch.rank_arguments])
 
 
@@ -164,13 +170,80 @@ def _kubernetes(launch: LaunchRequest) -> str:
             because=f"they have {', '.join(map(str, launch.slots))} GPUs, and all pods of a Job are alike",
             hint="plan for nodes that are alike: frugal plan --nodes N --gpus M",
         )
-    return kubernetes.manifests(
+    return manifests(
         ["python", *launch.node_words],
         launch.environment() | {"MASTER_PORT": str(launch.port)},
         num_nodes=len(launch.slots),
         num_gpus=0 if launch.is_cpu else launch.slots[0],
         grace=launch.settings.grace,
     )
+
+
+def manifests(
+    command: Sequence[str], environment: Mapping[str, str], *, num_nodes: int, num_gpus: int, grace: int
+) -> str:
+    """Return YAML that starts `command` once a node.
+
+    `environment` has at least MASTER_PORT. `num_gpus` of each node; 0: ranks are CPU processes. `grace`: seconds in
+    which a run that is asked to stop saves its step.
+    """
+    labels = {"app": NAME}
+    variables = {
+        **environment,
+        "MASTER_ADDR": f"{NAME}-0.{NAME}" if num_nodes > 1 else "127.0.0.1",
+        "FRUGAL_SECRET_FILE": f"{SECRET_FOLDER}/secret",
+    }
+    service = {
+        "apiVersion": "v1",
+        "kind": "Service",
+        "metadata": {"name": NAME},
+        "spec": {
+            "clusterIP": "None",
+            "publishNotReadyAddresses": True,
+            "selector": labels,
+            "ports": [{"name": PORT_NAME, "port": int(environment["MASTER_PORT"])}],
+        },
+    }
+    container = {
+        "name": "ranks",
+        "image": "IMAGE",
+        "workingDir": FOLDER,
+        "command": [*command],
+        "env": [{"name": name, "value": value} for name, value in variables.items()],
+        **({"resources": {"limits": {"nvidia.com/gpu": num_gpus}}} if num_gpus else {}),
+        "volumeMounts": [
+            {"name": "run", "mountPath": FOLDER},
+            {"name": "secret", "mountPath": SECRET_FOLDER, "readOnly": True},
+            {"name": "shared-memory", "mountPath": "/dev/shm"},  # NCCL and gloo share memory there
+        ],
+    }
+    pod = {
+        "subdomain": NAME,
+        "restartPolicy": "Never",
+        "terminationGracePeriodSeconds": grace + LAST_SECONDS,
+        "containers": [container],
+        "volumes": [
+            {"name": "run", "persistentVolumeClaim": {"claimName": NAME}},
+            {"name": "secret", "secret": {"secretName": NAME, "defaultMode": 0o400}},
+            {"name": "shared-memory", "emptyDir": {"medium": "Memory"}},
+        ],
+    }
+    job: dict[str, Any] = {
+        "apiVersion": "batch/v1",
+        "kind": "Job",
+        "metadata": {"name": NAME},
+        "spec": {
+            "completionMode": "Indexed",
+            "completions": num_nodes,
+            "parallelism": num_nodes,
+            "backoffLimit": MOST_FAILURES * num_nodes,
+            "podFailurePolicy": {
+                "rules": [{"action": "Ignore", "onPodConditions": [{"type": "DisruptionTarget", "status": "True"}]}]
+            },
+            "template": {"metadata": {"labels": labels}, "spec": pod},
+        },
+    }
+    return BEFORE + yaml.safe_dump_all([service, job], sort_keys=False, width=120)
 
 
 LAUNCHERS: dict[Launcher, Callable[[LaunchRequest], str]] = {
@@ -181,7 +254,18 @@ LAUNCHERS: dict[Launcher, Callable[[LaunchRequest], str]] = {
     "slurm": _slurm,
     "kubernetes": _kubernetes,
 }
-"""Functions that return the line, or a line for each node, that starts the ranks.
 
-They raise a RequestError where the launcher needs to know more, or cannot do what is planned.
-"""
+
+def printed(launcher: Launcher, launch: LaunchRequest) -> str:
+    """Return the line, or a line for each node, that starts the ranks.
+
+    Raises:
+        RequestError: the launcher needs to know more, or cannot do what is planned.
+    """
+    if launcher in ("no-ssh", "deepspeed", "openmpi") and launch.hostfile is None:
+        raise RequestError(
+            f"--print {launcher} needs a hostfile",
+            because="this launcher reads there which nodes there are",
+            hint="--hostfile HOSTS, with a line `NAME slots=GPUS` for each node",
+        )
+    return LAUNCHERS[launcher](launch)

@@ -4,7 +4,6 @@ A run that has failed is started again on all of its hosts, or with --elastic on
 """
 
 import os
-import random
 import sys
 import time
 from collections.abc import Callable, Sequence
@@ -24,11 +23,10 @@ from frugal.distributed.connections import secret
 from frugal.distributed.first_failure import FailureReport
 from frugal.distributed.rank_logs import to_console
 from frugal.errors import PlanMismatchError, RequestError
-from frugal.launch import ssh
-from frugal.launch.host_report import HostReport
+from frugal.launch import host_report
+from frugal.launch.host_report import HostReport, ReadyHost, UnreachableHost
 from frugal.launch.local import RANK_MODULE, run_reported
-from frugal.launch.node import END_SECONDS, PORT_TAKEN, Launch, Processes
-from frugal.launch.ssh import ReadyHost, UnreachableHost
+from frugal.launch.node import END_SECONDS, Launch, Processes
 from frugal.planning.plan import Plan
 from frugal.units import plural
 
@@ -44,18 +42,14 @@ def check_nodes(plan: Plan, named: Sequence[HostfileEntry]) -> None:
     Raises:
         PlanMismatchError: it is for another number of nodes, or of GPUs on one of them.
     """
-    planned = [len(node.devices) for node in plan.cluster.nodes]
-    available = [host.slots for host in named]
-    if planned != available:
+    slots = [len(node.devices) for node in plan.cluster.nodes], [host.slots for host in named]
+    if slots[0] != slots[1]:
+        planned, available = (f"{plural(len(each), 'node')} with {', '.join(map(str, each))} GPUs" for each in slots)
         raise PlanMismatchError(
             "the plan is for other nodes than the hostfile has",
-            because=f"it is for {_nodes(planned)}, and the hostfile has {_nodes(available)}",
+            because=f"it is for {planned}, and the hostfile has {available}",
             hint="plan for it: leave --plan out, or frugal plan --hostfile HOSTS",
         )
-
-
-def _nodes(slots: Sequence[int]) -> str:
-    return f"{plural(len(slots), 'node')} with {', '.join(map(str, slots))} GPUs"
 
 
 def require_ready(
@@ -66,7 +60,7 @@ def require_ready(
     Raises:
         RequestError: a host does not answer, or lacks something; it lists all that is wrong, on all hosts.
     """
-    if problems := ssh.problems(named, reports, kind):
+    if problems := host_report.problems(named, reports, kind):
         raise RequestError(
             "not all hosts are ready", because=problems, hint="frugal doctor --hostfile HOSTS shows what each host has"
         )
@@ -77,40 +71,21 @@ def require_ready(
     ]
 
 
-def run(
-    plan: Plan, hosts: Sequence[ReadyHost], settings: RunSettings, master_port: int | None
-) -> tuple[int, FailureReport | None]:
-    """Train on these hosts; see `run_reported`.
-
-    A port that was free and is taken before ranks meet there is chosen anew, below those that Linux gives to
-    connections.
-    """
-    port = master_port or hosts[0].report.free_port
-    while True:
-        code, report = run_reported(plan, settings, partial(_start, plan, hosts, port))
-        if report is None or report.code != PORT_TAKEN:
-            return code, report
-        if master_port is not None:
-            to_console(report.text)
-            return RequestError.exit_code, msgspec.structs.replace(report, code=RequestError.exit_code)
-        port = random.randrange(20_000, 32_768)
-
-
 def _start(plan: Plan, hosts: Sequence[ReadyHost], port: int, arguments: list[str], variables: dict[str, str]) -> int:
     """Start the ranks of every host and wait; return the exit code of the first host that failed, or 0."""
-    environment = ssh.environment() | variables | {parent.OVER_SSH: "1", secret.SECRET: secret.make()}
+    environment = host_report.environment() | variables | {parent.OVER_SSH: "1", secret.SECRET: secret.make()}
     environment |= cuda_allocator.settings(plan.cluster, environment, plan.strategy.expandable_segments)
     if plan.cluster.devices[0].kind == "cpu":
         environment |= collectives.ON_CPU
     launch = Launch(
         devices=[[*host.gpus] for host in hosts], port=port, module=RANK_MODULE, arguments=arguments,
-        address=ssh.rendezvous_address([host.report for host in hosts]), environment=environment,
+        address=host_report.rendezvous_address([host.report for host in hosts]), environment=environment,
     )  # fmt: skip
-    command = ssh.command([sys.executable, "-u", "-m", "frugal.launch.node"])
+    command = host_report.command([sys.executable, "-u", "-m", "frugal.launch.node"])
     with Processes(END_SECONDS) as nodes:
         for number, ready in enumerate(hosts):
             nodes.start(
-                ["ssh", *ssh.OPTIONS, "--", ready.host.name, command], os.environ,
+                ["ssh", *host_report.OPTIONS, "--", ready.host.name, command], os.environ,
                 first_line=msgspec.json.encode(msgspec.structs.replace(launch, number=number)),
             )  # fmt: skip
         return nodes.wait()
@@ -131,12 +106,13 @@ class RestartableHosts:
         self._out, self._plan_for = settings.out, plan_for
         self._kind: DeviceKind = plan.cluster.devices[0].kind
         run_folder.make_folder(settings, settings.checkpoints)  # so that hosts can be asked whether they see it
-        reports = ssh.collect_reports(named, settings.out, self._kind)
+        reports = host_report.collect_reports(named, settings.out, self._kind)
         self._ready = require_ready(named, reports, self._kind)
 
     def start(self, plan: Plan, settings: RunSettings) -> tuple[int, FailureReport | None]:
-        """Train on the hosts that were ready when last checked."""
-        return run(plan, self._ready, settings, self._port)
+        """Train on the hosts that were ready when last checked; see `run_reported`."""
+        port = self._port or self._ready[0].report.free_port
+        return run_reported(plan, settings, partial(_start, plan, self._ready, port))
 
     def plan_for_restart(self, before: Plan) -> Plan:
         """Check the hosts again; return the plan for those that are ready: `before` where they are the same.
@@ -155,7 +131,7 @@ class RestartableHosts:
         for text in lost:
             to_console(text)
         previous, self._ready = self._ready, left
-        if _gpus_by_host(left) == _gpus_by_host(previous):
+        if [(ready.host.name, ready.gpus) for ready in left] == [(ready.host.name, ready.gpus) for ready in previous]:
             return before
         if not lost:
             to_console(f"all {len(left)} hosts are there again: continuing as first planned")
@@ -172,7 +148,7 @@ class RestartableHosts:
         enough, is_noticed = all if self._plan_for is None else any, False
         end = time.monotonic() + RETURN_SECONDS
         while True:
-            reports = ssh.collect_reports(self._named, self._out, self._kind, probe=self._plan_for is not None)
+            reports = host_report.collect_reports(self._named, self._out, self._kind, probe=self._plan_for is not None)
             if enough(isinstance(report, HostReport) for report in reports) or time.monotonic() > end:
                 return reports
             if not is_noticed:
@@ -196,7 +172,7 @@ def usable_hosts(
         if isinstance(report, HostReport) and report.working_gpus is not None:
             gpus = tuple(number for number in gpus if number in report.working_gpus)
         # What a report lacks in GPUs counts only where all of them are used.
-        problems = ssh.problems([host], [report], kind if len(gpus) == host.slots else "cpu")
+        problems = host_report.problems([host], [report], kind if len(gpus) == host.slots else "cpu")
         if isinstance(report, UnreachableHost) or problems:
             lost.append(f"left out: {'; '.join(problems)}")
         elif not gpus:
@@ -211,12 +187,6 @@ def usable_hosts(
 def part_of_cluster(cluster: Cluster, named: Sequence[HostfileEntry], left: Sequence[ReadyHost]) -> Cluster:
     """Return the nodes and devices that are left of a cluster whose nodes are `named`."""
     nodes_by_name = {host.name: node for host, node in zip(named, cluster.nodes, strict=True)}
-    nodes = []
-    for ready in left:
-        node = nodes_by_name[ready.host.name]
-        nodes.append(replace(node, devices=tuple(node.devices[number] for number in ready.gpus)))
+    kept = [(nodes_by_name[ready.host.name], ready.gpus) for ready in left]
+    nodes = [replace(node, devices=tuple(node.devices[number] for number in gpus)) for node, gpus in kept]
     return replace(cluster, nodes=tuple(nodes))
-
-
-def _gpus_by_host(hosts: Sequence[ReadyHost]) -> dict[str, tuple[int, ...]]:
-    return {ready.host.name: ready.gpus for ready in hosts}

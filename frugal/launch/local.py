@@ -11,14 +11,13 @@ from frugal.config.hardware.cluster import DeviceKind
 from frugal.config.run_settings import RunSettings
 from frugal.deepspeed_adapter import collectives
 from frugal.deepspeed_adapter.json_config import write_plan
-from frugal.distributed import first_failure
+from frugal.distributed import env, first_failure
 from frugal.distributed.connections import secret
-from frugal.distributed.process_group import check_descriptors, hold_port
+from frugal.distributed.process_group import hold_port
 from frugal.errors import PlanMismatchError, RequestError
 from frugal.launch import node
 from frugal.launch.host_report import working_gpus
 from frugal.launch.node import Launch
-from frugal.launch.restart import Start
 from frugal.planning.plan import Plan
 
 RANK_MODULE = "frugal.engine.run"
@@ -45,7 +44,7 @@ def check_machine(plan: Plan, master_port: int | None) -> None:
                 f"the plan is for {plan.batch.world_size} GPUs, there are {num_gpus} here",
                 hint="plan for what is here: frugal plan --gpus N, or frugal train --ranks N for CPU processes",
             )
-    check_descriptors(plan.batch.world_size)
+    env.raise_descriptors(plan.batch.world_size)
     if master_port is not None:
         hold_port("", master_port).close()
 
@@ -69,13 +68,11 @@ def run_reported(
         return code or 1, first_failure.read_report(folder)
 
 
-def starter(master_port: int | None) -> Start:
-    """Return a function that starts runs on this machine."""
-
-    def run(plan: Plan, settings: RunSettings) -> tuple[int, first_failure.FailureReport | None]:
-        return run_reported(plan, settings, partial(start, plan, RANK_MODULE, master_port=master_port))
-
-    return run
+def run(
+    plan: Plan, settings: RunSettings, *, master_port: int | None = None
+) -> tuple[int, first_failure.FailureReport | None]:
+    """Train on this machine; see `run_reported`."""
+    return run_reported(plan, settings, partial(start, plan, RANK_MODULE, master_port=master_port))
 
 
 def start(

@@ -9,7 +9,6 @@ Each process leads a session of its own, so that Ctrl-C reaches it through its p
 ended with it.
 """
 
-import errno
 import io
 import os
 import signal
@@ -28,9 +27,6 @@ from frugal.distributed.process_group import hold_port
 from frugal.errors import RequestError
 
 POLL_SECONDS = 0.1
-
-PORT_TAKEN = errno.EADDRINUSE
-"""Exit code on another host whose port, where ranks were to meet, is in use."""
 
 LEAVE_SECONDS = 10.0
 """Time for the others to write their logs once a rank has failed, and for all ranks after a second signal."""
@@ -206,10 +202,10 @@ def main() -> None:
     launch.environment = {**os.environ, **launch.environment}
     try:
         sys.exit(run(launch, control=control))
-    except RequestError as error:  # `frugal train` reports it, or chooses another port
+    except RequestError as error:
         os.environ.update(launch.environment)
-        first_failure.report(PORT_TAKEN, f"error: {error}")
-        sys.exit(PORT_TAKEN)
+        first_failure.report(error.exit_code, f"error: {error}")
+        sys.exit(f"error: {error}")
 
 
 if __name__ == "__main__":

@@ -49,6 +49,13 @@ def run(words: Sequence[str]) -> int:
                 hint="ask the scheduler for as many, or plan for what it gives: frugal plan --nodes N --gpus M",
             )
         devices[number] = [*visible[:wanted]]
+    address = os.environ.get("MASTER_ADDR", "").strip()
+    if len(devices) > 1 and not address:
+        raise RequestError(
+            "MASTER_ADDR is not set",
+            because=f"the plan has {len(devices)} nodes, whose ranks meet on the first",
+            hint="export MASTER_ADDR=HOST, the first node's address, on all of them",
+        )
     newest = newest_checkpoint(settings.checkpoints)
     if newest is not None and not settings.resume:
         to_console(f"resuming from {newest}: the run's folder has it")
@@ -57,7 +64,7 @@ def run(words: Sequence[str]) -> int:
     launch = Launch(
         devices=devices,
         number=number,
-        address=_address(len(devices)),
+        address=address or env.LOOPBACK,
         port=int(os.environ.get("MASTER_PORT") or env.DEFAULT_PORT),
         module=local.RANK_MODULE,
         arguments=[*words],
@@ -83,16 +90,6 @@ def _number(num_nodes: int) -> int:
             hint="plan for as many as the scheduler starts: frugal plan --nodes N",
         )
     return int(text)
-
-
-def _address(num_nodes: int) -> str:
-    if num_nodes > 1 and not os.environ.get("MASTER_ADDR", "").strip():
-        raise RequestError(
-            "MASTER_ADDR is not set",
-            because=f"the plan has {num_nodes} nodes, whose ranks meet on the first",
-            hint="export MASTER_ADDR=HOST, the first node's address, on all of them",
-        )
-    return os.environ.get("MASTER_ADDR", "").strip() or env.LOOPBACK
 
 
 def main() -> None:

@@ -10,7 +10,6 @@ import time
 from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import dataclass, replace
-from pathlib import Path
 
 from frugal.checkpoint.manifest import newest_checkpoint
 from frugal.checkpoint.run_folder import make_folder
@@ -88,18 +87,22 @@ def supervise(
 def judge(code: int, report: FailureReport | None, settings: RunSettings) -> RunEnd:
     """Return how a run ended, from its exit code and the report of the rank that failed first."""
     saved = newest_checkpoint(settings.checkpoints)
-    number, is_final = signal_of(code), code == 0
+    number, is_final = _signal_of(code), code == 0
     if report is not None and (report.code in FINAL_CODES or report.code > 128):  # a signal to stop, or a second one
         code, why, is_final = report.code, _why(report), True
     elif number is not None:
-        code, why = 128 + number, f"a rank was ended by {name_signal(number)}"
+        named = [each.name for each in signal.Signals if each == number]
+        code, why = 128 + number, f"a rank was ended by {named[0] if named else f'signal {number}'}"
     elif report is not None:
         code, why = report.code, _why(report)
     elif code in FINAL_CODES:  # refused before there was a rank
         why, is_final = after_run.INTERRUPTED if code == INTERRUPTED else f"exit code {code}", True
     else:
         why = "the run ended without a message from its ranks"
-    return RunEnd(code, why, is_final, _last_step(settings.out), None if saved is None else saved.name)
+    step = 0
+    with suppress(RequestError):  # there is no record of one
+        step = next((each.step for each in reversed(read_history(settings.out).steps)), 0)
+    return RunEnd(code, why, is_final, step, None if saved is None else saved.name)
 
 
 def _why(report: FailureReport) -> str:
@@ -110,29 +113,14 @@ def _why(report: FailureReport) -> str:
     return f"rank {report.rank} failed ({lines[max(0, len(lines) - 2)]})"
 
 
-def _last_step(out: Path) -> int:
-    """Return the last step that was done; 0 if there is no record of one."""
-    with suppress(RequestError):
-        steps = read_history(out).steps
-        return steps[-1].step if steps else 0
-    return 0
-
-
 _ENDS_A_RANK = {signal.SIGKILL, signal.SIGTERM, signal.SIGSEGV, signal.SIGABRT, signal.SIGBUS} | set(
     range(signal.SIGRTMIN, signal.SIGRTMAX + 1)
 )
 
 
-def signal_of(code: int) -> int | None:
+def _signal_of(code: int) -> int | None:
     """Return the number of the signal that ended a process with this exit code, as Python, the shell or `sys.exit(-n)`
     say it; None where none did."""
     if code < 0:
         return -code
     return next((number for number in (256 - code, code - 128) if number in _ENDS_A_RANK), None)
-
-
-def name_signal(number: int) -> str:
-    """Return a signal's name, or for one without a name its number."""
-    with suppress(ValueError):
-        return signal.Signals(number).name
-    return f"signal {number}"

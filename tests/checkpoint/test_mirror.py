@@ -386,7 +386,7 @@ def test_a_run_goes_on_another_machine_from_what_is_in_s3(s3: int, tmp_path: Pat
     assert code == 0 and "holds another run: nothing is copied to it" in errors
 
 
-@pytest.mark.parametrize("problem", ["no server", "no bucket"])
+@pytest.mark.parametrize("problem", ["no server", pytest.param("no bucket", marks=pytest.mark.exhaustive)])
 def test_a_run_without_its_storage_ends_as_if_it_had_none(problem: str, s3: int, tmp_path: Path) -> None:
     folder, address = prepared(tmp_path, 1), "s3://no-such-bucket/run"
     with pytest.MonkeyPatch.context() as patch:

@@ -128,7 +128,8 @@ def test_a_port_in_use(folder: Path, capsys: Capture) -> None:
         sock.listen()
         port = sock.getsockname()[1]
         assert message(capsys, "--plan", folder / "plan2.json", "--master-port", port, "--out", folder / "new") == (
-            f"2: error: port {port} cannot be used\n  because Address already in use\n\nhint: leave --master-port out\n"
+            f"2: error: port {port} cannot be used\n  because Address already in use\n\n"
+            "hint: start again without --master-port: a free port is chosen\n"
         )
 
 

@@ -39,7 +39,7 @@ def test_every_rank_gets_every_ranks_value(three_ranks: Ranks) -> None:
 
 def waited() -> bool:
     """Whether this rank went on only after the last one, which comes late, longer than its sockets wait otherwise."""
-    rank, store = dist.get_rank(), rendezvous.store()
+    rank, store = dist.get_rank(), rendezvous.joined
     assert store is not None
     store.set_timeout(timedelta(seconds=0.1))
     if rank == 2:

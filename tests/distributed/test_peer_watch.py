@@ -6,9 +6,9 @@ from collections.abc import Iterator
 
 import pytest
 
-from frugal.distributed.connections.peers import keep_alive
+from frugal.distributed.connections.peers import KEEPALIVE_SECONDS, keep_alive
 from frugal.distributed.first_failure import LostRankError
-from frugal.distributed.peer_watch import KEEPALIVE_SECONDS, PeerWatch
+from frugal.distributed.peer_watch import PeerWatch
 
 
 class Held:

@@ -56,7 +56,7 @@ def test_a_rank_that_does_not_come_is_named_with_its_node(monkeypatch: pytest.Mo
         "GLOO_SOCKET_IFNAME": "lo", "NCCL_SOCKET_IFNAME": "lo",
     }.items():  # fmt: skip
         monkeypatch.setenv(name, value)
-    monkeypatch.setattr(rendezvous, "_store", None)
+    monkeypatch.setattr(rendezvous, "joined", None)
     with pytest.raises(RequestError) as caught:
         rendezvous.rendezvous(plan, wait_seconds=1)
     assert str(caught.value) == (
@@ -90,7 +90,7 @@ def test_another_secret_than_rank_0_has_is_said_at_once_and_ends_the_rank(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.setattr(rendezvous, "SECRET_SECONDS", 0.0)
-    monkeypatch.setattr(rendezvous, "_store", None)
+    monkeypatch.setattr(rendezvous, "joined", None)
     port, rank_0 = free_port(), "rank 0 at 127.0.0.1:"
     for name, value in {"RANK": "1", "WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}.items():
         monkeypatch.setenv(name, value)

@@ -11,9 +11,9 @@ from frugal.config.hardware.cluster import Cluster, Node
 from frugal.config.hardware.local_host import versions
 from frugal.config.run_settings import RunSettings
 from frugal.errors import RequestError
-from frugal.launch import hosts, ssh
+from frugal.launch import host_report, hosts
+from frugal.launch.host_report import UnreachableHost
 from frugal.launch.hosts import part_of_cluster, usable_hosts
-from frugal.launch.ssh import UnreachableHost
 from tests.launch.test_hosts import report
 
 NAMED = parse_hostfile("a slots=2\nb slots=3\nc slots=1\nd slots=1\ne slots=2\n")
@@ -63,14 +63,14 @@ def test_hosts_that_stay_away_end_the_run_and_are_named(
     """A name that cannot exist (RFC 6761) is a host that does not answer."""
     monkeypatch.setattr(hosts, "RETURN_SECONDS", 2.0)  # more than an attempt takes
     monkeypatch.setattr(hosts, "RETRY_SECONDS", 0.1)
-    ask = ssh.collect_reports
-    monkeypatch.setattr(ssh, "collect_reports", lambda *_: [report()])  # as it was when the run began
+    ask = host_report.collect_reports
+    monkeypatch.setattr(host_report, "collect_reports", lambda *_: [report()])  # as it was when the run began
     plan = plan_by_hand(world_size=1, global_batch=1, micro_batch=1, zero_stage=2)
     named = parse_hostfile("nowhere.invalid slots=1\n")
     on = hosts.RestartableHosts(
         plan, named, RunSettings(out=tmp_path / "run"), None, (lambda _: plan) if elastic else None
     )
-    monkeypatch.setattr(ssh, "collect_reports", ask)
+    monkeypatch.setattr(host_report, "collect_reports", ask)
     with pytest.raises(RequestError, match=what) as raised:
         on.plan_for_restart(plan)
     assert "nowhere.invalid " in raised.value.because[0]

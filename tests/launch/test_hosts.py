@@ -15,13 +15,9 @@ from frugal import cli
 from frugal.config.hardware.build_cluster import parse_hostfile
 from frugal.config.hardware.cluster import Cluster, Node
 from frugal.config.hardware.local_host import versions
-from frugal.config.run_settings import RunSettings
-from frugal.distributed.first_failure import FailureReport
 from frugal.errors import RequestError
-from frugal.launch import host_report, hosts, local, ssh
-from frugal.launch.host_report import Gpu, HostReport
-from frugal.launch.node import PORT_TAKEN
-from frugal.launch.ssh import UnreachableHost
+from frugal.launch import host_report, local
+from frugal.launch.host_report import Gpu, HostReport, UnreachableHost
 from frugal.planning.plan import Plan
 from frugal.units import GIB
 
@@ -77,7 +73,7 @@ def test_other_launchers_have_a_line_for_each_node_or_for_all(
     capsys: pytest.CaptureFixture[str],
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    for name in ssh.NETWORK:
+    for name in host_report.NETWORK:
         monkeypatch.setenv(name, "eth1")
     code, output, errors = said(capsys, "--hostfile", "hosts", "--print", launcher, *more)
     assert (code, errors) == (0, "")
@@ -106,7 +102,7 @@ def test_other_launchers_are_told_the_segments_beside_the_users_options(
     start = "PYTORCH_ALLOC_CONF=max_split_size_mb:512,expandable_segments:True torchrun --nnodes 2 --node-rank 0 "
     assert output.splitlines()[2].startswith(start)
     assert errors.startswith("note: PYTORCH_ALLOC_CONF says expandable_segments:False, and the plan was made for True")
-    assert ssh.environment()["PYTORCH_ALLOC_CONF"] == "max_split_size_mb:512,expandable_segments:False"
+    assert host_report.environment()["PYTORCH_ALLOC_CONF"] == "max_split_size_mb:512,expandable_segments:False"
 
 
 @pytest.mark.parametrize(
@@ -147,41 +143,41 @@ def test_what_hosts_lack_is_said_of_each(monkeypatch: pytest.MonkeyPatch) -> Non
             gpus=[good], cuda_devices=1, versions=versions() | {"torch": "2.12.1"}, networks={"ib0": ["10.0.0.1/8"]}
         ),
     ]
-    assert ssh.problems(named, reports, "cuda")[:2] == [
+    assert host_report.problems(named, reports, "cuda")[:2] == [
         "a has 8.00 GiB on GPU 1 (small), its line says 12.00 GiB",
         "a has 32.00 GiB of host memory, its line says 64.00 GiB",
     ]
-    problems = ssh.problems(named, reports, "cuda")
+    problems = host_report.problems(named, reports, "cuda")
     assert problems[2:] == [
         "b has no GPU that torch can use; CPU ranks take --device cpu",
         "c does not answer: ssh: connect to host c port 22: Connection timed out",
         f"d has torch 2.12.1; {socket.gethostname()}, this machine, has {versions()['torch']}",
     ]
     monkeypatch.setenv("GLOO_SOCKET_IFNAME", "eth0")
-    assert "d has no network interface eth0 with an address; it has ib0" in ssh.problems(named, reports, "cuda")
+    assert "d has no network interface eth0 with an address; it has ib0" in host_report.problems(named, reports, "cuda")
     monkeypatch.setenv("GLOO_SOCKET_IFNAME", "eth0,ib0")  # gloo takes several
-    problems = ssh.problems(named, reports, "cuda")
+    problems = host_report.problems(named, reports, "cuda")
     assert "d has no network interface eth0,ib0 with an address; it has ib0" in problems
     monkeypatch.setenv("GLOO_SOCKET_IFNAME", "ib0,ib0")
-    assert not any(each.startswith("d has no network") for each in ssh.problems(named, reports, "cuda"))
+    assert not any(each.startswith("d has no network") for each in host_report.problems(named, reports, "cuda"))
 
 
 def test_rank_0_is_met_on_the_network_the_others_are_on(monkeypatch: pytest.MonkeyPatch) -> None:
     """Not at what its name means there, 127.0.1.1 on Debian, nor on a network of containers."""
     first = report(address="127.0.1.1", networks={"docker0": ["172.17.0.1/16"], "eth0": ["10.0.0.1/24"]})
     other = report(address="10.0.0.2", networks={"eth0": ["10.0.0.2/24"]})
-    assert ssh.rendezvous_address([first, other]) == "10.0.0.1"
-    assert ssh.rendezvous_address([report(address="10.1.0.9", networks={})]) == "10.1.0.9"
+    assert host_report.rendezvous_address([first, other]) == "10.0.0.1"
+    assert host_report.rendezvous_address([report(address="10.1.0.9", networks={})]) == "10.1.0.9"
     monkeypatch.setenv("GLOO_SOCKET_IFNAME", "docker0")
-    assert ssh.rendezvous_address([first, other]) == "172.17.0.1"
+    assert host_report.rendezvous_address([first, other]) == "172.17.0.1"
     monkeypatch.setenv("GLOO_SOCKET_IFNAME", "docker0,eth0")
-    assert ssh.rendezvous_address([first, other]) == "10.0.0.1"
+    assert host_report.rendezvous_address([first, other]) == "10.0.0.1"
 
 
 def test_words_survive_a_shell_on_the_way(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
     odd = ["a b", "$HOME", "`id`", "x;y", "'", '"', "*", "100%n", "\\", ""]
-    line = ssh.command([sys.executable, "-c", "import sys; print(sys.argv[1:])", *odd])
+    line = host_report.command([sys.executable, "-c", "import sys; print(sys.argv[1:])", *odd])
     done = subprocess.run(["ssh-would-run", "-c", line], executable="/bin/sh", capture_output=True, text=True)
     assert done.stdout == f"{odd}\n", done.stderr
 
@@ -193,14 +189,14 @@ def test_deepspeeds_file_of_variables_is_passed_on(tmp_path: Path, monkeypatch: 
     monkeypatch.setenv("HF_HUB_OFFLINE", "1")
     monkeypatch.setenv("GLOO_SOCKET_IFNAME", "ib0")
     monkeypatch.setenv("NCCL_SOCKET_IFNAME", "ib0")
-    variables = ssh.environment()
+    variables = host_report.environment()
     assert variables.items() >= {
         "NCCL_IB_DISABLE": "1", "PLACE": "over there", "HF_HUB_OFFLINE": "1", "GLOO_SOCKET_IFNAME": "ib0",
         "NCCL_SOCKET_IFNAME": "ib0",
     }.items()  # fmt: skip
     (tmp_path / ".deepspeed_env").write_text("NCCL_IB_DISABLE 1\n")
     with pytest.raises(RequestError, match=r"deepspeed_env, line 1, is no NAME=VALUE\n"):
-        ssh.environment()
+        host_report.environment()
 
 
 def test_doctor_says_what_this_machine_has(capsys: pytest.CaptureFixture[str]) -> None:
@@ -212,22 +208,6 @@ def test_doctor_says_what_this_machine_has(capsys: pytest.CaptureFixture[str]) -
     answer = msgspec.json.decode(capsys.readouterr().out)
     ((_, here),) = answer["hosts"].items()
     assert (answer["problems"], here["versions"]) == ([], versions())
-
-
-@pytest.mark.parametrize("is_named", [False, True])
-def test_a_port_that_is_taken_meanwhile_is_chosen_anew_where_nobody_named_it(
-    is_named: bool, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    plan = plan_by_hand(world_size=1, global_batch=1, micro_batch=1, zero_stage=2)
-    ready = [ssh.ReadyHost(parse_hostfile("a slots=1\n")[0], report(), (0,))]
-    taken = FailureReport(0, "a", PORT_TAKEN, "error: port 29777 cannot be used")
-    ends = iter([(1, taken), (0, None)])
-    monkeypatch.setattr(hosts, "run_reported", lambda *_: next(ends))
-    code, failed = hosts.run(plan, ready, RunSettings(), 29777 if is_named else None)
-    if is_named:
-        assert (code, failed and failed.code, capsys.readouterr().err) == (2, 2, taken.text + "\n")
-    else:
-        assert (code, failed, next(ends, None)) == (0, None, None)
 
 
 def test_rank_0_listens_at_the_port_that_was_chosen_though_others_want_it() -> None:
@@ -258,5 +238,5 @@ def test_a_driver_that_does_not_work_leaves_no_cards(tmp_path: Path, monkeypatch
 
 def test_keys_of_storages_go_to_all_nodes_and_stand_in_no_command(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("AWS_SECRET_ACCESS_KEY", "a-secret-of-the-storage")
-    assert ssh.environment()["AWS_SECRET_ACCESS_KEY"] == "a-secret-of-the-storage"
-    assert "a-secret-of-the-storage" not in ssh.command(["true"])
+    assert host_report.environment()["AWS_SECRET_ACCESS_KEY"] == "a-secret-of-the-storage"
+    assert "a-secret-of-the-storage" not in host_report.command(["true"])

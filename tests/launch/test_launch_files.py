@@ -13,7 +13,7 @@ import yaml
 from frugal.config.run_settings import RunSettings
 from frugal.config.schema import parse
 from frugal.config.setting import settings_of
-from frugal.launch import kubernetes
+from frugal.launch import commands
 
 ROOT = Path(__file__).parents[2]
 LAUNCH = ROOT / "launch"
@@ -34,18 +34,18 @@ def test_a_trainjob_fits_the_published_models_and_starts_a_node() -> None:
     job = loaded("trainjob.yaml")
     assert models.TrainerV1alpha1TrainJob.from_dict(job).to_dict() == job, "a key that the models lack is dropped"
     trainer = job["spec"]["trainer"]
-    assert node_settings(trainer["command"])["plan"] == Path(kubernetes.FOLDER, "run", "plan.json")
+    assert node_settings(trainer["command"])["plan"] == Path(commands.FOLDER, "run", "plan.json")
     environment = {each["name"]: each["value"] for each in trainer["env"]}
     (node,) = job["spec"]["runtimePatches"][0]["trainingRuntimeSpec"]["template"]["spec"]["replicatedJobs"]
     name = job["metadata"]["name"]
     assert environment["MASTER_ADDR"] == f"{name}-{node['name']}-0-0.{name}", "as Kubeflow names the first pod"
     pod = node["template"]["spec"]["template"]["spec"]
-    _, own = yaml.safe_load_all(kubernetes.manifests([], {"MASTER_PORT": "1"}, num_nodes=2, num_gpus=4, grace=600))
+    _, own = yaml.safe_load_all(commands.manifests([], {"MASTER_PORT": "1"}, num_nodes=2, num_gpus=4, grace=600))
     ours = own["spec"]["template"]["spec"]
     assert pod["volumes"] == ours["volumes"]
     assert pod["containers"][0]["volumeMounts"] == ours["containers"][0]["volumeMounts"]
     assert pod["terminationGracePeriodSeconds"] == ours["terminationGracePeriodSeconds"]
-    assert environment["FRUGAL_SECRET_FILE"] == f"{kubernetes.SECRET_FOLDER}/secret"
+    assert environment["FRUGAL_SECRET_FILE"] == f"{commands.SECRET_FOLDER}/secret"
 
 
 def test_a_task_of_skypilot_gives_each_node_its_number_the_first_ones_address_and_the_secret(tmp_path: Path) -> None:

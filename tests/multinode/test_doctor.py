@@ -47,13 +47,13 @@ def test_the_printed_lines_are_one_report_of_all_hosts(hosts: Hosts, lines: list
         assert host["networks"]["eth0"] == [f"{hosts.address(name)}/24"]
 
 
+@pytest.mark.exhaustive  # tests/launch/test_hosts.py has what differs in reports, and the test above how they come
 @pytest.mark.parametrize(
     ("on_second", "problem"),
     [
-        pytest.param(
+        (
             "mount -t tmpfs none run",
             "n2 does not see {folder}/run as this machine does: the run's folder must be shared",
-            marks=pytest.mark.exhaustive,
         ),
         ("export PYTHONPATH={folder}/other:$PYTHONPATH", "n2 has transformers 9.9.9; n1, this machine, has "),
     ],
@@ -70,7 +70,9 @@ def test_a_host_that_differs_is_named(hosts: Hosts, lines: list[str], on_second:
 
 
 def test_a_host_that_does_not_come_is_named(hosts: Hosts, lines: list[str]) -> None:
-    shorter = "import sys; from frugal.launch import ssh; ssh.ASK_SECONDS = 2; from frugal.cli import main; main()"
+    shorter = (
+        "from frugal.launch import host_report as asked; asked.ASK_SECONDS = 2; from frugal.cli import main; main()"
+    )
     line = lines[0].replace("-m frugal", f"-c {shlex.quote(shorter)}")
     codes, report, _ = reported(hosts, [line])
     assert codes == [2]

@@ -8,7 +8,7 @@ import pytest
 import yaml
 
 from bench.reliability.hosts import Hosts, environment, plan, start
-from frugal.launch import kubernetes
+from frugal.launch import commands
 from tests.multinode.conftest import RUN, frugal, losses
 
 VERSION = "1.34"
@@ -27,7 +27,7 @@ def test_pods_train_on_two_nodes_as_on_one(hosts: Hosts, on_one_host: list[float
     for manifest in (service, job):
         kubernetes_validate.validate(manifest, VERSION, strict=True)
     pod = job["spec"]["template"]["spec"]
-    assert pod["terminationGracePeriodSeconds"] == 120 + kubernetes.LAST_SECONDS
+    assert pod["terminationGracePeriodSeconds"] == 120 + commands.LAST_SECONDS
     assert service["spec"]["selector"].items() <= job["spec"]["template"]["metadata"]["labels"].items()
     (container,) = pod["containers"]
     variables = {each["name"]: each["value"] for each in container["env"]}
@@ -48,7 +48,7 @@ def test_pods_train_on_two_nodes_as_on_one(hosts: Hosts, on_one_host: list[float
 
 @pytest.mark.parametrize("num_gpus", [0, 8])
 def test_manifests_fit_the_schemas(num_gpus: int) -> None:
-    text = kubernetes.manifests(["true"], {"MASTER_PORT": "29500"}, num_nodes=3, num_gpus=num_gpus, grace=600)
+    text = commands.manifests(["true"], {"MASTER_PORT": "29500"}, num_nodes=3, num_gpus=num_gpus, grace=600)
     service, job = yaml.safe_load_all(text)
     for manifest in (service, job):
         kubernetes_validate.validate(manifest, VERSION, strict=True)

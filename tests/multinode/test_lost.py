@@ -9,7 +9,7 @@ from contextlib import contextmanager
 import pytest
 
 from bench.reliability.hosts import Hosts, plan, start
-from frugal.distributed.peer_watch import KEEPALIVE_SECONDS
+from frugal.distributed.connections.peers import KEEPALIVE_SECONDS
 
 pytestmark = pytest.mark.exhaustive  # half a minute each
 

@@ -14,19 +14,19 @@ fixed size, and its proof is compared before anything else in it is read. Rank 0
 Left out: encryption, and authentication of what follows: a machine in the middle can take the connection over.
 """
 
+import asyncio
 import hmac
-import math
+import itertools
 import os
-import resource
 import secrets
-import selectors
 import socket
 import struct
 import time
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Coroutine
 from contextlib import suppress
-from dataclasses import dataclass, field
+from functools import partial
+from typing import Any, TypeVar
 
 import msgspec
 import psutil  # type: ignore[import-untyped]  # has no types
@@ -48,9 +48,6 @@ address that does not answer meanwhile, and that tries again. A rank that has pr
 have confirmed, and count itself as connected, before rank 0 comes to read that.
 """
 
-MOST_DESCRIPTORS = 2**16
-"""Rank 0's limit on open files, where it may be raised: TCPStore keeps every connection, also a stranger's."""
-
 IDLE_SECONDS, PROBE_SECONDS, PROBES = 10, 2, 7
 KEEPALIVE_SECONDS = IDLE_SECONDS + PROBE_SECONDS * PROBES
 """24 s until the kernel gives up a connection whose other host is silent. A host that is busy or swaps still answers.
@@ -63,7 +60,7 @@ _CLAIM = struct.Struct(f"!I{_RANDOM_BYTES}s")  # rank, random bytes
 _INTRODUCTION_BYTES = _CLAIM.size + _PROOF_BYTES
 _CONFIRMATION = b"."
 _ACCEPTED_AT_ONCE, _PAUSE_SECONDS = 64, 0.01  # so that a flood leaves the other ranks most of a host's time
-_POLL_SECONDS = 0.2
+T = TypeVar("T")
 
 
 class PeerPort(msgspec.Struct):
@@ -110,10 +107,6 @@ def listen(port: int) -> socket.socket:
     It is bound to all addresses where that one is not an address of this host (behind NAT), or where its name means the
     loopback here, as on Debian.
     """
-    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
-    most = MOST_DESCRIPTORS if hard == resource.RLIM_INFINITY else min(MOST_DESCRIPTORS, hard)
-    if soft != resource.RLIM_INFINITY and soft < most:
-        resource.setrlimit(resource.RLIMIT_NOFILE, (most, hard))
     family, _, _, _, resolved = socket.getaddrinfo(address_of_rank_0(), port, type=socket.SOCK_STREAM)[0]
     address = str(resolved[0])
     own = {each.address.split("%")[0] for addresses in psutil.net_if_addrs().values() for each in addresses}
@@ -123,114 +116,71 @@ def listen(port: int) -> socket.socket:
     return socket.create_server((address, port), family=family, backlog=1024)
 
 
-@dataclass
-class _Pending:
-    """A connection that is not accepted yet; `rank` is what it has proven to be."""
-
-    address: str
-    end: float
-    challenge: bytes
-    received: bytearray = field(default_factory=bytearray)
-    rank: int | None = None
-
-
 def accept_ranks(server: socket.socket, key: bytes, world_size: int, end: float) -> list[socket.socket]:
     """Return a proven connection from each rank but 0, in rank order, whatever else connects to `server`.
 
     Raises:
         TimeoutError: some rank has not connected by `end` of the monotonic clock.
     """
-    server.setblocking(False)
     proven: dict[int, socket.socket] = {}
-    pending: dict[socket.socket, _Pending] = {}
-    with selectors.DefaultSelector() as selector:
-
-        def drop(sock: socket.socket) -> None:
-            del pending[sock]
-            selector.unregister(sock)
-            sock.close()
-
-        selector.register(server, selectors.EVENT_READ)
-        while len(proven) < world_size - 1:
-            now = time.monotonic()
-            if now > end:
-                missing = [str(rank) for rank in range(1, world_size) if rank not in proven]
-                raise TimeoutError(f"rank {', '.join(missing)} did not connect to rank 0 in time")
-            for ready, _ in selector.select(_POLL_SECONDS):
-                sock = ready.fileobj
-                assert isinstance(sock, socket.socket)
-                if sock is server:
-                    for new, address in _accept(server):
-                        pending[new] = _Pending(address, now + HANDSHAKE_SECONDS, secrets.token_bytes(_RANDOM_BYTES))
-                        selector.register(new, selectors.EVENT_READ)
-                        with suppress(OSError):  # a connection that is closed already can be read
-                            new.send(pending[new].challenge)
-                        if len(pending) > MOST_PENDING and (surplus := _least_wanted(pending)) is not None:
-                            drop(surplus)
-                    time.sleep(_PAUSE_SECONDS)
-                elif sock in pending:  # it may have been dropped just now
-                    rank = _read_rank(sock, pending[sock], key)
-                    if rank is not None and 0 < rank < world_size:
-                        del pending[sock]
-                        selector.unregister(sock)
-                        if rank in proven:  # it gave its earlier attempt up
-                            proven[rank].close()
-                        proven[rank] = sock
-                    elif rank is not None:
-                        drop(sock)
-            for sock in [sock for sock, waiting in pending.items() if waiting.end < now]:
-                drop(sock)
-    for sock in pending:
-        sock.close()
+    try:
+        _run(_accept_until(end, server, key, world_size, proven))
+    except TimeoutError:
+        missing = [str(rank) for rank in range(1, world_size) if rank not in proven]
+        raise TimeoutError(f"rank {', '.join(missing)} did not connect to rank 0 in time") from None
     return [proven[rank] for rank in sorted(proven)]
 
 
-def _accept(server: socket.socket) -> list[tuple[socket.socket, str]]:
-    """Return new connections, at most `_ACCEPTED_AT_ONCE`, with their addresses."""
-    accepted = []
-    for _ in range(_ACCEPTED_AT_ONCE):
-        try:
-            sock, address = server.accept()
-        except OSError:  # there are no more, it is closed again, or there are no descriptors left
-            break
-        sock.setblocking(False)
-        with suppress(OSError):
-            keep_alive(sock)
-        accepted.append((sock, str(address[0])))
-    return accepted
+async def _accept_until(
+    end: float, server: socket.socket, key: bytes, world_size: int, proven: dict[int, socket.socket]
+) -> None:
+    """Accept connections, each of which proves itself in a task of its own, until `proven` has all ranks."""
+    loop, is_complete = asyncio.get_running_loop(), asyncio.Event()
+    unproven: dict[socket.socket, tuple[str, asyncio.Task[int]]] = {}  # their addresses; the oldest first
 
+    async def welcome(sock: socket.socket) -> int:
+        async with asyncio.timeout(HANDSHAKE_SECONDS):
+            challenge = secrets.token_bytes(_RANDOM_BYTES)
+            await loop.sock_sendall(sock, challenge)
+            introduction = await _receive(sock, _INTRODUCTION_BYTES)
+            claim, proof = introduction[: _CLAIM.size], introduction[_CLAIM.size :]
+            if not hmac.compare_digest(proof, _proof("rank", key, challenge, claim)):
+                raise ConnectionError("a stranger")
+            del unproven[sock]  # from here on its kernel says when it is gone
+            await loop.sock_sendall(sock, _proof("rank 0", key, challenge, claim))
+        await _receive(sock, len(_CONFIRMATION))
+        return int(_CLAIM.unpack(claim)[0])
 
-def _least_wanted(pending: dict[socket.socket, _Pending]) -> socket.socket | None:
-    """Return the oldest unproven connection of the address that has most of them: a flood drops its own connections.
+    def keep_or_close(sock: socket.socket, ended: asyncio.Task[int]) -> None:
+        unproven.pop(sock, None)
+        if ended.cancelled() or ended.exception() is not None or not 0 < ended.result() < world_size:
+            sock.close()
+            return
+        if (earlier := proven.get(ended.result())) is not None:  # the rank gave that attempt up
+            earlier.close()
+        proven[ended.result()] = sock
+        if len(proven) == world_size - 1:
+            is_complete.set()
 
-    None if no more than `MOST_PENDING` are unproven.
-    """
-    unproven = {sock: waiting.address for sock, waiting in pending.items() if waiting.rank is None}
-    if len(unproven) <= MOST_PENDING:
-        return None
-    ((most, _),) = Counter(unproven.values()).most_common(1)
-    return next(sock for sock, address in unproven.items() if address == most)
+    async def accept() -> None:
+        for number in itertools.count(1):
+            with suppress(OSError):  # it is closed again, or there are no descriptors left
+                sock, address = await loop.sock_accept(server)
+                task = asyncio.create_task(welcome(sock))
+                task.add_done_callback(partial(keep_or_close, sock))
+                unproven[sock] = str(address[0]), task
+                keep_alive(sock)
+            if len(unproven) > MOST_PENDING:
+                ((most, _),) = Counter(address for address, _ in unproven.values()).most_common(1)
+                oldest = next(sock for sock, (address, _) in unproven.items() if address == most)
+                unproven.pop(oldest)[1].cancel()
+            if number % _ACCEPTED_AT_ONCE == 0:
+                await asyncio.sleep(_PAUSE_SECONDS)
 
-
-def _read_rank(sock: socket.socket, waiting: _Pending, key: bytes) -> int | None:
-    """Return the rank that a connection has proven and confirmed to be; -1 for a stranger, None until all has come."""
-    try:
-        if waiting.rank is not None:
-            return waiting.rank if sock.recv(1) else -1
-        part = sock.recv(_INTRODUCTION_BYTES - len(waiting.received))
-        waiting.received += part
-        if part and len(waiting.received) < _INTRODUCTION_BYTES:
-            return None
-        claim, proof = bytes(waiting.received[: _CLAIM.size]), bytes(waiting.received[_CLAIM.size :])
-        if not hmac.compare_digest(proof, _proof("rank", key, waiting.challenge, claim)):
-            return -1
-        sock.send(_proof("rank 0", key, waiting.challenge, claim))
-    except BlockingIOError:
-        return None
-    except OSError:
-        return -1
-    waiting.rank, waiting.end = int(_CLAIM.unpack(claim)[0]), math.inf  # from here on its kernel says when it is gone
-    return None
+    server.setblocking(False)
+    accepting = asyncio.create_task(accept())  # noqa: F841, RUF006  # the loop's end ends it, and what is unproven
+    async with asyncio.timeout(end - time.monotonic()):
+        await is_complete.wait()
 
 
 def _proof(role: str, key: bytes, challenge: bytes, claim: bytes) -> bytes:
@@ -243,42 +193,50 @@ def connect(address: tuple[str, int], key: bytes, rank: int, end: float) -> sock
     Raises:
         OSError: there was none by then.
     """
+    return _run(_connect(address, key, rank, end))
+
+
+async def _connect(address: tuple[str, int], key: bytes, rank: int, end: float) -> socket.socket:
+    loop = asyncio.get_running_loop()
     while True:
         sock = None
         try:
-            attempt_end = min(end, time.monotonic() + HANDSHAKE_SECONDS)
-            sock = socket.create_connection(address, timeout=HANDSHAKE_SECONDS)
-            keep_alive(sock)
-            challenge = _receive(sock, _RANDOM_BYTES, attempt_end)
-            claim = _CLAIM.pack(rank, secrets.token_bytes(_RANDOM_BYTES))
-            sock.sendall(claim + _proof("rank", key, challenge, claim))
-            if not hmac.compare_digest(
-                _receive(sock, _PROOF_BYTES, attempt_end), _proof("rank 0", key, challenge, claim)
-            ):
-                raise ConnectionError(f"{address[0]}:{address[1]} is not rank 0 of this run")
-            sock.sendall(_CONFIRMATION)
-            sock.settimeout(None)
+            async with asyncio.timeout(min(HANDSHAKE_SECONDS, end - time.monotonic())):
+                sock = socket.create_connection(address, timeout=HANDSHAKE_SECONDS)
+                sock.setblocking(False)
+                keep_alive(sock)
+                challenge = await _receive(sock, _RANDOM_BYTES)
+                claim = _CLAIM.pack(rank, secrets.token_bytes(_RANDOM_BYTES))
+                await loop.sock_sendall(sock, claim + _proof("rank", key, challenge, claim))
+                answer = await _receive(sock, _PROOF_BYTES)
+                if not hmac.compare_digest(answer, _proof("rank 0", key, challenge, claim)):
+                    raise ConnectionError(f"{address[0]}:{address[1]} is not rank 0 of this run")
+                await loop.sock_sendall(sock, _CONFIRMATION)
+            sock.setblocking(True)
             return sock
-        except OSError:
+        except OSError as error:
             if sock is not None:
                 sock.close()
             if time.monotonic() >= end:
-                raise
-            time.sleep(0.05 + secrets.randbelow(200) / 1000)
+                raise ConnectionError(str(error) or "no answer in time") from None
+            await asyncio.sleep(0.05 + secrets.randbelow(200) / 1000)
 
 
-def _receive(sock: socket.socket, number: int, end: float) -> bytes:
-    """Return the next `number` bytes, which must arrive by `end` of the monotonic clock."""
-    received = bytearray()
+async def _receive(sock: socket.socket, number: int) -> bytes:
+    """Return the next `number` bytes."""
+    received = b""
     while len(received) < number:
-        if (left := end - time.monotonic()) <= 0:
-            raise TimeoutError("no answer in time")
-        sock.settimeout(left)
-        part = sock.recv(number - len(received))
+        part = await asyncio.get_running_loop().sock_recv(sock, number - len(received))
         if not part:
             raise ConnectionResetError("it was closed")
         received += part
-    return bytes(received)
+    return received
+
+
+def _run(work: Coroutine[Any, Any, T]) -> T:
+    """Run a coroutine on an event loop of its own, which leaves the process's as it is."""
+    with asyncio.Runner(loop_factory=asyncio.new_event_loop) as runner:
+        return runner.run(work)
 
 
 def keep_alive(sock: socket.socket) -> None:

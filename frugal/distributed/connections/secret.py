@@ -54,13 +54,12 @@ def read(path: Path) -> bytes:
         ) from None
     with open(descriptor, "rb") as file:  # noqa: PTH123  # the file that is checked must be the one that is read
         status = os.fstat(descriptor)
-        mode = stat.S_IMODE(status.st_mode)
         if not stat.S_ISREG(status.st_mode):
             why = "it is no regular file"
         elif status.st_uid != os.geteuid():
             why = f"it belongs to user {status.st_uid}, and this process to user {os.geteuid()}"
-        elif mode & 0o077:
-            why = f"its mode is {mode:03o}: others than its owner can read or change it"
+        elif status.st_mode & 0o077:
+            why = f"its mode is {stat.S_IMODE(status.st_mode):03o}: others than its owner can read or change it"
         else:
             return _long_enough(file.read(MOST_BYTES), str(path))
     raise RequestError(f"{SECRET_FILE} {path} is no secret", because=why, hint=f"make a new one: {_MAKE_ONE}")
