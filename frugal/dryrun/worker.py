@@ -86,11 +86,11 @@ def _mistake(error: Any) -> Mistake:
 
 @functools.lru_cache(maxsize=2)
 def _spec_of(model: Request) -> Any:
-    from frugal.models.loading import bitsandbytes_internals
+    from frugal.models.loading import quantised
     from frugal.models.resolve import resolve_request
 
     if model.lora is not None:
-        bitsandbytes_internals.import_uncompiled()
+        quantised.import_uncompiled()
     return resolve_request(model)
 
 

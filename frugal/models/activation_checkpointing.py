@@ -31,7 +31,8 @@ shared by the layers, so they stay. On a CPU rank there is nowhere to move it to
 
 import functools
 from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
@@ -72,6 +73,7 @@ def contexts() -> tuple["_Keep", "_Return"]:
     return _Keep(calls), _Return(calls)
 
 
+@dataclass
 class _Call:
     """An expensive operator that ran once.
 
@@ -82,11 +84,10 @@ class _Call:
         versions: torch's count of changes to each tensor of the result, at the end of the layer.
     """
 
-    def __init__(self, result: Any) -> None:
-        self.result = result
-        self.num_writes = 0
-        self.is_read = False
-        self.versions: list[int] = []
+    result: Any
+    num_writes: int = 0
+    is_read: bool = False
+    versions: Sequence[int] = ()
 
 
 class _Keep(torch_internals.DispatchMode):
@@ -130,14 +131,11 @@ class _Keep(torch_internals.DispatchMode):
             if address in written and len(written) == 1 and not call.is_read:
                 call.num_writes += 1
             elif address in written:
-                self._forget(call)
+                for result in tensors_in(call.result):
+                    self._of_storage.pop(torch_internals.address(result), None)
+                call.result = None
             elif address not in viewed:
                 call.is_read = True
-
-    def _forget(self, call: _Call) -> None:
-        for result in tensors_in(call.result):
-            self._of_storage.pop(torch_internals.address(result), None)
-        call.result = None
 
 
 class _Return(torch_internals.DispatchMode):
@@ -195,21 +193,21 @@ class _Return(torch_internals.DispatchMode):
 
 def _draws(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
     """Return whether it takes random numbers: attention with dropout."""
-    for i, argument in enumerate(torch_internals.schema(func).arguments):
-        if argument.name == "dropout_p":
-            return bool(args[i] if i < len(args) else kwargs.get("dropout_p", argument.default_value))
-    return False
+    return any(value for argument, value in _arguments(func, args, kwargs) if argument.name == "dropout_p")
 
 
 def _written(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[Tensor]:
     """Return the tensors that `func` changes in place."""
     if not torch_internals.schema(func).is_mutable:
         return []
-    changed: list[Tensor] = []
+    written = [value for argument, value in _arguments(func, args, kwargs) if argument.is_write]
+    return list(tensors_in(written))
+
+
+def _arguments(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Iterator[tuple[Any, Any]]:
+    """Yield the arguments of an operator's schema with their values."""
     for i, argument in enumerate(torch_internals.schema(func).arguments):
-        if argument.alias_info is not None and argument.alias_info.is_write:
-            changed += tensors_in(args[i] if i < len(args) else kwargs.get(argument.name))
-    return changed
+        yield argument, args[i] if i < len(args) else kwargs.get(argument.name, argument.default_value)
 
 
 def _detached(value: Any) -> Any:

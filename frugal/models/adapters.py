@@ -15,7 +15,7 @@ from torch import nn
 
 from frugal.config.adapters import ALL_LINEAR, Lora
 from frugal.deepspeed_adapter.kernels import DTYPES
-from frugal.errors import RequestError
+from frugal.errors import RequestError, failure
 from frugal.planning.plan import Plan
 
 TASK_TYPES = {"causal-lm": "CAUSAL_LM", "seq2seq": "SEQ_2_SEQ_LM", "sequence-classification": "SEQ_CLS"}
@@ -43,16 +43,11 @@ def add(
         )
     _check_targets(model, lora)
     torch.manual_seed(seed)
-    try:
-        with torch.device(device), warnings.catch_warnings():
-            warnings.simplefilter("ignore")  # that it takes transposed weights for what they are, and the like
-            adapted: Any = peft.get_peft_model(model, config(lora, task), autocast_adapter_dtype=False)
-    except (ValueError, NotImplementedError, TypeError, RuntimeError) as error:
-        raise RequestError(
-            f"peft cannot make the adapters of --lora {lora} for {type(model).__name__}",
-            because=str(error).strip().splitlines()[0],
-            hint="name other modules: --lora r=16,targets=NAME,NAME",
-        ) from None
+    what = f"peft cannot make the adapters of --lora {lora} for {type(model).__name__}"
+    failing = failure(what, hint="name other modules: --lora r=16,targets=NAME,NAME")
+    with failing, torch.device(device), warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # that it takes transposed weights for what they are, and the like
+        adapted: Any = peft.get_peft_model(model, config(lora, task), autocast_adapter_dtype=False)
     for parameter in adapted.parameters():  # peft gives them the base's dtype, but not on meta
         if parameter.requires_grad:
             parameter.data = parameter.data.to(dtype)

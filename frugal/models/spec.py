@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from frugal.config.adapters import Lora
 from frugal.config.request import Quantization, Task
 from frugal.config.sample_lengths import DOCUMENT_TOKENS
-from frugal.errors import RequestError, failure, first_line
+from frugal.errors import RequestError, failure, first_line, refuse
 from frugal.models import adapters, expert_modules, factories, transformers_internals
 from frugal.models.loading import quantised
 from frugal.models.loading.weights import Place, load_weights, off_the_file
@@ -144,12 +144,14 @@ class ModelSpec:
         Raises:
             RequestError: the model's weights are random, and would be frozen.
         """
-        if self.lora is not None and self.weights is None and self.factory is None:
-            raise RequestError(
+        refuse(
+            (
+                self.lora is not None and self.origin == "random",
                 "--lora would freeze random weights",
-                because=f"{self.kind_of_reference} {self.reference} names an architecture without weights",
-                hint="give a model folder or a hub name; `frugal measure` tries how much memory this plan takes",
+                f"{self.kind_of_reference} {self.reference} names an architecture without weights",
+                "give a model folder or a hub name; `frugal measure` tries how much memory this plan takes",
             )
+        )
 
     def _base(
         self, dtype: torch.dtype, device: torch.device, place: Place | None, quantising_on: torch.device
@@ -210,12 +212,14 @@ class ModelSpec:
             ) from None
         missing = set(loaded["missing_keys"])
         num_random = sum(size for name, size in sizes.items() if name in missing)
-        if 2 * num_random > sum(sizes.values()):
-            raise RequestError(
+        refuse(
+            (
+                2 * num_random > sum(sizes.values()),
                 f"the weights in {self.weights} are those of another model",
-                because=f"of {sum(sizes.values()):,} parameters they lack {num_random:,}, such as {min(missing)}",
-                hint="to train from random weights give the path of its config.json",
+                f"of {sum(sizes.values()):,} parameters they lack {num_random:,}, such as {min(missing, default='')}",
+                "to train from random weights give the path of its config.json",
             )
+        )
         setattr(module, _RANDOM, tuple(sorted(missing & sizes.keys())))
         return quantised.settle(module)
 
@@ -256,7 +260,9 @@ class ModelSpec:
             case "sequence-classification":
                 ends = self.config is not None and self.config.is_encoder_decoder
                 end_id = special("eos_token_id", pad_id) if ends else None
-                return SequenceClassification(pad_id, bidirectional=self._is_bidirectional(), end_id=end_id)
+                # where tokens see later ones, padding has to be masked
+                bidirectional = self.config is None or ends or self.config.model_type in heads("masked-lm")
+                return SequenceClassification(pad_id, bidirectional=bidirectional, end_id=end_id)
         raise AssertionError(self.task)
 
     def has_own_loss(self) -> bool:
@@ -283,13 +289,9 @@ class ModelSpec:
         if self.factory is None and names:
             import transformers
 
-            return getattr(transformers, names if isinstance(names, str) else names[0])
+            return getattr(transformers, names[0])
         model: Any = self.build(dtype=torch.float32, device="meta")
         return type(model.get_base_model() if hasattr(model, "get_base_model") else model)
-
-    def _is_bidirectional(self) -> bool:
-        """Return whether tokens see later ones, so that padding has to be masked."""
-        return self.config is None or self.config.is_encoder_decoder or self.config.model_type in heads("masked-lm")
 
     def for_tokenizer(self, tokenizer: Any) -> "ModelSpec":
         """Return the same model with the tokenizer's special tokens, as training from text needs it.
@@ -299,11 +301,14 @@ class ModelSpec:
         Raises:
             RequestError: the tokenizer has ids that the model has no embedding for.
         """
-        if self.vocab_size is not None and len(tokenizer) > self.vocab_size:
-            raise RequestError(
+        refuse(
+            (
+                self.vocab_size is not None and len(tokenizer) > self.vocab_size,
                 f"the tokenizer has {len(tokenizer)} tokens, {self.reference} has embeddings for {self.vocab_size}",
-                hint="take the tokenizer that belongs to the model, or a config.json with a larger vocab_size",
+                "",
+                "take the tokenizer that belongs to the model, or a config.json with a larger vocab_size",
             )
+        )
         if self.config is None or self.factory is not None:
             return self
         config = type(self.config).from_dict(self.config.to_dict())
@@ -343,17 +348,18 @@ def check_sequence_length(spec: ModelSpec, seq_len: int) -> None:
     Raises:
         RequestError: `seq_len` tokens are more than its positions.
     """
-    if spec.max_positions is not None and seq_len > spec.max_positions:
-        raise RequestError(
+    refuse(
+        (
+            spec.max_positions is not None and seq_len > spec.max_positions,
             f"--seq-len {seq_len} is longer than {spec.reference} can read",
-            because=f"it has {spec.max_positions} positions",
-            hint=f"use --seq-len {spec.max_positions} or less",
+            f"it has {spec.max_positions} positions",
+            f"use --seq-len {spec.max_positions} or less",
         )
+    )
 
 
-@functools.cache
-def heads(task: str) -> Mapping[str, Any]:
-    """Return the class name (or names) for `task` by model type."""
+def heads(task: str) -> Mapping[str, tuple[str, ...]]:
+    """Return the class names for `task` by model type."""
     return transformers_internals.heads(_AUTO[task][1])
 
 

@@ -181,12 +181,14 @@ def model_types() -> Mapping[str, Any]:
     return CONFIG_MAPPING
 
 
-def heads(mapping: str) -> Mapping[str, Any]:
-    """Return the class names (one or several) by model type of one of transformers' `MODEL_FOR_..._NAMES`."""
+@functools.cache
+def heads(mapping: str) -> Mapping[str, tuple[str, ...]]:
+    """Return the class names by model type of one of transformers' `MODEL_FOR_..._NAMES`."""
     _verify(MODELS)
     from transformers.models.auto import modeling_auto
 
-    return getattr(modeling_auto, mapping)
+    names = getattr(modeling_auto, mapping)
+    return {kind: (each,) if isinstance(each, str) else tuple(each) for kind, each in names.items()}
 
 
 def checkpointed_layers(model: nn.Module) -> list[nn.Module]:

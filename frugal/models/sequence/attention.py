@@ -13,7 +13,7 @@ mask of the whole sequence. Key and value heads that n does not divide are repea
 Not DeepSpeed's `UlyssesSPAttentionHF`: see docs/decisions/sequence-parallelism.md.
 """
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from contextlib import nullcontext
 from typing import Any
 from unittest.mock import patch
@@ -181,18 +181,13 @@ def _obstacle(model: nn.Module, size: int) -> str | None:
     kernel = getattr(text, "_attn_implementation", None)
     if kernel != KERNEL:
         return f"its attention is {kernel!r}, and only {KERNEL!r} is known to be split right"
-    if kinds := sorted(set(_rope_types(text)) & set(_ROPE_OF_LENGTH)):
-        return f"its rotary embedding ({kinds[0]}) depends on the length of what it reads, and a part is shorter"
+    given = [getattr(text, name, None) for name in ("rope_parameters", "rope_scaling")]
+    ropes = [each for each in given if isinstance(each, dict)]
+    ropes += [each for rope in ropes for each in rope.values() if isinstance(each, dict)]  # one for each kind of layer
+    for kind in (rope.get("rope_type", rope.get("type")) for rope in ropes):
+        if kind in _ROPE_OF_LENGTH:
+            return f"its rotary embedding ({kind}) depends on the length of what it reads, and a part is shorter"
     heads = getattr(text, "num_attention_heads", None)
     if not isinstance(heads, int) or heads % size:
         return f"its {heads} attention heads do not divide by {size}"
     return None
-
-
-def _rope_types(text: Any) -> Iterator[str]:
-    """Yield the rope types of a configuration: one for all layers, or one for each kind of layer."""
-    for name in ("rope_parameters", "rope_scaling"):
-        given = getattr(text, name, None)
-        for each in (given, *given.values()) if isinstance(given, dict) else ():
-            if isinstance(each, dict):
-                yield str(each.get("rope_type", each.get("type", "default")))

@@ -133,7 +133,11 @@ def check_model(
     whole = spec.build(dtype=torch.float32, device="meta")
     if choice is not None:
         batch_norm.check(whole, choice)
-    notes = _other_inputs(spec)
+    encoders = {"vision_config": "images", "audio_config": "sound"}
+    others = [what for name, what in encoders.items() if getattr(spec.config, name, None) is not None]
+    notes = []
+    if others and spec.task != OWN:
+        notes.append(f"{spec.reference} could read {' and '.join(others)}, too: {spec.task} trains it on text alone")
     if spec.layer_drop:
         notes.append(
             f"{LAYER_DROP}: {' and '.join(f'{name} {share:g}' for name, share in spec.layer_drop)} set to 0, because "
@@ -147,8 +151,13 @@ def check_model(
         done, small, model = _trial(spec, choice)
     except NoSmallModelError as error:
         normalising = batch_norm.modules(whole) if choice != "frozen" else {}
+        for name, module in list(normalising.items())[:1]:
+            which = _which(name, type(module).__name__, len(normalising))
+            notes.append(f"{SPLIT_MATTERS}: {which} normalise by statistics of the samples of a micro-batch")
+        if not normalising:
+            notes.append(f"whether the gradient depends on the split or on padding could not be tried: {error}")
         draws = any(isinstance(module, _DROPOUTS) and module.p for module in whole.modules())
-        return (*notes, *_by_its_modules(normalising, str(error)), *([DROPOUT] if draws else []))
+        return (*notes, *[DROPOUT] * draws)
     if not done.is_causal:
         raise _not_causal(spec, done)
     if not has_low_stage:
@@ -167,7 +176,14 @@ def check_model(
             f"tokens in one micro-batch differs by {_percent(done.padding.difference)} from the sum of each alone"
         )
     notes += done.random
-    return (*notes, *([_unused_note(done.unused)] if done.unused else []))
+    if done.unused:
+        few = ", ".join(done.unused[:_NAMED]) + (", ..." if len(done.unused) > _NAMED else "")
+        notes.append(
+            f"{plural(len(done.unused), 'trained parameter')} ({few}) got no gradient from a batch of {NUM_SAMPLES} "
+            "samples: PyTorch and ZeRO-0 leave what a whole global batch does not use, ZeRO-1 to 3 continue its weight "
+            "decay and momentum"
+        )
+    return tuple(notes)
 
 
 def _refuse_other_means(reference: str, model: nn.Module, objective: MeanLoss) -> None:
@@ -186,15 +202,6 @@ def _refuse_other_means(reference: str, model: nn.Module, objective: MeanLoss) -
                 because=f"micro-batches of {FEW_SAMPLES} samples then have another gradient than one of {NUM_SAMPLES}",
                 hint=f"return module, frugal.MeanLoss(example=..., count=lambda batch: {words})",
             )
-
-
-def _unused_note(names: Sequence[str]) -> str:
-    few = ", ".join(names[:_NAMED]) + (", ..." if len(names) > _NAMED else "")
-    return (
-        f"{plural(len(names), 'trained parameter')} ({few}) got no gradient from a batch of {NUM_SAMPLES} samples: "
-        "PyTorch and ZeRO-0 leave what a whole global batch does not use, ZeRO-1 to 3 continue its weight decay and "
-        "momentum"
-    )
 
 
 def say_of_objective(model: nn.Module, objective: Objective, plan: Plan, rank: int) -> None:
@@ -231,15 +238,6 @@ def _refuse_reuse(reference: str, done: ModelTrial) -> None:
             "checkpointing of a module that is used several times; DeepSpeed reduces a gradient when it arrives",
             hint="checkpoint(..., use_reentrant=False), or --zero-stage 1 --precision fp32",
         )
-
-
-def _other_inputs(spec: ModelSpec) -> list[str]:
-    """Return notes on other inputs that a model of text could read."""
-    encoders = {"vision_config": "images", "audio_config": "sound"}
-    others = [what for name, what in encoders.items() if getattr(spec.config, name, None) is not None]
-    if spec.task == OWN or not others:
-        return []
-    return [f"{spec.reference} could read {' and '.join(others)}, too: {spec.task} trains it on text alone"]
 
 
 def _trial(spec: ModelSpec, choice: BatchNormChoice | None = None) -> tuple[ModelTrial, ModelSpec, nn.Module]:
@@ -298,15 +296,6 @@ def _remedy(spec: ModelSpec, choice: BatchNormChoice | None) -> str:
     except NoSmallModelError:
         return ""
     return "; with --batch-norm frozen, which uses running statistics, they do not" if helps else ""
-
-
-def _by_its_modules(batch_norms: dict[str, nn.Module], reason: str) -> tuple[str, ...]:
-    """Return notes on a model that cannot be tried, by its modules."""
-    if batch_norms:
-        name, module = next(iter(batch_norms.items()))
-        which = _which(name, type(module).__name__, len(batch_norms))
-        return (f"{SPLIT_MATTERS}: {which} normalise by statistics of the samples of a micro-batch",)
-    return (f"whether the gradient depends on the split or on padding could not be tried: {reason}",)
 
 
 def _not_causal(spec: ModelSpec, done: ModelTrial) -> RequestError:

@@ -12,19 +12,18 @@
 import copy
 from collections.abc import Iterator
 from dataclasses import replace
-from typing import Any
+from unittest.mock import patch
 
 import torch
 from torch import Tensor, nn
-from torch.overrides import TorchFunctionMode
 
-from frugal.errors import RequestError, first_line
+from frugal.errors import RequestError, first_line, refuse
 from frugal.models import packs, transformers_internals
 from frugal.models.objectives import Batch, CausalLM, Objective, Sample
 from frugal.models.sequence import attention
 from frugal.models.sequence.parts import parts_of
 from frugal.models.spec import OWN, ModelSpec
-from frugal.models.trials import held_still, probe
+from frugal.models.trials import probe
 from frugal.models.trials.probe import Dependence
 from frugal.models.trials.small_model import NoSmallModelError, tried
 from frugal.units import IGNORED
@@ -51,31 +50,27 @@ def check_packing(spec: ModelSpec) -> None:
         RequestError: with the reason.
     """
     reason = _WHY_NOT_PACKED.get(spec.task)
-    if reason is None:
-        try:
-            leak = tried(spec, lambda _, model: leakage(model))
-        except NoSmallModelError as error:
-            reason = f"whether it keeps documents apart could not be tried: {error}"
-        else:
-            if leak <= MOST_LEAKAGE:
-                return
+    try:
+        leak = 0.0 if reason else tried(spec, lambda _, model: leakage(model))
+    except NoSmallModelError as error:
+        reason = f"whether it keeps documents apart could not be tried: {error}"
+    else:
+        if leak > MOST_LEAKAGE:
             reason = f"what it says of a document depends on the one before it, to {100 * leak:.1f} % of the whole"
-    raise RequestError(f"--pack is impossible for {spec.reference}", because=reason, hint=_PACKING_HINT)
+    refuse((reason, f"--pack is impossible for {spec.reference}", reason or "", _PACKING_HINT))
 
 
 def leakage(model: nn.Module) -> float:
     """Return what a document changes in the logits of the next in its pack, as a part of what it changes unpacked."""
     model.eval()
-    generator = torch.Generator().manual_seed(0)
-    first, second = (torch.randint(5, 200, (1, number), generator=generator) for number in DOCUMENTS)
-    together = torch.cat([first, second], dim=1)
+    together = torch.randint(5, 200, (1, sum(DOCUMENTS)), generator=torch.Generator().manual_seed(0))
     position_ids = torch.from_numpy(packs.positions(DOCUMENTS))[None]
 
     def logits(tokens: Tensor, **inputs: Tensor) -> Tensor:
         return model(input_ids=tokens, **inputs).logits[0].float()
 
     with torch.no_grad():
-        alone = torch.cat([logits(first), logits(second)])
+        alone = torch.cat([logits(document) for document in together.split(DOCUMENTS, dim=1)])
         following = logits(together)
         with packs.documents_kept_apart():
             packed = logits(together, position_ids=position_ids)
@@ -110,9 +105,10 @@ def check_sequence_parallel(spec: ModelSpec, size: int, *, pack: bool) -> None:
 
     def run(small: ModelSpec, model: nn.Module) -> tuple[float, int, bool]:
         attention.refuse(model, NUM_PARTS)
-        with _Counting(PART_LENGTHS[0] // NUM_PARTS) as counting:
+        with patch.object(torch, "arange", wraps=torch.arange) as arange:
             dependence, num_calls = on_parts(model, small.vocab_size or 2, pack=pack)
-        return dependence.difference, num_calls, counting.is_done
+        counts = any(PART_LENGTHS[0] // NUM_PARTS in call.args[:2] for call in arange.call_args_list)
+        return dependence.difference, num_calls, counts
 
     try:
         difference, num_calls, counts = tried(spec, run)
@@ -136,7 +132,13 @@ def check_sequence_parallel(spec: ModelSpec, size: int, *, pack: bool) -> None:
 
 def on_parts(model: nn.Module, vocab_size: int, *, pack: bool = False, size: int = NUM_PARTS) -> tuple[Dependence, int]:
     """Compare gradients of samples in `size` parts with whole ones; count how often attention was split."""
-    whole, samples = CausalLM(packed=pack), _samples(vocab_size, pack)
+    whole, generator = CausalLM(packed=pack), torch.Generator().manual_seed(0)
+    low = min(5, vocab_size - 1)  # beyond the usual special tokens
+    rows_of_ids = [torch.randint(low, vocab_size, (length,), generator=generator).tolist() for length in PART_LENGTHS]
+    samples = [
+        {"input_ids": row, "documents": [len(row) // 3, len(row) - len(row) // 3] if pack else [len(row)]}
+        for row in rows_of_ids
+    ]
     parts = [parts_of(whole, size, rank) for rank in range(size)]
     batches = [part.collate(samples) for part in parts]
     rows = {name: torch.cat([batch[name] for batch in batches]) for name in batches[0]}
@@ -144,31 +146,6 @@ def on_parts(model: nn.Module, vocab_size: int, *, pack: bool = False, size: int
     split, copied = attention.SplitInOneProcess(size), copy.deepcopy(model)
     attention.apply(copied, split)
     return Dependence(probe.difference(alone, probe.gradient(copied, parts[0], [rows]))), split.num_calls
-
-
-class _Counting(TorchFunctionMode):
-    """A mode that notices whether anybody counts to `length`."""
-
-    def __init__(self, length: int) -> None:
-        super().__init__()
-        self.is_done = False
-        self._length = length
-
-    def __torch_function__(self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None) -> Any:
-        if func is torch.arange and self._length in args[:2]:
-            self.is_done = True
-        return func(*args, **(kwargs or {}))
-
-
-def _samples(vocab_size: int, pack: bool) -> list[dict[str, list[int]]]:
-    """Make random samples of `PART_LENGTHS` tokens, packed of two documents each if asked."""
-    generator = torch.Generator().manual_seed(0)
-    low = min(5, vocab_size - 1)  # beyond the usual special tokens
-    rows: list[Tensor] = [torch.randint(low, vocab_size, (length,), generator=generator) for length in PART_LENGTHS]
-    return [
-        {"input_ids": row.tolist()} | ({"documents": [len(row) // 3, len(row) - len(row) // 3]} if pack else {})
-        for row in rows
-    ]
 
 
 MOST_OF_LOSS = 1e-3
@@ -188,7 +165,7 @@ def check_loss(spec: ModelSpec, model: nn.Module, objective: Objective, sample: 
     if spec.task == "masked-lm" and getattr(model.config, "is_encoder_decoder", False):
         raise _other_loss(spec, "its decoder reads the targets, and of masked text most are none", "use --task seq2seq")
     batch, theirs, reason = objective.collate([sample]), [], ""
-    with torch.no_grad(), held_still.restored(model):
+    with torch.no_grad(), probe.restored(model):
         model.eval()
         ours = objective.loss_sum(model, batch).item() / objective.count(batch)
         for inputs in _ways_to_ask(spec, model, batch):
