@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+import transformers
 from torch import nn
 
 from frugal.config.request import Request
@@ -81,8 +82,6 @@ def _refuse_inputs_and_packed_weights(reference: str, config: Any) -> None:
     Raises:
         RequestError: with what it reads, or what to give in its place.
     """
-    import transformers
-
     for name in transformers_internals.heads("MODEL_MAPPING_NAMES").get(config.model_type, ()):
         reads = getattr(getattr(transformers, name, None), "main_input_name", "input_ids")
         refuse(
@@ -218,10 +217,8 @@ def _infinite(value: dict[str, Any]) -> Any:
 
 
 def _from_hub(reference: str, task: str | None, num_labels: int | None) -> ModelSpec:
-    from transformers import AutoConfig
-
     try:
-        config = AutoConfig.from_pretrained(
+        config = transformers.AutoConfig.from_pretrained(
             reference, trust_remote_code=False, local_files_only=not factories.hub_is_reachable()
         )
     except (OSError, ValueError) as error:

@@ -10,6 +10,7 @@ from dataclasses import dataclass, replace
 from typing import Any, get_args
 
 import torch
+import transformers
 from torch import Tensor, nn
 
 from frugal.config.adapters import Lora
@@ -39,11 +40,12 @@ _CASTS: dict[torch.dtype, Callable[[nn.Module], nn.Module]] = {
     torch.bfloat16: nn.Module.bfloat16, torch.float16: nn.Module.half, torch.float32: nn.Module.float,
 }  # fmt: skip
 """Unlike `Module.to`, these keep the imaginary parts of complex numbers."""
-_CLASSES = ("id2label", "label2id", "num_labels")
-_SPECIAL_IDS = (
+_NOT_ARCHITECTURE = {
+    "transformers_version", "_name_or_path", "architectures", "dtype", "torch_dtype",
     "pad_token_id", "bos_token_id", "eos_token_id", "sep_token_id", "cls_token_id", "mask_token_id",
     "decoder_start_token_id", "forced_bos_token_id", "forced_eos_token_id", "suppress_tokens", "begin_suppress_tokens",
-)  # fmt: skip
+    "id2label", "label2id", "num_labels",
+}  # fmt: skip
 # Position ids of these begin after the padding id (fairseq's habit), so that many positions are never used.
 _POSITIONS_AFTER_PADDING = {
     "roberta", "xlm-roberta", "xlm-roberta-xl", "roberta-prelayernorm", "camembert", "longformer", "xmod",
@@ -164,8 +166,6 @@ class ModelSpec:
             module, _ = factories.make_model(self.reference, self.factory, device)
             module = _CASTS[dtype](module)
         else:
-            import transformers
-
             auto = getattr(transformers, _AUTO[self.task][0])
             # values that contradict each other, or are no numbers; each model fails in its way
             with failure(f"{self.reference} has a configuration that makes no model"), factories.on_device(device):
@@ -180,8 +180,6 @@ class ModelSpec:
 
     def reader(self, dtype: torch.dtype, *, may_download: bool = True) -> Callable[[], Any]:
         """Return transformers' `from_pretrained` with its arguments, for a model that has weights."""
-        import transformers
-
         options: dict[str, Any] = {}
         if self.quantize is not None:
             options["quantization_config"] = quantised.config(dtype)
@@ -287,8 +285,6 @@ class ModelSpec:
         """Return the class of the model, inside adapters that it may have been given."""
         names = heads(self.task).get(self.config.model_type)
         if self.factory is None and names:
-            import transformers
-
             return getattr(transformers, names[0])
         model: Any = self.build(dtype=torch.float32, device="meta")
         return type(model.get_base_model() if hasattr(model, "get_base_model") else model)
@@ -329,17 +325,6 @@ _RANDOM = "_frugal_random_weights"
 def random_weights(module: nn.Module) -> tuple[str, ...]:
     """Return the parameters of a pretrained model that were not among its weights, such as a new head's."""
     return getattr(module, _RANDOM, ())
-
-
-_NOT_ARCHITECTURE = {
-    "transformers_version",
-    "_name_or_path",
-    "architectures",
-    "dtype",
-    "torch_dtype",
-    *_SPECIAL_IDS,
-    *_CLASSES,
-}
 
 
 def check_sequence_length(spec: ModelSpec, seq_len: int) -> None:

@@ -153,12 +153,10 @@ def inside_bytes(operator: Any, args: tuple[Any, ...]) -> int | None:
     `backends/default/ops.py`: of each element the fp32 value, the scaled one and its number in 32 bits, the number in a
     byte, and twice half of that. A GPU's kernel takes nothing.
     """
-    if "bitsandbytes" not in sys.modules:
+    if "bitsandbytes" not in sys.modules or operator is not torch.ops.bitsandbytes.quantize_4bit.default:
         return None
-    tensor: Any = args[0] if args else None
-    if operator is not torch.ops.bitsandbytes.quantize_4bit.default:
-        return None
-    return int(tensor.numel()) * (14 if tensor.element_size() < 4 else 10)
+    tensor: Tensor = args[0]
+    return tensor.numel() * (14 if tensor.element_size() < 4 else 10)
 
 
 def config(dtype: torch.dtype) -> Any:

@@ -10,7 +10,7 @@ kernel takes them back when it needs them; what is read of a file counts in a pr
 """
 
 import zipfile
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import Any
 
@@ -77,12 +77,12 @@ def load_weights(
     """
     placed: dict[int, tuple[nn.Parameter, int]] = {}
 
-    def arrived(model: nn.Module, name: str) -> None:
+    def arrived(model: Any, name: str) -> None:
         owner, _, own_name = name.rpartition(".")
         module = model.get_submodule(owner)
         if own_name in module._buffers:
             module._buffers[own_name] = module._buffers[own_name].clone()  # type: ignore[union-attr]  # it has a value
-        elif owner not in _tied_modules(model):
+        elif owner not in {each.rpartition(".")[0] for pair in model.all_tied_weights_keys.items() for each in pair}:
             put(module._parameters[own_name])
 
     def put(parameter: nn.Parameter | None) -> None:
@@ -95,12 +95,6 @@ def load_weights(
     for parameter in model.parameters():
         put(parameter)
     return model, loaded, {name: placed[id(parameter)][1] for name, parameter in model.named_parameters()}
-
-
-def _tied_modules(model: Any) -> set[str]:
-    """Return the modules whose parameters are tied to others, or others to them."""
-    tied: Mapping[str, str] = model.all_tied_weights_keys
-    return {name.rpartition(".")[0] for pair in tied.items() for name in pair}
 
 
 def off_the_file(parameter: nn.Parameter) -> None:

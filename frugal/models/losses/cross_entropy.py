@@ -25,11 +25,6 @@ meta_stands_for = "cpu"
 """The kind of device whose kernels meta tensors are to take: a dry run sets it."""
 
 
-def is_of_cuda(tensor: Tensor) -> bool:
-    """Return whether CUDA's kernels take the tensor, or in a dry run would take the one that it stands for."""
-    return tensor.is_cuda or (tensor.is_meta and meta_stands_for == "cuda")
-
-
 def losses(
     logits: Tensor, labels: Tensor, *, rows_at_once: int, with_gradient: bool, kernels: Kernels = "plain"
 ) -> Tensor:
@@ -64,7 +59,8 @@ def add_product(total: Tensor, left: Tensor, right: Tensor) -> None:
 
     CUDA sums in fp32 inside the product; elsewhere the factors are copied to fp32, unless they are.
     """
-    if is_of_cuda(left) and left.dtype == right.dtype and left.element_size() == 2:
+    takes_cuda = left.is_cuda or (left.is_meta and meta_stands_for == "cuda")
+    if takes_cuda and left.dtype == right.dtype and left.element_size() == 2:
         torch.addmm(total, left.t(), right, out_dtype=torch.float32, out=total)
     else:
         total.addmm_(left.t().float(), right.float())
