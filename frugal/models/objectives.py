@@ -327,7 +327,7 @@ def real_tokens(rows: Sequence[Sequence[int]]) -> Tensor:
     return (torch.arange(int(lengths.max())) < lengths[:, None]).long()
 
 
-class _TextObjective(Objective):
+class TextObjective(Objective):
     """A base of the objectives of texts: a batch has `labels`, of which `IGNORED` is no target."""
 
     pads_tokens = True  # each sample's, to the longest in its micro-batch
@@ -349,7 +349,7 @@ class _TextObjective(Objective):
         return int((batch["labels"] != IGNORED).sum())
 
 
-class CausalLM(_TextObjective):
+class CausalLM(TextObjective):
     """Next-token prediction. A sample has `input_ids` and, if some positions are no targets, `labels`.
 
     `packed`: it also has `documents`, the tokens of each document in it. They do not see each other, and none begins
@@ -409,7 +409,7 @@ class CausalLM(_TextObjective):
             return token_loss_sum(model, inputs, next_tokens)
 
 
-class MaskedLM(_TextObjective):
+class MaskedLM(TextObjective):
     """Predicting masked tokens, as BERT does (https://arxiv.org/abs/1810.04805, section 3.1).
 
     A sample has `input_ids`; also `labels` if it is masked already. Otherwise `share` of its tokens, at least one
@@ -473,7 +473,7 @@ class MaskedLM(_TextObjective):
         return token_loss_sum(model, inputs, batch["labels"])
 
 
-class Seq2Seq(_TextObjective):
+class Seq2Seq(TextObjective):
     """Predicting a target text from a source text. A sample has `input_ids` (source) and `labels` (target tokens).
 
     `decoder_inputs` makes what the decoder reads from labels of shape `(samples, positions)`, as the model's own loss
@@ -524,7 +524,7 @@ class Seq2Seq(_TextObjective):
         return token_loss_sum(model, inputs, batch["labels"])
 
 
-class SequenceClassification(_TextObjective):
+class SequenceClassification(TextObjective):
     """One class for each text. A sample has `input_ids` and `label`, an int from 0.
 
     A model that is not `bidirectional` gets no attention mask, as in `CausalLM`; it finds the last token, which
