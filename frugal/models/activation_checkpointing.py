@@ -42,7 +42,7 @@ from torch.autograd.graph import saved_tensors_hooks
 from torch.utils.checkpoint import checkpoint
 
 from frugal import torch_internals
-from frugal.errors import RequestError
+from frugal.errors import RequestError, refuse
 from frugal.models import transformers_internals
 from frugal.planning.strategy import ActivationCheckpointing, LayerMode
 from frugal.torch_internals import tensors_in
@@ -242,26 +242,27 @@ def apply(
     Raises:
         RequestError: the model has no layers that could be recomputed, or another number of them.
     """
-    if mode == "budget":
-        of_layers = [each for each, count in layer_modes for _ in range(count)]
-        if len(of_layers) != len(layers(model)):
-            raise RequestError(
-                f"{type(model).__name__} has {plural(len(layers(model)), 'layer')} that can be recomputed",
-                because=f"the strategy says what {plural(len(of_layers), 'layer')} do",
-                hint="plan again for this model",
-            )
-    else:
-        of_layers = [mode] * len(layers(model))
+    found = layers(model)
+    modes = layer_modes if mode == "budget" else [(mode, len(found))]
+    of_layers: list[LayerMode] = [each for each, count in modes for _ in range(count)]
+    refuse(
+        (
+            len(of_layers) != len(found),
+            f"{type(model).__name__} has {plural(len(found), 'layer')} that can be recomputed",
+            f"the strategy says what {plural(len(of_layers), 'layer')} do",
+            "plan again for this model",
+        ),
+        (
+            not found and mode != "off" and not _has_switch(model),
+            f"{type(model).__name__} does not support activation checkpointing",
+            "it has neither gradient_checkpointing_enable() nor a list of layers of one class",
+            "plan with --activation-checkpointing off, or put its layers into an nn.ModuleList",
+        ),
+    )
     if _has_switch(model):
         _switch(model, mode, of_layers, watch)
         return
-    if not of_layers and mode != "off":
-        raise RequestError(
-            f"{type(model).__name__} does not support activation checkpointing",
-            because="it has neither gradient_checkpointing_enable() nor a list of layers of one class",
-            hint="plan with --activation-checkpointing off, or put its layers into an nn.ModuleList",
-        )
-    for number, (layer, of_layer) in enumerate(zip(layers(model), of_layers, strict=True)):
+    for number, (layer, of_layer) in enumerate(zip(found, of_layers, strict=True)):
         if isinstance(layer.forward, partial) and layer.forward.func is _recomputed:  # from another mode
             layer.forward = layer.forward.args[1]
         if of_layer != "off":
@@ -309,7 +310,27 @@ def _runner(mode: LayerMode, number: int, watch: Watch | None) -> Callable[..., 
 
 
 def _offloaded(layer: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-    with _OwnInputOnHost():
+    """Run a layer whose first tensor that `checkpoint` saves moves to pinned host memory, and back for backward.
+
+    Inside the layer `checkpoint` has hooks of its own, so only the layer's positional arguments come here. The
+    copies are asynchronous: torch's allocators keep the memory at both ends until they are done.
+    """
+    is_first = True
+
+    def pack(tensor: Tensor) -> tuple[torch.device, Tensor]:
+        nonlocal is_first
+        moves, is_first = is_first and tensor.device.type != "cpu", False
+        if not moves:
+            return tensor.device, tensor
+        tensor = tensor.detach()
+        on_host = torch.empty_like(tensor, device="cpu", pin_memory=tensor.is_cuda)
+        return tensor.device, on_host.copy_(tensor, non_blocking=True)
+
+    def unpack(packed: tuple[torch.device, Tensor]) -> Tensor:
+        device, tensor = packed
+        return tensor.to(device, non_blocking=True)
+
+    with saved_tensors_hooks(pack, unpack):
         return checkpoint(layer, *args, use_reentrant=False, **kwargs)
 
 
@@ -318,32 +339,6 @@ _RUN: dict[LayerMode, Callable[..., Any]] = {
     "full": partial(checkpoint, use_reentrant=False),
     "offloaded": _offloaded,
 }
-
-
-class _OwnInputOnHost(saved_tensors_hooks):
-    """Hooks that move the first tensor that `checkpoint` saves of a layer to pinned host memory, and back for backward.
-
-    Inside the layer `checkpoint` has hooks of its own, so only the layer's positional arguments come here. The
-    copies are asynchronous: torch's allocators keep the memory at both ends until they are done.
-    """
-
-    def __init__(self) -> None:
-        self._is_first = True
-        super().__init__(self._pack, self._unpack)
-
-    def _pack(self, tensor: Tensor) -> tuple[torch.device, Tensor]:
-        moves = self._is_first and tensor.device.type != "cpu"
-        self._is_first = False
-        if not moves:
-            return tensor.device, tensor
-        tensor = tensor.detach()
-        on_host = torch.empty_like(tensor, device="cpu", pin_memory=tensor.is_cuda)
-        return tensor.device, on_host.copy_(tensor, non_blocking=True)
-
-    @staticmethod
-    def _unpack(packed: tuple[torch.device, Tensor]) -> Tensor:
-        device, tensor = packed
-        return tensor.to(device, non_blocking=True)
 
 
 def is_supported(model: nn.Module) -> bool:

@@ -85,7 +85,6 @@ def noted(kernels: Kernels, multiprocessors: int, launched: Callable[[int], None
 
     `multiprocessors`: of the planned card.
     """
-    global _is_noting
     if kernels == "plain":
         yield
         return
@@ -105,9 +104,10 @@ def noted(kernels: Kernels, multiprocessors: int, launched: Callable[[int], None
     with (
         patch.object(KernelInterface, "__getitem__", lambda kernel, grid: partial(launch, kernel, grid=grid)),
         patch.object(torch.cuda, "get_device_properties", lambda *_: card),
+        patch(f"{__name__}._is_noting", True),
     ):
-        _is_noting, rms_norm_backward.__code__ = True, on_card
+        rms_norm_backward.__code__ = on_card
         try:
             yield
         finally:
-            _is_noting, rms_norm_backward.__code__ = False, code
+            rms_norm_backward.__code__ = code

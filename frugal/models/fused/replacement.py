@@ -216,7 +216,12 @@ def kind(module: nn.Module) -> tuple[Any, ...]:
 def rms_norm(module: nn.Module) -> RMSNorm | None:
     """Return the norm that a module is; None: none of those that Liger has."""
     own = dict(module.named_parameters())
-    if len(own) != 1 or isinstance(module, nn.RMSNorm) or _is_special(module) or any(True for _ in module.buffers()):
+    if (
+        len(own) != 1
+        or isinstance(module, nn.RMSNorm)
+        or "forward" in vars(module)
+        or any(True for _ in module.buffers())
+    ):
         return None
     ((name, weight),) = own.items()
     shape = _shape(weight)
@@ -260,10 +265,10 @@ def gated_mlp(module: nn.Module) -> GatedMLP | None:
     children = dict(module.named_children())
     sizes = {name: size for name, child in children.items() if (size := _sizes(child))}
     others = [child for name, child in children.items() if name not in sizes]
-    has_own = any(True for _ in (*module.parameters(recurse=False), *module.buffers(recurse=False)))
-    if len(sizes) != 3 or has_own or _is_special(module) or any(map(_has_tensors, others)):
-        return None
-    if any(_has_hooks(each) for each in module.modules() if each is not module):
+    tensors = [*module.parameters(recurse=False), *module.buffers(recurse=False)]
+    tensors += [tensor for each in others for tensor in (*each.parameters(), *each.buffers())]
+    has_hooks = any(_has_hooks(each) for each in module.modules() if each is not module)
+    if len(sizes) != 3 or tensors or has_hooks or "forward" in vars(module):
         return None
     widths = sorted({size for pair in sizes.values() for size in pair})
     shapes = {name: tuple(8 + 4 * widths.index(size) for size in pair[::-1]) for name, pair in sizes.items()}
@@ -348,10 +353,12 @@ class _Trial:
 
     def are_alike(self, theirs: Callable[..., Any], ours: Callable[..., Tensor], *shapes: tuple[int, ...]) -> bool:
         """Return whether two functions of tensors of these shapes have the same results and gradients."""
-        # a module may draw, and trip over what it does not expect
-        with suppress(Exception), torch_internals.without_modes(), torch.random.fork_rng([]), torch.enable_grad():
-            return all(self._are_alike(theirs, ours, scale, shapes) for scale in _SCALES)
-        return False
+        state, alike = torch.default_generator.get_state(), False  # of which a dropout draws
+        # a module may trip over what it does not expect
+        with suppress(Exception), torch_internals.without_modes(), torch.enable_grad():
+            alike = all(self._are_alike(theirs, ours, scale, shapes) for scale in _SCALES)
+        torch.default_generator.set_state(state)
+        return alike
 
     def _are_alike(
         self, theirs: Callable[..., Any], ours: Callable[..., Tensor], scale: float, shapes: tuple[tuple[int, ...], ...]
@@ -384,19 +391,10 @@ def _like(module: nn.Module, **replaced: dict[str, Any]) -> nn.Module:
     return copied
 
 
-def _is_special(module: nn.Module) -> bool:
-    """Return whether something has replaced the forward of this one module."""
-    return "forward" in vars(module)
-
-
 def _has_hooks(module: nn.Module) -> bool:
     """Return whether somebody looks at what a module takes or returns; frugal's own hooks, as a dry run's, do not."""
     hooks = (*module._forward_hooks.values(), *module._forward_pre_hooks.values())
     return any(not str(getattr(hook, "__module__", "")).startswith("frugal.") for hook in hooks)
-
-
-def _has_tensors(module: nn.Module) -> bool:
-    return any(True for _ in (*module.parameters(), *module.buffers()))
 
 
 def _shape(tensor: Tensor) -> tuple[int, ...]:

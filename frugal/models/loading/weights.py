@@ -81,7 +81,7 @@ def load_weights(
         owner, _, own_name = name.rpartition(".")
         module = model.get_submodule(owner)
         if own_name in module._buffers:
-            module._buffers[own_name] = module._buffers[own_name].clone()  # type: ignore[union-attr]  # it has a value
+            module._buffers[own_name] = module._buffers[own_name].clone()
         elif owner not in {each.rpartition(".")[0] for pair in model.all_tied_weights_keys.items() for each in pair}:
             put(module._parameters[own_name])
 

@@ -88,12 +88,12 @@ def tried(spec: ModelSpec, run: Callable[[ModelSpec, nn.Module], T]) -> T:
 def _smallest(spec: ModelSpec, sizes: dict[str, int], whole: Any) -> ModelSpec | None:
     """Return the spec with the fewest layers that have all kinds of modules of the `whole`; None: that is too large."""
     kinds, smallest = set(map(type, whole.modules())), None
-    model: Any = whole.get_base_model() if hasattr(whole, "get_base_model") else whole  # without peft's wrapper
+    kind: Any = type(whole.get_base_model() if hasattr(whole, "get_base_model") else whole)  # without peft's wrapper
     for num_layers in _NUM_LAYERS:
         config = _small_config(spec.config, sizes, num_layers)
         small = replace(
             spec, config=config, weights=None, vocab_size=getattr(config.get_text_config(), "vocab_size", None),
-            max_positions=max_positions_of(config), factory=spec.factory and partial(type(model), config),
+            max_positions=max_positions_of(config), factory=spec.factory and partial(kind, config),
         )  # fmt: skip
         on_meta = small.build(dtype=torch.float32, device="meta")
         if not is_small(on_meta):
