@@ -18,7 +18,7 @@ All ranks of a group collate the same samples. Labels are shifted, and positions
 borders of parts are no different from other places, and the sums over all parts are those over the samples.
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import nullcontext
 from typing import Any
 from unittest.mock import patch
@@ -27,6 +27,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from frugal import errors
 from frugal.deepspeed_adapter import collectives
 from frugal.distributed.connections.listeners import closed_afterwards
 from frugal.errors import RequestError
@@ -46,7 +47,7 @@ KERNEL = "sdpa"
 
 HINT = "leave --sequence-parallel out"
 
-_ROPE_OF_LENGTH = ("dynamic", "longrope")
+_ROPE_OF_LENGTH = {"dynamic", "longrope"}
 """Rotary embeddings whose frequencies depend on the longest position of a forward, which differs from part to part."""
 
 
@@ -170,35 +171,35 @@ def refuse(model: nn.Module, size: int) -> None:
     Raises:
         RequestError: with the reason.
     """
-    if (reason := _obstacle(model, size)) is not None:
-        raise refusal(type(model).__name__, size, reason)
-
-
-def refusal(name: str, size: int, reason: str) -> RequestError:
-    """Return the error that `size` ranks cannot share samples of the model `name`."""
-    return RequestError(f"--sequence-parallel {size} is impossible for {name}", because=reason, hint=HINT)
-
-
-def _obstacle(model: nn.Module, size: int) -> str | None:
     config: Any = getattr(model, "config", None)
-    if not hasattr(config, "get_text_config"):
-        return "it is no model of transformers, whose attention functions alone can be replaced"
-    text = config.get_text_config()
-    if getattr(config, "is_encoder_decoder", False):
-        return "it has an encoder and a decoder, which have sequences of their own"
-    kernel = getattr(text, "_attn_implementation", None)
-    if kernel != KERNEL:
-        return f"its attention is {kernel!r}, and only {KERNEL!r} is known to be split right"
+    text: Any = config.get_text_config() if hasattr(config, "get_text_config") else None
+    kernel, heads = getattr(text, "_attn_implementation", None), getattr(text, "num_attention_heads", None)
+    has_two_parts = getattr(config, "is_encoder_decoder", False)
     given = [getattr(text, name, None) for name in ("rope_parameters", "rope_scaling")]
     ropes = [each for each in given if isinstance(each, dict)]
     ropes += [each for rope in ropes for each in rope.values() if isinstance(each, dict)]  # one for each kind of layer
-    for kind in (rope.get("rope_type", rope.get("type")) for rope in ropes):
-        if kind in _ROPE_OF_LENGTH:
-            return f"its rotary embedding ({kind}) depends on the length of what it reads, and a part is shorter"
-    heads = getattr(text, "num_attention_heads", None)
-    if not isinstance(heads, int) or heads % size:
-        return f"its {heads} attention heads do not divide by {size}"
-    return None
+    kinds = {rope.get("rope_type", rope.get("type")) for rope in ropes} & _ROPE_OF_LENGTH
+    reasons = {
+        "it is no model of transformers, whose attention functions alone can be replaced": text is None,
+        "it has an encoder and a decoder, which have sequences of their own": getattr(
+            config, "is_encoder_decoder", False
+        ),
+        f"its attention is {kernel!r}, and only {KERNEL!r} is known to be split right": kernel != KERNEL,
+        f"its rotary embedding ({min(kinds, default='')}) depends on the length of what it reads, and a part is "
+        "shorter": kinds,
+        f"its {heads} attention heads do not divide by {size}": not isinstance(heads, int) or heads % size,
+    }
+    refuse_for(type(model).__name__, size, reasons)
+
+
+def refuse_for(name: str, size: int, reasons: Mapping[str, object]) -> None:
+    """Refuse that `size` ranks share samples of the model `name`, for the first of `reasons` that holds.
+
+    Raises:
+        RequestError: with that reason.
+    """
+    what = f"--sequence-parallel {size} is impossible for {name}"
+    errors.refuse(*((holds, what, reason, HINT) for reason, holds in reasons.items()))
 
 
 # What a rank reads, and what it adds to the loss

@@ -405,13 +405,12 @@ def check_sequence_parallel(spec: ModelSpec, size: int, *, pack: bool) -> None:
     Raises:
         RequestError: with the reason.
     """
-    if spec.task != "causal-lm":
-        raise sequence_parallel.refusal(
-            spec.reference, size, f"it trains {spec.task}; only causal-lm is known to be split right"
-        )
+    reasons = {
+        f"it trains {spec.task}; only causal-lm is known to be split right": spec.task != "causal-lm",
+        "its loss is its own, of whole sequences": spec.has_own_loss(),
+    }
+    sequence_parallel.refuse_for(spec.reference, size, reasons)
     spec = replace(spec, lora=None, quantize=None)  # adapters and packed weights are of positions each
-    if spec.has_own_loss():
-        raise sequence_parallel.refusal(spec.reference, size, "its loss is its own, of whole sequences")
     sequence_parallel.refuse(spec.build(dtype=torch.float32, device="meta"), size)
     transformers_internals.always_use()
 
@@ -422,24 +421,19 @@ def check_sequence_parallel(spec: ModelSpec, size: int, *, pack: bool) -> None:
         counts = any(PART_LENGTHS[0] // NUM_PARTS in call.args[:2] for call in arange.call_args_list)
         return dependence.difference, num_calls, counts
 
+    difference, num_calls, counts, untried = 0.0, 0, False, ""
     try:
         difference, num_calls, counts = tried(spec, run)
     except NoSmallModelError as error:
-        raise sequence_parallel.refusal(
-            spec.reference, size, f"whether parts train as the whole does could not be tried: {error}"
-        ) from None
-    reason = ""
-    if not num_calls:
-        reason = "its attention does not go through transformers' attention functions"
-    elif difference > MOST_OF_PARTS:
-        reason = (
-            f"the gradient of a small one in {NUM_PARTS} parts differs by {100 * difference:.2g} %: "
-            "not only its attention mixes positions"
-        )
-    elif counts:
-        reason = "it counts the positions of a part from 0 and ignores those that it is given"
-    if reason:
-        raise sequence_parallel.refusal(spec.reference, size, reason)
+        untried = str(error)
+    reasons = {
+        f"whether parts train as the whole does could not be tried: {untried}": untried,
+        "its attention does not go through transformers' attention functions": not num_calls,
+        f"the gradient of a small one in {NUM_PARTS} parts differs by {100 * difference:.2g} %: not only its attention "
+        "mixes positions": difference > MOST_OF_PARTS,
+        "it counts the positions of a part from 0 and ignores those that it is given": counts,
+    }
+    sequence_parallel.refuse_for(spec.reference, size, reasons)
 
 
 def on_parts(model: nn.Module, vocab_size: int, *, pack: bool = False, size: int = NUM_PARTS) -> tuple[Dependence, int]:

@@ -106,10 +106,8 @@ def put(module: nn.Module, kept: Kept) -> None:
             place.clear()
             place.update(values)
             for name, was in copies.items():
-                if isinstance(was, Tensor) and place[name].shape == was.shape:
+                if isinstance(was, Tensor):
                     place[name].data.copy_(was)
-                elif isinstance(was, Tensor):
-                    place[name].data = was.clone()
                 elif isinstance(was, list | deque):
                     place[name] = copy.copy(was)
 
