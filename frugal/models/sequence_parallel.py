@@ -181,9 +181,7 @@ def refuse(model: nn.Module, size: int) -> None:
     kinds = {rope.get("rope_type", rope.get("type")) for rope in ropes} & _ROPE_OF_LENGTH
     reasons = {
         "it is no model of transformers, whose attention functions alone can be replaced": text is None,
-        "it has an encoder and a decoder, which have sequences of their own": getattr(
-            config, "is_encoder_decoder", False
-        ),
+        "it has an encoder and a decoder, which have sequences of their own": has_two_parts,
         f"its attention is {kernel!r}, and only {KERNEL!r} is known to be split right": kernel != KERNEL,
         f"its rotary embedding ({min(kinds, default='')}) depends on the length of what it reads, and a part is "
         "shorter": kinds,

@@ -14,7 +14,7 @@ Of a model of text it is also asked:
 
 import copy
 import logging
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 from unittest.mock import patch
@@ -468,40 +468,37 @@ def check_loss(spec: ModelSpec, model: nn.Module, objective: Objective, sample: 
     """
     if not hasattr(model, "config"):
         return
-    if spec.task == "masked-lm" and getattr(model.config, "is_encoder_decoder", False):
-        raise _other_loss(spec, "its decoder reads the targets, and of masked text most are none", "use --task seq2seq")
-    batch, theirs, reason = objective.collate([sample]), [], ""
+    what = f"{spec.reference} cannot be trained as {spec.task}"
+    is_masked_pair = spec.task == "masked-lm" and getattr(model.config, "is_encoder_decoder", False)
+    why = "its decoder reads the targets, and of masked text most are none"
+    refuse((is_masked_pair, what, why, "use --task seq2seq"))
+    batch = objective.collate([sample])
+    ways = [{name: batch[name] for name in ("input_ids", "attention_mask", "labels") if name in batch}]
+    if spec.task == "causal-lm":  # decoders of encoder-decoders want labels that are moved already
+        ways.append(ways[0] | {"labels": nn.functional.pad(batch["labels"][:, 1:], (0, 1), value=IGNORED)})
+    if spec.task == "seq2seq" and hasattr(model, "prepare_decoder_input_ids_from_labels"):
+        ways.append(ways[0] | {"decoder_input_ids": batch["decoder_input_ids"]})  # a few make these in a method only
+    theirs, reason = [], ""
     with torch.no_grad(), probe.restored(model):
         model.eval()
         ours = objective.loss_sum(model, batch).item() / objective.count(batch)
-        for inputs in _ways_to_ask(spec, model, batch):
+        for inputs in ways:
             try:
                 theirs.append(model(**inputs).loss.item())
             except Exception as error:  # whatever a model trips over
                 reason = reason or first_line(error)
-    if not theirs:
-        raise _other_loss(
-            spec,
+    nearest = min(theirs, key=lambda loss: abs(loss - ours), default=ours)
+    refuse(
+        (
+            not theirs,
+            what,
             f"its own loss of text alone fails: {reason}",
             "give a factory that returns (module, objective), with what else it reads in the samples",
-        )
-    nearest = min(theirs, key=lambda loss: abs(loss - ours))
-    if abs(ours - nearest) > MOST_OF_LOSS * max(abs(nearest), 1e-6):
-        why = f"of a small model of its kind, its own loss is {nearest:.4f} a target, and the cross entropy {ours:.4f}"
-        raise _other_loss(spec, why, "give a factory that returns (module, objective), with its loss as objective")
-
-
-def _ways_to_ask(spec: ModelSpec, model: nn.Module, batch: Batch) -> Iterator[dict[str, Tensor]]:
-    """Yield inputs with labels. Decoders of encoder-decoders want labels that are moved already; a few models make the
-    decoder inputs of labels in a method only, and not in their forward."""
-    names = ("input_ids", "attention_mask", "labels")
-    inputs = {name: batch[name] for name in names if name in batch}
-    yield inputs
-    if spec.task == "causal-lm":
-        yield inputs | {"labels": nn.functional.pad(batch["labels"][:, 1:], (0, 1), value=IGNORED)}
-    if spec.task == "seq2seq" and hasattr(model, "prepare_decoder_input_ids_from_labels"):
-        yield inputs | {"decoder_input_ids": batch["decoder_input_ids"]}
-
-
-def _other_loss(spec: ModelSpec, because: str, hint: str) -> RequestError:
-    return RequestError(f"{spec.reference} cannot be trained as {spec.task}", because=because, hint=hint)
+        ),
+        (
+            abs(ours - nearest) > MOST_OF_LOSS * max(abs(nearest), 1e-6),
+            what,
+            f"of a small model of its kind, its own loss is {nearest:.4f} a target, and the cross entropy {ours:.4f}",
+            "give a factory that returns (module, objective), with its loss as objective",
+        ),
+    )
