@@ -27,7 +27,6 @@ from frugal.errors import RequestError, first_line, refuse
 from frugal.models import batch_norm, packs, sequence_parallel, transformers_internals
 from frugal.models.losses import own_loss
 from frugal.models.objectives import (
-    Batch,
     CausalLM,
     MaskedLM,
     MeanLoss,
