@@ -28,8 +28,7 @@ from torch.nn.modules.module import (
 from torch.utils.weak import WeakIdKeyDictionary
 
 from frugal.errors import RequestError, failure, first_line, refuse
-from frugal.models import objectives
-from frugal.models.objectives import MeanLoss, Objective
+from frugal.models.objectives import MeanLoss, Objective, example_in_words, required
 
 Factory = Callable[[], Any]
 
@@ -91,7 +90,7 @@ def make_model(reference: str, factory: Factory, device: torch.device) -> tuple[
     )
     failing = failure(f"{reference} failed", hint=hint if device.type == "meta" else None)
     with failing, on_device(device), _importable(Path.cwd()):
-        if needed := objectives.required(factory):
+        if needed := required(factory):
             raise RequestError(
                 f"{reference} takes {', '.join(needed)}",
                 because="a factory is called without arguments",
@@ -110,7 +109,7 @@ def make_model(reference: str, factory: Factory, device: torch.device) -> tuple[
         raise RequestError(
             f"{reference} returned a module and an object of type {type(objective).__name__}",
             because="the second says how it is trained: an objective, or an example of a sample, which is a dict",
-            hint=f"return module, {objectives.example_in_words(module)} where forward returns the mean loss; "
+            hint=f"return module, {example_in_words(module)} where forward returns the mean loss; "
             "otherwise frugal.SummedLoss(loss, example=...)",
         )
     return module, objective
