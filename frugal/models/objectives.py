@@ -18,7 +18,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from frugal.config.sample_lengths import DOCUMENT_TOKENS
-from frugal.errors import RequestError, failure, refuse
+from frugal.errors import RequestError, failure
 from frugal.models import packs, tiled_loss
 from frugal.models.losses import own_loss, predictions
 from frugal.units import IGNORED
@@ -119,23 +119,24 @@ class SummedLoss:
         Raises:
             RequestError: one is missing, or of another kind.
         """
-        absent = [name for name in self._values if name not in sample]
-        names = f"it has {', '.join(sample)}, and the example {', '.join(self._values)}"
-        refuse((absent, f"a sample has no `{', '.join(absent)}`", names, "give both the same names"))
+        if name := next((name for name in self._values if name not in sample), None):
+            raise RequestError(
+                f"a sample has no `{name}`",
+                because=f"it has {', '.join(sample)}, and the example {', '.join(self._values)}",
+                hint="give both the same names",
+            )
         values = {name: sample[name] for name in self._values}
         for name, shown in self._values.items():
             if isinstance(shown, Tensor):
                 with failure(f"`{name}` of a sample is no tensor", hint="give numbers, as the example has them"):
                     value = torch.as_tensor(sample[name])
                 is_cut = value.is_floating_point() and not shown.is_floating_point()
-                refuse(
-                    (
-                        is_cut or value.dim() != shown.dim() - 1,
+                if is_cut or value.dim() != shown.dim() - 1:
+                    raise RequestError(
                         f"`{name}` of a sample is {value.dtype} of shape {tuple(value.shape)}",
-                        f"that of the example is {shown.dtype} of shape {tuple(shown.shape[1:])}",
-                        "give the example the type and the dimensions of the samples",
+                        because=f"that of the example is {shown.dtype} of shape {tuple(shown.shape[1:])}",
+                        hint="give the example the type and the dimensions of the samples",
                     )
-                )
                 values[name] = value.to(shown.dtype)
         return values
 

@@ -278,16 +278,12 @@ class ModelSpec:
         for name, token_id in special_ids.items():
             if getattr(config, name, None) is None:
                 setattr(config, name, token_id)
-        decoder_inputs.complete(config)
-        return decoder_inputs.of_class(self._model_class(), config)
-
-    def _model_class(self) -> type[nn.Module]:
-        """Return the class of the model, inside adapters that it may have been given."""
-        names = heads(self.task).get(self.config.model_type)
-        if self.factory is None and names:
-            return getattr(transformers, names[0])
-        model: Any = self.build(dtype=torch.float32, device="meta")
-        return type(model.get_base_model() if hasattr(model, "get_base_model") else model)
+        if self.factory is None:
+            model_class = getattr(transformers, heads(self.task)[config.model_type][0])
+        else:
+            model: Any = self.build(dtype=torch.float32, device="meta")
+            model_class = type(model.get_base_model() if hasattr(model, "get_base_model") else model)  # inside adapters
+        return decoder_inputs.of_class(model_class, config)
 
     def for_tokenizer(self, tokenizer: Any) -> "ModelSpec":
         """Return the same model with the tokenizer's special tokens, as training from text needs it.
