@@ -143,6 +143,6 @@ def _has_weights(folder: Path) -> bool:
 
 
 def _is_model_type(reference: str) -> bool:
-    from frugal.models import transformers_internals  # takes a second
+    from transformers import CONFIG_MAPPING  # takes a second
 
-    return reference in transformers_internals.model_types()
+    return reference in CONFIG_MAPPING

@@ -51,11 +51,11 @@ def resolve(reference: str, task: str | None = None, *, num_labels: int | None =
     refuse((task not in (None, *TASKS), f"there is no task `{task}`", "", f"tasks are {', '.join(TASKS)}"))
     if reference in presets():
         preset = presets()[reference]
-        config = transformers_internals.model_types()[preset["type"]].from_dict(dict(preset["config"]))
+        config = transformers.CONFIG_MAPPING[preset["type"]].from_dict(dict(preset["config"]))
         return _from_config(reference, config, task or preset["task"], num_labels, kind_of_reference="preset")
-    if reference in transformers_internals.model_types():
+    if reference in transformers.CONFIG_MAPPING:
         with failure(f"{reference} has no default configuration", hint="give the path of a config.json"):
-            config = transformers_internals.model_types()[reference]()  # some defaults contradict each other
+            config = transformers.CONFIG_MAPPING[reference]()  # some defaults contradict each other
         return _from_config(reference, config, task, num_labels, kind_of_reference="model type")
     if ":" in reference and not Path(reference).exists():
         return _from_factory(reference, task)
@@ -199,14 +199,14 @@ def _from_path(reference: str, path: Path, task: str | None, num_labels: int | N
             hint='add one that transformers knows, such as "model_type": "gpt2"',
         )
     weights = str(path) if path.is_dir() and any(any(path.glob(pattern)) for pattern in _WEIGHTS) else None
-    if model_type not in transformers_internals.model_types():
+    if model_type not in transformers.CONFIG_MAPPING:
         raise RequestError(
             f"transformers does not know the model type `{model_type}` of {file}",
             because="frugal never runs the code that comes with a model" if raw.get("auto_map") else (),
-            hint=_similar(model_type, transformers_internals.model_types()),
+            hint=_similar(model_type, transformers.CONFIG_MAPPING),
         )
     with failure(f"{file} is not a model's configuration"):  # configurations check their values each in its own way
-        config = transformers_internals.model_types()[model_type].from_dict(raw)
+        config = transformers.CONFIG_MAPPING[model_type].from_dict(raw)
     own_tokenizer = str(file.parent) if any((file.parent / name).exists() for name in _TOKENIZERS) else None
     return _from_config(reference, config, task, num_labels, weights=weights, own_tokenizer=own_tokenizer)
 
@@ -228,7 +228,7 @@ def _from_hub(reference: str, task: str | None, num_labels: int | None) -> Model
                 "it is no preset, no transformers model type, no path and no factory",
                 factories.why_hub_failed(error),
             ),
-            hint=_similar(reference.rpartition("/")[2], presets(), transformers_internals.model_types()),
+            hint=_similar(reference.rpartition("/")[2], presets(), transformers.CONFIG_MAPPING),
         ) from None
     return _from_config(reference, config, task, num_labels, weights=reference, own_tokenizer=reference)
 

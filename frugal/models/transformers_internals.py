@@ -162,13 +162,6 @@ def attention_by(name: str, run: Callable[..., Any]) -> None:
     AttentionInterface.register(name, through)
 
 
-def model_types() -> Mapping[str, Any]:
-    """Return the classes of configurations by the types of models that transformers has."""
-    from transformers import CONFIG_MAPPING  # takes a second
-
-    return CONFIG_MAPPING
-
-
 @functools.cache
 def heads(mapping: str) -> Mapping[str, tuple[str, ...]]:
     """Return the class names by model type of one of transformers' `MODEL_FOR_..._NAMES`."""

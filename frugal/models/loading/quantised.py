@@ -32,6 +32,7 @@ from unittest.mock import patch
 
 import torch
 import torch.nn.functional as F
+import transformers
 from torch import Tensor, nn
 
 from frugal import memory_watch, required, torch_internals
@@ -172,9 +173,7 @@ def config(dtype: torch.dtype) -> Any:
             hint="pip install bitsandbytes",
         )
     library()
-    from transformers import BitsAndBytesConfig
-
-    return BitsAndBytesConfig(
+    return transformers.BitsAndBytesConfig(
         load_in_4bit=True, bnb_4bit_quant_type="nf4", bnb_4bit_use_double_quant=True, bnb_4bit_compute_dtype=dtype
     )
 
@@ -185,10 +184,9 @@ def apply(model: Any, *, reference: str, dtype: torch.dtype) -> nn.Module:
     Raises:
         RequestError: it is no model of transformers, or has nothing to quantise, or bitsandbytes is not installed.
     """
-    from transformers import PreTrainedModel
     from transformers.quantizers import AutoHfQuantizer
 
-    if not isinstance(model, PreTrainedModel):
+    if not isinstance(model, transformers.PreTrainedModel):
         raise RequestError(
             f"--quantize is impossible for {reference}",
             because=f"a {type(model).__name__} is no model of transformers, which knows what of a model to quantise",
@@ -233,11 +231,9 @@ def as_planned(model: nn.Module, plan: Plan) -> nn.Module:
 def _packed(weight: Tensor, module: Any) -> nn.Parameter:
     """Return the packed weight of a module, on the same device; on meta its shapes. A `Conv1D`'s is transposed."""
     bnb = library()
-
     weight = weight if module.source_cls is nn.Linear else weight.T
-    settings = {"quant_type": module.weight.quant_type, "quant_storage": module.weight.quant_storage}
-    settings["compress_statistics"] = module.weight.compress_statistics
-    settings["blocksize"] = module.weight.blocksize
+    names = ("quant_type", "quant_storage", "compress_statistics", "blocksize")
+    settings = {name: getattr(module.weight, name) for name in names}
     packed, scales = bnb.functional.quantize_4bit(weight.contiguous(), **settings)
     module.quant_state = scales
     kind = _on_meta() if packed.is_meta else bnb.nn.Params4bit
