@@ -348,8 +348,5 @@ def max_positions_of(config: Any) -> int | None:
     """Return the tokens that the position embeddings reach; None where positions are relative."""
     text = config.get_text_config()
     positions = getattr(text, "max_position_embeddings", None)
-    if not isinstance(positions, int) or positions <= 0:
-        return None
-    if text.model_type in _POSITIONS_AFTER_PADDING:
-        return positions - (text.pad_token_id or 0) - 1
-    return positions
+    never_used = (text.pad_token_id or 0) + 1 if text.model_type in _POSITIONS_AFTER_PADDING else 0
+    return positions - never_used if isinstance(positions, int) and positions > 0 else None

@@ -108,11 +108,11 @@ def packed_documents(numbers: Callable[[Any], Any], lazy: Callable[..., Any] | N
         setattr(mask_function, _WITHIN, within)
         return mask_function
 
-    with ExitStack() as stack:
-        stack.enter_context(patch.object(masking_utils, "find_packed_sequence_indices", numbers))
-        if kept_apart is not None and lazy is not None:
-            stack.enter_context(patch.object(masking_utils, "packed_sequence_compatibility_function", marked))
-            stack.enter_context(patch(f"{__name__}._lazy", lazy))
+    with (
+        patch.object(masking_utils, "find_packed_sequence_indices", numbers),
+        patch.object(masking_utils, "packed_sequence_compatibility_function", marked, create=True),
+        patch(f"{__name__}._lazy", lazy),
+    ):
         yield
 
 
@@ -236,9 +236,6 @@ def reading(
         state_dict = stored(checkpoint_files) if state_dict is None and checkpoint_files else state_dict
         return load(model, state_dict, checkpoint_files, *rest, **options)
 
-    def materialize_when_needed(_threads: Any, tensor: Any, _device: Any, dtype: Any, **options: Any) -> Any:
-        return materialize(None, tensor, None, dtype, **options)
-
     def put_and_tell(model: Any, target_name: str, *rest: Any) -> None:
         put(model, target_name, *rest)
         owner, _, name = target_name.rpartition(".")
@@ -255,7 +252,11 @@ def reading(
     with (
         patch.object(PreTrainedModel, "_finalize_model_loading", staticmethod(finish_and_complete)),
         patch.object(PreTrainedModel, "_load_pretrained_model", staticmethod(load_from_stored)),
-        patch.object(core_model_loading, "spawn_materialize", materialize_when_needed),
+        patch.object(  # no threads: when it is needed
+            core_model_loading,
+            "spawn_materialize",
+            lambda _threads, tensor, _device, dtype, **options: materialize(None, tensor, None, dtype, **options),
+        ),
         patch.object(core_model_loading, "set_param_for_module", put_and_tell),
     ):
         yield

@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from safetensors import safe_open
 from torch import Tensor, nn
 
 from frugal import torch_internals
@@ -35,8 +36,6 @@ class Stored:
     def __getitem__(self, index: Any) -> Tensor:
         with torch_internals.without_modes():  # its storage is the whole file, which nobody is to count
             if self._path.suffix == ".safetensors":
-                from safetensors import safe_open
-
                 with safe_open(self._path, framework="pt") as file:
                     return file.get_tensor(self._name)[index]
             return transformers_internals.read_weights(self._path)[self._name][index]
@@ -47,8 +46,6 @@ def stored(paths: Iterable[str | Path]) -> dict[str, Any]:
     tensors: dict[str, Any] = {}
     for path in map(Path, paths):
         if path.suffix == ".safetensors":
-            from safetensors import safe_open
-
             with safe_open(path, framework="pt") as file:
                 names: Iterable[str] = file.keys()
         else:
