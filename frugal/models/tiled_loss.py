@@ -48,16 +48,19 @@ def apply(model: nn.Module, kernels: Kernels = "plain") -> None:
     Raises:
         RequestError: the model has no linear output head, or what it does to its logits cannot be done to a slice.
     """
-    prepared = prepare(model)
+    prepared = _prepared(model)
     prepared.kernels = kernels
     prepared.head.forward = prepared  # type: ignore[method-assign, assignment]  # ZeRO-3's hooks still run
 
 
-def prepare(model: nn.Module) -> "_TiledHead":
-    """Return what `apply` is to replace the head's forward by. Raises as `apply`.
+def prepare(model: nn.Module) -> None:
+    """Have `apply` find what it needs later, when the model is an engine's, whose hooks are not to be copied."""
+    if is_supported(model):
+        _prepared(model)
 
-    Found before the model is an engine's, whose hooks are not to be copied, it is kept until then.
-    """
+
+def _prepared(model: nn.Module) -> "_TiledHead":
+    """Return what replaces the head's forward, found once. Raises as `apply`."""
     head = _head(model)
     if head is None:
         raise _refusal(model, "it has no linear output head (get_output_embeddings() gives none)")
