@@ -178,7 +178,7 @@ def refuse(model: nn.Module, size: int) -> None:
     given = [getattr(text, name, None) for name in ("rope_parameters", "rope_scaling")]
     ropes = [each for each in given if isinstance(each, dict)]
     ropes += [each for rope in ropes for each in rope.values() if isinstance(each, dict)]  # one for each kind of layer
-    kinds = {rope.get("rope_type", rope.get("type")) for rope in ropes} & _ROPE_OF_LENGTH
+    kinds = _ROPE_OF_LENGTH.intersection(rope.get("rope_type", rope.get("type")) for rope in ropes)
     reasons = {
         "it is no model of transformers, whose attention functions alone can be replaced": text is None,
         "it has an encoder and a decoder, which have sequences of their own": has_two_parts,

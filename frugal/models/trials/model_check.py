@@ -27,6 +27,7 @@ from frugal.errors import RequestError, first_line, refuse
 from frugal.models import batch_norm, packs, sequence_parallel, transformers_internals
 from frugal.models.losses import own_loss
 from frugal.models.objectives import (
+    Batch,
     CausalLM,
     MaskedLM,
     MeanLoss,
@@ -426,7 +427,7 @@ def check_sequence_parallel(spec: ModelSpec, size: int, *, pack: bool) -> None:
     except NoSmallModelError as error:
         untried = str(error)
     reasons = {
-        f"whether parts train as the whole does could not be tried: {untried}": untried,
+        f"whether parts train as the whole does could not be tried: {untried}": bool(untried),
         "its attention does not go through transformers' attention functions": not num_calls,
         f"the gradient of a small one in {NUM_PARTS} parts differs by {100 * difference:.2g} %: not only its attention "
         "mixes positions": difference > MOST_OF_PARTS,
@@ -472,7 +473,8 @@ def check_loss(spec: ModelSpec, model: nn.Module, objective: Objective, sample: 
     why = "its decoder reads the targets, and of masked text most are none"
     refuse((is_masked_pair, what, why, "use --task seq2seq"))
     batch = objective.collate([sample])
-    ways = [{name: batch[name] for name in ("input_ids", "attention_mask", "labels") if name in batch}]
+    names = ("input_ids", "attention_mask", "labels")
+    ways: list[Batch] = [{name: batch[name] for name in names if name in batch}]
     if spec.task == "causal-lm":  # decoders of encoder-decoders want labels that are moved already
         ways.append(ways[0] | {"labels": nn.functional.pad(batch["labels"][:, 1:], (0, 1), value=IGNORED)})
     if spec.task == "seq2seq" and hasattr(model, "prepare_decoder_input_ids_from_labels"):
