@@ -19,8 +19,10 @@ from frugal.required import Required, needed
 from tests.test_structure import tree_of
 
 PACKAGE = Path(frugal.__file__).parent
-TRANSFORMERS = (*transformers_internals.MASKS, *transformers_internals.LAYERS, *transformers_internals.MODELS)
-LIBRARIES = {"torch": (torch_internals, torch_internals.NAMES), "transformers": (transformers_internals, TRANSFORMERS)}
+LIBRARIES = {
+    "torch": (torch_internals, torch_internals.NAMES),
+    "transformers": (transformers_internals, transformers_internals.NAMES),
+}
 
 
 @pytest.mark.parametrize("library", LIBRARIES)
@@ -97,7 +99,7 @@ def test_another_torch_is_refused_with_what_it_lacks() -> None:
 
 def test_another_transformers_is_refused_when_it_is_used(monkeypatch: pytest.MonkeyPatch) -> None:
     lacking = needed("transformers.masking_utils", "a test", "sdpa_mask:skips_everything")
-    monkeypatch.setattr(transformers_internals, "MASKS", lacking)
+    monkeypatch.setattr(transformers_internals, "NAMES", lacking)
     with pytest.raises(RequestError, match="sdpa_mask does not name `skips_everything`"):
         transformers_internals.always_use()
 

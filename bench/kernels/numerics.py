@@ -23,7 +23,7 @@ from transformers.models.llama.modeling_llama import LlamaRMSNorm, apply_rotary_
 from bench.environment import environment
 from bench.kernels import interpreter  # noqa: F401 - has what Triton's interpreter lacks
 from bench.kernels.roofline import PAGE
-from frugal.models.fused import liger_internals, recognition, replacement
+from frugal.models.fused import liger_internals, replacement
 from frugal.models.losses import cross_entropy
 from frugal.units import IGNORED
 
@@ -39,7 +39,7 @@ def norm(kind: type[nn.Module], draw: torch.Generator) -> Case:
     """An RMSNorm of `(rows, width)`."""
     rows, width = number(draw, 3, 24), number(draw, 8, 300)
     module = kind(width, eps=1e-6)
-    found = recognition.rms_norm(module)
+    found = replacement.rms_norm(module)
     assert found is not None
     weight = 0.3 * torch.randn(width, generator=draw) + 1 - found.offset
 
@@ -55,7 +55,7 @@ def norm(kind: type[nn.Module], draw: torch.Generator) -> Case:
     return theirs, ours, (scaled(draw, rows, width), weight)
 
 
-def product(activation: recognition.Activation, draw: torch.Generator) -> Case:
+def product(activation: replacement.Activation, draw: torch.Generator) -> Case:
     """A gated product of `(rows, width)`."""
     shape = number(draw, 3, 24), number(draw, 8, 300)
 

@@ -112,7 +112,7 @@ def _as_cut(plan: Plan, target: Target) -> Plan:
 
 def _make_model(plan: Plan) -> str:
     """Return Python that makes the plan's model as frugal does."""
-    from frugal.models.transformers_internals import model_types  # takes a second
+    from transformers import CONFIG_MAPPING  # takes a second
 
     reference = plan.request.model
     auto = AUTO_CLASSES.get(plan.model.task)
@@ -129,7 +129,7 @@ def _make_model(plan: Plan) -> str:
         config = f'AutoConfig.for_model("{preset["type"]}", {values}, use_cache=False)'
     elif path.is_file() or (path.is_dir() and not any(chain.from_iterable(map(path.glob, _WEIGHTS)))):
         config = f'AutoConfig.from_pretrained("{path}", use_cache=False)'
-    elif not path.exists() and reference in model_types():
+    elif not path.exists() and reference in CONFIG_MAPPING:
         config = f'AutoConfig.for_model("{reference}", use_cache=False)'
     else:
         name = path if path.exists() else reference

@@ -12,7 +12,7 @@ from frugal import torch_internals
 from frugal.deepspeed_adapter.kernels import DTYPES
 from frugal.memory_watch import StorageWatch
 from frugal.models import transformers_internals
-from frugal.models.loading import bitsandbytes_internals, quantised
+from frugal.models.loading import quantised
 from frugal.models.loading.weights import load_weights
 from frugal.models.spec import ModelSpec
 from frugal.planning.memory.loading import Reading
@@ -75,7 +75,7 @@ class _Host(StorageWatch):
 
     def execute(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Count the pages that an operator reads, and the memory inside of quantisation on a CPU rank."""
-        if (inside_bytes := bitsandbytes_internals.inside_bytes(func, args)) is not None:
+        if (inside_bytes := quantised.inside_bytes(func, args)) is not None:
             self._note(pages=inside_bytes)
         for tensor in tensors_in(args):
             if (address := torch_internals.address(tensor)) in self._mapped:

@@ -26,7 +26,7 @@ from frugal.errors import RequestError, first_line
 from frugal.models.fused import liger_internals
 from frugal.models.loading import quantised
 from frugal.models.objectives import Objective
-from frugal.models.sequence.parts import parts_of
+from frugal.models.sequence_parallel import parts_of
 from frugal.planning.batch import BatchPlan
 from frugal.planning.cost import Counts
 

@@ -86,11 +86,11 @@ def _mistake(error: Any) -> Mistake:
 
 @functools.lru_cache(maxsize=2)
 def _spec_of(model: Request) -> Any:
-    from frugal.models.loading import bitsandbytes_internals
+    from frugal.models.loading import quantised
     from frugal.models.resolve import resolve_request
 
     if model.lora is not None:
-        bitsandbytes_internals.import_uncompiled()
+        quantised.import_uncompiled()
     return resolve_request(model)
 
 
@@ -141,13 +141,13 @@ def _describe(question: AskFacts) -> Any:
 
 
 def _check(question: AskCheck) -> tuple[str, ...]:
-    from frugal.models.trials import model_check, text_checks
+    from frugal.models.trials import model_check
 
     spec = _spec(question.request)
     if question.request.pack:
-        text_checks.check_packing(spec)
+        model_check.check_packing(spec)
     if (shared_by := question.request.sequence_parallel or 1) > 1:
-        text_checks.check_sequence_parallel(spec, shared_by, pack=bool(question.request.pack))
+        model_check.check_sequence_parallel(spec, shared_by, pack=bool(question.request.pack))
     has_low_stage = question.request.zero_stage in (0, 1)
     return model_check.check_model(spec, question.request.batch_norm, has_low_stage=has_low_stage)
 

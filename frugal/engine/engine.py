@@ -27,7 +27,7 @@ from frugal.errors import PlanMismatchError
 from frugal.models import adapters, batch_norm, tiled_loss
 from frugal.models.loading import quantised
 from frugal.models.objectives import Objective
-from frugal.models.sequence.parts import parts_of
+from frugal.models.sequence_parallel import parts_of
 from frugal.models.trials import model_check
 from frugal.planning.plan import Plan
 

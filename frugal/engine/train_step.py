@@ -31,6 +31,7 @@ from frugal.errors import RequestError
 from frugal.models import (
     activation_checkpointing,
     expert_modules,
+    sequence_parallel,
     tiled_loss,
     transformers_internals,
     weight_decay,
@@ -38,7 +39,6 @@ from frugal.models import (
 from frugal.models.fused import replacement
 from frugal.models.loading import quantised
 from frugal.models.objectives import Batch, Objective, Sample, tokens_and_positions
-from frugal.models.sequence import attention
 from frugal.models.tiling import tiled_mlp
 from frugal.models.unused_parameters import UnusedParameters
 from frugal.planning.batch import BatchPlan
@@ -293,7 +293,7 @@ def wrap(model: nn.Module, request: Request, strategy: Strategy, batch: BatchPla
     if strategy.kernels == "liger":
         replacement.apply(model)
     activation_checkpointing.apply(model, strategy.activation_checkpointing, strategy.layer_modes)
-    attention.split_over_ranks(model, strategy.sequence_parallel)
+    sequence_parallel.split_over_ranks(model, strategy.sequence_parallel)
     if strategy.loss == "tiled":
         tiled_loss.apply(model, strategy.kernels)
     if strategy.mlp == "tiled":

@@ -31,7 +31,8 @@ shared by the layers, so they stay. On a CPU rank there is nowhere to move it to
 
 import functools
 from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
@@ -41,7 +42,7 @@ from torch.autograd.graph import saved_tensors_hooks
 from torch.utils.checkpoint import checkpoint
 
 from frugal import torch_internals
-from frugal.errors import RequestError
+from frugal.errors import RequestError, refuse
 from frugal.models import transformers_internals
 from frugal.planning.strategy import ActivationCheckpointing, LayerMode
 from frugal.torch_internals import tensors_in
@@ -72,6 +73,7 @@ def contexts() -> tuple["_Keep", "_Return"]:
     return _Keep(calls), _Return(calls)
 
 
+@dataclass
 class _Call:
     """An expensive operator that ran once.
 
@@ -82,11 +84,10 @@ class _Call:
         versions: torch's count of changes to each tensor of the result, at the end of the layer.
     """
 
-    def __init__(self, result: Any) -> None:
-        self.result = result
-        self.num_writes = 0
-        self.is_read = False
-        self.versions: list[int] = []
+    result: Any
+    num_writes: int = 0
+    is_read: bool = False
+    versions: Sequence[int] = ()
 
 
 class _Keep(torch_internals.DispatchMode):
@@ -130,14 +131,11 @@ class _Keep(torch_internals.DispatchMode):
             if address in written and len(written) == 1 and not call.is_read:
                 call.num_writes += 1
             elif address in written:
-                self._forget(call)
+                for result in tensors_in(call.result):
+                    self._of_storage.pop(torch_internals.address(result), None)
+                call.result = None
             elif address not in viewed:
                 call.is_read = True
-
-    def _forget(self, call: _Call) -> None:
-        for result in tensors_in(call.result):
-            self._of_storage.pop(torch_internals.address(result), None)
-        call.result = None
 
 
 class _Return(torch_internals.DispatchMode):
@@ -195,21 +193,21 @@ class _Return(torch_internals.DispatchMode):
 
 def _draws(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
     """Return whether it takes random numbers: attention with dropout."""
-    for i, argument in enumerate(torch_internals.schema(func).arguments):
-        if argument.name == "dropout_p":
-            return bool(args[i] if i < len(args) else kwargs.get("dropout_p", argument.default_value))
-    return False
+    return any(value for argument, value in _arguments(func, args, kwargs) if argument.name == "dropout_p")
 
 
 def _written(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[Tensor]:
     """Return the tensors that `func` changes in place."""
     if not torch_internals.schema(func).is_mutable:
         return []
-    changed: list[Tensor] = []
+    written = [value for argument, value in _arguments(func, args, kwargs) if argument.is_write]
+    return list(tensors_in(written))
+
+
+def _arguments(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Iterator[tuple[Any, Any]]:
+    """Yield the arguments of an operator's schema with their values."""
     for i, argument in enumerate(torch_internals.schema(func).arguments):
-        if argument.alias_info is not None and argument.alias_info.is_write:
-            changed += tensors_in(args[i] if i < len(args) else kwargs.get(argument.name))
-    return changed
+        yield argument, args[i] if i < len(args) else kwargs.get(argument.name, argument.default_value)
 
 
 def _detached(value: Any) -> Any:
@@ -244,26 +242,27 @@ def apply(
     Raises:
         RequestError: the model has no layers that could be recomputed, or another number of them.
     """
-    if mode == "budget":
-        of_layers = [each for each, count in layer_modes for _ in range(count)]
-        if len(of_layers) != len(layers(model)):
-            raise RequestError(
-                f"{type(model).__name__} has {plural(len(layers(model)), 'layer')} that can be recomputed",
-                because=f"the strategy says what {plural(len(of_layers), 'layer')} do",
-                hint="plan again for this model",
-            )
-    else:
-        of_layers = [mode] * len(layers(model))
+    found = layers(model)
+    modes = layer_modes if mode == "budget" else [(mode, len(found))]
+    of_layers: list[LayerMode] = [each for each, count in modes for _ in range(count)]
+    refuse(
+        (
+            len(of_layers) != len(found),
+            f"{type(model).__name__} has {plural(len(found), 'layer')} that can be recomputed",
+            f"the strategy says what {plural(len(of_layers), 'layer')} do",
+            "plan again for this model",
+        ),
+        (
+            not found and mode != "off" and not _has_switch(model),
+            f"{type(model).__name__} does not support activation checkpointing",
+            "it has neither gradient_checkpointing_enable() nor a list of layers of one class",
+            "plan with --activation-checkpointing off, or put its layers into an nn.ModuleList",
+        ),
+    )
     if _has_switch(model):
         _switch(model, mode, of_layers, watch)
         return
-    if not of_layers and mode != "off":
-        raise RequestError(
-            f"{type(model).__name__} does not support activation checkpointing",
-            because="it has neither gradient_checkpointing_enable() nor a list of layers of one class",
-            hint="plan with --activation-checkpointing off, or put its layers into an nn.ModuleList",
-        )
-    for number, (layer, of_layer) in enumerate(zip(layers(model), of_layers, strict=True)):
+    for number, (layer, of_layer) in enumerate(zip(found, of_layers, strict=True)):
         if isinstance(layer.forward, partial) and layer.forward.func is _recomputed:  # from another mode
             layer.forward = layer.forward.args[1]
         if of_layer != "off":
@@ -311,7 +310,27 @@ def _runner(mode: LayerMode, number: int, watch: Watch | None) -> Callable[..., 
 
 
 def _offloaded(layer: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-    with _OwnInputOnHost():
+    """Run a layer whose first tensor that `checkpoint` saves moves to pinned host memory, and back for backward.
+
+    Inside the layer `checkpoint` has hooks of its own, so only the layer's positional arguments come here. The
+    copies are asynchronous: torch's allocators keep the memory at both ends until they are done.
+    """
+    is_first = True
+
+    def pack(tensor: Tensor) -> tuple[torch.device, Tensor]:
+        nonlocal is_first
+        moves, is_first = is_first and tensor.device.type != "cpu", False
+        if not moves:
+            return tensor.device, tensor
+        tensor = tensor.detach()
+        on_host = torch.empty_like(tensor, device="cpu", pin_memory=tensor.is_cuda)
+        return tensor.device, on_host.copy_(tensor, non_blocking=True)
+
+    def unpack(packed: tuple[torch.device, Tensor]) -> Tensor:
+        device, tensor = packed
+        return tensor.to(device, non_blocking=True)
+
+    with saved_tensors_hooks(pack, unpack):
         return checkpoint(layer, *args, use_reentrant=False, **kwargs)
 
 
@@ -320,32 +339,6 @@ _RUN: dict[LayerMode, Callable[..., Any]] = {
     "full": partial(checkpoint, use_reentrant=False),
     "offloaded": _offloaded,
 }
-
-
-class _OwnInputOnHost(saved_tensors_hooks):
-    """Hooks that move the first tensor that `checkpoint` saves of a layer to pinned host memory, and back for backward.
-
-    Inside the layer `checkpoint` has hooks of its own, so only the layer's positional arguments come here. The
-    copies are asynchronous: torch's allocators keep the memory at both ends until they are done.
-    """
-
-    def __init__(self) -> None:
-        self._is_first = True
-        super().__init__(self._pack, self._unpack)
-
-    def _pack(self, tensor: Tensor) -> tuple[torch.device, Tensor]:
-        moves = self._is_first and tensor.device.type != "cpu"
-        self._is_first = False
-        if not moves:
-            return tensor.device, tensor
-        tensor = tensor.detach()
-        on_host = torch.empty_like(tensor, device="cpu", pin_memory=tensor.is_cuda)
-        return tensor.device, on_host.copy_(tensor, non_blocking=True)
-
-    @staticmethod
-    def _unpack(packed: tuple[torch.device, Tensor]) -> Tensor:
-        device, tensor = packed
-        return tensor.to(device, non_blocking=True)
 
 
 def is_supported(model: nn.Module) -> bool:

@@ -15,7 +15,7 @@ from torch import nn
 
 from frugal.config.adapters import ALL_LINEAR, Lora
 from frugal.deepspeed_adapter.kernels import DTYPES
-from frugal.errors import RequestError
+from frugal.errors import RequestError, failure
 from frugal.planning.plan import Plan
 
 TASK_TYPES = {"causal-lm": "CAUSAL_LM", "seq2seq": "SEQ_2_SEQ_LM", "sequence-classification": "SEQ_CLS"}
@@ -43,16 +43,20 @@ def add(
         )
     _check_targets(model, lora)
     torch.manual_seed(seed)
-    try:
-        with torch.device(device), warnings.catch_warnings():
-            warnings.simplefilter("ignore")  # that it takes transposed weights for what they are, and the like
-            adapted: Any = peft.get_peft_model(model, config(lora, task), autocast_adapter_dtype=False)
-    except (ValueError, NotImplementedError, TypeError, RuntimeError) as error:
-        raise RequestError(
-            f"peft cannot make the adapters of --lora {lora} for {type(model).__name__}",
-            because=str(error).strip().splitlines()[0],
-            hint="name other modules: --lora r=16,targets=NAME,NAME",
-        ) from None
+    alpha: Any = int(lora.alpha) if float(lora.alpha).is_integer() else lora.alpha  # peft says int, and takes any
+    what = f"peft cannot make the adapters of --lora {lora} for {type(model).__name__}"
+    failing = failure(what, hint="name other modules: --lora r=16,targets=NAME,NAME")
+    with failing, torch.device(device), warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # that it takes transposed weights for what they are, and the like
+        config = peft.LoraConfig(
+            r=lora.rank,
+            lora_alpha=alpha,
+            lora_dropout=lora.dropout,
+            target_modules=ALL_LINEAR if lora.targets == (ALL_LINEAR,) else list(lora.targets),
+            use_dora=lora.dora,
+            task_type=TASK_TYPES.get(task),
+        )
+        adapted: Any = peft.get_peft_model(model, config, autocast_adapter_dtype=False)
     for parameter in adapted.parameters():  # peft gives them the base's dtype, but not on meta
         if parameter.requires_grad:
             parameter.data = parameter.data.to(dtype)
@@ -71,21 +75,6 @@ def as_planned(model: nn.Module, plan: Plan) -> nn.Module:
         return model
     device = next((parameter.device for parameter in model.parameters()), torch.device("cpu"))
     return add(model, lora, plan.model.task, dtype=DTYPES[plan.request.precision], device=device)
-
-
-def config(lora: Lora, task: str) -> Any:
-    """Return peft's configuration."""
-    import peft
-
-    alpha: Any = int(lora.alpha) if float(lora.alpha).is_integer() else lora.alpha  # peft says int, and takes any
-    return peft.LoraConfig(
-        r=lora.rank,
-        lora_alpha=alpha,
-        lora_dropout=lora.dropout,
-        target_modules=ALL_LINEAR if lora.targets == (ALL_LINEAR,) else list(lora.targets),
-        use_dora=lora.dora,
-        task_type=TASK_TYPES.get(task),
-    )
 
 
 def are_in(model: nn.Module) -> bool:

@@ -66,7 +66,7 @@ def apply(model: nn.Module, choice: BatchNormChoice | None) -> None:
     for module in modules(model).values():
         if choice == "frozen":
             module.register_forward_pre_hook(_use_running_statistics)
-        elif choice == "sync":
+        else:
             module.forward = partial(_synchronised, module)  # hooks on the module still run
 
 

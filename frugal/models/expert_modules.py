@@ -70,17 +70,11 @@ def _run(experts: Any, hidden: Tensor, chosen: Tensor, weights: Tensor) -> Tenso
         sizes = [len(part) for part in torch.tensor_split(torch.arange(len(by_expert), device="cpu"), num_experts)]
     else:
         sizes = chosen.sum((1, 2)).tolist()
-    result = torch.zeros_like(hidden)
+    result, dropped = torch.zeros_like(hidden), getattr(experts, "moe_token_dropout", 0)
     for number, places in enumerate(by_expert[: sum(sizes)].split(sizes)):
         choice, token = places // num_tokens, places % num_tokens
         rows = experts[f"expert_{number}"](hidden[token]) * weights[token, choice, None]
-        result.index_add_(0, token, _dropped_out(experts, rows).to(hidden.dtype))
+        if dropped > 0:  # NLLB-MoE drops whole tokens in training, and scales them otherwise
+            rows = experts.token_dropout(rows) if experts.training else rows * (1 - dropped)
+        result.index_add_(0, token, rows.to(hidden.dtype))
     return result
-
-
-def _dropped_out(experts: Any, rows: Tensor) -> Tensor:
-    """Drop whole tokens in training as NLLB-MoE does, and scale them otherwise."""
-    share = getattr(experts, "moe_token_dropout", 0)
-    if share > 0:
-        return experts.token_dropout(rows) if experts.training else rows * (1 - share)
-    return rows

@@ -27,9 +27,8 @@ from torch.nn.modules.module import (
 )
 from torch.utils.weak import WeakIdKeyDictionary
 
-from frugal.errors import RequestError, failure, first_line
-from frugal.models.losses import forward_loss
-from frugal.models.objectives import MeanLoss, Objective
+from frugal.errors import RequestError, failure, first_line, refuse
+from frugal.models.objectives import MeanLoss, Objective, example_in_words, required
 
 Factory = Callable[[], Any]
 
@@ -42,7 +41,11 @@ def import_callable(reference: str, hint: str = "a factory is package.module:nam
     where, _, name = reference.rpartition(":")
     with failure(f"cannot import {where}", hint=hint), _importable(Path.cwd()):
         if where.endswith(PICKLED):
-            return _unpickled(Path(where))
+            with Path(where).open("rb") as file:
+                if os.fstat(file.fileno()).st_uid != os.geteuid():
+                    why = "it belongs to another user, and a pickle can run any code"
+                    raise RequestError(f"{where} is not read", because=why)
+                return pickle.load(file)
         module = _import_file(Path(where)) if where.endswith(".py") else importlib.import_module(where)
     try:
         factory: Any = functools.reduce(getattr, name.split("."), module)
@@ -57,18 +60,8 @@ def import_callable(reference: str, hint: str = "a factory is package.module:nam
     return factory
 
 
-def _unpickled(path: Path) -> Factory:
-    """Load what `frugal.dryrun.model_object` has kept; a pickle can run any code, so it must be this user's."""
-    with path.open("rb") as file:
-        if os.fstat(file.fileno()).st_uid != os.geteuid():
-            raise RequestError(f"{path} is not read", because="it belongs to another user, and can run any code")
-        return pickle.load(file)
-
-
 def _import_file(path: Path) -> Any:
     path = path.expanduser().resolve()
-    if not path.is_file():
-        raise FileNotFoundError(f"there is no file {path}")
     name = f"frugal_factory_{path.stem}"  # so that a user's `random.py` does not replace Python's
     spec = importlib.util.spec_from_file_location(name, path)
     assert spec is not None and spec.loader is not None, path
@@ -97,7 +90,7 @@ def make_model(reference: str, factory: Factory, device: torch.device) -> tuple[
     )
     failing = failure(f"{reference} failed", hint=hint if device.type == "meta" else None)
     with failing, on_device(device), _importable(Path.cwd()):
-        if needed := forward_loss.required(factory):
+        if needed := required(factory):
             raise RequestError(
                 f"{reference} takes {', '.join(needed)}",
                 because="a factory is called without arguments",
@@ -116,7 +109,7 @@ def make_model(reference: str, factory: Factory, device: torch.device) -> tuple[
         raise RequestError(
             f"{reference} returned a module and an object of type {type(objective).__name__}",
             because="the second says how it is trained: an objective, or an example of a sample, which is a dict",
-            hint=f"return module, {forward_loss.example_in_words(module)} where forward returns the mean loss; "
+            hint=f"return module, {example_in_words(module)} where forward returns the mean loss; "
             "otherwise frugal.SummedLoss(loss, example=...)",
         )
     return module, objective
@@ -169,20 +162,22 @@ def refuse_shapes_only(reference: str, module: nn.Module) -> None:
     Raises:
         RequestError: they are.
     """
-    if getattr(module, _SHAPES_ONLY, False):
-        raise RequestError(
+    refuse(
+        (
+            getattr(module, _SHAPES_ONLY, False),
             f"{reference} has no weights",
-            because="the plan was made for a module, of which only the shapes were kept",
-            hint="train it from Python, with frugal.initialize(module, plan, objective)",
+            "the plan was made for a module, of which only the shapes were kept",
+            "train it from Python, with frugal.initialize(module, plan, objective)",
         )
+    )
 
 
 def hub_is_reachable() -> bool:
     """Tell whether the hub can be asked; from then on it is given up where it does not answer."""
-    if hub_unreachable_because() is not None:
-        return False
-    _limit_patience()
-    return True
+    is_reachable = hub_unreachable_because() is None
+    if is_reachable:
+        _limit_patience()
+    return is_reachable
 
 
 _silent: list[str] = []
@@ -251,8 +246,7 @@ def use_hub_cache_only() -> None:
 
 def why_hub_failed(error: Exception) -> str:
     """Describe a failed look-up in one line."""
-    if _silent:
-        return f"the hub cannot be asked ({_silent[0]}), and its local cache does not have it"
-    if (reason := hub_unreachable_because()) is not None:
-        return f"the hub cannot be asked ({reason}), and its local cache does not have it"
-    return f"the hub answers: {first_line(error)}"
+    reason = _silent[0] if _silent else hub_unreachable_because()
+    if reason is None:
+        return f"the hub answers: {first_line(error)}"
+    return f"the hub cannot be asked ({reason}), and its local cache does not have it"

@@ -6,6 +6,7 @@ function; the others are those of transformers' text models: next and masked tok
 """
 
 import functools
+import inspect
 import zlib
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import nullcontext
@@ -19,7 +20,7 @@ from torch import Tensor, nn
 from frugal.config.sample_lengths import DOCUMENT_TOKENS
 from frugal.errors import RequestError, failure
 from frugal.models import packs, tiled_loss
-from frugal.models.losses import forward_loss, own_loss, predictions
+from frugal.models.losses import own_loss, predictions
 from frugal.units import IGNORED
 
 Sample = Mapping[str, Any]
@@ -31,23 +32,18 @@ class Objective(Protocol):
 
     def collate(self, samples: Sequence[Sample]) -> Batch:
         """Return tensors of shape `(len(samples), ...)`, on the CPU."""
-        ...
 
     def dummy(self) -> Sample:
         """Return the smallest sample, without a target: what a rank runs where its micro-batch is empty."""
-        ...
 
     def example(self, num_samples: int, seq_len: int) -> Batch:
         """Return the largest batch of `num_samples`: every sample `seq_len` tokens long. Its values do not matter."""
-        ...
 
     def count(self, batch: Batch) -> int:
         """Count the targets in the batch: what the loss is averaged over."""
-        ...
 
     def loss_sum(self, model: nn.Module, batch: Batch) -> Tensor:
         """Return the loss summed over targets, fp32, shape `()`; exactly 0 with zero gradients without a target."""
-        ...
 
 
 class SummedLoss:
@@ -146,11 +142,74 @@ class SummedLoss:
 
     def _sample(self, seq_len: int) -> Sample:
         sample = self._example(seq_len) if callable(self._example) else self._example
-        return {name: _on_cpu(value) for name, value in sample.items()}
+        return {  # factories run with meta as default device, and samples need values
+            name: torch.zeros_like(value, device="cpu") if isinstance(value, Tensor) and value.is_meta else value
+            for name, value in sample.items()
+        }
 
     @staticmethod
     def _without_mark(batch: Batch) -> Batch:
         return {name: tensor for name, tensor in batch.items() if name != "real"}
+
+
+def loss_of(model: nn.Module, batch: dict[str, Tensor]) -> Tensor:
+    """Return the loss in what forward returns for `batch`, shape `()`: the value named `loss`, or the first number.
+
+    Forward gets the values that it has parameters for, by their names; where its only parameter is none of them, the
+    batch as it is. Floating-point values are cast to the type of the weights.
+
+    Raises:
+        RequestError: forward takes other names, or returns no number with a gradient, or several.
+    """
+    inner: Any = getattr(model, "module", model) if hasattr(model, "set_gradient_accumulation_boundary") else model
+    parameters = inspect.signature(inner.forward).parameters
+    dtype = next((each.dtype for each in inner.parameters() if each.is_floating_point()), torch.float32)
+    batch = {name: value.to(dtype) if value.is_floating_point() else value for name, value in batch.items()}
+    kinds, lacking = {each.kind for each in parameters.values()}, [n for n in required(inner.forward) if n not in batch]
+    takes_it_whole = len(lacking) == 1 == len(parameters)
+    if lacking and not takes_it_whole:
+        raise RequestError(
+            f"{type(inner).__name__}.forward takes `{', '.join(lacking)}`, which samples do not have",
+            because=f"it is called with the values of a sample by their names, {', '.join(batch)}",
+            hint=f"name them as forward does: {example_in_words(inner)}",
+        )
+    if takes_it_whole or inspect.Parameter.VAR_POSITIONAL in kinds:
+        return _loss_in(inner, model(batch) if takes_it_whole else model(*batch.values()))
+    taken = batch if inspect.Parameter.VAR_KEYWORD in kinds else {n: batch[n] for n in batch if n in parameters}
+    return _loss_in(inner, model(**taken))
+
+
+def required(function: Callable[..., Any]) -> list[str]:
+    """Return the names of what a function takes and has no default for."""
+    parameters = inspect.signature(function).parameters.values()
+    return [each.name for each in parameters if each.default is each.empty and each.kind.name[:4] != "VAR_"]
+
+
+def example_in_words(module: nn.Module) -> str:
+    """Return Python of an example of a sample, with the names that forward takes."""
+    named = [f'"{each.name}": torch.zeros(SHAPE)' for each in inspect.signature(module.forward).parameters.values()]
+    return "{" + ", ".join(named) + "}"
+
+
+def _loss_in(module: nn.Module, returned: Any) -> Tensor:
+    """Return the loss in what a module's forward returned. Raises as `loss_of`."""
+    named = returned if isinstance(returned, Mapping) else getattr(returned, "__dict__", {})
+    loss = named.get("loss", getattr(returned, "loss", None))
+    several = list(returned if isinstance(returned, tuple | list) else named.values() or [returned])
+    values = [loss] if isinstance(loss, Tensor) else [returned] if isinstance(returned, Tensor) else several
+    numbers = [each for each in values if isinstance(each, Tensor) and not each.dim() and each.is_floating_point()]
+    trained = [each for each in numbers if each.requires_grad]
+    if numbers and (not torch.is_grad_enabled() or (len(trained) == 1 and trained[0] is numbers[0])):
+        return numbers[0]
+    shown = [f"a tensor {tuple(each.shape)}" if isinstance(each, Tensor) else type(each).__name__ for each in values]
+    raise RequestError(
+        f"{type(module).__name__}.forward returns {'several losses' if len(trained) > 1 else 'no loss to train by'}",
+        because=f"it returns {', '.join(shown)}; a loss is a number with a gradient: named `loss`, or the first number",
+        hint="return it as a tensor, without .item() and .detach()"
+        if not trained and (numbers or any(isinstance(each, float) for each in values))
+        else "return {'loss': loss.mean()} from forward (of several, their sum), or give "
+        "frugal.SummedLoss(loss, example=...)",
+    )
 
 
 TARGETS = ("labels", "label", "targets", "target", "y")
@@ -165,7 +224,7 @@ class MeanLoss(SummedLoss):
     samples. The mean times the targets is a sum, which adds up over micro-batches. The rest is as in `SummedLoss`.
     """
 
-    def __init__(self, loss: Callable[[nn.Module, Batch], Tensor] = forward_loss.loss_of, **how: Any) -> None:
+    def __init__(self, loss: Callable[[nn.Module, Batch], Tensor] = loss_of, **how: Any) -> None:
         super().__init__(loss, **how)
 
     @property
@@ -219,13 +278,6 @@ class _Dummy(dict[str, Any]):
     """A sample that counts nothing."""
 
 
-def _on_cpu(value: Any) -> Any:
-    """Replace meta tensors by zeros: factories run with meta as default device, and samples need values."""
-    if isinstance(value, Tensor) and value.is_meta:
-        return torch.zeros(value.shape, dtype=value.dtype, device="cpu")
-    return value
-
-
 def summed_cross_entropy(logits: Tensor, targets: Tensor) -> Tensor:
     """Return the cross entropy in fp32 of `logits (..., classes)`, summed where `targets` is not `IGNORED`."""
     predictions.show(logits, targets)
@@ -276,18 +328,14 @@ def real_tokens(rows: Sequence[Sequence[int]]) -> Tensor:
     return (torch.arange(int(lengths.max())) < lengths[:, None]).long()
 
 
-class _TextObjective:
+class TextObjective(Objective):
     """A base of the objectives of texts: a batch has `labels`, of which `IGNORED` is no target."""
 
     pads_tokens = True  # each sample's, to the longest in its micro-batch
 
-    def collate(self, samples: Sequence[Sample]) -> Batch:
-        """Return the tensors of a micro-batch."""
-        raise NotImplementedError  # each objective has its own
-
     def plain_sample(self, length: int, *, is_target: bool) -> Sample:
         """Return a sample of `length` tokens (of pairs on both sides), all of them targets or none."""
-        raise NotImplementedError  # as above
+        raise NotImplementedError  # each objective has its own
 
     def dummy(self) -> Sample:
         """Return two tokens without a target."""
@@ -302,7 +350,7 @@ class _TextObjective:
         return int((batch["labels"] != IGNORED).sum())
 
 
-class CausalLM(_TextObjective):
+class CausalLM(TextObjective):
     """Next-token prediction. A sample has `input_ids` and, if some positions are no targets, `labels`.
 
     `packed`: it also has `documents`, the tokens of each document in it. They do not see each other, and none begins
@@ -362,7 +410,7 @@ class CausalLM(_TextObjective):
             return token_loss_sum(model, inputs, next_tokens)
 
 
-class MaskedLM(_TextObjective):
+class MaskedLM(TextObjective):
     """Predicting masked tokens, as BERT does (https://arxiv.org/abs/1810.04805, section 3.1).
 
     A sample has `input_ids`; also `labels` if it is masked already. Otherwise `share` of its tokens, at least one
@@ -426,7 +474,7 @@ class MaskedLM(_TextObjective):
         return token_loss_sum(model, inputs, batch["labels"])
 
 
-class Seq2Seq(_TextObjective):
+class Seq2Seq(TextObjective):
     """Predicting a target text from a source text. A sample has `input_ids` (source) and `labels` (target tokens).
 
     `decoder_inputs` makes what the decoder reads from labels of shape `(samples, positions)`, as the model's own loss
@@ -477,7 +525,7 @@ class Seq2Seq(_TextObjective):
         return token_loss_sum(model, inputs, batch["labels"])
 
 
-class SequenceClassification(_TextObjective):
+class SequenceClassification(TextObjective):
     """One class for each text. A sample has `input_ids` and `label`, an int from 0.
 
     A model that is not `bidirectional` gets no attention mask, as in `CausalLM`; it finds the last token, which

@@ -18,7 +18,6 @@ from the data where it knows it.
 
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
-from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
@@ -44,7 +43,7 @@ def documents_kept_apart(offsets: Tensor | None = None, longest: Tensor | None =
     if offsets is None or longest is None:
         return transformers_internals.packed_documents(numbers_of_documents)
     transformers_internals.attention_by("sdpa", _attention)
-    lazy = partial(_lazy_mask, _Documents(offsets, len(longest)))
+    lazy = partial(_lazy_mask, offsets, len(longest))
     return transformers_internals.packed_documents(numbers_of_documents, lazy)
 
 
@@ -80,22 +79,15 @@ def positions(documents: Sequence[int]) -> NDArray[np.int64]:
     return np.arange(np.sum(documents)) - np.repeat(starts(documents), documents)
 
 
-@dataclass(frozen=True)
-class _Documents:
-    """Documents of a batch whose rows stand one behind the other: `offsets` as in `OFFSETS`, tokens of the longest."""
-
-    offsets: Tensor
-    longest: int
-
-
 class LazyMask(torch_internals.LazyTensor):
     """An attention mask of packs that is made when something reads its values.
 
-    `documents`: of the batch. `window`: the tokens that each token sees of its document, itself included; None: all
-    before it.
+    `offsets`, as in `OFFSETS`, and `longest`: of the batch, whose rows stand one behind the other. `window`: the tokens
+    that each token sees of its document, itself included; None: all before it.
     """
 
-    documents: _Documents
+    offsets: Tensor
+    longest: int
     window: int | None
 
 
@@ -127,7 +119,7 @@ def takes_heads(capability: Capability) -> int:
 
 
 def _lazy_mask(
-    documents: _Documents, make: Callable[[], Tensor], within: Callable[..., Tensor], options: dict[str, Any]
+    offsets: Tensor, longest: int, make: Callable[[], Tensor], within: Callable[..., Tensor], options: dict[str, Any]
 ) -> Tensor:
     """Return the mask of a forward, made later where attention can run document by document.
 
@@ -138,7 +130,7 @@ def _lazy_mask(
     if not can_be_lazy or length != options["kv_length"] or not _is_causal(within, window, length):
         return make()
     mask = LazyMask(make, (options["batch_size"], 1, length, length), torch.bool, options["device"])
-    mask.documents, mask.window = documents, window
+    mask.offsets, mask.longest, mask.window = offsets, longest, window
     return mask
 
 
@@ -189,9 +181,8 @@ def attend(query: Tensor, key: Tensor, value: Tensor, mask: LazyMask, scale: flo
     """Run flash attention document by document: `(tokens, heads, size)` each, and so the result."""
     from torch.nn.attention.varlen import varlen_attn  # registers operators, which takes a second
 
-    offsets, longest = mask.documents.offsets, mask.documents.longest
     window = (-1 if mask.window is None else mask.window - 1, 0)
-    ends, has_groups = (offsets, offsets, longest, longest), query.shape[1] != key.shape[1]
+    ends, has_groups = (mask.offsets, mask.offsets, mask.longest, mask.longest), query.shape[1] != key.shape[1]
     attended = varlen_attn(query, key, value, *ends, scale=scale, window_size=window, enable_gqa=has_groups)
     assert isinstance(attended, Tensor)
     return attended

@@ -9,17 +9,19 @@ import functools
 import json
 import tomllib
 from collections.abc import Collection, Mapping
+from contextlib import suppress
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import torch
+import transformers
 from torch import nn
 
 from frugal.config.request import Request
-from frugal.errors import RequestError, failure
+from frugal.errors import RequestError, failure, refuse
 from frugal.models import factories, transformers_internals
-from frugal.models.losses import forward_loss
+from frugal.models.objectives import example_in_words
 from frugal.models.spec import OWN, TASKS, ModelSpec, heads, max_positions_of
 
 MOST_LAYERS = 10_000
@@ -46,15 +48,14 @@ def resolve(reference: str, task: str | None = None, *, num_labels: int | None =
     Raises:
         RequestError: nothing has this name, its factory fails, or its architecture cannot do the task.
     """
-    if task is not None and task not in TASKS:
-        raise RequestError(f"there is no task `{task}`", hint=f"tasks are {', '.join(TASKS)}")
+    refuse((task not in (None, *TASKS), f"there is no task `{task}`", "", f"tasks are {', '.join(TASKS)}"))
     if reference in presets():
         preset = presets()[reference]
-        config = transformers_internals.model_types()[preset["type"]].from_dict(dict(preset["config"]))
+        config = transformers.CONFIG_MAPPING[preset["type"]].from_dict(dict(preset["config"]))
         return _from_config(reference, config, task or preset["task"], num_labels, kind_of_reference="preset")
-    if reference in transformers_internals.model_types():
+    if reference in transformers.CONFIG_MAPPING:
         with failure(f"{reference} has no default configuration", hint="give the path of a config.json"):
-            config = transformers_internals.model_types()[reference]()  # some defaults contradict each other
+            config = transformers.CONFIG_MAPPING[reference]()  # some defaults contradict each other
         return _from_config(reference, config, task, num_labels, kind_of_reference="model type")
     if ":" in reference and not Path(reference).exists():
         return _from_factory(reference, task)
@@ -74,39 +75,33 @@ def presets() -> Mapping[str, Mapping[str, Any]]:
     return tomllib.loads((Path(__file__).parent / "presets.toml").read_text())
 
 
-def _refuse_other_input(reference: str, config: Any) -> None:
-    """Refuse a model whose encoder reads something else than tokens, of which transformers has the decoder for text.
+def _refuse_inputs_and_packed_weights(reference: str, config: Any) -> None:
+    """Refuse a model whose encoder reads something else than tokens, of which transformers has the decoder for text,
+    and weights that bitsandbytes has packed, which the plan would count as they were.
 
     Raises:
-        RequestError: with what it reads.
+        RequestError: with what it reads, or what to give in its place.
     """
-    import transformers
-
-    names = transformers_internals.heads("MODEL_MAPPING_NAMES").get(config.model_type, ())
-    for name in (names,) if isinstance(names, str) else names:
+    for name in transformers_internals.heads("MODEL_MAPPING_NAMES").get(config.model_type, ()):
         reads = getattr(getattr(transformers, name, None), "main_input_name", "input_ids")
-        if reads != "input_ids":
-            raise RequestError(
+        refuse(
+            (
+                reads != "input_ids",
                 f"{reference} cannot be trained on text",
-                because=f"{name} reads `{reads}`; as a language model it would be its decoder alone",
-                hint=f"give a factory that returns the module and its objective, see {OWN_MODEL}",
+                f"{name} reads `{reads}`; as a language model it would be its decoder alone",
+                f"give a factory that returns the module and its objective, see {OWN_MODEL}",
             )
-
-
-def _refuse_quantised(reference: str, config: Any) -> None:
-    """Refuse weights that bitsandbytes has packed: the plan would count them as they were.
-
-    Raises:
-        RequestError: what to give in their place.
-    """
+        )
     given = getattr(config, "quantization_config", None)
     method = given.get("quant_method") if isinstance(given, dict) else getattr(given, "quant_method", None)
-    if method == "bitsandbytes":
-        raise RequestError(
+    refuse(
+        (
+            method == "bitsandbytes",
             f"{reference} is quantised already",
-            because="its configuration says that bitsandbytes has packed its weights",
-            hint="give the model it was made of, with --lora r=16 --quantize nf4",
+            "its configuration says that bitsandbytes has packed its weights",
+            "give the model it was made of, with --lora r=16 --quantize nf4",
         )
+    )
 
 
 def _tasks_of(model_type: str) -> list[str]:
@@ -116,21 +111,17 @@ def _tasks_of(model_type: str) -> list[str]:
 def _infer_task(config: Any) -> str | None:
     """Return what `config.architectures` says, otherwise the first task that fits the architecture."""
     architectures = getattr(config, "architectures", None)
-    for architecture in architectures if isinstance(architectures, list) else ():
-        if (task := _task_of_class(config.model_type, architecture)) is not None:
-            return task
+    architectures = architectures if isinstance(architectures, list) else ()
+    named = [_task_of_class(config.model_type, each) for each in architectures]
     possible = _tasks_of(config.model_type)
     preferred = ("seq2seq",) if config.is_encoder_decoder else ("masked-lm", "causal-lm", "seq2seq")
-    return next((task for task in (*preferred, *possible) if task in possible), None)
+    return next((task for task in (*named, *preferred, *possible) if task in possible), None)
 
 
 def _task_of_class(model_type: str, class_name: str) -> str | None:
     """Return the task that transformers has a class for, of models of this type."""
-    for task in ("seq2seq", "masked-lm", "causal-lm", "sequence-classification"):
-        names = heads(task).get(model_type, ())
-        if class_name in ((names,) if isinstance(names, str) else names):
-            return task
-    return None
+    tasks = ("seq2seq", "masked-lm", "causal-lm", "sequence-classification")
+    return next((task for task in tasks if class_name in heads(task).get(model_type, ())), None)
 
 
 def _from_config(
@@ -147,8 +138,7 @@ def _from_config(
             if possible
             else f"give a factory that returns a module and its objective, see {OWN_MODEL}",
         )
-    _refuse_other_input(reference, config)
-    _refuse_quantised(reference, config)
+    _refuse_inputs_and_packed_weights(reference, config)
     hint = f"give a factory that returns the module and its objective, see {OWN_MODEL}"
     with failure(f"{reference} is no single model for text", hint=hint, of=ValueError):
         text = config.get_text_config()
@@ -209,14 +199,14 @@ def _from_path(reference: str, path: Path, task: str | None, num_labels: int | N
             hint='add one that transformers knows, such as "model_type": "gpt2"',
         )
     weights = str(path) if path.is_dir() and any(any(path.glob(pattern)) for pattern in _WEIGHTS) else None
-    if model_type not in transformers_internals.model_types():
+    if model_type not in transformers.CONFIG_MAPPING:
         raise RequestError(
             f"transformers does not know the model type `{model_type}` of {file}",
             because="frugal never runs the code that comes with a model" if raw.get("auto_map") else (),
-            hint=_similar(model_type, transformers_internals.model_types()),
+            hint=_similar(model_type, transformers.CONFIG_MAPPING),
         )
     with failure(f"{file} is not a model's configuration"):  # configurations check their values each in its own way
-        config = transformers_internals.model_types()[model_type].from_dict(raw)
+        config = transformers.CONFIG_MAPPING[model_type].from_dict(raw)
     own_tokenizer = str(file.parent) if any((file.parent / name).exists() for name in _TOKENIZERS) else None
     return _from_config(reference, config, task, num_labels, weights=weights, own_tokenizer=own_tokenizer)
 
@@ -227,10 +217,8 @@ def _infinite(value: dict[str, Any]) -> Any:
 
 
 def _from_hub(reference: str, task: str | None, num_labels: int | None) -> ModelSpec:
-    from transformers import AutoConfig
-
     try:
-        config = AutoConfig.from_pretrained(
+        config = transformers.AutoConfig.from_pretrained(
             reference, trust_remote_code=False, local_files_only=not factories.hub_is_reachable()
         )
     except (OSError, ValueError) as error:
@@ -240,7 +228,7 @@ def _from_hub(reference: str, task: str | None, num_labels: int | None) -> Model
                 "it is no preset, no transformers model type, no path and no factory",
                 factories.why_hub_failed(error),
             ),
-            hint=_similar(reference.rpartition("/")[2], presets(), transformers_internals.model_types()),
+            hint=_similar(reference.rpartition("/")[2], presets(), transformers.CONFIG_MAPPING),
         ) from None
     return _from_config(reference, config, task, num_labels, weights=reference, own_tokenizer=reference)
 
@@ -257,19 +245,21 @@ def _from_factory(reference: str, task: str | None) -> ModelSpec:
     """Return the spec of a user's factory, called once on meta to see what it makes."""
     factory = factories.import_callable(reference)
     module, objective = factories.make_model(reference, factory, torch.device("meta"))
+    made: Any = module
     config = getattr(module, "config", None)
     is_transformers = hasattr(config, "get_text_config")
     if objective is None and task is None:
-        made: Any = module
         inner = made.get_base_model() if hasattr(made, "get_base_model") else made  # peft's wrapper
         task = _task_of_class(getattr(getattr(inner, "config", None), "model_type", ""), type(inner).__name__)
         if task is None:
             raise RequestError(
                 f"{reference} makes a {type(module).__name__}, but does not say how to train it",
-                hint=f"return module, {forward_loss.example_in_words(module)} where forward returns the mean loss: a "
+                hint=f"return module, {example_in_words(module)} where forward returns the mean loss: a "
                 f"sample of the largest size; otherwise module, frugal.SummedLoss(loss, example=...); see {OWN_MODEL}",
             )
-    embedding = _input_embedding(module) if is_transformers else None
+    embedding = None
+    with suppress(AttributeError, NotImplementedError):  # a model of transformers that reads no tokens, as of images
+        embedding = made.get_input_embeddings() if is_transformers else None
     with failure(
         f"{reference} returned a module with parameters that have no shape",
         hint="call the module once before it is returned, on torch.zeros(SHAPE), or name the sizes",
@@ -285,11 +275,3 @@ def _from_factory(reference: str, task: str | None) -> ModelSpec:
         structure=f"{module!r}\n{shapes}",
         own_objective=objective,
     )
-
-
-def _input_embedding(module: Any) -> nn.Module | None:
-    """Return the embedding of a model of transformers; None where it reads no tokens, as models of images do."""
-    try:
-        return module.get_input_embeddings()
-    except (AttributeError, NotImplementedError):
-        return None

@@ -10,12 +10,13 @@ from dataclasses import dataclass, replace
 from typing import Any, get_args
 
 import torch
+import transformers
 from torch import Tensor, nn
 
 from frugal.config.adapters import Lora
 from frugal.config.request import Quantization, Task
 from frugal.config.sample_lengths import DOCUMENT_TOKENS
-from frugal.errors import RequestError, failure, first_line
+from frugal.errors import RequestError, failure, first_line, refuse
 from frugal.models import adapters, expert_modules, factories, transformers_internals
 from frugal.models.loading import quantised
 from frugal.models.loading.weights import Place, load_weights, off_the_file
@@ -39,11 +40,12 @@ _CASTS: dict[torch.dtype, Callable[[nn.Module], nn.Module]] = {
     torch.bfloat16: nn.Module.bfloat16, torch.float16: nn.Module.half, torch.float32: nn.Module.float,
 }  # fmt: skip
 """Unlike `Module.to`, these keep the imaginary parts of complex numbers."""
-_CLASSES = ("id2label", "label2id", "num_labels")
-_SPECIAL_IDS = (
+_NOT_ARCHITECTURE = {
+    "transformers_version", "_name_or_path", "architectures", "dtype", "torch_dtype",
     "pad_token_id", "bos_token_id", "eos_token_id", "sep_token_id", "cls_token_id", "mask_token_id",
     "decoder_start_token_id", "forced_bos_token_id", "forced_eos_token_id", "suppress_tokens", "begin_suppress_tokens",
-)  # fmt: skip
+    "id2label", "label2id", "num_labels",
+}  # fmt: skip
 # Position ids of these begin after the padding id (fairseq's habit), so that many positions are never used.
 _POSITIONS_AFTER_PADDING = {
     "roberta", "xlm-roberta", "xlm-roberta-xl", "roberta-prelayernorm", "camembert", "longformer", "xmod",
@@ -144,12 +146,14 @@ class ModelSpec:
         Raises:
             RequestError: the model's weights are random, and would be frozen.
         """
-        if self.lora is not None and self.weights is None and self.factory is None:
-            raise RequestError(
+        refuse(
+            (
+                self.lora is not None and self.origin == "random",
                 "--lora would freeze random weights",
-                because=f"{self.kind_of_reference} {self.reference} names an architecture without weights",
-                hint="give a model folder or a hub name; `frugal measure` tries how much memory this plan takes",
+                f"{self.kind_of_reference} {self.reference} names an architecture without weights",
+                "give a model folder or a hub name; `frugal measure` tries how much memory this plan takes",
             )
+        )
 
     def _base(
         self, dtype: torch.dtype, device: torch.device, place: Place | None, quantising_on: torch.device
@@ -162,8 +166,6 @@ class ModelSpec:
             module, _ = factories.make_model(self.reference, self.factory, device)
             module = _CASTS[dtype](module)
         else:
-            import transformers
-
             auto = getattr(transformers, _AUTO[self.task][0])
             # values that contradict each other, or are no numbers; each model fails in its way
             with failure(f"{self.reference} has a configuration that makes no model"), factories.on_device(device):
@@ -178,8 +180,6 @@ class ModelSpec:
 
     def reader(self, dtype: torch.dtype, *, may_download: bool = True) -> Callable[[], Any]:
         """Return transformers' `from_pretrained` with its arguments, for a model that has weights."""
-        import transformers
-
         options: dict[str, Any] = {}
         if self.quantize is not None:
             options["quantization_config"] = quantised.config(dtype)
@@ -210,12 +210,14 @@ class ModelSpec:
             ) from None
         missing = set(loaded["missing_keys"])
         num_random = sum(size for name, size in sizes.items() if name in missing)
-        if 2 * num_random > sum(sizes.values()):
-            raise RequestError(
+        refuse(
+            (
+                2 * num_random > sum(sizes.values()),
                 f"the weights in {self.weights} are those of another model",
-                because=f"of {sum(sizes.values()):,} parameters they lack {num_random:,}, such as {min(missing)}",
-                hint="to train from random weights give the path of its config.json",
+                f"of {sum(sizes.values()):,} parameters they lack {num_random:,}, such as {min(missing, default='')}",
+                "to train from random weights give the path of its config.json",
             )
+        )
         setattr(module, _RANDOM, tuple(sorted(missing & sizes.keys())))
         return quantised.settle(module)
 
@@ -256,7 +258,9 @@ class ModelSpec:
             case "sequence-classification":
                 ends = self.config is not None and self.config.is_encoder_decoder
                 end_id = special("eos_token_id", pad_id) if ends else None
-                return SequenceClassification(pad_id, bidirectional=self._is_bidirectional(), end_id=end_id)
+                # where tokens see later ones, padding has to be masked
+                bidirectional = self.config is None or ends or self.config.model_type in heads("masked-lm")
+                return SequenceClassification(pad_id, bidirectional=bidirectional, end_id=end_id)
         raise AssertionError(self.task)
 
     def has_own_loss(self) -> bool:
@@ -274,22 +278,12 @@ class ModelSpec:
         for name, token_id in special_ids.items():
             if getattr(config, name, None) is None:
                 setattr(config, name, token_id)
-        decoder_inputs.complete(config)
-        return decoder_inputs.of_class(self._model_class(), config)
-
-    def _model_class(self) -> type[nn.Module]:
-        """Return the class of the model, inside adapters that it may have been given."""
-        names = heads(self.task).get(self.config.model_type)
-        if self.factory is None and names:
-            import transformers
-
-            return getattr(transformers, names if isinstance(names, str) else names[0])
-        model: Any = self.build(dtype=torch.float32, device="meta")
-        return type(model.get_base_model() if hasattr(model, "get_base_model") else model)
-
-    def _is_bidirectional(self) -> bool:
-        """Return whether tokens see later ones, so that padding has to be masked."""
-        return self.config is None or self.config.is_encoder_decoder or self.config.model_type in heads("masked-lm")
+        if self.factory is None:
+            model_class = getattr(transformers, heads(self.task)[config.model_type][0])
+        else:
+            model: Any = self.build(dtype=torch.float32, device="meta")
+            model_class = type(model.get_base_model() if hasattr(model, "get_base_model") else model)  # inside adapters
+        return decoder_inputs.of_class(model_class, config)
 
     def for_tokenizer(self, tokenizer: Any) -> "ModelSpec":
         """Return the same model with the tokenizer's special tokens, as training from text needs it.
@@ -299,11 +293,14 @@ class ModelSpec:
         Raises:
             RequestError: the tokenizer has ids that the model has no embedding for.
         """
-        if self.vocab_size is not None and len(tokenizer) > self.vocab_size:
-            raise RequestError(
+        refuse(
+            (
+                self.vocab_size is not None and len(tokenizer) > self.vocab_size,
                 f"the tokenizer has {len(tokenizer)} tokens, {self.reference} has embeddings for {self.vocab_size}",
-                hint="take the tokenizer that belongs to the model, or a config.json with a larger vocab_size",
+                "",
+                "take the tokenizer that belongs to the model, or a config.json with a larger vocab_size",
             )
+        )
         if self.config is None or self.factory is not None:
             return self
         config = type(self.config).from_dict(self.config.to_dict())
@@ -326,34 +323,24 @@ def random_weights(module: nn.Module) -> tuple[str, ...]:
     return getattr(module, _RANDOM, ())
 
 
-_NOT_ARCHITECTURE = {
-    "transformers_version",
-    "_name_or_path",
-    "architectures",
-    "dtype",
-    "torch_dtype",
-    *_SPECIAL_IDS,
-    *_CLASSES,
-}
-
-
 def check_sequence_length(spec: ModelSpec, seq_len: int) -> None:
     """Refuse samples that the model has no positions for.
 
     Raises:
         RequestError: `seq_len` tokens are more than its positions.
     """
-    if spec.max_positions is not None and seq_len > spec.max_positions:
-        raise RequestError(
+    refuse(
+        (
+            spec.max_positions is not None and seq_len > spec.max_positions,
             f"--seq-len {seq_len} is longer than {spec.reference} can read",
-            because=f"it has {spec.max_positions} positions",
-            hint=f"use --seq-len {spec.max_positions} or less",
+            f"it has {spec.max_positions} positions",
+            f"use --seq-len {spec.max_positions} or less",
         )
+    )
 
 
-@functools.cache
-def heads(task: str) -> Mapping[str, Any]:
-    """Return the class name (or names) for `task` by model type."""
+def heads(task: str) -> Mapping[str, tuple[str, ...]]:
+    """Return the class names for `task` by model type."""
     return transformers_internals.heads(_AUTO[task][1])
 
 
@@ -361,8 +348,5 @@ def max_positions_of(config: Any) -> int | None:
     """Return the tokens that the position embeddings reach; None where positions are relative."""
     text = config.get_text_config()
     positions = getattr(text, "max_position_embeddings", None)
-    if not isinstance(positions, int) or positions <= 0:
-        return None
-    if text.model_type in _POSITIONS_AFTER_PADDING:
-        return positions - (text.pad_token_id or 0) - 1
-    return positions
+    never_used = (text.pad_token_id or 0) + 1 if text.model_type in _POSITIONS_AFTER_PADDING else 0
+    return positions - never_used if isinstance(positions, int) and positions > 0 else None

@@ -48,32 +48,22 @@ def apply(model: nn.Module, kernels: Kernels = "plain") -> None:
     Raises:
         RequestError: the model has no linear output head, or what it does to its logits cannot be done to a slice.
     """
-    head = _head(model)
-    if head is None:
-        raise _refusal(model, "it has no linear output head (get_output_embeddings() gives none)")
-    prepared = _prepared(model, head)
+    prepared = _prepared(model)
     prepared.kernels = kernels
-    head.forward = prepared  # type: ignore[method-assign, assignment]  # ZeRO-3's hooks still run
+    prepared.head.forward = prepared  # type: ignore[method-assign, assignment]  # ZeRO-3's hooks still run
 
 
 def prepare(model: nn.Module) -> None:
     """Have `apply` find what it needs later, when the model is an engine's, whose hooks are not to be copied."""
-    if (head := _head(model)) is not None:
-        _prepared(model, head)
+    if is_supported(model):
+        _prepared(model)
 
 
-def remove(model: nn.Module) -> None:
-    """Give the output head its own forward back."""
-    if (head := _head(model)) is not None and isinstance(head.forward, _TiledHead):
-        del head.forward
-
-
-_PREPARED = "frugal_tiled_head"
-"""The attribute in which a head keeps its other forward."""
-
-
-def _prepared(model: nn.Module, head: nn.Linear) -> "_TiledHead":
-    """Return the replacement of the head's forward. Raises as `apply`."""
+def _prepared(model: nn.Module) -> "_TiledHead":
+    """Return what replaces the head's forward, found once. Raises as `apply`."""
+    head = _head(model)
+    if head is None:
+        raise _refusal(model, "it has no linear output head (get_output_embeddings() gives none)")
     if _PREPARED not in vars(head):
         try:
             finish = logits_end(model)
@@ -84,15 +74,31 @@ def _prepared(model: nn.Module, head: nn.Linear) -> "_TiledHead":
     return prepared
 
 
+_PREPARED = "frugal_tiled_head"
+"""The attribute in which a head keeps its other forward."""
+
+
+def remove(model: nn.Module) -> None:
+    """Give the output head its own forward back."""
+    if (tiled := applied_to(model)) is not None:
+        del tiled.head.forward
+
+
 def is_supported(model: nn.Module) -> bool:
     """Return whether `apply` would work; whether the model changes its logits after the head, only a forward shows."""
     return _head(model) is not None
 
 
+def applied_to(model: nn.Module) -> "_TiledHead | None":
+    """Return the forward of the output head of this model, or of the model inside this DeepSpeed engine, if `apply` was
+    called on it."""
+    forward: Any = getattr(_head(model), "forward", None)
+    return forward if isinstance(forward, _TiledHead) else None
+
+
 def is_applied(model: nn.Module) -> bool:
     """Return whether `apply` was called on this model, or on the model inside this DeepSpeed engine."""
-    head = _head(model)
-    return head is not None and isinstance(head.forward, _TiledHead)
+    return applied_to(model) is not None
 
 
 def outputs_with_sum(model: nn.Module, inputs: dict[str, Any], targets: Tensor) -> Any:
@@ -101,10 +107,8 @@ def outputs_with_sum(model: nn.Module, inputs: dict[str, Any], targets: Tensor) 
     Raises:
         RequestError: the model changes its logits after the head in a way that was not observed.
     """
-    head = _head(model)
-    assert head is not None
-    tiled = head.forward
-    assert isinstance(tiled, _TiledHead)
+    tiled = applied_to(model)
+    assert tiled is not None
     tiled.targets = targets
     inner: nn.Module = getattr(model, "module", model)
     try:
@@ -119,13 +123,6 @@ def outputs_with_sum(model: nn.Module, inputs: dict[str, Any], targets: Tensor) 
         raise _refusal(model, _CHANGED) from None
     finally:
         tiled.targets = tiled.loss = None
-
-
-def loss_of_head(model: nn.Module) -> Tensor:
-    """Return the summed loss that the head returned, while `outputs_with_sum` runs the model."""
-    head = _head(model)
-    assert head is not None and isinstance(head.forward, _TiledHead) and head.forward.loss is not None
-    return head.forward.loss
 
 
 _CHANGED = "it changes its logits after the output head"

@@ -1,4 +1,5 @@
-"""Names of transformers beyond its documented interface: nothing else uses them. Each is checked when first used."""
+"""Names of transformers beyond its documented interface: nothing else uses them. They are checked before a model is
+resolved or built, those of quantising when it is."""
 
 import functools
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -11,49 +12,38 @@ from torch import nn
 from frugal import required
 from frugal.required import needed
 
-MASKS = (
-    *needed("transformers.masking_utils", "attention masks are always used", "ALL_MASK_ATTENTION_FUNCTIONS"),
-    *needed("transformers.masking_utils", "attention masks are always used", "sdpa_mask:allow_is_bidirectional_skip"),
-    *needed("transformers.masking_utils", "attention masks are always used", "eager_mask:allow_is_bidirectional_skip"),
-    *needed("transformers.masking_utils", "packed documents", "find_packed_sequence_indices(position_ids)"),
-)
-LAYERS = (
+NAMES = (
     *needed(
-        "transformers.modeling_utils:PreTrainedModel",
-        "how a layer is recomputed",
+        "transformers.masking_utils", "attention masks are always used",
+        "ALL_MASK_ATTENTION_FUNCTIONS", "sdpa_mask:allow_is_bidirectional_skip",
+        "eager_mask:allow_is_bidirectional_skip",
+    ),
+    *needed("transformers.masking_utils", "packed documents", "find_packed_sequence_indices(position_ids)"),
+    *needed(
+        "transformers.modeling_utils:PreTrainedModel", "how a layer is recomputed",
         "_set_gradient_checkpointing:_gradient_checkpointing_func",
     ),
     *needed(
         "transformers.modeling_layers:GradientCheckpointingLayer", "which layers recompute", "gradient_checkpointing"
     ),
-)
-MODELS = (
     *needed(
-        "transformers.models.auto.modeling_auto",
-        "types of models with a head for a task",
-        "MODEL_MAPPING_NAMES",
-        "MODEL_FOR_CAUSAL_LM_MAPPING_NAMES",
-        "MODEL_FOR_MASKED_LM_MAPPING_NAMES",
-        "MODEL_FOR_SEQ_TO_SEQ_CAUSAL_LM_MAPPING_NAMES",
-        "MODEL_FOR_SEQUENCE_CLASSIFICATION_MAPPING_NAMES",
+        "transformers.models.auto.modeling_auto", "types of models with a head for a task",
+        "MODEL_MAPPING_NAMES", "MODEL_FOR_CAUSAL_LM_MAPPING_NAMES", "MODEL_FOR_MASKED_LM_MAPPING_NAMES",
+        "MODEL_FOR_SEQ_TO_SEQ_CAUSAL_LM_MAPPING_NAMES", "MODEL_FOR_SEQUENCE_CLASSIFICATION_MAPPING_NAMES",
     ),
-)
-LOADING = (
     *needed(
-        "transformers.core_model_loading",
-        "weights are read one by one, and each goes where it is trained",
+        "transformers.core_model_loading", "weights are read one by one, and each goes where it is trained",
         "spawn_materialize(thread_pool, tensor, device, dtype, sharding_op, tensor_idx)",
         "set_param_for_module(model, target_name, param_value, loading_info, hf_quantizer)",
     ),
     *needed(
-        "transformers.modeling_utils",
-        "weights are read one by one",
+        "transformers.modeling_utils", "weights are read one by one",
         "load_state_dict(checkpoint_file, map_location, weights_only, disable_mmap)",
         "PreTrainedModel._load_pretrained_model(model, state_dict, checkpoint_files, load_config, expected_keys)",
         "PreTrainedModel._finalize_model_loading(model, load_config, loading_info)",
         "PreTrainedModel.all_tied_weights_keys",
     ),
-)
+)  # fmt: skip
 QUANTISING = needed(
     "transformers.integrations.bitsandbytes",
     "weights are quantised on the device that trains them",
@@ -75,7 +65,7 @@ def always_use() -> None:
     documented interface for mask functions (https://huggingface.co/docs/transformers/attention_interface) and an option
     that is not documented. Causal masks are not touched.
     """
-    _verify(MASKS)
+    _verify(NAMES)
     from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS, eager_mask, sdpa_mask
 
     for name, make_mask in (("sdpa", sdpa_mask), ("eager", eager_mask)):
@@ -108,7 +98,6 @@ def packed_documents(numbers: Callable[[Any], Any], lazy: Callable[..., Any] | N
     `lazy(make, within, options)` returns their masks for `sdpa`: `make()` makes one, `within` is transformers' mask
     function without documents, `options` what it makes the mask of. transformers before 5.23 never calls it.
     """
-    _verify(MASKS)
     from transformers import masking_utils
 
     kept_apart = getattr(masking_utils, "packed_sequence_compatibility_function", None)
@@ -119,11 +108,11 @@ def packed_documents(numbers: Callable[[Any], Any], lazy: Callable[..., Any] | N
         setattr(mask_function, _WITHIN, within)
         return mask_function
 
-    with ExitStack() as stack:
-        stack.enter_context(patch.object(masking_utils, "find_packed_sequence_indices", numbers))
-        if kept_apart is not None and lazy is not None:
-            stack.enter_context(patch.object(masking_utils, "packed_sequence_compatibility_function", marked))
-            stack.enter_context(patch(f"{__name__}._lazy", lazy))
+    with (
+        patch.object(masking_utils, "find_packed_sequence_indices", numbers),
+        patch.object(masking_utils, "packed_sequence_compatibility_function", marked, create=True),
+        patch(f"{__name__}._lazy", lazy),
+    ):
         yield
 
 
@@ -137,7 +126,6 @@ def masks_of_whole_sequences(num_parts: int, positions: Any, documents: Any) -> 
 
     `positions`, `documents (samples, positions)`: of packs those of each token of the whole; None: nothing is packed.
     """
-    _verify(MASKS)
     from transformers import masking_utils
 
     # Before 5.23 masks count positions from the beginning of a row, and are of the whole row already.
@@ -174,24 +162,18 @@ def attention_by(name: str, run: Callable[..., Any]) -> None:
     AttentionInterface.register(name, through)
 
 
-def model_types() -> Mapping[str, Any]:
-    """Return the classes of configurations by the types of models that transformers has."""
-    from transformers import CONFIG_MAPPING  # takes a second
-
-    return CONFIG_MAPPING
-
-
-def heads(mapping: str) -> Mapping[str, Any]:
-    """Return the class names (one or several) by model type of one of transformers' `MODEL_FOR_..._NAMES`."""
-    _verify(MODELS)
+@functools.cache
+def heads(mapping: str) -> Mapping[str, tuple[str, ...]]:
+    """Return the class names by model type of one of transformers' `MODEL_FOR_..._NAMES`."""
+    _verify(NAMES)
     from transformers.models.auto import modeling_auto
 
-    return getattr(modeling_auto, mapping)
+    names = getattr(modeling_auto, mapping)
+    return {kind: (each,) if isinstance(each, str) else tuple(each) for kind, each in names.items()}
 
 
 def checkpointed_layers(model: nn.Module) -> list[nn.Module]:
     """Return the outermost layers of a transformers model that can be recomputed one by one."""
-    _verify(LAYERS)
     from transformers.modeling_layers import GradientCheckpointingLayer
 
     layers: dict[str, nn.Module] = {}
@@ -206,7 +188,6 @@ def recompute_layers(
 ) -> bool:
     """Have each of `checkpointed_layers` of a model whose checkpointing is on be run by its own of `runs`, None: as if
     it were off; and what recomputes beside them by `others`. Whether there was anything."""
-    _verify(LAYERS)
     recomputing = [module for module in model.modules() if hasattr(module, "_gradient_checkpointing_func")]
     for module in recomputing:
         module._gradient_checkpointing_func = others  # type: ignore[assignment]  # a function, not a module
@@ -245,7 +226,6 @@ def reading(
     called with the model and the name of each parameter and buffer that has got its values; `finish` with the model and
     the names that no file had, once all are read.
     """
-    _verify(LOADING)
     from transformers import core_model_loading
     from transformers.modeling_utils import PreTrainedModel
 
@@ -255,9 +235,6 @@ def reading(
     def load_from_stored(model: Any, state_dict: Any, checkpoint_files: Any, *rest: Any, **options: Any) -> Any:
         state_dict = stored(checkpoint_files) if state_dict is None and checkpoint_files else state_dict
         return load(model, state_dict, checkpoint_files, *rest, **options)
-
-    def materialize_when_needed(_threads: Any, tensor: Any, _device: Any, dtype: Any, **options: Any) -> Any:
-        return materialize(None, tensor, None, dtype, **options)
 
     def put_and_tell(model: Any, target_name: str, *rest: Any) -> None:
         put(model, target_name, *rest)
@@ -275,7 +252,11 @@ def reading(
     with (
         patch.object(PreTrainedModel, "_finalize_model_loading", staticmethod(finish_and_complete)),
         patch.object(PreTrainedModel, "_load_pretrained_model", staticmethod(load_from_stored)),
-        patch.object(core_model_loading, "spawn_materialize", materialize_when_needed),
+        patch.object(  # no threads: when it is needed
+            core_model_loading,
+            "spawn_materialize",
+            lambda _threads, tensor, _device, dtype, **options: materialize(None, tensor, None, dtype, **options),
+        ),
         patch.object(core_model_loading, "set_param_for_module", put_and_tell),
     ):
         yield
@@ -301,7 +282,6 @@ def quantising(device: Any, pack: Callable[[Any, Any], Any]) -> AbstractContextM
 
 def read_weights(path: Any, map_location: str = "cpu") -> Mapping[str, Any]:
     """Return the tensors in a file by name: mapped into memory where its format allows, otherwise read; or on meta."""
-    _verify(LOADING)
     from transformers.modeling_utils import load_state_dict
 
     return load_state_dict(str(path), map_location)

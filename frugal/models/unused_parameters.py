@@ -30,7 +30,10 @@ class UnusedParameters:
     def __init__(self, zero: Zero, request: Request, votes: dist.ProcessGroup | None) -> None:
         self._all = [(name, each, each.requires_grad) for name, each in zero.engine.module.named_parameters()]
         self._trained = [(name, each) for name, each, is_trained in self._all if is_trained]
-        self._stage, self._request, self._votes = zero.strategy.zero_stage, request, votes
+        self._stage, self._votes = zero.strategy.zero_stage, votes
+        is_plain = request.optimizer.name == "sgd" and not request.optimizer.momentum
+        self._goes_on = [f"weight decay of {request.weight_decay:g}"] if request.weight_decay else []
+        self._goes_on += [] if is_plain else ["momentum of earlier gradients"]
         self._inner, defaults = zero.inner, getattr(zero.inner, "defaults", {})
         # torch's fused SGD dies where some of what it updates has no momentum yet
         self._takes_all_momenta = bool(defaults.get("fused") and defaults.get("momentum"))
@@ -87,22 +90,15 @@ class UnusedParameters:
                 parameter.grad = None  # DeepSpeed has made one of zeros
                 if self._takes_all_momenta:
                     self._inner.state[parameter].setdefault("momentum_buffer", torch.zeros_like(parameter))
-        elif unused and not self._is_said and (goes_on := self._goes_on()):
+        elif unused and self._goes_on and not self._is_said:
             self._is_said = True
             if dist.get_rank() == 0:
                 logger.warning(
                     "%s got no gradient on any rank in this step (%s): PyTorch leaves them as they are, but "
-                    "under ZeRO-%d %s. Freeze them if they are never used, or use --zero-stage 0",
-                    plural(len(unused), "trained parameter"), _few([name for name, _ in unused]), self._stage, goes_on,
+                    "under ZeRO-%d %s go on. Freeze them if they are never used, or use --zero-stage 0",
+                    plural(len(unused), "trained parameter"), _few([name for name, _ in unused]), self._stage,
+                    " and ".join(self._goes_on),
                 )  # fmt: skip
-
-    def _goes_on(self) -> str:
-        """Describe what an update does all the same with a gradient of zero."""
-        request = self._request
-        is_plain = request.optimizer.name == "sgd" and not request.optimizer.momentum
-        parts = [f"weight decay of {request.weight_decay:g}"] if request.weight_decay else []
-        parts += [] if is_plain else ["momentum of earlier gradients"]
-        return f"{' and '.join(parts)} {'goes' if len(parts) == 1 else 'go'} on" if parts else ""
 
 
 def _few(names: list[str]) -> str:

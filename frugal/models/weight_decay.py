@@ -10,17 +10,9 @@ gradient and its momentum; it is refused.
 from typing import Any
 
 import torch
-from torch import nn
 
 from frugal.config.request import Request
 from frugal.deepspeed_adapter.stages import Zero
-
-
-def decaying(module: nn.Module) -> set[str]:
-    """Return the names of parameters that HF Trainer decays: none of LayerNorm, none with norm or bias in the name."""
-    from transformers import Trainer
-
-    return set(Trainer.get_decay_parameter_names(None, module))  # it does not look at itself
 
 
 class PartialDecay:
@@ -31,7 +23,10 @@ class PartialDecay:
         self._decayed: dict[int, list[tuple[int, int]]] | None = None
         if request.decays_all:
             return
-        names = decaying(zero.engine.module)
+        from transformers import Trainer
+
+        # none of LayerNorm, and none with norm or bias in the name; it does not look at itself
+        names = set(Trainer.get_decay_parameter_names(None, zero.engine.module))
         self._decayed = {
             id(flat): [(piece.place, piece.place + piece.number) for piece in pieces if piece.name in names]
             for flat, pieces in zip(zero.flat_tensors(), zero.layout().slots, strict=True)

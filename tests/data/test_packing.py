@@ -19,7 +19,7 @@ from frugal.data.tokenizer import byte_tokenizer
 from frugal.errors import RequestError
 from frugal.models.objectives import CausalLM
 from frugal.models.resolve import resolve
-from frugal.models.trials import text_checks
+from frugal.models.trials import model_check
 from frugal.units import IGNORED
 from tests.corpora import load_corpus
 
@@ -75,7 +75,7 @@ MIXES = "what it says of a document depends on the one before it, to {} % of the
 )
 def test_models_that_keep_documents_apart_may_pack_and_others_are_refused(name: str, reason: str) -> None:
     with pytest.raises(RequestError) if reason else nullcontext() as caught:
-        text_checks.check_packing(resolve(name))
+        model_check.check_packing(resolve(name))
     if caught:
         assert caught.value.what == f"--pack is impossible for {name}" and caught.value.because == (reason,)
         assert "hint: leave --pack out" in str(caught.value)

@@ -55,9 +55,9 @@ def model(kind: str, *, attn_pdrop: float = 0.0) -> nn.Module:
 
 def attended_alone(query: Tensor, key: Tensor, value: Tensor, mask: packs.LazyMask, scale: float | None) -> Tensor:
     """What `packs.attend` computes, one document after the other, without its kernel."""
-    offsets, out = mask.documents.offsets.tolist(), torch.zeros_like(query)
+    offsets, out = mask.offsets.tolist(), torch.zeros_like(query)
     assert offsets[0] == 0 and offsets[-1] == len(query)
-    assert mask.documents.longest == max(end - start for start, end in pairwise(offsets))
+    assert mask.longest == max(end - start for start, end in pairwise(offsets))
     for start, end in pairwise(offsets):
         if start < end:
             one, two, three = (each[start:end].transpose(0, 1)[None] for each in (query, key, value))

@@ -28,12 +28,10 @@ from frugal.dryrun.trace.cuda_kernels import kernels_of
 from frugal.dryrun.trace.recorder import Tracker, not_collected
 from frugal.dryrun.trace.splice import LayerLayout, splice
 from frugal.errors import FrugalError
-from frugal.models import activation_checkpointing, tiled_loss, transformers_internals
+from frugal.models import activation_checkpointing, sequence_parallel, tiled_loss, transformers_internals
 from frugal.models.fused import liger_internals, replacement
 from frugal.models.loading import quantised
 from frugal.models.objectives import Objective
-from frugal.models.sequence import attention
-from frugal.models.sequence.parts import parts_of
 from frugal.models.tiling import tiled_mlp
 from frugal.planning.cost import Counts, between
 from frugal.planning.memory.timeline import (
@@ -151,7 +149,7 @@ def trace(
     """
     transformers_internals.always_use()
     is_zero3 = asked.zero_stage == 3
-    record = partial(_record, asked, parts_of(objective, asked.sequence_parallel, 0), layer_modes)
+    record = partial(_record, asked, sequence_parallel.parts_of(objective, asked.sequence_parallel, 0), layer_modes)
     with (
         kernels_of(asked.kind, asked.capability, alike),
         zero3_graph.linear_of_zero3() if is_zero3 else nullcontext(),
@@ -295,7 +293,7 @@ def _record(
     watch = recorder.run_layer if can_mix else None
     activation_checkpointing.apply(model, asked.activation_checkpointing, layer_modes, watch=watch)
     if asked.sequence_parallel > 1:
-        attention.apply(model, attention.Split(asked.sequence_parallel, recorder.exchange))
+        sequence_parallel.apply(model, sequence_parallel.Split(asked.sequence_parallel, recorder.exchange))
     if asked.loss == "tiled":
         tiled_loss.apply(model, asked.kernels)
     if asked.mlp == "tiled":

@@ -37,7 +37,7 @@ from frugal.memory_watch import gauge
 from frugal.models.loading import placed
 from frugal.models.objectives import Objective, SummedLoss
 from frugal.models.resolve import resolve_request
-from frugal.models.sequence.parts import parts_of
+from frugal.models.sequence_parallel import parts_of
 from frugal.models.spec import ModelSpec
 from frugal.planning.batch import BatchPlan
 from frugal.planning.memory.timeline import Interval, Timeline, phase_peaks

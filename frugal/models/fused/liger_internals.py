@@ -3,10 +3,7 @@
 A dry run calls Liger's own functions on meta tensors: they allocate as on a card, and launches are noted, not run.
 """
 
-import ast
 import functools
-import inspect
-import textwrap
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from functools import partial
@@ -30,6 +27,10 @@ NAMES = (
     ),
     *needed("liger_kernel.ops.swiglu", "the gated product", "LigerSiLUMulFunction.forward(ctx, a, b)"),
     *needed("liger_kernel.ops.geglu", "the gated product", "LigerGELUMulFunction.forward(ctx, a, b)"),
+    *needed(
+        "liger_kernel.ops.cross_entropy", "a row's loss and gradient in one kernel",
+        "MAX_FUSED_SIZE", "liger_cross_entropy_kernel",
+    ),
     *needed("liger_kernel.ops.rope", "rotations", "rope_forward(q, k, cos, sin)", "rope_backward(dq, dk, cos, sin)"),
     *needed("triton.runtime.jit", "launches in a dry run", "KernelInterface.__getitem__(self, grid)"),
     *needed("triton.runtime.jit:JITFunction", "what a kernel reads and writes", "__init__:fn", "__init__:arg_names"),
@@ -38,7 +39,8 @@ NAMES = (
 
 @functools.cache
 def library() -> SimpleNamespace:
-    """Return Liger's functions `rms_norm`, `silu`, `gelu` (of gate and up), `rotate` and `rotate_back`.
+    """Return Liger's functions `rms_norm`, `silu`, `gelu` (of gate and up), `rotate` and `rotate_back`, and its module
+    `cross_entropy`.
 
     Raises:
         RequestError: Liger is not installed, or lacks what is used of it.
@@ -48,7 +50,7 @@ def library() -> SimpleNamespace:
         what = "the plan's kernels are Liger's, which cannot run here"
         raise RequestError(what, because=reason, hint=f"{hint}, or plan with --kernels plain")
     required.verify("liger-kernel", NAMES)
-    from liger_kernel.ops import geglu, rms_norm, rope, swiglu
+    from liger_kernel.ops import cross_entropy, geglu, rms_norm, rope, swiglu
 
     return SimpleNamespace(
         rms_norm=rms_norm.LigerRMSNormFunction.apply,
@@ -56,8 +58,15 @@ def library() -> SimpleNamespace:
         gelu=geglu.LigerGELUMulFunction.apply,
         rotate=rope.rope_forward,
         rotate_back=rope.rope_backward,
+        cross_entropy=cross_entropy,
     )
 
+
+IN_PLACE = {
+    "_swiglu_backward_kernel": ("a_ptr", "b_ptr"), "_geglu_tanh_backward_kernel": ("a", "b"),
+    "_triton_rope": ("q_ptr", "k_ptr"),
+}  # fmt: skip
+"""The parameters that a kernel reads and writes; every other tensor it reads or writes once."""
 
 _is_noting = False
 
@@ -76,7 +85,6 @@ def noted(kernels: Kernels, multiprocessors: int, launched: Callable[[int], None
 
     `multiprocessors`: of the planned card.
     """
-    global _is_noting
     if kernels == "plain":
         yield
         return
@@ -85,7 +93,9 @@ def noted(kernels: Kernels, multiprocessors: int, launched: Callable[[int], None
     from triton.runtime.jit import KernelInterface
 
     def launch(kernel: Any, *args: Any, grid: Any = None, **kwargs: Any) -> None:
-        launched(_traffic(kernel, args, kwargs))
+        given, in_place = dict(zip(kernel.arg_names, args, strict=False)) | kwargs, IN_PLACE.get(kernel.fn.__name__, ())
+        tensors = {name: value for name, value in given.items() if isinstance(value, Tensor)}
+        launched(sum(tensor.nbytes * (1 + (name in in_place)) for name, tensor in tensors.items()))
 
     # its sums of a weight's gradient have a row for each processor, asked for by the name of the device's kind
     code = rms_norm_backward.__code__
@@ -94,48 +104,10 @@ def noted(kernels: Kernels, multiprocessors: int, launched: Callable[[int], None
     with (
         patch.object(KernelInterface, "__getitem__", lambda kernel, grid: partial(launch, kernel, grid=grid)),
         patch.object(torch.cuda, "get_device_properties", lambda *_: card),
+        patch(f"{__name__}._is_noting", True),
     ):
-        _is_noting, rms_norm_backward.__code__ = True, on_card
+        rms_norm_backward.__code__ = on_card
         try:
             yield
         finally:
-            _is_noting, rms_norm_backward.__code__ = False, code
-
-
-def _traffic(kernel: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> int:
-    """Return the bytes that one launch moves: a tensor that is read and written counts twice."""
-    passes = _passes(kernel.fn)
-    given = dict(zip(kernel.arg_names, args, strict=False)) | kwargs
-    return sum(passes[name] * value.nbytes for name, value in given.items() if isinstance(value, Tensor))
-
-
-@functools.cache
-def _passes(function: Callable[..., Any]) -> dict[str, int]:
-    """Return for each parameter of a kernel whether it loads from it, stores to it, or both: 0, 1 or 2.
-
-    Pointers are followed through assignments of the kernel's source.
-    """
-    (tree,) = ast.parse(textwrap.dedent(inspect.getsource(function))).body
-    assert isinstance(tree, ast.FunctionDef)
-    parameters = [each.arg for each in tree.args.args]
-    origin = {name: name for name in parameters}
-    used: set[tuple[str, str]] = set()
-
-    def root(node: ast.expr) -> str | None:
-        """Return the parameter that an address begins with."""
-        while isinstance(node, ast.BinOp):
-            node = node.left
-        return origin.get(node.id) if isinstance(node, ast.Name) else None
-
-    for node in sorted(ast.walk(tree), key=lambda each: getattr(each, "lineno", 0)):
-        if isinstance(node, ast.Assign) and isinstance(node.targets[0], ast.Name):
-            name, begins = node.targets[0].id, root(node.value)
-            if begins is not None:
-                origin[name] = begins
-        elif (
-            isinstance(node, ast.Call) and isinstance(node.func, ast.Attribute) and node.func.attr in ("load", "store")
-        ):
-            begins = root(node.args[0])
-            if begins is not None:
-                used.add((begins, node.func.attr))
-    return {name: sum((name, way) in used for way in ("load", "store")) for name in parameters}
+            rms_norm_backward.__code__ = code

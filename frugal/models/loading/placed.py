@@ -32,12 +32,8 @@ def build(spec: ModelSpec, plan: Plan, device: torch.device, *, seed: int) -> nn
     if way == "by-tensor":
         return spec.build(dtype=dtype, seed=seed, place=placement.put, adapting=placement.told(), quantising_on=device)
     model = spec.build(dtype=dtype, seed=seed, device="cpu" if dist.get_rank() == 0 else "meta")
-    if _has_hidden_tensors(model):
+    # tensors that are neither parameters nor buffers cannot be found to be sent
+    if any(isinstance(value, Tensor) for module in model.modules() for value in vars(module).values()):
         return model if dist.get_rank() == 0 else spec.build(dtype=dtype, seed=seed)
     placement.send(model)
     return model
-
-
-def _has_hidden_tensors(model: nn.Module) -> bool:
-    """Return whether modules keep tensors that are neither parameters nor buffers, which cannot be found to be sent."""
-    return any(isinstance(value, Tensor) for module in model.modules() for value in vars(module).values())

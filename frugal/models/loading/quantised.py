@@ -6,26 +6,158 @@ a parameter of bytes with two weights in each. Its scales (`Linear4bit.quant_sta
 no ZeRO stage splits them, and every rank has them all.
 
 Weights are computed with in the run's precision, which they are quantised from.
+
+The product with a weight in 4 bits is one operator, which makes the whole weight in the type of its input and
+multiplies. On a host it is Python that calls other operators; on a GPU C++ does the same (`backends/cuda/ops.py`,
+`_dequant_linear_fallback`), but for few rows, where a fused kernel takes nothing. How few depends on the card, and is
+at most 512 rows for weights of 4M elements or more: what is counted here is then too much, in forward alone. Backward
+makes the whole weight always.
+
+What backward needs of a packed weight is the parameter (`_of_parameters`). bitsandbytes keeps its memory instead, in
+the context of the product: under ZeRO-3 that is what was gathered for forward, of every layer, until the graph ends.
+DeepSpeed gathers the parameter again before backward.
+
+Nothing else uses names of bitsandbytes beyond its documented interface.
 """
 
 import copy
 import functools
 import importlib.util
+import logging
 import sys
-from collections.abc import Iterator
-from contextlib import AbstractContextManager, nullcontext
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, nullcontext, suppress
 from typing import Any
+from unittest.mock import patch
 
 import torch
+import torch.nn.functional as F
+import transformers
 from torch import Tensor, nn
 
-from frugal import torch_internals
+from frugal import memory_watch, required, torch_internals
 from frugal.deepspeed_adapter.kernels import DTYPES
 from frugal.errors import PlanMismatchError, RequestError
 from frugal.models import adapters, transformers_internals
-from frugal.models.loading import bitsandbytes_internals
 from frugal.planning.memory.loading import Packed
 from frugal.planning.plan import Plan
+from frugal.required import needed
+
+NAMES = (
+    *needed(
+        "bitsandbytes.nn",
+        "packed weights and their scales",
+        "Linear4bit.__init__:quant_state",
+        "Linear4bit.__init__:support_avx512bf16_for_cpu",
+        "Params4bit.__new__:bnb_quantized",
+    ),
+    *needed(
+        "bitsandbytes.autograd._functions:MatMul4Bit",
+        "which weights backward reads",
+        "forward(ctx, A, B, out, bias, quant_state)",
+        "forward:tensors",
+    ),
+    *needed("bitsandbytes", "the product of a layer", "matmul_4bit(A, B, quant_state, out, bias)"),
+    *needed("bitsandbytes.functional", "the table of scales", "name2qmap", "create_dynamic_map"),
+    *needed("bitsandbytes.functional:QuantState", "what each rank has whole", "to(self, device)"),
+    *needed(
+        "bitsandbytes.backends.default.ops",
+        "what the product with packed weights makes inside",
+        "_gemm_4bit_default_impl(A, B, shapeB, absmax, blocksize, quant_type, bias, absmax_8bit, absmax_code, "
+        "absmax_offset)",
+    ),
+)
+
+
+def import_uncompiled() -> None:
+    """Import bitsandbytes, as peft does, without compiling its kernels in Python, of which dry runs execute none.
+
+    It calls torch.compile when imported, which imports Inductor: a second of each process that plans for adapters.
+    """
+    with patch.object(torch, "compile", lambda function, **_options: function), suppress(ImportError):
+        import bitsandbytes  # noqa: F401  # for what the import leaves behind
+
+
+@functools.cache
+def library() -> Any:
+    """Return bitsandbytes, which has to be installed.
+
+    From then on memory is watched inside its operators, too, and its layers keep parameters for backward.
+    """
+    # On some CPUs it asks for a package of kernels that are for inference alone, in a warning.
+    logging.getLogger("bitsandbytes.backends.cpu.ops").setLevel(logging.ERROR)
+    import bitsandbytes
+    from bitsandbytes import functional
+    from bitsandbytes.backends.default import ops
+
+    required.verify("bitsandbytes", NAMES)
+    with torch_internals.without_modes(), torch.device("cpu"):  # made once a process, also where all else is on meta
+        functional.name2qmap.setdefault("dynamic", functional.create_dynamic_map())
+    product = torch.ops.bitsandbytes.gemm_4bit.default
+    memory_watch.INSIDE[product] = {"cpu": ops._gemm_4bit_default_impl, "cuda": _on_gpu}
+    bitsandbytes.matmul_4bit = _of_parameters(bitsandbytes.matmul_4bit)  # `Linear4bit.forward` looks it up here
+    return bitsandbytes
+
+
+def _of_parameters(theirs: Callable[..., Tensor]) -> Callable[..., Tensor]:
+    """Have bitsandbytes' product with packed weights keep a layer's parameter for backward, not its memory."""
+    from bitsandbytes.autograd._functions import MatMul4Bit
+
+    class Product(MatMul4Bit):
+        """Theirs but for what its context keeps."""
+
+        @staticmethod
+        def forward(ctx: Any, *args: Any) -> Tensor:
+            output: Tensor = MatMul4Bit.forward(ctx, *args)
+            ctx.tensors = None, args[1]
+            return output
+
+    @functools.wraps(theirs)
+    def product(
+        inputs: Tensor, weight: Tensor, quant_state: Any, out: Tensor | None = None, bias: Tensor | None = None
+    ) -> Tensor:
+        is_kept = isinstance(weight, nn.Parameter) and torch.is_grad_enabled() and inputs.requires_grad and out is None
+        is_as_stored = not getattr(quant_state, "packing_format_for_cpu", False)
+        if is_kept and is_as_stored and quant_state.shape[1] == inputs.shape[-1]:
+            return Product.apply(inputs, weight, None, bias, quant_state)
+        return theirs(inputs, weight, quant_state, out, bias)
+
+    return product
+
+
+def _on_gpu(
+    inputs: Tensor,
+    packed: Tensor,
+    shape: list[int],
+    absmax: Tensor,
+    blocksize: int,
+    quant_type: str,
+    bias: Tensor | None = None,
+    *nested: Tensor,
+) -> Tensor:
+    """Run the operators of `_dequant_linear_fallback`, whose scales live to its end.
+
+    `nested`: of scales that are quantised themselves, the scales in 8 bits, their code and their offset.
+    """
+    operators = torch.ops.bitsandbytes
+    if nested:
+        absmax_8bit, code, offset = nested
+        scales = operators.dequantize_blockwise.default(absmax_8bit, absmax, code, 256, torch.float32)
+        absmax = scales + offset
+    weight = operators.dequantize_4bit.default(packed, absmax, blocksize, quant_type, shape, inputs.dtype)
+    return F.linear(inputs, weight, bias)
+
+
+def inside_bytes(operator: Any, args: tuple[Any, ...]) -> int | None:
+    """Return the bytes that quantising a tensor takes temporarily on a host; None: the operator does not quantise.
+
+    `backends/default/ops.py`: of each element the fp32 value, the scaled one and its number in 32 bits, the number in a
+    byte, and twice half of that. A GPU's kernel takes nothing.
+    """
+    if "bitsandbytes" not in sys.modules or operator is not torch.ops.bitsandbytes.quantize_4bit.default:
+        return None
+    tensor: Tensor = args[0]
+    return tensor.numel() * (14 if tensor.element_size() < 4 else 10)
 
 
 def config(dtype: torch.dtype) -> Any:
@@ -40,10 +172,8 @@ def config(dtype: torch.dtype) -> Any:
             because="its kernels pack and unpack the weights",
             hint="pip install bitsandbytes",
         )
-    bitsandbytes_internals.library()
-    from transformers import BitsAndBytesConfig
-
-    return BitsAndBytesConfig(
+    library()
+    return transformers.BitsAndBytesConfig(
         load_in_4bit=True, bnb_4bit_quant_type="nf4", bnb_4bit_use_double_quant=True, bnb_4bit_compute_dtype=dtype
     )
 
@@ -54,10 +184,9 @@ def apply(model: Any, *, reference: str, dtype: torch.dtype) -> nn.Module:
     Raises:
         RequestError: it is no model of transformers, or has nothing to quantise, or bitsandbytes is not installed.
     """
-    from transformers import PreTrainedModel
     from transformers.quantizers import AutoHfQuantizer
 
-    if not isinstance(model, PreTrainedModel):
+    if not isinstance(model, transformers.PreTrainedModel):
         raise RequestError(
             f"--quantize is impossible for {reference}",
             because=f"a {type(model).__name__} is no model of transformers, which knows what of a model to quantise",
@@ -101,12 +230,10 @@ def as_planned(model: nn.Module, plan: Plan) -> nn.Module:
 
 def _packed(weight: Tensor, module: Any) -> nn.Parameter:
     """Return the packed weight of a module, on the same device; on meta its shapes. A `Conv1D`'s is transposed."""
-    bnb = bitsandbytes_internals.library()
-
+    bnb = library()
     weight = weight if module.source_cls is nn.Linear else weight.T
-    settings = {"quant_type": module.weight.quant_type, "quant_storage": module.weight.quant_storage}
-    settings["compress_statistics"] = module.weight.compress_statistics
-    settings["blocksize"] = module.weight.blocksize
+    names = ("quant_type", "quant_storage", "compress_statistics", "blocksize")
+    settings = {name: getattr(module.weight, name) for name in names}
     packed, scales = bnb.functional.quantize_4bit(weight.contiguous(), **settings)
     module.quant_state = scales
     kind = _on_meta() if packed.is_meta else bnb.nn.Params4bit
@@ -116,7 +243,7 @@ def _packed(weight: Tensor, module: Any) -> nn.Parameter:
 @functools.cache
 def _on_meta() -> Any:
     """Return bitsandbytes' class of weights, made to be copied on meta. It has the same name: peft looks at it."""
-    bnb = bitsandbytes_internals.library()
+    bnb = library()
 
     def deepcopy(self: Any, memo: dict[int, Any]) -> Any:
         kept = {name: copy.deepcopy(value, memo) for name, value in vars(self).items()}
@@ -160,7 +287,7 @@ def are_in(model: nn.Module) -> bool:
 def named(model: nn.Module) -> Iterator[tuple[str, Any]]:
     """Return quantised modules, with their names."""
     if "bitsandbytes" in sys.modules:  # otherwise nobody has made any
-        layer = bitsandbytes_internals.library().nn.Linear4bit
+        layer = library().nn.Linear4bit
         yield from ((name, module) for name, module in model.named_modules() if isinstance(module, layer))
 
 
@@ -200,4 +327,4 @@ def packed(model: nn.Module) -> Packed:
 
 def dequantised(module: Any) -> Tensor:
     """Return the weight of a quantised module as it is computed with, shape `(outputs, inputs)`."""
-    return bitsandbytes_internals.library().functional.dequantize_4bit(module.weight.data, module.quant_state)
+    return library().functional.dequantize_4bit(module.weight.data, module.quant_state)

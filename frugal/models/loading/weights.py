@@ -10,11 +10,12 @@ kernel takes them back when it needs them; what is read of a file counts in a pr
 """
 
 import zipfile
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import Any
 
 import torch
+from safetensors import safe_open
 from torch import Tensor, nn
 
 from frugal import torch_internals
@@ -35,8 +36,6 @@ class Stored:
     def __getitem__(self, index: Any) -> Tensor:
         with torch_internals.without_modes():  # its storage is the whole file, which nobody is to count
             if self._path.suffix == ".safetensors":
-                from safetensors import safe_open
-
                 with safe_open(self._path, framework="pt") as file:
                     return file.get_tensor(self._name)[index]
             return transformers_internals.read_weights(self._path)[self._name][index]
@@ -47,8 +46,6 @@ def stored(paths: Iterable[str | Path]) -> dict[str, Any]:
     tensors: dict[str, Any] = {}
     for path in map(Path, paths):
         if path.suffix == ".safetensors":
-            from safetensors import safe_open
-
             with safe_open(path, framework="pt") as file:
                 names: Iterable[str] = file.keys()
         else:
@@ -77,12 +74,12 @@ def load_weights(
     """
     placed: dict[int, tuple[nn.Parameter, int]] = {}
 
-    def arrived(model: nn.Module, name: str) -> None:
+    def arrived(model: Any, name: str) -> None:
         owner, _, own_name = name.rpartition(".")
         module = model.get_submodule(owner)
         if own_name in module._buffers:
-            module._buffers[own_name] = module._buffers[own_name].clone()  # type: ignore[union-attr]  # it has a value
-        elif owner not in _tied_modules(model):
+            module._buffers[own_name] = module._buffers[own_name].clone()
+        elif owner not in {each.rpartition(".")[0] for pair in model.all_tied_weights_keys.items() for each in pair}:
             put(module._parameters[own_name])
 
     def put(parameter: nn.Parameter | None) -> None:
@@ -95,12 +92,6 @@ def load_weights(
     for parameter in model.parameters():
         put(parameter)
     return model, loaded, {name: placed[id(parameter)][1] for name, parameter in model.named_parameters()}
-
-
-def _tied_modules(model: Any) -> set[str]:
-    """Return the modules whose parameters are tied to others, or others to them."""
-    tied: Mapping[str, str] = model.all_tied_weights_keys
-    return {name.rpartition(".")[0] for pair in tied.items() for name in pair}
 
 
 def off_the_file(parameter: nn.Parameter) -> None:

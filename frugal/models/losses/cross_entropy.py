@@ -13,35 +13,16 @@ The gradient at the target is `exp(x) - 1` of its log-probability, rounded once:
 and 1 would be lost where the model is sure.
 """
 
-import functools
-import importlib
-from collections.abc import Callable
-from typing import Any
-
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from frugal import required
 from frugal.models.fused import liger_internals
 from frugal.planning.strategy import Kernels
-from frugal.required import needed
 from frugal.units import IGNORED
-
-NAMES = needed(
-    "liger_kernel.ops.cross_entropy",
-    "a row's loss and gradient in one kernel",
-    "MAX_FUSED_SIZE",
-    "liger_cross_entropy_kernel",
-)
 
 meta_stands_for = "cpu"
 """The kind of device whose kernels meta tensors are to take: a dry run sets it."""
-
-
-def is_of_cuda(tensor: Tensor) -> bool:
-    """Return whether CUDA's kernels take the tensor, or in a dry run would take the one that it stands for."""
-    return tensor.is_cuda or (tensor.is_meta and meta_stands_for == "cuda")
 
 
 def losses(
@@ -78,23 +59,16 @@ def add_product(total: Tensor, left: Tensor, right: Tensor) -> None:
 
     CUDA sums in fp32 inside the product; elsewhere the factors are copied to fp32, unless they are.
     """
-    if is_of_cuda(left) and left.dtype == right.dtype and left.element_size() == 2:
+    takes_cuda = left.is_cuda or (left.is_meta and meta_stands_for == "cuda")
+    if takes_cuda and left.dtype == right.dtype and left.element_size() == 2:
         torch.addmm(total, left.t(), right, out_dtype=torch.float32, out=total)
     else:
         total.addmm_(left.t().float(), right.float())
 
 
-@functools.cache
-def _liger() -> Any:
-    """Return Liger's module, whose names are checked. Raises as `liger_internals.library`."""
-    liger_internals.library()
-    required.verify("liger-kernel", NAMES)
-    return importlib.import_module("liger_kernel.ops.cross_entropy")
-
-
 def _launch(logits: Tensor, labels: Tensor, row_losses: Tensor, with_gradient: bool) -> Tensor:
     """Launch Liger's kernel, a program a row, with the settings of Liger's `cross_entropy_forward` for a plain sum."""
-    module, num_classes = _liger(), logits.shape[-1]
+    module, num_classes = liger_internals.library().cross_entropy, logits.shape[-1]
     is_blackwell = logits.is_cuda and torch.cuda.get_device_capability(logits.device)[0] >= 10
     module.liger_cross_entropy_kernel[(len(logits),)](
         X_ptr=logits, X_stride=logits.stride(0), Y_ptr=labels, Y_stride=labels.stride(0),
@@ -109,16 +83,11 @@ def _launch(logits: Tensor, labels: Tensor, row_losses: Tensor, with_gradient: b
     return logits
 
 
-def _operator() -> torch.library.Library:
-    """Make the launch an operator, so that a dry run sees it and on meta nothing is launched."""
-    library = torch.library.Library("frugal", "FRAGMENT")
-    library.define(
-        "cross_entropy_(Tensor(a!) logits, Tensor labels, Tensor(b!) row_losses, bool with_gradient) -> Tensor(a!)"
-    )
-    nothing: Callable[..., Tensor] = lambda logits, *_: logits  # noqa: E731
-    for device, function in {"CUDA": _launch, "CPU": _launch, "Meta": nothing}.items():  # CPU: Triton's interpreter
-        library.impl("cross_entropy_", function, device)
-    return library
-
-
-_LIBRARY = _operator()  # its operators go with it
+# The launch is an operator, so that a dry run sees it and on meta nothing is launched.
+_LIBRARY = torch.library.Library("frugal", "FRAGMENT")  # its operators go with it
+_LIBRARY.define(
+    "cross_entropy_(Tensor(a!) logits, Tensor labels, Tensor(b!) row_losses, bool with_gradient) -> Tensor(a!)"
+)
+_LIBRARY.impl("cross_entropy_", _launch, "CUDA")
+_LIBRARY.impl("cross_entropy_", _launch, "CPU")  # by Triton's interpreter
+_LIBRARY.impl("cross_entropy_", lambda logits, *_: logits, "Meta")

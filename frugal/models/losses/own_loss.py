@@ -79,7 +79,8 @@ def _around_tiles(model: nn.Module, inner: Any, inputs: dict[str, Tensor], targe
             hint="plan with the plain loss",
         )
     original = inner.loss_function
-    inner.loss_function = lambda *_, **__: tiled_loss.loss_of_head(model) / count.clamp_min(1)
+    tiled: Any = tiled_loss.applied_to(model)
+    inner.loss_function = lambda *_, **__: tiled.loss / count.clamp_min(1)
     try:
         return tiled_loss.outputs_with_sum(model, inputs, targets).loss
     finally:

@@ -48,14 +48,11 @@ def meta_copy(module: nn.Module, *, without_layers: bool = False) -> Any:
 
     The module may be on any device, also with parameters that ZeRO-3 has divided; it is not changed.
     """
-    known: dict[int, Any] = {}
-    if without_layers:
-        known |= {id(child): nn.ModuleList() for child in module.modules() if isinstance(child, nn.ModuleList)}
+    lists = [child for child in module.modules() if without_layers and isinstance(child, nn.ModuleList)]
+    known: dict[int, Any] = {id(child): nn.ModuleList() for child in lists}
     with torch_internals.without_modes():  # a dry run is not to see it
-        for parameter in module.parameters():
-            known[id(parameter)] = nn.Parameter(_like(parameter), requires_grad=False)
-        for buffer in module.buffers():
-            known[id(buffer)] = _like(buffer)
+        known |= {id(each): nn.Parameter(_like(each), requires_grad=False) for each in module.parameters()}
+        known |= {id(each): _like(each) for each in module.buffers()}
         return copy.deepcopy(module, known)
 
 

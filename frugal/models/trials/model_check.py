@@ -1,6 +1,15 @@
 """Before a plan: whether a model can be trained for its task at all, and what its gradient depends on besides samples.
 
 A small model of its kind is tried (see `probe`). What makes training worthless is refused, the rest is said.
+Of a model of text it is also asked:
+
+- Does it keep packed documents apart?
+- Can its samples be split over ranks? What mixes positions outside attention (convolutions, recurrences, biases of its
+  own) or depends on the number of a head changes the gradient of the parts. The parts are rows of one batch here, so no
+  ranks are needed. A model may also count the positions of a part, though it gets them as input, and use them in a way
+  that shows for long samples only, as Llama 4's attention temperature does. So a model that counts as far as a part
+  reaches is refused, too.
+- Is what frugal trains the loss that the model's authors have given it?
 """
 
 import copy
@@ -8,22 +17,32 @@ import logging
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import Any
+from unittest.mock import patch
 
 import torch
 from torch import Tensor, nn
 
 from frugal.config.request import BatchNormChoice
-from frugal.errors import RequestError
-from frugal.models import batch_norm, transformers_internals
+from frugal.errors import RequestError, first_line, refuse
+from frugal.models import batch_norm, packs, sequence_parallel, transformers_internals
 from frugal.models.losses import own_loss
-from frugal.models.objectives import CausalLM, MaskedLM, MeanLoss, Objective, Sample, Seq2Seq, SequenceClassification
+from frugal.models.objectives import (
+    Batch,
+    CausalLM,
+    MaskedLM,
+    MeanLoss,
+    Objective,
+    Sample,
+    Seq2Seq,
+    SequenceClassification,
+)
 from frugal.models.spec import OWN, ModelSpec, heads
-from frugal.models.trials import probe, text_checks
+from frugal.models.trials import probe
 from frugal.models.trials.probe import FEW_SAMPLES, NUM_SAMPLES, Dependence
 from frugal.models.trials.small_model import NoSmallModelError, is_small, tried
 from frugal.planning.plan import Plan
 from frugal.planning.report import DRAWN_PARTS, DRAWS, DROPOUT, LAYER_DROP, PADDING_MATTERS, SPLIT_MATTERS
-from frugal.units import plural
+from frugal.units import IGNORED, plural
 
 _NAMED = 4
 
@@ -133,7 +152,11 @@ def check_model(
     whole = spec.build(dtype=torch.float32, device="meta")
     if choice is not None:
         batch_norm.check(whole, choice)
-    notes = _other_inputs(spec)
+    encoders = {"vision_config": "images", "audio_config": "sound"}
+    others = [what for name, what in encoders.items() if getattr(spec.config, name, None) is not None]
+    notes = []
+    if others and spec.task != OWN:
+        notes.append(f"{spec.reference} could read {' and '.join(others)}, too: {spec.task} trains it on text alone")
     if spec.layer_drop:
         notes.append(
             f"{LAYER_DROP}: {' and '.join(f'{name} {share:g}' for name, share in spec.layer_drop)} set to 0, because "
@@ -147,15 +170,20 @@ def check_model(
         done, small, model = _trial(spec, choice)
     except NoSmallModelError as error:
         normalising = batch_norm.modules(whole) if choice != "frozen" else {}
+        for name, module in list(normalising.items())[:1]:
+            which = _which(name, type(module).__name__, len(normalising))
+            notes.append(f"{SPLIT_MATTERS}: {which} normalise by statistics of the samples of a micro-batch")
+        if not normalising:
+            notes.append(f"whether the gradient depends on the split or on padding could not be tried: {error}")
         draws = any(isinstance(module, _DROPOUTS) and module.p for module in whole.modules())
-        return (*notes, *_by_its_modules(normalising, str(error)), *([DROPOUT] if draws else []))
+        return (*notes, *[DROPOUT] * draws)
     if not done.is_causal:
         raise _not_causal(spec, done)
     if not has_low_stage:
         _refuse_reuse(spec.reference, done)
     if spec.task != OWN:
         objective, tokens = small.objective(), _tokens(small.vocab_size or 2, small.max_positions)
-        text_checks.check_loss(small, model, objective, _sample(spec.task, objective, tokens[0]))
+        check_loss(small, model, objective, _sample(spec.task, objective, tokens[0]))
     if done.split and done.split.modules is None and isinstance(spec.own_objective, MeanLoss):
         _refuse_other_means(spec.reference, model, spec.own_objective)
     if done.split:
@@ -167,7 +195,14 @@ def check_model(
             f"tokens in one micro-batch differs by {_percent(done.padding.difference)} from the sum of each alone"
         )
     notes += done.random
-    return (*notes, *([_unused_note(done.unused)] if done.unused else []))
+    if done.unused:
+        few = ", ".join(done.unused[:_NAMED]) + (", ..." if len(done.unused) > _NAMED else "")
+        notes.append(
+            f"{plural(len(done.unused), 'trained parameter')} ({few}) got no gradient from a batch of {NUM_SAMPLES} "
+            "samples: PyTorch and ZeRO-0 leave what a whole global batch does not use, ZeRO-1 to 3 continue its weight "
+            "decay and momentum"
+        )
+    return tuple(notes)
 
 
 def _refuse_other_means(reference: str, model: nn.Module, objective: MeanLoss) -> None:
@@ -186,15 +221,6 @@ def _refuse_other_means(reference: str, model: nn.Module, objective: MeanLoss) -
                 because=f"micro-batches of {FEW_SAMPLES} samples then have another gradient than one of {NUM_SAMPLES}",
                 hint=f"return module, frugal.MeanLoss(example=..., count=lambda batch: {words})",
             )
-
-
-def _unused_note(names: Sequence[str]) -> str:
-    few = ", ".join(names[:_NAMED]) + (", ..." if len(names) > _NAMED else "")
-    return (
-        f"{plural(len(names), 'trained parameter')} ({few}) got no gradient from a batch of {NUM_SAMPLES} samples: "
-        "PyTorch and ZeRO-0 leave what a whole global batch does not use, ZeRO-1 to 3 continue its weight decay and "
-        "momentum"
-    )
 
 
 def say_of_objective(model: nn.Module, objective: Objective, plan: Plan, rank: int) -> None:
@@ -231,15 +257,6 @@ def _refuse_reuse(reference: str, done: ModelTrial) -> None:
             "checkpointing of a module that is used several times; DeepSpeed reduces a gradient when it arrives",
             hint="checkpoint(..., use_reentrant=False), or --zero-stage 1 --precision fp32",
         )
-
-
-def _other_inputs(spec: ModelSpec) -> list[str]:
-    """Return notes on other inputs that a model of text could read."""
-    encoders = {"vision_config": "images", "audio_config": "sound"}
-    others = [what for name, what in encoders.items() if getattr(spec.config, name, None) is not None]
-    if spec.task == OWN or not others:
-        return []
-    return [f"{spec.reference} could read {' and '.join(others)}, too: {spec.task} trains it on text alone"]
 
 
 def _trial(spec: ModelSpec, choice: BatchNormChoice | None = None) -> tuple[ModelTrial, ModelSpec, nn.Module]:
@@ -300,15 +317,6 @@ def _remedy(spec: ModelSpec, choice: BatchNormChoice | None) -> str:
     return "; with --batch-norm frozen, which uses running statistics, they do not" if helps else ""
 
 
-def _by_its_modules(batch_norms: dict[str, nn.Module], reason: str) -> tuple[str, ...]:
-    """Return notes on a model that cannot be tried, by its modules."""
-    if batch_norms:
-        name, module = next(iter(batch_norms.items()))
-        which = _which(name, type(module).__name__, len(batch_norms))
-        return (f"{SPLIT_MATTERS}: {which} normalise by statistics of the samples of a micro-batch",)
-    return (f"whether the gradient depends on the split or on padding could not be tried: {reason}",)
-
-
 def _not_causal(spec: ModelSpec, done: ModelTrial) -> RequestError:
     because = [
         f"later tokens change what it says of earlier ones, by {_percent(done.later_tokens or 0)} of what they change "
@@ -327,3 +335,171 @@ def _not_causal(spec: ModelSpec, done: ModelTrial) -> RequestError:
 
 def _percent(part: float) -> str:
     return f"{100 * part:.2g} %" if part < 1 else f"{100 * part:.0f} %"
+
+
+# Of models of text
+
+
+DOCUMENTS = (13, 9)
+"""Tokens of the two documents that are packed."""
+
+MOST_LEAKAGE = 1e-3
+"""The most that another document may change, as a part of its effect unpacked: rounding is far below."""
+
+_PACKING_HINT = "leave --pack out: samples of like length share a micro-batch, which pads little"
+_WHY_NOT_PACKED = {
+    "masked-lm": "a model that reads in both directions knows padding only, not documents",
+    "seq2seq": "each target text has a source text of its own",
+    "sequence-classification": "a sample has one class",
+    OWN: "its loss is Python of its own, and makes its batches itself",
+}
+
+
+def check_packing(spec: ModelSpec) -> None:
+    """Refuse to pack for a model that would let documents see each other.
+
+    Raises:
+        RequestError: with the reason.
+    """
+    reason = _WHY_NOT_PACKED.get(spec.task)
+    try:
+        leak = 0.0 if reason else tried(spec, lambda _, model: leakage(model))
+    except NoSmallModelError as error:
+        reason = f"whether it keeps documents apart could not be tried: {error}"
+    else:
+        if leak > MOST_LEAKAGE:
+            reason = f"what it says of a document depends on the one before it, to {100 * leak:.1f} % of the whole"
+    refuse((reason, f"--pack is impossible for {spec.reference}", reason or "", _PACKING_HINT))
+
+
+def leakage(model: nn.Module) -> float:
+    """Return what a document changes in the logits of the next in its pack, as a part of what it changes unpacked."""
+    model.eval()
+    together = torch.randint(5, 200, (1, sum(DOCUMENTS)), generator=torch.Generator().manual_seed(0))
+    position_ids = torch.from_numpy(packs.positions(DOCUMENTS))[None]
+
+    def logits(tokens: Tensor, **inputs: Tensor) -> Tensor:
+        return model(input_ids=tokens, **inputs).logits[0].float()
+
+    with torch.no_grad():
+        alone = torch.cat([logits(document) for document in together.split(DOCUMENTS, dim=1)])
+        following = logits(together)
+        with packs.documents_kept_apart():
+            packed = logits(together, position_ids=position_ids)
+    unpacked = float((following - alone).abs().max())
+    return float((packed - alone).abs().max()) / unpacked if unpacked else 0.0
+
+
+NUM_PARTS = 2
+
+PART_LENGTHS = (38, 27)
+"""Tokens of the samples that are run, the longer one a multiple of the parts. A part has as many as nothing else."""
+
+MOST_OF_PARTS = 1e-4
+"""The largest relative difference of gradients: rounding is below 1e-6, a window that ends at a border above 1e-2."""
+
+
+def check_sequence_parallel(spec: ModelSpec, size: int, *, pack: bool) -> None:
+    """Refuse to split the samples of a model over `size` ranks where its gradient would be another.
+
+    Raises:
+        RequestError: with the reason.
+    """
+    reasons = {
+        f"it trains {spec.task}; only causal-lm is known to be split right": spec.task != "causal-lm",
+        "its loss is its own, of whole sequences": spec.has_own_loss(),
+    }
+    sequence_parallel.refuse_for(spec.reference, size, reasons)
+    spec = replace(spec, lora=None, quantize=None)  # adapters and packed weights are of positions each
+    sequence_parallel.refuse(spec.build(dtype=torch.float32, device="meta"), size)
+    transformers_internals.always_use()
+
+    def run(small: ModelSpec, model: nn.Module) -> tuple[float, int, bool]:
+        sequence_parallel.refuse(model, NUM_PARTS)
+        with patch.object(torch, "arange", wraps=torch.arange) as arange:
+            dependence, num_calls = on_parts(model, small.vocab_size or 2, pack=pack)
+        counts = any(PART_LENGTHS[0] // NUM_PARTS in call.args[:2] for call in arange.call_args_list)
+        return dependence.difference, num_calls, counts
+
+    difference, num_calls, counts, untried = 0.0, 0, False, ""
+    try:
+        difference, num_calls, counts = tried(spec, run)
+    except NoSmallModelError as error:
+        untried = str(error)
+    reasons = {
+        f"whether parts train as the whole does could not be tried: {untried}": bool(untried),
+        "its attention does not go through transformers' attention functions": not num_calls,
+        f"the gradient of a small one in {NUM_PARTS} parts differs by {100 * difference:.2g} %: not only its attention "
+        "mixes positions": difference > MOST_OF_PARTS,
+        "it counts the positions of a part from 0 and ignores those that it is given": counts,
+    }
+    sequence_parallel.refuse_for(spec.reference, size, reasons)
+
+
+def on_parts(model: nn.Module, vocab_size: int, *, pack: bool = False, size: int = NUM_PARTS) -> tuple[Dependence, int]:
+    """Compare gradients of samples in `size` parts with whole ones; count how often attention was split."""
+    whole, generator = CausalLM(packed=pack), torch.Generator().manual_seed(0)
+    low = min(5, vocab_size - 1)  # beyond the usual special tokens
+    rows_of_ids = [torch.randint(low, vocab_size, (length,), generator=generator).tolist() for length in PART_LENGTHS]
+    samples = [
+        {"input_ids": row, "documents": [len(row) // 3, len(row) - len(row) // 3] if pack else [len(row)]}
+        for row in rows_of_ids
+    ]
+    parts = [sequence_parallel.parts_of(whole, size, rank) for rank in range(size)]
+    batches = [part.collate(samples) for part in parts]
+    rows = {name: torch.cat([batch[name] for batch in batches]) for name in batches[0]}
+    alone = probe.gradient(model, whole, [whole.collate(samples)])
+    split, copied = sequence_parallel.SplitInOneProcess(size), copy.deepcopy(model)
+    sequence_parallel.apply(copied, split)
+    return Dependence(probe.difference(alone, probe.gradient(copied, parts[0], [rows]))), split.num_calls
+
+
+MOST_OF_LOSS = 1e-3
+"""The largest relative difference that rounding explains."""
+
+
+def check_loss(spec: ModelSpec, model: nn.Module, objective: Objective, sample: Sample) -> None:
+    """Refuse a task for which `model`, a small one of the kind of `spec`, has another loss than `objective`.
+
+    Of the ways to ask a model for its loss the one counts whose answer is nearest.
+
+    Raises:
+        RequestError: it has, or takes no text.
+    """
+    if not hasattr(model, "config"):
+        return
+    what = f"{spec.reference} cannot be trained as {spec.task}"
+    is_masked_pair = spec.task == "masked-lm" and getattr(model.config, "is_encoder_decoder", False)
+    why = "its decoder reads the targets, and of masked text most are none"
+    refuse((is_masked_pair, what, why, "use --task seq2seq"))
+    batch = objective.collate([sample])
+    names = ("input_ids", "attention_mask", "labels")
+    ways: list[Batch] = [{name: batch[name] for name in names if name in batch}]
+    if spec.task == "causal-lm":  # decoders of encoder-decoders want labels that are moved already
+        ways.append(ways[0] | {"labels": nn.functional.pad(batch["labels"][:, 1:], (0, 1), value=IGNORED)})
+    if spec.task == "seq2seq" and hasattr(model, "prepare_decoder_input_ids_from_labels"):
+        ways.append(ways[0] | {"decoder_input_ids": batch["decoder_input_ids"]})  # a few make these in a method only
+    theirs, reason = [], ""
+    with torch.no_grad(), probe.restored(model):
+        model.eval()
+        ours = objective.loss_sum(model, batch).item() / objective.count(batch)
+        for inputs in ways:
+            try:
+                theirs.append(model(**inputs).loss.item())
+            except Exception as error:  # whatever a model trips over
+                reason = reason or first_line(error)
+    nearest = min(theirs, key=lambda loss: abs(loss - ours), default=ours)
+    refuse(
+        (
+            not theirs,
+            what,
+            f"its own loss of text alone fails: {reason}",
+            "give a factory that returns (module, objective), with what else it reads in the samples",
+        ),
+        (
+            abs(ours - nearest) > MOST_OF_LOSS * max(abs(nearest), 1e-6),
+            what,
+            f"of a small model of its kind, its own loss is {nearest:.4f} a target, and the cross entropy {ours:.4f}",
+            "give a factory that returns (module, objective), with its loss as objective",
+        ),
+    )

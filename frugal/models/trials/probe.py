@@ -11,19 +11,23 @@ Five questions, each of one micro-batch cut or filled up in two ways, with every
 - Do later tokens change what a model says of earlier ones? Then it cannot be trained to predict the next token.
 """
 
-from collections import Counter
-from collections.abc import Sequence
-from contextlib import ExitStack
+import copy
+import random
+from collections import deque
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
+from unittest.mock import patch
 
+import numpy as np
 import torch
 from torch import Tensor, nn
+from torch.overrides import TorchFunctionMode
 from torch.utils.flop_counter import FlopCounterMode
 
 from frugal.models.objectives import TARGETS, Batch, Objective, Sample
-from frugal.models.trials import held_still
 from frugal.torch_internals import tensors_in
 from frugal.units import IGNORED
 
@@ -52,10 +56,6 @@ MOST_FLOPS = 100e9
 Gradient = dict[str, Tensor]
 
 
-class TooCostlyError(Exception):
-    """A trial would take more than `MOST_FLOPS`."""
-
-
 @dataclass(frozen=True)
 class Dependence:
     """A difference between gradients of the same samples, relative to their norm, and the modules that cause it.
@@ -71,10 +71,206 @@ class Dependence:
         return self.difference > MOST_DIFFERENCE
 
 
+# Draws are held still, and what modules keep from one forward to the next
+
+
+Kept = list[tuple[dict[str, Any], dict[str, Any], dict[str, Any]]]
+
+
+def kept_by(module: nn.Module) -> Kept:
+    """Return what a module keeps between forwards: each place, its values, and copies of those that can change."""
+    return [
+        (
+            place,
+            dict(place),
+            {
+                name: value.detach().clone() if isinstance(value, Tensor) else copy.copy(value)
+                for name, value in place.items()
+                if not (place is vars(module) and name.startswith("_"))
+                and isinstance(value, Tensor | bool | int | float | list | deque)
+            },
+        )
+        for place in (module._parameters, module._buffers, vars(module))
+    ]
+
+
+def kept(model: nn.Module) -> dict[str, Kept]:
+    """Return what each module keeps, by its name."""
+    return {name: kept_by(module) for name, module in model.named_modules()}
+
+
+def put(module: nn.Module, kept: Kept) -> None:
+    """Have a module keep what it kept."""
+    with torch.no_grad():
+        for place, values, copies in kept:
+            place.clear()
+            place.update(values)
+            for name, was in copies.items():
+                if isinstance(was, Tensor):
+                    place[name].data.copy_(was)
+                elif isinstance(was, list | deque):
+                    place[name] = copy.copy(was)
+
+
+def differs(before: Kept, after: Kept) -> bool:
+    """Tell whether a module keeps other values; a parameter that an optimizer moves is not among them."""
+    return any(
+        one.keys() != other.keys() or any(not _is_same(value, other[name]) for name, value in one.items())
+        for (_, _, one), (_, _, other) in zip(before, after, strict=True)
+    )
+
+
+def _is_same(one: Any, other: Any) -> bool:
+    if isinstance(one, Tensor) and isinstance(other, Tensor):
+        return torch.equal(one, other)
+    if isinstance(one, list | deque) and isinstance(other, list | deque):
+        return len(one) == len(other) and all(map(_is_same, one, other))
+    return type(one) is type(other) and (one is other or (isinstance(one, bool | int | float) and one == other))
+
+
+@contextmanager
+def restored(model: nn.Module) -> Iterator[None]:
+    """Leave behind the parameters, buffers and other values of `model` that were there."""
+    values, modules = kept(model), dict(model.named_modules())
+    try:
+        yield
+    finally:
+        for name, each in values.items():
+            put(modules[name], each)
+
+
+class FixedDraws(TorchFunctionMode):
+    """Every random draw gives the number below which `share` of all draws are, dropout its input.
+
+    `has_dropout`: whether that would have been another. `has_draws`: whether more than one number was drawn at once.
+    `left_out`: what cross entropies took for no target.
+    """
+
+    has_dropout = has_draws = False
+
+    def __init__(self, share: float) -> None:
+        super().__init__()
+        self.share = share
+        self.left_out: set[int] = set()
+
+    def __torch_function__(self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None) -> Any:
+        kwargs = kwargs or {}
+        name = getattr(func, "__name__", "")
+        if name == "scaled_dot_product_attention":
+            self.has_dropout |= bool(_argument(args, kwargs, 4, 0.0, "dropout_p"))
+            by_name = dict(zip(("query", "key", "value", "attn_mask", "dropout_p", "is_causal"), args, strict=False))
+            return func(**by_name | kwargs | {"dropout_p": 0.0})
+        if "dropout" in name:
+            is_training = _argument(args, kwargs, 2, True, "training", "train")
+            self.has_dropout |= bool(is_training and _argument(args, kwargs, 1, 0.5, "p"))
+            return args[0] if args else kwargs["input"]
+        if name in ("cross_entropy", "nll_loss"):
+            self.left_out.add(_argument(args, kwargs, 4, IGNORED, "ignore_index"))
+        if name == "ctc_loss" and not 0 <= args[1].min() <= args[1].max() < args[0].shape[-1]:
+            raise IndexError("a target is none of the classes")  # torch writes beyond its memory instead
+        if name == "multinomial":
+            return _argument(args, kwargs, 0, None, "input").topk(_argument(args, kwargs, 1, 1, "num_samples")).indices
+        result = func(*args, **kwargs)
+        if name in _DRAWS:
+            self.has_draws |= result.numel() > 1
+            result.copy_(_DRAWS[name](self.share, result, *args, **kwargs))
+        return result
+
+
+def _argument(args: tuple[Any, ...], kwargs: dict[str, Any], index: int, default: Any, *names: str) -> Any:
+    """Return the argument of a torch function for a parameter that is spelt in one of several ways."""
+    return args[index] if index < len(args) else next((kwargs[name] for name in names if name in kwargs), default)
+
+
+def _normal(share: float, mean: Any = 0.0, std: Any = 1.0) -> Any:
+    """Return nearly the number below which `share` of a normal distribution is."""
+    return torch.as_tensor(mean) + 3 * (2 * share - 1) * torch.as_tensor(std)
+
+
+def _uniform(share: float, low: Any = 0.0, high: Any = 1.0, **named: Any) -> Tensor:
+    low, high = named.get("from", low), named.get("to", high)
+    return torch.tensor(low + share * (high - low))
+
+
+def _whole(share: float, *bounds: Any, **named: Any) -> Tensor:
+    """Return what `torch.randint` gives, of its arguments."""
+    low, high = (0, *(each for each in bounds if isinstance(each, int)))[-2:]
+    low, high = named.get("low", low), named.get("high", high)
+    return torch.tensor(low + int(share * (high - low)))
+
+
+_DRAWS: dict[str, Callable[..., Tensor]] = {
+    "rand": lambda share, *_, **__: torch.tensor(share),
+    "rand_like": lambda share, *_, **__: torch.tensor(share),
+    "randn": lambda share, *_, **__: _normal(share),
+    "randn_like": lambda share, *_, **__: _normal(share),
+    "uniform_": lambda share, _, __, *bounds, **named: _uniform(share, *bounds, **named),
+    "normal_": lambda share, _, __, mean=0.0, std=1.0, **___: _normal(share, mean, std),
+    "normal": lambda share, _, mean, std=1.0, *__, **___: _normal(share, mean, std),
+    "exponential_": lambda share, _, __, lambd=1.0, **___: torch.tensor(2 * share / lambd),
+    "bernoulli": lambda share, _, p, *__, **___: p > share,
+    "bernoulli_": lambda share, _, __, p=0.5, **___: torch.as_tensor(p) > share,
+    "randint": lambda share, _, *bounds, **named: _whole(share, *bounds, **named),
+    "randint_like": lambda share, _, __, *bounds, **named: _whole(share, *bounds, **named),
+    "randperm": lambda _, result, *__, **___: torch.arange(len(result)).flip(0),
+    "poisson": lambda _, __, rate, *___: rate,
+    "_standard_gamma": lambda _, __, alpha, *___: alpha,
+    "_sample_dirichlet": lambda _, __, alpha, *___: alpha / alpha.sum(-1, keepdim=True),
+}
+"""Functions from the share, the real draw and the arguments of a torch function to what is drawn."""
+
+
+@contextmanager
+def without_randomness(share: float | None = 0.5) -> Iterator[None]:
+    """Take random numbers out of forwards inside the `with` block: samples alone make their outputs.
+
+    Draws are what `share` of all draws are below, 0.5 makes them their means; None: they are real, of the same seed.
+    What cannot be replaced is drawn from the same seed. Generators are left as they were.
+    """
+
+    def filled(size: Any = None, low: float = 0.0, high: float = 1.0) -> Any:
+        value = low + share * (high - low)  # type: ignore[operator]  # not called where it is None
+        return value if size is None or size == () else np.full(size, value)
+
+    with torch.random.fork_rng(devices=[]), ExitStack() as stack:
+        stack.callback(random.setstate, random.getstate())
+        stack.callback(np.random.set_state, np.random.get_state())
+        torch.default_generator.manual_seed(0)
+        random.seed(0)
+        np.random.seed(0)  # models draw from the global one
+        if share is not None:
+            stack.enter_context(
+                patch.multiple(random, random=filled, uniform=lambda low, high: filled(None, low, high))
+            )
+            stack.enter_context(
+                patch.multiple(
+                    np.random,
+                    random=filled,
+                    random_sample=filled,
+                    rand=lambda *size: filled(size),
+                    uniform=lambda low=0.0, high=1.0, size=None: filled(size, low, high),
+                )
+            )
+            stack.enter_context(FixedDraws(share))
+        yield
+
+
+# The questions
+
+
 def on_split(model: nn.Module, objective: Objective, batch: Batch) -> Dependence:
-    """Compare the gradient of `batch`, of `NUM_SAMPLES` samples, with that of micro-batches of `FEW_SAMPLES`."""
+    """Compare the gradient of `batch`, of `NUM_SAMPLES` samples, with that of micro-batches of `FEW_SAMPLES`.
+
+    Raises:
+        RuntimeError: that takes more than `MOST_FLOPS`.
+    """
     parts = _parts(batch)
-    _refuse_costly(model, objective, parts[0])
+    with FlopCounterMode(display=False) as counter:
+        _forward(model, objective, parts[0])
+    # every sample twice, forward and backward, which takes twice as long
+    flops = counter.get_total_flops() * 3 * 2 * NUM_SAMPLES / FEW_SAMPLES
+    if flops > MOST_FLOPS:
+        raise RuntimeError(f"that takes {flops / 1e9:.0f} GFLOP")
     apart = difference(gradient(model, objective, [batch]), gradient(model, objective, parts))
     if apart <= MOST_DIFFERENCE:
         return Dependence(apart)
@@ -87,44 +283,34 @@ def on_forwards(model: nn.Module, objective: Objective, batch: Batch) -> Depende
     Where nothing that a module keeps changes in a forward they are not computed again.
     """
     generator, first, *others = torch.Generator().manual_seed(0), *_parts(batch)
-    with held_still.restored(model):
+    with restored(model):
         with torch.no_grad():
             for parameter in filter(lambda each: each.requires_grad, model.parameters()):
                 noise = torch.randn(parameter.shape, generator=generator).to(parameter)
                 parameter.add_(noise * MOVED * parameter.square().mean().sqrt())
-        before = held_still.kept(model)
+        before, modules = kept(model), dict(model.named_modules())
         was = gradient(model, objective, [first], restore=False)
-        changed = {
-            name
-            for name, module in model.named_modules()
-            if held_still.differs(before[name], held_still.kept_by(module))
-        }
+        changed = [name for name, now in kept(model).items() if differs(before[name], now)]
         if not changed:
             return Dependence(0.0)
         gradient(model, objective, others, restore=False)
-        after = held_still.kept(model)
+        after = kept(model)
         apart = difference(was, gradient(model, objective, [first]))
-        if apart <= MOST_CARRIED:
-            return Dependence(apart)
-        modules = dict(model.named_modules())
-        for name in (name for name in modules if name in changed):
-            alike = [other for other in changed if type(modules[other]) is type(modules[name])]
-            for other in modules:
-                held_still.put(modules[other], (after if other in alike else before)[other])
+        for kind in dict.fromkeys(type(modules[name]) for name in changed) if apart > MOST_CARRIED else ():
+            alike = [name for name in changed if type(modules[name]) is kind]
+            for name, module in modules.items():
+                put(module, (after if name in alike else before)[name])
             if difference(was, gradient(model, objective, [first])) > MOST_CARRIED:
-                return Dependence(apart, (name, type(modules[name]).__name__, len(alike)))
+                return Dependence(apart, (alike[0], kind.__name__, len(alike)))
     return Dependence(apart)
 
 
 def on_draws(model: nn.Module, objective: Objective, batch: Batch) -> list[str]:
     """Return the parameters that get a gradient with some random draws and none with others."""
     used = []
-    part = _parts(batch)[0]
     for share in (0.001, 0.999, None):
-        try:
-            used.append(gradient(model, objective, [part], share=share).keys())
-        except Exception:  # extreme draws may be senseless for a model
-            continue
+        with suppress(Exception):  # extreme draws may be senseless for a model
+            used.append(gradient(model, objective, _parts(batch)[:1], share=share).keys())
     return [name for name, _ in model.named_parameters() if len({name in each for each in used}) > 1]
 
 
@@ -143,17 +329,16 @@ def on_later_tokens(model: nn.Module, tokens: Tensor, vocab_size: int) -> float:
     half = tokens.shape[1] // 2
     changed = tokens.clone()
     changed[:, half:] = (changed[:, half:] + 1 + torch.arange(tokens.shape[1] - half)) % vocab_size
-    with torch.no_grad(), held_still.restored(model), held_still.without_randomness():
+    with torch.no_grad(), restored(model), without_randomness():
         model.eval()
         before, after = (model(input_ids=each).logits.float() for each in (tokens, changed))
     difference = (after - before).abs()
-    whole = float(difference.max())
-    return float(difference[:, :half].max()) / whole if whole else 0.0
+    return float(difference[:, :half].max() / difference.max().clamp_min(torch.finfo(torch.float32).tiny))
 
 
-def watch(model: nn.Module, objective: Objective, batch: Batch) -> held_still.FixedDraws:
+def watch(model: nn.Module, objective: Objective, batch: Batch) -> FixedDraws:
     """Return what a forward in training draws, and which targets its cross entropies leave out."""
-    with torch.no_grad(), held_still.restored(model), held_still.FixedDraws(0.5) as fixed:
+    with torch.no_grad(), restored(model), FixedDraws(0.5) as fixed:
         objective.loss_sum(model, batch)
     return fixed
 
@@ -165,16 +350,13 @@ def arrivals(model: nn.Module, objective: Objective, batch: Batch) -> dict[str, 
     batch does not use it.
     """
     trained = {name: each for name, each in model.named_parameters() if each.requires_grad}
-    arrived = Counter(dict.fromkeys(trained, 0))
-
-    def note(name: str, _parameter: Tensor) -> None:
-        arrived[name] += 1
-
+    arrived: list[str] = []
     with ExitStack() as hooks:
         for name, parameter in trained.items():
-            hooks.enter_context(parameter.register_post_accumulate_grad_hook(partial(note, name)))
+            note = partial(lambda name, _: arrived.append(name), name)
+            hooks.enter_context(parameter.register_post_accumulate_grad_hook(note))
         gradient(model, objective, [batch])
-    return arrived
+    return {name: arrived.count(name) for name in trained}
 
 
 def examples(model: nn.Module, objective: Objective, seq_len: int) -> list[Batch]:
@@ -183,38 +365,45 @@ def examples(model: nn.Module, objective: Objective, seq_len: int) -> list[Batch
     A second one has targets of `IGNORED` in some samples, where they are taken.
     """
     generator, example = torch.Generator().manual_seed(0), objective.example(NUM_SAMPLES, seq_len)
-    for draw in (torch.randn, torch.rand):  # the second: some losses take numbers from 0 to 1 alone
-        batch = {
+    numbers_of_samples = {name: each for name, each in example.items() if each.is_floating_point() and each.ndim}
+    noisy = (
+        {
             name: tensor + draw(tensor.shape, generator=generator, dtype=torch.float32).to(tensor.dtype)
-            if tensor.is_floating_point() and tensor.ndim
-            else tensor
-            for name, tensor in example.items()
+            for name, tensor in numbers_of_samples.items()
         }
-        if _can_run(model, objective, batch):
-            break
-    whole = whole_numbers(batch)
-    for name in whole:
+        for draw in (torch.randn, torch.rand)  # the second: some losses take numbers from 0 to 1 alone
+    )
+    batch = _first_that_runs(model, objective, example, noisy)
+    for name in whole_numbers(batch):
         tensor = batch[name]
         numbers = torch.randint(0, 16, tensor.shape, generator=generator)
         if tensor.ndim == 1:  # a class or a mark, so that micro-batches have other shares of them
             numbers = torch.tensor([0, 1, 0, 0] * (NUM_SAMPLES // 4))
-        ways = [numbers, numbers % 2, -(numbers % 2)]
+        ways = [tensor + added.to(tensor.dtype) for added in (numbers, numbers % 2, -(numbers % 2))]
         # ones may be a mask, and a number of a sample its length, of which the example has the largest
-        for added in reversed(ways) if (tensor == 1).all() or (tensor.ndim == 1 and (tensor > 1).all()) else ways:
-            changed = numbers % 2 == 0 if tensor.dtype == torch.bool else tensor + added.to(tensor.dtype)
-            if _can_run(model, objective, batch | {name: changed}):
-                batch = batch | {name: changed}
-                break
-    ignoring = batch
-    for name in whole:
-        for value in left_out(model, objective, batch):
+        if (tensor == 1).all() or (tensor.ndim == 1 and (tensor > 1).all()):
+            ways.reverse()
+        ways = [numbers % 2 == 0] if tensor.dtype == torch.bool else ways
+        batch = _first_that_runs(model, objective, batch, ({name: each} for each in ways))
+    ignoring, values = batch, left_out(model, objective, batch)
+    for name in whole_numbers(batch):
+        changes = []
+        for value in values:
             tensor = batch[name].clone(memory_format=torch.contiguous_format)
             tensor.view(NUM_SAMPLES, -1)[1:3, tensor[0].numel() // 2 :] = value
-            is_none = value != IGNORED or (tensor.ndim > 1 and (name in TARGETS or not (example[name] == 1).all()))
-            if is_none and _can_run(model, objective, ignoring | {name: tensor}):
-                ignoring = ignoring | {name: tensor}
-                break
+            if value != IGNORED or (tensor.ndim > 1 and (name in TARGETS or not (example[name] == 1).all())):
+                changes.append({name: tensor})
+        ignoring = _first_that_runs(model, objective, ignoring, changes)
     return [batch] if ignoring is batch else [batch, ignoring]
+
+
+def _first_that_runs(model: nn.Module, objective: Objective, batch: Batch, changes: Iterable[Batch]) -> Batch:
+    """Return `batch` with the first of some changes with which its loss is a finite number; itself: there is none."""
+    for change in changes:
+        with suppress(Exception):  # what is out of range raises in many ways
+            if _forward(model, objective, batch | change).isfinite():
+                return batch | change
+    return batch
 
 
 def left_out(model: nn.Module, objective: Objective, batch: Batch) -> list[int]:
@@ -231,28 +420,10 @@ def whole_numbers(batch: Batch) -> list[str]:
     ]
 
 
-def _can_run(model: nn.Module, objective: Objective, batch: Batch) -> bool:
-    """Tell whether the loss of a batch is a finite number."""
-    try:
-        return bool(_forward(model, objective, batch).isfinite())
-    except Exception:  # what is out of range raises in many ways
-        return False
-
-
 def _forward(model: nn.Module, objective: Objective, batch: Batch) -> Tensor:
     """Return the loss of a batch, and leave the model and the random number generators as they were."""
-    with torch.no_grad(), held_still.restored(model), held_still.without_randomness():
+    with torch.no_grad(), restored(model), without_randomness():
         return objective.loss_sum(model, batch)
-
-
-def _refuse_costly(model: nn.Module, objective: Objective, part: Batch) -> None:
-    """Raises: TooCostlyError."""
-    with FlopCounterMode(display=False) as counter:
-        _forward(model, objective, part)
-    # every sample twice, forward and backward, which takes twice as long
-    flops = counter.get_total_flops() * 3 * 2 * NUM_SAMPLES / FEW_SAMPLES
-    if flops > MOST_FLOPS:
-        raise TooCostlyError(f"that takes {flops / 1e9:.0f} GFLOP")
 
 
 def _parts(batch: Batch) -> list[Batch]:
@@ -267,7 +438,7 @@ def _parts(batch: Batch) -> list[Batch]:
 def gradient(
     model: nn.Module, objective: Objective, batches: Sequence[Batch], *, share: float | None = 0.5, restore: bool = True
 ) -> Gradient:
-    """Return the gradient of the loss summed over `batches`; `share`: see `held_still.without_randomness`.
+    """Return the gradient of the loss summed over `batches`; `share`: see `without_randomness`.
 
     `restore`: each starts from the buffers and other values that the model's modules keep now, and leaves them so.
     """
@@ -275,8 +446,8 @@ def gradient(
     for batch in batches:
         with ExitStack() as stack:
             if restore:
-                stack.enter_context(held_still.restored(model))
-            stack.enter_context(held_still.without_randomness(share))
+                stack.enter_context(restored(model))
+            stack.enter_context(without_randomness(share))
             objective.loss_sum(model, batch).backward()
     gradient = {
         name: parameter.grad.double() for name, parameter in model.named_parameters() if parameter.grad is not None
@@ -303,12 +474,10 @@ def _responsible(
     modules = dict(model.named_modules())
     for call, outputs in whole.items():
         for output, *pieces in zip(outputs, *(part.get(call, ()) for part in in_parts), strict=False):
-            if any(piece.ndim == 0 or piece.shape[1:] != output.shape[1:] for piece in pieces):
+            rows = [len(piece) for piece in pieces if piece.ndim and piece.shape[1:] == output.shape[1:]]
+            if len(rows) < len(pieces) or output.shape[:1] != (sum(rows),) or not output.numel():
                 continue
-            joined = torch.cat(pieces)
-            if joined.shape != output.shape or not output.numel():
-                continue
-            if float((joined - output).abs().max()) > MOST_DIFFERENCE * float(output.abs().max()):
+            if float((torch.cat(pieces) - output).abs().max()) > MOST_DIFFERENCE * float(output.abs().max()):
                 kind = type(modules[call[0]])
                 return call[0], kind.__name__, sum(type(module) is kind for module in modules.values())
     return None

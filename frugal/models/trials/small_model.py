@@ -1,17 +1,16 @@
 """Small, random models of a kind, to be run where a question is answered by trying."""
 
-import contextlib
 import copy
 from collections.abc import Callable, Iterator
-from contextlib import AbstractContextManager
+from contextlib import suppress
 from dataclasses import replace
+from functools import partial
 from typing import Any, TypeVar
 
 import torch
 from torch import nn
 
 from frugal.errors import RequestError, first_line
-from frugal.models import factories
 from frugal.models.spec import ModelSpec, max_positions_of
 
 T = TypeVar("T")
@@ -53,13 +52,13 @@ def small_models(spec: ModelSpec) -> Iterator[tuple[ModelSpec, nn.Module]]:
     Raises:
         NoSmallModelError: there is none. Raised when the first is asked for, with the reason.
     """
-    reason, number = "it is large, and has no configuration to make it smaller by", 0
+    reason, is_found = "it is large, and has no configuration to make it smaller by", False
     whole = spec.build(dtype=torch.float32, device="meta")
     for sizes in (_SMALL | _SMALLER, _SMALL) if spec.config is not None else ():
         try:
             small = _smallest(spec, sizes, whole)
             if small is not None:
-                number += 1
+                is_found = True
                 yield small, _amplified(small.build(dtype=torch.float32))
         except Exception as error:  # each configuration checks its values in its own way
             because = error.because if isinstance(error, RequestError) else ()
@@ -67,7 +66,7 @@ def small_models(spec: ModelSpec) -> Iterator[tuple[ModelSpec, nn.Module]]:
     if is_small(whole):
         itself = replace(spec, weights=None)
         yield itself, itself.build(dtype=torch.float32)
-    elif not number:
+    elif not is_found:
         raise NoSmallModelError(reason)
 
 
@@ -86,14 +85,15 @@ def tried(spec: ModelSpec, run: Callable[[ModelSpec, nn.Module], T]) -> T:
     raise NoSmallModelError(f"a small one fails: {reason}")
 
 
-def _smallest(spec: ModelSpec, sizes: dict[str, int], whole: nn.Module) -> ModelSpec | None:
+def _smallest(spec: ModelSpec, sizes: dict[str, int], whole: Any) -> ModelSpec | None:
     """Return the spec with the fewest layers that have all kinds of modules of the `whole`; None: that is too large."""
     kinds, smallest = set(map(type, whole.modules())), None
+    kind: Any = type(whole.get_base_model() if hasattr(whole, "get_base_model") else whole)  # without peft's wrapper
     for num_layers in _NUM_LAYERS:
         config = _small_config(spec.config, sizes, num_layers)
         small = replace(
             spec, config=config, weights=None, vocab_size=getattr(config.get_text_config(), "vocab_size", None),
-            max_positions=max_positions_of(config), factory=spec.factory and _factory(whole, config),
+            max_positions=max_positions_of(config), factory=spec.factory and partial(kind, config),
         )  # fmt: skip
         on_meta = small.build(dtype=torch.float32, device="meta")
         if not is_small(on_meta):
@@ -102,12 +102,6 @@ def _smallest(spec: ModelSpec, sizes: dict[str, int], whole: nn.Module) -> Model
         if kinds <= set(map(type, on_meta.modules())):
             break
     return smallest
-
-
-def _factory(whole: Any, config: Any) -> factories.Factory:
-    """Return a factory of the same model of transformers with another configuration."""
-    model = whole.get_base_model() if hasattr(whole, "get_base_model") else whole  # peft's wrapper
-    return lambda: type(model)(config)
 
 
 def is_small(model: nn.Module) -> bool:
@@ -125,36 +119,30 @@ def _amplified(model: nn.Module) -> nn.Module:
     return model
 
 
+_LACKING = AttributeError, NotImplementedError
+"""Errors of a configuration that lacks a value, or derives it from others."""
+
+
 def _small_config(original: Any, sizes: dict[str, int], num_layers: int) -> Any:
     """Return the configuration with few narrow layers, at least one of each type; also in its other encoders."""
     config = copy.deepcopy(original)
     text, whole = config.get_text_config(), original.get_text_config()
     others = [getattr(config, name, None) for name in getattr(config, "sub_configs", ())]
     for part in {id(part): part for part in (text, *others) if part is not None}.values():
-        _set_sizes(
-            part, {name: size for name, size in sizes.items() if part is text or not name.endswith("vocab_size")}
-        )
+        for name, size in sizes.items():
+            with suppress(*_LACKING):
+                present = getattr(part, name)
+                is_other_vocabulary = part is not text and name.endswith("vocab_size")
+                if isinstance(present, int) and (name in _SMALL or present > size) and not is_other_vocabulary:
+                    setattr(part, name, size)
         _set_layers(part, num_layers)
-    with _what_it_has():
+    with suppress(*_LACKING):
         if whole.num_key_value_heads == whole.num_attention_heads:
             text.num_key_value_heads = text.num_attention_heads
     for name in _SPECIAL_IDS:
         if isinstance(getattr(text, name, None), int) and getattr(text, name) >= getattr(text, "vocab_size", 0):
             setattr(text, name, 0)
     return config
-
-
-def _what_it_has() -> AbstractContextManager[None]:
-    """Skip the block where a configuration lacks a value, or derives it from others."""
-    return contextlib.suppress(AttributeError, NotImplementedError)
-
-
-def _set_sizes(config: Any, sizes: dict[str, int]) -> None:
-    for name, size in sizes.items():
-        with _what_it_has():
-            present = getattr(config, name)
-            if isinstance(present, int) and (name in _SMALL or present > size):
-                setattr(config, name, size)
 
 
 def _set_layers(config: Any, num_layers: int) -> None:
@@ -164,7 +152,7 @@ def _set_layers(config: Any, num_layers: int) -> None:
         num_layers = max(num_layers, 1 + max(map(types.index, set(types))))
     lists = [name for name, value in vars(config).items() if isinstance(value, list)]
     for name in ("layer_types", *lists, *_LAYERS):
-        with _what_it_has():
+        with suppress(*_LACKING):
             value = getattr(config, name)
             if isinstance(value, list) and len(value) == number:
                 setattr(config, name, value[:num_layers])

@@ -7,7 +7,7 @@ import pytest
 
 from bench.ranks import Ranks
 from frugal.models.objectives import CausalLM, tokens_and_positions
-from frugal.models.sequence.parts import parts_of
+from frugal.models.sequence_parallel import parts_of
 from tests.engine.gradients import bound_of_losses, relative_error, with_bound
 from tests.engine.sequence import runs
 

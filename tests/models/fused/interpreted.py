@@ -4,6 +4,8 @@ It holds tensors longer than a kernel does, so that nothing can be said of memor
 """
 
 import copy
+import importlib
+import inspect
 import json
 import re
 from collections.abc import Iterator
@@ -32,13 +34,14 @@ from frugal.dryrun.planner import make_plan, plan
 from frugal.dryrun.pool import shared_workers, workers
 from frugal.engine.engine import initialize
 from frugal.models import activation_checkpointing, adapters
-from frugal.models.fused import recognition, replacement
+from frugal.models.fused import liger_internals, replacement
 from frugal.models.objectives import CausalLM
 from frugal.planning.plan import Plan
 from frugal.planning.strategy import Strategy
 from frugal.planning.what_if import kernels_bring
 from tests.engine.gradients import SGD, Gradient, applied, relative_error, weights, with_bound
 from tests.engine.small_models import TINY, tiny
+from tests.models.losses.test_cross_entropy import hold
 
 SAMPLES = [
     {"input_ids": ids, "labels": ids, "attention_mask": [1] * len(ids)} for ids in ([5, 9, 3, 7], [4, 8], [11, 6, 13])
@@ -163,18 +166,31 @@ def test_the_result_is_that_of_ligers_own_patch_of_a_llama(monkeypatch: pytest.M
     assert relative_error(gradient, expected) < bound
 
 
-def test_formulas_of_the_trial_are_those_of_the_kernels() -> None:
-    from frugal.models.fused import liger_internals
+@pytest.mark.parametrize("name", ["rms_norm", "swiglu", "geglu", "rope"])
+def test_the_parameters_that_kernels_change_in_place_are_those_of_their_source(name: str) -> None:
+    module = importlib.import_module(f"liger_kernel.ops.{name}")
+    kernels = {key: each.fn for key, each in vars(module).items() if key.endswith(("_kernel", "_rope"))}
+    for key, function in kernels.items():
+        source, parameters = inspect.getsource(function), set(inspect.signature(function).parameters)
+        read, written = (set(re.findall(rf"tl\.{way}\(\s*(\w+)", source)) for way in ("load", "store"))
+        assert read & written & parameters == set(liger_internals.IN_PLACE.get(key, ())), key
+    assert kernels
 
+
+def test_formulas_of_the_trial_are_those_of_the_kernels() -> None:
     library, x, weight = liger_internals.library(), torch.randn(3, 40).half(), torch.randn(40).half()
     for offset, casting in ((0.0, "llama"), (1.0, "gemma")):
-        ours = recognition.RMSNorm(1e-3, offset, casting)(x, weight)  # type: ignore[arg-type]  # one of the two
+        ours = replacement.RMSNorm(1e-3, offset, casting)(x, weight)  # type: ignore[arg-type]  # one of the two
         theirs = library.rms_norm(x, weight, 1e-3, offset, casting, False)
         assert (ours != theirs).float().mean() < 0.02
     gate, up = torch.randn(2, 3, 40)
     for activation in ("silu", "gelu"):
-        product = recognition.activated(activation, gate) * up  # type: ignore[arg-type]  # as above
+        product = replacement.activated(activation, gate) * up  # type: ignore[arg-type]  # as above
         torch.testing.assert_close(getattr(library, activation)(gate, up), product)
+
+
+def test_losses_and_gradients_of_rows_are_those_of_fp64_rounded_once() -> None:
+    hold("liger", ulps=1.01)  # it cuts bf16 off
 
 
 def adapted(lora: str | None) -> nn.Module:

@@ -9,8 +9,8 @@ from torch import Tensor, nn
 
 from frugal.config import kernels
 from frugal.errors import RequestError
-from frugal.models.fused import liger_internals, recognition, replacement
-from frugal.models.fused.recognition import GatedMLP, RMSNorm
+from frugal.models.fused import liger_internals, replacement
+from frugal.models.fused.replacement import GatedMLP, RMSNorm
 from tests.engine.small_models import tiny
 
 
@@ -36,8 +36,8 @@ class LlamaRMSNorm(Mine):
 
 
 def test_a_norm_of_the_user_is_taken_with_its_epsilon_offset_and_rounding() -> None:
-    assert recognition.rms_norm(Mine()) == RMSNorm(1e-5, 0.0, "gemma")  # DeepSpeed may make it bf16
-    assert recognition.rms_norm(Mine(offset=1.0, epsilon=1e-3).bfloat16()) == RMSNorm(1e-3, 1.0, "gemma")
+    assert replacement.rms_norm(Mine()) == RMSNorm(1e-5, 0.0, "gemma")  # DeepSpeed may make it bf16
+    assert replacement.rms_norm(Mine(offset=1.0, epsilon=1e-3).bfloat16()) == RMSNorm(1e-3, 1.0, "gemma")
 
 
 @pytest.mark.parametrize(
@@ -49,7 +49,7 @@ def test_a_norm_of_the_user_is_taken_with_its_epsilon_offset_and_rounding() -> N
     ids=["another mean", "a clamp", "LayerNorm", "torch's own", "Linear", "Embedding"],
 )  # fmt: skip
 def test_what_computes_something_else_is_no_norm(module: nn.Module) -> None:
-    assert recognition.rms_norm(module) is None
+    assert replacement.rms_norm(module) is None
 
 
 class Gated(nn.Module):
@@ -69,15 +69,15 @@ def tanh_gelu(x: Tensor) -> Tensor:
 
 
 def test_a_gated_mlp_of_the_user_is_taken_by_the_part_of_each_projection() -> None:
-    assert recognition.gated_mlp(Gated()) == GatedMLP("b", "a", "out", "silu")
-    assert recognition.gated_mlp(Gated(tanh_gelu, inside=16)) == GatedMLP("b", "a", "out", "gelu")
+    assert replacement.gated_mlp(Gated()) == GatedMLP("b", "a", "out", "silu")
+    assert replacement.gated_mlp(Gated(tanh_gelu, inside=16)) == GatedMLP("b", "a", "out", "gelu")
 
 
 def test_another_mlp_is_not() -> None:
     hooked = Gated()
     hooked.a.register_forward_hook(lambda *_: None)
     for module in (Gated(F.gelu), Gated(F.relu), Gated(least=-20.0), hooked, nn.Sequential(*Gated().children())):
-        assert recognition.gated_mlp(module) is None
+        assert replacement.gated_mlp(module) is None
 
 
 def test_a_trial_draws_none_of_the_numbers_that_training_draws() -> None:
@@ -86,7 +86,7 @@ def test_a_trial_draws_none_of_the_numbers_that_training_draws() -> None:
             return F.dropout(super().forward(x), 0.5)
 
     module, before = Dropped(), torch.get_rng_state()
-    assert recognition.gated_mlp(module) is None
+    assert replacement.gated_mlp(module) is None
     assert torch.equal(torch.get_rng_state(), before)
 
 
@@ -108,8 +108,8 @@ def test_a_plan_with_them_on_a_machine_without_them_is_one_message(monkeypatch: 
 
 
 def test_rotations_of_interleaved_pairs_are_left_as_they_are() -> None:
-    assert recognition.rotation(tiny("causal-lm", "llama").model.layers[0].self_attn) == "apply_rotary_pos_emb"  # type: ignore[union-attr, index]  # transformers'
+    assert replacement.rotation(tiny("causal-lm", "llama").model.layers[0].self_attn) == "apply_rotary_pos_emb"  # type: ignore[union-attr, index]  # transformers'
     from transformers.models.cohere.modeling_cohere import CohereAttention, CohereConfig
 
     config = CohereConfig(hidden_size=32, num_attention_heads=2, num_key_value_heads=2)
-    assert recognition.rotation(CohereAttention(config, 0)) is None
+    assert replacement.rotation(CohereAttention(config, 0)) is None

@@ -18,7 +18,7 @@ from frugal.config.request import Request
 from frugal.deepspeed_adapter.kernels import DTYPES
 from frugal.engine.engine import initialize
 from frugal.errors import RequestError
-from frugal.models.loading import bitsandbytes_internals, placed, quantised
+from frugal.models.loading import placed, quantised
 from frugal.models.objectives import CausalLM
 from frugal.models.resolve import resolve
 from frugal.models.spec import ModelSpec
@@ -155,7 +155,7 @@ def test_the_product_has_the_bits_of_bitsandbytes_own_and_keeps_the_parameter_al
     precision: str, has_bias: bool
 ) -> None:
     """Where the weight is elsewhere in backward, as under ZeRO-3, and nothing keeps what forward read."""
-    bnb = bitsandbytes_internals.library()
+    bnb = quantised.library()
     from bitsandbytes.autograd._functions import MatMul4Bit
 
     dtype, generator = DTYPES[precision], torch.Generator().manual_seed(0)

@@ -7,7 +7,7 @@ from frugal.config.request import Request
 from frugal.errors import RequestError
 from frugal.models import transformers_internals
 from frugal.models.resolve import resolve_request
-from frugal.models.trials.text_checks import check_sequence_parallel, on_parts
+from frugal.models.trials.model_check import check_sequence_parallel, on_parts
 from tests.engine.gradients import with_bound
 from tests.engine.sequence.runs import model, plain_gradient
 

@@ -1,4 +1,6 @@
-"""Attention of a model whose sequences are split over ranks: by positions everywhere else, by heads inside.
+"""Sequence parallelism: several ranks share each sample, each a part of its positions, and attention by heads.
+
+The model is split by positions everywhere but in attention, and by heads inside it.
 
 DeepSpeed's Ulysses (Jacobs et al., 2023, arXiv:2309.14509): before attention an all-to-all turns parts of the
 sequence with all heads into whole sequences with a part of the heads, and another one turns the result back. With n
@@ -11,20 +13,27 @@ transformers' own attention runs between the two, through its documented interfa
 mask of the whole sequence. Key and value heads that n does not divide are repeated until it does.
 
 Not DeepSpeed's `UlyssesSPAttentionHF`: see docs/decisions/sequence-parallelism.md.
+
+All ranks of a group collate the same samples. Labels are shifted, and positions counted, before the cut, so that the
+borders of parts are no different from other places, and the sums over all parts are those over the samples.
 """
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import nullcontext
 from typing import Any
 from unittest.mock import patch
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor, nn
 
+from frugal import errors
 from frugal.deepspeed_adapter import collectives
 from frugal.distributed.connections.listeners import closed_afterwards
 from frugal.errors import RequestError
-from frugal.models import transformers_internals
+from frugal.models import packs, transformers_internals
+from frugal.models.objectives import Batch, CausalLM, Objective, Sample, TextObjective, token_loss_sum
+from frugal.units import IGNORED
 
 Exchange = Callable[[Tensor, Tensor], object]
 """A function that writes an all-to-all over dimension 0 into its first argument; both are contiguous `(ranks, ...)`."""
@@ -38,7 +47,7 @@ KERNEL = "sdpa"
 
 HINT = "leave --sequence-parallel out"
 
-_ROPE_OF_LENGTH = ("dynamic", "longrope")
+_ROPE_OF_LENGTH = {"dynamic", "longrope"}
 """Rotary embeddings whose frequencies depend on the longest position of a forward, which differs from part to part."""
 
 
@@ -162,37 +171,96 @@ def refuse(model: nn.Module, size: int) -> None:
     Raises:
         RequestError: with the reason.
     """
-    if (reason := _obstacle(model, size)) is not None:
-        raise refusal(type(model).__name__, size, reason)
-
-
-def refusal(name: str, size: int, reason: str) -> RequestError:
-    """Return the error that `size` ranks cannot share samples of the model `name`."""
-    return RequestError(f"--sequence-parallel {size} is impossible for {name}", because=reason, hint=HINT)
-
-
-def _obstacle(model: nn.Module, size: int) -> str | None:
     config: Any = getattr(model, "config", None)
-    if not hasattr(config, "get_text_config"):
-        return "it is no model of transformers, whose attention functions alone can be replaced"
-    text = config.get_text_config()
-    if getattr(config, "is_encoder_decoder", False):
-        return "it has an encoder and a decoder, which have sequences of their own"
-    kernel = getattr(text, "_attn_implementation", None)
-    if kernel != KERNEL:
-        return f"its attention is {kernel!r}, and only {KERNEL!r} is known to be split right"
-    if kinds := sorted(set(_rope_types(text)) & set(_ROPE_OF_LENGTH)):
-        return f"its rotary embedding ({kinds[0]}) depends on the length of what it reads, and a part is shorter"
-    heads = getattr(text, "num_attention_heads", None)
-    if not isinstance(heads, int) or heads % size:
-        return f"its {heads} attention heads do not divide by {size}"
-    return None
+    text: Any = config.get_text_config() if hasattr(config, "get_text_config") else None
+    kernel, heads = getattr(text, "_attn_implementation", None), getattr(text, "num_attention_heads", None)
+    has_two_parts = getattr(config, "is_encoder_decoder", False)
+    given = [getattr(text, name, None) for name in ("rope_parameters", "rope_scaling")]
+    ropes = [each for each in given if isinstance(each, dict)]
+    ropes += [each for rope in ropes for each in rope.values() if isinstance(each, dict)]  # one for each kind of layer
+    kinds = _ROPE_OF_LENGTH.intersection(rope.get("rope_type", rope.get("type")) for rope in ropes)
+    reasons = {
+        "it is no model of transformers, whose attention functions alone can be replaced": text is None,
+        "it has an encoder and a decoder, which have sequences of their own": has_two_parts,
+        f"its attention is {kernel!r}, and only {KERNEL!r} is known to be split right": kernel != KERNEL,
+        f"its rotary embedding ({min(kinds, default='')}) depends on the length of what it reads, and a part is "
+        "shorter": kinds,
+        f"its {heads} attention heads do not divide by {size}": not isinstance(heads, int) or heads % size,
+    }
+    refuse_for(type(model).__name__, size, reasons)
 
 
-def _rope_types(text: Any) -> Iterator[str]:
-    """Yield the rope types of a configuration: one for all layers, or one for each kind of layer."""
-    for name in ("rope_parameters", "rope_scaling"):
-        given = getattr(text, name, None)
-        for each in (given, *given.values()) if isinstance(given, dict) else ():
-            if isinstance(each, dict):
-                yield str(each.get("rope_type", each.get("type", "default")))
+def refuse_for(name: str, size: int, reasons: Mapping[str, object]) -> None:
+    """Refuse that `size` ranks share samples of the model `name`, for the first of `reasons` that holds.
+
+    Raises:
+        RequestError: with that reason.
+    """
+    what = f"--sequence-parallel {size} is impossible for {name}"
+    errors.refuse(*((holds, what, reason, HINT) for reason, holds in reasons.items()))
+
+
+# What a rank reads, and what it adds to the loss
+
+
+def parts_of(objective: Objective, size: int, rank: int) -> Objective:
+    """Return `objective` for `rank`, one of each `size` consecutive ones that share samples; itself for `size` 1.
+
+    Raises:
+        RequestError: it is none whose samples can be split.
+    """
+    if size == 1:
+        return objective
+    if type(objective) is CausalLM and not objective.own_loss:
+        return SequenceParts(objective, size, rank % size)
+    raise RequestError(
+        "--sequence-parallel cannot split the samples of this objective",
+        because="its loss is the model's own, of whole sequences"
+        if isinstance(objective, CausalLM)
+        else f"it is known for the next token (causal-lm) alone, and this is {type(objective).__name__}",
+        hint=HINT,
+    )
+
+
+class SequenceParts(TextObjective):
+    """Part `part` of `size` of what `CausalLM` trains. `labels` of its batches are the targets of each position.
+
+    Samples are padded to a multiple of `size`; what is added has no target, and is behind all that could see it.
+    """
+
+    def __init__(self, whole: CausalLM, size: int, part: int) -> None:
+        self.whole = whole
+        self.size = size
+        self.part = part
+
+    def collate(self, samples: Sequence[Sample]) -> Batch:
+        """Return the part's `input_ids`, `labels`, `position_ids`; packed `whole_position_ids (samples, positions)`."""
+        batch = self.whole.collate(samples)
+        num_samples, length = batch["input_ids"].shape
+        more = -length % self.size
+        targets = F.pad(batch["labels"][:, 1:], (0, 1 + more), value=IGNORED)
+        positions = batch.get("position_ids", torch.arange(length).expand(num_samples, -1))
+        positions = F.pad(positions, (0, more))
+        tokens = F.pad(batch["input_ids"], (0, more), value=self.whole.pad_id)
+        cut = {
+            name: tensor.chunk(self.size, dim=1)[self.part].clone(memory_format=torch.contiguous_format)
+            for name, tensor in (("input_ids", tokens), ("labels", targets), ("position_ids", positions))
+        }
+        return cut | {"whole_position_ids": positions} if self.whole.packed else cut
+
+    def plain_sample(self, length: int, *, is_target: bool) -> Sample:
+        """Return a sample of the whole objective."""
+        return self.whole.plain_sample(length, is_target=is_target)
+
+    def num_tokens(self, samples: Sequence[Sample], batch: Batch) -> int:
+        """Count the tokens of `samples` that are in this part of them, which `batch` is."""
+        length = batch["input_ids"].shape[1]
+        return sum(min(max(len(sample["input_ids"]) - self.part * length, 0), length) for sample in samples)
+
+    def loss_sum(self, model: nn.Module, batch: Batch) -> Tensor:
+        """Return the summed cross entropy of this part's positions; masks are those of the whole sequence."""
+        inputs = {name: batch[name] for name in ("input_ids", "position_ids")}
+        whole = batch.get("whole_position_ids")
+        documents = None if whole is None else packs.numbers_of_documents(whole)
+        with transformers_internals.masks_of_whole_sequences(self.size, whole, documents):
+            return token_loss_sum(model, inputs, batch["labels"])
