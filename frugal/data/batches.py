@@ -20,7 +20,7 @@ come tokenised from a memory map, so an item takes milliseconds; on CPU ranks th
 and a global batch is cut again when memory runs out, which a worker would have to be told.
 """
 
-from collections.abc import Callable, Generator, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Generator, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, replace
 from functools import lru_cache, partial
@@ -31,7 +31,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from frugal.errors import RequestError
+from frugal.errors import refuse
 from frugal.models.objectives import Sample
 from frugal.planning.batch import BatchPlan
 from frugal.planning.length_bucketing import TokenBudget, grouped
@@ -124,8 +124,7 @@ class GlobalBatches:
         seed: int = 0,
     ) -> None:
         assert (global_batch is None) != (global_tokens is None), "either samples or tokens"
-        if len(dataset) == 0:
-            raise RequestError("there is no sample to train on", hint="check what --data points to")
+        refuse((len(dataset) == 0, "there is no sample to train on", "", "check what --data points to"))
         self.dataset = dataset
         self.global_batch = global_batch
         self.global_tokens = global_tokens
@@ -139,12 +138,13 @@ class GlobalBatches:
             assert self._counted is not None, "token batches need the samples' lengths"
             assert len(self._counted) == len(dataset) and np.min(self._counted) > 0, "a length for each sample"
             longest = int(np.argmax(self._counted))
-            if self._counted[longest] > global_tokens:
-                raise RequestError(
-                    f"sample {longest} does not fit into a global batch of {global_tokens} tokens",
-                    because=f"it has {self._counted[longest]}",
-                    hint=f"ask for --global-tokens {self._counted[longest]} or more, or shorten --seq-len",
-                )
+            most = self._counted[longest]
+            refuse((
+                most > global_tokens,
+                f"sample {longest} does not fit into a global batch of {global_tokens} tokens",
+                f"it has {most}",
+                f"ask for --global-tokens {most} or more, or shorten --seq-len",
+            ))  # fmt: skip
 
     def at(self, start: Position = Position()) -> GlobalBatch:
         """Return the batch that begins at `start`: a pure function of it, the data and the seed."""
@@ -358,9 +358,7 @@ def prefetch(items: Iterable[Item], device: torch.device | None = None) -> Gener
     Making an item must not draw from the global random generators: the caller may do so at the same time.
     """
     source, end = iter(items), object()
-    begin: Callable[[], None] | None = None
-    if device is not None and device.type == "cuda":
-        begin = partial(torch.cuda.set_device, device)
+    begin = partial(torch.cuda.set_device, device) if device is not None and device.type == "cuda" else None
     with ThreadPoolExecutor(1, thread_name_prefix="prefetch", initializer=begin) as thread:
         coming = thread.submit(next, source, end)
         while (item := coming.result()) is not end:

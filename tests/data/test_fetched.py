@@ -16,9 +16,8 @@ import pytest
 
 from bench.runs import frugal_train, prepared, records
 from frugal import cli
-from frugal.data import fetched
 from frugal.data.rows import Columns
-from frugal.data.sources import find_sources
+from frugal.data.sources import fetch, find_sources
 from frugal.data.stream.samples import find_streams
 from frugal.errors import RequestError
 from tests.checkpoint.test_mirror import Proxy, s3  # noqa: F401 - a fixture
@@ -117,7 +116,7 @@ def test_a_file_is_fetched_once_for_each_of_its_versions(storage: Any, tmp_path:
     for content in (b"one\n", b"one\n", b"two\n"):
         if not copies or content == b"two\n":
             storage.pipe_file(address, content)
-        copy = (fetched.fetch(address) or {})[address]
+        copy = (fetch(address) or {})[address]
         assert copy.read_bytes() == content
         copies.append((copy, copy.stat().st_ino))
     assert copies[0] == copies[1] != copies[2]
@@ -135,12 +134,12 @@ def test_a_connection_that_is_cut_leaves_the_whole_file_or_none(
     monkeypatch.setenv("AWS_ENDPOINT_URL", f"http://127.0.0.1:{Proxy(s3, most_bytes).port}")
     type(storage).clear_instance_cache()
     try:
-        fetched.fetch("s3://bucket/a.txt")
+        fetch("s3://bucket/a.txt")
     except RequestError as error:
         assert error.what == "cannot read the data s3://bucket/a.txt" and SECRET not in str(error)
     monkeypatch.setenv("AWS_ENDPOINT_URL", f"http://127.0.0.1:{s3}")
     type(storage).clear_instance_cache()
-    assert [copy.read_bytes() for copy in (fetched.fetch("s3://bucket/a.txt") or {}).values()] == [content]
+    assert [copy.read_bytes() for copy in (fetch("s3://bucket/a.txt") or {}).values()] == [content]
 
 
 @pytest.mark.parametrize(
