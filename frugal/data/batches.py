@@ -132,7 +132,6 @@ class GlobalBatches:
         self._lengths = getattr(dataset, "lengths", None) if lengths is None else lengths
         counted = getattr(dataset, "counted_tokens", None) if lengths is None else None
         self._counted = self._lengths if counted is None else counted
-        self._epoch = lru_cache(maxsize=1)(partial(permutation, len(dataset), seed))
         self._drawn = getattr(dataset, "drawn", None) if getattr(dataset, "counts", ()) else None
         if global_tokens is not None:
             assert self._counted is not None, "token batches need the samples' lengths"
@@ -189,16 +188,8 @@ class GlobalBatches:
 
     def _draw(self, draw: int, count: int) -> NDArray[np.int64]:
         """Return the indices of the samples drawn as number `draw` to `draw + count - 1`."""
-        if self._drawn is not None:
-            return self._drawn(np.arange(draw, draw + count), self.seed)
-        n = len(self.dataset)
-        parts = []
-        while count > 0:
-            epoch, offset = divmod(draw, n)
-            stretch = min(count, n - offset)
-            parts.append(self._epoch(epoch)[np.arange(offset, offset + stretch)])
-            draw, count = draw + stretch, count - stretch
-        return np.concatenate(parts)
+        draws = np.arange(draw, draw + count)
+        return drawn(draws, len(self.dataset), self.seed) if self._drawn is None else self._drawn(draws, self.seed)
 
     def _draw_tokens(self, draw: int) -> NDArray[np.int64]:
         """Return the indices from `draw` on until the next sample would pass the target."""
@@ -260,7 +251,17 @@ class Permutation:
         return (high << self._low_bits) | low
 
 
-permutation = Permutation
+permutation = lru_cache(maxsize=256)(Permutation)
+
+
+def drawn(draws: NDArray[np.int64], n: int, seed: int) -> NDArray[np.int64]:
+    """Return which of `n` samples are drawn as numbers `draws` of their endless order; shape `(draws,)`."""
+    epochs, offsets = np.divmod(draws, n)
+    indices = np.empty(len(draws), dtype=np.int64)
+    for epoch in np.unique(epochs).tolist():
+        mask = epochs == epoch
+        indices[mask] = permutation(n, seed, epoch)[offsets[mask]]
+    return indices
 
 
 def mixed(value: Any) -> Any:

@@ -7,6 +7,7 @@ from collections.abc import Iterable, Iterator, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, field
 from fractions import Fraction
+from functools import cached_property
 from itertools import chain, islice
 from math import ceil
 from pathlib import Path
@@ -19,8 +20,8 @@ from frugal.config.run_settings import Format, TrainOn
 from frugal.config.sample_lengths import TooLong
 from frugal.data import tokenizer
 from frugal.data.chat import formats
-from frugal.data.chat.formats import Trained, Whole
-from frugal.data.chat.template import WholeRows
+from frugal.data.chat.formats import Chat, Prompted, TokenIds, Trained, Whole
+from frugal.data.chat.template import process_for
 from frugal.data.report import NAMED, BuildReport
 from frugal.data.rows import NEEDED, BadRow, Columns, Row, type_in_words
 from frugal.data.sources import DocumentSource, names_of, together
@@ -80,7 +81,7 @@ class SampleMaker:
 
     def __post_init__(self) -> None:
         self.task, self.seq_len, self.columns = self.settings.task, self.settings.seq_len, self.settings.columns
-        self._whole_rows = WholeRows(self.tokenizer, self.settings.train_on == "all", self.report)
+        self._trains_on_all = self.settings.train_on == "all"
         self.report.label_names = list(self.known_labels)
         self.report.num_labels = len(self.known_labels)
         special, end = self.tokenizer, self.tokenizer.eos_token_id
@@ -187,9 +188,9 @@ class SampleMaker:
         if self.task == "causal-lm":
             yield from self._of_language_model(documents)
             return
-        first = self._encoded(documents, 0)
+        first = self._encoded([(where, fields[0]) for where, fields in documents])
         if self.task == "seq2seq":
-            second = self._encoded(documents, 1, as_target=True)
+            second = self._encoded([(where, fields[1]) for where, fields in documents], as_target=True)
             for (where, _), source, target in zip(documents, first, second, strict=True):
                 ids, labels = self._truncated(source), self._truncated(target)
                 sample = {"input_ids": ids, "labels": labels, "length": max(len(ids), len(labels))}
@@ -210,18 +211,55 @@ class SampleMaker:
 
         Windows overlap by one token, which is a target in the first and context in the second.
         """
-        texts = self._encoded([each for each in documents if not isinstance(each[1][0], Whole)], 0)
-        whole = self._whole_rows.encode([(where, row) for where, (row, *_) in documents if isinstance(row, Whole)])
+        texts = self._encoded([(where, row) for where, (row, *_) in documents if isinstance(row, str)])
+        prompted = [row for _, (row, *_) in documents if isinstance(row, Prompted)]
+        prompts = iter(tokenizer.encode(self.tokenizer, [row.prompt for row in prompted]))
+        completed = iter(tokenizer.encode(self.tokenizer, [row.prompt + row.completion for row in prompted]))
+        chats = [(where, row) for where, (row, *_) in documents if isinstance(row, Chat)]
+        rendered: Iterator[Trained | BadRow] = iter(())
+        if chats:
+            process = process_for(self.tokenizer, chats[0][0])
+            rendered = iter(process.encode(chats, train_on_all=self._trains_on_all))
+            self.report.template = process.template.in_words
         for where, (row, *kind) in documents:
-            if isinstance(row, Whole):
-                yield self._whole(row, kind[0], next(whole), where)
-                continue
-            ids = next(texts)
-            begin = self._prefix[: not np.array_equal(ids[:1], self._prefix)]
-            end = self._suffix[: not np.array_equal(ids[-1:], self._suffix)]
-            windows = _windows(np.concatenate([begin, ids, end]), self.seq_len, overlap=1)
-            self._count("text", sum(len(window) - 1 for window in windows))
-            yield self._running([{"input_ids": window, "length": len(window)} for window in windows])
+            match row:
+                case str():
+                    ids = next(texts)
+                    begin = self._prefix[: not np.array_equal(ids[:1], self._prefix)]
+                    end = self._suffix[: not np.array_equal(ids[-1:], self._suffix)]
+                    windows = _windows(np.concatenate([begin, ids, end]), self.seq_len, overlap=1)
+                    self._count("text", sum(len(window) - 1 for window in windows))
+                    yield self._running([{"input_ids": window, "length": len(window)} for window in windows])
+                case Chat():
+                    yield self._whole(row, kind[0], next(rendered), where)
+                case Prompted():
+                    yield self._whole(row, kind[0], self._completion(next(prompts), next(completed)), where)
+                case TokenIds():
+                    yield self._whole(row, kind[0], (row.ids, row.trained | self._trains_on_all), where)
+
+    def _completion(self, prompt: NDArray[np.int32], whole: NDArray[np.int32]) -> Trained:
+        """Return the whole text's tokens between the tokenizer's first and the end token.
+
+        The completion begins where they are no longer those of the prompt alone.
+        """
+        prompt, whole = (
+            ids if np.array_equal(ids[:1], self._beginning) else np.concatenate([self._beginning, ids])
+            for ids in (prompt, whole)
+        )
+        end = self.tokenizer.eos_token_id
+        if end is not None and (not len(whole) or whole[-1] != end):
+            whole = np.append(whole, np.int32(end))
+        both = min(len(prompt), len(whole))
+        same = prompt[:both] == whole[:both]
+        first = both if same.all() else int(np.argmin(same))
+        self.report.merged_rows += first < len(prompt)
+        return whole, (np.arange(len(whole)) >= first) | self._trains_on_all
+
+    @cached_property
+    def _beginning(self) -> NDArray[np.int32]:
+        """Return the token that the tokenizer itself puts before a text, if there is one."""
+        around, begin = self.tokenizer("")["input_ids"], self.tokenizer.bos_token_id
+        return np.array([begin] if begin is not None and around[:1] == [begin] else [], dtype=np.int32)
 
     def _whole(self, row: Whole, kind: Format, encoded: Trained | BadRow, where: str) -> list[dict[str, Any]]:
         if isinstance(encoded, BadRow):
@@ -249,13 +287,9 @@ class SampleMaker:
         self.report.too_short_rows += not windows
         return windows
 
-    def _encoded(
-        self, documents: Sequence[Document], field: int, *, as_target: bool = False
-    ) -> Iterator[NDArray[np.int32]]:
-        texts = [fields[field] for _, fields in documents]
-        for (where, _), ids in zip(
-            documents, tokenizer.encode(self.tokenizer, texts, as_target=as_target), strict=True
-        ):
+    def _encoded(self, texts: Sequence[tuple[str, str]], *, as_target: bool = False) -> Iterator[NDArray[np.int32]]:
+        encoded = tokenizer.encode(self.tokenizer, [text for _, text in texts], as_target=as_target)
+        for (where, _), ids in zip(texts, encoded, strict=True):
             self._note_tokens(ids, where)
             yield ids
 

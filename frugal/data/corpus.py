@@ -10,9 +10,8 @@ import contextlib
 import copy
 import hashlib
 import json
-import logging
 import socket
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, replace
 from fractions import Fraction
 from functools import partial
@@ -23,14 +22,12 @@ from typing import IO, Any
 import numpy as np
 import platformdirs
 from numpy.typing import NDArray
-from torch.utils.data import ConcatDataset
-from torch.utils.data import Subset as PartOfDataset
+from torch.utils import data as torch_data
 
 from frugal import file_errors, files
-from frugal.config import sample_lengths
 from frugal.config.request import Request
 from frugal.config.run_settings import RunSettings
-from frugal.config.sample_lengths import DOCUMENT_TOKENS, Lengths
+from frugal.config.sample_lengths import DOCUMENT_TOKENS, Lengths, of_counts
 from frugal.data import tokenizer as tokenizing
 from frugal.data.batches import permutation
 from frugal.data.build import SampleMaker, SampleSettings, write_samples
@@ -42,7 +39,6 @@ from frugal.data.sources import DocumentSource, Provenance, find_sources, names_
 from frugal.data.store import cache, packing
 from frugal.data.store.arrow_store import ArrowSamples
 from frugal.data.stream.samples import (
-    RowStream,
     SamplesInMemory,
     SampleStream,
     find_streams,
@@ -63,7 +59,8 @@ FIRST_ROWS = 1000
 CACHE_BYTES = 200 * GIB
 """The most that all tokenised data may take; see `frugal.files`. A token takes 4 bytes."""
 
-_chain: Callable[..., Sequence[Any]] = ConcatDataset  # type: ignore[assignment]  # it is one, by its methods
+_chain: Any = torch_data.ConcatDataset  # any two sequences are data sets to it
+_part: Any = torch_data.Subset  # likewise
 
 _locks: dict[Path, IO[bytes]] = {}  # of what this process has opened, which nobody is to remove while it lives
 
@@ -72,8 +69,6 @@ _OTHER_FOLDER = "set XDG_CACHE_HOME to a folder on another disk"
 _SAMPLES = 2  # how samples are made; another number is other samples, on which no run is resumed
 _STREAMS = 1  # the order of a stream; likewise
 _FORMAT = 6  # of the files in the cache; another number is another cache
-
-logger = logging.getLogger("frugal")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -315,8 +310,6 @@ def open_stream(
     new_maker = partial(SampleMaker, tokenizer, how)
     in_words = _how_rows_are_read(tokenizer, how)
     formats = formats_of(sources, new_maker)
-    rows = RowStream(sources, [part.part for part in parts], settings.seed, settings.shuffle_buffer)
-    check = partial(check_vocabulary, spec)
     options = {
         "version": _STREAMS, "task": how.task, "seq_len": how.seq_len, "columns": how.columns.options(),
         "pack": how.pack, "too_long": how.too_long, "tokenizer": tokenizing.fingerprint(tokenizer), "formats": formats,
@@ -325,7 +318,11 @@ def open_stream(
     }  # fmt: skip
     fingerprints = {source.name: source.fingerprint for source in sources}
     whole = hashlib.sha256(json.dumps([options, list(fingerprints.values())], sort_keys=True).encode()).hexdigest()
-    return SampleStream(rows, new_maker, formats, check), Provenance.of(fingerprints, options, whole)
+    stream = SampleStream(
+        sources, [part.part for part in parts], settings.seed, settings.shuffle_buffer, new_maker, formats,
+        partial(check_vocabulary, spec),
+    )  # fmt: skip
+    return stream, Provenance.of(fingerprints, options, whole)
 
 
 Loaded = dict[str, list[Corpus]]
@@ -421,8 +418,26 @@ def check_vocabulary(spec: ModelSpec, report: BuildReport) -> None:
 
 
 def tokenizer_for(spec: ModelSpec, name: str | None, chat_template: str | None) -> tuple[Any, str]:
-    """Return the tokenizer and the chat template that are asked for, and what they are, in words."""
-    tokenizer, words = tokenizing.load_for(spec, name)
+    """Return the tokenizer to train `spec` with, and what it is in words: the one asked for, or the model's own.
+
+    Only random weights are trained on bytes unasked: a pretrained model knows its own tokens alone.
+
+    Raises:
+        RequestError: there is none, or no such template.
+    """
+    refuse((
+        name is None and spec.own_tokenizer is None and spec.weights is not None,
+        f"{spec.reference} has pretrained weights, and no tokenizer",
+        "its weights know the tokens that they were trained on, and no others",
+        "put its tokenizer's files into the folder, or name one: --tokenizer NAME, or --tokenizer byte",
+    ))  # fmt: skip
+    reference = name or spec.own_tokenizer or tokenizing.BYTE
+    tokenizer = tokenizing.load_tokenizer(reference)
+    words = "tokens are bytes" if reference == tokenizing.BYTE else f"{len(tokenizer)} tokens of {reference}"
+    if spec.own_tokenizer not in (None, reference):
+        own = tokenizing.load_tokenizer(spec.own_tokenizer)
+        if tokenizing.fingerprint(own) != tokenizing.fingerprint(tokenizer):
+            words = f"tokens of {reference}, not the model's own"
     if chat_template is not None:
         tokenizer = copy.deepcopy(tokenizer)  # the byte tokenizer is one for all
         tokenizer.chat_template = read_template(chat_template)
@@ -457,7 +472,9 @@ def lengths_of(
     longest = max(int(each.lengths.max()) for each in (corpus.train, corpus.validation, *corpus.given) if each)
     is_shorter = "seq_len" in defaults and not settings.stream and 2 * longest <= request.seq_len
     seq_len = -(-longest // 8) * 8 if is_shorter else request.seq_len
-    packs = [getattr(part, "most_documents", None) for part in getattr(corpus.train, "parts", [corpus.train])]
+    packs: list[Any] = [
+        getattr(part, "most_documents", None) for part in getattr(corpus.train, "parts", [corpus.train])
+    ]
     if "document_tokens" not in defaults or None in packs:  # samples are not packed, or it is not known
         return lengths, seq_len, request.document_tokens
     return lengths, seq_len, _document_tokens(seq_len // max(packs))
@@ -505,10 +522,10 @@ def histogram(lengths: NDArray[Any], name: str, notes: Sequence[str]) -> Lengths
     numbers = np.bincount(lengths[::stride])
     counts = {int(tokens): int(numbers[tokens]) for tokens in np.flatnonzero(numbers)}
     sampled = [f"lengths of one sample in {stride}"] * (stride > 1)
-    return sample_lengths.of_counts(counts, source="; ".join([name, *sampled, *notes]))
+    return of_counts(counts, source="; ".join([name, *sampled, *notes]))
 
 
-class Subset(PartOfDataset[Any], Sequence[Any]):  # type: ignore[misc]  # a sequence of samples by index alone
+class Subset(_part, Sequence[Any]):
     """A part of samples, the same in every run on this data."""
 
     @classmethod

@@ -13,7 +13,6 @@ import re
 from collections.abc import Sequence
 from dataclasses import dataclass
 from fractions import Fraction
-from functools import lru_cache
 from math import lcm
 from pathlib import Path
 from typing import Any
@@ -22,7 +21,7 @@ import numpy as np
 from numpy.typing import NDArray
 from torch.utils.data import ConcatDataset
 
-from frugal.data.batches import Permutation, mixed, permutation
+from frugal.data.batches import drawn, mixed
 from frugal.errors import refuse
 from frugal.models.objectives import Sample
 
@@ -79,7 +78,6 @@ class Mixture(Sequence[Sample]):
         self.counted_tokens: NDArray[np.int32] = np.concatenate([part.counted_tokens for part in parts])
         self._joined: ConcatDataset[Sample] = ConcatDataset(parts)
         self.counts = _counts(weights) if weights else ()
-        self._permutation = lru_cache(maxsize=4 * len(parts))(permutation)
 
     def __len__(self) -> int:
         return len(self._joined)
@@ -100,19 +98,9 @@ class Mixture(Sequence[Sample]):
             is_its = part_at == part
             mine = is_its[row, places]
             before = np.cumsum(is_its, axis=1)[row, places][mine] - 1  # of the same part in this block
-            indices[mine] = self._from_part(part, blocks[mine] * count + before, seed)
+            own = drawn(blocks[mine] * count + before, len(self.parts[part]), seed + (part + 1) * _APART)
+            indices[mine] = own + sum(map(len, self.parts[:part]))
         return indices
-
-    def _from_part(self, part: int, numbers: NDArray[np.int64], seed: int) -> NDArray[np.int64]:
-        """Return the indices of what is drawn from a part as its draws `numbers`."""
-        size = len(self.parts[part])
-        epochs, offsets = np.divmod(numbers, size)
-        indices = np.empty(len(numbers), dtype=np.int64)
-        for epoch in np.unique(epochs).tolist():
-            mask = epochs == epoch
-            order: Permutation = self._permutation(size, seed + (part + 1) * _APART, epoch)
-            indices[mask] = order[offsets[mask]]
-        return indices + sum(map(len, self.parts[:part]))
 
     def in_words(self) -> str:
         """Return how much of what is drawn comes from each part, and when it begins again."""

@@ -166,7 +166,17 @@ def _find(source: str, from_hub: bool) -> list[DataFile | DocumentSource]:
             return [_saved(source)]
         return [replace(each, address=name) for name, copy in copies.items() for each in files_at(copy)]
     if source == STDLIB and not path.exists():
-        return [DataFile(module, "source") for module in _stdlib_modules()]
+        root = Path(sysconfig.get_path("stdlib"))
+        left_out = {
+            "site-packages",
+            "dist-packages",
+            "test",
+            "tests",
+            "idle_test",
+            "__pycache__",
+        }  # not on all machines
+        modules = (each for each in root.rglob("*.py") if not left_out.intersection(each.relative_to(root).parts))
+        return [DataFile(module, "source") for module in sorted(modules)]
     if path.is_file():
         if path.is_relative_to("/dev") or path.is_relative_to("/proc"):
             raise _not_a_file(source, "this process's own")
@@ -351,13 +361,6 @@ def rows_of(source: DocumentSource) -> Any:
     bad = [f"{where}: {row.reason}" for where, row in rows if isinstance(row, BadRow)]
     refuse((bad, f"{source.name} has rows that cannot be read", "; ".join(bad[:_SHOWN]), "repair them"))
     return [row for _, row in rows]
-
-
-def _stdlib_modules() -> list[Path]:
-    """Return the sources of the running Python's library, without its tests, which not every distribution has."""
-    root = Path(sysconfig.get_path("stdlib"))
-    left_out = {"site-packages", "dist-packages", "test", "tests", "idle_test", "__pycache__"}
-    return sorted(path for path in root.rglob("*.py") if not left_out.intersection(path.relative_to(root).parts))
 
 
 def _saved(source: str) -> DocumentSource:

@@ -147,7 +147,11 @@ def test_a_connection_that_is_cut_leaves_the_whole_file_or_none(
     [
         ("s3://no-such-bucket/a.txt", "The specified bucket does not exist"),
         ("s3://bucket/no-such.txt", "FileNotFoundError: no file of the storage, that is not hidden, has this name"),
-        ("s3://bucket/*.parquet", "FileNotFoundError: no file of the storage, that is not hidden, has this name"),
+        pytest.param(
+            "s3://bucket/*.parquet",
+            "FileNotFoundError: no file of the storage, that is not hidden, has this name",
+            marks=pytest.mark.exhaustive,
+        ),
         ("nothing://bucket/a.txt", "Protocol not known: nothing"),
         ("s3://an-access-key:hunter22@bucket/a.txt", "it is kept in the run's record"),
     ],
@@ -167,6 +171,7 @@ def test_data_that_is_not_there_is_one_message(
         assert not (tmp_path / "run").exists()
 
 
+@pytest.mark.exhaustive
 def test_a_run_on_data_in_a_storage_is_that_on_the_same_file(storage: Any, tmp_path: Path) -> None:
     folder = prepared(tmp_path, 1)
     storage.put(str(folder / "text.jsonl"), "bucket/text.jsonl")

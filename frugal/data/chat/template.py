@@ -20,10 +20,10 @@ import re
 import resource
 import signal
 import warnings
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from contextlib import suppress
 from dataclasses import dataclass
-from functools import cache, cached_property
+from functools import cache
 from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any, NoReturn
@@ -33,8 +33,7 @@ from numpy.typing import NDArray
 
 from frugal import files
 from frugal.data import tokenizer as tokenizing
-from frugal.data.chat.formats import Chat, Prompted, TokenIds, Trained, Whole
-from frugal.data.report import BuildReport
+from frugal.data.chat.formats import Chat, Trained
 from frugal.data.rows import BadRow
 from frugal.errors import RequestError, failure, first_line
 from frugal.units import GIB, format_bytes
@@ -348,11 +347,15 @@ MEMORY_BYTES, BYTES_PER_CHARACTER = GIB, 256
 _processes: dict[tuple[int, str], "RenderingProcess"] = {}  # by the tokenizer, which they keep, and its template
 
 
-def process_for(template: Any, tokenizer: Any) -> "RenderingProcess":
-    """Return the process that renders a tokenizer's chats, which is started where there is none."""
-    key = id(tokenizer), str(tokenizer.chat_template)
+def process_for(tokenizer: Any, needed_by: str) -> "RenderingProcess":
+    """Return the process that renders a tokenizer's chats, which is started where there is none.
+
+    Raises:
+        RequestError: as `ChatTemplate`.
+    """
+    key = id(tokenizer), str(getattr(tokenizer, "chat_template", None))
     if key not in _processes:
-        _processes[key] = RenderingProcess(template)
+        _processes[key] = RenderingProcess(ChatTemplate(tokenizer, needed_by))
     return _processes[key]
 
 
@@ -366,8 +369,8 @@ def end_all() -> None:
 class RenderingProcess:
     """A forked process that renders and tokenises chats; use `process_for`."""
 
-    def __init__(self, template: Any) -> None:
-        self._template, self._parent = template, os.getpid()
+    def __init__(self, template: ChatTemplate) -> None:
+        self.template, self._parent = template, os.getpid()
         self._results, theirs = multiprocessing.Pipe()
         with warnings.catch_warnings():
             warnings.simplefilter("ignore", DeprecationWarning)  # of other threads' locks, which it does not take
@@ -387,7 +390,7 @@ class RenderingProcess:
             self._results.send((chats, train_on_all))
         for where, chat in chats:
             try:
-                result, self._template.untrained_end = self._results.recv()
+                result, self.template.untrained_end = self._results.recv()
             except (EOFError, OSError):
                 result = self._why_ended(where, chat)
             if isinstance(result, RequestError):
@@ -429,7 +432,7 @@ def _memory(chat: Chat) -> int:
     return MEMORY_BYTES + BYTES_PER_CHARACTER * chat.size
 
 
-def _work(template: Any, connection: Connection) -> NoReturn:
+def _work(template: ChatTemplate, connection: Connection) -> NoReturn:
     """Encode what is asked for, until the parent closes the connection or ends."""
     try:
         signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is the parent's, which then ends this one
@@ -445,7 +448,7 @@ def _work(template: Any, connection: Connection) -> NoReturn:
         os._exit(0)
 
 
-def _encoded(template: Any, where: str, chat: Chat, train_on_all: bool) -> Trained | BadRow | RequestError:
+def _encoded(template: ChatTemplate, where: str, chat: Chat, train_on_all: bool) -> Trained | BadRow | RequestError:
     import jinja2
 
     taken = int(Path("/proc/self/statm").read_text().split()[0]) * resource.getpagesize()
@@ -467,65 +470,3 @@ def _encoded(template: Any, where: str, chat: Chat, train_on_all: bool) -> Train
         return BadRow(f"the chat template refuses it: {first_line(error)}{alone}")
     finally:
         signal.setitimer(signal.ITIMER_PROF, 0)
-
-
-@dataclass
-class WholeRows:
-    """Makes tokens of rows that are one sample each; `report` counts prompts whose last token reaches beyond them."""
-
-    tokenizer: Any
-    train_on_all: bool
-    report: BuildReport
-    _template: ChatTemplate | None = None
-
-    def encode(self, rows: Sequence[tuple[str, Whole]]) -> Iterator[Trained | BadRow]:
-        """Yield the tokens of each row, given with where it is.
-
-        Raises:
-            RequestError: as `ChatTemplate`.
-        """
-        chats = iter(self._chats([(where, row) for where, row in rows if isinstance(row, Chat)]))
-        prompted = [row for _, row in rows if isinstance(row, Prompted)]
-        prompts = iter(tokenizing.encode(self.tokenizer, [row.prompt for row in prompted]))
-        whole = iter(tokenizing.encode(self.tokenizer, [row.prompt + row.completion for row in prompted]))
-        for _, row in rows:
-            if isinstance(row, Chat):
-                yield next(chats)
-            elif isinstance(row, TokenIds):
-                yield row.ids, row.trained | self.train_on_all
-            else:
-                yield self._prompted(next(prompts), next(whole))
-
-    def _chats(self, chats: Sequence[tuple[str, Chat]]) -> list[Trained | BadRow]:
-        if not chats:
-            return []
-        self._template = self._template or ChatTemplate(self.tokenizer, chats[0][0])
-        encoded = process_for(self._template, self.tokenizer).encode(chats, train_on_all=self.train_on_all)
-        self.report.template = self._template.in_words
-        return encoded
-
-    def _prompted(self, prompt: NDArray[np.int32], whole: NDArray[np.int32]) -> Trained:
-        """Return the whole text's tokens between the tokenizer's first and the end token.
-
-        The completion begins where they are no longer those of the prompt alone.
-        """
-        prompt, whole = self._begun(prompt), self._begun(whole)
-        end = self.tokenizer.eos_token_id
-        if end is not None and (not len(whole) or whole[-1] != end):
-            whole = np.append(whole, np.int32(end))
-        both = min(len(prompt), len(whole))
-        same = prompt[:both] == whole[:both]
-        first = both if same.all() else int(np.argmin(same))
-        self.report.merged_rows += first < len(prompt)
-        return whole, (np.arange(len(whole)) >= first) | self.train_on_all
-
-    def _begun(self, ids: NDArray[np.int32]) -> NDArray[np.int32]:
-        if len(self._beginning) and (not len(ids) or ids[0] != self._beginning[0]):
-            return np.concatenate([self._beginning, ids])
-        return ids
-
-    @cached_property
-    def _beginning(self) -> NDArray[np.int32]:
-        """Return the token that the tokenizer itself puts before a text, if there is one."""
-        around, begin = self.tokenizer("")["input_ids"], self.tokenizer.bos_token_id
-        return np.array([begin] if begin is not None and around[:1] == [begin] else [], dtype=np.int32)

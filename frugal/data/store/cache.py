@@ -77,7 +77,21 @@ def read_or_build(folder: Path, write: Callable[[Path], BuildReport]) -> BuildRe
         except DamagedError as error:
             logger.warning("the tokenised data in %s is damaged (%s): making it anew", folder, error)
             files.remove(folder)
-        return _build(folder, write)
+        with temporary.folder(folder.parent, "making-") as around:
+            made = around / folder.name
+            made.mkdir()
+            report = write(made)
+            (made / REPORT).write_bytes(msgspec.json.encode(report))
+            checksums = {path.name: _checksum(path) for path in sorted(made.iterdir())}
+            (made / CHECKSUMS).write_bytes(msgspec.json.encode(checksums))
+            files.flush_all(made)
+            try:
+                made.rename(folder)
+            except OSError:
+                if not folder.is_dir():  # else another process made it, on a file system without locks
+                    raise
+            files.flush(folder.parent)
+        return report
 
 
 @contextlib.contextmanager
@@ -96,21 +110,3 @@ def _turn(folder: Path) -> Iterator[None]:
     finally:
         lock.unlink(missing_ok=True)
         os.close(descriptor)
-
-
-def _build(folder: Path, write: Callable[[Path], BuildReport]) -> BuildReport:
-    with temporary.folder(folder.parent, "making-") as around:
-        made = around / folder.name
-        made.mkdir()
-        report = write(made)
-        (made / REPORT).write_bytes(msgspec.json.encode(report))
-        checksums = {path.name: _checksum(path) for path in sorted(made.iterdir())}
-        (made / CHECKSUMS).write_bytes(msgspec.json.encode(checksums))
-        files.flush_all(made)
-        try:
-            made.rename(folder)
-        except OSError:
-            if not folder.is_dir():  # else another process made it, on a file system without locks
-                raise
-        files.flush(folder.parent)
-    return report

@@ -180,14 +180,47 @@ Block = tuple[int, str, Examples]
 shuffled among each other, in the order of training."""
 
 
+class SamplesInMemory(Sequence[Sample]):
+    """Samples one after another, the first of them number `first`. `lengths` as those of `ArrowSamples`."""
+
+    def __init__(self, samples: Sequence[Sample], first: int = 0) -> None:
+        self._samples = samples
+        self._first = first
+        lengths = [max(len(sample["input_ids"]), len(sample.get("labels", ()))) for sample in samples]
+        self.lengths: NDArray[np.int32] = np.array(lengths, dtype=np.int32)
+
+    def __len__(self) -> int:
+        return len(self._samples)
+
+    def __getitem__(self, index: Any) -> Any:
+        return self._samples[index - self._first]
+
+
+Drawn = tuple[Sample, Position]
+"""A sample, and the place after it."""
+
+
 @dataclass(frozen=True)
-class RowStream:
-    """The rows of `sources`, with `weights` or else one source after another, shuffled within `buffer` rows each."""
+class SampleStream:
+    """Samples of rows as they come.
+
+    Attributes:
+        sources: of rows, drawn by `weights`, or else one source after another.
+        weights: of the sources, or none.
+        seed: of the order.
+        buffer: rows that are shuffled among each other.
+        new_maker: makes a `SampleMaker` for these rows.
+        formats: of the rows of each file, by its number.
+        check: refuses what the model cannot be trained on.
+    """
 
     sources: Sequence[StreamSource]
     weights: Sequence[Fraction]
     seed: int
     buffer: int
+    new_maker: Callable[[], SampleMaker]
+    formats: Sequence[Format]
+    check: Callable[[BuildReport], None]
 
     def blocks(self, epoch: int, number: int = 0, state: str = "") -> Iterator[Block]:
         """Yield the blocks of an epoch from `number` on, where the library's state is `state`.
@@ -244,43 +277,6 @@ class RowStream:
             stopping_strategy="all_exhausted",
         )  # fmt: skip
 
-
-class SamplesInMemory(Sequence[Sample]):
-    """Samples one after another, the first of them number `first`. `lengths` as those of `ArrowSamples`."""
-
-    def __init__(self, samples: Sequence[Sample], first: int = 0) -> None:
-        self._samples = samples
-        self._first = first
-        lengths = [max(len(sample["input_ids"]), len(sample.get("labels", ()))) for sample in samples]
-        self.lengths: NDArray[np.int32] = np.array(lengths, dtype=np.int32)
-
-    def __len__(self) -> int:
-        return len(self._samples)
-
-    def __getitem__(self, index: Any) -> Any:
-        return self._samples[index - self._first]
-
-
-Drawn = tuple[Sample, Position]
-"""A sample, and the place after it."""
-
-
-@dataclass(frozen=True)
-class SampleStream:
-    """Samples of rows as they come.
-
-    Attributes:
-        rows: what they are made of.
-        new_maker: makes a `SampleMaker` for these rows.
-        formats: of the rows of each file, by its number.
-        check: refuses what the model cannot be trained on.
-    """
-
-    rows: RowStream
-    new_maker: Callable[[], SampleMaker]
-    formats: Sequence[Format]
-    check: Callable[[BuildReport], None]
-
     def iterate(self, start: Position) -> Iterator[Drawn]:
         """Yield samples from `start` on, without end, each with the place after it.
 
@@ -293,7 +289,7 @@ class SampleStream:
         while True:
             is_empty = place is None
             number, state = (place.block, place.state) if place is not None else (0, "")
-            for block, begins, rows in self.rows.blocks(epoch, number, state):
+            for block, begins, rows in self.blocks(epoch, number, state):
                 for begin, offset, sample in self._of_rows(rows, maker, row):
                     is_empty = False
                     if begin > row or offset > skipped:
@@ -301,7 +297,7 @@ class SampleStream:
                         yield sample, Position(epoch, offset, StreamPlace(drawn, block, begin, begins))
                 row, skipped = 0, 0
             if is_empty:
-                names = ", ".join(source.name for source in self.rows.sources)
+                names = ", ".join(source.name for source in self.sources)
                 raise RequestError("there is no sample to train on", because=f"no row of {names} is one")
             if env.rank() == 0:
                 logger.warning("the stream has ended: epoch %d begins, in another order", epoch + 2)
@@ -309,21 +305,17 @@ class SampleStream:
 
     def held_out(self) -> SamplesInMemory:
         """Return the samples of rows that are kept from training. Raises as `iterate`."""
-        rows = list(_examples([source.shards[0] for source in self.rows.sources], held_out=True))
+        rows = list(_examples([source.shards[0] for source in self.sources], held_out=True))
         return SamplesInMemory([sample for *_, sample in self._of_rows(rows, self.new_maker())])
 
     def first(self, number: int) -> tuple[SamplesInMemory, BuildReport]:
         """Return the samples of the first epoch's first `number` rows alone, and a report of them."""
         maker = self.new_maker()
-        rows = list(islice(chain.from_iterable(block for *_, block in self.rows.blocks(0)), number))
+        rows = list(islice(chain.from_iterable(block for *_, block in self.blocks(0)), number))
         samples = [sample for *_, sample in self._of_rows(rows, maker)]
         tokens = sum(len(sample["input_ids"]) for sample in samples)
         report = replace(maker.report, documents=len(rows), samples=len(samples), tokens=tokens)
         return SamplesInMemory(samples), report
-
-    def in_words(self) -> str:
-        """Return how it is read."""
-        return self.rows.in_words()
 
     def _of_rows(self, rows: Examples, maker: SampleMaker, first: int = 0) -> Iterator[tuple[int, int, Sample]]:
         """Yield samples of rows from `first` on: each with a row, and the number of samples from there on with it.
