@@ -41,7 +41,7 @@ from frugal.data.rows import (
     shown,
     type_in_words,
 )
-from frugal.errors import FrugalError, RequestError, failure, first_line, refuse
+from frugal.errors import RequestError, failure, refuse
 from frugal.models import factories
 from frugal.units import GIB, plural
 
@@ -88,8 +88,7 @@ def find_sources(names: Sequence[str]) -> list[DocumentSource]:
 
 def find_named(names: Sequence[str], *, from_hub: bool = True) -> list[list[DataFile | DocumentSource]]:
     """Return what each name stands for: files, which are not read, or other sources. Raises as `find_sources`."""
-    if not names:
-        raise RequestError("no data was given", hint=f"pass --data PATH, or --data {STDLIB} for Python's own library")
+    refuse((not names, "no data was given", "", f"pass --data PATH, or --data {STDLIB} for Python's own library"))
     listed = [_listed(name) for name in names]
     every = list(chain.from_iterable(listed))
     found = dict(zip(every, all_or_problems([_or_problem(_find, each, from_hub) for each in every]), strict=True))
@@ -334,15 +333,10 @@ def _user_function(source: str) -> DocumentSource:
     code = Path(source.rpartition(":")[0]).expanduser().read_bytes()
 
     def rows(columns: Columns) -> Iterator[Row]:
-        number = 0
-        try:
+        with failure(f"{source} failed"):
             for number, row in enumerate(make(), 1):
                 is_row = isinstance(row, dict)
                 yield f"{source}:row {number}", row if is_row else BadRow(f"{type_in_words(row)}, not an object")
-        except (FrugalError, GeneratorExit):
-            raise
-        except Exception as error:  # a user's code may raise anything
-            raise RequestError(f"{source} failed after {number} rows", because=first_line(error)) from None
 
     return DocumentSource(source, f"stream:{hashlib.blake2b(code + source.encode()).hexdigest()}", rows, make=make)
 
