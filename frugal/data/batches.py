@@ -224,9 +224,9 @@ class Permutation:
         self._low_mask = (1 << self._low_bits) - 1
         self._high_mask = (1 << (num_bits // 2)) - 1
         state = mixed((mixed(seed & _MASK) + epoch) & _MASK)
-        self._table: NDArray[np.int64] | None = None
-        if n <= _TABLE:
-            self._table = np.argsort(mixed(np.arange(n, dtype=np.uint64) * _GOLDEN + state), kind="stable")
+        self._table = (
+            np.argsort(mixed(np.arange(n, dtype=np.uint64) * _GOLDEN + state), kind="stable") if n <= _TABLE else None
+        )
         self._keys = tuple(mixed((state + (i + 1) * _GOLDEN) & _MASK) for i in range(_NUM_ROUNDS))
 
     def __getitem__(self, index: slice | NDArray[Any]) -> NDArray[np.int64]:

@@ -4,7 +4,7 @@ What cannot be a sample is counted, and reported with the samples.
 """
 
 from collections.abc import Iterable, Iterator, Sequence
-from contextlib import ExitStack, closing
+from contextlib import ExitStack
 from dataclasses import dataclass, field
 from fractions import Fraction
 from functools import cached_property
@@ -332,9 +332,9 @@ def write_samples(
     report, settings = maker.report, maker.settings
     packs_of = maker.seq_len if settings.pack else None
     with ExitStack() as stack:
-        train = validation = stack.enter_context(closing(ArrowWriter(folder / "train.arrow", maker.task, packs_of)))
+        train = validation = stack.enter_context(ArrowWriter(folder / "train.arrow", maker.task, packs_of))
         if validation_fraction:
-            validation = stack.enter_context(closing(ArrowWriter(folder / "validation.arrow", maker.task, packs_of)))
+            validation = stack.enter_context(ArrowWriter(folder / "validation.arrow", maker.task, packs_of))
         good = islice(maker.documents(_checked_rows(maker, sources)), settings.limit)
         # After a bad row that ends all, the others are counted only.
         wanted = (document for document in good if settings.skip_bad_rows or not report.bad_rows)

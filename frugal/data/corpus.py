@@ -465,9 +465,8 @@ def lengths_of(
     if _of_samples(resolve.resolve_request(request), settings):
         return None, request.seq_len, request.document_tokens
     _, corpus = read_training_data(request, settings)
-    notes = [f"the first {FIRST_ROWS:,} rows of the stream"]
-    if not settings.stream:
-        notes = corpus.report.left_out(settings.too_long)
+    of_stream = [f"the first {FIRST_ROWS:,} rows of the stream"]
+    notes = of_stream if settings.stream else corpus.report.left_out(settings.too_long)
     lengths = lengths_of_corpus(corpus, names_of(settings.data), notes)
     longest = max(int(each.lengths.max()) for each in (corpus.train, corpus.validation, *corpus.given) if each)
     is_shorter = "seq_len" in defaults and not settings.stream and 2 * longest <= request.seq_len

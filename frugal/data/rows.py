@@ -30,7 +30,7 @@ import pyarrow.parquet as pq  # type: ignore[import-untyped]  # as above
 
 from frugal.config.hardware.local_host import available_bytes
 from frugal.config.run_settings import Format
-from frugal.errors import RequestError, failure, first_line
+from frugal.errors import RequestError, failure, first_line, refuse
 from frugal.units import GIB, format_bytes
 
 _KINDS = {
@@ -121,8 +121,7 @@ def files_at(path: Path) -> list[DataFile]:
         names = [each.filename for each in archive.infolist() if not each.is_dir()]
     visible = (name for name in names if not any(part.startswith((".", "__MACOSX")) for part in name.split("/")))
     members = [DataFile(path, member=name) for name in sorted(visible)]
-    if not members:
-        raise RequestError(f"the archive {shown(path)} is empty", because="it has no file that is not hidden")
+    refuse((not members, f"the archive {shown(path)} is empty", "it has no file that is not hidden", None))
     return members
 
 

@@ -14,12 +14,10 @@ import glob
 import hashlib
 import logging
 import os
-import stat
 import sysconfig
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from functools import partial
 from itertools import chain, dropwhile
@@ -186,26 +184,23 @@ def _find(source: str, from_hub: bool) -> list[DataFile | DocumentSource]:
         below = _folders(str(path), set(), follows_links=False)
         inside = (Path(entry) for folder in below for entry in os.scandir(folder) if not entry.name.startswith("."))
         within = _each_once(source, inside)
-        if not within:
-            raise RequestError(f"the folder {source} is empty", because="it has no file that is not hidden")
+        refuse((not within, f"the folder {source} is empty", "it has no file that is not hidden", None))
         return _each_file(within)
     if path.exists():
         raise _not_a_file(source, "a device" if path.is_char_device() or path.is_block_device() else "a pipe or socket")
     if glob.has_magic(source):
         matches = _each_once(source, map(Path, set(_matches(str(path)))))
-        if not matches:
-            raise RequestError(f"no file matches {source}", because=f"it was looked for from {Path.cwd()}")
+        refuse((not matches, f"no file matches {source}", f"it was looked for from {Path.cwd()}", None))
         return _each_file(matches)
     if source.rpartition(":")[0].endswith(".py"):
         return [_user_function(source)]
-    if source.startswith((".", "/", "~")) or source.count("/") > 1 or path.suffix in SUFFIXES:
-        raise RequestError(f"there is no data at {shown(source)}", because="no such file or folder")
-    if not from_hub:
-        raise RequestError(
-            f"there is no data to stream at {source}",
-            because="no such file or folder, and --stream reads no data set of the hub itself",
-            hint="name a function that returns load_dataset(..., streaming=True): --data file.py:function",
-        )
+    is_path = source.startswith((".", "/", "~")) or source.count("/") > 1 or path.suffix in SUFFIXES
+    refuse(
+        (is_path, f"there is no data at {shown(source)}", "no such file or folder", None),
+        (not from_hub, f"there is no data to stream at {source}",
+         "no such file or folder, and --stream reads no data set of the hub itself",
+         "name a function that returns load_dataset(..., streaming=True): --data file.py:function"),
+    )  # fmt: skip
     return [_hub_dataset(source)]
 
 
@@ -260,11 +255,9 @@ def _fail(error: OSError) -> NoReturn:
 def _each_once(source: str, paths: Iterable[Path]) -> list[Path]:
     """Return the regular files among `paths`, sorted, each under one name: not that of a link, if it has another."""
     by_file: dict[tuple[int, int], list[Path]] = {}
-    for path in paths:
-        with suppress(OSError):  # a link that leads nowhere
-            status = path.stat()
-            if stat.S_ISREG(status.st_mode):
-                by_file.setdefault((status.st_dev, status.st_ino), []).append(path)
+    for path in filter(Path.is_file, paths):  # which no link is that leads nowhere
+        status = path.stat()
+        by_file.setdefault((status.st_dev, status.st_ino), []).append(path)
     same = [sorted(names, key=lambda path: (path.is_symlink(), path)) for names in by_file.values()]
     repeated = [names for names in same if len(names) > 1]
     if repeated:

@@ -4,7 +4,7 @@ import importlib.util
 import random
 import tempfile
 from collections.abc import Iterator
-from contextlib import closing, contextmanager
+from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -67,7 +67,7 @@ def packed(rows: list[dict[str, Any]]) -> list[dict[str, Any]]:
 
     with tempfile.TemporaryDirectory() as folder:
         path = Path(folder, "packs.arrow")
-        with closing(ArrowWriter(path, "causal-lm", packs_of=64)) as writer:
+        with ArrowWriter(path, "causal-lm", packs_of=64) as writer:
             trained = [np.array(row["labels"]) != -100 for row in rows]
             writer.write(
                 {"input_ids": np.array(row["input_ids"], np.int32), "trained": mask}

@@ -2,7 +2,7 @@
 
 from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, Self
 
 import numpy as np
 import pyarrow as pa  # type: ignore[import-untyped]  # it has no type hints
@@ -92,7 +92,7 @@ class ArrowWriter:
         self.num_tokens = 0
 
     def write(self, samples: Iterable[dict[str, Any]]) -> int:
-        """Append samples, which are in the file when it is closed. Return how many they are before packing."""
+        """Append samples, which are in the file when the `with` block ends. Return how many they are before packing."""
         number = 0
         for sample in samples:
             number += 1
@@ -116,9 +116,12 @@ class ArrowWriter:
         self._stream.write_batch(pa.RecordBatch.from_pylist(self._pending, schema=self._schema))
         self._pending, self._pending_tokens = [], 0
 
-    def close(self) -> None:
-        """Write what is left, and close the file."""
-        self._append(self._packer.flush() if self._packer is not None else ())
-        self._flush()
-        self._stream.close()
-        self._file.close()
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, kind: object, *_: object) -> None:
+        with self._file:
+            if kind is None:
+                self._append(self._packer.flush() if self._packer is not None else ())
+                self._flush()
+            self._stream.close()

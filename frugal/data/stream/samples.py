@@ -43,7 +43,7 @@ from frugal.data.sources import DocumentSource, find_named
 from frugal.data.store.arrow_store import as_sample
 from frugal.data.store.packing import Packer
 from frugal.distributed import env
-from frugal.errors import RequestError, failure
+from frugal.errors import RequestError, failure, refuse
 from frugal.models.objectives import Sample
 
 SHARD_BYTES = 64 << 20
@@ -119,8 +119,7 @@ def find_streams(names: Sequence[str], columns: Columns, every: int = 1, most: i
             shards += its_shards
             prints.append(its_print)
             part += bool(its_shards)  # an empty file has none
-        if not shards:
-            raise RequestError(f"there is no text in {shown(name)}", because="it is empty")
+        refuse((not shards, f"there is no text in {shown(name)}", "it is empty", None))
         shards[0] = replace(shards[0], every=every, most=most)
         digest = hashlib.sha256("\n".join(prints).encode()).hexdigest()
         streams.append(StreamSource(shown(name), f"stream:{digest}", tuple(shards)))
