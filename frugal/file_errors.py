@@ -64,11 +64,9 @@ def then_resume(remedy: str) -> str:
 
 def _cause(number: int | None, path: Path, remedy: str) -> tuple[str, str]:
     """Return the numbers that matter for a cause, and its remedy."""
-    while not os.path.exists(path) and path != path.parent:  # noqa: PTH110  # False for a loop of links, too
-        path = path.parent
-    mount = path.resolve()
-    while not mount.is_mount():
-        mount = mount.parent
+    path = next(each for each in (path, *path.parents) if os.path.exists(each))  # noqa: PTH110  # False for loops, too
+    real = path.resolve()
+    mount = next(each for each in (real, *real.parents) if each.is_mount())
     if number in (errno.ENOSPC, errno.EDQUOT):
         disk = os.statvfs(path)
         free, size = format_bytes(disk.f_bavail * disk.f_frsize), format_bytes(disk.f_blocks * disk.f_frsize)

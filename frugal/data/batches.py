@@ -20,7 +20,7 @@ come tokenised from a memory map, so an item takes milliseconds; on CPU ranks th
 and a global batch is cut again when memory runs out, which a worker would have to be told.
 """
 
-from collections.abc import Callable, Generator, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Generator, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, replace
 from functools import lru_cache, partial
@@ -31,7 +31,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from frugal.errors import RequestError
+from frugal.errors import refuse
 from frugal.models.objectives import Sample
 from frugal.planning.batch import BatchPlan
 from frugal.planning.length_bucketing import TokenBudget, grouped
@@ -124,8 +124,7 @@ class GlobalBatches:
         seed: int = 0,
     ) -> None:
         assert (global_batch is None) != (global_tokens is None), "either samples or tokens"
-        if len(dataset) == 0:
-            raise RequestError("there is no sample to train on", hint="check what --data points to")
+        refuse((len(dataset) == 0, "there is no sample to train on", "", "check what --data points to"))
         self.dataset = dataset
         self.global_batch = global_batch
         self.global_tokens = global_tokens
@@ -133,18 +132,18 @@ class GlobalBatches:
         self._lengths = getattr(dataset, "lengths", None) if lengths is None else lengths
         counted = getattr(dataset, "counted_tokens", None) if lengths is None else None
         self._counted = self._lengths if counted is None else counted
-        self._epoch = lru_cache(maxsize=1)(partial(permutation, len(dataset), seed))
         self._drawn = getattr(dataset, "drawn", None) if getattr(dataset, "counts", ()) else None
         if global_tokens is not None:
             assert self._counted is not None, "token batches need the samples' lengths"
             assert len(self._counted) == len(dataset) and np.min(self._counted) > 0, "a length for each sample"
             longest = int(np.argmax(self._counted))
-            if self._counted[longest] > global_tokens:
-                raise RequestError(
-                    f"sample {longest} does not fit into a global batch of {global_tokens} tokens",
-                    because=f"it has {self._counted[longest]}",
-                    hint=f"ask for --global-tokens {self._counted[longest]} or more, or shorten --seq-len",
-                )
+            most = self._counted[longest]
+            refuse((
+                most > global_tokens,
+                f"sample {longest} does not fit into a global batch of {global_tokens} tokens",
+                f"it has {most}",
+                f"ask for --global-tokens {most} or more, or shorten --seq-len",
+            ))  # fmt: skip
 
     def at(self, start: Position = Position()) -> GlobalBatch:
         """Return the batch that begins at `start`: a pure function of it, the data and the seed."""
@@ -189,16 +188,8 @@ class GlobalBatches:
 
     def _draw(self, draw: int, count: int) -> NDArray[np.int64]:
         """Return the indices of the samples drawn as number `draw` to `draw + count - 1`."""
-        if self._drawn is not None:
-            return self._drawn(np.arange(draw, draw + count), self.seed)
-        n = len(self.dataset)
-        parts = []
-        while count > 0:
-            epoch, offset = divmod(draw, n)
-            stretch = min(count, n - offset)
-            parts.append(self._epoch(epoch)[np.arange(offset, offset + stretch)])
-            draw, count = draw + stretch, count - stretch
-        return np.concatenate(parts)
+        draws = np.arange(draw, draw + count)
+        return drawn(draws, len(self.dataset), self.seed) if self._drawn is None else self._drawn(draws, self.seed)
 
     def _draw_tokens(self, draw: int) -> NDArray[np.int64]:
         """Return the indices from `draw` on until the next sample would pass the target."""
@@ -233,9 +224,9 @@ class Permutation:
         self._low_mask = (1 << self._low_bits) - 1
         self._high_mask = (1 << (num_bits // 2)) - 1
         state = mixed((mixed(seed & _MASK) + epoch) & _MASK)
-        self._table: NDArray[np.int64] | None = None
-        if n <= _TABLE:
-            self._table = np.argsort(mixed(np.arange(n, dtype=np.uint64) * _GOLDEN + state), kind="stable")
+        self._table = (
+            np.argsort(mixed(np.arange(n, dtype=np.uint64) * _GOLDEN + state), kind="stable") if n <= _TABLE else None
+        )
         self._keys = tuple(mixed((state + (i + 1) * _GOLDEN) & _MASK) for i in range(_NUM_ROUNDS))
 
     def __getitem__(self, index: slice | NDArray[Any]) -> NDArray[np.int64]:
@@ -260,7 +251,17 @@ class Permutation:
         return (high << self._low_bits) | low
 
 
-permutation = Permutation
+permutation = lru_cache(maxsize=256)(Permutation)
+
+
+def drawn(draws: NDArray[np.int64], n: int, seed: int) -> NDArray[np.int64]:
+    """Return which of `n` samples are drawn as numbers `draws` of their endless order; shape `(draws,)`."""
+    epochs, offsets = np.divmod(draws, n)
+    indices = np.empty(len(draws), dtype=np.int64)
+    for epoch in np.unique(epochs).tolist():
+        mask = epochs == epoch
+        indices[mask] = permutation(n, seed, epoch)[offsets[mask]]
+    return indices
 
 
 def mixed(value: Any) -> Any:
@@ -358,9 +359,7 @@ def prefetch(items: Iterable[Item], device: torch.device | None = None) -> Gener
     Making an item must not draw from the global random generators: the caller may do so at the same time.
     """
     source, end = iter(items), object()
-    begin: Callable[[], None] | None = None
-    if device is not None and device.type == "cuda":
-        begin = partial(torch.cuda.set_device, device)
+    begin = partial(torch.cuda.set_device, device) if device is not None and device.type == "cuda" else None
     with ThreadPoolExecutor(1, thread_name_prefix="prefetch", initializer=begin) as thread:
         coming = thread.submit(next, source, end)
         while (item := coming.result()) is not end:

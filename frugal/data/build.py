@@ -7,7 +7,9 @@ from collections.abc import Iterable, Iterator, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, field
 from fractions import Fraction
-from itertools import chain
+from functools import cached_property
+from itertools import chain, islice
+from math import ceil
 from pathlib import Path
 from typing import Any
 
@@ -18,14 +20,13 @@ from frugal.config.run_settings import Format, TrainOn
 from frugal.config.sample_lengths import TooLong
 from frugal.data import tokenizer
 from frugal.data.chat import formats
-from frugal.data.chat.formats import Trained, Whole
-from frugal.data.chat.template import WholeRows
-from frugal.data.plausible import REQUIRED, hint
+from frugal.data.chat.formats import Chat, Prompted, TokenIds, Trained, Whole
+from frugal.data.chat.template import process_for
 from frugal.data.report import NAMED, BuildReport
-from frugal.data.rows import BadRow, Columns, Row, type_in_words
+from frugal.data.rows import NEEDED, BadRow, Columns, Row, type_in_words
 from frugal.data.sources import DocumentSource, names_of, together
 from frugal.data.store.arrow_store import ArrowWriter
-from frugal.errors import RequestError
+from frugal.errors import RequestError, refuse
 from frugal.units import plural
 
 _FLUSH_CHARACTERS = 1 << 20  # tokenised and written together
@@ -80,59 +81,51 @@ class SampleMaker:
 
     def __post_init__(self) -> None:
         self.task, self.seq_len, self.columns = self.settings.task, self.settings.seq_len, self.settings.columns
-        self._whole_rows = WholeRows(self.tokenizer, self.settings.train_on == "all", self.report)
+        self._trains_on_all = self.settings.train_on == "all"
         self.report.label_names = list(self.known_labels)
         self.report.num_labels = len(self.known_labels)
-        special = self.tokenizer
-        if self.task in ("masked-lm", "sequence-classification"):
-            prefix, suffix = special.cls_token_id, special.sep_token_id
-        elif self.task == "seq2seq":
-            prefix, suffix = None, special.eos_token_id
-        else:
-            prefix, suffix = special.bos_token_id, special.eos_token_id
-            prefix = suffix if prefix is None else prefix  # a separator serves as a beginning too
+        special, end = self.tokenizer, self.tokenizer.eos_token_id
+        begin = end if special.bos_token_id is None else special.bos_token_id  # a separator serves as a beginning too
+        around = (special.cls_token_id, special.sep_token_id)
+        of_task = {"masked-lm": around, "sequence-classification": around, "seq2seq": (None, end)}
+        prefix, suffix = of_task.get(self.task, (begin, end))
         self._prefix = np.array([] if prefix is None else [prefix], dtype=np.int32)
         self._suffix = np.array([] if suffix is None else [suffix], dtype=np.int32)
         self._num_special = len(self._prefix) + len(self._suffix)
         self.report.largest_token = (max(prefix or 0, suffix or 0), "the tokenizer's special tokens")
         shortest = 2 if self.task == "causal-lm" else 1 + self._num_special
-        if self.seq_len < shortest:
-            raise RequestError(
-                f"--seq-len {self.seq_len} leaves no token to learn from", hint=f"use at least {shortest}"
-            )
-        if self.task == "masked-lm" and special.mask_token_id is None:
-            raise RequestError(
-                "the tokenizer has no mask token",
-                because="masked-lm hides tokens behind it",
-                hint="take the byte tokenizer, or the model's own",
-            )
+        no_mask = self.task == "masked-lm" and special.mask_token_id is None
+        refuse(
+            (self.seq_len < shortest, f"--seq-len {self.seq_len} leaves no token to learn from", "",
+             f"use at least {shortest}"),
+            (no_mask, "the tokenizer has no mask token", "masked-lm hides tokens behind it",
+             "take the byte tokenizer, or the model's own"),
+        )  # fmt: skip
 
-    def check_columns(self, name: str, row_columns: Sequence[str], rows: Iterable[Row] = ()) -> None:
+    def check_columns(self, name: str, row_columns: Sequence[str]) -> None:
         """Refuse a source that lacks a needed column. For language models, set `format` by the columns.
-
-        The first of its `rows` are read only to say which column may be meant.
 
         Raises:
             RequestError: it lacks one, or its rows fit several formats.
         """
-        needed = self.columns.needed(self.task)
+        needed, hint = self.columns.needed(self.task), "if another one has it: --columns {role}=NAME"
         if self.task == "causal-lm":
             its_format = formats.recognised(row_columns, self.columns, name, self.settings.format)
             self.format = its_format or "text"
             if self.format != "text":
                 return
-            named = {role: column for role, column in self.columns.renamed.items() if role in REQUIRED}
+            required = set(chain.from_iterable(NEEDED.values()))
+            named = {role: column for role, column in self.columns.renamed.items() if role in required}
             needed = named or needed if its_format is None else needed
-        for role, column in needed.items():
-            if column not in row_columns:
-                others = [name for name in row_columns if name is not None]
-                raise RequestError(
-                    f"{name} has no column `{column}`",
-                    because=f"its columns are {', '.join(others)}" if others else "it has no columns",
-                    hint="its fields are separated by `;`: save it with commas, or with tabs as .tsv"
-                    if len(others) == 1 and ";" in others[0]
-                    else hint(role, rows, self.task),
-                )
+            hint += ", or of a question and its answer: --columns prompt=NAME,response=NAME"
+        others = [column for column in row_columns if column is not None]
+        if len(others) == 1 and ";" in others[0]:
+            hint = "its fields are separated by `;`: save it with commas, or with tabs as .tsv"
+        because = f"its columns are {', '.join(others)}" if others else "it has no columns"
+        refuse(*(
+            (column not in row_columns, f"{name} has no column `{column}`", because, hint.format(role=role))
+            for role, column in needed.items()
+        ))  # fmt: skip
 
     def documents(self, rows: Iterable[Row]) -> Iterator[Document]:
         """Yield each row that can be read and has text; the others are counted."""
@@ -195,9 +188,9 @@ class SampleMaker:
         if self.task == "causal-lm":
             yield from self._of_language_model(documents)
             return
-        first = self._encoded(documents, 0)
+        first = self._encoded([(where, fields[0]) for where, fields in documents])
         if self.task == "seq2seq":
-            second = self._encoded(documents, 1, as_target=True)
+            second = self._encoded([(where, fields[1]) for where, fields in documents], as_target=True)
             for (where, _), source, target in zip(documents, first, second, strict=True):
                 ids, labels = self._truncated(source), self._truncated(target)
                 sample = {"input_ids": ids, "labels": labels, "length": max(len(ids), len(labels))}
@@ -218,18 +211,55 @@ class SampleMaker:
 
         Windows overlap by one token, which is a target in the first and context in the second.
         """
-        texts = self._encoded([each for each in documents if not isinstance(each[1][0], Whole)], 0)
-        whole = self._whole_rows.encode([(where, row) for where, (row, *_) in documents if isinstance(row, Whole)])
+        texts = self._encoded([(where, row) for where, (row, *_) in documents if isinstance(row, str)])
+        prompted = [row for _, (row, *_) in documents if isinstance(row, Prompted)]
+        prompts = iter(tokenizer.encode(self.tokenizer, [row.prompt for row in prompted]))
+        completed = iter(tokenizer.encode(self.tokenizer, [row.prompt + row.completion for row in prompted]))
+        chats = [(where, row) for where, (row, *_) in documents if isinstance(row, Chat)]
+        rendered: Iterator[Trained | BadRow] = iter(())
+        if chats:
+            process = process_for(self.tokenizer, chats[0][0])
+            rendered = iter(process.encode(chats, train_on_all=self._trains_on_all))
+            self.report.template = process.template.in_words
         for where, (row, *kind) in documents:
-            if isinstance(row, Whole):
-                yield self._whole(row, kind[0], next(whole), where)
-                continue
-            ids = next(texts)
-            begin = self._prefix[: not np.array_equal(ids[:1], self._prefix)]
-            end = self._suffix[: not np.array_equal(ids[-1:], self._suffix)]
-            windows = _windows(np.concatenate([begin, ids, end]), self.seq_len, overlap=1)
-            self._count("text", sum(len(window) - 1 for window in windows))
-            yield self._running([{"input_ids": window, "length": len(window)} for window in windows])
+            match row:
+                case str():
+                    ids = next(texts)
+                    begin = self._prefix[: not np.array_equal(ids[:1], self._prefix)]
+                    end = self._suffix[: not np.array_equal(ids[-1:], self._suffix)]
+                    windows = _windows(np.concatenate([begin, ids, end]), self.seq_len, overlap=1)
+                    self._count("text", sum(len(window) - 1 for window in windows))
+                    yield self._running([{"input_ids": window, "length": len(window)} for window in windows])
+                case Chat():
+                    yield self._whole(row, kind[0], next(rendered), where)
+                case Prompted():
+                    yield self._whole(row, kind[0], self._completion(next(prompts), next(completed)), where)
+                case TokenIds():
+                    yield self._whole(row, kind[0], (row.ids, row.trained | self._trains_on_all), where)
+
+    def _completion(self, prompt: NDArray[np.int32], whole: NDArray[np.int32]) -> Trained:
+        """Return the whole text's tokens between the tokenizer's first and the end token.
+
+        The completion begins where they are no longer those of the prompt alone.
+        """
+        prompt, whole = (
+            ids if np.array_equal(ids[:1], self._beginning) else np.concatenate([self._beginning, ids])
+            for ids in (prompt, whole)
+        )
+        end = self.tokenizer.eos_token_id
+        if end is not None and (not len(whole) or whole[-1] != end):
+            whole = np.append(whole, np.int32(end))
+        both = min(len(prompt), len(whole))
+        same = prompt[:both] == whole[:both]
+        first = both if same.all() else int(np.argmin(same))
+        self.report.merged_rows += first < len(prompt)
+        return whole, (np.arange(len(whole)) >= first) | self._trains_on_all
+
+    @cached_property
+    def _beginning(self) -> NDArray[np.int32]:
+        """Return the token that the tokenizer itself puts before a text, if there is one."""
+        around, begin = self.tokenizer("")["input_ids"], self.tokenizer.bos_token_id
+        return np.array([begin] if begin is not None and around[:1] == [begin] else [], dtype=np.int32)
 
     def _whole(self, row: Whole, kind: Format, encoded: Trained | BadRow, where: str) -> list[dict[str, Any]]:
         if isinstance(encoded, BadRow):
@@ -257,13 +287,9 @@ class SampleMaker:
         self.report.too_short_rows += not windows
         return windows
 
-    def _encoded(
-        self, documents: Sequence[Document], field: int, *, as_target: bool = False
-    ) -> Iterator[NDArray[np.int32]]:
-        texts = [fields[field] for _, fields in documents]
-        for (where, _), ids in zip(
-            documents, tokenizer.encode(self.tokenizer, texts, as_target=as_target), strict=True
-        ):
+    def _encoded(self, texts: Sequence[tuple[str, str]], *, as_target: bool = False) -> Iterator[NDArray[np.int32]]:
+        encoded = tokenizer.encode(self.tokenizer, [text for _, text in texts], as_target=as_target)
+        for (where, _), ids in zip(texts, encoded, strict=True):
             self._note_tokens(ids, where)
             yield ids
 
@@ -309,46 +335,32 @@ def write_samples(
         train = validation = stack.enter_context(ArrowWriter(folder / "train.arrow", maker.task, packs_of))
         if validation_fraction:
             validation = stack.enter_context(ArrowWriter(folder / "validation.arrow", maker.task, packs_of))
-        for documents in grouped(_limited(maker, sources, settings.limit, settings.skip_bad_rows)):
-            for samples in maker.samples(documents):
-                is_held_out = _is_held_out(report.documents, validation_fraction)
-                report.documents += (validation if is_held_out else train).write(samples) > 0
+        good = islice(maker.documents(_checked_rows(maker, sources)), settings.limit)
+        # After a bad row that ends all, the others are counted only.
+        wanted = (document for document in good if settings.skip_bad_rows or not report.bad_rows)
+        for samples in chain.from_iterable(map(maker.samples, grouped(wanted))):
+            # For validation the first, then evenly spread, ceil(n * fraction) of n.
+            number = report.documents
+            is_held_out = ceil((number + 1) * validation_fraction) > ceil(number * validation_fraction)
+            report.documents += (validation if is_held_out else train).write(samples) > 0
     writers = {train, validation}
     report.samples = sum(writer.num_samples for writer in writers)
     report.tokens = sum(writer.num_tokens for writer in writers)
     if maker.task == "sequence-classification" and not report.label_names:
         report.label_names = list(next((source.label_names for source in sources if source.label_names), ()))
         report.num_labels = max(report.num_labels, len(report.label_names))
-    if not settings.skip_bad_rows:
-        report.refuse_bad_rows()
-    if settings.too_long == "error":
-        report.refuse_too_long(maker.seq_len)
-    if report.samples == 0:
-        left_out = " and ".join(report.left_out(settings.too_long))
-        raise RequestError(
-            "there is no text in the data",
-            because=f"{names_of([source.name for source in sources])}: {left_out or 'no rows'}",
-        )
-    if maker.task == "sequence-classification" and report.num_labels == 1:
-        raise RequestError("the data have one class", because=f"all {plural(report.samples, 'sample')} are of it")
-    if train.num_samples == 0:
-        raise RequestError(
-            "the data cannot be divided into training and validation",
-            because=f"it is {plural(report.documents, 'document')}",
-            hint="--validation-data 0% trains on all of it, --validation-data PATH validates on other data",
-        )
+    report.refuse_rows(settings.skip_bad_rows, settings.too_long, maker.seq_len)
+    left_out = " and ".join(report.left_out(settings.too_long)) or "no rows"
+    refuse(
+        (report.samples == 0, "there is no text in the data",
+         f"{names_of([source.name for source in sources])}: {left_out}", None),
+        (maker.task == "sequence-classification" and report.num_labels == 1, "the data have one class",
+         f"all {plural(report.samples, 'sample')} are of it", None),
+        (train.num_samples == 0, "the data cannot be divided into training and validation",
+         f"it is {plural(report.documents, 'document')}",
+         "--validation-data 0% trains on all of it, --validation-data PATH validates on other data"),
+    )  # fmt: skip
     return report
-
-
-def _limited(
-    maker: SampleMaker, sources: Sequence[DocumentSource], limit: int | None, skip_bad_rows: bool
-) -> Iterator[Document]:
-    """Yield documents up to the limit. After a bad row that ends all, the others are counted only."""
-    for number, document in enumerate(maker.documents(_checked_rows(maker, sources)), 1):
-        if skip_bad_rows or not maker.report.bad_rows:
-            yield document
-        if number == limit:
-            return
 
 
 def _checked_rows(maker: SampleMaker, sources: Sequence[DocumentSource]) -> Iterator[Row]:
@@ -365,11 +377,10 @@ def _checked_rows(maker: SampleMaker, sources: Sequence[DocumentSource]) -> Iter
             rows = source.rows(maker.columns)
             for where, row in rows:
                 if isinstance(row, dict):
-                    coming = chain([(where, row)], rows)
-                    maker.check_columns(source.name, source.columns or tuple(row), coming)
+                    maker.check_columns(source.name, source.columns or tuple(row))
                     if source.fingerprint.startswith("text:"):
                         maker.report.running = [*maker.report.running, source.name][:NAMED]
-                    yield from () if problems else coming
+                    yield from () if problems else chain([(where, row)], rows)
                     break
                 yield where, row
             else:
@@ -396,8 +407,3 @@ def grouped(documents: Iterable[Document]) -> Iterator[list[Document]]:
             group, num_characters = [], 0
     if group:
         yield group
-
-
-def _is_held_out(document: int, fraction: Fraction) -> bool:
-    """Return whether a document is for validation: the first, then evenly spread, ceil(n * fraction) of n."""
-    return -(-(document + 1) * fraction // 1) > -(-document * fraction // 1)

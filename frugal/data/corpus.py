@@ -10,9 +10,8 @@ import contextlib
 import copy
 import hashlib
 import json
-import logging
 import socket
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, replace
 from fractions import Fraction
 from functools import partial
@@ -23,18 +22,16 @@ from typing import IO, Any
 import numpy as np
 import platformdirs
 from numpy.typing import NDArray
-from torch.utils.data import ConcatDataset
+from torch.utils import data as torch_data
 
-from frugal import files
-from frugal.config import sample_lengths
+from frugal import file_errors, files
 from frugal.config.request import Request
 from frugal.config.run_settings import RunSettings
-from frugal.config.sample_lengths import DOCUMENT_TOKENS, Lengths
+from frugal.config.sample_lengths import DOCUMENT_TOKENS, Lengths, of_counts
 from frugal.data import tokenizer as tokenizing
 from frugal.data.batches import permutation
 from frugal.data.build import SampleMaker, SampleSettings, write_samples
-from frugal.data.chat import rendering
-from frugal.data.chat.template import BUILT_IN, marked, missing_tokens, read_template
+from frugal.data.chat.template import BUILT_IN, end_all, marked, missing_tokens, read_template
 from frugal.data.mixture import Mixture, WeightedSource, epoch_indices, shares
 from frugal.data.report import BuildReport, joined
 from frugal.data.rows import Columns
@@ -42,14 +39,13 @@ from frugal.data.sources import DocumentSource, Provenance, find_sources, names_
 from frugal.data.store import cache, packing
 from frugal.data.store.arrow_store import ArrowSamples
 from frugal.data.stream.samples import (
-    RowStream,
     SamplesInMemory,
     SampleStream,
     find_streams,
     formats_of,
 )
 from frugal.distributed import env, exchange, rendezvous
-from frugal.errors import RequestError, failure
+from frugal.errors import RequestError, failure, refuse
 from frugal.models import resolve
 from frugal.models.spec import ModelSpec
 from frugal.planning.plan import Plan
@@ -63,15 +59,16 @@ FIRST_ROWS = 1000
 CACHE_BYTES = 200 * GIB
 """The most that all tokenised data may take; see `frugal.files`. A token takes 4 bytes."""
 
-_chain: Callable[..., Sequence[Any]] = ConcatDataset  # type: ignore[assignment]  # it is one, by its methods
+_chain: Any = torch_data.ConcatDataset  # any two sequences are data sets to it
+_part: Any = torch_data.Subset  # likewise
 
 _locks: dict[Path, IO[bytes]] = {}  # of what this process has opened, which nobody is to remove while it lives
 
+_OTHER_FOLDER = "set XDG_CACHE_HOME to a folder on another disk"
+
 _SAMPLES = 2  # how samples are made; another number is other samples, on which no run is resumed
 _STREAMS = 1  # the order of a stream; likewise
-_FORMAT = 5  # of the files in the cache; another number is another cache
-
-logger = logging.getLogger("frugal")
+_FORMAT = 6  # of the files in the cache; another number is another cache
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -92,22 +89,17 @@ class Corpus:
     folder: str = ""
     given: tuple[ArrowSamples | Mixture | SamplesInMemory, ...] = ()
 
-    @property
-    def longest(self) -> int:
-        """Tokens of the longest sample of all."""
-        return max(int(each.lengths.max()) for each in (self.train, self.validation, *self.given) if each)
-
 
 def _open(folder: str, report: BuildReport, provenance: Provenance) -> Corpus:
     """Return the samples of an entry, which is not removed while this process lives."""
     path = Path(folder)
     if path not in _locks:
         with contextlib.suppress(OSError):  # on a disk that is read-only
-            _locks[path] = files.lock(path / cache.RECORD)
+            _locks[path] = files.lock(path / cache.REPORT)
         files.touch(path)
-    train, validation = path / "train.arrow", path / "validation.arrow"
+    validation = path / "validation.arrow"
     return Corpus(
-        train=ArrowSamples(train),
+        train=ArrowSamples(path / "train.arrow"),
         validation=ArrowSamples(validation) if validation.exists() else None,
         report=report,
         provenance=provenance,
@@ -156,22 +148,32 @@ def load_corpus(
         try:
             return write_samples(origins, SampleMaker(tokenizer, settings, label_names), folder, held_out)
         finally:
-            rendering.end_all()
+            end_all()
 
-    folder, report = _stored(cache_dir, f"{key[:32]}-{_FORMAT}", write)
-    if not settings.skip_bad_rows:
-        report.refuse_bad_rows()
-    counts = {"documents": report.documents, "samples": report.samples, "tokens": report.tokens}
-    fingerprints = {source.name: source.fingerprint for source in origins}
-    return _open(str(folder), report, Provenance.of(fingerprints, options | in_words, key, **counts))
+    with failure("the tokenised data cannot be written", hint=_OTHER_FOLDER, of=RuntimeError):  # without a home
+        folder = (cache_dir or platformdirs.user_cache_path("frugal") / "data") / f"{key[:32]}-{_FORMAT}"
+    try:
+        report = cache.read_or_build(folder, write)
+    except OSError as error:
+        because, remedy = file_errors.explain(error, folder.parent)
+        hint = f"{remedy}, or {_OTHER_FOLDER}"
+        raise RequestError("the tokenised data cannot be written", because=because, hint=hint) from None
+    files.touch(folder)
+    files.prune(folder.parent, CACHE_BYTES)
+    report.refuse_rows(settings.skip_bad_rows, settings.too_long, settings.seq_len)
+    provenance = Provenance.of(
+        {source.name: source.fingerprint for source in origins}, options | in_words, key,
+        documents=report.documents, samples=report.samples, tokens=report.tokens,
+    )  # fmt: skip
+    return _open(str(folder), report, provenance)
 
 
 def _how_rows_are_read(tokenizer: Any, settings: SampleSettings) -> dict[str, Any]:
     """Return what decides which tokens of rows are trained on; None where nothing was asked for."""
     if settings.task != "causal-lm":
-        if settings.format not in (None, "text"):
-            because = f"what is trained is {settings.task}; --format says what the rows of a causal language model are"
-            raise RequestError(f"--format {settings.format} cannot be read", because=because, hint="leave it out")
+        because = f"what is trained is {settings.task}; --format says what the rows of a causal language model are"
+        is_other = settings.format not in (None, "text")
+        refuse((is_other, f"--format {settings.format} cannot be read", because, "leave it out"))
         return {}
     template = getattr(tokenizer, "chat_template", None)
     digest = None if template is None else hashlib.sha256(json.dumps(template, sort_keys=True).encode()).hexdigest()
@@ -180,24 +182,6 @@ def _how_rows_are_read(tokenizer: Any, settings: SampleSettings) -> dict[str, An
         "rows_as": settings.format, "train_on": None if settings.train_on == "completions" else settings.train_on,
         "template": digest, "marks": None if known is None else known[0].name,
     }  # fmt: skip
-
-
-def _stored(cache_dir: Path | None, name: str, write: Callable[[Path], BuildReport]) -> tuple[Path, BuildReport]:
-    """Return the entry `name` of `cache_dir`, or of the user's cache."""
-    place: object = "the cache folder"
-    try:
-        place = cache_dir or platformdirs.user_cache_path("frugal") / "data"
-        folder = Path(place) / name
-        report = cache.read_or_build(folder, write)
-    except (OSError, RuntimeError) as error:  # RuntimeError: a user without a home
-        raise RequestError(
-            "the tokenised data cannot be written",
-            because=f"{place}: {(isinstance(error, OSError) and error.strerror) or error}",
-            hint="set XDG_CACHE_HOME to a folder that can be written to",
-        ) from None
-    files.touch(folder)
-    files.prune(folder.parent, CACHE_BYTES)
-    return folder, report
 
 
 @dataclass(frozen=True)
@@ -231,7 +215,7 @@ def read_samples(plan: Plan, settings: RunSettings) -> RunData:
     training: Any
     if settings.stream:
         training, provenance = open_stream(spec, tokenizer, how, settings)
-        _refuse_different_data(exchange.gather((socket.gethostname(), [provenance]), tuple[str, list[Provenance]]))
+        _refuse_different_data([provenance])
         loaded = load((VALIDATION, TEST))
         _, report = training.first(FIRST_ROWS)  # starts the process that renders its chats, which `load` would end
         held_out: Sequence[Any] = () if settings.validation_files else training.held_out()
@@ -280,7 +264,7 @@ def _of_own_rows(spec: ModelSpec, sources: Sequence[DocumentSource], settings: R
     fingerprints = {source.name: source.fingerprint for source in sources}
     whole = hashlib.sha256(json.dumps(fingerprints).encode()).hexdigest()
     provenance = Provenance.of(fingerprints, {"limit": settings.limit}, whole, documents=count, samples=count)
-    _refuse_different_data(exchange.gather((socket.gethostname(), [provenance]), tuple[str, list[Provenance]]))
+    _refuse_different_data([provenance])
     return RunData(
         spec=spec,
         tokenizer=None,
@@ -310,12 +294,12 @@ def open_stream(
     Raises:
         RequestError: the data cannot be streamed, or not for this task.
     """
-    if spec.task == "sequence-classification":
-        raise RequestError(
-            f"{spec.reference} cannot be trained on a stream for {spec.task}",
-            because="how many classes there are is known when all of it was read",
-            hint="leave --stream out",
-        )
+    refuse((
+        spec.task == "sequence-classification",
+        f"{spec.reference} cannot be trained on a stream for {spec.task}",
+        "how many classes there are is known when all of it was read",
+        "leave --stream out",
+    ))  # fmt: skip
     parts, fraction = shares(settings.data), settings.validation_fraction
     names = [part.source for part in parts] or settings.data
     every, most = 1, 0
@@ -326,8 +310,6 @@ def open_stream(
     new_maker = partial(SampleMaker, tokenizer, how)
     in_words = _how_rows_are_read(tokenizer, how)
     formats = formats_of(sources, new_maker)
-    rows = RowStream(sources, [part.part for part in parts], settings.seed, settings.shuffle_buffer)
-    check = partial(check_vocabulary, spec)
     options = {
         "version": _STREAMS, "task": how.task, "seq_len": how.seq_len, "columns": how.columns.options(),
         "pack": how.pack, "too_long": how.too_long, "tokenizer": tokenizing.fingerprint(tokenizer), "formats": formats,
@@ -336,15 +318,18 @@ def open_stream(
     }  # fmt: skip
     fingerprints = {source.name: source.fingerprint for source in sources}
     whole = hashlib.sha256(json.dumps([options, list(fingerprints.values())], sort_keys=True).encode()).hexdigest()
-    stream = SampleStream(rows, new_maker, formats, how.pack, how.skip_bad_rows, check)
+    stream = SampleStream(
+        sources, [part.part for part in parts], settings.seed, settings.shuffle_buffer, new_maker, formats,
+        partial(check_vocabulary, spec),
+    )  # fmt: skip
     return stream, Provenance.of(fingerprints, options, whole)
 
 
 Loaded = dict[str, list[Corpus]]
 """The corpora loaded for `TRAINING` (one for each source with a weight), `VALIDATION` and `TEST`."""
 
-_Entry = tuple[str, str, BuildReport, Provenance]
-"""The purpose of a corpus, and the arguments of `_open`."""
+_Entry = tuple[str, BuildReport, Provenance]
+"""The arguments of `_open`."""
 
 
 def _load_on_each_node(
@@ -354,23 +339,24 @@ def _load_on_each_node(
     host, load = socket.gethostname(), partial(_load, spec, tokenizer, how, settings, wanted)
     loaded = load() if env.local_rank() == 0 else {}
     rendezvous.wait_for_all("data")
-    own = [(name, each.folder, each.report, each.provenance) for name, part in loaded.items() for each in part]
-    everywhere = exchange.gather((host, own), tuple[str, list[_Entry]])
-    _refuse_different_data([(name, [entry[-1] for entry in entries]) for name, entries in everywhere if entries])
+    own = {name: [(each.folder, each.report, each.provenance) for each in part] for name, part in loaded.items()}
+    everywhere = exchange.gather((host, own), tuple[str, dict[str, list[_Entry]]])
+    _refuse_different_data([each.provenance for part in loaded.values() for each in part])
     for name, entries in everywhere:
-        if not loaded and name == host and entries and all(Path(folder).is_dir() for _, folder, *_ in entries):
-            loaded = {purpose: [] for purpose in _EVERYTHING}
-            for purpose, folder, report, provenance in entries:
-                loaded[purpose].append(_open(folder, report, provenance))
+        folders = [folder for part in entries.values() for folder, *_ in part]
+        if not loaded and name == host and folders and all(Path(folder).is_dir() for folder in folders):
+            loaded = {purpose: [_open(*entry) for entry in part] for purpose, part in entries.items()}
     return loaded or load()  # hosts may share a name, and not their disks
 
 
-def _refuse_different_data(everywhere: Sequence[tuple[str, Sequence[Provenance]]]) -> None:
-    """Refuse hosts that read other data: they would train on other samples than the batch is counted by.
+def _refuse_different_data(own: list[Provenance]) -> None:
+    """Refuse hosts that read other data: they would train on other samples than the batch is counted by. Collective.
 
     Raises:
-        RequestError: two hosts, given with the provenance of what they read, have different data.
+        RequestError: two hosts have different data; `own` is the provenance of what this rank read, if it did.
     """
+    gathered = exchange.gather((socket.gethostname(), own), tuple[str, list[Provenance]])
+    everywhere = [(host, theirs) for host, theirs in gathered if theirs]
     for host, theirs in everywhere[1:]:
         first, expected = everywhere[0]
         for one, other in zip(expected, theirs, strict=True):
@@ -389,18 +375,17 @@ def _load(spec: ModelSpec, tokenizer: Any, how: SampleSettings, settings: RunSet
         RequestError: as `load_corpus`, or the model has no embedding for a token.
     """
     parts: list[tuple[str, ...]] = [(share.source,) for share in shares(settings.data)]
-    given = {TRAINING: parts or [settings.data], VALIDATION: [settings.validation_files], TEST: [settings.test_data]}
+    given = {
+        TRAINING: parts or [settings.data],
+        VALIDATION: [settings.validation_files] if settings.validation_files else [],
+        TEST: [settings.test_data] if settings.test_data else [],
+    }
     loaded: Loaded = {name: [] for name in given}
     labels: Sequence[str] = ()
     for name in wanted:
+        fraction = settings.validation_fraction if name == TRAINING and not settings.validation_files else 0.0
         for paths in given[name]:
-            if not paths and name != TRAINING:
-                continue
-            is_divided = name == TRAINING and not settings.validation_files
-            corpus = load_corpus(
-                paths, tokenizer, how, label_names=labels,
-                validation_fraction=settings.validation_fraction if is_divided else 0.0,
-            )  # fmt: skip
+            corpus = load_corpus(paths, tokenizer, how, label_names=labels, validation_fraction=fraction)
             check_vocabulary(spec, corpus.report)
             labels = corpus.report.label_names
             loaded[name].append(corpus)
@@ -433,8 +418,26 @@ def check_vocabulary(spec: ModelSpec, report: BuildReport) -> None:
 
 
 def tokenizer_for(spec: ModelSpec, name: str | None, chat_template: str | None) -> tuple[Any, str]:
-    """Return the tokenizer and the chat template that are asked for, and what they are, in words."""
-    tokenizer, words = tokenizing.load_for(spec, name)
+    """Return the tokenizer to train `spec` with, and what it is in words: the one asked for, or the model's own.
+
+    Only random weights are trained on bytes unasked: a pretrained model knows its own tokens alone.
+
+    Raises:
+        RequestError: there is none, or no such template.
+    """
+    refuse((
+        name is None and spec.own_tokenizer is None and spec.weights is not None,
+        f"{spec.reference} has pretrained weights, and no tokenizer",
+        "its weights know the tokens that they were trained on, and no others",
+        "put its tokenizer's files into the folder, or name one: --tokenizer NAME, or --tokenizer byte",
+    ))  # fmt: skip
+    reference = name or spec.own_tokenizer or tokenizing.BYTE
+    tokenizer = tokenizing.load_tokenizer(reference)
+    words = "tokens are bytes" if reference == tokenizing.BYTE else f"{len(tokenizer)} tokens of {reference}"
+    if spec.own_tokenizer not in (None, reference):
+        own = tokenizing.load_tokenizer(spec.own_tokenizer)
+        if tokenizing.fingerprint(own) != tokenizing.fingerprint(tokenizer):
+            words = f"tokens of {reference}, not the model's own"
     if chat_template is not None:
         tokenizer = copy.deepcopy(tokenizer)  # the byte tokenizer is one for all
         tokenizer.chat_template = read_template(chat_template)
@@ -462,14 +465,18 @@ def lengths_of(
     if _of_samples(resolve.resolve_request(request), settings):
         return None, request.seq_len, request.document_tokens
     _, corpus = read_training_data(request, settings)
-    notes = [f"the first {FIRST_ROWS:,} rows of the stream"]
-    if not settings.stream:
-        notes = corpus.report.left_out(settings.too_long)
-    lengths, longest = lengths_of_corpus(corpus, names_of(settings.data), notes), corpus.longest
+    of_stream = [f"the first {FIRST_ROWS:,} rows of the stream"]
+    notes = of_stream if settings.stream else corpus.report.left_out(settings.too_long)
+    lengths = lengths_of_corpus(corpus, names_of(settings.data), notes)
+    longest = max(int(each.lengths.max()) for each in (corpus.train, corpus.validation, *corpus.given) if each)
     is_shorter = "seq_len" in defaults and not settings.stream and 2 * longest <= request.seq_len
     seq_len = -(-longest // 8) * 8 if is_shorter else request.seq_len
-    most = _most_documents(corpus.train) if "document_tokens" in defaults else None
-    return lengths, seq_len, request.document_tokens if most is None else _document_tokens(seq_len // most)
+    packs: list[Any] = [
+        getattr(part, "most_documents", None) for part in getattr(corpus.train, "parts", [corpus.train])
+    ]
+    if "document_tokens" not in defaults or None in packs:  # samples are not packed, or it is not known
+        return lengths, seq_len, request.document_tokens
+    return lengths, seq_len, _document_tokens(seq_len // max(packs))
 
 
 def _document_tokens(mean: int) -> int:
@@ -504,16 +511,8 @@ def lengths_of_corpus(corpus: Corpus, name: str, notes: Sequence[str]) -> Length
     drawn = epoch_indices(corpus.train)
     lengths = corpus.train.lengths[drawn]
     counted_tokens = getattr(corpus.train, "counted_tokens", corpus.train.lengths)[drawn]
-    counted = histogram(lengths, name, notes)
-    if np.array_equal(counted_tokens, lengths):
-        return counted
-    return replace(counted, counted_mean=float(counted_tokens.mean()))
-
-
-def _most_documents(samples: Any) -> int | None:
-    """Return how many documents a pack has at most; None: samples are not packed, or it is not known."""
-    most = [getattr(part, "most_documents", None) for part in getattr(samples, "parts", [samples])]
-    return None if None in most else max(filter(None, most), default=None)
+    mean = None if np.array_equal(counted_tokens, lengths) else float(counted_tokens.mean())
+    return replace(histogram(lengths, name, notes), counted_mean=mean)
 
 
 def histogram(lengths: NDArray[Any], name: str, notes: Sequence[str]) -> Lengths:
@@ -522,15 +521,11 @@ def histogram(lengths: NDArray[Any], name: str, notes: Sequence[str]) -> Lengths
     numbers = np.bincount(lengths[::stride])
     counts = {int(tokens): int(numbers[tokens]) for tokens in np.flatnonzero(numbers)}
     sampled = [f"lengths of one sample in {stride}"] * (stride > 1)
-    return sample_lengths.of_counts(counts, source="; ".join([name, *sampled, *notes]))
+    return of_counts(counts, source="; ".join([name, *sampled, *notes]))
 
 
-@dataclass(frozen=True)
-class Subset(Sequence[Any]):
-    """A part of `samples`, the same in every run on this data."""
-
-    samples: Sequence[Any]
-    indices: Sequence[int]
+class Subset(_part, Sequence[Any]):
+    """A part of samples, the same in every run on this data."""
 
     @classmethod
     def drawn_from(cls, samples: Sequence[Any], number: int | None) -> "Subset":
@@ -542,11 +537,5 @@ class Subset(Sequence[Any]):
     @property
     def lengths(self) -> Any:
         """Return the tokens of each, shape `(samples,)`; None where they are not known."""
-        lengths = getattr(self.samples, "lengths", None)
+        lengths = getattr(self.dataset, "lengths", None)
         return None if lengths is None else lengths[np.asarray(self.indices, dtype=np.int64)]
-
-    def __len__(self) -> int:
-        return len(self.indices)
-
-    def __getitem__(self, index: Any) -> Any:
-        return self.samples[self.indices[index]]

@@ -13,16 +13,16 @@ import re
 from collections.abc import Sequence
 from dataclasses import dataclass
 from fractions import Fraction
-from functools import lru_cache
 from math import lcm
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
+from torch.utils.data import ConcatDataset
 
-from frugal.data.batches import Permutation, mixed, permutation
-from frugal.errors import RequestError
+from frugal.data.batches import drawn, mixed
+from frugal.errors import refuse
 from frugal.models.objectives import Sample
 
 _BLOCK = 1000  # draws, at least: few enough that no stretch of training lacks a source
@@ -52,16 +52,14 @@ def shares(sources: Sequence[str]) -> tuple[WeightedSource, ...]:
     given = [(match[1], Fraction(match[2])) for _, match in named if match]
     if not given:
         return ()
+    first = next(source for source, match in named if match)
     for source, match in named:
-        if match is None:
-            first = next(other for other, its_match in named if its_match)
-            raise RequestError(
-                f"--data {source} has no weight",
-                because=f"--data {first} has one",
-                hint=f"give all sources one, such as --data {source}:1, or none",
-            )
-        if not Fraction(match[2]):
-            raise RequestError(f"--data {source} has the weight 0", because="nothing would be drawn from it")
+        refuse(
+            (match is None, f"--data {source} has no weight", f"--data {first} has one",
+             f"give all sources one, such as --data {source}:1, or none"),
+            (match and not Fraction(match[2]), f"--data {source} has the weight 0", "nothing would be drawn from it",
+             None),
+        )  # fmt: skip
     total = sum(weight for _, weight in given)
     return tuple(WeightedSource(source, weight / total) for source, weight in given)
 
@@ -78,21 +76,16 @@ class Mixture(Sequence[Sample]):
         self.names = names
         self.lengths: NDArray[np.int32] = np.concatenate([part.lengths for part in parts])
         self.counted_tokens: NDArray[np.int32] = np.concatenate([part.counted_tokens for part in parts])
-        self._starts = np.cumsum([0, *map(len, parts)])
+        self._joined: ConcatDataset[Sample] = ConcatDataset(parts)
         self.counts = _counts(weights) if weights else ()
-        self._permutation = lru_cache(maxsize=4 * len(parts))(permutation)
 
     def __len__(self) -> int:
-        return int(self._starts[-1])
+        return len(self._joined)
 
     def __getitem__(self, index: Any) -> Any:
         if isinstance(index, slice):
             return [self[i] for i in range(*index.indices(len(self)))]
-        if not -len(self) <= index < len(self):
-            raise IndexError(index)
-        index = int(index) % len(self)
-        part = int(np.searchsorted(self._starts, index, side="right")) - 1
-        return self.parts[part][index - int(self._starts[part])]
+        return self._joined[int(index)]
 
     def drawn(self, draws: NDArray[np.int64], seed: int) -> NDArray[np.int64]:
         """Return the index of the sample that is drawn as number `draws[i]` of the endless order; shape `(draws,)`."""
@@ -105,19 +98,9 @@ class Mixture(Sequence[Sample]):
             is_its = part_at == part
             mine = is_its[row, places]
             before = np.cumsum(is_its, axis=1)[row, places][mine] - 1  # of the same part in this block
-            indices[mine] = self._from_part(part, blocks[mine] * count + before, seed)
+            own = drawn(blocks[mine] * count + before, len(self.parts[part]), seed + (part + 1) * _APART)
+            indices[mine] = own + sum(map(len, self.parts[:part]))
         return indices
-
-    def _from_part(self, part: int, numbers: NDArray[np.int64], seed: int) -> NDArray[np.int64]:
-        """Return the indices of what is drawn from a part as its draws `numbers`."""
-        size = len(self.parts[part])
-        epochs, offsets = np.divmod(numbers, size)
-        indices = np.empty(len(numbers), dtype=np.int64)
-        for epoch in np.unique(epochs).tolist():
-            mask = epochs == epoch
-            order: Permutation = self._permutation(size, seed + (part + 1) * _APART, epoch)
-            indices[mask] = order[offsets[mask]]
-        return indices + self._starts[part]
 
     def in_words(self) -> str:
         """Return how much of what is drawn comes from each part, and when it begins again."""

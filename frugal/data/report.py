@@ -1,9 +1,10 @@
 """A count of what reading the data met, and what is said of rows that are left out or make all of it useless."""
 
 from collections import Counter
-from collections.abc import Sequence
-from dataclasses import dataclass, field, fields
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field, fields, replace
 from itertools import chain
+from typing import Any
 
 from frugal.config.sample_lengths import TooLong
 from frugal.errors import RequestError
@@ -88,7 +89,10 @@ class BuildReport:
     def in_words(self) -> str:
         """Return the formats of a language model's rows, how its targets were found, and how many there are."""
         kinds = ", ".join(f"{plural(number, 'row')} of {kind}" for kind, number in self.formats.items())
-        kinds += self._running_text()
+        # Files became running text where their names do not say it or others did not.
+        running = [name for name in self.running if len(self.formats) > 1 or not name.endswith(_OF_TEXT)]
+        if running and "text" in self.formats:
+            kinds += f" (read as running text: {', '.join(running[:_SHOWN])}{' and others' * (len(running) > _SHOWN)})"
         share = 100 * self.targets / self.tokens
         words = f"{kinds} ({self.template})" if self.template else kinds
         words += f"; {self.targets:,} of {self.tokens:,} tokens are trained on ({share:.1f} %)"
@@ -99,19 +103,13 @@ class BuildReport:
             )
         return words
 
-    def _running_text(self) -> str:
-        """Return which files became running text, where their names do not say it or others did not."""
-        names = [name for name in self.running if len(self.formats) > 1 or not name.endswith(_OF_TEXT)]
-        more = " and others" if len(names) > _SHOWN else ""
-        return f" (read as running text: {', '.join(names[:_SHOWN])}{more})" if names and "text" in self.formats else ""
-
-    def refuse_bad_rows(self) -> None:
-        """Refuse rows that are not to be left out.
+    def refuse_rows(self, skip_bad_rows: bool, too_long: TooLong, seq_len: int) -> None:
+        """Refuse rows that are not to be left out, or of more than `seq_len` tokens and not to be cut.
 
         Raises:
             RequestError: there are some.
         """
-        if self.bad_rows:
+        if self.bad_rows and not skip_bad_rows:
             raise RequestError(
                 f"{plural(self.bad_rows, 'row')} of the data cannot be read",
                 because=[
@@ -120,7 +118,7 @@ class BuildReport:
                 ],
                 hint="repair them, or leave them out with --skip-bad-rows",
             )
-        if self.masked_rows:
+        if self.masked_rows and not skip_bad_rows:
             raise RequestError(
                 f"{plural(self.masked_rows, 'row')} of the data {'has' if self.masked_rows == 1 else 'have'} no token "
                 "to train on",
@@ -128,9 +126,7 @@ class BuildReport:
                 hint="leave them out with --skip-bad-rows, or train on every token with --train-on all",
             )
 
-    def refuse_too_long(self, seq_len: int) -> None:
-        """Refuse rows of more than `seq_len` tokens. Raises as `refuse_bad_rows`."""
-        if self.too_long_rows:
+        if self.too_long_rows and too_long == "error":
             tokens, where = self.longest
             raise RequestError(
                 f"{plural(self.too_long_rows, 'sample')} {'is' if self.too_long_rows == 1 else 'are'} longer than "
@@ -140,18 +136,18 @@ class BuildReport:
             )
 
 
+_JOINED: dict[type, Callable[[list[Any]], Any]] = {
+    int: sum,
+    tuple: max,
+    str: lambda texts: next(filter(None, texts), ""),
+    list: lambda lists: list(chain.from_iterable(lists))[:NAMED],
+    dict: lambda counts: dict(sum(map(Counter, counts), Counter())),
+}
+"""How values of several reports are joined, by their type."""
+
+
 def joined(reports: Sequence[BuildReport]) -> BuildReport:
     """Return the report of reading several sources."""
-    formats = sum((Counter(report.formats) for report in reports), Counter())
-    total = BuildReport(label_names=reports[-1].label_names, formats=dict(formats))
-    for each in fields(BuildReport):
-        values = [getattr(report, each.name) for report in reports]
-        if each.name in ("largest_token", "longest", "num_labels"):
-            setattr(total, each.name, max(values))
-        elif each.name in ("first_bad", "first_masked", "running"):
-            setattr(total, each.name, list(chain.from_iterable(values))[:NAMED])
-        elif each.name == "template":
-            total.template = next(filter(None, values), "")
-        elif isinstance(values[0], int):
-            setattr(total, each.name, sum(values))
-    return total
+    values = {each.name: [getattr(report, each.name) for report in reports] for each in fields(BuildReport)}
+    total = BuildReport(**{name: _JOINED[type(of_all[0])](of_all) for name, of_all in values.items()})
+    return replace(total, label_names=reports[-1].label_names, num_labels=max(values["num_labels"]))

@@ -2,14 +2,26 @@
 
 Parsing is msgspec's, the csv module's and pyarrow's. The readers of `datasets` are not used: they name no line of a bad
 row, give all rows the same fields (also those within messages), and read csv as pandas does, where "NA" is no text.
+
+`.gz`, `.bz2`, `.xz` and `.zst` hold one file, of the kind that the rest of the name says: `chats.jsonl.gz`. A `.zip` is
+read like a folder. Nothing is written to disk. zstd is pyarrow's: as other readers it reads all frames of a file, and a
+file that was cut off is an error.
 """
 
+import bz2
 import codecs
 import csv
+import gzip
 import io
-from collections.abc import Iterator, Mapping
+import lzma
+import zlib
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
+from os import fsencode
+from pathlib import Path, PurePosixPath
 from typing import IO, Any, AnyStr
+from zipfile import BadZipFile, ZipFile
 
 import msgspec
 import pyarrow as pa  # type: ignore[import-untyped]  # it has no type hints
@@ -18,12 +30,111 @@ import pyarrow.parquet as pq  # type: ignore[import-untyped]  # as above
 
 from frugal.config.hardware.local_host import available_bytes
 from frugal.config.run_settings import Format
-from frugal.data.data_file import DataFile
-from frugal.errors import RequestError, first_line
+from frugal.errors import RequestError, failure, first_line, refuse
 from frugal.units import GIB, format_bytes
+
+_KINDS = {
+    ".jsonl": "jsonl", ".jsonlines": "jsonl", ".ndjson": "jsonl", ".json": "json", ".csv": "csv", ".tsv": "tsv",
+    ".parquet": "parquet",
+}  # fmt: skip
+
+ARCHIVE = ".zip"
+
+
+def _zstd(file: IO[bytes]) -> Any:
+    return io.BufferedReader(pa.CompressedInputStream(pa.PythonFile(file, mode="r"), "zstd"))
+
+
+_READERS: dict[str, Callable[[Any], Any]] = {".gz": gzip.open, ".bz2": bz2.open, ".xz": lzma.open, ".zst": _zstd}
+
+SUFFIXES = frozenset((*_KINDS, *_READERS, ARCHIVE, ".txt"))
+"""Ends of names that only files with rows have."""
+
+
+@dataclass(frozen=True)
+class DataFile:
+    """A file with rows, by default of the kind that its name says.
+
+    Attributes:
+        path: of the file, or of the archive that it is in.
+        kind: `jsonl`, `json`, `csv`, `tsv`, `parquet`, `text`, or `source` for text that may not be UTF-8.
+        member: its name in the archive; empty for a file of its own.
+        address: of what `path` is a copy of; empty for a file that is none.
+    """
+
+    path: Path
+    kind: str = ""
+    member: str = ""
+    address: str = ""
+
+    def __post_init__(self) -> None:
+        if not self.kind:
+            name = PurePosixPath(self.member or self.path)
+            name = name if self._reader is None else name.with_suffix("")
+            object.__setattr__(self, "kind", _KINDS.get(name.suffix.lower(), "text"))
+
+    @property
+    def name(self) -> str:
+        """Its name as it can be printed and kept."""
+        return f"{self.address}/{self.member}".rstrip("/") if self.address else shown(self.path / self.member)
+
+    @property
+    def is_plain(self) -> bool:
+        """True if it can be read from any byte on."""
+        return not self.member and self._reader is None
+
+    @property
+    def _reader(self) -> Callable[[Any], Any] | None:
+        return _READERS.get(PurePosixPath(self.member or self.path).suffix.lower())
+
+    @contextmanager
+    def open(self) -> Iterator[io.BufferedReader]:
+        """Open the file; what is read is not compressed.
+
+        Raises:
+            RequestError: it is damaged.
+            OSError: it cannot be read.
+        """
+        try:
+            with ExitStack() as opened:
+                file: Any = opened.enter_context(self.path.open("rb"))
+                if self.member:
+                    file = opened.enter_context(opened.enter_context(ZipFile(file)).open(self.member))
+                if self._reader is not None:
+                    file = opened.enter_context(self._reader(file))
+                yield file
+        except (EOFError, zlib.error, lzma.LZMAError, BadZipFile, RuntimeError, KeyError, OSError) as error:
+            if isinstance(error, OSError) and error.errno is not None:
+                raise
+            raise RequestError(f"{self.name} cannot be decompressed", because=first_line(error)) from None
+
+
+def files_at(path: Path) -> list[DataFile]:
+    """Return the file at `path`, or those in an archive: sorted, without hidden ones, as in a folder.
+
+    Raises:
+        RequestError: it is no archive, or an empty one.
+    """
+    if path.suffix.lower() != ARCHIVE:
+        return [DataFile(path)]
+    with failure(f"the archive {shown(path)} cannot be read"), ZipFile(path) as archive:
+        names = [each.filename for each in archive.infolist() if not each.is_dir()]
+    visible = (name for name in names if not any(part.startswith((".", "__MACOSX")) for part in name.split("/")))
+    members = [DataFile(path, member=name) for name in sorted(visible)]
+    refuse((not members, f"the archive {shown(path)} is empty", "it has no file that is not hidden", None))
+    return members
+
+
+def shown(path: str | Path) -> str:
+    """Return a name as it can be printed and kept: bytes that are not UTF-8 as `\\xff`."""
+    return fsencode(path).decode("utf-8", "backslashreplace")
+
 
 DOCUMENT_BYTES = 1 << 16
 """A document of a text file has at least this many bytes, up to the end of a line."""
+
+
+_OWN_ROLES = ("text", "label", "source", "target")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -44,7 +155,7 @@ class Columns:
     @classmethod
     def of(cls, given: Mapping[str, str]) -> "Columns":
         """Return the columns that have these names, by their roles; the others have the usual ones."""
-        own = {role: name for role, name in given.items() if role in ("text", "label", "source", "target")}
+        own = {role: name for role, name in given.items() if role in _OWN_ROLES}
         return cls(**own, renamed={role: name for role, name in given.items() if role not in own})
 
     @property
@@ -54,17 +165,12 @@ class Columns:
 
     def options(self) -> dict[str, Any]:
         """Return them for a record of how samples are made."""
-        usual = {"text": self.text, "label": self.label, "source": self.source, "target": self.target}
-        return usual | dict(sorted(self.renamed.items()))
+        return {**{role: getattr(self, role) for role in _OWN_ROLES}, **dict(sorted(self.renamed.items()))}
 
     def needed(self, task: str) -> dict[str, str]:
         """Return role -> column for what the task reads."""
-        match task:
-            case "seq2seq":
-                return {"source": self.source, "target": self.target}
-            case "sequence-classification":
-                return {"text": self.text, "label": self.label}
-        return {"text": self.text}
+        roles = {"seq2seq": ("source", "target"), "sequence-classification": ("text", "label")}.get(task, ("text",))
+        return {role: getattr(self, role) for role in roles}
 
     def standard(self, row: Mapping[str, Any]) -> Mapping[str, Any]:
         """Return a row with the names that formats know."""
@@ -142,8 +248,6 @@ def read(file: DataFile, columns: Columns, begin: int = 0, end: int | None = Non
         return _read_csv(file, "\t" if file.kind == "tsv" else ",")
     if file.kind == "json":
         return _read_json(file)
-    if file.is_plain and end is None:
-        end = file.path.stat().st_size
     return _read_jsonl(file, begin, end) if file.kind == "jsonl" else _read_text(file, columns.text, begin, end)
 
 
@@ -166,10 +270,6 @@ _PART_OF_MEMORY = 256
 """A line may take this part of the free memory: what a tokenizer makes of it takes up to 165 times its bytes."""
 
 
-def _most_bytes() -> int:
-    return available_bytes() // _PART_OF_MEMORY
-
-
 def _read_line(file: IO[AnyStr], where: str, most: int) -> AnyStr:
     line = file.readline(most + 1)
     if len(line) > most:
@@ -186,7 +286,7 @@ def _lines(file: DataFile, begin: int, end: int | None, least_bytes: int) -> Ite
 
     Where the file is not read from its beginning, lines are counted from a byte that the name has.
     """
-    name, most, place, line = file.name, _most_bytes(), begin, 1
+    name, most, place, line = file.name, available_bytes() // _PART_OF_MEMORY, begin, 1
     with file.open() as opened:
         if begin:  # the line that begins before it is another part's
             opened.seek(begin - 1)
@@ -224,7 +324,7 @@ def _read_json(file: DataFile) -> Iterator[Row]:
     with file.open() as opened:
         is_array = opened.read(DOCUMENT_BYTES).removeprefix(codecs.BOM_UTF8).lstrip().startswith(b"[")
     if not is_array:
-        yield from _read_jsonl(file, 0, file.path.stat().st_size if file.is_plain else None)
+        yield from _read_jsonl(file, 0, None)
         return
     hint = f"write an object a line: jq -c '.[]' {file.name} > text.jsonl"
     data = _whole(file, "one array", hint).removeprefix(codecs.BOM_UTF8)
@@ -246,9 +346,7 @@ def _whole(file: DataFile, what: str, hint: str) -> bytes:
     Raises:
         RequestError: they would take more than a quarter of the free memory.
     """
-    most, size, data = available_bytes() // 4, file.path.stat().st_size, bytearray()
-    if not file.is_plain:
-        size = 0
+    most, size, data = available_bytes() // 4, file.path.stat().st_size if file.is_plain else 0, bytearray()
     with file.open() as opened:
         while size <= most and (part := opened.read(_PART_BYTES)):
             data += part
@@ -273,7 +371,7 @@ def _object(text: bytes) -> dict[str, Any] | BadRow:
 
 def _read_csv(file: DataFile, delimiter: str) -> Iterator[Row]:
     csv.field_size_limit(1 << 30)  # a text longer than csv's default of 128 KiB is no mistake
-    name, most = file.name, _most_bytes()
+    name, most = file.name, available_bytes() // _PART_OF_MEMORY
     with file.open() as opened:
         text = io.TextIOWrapper(opened, encoding="utf-8-sig", errors="surrogateescape", newline="")
         reader = csv.DictReader(iter(lambda: _read_line(text, name, most), ""), delimiter=delimiter)
@@ -340,9 +438,8 @@ def _expanded_bytes(column: Any) -> int:
 
 def _parquet(file: DataFile) -> Any:
     """Return what pyarrow opens: the path, or the bytes of what is compressed, since it reads the end first."""
-    if file.is_plain:
-        return file.path
-    return pa.BufferReader(_whole(file, "parquet", "decompress it first: parquet is compressed within"))
+    hint = "decompress it first: parquet is compressed within"
+    return file.path if file.is_plain else pa.BufferReader(_whole(file, "parquet", hint))
 
 
 def parquet_schema(file: DataFile) -> tuple[tuple[str, ...], int]:
@@ -351,12 +448,9 @@ def parquet_schema(file: DataFile) -> tuple[tuple[str, ...], int]:
     Raises:
         RequestError: it is no parquet file.
     """
-
-    try:
+    with failure(f"{file.name} is not a parquet file"):
         metadata = pq.read_metadata(_parquet(file))
         return tuple(metadata.schema.to_arrow_schema().names), int(metadata.num_row_groups)
-    except (pa.ArrowException, OSError) as error:
-        raise RequestError(f"{file.name} is not a parquet file", because=first_line(error)) from None
 
 
 def type_in_words(value: Any) -> str:

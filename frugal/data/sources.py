@@ -1,4 +1,10 @@
-"""Where rows come from: files, globs, folders, saved datasets, the hub, Python's own library, a user's function.
+"""Where rows come from: files, globs, folders, saved datasets, storages, the hub, Python's library, a user's function.
+
+Data at an address of a storage, such as `s3://bucket/corpus/*.jsonl`, is copied into the user's cache, then read. So
+samples are those of the same files on a disk, to the byte. `datasets` could read addresses, too, but gives all rows the
+same fields (`frugal.data.rows`), and refuses every storage where HF_HUB_OFFLINE keeps a cluster off the hub. A copy is
+of one version of a file, by what the storage says of it (size, time, ETag): another version is another copy, and the
+same is not fetched again. Copies are removed as tokenised data is: after 90 days without use, or beyond 200 GiB.
 
 `Provenance` records what samples were made of, so that a run that continues on other data can say what has changed.
 """
@@ -8,32 +14,42 @@ import glob
 import hashlib
 import logging
 import os
-import stat
 import sysconfig
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from functools import partial
 from itertools import chain, dropwhile
-from pathlib import Path
+from pathlib import Path, PurePosixPath
 from typing import Any, NoReturn, Self, TypeVar
 
-from frugal import files
-from frugal.data.data_file import SUFFIXES, DataFile, files_at, shown
-from frugal.data.fetched import OF_SAVED, fetch
-from frugal.data.rows import BadRow, Columns, Row, parquet_schema, read, type_in_words
-from frugal.errors import FrugalError, RequestError, failure, first_line
+import platformdirs
+
+from frugal import files, storages
+from frugal.data.rows import (
+    SUFFIXES,
+    BadRow,
+    Columns,
+    DataFile,
+    Row,
+    files_at,
+    parquet_schema,
+    read,
+    shown,
+    type_in_words,
+)
+from frugal.errors import RequestError, failure, refuse
 from frugal.models import factories
-from frugal.storages import is_address
-from frugal.units import plural
+from frugal.units import GIB, plural
 
 logger = logging.getLogger("frugal")
 
 STDLIB = "stdlib"
 
 MAX_THREADS = 8  # that read files for their hashes
+
+_OF_SAVED = ("state.json", "dataset_dict.json")  # a dataset that `datasets` saved has one of these files
 
 
 @dataclass(frozen=True)
@@ -70,17 +86,15 @@ def find_sources(names: Sequence[str]) -> list[DocumentSource]:
 
 def find_named(names: Sequence[str], *, from_hub: bool = True) -> list[list[DataFile | DocumentSource]]:
     """Return what each name stands for: files, which are not read, or other sources. Raises as `find_sources`."""
-    if not names:
-        raise RequestError("no data was given", hint=f"pass --data PATH, or --data {STDLIB} for Python's own library")
+    refuse((not names, "no data was given", "", f"pass --data PATH, or --data {STDLIB} for Python's own library"))
     listed = [_listed(name) for name in names]
     every = list(chain.from_iterable(listed))
-    of_name = dict(zip(every, all_or_problems([_or_problem(_find, each, from_hub) for each in every]), strict=True))
-    named = [list(chain.from_iterable(map(of_name.__getitem__, part))) for part in listed]
-    files_named = (each for each in chain.from_iterable(named) if isinstance(each, DataFile))
-    times = Counter(each.path.resolve() / each.member for each in files_named)
+    found = dict(zip(every, all_or_problems([_or_problem(_find, each, from_hub) for each in every]), strict=True))
+    named = [list(chain.from_iterable(map(found.__getitem__, part))) for part in listed]
+    flat = chain.from_iterable(named)
+    times = Counter(each.path.resolve() / each.member for each in flat if isinstance(each, DataFile))
     if repeated := [path for path, number in times.items() if number > 1]:
-        said = "1 file is" if len(repeated) == 1 else f"{len(repeated)} files are"
-        logger.warning("%s named several times, such as %s: each is read as often as named", said, shown(repeated[0]))
+        logger.warning("named several times, and read as often: %s", names_of([*map(shown, repeated)]))
     return named
 
 
@@ -88,12 +102,15 @@ Result = TypeVar("Result")
 _MOST_SAID = 10
 
 
-def _or_problem(function: Callable[..., Result], *arguments: Any) -> Result | RequestError:
-    """Return the result of a function, or why there is none."""
+def _or_problem(function: Callable[..., Result], source: Any, *more: Any) -> Result | RequestError:
+    """Return the result of a function of a source, or why there is none."""
     try:
-        return function(*arguments)
+        return function(source, *more)
     except RequestError as error:
         return error
+    except OSError as error:
+        name = source.name if isinstance(source, DataFile) else shown(source)
+        return RequestError(f"cannot read {name}", because=error.strerror or str(error))
 
 
 def all_or_problems(results: Iterable[Result | RequestError]) -> list[Result]:
@@ -126,63 +143,64 @@ def _listed(source: str) -> list[str]:
     """Return the names in the file that `@FILE` stands for, or the name itself."""
     if not source.startswith("@"):
         return [source]
-    try:
+    with failure(f"cannot read the list of data {shown(source[1:])}", of=OSError):
         lines = files.read_regular(Path(source[1:]).expanduser()).removeprefix(codecs.BOM_UTF8).splitlines()
-    except OSError as error:
-        raise RequestError(f"cannot read the list of data {shown(source[1:])}", because=str(error.strerror)) from None
     names = [os.fsdecode(line.strip()) for line in lines if line.strip()]
-    if not names or any("\0" in name or name.startswith("@") for name in names):
-        raise RequestError(
-            f"{shown(source[1:])} is no list of data",
-            because="it is empty" if not names else "a line is no name of a file",
-            hint="write one file, glob or folder a line",
-        )
+    refuse((
+        not names or any("\0" in name or name.startswith("@") for name in names),
+        f"{shown(source[1:])} is no list of data",
+        "a line is no name of a file" if names else "it is empty",
+        "write one file, glob or folder a line",
+    ))  # fmt: skip
     return names
 
 
 def _find(source: str, from_hub: bool) -> list[DataFile | DocumentSource]:
-    try:
-        return _find_path(source, Path(source).expanduser(), from_hub)
-    except OSError as error:
-        raise RequestError(f"cannot read {shown(source)}", because=str(error.strerror)) from None
-
-
-def _find_path(source: str, path: Path, from_hub: bool) -> list[DataFile | DocumentSource]:
-    if is_address(source):
+    path = Path(source).expanduser()
+    if storages.is_address(source):
         copies = fetch(source)
         if copies is None:
             return [_saved(source)]
         return [replace(each, address=name) for name, copy in copies.items() for each in files_at(copy)]
     if source == STDLIB and not path.exists():
-        return [DataFile(module, "source") for module in _stdlib_modules()]
+        root = Path(sysconfig.get_path("stdlib"))
+        left_out = {
+            "site-packages",
+            "dist-packages",
+            "test",
+            "tests",
+            "idle_test",
+            "__pycache__",
+        }  # not on all machines
+        modules = (each for each in root.rglob("*.py") if not left_out.intersection(each.relative_to(root).parts))
+        return [DataFile(module, "source") for module in sorted(modules)]
     if path.is_file():
         if path.is_relative_to("/dev") or path.is_relative_to("/proc"):
             raise _not_a_file(source, "this process's own")
         return [*files_at(path)]
     if path.is_dir():
-        if any((path / name).exists() for name in OF_SAVED):
+        if any((path / name).exists() for name in _OF_SAVED):
             return [_saved(str(path))]
-        within = _each_once(source, _inside(path))
-        if not within:
-            raise RequestError(f"the folder {source} is empty", because="it has no file that is not hidden")
+        below = _folders(str(path), set(), follows_links=False)
+        inside = (Path(entry) for folder in below for entry in os.scandir(folder) if not entry.name.startswith("."))
+        within = _each_once(source, inside)
+        refuse((not within, f"the folder {source} is empty", "it has no file that is not hidden", None))
         return _each_file(within)
     if path.exists():
         raise _not_a_file(source, "a device" if path.is_char_device() or path.is_block_device() else "a pipe or socket")
     if glob.has_magic(source):
         matches = _each_once(source, map(Path, set(_matches(str(path)))))
-        if not matches:
-            raise RequestError(f"no file matches {source}", because=f"it was looked for from {Path.cwd()}")
+        refuse((not matches, f"no file matches {source}", f"it was looked for from {Path.cwd()}", None))
         return _each_file(matches)
     if source.rpartition(":")[0].endswith(".py"):
         return [_user_function(source)]
-    if source.startswith((".", "/", "~")) or source.count("/") > 1 or path.suffix in SUFFIXES:
-        raise RequestError(f"there is no data at {shown(source)}", because="no such file or folder")
-    if not from_hub:
-        raise RequestError(
-            f"there is no data to stream at {source}",
-            because="no such file or folder, and --stream reads no data set of the hub itself",
-            hint="name a function that returns load_dataset(..., streaming=True): --data file.py:function",
-        )
+    is_path = source.startswith((".", "/", "~")) or source.count("/") > 1 or path.suffix in SUFFIXES
+    refuse(
+        (is_path, f"there is no data at {shown(source)}", "no such file or folder", None),
+        (not from_hub, f"there is no data to stream at {source}",
+         "no such file or folder, and --stream reads no data set of the hub itself",
+         "name a function that returns load_dataset(..., streaming=True): --data file.py:function"),
+    )  # fmt: skip
     return [_hub_dataset(source)]
 
 
@@ -237,11 +255,9 @@ def _fail(error: OSError) -> NoReturn:
 def _each_once(source: str, paths: Iterable[Path]) -> list[Path]:
     """Return the regular files among `paths`, sorted, each under one name: not that of a link, if it has another."""
     by_file: dict[tuple[int, int], list[Path]] = {}
-    for path in paths:
-        with suppress(OSError):  # a link that leads nowhere
-            status = path.stat()
-            if stat.S_ISREG(status.st_mode):
-                by_file.setdefault((status.st_dev, status.st_ino), []).append(path)
+    for path in filter(Path.is_file, paths):  # which no link is that leads nowhere
+        status = path.stat()
+        by_file.setdefault((status.st_dev, status.st_ino), []).append(path)
     same = [sorted(names, key=lambda path: (path.is_symlink(), path)) for names in by_file.values()]
     repeated = [names for names in same if len(names) > 1]
     if repeated:
@@ -252,25 +268,52 @@ def _each_once(source: str, paths: Iterable[Path]) -> list[Path]:
     return sorted(names[0] for names in same)
 
 
-def _inside(folder: Path) -> list[Path]:
-    """Return what is in a folder and below it that is not hidden, without what links to folders lead to.
+def fetch(address: str) -> dict[str, Path] | None:
+    """Return the copy of each file at an address, below it, or that matches it, by the file's address; sorted.
+
+    None if that is a dataset that `datasets` saved, which reads it itself.
 
     Raises:
-        OSError: a folder cannot be read.
+        RequestError: the storage has no such file, or cannot be read.
     """
-    below = _folders(str(folder), set(), follows_links=False)
-    return [Path(entry) for each in below for entry in os.scandir(each) if not entry.name.startswith(".")]
+    storages.check("--data", address)
+    from fsspec.core import url_to_fs  # type: ignore[import-untyped]  # it has no type hints
+
+    try:
+        fs, path = url_to_fs(address)
+        matches = (fs.glob if glob.has_magic(path) else fs.find)(path, detail=True).items()
+        names = sorted(name for name, info in matches if info["type"] == "file" and "/." not in name.removeprefix(path))
+        if any(name.endswith(_OF_SAVED) for name in names):
+            return None
+        if not names:
+            raise FileNotFoundError("no file of the storage, that is not hidden, has this name or is below it")
+        return {fs.unstrip_protocol(name): _copy(fs, name) for name in names}
+    except Exception as error:  # a storage's library may raise anything
+        raise RequestError(
+            f"cannot read the data {address}", because=storages.explained(error),
+            hint="the storage's library finds credentials and endpoint itself, such as AWS_ACCESS_KEY_ID, "
+            "AWS_SECRET_ACCESS_KEY and AWS_ENDPOINT_URL of S3",
+        ) from None  # fmt: skip
+
+
+def _copy(fs: Any, name: str) -> Path:
+    version = hashlib.sha256(f"{fs.unstrip_protocol(name)} {fs.ukey(name)}".encode()).hexdigest()
+    copy = platformdirs.user_cache_path("frugal") / "fetched" / version / PurePosixPath(name).name
+    if not copy.exists():
+        copy.parent.mkdir(parents=True, exist_ok=True)
+        with fs.open(name, "rb") as file:
+            files.write_file(copy, iter(partial(file.read, 1 << 20), b""))
+    files.touch(copy.parent)
+    files.prune(copy.parents[1], 200 * GIB)
+    return copy
 
 
 def _hashed(each: DataFile | DocumentSource) -> DocumentSource:
     if isinstance(each, DocumentSource):
         return each
-    try:
-        with each.open() as file:  # of what it holds: compressed or not, the samples are the same
-            digest = hashlib.file_digest(file, "blake2b").hexdigest()
-        columns = parquet_schema(each)[0] if each.kind == "parquet" else None
-    except OSError as error:
-        raise RequestError(f"cannot read {each.name}", because=str(error.strerror)) from None
+    with each.open() as file:  # of what it holds: compressed or not, the samples are the same
+        digest = hashlib.file_digest(file, "blake2b").hexdigest()
+    columns = parquet_schema(each)[0] if each.kind == "parquet" else None
     return DocumentSource(each.name, f"{each.kind}:{digest}", partial(read, each), columns)
 
 
@@ -283,15 +326,10 @@ def _user_function(source: str) -> DocumentSource:
     code = Path(source.rpartition(":")[0]).expanduser().read_bytes()
 
     def rows(columns: Columns) -> Iterator[Row]:
-        number = 0
-        try:
+        with failure(f"{source} failed"):
             for number, row in enumerate(make(), 1):
                 is_row = isinstance(row, dict)
                 yield f"{source}:row {number}", row if is_row else BadRow(f"{type_in_words(row)}, not an object")
-        except (FrugalError, GeneratorExit):
-            raise
-        except Exception as error:  # a user's code may raise anything
-            raise RequestError(f"{source} failed after {number} rows", because=first_line(error)) from None
 
     return DocumentSource(source, f"stream:{hashlib.blake2b(code + source.encode()).hexdigest()}", rows, make=make)
 
@@ -308,27 +346,15 @@ def rows_of(source: DocumentSource) -> Any:
             return made if hasattr(made, "__len__") and hasattr(made, "__getitem__") else list(made)
     rows = list(source.rows(Columns()))
     bad = [f"{where}: {row.reason}" for where, row in rows if isinstance(row, BadRow)]
-    if bad:
-        raise RequestError(
-            f"{source.name} has rows that cannot be read", because="; ".join(bad[:_SHOWN]), hint="repair them"
-        )
+    refuse((bad, f"{source.name} has rows that cannot be read", "; ".join(bad[:_SHOWN]), "repair them"))
     return [row for _, row in rows]
-
-
-def _stdlib_modules() -> list[Path]:
-    """Return the sources of the running Python's library, without its tests, which not every distribution has."""
-    root = Path(sysconfig.get_path("stdlib"))
-    left_out = {"site-packages", "dist-packages", "test", "tests", "idle_test", "__pycache__"}
-    return sorted(path for path in root.rglob("*.py") if not left_out.intersection(path.relative_to(root).parts))
 
 
 def _saved(source: str) -> DocumentSource:
     import datasets
 
-    try:
+    with failure(f"the dataset {source} cannot be opened"):  # a damaged dataset fails in many ways
         loaded = datasets.load_from_disk(source)
-    except Exception as error:  # a damaged dataset fails in many ways
-        raise RequestError(f"the dataset {source} cannot be opened", because=first_line(error)) from None
     if isinstance(loaded, datasets.DatasetDict):
         if "train" not in loaded:
             raise RequestError(
@@ -359,10 +385,8 @@ def _hub_dataset(source: str) -> DocumentSource:
 
 def _dataset(name: str, dataset: Any) -> DocumentSource:
     def rows(columns: Columns) -> Iterator[Row]:
-        try:
+        with failure(f"the dataset {name} is damaged"):
             dataset.data.validate(full=True)  # lengths beyond the file would be read from other memory
-        except (ValueError, OSError) as error:  # pyarrow's own are these
-            raise RequestError(f"the dataset {name} is damaged", because=first_line(error)) from None
         for number, row in enumerate(dataset, 1):
             yield f"{name}:row {number}", row
 
@@ -430,15 +454,13 @@ class Provenance:
             if name in self.options and after != before:
                 is_hash = name in ("tokenizer", "template")
                 lines.append(f"{word} is another one" if is_hash else f"{word} was {before}, is {after}")
-        if not self.files or not now.files:
-            pass  # more than MOST_FILES
-        elif self.files != now.files:
+        if self.files and now.files:  # else there are more than MOST_FILES
             other = [name for name, digest in self.files.items() if now.files.get(name, digest) != digest]
             gone, new = self.files.keys() - now.files, now.files.keys() - self.files
             kinds = {"other content": other, "gone": gone, "new": new}
             lines += [f"{kind}: {names_of(sorted(names))}" for kind, names in kinds.items() if names]
-        elif list(self.files) != list(now.files):
-            lines.append("its files are in another order")
+            if self.files == now.files and [*self.files] != [*now.files]:
+                lines.append("its files are in another order")
         counts = [f"{one.documents:,} documents, {one.samples:,} samples, {one.tokens:,} tokens" for one in (self, now)]
         if counts[0] != counts[1]:
             lines.append(f"it had {counts[0]}, now it has {counts[1]}")

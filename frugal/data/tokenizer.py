@@ -12,7 +12,6 @@ from numpy.typing import NDArray
 
 from frugal.errors import RequestError, first_line
 from frugal.models import factories
-from frugal.models.spec import ModelSpec
 
 BYTE = "byte"
 _SPECIAL = ("<pad>", "<eos>", "<bos>", "<mask>")  # ids 0 to 3; byte b has the id b + 4
@@ -43,30 +42,6 @@ def load_tokenizer(reference: str = BYTE) -> Any:
             because=first_line(error) if is_folder else factories.why_hub_failed(error),
             hint="`byte` needs no download",
         ) from None
-
-
-def load_for(spec: ModelSpec, asked: str | None) -> tuple[Any, str]:
-    """Return the tokenizer to train `spec` with, and its name in words: the one asked for, or the model's own.
-
-    Only random weights are trained on bytes unasked: a pretrained model knows its own tokens alone.
-
-    Raises:
-        RequestError: as `load_tokenizer`; or a pretrained model has none.
-    """
-    if asked is None and spec.own_tokenizer is None and spec.weights is not None:
-        raise RequestError(
-            f"{spec.reference} has pretrained weights, and no tokenizer",
-            because="its weights know the tokens that they were trained on, and no others",
-            hint="put its tokenizer's files into the folder, or name one: --tokenizer NAME, or --tokenizer byte",
-        )
-    reference = asked or spec.own_tokenizer or BYTE
-    tokenizer = load_tokenizer(reference)
-    own = load_tokenizer(spec.own_tokenizer) if spec.own_tokenizer not in (None, reference) else None
-    if own is not None and fingerprint(own) != fingerprint(tokenizer):
-        return tokenizer, f"tokens of {reference}, not the model's own"
-    if reference == BYTE:
-        return tokenizer, "tokens are bytes"
-    return tokenizer, f"{len(tokenizer)} tokens of {reference}"
 
 
 @functools.cache

@@ -2,10 +2,8 @@
 
 import contextlib
 import os
-import signal
 import subprocess
 import sys
-import time
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -54,17 +52,26 @@ def replaced_by_a_pipe(path: Path) -> None:
 
 
 def deep(folder: Path) -> None:
-    (folder / cache.RECORD).write_bytes(b"[" * 200_000)
+    (folder / cache.CHECKSUMS).write_bytes(b"[" * 200_000)
 
 
 DAMAGE: dict[str, tuple[Callable[[Path], None], str]] = {
     "another token": (lambda folder: another_token(folder / "train.arrow"), "train.arrow has other bytes than it had"),
-    "half of a file": (lambda folder: os.truncate(folder / "train.arrow", 1000), "train.arrow has 1,000 of "),
+    "half of a file": (
+        lambda folder: os.truncate(folder / "train.arrow", 1000),
+        "train.arrow has other bytes than it had",
+    ),
     "a file is gone": (lambda folder: (folder / "validation.arrow").unlink(), "validation.arrow cannot be read"),
-    "a file is a pipe": (lambda folder: replaced_by_a_pipe(folder / "train.arrow"), "train.arrow has 0 of "),
-    "a bit of the report": (lambda folder: turned(folder / cache.RECORD, 0.5), cache.RECORD),
-    "no report": (lambda folder: (folder / cache.RECORD).unlink(), cache.RECORD),
-    "the report is deep": (deep, cache.RECORD),
+    "a file is a pipe": (
+        lambda folder: replaced_by_a_pipe(folder / "train.arrow"),
+        "train.arrow cannot be read: it is a named pipe",
+    ),
+    "a bit of the report": (lambda folder: turned(folder / cache.REPORT, 0.5), cache.REPORT),
+    "a bit of the checksums": (lambda folder: turned(folder / cache.CHECKSUMS, 0.5), ""),
+    "a name in the checksums": (lambda folder: turned(folder / cache.CHECKSUMS, 0.02), cache.REPORT),
+    "no report": (lambda folder: (folder / cache.REPORT).unlink(), cache.REPORT),
+    "no checksums": (lambda folder: (folder / cache.CHECKSUMS).unlink(), cache.CHECKSUMS),
+    "the checksums are deep": (deep, cache.CHECKSUMS),
 }
 
 
@@ -104,7 +111,7 @@ from frugal.data.store import cache
 
 def write(folder):
     (folder / "train.arrow").write_bytes(bytes(1000))
-    print(folder.name, flush=True)
+    print(folder.parent.name, flush=True)
     time.sleep(1000)
 
 cache.read_or_build(Path(sys.argv[1]), write)
@@ -113,44 +120,35 @@ cache.read_or_build(Path(sys.argv[1]), write)
 
 @contextlib.contextmanager
 def building(folder: Path) -> Iterator[tuple["subprocess.Popen[str]", Path]]:
-    """A process in the middle of making an entry, and the folder that it fills, as if it had been at it for a while."""
+    """A process in the middle of making an entry, and the temporary folder that it fills."""
     command = [sys.executable, "-c", BUILDER, str(folder)]
     with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as process:
         try:
             assert process.stdout is not None
-            unfinished = folder.parent / process.stdout.readline().strip()
-            before = time.time() - 10_000
-            for path in (*unfinished.iterdir(), unfinished):
-                os.utime(path, (before, before))
-            yield process, unfinished
+            yield process, folder.parent / process.stdout.readline().strip()
         finally:
             process.kill()
 
 
 def test_what_a_killed_builder_leaves_is_not_taken_for_whole_and_is_removed(stored: Path, load: Load) -> None:
     with building(stored.with_name("other")) as (process, unfinished):
-        os.utime(unfinished)
         load("a.jsonl")
-        assert unfinished.exists()  # it may be at work
-        process.send_signal(signal.SIGKILL)
+        assert unfinished.exists()  # it is at work
+        process.kill()
         process.wait(WAIT_SECONDS)
         with pytest.raises(FileNotFoundError):
             cache.read(stored.with_name("other"))
-        os.utime(unfinished, (1, 1))
         load("a.jsonl", seq_len=32)
         assert not unfinished.exists()
 
 
-def test_another_builder_is_waited_for_and_that_is_said(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_another_builder_is_waited_for_and_that_is_said(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     def write(folder: Path) -> BuildReport:
         (folder / "train.arrow").write_bytes(b"x")
         return BuildReport(documents=1)
 
     entry = tmp_path / "entry"
     with building(entry) as (process, _), ThreadPoolExecutor(1) as pool:
-        monkeypatch.setattr(cache, "_NOTICE_SECONDS", 0.0)
         waiting = pool.submit(cache.read_or_build, entry, write)
         with pytest.raises(TimeoutError):
             waiting.result(0.3)
@@ -164,12 +162,9 @@ def test_a_full_disk_is_said_with_numbers_and_nothing_is_left(load: Load, tmp_pa
     write_jsonl(tmp_path / "a.jsonl", [{"text": "word " * 50}] * 2000)
     with small_disk(tmp_path / "small", "600k") as disk:
         said = refusal(lambda: load("a.jsonl", cache_dir=disk / "data"))
-        assert said.startswith(
-            f"the tokenised data does not fit on the disk of {disk}/data\n  because No space left on"
-        )
-        assert (
-            " after 0.6 MiB; 0.6 MiB were free\n" in said and "set XDG_CACHE_HOME to a folder on another disk" in said
-        )
+        assert said.startswith(f"the tokenised data cannot be written\n  because {disk}/data: ")
+        assert f"No space left on device (0.6 MiB of 0.6 MiB are free at {disk})" in said
+        assert said.endswith(f"hint: make room at {disk}, or set XDG_CACHE_HOME to a folder on another disk")
         assert list((disk / "data").iterdir()) == []
 
 
@@ -185,7 +180,7 @@ def test_a_cache_folder_that_cannot_be_written_to_is_refused(tmp_path: Path, mon
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "file"))
     assert said() == (
         f"the tokenised data cannot be written\n  because {tmp_path}/file/frugal/data: Not a directory\n\n"
-        "hint: set XDG_CACHE_HOME to a folder that can be written to"
+        "hint: see to it that it can be written, or set XDG_CACHE_HOME to a folder on another disk"
     )
     monkeypatch.delenv("XDG_CACHE_HOME")
     monkeypatch.delenv("HOME")
@@ -201,5 +196,5 @@ def test_what_is_damaged_on_a_disk_that_cannot_be_written_to_is_refused(load: Lo
         turned(entry / "train.arrow", 0.5)
         subprocess.run(["mount", "-o", "remount,ro", str(disk)], check=True)
         assert refusal(lambda: load("a.jsonl", cache_dir=disk)).startswith(
-            f"the tokenised data cannot be written\n  because {disk}: Read-only file system\n"
+            f"the tokenised data cannot be written\n  because {entry.with_name(f'.{entry.name}.lock')}: Read-only file"
         )

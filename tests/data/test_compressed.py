@@ -122,7 +122,7 @@ def test_archives_that_cannot_be_read_are_named(load: Load, tmp_path: Path) -> N
     for begin in (data.index(b"PK\x03\x04") + 6, data.index(b"PK\x01\x02") + 8):
         data[begin] |= 1  # encrypted
     (tmp_path / "c.zip").write_bytes(data)
-    assert refusal(lambda: load("a.zip")).startswith("a.zip is no zip archive\n")
+    assert refusal(lambda: load("a.zip")).startswith("the archive a.zip cannot be read\n")
     assert refusal(lambda: load("b.zip")) == "the archive b.zip is empty\n  because it has no file that is not hidden"
     assert refusal(lambda: load("c.zip")).startswith("c.zip/a.txt cannot be decompressed\n") and "password" in refusal(
         lambda: load("c.zip")
@@ -141,7 +141,8 @@ def test_all_problems_of_a_folder_come_in_one_error(load: Load, tmp_path: Path) 
         "  because d/c.jsonl has no column `text` (its columns are number, words)\n"
         "  because d/a.jsonl:2: `text` is a number, not text\n"
         "\n"
-        "hint: choose one, such as --columns text=body"
+        "hint: if another one has it: --columns text=NAME, or of a question and its answer: --columns "
+        "prompt=NAME,response=NAME"
     )
     for number in range(3):
         (tmp_path / f"d/{number}.txt.gz").write_bytes(b"plain")

@@ -3,7 +3,6 @@
 import codecs
 import os
 import random
-from concurrent.futures import ThreadPoolExecutor
 from itertools import islice, pairwise
 from pathlib import Path
 from typing import Any
@@ -218,12 +217,3 @@ def test_the_same_data_is_tokenised_once_and_any_other_is_another_corpus(
     made = [first, *(load("a.jsonl", **options) for options in ({"seq_len": 32}, {"limit": 2}, {"tokenizer": other}))]
     write_jsonl(tmp_path / "a.jsonl", [*ROWS, {"text": "more"}])
     assert len({corpus.provenance.fingerprint for corpus in [*made, load("a.jsonl")]}) == 5
-
-
-def test_ranks_that_prepare_the_same_data_at_once_do_not_disturb_each_other(load: Load, tmp_path: Path) -> None:
-    write_jsonl(tmp_path / "a.jsonl", [{"text": "word " * 50}] * 2000)
-    byte_tokenizer()  # threads, unlike ranks, would import transformers at the same time
-    with ThreadPoolExecutor(4) as pool:
-        corpora = list(pool.map(lambda _: load("a.jsonl"), range(4)))
-    assert len({(corpus.provenance.fingerprint, int(corpus.train.lengths.sum())) for corpus in corpora}) == 1
-    assert len(list((tmp_path / "cache").iterdir())) == 1

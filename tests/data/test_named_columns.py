@@ -56,37 +56,6 @@ def test_prompt_and_response_are_known_by_their_usual_names_too_unless_the_rows_
     assert list(formats.values()) == ["prompt-response", "text", "prompt-completion", "text"]
 
 
-@pytest.mark.parametrize(
-    ("row", "task", "hint"),
-    [
-        ({"id": "17", "date": "2026-01-02", "body": "some words"}, "causal-lm", "text=body"),
-        (
-            {"id": 17, "q": "some words?", "a": "some more words", "lang": "en"},
-            "causal-lm",
-            "text=a; a question and its answer: --columns prompt=q,response=a",
-        ),
-        ({"words": "some words", "stars": 4}, "sequence-classification", "text=words"),
-        ({"n": 1, "de": "ein Satz", "fr": "une phrase"}, "seq2seq", "source=fr"),
-    ],
-)
-def test_a_missing_column_is_answered_with_those_that_have_text(
-    row: dict[str, Any], task: str, hint: str, load: Load, tmp_path: Path
-) -> None:
-    write_jsonl(tmp_path / "a.jsonl", [row] * 3)
-    assert refusal(lambda: load("a.jsonl", task=task)).endswith(f"such as --columns {hint}")
-
-
-def test_a_column_of_messages_is_answered_with_what_makes_it_a_chat(load: Load, tmp_path: Path) -> None:
-    write_jsonl(tmp_path / "a.jsonl", [{"id": "a row", "turns": OWN}])
-    said = refusal(lambda: load("a.jsonl"))
-    assert said.endswith("hint: if they are chats: --columns messages=turns,role=who,content=said")
-
-
-def test_rows_of_numbers_alone_are_answered_with_no_column(load: Load, tmp_path: Path) -> None:
-    write_jsonl(tmp_path / "a.jsonl", [{"id": 17, "score": "0.5"}])
-    assert refusal(lambda: load("a.jsonl")) == "a.jsonl has no column `text`\n  because its columns are id, score"
-
-
 def test_a_named_column_that_is_not_there_or_not_read_is_refused(load_rows: Any) -> None:  # noqa: F811
     said = refusal(lambda: load_rows({"q": "x", "reply": "y"}, columns=columns("prompt=question,response=reply")))
     assert said.startswith("a.jsonl has no column `question`\n  because its columns are q, reply\n")

@@ -174,7 +174,7 @@ def test_record_of_tokenised_data(number: int, tmp_path: Path) -> None:
 
     entry = tmp_path / "entry"
     cache.read_or_build(entry, write)
-    good = (entry / cache.RECORD).read_bytes()
+    good = (entry / cache.CHECKSUMS).read_bytes()
 
     def use(path: Path) -> None:
         try:
@@ -183,7 +183,7 @@ def test_record_of_tokenised_data(number: int, tmp_path: Path) -> None:
             raise FrugalError(str(error)) from None
 
     texts = (*bytes_like(good, number // 2), *json_like(msgspec.json.decode(good), number // 2))
-    survives(use, entry / cache.RECORD, iter(texts), refused=number // 2)
+    survives(use, entry / cache.CHECKSUMS, iter(texts), refused=number // 2)
 
 
 @SOME

@@ -98,49 +98,41 @@ def recognised(columns: Sequence[str], named: Columns, source: str, asked: Forma
     Raises:
         RequestError: they fit several, or not the one asked for, or a column was named that the format does not have.
     """
-    its_format = _recognised(columns, named, source, asked)
-    there = {role: name for role, name in named.renamed.items() if name in columns and role in RENAMED_COLUMNS}
-    unread = [role for role in there if its_format is not None and role not in _READ[its_format]]
-    if unread:
-        raise RequestError(
-            f"--columns {unread[0]}={there[unread[0]]} says nothing of the rows of {source}",
-            because=f"read as {its_format}, they have {', '.join(_READ[its_format or 'text']) or 'one column'}",
-            hint="of a question and its answer name prompt= and response=, and system= if there is one",
-        )
-    return its_format
-
-
-def _recognised(columns: Sequence[str], named: Columns, source: str, asked: Format | None) -> Format | None:
     here = named.standard(dict.fromkeys(columns))
+    its_columns = ", ".join(str(column) for column in columns if column is not None) or "none"
+    fitting: list[Format]
     if asked is not None:
-        missing = [column for column in NEEDED.get(asked, (named.text,)) if column not in here]
-        if missing and asked != "text":  # for text there is a flag that names the column
+        missing = [column for column in NEEDED.get(asked, ()) if column not in here]
+        if missing:
             raise RequestError(
                 f"{source} has no column `{named.renamed.get(missing[0], missing[0])}`",
-                because=[f"--format {asked} reads {' and '.join(NEEDED[asked])}", f"its columns are {_list(columns)}"],
+                because=[f"--format {asked} reads {' and '.join(NEEDED[asked])}", f"its columns are {its_columns}"],
                 hint=f"if another one has it: --columns {missing[0]}=NAME",
             )
-        return asked
-    if named.text != "text" and named.text in columns:  # it was asked for
-        return "text"
-    fitting = [name for name, needed in NEEDED.items() if set(needed) <= here.keys()]
-    if meant := [name for name in fitting if named.renamed.keys() & NEEDED[name]]:
-        fitting = meant
+        fitting = [asked]
+    elif named.text != "text" and named.text in columns:  # it was asked for
+        fitting = ["text"]
     else:
-        fitting += ["text"] * (named.text in columns)
-    if len(fitting) > 1:  # many rows with these two have text for other formats
-        fitting = [name for name in fitting if name != "prompt-response"]
+        fitting = [name for name, needed in NEEDED.items() if set(needed) <= here.keys()]
+        meant = [name for name in fitting if named.renamed.keys() & NEEDED[name]]
+        fitting = meant or (fitting + ["text"] * (named.text in columns))
+        if len(fitting) > 1:  # many rows with these two have text for other formats
+            fitting = [name for name in fitting if name != "prompt-response"]
     if len(fitting) > 1:
         raise RequestError(
             f"the rows of {source} fit several formats: {', '.join(fitting)}",
-            because=f"their columns are {_list(columns)}",
+            because=f"their columns are {its_columns}",
             hint=f"say which one to train on, such as --format {fitting[0]}",
         )
+    read_here = _READ[fitting[0]] if fitting else RENAMED_COLUMNS
+    for role, name in named.renamed.items():
+        if name in columns and role in RENAMED_COLUMNS and role not in read_here:
+            raise RequestError(
+                f"--columns {role}={name} says nothing of the rows of {source}",
+                because=f"read as {fitting[0]}, they have {', '.join(read_here) or 'one column'}",
+                hint="of a question and its answer name prompt= and response=, and system= if there is one",
+            )
     return fitting[0] if fitting else None
-
-
-def _list(columns: Sequence[str]) -> str:
-    return ", ".join(str(column) for column in columns if column is not None) or "none"
 
 
 def read(row: Mapping[str, Any], kind: Format) -> Whole | BadRow:
@@ -349,8 +341,9 @@ def _integers(row: Mapping[str, Any], column: str, length: int | None = None) ->
 
 def why_masked(row: Whole) -> str:
     """Return why a row has no token to train on."""
-    if isinstance(row, TokenIds):
-        return "every label is -100" if len(row.ids) > 1 else "it is one token"
-    if isinstance(row, Prompted):
-        return "its completion has no token"
+    match row:
+        case TokenIds():
+            return "every label is -100" if len(row.ids) > 1 else "it is one token"
+        case Prompted():
+            return "its completion has no token"
     return "no turn of the assistant" if not row.trained else "no token of it is marked as the assistant's"

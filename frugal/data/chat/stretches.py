@@ -35,7 +35,8 @@ def of_documents(tokenizer: Any, sample: Mapping[str, Any]) -> list[list[Stretch
 
 def of_tokens(tokenizer: Any, ids: NDArray[np.int32], trained: NDArray[np.bool_]) -> list[Stretch]:
     """Return the pieces of some tokens, of which `trained` are targets; both of shape `(tokens,)`."""
-    special = np.isin(ids, _special(tokenizer))
+    added = [token for token, what in tokenizer.added_tokens_decoder.items() if what.special]
+    special = np.isin(ids, [*tokenizer.all_special_ids, *added])
     kinds = trained * 2 + special
     borders = [0, *(np.flatnonzero(kinds[1:] != kinds[:-1]) + 1).tolist(), len(ids)]
     pieces, before = [], ""
@@ -46,11 +47,6 @@ def of_tokens(tokenizer: Any, ids: NDArray[np.int32], trained: NDArray[np.bool_]
         pieces.append(Stretch(text, (end - begin) * int(trained[begin]), bool(special[begin])))
         before = whole
     return pieces
-
-
-def _special(tokenizer: Any) -> list[int]:
-    added = tokenizer.added_tokens_decoder
-    return sorted({*tokenizer.all_special_ids, *(token for token, what in added.items() if what.special)})
 
 
 def _text(tokenizer: Any, ids: Sequence[int] | NDArray[np.int32]) -> str:

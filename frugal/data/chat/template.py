@@ -6,25 +6,37 @@ Otherwise they follow from the template itself: rendered up to a turn of the ass
 then as tokens. What lies between is what the model has to write, the end of the turn included. A template that writes
 earlier turns in another way once others follow has no such beginnings; where it is of a family that is known, it gets
 marks (`marked`), and is refused otherwise, not guessed at.
+
+Chats are rendered and tokenised in a process of their own: a template is a stranger's program. It may run or grow
+without end. The process is forked before there is a model, so that it holds nothing but libraries, and does chat after
+chat. Each may take `SECONDS` of processor time, which the kernel measures (SIGPROF ends it, in C code, too), and
+`MEMORY_BYTES` beyond what there is, which the kernel refuses to give (RLIMIT_AS). Both grow with the chat, so that a
+long one is no mistake. Jinja's sandbox limits `range`, and nothing else.
 """
 
+import multiprocessing
+import os
 import re
-from collections.abc import Iterator, Sequence
+import resource
+import signal
+import warnings
+from collections.abc import Sequence
+from contextlib import suppress
 from dataclasses import dataclass
-from functools import cache, cached_property
+from functools import cache
+from multiprocessing.connection import Connection
 from pathlib import Path
-from typing import Any
+from typing import Any, NoReturn
 
 import numpy as np
 from numpy.typing import NDArray
 
 from frugal import files
 from frugal.data import tokenizer as tokenizing
-from frugal.data.chat import rendering
-from frugal.data.chat.formats import Chat, Prompted, TokenIds, Trained, Whole
-from frugal.data.report import BuildReport
+from frugal.data.chat.formats import Chat, Trained
 from frugal.data.rows import BadRow
-from frugal.errors import RequestError, first_line
+from frugal.errors import RequestError, failure, first_line
+from frugal.units import GIB, format_bytes
 
 CHATML = """\
 {%- for message in messages %}
@@ -77,16 +89,8 @@ def read_template(reference: str) -> str:
     """
     if reference in BUILT_IN:
         return BUILT_IN[reference]
-    path = Path(reference).expanduser()
-    try:
-        text = files.read_regular(path, MOST_BYTES).decode()
-    except OSError as error:
-        because = error.strerror or str(error)
-        hint = f"give a file, or {' or '.join(BUILT_IN)}"
-        raise RequestError(f"cannot read the chat template {path}", because=because, hint=hint) from None
-    except UnicodeDecodeError:
-        raise RequestError(f"the chat template {path} is not UTF-8 text") from None
-    return text
+    with failure(f"cannot read the chat template {reference}", hint=f"give a file, or {' or '.join(BUILT_IN)}"):
+        return files.read_regular(Path(reference).expanduser(), MOST_BYTES).decode()
 
 
 def missing_tokens(tokenizer: Any) -> list[str]:
@@ -242,24 +246,9 @@ class ChatTemplate:
         """Return the tokens of a chat, and which of them are trained on.
 
         Raises:
-            RequestError: the template is broken, or the assistant's turns cannot be found in what it writes.
+            RequestError: the assistant's turns cannot be found in what the template writes.
+            Exception: a template raises what it likes.
         """
-        try:
-            return self._encode(chat, where, train_on_all)
-        except (RequestError, MemoryError):
-            raise
-        except Exception as error:  # a template raises what it likes
-            import jinja2
-
-            if isinstance(error, jinja2.TemplateSyntaxError):
-                because = f"line {error.lineno}: {error.message}"
-                raise RequestError("the chat template is no Jinja template", because=because) from None
-            return BadRow(
-                f"the chat template refuses it: {first_line(error)}"
-                + " (a message has tool calls alone)" * any("content" not in each for each in chat.messages)
-            )
-
-    def _encode(self, chat: Chat, where: str, train_on_all: bool) -> Trained | BadRow:
         turns = [number for number, message in enumerate(chat.messages) if message["role"] == "assistant"]
         spans = [(turn, turn + 1) for turn in chat.trained]
         if train_on_all:
@@ -285,7 +274,18 @@ class ChatTemplate:
         numbers = [number for span in spans for number in span]
         for number, part in zip(numbers, texts[1:], strict=True):
             if not texts[0].startswith(part):
-                raise _not_a_beginning(where, number, part, texts[0])
+                pairs = zip(part, texts[0], strict=False)
+                same = next((i for i, (a, b) in enumerate(pairs) if a != b), min(len(part), len(texts[0])))
+                raise RequestError(
+                    "the chat template does not say which tokens are the assistant's",
+                    because=(
+                        "it has no {% generation %}, and what it writes of the first turns changes once others follow",
+                        f"{where}: the first {number} messages alone become ...{part[same : same + 40]!r}, in the "
+                        f"whole chat ...{texts[0][same : same + 40]!r}",
+                    ),
+                    hint="give a template with {% generation %} around the assistant's words: --chat-template FILE; or "
+                    "train on every token: --train-on all",
+                )
         # One after another: a tokenizer takes 165 times the bytes of its text.
         tokens_of = {text: tokenizing.encode(self._tokenizer, [text])[0] for text in dict.fromkeys(texts)}
         ids, *parts = [tokens_of[text] for text in texts]
@@ -341,77 +341,132 @@ class ChatTemplate:
         return {"date_string": DATE, **chat.options} if takes_date else chat.options
 
 
-def _not_a_beginning(where: str, number: int, part: str, whole: str) -> RequestError:
-    same = next((i for i, (a, b) in enumerate(zip(part, whole, strict=False)) if a != b), min(len(part), len(whole)))
-    return RequestError(
-        "the chat template does not say which tokens are the assistant's",
-        because=(
-            "it has no {% generation %}, and what it writes of the first turns changes once others follow",
-            f"{where}: the first {number} messages alone become ...{part[same : same + 40]!r}, in the whole chat "
-            f"...{whole[same : same + 40]!r}",
-        ),
-        hint="give a template with {% generation %} around the assistant's words: --chat-template FILE; or train on "
-        "every token: --train-on all",
-    )
+SECONDS, SECONDS_PER_CHARACTER = 30.0, 1e-5
+MEMORY_BYTES, BYTES_PER_CHARACTER = GIB, 256
+
+_processes: dict[tuple[int, str], "RenderingProcess"] = {}  # by the tokenizer, which they keep, and its template
 
 
-@dataclass
-class WholeRows:
-    """Makes tokens of rows that are one sample each; `report` counts prompts whose last token reaches beyond them."""
+def process_for(tokenizer: Any, needed_by: str) -> "RenderingProcess":
+    """Return the process that renders a tokenizer's chats, which is started where there is none.
 
-    tokenizer: Any
-    train_on_all: bool
-    report: BuildReport
-    _template: ChatTemplate | None = None
+    Raises:
+        RequestError: as `ChatTemplate`.
+    """
+    key = id(tokenizer), str(getattr(tokenizer, "chat_template", None))
+    if key not in _processes:
+        _processes[key] = RenderingProcess(ChatTemplate(tokenizer, needed_by))
+    return _processes[key]
 
-    def encode(self, rows: Sequence[tuple[str, Whole]]) -> Iterator[Trained | BadRow]:
-        """Yield the tokens of each row, given with where it is.
+
+def end_all() -> None:
+    """End all of them. A stream's are started before it trains, when all other data has been read, and stay."""
+    for process in _processes.values():
+        process.end()
+    _processes.clear()
+
+
+class RenderingProcess:
+    """A forked process that renders and tokenises chats; use `process_for`."""
+
+    def __init__(self, template: ChatTemplate) -> None:
+        self.template, self._parent = template, os.getpid()
+        self._results, theirs = multiprocessing.Pipe()
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore", DeprecationWarning)  # of other threads' locks, which it does not take
+            self._pid = os.fork()  # not `multiprocessing.Process`, which a daemonic process may not start
+        if self._pid == 0:
+            _work(template, theirs)
+        theirs.close()
+
+    def encode(self, chats: Sequence[tuple[str, Chat]], *, train_on_all: bool) -> list[Trained | BadRow]:
+        """Return the tokens of each chat, given with where it is.
 
         Raises:
-            RequestError: as `ChatTemplate`.
+            RequestError: as `ChatTemplate.encode`; or a chat takes too much time or memory.
         """
-        chats = iter(self._chats([(where, row) for where, row in rows if isinstance(row, Chat)]))
-        prompted = [row for _, row in rows if isinstance(row, Prompted)]
-        prompts = iter(tokenizing.encode(self.tokenizer, [row.prompt for row in prompted]))
-        whole = iter(tokenizing.encode(self.tokenizer, [row.prompt + row.completion for row in prompted]))
-        for _, row in rows:
-            if isinstance(row, Chat):
-                yield next(chats)
-            elif isinstance(row, TokenIds):
-                yield row.ids, row.trained | self.train_on_all
-            else:
-                yield self._prompted(next(prompts), next(whole))
-
-    def _chats(self, chats: Sequence[tuple[str, Chat]]) -> list[Trained | BadRow]:
-        if not chats:
-            return []
-        self._template = self._template or ChatTemplate(self.tokenizer, chats[0][0])
-        encoded = rendering.process_for(self._template, self.tokenizer).encode(chats, train_on_all=self.train_on_all)
-        self.report.template = self._template.in_words
+        encoded = []
+        with suppress(BrokenPipeError):  # it has ended, and why is asked below
+            self._results.send((chats, train_on_all))
+        for where, chat in chats:
+            try:
+                result, self.template.untrained_end = self._results.recv()
+            except (EOFError, OSError):
+                result = self._why_ended(where, chat)
+            if isinstance(result, RequestError):
+                end_all()
+                raise result
+            encoded.append(result)
         return encoded
 
-    def _prompted(self, prompt: NDArray[np.int32], whole: NDArray[np.int32]) -> Trained:
-        """Return the whole text's tokens between the tokenizer's first and the end token.
+    def end(self) -> None:
+        """End it."""
+        self._results.close()
+        if os.getpid() == self._parent and self._pid:  # and no copy of it
+            os.kill(self._pid, signal.SIGKILL)
+            self._wait()
 
-        The completion begins where they are no longer those of the prompt alone.
-        """
-        prompt, whole = self._begun(prompt), self._begun(whole)
-        end = self.tokenizer.eos_token_id
-        if end is not None and (not len(whole) or whole[-1] != end):
-            whole = np.append(whole, np.int32(end))
-        both = min(len(prompt), len(whole))
-        same = prompt[:both] == whole[:both]
-        first = both if same.all() else int(np.argmin(same))
-        self.report.merged_rows += first < len(prompt)
-        return whole, (np.arange(len(whole)) >= first) | self.train_on_all
+    def _wait(self) -> int:
+        pid, self._pid = self._pid, 0
+        return os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1])
 
-    def _begun(self, ids: NDArray[np.int32]) -> NDArray[np.int32]:
-        if len(self._beginning) and (not len(ids) or ids[0] != self._beginning[0]):
-            return np.concatenate([self._beginning, ids])
-        return ids
+    def _why_ended(self, where: str, chat: Chat) -> RequestError:
+        code = self._wait()
+        what = "the chat template cannot be rendered"
+        because = f"the process that does it ended with code {code}, with {format_bytes(_memory(chat))} to use"
+        if code == -signal.SIGPROF:
+            what = "the chat template does not come to an end"
+            because = f"one chat of {chat.size:,} characters has taken {_seconds(chat):.0f} s"
+        return RequestError(what, because=f"{where}: {because}", hint=_HINT)
 
-    @cached_property
-    def _beginning(self) -> NDArray[np.int32]:
-        """Return the token that the tokenizer itself puts before a text, if there is one."""
-        around, begin = self.tokenizer("")["input_ids"], self.tokenizer.bos_token_id
-        return np.array([begin] if begin is not None and around[:1] == [begin] else [], dtype=np.int32)
+
+_HINT = "give the template that the model was trained with: --chat-template FILE"
+
+
+def _seconds(chat: Chat) -> float:
+    """Return the most that a chat may take: it is rendered and tokenised up to the begin and end of each turn."""
+    return SECONDS + SECONDS_PER_CHARACTER * chat.size * (1 + len(chat.trained))
+
+
+def _memory(chat: Chat) -> int:
+    return MEMORY_BYTES + BYTES_PER_CHARACTER * chat.size
+
+
+def _work(template: ChatTemplate, connection: Connection) -> NoReturn:
+    """Encode what is asked for, until the parent closes the connection or ends."""
+    try:
+        signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is the parent's, which then ends this one
+        for number in (signal.SIGTERM, signal.SIGPROF):
+            signal.signal(number, signal.SIG_DFL)
+        os.closerange(3, connection.fileno())  # the parent's locks end with it
+        os.closerange(connection.fileno() + 1, resource.getrlimit(resource.RLIMIT_NOFILE)[0])
+        while True:
+            chats, train_on_all = connection.recv()
+            for where, chat in chats:
+                connection.send((_encoded(template, where, chat, train_on_all), template.untrained_end))
+    finally:
+        os._exit(0)
+
+
+def _encoded(template: ChatTemplate, where: str, chat: Chat, train_on_all: bool) -> Trained | BadRow | RequestError:
+    import jinja2
+
+    taken = int(Path("/proc/self/statm").read_text().split()[0]) * resource.getpagesize()
+    hard = resource.getrlimit(resource.RLIMIT_AS)[1]
+    most = taken + _memory(chat)
+    resource.setrlimit(resource.RLIMIT_AS, (most if hard == resource.RLIM_INFINITY else min(most, hard), hard))
+    signal.setitimer(signal.ITIMER_PROF, _seconds(chat))
+    try:
+        return template.encode(chat, where, train_on_all=train_on_all)
+    except RequestError as error:
+        return error
+    except MemoryError:
+        because = f"{where}: one chat of {chat.size:,} characters has taken {format_bytes(_memory(chat))} of memory"
+        return RequestError("the chat template writes without end", because=because, hint=_HINT)
+    except jinja2.TemplateSyntaxError as error:
+        return RequestError("the chat template is no Jinja template", because=f"line {error.lineno}: {error.message}")
+    except Exception as error:  # a template raises what it likes
+        alone = " (a message has tool calls alone)" * any("content" not in each for each in chat.messages)
+        return BadRow(f"the chat template refuses it: {first_line(error)}{alone}")
+    finally:
+        signal.setitimer(signal.ITIMER_PROF, 0)

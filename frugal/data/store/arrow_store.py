@@ -1,6 +1,6 @@
 """Samples as an Arrow file: appended in batches, memory-mapped when they are read."""
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, Self
 
@@ -51,11 +51,16 @@ class ArrowSamples(Sequence[Sample]):
     def __getitem__(self, index: Any) -> Any:
         if isinstance(index, slice):
             return [self[i] for i in range(*index.indices(len(self)))]
-        sample = {name: _value(column[int(index)]) for name, column in self._columns.items()}
-        trained = sample.pop("trained", ())
-        if len(trained):
-            sample["labels"] = np.where(trained, sample["input_ids"], np.int32(IGNORED))
-        return sample
+        return as_sample({name: _value(column[int(index)]) for name, column in self._columns.items()})
+
+
+def as_sample(columns: Mapping[str, Any]) -> Sample:
+    """Return the sample of these columns: with `labels` where not every token is `trained`."""
+    sample = {name: value for name, value in columns.items() if name not in ("trained", "length")}
+    trained = columns.get("trained")
+    if trained is not None and not trained.all():
+        sample["labels"] = np.where(trained, sample["input_ids"], np.int32(IGNORED))
+    return sample
 
 
 def _value(scalar: Any) -> Any:
@@ -63,19 +68,21 @@ def _value(scalar: Any) -> Any:
     return scalar.values.to_numpy(zero_copy_only=False) if hasattr(scalar, "values") else scalar.as_py()
 
 
+_TOKENS = pa.list_(pa.int32())
+_OF_TASK = {
+    "seq2seq": {"labels": _TOKENS},
+    "sequence-classification": {"label": pa.int64()},
+    "causal-lm": {"trained": pa.list_(pa.bool_())},
+}
+
+
 class ArrowWriter:
     """Appends samples to an Arrow stream, which `datasets` can open too; in packs of `packs_of` tokens if given."""
 
     def __init__(self, path: Path, task: str, packs_of: int | None = None) -> None:
-        tokens = pa.list_(pa.int32())
-        fields = {"input_ids": tokens}
-        if task == "seq2seq":
-            fields["labels"] = tokens
-        elif task == "sequence-classification":
-            fields["label"] = pa.int64()
-        elif task == "causal-lm":
-            fields |= ({} if packs_of is None else {"documents": tokens}) | {"trained": pa.list_(pa.bool_())}
-        self._schema = pa.schema({**fields, "length": pa.int32()})
+        of_packs = {} if packs_of is None else {"documents": _TOKENS}
+        fields = {"input_ids": _TOKENS, **of_packs, **_OF_TASK.get(task, {}), "length": pa.int32()}
+        self._schema = pa.schema(fields)
         self._file = pa.OSFile(str(path), "wb")
         self._stream = pa.ipc.new_stream(self._file, self._schema)
         self._packer = None if packs_of is None else packing.Packer(packs_of)
@@ -89,10 +96,8 @@ class ArrowWriter:
         number = 0
         for sample in samples:
             number += 1
-            if self._packer is None:
-                self._append([sample])
-            else:
-                self._append(self._packer.add(sample["input_ids"], sample.get("trained")))
+            packer = self._packer
+            self._append([sample] if packer is None else packer.add(sample["input_ids"], sample.get("trained")))
         return number
 
     def _append(self, samples: Iterable[dict[str, Any]]) -> None:
@@ -108,12 +113,8 @@ class ArrowWriter:
         for sample in self._pending:
             trained = sample.get("trained")
             sample["trained"] = () if trained is None or trained.all() else trained
-        columns = [
-            pa.array([sample[column.name] for sample in self._pending], type=column.type) for column in self._schema
-        ]
-        self._stream.write_batch(pa.record_batch(columns, schema=self._schema))
-        self._pending.clear()
-        self._pending_tokens = 0
+        self._stream.write_batch(pa.RecordBatch.from_pylist(self._pending, schema=self._schema))
+        self._pending, self._pending_tokens = [], 0
 
     def __enter__(self) -> Self:
         return self
@@ -122,6 +123,5 @@ class ArrowWriter:
         with self._file:
             if kind is None:
                 self._append(self._packer.flush() if self._packer is not None else ())
-                if self._pending:
-                    self._flush()
+                self._flush()
             self._stream.close()

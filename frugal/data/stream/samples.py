@@ -29,7 +29,7 @@ from dataclasses import dataclass, replace
 from fractions import Fraction
 from itertools import chain, islice, pairwise
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
@@ -37,15 +37,14 @@ from numpy.typing import NDArray
 from frugal.config.run_settings import Format
 from frugal.data.batches import GlobalBatch, Position, StreamPlace, mixed, permutation
 from frugal.data.build import Document, SampleMaker, grouped
-from frugal.data.data_file import DataFile, shown
 from frugal.data.report import BuildReport
-from frugal.data.rows import CUT_AT_LINES, Columns, Row, parquet_schema, read
+from frugal.data.rows import CUT_AT_LINES, Columns, DataFile, Row, parquet_schema, read, shown
 from frugal.data.sources import DocumentSource, find_named
+from frugal.data.store.arrow_store import as_sample
 from frugal.data.store.packing import Packer
 from frugal.distributed import env
-from frugal.errors import RequestError
+from frugal.errors import RequestError, failure, refuse
 from frugal.models.objectives import Sample
-from frugal.units import IGNORED
 
 SHARD_BYTES = 64 << 20
 _LOOKED_AT = 64 << 10  # bytes of each end of a file that its fingerprint is of: reading all of it takes hours
@@ -83,7 +82,7 @@ class Shard:
         Raises:
             RequestError: they cannot be read.
         """
-        try:
+        with failure(f"cannot read {self.name}", of=OSError):
             if self.file is not None:
                 rows = read(self.file, self.columns, self.begin, self.end)
             else:
@@ -93,8 +92,6 @@ class Shard:
             for number, row in enumerate(islice(rows, self.every * self.most if held_out else None)):
                 if held_out == (number % self.every == 0 and number // self.every < self.most):
                     yield row
-        except OSError as error:
-            raise RequestError(f"cannot read {self.name}", because=error.strerror or str(error)) from None
 
 
 @dataclass(frozen=True)
@@ -122,8 +119,7 @@ def find_streams(names: Sequence[str], columns: Columns, every: int = 1, most: i
             shards += its_shards
             prints.append(its_print)
             part += bool(its_shards)  # an empty file has none
-        if not shards:
-            raise RequestError(f"there is no text in {shown(name)}", because="it is empty")
+        refuse((not shards, f"there is no text in {shown(name)}", "it is empty", None))
         shards[0] = replace(shards[0], every=every, most=most)
         digest = hashlib.sha256("\n".join(prints).encode()).hexdigest()
         streams.append(StreamSource(shown(name), f"stream:{digest}", tuple(shards)))
@@ -134,15 +130,11 @@ def _shards_of(each: DataFile | DocumentSource, part: int, columns: Columns) -> 
     """Return the shards of a file or another source, and what tells it from others."""
     if isinstance(each, DocumentSource):
         return [Shard(part, each.name, None, 0, None, columns)], each.fingerprint
-    path = each.path
-    try:
-        with path.open("rb") as file:
-            size = path.stat().st_size
-            ends = file.read(_LOOKED_AT)
-            file.seek(max(0, size - _LOOKED_AT))
-            ends += file.read()
-    except OSError as error:
-        raise RequestError(f"cannot read {shown(path)}", because=str(error.strerror)) from None
+    with failure(f"cannot read {shown(each.path)}", of=OSError), each.path.open("rb") as file:
+        size = each.path.stat().st_size
+        ends = file.read(_LOOKED_AT)
+        file.seek(max(0, size - _LOOKED_AT))
+        ends += file.read()
     borders: list[int | None]
     if not each.is_plain:
         borders = [0, None] if size else []
@@ -182,25 +174,52 @@ def _examples(shards: Sequence[Shard], *, held_out: bool = False) -> Iterator[di
             yield {"part": shard.part, "where": where, "row": pickle.dumps(row)}
 
 
-class Block(NamedTuple):
-    """Rows that are shuffled among each other, in the order of training.
+Block = tuple[int, str, Examples]
+"""The number of a block in its epoch, from 0; the library's state where it begins, as JSON; and its rows, which are
+shuffled among each other, in the order of training."""
 
-    `state`: of the library where it begins, as JSON. `number`: of it in its epoch, from 0.
-    """
 
-    number: int
-    state: str
-    rows: Examples
+class SamplesInMemory(Sequence[Sample]):
+    """Samples one after another, the first of them number `first`. `lengths` as those of `ArrowSamples`."""
+
+    def __init__(self, samples: Sequence[Sample], first: int = 0) -> None:
+        self._samples = samples
+        self._first = first
+        lengths = [max(len(sample["input_ids"]), len(sample.get("labels", ()))) for sample in samples]
+        self.lengths: NDArray[np.int32] = np.array(lengths, dtype=np.int32)
+
+    def __len__(self) -> int:
+        return len(self._samples)
+
+    def __getitem__(self, index: Any) -> Any:
+        return self._samples[index - self._first]
+
+
+Drawn = tuple[Sample, Position]
+"""A sample, and the place after it."""
 
 
 @dataclass(frozen=True)
-class RowStream:
-    """The rows of `sources`, with `weights` or else one source after another, shuffled within `buffer` rows each."""
+class SampleStream:
+    """Samples of rows as they come.
+
+    Attributes:
+        sources: of rows, drawn by `weights`, or else one source after another.
+        weights: of the sources, or none.
+        seed: of the order.
+        buffer: rows that are shuffled among each other.
+        new_maker: makes a `SampleMaker` for these rows.
+        formats: of the rows of each file, by its number.
+        check: refuses what the model cannot be trained on.
+    """
 
     sources: Sequence[StreamSource]
     weights: Sequence[Fraction]
     seed: int
     buffer: int
+    new_maker: Callable[[], SampleMaker]
+    formats: Sequence[Format]
+    check: Callable[[BuildReport], None]
 
     def blocks(self, epoch: int, number: int = 0, state: str = "") -> Iterator[Block]:
         """Yield the blocks of an epoch from `number` on, where the library's state is `state`.
@@ -220,7 +239,7 @@ class RowStream:
             if self.buffer > 1:
                 order = permutation(len(block), mixed(self.seed + (epoch << 32)), number)
                 block = [block[place] for place in order[:].tolist()]
-            yield Block(number, begins, block)
+            yield number, begins, block
             number += 1
 
     def in_words(self) -> str:
@@ -257,47 +276,6 @@ class RowStream:
             stopping_strategy="all_exhausted",
         )  # fmt: skip
 
-
-class SamplesInMemory(Sequence[Sample]):
-    """Samples one after another, the first of them number `first`. `lengths` as those of `ArrowSamples`."""
-
-    def __init__(self, samples: Sequence[Sample], first: int = 0) -> None:
-        self._samples = samples
-        self._first = first
-        lengths = [max(len(sample["input_ids"]), len(sample.get("labels", ()))) for sample in samples]
-        self.lengths: NDArray[np.int32] = np.array(lengths, dtype=np.int32)
-
-    def __len__(self) -> int:
-        return len(self._samples)
-
-    def __getitem__(self, index: Any) -> Any:
-        return self._samples[index - self._first]
-
-
-Drawn = tuple[Sample, Position]
-"""A sample, and the place after it."""
-
-
-@dataclass(frozen=True)
-class SampleStream:
-    """Samples of rows as they come.
-
-    Attributes:
-        rows: what they are made of.
-        new_maker: makes a `SampleMaker` for these rows.
-        formats: of the rows of each file, by its number.
-        pack: whether documents share samples.
-        skip_bad_rows: whether rows that cannot be samples are left out; they end the run otherwise.
-        check: refuses what the model cannot be trained on.
-    """
-
-    rows: RowStream
-    new_maker: Callable[[], SampleMaker]
-    formats: Sequence[Format]
-    pack: bool
-    skip_bad_rows: bool
-    check: Callable[[BuildReport], None]
-
     def iterate(self, start: Position) -> Iterator[Drawn]:
         """Yield samples from `start` on, without end, each with the place after it.
 
@@ -310,15 +288,15 @@ class SampleStream:
         while True:
             is_empty = place is None
             number, state = (place.block, place.state) if place is not None else (0, "")
-            for block in self.rows.blocks(epoch, number, state):
-                for begin, offset, sample in self._of_rows(block.rows, maker, row):
+            for block, begins, rows in self.blocks(epoch, number, state):
+                for begin, offset, sample in self._of_rows(rows, maker, row):
                     is_empty = False
                     if begin > row or offset > skipped:
                         drawn += 1
-                        yield sample, Position(epoch, offset, StreamPlace(drawn, block.number, begin, block.state))
+                        yield sample, Position(epoch, offset, StreamPlace(drawn, block, begin, begins))
                 row, skipped = 0, 0
             if is_empty:
-                names = ", ".join(source.name for source in self.rows.sources)
+                names = ", ".join(source.name for source in self.sources)
                 raise RequestError("there is no sample to train on", because=f"no row of {names} is one")
             if env.rank() == 0:
                 logger.warning("the stream has ended: epoch %d begins, in another order", epoch + 2)
@@ -326,38 +304,34 @@ class SampleStream:
 
     def held_out(self) -> SamplesInMemory:
         """Return the samples of rows that are kept from training. Raises as `iterate`."""
-        rows = list(_examples([source.shards[0] for source in self.rows.sources], held_out=True))
+        rows = list(_examples([source.shards[0] for source in self.sources], held_out=True))
         return SamplesInMemory([sample for *_, sample in self._of_rows(rows, self.new_maker())])
 
     def first(self, number: int) -> tuple[SamplesInMemory, BuildReport]:
         """Return the samples of the first epoch's first `number` rows alone, and a report of them."""
         maker = self.new_maker()
-        rows = list(islice(chain.from_iterable(block.rows for block in self.rows.blocks(0)), number))
+        rows = list(islice(chain.from_iterable(block for *_, block in self.blocks(0)), number))
         samples = [sample for *_, sample in self._of_rows(rows, maker)]
         tokens = sum(len(sample["input_ids"]) for sample in samples)
         report = replace(maker.report, documents=len(rows), samples=len(samples), tokens=tokens)
         return SamplesInMemory(samples), report
-
-    def in_words(self) -> str:
-        """Return how it is read."""
-        return self.rows.in_words()
 
     def _of_rows(self, rows: Examples, maker: SampleMaker, first: int = 0) -> Iterator[tuple[int, int, Sample]]:
         """Yield samples of rows from `first` on: each with a row, and the number of samples from there on with it.
 
         Packs are of all the rows, and counted from the first. Nothing but these rows decides what they are.
         """
-        packer = Packer(maker.seq_len) if self.pack else None
+        packer = Packer(maker.seq_len) if maker.settings.pack else None
         num_packs = 0
         for begin in range(0 if packer else first, len(rows), _TOKENISED):
             made = self._made(rows[begin : begin + _TOKENISED], maker)
             if packer is None:
-                yield from ((begin, offset, _as_stored(sample)) for offset, sample in enumerate(made, 1))
+                yield from ((begin, offset, as_sample(sample)) for offset, sample in enumerate(made, 1))
                 continue
             packs = [pack for sample in made for pack in packer.add(sample["input_ids"], sample.get("trained"))]
             if begin + _TOKENISED >= len(rows):
                 packs += packer.flush()
-            yield from ((0, offset, _as_stored(pack)) for offset, pack in enumerate(packs, num_packs + 1))
+            yield from ((0, offset, as_sample(pack)) for offset, pack in enumerate(packs, num_packs + 1))
             num_packs += len(packs)
 
     def _made(self, examples: Examples, maker: SampleMaker) -> list[dict[str, Any]]:
@@ -373,20 +347,8 @@ class SampleStream:
         return made
 
     def _check(self, maker: SampleMaker) -> None:
-        if not self.skip_bad_rows:
-            maker.report.refuse_bad_rows()
-        if maker.settings.too_long == "error":
-            maker.report.refuse_too_long(maker.seq_len)
+        maker.report.refuse_rows(maker.settings.skip_bad_rows, maker.settings.too_long, maker.seq_len)
         self.check(maker.report)
-
-
-def _as_stored(sample: dict[str, Any]) -> dict[str, Any]:
-    """Return a sample as `ArrowSamples` gives it."""
-    made = {name: value for name, value in sample.items() if name not in ("trained", "length")}
-    trained = sample.get("trained")
-    if trained is not None and not trained.all():
-        made["labels"] = np.where(trained, sample["input_ids"], np.int32(IGNORED))
-    return made
 
 
 class StreamBatches:
@@ -408,32 +370,27 @@ class StreamBatches:
         """Yield batches from `start` on, without end. Raises as `SampleStream.iterate`, and for a sample too large."""
         drawn = start.stream.drawn if start.stream is not None else 0
         coming = self.samples.iterate(start)
-        waiting: list[Drawn] = []  # drawn, and too much for the batch before
+        sample, place = next(coming)
         while True:
-            taken = self._next(coming, waiting)
-            end = taken[-1][1]
-            dataset = SamplesInMemory([sample for sample, _ in taken], drawn)
+            taken, end, room = [], start, self.global_batch or self.global_tokens or 0
+            while (size := self._size(sample)) <= room:
+                taken.append(sample)
+                end, room = place, room - size
+                sample, place = next(coming)
+            dataset = SamplesInMemory(taken, drawn)
             yield GlobalBatch(dataset, np.arange(drawn, drawn + len(taken)), start, end, drawn, dataset.lengths)
             start, drawn = end, drawn + len(taken)
 
-    def _next(self, coming: Iterator[Drawn], waiting: list[Drawn]) -> list[Drawn]:
-        """Return what the next batch takes; a sample that does not fit is left in `waiting`."""
+    def _size(self, sample: Sample) -> int:
+        """Return what a sample takes of a global batch, in its unit: one sample, or its tokens."""
         if self.global_tokens is None:
-            return list(islice(coming, self.global_batch))
-        taken: list[Drawn] = []
-        tokens = 0
-        while True:
-            sample, place = waiting.pop() if waiting else next(coming)
-            counts_targets = self._task == "seq2seq"  # as `ArrowSamples.counted_tokens`
-            number = max(1, len(sample["labels" if counts_targets else "input_ids"]))
-            if number > self.global_tokens:
-                raise RequestError(
-                    f"a sample does not fit into a global batch of {self.global_tokens} tokens",
-                    because=f"it has {number}",
-                    hint=f"ask for --global-tokens {number} or more, or shorten --seq-len",
-                )
-            if tokens + number > self.global_tokens:
-                waiting.append((sample, place))
-                return taken
-            taken.append((sample, place))
-            tokens += number
+            return 1
+        counted = "labels" if self._task == "seq2seq" else "input_ids"  # as `ArrowSamples.counted_tokens`
+        size = max(1, len(sample[counted]))
+        if size > self.global_tokens:
+            raise RequestError(
+                f"a sample does not fit into a global batch of {self.global_tokens} tokens",
+                because=f"it has {size}",
+                hint=f"ask for --global-tokens {size} or more, or shorten --seq-len",
+            )
+        return size

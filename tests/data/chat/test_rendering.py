@@ -10,7 +10,8 @@ import pytest
 
 from frugal.data import corpus
 from frugal.data import tokenizer as tokenizing
-from frugal.data.chat import formats, rendering
+from frugal.data.chat import formats
+from frugal.data.chat import template as rendering
 from frugal.data.chat.template import ChatTemplate
 from frugal.data.rows import BadRow
 from frugal.data.tokenizer import load_tokenizer

@@ -119,7 +119,7 @@ def test_shards_within_a_file_give_every_row_once(folder: Path, monkeypatch: pyt
     for width in (1, 137):
         monkeypatch.setattr(shards, "SHARD_BYTES", width)
         stream = stream_of("chats.jsonl", shuffle_buffer=1)
-        assert len(stream.rows.sources[0].shards) > 3
+        assert len(stream.sources[0].shards) > 3
         assert texts(samples(stream)) == whole
     shuffled = texts(samples(stream_of("chats.jsonl", shuffle_buffer=2)))
     assert sorted(shuffled) == sorted(whole) and sorted(shuffled[:20]) != sorted(whole[:20])
