@@ -1,5 +1,6 @@
 """The DeepSpeed engine of a strategy, made and taken down."""
 
+import shutil
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import replace
@@ -19,7 +20,7 @@ from frugal.deepspeed_adapter.stages import Zero
 from frugal.deepspeed_adapter.zero3_graph import SplitReads
 from frugal.planning.batch import BatchPlan
 from frugal.planning.strategy import Strategy
-from frugal.required import put
+from frugal.required import in_place_of
 
 
 def initialize(
@@ -74,7 +75,13 @@ def initialize(
         kernels.mend_partial_offload(engine.optimizer)
     gradients.mend(engine.optimizer)
     if strategy.zero_stage == 0:
-        _clip_scalars_too(engine)
+
+        @in_place_of(engine, "clip_fp32_gradients")
+        def clip_all(clip: Callable[[], None]) -> None:
+            """Clip gradients without dimensions, too: DeepSpeed multiplies each by a vector of one element."""
+            with placement.as_vectors([each.grad for each in model.parameters() if each.grad is not None]):
+                clip()
+
     zero = stages.of(engine, strategy)
     refusals.refuse_while_running(zero)
     return zero
@@ -83,19 +90,8 @@ def initialize(
 def destroy(zero: Zero) -> None:
     """Free the engine's hooks and buffers and its files, so that another can follow in this process."""
     zero.destroy()
-    if kernels.uses_nvme(zero.strategy):
-        kernels.remove_nvme_folder(zero.strategy)
-
-
-def _clip_scalars_too(engine: Any) -> None:
-    """Make stage 0 clip gradients without dimensions, too: DeepSpeed multiplies each by a vector of one element."""
-    clip = engine.clip_fp32_gradients
-
-    def clip_all() -> None:
-        with placement.as_vectors([each.grad for each in engine.module.parameters() if each.grad is not None]):
-            clip()
-
-    put(engine, "clip_fp32_gradients", clip_all)
+    if kernels.uses_nvme(zero.strategy):  # other ranks of the node may do the same
+        shutil.rmtree(str(zero.strategy.nvme_path), ignore_errors=True)
 
 
 @contextmanager

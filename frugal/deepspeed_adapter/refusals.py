@@ -16,7 +16,7 @@ from frugal import torch_internals
 from frugal.deepspeed_adapter import placement
 from frugal.deepspeed_adapter.stages import Zero
 from frugal.errors import RequestError
-from frugal.required import put
+from frugal.required import in_place_of
 
 _LOWER = "use --zero-stage 2 or lower"
 
@@ -95,9 +95,9 @@ def _extent(tensor: Tensor) -> tuple[int, int]:
 def refuse_while_running(zero: Zero) -> None:
     """Refuse, from now on, forwards that this stage cannot differentiate."""
     engine = zero.engine
-    prologue = engine._backward_prologue
 
-    def begin_backward() -> None:
+    @in_place_of(engine, "_backward_prologue")
+    def begin_backward(prologue: Callable[[], None]) -> None:
         if not engine._running_engine_backward and not is_functorch_transforming():
             raise RequestError(
                 "the loss takes a gradient of the model's output before the step's backward pass (a gradient penalty?)",
@@ -107,17 +107,12 @@ def refuse_while_running(zero: Zero) -> None:
             )
         prologue()
 
-    put(engine, "_backward_prologue", begin_backward)
-    if zero.strategy.zero_stage == 3:
-        offload = zero.optimizer.parameter_offload
-        put(offload, "pre_sub_module_forward_function", _forward(zero, offload.pre_sub_module_forward_function))
-        put(offload, "pre_sub_module_backward_function", _backward(zero, offload.pre_sub_module_backward_function))
+    if zero.strategy.zero_stage != 3:
+        return
+    offload = zero.optimizer.parameter_offload
 
-
-def _forward(zero: Zero, gather: Callable[[nn.Module], Any]) -> Callable[[nn.Module], Any]:
-    """Return `gather`, which refuses a module that runs inside a transform of torch.func, or with others' tensors."""
-
-    def gather_for_forward(module: nn.Module) -> Any:
+    @in_place_of(offload, "pre_sub_module_forward_function")
+    def gather_for_forward(gather: Callable[[nn.Module], Any], module: nn.Module) -> Any:
         if is_functorch_transforming():
             raise RequestError(
                 f"ZeRO-3 cannot run {_named(zero, module)} inside a transform of torch.func",
@@ -135,22 +130,15 @@ def _forward(zero: Zero, gather: Callable[[nn.Module], Any]) -> Callable[[nn.Mod
                 hint=_LOWER,
             ) from None
 
-    return gather_for_forward
-
-
-def _backward(zero: Zero, gather: Callable[[nn.Module], Any]) -> Callable[[nn.Module], Any]:
-    """Return `gather`, which refuses a gradient of which another is to be taken."""
-
-    def gather_for_backward(module: nn.Module) -> Any:
-        if torch.is_grad_enabled() and not zero.engine._running_engine_backward:
+    @in_place_of(offload, "pre_sub_module_backward_function")
+    def gather_for_backward(gather: Callable[[nn.Module], Any], module: nn.Module) -> Any:
+        if torch.is_grad_enabled() and not engine._running_engine_backward:
             raise RequestError(
                 f"ZeRO-3 cannot differentiate {_named(zero, module)} twice",
                 because="a gradient is taken with create_graph=True, and its parameters are let go after the first",
                 hint=_LOWER,
             )
         return gather(module)
-
-    return gather_for_backward
 
 
 def _named(zero: Zero, module: nn.Module) -> str:

@@ -31,7 +31,7 @@ from frugal.deepspeed_adapter.checkpoint_files import Piece, StateLayout
 from frugal.deepspeed_adapter.python_state import PythonState, within
 from frugal.planning.memory.timeline import COMMUNICATION, GRADIENTS, OPTIMIZER, PARAMETERS
 from frugal.planning.strategy import Strategy
-from frugal.required import put
+from frugal.required import in_place_of, put
 
 Wrap = Callable[[Callable[..., Any]], Callable[..., Any]]
 
@@ -316,19 +316,18 @@ class Zero3(Zero):
         one as always.
         """
         coordinator = self._coordinator()
-        begin_micro_step, end_step = coordinator.reset_step, self.optimizer._post_step
 
-        def record_again() -> None:
+        @in_place_of(coordinator, "reset_step")
+        def record_again(begin_micro_step: Callable[[], None]) -> None:
             if self._is_recording:
                 self._without_trace.put_back()
             begin_micro_step()
 
-        def end(*args: Any, **kwargs: Any) -> Any:
+        @in_place_of(self.optimizer, "_post_step")
+        def end(end_step: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
             self._is_recording = False
             return end_step(*args, **kwargs)
 
-        put(coordinator, "reset_step", record_again)
-        put(self.optimizer, "_post_step", end)
         self._without_trace = PythonState(coordinator)
 
     def masters(self) -> list[Tensor]:

@@ -1,19 +1,22 @@
 """The mean loss on any number of samples, the same on any number of ranks, and a metric of the user's own.
 
-What the random number generators would have drawn next is put back after it.
+What the random number generators would have drawn next is put back after it. `Best` compares the evaluations of a run,
+by the loss or a metric, and stops it early.
 """
 
 import logging
 import math
 from collections.abc import Sequence
 from contextlib import closing
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import partial
 
 import torch
 import torch.distributed as dist
 
+from frugal.checkpoint.progress import BestSoFar, Progress
 from frugal.checkpoint.random_state import generator_states, restore_generators
+from frugal.config.run_settings import BestMode, RunSettings
 from frugal.data.batches import pin, prefetch, share
 from frugal.engine.extensions.metric import Metric
 from frugal.engine.oom_limits import OutOfMemory, recovery
@@ -110,3 +113,81 @@ def _evaluated(
     finally:
         engine.module.train(was_training)
     return loss.item(), targets, kept
+
+
+LOSS = "loss"
+
+
+@dataclass(frozen=True)
+class Criterion:
+    """The number that selects the best checkpoint: the validation loss, or one of the metric's by its name.
+
+    `name`: None is the first number of the metric.
+    """
+
+    name: str | None
+    mode: BestMode
+
+    @classmethod
+    def of(cls, best: str | None, metric: str | None) -> "Criterion":
+        """Return what --best and --metric ask for: by default the largest first number of the metric, or the loss."""
+        name, _, mode = (best or (LOSS if metric is None else "")).partition(":")
+        usual: BestMode = "min" if name == LOSS else "max"
+        return cls(name or None, {"min": "min", "max": "max"}.get(mode, usual))  # type: ignore[arg-type]  # a mode
+
+    def score(self, progress: Progress | Evaluation) -> float | None:
+        """Return the number of an evaluation, negated if the largest is the best; None: not measured, or NaN.
+
+        Raises:
+            RequestError: the metric has no number of this name.
+        """
+        metrics = progress.metrics
+        value = progress.loss if isinstance(progress, Evaluation) else progress.validation_loss
+        if self.name is None:
+            value = next(iter(metrics.values()), None)
+        elif self.name != LOSS:
+            if metrics and self.name not in metrics:
+                raise RequestError(
+                    f"--best {self.name} is nothing that was measured",
+                    because=f"there is {', '.join([LOSS, *metrics])}",
+                )
+            value = metrics.get(self.name)
+        if value is None or math.isnan(value):
+            return None
+        return value if self.mode == "min" else -value
+
+    def __str__(self) -> str:
+        return f"{self.mode} {self.name or 'metric'}"
+
+
+class Best:
+    """The best evaluation of a run so far, beginning with the one in a checkpoint, and how many have come since."""
+
+    def __init__(self, settings: RunSettings, start: Progress) -> None:
+        self.criterion = Criterion.of(settings.best, settings.metric)
+        self._patience = settings.patience
+        self.so_far = start.best if start.best is not None and start.best.by == str(self.criterion) else None
+
+    def after(self, step: int, evaluation: Evaluation) -> bool:
+        """Return whether the evaluation after `step` steps is the best so far. Raises as `Criterion.score`."""
+        score, before, sign = self.criterion.score(evaluation), self.so_far, 1 if self.criterion.mode == "min" else -1
+        if score is not None and (before is None or score < sign * before.value):
+            self.so_far = BestSoFar(by=str(self.criterion), value=sign * score, step=step, num_since=0)
+            return True
+        if before is not None:
+            self.so_far = replace(before, num_since=before.num_since + 1)
+        return False
+
+    @property
+    def is_over(self) -> bool:
+        """Return whether the last `patience` evaluations brought nothing better."""
+        return self._patience is not None and self.so_far is not None and self.so_far.num_since >= self._patience
+
+    @property
+    def why_over(self) -> str:
+        """The reason of an early stop, in words."""
+        assert self.so_far is not None
+        return (
+            f"stopped early: no evaluation since step {self.so_far.step} had a better {self.criterion.name or 'metric'}"
+            f" than {self.so_far.value:.4g} (--patience {self._patience})"
+        )

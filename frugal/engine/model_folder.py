@@ -21,7 +21,7 @@ from frugal.checkpoint.manifest import Manifest
 from frugal.config.run_settings import RunSettings, earlier_settings, run_settings
 from frugal.data import corpus
 from frugal.deepspeed_adapter.kernels import DTYPES
-from frugal.engine.extensions.best import Criterion
+from frugal.engine.evaluation import Criterion
 from frugal.errors import CheckpointError, PlanMismatchError, RequestError
 from frugal.models.loading import quantised
 from frugal.models.resolve import resolve_request

@@ -27,7 +27,7 @@ from frugal.engine.extensions.callbacks import Callbacks
 from frugal.engine.extensions.optimizer import OwnOptimizer
 from frugal.engine.oom_limits import AdaptiveLimits, OutOfMemory, recovery
 from frugal.engine.oom_retry import CachedBlocks, Guard, RanksDifferError, Update, abandon
-from frugal.errors import RequestError
+from frugal.errors import PlanMismatchError, RequestError
 from frugal.models import (
     activation_checkpointing,
     expert_modules,
@@ -172,42 +172,28 @@ class Stepper:
             raise RequestError("the global batch is empty", hint="pass at least one sample")
         if not isinstance(batch, Prepared) or (batch.limits, batch.planned) != (self.limits, self.plan.batch):
             batch = self.prepare(samples)  # anew: since then memory ran out, or another cut is tried
-        batches = batch.batches
-        targets, tokens, positions = self._sum(batch.targets, batch.tokens, batch.positions)
+        (targets,) = self._sum(batch.targets)
         if targets == 0:
             raise RequestError(
                 "the global batch has no target to learn from",
                 because=f"every label of its {len(samples)} samples is ignored",
             )
-        learning_rate = self.deepspeed.get_lr()[0]
         before = generator_states(self.device)
         attempts = 0
-        while not isinstance(done := self._try(batches, int(targets)), tuple):
+        while not isinstance(result := self._try(batch, int(targets)), StepResult):
             abandon(self.zero)
             restore_generators(before, self.device)
-            if isinstance(done, RanksDifferError):
-                self._reduce_in_order(done)
+            if isinstance(result, RanksDifferError):
+                self._reduce_in_order(result)
                 continue
             attempts += 1
             self.num_recoveries += 1
-            self._say(self._make_room(done, samples, attempts), done)
-            again = self.prepare(samples)
-            batches = again.batches
-            tokens, positions = self._sum(again.tokens, again.positions)
-        loss_sum, is_finite = done
-        self.cache.after(batches)
-        if is_finite:
+            self._say(self._make_room(result, samples, attempts), result)
+            batch = self.prepare(samples)
+        self.cache.after(batch.batches)
+        if result.is_finite:
             self._say(self.adaptive_limits.after_step())
-        return StepResult(
-            loss=loss_sum / targets,
-            targets=int(targets),
-            samples=len(samples),
-            grad_norm=self.update.grad_norm,
-            learning_rate=learning_rate,
-            is_finite=is_finite,
-            tokens=int(tokens) if tokens else None,
-            positions=int(positions) if tokens else None,
-        )
+        return result
 
     def agree_to_stop(self) -> bool:
         """Return whether any rank wants to stop, or was asked to; also set `is_to_stop`. Collective."""
@@ -218,29 +204,42 @@ class Stepper:
     def _is_asked_to_stop(self) -> bool:
         return self.wants_to_stop or stop.requested() is not None
 
-    def _try(self, batches: Sequence[Batch], targets: int) -> tuple[float, bool] | OutOfMemory | RanksDifferError:
-        """Try a whole step; return the loss summed over the ranks, and whether all numbers are finite. Collective."""
+    def _try(self, batch: Prepared, targets: int) -> StepResult | OutOfMemory | RanksDifferError:
+        """Try a whole step on a global batch of so many targets. Collective."""
         self.update.is_begun = False
         self.unused.begin()
         self.zero.remember()
+        learning_rate = self.deepspeed.get_lr()[0]
         try:
-            local_loss = self.guard.attempt(partial(self.accumulate, batches, targets))
+            local_loss = self.guard.attempt(partial(self.accumulate, batch.batches, targets))
         except RanksDifferError as difference:
             return difference
         if isinstance(local_loss, OutOfMemory):
             return local_loss
-        loss_sum, num_told, use_all = self._sum(local_loss.item(), self._is_asked_to_stop, self.unused.uses_all)
+        loss_sum, num_told, use_all, tokens, positions = self._sum(
+            local_loss.item(), self._is_asked_to_stop, self.unused.uses_all, batch.tokens, batch.positions
+        )
         self.is_to_stop = num_told > 0
-        if not math.isfinite(loss_sum):
+        if math.isfinite(loss_sum):
+            if not use_all:
+                self.unused.leave_alone()
+            is_finite = self.guard.attempt(self.update.update)
+            if isinstance(is_finite, OutOfMemory):
+                return is_finite
+            self.update.is_begun = False
+        else:
             abandon(self.zero)
-            return loss_sum, self.update.leave_out()
-        if not use_all:
-            self.unused.leave_alone()
-        is_finite = self.guard.attempt(self.update.update)
-        if isinstance(is_finite, OutOfMemory):
-            return is_finite
-        self.update.is_begun = False
-        return loss_sum, is_finite
+            is_finite = self.update.leave_out()
+        return StepResult(
+            loss=loss_sum / targets,
+            targets=targets,
+            samples=len(batch.samples),
+            grad_norm=self.update.grad_norm,
+            learning_rate=learning_rate,
+            is_finite=is_finite,
+            tokens=int(tokens) if tokens else None,
+            positions=int(positions) if tokens else None,
+        )
 
     def _reduce_in_order(self, difference: RanksDifferError) -> None:
         """Reduce gradients in one order from here on, after ranks differed in it, and say so.
@@ -288,6 +287,20 @@ class Stepper:
 
 def wrap(model: nn.Module, request: Request, strategy: Strategy, batch: BatchPlan, **how: Any) -> Zero:
     """Wrap `model`, changed as the strategy says, in DeepSpeed's engine. Collective. `how` and errors as there."""
+    change(model, strategy)
+    if strategy.offload_optimizer != "none":
+        local_host.give_back_large_blocks()
+    zero = engine.initialize(model, request, strategy, batch, **how)
+    quantised.settle(model, zero.engine.device)
+    return zero
+
+
+def change(model: nn.Module, strategy: Strategy) -> None:
+    """Make `model` compute as the strategy says, in place: kernels, activation checkpointing, loss and MLP. Collective.
+
+    Raises:
+        RequestError: the model cannot do it.
+    """
     transformers_internals.always_use()
     expert_modules.always_run(model)
     if strategy.kernels == "liger":
@@ -298,11 +311,24 @@ def wrap(model: nn.Module, request: Request, strategy: Strategy, batch: BatchPla
         tiled_loss.apply(model, strategy.kernels)
     if strategy.mlp == "tiled":
         tiled_mlp.apply(model)
-    if strategy.offload_optimizer != "none":
-        local_host.give_back_large_blocks()
-    zero = engine.initialize(model, request, strategy, batch, **how)
-    quantised.settle(model, zero.engine.device)
-    return zero
+
+
+def refuse_other_model(plan: Plan, model: nn.Module) -> None:
+    """Refuse a model of another size than the plan's, or with other trained parameters.
+
+    Raises:
+        PlanMismatchError: the plan was made for another one.
+    """
+    sizes = [(quantised.elements(parameter), parameter.requires_grad) for parameter in model.parameters()]
+    number, trained = sum(size for size, _ in sizes), sum(size for size, is_trained in sizes if is_trained)
+    planned = plan.model.parameters, plan.model.trainable_parameters
+    if planned not in ((number, trained), (0, 0)):
+        raise PlanMismatchError(
+            f"the plan is for another model than {plan.request.model} is now",
+            because=f"it was made for {planned[0]:,} parameters, {planned[1]:,} trained; the model has {number:,} and "
+            f"{trained:,}",
+            hint="plan again",
+        )
 
 
 def accumulate(

@@ -1,36 +1,40 @@
 """The training of one rank, from a plan and data to a model: data, model, engine, loop, final model."""
 
-from contextlib import ExitStack, nullcontext
+from collections.abc import Iterator, Sequence
+from contextlib import ExitStack, contextmanager, nullcontext
 from functools import partial
+from pathlib import Path
+from typing import Any
 
 import torch
-from torch import nn
 
 from frugal import memory_watch
-from frugal.checkpoint import loading, mirror, random_state, resume_checks, run_folder
+from frugal.checkpoint import loading, manifest, mirror, random_state, resume_checks, run_folder, saving
 from frugal.checkpoint.progress import Progress
 from frugal.config.learning_rate import Curve
 from frugal.config.run_settings import RunSettings
 from frugal.data import corpus
 from frugal.data.batches import GlobalBatches
-from frugal.data.corpus import RunData
+from frugal.data.corpus import RunData, Subset
 from frugal.data.sources import Provenance
-from frugal.data.stream.samples import StreamBatches
+from frugal.data.stream.samples import SampleStream, StreamBatches
 from frugal.distributed import env, rank_logs, rendezvous
-from frugal.engine import final_model, loop
+from frugal.engine import loop
 from frugal.engine.engine import Engine, initialize
-from frugal.engine.extensions.best import Best
+from frugal.engine.evaluation import Best, evaluate
 from frugal.engine.extensions.callbacks import Callbacks
 from frugal.engine.extensions.metric import Metric
 from frugal.engine.measure import tuner
 from frugal.engine.measure.run_gauge import RunGauge
-from frugal.engine.reports import endings, opening, trackers
+from frugal.engine.reports import opening, trackers
 from frugal.engine.reports.metrics import Log, PlannedMemory
-from frugal.errors import PlanMismatchError, RequestError
+from frugal.engine.train_step import refuse_other_model
+from frugal.errors import RequestError
 from frugal.imports import collected_seldom
 from frugal.models import factories
-from frugal.models.loading import placed, quantised
+from frugal.models.loading import placed
 from frugal.planning.plan import Plan
+from frugal.report import after_run
 
 
 def train(plan: Plan, settings: RunSettings, device: torch.device) -> None:
@@ -48,7 +52,9 @@ def train(plan: Plan, settings: RunSettings, device: torch.device) -> None:
     settings = run_folder.create(settings)
     plan = tuner.plan_to_resume(plan, settings.out) if settings.resume else plan
     run_folder.check_space(plan, settings)
-    data = _read_samples(plan, settings)
+    with collected_seldom():  # reading brings transformers and datasets along
+        data = corpus.read_samples(plan, settings)
+    data.spec.refuse_random_base()
     _check_validation(settings, data)
     batches = _global_batches(plan, settings, data)
     total_steps = loop.num_steps(batches, settings)
@@ -59,7 +65,9 @@ def train(plan: Plan, settings: RunSettings, device: torch.device) -> None:
             rank_logs.redirect(settings.out, rank)
         gauge = measuring.enter_context(memory_watch.gauge(device))
         model = placed.build(data.spec, plan, device, seed=settings.seed)
-        _refuse_other_model(plan, model)
+        factories.refuse_shapes_only(plan.request.model, model)
+        if plan.model.task != "sequence-classification":  # the number of classes comes from the data
+            refuse_other_model(plan, model)
         objective = data.spec.objective(
             data.tokenizer,
             seed=settings.seed,
@@ -71,15 +79,22 @@ def train(plan: Plan, settings: RunSettings, device: torch.device) -> None:
         start, changes = _start(engine, settings, data.provenance, curve, total_steps)
         if rank == 0:
             run_folder.record(plan, settings)
+        size = plan.batch.largest_micro_batch, plan.batch.part_of(plan.request.seq_len)
+        asked = trackers.hyperparameters(plan, settings)
         with (
             mirror.beside(settings, rank) as copy,
-            endings.page_afterwards(settings.out, rank),
-            _log(plan, settings, rank, start.step, total_steps) as log,
-        ):
+            _page_afterwards(settings.out, rank),
+            Log(
+                settings.out, rank=rank, planned=PlannedMemory(plan.memory.live_bytes, size, plan.memory.phase_peaks),
+                total_steps=total_steps, first_step=start.step,
+                trackers=trackers.Trackers(settings.track, settings.out, asked, start.step) if rank == 0 else None,
+            ) as log,
+        ):  # fmt: skip
             log.published = copy
             log.start(**opening.record(plan, changes, is_resumed=settings.resume))
-            said = opening.lines(plan, settings, data, model, total_steps, start.step, changes)
-            for line in (*said, *opening.remarks(plan, data, device, rank)):
+            for line in opening.lines(plan, settings, data, model, total_steps, start.step, changes):
+                log.say(line)
+            for line in opening.remarks(plan, data, device, rank):
                 log.say(line)
             if settings.resume and device.type == "cpu":
                 measuring.close()  # no operator makes storages that are read from a checkpoint: it would miss them
@@ -87,16 +102,19 @@ def train(plan: Plan, settings: RunSettings, device: torch.device) -> None:
             else:
                 run_gauge = RunGauge(engine, gauge, measuring)
             engine.tuner = tuner.tuner_of_run(engine, settings, log, total_steps - start.step)
-            evaluate = partial(engine.evaluate, data.validation, metric) if len(data.validation) else None
             done = loop.train(
-                engine, batches, settings, log,
-                start=start, total_steps=total_steps, evaluate=evaluate, gauge=run_gauge,
+                engine, batches, settings, log, start=start, total_steps=total_steps, gauge=run_gauge,
+                evaluate=partial(engine.evaluate, data.validation, metric) if len(data.validation) else None,
             )  # fmt: skip
             best = Best(settings, done)
             if best.is_over:
                 log.say(f"step {done.step}/{total_steps}  {best.why_over}")
             if done.step == total_steps or best.is_over:
-                final_model.finish(engine, settings, data, done.step, best, log, metric)
+                step = _load_best(engine, settings.checkpoints, best, log) if settings.save_best_model else done.step
+                evaluate_at_the_end(engine, data, step, log, metric)
+                model_path = settings.out / "model"
+                folder = saving.save_model(engine, model_path, data.tokenizer, uses_cache=data.spec.uses_cache)
+                log.say(f"model written to {folder}")
                 log.ends("done", best.why_over if best.is_over else "")
             else:
                 saved = f"step {done.step} is saved in {settings.checkpoints.absolute()}"
@@ -105,21 +123,36 @@ def train(plan: Plan, settings: RunSettings, device: torch.device) -> None:
         engine.destroy()
 
 
-def _log(plan: Plan, settings: RunSettings, rank: int, first_step: int, total_steps: int) -> Log:
-    asked = trackers.hyperparameters(plan, settings)
-    size = plan.batch.largest_micro_batch, plan.batch.part_of(plan.request.seq_len)
-    return Log(
-        settings.out, rank=rank, planned=PlannedMemory(plan.memory.live_bytes, size, plan.memory.phase_peaks),
-        total_steps=total_steps, first_step=first_step,
-        trackers=trackers.Trackers(settings.track, settings.out, asked, first_step) if rank == 0 else None,
-    )  # fmt: skip
+@contextmanager
+def _page_afterwards(out: Path, rank: int) -> Iterator[None]:
+    """Have rank 0 write the page of the run in `out` after the `with` block, also if that fails."""
+    try:
+        yield
+    finally:
+        if rank == 0 and out.is_dir() and (why := after_run.write_page(out)) is not None:
+            rank_logs.to_console(f"note: {after_run.PAGE} could not be written ({why}); `frugal report` makes it")
 
 
-def _read_samples(plan: Plan, settings: RunSettings) -> RunData:
-    with collected_seldom():  # reading brings transformers and datasets along
-        data = corpus.read_samples(plan, settings)
-    data.spec.refuse_random_base()
-    return data
+def _load_best(engine: Engine, checkpoints: Path, best: Best, log: Log) -> int:
+    """Load the weights of the best of the checkpoints, and return its number of steps."""
+    path = saving.best_of(manifest.checkpoints_in(checkpoints), best.criterion.score)
+    loaded = loading.load(engine, checkpoints, only=None if path is None else path.name)
+    log.say(f"the model is that of step {loaded.progress.step}, the best by {best.criterion.name or 'the metric'}")
+    return loaded.progress.step
+
+
+def evaluate_at_the_end(
+    engine: Engine, data: RunData, total_steps: int, log: Log, metric: Metric | None = None
+) -> None:
+    """Evaluate the test data, and as many training samples as there were for validation."""
+    if len(data.test) == 0:
+        return
+    known: Sequence[Any] = ()
+    if not isinstance(data.training, SampleStream):  # which is read once
+        known = Subset.drawn_from(data.training, len(data.validation) or len(data.test))
+    for name, samples in (("train", known), ("test", data.test)):
+        if len(samples) > 0:
+            log.evaluation(total_steps, evaluate(engine, samples, metric), of=name)
 
 
 def _global_batches(plan: Plan, settings: RunSettings, data: RunData) -> GlobalBatches | StreamBatches:
@@ -138,19 +171,6 @@ def _check_validation(settings: RunSettings, data: RunData) -> None:
             f"{flag} was given, and no sample is kept for validation",
             because=f"--validation-data is {', '.join(settings.validation_data)}",
             hint="give validation data, or a larger part of the data",
-        )
-
-
-def _refuse_other_model(plan: Plan, model: nn.Module) -> None:
-    factories.refuse_shapes_only(plan.request.model, model)
-    number = sum(map(quantised.elements, model.parameters()))
-    if plan.model.task == "sequence-classification":
-        return  # the number of classes comes from the data
-    if plan.model.parameters not in (0, number):
-        raise PlanMismatchError(
-            f"the plan is for another model than {plan.request.model} is now",
-            because=f"it was made for {plan.model.parameters:,} parameters, the model has {number:,}",
-            hint="plan again",
         )
 
 

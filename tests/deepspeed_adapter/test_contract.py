@@ -174,15 +174,13 @@ DEEPSPEEDS = re.compile(r"(self\.|deepspeed_)?(engine|optimizer|zero|coordinator
 
 
 def attributes_of_deepspeed(tree: ast.Module) -> set[str]:
-    """What a module reads of DeepSpeed's objects, sets in them with `put`, and lists as kept in them."""
+    """What a module reads of DeepSpeed's objects, and sets in them with `put` or `in_place_of`."""
     names = set()
     for node in ast.walk(tree):
         if isinstance(node, ast.Attribute) and DEEPSPEEDS.fullmatch(ast.unparse(node.value)):
             names.add(node.attr)
-        elif isinstance(node, ast.Call) and ast.unparse(node.func) == "put" and isinstance(node.args[1], ast.Constant):
-            names.add(str(node.args[1].value))
-        elif isinstance(node, ast.AnnAssign) and "_KEPT" in ast.unparse(node.target) and node.value is not None:
-            names |= {str(each.value) for each in ast.walk(node.value) if isinstance(each, ast.Constant)}
+        elif isinstance(node, ast.Call) and ast.unparse(node.func) in ("put", "in_place_of"):
+            names |= {str(each.value) for each in node.args[1:2] if isinstance(each, ast.Constant)}
     return {re.sub(r"^_[A-Z]\w*?__", "__", name) for name in names}
 
 
@@ -198,10 +196,8 @@ def test_attributes_of_deepspeeds_objects_are_in_the_table() -> None:
 def test_such_attributes_are_seen() -> None:
     tree = ast.parse("optimizer._late_step(); getattr(engine, '_lost'); coordinator._Class__hidden; self._own")
     assert private_attributes(tree) == {"_late_step", "_lost", "__hidden"}
-    tree = ast.parse(
-        "optimizer.late; self.engine.lost = 1; put(bucket, '_Class__hidden', 1)\n_KEPT: X = {'kept': ()}; model.own"
-    )
-    assert attributes_of_deepspeed(tree) == {"late", "lost", "__hidden", "kept"}
+    tree = ast.parse("optimizer.late; put(engine, 'lost', 1); in_place_of(bucket, '_Class__hidden')(f); model.own")
+    assert attributes_of_deepspeed(tree) == {"late", "lost", "__hidden"}
 
 
 def test_as_a_program_it_prints_what_does_not_hold() -> None:

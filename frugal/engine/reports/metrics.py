@@ -27,14 +27,19 @@ A resumed run appends, after dropping the records beyond the step it resumes fro
 starts, ends and recoveries. A number that is not finite is null.
 
 The file is flushed (fsync) before each checkpoint, so that a checkpoint never exists without the records of its steps.
-`metrics_file` describes how it is written.
+It is never shortened in place: what is dropped at a resume is left out of a new file, which replaces the old one when
+it is on the disk. Where the disk is full, records wait in memory for room until the next checkpoint.
 """
 
+import errno
 import logging
 import math
+import os
+import stat
 import time
 from collections import deque
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 from types import TracebackType
@@ -45,22 +50,148 @@ from rich.console import Console
 from rich.live import Live
 from rich.text import Text
 
+from frugal import file_errors, files
 from frugal.config.run_settings import METRICS
 from frugal.distributed import rank_logs
 from frugal.distributed.first_failure import LostRankError, lost_connection
 from frugal.engine.evaluation import Evaluation
 from frugal.engine.measure.run_gauge import EVALUATION, PhasePeak
-from frugal.engine.reports.metrics_file import Records
 from frugal.engine.reports.trackers import Trackers
 from frugal.engine.train_step import StepResult
-from frugal.errors import FrugalError, first_line
+from frugal.errors import CheckpointError, FrugalError, first_line
 from frugal.report.records import has_fewer_tokens
-from frugal.units import format_bytes, format_seconds
+from frugal.units import format_bytes, format_seconds, plural
 
 PLAIN_LINES = 40  # about as many lines of progress where there is no terminal
 WINDOW = 20  # steps over which the speed is averaged
 BAR_WIDTH = 20
 logger = logging.getLogger("frugal")
+
+
+class _Record(msgspec.Struct):
+    step: int
+    event: str = ""
+
+
+_HISTORY = ("start", "end", "recovery")
+"""Events that stay, whatever becomes of their step: they did happen."""
+
+
+class Records:
+    """`metrics.jsonl`, without records of steps after `last_step` and without half a record, to append to.
+
+    Each write opens the file of that name, which another program may have replaced, and begins on a line of its own.
+
+    Attributes:
+        dropped_steps: steps after `last_step` that had records.
+
+    Raises:
+        CheckpointError: it cannot be read or written; it is what it was.
+    """
+
+    def __init__(self, path: Path, last_step: int) -> None:
+        self._path = path = path.absolute()
+        self._unwritten: list[bytes] = []
+        self._is_failing = False
+        try:
+            os.close(self._open())
+            self._folder = path.parent.stat()
+            if sum(map(len, self._kept(last_step))) != path.stat().st_size:
+                files.write_file(path, self._kept(last_step))
+        except OSError as error:
+            raise self._cannot_write(error) from None
+        if self._num_broken:
+            number = plural(self._num_broken, "line")
+            logger.warning("%s: %s of it cannot be read as records, and are left out", path, number)
+
+    def _open(self) -> int:
+        """Return a descriptor of the file, made if there is none; what is no file in its place is moved aside."""
+        if os.path.lexists(self._path) and not stat.S_ISREG(self._path.lstat().st_mode):
+            files.move_aside(self._path)
+        return files.append(self._path)
+
+    def _kept(self, last_step: int) -> Iterator[bytes]:
+        """Yield the lines to keep, and count the others."""
+        self.dropped_steps = self._num_broken = 0
+        for line in files.read_lines(self._path):
+            record = None
+            with suppress(msgspec.DecodeError, UnicodeDecodeError, RecursionError):
+                record = msgspec.json.decode(line, type=_Record)
+            if record is None:
+                self._num_broken += line.endswith(b"\n") and not line.isspace()  # half a line: of a killed run
+                continue
+            if record.event == "step":
+                self.dropped_steps = max(self.dropped_steps, record.step - last_step)
+            if line.endswith(b"\n") and (record.step <= last_step or record.event in _HISTORY):
+                yield line
+
+    @property
+    def is_folder_gone(self) -> bool:
+        """Return whether the run's folder was deleted or moved."""
+        try:
+            return not os.path.samestat(self._path.parent.stat(), self._folder)
+        except (FileNotFoundError, NotADirectoryError):
+            return True
+
+    def add(self, line: bytes) -> None:
+        """Append a record, or keep it until there is room."""
+        self._unwritten.append(line)
+        try:
+            self._write()
+        except OSError as error:
+            if not self._is_failing:
+                because, remedy = file_errors.explain(error, self._path)
+                logger.warning("cannot write %s, it is kept for the next checkpoint: %s; %s", METRICS, because, remedy)
+            self._is_failing = True
+
+    def sync(self) -> None:
+        """Have all records on the disk.
+
+        Raises:
+            OSError: they cannot be written, or the run's folder was deleted or moved.
+        """
+        if self.is_folder_gone:
+            what = "the run's folder was deleted or moved (moved back, it can be resumed)"
+            raise FileNotFoundError(errno.ENOENT, what, str(self._path.parent))
+        try:
+            self._write(durable=True)
+        except OSError as error:
+            error.filename = error.filename or str(self._path)
+            raise
+
+    def close(self, *, in_error: bool) -> None:
+        """Write what was kept. `in_error`: another error is on its way, which is reported."""
+        try:
+            self._write()
+        except OSError as error:
+            if not in_error:
+                raise self._cannot_write(error) from None
+
+    def _write(self, *, durable: bool = False) -> None:
+        """Append all that is unwritten or nothing of it, unless the folder is gone."""
+        if self.is_folder_gone:
+            return
+        descriptor = self._open()
+        try:
+            size = os.fstat(descriptor).st_size
+            is_cut = size > 0 and os.pread(descriptor, 1, size - 1) != b"\n"
+            data = (b"\n" if is_cut else b"") + b"".join(self._unwritten)
+            try:
+                while data:
+                    data = data[os.write(descriptor, data) :]
+            except OSError:
+                os.ftruncate(descriptor, size)  # a disk that is nearly full takes a part
+                raise
+            if durable:
+                os.fsync(descriptor)
+        finally:
+            os.close(descriptor)
+        self._unwritten.clear()
+        self._is_failing = False
+
+    def _cannot_write(self, error: OSError) -> CheckpointError:
+        because, remedy = file_errors.explain(error, self._path)
+        return CheckpointError(f"cannot write {self._path}", because=because, hint=file_errors.then_resume(remedy))
 
 
 class _ToLog(logging.Handler):

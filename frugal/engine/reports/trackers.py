@@ -23,7 +23,7 @@ import msgspec
 
 from frugal import files
 from frugal.config.run_settings import RunSettings
-from frugal.errors import RequestError, first_line
+from frugal.errors import RequestError, failure, first_line
 from frugal.planning.plan import Plan
 
 RECORD = "trackers.json"
@@ -62,18 +62,13 @@ class Trackers:
         known = _read_ids(folder)
         self._trackers: dict[str, Any] = {}
         for name in dict.fromkeys(names):
-            try:
+            remedy = f"see to it that {name} works here, or leave --track {name} out"
+            with failure(f"cannot start the tracker {name}", hint=remedy):  # services fail in many ways
                 self._trackers[name] = tracker = _start(name, folder, known.get(name), first_step)
                 if name not in known:
                     tracker.store_init_configuration(dict(hyperparameters))
                     known[name] = _id_of(name, tracker)
                     files.write_file(folder / RECORD, msgspec.json.encode(known) + b"\n")
-            except Exception as error:  # a service, its library or the network fails in many ways
-                raise RequestError(
-                    f"cannot start the tracker {name}",
-                    because=first_line(error),
-                    hint=f"see to it that {name} works here, or leave --track {name} out",
-                ) from None
 
     def record(self, event: str, values: Mapping[str, Any]) -> None:
         """Log the numbers of a record of `metrics.jsonl` that belong to a curve."""
