@@ -1,8 +1,8 @@
 """The DeepSpeed engine of a strategy, made and taken down."""
 
 import shutil
-from collections.abc import Callable, Iterator
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import replace
 from typing import Any
 from unittest.mock import patch
@@ -94,8 +94,7 @@ def destroy(zero: Zero) -> None:
         shutil.rmtree(str(zero.strategy.nvme_path), ignore_errors=True)
 
 
-@contextmanager
-def _scalars_sent() -> Iterator[None]:
+def _scalars_sent() -> AbstractContextManager[Any]:
     """Make engines that are made in the `with` block also send parameters without dimensions to all ranks."""
     send = deepspeed.DeepSpeedEngine._broadcast_model
 
@@ -103,8 +102,7 @@ def _scalars_sent() -> Iterator[None]:
         with placement.as_vectors(engine.module.parameters()):
             send(engine)
 
-    with patch.object(deepspeed.DeepSpeedEngine, "_broadcast_model", send_all):
-        yield
+    return patch.object(deepspeed.DeepSpeedEngine, "_broadcast_model", send_all)
 
 
 def _partition(model: nn.Module, config: dict[str, Any], dtype: torch.dtype) -> None:
@@ -123,8 +121,7 @@ def _partition(model: nn.Module, config: dict[str, Any], dtype: torch.dtype) -> 
         parameter.ds_id = number
 
 
-@contextmanager
-def told_of_arrivals(arrive: Callable[[Tensor], None]) -> Iterator[None]:
+def told_of_arrivals(arrive: Callable[[Tensor], None]) -> AbstractContextManager[Any]:
     """Call `arrive` with each parameter that stage 3 brings to the device, before it splits it.
 
     For a pretended device, where the arrival of a tensor leaves no trace.
@@ -135,8 +132,7 @@ def told_of_arrivals(arrive: Callable[[Tensor], None]) -> Iterator[None]:
         arrive(parameter.data)
         split(init, parameter)
 
-    with patch.object(Init, "_zero_init_param", arrive_and_split):
-        yield
+    return patch.object(Init, "_zero_init_param", arrive_and_split)
 
 
 def split_reads_refused(zero: Zero, *, is_first: bool) -> AbstractContextManager[Any]:

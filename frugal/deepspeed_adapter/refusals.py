@@ -12,7 +12,7 @@ import torch
 from deepspeed.utils.torch import is_functorch_transforming
 from torch import Tensor, nn
 
-from frugal import torch_internals
+from frugal import errors, torch_internals
 from frugal.deepspeed_adapter import placement
 from frugal.deepspeed_adapter.stages import Zero
 from frugal.errors import RequestError
@@ -27,33 +27,39 @@ def refuse(model: nn.Module, zero_stage: int) -> None:
     Raises:
         RequestError: with the name of the first.
     """
+    is_split = zero_stage == 3
     for name, parameter in model.named_parameters():
-        if parameter.requires_grad and parameter.is_complex():
-            raise RequestError(
+        errors.refuse(
+            (
+                parameter.requires_grad and parameter.is_complex(),
                 f"the parameter `{name}` cannot be trained",
-                because=f"it is complex ({parameter.dtype}), and DeepSpeed adds up real gradients only",
-                hint="keep its real and imaginary parts in a real parameter of shape (..., 2), and take "
+                f"it is complex ({parameter.dtype}), and DeepSpeed adds up real gradients only",
+                "keep its real and imaginary parts in a real parameter of shape (..., 2), and take "
                 "torch.view_as_complex of it in the forward",
-            )
-        if zero_stage == 3 and not placement.num_elements(parameter):
-            raise RequestError(
+            ),
+            (
+                is_split and not placement.num_elements(parameter),
                 f"ZeRO-3 cannot gather the parameter `{name}`",
-                because=f"it has no elements (shape {tuple(parameter.shape)})",
-                hint=f"leave the parameter out, or {_LOWER}",
-            )
+                f"it has no elements (shape {tuple(parameter.shape)})",
+                f"leave the parameter out, or {_LOWER}",
+            ),
+        )
     for name, module in model.named_modules():
-        if isinstance(module, nn.Embedding | nn.EmbeddingBag) and module.sparse and module.weight.requires_grad:
-            raise RequestError(
+        is_embedding = isinstance(module, nn.Embedding | nn.EmbeddingBag)
+        errors.refuse(
+            (
+                is_embedding and module.sparse and module.weight.requires_grad,
                 f"the gradient of `{name}` cannot be added up over ranks",
-                because=f"{type(module).__name__}(sparse=True) makes it sparse, and DeepSpeed's buckets are dense",
-                hint="use sparse=False: its gradient has the same values",
-            )
-        if zero_stage == 3 and "_orig_mod" in dict(module.named_children()):
-            raise RequestError(
+                f"{type(module).__name__}(sparse=True) makes it sparse, and DeepSpeed's buckets are dense",
+                "use sparse=False: its gradient has the same values",
+            ),
+            (
+                is_split and "_orig_mod" in dict(module.named_children()),
                 f"ZeRO-3 cannot gather the parameters of `{name or 'the model'}`",
-                because="it is a wrapper that torch.compile made, whose parameters DeepSpeed's hooks do not find",
-                hint=f"compile it in place: module.compile() instead of torch.compile(module); or {_LOWER}",
-            )
+                "it is a wrapper that torch.compile made, whose parameters DeepSpeed's hooks do not find",
+                f"compile it in place: module.compile() instead of torch.compile(module); or {_LOWER}",
+            ),
+        )
     for one, other in _overlapping(model):
         raise RequestError(
             f"the parameters `{one}` and `{other}` are two, but lie in the same memory",

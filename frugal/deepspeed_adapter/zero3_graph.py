@@ -17,7 +17,7 @@ import math
 import sys
 import weakref
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from typing import Any
 from unittest.mock import patch
 
@@ -87,11 +87,9 @@ def parameters_of_modules(model: nn.Module, *, within: bool) -> tuple[tuple[int,
     )
 
 
-@contextmanager
-def linear_of_zero3() -> Iterator[None]:
+def linear_of_zero3() -> AbstractContextManager[Any]:
     """Replace `F.linear` by ZeRO-3's inside the `with` block."""
-    with patch.object(F, "linear", lambda input, weight, bias=None: _Linear.apply(input, weight, bias)):
-        yield
+    return patch.object(F, "linear", lambda input, weight, bias=None: _Linear.apply(input, weight, bias))
 
 
 class _Linear(torch.autograd.Function):
@@ -355,10 +353,10 @@ def _reduce_scatter_coalesced(tensors: Sequence[Tensor], group: Any = None) -> l
     if len(tensors) == 1 and tensors[0].numel() % world_size == 0:
         flat = tensors[0].view(-1)
     else:
-        padding = [
-            tensor.new_empty(missing)
+        padding = [  # of each rank whose part is not full
+            tensor.new_empty(chunk - max(0, min(chunk, tensor.numel() - other * chunk)))
             for tensor, chunk in zip(tensors, chunks, strict=True)
-            for missing in _missing(tensor.numel(), chunk, world_size)
+            for other in range(tensor.numel() // chunk, world_size)
         ]
         flat = tensors[0].new_empty(world_size * sum(chunks))
         del padding
@@ -368,12 +366,6 @@ def _reduce_scatter_coalesced(tensors: Sequence[Tensor], group: Any = None) -> l
         parts.append(mine.narrow(0, offset, max(0, min(chunk, tensor.numel() - rank * chunk))))
         offset += chunk
     return parts
-
-
-def _missing(elements: int, chunk: int, world_size: int) -> Iterator[int]:
-    """Yield the padding of each rank whose part is not full, in elements."""
-    for rank in range(elements // chunk, world_size):
-        yield chunk - max(0, min(chunk, elements - rank * chunk))
 
 
 class SplitReads(TorchFunctionMode):
@@ -396,17 +388,17 @@ class SplitReads(TorchFunctionMode):
         if operation not in _NO_VALUES:
             for each in (*args, *kwargs.values()):
                 for one in each if isinstance(each, list | tuple) else (each,):
-                    if isinstance(one, nn.Parameter) and _is_away(one) and not _asks_itself():
-                        self._refuse(one, operation)
+                    is_split = isinstance(one, nn.Parameter) and is_zero_param(one)
+                    if is_split and one.ds_status != ZeroParamStatus.AVAILABLE and not _asks_itself():
+                        named = self._model.named_parameters()
+                        name = next((name for name, other in named if other is one), "of no module")
+                        raise RequestError(
+                            f"ZeRO-3 has the parameter `{name}` split where it is read",
+                            because=f"`{operation}` takes it outside the forward of its module, such as in the loss, "
+                            "where it is empty",
+                            hint="read it in that module's forward, or use --zero-stage 2 or lower",
+                        )
         return func(*args, **kwargs)
-
-    def _refuse(self, parameter: nn.Parameter, operation: str) -> None:
-        name = next((name for name, each in self._model.named_parameters() if each is parameter), "of no module")
-        raise RequestError(
-            f"ZeRO-3 has the parameter `{name}` split where it is read",
-            because=f"`{operation}` takes it outside the forward of its module, such as in the loss, where it is empty",
-            hint="read it in that module's forward, or use --zero-stage 2 or lower",
-        )
 
 
 _NO_VALUES = frozenset(
@@ -418,10 +410,6 @@ _NO_VALUES = frozenset(
     }
 )  # fmt: skip
 """Attributes that a split parameter answers as a whole one does."""
-
-
-def _is_away(parameter: nn.Parameter) -> bool:
-    return is_zero_param(parameter) and parameter.ds_status != ZeroParamStatus.AVAILABLE  # type: ignore[attr-defined]
 
 
 def _asks_itself() -> bool:

@@ -157,6 +157,4 @@ def num_steps(batches: GlobalBatches | StreamBatches, settings: RunSettings) -> 
 
 def _is_due(step: int, every: int | None, total_steps: int) -> bool:
     """Return whether an action is due now that is done `every` N steps and at the end; 0: never, None: at the end."""
-    if every == 0:
-        return False
-    return step == total_steps or (every is not None and step % every == 0)
+    return every != 0 and (step == total_steps or (every is not None and step % every == 0))

@@ -100,7 +100,10 @@ def write(checkpoint: Path, out: Path, *, merge: bool = False) -> str:
             hint="leave it out",
         )
     spec = resolve_request(run.plan.request)
-    base_dtype = _own_dtype(spec)  # which building changes
+    own = getattr(spec.config, "dtype", None) if spec.weights else None  # of pretrained weights; building changes it
+    own = getattr(torch, own, None) if isinstance(own, str) else own
+    is_kept = isinstance(own, torch.dtype) and not spec.quantize
+    dtype: torch.dtype = own if is_kept else DTYPES[run.plan.request.precision]
     tokenizer, _ = corpus.tokenizer_for(spec, run.settings.tokenizer, run.settings.chat_template)
     with other_states.named(checkpoint):
         saved = Saved(checkpoint, run.made_by, DTYPES[run.plan.request.optimizer.states or "fp32"])
@@ -108,8 +111,7 @@ def write(checkpoint: Path, out: Path, *, merge: bool = False) -> str:
         weights = _weights(module, saved)
     kind = f"the adapters of step {run.made_by.step}, whose base is {spec.weights or spec.reference}"
     if merge:
-        trained_in = DTYPES[run.plan.request.precision]
-        module = _merged(spec, run, weights, trained_in if spec.quantize else base_dtype or trained_in)
+        module = _merged(spec, run, weights, dtype)
         weights = {name: tensor.detach() for name, tensor in module.state_dict(keep_vars=True).items()}
         precision = str(next(module.parameters()).dtype).removeprefix("torch.")
         kind = f"the model of step {run.made_by.step}, with its adapters merged in {precision}"
@@ -185,13 +187,6 @@ def _weights(module: nn.Module, saved: Saved) -> dict[str, Tensor]:
     return weights
 
 
-def _own_dtype(spec: ModelSpec) -> torch.dtype | None:
-    """Return the type of a pretrained model's weights, if its configuration says it."""
-    own = getattr(spec.config, "dtype", None) if spec.weights else None
-    own = getattr(torch, own, None) if isinstance(own, str) else own
-    return own if isinstance(own, torch.dtype) else None
-
-
 def _merged(spec: ModelSpec, run: Run, weights: dict[str, Tensor], dtype: torch.dtype) -> Any:
     """Return the base in `dtype` with the adapters merged into it."""
     trained_in = DTYPES[run.plan.request.precision]
@@ -203,20 +198,13 @@ def _merged(spec: ModelSpec, run: Run, weights: dict[str, Tensor], dtype: torch.
             hint="give the base model as it was; without --merge the adapters alone are written",
         )
     if spec.quantize is not None:
-        module = _unpacked(spec, run, module, dtype)
+        packed, module = module, replace(spec, quantize=None).build(dtype=dtype, device="cpu", seed=run.settings.seed)
+        for name, layer in quantised.named(packed):
+            values = quantised.dequantised(layer)
+            module.get_submodule(name).weight.data.copy_(values if layer.source_cls is nn.Linear else values.T)
     for name, parameter in module.named_parameters():
         if name in weights:
             parameter.data.copy_(weights[name])
     with warnings.catch_warnings(), torch.no_grad():
         warnings.simplefilter("ignore")  # that sums are rounded
         return module.merge_and_unload()
-
-
-def _unpacked(spec: ModelSpec, run: Run, packed: nn.Module, dtype: torch.dtype) -> nn.Module:
-    """Return the model with the values of the `packed` one, without quantisation."""
-    plain = replace(spec, quantize=None).build(dtype=dtype, device="cpu", seed=run.settings.seed)
-    for name, module in quantised.named(packed):
-        weight: Any = plain.get_submodule(name).weight
-        values = quantised.dequantised(module)
-        weight.data.copy_(values if module.source_cls is nn.Linear else values.T)
-    return plain

@@ -1,12 +1,15 @@
-"""One global batch in, one optimizer step out, the same on any split.
+"""One global batch in, one optimizer step out, the same on any split; and the mean loss on any number of samples.
 
 For a global batch with T targets on W ranks, every micro-batch's loss is a sum scaled by W / T. DeepSpeed averages
 gradients over ranks, so the W cancels and what remains is the exact mean over T, however the batch was cut.
+
+What the random number generators would have drawn next is put back after an evaluation.
 """
 
 import logging
 import math
 from collections.abc import Callable, Sequence
+from contextlib import closing
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
@@ -18,12 +21,14 @@ from torch import Tensor, nn
 from frugal.checkpoint.random_state import generator_states, restore_generators
 from frugal.config.hardware import local_host
 from frugal.config.request import Request
-from frugal.data.batches import MicroBatchLimits, pin, share
+from frugal.data.batches import MicroBatchLimits, pin, prefetch, share
 from frugal.data.given_batch import Given, as_samples
 from frugal.deepspeed_adapter import engine, gradients
 from frugal.deepspeed_adapter.stages import Zero
 from frugal.distributed import stop
+from frugal.engine.evaluation import Evaluation
 from frugal.engine.extensions.callbacks import Callbacks
+from frugal.engine.extensions.metric import Metric
 from frugal.engine.extensions.optimizer import OwnOptimizer
 from frugal.engine.oom_limits import AdaptiveLimits, OutOfMemory, recovery
 from frugal.engine.oom_retry import CachedBlocks, Guard, RanksDifferError, Update, abandon
@@ -37,6 +42,7 @@ from frugal.models import (
 )
 from frugal.models.fused import replacement
 from frugal.models.loading import quantised
+from frugal.models.losses import predictions
 from frugal.models.objectives import Batch, Objective, Sample, tokens_and_positions
 from frugal.models.sequence import attention
 from frugal.models.tiling import tiled_mlp
@@ -209,7 +215,7 @@ class Stepper:
         self.update.is_begun = False
         self.unused.begin()
         self.zero.remember()
-        learning_rate = self.deepspeed.get_lr()[0]
+        learning_rate = self.zero.inner.param_groups[0]["lr"]
         try:
             local_loss = self.guard.attempt(partial(self.accumulate, batch.batches, targets))
         except RanksDifferError as difference:
@@ -283,6 +289,71 @@ class Stepper:
         tensor = torch.tensor(values, dtype=torch.float64)
         dist.all_reduce(tensor, group=self.votes)
         return tensor.tolist()
+
+
+def evaluate(engine: Stepper, samples: Sequence[Sample], metric: Metric | None = None) -> Evaluation:
+    """Return the model's loss on `samples`, the same sequence on every rank. Collective; dropout is off meanwhile.
+
+    The samples are cut into micro-batches like a global batch, under the same limits, so that a forward takes no more
+    than one of training, which also keeps what backward needs. Where memory runs out on a rank all the same, all of it
+    is run again in smaller ones. Every sample is in exactly one micro-batch; a rank whose own is empty
+    runs the objective's dummy, because ZeRO-3 communicates in every forward. Sums and counts travel in fp64, so what
+    differs from one process is the rounding of each micro-batch's own sum.
+
+    Raises:
+        RequestError: no sample, or no target in any of them; or the metric failed.
+        OutOfMemoryError: a single sample is too large.
+    """
+    if len(samples) == 0:
+        raise RequestError(
+            "there is no sample to evaluate on", hint="give validation data, or a larger part of the data"
+        )
+    before = generator_states(engine.device)
+    while True:
+        engine.zero.remember()
+        cut = share(samples, engine.adaptive_limits.evaluation, engine.group)
+        outcome = engine.guard.attempt(partial(_evaluated, engine, samples, cut.places, metric))
+        if not isinstance(outcome, OutOfMemory):
+            break
+        abandon(engine.zero)
+        restore_generators(before, engine.device)
+        engine._say(engine.adaptive_limits.lower_evaluation(outcome, cut.largest), outcome)
+    engine.cache.after([])
+    own_loss, own_targets, kept = outcome
+    loss_sum, num_targets = engine._sum(own_loss, own_targets)
+    if num_targets == 0:
+        raise RequestError(
+            "the validation data has no target",
+            because=f"every label of its {len(samples)} samples is ignored",
+        )
+    metrics = {} if metric is None else metric.compute(kept, engine.votes)
+    return Evaluation(loss=loss_sum / num_targets, targets=int(num_targets), samples=len(samples), metrics=metrics)
+
+
+def _evaluated(
+    engine: Stepper, samples: Sequence[Sample], shares: Sequence[Sequence[int]], metric: Metric | None
+) -> tuple[float, int, dict[int, predictions.Kept]]:
+    """Run this rank's micro-batches; return the summed loss, the targets, and what the metric needs. Collective."""
+    loss = torch.zeros((), dtype=torch.float64, device=engine.device)
+    targets = 0
+    kept: dict[int, predictions.Kept] = {}
+    was_training = engine.module.training
+    engine.module.eval()
+    owns = ([samples[place] for place in places] or [engine.objective.dummy()] for places in shares)
+    collated = prefetch((pin(engine.objective.collate(own), engine.device) for own in owns), engine.device)
+    try:
+        keeping = predictions.kept(None if metric is None else metric.of_logits)
+        without_caches = transformers_internals.without_caches(engine.module)
+        with torch.no_grad(), without_caches, closing(collated), keeping as keeper:
+            for places, batch in zip(shares, collated, strict=True):
+                targets += engine.objective.count(batch)
+                on_device = {name: tensor.to(engine.device, non_blocking=True) for name, tensor in batch.items()}
+                loss += engine.objective.loss_sum(engine.deepspeed, on_device)
+                if metric is not None and keeper is not None:
+                    kept |= zip(places, metric.taken(keeper, len(places)), strict=True)
+    finally:
+        engine.module.train(was_training)
+    return loss.item(), targets, kept
 
 
 def wrap(model: nn.Module, request: Request, strategy: Strategy, batch: BatchPlan, **how: Any) -> Zero:

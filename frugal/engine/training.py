@@ -21,14 +21,14 @@ from frugal.data.stream.samples import SampleStream, StreamBatches
 from frugal.distributed import env, rank_logs, rendezvous
 from frugal.engine import loop
 from frugal.engine.engine import Engine, initialize
-from frugal.engine.evaluation import Best, evaluate
+from frugal.engine.evaluation import Best
 from frugal.engine.extensions.callbacks import Callbacks
 from frugal.engine.extensions.metric import Metric
 from frugal.engine.measure import tuner
 from frugal.engine.measure.run_gauge import RunGauge
 from frugal.engine.reports import opening, trackers
 from frugal.engine.reports.metrics import Log, PlannedMemory
-from frugal.engine.train_step import refuse_other_model
+from frugal.engine.train_step import evaluate, refuse_other_model
 from frugal.errors import RequestError
 from frugal.imports import collected_seldom
 from frugal.models import factories

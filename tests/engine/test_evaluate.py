@@ -13,9 +13,10 @@ import torch.distributed as dist
 from bench.ranks import Ranks
 from bench.runs import records
 from frugal.engine import training
-from frugal.engine.evaluation import Evaluation, evaluate
+from frugal.engine.evaluation import Evaluation
 from frugal.engine.measure.two_steps import settled_collectives
 from frugal.engine.reports.metrics import Log, PlannedMemory
+from frugal.engine.train_step import evaluate
 from frugal.errors import RequestError
 from frugal.memory_watch import gauge
 from tests.engine.engines import losses_of, plan_here, running

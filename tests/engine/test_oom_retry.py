@@ -18,9 +18,9 @@ from frugal.config.run_settings import RunSettings
 from frugal.data.batches import GlobalBatches
 from frugal.engine import oom_limits
 from frugal.engine.engine import Engine
-from frugal.engine.evaluation import evaluate
 from frugal.engine.oom_limits import AdaptiveLimits, LearntLimits, OutOfMemory, OutOfMemoryReport, report_of
 from frugal.engine.oom_retry import CachedBlocks
+from frugal.engine.train_step import evaluate
 from frugal.errors import FrugalError, OutOfMemoryError
 from frugal.models.objectives import CausalLM
 from frugal.planning.plan import Plan

@@ -17,7 +17,7 @@ from collections.abc import Sequence
 from typing import Any
 
 from frugal.distributed import rank_logs
-from frugal.errors import FrugalError, RequestError, first_line
+from frugal.errors import FrugalError, RequestError, failure, first_line
 from frugal.models.factories import import_callable
 
 METHODS = ("on_step", "on_evaluation", "on_save")
@@ -49,10 +49,8 @@ class Callbacks:
         made = []
         for reference in references:
             make = import_callable(reference)
-            try:
+            with failure(f"the callback {reference} failed"):
                 made.append(make())
-            except Exception as error:  # a user's code may raise anything
-                raise RequestError(f"the callback {reference} failed", because=first_line(error)) from error
         return cls(made)
 
     def call(self, method: str, engine: Any, step: int, what: Any) -> None:

@@ -194,21 +194,6 @@ class Records:
         return CheckpointError(f"cannot write {self._path}", because=because, hint=file_errors.then_resume(remedy))
 
 
-class _ToLog(logging.Handler):
-    """A handler that prints what frugal logs during training, such as a recovery, in one stream with the progress."""
-
-    def __init__(self, log: "Log") -> None:
-        super().__init__()
-        self._log = log
-
-    def emit(self, record: logging.LogRecord) -> None:
-        """Print the record's message; a recovery from out of memory is recorded, too."""
-        self._log.say(record.getMessage())
-        recovery: dict[str, Any] | None = getattr(record, "recovery", None)
-        if recovery is not None:
-            self._log.recovery(record.getMessage(), **recovery)
-
-
 @dataclass(frozen=True)
 class PlannedMemory:
     """The peak in bytes that the plan has, its largest micro-batch (samples and tokens; None: not known), phases."""
@@ -218,10 +203,11 @@ class PlannedMemory:
     phase_bytes: Mapping[str, int] = field(default_factory=dict)
 
 
-class Log:
+class Log(logging.Handler):
     """One run's log, which `trackers` get, too. Use it in a `with` block. Ranks other than 0 write nothing.
 
-    `published` is called after a checkpoint is complete.
+    Inside the block it prints what frugal logs, such as a recovery, in one stream with the progress. `published` is
+    called after a checkpoint is complete.
     """
 
     def __init__(
@@ -235,6 +221,7 @@ class Log:
         trackers: Trackers | None = None,
         console: Console | None = None,
     ) -> None:
+        super().__init__()
         self.is_rank_0 = rank == 0
         self.published: Callable[[], None] = lambda: None
         self.memory_bytes: int | None = None
@@ -242,14 +229,12 @@ class Log:
         self._planned = planned
         self._first_step = self._step = first_step  # `_step`: the last that was done
         self._total_steps = total_steps
-        self._status: tuple[str, str] | None = None  # how the run ended, and why
-        self._is_started = False
+        self._status: tuple[str, str] | None = None  # of a run that was started: how it ended, and why
         self._last_line = time.monotonic()
         self._recent: deque[tuple[float, int, int]] = deque(maxlen=WINDOW)  # (seconds, tokens, targets) of each
         if self.is_rank_0:
             self._console = console or Console(highlight=False, soft_wrap=True)
             self._trackers = trackers
-            self._handler = _ToLog(self)
             self._metrics = Records(folder / METRICS, first_step)
             self._line = Live(console=self._console, transient=True)
 
@@ -258,7 +243,7 @@ class Log:
         if self.is_rank_0:
             if self._console.is_terminal:
                 self._line.start()
-            logger.addHandler(self._handler)
+            logger.addHandler(self)
         return self
 
     def __exit__(
@@ -268,11 +253,23 @@ class Log:
         if self.is_rank_0:
             if self._trackers is not None:
                 self._trackers.finish()
-            logger.removeHandler(self._handler)
+            logger.removeHandler(self)
             self._line.stop()
-            if self._is_started:
-                self._end(error)
+            if self._status is not None:
+                status, why = self._status
+                if error is not None:
+                    is_lost = isinstance(error, LostRankError) or lost_connection(error)
+                    status = "lost" if is_lost else "failed"
+                    why = error.what if isinstance(error, FrugalError | LostRankError) else first_line(error)
+                self.event(event="end", step=self._step, status=status, why=why)
             self._metrics.close(in_error=error is not None)
+
+    def emit(self, record: logging.LogRecord) -> None:
+        """Print the record's message; a recovery from out of memory is recorded, too."""
+        self.say(record.getMessage())
+        recovery: dict[str, Any] | None = getattr(record, "recovery", None)
+        if recovery is not None:
+            self.recovery(record.getMessage(), **recovery)
 
     def say(self, text: str) -> None:
         """Print a line, above the line of progress."""
@@ -289,7 +286,7 @@ class Log:
 
     def start(self, **said: Any) -> None:
         """Record that the run begins, or is resumed; `said`: what else is in the record."""
-        self._is_started = True
+        self._status = "failed", ""
         if self.is_rank_0:
             self.event(
                 event="start", step=self._first_step, total_steps=self._total_steps,
@@ -299,14 +296,6 @@ class Log:
     def ends(self, status: str, why: str = "") -> None:
         """Note how the run ends, if nothing fails from here on."""
         self._status = status, why
-
-    def _end(self, error: BaseException | None) -> None:
-        status, why = self._status or ("failed", "")
-        if error is not None:
-            is_lost = isinstance(error, LostRankError) or lost_connection(error)
-            status = "lost" if is_lost else "failed"
-            why = error.what if isinstance(error, FrugalError | LostRankError) else first_line(error)
-        self.event(event="end", step=self._step, status=status, why=why)
 
     def takes(self, peak: PhasePeak) -> None:
         """Note the peak of this rank's device so far, where it is known."""
