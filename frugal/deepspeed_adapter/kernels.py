@@ -129,7 +129,12 @@ def own_nvme_folder(strategy: Strategy, votes: dist.ProcessGroup | None) -> Path
     Raises:
         RequestError: the folder cannot be made, or DeepSpeed's I/O cannot be compiled.
     """
-    compile_nvme_io()
+    _load(
+        "AsyncIOBuilder",
+        "DeepSpeed's asynchronous I/O",
+        "install libaio with its headers (`apt install libaio-dev`), a C++ compiler and ninja; or plan without "
+        "--offload nvme",
+    )
     number = torch.tensor(secrets.randbits(48))
     dist.broadcast(number, src=0, group=votes)
     folder = Path(str(strategy.nvme_path)).expanduser() / f"frugal-{number.item():012x}"
@@ -218,21 +223,8 @@ def compile_adam(*, on_host: bool, in_part: bool = False) -> None:
     )
 
 
-def compile_nvme_io() -> None:
-    """Compile DeepSpeed's asynchronous I/O, or load what was compiled before: minutes the first time on a machine.
-
-    Raises:
-        RequestError: it cannot be compiled.
-    """
-    _load(
-        "AsyncIOBuilder",
-        "DeepSpeed's asynchronous I/O",
-        "install libaio with its headers (`apt install libaio-dev`), a C++ compiler and ninja; or plan without "
-        "--offload nvme",
-    )
-
-
 def _load(builder_name: str, what: str, hint: str) -> None:
+    """Compile one of DeepSpeed's kernels, or load what was compiled before: minutes the first time on a machine."""
     from torch.utils.cpp_extension import get_default_build_root  # needed only to compile
 
     try:

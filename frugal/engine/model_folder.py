@@ -22,7 +22,7 @@ from frugal.config.run_settings import RunSettings, earlier_settings, run_settin
 from frugal.data import corpus
 from frugal.deepspeed_adapter.kernels import DTYPES
 from frugal.engine.evaluation import Criterion
-from frugal.errors import CheckpointError, PlanMismatchError, RequestError
+from frugal.errors import CheckpointError, PlanMismatchError, RequestError, refuse
 from frugal.models.loading import quantised
 from frugal.models.resolve import resolve_request
 from frugal.models.spec import ModelSpec
@@ -51,28 +51,30 @@ def find(given: Path, which: str | None) -> Path:
         RequestError: there is no such folder, or it cannot be chosen from.
         CheckpointError: there is no such checkpoint.
     """
-    if (given / manifest.MANIFEST).is_file():
-        if which is not None:
-            raise RequestError(
-                f"--step {which} was given for one checkpoint", because=f"{given} is one", hint="give the run's folder"
-            )
+    is_one = (given / manifest.MANIFEST).is_file()
+    refuse(
+        (
+            is_one and which is not None,
+            f"--step {which} was given for one checkpoint",
+            f"{given} is one",
+            "give the run's folder",
+        ),
+        (not given.is_dir(), f"there is no run in {given}", "", "give the folder of a run, or a checkpoint in it"),
+    )
+    if is_one:
         return given
-    if not given.is_dir():
-        raise RequestError(f"there is no run in {given}", hint="give the folder of a run, or a checkpoint in it")
     folder = given / "checkpoints" if (given / "checkpoints").is_dir() else given
     there = manifest.checkpoints_in(folder)
     if not there:
         raise CheckpointError(f"there is no checkpoint in {folder}")
-    chosen: Path | None = None
-    reason = f"no checkpoint in {folder} was evaluated"
-    if which in (None, LAST):
-        chosen = there[0]
-    elif which == BEST:
+    reason = f"there is no checkpoint of step {which} in {folder}"
+    if which == BEST:
         settings = run_settings({}, earlier_settings(folder.parent))
         chosen = saving.best_of(there, Criterion.of(settings.best, settings.metric).score)
+        reason = f"no checkpoint in {folder} was evaluated"
     else:
-        chosen = next((path for path in there if path.name == f"step-{which:0>6}"), None)
-        reason = f"there is no checkpoint of step {which} in {folder}"
+        name = there[0].name if which in (None, LAST) else f"step-{which:0>6}"
+        chosen = next((path for path in there if path.name == name), None)
     if chosen is None:
         names = ", ".join(sorted(path.name for path in there))
         raise CheckpointError(reason, because=f"there are {names}", hint=f"use --step {LAST}, {BEST}, or one of these")
@@ -100,7 +102,7 @@ def write(checkpoint: Path, out: Path, *, merge: bool = False) -> str:
             hint="leave it out",
         )
     spec = resolve_request(run.plan.request)
-    own = getattr(spec.config, "dtype", None) if spec.weights else None  # of pretrained weights; building changes it
+    own: Any = getattr(spec.config, "dtype", None) if spec.weights else None  # of pretrained weights, before building
     own = getattr(torch, own, None) if isinstance(own, str) else own
     is_kept = isinstance(own, torch.dtype) and not spec.quantize
     dtype: torch.dtype = own if is_kept else DTYPES[run.plan.request.precision]

@@ -73,11 +73,6 @@ class OutOfMemory:
         """Return whether the same work may succeed once the allocators have emptied their caches."""
         return all(report.is_fragmentation for report in self.reports)
 
-    @property
-    def is_in_update(self) -> bool:
-        """Return whether it was in the optimizer step."""
-        return any(report.phase == UPDATE for report in self.reports)
-
 
 def recovery(shortage: OutOfMemory | None) -> dict[str, Any]:
     """Return the fields of a message about `shortage` in the log; for None those of a run that fits again."""

@@ -30,7 +30,7 @@ from frugal.engine.evaluation import Evaluation
 from frugal.engine.extensions.callbacks import Callbacks
 from frugal.engine.extensions.metric import Metric
 from frugal.engine.extensions.optimizer import OwnOptimizer
-from frugal.engine.oom_limits import AdaptiveLimits, OutOfMemory, recovery
+from frugal.engine.oom_limits import UPDATE, AdaptiveLimits, OutOfMemory, recovery
 from frugal.engine.oom_retry import CachedBlocks, Guard, RanksDifferError, Update, abandon
 from frugal.errors import PlanMismatchError, RequestError
 from frugal.models import (
@@ -265,7 +265,7 @@ class Stepper:
 
     def _make_room(self, shortage: OutOfMemory, samples: Sequence[Sample], attempts: int) -> str:
         """Change what may help after running out of memory for the `attempts`-th time; return what to say."""
-        if shortage.is_in_update:
+        if any(report.phase == UPDATE for report in shortage.reports):
             return self.adaptive_limits.retry_update(shortage, attempts, is_begun=self.update.is_begun)
         if shortage.is_fragmentation and attempts == 1:
             return "out of memory, though enough is free in pieces: these are given back, and the batch is run again"
@@ -393,7 +393,7 @@ def refuse_other_model(plan: Plan, model: nn.Module) -> None:
     sizes = [(quantised.elements(parameter), parameter.requires_grad) for parameter in model.parameters()]
     number, trained = sum(size for size, _ in sizes), sum(size for size, is_trained in sizes if is_trained)
     planned = plan.model.parameters, plan.model.trainable_parameters
-    if planned not in ((number, trained), (0, 0)):
+    if planned[0] and planned != (number, trained):
         raise PlanMismatchError(
             f"the plan is for another model than {plan.request.model} is now",
             because=f"it was made for {planned[0]:,} parameters, {planned[1]:,} trained; the model has {number:,} and "

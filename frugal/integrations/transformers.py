@@ -34,7 +34,7 @@ from frugal.distributed import env, process_group
 from frugal.distributed.connections.listeners import closed_afterwards
 from frugal.engine.oom_retry import Guard
 from frugal.engine.train_step import change, refuse_other_model
-from frugal.errors import PlanMismatchError, RequestError
+from frugal.errors import PlanMismatchError, RequestError, refuse
 from frugal.integrations.micro_batches import Packs, PlannedBatches, PlannedSamples, collate_packs
 from frugal.models import adapters, batch_norm, packs, tiled_loss
 from frugal.models.losses import decoder_inputs
@@ -92,13 +92,17 @@ def training_arguments(
     }
     known = {field.name for field in fields(arguments)}
     decided = {name: value for name, value in decided.items() if name in known}
-    for name in sorted(decided.keys() & others.keys()):
-        if others[name] != decided[name]:
-            raise RequestError(
+    refuse(
+        *(
+            (
+                others[name] != decided[name],
                 f"`{name}` is {others[name]!r}, and {decided[name]!r} in the plan",
-                because="the plan's memory and batch hold for what it says",
-                hint="leave it out, or plan for the other value",
+                "the plan's memory and batch hold for what it says",
+                "leave it out, or plan for the other value",
             )
+            for name in sorted(decided.keys() & others.keys())
+        )
+    )
     env.adopt_launcher_variables()
     env.adopt_segments(plan.cluster, plan.strategy.expandable_segments)
     process_group.form()  # TrainingArguments leaves that out on CPUs, and ZeRO-3 needs it while a model is made

@@ -102,16 +102,14 @@ class OwnOptimizer:
 def _grouped(model: nn.Module, groups: ParameterGroups) -> list[dict[str, Any]]:
     """Group the trained parameters by their settings, in the model's order."""
     made: list[dict[str, Any]] = []
-    used: set[str] = set()
-    for name, parameter in model.named_parameters():
-        if not parameter.requires_grad:
-            continue
+    used: set[str | None] = set()
+    for name, parameter in ((name, each) for name, each in model.named_parameters() if each.requires_grad):
         if callable(groups):
             settings = dict(groups(name, parameter) or {})
         else:
             pattern = next((each for each in groups if fnmatchcase(name, each)), None)
-            settings = {} if pattern is None else dict(groups[pattern])
-            used |= set() if pattern is None else {pattern}
+            settings = dict(groups[pattern]) if pattern is not None else {}
+            used.add(pattern)
         same = next((group for group in made if group["settings"] == settings), None)
         if same is None:
             made.append(same := {"settings": settings, "params": []})

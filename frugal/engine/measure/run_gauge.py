@@ -8,6 +8,7 @@ import math
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import torch
@@ -108,17 +109,14 @@ def _peaks(gauge: Gauge) -> dict[str, PhasePeak]:
 
 def mark_phases(deepspeed: Any, objective: Any, mark: Callable[[str], None]) -> Any:
     """Call `mark` when DeepSpeed's backward and optimizer step begin; return an objective that marks its forward."""
-    for name, phase in (("backward", BACKWARD), ("step", OPTIMIZER_STEP)):
-        setattr(deepspeed, name, _marked(getattr(deepspeed, name), phase, mark))
-    return _MarkedObjective(objective, mark)
 
-
-def _marked(function: Callable[..., Any], phase: str, mark: Callable[[str], None]) -> Callable[..., Any]:
-    def call(*args: Any, **kwargs: Any) -> Any:
+    def marked(phase: str, function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         mark(phase)
         return function(*args, **kwargs)
 
-    return call
+    for name, phase in (("backward", BACKWARD), ("step", OPTIMIZER_STEP)):
+        setattr(deepspeed, name, partial(marked, phase, getattr(deepspeed, name)))
+    return _MarkedObjective(objective, mark)
 
 
 class _MarkedObjective:

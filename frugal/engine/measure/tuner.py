@@ -21,40 +21,29 @@ runs out of memory or a step is not finite.
 import logging
 import time
 from collections.abc import Callable, Generator, Sequence
-from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from math import hypot, inf, sqrt
-from pathlib import Path
 from statistics import median
 from typing import Any
 
 import torch
 
-from frugal import file_errors
-from frugal.checkpoint import run_folder
-from frugal.config.run_settings import RunSettings
-from frugal.distributed import env
-from frugal.distributed.exchange import from_rank_0, gather
+from frugal.distributed.exchange import gather
 from frugal.engine.oom_limits import AdaptiveLimits
 from frugal.engine.oom_retry import abandon
-from frugal.engine.reports.metrics import Log
 from frugal.engine.train_step import Stepper, StepResult
-from frugal.errors import FrugalError, RequestError
+from frugal.errors import RequestError
 from frugal.models import activation_checkpointing, tiled_loss
 from frugal.planning.plan import Plan
-from frugal.planning.search.alternatives import change_to, is_worth_it
+from frugal.planning.search.alternatives import change_to
 from frugal.units import plural
 
-PLAN = "plan.json"
 TURN = 3
 FINALS = 3
 FAR = 1.5
 ENOUGH = 4  # counted steps from which a standard error is known
 LEAST_GAIN = 0.01
 STANDARD_ERRORS = 3
-
-SHARE, SHARE_ASKED = 0.1, 0.5
-"""Part of a run's steps that tuning may take at most; with --tune."""
 
 FIRST_STEPS = 2
 """Steps before tuning: the plan's memory is measured in them, and the optimizer allocates its states."""
@@ -254,43 +243,3 @@ def _in_numbers(plan: Plan) -> dict[str, Any]:
         "micro_batch": plan.batch.largest_micro_batch,
         "accumulation_steps": plan.batch.accumulation_steps,
     }
-
-
-def plan_to_resume(plan: Plan, out: Path) -> Plan:
-    """Return the plan in the folder of a run that is resumed, if it was tuned from `plan`; else `plan`. Collective.
-
-    A launcher restarts a run with the plan that it started with.
-    """
-    kept = None
-    if env.rank() == 0:
-        with suppress(FrugalError):  # it cannot be read, and is written anew
-            tuned = Plan.read(out / PLAN)
-            kept = tuned.to_json().decode() if tuned.tuned_from == plan.digest else None
-    kept = from_rank_0(kept, str | None)
-    return plan if kept is None else Plan.from_json(kept.encode())
-
-
-def tuner_of_run(engine: Stepper, settings: RunSettings, log: Log, steps_left: int) -> Tuner | None:
-    """Return a tuner of the steps to come if --tune asks for it or the run is long enough to gain by it. Collective.
-
-    The plan found goes into the run's folder. A run that is resumed before tuning has ended tunes again.
-    """
-    plan, asked = engine.plan, settings.tune
-    if asked is False or plan.tuned_from or not (asked or is_worth_it(plan, steps_left)):
-        return None
-
-    def on_end(values: dict[str, Any]) -> None:
-        log.event(**values)
-        if not log.is_rank_0:
-            return
-        try:
-            run_folder.write_record(engine.plan, settings)
-        except OSError as error:
-            because, _ = file_errors.explain(error, settings.out)
-            log.say(f"the tuned plan is not saved, a resumed run tunes again: {because}")
-
-    try:
-        return Tuner(engine, int(steps_left * (SHARE_ASKED if asked else SHARE)) - FIRST_STEPS, on_end)
-    except RequestError as error:
-        log.say(f"tuning: {error.because[0]}, so nothing is tried")
-        return None
