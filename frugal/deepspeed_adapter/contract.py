@@ -236,6 +236,8 @@ NAMES = (
         "_zero_init_param(self, param)",
     ),
     *needed(f"{_RUNTIME}.zero.utils", "which parameters are split", "is_zero_param(parameter)"),
+    *needed(f"{_RUNTIME}.zero.utils", "traces for ZeRO-3 have its graph", "apply_to_tensors_only(function, value)"),
+    *needed(f"{_RUNTIME}.zero.linear", "traces for ZeRO-3 have its graph", "zero3_linear_wrap(input, weight, bias)"),
     *needed(
         f"{_SPLITTING}:AllGatherCoalescedHandle",
         _AT_ONCE,

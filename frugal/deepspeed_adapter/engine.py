@@ -2,7 +2,7 @@
 
 import shutil
 from collections.abc import Callable
-from contextlib import AbstractContextManager, nullcontext
+from contextlib import AbstractContextManager
 from dataclasses import replace
 from typing import Any
 from unittest.mock import patch
@@ -17,7 +17,6 @@ from frugal.config.request import Request
 from frugal.deepspeed_adapter import gradients, kernels, placement, refusals, stages
 from frugal.deepspeed_adapter.json_config import batch_config, strategy_config
 from frugal.deepspeed_adapter.stages import Zero
-from frugal.deepspeed_adapter.zero3_graph import SplitReads
 from frugal.planning.batch import BatchPlan
 from frugal.planning.strategy import Strategy
 from frugal.required import in_place_of
@@ -133,9 +132,3 @@ def told_of_arrivals(arrive: Callable[[Tensor], None]) -> AbstractContextManager
         split(init, parameter)
 
     return patch.object(Init, "_zero_init_param", arrive_and_split)
-
-
-def split_reads_refused(zero: Zero, *, is_first: bool) -> AbstractContextManager[Any]:
-    """Return a context that in a first step refuses reads of split parameters; see `SplitReads`."""
-    is_split = is_first and zero.strategy.zero_stage == 3
-    return SplitReads(zero.engine.module) if is_split else nullcontext()

@@ -185,10 +185,12 @@ def needs_even(plan: Plan, target: Target) -> bool:
 
 def evened(request: Request, strategy: Strategy) -> Request:
     """Return the request of a plan with equal micro-batches that keeps loss and activation checkpointing."""
-    checkpointing = strategy.activation_checkpointing
-    layer_modes = request.layer_modes if strategy.layer_modes else None
     return replace(
-        request, even=True, loss=strategy.loss, activation_checkpointing=checkpointing, layer_modes=layer_modes
+        request,
+        even=True,
+        loss=strategy.loss,
+        activation_checkpointing=strategy.activation_checkpointing,
+        layer_modes=request.layer_modes if strategy.layer_modes else None,
     )
 
 

@@ -9,7 +9,7 @@ What the random number generators would have drawn next is put back after an eva
 import logging
 import math
 from collections.abc import Callable, Sequence
-from contextlib import closing
+from contextlib import closing, nullcontext
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
@@ -25,6 +25,7 @@ from frugal.data.batches import MicroBatchLimits, pin, prefetch, share
 from frugal.data.given_batch import Given, as_samples
 from frugal.deepspeed_adapter import engine, gradients
 from frugal.deepspeed_adapter.stages import Zero
+from frugal.deepspeed_adapter.zero3_graph import SplitReads
 from frugal.distributed import stop
 from frugal.engine.evaluation import Evaluation
 from frugal.engine.extensions.callbacks import Callbacks
@@ -277,8 +278,8 @@ class Stepper:
 
     def accumulate(self, batches: Sequence[Batch], targets: int) -> Tensor:
         """Run forward and backward over this rank's micro-batches; see `accumulate`."""
-        is_first, self._is_first = self._is_first, False
-        with engine.split_reads_refused(self.zero, is_first=is_first):
+        is_checked, self._is_first = self._is_first and self.zero.strategy.zero_stage == 3, False
+        with SplitReads(self.module) if is_checked else nullcontext():
             return accumulate(
                 self.deepspeed, self.objective, batches, targets,
                 before_each=lambda batch: self.unused.expect(self.objective.count(batch)),
