@@ -170,7 +170,7 @@ def three_steps(zero_stage: int, kind: str, mode: str, *, times: int = 0) -> tup
 @pytest.mark.parametrize(
     ("zero_stage", "kind", "mode"),
     [
-        (2, "transformers", "off"),
+        pytest.param(2, "transformers", "off", marks=pytest.mark.exhaustive),
         (3, "plain", "off"),
         pytest.param(3, "transformers", "selective", marks=pytest.mark.exhaustive),
         pytest.param(2, "plain", "selective", marks=pytest.mark.exhaustive),

@@ -94,7 +94,7 @@ class Records:
         self._unwritten: list[bytes] = []
         self._is_failing = False
         try:
-            os.close(self._open())
+            self._append()
             self._folder = path.parent.stat()
             if sum(map(len, self._kept(last_step))) != path.stat().st_size:
                 files.write_file(path, self._kept(last_step))
@@ -103,12 +103,6 @@ class Records:
         if self._num_broken:
             number = plural(self._num_broken, "line")
             logger.warning("%s: %s of it cannot be read as records, and are left out", path, number)
-
-    def _open(self) -> int:
-        """Return a descriptor of the file, made if there is none; what is no file in its place is moved aside."""
-        if os.path.lexists(self._path) and not stat.S_ISREG(self._path.lstat().st_mode):
-            files.move_aside(self._path)
-        return files.append(self._path)
 
     def _kept(self, last_step: int) -> Iterator[bytes]:
         """Yield the lines to keep, and count the others."""
@@ -137,7 +131,8 @@ class Records:
         """Append a record, or keep it until there is room."""
         self._unwritten.append(line)
         try:
-            self._write()
+            if not self.is_folder_gone:
+                self._append()
         except OSError as error:
             if not self._is_failing:
                 because, remedy = file_errors.explain(error, self._path)
@@ -154,7 +149,7 @@ class Records:
             what = "the run's folder was deleted or moved (moved back, it can be resumed)"
             raise FileNotFoundError(errno.ENOENT, what, str(self._path.parent))
         try:
-            self._write(durable=True)
+            self._append(durable=True)
         except OSError as error:
             error.filename = error.filename or str(self._path)
             raise
@@ -162,30 +157,17 @@ class Records:
     def close(self, *, in_error: bool) -> None:
         """Write what was kept. `in_error`: another error is on its way, which is reported."""
         try:
-            self._write()
+            if not self.is_folder_gone:
+                self._append()
         except OSError as error:
             if not in_error:
                 raise self._cannot_write(error) from None
 
-    def _write(self, *, durable: bool = False) -> None:
-        """Append all that is unwritten or nothing of it, unless the folder is gone."""
-        if self.is_folder_gone:
-            return
-        descriptor = self._open()
-        try:
-            size = os.fstat(descriptor).st_size
-            is_cut = size > 0 and os.pread(descriptor, 1, size - 1) != b"\n"
-            data = (b"\n" if is_cut else b"") + b"".join(self._unwritten)
-            try:
-                while data:
-                    data = data[os.write(descriptor, data) :]
-            except OSError:
-                os.ftruncate(descriptor, size)  # a disk that is nearly full takes a part
-                raise
-            if durable:
-                os.fsync(descriptor)
-        finally:
-            os.close(descriptor)
+    def _append(self, *, durable: bool = False) -> None:
+        """Append all that is unwritten or nothing of it; what is no file in the place of one is moved aside."""
+        if os.path.lexists(self._path) and not stat.S_ISREG(self._path.lstat().st_mode):
+            files.move_aside(self._path)
+        files.append_lines(self._path, b"".join(self._unwritten), durable=durable)
         self._unwritten.clear()
         self._is_failing = False
 
