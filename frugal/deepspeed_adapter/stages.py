@@ -197,10 +197,9 @@ class Zero(ABC):
 
     # The model's parameters
 
-    @staticmethod
-    def shape(parameter: nn.Parameter) -> tuple[int, ...]:
+    def shape(self, parameter: Any) -> tuple[int, ...]:
         """Return the shape of the whole parameter."""
-        return tuple(getattr(parameter, "ds_shape", parameter.shape))
+        return tuple(parameter.ds_shape if self.strategy.zero_stage == 3 else parameter.shape)
 
     def gathered(self, parameter: nn.Parameter) -> AbstractContextManager[Any]:
         """Return a context in which the parameter is whole. Collective."""
@@ -231,7 +230,8 @@ class Zero(ABC):
         parameters: dict[str, Any] = dict(self.engine.module.named_parameters())
         for piece in self.layout().frozen:
             parameter = parameters[piece.name]
-            yield piece, getattr(parameter, "ds_tensor", parameter).data.view(-1)[: piece.number]
+            kept = parameter.ds_tensor if self.strategy.zero_stage == 3 else parameter
+            yield piece, kept.data.view(-1)[: piece.number]
 
     def put_states(self, flat: Any, states: dict[str, Tensor], single: dict[str, Any]) -> None:
         """Set the inner optimizer's states of one flat tensor: states with an element for each of its, and single
