@@ -4,9 +4,10 @@ import ast
 import re
 import subprocess
 import sys
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from importlib.metadata import version
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 
@@ -14,7 +15,7 @@ import frugal
 from frugal import required
 from frugal.deepspeed_adapter import contract
 from frugal.errors import RequestError
-from frugal.required import needed
+from frugal.required import in_place_of, needed
 
 PACKAGE = Path(frugal.__file__).parent
 ADAPTER = PACKAGE / "deepspeed_adapter"
@@ -68,6 +69,18 @@ def test_another_deepspeed_is_refused_with_all_that_it_lacks(monkeypatch: pytest
         f"  because {ZERO3} has no `_late_step`\n  because {ZERO3} has no `_step`\n\n"
         "hint: pip install 'deepspeed==0.19.8.*'"
     )
+
+
+def test_a_function_takes_the_place_of_one_that_is_there() -> None:
+    owner = SimpleNamespace(step=lambda number: number + 1)
+
+    @in_place_of(owner, "step")
+    def step_twice(step: Callable[[int], int], number: int) -> int:
+        return step(step(number))
+
+    assert owner.step(1) == 3
+    with pytest.raises(AttributeError, match="late_step"):
+        in_place_of(owner, "late_step")(step_twice)
 
 
 # What the adapter names is in the table
