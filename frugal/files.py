@@ -96,6 +96,29 @@ def append(path: Path) -> int:
     return _regular(descriptor, path)
 
 
+def append_lines(path: Path, lines: bytes, *, durable: bool = False) -> None:
+    """Append all of `lines` or nothing, behind the end of a line that was cut off. Raises as `append`.
+
+    Raises:
+        OSError: there is no room; a disk that is nearly full takes a part, which is removed.
+    """
+    descriptor = append(path)
+    try:
+        size = os.fstat(descriptor).st_size
+        is_cut = size > 0 and os.pread(descriptor, 1, size - 1) != b"\n"
+        rest = b"\n" + lines if lines and is_cut else lines
+        try:
+            while rest:
+                rest = rest[os.write(descriptor, rest) :]
+        except OSError:
+            os.ftruncate(descriptor, size)
+            raise
+        if durable:
+            os.fsync(descriptor)
+    finally:
+        os.close(descriptor)
+
+
 def read_regular(path: Path, most_bytes: int = 1 << 30) -> bytes:
     """Return the content of a regular file, without waiting for anything else in its place.
 

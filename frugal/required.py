@@ -13,7 +13,7 @@ import importlib
 import importlib.util
 import inspect
 import sys
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from importlib.metadata import version
@@ -202,3 +202,17 @@ def put(owner: Any, name: str, value: Any) -> None:
     """
     getattr(owner, name)
     setattr(owner, name, value)
+
+
+def in_place_of(owner: Any, name: str) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
+    """Decorate a function to be the method `name` of `owner` from now on; it gets the one before as first argument.
+
+    Raises:
+        AttributeError: the installed version has none of that name.
+    """
+
+    def replace(function: Callable[..., Any]) -> Callable[..., Any]:
+        put(owner, name, functools.partial(function, getattr(owner, name)))
+        return function
+
+    return replace

@@ -7,19 +7,11 @@ from typing import Any, Literal, get_args
 import click
 
 from frugal.cli.options import planned, read_plan
-from frugal.deepspeed_adapter.export import (
-    AUTO_CLASSES,
-    Target,
-    check_all_but_cut,
-    evened,
-    export,
-    needs_even,
-    uneven,
-)
+from frugal.deepspeed_adapter.export import AUTO_CLASSES, Target, check, evened, export, needs_even
 from frugal.deepspeed_adapter.json_config import write_files
 from frugal.distributed.env import silence_libraries
 from frugal.dryrun.cache import presets
-from frugal.errors import FrugalError, RequestError
+from frugal.errors import RequestError
 from frugal.planning.plan import Plan
 
 _WEIGHTS = ("*.safetensors*", "pytorch_model*.bin*")
@@ -96,11 +88,8 @@ def _as_cut(plan: Plan, target: Target) -> Plan:
     """
     if not needs_even(plan, target):
         return plan
-    check_all_but_cut(plan, target)
-    try:
-        even = planned(evened(plan.request, plan.strategy), plan.cluster, plan.defaults)
-    except FrugalError:
-        raise uneven(plan, target) from None
+    check(plan, target)
+    even = planned(evened(plan.request, plan.strategy), plan.cluster, plan.defaults)
     change = 100 * (even.time.total_seconds / plan.time.total_seconds - 1)
     slower = f", {change:.0f} % slower" if change >= 1 else ""
     click.echo(

@@ -19,7 +19,6 @@ import shutil
 import zipfile
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
-from enum import Enum
 from pathlib import Path
 from typing import Any, NamedTuple
 from unittest.mock import patch
@@ -59,7 +58,7 @@ OF_DEEPSPEED: list[Any] = [
 ]  # fmt: skip
 """Objects of DeepSpeed 0.19.8: each file of states has its loss scaler, also if nothing is scaled.
 
-Its enum is in checkpoints of earlier versions of frugal only. Python 3.11.2, which Debian 12 has, pickles it by name.
+Python 3.11.2, which Debian 12 has, pickles its enum by name.
 """
 
 
@@ -253,7 +252,7 @@ class CheckpointWriter(CheckpointEngine):
             if self._later:
                 self._copies.append((_copied(state_dict), path))
                 return
-            torch.save(_without_enums(state_dict), path)
+            torch.save(state_dict, path)
         except RuntimeError as error:  # of a full disk, without its cause, or of memory that is not there
             raise _cause(error, path) from None
         self._written.append(path)
@@ -296,17 +295,6 @@ def _cause(error: RuntimeError, path: Path) -> OSError:
         return cause
     free = format_bytes(shutil.disk_usage(path.parent).free)
     return OSError(None, f"{path.name} cannot be written, {free} are free there ({first_line(error)})")
-
-
-def _without_enums(states: Any) -> Any:
-    """Return nested states with the values of enums in their place: how those are pickled depends on the Python."""
-    if isinstance(states, Enum):
-        return states.value
-    if type(states) is dict:
-        return {name: _without_enums(value) for name, value in states.items()}
-    if type(states) in (list, tuple):
-        return type(states)(_without_enums(value) for value in states)
-    return states  # other containers have tensors alone, and attributes that are to stay
 
 
 def _copied(state_dict: Any) -> Any:

@@ -38,7 +38,6 @@ NAMES = (
         "was_step_applied(self)",
         "get_global_grad_norm(self)",
         "fp16_enabled(self)",
-        "get_lr(self)",
         "destroy(self)",
         "_set_client_model:module",
         "lr_scheduler",
@@ -71,11 +70,6 @@ NAMES = (
         f"{_RUNTIME}.fp16.unfused_optimizer:FP16_UnfusedOptimizer",
         "stage 0 in half precision, in dry runs",
         "optimizer",
-    ),
-    *needed(
-        f"{_SPLITTING}:InsertPostInitMethodToModuleSubClasses",
-        "F.linear is given back, which ZeRO-3 replaces for good",
-        "_enable_mem_efficient_linear:linear_bk",
     ),
     *needed(f"{_SPLITTING}:Init", "buffers of a partitioned model go there", "local_device"),
     *needed(f"{_RUNTIME}.compiler", "replaced while Muon is imported, which would compile", "compile"),
@@ -242,6 +236,8 @@ NAMES = (
         "_zero_init_param(self, param)",
     ),
     *needed(f"{_RUNTIME}.zero.utils", "which parameters are split", "is_zero_param(parameter)"),
+    *needed(f"{_RUNTIME}.zero.utils", "traces for ZeRO-3 have its graph", "apply_to_tensors_only(function, value)"),
+    *needed(f"{_RUNTIME}.zero.linear", "traces for ZeRO-3 have its graph", "zero3_linear_wrap(input, weight, bias)"),
     *needed(
         f"{_SPLITTING}:AllGatherCoalescedHandle",
         _AT_ONCE,

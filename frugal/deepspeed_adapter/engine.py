@@ -1,7 +1,8 @@
 """The DeepSpeed engine of a strategy, made and taken down."""
 
-from collections.abc import Callable, Iterator
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+import shutil
+from collections.abc import Callable
+from contextlib import AbstractContextManager
 from dataclasses import replace
 from typing import Any
 from unittest.mock import patch
@@ -16,10 +17,9 @@ from frugal.config.request import Request
 from frugal.deepspeed_adapter import gradients, kernels, placement, refusals, stages
 from frugal.deepspeed_adapter.json_config import batch_config, strategy_config
 from frugal.deepspeed_adapter.stages import Zero
-from frugal.deepspeed_adapter.zero3_graph import SplitReads
 from frugal.planning.batch import BatchPlan
 from frugal.planning.strategy import Strategy
-from frugal.required import put
+from frugal.required import in_place_of
 
 
 def initialize(
@@ -74,7 +74,13 @@ def initialize(
         kernels.mend_partial_offload(engine.optimizer)
     gradients.mend(engine.optimizer)
     if strategy.zero_stage == 0:
-        _clip_scalars_too(engine)
+
+        @in_place_of(engine, "clip_fp32_gradients")
+        def clip_all(clip: Callable[[], None]) -> None:
+            """Clip gradients without dimensions, too: DeepSpeed multiplies each by a vector of one element."""
+            with placement.as_vectors([each.grad for each in model.parameters() if each.grad is not None]):
+                clip()
+
     zero = stages.of(engine, strategy)
     refusals.refuse_while_running(zero)
     return zero
@@ -83,23 +89,11 @@ def initialize(
 def destroy(zero: Zero) -> None:
     """Free the engine's hooks and buffers and its files, so that another can follow in this process."""
     zero.destroy()
-    if kernels.uses_nvme(zero.strategy):
-        kernels.remove_nvme_folder(zero.strategy)
+    if kernels.uses_nvme(zero.strategy):  # other ranks of the node may do the same
+        shutil.rmtree(str(zero.strategy.nvme_path), ignore_errors=True)
 
 
-def _clip_scalars_too(engine: Any) -> None:
-    """Make stage 0 clip gradients without dimensions, too: DeepSpeed multiplies each by a vector of one element."""
-    clip = engine.clip_fp32_gradients
-
-    def clip_all() -> None:
-        with placement.as_vectors([each.grad for each in engine.module.parameters() if each.grad is not None]):
-            clip()
-
-    put(engine, "clip_fp32_gradients", clip_all)
-
-
-@contextmanager
-def _scalars_sent() -> Iterator[None]:
+def _scalars_sent() -> AbstractContextManager[Any]:
     """Make engines that are made in the `with` block also send parameters without dimensions to all ranks."""
     send = deepspeed.DeepSpeedEngine._broadcast_model
 
@@ -107,8 +101,7 @@ def _scalars_sent() -> Iterator[None]:
         with placement.as_vectors(engine.module.parameters()):
             send(engine)
 
-    with patch.object(deepspeed.DeepSpeedEngine, "_broadcast_model", send_all):
-        yield
+    return patch.object(deepspeed.DeepSpeedEngine, "_broadcast_model", send_all)
 
 
 def _partition(model: nn.Module, config: dict[str, Any], dtype: torch.dtype) -> None:
@@ -127,8 +120,7 @@ def _partition(model: nn.Module, config: dict[str, Any], dtype: torch.dtype) -> 
         parameter.ds_id = number
 
 
-@contextmanager
-def told_of_arrivals(arrive: Callable[[Tensor], None]) -> Iterator[None]:
+def told_of_arrivals(arrive: Callable[[Tensor], None]) -> AbstractContextManager[Any]:
     """Call `arrive` with each parameter that stage 3 brings to the device, before it splits it.
 
     For a pretended device, where the arrival of a tensor leaves no trace.
@@ -139,11 +131,4 @@ def told_of_arrivals(arrive: Callable[[Tensor], None]) -> Iterator[None]:
         arrive(parameter.data)
         split(init, parameter)
 
-    with patch.object(Init, "_zero_init_param", arrive_and_split):
-        yield
-
-
-def split_reads_refused(zero: Zero, *, is_first: bool) -> AbstractContextManager[Any]:
-    """Return a context that in a first step refuses reads of split parameters; see `SplitReads`."""
-    is_split = is_first and zero.strategy.zero_stage == 3
-    return SplitReads(zero.engine.module) if is_split else nullcontext()
+    return patch.object(Init, "_zero_init_param", arrive_and_split)

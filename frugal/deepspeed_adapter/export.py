@@ -22,7 +22,7 @@ from typing import Literal
 from frugal.config.hardware import cuda_allocator
 from frugal.config.request import Request
 from frugal.deepspeed_adapter.json_config import deepspeed_config
-from frugal.errors import RequestError, refuse
+from frugal.errors import refuse
 from frugal.planning.plan import Plan
 from frugal.planning.report import ADDED_LOSS
 from frugal.planning.strategy import Strategy
@@ -86,12 +86,10 @@ def export(plan: Plan, target: Target, *, folder: str = "", make_model: str = ""
         RequestError: the target cannot follow the plan.
     """
     check(plan, target)
+    assert not needs_even(plan, target), "it would be cut otherwise"
     batch, strategy, task, nodes = plan.batch, plan.strategy, plan.model.task, plan.cluster.nodes
-    on_cpu, is_segmented, is_script = (
-        nodes[0].devices[0].kind == "cpu",
-        strategy.expandable_segments,
-        target == "script",
-    )
+    on_cpu, is_script = nodes[0].devices[0].kind == "cpu", target == "script"
+    is_segmented = strategy.expandable_segments
     start = _start_command(plan, target, folder)
     recompute = _RECOMPUTE if strategy.activation_checkpointing == "full" else ""
     ranks = plural(batch.world_size, plan.cluster.rank_noun)
@@ -176,36 +174,33 @@ def _filled(name: str, **values: object) -> str:
     return string.Template(text).substitute({name: str(value) for name, value in values.items()})
 
 
-def check(plan: Plan, target: Target) -> None:
-    """Refuse what `target` cannot do, or could only do in more memory than the plan has.
-
-    Raises:
-        RequestError: with the nearest thing that it can do.
-    """
-    check_all_but_cut(plan, target)
-    if needs_even(plan, target):
-        raise uneven(plan, target)
-
-
 def needs_even(plan: Plan, target: Target) -> bool:
     """Return True if `target` needs equal micro-batches, and the plan has others."""
-    return target != "hf" and not (_is_even(plan) if target == "script" else plan.batch.is_uniform)
+    batch = plan.batch
+    if target != "script":
+        return target != "hf" and not batch.is_uniform
+    # a script leaves no micro-batch empty, and those of a micro-step differ by at most one sample
+    return len(batch.groups) > 1 or any(sum(steps.samples) < batch.world_size for steps in batch.micro_steps)
 
 
 def evened(request: Request, strategy: Strategy) -> Request:
     """Return the request of a plan with equal micro-batches that keeps loss and activation checkpointing."""
-    checkpointing = strategy.activation_checkpointing
-    layer_modes = request.layer_modes if strategy.layer_modes else None
     return replace(
-        request, even=True, loss=strategy.loss, activation_checkpointing=checkpointing, layer_modes=layer_modes
+        request,
+        even=True,
+        loss=strategy.loss,
+        activation_checkpointing=strategy.activation_checkpointing,
+        layer_modes=request.layer_modes if strategy.layer_modes else None,
     )
 
 
-def check_all_but_cut(plan: Plan, target: Target) -> None:
-    """Refuse what `target` cannot do, except how the global batch is cut into micro-batches.
+def check(plan: Plan, target: Target) -> None:
+    """Refuse what `target` cannot do, or could only do in more memory than the plan has.
+
+    How the global batch is cut into micro-batches is for `needs_even`.
 
     Raises:
-        RequestError: as `check`.
+        RequestError: with the nearest thing that it can do.
     """
     who, request, strategy, batch = _NAMES[target], plan.request, plan.strategy, plan.batch
     added_loss = next((warning for warning in plan.warnings if ADDED_LOSS in warning), "")
@@ -259,13 +254,8 @@ def check_all_but_cut(plan: Plan, target: Target) -> None:
             "train it with `frugal train --plan DIR`, or export a plan without --quantize",
         ),
     )
-    if target != "hf":  # frugal.integrations.transformers does the rest
-        _check_own_code(plan, target)
-
-
-def _check_own_code(plan: Plan, target: Target) -> None:
-    """Refuse plans that need frugal's own code in the training process, for a target without it."""
-    who, request, strategy = _NAMES[target], plan.request, plan.strategy
+    if target == "hf":  # frugal.integrations.transformers does the rest
+        return
     why_tiled = next((reason for reason in plan.why if reason.startswith("the loss is tiled")), None)
     sizes = [len(node.devices) for node in plan.cluster.nodes]
     refuse(
@@ -305,81 +295,10 @@ def _check_own_code(plan: Plan, target: Target) -> None:
             f"the nodes have {', '.join(map(str, sizes))} GPUs",
             "use --to script, which starts with `deepspeed --hostfile`",
         ),
-    )
-    if strategy.activation_checkpointing not in ("off", "full"):
-        raise RequestError(
+        (
+            strategy.activation_checkpointing not in ("off", "full"),
             f"{who} does not know activation checkpointing {strategy.checkpointing}",
-            because=("it recomputes whole layers, or nothing", *_price_of_all_or_nothing(plan)),
-            hint="plan with --activation-checkpointing full, or off",
-        )
-
-
-def _price_of_all_or_nothing(plan: Plan) -> list[str]:
-    """Return how much longer a step takes with one activation checkpointing in all layers, if that was evaluated."""
-    others = [
-        other
-        for other in plan.rejected
-        if other.strategy.activation_checkpointing in ("off", "full") and other.time is not None and not other.is_bound
-    ]
-    if plan.strategy.activation_checkpointing != "budget" or not others:
-        return []
-    best = min(others, key=lambda other: other.step_seconds or 0.0)
-    assert best.step_seconds is not None
-    slower = 100 * (best.step_seconds / plan.time.total_seconds - 1)
-    return [
-        f"a step with activation checkpointing {best.strategy.activation_checkpointing} takes {slower:.0f} % longer"
-    ]
-
-
-def _is_even(plan: Plan) -> bool:
-    """Return True if no micro-batch is empty, and those of a micro-step differ by at most one sample."""
-    batch = plan.batch
-    return len(batch.groups) == 1 and all(sum(steps.samples) >= batch.world_size for steps in batch.micro_steps)
-
-
-def uneven(plan: Plan, target: Target) -> RequestError:
-    """Return the error that `target` cannot cut the global batch as planned, with the nearest batches that it can."""
-    batch = plan.batch
-    kind = f"{plan.cluster.rank_noun}s"
-    world, groups = batch.world_size, batch.groups.values()
-    dealt = [pair for steps in batch.micro_steps for pair in zip(steps.samples, groups, strict=True)]
-    sizes = sorted({size for samples, ranks in dealt for size in (samples // ranks, -(-samples // ranks))})
-    equation = f"{kind} x micro-batch x accumulation steps"
-    ways = []
-    for near, micro in nearest(batch.global_batch, world, min(batch.micro_batch)):
-        other = f"--global-batch {near} " if near != batch.global_batch else ""
-        ways.append(f"{other}--micro-batch {micro} ({world} x {micro} x {near // (world * micro)})")
-    also = "; or use --to script, which can" if target != "script" and _is_even(plan) else ""
-    return RequestError(
-        f"{_NAMES[target]} cannot cut {batch.global_batch} samples as planned for {world} {kind}",
-        because=[
-            f"it trains {equation}, all micro-batches of one size"
-            if target != "script"
-            else "it cuts each micro-step evenly, and leaves no rank without samples",
-            f"the plan's micro-batches have {', '.join(map(str, sizes[:-1]))} and {sizes[-1]} samples",
-        ],
-        hint=f"plan with {', or '.join(ways)}{also}",
-    )
-
-
-def nearest(global_batch: int, world_size: int, cap: int) -> list[tuple[int, int]]:
-    """Return the batches nearest to `global_batch` that divide, each with its micro-batch: it, or one on each side.
-
-    k samples a rank divide into k / m steps of m samples, where m divides k and is at most `cap`. With m = 1 any k
-    does, but slowly; only those count with more than half of the cap, or with a single step. Every multiple of the
-    cap does, so there is always one above.
-    """
-
-    def micro(samples: int) -> int | None:
-        largest = next(size for size in range(min(cap, samples), 0, -1) if samples % size == 0)
-        return largest if largest == samples or 2 * largest > cap else None
-
-    share, rest = divmod(global_batch, world_size)
-    if not rest and (size := micro(share)):
-        return [(global_batch, size)]
-    below = ((k, size) for k in range(share, 0, -1) if (size := micro(k)))
-    above = ((k, size) for k in range(share + 1, share + cap + 1) if (size := micro(k)))
-    nearest = [pair for pair in (next(below, None), next(above, None)) if pair is not None]
-    return sorted(
-        ((k * world_size, size) for k, size in nearest), key=lambda pair: (abs(pair[0] - global_batch), -pair[0])
+            "it recomputes whole layers, or nothing",
+            "plan with --activation-checkpointing full, or off",
+        ),
     )

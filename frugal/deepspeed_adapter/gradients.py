@@ -16,6 +16,7 @@ arrive, so where micro-batches use other parameters, or in another order, ranks 
 the engine: our own step, a recovery, transformers' Trainer. It takes no memory and writes nothing where all are used.
 """
 
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -27,7 +28,12 @@ from deepspeed.runtime.zero.stage_1_and_2 import DeepSpeedZeroOptimizer
 from torch import Tensor, nn
 
 from frugal.deepspeed_adapter.collectives import entering
-from frugal.required import put
+from frugal.required import in_place_of, put
+
+_END_BACKWARD, _REDUCE = "independent_gradient_partition_epilogue", "reduce_ready_partitions_and_remove_grads"
+_REDUCES = "reduces gradients of"
+
+Call = Callable[..., None]
 
 
 def mend(optimizer: Any) -> None:
@@ -43,38 +49,31 @@ def mend(optimizer: Any) -> None:
 
 def _mend_stage_3(optimizer: Any) -> None:
     parts = optimizer._DeepSpeedZeroOptimizer_Stage3__param_id_to_grad_partition
-    end_backward, begin_step = optimizer.independent_gradient_partition_epilogue, optimizer._pre_step
 
-    def zero_unused_after_backward() -> None:
+    @in_place_of(optimizer, _END_BACKWARD)
+    def zero_unused_after_backward(end_backward: Call) -> None:
         end_backward()
         if optimizer.micro_step_id == 0:  # has overwritten what it used
             for number in parts.keys() - optimizer._offload_boundary_param_ids:  # kept without offloading, too
                 parts[number].zero_()
 
-    def send_rest_and_begin_step() -> None:
-        if optimizer.offload_optimizer:
-            for parameter in (each for group in optimizer.fp16_groups for each in group):
-                if optimizer.get_param_id(parameter) not in optimizer.norm_for_param_grads:
-                    _send_to_host(optimizer, parameter, parts[parameter.ds_id])
+    @in_place_of(optimizer, "_pre_step")
+    def send_rest_and_begin_step(begin_step: Call) -> None:
+        """Give the host's or the disk's optimizer what the last micro-step did not send; one at a time."""
+        unsent = [each for group in optimizer.fp16_groups for each in group] if optimizer.offload_optimizer else []
+        for parameter in unsent:
+            if optimizer.get_param_id(parameter) not in optimizer.norm_for_param_grads:
+                gradients: dict[int, list[Tensor]] = {}
+                offsets: dict[int, list[int]] = {}
+                on_device = parts[parameter.ds_id].to(get_accelerator().current_device_name())
+                optimizer._offload_grad_partition_at_boundary(parameter, on_device, gradients, offsets)
+                optimizer._swap_out_offload_fp32_gradients(gradients, offsets)
         begin_step()
-
-    put(optimizer, "independent_gradient_partition_epilogue", zero_unused_after_backward)
-    put(optimizer, "_pre_step", send_rest_and_begin_step)
-
-
-def _send_to_host(optimizer: Any, parameter: Any, part: Tensor) -> None:
-    """Give the host's or the disk's optimizer a gradient that the last micro-step did not send; one at a time."""
-    gradients: dict[int, list[Tensor]] = {}
-    offsets: dict[int, list[int]] = {}
-    on_device = part.to(get_accelerator().current_device_name())
-    optimizer._offload_grad_partition_at_boundary(parameter, on_device, gradients, offsets)
-    optimizer._swap_out_offload_fp32_gradients(gradients, offsets)
 
 
 def _mend_host_optimizer(optimizer: Any) -> None:
-    add, step = optimizer.async_accumulate_grad_in_cpu_via_gpu, optimizer.step
-
-    def add_to_this_batch(parameter: Any) -> None:
+    @in_place_of(optimizer, "async_accumulate_grad_in_cpu_via_gpu")
+    def add_to_this_batch(add: Call, parameter: Any) -> None:
         number = optimizer.get_param_id(parameter)
         summed = optimizer.accumulated_grads_in_cpu
         is_first = number not in optimizer._offload_accumulated_param_ids
@@ -82,7 +81,8 @@ def _mend_host_optimizer(optimizer: Any) -> None:
             summed[number].zero_()
         add(parameter)
 
-    def send_rest_and_step(*args: Any, **kwargs: Any) -> Any:
+    @in_place_of(optimizer, "step")
+    def send_rest_and_step(step: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         used, unsent = optimizer._offload_accumulated_param_ids, set()
         for flat, parameters in zip(
             optimizer.single_partition_of_fp32_groups, optimizer.params_in_partition, strict=True
@@ -100,15 +100,11 @@ def _mend_host_optimizer(optimizer: Any) -> None:
             optimizer._finalize_cpu_offload_gradient_accumulation()
         return step(*args, **kwargs)
 
-    put(optimizer, "async_accumulate_grad_in_cpu_via_gpu", add_to_this_batch)
-    put(optimizer, "step", send_rest_and_step)
-
 
 def _mend_overlapped_stage_1(optimizer: Any) -> None:
-    """Reduce also gradients that only earlier micro-steps produced: the last one's hooks reduce."""
-    end_backward = optimizer.independent_gradient_partition_epilogue
-
-    def reduce_rest_and_end() -> None:
+    @in_place_of(optimizer, _END_BACKWARD)
+    def reduce_rest_and_end(end_backward: Call) -> None:
+        """Reduce also gradients that only earlier micro-steps produced: the last one's hooks reduce."""
         waiting = {number for bucket in optimizer.ipg_buckets.values() for *_, number in bucket.params}
         for i, parameter in _trained(optimizer):
             number = optimizer.get_param_id(parameter)
@@ -116,8 +112,6 @@ def _mend_overlapped_stage_1(optimizer: Any) -> None:
             if not is_reduced and optimizer.get_gradient_for_reduction(parameter) is not None:
                 optimizer.reduce_ready_partitions_and_remove_grads(parameter, i)
         end_backward()
-
-    put(optimizer, "independent_gradient_partition_epilogue", reduce_rest_and_end)
 
 
 def reduce_in_order(optimizer: Any) -> int | None:
@@ -128,9 +122,11 @@ def reduce_in_order(optimizer: Any) -> int | None:
     """
     if not isinstance(optimizer, DeepSpeedZeroOptimizer) or _REDUCE in vars(optimizer):
         return None
-    reduce, end_backward = getattr(optimizer, _REDUCE), optimizer.independent_gradient_partition_epilogue
+    reduce = getattr(optimizer, _REDUCE)
+    put(optimizer, _REDUCE, lambda parameter, i: None)
 
-    def reduce_and_end() -> None:
+    @in_place_of(optimizer, _END_BACKWARD)
+    def reduce_and_end(end_backward: Call) -> None:
         for i, parameter in _trained(optimizer):
             if optimizer.get_gradient_for_reduction(parameter) is None:
                 if optimizer.use_grad_accum_attribute:
@@ -140,12 +136,7 @@ def reduce_in_order(optimizer: Any) -> int | None:
             reduce(parameter, i)
         end_backward()
 
-    put(optimizer, _REDUCE, lambda parameter, i: None)
-    put(optimizer, "independent_gradient_partition_epilogue", reduce_and_end)
     return sum(parameter.numel() * parameter.element_size() for _, parameter in _trained(optimizer))
-
-
-_REDUCE = "reduce_ready_partitions_and_remove_grads"
 
 
 def _trained(optimizer: Any) -> list[tuple[int, Any]]:
@@ -160,17 +151,12 @@ def announce(optimizer: Any, module: nn.Module) -> None:
     elif isinstance(optimizer, DeepSpeedZeroOptimizer):
         own = {id(each): name for name, each in module.named_parameters()}  # also those without elements
         names = {optimizer.get_param_id(each): own[id(each)] for _, each in _trained(optimizer)}
-        average = optimizer.average_tensor
 
-        def average_announced(tensor: Tensor, communication_data_type: torch.dtype) -> None:
+        @in_place_of(optimizer, "average_tensor")
+        def average_announced(average: Call, tensor: Tensor, communication_data_type: torch.dtype) -> None:
             numbers = [number for *_, number in optimizer.ipg_buckets[communication_data_type].params]
             with entering(_REDUCES, numbers, names.__getitem__):
                 average(tensor, communication_data_type)
-
-        put(optimizer, "average_tensor", average_announced)
-
-
-_REDUCES = "reduces gradients of"
 
 
 def _announce_stage_3(optimizer: Any, module: nn.Module) -> None:
@@ -178,16 +164,17 @@ def _announce_stage_3(optimizer: Any, module: nn.Module) -> None:
     names = {each.ds_id: name for name, each in module.named_parameters()}  # type: ignore[attr-defined]  # DeepSpeed's
     numbered = {name: each for name, each in module.named_modules() if hasattr(each, "ds_id")}  # not within one as one
     modules = {each.ds_id: name or type(each).__name__ for name, each in numbered.items()}
-    coordinator = optimizer.parameter_offload.get_param_coordinator()
-    reduce = optimizer._DeepSpeedZeroOptimizer_Stage3__reduce_and_partition_ipg_grads
-    gather = coordinator._PartitionedParameterCoordinator__all_gather_params
 
-    def reduce_announced(communication_data_type: torch.dtype) -> None:
+    @in_place_of(optimizer, "_DeepSpeedZeroOptimizer_Stage3__reduce_and_partition_ipg_grads")
+    def reduce_announced(reduce: Call, communication_data_type: torch.dtype) -> None:
         numbers = sorted(each.ds_id for each in optimizer.ipg_buckets[communication_data_type].params)
         with entering(_REDUCES, numbers, names.__getitem__):
             reduce(communication_data_type)
 
-    def gather_announced(parameters: set[Any], forward: bool) -> None:
+    coordinator = optimizer.parameter_offload.get_param_coordinator()
+
+    @in_place_of(coordinator, "_PartitionedParameterCoordinator__all_gather_params")
+    def gather_announced(gather: Call, parameters: set[Any], forward: bool) -> None:
         numbers = sorted(each.ds_id for each in parameters if each.ds_status == ZeroParamStatus.NOT_AVAILABLE)
         with entering("gathers", numbers, names.__getitem__):
             gather(parameters, forward)
@@ -196,8 +183,6 @@ def _announce_stage_3(optimizer: Any, module: nn.Module) -> None:
         with entering("has run modules in the order", ints, lambda number: modules.get(number, str(number))):
             _COMPARE(ints)
 
-    put(optimizer, "_DeepSpeedZeroOptimizer_Stage3__reduce_and_partition_ipg_grads", reduce_announced)
-    put(coordinator, "_PartitionedParameterCoordinator__all_gather_params", gather_announced)
     put(partitioned_param_coordinator, "assert_ints_same_as_other_ranks", compare_announced)
 
 

@@ -117,27 +117,19 @@ def _zero(strategy: Strategy) -> dict[str, Any]:
             "sub_group_size": strategy.sub_group_elements,
             "stage3_gather_16bit_weights_on_model_save": True,
         }
-    if strategy.offload_optimizer == "cpu":
-        part = {} if strategy.offload_ratio == 1 else {"ratio": strategy.offload_ratio}
-        zero["offload_optimizer"] = {"device": "cpu", "pin_memory": True, **part}
-    elif strategy.offload_optimizer == "nvme":
-        zero["offload_optimizer"] = {
-            "device": "nvme",
-            "nvme_path": strategy.nvme_path,
-            "pin_memory": True,
-            "buffer_count": NVME_OPTIMIZER_BUFFERS,
-        }
-    if strategy.offload_parameters == "cpu":
-        zero["offload_param"] = {"device": "cpu", "pin_memory": True}
-    elif strategy.offload_parameters == "nvme":
-        zero["offload_param"] = {
-            "device": "nvme",
-            "nvme_path": strategy.nvme_path,
-            "pin_memory": True,
-            "buffer_count": NVME_PARAMETER_BUFFERS,
-            "buffer_size": strategy.nvme_buffer_elements,
-            "max_in_cpu": 0,
-        }
+    on_disk = {"device": "nvme", "nvme_path": strategy.nvme_path, "pin_memory": True}
+    optimizer_buffers = {"buffer_count": NVME_OPTIMIZER_BUFFERS}
+    parameter_buffers = {
+        "buffer_count": NVME_PARAMETER_BUFFERS, "buffer_size": strategy.nvme_buffer_elements, "max_in_cpu": 0,
+    }  # fmt: skip
+    for name, place, buffers in (
+        ("offload_optimizer", strategy.offload_optimizer, optimizer_buffers),
+        ("offload_param", strategy.offload_parameters, parameter_buffers),
+    ):
+        if place != "none":
+            zero[name] = on_disk | buffers if place == "nvme" else {"device": "cpu", "pin_memory": True}
+    if strategy.offload_ratio < 1:
+        zero["offload_optimizer"]["ratio"] = strategy.offload_ratio
     return zero
 
 

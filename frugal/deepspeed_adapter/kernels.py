@@ -11,16 +11,14 @@ import fcntl
 import logging
 import os
 import secrets
-import shutil
 import socket
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from contextlib import suppress
 from pathlib import Path
 from typing import Any
 from unittest.mock import patch
 
-import psutil  # type: ignore[import-untyped]  # has no types
 import torch
 import torch.distributed as dist
 from deepspeed.accelerator import get_accelerator
@@ -131,7 +129,12 @@ def own_nvme_folder(strategy: Strategy, votes: dist.ProcessGroup | None) -> Path
     Raises:
         RequestError: the folder cannot be made, or DeepSpeed's I/O cannot be compiled.
     """
-    compile_nvme_io()
+    _load(
+        "AsyncIOBuilder",
+        "DeepSpeed's asynchronous I/O",
+        "install libaio with its headers (`apt install libaio-dev`), a C++ compiler and ninja; or plan without "
+        "--offload nvme",
+    )
     number = torch.tensor(secrets.randbits(48))
     dist.broadcast(number, src=0, group=votes)
     folder = Path(str(strategy.nvme_path)).expanduser() / f"frugal-{number.item():012x}"
@@ -144,11 +147,6 @@ def own_nvme_folder(strategy: Strategy, votes: dist.ProcessGroup | None) -> Path
             hint="name a folder on a local disk of each node",
         ) from None
     return folder
-
-
-def remove_nvme_folder(strategy: Strategy) -> None:
-    """Remove the folder of a run that is over; other ranks of the node may do the same."""
-    shutil.rmtree(str(strategy.nvme_path), ignore_errors=True)
 
 
 def make_states(optimizer: torch.optim.Adam, masters: Sequence[Tensor]) -> None:
@@ -169,14 +167,9 @@ def make_states(optimizer: torch.optim.Adam, masters: Sequence[Tensor]) -> None:
 
 def versions(optimizer: Any) -> dict[int, int]:
     """Return how often each tensor that the step may write to was written to, by the tensor's id."""
-    return {id(each): torch_internals.version(each) for each in _written(optimizer)}
-
-
-def _written(optimizer: Any) -> Iterator[Tensor]:
-    for group in optimizer.param_groups:
-        for each in group["params"]:
-            yield each
-            yield from (kept for kept in optimizer.state.get(each, {}).values() if torch.is_tensor(kept))
+    parameters = [each for group in optimizer.param_groups for each in group["params"]]
+    states = [kept for each in parameters for kept in optimizer.state.get(each, {}).values() if torch.is_tensor(kept)]
+    return {id(each): torch_internals.version(each) for each in (*parameters, *states)}
 
 
 def is_untouched(optimizer: Any, before: dict[int, int]) -> bool:
@@ -230,29 +223,20 @@ def compile_adam(*, on_host: bool, in_part: bool = False) -> None:
     )
 
 
-def compile_nvme_io() -> None:
-    """Compile DeepSpeed's asynchronous I/O, or load what was compiled before: minutes the first time on a machine.
-
-    Raises:
-        RequestError: it cannot be compiled.
-    """
-    _load(
-        "AsyncIOBuilder",
-        "DeepSpeed's asynchronous I/O",
-        "install libaio with its headers (`apt install libaio-dev`), a C++ compiler and ninja; or plan without "
-        "--offload nvme",
-    )
-
-
 def _load(builder_name: str, what: str, hint: str) -> None:
+    """Compile one of DeepSpeed's kernels, or load what was compiled before: minutes the first time on a machine."""
     from torch.utils.cpp_extension import get_default_build_root  # needed only to compile
 
     try:
         builder = get_accelerator().create_op_builder(builder_name)
         root = Path(os.environ.get("TORCH_EXTENSIONS_DIR") or get_default_build_root())
-        for lock in root.glob(f"**/{builder.name}/lock"):
-            wait_for_compiler(lock)
-        builder.load(verbose=False)
+        root.mkdir(parents=True, exist_ok=True)
+        with (root / f".frugal-{builder.name}").open("w") as ours:
+            with suppress(OSError):  # a file system without locks
+                fcntl.flock(ours, fcntl.LOCK_EX)  # ranks come here one by one
+            for lock in root.glob(f"**/{builder.name}/lock"):
+                wait_for_compiler(lock)
+            builder.load(verbose=False)
     except Exception as error:  # whatever a compiler, a linker, or a missing library or toolkit makes torch raise
         raise RequestError(
             f"{what} cannot be compiled here", because=str(error).strip().splitlines()[0], hint=hint
@@ -264,43 +248,18 @@ QUIET_SECONDS = 180.0
 
 
 def wait_for_compiler(lock: Path, quiet_seconds: float = QUIET_SECONDS) -> None:
-    """Return once the file `lock` is gone, or remove it if no process compiles any more.
+    """Return once the file `lock` is gone, or remove it when nothing in its folder has changed for `quiet_seconds`.
 
     While torch compiles an extension a file of that name lies in the extension's folder, and others wait for its end,
-    silently and without a limit. A process that is killed meanwhile leaves it behind. So it is removed when no
-    process here has it open, as torch has while it compiles, and nothing in its folder has changed for
-    `quiet_seconds`: another host may have the same home.
+    silently and without a limit. A process that is killed meanwhile leaves it behind. Other ranks of a run do not
+    compile meanwhile, other programs or hosts with the same home may.
     """
-    is_reported = False
     while lock.exists():
-        with (lock.parent / _GUARD).open("w") as guard:
-            fcntl.flock(guard, fcntl.LOCK_EX)  # of two ranks the second would remove the new file of the first
-            if lock.exists() and _is_left_behind(lock, quiet_seconds):
-                lock.unlink(missing_ok=True)
-                logger.warning("removed %s: the process that compiled there has ended", lock)
-                return
-        if not is_reported:
-            logger.warning("waiting for another process to compile %s", lock.parent)
-            is_reported = True
+        last = 0.0
+        for each in lock.parent.iterdir():
+            with suppress(FileNotFoundError):  # the compiler has removed it
+                last = max(last, each.stat().st_mtime)
+        if time.time() - last > quiet_seconds:
+            lock.unlink(missing_ok=True)
+            logger.warning("removed %s: the process that compiled there has ended", lock)
         time.sleep(0.5)
-
-
-_GUARD = ".frugal-lock"
-
-
-def _is_left_behind(lock: Path, quiet_seconds: float) -> bool:
-    last = 0.0
-    for each in lock.parent.iterdir():
-        with suppress(FileNotFoundError):  # the compiler has removed it
-            last = max(last, each.stat().st_mtime if each.name != _GUARD else 0.0)
-    return time.time() - last > quiet_seconds and not _is_open(lock.resolve())
-
-
-def _is_open(path: Path) -> bool:
-    for process in psutil.process_iter():
-        try:
-            if any(each.path == str(path) for each in process.open_files()):
-                return True
-        except (psutil.Error, OSError):  # it has ended, or belongs to another user
-            continue
-    return False

@@ -94,7 +94,7 @@ def splitting(module: nn.Module, config: dict[str, Any], dtype: torch.dtype) -> 
 
 
 @contextmanager
-def as_vectors(parameters: Iterable[nn.Parameter]) -> Iterator[None]:
+def as_vectors(parameters: Iterable[Any]) -> Iterator[None]:
     """Give parameters without dimensions one inside the `with` block: DeepSpeed sends each as a vector of bytes."""
     scalars = [parameter for parameter in parameters if parameter.ndim == 0]
     for parameter in scalars:

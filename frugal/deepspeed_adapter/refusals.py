@@ -12,11 +12,11 @@ import torch
 from deepspeed.utils.torch import is_functorch_transforming
 from torch import Tensor, nn
 
-from frugal import torch_internals
+from frugal import errors, torch_internals
 from frugal.deepspeed_adapter import placement
 from frugal.deepspeed_adapter.stages import Zero
 from frugal.errors import RequestError
-from frugal.required import put
+from frugal.required import in_place_of
 
 _LOWER = "use --zero-stage 2 or lower"
 
@@ -27,33 +27,39 @@ def refuse(model: nn.Module, zero_stage: int) -> None:
     Raises:
         RequestError: with the name of the first.
     """
+    is_split = zero_stage == 3
     for name, parameter in model.named_parameters():
-        if parameter.requires_grad and parameter.is_complex():
-            raise RequestError(
+        errors.refuse(
+            (
+                parameter.requires_grad and parameter.is_complex(),
                 f"the parameter `{name}` cannot be trained",
-                because=f"it is complex ({parameter.dtype}), and DeepSpeed adds up real gradients only",
-                hint="keep its real and imaginary parts in a real parameter of shape (..., 2), and take "
+                f"it is complex ({parameter.dtype}), and DeepSpeed adds up real gradients only",
+                "keep its real and imaginary parts in a real parameter of shape (..., 2), and take "
                 "torch.view_as_complex of it in the forward",
-            )
-        if zero_stage == 3 and not placement.num_elements(parameter):
-            raise RequestError(
+            ),
+            (
+                is_split and not placement.num_elements(parameter),
                 f"ZeRO-3 cannot gather the parameter `{name}`",
-                because=f"it has no elements (shape {tuple(parameter.shape)})",
-                hint=f"leave the parameter out, or {_LOWER}",
-            )
+                f"it has no elements (shape {tuple(parameter.shape)})",
+                f"leave the parameter out, or {_LOWER}",
+            ),
+        )
     for name, module in model.named_modules():
-        if isinstance(module, nn.Embedding | nn.EmbeddingBag) and module.sparse and module.weight.requires_grad:
-            raise RequestError(
+        is_embedding = isinstance(module, nn.Embedding | nn.EmbeddingBag)
+        errors.refuse(
+            (
+                is_embedding and module.sparse and module.weight.requires_grad,
                 f"the gradient of `{name}` cannot be added up over ranks",
-                because=f"{type(module).__name__}(sparse=True) makes it sparse, and DeepSpeed's buckets are dense",
-                hint="use sparse=False: its gradient has the same values",
-            )
-        if zero_stage == 3 and "_orig_mod" in dict(module.named_children()):
-            raise RequestError(
+                f"{type(module).__name__}(sparse=True) makes it sparse, and DeepSpeed's buckets are dense",
+                "use sparse=False: its gradient has the same values",
+            ),
+            (
+                is_split and "_orig_mod" in dict(module.named_children()),
                 f"ZeRO-3 cannot gather the parameters of `{name or 'the model'}`",
-                because="it is a wrapper that torch.compile made, whose parameters DeepSpeed's hooks do not find",
-                hint=f"compile it in place: module.compile() instead of torch.compile(module); or {_LOWER}",
-            )
+                "it is a wrapper that torch.compile made, whose parameters DeepSpeed's hooks do not find",
+                f"compile it in place: module.compile() instead of torch.compile(module); or {_LOWER}",
+            ),
+        )
     for one, other in _overlapping(model):
         raise RequestError(
             f"the parameters `{one}` and `{other}` are two, but lie in the same memory",
@@ -95,9 +101,9 @@ def _extent(tensor: Tensor) -> tuple[int, int]:
 def refuse_while_running(zero: Zero) -> None:
     """Refuse, from now on, forwards that this stage cannot differentiate."""
     engine = zero.engine
-    prologue = engine._backward_prologue
 
-    def begin_backward() -> None:
+    @in_place_of(engine, "_backward_prologue")
+    def begin_backward(prologue: Callable[[], None]) -> None:
         if not engine._running_engine_backward and not is_functorch_transforming():
             raise RequestError(
                 "the loss takes a gradient of the model's output before the step's backward pass (a gradient penalty?)",
@@ -107,17 +113,12 @@ def refuse_while_running(zero: Zero) -> None:
             )
         prologue()
 
-    put(engine, "_backward_prologue", begin_backward)
-    if zero.strategy.zero_stage == 3:
-        offload = zero.optimizer.parameter_offload
-        put(offload, "pre_sub_module_forward_function", _forward(zero, offload.pre_sub_module_forward_function))
-        put(offload, "pre_sub_module_backward_function", _backward(zero, offload.pre_sub_module_backward_function))
+    if zero.strategy.zero_stage != 3:
+        return
+    offload = zero.optimizer.parameter_offload
 
-
-def _forward(zero: Zero, gather: Callable[[nn.Module], Any]) -> Callable[[nn.Module], Any]:
-    """Return `gather`, which refuses a module that runs inside a transform of torch.func, or with others' tensors."""
-
-    def gather_for_forward(module: nn.Module) -> Any:
+    @in_place_of(offload, "pre_sub_module_forward_function")
+    def gather_for_forward(gather: Callable[[nn.Module], Any], module: nn.Module) -> Any:
         if is_functorch_transforming():
             raise RequestError(
                 f"ZeRO-3 cannot run {_named(zero, module)} inside a transform of torch.func",
@@ -135,22 +136,15 @@ def _forward(zero: Zero, gather: Callable[[nn.Module], Any]) -> Callable[[nn.Mod
                 hint=_LOWER,
             ) from None
 
-    return gather_for_forward
-
-
-def _backward(zero: Zero, gather: Callable[[nn.Module], Any]) -> Callable[[nn.Module], Any]:
-    """Return `gather`, which refuses a gradient of which another is to be taken."""
-
-    def gather_for_backward(module: nn.Module) -> Any:
-        if torch.is_grad_enabled() and not zero.engine._running_engine_backward:
+    @in_place_of(offload, "pre_sub_module_backward_function")
+    def gather_for_backward(gather: Callable[[nn.Module], Any], module: nn.Module) -> Any:
+        if torch.is_grad_enabled() and not engine._running_engine_backward:
             raise RequestError(
                 f"ZeRO-3 cannot differentiate {_named(zero, module)} twice",
                 because="a gradient is taken with create_graph=True, and its parameters are let go after the first",
                 hint=_LOWER,
             )
         return gather(module)
-
-    return gather_for_backward
 
 
 def _named(zero: Zero, module: nn.Module) -> str:

@@ -3,15 +3,23 @@ and filled from a checkpoint.
 
 A stage is chosen by the plan. Names of DeepSpeed 0.19.8; a missing one raises.
 
+The Python state of DeepSpeed's objects (attributes, counters, containers) is found by walking instead of by name.
+Between two optimizer steps, at rest, a shallow copy of all of it is taken, and put back where a global batch is given
+up: every attribute is what it was, every container has the items that it had, and what was added since is released.
+Left out: the elements of tensors, which DeepSpeed overwrites in the first micro-step or which `gradients.mend` makes
+zero, and states whose other half is elsewhere: configurations, and buffers for disks.
+
 `Zero.optimizer` is what DeepSpeed put around `Zero.inner`, torch's optimizer or one of DeepSpeed's kernels; at stage 0
 they are the same. The inner one updates flat fp32 tensors, the masters: see `checkpoint_files`.
 """
 
 import functools
 from abc import ABC, abstractmethod
+from collections import deque
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import AbstractContextManager, contextmanager, nullcontext
-from typing import Any, ClassVar
+from contextlib import AbstractContextManager, contextmanager
+from enum import Enum
+from typing import Any, ClassVar, TypeVar
 
 import deepspeed
 import torch
@@ -21,24 +29,81 @@ from deepspeed.accelerator import get_accelerator
 from deepspeed.ops.adam import DeepSpeedCPUAdam, FusedAdam
 from deepspeed.runtime.fp16.unfused_optimizer import FP16_UnfusedOptimizer
 from deepspeed.runtime.zero import parameter_offload
-from deepspeed.runtime.zero.partition_parameters import InsertPostInitMethodToModuleSubClasses, ZeroParamStatus
+from deepspeed.runtime.zero.partition_parameters import ZeroParamStatus
 from deepspeed.runtime.zero.stage3 import DeepSpeedZeroOptimizer_Stage3
 from deepspeed.runtime.zero.stage_1_and_2 import DeepSpeedZeroOptimizer
 from torch import Tensor, nn
 
 from frugal.deepspeed_adapter import checkpoint_files
 from frugal.deepspeed_adapter.checkpoint_files import Piece, StateLayout
-from frugal.deepspeed_adapter.python_state import PythonState, within
 from frugal.planning.memory.timeline import COMMUNICATION, GRADIENTS, OPTIMIZER, PARAMETERS
 from frugal.planning.strategy import Strategy
-from frugal.required import put
+from frugal.required import in_place_of, put
 
 Wrap = Callable[[Callable[..., Any]], Callable[..., Any]]
 
 CopyElements = Callable[[str, int, Tensor, bool], None]
 """Fills a tensor with a parameter's saved elements: its name, the first of them, the tensor, whether it is frozen."""
 
+_LINEAR = F.linear
+
 _COUNTERS = ("global_steps", "global_samples", "skipped_steps")
+
+
+T = TypeVar("T")
+
+_CONTAINERS = (dict, list, set, deque, tuple)
+
+
+def _contents(*roots: Any, apart: Any) -> Iterator[tuple[Any, Any]]:
+    """Yield each container within `roots`, and the `vars` of each object of DeepSpeed's runtime, with a shallow copy:
+    a dict of a dict, otherwise a list.
+
+    `apart`: an object that is not entered.
+    """
+    seen, waiting = {id(apart)}, list(roots)
+    while waiting:
+        each = waiting.pop()
+        if id(each) in seen:
+            continue
+        seen.add(id(each))
+        held = each if isinstance(each, _CONTAINERS) else vars(each)
+        copy: Any = dict(held) if isinstance(held, dict) else list(held)
+        yield held, copy
+        waiting += [item for item in _values(copy) if _is_entered(item.__class__)]
+
+
+def _values(copy: Any) -> Any:
+    return copy.values() if isinstance(copy, dict) else copy
+
+
+@functools.cache
+def _is_entered(kind: Any) -> bool:
+    module = kind.__module__
+    is_of_runtime = module.startswith("deepspeed.runtime.") and not issubclass(kind, Enum)
+    return issubclass(kind, _CONTAINERS) or (is_of_runtime and "config" not in module and "swap_tensor" not in module)
+
+
+class PythonState:
+    """The Python state of DeepSpeed's objects at one moment. It holds no tensor that these do not hold at rest."""
+
+    def __init__(self, *roots: Any, apart: Any = None) -> None:
+        self._copies = [each for each in _contents(*roots, apart=apart) if not isinstance(each[0], tuple)]
+
+    def put_back(self) -> None:
+        """Make the state what it was. Tensors keep the elements that they have."""
+        for held, copy in self._copies:
+            held.clear()
+            if isinstance(held, dict | set):
+                held.update(copy)
+            else:
+                held.extend(copy)
+
+
+def within(kind: type[T], root: Any, *, apart: Any = None) -> Iterator[T]:
+    """Yield the objects of a type in the containers within `root` and in attributes of DeepSpeed's objects there."""
+    for _, copy in _contents(root, apart=apart):
+        yield from (each for each in _values(copy) if isinstance(each, kind))
 
 
 class Zero(ABC):
@@ -103,14 +168,18 @@ class Zero(ABC):
 
     # The optimizer step
 
-    @abstractmethod
     def masters(self) -> list[Tensor]:
         """Return all tensors that an optimizer step writes to; none where they are on disk."""
+        return self.flat_tensors()
 
     def updates(self) -> list[tuple[Any, Callable[[], list[Tensor]]]]:
         """Return the inner optimizers in the order of their steps, each with a function for the masters that it writes
         to."""
-        return [(self.inner, self.masters)]
+        if self.strategy.offload_ratio == 1:
+            return [(self.inner, self.masters)]
+        on_device = [each for each in self.flat_tensors() if self._is_of_device(each)]
+        on_host = [each for each in self.flat_tensors() if not self._is_of_device(each)]
+        return [(self.optimizer.backup_optimizer, lambda: on_device), (self.inner, lambda: on_host)]
 
     def gathers_by(self, wrap: Wrap) -> None:  # noqa: B027  # stages 0 to 2 have nothing to do
         """Wrap the gathering at the end of an optimizer step with `wrap`; only stage 3 gathers there."""
@@ -128,15 +197,13 @@ class Zero(ABC):
 
     # The model's parameters
 
-    @staticmethod
-    def shape(parameter: nn.Parameter) -> tuple[int, ...]:
+    def shape(self, parameter: Any) -> tuple[int, ...]:
         """Return the shape of the whole parameter."""
-        return tuple(parameter.shape)
+        return tuple(parameter.ds_shape if self.strategy.zero_stage == 3 else parameter.shape)
 
-    @staticmethod
-    def gathered(parameter: nn.Parameter) -> AbstractContextManager[Any]:
+    def gathered(self, parameter: nn.Parameter) -> AbstractContextManager[Any]:
         """Return a context in which the parameter is whole. Collective."""
-        return nullcontext()
+        return deepspeed.zero.GatheredParameters([parameter], enabled=self.strategy.zero_stage == 3)
 
     # Layout, and states from a checkpoint of another one
 
@@ -160,9 +227,11 @@ class Zero(ABC):
 
     def frozen_elements(self) -> Iterator[tuple[Piece, Tensor]]:
         """Yield this rank's flat elements of parameters that are not trained."""
-        parameters = dict(self.engine.module.named_parameters())
+        parameters: dict[str, Any] = dict(self.engine.module.named_parameters())
         for piece in self.layout().frozen:
-            yield piece, parameters[piece.name].data.view(-1)
+            parameter = parameters[piece.name]
+            kept = parameter.ds_tensor if self.strategy.zero_stage == 3 else parameter
+            yield piece, kept.data.view(-1)[: piece.number]
 
     def put_states(self, flat: Any, states: dict[str, Tensor], single: dict[str, Any]) -> None:
         """Set the inner optimizer's states of one flat tensor: states with an element for each of its, and single
@@ -173,24 +242,26 @@ class Zero(ABC):
         """
         kept: dict[str, Any] = dict(states)
         is_torchs = self._is_of_device(flat)
+        is_torchs_own = is_torchs or type(self.inner).__module__.startswith("torch.optim.")
+        groups = self.inner.param_groups
+        is_beside = is_torchs or any(group.get("fused") or group.get("capturable") for group in groups)
         for name, value in single.items():
             if isinstance(self.inner, FusedAdam | DeepSpeedCPUAdam) and not is_torchs:
                 kept[name] = int(value)
-                continue
-            is_torchs_own = is_torchs or type(self.inner).__module__.startswith("torch.optim.")
-            if not is_torchs_own and not isinstance(value, Tensor):
+            elif not (is_torchs_own or isinstance(value, Tensor)):
                 kept[name] = value
-                continue
-            beside = is_torchs or any(
-                group.get("fused") or group.get("capturable") for group in self.inner.param_groups
-            )
-            kept[name] = torch.tensor(float(value), dtype=torch.float32, device=flat.device if beside else "cpu")
+            else:
+                device = flat.device if is_beside else "cpu"
+                kept[name] = torch.tensor(float(value), dtype=torch.float32, device=device)
         self.inner.state[flat] = kept
 
     def _is_of_device(self, flat: Any) -> bool:
         """Return whether it is updated on the device while others are on the host, see
         `kernels.mend_partial_offload`."""
-        return False
+        if self.strategy.offload_ratio == 1:
+            return False
+        places = self.optimizer.subgroup_to_device
+        return any(places[i] != "cpu" and flat is each for i, each in enumerate(self.flat_tensors()))
 
     def put_counters(self, counters: dict[str, Any], scaler: dict[str, Any]) -> None:
         """Restore the engine's counters, and the state of fp16's loss scale."""
@@ -203,6 +274,8 @@ class Zero(ABC):
     def destroy(self) -> None:
         """Free the engine's hooks and buffers, so that another can follow in this process."""
         self.engine.destroy()
+        if self.strategy.zero_stage == 3:
+            F.linear = _LINEAR  # DeepSpeed's keeps inputs of frozen layers, too
 
     def _names(self) -> dict[int, str]:
         return {id(parameter): name for name, parameter in self.engine.module.named_parameters()}
@@ -241,9 +314,6 @@ class Zero12(Zero):
     too."""
 
     _kind = DeepSpeedZeroOptimizer
-
-    def masters(self) -> list[Tensor]:
-        return self.flat_tensors()
 
     def layout(self) -> StateLayout:
         names = self._names()
@@ -316,43 +386,26 @@ class Zero3(Zero):
         one as always.
         """
         coordinator = self._coordinator()
-        begin_micro_step, end_step = coordinator.reset_step, self.optimizer._post_step
 
-        def record_again() -> None:
+        @in_place_of(coordinator, "reset_step")
+        def record_again(begin_micro_step: Callable[[], None]) -> None:
             if self._is_recording:
                 self._without_trace.put_back()
             begin_micro_step()
 
-        def end(*args: Any, **kwargs: Any) -> Any:
+        @in_place_of(self.optimizer, "_post_step")
+        def end(end_step: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
             self._is_recording = False
             return end_step(*args, **kwargs)
 
-        put(coordinator, "reset_step", record_again)
-        put(self.optimizer, "_post_step", end)
         self._without_trace = PythonState(coordinator)
 
     def masters(self) -> list[Tensor]:
-        if self.strategy.offload_optimizer == "nvme":  # they come from the disk and go back there, one by one
-            return []
-        return self.flat_tensors()
-
-    def updates(self) -> list[tuple[Any, Callable[[], list[Tensor]]]]:
-        if self.strategy.offload_ratio == 1:
-            return super().updates()
-        on_device = [each for each in self.flat_tensors() if self._is_of_device(each)]
-        on_host = [each for each in self.flat_tensors() if not self._is_of_device(each)]
-        return [(self.optimizer.backup_optimizer, lambda: on_device), (self.inner, lambda: on_host)]
+        on_disk = self.strategy.offload_optimizer == "nvme"  # they come from it and go back there, one by one
+        return [] if on_disk else self.flat_tensors()
 
     def gathers_by(self, wrap: Wrap) -> None:
         put(self.optimizer, "_post_step", wrap(self.optimizer._post_step))
-
-    @staticmethod
-    def shape(parameter: nn.Parameter) -> tuple[int, ...]:
-        return tuple(parameter.ds_shape)  # type: ignore[attr-defined]  # DeepSpeed's
-
-    @staticmethod
-    def gathered(parameter: nn.Parameter) -> AbstractContextManager[Any]:
-        return deepspeed.zero.GatheredParameters([parameter])
 
     def layout(self) -> StateLayout:
         names, rank = self._names(), dist.get_rank()
@@ -363,12 +416,6 @@ class Zero3(Zero):
 
     def flat_tensors(self) -> list[Any]:
         return list(self.optimizer.fp32_partitioned_groups_flat)
-
-    def _is_of_device(self, flat: Any) -> bool:
-        if self.strategy.offload_ratio == 1:
-            return False
-        places = self.optimizer.subgroup_to_device
-        return any(places[i] != "cpu" and flat is each for i, each in enumerate(self.flat_tensors()))
 
     @contextmanager
     def opened(self) -> Iterator[None]:
@@ -391,15 +438,6 @@ class Zero3(Zero):
                 part.data = elements.data
         for piece, elements in self.frozen_elements():
             copy(piece.name, piece.first, elements, True)
-
-    def frozen_elements(self) -> Iterator[tuple[Piece, Tensor]]:
-        parameters = dict(self.engine.module.named_parameters())
-        for piece in self.layout().frozen:
-            yield piece, parameters[piece.name].ds_tensor.data.view(-1)[: piece.number]
-
-    def destroy(self) -> None:
-        super().destroy()
-        F.linear = InsertPostInitMethodToModuleSubClasses.linear_bk  # DeepSpeed's keeps inputs of frozen layers, too
 
 
 def of(engine: Any, strategy: Strategy) -> Zero:

@@ -1,8 +1,8 @@
-"""ZeRO-3's changes to a model's graph, without DeepSpeed: its linear function, and its marks around modules.
+"""ZeRO-3's changes to a model's graph, without its engine: its linear function, and its marks around modules.
 
 DeepSpeed puts an autograd function around every module's positional inputs and outputs, to know when its backward
-begins and ends (deepspeed/runtime/zero/parameter_offload.py), and replaces `F.linear` by a function of its own
-(linear.py). Both change which tensors live how long, so a trace for ZeRO-3 runs with the same.
+begins and ends (deepspeed/runtime/zero/parameter_offload.py), and replaces `F.linear` by a function of its own. Both
+change which tensors live how long, so a trace for ZeRO-3 runs with the same.
 
 It also has ZeRO-3's collectives without their loops over all ranks: to gather parameters and to scatter gradients
 DeepSpeed makes a view for each rank and parameter, which is nothing on a device and takes minutes to dry-run for a
@@ -17,7 +17,7 @@ import math
 import sys
 import weakref
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from typing import Any
 from unittest.mock import patch
 
@@ -25,8 +25,9 @@ import torch
 import torch.nn.functional as F
 from deepspeed import comm
 from deepspeed.runtime.zero import stage3
+from deepspeed.runtime.zero.linear import zero3_linear_wrap
 from deepspeed.runtime.zero.partition_parameters import AllGatherCoalescedHandle, ZeroParamStatus
-from deepspeed.runtime.zero.utils import is_zero_param
+from deepspeed.runtime.zero.utils import apply_to_tensors_only, is_zero_param
 from deepspeed.utils import set_z3_leaf_module, z3_leaf_module
 from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
@@ -87,54 +88,9 @@ def parameters_of_modules(model: nn.Module, *, within: bool) -> tuple[tuple[int,
     )
 
 
-@contextmanager
-def linear_of_zero3() -> Iterator[None]:
+def linear_of_zero3() -> AbstractContextManager[Any]:
     """Replace `F.linear` by ZeRO-3's inside the `with` block."""
-    with patch.object(F, "linear", lambda input, weight, bias=None: _Linear.apply(input, weight, bias)):
-        yield
-
-
-class _Linear(torch.autograd.Function):
-    """A copy of `LinearFunctionForZeroStage3` of deepspeed/runtime/zero/linear.py, operator for operator."""
-
-    generate_vmap_rule = True
-
-    @staticmethod
-    def forward(input: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
-        if input.dim() == 2 and bias is not None:
-            return torch.addmm(bias, input, weight.t())
-        output = input.matmul(weight.t())
-        if bias is not None:
-            output += bias
-        return output
-
-    @staticmethod
-    def setup_context(ctx: Any, inputs: tuple[Any, ...], output: Any) -> None:
-        ctx.save_for_backward(*inputs)
-
-    @staticmethod
-    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
-        (grad_output,) = grads
-        input, weight, bias = ctx.saved_tensors
-        grad_input = grad_weight = grad_bias = None
-        dim = grad_output.dim()
-        if ctx.needs_input_grad[0]:
-            grad_input = grad_output.matmul(weight)
-        if ctx.needs_input_grad[1]:
-            if dim > 2:
-                rows = grad_output.reshape(-1, grad_output.shape[-1])
-                grad_weight = rows.t().matmul(input.reshape(-1, input.shape[-1]))
-                del rows
-            elif dim == 1:
-                grad_weight = grad_output.unsqueeze(-1) * input.unsqueeze(0)
-            else:
-                grad_weight = grad_output.t().matmul(input)
-        if bias is not None and ctx.needs_input_grad[2]:
-            if dim > 2:
-                grad_bias = grad_output.sum(list(range(dim - 1)))
-            else:
-                grad_bias = grad_output if dim == 1 else grad_output.sum(0)
-        return grad_input, grad_weight, grad_bias
+    return patch.object(F, "linear", zero3_linear_wrap)
 
 
 class _Parameters:
@@ -235,11 +191,11 @@ class _Module:
     def before_forward(self, _module: nn.Module, inputs: Any) -> Any:
         self.mark(MarkKind.FETCH)
         self.gradients_to_come = 0
-        return _map_tensors(lambda tensor: _AfterBackward.apply(tensor, self), inputs)
+        return apply_to_tensors_only(lambda tensor: _AfterBackward.apply(tensor, self), inputs)
 
     def after_forward(self, _module: nn.Module, _inputs: Any, output: Any) -> Any:
         self.mark(MarkKind.RELEASE)
-        return _map_tensors(lambda tensor: _BeforeBackward.apply(tensor, self), output)
+        return apply_to_tensors_only(lambda tensor: _BeforeBackward.apply(tensor, self), output)
 
 
 class _BeforeBackward(torch.autograd.Function):
@@ -277,18 +233,6 @@ class _AfterBackward(torch.autograd.Function):
         if ctx.module.gradients_to_come == 0:
             ctx.module.mark(MarkKind.RELEASE_IN_BACKWARD)
         return (*grads, None)
-
-
-def _map_tensors(function: Callable[[Tensor], Any], value: Any) -> Any:
-    """Return `value` with every tensor in it replaced, dicts in place (`apply_to_tensors_only` of zero/utils.py)."""
-    if isinstance(value, (tuple, list)):
-        made = [_map_tensors(function, item) for item in value]
-        return type(value)(*made) if hasattr(value, "_fields") else type(value)(made)
-    if isinstance(value, dict):
-        for key in value:
-            value[key] = _map_tensors(function, value[key])
-        return value
-    return function(value) if isinstance(value, Tensor) else value
 
 
 def install(model: nn.Module, mark: Marker) -> set[int]:
@@ -355,10 +299,10 @@ def _reduce_scatter_coalesced(tensors: Sequence[Tensor], group: Any = None) -> l
     if len(tensors) == 1 and tensors[0].numel() % world_size == 0:
         flat = tensors[0].view(-1)
     else:
-        padding = [
-            tensor.new_empty(missing)
+        padding = [  # of each rank whose part is not full
+            tensor.new_empty(chunk - max(0, min(chunk, tensor.numel() - other * chunk)))
             for tensor, chunk in zip(tensors, chunks, strict=True)
-            for missing in _missing(tensor.numel(), chunk, world_size)
+            for other in range(tensor.numel() // chunk, world_size)
         ]
         flat = tensors[0].new_empty(world_size * sum(chunks))
         del padding
@@ -368,12 +312,6 @@ def _reduce_scatter_coalesced(tensors: Sequence[Tensor], group: Any = None) -> l
         parts.append(mine.narrow(0, offset, max(0, min(chunk, tensor.numel() - rank * chunk))))
         offset += chunk
     return parts
-
-
-def _missing(elements: int, chunk: int, world_size: int) -> Iterator[int]:
-    """Yield the padding of each rank whose part is not full, in elements."""
-    for rank in range(elements // chunk, world_size):
-        yield chunk - max(0, min(chunk, elements - rank * chunk))
 
 
 class SplitReads(TorchFunctionMode):
@@ -396,17 +334,17 @@ class SplitReads(TorchFunctionMode):
         if operation not in _NO_VALUES:
             for each in (*args, *kwargs.values()):
                 for one in each if isinstance(each, list | tuple) else (each,):
-                    if isinstance(one, nn.Parameter) and _is_away(one) and not _asks_itself():
-                        self._refuse(one, operation)
+                    is_split = isinstance(one, nn.Parameter) and is_zero_param(one)
+                    if is_split and one.ds_status != ZeroParamStatus.AVAILABLE and not _asks_itself():
+                        named = self._model.named_parameters()
+                        name = next((name for name, other in named if other is one), "of no module")
+                        raise RequestError(
+                            f"ZeRO-3 has the parameter `{name}` split where it is read",
+                            because=f"`{operation}` takes it outside the forward of its module, such as in the loss, "
+                            "where it is empty",
+                            hint="read it in that module's forward, or use --zero-stage 2 or lower",
+                        )
         return func(*args, **kwargs)
-
-    def _refuse(self, parameter: nn.Parameter, operation: str) -> None:
-        name = next((name for name, each in self._model.named_parameters() if each is parameter), "of no module")
-        raise RequestError(
-            f"ZeRO-3 has the parameter `{name}` split where it is read",
-            because=f"`{operation}` takes it outside the forward of its module, such as in the loss, where it is empty",
-            hint="read it in that module's forward, or use --zero-stage 2 or lower",
-        )
 
 
 _NO_VALUES = frozenset(
@@ -418,10 +356,6 @@ _NO_VALUES = frozenset(
     }
 )  # fmt: skip
 """Attributes that a split parameter answers as a whole one does."""
-
-
-def _is_away(parameter: nn.Parameter) -> bool:
-    return is_zero_param(parameter) and parameter.ds_status != ZeroParamStatus.AVAILABLE  # type: ignore[attr-defined]
 
 
 def _asks_itself() -> bool:

@@ -4,6 +4,7 @@ import socket
 from collections.abc import Callable, Sequence
 from contextlib import nullcontext
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -17,12 +18,12 @@ from frugal.deepspeed_adapter import engine
 from frugal.distributed import env, process_group
 from frugal.distributed.connections.listeners import closed_afterwards
 from frugal.distributed.exchange import gather
-from frugal.engine.evaluation import Evaluation, evaluate
+from frugal.engine.evaluation import Evaluation
 from frugal.engine.extensions.callbacks import Callbacks
 from frugal.engine.extensions.metric import Metric
 from frugal.engine.extensions.optimizer import MakeOptimizer, OwnOptimizer, ParameterGroups
 from frugal.engine.measure.tuner import Tuner
-from frugal.engine.train_step import Prepared, Stepper, StepResult, wrap
+from frugal.engine.train_step import Prepared, Stepper, StepResult, evaluate, wrap
 from frugal.errors import PlanMismatchError
 from frugal.models import adapters, batch_norm, tiled_loss
 from frugal.models.loading import quantised
@@ -43,9 +44,7 @@ class Engine(Stepper):
             result = super().train_step(batch)
         else:
             batch = batch if isinstance(batch, Prepared) else self.prepare(as_samples(batch, self.objective))
-            tuner.before_step()
-            result = super().train_step(batch)
-            tuner.after_step(self.deepspeed.global_steps, batch.samples, is_finite=result.is_finite)
+            result = tuner.step(batch.samples, partial(super().train_step, batch))
             self.tuner = None if tuner.is_over else tuner
         self.callbacks.call("on_step", self, self.deepspeed.global_steps, result)
         return result
@@ -62,7 +61,7 @@ class Engine(Stepper):
         self.tuner = Tuner(self, most_steps, on_end)
 
     def evaluate(self, samples: Given, metric: Metric | Callable[..., Any] | None = None) -> Evaluation:
-        """Return the mean loss on `samples`, the same on every rank; see `frugal.engine.evaluation`.
+        """Return the mean loss on `samples`, the same on every rank; see `frugal.engine.train_step.evaluate`.
 
         `metric(predictions, labels)` gets a NumPy array for each sample, once, on rank 0, and returns a number or
         numbers by name, which are `Evaluation.metrics` on all ranks; see `frugal.engine.extensions.metric`.
@@ -136,7 +135,14 @@ def initialize(
     is_nccl = dist.get_backend() == "nccl"
     with closed_afterwards():
         votes = dist.new_group(backend="gloo") if is_nccl else None
-    _refuse_different_plans(plan, votes)
+    held = gather((plan.digest, socket.gethostname()), tuple[str, str], votes)
+    if different := {rank: host for rank, (digest, host) in enumerate(held) if digest != held[0][0]}:
+        where = ", ".join(f"rank {rank} on {host}" for rank, host in different.items())
+        raise PlanMismatchError(
+            "the ranks were given different plans",
+            because=f"another plan.json than that of rank 0 on {held[0][1]}: {where}",
+            hint="give every node the same plan.json",
+        )
     model = adapters.as_planned(quantised.as_planned(model, plan), plan)
     batch_norm.apply_planned(model, plan)
     if not is_tried:
@@ -152,14 +158,3 @@ def initialize(
     part = parts_of(objective, plan.strategy.sequence_parallel, dist.get_rank())
     callbacks = callbacks if isinstance(callbacks, Callbacks) else Callbacks(callbacks)
     return Engine(zero, plan, part, votes, own_optimizer=own, callbacks=callbacks)
-
-
-def _refuse_different_plans(plan: Plan, votes: dist.ProcessGroup | None) -> None:
-    held = gather((plan.digest, socket.gethostname()), tuple[str, str], votes)
-    if different := {rank: host for rank, (digest, host) in enumerate(held) if digest != held[0][0]}:
-        where = ", ".join(f"rank {rank} on {host}" for rank, host in different.items())
-        raise PlanMismatchError(
-            "the ranks were given different plans",
-            because=f"another plan.json than that of rank 0 on {held[0][1]}: {where}",
-            hint="give every node the same plan.json",
-        )

@@ -22,8 +22,8 @@ from frugal.config.run_settings import RunSettings, earlier_settings
 from frugal.config.setting import build
 from frugal.data import corpus
 from frugal.deepspeed_adapter.kernels import DTYPES
-from frugal.engine.extensions.best import Criterion
-from frugal.errors import CheckpointError, PlanMismatchError, RequestError
+from frugal.engine.evaluation import Criterion
+from frugal.errors import CheckpointError, PlanMismatchError, RequestError, refuse
 from frugal.models.loading import quantised
 from frugal.models.resolve import resolve_request
 from frugal.models.spec import ModelSpec
@@ -52,28 +52,30 @@ def find(given: Path, which: str | None) -> Path:
         RequestError: there is no such folder, or it cannot be chosen from.
         CheckpointError: there is no such checkpoint.
     """
-    if (given / manifest.MANIFEST).is_file():
-        if which is not None:
-            raise RequestError(
-                f"--step {which} was given for one checkpoint", because=f"{given} is one", hint="give the run's folder"
-            )
+    is_one = (given / manifest.MANIFEST).is_file()
+    refuse(
+        (
+            is_one and which is not None,
+            f"--step {which} was given for one checkpoint",
+            f"{given} is one",
+            "give the run's folder",
+        ),
+        (not given.is_dir(), f"there is no run in {given}", "", "give the folder of a run, or a checkpoint in it"),
+    )
+    if is_one:
         return given
-    if not given.is_dir():
-        raise RequestError(f"there is no run in {given}", hint="give the folder of a run, or a checkpoint in it")
     folder = given / "checkpoints" if (given / "checkpoints").is_dir() else given
     there = manifest.checkpoints_in(folder)
     if not there:
         raise CheckpointError(f"there is no checkpoint in {folder}")
-    chosen: Path | None = None
-    reason = f"no checkpoint in {folder} was evaluated"
-    if which in (None, LAST):
-        chosen = there[0]
-    elif which == BEST:
+    reason = f"there is no checkpoint of step {which} in {folder}"
+    if which == BEST:
         settings = build(RunSettings, earlier_settings(folder.parent))
         chosen = saving.best_of(there, Criterion.of(settings.best, settings.metric).score)
+        reason = f"no checkpoint in {folder} was evaluated"
     else:
-        chosen = next((path for path in there if path.name == f"step-{which:0>6}"), None)
-        reason = f"there is no checkpoint of step {which} in {folder}"
+        name = there[0].name if which in (None, LAST) else f"step-{which:0>6}"
+        chosen = next((path for path in there if path.name == name), None)
     if chosen is None:
         names = ", ".join(sorted(path.name for path in there))
         raise CheckpointError(reason, because=f"there are {names}", hint=f"use --step {LAST}, {BEST}, or one of these")
@@ -101,7 +103,10 @@ def write(checkpoint: Path, out: Path, *, merge: bool = False) -> str:
             hint="leave it out",
         )
     spec = resolve_request(run.plan.request)
-    base_dtype = _own_dtype(spec)  # which building changes
+    own: Any = getattr(spec.config, "dtype", None) if spec.weights else None  # of pretrained weights, before building
+    own = getattr(torch, own, None) if isinstance(own, str) else own
+    is_kept = isinstance(own, torch.dtype) and not spec.quantize
+    dtype: torch.dtype = own if is_kept else DTYPES[run.plan.request.precision]
     tokenizer, _ = corpus.tokenizer_for(spec, run.settings.tokenizer, run.settings.chat_template)
     with other_states.named(checkpoint):
         saved = Saved(checkpoint, run.made_by, DTYPES[run.plan.request.optimizer.states or "fp32"])
@@ -109,8 +114,7 @@ def write(checkpoint: Path, out: Path, *, merge: bool = False) -> str:
         weights = _weights(module, saved)
     kind = f"the adapters of step {run.made_by.step}, whose base is {spec.weights or spec.reference}"
     if merge:
-        trained_in = DTYPES[run.plan.request.precision]
-        module = _merged(spec, run, weights, trained_in if spec.quantize else base_dtype or trained_in)
+        module = _merged(spec, run, weights, dtype)
         weights = {name: tensor.detach() for name, tensor in module.state_dict(keep_vars=True).items()}
         precision = str(next(module.parameters()).dtype).removeprefix("torch.")
         kind = f"the model of step {run.made_by.step}, with its adapters merged in {precision}"
@@ -186,13 +190,6 @@ def _weights(module: nn.Module, saved: Saved) -> dict[str, Tensor]:
     return weights
 
 
-def _own_dtype(spec: ModelSpec) -> torch.dtype | None:
-    """Return the type of a pretrained model's weights, if its configuration says it."""
-    own = getattr(spec.config, "dtype", None) if spec.weights else None
-    own = getattr(torch, own, None) if isinstance(own, str) else own
-    return own if isinstance(own, torch.dtype) else None
-
-
 def _merged(spec: ModelSpec, run: Run, weights: dict[str, Tensor], dtype: torch.dtype) -> Any:
     """Return the base in `dtype` with the adapters merged into it."""
     trained_in = DTYPES[run.plan.request.precision]
@@ -204,20 +201,13 @@ def _merged(spec: ModelSpec, run: Run, weights: dict[str, Tensor], dtype: torch.
             hint="give the base model as it was; without --merge the adapters alone are written",
         )
     if spec.quantize is not None:
-        module = _unpacked(spec, run, module, dtype)
+        packed, module = module, replace(spec, quantize=None).build(dtype=dtype, device="cpu", seed=run.settings.seed)
+        for name, layer in quantised.named(packed):
+            values = quantised.dequantised(layer)
+            module.get_submodule(name).weight.data.copy_(values if layer.source_cls is nn.Linear else values.T)
     for name, parameter in module.named_parameters():
         if name in weights:
             parameter.data.copy_(weights[name])
     with warnings.catch_warnings(), torch.no_grad():
         warnings.simplefilter("ignore")  # that sums are rounded
         return module.merge_and_unload()
-
-
-def _unpacked(spec: ModelSpec, run: Run, packed: nn.Module, dtype: torch.dtype) -> nn.Module:
-    """Return the model with the values of the `packed` one, without quantisation."""
-    plain = replace(spec, quantize=None).build(dtype=dtype, device="cpu", seed=run.settings.seed)
-    for name, module in quantised.named(packed):
-        weight: Any = plain.get_submodule(name).weight
-        values = quantised.dequantised(module)
-        weight.data.copy_(values if module.source_cls is nn.Linear else values.T)
-    return plain

@@ -73,11 +73,6 @@ class OutOfMemory:
         """Return whether the same work may succeed once the allocators have emptied their caches."""
         return all(report.is_fragmentation for report in self.reports)
 
-    @property
-    def is_in_update(self) -> bool:
-        """Return whether it was in the optimizer step."""
-        return any(report.phase == UPDATE for report in self.reports)
-
 
 def recovery(shortage: OutOfMemory | None) -> dict[str, Any]:
     """Return the fields of a message about `shortage` in the log; for None those of a run that fits again."""
@@ -87,36 +82,32 @@ def recovery(shortage: OutOfMemory | None) -> dict[str, Any]:
 
 
 def report_of(error: BaseException, rank: int) -> OutOfMemoryReport:
-    """Return what this rank reports of `error`, before its memory is freed."""
+    """Return what this rank reports of `error`, before its memory is freed.
+
+    The phase is known by the functions of frugal.engine that were running, the place is the innermost line that is
+    neither torch's nor DeepSpeed's.
+    """
     request = _REQUEST.search(str(error))
     on_gpu = torch.cuda.is_available() and torch.cuda.is_initialized()
     frames = traceback.extract_tb(error.__traceback__)
+    running = {frame.name for frame in frames if Path(__file__).parent in Path(frame.filename).parents}
+    phase = "backward" if any(frame.name == "backward" for frame in frames) else "forward"
+    if "update" in running:  # Update.update in oom_retry
+        phase = UPDATE
+    elif "evaluate" in running:  # evaluate in train_step
+        phase = "evaluation"
+    own = [frame for frame in frames if not set(Path(frame.filename).parts) & set(_OTHERS_CODE)] or list(frames)
+    where = "an unknown place"
+    if own:
+        where = f"{'/'.join(Path(own[-1].filename).parts[-2:])}:{own[-1].lineno} ({own[-1].name})"
     return OutOfMemoryReport(
         rank=rank,
         request_bytes=None if request is None else int(float(request[1]) * _UNITS[request[2]]),
         allocated_bytes=torch.cuda.memory_allocated() if on_gpu else 0,
         reserved_bytes=torch.cuda.memory_reserved() if on_gpu else 0,
-        phase=_phase(frames),
-        where=_where(frames),
+        phase=phase,
+        where=where,
     )
-
-
-def _phase(frames: traceback.StackSummary) -> str:
-    """Return the phase of a step by the functions of frugal.engine that were running."""
-    running = {frame.name for frame in frames if Path(__file__).parent in Path(frame.filename).parents}
-    if "update" in running:  # Update.update in oom_retry
-        return UPDATE
-    if "evaluate" in running:  # evaluate in evaluation
-        return "evaluation"
-    return "backward" if any(frame.name == "backward" for frame in frames) else "forward"
-
-
-def _where(frames: traceback.StackSummary) -> str:
-    """Return the innermost line that is neither torch's nor DeepSpeed's."""
-    own = [frame for frame in frames if not set(Path(frame.filename).parts) & set(_OTHERS_CODE)] or list(frames)
-    if not own:
-        return "an unknown place"
-    return f"{'/'.join(Path(own[-1].filename).parts[-2:])}:{own[-1].lineno} ({own[-1].name})"
 
 
 PATIENCE = 100  # optimizer steps

@@ -57,20 +57,15 @@ class RanksDifferError(RequestError):
     """Ranks would have gone on to collectives of different parameters; none did, and no weight was changed."""
 
     def __init__(self, about_to: list[tuple[str, list[str]]], remedy: str = f"{_MENDS}; or {_LEAF}") -> None:
-        super().__init__(
-            "in the same micro-step ranks use different parameters, or the same in another order",
-            because=tuple(_differing(about_to)),
-            hint=remedy,
-        )
-
-
-def _differing(about_to: list[tuple[str, list[str]]]) -> Iterator[str]:
-    """Say of each rank what it was about to do, in a line without the parameters that all ranks have there."""
-    shared = set.intersection(*(set(names) for _, names in about_to))
-    for rank, (what, names) in enumerate(about_to):
-        own = [name for name in names if name not in shared] or names
-        more = f", ... ({len(own)})" if len(own) > _NAMED else ""
-        yield f"rank {rank} {what} {', '.join(own[:_NAMED])}{more}".rstrip()
+        """Take what each rank was about to do, and the names of its parameters; those that all have are not named."""
+        shared = set.intersection(*(set(names) for _, names in about_to))
+        because = []
+        for rank, (what, names) in enumerate(about_to):
+            own = [name for name in names if name not in shared] or names
+            more = f", ... ({len(own)})" if len(own) > _NAMED else ""
+            because.append(f"rank {rank} {what} {', '.join(own[:_NAMED])}{more}".rstrip())
+        what = "in the same micro-step ranks use different parameters, or the same in another order"
+        super().__init__(what, because=because, hint=remedy)
 
 
 _NAMED = 4
@@ -141,10 +136,24 @@ class Guard:
         Raises:
             RanksDifferError: ranks were about to enter different collectives; raised on all of them.
         """
+        self.watching, own, told = True, None, False
         try:
-            return self._attempt(work)
+            try:
+                result = work()
+            except _PeerFailedError:
+                told = True
+            except (RuntimeError, MemoryError) as error:
+                if not is_out_of_memory(error):
+                    raise
+                own = report_of(error, dist.get_rank())
+            finally:
+                self.watching = False
+            if not told and not self._vote(own is not None, _END, _END.signature()):
+                return result
         except DifferentError:
             raise RanksDifferError(self._about_to()) from None
+        reports = gather(own, OutOfMemoryReport | None, self._group)
+        return OutOfMemory(tuple(each for each in reports if each is not None))
 
     def watch(self, remedy: str) -> None:
         """Have ranks vote before all collectives from here on, in a loop of somebody else's, which no attempt is in."""
@@ -153,23 +162,6 @@ class Guard:
     def _about_to(self) -> list[tuple[str, list[str]]]:
         """Return what each rank's last vote was for. Collective."""
         return gather((self._next.what, self._next.names), tuple[str, list[str]], self._group)
-
-    def _attempt(self, work: Callable[[], T]) -> T | OutOfMemory:
-        self.watching, own, told = True, None, False
-        try:
-            result = work()
-        except _PeerFailedError:
-            told = True
-        except (RuntimeError, MemoryError) as error:
-            if not is_out_of_memory(error):
-                raise
-            own = report_of(error, dist.get_rank())
-        finally:
-            self.watching = False
-        if not told and not self._vote(own is not None, _END, _END.signature()):
-            return result
-        reports = gather(own, OutOfMemoryReport | None, self._group)
-        return OutOfMemory(tuple(each for each in reports if each is not None))
 
     def _vote(self, is_failed: bool, next_: Entering, signature: int) -> bool:
         self._next = next_

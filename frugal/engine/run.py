@@ -10,7 +10,6 @@ Started by `frugal train`, by DeepSpeed's launcher, torchrun, OpenMPI, MPICH or 
 from collections.abc import Sequence
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 from frugal.checkpoint import manifest
 from frugal.config.run_settings import RunSettings
@@ -20,9 +19,6 @@ from frugal.distributed import first_failure, process_group, rank_logs, stop
 from frugal.errors import FrugalError
 from frugal.imports import collected_seldom
 from frugal.planning.plan import Plan
-
-if TYPE_CHECKING:
-    from frugal.distributed.peer_watch import PeerWatch
 
 
 def run(plan: Plan, settings: RunSettings) -> None:
@@ -52,26 +48,23 @@ def _run(plan: Plan, settings: RunSettings) -> None:
     import torch.distributed as dist
 
     alone = dist.get_world_size() == 1
-    peer_watch = None if alone else _watch_peers()
+    if not alone:
+        from frugal.distributed.peer_watch import watch_peers
+
+        peer_watch = watch_peers(first_failure.end_rank)
     try:
         with collected_seldom():
             from frugal.engine import training
         training.train(plan, settings, device)
         dist.barrier()
         first_failure.report_done()
-        if peer_watch is not None:
+        if not alone:
             peer_watch.close()
     except BaseException:
         if alone:  # otherwise the process ends at once: the others may be waiting for it
             dist.destroy_process_group()
         raise
     dist.destroy_process_group()
-
-
-def _watch_peers() -> "PeerWatch":
-    from frugal.distributed.peer_watch import watch_peers
-
-    return watch_peers(first_failure.end_rank)
 
 
 def command(words: Sequence[str]) -> None:

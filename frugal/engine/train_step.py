@@ -1,12 +1,15 @@
-"""One global batch in, one optimizer step out, the same on any split.
+"""One global batch in, one optimizer step out, the same on any split; and the mean loss on any number of samples.
 
 For a global batch with T targets on W ranks, every micro-batch's loss is a sum scaled by W / T. DeepSpeed averages
 gradients over ranks, so the W cancels and what remains is the exact mean over T, however the batch was cut.
+
+What the random number generators would have drawn next is put back after an evaluation.
 """
 
 import logging
 import math
 from collections.abc import Callable, Sequence
+from contextlib import closing, nullcontext
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
@@ -18,16 +21,19 @@ from torch import Tensor, nn
 from frugal.checkpoint.random_state import generator_states, restore_generators
 from frugal.config.hardware import local_host
 from frugal.config.request import Request
-from frugal.data.batches import MicroBatchLimits, pin, share
+from frugal.data.batches import MicroBatchLimits, pin, prefetch, share
 from frugal.data.given_batch import Given, as_samples
 from frugal.deepspeed_adapter import engine, gradients
 from frugal.deepspeed_adapter.stages import Zero
+from frugal.deepspeed_adapter.zero3_graph import SplitReads
 from frugal.distributed import stop
+from frugal.engine.evaluation import Evaluation
 from frugal.engine.extensions.callbacks import Callbacks
+from frugal.engine.extensions.metric import Metric
 from frugal.engine.extensions.optimizer import OwnOptimizer
-from frugal.engine.oom_limits import AdaptiveLimits, OutOfMemory, recovery
+from frugal.engine.oom_limits import UPDATE, AdaptiveLimits, OutOfMemory, recovery
 from frugal.engine.oom_retry import CachedBlocks, Guard, RanksDifferError, Update, abandon
-from frugal.errors import RequestError
+from frugal.errors import PlanMismatchError, RequestError
 from frugal.models import (
     activation_checkpointing,
     expert_modules,
@@ -38,6 +44,7 @@ from frugal.models import (
 )
 from frugal.models.fused import replacement
 from frugal.models.loading import quantised
+from frugal.models.losses import predictions
 from frugal.models.objectives import Batch, Objective, Sample, tokens_and_positions
 from frugal.models.tiling import tiled_mlp
 from frugal.models.unused_parameters import UnusedParameters
@@ -172,42 +179,28 @@ class Stepper:
             raise RequestError("the global batch is empty", hint="pass at least one sample")
         if not isinstance(batch, Prepared) or (batch.limits, batch.planned) != (self.limits, self.plan.batch):
             batch = self.prepare(samples)  # anew: since then memory ran out, or another cut is tried
-        batches = batch.batches
-        targets, tokens, positions = self._sum(batch.targets, batch.tokens, batch.positions)
+        (targets,) = self._sum(batch.targets)
         if targets == 0:
             raise RequestError(
                 "the global batch has no target to learn from",
                 because=f"every label of its {len(samples)} samples is ignored",
             )
-        learning_rate = self.deepspeed.get_lr()[0]
         before = generator_states(self.device)
         attempts = 0
-        while not isinstance(done := self._try(batches, int(targets)), tuple):
+        while not isinstance(result := self._try(batch, int(targets)), StepResult):
             abandon(self.zero)
             restore_generators(before, self.device)
-            if isinstance(done, RanksDifferError):
-                self._reduce_in_order(done)
+            if isinstance(result, RanksDifferError):
+                self._reduce_in_order(result)
                 continue
             attempts += 1
             self.num_recoveries += 1
-            self._say(self._make_room(done, samples, attempts), done)
-            again = self.prepare(samples)
-            batches = again.batches
-            tokens, positions = self._sum(again.tokens, again.positions)
-        loss_sum, is_finite = done
-        self.cache.after(batches)
-        if is_finite:
+            self._say(self._make_room(result, samples, attempts), result)
+            batch = self.prepare(samples)
+        self.cache.after(batch.batches)
+        if result.is_finite:
             self._say(self.adaptive_limits.after_step())
-        return StepResult(
-            loss=loss_sum / targets,
-            targets=int(targets),
-            samples=len(samples),
-            grad_norm=self.update.grad_norm,
-            learning_rate=learning_rate,
-            is_finite=is_finite,
-            tokens=int(tokens) if tokens else None,
-            positions=int(positions) if tokens else None,
-        )
+        return result
 
     def agree_to_stop(self) -> bool:
         """Return whether any rank wants to stop, or was asked to; also set `is_to_stop`. Collective."""
@@ -218,29 +211,42 @@ class Stepper:
     def _is_asked_to_stop(self) -> bool:
         return self.wants_to_stop or stop.requested() is not None
 
-    def _try(self, batches: Sequence[Batch], targets: int) -> tuple[float, bool] | OutOfMemory | RanksDifferError:
-        """Try a whole step; return the loss summed over the ranks, and whether all numbers are finite. Collective."""
+    def _try(self, batch: Prepared, targets: int) -> StepResult | OutOfMemory | RanksDifferError:
+        """Try a whole step on a global batch of so many targets. Collective."""
         self.update.is_begun = False
         self.unused.begin()
         self.zero.remember()
+        learning_rate = self.zero.inner.param_groups[0]["lr"]
         try:
-            local_loss = self.guard.attempt(partial(self.accumulate, batches, targets))
+            local_loss = self.guard.attempt(partial(self.accumulate, batch.batches, targets))
         except RanksDifferError as difference:
             return difference
         if isinstance(local_loss, OutOfMemory):
             return local_loss
-        loss_sum, num_told, use_all = self._sum(local_loss.item(), self._is_asked_to_stop, self.unused.uses_all)
+        loss_sum, num_told, use_all, tokens, positions = self._sum(
+            local_loss.item(), self._is_asked_to_stop, self.unused.uses_all, batch.tokens, batch.positions
+        )
         self.is_to_stop = num_told > 0
-        if not math.isfinite(loss_sum):
+        if math.isfinite(loss_sum):
+            if not use_all:
+                self.unused.leave_alone()
+            is_finite = self.guard.attempt(self.update.update)
+            if isinstance(is_finite, OutOfMemory):
+                return is_finite
+            self.update.is_begun = False
+        else:
             abandon(self.zero)
-            return loss_sum, self.update.leave_out()
-        if not use_all:
-            self.unused.leave_alone()
-        is_finite = self.guard.attempt(self.update.update)
-        if isinstance(is_finite, OutOfMemory):
-            return is_finite
-        self.update.is_begun = False
-        return loss_sum, is_finite
+            is_finite = self.update.leave_out()
+        return StepResult(
+            loss=loss_sum / targets,
+            targets=targets,
+            samples=len(batch.samples),
+            grad_norm=self.update.grad_norm,
+            learning_rate=learning_rate,
+            is_finite=is_finite,
+            tokens=int(tokens) if tokens else None,
+            positions=int(positions) if tokens else None,
+        )
 
     def _reduce_in_order(self, difference: RanksDifferError) -> None:
         """Reduce gradients in one order from here on, after ranks differed in it, and say so.
@@ -260,7 +266,7 @@ class Stepper:
 
     def _make_room(self, shortage: OutOfMemory, samples: Sequence[Sample], attempts: int) -> str:
         """Change what may help after running out of memory for the `attempts`-th time; return what to say."""
-        if shortage.is_in_update:
+        if any(report.phase == UPDATE for report in shortage.reports):
             return self.adaptive_limits.retry_update(shortage, attempts, is_begun=self.update.is_begun)
         if shortage.is_fragmentation and attempts == 1:
             return "out of memory, though enough is free in pieces: these are given back, and the batch is run again"
@@ -272,8 +278,8 @@ class Stepper:
 
     def accumulate(self, batches: Sequence[Batch], targets: int) -> Tensor:
         """Run forward and backward over this rank's micro-batches; see `accumulate`."""
-        is_first, self._is_first = self._is_first, False
-        with engine.split_reads_refused(self.zero, is_first=is_first):
+        is_checked, self._is_first = self._is_first and self.zero.strategy.zero_stage == 3, False
+        with SplitReads(self.module) if is_checked else nullcontext():
             return accumulate(
                 self.deepspeed, self.objective, batches, targets,
                 before_each=lambda batch: self.unused.expect(self.objective.count(batch)),
@@ -286,8 +292,87 @@ class Stepper:
         return tensor.tolist()
 
 
+def evaluate(engine: Stepper, samples: Sequence[Sample], metric: Metric | None = None) -> Evaluation:
+    """Return the model's loss on `samples`, the same sequence on every rank. Collective; dropout is off meanwhile.
+
+    The samples are cut into micro-batches like a global batch, under the same limits, so that a forward takes no more
+    than one of training, which also keeps what backward needs. Where memory runs out on a rank all the same, all of it
+    is run again in smaller ones. Every sample is in exactly one micro-batch; a rank whose own is empty
+    runs the objective's dummy, because ZeRO-3 communicates in every forward. Sums and counts travel in fp64, so what
+    differs from one process is the rounding of each micro-batch's own sum.
+
+    Raises:
+        RequestError: no sample, or no target in any of them; or the metric failed.
+        OutOfMemoryError: a single sample is too large.
+    """
+    if len(samples) == 0:
+        raise RequestError(
+            "there is no sample to evaluate on", hint="give validation data, or a larger part of the data"
+        )
+    before = generator_states(engine.device)
+    while True:
+        engine.zero.remember()
+        cut = share(samples, engine.adaptive_limits.evaluation, engine.group)
+        outcome = engine.guard.attempt(partial(_evaluated, engine, samples, cut.places, metric))
+        if not isinstance(outcome, OutOfMemory):
+            break
+        abandon(engine.zero)
+        restore_generators(before, engine.device)
+        engine._say(engine.adaptive_limits.lower_evaluation(outcome, cut.largest), outcome)
+    engine.cache.after([])
+    own_loss, own_targets, kept = outcome
+    loss_sum, num_targets = engine._sum(own_loss, own_targets)
+    if num_targets == 0:
+        raise RequestError(
+            "the validation data has no target",
+            because=f"every label of its {len(samples)} samples is ignored",
+        )
+    metrics = {} if metric is None else metric.compute(kept, engine.votes)
+    return Evaluation(loss=loss_sum / num_targets, targets=int(num_targets), samples=len(samples), metrics=metrics)
+
+
+def _evaluated(
+    engine: Stepper, samples: Sequence[Sample], shares: Sequence[Sequence[int]], metric: Metric | None
+) -> tuple[float, int, dict[int, predictions.Kept]]:
+    """Run this rank's micro-batches; return the summed loss, the targets, and what the metric needs. Collective."""
+    loss = torch.zeros((), dtype=torch.float64, device=engine.device)
+    targets = 0
+    kept: dict[int, predictions.Kept] = {}
+    was_training = engine.module.training
+    engine.module.eval()
+    owns = ([samples[place] for place in places] or [engine.objective.dummy()] for places in shares)
+    collated = prefetch((pin(engine.objective.collate(own), engine.device) for own in owns), engine.device)
+    try:
+        keeping = predictions.kept(None if metric is None else metric.of_logits)
+        without_caches = transformers_internals.without_caches(engine.module)
+        with torch.no_grad(), without_caches, closing(collated), keeping as keeper:
+            for places, batch in zip(shares, collated, strict=True):
+                targets += engine.objective.count(batch)
+                on_device = {name: tensor.to(engine.device, non_blocking=True) for name, tensor in batch.items()}
+                loss += engine.objective.loss_sum(engine.deepspeed, on_device)
+                if metric is not None and keeper is not None:
+                    kept |= zip(places, metric.taken(keeper, len(places)), strict=True)
+    finally:
+        engine.module.train(was_training)
+    return loss.item(), targets, kept
+
+
 def wrap(model: nn.Module, request: Request, strategy: Strategy, batch: BatchPlan, **how: Any) -> Zero:
     """Wrap `model`, changed as the strategy says, in DeepSpeed's engine. Collective. `how` and errors as there."""
+    change(model, strategy)
+    if strategy.offload_optimizer != "none":
+        local_host.give_back_large_blocks()
+    zero = engine.initialize(model, request, strategy, batch, **how)
+    quantised.settle(model, zero.engine.device)
+    return zero
+
+
+def change(model: nn.Module, strategy: Strategy) -> None:
+    """Make `model` compute as the strategy says, in place: kernels, activation checkpointing, loss and MLP. Collective.
+
+    Raises:
+        RequestError: the model cannot do it.
+    """
     transformers_internals.always_use()
     expert_modules.always_run(model)
     if strategy.kernels == "liger":
@@ -298,11 +383,24 @@ def wrap(model: nn.Module, request: Request, strategy: Strategy, batch: BatchPla
         tiled_loss.apply(model, strategy.kernels)
     if strategy.mlp == "tiled":
         tiled_mlp.apply(model)
-    if strategy.offload_optimizer != "none":
-        local_host.give_back_large_blocks()
-    zero = engine.initialize(model, request, strategy, batch, **how)
-    quantised.settle(model, zero.engine.device)
-    return zero
+
+
+def refuse_other_model(plan: Plan, model: nn.Module) -> None:
+    """Refuse a model of another size than the plan's, or with other trained parameters.
+
+    Raises:
+        PlanMismatchError: the plan was made for another one.
+    """
+    sizes = [(quantised.elements(parameter), parameter.requires_grad) for parameter in model.parameters()]
+    number, trained = sum(size for size, _ in sizes), sum(size for size, is_trained in sizes if is_trained)
+    planned = plan.model.parameters, plan.model.trainable_parameters
+    if planned[0] and planned != (number, trained):
+        raise PlanMismatchError(
+            f"the plan is for another model than {plan.request.model} is now",
+            because=f"it was made for {planned[0]:,} parameters, {planned[1]:,} trained; the model has {number:,} and "
+            f"{trained:,}",
+            hint="plan again",
+        )
 
 
 def accumulate(

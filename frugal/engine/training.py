@@ -1,36 +1,45 @@
 """The training of one rank, from a plan and data to a model: data, model, engine, loop, final model."""
 
-from contextlib import ExitStack, nullcontext
+from collections.abc import Iterator, Sequence
+from contextlib import ExitStack, contextmanager, nullcontext, suppress
 from functools import partial
+from pathlib import Path
+from typing import Any
 
 import torch
-from torch import nn
 
-from frugal import memory_watch
-from frugal.checkpoint import loading, mirror, random_state, resume_checks, run_folder
+from frugal import file_errors, memory_watch
+from frugal.checkpoint import loading, manifest, mirror, random_state, resume_checks, run_folder, saving
 from frugal.checkpoint.progress import Progress
 from frugal.config.learning_rate import Curve
 from frugal.config.run_settings import RunSettings
 from frugal.data import corpus
 from frugal.data.batches import GlobalBatches
-from frugal.data.corpus import RunData
+from frugal.data.corpus import RunData, Subset
 from frugal.data.sources import Provenance
-from frugal.data.stream.samples import StreamBatches
+from frugal.data.stream.samples import SampleStream, StreamBatches
 from frugal.distributed import env, rank_logs, rendezvous
-from frugal.engine import final_model, loop
+from frugal.distributed.exchange import from_rank_0
+from frugal.engine import loop
 from frugal.engine.engine import Engine, initialize
-from frugal.engine.extensions.best import Best
+from frugal.engine.evaluation import Best
 from frugal.engine.extensions.callbacks import Callbacks
 from frugal.engine.extensions.metric import Metric
-from frugal.engine.measure import tuner
 from frugal.engine.measure.run_gauge import RunGauge
-from frugal.engine.reports import endings, opening, trackers
+from frugal.engine.measure.tuner import FIRST_STEPS, Tuner
+from frugal.engine.reports import opening, trackers
 from frugal.engine.reports.metrics import Log, PlannedMemory
-from frugal.errors import PlanMismatchError, RequestError
+from frugal.engine.train_step import evaluate, refuse_other_model
+from frugal.errors import FrugalError, RequestError
 from frugal.imports import collected_seldom
 from frugal.models import factories
-from frugal.models.loading import placed, quantised
+from frugal.models.loading import placed
 from frugal.planning.plan import Plan
+from frugal.planning.search.alternatives import is_worth_it
+from frugal.report import after_run
+
+SHARE, SHARE_ASKED = 0.1, 0.5
+"""Part of a run's steps that tuning may take at most; with --tune."""
 
 
 def train(plan: Plan, settings: RunSettings, device: torch.device) -> None:
@@ -46,9 +55,11 @@ def train(plan: Plan, settings: RunSettings, device: torch.device) -> None:
         rendezvous.wait_for_all("mirror")
     metric, callbacks = Metric.load(settings.metric), Callbacks.load(settings.callback)
     settings = run_folder.create(settings)
-    plan = tuner.plan_to_resume(plan, settings.out) if settings.resume else plan
+    plan = plan_to_resume(plan, settings.out) if settings.resume else plan
     run_folder.check_space(plan, settings)
-    data = _read_samples(plan, settings)
+    with collected_seldom():  # reading brings transformers and datasets along
+        data = corpus.read_samples(plan, settings)
+    data.spec.refuse_random_base()
     _check_validation(settings, data)
     batches = _global_batches(plan, settings, data)
     total_steps = loop.num_steps(batches, settings)
@@ -59,7 +70,9 @@ def train(plan: Plan, settings: RunSettings, device: torch.device) -> None:
             rank_logs.redirect(settings.out, rank)
         gauge = measuring.enter_context(memory_watch.gauge(device))
         model = placed.build(data.spec, plan, device, seed=settings.seed)
-        _refuse_other_model(plan, model)
+        factories.refuse_shapes_only(plan.request.model, model)
+        if plan.model.task != "sequence-classification":  # the number of classes comes from the data
+            refuse_other_model(plan, model)
         objective = data.spec.objective(
             data.tokenizer,
             seed=settings.seed,
@@ -71,11 +84,17 @@ def train(plan: Plan, settings: RunSettings, device: torch.device) -> None:
         start, changes = _start(engine, settings, data.provenance, curve, total_steps)
         if rank == 0:
             run_folder.record(plan, settings)
+        size = plan.batch.largest_micro_batch, plan.batch.part_of(plan.request.seq_len)
+        asked = trackers.hyperparameters(plan, settings)
         with (
             mirror.beside(settings, rank) as copy,
-            endings.page_afterwards(settings.out, rank),
-            _log(plan, settings, rank, start.step, total_steps) as log,
-        ):
+            _page_afterwards(settings.out, rank),
+            Log(
+                settings.out, rank=rank, planned=PlannedMemory(plan.memory.live_bytes, size, plan.memory.phase_peaks),
+                total_steps=total_steps, first_step=start.step,
+                trackers=trackers.Trackers(settings.track, settings.out, asked, start.step) if rank == 0 else None,
+            ) as log,
+        ):  # fmt: skip
             log.published = copy
             log.start(**opening.record(plan, changes, is_resumed=settings.resume))
             said = opening.lines(plan, settings, data, model, total_steps, start.step, changes)
@@ -86,17 +105,20 @@ def train(plan: Plan, settings: RunSettings, device: torch.device) -> None:
                 run_gauge = RunGauge(engine)
             else:
                 run_gauge = RunGauge(engine, gauge, measuring)
-            engine.tuner = tuner.tuner_of_run(engine, settings, log, total_steps - start.step)
-            evaluate = partial(engine.evaluate, data.validation, metric) if len(data.validation) else None
+            engine.tuner = tuner_of_run(engine, settings, log, total_steps - start.step)
             done = loop.train(
-                engine, batches, settings, log,
-                start=start, total_steps=total_steps, evaluate=evaluate, gauge=run_gauge,
+                engine, batches, settings, log, start=start, total_steps=total_steps, gauge=run_gauge,
+                evaluate=partial(engine.evaluate, data.validation, metric) if len(data.validation) else None,
             )  # fmt: skip
             best = Best(settings, done)
             if best.is_over:
                 log.say(f"step {done.step}/{total_steps}  {best.why_over}")
             if done.step == total_steps or best.is_over:
-                final_model.finish(engine, settings, data, done.step, best, log, metric)
+                step = _load_best(engine, settings.checkpoints, best, log) if settings.save_best_model else done.step
+                evaluate_at_the_end(engine, data, step, log, metric)
+                model_path = settings.out / "model"
+                folder = saving.save_model(engine, model_path, data.tokenizer, uses_cache=data.spec.uses_cache)
+                log.say(f"model written to {folder}")
                 log.ends("done", best.why_over if best.is_over else "")
             else:
                 saved = f"step {done.step} is saved in {settings.checkpoints.absolute()}"
@@ -105,21 +127,36 @@ def train(plan: Plan, settings: RunSettings, device: torch.device) -> None:
         engine.destroy()
 
 
-def _log(plan: Plan, settings: RunSettings, rank: int, first_step: int, total_steps: int) -> Log:
-    asked = trackers.hyperparameters(plan, settings)
-    size = plan.batch.largest_micro_batch, plan.batch.part_of(plan.request.seq_len)
-    return Log(
-        settings.out, rank=rank, planned=PlannedMemory(plan.memory.live_bytes, size, plan.memory.phase_peaks),
-        total_steps=total_steps, first_step=first_step,
-        trackers=trackers.Trackers(settings.track, settings.out, asked, first_step) if rank == 0 else None,
-    )  # fmt: skip
+@contextmanager
+def _page_afterwards(out: Path, rank: int) -> Iterator[None]:
+    """Have rank 0 write the page of the run in `out` after the `with` block, also if that fails."""
+    try:
+        yield
+    finally:
+        if rank == 0 and out.is_dir() and (why := after_run.write_page(out)) is not None:
+            rank_logs.to_console(f"note: {after_run.PAGE} could not be written ({why}); `frugal report` makes it")
 
 
-def _read_samples(plan: Plan, settings: RunSettings) -> RunData:
-    with collected_seldom():  # reading brings transformers and datasets along
-        data = corpus.read_samples(plan, settings)
-    data.spec.refuse_random_base()
-    return data
+def _load_best(engine: Engine, checkpoints: Path, best: Best, log: Log) -> int:
+    """Load the weights of the best of the checkpoints, and return its number of steps."""
+    path = saving.best_of(manifest.checkpoints_in(checkpoints), best.criterion.score)
+    loaded = loading.load(engine, checkpoints, only=None if path is None else path.name)
+    log.say(f"the model is that of step {loaded.progress.step}, the best by {best.criterion.name or 'the metric'}")
+    return loaded.progress.step
+
+
+def evaluate_at_the_end(
+    engine: Engine, data: RunData, total_steps: int, log: Log, metric: Metric | None = None
+) -> None:
+    """Evaluate the test data, and as many training samples as there were for validation."""
+    if len(data.test) == 0:
+        return
+    known: Sequence[Any] = ()
+    if not isinstance(data.training, SampleStream):  # which is read once
+        known = Subset.drawn_from(data.training, len(data.validation) or len(data.test))
+    for name, samples in (("train", known), ("test", data.test)):
+        if len(samples) > 0:
+            log.evaluation(total_steps, evaluate(engine, samples, metric), of=name)
 
 
 def _global_batches(plan: Plan, settings: RunSettings, data: RunData) -> GlobalBatches | StreamBatches:
@@ -138,19 +175,6 @@ def _check_validation(settings: RunSettings, data: RunData) -> None:
             f"{flag} was given, and no sample is kept for validation",
             because=f"--validation-data is {', '.join(settings.validation_data)}",
             hint="give validation data, or a larger part of the data",
-        )
-
-
-def _refuse_other_model(plan: Plan, model: nn.Module) -> None:
-    factories.refuse_shapes_only(plan.request.model, model)
-    number = sum(map(quantised.elements, model.parameters()))
-    if plan.model.task == "sequence-classification":
-        return  # the number of classes comes from the data
-    if plan.model.parameters not in (0, number):
-        raise PlanMismatchError(
-            f"the plan is for another model than {plan.request.model} is now",
-            because=f"it was made for {plan.model.parameters:,} parameters, the model has {number:,}",
-            hint="plan again",
         )
 
 
@@ -174,3 +198,43 @@ def _start(
     start, data_changes = resume_checks.on_data(loaded.progress, data, settings)
     start, rate_changes = resume_checks.on_curve(start, curve)
     return start, loaded.changes + data_changes + rate_changes
+
+
+def plan_to_resume(plan: Plan, out: Path) -> Plan:
+    """Return the plan in the folder of a run that is resumed, if it was tuned from `plan`; else `plan`. Collective.
+
+    A launcher restarts a run with the plan that it started with.
+    """
+    kept = None
+    if env.rank() == 0:
+        with suppress(FrugalError):  # it cannot be read, and is written anew
+            tuned = Plan.read(out / "plan.json")
+            kept = tuned.to_json().decode() if tuned.tuned_from == plan.digest else None
+    kept = from_rank_0(kept, str | None)
+    return plan if kept is None else Plan.from_json(kept.encode())
+
+
+def tuner_of_run(engine: Engine, settings: RunSettings, log: Log, steps_left: int) -> Tuner | None:
+    """Return a tuner of the steps to come if --tune asks for it or the run is long enough to gain by it. Collective.
+
+    The plan found goes into the run's folder. A run that is resumed before tuning has ended tunes again.
+    """
+    plan, asked = engine.plan, settings.tune
+    if asked is False or plan.tuned_from or not (asked or is_worth_it(plan, steps_left)):
+        return None
+
+    def on_end(values: dict[str, Any]) -> None:
+        log.event(**values)
+        if not log.is_rank_0:
+            return
+        try:
+            run_folder.write_record(engine.plan, settings)
+        except OSError as error:
+            because, _ = file_errors.explain(error, settings.out)
+            log.say(f"the tuned plan is not saved, a resumed run tunes again: {because}")
+
+    try:
+        return Tuner(engine, int(steps_left * (SHARE_ASKED if asked else SHARE)) - FIRST_STEPS, on_end)
+    except RequestError as error:
+        log.say(f"tuning: {error.because[0]}, so nothing is tried")
+        return None

@@ -79,18 +79,14 @@ class PlannedBatches:
         return self._batches.steps(1) * self._plan.batch.accumulation_steps
 
     def __iter__(self) -> Iterator[list[int]]:
-        steps = self._batches.steps(1)
+        steps, num_micro_steps = self._batches.steps(1), self._plan.batch.accumulation_steps
         for step in range(self._epoch * steps, (self._epoch + 1) * steps):
-            yield from self._micro_batches(step)
-
-    def _micro_batches(self, step: int) -> Iterator[list[int]]:
-        batch = self._batches.at(self._batches.after(step))
-        places = share(batch, MicroBatchLimits.of(self._plan), self._rank, self._plan.batch).places
-        num_steps = self._plan.batch.accumulation_steps
-        assert len(places) <= num_steps, "the plan has the micro-steps of full-length samples"
-        shortest = int(batch.indices[0 if batch.lengths is None else np.argmin(batch.lengths)])
-        for own in (*places, *[()] * (num_steps - len(places))):
-            yield [int(batch.indices[place]) for place in own] or [~shortest]
+            batch = self._batches.at(self._batches.after(step))
+            places = share(batch, MicroBatchLimits.of(self._plan), self._rank, self._plan.batch).places
+            assert len(places) <= num_micro_steps, "the plan has the micro-steps of full-length samples"
+            shortest = int(batch.indices[0 if batch.lengths is None else np.argmin(batch.lengths)])
+            for own in (*places, *[()] * (num_micro_steps - len(places))):
+                yield [int(batch.indices[place]) for place in own] or [~shortest]
 
 
 class Packs:
@@ -138,11 +134,15 @@ def _joined(parts: list[dict[str, Any]]) -> dict[str, Any]:
     return {**joined, "documents": [int(mask.sum()) for mask in real]}
 
 
-class WithDummies:
-    """A data set in which an index below 0 is a dummy made of sample `~index`."""
+class PlannedSamples:
+    """A data set in which an index below 0 is a dummy made of sample `~index`, and a function that collates both.
 
-    def __init__(self, dataset: Any) -> None:
-        self._dataset = dataset
+    All labels of a dummy are ignored. Attention masks that only hide padding on the right are dropped for causal
+    models, which never look there: the plan counts on the kernels that take no mask.
+    """
+
+    def __init__(self, dataset: Any, collate: Collate, *, is_causal: bool) -> None:
+        self._dataset, self._collate, self._is_causal = dataset, collate, is_causal
 
     def __len__(self) -> int:
         return len(self._dataset)
@@ -150,19 +150,8 @@ class WithDummies:
     def __getitem__(self, index: int) -> tuple[Any, bool]:
         return self._dataset[index if index >= 0 else ~index], index >= 0
 
-
-class Collated:
-    """A collate function: `collate` of samples, with all labels of a dummy ignored.
-
-    Attention masks that only hide padding on the right are dropped for causal models, which never look there: the
-    plan counts on the kernels that take no mask.
-    """
-
-    def __init__(self, collate: Collate, *, is_causal: bool) -> None:
-        self._collate = collate
-        self._is_causal = is_causal
-
-    def __call__(self, items: list[tuple[Any, bool]]) -> dict[str, Any]:
+    def collate(self, items: list[tuple[Any, bool]]) -> dict[str, Any]:
+        """Return the samples of a micro-batch as tensors by name."""
         batch = dict(self._collate([sample for sample, _ in items]))
         if not all(is_real for _, is_real in items):
             batch["labels"] = batch["labels"].new_full(batch["labels"].shape, IGNORED)

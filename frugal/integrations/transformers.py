@@ -17,42 +17,102 @@ of memory ends the run, `evaluate` averages over batches.
 import logging
 from collections.abc import Callable
 from contextlib import nullcontext
+from dataclasses import fields
 from functools import partial
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.utils.data import DataLoader
-from transformers import Trainer, TrainerCallback
+from transformers import Trainer, TrainerCallback, TrainingArguments
 
 from frugal.deepspeed_adapter import export, gradients
+from frugal.deepspeed_adapter.json_config import deepspeed_config
+from frugal.distributed import env, process_group
 from frugal.distributed.connections.listeners import closed_afterwards
 from frugal.engine.oom_retry import Guard
-from frugal.errors import PlanMismatchError, RequestError
-from frugal.integrations.arguments import training_arguments
-from frugal.integrations.micro_batches import Collated, Packs, PlannedBatches, WithDummies, collate_packs
-from frugal.models import (
-    activation_checkpointing,
-    adapters,
-    batch_norm,
-    expert_modules,
-    packs,
-    tiled_loss,
-    transformers_internals,
-)  # fmt: skip
-from frugal.models.fused import replacement
-from frugal.models.loading import quantised
+from frugal.engine.train_step import change, refuse_other_model
+from frugal.errors import PlanMismatchError, RequestError, refuse
+from frugal.integrations.micro_batches import Packs, PlannedBatches, PlannedSamples, collate_packs
+from frugal.models import adapters, batch_norm, packs, tiled_loss
 from frugal.models.losses import decoder_inputs
 from frugal.models.objectives import CausalLM, summed_cross_entropy
-from frugal.models.tiling import tiled_mlp
 from frugal.planning.plan import Plan
 from frugal.units import IGNORED, format_bytes
 
 __all__ = ["PlannedMixin", "PlannedTrainer", "training_arguments"]
 
 logger = logging.getLogger("frugal")
+Arguments = TypeVar("Arguments", bound=TrainingArguments)
+
+_OF_THE_LOSS = {
+    "label_smoothing_factor": 0.0,
+    "use_liger_kernel": False,
+    "loss_type": "nll",
+    "router_aux_loss_coef": 0.0,
+    "packing": False,
+    "padding_free": False,
+    "activation_offloading": False,
+}
+"""Settings of Trainer and TRL's SFTTrainer that name another loss, or other memory, than is planned and computed."""
+
+
+def training_arguments(
+    plan: Plan, output_dir: str, arguments: type[Arguments] = TrainingArguments, **others: Any
+) -> Arguments:
+    """Return arguments with what the plan decides, and `others`, such as steps, saving and logging. Collective.
+
+    Make it before the model: under ZeRO-3 `from_pretrained` then loads straight into the ranks' partitions.
+    `arguments` is the class, such as `trl.SFTConfig`.
+
+    Raises:
+        RequestError: a Trainer cannot do what the plan says, or `others` say something that the plan decides.
+        PlanMismatchError: the plan is for another number of ranks.
+    """
+    export.check(plan, "hf")
+    request = plan.request
+    decided = _OF_THE_LOSS | {
+        "max_length": request.seq_len,
+        "deepspeed": deepspeed_config(plan),
+        "per_device_train_batch_size": plan.batch.largest_micro_batch,
+        "gradient_accumulation_steps": plan.batch.accumulation_steps,
+        "average_tokens_across_devices": True,
+        "gradient_checkpointing": False,  # the plan's own kind is applied to the model
+        "bf16": request.precision == "bf16",
+        "fp16": request.precision == "fp16",
+        "use_cpu": plan.cluster.devices[0].kind == "cpu",
+        "learning_rate": request.scaled_learning_rate,
+        "weight_decay": request.weight_decay,
+        "adam_beta1": request.optimizer.beta1,
+        "adam_beta2": request.optimizer.beta2,
+        "adam_epsilon": request.optimizer.epsilon,
+        "max_grad_norm": request.gradient_clipping,
+    }
+    known = {field.name for field in fields(arguments)}
+    decided = {name: value for name, value in decided.items() if name in known}
+    refuse(
+        *(
+            (
+                others[name] != decided[name],
+                f"`{name}` is {others[name]!r}, and {decided[name]!r} in the plan",
+                "the plan's memory and batch hold for what it says",
+                "leave it out, or plan for the other value",
+            )
+            for name in sorted(decided.keys() & others.keys())
+        )
+    )
+    env.adopt_launcher_variables()
+    env.adopt_segments(plan.cluster, plan.strategy.expandable_segments)
+    process_group.form()  # TrainingArguments leaves that out on CPUs, and ZeRO-3 needs it while a model is made
+    made = arguments(output_dir=output_dir, **(decided | others))
+    if made.world_size != plan.batch.world_size:
+        raise PlanMismatchError(
+            f"the plan is for {plan.batch.world_size} ranks, this run has {made.world_size}",
+            hint=f"plan again for {made.world_size} GPUs, or start {plan.batch.world_size} processes",
+        )
+    return made
 
 
 class PlannedMixin:
@@ -70,24 +130,16 @@ class PlannedMixin:
         self.plan = plan
         model = adapters.as_planned(model, plan)
         self._decoder_inputs = _decoder_inputs(model) if plan.model.task == "seq2seq" else None
-        transformers_internals.always_use()
-        expert_modules.always_run(model)
         super().__init__(*(model, *rest), **others)
         trainer: Any = self
-        _refuse_other_model(plan, trainer.model)
+        refuse_other_model(plan, trainer.model)
         batch_norm.apply(trainer.model, plan.request.batch_norm)
-        activation_checkpointing.apply(trainer.model, plan.strategy.activation_checkpointing, plan.strategy.layer_modes)
+        change(trainer.model, plan.strategy)
         trainer.model.config.use_cache = False
-        if plan.strategy.kernels == "liger":
-            replacement.apply(trainer.model)
         if plan.strategy.loss == "tiled":
-            tiled_loss.apply(trainer.model, plan.strategy.kernels)
             trainer.args.prediction_loss_only = True
-        if plan.strategy.mlp == "tiled":
-            tiled_mlp.apply(trainer.model)
         trainer.loss_is_scaled_for_ga = True  # `compute_loss` divides by the targets of the global batch
-        trainer.add_callback(_MemoryCheck(plan))
-        trainer.add_callback(_OwnGradients)
+        trainer.add_callback(_WhileTraining(plan))
 
     @property
     def _is_causal(self) -> bool:
@@ -111,10 +163,11 @@ class PlannedMixin:
         if request.pack:
             collate = partial(collate_packs, collate, CausalLM(packed=True, document_tokens=request.document_tokens))
             dataset = sampled = Packs(sampled, request.seq_len)
+        planned = PlannedSamples(sampled, collate, is_causal=self._is_causal)
         return DataLoader(
-            WithDummies(sampled),  # type: ignore[arg-type]  # has all of a data set that is used
+            planned,  # type: ignore[arg-type]  # has all of a data set that is used
             batch_sampler=PlannedBatches(self.plan, dataset, args.process_index, args.seed),
-            collate_fn=Collated(collate, is_causal=self._is_causal),
+            collate_fn=planned.collate,
             num_workers=args.dataloader_num_workers,
             pin_memory=args.dataloader_pin_memory and args.device.type == "cuda",
         )
@@ -176,29 +229,15 @@ def _decoder_inputs(model: Any) -> Callable[[Tensor], Tensor]:
     return of_labels
 
 
-def _refuse_other_model(plan: Plan, model: nn.Module) -> None:
-    """Refuse a model of another size than the plan's, or with other trained parameters.
-
-    Raises:
-        PlanMismatchError: it was made for another one.
-    """
-    sizes = [(quantised.elements(parameter), parameter.requires_grad) for parameter in model.parameters()]
-    number, trained = sum(size for size, _ in sizes), sum(size for size, is_trained in sizes if is_trained)
-    planned = plan.model.parameters, plan.model.trainable_parameters
-    if planned not in ((number, trained), (0, 0)):
-        raise PlanMismatchError(
-            f"the plan is for another model than {type(model).__name__} is now",
-            because=f"it was made for {planned[0]:,} parameters, {planned[1]:,} trained; the model has {number:,} and "
-            f"{trained:,}",
-            hint="plan again",
-        )
-
-
-class _OwnGradients(TrainerCallback):
+class _WhileTraining(TrainerCallback):
     """A callback that keeps gradients of earlier steps out of a step that does not use all parameters.
 
-    Parameters that ranks use differently are refused: Trainer cannot run a global batch again.
+    Parameters that ranks use differently are refused: Trainer cannot run a global batch again. It also compares the
+    first two steps' peak with the plan on a GPU, whose allocator counts it at no cost.
     """
+
+    def __init__(self, plan: Plan) -> None:
+        self._planned_bytes = plan.memory.live_bytes
 
     def on_train_begin(
         self, args: Any, state: Any, control: Any, model: Any = None, optimizer: Any = None, **others: Any
@@ -211,19 +250,6 @@ class _OwnGradients(TrainerCallback):
             votes = dist.new_group(backend="gloo") if is_nccl else None
         self._guard = Guard(votes)
         self._guard.watch("use frugal train, or --zero-stage 0: Trainer cannot run a global batch again in one order")
-
-    def on_train_end(self, args: Any, state: Any, control: Any, **others: Any) -> None:
-        self._guard.watching = False
-        self._guard.vote.close()
-
-
-class _MemoryCheck(TrainerCallback):
-    """A callback that compares the first two steps' peak with the plan; only CUDA's allocator counts it at no cost."""
-
-    def __init__(self, plan: Plan) -> None:
-        self._planned = plan.memory.live_bytes
-
-    def on_train_begin(self, args: Any, state: Any, control: Any, **others: Any) -> None:
         if args.device.type == "cuda":
             torch.cuda.reset_peak_memory_stats(args.device)
 
@@ -232,5 +258,9 @@ class _MemoryCheck(TrainerCallback):
             peak = torch.cuda.max_memory_allocated(args.device)
             logger.info(
                 "memory: planned %s of live tensors, measured %s in the first two steps",
-                format_bytes(self._planned), format_bytes(peak),
+                format_bytes(self._planned_bytes), format_bytes(peak),
             )  # fmt: skip
+
+    def on_train_end(self, args: Any, state: Any, control: Any, **others: Any) -> None:
+        self._guard.watching = False
+        self._guard.vote.close()

@@ -4,7 +4,6 @@ A rank that is killed writes nothing. Whoever started the ranks sees how they en
 that cannot be written is no failure of the run: `frugal report` makes it later.
 """
 
-import os
 import time
 from pathlib import Path
 
@@ -54,18 +53,7 @@ def note_end(folder: Path, since: float, why: str) -> None:
         step = history.steps[-1].step if history.steps else last.step
         status, why = (INTERRUPTED, "") if why == INTERRUPTED else ("failed", why)
         record = {"event": "end", "step": step, "status": status, "why": why, "time": round(time.time(), 3)}
-        _append(folder / METRICS, msgspec.json.encode(record) + b"\n")
+        files.append_lines(folder / METRICS, msgspec.json.encode(record) + b"\n")
     except (OSError, FrugalError):  # the folder was moved or deleted, or its disk is full: there is nothing to tell it
         return
     write_page(folder)
-
-
-def _append(path: Path, line: bytes) -> None:
-    """Append a line, behind the end of one that was cut off."""
-    descriptor = files.append(path)
-    try:
-        size = os.fstat(descriptor).st_size
-        is_whole = not size or os.pread(descriptor, 1, size - 1) == b"\n"
-        os.write(descriptor, line if is_whole else b"\n" + line)
-    finally:
-        os.close(descriptor)

@@ -10,7 +10,7 @@ import torch
 from bench.ranks import Ranks
 from frugal.checkpoint import saving
 from frugal.checkpoint.saving import save_model
-from frugal.engine.evaluation import evaluate
+from frugal.engine.train_step import evaluate
 from tests.engine.checkpoints import plan_for, started, steps
 from tests.engine.gradients import bound_by, plain_loss
 from tests.engine.small_models import ragged_samples

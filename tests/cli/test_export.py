@@ -384,4 +384,7 @@ def test_a_target_that_knows_equal_micro_batches_only_gets_a_plan_of_these(
     assert capsys.readouterr().err == "", "a script cuts each micro-step itself"
     assert cli.run(["plan", *asked[:-1], "odd", "--global-batch", "501"]) == 0
     assert cli.run(["export", "odd", "--to", "accelerate"]) == 2
-    assert "Accelerate cannot cut 501 samples as planned for 4 GPUs" in capsys.readouterr().err
+    assert capsys.readouterr().err.endswith(
+        "equal micro-batches are impossible for a global batch of 501 with 4 GPUs\n"
+        "  because equal micro-batches come to a multiple of 4 samples\n\nhint: use --global-batch 500 or 504\n"
+    )

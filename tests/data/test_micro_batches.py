@@ -14,7 +14,7 @@ from bench.plans import plan_by_hand
 from bench.ranks import Ranks
 from frugal.data.batches import MicroBatchLimits, share
 from frugal.engine.engine import initialize
-from frugal.engine.evaluation import evaluate
+from frugal.engine.train_step import evaluate
 from frugal.models.objectives import Batch, CausalLM, Objective
 from frugal.planning.plan import Plan
 from tests.engine.gradients import SGD, Gradient, applied, relative_error, weights, with_bound

@@ -4,9 +4,10 @@ import ast
 import re
 import subprocess
 import sys
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from importlib.metadata import version
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 
@@ -14,7 +15,7 @@ import frugal
 from frugal import required
 from frugal.deepspeed_adapter import contract
 from frugal.errors import RequestError
-from frugal.required import needed
+from frugal.required import in_place_of, needed
 
 PACKAGE = Path(frugal.__file__).parent
 ADAPTER = PACKAGE / "deepspeed_adapter"
@@ -68,6 +69,18 @@ def test_another_deepspeed_is_refused_with_all_that_it_lacks(monkeypatch: pytest
         f"  because {ZERO3} has no `_late_step`\n  because {ZERO3} has no `_step`\n\n"
         "hint: pip install 'deepspeed==0.19.8.*'"
     )
+
+
+def test_a_function_takes_the_place_of_one_that_is_there() -> None:
+    owner = SimpleNamespace(step=lambda number: number + 1)
+
+    @in_place_of(owner, "step")
+    def step_twice(step: Callable[[int], int], number: int) -> int:
+        return step(step(number))
+
+    assert owner.step(1) == 3
+    with pytest.raises(AttributeError, match="late_step"):
+        in_place_of(owner, "late_step")(step_twice)
 
 
 # What the adapter names is in the table
@@ -174,15 +187,13 @@ DEEPSPEEDS = re.compile(r"(self\.|deepspeed_)?(engine|optimizer|zero|coordinator
 
 
 def attributes_of_deepspeed(tree: ast.Module) -> set[str]:
-    """What a module reads of DeepSpeed's objects, sets in them with `put`, and lists as kept in them."""
+    """What a module reads of DeepSpeed's objects, and sets in them with `put` or `in_place_of`."""
     names = set()
     for node in ast.walk(tree):
         if isinstance(node, ast.Attribute) and DEEPSPEEDS.fullmatch(ast.unparse(node.value)):
             names.add(node.attr)
-        elif isinstance(node, ast.Call) and ast.unparse(node.func) == "put" and isinstance(node.args[1], ast.Constant):
-            names.add(str(node.args[1].value))
-        elif isinstance(node, ast.AnnAssign) and "_KEPT" in ast.unparse(node.target) and node.value is not None:
-            names |= {str(each.value) for each in ast.walk(node.value) if isinstance(each, ast.Constant)}
+        elif isinstance(node, ast.Call) and ast.unparse(node.func) in ("put", "in_place_of"):
+            names |= {str(each.value) for each in node.args[1:2] if isinstance(each, ast.Constant)}
     return {re.sub(r"^_[A-Z]\w*?__", "__", name) for name in names}
 
 
@@ -198,10 +209,8 @@ def test_attributes_of_deepspeeds_objects_are_in_the_table() -> None:
 def test_such_attributes_are_seen() -> None:
     tree = ast.parse("optimizer._late_step(); getattr(engine, '_lost'); coordinator._Class__hidden; self._own")
     assert private_attributes(tree) == {"_late_step", "_lost", "__hidden"}
-    tree = ast.parse(
-        "optimizer.late; self.engine.lost = 1; put(bucket, '_Class__hidden', 1)\n_KEPT: X = {'kept': ()}; model.own"
-    )
-    assert attributes_of_deepspeed(tree) == {"late", "lost", "__hidden", "kept"}
+    tree = ast.parse("optimizer.late; put(engine, 'lost', 1); in_place_of(bucket, '_Class__hidden')(f); model.own")
+    assert attributes_of_deepspeed(tree) == {"late", "lost", "__hidden"}
 
 
 def test_as_a_program_it_prints_what_does_not_hold() -> None:

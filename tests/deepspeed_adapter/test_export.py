@@ -5,19 +5,16 @@ from pathlib import Path
 from typing import Any, get_args
 
 import pytest
-from hypothesis import given
-from hypothesis import strategies as st
 
 from bench.plans import plan_by_hand
 from frugal.config.adapters import Lora
 from frugal.config.hardware.cluster import Cluster, Node
 from frugal.config.optimizers import Optimizer
-from frugal.deepspeed_adapter.export import Target, export, nearest
+from frugal.deepspeed_adapter.export import Target, export, needs_even
 from frugal.deepspeed_adapter.json_config import deepspeed_config
 from frugal.errors import RequestError
 from frugal.models.losses import own_loss
 from frugal.models.losses.decoder_inputs import source
-from frugal.planning.batch import BatchPlan
 from frugal.planning.plan import Plan
 
 
@@ -39,35 +36,12 @@ def refusal(made: Plan, target: Target) -> str:
     return str(caught.value)
 
 
-def test_micro_batches_that_differ_are_refused_with_the_nearest_batches_that_do_not() -> None:
-    assert export(plan(global_batch=250), "hf").files
-    assert refusal(plan(global_batch=250), "accelerate") == (
-        "Accelerate cannot cut 250 samples as planned for 3 ranks\n"
-        "  because it trains ranks x micro-batch x accumulation steps, all micro-batches of one size\n"
-        "  because the plan's micro-batches have 11 and 12 samples\n\n"
-        "hint: plan with --global-batch 252 --micro-batch 12 (3 x 12 x 7), or --global-batch 243 --micro-batch 9"
-        " (3 x 9 x 9); or use --to script, which can"
-    )
-
-
-def test_a_batch_that_another_micro_batch_divides_is_kept() -> None:
-    assert refusal(plan(global_batch=300, micro_batch=16), "accelerate").endswith(
-        "hint: plan with --micro-batch 10 (3 x 10 x 10); or use --to script, which can"
-    )
-
-
-def test_ranks_of_different_size_are_refused() -> None:
-    said = refusal(plan(world_size=2, global_batch=24, micro_batch=(8, 4)), "script")
-    assert said.startswith("a plain DeepSpeed script cannot cut 24 samples as planned for 2 ranks\n")
-    assert "micro-batches have 4 and 8 samples" in said and said.endswith("hint: plan with --micro-batch 4 (2 x 4 x 3)")
-
-
-@given(world_size=st.integers(1, 8), global_batch=st.integers(1, 600), cap=st.integers(1, 40))
-def test_the_batches_named_can_be_cut(world_size: int, global_batch: int, cap: int) -> None:
-    found = nearest(global_batch, world_size, cap)
-    assert found
-    for batch, micro in found:
-        assert micro <= cap and BatchPlan.of(batch, (micro,) * world_size).is_uniform
+def test_only_what_a_target_can_cut_needs_another_plan() -> None:
+    uneven, unequal_ranks = plan(global_batch=250), plan(world_size=2, global_batch=24, micro_batch=(8, 4))
+    targets: tuple[Target, ...] = ("hf", "accelerate", "script")
+    assert [needs_even(uneven, target) for target in targets] == [False, True, False]
+    assert [needs_even(unequal_ranks, target) for target in targets] == [False, True, True]
+    assert not any(needs_even(plan(), target) for target in targets)
 
 
 TILED = "the loss is tiled: with whole logits at most micro-batch 8 fits instead of 12"

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 import torch
 
-from frugal.deepspeed_adapter.python_state import PythonState, within
+from frugal.deepspeed_adapter.stages import PythonState, within
 
 Owner = type("Owner", (), {"__module__": "deepspeed.runtime.zero.imagined"})
 Settings = type("Settings", (), {"__module__": "deepspeed.runtime.zero.config"})

@@ -10,7 +10,7 @@ import torch.distributed as dist
 from deepspeed.runtime.zero import parameter_offload
 
 from bench.ranks import Ranks
-from frugal.deepspeed_adapter.python_state import PythonState, within
+from frugal.deepspeed_adapter.stages import PythonState, within
 from frugal.engine.engine import Engine
 from frugal.engine.oom_limits import OutOfMemory
 from frugal.required import put

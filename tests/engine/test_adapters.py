@@ -17,7 +17,7 @@ from frugal.checkpoint.progress import Progress
 from frugal.config.adapters import Lora
 from frugal.data.tokenizer import byte_tokenizer
 from frugal.deepspeed_adapter import checkpoint_files
-from frugal.engine import training
+from frugal.engine import train_step
 from frugal.errors import FrugalError, PlanMismatchError, RequestError
 from frugal.models.loading import placed
 from frugal.models.resolve import resolve
@@ -309,7 +309,10 @@ def test_a_run_takes_the_model_that_its_plan_is_for_whose_weights_are_counted_as
     number = sum(parameter.numel() for parameter in plain.build(dtype=torch.float32).parameters())
     model = replace(plain, quantize="nf4").build(dtype=torch.float32)
     assert sum(parameter.numel() for parameter in model.parameters()) < number
+    trained = sum(parameter.numel() for parameter in model.parameters() if parameter.requires_grad)
     made = plan_by_hand(world_size=1, global_batch=4, micro_batch=4, zero_stage=0, request={"lora": Lora.of(LORA)})
-    training._refuse_other_model(replace(made, model=replace(made.model, parameters=number)), model)
-    with pytest.raises(PlanMismatchError, match="the plan is for another model"):
-        training._refuse_other_model(replace(made, model=replace(made.model, parameters=number + 1)), model)
+    right = replace(made.model, parameters=number, trainable_parameters=trained)
+    train_step.refuse_other_model(replace(made, model=right), model)
+    for other in (replace(right, parameters=number + 1), replace(right, trainable_parameters=trained - 1)):
+        with pytest.raises(PlanMismatchError, match="the plan is for another model"):
+            train_step.refuse_other_model(replace(made, model=other), model)

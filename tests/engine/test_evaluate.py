@@ -12,10 +12,11 @@ import torch.distributed as dist
 
 from bench.ranks import Ranks
 from bench.runs import records
-from frugal.engine import final_model
-from frugal.engine.evaluation import Evaluation, evaluate
+from frugal.engine import training
+from frugal.engine.evaluation import Evaluation
 from frugal.engine.measure.two_steps import settled_collectives
 from frugal.engine.reports.metrics import Log, PlannedMemory
+from frugal.engine.train_step import evaluate
 from frugal.errors import RequestError
 from frugal.memory_watch import gauge
 from tests.engine.engines import losses_of, plan_here, running
@@ -154,7 +155,7 @@ def at_the_end(folder: Path) -> list[dict[str, Any]]:
         training=ragged_samples(64), validation=ragged_samples(9), test=ragged_samples(7, seed=1)
     )
     with running(plan_here(0, 16, 4)) as engine, Log(folder, rank=0, planned=PlannedMemory(0), total_steps=5) as log:
-        final_model.evaluate_at_the_end(engine, data, 5, log)
+        training.evaluate_at_the_end(engine, data, 5, log)
     return records(folder)
 
 

@@ -18,9 +18,9 @@ from frugal.config.run_settings import RunSettings
 from frugal.data.batches import GlobalBatches
 from frugal.engine import oom_limits
 from frugal.engine.engine import Engine
-from frugal.engine.evaluation import evaluate
 from frugal.engine.oom_limits import AdaptiveLimits, LearntLimits, OutOfMemory, OutOfMemoryReport, report_of
 from frugal.engine.oom_retry import CachedBlocks
+from frugal.engine.train_step import evaluate
 from frugal.errors import FrugalError, OutOfMemoryError
 from frugal.models.objectives import CausalLM
 from frugal.planning.plan import Plan
@@ -170,7 +170,7 @@ def three_steps(zero_stage: int, kind: str, mode: str, *, times: int = 0) -> tup
 @pytest.mark.parametrize(
     ("zero_stage", "kind", "mode"),
     [
-        (2, "transformers", "off"),
+        pytest.param(2, "transformers", "off", marks=pytest.mark.exhaustive),
         (3, "plain", "off"),
         pytest.param(3, "transformers", "selective", marks=pytest.mark.exhaustive),
         pytest.param(2, "plain", "selective", marks=pytest.mark.exhaustive),

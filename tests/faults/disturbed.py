@@ -9,7 +9,7 @@ import torch.distributed as dist
 from torch import nn
 
 from frugal.engine.engine import Engine
-from frugal.engine.evaluation import evaluate
+from frugal.engine.train_step import evaluate
 from tests.engine.engines import losses_of, plan_here, running
 from tests.engine.gradients import whole
 from tests.engine.small_models import ragged_samples, tiny_gpt2

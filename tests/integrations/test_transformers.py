@@ -19,8 +19,8 @@ from bench.ranks import Ranks
 from frugal.config.adapters import Lora
 from frugal.deepspeed_adapter.export import check
 from frugal.errors import PlanMismatchError, RequestError
-from frugal.integrations.arguments import training_arguments
 from frugal.integrations.micro_batches import Packs, PlannedBatches
+from frugal.integrations.transformers import training_arguments
 from frugal.planning.plan import Plan
 from tests.engine.gradients import bounds_of_run, relative_error
 
@@ -298,12 +298,12 @@ def test_what_cannot_be_packed_is_refused_with_a_way_out(wrong: list[dict[str, A
 def test_a_plan_for_another_model_is_refused(folder: str) -> None:
     from transformers import AutoModelForCausalLM
 
-    from frugal.integrations.transformers import _refuse_other_model
+    from frugal.engine.train_step import refuse_other_model
 
     made = plan(2)
     made = replace(made, model=replace(made.model, parameters=1000, trainable_parameters=1000))
     with pytest.raises(PlanMismatchError, match="made for 1,000 parameters, 1,000 trained; the model has"):
-        _refuse_other_model(made, AutoModelForCausalLM.from_pretrained(folder))
+        refuse_other_model(made, AutoModelForCausalLM.from_pretrained(folder))
 
 
 def test_every_sample_is_drawn_once_an_epoch_whatever_the_ranks_and_lengths() -> None:

@@ -77,7 +77,7 @@ def train(
         if is_ended:
             log.ends("done")
         else:
-            log._is_started = False  # it is killed here, and writes nothing more
+            log._status = None  # it is killed here, and writes nothing more
     return folder
 
 

@@ -162,11 +162,6 @@ MIRRORED = (
         _convert_to_deepspeed_param="77281d2526a148fb",
     ),
     *_mirrored(
-        "zero.linear",
-        "zero3_graph._Linear",
-        LinearFunctionForZeroStage3="65c7010661f71a15",
-    ),
-    *_mirrored(
         _OFFLOAD,
         "zero3_graph._Module",
         setup_zero_stage3_hooks="1ec65cef74df86a1",
@@ -175,11 +170,6 @@ MIRRORED = (
         post_sub_module_forward_function="d40be41e270767a7",
         pre_sub_module_backward_function="6ae14ac34ac66ee9",
         post_sub_module_backward_function="4faa3ff85e4f749e",
-    ),
-    *_mirrored(
-        "zero.utils",
-        "zero3_graph._map_tensors",
-        apply_to_tensors_only="9beb03a5a46ac0f9",
     ),
     *_mirrored(
         "zero.partition_parameters:AllGatherCoalescedHandle",

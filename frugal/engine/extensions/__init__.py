@@ -1,1 +1,1 @@
-"""The user's own parts of a run: metric, early stopping, callbacks, optimizer."""
+"""The user's own parts of a run: metric, callbacks, optimizer."""

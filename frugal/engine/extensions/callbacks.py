@@ -17,7 +17,7 @@ from collections.abc import Sequence
 from typing import Any
 
 from frugal.distributed import rank_logs
-from frugal.errors import FrugalError, RequestError, first_line
+from frugal.errors import FrugalError, RequestError, failure, first_line, refuse
 from frugal.models.factories import import_callable
 
 METHODS = ("on_step", "on_evaluation", "on_save")
@@ -32,12 +32,17 @@ class Callbacks:
 
     def __init__(self, callbacks: Sequence[Any] = ()) -> None:
         self._callbacks = tuple(callbacks)
-        for each in self._callbacks:
-            if not any(callable(getattr(each, name, None)) for name in METHODS):
-                raise RequestError(
+        refuse(
+            *(
+                (
+                    not any(callable(getattr(each, name, None)) for name in METHODS),
                     f"{type(each).__name__} is no callback",
-                    because=f"it has no method {', '.join(METHODS[:-1])} or {METHODS[-1]}",
+                    f"it has no method {', '.join(METHODS[:-1])} or {METHODS[-1]}",
+                    None,
                 )
+                for each in self._callbacks
+            )
+        )
 
     @classmethod
     def load(cls, references: Sequence[str]) -> "Callbacks":
@@ -49,10 +54,8 @@ class Callbacks:
         made = []
         for reference in references:
             make = import_callable(reference)
-            try:
+            with failure(f"the callback {reference} failed"):
                 made.append(make())
-            except Exception as error:  # a user's code may raise anything
-                raise RequestError(f"the callback {reference} failed", because=first_line(error)) from error
         return cls(made)
 
     def call(self, method: str, engine: Any, step: int, what: Any) -> None:

@@ -45,20 +45,12 @@ class Metric:
         Raises:
             RequestError: there is no such callable.
         """
-        if reference is None:
-            return None
-        function: Callable[..., Any] = import_callable(reference)
-        return cls(function, reference)
+        return None if reference is None else cls(import_callable(reference), reference)  # type: ignore[arg-type]  # of any signature
 
     @classmethod
     def of(cls, function: Callable[..., Any]) -> "Metric":
         """Return the metric of a function, under its own name."""
         return cls(function, f"{function.__module__}:{getattr(function, '__name__', type(function).__name__)}")
-
-    @property
-    def name(self) -> str:
-        """The name of its number, if it returns only one."""
-        return self.reference.rpartition(":")[2]
 
     @property
     def of_logits(self) -> OfLogits:
@@ -107,7 +99,7 @@ class Metric:
 
     def _numbers(self, predictions: list[np.ndarray], labels: list[np.ndarray]) -> dict[str, float]:
         returned = self.function(predictions, labels)
-        named = returned if isinstance(returned, Mapping) else {self.name: returned}
+        named = returned if isinstance(returned, Mapping) else {self.reference.rpartition(":")[2]: returned}
         try:
             return {str(name): float(value) for name, value in named.items()}
         except (TypeError, ValueError):

@@ -24,7 +24,7 @@ import torch
 from torch import Tensor, nn
 
 from frugal.deepspeed_adapter.stages import Zero
-from frugal.errors import PlanMismatchError, RequestError
+from frugal.errors import PlanMismatchError, RequestError, refuse
 from frugal.planning.plan import Plan
 from frugal.units import format_bytes
 
@@ -64,25 +64,27 @@ class OwnOptimizer:
         """
         if make is None and groups is None:
             return None
-        if not plan.request.decays_all:
-            raise RequestError(
+        strategy, is_own = plan.strategy, make is not None
+        refuse(
+            (
+                not plan.request.decays_all,
                 "optimizer.decay-norms = false was planned, and the optimizer's groups are given",
-                because="each group says its own weight decay",
-                hint='plan without it, and give a group {"weight_decay": 0.0}',
-            )
-        if make is not None and plan.strategy.offload_ratio < 1:
-            raise RequestError(
+                "each group says its own weight decay",
+                'plan without it, and give a group {"weight_decay": 0.0}',
+            ),
+            (
+                is_own and strategy.offload_ratio < 1,
                 "an optimizer of your own cannot have its states partly in host memory",
-                because="DeepSpeed splits only the work of AdamW",
-                hint="plan with --offload optimizer:1",
-            )
-        if make is not None and (plan.strategy.offload_optimizer == "nvme" or plan.request.optimizer.states == "bf16"):
-            where = "on NVMe" if plan.strategy.offload_optimizer == "nvme" else "in bf16"
-            raise RequestError(
-                f"an optimizer of your own cannot have its states {where}",
-                because="that is known only of those that are planned",
-                hint="plan without it",
-            )
+                "DeepSpeed splits only the work of AdamW",
+                "plan with --offload optimizer:1",
+            ),
+            (
+                is_own and (strategy.offload_optimizer == "nvme" or plan.request.optimizer.states == "bf16"),
+                "an optimizer of your own cannot have its states on NVMe, or in bf16",
+                "that is known only of those that are planned",
+                "plan without it",
+            ),
+        )
         return cls(make, _grouped(model, groups or {}), None if make is None else _checked(make, plan))
 
     def settings(self, zero: Zero) -> list[dict[str, Any]]:
@@ -100,16 +102,14 @@ class OwnOptimizer:
 def _grouped(model: nn.Module, groups: ParameterGroups) -> list[dict[str, Any]]:
     """Group the trained parameters by their settings, in the model's order."""
     made: list[dict[str, Any]] = []
-    used: set[str] = set()
-    for name, parameter in model.named_parameters():
-        if not parameter.requires_grad:
-            continue
+    used: set[str | None] = set()
+    for name, parameter in ((name, each) for name, each in model.named_parameters() if each.requires_grad):
         if callable(groups):
             settings = dict(groups(name, parameter) or {})
         else:
             pattern = next((each for each in groups if fnmatchcase(name, each)), None)
-            settings = {} if pattern is None else dict(groups[pattern])
-            used |= set() if pattern is None else {pattern}
+            settings = dict(groups[pattern]) if pattern is not None else {}
+            used.add(pattern)
         same = next((group for group in made if group["settings"] == settings), None)
         if same is None:
             made.append(same := {"settings": settings, "params": []})
@@ -125,7 +125,12 @@ def _grouped(model: nn.Module, groups: ParameterGroups) -> list[dict[str, Any]]:
 
 
 def _checked(make: MakeOptimizer, plan: Plan) -> str:
-    """Try the optimizer, and return its class."""
+    """Try the optimizer, and return its class.
+
+    Raises:
+        RequestError: it does not update each element independently, as ZeRO needs it.
+        PlanMismatchError: it keeps more than the plan leaves free.
+    """
     whole, state_bytes, name = _tried(make, [_TRIED])
     elements = whole.numel()
     if plan.strategy.zero_stage:
@@ -135,7 +140,17 @@ def _checked(make: MakeOptimizer, plan: Plan) -> str:
             raise _not_by_element(name, str(error).splitlines()[0]) from None
         if not torch.allclose(whole, cut, rtol=1e-4, atol=1e-7):
             raise _not_by_element(name, "the same gradient cut in two parts gives other weights than in one")
-    _check_memory(name, state_bytes / elements, plan)
+    planned = plan.request.optimizer.state_bytes_per_element
+    ranks = plan.batch.world_size if plan.strategy.zero_stage else 1
+    more = (state_bytes / elements - planned) * plan.model.trainable_parameters / ranks
+    if plan.strategy.offload_optimizer == "none" and more > plan.memory.headroom_bytes:
+        raise PlanMismatchError(
+            f"{name} needs more memory than was planned",
+            because=f"it keeps {state_bytes / elements:g} bytes of each element and {plan.request.optimizer.name} "
+            f"{planned:g}: {format_bytes(int(more))} more on a rank, of which "
+            f"{format_bytes(plan.memory.headroom_bytes)} are free",
+            hint="plan for a smaller --mem, so that as much stays free",
+        )
     return name
 
 
@@ -172,22 +187,3 @@ def _tried(make: MakeOptimizer, shapes: Sequence[tuple[int, ...]]) -> tuple[Tens
     ]
     state_bytes = sum(value.numel() * value.element_size() for value in kept)
     return torch.cat([parameter.detach().flatten() for parameter in parameters]), state_bytes, type(optimizer).__name__
-
-
-def _check_memory(name: str, state_bytes: float, plan: Plan) -> None:
-    """Refuse an optimizer that keeps more than the plan leaves free; `state_bytes` of each element.
-
-    Raises:
-        PlanMismatchError: it does.
-    """
-    planned = plan.request.optimizer.state_bytes_per_element
-    ranks = plan.batch.world_size if plan.strategy.zero_stage else 1
-    more = (state_bytes - planned) * plan.model.trainable_parameters / ranks
-    if plan.strategy.offload_optimizer != "none" or more <= plan.memory.headroom_bytes:
-        return
-    raise PlanMismatchError(
-        f"{name} needs more memory than was planned",
-        because=f"it keeps {state_bytes:g} bytes of each element and {plan.request.optimizer.name} {planned:g}: "
-        f"{format_bytes(int(more))} more on a rank, of which {format_bytes(plan.memory.headroom_bytes)} are free",
-        hint="plan for a smaller --mem, so that as much stays free",
-    )

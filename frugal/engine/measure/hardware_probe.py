@@ -8,6 +8,7 @@ tries: other load only ever makes it worse.
 
 import time
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from math import log2
 from pathlib import Path
 from typing import Any
@@ -16,7 +17,6 @@ import msgspec
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
-from torch import Tensor, nn
 
 from frugal import torch_internals
 from frugal.config.hardware.calibration import MOST_CONTEXT_BYTES, Probe
@@ -34,29 +34,21 @@ NUM_OPERATORS = 200
 PRECISIONS: dict[str, tuple[Precision, ...]] = {"cuda": ("bf16", "fp16", "fp32"), "cpu": ("bf16", "fp32")}
 SENT_BYTES = {"cuda": 256 * MIB, "cpu": 16 * MIB}
 TINY_ELEMENTS, TINY_COLLECTIVES = 16, 20
-ROWS, WIDTH = {"cuda": 8192, "cpu": 512}, {"cuda": 4096, "cpu": 512}  # of `_Pointwise`
+ROWS, WIDTH = {"cuda": 8192, "cpu": 512}, {"cuda": 4096, "cpu": 512}
 PRODUCT_WIDTH = {"cuda": 4096, "cpu": 256}
 HOST_ELEMENTS = {"cuda": 1 << 25, "cpu": 1 << 22}
 HOST_COPY_BYTES = 256 * MIB
 
 
-class _Pointwise(nn.Module):
-    """The pointwise operators of a transformer's layer, between its matrix products."""
-
-    def __init__(self, width: int) -> None:
-        super().__init__()
-        self.norm = nn.LayerNorm(width)
-
-    def forward(self, x: Tensor) -> Tensor:
-        """Map `(rows, width)` to the same shape."""
-        return x + F.gelu(self.norm(x)) * x.softmax(-1)
-
-
 def probe(device: torch.device) -> Probe:
-    """Measure this rank's figures. Collective."""
+    """Measure this rank's figures. Collective.
+
+    Raises:
+        RequestError: another process uses the GPU.
+    """
     kind = device.type
     has_links = dist.get_world_size() > 1
-    return Probe(
+    measured = Probe(
         matrix_flops={name: matrix_flops(DTYPES[name], device) for name in PRECISIONS[kind]},
         memory_bandwidth=memory_bandwidth(torch.float32 if kind == "cpu" else torch.bfloat16, device),
         link_bandwidth=link_bandwidth(SENT_BYTES[kind], device) if has_links else None,
@@ -64,8 +56,18 @@ def probe(device: torch.device) -> Probe:
         operator_seconds=operator_seconds(device),
         host_bandwidth=host_bandwidth(HOST_ELEMENTS[kind]),
         host_link_bandwidth=host_link_bandwidth(HOST_COPY_BYTES, device) if kind == "cuda" else None,
-        context_bytes=_context_bytes(device) if kind == "cuda" else None,
+        context_bytes=None,
     )
+    if kind != "cuda":
+        return measured
+    context = outside_bytes(device)  # in use beyond the allocator's segments
+    if context > MOST_CONTEXT_BYTES:
+        raise RequestError(
+            f"{torch.cuda.get_device_name(device)} is in use by others",
+            because=f"{format_bytes(context)} are in use besides our own tensors, more than any context",
+            hint="calibrate when nothing else runs on it; `nvidia-smi` names what does",
+        )
+    return replace(measured, context_bytes=context)
 
 
 def matrix_flops(dtype: torch.dtype, device: torch.device) -> float:
@@ -87,18 +89,17 @@ def memory_bandwidth(dtype: torch.dtype, device: torch.device) -> float:
 
     A GPU's memory is the limit. On a CPU the arithmetic is one, too.
     """
-    module = _Pointwise(WIDTH[device.type]).to(device, dtype)
-    x = torch.randn(ROWS[device.type], WIDTH[device.type], device=device, dtype=dtype, requires_grad=True)
+    rows, width = ROWS[device.type], WIDTH[device.type]
+    x = torch.randn(rows, width, device=device, dtype=dtype, requires_grad=True)
+    scale, shift = (torch.ones(width, device=device, dtype=dtype, requires_grad=True) for _ in range(2))
     gradient = torch.randn_like(x)
 
     def step() -> None:
-        x.grad = None
-        module.zero_grad()
-        module(x).backward(gradient)
+        x.grad = scale.grad = shift.grad = None
+        normalised = F.layer_norm(x, (width,), scale, shift)
+        (x + F.gelu(normalised) * x.softmax(-1)).backward(gradient)
 
-    with _Counter(device) as counter:
-        step()
-    return counter.traffic / best_seconds(step, device)
+    return _counted(step, device).traffic / best_seconds(step, device)
 
 
 def host_bandwidth(num_elements: int) -> float:
@@ -149,9 +150,7 @@ def operator_seconds(device: torch.device) -> float:
             y = y * 1.0
         y.backward()
 
-    with _Counter(device) as counter:
-        step()
-    return best_seconds(step, device) / counter.number
+    return best_seconds(step, device) / _counted(step, device).number
 
 
 class _Counter(torch_internals.DispatchMode):
@@ -170,16 +169,10 @@ class _Counter(torch_internals.DispatchMode):
         return out
 
 
-def _context_bytes(device: torch.device) -> int:
-    """Return the memory in use beyond the allocator's segments, once all else was measured."""
-    context = outside_bytes(device)
-    if context > MOST_CONTEXT_BYTES:
-        raise RequestError(
-            f"{torch.cuda.get_device_name(device)} is in use by others",
-            because=f"{format_bytes(context)} are in use besides our own tensors, more than any context",
-            hint="calibrate when nothing else runs on it; `nvidia-smi` names what does",
-        )
-    return context
+def _counted(step: Callable[[], object], device: torch.device) -> _Counter:
+    with _Counter(device) as counter:
+        step()
+    return counter
 
 
 def best_seconds(step: Callable[[], object], device: torch.device) -> float:

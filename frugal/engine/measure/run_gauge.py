@@ -8,6 +8,7 @@ import math
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import torch
@@ -34,16 +35,14 @@ class PhasePeak:
 class RunGauge:
     """The memory of this rank.
 
-    `first_steps` measures by phase, as the engine reports its phases, until `stop` or the end of `watching`.
+    `first_steps` measures by phase, as the engine reports its phases, for `NUM_STEPS` or to the end of `watching`.
     """
 
     def __init__(self, engine: Any, first_steps: Gauge | None = None, watching: ExitStack | None = None) -> None:
         self._device = engine.device
-        self._is_cuda = engine.device.type == "cuda"
-        self._first_steps = first_steps
-        self._watching = watching
+        self._first_steps, self._watching = first_steps, watching or ExitStack()
         self._is_in_step = True
-        self._seen = (0, 0)  # the largest peaks before the allocator's were reset last
+        self._seen = PhasePeak()  # the largest peaks before the allocator's were reset last
         self._num_steps = 0
         self.last = PhasePeak()  # of the last `during`
         self.largest: tuple[int, int] | None = None  # samples and tokens of the largest micro-batch so far
@@ -55,39 +54,34 @@ class RunGauge:
         if self._first_steps is not None and self._is_in_step:
             self._first_steps.mark(phase)
 
-    def after_step(self, largest: tuple[int, int] | None) -> bool:
-        """Take note of a global batch whose largest micro-batch has this size; return whether it is time to `stop`."""
+    def after_step(self, largest: tuple[int, int] | None) -> int | None:
+        """Take note of a global batch whose largest micro-batch has this size; return the first steps' peak after the
+        last of them, bytes."""
         self.largest = max(filter(None, (self.largest, largest)), key=math.prod, default=None)
         self._num_steps += 1
-        return self._num_steps == NUM_STEPS and self._first_steps is not None
-
-    def stop(self) -> int:
-        """Stop measuring steps by phase and return the peak of the first ones, bytes."""
         gauge = self._first_steps
-        assert gauge is not None
-        self._remember()
+        if gauge is None or self._num_steps < NUM_STEPS:
+            return None
+        self._seen = self.so_far
         self.phases = _peaks(gauge)
-        peak = gauge.peak_bytes
+        peak_bytes = gauge.peak_bytes
         self._first_steps = None
-        if self._watching is not None:
-            self._watching.close()
-        return peak
+        self._watching.close()
+        return peak_bytes
 
     @property
     def so_far(self) -> PhasePeak:
         """The most bytes that a GPU has taken so far; nothing on the CPU."""
-        if not self._is_cuda:
+        if self._device.type != "cuda":
             return PhasePeak()
-        gauge = self._first_steps
-        if gauge is None:
-            now = torch.cuda.max_memory_allocated(self._device), torch.cuda.max_memory_reserved(self._device)
-        else:
-            now = gauge.peak_bytes, max(gauge.reserved_phases.values())
-        return PhasePeak(max(self._seen[0], now[0]), max(self._seen[1], now[1]))
+        allocated, reserved = self._allocators_peak()
+        if (gauge := self._first_steps) is not None:
+            allocated, reserved = gauge.peak_bytes, max(gauge.reserved_phases.values())
+        seen = self._seen
+        return PhasePeak(max(seen.allocated_bytes or 0, allocated), max(seen.reserved_bytes or 0, reserved))
 
-    def _remember(self) -> None:
-        peak = self.so_far
-        self._seen = peak.allocated_bytes or 0, peak.reserved_bytes or 0
+    def _allocators_peak(self) -> tuple[int, int]:
+        return torch.cuda.max_memory_allocated(self._device), torch.cuda.max_memory_reserved(self._device)
 
     @contextmanager
     def during(self, phase: str) -> Iterator[None]:
@@ -100,13 +94,11 @@ class RunGauge:
             self._is_in_step = True
             gauge.mark(OPTIMIZER_STEP)  # until the next forward, memory is as after a step
             self.last = _peaks(gauge).get(phase, PhasePeak())
-        elif self._is_cuda:
-            self._remember()
+        elif self._device.type == "cuda":
+            self._seen = self.so_far
             torch.cuda.reset_peak_memory_stats(self._device)
             yield
-            self.last = PhasePeak(
-                torch.cuda.max_memory_allocated(self._device), torch.cuda.max_memory_reserved(self._device)
-            )
+            self.last = PhasePeak(*self._allocators_peak())
         else:
             yield
 
@@ -117,17 +109,14 @@ def _peaks(gauge: Gauge) -> dict[str, PhasePeak]:
 
 def mark_phases(deepspeed: Any, objective: Any, mark: Callable[[str], None]) -> Any:
     """Call `mark` when DeepSpeed's backward and optimizer step begin; return an objective that marks its forward."""
-    for name, phase in (("backward", BACKWARD), ("step", OPTIMIZER_STEP)):
-        setattr(deepspeed, name, _marked(getattr(deepspeed, name), phase, mark))
-    return _MarkedObjective(objective, mark)
 
-
-def _marked(function: Callable[..., Any], phase: str, mark: Callable[[str], None]) -> Callable[..., Any]:
-    def call(*args: Any, **kwargs: Any) -> Any:
+    def marked(phase: str, function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         mark(phase)
         return function(*args, **kwargs)
 
-    return call
+    for name, phase in (("backward", BACKWARD), ("step", OPTIMIZER_STEP)):
+        setattr(deepspeed, name, partial(marked, phase, getattr(deepspeed, name)))
+    return _MarkedObjective(objective, mark)
 
 
 class _MarkedObjective:

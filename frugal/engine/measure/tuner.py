@@ -21,40 +21,29 @@ runs out of memory or a step is not finite.
 import logging
 import time
 from collections.abc import Callable, Generator, Sequence
-from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from math import hypot, inf, sqrt
-from pathlib import Path
 from statistics import median
 from typing import Any
 
 import torch
 
-from frugal import file_errors
-from frugal.checkpoint import run_folder
-from frugal.config.run_settings import RunSettings
-from frugal.distributed import env
-from frugal.distributed.exchange import from_rank_0, gather
+from frugal.distributed.exchange import gather
 from frugal.engine.oom_limits import AdaptiveLimits
 from frugal.engine.oom_retry import abandon
-from frugal.engine.reports.metrics import Log
-from frugal.engine.train_step import Stepper
-from frugal.errors import FrugalError, RequestError
+from frugal.engine.train_step import Stepper, StepResult
+from frugal.errors import RequestError
 from frugal.models import activation_checkpointing, tiled_loss
 from frugal.planning.plan import Plan
-from frugal.planning.search.alternatives import change_to, is_worth_it
+from frugal.planning.search.alternatives import change_to
 from frugal.units import plural
 
-PLAN = "plan.json"
 TURN = 3
 FINALS = 3
 FAR = 1.5
 ENOUGH = 4  # counted steps from which a standard error is known
 LEAST_GAIN = 0.01
 STANDARD_ERRORS = 3
-
-SHARE, SHARE_ASKED = 0.1, 0.5
-"""Part of a run's steps that tuning may take at most; with --tune."""
 
 FIRST_STEPS = 2
 """Steps before tuning: the plan's memory is measured in them, and the optimizer allocates its states."""
@@ -91,8 +80,6 @@ def steps_needed(num_ways: int) -> int:
 
 
 def _round_sizes(num_ways: int) -> list[int]:
-    if num_ways < 2:
-        return []
     sizes = [num_ways]
     while sizes[-1] > 2:
         sizes.append(max(2, -(-sizes[-1] // 2)))
@@ -109,33 +96,27 @@ def race(ways: Sequence[Way]) -> Generator[Way, float | None, Way]:
         yield plan
     for size in _round_sizes(len(ways)):
         running = sorted(running, key=lambda way: way.typical)[: size - 1]
-        of_plan = yield from _turn(plan, inf)
-        typical = median(of_plan)
-        plan.relative += [seconds / typical for seconds in of_plan]
-        for way in running:
-            counted = yield from _turn(way, FAR * typical)
-            way.relative += [seconds / typical for seconds in counted]
+        of_plan = inf  # seconds of its typical step in this round
+        for way in (plan, *running):
+            counted: list[float] = []
+            for number in range(TURN):
+                seconds = yield way
+                if seconds is None:
+                    way.dropped = "out of memory"
+                    break
+                if number:
+                    counted.append(seconds)
+                    if seconds > FAR * of_plan:
+                        way.dropped = "slower"
+                        break
+            if way is plan:
+                of_plan = median(counted)
+            way.relative += [seconds / of_plan for seconds in counted]
         running = [way for way in running if not way.dropped and 1 - way.typical + _noise(plan, way) >= LEAST_GAIN]
         if not running:
             return plan
     fastest = min(running, key=lambda way: way.typical)
     return fastest if 1 - fastest.typical > max(LEAST_GAIN, _noise(plan, fastest)) else plan
-
-
-def _turn(way: Way, most_seconds: float) -> Generator[Way, float | None, list[float]]:
-    """Yield `way` for each step of a turn and return the times that count."""
-    counted: list[float] = []
-    for number in range(TURN):
-        seconds = yield way
-        if seconds is None:
-            way.dropped = "out of memory"
-            break
-        if number:
-            counted.append(seconds)
-            if seconds > most_seconds:
-                way.dropped = "slower"
-                break
-    return counted
 
 
 def _noise(plan: Way, way: Way) -> float:
@@ -164,7 +145,7 @@ def switch(engine: Stepper, plan: Plan) -> None:
 
 
 class Tuner:
-    """A race between the ways of one engine. Call `before_step` and `after_step` around each step. Collective.
+    """A race between the ways of one engine, which takes its steps. Collective.
 
     When it `is_over`, `engine.plan` is the fastest, and `on_end` received the event `tuned` of `metrics.jsonl`, on all
     ranks.
@@ -172,55 +153,59 @@ class Tuner:
 
     def __init__(self, engine: Stepper, most_steps: int, on_end: Callable[[dict[str, Any]], None]) -> None:
         """Raises RequestError: the plan has no alternatives, or `most_steps` are too few to compare two ways."""
-        own = engine.plan
-        ways = [Way(own), *(Way(change_to(own, other)) for other in own.alternatives)]
-        num_known = len(ways) - 1
-        while len(ways) > 1 and steps_needed(len(ways)) > most_steps:
-            ways.pop()  # alternatives are sorted by prediction, the fastest first
-        if len(ways) == 1:
-            because = f"{plural(most_steps, 'step')} are too few" if num_known else "its plan has no alternatives"
+        plan, self._engine, self._on_end = engine.plan, engine, on_end
+        ways = [Way(plan), *(Way(change_to(plan, other)) for other in plan.alternatives)]
+        num_ways = max((n for n in range(2, len(ways) + 1) if steps_needed(n) <= most_steps), default=0)
+        if num_ways == 0:
+            because = (
+                f"{plural(most_steps, 'step')} are too few" if plan.alternatives else "its plan has no alternatives"
+            )
             raise RequestError("there is nothing to tune", because=because)
-        self._engine, self._on_end = engine, on_end
-        self._ways, self._race = ways, race(ways)
+        self._ways = ways[:num_ways]  # alternatives are sorted by prediction, the fastest first
+        self._race = race(self._ways)
         self._current = next(self._race)
         self._seconds_of_plan: list[float] = []
-        self._start, self._num_recoveries = 0.0, 0
         self.is_over = False
-        of = f" of {num_known}" if len(ways) - 1 < num_known else ""
+        of = f" of {len(plan.alternatives)}" if num_ways < len(ways) else ""
         _say(
             engine,
-            f"trying {plural(len(ways) - 1, 'alternative')}{of} in the first {FIRST_STEPS + steps_needed(len(ways))} "
+            f"trying {plural(num_ways - 1, 'alternative')}{of} in the first {FIRST_STEPS + steps_needed(num_ways)} "
             "steps; --no-tune turns this off",
         )
 
-    def before_step(self) -> None:
-        """Start timing a step."""
-        self._num_recoveries = self._engine.num_recoveries
-        self._wait()
-        self._start = time.perf_counter()
-
-    def after_step(self, step: int, samples: Sequence[Any], *, is_finite: bool) -> None:
-        """Take note of step number `step` on these samples and choose the way of the next one."""
-        self._wait()
-        engine, plan = self._engine, self._ways[0]
-        seconds = max(gather(time.perf_counter() - self._start, float, engine.votes))
-        has_recovered = engine.num_recoveries > self._num_recoveries
-        if not is_finite or (has_recovered and self._current is plan):
-            why = f"ended, as {'memory ran out' if is_finite else 'a step was not finite'} in step {step}"
-            return self._end(step, plan, why)
+    def step(self, samples: Sequence[Any], take: Callable[[], StepResult]) -> StepResult:
+        """Take a step on these samples, and choose the way of the next one."""
+        engine, plan, num_recoveries = self._engine, self._ways[0], self._engine.num_recoveries
+        began = self._now()
+        result = take()
+        seconds = max(gather(self._now() - began, float, engine.votes))
+        has_recovered = engine.num_recoveries > num_recoveries
+        if not result.is_finite or (has_recovered and self._current is plan):
+            why = "memory ran out" if result.is_finite else "a step was not finite"
+            self._end(plan, f"ended, as {why} in step {engine.deepspeed.global_steps}")
+            return result
         self._current.num_steps += 1
         if self._current is plan:
             self._seconds_of_plan.append(seconds)
+        lengths = getattr(samples, "lengths", None)
+        work = float(len(samples) if lengths is None else sum(lengths))  # tokens, or samples if these are not known
         try:
-            way = self._race.send(None if has_recovered else seconds / _work(samples))
+            way = self._race.send(None if has_recovered else seconds / work)
         except StopIteration as end:
-            return self._end(step, end.value)
+            self._end(end.value)
+            return result
         if way is not self._current:
             self._current = way
             switch(engine, way.plan)
-        return None
+        return result
 
-    def _end(self, step: int, way: Way, why: str = "") -> None:
+    def _now(self) -> float:
+        """Return the seconds of a clock once the device's queued work is done."""
+        if self._engine.device.type == "cuda":
+            torch.cuda.synchronize(self._engine.device)
+        return time.perf_counter()
+
+    def _end(self, way: Way, why: str = "") -> None:
         """Continue in this way, and report the outcome."""
         self.is_over = True
         engine, plan = self._engine, self._ways[0]
@@ -238,29 +223,18 @@ class Tuner:
         _say(engine, outcome + ("" if way is plan else f"; plan.json is {tuned.digest[:12]} from here on"))
         ways = [] if why else [self._record(each) | {"is_kept": each is way} for each in self._ways]
         self._on_end({
-            "event": "tuned", "step": step, "gain": gain, "plan_digest": tuned.digest, **_in_numbers(tuned),
-            "ways": ways,
+            "event": "tuned", "step": engine.deepspeed.global_steps, "gain": gain, "plan_digest": tuned.digest,
+            "ways": ways, **_in_numbers(tuned),
         })  # fmt: skip
 
     def _record(self, way: Way) -> dict[str, Any]:
         seconds = way.typical * median(self._seconds_of_plan) if way.relative else None
         return {**_in_numbers(way.plan), "num_steps": way.num_steps, "seconds": seconds, "dropped": way.dropped}
 
-    def _wait(self) -> None:
-        """Wait for the device's queued work."""
-        if self._engine.device.type == "cuda":
-            torch.cuda.synchronize(self._engine.device)
-
 
 def _say(engine: Stepper, text: str) -> None:
     if engine.rank == 0:
         logger.warning("tuning: %s", text)
-
-
-def _work(samples: Sequence[Any]) -> float:
-    """Return the tokens of samples, or their number if their lengths are not known."""
-    lengths = getattr(samples, "lengths", None)
-    return float(len(samples) if lengths is None else sum(lengths))
 
 
 def _in_numbers(plan: Plan) -> dict[str, Any]:
@@ -269,43 +243,3 @@ def _in_numbers(plan: Plan) -> dict[str, Any]:
         "micro_batch": plan.batch.largest_micro_batch,
         "accumulation_steps": plan.batch.accumulation_steps,
     }
-
-
-def plan_to_resume(plan: Plan, out: Path) -> Plan:
-    """Return the plan in the folder of a run that is resumed, if it was tuned from `plan`; else `plan`. Collective.
-
-    A launcher restarts a run with the plan that it started with.
-    """
-    kept = None
-    if env.rank() == 0:
-        with suppress(FrugalError):  # it cannot be read, and is written anew
-            tuned = Plan.read(out / PLAN)
-            kept = tuned.to_json().decode() if tuned.tuned_from == plan.digest else None
-    kept = from_rank_0(kept, str | None)
-    return plan if kept is None else Plan.from_json(kept.encode())
-
-
-def tuner_of_run(engine: Stepper, settings: RunSettings, log: Log, steps_left: int) -> Tuner | None:
-    """Return a tuner of the steps to come if --tune asks for it or the run is long enough to gain by it. Collective.
-
-    The plan found goes into the run's folder. A run that is resumed before tuning has ended tunes again.
-    """
-    plan, asked = engine.plan, settings.tune
-    if asked is False or plan.tuned_from or not (asked or is_worth_it(plan, steps_left)):
-        return None
-
-    def on_end(values: dict[str, Any]) -> None:
-        log.event(**values)
-        if not log.is_rank_0:
-            return
-        try:
-            run_folder.write_record(engine.plan, settings)
-        except OSError as error:
-            because, _ = file_errors.explain(error, settings.out)
-            log.say(f"the tuned plan is not saved, a resumed run tunes again: {because}")
-
-    try:
-        return Tuner(engine, int(steps_left * (SHARE_ASKED if asked else SHARE)) - FIRST_STEPS, on_end)
-    except RequestError as error:
-        log.say(f"tuning: {error.because[0]}, so nothing is tried")
-        return None

@@ -12,6 +12,7 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager, nullcontext
 from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
 from typing import Any, cast
 from unittest.mock import patch
@@ -121,22 +122,19 @@ def watched(
 @contextmanager
 def settled_collectives() -> Iterator[None]:
     """Wait after each collective until gloo's threads have released its tensors."""
-    with ExitStack() as stack:
-        for owner, names in ((collectives.backend(), collectives.DIRECT), (dist, _TORCH)):
-            for name in names:
-                stack.enter_context(patch.object(owner, name, _settled(getattr(owner, name))))
-        yield
 
-
-def _settled(function: Callable[..., Any]) -> Callable[..., Any]:
-    def call(*args: Any, **kwargs: Any) -> Any:
+    def settle(function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         work = function(*args, **kwargs)
         if work is not None:
             work.wait()
         time.sleep(_SECONDS)
         return work
 
-    return call
+    with ExitStack() as stack:
+        for owner, names in ((collectives.backend(), collectives.DIRECT), (dist, _TORCH)):
+            for name in names:
+                stack.enter_context(patch.object(owner, name, partial(settle, getattr(owner, name))))
+        yield
 
 
 def measure(plan: Plan, cap_bytes: int | None = None, timelines: Path | None = None) -> Trial:

@@ -27,14 +27,19 @@ A resumed run appends, after dropping the records beyond the step it resumes fro
 starts, ends and recoveries. A number that is not finite is null.
 
 The file is flushed (fsync) before each checkpoint, so that a checkpoint never exists without the records of its steps.
-`metrics_file` describes how it is written.
+It is never shortened in place: what is dropped at a resume is left out of a new file, which replaces the old one when
+it is on the disk. Where the disk is full, records wait in memory for room until the next checkpoint.
 """
 
+import errno
 import logging
 import math
+import os
+import stat
 import time
 from collections import deque
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 from types import TracebackType
@@ -45,17 +50,17 @@ from rich.console import Console
 from rich.live import Live
 from rich.text import Text
 
+from frugal import file_errors, files
 from frugal.config.run_settings import METRICS
 from frugal.distributed import rank_logs
 from frugal.distributed.first_failure import LostRankError, lost_connection
 from frugal.engine.evaluation import Evaluation
 from frugal.engine.measure.run_gauge import EVALUATION, PhasePeak
-from frugal.engine.reports.metrics_file import Records
 from frugal.engine.reports.trackers import Trackers
 from frugal.engine.train_step import StepResult
-from frugal.errors import FrugalError, first_line
+from frugal.errors import CheckpointError, FrugalError, first_line
 from frugal.report.records import has_fewer_tokens
-from frugal.units import format_bytes, format_seconds
+from frugal.units import format_bytes, format_seconds, plural
 
 PLAIN_LINES = 40  # about as many lines of progress where there is no terminal
 WINDOW = 20  # steps over which the speed is averaged
@@ -63,19 +68,112 @@ BAR_WIDTH = 20
 logger = logging.getLogger("frugal")
 
 
-class _ToLog(logging.Handler):
-    """A handler that prints what frugal logs during training, such as a recovery, in one stream with the progress."""
+class _Record(msgspec.Struct):
+    step: int
+    event: str = ""
 
-    def __init__(self, log: "Log") -> None:
-        super().__init__()
-        self._log = log
 
-    def emit(self, record: logging.LogRecord) -> None:
-        """Print the record's message; a recovery from out of memory is recorded, too."""
-        self._log.say(record.getMessage())
-        recovery: dict[str, Any] | None = getattr(record, "recovery", None)
-        if recovery is not None:
-            self._log.recovery(record.getMessage(), **recovery)
+_HISTORY = ("start", "end", "recovery")
+"""Events that stay, whatever becomes of their step: they did happen."""
+
+
+class Records:
+    """`metrics.jsonl`, without records of steps after `last_step` and without half a record, to append to.
+
+    Each write opens the file of that name, which another program may have replaced, and begins on a line of its own.
+
+    Attributes:
+        dropped_steps: steps after `last_step` that had records.
+
+    Raises:
+        CheckpointError: it cannot be read or written; it is what it was.
+    """
+
+    def __init__(self, path: Path, last_step: int) -> None:
+        self._path = path = path.absolute()
+        self._unwritten: list[bytes] = []
+        self._is_failing = False
+        try:
+            self._append()
+            self._folder = path.parent.stat()
+            if sum(map(len, self._kept(last_step))) != path.stat().st_size:
+                files.write_file(path, self._kept(last_step))
+        except OSError as error:
+            raise self._cannot_write(error) from None
+        if self._num_broken:
+            number = plural(self._num_broken, "line")
+            logger.warning("%s: %s of it cannot be read as records, and are left out", path, number)
+
+    def _kept(self, last_step: int) -> Iterator[bytes]:
+        """Yield the lines to keep, and count the others."""
+        self.dropped_steps = self._num_broken = 0
+        for line in files.read_lines(self._path):
+            record = None
+            with suppress(msgspec.DecodeError, UnicodeDecodeError, RecursionError):
+                record = msgspec.json.decode(line, type=_Record)
+            if record is None:
+                self._num_broken += line.endswith(b"\n") and not line.isspace()  # half a line: of a killed run
+                continue
+            if record.event == "step":
+                self.dropped_steps = max(self.dropped_steps, record.step - last_step)
+            if line.endswith(b"\n") and (record.step <= last_step or record.event in _HISTORY):
+                yield line
+
+    @property
+    def is_folder_gone(self) -> bool:
+        """Return whether the run's folder was deleted or moved."""
+        try:
+            return not os.path.samestat(self._path.parent.stat(), self._folder)
+        except (FileNotFoundError, NotADirectoryError):
+            return True
+
+    def add(self, line: bytes) -> None:
+        """Append a record, or keep it until there is room."""
+        self._unwritten.append(line)
+        try:
+            if not self.is_folder_gone:
+                self._append()
+        except OSError as error:
+            if not self._is_failing:
+                because, remedy = file_errors.explain(error, self._path)
+                logger.warning("cannot write %s, it is kept for the next checkpoint: %s; %s", METRICS, because, remedy)
+            self._is_failing = True
+
+    def sync(self) -> None:
+        """Have all records on the disk.
+
+        Raises:
+            OSError: they cannot be written, or the run's folder was deleted or moved.
+        """
+        if self.is_folder_gone:
+            what = "the run's folder was deleted or moved (moved back, it can be resumed)"
+            raise FileNotFoundError(errno.ENOENT, what, str(self._path.parent))
+        try:
+            self._append(durable=True)
+        except OSError as error:
+            error.filename = error.filename or str(self._path)
+            raise
+
+    def close(self, *, in_error: bool) -> None:
+        """Write what was kept. `in_error`: another error is on its way, which is reported."""
+        try:
+            if not self.is_folder_gone:
+                self._append()
+        except OSError as error:
+            if not in_error:
+                raise self._cannot_write(error) from None
+
+    def _append(self, *, durable: bool = False) -> None:
+        """Append all that is unwritten or nothing of it; what is no file in the place of one is moved aside."""
+        if os.path.lexists(self._path) and not stat.S_ISREG(self._path.lstat().st_mode):
+            files.move_aside(self._path)
+        files.append_lines(self._path, b"".join(self._unwritten), durable=durable)
+        self._unwritten.clear()
+        self._is_failing = False
+
+    def _cannot_write(self, error: OSError) -> CheckpointError:
+        because, remedy = file_errors.explain(error, self._path)
+        return CheckpointError(f"cannot write {self._path}", because=because, hint=file_errors.then_resume(remedy))
 
 
 @dataclass(frozen=True)
@@ -87,10 +185,11 @@ class PlannedMemory:
     phase_bytes: Mapping[str, int] = field(default_factory=dict)
 
 
-class Log:
+class Log(logging.Handler):
     """One run's log, which `trackers` get, too. Use it in a `with` block. Ranks other than 0 write nothing.
 
-    `published` is called after a checkpoint is complete.
+    Inside the block it prints what frugal logs, such as a recovery, in one stream with the progress. `published` is
+    called after a checkpoint is complete.
     """
 
     def __init__(
@@ -104,6 +203,7 @@ class Log:
         trackers: Trackers | None = None,
         console: Console | None = None,
     ) -> None:
+        super().__init__()
         self.is_rank_0 = rank == 0
         self.published: Callable[[], None] = lambda: None
         self.memory_bytes: int | None = None
@@ -111,14 +211,12 @@ class Log:
         self._planned = planned
         self._first_step = self._step = first_step  # `_step`: the last that was done
         self._total_steps = total_steps
-        self._status: tuple[str, str] | None = None  # how the run ended, and why
-        self._is_started = False
+        self._status: tuple[str, str] | None = None  # of a run that was started: how it ended, and why
         self._last_line = time.monotonic()
         self._recent: deque[tuple[float, int, int]] = deque(maxlen=WINDOW)  # (seconds, tokens, targets) of each
         if self.is_rank_0:
             self._console = console or Console(highlight=False, soft_wrap=True)
             self._trackers = trackers
-            self._handler = _ToLog(self)
             self._metrics = Records(folder / METRICS, first_step)
             self._line = Live(console=self._console, transient=True)
 
@@ -127,7 +225,7 @@ class Log:
         if self.is_rank_0:
             if self._console.is_terminal:
                 self._line.start()
-            logger.addHandler(self._handler)
+            logger.addHandler(self)
         return self
 
     def __exit__(
@@ -137,11 +235,23 @@ class Log:
         if self.is_rank_0:
             if self._trackers is not None:
                 self._trackers.finish()
-            logger.removeHandler(self._handler)
+            logger.removeHandler(self)
             self._line.stop()
-            if self._is_started:
-                self._end(error)
+            if self._status is not None:
+                status, why = self._status
+                if error is not None:
+                    is_lost = isinstance(error, LostRankError) or lost_connection(error)
+                    status = "lost" if is_lost else "failed"
+                    why = error.what if isinstance(error, FrugalError | LostRankError) else first_line(error)
+                self.event(event="end", step=self._step, status=status, why=why)
             self._metrics.close(in_error=error is not None)
+
+    def emit(self, record: logging.LogRecord) -> None:
+        """Print the record's message; a recovery from out of memory is recorded, too."""
+        self.say(record.getMessage())
+        recovery: dict[str, Any] | None = getattr(record, "recovery", None)
+        if recovery is not None:
+            self.recovery(record.getMessage(), **recovery)
 
     def say(self, text: str) -> None:
         """Print a line, above the line of progress."""
@@ -158,7 +268,7 @@ class Log:
 
     def start(self, **said: Any) -> None:
         """Record that the run begins, or is resumed; `said`: what else is in the record."""
-        self._is_started = True
+        self._status = "failed", ""
         if self.is_rank_0:
             self.event(
                 event="start", step=self._first_step, total_steps=self._total_steps,
@@ -168,14 +278,6 @@ class Log:
     def ends(self, status: str, why: str = "") -> None:
         """Note how the run ends, if nothing fails from here on."""
         self._status = status, why
-
-    def _end(self, error: BaseException | None) -> None:
-        status, why = self._status or ("failed", "")
-        if error is not None:
-            is_lost = isinstance(error, LostRankError) or lost_connection(error)
-            status = "lost" if is_lost else "failed"
-            why = error.what if isinstance(error, FrugalError | LostRankError) else first_line(error)
-        self.event(event="end", step=self._step, status=status, why=why)
 
     def takes(self, peak: PhasePeak) -> None:
         """Note the peak of this rank's device so far, where it is known."""

@@ -32,10 +32,8 @@ def origin(data: RunData, model: nn.Module) -> str:
             weights += ", ..." if len(new) > 3 else ""
     elif spec.factory is not None:
         weights = f"weights as {spec.reference} makes them"
-    elif spec.kind_of_reference == "configuration":
-        weights = f"random weights ({spec.reference} names none)"
     else:
-        weights = f"random weights ({spec.kind_of_reference} {spec.reference} names an architecture)"
+        weights = f"random weights ({spec.reference} names none)"
     if spec.lora is not None:
         kept = "" if spec.quantize is None else f" in {spec.quantize}"
         weights += f", frozen{kept}; adapters {spec.lora} are trained"

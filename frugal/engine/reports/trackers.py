@@ -23,7 +23,7 @@ import msgspec
 
 from frugal import files
 from frugal.config.run_settings import RunSettings
-from frugal.errors import RequestError, first_line
+from frugal.errors import RequestError, failure, first_line, refuse
 from frugal.planning.plan import Plan
 
 RECORD = "trackers.json"
@@ -41,13 +41,17 @@ def check(names: Sequence[str]) -> None:
     Raises:
         RequestError: one is not.
     """
-    for name in names:
-        if importlib.util.find_spec(name) is None:
-            raise RequestError(
+    refuse(
+        *(
+            (
+                importlib.util.find_spec(name) is None,
                 f"--track {name} needs the library {name}",
-                because="it is not installed",
-                hint=f"pip install {name.replace('_', '-')}, or leave --track {name} out",
+                "it is not installed",
+                f"pip install {name.replace('_', '-')}, or leave --track {name} out",
             )
+            for name in names
+        )
+    )
 
 
 class Trackers:
@@ -62,18 +66,13 @@ class Trackers:
         known = _read_ids(folder)
         self._trackers: dict[str, Any] = {}
         for name in dict.fromkeys(names):
-            try:
+            remedy = f"see to it that {name} works here, or leave --track {name} out"
+            with failure(f"cannot start the tracker {name}", hint=remedy):  # services fail in many ways
                 self._trackers[name] = tracker = _start(name, folder, known.get(name), first_step)
                 if name not in known:
                     tracker.store_init_configuration(dict(hyperparameters))
                     known[name] = _id_of(name, tracker)
                     files.write_file(folder / RECORD, msgspec.json.encode(known) + b"\n")
-            except Exception as error:  # a service, its library or the network fails in many ways
-                raise RequestError(
-                    f"cannot start the tracker {name}",
-                    because=first_line(error),
-                    hint=f"see to it that {name} works here, or leave --track {name} out",
-                ) from None
 
     def record(self, event: str, values: Mapping[str, Any]) -> None:
         """Log the numbers of a record of `metrics.jsonl` that belong to a curve."""
@@ -126,15 +125,13 @@ def _start(name: str, folder: Path, known: str | None, first_step: int) -> Any:
     # accelerate's own logger asks an Accelerator, which would set devices and threads anew.
     tracking.logger = logging.getLogger(tracking.__name__)
     kind = tracking.LOGGER_TYPE_TO_CLASS[name]
-    options: dict[str, Any] = {}
-    if name == "tensorboard" and first_step:
-        options = {"purge_step": first_step + 1}
-    elif name == "wandb":
-        options = {"id": known or uuid.uuid4().hex, "name": folder.name, "resume": "allow", "dir": str(folder)}
-    elif name == "mlflow":
-        options = {"run_id": known} if known else {"run_name": folder.name}
+    options: dict[str, dict[str, Any]] = {
+        "tensorboard": {"purge_step": first_step + 1} if first_step else {},
+        "wandb": {"id": known or uuid.uuid4().hex, "name": folder.name, "resume": "allow", "dir": str(folder)},
+        "mlflow": {"run_id": known} if known else {"run_name": folder.name},
+    }
     place = (name, str(folder)) if kind.requires_logging_directory else ("frugal",)
-    tracker = kind(*place, **options)
+    tracker = kind(*place, **options.get(name, {}))
     tracker.main_process_only = False  # this is rank 0; otherwise an Accelerator would be asked, as above
     tracker.start()
     return tracker

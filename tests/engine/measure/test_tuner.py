@@ -18,8 +18,8 @@ from frugal.checkpoint import manifest
 from frugal.checkpoint.progress import Progress
 from frugal.config.run_settings import RunSettings
 from frugal.data.batches import GlobalBatches
+from frugal.engine import training
 from frugal.engine.engine import Engine
-from frugal.engine.measure import tuner
 from frugal.engine.measure.tuner import FIRST_STEPS, TURN, Way, race, steps_needed
 from frugal.engine.reports.metrics import Log
 from frugal.errors import RequestError
@@ -203,12 +203,12 @@ def a_run(folder: Path, plan: Plan, **changes: Any) -> dict[str, Any]:
     """A run of 60 steps as `frugal.engine.run` puts it together, told of as far as it is tuned; runs on ranks."""
     settings = RunSettings(**{"steps": 60, "save_every": 8, "keep": 9, "eval_every": 7, "out": folder} | changes)
     folder.mkdir(parents=True, exist_ok=True)
-    started = tuner.plan_to_resume(plan, folder) if settings.resume else plan
+    started = training.plan_to_resume(plan, folder) if settings.resume else plan
     with running(started) as engine:
         tuned = []
 
         def begin(log: Log, start: Progress) -> None:
-            engine.tuner = tuner.tuner_of_run(engine, settings, log, (settings.steps or 0) - start.step)
+            engine.tuner = training.tuner_of_run(engine, settings, log, (settings.steps or 0) - start.step)
             tuned.append(engine.tuner is not None)
 
         batches, evaluate = GlobalBatches(SAMPLES, global_batch=8), partial(engine.evaluate, SAMPLES[:5])

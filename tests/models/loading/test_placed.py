@@ -6,6 +6,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+import deepspeed
 import pytest
 import torch
 from torch import Tensor, nn
@@ -13,7 +14,6 @@ from torch import Tensor, nn
 from bench.plans import plan_by_hand
 from bench.ranks import Ranks
 from frugal.config.adapters import Lora
-from frugal.deepspeed_adapter.stages import Zero3
 from frugal.engine.engine import initialize
 from frugal.models.loading import placed
 from frugal.models.objectives import CausalLM
@@ -57,7 +57,7 @@ def states(module: nn.Module) -> dict[str, Tensor]:
     """Parameters, under each of their names, and buffers; put together where ranks hold parts."""
     whole = {}
     for name, parameter in module.named_parameters(remove_duplicate=False):
-        with Zero3.gathered(parameter) if hasattr(parameter, "ds_id") else torch.no_grad():
+        with deepspeed.zero.GatheredParameters([parameter], enabled=hasattr(parameter, "ds_id")):
             whole[name] = parameter.detach().clone()
     return whole | {name: buffer.clone() for name, buffer in module.named_buffers(remove_duplicate=False)}
 

@@ -13,7 +13,7 @@ from bench.runs import records
 from frugal.config.run_settings import RunSettings
 from frugal.data.batches import GlobalBatches
 from frugal.engine.engine import Engine
-from frugal.engine.reports.endings import MOST_IN_A_ROW, describe_samples
+from frugal.engine.loop import MOST_IN_A_ROW
 from frugal.errors import NumbersError
 from frugal.models.objectives import Batch, CausalLM
 from tests.engine.engines import plan_here, run_loop, running
@@ -160,8 +160,3 @@ def test_batches_are_not_left_out_for_ever(tmp_path: Path, two_ranks: Ranks) -> 
     lines = message.splitlines()
     assert lines[0] == f"7 the loss is NaN in step {MOST_IN_A_ROW + 1}"
     assert lines[1] == f"  because {MOST_IN_A_ROW} batches before it were left out, one after the other"
-
-
-def test_a_long_batch_is_shown_by_its_first_samples() -> None:
-    assert describe_samples([4, 2]) == "samples 4, 2"
-    assert describe_samples(list(range(512))) == "samples 0, 1, 2, 3, 4, 5, 6, 7, ... (512 in all)"

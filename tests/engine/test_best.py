@@ -14,8 +14,7 @@ from frugal.checkpoint import loading, saving
 from frugal.checkpoint.progress import Progress
 from frugal.config.run_settings import RunSettings
 from frugal.data.batches import GlobalBatches
-from frugal.engine.evaluation import Evaluation
-from frugal.engine.extensions.best import Best
+from frugal.engine.evaluation import Best, Evaluation
 from frugal.errors import RequestError
 from tests.engine.engines import plan_here, run_loop, running
 from tests.engine.small_models import ragged_samples
