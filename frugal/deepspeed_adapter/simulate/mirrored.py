@@ -135,7 +135,7 @@ MIRRORED = (
     ),
     *_mirrored(
         _COORDINATOR,
-        "simulate.prefetch.SimulatedPrefetch",
+        "simulate.zero3.SimulatedPrefetch",
         reset_step="f992bb62cc9efb34",
         record_module="4169b2334f29a4fd",
         record_parameters="182696f0317dcd88",
@@ -152,7 +152,7 @@ MIRRORED = (
     ),
     *_mirrored(
         _OFFLOAD,
-        "simulate.prefetch.SimulatedPrefetch",
+        "simulate.zero3.SimulatedPrefetch",
         mark_persistent_parameters="c01f8b416681da4a",
     ),
     *_mirrored(
