@@ -12,6 +12,7 @@ count as such. Left out: what stays in a cache between two operators, and kernel
 allocator counts; a CPU has no such counter, so there a `StorageWatch` does.
 """
 
+import math
 import sys
 import weakref
 from collections.abc import Callable, Iterable, Iterator, Sequence
@@ -109,8 +110,11 @@ class StorageWatch(torch_internals.DispatchMode):
     def __torch_dispatch__(self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None) -> Any:
         """Run one operator and look at what it returns."""
         if func in INSIDE and self.looks_inside:
-            with self._inside():
+            torch_internals.DispatchMode.__enter__(self)  # to see the operators that this one calls
+            try:
                 return INSIDE[func][self.device_kind](*args, **(kwargs or {}))
+            finally:
+                torch_internals.DispatchMode.__exit__(self, None, None, None)
         self.num_operators += 1
         if func in _VIEWS or (func not in _OTHERS and _is_view(func)):
             return func(*args, **(kwargs or {}))
@@ -124,15 +128,6 @@ class StorageWatch(torch_internals.DispatchMode):
                 self._see(tensor, func, args)
         self.executed()
         return out
-
-    @contextmanager
-    def _inside(self) -> Iterator[None]:
-        """Watch the operators that an operator calls."""
-        torch_internals.DispatchMode.__enter__(self)
-        try:
-            yield
-        finally:
-            torch_internals.DispatchMode.__exit__(self, None, None, None)
 
     def _see(self, tensor: Tensor, operator: Any, inputs: tuple[Any, ...]) -> None:
         storage = tensor.untyped_storage()
@@ -256,11 +251,8 @@ def _storages(tensors: Iterable[Tensor]) -> set[int]:
 
 def _bytes(tensor: Tensor) -> int:
     """Return the bytes of a tensor's elements, broadcast ones counted once."""
-    elements = 1
-    for size, stride in zip(tensor.shape, tensor.stride(), strict=True):
-        if stride or not size:
-            elements *= size
-    return elements * tensor.element_size()
+    sizes = zip(tensor.shape, tensor.stride(), strict=True)
+    return math.prod(size for size, stride in sizes if stride or not size) * tensor.element_size()
 
 
 class Gauge:

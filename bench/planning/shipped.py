@@ -28,12 +28,10 @@ CLASSES = sorted({kernel_class(card.compute_capability) for card in CARDS.values
 def make(model: str, mode: ActivationCheckpointing, pool: Pool) -> shipped.Shipment:
     """Trace a preset in a mode anew, and return the shipment."""
     request = Request(model=model)
-    (described,) = pool.ask([AskFacts(request)])
-    (checked,) = pool.ask([AskCheck(request)])
-    assert described.describe is not None and checked.notes is not None
-    longest = described.describe.max_positions or request.seq_len
+    described, notes = pool.ask([AskFacts(request), AskCheck(request)])
+    longest = described.max_positions or request.seq_len
     request = replace(request, seq_len=longest) if longest < request.seq_len else request
-    facts = replace(described.describe, notes=checked.notes)
+    facts = replace(described, notes=notes)
     traces: dict[str, msgspec.Raw] = {}
     same: dict[str, str] = {}
     for capability in CLASSES:
@@ -41,10 +39,9 @@ def make(model: str, mode: ActivationCheckpointing, pool: Pool) -> shipped.Shipm
         for question, answer in zip(questions, pool.attempt(questions), strict=True):
             if isinstance(answer, FrugalError):  # such as a tiled loss that the model cannot take
                 continue
-            assert answer.traced is not None
             name = shipped._name(question)
-            traces[name] = msgspec.Raw(msgspec.json.encode(answer.traced))
-            alike = (shipped._name(structs.replace(question, capability=each)) for each in answer.traced.alike)
+            traces[name] = msgspec.Raw(msgspec.json.encode(answer))
+            alike = (shipped._name(structs.replace(question, capability=each)) for each in answer.alike)
             same.update((each, name) for each in alike if each != name)
     return shipped.Shipment(shipped._versions(), shipped._definition(model), facts, traces, same)
 

@@ -9,7 +9,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from frugal.dryrun.shared_row import SharedRow
+from frugal.dryrun.compare import SharedRow
 from frugal.errors import RequestError
 
 FOLDER = Path(__file__).with_name("rows")

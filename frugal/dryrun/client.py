@@ -19,15 +19,7 @@ from frugal.deepspeed_adapter.simulate.engine import Steps, equal_steps, simulat
 from frugal.dryrun import shipped
 from frugal.dryrun.cache import Cache, digest, facts_key, model_key
 from frugal.dryrun.figures import fullest_drafted, likely_fullest, rank_memories
-from frugal.dryrun.messages import (
-    Answer,
-    AskCheck,
-    AskDryRun,
-    AskFacts,
-    AskFused,
-    DryRun,
-    WarmUp,
-)
+from frugal.dryrun.messages import AskCheck, AskDryRun, AskFacts, AskFused, DryRun, WarmUp
 from frugal.dryrun.pool import Pool, workers
 from frugal.dryrun.trace.drafts import Drafts
 from frugal.errors import RequestError
@@ -321,9 +313,8 @@ class DryRunSource:
             key = digest("model", model, self.request.batch_norm, *([shared_by] if shared_by > 1 else []))
             self._facts = self._cache.read(key, ModelFacts) or shipped.facts(self.request)
             if self._facts is None:
-                answer, checked = self._pool.ask([AskFacts(self.request), AskCheck(self.request)])
-                assert answer.describe is not None and checked.notes is not None
-                self._facts = replace(answer.describe, notes=checked.notes)
+                described, notes = self._pool.ask([AskFacts(self.request), AskCheck(self.request)])
+                self._facts = replace(described, notes=notes)
                 self._cache.write(key, self._facts)
             self._facts = replace(self._facts, fused=self._fused((FUSED_LOSS,) if self._facts.can_tile else ()))
         return self._facts
@@ -335,9 +326,8 @@ class DryRunSource:
         key = digest("fused", facts_key(self.request), self.request.precision)
         fused = self._cache.read(key, tuple[str, ...])
         if fused is None:
-            (answer,) = self._pool.ask([AskFused(self.request)])
-            assert answer.fused is not None
-            self._cache.write(key, fused := answer.fused)
+            (fused,) = self._pool.ask([AskFused(self.request)])
+            self._cache.write(key, fused)
         kernels.refuse_none(self.request, fused := (*fused, *more))
         return fused
 
@@ -360,7 +350,7 @@ class DryRunSource:
             rank=rank,
             kind=self.kind,
             steps=steps,
-            by_tensor=self._is_by_tensor(strategy),
+            by_tensor=self._is_by_tensor,
         )
         return replace(memory, timeline=self._with_workspaces(memory.timeline, most_tokens))
 
@@ -426,14 +416,15 @@ class DryRunSource:
                 resident_threads=self._resident_threads if exact else 0,
                 multiprocessors=self._multiprocessors,
                 first_micro_steps=None if exact else 1,
-                by_tensor=self._is_by_tensor(strategy),
+                by_tensor=self._is_by_tensor,
             )
             for micro_batch in micro_batches
             for rank in ranks
         ]
-        return list(map(_answered, self._pool.ask(questions)))
+        return self._pool.ask(questions)
 
-    def _is_by_tensor(self, strategy: Strategy) -> bool:
+    @property
+    def _is_by_tensor(self) -> bool:
         """Return whether no rank holds the whole model while it is loaded."""
         return self.facts().weights.origin == "pretrained"
 
@@ -480,8 +471,3 @@ class DryRunSource:
 
 def _number(replays: KnownReplays) -> int:
     return sum(map(len, replays.values()))
-
-
-def _answered(answer: Answer) -> DryRun:
-    assert answer.dry_run is not None
-    return answer.dry_run

@@ -6,6 +6,8 @@ of single modes.
 
 from collections.abc import Sequence
 
+import msgspec
+
 from frugal.config.hardware.cluster import Capability, DeviceKind
 from frugal.config.request import Request
 from frugal.deepspeed_adapter.simulate.engine import covers
@@ -66,12 +68,9 @@ class Drafts:
         if not missing:
             return
         for question, answer in zip(missing, self._pool.attempt(missing), strict=True):
-            if isinstance(answer, FrugalError):
-                self._traces[question] = answer
-                continue
-            assert answer.traced is not None
-            self._cache.write(self._key(question), answer.traced)
-            self._traces[question] = answer.traced.trace
+            if isinstance(answer, Traced):
+                self._cache.write(self._key(question), answer)
+            self._traces[question] = answer.trace if isinstance(answer, Traced) else answer
 
     def trace(self, strategy: Strategy) -> ModelTrace | None:
         """Return the model's step under `strategy`; None if it has no trace, or the simulation does not cover it.
@@ -175,14 +174,5 @@ class Drafts:
         }
 
     def _key(self, question: AskTrace) -> str:
-        mode = (
-            question.activation_checkpointing,
-            question.loss,
-            question.zero_stage,
-            question.kind,
-            question.capability,
-            *([question.sequence_parallel] if question.sequence_parallel > 1 else []),
-        )
-        tiled = ("tiled MLP",) if question.mlp == "tiled" else ()
-        fused = (question.kernels, question.multiprocessors) if question.kernels != "plain" else ()
-        return digest("trace", self._model, self._request.precision, (*mode, *tiled, *fused))
+        way = msgspec.structs.asdict(question) | {"request": self._model}
+        return digest("trace", self._request.precision, way)

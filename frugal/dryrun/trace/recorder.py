@@ -333,7 +333,7 @@ class Tracker(StorageWatch):
         yield from others
 
     def _place(self) -> repeats.BetweenSlices:
-        timeline, counted = self._timeline, {**self._counted, "num_operators": self.num_operators}
+        timeline, counted = self._timeline, Counter({**self._counted, "num_operators": self.num_operators})
         elsewhere = (len(self.marks[-1]), len(timeline.empties), self.host.live_bytes, self.host.peak_bytes)
         return repeats.BetweenSlices(len(timeline.events), len(timeline.fixed), counted, elsewhere)
 
@@ -342,11 +342,10 @@ class Tracker(StorageWatch):
         moved = repeats.write(self._timeline, places, times)
         born = range(places[-2].birth, places[-1].birth)
         self._storage |= {address: index + moved for address, index in self._storage.items() if index in born}
-        for name, number in places[-1].counted_since(places[-2]).items():
-            if name == "num_operators":
-                self.num_operators += times * number
-            else:
-                self._counted[name] += times * number
+        counted = places[-1].counted - places[-2].counted
+        self.num_operators += times * counted.pop("num_operators", 0)
+        for name, number in counted.items():
+            self._counted[name] += times * number
 
     # Operators
 
@@ -360,7 +359,7 @@ class Tracker(StorageWatch):
             raise TypesDifferError(f"matrices of a product must have the same dtype, not {' and '.join(sorted(types))}")
         if func in _FUSED_OPTIMIZERS:
             return None  # updates in place, and takes no memory
-        if (assumed := operators.stand_in(func, args, kwargs)) is not None:
+        if func in operators.STAND_INS and (assumed := operators.STAND_INS[func](*args, **kwargs)) is not None:
             self._assume(assumed[1])
             return assumed[0]
         # DeepSpeed keeps shapes as meta tensors of its own (stage_1_and_2.py), which are nothing on a real device.

@@ -142,10 +142,14 @@ def _block(across: int, down: int, most: int) -> tuple[int, int]:
 
 def of_operator(operator: object, args: tuple[Any, ...], resident_threads: int) -> tuple[int, ...]:
     """Return the scratch of an operator's reduction, see `scratch`; empty where it has none."""
-    if operator in (aten.sum.dim_IntList, aten.mean.dim):
-        return scratch(args[0], args[1], resident_threads)
-    if operator in (aten.sum.default, aten.mean.default):
-        return scratch(args[0], None, resident_threads)
-    if operator is aten.linalg_vector_norm.default:
-        return scratch(args[0], args[2] if len(args) > 2 else None, resident_threads, wide=False)
-    return ()
+    if operator not in _DIMENSIONS:
+        return ()
+    dimensions = args[_DIMENSIONS[operator]] if len(args) > _DIMENSIONS[operator] else None
+    return scratch(args[0], dimensions, resident_threads, wide=operator is not aten.linalg_vector_norm.default)
+
+
+_DIMENSIONS = {
+    aten.sum.dim_IntList: 1, aten.mean.dim: 1, aten.sum.default: 1, aten.mean.default: 1,
+    aten.linalg_vector_norm.default: 2,
+}  # fmt: skip
+"""The argument of each reduction that names the dimensions, if there is one."""

@@ -30,12 +30,8 @@ class BetweenSlices:
 
     event: int
     birth: int
-    counted: dict[str, int]
+    counted: Counter[str]
     elsewhere: tuple[int, ...]
-
-    def counted_since(self, before: "BetweenSlices") -> dict[str, int]:
-        """Return the counts since `before`."""
-        return {name: number - before.counted.get(name, 0) for name, number in self.counted.items()}
 
 
 def are_alike(timeline: TimelineBuilder, places: Sequence[BetweenSlices]) -> bool:
@@ -45,9 +41,9 @@ def are_alike(timeline: TimelineBuilder, places: Sequence[BetweenSlices]) -> boo
     num_births = second.birth - first.birth
     if third.birth - second.birth != num_births or third.event - second.event != second.event - first.event:
         return False
-    if first.elsewhere != second.elsewhere or second.elsewhere != third.elsewhere:
+    if not first.elsewhere == second.elsewhere == third.elsewhere:
         return False
-    if second.counted_since(first) != third.counted_since(second):
+    if second.counted - first.counted != third.counted - second.counted:
         return False
     of_storages = (timeline.fixed, timeline.categories, timeline.operators, timeline.modules)
     if any(values[first.birth : second.birth] != values[second.birth : third.birth] for values in of_storages):

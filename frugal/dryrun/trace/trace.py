@@ -158,21 +158,27 @@ def trace(
         not_collected(),
     ):
         try:
-            recorded = (None if layer_modes else _spliced(model, record)) or _whole(model, record)
+            recorded = None if layer_modes else _spliced(model, record)
+            if recorded is None:
+                first, second = (record(copy.deepcopy(model), "", micro_batch) for micro_batch in MICRO_BATCHES)
+                recorded = first, *_fitted(first, second), (first.counts, second.counts), first.gathered_as_one
         except (FrugalError, NotAffineError, NotImplementedError):
             raise
         except Exception as error:  # a dry run tries more ways, or reports what is wrong
             raise NotAffineError(f"the model's step alone cannot be traced: {error}") from error
+    recorder, stream, marks, counts, as_one = recorded
     parameters = list(model.parameters())
     buffers = [*model.buffers(), *quantised.scales(model)]
     sizes = {parameter.element_size() for parameter in parameters}
     trained = {parameter.element_size() for parameter in parameters if parameter.requires_grad}
     return ModelTrace(
-        **recorded,
+        stream=stream,
+        marks=marks,
+        work=between(*counts, MICRO_BATCHES),
+        notes=recorder.notes,
+        gathered_as_one=as_one,
         own_parameters=zero3_graph.parameters_of_modules(model, within=False) if is_zero3 else (),
-        parameters_within=zero3_graph.parameters_of_modules(model, within=True)
-        if recorded.get("gathered_as_one")
-        else (),
+        parameters_within=zero3_graph.parameters_of_modules(model, within=True) if as_one else (),
         elements=tuple(parameter.numel() for parameter in parameters),
         trainable=tuple(parameter.requires_grad for parameter in parameters),
         element_bytes=trained.pop() if len(trained) == 1 else 0,
@@ -184,6 +190,10 @@ def trace(
 
 Record = Callable[[nn.Module, str, int], Recorder]
 """Records a micro-step of a model, which is used up: the model, the list of its repeated layers, the micro-batch."""
+
+Recorded = tuple[Recorder, Timeline, Marks, tuple[Counts, Counts], tuple[int, ...]]
+"""A recording, stream and marks for every micro-batch, the counts at each of `MICRO_BATCHES`, and the modules that are
+gathered as one."""
 
 
 def _fitted(first: Recorder, second: Recorder) -> tuple[Timeline, Marks]:
@@ -198,28 +208,8 @@ def _fitted(first: Recorder, second: Recorder) -> tuple[Timeline, Marks]:
     return stream, tuple(map(tuple, first.marks))
 
 
-def _whole(model: nn.Module, record: Record) -> dict[str, Any]:
-    """Return fields of `ModelTrace` from traces of the whole model."""
-    first, second = (record(copy.deepcopy(model), "", micro_batch) for micro_batch in MICRO_BATCHES)
-    stream, marks = _fitted(first, second)
-    return _fields(first, stream, marks, (first.counts, second.counts), first.gathered_as_one)
-
-
-def _fields(
-    recorder: Recorder, stream: Timeline, marks: Marks, counts: tuple[Counts, Counts], gathered_as_one: tuple[int, ...]
-) -> dict[str, Any]:
-    """Return fields of `ModelTrace`; `counts`: at each of `MICRO_BATCHES`."""
-    return {
-        "stream": stream,
-        "marks": marks,
-        "work": between(*counts, MICRO_BATCHES),
-        "notes": recorder.notes,
-        "gathered_as_one": gathered_as_one,
-    }
-
-
-def _spliced(model: nn.Module, record: Record) -> dict[str, Any] | None:
-    """Return the same fields from traces of few layers; None where they cannot stand for many.
+def _spliced(model: nn.Module, record: Record) -> Recorded | None:
+    """Record few layers and splice them; None where they cannot stand for many.
 
     Two traces are of the same few periods of layers, as for a whole model. A third has a period more, and must equal
     the spliced others: so a storage whose size depends on the number of layers is noticed. Such a storage is the
@@ -238,7 +228,10 @@ def _spliced(model: nn.Module, record: Record) -> dict[str, Any] | None:
         stream, marks = _fitted(first, second)
         if model not in _ALIKE_WHEN_LONGER:
             longer = recorded(FEW_PERIODS + 1, MICRO_BATCHES[0])
-            if not _is_recorded(*splice(stream, marks, layers, FEW_PERIODS + 1), longer):
+            real, (one_more, more_marks) = longer.timeline(), splice(stream, marks, layers, FEW_PERIODS + 1)
+            is_alike = (one_more.events, one_more.phases) == (real.events, real.phases)
+            is_alike = is_alike and more_marks == tuple(map(tuple, longer.marks))
+            if not is_alike or one_more.sizes(MICRO_BATCHES[0]) != list(real.fixed):
                 return None
             _ALIKE_WHEN_LONGER.add(model)
         stream, marks = splice(stream, marks, layers, repeated.num_periods)
@@ -249,17 +242,9 @@ def _spliced(model: nn.Module, record: Record) -> dict[str, Any] | None:
     ):  # those that can be recomputed one by one
         marks = tuple(tuple(mark for mark in phase if mark.kind < MarkKind.LAYER) for phase in marks)
     more = repeated.num_periods - FEW_PERIODS
-    counts = [each.counts.plus(_of_a_period(each, layers), more) for each in (first, second)]
+    small, large = (each.counts.plus(_of_a_period(each, layers), more) for each in (first, second))
     as_one = layers.module_numbers(first.gathered_as_one, repeated.num_periods)
-    return _fields(first, stream, marks, (counts[0], counts[1]), as_one)
-
-
-def _is_recorded(stream: Timeline, marks: Marks, recorded: Recorder) -> bool:
-    """Return whether stream and marks equal a recording at the first micro-batch."""
-    other = recorded.timeline()
-    of_marks = tuple(map(tuple, recorded.marks))
-    is_alike = (stream.events, stream.phases, marks) == (other.events, other.phases, of_marks)
-    return is_alike and stream.sizes(MICRO_BATCHES[0]) == list(other.fixed)
+    return first, stream, marks, (small, large), as_one
 
 
 def _of_a_period(raw: Recorder, layers: LayerLayout) -> Counts:
@@ -348,8 +333,11 @@ def repetition(model: nn.Module) -> LayerLayout | None:
     if len(lists) != 1:
         return None
     path, layers = lists[0]
-    if not _own_parameters_stand_together(model, layers):
-        return None
+    numbers = {id(parameter): number for number, parameter in enumerate(model.parameters())}
+    own = [[numbers[id(parameter)] for parameter in layer.parameters()] for layer in layers]
+    in_order = [number for of_layer in own for number in of_layer]
+    if not in_order or in_order != list(range(in_order[0], in_order[0] + len(in_order))):
+        return None  # the layers share parameters, or others stand between
     kinds = [_kind(layer) + _settings(model, i, len(layers)) for i, layer in enumerate(layers)]
     for period in range(1, len(kinds) // 2 + 1):
         first = len(kinds)
@@ -357,8 +345,20 @@ def repetition(model: nn.Module) -> LayerLayout | None:
             first -= 1
         first += (len(kinds) - first) % period
         if (len(kinds) - first) // period >= 2 and first <= len(kinds) // 2:
-            return _layout(model, path, list(layers), first, period)
-    return None
+            break
+    else:
+        return None
+    of_period = list(layers)[first : first + period]
+    return LayerLayout(
+        path=path,
+        first_layer=first,
+        period=period,
+        num_periods=(len(kinds) - first) // period,
+        first_parameter=min(number for of_layer in own[first : first + period] for number in of_layer),
+        parameters=sum(map(len, own[first : first + period])),
+        first_module=next(number for number, module in enumerate(model.modules()) if module is of_period[0]),
+        modules=sum(1 for layer in of_period for _ in layer.modules()),
+    )
 
 
 def shortened(model: nn.Module, repeated: LayerLayout, num_periods: int) -> nn.Module:
@@ -371,37 +371,12 @@ def shortened(model: nn.Module, repeated: LayerLayout, num_periods: int) -> nn.M
         return copy.deepcopy(model, {} if config is None else {id(config): config})
 
 
-def _layout(model: nn.Module, path: str, layers: list[nn.Module], first: int, period: int) -> LayerLayout:
-    """Return the layout of `layers`, of which those from `first` on repeat after each `period`."""
-    of_period = layers[first : first + period]
-    parameters = {id(parameter): number for number, parameter in enumerate(model.parameters())}
-    modules = {id(module): number for number, module in enumerate(model.modules())}
-    own = [parameters[id(parameter)] for layer in of_period for parameter in layer.parameters()]
-    return LayerLayout(
-        path=path,
-        first_layer=first,
-        period=period,
-        num_periods=(len(layers) - first) // period,
-        first_parameter=min(own),
-        parameters=len(own),
-        first_module=modules[id(of_period[0])],
-        modules=sum(1 for layer in of_period for _ in layer.modules()),
-    )
-
-
 def _outermost_lists(module: nn.Module, path: str = "") -> Iterator[tuple[str, nn.ModuleList]]:
     if isinstance(module, nn.ModuleList):
         yield path, module
         return
     for name, child in module.named_children():
         yield from _outermost_lists(child, f"{path}.{name}" if path else name)
-
-
-def _own_parameters_stand_together(model: nn.Module, layers: nn.ModuleList) -> bool:
-    """Return whether the layers share no parameter, and are consecutive in the model's order."""
-    numbers = {id(parameter): number for number, parameter in enumerate(model.parameters())}
-    own = [numbers[id(parameter)] for layer in layers for parameter in layer.parameters()]
-    return bool(own) and own == list(range(own[0], own[0] + len(own)))
 
 
 def _kind(layer: nn.Module) -> tuple[Any, ...]:
