@@ -19,8 +19,7 @@ from frugal.config.hardware import local_host
 from frugal.config.hardware.calibration import Calibration, Probe, calibration_folder, format_flops, read_all
 from frugal.config.hardware.cluster import Capability, Device, DeviceKind, recognise_card
 from frugal.dryrun.client import DryRunSource, workers
-from frugal.dryrun.compare import Measurement, SharedRow, host_bytes_per_node, predicted
-from frugal.dryrun.figures import Figures, fullest
+from frugal.dryrun.compare import Figures, Measurement, SharedRow, fullest, host_bytes_per_node, predicted
 from frugal.dryrun.messages import DryRun
 from frugal.dryrun.pool import Pool
 from frugal.engine.measure.record import Capped, Measured, Trial, timeline_name

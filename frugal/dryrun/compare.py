@@ -1,5 +1,5 @@
 """A real run beside its dry run, as a record against which later versions can be checked, and a plan of other versions
-beside a dry run with those installed. No torch here."""
+beside a dry run with those installed; the figures of a dry run are its peaks. No torch here."""
 
 import re
 from collections.abc import Sequence
@@ -11,18 +11,20 @@ import msgspec
 
 from frugal import temporary
 from frugal.config.hardware import local_host
-from frugal.config.hardware.cluster import Cluster, Device
+from frugal.config.hardware.cluster import Cluster, Device, DeviceKind
 from frugal.config.request import Request, Task
 from frugal.distributed.rank_logs import to_console
 from frugal.dryrun.client import DryRunSource
-from frugal.dryrun.figures import Figures, figures
 from frugal.dryrun.messages import DryRun
 from frugal.dryrun.pool import Pool
 from frugal.engine.measure.record import Capped, Measured, ModelDefinition
 from frugal.errors import FrugalError, PlanMismatchError, RequestError
 from frugal.planning.batch import BatchPlan
 from frugal.planning.length_bucketing import most_samples
+from frugal.planning.memory import breakdown
+from frugal.planning.memory.allocator import Replays
 from frugal.planning.memory.breakdown import MemoryBreakdown
+from frugal.planning.memory.interval import Bounds, of_device, widened
 from frugal.planning.plan import Plan
 from frugal.planning.search.fitting import Fitting
 from frugal.planning.strategy import Strategy
@@ -115,6 +117,86 @@ def as_run(plan: Plan, folder: Path) -> str | None:
         f"memory for {samples} x {tokens} tokens, the largest micro-batch of the first steps: predicted "
         f"{format_bytes(predicted.live_bytes)}, measured {format_bytes(record.measured_bytes)} ({difference:+.1f} %)"
     )
+
+
+@dataclass(frozen=True, kw_only=True)
+class Figures:
+    """The figures of the fullest rank, by phase and in total. Everything is in bytes.
+
+    Attributes:
+        peak_allocated_bytes: the most in live tensors; on CUDA in the allocator's blocks, as `max_memory_allocated`.
+        peak_reserved_bytes: the most in the allocator's segments where nothing limits it, as `max_memory_reserved`.
+        smallest_capacity_bytes: the least memory in which the step runs: a full device gives back cached segments.
+        categories: bytes at the peak by category; the sum is `peak_allocated_bytes`.
+        phases: the peak of each phase; the largest is `peak_allocated_bytes`.
+        host_bytes_per_node: of a node with all its ranks: their tensors on the host, and their processes.
+        operator: the one that allocates at the peak.
+        phase: when the peak is.
+    """
+
+    peak_allocated_bytes: int
+    peak_reserved_bytes: int
+    smallest_capacity_bytes: int
+    categories: dict[str, int]
+    phases: dict[str, int]
+    host_bytes_per_node: int
+    operator: str
+    phase: str
+
+    def __post_init__(self) -> None:
+        assert sum(self.categories.values()) == self.peak_allocated_bytes == max(self.phases.values())
+
+
+def fullest(dry_runs: Sequence[DryRun], kind: DeviceKind) -> DryRun:
+    """Return the rank with the most bytes in live tensors."""
+    return max(dry_runs, key=lambda dry_run: max(_phases(dry_run, kind).values()))
+
+
+def predicted(dry_runs: Sequence[DryRun], cluster: Cluster, *, expandable_segments: bool = False) -> Figures:
+    """Return the figures of a cluster's dry-run ranks: each the largest of any rank, the composition that of the
+    fullest."""
+    kind, ranks_per_node = cluster.devices[0].kind, max(len(node.devices) for node in cluster.nodes)
+    phases = [_phases(dry_run, kind) for dry_run in dry_runs]
+    allocated = max(max(each.values()) for each in phases)
+    peak = fullest(dry_runs, kind).peak
+    categories = dict(peak.categories)
+    reserved = capacity = allocated
+    if kind == "cuda":
+        categories["rounding"] = allocated - peak.total_bytes
+        replays = [_replays(dry_run, expandable_segments=expandable_segments) for dry_run in dry_runs]
+        reserved = max(each.under().peak_reserved_bytes for each in replays)
+        capacity = max(each.smallest_capacity() for each in replays)
+    return Figures(
+        peak_allocated_bytes=allocated,
+        peak_reserved_bytes=reserved,
+        smallest_capacity_bytes=capacity,
+        categories=categories,
+        phases={name: max(each[name] for each in phases) for name in phases[0]},
+        host_bytes_per_node=breakdown.node_host_bytes(max(each.host_bytes for each in dry_runs), kind, ranks_per_node),
+        operator=peak.operator,
+        phase=peak.phase,
+    )
+
+
+def interval(figures: Figures, device: Device, assumptions: Sequence[str]) -> Bounds:
+    """Return the bounds of the memory that `device` needs, its context included."""
+    live = figures.peak_allocated_bytes - figures.categories.get("rounding", 0)
+    bounds = of_device(live, figures.smallest_capacity_bytes, device)
+    of_data = figures.categories["activations"] + figures.categories["temporary"]
+    return widened(bounds, figures.smallest_capacity_bytes + device.context_bytes, of_data, assumptions)
+
+
+def _replays(dry_run: DryRun, *, expandable_segments: bool = False) -> Replays:
+    timeline = dry_run.timeline
+    return Replays(timeline.fixed, timeline.events, timeline.empties, expandable_segments=expandable_segments)
+
+
+def _phases(dry_run: DryRun, kind: DeviceKind) -> dict[str, int]:
+    """Return the peak of each phase: live tensors, on CUDA in blocks. A CPU has no caching allocator."""
+    timeline = dry_run.timeline
+    if kind == "cuda":
+        timeline = replace(timeline, fixed=_replays(dry_run).block_bytes())
+    return timeline.phase_peaks(dry_run.micro_batch)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -213,12 +295,6 @@ def _read(path: Path, kind: type[T], words: str) -> T:
         raise RequestError(f"cannot read {path}", because=str(error.strerror)) from None
     except (msgspec.DecodeError, UnicodeDecodeError, AssertionError) as error:
         raise RequestError(f"{path} is not {words}", because=str(error) or "its numbers disagree") from None
-
-
-def predicted(dry_runs: Sequence[DryRun], cluster: Cluster, *, expandable_segments: bool = False) -> Figures:
-    """Return the figures of a cluster's dry runs."""
-    ranks_per_node = max(len(node.devices) for node in cluster.nodes)
-    return figures(dry_runs, cluster.devices[0].kind, ranks_per_node, expandable_segments=expandable_segments)
 
 
 def error(predicted: Figures, measured: Measured) -> float:

@@ -97,11 +97,11 @@ class AskTrace(msgspec.Struct, frozen=True, kw_only=True):
     """
 
     request: Request
-    activation_checkpointing: ActivationCheckpointing
-    loss: Literal["plain", "tiled"]
-    mlp: Literal["plain", "tiled"] = "plain"
-    zero_stage: Literal[2, 3]
     kind: DeviceKind
+    activation_checkpointing: ActivationCheckpointing = "off"
+    loss: Literal["plain", "tiled"] = "plain"
+    mlp: Literal["plain", "tiled"] = "plain"
+    zero_stage: Literal[2, 3] = 2
     capability: Capability = ASSUMED_CAPABILITY
     sequence_parallel: int = 1
     kernels: Kernels = "plain"

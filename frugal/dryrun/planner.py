@@ -40,13 +40,6 @@ def plan(*, objective: "Objective | None" = None, draft: bool = False, **setting
         RequestError: a setting is unknown or wrong, or settings contradict each other.
         NothingFitsError: no strategy fits.
     """
-    return _plan(objective, draft, **settings)
-
-
-plan.__signature__ = plan_arguments.signature(plan)  # type: ignore[attr-defined]  # for help() and completion
-
-
-def _plan(objective: "Objective | None", only_draft: bool, **settings: Any) -> Plan:
     settings = plan_arguments.in_full(settings)
     model = settings.get("model")
     if objective is not None or not isinstance(model, str | None):
@@ -62,7 +55,10 @@ def _plan(objective: "Objective | None", only_draft: bool, **settings: Any) -> P
     for note in notes:
         logger.warning(note)
     with closing(plans_here(*understand(settings, calibration))) as made:
-        return next(made) if only_draft else list(made)[-1]
+        return next(made) if draft else list(made)[-1]
+
+
+plan.__signature__ = plan_arguments.signature(plan)  # type: ignore[attr-defined]  # for help() and completion
 
 
 def plans_here(request: Request, cluster: Cluster, defaults: tuple[str, ...]) -> Generator[Plan]:

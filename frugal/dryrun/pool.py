@@ -37,7 +37,6 @@ class Pool:
     """A pool of at most `max_workers` processes; `ask` gives each question to an idle one."""
 
     def __init__(self, max_workers: int) -> None:
-        self._max_workers = max_workers
         self._idle: queue.LifoQueue[_Worker | None] = queue.LifoQueue()
         for _ in range(max_workers):
             self._idle.put(None)  # a place for a worker not yet started

@@ -76,15 +76,11 @@ def _model_of(request: Request) -> Request:
     )  # fmt: skip
 
 
-def _spec(request: Request) -> Any:
-    return _spec_of(_model_of(request))
-
-
 def _resolved(question: AskDryRun | AskTrace) -> tuple[Any, Any]:
     """Return the model's spec, and its objective as the request has it."""
     from frugal.models.spec import check_sequence_length
 
-    spec, request = _spec(question.request), question.request
+    spec, request = _spec_of(_model_of(question.request)), question.request
     check_sequence_length(spec, request.seq_len)
     return spec, spec.objective(pack=bool(request.pack), document_tokens=request.document_tokens)
 
@@ -98,7 +94,7 @@ def _describe(question: AskFacts) -> Any:
     from frugal.planning.memory.loading import Weights
     from frugal.planning.model_facts import ModelFacts
 
-    spec = _spec(question.request)  # whatever the length asked for
+    spec = _spec_of(_model_of(question.request))  # whatever the length asked for
     model = spec.build(dtype=torch.bfloat16, device="meta")
     parameters = list(model.parameters())
     return ModelFacts(
@@ -118,7 +114,7 @@ def _describe(question: AskFacts) -> Any:
 def _check(question: AskCheck) -> tuple[str, ...]:
     from frugal.models.trials import model_check, text_checks
 
-    spec = _spec(question.request)
+    spec = _spec_of(_model_of(question.request))
     if question.request.pack:
         text_checks.check_packing(spec)
     if (shared_by := question.request.sequence_parallel or 1) > 1:

@@ -14,8 +14,7 @@ from bench.gpu.predictions import Prediction
 from bench.gpu.report import summary
 from bench.gpu.truth import Bench
 from bench.gpu.worker import Answer, Attention, Constants, Run
-from frugal.dryrun.compare import Measurement
-from frugal.dryrun.figures import Figures
+from frugal.dryrun.compare import Figures, Measurement
 from frugal.units import GIB, MIB
 from tests.dryrun.test_measured import is_true
 

@@ -19,8 +19,7 @@ from bench.recordings import shared
 from frugal.cli import measure, run
 from frugal.config.hardware import local_host
 from frugal.config.hardware.cluster import Node
-from frugal.dryrun.compare import Measurement, SharedRow, _numbers
-from frugal.dryrun.figures import Figures
+from frugal.dryrun.compare import Figures, Measurement, SharedRow, _numbers
 from frugal.engine.measure.record import ModelDefinition, RankMeasurement, Trial
 from frugal.errors import OutOfMemoryError
 from frugal.launch import local

@@ -11,8 +11,7 @@ from pathlib import Path
 
 import pytest
 
-from frugal.dryrun.compare import CPU_TOLERANCE, CUDA_LOW, CUDA_TOLERANCE, Measurement, error
-from frugal.dryrun.figures import Figures
+from frugal.dryrun.compare import CPU_TOLERANCE, CUDA_LOW, CUDA_TOLERANCE, Figures, Measurement, error
 from frugal.dryrun.pool import Pool
 from frugal.errors import RequestError
 

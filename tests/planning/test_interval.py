@@ -9,8 +9,7 @@ import pytest
 
 from frugal.config.hardware.cluster import CARDS, Device
 from frugal.config.schema import understand
-from frugal.dryrun.compare import Measurement
-from frugal.dryrun.figures import interval
+from frugal.dryrun.compare import Measurement, interval
 from frugal.planning.memory.interval import Bounds, Cause, of_device, of_tensors, widened
 from frugal.planning.memory_report import beyond_the_device
 from frugal.planning.plan import Plan

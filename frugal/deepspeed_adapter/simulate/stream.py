@@ -131,6 +131,9 @@ class Setting:
         trainable: of every parameter, whether it is trained.
         element_bytes: of the model's type.
         item_bytes: of an element of every parameter; those of quantised weights are bytes.
+        full_bytes: of every parameter.
+        part_bytes: of one of the equal parts of every parameter.
+        whole_bytes: of every parameter put together from equal parts.
         state_bytes: of a master weight, and of a state where it is not in blocks.
         offloads_optimizer: whether optimizer states live on the host.
         offloads_parameters: whether parameters live on the host, too, between uses.
@@ -140,8 +143,12 @@ class Setting:
         self.strategy, self.world_size, self.rank = strategy, world_size, rank
         self.elements, self.all_elements, self.trainable = trace.trainable_elements, trace.elements, trace.trainable
         self.element_bytes, self.state_bytes = trace.element_bytes, request.optimizer.master_bytes_per_element
-        sizes = zip(trace.sizes_bytes, trace.elements, strict=True)
-        self.item_bytes = tuple(size_bytes // max(1, n) for size_bytes, n in sizes)
+        whole = zip(trace.sizes_bytes, trace.elements, strict=True)
+        self.item_bytes = tuple(size_bytes // max(1, n) for size_bytes, n in whole)
+        sizes = list(zip(self.all_elements, self.item_bytes, strict=True))
+        self.full_bytes = [n * item_bytes for n, item_bytes in sizes]
+        self.part_bytes = [-(-n // world_size) * item_bytes for n, item_bytes in sizes]
+        self.whole_bytes = [part_bytes * world_size for part_bytes in self.part_bytes]
         self.offloads_optimizer = strategy.offload_optimizer == "cpu"
         self.offloads_parameters = strategy.offload_parameters == "cpu"
         self._optimizer = request.optimizer.name
@@ -156,14 +163,6 @@ class Setting:
             sizes = [elements, -(-elements // EIGHT_BIT_BLOCK) * 4]
         for size_bytes in 2 * sizes:
             place.born(size_bytes, "aten.zeros_like.default", OPTIMIZER)
-
-    def part_bytes(self, parameter: int) -> int:
-        """Return the bytes of one of a parameter's equal parts."""
-        return -(-self.all_elements[parameter] // self.world_size) * self.item_bytes[parameter]
-
-    def whole_bytes(self, parameter: int) -> int:
-        """Return the bytes of a parameter put together from equal parts."""
-        return self.part_bytes(parameter) * self.world_size
 
 
 def reduced_together(elements: Sequence[int], most: int) -> Iterator[range]:

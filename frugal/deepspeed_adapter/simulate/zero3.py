@@ -47,8 +47,6 @@ class SimulatedPrefetch:
         self._seen = list(trace.own_parameters), list(trace.parameters_within)  # with those of others that it reads
         self._running: list[int] = []  # modules in forward, the innermost last
         self._elements = elements = setting.all_elements
-        self._full_bytes = [n * item_bytes for n, item_bytes in zip(elements, setting.item_bytes, strict=True)]
-        self._whole_bytes = [setting.whole_bytes(parameter) for parameter in range(len(elements))]
         self._is_persistent = [n <= setting.strategy.persistence_threshold_elements for n in elements]
         self._status = [SPLIT] * len(elements)
         self.storage = [-1] * len(elements)  # of each gathered parameter; -1: it is not gathered
@@ -175,7 +173,7 @@ class SimulatedPrefetch:
         """Make what parameters are gathered into together: a buffer for each size of element."""
         sizes: Counter[int] = Counter()
         for parameter in parameters:
-            sizes[self._setting.item_bytes[parameter]] += self._whole_bytes[parameter]
+            sizes[self._setting.item_bytes[parameter]] += self._setting.whole_bytes[parameter]
         return [
             self._stream.born(size_bytes, "aten.empty.memory_format", COMMUNICATION)
             for _, size_bytes in sorted(sizes.items(), reverse=True)
@@ -185,7 +183,7 @@ class SimulatedPrefetch:
         """Copy own parts from the host, to be gathered."""
         if not self._setting.offloads_parameters:
             return []
-        parts = [self._setting.part_bytes(parameter) for parameter in parameters]
+        parts = [self._setting.part_bytes[parameter] for parameter in parameters]
         return [self._stream.born(part_bytes, "aten._to_copy.default", COMMUNICATION) for part_bytes in parts]
 
     def _take_whole(self, parameters: list[int]) -> None:
@@ -197,7 +195,7 @@ class SimulatedPrefetch:
         """Gather split parameters together (`__all_gather_params_`)."""
         self.num_gathers += 1
         self._available += sum(self._elements[parameter] for parameter in parameters)
-        gathered_bytes = sum(self._full_bytes[parameter] for parameter in parameters)
+        gathered_bytes = sum(self._setting.full_bytes[parameter] for parameter in parameters)
         self.gathered_elements += gathered_bytes // self._setting.element_bytes
         buffers: list[int] = []
         if self._setting.world_size == 1:
@@ -221,7 +219,9 @@ class SimulatedPrefetch:
             for each in gather.parameters:
                 self._status[each] = GATHERED
                 if together:
-                    self.storage[each] = self._stream.born(self._full_bytes[each], "aten.cat.default", COMMUNICATION)
+                    self.storage[each] = self._stream.born(
+                        self._setting.full_bytes[each], "aten.cat.default", COMMUNICATION
+                    )
         gather.waiting -= 1
         if together and gather.waiting == 0:
             self._stream.dies(*gather.buffers)
@@ -314,15 +314,15 @@ class SimulatedZero3(SimulatedOptimizer):
         stream, setting = self._stream, self._setting
         size = setting.element_bytes
         parts = []
-        sizes = [n * item_bytes for n, item_bytes in zip(setting.all_elements, setting.item_bytes, strict=True)]
+        sizes = setting.full_bytes
         there = [] if one_by_one else [stream.born(size_bytes, "building", PARAMETERS) for size_bytes in sizes]
         for i, (size_bytes, is_trained) in enumerate(zip(sizes, setting.trainable, strict=True)):
             whole = stream.born(size_bytes, "to device", PARAMETERS) if one_by_one else there[i]
-            part_bytes = setting.part_bytes(i)
             if setting.offloads_parameters:
-                part = self._host.pinned(self._host.born(part_bytes, "aten.empty.memory_format", PARAMETERS))
+                part = self._host.pinned(self._host.born(setting.part_bytes[i], "aten.empty.memory_format", PARAMETERS))
             else:
-                part = stream.born(part_bytes, "aten.empty.memory_format", TEMPORARY if is_trained else PARAMETERS)
+                category = TEMPORARY if is_trained else PARAMETERS
+                part = stream.born(setting.part_bytes[i], "aten.empty.memory_format", category)
             if is_trained:
                 parts.append(part)  # those of frozen parameters stay as they are
             stream.dies(whole)

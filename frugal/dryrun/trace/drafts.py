@@ -6,10 +6,8 @@ of single modes.
 
 from collections.abc import Sequence
 
-import msgspec
+from msgspec import structs
 
-from frugal.config.hardware.cluster import Capability, DeviceKind
-from frugal.config.request import Request
 from frugal.deepspeed_adapter.simulate.engine import covers
 from frugal.dryrun import shipped
 from frugal.dryrun.cache import Cache, digest, model_key
@@ -28,24 +26,12 @@ MIXTURES: dict[str, LayerMixtures] = {}
 
 
 class Drafts:
-    """The traces of one request's model."""
+    """The traces of one request's model, on the device of `question`."""
 
-    def __init__(
-        self,
-        request: Request,
-        kind: DeviceKind,
-        capability: Capability,
-        cache: Cache,
-        pool: Pool,
-        multiprocessors: int,
-    ) -> None:
-        self._request = request
-        self._multiprocessors = multiprocessors
-        self._kind = kind
-        self._capability = capability
-        self._cache = cache
-        self._pool = pool
-        self._model = model_key(request)
+    def __init__(self, question: AskTrace, cache: Cache, pool: Pool) -> None:
+        self._question, self._cache, self._pool = question, cache, pool
+        self._request = question.request
+        self._model = model_key(question.request)
         self._traces: dict[AskTrace, ModelTrace | FrugalError | None] = {}
         self._mixed_traces: dict[tuple[object, ...], ModelTrace | None] = {}
 
@@ -109,7 +95,7 @@ class Drafts:
         return ""
 
     def _as_run(self, strategy: Strategy) -> Strategy:
-        return strategy.where_the_host_is_the_device if self._kind == "cpu" else strategy
+        return strategy.where_the_host_is_the_device if self._question.kind == "cpu" else strategy
 
     def _mixed(self, strategy: Strategy) -> ModelTrace | None:
         """Return the trace of a mixture. The last few are kept: each is needed several times, and takes megabytes."""
@@ -158,21 +144,19 @@ class Drafts:
         strategy = self._as_run(strategy)
         modes = strategy.modes if strategy.activation_checkpointing != "budget" else ("off", *strategy.modes)
         return {
-            mode: AskTrace(
-                request=self._request,
+            mode: structs.replace(
+                self._question,
                 activation_checkpointing=mode,
                 loss=strategy.loss,
                 mlp=strategy.mlp,
                 zero_stage=3 if strategy.zero_stage == 3 else 2,
-                kind=self._kind,
-                capability=self._capability,
                 sequence_parallel=strategy.sequence_parallel,
                 kernels=strategy.kernels,
-                multiprocessors=self._multiprocessors if strategy.kernels == "liger" else 1,
+                multiprocessors=self._question.multiprocessors if strategy.kernels == "liger" else 1,
             )
             for mode in modes
         }
 
     def _key(self, question: AskTrace) -> str:
-        way = msgspec.structs.asdict(question) | {"request": self._model}
+        way = structs.asdict(question) | {"request": self._model}
         return digest("trace", self._request.precision, way)

@@ -158,10 +158,7 @@ def trace(
         not_collected(),
     ):
         try:
-            recorded = None if layer_modes else _spliced(model, record)
-            if recorded is None:
-                first, second = (record(copy.deepcopy(model), "", micro_batch) for micro_batch in MICRO_BATCHES)
-                recorded = first, *_fitted(first, second), (first.counts, second.counts), first.gathered_as_one
+            recorded = (None if layer_modes else _spliced(model, record)) or _whole(model, record)
         except (FrugalError, NotAffineError, NotImplementedError):
             raise
         except Exception as error:  # a dry run tries more ways, or reports what is wrong
@@ -206,6 +203,12 @@ def _fitted(first: Recorder, second: Recorder) -> tuple[Timeline, Marks]:
     if first.marks != second.marks:
         raise NotAffineError("gradients are finished in another order at another micro-batch")
     return stream, tuple(map(tuple, first.marks))
+
+
+def _whole(model: nn.Module, record: Record) -> Recorded:
+    """Record the whole model."""
+    first, second = (record(copy.deepcopy(model), "", micro_batch) for micro_batch in MICRO_BATCHES)
+    return first, *_fitted(first, second), (first.counts, second.counts), first.gathered_as_one
 
 
 def _spliced(model: nn.Module, record: Record) -> Recorded | None:
