@@ -9,7 +9,7 @@ A model of many layers that are alike is traced with fewer of them, and the trac
 import copy
 import functools
 import gc
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from contextlib import nullcontext
 from dataclasses import replace
 from functools import partial
@@ -185,8 +185,8 @@ def trace(
     )
 
 
-Record = Callable[[nn.Module, str, int], Recorder]
-"""Records a micro-step of a model, which is used up: the model, the list of its repeated layers, the micro-batch."""
+Record = Callable[[nn.Module, int], Recorder]
+"""Records a micro-step of a model, which is used up, at a micro-batch."""
 
 Recorded = tuple[Recorder, Timeline, Marks, tuple[Counts, Counts], tuple[int, ...]]
 """A recording, stream and marks for every micro-batch, the counts at each of `MICRO_BATCHES`, and the modules that are
@@ -207,7 +207,7 @@ def _fitted(first: Recorder, second: Recorder) -> tuple[Timeline, Marks]:
 
 def _whole(model: nn.Module, record: Record) -> Recorded:
     """Record the whole model."""
-    first, second = (record(copy.deepcopy(model), "", micro_batch) for micro_batch in MICRO_BATCHES)
+    first, second = (record(copy.deepcopy(model), micro_batch) for micro_batch in MICRO_BATCHES)
     return first, *_fitted(first, second), (first.counts, second.counts), first.gathered_as_one
 
 
@@ -223,14 +223,11 @@ def _spliced(model: nn.Module, record: Record) -> Recorded | None:
         return None
     layers = replace(repeated, num_periods=FEW_PERIODS)
 
-    def recorded(num_periods: int, micro_batch: int) -> Recorder:
-        return record(shortened(model, repeated, num_periods), repeated.path, micro_batch)
-
     try:
-        first, second = (recorded(FEW_PERIODS, micro_batch) for micro_batch in MICRO_BATCHES)
+        first, second = (record(shortened(model, layers), micro_batch) for micro_batch in MICRO_BATCHES)
         stream, marks = _fitted(first, second)
         if model not in _ALIKE_WHEN_LONGER:
-            longer = recorded(FEW_PERIODS + 1, MICRO_BATCHES[0])
+            longer = record(shortened(model, replace(repeated, num_periods=FEW_PERIODS + 1)), MICRO_BATCHES[0])
             real, (one_more, more_marks) = longer.timeline(), splice(stream, marks, layers, FEW_PERIODS + 1)
             is_alike = (one_more.events, one_more.phases) == (real.events, real.phases)
             is_alike = is_alike and more_marks == tuple(map(tuple, longer.marks))
@@ -240,10 +237,6 @@ def _spliced(model: nn.Module, record: Record) -> Recorded | None:
         stream, marks = splice(stream, marks, layers, repeated.num_periods)
     except Exception:  # a model may count its layers itself; tracing the whole one reports what is wrong
         return None
-    if list(model.get_submodule(repeated.path).children()) != activation_checkpointing.layers(
-        model
-    ):  # those that can be recomputed one by one
-        marks = tuple(tuple(mark for mark in phase if mark.kind < MarkKind.LAYER) for phase in marks)
     more = repeated.num_periods - FEW_PERIODS
     small, large = (each.counts.plus(_of_a_period(each, layers), more) for each in (first, second))
     as_one = layers.module_numbers(first.gathered_as_one, repeated.num_periods)
@@ -270,18 +263,14 @@ def _record(
     objective: Objective,
     layer_modes: Sequence[tuple[LayerMode, int]],
     model: nn.Module,
-    layers: str,
     micro_batch: int,
 ) -> Recorder:
-    """Record one micro-step of `model`, which is used up. `layers`: a list of modules to mark; empty: those that can
-    recompute."""
+    """Record one micro-step of `model`, which is used up, and mark the layers that can be recomputed."""
     recorder = Recorder(asked.kind, asked.capability)
     if asked.kernels == "liger":
         replacement.apply(model)
-    marked = list(model.get_submodule(layers).children()) if layers else activation_checkpointing.layers(model)
-    can_mix = marked == activation_checkpointing.layers(model)
-    watch = recorder.run_layer if can_mix else None
-    activation_checkpointing.apply(model, asked.activation_checkpointing, layer_modes, watch=watch)
+    layers = activation_checkpointing.layers(model)
+    activation_checkpointing.apply(model, asked.activation_checkpointing, layer_modes, watch=recorder.run_layer)
     if asked.sequence_parallel > 1:
         attention.apply(model, attention.Split(asked.sequence_parallel, recorder.exchange))
     if asked.loss == "tiled":
@@ -292,7 +281,7 @@ def _record(
     recorder.expect(example)
     recorder.watch(model)
     recorder.take_gradients(model)
-    recorder.mark_layers(marked)
+    recorder.mark_layers(layers)
     if asked.zero_stage == 3:
         recorder.addresses_at_rest = zero3_graph.install(model, recorder.add_mark)
         recorder.gathered_as_one = zero3_graph.gathered_as_one(model)
@@ -330,12 +319,13 @@ _NUMBERS = {"layer_idx", "layer_id", "layer_index", "layer_number"}  # attribute
 def repetition(model: nn.Module) -> LayerLayout | None:
     """Return the repeated layers of `model`: a list that ends in whole periods of layers of the same kinds.
 
-    None unless there is exactly one.
+    None unless one list has all layers that can be recomputed, and nothing else.
     """
-    lists = [(path, each) for path, each in _outermost_lists(model) if len(each) >= 3 and list(each[0].children())]
-    if len(lists) != 1:
+    layers = activation_checkpointing.layers(model)
+    lists = {path: each for path, each in model.named_modules() if isinstance(each, nn.ModuleList)}
+    path = next((path for path, each in lists.items() if list(each) == layers), None)
+    if path is None or len(layers) < 3:
         return None
-    path, layers = lists[0]
     numbers = {id(parameter): number for number, parameter in enumerate(model.parameters())}
     own = [[numbers[id(parameter)] for parameter in layer.parameters()] for layer in layers]
     in_order = [number for of_layer in own for number in of_layer]
@@ -351,7 +341,7 @@ def repetition(model: nn.Module) -> LayerLayout | None:
             break
     else:
         return None
-    of_period = list(layers)[first : first + period]
+    of_period = layers[first : first + period]
     return LayerLayout(
         path=path,
         first_layer=first,
@@ -364,22 +354,14 @@ def repetition(model: nn.Module) -> LayerLayout | None:
     )
 
 
-def shortened(model: nn.Module, repeated: LayerLayout, num_periods: int) -> nn.Module:
-    """Return a copy of `model` with only the first `num_periods` periods."""
-    path, _, name = repeated.path.rpartition(".")
-    keep = repeated.first_layer + num_periods * repeated.period
-    few = nn.ModuleList(list(model.get_submodule(repeated.path).children())[:keep])
+def shortened(model: nn.Module, layers: LayerLayout) -> nn.Module:
+    """Return a copy of `model` with only the first periods of its layers, as many as `layers` has."""
+    path, _, name = layers.path.rpartition(".")
+    keep = layers.first_layer + layers.num_periods * layers.period
+    few = nn.ModuleList(list(model.get_submodule(layers.path).children())[:keep])
     config = getattr(model, "config", None)
     with patch.dict(model.get_submodule(path)._modules, {name: few}):
         return copy.deepcopy(model, {} if config is None else {id(config): config})
-
-
-def _outermost_lists(module: nn.Module, path: str = "") -> Iterator[tuple[str, nn.ModuleList]]:
-    if isinstance(module, nn.ModuleList):
-        yield path, module
-        return
-    for name, child in module.named_children():
-        yield from _outermost_lists(child, f"{path}.{name}" if path else name)
 
 
 def _kind(layer: nn.Module) -> tuple[Any, ...]:
