@@ -15,7 +15,7 @@ allocator counts; a CPU has no such counter, so there a `StorageWatch` does.
 import math
 import sys
 import weakref
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from functools import partial
 from typing import Any, Self
@@ -308,7 +308,7 @@ class CudaGauge(Gauge):
         super().__init__()
         self._device = device
         self._reserved: dict[str, int] = {}  # by phase
-        self._begins: list[tuple[str, int]] = [(INITIALISATION, 0)]  # phases, and their first entries of the history
+        self._begins = {0: INITIALISATION}  # phases by their first entry of the history
         self._keeps_timeline = keeps_timeline
         if keeps_timeline:
             torch_internals.record_memory_history(device)
@@ -319,7 +319,7 @@ class CudaGauge(Gauge):
         self._reserved = self.reserved_phases  # the reset that follows resets all peaks
         super().mark(phase)
         if self._keeps_timeline:
-            self._begins.append((phase, len(torch_internals.memory_history(self._device))))
+            self._begins[len(torch_internals.memory_history(self._device))] = phase
 
     @property
     def timeline(self) -> Timeline:
@@ -339,14 +339,13 @@ class CudaGauge(Gauge):
         torch.cuda.reset_peak_memory_stats(self._device)
 
 
-def _timeline(entries: Sequence[dict[str, Any]], begins: Sequence[tuple[str, int]]) -> Timeline:
-    """Build the timeline of the blocks that were allocated in an allocator's history."""
+def _timeline(entries: Sequence[dict[str, Any]], begins: Mapping[int, str]) -> Timeline:
+    """Build the timeline of the blocks that were allocated in an allocator's history, with phases by first entry."""
     builder = TimelineBuilder()
     numbers: dict[int, int] = {}  # address of a live block -> its number
-    first = dict(zip((entry for _, entry in begins), (phase for phase, _ in begins), strict=True))
     for number, entry in enumerate(entries):
-        if number in first:
-            builder.phase(first[number])
+        if number in begins:
+            builder.phase(begins[number])
         if entry["action"] == "alloc":
             frames = entry.get("frames") or [{"name": ""}]
             numbers[entry["addr"]] = builder.born(entry["size"], TEMPORARY, frames[0]["name"])

@@ -116,10 +116,6 @@ Question = AskFacts | AskCheck | AskFused | AskDryRun | AskTrace | WarmUp
 
 
 class Traced(msgspec.Struct, frozen=True):
-    """The trace, or None if the model's memory is no affine function of the micro-batch.
-
-    `alike`: the classes of cards that would have the same one, see `frugal.config.hardware.cluster.kernel_class`.
-    """
+    """The trace, or None if the model's memory is no affine function of the micro-batch."""
 
     trace: ModelTrace | None
-    alike: tuple[Capability, ...] = ()

@@ -13,7 +13,6 @@ from collections.abc import Callable
 from contextlib import suppress
 from typing import Any
 
-from frugal.config.hardware.cluster import KERNEL_CLASSES
 from frugal.config.request import Request
 from frugal.distributed import parent
 from frugal.dryrun.messages import (
@@ -151,13 +150,11 @@ def _trace(question: AskTrace) -> Traced:
     from frugal.planning.memory.timeline import NotAffineError
 
     _, objective = _resolved(question)
-    alike = set(KERNEL_CLASSES)
     model, building_bytes = _built(_model_of(question.request))
     try:
-        traced = trace(model, objective, question, building_bytes=building_bytes, alike=alike)
+        return Traced(trace(model, objective, question, building_bytes=building_bytes))
     except NotAffineError:
-        traced = None
-    return Traced(trace=traced, alike=tuple(sorted(alike | {question.capability})))
+        return Traced(None)
 
 
 def _run(question: AskDryRun) -> Any:

@@ -30,7 +30,6 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from frugal.config.hardware.cluster import ASSUMED_CAPABILITY, Capability, DeviceKind
-from frugal.dryrun.trace import kernel_memory
 from frugal.models import packs
 from frugal.models.losses import cross_entropy
 
@@ -70,28 +69,17 @@ class AttentionCall:
 
 
 @contextmanager
-def kernels_of(
-    kind: DeviceKind, capability: Capability = ASSUMED_CAPABILITY, alike: set[Capability] | None = None
-) -> Iterator[None]:
+def kernels_of(kind: DeviceKind, capability: Capability = ASSUMED_CAPABILITY) -> Iterator[None]:
     """Run attention, dropout and the tiled loss on meta with the kernels of a `kind` device inside the `with` block.
 
-    `capability`: of a `cuda` device. Classes that would use other kernels, or other memory, are removed from
-    `alike`.
+    `capability`: of a `cuda` device, whose packs attend document by document, or with a mask.
     """
-    alike = set() if alike is None else alike
-    attention, dropout = partial(cuda_attention, capability, alike), fused_dropout
-    if kind == "cpu":
-        attention, dropout = partial(cpu_attention), _dropout
-
-    def planned(_device: torch.device) -> Capability | None:
-        """Return the planned card's: packs attend document by document, or with a mask."""
-        alike.intersection_update({each for each in alike if packs.takes_heads(each) == packs.takes_heads(capability)})
-        return capability if kind == "cuda" else None
-
+    is_cuda = kind == "cuda"
+    attention = partial(cuda_attention, capability) if is_cuda else partial(cpu_attention)
     with (
         patch.object(F, "scaled_dot_product_attention", attention),
-        patch.object(F, "dropout", dropout),
-        patch.object(packs, "capability_of", planned),
+        patch.object(F, "dropout", fused_dropout if is_cuda else _dropout),
+        patch.object(packs, "capability_of", lambda _device: capability if is_cuda else None),
         patch.object(cross_entropy, "meta_stands_for", kind),
     ):
         yield
@@ -178,14 +166,10 @@ def _efficient_takes(call: AttentionCall, capability: Capability) -> bool:
     )
 
 
-def cuda_attention(capability: Capability, alike: set[Capability], *args: Any, **kwargs: Any) -> Tensor:
-    """Run `F.scaled_dot_product_attention` with the kernel that a card of this compute capability chooses.
-
-    `alike`: see `kernels_of`.
-    """
+def cuda_attention(capability: Capability, *args: Any, **kwargs: Any) -> Tensor:
+    """Run `F.scaled_dot_product_attention` with the kernel that a card of this compute capability chooses."""
     call = AttentionCall(*args, **kwargs)
     kernel = chosen_kernel(call, capability)
-    alike -= {each for each in alike if not _is_alike(call, kernel, capability, each)}
     if kernel == "flash":
         return _flash_attention(call)
     query, key, value, mask = call.query, call.key, call.value, call.attn_mask
@@ -199,14 +183,6 @@ def cuda_attention(capability: Capability, alike: set[Capability], *args: Any, *
     if mask is not None:
         mask = _efficient_bias(mask, query, key)
     return aten._scaled_dot_product_efficient_attention(query, key, value, mask, *how, scale=call.scale)[0]
-
-
-def _is_alike(call: AttentionCall, kernel: Kernel, capability: Capability, other: Capability) -> bool:
-    """Return whether a card of the `other` capability uses the same kernel and memory."""
-    if chosen_kernel(call, other) != kernel:
-        return False
-    tiles = (kernel_memory.tile(call.query, call.value, call.dropout_p, each) for each in (capability, other))
-    return kernel != "efficient" or len(set(tiles)) == 1
 
 
 def _flash_attention(call: AttentionCall) -> Tensor:

@@ -136,14 +136,12 @@ def trace(
     asked: AskTrace,
     *,
     building_bytes: int | None = None,
-    alike: set[Capability] | None = None,
     layer_modes: Sequence[tuple[LayerMode, int]] = (),
 ) -> ModelTrace:
     """Trace one micro-step of `model`, which is on meta and is not changed.
 
     `asked`: the way to run it; of ranks that share each sample one is traced.
     `building_bytes`: the peak while it was built, see `built`; None: no more than it has in the end.
-    `alike`: compute capabilities; those with another trace are removed.
 
     Raises:
         NotAffineError: its memory is no affine function of the micro-batch, or it does not run alone.
@@ -153,7 +151,7 @@ def trace(
     is_zero3 = asked.zero_stage == 3
     record = partial(_record, asked, parts_of(objective, asked.sequence_parallel, 0), layer_modes)
     with (
-        kernels_of(asked.kind, asked.capability, alike),
+        kernels_of(asked.kind, asked.capability),
         zero3_graph.linear_of_zero3() if is_zero3 else nullcontext(),
         not_collected(),
     ):
