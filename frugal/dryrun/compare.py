@@ -5,7 +5,7 @@ import re
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any
 
 import msgspec
 
@@ -30,12 +30,6 @@ from frugal.planning.search.fitting import Fitting
 from frugal.planning.strategy import Strategy
 from frugal.report.records import read_history
 from frugal.units import format_bytes
-
-CPU_TOLERANCE = 0.005
-"""The tolerated error of a prediction on CPU ranks, as a fraction of the measurement."""
-
-CUDA_TOLERANCE, CUDA_LOW = 0.05, 0.02
-"""The tolerated error on GPUs, and how much of it may be an underestimate."""
 
 _LONG_SECONDS = 600.0
 """The duration of a run from which on the seconds of a dry run do not matter."""
@@ -228,8 +222,8 @@ class Measurement:
 
     @property
     def error(self) -> float:
-        """Return the relative error of the prediction."""
-        return error(self.predicted, self.measured)
+        """Return the relative error of the prediction; positive if more was predicted than measured."""
+        return self.predicted.peak_allocated_bytes / self.measured.peak_allocated_bytes - 1
 
     @property
     def name(self) -> str:
@@ -269,37 +263,6 @@ class Measurement:
         except OSError as error:
             raise RequestError(f"cannot write to {folder}", because=str(error.strerror)) from None
         return path
-
-    @classmethod
-    def read(cls, path: Path) -> "Measurement":
-        """Read the measurement in a file.
-
-        Raises:
-            RequestError: no such file, or no measurement.
-        """
-        return _read(path, cls, "a measurement")
-
-
-T = TypeVar("T")
-
-
-def _read(path: Path, kind: type[T], words: str) -> T:
-    """Read a record; `words`: what it is.
-
-    Raises:
-        RequestError: no such file, or another content.
-    """
-    try:
-        return msgspec.json.decode(path.read_bytes(), type=kind)
-    except OSError as error:
-        raise RequestError(f"cannot read {path}", because=str(error.strerror)) from None
-    except (msgspec.DecodeError, UnicodeDecodeError, AssertionError) as error:
-        raise RequestError(f"{path} is not {words}", because=str(error) or "its numbers disagree") from None
-
-
-def error(predicted: Figures, measured: Measured) -> float:
-    """Return the relative error of a prediction; positive if more was predicted than measured."""
-    return predicted.peak_allocated_bytes / measured.peak_allocated_bytes - 1
 
 
 def host_bytes_per_node(predicted: Figures, cluster: Cluster) -> int:
@@ -387,15 +350,6 @@ class SharedRow(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields
     def encode(self) -> bytes:
         """Return the row's text."""
         return msgspec.json.format(msgspec.json.encode(self), indent=1) + b"\n"
-
-    @classmethod
-    def read(cls, path: Path) -> "SharedRow":
-        """Read a row.
-
-        Raises:
-            RequestError: no such file, or no row.
-        """
-        return _read(path, cls, "a row of `frugal measure --share`")
 
 
 def _numbers(config: dict[str, Any]) -> dict[str, Any]:

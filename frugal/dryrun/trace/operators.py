@@ -120,14 +120,13 @@ def _grouped_mm(
     out_dtype: torch.dtype | None = None,
 ) -> Tensor:
     """Return `aten._grouped_mm` in any type: the shapes of `_create_grouped_mm_output_tensor` (GroupedMMUtils.h)."""
-    shape = _grouped_shape(left.shape, right.shape, None if offs is None else offs.shape)
+    shape = [*left.shape[:-1], right.shape[-1]]
+    if left.dim() == right.dim() == 2:
+        assert offs is not None
+        shape = [offs.shape[0], *shape]
+    elif right.dim() == 2:
+        shape = [left.shape[1], right.shape[1]]
     return torch.empty(shape, dtype=out_dtype or left.dtype, device=left.device)
-
-
-def _grouped_shape(left: Any, right: Any, groups: Any) -> list[int]:
-    if len(left) == 2:
-        return [groups[0], left[0], right[1]] if len(right) == 2 else [left[0], right[-1]]
-    return [left[1], right[1]] if len(right) == 2 else [left[0], left[1], right[-1]]
 
 
 def _ctc_loss(log_probs: Tensor, targets: Tensor, *_: Any, **__: Any) -> tuple[Tensor, Tensor]:
@@ -307,7 +306,8 @@ def run_cached(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tupl
     out = _EXACT.get(func, func)(*args, **kwargs)
     cost = _cost(func, args, kwargs, out)
     if key is not None and len(_known) < _MAX_ENTRIES:
-        _is_pure[func] = not _share_storage(args, out)  # as `_unsafe_view`, whose schema does not say so
+        inputs = {torch_internals.address(tensor) for tensor in tensors_in(args)}  # `_unsafe_view`'s schema shares none
+        _is_pure[func] = inputs.isdisjoint(map(torch_internals.address, tensors_in(out)))
         if _is_pure[func] and _are_plain(out):
             _known[key] = torch_internals.tree_map(_like, out), cost
     return out, cost
@@ -343,11 +343,6 @@ def _part(value: Any) -> Any:
         parts = tuple(map(_part, value))
         return None if None in parts else (type(value), parts)
     return type(value), value
-
-
-def _share_storage(args: tuple[Any, ...], out: Any) -> bool:
-    inputs = {torch_internals.address(tensor) for tensor in tensors_in(args)}
-    return any(torch_internals.address(tensor) in inputs for tensor in tensors_in(out))
 
 
 def _are_plain(out: Any) -> bool:
