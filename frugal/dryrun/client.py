@@ -186,11 +186,15 @@ class DryRunSource:
 
         Raises as `profile`.
         """
-        device = device or self._smallest
-        key = self._dry_run_key(strategy, micro_batch, accumulation_steps, device)
+        device = device or min(self.cluster.devices, key=lambda each: each.usable_bytes)
+        context = (device.context_bytes, device.context_below_bytes, device.context_above_bytes)
+        sizes = (device.usable_bytes, *context, device.name in CARDS)  # its speed changes no memory
+        world = (self.cluster.world_size, self._ranks_per_node, device.kind, *self._kernels, *sizes)
+        steps = min(accumulation_steps, 2)
+        key = digest("dry-run", self._model, self._key(), strategy, micro_batch, steps, world)
         kept = self._cache.read(key, tuple[MemoryBreakdown, tuple[str, ...]])
         if kept is None:
-            dry_runs = self.dry_runs(strategy, micro_batch, accumulation_steps)
+            dry_runs = self.dry_runs(strategy, micro_batch, steps)
             ranks = rank_memories(dry_runs, range(len(dry_runs)))
             memory = fullest(ranks, micro_batch, device, self._ranks_per_node, strategy.expandable_segments)
             first = max(dry_runs, key=lambda dry_run: dry_run.peak.total_bytes)
@@ -255,20 +259,6 @@ class DryRunSource:
             request=request, kind=self.kind, capability=self.capability, multiprocessors=self._multiprocessors
         )
         return Drafts(asked, self._cache, self._pool)
-
-    def is_known(self, strategy: Strategy, micro_batch: int, accumulation_steps: int) -> bool:
-        """Return whether this dry run is in the cache, so that no worker is needed."""
-        return self._cache.has(self._dry_run_key(strategy, micro_batch, accumulation_steps, self._smallest))
-
-    @property
-    def _smallest(self) -> Device:
-        return min(self.cluster.devices, key=lambda device: device.usable_bytes)
-
-    def _dry_run_key(self, strategy: Strategy, micro_batch: int, accumulation_steps: int, device: Device) -> str:
-        context = (device.context_bytes, device.context_below_bytes, device.context_above_bytes)
-        sizes = (device.usable_bytes, *context, device.name in CARDS)  # its speed changes no memory
-        world = (self.cluster.world_size, self._ranks_per_node, device.kind, *self._kernels, *sizes)
-        return digest("dry-run", self._model, self._key(), strategy, micro_batch, min(accumulation_steps, 2), world)
 
     def _loading(self, strategy: Strategy) -> Loading:
         """Return the memory before the first step. The base of adapters is always read: training adapters around random

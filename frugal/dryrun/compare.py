@@ -35,23 +35,16 @@ _LONG_SECONDS = 600.0
 """The duration of a run from which on the seconds of a dry run do not matter."""
 
 
-def memory_as_run(
-    plan: Plan, samples: int, tokens: int, device: Device | None = None, *, only_known: bool = False
-) -> MemoryBreakdown | None:
+def memory_as_run(plan: Plan, samples: int, tokens: int, device: Device | None = None) -> MemoryBreakdown:
     """Return the memory of a dry run of the plan with micro-batches of `samples` samples of `tokens` tokens (of one
     rank's part, where ranks share samples) on `device`; None: the smallest.
-
-    `only_known`: None where it would have to be made; it takes seconds, in a process of its own.
 
     Raises:
         FrugalError: the model cannot be trained like that.
     """
     request = replace(plan.request, seq_len=tokens * plan.batch.sequence_parallel, lengths=None)
-    steps = plan.batch.accumulation_steps
     with DryRunSource(request, plan.cluster, will_dry_run=False) as source:
-        if only_known and not source.is_known(plan.strategy, samples, steps):
-            return None
-        return source.dry_run(plan.strategy, samples, steps, device)
+        return source.dry_run(plan.strategy, samples, plan.batch.accumulation_steps, device)
 
 
 def proven_here(plan: Plan) -> Plan:
@@ -71,7 +64,7 @@ def proven_here(plan: Plan) -> Plan:
     ]
     if shortest is not None:
         loads += [(most_samples(micro, longest, shortest), shortest // parts, device) for micro, _, device in loads]
-    memory = min(filter(None, (memory_as_run(plan, *load) for load in loads)), key=lambda each: each.headroom_bytes)
+    memory = min((memory_as_run(plan, *load) for load in loads), key=lambda each: each.headroom_bytes)
     needed = f"{format_bytes(memory.total_bytes)} of {format_bytes(memory.device_in(plan.cluster).memory_bytes)}"
     if not memory.fits:
         raise PlanMismatchError(
@@ -89,9 +82,7 @@ def proven_here(plan: Plan) -> Plan:
 
 def as_run(plan: Plan, folder: Path) -> str | None:
     """Compare measured and predicted memory of the batches that ran, where these were smaller than planned (short
-    samples); else None.
-
-    After a short run only where such a dry run was made before.
+    samples); else None, and after a short run, which is not worth the seconds of a dry run.
     """
     try:
         history = read_history(folder)
@@ -99,12 +90,11 @@ def as_run(plan: Plan, folder: Path) -> str | None:
         if record is None or not record.is_of_less or not record.largest_micro_batch or not record.measured_bytes:
             return None
         times = [each.time for each in (*history.others, *history.steps) if each.time is not None]
-        is_short = max(times, default=0.0) - min(times, default=0.0) < _LONG_SECONDS
+        if max(times, default=0.0) - min(times, default=0.0) < _LONG_SECONDS:
+            return None
         samples, tokens = record.largest_micro_batch
-        predicted = memory_as_run(plan, samples, tokens, only_known=is_short)
+        predicted = memory_as_run(plan, samples, tokens)
     except FrugalError:  # such as a model that cannot read samples that short; the run itself is done
-        return None
-    if predicted is None:
         return None
     difference = (record.measured_bytes / predicted.live_bytes - 1) * 100
     return (

@@ -329,7 +329,7 @@ class Tracker(StorageWatch):
             places.append(_BetweenSlices(len(timeline.events), len(timeline.fixed), counted, elsewhere))
         others = starts[NUM_RUN:]
         if len(others) > 1 and _are_alike(timeline, places):
-            self._write(*places[-2:], len(others) - 1)
+            self._write(places[-2], places[-1], len(others) - 1)
             others = others[-1:]
         yield from others
 
