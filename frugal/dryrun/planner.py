@@ -2,7 +2,7 @@
 
 import logging
 import os
-from collections.abc import Generator, Iterator, Sequence
+from collections.abc import Generator, Iterator
 from contextlib import closing
 from dataclasses import replace
 from functools import partial
@@ -78,17 +78,15 @@ def make_plan(
     cluster: Cluster,
     defaults: tuple[str, ...] = (),
     *,
-    warnings: Sequence[str] = (),
     dry_run: "OpenSource | None" = None,
 ) -> Plan:
     """Return the plan for a request; `defaults` names its fields that the user did not set.
 
-    `warnings` are of this machine, and added. `dry_run`: where profiles come from; the plan is then not cached.
+    `dry_run`: where profiles come from; the plan is then not cached.
 
     Raises: as `plan`.
     """
-    *_, made = _plans(request, cluster, defaults, dry_run)
-    return replace(made, warnings=(*made.warnings, *warnings)).sealed() if warnings else made
+    return list(_plans(request, cluster, defaults, dry_run))[-1]
 
 
 def _plans(

@@ -51,8 +51,6 @@ class Drafts:
                     missing.append(question)
                 else:
                     self._traces[question] = traced.trace
-        if not missing:
-            return
         for question, answer in zip(missing, self._pool.attempt(missing), strict=True):
             if isinstance(answer, Traced):
                 self._cache.write(self._key(question), answer)

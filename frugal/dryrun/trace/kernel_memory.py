@@ -80,19 +80,24 @@ def _flash(args: tuple[Any, ...], *_: Any) -> Steps:
 
 
 def _flash_backward(args: tuple[Any, ...], *_: Any) -> Steps:
-    """Return the steps of `flash_attn/flash_api.cpp`, `mha_bwd`: fp32 row sums and an fp32 gradient of q, rows rounded
-    up to 128.
-
-    With groups k's and v's gradients for every head of q.
-    """
+    """Return the steps of `flash_attn/flash_api.cpp`, `mha_bwd`: rows are rounded up to 128."""
     gradient, query, key, value, out = args[:5]
-    batch, heads, rows, size = query.shape
-    rows = -(-rows // 128) * 128
-    rounding = 32 if size <= 128 else 64
-    inside = [4 * batch * heads * rows, 4 * batch * rows * heads * (-(-size // rounding) * rounding)]
-    if heads != key.shape[1]:
-        inside += [batch * key.shape[2] * heads * each.shape[-1] * query.element_size() for each in (key, value)]
+    batch, _, rows, _ = query.shape
+    inside = _flash_inside(batch * (-(-rows // 128) * 128), batch * key.shape[2], query, key, value)
     return (*_copies(gradient, out), OUTPUTS, *inside)
+
+
+def _flash_inside(rows: int, tokens: int, query: Tensor, key: Tensor, value: Tensor) -> list[int]:
+    """Return row sums, the gradient of q in fp32, and with groups k's and v's gradients for every head of q, in bytes.
+
+    `rows`: of all samples, rounded up; `tokens`: of all samples' keys. Heads are the second dimension.
+    """
+    heads, size = query.shape[1], query.shape[-1]
+    rounding = 32 if size <= 128 else 64
+    inside = [4 * heads * rows, 4 * rows * heads * (-(-size // rounding) * rounding)]
+    if heads != key.shape[1]:
+        inside += [tokens * heads * each.shape[-1] * each.element_size() for each in (key, value)]
+    return inside
 
 
 def _varlen(*_: Any) -> Steps:
@@ -105,13 +110,8 @@ def _varlen_backward(args: tuple[Any, ...], *_: Any) -> Steps:
     """Return the steps of `flash_attn/flash_api.cpp`, `mha_varlen_bwd`: as `_flash_backward`, 128 more rows a document
     instead of rounding."""
     query, key, value, offsets = args[1], args[2], args[3], args[6]
-    tokens, heads, size = query.shape
-    rows = tokens + 128 * (len(offsets) - 1)
-    rounding = 32 if size <= 128 else 64
-    inside = [4 * heads * rows, 4 * rows * heads * (-(-size // rounding) * rounding)]
-    if heads != key.shape[1]:
-        inside += [tokens * heads * each.shape[-1] * each.element_size() for each in (key, value)]
-    return (OUTPUTS, *inside)
+    tokens = query.shape[0]
+    return (OUTPUTS, *_flash_inside(tokens + 128 * (len(offsets) - 1), tokens, query, key, value))
 
 
 def _copies(*tensors: Tensor) -> list[int]:
