@@ -5,9 +5,11 @@ are gathered, and how long they stay, is decided by ZeRO-3's coordinator, `Parti
 deepspeed/runtime/zero/partitioned_param_coordinator.py; its methods are named at `SimulatedPrefetch`.
 """
 
+from bisect import bisect_left
 from collections import Counter, defaultdict, deque
 from collections.abc import Callable, Collection
 from dataclasses import dataclass
+from itertools import accumulate, pairwise
 
 from frugal.deepspeed_adapter.simulate.stream import PinnedBlocks, Setting, SimulatedOptimizer, Stream
 from frugal.planning.memory.timeline import (
@@ -291,6 +293,9 @@ class SimulatedZero3(SimulatedOptimizer):
         self._gathering = SimulatedPrefetch(stream, setting, trace)
         self._parts = [-(-n // setting.world_size) for n in setting.elements]
         self._groups = sub_groups(self._parts, setting.strategy.sub_group_elements)
+        sums = list(accumulate(self._parts))
+        ends = [0, *(bisect_left(sums, end) + 1 for end in accumulate(self._groups))]
+        self._group_lengths = [end - begin for begin, end in pairwise(ends)]  # in parameters
         on_device = num_groups_on_device(len(self._groups), setting.strategy.offload_ratio)
         self._places = [stream if number < on_device else host for number in range(len(self._groups))]  # if offloaded
         self._held: dict[int, deque[int]] = defaultdict(deque)  # number of a hold -> storages of gathered parameters
@@ -424,7 +429,7 @@ class SimulatedZero3(SimulatedOptimizer):
             self._norms.clear()
         else:
             stream.dies(*[stream.norm(part) for part in self._parts])
-            for group, num_parameters in zip(self._groups, self._group_lengths(), strict=True):
+            for group, num_parameters in zip(self._groups, self._group_lengths, strict=True):
                 gradient = stream.born(group * 4, "aten.cat.default") if num_parameters > 1 else -1
                 if setting.state_bytes < 4:
                     rounded = stream.born(group * setting.state_bytes, "aten._to_copy.default")
@@ -435,16 +440,6 @@ class SimulatedZero3(SimulatedOptimizer):
                 stream.dies(gradient)
         self._has_states = True
         self._gathering.gather_persistent()
-
-    def _group_lengths(self) -> list[int]:
-        lengths, elements = [0], 0
-        for part in self._parts:
-            if elements == self._groups[len(lengths) - 1]:
-                lengths.append(0)
-                elements = 0
-            lengths[-1] += 1
-            elements += part
-        return lengths
 
     def _flush(self) -> None:
         """Reduce-scatter what is in the bucket; own parts are copied or added to the gradient buffer.
