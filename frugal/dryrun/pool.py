@@ -156,6 +156,8 @@ class _Worker:
             raise
         if isinstance(answer, WorkerError):
             raise answer
+        if isinstance(answer, FrugalError):
+            answer.args = (answer.render(),)  # unpickling takes the text for one line, and cuts a long one
         return answer
 
     def end(self) -> None:

@@ -27,7 +27,7 @@ def tiny():
     return tiny_gpt2()
 
 def broken():
-    raise ValueError("no such layer")
+    raise ValueError("no such layer" + 1000 * ".")
 
 def sees_all():
     from tests.engine.small_models import tiny
@@ -220,7 +220,7 @@ def test_a_mistake_in_the_request_comes_back_as_it_was_raised(dry_runs: DryRunSo
         with pytest.raises(RequestError) as error:
             made.profile(STRATEGY, True)
         assert error.value.exit_code == 2
-        assert words in str(error.value)
+        assert words in str(error.value) == error.value.render()
 
 
 @pytest.fixture
