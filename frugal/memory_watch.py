@@ -12,9 +12,10 @@ count as such. Left out: what stays in a cache between two operators, and kernel
 allocator counts; a CPU has no such counter, so there a `StorageWatch` does.
 """
 
+import math
 import sys
 import weakref
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from functools import partial
 from typing import Any, Self
@@ -109,8 +110,11 @@ class StorageWatch(torch_internals.DispatchMode):
     def __torch_dispatch__(self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None) -> Any:
         """Run one operator and look at what it returns."""
         if func in INSIDE and self.looks_inside:
-            with self._inside():
+            torch_internals.DispatchMode.__enter__(self)  # to see the operators that this one calls
+            try:
                 return INSIDE[func][self.device_kind](*args, **(kwargs or {}))
+            finally:
+                torch_internals.DispatchMode.__exit__(self, None, None, None)
         self.num_operators += 1
         if func in _VIEWS or (func not in _OTHERS and _is_view(func)):
             return func(*args, **(kwargs or {}))
@@ -124,15 +128,6 @@ class StorageWatch(torch_internals.DispatchMode):
                 self._see(tensor, func, args)
         self.executed()
         return out
-
-    @contextmanager
-    def _inside(self) -> Iterator[None]:
-        """Watch the operators that an operator calls."""
-        torch_internals.DispatchMode.__enter__(self)
-        try:
-            yield
-        finally:
-            torch_internals.DispatchMode.__exit__(self, None, None, None)
 
     def _see(self, tensor: Tensor, operator: Any, inputs: tuple[Any, ...]) -> None:
         storage = tensor.untyped_storage()
@@ -256,11 +251,8 @@ def _storages(tensors: Iterable[Tensor]) -> set[int]:
 
 def _bytes(tensor: Tensor) -> int:
     """Return the bytes of a tensor's elements, broadcast ones counted once."""
-    elements = 1
-    for size, stride in zip(tensor.shape, tensor.stride(), strict=True):
-        if stride or not size:
-            elements *= size
-    return elements * tensor.element_size()
+    sizes = zip(tensor.shape, tensor.stride(), strict=True)
+    return math.prod(size for size, stride in sizes if stride or not size) * tensor.element_size()
 
 
 class Gauge:
@@ -316,7 +308,7 @@ class CudaGauge(Gauge):
         super().__init__()
         self._device = device
         self._reserved: dict[str, int] = {}  # by phase
-        self._begins: list[tuple[str, int]] = [(INITIALISATION, 0)]  # phases, and their first entries of the history
+        self._begins = {0: INITIALISATION}  # phases by their first entry of the history
         self._keeps_timeline = keeps_timeline
         if keeps_timeline:
             torch_internals.record_memory_history(device)
@@ -327,7 +319,7 @@ class CudaGauge(Gauge):
         self._reserved = self.reserved_phases  # the reset that follows resets all peaks
         super().mark(phase)
         if self._keeps_timeline:
-            self._begins.append((phase, len(torch_internals.memory_history(self._device))))
+            self._begins[len(torch_internals.memory_history(self._device))] = phase
 
     @property
     def timeline(self) -> Timeline:
@@ -347,14 +339,13 @@ class CudaGauge(Gauge):
         torch.cuda.reset_peak_memory_stats(self._device)
 
 
-def _timeline(entries: Sequence[dict[str, Any]], begins: Sequence[tuple[str, int]]) -> Timeline:
-    """Build the timeline of the blocks that were allocated in an allocator's history."""
+def _timeline(entries: Sequence[dict[str, Any]], begins: Mapping[int, str]) -> Timeline:
+    """Build the timeline of the blocks that were allocated in an allocator's history, with phases by first entry."""
     builder = TimelineBuilder()
     numbers: dict[int, int] = {}  # address of a live block -> its number
-    first = dict(zip((entry for _, entry in begins), (phase for phase, _ in begins), strict=True))
     for number, entry in enumerate(entries):
-        if number in first:
-            builder.phase(first[number])
+        if number in begins:
+            builder.phase(begins[number])
         if entry["action"] == "alloc":
             frames = entry.get("frames") or [{"name": ""}]
             numbers[entry["addr"]] = builder.born(entry["size"], TEMPORARY, frames[0]["name"])

@@ -2,6 +2,7 @@
 
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager
+from functools import partial
 from typing import Any, Self
 
 import torch
@@ -92,10 +93,12 @@ RUN_BACKWARD = torch.autograd.graph._engine_run_backward.__code__
 FUSED_DEVICES = "torch.optim.optimizer._get_fused_kernels_supported_devices"
 """The function that returns the kinds of devices with fused kernels of optimizers."""
 
-without_modes: Callable[[], AbstractContextManager[Any]] = torch.utils._python_dispatch._disable_current_modes
+Context = Callable[[], AbstractContextManager[Any]]
+
+without_modes: Context = torch.utils._python_dispatch._disable_current_modes
 """A context in which no `TorchDispatchMode` is active."""
 
-without_dispatch: Callable[[], AbstractContextManager[Any]] = torch._C._DisableTorchDispatch
+without_dispatch: Context = torch._C._DisableTorchDispatch
 """A context in which operators reach no `TorchDispatchMode`: the cheapest way past one."""
 
 
@@ -162,9 +165,8 @@ def storage_uses(tensor: Tensor) -> int:
     return torch._C._storage_Use_Count(address(tensor))
 
 
-def uses(tensor: Tensor) -> int:
-    """Return the number of references to a tensor."""
-    return tensor._use_count()  # type: ignore[attr-defined]  # private, and not in torch's stubs
+uses: Callable[[Tensor], int] = Tensor._use_count  # type: ignore[attr-defined]  # private, and not in torch's stubs
+"""The function that counts the references to a tensor."""
 
 
 def version(tensor: Tensor) -> int:
@@ -206,14 +208,11 @@ def is_composite(operator: Any) -> bool:
     return operator.has_kernel_for_dispatch_key(torch._C.DispatchKey.CompositeImplicitAutograd)
 
 
-def counting_versions() -> AbstractContextManager[Any]:
-    """Return a context, for use in a mode, in which writes count in a tensor's version."""
-    return torch._C._SetExcludeDispatchKeyGuard(torch._C.DispatchKey.ADInplaceOrView, False)
+counting_versions: Context = partial(torch._C._SetExcludeDispatchKeyGuard, torch._C.DispatchKey.ADInplaceOrView, False)
+"""A context, for use in a mode, in which writes count in a tensor's version."""
 
-
-def set_allocator_settings(text: str) -> None:
-    """Apply settings of `PYTORCH_ALLOC_CONF` to the caching allocator of GPUs, for segments to come."""
-    torch._C._accelerator_setAllocatorSettings(text)
+set_allocator_settings: Callable[[str], None] = torch._C._accelerator_setAllocatorSettings
+"""The function that applies settings of `PYTORCH_ALLOC_CONF` to the caching allocator of GPUs, for segments to come."""
 
 
 def record_memory_history(device: torch.device) -> None:
@@ -229,7 +228,7 @@ def memory_history(device: torch.device) -> list[dict[str, Any]]:
 AUTOCAST = "AutocastCUDA"
 """The dispatch key of the kernels of `torch.autocast("cuda")`."""
 
-without_functions: Callable[[], AbstractContextManager[Any]] = torch._C.DisableTorchFunction
+without_functions: Context = torch._C.DisableTorchFunction
 """A context in which no `TorchFunctionMode` sees calls."""
 
 DEVICE_CONTEXT = torch.utils._device.DeviceContext
@@ -241,25 +240,18 @@ GROUPING = "torch._C._group_tensors_by_device_and_dtype"
 grouped: Callable[..., dict[Any, Any]] = torch._C._group_tensors_by_device_and_dtype
 """torch's own grouping."""
 
-
-def exchange(one: Tensor, other: Tensor) -> None:
-    """Exchange storage, shape and device of two tensors; the Python objects stay the same."""
-    torch._C._swap_tensor_impl(one, other)
+exchange: Callable[[Tensor, Tensor], None] = torch._C._swap_tensor_impl
+"""The function that exchanges storage, shape and device of two tensors; the Python objects stay the same."""
 
 
-def autocast_on_every_tensor() -> AbstractContextManager[Any]:
-    """Return a context in which autocast's kernels apply to tensors of any device."""
-    return torch._C._IncludeDispatchKeyGuard(torch._C.DispatchKey.AutocastCUDA)
+autocast_on_every_tensor: Context = partial(torch._C._IncludeDispatchKeyGuard, torch._C.DispatchKey.AutocastCUDA)
+"""A context in which autocast's kernels apply to tensors of any device."""
 
+without_autocast: Context = partial(torch._C._SetExcludeDispatchKeyGuard, torch._C.DispatchKey.AutocastCUDA, True)
+"""A context, for use in one of autocast's kernels, in which they do not apply."""
 
-def without_autocast() -> AbstractContextManager[Any]:
-    """Return a context, for use in one of autocast's kernels, in which they do not apply."""
-    return torch._C._SetExcludeDispatchKeyGuard(torch._C.DispatchKey.AutocastCUDA, True)
-
-
-def unregister(library: torch.library.Library) -> None:
-    """Restore the kernels that the library replaced."""
-    library._destroy()
+unregister: Callable[[torch.library.Library], None] = torch.library.Library._destroy
+"""The function that restores the kernels that a library replaced."""
 
 
 def make_adam_states(optimizer: torch.optim.Adam, group: dict[str, Any]) -> None:

@@ -44,8 +44,7 @@ from bench.training.small_configs import MORE, small_config
 from frugal.config import sample_lengths
 from frugal.config.hardware.cluster import ALLOCATOR_BYTES, ALLOCATOR_SHARE
 from frugal.dryrun.client import DryRunSource
-from frugal.dryrun.compare import predicted
-from frugal.dryrun.figures import Figures
+from frugal.dryrun.compare import Figures, predicted
 from frugal.planning.length_bucketing import Shape
 from frugal.planning.memory.allocator import Replays
 from frugal.planning.plan import Plan

@@ -10,9 +10,8 @@ import msgspec
 
 from bench.gpu.configurations import Configuration, cluster
 from frugal.config.hardware.cluster import DeviceKind
-from frugal.dryrun.client import DryRunSource, workers
-from frugal.dryrun.compare import predicted
-from frugal.dryrun.figures import Figures, likely_fullest
+from frugal.dryrun.client import DryRunSource, likely_fullest, workers
+from frugal.dryrun.compare import Figures, predicted
 from frugal.dryrun.messages import DryRun
 from frugal.errors import FrugalError
 from frugal.planning.memory.allocator import Replays
@@ -83,7 +82,7 @@ def _expandable(dry_run: DryRun, micro_batch: int) -> Replays:
 
 
 def _worth_running(asked: Configuration, trainable_sizes: tuple[int, ...]) -> tuple[int, ...]:
-    """Under ZeRO-1 and 2 ranks differ; see `frugal.dryrun.figures`."""
+    """Under ZeRO-1 and 2 ranks differ; see `likely_fullest`."""
     if asked.world_size == 1 or asked.zero_stage in (0, 3):
         return (0,)
     if asked.world_size <= ALL_RANKS:

@@ -308,7 +308,7 @@ def _watching_attention(chosen: set[Attention], kind: str) -> Iterator[None]:
     import torch.nn.functional as F
     from torch.nn.attention import SDPBackend
 
-    from frugal.dryrun.trace.attention_choice import AttentionCall, chosen_kernel
+    from frugal.dryrun.trace.cuda_kernels import AttentionCall, chosen_kernel
 
     attention = F.scaled_dot_product_attention
     names = {

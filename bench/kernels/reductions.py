@@ -2,7 +2,7 @@
 
 A few hundred drawn calls: shapes, layouts, dimensions and types. The requests beside the result on this machine's card,
 real or emulated, are added to FILE (JSON, xz) under the threads that the card holds at once, so that `make test` holds
-`frugal.dryrun.trace.reductions` to all of them without a GPU.
+`frugal.dryrun.trace.kernel_memory` to all of them without a GPU.
 """
 
 import lzma

@@ -10,7 +10,6 @@ from contextlib import closing
 from dataclasses import replace
 
 import msgspec
-from msgspec import structs
 
 from frugal.config.hardware.cluster import CARDS, Capability, kernel_class
 from frugal.config.request import Request
@@ -28,30 +27,29 @@ CLASSES = sorted({kernel_class(card.compute_capability) for card in CARDS.values
 def make(model: str, mode: ActivationCheckpointing, pool: Pool) -> shipped.Shipment:
     """Trace a preset in a mode anew, and return the shipment."""
     request = Request(model=model)
-    (described,) = pool.ask([AskFacts(request)])
-    (checked,) = pool.ask([AskCheck(request)])
-    assert described.describe is not None and checked.notes is not None
-    longest = described.describe.max_positions or request.seq_len
+    described, notes = pool.ask([AskFacts(request), AskCheck(request)])
+    longest = described.max_positions or request.seq_len
     request = replace(request, seq_len=longest) if longest < request.seq_len else request
-    facts = replace(described.describe, notes=checked.notes)
+    facts = replace(described, notes=notes)
     traces: dict[str, msgspec.Raw] = {}
     same: dict[str, str] = {}
-    for capability in CLASSES:
-        questions = [each for each in _questions(request, facts, mode, capability) if shipped._name(each) not in same]
-        for question, answer in zip(questions, pool.attempt(questions), strict=True):
-            if isinstance(answer, FrugalError):  # such as a tiled loss that the model cannot take
-                continue
-            assert answer.traced is not None
-            name = shipped._name(question)
-            traces[name] = msgspec.Raw(msgspec.json.encode(answer.traced))
-            alike = (shipped._name(structs.replace(question, capability=each)) for each in answer.traced.alike)
-            same.update((each, name) for each in alike if each != name)
+    names: dict[bytes, str] = {}  # most classes of cards share their traces
+    asked = [question for capability in CLASSES for question in questions(request, facts, mode, capability)]
+    for question, answer in zip(asked, pool.attempt(asked), strict=True):
+        if isinstance(answer, FrugalError):  # such as a tiled loss that the model cannot take
+            continue
+        data, name = msgspec.json.encode(answer), shipped._name(question)
+        if names.setdefault(data, name) == name:
+            traces[name] = msgspec.Raw(data)
+        else:
+            same[name] = names[data]
     return shipped.Shipment(shipped._versions(), shipped._definition(model), facts, traces, same)
 
 
-def _questions(
+def questions(
     request: Request, facts: ModelFacts, mode: ActivationCheckpointing, capability: Capability
 ) -> Iterator[AskTrace]:
+    """Yield the ways to run a model on a class of cards that a plan may ask for."""
     for stage in (2, 3):
         for loss in ("plain", "tiled") if facts.can_tile else ("plain",):
             yield AskTrace(

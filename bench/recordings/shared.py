@@ -9,8 +9,9 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from frugal.dryrun.shared_row import SharedRow
-from frugal.errors import RequestError
+import msgspec
+
+from frugal.dryrun.compare import SharedRow
 
 FOLDER = Path(__file__).with_name("rows")
 
@@ -31,9 +32,9 @@ def main(names: Sequence[str]) -> int:
     """Print the rows of these files, or all that are kept."""
     for path in map(Path, names) if names else sorted(FOLDER.glob("*.json")):
         try:
-            each = figures(SharedRow.read(path))
-        except RequestError as error:
-            print(f"error: {error}", file=sys.stderr)
+            each = figures(msgspec.json.decode(path.read_bytes(), type=SharedRow))
+        except (OSError, msgspec.DecodeError) as error:
+            print(f"error: {path} is not a row of `frugal measure --share`: {error}", file=sys.stderr)
             return 2
         print(
             f"{path.name:<40} {each['card']} x {each['ranks']}, torch {each['torch']}, ZeRO-{each['zero_stage']}  "

@@ -32,8 +32,7 @@ from frugal.config.schema import settings_of_toml
 from frugal.config.setting import settings_of
 from frugal.distributed.env import silence_libraries
 from frugal.dryrun.client import DryRunSource
-from frugal.dryrun.compare import predicted
-from frugal.dryrun.figures import fullest, interval
+from frugal.dryrun.compare import fullest, interval, predicted
 from frugal.dryrun.messages import DryRun
 from frugal.errors import RequestError, refuse
 from frugal.planning.batch import BatchPlan

@@ -19,9 +19,7 @@ from frugal.config.hardware import local_host
 from frugal.config.hardware.calibration import Calibration, Probe, calibration_folder, format_flops, read_all
 from frugal.config.hardware.cluster import DeviceKind, recognise_card
 from frugal.dryrun.client import DryRunSource, workers
-from frugal.dryrun.compare import Measurement, host_bytes_per_node, predicted
-from frugal.dryrun.figures import fullest
-from frugal.dryrun.shared_row import SharedRow
+from frugal.dryrun.compare import Measurement, SharedRow, fullest, host_bytes_per_node, predicted
 from frugal.engine.measure.record import Capped, Measured, Trial, timeline_name
 from frugal.errors import FrugalError, OutOfMemoryError, RequestError, refuse
 from frugal.launch import local

@@ -18,16 +18,7 @@ from frugal.config.request import Request
 from frugal.deepspeed_adapter.simulate.engine import Steps, equal_steps, simulate
 from frugal.dryrun import shipped
 from frugal.dryrun.cache import Cache, digest, facts_key, model_key
-from frugal.dryrun.figures import fullest_drafted, likely_fullest, rank_memories
-from frugal.dryrun.messages import (
-    Answer,
-    AskCheck,
-    AskDryRun,
-    AskFacts,
-    AskFused,
-    DryRun,
-    WarmUp,
-)
+from frugal.dryrun.messages import AskCheck, AskDryRun, AskFacts, AskFused, AskTrace, DryRun, WarmUp
 from frugal.dryrun.pool import Pool, workers
 from frugal.dryrun.trace.drafts import Drafts
 from frugal.errors import RequestError
@@ -47,7 +38,7 @@ SAMPLED_MICRO_BATCHES = (1, 2, 4, 8, 16, 32)
 """Samples; dry-run one by one for a model whose storages are no affine functions of the micro-batch."""
 
 MAX_RANKS_SEARCHED, MAX_RANKS_DRY_RUN, MAX_RANKS_DRAFTED = 2, 4, 2
-"""Ranks that a profile is made of, those of one exact dry run (see `frugal.dryrun.figures`), and how many of these
+"""Ranks that a profile is made of, those of one exact dry run (see `likely_fullest`), and how many of these
 are left where arithmetic tells which are the fullest (`fullest_drafted`)."""
 
 
@@ -92,7 +83,7 @@ class DryRunSource:
         self._will_dry_run = will_dry_run
         self._pool = workers() if pool is None else pool
         self._multiprocessors = max(device.multiprocessors for device in cluster.kinds)
-        self._drafts = Drafts(request, self.kind, self.capability, self._cache, self._pool, self._multiprocessors)
+        self._drafts = self._traces_of(request)
         self._model = model_key(request)
         self._facts: ModelFacts | None = None
         self._distrusted: set[Strategy] = set()
@@ -147,16 +138,8 @@ class DryRunSource:
             if strategy not in self._distrusted:
                 costs = self._simulated(strategy, accumulates, self._ranks(strategy, MAX_RANKS_SEARCHED))
             if costs is None:
-                key = digest(
-                    "profile",
-                    self._model,
-                    self._key(),
-                    strategy,
-                    self.cluster.world_size,
-                    accumulates,
-                    self.kind,
-                    *self._kernels,
-                )
+                world = (self.cluster.world_size, self.kind, *self._kernels)
+                key = digest("profile", self._model, self._key(), strategy, accumulates, world)
                 costs = self._cache.read(key, MemoryProfile)
                 if costs is None:
                     costs = self._profile_by_dry_runs(strategy, accumulates)
@@ -203,11 +186,15 @@ class DryRunSource:
 
         Raises as `profile`.
         """
-        device = device or self._smallest
-        key = self._dry_run_key(strategy, micro_batch, accumulation_steps, device)
+        device = device or min(self.cluster.devices, key=lambda each: each.usable_bytes)
+        context = (device.context_bytes, device.context_below_bytes, device.context_above_bytes)
+        sizes = (device.usable_bytes, *context, device.name in CARDS)  # its speed changes no memory
+        world = (self.cluster.world_size, self._ranks_per_node, device.kind, *self._kernels, *sizes)
+        steps = min(accumulation_steps, 2)
+        key = digest("dry-run", self._model, self._key(), strategy, micro_batch, steps, world)
         kept = self._cache.read(key, tuple[MemoryBreakdown, tuple[str, ...]])
         if kept is None:
-            dry_runs = self.dry_runs(strategy, micro_batch, accumulation_steps)
+            dry_runs = self.dry_runs(strategy, micro_batch, steps)
             ranks = rank_memories(dry_runs, range(len(dry_runs)))
             memory = fullest(ranks, micro_batch, device, self._ranks_per_node, strategy.expandable_segments)
             first = max(dry_runs, key=lambda dry_run: dry_run.peak.total_bytes)
@@ -262,25 +249,16 @@ class DryRunSource:
             return None
         lengths = max(1, self.request.seq_len // SHORT), self.request.seq_len
         request = replace(self.request, seq_len=lengths[0], lengths=None)
-        drafts = Drafts(request, self.kind, self.capability, self._cache, self._pool, self._multiprocessors)
         try:
-            return AnyLength(short=drafts.trace(strategy), long=long, lengths=lengths)
+            return AnyLength(short=self._traces_of(request).trace(strategy), long=long, lengths=lengths)
         except (RequestError, NotAffineError):
             return AnyLength(short=None, long=long, lengths=lengths)
 
-    def is_known(self, strategy: Strategy, micro_batch: int, accumulation_steps: int) -> bool:
-        """Return whether this dry run is in the cache, so that no worker is needed."""
-        return self._cache.has(self._dry_run_key(strategy, micro_batch, accumulation_steps, self._smallest))
-
-    @property
-    def _smallest(self) -> Device:
-        return min(self.cluster.devices, key=lambda device: device.usable_bytes)
-
-    def _dry_run_key(self, strategy: Strategy, micro_batch: int, accumulation_steps: int, device: Device) -> str:
-        context = (device.context_bytes, device.context_below_bytes, device.context_above_bytes)
-        sizes = (device.usable_bytes, *context, device.name in CARDS)  # its speed changes no memory
-        world = (self.cluster.world_size, self._ranks_per_node, device.kind, *self._kernels, *sizes)
-        return digest("dry-run", self._model, self._key(), strategy, micro_batch, min(accumulation_steps, 2), world)
+    def _traces_of(self, request: Request) -> Drafts:
+        asked = AskTrace(
+            request=request, kind=self.kind, capability=self.capability, multiprocessors=self._multiprocessors
+        )
+        return Drafts(asked, self._cache, self._pool)
 
     def _loading(self, strategy: Strategy) -> Loading:
         """Return the memory before the first step. The base of adapters is always read: training adapters around random
@@ -321,9 +299,8 @@ class DryRunSource:
             key = digest("model", model, self.request.batch_norm, *([shared_by] if shared_by > 1 else []))
             self._facts = self._cache.read(key, ModelFacts) or shipped.facts(self.request)
             if self._facts is None:
-                answer, checked = self._pool.ask([AskFacts(self.request), AskCheck(self.request)])
-                assert answer.describe is not None and checked.notes is not None
-                self._facts = replace(answer.describe, notes=checked.notes)
+                described, notes = self._pool.ask([AskFacts(self.request), AskCheck(self.request)])
+                self._facts = replace(described, notes=notes)
                 self._cache.write(key, self._facts)
             self._facts = replace(self._facts, fused=self._fused((FUSED_LOSS,) if self._facts.can_tile else ()))
         return self._facts
@@ -335,9 +312,8 @@ class DryRunSource:
         key = digest("fused", facts_key(self.request), self.request.precision)
         fused = self._cache.read(key, tuple[str, ...])
         if fused is None:
-            (answer,) = self._pool.ask([AskFused(self.request)])
-            assert answer.fused is not None
-            self._cache.write(key, fused := answer.fused)
+            (fused,) = self._pool.ask([AskFused(self.request)])
+            self._cache.write(key, fused)
         kernels.refuse_none(self.request, fused := (*fused, *more))
         return fused
 
@@ -360,32 +336,30 @@ class DryRunSource:
             rank=rank,
             kind=self.kind,
             steps=steps,
-            by_tensor=self._is_by_tensor(strategy),
+            by_tensor=self._is_by_tensor,
         )
         return replace(memory, timeline=self._with_workspaces(memory.timeline, most_tokens))
 
     def _profile_by_dry_runs(self, strategy: Strategy, accumulates: bool) -> MemoryProfile:
         """Return a profile by dry runs at a few micro-batches."""
-        steps = 2 if accumulates else 1
-        numbers = self._ranks(strategy, MAX_RANKS_SEARCHED)
-        num_ranks = len(numbers)
+        steps, numbers = 2 if accumulates else 1, self._ranks(strategy, MAX_RANKS_SEARCHED)
         dry_runs = self._dry_run(strategy, MICRO_BATCHES, steps, numbers)
-        small, large = dry_runs[0], dry_runs[num_ranks]
+        small, large = dry_runs[: len(numbers)], dry_runs[len(numbers) :]
         sampled: tuple[int, ...] = ()
         try:
             ranks = tuple(
                 RankMemory(
                     rank=rank,
-                    timeline=self._with_workspaces(Timeline.fit(first.timeline, second.timeline, MICRO_BATCHES)),
+                    timeline=Timeline.fit(first.timeline, second.timeline, MICRO_BATCHES),
                     host_bytes=max(first.host_bytes, second.host_bytes),
                 )
-                for rank, first, second in zip(numbers, dry_runs[:num_ranks], dry_runs[num_ranks:], strict=True)
+                for rank, first, second in zip(numbers, small, large, strict=True)
             )
         except NotAffineError:
             sampled = SAMPLED_MICRO_BATCHES
             ranks = rank_memories(self._dry_run(strategy, sampled, steps, numbers), numbers)
-            ranks = tuple(replace(each, timeline=self._with_workspaces(each.timeline)) for each in ranks)
-        return self._profile(strategy, between(small.counts, large.counts, MICRO_BATCHES), ranks, sampled)
+        ranks = tuple(replace(each, timeline=self._with_workspaces(each.timeline)) for each in ranks)
+        return self._profile(strategy, between(small[0].counts, large[0].counts, MICRO_BATCHES), ranks, sampled)
 
     def _profile(
         self, strategy: Strategy, work: Work, ranks: tuple[RankMemory, ...], sampled: tuple[int, ...] = ()
@@ -426,14 +400,15 @@ class DryRunSource:
                 resident_threads=self._resident_threads if exact else 0,
                 multiprocessors=self._multiprocessors,
                 first_micro_steps=None if exact else 1,
-                by_tensor=self._is_by_tensor(strategy),
+                by_tensor=self._is_by_tensor,
             )
             for micro_batch in micro_batches
             for rank in ranks
         ]
-        return list(map(_answered, self._pool.ask(questions)))
+        return self._pool.ask(questions)
 
-    def _is_by_tensor(self, strategy: Strategy) -> bool:
+    @property
+    def _is_by_tensor(self) -> bool:
         """Return whether no rank holds the whole model while it is loaded."""
         return self.facts().weights.origin == "pretrained"
 
@@ -443,10 +418,8 @@ class DryRunSource:
         """
         if self.kind == "cpu":
             return timeline
-        element_bytes = 4 if self.request.precision == "fp32" else 2
-        timeline = with_scratch(
-            timeline, set(self.facts().trainable_sizes), element_bytes, self._resident_threads, most_tokens
-        )
+        element_bytes, sizes = 4 if self.request.precision == "fp32" else 2, set(self.facts().trainable_sizes)
+        timeline = with_scratch(timeline, sizes, element_bytes, self._resident_threads, most_tokens)
         return with_workspaces(timeline, self._workspace_bytes)
 
     def _ranks(self, strategy: Strategy, most: int) -> tuple[int, ...]:
@@ -464,9 +437,9 @@ class DryRunSource:
 
     def _key(self) -> list[object]:
         """Return the settings of the request that a dry run depends on, besides the model."""
-        request = self.request
-        optimizer = (request.optimizer.name, request.optimizer.implementation, request.optimizer.states)
-        return [request.precision, *optimizer, bool(request.optimizer.momentum), request.gradient_clipping > 0]
+        optimizer = self.request.optimizer
+        states = (optimizer.name, optimizer.implementation, optimizer.states, bool(optimizer.momentum))
+        return [self.request.precision, *states, self.request.gradient_clipping > 0]
 
     @property
     def _kernels(self) -> tuple[object, ...]:
@@ -482,6 +455,60 @@ def _number(replays: KnownReplays) -> int:
     return sum(map(len, replays.values()))
 
 
-def _answered(answer: Answer) -> DryRun:
-    assert answer.dry_run is not None
-    return answer.dry_run
+def touched_elements(parameters: Sequence[int], world_size: int) -> list[int]:
+    """Return the gradient elements that each rank keeps. `parameters`: elements of each trainable parameter, in the
+    model's order."""
+    part = -(-sum(parameters) // world_size)
+    touched = [0] * world_size
+    start = 0
+    for elements in parameters:
+        if elements:
+            for rank in range(start // part, (start + elements - 1) // part + 1):
+                touched[rank] += elements
+        start += elements
+    return touched
+
+
+def likely_fullest(parameters: Sequence[int], world_size: int, most: int) -> tuple[int, ...]:
+    """Return at most `most` ranks under ZeRO-1 or 2, in order: the last, those that touch most and, if there is room,
+    the first.
+
+    Not all ranks need to be dry-run, only those that may be the fullest. ZeRO-1 and 2 lay all gradients end to end and
+    cut the row into equal parts (stage_1_and_2.py), through parameters. Until the step a rank keeps the whole gradient
+    of every parameter that its part touches, so the one whose part touches most is the fullest; unless the last, whose
+    gradients come first, while most activations still live, or one in between. On three to five ranks the first and the
+    last alone were up to 4 % low, where the cuts go through large parameters. The other stages treat all ranks alike.
+
+    Left out: the padding at the end of the row, a few bytes.
+    """
+    last = world_size - 1
+    touched = touched_elements(parameters, world_size)
+    by_size = sorted(range(last), key=lambda rank: (-touched[rank], rank))
+    wanted = [last, *by_size] if most < 3 else [last, 0, *(rank for rank in by_size if rank)]
+    return tuple(sorted(wanted[:most]))
+
+
+def fullest_drafted(drafted: MemoryProfile, micro_batch: int) -> tuple[int, ...]:
+    """Return the rank with most live bytes, and of the others the one whose allocator needs most, in order. Of ranks
+    that arithmetic finds alike the last, as in `likely_fullest`: dry runs tell them apart.
+
+    These are two: where a cut goes through a huge embedding, the first rank's largest request, probably for the norm
+    of its gradient, comes when the allocator has no segment for it.
+    """
+
+    def needed_bytes(rank: RankMemory) -> int:
+        if drafted.kind == "cpu":
+            return rank.timeline.peak_bytes(micro_batch)
+        return rank.replays(micro_batch, expandable_segments=drafted.strategy.expandable_segments).smallest_capacity()
+
+    fullest_live = max(drafted.ranks, key=lambda rank: rank.timeline.peak_bytes(micro_batch))
+    others = [rank for rank in drafted.ranks if rank is not fullest_live]
+    return tuple(sorted((fullest_live.rank, max(reversed(others), key=needed_bytes).rank)))
+
+
+def rank_memories(dry_runs: Sequence[DryRun], ranks: Sequence[int]) -> tuple[RankMemory, ...]:
+    """Return the memory of each dry run. `ranks`: their ranks, repeated as often as needed."""
+    return tuple(
+        RankMemory(rank=ranks[i % len(ranks)], timeline=dry_run.timeline, host_bytes=dry_run.host_bytes)
+        for i, dry_run in enumerate(dry_runs)
+    )

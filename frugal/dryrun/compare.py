@@ -1,59 +1,50 @@
 """A real run beside its dry run, as a record against which later versions can be checked, and a plan of other versions
-beside a dry run with those installed. No torch here."""
+beside a dry run with those installed; the figures of a dry run are its peaks. No torch here."""
 
+import re
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
+from typing import Any
 
 import msgspec
 
 from frugal import temporary
 from frugal.config.hardware import local_host
-from frugal.config.hardware.cluster import Cluster, Device
-from frugal.config.request import Request
+from frugal.config.hardware.cluster import Cluster, Device, DeviceKind
+from frugal.config.request import Request, Task
 from frugal.distributed.rank_logs import to_console
 from frugal.dryrun.client import DryRunSource
-from frugal.dryrun.figures import Figures, figures
 from frugal.dryrun.messages import DryRun
 from frugal.dryrun.pool import Pool
 from frugal.engine.measure.record import Capped, Measured, ModelDefinition
 from frugal.errors import FrugalError, PlanMismatchError, RequestError
 from frugal.planning.batch import BatchPlan
 from frugal.planning.length_bucketing import most_samples
+from frugal.planning.memory import breakdown
+from frugal.planning.memory.allocator import Replays
 from frugal.planning.memory.breakdown import MemoryBreakdown
+from frugal.planning.memory.interval import Bounds, of_device, widened
 from frugal.planning.plan import Plan
 from frugal.planning.search.fitting import Fitting
 from frugal.planning.strategy import Strategy
 from frugal.report.records import read_history
 from frugal.units import format_bytes
 
-CPU_TOLERANCE = 0.005
-"""The tolerated error of a prediction on CPU ranks, as a fraction of the measurement."""
-
-CUDA_TOLERANCE, CUDA_LOW = 0.05, 0.02
-"""The tolerated error on GPUs, and how much of it may be an underestimate."""
-
 _LONG_SECONDS = 600.0
 """The duration of a run from which on the seconds of a dry run do not matter."""
 
 
-def memory_as_run(
-    plan: Plan, samples: int, tokens: int, device: Device | None = None, *, only_known: bool = False
-) -> MemoryBreakdown | None:
+def memory_as_run(plan: Plan, samples: int, tokens: int, device: Device | None = None) -> MemoryBreakdown:
     """Return the memory of a dry run of the plan with micro-batches of `samples` samples of `tokens` tokens (of one
     rank's part, where ranks share samples) on `device`; None: the smallest.
-
-    `only_known`: None where it would have to be made; it takes seconds, in a process of its own.
 
     Raises:
         FrugalError: the model cannot be trained like that.
     """
     request = replace(plan.request, seq_len=tokens * plan.batch.sequence_parallel, lengths=None)
-    steps = plan.batch.accumulation_steps
     with DryRunSource(request, plan.cluster, will_dry_run=False) as source:
-        if only_known and not source.is_known(plan.strategy, samples, steps):
-            return None
-        return source.dry_run(plan.strategy, samples, steps, device)
+        return source.dry_run(plan.strategy, samples, plan.batch.accumulation_steps, device)
 
 
 def proven_here(plan: Plan) -> Plan:
@@ -73,7 +64,7 @@ def proven_here(plan: Plan) -> Plan:
     ]
     if shortest is not None:
         loads += [(most_samples(micro, longest, shortest), shortest // parts, device) for micro, _, device in loads]
-    memory = min(filter(None, (memory_as_run(plan, *load) for load in loads)), key=lambda each: each.headroom_bytes)
+    memory = min((memory_as_run(plan, *load) for load in loads), key=lambda each: each.headroom_bytes)
     needed = f"{format_bytes(memory.total_bytes)} of {format_bytes(memory.device_in(plan.cluster).memory_bytes)}"
     if not memory.fits:
         raise PlanMismatchError(
@@ -91,9 +82,7 @@ def proven_here(plan: Plan) -> Plan:
 
 def as_run(plan: Plan, folder: Path) -> str | None:
     """Compare measured and predicted memory of the batches that ran, where these were smaller than planned (short
-    samples); else None.
-
-    After a short run only where such a dry run was made before.
+    samples); else None, and after a short run, which is not worth the seconds of a dry run.
     """
     try:
         history = read_history(folder)
@@ -101,18 +90,97 @@ def as_run(plan: Plan, folder: Path) -> str | None:
         if record is None or not record.is_of_less or not record.largest_micro_batch or not record.measured_bytes:
             return None
         times = [each.time for each in (*history.others, *history.steps) if each.time is not None]
-        is_short = max(times, default=0.0) - min(times, default=0.0) < _LONG_SECONDS
+        if max(times, default=0.0) - min(times, default=0.0) < _LONG_SECONDS:
+            return None
         samples, tokens = record.largest_micro_batch
-        predicted = memory_as_run(plan, samples, tokens, only_known=is_short)
+        predicted = memory_as_run(plan, samples, tokens)
     except FrugalError:  # such as a model that cannot read samples that short; the run itself is done
-        return None
-    if predicted is None:
         return None
     difference = (record.measured_bytes / predicted.live_bytes - 1) * 100
     return (
         f"memory for {samples} x {tokens} tokens, the largest micro-batch of the first steps: predicted "
         f"{format_bytes(predicted.live_bytes)}, measured {format_bytes(record.measured_bytes)} ({difference:+.1f} %)"
     )
+
+
+@dataclass(frozen=True, kw_only=True)
+class Figures:
+    """The figures of the fullest rank, by phase and in total. Everything is in bytes.
+
+    Attributes:
+        peak_allocated_bytes: the most in live tensors; on CUDA in the allocator's blocks, as `max_memory_allocated`.
+        peak_reserved_bytes: the most in the allocator's segments where nothing limits it, as `max_memory_reserved`.
+        smallest_capacity_bytes: the least memory in which the step runs: a full device gives back cached segments.
+        categories: bytes at the peak by category; the sum is `peak_allocated_bytes`.
+        phases: the peak of each phase; the largest is `peak_allocated_bytes`.
+        host_bytes_per_node: of a node with all its ranks: their tensors on the host, and their processes.
+        operator: the one that allocates at the peak.
+        phase: when the peak is.
+    """
+
+    peak_allocated_bytes: int
+    peak_reserved_bytes: int
+    smallest_capacity_bytes: int
+    categories: dict[str, int]
+    phases: dict[str, int]
+    host_bytes_per_node: int
+    operator: str
+    phase: str
+
+    def __post_init__(self) -> None:
+        assert sum(self.categories.values()) == self.peak_allocated_bytes == max(self.phases.values())
+
+
+def fullest(dry_runs: Sequence[DryRun], kind: DeviceKind) -> DryRun:
+    """Return the rank with the most bytes in live tensors."""
+    return max(dry_runs, key=lambda dry_run: max(_phases(dry_run, kind).values()))
+
+
+def predicted(dry_runs: Sequence[DryRun], cluster: Cluster, *, expandable_segments: bool = False) -> Figures:
+    """Return the figures of a cluster's dry-run ranks: each the largest of any rank, the composition that of the
+    fullest."""
+    kind, ranks_per_node = cluster.devices[0].kind, max(len(node.devices) for node in cluster.nodes)
+    phases = [_phases(dry_run, kind) for dry_run in dry_runs]
+    allocated = max(max(each.values()) for each in phases)
+    peak = fullest(dry_runs, kind).peak
+    categories = dict(peak.categories)
+    reserved = capacity = allocated
+    if kind == "cuda":
+        categories["rounding"] = allocated - peak.total_bytes
+        replays = [_replays(dry_run, expandable_segments=expandable_segments) for dry_run in dry_runs]
+        reserved = max(each.under().peak_reserved_bytes for each in replays)
+        capacity = max(each.smallest_capacity() for each in replays)
+    return Figures(
+        peak_allocated_bytes=allocated,
+        peak_reserved_bytes=reserved,
+        smallest_capacity_bytes=capacity,
+        categories=categories,
+        phases={name: max(each[name] for each in phases) for name in phases[0]},
+        host_bytes_per_node=breakdown.node_host_bytes(max(each.host_bytes for each in dry_runs), kind, ranks_per_node),
+        operator=peak.operator,
+        phase=peak.phase,
+    )
+
+
+def interval(figures: Figures, device: Device, assumptions: Sequence[str]) -> Bounds:
+    """Return the bounds of the memory that `device` needs, its context included."""
+    live = figures.peak_allocated_bytes - figures.categories.get("rounding", 0)
+    bounds = of_device(live, figures.smallest_capacity_bytes, device)
+    of_data = figures.categories["activations"] + figures.categories["temporary"]
+    return widened(bounds, figures.smallest_capacity_bytes + device.context_bytes, of_data, assumptions)
+
+
+def _replays(dry_run: DryRun, *, expandable_segments: bool = False) -> Replays:
+    timeline = dry_run.timeline
+    return Replays(timeline.fixed, timeline.events, timeline.empties, expandable_segments=expandable_segments)
+
+
+def _phases(dry_run: DryRun, kind: DeviceKind) -> dict[str, int]:
+    """Return the peak of each phase: live tensors, on CUDA in blocks. A CPU has no caching allocator."""
+    timeline = dry_run.timeline
+    if kind == "cuda":
+        timeline = replace(timeline, fixed=_replays(dry_run).block_bytes())
+    return timeline.phase_peaks(dry_run.micro_batch)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -144,8 +212,8 @@ class Measurement:
 
     @property
     def error(self) -> float:
-        """Return the relative error of the prediction."""
-        return error(self.predicted, self.measured)
+        """Return the relative error of the prediction; positive if more was predicted than measured."""
+        return self.predicted.peak_allocated_bytes / self.measured.peak_allocated_bytes - 1
 
     @property
     def name(self) -> str:
@@ -186,31 +254,6 @@ class Measurement:
             raise RequestError(f"cannot write to {folder}", because=str(error.strerror)) from None
         return path
 
-    @classmethod
-    def read(cls, path: Path) -> "Measurement":
-        """Read the measurement in a file.
-
-        Raises:
-            RequestError: no such file, or no measurement.
-        """
-        try:
-            return msgspec.json.decode(path.read_bytes(), type=cls)
-        except OSError as error:
-            raise RequestError(f"cannot read the measurement {path}", because=str(error.strerror)) from None
-        except (msgspec.DecodeError, UnicodeDecodeError, AssertionError) as error:
-            raise RequestError(f"{path} is not a measurement", because=str(error) or "its numbers disagree") from None
-
-
-def predicted(dry_runs: Sequence[DryRun], cluster: Cluster, *, expandable_segments: bool = False) -> Figures:
-    """Return the figures of a cluster's dry runs."""
-    ranks_per_node = max(len(node.devices) for node in cluster.nodes)
-    return figures(dry_runs, cluster.devices[0].kind, ranks_per_node, expandable_segments=expandable_segments)
-
-
-def error(predicted: Figures, measured: Measured) -> float:
-    """Return the relative error of a prediction; positive if more was predicted than measured."""
-    return predicted.peak_allocated_bytes / measured.peak_allocated_bytes - 1
-
 
 def host_bytes_per_node(predicted: Figures, cluster: Cluster) -> int:
     """Return the predicted growth of all processes of a node together, in bytes.
@@ -220,3 +263,94 @@ def host_bytes_per_node(predicted: Figures, cluster: Cluster) -> int:
     if cluster.devices[0].kind == "cuda":
         return predicted.host_bytes_per_node
     return max(predicted.host_bytes_per_node, predicted.peak_allocated_bytes * len(cluster.nodes[0].devices))
+
+
+class Bytes(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """The memory of the fullest rank, each figure under the name that `frugal dryrun --json` has for it."""
+
+    peak_allocated_bytes: int
+    peak_reserved_bytes: int
+    phases: dict[str, int]
+    context_bytes: int | None = None
+
+
+class SharedRow(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """A measured run and what was predicted for it, as one small row that may be given away: nothing private.
+
+    It has no text that a user chose: of a model's configuration its kind and its numbers, of a factory nothing; no name
+    of a model, a host or a user, no path, no command, no digest.
+
+    Attributes:
+        schema: of this row.
+        card: as the driver names it; of CPU ranks the processor.
+        num_ranks: the world size.
+        model: the numbers of a configuration of transformers and its `model_type`; empty: a factory.
+        rank: of LoRA; 0: none.
+        survived_cap: whether a run with the predicted memory went through; None: not tried.
+    """
+
+    schema: int = 1
+    kind: str
+    card: str
+    driver: str
+    num_ranks: int
+    versions: dict[str, str]
+    date: str
+    model: dict[str, Any]
+    task: Task | None
+    seq_len: int
+    precision: str
+    optimizer: str
+    optimizer_states: str | None
+    quantize: str | None
+    rank: int
+    pack: bool
+    strategy: Strategy
+    micro_batch: int
+    accumulation_steps: int
+    predicted: Bytes
+    measured: Bytes
+    survived_cap: bool | None
+
+    @classmethod
+    def of(cls, measurement: Measurement) -> "SharedRow":
+        """Return the row of a measurement."""
+        request, batch = measurement.request, measurement.batch
+        figures, measured = measurement.predicted, measurement.measured
+        strategy = measurement.strategy
+        return cls(
+            kind=measurement.kind, card=measurement.device, driver=measurement.driver, num_ranks=batch.world_size,
+            versions=measurement.versions, date=measurement.date, model=_numbers(measurement.definition.config or {}),
+            task=measurement.definition.task, seq_len=request.seq_len, precision=request.precision,
+            optimizer=request.optimizer.name, optimizer_states=request.optimizer.states, quantize=request.quantize,
+            rank=0 if request.lora is None else request.lora.rank, pack=bool(request.pack),
+            strategy=replace(strategy, nvme_path=strategy.nvme_path and "nvme"),
+            micro_batch=batch.largest_micro_batch, accumulation_steps=batch.accumulation_steps,
+            predicted=Bytes(
+                peak_allocated_bytes=figures.peak_allocated_bytes, peak_reserved_bytes=figures.peak_reserved_bytes,
+                phases=figures.phases, context_bytes=measurement.cluster.devices[0].context_bytes,
+            ),
+            measured=Bytes(
+                peak_allocated_bytes=measured.peak_allocated_bytes, peak_reserved_bytes=measured.peak_reserved_bytes,
+                phases=measured.phases, context_bytes=measured.context_bytes,
+            ),
+            survived_cap=None if measurement.capped is None else measurement.capped.survived,
+        )  # fmt: skip
+
+    def encode(self) -> bytes:
+        """Return the row's text."""
+        return msgspec.json.format(msgspec.json.encode(self), indent=1) + b"\n"
+
+
+def _numbers(config: dict[str, Any]) -> dict[str, Any]:
+    """Return the numbers of a configuration and of those within, and each one's `model_type`."""
+    within = {
+        name: _numbers(each) for name, each in config.items() if isinstance(each, dict) and name.endswith("_config")
+    }
+    kind = str(config.get("model_type", ""))
+    known = {"model_type": kind} if re.fullmatch(r"[a-z0-9_.-]{1,40}", kind) else {}
+    return known | {name: each for name, each in config.items() if _is_numbers(each)} | within
+
+
+def _is_numbers(value: Any) -> bool:
+    return isinstance(value, int | float) or (isinstance(value, list) and all(map(_is_numbers, value)))

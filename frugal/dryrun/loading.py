@@ -2,6 +2,7 @@
 
 import zipfile
 from collections.abc import Callable, Iterable
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -28,16 +29,13 @@ def _taken(spec: ModelSpec, dtype: torch.dtype) -> Reading | None:
     if spec.origin != "pretrained":
         return None
     watch = _Host()
-    try:
-        with watch:
-            reader = spec.reader(dtype, may_download=False)
-            meta = torch.device("meta") if spec.quantize is not None else None
-            load_weights(reader, watch.place, stored=watch.stored, finish=watch.finish, quantising_on=meta)
-    except _Finished:
-        return Reading(passing_bytes=watch.most_passing, keeping_bytes=watch.most_keeping)
-    except Exception:  # damaged files are reported where they are needed
+    with suppress(Exception), watch:  # damaged files are reported where they are needed
+        reader = spec.reader(dtype, may_download=False)
+        meta = torch.device("meta") if spec.quantize is not None else None
+        load_weights(reader, watch.place, stored=watch.stored, finish=watch.finish, quantising_on=meta)
+    if not watch.is_finished:
         return None
-    return None
+    return Reading(passing_bytes=watch.most_passing, keeping_bytes=watch.most_keeping)
 
 
 class _Finished(Exception):  # noqa: N818 - no error
@@ -55,6 +53,7 @@ class _Host(StorageWatch):
         self.looks_inside = False  # `execute` has a rule: a GPU's kernels take nothing of a host
         self.most_passing = 0  # if nothing stayed
         self.most_keeping = 0  # if all of it stayed
+        self.is_finished = False
         self._is_reading = False  # before, the model is made, on meta for real
         self._passing: dict[int, int] = {}  # address of a temporary tensor -> bytes
         self._passing_bytes = 0
@@ -126,6 +125,7 @@ class _Host(StorageWatch):
         self.most_passing = max(self.most_passing, self._passing_bytes + random)
         self._kept_bytes += sum(waiting)
         self.most_keeping = max(self.most_keeping, self._passing_bytes + self._kept_bytes)
+        self.is_finished = True
         raise _Finished
 
 

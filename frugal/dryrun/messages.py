@@ -1,4 +1,4 @@
-"""Messages between client and worker, one JSON object a line: questions, answers and results of dry runs.
+"""Messages between client and worker, pickled: questions, and those of their answers that are of dry runs.
 
 Plain data: no torch here.
 """
@@ -12,7 +12,6 @@ from frugal.config.hardware.cluster import ASSUMED_CAPABILITY, Capability, Devic
 from frugal.config.request import Request
 from frugal.planning.cost import Counts
 from frugal.planning.memory.timeline import ModelTrace, Peak, Timeline
-from frugal.planning.model_facts import ModelFacts
 from frugal.planning.strategy import ActivationCheckpointing, Kernels, Strategy
 
 
@@ -46,26 +45,26 @@ class DryRun:
         return self.timeline.holders(self.micro_batch, category)
 
 
-class AskFacts(msgspec.Struct, frozen=True, tag="describe"):
-    """A question for the facts of the request's model."""
+class AskFacts(msgspec.Struct, frozen=True):
+    """A question for the facts of the request's model, a `ModelFacts` without notes."""
 
     request: Request
 
 
-class AskCheck(msgspec.Struct, frozen=True, tag="check"):
-    """A question for notes on the request's model before it is trained."""
+class AskCheck(msgspec.Struct, frozen=True):
+    """A question for notes on the request's model before it is trained, a tuple of texts."""
 
     request: Request
 
 
-class AskFused(msgspec.Struct, frozen=True, tag="fused"):
+class AskFused(msgspec.Struct, frozen=True):
     """A question for the modules of the request's model that fused kernels can run, see `ModelFacts.fused`."""
 
     request: Request
 
 
-class AskDryRun(msgspec.Struct, frozen=True, tag="dry_run", kw_only=True):
-    """A question for the dry run of one rank under a strategy.
+class AskDryRun(msgspec.Struct, frozen=True, kw_only=True):
+    """A question for the `DryRun` of one rank under a strategy.
 
     `capability`: of a `cuda` device; `resident_threads`: that it holds at once, 0 leaves out their memory.
     `multiprocessors`: of the device; only fused kernels depend on them.
@@ -88,59 +87,35 @@ class AskDryRun(msgspec.Struct, frozen=True, tag="dry_run", kw_only=True):
     by_tensor: bool = False
 
 
-class AskTrace(msgspec.Struct, frozen=True, tag="trace", kw_only=True):
-    """A question for the trace of one step of the model alone, for any micro-batch. `zero_stage`: 3, or 2 for all
-    others.
+class AskTrace(msgspec.Struct, frozen=True, kw_only=True):
+    """A question for the trace of one step of the model alone, for any micro-batch: a `Traced`.
+
+    `zero_stage`: 3, or 2 for all others.
 
     `capability`: of a `cuda` device. `sequence_parallel`: ranks that share each sample. `multiprocessors`: of the
     device, where `kernels` are fused.
     """
 
     request: Request
-    activation_checkpointing: ActivationCheckpointing
-    loss: Literal["plain", "tiled"]
-    mlp: Literal["plain", "tiled"] = "plain"
-    zero_stage: Literal[2, 3]
     kind: DeviceKind
+    activation_checkpointing: ActivationCheckpointing = "off"
+    loss: Literal["plain", "tiled"] = "plain"
+    mlp: Literal["plain", "tiled"] = "plain"
+    zero_stage: Literal[2, 3] = 2
     capability: Capability = ASSUMED_CAPABILITY
     sequence_parallel: int = 1
     kernels: Kernels = "plain"
     multiprocessors: int = 1
 
 
-class WarmUp(msgspec.Struct, frozen=True, tag="warm-up"):
-    """A request to prepare for a dry run."""
+class WarmUp(msgspec.Struct, frozen=True):
+    """A request to prepare for a dry run; its answer is None."""
 
 
 Question = AskFacts | AskCheck | AskFused | AskDryRun | AskTrace | WarmUp
 
 
 class Traced(msgspec.Struct, frozen=True):
-    """The trace, or None if the model's memory is no affine function of the micro-batch.
-
-    `alike`: the classes of cards that would have the same one, see `frugal.config.hardware.cluster.kernel_class`.
-    """
+    """The trace, or None if the model's memory is no affine function of the micro-batch."""
 
     trace: ModelTrace | None
-    alike: tuple[Capability, ...] = ()
-
-
-class Mistake(msgspec.Struct, frozen=True):
-    """A `FrugalError` as data; `kind` is the name of its class."""
-
-    kind: str
-    what: str
-    because: tuple[str, ...]
-    hint: str | None
-
-
-class Answer(msgspec.Struct, frozen=True, kw_only=True):
-    """An answer, in one of its fields. `crash` is a traceback: our bug, or an exception in the user's model."""
-
-    describe: ModelFacts | None = None
-    notes: tuple[str, ...] | None = None
-    fused: tuple[str, ...] | None = None
-    dry_run: DryRun | None = None
-    traced: Traced | None = None
-    mistake: Mistake | None = None
-    crash: str | None = None

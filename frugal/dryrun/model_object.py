@@ -44,13 +44,14 @@ def reference_of(model: Any, objective: "Objective | None" = None) -> str:
     import torch
 
     if hasattr(model, "to_json_string") and hasattr(model, "model_type"):
-        if objective is None:
-            return _configuration(model)
-        raise RequestError(
-            "a configuration was given together with an objective",
-            because="it is trained by the objective of its task",
-            hint="give a function that returns the model, and the objective",
-        )
+        if objective is not None:
+            raise RequestError(
+                "a configuration was given together with an objective",
+                because="it is trained by the objective of its task",
+                hint="give a function that returns the model, and the objective",
+            )
+        text = json.dumps(model.to_dict(), sort_keys=True, default=str).encode()
+        return str(_written(model.model_type, text, ".json"))
     if isinstance(model, torch.nn.Module):
         return _pickled(functools.partial(_copied, (without_values(model), objective)), type(model).__name__)
     if not callable(model):
@@ -130,11 +131,6 @@ def _is_importable(model: Any) -> bool:
         return False
 
 
-def _configuration(config: Any) -> str:
-    text = json.dumps(config.to_dict(), sort_keys=True, default=str).encode()
-    return str(_written(_folder() / f"{config.model_type}-{hashlib.sha256(text).hexdigest()[:16]}.json", text))
-
-
 def _pickled(make: Callable[[], Any], name: str) -> str:
     import cloudpickle  # type: ignore[import-untyped]  # has no types
 
@@ -149,24 +145,21 @@ def _pickled(make: Callable[[], Any], name: str) -> str:
             hint="give a function that makes it, in a file: model='path/to/file.py:name'",
         ) from None
     label = "".join(letter for letter in name if letter.isalnum()) or "model"
-    path = _folder() / f"{label}-{hashlib.sha256(data).hexdigest()[:16]}{PICKLED}"
-    return f"{_written(path, data)}:{label}"
+    return f"{_written(label, data, PICKLED)}:{label}"
 
 
-def _folder() -> Path:
+def _written(label: str, data: bytes, suffix: str) -> Path:
     try:
-        return Path(platformdirs.user_cache_dir("frugal")) / "models"
+        folder = Path(platformdirs.user_cache_dir("frugal")) / "models"
     except RuntimeError:  # a user without a home
-        return Path(tempfile.gettempdir()) / "frugal-models"
-
-
-def _written(path: Path, data: bytes) -> Path:
+        folder = Path(tempfile.gettempdir()) / "frugal-models"
+    path = folder / f"{label}-{hashlib.sha256(data).hexdigest()[:16]}{suffix}"
     try:
-        path.parent.mkdir(parents=True, exist_ok=True, mode=0o700)
+        folder.mkdir(parents=True, exist_ok=True, mode=0o700)
         if not path.exists():
             files.write_file(path, data)
         files.touch(path)
-        files.prune(_folder(), LIMIT_BYTES)
+        files.prune(folder, LIMIT_BYTES)
     except OSError as error:
         raise RequestError(f"cannot write {path}", because=str(error.strerror)) from None
     return path

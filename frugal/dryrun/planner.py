@@ -2,7 +2,7 @@
 
 import logging
 import os
-from collections.abc import Generator, Iterator, Sequence
+from collections.abc import Generator, Iterator
 from contextlib import closing
 from dataclasses import replace
 from functools import partial
@@ -39,13 +39,6 @@ def plan(*, objective: "Objective | None" = None, draft: bool = False, **setting
         RequestError: a setting is unknown or wrong, or settings contradict each other.
         NothingFitsError: no strategy fits.
     """
-    return _plan(objective, draft, **settings)
-
-
-plan.__signature__ = signature(plan)  # type: ignore[attr-defined]  # for help() and completion
-
-
-def _plan(objective: "Objective | None", only_draft: bool, **settings: Any) -> Plan:
     settings = in_full(settings)
     model = settings.get("model")
     if objective is not None or not isinstance(model, str | None):
@@ -61,7 +54,10 @@ def _plan(objective: "Objective | None", only_draft: bool, **settings: Any) -> P
     for note in notes:
         logger.warning(note)
     with closing(plans_here(*understand(settings, calibration))) as made:
-        return next(made) if only_draft else list(made)[-1]
+        return next(made) if draft else list(made)[-1]
+
+
+plan.__signature__ = signature(plan)  # type: ignore[attr-defined]  # for help() and completion
 
 
 def plans_here(request: Request, cluster: Cluster, defaults: tuple[str, ...]) -> Generator[Plan]:
@@ -81,17 +77,15 @@ def make_plan(
     cluster: Cluster,
     defaults: tuple[str, ...] = (),
     *,
-    warnings: Sequence[str] = (),
     dry_run: "OpenSource | None" = None,
 ) -> Plan:
     """Return the plan for a request; `defaults` names its fields that the user did not set.
 
-    `warnings` are of this machine, and added. `dry_run`: where profiles come from; the plan is then not cached.
+    `dry_run`: where profiles come from; the plan is then not cached.
 
     Raises: as `plan`.
     """
-    *_, made = _plans(request, cluster, defaults, dry_run)
-    return replace(made, warnings=(*made.warnings, *warnings)).sealed() if warnings else made
+    return list(_plans(request, cluster, defaults, dry_run))[-1]
 
 
 def _plans(

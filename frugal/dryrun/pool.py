@@ -2,6 +2,7 @@
 
 import contextlib
 import os
+import pickle
 import queue
 import subprocess
 import sys
@@ -10,16 +11,13 @@ import weakref
 from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
-from typing import IO, TYPE_CHECKING
+from typing import IO, TYPE_CHECKING, Any
 
-import msgspec
-
-import frugal.errors
 from frugal.distributed import parent
 from frugal.errors import FrugalError, RequestError
 
 if TYPE_CHECKING:
-    from frugal.dryrun.messages import Answer, Question
+    from frugal.dryrun.messages import Question
 
 MARK = "FRUGAL_DRY_RUN"
 """Set in a worker's environment: it refuses dry runs inside dry runs, which would never end."""
@@ -39,7 +37,6 @@ class Pool:
     """A pool of at most `max_workers` processes; `ask` gives each question to an idle one."""
 
     def __init__(self, max_workers: int) -> None:
-        self._max_workers = max_workers
         self._idle: queue.LifoQueue[_Worker | None] = queue.LifoQueue()
         for _ in range(max_workers):
             self._idle.put(None)  # a place for a worker not yet started
@@ -53,25 +50,22 @@ class Pool:
         for _ in range(min(most, self._idle.qsize())):
             self._threads.submit(self._ask, question)
 
-    def ask(self, questions: "Sequence[Question]") -> "list[Answer]":
+    def ask(self, questions: "Sequence[Question]") -> list[Any]:
         """Return the answers in order; the questions are worked on in parallel.
 
         Raises:
             FrugalError: the request is wrong.
             WorkerError: a worker crashed.
         """
-        return list(self._threads.map(self._ask, questions))
+        answers = self.attempt(questions)
+        for answer in answers:
+            if isinstance(answer, FrugalError):
+                raise answer
+        return answers
 
-    def attempt(self, questions: "Sequence[Question]") -> "list[Answer | FrugalError]":
+    def attempt(self, questions: "Sequence[Question]") -> list[Any]:
         """Answer as `ask`, with the worker's `FrugalError` in place of an answer."""
-
-        def attempt(question: "Question") -> "Answer | FrugalError":
-            try:
-                return self._ask(question)
-            except FrugalError as error:
-                return error
-
-        return list(self._threads.map(attempt, questions))
+        return list(self._threads.map(self._ask, questions))
 
     def held(self) -> "Pool":
         """Return this pool with one more holder, who has to close it."""
@@ -86,7 +80,7 @@ class Pool:
         self._threads.shutdown(wait=False, cancel_futures=True)
         self._end()
 
-    def _ask(self, question: "Question") -> "Answer":
+    def _ask(self, question: "Question") -> Any:
         worker = self._idle.get()
         try:
             if worker is None:
@@ -94,7 +88,7 @@ class Pool:
                 self._workers.append(worker)
             return worker.ask(question)
         except BaseException:
-            if worker is not None and not worker.alive:
+            if worker is not None and worker._process.poll() is not None:
                 self._workers.remove(worker)
                 worker = None
             raise
@@ -146,32 +140,24 @@ class _Worker:
         }
         self._process = started(environment, self._stderr)
 
-    @property
-    def alive(self) -> bool:
-        return self._process.poll() is None
-
-    def ask(self, question: "Question") -> "Answer":
-        from frugal.dryrun import messages  # with all that answers hold, which a kept plan does not need
-
+    def ask(self, question: "Question") -> Any:
         assert self._process.stdin is not None and self._process.stdout is not None
         try:
-            self._process.stdin.write(msgspec.json.encode(question) + b"\n")
+            pickle.dump(question, self._process.stdin)
             self._process.stdin.flush()
-            line = self._process.stdout.readline()
-        except BrokenPipeError:
-            line = b""
+            answer = pickle.load(self._process.stdout)
+        except (BrokenPipeError, EOFError, pickle.UnpicklingError):
+            code = self._process.wait()
+            self._stderr.seek(0)
+            last_words = self._stderr.read().decode(errors="replace").splitlines()[-STDERR_LINES:]
+            raise WorkerError("\n".join((f"the dry run's process ended with exit code {code}", *last_words))) from None
         except BaseException:  # interrupted: an answer would still come, and be taken for that to the next question
             self.end()
             raise
-        if not line:
-            code = self._process.wait()
-            raise WorkerError(f"the dry run's process ended with exit code {code}\n{self._last_words()}")
-        answer = msgspec.json.decode(line, type=messages.Answer)
-        if answer.mistake is not None:
-            mistake = answer.mistake
-            raise getattr(frugal.errors, mistake.kind)(mistake.what, because=mistake.because, hint=mistake.hint)
-        if answer.crash is not None:
-            raise WorkerError(f"the dry run crashed\n{answer.crash}")
+        if isinstance(answer, WorkerError):
+            raise answer
+        if isinstance(answer, FrugalError):
+            answer.args = (answer.render(),)  # unpickling takes the text for one line, and cuts a long one
         return answer
 
     def end(self) -> None:
@@ -181,10 +167,6 @@ class _Worker:
             if stream is not None:
                 with contextlib.suppress(BrokenPipeError):
                     stream.close()
-
-    def _last_words(self) -> str:
-        self._stderr.seek(0)
-        return "\n".join(self._stderr.read().decode(errors="replace").splitlines()[-STDERR_LINES:])
 
 
 def started(environment: dict[str, str], stderr: IO[bytes]) -> "subprocess.Popen[bytes]":

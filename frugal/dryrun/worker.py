@@ -1,87 +1,60 @@
 """`python -m frugal.dryrun.worker`: a process that dry-runs on request, until its input ends.
 
-One JSON object a line comes in, one goes out. A process of its own, because a dry run gives DeepSpeed a pretended
-device, and the caller may train for real afterwards.
+Pickled questions come in, pickled answers or errors go out. A process of its own, because a dry run gives DeepSpeed a
+pretended device, and the caller may train for real afterwards.
 """
 
 import functools
 import os
+import pickle
 import sys
 import traceback
-from typing import Any, BinaryIO
+from collections.abc import Callable
+from contextlib import suppress
+from typing import Any
 
-import msgspec
-
-from frugal.config.hardware.cluster import KERNEL_CLASSES
 from frugal.config.request import Request
 from frugal.distributed import parent
 from frugal.dryrun.messages import (
-    Answer,
     AskCheck,
     AskDryRun,
     AskFacts,
     AskFused,
     AskTrace,
-    Mistake,
     Question,
     Traced,
     WarmUp,
 )
+from frugal.dryrun.pool import WorkerError
+from frugal.errors import FrugalError
 from frugal.imports import collected_seldom
 
 
 def main() -> None:
     """Answer every question on standard input."""
     parent.end_with_parent()
-    answers = _protect_stdout()
-    with collected_seldom():  # a dry run itself says when to collect
+    answers = os.fdopen(os.dup(1), "wb")
+    os.dup2(2, 1)  # output of libraries goes to standard error
+    with collected_seldom(), suppress(EOFError):  # a dry run itself says when to collect
         import frugal.dryrun.trace.trace  # noqa: F401 - takes seconds, in which the first question is still on its way
 
-        for line in sys.stdin.buffer:
-            answers.write(msgspec.json.encode(_answer(line)) + b"\n")
+        while True:
+            pickle.dump(_answer(pickle.load(sys.stdin.buffer)), answers)
             answers.flush()
-    answers.close()
     os._exit(0)  # a second of taking torch apart is saved
 
 
-def _protect_stdout() -> BinaryIO:
-    """Return a private copy of standard output; output of libraries goes to standard error."""
-    answers = os.fdopen(os.dup(1), "wb")
-    os.dup2(2, 1)
-    return answers
-
-
-def _answer(line: bytes) -> Answer:
-    from frugal.errors import FrugalError
-
+def _answer(question: Question) -> Any:
+    """Return the answer to a question, or the error that it leads to."""
     try:
-        question: Question = msgspec.json.decode(line, type=Question)
-        match question:
-            case AskFacts():
-                return Answer(describe=_describe(question))
-            case AskCheck():
-                return Answer(notes=_check(question))
-            case AskFused():
-                return Answer(fused=_fused(question))
-            case AskTrace():
-                return Answer(traced=_trace(question))
-            case AskDryRun():
-                return Answer(dry_run=_run(question))
-            case WarmUp():
-                import frugal.dryrun.run  # noqa: F401 - DeepSpeed takes seconds
-
-                return Answer()
+        return _ANSWERS[type(question)](question)
     except FrugalError as error:
-        return Answer(mistake=_mistake(error))
+        return error
     except Exception as error:
         from frugal.dryrun.run import failure_in_forward
 
         mistake = None if isinstance(question, WarmUp) else failure_in_forward(question.request.model, error)
-        return Answer(crash=traceback.format_exc()) if mistake is None else Answer(mistake=_mistake(mistake))
-
-
-def _mistake(error: Any) -> Mistake:
-    return Mistake(kind=type(error).__name__, what=error.what, because=error.because, hint=error.hint)
+        return mistake or WorkerError(f"the dry run crashed\n{traceback.format_exc()}")
 
 
 @functools.lru_cache(maxsize=2)
@@ -102,16 +75,13 @@ def _model_of(request: Request) -> Request:
     )  # fmt: skip
 
 
-def _spec(request: Request) -> Any:
-    return _spec_of(_model_of(request))
-
-
-def _resolved(question: AskDryRun | AskTrace) -> Any:
+def _resolved(question: AskDryRun | AskTrace) -> tuple[Any, Any]:
+    """Return the model's spec, and its objective as the request has it."""
     from frugal.models.spec import check_sequence_length
 
-    spec = _spec(question.request)
-    check_sequence_length(spec, question.request.seq_len)
-    return spec
+    spec, request = _spec_of(_model_of(question.request)), question.request
+    check_sequence_length(spec, request.seq_len)
+    return spec, spec.objective(pack=bool(request.pack), document_tokens=request.document_tokens)
 
 
 def _describe(question: AskFacts) -> Any:
@@ -123,7 +93,7 @@ def _describe(question: AskFacts) -> Any:
     from frugal.planning.memory.loading import Weights
     from frugal.planning.model_facts import ModelFacts
 
-    spec = _spec(question.request)  # whatever the length asked for
+    spec = _spec_of(_model_of(question.request))  # whatever the length asked for
     model = spec.build(dtype=torch.bfloat16, device="meta")
     parameters = list(model.parameters())
     return ModelFacts(
@@ -143,7 +113,7 @@ def _describe(question: AskFacts) -> Any:
 def _check(question: AskCheck) -> tuple[str, ...]:
     from frugal.models.trials import model_check
 
-    spec = _spec(question.request)
+    spec = _spec_of(_model_of(question.request))
     if question.request.pack:
         model_check.check_packing(spec)
     if (shared_by := question.request.sequence_parallel or 1) > 1:
@@ -175,23 +145,16 @@ def _built(model: Request) -> Any:
     return made
 
 
-def _objective(spec: Any, request: Request) -> Any:
-    return spec.objective(pack=bool(request.pack), document_tokens=request.document_tokens)
-
-
 def _trace(question: AskTrace) -> Traced:
     from frugal.dryrun.trace.trace import trace
     from frugal.planning.memory.timeline import NotAffineError
 
-    spec = _resolved(question)
-    alike = set(KERNEL_CLASSES)
+    _, objective = _resolved(question)
     model, building_bytes = _built(_model_of(question.request))
-    objective = _objective(spec, question.request)
     try:
-        traced = trace(model, objective, question, building_bytes=building_bytes, alike=alike)
+        return Traced(trace(model, objective, question, building_bytes=building_bytes))
     except NotAffineError:
-        traced = None
-    return Traced(trace=traced, alike=tuple(sorted(alike | {question.capability})))
+        return Traced(None)
 
 
 def _run(question: AskDryRun) -> Any:
@@ -201,9 +164,23 @@ def _run(question: AskDryRun) -> Any:
     from frugal.deepspeed_adapter.kernels import DTYPES
     from frugal.dryrun.run import dry_run
 
-    spec = _resolved(question)
+    spec, objective = _resolved(question)
     dtype = DTYPES[question.request.precision]
-    return dry_run(lambda: spec.build(dtype=dtype, device="meta"), _objective(spec, question.request), question)
+    return dry_run(lambda: spec.build(dtype=dtype, device="meta"), objective, question)
+
+
+def _warm_up(_: WarmUp) -> None:
+    import frugal.dryrun.run  # noqa: F401 - DeepSpeed takes seconds
+
+
+_ANSWERS: dict[type[Question], Callable[[Any], Any]] = {
+    AskFacts: _describe,
+    AskCheck: _check,
+    AskFused: _fused,
+    AskTrace: _trace,
+    AskDryRun: _run,
+    WarmUp: _warm_up,
+}
 
 
 if __name__ == "__main__":

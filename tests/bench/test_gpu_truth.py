@@ -14,10 +14,9 @@ from bench.gpu.predictions import Prediction
 from bench.gpu.report import summary
 from bench.gpu.truth import Bench
 from bench.gpu.worker import Answer, Attention, Constants, Run
-from frugal.dryrun.compare import Measurement
-from frugal.dryrun.figures import Figures
+from frugal.dryrun.compare import Figures
 from frugal.units import GIB, MIB
-from tests.dryrun.test_measured import is_true
+from tests.dryrun.test_measured import is_true, read
 
 ROOT = Path(__file__).parents[2]
 
@@ -41,7 +40,7 @@ def test_two_configurations_are_predicted_run_and_compared_on_a_cpu(tmp_path: Pa
         phases = row["runs"]["free"]["answer"]["phases"]
         assert row["measured_bytes"] == max(phases.values()) > 0
         assert row["error"] == row["prediction"]["figures"]["peak_allocated_bytes"] / row["measured_bytes"] - 1
-    records = [Measurement.read(path) for path in sorted((tmp_path / "records").iterdir())]
+    records = [read(path) for path in sorted((tmp_path / "records").iterdir())]
     assert [each.measured.peak_allocated_bytes for each in records] == [row["measured_bytes"] for row in found["rows"]]
     assert all(is_true(each, each.predicted) for each in records)
     assert [(each.definition.config or {})["model_type"] for each in records] == ["gpt2", "llama"]

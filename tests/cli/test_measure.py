@@ -19,15 +19,14 @@ from bench.recordings import shared
 from frugal.cli import measure, run
 from frugal.config.hardware import local_host
 from frugal.config.hardware.cluster import Node
-from frugal.dryrun.compare import Measurement
-from frugal.dryrun.figures import Figures
-from frugal.dryrun.shared_row import SharedRow, _numbers
+from frugal.dryrun.compare import Figures, Measurement, SharedRow, _numbers
 from frugal.engine.measure.record import ModelDefinition, RankMeasurement, Trial
 from frugal.errors import OutOfMemoryError
 from frugal.launch import local
 from frugal.planning.plan import Plan
 from frugal.units import GIB, MIB
 from tests.commands import Capture
+from tests.dryrun.test_measured import read
 
 CONFIG = {
     "model_type": "gpt2", "n_layer": 2, "n_embd": 64, "n_head": 2, "vocab_size": 256, "n_positions": 128,
@@ -52,7 +51,7 @@ def test_two_ranks_take_what_was_planned_and_it_is_recorded(tmp_path: Path) -> N
     assert found["host_before_bytes_per_node"] > found["host_bytes_per_node"] > found["peak_allocated_bytes"]
     (record,) = (tmp_path / "measured").iterdir()
     (tmp_path / "config.json").unlink()  # a record needs nothing but itself
-    kept = Measurement.read(record)
+    kept = read(record)
     assert (kept.plan_digest, kept.measured.peak_allocated_bytes) == (plan.digest, found["peak_allocated_bytes"])
     assert (kept.strategy, kept.batch, kept.cluster) == (plan.strategy, plan.batch, plan.cluster)
     assert kept.command.endswith(f" plan.json {' '.join(asked)}")
@@ -62,7 +61,7 @@ def test_two_ranks_take_what_was_planned_and_it_is_recorded(tmp_path: Path) -> N
     assert "/" not in text
     told = text.replace(local_host.cpu_name(), "")
     assert not [word for word in private if re.search(rf"(?<!\w){re.escape(word)}(?!\w)", told)]
-    row = SharedRow.read(tmp_path / "row.json")
+    row = msgspec.json.decode((tmp_path / "row.json").read_bytes(), type=SharedRow)
     assert row.measured.peak_allocated_bytes == found["peak_allocated_bytes"]
     assert (row.model["n_embd"], row.model["model_type"], row.num_ranks) == (64, "gpt2", 2)
     assert shared.figures(row)["allocated_error"] == pytest.approx(found["error"])
@@ -77,7 +76,7 @@ def test_two_ranks_take_what_was_planned_and_it_is_recorded(tmp_path: Path) -> N
 def test_a_shared_row_has_no_word_that_a_user_chose(gpu: dict[str, int]) -> None:
     secret = {"model_type": "gpt2", "n_layer": 2, "_name_or_path": "/home/ada/secret", "id2label": {"0": "secret"}}
     assert run(["measure", "plan.json", "--share", "row.json"]) == 0
-    measured = SharedRow.read(Path("row.json"))
+    measured = msgspec.json.decode(Path("row.json").read_bytes(), type=SharedRow)
     assert (measured.card, measured.measured.peak_reserved_bytes, measured.strategy.zero_stage) == ("a GPU", 4 * GIB, 0)
     assert _numbers(secret | {"text_config": {"n_embd": 8, "dtype": "secret"}}) == {
         "model_type": "gpt2", "n_layer": 2, "text_config": {"n_embd": 8}
@@ -86,7 +85,7 @@ def test_a_shared_row_has_no_word_that_a_user_chose(gpu: dict[str, int]) -> None
 
 def test_of_the_host_a_cpu_rank_is_told_the_tensors_which_are_the_least_that_it_takes() -> None:
     kept = Path(__file__).parents[1] / "measured" / "gpt2-cpu-zero1-on-2-5bf0916d.json"
-    *_, host, blank, what = measure._report(Measurement.read(kept))
+    *_, host, blank, what = measure._report(read(kept))
     assert re.fullmatch(r"host +> +[\d.]+ MiB +[\d.]+ MiB", host)
     assert (blank, what.partition("; ")[2]) == (
         "", "predicted are their tensors alone, without what malloc keeps and kernels take for a moment"
@@ -189,7 +188,7 @@ def test_a_record_goes_where_the_tests_look_unless_told_otherwise(
     assert run(["measure", "plan.json", "--record"]) == 0
     (record,) = (tmp_path / "tests" / "measured").iterdir()
     assert record.name.startswith("gpt2-cuda-zero0-on-1-")
-    assert Measurement.read(record).name == record.stem
+    assert read(record).name == record.stem
 
 
 def test_what_cannot_be_predicted_from_the_record_alone_is_not_recorded(

@@ -10,7 +10,7 @@ import pytest
 
 from frugal.config.hardware.cluster import Cluster, Device, Node
 from frugal.config.request import Request
-from frugal.dryrun import client, figures, pool
+from frugal.dryrun import client, pool
 from frugal.dryrun.client import DryRunSource
 from frugal.dryrun.pool import WorkerError
 from frugal.errors import RequestError
@@ -27,7 +27,7 @@ def tiny():
     return tiny_gpt2()
 
 def broken():
-    raise ValueError("no such layer")
+    raise ValueError("no such layer" + 1000 * ".")
 
 def sees_all():
     from tests.engine.small_models import tiny
@@ -155,7 +155,7 @@ def test_the_ranks_dry_run_are_the_fullest_in_live_bytes_and_in_the_allocator(
     needed = [each.replays(1, expandable_segments=True).smallest_capacity() for each in drafted.ranks]
     assert live[0] == min(live) < max(live)
     assert needed[0] == max(needed) > 1.2 * max(needed[1:])
-    assert figures.fullest_drafted(drafted, 1) == (0, live.index(max(live)))
+    assert client.fullest_drafted(drafted, 1) == (0, live.index(max(live)))
 
 
 def test_a_profile_knows_its_model(profile: MemoryProfile) -> None:
@@ -220,7 +220,7 @@ def test_a_mistake_in_the_request_comes_back_as_it_was_raised(dry_runs: DryRunSo
         with pytest.raises(RequestError) as error:
             made.profile(STRATEGY, True)
         assert error.value.exit_code == 2
-        assert words in str(error.value)
+        assert words in str(error.value) == error.value.render()
 
 
 @pytest.fixture

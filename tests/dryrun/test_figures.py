@@ -1,11 +1,13 @@
 """Which ranks are dry-run, and the figures of several: each the largest of any of them."""
 
-from frugal.dryrun.figures import figures, fullest, likely_fullest, touched_elements
+from frugal.dryrun.client import likely_fullest, touched_elements
+from frugal.dryrun.compare import fullest, predicted
 from frugal.dryrun.messages import DryRun
 from frugal.planning.cost import Counts
 from frugal.planning.memory import breakdown
 from frugal.planning.memory.timeline import ACTIVATIONS, PARAMETERS, Timeline
 from frugal.units import MIB
+from tests.dryrun.test_client import cluster
 
 
 def dry_run(held: int, step: int, host: int = 0) -> DryRun:
@@ -19,7 +21,7 @@ def dry_run(held: int, step: int, host: int = 0) -> DryRun:
 
 def test_each_phase_is_that_of_the_rank_fullest_then() -> None:
     ranks = [dry_run(100, 10), dry_run(80, 60)]
-    found = figures(ranks, "cpu", 2)
+    found = predicted(ranks, cluster(kind="cpu"))
     assert found.phases == {"forward": 100, "optimizer step": 140}
     assert found.peak_allocated_bytes == found.peak_reserved_bytes == found.smallest_capacity_bytes == 140
     assert (found.categories["parameters"], found.categories["activations"]) == (80, 60)
@@ -29,7 +31,7 @@ def test_each_phase_is_that_of_the_rank_fullest_then() -> None:
 
 
 def test_on_cuda_blocks_and_segments_count() -> None:
-    found = figures([dry_run(700, 3 * MIB, host=5), dry_run(700, 3 * MIB, host=MIB)], "cuda", 2)
+    found = predicted([dry_run(700, 3 * MIB, host=5), dry_run(700, 3 * MIB, host=MIB)], cluster())
     assert found.phases == {"forward": 1024, "optimizer step": 3 * MIB + 1024}
     assert found.categories["rounding"] == 1024 - 700
     assert found.peak_reserved_bytes == 2 * MIB + 20 * MIB  # a small segment and a large one

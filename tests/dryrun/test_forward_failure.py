@@ -90,7 +90,7 @@ def test_a_failing_forward_is_told_with_its_line(build: Callable[[], nn.Module],
 
 
 def test_a_bug_of_ours_keeps_its_traceback(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(recorder.operators, "stand_in", None)
+    monkeypatch.setattr(recorder.operators, "STAND_INS", None)
     error = failure(lambda: Model(lambda x: x[x > 0]))
-    assert str(error) == "'NoneType' object is not callable"
+    assert str(error) == "argument of type 'NoneType' is not iterable"
     assert failure_in_forward("mine.py:model", error) is None

@@ -16,11 +16,9 @@ from bench.kernels.attention import Choices
 from bench.kernels.reductions import Taken
 from bench.kernels.requests import Attention, Call, Event, Operator, Requests, prepare
 from frugal.config.hardware.cluster import CARDS, Capability, kernel_class
-from frugal.dryrun.trace.attention_choice import AttentionCall, chosen_kernel
-from frugal.dryrun.trace.cuda_kernels import kernels_of
-from frugal.dryrun.trace.kernel_memory import OUTPUTS
+from frugal.dryrun.trace.cuda_kernels import AttentionCall, chosen_kernel, kernels_of
+from frugal.dryrun.trace.kernel_memory import OUTPUTS, scratch
 from frugal.dryrun.trace.recorder import Tracker
-from frugal.dryrun.trace.reductions import scratch
 from frugal.dryrun.trace.trace import Recorder
 
 T = TypeVar("T")

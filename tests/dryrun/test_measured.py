@@ -9,20 +9,30 @@ from dataclasses import replace
 from importlib.metadata import version
 from pathlib import Path
 
+import msgspec
 import pytest
 
-from frugal.dryrun.compare import CPU_TOLERANCE, CUDA_LOW, CUDA_TOLERANCE, Measurement, error
-from frugal.dryrun.figures import Figures
+from frugal.dryrun.compare import Figures, Measurement
 from frugal.dryrun.pool import Pool
-from frugal.errors import RequestError
 
 FOLDER = Path(__file__).parents[1] / "measured"
 RECORDS = sorted(FOLDER.glob("*.json"))
 
 
+CPU_TOLERANCE = 0.005
+"""The tolerated error of a prediction on CPU ranks, as a fraction of the measurement."""
+
+CUDA_TOLERANCE, CUDA_LOW = 0.05, 0.02
+"""The tolerated error on GPUs, and how much of it may be an underestimate."""
+
+
+def read(path: Path) -> Measurement:
+    return msgspec.json.decode(path.read_bytes(), type=Measurement)
+
+
 def is_true(measurement: Measurement, again: Figures) -> bool:
     """Return whether a prediction is within the tolerance of the measurement."""
-    off = error(again, measurement.measured)
+    off = replace(measurement, predicted=again).error
     if measurement.kind == "cpu":
         return abs(off) <= CPU_TOLERANCE
     return -CUDA_LOW <= off <= CUDA_TOLERANCE
@@ -37,14 +47,14 @@ def pool() -> Iterator[Pool]:
 
 
 def test_there_are_records_of_every_zero_stage_and_of_more_than_one_rank() -> None:
-    found = [Measurement.read(path) for path in RECORDS]
+    found = [read(path) for path in RECORDS]
     assert {each.strategy.zero_stage for each in found} == {0, 1, 2, 3}
     assert {each.batch.world_size for each in found} >= {1, 2}
 
 
 @pytest.mark.parametrize("path", RECORDS, ids=lambda path: path.stem)
 def test_a_recorded_peak_is_predicted_today(path: Path, pool: Pool) -> None:
-    found = Measurement.read(path)
+    found = read(path)
     again = found.predict(pool)
     others = {name: kept for name, kept in found.versions.items() if name != "python" and version(name) != kept}
     assert is_true(found, again), (
@@ -56,24 +66,17 @@ def test_a_recorded_peak_is_predicted_today(path: Path, pool: Pool) -> None:
 
 @pytest.mark.parametrize("path", RECORDS, ids=lambda path: path.stem)
 def test_a_record_is_named_after_what_it_holds(path: Path) -> None:
-    assert Measurement.read(path).name == path.stem
+    assert read(path).name == path.stem
 
 
 def test_a_measurement_one_percent_from_its_prediction_is_not_true() -> None:
-    found = Measurement.read(RECORDS[0])
+    found = read(RECORDS[0])
     assert is_true(found, found.predicted)
     size = found.measured.peak_allocated_bytes
     for wrong in (size * 101 // 100, size * 99 // 100):
         phases = {**found.measured.phases, found.measured.phase: wrong}
         other = replace(found, measured=replace(found.measured, peak_allocated_bytes=wrong, phases=phases))
         assert not is_true(other, found.predicted)
-
-
-def test_a_damaged_record_is_an_error(tmp_path: Path) -> None:
-    path = tmp_path / "broken.json"
-    path.write_bytes(RECORDS[0].read_bytes()[:500])
-    with pytest.raises(RequestError, match="is not a measurement"):
-        Measurement.read(path)
 
 
 EMULATED = sorted((FOLDER / "emulated").glob("*.json"))
@@ -105,7 +108,7 @@ def off(record: Measurement, found: Figures) -> list[str]:
 
 
 def test_there_are_records_of_several_families_cards_stages_and_worlds() -> None:
-    records = [Measurement.read(path) for path in EMULATED]
+    records = [read(path) for path in EMULATED]
     assert len(records) >= 30
     assert {each.kind for each in records} == {"cuda"}
     assert all(each.device.startswith("emulated ") and each.command and each.date for each in records)
@@ -123,13 +126,13 @@ def test_there_are_records_of_several_families_cards_stages_and_worlds() -> None
     ],
 )
 def test_allocated_and_reserved_bytes_are_predicted_today(path: Path, pool: Pool) -> None:
-    record = Measurement.read(path)
+    record = read(path)
     assert off(record, record.predict(pool)) == []
 
 
 @pytest.mark.parametrize("path", EMULATED[:1] + EMULATED[-1:], ids=lambda path: path.stem)
 def test_a_prediction_beyond_its_bound_is_noticed(path: Path) -> None:
-    record = Measurement.read(path)
+    record = read(path)
     measured = record.measured
     figures = replace(
         record.predicted,

@@ -13,7 +13,7 @@ from torch import Tensor
 from bench.plans import plan_by_hand
 from frugal.config.request import Request
 from frugal.dryrun.messages import AskTrace, DryRun
-from frugal.dryrun.trace import repeats
+from frugal.dryrun.trace import recorder
 from frugal.dryrun.trace.recorder import Tracker
 from frugal.dryrun.trace.trace import trace
 from frugal.models.objectives import CausalLM
@@ -40,14 +40,14 @@ def both(make: Callable[[], Any], monkeypatch: pytest.MonkeyPatch) -> tuple[Any,
             yield start
 
     watch, results = slices.watch, []
-    for most in (repeats.NUM_RUN, LENGTH):
+    for most in (recorder.NUM_RUN, LENGTH):
         num_run.append(0)
         with monkeypatch.context() as patch:
-            patch.setattr(repeats, "NUM_RUN", most)
+            patch.setattr(recorder, "NUM_RUN", most)
             patch.setattr(slices, "watch", lambda own: watch(own and (lambda starts: counted(starts, own))))
             results.append(make())
     few, all_of_them = num_run
-    assert few * 16 == all_of_them * (repeats.NUM_RUN + 1)
+    assert few * 16 == all_of_them * (recorder.NUM_RUN + 1)
     return results[0], results[1]
 
 

@@ -9,12 +9,12 @@ import pytest
 
 from frugal.config.hardware.cluster import CARDS, Device
 from frugal.config.schema import understand
-from frugal.dryrun.compare import Measurement
-from frugal.dryrun.figures import interval
+from frugal.dryrun.compare import interval
 from frugal.planning.memory.interval import Bounds, Cause, of_device, of_tensors, widened
 from frugal.planning.memory_report import beyond_the_device
 from frugal.planning.plan import Plan
 from frugal.units import GIB, MIB
+from tests.dryrun.test_measured import read
 from tests.planning.test_plan import made
 
 RECORDS = sorted((Path(__file__).parents[1] / "measured").glob("*.json"))
@@ -26,7 +26,7 @@ def device(**settings: Any) -> Device:
 
 @pytest.mark.parametrize("path", RECORDS, ids=lambda path: path.stem)
 def test_a_recorded_measurement_is_within_the_bounds(path: Path) -> None:
-    record = Measurement.read(path)
+    record = read(path)
     (card, *_) = record.cluster.devices
     bounds = interval(record.predicted, card, [])
     assert bounds.lower_bytes <= record.measured.peak_allocated_bytes + card.context_bytes <= bounds.upper_bytes

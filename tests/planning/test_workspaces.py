@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from frugal.config.hardware.cluster import CARDS
-from frugal.dryrun.trace.reductions import scratch
+from frugal.dryrun.trace.kernel_memory import scratch
 from frugal.planning.memory.timeline import BACKWARD, FORWARD, INITIALISATION, Timeline, TimelineBuilder
 from frugal.planning.memory.workspaces import WORKSPACE, scratch_bytes, with_scratch, with_workspaces, workspace_bytes
 from frugal.units import MIB

@@ -5,7 +5,15 @@ from collections.abc import Sequence
 from frugal.config.hardware.cluster import DeviceKind
 from frugal.config.request import Request
 from frugal.deepspeed_adapter.simulate import mirrored
-from frugal.deepspeed_adapter.simulate.stream import SIMULATED, MicroStep, PinnedBlocks, Setting, Stream
+from frugal.deepspeed_adapter.simulate.stream import (
+    SIMULATED,
+    MicroStep,
+    PinnedBlocks,
+    Setting,
+    SimulatedOptimizer,
+    Stream,
+    reduced_together,
+)
 from frugal.deepspeed_adapter.simulate.zero3 import SimulatedZero3
 from frugal.deepspeed_adapter.simulate.zero12 import SimulatedZero12
 from frugal.planning.memory.profile import RankMemory
@@ -19,7 +27,6 @@ from frugal.planning.memory.timeline import (
     LOSS_ENDS,
     OPTIMIZER_STEP,
     PARAMETERS,
-    MarkKind,
     ModelTrace,
 )
 from frugal.planning.strategy import Strategy, optimizer_implementation
@@ -28,19 +35,12 @@ REDUCED_TOGETHER = 500_000_000
 """Gradient elements that the engine concatenates for one all-reduce: its `MEMORY_OPT_ALLREDUCE_SIZE`."""
 
 
-class SimulatedZero0:
+class SimulatedZero0(SimulatedOptimizer):
     """The optimizer of one rank at ZeRO stage 0, in fp32."""
 
-    def __init__(self, stream: Stream, setting: Setting) -> None:
-        self._stream = stream
-        self._setting = setting
-        self._is_boundary = True
+    def __init__(self, stream: Stream, host: PinnedBlocks, setting: Setting) -> None:
+        super().__init__(stream, host, setting)
         self._gradients: dict[int, int] = {}  # parameter -> storage
-        self._has_states = False
-
-    def begin(self, *, is_boundary: bool) -> None:
-        """Begin a backward; `is_boundary`: the optimizer step comes after it."""
-        self._is_boundary = is_boundary
 
     def gradient(self, parameter: int, storage: int) -> None:
         """Keep a gradient; later micro-steps are added in place."""
@@ -49,24 +49,13 @@ class SimulatedZero0:
             self._stream.relabel(storage, GRADIENTS)
             self._gradients[parameter] = storage
 
-    def module(self, kind: MarkKind, number: int, hold: int) -> None:
-        """Do nothing: modules have their parameters at hand."""
-
     def end(self) -> None:
         """End backward: all-reduce gradients, several in one (`DeepSpeedEngine.allreduce_no_retain`)."""
-        if not self._is_boundary:
-            return
-        group: list[int] = []
-        for n in self._setting.elements:
-            group.append(n)
-            if sum(group) > REDUCED_TOGETHER:
-                self._reduce(group)
-                group = []
-        self._reduce(group)
-
-    def _reduce(self, group: list[int]) -> None:
-        if len(group) > 1:
-            self._stream.flash(sum(group) * self._setting.element_bytes, "aten.cat.default")
+        elements = self._setting.elements
+        for group in reduced_together(elements, REDUCED_TOGETHER) if self.is_boundary else ():
+            if len(group) > 1:
+                num_bytes = sum(elements[i] for i in group) * self._setting.element_bytes
+                self._stream.flash(num_bytes, "aten.cat.default")
 
     def step(self) -> None:
         """Take the optimizer step, the first of which makes the states."""
@@ -77,9 +66,6 @@ class SimulatedZero0:
         for storage in self._gradients.values():
             self._stream.release(storage)
         self._gradients.clear()
-
-
-SimulatedZero = SimulatedZero0 | SimulatedZero12 | SimulatedZero3
 
 
 def covers(request: Request, strategy: Strategy, trace: ModelTrace | None = None) -> bool:
@@ -93,17 +79,18 @@ def covers(request: Request, strategy: Strategy, trace: ModelTrace | None = None
     """
     if not mirrored.verify_simulation():
         return False
-    on_host = strategy.offload_optimizer != "none"
-    needs_deepspeeds = on_host and (request.optimizer.states == "bf16" or strategy.offload_ratio < 1)
-    known = "deepspeed" if needs_deepspeeds else SIMULATED[request.optimizer.name]
-    if optimizer_implementation(request, strategy) != known:
-        return False
-    if request.optimizer.momentum or strategy.overlap_comm:
-        return False
     levels = {strategy.offload_optimizer, strategy.offload_parameters}
-    if not levels <= {"none", "cpu"} or ("cpu" in levels and request.precision == "fp32"):
-        return False
-    if strategy.gradient_accumulation_dtype != "fp32" or (request.precision != "fp32" and strategy.zero_stage < 2):
+    needs_deepspeeds = levels != {"none"} and (request.optimizer.states == "bf16" or strategy.offload_ratio < 1)
+    known = "deepspeed" if needs_deepspeeds else SIMULATED[request.optimizer.name]
+    if (
+        optimizer_implementation(request, strategy) != known
+        or request.optimizer.momentum
+        or strategy.overlap_comm
+        or not levels <= {"none", "cpu"}
+        or ("cpu" in levels and request.precision == "fp32")
+        or strategy.gradient_accumulation_dtype != "fp32"
+        or (request.precision != "fp32" and strategy.zero_stage < 2)
+    ):
         return False
     if trace is None:
         return True
@@ -153,15 +140,15 @@ def simulate(
     return RankMemory(
         rank=rank,
         timeline=stream.timeline(),
-        host_bytes=host.peak_bytes,
+        host_bytes=host.allocator.peak_bytes,
         host_bytes_per_sample=int(trace.work.moved_per_sample),  # down and up: twice what is there
-        gathers=optimizer.gathers if isinstance(optimizer, SimulatedZero3) else None,
+        gathers=optimizer.gathers,
     )
 
 
 def _initialised(
     stream: Stream, host: PinnedBlocks, setting: Setting, trace: ModelTrace, *, arrives: bool
-) -> SimulatedZero:
+) -> SimulatedOptimizer:
     """Bring the model to the device, or build it there, and return the initialised optimizer."""
     if not arrives:
         stream.flash(trace.building_bytes, "building", PARAMETERS)
@@ -175,13 +162,13 @@ def _initialised(
     for size_bytes in trace.buffer_bytes:
         stream.born(size_bytes, "to device", PARAMETERS)
     if setting.strategy.zero_stage == 0:
-        return SimulatedZero0(stream, setting)
+        return SimulatedZero0(stream, host, setting)
     optimizer = SimulatedZero12(stream, host, setting)
     optimizer.initialise([storage for storage, trained in zip(arrived, trace.trainable, strict=True) if trained])
     return optimizer
 
 
-def _accumulate(stream: Stream, optimizer: SimulatedZero, steps: Sequence[MicroStep], kind: DeviceKind) -> None:
+def _accumulate(stream: Stream, optimizer: SimulatedOptimizer, steps: Sequence[MicroStep], kind: DeviceKind) -> None:
     """Play forward and backward of the micro-steps; on a CPU all batches are there from the beginning."""
     for step in steps if kind == "cpu" else steps[:1]:
         step.play(ARRIVAL, optimizer)
@@ -194,7 +181,7 @@ def _accumulate(stream: Stream, optimizer: SimulatedZero, steps: Sequence[MicroS
         if i:
             steps[i - 1].play(LOSS_ENDS, optimizer)
         stream.phase(BACKWARD)
-        optimizer.begin(is_boundary=i == len(steps) - 1)
+        optimizer.is_boundary = i == len(steps) - 1
         step.play(BACKWARD, optimizer)
         optimizer.end()
     for step in steps if kind == "cpu" else steps[-1:]:

@@ -68,13 +68,7 @@ class MetaAccelerator(CPU_Accelerator):
         """Return `meta`, without an index: there is only one."""
         return "meta"
 
-    def current_device(self) -> str:
-        """Return `meta`."""
-        return "meta"
-
-    def current_device_name(self) -> str:
-        """Return `meta`."""
-        return "meta"
+    current_device = current_device_name = device_name
 
     def device_count(self) -> int:
         """Return a node's number of devices, on which nothing depends."""
@@ -84,9 +78,7 @@ class MetaAccelerator(CPU_Accelerator):
         """Return so many bytes that memory never seems short."""
         return ENDLESS_BYTES
 
-    def total_memory(self, device_index: int | None = None) -> int:
-        """Return so many bytes that memory never seems short."""
-        return ENDLESS_BYTES
+    total_memory = available_memory
 
     def empty_cache(self) -> None:
         """Call the given function."""
@@ -146,69 +138,52 @@ def pretend(
     `empty_cache`: called where DeepSpeed has the device's allocator give back what it does not use.
     """
     contract.verify()  # before anything of it is replaced
+    environment = {"RANK": str(rank), "LOCAL_RANK": "0", "WORLD_SIZE": str(world_size), "LOCAL_SIZE": "1"}
+    swapping = "deepspeed.runtime.swap_tensor"
     with ExitStack() as stack:
-        environment = {"RANK": str(rank), "LOCAL_RANK": "0", "WORLD_SIZE": str(world_size), "LOCAL_SIZE": "1"}
+        folder = stack.enter_context(temporary.folder())  # DeepSpeed makes and removes folders
         stack.enter_context(patch.dict(os.environ, environment))
-        stack.enter_context(_accelerator(MetaAccelerator(side_stream, pinning, empty_cache)))
-        stack.enter_context(patch("deepspeed.comm.torch.build_shm_op", lambda: None))  # would call a compiler
-        stack.enter_context(_process_group(rank, world_size))
+        stack.callback(real_accelerator.set_accelerator, real_accelerator.get_accelerator())
+        real_accelerator.set_accelerator(MetaAccelerator(side_stream, pinning, empty_cache))
+        names = [name for name in vars(groups) if name.isupper()]  # process groups that DeepSpeed makes and keeps
+        stack.callback(vars(groups).update, {name: copy.copy(getattr(groups, name)) for name in names})
+        stack.callback(setattr, deepspeed_comm, "cdb", None)
+        dist.init_process_group("fake", rank=rank, world_size=world_size, store=torch_internals.FakeStore())
+        stack.callback(dist.destroy_process_group)
         stack.enter_context(zero3_graph.at_once())
-        stack.enter_context(patch("deepspeed.utils.nvtx.enable_nvtx", False))  # asks torch.compile at every call
-        for patches in (_agreement, _autocast, _fused_optimizers, _without_kernels):
-            patches(stack)
-        stack.enter_context(patch.object(F, "linear", F.linear))  # ZeRO-3 replaces it and leaves it so
+        for replaced in (
+            patch("deepspeed.comm.torch.build_shm_op", lambda: None),  # would call a compiler
+            patch("deepspeed.utils.nvtx.enable_nvtx", False),  # asks torch.compile at every call
+            patch("cpuinfo.get_cpu_info", dict),  # asks the system for a second
+            patch.object(F, "linear", F.linear),  # ZeRO-3 replaces it and leaves it so
+            # Ranks agree: all are like this one.
+            patch.object(dist, "new_group", partial(_new_group, dist.new_group)),
+            patch.object(partitioned_param_coordinator, "assert_ints_same_as_other_ranks", lambda _: None),
+            # torch refuses autocast on meta; frugal trains without it, and DeepSpeed only turns it off.
+            patch.object(torch, "autocast", partial(_on_meta, torch.autocast, nullcontext())),
+            patch.object(torch, "is_autocast_enabled", partial(_on_meta, torch.is_autocast_enabled, False)),
+            patch.object(torch, "get_autocast_dtype", partial(_on_meta, torch.get_autocast_dtype, torch.bfloat16)),
+            # Neither a library nor a compiler is needed: the tracker stands for kernels of optimizers.
+            patch(torch_internals.FUSED_DEVICES, lambda: ["cpu", "cuda", "meta"]),
+            patch.object(kernels, "adamw_8bit", lambda: AdamW8bit),
+            patch.object(kernels, "compile_adam", lambda **_: None),
+            patch("deepspeed.ops.adam.fused_adam.FusedAdamBuilder", _Compiled),
+            patch("deepspeed.ops.adam.cpu_adam.CPUAdamBuilder", _Compiled),
+            patch(f"{swapping}.partitioned_optimizer_swapper.AsyncIOBuilder", _Disk),
+            patch(f"{swapping}.partitioned_param_swapper.AsyncIOBuilder", _Disk),
+            patch.object(kernels, "own_nvme_folder", lambda *_: folder),
+        ):
+            stack.enter_context(replaced)
         yield
 
 
-@contextmanager
-def _accelerator(accelerator: CPU_Accelerator) -> Iterator[None]:
-    before = real_accelerator.get_accelerator()
-    real_accelerator.set_accelerator(accelerator)
-    try:
-        yield
-    finally:
-        real_accelerator.set_accelerator(before)
+def _new_group(make: Callable[..., Any], *args: Any, backend: Any = None, **kwargs: Any) -> Any:
+    return dist.group.WORLD if backend == "gloo" else make(*args, **kwargs)
 
 
-@contextmanager
-def _process_group(rank: int, world_size: int) -> Iterator[None]:
-    names = [name for name in vars(groups) if name.isupper()]  # process groups that DeepSpeed makes and keeps
-    before = {name: copy.copy(getattr(groups, name)) for name in names}
-    dist.init_process_group("fake", rank=rank, world_size=world_size, store=torch_internals.FakeStore())
-    try:
-        yield
-    finally:
-        dist.destroy_process_group()
-        deepspeed_comm.cdb = None
-        for name, value in before.items():
-            setattr(groups, name, value)
-
-
-def _agreement(stack: ExitStack) -> None:
-    """Answer what ranks ask each other: all are like this one."""
-    make_group = dist.new_group
-
-    def new_group(*args: Any, backend: Any = None, **kwargs: Any) -> Any:
-        return dist.group.WORLD if backend == "gloo" else make_group(*args, **kwargs)
-
-    stack.enter_context(patch.object(dist, "new_group", new_group))
-    stack.enter_context(patch.object(partitioned_param_coordinator, "assert_ints_same_as_other_ranks", lambda _: None))
-
-
-def _autocast(stack: ExitStack) -> None:
-    """Allow autocast on meta, which torch refuses; frugal trains without it, and DeepSpeed only turns it off."""
-    on_meta = {"autocast": nullcontext(), "is_autocast_enabled": False, "get_autocast_dtype": torch.bfloat16}
-
-    def ask(usual: Callable[..., Any], answer: Any, *args: Any, **kwargs: Any) -> Any:
-        return answer if "meta" in (*args[:1], *kwargs.values()) else usual(*args, **kwargs)
-
-    for name, answer in on_meta.items():
-        stack.enter_context(patch.object(torch, name, partial(ask, getattr(torch, name), answer)))
-
-
-def _fused_optimizers(stack: ExitStack) -> None:
-    """Allow fused optimizers on meta: the tracker stands for their kernel."""
-    stack.enter_context(patch(torch_internals.FUSED_DEVICES, lambda: ["cpu", "cuda", "meta"]))
+def _on_meta(usual: Callable[..., Any], answer: Any, *args: Any, **kwargs: Any) -> Any:
+    """Return `answer` where a function is asked about meta."""
+    return answer if "meta" in (*args[:1], *kwargs.values()) else usual(*args, **kwargs)
 
 
 class AdamW8bit(torch.optim.Optimizer):
@@ -252,12 +227,8 @@ class _Compiled:
     def load(self, verbose: bool = True) -> SimpleNamespace:
         """Return functions that do nothing under the kernels' names."""
 
-        def nothing(*_args: Any) -> None:
-            return None
-
-        return SimpleNamespace(
-            multi_tensor_adam=nothing, create_adam=nothing, adam_update=nothing, destroy_adam=nothing
-        )
+        names = ("multi_tensor_adam", "create_adam", "adam_update", "destroy_adam")
+        return SimpleNamespace(**dict.fromkeys(names, lambda *_: None))
 
 
 class _Disk:
@@ -303,19 +274,6 @@ class _Disk:
         """Return how many reads and writes are done."""
         done, self._pending = self._pending, 0
         return done
-
-
-def _without_kernels(stack: ExitStack) -> None:
-    """Need neither a library nor a compiler."""
-    stack.enter_context(patch.object(kernels, "adamw_8bit", lambda: AdamW8bit))
-    stack.enter_context(patch.object(kernels, "compile_adam", lambda **_: None))
-    stack.enter_context(patch("deepspeed.ops.adam.fused_adam.FusedAdamBuilder", _Compiled))
-    stack.enter_context(patch("deepspeed.ops.adam.cpu_adam.CPUAdamBuilder", _Compiled))
-    for module in ("partitioned_optimizer_swapper", "partitioned_param_swapper"):
-        stack.enter_context(patch(f"deepspeed.runtime.swap_tensor.{module}.AsyncIOBuilder", _Disk))
-    folder = stack.enter_context(temporary.folder())  # DeepSpeed makes and removes folders
-    stack.enter_context(patch.object(kernels, "own_nvme_folder", lambda *_: folder))
-    stack.enter_context(patch("cpuinfo.get_cpu_info", dict))  # asks the system for a second
 
 
 WORKS_IN_FLIGHT = 2

@@ -46,13 +46,22 @@ class Mirrored:
         return f"{owner}.{self.name}" if owner else self.name
 
     def source(self, folder: Path) -> str | None:
-        """Return its source in a package's folder."""
+        """Return its source in a package's folder; None: it is not there."""
         path = folder.joinpath("runtime", *self.place.partition(":")[0].split(".")).with_suffix(".py")
-        return _module(path).source(self.qualified)
-
-    def is_changed(self, folder: Path) -> bool:
-        """Return whether it is missing or different in a package's folder."""
-        return _digest(self.source(folder)) != self.digest
+        lines, heads = _module(path)
+        if self.qualified not in heads:
+            return None
+        begin = heads[self.qualified]
+        indent = len(lines[begin]) - len(lines[begin].lstrip())
+        end = begin + 1
+        while begin and lines[begin - 1].startswith(" " * indent + "@"):
+            begin -= 1
+        # Deeper lines belong to it, as blank lines, comments and closing brackets do.
+        while end < len(lines) and (lines[end][: indent + 1].isspace() or lines[end].lstrip()[:1] in ("", "#", ")")):
+            end += 1
+        while not lines[end - 1][: indent + 1].isspace() or lines[end - 1].isspace():  # what comes before the next
+            end -= 1
+        return "".join(lines[begin:end])
 
 
 def _mirrored(place: str, ours: str, **digests: str) -> tuple[Mirrored, ...]:
@@ -135,7 +144,7 @@ MIRRORED = (
     ),
     *_mirrored(
         _COORDINATOR,
-        "simulate.prefetch.SimulatedPrefetch",
+        "simulate.zero3.SimulatedPrefetch",
         reset_step="f992bb62cc9efb34",
         record_module="4169b2334f29a4fd",
         record_parameters="182696f0317dcd88",
@@ -152,7 +161,7 @@ MIRRORED = (
     ),
     *_mirrored(
         _OFFLOAD,
-        "simulate.prefetch.SimulatedPrefetch",
+        "simulate.zero3.SimulatedPrefetch",
         mark_persistent_parameters="c01f8b416681da4a",
     ),
     *_mirrored(
@@ -215,7 +224,7 @@ def _is_simulated(folder: Path) -> bool:
 
 def changed(folder: Path, ours: str = "") -> list[Mirrored]:
     """Return what differs in a package's folder from what ours repeat, of names of ours that begin with `ours`."""
-    return [each for each in MIRRORED if each.ours.startswith(ours) and each.is_changed(folder)]
+    return [each for each in MIRRORED if each.ours.startswith(ours) and _digest(each.source(folder)) != each.digest]
 
 
 @functools.cache
@@ -226,49 +235,22 @@ def package_folder() -> Path:
     return Path(spec.origin).parent
 
 
-class ModuleText:
-    """A module's source, and where its classes, functions and methods begin.
+@functools.cache
+def _module(path: Path) -> tuple[list[str], dict[str, int]]:
+    """Return a module's lines, and where its classes, functions and methods (`Class.method`) begin.
 
     Found by indentation: a parser takes a second for the modules that are simulated.
     """
-
-    def __init__(self, text: str) -> None:
-        self._lines = text.splitlines(keepends=True)
-        self._heads: dict[str, int] = {}  # `Class.method` -> its line
-        owner = ""
-        for number, line in enumerate(self._lines):
-            if line.startswith(("def ", "class ", "    def ")):
-                name = re.split(r"\W", line.lstrip(), maxsplit=2)[1]
-                if line.startswith(" "):
-                    name = f"{owner}.{name}"
-                else:
-                    owner = name
-                self._heads[name] = number
-
-    def source(self, qualified: str) -> str | None:
-        """Return the source of `Class.method`, `Class` or `function`; None: it is not there."""
-        if qualified not in self._heads:
-            return None
-        lines, begin = self._lines, self._heads[qualified]
-        indent = len(lines[begin]) - len(lines[begin].lstrip())
-        end = begin + 1
-        while begin and lines[begin - 1].startswith(" " * indent + "@"):
-            begin -= 1
-        while end < len(lines) and _is_inside(lines[end], indent):
-            end += 1
-        while not lines[end - 1][: indent + 1].isspace() or lines[end - 1].isspace():  # what comes before the next
-            end -= 1
-        return "".join(lines[begin:end])
-
-
-def _is_inside(line: str, indent: int) -> bool:
-    """Return whether a line is deeper than `indent`; blank lines, comments and closing brackets count as deeper."""
-    return line[: indent + 1].isspace() or line.lstrip()[:1] in ("", "#", ")")
-
-
-@functools.cache
-def _module(path: Path) -> ModuleText:
-    return ModuleText(path.read_text(encoding="utf-8") if path.exists() else "")
+    lines = path.read_text(encoding="utf-8").splitlines(keepends=True) if path.exists() else []
+    heads: dict[str, int] = {}
+    owner = ""
+    for number, line in enumerate(lines):
+        if line.startswith(("def ", "class ", "    def ")):
+            name = re.split(r"\W", line.lstrip(), maxsplit=2)[1]
+            if not line.startswith(" "):
+                owner = name
+            heads[f"{owner}.{name}" if line.startswith(" ") else name] = number
+    return lines, heads
 
 
 def _digest(source: str | None) -> str:

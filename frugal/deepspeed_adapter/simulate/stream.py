@@ -1,7 +1,6 @@
-"""A stream of births and deaths while it is simulated, the micro-steps of a trace in it, and one rank's setting."""
+"""A stream of births and deaths while it is simulated, the micro-steps of a trace in it, and one rank's optimizer."""
 
-from collections.abc import Sequence
-from typing import Protocol
+from collections.abc import Iterator, Sequence
 
 from frugal.config.hardware.cluster import DeviceKind
 from frugal.config.optimizers import EIGHT_BIT_BLOCK, SMALLEST_EIGHT_BIT, OptimizerImplementation, OptimizerName
@@ -11,33 +10,18 @@ from frugal.planning.memory.timeline import OPTIMIZER, TEMPORARY, MarkKind, Mode
 from frugal.planning.strategy import Strategy
 
 
-class SteppingOptimizer(Protocol):
-    """A ZeRO optimizer at work on a stream."""
-
-    def gradient(self, parameter: int, storage: int) -> None:
-        """Handle the finished gradient of a trainable parameter; to keep it, hold `storage`."""
-        ...
-
-    def module(self, kind: MarkKind, number: int, hold: int) -> None:
-        """Handle one of the marks of ZeRO-3, see `frugal.planning.memory.timeline`."""
-        ...
-
-
 class Stream:
-    """Births, deaths and phases, in order. An empty storage has the number -1."""
+    """Births, deaths and phases, in order. An empty storage has the number -1.
+
+    `events`, `phase`, `empty_cache` and `timeline` are those of the `TimelineBuilder` that it writes.
+    """
 
     def __init__(self, names: tuple[str, ...]) -> None:
         self._timeline = TimelineBuilder(names)
+        self.events, self.phase = self._timeline.events, self._timeline.phase
+        self.empty_cache, self.timeline = self._timeline.empty_cache, self._timeline.timeline
         self._held: dict[int, int] = {}  # storage -> how many hold it
         self._over: set[int] = set()  # held although everybody else is done with it
-
-    def phase(self, name: str) -> None:
-        """Begin a phase."""
-        self._timeline.phase(name)
-
-    def empty_cache(self) -> None:
-        """Have the allocator give back unused memory."""
-        self._timeline.empty_cache()
 
     def born(self, size_bytes: int, operator: str, category: int = TEMPORARY) -> int:
         """Begin a storage and return its number."""
@@ -45,12 +29,13 @@ class Stream:
             return -1
         return self._timeline.born(size_bytes, category, operator)
 
-    def dies(self, storage: int) -> None:
-        """End a storage, as soon as nothing holds it."""
-        if self._held.get(storage):
-            self._over.add(storage)
-        elif storage >= 0:
-            self._timeline.events.append(storage)
+    def dies(self, *storages: int) -> None:
+        """End storages, each as soon as nothing holds it."""
+        for storage in storages:
+            if self._held.get(storage):
+                self._over.add(storage)
+            elif storage >= 0:
+                self.events.append(storage)
 
     def hold(self, storage: int) -> None:
         """Keep a storage beyond its death, until it is released as often as it is held."""
@@ -79,10 +64,6 @@ class Stream:
         if storage >= 0:
             self._timeline.categories[storage] = category
 
-    def timeline(self) -> Timeline:
-        """Return the stream so far."""
-        return self._timeline.timeline()
-
     def add(self, stream: Timeline, sizes: Sequence[int] | None = None) -> int:
         """Add the storages of `stream`, whose names this one was made with; return the number of the first.
 
@@ -96,10 +77,6 @@ class Stream:
         self._timeline.modules += stream.modules
         return first
 
-    def extend(self, events: list[int]) -> None:
-        """Append events."""
-        self._timeline.events += events
-
 
 class PinnedBlocks:
     """The host's memory. On a CPU the host is the device, and all of it belongs to the stream."""
@@ -107,74 +84,37 @@ class PinnedBlocks:
     def __init__(self, stream: Stream, kind: DeviceKind) -> None:
         self._stream = stream
         self._is_device = kind == "cpu"
-        self._allocator = HostAllocator()
-        self._sizes: list[int] = []
-        self._pinned: set[int] = set()
-
-    @property
-    def peak_bytes(self) -> int:
-        """The most bytes at once."""
-        return self._allocator.peak_bytes
+        self.allocator = HostAllocator()
+        self._storages: list[tuple[int, bool]] = []  # bytes, and whether they are pinned
 
     def born(self, size_bytes: int, operator: str, category: int = TEMPORARY, *, pinned: bool = False) -> int:
         """Begin a storage and return its number."""
         if self._is_device:
             return self._stream.born(size_bytes, operator, category)
-        self._allocator.allocate(size_bytes, pinned=pinned)
-        self._sizes.append(size_bytes)
-        if pinned:
-            self._pinned.add(len(self._sizes) - 1)
-        return len(self._sizes) - 1
+        self.allocator.allocate(size_bytes, pinned=pinned)
+        self._storages.append((size_bytes, pinned))
+        return len(self._storages) - 1
 
-    def beside(self, size_bytes: int) -> int | None:
-        """Begin a storage on the host of a device; None where the host is the device, which has it already."""
-        return None if self._is_device else self.born(size_bytes, "aten.empty.memory_format")
+    def beside(self, size_bytes: int) -> int:
+        """Begin a storage on the host of a device; -1 where the host is the device, which has it already."""
+        return -1 if self._is_device else self.born(size_bytes, "aten.empty.memory_format")
 
     def dies(self, storage: int) -> None:
-        """End a storage."""
+        """End a storage; -1: there is none."""
         if self._is_device:
             self._stream.dies(storage)
-        else:
-            self._allocator.release(self._sizes[storage], pinned=storage in self._pinned)
+        elif storage >= 0:
+            size_bytes, pinned = self._storages[storage]
+            self.allocator.release(size_bytes, pinned=pinned)
 
     def pinned(self, storage: int, *, keep: bool = False) -> int:
         """Return a copy of a storage in pinned memory, in place of it unless it is kept; on a CPU itself."""
         if self._is_device:
             return storage
-        copy = self.born(HostAllocator.pinned_bytes(self._sizes[storage]), "pin memory", pinned=True)
+        copy = self.born(HostAllocator.pinned_bytes(self._storages[storage][0]), "pin memory", pinned=True)
         if not keep:
             self.dies(storage)
         return copy
-
-
-class MicroStep:
-    """A micro-step of a trace, played phase by phase into a stream."""
-
-    def __init__(self, stream: Stream, trace: ModelTrace, sizes: Sequence[int] | None = None) -> None:
-        """Begin one; `sizes`: the bytes of its storages, where it is not of the micro-batch that is asked for."""
-        self._stream = stream
-        self._first = stream.add(trace.stream, sizes)
-        self._events = [event + self._first for event in trace.stream.events]
-        self._stops = trace.stops
-        self._ranges = dict(trace.stream.phase_ranges)
-
-    def play(self, phase: str, optimizer: SteppingOptimizer) -> None:
-        """Play all events of one of the trace's phases; `optimizer` handles the marks."""
-        position, end = self._ranges[phase].start, self._ranges[phase].stop
-        stream, events = self._stream, self._events
-        death, gradient = MarkKind.DEATH, MarkKind.GRADIENT  # looking up a member takes as long as the rest of the loop
-        for event, kind, number, storage in self._stops[phase]:
-            if event > position:
-                stream.extend(events[position:event])
-                position = event
-            if kind is death:
-                stream.dies(storage + self._first)
-                position += 1
-            elif kind is gradient:
-                optimizer.gradient(number, storage if storage < 0 else storage + self._first)
-            else:
-                optimizer.module(kind, number, storage)
-        stream.extend(events[position:end])
 
 
 SIMULATED: dict[OptimizerName, OptimizerImplementation | None] = {"adamw": "fused", "sgd": "fused", "adamw-8bit": None}
@@ -191,6 +131,9 @@ class Setting:
         trainable: of every parameter, whether it is trained.
         element_bytes: of the model's type.
         item_bytes: of an element of every parameter; those of quantised weights are bytes.
+        full_bytes: of every parameter.
+        part_bytes: of one of the equal parts of every parameter.
+        whole_bytes: of every parameter put together from equal parts.
         state_bytes: of a master weight, and of a state where it is not in blocks.
         offloads_optimizer: whether optimizer states live on the host.
         offloads_parameters: whether parameters live on the host, too, between uses.
@@ -200,33 +143,98 @@ class Setting:
         self.strategy, self.world_size, self.rank = strategy, world_size, rank
         self.elements, self.all_elements, self.trainable = trace.trainable_elements, trace.elements, trace.trainable
         self.element_bytes, self.state_bytes = trace.element_bytes, request.optimizer.master_bytes_per_element
-        sizes = zip(trace.sizes_bytes, trace.elements, strict=True)
-        self.item_bytes = tuple(size_bytes // max(1, n) for size_bytes, n in sizes)
+        whole = zip(trace.sizes_bytes, trace.elements, strict=True)
+        self.item_bytes = tuple(size_bytes // max(1, n) for size_bytes, n in whole)
+        sizes = list(zip(self.all_elements, self.item_bytes, strict=True))
+        self.full_bytes = [n * item_bytes for n, item_bytes in sizes]
+        self.part_bytes = [-(-n // world_size) * item_bytes for n, item_bytes in sizes]
+        self.whole_bytes = [part_bytes * world_size for part_bytes in self.part_bytes]
         self.offloads_optimizer = strategy.offload_optimizer == "cpu"
         self.offloads_parameters = strategy.offload_parameters == "cpu"
         self._optimizer = request.optimizer.name
 
-    def part_elements(self, parameter: int) -> int:
-        """Return the elements of one of a parameter's equal parts."""
-        return -(-self.all_elements[parameter] // self.world_size)
-
-    def make_states(self, elements: int, place: Stream | PinnedBlocks) -> list[int]:
-        """Make the states of a tensor, as at the optimizer's first step, and return their storages.
+    def make_states(self, elements: int, place: Stream | PinnedBlocks) -> None:
+        """Make the states of a tensor, as at the optimizer's first step.
 
         8-bit AdamW as in `frugal.deepspeed_adapter.simulate.fake_device.AdamW8bit`. Left out: its two maps of 1 KiB.
         """
-        if self._optimizer == "sgd":
-            return []
-        if self._optimizer == "adamw" or elements < SMALLEST_EIGHT_BIT:
-            sizes = [elements * self.state_bytes]
-        else:
+        sizes = [elements * self.state_bytes] if self._optimizer != "sgd" else []
+        if self._optimizer == "adamw-8bit" and elements >= SMALLEST_EIGHT_BIT:
             sizes = [elements, -(-elements // EIGHT_BIT_BLOCK) * 4]
-        return [place.born(size_bytes, "aten.zeros_like.default", OPTIMIZER) for size_bytes in 2 * sizes]
+        for size_bytes in 2 * sizes:
+            place.born(size_bytes, "aten.zeros_like.default", OPTIMIZER)
 
-    def part_bytes(self, parameter: int) -> int:
-        """Return the bytes of one of a parameter's equal parts."""
-        return self.part_elements(parameter) * self.item_bytes[parameter]
 
-    def whole_bytes(self, parameter: int) -> int:
-        """Return the bytes of a parameter put together from equal parts."""
-        return self.part_bytes(parameter) * self.world_size
+def reduced_together(elements: Sequence[int], most: int) -> Iterator[range]:
+    """Yield the positions of consecutive gradients that travel together: one that exceeds `most` elements ends them."""
+    first = total = 0
+    for last, number in enumerate(elements):
+        total += number
+        if total > most or last == len(elements) - 1:
+            yield range(first, last + 1)
+            first, total = last + 1, 0
+
+
+class SimulatedOptimizer:
+    """The ZeRO optimizer of one rank at work on a stream; each stage has its own rules.
+
+    Attributes:
+        is_boundary: whether the optimizer step comes after this backward.
+        gathers: ZeRO-3, the all-gathers of the last micro-step and the elements they brought.
+    """
+
+    gathers: tuple[int, int] | None = None
+
+    def __init__(self, stream: Stream, host: PinnedBlocks, setting: Setting) -> None:
+        self._stream, self._host, self._setting = stream, host, setting
+        self.is_boundary = True
+        self._bucket_parameters: list[int] = []
+        self._bucket_elements = 0
+        self._oversized: dict[int, int] = {}  # parameter larger than the bucket -> storage of its gradient
+        self._norms: list[int] = []  # of own gradients that went to the host
+        self._has_states = False
+
+    def gradient(self, parameter: int, storage: int) -> None:
+        """Handle the finished gradient of a trainable parameter; to keep it, hold `storage`."""
+        raise NotImplementedError
+
+    def module(self, kind: MarkKind, number: int, hold: int) -> None:
+        """Handle one of the marks of ZeRO-3; other stages have all parameters at hand."""
+
+    def end(self) -> None:
+        """End a backward."""
+        raise NotImplementedError
+
+    def step(self) -> None:
+        """Take the optimizer step."""
+        raise NotImplementedError
+
+
+class MicroStep:
+    """A micro-step of a trace, played phase by phase into a stream."""
+
+    def __init__(self, stream: Stream, trace: ModelTrace, sizes: Sequence[int] | None = None) -> None:
+        """Begin one; `sizes`: the bytes of its storages, where it is not of the micro-batch that is asked for."""
+        self._stream = stream
+        self._first = stream.add(trace.stream, sizes)
+        self._events = [event + self._first for event in trace.stream.events]
+        self._stops = trace.stops
+        self._ranges = dict(trace.stream.phase_ranges)
+
+    def play(self, phase: str, optimizer: SimulatedOptimizer) -> None:
+        """Play all events of one of the trace's phases; `optimizer` handles the marks."""
+        position, end = self._ranges[phase].start, self._ranges[phase].stop
+        stream, events = self._stream, self._events
+        death, gradient = MarkKind.DEATH, MarkKind.GRADIENT  # looking up a member takes as long as the rest of the loop
+        for event, kind, number, storage in self._stops[phase]:
+            if event > position:
+                stream.events += events[position:event]
+                position = event
+            if kind is death:
+                stream.dies(storage + self._first)
+                position += 1
+            elif kind is gradient:
+                optimizer.gradient(number, storage if storage < 0 else storage + self._first)
+            else:
+                optimizer.module(kind, number, storage)
+        stream.events += events[position:end]

@@ -1,8 +1,18 @@
 """The kernels that the target device chooses, for operators where meta tensors would choose others.
 
-Attention and dropout keep different tensors for backward, depending on the kernel.
-`frugal.dryrun.trace.attention_choice` finds the one that CUDA chooses, `frugal.dryrun.trace.kernel_memory` the memory
-that it takes inside. On CPU the flash kernel takes everything without dropout whose head sizes are equal
+Attention and dropout keep different tensors for backward, depending on the kernel; `frugal.dryrun.trace.kernel_memory`
+has the memory that it takes inside. On CUDA the first kernel that can take a call gets it:
+
+| kernel    | cards                         | takes                                                                  |
+|-----------|-------------------------------|------------------------------------------------------------------------|
+| cuDNN     | compute capability 9.x, 10.x  | half precision, head sizes in multiples of 8 up to 128, masks, groups   |
+| flash     | from 8.0 on                   | half precision, equal head sizes up to 256, no mask, groups            |
+| efficient | all                           | head sizes in multiples of 16 bytes (fp32 before 8.0: any), masks      |
+| math      | all                           | anything                                                               |
+
+Groups are fewer heads for keys than for queries, with `enable_gqa`. Without it any other number of heads is math.
+
+On CPU the flash kernel takes everything without dropout whose head sizes are equal
 (`use_flash_attention_cpp` in `sdp_utils_cpp.cpp`); heads of other sizes for values than for queries (multi-head latent
 attention) take math. No kernel but math broadcasts heads: fewer of them for keys need `enable_gqa`.
 """
@@ -10,8 +20,9 @@ attention) take math. No kernel but math broadcasts heads: fewer of them for key
 import math
 from collections.abc import Iterator
 from contextlib import contextmanager
+from dataclasses import dataclass
 from functools import partial
-from typing import Any
+from typing import Any, Literal
 from unittest.mock import patch
 
 import torch
@@ -19,8 +30,6 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from frugal.config.hardware.cluster import ASSUMED_CAPABILITY, Capability, DeviceKind
-from frugal.dryrun.trace import kernel_memory
-from frugal.dryrun.trace.attention_choice import AttentionCall, Kernel, chosen_kernel
 from frugal.models import packs
 from frugal.models.losses import cross_entropy
 
@@ -29,42 +38,138 @@ _attention = F.scaled_dot_product_attention
 _dropout = F.dropout
 
 
+Kernel = Literal["cudnn", "flash", "efficient", "math"]
+
+_HALF = (torch.float16, torch.bfloat16)
+
+
+@dataclass(frozen=True)
+class AttentionCall:
+    """The arguments of one `F.scaled_dot_product_attention`, in its order and with its names."""
+
+    query: Tensor
+    key: Tensor
+    value: Tensor
+    attn_mask: Tensor | None = None
+    dropout_p: float = 0.0
+    is_causal: bool = False
+    scale: float | None = None
+    enable_gqa: bool = False
+
+    @property
+    def is_half(self) -> bool:
+        """Return whether queries have 16 bits."""
+        return self.query.dtype in _HALF
+
+    @property
+    def requires_grad(self) -> bool:
+        """Return whether torch expects a backward; it does not look at the mask."""
+        tensors = (self.query, self.key, self.value)
+        return torch.is_grad_enabled() and any(tensor.requires_grad for tensor in tensors)
+
+
 @contextmanager
-def kernels_of(
-    kind: DeviceKind, capability: Capability = ASSUMED_CAPABILITY, alike: set[Capability] | None = None
-) -> Iterator[None]:
+def kernels_of(kind: DeviceKind, capability: Capability = ASSUMED_CAPABILITY) -> Iterator[None]:
     """Run attention, dropout and the tiled loss on meta with the kernels of a `kind` device inside the `with` block.
 
-    `capability`: of a `cuda` device. Classes that would use other kernels, or other memory, are removed from
-    `alike`.
+    `capability`: of a `cuda` device, whose packs attend document by document, or with a mask.
     """
-    alike = set() if alike is None else alike
-    attention, dropout = partial(cuda_attention, capability, alike), fused_dropout
-    if kind == "cpu":
-        attention, dropout = partial(cpu_attention), _dropout
-
-    def planned(_device: torch.device) -> Capability | None:
-        """Return the planned card's: packs attend document by document, or with a mask."""
-        alike.intersection_update({each for each in alike if packs.takes_heads(each) == packs.takes_heads(capability)})
-        return capability if kind == "cuda" else None
-
+    is_cuda = kind == "cuda"
+    attention = partial(cuda_attention, capability) if is_cuda else partial(cpu_attention)
     with (
         patch.object(F, "scaled_dot_product_attention", attention),
-        patch.object(F, "dropout", dropout),
-        patch.object(packs, "capability_of", planned),
+        patch.object(F, "dropout", fused_dropout if is_cuda else _dropout),
+        patch.object(packs, "capability_of", lambda _device: capability if is_cuda else None),
         patch.object(cross_entropy, "meta_stands_for", kind),
     ):
         yield
 
 
-def cuda_attention(capability: Capability, alike: set[Capability], *args: Any, **kwargs: Any) -> Tensor:
-    """Run `F.scaled_dot_product_attention` with the kernel that a card of this compute capability chooses.
+def chosen_kernel(call: AttentionCall, capability: Capability) -> Kernel:
+    """Return the kernel that a card of this compute capability takes.
 
-    `alike`: see `kernels_of`.
+    A port of `select_sdp_backend` (`aten/src/ATen/native/transformers/cuda/sdp_utils.cpp` and `sdp_utils_cpp.h`, torch
+    2.13, its wheel's cuDNN 9.20) for dense tensors and untouched settings (`torch.backends.cuda.enable_*_sdp`). Tests
+    hold it to torch's own answers on every card, see `bench.kernels.attention`.
     """
+    query, key, value, mask = call.query, call.key, call.value, call.attn_mask
+    if not (
+        query.dim() == key.dim() == value.dim() == 4
+        and query.dtype == key.dtype == value.dtype
+        and query.shape[0] == key.shape[0] == value.shape[0]
+        and query.shape[-2] > 0
+        and key.shape[-2] > 0
+        and (mask is None or mask.stride(-1) == 1)
+    ):
+        return "math"
+    heads, key_heads, value_heads = (tensor.shape[-3] for tensor in (query, key, value))
+    has_equal_heads = heads == key_heads == value_heads
+    has_groups = key_heads == value_heads and heads % key_heads == 0 if call.enable_gqa else has_equal_heads
+    is_contiguous = all(tensor.stride(-1) == 1 for tensor in (query, key, value))
+    if call.is_half and has_groups and (is_contiguous or query.shape[-1] == 1):
+        if capability[0] in (9, 10) and _cudnn_takes(call, capability):
+            return "cudnn"
+        if _flash_takes(call, capability):
+            return "flash"
+    return "efficient" if has_equal_heads and is_contiguous and _efficient_takes(call, capability) else "math"
+
+
+def _cudnn_takes(call: AttentionCall, capability: Capability) -> bool:
+    """Return whether cuDNN takes sizes and mask (`check_cudnn_tensor_shapes`, `check_attn_mask_shape`)."""
+    batch, heads, length, size = call.query.shape
+    value_size, key_length, mask = call.value.shape[-1], call.key.shape[-2], call.attn_mask
+    most = 256 if capability == (9, 0) else 128
+    if capability[0] == 10 and (size, value_size) == (192, 128):
+        most = 192
+    if max(batch, heads) > 65535 or max(size, value_size) > most or size % 8 or value_size % 8:
+        return False
+    if key_length == 1 or (call.dropout_p and length == 1) or call.dropout_p * 16 % 1:  # probabilities are sixteenths
+        return False
+    if mask is None:
+        return True
+    if mask.requires_grad or mask.shape[-2] not in (1, length) or mask.shape[-1] not in (1, key_length):
+        return False
+    return mask.dim() == 2 or (mask.dim() == 4 and mask.shape[0] in (1, batch) and mask.shape[1] in (1, heads))
+
+
+def _flash_takes(call: AttentionCall, capability: Capability) -> bool:
+    size = call.query.shape[-1]
+    # Backward needs more shared memory for large heads than consumer cards have.
+    is_small = call.requires_grad and ((8, 6) <= capability <= (8, 9) or capability >= (12, 0))
+    return (
+        (8, 0) <= capability <= (12, 1)
+        and call.attn_mask is None
+        and size == call.key.shape[-1] == call.value.shape[-1] <= 256
+        and (not is_small or size <= 192 or (not call.dropout_p and size > 224))
+        and not (call.is_causal and call.query.shape[-2] != call.key.shape[-2])
+    )
+
+
+def _efficient_takes(call: AttentionCall, capability: Capability) -> bool:
+    """Return whether heads are aligned (`minimum_gemm_alignment`), and views, too: storages always are
+    (`check_data_ptr_alignment_mem_efficient`)."""
+    size, value_size = call.query.shape[-1], call.value.shape[-1]
+    is_modern = capability >= (8, 0)
+    alignment = 4 if is_modern else 1
+    if call.is_half and capability >= (7, 0):
+        alignment = 8
+    tensors = (call.query, call.key, call.value)
+    return (
+        (5, 0) <= capability <= (12, 1)
+        and call.query.dtype in (torch.float16, torch.float32, *((torch.bfloat16,) if is_modern else ()))
+        and size == call.key.shape[-1]
+        and size > 0
+        and value_size > 0
+        and size % alignment == 0
+        and value_size % alignment == 0
+        and (not is_modern or all(t.storage_offset() % alignment == 0 or t.numel() == 0 for t in tensors))
+    )
+
+
+def cuda_attention(capability: Capability, *args: Any, **kwargs: Any) -> Tensor:
+    """Run `F.scaled_dot_product_attention` with the kernel that a card of this compute capability chooses."""
     call = AttentionCall(*args, **kwargs)
     kernel = chosen_kernel(call, capability)
-    alike -= {each for each in alike if not _is_alike(call, kernel, capability, each)}
     if kernel == "flash":
         return _flash_attention(call)
     query, key, value, mask = call.query, call.key, call.value, call.attn_mask
@@ -78,14 +183,6 @@ def cuda_attention(capability: Capability, alike: set[Capability], *args: Any, *
     if mask is not None:
         mask = _efficient_bias(mask, query, key)
     return aten._scaled_dot_product_efficient_attention(query, key, value, mask, *how, scale=call.scale)[0]
-
-
-def _is_alike(call: AttentionCall, kernel: Kernel, capability: Capability, other: Capability) -> bool:
-    """Return whether a card of the `other` capability uses the same kernel and memory."""
-    if chosen_kernel(call, other) != kernel:
-        return False
-    tiles = (kernel_memory.tile(call.query, call.value, call.dropout_p, each) for each in (capability, other))
-    return kernel != "efficient" or len(set(tiles)) == 1
 
 
 def _flash_attention(call: AttentionCall) -> Tensor:

@@ -6,8 +6,8 @@ of single modes.
 
 from collections.abc import Sequence
 
-from frugal.config.hardware.cluster import Capability, DeviceKind
-from frugal.config.request import Request
+from msgspec import structs
+
 from frugal.deepspeed_adapter.simulate.engine import covers
 from frugal.dryrun import shipped
 from frugal.dryrun.cache import Cache, digest, model_key
@@ -26,24 +26,12 @@ MIXTURES: dict[str, LayerMixtures] = {}
 
 
 class Drafts:
-    """The traces of one request's model."""
+    """The traces of one request's model, on the device of `question`."""
 
-    def __init__(
-        self,
-        request: Request,
-        kind: DeviceKind,
-        capability: Capability,
-        cache: Cache,
-        pool: Pool,
-        multiprocessors: int,
-    ) -> None:
-        self._request = request
-        self._multiprocessors = multiprocessors
-        self._kind = kind
-        self._capability = capability
-        self._cache = cache
-        self._pool = pool
-        self._model = model_key(request)
+    def __init__(self, question: AskTrace, cache: Cache, pool: Pool) -> None:
+        self._question, self._cache, self._pool = question, cache, pool
+        self._request = question.request
+        self._model = model_key(question.request)
         self._traces: dict[AskTrace, ModelTrace | FrugalError | None] = {}
         self._mixed_traces: dict[tuple[object, ...], ModelTrace | None] = {}
 
@@ -63,15 +51,10 @@ class Drafts:
                     missing.append(question)
                 else:
                     self._traces[question] = traced.trace
-        if not missing:
-            return
         for question, answer in zip(missing, self._pool.attempt(missing), strict=True):
-            if isinstance(answer, FrugalError):
-                self._traces[question] = answer
-                continue
-            assert answer.traced is not None
-            self._cache.write(self._key(question), answer.traced)
-            self._traces[question] = answer.traced.trace
+            if isinstance(answer, Traced):
+                self._cache.write(self._key(question), answer)
+            self._traces[question] = answer.trace if isinstance(answer, Traced) else answer
 
     def trace(self, strategy: Strategy) -> ModelTrace | None:
         """Return the model's step under `strategy`; None if it has no trace, or the simulation does not cover it.
@@ -110,7 +93,7 @@ class Drafts:
         return ""
 
     def _as_run(self, strategy: Strategy) -> Strategy:
-        return strategy.where_the_host_is_the_device if self._kind == "cpu" else strategy
+        return strategy.where_the_host_is_the_device if self._question.kind == "cpu" else strategy
 
     def _mixed(self, strategy: Strategy) -> ModelTrace | None:
         """Return the trace of a mixture. The last few are kept: each is needed several times, and takes megabytes."""
@@ -159,30 +142,19 @@ class Drafts:
         strategy = self._as_run(strategy)
         modes = strategy.modes if strategy.activation_checkpointing != "budget" else ("off", *strategy.modes)
         return {
-            mode: AskTrace(
-                request=self._request,
+            mode: structs.replace(
+                self._question,
                 activation_checkpointing=mode,
                 loss=strategy.loss,
                 mlp=strategy.mlp,
                 zero_stage=3 if strategy.zero_stage == 3 else 2,
-                kind=self._kind,
-                capability=self._capability,
                 sequence_parallel=strategy.sequence_parallel,
                 kernels=strategy.kernels,
-                multiprocessors=self._multiprocessors if strategy.kernels == "liger" else 1,
+                multiprocessors=self._question.multiprocessors if strategy.kernels == "liger" else 1,
             )
             for mode in modes
         }
 
     def _key(self, question: AskTrace) -> str:
-        mode = (
-            question.activation_checkpointing,
-            question.loss,
-            question.zero_stage,
-            question.kind,
-            question.capability,
-            *([question.sequence_parallel] if question.sequence_parallel > 1 else []),
-        )
-        tiled = ("tiled MLP",) if question.mlp == "tiled" else ()
-        fused = (question.kernels, question.multiprocessors) if question.kernels != "plain" else ()
-        return digest("trace", self._model, self._request.precision, (*mode, *tiled, *fused))
+        way = structs.asdict(question) | {"request": self._model}
+        return digest("trace", self._request.precision, way)

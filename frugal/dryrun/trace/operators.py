@@ -30,6 +30,7 @@ import math
 import mmap
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
+from functools import partial
 from typing import Any
 from unittest.mock import patch
 
@@ -50,12 +51,6 @@ EVERYTHING = "what a mask selects depends on data: counted as if it selected eve
 ALL_DIFFERENT = "how many different values there are depends on data: counted as if all were different"
 ALL_EQUAL = "how many runs of equal values there are depends on data: counted as if all values were equal"
 AS_MANY_BINS = "how many bins there are depends on data: counted as many as asked for (minlength)"
-
-
-def stand_in(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Result | None:
-    """Return the result of an operator that meta tensors reject; None if they take it."""
-    stand_in_of = _STAND_INS.get(func)
-    return None if stand_in_of is None else stand_in_of(*args, **kwargs)
 
 
 def _nonzero(mask: Tensor) -> Result:
@@ -105,7 +100,7 @@ def _bincount(values: Tensor, weights: Tensor | None = None, minlength: int = 0)
     return torch.empty(minlength, dtype=dtype, device=values.device), AS_MANY_BINS
 
 
-_STAND_INS: dict[Any, Callable[..., Result | None]] = {
+STAND_INS: dict[Any, Callable[..., Result | None]] = {
     aten.nonzero.default: _nonzero,
     aten.masked_select.default: _masked_select,
     aten.index.Tensor: _index,
@@ -114,6 +109,7 @@ _STAND_INS: dict[Any, Callable[..., Result | None]] = {
     aten.unique_consecutive.default: _unique_consecutive,
     aten.bincount.default: _bincount,
 }
+"""Functions that return the result of an operator that meta tensors reject; None if they take it."""
 
 
 def _grouped_mm(
@@ -124,14 +120,13 @@ def _grouped_mm(
     out_dtype: torch.dtype | None = None,
 ) -> Tensor:
     """Return `aten._grouped_mm` in any type: the shapes of `_create_grouped_mm_output_tensor` (GroupedMMUtils.h)."""
-    shape = _grouped_shape(left.shape, right.shape, None if offs is None else offs.shape)
+    shape = [*left.shape[:-1], right.shape[-1]]
+    if left.dim() == right.dim() == 2:
+        assert offs is not None
+        shape = [offs.shape[0], *shape]
+    elif right.dim() == 2:
+        shape = [left.shape[1], right.shape[1]]
     return torch.empty(shape, dtype=out_dtype or left.dtype, device=left.device)
-
-
-def _grouped_shape(left: Any, right: Any, groups: Any) -> list[int]:
-    if len(left) == 2:
-        return [groups[0], left[0], right[1]] if len(right) == 2 else [left[0], right[-1]]
-    return [left[1], right[1]] if len(right) == 2 else [left[0], left[1], right[-1]]
 
 
 def _ctc_loss(log_probs: Tensor, targets: Tensor, *_: Any, **__: Any) -> tuple[Tensor, Tensor]:
@@ -194,28 +189,22 @@ def host_stand_in(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> A
         return args[0] if schema.returns else None  # nothing from updates of a list, as `_foreach_mul_`
     if any(argument.alias_info is not None for argument in arguments):
         return NotImplemented  # a view
-    return _uninitialised(func, args, kwargs, target)
+    args, kwargs = torch_internals.tree_map(_to_meta, (args, kwargs))
+    on_meta = func(*args, **(kwargs | {"device": "meta"} if "device" in kwargs else kwargs))
+    if not isinstance(on_meta, (Tensor, list)):
+        return NotImplemented
+    return torch_internals.tree_map(partial(_made, torch.device("cpu" if target is None else target)), on_meta)
 
 
-def _uninitialised(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], target: Any) -> Any:
-    """Return a result of the right shape, or a list of them: computed on meta, made where it belongs."""
-    on_meta = func(*_to_meta(args), **{name: "meta" if name == "device" else value for name, value in kwargs.items()})
-    if isinstance(on_meta, list):
-        return [_made(tensor, target) for tensor in on_meta]
-    return _made(on_meta, target) if isinstance(on_meta, Tensor) else NotImplemented
+def _to_meta(value: Any) -> Any:
+    return value.to("meta") if isinstance(value, Tensor) else value
 
 
-def _made(on_meta: Tensor, target: Any) -> Tensor:
-    device = "cpu" if target is None else torch.device(target).type
-    if device == "cpu":
+def _made(device: torch.device, on_meta: Tensor) -> Tensor:
+    """Return an uninitialised tensor of the same shape where it belongs."""
+    if device.type == "cpu":
         return untouched_host_tensor(on_meta.size(), on_meta.stride(), on_meta.dtype)
     return torch.empty_strided(on_meta.size(), on_meta.stride(), dtype=on_meta.dtype, device=device)
-
-
-def _to_meta(values: Any) -> Any:
-    if isinstance(values, Tensor):
-        return values.to("meta")
-    return type(values)(map(_to_meta, values)) if isinstance(values, (tuple, list)) else values
 
 
 MAP_NORESERVE = getattr(mmap, "MAP_NORESERVE", 0x4000)  # named in Python 3.13; the number is Linux's
@@ -237,26 +226,16 @@ def untouched_host_tensor(size: Sequence[int], stride: Sequence[int] | None, dty
         return torch.empty(0, dtype=dtype).set_(storage, 0, on_meta.size(), on_meta.stride())
 
 
-class HostMemory:
+class HostMemory(HostAllocator):
     """The storages that live on the host, by address."""
 
     def __init__(self) -> None:
-        self._allocator = HostAllocator()
+        super().__init__()
         self._storages: dict[int, bool] = {}  # address of a live one -> whether it is pinned
         self._waiting: dict[int, int] = {}  # address -> bytes of the model's storages that go to the device
         self._is_pinning = False
         self._waiting_bytes = 0
         self.most_waiting_bytes = 0
-
-    @property
-    def live_bytes(self) -> int:
-        """Return the bytes that are live now."""
-        return self._allocator.live_bytes
-
-    @property
-    def peak_bytes(self) -> int:
-        """Return the most bytes that were live at once."""
-        return self._allocator.peak_bytes
 
     def pinning(self) -> AbstractContextManager[bool]:
         """Count host tensors that are made inside the `with` block as pinned."""
@@ -271,7 +250,7 @@ class HostMemory:
     def born(self, address: int, size_bytes: int) -> None:
         """Begin a storage."""
         self._storages[address] = self._is_pinning
-        self._allocator.allocate(size_bytes, pinned=self._is_pinning)
+        self.allocate(size_bytes, pinned=self._is_pinning)
 
     def leave(self, address: int) -> int | None:
         """Move a waiting storage to the device and return its bytes; None if it does not wait."""
@@ -282,7 +261,7 @@ class HostMemory:
     def died(self, address: int, size_bytes: int) -> None:
         """End a storage, if it is on the host."""
         if address in self._storages:
-            self._allocator.release(size_bytes, pinned=self._storages.pop(address))
+            self.release(size_bytes, pinned=self._storages.pop(address))
         else:
             self.leave(address)
 
@@ -327,7 +306,8 @@ def run_cached(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tupl
     out = _EXACT.get(func, func)(*args, **kwargs)
     cost = _cost(func, args, kwargs, out)
     if key is not None and len(_known) < _MAX_ENTRIES:
-        _is_pure[func] = not _share_storage(args, out)  # as `_unsafe_view`, whose schema does not say so
+        inputs = {torch_internals.address(tensor) for tensor in tensors_in(args)}  # `_unsafe_view`'s schema shares none
+        _is_pure[func] = inputs.isdisjoint(map(torch_internals.address, tensors_in(out)))
         if _is_pure[func] and _are_plain(out):
             _known[key] = torch_internals.tree_map(_like, out), cost
     return out, cost
@@ -363,11 +343,6 @@ def _part(value: Any) -> Any:
         parts = tuple(map(_part, value))
         return None if None in parts else (type(value), parts)
     return type(value), value
-
-
-def _share_storage(args: tuple[Any, ...], out: Any) -> bool:
-    inputs = {torch_internals.address(tensor) for tensor in tensors_in(args)}
-    return any(torch_internals.address(tensor) in inputs for tensor in tensors_in(out))
 
 
 def _are_plain(out: Any) -> bool:

@@ -12,8 +12,10 @@ import gc
 import importlib.util
 import sys
 from collections import Counter
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
+from dataclasses import dataclass
+from itertools import pairwise
 from pathlib import Path
 from types import FrameType
 from typing import Any, Self
@@ -24,7 +26,7 @@ from torch import Tensor, nn
 from frugal import torch_internals
 from frugal.config.hardware.cluster import ASSUMED_CAPABILITY, Capability, DeviceKind
 from frugal.deepspeed_adapter.simulate.fake_device import SideStreams
-from frugal.dryrun.trace import kernel_memory, operators, repeats
+from frugal.dryrun.trace import kernel_memory, operators
 from frugal.dryrun.trace.operators import HostMemory
 from frugal.memory_watch import StorageWatch, cpu_pace
 from frugal.models.loading import quantised
@@ -174,8 +176,7 @@ class Tracker(StorageWatch):
         one that recording begins in.
         """
         super().__init__()
-        self.kind = kind
-        self.device_kind = kind
+        self.kind = self.device_kind = kind
         self.capability = capability
         self._resident_threads = resident_threads
         self._is_for_any_size = False  # whether the stream is to hold for other micro-batches, too
@@ -191,7 +192,6 @@ class Tracker(StorageWatch):
         self._counted: Counter[str] = Counter()  # fields of `Counts`, but for operators
         self._recomputed_from: int | None = None  # operators before the layer that is now recomputed
         self._shapes: Shapes | None = None
-        self._model: nn.Module | None = None
         self._running: list[str] = [""]  # names of the modules that run now, innermost last
         self._own_metadata = False
         self._assumptions: dict[str, str] = {}  # an assumption -> the first module that needs it
@@ -238,7 +238,6 @@ class Tracker(StorageWatch):
     def watch(self, model: nn.Module) -> None:
         """Recognise gradients and logits by the shapes of `model`, and name its modules in the recording."""
         self._shapes = Shapes(model)
-        self._model = model
         if self._building:  # `torch.tensor`, as in batch norm's counters, makes them outside of all modes
             with torch_internals.without_modes():
                 self.hold((*model.buffers(), *quantised.scales(model)))
@@ -321,32 +320,32 @@ class Tracker(StorageWatch):
     # Slices
 
     def through(self, starts: range) -> Iterator[int]:
-        """Yield the starts of slices to run; the recording of the others is written, see `repeats`."""
-        places = []
-        for start in starts[: repeats.NUM_RUN]:
+        """Yield the starts of slices to run; the recording of the others is written, see `NUM_RUN`."""
+        timeline, places = self._timeline, []
+        for start in starts[:NUM_RUN]:
             yield start
-            places.append(self._place())
-        others = starts[repeats.NUM_RUN :]
-        if len(others) > 1 and repeats.are_alike(self._timeline, places):
-            self._write(places, len(others) - 1)
+            counted = Counter({**self._counted, "num_operators": self.num_operators})
+            elsewhere = (len(self.marks[-1]), len(timeline.empties), self.host.live_bytes, self.host.peak_bytes)
+            places.append(_BetweenSlices(len(timeline.events), len(timeline.fixed), counted, elsewhere))
+        others = starts[NUM_RUN:]
+        if len(others) > 1 and _are_alike(timeline, places):
+            self._write(places[-2], places[-1], len(others) - 1)
             others = others[-1:]
         yield from others
 
-    def _place(self) -> repeats.BetweenSlices:
-        timeline, counted = self._timeline, {**self._counted, "num_operators": self.num_operators}
-        elsewhere = (len(self.marks[-1]), len(timeline.empties), self.host.live_bytes, self.host.peak_bytes)
-        return repeats.BetweenSlices(len(timeline.events), len(timeline.fixed), counted, elsewhere)
-
-    def _write(self, places: list[repeats.BetweenSlices], times: int) -> None:
-        """Write the last slice's recording `times` times more; addresses then belong to the last one written."""
-        moved = repeats.write(self._timeline, places, times)
-        born = range(places[-2].birth, places[-1].birth)
+    def _write(self, before: "_BetweenSlices", after: "_BetweenSlices", times: int) -> None:
+        """Write the recording between two places `times` times more; addresses then belong to the last one written."""
+        timeline, num_births = self._timeline, after.birth - before.birth
+        for values in (timeline.fixed, timeline.per_sample, timeline.categories, timeline.operators, timeline.modules):
+            values += values[before.birth : after.birth] * times
+        said = timeline.events[before.event : after.event]
+        timeline.events += [storage + i * num_births for i in range(1, times + 1) for storage in said]
+        born, moved = range(before.birth, after.birth), times * num_births
         self._storage |= {address: index + moved for address, index in self._storage.items() if index in born}
-        for name, number in places[-1].counted_since(places[-2]).items():
-            if name == "num_operators":
-                self.num_operators += times * number
-            else:
-                self._counted[name] += times * number
+        counted = after.counted - before.counted
+        self.num_operators += times * counted.pop("num_operators", 0)
+        for name, number in counted.items():
+            self._counted[name] += times * number
 
     # Operators
 
@@ -360,7 +359,7 @@ class Tracker(StorageWatch):
             raise TypesDifferError(f"matrices of a product must have the same dtype, not {' and '.join(sorted(types))}")
         if func in _FUSED_OPTIMIZERS:
             return None  # updates in place, and takes no memory
-        if (assumed := operators.stand_in(func, args, kwargs)) is not None:
+        if func in operators.STAND_INS and (assumed := operators.STAND_INS[func](*args, **kwargs)) is not None:
             self._assume(assumed[1])
             return assumed[0]
         # DeepSpeed keeps shapes as meta tensors of its own (stage_1_and_2.py), which are nothing on a real device.
@@ -466,6 +465,54 @@ class Tracker(StorageWatch):
     def notes(self) -> tuple[str, ...]:
         """Return the assumptions about data."""
         return tuple(f"{module}: {what}" if module else what for what, module in self._assumptions.items())
+
+
+NUM_RUN = 3
+"""Slices of a tiled loss or MLP that are run before the recording of others is written instead of running them.
+
+A sample of a million tokens has hundreds of slices in each layer, and all but the last are alike. The first three and
+the last are run: the first is special. If the recordings of the second and the third are equal, relative to themselves
+and the slice before, all others up to the last would be equal, too, since they begin with the same: the written
+recording is exactly the one that running them would make.
+"""
+
+
+@dataclass(frozen=True)
+class _BetweenSlices:
+    """A position in a recording, between two slices.
+
+    Attributes:
+        event: number of the next event.
+        birth: number of the next storage.
+        counted: the counts so far, by name.
+        elsewhere: numbers that must not change in a slice: of marks, and of bytes on the host.
+    """
+
+    event: int
+    birth: int
+    counted: Counter[str]
+    elsewhere: tuple[int, ...]
+
+
+def _are_alike(timeline: TimelineBuilder, places: Sequence[_BetweenSlices]) -> bool:
+    """Return whether the slices between three places did the same, and each storage ends in its slice or in the
+    next."""
+    first, second, third = places
+    num_births = second.birth - first.birth
+    if third.birth - second.birth != num_births or third.event - second.event != second.event - first.event:
+        return False
+    if not first.elsewhere == second.elsewhere == third.elsewhere:
+        return False
+    if second.counted - first.counted != third.counted - second.counted:
+        return False
+    of_storages = (timeline.fixed, timeline.categories, timeline.operators, timeline.modules)
+    if any(values[first.birth : second.birth] != values[second.birth : third.birth] for values in of_storages):
+        return False
+    one, other = (timeline.events[a.event : b.event] for a, b in pairwise(places))
+    if [storage + num_births for storage in one] != other or min(other, default=first.birth) < first.birth:
+        return False
+    num_events = Counter(timeline.events[first.event : third.event])
+    return all(num_events[storage] == 2 for storage in range(first.birth, second.birth))
 
 
 @contextmanager

@@ -102,47 +102,6 @@ class Origin(NamedTuple):
     ordinal: int
 
 
-class Parts:
-    """A trace cut into parts.
-
-    Attributes:
-        stream: the trace's events.
-        layout: of the traced model.
-        parts: in order.
-        origins: of every storage and hold.
-    """
-
-    def __init__(self, stream: Timeline, marks: Marks, layout: LayerLayout) -> None:
-        self.stream = stream
-        self.layout = layout
-        self.parts = _cut(list(_items(stream, marks)), layout)
-        self.origins: dict[tuple[bool, int], Origin] = {}
-        for part in self.parts:
-            for ordinal, item in enumerate(item for item in part.items if item.kind in _BEGINNINGS):
-                self.origins[item.about] = Origin(part.kind, part.number, ordinal)
-
-    def said(self, kind: str, number: int) -> list[tuple[object, ...]]:
-        """Describe a period's part in terms that are the same for all periods.
-
-        Raises:
-            NotPeriodicError: a phase begins in it.
-        """
-        part = next(part for part in self.parts if (part.kind, part.number) == (kind, number))
-        stream, move = self.stream, Move(self.layout, part, shift=-number)
-        words: list[tuple[object, ...]] = []
-        for item in part.items:
-            if item.kind == PHASE:
-                raise NotPeriodicError("a phase begins in the middle of the layers")
-            if item.kind == BIRTH:
-                i = item.storage
-                module = move.name(stream.names[stream.modules[i]])
-                words.append((stream.fixed[i], stream.per_sample[i], stream.categories[i], stream.operators[i], module))
-            else:
-                origin = self.origins.get(item.about)
-                words.append((item.kind, move.number(item), origin and move.origin(origin)))
-        return words
-
-
 def _items(stream: Timeline, marks: Marks) -> Iterator[Item]:
     """Yield phases, events and marks in order."""
     births = stream.is_birth.tolist()
@@ -252,76 +211,86 @@ def splice(stream: Timeline, marks: Marks, layout: LayerLayout, num_periods: int
     Raises:
         NotPeriodicError: its layers do not do the same.
     """
-    parts, middle = Parts(stream, marks, layout), layout.middle
+    longer, middle, more = _Longer(stream, marks, layout), layout.middle, num_periods - layout.num_periods
     for kind, other in ((FORWARD, middle + 1), (BACKWARD, middle - 1)):
-        if parts.said(kind, middle) != parts.said(kind, other):
+        if longer.said(kind, middle) != longer.said(kind, other):
             raise NotPeriodicError("two layers in the middle do not do the same")
-    more = num_periods - layout.num_periods
-    longer = _Longer(parts)
-    for part, number in _arranged(parts, more):
-        longer.play(part, number, Move(layout, part, number - part.number, more))
-    return longer.timeline.timeline(), tuple(map(tuple, longer.marks))
-
-
-def _arranged(parts: Parts, more: int) -> Iterator[tuple[Part, int]]:
-    """Yield the parts in their new order, the middle one repeated, each with its new number."""
-    middle = parts.layout.middle
-    for part in parts.parts:
+    for part in longer.parts:  # in their new order, the middle one repeated, each with its new number
         stays = part.kind == OUTSIDE or part.number <= middle
         moves = part.kind != OUTSIDE and part.number >= middle
         numbers = range(part.number + (0 if stays else more), part.number + (more if moves else 0) + 1)
         for number in reversed(numbers) if part.kind == BACKWARD else numbers:
-            yield part, number
+            longer.play(part, number, Move(layout, part, number - part.number, more))
+    return longer.timeline.timeline(), tuple(map(tuple, longer.marks))
 
 
 class _Longer:
-    """The longer stream and its marks in progress."""
+    """A trace cut into parts, and the longer stream and its marks in progress.
 
-    def __init__(self, parts: Parts) -> None:
+    Attributes:
+        parts: in order.
+        timeline: the longer stream.
+        marks: its marks.
+    """
+
+    def __init__(self, stream: Timeline, marks: Marks, layout: LayerLayout) -> None:
+        self.parts = _cut(list(_items(stream, marks)), layout)
         self.timeline = TimelineBuilder()
         self.marks: list[list[Mark]] = []
-        self._parts = parts
-        self._numbers: dict[Origin, int] = {}  # of storages and holds
+        self._stream, self._layout = stream, layout
+        self._origins: dict[tuple[bool, int], Origin] = {}  # of every storage and hold of the trace
+        self._numbers: dict[Origin, int] = {}  # of those of the longer one
         self._num_holds = 0
+        for part in self.parts:
+            for ordinal, item in enumerate(item for item in part.items if item.kind in _BEGINNINGS):
+                self._origins[item.about] = Origin(part.kind, part.number, ordinal)
+
+    def said(self, kind: str, number: int) -> list[tuple[object, ...]]:
+        """Describe a period's part in terms that are the same for all periods.
+
+        Raises:
+            NotPeriodicError: a phase begins in it.
+        """
+        part = next(part for part in self.parts if (part.kind, part.number) == (kind, number))
+        stream, move = self._stream, Move(self._layout, part, shift=-number)
+        words: list[tuple[object, ...]] = []
+        for item in part.items:
+            if item.kind == PHASE:
+                raise NotPeriodicError("a phase begins in the middle of the layers")
+            if item.kind == BIRTH:
+                i = item.storage
+                module = move.name(stream.names[stream.modules[i]])
+                words.append((stream.fixed[i], stream.per_sample[i], stream.categories[i], stream.operators[i], module))
+            else:
+                origin = self._origins.get(item.about)
+                words.append((item.kind, move.number(item), origin and move.origin(origin)))
+        return words
 
     def play(self, part: Part, number: int, move: Move) -> None:
         """Write `part` as part `number`."""
-        ordinal = 0
+        stream, ordinal = self._stream, 0
         for item in part.items:
+            about = i = item.storage  # the number of the storage or the hold, in the longer stream
             if item.kind == PHASE:
-                self.timeline.phase(self._parts.stream.phases[item.number][0])
+                self.timeline.phase(stream.phases[item.number][0])
                 self.marks.append([])
                 continue
+            if item.kind == BIRTH:
+                operator, module = stream.names[stream.operators[i]], move.name(stream.names[stream.modules[i]])
+                fixed, category = stream.fixed[i], stream.categories[i]
+                about = self.timeline.born(fixed, category, operator, module, stream.per_sample[i])
+            elif item.kind is MarkKind.HOLD:
+                about = self._num_holds
+                self._num_holds += 1
+            elif i >= 0:
+                origin = move.origin(self._origins[item.about])
+                if origin not in self._numbers:
+                    raise NotPeriodicError("a layer frees what was never made")
+                about = self._numbers[origin]
             if item.kind in _BEGINNINGS:
-                about = self._begin(item, move)
                 self._numbers[Origin(part.kind, number, ordinal)] = about
                 ordinal += 1
-            else:
-                about = self._known(item, move)
             if isinstance(item.kind, MarkKind):
                 self.marks[-1].append(Mark(len(self.timeline.events), item.kind, move.number(item), about))
             elif item.kind == DEATH:
                 self.timeline.events.append(about)
-
-    def _begin(self, item: Item, move: Move) -> int:
-        """Write a birth, and return the number of the storage, or of a hold that begins."""
-        if item.kind != BIRTH:
-            self._num_holds += 1
-            return self._num_holds - 1
-        stream, template = self._parts.stream, item.storage
-        return self.timeline.born(
-            stream.fixed[template],
-            stream.categories[template],
-            stream.names[stream.operators[template]],
-            move.name(stream.names[stream.modules[template]]),
-            stream.per_sample[template],
-        )
-
-    def _known(self, item: Item, move: Move) -> int:
-        """Return the number that replaces an item's storage or hold."""
-        if item.storage < 0:
-            return item.storage
-        origin = move.origin(self._parts.origins[item.about])
-        if origin not in self._numbers:
-            raise NotPeriodicError("a layer frees what was never made")
-        return self._numbers[origin]

@@ -9,7 +9,7 @@ A model of many layers that are alike is traced with fewer of them, and the trac
 import copy
 import functools
 import gc
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from contextlib import nullcontext
 from dataclasses import replace
 from functools import partial
@@ -134,14 +134,12 @@ def trace(
     asked: AskTrace,
     *,
     building_bytes: int | None = None,
-    alike: set[Capability] | None = None,
     layer_modes: Sequence[tuple[LayerMode, int]] = (),
 ) -> ModelTrace:
     """Trace one micro-step of `model`, which is on meta and is not changed.
 
     `asked`: the way to run it; of ranks that share each sample one is traced.
     `building_bytes`: the peak while it was built, see `built`; None: no more than it has in the end.
-    `alike`: compute capabilities; those with another trace are removed.
 
     Raises:
         NotAffineError: its memory is no affine function of the micro-batch, or it does not run alone.
@@ -151,7 +149,7 @@ def trace(
     is_zero3 = asked.zero_stage == 3
     record = partial(_record, asked, sequence_parallel.parts_of(objective, asked.sequence_parallel, 0), layer_modes)
     with (
-        kernels_of(asked.kind, asked.capability, alike),
+        kernels_of(asked.kind, asked.capability),
         zero3_graph.linear_of_zero3() if is_zero3 else nullcontext(),
         not_collected(),
     ):
@@ -161,16 +159,19 @@ def trace(
             raise
         except Exception as error:  # a dry run tries more ways, or reports what is wrong
             raise NotAffineError(f"the model's step alone cannot be traced: {error}") from error
+    recorder, stream, marks, counts, as_one = recorded
     parameters = list(model.parameters())
     buffers = [*model.buffers(), *quantised.scales(model)]
     sizes = {parameter.element_size() for parameter in parameters}
     trained = {parameter.element_size() for parameter in parameters if parameter.requires_grad}
     return ModelTrace(
-        **recorded,
+        stream=stream,
+        marks=marks,
+        work=between(*counts, MICRO_BATCHES),
+        notes=recorder.notes,
+        gathered_as_one=as_one,
         own_parameters=zero3_graph.parameters_of_modules(model, within=False) if is_zero3 else (),
-        parameters_within=zero3_graph.parameters_of_modules(model, within=True)
-        if recorded.get("gathered_as_one")
-        else (),
+        parameters_within=zero3_graph.parameters_of_modules(model, within=True) if as_one else (),
         elements=tuple(parameter.numel() for parameter in parameters),
         trainable=tuple(parameter.requires_grad for parameter in parameters),
         element_bytes=trained.pop() if len(trained) == 1 else 0,
@@ -180,8 +181,12 @@ def trace(
     )
 
 
-Record = Callable[[nn.Module, str, int], Recorder]
-"""Records a micro-step of a model, which is used up: the model, the list of its repeated layers, the micro-batch."""
+Record = Callable[[nn.Module, int], Recorder]
+"""Records a micro-step of a model, which is used up, at a micro-batch."""
+
+Recorded = tuple[Recorder, Timeline, Marks, tuple[Counts, Counts], tuple[int, ...]]
+"""A recording, stream and marks for every micro-batch, the counts at each of `MICRO_BATCHES`, and the modules that are
+gathered as one."""
 
 
 def _fitted(first: Recorder, second: Recorder) -> tuple[Timeline, Marks]:
@@ -196,28 +201,14 @@ def _fitted(first: Recorder, second: Recorder) -> tuple[Timeline, Marks]:
     return stream, tuple(map(tuple, first.marks))
 
 
-def _whole(model: nn.Module, record: Record) -> dict[str, Any]:
-    """Return fields of `ModelTrace` from traces of the whole model."""
-    first, second = (record(copy.deepcopy(model), "", micro_batch) for micro_batch in MICRO_BATCHES)
-    stream, marks = _fitted(first, second)
-    return _fields(first, stream, marks, (first.counts, second.counts), first.gathered_as_one)
+def _whole(model: nn.Module, record: Record) -> Recorded:
+    """Record the whole model."""
+    first, second = (record(copy.deepcopy(model), micro_batch) for micro_batch in MICRO_BATCHES)
+    return first, *_fitted(first, second), (first.counts, second.counts), first.gathered_as_one
 
 
-def _fields(
-    recorder: Recorder, stream: Timeline, marks: Marks, counts: tuple[Counts, Counts], gathered_as_one: tuple[int, ...]
-) -> dict[str, Any]:
-    """Return fields of `ModelTrace`; `counts`: at each of `MICRO_BATCHES`."""
-    return {
-        "stream": stream,
-        "marks": marks,
-        "work": between(*counts, MICRO_BATCHES),
-        "notes": recorder.notes,
-        "gathered_as_one": gathered_as_one,
-    }
-
-
-def _spliced(model: nn.Module, record: Record) -> dict[str, Any] | None:
-    """Return the same fields from traces of few layers; None where they cannot stand for many.
+def _spliced(model: nn.Module, record: Record) -> Recorded | None:
+    """Record few layers and splice them; None where they cannot stand for many.
 
     Two traces are of the same few periods of layers, as for a whole model. A third has a period more, and must equal
     the spliced others: so a storage whose size depends on the number of layers is noticed. Such a storage is the
@@ -228,36 +219,24 @@ def _spliced(model: nn.Module, record: Record) -> dict[str, Any] | None:
         return None
     layers = replace(repeated, num_periods=FEW_PERIODS)
 
-    def recorded(num_periods: int, micro_batch: int) -> Recorder:
-        return record(shortened(model, repeated, num_periods), repeated.path, micro_batch)
-
     try:
-        first, second = (recorded(FEW_PERIODS, micro_batch) for micro_batch in MICRO_BATCHES)
+        first, second = (record(shortened(model, layers), micro_batch) for micro_batch in MICRO_BATCHES)
         stream, marks = _fitted(first, second)
         if model not in _ALIKE_WHEN_LONGER:
-            longer = recorded(FEW_PERIODS + 1, MICRO_BATCHES[0])
-            if not _is_recorded(*splice(stream, marks, layers, FEW_PERIODS + 1), longer):
+            longer = record(shortened(model, replace(repeated, num_periods=FEW_PERIODS + 1)), MICRO_BATCHES[0])
+            real, (one_more, more_marks) = longer.timeline(), splice(stream, marks, layers, FEW_PERIODS + 1)
+            is_alike = (one_more.events, one_more.phases) == (real.events, real.phases)
+            is_alike = is_alike and more_marks == tuple(map(tuple, longer.marks))
+            if not is_alike or one_more.sizes(MICRO_BATCHES[0]) != list(real.fixed):
                 return None
             _ALIKE_WHEN_LONGER.add(model)
         stream, marks = splice(stream, marks, layers, repeated.num_periods)
     except Exception:  # a model may count its layers itself; tracing the whole one reports what is wrong
         return None
-    if list(model.get_submodule(repeated.path).children()) != activation_checkpointing.layers(
-        model
-    ):  # those that can be recomputed one by one
-        marks = tuple(tuple(mark for mark in phase if mark.kind < MarkKind.LAYER) for phase in marks)
     more = repeated.num_periods - FEW_PERIODS
-    counts = [each.counts.plus(_of_a_period(each, layers), more) for each in (first, second)]
+    small, large = (each.counts.plus(_of_a_period(each, layers), more) for each in (first, second))
     as_one = layers.module_numbers(first.gathered_as_one, repeated.num_periods)
-    return _fields(first, stream, marks, (counts[0], counts[1]), as_one)
-
-
-def _is_recorded(stream: Timeline, marks: Marks, recorded: Recorder) -> bool:
-    """Return whether stream and marks equal a recording at the first micro-batch."""
-    other = recorded.timeline()
-    of_marks = tuple(map(tuple, recorded.marks))
-    is_alike = (stream.events, stream.phases, marks) == (other.events, other.phases, of_marks)
-    return is_alike and stream.sizes(MICRO_BATCHES[0]) == list(other.fixed)
+    return first, stream, marks, (small, large), as_one
 
 
 def _of_a_period(raw: Recorder, layers: LayerLayout) -> Counts:
@@ -280,18 +259,14 @@ def _record(
     objective: Objective,
     layer_modes: Sequence[tuple[LayerMode, int]],
     model: nn.Module,
-    layers: str,
     micro_batch: int,
 ) -> Recorder:
-    """Record one micro-step of `model`, which is used up. `layers`: a list of modules to mark; empty: those that can
-    recompute."""
+    """Record one micro-step of `model`, which is used up, and mark the layers that can be recomputed."""
     recorder = Recorder(asked.kind, asked.capability)
     if asked.kernels == "liger":
         replacement.apply(model)
-    marked = list(model.get_submodule(layers).children()) if layers else activation_checkpointing.layers(model)
-    can_mix = marked == activation_checkpointing.layers(model)
-    watch = recorder.run_layer if can_mix else None
-    activation_checkpointing.apply(model, asked.activation_checkpointing, layer_modes, watch=watch)
+    layers = activation_checkpointing.layers(model)
+    activation_checkpointing.apply(model, asked.activation_checkpointing, layer_modes, watch=recorder.run_layer)
     if asked.sequence_parallel > 1:
         sequence_parallel.apply(model, sequence_parallel.Split(asked.sequence_parallel, recorder.exchange))
     if asked.loss == "tiled":
@@ -302,7 +277,7 @@ def _record(
     recorder.expect(example)
     recorder.watch(model)
     recorder.take_gradients(model)
-    recorder.mark_layers(marked)
+    recorder.mark_layers(layers)
     if asked.zero_stage == 3:
         recorder.addresses_at_rest = zero3_graph.install(model, recorder.add_mark)
         recorder.gathered_as_one = zero3_graph.gathered_as_one(model)
@@ -340,14 +315,18 @@ _NUMBERS = {"layer_idx", "layer_id", "layer_index", "layer_number"}  # attribute
 def repetition(model: nn.Module) -> LayerLayout | None:
     """Return the repeated layers of `model`: a list that ends in whole periods of layers of the same kinds.
 
-    None unless there is exactly one.
+    None unless one list has all layers that can be recomputed, and nothing else.
     """
-    lists = [(path, each) for path, each in _outermost_lists(model) if len(each) >= 3 and list(each[0].children())]
-    if len(lists) != 1:
+    layers = activation_checkpointing.layers(model)
+    lists = {path: each for path, each in model.named_modules() if isinstance(each, nn.ModuleList)}
+    path = next((path for path, each in lists.items() if list(each) == layers), None)
+    if path is None or len(layers) < 3:
         return None
-    path, layers = lists[0]
-    if not _own_parameters_stand_together(model, layers):
-        return None
+    numbers = {id(parameter): number for number, parameter in enumerate(model.parameters())}
+    own = [[numbers[id(parameter)] for parameter in layer.parameters()] for layer in layers]
+    in_order = [number for of_layer in own for number in of_layer]
+    if not in_order or in_order != list(range(in_order[0], in_order[0] + len(in_order))):
+        return None  # the layers share parameters, or others stand between
     kinds = [_kind(layer) + _settings(model, i, len(layers)) for i, layer in enumerate(layers)]
     for period in range(1, len(kinds) // 2 + 1):
         first = len(kinds)
@@ -355,51 +334,30 @@ def repetition(model: nn.Module) -> LayerLayout | None:
             first -= 1
         first += (len(kinds) - first) % period
         if (len(kinds) - first) // period >= 2 and first <= len(kinds) // 2:
-            return _layout(model, path, list(layers), first, period)
-    return None
-
-
-def shortened(model: nn.Module, repeated: LayerLayout, num_periods: int) -> nn.Module:
-    """Return a copy of `model` with only the first `num_periods` periods."""
-    path, _, name = repeated.path.rpartition(".")
-    keep = repeated.first_layer + num_periods * repeated.period
-    few = nn.ModuleList(list(model.get_submodule(repeated.path).children())[:keep])
-    config = getattr(model, "config", None)
-    with patch.dict(model.get_submodule(path)._modules, {name: few}):
-        return copy.deepcopy(model, {} if config is None else {id(config): config})
-
-
-def _layout(model: nn.Module, path: str, layers: list[nn.Module], first: int, period: int) -> LayerLayout:
-    """Return the layout of `layers`, of which those from `first` on repeat after each `period`."""
+            break
+    else:
+        return None
     of_period = layers[first : first + period]
-    parameters = {id(parameter): number for number, parameter in enumerate(model.parameters())}
-    modules = {id(module): number for number, module in enumerate(model.modules())}
-    own = [parameters[id(parameter)] for layer in of_period for parameter in layer.parameters()]
     return LayerLayout(
         path=path,
         first_layer=first,
         period=period,
-        num_periods=(len(layers) - first) // period,
-        first_parameter=min(own),
-        parameters=len(own),
-        first_module=modules[id(of_period[0])],
+        num_periods=(len(kinds) - first) // period,
+        first_parameter=min(number for of_layer in own[first : first + period] for number in of_layer),
+        parameters=sum(map(len, own[first : first + period])),
+        first_module=next(number for number, module in enumerate(model.modules()) if module is of_period[0]),
         modules=sum(1 for layer in of_period for _ in layer.modules()),
     )
 
 
-def _outermost_lists(module: nn.Module, path: str = "") -> Iterator[tuple[str, nn.ModuleList]]:
-    if isinstance(module, nn.ModuleList):
-        yield path, module
-        return
-    for name, child in module.named_children():
-        yield from _outermost_lists(child, f"{path}.{name}" if path else name)
-
-
-def _own_parameters_stand_together(model: nn.Module, layers: nn.ModuleList) -> bool:
-    """Return whether the layers share no parameter, and are consecutive in the model's order."""
-    numbers = {id(parameter): number for number, parameter in enumerate(model.parameters())}
-    own = [numbers[id(parameter)] for layer in layers for parameter in layer.parameters()]
-    return bool(own) and own == list(range(own[0], own[0] + len(own)))
+def shortened(model: nn.Module, layers: LayerLayout) -> nn.Module:
+    """Return a copy of `model` with only the first periods of its layers, as many as `layers` has."""
+    path, _, name = layers.path.rpartition(".")
+    keep = layers.first_layer + layers.num_periods * layers.period
+    few = nn.ModuleList(list(model.get_submodule(layers.path).children())[:keep])
+    config = getattr(model, "config", None)
+    with patch.dict(model.get_submodule(path)._modules, {name: few}):
+        return copy.deepcopy(model, {} if config is None else {id(config): config})
 
 
 def _kind(layer: nn.Module) -> tuple[Any, ...]:

@@ -7,9 +7,9 @@ activations that are recomputed included. Each asks right after the first produc
 
 **Sums over rows**, such as the gradient of a bias of `width` elements over all tokens. Where one block of threads
 would add too many, several share a column, and meet in scratch memory that lives inside the kernel. A dry run of one
-micro-batch counts it exactly, and that of all other sums (`frugal.dryrun.trace.reductions`). It is no affine function
-of the micro-batch, so a search over micro-batches takes the most that keeps every multiprocessor busy: blocks of 128
-threads, 32 across with 4 outputs each and 4 down.
+micro-batch counts it exactly, and that of all other sums (`frugal.dryrun.trace.kernel_memory`). It is no affine
+function of the micro-batch, so a search over micro-batches takes the most that keeps every multiprocessor busy: blocks
+of 128 threads, 32 across with 4 outputs each and 4 down.
 
 Left out: products before the first forward, CUBLAS_WORKSPACE_CONFIG; in a search scratch of other sums.
 """

@@ -15,8 +15,7 @@ from frugal.config.hardware.cluster import ASSUMED_CAPABILITY, Cluster, Device
 from frugal.config.schema import understand
 from frugal.deepspeed_adapter import stages
 from frugal.deepspeed_adapter.simulate.fake_device import pretend
-from frugal.dryrun.compare import predicted
-from frugal.dryrun.figures import Figures
+from frugal.dryrun.compare import Figures, predicted
 from frugal.dryrun.messages import DryRun
 from frugal.dryrun.trace.cuda_kernels import kernels_of
 from frugal.dryrun.trace.recorder import not_collected
