@@ -17,7 +17,7 @@ from frugal.config.hardware.cluster import Device, DeviceKind
 from frugal.dryrun.messages import DryRun
 from frugal.planning.memory import breakdown
 from frugal.planning.memory.allocator import Replays
-from frugal.planning.memory.interval import Bounds, of_device, widened
+from frugal.planning.memory.breakdown import Bounds, of_device, widened
 from frugal.planning.memory.profile import MemoryProfile, RankMemory
 
 

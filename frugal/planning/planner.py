@@ -11,16 +11,19 @@ from frugal.config.pins import check_pins
 from frugal.config.request import Request
 from frugal.errors import RequestError
 from frugal.planning import length_bucketing
-from frugal.planning.infeasible import fits, largest_micro_batch, nothing_fits, pins_to_drop, remedies
-from frugal.planning.memory import breakdown
-from frugal.planning.memory_report import beyond_the_device
+from frugal.planning.batch import BatchPlan
+from frugal.planning.memory.breakdown import MemoryBreakdown, nvme_bytes
 from frugal.planning.plan import UNPROVEN, Plan
-from frugal.planning.report import reasons
-from frugal.planning.search import ragged, sharing
+from frugal.planning.report import beyond_the_device
 from frugal.planning.search.candidate import Infeasible, OpenSource, SearchResult
 from frugal.planning.search.search import Search
+from frugal.planning.strategy import Strategy
 from frugal.planning.what_if import with_gain
+from frugal.planning.why import fits, largest_micro_batch, nothing_fits, pins_to_drop, reasons, remedies
 from frugal.units import format_bytes, plural
+
+MOST_SHARING = 64
+"""Ranks that share a sample at most where nobody asked: a model rarely has more attention heads that could be split."""
 
 MAX_LISTED_GPUS = 8
 """GPUs whose memory used by other processes is listed one by one."""
@@ -74,6 +77,8 @@ Results = Generator[tuple[Search, SearchResult], None, Infeasible | None]
 def _results(request: Request, cluster: Cluster, sources: ExitStack, dry_run: OpenSource) -> Results:
     """Search, first with each sample on one rank, then with as few ranks that share each sample as are needed.
 
+    Those pay with all-to-alls in every layer, and leave fewer samples for each other, so they are tried only where not
+    one sample fits into a device and splitting what depends on it could help.
     Where it would fit without a pin, ranks do not share samples unasked: the proof that nothing fits says how many
     would have to.
 
@@ -88,7 +93,10 @@ def _results(request: Request, cluster: Cluster, sources: ExitStack, dry_run: Op
     is_pinned = bool(ways)
     if "no --micro-batch" in ways and (most := largest_micro_batch(search)):
         ways = [f"--micro-batch {most}" if way == "no --micro-batch" else way for way in ways]
-    for number in sharing.numbers(request, cluster, alone):
+    may_share = request.sequence_parallel is None and len(cluster.kinds) == 1
+    for number in range(2, min(cluster.world_size, MOST_SHARING, request.seq_len) + 1 if may_share else 0):
+        if cluster.world_size % number or not any(each.may_fit_if_shared(number) for each in alone.nearest_first):
+            continue
         shared = replace(request, sequence_parallel=number)
         try:
             source = sources.enter_context(dry_run(shared, cluster))
@@ -97,13 +105,26 @@ def _results(request: Request, cluster: Cluster, sources: ExitStack, dry_run: Op
                 if fits(shared, cluster, source, alone.nearest.strategy):
                     ways.append(f"--sequence-parallel {number}")
                     break
-            elif (yield from _run(Search(shared, cluster, source), sharing.why(shared, cluster, alone))) is None:
+            elif (yield from _run(Search(shared, cluster, source), _why_shared(shared, cluster, alone))) is None:
                 return None
         except RequestError as error:
             why_not_shared = f"ranks cannot share samples: {(*error.because, error.what)[0]}"
             break
     ways = remedies(request, cluster, search, alone, dry_run, ways)
     raise nothing_fits(request, cluster, alone, ways, why_not_shared=why_not_shared, most=most)
+
+
+def _why_shared(request: Request, cluster: Cluster, alone: Infeasible) -> str:
+    """Return the sentence of `Plan.why`: what would be lacking if each sample were on one rank."""
+    assert request.sequence_parallel is not None
+    nearest, where = alone.nearest, f"on one {cluster.rank_noun}"
+    if nearest.host_shortfall_bytes or nearest.disk_shortfall_bytes:
+        where = "in a node's host memory" if nearest.host_shortfall_bytes else "on a node's disk"
+    return (
+        f"each sample is shared by {plural(request.sequence_parallel, cluster.rank_noun)}, a part of its tokens each: "
+        f"{plural(nearest.micro_batch, 'sample')} of {request.seq_len} tokens lacks "
+        f"{format_bytes(-(nearest.headroom_bytes or 0))} {where} otherwise"
+    )
 
 
 def _run(search: Search, shared_because: str = "") -> Results:
@@ -185,11 +206,29 @@ def _with_short_samples(search: Search, result: SearchResult, dry_run: OpenSourc
                     continue
         memory = min(dry_runs, key=lambda memory: memory.headroom_bytes)
         if memory.fits:
-            memory = ragged.with_lengths(search, chosen.strategy, batch, memory)
+            memory = _with_lengths(search, chosen.strategy, batch, memory)
             if not memory.may_exceed_with_lengths:
                 break
     time = search.evaluation.time(search.source.profile(chosen.strategy, True).costs, chosen.strategy, batch)
     return replace(result, chosen=replace(chosen, batch=batch, time=time), memory=memory)
+
+
+def _with_lengths(search: Search, strategy: Strategy, batch: BatchPlan, memory: MemoryBreakdown) -> MemoryBreakdown:
+    """Return the memory of a batch on the data, given that of equal micro-steps of full length; the same where
+    arithmetic tells nothing.
+
+    A caching allocator keeps segments that fitted one micro-step and are too small for the next. Where segments are not
+    expandable, it reserves up to twice as much as for equal micro-steps while the card has room, and needs some per
+    cent more where it has none: blocks that live on split what could be given back. So short runs are drawn from the
+    data and replayed, through a simulated optimizer and the allocator.
+    """
+    request, device = search.request, memory.device_in(search.cluster)
+    if request.lengths is None or device.kind == "cpu":
+        return memory
+    runs = length_bucketing.drawn_runs(request.lengths, batch, request.seq_len)
+    micro_batch = next(micro for kind, micro in search.evaluation.fitting.loads(batch) if kind == device)
+    more = search.source.of_lengths(strategy, micro_batch, runs, device)
+    return memory if more is None else memory.with_lengths(*more, device.usable_bytes + device.margin_bytes)
 
 
 def _plan(search: Search, result: SearchResult, defaults: tuple[str, ...], notes: list[str]) -> Plan:
@@ -242,9 +281,7 @@ def _machine_notes(request: Request, cluster: Cluster, result: SearchResult) -> 
             f"each host must have {format_bytes(memory.host_bytes_per_node)} of memory free; give --host-mem to have "
             "that checked"
         )
-    disk_bytes = max(
-        breakdown.nvme_bytes(request, strategy, result.model, node, cluster) for node in set(cluster.nodes)
-    )
+    disk_bytes = max(nvme_bytes(request, strategy, result.model, node, cluster) for node in set(cluster.nodes))
     if disk_bytes and any(node.host_disk_bytes is None for node in cluster.nodes):
         unknown.append(
             f"each node must have {format_bytes(disk_bytes)} of disk free; `# disk=SIZE` in a hostfile has that checked"

@@ -1,196 +1,19 @@
 """A plan as plain text, the same in a terminal, a pipe and a log.
 
-`reasons` are its decisions, one sentence each, in order of importance. `summary` is what `frugal plan -v` prints,
-`explanation` what `frugal explain` knows from the plan alone; both have the evaluated strategies as a table.
+`summary` is what `frugal plan -v` prints, `explanation` what `frugal explain` knows from the plan alone; both have the
+memory of the fullest device, and the evaluated strategies as a table.
 """
 
 from collections import Counter
-from collections.abc import Callable, Iterable
-from math import ceil
+from collections.abc import Iterable
 
-from frugal.config.hardware.cluster import ASSUMED_CAPABILITY, Cluster, Node
+from frugal.config.hardware.cluster import NOMINAL_SHARE, Device, Node
 from frugal.config.request import Request
-from frugal.planning.memory.profile import VARLEN
-from frugal.planning.memory_report import assumptions, binding, breakdown_table
-from frugal.planning.model_facts import FUSED_LOSS
-from frugal.planning.plan import KERNELS, Plan, Rejected, StepTime
-from frugal.planning.search.candidate import TIE, Candidate, SearchResult
-from frugal.planning.strategy import MODES_NOTE, Strategy, brief_name
+from frugal.planning.memory.breakdown import Bounds, MemoryBreakdown, loading_host_bytes, of_device
+from frugal.planning.plan import Plan, Rejected, StepTime
+from frugal.planning.strategy import MODES_NOTE, brief_name
 from frugal.planning.table import WIDE, Table
-from frugal.units import format_bytes, format_count, format_seconds, plural
-
-
-def reasons(request: Request, cluster: Cluster, result: SearchResult) -> tuple[str, ...]:
-    """Return the sentences of `Plan.why`, the last of which says what binds."""
-    strategy = result.chosen.strategy
-    sentences: list[str] = []
-    if strategy.sequence_parallel > 1:
-        ranks = plural(strategy.sequence_parallel, cluster.rank_noun)
-        sentences.append(result.shared_because or f"each sample is shared by {ranks}, as asked")
-    sentences.append(_activation_checkpointing(request, result))
-    for name, asked, taken, what in (
-        ("loss", request.loss, strategy.loss, "whole logits"),
-        ("mlp", request.mlp, strategy.mlp, "whole ones"),
-    ):
-        noun = "MLP" if name == "mlp" else name
-        if asked != "auto":
-            sentences.append(f"the {noun} is {asked}, as asked")
-        elif taken == "tiled":
-            plain = _compared(result, lambda each, name=name: getattr(each, name) == "plain", f"with {what}")  # type: ignore[misc]  # `name` as it is now
-            sentences.append(f"the {noun} is tiled{plain}")
-    sentences += _kernels(request, cluster, result)
-    sentences.append(_zero_stage(request, cluster, result))
-    sentences += _offload(request, result)
-    sentences.append(what_binds(request, cluster, result.chosen))
-    return tuple(sentences)
-
-
-def _kernels(request: Request, cluster: Cluster, result: SearchResult) -> list[str]:
-    """Return which kernels are fused, and which ones attention takes."""
-    strategy = result.chosen.strategy
-    names, modules, sentences = [], "", []
-    if strategy.kernels == "liger":
-        fused = ", ".join(each for each in result.fused if each != FUSED_LOSS or strategy.loss == "tiled")
-        names.append("liger")
-        modules = f"; Liger's run {fused}" + (", as asked" if request.kernels == "liger" else "")
-    if VARLEN in result.attention:
-        names.append(f"{VARLEN} attention")
-    if names:
-        sentences.append(f"{KERNELS} {', '.join(names)}{modules}")
-    if attention := " and ".join(each for each in result.attention if each != VARLEN):
-        number = "{}.{}".format(*min(device.compute_capability or ASSUMED_CAPABILITY for device in cluster.kinds))
-        sentences.append(f"attention is {attention}: torch's choice for {request.precision} on capability {number}")
-    return sentences
-
-
-def _activation_checkpointing(request: Request, result: SearchResult) -> str:
-    taken, mode = result.chosen, result.chosen.strategy.activation_checkpointing
-    what = f"activation checkpointing is {'on' if mode == 'full' else taken.strategy.checkpointing}"
-    if request.layer_modes is not None:
-        return f"{what}, as asked: {request.layer_modes}"
-    if request.activation_checkpointing not in ("auto", "budget"):
-        return f"{what}, as asked"
-    others = _alternatives(result, lambda strategy: strategy.activation_checkpointing not in (mode, "budget"))
-    if mode == "off":
-        slower = others[0].seconds - taken.seconds if others and others[0].time is not None else 0.0
-        if slower <= (TIE - 1) * taken.seconds:
-            return f"{what}: it is not needed"
-        return f"{what}: it is not needed, and a step would take {format_seconds(slower)} longer"
-    what += _compared(result, lambda strategy: strategy.activation_checkpointing == "off", "without it")
-    in_all = [candidate for candidate in others if candidate.fits and not candidate.is_draft]
-    if mode == "budget" and in_all:
-        longer = 100 * (in_all[0].seconds / taken.seconds - 1)
-        what += f"; with {in_all[0].strategy.checkpointing} for all layers a step takes {longer:.0f} % longer"
-    return what
-
-
-def _zero_stage(request: Request, cluster: Cluster, result: SearchResult) -> str:
-    strategy = result.chosen.strategy
-    stage = strategy.zero_stage
-    if request.zero_stage is not None:
-        return f"ZeRO-{stage}, as asked"
-    sums = f"sums {request.precision} gradients in fp32"
-    if cluster.world_size == 1 and strategy.offload_optimizer == "none":
-        return f"ZeRO-{stage} on one GPU: {'there is nothing to split' if stage == 0 else f'it {sums}'}"
-    simpler = _alternatives(result, lambda other: other.zero_stage < stage)
-    if simpler:
-        lower = simpler[0].strategy.zero_stage
-        return f"ZeRO-{stage}{_compared(result, lambda other: other.zero_stage == lower, f'with ZeRO-{lower}')}"
-    lowest = f"the lowest stage that {sums}" if request.precision != "fp32" and stage == 2 else "the lowest possible"
-    return f"ZeRO-{stage}: {lowest}"
-
-
-def _offload(request: Request, result: SearchResult) -> list[str]:
-    strategy = result.chosen.strategy
-    if strategy.offload_optimizer == "none":
-        return []
-    if strategy.offload_ratio < 1:
-        part = f"{100 * strategy.offload_ratio:.3g} % of the optimizer's sub-groups are updated in host memory"
-        if request.offload_ratio is not None:
-            part += ", as asked"
-        else:
-            part += _compared(result, lambda other: other.offload_ratio == 1, "with all of them there")
-        compiled = "each host compiles DeepSpeed's CPU Adam at its first training: it needs a C++ compiler and ninja"
-        return [part, f"{compiled}; --offload optimizer:1 does not"]
-    what = "optimizer and parameters live" if strategy.offload_parameters != "none" else "the optimizer lives"
-    where = "on disk, or in host memory" if strategy.offload_optimizer == "nvme" else "in host memory"
-    if request.offload != "auto":
-        return [f"{what} {where}, as asked"]
-    others = [each for each in result.candidates if each.strategy.offload_optimizer == "none"]
-    others = [each for each in others if each.headroom_bytes is not None]
-    return [f"{what} {where}: {_does_not_fit(others)} on the GPUs alone" if others else f"{what} {where}"]
-
-
-def what_binds(request: Request, cluster: Cluster, candidate: Candidate) -> str:
-    """Return what keeps a candidate that fits from larger micro-batches, in a sentence."""
-    assert candidate.batch is not None
-    batch, micro, largest = candidate.batch, candidate.micro_batch, candidate.largest_micro_batch
-    if request.micro_batch is not None or request.accumulation_steps is not None:
-        if micro < (request.micro_batch or 0):
-            return (
-                f"the global batch binds: it has {micro} samples for each {cluster.rank_noun}, and "
-                f"{request.micro_batch} were asked for"
-            )
-        pinned = "micro-batch" if request.micro_batch is not None else "number of accumulation steps"
-        return f"the {pinned} is as asked"
-    if batch.accumulation_steps == 1:
-        return "nothing binds: the whole global batch fits into one micro-step"
-    if candidate.shortfall_of_next_bytes is None:
-        return f"--max-tokens-per-gpu binds: it allows {largest} samples at once"
-    short = format_bytes(candidate.shortfall_of_next_bytes)
-    where = f" on the {cluster.rank_noun} with the most" if len(cluster.kinds) > 1 else ""
-    sentence = f"memory binds: micro-batch {largest + 1} would be about {short} short{where}"
-    if request.even and micro < largest:
-        return (
-            f"{sentence}; {largest} would fit, and {micro} is the largest that cuts {batch.global_batch} samples "
-            "evenly, as asked"
-        )
-    if len(cluster.kinds) > 1 and request.micro_batch_cap is None:
-        if len(set(batch.micro_batch)) > 1:
-            sentence += "; each kind of GPU takes what lets all of them be done together"
-    elif micro < largest:
-        steps = ceil(batch.global_batch / (largest * cluster.world_size))
-        why = "in as many steps" if steps == batch.accumulation_steps else "into equal micro-batches at the same speed"
-        sentence += f"; {largest} would fit, and {micro} cuts {batch.global_batch} samples {why}"
-    return sentence
-
-
-def _alternatives(result: SearchResult, trait: Callable[[Strategy], bool]) -> list[Candidate]:
-    """Return evaluated candidates with a trait that offload as much as the chosen one: fitting and fast ones first."""
-    taken = result.chosen.strategy
-    places = taken.offload_optimizer, taken.offload_parameters
-    others = [
-        each
-        for each in result.candidates
-        if trait(each.strategy)
-        and each.headroom_bytes is not None
-        and (each.strategy.offload_optimizer, each.strategy.offload_parameters) == places
-    ]
-    return sorted(others, key=lambda each: (not each.fits, each.seconds, -(each.headroom_bytes or 0)))
-
-
-def _compared(result: SearchResult, trait: Callable[[Strategy], bool], words: str) -> str:
-    """Say what the best alternative with a trait would come to; a draft may promise too much."""
-    others, taken = _alternatives(result, trait), result.chosen
-    if not others:
-        return ""
-    other = others[0]
-    if not other.fits:
-        return f": {_does_not_fit(others)} {words}"
-    at_most, at_least = ("at most ", "at least ") if other.is_draft else ("", "")
-    seconds = f"a step takes {at_least}{format_seconds(other.seconds)} instead of {format_seconds(taken.seconds)}"
-    if other.micro_batch == taken.micro_batch:
-        return f": {words} {seconds}"
-    return f": {words} {at_most}micro-batch {other.micro_batch} fits instead of {taken.micro_batch}, and {seconds}"
-
-
-def _does_not_fit(candidates: list[Candidate]) -> str:
-    """Say that the nearest of `candidates` does not fit, and by how much."""
-    nearest = max(candidates, key=lambda candidate: candidate.headroom_bytes or 0)
-    what = "one sample does" if nearest.micro_batch == 1 else f"micro-batch {nearest.micro_batch} does"
-    at_least = "at least " if nearest.memory is None or nearest.is_draft else ""
-    return f"{what} not fit ({at_least}{format_bytes(-(nearest.headroom_bytes or 0))} short)"
-
+from frugal.units import GIB, format_bytes, format_count, format_seconds, plural
 
 SPLIT_MATTERS = "the gradient depends on how a global batch is split"
 PADDING_MATTERS = "the gradient depends on padding"
@@ -382,3 +205,165 @@ def explanation(plan: Plan, *, in_full: bool = False) -> list[Block]:
         return [[plan.arithmetic, f"{plan.strategy}: {format_seconds(plan.time.total_seconds)} a step"], *reasoned]
     headline, facts, breakdown, _, notes, _, defaults, assumed = summary_blocks(plan)
     return [headline, facts, breakdown, *reasoned, notes, defaults, assumed]
+
+
+SHOWN_BYTES = 1 << 16
+
+
+def breakdown_table(plan: Plan) -> list[str]:
+    """Return the breakdown of the fullest device as lines that end with the card's memory."""
+    memory = plan.memory
+    device = memory.device_in(plan.cluster)
+    which = "the fullest" if len(set(plan.batch.micro_batch)) > 1 else "each"
+    sizes = {name: size for name in memory.CATEGORIES if (size := getattr(memory, name)) >= SHOWN_BYTES}
+    sizes |= {"total": memory.total_bytes, "headroom": memory.headroom_bytes}
+    sizes |= {"margin": device.margin_bytes} if device.margin_bytes else {}
+    sizes |= {"others": device.held_bytes} if device.held_bytes else {}
+    sizes |= {"device": device.memory_bytes}
+    sizes |= {"host, a node": memory.host_bytes_per_node} if plan.strategy.offload_optimizer != "none" else {}
+    bounds = f"  {bounds_of(memory.interval)}" if memory.interval is not None else ""
+    width = max(len(name) for name in (*memory.CATEGORIES, "total"))
+    return [
+        f"memory of {which} {plan.cluster.rank_noun} at its peak, in {_peak(memory)}",
+        *(
+            f"  {name:<{width}} {format_bytes(size):>12}{bounds if name == 'total' else ''}"
+            for name, size in sizes.items()
+        ),
+        *_with_room(plan, device),
+        *_loading(plan),
+    ]
+
+
+def _with_room(plan: Plan, device: Device) -> list[str]:
+    """Say what a run on the whole card is seen to take: its allocator keeps more than is needed."""
+    memory = plan.memory
+    if not memory.reserved_bytes:
+        return []
+    seen = of_device(memory.live_bytes, memory.reserved_bytes, device)
+    needed, reserved = format_bytes(memory.total_bytes), format_bytes(memory.reserved_bytes)
+    shown = format_bytes(memory.reserved_bytes + device.context_bytes)
+    steps = ""
+    if plan.request.lengths is not None:
+        steps = " over the data's lengths" if memory.counts_lengths else " for equal lengths, more for others"
+    return [
+        f"it needs {needed}; on the whole card its allocator reserves {reserved}{steps}, and nvidia-smi shows {shown} "
+        f"{bounds_of(seen)}"
+    ]
+
+
+_WAYS = {
+    "by-tensor": "each rank reads pretrained weights tensor by tensor",
+    "by-rank-0": "rank 0 makes the random weights and sends them",
+    "by-every-rank": "each rank makes the whole model",
+}
+
+
+def loading_in_words(memory: MemoryBreakdown) -> str:
+    """Say how ranks get their weights."""
+    assert memory.loading is not None
+    return _WAYS[memory.loading.way]
+
+
+def _loading(plan: Plan) -> list[str]:
+    """Say what the host with rank 0 takes before the first step."""
+    if plan.memory.loading is None:
+        return []
+    needed = loading_host_bytes(plan.memory, plan.cluster.nodes[0], plan.cluster)
+    node = "its host" if len(plan.cluster.nodes) == 1 else "the host of rank 0"
+    return [f"loading takes {format_bytes(needed)} of {node}: {loading_in_words(plan.memory)}"]
+
+
+def _peak(memory: MemoryBreakdown) -> str:
+    operator = memory.operator.removeprefix("aten.").removesuffix(".default")
+    return f"{memory.phase} ({operator})" if operator else memory.phase
+
+
+def assumptions(plan: Plan) -> list[str]:
+    """List what no dry run can know."""
+    device = plan.cluster.devices[0]
+    if device.measured_on is not None:
+        return [_margin(device)] if device.kind == "cuda" else []
+    lines = []
+    if device.kind == "cuda":
+        least = format_bytes(device.context_bytes - device.context_below_bytes)
+        most = format_bytes(device.context_bytes + device.context_above_bytes)
+        lines += [
+            f"context {format_bytes(device.context_bytes)} ({least} to {most}: driver, kernels, NCCL), not measured on "
+            "your card: `frugal measure --calibrate` does",
+            _margin(device),
+        ]
+    speed = f"{device.matrix_flops / 1e12:.3g} TFLOP/s reached, {device.memory_bandwidth / 1e9:.0f} GB/s of memory"
+    links = f"{plan.cluster.intra_bandwidth / 1e9:.0f} GB/s between {plan.cluster.rank_noun}s"
+    if len(plan.cluster.nodes) > 1:
+        links += f", {plan.cluster.inter_bandwidth / 1e9:.0f} GB/s between nodes"
+    lines.append(f"{device.name}: {speed}, {links}; only the seconds depend on it")
+    return lines
+
+
+def bounds_of(interval: Bounds) -> str:
+    """Format bounds in brackets: `(10.60 GiB to 10.90 GiB)`."""
+    return f"({format_bytes(interval.lower_bytes)} to {format_bytes(interval.upper_bytes)})"
+
+
+def _bounds(memory: MemoryBreakdown) -> list[str]:
+    """Say how far from the total the memory may be, and for which causes."""
+    if memory.interval is None:
+        return []
+    causes = ", ".join(
+        f"{name} -{format_bytes(cause.below_bytes)} +{format_bytes(cause.above_bytes)}"
+        for name, cause in memory.interval.causes.items()
+        if max(cause.below_bytes, cause.above_bytes) >= SHOWN_BYTES
+    )
+    return [f"  it may come to {bounds_of(memory.interval)[1:-1]}{f': {causes}' if causes else ''}"]
+
+
+def beyond_the_device(memory: MemoryBreakdown, device: Device) -> list[str]:
+    """Note where data may make a run take more than `device` has; for the other causes there is the margin."""
+    room = memory.usable_bytes + device.context_bytes + device.margin_bytes
+    if memory.interval is None or device.kind == "cpu" or memory.interval.upper_bytes <= room:
+        return []
+    return [
+        f"other data may take up to {format_bytes(memory.interval.upper_bytes)} of the {format_bytes(room)} of a GPU; "
+        "a run that goes out of memory continues with smaller micro-batches"
+    ]
+
+
+def _margin(device: Device) -> str:
+    """Say what stays free, and for what."""
+    above, nominal = device.context_above_bytes, int(device.memory_bytes * NOMINAL_SHARE)
+    parts = [f"a larger context {format_bytes(above)}"] if above else []
+    rest = device.margin_bytes - above
+    if device.memory_bytes % GIB == 0 and rest > nominal:
+        parts.append(f"a driver that reports less than the box {format_bytes(nominal)}")
+        rest -= nominal
+    parts.append(f"fragmentation and kernels {format_bytes(rest)}")
+    return f"margin {format_bytes(device.margin_bytes)}: {', '.join(parts)}"
+
+
+def binding(plan: Plan) -> list[str]:
+    """Say what keeps the micro-batch from being larger: the fullest moment, and the phases that come next."""
+    memory = plan.memory
+    parts = sorted(((getattr(memory, name), name) for name in memory.CATEGORIES), reverse=True)
+    largest = ", ".join(f"{name} {format_bytes(size)} ({size / memory.total_bytes:.0%})" for size, name in parts[:3])
+    limit = memory.total_bytes + memory.headroom_bytes
+    lines = [
+        "what binds",
+        *(f"  {sentence}" for sentence in plan.why[-1:]),
+        f"  the peak of a {plan.cluster.rank_noun} is in {_peak(memory)}: {format_bytes(memory.total_bytes)} of "
+        f"{format_bytes(limit)} that may be used",
+        *_bounds(memory),
+        f"  most of it: {largest}",
+    ]
+    phases = sorted(memory.phase_peaks.items(), key=lambda phase: -phase[1])
+    below = [
+        f"{name} {format_bytes(max(0, memory.live_bytes - size))} lower"
+        for name, size in phases
+        if name != memory.phase
+    ]
+    if below:
+        lines.append(f"  next would be {', '.join(below[:2])}")
+    host = min((node.host_memory_bytes for node in plan.cluster.nodes if node.host_memory_bytes), default=None)
+    if plan.strategy.offload_optimizer != "none":
+        there = f" of {format_bytes(host)}" if host is not None else "; what it has is not known, see --host-mem"
+        lines.append(f"  the host of a node holds {format_bytes(memory.host_bytes_per_node)}{there}")
+    return lines

@@ -13,9 +13,7 @@ from frugal.config.hardware.cluster import Cluster, resized
 from frugal.config.request import Request
 from frugal.errors import FrugalError, RequestError
 from frugal.planning.memory.profile import VARLEN
-from frugal.planning.plan import KERNELS, Plan
-from frugal.planning.run_cost import RunLength
-from frugal.planning.search import sharing
+from frugal.planning.plan import KERNELS, Plan, RunLength
 from frugal.planning.search.candidate import TIE, Candidate, OpenSource
 from frugal.planning.search.search import Search
 from frugal.planning.strategy import LAYER_MODES, MODES_NOTE, PLACES, Strategy, brief_name
@@ -83,7 +81,7 @@ def predicted_with_sharing(cases: Sequence[Case], dry_run: OpenSource) -> list[C
             and case.cluster.world_size % number == 0
             and candidate is not None
             and not candidate.fits
-            and sharing.could_help(candidate, number)
+            and candidate.may_fit_if_shared(number)
         ]
         shared = [replace(cases[i], request=replace(cases[i].request, sequence_parallel=number)) for i in missing]
         for i, candidate in zip(missing, predicted(shared, dry_run), strict=True):

@@ -14,7 +14,10 @@ later one's backward. The dry run of a plan is of the mixture itself.
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from itertools import pairwise
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import Any, NamedTuple
+
+import numpy as np
+import numpy.typing as npt
 
 from frugal.planning.cost import Work
 from frugal.planning.memory.timeline import (
@@ -30,11 +33,7 @@ from frugal.planning.memory.timeline import (
 )
 from frugal.planning.strategy import LayerMode
 
-if TYPE_CHECKING:
-    import numpy as np
-    import numpy.typing as npt
-
-    Numbers = npt.NDArray[np.int64]
+Numbers = npt.NDArray[np.int64]
 
 LAYER, AGAIN, AGAIN_ENDS = MarkKind.LAYER, MarkKind.LAYER_AGAIN, MarkKind.LAYER_AGAIN_ENDS
 OF_HOLDS = (MarkKind.HOLD, MarkKind.LET_GO)
@@ -63,7 +62,7 @@ class _Piece:
     beginning.
     """
 
-    events: "Numbers"
+    events: Numbers
     marks: tuple[Mark, ...]
 
 
@@ -251,8 +250,6 @@ class LayerMixtures:
         return [_end_of(items, i) for i in before]
 
     def _piece(self, items: Sequence[_Item], number_of: Sequence[int], first_hold: int) -> _Piece:
-        import numpy as np
-
         events: list[int] = []
         marks = []
         for item in items:
@@ -270,8 +267,6 @@ class LayerMixtures:
 
     def _joined(self, pieces: Sequence[_Piece], played: Sequence[str]) -> tuple[Timeline, tuple[tuple[Mark, ...], ...]]:
         """Join pieces into one stream and its marks."""
-        import numpy as np
-
         parts = [piece.events for piece in pieces]
         for piece, numbers in self._kept_too_long(parts, played).items():
             parts[piece] = np.concatenate([parts[piece], -1 - np.asarray(numbers, dtype=np.int64)])
@@ -302,10 +297,8 @@ class LayerMixtures:
         phases = [(name, int(position[raw_starts[first]])) for name, first in zip(PHASES, first_of_phase, strict=False)]
         return self._table.timeline(births, numbers, phases), marks
 
-    def _kept_too_long(self, parts: Sequence["Numbers"], played: Sequence[str]) -> dict[int, list[int]]:
+    def _kept_too_long(self, parts: Sequence[Numbers], played: Sequence[str]) -> dict[int, list[int]]:
         """Return storages that begin in one piece and end in none, by the piece in which they end in their mode."""
-        import numpy as np
-
         raw = np.concatenate(parts)
         is_ended = np.zeros(self._table.num_storages, dtype=np.bool_)
         is_ended[-1 - raw[raw < 0]] = True
@@ -357,10 +350,8 @@ class _Table:
         self._append(trace.stream, own)
         return [numbers[storage] for storage in range(len(trace.stream.fixed))]
 
-    def timeline(self, births: "Numbers", events: "Numbers", phases: list[tuple[str, int]]) -> Timeline:
+    def timeline(self, births: Numbers, events: Numbers, phases: list[tuple[str, int]]) -> Timeline:
         """Return a stream of the storages `births`, whose `events` count among them."""
-        import numpy as np
-
         columns = np.asarray(self._rows, dtype=np.int64)[births].T.tolist()
         fixed, per_sample, categories, operators, modules = map(tuple, columns)
         return Timeline(
@@ -386,10 +377,8 @@ def _end_of(items: Sequence[_Item], last: int) -> int:
     return position
 
 
-def _last_ends(raw: "Numbers", num_storages: int) -> Any:
+def _last_ends(raw: Numbers, num_storages: int) -> Any:
     """Return which of `raw` stay: all births, and the last end of each storage that was born."""
-    import numpy as np
-
     kept = raw >= 0
     born = np.zeros(num_storages, dtype=np.bool_)
     born[raw[kept]] = True

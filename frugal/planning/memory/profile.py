@@ -8,9 +8,7 @@ from frugal.config.hardware.cluster import Device, DeviceKind
 from frugal.planning.cost import ModelCosts
 from frugal.planning.memory import breakdown as host
 from frugal.planning.memory.allocator import KnownReplays, Replays
-from frugal.planning.memory.breakdown import MemoryBreakdown
-from frugal.planning.memory.interval import of_device
-from frugal.planning.memory.loading import Loading
+from frugal.planning.memory.breakdown import Loading, MemoryBreakdown, of_device
 from frugal.planning.memory.timeline import Timeline
 from frugal.planning.strategy import Strategy
 

@@ -17,13 +17,12 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 from enum import IntEnum
 from functools import cached_property
-from typing import TYPE_CHECKING, NamedTuple
+from typing import NamedTuple
+
+import numpy as np
+import numpy.typing as npt
 
 from frugal.planning.cost import Work
-
-if TYPE_CHECKING:
-    import numpy as np
-    import numpy.typing as npt
 
 CATEGORIES = ("parameters", "gradients", "optimizer", "activations", "logits", "communication", "temporary")
 PARAMETERS, GRADIENTS, OPTIMIZER, ACTIVATIONS, LOGITS, COMMUNICATION, TEMPORARY = range(len(CATEGORIES))
@@ -167,10 +166,8 @@ class Timeline:
         return phase_peaks(self.intervals(micro_batch))
 
     @cached_property
-    def is_birth(self) -> "npt.NDArray[np.bool_]":
+    def is_birth(self) -> npt.NDArray[np.bool_]:
         """True at each event where a storage begins; otherwise one ends."""
-        import numpy as np
-
         events = self._arrays.events
         first = np.empty(len(self.fixed), dtype=np.int64)
         first[events[::-1]] = np.arange(len(events) - 1, -1, -1)  # the last that is written of each stays
@@ -178,11 +175,11 @@ class Timeline:
         births[first[events]] = True
         return births
 
-    def changes(self, micro_batch: int) -> "npt.NDArray[np.int64]":
+    def changes(self, micro_batch: int) -> npt.NDArray[np.int64]:
         """Return by how many bytes each event changes what is alive."""
         return self._signed(self._arrays.fixed + self._arrays.per_sample * micro_batch)
 
-    def _signed(self, sizes: "npt.NDArray[np.int64]") -> "npt.NDArray[np.int64]":
+    def _signed(self, sizes: npt.NDArray[np.int64]) -> npt.NDArray[np.int64]:
         """Return the size of each event's storage, negative where that ends."""
         of_events = sizes[self._arrays.events]
         of_events[~self.is_birth] *= -1
@@ -202,10 +199,8 @@ class Timeline:
                 held[name] = held.get(name, 0) + sizes[storage]
         return sorted(held.items(), key=lambda item: -item[1])
 
-    def _alive_at(self, event: int) -> "npt.NDArray[np.int64]":
+    def _alive_at(self, event: int) -> npt.NDArray[np.int64]:
         """Return the storages alive after an event: those with one event so far, not two."""
-        import numpy as np
-
         return np.flatnonzero(np.bincount(self._arrays.events[: event + 1], minlength=len(self.fixed)) == 1)
 
     def _categories_at(self, event: int, micro_batch: int) -> dict[str, int]:
@@ -226,8 +221,6 @@ class Timeline:
     @cached_property
     def _envelope(self) -> list[tuple[int, int, int]]:
         """The moments that are fullest at some micro-batch >= 0: the upper hull of the lines after every birth."""
-        import numpy as np
-
         births = np.flatnonzero(self.is_birth)
         fixed = self._signed(self._arrays.fixed).cumsum()[births]
         slope = self._signed(self._arrays.per_sample).cumsum()[births]
@@ -244,9 +237,7 @@ class _Arrays:
     """A timeline's long fields as arrays, which are ten times as fast as loops over a hundred thousand events."""
 
     def __init__(self, timeline: Timeline) -> None:
-        import numpy as np
-
-        def as_array(values: tuple[int, ...]) -> "npt.NDArray[np.int64]":
+        def as_array(values: tuple[int, ...]) -> npt.NDArray[np.int64]:
             return np.fromiter(values, dtype=np.int64, count=len(values))  # a third faster than `asarray`
 
         self.events = as_array(timeline.events)

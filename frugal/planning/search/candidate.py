@@ -78,6 +78,13 @@ class Candidate:
         """Sort key of equally fast candidates: fewer mechanisms, then equal micro-batches, then time."""
         return self.strategy.num_mechanisms, not (self.batch and self.batch.is_uniform), self.seconds
 
+    def may_fit_if_shared(self, number: int) -> bool:
+        """Return whether a candidate that lacks device memory might fit if `number` ranks shared each sample."""
+        memory = self.memory
+        if memory is None or self.host_shortfall_bytes or self.disk_shortfall_bytes:
+            return False
+        return memory.of_the_step - memory.of_the_step // number > -(self.headroom_bytes or 0)
+
     def dominates(self, draft: "Candidate") -> bool:
         """Return whether this candidate, which fits, is no slower and no less simple than `draft` at its best."""
         at_best = (draft.strategy.num_mechanisms, False)
@@ -219,33 +226,26 @@ def small_buckets_could_help(candidates: Sequence[Candidate], request: Request, 
 
 
 class Source(Protocol):
-    """Where profiles come from. `accumulates`: whether a step has more than one micro-step.
-
-    `notes`: what the last dry run assumed, where memory depends on the data.
-    """
+    """Where profiles come from. `accumulates`: whether a step has more than one micro-step."""
 
     @property
-    def notes(self) -> tuple[str, ...]: ...
+    def notes(self) -> tuple[str, ...]:
+        """The assumptions of the last dry run, where memory depends on the data."""
 
     def facts(self) -> ModelFacts:
         """Return what is known of the model before it runs."""
-        ...
 
     def prepare(self, strategies: Sequence[Strategy]) -> None:
         """Prepare what drafts of all these strategies need, at once."""
-        ...
 
     def draft(self, strategy: Strategy, accumulates: bool) -> MemoryProfile | None:
         """Return a profile without the allocator's part, found by arithmetic; None where only a dry run can tell."""
-        ...
 
     def num_layers(self, strategy: Strategy) -> int:
         """Return the model's number of layers; 0: unknown."""
-        ...
 
     def why_not_mixed(self, strategy: Strategy) -> str:
         """Return why layers cannot have different modes out of those of `strategy`; empty where they can."""
-        ...
 
     def of_lengths(
         self, strategy: Strategy, micro_batch: int, runs: Sequence[DrawnRun], device: Device
@@ -253,21 +253,17 @@ class Source(Protocol):
         """Return by how many bytes runs of other lengths exceed equal micro-steps of full length on `device`: what is
         needed, and what the allocator reserves with room. None where no arithmetic tells.
         """
-        ...
 
     def distrust(self, strategy: Strategy) -> bool:
         """Profile a strategy by dry runs from now on; return False if it already is."""
-        ...
 
     def profile(self, strategy: Strategy, accumulates: bool) -> MemoryProfile:
         """Return the costs of a strategy for every micro-batch."""
-        ...
 
     def dry_run(
         self, strategy: Strategy, micro_batch: int, accumulation_steps: int, device: Device | None = None
     ) -> MemoryBreakdown:
         """Return the memory of a dry run on `device`; None: on the smallest one."""
-        ...
 
 
 OpenSource = Callable[[Request, Cluster], AbstractContextManager[Source]]

@@ -1,4 +1,5 @@
-"""Mixtures of modes of activation checkpointing: between two modes there is memory that neither uses.
+"""Mixtures of modes of activation checkpointing, and shares of an optimizer: between two strategies there is memory
+that neither uses.
 
 Layers that keep more come last: backward begins there, and what they keep is gone when the others recompute. So a
 mixture of two modes is a number, of the last layers that keep more, and both its memory and its speed grow with it. It
@@ -13,7 +14,7 @@ that, so there all pairs of modes are mixed. Left out: mixtures of three modes, 
 a layer; and mixtures beside a share of the optimizer on the host, unless that is pinned.
 """
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from itertools import combinations, pairwise
 
@@ -22,7 +23,7 @@ from frugal.errors import RequestError
 from frugal.planning import cost
 from frugal.planning.search.candidate import TIE, Candidate, Source, fastest_seconds
 from frugal.planning.search.evaluate import StrategyEvaluation
-from frugal.planning.strategy import LAYER_MODES, LayerMode, Strategy
+from frugal.planning.strategy import LAYER_MODES, RATIOS, LayerMode, Offload, Strategy, in_part, share_on_host
 from frugal.units import plural
 
 GAP = 1.005
@@ -264,3 +265,67 @@ def _blend(frugal: cost.ModelCosts, generous: cost.ModelCosts, share: float) -> 
         )
         gathers = number, elements
     return replace(frugal, work=frugal.work.moved(frugal.work, generous.work, share), gathers=gathers)
+
+
+FASTEST = 2
+"""Shares of the optimizer that are evaluated; the arithmetic is hardly ever wrong."""
+
+WORTH_A_COMPILER = 1.1
+"""How many times faster a share on the device must make a step: DeepSpeed's CPU Adam, which it needs, is compiled on
+each host, while torch's, which updates all of an optimizer in host memory, needs nothing."""
+
+
+def shares_of_optimizer(evaluation: StrategyEvaluation, level: Offload, before: Sequence[Candidate]) -> list[Candidate]:
+    """Return drafts of an optimizer partly in host memory that could win over the candidates evaluated `before`.
+
+    A share of the update that stays on the device makes a step shorter, and adds bytes to what lives there throughout
+    it. So the draft of a strategy with the whole optimizer on the host says which micro-batches fit beside them, and
+    arithmetic alone finds the fastest share. Left out: what the allocator wastes, and sequence parallelism.
+    """
+    request, number = evaluation.request, evaluation.facts.trainable_parameters
+    can_split = request.optimizer.why_not_in_part is None and request.zero_stage in (None, 3)
+    on_gpus = evaluation.cluster.devices[0].kind == "cuda"
+    is_asked = level == "optimizer" and request.offload_ratio is None
+    if not (is_asked and can_split and on_gpus and evaluation.work):
+        return []
+    timed = sorted(_faster_shares(evaluation, before), key=lambda each: each[0])
+    shares = [part for _, part in timed[:FASTEST]]
+    for part in shares[:1]:  # more on the host, where the allocator wastes what the fastest needs
+        more = in_part(part, part.offload_ratio + RATIOS[0], number, evaluation.cluster.world_size)
+        if more.offload_ratio < 1 and more not in shares:
+            shares.append(more)
+    return [draft for share in shares if (draft := evaluation.draft(share)) is not None]
+
+
+def _faster_shares(evaluation: StrategyEvaluation, before: Sequence[Candidate]) -> Iterator[tuple[float, Strategy]]:
+    """Yield shares that make a step shorter by enough, with its seconds by arithmetic."""
+    request, number = evaluation.request, evaluation.facts.trainable_parameters
+    world_size, fitting = evaluation.cluster.world_size, evaluation.fitting
+    with_gradient = 2 * request.optimizer.master_bytes_per_element + request.optimizer.state_bytes_per_element
+    enough = fastest_seconds(before) / WORTH_A_COMPILER
+    offloaded = (each.strategy for each in before if each.strategy.offload_optimizer == "cpu")
+    candidates = (each for each in offloaded if each.offload_parameters == "none" and each.sequence_parallel == 1)
+    # On one GPU nothing else asks for stage 3, which can split the optimizer.
+    for whole in dict.fromkeys(replace(each, zero_stage=3) for each in candidates if each.zero_stage >= 2):
+        if evaluation.best_case(in_part(whole, RATIOS[0], number, world_size)).seconds >= enough:
+            continue
+        try:
+            evaluation.source.prepare([whole])
+            profile = evaluation.source.draft(whole, True)
+        except RequestError:  # the model turns out not to take the tiled loss
+            if whole.loss == "tiled" and request.loss == "auto":
+                continue
+            raise
+        if profile is None:
+            continue
+        for ratio in RATIOS:
+            part = in_part(whole, ratio, number, world_size)
+            on_device = 1 - share_on_host(profile.costs.facts.trainable_sizes, part, world_size)
+            more = int(on_device * number / world_size * with_gradient)
+            if not on_device or more >= min(device.usable_bytes for device in fitting.devices):
+                continue
+            fuller = {device: replace(device, held_bytes=device.held_bytes + more) for device in fitting.devices}
+            fit = {device: fitting.largest_micro_batch(profile, fuller[device], None) for device in fitting.devices}
+            batches = fitting.batches(fit) if min(fit.values()) >= 1 else []
+            if batches and (seconds := evaluation.fastest(profile, part, batches)[0].total_seconds) < enough:
+                yield seconds, part

@@ -17,7 +17,6 @@ from frugal.config.pins import check_pins
 from frugal.config.request import Request
 from frugal.errors import RequestError
 from frugal.planning.plan import ModelSummary
-from frugal.planning.search import memory_for_time
 from frugal.planning.search.candidate import (
     TIE,
     TRUST,
@@ -30,7 +29,7 @@ from frugal.planning.search.candidate import (
     small_buckets_could_help,
 )
 from frugal.planning.search.evaluate import StrategyEvaluation
-from frugal.planning.search.mixtures import Mixtures, base_of, check_pinned
+from frugal.planning.search.mixtures import Mixtures, base_of, check_pinned, shares_of_optimizer
 from frugal.planning.strategy import Offload, Strategy, allowed_strategies, offload_levels
 
 MOST_OF_IT = 0.7
@@ -174,7 +173,7 @@ class Search:
                     evaluated += self._evaluated(self.strategies(level, tiled_mlp=True), evaluated, drafts_only)
                 except RequestError:  # the model cannot take one
                     self.can_tile_mlp = False
-            evaluated += self._confirmed(memory_for_time.drafts(self.evaluation, level, evaluated), evaluated)
+            evaluated += self._confirmed(shares_of_optimizer(self.evaluation, level, evaluated), evaluated)
             evaluated += self.mixtures.faster(evaluated)
         refused = self.request.loss == "auto" and not self.facts.can_tile
         return [candidate for candidate in evaluated if not (refused and candidate.strategy.loss == "tiled")]

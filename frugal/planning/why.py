@@ -1,20 +1,196 @@
-"""The proof that nothing fits: what is lacking, and which changes would help; each of them is computed first."""
+"""Why a plan is as it is, in sentences; or the proof that nothing fits, with changes that would help, each computed."""
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import replace
 from math import ceil
 
-from frugal.config.hardware.cluster import ALLOCATOR_SHARE, Cluster, Node, resized
+from frugal.config.hardware.cluster import ALLOCATOR_SHARE, ASSUMED_CAPABILITY, Cluster, Node, resized
 from frugal.config.request import Request
 from frugal.errors import NothingFitsError, RequestError
 from frugal.planning.memory import breakdown
 from frugal.planning.memory.breakdown import MemoryBreakdown
-from frugal.planning.memory_report import loading_in_words
-from frugal.planning.search.candidate import Candidate, Infeasible, OpenSource, Source
+from frugal.planning.memory.profile import VARLEN
+from frugal.planning.model_facts import FUSED_LOSS
+from frugal.planning.plan import KERNELS
+from frugal.planning.report import loading_in_words
+from frugal.planning.search.candidate import TIE, Candidate, Infeasible, OpenSource, SearchResult, Source
 from frugal.planning.search.search import Search
 from frugal.planning.strategy import Strategy
 from frugal.planning.what_if import cheaper_states, what_changes, with_gpus, without_pins
-from frugal.units import GIB, MIB, format_bytes, plural
+from frugal.units import GIB, MIB, format_bytes, format_seconds, plural
+
+
+def reasons(request: Request, cluster: Cluster, result: SearchResult) -> tuple[str, ...]:
+    """Return the sentences of `Plan.why`, the last of which says what binds."""
+    strategy = result.chosen.strategy
+    sentences: list[str] = []
+    if strategy.sequence_parallel > 1:
+        ranks = plural(strategy.sequence_parallel, cluster.rank_noun)
+        sentences.append(result.shared_because or f"each sample is shared by {ranks}, as asked")
+    sentences.append(_activation_checkpointing(request, result))
+    for name, asked, taken, what in (
+        ("loss", request.loss, strategy.loss, "whole logits"),
+        ("mlp", request.mlp, strategy.mlp, "whole ones"),
+    ):
+        noun = "MLP" if name == "mlp" else name
+        if asked != "auto":
+            sentences.append(f"the {noun} is {asked}, as asked")
+        elif taken == "tiled":
+            plain = _compared(result, lambda each, name=name: getattr(each, name) == "plain", f"with {what}")  # type: ignore[misc]  # `name` as it is now
+            sentences.append(f"the {noun} is tiled{plain}")
+    sentences += _kernels(request, cluster, result)
+    sentences.append(_zero_stage(request, cluster, result))
+    sentences += _offload(request, result)
+    sentences.append(what_binds(request, cluster, result.chosen))
+    return tuple(sentences)
+
+
+def _kernels(request: Request, cluster: Cluster, result: SearchResult) -> list[str]:
+    """Return which kernels are fused, and which ones attention takes."""
+    strategy = result.chosen.strategy
+    names, modules, sentences = [], "", []
+    if strategy.kernels == "liger":
+        fused = ", ".join(each for each in result.fused if each != FUSED_LOSS or strategy.loss == "tiled")
+        names.append("liger")
+        modules = f"; Liger's run {fused}" + (", as asked" if request.kernels == "liger" else "")
+    if VARLEN in result.attention:
+        names.append(f"{VARLEN} attention")
+    if names:
+        sentences.append(f"{KERNELS} {', '.join(names)}{modules}")
+    if attention := " and ".join(each for each in result.attention if each != VARLEN):
+        number = "{}.{}".format(*min(device.compute_capability or ASSUMED_CAPABILITY for device in cluster.kinds))
+        sentences.append(f"attention is {attention}: torch's choice for {request.precision} on capability {number}")
+    return sentences
+
+
+def _activation_checkpointing(request: Request, result: SearchResult) -> str:
+    taken, mode = result.chosen, result.chosen.strategy.activation_checkpointing
+    what = f"activation checkpointing is {'on' if mode == 'full' else taken.strategy.checkpointing}"
+    if request.layer_modes is not None:
+        return f"{what}, as asked: {request.layer_modes}"
+    if request.activation_checkpointing not in ("auto", "budget"):
+        return f"{what}, as asked"
+    others = _alternatives(result, lambda strategy: strategy.activation_checkpointing not in (mode, "budget"))
+    if mode == "off":
+        slower = others[0].seconds - taken.seconds if others and others[0].time is not None else 0.0
+        if slower <= (TIE - 1) * taken.seconds:
+            return f"{what}: it is not needed"
+        return f"{what}: it is not needed, and a step would take {format_seconds(slower)} longer"
+    what += _compared(result, lambda strategy: strategy.activation_checkpointing == "off", "without it")
+    in_all = [candidate for candidate in others if candidate.fits and not candidate.is_draft]
+    if mode == "budget" and in_all:
+        longer = 100 * (in_all[0].seconds / taken.seconds - 1)
+        what += f"; with {in_all[0].strategy.checkpointing} for all layers a step takes {longer:.0f} % longer"
+    return what
+
+
+def _zero_stage(request: Request, cluster: Cluster, result: SearchResult) -> str:
+    strategy = result.chosen.strategy
+    stage = strategy.zero_stage
+    if request.zero_stage is not None:
+        return f"ZeRO-{stage}, as asked"
+    sums = f"sums {request.precision} gradients in fp32"
+    if cluster.world_size == 1 and strategy.offload_optimizer == "none":
+        return f"ZeRO-{stage} on one GPU: {'there is nothing to split' if stage == 0 else f'it {sums}'}"
+    simpler = _alternatives(result, lambda other: other.zero_stage < stage)
+    if simpler:
+        lower = simpler[0].strategy.zero_stage
+        return f"ZeRO-{stage}{_compared(result, lambda other: other.zero_stage == lower, f'with ZeRO-{lower}')}"
+    lowest = f"the lowest stage that {sums}" if request.precision != "fp32" and stage == 2 else "the lowest possible"
+    return f"ZeRO-{stage}: {lowest}"
+
+
+def _offload(request: Request, result: SearchResult) -> list[str]:
+    strategy = result.chosen.strategy
+    if strategy.offload_optimizer == "none":
+        return []
+    if strategy.offload_ratio < 1:
+        part = f"{100 * strategy.offload_ratio:.3g} % of the optimizer's sub-groups are updated in host memory"
+        if request.offload_ratio is not None:
+            part += ", as asked"
+        else:
+            part += _compared(result, lambda other: other.offload_ratio == 1, "with all of them there")
+        compiled = "each host compiles DeepSpeed's CPU Adam at its first training: it needs a C++ compiler and ninja"
+        return [part, f"{compiled}; --offload optimizer:1 does not"]
+    what = "optimizer and parameters live" if strategy.offload_parameters != "none" else "the optimizer lives"
+    where = "on disk, or in host memory" if strategy.offload_optimizer == "nvme" else "in host memory"
+    if request.offload != "auto":
+        return [f"{what} {where}, as asked"]
+    others = [each for each in result.candidates if each.strategy.offload_optimizer == "none"]
+    others = [each for each in others if each.headroom_bytes is not None]
+    return [f"{what} {where}: {_does_not_fit(others)} on the GPUs alone" if others else f"{what} {where}"]
+
+
+def what_binds(request: Request, cluster: Cluster, candidate: Candidate) -> str:
+    """Return what keeps a candidate that fits from larger micro-batches, in a sentence."""
+    assert candidate.batch is not None
+    batch, micro, largest = candidate.batch, candidate.micro_batch, candidate.largest_micro_batch
+    if request.micro_batch is not None or request.accumulation_steps is not None:
+        if micro < (request.micro_batch or 0):
+            return (
+                f"the global batch binds: it has {micro} samples for each {cluster.rank_noun}, and "
+                f"{request.micro_batch} were asked for"
+            )
+        pinned = "micro-batch" if request.micro_batch is not None else "number of accumulation steps"
+        return f"the {pinned} is as asked"
+    if batch.accumulation_steps == 1:
+        return "nothing binds: the whole global batch fits into one micro-step"
+    if candidate.shortfall_of_next_bytes is None:
+        return f"--max-tokens-per-gpu binds: it allows {largest} samples at once"
+    short = format_bytes(candidate.shortfall_of_next_bytes)
+    where = f" on the {cluster.rank_noun} with the most" if len(cluster.kinds) > 1 else ""
+    sentence = f"memory binds: micro-batch {largest + 1} would be about {short} short{where}"
+    if request.even and micro < largest:
+        return (
+            f"{sentence}; {largest} would fit, and {micro} is the largest that cuts {batch.global_batch} samples "
+            "evenly, as asked"
+        )
+    if len(cluster.kinds) > 1 and request.micro_batch_cap is None:
+        if len(set(batch.micro_batch)) > 1:
+            sentence += "; each kind of GPU takes what lets all of them be done together"
+    elif micro < largest:
+        steps = ceil(batch.global_batch / (largest * cluster.world_size))
+        why = "in as many steps" if steps == batch.accumulation_steps else "into equal micro-batches at the same speed"
+        sentence += f"; {largest} would fit, and {micro} cuts {batch.global_batch} samples {why}"
+    return sentence
+
+
+def _alternatives(result: SearchResult, trait: Callable[[Strategy], bool]) -> list[Candidate]:
+    """Return evaluated candidates with a trait that offload as much as the chosen one: fitting and fast ones first."""
+    taken = result.chosen.strategy
+    places = taken.offload_optimizer, taken.offload_parameters
+    others = [
+        each
+        for each in result.candidates
+        if trait(each.strategy)
+        and each.headroom_bytes is not None
+        and (each.strategy.offload_optimizer, each.strategy.offload_parameters) == places
+    ]
+    return sorted(others, key=lambda each: (not each.fits, each.seconds, -(each.headroom_bytes or 0)))
+
+
+def _compared(result: SearchResult, trait: Callable[[Strategy], bool], words: str) -> str:
+    """Say what the best alternative with a trait would come to; a draft may promise too much."""
+    others, taken = _alternatives(result, trait), result.chosen
+    if not others:
+        return ""
+    other = others[0]
+    if not other.fits:
+        return f": {_does_not_fit(others)} {words}"
+    at_most, at_least = ("at most ", "at least ") if other.is_draft else ("", "")
+    seconds = f"a step takes {at_least}{format_seconds(other.seconds)} instead of {format_seconds(taken.seconds)}"
+    if other.micro_batch == taken.micro_batch:
+        return f": {words} {seconds}"
+    return f": {words} {at_most}micro-batch {other.micro_batch} fits instead of {taken.micro_batch}, and {seconds}"
+
+
+def _does_not_fit(candidates: list[Candidate]) -> str:
+    """Say that the nearest of `candidates` does not fit, and by how much."""
+    nearest = max(candidates, key=lambda candidate: candidate.headroom_bytes or 0)
+    what = "one sample does" if nearest.micro_batch == 1 else f"micro-batch {nearest.micro_batch} does"
+    at_least = "at least " if nearest.memory is None or nearest.is_draft else ""
+    return f"{what} not fit ({at_least}{format_bytes(-(nearest.headroom_bytes or 0))} short)"
+
 
 SHORTEST_SEQUENCE = 64
 FACTORS = (2, 4, 8)
