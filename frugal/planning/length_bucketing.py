@@ -362,9 +362,3 @@ def time_of(step_time: StepTimeOf, batch: BatchPlan, grouping: Grouping) -> Step
         recompute_seconds=full.recompute_seconds * grouping.full_share,
         total_seconds=full.total_seconds - (full.compute_seconds + full.recompute_seconds) * (1 - grouping.full_share),
     )
-
-
-def best_proven(request: Request, cluster: Cluster, batch: BatchPlan, step_time: StepTimeOf) -> BatchPlan:
-    """Return `batch` with the best choice of `shortest` that could be proven."""
-    shortest = next(shortest_choices(request, batch), None)
-    return replace(batch, shortest=shortest, overhead_tokens=overhead_tokens(step_time, batch, request, cluster))

@@ -205,11 +205,6 @@ class Plan:
         return self.batch.global_batch * self.request.seq_len if self.grouping is None else self.grouping.step_tokens
 
     @property
-    def is_of_tokens(self) -> bool:
-        """True if samples are of tokens; those of an own objective may be anything."""
-        return self.model.task in get_args(Task)
-
-    @property
     def is_draft(self) -> bool:
         """True if the plan has not been dry-run: its memory is arithmetic, and a dry run may still refuse it."""
         return UNPROVEN in self.warnings
@@ -281,7 +276,7 @@ class Plan:
         tokens has 0.873 instead of 0.860 GFLOP a token. Left out, as there: causality, which halves attention; and that
         samples shorter than planned have less of it.
         """
-        if not self.is_of_tokens:
+        if self.model.task not in get_args(Task):  # samples of an own objective may be of anything
             return ""
         tokens_per_second, devices = self.step_tokens / self.time.total_seconds, self.cluster.devices
         a_device = f"{tokens_per_second / len(devices):,.0f} a {self.cluster.rank_noun}"
@@ -380,22 +375,18 @@ def _compacted(plan: dict[str, Any], sizes: tuple[tuple[int, ...], ...] | None) 
 
 def _expanded(raw: Any) -> Any:
     """Undo `_compacted`. Anything else is left as it is, for the types to complain about."""
-    if not isinstance(raw, dict) or not isinstance(raw.get("cluster"), dict) or not isinstance(raw.get("batch"), dict):
+    cluster, batch = (raw.get(name) if isinstance(raw, dict) else None for name in ("cluster", "batch"))
+    if not (isinstance(cluster, dict) and isinstance(batch, dict) and isinstance(cluster.get("nodes"), list)):
         return raw
-    cluster = raw["cluster"]
-    batch = {name: value for name, value in raw["batch"].items() if name != "micro_batch_sizes"}
-    if not isinstance(cluster.get("nodes"), list):
-        return raw
-    nodes = [copy for node in cluster["nodes"] for copy in _repeated(node)]
+    nodes = []
+    for node in cluster["nodes"]:
+        count = node.get("count") if isinstance(node, dict) else None
+        if type(count) is int and 1 <= count <= MOST_RANKS:
+            nodes += [{name: value for name, value in node.items() if name != "count"}] * count
+        else:
+            nodes.append(node)
+    batch = {name: value for name, value in batch.items() if name != "micro_batch_sizes"}
     return raw | {"cluster": cluster | {"nodes": nodes}, "batch": batch}
-
-
-def _repeated(node: Any) -> list[Any]:
-    """Repeat a node as often as its count says."""
-    count = node.get("count") if isinstance(node, dict) else None
-    if type(count) is not int or not 1 <= count <= MOST_RANKS:
-        return [node]
-    return [{name: value for name, value in node.items() if name != "count"}] * count
 
 
 @dataclass(frozen=True, kw_only=True)

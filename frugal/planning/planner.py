@@ -1,7 +1,7 @@
 """From a request to a plan: a search over dry runs and arithmetic, or the proof that nothing fits."""
 
 from collections.abc import Generator, Iterator
-from contextlib import ExitStack
+from contextlib import ExitStack, suppress
 from dataclasses import replace
 
 from frugal.config.hardware import calibration, local_host
@@ -110,20 +110,19 @@ def _results(request: Request, cluster: Cluster, sources: ExitStack, dry_run: Op
         except RequestError as error:
             why_not_shared = f"ranks cannot share samples: {(*error.because, error.what)[0]}"
             break
-    ways = remedies(request, cluster, search, alone, dry_run, ways)
-    raise nothing_fits(request, cluster, alone, ways, why_not_shared=why_not_shared, most=most)
+    ways = remedies(search, alone, dry_run, ways)
+    raise nothing_fits(search, alone, ways, why_not_shared=why_not_shared, most=most)
 
 
 def _why_shared(request: Request, cluster: Cluster, alone: Infeasible) -> str:
     """Return the sentence of `Plan.why`: what would be lacking if each sample were on one rank."""
     assert request.sequence_parallel is not None
-    nearest, where = alone.nearest, f"on one {cluster.rank_noun}"
-    if nearest.host_shortfall_bytes or nearest.disk_shortfall_bytes:
-        where = "in a node's host memory" if nearest.host_shortfall_bytes else "on a node's disk"
+    nearest = alone.nearest
+    where = {"host": "in a node's host memory", "disk": "on a node's disk", "device": f"on one {cluster.rank_noun}"}
     return (
         f"each sample is shared by {plural(request.sequence_parallel, cluster.rank_noun)}, a part of its tokens each: "
         f"{plural(nearest.micro_batch, 'sample')} of {request.seq_len} tokens lacks "
-        f"{format_bytes(-(nearest.headroom_bytes or 0))} {where} otherwise"
+        f"{format_bytes(-(nearest.headroom_bytes or 0))} {where[nearest.scarce]} otherwise"
     )
 
 
@@ -147,13 +146,10 @@ def _batch_notes(request: Request, cluster: Cluster, result: SearchResult) -> li
         f"ds_config.json alone would train {plural(batch.capacity, 'sample')} per step, not {batch.global_batch}: "
         "DeepSpeed cannot express uneven micro-batches; use plan.json"
     )
-    if request.global_tokens is not None:
-        return [*idle, note]
-    try:
+    with suppress(RequestError):  # no equal ones are possible
         check_pins(replace(request, even=True), cluster.world_size)
-    except RequestError:
-        return [*idle, note]
-    return [*idle, f"{note}, or `frugal export`, which plans equal ones"]
+        note += ", or `frugal export`, which plans equal ones"
+    return [*idle, note]
 
 
 def _readable(
@@ -191,20 +187,14 @@ def _with_short_samples(search: Search, result: SearchResult, dry_run: OpenSourc
     """
     chosen, request = result.chosen, search.request
     assert chosen.batch is not None
-    steps = max(2, chosen.batch.accumulation_steps)
     for shortest in (*length_bucketing.shortest_choices(request, chosen.batch), None):
-        batch, dry_runs = replace(chosen.batch, shortest=shortest), [result.memory]
+        batch, memory = replace(chosen.batch, shortest=shortest), result.memory
         if shortest is not None:
-            loads = [
-                (length_bucketing.most_samples(micro, request.seq_len, shortest), device)
-                for device, micro in search.evaluation.fitting.loads(batch)
-            ]
-            with dry_run(replace(request, seq_len=shortest, lengths=None), search.cluster) as source:
-                try:
-                    dry_runs += [source.dry_run(chosen.strategy, samples, steps, device) for samples, device in loads]
-                except RequestError:  # the model cannot read samples that short
-                    continue
-        memory = min(dry_runs, key=lambda memory: memory.headroom_bytes)
+            try:
+                of_shortest = search.evaluation.dry_run_of_shortest(chosen.strategy, batch, dry_run)
+            except RequestError:  # the model cannot read samples that short
+                continue
+            memory = min(memory, of_shortest, key=lambda memory: memory.headroom_bytes)
         if memory.fits:
             memory = _with_lengths(search, chosen.strategy, batch, memory)
             if not memory.may_exceed_with_lengths:

@@ -1,19 +1,59 @@
 """A plan as plain text, the same in a terminal, a pipe and a log.
 
 `summary` is what `frugal plan -v` prints, `explanation` what `frugal explain` knows from the plan alone; both have the
-memory of the fullest device, and the evaluated strategies as a table.
+memory of the fullest device, and the evaluated strategies as a table: aligned by spaces in a pipe, drawn to the width
+of a terminal by the command line. `bar` is a device as a bar, which a terminal shows with a plan.
 """
 
 from collections import Counter
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from textwrap import wrap
 
 from frugal.config.hardware.cluster import NOMINAL_SHARE, Device, Node
-from frugal.config.request import Request
+from frugal.planning.batch import in_proportion
 from frugal.planning.memory.breakdown import Bounds, MemoryBreakdown, loading_host_bytes, of_device
 from frugal.planning.plan import Plan, Rejected, StepTime
 from frugal.planning.strategy import MODES_NOTE, brief_name
-from frugal.planning.table import WIDE, Table
 from frugal.units import GIB, format_bytes, format_count, format_seconds, plural
+
+NARROW, WIDE = 80, 100
+"""Columns of plain text that a table may take."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Table:
+    """Rows of equally many texts under a title; the last column is the one that may be long. `has_head`: the first row
+    names the columns. `note` stands below. `width`: as plain text no line is longer than so many columns."""
+
+    title: str
+    rows: tuple[tuple[str, ...], ...]
+    note: str = ""
+    has_head: bool = False
+    width: int | None = None
+
+    @property
+    def lines(self) -> list[str]:
+        """As plain text."""
+        if self.width is None:
+            return [self.title, *aligned(self.rows), *([f"  {self.note}"] if self.note else [])]
+        before = sum(2 + max(map(len, column)) for column in list(zip(*self.rows, strict=True))[:-1])
+        rows = [
+            (*(row[:-1] if not number else [""] * (len(row) - 1)), line)
+            for row in self.rows
+            for number, line in enumerate(wrap(row[-1], self.width - before - 2, subsequent_indent="  ") or [""])
+        ]
+        return [self.title, *aligned(rows), *wrap(self.note, self.width, initial_indent="  ", subsequent_indent="  ")]
+
+
+def aligned(rows: Sequence[tuple[str, ...]]) -> list[str]:
+    """Return rows as indented lines; all columns but the last are aligned to the right."""
+    widths = [max(len(row[i]) for row in rows) for i in range(len(rows[0]) - 1)]
+    return [
+        "  " + "  ".join([*(f"{text:>{width}}" for text, width in zip(row, widths, strict=False)), row[-1]]).rstrip()
+        for row in rows
+    ]
+
 
 SPLIT_MATTERS = "the gradient depends on how a global batch is split"
 PADDING_MATTERS = "the gradient depends on padding"
@@ -45,7 +85,7 @@ def summary_blocks(plan: Plan) -> list[Block]:
     """Return everything a plan says, as blocks."""
     return [
         [plan.arithmetic],
-        [*_facts(plan), *_data(plan)],
+        _facts(plan),
         breakdown_table(plan),
         _list("why", plan.why),
         _list("note", plan.warnings),
@@ -56,68 +96,48 @@ def summary_blocks(plan: Plan) -> list[Block]:
 
 
 def _facts(plan: Plan) -> list[str]:
-    request, model, time = plan.request, plan.model, plan.time
+    """Describe what runs where, and what the plan knows of the data."""
+    request, model, optimizer, time = plan.request, plan.model, plan.request.optimizer, plan.time
     parameters = f"{format_count(model.parameters)} parameters"
     if model.trainable_parameters != model.parameters:
         adapter = f": LoRA {request.lora}" if request.lora is not None else ""
         base = f"; base in {request.quantize}" if request.quantize is not None else ""
         parameters += f" ({format_count(model.trainable_parameters)} trainable{adapter}{base})"
-    clipping = f", gradient norm at most {request.gradient_clipping:g}" if request.gradient_clipping else ""
-    rate = request.learning_rate_scaling or f"{request.learning_rate:g}"
+    nodes = [f"{plural(count, 'node')} of {node}" for node, count in Counter(map(_node, plan.cluster.nodes)).items()]
+    settings = [
+        f"{optimizer.name}{f' ({optimizer.implementation})' if optimizer.implementation else ''}"
+        f"{f' with momentum {optimizer.momentum:g}' if optimizer.momentum else ''}",
+        f"learning rate {request.learning_rate_scaling or f'{request.learning_rate:g}'}",
+    ]
+    if optimizer.name != "sgd":
+        settings.append(f"betas {optimizer.beta1:g} and {optimizer.beta2:g}, epsilon {optimizer.epsilon:g}")
+    settings.append(f"weight decay {request.weight_decay:g}{'' if request.decays_all else ' but of norms and biases'}")
+    if request.gradient_clipping:
+        settings.append(f"gradient norm at most {request.gradient_clipping:g}")
     packed = ", packed with documents" if request.pack else ""
-    states = ", master weights and optimizer states in bf16" if request.optimizer.states == "bf16" else ""
+    states = ", master weights and optimizer states in bf16" if optimizer.states == "bf16" else ""
     shares = ", ".join(f"{name} {format_seconds(seconds)}" for name, seconds in time.parts.items() if seconds)
-    return _rows(
-        model=f"{request.model}, {model.task}, {parameters}, samples of {request.seq_len} tokens{packed}",
-        cluster=_cluster(plan),
-        strategy=str(plan.strategy),
-        numbers=f"{request.precision}, gradients summed in {plan.strategy.gradient_accumulation_dtype}{states}",
-        optimizer=f"{_optimizer(request)}, learning rate {rate}, {_numbers(request)}{clipping}",
-        step=f"{format_seconds(time.total_seconds)} estimated: {shares}",
-    )
-
-
-def _rows(**texts: str) -> list[str]:
-    return [f"{name:<10} {text}" for name, text in texts.items()]
-
-
-def _data(plan: Plan) -> list[str]:
-    """Describe what the plan knows of the data, and a typical global batch of it."""
-    grouping, batch = plan.grouping, plan.batch
-    if grouping is None:
-        return []
-    source = f" ({grouping.source})" if grouping.source else ""
-    most = max(batch.micro_batch)
-    largest = most * plan.request.seq_len // (batch.shortest or plan.request.seq_len)
-    return _rows(
-        data=f"{grouping.num_samples:,} samples{source}, {format_count(grouping.num_tokens)} tokens: half have up to "
-        f"{grouping.median}, 99 % up to {grouping.percentile_99}, the longest has {grouping.longest}",
-        typical=f"{plural(grouping.step_samples, 'sample')} are {grouping.step_tokens:,} tokens in "
-        f"{plural(grouping.micro_steps, 'micro-step')}, with up to {plural(largest, 'sample')} in one micro-batch",
-        padding=f"{100 * grouping.padding:.0f} % of the tokens; micro-batches of {plural(most, 'sample')} in random "
-        f"order would have {100 * grouping.fixed_padding:.0f} %",
-    )
-
-
-def _optimizer(request: Request) -> str:
-    momentum = f" with momentum {request.optimizer.momentum:g}" if request.optimizer.momentum else ""
-    implementation = f" ({request.optimizer.implementation})" if request.optimizer.implementation else ""
-    return f"{request.optimizer.name}{implementation}{momentum}"
-
-
-def _numbers(request: Request) -> str:
-    decay = f"weight decay {request.weight_decay:g}" + ("" if request.decays_all else " but of norms and biases")
-    if request.optimizer.name == "sgd":
-        return decay
-    optimizer = request.optimizer
-    return f"betas {optimizer.beta1:g} and {optimizer.beta2:g}, epsilon {optimizer.epsilon:g}, {decay}"
-
-
-def _cluster(plan: Plan) -> str:
-    kinds = Counter(map(_node, plan.cluster.nodes))
-    if len(plan.cluster.nodes) == 1:
-        return next(iter(kinds))
-    return " + ".join(f"{plural(count, 'node')} of {node}" for node, count in kinds.items())
+    rows = {
+        "model": f"{request.model}, {model.task}, {parameters}, samples of {request.seq_len} tokens{packed}",
+        "cluster": " + ".join(nodes) if len(plan.cluster.nodes) > 1 else _node(plan.cluster.nodes[0]),
+        "strategy": str(plan.strategy),
+        "numbers": f"{request.precision}, gradients summed in {plan.strategy.gradient_accumulation_dtype}{states}",
+        "optimizer": ", ".join(settings),
+        "step": f"{format_seconds(time.total_seconds)} estimated: {shares}",
+    }
+    if (grouping := plan.grouping) is not None:
+        source = f" ({grouping.source})" if grouping.source else ""
+        most = max(plan.batch.micro_batch)
+        largest = most * request.seq_len // (plan.batch.shortest or request.seq_len)
+        rows |= {
+            "data": f"{grouping.num_samples:,} samples{source}, {format_count(grouping.num_tokens)} tokens: half have "
+            f"up to {grouping.median}, 99 % up to {grouping.percentile_99}, the longest has {grouping.longest}",
+            "typical": f"{plural(grouping.step_samples, 'sample')} are {grouping.step_tokens:,} tokens in "
+            f"{plural(grouping.micro_steps, 'micro-step')}, with up to {plural(largest, 'sample')} in one micro-batch",
+            "padding": f"{100 * grouping.padding:.0f} % of the tokens; micro-batches of {plural(most, 'sample')} in "
+            f"random order would have {100 * grouping.fixed_padding:.0f} %",
+        }
+    return [f"{name:<10} {text}" for name, text in rows.items()]
 
 
 def _node(node: Node) -> str:
@@ -211,44 +231,37 @@ SHOWN_BYTES = 1 << 16
 
 
 def breakdown_table(plan: Plan) -> list[str]:
-    """Return the breakdown of the fullest device as lines that end with the card's memory."""
-    memory = plan.memory
-    device = memory.device_in(plan.cluster)
+    """Return the breakdown of the fullest device as lines that end with the card's memory, then what it takes on the
+    whole card, whose allocator keeps more than is needed, and what loading takes.
+    """
+    memory, cluster = plan.memory, plan.cluster
+    device = memory.device_in(cluster)
     which = "the fullest" if len(set(plan.batch.micro_batch)) > 1 else "each"
-    sizes = {name: size for name in memory.CATEGORIES if (size := getattr(memory, name)) >= SHOWN_BYTES}
-    sizes |= {"total": memory.total_bytes, "headroom": memory.headroom_bytes}
-    sizes |= {"margin": device.margin_bytes} if device.margin_bytes else {}
-    sizes |= {"others": device.held_bytes} if device.held_bytes else {}
-    sizes |= {"device": device.memory_bytes}
-    sizes |= {"host, a node": memory.host_bytes_per_node} if plan.strategy.offload_optimizer != "none" else {}
-    bounds = f"  {bounds_of(memory.interval)}" if memory.interval is not None else ""
+    parts = {name: size for name in memory.CATEGORIES if (size := getattr(memory, name)) >= SHOWN_BYTES}
+    whole = {"total": memory.total_bytes, "headroom": memory.headroom_bytes}
+    beside = {"margin": device.margin_bytes, "others": device.held_bytes, "device": device.memory_bytes}
+    if plan.strategy.offload_optimizer != "none":
+        beside["host, a node"] = memory.host_bytes_per_node
+    sizes = parts | whole | {name: size for name, size in beside.items() if size}
     width = max(len(name) for name in (*memory.CATEGORIES, "total"))
-    return [
-        f"memory of {which} {plan.cluster.rank_noun} at its peak, in {_peak(memory)}",
-        *(
-            f"  {name:<{width}} {format_bytes(size):>12}{bounds if name == 'total' else ''}"
-            for name, size in sizes.items()
-        ),
-        *_with_room(plan, device),
-        *_loading(plan),
-    ]
-
-
-def _with_room(plan: Plan, device: Device) -> list[str]:
-    """Say what a run on the whole card is seen to take: its allocator keeps more than is needed."""
-    memory = plan.memory
-    if not memory.reserved_bytes:
-        return []
-    seen = of_device(memory.live_bytes, memory.reserved_bytes, device)
-    needed, reserved = format_bytes(memory.total_bytes), format_bytes(memory.reserved_bytes)
-    shown = format_bytes(memory.reserved_bytes + device.context_bytes)
-    steps = ""
-    if plan.request.lengths is not None:
+    rows = {name: f"  {name:<{width}} {format_bytes(size):>12}" for name, size in sizes.items()}
+    if memory.interval is not None:
+        rows["total"] += f"  {bounds_of(memory.interval)}"
+    lines = [f"memory of {which} {cluster.rank_noun} at its peak, in {_peak(memory)}", *rows.values()]
+    if memory.reserved_bytes:
+        seen = bounds_of(of_device(memory.live_bytes, memory.reserved_bytes, device))
+        reserved, shown = memory.reserved_bytes, memory.reserved_bytes + device.context_bytes
         steps = " over the data's lengths" if memory.counts_lengths else " for equal lengths, more for others"
-    return [
-        f"it needs {needed}; on the whole card its allocator reserves {reserved}{steps}, and nvidia-smi shows {shown} "
-        f"{bounds_of(seen)}"
-    ]
+        lines.append(
+            f"it needs {format_bytes(memory.total_bytes)}; on the whole card its allocator reserves "
+            f"{format_bytes(reserved)}{steps if plan.request.lengths is not None else ''}, and nvidia-smi shows "
+            f"{format_bytes(shown)} {seen}"
+        )
+    if memory.loading is not None:
+        needed = loading_host_bytes(memory, cluster.nodes[0], cluster)
+        node = "its host" if len(cluster.nodes) == 1 else "the host of rank 0"
+        lines.append(f"loading takes {format_bytes(needed)} of {node}: {loading_in_words(memory)}")
+    return lines
 
 
 _WAYS = {
@@ -264,15 +277,6 @@ def loading_in_words(memory: MemoryBreakdown) -> str:
     return _WAYS[memory.loading.way]
 
 
-def _loading(plan: Plan) -> list[str]:
-    """Say what the host with rank 0 takes before the first step."""
-    if plan.memory.loading is None:
-        return []
-    needed = loading_host_bytes(plan.memory, plan.cluster.nodes[0], plan.cluster)
-    node = "its host" if len(plan.cluster.nodes) == 1 else "the host of rank 0"
-    return [f"loading takes {format_bytes(needed)} of {node}: {loading_in_words(plan.memory)}"]
-
-
 def _peak(memory: MemoryBreakdown) -> str:
     operator = memory.operator.removeprefix("aten.").removesuffix(".default")
     return f"{memory.phase} ({operator})" if operator else memory.phase
@@ -280,41 +284,29 @@ def _peak(memory: MemoryBreakdown) -> str:
 
 def assumptions(plan: Plan) -> list[str]:
     """List what no dry run can know."""
-    device = plan.cluster.devices[0]
-    if device.measured_on is not None:
-        return [_margin(device)] if device.kind == "cuda" else []
+    device, noun = plan.cluster.devices[0], plan.cluster.rank_noun
     lines = []
-    if device.kind == "cuda":
+    if device.measured_on is None and device.kind == "cuda":
         least = format_bytes(device.context_bytes - device.context_below_bytes)
         most = format_bytes(device.context_bytes + device.context_above_bytes)
-        lines += [
+        lines.append(
             f"context {format_bytes(device.context_bytes)} ({least} to {most}: driver, kernels, NCCL), not measured on "
-            "your card: `frugal measure --calibrate` does",
-            _margin(device),
-        ]
-    speed = f"{device.matrix_flops / 1e12:.3g} TFLOP/s reached, {device.memory_bandwidth / 1e9:.0f} GB/s of memory"
-    links = f"{plan.cluster.intra_bandwidth / 1e9:.0f} GB/s between {plan.cluster.rank_noun}s"
-    if len(plan.cluster.nodes) > 1:
-        links += f", {plan.cluster.inter_bandwidth / 1e9:.0f} GB/s between nodes"
-    lines.append(f"{device.name}: {speed}, {links}; only the seconds depend on it")
+            "your card: `frugal measure --calibrate` does"
+        )
+    if device.kind == "cuda":
+        lines.append(_margin(device))
+    if device.measured_on is None:
+        speed = f"{device.matrix_flops / 1e12:.3g} TFLOP/s reached, {device.memory_bandwidth / 1e9:.0f} GB/s of memory"
+        links = f"{plan.cluster.intra_bandwidth / 1e9:.0f} GB/s between {noun}s"
+        if len(plan.cluster.nodes) > 1:
+            links += f", {plan.cluster.inter_bandwidth / 1e9:.0f} GB/s between nodes"
+        lines.append(f"{device.name}: {speed}, {links}; only the seconds depend on it")
     return lines
 
 
 def bounds_of(interval: Bounds) -> str:
     """Format bounds in brackets: `(10.60 GiB to 10.90 GiB)`."""
     return f"({format_bytes(interval.lower_bytes)} to {format_bytes(interval.upper_bytes)})"
-
-
-def _bounds(memory: MemoryBreakdown) -> list[str]:
-    """Say how far from the total the memory may be, and for which causes."""
-    if memory.interval is None:
-        return []
-    causes = ", ".join(
-        f"{name} -{format_bytes(cause.below_bytes)} +{format_bytes(cause.above_bytes)}"
-        for name, cause in memory.interval.causes.items()
-        if max(cause.below_bytes, cause.above_bytes) >= SHOWN_BYTES
-    )
-    return [f"  it may come to {bounds_of(memory.interval)[1:-1]}{f': {causes}' if causes else ''}"]
 
 
 def beyond_the_device(memory: MemoryBreakdown, device: Device) -> list[str]:
@@ -341,19 +333,27 @@ def _margin(device: Device) -> str:
 
 
 def binding(plan: Plan) -> list[str]:
-    """Say what keeps the micro-batch from being larger: the fullest moment, and the phases that come next."""
+    """Say what keeps the micro-batch from being larger: the fullest moment, how far from the total the memory may be
+    and for which causes, and the phases that come next.
+    """
     memory = plan.memory
+    total = format_bytes(memory.total_bytes)
     parts = sorted(((getattr(memory, name), name) for name in memory.CATEGORIES), reverse=True)
     largest = ", ".join(f"{name} {format_bytes(size)} ({size / memory.total_bytes:.0%})" for size, name in parts[:3])
-    limit = memory.total_bytes + memory.headroom_bytes
+    limit = format_bytes(memory.total_bytes + memory.headroom_bytes)
     lines = [
         "what binds",
         *(f"  {sentence}" for sentence in plan.why[-1:]),
-        f"  the peak of a {plan.cluster.rank_noun} is in {_peak(memory)}: {format_bytes(memory.total_bytes)} of "
-        f"{format_bytes(limit)} that may be used",
-        *_bounds(memory),
-        f"  most of it: {largest}",
+        f"  the peak of a {plan.cluster.rank_noun} is in {_peak(memory)}: {total} of {limit} that may be used",
     ]
+    if memory.interval is not None:
+        causes = ", ".join(
+            f"{name} -{format_bytes(cause.below_bytes)} +{format_bytes(cause.above_bytes)}"
+            for name, cause in memory.interval.causes.items()
+            if max(cause.below_bytes, cause.above_bytes) >= SHOWN_BYTES
+        )
+        lines.append(f"  it may come to {bounds_of(memory.interval)[1:-1]}{f': {causes}' if causes else ''}")
+    lines.append(f"  most of it: {largest}")
     phases = sorted(memory.phase_peaks.items(), key=lambda phase: -phase[1])
     below = [
         f"{name} {format_bytes(max(0, memory.live_bytes - size))} lower"
@@ -367,3 +367,44 @@ def binding(plan: Plan) -> list[str]:
         there = f" of {format_bytes(host)}" if host is not None else "; what it has is not known, see --host-mem"
         lines.append(f"  the host of a node holds {format_bytes(memory.host_bytes_per_node)}{there}")
     return lines
+
+
+# Okabe and Ito's colours, which colour-blind people can tell apart, for light and dark; letters on them have a contrast
+# of at least 4.5.
+_PARTS = {
+    "parameters": ("p", "#ffffff on #0072B2"), "gradients": ("g", "#000000 on #E69F00"),
+    "optimizer": ("o", "#000000 on #009E73"), "activations": ("a", "#000000 on #CC79A7"),
+    "logits": ("l", "#000000 on #56B4E9"), "communication": ("c", "#000000 on #D55E00"),
+    "temporary": ("t", "#000000 on #F0E442"), "slack": ("s", "#000000 on #999999"),
+    "context": ("x", "#000000 on #777777"), "headroom": (".", "dim"), "margin": ("-", "dim"),
+}  # fmt: skip
+
+
+@dataclass(frozen=True, kw_only=True)
+class BarPart:
+    """A part of a device's memory: a category of the breakdown, or what stays free as `headroom` and as `margin`.
+
+    `style`: as `rich` writes it, letters on a colour; free memory is dim.
+    """
+
+    name: str
+    letter: str
+    style: str
+    size_bytes: int
+
+    def named(self, share: int) -> str:
+        """Return `share` characters, with name and size where there is room: `lll logits 1.00 GiB lll`."""
+        for words in (f" {self.name} {format_bytes(self.size_bytes)} ", f" {self.name} "):
+            if len(words) + 2 <= share:
+                return words.center(share, self.letter)
+        return self.letter * share
+
+
+def bar(memory: MemoryBreakdown, device_bytes: int, width: int) -> list[tuple[BarPart, int]]:
+    """Return the parts of a device, which are `device_bytes` together, with characters of each, `width` together."""
+    sizes = {name: getattr(memory, name) for name in memory.CATEGORIES} | {"headroom": memory.headroom_bytes}
+    sizes["margin"] = max(0, device_bytes - sum(sizes.values()))
+    parts = [
+        BarPart(name=name, letter=_PARTS[name][0], style=_PARTS[name][1], size_bytes=sizes[name]) for name in _PARTS
+    ]
+    return list(zip(parts, in_proportion(width, [part.size_bytes for part in parts]), strict=True))

@@ -245,9 +245,9 @@ def offload_levels(request: Request, *, on_gpus: bool = True) -> tuple[Offload, 
         return (request.offload,)
     if not on_gpus or not request.optimizer.can_be_on_host:
         return ("none",)
-    if request.optimizer.states == "bf16":  # DeepSpeed moves only states in fp32 to disk
-        return ("none", "optimizer", "all")
-    return ("none", "optimizer", "all", "nvme") if request.nvme_path else ("none", "optimizer", "all")
+    # DeepSpeed moves only states in fp32 to disk.
+    has_disk = request.nvme_path and request.optimizer.states != "bf16"
+    return ("none", "optimizer", "all", "nvme") if has_disk else ("none", "optimizer", "all")
 
 
 def optimizer_implementation(request: Request, strategy: Strategy) -> OptimizerImplementation | None:
@@ -267,10 +267,6 @@ PLACES: dict[Offload, tuple[tuple[Place, Place], ...]] = {
     "nvme": (("nvme", "cpu"), ("nvme", "nvme")),
 }
 """Where optimizer and parameters may live at each level of offloading."""
-
-
-def _kernels(facts: ModelFacts, loss: Loss) -> Kernels:
-    return "liger" if any(each != FUSED_LOSS or loss == "tiled" for each in facts.fused) else "plain"
 
 
 def _stages(request: Request, offload: Offload, world_size: int) -> tuple[int, ...]:
@@ -351,7 +347,7 @@ def allowed_strategies(
             sequence_parallel=request.sequence_parallel or 1,
             loss=loss,
             mlp="tiled" if tiled_mlp else "plain",
-            kernels=_kernels(facts, loss),
+            kernels="liger" if any(each != FUSED_LOSS or loss == "tiled" for each in facts.fused) else "plain",
             offload_optimizer=optimizer,
             offload_parameters=parameters,
             nvme_path=request.nvme_path if offload == "nvme" else None,
@@ -394,18 +390,17 @@ def in_part(strategy: Strategy, ratio: float, trainable_parameters: int, world_s
     return replace(strategy, offload_ratio=ratio, sub_group_elements=most)
 
 
+MODES_NOTE = "full, selective, offloaded: activation checkpointing"
+"""The note of a table with `brief_name`."""
+
+
 def short_name(strategy: Strategy) -> str:
     """Return the strategy's text without activation checkpointing that is off."""
     plain = strategy.activation_checkpointing == "off"
     return str(strategy).replace(", activation checkpointing off", "") if plain else str(strategy)
 
 
-MODES_NOTE = "full, selective, offloaded: activation checkpointing"
-"""The note of a table with `brief_name`."""
-
-
 def brief_name(strategy: Strategy) -> str:
     """Return the strategy in few words, for narrow tables, whose rows all have the same kernels."""
-    in_full = short_name(strategy)
-    in_full = in_full.replace(", Liger's kernels", "").replace("activation checkpointing ", "")
-    return in_full.replace(" in host memory", " on the host")
+    in_full = short_name(strategy).replace(", Liger's kernels", "").replace(" in host memory", " on the host")
+    return in_full.replace("activation checkpointing ", "")

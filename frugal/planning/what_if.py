@@ -14,10 +14,10 @@ from frugal.config.request import Request
 from frugal.errors import FrugalError, RequestError
 from frugal.planning.memory.profile import VARLEN
 from frugal.planning.plan import KERNELS, Plan, RunLength
+from frugal.planning.report import WIDE, Table, aligned
 from frugal.planning.search.candidate import TIE, Candidate, OpenSource
 from frugal.planning.search.search import Search
 from frugal.planning.strategy import LAYER_MODES, MODES_NOTE, PLACES, Strategy, brief_name
-from frugal.planning.table import WIDE, Table, aligned
 from frugal.units import GIB, format_bytes, format_seconds, parse_bytes, parse_count, plural
 
 AXES = ("gpus", "mem", "seq-len")

@@ -198,50 +198,43 @@ FACTORS = (2, 4, 8)
 
 
 def nothing_fits(
-    request: Request,
-    cluster: Cluster,
-    result: Infeasible,
-    ways: list[str],
-    *,
-    why_not_shared: str | None = None,
-    most: int | None = None,
+    search: Search, result: Infeasible, ways: list[str], *, why_not_shared: str | None = None, most: int | None = None
 ) -> NothingFitsError:
     """Return the proof: the nearest candidate, its shortfall and breakdown, and ways out.
 
     `why_not_shared`: why no ranks can share samples, where that could help. `most`: the largest micro-batch that fits
     where the one that was asked for does not.
     """
-    nearest = result.nearest
-    assert nearest.memory is not None
+    request, cluster, nearest = search.request, search.cluster, result.nearest
     memory, device = nearest.memory, min(cluster.devices, key=lambda device: device.usable_bytes)
-    where_to = {"cuda": "a GPU", "cpu": "a CPU rank"}
+    assert memory is not None
+    noun = {"cuda": "a GPU", "cpu": "a CPU rank"}[device.kind]
+    where = {
+        "host": "a node's host memory",
+        "disk": "the disk of a node",
+        "device": f"{noun} of {format_bytes(device.memory_bytes)}",
+    }
     samples = f"{plural(nearest.micro_batch, 'sample')} of {request.seq_len} tokens"
-    where = (
-        "a node's host memory"
-        if nearest.host_shortfall_bytes
-        else "the disk of a node"
-        if nearest.disk_shortfall_bytes
-        else f"{where_to[device.kind]} of {format_bytes(device.memory_bytes)}"
-    )
     because = [
         *_levels(cluster, result),
         f"the nearest of {len(result.candidates)} strategies is {nearest.strategy}, with {samples}",
         f"it takes {format_bytes(memory.total_bytes)}: {floor(memory)}",
     ]
-    if nearest.host_shortfall_bytes:
-        because.append(_of_host(cluster, memory))
-    elif nearest.disk_shortfall_bytes:
+    if nearest.scarce == "disk":
         because.append("what lives on NVMe is split over all ranks, and a node's disk holds the share of its own")
-    elif device.margin_bytes:
+    if nearest.scarce == "device" and device.margin_bytes:
         because.append(f"{format_bytes(device.margin_bytes)} stay free as margin")
-        if nearest.strategy.offload_optimizer != "none" and _lacks_host(cluster, memory):
+        is_short_too = search.evaluation.fitting.host_shortfall_bytes(memory) > 0
+        if nearest.strategy.offload_optimizer != "none" and is_short_too:
             because.append(_of_host(cluster, memory))
+    if nearest.scarce == "host":
+        because.append(_of_host(cluster, memory))
     if why_not_shared is not None:
         because.append(why_not_shared)
     asked = f" with --micro-batch {request.micro_batch}" if most else ""
     at_most = f": at most {plural(most, 'sample')} at once" if most else ""
     return NothingFitsError(
-        f"{request.model}{asked} does not fit into {where}{at_most}",
+        f"{request.model}{asked} does not fit into {where[nearest.scarce]}{at_most}",
         because=because,
         hint=f"this would fit: {', or '.join(ways)}" if ways else "use a smaller model",
     )
@@ -252,35 +245,24 @@ def _levels(cluster: Cluster, result: Infeasible) -> Iterator[str]:
     devices = f"{cluster.rank_noun}s" if cluster.world_size > 1 else cluster.rank_noun
     for (optimizer, parameters), stages in result.by_level.items():
         what = "optimizer and parameters" if parameters != "none" else "the optimizer"
-        where = {"cpu": "in host memory", "nvme": "on NVMe"}.get(optimizer, "")
-        level = f"with {what} {where}" if where else f"on the {devices} alone"
-        yield f"{level} {_lacks(stages)}"
-
-
-def _lacks(stages: dict[int, Candidate]) -> str:
-    parts: list[str] = []
-    for stage, candidate in stages.items():
-        at_least = "at least " if candidate.is_draft or candidate.memory is None else ""
-        on_host = (
-            " on the host" if candidate.host_shortfall_bytes else " on disk" if candidate.disk_shortfall_bytes else ""
-        )
-        lacks = "" if parts else "lacks "
-        parts.append(f"ZeRO-{stage} {lacks}{at_least}{format_bytes(-(candidate.headroom_bytes or 0))}{on_host}")
-    return ", ".join(parts)
-
-
-def _lacks_host(cluster: Cluster, memory: MemoryBreakdown) -> bool:
-    return any(
-        node.host_memory_bytes is not None
-        and breakdown.needed_host_bytes(memory, node, cluster) > node.host_memory_bytes
-        for node in dict.fromkeys(cluster.nodes)
-    )
+        places = {
+            "cpu": f"with {what} in host memory",
+            "nvme": f"with {what} on NVMe",
+            "none": f"on the {devices} alone",
+        }
+        lacking = []
+        for stage, candidate in stages.items():
+            at_least = "at least " if candidate.is_draft or candidate.memory is None else ""
+            on = {"host": " on the host", "disk": " on disk", "device": ""}[candidate.scarce]
+            short = format_bytes(-(candidate.headroom_bytes or 0))
+            lacking.append(f"ZeRO-{stage} {'' if lacking else 'lacks '}{at_least}{short}{on}")
+        yield f"{places[optimizer]} {', '.join(lacking)}"
 
 
 def _of_host(cluster: Cluster, memory: MemoryBreakdown) -> str:
     """Say what the node with the largest shortfall needs of its host's memory."""
-    node = _tightest(cluster, memory)
-    needed = format_bytes(breakdown.needed_host_bytes(memory, node, cluster))
+    node, needed_bytes = _tightest(cluster, memory)
+    needed = format_bytes(needed_bytes)
     if breakdown.loading_host_bytes(memory, node, cluster) > breakdown.training_host_bytes(memory, node, cluster):
         return f"before the first step {loading_in_words(memory)}, which takes {needed} of a host"
     if node.devices[0].kind == "cpu":
@@ -291,12 +273,17 @@ def _of_host(cluster: Cluster, memory: MemoryBreakdown) -> str:
     return f"the host of {len(node.devices)} GPUs that has {has} needs {needed} beside it"
 
 
-def _tightest(cluster: Cluster, memory: MemoryBreakdown) -> Node:
-    """Return the node with the largest shortfall of host memory."""
-    known = (node for node in dict.fromkeys(cluster.nodes) if node.host_memory_bytes is not None)
-    return max(
-        known, key=lambda node: breakdown.needed_host_bytes(memory, node, cluster) - (node.host_memory_bytes or 0)
-    )
+def _tightest(cluster: Cluster, memory: MemoryBreakdown) -> tuple[Node, int]:
+    """Return the node with the largest shortfall of host memory, and the bytes that its ranks need there."""
+    known = [node for node in dict.fromkeys(cluster.nodes) if node.host_memory_bytes is not None]
+    needed = {node: breakdown.needed_host_bytes(memory, node, cluster) for node in known}
+    node = max(known, key=lambda node: needed[node] - (node.host_memory_bytes or 0))
+    return node, needed[node]
+
+
+def _host_flag(cluster: Cluster, memory: MemoryBreakdown) -> str:
+    """Return the flag with the host memory that the tightest node needs, rounded up."""
+    return f"--host-mem {ceil(_tightest(cluster, memory)[1] / GIB)}G"
 
 
 def floor(memory: MemoryBreakdown) -> str:
@@ -327,14 +314,12 @@ def largest_micro_batch(search: Search) -> int | None:
     return most or None
 
 
-def remedies(
-    request: Request, cluster: Cluster, search: Search, result: Infeasible, dry_run: OpenSource, ways: list[str]
-) -> list[str]:
+def remedies(search: Search, result: Infeasible, dry_run: OpenSource, ways: list[str]) -> list[str]:
     """Return `ways` and other changes of one flag that make the request fit, cheapest first; each was computed."""
-    nearest, ways = result.nearest, list(ways)
-    more_host = list(_more_host_memory(request, cluster, search, result))
-    ways += more_host
-    ways += [way for way in _more_memory(cluster, search, nearest) if not (more_host and "--host-mem" in way)]
+    request, cluster, nearest = search.request, search.cluster, result.nearest
+    more_host = _more_host_memory(search, result)
+    ways = [*ways, *more_host]
+    ways += [way for way in _more_memory(search, nearest) if not (more_host and "--host-mem" in way)]
     for flag, other_request, other_cluster in _larger(request, cluster, nearest):
         if flag.split()[0] in " ".join(ways):
             continue  # a smaller change of the same kind is enough
@@ -361,32 +346,29 @@ def fits(request: Request, cluster: Cluster, source: Source, likely: Strategy) -
     return any(search.evaluation.evaluate(strategy).fits for strategy in dict.fromkeys(tried))
 
 
-def _more_host_memory(request: Request, cluster: Cluster, search: Search, result: Infeasible) -> Iterator[str]:
-    """Yield the host memory of the strategy that needs least of it, where host memory is all that it lacks."""
-    short = [
-        candidate for candidate in result.candidates if candidate.host_shortfall_bytes and candidate.memory is not None
-    ]
-    if not short or result.nearest.host_shortfall_bytes:
-        return
+def _more_host_memory(search: Search, result: Infeasible) -> list[str]:
+    """Return the host memory of the strategy that needs least of it, where host memory is all that it lacks."""
+    short = [each for each in result.candidates if each.host_shortfall_bytes and each.memory is not None]
+    if not short or result.nearest.scarce == "host":
+        return []
     least = min(short, key=lambda candidate: candidate.host_shortfall_bytes)
     assert least.memory is not None
-    needed = ceil(breakdown.needed_host_bytes(least.memory, _tightest(cluster, least.memory), cluster) / GIB)
+    needed = ceil(_tightest(search.cluster, least.memory)[1] / GIB) * GIB
     nodes = tuple(
-        replace(node, host_memory_bytes=max(needed * GIB, node.host_memory_bytes)) if node.host_memory_bytes else node
-        for node in cluster.nodes
+        replace(node, host_memory_bytes=max(needed, node.host_memory_bytes)) if node.host_memory_bytes else node
+        for node in search.cluster.nodes
     )
-    if Search(request, replace(cluster, nodes=nodes), search.source).evaluation.evaluate(least.strategy).fits:
-        yield f"--host-mem {needed}G"
+    larger = Search(search.request, replace(search.cluster, nodes=nodes), search.source)
+    return [_host_flag(search.cluster, least.memory)] if larger.evaluation.evaluate(least.strategy).fits else []
 
 
-def _more_memory(cluster: Cluster, search: Search, nearest: Candidate) -> list[str]:
+def _more_memory(search: Search, nearest: Candidate) -> list[str]:
     """Return the memory that the nearest candidate needs, rounded up: the host's, where that is lacking."""
-    if nearest.memory is None or len(set(cluster.devices)) > 1 or nearest.disk_shortfall_bytes:
+    cluster, device = search.cluster, search.cluster.devices[0]
+    if nearest.memory is None or len(set(cluster.devices)) > 1 or nearest.scarce == "disk":
         return []
-    if nearest.host_shortfall_bytes:
-        node = _tightest(cluster, nearest.memory)
-        return [f"--host-mem {ceil(breakdown.needed_host_bytes(nearest.memory, node, cluster) / GIB)}G"]
-    device = cluster.devices[0]
+    if nearest.scarce == "host":
+        return [_host_flag(cluster, nearest.memory)]
     profile = search.source.profile(nearest.strategy, True)
     ranks = (cluster.world_size, cluster.world_size)
     share = ALLOCATOR_SHARE if device.kind == "cuda" else 0.0
@@ -398,10 +380,8 @@ def _more_memory(cluster: Cluster, search: Search, nearest: Candidate) -> list[s
         memory = profile.memory(nearest.micro_batch, resized(device, memory_bytes=size, num_ranks=ranks))
         if memory.fits:
             flag = f"--mem {size / GIB:g}G" if size % (GIB // 2) == 0 else f"--mem {size // MIB}M"
-            if search.evaluation.fitting.host_shortfall_bytes(memory) <= 0:
-                return [flag]
-            needed = breakdown.needed_host_bytes(memory, _tightest(cluster, memory), cluster)
-            return [f"{flag} with --host-mem {ceil(needed / GIB)}G"]
+            is_enough = search.evaluation.fitting.host_shortfall_bytes(memory) <= 0
+            return [flag if is_enough else f"{flag} with {_host_flag(cluster, memory)}"]
     return []
 
 
@@ -410,17 +390,15 @@ def _larger(request: Request, cluster: Cluster, nearest: Candidate) -> Iterator[
     memory = nearest.memory
     assert memory is not None
     shortfall = -(nearest.headroom_bytes or 0)
-    of_node = nearest.host_shortfall_bytes or nearest.disk_shortfall_bytes
+    of_node = nearest.scarce != "device"
     if of_node and len(set(cluster.nodes)) == 1:
-        num_nodes = 2 * len(cluster.nodes)
-        yield f"--nodes {num_nodes}", request, replace(cluster, nodes=cluster.nodes * 2)
+        yield f"--nodes {2 * len(cluster.nodes)}", request, replace(cluster, nodes=cluster.nodes * 2)
     states = memory.parameters + memory.gradients + memory.optimizer
     factors = [factor for factor in FACTORS if states - states // factor > shortfall]
     if len(set(cluster.nodes)) == len(set(cluster.devices)) == 1 and request.zero_stage != 0 and not of_node:
         for num_gpus in (factor * len(cluster.nodes[0].devices) for factor in factors):
             yield f"--gpus {num_gpus}", request, with_gpus(cluster, num_gpus)
-    per_sample = memory.activations + memory.logits + memory.temporary + memory.slack
     for factor in FACTORS:
         seq_len = request.seq_len // factor
-        if per_sample - per_sample // factor > shortfall and seq_len >= SHORTEST_SEQUENCE:
+        if memory.of_the_step - memory.of_the_step // factor > shortfall and seq_len >= SHORTEST_SEQUENCE:
             yield f"--seq-len {seq_len}", replace(request, seq_len=seq_len), cluster

@@ -10,8 +10,7 @@ from frugal.config.request import Request
 from frugal.config.schema import understand
 from frugal.errors import NothingFitsError, RequestError
 from frugal.planning.plan import Plan, StepTime
-from frugal.planning.report import binding, explanation, strategy_table
-from frugal.planning.table import Table
+from frugal.planning.report import Table, binding, explanation, strategy_table
 from frugal.planning.what_if import (
     NOTHING_HELPS,
     axes_around,

@@ -13,8 +13,7 @@ from typing import TYPE_CHECKING
 
 import click
 
-from frugal.planning.report import Block, as_text
-from frugal.planning.table import Table
+from frugal.planning.report import Block, Table, as_text
 
 if TYPE_CHECKING:
     from rich.console import Console, RenderableType

@@ -6,7 +6,7 @@ import click
 
 from frugal.cli.display.terminal import drawing, hanging, is_terminal
 from frugal.planning.plan import NAME_WIDTH, Plan
-from frugal.planning.verdict import bar
+from frugal.planning.report import bar
 
 if TYPE_CHECKING:
     from rich.text import Text

@@ -1,5 +1,6 @@
 """The memory and the work of a model under one strategy, for every micro-batch. Made by dry runs, read by planning."""
 
+from bisect import bisect_left
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property, partial
@@ -127,16 +128,9 @@ class MemoryProfile:
         """Return the most samples, up to `cap`, whose step fits on `device`; 0: not even one."""
         if self.sampled:
             cap = min(cap, self.sampled[-1])
-        most = _bisect(0, cap, lambda micro_batch: self._live_bytes(micro_batch) <= device.usable_bytes)
-        fits = partial(self.fits, device=device)
-        too_many, step = most + 1, 1
-        while most and not fits(most):  # the allocator seldom takes more than a few samples' worth
-            too_many, most, step = most, max(0, most - step), 2 * step
-        return _bisect(most, too_many - 1, fits)
-
-    def _live_bytes(self, micro_batch: int) -> int:
-        ranks, sampled = self._ranks_at(micro_batch)
-        return max(rank.timeline.peak_bytes(sampled) for rank in ranks)
+        fits_without_slack, fits = (partial(each.fits, device=device) for each in (self.draft, self))
+        most = cap - bisect_left(range(cap, 0, -1), True, key=fits_without_slack)
+        return largest_near(most, fits)  # the allocator seldom takes more than a few samples' worth
 
     def _ranks_at(self, micro_batch: int) -> tuple[tuple[RankMemory, ...], int]:
         """Return the ranks and the micro-batch to evaluate: the next larger one that was dry-run, where not all are."""
@@ -205,12 +199,11 @@ def reserved_with_room(ranks: Sequence[RankMemory], micro_batch: int, device: De
     return min(max(each.under().peak_reserved_bytes for each in replays), device.usable_bytes + device.margin_bytes)
 
 
-def _bisect(low: int, high: int, holds: Callable[[int], bool]) -> int:
-    """Return the largest number in `low..high` for which `holds` is true; it is true for all below that one, too."""
-    while low < high:
-        middle = (low + high + 1) // 2
-        if holds(middle):
-            low = middle
-        else:
-            high = middle - 1
-    return low
+def largest_near(most: int, holds: Callable[[int], bool]) -> int:
+    """Return the largest number up to `most` for which `holds` is true, and for all below, too; 0: none. It is likely
+    to be near `most`: steps down from there double, then the last one is bisected.
+    """
+    too_many, step = most + 1, 1
+    while most and not holds(most):
+        too_many, most, step = most, max(0, most - step), 2 * step
+    return too_many - 1 - bisect_left(range(too_many - 1, most, -1), True, key=holds)

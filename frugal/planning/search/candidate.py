@@ -3,7 +3,7 @@
 from collections.abc import Callable, Iterable, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
-from typing import Protocol
+from typing import Literal, Protocol
 
 from frugal.config.hardware.cluster import Cluster, Device
 from frugal.config.request import Request
@@ -57,6 +57,11 @@ class Candidate:
         return self.batch is not None
 
     @property
+    def scarce(self) -> Literal["host", "disk", "device"]:
+        """The memory that a candidate lacks which does not fit."""
+        return "host" if self.host_shortfall_bytes else "disk" if self.disk_shortfall_bytes else "device"
+
+    @property
     def takes_one_micro_step(self) -> bool:
         """Return whether its batch needs no accumulation."""
         return self.batch is not None and self.batch.accumulation_steps == 1
@@ -80,10 +85,8 @@ class Candidate:
 
     def may_fit_if_shared(self, number: int) -> bool:
         """Return whether a candidate that lacks device memory might fit if `number` ranks shared each sample."""
-        memory = self.memory
-        if memory is None or self.host_shortfall_bytes or self.disk_shortfall_bytes:
-            return False
-        return memory.of_the_step - memory.of_the_step // number > -(self.headroom_bytes or 0)
+        of_step = 0 if self.memory is None or self.scarce != "device" else self.memory.of_the_step
+        return of_step - of_step // number > -(self.headroom_bytes or 0)
 
     def dominates(self, draft: "Candidate") -> bool:
         """Return whether this candidate, which fits, is no slower and no less simple than `draft` at its best."""
@@ -146,9 +149,8 @@ class SearchResult:
         if is_bound and candidate.seconds >= self.chosen.seconds:
             return "cannot be faster"
         if not (candidate.fits or is_bound):
-            if candidate.disk_shortfall_bytes:
-                return "does not fit on a node's disk"
-            return "does not fit into host memory" if candidate.host_shortfall_bytes else "does not fit"
+            where = {"disk": " on a node's disk", "host": " into host memory", "device": ""}
+            return f"does not fit{where[candidate.scarce]}"
         if candidate.seconds > self.chosen.seconds * TIE:
             return "slower"
         return f"not faster by {100 * (TIE - 1):.0f} %, and less simple"

@@ -1,6 +1,5 @@
 """One strategy: the best batch it allows, what that takes and how long, or by how much it does not fit."""
 
-from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
@@ -15,7 +14,7 @@ from frugal.planning.memory.breakdown import MemoryBreakdown, needed_host_bytes,
 from frugal.planning.memory.profile import MemoryProfile
 from frugal.planning.model_facts import ModelFacts
 from frugal.planning.plan import StepTime
-from frugal.planning.search.candidate import TIE, WORK_NO_GREATER, Candidate, Source
+from frugal.planning.search.candidate import TIE, WORK_NO_GREATER, Candidate, OpenSource, Source
 from frugal.planning.strategy import Strategy
 
 
@@ -43,7 +42,6 @@ class Fitting:
         self._kinds = cluster.kind_of_rank[:: self.sequence_parallel]
         self._speeds = tuple(device.matrix_flops for device in self.devices)
         self._counts = tuple(map(self._kinds.count, range(len(self.devices))))
-        self._nodes = Counter(cluster.nodes)
 
     @property
     def samples_per_rank(self) -> int:
@@ -160,7 +158,7 @@ class Fitting:
         return max(
             (
                 needed_host_bytes(memory, node, self.cluster) - node.host_memory_bytes
-                for node in self._nodes
+                for node in set(self.cluster.nodes)
                 if node.host_memory_bytes is not None
             ),
             default=0,
@@ -171,7 +169,7 @@ class Fitting:
         return max(
             (
                 nvme_bytes(self.request, strategy, facts, node, self.cluster) - node.host_disk_bytes
-                for node in self._nodes
+                for node in set(self.cluster.nodes)
                 if node.host_disk_bytes is not None
             ),
             default=0,
@@ -315,7 +313,10 @@ class StrategyEvaluation:
         """Return `batch` with the best that could be proven for samples of the request's lengths."""
         if self.request.lengths is None:
             return batch
-        return length_bucketing.best_proven(self.request, self.cluster, batch, self._step_time(costs, strategy))
+        shortest = next(length_bucketing.shortest_choices(self.request, batch), None)
+        step_time = self._step_time(costs, strategy)
+        overhead = length_bucketing.overhead_tokens(step_time, batch, self.request, self.cluster)
+        return replace(batch, shortest=shortest, overhead_tokens=overhead)
 
     def _step_time(self, costs: ModelCosts, strategy: Strategy) -> Callable[[BatchPlan], StepTime]:
         return lambda batch: cost.step_time(costs, strategy, batch, self.cluster, self.request)
@@ -339,12 +340,26 @@ class StrategyEvaluation:
         time = self.time(costs, strategy, batch)
         return Candidate(strategy=strategy, micro_batch=batch.largest_micro_batch, batch=None, memory=None, time=time)
 
-    def dry_run_result(self, candidate: Candidate) -> MemoryBreakdown:
-        """Return the memory of a candidate on its fullest device by dry-running it."""
-        assert candidate.batch is not None
-        steps = max(candidate.batch.accumulation_steps, 1 if self.request.lengths is None else 2)
-        of_devices = (
-            self.source.dry_run(candidate.strategy, micro, steps, device)
-            for device, micro in self.fitting.loads(candidate.batch)
-        )
+    def dry_run(self, strategy: Strategy, batch: BatchPlan) -> MemoryBreakdown:
+        """Return the memory of a batch on its fullest device by dry-running it."""
+        steps = max(batch.accumulation_steps, 1 if self.request.lengths is None else 2)
+        loads = self.fitting.loads(batch)
+        of_devices = (self.source.dry_run(strategy, micro, steps, device) for device, micro in loads)
+        return min(of_devices, key=lambda memory: memory.headroom_bytes)
+
+    def dry_run_of_shortest(self, strategy: Strategy, batch: BatchPlan, open_source: OpenSource) -> MemoryBreakdown:
+        """Return the memory of micro-batches of as many of the shortest samples as fit into the budget, likewise.
+
+        Raises:
+            RequestError: the model cannot read samples that short.
+        """
+        assert batch.shortest is not None
+        steps = max(2, batch.accumulation_steps)
+        with open_source(replace(self.request, seq_len=batch.shortest, lengths=None), self.cluster) as source:
+            of_devices = [
+                source.dry_run(
+                    strategy, length_bucketing.most_samples(micro, self.request.seq_len, batch.shortest), steps, device
+                )
+                for device, micro in self.fitting.loads(batch)
+            ]
         return min(of_devices, key=lambda memory: memory.headroom_bytes)

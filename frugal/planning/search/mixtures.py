@@ -8,19 +8,18 @@ whose most frugal end has a known batch, no mixture inside is faster than that b
 where this is no gain over the best so far, the interval is left out, otherwise it is halved. What is left out could be
 faster by `GAP` at most.
 
-Of more than two modes, only neighbours on the lower convex hull of bytes and seconds are mixed: layers are alike, so a
-mode on the line between two others is no better than a mixture of these. With few layers one layer is too much for
-that, so there all pairs of modes are mixed. Left out: mixtures of three modes, which could use the memory of a part of
-a layer; and mixtures beside a share of the optimizer on the host, unless that is pinned.
+All pairs of modes are mixed. Left out: mixtures of three modes, which could use the memory of a part of a layer; and
+mixtures beside a share of the optimizer on the host, unless that is pinned.
 """
 
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
-from itertools import combinations, pairwise
+from itertools import combinations
 
 from frugal.config.layers import FLAG, LayerModes
 from frugal.errors import RequestError
 from frugal.planning import cost
+from frugal.planning.memory.profile import largest_near
 from frugal.planning.search.candidate import TIE, Candidate, Source, fastest_seconds
 from frugal.planning.search.evaluate import StrategyEvaluation
 from frugal.planning.strategy import LAYER_MODES, RATIOS, LayerMode, Offload, Strategy, in_part, share_on_host
@@ -31,12 +30,6 @@ GAP = 1.005
 
 Runs = tuple[tuple[LayerMode, int], ...]
 """`Strategy.layer_modes`."""
-
-FEW_LAYERS = 7
-"""Up to so many layers a mode on the line between two others may be better than a mixture of its neighbours."""
-
-Point = tuple[int, float, LayerMode]
-"""Bytes, seconds, and the mode that takes them."""
 
 
 def base_of(strategy: Strategy) -> Strategy:
@@ -134,9 +127,7 @@ class Mixtures:
         num_layers = self.source.num_layers(several)
         if num_layers < 2:
             return []
-        names = combinations(modes, 2) if num_layers <= FEW_LAYERS else pairwise(self._hull(base, modes))
-        pairs = [(modes[frugal], modes[generous]) for frugal, generous in names]
-        pairs = [pair for pair in pairs if self._may_gain(*pair, enough)]
+        pairs = [pair for pair in combinations(modes.values(), 2) if self._may_gain(*pair, enough)]
         if pairs and (why_not := self.source.why_not_mixed(several)):
             self.why_none = why_not
             return []
@@ -157,32 +148,6 @@ class Mixtures:
         profile = self.source.draft(strategy, True)
         assert profile is not None, "drafted before, but no more"
         return profile.costs
-
-    def _draft(self, strategy: Strategy) -> Candidate | None:
-        """Return the draft of a mixture that fits, or None."""
-        draft = self.evaluation.draft(strategy)
-        return draft if draft is not None and draft.fits else None
-
-    def _hull(self, base: Strategy, modes: dict[LayerMode, Candidate]) -> list[LayerMode]:
-        """Return the modes on the lower hull of bytes and seconds of a large micro-batch, the most frugal first."""
-        micro = max(1, *(draft.largest_micro_batch for draft in modes.values()))
-        device = self.evaluation.fitting.devices[0]
-        batch = self.evaluation.fitting.unlimited()
-        points: list[Point] = []
-        for mode in modes:
-            strategy = mixture(base, ((mode, 1),))
-            profile = self.source.draft(strategy, True)
-            assert profile is not None, "drafted before, but no more"
-            grown = profile.memory(2 * micro, device).total_bytes - profile.memory(micro, device).total_bytes
-            points.append((grown, self.evaluation.time(profile.costs, strategy, batch).total_seconds, mode))
-        hull: list[Point] = []
-        for point in sorted(points):
-            if hull and point[1] >= hull[-1][1]:
-                continue  # more bytes, and no faster
-            while len(hull) > 1 and _is_above(hull[-1], hull[-2], point):
-                hull.pop()
-            hull.append(point)
-        return [mode for _, _, mode in hull]
 
     def _of_pair(self, frugal: Candidate, generous: Candidate, enough: float) -> Candidate | None:
         """Return the draft of the fastest mixture of two modes; None where none is faster than `enough`."""
@@ -208,9 +173,9 @@ class Mixtures:
             if at_best >= enough or (best is not None and at_best * GAP >= best.seconds):
                 continue
             middle = (first + last) // 2
-            between = self._draft(of(middle))
+            between = self.evaluation.draft(of(middle))
             intervals.append((first, middle, draft))
-            if between is not None:
+            if between is not None and between.fits:
                 intervals.append((middle, last, between))  # the next: it is faster
                 if between.seconds < (enough if best is None else best.seconds):
                     best = between
@@ -226,12 +191,7 @@ class Mixtures:
         def of(number: int) -> Strategy:
             return mixture(base_of(draft.strategy), ((frugal, count + most - number), (generous, number)))
 
-        fits, fails, step = most, most + 1, 1
-        while fits > 0 and not self._fits(of(fits), draft):
-            fails, fits, step = fits, max(0, fits - step), 2 * step
-        while fits and fails - fits > 1:
-            middle = (fits + fails) // 2
-            fits, fails = (middle, fails) if self._fits(of(middle), draft) else (fits, middle)
+        fits = largest_near(most, lambda number: self._fits(of(number), draft))
         if not of(fits).layer_modes:
             return None
         confirmed = self.evaluation.evaluate(of(fits))
@@ -246,14 +206,6 @@ class Mixtures:
         accumulates = self.evaluation.request.lengths is not None or not draft.takes_one_micro_step
         profile = self.source.profile(strategy, accumulates)
         return all(profile.fits(micro, device) for device, micro in self.evaluation.fitting.loads(draft.batch))
-
-
-def _is_above(
-    point: tuple[int, float, LayerMode], left: tuple[int, float, LayerMode], right: tuple[int, float, LayerMode]
-) -> bool:
-    """Return whether a point is not below the line through two others."""
-    along = (point[0] - left[0]) * (right[1] - left[1])
-    return (point[1] - left[1]) * (right[0] - left[0]) >= along
 
 
 def _blend(frugal: cost.ModelCosts, generous: cost.ModelCosts, share: float) -> cost.ModelCosts:
