@@ -9,7 +9,7 @@ from frugal.config.hardware.cluster import Cluster
 from frugal.config.optimizers import bf16_notes
 from frugal.config.pins import check_pins
 from frugal.config.request import Request
-from frugal.errors import RequestError
+from frugal.errors import RequestError, refuse
 from frugal.planning import length_bucketing
 from frugal.planning.batch import BatchPlan
 from frugal.planning.memory.breakdown import MemoryBreakdown, nvme_bytes
@@ -49,13 +49,16 @@ def decide(request: Request, cluster: Cluster, defaults: tuple[str, ...], dry_ru
         if request.lengths is not None:
             result = _with_short_samples(search, result, dry_run)
         batch = result.chosen.batch
-        if request.batch_norm == "sync" and batch is not None and any(0 in sizes for sizes in batch.sizes):
-            raise RequestError(
+        assert batch is not None
+        refuse(
+            (
+                request.batch_norm == "sync" and any(0 in sizes for sizes in batch.sizes),
                 f"--batch-norm sync is impossible for {plural(batch.global_batch, 'sample')} in "
                 f"{plural(batch.accumulation_steps, 'micro-step')} on {plural(cluster.world_size, cluster.rank_noun)}",
-                because="a rank that gets no sample in a micro-step has no statistics to add",
-                hint=f"use a --global-batch that is a multiple of {cluster.world_size}",
+                "a rank that gets no sample in a micro-step has no statistics to add",
+                f"use a --global-batch that is a multiple of {cluster.world_size}",
             )
+        )
         plan = _plan(search, result, defaults, [*notes, *_offload_by_pins(search, result)])
         yield with_gain(plan, dry_run) if plan.kernels else plan
 
@@ -134,14 +137,15 @@ def _run(search: Search, shared_because: str = "") -> Results:
     return None
 
 
-def _batch_notes(request: Request, cluster: Cluster, result: SearchResult) -> list[str]:
-    """Warn of ranks without a sample, and that ds_config.json alone trains a different batch than the plan."""
+def _batch_notes(request: Request, cluster: Cluster, result: SearchResult) -> Iterator[str]:
+    """Yield warnings: ranks without a sample; ds_config.json alone trains a different batch than the plan."""
     batch = result.chosen.batch
     assert batch is not None
     if batch.is_uniform:
-        return []
-    few = f"{plural(batch.global_batch, 'sample')} on {plural(batch.world_size, cluster.rank_noun)}: some have none"
-    idle = [few] * (batch.global_batch * batch.sequence_parallel < batch.world_size)
+        return
+    if batch.global_batch * batch.sequence_parallel < batch.world_size:
+        ranks = plural(batch.world_size, cluster.rank_noun)
+        yield f"{plural(batch.global_batch, 'sample')} on {ranks}: some have none"
     note = (
         f"ds_config.json alone would train {plural(batch.capacity, 'sample')} per step, not {batch.global_batch}: "
         "DeepSpeed cannot express uneven micro-batches; use plan.json"
@@ -149,7 +153,7 @@ def _batch_notes(request: Request, cluster: Cluster, result: SearchResult) -> li
     with suppress(RequestError):  # no equal ones are possible
         check_pins(replace(request, even=True), cluster.world_size)
         note += ", or `frugal export`, which plans equal ones"
-    return [*idle, note]
+    yield note
 
 
 def _readable(
@@ -170,12 +174,14 @@ def _readable(
         )
     if longest is None or request.seq_len <= longest:
         return request, notes
-    if "seq_len" not in defaults:
-        raise RequestError(
+    refuse(
+        (
+            "seq_len" not in defaults,
             f"--seq-len {request.seq_len} is longer than {request.model} can read",
-            because=f"it has {longest} positions",
-            hint=f"use --seq-len {longest}",
+            f"it has {longest} positions",
+            f"use --seq-len {longest}",
         )
+    )
     note = f"samples have {longest} tokens instead of {request.seq_len}: {request.model} has no more positions"
     return replace(request, seq_len=longest), [note, *notes]
 
@@ -253,8 +259,8 @@ def _plan(search: Search, result: SearchResult, defaults: tuple[str, ...], notes
     ).sealed()
 
 
-def _machine_notes(request: Request, cluster: Cluster, result: SearchResult) -> list[str]:
-    """List the memory used by other processes, and what could not be checked because it is unknown."""
+def _machine_notes(request: Request, cluster: Cluster, result: SearchResult) -> Iterator[str]:
+    """Yield the memory used by other processes, and what could not be checked because it is unknown."""
     in_use = [
         f"GPU {number}{f' of node {name}' if len(cluster.nodes) > 1 else ''}: "
         f"{format_bytes(device.held_bytes)} are in use by other processes"
@@ -262,38 +268,32 @@ def _machine_notes(request: Request, cluster: Cluster, result: SearchResult) -> 
         for number, device in enumerate(node.devices)
         if device.held_bytes
     ]
+    yield from in_use[:MAX_LISTED_GPUS]
     if len(in_use) > MAX_LISTED_GPUS:
-        in_use = [*in_use[:MAX_LISTED_GPUS], f"and so are parts of {len(in_use) - MAX_LISTED_GPUS} other GPUs"]
+        yield f"and so are parts of {len(in_use) - MAX_LISTED_GPUS} other GPUs"
     strategy, memory = result.chosen.strategy, result.memory
-    unknown = []
     if strategy.offload_optimizer != "none" and any(node.host_memory_bytes is None for node in cluster.nodes):
-        unknown.append(
-            f"each host must have {format_bytes(memory.host_bytes_per_node)} of memory free; give --host-mem to have "
-            "that checked"
-        )
+        needed = format_bytes(memory.host_bytes_per_node)
+        yield f"each host must have {needed} of memory free; give --host-mem to have that checked"
     disk_bytes = max(nvme_bytes(request, strategy, result.model, node, cluster) for node in set(cluster.nodes))
     if disk_bytes and any(node.host_disk_bytes is None for node in cluster.nodes):
-        unknown.append(
-            f"each node must have {format_bytes(disk_bytes)} of disk free; `# disk=SIZE` in a hostfile has that checked"
-        )
-    return in_use + unknown
+        needed = format_bytes(disk_bytes)
+        yield f"each node must have {needed} of disk free; `# disk=SIZE` in a hostfile has that checked"
 
 
-def _request_notes(request: Request, largest: int) -> list[str]:
-    """List settings with effects that a user might not expect."""
-    notes = []
+def _request_notes(request: Request, largest: int) -> Iterator[str]:
+    """Yield settings with effects that a user might not expect."""
     if request.global_tokens is not None and request.global_batch is not None:
-        notes.append(
+        yield (
             f"--global-tokens and --global-batch were both given: tokens win, {request.global_tokens} tokens are "
             f"{request.batch_samples} samples of {request.seq_len}"
         )
     if request.micro_batch is not None and largest < request.micro_batch:
-        notes.append(
+        yield (
             f"--micro-batch {request.micro_batch} exceeds the largest per-GPU micro-batch of this global "
             f"batch ({largest})"
         )
     if request.optimizer.states == "bf16" and request.optimizer.name == "adamw":
-        notes += bf16_notes(request.scaled_learning_rate, request.optimizer.betas[1])
+        yield from bf16_notes(request.scaled_learning_rate, request.optimizer.betas[1])
     if (rule := request.learning_rate_scaling) is not None and (note := rule.note(request.optimizer)) is not None:
-        notes.append(note)
-    return notes
+        yield note

@@ -8,7 +8,7 @@ from typing import Literal
 from frugal.config.layers import LayerMode
 from frugal.config.optimizers import OptimizerImplementation
 from frugal.config.request import Request
-from frugal.errors import RequestError
+from frugal.errors import refuse
 from frugal.planning.model_facts import FUSED_LOSS, ModelFacts
 
 Place = Literal["none", "cpu", "nvme"]
@@ -234,12 +234,8 @@ def offload_levels(request: Request, *, on_gpus: bool = True) -> tuple[Offload, 
     A CPU rank's memory is the host's already.
     """
     if request.offload_ratio not in (None, 1):
-        if not on_gpus:
-            raise RequestError(
-                f"--offload optimizer:{request.offload_ratio:g} is impossible on CPU ranks",
-                because="their memory is the host's already",
-                hint="use --offload optimizer",
-            )
+        what = f"--offload optimizer:{request.offload_ratio:g} is impossible on CPU ranks"
+        refuse((not on_gpus, what, "their memory is the host's already", "use --offload optimizer"))
         return ("optimizer",)
     if request.offload != "auto":
         return (request.offload,)

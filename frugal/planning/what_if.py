@@ -11,7 +11,7 @@ from typing import Any
 
 from frugal.config.hardware.cluster import Cluster, resized
 from frugal.config.request import Request
-from frugal.errors import FrugalError, RequestError
+from frugal.errors import FrugalError, RequestError, refuse
 from frugal.planning.memory.profile import VARLEN
 from frugal.planning.plan import KERNELS, Plan, RunLength
 from frugal.planning.report import WIDE, Table, aligned
@@ -258,13 +258,11 @@ def parse_axes(words: Sequence[str]) -> dict[str, tuple[int, ...]]:
     axes: dict[str, tuple[int, ...]] = {}
     for word in words:
         name, _, values = word.partition("=")
-        if name not in AXES or not values:
-            raise RequestError(f"`{word}` is no axis of a table", hint=hint)
+        refuse((name not in AXES or not values, f"`{word}` is no axis of a table", "", hint))
         parts = values.split(",")
         thousand = 1024 if name == "seq-len" else 1000
         axes[name] = tuple(parse_bytes(part) if name == "mem" else parse_count(part, thousand) for part in parts)
-        if min(axes[name]) < 1:
-            raise RequestError(f"`{word}` has a value below 1", hint=hint)
+        refuse((min(axes[name]) < 1, f"`{word}` has a value below 1", "", hint))
     return axes
 
 
@@ -286,19 +284,22 @@ def grid(plan: Plan, axes: Mapping[str, Sequence[int]]) -> "dict[GridCase, Case]
     Raises:
         RequestError: the table is too large, or the devices differ.
     """
-    if len(set(plan.cluster.devices)) > 1 or len({len(node.devices) for node in plan.cluster.nodes}) > 1:
-        raise RequestError(
-            "a table needs a cluster of equal devices",
-            because="it counts them, and gives them all the same memory",
-            hint="name one kind: --gpus 4 --mem 12G",
-        )
+    num_kinds, nodes = len(set(plan.cluster.devices)), plan.cluster.nodes
     num_cases = len(axes["gpus"]) * len(axes["mem"]) * len(axes["seq-len"])
-    if num_cases > MOST_CASES:
-        raise RequestError(
+    refuse(
+        (
+            num_kinds > 1 or len({len(node.devices) for node in nodes}) > 1,
+            "a table needs a cluster of equal devices",
+            "it counts them, and gives them all the same memory",
+            "name one kind: --gpus 4 --mem 12G",
+        ),
+        (
+            num_cases > MOST_CASES,
             f"a table of {num_cases} cases takes too long",
-            because=f"{MOST_CASES} are minutes",
-            hint="name fewer values",
-        )
+            f"{MOST_CASES} are minutes",
+            "name fewer values",
+        ),
+    )
     cases = {}
     for seq_len in axes["seq-len"]:
         for num_gpus in axes["gpus"]:

@@ -7,8 +7,12 @@ from math import ceil
 from frugal.config.hardware.cluster import ALLOCATOR_SHARE, ASSUMED_CAPABILITY, Cluster, Node, resized
 from frugal.config.request import Request
 from frugal.errors import NothingFitsError, RequestError
-from frugal.planning.memory import breakdown
-from frugal.planning.memory.breakdown import MemoryBreakdown
+from frugal.planning.memory.breakdown import (
+    MemoryBreakdown,
+    loading_host_bytes,
+    needed_host_bytes,
+    training_host_bytes,
+)
 from frugal.planning.memory.profile import VARLEN
 from frugal.planning.model_facts import FUSED_LOSS
 from frugal.planning.plan import KERNELS
@@ -20,35 +24,31 @@ from frugal.planning.what_if import cheaper_states, what_changes, with_gpus, wit
 from frugal.units import GIB, MIB, format_bytes, format_seconds, plural
 
 
-def reasons(request: Request, cluster: Cluster, result: SearchResult) -> tuple[str, ...]:
-    """Return the sentences of `Plan.why`, the last of which says what binds."""
+def reasons(request: Request, cluster: Cluster, result: SearchResult) -> Iterator[str]:
+    """Yield the sentences of `Plan.why`, the last of which says what binds."""
     strategy = result.chosen.strategy
-    sentences: list[str] = []
     if strategy.sequence_parallel > 1:
         ranks = plural(strategy.sequence_parallel, cluster.rank_noun)
-        sentences.append(result.shared_because or f"each sample is shared by {ranks}, as asked")
-    sentences.append(_activation_checkpointing(request, result))
-    for name, asked, taken, what in (
-        ("loss", request.loss, strategy.loss, "whole logits"),
-        ("mlp", request.mlp, strategy.mlp, "whole ones"),
-    ):
-        noun = "MLP" if name == "mlp" else name
-        if asked != "auto":
-            sentences.append(f"the {noun} is {asked}, as asked")
-        elif taken == "tiled":
-            plain = _compared(result, lambda each, name=name: getattr(each, name) == "plain", f"with {what}")  # type: ignore[misc]  # `name` as it is now
-            sentences.append(f"the {noun} is tiled{plain}")
-    sentences += _kernels(request, cluster, result)
-    sentences.append(_zero_stage(request, cluster, result))
-    sentences += _offload(request, result)
-    sentences.append(what_binds(request, cluster, result.chosen))
-    return tuple(sentences)
+        yield result.shared_because or f"each sample is shared by {ranks}, as asked"
+    yield _activation_checkpointing(request, result)
+    if request.loss != "auto":
+        yield f"the loss is {request.loss}, as asked"
+    elif strategy.loss == "tiled":
+        yield f"the loss is tiled{_compared(result, lambda each: each.loss == 'plain', 'with whole logits')}"
+    if request.mlp != "auto":
+        yield f"the MLP is {request.mlp}, as asked"
+    elif strategy.mlp == "tiled":
+        yield f"the MLP is tiled{_compared(result, lambda each: each.mlp == 'plain', 'with whole ones')}"
+    yield from _kernels(request, cluster, result)
+    yield _zero_stage(request, cluster, result)
+    yield from _offload(request, result)
+    yield what_binds(request, cluster, result.chosen)
 
 
-def _kernels(request: Request, cluster: Cluster, result: SearchResult) -> list[str]:
-    """Return which kernels are fused, and which ones attention takes."""
+def _kernels(request: Request, cluster: Cluster, result: SearchResult) -> Iterator[str]:
+    """Yield which kernels are fused, and which ones attention takes."""
     strategy = result.chosen.strategy
-    names, modules, sentences = [], "", []
+    names, modules = [], ""
     if strategy.kernels == "liger":
         fused = ", ".join(each for each in result.fused if each != FUSED_LOSS or strategy.loss == "tiled")
         names.append("liger")
@@ -56,11 +56,10 @@ def _kernels(request: Request, cluster: Cluster, result: SearchResult) -> list[s
     if VARLEN in result.attention:
         names.append(f"{VARLEN} attention")
     if names:
-        sentences.append(f"{KERNELS} {', '.join(names)}{modules}")
+        yield f"{KERNELS} {', '.join(names)}{modules}"
     if attention := " and ".join(each for each in result.attention if each != VARLEN):
         number = "{}.{}".format(*min(device.compute_capability or ASSUMED_CAPABILITY for device in cluster.kinds))
-        sentences.append(f"attention is {attention}: torch's choice for {request.precision} on capability {number}")
-    return sentences
+        yield f"attention is {attention}: torch's choice for {request.precision} on capability {number}"
 
 
 def _activation_checkpointing(request: Request, result: SearchResult) -> str:
@@ -105,19 +104,19 @@ def _offload(request: Request, result: SearchResult) -> list[str]:
     if strategy.offload_optimizer == "none":
         return []
     if strategy.offload_ratio < 1:
-        part = f"{100 * strategy.offload_ratio:.3g} % of the optimizer's sub-groups are updated in host memory"
-        if request.offload_ratio is not None:
-            part += ", as asked"
-        else:
-            part += _compared(result, lambda other: other.offload_ratio == 1, "with all of them there")
-        compiled = "each host compiles DeepSpeed's CPU Adam at its first training: it needs a C++ compiler and ninja"
-        return [part, f"{compiled}; --offload optimizer:1 does not"]
+        compared = _compared(result, lambda other: other.offload_ratio == 1, "with all of them there")
+        how = compared if request.offload_ratio is None else ", as asked"
+        return [
+            f"{100 * strategy.offload_ratio:.3g} % of the optimizer's sub-groups are updated in host memory{how}",
+            "each host compiles DeepSpeed's CPU Adam at its first training: it needs a C++ compiler and ninja; "
+            "--offload optimizer:1 does not",
+        ]
     what = "optimizer and parameters live" if strategy.offload_parameters != "none" else "the optimizer lives"
     where = "on disk, or in host memory" if strategy.offload_optimizer == "nvme" else "in host memory"
     if request.offload != "auto":
         return [f"{what} {where}, as asked"]
-    others = [each for each in result.candidates if each.strategy.offload_optimizer == "none"]
-    others = [each for each in others if each.headroom_bytes is not None]
+    known = (each for each in result.candidates if each.headroom_bytes is not None)
+    others = [each for each in known if each.strategy.offload_optimizer == "none"]
     return [f"{what} {where}: {_does_not_fit(others)} on the GPUs alone" if others else f"{what} {where}"]
 
 
@@ -263,7 +262,7 @@ def _of_host(cluster: Cluster, memory: MemoryBreakdown) -> str:
     """Say what the node with the largest shortfall needs of its host's memory."""
     node, needed_bytes = _tightest(cluster, memory)
     needed = format_bytes(needed_bytes)
-    if breakdown.loading_host_bytes(memory, node, cluster) > breakdown.training_host_bytes(memory, node, cluster):
+    if loading_host_bytes(memory, node, cluster) > training_host_bytes(memory, node, cluster):
         return f"before the first step {loading_in_words(memory)}, which takes {needed} of a host"
     if node.devices[0].kind == "cpu":
         return f"{len(node.devices)} such ranks and their processes take {needed} of their host together"
@@ -276,7 +275,7 @@ def _of_host(cluster: Cluster, memory: MemoryBreakdown) -> str:
 def _tightest(cluster: Cluster, memory: MemoryBreakdown) -> tuple[Node, int]:
     """Return the node with the largest shortfall of host memory, and the bytes that its ranks need there."""
     known = [node for node in dict.fromkeys(cluster.nodes) if node.host_memory_bytes is not None]
-    needed = {node: breakdown.needed_host_bytes(memory, node, cluster) for node in known}
+    needed = {node: needed_host_bytes(memory, node, cluster) for node in known}
     node = max(known, key=lambda node: needed[node] - (node.host_memory_bytes or 0))
     return node, needed[node]
 

@@ -7,9 +7,8 @@ from functools import cached_property, partial
 
 from frugal.config.hardware.cluster import Device, DeviceKind
 from frugal.planning.cost import ModelCosts
-from frugal.planning.memory import breakdown as host
 from frugal.planning.memory.allocator import KnownReplays, Replays
-from frugal.planning.memory.breakdown import Loading, MemoryBreakdown, of_device
+from frugal.planning.memory.breakdown import Loading, MemoryBreakdown, node_host_bytes, of_device
 from frugal.planning.memory.timeline import Timeline
 from frugal.planning.strategy import Strategy
 
@@ -151,7 +150,7 @@ def fullest(
 ) -> MemoryBreakdown:
     """Return the breakdown of the rank that needs most; the others are replayed only if they might need more."""
     on_host = max(rank.host_bytes + rank.host_bytes_per_sample * micro_batch for rank in ranks)
-    host_bytes = host.node_host_bytes(on_host, device.kind, ranks_per_node)
+    host_bytes = node_host_bytes(on_host, device.kind, ranks_per_node)
     first, *others = sorted(ranks, key=lambda rank: -rank.timeline.peak_bytes(micro_batch))
     most = breakdown(first, micro_batch, device, host_bytes, expandable_segments, counts_slack)
     if device.kind == "cpu" or not counts_slack:

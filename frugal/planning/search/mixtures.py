@@ -17,7 +17,7 @@ from dataclasses import replace
 from itertools import combinations
 
 from frugal.config.layers import FLAG, LayerModes
-from frugal.errors import RequestError
+from frugal.errors import RequestError, refuse
 from frugal.planning import cost
 from frugal.planning.memory.profile import largest_near
 from frugal.planning.search.candidate import TIE, Candidate, Source, fastest_seconds
@@ -54,19 +54,21 @@ def check_pinned(modes: LayerModes, strategy: Strategy, source: Source) -> None:
         RequestError: it has not, or they cannot.
     """
     num_layers = source.num_layers(strategy)
-    if num_layers and num_layers != modes.num_layers:
-        raise RequestError(
-            f"{FLAG} gives modes to {plural(modes.num_layers, 'layer')}",
-            because=f"the model has {num_layers}",
-            hint=f"give modes to layers 0 to {num_layers - 1}",
-        )
     why_not = source.why_not_mixed(strategy) if strategy.layer_modes else ""
-    if not num_layers or why_not:
-        raise RequestError(
+    refuse(
+        (
+            num_layers and num_layers != modes.num_layers,
+            f"{FLAG} gives modes to {plural(modes.num_layers, 'layer')}",
+            f"the model has {num_layers}",
+            f"give modes to layers 0 to {num_layers - 1}",
+        ),
+        (
+            not num_layers or why_not,
             f"{FLAG} {modes} is impossible for this model",
-            because=why_not or "its layers are not known",
-            hint="pin one mode for all layers: --activation-checkpointing full",
-        )
+            why_not or "its layers are not known",
+            "pin one mode for all layers: --activation-checkpointing full",
+        ),
+    )
 
 
 def _bases(candidates: Sequence[Candidate]) -> list[Strategy]:

@@ -13,7 +13,7 @@ from dataclasses import replace
 from frugal.config.hardware.cluster import Cluster
 from frugal.config.pins import check_pins
 from frugal.config.request import Request
-from frugal.errors import RequestError
+from frugal.errors import RequestError, refuse
 from frugal.planning.plan import ModelSummary
 from frugal.planning.search.candidate import (
     TIE,
@@ -47,12 +47,14 @@ class Search:
 
     def __init__(self, request: Request, cluster: Cluster, source: Source) -> None:
         check_pins(request, cluster.world_size)
-        if (request.sequence_parallel or 1) > 1 and len(cluster.kinds) > 1:
-            raise RequestError(
+        refuse(
+            (
+                (request.sequence_parallel or 1) > 1 and len(cluster.kinds) > 1,
                 f"--sequence-parallel {request.sequence_parallel} is impossible on devices that differ",
-                because="ranks that share samples take equal parts of them, in step",
-                hint="leave --sequence-parallel out",
+                "ranks that share samples take equal parts of them, in step",
+                "leave --sequence-parallel out",
             )
+        )
         self.request = request
         self.cluster = cluster
         self.source = source
