@@ -254,9 +254,8 @@ class Plan:
         memory, noun = self.memory, self.cluster.rank_noun
         differ = len(set(self.batch.micro_batch)) > 1 or len(self.cluster.kinds) > 1
         where = f"the fullest {noun}" if differ else f"each {noun}"
-        host = ""
-        if self.strategy.offload_optimizer != "none":
-            host = f"; {format_bytes(memory.host_bytes_per_node)} of each host"
+        is_offloaded = self.strategy.offload_optimizer != "none"
+        host = f"; {format_bytes(memory.host_bytes_per_node)} of each host" if is_offloaded else ""
         return (
             f"{format_bytes(memory.total_bytes)} of {format_bytes(self.device_bytes)} on {where}, "
             f"{format_bytes(memory.headroom_bytes)} of headroom{host}"

@@ -14,7 +14,7 @@ from frugal.planning import length_bucketing
 from frugal.planning.batch import BatchPlan
 from frugal.planning.memory.breakdown import MemoryBreakdown, nvme_bytes
 from frugal.planning.plan import UNPROVEN, Plan
-from frugal.planning.report import beyond_the_device
+from frugal.planning.report import beyond_the_device, select_texts
 from frugal.planning.search.candidate import Infeasible, OpenSource, SearchResult
 from frugal.planning.search.search import Search
 from frugal.planning.strategy import Strategy
@@ -269,30 +269,36 @@ def _machine_notes(request: Request, cluster: Cluster, result: SearchResult) -> 
         if device.held_bytes
     ]
     yield from in_use[:MAX_LISTED_GPUS]
-    if len(in_use) > MAX_LISTED_GPUS:
-        yield f"and so are parts of {len(in_use) - MAX_LISTED_GPUS} other GPUs"
-    strategy, memory = result.chosen.strategy, result.memory
-    if strategy.offload_optimizer != "none" and any(node.host_memory_bytes is None for node in cluster.nodes):
-        needed = format_bytes(memory.host_bytes_per_node)
-        yield f"each host must have {needed} of memory free; give --host-mem to have that checked"
+    strategy, others = result.chosen.strategy, len(in_use) - MAX_LISTED_GPUS
     disk_bytes = max(nvme_bytes(request, strategy, result.model, node, cluster) for node in set(cluster.nodes))
-    if disk_bytes and any(node.host_disk_bytes is None for node in cluster.nodes):
-        needed = format_bytes(disk_bytes)
-        yield f"each node must have {needed} of disk free; `# disk=SIZE` in a hostfile has that checked"
+    on_host, on_disk = format_bytes(result.memory.host_bytes_per_node), format_bytes(disk_bytes)
+    yield from select_texts(
+        (others > 0, f"and so are parts of {others} other GPUs"),
+        (
+            strategy.offload_optimizer != "none" and any(node.host_memory_bytes is None for node in cluster.nodes),
+            f"each host must have {on_host} of memory free; give --host-mem to have that checked",
+        ),
+        (
+            disk_bytes and any(node.host_disk_bytes is None for node in cluster.nodes),
+            f"each node must have {on_disk} of disk free; `# disk=SIZE` in a hostfile has that checked",
+        ),
+    )
 
 
 def _request_notes(request: Request, largest: int) -> Iterator[str]:
     """Yield settings with effects that a user might not expect."""
-    if request.global_tokens is not None and request.global_batch is not None:
-        yield (
+    yield from select_texts(
+        (
+            request.global_tokens is not None and request.global_batch is not None,
             f"--global-tokens and --global-batch were both given: tokens win, {request.global_tokens} tokens are "
-            f"{request.batch_samples} samples of {request.seq_len}"
-        )
-    if request.micro_batch is not None and largest < request.micro_batch:
-        yield (
+            f"{request.batch_samples} samples of {request.seq_len}",
+        ),
+        (
+            request.micro_batch is not None and largest < request.micro_batch,
             f"--micro-batch {request.micro_batch} exceeds the largest per-GPU micro-batch of this global "
-            f"batch ({largest})"
-        )
+            f"batch ({largest})",
+        ),
+    )
     if request.optimizer.states == "bf16" and request.optimizer.name == "adamw":
         yield from bf16_notes(request.scaled_learning_rate, request.optimizer.betas[1])
     if (rule := request.learning_rate_scaling) is not None and (note := rule.note(request.optimizer)) is not None:

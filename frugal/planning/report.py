@@ -70,6 +70,11 @@ Block = list[str] | Table
 """A part of a report: lines, or a table."""
 
 
+def select_texts(*cases: tuple[object, str]) -> list[str]:
+    """Return the texts whose condition holds, in order: `(condition, text)`."""
+    return [text for holds, text in cases if holds]
+
+
 def as_text(blocks: Iterable[Block]) -> str:
     """Return blocks as plain text, separated by empty lines."""
     lines = (block.lines if isinstance(block, Table) else block for block in blocks)
@@ -104,16 +109,16 @@ def _facts(plan: Plan) -> list[str]:
         base = f"; base in {request.quantize}" if request.quantize is not None else ""
         parameters += f" ({format_count(model.trainable_parameters)} trainable{adapter}{base})"
     nodes = [f"{plural(count, 'node')} of {node}" for node, count in Counter(map(_node, plan.cluster.nodes)).items()]
-    settings = [
-        f"{optimizer.name}{f' ({optimizer.implementation})' if optimizer.implementation else ''}"
-        f"{f' with momentum {optimizer.momentum:g}' if optimizer.momentum else ''}",
-        f"learning rate {request.learning_rate_scaling or f'{request.learning_rate:g}'}",
-    ]
-    if optimizer.name != "sgd":
-        settings.append(f"betas {optimizer.beta1:g} and {optimizer.beta2:g}, epsilon {optimizer.epsilon:g}")
-    settings.append(f"weight decay {request.weight_decay:g}{'' if request.decays_all else ' but of norms and biases'}")
-    if request.gradient_clipping:
-        settings.append(f"gradient norm at most {request.gradient_clipping:g}")
+    implementation = f" ({optimizer.implementation})" if optimizer.implementation else ""
+    momentum = f" with momentum {optimizer.momentum:g}" if optimizer.momentum else ""
+    has_betas = optimizer.name != "sgd"
+    settings = select_texts(
+        (True, f"{optimizer.name}{implementation}{momentum}"),
+        (True, f"learning rate {request.learning_rate_scaling or f'{request.learning_rate:g}'}"),
+        (has_betas, f"betas {optimizer.beta1:g} and {optimizer.beta2:g}, epsilon {optimizer.epsilon:g}"),
+        (True, f"weight decay {request.weight_decay:g}{'' if request.decays_all else ' but of norms and biases'}"),
+        (request.gradient_clipping, f"gradient norm at most {request.gradient_clipping:g}"),
+    )
     packed = ", packed with documents" if request.pack else ""
     states = ", master weights and optimizer states in bf16" if optimizer.states == "bf16" else ""
     shares = ", ".join(f"{name} {format_seconds(seconds)}" for name, seconds in time.parts.items() if seconds)
@@ -165,8 +170,11 @@ def strategy_table(plan: Plan, *, shown: int | None = None) -> Table:
     """
     rejected = plan.rejected if shown is None else plan.rejected[:shown]
     rest = len(plan.rejected) - len(rejected)
-    notes = ["> lower bound, < upper bound: pruned, not fully evaluated"] * any(each.is_bound for each in rejected)
-    notes += [f"{rest} more: `frugal explain`"] * (rest > 0)
+    notes = select_texts(
+        (any(each.is_bound for each in rejected), "> lower bound, < upper bound: pruned, not fully evaluated"),
+        (rest, f"{rest} more: `frugal explain`"),
+        (True, MODES_NOTE),
+    )
     memory, total = plan.memory, plan.time.total_seconds
     chosen = (
         format_seconds(total),
@@ -179,7 +187,7 @@ def strategy_table(plan: Plan, *, shown: int | None = None) -> Table:
     return Table(
         title="strategies",
         rows=(HEAD, chosen, *(_row(plan.time, each) for each in rejected)),
-        note="; ".join([*notes, MODES_NOTE]),
+        note="; ".join(notes),
         has_head=True,
         width=WIDE,
     )
@@ -284,24 +292,22 @@ def _peak(memory: MemoryBreakdown) -> str:
 
 def assumptions(plan: Plan) -> list[str]:
     """List what no dry run can know."""
-    device, noun = plan.cluster.devices[0], plan.cluster.rank_noun
-    lines = []
-    if device.measured_on is None and device.kind == "cuda":
-        least = format_bytes(device.context_bytes - device.context_below_bytes)
-        most = format_bytes(device.context_bytes + device.context_above_bytes)
-        lines.append(
+    device, cluster = plan.cluster.devices[0], plan.cluster
+    is_gpu, is_measured = device.kind == "cuda", device.measured_on is not None
+    least = format_bytes(device.context_bytes - device.context_below_bytes)
+    most = format_bytes(device.context_bytes + device.context_above_bytes)
+    speed = f"{device.matrix_flops / 1e12:.3g} TFLOP/s reached, {device.memory_bandwidth / 1e9:.0f} GB/s of memory"
+    inside = f"{cluster.intra_bandwidth / 1e9:.0f} GB/s between {cluster.rank_noun}s"
+    between = f", {cluster.inter_bandwidth / 1e9:.0f} GB/s between nodes" if len(cluster.nodes) > 1 else ""
+    return select_texts(
+        (
+            is_gpu and not is_measured,
             f"context {format_bytes(device.context_bytes)} ({least} to {most}: driver, kernels, NCCL), not measured on "
-            "your card: `frugal measure --calibrate` does"
-        )
-    if device.kind == "cuda":
-        lines.append(_margin(device))
-    if device.measured_on is None:
-        speed = f"{device.matrix_flops / 1e12:.3g} TFLOP/s reached, {device.memory_bandwidth / 1e9:.0f} GB/s of memory"
-        links = f"{plan.cluster.intra_bandwidth / 1e9:.0f} GB/s between {noun}s"
-        if len(plan.cluster.nodes) > 1:
-            links += f", {plan.cluster.inter_bandwidth / 1e9:.0f} GB/s between nodes"
-        lines.append(f"{device.name}: {speed}, {links}; only the seconds depend on it")
-    return lines
+            "your card: `frugal measure --calibrate` does",
+        ),
+        (is_gpu, _margin(device)),
+        (not is_measured, f"{device.name}: {speed}, {inside}{between}; only the seconds depend on it"),
+    )
 
 
 def bounds_of(interval: Bounds) -> str:
@@ -323,12 +329,13 @@ def beyond_the_device(memory: MemoryBreakdown, device: Device) -> list[str]:
 def _margin(device: Device) -> str:
     """Say what stays free, and for what."""
     above, nominal = device.context_above_bytes, int(device.memory_bytes * NOMINAL_SHARE)
-    parts = [f"a larger context {format_bytes(above)}"] if above else []
-    rest = device.margin_bytes - above
-    if device.memory_bytes % GIB == 0 and rest > nominal:
-        parts.append(f"a driver that reports less than the box {format_bytes(nominal)}")
-        rest -= nominal
-    parts.append(f"fragmentation and kernels {format_bytes(rest)}")
+    is_nominal = device.memory_bytes % GIB == 0 and device.margin_bytes - above > nominal
+    rest = device.margin_bytes - above - nominal * is_nominal
+    parts = select_texts(
+        (above, f"a larger context {format_bytes(above)}"),
+        (is_nominal, f"a driver that reports less than the box {format_bytes(nominal)}"),
+        (True, f"fragmentation and kernels {format_bytes(rest)}"),
+    )
     return f"margin {format_bytes(device.margin_bytes)}: {', '.join(parts)}"
 
 
@@ -360,13 +367,15 @@ def binding(plan: Plan) -> list[str]:
         for name, size in phases
         if name != memory.phase
     ]
-    if below:
-        lines.append(f"  next would be {', '.join(below[:2])}")
     host = min((node.host_memory_bytes for node in plan.cluster.nodes if node.host_memory_bytes), default=None)
-    if plan.strategy.offload_optimizer != "none":
-        there = f" of {format_bytes(host)}" if host is not None else "; what it has is not known, see --host-mem"
-        lines.append(f"  the host of a node holds {format_bytes(memory.host_bytes_per_node)}{there}")
-    return lines
+    there = f" of {format_bytes(host)}" if host is not None else "; what it has is not known, see --host-mem"
+    return lines + select_texts(
+        (below, f"  next would be {', '.join(below[:2])}"),
+        (
+            plan.strategy.offload_optimizer != "none",
+            f"  the host of a node holds {format_bytes(memory.host_bytes_per_node)}{there}",
+        ),
+    )
 
 
 # Okabe and Ito's colours, which colour-blind people can tell apart, for light and dark; letters on them have a contrast

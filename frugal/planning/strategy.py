@@ -295,17 +295,6 @@ def _modes(request: Request, can_recompute: bool, on_gpus: bool) -> list[Modes]:
     return [(mode, ()) for mode in modes if on_gpus or mode != "offloaded"]
 
 
-def _buckets(trainable_parameters: int, small: bool) -> tuple[int, int, int]:
-    """Return the elements of the bucket of gradients, of that of parameters ahead of their use, and gathered at most.
-
-    The bucket of gradients is even, because DeepSpeed starts the ranks' parts of it at multiples of two elements.
-    """
-    usual, live = min(BUCKET_ELEMENTS, max(1, trainable_parameters)), Strategy.max_live_elements
-    if small:
-        usual, live = max(1, usual // SMALLER), live // SMALLER
-    return usual + usual % 2, usual, live
-
-
 def allowed_strategies(
     request: Request,
     facts: ModelFacts,
@@ -326,8 +315,9 @@ def allowed_strategies(
     """
     stages = _stages(request, offload, world_size)
     modes = _modes(request, facts.can_recompute, on_gpus)
-    bucket, usual, live = _buckets(facts.trainable_parameters, small_buckets)
+    usual, live = min(BUCKET_ELEMENTS, max(1, facts.trainable_parameters)), Strategy.max_live_elements
     if small_buckets:
+        usual, live = max(1, usual // SMALLER), live // SMALLER
         stages = tuple(stage for stage in stages if stage)
     tiled_mlp = tiled_mlp or request.mlp == "tiled"
     if tiled_mlp:
@@ -348,7 +338,7 @@ def allowed_strategies(
             offload_parameters=parameters,
             nvme_path=request.nvme_path if offload == "nvme" else None,
             nvme_buffer_elements=-(-facts.largest_parameter // world_size) if parameters == "nvme" else 0,
-            reduce_bucket_elements=bucket,
+            reduce_bucket_elements=usual + usual % 2,  # even: DeepSpeed starts ranks' parts at multiples of two
             # A gathered parameter keeps its buffer for the way from disk, and DeepSpeed fails when it runs out of them.
             prefetch_bucket_elements=0 if parameters == "nvme" else usual,
             max_live_elements=0 if parameters == "nvme" else live,

@@ -6,6 +6,8 @@ Cases that differ only in memory and links share one source, whose profiles depe
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, replace
+from itertools import product
+from math import prod
 from textwrap import wrap
 from typing import Any
 
@@ -14,7 +16,7 @@ from frugal.config.request import Request
 from frugal.errors import FrugalError, RequestError, refuse
 from frugal.planning.memory.profile import VARLEN
 from frugal.planning.plan import KERNELS, Plan, RunLength
-from frugal.planning.report import WIDE, Table, aligned
+from frugal.planning.report import WIDE, Table, aligned, select_texts
 from frugal.planning.search.candidate import TIE, Candidate, OpenSource
 from frugal.planning.search.search import Search
 from frugal.planning.strategy import LAYER_MODES, MODES_NOTE, PLACES, Strategy, brief_name
@@ -63,10 +65,8 @@ def predicted(cases: Sequence[Case], dry_run: OpenSource) -> list[Candidate | No
         first = cases[indices[0]]
         with dry_run(first.request, first.cluster) as source:
             for i in indices:
-                try:
+                with suppress(FrugalError):  # the model cannot take it, or pins contradict each other
                     predictions[i] = Search(first.request, cases[i].cluster, source).predicted()
-                except FrugalError:  # the model cannot take it, or pins contradict each other
-                    predictions[i] = None
     return predictions
 
 
@@ -230,22 +230,29 @@ def with_gain(plan: Plan, dry_run: OpenSource) -> Plan:
     ).sealed()
 
 
+PINS: tuple[tuple[str, dict[str, Any]], ...] = (
+    ("--activation-checkpointing auto", {"layer_modes": None}),
+    ("no --max-tokens-per-gpu", {"max_tokens_per_gpu": None}),
+    ("no --micro-batch", {"micro_batch": None}),
+    ("no --accumulation-steps", {"accumulation_steps": None}),
+    ("no --zero-stage", {"zero_stage": None}),
+    ("no --micro-batch and no --accumulation-steps", {"micro_batch": None, "accumulation_steps": None}),
+    ("--activation-checkpointing auto", {"activation_checkpointing": "auto"}),
+    ("--loss auto", {"loss": "auto"}),
+    ("--mlp auto", {"mlp": "auto"}),
+    ("--kernels auto", {"kernels": "auto"}),
+    ("--offload auto", {"offload": "auto"}),
+)
+"""What a user is asked to do to free a request of a pin, and the fields that it frees. Two that decide each other are
+freed together, too."""
+
+
 def without_pins(request: Request) -> Iterator[tuple[str, Request]]:
     """Yield the request without one of its pins, and what that asks of the user: `no --zero-stage`."""
-    if request.layer_modes is not None:
-        yield "--activation-checkpointing auto", replace(request, layer_modes=None)
-    for field in ("max_tokens_per_gpu", "micro_batch", "accumulation_steps", "zero_stage"):
-        pin = getattr(request, field)
-        if pin is not None and pin is not False:  # ZeRO stage 0 is a pin, too
-            yield f"no --{field.replace('_', '-')}", replace(request, **{field: None})  # type: ignore[arg-type]  # its type as it is
-    if request.micro_batch is not None and request.accumulation_steps is not None:  # each of them decides the other
-        both = replace(request, micro_batch=None, accumulation_steps=None)
-        yield "no --micro-batch and no --accumulation-steps", both
-    for field in ("activation_checkpointing", "loss", "mlp", "kernels"):
-        if getattr(request, field) != "auto":
-            yield f"--{field.replace('_', '-')} auto", replace(request, **{field: "auto"})  # type: ignore[arg-type]  # as above
-    if request.offload != "auto":
-        yield "--offload auto", replace(request, offload="auto", offload_ratio=None)
+    for flag, free in PINS:
+        if all(getattr(request, field) != value for field, value in free.items()):
+            ratio = None if "offload" in free else request.offload_ratio
+            yield flag, replace(request, offload_ratio=ratio, **free)
 
 
 def parse_axes(words: Sequence[str]) -> dict[str, tuple[int, ...]]:
@@ -285,7 +292,7 @@ def grid(plan: Plan, axes: Mapping[str, Sequence[int]]) -> "dict[GridCase, Case]
         RequestError: the table is too large, or the devices differ.
     """
     num_kinds, nodes = len(set(plan.cluster.devices)), plan.cluster.nodes
-    num_cases = len(axes["gpus"]) * len(axes["mem"]) * len(axes["seq-len"])
+    num_cases = prod(len(axes[name]) for name in AXES)
     refuse(
         (
             num_kinds > 1 or len({len(node.devices) for node in nodes}) > 1,
@@ -301,15 +308,11 @@ def grid(plan: Plan, axes: Mapping[str, Sequence[int]]) -> "dict[GridCase, Case]
         ),
     )
     cases = {}
-    for seq_len in axes["seq-len"]:
-        for num_gpus in axes["gpus"]:
-            for memory in axes["mem"]:
-                try:
-                    cluster = with_memory(with_gpus(plan.cluster, num_gpus), memory)
-                    request = replace(plan.request, seq_len=seq_len, sequence_parallel=None)
-                except RequestError:
-                    continue
-                cases[num_gpus, memory, seq_len] = Case(name="", request=request, cluster=cluster)
+    for seq_len, num_gpus, memory in product(axes["seq-len"], axes["gpus"], axes["mem"]):
+        with suppress(RequestError):
+            cluster = with_memory(with_gpus(plan.cluster, num_gpus), memory)
+            request = replace(plan.request, seq_len=seq_len, sequence_parallel=None)
+            cases[num_gpus, memory, seq_len] = Case(name="", request=request, cluster=cluster)
     return cases
 
 
@@ -345,9 +348,9 @@ def improvements(plan: Plan, cases: Sequence[Case], predictions: Sequence[Candid
             gain = f"{change:+.0f} %{a_token}" if abs(change) > 100 * (TIE - 1) else "no gain"
             strategy = "same strategy" if candidate.strategy == plan.strategy else brief_name(candidate.strategy)
             rows.append((name, format_seconds(candidate.seconds), gain, batch, strategy))
-    changing = [f"! {CHANGES_NUMBERS}"] if any(row[0].endswith(" !") for row in rows) else []
     has_modes = any(mode in row[-1] for row in rows for mode in LAYER_MODES[:-1])
-    note = "; ".join([*changing, *([MODES_NOTE] if has_modes else [])])
+    is_changing = any(row[0].endswith(" !") for row in rows)
+    note = "; ".join(select_texts((is_changing, f"! {CHANGES_NUMBERS}"), (has_modes, MODES_NOTE)))
     return Table(title=f"what would help ({NOT_DRY_RUN})", rows=tuple(rows), note=note, width=WIDE)
 
 
@@ -411,9 +414,12 @@ def what_if_rows(
 def what_if_legend(predictions: Predictions, run: RunLength | None = None) -> str:
     """Explain the entries of the table."""
     used = {letter for each in predictions.values() if each is not None for letter in _letters(each.strategy)}
-    legend = [f"{letter} {meaning}" for letter, meaning in _LETTERS.items() if letter in used]
-    of_run = [] if run is None else ["after a comma the time of the run"]
-    return "; ".join(["seconds a step, tokens/s of each device, Z ZeRO stage", *legend, *of_run])
+    legend = select_texts(
+        (True, "seconds a step, tokens/s of each device, Z ZeRO stage"),
+        *((letter in used, f"{letter} {meaning}") for letter, meaning in _LETTERS.items()),
+        (run is not None, "after a comma the time of the run"),
+    )
+    return "; ".join(legend)
 
 
 def _entry(plan: Plan, point: GridCase, candidate: Candidate | None, run: RunLength | None) -> str:

@@ -16,7 +16,7 @@ from frugal.planning.memory.breakdown import (
 from frugal.planning.memory.profile import VARLEN
 from frugal.planning.model_facts import FUSED_LOSS
 from frugal.planning.plan import KERNELS
-from frugal.planning.report import loading_in_words
+from frugal.planning.report import loading_in_words, select_texts
 from frugal.planning.search.candidate import TIE, Candidate, Infeasible, OpenSource, SearchResult, Source
 from frugal.planning.search.search import Search
 from frugal.planning.strategy import Strategy
@@ -214,22 +214,24 @@ def nothing_fits(
         "device": f"{noun} of {format_bytes(device.memory_bytes)}",
     }
     samples = f"{plural(nearest.micro_batch, 'sample')} of {request.seq_len} tokens"
+    is_short = search.evaluation.fitting.host_shortfall_bytes(memory) > 0
+    is_also_short = device.margin_bytes and nearest.strategy.offload_optimizer != "none" and is_short
+    lacks_host = nearest.scarce == "host" or (nearest.scarce == "device" and is_also_short)
+    on_disk = "what lives on NVMe is split over all ranks, and a node's disk holds the share of its own"
     because = [
         *_levels(cluster, result),
         f"the nearest of {len(result.candidates)} strategies is {nearest.strategy}, with {samples}",
         f"it takes {format_bytes(memory.total_bytes)}: {floor(memory)}",
+        *select_texts(
+            (nearest.scarce == "disk", on_disk),
+            (
+                nearest.scarce == "device" and device.margin_bytes,
+                f"{format_bytes(device.margin_bytes)} stay free as margin",
+            ),
+            (lacks_host, _of_host(cluster, memory) if lacks_host else ""),
+            (why_not_shared, why_not_shared or ""),
+        ),
     ]
-    if nearest.scarce == "disk":
-        because.append("what lives on NVMe is split over all ranks, and a node's disk holds the share of its own")
-    if nearest.scarce == "device" and device.margin_bytes:
-        because.append(f"{format_bytes(device.margin_bytes)} stay free as margin")
-        is_short_too = search.evaluation.fitting.host_shortfall_bytes(memory) > 0
-        if nearest.strategy.offload_optimizer != "none" and is_short_too:
-            because.append(_of_host(cluster, memory))
-    if nearest.scarce == "host":
-        because.append(_of_host(cluster, memory))
-    if why_not_shared is not None:
-        because.append(why_not_shared)
     asked = f" with --micro-batch {request.micro_batch}" if most else ""
     at_most = f": at most {plural(most, 'sample')} at once" if most else ""
     return NothingFitsError(

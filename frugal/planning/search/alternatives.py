@@ -150,9 +150,8 @@ def change_to(plan: Plan, alternative: Alternative) -> Plan:
             f"{JSON_ALONE} trains {batch.capacity} samples a step, not {batch.global_batch}: DeepSpeed's JSON knows no "
             "uneven micro-batches, plan.json does"
         )
-    grouping = None
-    if request.lengths is not None:
-        grouping = length_bucketing.grouping(request.lengths, batch, request.seq_len)
+    lengths, seq_len = request.lengths, request.seq_len
+    grouping = None if lengths is None else length_bucketing.grouping(lengths, batch, seq_len)
     return replace(
         plan, strategy=alternative.strategy, batch=batch, memory=alternative.memory, time=alternative.time,
         warnings=tuple(notes), grouping=grouping, alternatives=(), tuned_from=plan.digest,

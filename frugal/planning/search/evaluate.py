@@ -239,16 +239,12 @@ class StrategyEvaluation:
             return accumulating
         if accumulating.takes_one_micro_step:
             return self._with_profile(strategy, accumulates=False, drafted=drafted)
-        if not self._could_be_done_at_once(accumulating):
+        samples, cap = self.fitting.samples_per_rank, self.fitting.cap
+        may_be_at_once = self.request.accumulation_steps in (None, 1) and cap >= samples
+        if not may_be_at_once or accumulating.micro_batch * AT_ONCE_GAIN < samples:
             return accumulating
         at_once = self._with_profile(strategy, accumulates=False, drafted=drafted)
         return at_once if at_once.takes_one_micro_step else accumulating
-
-    def _could_be_done_at_once(self, accumulating: Candidate) -> bool:
-        """Return whether a rank may take its share in one micro-step, and freeing the summed gradients might let it."""
-        is_allowed = self.request.accumulation_steps in (None, 1)
-        samples = self.fitting.samples_per_rank
-        return is_allowed and self.fitting.cap >= samples and accumulating.micro_batch * AT_ONCE_GAIN >= samples
 
     def _with_profile(self, strategy: Strategy, *, accumulates: bool, drafted: bool = False) -> Candidate:
         """Return the best batch by the profile of a step that `accumulates` gradients, or of one that does not."""
