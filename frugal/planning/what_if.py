@@ -243,8 +243,8 @@ PINS: tuple[tuple[str, dict[str, Any]], ...] = (
     ("--kernels auto", {"kernels": "auto"}),
     ("--offload auto", {"offload": "auto"}),
 )
-"""What a user is asked to do to free a request of a pin, and the fields that it frees. Two that decide each other are
-freed together, too."""
+"""Flags that free a request of a pin, and the fields that they free. Two that decide each other are freed together,
+too."""
 
 
 def without_pins(request: Request) -> Iterator[tuple[str, Request]]:

@@ -251,7 +251,7 @@ def _levels(cluster: Cluster, result: Infeasible) -> Iterator[str]:
             "nvme": f"with {what} on NVMe",
             "none": f"on the {devices} alone",
         }
-        lacking = []
+        lacking: list[str] = []
         for stage, candidate in stages.items():
             at_least = "at least " if candidate.is_draft or candidate.memory is None else ""
             on = {"host": " on the host", "disk": " on disk", "device": ""}[candidate.scarce]

@@ -125,10 +125,6 @@ def _with(timeline: Timeline, requests: Mapping[int, int], operator: str, *, is_
 def _first_product(timeline: Timeline, phase: str) -> int | None:
     """Return the number of the event at which the first product's result begins in a phase."""
     products = {number for number, name in enumerate(timeline.names) if name in _PRODUCTS}
-    for name, events in timeline.phase_ranges:
-        if name == phase:
-            for event in events:
-                storage = timeline.events[event]
-                if timeline.operators[storage] in products and timeline.events.index(storage) == event:  # its birth
-                    return event
-    return None
+    of_phase = (event for name, events in timeline.phase_ranges if name == phase for event in events)
+    made = (event for event in of_phase if timeline.operators[timeline.events[event]] in products)
+    return next((event for event in made if timeline.is_birth[event]), None)
