@@ -19,7 +19,7 @@ from typing import Any
 import msgspec
 
 from frugal.config.hardware.cluster import CARDS
-from frugal.planning.memory.interval import Bounds, of_tensors
+from frugal.planning.memory.breakdown import Bounds, of_tensors
 
 RESULTS = Path(__file__).parents[1] / "results"
 

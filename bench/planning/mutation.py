@@ -196,13 +196,13 @@ MUTANTS = (
     Mutant("planning/search/candidate.py", "TRUST = 0.01", "TRUST = 0.1", "a profile may be 10 % off its dry run"),
     # what is said where nothing fits, and what would help
     Mutant(
-        "planning/infeasible.py",
+        "planning/why.py",
         "needed = (nearest.memory.total_bytes + device.context_above_bytes) / (1 - share)",
         "needed = 1.2 * (nearest.memory.total_bytes + device.context_above_bytes) / (1 - share)",
         "more memory is asked for than would do",
     ),
     Mutant(
-        "planning/infeasible.py",
+        "planning/why.py",
         "if flag.split()[0] in ",
         "if False and flag.split()[0] in ",
         "a large change is proposed beside a smaller one of the same kind",

@@ -12,9 +12,7 @@ from rich.table import Table as Grid
 from rich.text import Text
 
 from frugal.planning.plan import NAME_WIDTH, Plan
-from frugal.planning.report import Block
-from frugal.planning.table import Table
-from frugal.planning.verdict import bar
+from frugal.planning.report import Block, Table, bar
 
 WIDEST = 120
 """Maximum columns of a report: longer lines are hard to read."""

@@ -38,7 +38,7 @@ from frugal.errors import RequestError, refuse
 from frugal.planning.batch import BatchPlan
 from frugal.planning.memory import timeline_files
 from frugal.planning.memory.timeline import CATEGORIES
-from frugal.planning.memory_report import bounds_of
+from frugal.planning.report import bounds_of
 from frugal.planning.strategy import Strategy, allowed_strategies, offload_levels
 from frugal.tools.own_loop.reference import names_a_step
 from frugal.units import format_bytes, plural

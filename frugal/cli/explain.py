@@ -26,9 +26,8 @@ from frugal.config.request import Request
 from frugal.dryrun.client import DryRunSource, workers
 from frugal.dryrun.pool import Pool, shared_workers
 from frugal.errors import RequestError
-from frugal.planning.plan import Plan
+from frugal.planning.plan import Plan, RunLength
 from frugal.planning.report import explanation
-from frugal.planning.run_cost import RunLength
 from frugal.planning.search.candidate import OpenSource
 from frugal.planning.what_if import (
     KINDS,

@@ -38,9 +38,8 @@ from frugal.deepspeed_adapter.json_config import write_plan
 from frugal.dryrun.planner import what_helps
 from frugal.dryrun.pool import shared_workers
 from frugal.errors import refuse
-from frugal.planning.plan import Plan
+from frugal.planning.plan import Plan, RunLength
 from frugal.planning.report import summary_blocks
-from frugal.planning.run_cost import RunLength
 
 
 @click.command("plan", cls=SettingsCommand)

@@ -26,8 +26,7 @@ from frugal.planning.cost import ModelCosts, Work, between
 from frugal.planning.length_bucketing import DrawnRun
 from frugal.planning.memory.allocator import KnownReplays
 from frugal.planning.memory.any_length import AnyLength
-from frugal.planning.memory.breakdown import MemoryBreakdown
-from frugal.planning.memory.loading import Loading, loading_of
+from frugal.planning.memory.breakdown import Loading, MemoryBreakdown, loading_of
 from frugal.planning.memory.profile import MemoryProfile, RankMemory, fullest, reserved_with_room
 from frugal.planning.memory.timeline import MICRO_BATCHES, ModelTrace, NotAffineError, Timeline
 from frugal.planning.memory.workspaces import ANY_ROWS, with_scratch, with_workspaces, workspace_bytes

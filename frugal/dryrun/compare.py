@@ -23,10 +23,9 @@ from frugal.planning.batch import BatchPlan
 from frugal.planning.length_bucketing import most_samples
 from frugal.planning.memory import breakdown
 from frugal.planning.memory.allocator import Replays
-from frugal.planning.memory.breakdown import MemoryBreakdown
-from frugal.planning.memory.interval import Bounds, of_device, widened
+from frugal.planning.memory.breakdown import Bounds, MemoryBreakdown, of_device, widened
 from frugal.planning.plan import Plan
-from frugal.planning.search.fitting import Fitting
+from frugal.planning.search.evaluate import Fitting
 from frugal.planning.strategy import Strategy
 from frugal.report.records import read_history
 from frugal.units import format_bytes

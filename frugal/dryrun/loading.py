@@ -16,7 +16,7 @@ from frugal.models import transformers_internals
 from frugal.models.loading import quantised
 from frugal.models.loading.weights import load_weights
 from frugal.models.spec import ModelSpec
-from frugal.planning.memory.loading import Reading
+from frugal.planning.model_facts import Reading
 from frugal.torch_internals import tensors_in
 
 

@@ -90,8 +90,7 @@ def _describe(question: AskFacts) -> Any:
     from frugal.dryrun.loading import reading
     from frugal.models import activation_checkpointing, tiled_loss
     from frugal.models.loading import quantised
-    from frugal.planning.memory.loading import Weights
-    from frugal.planning.model_facts import ModelFacts
+    from frugal.planning.model_facts import ModelFacts, Weights
 
     spec = _spec_of(_model_of(question.request))  # whatever the length asked for
     model = spec.build(dtype=torch.bfloat16, device="meta")

@@ -22,7 +22,7 @@ from frugal.models.loading import quantised
 from frugal.models.loading.weights import Place, load_weights, off_the_file
 from frugal.models.losses import decoder_inputs, own_loss
 from frugal.models.objectives import CausalLM, MaskedLM, Objective, Seq2Seq, SequenceClassification
-from frugal.planning.memory.loading import Origin
+from frugal.planning.model_facts import Origin
 
 TASKS: tuple[str, ...] = get_args(Task)
 OWN = "own"  # the task of a factory that brings its own objective

@@ -10,7 +10,7 @@ from dataclasses import dataclass, replace
 from functools import cached_property, lru_cache
 from operator import mul
 
-from frugal.errors import RequestError
+from frugal.errors import refuse
 from frugal.units import plural
 
 
@@ -107,24 +107,32 @@ class BatchPlan:
             RequestError: a batch or a cap below 1, or `accumulation_steps` that cannot hold the batch or would stay
                 empty.
         """
-        if global_batch < 1:
-            raise RequestError(
-                f"a global batch of {global_batch} samples trains nothing", hint="ask for at least 1 sample"
-            )
-        if not micro_batch or min(micro_batch) < 1:
-            raise RequestError(
-                f"the micro-batch caps {list(micro_batch)} leave a rank without samples",
-                hint="every rank must take at least 1 sample",
-            )
+        smallest = min(micro_batch, default=0)
+        refuse(
+            (
+                global_batch < 1,
+                f"a global batch of {global_batch} samples trains nothing",
+                "",
+                "ask for at least 1 sample",
+            ),
+            (
+                smallest < 1,
+                f"a micro-batch cap of {smallest} leaves a rank without samples",
+                "",
+                "every rank must take at least 1 sample",
+            ),
+        )
         caps = tuple(micro_batch)
         fewest = -(-global_batch // sum(caps))
         num_steps = fewest if accumulation_steps is None else accumulation_steps
-        if not fewest <= num_steps <= global_batch:
-            raise RequestError(
+        refuse(
+            (
+                not fewest <= num_steps <= global_batch,
                 f"{num_steps} accumulation steps cannot hold a global batch of {global_batch}",
-                because=f"{sum(caps)} samples fit into one, and each needs at least one",
-                hint=f"between {fewest} and {global_batch} accumulation steps can",
+                f"{sum(caps)} samples fit into one, and each needs at least one",
+                f"between {fewest} and {global_batch} accumulation steps can",
             )
+        )
         capacities = [cap * num_ranks for cap, num_ranks in _groups(caps).items()]
         per_step, num_larger = divmod(global_batch, num_steps)
         kinds = ((num_larger, per_step + 1), (num_steps - num_larger, per_step))

@@ -11,7 +11,7 @@ statistics rounded up) could be: along n x l = B the bytes are a + b B + c B l +
 the most is at one of its two ends, l = seq_len and l = `shortest`. The plan was dry-run at both. Where only the first
 was dry-run `shortest` is `seq_len`: no micro-batch has more samples than planned, and short ones are merely together.
 
-What a caching allocator loses between micro-steps of different shapes is replayed (`frugal.planning.search.ragged`)
+What a caching allocator loses between micro-steps of different shapes is replayed (`frugal.planning.planner`)
 over global batches that are drawn from the data (`drawn_runs`). The longest come first, so that later ones find blocks
 that are large enough.
 
@@ -26,7 +26,9 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import lru_cache, partial
 from itertools import groupby
-from typing import TYPE_CHECKING
+
+import numpy as np
+import numpy.typing as npt
 
 from frugal.config.hardware.cluster import Cluster
 from frugal.config.request import Request
@@ -34,13 +36,9 @@ from frugal.config.sample_lengths import Lengths
 from frugal.planning.batch import BatchPlan
 from frugal.planning.plan import Grouping, StepTime
 
-if TYPE_CHECKING:
-    import numpy as np
-    import numpy.typing as npt
-
-    Stretches = tuple[npt.NDArray[np.int64], npt.NDArray[np.float64]]
-    """`(ends, tokens)`: for each budget fraction and first sample, the index after the micro-step's last sample and the
-    padded tokens of its slowest rank; shapes `(fractions, samples + 1)`."""
+Stretches = tuple[npt.NDArray[np.int64], npt.NDArray[np.float64]]
+"""`(ends, tokens)`: for each budget fraction and first sample, the index after the micro-step's last sample and the
+padded tokens of its slowest rank; shapes `(fractions, samples + 1)`."""
 
 SMALLER = 0.95
 """The ratio of each fraction of the budget that is tried to the one before."""
@@ -90,8 +88,6 @@ def grouped(lengths: Sequence[int], budget: TokenBudget, overhead: int | None = 
     """
     if len(lengths) > MOST_SAMPLES:
         return _alike(lengths, budget, overhead)
-    import numpy as np
-
     parts = _parts(lengths, budget)
     ends, tokens = _micro_steps(lengths, budget, parts)
     full = max(budget.tokens)
@@ -120,13 +116,11 @@ def _parts(lengths: Sequence[int], budget: TokenBudget) -> list[float]:
     return parts
 
 
-def _micro_steps(lengths: Sequence[int], budget: TokenBudget, parts: Sequence[float]) -> "Stretches":
+def _micro_steps(lengths: Sequence[int], budget: TokenBudget, parts: Sequence[float]) -> Stretches:
     """Return the micro-step that begins with each sample and fills each fraction of the budget.
 
     Ranks with equal budgets are doubled: two stretches of k micro-batches, one behind the other, are one of 2 k.
     """
-    import numpy as np
-
     end, fastest = len(lengths), max(budget.tokens)
     samples = np.asarray(lengths)
     starts = np.broadcast_to(np.arange(end + 1), (len(parts), end + 1))
@@ -147,10 +141,8 @@ def _micro_steps(lengths: Sequence[int], budget: TokenBudget, parts: Sequence[fl
     return all_ranks
 
 
-def _joined(first: "Stretches", second: "Stretches") -> "Stretches":
+def _joined(first: Stretches, second: Stretches) -> Stretches:
     """Join two stretches, the second of which begins where the first ends."""
-    import numpy as np
-
     ends, tokens = second
     most = np.maximum(first[1], np.take_along_axis(tokens, first[0], axis=1))
     return np.take_along_axis(ends, first[0], axis=1), most
@@ -370,9 +362,3 @@ def time_of(step_time: StepTimeOf, batch: BatchPlan, grouping: Grouping) -> Step
         recompute_seconds=full.recompute_seconds * grouping.full_share,
         total_seconds=full.total_seconds - (full.compute_seconds + full.recompute_seconds) * (1 - grouping.full_share),
     )
-
-
-def best_proven(request: Request, cluster: Cluster, batch: BatchPlan, step_time: StepTimeOf) -> BatchPlan:
-    """Return `batch` with the best choice of `shortest` that could be proven."""
-    shortest = next(shortest_choices(request, batch), None)
-    return replace(batch, shortest=shortest, overhead_tokens=overhead_tokens(step_time, batch, request, cluster))

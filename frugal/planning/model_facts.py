@@ -87,3 +87,14 @@ class ModelFacts:
     weights: Weights = RANDOM
     packed: Packed = NOT_PACKED
     fused: tuple[str, ...] = ()
+
+
+@dataclass(frozen=True, kw_only=True)
+class ModelSummary:
+    """The model the plan is for: parameters (elements) and FLOPs of forward and backward of one full-length sample."""
+
+    task: str
+    parameters: int
+    trainable_parameters: int
+    largest_parameter: int
+    flops_per_sample: float

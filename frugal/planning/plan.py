@@ -9,22 +9,24 @@ differs from the dataclasses in two places:
 """
 
 import hashlib
+from collections import Counter
 from dataclasses import dataclass, replace
 from html import escape
+from math import ceil
 from pathlib import Path
 from typing import Any, get_args
 
 import msgspec
 
 from frugal import files
-from frugal.config.hardware.cluster import MOST_RANKS, Cluster
+from frugal.config.hardware.cluster import CARDS, MOST_RANKS, Cluster
 from frugal.config.request import Request, Task
 from frugal.errors import PlanMismatchError, RequestError
 from frugal.planning.batch import BatchPlan
 from frugal.planning.memory.breakdown import MemoryBreakdown
-from frugal.planning.run_cost import rate_in_words
+from frugal.planning.model_facts import ModelSummary
 from frugal.planning.strategy import Strategy
-from frugal.units import format_bytes, format_count, format_seconds
+from frugal.units import format_bytes, format_count, format_seconds, plural
 
 SCHEMA = 5
 
@@ -36,17 +38,6 @@ KERNELS = "kernels are"
 
 UNPROVEN = "a draft: its memory is arithmetic, and no dry run has proven it"
 """The warning of a draft plan."""
-
-
-@dataclass(frozen=True, kw_only=True)
-class ModelSummary:
-    """The model the plan is for: parameters (elements) and FLOPs of forward and backward of one full-length sample."""
-
-    task: str
-    parameters: int
-    trainable_parameters: int
-    largest_parameter: int
-    flops_per_sample: float
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -214,11 +205,6 @@ class Plan:
         return self.batch.global_batch * self.request.seq_len if self.grouping is None else self.grouping.step_tokens
 
     @property
-    def is_of_tokens(self) -> bool:
-        """True if samples are of tokens; those of an own objective may be anything."""
-        return self.model.task in get_args(Task)
-
-    @property
     def is_draft(self) -> bool:
         """True if the plan has not been dry-run: its memory is arithmetic, and a dry run may still refuse it."""
         return UNPROVEN in self.warnings
@@ -242,7 +228,7 @@ class Plan:
             how = "" if request.lora is None else f", LoRA r={request.lora.rank}"
             how += "" if request.quantize is None else f", the others in {request.quantize}"
             trained = f" ({format_count(model.trainable_parameters)} trained{how})"
-        binds = binds_in_short(self.why[-1]) if self.why else ""
+        samples = self.batch.global_batch if self.grouping is None else self.grouping.step_samples
         rows = (
             (
                 "runs",
@@ -251,9 +237,9 @@ class Plan:
             ),
             ("fits", self._room),
             ("kernels", self.kernels),
-            ("step", self._speed),
+            ("step", speed_in_words(self.time, samples)),
             ("rate", self._rate),
-            ("binds", binds),
+            ("binds", binds_in_short(self.why[-1]) if self.why else ""),
         )
         return tuple(row for row in rows if row[1])
 
@@ -268,25 +254,40 @@ class Plan:
         memory, noun = self.memory, self.cluster.rank_noun
         differ = len(set(self.batch.micro_batch)) > 1 or len(self.cluster.kinds) > 1
         where = f"the fullest {noun}" if differ else f"each {noun}"
-        host = ""
-        if self.strategy.offload_optimizer != "none":
-            host = f"; {format_bytes(memory.host_bytes_per_node)} of each host"
+        is_offloaded = self.strategy.offload_optimizer != "none"
+        host = f"; {format_bytes(memory.host_bytes_per_node)} of each host" if is_offloaded else ""
         return (
             f"{format_bytes(memory.total_bytes)} of {format_bytes(self.device_bytes)} on {where}, "
             f"{format_bytes(memory.headroom_bytes)} of headroom{host}"
         )
 
     @property
-    def _speed(self) -> str:
-        samples = self.batch.global_batch if self.grouping is None else self.grouping.step_samples
-        return speed_in_words(self.time, samples)
-
-    @property
     def _rate(self) -> str:
-        if not self.is_of_tokens:
+        """Tokens/s, those of one device, and the MFU where the peak of all cards is known.
+
+            MFU = FLOPs a token x tokens/s / sum of the cards' peak FLOP/s in the plan's precision
+
+        This is the model FLOPs utilisation of PaLM (Chowdhery et al. 2022, appendix B), where forward and backward of a
+        token take 6 N + 12 L H Q T FLOPs: N parameters that it meets, and attention in L layers of H heads of Q
+        dimensions over T tokens. Here the FLOPs are those that the trace of the model counts, without what activation
+        checkpointing repeats. They differ from the formula for frozen weights (4 instead of 6), embeddings that are
+        looked up (none), and fused attention, whose backward computes its scores again (14 L H Q T): gpt2 with 1024
+        tokens has 0.873 instead of 0.860 GFLOP a token. Left out, as there: causality, which halves attention; and that
+        samples shorter than planned have less of it.
+        """
+        if self.model.task not in get_args(Task):  # samples of an own objective may be of anything
             return ""
-        flops = self.model.flops_per_sample / self.request.seq_len
-        return rate_in_words(self.step_tokens / self.time.total_seconds, flops, self.cluster, self.request.precision)
+        tokens_per_second, devices = self.step_tokens / self.time.total_seconds, self.cluster.devices
+        a_device = f"{tokens_per_second / len(devices):,.0f} a {self.cluster.rank_noun}"
+        rate = f"{tokens_per_second:,.0f} tokens/s, {a_device}"
+        if any(device.name not in CARDS for device in devices):
+            return f"{rate} (predicted)"
+        flops_per_token = self.model.flops_per_sample / self.request.seq_len
+        peaks = [CARDS[device.name].peak_flops(self.request.precision) for device in devices]
+        share = flops_per_token * tokens_per_second / sum(peaks)
+        peak = " + ".join(f"{number} x {each / 1e12:.4g}" for each, number in Counter(peaks).items())
+        gigaflops = f"{flops_per_token / 1e9:.3g} GFLOP a token"
+        return f"{rate}, MFU {100 * share:.1f} % (predicted: {gigaflops}, peak {peak} TFLOP/s)"
 
     @property
     def device_bytes(self) -> int:
@@ -373,19 +374,48 @@ def _compacted(plan: dict[str, Any], sizes: tuple[tuple[int, ...], ...] | None) 
 
 def _expanded(raw: Any) -> Any:
     """Undo `_compacted`. Anything else is left as it is, for the types to complain about."""
-    if not isinstance(raw, dict) or not isinstance(raw.get("cluster"), dict) or not isinstance(raw.get("batch"), dict):
+    cluster, batch = (raw.get(name) if isinstance(raw, dict) else None for name in ("cluster", "batch"))
+    if not (isinstance(cluster, dict) and isinstance(batch, dict) and isinstance(cluster.get("nodes"), list)):
         return raw
-    cluster = raw["cluster"]
-    batch = {name: value for name, value in raw["batch"].items() if name != "micro_batch_sizes"}
-    if not isinstance(cluster.get("nodes"), list):
-        return raw
-    nodes = [copy for node in cluster["nodes"] for copy in _repeated(node)]
+    nodes = []
+    for node in cluster["nodes"]:
+        count = node.get("count") if isinstance(node, dict) else None
+        if type(count) is int and 1 <= count <= MOST_RANKS:
+            nodes += [{name: value for name, value in node.items() if name != "count"}] * count
+        else:
+            nodes.append(node)
+    batch = {name: value for name, value in batch.items() if name != "micro_batch_sizes"}
     return raw | {"cluster": cluster | {"nodes": nodes}, "batch": batch}
 
 
-def _repeated(node: Any) -> list[Any]:
-    """Repeat a node as often as its count says."""
-    count = node.get("count") if isinstance(node, dict) else None
-    if type(count) is not int or not 1 <= count <= MOST_RANKS:
-        return [node]
-    return [{name: value for name, value in node.items() if name != "count"}] * count
+@dataclass(frozen=True, kw_only=True)
+class RunLength:
+    """The length of a run: `steps`, or as many as `tokens` take; and the price of a GPU hour, None: not known.
+
+    A run is its steps, without its start, evaluations and checkpoints.
+    """
+
+    steps: int | None = None
+    tokens: int | None = None
+    gpu_hour_price: float | None = None
+
+    def num_steps(self, step_tokens: int) -> int:
+        """Return the optimizer steps, of `step_tokens` each."""
+        return self.steps or ceil((self.tokens or 0) / step_tokens)
+
+    def in_brief(self, step_seconds: float, step_tokens: int, num_devices: int) -> list[str]:
+        """Return the time of the run, and its cost where a price is known."""
+        seconds = self.num_steps(step_tokens) * step_seconds
+        hours = seconds / 3600 * num_devices
+        cost = [] if self.gpu_hour_price is None else [f"cost {hours * self.gpu_hour_price:,.2f}"]
+        return [format_seconds(seconds), *cost]
+
+    def in_words(self, step_seconds: float, step_tokens: int, cluster: Cluster) -> str:
+        """Return the steps, the time, the GPU hours and the cost of the run."""
+        steps, noun = self.num_steps(step_tokens), cluster.rank_noun
+        hours = steps * step_seconds / 3600 * cluster.world_size
+        time, *cost = self.in_brief(step_seconds, step_tokens, cluster.world_size)
+        total = format_count(steps * step_tokens)
+        shown = f"{hours:,.0f}" if hours >= 100 else f"{hours:.3g}"
+        parts = ", ".join([time, f"{shown} {noun} hours", *cost])
+        return f"{plural(steps, 'step')} of {step_tokens:,} tokens, {total} in all: {parts} (predicted)"

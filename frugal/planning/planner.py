@@ -1,7 +1,7 @@
 """From a request to a plan: a search over dry runs and arithmetic, or the proof that nothing fits."""
 
 from collections.abc import Generator, Iterator
-from contextlib import ExitStack
+from contextlib import ExitStack, suppress
 from dataclasses import replace
 
 from frugal.config.hardware import calibration, local_host
@@ -9,18 +9,21 @@ from frugal.config.hardware.cluster import Cluster
 from frugal.config.optimizers import bf16_notes
 from frugal.config.pins import check_pins
 from frugal.config.request import Request
-from frugal.errors import RequestError
+from frugal.errors import RequestError, refuse
 from frugal.planning import length_bucketing
-from frugal.planning.infeasible import fits, largest_micro_batch, nothing_fits, pins_to_drop, remedies
-from frugal.planning.memory import breakdown
-from frugal.planning.memory_report import beyond_the_device
+from frugal.planning.batch import BatchPlan
+from frugal.planning.memory.breakdown import MemoryBreakdown, nvme_bytes
 from frugal.planning.plan import UNPROVEN, Plan
-from frugal.planning.report import reasons
-from frugal.planning.search import ragged, sharing
+from frugal.planning.report import beyond_the_device, select_texts
 from frugal.planning.search.candidate import Infeasible, OpenSource, SearchResult
 from frugal.planning.search.search import Search
+from frugal.planning.strategy import Strategy
 from frugal.planning.what_if import with_gain
+from frugal.planning.why import fits, largest_micro_batch, nothing_fits, pins_to_drop, reasons, remedies
 from frugal.units import format_bytes, plural
+
+MOST_SHARING = 64
+"""Ranks that share a sample at most where nobody asked: a model rarely has more attention heads that could be split."""
 
 MAX_LISTED_GPUS = 8
 """GPUs whose memory used by other processes is listed one by one."""
@@ -46,13 +49,16 @@ def decide(request: Request, cluster: Cluster, defaults: tuple[str, ...], dry_ru
         if request.lengths is not None:
             result = _with_short_samples(search, result, dry_run)
         batch = result.chosen.batch
-        if request.batch_norm == "sync" and batch is not None and any(0 in sizes for sizes in batch.sizes):
-            raise RequestError(
+        assert batch is not None
+        refuse(
+            (
+                request.batch_norm == "sync" and any(0 in sizes for sizes in batch.sizes),
                 f"--batch-norm sync is impossible for {plural(batch.global_batch, 'sample')} in "
                 f"{plural(batch.accumulation_steps, 'micro-step')} on {plural(cluster.world_size, cluster.rank_noun)}",
-                because="a rank that gets no sample in a micro-step has no statistics to add",
-                hint=f"use a --global-batch that is a multiple of {cluster.world_size}",
+                "a rank that gets no sample in a micro-step has no statistics to add",
+                f"use a --global-batch that is a multiple of {cluster.world_size}",
             )
+        )
         plan = _plan(search, result, defaults, [*notes, *_offload_by_pins(search, result)])
         yield with_gain(plan, dry_run) if plan.kernels else plan
 
@@ -74,6 +80,8 @@ Results = Generator[tuple[Search, SearchResult], None, Infeasible | None]
 def _results(request: Request, cluster: Cluster, sources: ExitStack, dry_run: OpenSource) -> Results:
     """Search, first with each sample on one rank, then with as few ranks that share each sample as are needed.
 
+    Those pay with all-to-alls in every layer, and leave fewer samples for each other, so they are tried only where not
+    one sample fits into a device and splitting what depends on it could help.
     Where it would fit without a pin, ranks do not share samples unasked: the proof that nothing fits says how many
     would have to.
 
@@ -88,7 +96,10 @@ def _results(request: Request, cluster: Cluster, sources: ExitStack, dry_run: Op
     is_pinned = bool(ways)
     if "no --micro-batch" in ways and (most := largest_micro_batch(search)):
         ways = [f"--micro-batch {most}" if way == "no --micro-batch" else way for way in ways]
-    for number in sharing.numbers(request, cluster, alone):
+    may_share = request.sequence_parallel is None and len(cluster.kinds) == 1
+    for number in range(2, min(cluster.world_size, MOST_SHARING, request.seq_len) + 1 if may_share else 0):
+        if cluster.world_size % number or not any(each.may_fit_if_shared(number) for each in alone.nearest_first):
+            continue
         shared = replace(request, sequence_parallel=number)
         try:
             source = sources.enter_context(dry_run(shared, cluster))
@@ -97,13 +108,25 @@ def _results(request: Request, cluster: Cluster, sources: ExitStack, dry_run: Op
                 if fits(shared, cluster, source, alone.nearest.strategy):
                     ways.append(f"--sequence-parallel {number}")
                     break
-            elif (yield from _run(Search(shared, cluster, source), sharing.why(shared, cluster, alone))) is None:
+            elif (yield from _run(Search(shared, cluster, source), _why_shared(shared, cluster, alone))) is None:
                 return None
         except RequestError as error:
             why_not_shared = f"ranks cannot share samples: {(*error.because, error.what)[0]}"
             break
-    ways = remedies(request, cluster, search, alone, dry_run, ways)
-    raise nothing_fits(request, cluster, alone, ways, why_not_shared=why_not_shared, most=most)
+    ways = remedies(search, alone, dry_run, ways)
+    raise nothing_fits(search, alone, ways, why_not_shared=why_not_shared, most=most)
+
+
+def _why_shared(request: Request, cluster: Cluster, alone: Infeasible) -> str:
+    """Return the sentence of `Plan.why`: what would be lacking if each sample were on one rank."""
+    assert request.sequence_parallel is not None
+    nearest = alone.nearest
+    where = {"host": "in a node's host memory", "disk": "on a node's disk", "device": f"on one {cluster.rank_noun}"}
+    return (
+        f"each sample is shared by {plural(request.sequence_parallel, cluster.rank_noun)}, a part of its tokens each: "
+        f"{plural(nearest.micro_batch, 'sample')} of {request.seq_len} tokens lacks "
+        f"{format_bytes(-(nearest.headroom_bytes or 0))} {where[nearest.scarce]} otherwise"
+    )
 
 
 def _run(search: Search, shared_because: str = "") -> Results:
@@ -114,25 +137,23 @@ def _run(search: Search, shared_because: str = "") -> Results:
     return None
 
 
-def _batch_notes(request: Request, cluster: Cluster, result: SearchResult) -> list[str]:
-    """Warn of ranks without a sample, and that ds_config.json alone trains a different batch than the plan."""
+def _batch_notes(request: Request, cluster: Cluster, result: SearchResult) -> Iterator[str]:
+    """Yield warnings: ranks without a sample; ds_config.json alone trains a different batch than the plan."""
     batch = result.chosen.batch
     assert batch is not None
     if batch.is_uniform:
-        return []
-    few = f"{plural(batch.global_batch, 'sample')} on {plural(batch.world_size, cluster.rank_noun)}: some have none"
-    idle = [few] * (batch.global_batch * batch.sequence_parallel < batch.world_size)
+        return
+    if batch.global_batch * batch.sequence_parallel < batch.world_size:
+        ranks = plural(batch.world_size, cluster.rank_noun)
+        yield f"{plural(batch.global_batch, 'sample')} on {ranks}: some have none"
     note = (
         f"ds_config.json alone would train {plural(batch.capacity, 'sample')} per step, not {batch.global_batch}: "
         "DeepSpeed cannot express uneven micro-batches; use plan.json"
     )
-    if request.global_tokens is not None:
-        return [*idle, note]
-    try:
+    with suppress(RequestError):  # no equal ones are possible
         check_pins(replace(request, even=True), cluster.world_size)
-    except RequestError:
-        return [*idle, note]
-    return [*idle, f"{note}, or `frugal export`, which plans equal ones"]
+        note += ", or `frugal export`, which plans equal ones"
+    yield note
 
 
 def _readable(
@@ -153,12 +174,14 @@ def _readable(
         )
     if longest is None or request.seq_len <= longest:
         return request, notes
-    if "seq_len" not in defaults:
-        raise RequestError(
+    refuse(
+        (
+            "seq_len" not in defaults,
             f"--seq-len {request.seq_len} is longer than {request.model} can read",
-            because=f"it has {longest} positions",
-            hint=f"use --seq-len {longest}",
+            f"it has {longest} positions",
+            f"use --seq-len {longest}",
         )
+    )
     note = f"samples have {longest} tokens instead of {request.seq_len}: {request.model} has no more positions"
     return replace(request, seq_len=longest), [note, *notes]
 
@@ -170,26 +193,38 @@ def _with_short_samples(search: Search, result: SearchResult, dry_run: OpenSourc
     """
     chosen, request = result.chosen, search.request
     assert chosen.batch is not None
-    steps = max(2, chosen.batch.accumulation_steps)
     for shortest in (*length_bucketing.shortest_choices(request, chosen.batch), None):
-        batch, dry_runs = replace(chosen.batch, shortest=shortest), [result.memory]
+        batch, memory = replace(chosen.batch, shortest=shortest), result.memory
         if shortest is not None:
-            loads = [
-                (length_bucketing.most_samples(micro, request.seq_len, shortest), device)
-                for device, micro in search.evaluation.fitting.loads(batch)
-            ]
-            with dry_run(replace(request, seq_len=shortest, lengths=None), search.cluster) as source:
-                try:
-                    dry_runs += [source.dry_run(chosen.strategy, samples, steps, device) for samples, device in loads]
-                except RequestError:  # the model cannot read samples that short
-                    continue
-        memory = min(dry_runs, key=lambda memory: memory.headroom_bytes)
+            try:
+                of_shortest = search.evaluation.dry_run_of_shortest(chosen.strategy, batch, dry_run)
+            except RequestError:  # the model cannot read samples that short
+                continue
+            memory = min(memory, of_shortest, key=lambda memory: memory.headroom_bytes)
         if memory.fits:
-            memory = ragged.with_lengths(search, chosen.strategy, batch, memory)
+            memory = _with_lengths(search, chosen.strategy, batch, memory)
             if not memory.may_exceed_with_lengths:
                 break
     time = search.evaluation.time(search.source.profile(chosen.strategy, True).costs, chosen.strategy, batch)
     return replace(result, chosen=replace(chosen, batch=batch, time=time), memory=memory)
+
+
+def _with_lengths(search: Search, strategy: Strategy, batch: BatchPlan, memory: MemoryBreakdown) -> MemoryBreakdown:
+    """Return the memory of a batch on the data, given that of equal micro-steps of full length; the same where
+    arithmetic tells nothing.
+
+    A caching allocator keeps segments that fitted one micro-step and are too small for the next. Where segments are not
+    expandable, it reserves up to twice as much as for equal micro-steps while the card has room, and needs some per
+    cent more where it has none: blocks that live on split what could be given back. So short runs are drawn from the
+    data and replayed, through a simulated optimizer and the allocator.
+    """
+    request, device = search.request, memory.device_in(search.cluster)
+    if request.lengths is None or device.kind == "cpu":
+        return memory
+    runs = length_bucketing.drawn_runs(request.lengths, batch, request.seq_len)
+    micro_batch = next(micro for kind, micro in search.evaluation.fitting.loads(batch) if kind == device)
+    more = search.source.of_lengths(strategy, micro_batch, runs, device)
+    return memory if more is None else memory.with_lengths(*more, device.usable_bytes + device.margin_bytes)
 
 
 def _plan(search: Search, result: SearchResult, defaults: tuple[str, ...], notes: list[str]) -> Plan:
@@ -224,8 +259,8 @@ def _plan(search: Search, result: SearchResult, defaults: tuple[str, ...], notes
     ).sealed()
 
 
-def _machine_notes(request: Request, cluster: Cluster, result: SearchResult) -> list[str]:
-    """List the memory used by other processes, and what could not be checked because it is unknown."""
+def _machine_notes(request: Request, cluster: Cluster, result: SearchResult) -> Iterator[str]:
+    """Yield the memory used by other processes, and what could not be checked because it is unknown."""
     in_use = [
         f"GPU {number}{f' of node {name}' if len(cluster.nodes) > 1 else ''}: "
         f"{format_bytes(device.held_bytes)} are in use by other processes"
@@ -233,40 +268,38 @@ def _machine_notes(request: Request, cluster: Cluster, result: SearchResult) -> 
         for number, device in enumerate(node.devices)
         if device.held_bytes
     ]
-    if len(in_use) > MAX_LISTED_GPUS:
-        in_use = [*in_use[:MAX_LISTED_GPUS], f"and so are parts of {len(in_use) - MAX_LISTED_GPUS} other GPUs"]
-    strategy, memory = result.chosen.strategy, result.memory
-    unknown = []
-    if strategy.offload_optimizer != "none" and any(node.host_memory_bytes is None for node in cluster.nodes):
-        unknown.append(
-            f"each host must have {format_bytes(memory.host_bytes_per_node)} of memory free; give --host-mem to have "
-            "that checked"
-        )
-    disk_bytes = max(
-        breakdown.nvme_bytes(request, strategy, result.model, node, cluster) for node in set(cluster.nodes)
+    yield from in_use[:MAX_LISTED_GPUS]
+    strategy, others = result.chosen.strategy, len(in_use) - MAX_LISTED_GPUS
+    disk_bytes = max(nvme_bytes(request, strategy, result.model, node, cluster) for node in set(cluster.nodes))
+    on_host, on_disk = format_bytes(result.memory.host_bytes_per_node), format_bytes(disk_bytes)
+    yield from select_texts(
+        (others > 0, f"and so are parts of {others} other GPUs"),
+        (
+            strategy.offload_optimizer != "none" and any(node.host_memory_bytes is None for node in cluster.nodes),
+            f"each host must have {on_host} of memory free; give --host-mem to have that checked",
+        ),
+        (
+            disk_bytes and any(node.host_disk_bytes is None for node in cluster.nodes),
+            f"each node must have {on_disk} of disk free; `# disk=SIZE` in a hostfile has that checked",
+        ),
     )
-    if disk_bytes and any(node.host_disk_bytes is None for node in cluster.nodes):
-        unknown.append(
-            f"each node must have {format_bytes(disk_bytes)} of disk free; `# disk=SIZE` in a hostfile has that checked"
-        )
-    return in_use + unknown
 
 
-def _request_notes(request: Request, largest: int) -> list[str]:
-    """List settings with effects that a user might not expect."""
-    notes = []
-    if request.global_tokens is not None and request.global_batch is not None:
-        notes.append(
+def _request_notes(request: Request, largest: int) -> Iterator[str]:
+    """Yield settings with effects that a user might not expect."""
+    yield from select_texts(
+        (
+            request.global_tokens is not None and request.global_batch is not None,
             f"--global-tokens and --global-batch were both given: tokens win, {request.global_tokens} tokens are "
-            f"{request.batch_samples} samples of {request.seq_len}"
-        )
-    if request.micro_batch is not None and largest < request.micro_batch:
-        notes.append(
+            f"{request.batch_samples} samples of {request.seq_len}",
+        ),
+        (
+            request.micro_batch is not None and largest < request.micro_batch,
             f"--micro-batch {request.micro_batch} exceeds the largest per-GPU micro-batch of this global "
-            f"batch ({largest})"
-        )
+            f"batch ({largest})",
+        ),
+    )
     if request.optimizer.states == "bf16" and request.optimizer.name == "adamw":
-        notes += bf16_notes(request.scaled_learning_rate, request.optimizer.betas[1])
+        yield from bf16_notes(request.scaled_learning_rate, request.optimizer.betas[1])
     if (note := request.learning_rate_note) is not None:
-        notes.append(note)
-    return notes
+        yield note

@@ -1,195 +1,58 @@
 """A plan as plain text, the same in a terminal, a pipe and a log.
 
-`reasons` are its decisions, one sentence each, in order of importance. `summary` is what `frugal plan -v` prints,
-`explanation` what `frugal explain` knows from the plan alone; both have the evaluated strategies as a table.
+`summary` is what `frugal plan -v` prints, `explanation` what `frugal explain` knows from the plan alone; both have the
+memory of the fullest device, and the evaluated strategies as a table: aligned by spaces in a pipe, drawn to the width
+of a terminal by the command line. `bar` is a device as a bar, which a terminal shows with a plan.
 """
 
 from collections import Counter
-from collections.abc import Callable, Iterable
-from math import ceil
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from textwrap import wrap
 
-from frugal.config.hardware.cluster import ASSUMED_CAPABILITY, Cluster, Node
-from frugal.config.request import Request
-from frugal.planning.memory.profile import VARLEN
-from frugal.planning.memory_report import assumptions, binding, breakdown_table
-from frugal.planning.model_facts import FUSED_LOSS
-from frugal.planning.plan import KERNELS, Plan, Rejected, StepTime
-from frugal.planning.search.candidate import TIE, Candidate, SearchResult
-from frugal.planning.strategy import MODES_NOTE, Strategy, brief_name
-from frugal.planning.table import WIDE, Table
-from frugal.units import format_bytes, format_count, format_seconds, plural
+from frugal.config.hardware.cluster import NOMINAL_SHARE, Device, Node
+from frugal.planning.batch import in_proportion
+from frugal.planning.memory.breakdown import Bounds, MemoryBreakdown, loading_host_bytes, of_device
+from frugal.planning.plan import Plan, Rejected, StepTime
+from frugal.planning.strategy import MODES_NOTE, brief_name
+from frugal.units import GIB, format_bytes, format_count, format_seconds, plural
 
-
-def reasons(request: Request, cluster: Cluster, result: SearchResult) -> tuple[str, ...]:
-    """Return the sentences of `Plan.why`, the last of which says what binds."""
-    strategy = result.chosen.strategy
-    sentences: list[str] = []
-    if strategy.sequence_parallel > 1:
-        ranks = plural(strategy.sequence_parallel, cluster.rank_noun)
-        sentences.append(result.shared_because or f"each sample is shared by {ranks}, as asked")
-    sentences.append(_activation_checkpointing(request, result))
-    for name, asked, taken, what in (
-        ("loss", request.loss, strategy.loss, "whole logits"),
-        ("mlp", request.mlp, strategy.mlp, "whole ones"),
-    ):
-        noun = "MLP" if name == "mlp" else name
-        if asked != "auto":
-            sentences.append(f"the {noun} is {asked}, as asked")
-        elif taken == "tiled":
-            plain = _compared(result, lambda each, name=name: getattr(each, name) == "plain", f"with {what}")  # type: ignore[misc]  # `name` as it is now
-            sentences.append(f"the {noun} is tiled{plain}")
-    sentences += _kernels(request, cluster, result)
-    sentences.append(_zero_stage(request, cluster, result))
-    sentences += _offload(request, result)
-    sentences.append(what_binds(request, cluster, result.chosen))
-    return tuple(sentences)
+NARROW, WIDE = 80, 100
+"""Columns of plain text that a table may take."""
 
 
-def _kernels(request: Request, cluster: Cluster, result: SearchResult) -> list[str]:
-    """Return which kernels are fused, and which ones attention takes."""
-    strategy = result.chosen.strategy
-    names, modules, sentences = [], "", []
-    if strategy.kernels == "liger":
-        fused = ", ".join(each for each in result.fused if each != FUSED_LOSS or strategy.loss == "tiled")
-        names.append("liger")
-        modules = f"; Liger's run {fused}" + (", as asked" if request.kernels == "liger" else "")
-    if VARLEN in result.attention:
-        names.append(f"{VARLEN} attention")
-    if names:
-        sentences.append(f"{KERNELS} {', '.join(names)}{modules}")
-    if attention := " and ".join(each for each in result.attention if each != VARLEN):
-        number = "{}.{}".format(*min(device.compute_capability or ASSUMED_CAPABILITY for device in cluster.kinds))
-        sentences.append(f"attention is {attention}: torch's choice for {request.precision} on capability {number}")
-    return sentences
+@dataclass(frozen=True, kw_only=True)
+class Table:
+    """Rows of equally many texts under a title; the last column is the one that may be long. `has_head`: the first row
+    names the columns. `note` stands below. `width`: as plain text no line is longer than so many columns."""
+
+    title: str
+    rows: tuple[tuple[str, ...], ...]
+    note: str = ""
+    has_head: bool = False
+    width: int | None = None
+
+    @property
+    def lines(self) -> list[str]:
+        """As plain text."""
+        if self.width is None:
+            return [self.title, *aligned(self.rows), *([f"  {self.note}"] if self.note else [])]
+        before = sum(2 + max(map(len, column)) for column in list(zip(*self.rows, strict=True))[:-1])
+        rows = [
+            (*(row[:-1] if not number else [""] * (len(row) - 1)), line)
+            for row in self.rows
+            for number, line in enumerate(wrap(row[-1], self.width - before - 2, subsequent_indent="  ") or [""])
+        ]
+        return [self.title, *aligned(rows), *wrap(self.note, self.width, initial_indent="  ", subsequent_indent="  ")]
 
 
-def _activation_checkpointing(request: Request, result: SearchResult) -> str:
-    taken, mode = result.chosen, result.chosen.strategy.activation_checkpointing
-    what = f"activation checkpointing is {'on' if mode == 'full' else taken.strategy.checkpointing}"
-    if request.layer_modes is not None:
-        return f"{what}, as asked: {request.layer_modes}"
-    if request.activation_checkpointing not in ("auto", "budget"):
-        return f"{what}, as asked"
-    others = _alternatives(result, lambda strategy: strategy.activation_checkpointing not in (mode, "budget"))
-    if mode == "off":
-        slower = others[0].seconds - taken.seconds if others and others[0].time is not None else 0.0
-        if slower <= (TIE - 1) * taken.seconds:
-            return f"{what}: it is not needed"
-        return f"{what}: it is not needed, and a step would take {format_seconds(slower)} longer"
-    what += _compared(result, lambda strategy: strategy.activation_checkpointing == "off", "without it")
-    in_all = [candidate for candidate in others if candidate.fits and not candidate.is_draft]
-    if mode == "budget" and in_all:
-        longer = 100 * (in_all[0].seconds / taken.seconds - 1)
-        what += f"; with {in_all[0].strategy.checkpointing} for all layers a step takes {longer:.0f} % longer"
-    return what
-
-
-def _zero_stage(request: Request, cluster: Cluster, result: SearchResult) -> str:
-    strategy = result.chosen.strategy
-    stage = strategy.zero_stage
-    if request.zero_stage is not None:
-        return f"ZeRO-{stage}, as asked"
-    sums = f"sums {request.precision} gradients in fp32"
-    if cluster.world_size == 1 and strategy.offload_optimizer == "none":
-        return f"ZeRO-{stage} on one GPU: {'there is nothing to split' if stage == 0 else f'it {sums}'}"
-    simpler = _alternatives(result, lambda other: other.zero_stage < stage)
-    if simpler:
-        lower = simpler[0].strategy.zero_stage
-        return f"ZeRO-{stage}{_compared(result, lambda other: other.zero_stage == lower, f'with ZeRO-{lower}')}"
-    lowest = f"the lowest stage that {sums}" if request.precision != "fp32" and stage == 2 else "the lowest possible"
-    return f"ZeRO-{stage}: {lowest}"
-
-
-def _offload(request: Request, result: SearchResult) -> list[str]:
-    strategy = result.chosen.strategy
-    if strategy.offload_optimizer == "none":
-        return []
-    if strategy.offload_ratio < 1:
-        part = f"{100 * strategy.offload_ratio:.3g} % of the optimizer's sub-groups are updated in host memory"
-        if request.offload_ratio is not None:
-            part += ", as asked"
-        else:
-            part += _compared(result, lambda other: other.offload_ratio == 1, "with all of them there")
-        compiled = "each host compiles DeepSpeed's CPU Adam at its first training: it needs a C++ compiler and ninja"
-        return [part, f"{compiled}; --offload optimizer:1 does not"]
-    what = "optimizer and parameters live" if strategy.offload_parameters != "none" else "the optimizer lives"
-    where = "on disk, or in host memory" if strategy.offload_optimizer == "nvme" else "in host memory"
-    if request.offload != "auto":
-        return [f"{what} {where}, as asked"]
-    others = [each for each in result.candidates if each.strategy.offload_optimizer == "none"]
-    others = [each for each in others if each.headroom_bytes is not None]
-    return [f"{what} {where}: {_does_not_fit(others)} on the GPUs alone" if others else f"{what} {where}"]
-
-
-def what_binds(request: Request, cluster: Cluster, candidate: Candidate) -> str:
-    """Return what keeps a candidate that fits from larger micro-batches, in a sentence."""
-    assert candidate.batch is not None
-    batch, micro, largest = candidate.batch, candidate.micro_batch, candidate.largest_micro_batch
-    if request.micro_batch is not None or request.accumulation_steps is not None:
-        if micro < (request.micro_batch or 0):
-            return (
-                f"the global batch binds: it has {micro} samples for each {cluster.rank_noun}, and "
-                f"{request.micro_batch} were asked for"
-            )
-        pinned = "micro-batch" if request.micro_batch is not None else "number of accumulation steps"
-        return f"the {pinned} is as asked"
-    if batch.accumulation_steps == 1:
-        return "nothing binds: the whole global batch fits into one micro-step"
-    if candidate.shortfall_of_next_bytes is None:
-        return f"--max-tokens-per-gpu binds: it allows {largest} samples at once"
-    short = format_bytes(candidate.shortfall_of_next_bytes)
-    where = f" on the {cluster.rank_noun} with the most" if len(cluster.kinds) > 1 else ""
-    sentence = f"memory binds: micro-batch {largest + 1} would be about {short} short{where}"
-    if request.even and micro < largest:
-        return (
-            f"{sentence}; {largest} would fit, and {micro} is the largest that cuts {batch.global_batch} samples "
-            "evenly, as asked"
-        )
-    if len(cluster.kinds) > 1 and request.micro_batch_cap is None:
-        if len(set(batch.micro_batch)) > 1:
-            sentence += "; each kind of GPU takes what lets all of them be done together"
-    elif micro < largest:
-        steps = ceil(batch.global_batch / (largest * cluster.world_size))
-        why = "in as many steps" if steps == batch.accumulation_steps else "into equal micro-batches at the same speed"
-        sentence += f"; {largest} would fit, and {micro} cuts {batch.global_batch} samples {why}"
-    return sentence
-
-
-def _alternatives(result: SearchResult, trait: Callable[[Strategy], bool]) -> list[Candidate]:
-    """Return evaluated candidates with a trait that offload as much as the chosen one: fitting and fast ones first."""
-    taken = result.chosen.strategy
-    places = taken.offload_optimizer, taken.offload_parameters
-    others = [
-        each
-        for each in result.candidates
-        if trait(each.strategy)
-        and each.headroom_bytes is not None
-        and (each.strategy.offload_optimizer, each.strategy.offload_parameters) == places
+def aligned(rows: Sequence[tuple[str, ...]]) -> list[str]:
+    """Return rows as indented lines; all columns but the last are aligned to the right."""
+    widths = [max(len(row[i]) for row in rows) for i in range(len(rows[0]) - 1)]
+    return [
+        "  " + "  ".join([*(f"{text:>{width}}" for text, width in zip(row, widths, strict=False)), row[-1]]).rstrip()
+        for row in rows
     ]
-    return sorted(others, key=lambda each: (not each.fits, each.seconds, -(each.headroom_bytes or 0)))
-
-
-def _compared(result: SearchResult, trait: Callable[[Strategy], bool], words: str) -> str:
-    """Say what the best alternative with a trait would come to; a draft may promise too much."""
-    others, taken = _alternatives(result, trait), result.chosen
-    if not others:
-        return ""
-    other = others[0]
-    if not other.fits:
-        return f": {_does_not_fit(others)} {words}"
-    at_most, at_least = ("at most ", "at least ") if other.is_draft else ("", "")
-    seconds = f"a step takes {at_least}{format_seconds(other.seconds)} instead of {format_seconds(taken.seconds)}"
-    if other.micro_batch == taken.micro_batch:
-        return f": {words} {seconds}"
-    return f": {words} {at_most}micro-batch {other.micro_batch} fits instead of {taken.micro_batch}, and {seconds}"
-
-
-def _does_not_fit(candidates: list[Candidate]) -> str:
-    """Say that the nearest of `candidates` does not fit, and by how much."""
-    nearest = max(candidates, key=lambda candidate: candidate.headroom_bytes or 0)
-    what = "one sample does" if nearest.micro_batch == 1 else f"micro-batch {nearest.micro_batch} does"
-    at_least = "at least " if nearest.memory is None or nearest.is_draft else ""
-    return f"{what} not fit ({at_least}{format_bytes(-(nearest.headroom_bytes or 0))} short)"
 
 
 SPLIT_MATTERS = "the gradient depends on how a global batch is split"
@@ -207,6 +70,11 @@ Block = list[str] | Table
 """A part of a report: lines, or a table."""
 
 
+def select_texts(*cases: tuple[object, str]) -> list[str]:
+    """Return the texts whose condition holds, in order: `(condition, text)`."""
+    return [text for holds, text in cases if holds]
+
+
 def as_text(blocks: Iterable[Block]) -> str:
     """Return blocks as plain text, separated by empty lines."""
     lines = (block.lines if isinstance(block, Table) else block for block in blocks)
@@ -222,7 +90,7 @@ def summary_blocks(plan: Plan) -> list[Block]:
     """Return everything a plan says, as blocks."""
     return [
         [plan.arithmetic],
-        [*_facts(plan), *_data(plan)],
+        _facts(plan),
         breakdown_table(plan),
         _list("why", plan.why),
         _list("note", plan.warnings),
@@ -233,68 +101,48 @@ def summary_blocks(plan: Plan) -> list[Block]:
 
 
 def _facts(plan: Plan) -> list[str]:
-    request, model, time = plan.request, plan.model, plan.time
+    """Describe what runs where, and what the plan knows of the data."""
+    request, model, optimizer, time = plan.request, plan.model, plan.request.optimizer, plan.time
     parameters = f"{format_count(model.parameters)} parameters"
     if model.trainable_parameters != model.parameters:
         adapter = f": LoRA {request.lora}" if request.lora is not None else ""
         base = f"; base in {request.quantize}" if request.quantize is not None else ""
         parameters += f" ({format_count(model.trainable_parameters)} trainable{adapter}{base})"
-    clipping = f", gradient norm at most {request.gradient_clipping:g}" if request.gradient_clipping else ""
-    rate = request.learning_rate_in_words
+    nodes = [f"{plural(count, 'node')} of {node}" for node, count in Counter(map(_node, plan.cluster.nodes)).items()]
+    implementation = f" ({optimizer.implementation})" if optimizer.implementation else ""
+    momentum = f" with momentum {optimizer.momentum:g}" if optimizer.momentum else ""
+    has_betas = optimizer.name != "sgd"
+    settings = select_texts(
+        (True, f"{optimizer.name}{implementation}{momentum}"),
+        (True, f"learning rate {request.learning_rate_in_words}"),
+        (has_betas, f"betas {optimizer.beta1:g} and {optimizer.beta2:g}, epsilon {optimizer.epsilon:g}"),
+        (True, f"weight decay {request.weight_decay:g}{'' if request.decays_all else ' but of norms and biases'}"),
+        (request.gradient_clipping, f"gradient norm at most {request.gradient_clipping:g}"),
+    )
     packed = ", packed with documents" if request.pack else ""
-    states = ", master weights and optimizer states in bf16" if request.optimizer.states == "bf16" else ""
+    states = ", master weights and optimizer states in bf16" if optimizer.states == "bf16" else ""
     shares = ", ".join(f"{name} {format_seconds(seconds)}" for name, seconds in time.parts.items() if seconds)
-    return _rows(
-        model=f"{request.model}, {model.task}, {parameters}, samples of {request.seq_len} tokens{packed}",
-        cluster=_cluster(plan),
-        strategy=str(plan.strategy),
-        numbers=f"{request.precision}, gradients summed in {plan.strategy.gradient_accumulation_dtype}{states}",
-        optimizer=f"{_optimizer(request)}, learning rate {rate}, {_numbers(request)}{clipping}",
-        step=f"{format_seconds(time.total_seconds)} estimated: {shares}",
-    )
-
-
-def _rows(**texts: str) -> list[str]:
-    return [f"{name:<10} {text}" for name, text in texts.items()]
-
-
-def _data(plan: Plan) -> list[str]:
-    """Describe what the plan knows of the data, and a typical global batch of it."""
-    grouping, batch = plan.grouping, plan.batch
-    if grouping is None:
-        return []
-    source = f" ({grouping.source})" if grouping.source else ""
-    most = max(batch.micro_batch)
-    largest = most * plan.request.seq_len // (batch.shortest or plan.request.seq_len)
-    return _rows(
-        data=f"{grouping.num_samples:,} samples{source}, {format_count(grouping.num_tokens)} tokens: half have up to "
-        f"{grouping.median}, 99 % up to {grouping.percentile_99}, the longest has {grouping.longest}",
-        typical=f"{plural(grouping.step_samples, 'sample')} are {grouping.step_tokens:,} tokens in "
-        f"{plural(grouping.micro_steps, 'micro-step')}, with up to {plural(largest, 'sample')} in one micro-batch",
-        padding=f"{100 * grouping.padding:.0f} % of the tokens; micro-batches of {plural(most, 'sample')} in random "
-        f"order would have {100 * grouping.fixed_padding:.0f} %",
-    )
-
-
-def _optimizer(request: Request) -> str:
-    momentum = f" with momentum {request.optimizer.momentum:g}" if request.optimizer.momentum else ""
-    implementation = f" ({request.optimizer.implementation})" if request.optimizer.implementation else ""
-    return f"{request.optimizer.name}{implementation}{momentum}"
-
-
-def _numbers(request: Request) -> str:
-    decay = f"weight decay {request.weight_decay:g}" + ("" if request.decays_all else " but of norms and biases")
-    if request.optimizer.name == "sgd":
-        return decay
-    optimizer = request.optimizer
-    return f"betas {optimizer.beta1:g} and {optimizer.beta2:g}, epsilon {optimizer.epsilon:g}, {decay}"
-
-
-def _cluster(plan: Plan) -> str:
-    kinds = Counter(map(_node, plan.cluster.nodes))
-    if len(plan.cluster.nodes) == 1:
-        return next(iter(kinds))
-    return " + ".join(f"{plural(count, 'node')} of {node}" for node, count in kinds.items())
+    rows = {
+        "model": f"{request.model}, {model.task}, {parameters}, samples of {request.seq_len} tokens{packed}",
+        "cluster": " + ".join(nodes) if len(plan.cluster.nodes) > 1 else _node(plan.cluster.nodes[0]),
+        "strategy": str(plan.strategy),
+        "numbers": f"{request.precision}, gradients summed in {plan.strategy.gradient_accumulation_dtype}{states}",
+        "optimizer": ", ".join(settings),
+        "step": f"{format_seconds(time.total_seconds)} estimated: {shares}",
+    }
+    if (grouping := plan.grouping) is not None:
+        source = f" ({grouping.source})" if grouping.source else ""
+        most = max(plan.batch.micro_batch)
+        largest = most * request.seq_len // (plan.batch.shortest or request.seq_len)
+        rows |= {
+            "data": f"{grouping.num_samples:,} samples{source}, {format_count(grouping.num_tokens)} tokens: half have "
+            f"up to {grouping.median}, 99 % up to {grouping.percentile_99}, the longest has {grouping.longest}",
+            "typical": f"{plural(grouping.step_samples, 'sample')} are {grouping.step_tokens:,} tokens in "
+            f"{plural(grouping.micro_steps, 'micro-step')}, with up to {plural(largest, 'sample')} in one micro-batch",
+            "padding": f"{100 * grouping.padding:.0f} % of the tokens; micro-batches of {plural(most, 'sample')} in "
+            f"random order would have {100 * grouping.fixed_padding:.0f} %",
+        }
+    return [f"{name:<10} {text}" for name, text in rows.items()]
 
 
 def _node(node: Node) -> str:
@@ -322,8 +170,11 @@ def strategy_table(plan: Plan, *, shown: int | None = None) -> Table:
     """
     rejected = plan.rejected if shown is None else plan.rejected[:shown]
     rest = len(plan.rejected) - len(rejected)
-    notes = ["> lower bound, < upper bound: pruned, not fully evaluated"] * any(each.is_bound for each in rejected)
-    notes += [f"{rest} more: `frugal explain`"] * (rest > 0)
+    notes = select_texts(
+        (any(each.is_bound for each in rejected), "> lower bound, < upper bound: pruned, not fully evaluated"),
+        (rest, f"{rest} more: `frugal explain`"),
+        (True, MODES_NOTE),
+    )
     memory, total = plan.memory, plan.time.total_seconds
     chosen = (
         format_seconds(total),
@@ -336,7 +187,7 @@ def strategy_table(plan: Plan, *, shown: int | None = None) -> Table:
     return Table(
         title="strategies",
         rows=(HEAD, chosen, *(_row(plan.time, each) for each in rejected)),
-        note="; ".join([*notes, MODES_NOTE]),
+        note="; ".join(notes),
         has_head=True,
         width=WIDE,
     )
@@ -382,3 +233,187 @@ def explanation(plan: Plan, *, in_full: bool = False) -> list[Block]:
         return [[plan.arithmetic, f"{plan.strategy}: {format_seconds(plan.time.total_seconds)} a step"], *reasoned]
     headline, facts, breakdown, _, notes, _, defaults, assumed = summary_blocks(plan)
     return [headline, facts, breakdown, *reasoned, notes, defaults, assumed]
+
+
+SHOWN_BYTES = 1 << 16
+
+
+def breakdown_table(plan: Plan) -> list[str]:
+    """Return the breakdown of the fullest device as lines that end with the card's memory, then what it takes on the
+    whole card, whose allocator keeps more than is needed, and what loading takes.
+    """
+    memory, cluster = plan.memory, plan.cluster
+    device = memory.device_in(cluster)
+    which = "the fullest" if len(set(plan.batch.micro_batch)) > 1 else "each"
+    parts = {name: size for name in memory.CATEGORIES if (size := getattr(memory, name)) >= SHOWN_BYTES}
+    whole = {"total": memory.total_bytes, "headroom": memory.headroom_bytes}
+    beside = {"margin": device.margin_bytes, "others": device.held_bytes, "device": device.memory_bytes}
+    if plan.strategy.offload_optimizer != "none":
+        beside["host, a node"] = memory.host_bytes_per_node
+    sizes = parts | whole | {name: size for name, size in beside.items() if size}
+    width = max(len(name) for name in (*memory.CATEGORIES, "total"))
+    rows = {name: f"  {name:<{width}} {format_bytes(size):>12}" for name, size in sizes.items()}
+    if memory.interval is not None:
+        rows["total"] += f"  {bounds_of(memory.interval)}"
+    lines = [f"memory of {which} {cluster.rank_noun} at its peak, in {_peak(memory)}", *rows.values()]
+    if memory.reserved_bytes:
+        seen = bounds_of(of_device(memory.live_bytes, memory.reserved_bytes, device))
+        reserved, shown = memory.reserved_bytes, memory.reserved_bytes + device.context_bytes
+        steps = " over the data's lengths" if memory.counts_lengths else " for equal lengths, more for others"
+        lines.append(
+            f"it needs {format_bytes(memory.total_bytes)}; on the whole card its allocator reserves "
+            f"{format_bytes(reserved)}{steps if plan.request.lengths is not None else ''}, and nvidia-smi shows "
+            f"{format_bytes(shown)} {seen}"
+        )
+    if memory.loading is not None:
+        needed = loading_host_bytes(memory, cluster.nodes[0], cluster)
+        node = "its host" if len(cluster.nodes) == 1 else "the host of rank 0"
+        lines.append(f"loading takes {format_bytes(needed)} of {node}: {loading_in_words(memory)}")
+    return lines
+
+
+_WAYS = {
+    "by-tensor": "each rank reads pretrained weights tensor by tensor",
+    "by-rank-0": "rank 0 makes the random weights and sends them",
+    "by-every-rank": "each rank makes the whole model",
+}
+
+
+def loading_in_words(memory: MemoryBreakdown) -> str:
+    """Say how ranks get their weights."""
+    assert memory.loading is not None
+    return _WAYS[memory.loading.way]
+
+
+def _peak(memory: MemoryBreakdown) -> str:
+    operator = memory.operator.removeprefix("aten.").removesuffix(".default")
+    return f"{memory.phase} ({operator})" if operator else memory.phase
+
+
+def assumptions(plan: Plan) -> list[str]:
+    """List what no dry run can know."""
+    device, cluster = plan.cluster.devices[0], plan.cluster
+    is_gpu, is_measured = device.kind == "cuda", device.measured_on is not None
+    least = format_bytes(device.context_bytes - device.context_below_bytes)
+    most = format_bytes(device.context_bytes + device.context_above_bytes)
+    speed = f"{device.matrix_flops / 1e12:.3g} TFLOP/s reached, {device.memory_bandwidth / 1e9:.0f} GB/s of memory"
+    inside = f"{cluster.intra_bandwidth / 1e9:.0f} GB/s between {cluster.rank_noun}s"
+    between = f", {cluster.inter_bandwidth / 1e9:.0f} GB/s between nodes" if len(cluster.nodes) > 1 else ""
+    return select_texts(
+        (
+            is_gpu and not is_measured,
+            f"context {format_bytes(device.context_bytes)} ({least} to {most}: driver, kernels, NCCL), not measured on "
+            "your card: `frugal measure --calibrate` does",
+        ),
+        (is_gpu, _margin(device)),
+        (not is_measured, f"{device.name}: {speed}, {inside}{between}; only the seconds depend on it"),
+    )
+
+
+def bounds_of(interval: Bounds) -> str:
+    """Format bounds in brackets: `(10.60 GiB to 10.90 GiB)`."""
+    return f"({format_bytes(interval.lower_bytes)} to {format_bytes(interval.upper_bytes)})"
+
+
+def beyond_the_device(memory: MemoryBreakdown, device: Device) -> list[str]:
+    """Note where data may make a run take more than `device` has; for the other causes there is the margin."""
+    room = memory.usable_bytes + device.context_bytes + device.margin_bytes
+    if memory.interval is None or device.kind == "cpu" or memory.interval.upper_bytes <= room:
+        return []
+    return [
+        f"other data may take up to {format_bytes(memory.interval.upper_bytes)} of the {format_bytes(room)} of a GPU; "
+        "a run that goes out of memory continues with smaller micro-batches"
+    ]
+
+
+def _margin(device: Device) -> str:
+    """Say what stays free, and for what."""
+    above, nominal = device.context_above_bytes, int(device.memory_bytes * NOMINAL_SHARE)
+    is_nominal = device.memory_bytes % GIB == 0 and device.margin_bytes - above > nominal
+    rest = device.margin_bytes - above - nominal * is_nominal
+    parts = select_texts(
+        (above, f"a larger context {format_bytes(above)}"),
+        (is_nominal, f"a driver that reports less than the box {format_bytes(nominal)}"),
+        (True, f"fragmentation and kernels {format_bytes(rest)}"),
+    )
+    return f"margin {format_bytes(device.margin_bytes)}: {', '.join(parts)}"
+
+
+def binding(plan: Plan) -> list[str]:
+    """Say what keeps the micro-batch from being larger: the fullest moment, how far from the total the memory may be
+    and for which causes, and the phases that come next.
+    """
+    memory = plan.memory
+    total = format_bytes(memory.total_bytes)
+    parts = sorted(((getattr(memory, name), name) for name in memory.CATEGORIES), reverse=True)
+    largest = ", ".join(f"{name} {format_bytes(size)} ({size / memory.total_bytes:.0%})" for size, name in parts[:3])
+    limit = format_bytes(memory.total_bytes + memory.headroom_bytes)
+    lines = [
+        "what binds",
+        *(f"  {sentence}" for sentence in plan.why[-1:]),
+        f"  the peak of a {plan.cluster.rank_noun} is in {_peak(memory)}: {total} of {limit} that may be used",
+    ]
+    if memory.interval is not None:
+        causes = ", ".join(
+            f"{name} -{format_bytes(cause.below_bytes)} +{format_bytes(cause.above_bytes)}"
+            for name, cause in memory.interval.causes.items()
+            if max(cause.below_bytes, cause.above_bytes) >= SHOWN_BYTES
+        )
+        lines.append(f"  it may come to {bounds_of(memory.interval)[1:-1]}{f': {causes}' if causes else ''}")
+    lines.append(f"  most of it: {largest}")
+    phases = sorted(memory.phase_peaks.items(), key=lambda phase: -phase[1])
+    below = [
+        f"{name} {format_bytes(max(0, memory.live_bytes - size))} lower"
+        for name, size in phases
+        if name != memory.phase
+    ]
+    host = min((node.host_memory_bytes for node in plan.cluster.nodes if node.host_memory_bytes), default=None)
+    there = f" of {format_bytes(host)}" if host is not None else "; what it has is not known, see --host-mem"
+    return lines + select_texts(
+        (below, f"  next would be {', '.join(below[:2])}"),
+        (
+            plan.strategy.offload_optimizer != "none",
+            f"  the host of a node holds {format_bytes(memory.host_bytes_per_node)}{there}",
+        ),
+    )
+
+
+# Okabe and Ito's colours, which colour-blind people can tell apart, for light and dark; letters on them have a contrast
+# of at least 4.5.
+_PARTS = {
+    "parameters": ("p", "#ffffff on #0072B2"), "gradients": ("g", "#000000 on #E69F00"),
+    "optimizer": ("o", "#000000 on #009E73"), "activations": ("a", "#000000 on #CC79A7"),
+    "logits": ("l", "#000000 on #56B4E9"), "communication": ("c", "#000000 on #D55E00"),
+    "temporary": ("t", "#000000 on #F0E442"), "slack": ("s", "#000000 on #999999"),
+    "context": ("x", "#000000 on #777777"), "headroom": (".", "dim"), "margin": ("-", "dim"),
+}  # fmt: skip
+
+
+@dataclass(frozen=True, kw_only=True)
+class BarPart:
+    """A part of a device's memory: a category of the breakdown, or what stays free as `headroom` and as `margin`.
+
+    `style`: as `rich` writes it, letters on a colour; free memory is dim.
+    """
+
+    name: str
+    letter: str
+    style: str
+    size_bytes: int
+
+    def named(self, share: int) -> str:
+        """Return `share` characters, with name and size where there is room: `lll logits 1.00 GiB lll`."""
+        for words in (f" {self.name} {format_bytes(self.size_bytes)} ", f" {self.name} "):
+            if len(words) + 2 <= share:
+                return words.center(share, self.letter)
+        return self.letter * share
+
+
+def bar(memory: MemoryBreakdown, device_bytes: int, width: int) -> list[tuple[BarPart, int]]:
+    """Return the parts of a device, which are `device_bytes` together, with characters of each, `width` together."""
+    sizes = {name: getattr(memory, name) for name in memory.CATEGORIES} | {"headroom": memory.headroom_bytes}
+    sizes["margin"] = max(0, device_bytes - sum(sizes.values()))
+    parts = [
+        BarPart(name=name, letter=_PARTS[name][0], style=_PARTS[name][1], size_bytes=sizes[name]) for name in _PARTS
+    ]
+    return list(zip(parts, in_proportion(width, [part.size_bytes for part in parts]), strict=True))

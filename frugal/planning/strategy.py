@@ -8,7 +8,7 @@ from typing import Literal
 from frugal.config.layers import LayerMode
 from frugal.config.optimizers import OptimizerImplementation
 from frugal.config.request import Request
-from frugal.errors import RequestError
+from frugal.errors import refuse
 from frugal.planning.model_facts import FUSED_LOSS, ModelFacts
 
 Place = Literal["none", "cpu", "nvme"]
@@ -234,20 +234,16 @@ def offload_levels(request: Request, *, on_gpus: bool = True) -> tuple[Offload, 
     A CPU rank's memory is the host's already.
     """
     if request.offload_ratio not in (None, 1):
-        if not on_gpus:
-            raise RequestError(
-                f"--offload optimizer:{request.offload_ratio:g} is impossible on CPU ranks",
-                because="their memory is the host's already",
-                hint="use --offload optimizer",
-            )
+        what = f"--offload optimizer:{request.offload_ratio:g} is impossible on CPU ranks"
+        refuse((not on_gpus, what, "their memory is the host's already", "use --offload optimizer"))
         return ("optimizer",)
     if request.offload != "auto":
         return (request.offload,)
     if not on_gpus or not request.optimizer.can_be_on_host:
         return ("none",)
-    if request.optimizer.states == "bf16":  # DeepSpeed moves only states in fp32 to disk
-        return ("none", "optimizer", "all")
-    return ("none", "optimizer", "all", "nvme") if request.nvme_path else ("none", "optimizer", "all")
+    # DeepSpeed moves only states in fp32 to disk.
+    has_disk = request.nvme_path and request.optimizer.states != "bf16"
+    return ("none", "optimizer", "all", "nvme") if has_disk else ("none", "optimizer", "all")
 
 
 def optimizer_implementation(request: Request, strategy: Strategy) -> OptimizerImplementation | None:
@@ -267,10 +263,6 @@ PLACES: dict[Offload, tuple[tuple[Place, Place], ...]] = {
     "nvme": (("nvme", "cpu"), ("nvme", "nvme")),
 }
 """Where optimizer and parameters may live at each level of offloading."""
-
-
-def _kernels(facts: ModelFacts, loss: Loss) -> Kernels:
-    return "liger" if any(each != FUSED_LOSS or loss == "tiled" for each in facts.fused) else "plain"
 
 
 def _stages(request: Request, offload: Offload, world_size: int) -> tuple[int, ...]:
@@ -303,17 +295,6 @@ def _modes(request: Request, can_recompute: bool, on_gpus: bool) -> list[Modes]:
     return [(mode, ()) for mode in modes if on_gpus or mode != "offloaded"]
 
 
-def _buckets(trainable_parameters: int, small: bool) -> tuple[int, int, int]:
-    """Return the elements of the bucket of gradients, of that of parameters ahead of their use, and gathered at most.
-
-    The bucket of gradients is even, because DeepSpeed starts the ranks' parts of it at multiples of two elements.
-    """
-    usual, live = min(BUCKET_ELEMENTS, max(1, trainable_parameters)), Strategy.max_live_elements
-    if small:
-        usual, live = max(1, usual // SMALLER), live // SMALLER
-    return usual + usual % 2, usual, live
-
-
 def allowed_strategies(
     request: Request,
     facts: ModelFacts,
@@ -334,8 +315,9 @@ def allowed_strategies(
     """
     stages = _stages(request, offload, world_size)
     modes = _modes(request, facts.can_recompute, on_gpus)
-    bucket, usual, live = _buckets(facts.trainable_parameters, small_buckets)
+    usual, live = min(BUCKET_ELEMENTS, max(1, facts.trainable_parameters)), Strategy.max_live_elements
     if small_buckets:
+        usual, live = max(1, usual // SMALLER), live // SMALLER
         stages = tuple(stage for stage in stages if stage)
     tiled_mlp = tiled_mlp or request.mlp == "tiled"
     if tiled_mlp:
@@ -351,12 +333,12 @@ def allowed_strategies(
             sequence_parallel=request.sequence_parallel or 1,
             loss=loss,
             mlp="tiled" if tiled_mlp else "plain",
-            kernels=_kernels(facts, loss),
+            kernels="liger" if any(each != FUSED_LOSS or loss == "tiled" for each in facts.fused) else "plain",
             offload_optimizer=optimizer,
             offload_parameters=parameters,
             nvme_path=request.nvme_path if offload == "nvme" else None,
             nvme_buffer_elements=-(-facts.largest_parameter // world_size) if parameters == "nvme" else 0,
-            reduce_bucket_elements=bucket,
+            reduce_bucket_elements=usual + usual % 2,  # even: DeepSpeed starts ranks' parts at multiples of two
             # A gathered parameter keeps its buffer for the way from disk, and DeepSpeed fails when it runs out of them.
             prefetch_bucket_elements=0 if parameters == "nvme" else usual,
             max_live_elements=0 if parameters == "nvme" else live,
@@ -394,18 +376,17 @@ def in_part(strategy: Strategy, ratio: float, trainable_parameters: int, world_s
     return replace(strategy, offload_ratio=ratio, sub_group_elements=most)
 
 
+MODES_NOTE = "full, selective, offloaded: activation checkpointing"
+"""The note of a table with `brief_name`."""
+
+
 def short_name(strategy: Strategy) -> str:
     """Return the strategy's text without activation checkpointing that is off."""
     plain = strategy.activation_checkpointing == "off"
     return str(strategy).replace(", activation checkpointing off", "") if plain else str(strategy)
 
 
-MODES_NOTE = "full, selective, offloaded: activation checkpointing"
-"""The note of a table with `brief_name`."""
-
-
 def brief_name(strategy: Strategy) -> str:
     """Return the strategy in few words, for narrow tables, whose rows all have the same kernels."""
-    in_full = short_name(strategy)
-    in_full = in_full.replace(", Liger's kernels", "").replace("activation checkpointing ", "")
-    return in_full.replace(" in host memory", " on the host")
+    in_full = short_name(strategy).replace(", Liger's kernels", "").replace(" in host memory", " on the host")
+    return in_full.replace("activation checkpointing ", "")

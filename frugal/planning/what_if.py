@@ -6,20 +6,20 @@ Cases that differ only in memory and links share one source, whose profiles depe
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, replace
+from itertools import product
+from math import prod
 from textwrap import wrap
 from typing import Any
 
 from frugal.config.hardware.cluster import Cluster, resized
 from frugal.config.request import Request
-from frugal.errors import FrugalError, RequestError
+from frugal.errors import FrugalError, RequestError, refuse
 from frugal.planning.memory.profile import VARLEN
-from frugal.planning.plan import KERNELS, Plan
-from frugal.planning.run_cost import RunLength
-from frugal.planning.search import sharing
+from frugal.planning.plan import KERNELS, Plan, RunLength
+from frugal.planning.report import WIDE, Table, aligned, select_texts
 from frugal.planning.search.candidate import TIE, Candidate, OpenSource
 from frugal.planning.search.search import Search
 from frugal.planning.strategy import LAYER_MODES, MODES_NOTE, PLACES, Strategy, brief_name
-from frugal.planning.table import WIDE, Table, aligned
 from frugal.units import GIB, format_bytes, format_seconds, parse_bytes, parse_count, plural
 
 AXES = ("gpus", "mem", "seq-len")
@@ -65,10 +65,8 @@ def predicted(cases: Sequence[Case], dry_run: OpenSource) -> list[Candidate | No
         first = cases[indices[0]]
         with dry_run(first.request, first.cluster) as source:
             for i in indices:
-                try:
+                with suppress(FrugalError):  # the model cannot take it, or pins contradict each other
                     predictions[i] = Search(first.request, cases[i].cluster, source).predicted()
-                except FrugalError:  # the model cannot take it, or pins contradict each other
-                    predictions[i] = None
     return predictions
 
 
@@ -83,7 +81,7 @@ def predicted_with_sharing(cases: Sequence[Case], dry_run: OpenSource) -> list[C
             and case.cluster.world_size % number == 0
             and candidate is not None
             and not candidate.fits
-            and sharing.could_help(candidate, number)
+            and candidate.may_fit_if_shared(number)
         ]
         shared = [replace(cases[i], request=replace(cases[i].request, sequence_parallel=number)) for i in missing]
         for i, candidate in zip(missing, predicted(shared, dry_run), strict=True):
@@ -232,22 +230,29 @@ def with_gain(plan: Plan, dry_run: OpenSource) -> Plan:
     ).sealed()
 
 
+PINS: tuple[tuple[str, dict[str, Any]], ...] = (
+    ("--activation-checkpointing auto", {"layer_modes": None}),
+    ("no --max-tokens-per-gpu", {"max_tokens_per_gpu": None}),
+    ("no --micro-batch", {"micro_batch": None}),
+    ("no --accumulation-steps", {"accumulation_steps": None}),
+    ("no --zero-stage", {"zero_stage": None}),
+    ("no --micro-batch and no --accumulation-steps", {"micro_batch": None, "accumulation_steps": None}),
+    ("--activation-checkpointing auto", {"activation_checkpointing": "auto"}),
+    ("--loss auto", {"loss": "auto"}),
+    ("--mlp auto", {"mlp": "auto"}),
+    ("--kernels auto", {"kernels": "auto"}),
+    ("--offload auto", {"offload": "auto"}),
+)
+"""Flags that free a request of a pin, and the fields that they free. Two that decide each other are freed together,
+too."""
+
+
 def without_pins(request: Request) -> Iterator[tuple[str, Request]]:
     """Yield the request without one of its pins, and what that asks of the user: `no --zero-stage`."""
-    if request.layer_modes is not None:
-        yield "--activation-checkpointing auto", replace(request, layer_modes=None)
-    for field in ("max_tokens_per_gpu", "micro_batch", "accumulation_steps", "zero_stage"):
-        pin = getattr(request, field)
-        if pin is not None and pin is not False:  # ZeRO stage 0 is a pin, too
-            yield f"no --{field.replace('_', '-')}", replace(request, **{field: None})  # type: ignore[arg-type]  # its type as it is
-    if request.micro_batch is not None and request.accumulation_steps is not None:  # each of them decides the other
-        both = replace(request, micro_batch=None, accumulation_steps=None)
-        yield "no --micro-batch and no --accumulation-steps", both
-    for field in ("activation_checkpointing", "loss", "mlp", "kernels"):
-        if getattr(request, field) != "auto":
-            yield f"--{field.replace('_', '-')} auto", replace(request, **{field: "auto"})  # type: ignore[arg-type]  # as above
-    if request.offload != "auto":
-        yield "--offload auto", replace(request, offload="auto", offload_ratio=None)
+    for flag, free in PINS:
+        if all(getattr(request, field) != value for field, value in free.items()):
+            ratio = None if "offload" in free else request.offload_ratio
+            yield flag, replace(request, offload_ratio=ratio, **free)
 
 
 def parse_axes(words: Sequence[str]) -> dict[str, tuple[int, ...]]:
@@ -260,13 +265,11 @@ def parse_axes(words: Sequence[str]) -> dict[str, tuple[int, ...]]:
     axes: dict[str, tuple[int, ...]] = {}
     for word in words:
         name, _, values = word.partition("=")
-        if name not in AXES or not values:
-            raise RequestError(f"`{word}` is no axis of a table", hint=hint)
+        refuse((name not in AXES or not values, f"`{word}` is no axis of a table", "", hint))
         parts = values.split(",")
         thousand = 1024 if name == "seq-len" else 1000
         axes[name] = tuple(parse_bytes(part) if name == "mem" else parse_count(part, thousand) for part in parts)
-        if min(axes[name]) < 1:
-            raise RequestError(f"`{word}` has a value below 1", hint=hint)
+        refuse((min(axes[name]) < 1, f"`{word}` has a value below 1", "", hint))
     return axes
 
 
@@ -288,29 +291,28 @@ def grid(plan: Plan, axes: Mapping[str, Sequence[int]]) -> "dict[GridCase, Case]
     Raises:
         RequestError: the table is too large, or the devices differ.
     """
-    if len(set(plan.cluster.devices)) > 1 or len({len(node.devices) for node in plan.cluster.nodes}) > 1:
-        raise RequestError(
+    num_kinds, nodes = len(set(plan.cluster.devices)), plan.cluster.nodes
+    num_cases = prod(len(axes[name]) for name in AXES)
+    refuse(
+        (
+            num_kinds > 1 or len({len(node.devices) for node in nodes}) > 1,
             "a table needs a cluster of equal devices",
-            because="it counts them, and gives them all the same memory",
-            hint="name one kind: --gpus 4 --mem 12G",
-        )
-    num_cases = len(axes["gpus"]) * len(axes["mem"]) * len(axes["seq-len"])
-    if num_cases > MOST_CASES:
-        raise RequestError(
+            "it counts them, and gives them all the same memory",
+            "name one kind: --gpus 4 --mem 12G",
+        ),
+        (
+            num_cases > MOST_CASES,
             f"a table of {num_cases} cases takes too long",
-            because=f"{MOST_CASES} are minutes",
-            hint="name fewer values",
-        )
+            f"{MOST_CASES} are minutes",
+            "name fewer values",
+        ),
+    )
     cases = {}
-    for seq_len in axes["seq-len"]:
-        for num_gpus in axes["gpus"]:
-            for memory in axes["mem"]:
-                try:
-                    cluster = with_memory(with_gpus(plan.cluster, num_gpus), memory)
-                    request = replace(plan.request, seq_len=seq_len, sequence_parallel=None)
-                except RequestError:
-                    continue
-                cases[num_gpus, memory, seq_len] = Case(name="", request=request, cluster=cluster)
+    for seq_len, num_gpus, memory in product(axes["seq-len"], axes["gpus"], axes["mem"]):
+        with suppress(RequestError):
+            cluster = with_memory(with_gpus(plan.cluster, num_gpus), memory)
+            request = replace(plan.request, seq_len=seq_len, sequence_parallel=None)
+            cases[num_gpus, memory, seq_len] = Case(name="", request=request, cluster=cluster)
     return cases
 
 
@@ -346,9 +348,9 @@ def improvements(plan: Plan, cases: Sequence[Case], predictions: Sequence[Candid
             gain = f"{change:+.0f} %{a_token}" if abs(change) > 100 * (TIE - 1) else "no gain"
             strategy = "same strategy" if candidate.strategy == plan.strategy else brief_name(candidate.strategy)
             rows.append((name, format_seconds(candidate.seconds), gain, batch, strategy))
-    changing = [f"! {CHANGES_NUMBERS}"] if any(row[0].endswith(" !") for row in rows) else []
     has_modes = any(mode in row[-1] for row in rows for mode in LAYER_MODES[:-1])
-    note = "; ".join([*changing, *([MODES_NOTE] if has_modes else [])])
+    is_changing = any(row[0].endswith(" !") for row in rows)
+    note = "; ".join(select_texts((is_changing, f"! {CHANGES_NUMBERS}"), (has_modes, MODES_NOTE)))
     return Table(title=f"what would help ({NOT_DRY_RUN})", rows=tuple(rows), note=note, width=WIDE)
 
 
@@ -412,9 +414,12 @@ def what_if_rows(
 def what_if_legend(predictions: Predictions, run: RunLength | None = None) -> str:
     """Explain the entries of the table."""
     used = {letter for each in predictions.values() if each is not None for letter in _letters(each.strategy)}
-    legend = [f"{letter} {meaning}" for letter, meaning in _LETTERS.items() if letter in used]
-    of_run = [] if run is None else ["after a comma the time of the run"]
-    return "; ".join(["seconds a step, tokens/s of each device, Z ZeRO stage", *legend, *of_run])
+    legend = select_texts(
+        (True, "seconds a step, tokens/s of each device, Z ZeRO stage"),
+        *((letter in used, f"{letter} {meaning}") for letter, meaning in _LETTERS.items()),
+        (run is not None, "after a comma the time of the run"),
+    )
+    return "; ".join(legend)
 
 
 def _entry(plan: Plan, point: GridCase, candidate: Candidate | None, run: RunLength | None) -> str:

@@ -3,8 +3,7 @@
 from collections.abc import Sequence
 from typing import Any
 
-from frugal.planning.report import Block
-from frugal.planning.table import Table
+from frugal.planning.report import Block, Table
 from frugal.report import words
 from frugal.report.run import RecordedRun
 

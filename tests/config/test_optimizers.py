@@ -124,7 +124,7 @@ def test_states_in_bf16_are_refused_where_deepspeed_cannot_keep_them(
 
 def test_a_mean_that_bf16_cannot_let_decay_is_said() -> None:
     def notes(optimizer: str) -> list[str]:
-        return _request_notes(Request(optimizer=Optimizer.of(optimizer), learning_rate=1e-3), 1)
+        return list(_request_notes(Request(optimizer=Optimizer.of(optimizer), learning_rate=1e-3), 1))
 
     assert notes("adamw,beta2=0.999") == notes("adamw,states=bf16") == notes("adamw,beta2=0.99,states=bf16") == []
     (said,) = notes("adamw,beta2=0.999,states=bf16")
@@ -136,7 +136,7 @@ def test_a_mean_that_bf16_cannot_let_decay_is_said() -> None:
 
 def test_a_rate_whose_updates_bf16_loses_is_said() -> None:
     def notes(rate: float, optimizer: str = "adamw,states=bf16", **settings: Any) -> list[str]:
-        return _request_notes(Request(learning_rate=rate, optimizer=Optimizer.of(optimizer), **settings), 1)
+        return list(_request_notes(Request(learning_rate=rate, optimizer=Optimizer.of(optimizer), **settings), 1))
 
     (said,) = notes(1e-4)
     assert said.startswith("a learning rate of 0.0001 with states in bf16: ") and "weights above 0.031 hardly" in said

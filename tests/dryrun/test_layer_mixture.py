@@ -21,7 +21,10 @@ def traced(family: str, mode: str, layer_modes: Any = (), **asked: Any) -> Model
 
 
 def mixtures_of(family: str, *modes: LayerMode, **asked: Any) -> LayerMixtures:
-    return LayerMixtures.of({mode: traced(family, mode, **asked) for mode in ("off", *modes)})
+    mixtures = LayerMixtures(traced(family, "off", **asked))
+    for mode in modes:
+        mixtures.add(mode, traced(family, mode, **asked))
+    return mixtures
 
 
 def says(made: ModelTrace) -> tuple[object, ...]:
@@ -92,4 +95,4 @@ def test_an_encoder_and_its_decoder_are_layers_in_the_order_in_which_they_run() 
 
 def test_traces_of_two_models_are_not_mixed() -> None:
     with pytest.raises(NotMixableError):
-        LayerMixtures.of({"off": traced("gpt2", "off"), "full": traced("llama", "full")})
+        LayerMixtures(traced("gpt2", "off")).add("full", traced("llama", "full"))

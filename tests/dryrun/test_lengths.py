@@ -17,8 +17,8 @@ from frugal.engine.train_step import accumulate
 from frugal.models.resolve import resolve_request
 from frugal.planning.length_bucketing import Shape, drawn_runs
 from frugal.planning.memory.allocator import Replays
-from frugal.planning.memory_report import breakdown_table
 from frugal.planning.plan import Plan
+from frugal.planning.report import breakdown_table
 
 LENGTHS = {16: 300, 40: 200, 90: 80, 200: 20, 256: 1}
 STEPS: list[list[Shape]] = [[(8, 70), (8, 33)], [(8, 90), (8, 20)], [(8, 256), (8, 50)], [(4, 140), (8, 100)]]

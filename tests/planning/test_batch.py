@@ -122,7 +122,7 @@ def test_ranks_of_twice_the_speed_take_twice_the_samples_where_memory_allows() -
     [
         (0, (1,), "a global batch of 0 samples trains nothing"),
         (-4, (1,), "a global batch of -4 samples trains nothing"),
-        (8, (4, 0), "leave a rank without samples"),
+        (8, (4, 0), "a micro-batch cap of 0 leaves a rank without samples"),
     ],
 )
 def test_a_batch_or_a_cap_below_one_sample_is_refused(global_batch: int, caps: tuple[int, ...], said: str) -> None:

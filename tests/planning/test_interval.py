@@ -10,9 +10,9 @@ import pytest
 from frugal.config.hardware.cluster import CARDS, Device
 from frugal.config.schema import understand
 from frugal.dryrun.compare import interval
-from frugal.planning.memory.interval import Bounds, Cause, of_device, of_tensors, widened
-from frugal.planning.memory_report import beyond_the_device
+from frugal.planning.memory.breakdown import Bounds, Cause, of_device, of_tensors, widened
 from frugal.planning.plan import Plan
+from frugal.planning.report import beyond_the_device
 from frugal.units import GIB, MIB
 from tests.dryrun.test_measured import read
 from tests.planning.test_plan import made

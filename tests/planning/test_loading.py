@@ -2,8 +2,8 @@
 
 import pytest
 
-from frugal.planning.memory.loading import Loading, Reading, Weights, loading_of
-from frugal.planning.model_facts import RANDOM
+from frugal.planning.memory.breakdown import Loading, loading_of
+from frugal.planning.model_facts import RANDOM, Reading, Weights
 from frugal.planning.strategy import Strategy
 from frugal.units import GIB
 

@@ -8,7 +8,7 @@ from frugal.config.optimizers import Optimizer
 from frugal.config.request import Request
 from frugal.deepspeed_adapter.json_config import strategy_config
 from frugal.errors import RequestError
-from frugal.planning.search.memory_for_time import WORTH_A_COMPILER
+from frugal.planning.search.mixtures import WORTH_A_COMPILER
 from frugal.planning.strategy import (
     RATIOS,
     Strategy,

@@ -9,9 +9,8 @@ import pytest
 from bench.plans import plan_by_hand
 from frugal.errors import NothingFitsError
 from frugal.planning.plan import Plan, Rejected, StepTime
-from frugal.planning.report import strategy_table
+from frugal.planning.report import bar, strategy_table
 from frugal.planning.strategy import Strategy
-from frugal.planning.verdict import bar
 from frugal.units import format_bytes
 from tests.planning.synthetic import planned
 

@@ -5,8 +5,7 @@ from typing import Any
 import pytest
 
 from frugal.config.hardware.cluster import CARDS
-from frugal.planning.plan import Plan
-from frugal.planning.run_cost import RunLength
+from frugal.planning.plan import Plan, RunLength
 from frugal.planning.what_if import grid, parse_axes, predicted, what_if_table
 from tests.planning.synthetic import SMALL, dry_running, planned
 

@@ -73,17 +73,17 @@ def test_a_cap_on_samples_holds_for_short_ones_too(pins: dict[str, Any], most: i
 
 
 def test_a_token_target_counts_the_tokens_there_are() -> None:
-    found = plan(global_tokens=1 << 18).grouping
+    found = plan(global_tokens=1 << 16).grouping
     assert found is not None
-    assert found.step_tokens == pytest.approx(1 << 18, rel=0.01)
-    assert found.step_samples > 256
+    assert found.step_tokens == pytest.approx(1 << 16, rel=0.01)
+    assert found.step_samples > 64, "as many as full-length ones would be"
 
 
 def test_a_token_target_counts_only_the_target_of_pairs() -> None:
     of_pairs = replace(sample_lengths.of(heavy_tailed()), counted_mean=20.0)
-    found = plan(global_tokens=1 << 18, lengths=of_pairs).grouping
+    found = plan(global_tokens=1 << 16, lengths=of_pairs).grouping
     assert found is not None
-    assert found.step_samples == (1 << 18) // 20
+    assert found.step_samples == (1 << 16) // 20
     assert found.step_tokens == pytest.approx(of_pairs.mean * found.step_samples, rel=1e-4)
 
 

@@ -9,10 +9,8 @@ from frugal.config.optimizers import Optimizer
 from frugal.config.request import Request
 from frugal.config.schema import understand
 from frugal.errors import NothingFitsError, RequestError
-from frugal.planning.memory_report import binding
 from frugal.planning.plan import Plan, StepTime
-from frugal.planning.report import explanation, strategy_table
-from frugal.planning.table import Table
+from frugal.planning.report import Table, binding, explanation, strategy_table
 from frugal.planning.what_if import (
     NOTHING_HELPS,
     axes_around,

@@ -183,7 +183,7 @@ MEMORY_SHARE = 0.85
 
 ALLOCATOR_BYTES, ALLOCATOR_SHARE = 40 * MIB, 0.007
 """The caching allocator's need beyond the plan, fixed and as a share of the memory; see
-`frugal.planning.memory.interval`."""
+`frugal.planning.memory.breakdown`."""
 
 KERNELS_SHARE, UNKNOWN_KERNELS_SHARE = 0.001, 0.005
 """The same for the kernels of a known card and of an unknown one."""

@@ -242,7 +242,7 @@ class HostMemory(HostAllocator):
         return patch.object(self, "_is_pinning", True)
 
     def wait(self, address: int, size_bytes: int) -> None:
-        """Begin a storage of the model, which `frugal.planning.memory.loading` counts instead."""
+        """Begin a storage of the model, which `frugal.planning.memory.breakdown` counts instead."""
         self._waiting[address] = size_bytes
         self._waiting_bytes += size_bytes
         self.most_waiting_bytes = max(self.most_waiting_bytes, self._waiting_bytes)

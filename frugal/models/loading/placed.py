@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from frugal.deepspeed_adapter.kernels import DTYPES
 from frugal.deepspeed_adapter.placement import Placement
 from frugal.models.spec import ModelSpec
-from frugal.planning.memory.loading import way_of
+from frugal.planning.memory.breakdown import way_of
 from frugal.planning.plan import Plan
 
 

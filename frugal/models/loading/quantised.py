@@ -39,7 +39,7 @@ from frugal import memory_watch, required, torch_internals
 from frugal.deepspeed_adapter.kernels import DTYPES
 from frugal.errors import PlanMismatchError, RequestError
 from frugal.models import adapters, transformers_internals
-from frugal.planning.memory.loading import Packed
+from frugal.planning.model_facts import Packed
 from frugal.planning.plan import Plan
 from frugal.required import needed
 

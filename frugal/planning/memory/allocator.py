@@ -30,10 +30,6 @@ class Replay:
     granted_bytes: int
     refused_bytes: int
 
-    def holds_under(self, limit_bytes: int) -> bool:
-        """Return whether the same segments are granted and refused under this limit."""
-        return self.granted_bytes <= limit_bytes < self.refused_bytes
-
     @property
     def needed_bytes(self) -> int:
         """The least limit that neither refuses what was granted nor is exceeded."""
@@ -74,7 +70,7 @@ class Replays:
     def under(self, limit_bytes: int = ENDLESS) -> Replay:
         """Return the replay on a device with `limit_bytes` for segments."""
         for known in self._known:
-            if known.holds_under(limit_bytes):
+            if known.granted_bytes <= limit_bytes < known.refused_bytes:  # the same are granted and refused
                 return known
         outcome = replay(*self._stream, self._expandable_segments, limit_bytes)
         self._known.append(Replay(*outcome))

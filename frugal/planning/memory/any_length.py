@@ -13,13 +13,11 @@ Left out: kernels that round lengths up, by less than a tile for each sample.
 
 from dataclasses import dataclass
 from functools import cached_property
-from typing import TYPE_CHECKING
+
+import numpy as np
+import numpy.typing as npt
 
 from frugal.planning.memory.timeline import ModelTrace, NotAffineError, check_aligned
-
-if TYPE_CHECKING:
-    import numpy as np
-    import numpy.typing as npt
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -53,11 +51,10 @@ class AnyLength:
         return [max(0, round(size)) for size in (fixed + samples * per_sample).tolist()]
 
     @cached_property
-    def _parts(self) -> "tuple[npt.NDArray[np.float64], npt.NDArray[np.float64]]":
+    def _parts(self) -> tuple[npt.NDArray[np.float64], npt.NDArray[np.float64]]:
         """Fixed bytes, and those for each sample: a constant, a part for each token, one for each pair of tokens."""
-        import numpy as np
 
-        def split(short: tuple[int, ...], long: tuple[int, ...]) -> "npt.NDArray[np.float64]":
+        def split(short: tuple[int, ...], long: tuple[int, ...]) -> npt.NDArray[np.float64]:
             a, b = self.lengths
             first, second = np.asarray(short, dtype=np.float64), np.asarray(long, dtype=np.float64)
             slope = (second - first) / (b - a)

@@ -22,6 +22,7 @@ own allocator on a GPU.
 
 from array import array
 from bisect import bisect_left, insort
+from dataclasses import dataclass
 
 from frugal.units import MIB
 
@@ -92,19 +93,17 @@ def replay_in_python(
     )  # fmt: skip
 
 
+@dataclass(eq=False, slots=True)
 class LinkedBlock:
     """A stretch of a segment. `previous` and `next` are its neighbours there."""
 
-    __slots__ = ("address", "free", "mapped", "next", "previous", "size", "small")
-
-    def __init__(self, address: int, size: int, small: bool, *, mapped: bool = True) -> None:
-        self.address = address
-        self.size = size
-        self.small = small
-        self.free = True
-        self.mapped = mapped
-        self.previous: LinkedBlock | None = None
-        self.next: LinkedBlock | None = None
+    address: int
+    size: int
+    small: bool
+    mapped: bool = True
+    free: bool = True
+    previous: "LinkedBlock | None" = None
+    next: "LinkedBlock | None" = None
 
 
 class CachingAllocator:
@@ -197,16 +196,19 @@ class CachingAllocator:
 
     def _merge(self, block: LinkedBlock) -> LinkedBlock:
         """Return `block` with its free neighbours, which leave the pool."""
+        self._merge_next(block)
+        before = block.previous
+        if before is None or not before.free or not before.mapped:
+            return block
+        self._drop_free(before)
+        self._swallow(before, block)
+        return before
+
+    def _merge_next(self, block: LinkedBlock) -> None:
         following = block.next
         if following is not None and following.free and following.mapped:
             self._drop_free(following)
             self._swallow(block, following)
-        before = block.previous
-        if before is not None and before.free and before.mapped:
-            self._drop_free(before)
-            self._swallow(before, block)
-            return before
-        return block
 
     @staticmethod
     def _swallow(block: LinkedBlock, following: LinkedBlock) -> None:
@@ -275,17 +277,9 @@ class CachingAllocator:
                 rest = self._split(hole, mapped)
                 self._unmapped[start.small].insert(index, (rest.address, rest))
             hole.mapped = True
-            block = self._merge_taken(block, hole)
-        return block
-
-    def _merge_taken(self, block: LinkedBlock, mapped: LinkedBlock) -> LinkedBlock:
-        """Join `block`, which is in no pool, with the pages just mapped behind it and a free block behind those."""
-        if mapped is not block:
-            self._swallow(block, mapped)
-        following = block.next
-        if following is not None and following.free and following.mapped:
-            self._drop_free(following)
-            self._swallow(block, following)
+            if hole is not block:
+                self._swallow(block, hole)
+            self._merge_next(block)
         return block
 
     def _unmap(self, block: LinkedBlock, page: int) -> None:
@@ -303,17 +297,14 @@ class CachingAllocator:
             self._add_free(self._split(hole, end - start))
         hole.mapped = False
         self.reserved_bytes -= hole.size
-        unmapped = self._unmapped[block.small]
-        for neighbour in (hole.previous, hole.next):
-            if neighbour is not None and not neighbour.mapped:
-                unmapped.remove((neighbour.address, neighbour))
         following, before = hole.next, hole.previous
         if following is not None and not following.mapped:
+            self._unmapped[block.small].remove((following.address, following))
             self._swallow(hole, following)
         if before is not None and not before.mapped:
             self._swallow(before, hole)
-            hole = before
-        insort(unmapped, (hole.address, hole))
+        else:
+            insort(self._unmapped[block.small], (hole.address, hole))
 
 
 replay = replay_in_python if compiled is None else compiled.replay

@@ -14,7 +14,10 @@ later one's backward. The dry run of a plan is of the mixture itself.
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from itertools import pairwise
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import Any, NamedTuple
+
+import numpy as np
+import numpy.typing as npt
 
 from frugal.planning.cost import Work
 from frugal.planning.memory.timeline import (
@@ -30,11 +33,7 @@ from frugal.planning.memory.timeline import (
 )
 from frugal.planning.strategy import LayerMode
 
-if TYPE_CHECKING:
-    import numpy as np
-    import numpy.typing as npt
-
-    Numbers = npt.NDArray[np.int64]
+Numbers = npt.NDArray[np.int64]
 
 LAYER, AGAIN, AGAIN_ENDS = MarkKind.LAYER, MarkKind.LAYER_AGAIN, MarkKind.LAYER_AGAIN_ENDS
 OF_HOLDS = (MarkKind.HOLD, MarkKind.LET_GO)
@@ -63,7 +62,7 @@ class _Piece:
     beginning.
     """
 
-    events: "Numbers"
+    events: Numbers
     marks: tuple[Mark, ...]
 
 
@@ -148,20 +147,14 @@ class LayerMixtures:
         self.num_layers = len(begins)
         if self.num_layers < 2 or list(begins) != list(range(self.num_layers)):
             raise NotMixableError("there are not several layers, one after the other")
-        self._table = _Table(off)
+        self._names: dict[str, int] = {}
+        self._storages: Numbers = np.zeros((5, 0), dtype=np.int64)
+        self._number(off.stream, {})
         self._num_holds = 0
         self._backward_cuts: list[int] | None = None  # positions in the backward of `off`, the last layer first
         self._pieces: dict[str, list[_Piece]] = {}
         self._deaths: dict[str, dict[int, int]] = {}  # of each mode: storage -> the piece in which it ends
         self._weights: dict[str, list[int]] = {}  # of each mode: by layer, about how much is recomputed
-
-    @classmethod
-    def of(cls, traces: Mapping[LayerMode, ModelTrace]) -> "LayerMixtures":
-        """Return the mixtures of these modes, of which `off` is one. Raises as `add`."""
-        mixtures = cls(traces["off"])
-        for mode, trace in traces.items():
-            mixtures.add(mode, trace)
-        return mixtures
 
     def add(self, mode: LayerMode, trace: ModelTrace) -> None:
         """Allow layers in this mode.
@@ -197,7 +190,13 @@ class LayerMixtures:
         begins = _positions(rows[FORWARD], LAYER)
         if list(begins) != list(range(self.num_layers)):
             raise NotMixableError("the layers of another mode are others")
-        number_of = self._table.add(trace, self._same_storages(rows, matches))
+        same = {
+            rows[phase][i].storage: self._reference[phase][j].storage
+            for phase in PHASES
+            for i, j in matches[phase].items()
+            if rows[phase][i].is_birth
+        }
+        number_of = self._number(trace.stream, same)
         cuts = [*begins.values()]
         backward_cuts = self._cuts_in_backward(rows[BACKWARD], matches[BACKWARD], is_off=mode == "off")
         forward, backward = rows[FORWARD], rows[BACKWARD]
@@ -218,16 +217,15 @@ class LayerMixtures:
         }
         self._weights[mode] = _recomputed_bytes(rows[BACKWARD], trace.stream, self.num_layers)
 
-    def _same_storages(
-        self, rows: Mapping[str, Sequence[_Item]], matches: Mapping[str, Mapping[int, int]]
-    ) -> dict[int, int]:
-        """Map storages of a mode to the same ones of `off`."""
-        return {
-            rows[phase][i].storage: self._reference[phase][j].storage
-            for phase in PHASES
-            for i, j in matches[phase].items()
-            if rows[phase][i].is_birth
-        }
+    def _number(self, stream: Timeline, same: Mapping[int, int]) -> list[int]:
+        """Number the storages of a trace behind those of all before; `same`: those that `off` has, too."""
+        own = [storage for storage in range(len(stream.fixed)) if storage not in same]
+        numbers = dict(same) | {storage: number for number, storage in enumerate(own, self._storages.shape[1])}
+        names = np.array([self._names.setdefault(name, len(self._names)) for name in stream.names])
+        operators, modules = names[list(stream.operators)], names[list(stream.modules)]
+        columns = np.array([stream.fixed, stream.per_sample, stream.categories, operators, modules])
+        self._storages = np.concatenate([self._storages, columns[:, own]], axis=1)
+        return [numbers[storage] for storage in range(len(stream.fixed))]
 
     def _cuts_in_backward(self, items: Sequence[_Item], matches: Mapping[int, int], *, is_off: bool) -> list[int]:
         """Return where backward comes to each layer, the last layer first, as positions in `items`.
@@ -251,8 +249,6 @@ class LayerMixtures:
         return [_end_of(items, i) for i in before]
 
     def _piece(self, items: Sequence[_Item], number_of: Sequence[int], first_hold: int) -> _Piece:
-        import numpy as np
-
         events: list[int] = []
         marks = []
         for item in items:
@@ -270,18 +266,17 @@ class LayerMixtures:
 
     def _joined(self, pieces: Sequence[_Piece], played: Sequence[str]) -> tuple[Timeline, tuple[tuple[Mark, ...], ...]]:
         """Join pieces into one stream and its marks."""
-        import numpy as np
-
         parts = [piece.events for piece in pieces]
         for piece, numbers in self._kept_too_long(parts, played).items():
             parts[piece] = np.concatenate([parts[piece], -1 - np.asarray(numbers, dtype=np.int64)])
         raw = np.concatenate(parts)
-        kept = _last_ends(raw, self._table.num_storages)
+        num_storages = self._storages.shape[1]
+        kept = _last_ends(raw, num_storages)
         position = np.concatenate([[0], kept.cumsum()])
         raw_starts = np.concatenate([[0], np.cumsum([len(part) for part in parts])])
         events = raw[kept]
         births = events[events >= 0]
-        renumbered = np.full(self._table.num_storages, -1, dtype=np.int64)
+        renumbered = np.full(num_storages, -1, dtype=np.int64)
         renumbered[births] = np.arange(len(births))
         numbers = renumbered[np.where(events >= 0, events, -1 - events)]
         first_of_phase = [0, 1, self.num_layers + 2, 2 * self.num_layers + 3, 2 * self.num_layers + 4, len(parts)]
@@ -300,14 +295,23 @@ class LayerMixtures:
         )
         _check_holds(marks)
         phases = [(name, int(position[raw_starts[first]])) for name, first in zip(PHASES, first_of_phase, strict=False)]
-        return self._table.timeline(births, numbers, phases), marks
+        fixed, per_sample, categories, operators, modules = map(tuple, self._storages[:, births].tolist())
+        stream = Timeline(
+            fixed=fixed,
+            per_sample=per_sample,
+            categories=categories,
+            operators=operators,
+            modules=modules,
+            names=tuple(self._names),
+            events=tuple(numbers.tolist()),
+            phases=tuple(phases),
+        )
+        return stream, marks
 
-    def _kept_too_long(self, parts: Sequence["Numbers"], played: Sequence[str]) -> dict[int, list[int]]:
+    def _kept_too_long(self, parts: Sequence[Numbers], played: Sequence[str]) -> dict[int, list[int]]:
         """Return storages that begin in one piece and end in none, by the piece in which they end in their mode."""
-        import numpy as np
-
         raw = np.concatenate(parts)
-        is_ended = np.zeros(self._table.num_storages, dtype=np.bool_)
+        is_ended = np.zeros(self._storages.shape[1], dtype=np.bool_)
         is_ended[-1 - raw[raw < 0]] = True
         late: dict[int, list[int]] = {}
         for piece, part in enumerate(parts):
@@ -327,54 +331,6 @@ class LayerMixtures:
         return mixed
 
 
-class _Table:
-    """The storages of several traces under one numbering, which begins with those of the first."""
-
-    def __init__(self, off: ModelTrace) -> None:
-        self._names: dict[str, int] = {}
-        self._rows: list[tuple[int, int, int, int, int]] = []
-        self._append(off.stream, range(len(off.stream.fixed)))
-
-    @property
-    def num_storages(self) -> int:
-        """The number of storages of all traces."""
-        return len(self._rows)
-
-    def _append(self, stream: Timeline, storages: Sequence[int]) -> None:
-        names = [self._names.setdefault(name, len(self._names)) for name in stream.names]
-        self._rows += [
-            (
-                stream.fixed[i], stream.per_sample[i], stream.categories[i],
-                names[stream.operators[i]], names[stream.modules[i]],
-            )
-            for i in storages
-        ]  # fmt: skip
-
-    def add(self, trace: ModelTrace, same: Mapping[int, int]) -> list[int]:
-        """Return the numbers of the storages of another trace; `same`: those that the first has, too."""
-        own = [storage for storage in range(len(trace.stream.fixed)) if storage not in same]
-        numbers = dict(same) | {storage: len(self._rows) + i for i, storage in enumerate(own)}
-        self._append(trace.stream, own)
-        return [numbers[storage] for storage in range(len(trace.stream.fixed))]
-
-    def timeline(self, births: "Numbers", events: "Numbers", phases: list[tuple[str, int]]) -> Timeline:
-        """Return a stream of the storages `births`, whose `events` count among them."""
-        import numpy as np
-
-        columns = np.asarray(self._rows, dtype=np.int64)[births].T.tolist()
-        fixed, per_sample, categories, operators, modules = map(tuple, columns)
-        return Timeline(
-            fixed=fixed,
-            per_sample=per_sample,
-            categories=categories,
-            operators=operators,
-            modules=modules,
-            names=tuple(self._names),
-            events=tuple(events.tolist()),
-            phases=tuple(phases),
-        )
-
-
 def _end_of(items: Sequence[_Item], last: int) -> int:
     """Return the position after `last` and everything that ends with it."""
     position = last + 1
@@ -386,10 +342,8 @@ def _end_of(items: Sequence[_Item], last: int) -> int:
     return position
 
 
-def _last_ends(raw: "Numbers", num_storages: int) -> Any:
+def _last_ends(raw: Numbers, num_storages: int) -> Any:
     """Return which of `raw` stay: all births, and the last end of each storage that was born."""
-    import numpy as np
-
     kept = raw >= 0
     born = np.zeros(num_storages, dtype=np.bool_)
     born[raw[kept]] = True

@@ -1,16 +1,14 @@
 """The memory and the work of a model under one strategy, for every micro-batch. Made by dry runs, read by planning."""
 
+from bisect import bisect_left
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property, partial
 
 from frugal.config.hardware.cluster import Device, DeviceKind
 from frugal.planning.cost import ModelCosts
-from frugal.planning.memory import breakdown as host
 from frugal.planning.memory.allocator import KnownReplays, Replays
-from frugal.planning.memory.breakdown import MemoryBreakdown
-from frugal.planning.memory.interval import of_device
-from frugal.planning.memory.loading import Loading
+from frugal.planning.memory.breakdown import Loading, MemoryBreakdown, node_host_bytes, of_device
 from frugal.planning.memory.timeline import Timeline
 from frugal.planning.strategy import Strategy
 
@@ -129,16 +127,9 @@ class MemoryProfile:
         """Return the most samples, up to `cap`, whose step fits on `device`; 0: not even one."""
         if self.sampled:
             cap = min(cap, self.sampled[-1])
-        most = _bisect(0, cap, lambda micro_batch: self._live_bytes(micro_batch) <= device.usable_bytes)
-        fits = partial(self.fits, device=device)
-        too_many, step = most + 1, 1
-        while most and not fits(most):  # the allocator seldom takes more than a few samples' worth
-            too_many, most, step = most, max(0, most - step), 2 * step
-        return _bisect(most, too_many - 1, fits)
-
-    def _live_bytes(self, micro_batch: int) -> int:
-        ranks, sampled = self._ranks_at(micro_batch)
-        return max(rank.timeline.peak_bytes(sampled) for rank in ranks)
+        fits_without_slack, fits = (partial(each.fits, device=device) for each in (self.draft, self))
+        most = cap - bisect_left(range(cap, 0, -1), True, key=fits_without_slack)
+        return largest_near(most, fits)  # the allocator seldom takes more than a few samples' worth
 
     def _ranks_at(self, micro_batch: int) -> tuple[tuple[RankMemory, ...], int]:
         """Return the ranks and the micro-batch to evaluate: the next larger one that was dry-run, where not all are."""
@@ -159,7 +150,7 @@ def fullest(
 ) -> MemoryBreakdown:
     """Return the breakdown of the rank that needs most; the others are replayed only if they might need more."""
     on_host = max(rank.host_bytes + rank.host_bytes_per_sample * micro_batch for rank in ranks)
-    host_bytes = host.node_host_bytes(on_host, device.kind, ranks_per_node)
+    host_bytes = node_host_bytes(on_host, device.kind, ranks_per_node)
     first, *others = sorted(ranks, key=lambda rank: -rank.timeline.peak_bytes(micro_batch))
     most = breakdown(first, micro_batch, device, host_bytes, expandable_segments, counts_slack)
     if device.kind == "cpu" or not counts_slack:
@@ -207,12 +198,11 @@ def reserved_with_room(ranks: Sequence[RankMemory], micro_batch: int, device: De
     return min(max(each.under().peak_reserved_bytes for each in replays), device.usable_bytes + device.margin_bytes)
 
 
-def _bisect(low: int, high: int, holds: Callable[[int], bool]) -> int:
-    """Return the largest number in `low..high` for which `holds` is true; it is true for all below that one, too."""
-    while low < high:
-        middle = (low + high + 1) // 2
-        if holds(middle):
-            low = middle
-        else:
-            high = middle - 1
-    return low
+def largest_near(most: int, holds: Callable[[int], bool]) -> int:
+    """Return the largest number up to `most` for which `holds` is true, and for all below, too; 0: none. It is likely
+    to be near `most`: steps down from there double, then the last one is bisected.
+    """
+    too_many, step = most + 1, 1
+    while most and not holds(most):
+        too_many, most, step = most, max(0, most - step), 2 * step
+    return too_many - 1 - bisect_left(range(too_many - 1, most, -1), True, key=holds)

@@ -15,7 +15,7 @@ from itertools import accumulate
 from pathlib import Path
 from typing import Any
 
-from frugal.errors import RequestError
+from frugal.errors import RequestError, refuse
 from frugal.planning.memory.timeline import CATEGORIES, Timeline
 
 COLUMNS = ("event", "phase", "operator", "module", *CATEGORIES, "total")
@@ -32,11 +32,11 @@ def check_file(path: Path, *, has_table: bool = True) -> None:
     """
     kinds = (TABLE, SNAPSHOT) if has_table else (SNAPSHOT,)
     what = f"a timeline cannot be written to {path}"
-    if path.suffix not in kinds:
-        because = f"its name does not end in {' or '.join(kinds)}"
-        raise RequestError(what, because=because, hint=f"call it {path.with_suffix(kinds[0])}")
-    if not path.parent.is_dir():
-        raise RequestError(what, because=f"there is no folder {path.parent}")
+    because = f"its name does not end in {' or '.join(kinds)}"
+    refuse(
+        (path.suffix not in kinds, what, because, f"call it {path.with_suffix(kinds[0])}"),
+        (not path.parent.is_dir(), what, f"there is no folder {path.parent}", None),
+    )
 
 
 def write(path: Path, timelines: Mapping[str, Timeline]) -> None:

@@ -14,8 +14,8 @@ of 128 threads, 32 across with 4 outputs each and 4 down.
 Left out: products before the first forward, CUBLAS_WORKSPACE_CONFIG; in a search scratch of other sums.
 """
 
-from collections.abc import Collection, Container, Iterable, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Collection, Container, Mapping, Sequence
+from dataclasses import replace
 from itertools import compress
 
 from frugal.planning.memory.timeline import BACKWARD, FORWARD, TEMPORARY, Timeline
@@ -54,20 +54,10 @@ def scratch_bytes(width: int, resident_threads: int, most_rows: int = ANY_ROWS) 
     return 4 * width * down * _OUTPUTS_OF_A_BLOCK if down > 1 else 0
 
 
-@dataclass(frozen=True)
-class _Asked:
-    """A request of `size_bytes` right after event number `after`; `is_kept`: beyond the kernel."""
-
-    after: int
-    size_bytes: int
-    operator: str
-    is_kept: bool
-
-
 def with_workspaces(timeline: Timeline, size_bytes: int) -> Timeline:
     """Return the timeline of a run with a workspace of `size_bytes` for forward, and one for backward."""
-    positions = [position for phase in (FORWARD, BACKWARD) if (position := _first_product(timeline, phase)) is not None]
-    return _with(timeline, [_Asked(position, size_bytes, WORKSPACE, is_kept=True) for position in positions])
+    positions = (_first_product(timeline, phase) for phase in (FORWARD, BACKWARD))
+    return _with(timeline, {each: size_bytes for each in positions if each is not None}, WORKSPACE, is_kept=True)
 
 
 def with_scratch(
@@ -87,12 +77,12 @@ def with_scratch(
         width = timeline.fixed[storage] // element_bytes
         if width in widths and not timeline.per_sample[storage]:
             wanted[storage] = scratch_bytes(width, resident_threads, most_rows)
-    asked = []
+    asked = {}
     for event in _where(timeline.events, wanted):
         size_bytes = wanted.pop(timeline.events[event], 0)  # at its birth, which comes first
         if size_bytes and timeline.phase_of(event) == BACKWARD:
-            asked.append(_Asked(event, size_bytes, SCRATCH, is_kept=False))
-    return _with(timeline, asked)
+            asked[event] = size_bytes
+    return _with(timeline, asked, SCRATCH, is_kept=False)
 
 
 def _where(numbers: Sequence[int], wanted: Container[int]) -> list[int]:
@@ -100,33 +90,32 @@ def _where(numbers: Sequence[int], wanted: Container[int]) -> list[int]:
     return list(compress(range(len(numbers)), map(wanted.__contains__, numbers)))
 
 
-def _with(timeline: Timeline, requests: Iterable[_Asked]) -> Timeline:
-    """Return the timeline with these requests, which are in order."""
-    requests = list(requests)
+def _with(timeline: Timeline, requests: Mapping[int, int], operator: str, *, is_kept: bool) -> Timeline:
+    """Return the timeline with requests of `operator`: event, in order -> bytes that are requested right after it, and
+    live beyond the kernel where they are kept.
+    """
     if not requests:
         return timeline
-    names = [*timeline.names, *dict.fromkeys(each.operator for each in requests)]
-    number = {name: index for index, name in enumerate(names)}
     events: list[int] = []
-    start, first = 0, len(timeline.fixed)
-    for storage, each in enumerate(requests, first):
-        events += timeline.events[start : each.after + 1]
-        events += [storage] if each.is_kept else [storage, storage]
-        start = each.after + 1
+    start = 0
+    for storage, after in enumerate(requests, len(timeline.fixed)):
+        events += timeline.events[start : after + 1]
+        events += [storage] if is_kept else [storage, storage]
+        start = after + 1
     events += timeline.events[start:]
 
     def moved(event: int) -> int:
-        return event + sum(2 - each.is_kept for each in requests if each.after < event)
+        return event + (1 if is_kept else 2) * sum(after < event for after in requests)
 
     more = len(requests)
     return replace(
         timeline,
-        fixed=timeline.fixed + tuple(each.size_bytes for each in requests),
+        fixed=timeline.fixed + tuple(requests.values()),
         per_sample=timeline.per_sample + (0,) * more,
         categories=timeline.categories + (TEMPORARY,) * more,
-        operators=timeline.operators + tuple(number[each.operator] for each in requests),
-        modules=timeline.modules + (number[""],) * more,
-        names=tuple(names),
+        operators=timeline.operators + (len(timeline.names),) * more,
+        modules=timeline.modules + (timeline.names.index(""),) * more,
+        names=(*timeline.names, operator),
         events=tuple(events),
         phases=tuple((name, moved(event)) for name, event in timeline.phases),
         empties=tuple(map(moved, timeline.empties)),
@@ -136,10 +125,6 @@ def _with(timeline: Timeline, requests: Iterable[_Asked]) -> Timeline:
 def _first_product(timeline: Timeline, phase: str) -> int | None:
     """Return the number of the event at which the first product's result begins in a phase."""
     products = {number for number, name in enumerate(timeline.names) if name in _PRODUCTS}
-    for name, events in timeline.phase_ranges:
-        if name == phase:
-            for event in events:
-                storage = timeline.events[event]
-                if timeline.operators[storage] in products and timeline.events.index(storage) == event:  # its birth
-                    return event
-    return None
+    of_phase = (event for name, events in timeline.phase_ranges if name == phase for event in events)
+    made = (event for event in of_phase if timeline.operators[timeline.events[event]] in products)
+    return next((event for event in made if timeline.is_birth[event]), None)

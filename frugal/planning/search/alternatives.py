@@ -18,7 +18,6 @@ from typing import TYPE_CHECKING
 from frugal.errors import RequestError
 from frugal.planning import length_bucketing
 from frugal.planning.batch import BatchPlan
-from frugal.planning.memory.breakdown import MemoryBreakdown
 from frugal.planning.plan import Alternative, Plan
 from frugal.planning.report import DRAWS, DROPOUT, PADDING_MATTERS, SPLIT_MATTERS
 from frugal.planning.search.candidate import OpenSource
@@ -58,7 +57,7 @@ def find(search: "Search", plan: Plan, open_source: OpenSource) -> tuple[Alterna
     }
     alternatives.pop((plan.strategy, plan.batch.micro_batch), None)
     by_time = sorted(alternatives.values(), key=lambda each: (each.time.total_seconds, each.strategy.num_mechanisms))
-    return tuple(islice((dry_run for each in by_time for dry_run in _dry_run(search, plan, each, open_source)), MOST))
+    return tuple(islice((dry_run for each in by_time for dry_run in _dry_run(search, each, open_source)), MOST))
 
 
 def _strategies(search: "Search", plan: Plan) -> Iterator[Strategy]:
@@ -128,37 +127,18 @@ def _near(search: "Search", plan: Plan, strategy: Strategy, batch: BatchPlan) ->
         yield Alternative(strategy=strategy, batch=batch, memory=memory, time=time)
 
 
-def _dry_run(search: "Search", plan: Plan, other: Alternative, open_source: OpenSource) -> Iterator[Alternative]:
+def _dry_run(search: "Search", other: Alternative, open_source: OpenSource) -> Iterator[Alternative]:
     """Yield the alternative with the memory of its dry runs, if that fits."""
-    evaluation, strategy, batch = search.evaluation, other.strategy, other.batch
-    steps = max(batch.accumulation_steps, 1 if plan.request.lengths is None else 2)
-    loads = evaluation.fitting.loads(batch)
-    memories = [search.source.dry_run(strategy, micro, steps, device) for device, micro in loads]
-    if batch.shortest is not None:
+    evaluation = search.evaluation
+    memory = evaluation.dry_run(other.strategy, other.batch)
+    if other.batch.shortest is not None:
         try:
-            memories += _of_shortest(search, plan, other, steps, open_source)
+            of_shortest = evaluation.dry_run_of_shortest(other.strategy, other.batch, open_source)
         except RequestError:  # the model cannot read samples that short
             return
-    memory = min(memories, key=lambda each: each.headroom_bytes)
+        memory = min(memory, of_shortest, key=lambda each: each.headroom_bytes)
     if memory.fits and evaluation.fitting.host_shortfall_bytes(memory) <= 0:
         yield replace(other, memory=memory)
-
-
-def _of_shortest(
-    search: "Search", plan: Plan, other: Alternative, steps: int, open_source: OpenSource
-) -> list[MemoryBreakdown]:
-    """Return the memory of micro-batches of the shortest samples only, of each kind of device.
-
-    Raises:
-        RequestError: the model cannot read samples that short.
-    """
-    seq_len, shortest = plan.request.seq_len, other.batch.shortest
-    assert shortest is not None
-    with open_source(replace(plan.request, seq_len=shortest, lengths=None), plan.cluster) as source:
-        return [
-            source.dry_run(other.strategy, length_bucketing.most_samples(micro, seq_len, shortest), steps, device)
-            for device, micro in search.evaluation.fitting.loads(other.batch)
-        ]
 
 
 def change_to(plan: Plan, alternative: Alternative) -> Plan:
@@ -170,9 +150,8 @@ def change_to(plan: Plan, alternative: Alternative) -> Plan:
             f"{JSON_ALONE} trains {batch.capacity} samples a step, not {batch.global_batch}: DeepSpeed's JSON knows no "
             "uneven micro-batches, plan.json does"
         )
-    grouping = None
-    if request.lengths is not None:
-        grouping = length_bucketing.grouping(request.lengths, batch, request.seq_len)
+    lengths, seq_len = request.lengths, request.seq_len
+    grouping = None if lengths is None else length_bucketing.grouping(lengths, batch, seq_len)
     return replace(
         plan, strategy=alternative.strategy, batch=batch, memory=alternative.memory, time=alternative.time,
         warnings=tuple(notes), grouping=grouping, alternatives=(), tuned_from=plan.digest,

@@ -3,7 +3,7 @@
 from collections.abc import Callable, Iterable, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
-from typing import Protocol
+from typing import Literal, Protocol
 
 from frugal.config.hardware.cluster import Cluster, Device
 from frugal.config.request import Request
@@ -57,6 +57,11 @@ class Candidate:
         return self.batch is not None
 
     @property
+    def scarce(self) -> Literal["host", "disk", "device"]:
+        """The memory that a candidate lacks which does not fit."""
+        return "host" if self.host_shortfall_bytes else "disk" if self.disk_shortfall_bytes else "device"
+
+    @property
     def takes_one_micro_step(self) -> bool:
         """Return whether its batch needs no accumulation."""
         return self.batch is not None and self.batch.accumulation_steps == 1
@@ -77,6 +82,11 @@ class Candidate:
     def simplicity(self) -> tuple[int, bool, float]:
         """Sort key of equally fast candidates: fewer mechanisms, then equal micro-batches, then time."""
         return self.strategy.num_mechanisms, not (self.batch and self.batch.is_uniform), self.seconds
+
+    def may_fit_if_shared(self, number: int) -> bool:
+        """Return whether a candidate that lacks device memory might fit if `number` ranks shared each sample."""
+        of_step = 0 if self.memory is None or self.scarce != "device" else self.memory.of_the_step
+        return of_step - of_step // number > -(self.headroom_bytes or 0)
 
     def dominates(self, draft: "Candidate") -> bool:
         """Return whether this candidate, which fits, is no slower and no less simple than `draft` at its best."""
@@ -139,9 +149,8 @@ class SearchResult:
         if is_bound and candidate.seconds >= self.chosen.seconds:
             return "cannot be faster"
         if not (candidate.fits or is_bound):
-            if candidate.disk_shortfall_bytes:
-                return "does not fit on a node's disk"
-            return "does not fit into host memory" if candidate.host_shortfall_bytes else "does not fit"
+            where = {"disk": " on a node's disk", "host": " into host memory", "device": ""}
+            return f"does not fit{where[candidate.scarce]}"
         if candidate.seconds > self.chosen.seconds * TIE:
             return "slower"
         return f"not faster by {100 * (TIE - 1):.0f} %, and less simple"
@@ -219,33 +228,26 @@ def small_buckets_could_help(candidates: Sequence[Candidate], request: Request, 
 
 
 class Source(Protocol):
-    """Where profiles come from. `accumulates`: whether a step has more than one micro-step.
-
-    `notes`: what the last dry run assumed, where memory depends on the data.
-    """
+    """Where profiles come from. `accumulates`: whether a step has more than one micro-step."""
 
     @property
-    def notes(self) -> tuple[str, ...]: ...
+    def notes(self) -> tuple[str, ...]:
+        """The assumptions of the last dry run, where memory depends on the data."""
 
     def facts(self) -> ModelFacts:
         """Return what is known of the model before it runs."""
-        ...
 
     def prepare(self, strategies: Sequence[Strategy]) -> None:
         """Prepare what drafts of all these strategies need, at once."""
-        ...
 
     def draft(self, strategy: Strategy, accumulates: bool) -> MemoryProfile | None:
         """Return a profile without the allocator's part, found by arithmetic; None where only a dry run can tell."""
-        ...
 
     def num_layers(self, strategy: Strategy) -> int:
         """Return the model's number of layers; 0: unknown."""
-        ...
 
     def why_not_mixed(self, strategy: Strategy) -> str:
         """Return why layers cannot have different modes out of those of `strategy`; empty where they can."""
-        ...
 
     def of_lengths(
         self, strategy: Strategy, micro_batch: int, runs: Sequence[DrawnRun], device: Device
@@ -253,21 +255,17 @@ class Source(Protocol):
         """Return by how many bytes runs of other lengths exceed equal micro-steps of full length on `device`: what is
         needed, and what the allocator reserves with room. None where no arithmetic tells.
         """
-        ...
 
     def distrust(self, strategy: Strategy) -> bool:
         """Profile a strategy by dry runs from now on; return False if it already is."""
-        ...
 
     def profile(self, strategy: Strategy, accumulates: bool) -> MemoryProfile:
         """Return the costs of a strategy for every micro-batch."""
-        ...
 
     def dry_run(
         self, strategy: Strategy, micro_batch: int, accumulation_steps: int, device: Device | None = None
     ) -> MemoryBreakdown:
         """Return the memory of a dry run on `device`; None: on the smallest one."""
-        ...
 
 
 OpenSource = Callable[[Request, Cluster], AbstractContextManager[Source]]

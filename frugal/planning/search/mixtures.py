@@ -1,4 +1,5 @@
-"""Mixtures of modes of activation checkpointing: between two modes there is memory that neither uses.
+"""Mixtures of modes of activation checkpointing, and shares of an optimizer: between two strategies there is memory
+that neither uses.
 
 Layers that keep more come last: backward begins there, and what they keep is gone when the others recompute. So a
 mixture of two modes is a number, of the last layers that keep more, and both its memory and its speed grow with it. It
@@ -7,22 +8,21 @@ whose most frugal end has a known batch, no mixture inside is faster than that b
 where this is no gain over the best so far, the interval is left out, otherwise it is halved. What is left out could be
 faster by `GAP` at most.
 
-Of more than two modes, only neighbours on the lower convex hull of bytes and seconds are mixed: layers are alike, so a
-mode on the line between two others is no better than a mixture of these. With few layers one layer is too much for
-that, so there all pairs of modes are mixed. Left out: mixtures of three modes, which could use the memory of a part of
-a layer; and mixtures beside a share of the optimizer on the host, unless that is pinned.
+All pairs of modes are mixed. Left out: mixtures of three modes, which could use the memory of a part of a layer; and
+mixtures beside a share of the optimizer on the host, unless that is pinned.
 """
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import replace
-from itertools import combinations, pairwise
+from itertools import combinations
 
 from frugal.config.layers import FLAG, LayerModes
-from frugal.errors import RequestError
+from frugal.errors import RequestError, refuse
 from frugal.planning import cost
+from frugal.planning.memory.profile import largest_near
 from frugal.planning.search.candidate import TIE, Candidate, Source, fastest_seconds
 from frugal.planning.search.evaluate import StrategyEvaluation
-from frugal.planning.strategy import LAYER_MODES, LayerMode, Strategy
+from frugal.planning.strategy import LAYER_MODES, RATIOS, LayerMode, Offload, Strategy, in_part, share_on_host
 from frugal.units import plural
 
 GAP = 1.005
@@ -30,12 +30,6 @@ GAP = 1.005
 
 Runs = tuple[tuple[LayerMode, int], ...]
 """`Strategy.layer_modes`."""
-
-FEW_LAYERS = 7
-"""Up to so many layers a mode on the line between two others may be better than a mixture of its neighbours."""
-
-Point = tuple[int, float, LayerMode]
-"""Bytes, seconds, and the mode that takes them."""
 
 
 def base_of(strategy: Strategy) -> Strategy:
@@ -60,19 +54,21 @@ def check_pinned(modes: LayerModes, strategy: Strategy, source: Source) -> None:
         RequestError: it has not, or they cannot.
     """
     num_layers = source.num_layers(strategy)
-    if num_layers and num_layers != modes.num_layers:
-        raise RequestError(
-            f"{FLAG} gives modes to {plural(modes.num_layers, 'layer')}",
-            because=f"the model has {num_layers}",
-            hint=f"give modes to layers 0 to {num_layers - 1}",
-        )
     why_not = source.why_not_mixed(strategy) if strategy.layer_modes else ""
-    if not num_layers or why_not:
-        raise RequestError(
+    refuse(
+        (
+            num_layers and num_layers != modes.num_layers,
+            f"{FLAG} gives modes to {plural(modes.num_layers, 'layer')}",
+            f"the model has {num_layers}",
+            f"give modes to layers 0 to {num_layers - 1}",
+        ),
+        (
+            not num_layers or why_not,
             f"{FLAG} {modes} is impossible for this model",
-            because=why_not or "its layers are not known",
-            hint="pin one mode for all layers: --activation-checkpointing full",
-        )
+            why_not or "its layers are not known",
+            "pin one mode for all layers: --activation-checkpointing full",
+        ),
+    )
 
 
 def _bases(candidates: Sequence[Candidate]) -> list[Strategy]:
@@ -133,9 +129,7 @@ class Mixtures:
         num_layers = self.source.num_layers(several)
         if num_layers < 2:
             return []
-        names = combinations(modes, 2) if num_layers <= FEW_LAYERS else pairwise(self._hull(base, modes))
-        pairs = [(modes[frugal], modes[generous]) for frugal, generous in names]
-        pairs = [pair for pair in pairs if self._may_gain(*pair, enough)]
+        pairs = [pair for pair in combinations(modes.values(), 2) if self._may_gain(*pair, enough)]
         if pairs and (why_not := self.source.why_not_mixed(several)):
             self.why_none = why_not
             return []
@@ -156,32 +150,6 @@ class Mixtures:
         profile = self.source.draft(strategy, True)
         assert profile is not None, "drafted before, but no more"
         return profile.costs
-
-    def _draft(self, strategy: Strategy) -> Candidate | None:
-        """Return the draft of a mixture that fits, or None."""
-        draft = self.evaluation.draft(strategy)
-        return draft if draft is not None and draft.fits else None
-
-    def _hull(self, base: Strategy, modes: dict[LayerMode, Candidate]) -> list[LayerMode]:
-        """Return the modes on the lower hull of bytes and seconds of a large micro-batch, the most frugal first."""
-        micro = max(1, *(draft.largest_micro_batch for draft in modes.values()))
-        device = self.evaluation.fitting.devices[0]
-        batch = self.evaluation.fitting.unlimited()
-        points: list[Point] = []
-        for mode in modes:
-            strategy = mixture(base, ((mode, 1),))
-            profile = self.source.draft(strategy, True)
-            assert profile is not None, "drafted before, but no more"
-            grown = profile.memory(2 * micro, device).total_bytes - profile.memory(micro, device).total_bytes
-            points.append((grown, self.evaluation.time(profile.costs, strategy, batch).total_seconds, mode))
-        hull: list[Point] = []
-        for point in sorted(points):
-            if hull and point[1] >= hull[-1][1]:
-                continue  # more bytes, and no faster
-            while len(hull) > 1 and _is_above(hull[-1], hull[-2], point):
-                hull.pop()
-            hull.append(point)
-        return [mode for _, _, mode in hull]
 
     def _of_pair(self, frugal: Candidate, generous: Candidate, enough: float) -> Candidate | None:
         """Return the draft of the fastest mixture of two modes; None where none is faster than `enough`."""
@@ -207,9 +175,9 @@ class Mixtures:
             if at_best >= enough or (best is not None and at_best * GAP >= best.seconds):
                 continue
             middle = (first + last) // 2
-            between = self._draft(of(middle))
+            between = self.evaluation.draft(of(middle))
             intervals.append((first, middle, draft))
-            if between is not None:
+            if between is not None and between.fits:
                 intervals.append((middle, last, between))  # the next: it is faster
                 if between.seconds < (enough if best is None else best.seconds):
                     best = between
@@ -225,12 +193,7 @@ class Mixtures:
         def of(number: int) -> Strategy:
             return mixture(base_of(draft.strategy), ((frugal, count + most - number), (generous, number)))
 
-        fits, fails, step = most, most + 1, 1
-        while fits > 0 and not self._fits(of(fits), draft):
-            fails, fits, step = fits, max(0, fits - step), 2 * step
-        while fits and fails - fits > 1:
-            middle = (fits + fails) // 2
-            fits, fails = (middle, fails) if self._fits(of(middle), draft) else (fits, middle)
+        fits = largest_near(most, lambda number: self._fits(of(number), draft))
         if not of(fits).layer_modes:
             return None
         confirmed = self.evaluation.evaluate(of(fits))
@@ -247,14 +210,6 @@ class Mixtures:
         return all(profile.fits(micro, device) for device, micro in self.evaluation.fitting.loads(draft.batch))
 
 
-def _is_above(
-    point: tuple[int, float, LayerMode], left: tuple[int, float, LayerMode], right: tuple[int, float, LayerMode]
-) -> bool:
-    """Return whether a point is not below the line through two others."""
-    along = (point[0] - left[0]) * (right[1] - left[1])
-    return (point[1] - left[1]) * (right[0] - left[0]) >= along
-
-
 def _blend(frugal: cost.ModelCosts, generous: cost.ModelCosts, share: float) -> cost.ModelCosts:
     """Return the costs of a mixture in which a share of the layers is generous."""
     gathers = None
@@ -264,3 +219,67 @@ def _blend(frugal: cost.ModelCosts, generous: cost.ModelCosts, share: float) -> 
         )
         gathers = number, elements
     return replace(frugal, work=frugal.work.moved(frugal.work, generous.work, share), gathers=gathers)
+
+
+FASTEST = 2
+"""Shares of the optimizer that are evaluated; the arithmetic is hardly ever wrong."""
+
+WORTH_A_COMPILER = 1.1
+"""How many times faster a share on the device must make a step: DeepSpeed's CPU Adam, which it needs, is compiled on
+each host, while torch's, which updates all of an optimizer in host memory, needs nothing."""
+
+
+def shares_of_optimizer(evaluation: StrategyEvaluation, level: Offload, before: Sequence[Candidate]) -> list[Candidate]:
+    """Return drafts of an optimizer partly in host memory that could win over the candidates evaluated `before`.
+
+    A share of the update that stays on the device makes a step shorter, and adds bytes to what lives there throughout
+    it. So the draft of a strategy with the whole optimizer on the host says which micro-batches fit beside them, and
+    arithmetic alone finds the fastest share. Left out: what the allocator wastes, and sequence parallelism.
+    """
+    request, number = evaluation.request, evaluation.facts.trainable_parameters
+    can_split = request.optimizer.why_not_in_part is None and request.zero_stage in (None, 3)
+    on_gpus = evaluation.cluster.devices[0].kind == "cuda"
+    is_asked = level == "optimizer" and request.offload_ratio is None
+    if not (is_asked and can_split and on_gpus and evaluation.work):
+        return []
+    timed = sorted(_faster_shares(evaluation, before), key=lambda each: each[0])
+    shares = [part for _, part in timed[:FASTEST]]
+    for part in shares[:1]:  # more on the host, where the allocator wastes what the fastest needs
+        more = in_part(part, part.offload_ratio + RATIOS[0], number, evaluation.cluster.world_size)
+        if more.offload_ratio < 1 and more not in shares:
+            shares.append(more)
+    return [draft for share in shares if (draft := evaluation.draft(share)) is not None]
+
+
+def _faster_shares(evaluation: StrategyEvaluation, before: Sequence[Candidate]) -> Iterator[tuple[float, Strategy]]:
+    """Yield shares that make a step shorter by enough, with its seconds by arithmetic."""
+    request, number = evaluation.request, evaluation.facts.trainable_parameters
+    world_size, fitting = evaluation.cluster.world_size, evaluation.fitting
+    with_gradient = 2 * request.optimizer.master_bytes_per_element + request.optimizer.state_bytes_per_element
+    enough = fastest_seconds(before) / WORTH_A_COMPILER
+    offloaded = (each.strategy for each in before if each.strategy.offload_optimizer == "cpu")
+    candidates = (each for each in offloaded if each.offload_parameters == "none" and each.sequence_parallel == 1)
+    # On one GPU nothing else asks for stage 3, which can split the optimizer.
+    for whole in dict.fromkeys(replace(each, zero_stage=3) for each in candidates if each.zero_stage >= 2):
+        if evaluation.best_case(in_part(whole, RATIOS[0], number, world_size)).seconds >= enough:
+            continue
+        try:
+            evaluation.source.prepare([whole])
+            profile = evaluation.source.draft(whole, True)
+        except RequestError:  # the model turns out not to take the tiled loss
+            if whole.loss == "tiled" and request.loss == "auto":
+                continue
+            raise
+        if profile is None:
+            continue
+        for ratio in RATIOS:
+            part = in_part(whole, ratio, number, world_size)
+            on_device = 1 - share_on_host(profile.costs.facts.trainable_sizes, part, world_size)
+            more = int(on_device * number / world_size * with_gradient)
+            if not on_device or more >= min(device.usable_bytes for device in fitting.devices):
+                continue
+            fuller = {device: replace(device, held_bytes=device.held_bytes + more) for device in fitting.devices}
+            fit = {device: fitting.largest_micro_batch(profile, fuller[device], None) for device in fitting.devices}
+            batches = fitting.batches(fit) if min(fit.values()) >= 1 else []
+            if batches and (seconds := evaluation.fastest(profile, part, batches)[0].total_seconds) < enough:
+                yield seconds, part

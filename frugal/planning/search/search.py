@@ -7,17 +7,14 @@ evaluated in full. Between modes of activation checkpointing lie mixtures of the
 dry-run as a whole; where that does not confirm it, the choice is made again with what the dry run has shown.
 """
 
-import gc
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
 from dataclasses import replace
 
 from frugal.config.hardware.cluster import Cluster
 from frugal.config.pins import check_pins
 from frugal.config.request import Request
-from frugal.errors import RequestError
+from frugal.errors import RequestError, refuse
 from frugal.planning.plan import ModelSummary
-from frugal.planning.search import memory_for_time
 from frugal.planning.search.candidate import (
     TIE,
     TRUST,
@@ -30,7 +27,7 @@ from frugal.planning.search.candidate import (
     small_buckets_could_help,
 )
 from frugal.planning.search.evaluate import StrategyEvaluation
-from frugal.planning.search.mixtures import Mixtures, base_of, check_pinned
+from frugal.planning.search.mixtures import Mixtures, base_of, check_pinned, shares_of_optimizer
 from frugal.planning.strategy import Offload, Strategy, allowed_strategies, offload_levels
 
 MOST_OF_IT = 0.7
@@ -50,12 +47,14 @@ class Search:
 
     def __init__(self, request: Request, cluster: Cluster, source: Source) -> None:
         check_pins(request, cluster.world_size)
-        if (request.sequence_parallel or 1) > 1 and len(cluster.kinds) > 1:
-            raise RequestError(
+        refuse(
+            (
+                (request.sequence_parallel or 1) > 1 and len(cluster.kinds) > 1,
                 f"--sequence-parallel {request.sequence_parallel} is impossible on devices that differ",
-                because="ranks that share samples take equal parts of them, in step",
-                hint="leave --sequence-parallel out",
+                "ranks that share samples take equal parts of them, in step",
+                "leave --sequence-parallel out",
             )
+        )
         self.request = request
         self.cluster = cluster
         self.source = source
@@ -81,7 +80,8 @@ class Search:
             while winner := self._winner(candidates):
                 draft = self._draft_of(winner, (*of_levels_before, *candidates), warnings)
                 yield draft
-                memory = self.evaluation.dry_run_result(winner)
+                assert winner.batch is not None
+                memory = self.evaluation.dry_run(winner.strategy, winner.batch)
                 live_error = draft.memory.live_bytes / memory.live_bytes - 1
                 total_error = draft.memory.total_bytes / memory.total_bytes - 1
                 if abs(live_error) > TRUST and self.source.distrust(winner.strategy):
@@ -162,20 +162,19 @@ class Search:
         Modes of activation checkpointing come in rounds, each for what those before leave to gain: a mode whose best
         case is no faster than what fits already is not even traced.
         """
-        with _collector_paused():
-            evaluated: list[Candidate] = []
-            for strategies in evaluation_rounds(self.strategies(level)):
-                evaluated += self._evaluated(strategies, evaluated, drafts_only)
-            smallest_bytes = min(device.usable_bytes for device in self.cluster.devices)
-            if small_buckets_could_help(evaluated, self.request, smallest_bytes):
-                evaluated += self._evaluated(self.strategies(level, small_buckets=True), evaluated, drafts_only)
-            if self._tiled_mlp_could_help(level, evaluated):
-                try:
-                    evaluated += self._evaluated(self.strategies(level, tiled_mlp=True), evaluated, drafts_only)
-                except RequestError:  # the model cannot take one
-                    self.can_tile_mlp = False
-            evaluated += self._confirmed(memory_for_time.drafts(self.evaluation, level, evaluated), evaluated)
-            evaluated += self.mixtures.faster(evaluated)
+        evaluated: list[Candidate] = []
+        for strategies in evaluation_rounds(self.strategies(level)):
+            evaluated += self._evaluated(strategies, evaluated, drafts_only)
+        smallest_bytes = min(device.usable_bytes for device in self.cluster.devices)
+        if small_buckets_could_help(evaluated, self.request, smallest_bytes):
+            evaluated += self._evaluated(self.strategies(level, small_buckets=True), evaluated, drafts_only)
+        if self._tiled_mlp_could_help(level, evaluated):
+            try:
+                evaluated += self._evaluated(self.strategies(level, tiled_mlp=True), evaluated, drafts_only)
+            except RequestError:  # the model cannot take one
+                self.can_tile_mlp = False
+        evaluated += self._confirmed(shares_of_optimizer(self.evaluation, level, evaluated), evaluated)
+        evaluated += self.mixtures.faster(evaluated)
         refused = self.request.loss == "auto" and not self.facts.can_tile
         return [candidate for candidate in evaluated if not (refused and candidate.strategy.loss == "tiled")]
 
@@ -188,40 +187,48 @@ class Search:
         return not known or any(memory.headroom_bytes + memory.of_the_step > 0 for memory in known)
 
     def _evaluated(self, strategies: Sequence[Strategy], before: list[Candidate], drafts_only: bool) -> list[Candidate]:
-        """Evaluate strategies of a level, of which others were evaluated `before`."""
-        pruned, others = self._pruned(strategies, before)
+        """Evaluate strategies of a level, of which others were evaluated `before`, as far as no bound rejects them."""
+        fastest = fastest_seconds(candidate for candidate in before if not candidate.is_draft)
+        bounds = {each: self._bound(each, before, fastest, MOST_OF_IT) for each in strategies}
+        rejected = [bound for bound in bounds.values() if bound is not None]
+        others = [strategy for strategy, bound in bounds.items() if bound is None]
         if not others:
-            return pruned
+            return rejected
         self.source.prepare(others)
         drafts = {each: draft for each in others if (draft := self._attempt(each, self.evaluation.draft)) is not None}
         candidates = self._confirmed(list(drafts.values()), before)
         for strategy in others:
             if strategy not in drafts and not drafts_only:
-                candidate = self._without_draft(strategy, [*before, *candidates])
+                known = [*before, *candidates]
+                candidate = self._bound(strategy, known, fastest_seconds(known))
+                candidate = candidate or self._attempt(strategy, self.evaluation.evaluate)
                 candidates += [] if candidate is None else [candidate]
-        return pruned + candidates
+        return rejected + candidates
 
-    def _pruned(
-        self, strategies: Sequence[Strategy], before: list[Candidate]
-    ) -> tuple[list[Candidate], list[Strategy]]:
-        """Split strategies into those whose best case is no faster than what fits already or whose states are too
-        large, and the others."""
-        fastest = fastest_seconds(candidate for candidate in before if not candidate.is_draft)
-        bounds = [self.evaluation.best_case(strategy) for strategy in strategies] if self.evaluation.work else []
-        pruned = [bound for bound in bounds if bound.seconds * TIE >= fastest]
-        slower = {bound.strategy for bound in pruned}
-        too_large = (self._states_too_large(each, before, MOST_OF_IT) for each in strategies if each not in slower)
-        pruned += [each for each in too_large if each is not None]
-        known = {bound.strategy for bound in pruned}
-        return pruned, [strategy for strategy in strategies if strategy not in known]
+    def _bound(
+        self, strategy: Strategy, before: list[Candidate], fastest: float, share: float = 0.0
+    ) -> Candidate | None:
+        """Return what rejects a strategy before it is profiled: its best case is no faster than the `fastest` so far,
+        or its parameters and optimizer states alone are too large; None: it may be the best.
 
-    def _without_draft(self, strategy: Strategy, before: list[Candidate]) -> Candidate | None:
-        """Profile a strategy by dry runs, unless a bound makes that needless."""
-        bound = self.evaluation.best_case(strategy) if self.evaluation.work else None
-        if bound and bound.seconds * TIE >= fastest_seconds(before):
-            return bound
-        too_large = self._states_too_large(strategy, before)
-        return self._attempt(strategy, self.evaluation.evaluate) if too_large is None else too_large
+        States live throughout a step, whether activations are kept or not; what is gathered or summed may not. They
+        must make up at least a `share` of what is lacking without activations: else a profile says better what is.
+        """
+        if self.evaluation.work:
+            at_best = self.evaluation.best_case(strategy)
+            if at_best.seconds * TIE >= fastest:
+                return at_best
+        plain = base_of(strategy)
+        without = next((candidate.memory for candidate in before if candidate.strategy == plain != strategy), None)
+        if without is None:
+            return None
+        shortfall = without.parameters + without.optimizer - without.usable_bytes
+        if shortfall <= 0 or shortfall < share * (-without.headroom_bytes - without.of_the_step):
+            return None
+        micro = self.evaluation.fitting.smallest_micro_batch
+        return Candidate(
+            strategy=strategy, micro_batch=micro, batch=None, memory=None, time=None, least_shortfall_bytes=shortfall
+        )
 
     def _attempt(self, strategy: Strategy, evaluate: Callable[[Strategy], Candidate | None]) -> Candidate | None:
         """Evaluate a strategy; None where there is no draft, or where the model turns out not to take a tiled loss."""
@@ -254,24 +261,6 @@ class Search:
                 fitting.append(full)
         return candidates
 
-    def _states_too_large(self, strategy: Strategy, before: list[Candidate], share: float = 0.0) -> Candidate | None:
-        """Return the strategy as too large where its parameters and optimizer states alone are.
-
-        These live throughout a step, whether activations are kept or not; what is gathered or summed may not. They
-        must make up at least a `share` of what is lacking without activations: else a profile says better what is.
-        """
-        plain = base_of(strategy)
-        without = next((candidate.memory for candidate in before if candidate.strategy == plain != strategy), None)
-        if without is None:
-            return None
-        shortfall = without.parameters + without.optimizer - without.usable_bytes
-        if shortfall <= 0 or shortfall < share * (-without.headroom_bytes - without.of_the_step):
-            return None
-        micro = self.evaluation.fitting.smallest_micro_batch
-        return Candidate(
-            strategy=strategy, micro_batch=micro, batch=None, memory=None, time=None, least_shortfall_bytes=shortfall
-        )
-
     def _nearest_first(self, candidates: list[Candidate]) -> tuple[Candidate, ...]:
         """Sort by shortfall those evaluated in full; others are evaluated, too, while they could be the nearest."""
 
@@ -293,15 +282,3 @@ def _warning(winner: Candidate, error: float, outcome: str) -> str:
         f"{winner.strategy}, micro-batch {winner.micro_batch}: the profile was {100 * error:+.1f} % off the dry run; "
         f"{outcome}"
     )
-
-
-@contextmanager
-def _collector_paused() -> Iterator[None]:
-    """Pause Python's garbage collector, which takes an eighth of a search's time; a search makes no cycles."""
-    was_enabled = gc.isenabled()
-    gc.disable()
-    try:
-        yield
-    finally:
-        if was_enabled:
-            gc.enable()

@@ -23,7 +23,7 @@ from frugal.planning.batch import BatchPlan
 from frugal.planning.memory.breakdown import MemoryBreakdown
 from frugal.planning.model_facts import ModelFacts
 from frugal.planning.search.candidate import Source
-from frugal.planning.search.fitting import Fitting
+from frugal.planning.search.evaluate import Fitting
 from frugal.planning.strategy import Strategy
 from frugal.planning.what_if import with_gpus
 from frugal.tools.check import batch as batches

@@ -26,11 +26,10 @@ from frugal.planning.length_bucketing import grouping
 from frugal.planning.memory.profile import MemoryProfile
 from frugal.planning.model_facts import ModelFacts
 from frugal.planning.plan import Plan, binds_in_short, speed_in_words
-from frugal.planning.report import what_binds
+from frugal.planning.report import Table
 from frugal.planning.search.candidate import Candidate
 from frugal.planning.search.evaluate import StrategyEvaluation
 from frugal.planning.strategy import PLACES, Offload, Strategy, allowed_strategies, in_part, offload_levels
-from frugal.planning.table import Table
 from frugal.planning.what_if import (
     NOT_DRY_RUN,
     axes_around,
@@ -45,6 +44,7 @@ from frugal.planning.what_if import (
     with_gpus,
     with_memory,
 )
+from frugal.planning.why import what_binds
 from frugal.tools.plan_page.page import PageData, chosen_micro_batches
 from frugal.tools.plan_page.timelines import FEW_POINTS, MOST_POINTS, picture
 from frugal.units import GIB, MIB, format_bytes, plural

@@ -14,12 +14,9 @@ from frugal.config.hardware.cluster import CARDS
 from frugal.html.assets import asset
 from frugal.html.document import document
 from frugal.html.elements import Html, details, element, figure, joined, table
-from frugal.planning.memory_report import assumptions
 from frugal.planning.plan import Plan, Rejected
-from frugal.planning.report import strategy_table
+from frugal.planning.report import Table, assumptions, bar, strategy_table
 from frugal.planning.strategy import Strategy, short_name
-from frugal.planning.table import Table
-from frugal.planning.verdict import bar
 from frugal.units import format_bytes, format_seconds, plural
 
 

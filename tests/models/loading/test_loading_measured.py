@@ -20,7 +20,8 @@ from frugal.dryrun.loading import reading
 from frugal.models.loading import placed, quantised
 from frugal.models.resolve import resolve
 from frugal.models.spec import ModelSpec
-from frugal.planning.memory.loading import Weights, loading_of
+from frugal.planning.memory.breakdown import loading_of
+from frugal.planning.model_facts import Weights
 from frugal.planning.plan import Plan
 from frugal.planning.strategy import Strategy
 from frugal.units import MIB
