@@ -38,12 +38,12 @@ class _Documented(SettingsCommand):
 
 def _print_error(error: FrugalError, path: Path, *words: str) -> None:
     """Print an error as the document that `words` ask for, if they do."""
-    from frugal.tools.check import records
+    from frugal.tools.check import report
 
     if "--json" in words:
-        click.echo(records.error_as_json(error).decode())
+        click.echo(report.error_as_json(error).decode())
     elif "--sarif" in words:
-        click.echo(records.error_as_sarif(error, path).decode())
+        click.echo(report.error_as_sarif(error, path).decode())
 
 
 @click.command("check", cls=_Documented)
@@ -81,8 +81,7 @@ def command(
     from frugal.distributed.env import silence_libraries
 
     silence_libraries()
-    from frugal.tools.check import records
-    from frugal.tools.check.report import report
+    from frugal.tools.check import report
 
     asked = ["--json"] * as_json + ["--sarif"] * as_sarif
     context = click.get_current_context()
@@ -96,9 +95,9 @@ def command(
         _print_error(error, next(iter((*paths, *more)), Path()), *asked)
         raise
     if as_json or as_sarif:
-        click.echo((records.as_sarif if as_sarif else records.as_json)(done).decode())
+        click.echo((report.as_sarif if as_sarif else report.as_json)(done).decode())
     else:
-        click.echo(report(done))
+        click.echo(report.report(done))
     context.exit(done.exit_code)
 
 

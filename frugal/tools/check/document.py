@@ -73,10 +73,6 @@ class Document:
             return self.under.place(*keys)
         return Place(self.path, ".".join(keys), line)
 
-    def over(self, under: "Document") -> "Document":
-        """Return this file's values, with those of `under` where this one has none."""
-        return Document(self.path, under.tool, {**under.content, **self.content}, self.lines, under)
-
 
 def read(path: Path, tool: Tool | None = None) -> Document:
     """Read the file at `path`. `tool`: the tool it belongs to, where another file has said so.
@@ -90,9 +86,16 @@ def read(path: Path, tool: Tool | None = None) -> Document:
         raise RequestError(f"cannot read {path}", because=str(error.strerror)) from None
     except ValueError as error:
         raise RequestError(f"{path} is not text", because=str(error)) from None
-    if path.suffix not in (".json", ".yaml", ".yml") and tool != "deepspeed":
+    is_yaml = path.suffix in (".yaml", ".yml")
+    if not is_yaml and path.suffix != ".json" and tool != "deepspeed":
         return _script(path, text, tool)
-    content = _parsed(path, text)
+    try:
+        content = yaml.safe_load(text) if is_yaml else json.loads(text, object_pairs_hook=_without_duplicates)
+    except RequestError as error:
+        raise RequestError(f"{path}: {error.what}", because=error.because) from None
+    except (ValueError, RecursionError, yaml.YAMLError) as error:
+        kind = "YAML" if is_yaml else "JSON"
+        raise RequestError(f"{path} is not {kind}", because=" ".join(str(error).split())) from None
     if not isinstance(content, dict):
         raise RequestError(f"{path} holds no settings", because=f"it is a {type(content).__name__}, not a mapping")
     content = {str(key): value for key, value in content.items()}
@@ -110,18 +113,6 @@ def _not_swift(path: Path, is_what: str) -> RequestError:
         because="it has defaults of its own, and builds what it trains of names such as `tuner_type` and `zero3`",
         hint="plan the same with frugal: frugal plan --model NAME --global-batch N --seq-len N --lora r=N",
     )
-
-
-def _parsed(path: Path, text: str) -> Any:
-    try:
-        if path.suffix not in (".yaml", ".yml"):
-            return json.loads(text, object_pairs_hook=_without_duplicates)
-        return yaml.safe_load(text)
-    except RequestError as error:
-        raise RequestError(f"{path}: {error.what}", because=error.because) from None
-    except (ValueError, RecursionError, yaml.YAMLError) as error:
-        kind = "YAML" if path.suffix in (".yaml", ".yml") else "JSON"
-        raise RequestError(f"{path} is not {kind}", because=" ".join(str(error).split())) from None
 
 
 def _without_duplicates(pairs: Sequence[tuple[str, Any]]) -> dict[str, Any]:
@@ -151,9 +142,8 @@ def _lines(text: str) -> Iterator[tuple[tuple[str, ...], int]]:
 
 
 def _tool_of(path: Path, keys: Iterable[str], tools: Iterable[Tool] = tuple(NAMES)) -> Tool:
-    known = set(keys)
     for tool in _MARKS:
-        if tool in tools and known & set(_MARKS[tool].split()):
+        if tool in tools and not set(_MARKS[tool].split()).isdisjoint(keys):
             return tool
     raise RequestError(
         f"{path} is no configuration that frugal knows",

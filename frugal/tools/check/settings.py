@@ -5,15 +5,14 @@ follow are a deviation, or a reason not to check at all (`refusals`).
 """
 
 import re
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
 from frugal.config.adapters import Lora
 from frugal.config.optimizers import Optimizer
 from frugal.config.request import Precision, Task
-from frugal.errors import RequestError
-from frugal.tools.check.document import Document, Place
+from frugal.tools.check.document import Place
 
 Level = Literal["error", "warning", "note"]
 
@@ -44,7 +43,7 @@ class Finding:
     level: Level
     text: str
     place: Place | None = None
-    hint: str = ""
+    hint: str | None = None
 
 
 @dataclass(frozen=True)
@@ -117,7 +116,11 @@ class Settings:
         """Return the place of the first of these settings that was read."""
         return next((self.places[name] for name in names if name in self.places), None)
 
-    def find(self, rule: str, level: Level, text: str, place: Place | None = None, hint: str = "") -> None:
+    def block(self, name: str) -> Mapping[str, Any]:
+        """Return a block of DeepSpeed's JSON; empty if there is none."""
+        return (self.deepspeed or {}).get(name) or {}
+
+    def find(self, rule: str, level: Level, text: str, place: Place | None = None, hint: str | None = None) -> None:
         """Note a trap."""
         self.findings.append(Finding(rule, level, text, place, hint))
 
@@ -128,106 +131,3 @@ class Settings:
     def refuse(self, text: str, place: Place | None = None) -> None:
         """Note why memory cannot be checked."""
         self.refusals.append(Deviation(text, place))
-
-
-class Fields:
-    """The values of one document. Fields that are asked for count as known.
-
-    Raises, everywhere:
-        RequestError: a value is of the wrong kind; the message has its place.
-    """
-
-    def __init__(self, document: Document, settings: Settings, prefix: tuple[str, ...] = ()) -> None:
-        self.document = document
-        self.settings = settings
-        self._prefix = prefix
-        self._content: Mapping[str, Any] = document.content
-        for key in prefix:
-            inside = self._content.get(key) or {}
-            if not isinstance(inside, dict):
-                raise RequestError(
-                    f"`{'.'.join(prefix)}` in {document.place(*prefix)} is {inside!r}", because="it must be a mapping"
-                )
-            self._content = inside
-        self._asked: set[str] = set()
-
-    def inside(self, key: str) -> "Fields":
-        """Return the fields of a block."""
-        return Fields(self.document, self.settings, (*self._prefix, key))
-
-    def place(self, key: str) -> Place:
-        """Return the place of a key."""
-        return self.document.place(*self._prefix, key)
-
-    def value(self, *keys: str, of: str | None = None) -> Any:
-        """Return the first of `keys` that is present; None if none is. `of`: the setting whose place this is."""
-        self._asked |= set(keys)
-        key = next((key for key in keys if self._content.get(key) is not None), None)
-        if key is not None and of is not None:
-            self.settings.places[of] = self.place(key)
-        return None if key is None else self._content[key]
-
-    def get(self, kind: str, *keys: str, of: str | None = None) -> Any:
-        """Return `value` as one of `KINDS`; None if there is none."""
-        value = self.value(*keys, of=of)
-        read, must_be = KINDS[kind]
-        try:
-            return None if value is None else read(value)
-        except (TypeError, ValueError, KeyError, OverflowError):
-            key = next(key for key in keys if self._content.get(key) is not None)
-            raise RequestError(f"`{key}` in {self.place(key)} is {value!r}", because=f"it must be {must_be}") from None
-
-    def known(self, *keys: str) -> None:
-        """Mark fields as known: they change no memory, or are read elsewhere."""
-        self._asked |= set(keys)
-
-    def list_unknown(self, no_effect: Iterable[str] = ()) -> None:
-        """Add the fields that nothing has asked for to `settings.unknown`, and refuse those that may decide memory."""
-        own = [key for key in self._content if not key.startswith("(")]
-        unknown = [key for key in own if key not in self._asked.union(no_effect)]
-        self.settings.read += [
-            self.place(key) for key in own if key in self._asked and not isinstance(self._content[key], dict)
-        ]
-        self.settings.unknown += map(self.place, unknown)
-        decisive = [key for key in unknown if self._content[key] and MAY_DECIDE_MEMORY.search(key)]
-        if decisive:
-            names = ", ".join(f"`{key}`" for key in decisive)
-            self.settings.refuse(f"{names}: unknown to frugal, and may decide memory", self.place(decisive[0]))
-
-
-def _whole(value: Any) -> int:
-    number = _number(value)
-    if number != int(number):
-        raise ValueError
-    return int(number)
-
-
-def _number(value: Any) -> float:
-    """Return a number, which may be given as text: YAML 1.1 reads `2e-5` as text."""
-    if isinstance(value, bool):
-        raise TypeError
-    return float(value)
-
-
-def _flag(value: Any) -> bool:
-    """Return a truth value, which may be given as text, as on a command line."""
-    return {"true": True, "yes": True, "1": True, "false": False, "no": False, "0": False}[str(value).lower()]
-
-
-def _names(value: Any) -> list[str]:
-    """Return a list of names, which may be one text with commas or spaces between them."""
-    if isinstance(value, str):
-        return value.replace(",", " ").split()
-    if not isinstance(value, list):
-        raise TypeError
-    return [str(name) for name in value]
-
-
-KINDS: Mapping[str, tuple[Callable[[Any], Any], str]] = {
-    "whole": (_whole, "a whole number"),
-    "number": (_number, "a number"),
-    "text": (str, "text"),
-    "flag": (_flag, "true or false"),
-    "names": (_names, "a list of names"),
-    "value": (lambda value: value, ""),
-}

@@ -5,18 +5,20 @@
 
 import re
 import tomllib
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import fields
-from functools import cache
+from functools import cache, partial
 from importlib.resources import files
 from typing import Any
+
+import msgspec
 
 from frugal.config.adapters import ALL_LINEAR, Lora
 from frugal.config.optimizers import Optimizer, OptimizerImplementation, OptimizerName
 from frugal.errors import RequestError
 from frugal.tools.check import command_line
 from frugal.tools.check.document import NAMES, Document, Place, Tool
-from frugal.tools.check.settings import KINDS, MAY_DECIDE_MEMORY, Fields, Settings
+from frugal.tools.check.settings import MAY_DECIDE_MEMORY, Settings
 
 PEFTS_OWN = "(peft's own)"
 """A placeholder for the target modules that peft chooses where none are named."""
@@ -35,42 +37,88 @@ def table_of(tool: Tool) -> Mapping[str, Any]:
     return {"default": {}} | table
 
 
-def take(fields: Fields, table: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the values of a document, or of a block in it, by the names of the table. Note the fields that frugal
-    does not follow, and list those that are in no table."""
-    settings = fields.settings
-    said = {
-        name: value
-        for kind in KINDS
-        for name, keys in table.get(kind, {}).items()
-        if (value := fields.get(kind, *keys.split(), of=name)) is not None
-    }
-    for key, value, why in _set(fields, table.get("deviations", {}).items()):
-        settings.deviate(f"{_written(key, value)} is not followed: {why}", fields.place(key))
-    for key, value, why in _set(fields, ((row, why) for why, row in table.get("refusals", {}).items())):
-        settings.refuse(why.format(field=_written(key, value)), fields.place(key))
+KINDS: Mapping[str, tuple[Any, str]] = {
+    "whole": (int, "a whole number"),
+    "number": (float, "a number"),
+    "text": (str, "text"),
+    "flag": (bool, "true or false"),
+    "names": (list[str], "a list of names"),
+    "value": (Any, ""),
+}
+"""The types of values, and what a message calls them."""
+
+
+def take(document: Document, settings: Settings, table: Mapping[str, Any], *prefix: str) -> dict[str, Any]:
+    """Return the values of a document, or of the block `prefix` in it, by the names of the table. Note the fields that
+    frugal does not follow, and list those that are in no table.
+
+    Raises:
+        RequestError: a value is of the wrong kind.
+    """
+    content: Any = document.content
+    for key in prefix:
+        content = content.get(key) or {}
+    if not isinstance(content, dict):
+        name, place = ".".join(prefix), document.place(*prefix)
+        raise RequestError(f"`{name}` in {place} is {content!r}", because="it must be a mapping")
+    place_of = partial(document.place, *prefix)
+    said, known = {}, {*table.get("elsewhere", "").split(), *table.get("only", {}), *table.get("block", {})}
+    for kind in KINDS:
+        for name, row in table.get(kind, {}).items():
+            known |= set(row.split())
+            if (key := _first_set(row, content, (None,))) is not None:
+                settings.places[name] = place_of(key)
+                said[name] = _converted(content[key], kind, key, settings.places[name])
+    for row, why in table.get("deviations", {}).items():
+        known |= {each.partition("=")[0] for each in row.split()}
+        if (key := _first_set(row, content)) is not None:
+            settings.deviate(f"{_written(key, content[key])} is not followed: {why.strip()}", place_of(key))
+    for why, row in table.get("refusals", {}).items():
+        known |= {each.partition("=")[0] for each in row.split()}
+        if (key := _first_set(row, content)) is not None:
+            settings.refuse(why.format(field=_written(key, content[key])), place_of(key))
     for key, (followed, why) in table.get("only", {}).items():
-        value = fields.value(key)
+        value = content.get(key)
         if value is not None and str(value).lower() not in followed.split():
-            settings.refuse(why.format(field=_written(key, value), value=value), fields.place(key))
+            settings.refuse(why.format(field=_written(key, value), value=value), place_of(key))
     for name, block in table.get("block", {}).items():
-        if fields.value(name) is not None:
-            said |= take(fields.inside(name), block)
-    fields.known(*table.get("elsewhere", "").split())
-    fields.list_unknown(table["no_effect"].split())
+        if content.get(name) is not None:
+            said |= take(document, settings, block, *prefix, name)
+    own = [key for key in content if not key.startswith("(")]
+    settings.read += [place_of(key) for key in own if key in known and not isinstance(content[key], dict)]
+    unknown = [key for key in own if key not in known.union(table["no_effect"].split())]
+    settings.unknown += map(place_of, unknown)
+    decisive = [key for key in unknown if content[key] and MAY_DECIDE_MEMORY.search(key)]
+    if decisive:
+        names = ", ".join(f"`{key}`" for key in decisive)
+        settings.refuse(f"{names}: unknown to frugal, and may decide memory", place_of(decisive[0]))
     return said
 
 
-def _set(fields: Fields, rows: Iterable[tuple[str, str]]) -> Iterator[tuple[str, Any, str]]:
-    """Yield the first field of each row that is set, or set as after `=`, with its value and the row's text."""
-    for row, why in rows:
-        parts = [each.partition("=") for each in row.split()]
-        fields.known(*(key for key, _, _ in parts))
-        for key, _, wanted in parts:
-            value = fields.value(key)
-            if str(value).lower() == wanted if wanted else value not in (None, False, 0, "none", "", [], {}):
-                yield key, value, why.strip()
-                break
+_OFF = (None, False, 0, "none", "", [], {})
+
+
+def _first_set(row: str, content: Mapping[str, Any], off: Sequence[Any] = _OFF) -> str | None:
+    """Return the first field of a row that is set, or set as after `=`; None if none is."""
+    for each in row.split():
+        key, _, wanted = each.partition("=")
+        value = content.get(key)
+        if str(value).lower() == wanted if wanted else value not in off:
+            return key
+    return None
+
+
+def _converted(value: Any, kind: str, key: str, place: Place) -> Any:
+    """Return a value as one of `KINDS`, also where a number is given as text: YAML 1.1 reads `2e-5` as text."""
+    wanted, must_be = KINDS[kind]
+    if kind == "text":
+        return str(value)
+    if kind == "names" and isinstance(value, str):
+        return value.replace(",", " ").split()
+    try:
+        return msgspec.convert(value, wanted, strict=False)
+    except msgspec.ValidationError:
+        raise RequestError(f"`{key}` in {place} is {value!r}", because=f"it must be {must_be}") from None
 
 
 def _written(key: str, value: Any) -> str:
@@ -88,7 +136,7 @@ def read(document: Document) -> Settings:
     settings.expandable_segments = command_line.expandable_segments(document.content)
     _refuse_other_work(document)
     table = table_of(document.tool)
-    given = take(Fields(document, settings), table)
+    given = take(document, settings, table)
     if given.get("deepspeed_file") in (True, False, "") and given.pop("deepspeed_file"):
         where = settings.place("deepspeed_file")
         settings.refuse("`deepspeed` names no file: the script itself decides how DeepSpeed runs", where)
@@ -111,8 +159,19 @@ def read(document: Document) -> Settings:
     settings.use_reentrant = bool(more.get("use_reentrant", False)) if isinstance(more, dict) else None
     _adapters(settings)
     _packing(settings, document.tool)
-    _evaluation(settings)
-    _long_samples(settings)
+    evaluates = bool(said.get("do_eval")) or said.get("eval_strategy", "no") not in ("no", "False")
+    keeps = not said.get("prediction_loss_only") and said.get("eval_accumulation_steps") is None
+    said["eval_micro_batch"] = said.get("eval_micro_batch") if evaluates else None
+    said["eval_keeps_logits"] = evaluates and keeps
+    if (place := settings.place("eval_micro_batch", "eval_strategy", "do_eval")) is not None:
+        settings.places["eval_micro_batch"] = place
+    if settings.sequence_parallel > 1 and document.tool == "axolotl":
+        settings.deviate(
+            "the attention of shared samples is evaluated with all-to-alls, as in DeepSpeed-Ulysses; axolotl's passes "
+            "keys and values around a ring, in buffers of other sizes",
+            settings.place("sequence_parallel"),
+        )
+    refuse_other_splits(settings, said)
     if document.tool == "axolotl":
         _fused_losses(settings)
     if document.tool in ("transformers", "trl"):
@@ -205,30 +264,6 @@ def _packing(settings: Settings, tool: Tool) -> None:
     elif tool == "trl":
         keeps_apart = "flash" in str(attention) and said.get("packing_strategy") != "wrapped"
     settings.packs_apart = keeps_apart
-
-
-def _evaluation(settings: Settings) -> None:
-    """Read the batch size of evaluations during training, and whether they keep logits."""
-    said = settings.raw
-    evaluates = bool(said.get("do_eval")) or said.get("eval_strategy", "no") not in ("no", "False")
-    keeps = not said.get("prediction_loss_only") and said.get("eval_accumulation_steps") is None
-    settings.raw |= {
-        "eval_micro_batch": said.get("eval_micro_batch") if evaluates else None,
-        "eval_keeps_logits": evaluates and keeps,
-    }
-    if (place := settings.place("eval_micro_batch", "eval_strategy", "do_eval")) is not None:
-        settings.places["eval_micro_batch"] = place
-
-
-def _long_samples(settings: Settings) -> None:
-    """Note how samples that GPUs share are evaluated."""
-    if settings.sequence_parallel > 1 and settings.tool == NAMES["axolotl"]:
-        settings.deviate(
-            "the attention of shared samples is evaluated with all-to-alls, as in DeepSpeed-Ulysses; axolotl's passes "
-            "keys and values around a ring, in buffers of other sizes",
-            settings.place("sequence_parallel"),
-        )
-    refuse_other_splits(settings, settings.raw)
 
 
 def refuse_other_splits(settings: Settings, said: Mapping[str, Any]) -> None:

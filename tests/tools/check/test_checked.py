@@ -14,10 +14,9 @@ from frugal.dryrun.client import DryRunSource
 from frugal.dryrun.pool import Pool
 from frugal.planning.strategy import Strategy
 from frugal.tools.check import deepspeed_json
-from frugal.tools.check.checked import Check, check
+from frugal.tools.check.checked import Check, check, resolved
 from frugal.tools.check.gather import gather
 from frugal.tools.check.report import report
-from frugal.tools.check.verdict import resolved
 from tests.commands import frugal
 
 CONFIGS = Path(__file__).parent / "configs"
@@ -409,11 +408,11 @@ def test_every_field_of_training_arguments_is_known_or_read() -> None:
 
     from frugal.tools.check.document import Document
     from frugal.tools.check.settings import Settings
-    from frugal.tools.check.tools import Fields, table_of, take
+    from frugal.tools.check.tools import table_of, take
 
     names = [each.name for each in fields(TrainingArguments) if each.init]
     settings = Settings()
-    take(Fields(Document(Path("all.yaml"), "transformers", dict.fromkeys(names)), settings), table_of("transformers"))
+    take(Document(Path("all.yaml"), "transformers", dict.fromkeys(names)), settings, table_of("transformers"))
     assert names and not settings.unknown
 
 

@@ -118,7 +118,7 @@ def test_files_that_merge_evaluate_or_preprocess_are_no_training(text: str, tmp_
 
 def test_both_names_of_a_size_of_zero_3_count(tmp_path: Path) -> None:
     """DeepSpeed's fields have names without `stage3_`, which it takes as well (`populate_by_name`)."""
-    from frugal.tools.check.verdict import resolved
+    from frugal.tools.check.checked import resolved
 
     file = tmp_path / "ds.json"
     file.write_text('{"train_batch_size": 8, "zero_optimization": {"stage": 3, "max_live_parameters": 5}}')

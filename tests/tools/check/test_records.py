@@ -10,8 +10,7 @@ import pytest
 from frugal.dryrun.pool import Pool
 from frugal.tools.check.checked import Check, check
 from frugal.tools.check.gather import gather
-from frugal.tools.check.records import as_json, as_sarif
-from frugal.tools.check.report import report
+from frugal.tools.check.report import as_json, as_sarif, report
 from tests.commands import Capture, frugal
 
 HERE = Path(__file__).parent
