@@ -28,14 +28,6 @@ class Series:
     colour: int
     points: Points
 
-    def renamed(self, label: str, colour: int) -> "Series":
-        """Return the same curve under another name."""
-        return replace(self, label=label, colour=colour)
-
-    def drawn(self, xs: Sequence[float]) -> dict[str, Any]:
-        """Return the curve for the script: a value for each x of the chart, null where it has none."""
-        return {"label": self.label, "colour": self.colour, "kind": "line", "values": [self.points.get(x) for x in xs]}
-
     def in_words(self, text: Callable[[float], str]) -> str:
         """Describe the curve: its ends, its lowest and its highest point."""
         xs, ys = list(self.points), list(self.points.values())
@@ -49,11 +41,6 @@ class Series:
 def steps_of(run: RecordedRun, label: str, number: int, value: Callable[[RunRecord], float | None]) -> Series:
     """Return the curve of a value of each step, without steps that lack it."""
     return Series(label, number, thinned({step.step: y for step in run.steps if (y := value(step)) is not None}))
-
-
-def evaluations_of(run: RecordedRun, label: str, number: int) -> Series:
-    """Return the curve of the loss of each evaluation."""
-    return Series(label, number, {each.step: each.loss for each in run.evaluations if each.loss is not None})
 
 
 def course(run: RecordedRun, label: str, number: int, unit_seconds: int = 1) -> Series:
@@ -106,32 +93,50 @@ class Chart:
         says = " ".join([f"{heading}.", *(each.in_words(words.FORMATS[y.format]) for each in series)])
         self.html = figure(name, heading, says=says)
         self.spec = {
-            "x": xs, "series": [each.drawn(xs) for each in series], "xFormat": x.format, "yFormat": y.format,
+            "x": xs, "series": [
+                {"label": each.label, "colour": each.colour, "kind": "line", "values": [each.points.get(x) for x in xs]}
+                for each in series
+            ], "xFormat": x.format, "yFormat": y.format,
             "xLabel": x.label, "yLabel": y.label, "yMin": y.least, "marks": marks,
         }  # fmt: skip
 
 
 def charts(runs: Sequence[RecordedRun]) -> list[Chart]:
     """Return the charts for which there are numbers; losses and speeds of different units are drawn apart."""
+    numbers = {run.name: number for number, run in enumerate(runs, 1)}
     marks = words.marks(runs[0]) if len(runs) == 1 else []
+
+    def of_steps(
+        group: Sequence[RecordedRun], name: str, heading: str, value: Callable[[RunRecord], float | None], y: Axis
+    ) -> Chart:
+        series = [steps_of(run, run.name, numbers[run.name], value) for run in group]
+        return Chart(name, heading, series, y=y, marks=marks)
+
     made: list[Chart] = []
     for group in [list(runs)] if words.speaks_one_unit(runs) else [[run] for run in runs]:
+        unit = group[0].unit
         which, of = ("", "") if len(group) == len(runs) else (f"-{runs.index(group[0])}", f" of {group[0].name}")
-        made += _of_one_unit(group, runs, which, of, marks)
+        how: dict[str, Any] = {"y": Axis(label=f"mean over {unit}"), "marks": marks}
+        losses = [steps_of(run, run.name, numbers[run.name], lambda step: step.loss) for run in group]
+        validation = [
+            Series(run.name, numbers[run.name], {e.step: e.loss for e in run.evaluations if e.loss is not None})
+            for run in group
+        ]
+        if len(runs) == 1:
+            both = [replace(losses[0], label="training"), replace(validation[0], label="validation", colour=2)]
+            made.append(Chart("loss", "Loss", both, is_wide=True, **how))
+        else:
+            made.append(Chart(f"loss{which}", f"Training loss{of}", losses, is_wide=True, **how))
+            made.append(Chart(f"validation{which}", f"Validation loss{of}", validation, **how))
+        axis = Axis("count", f"{unit} a second", 0)
+        made.append(of_steps(group, f"speed{which}", f"Speed{of}", lambda step: step.tokens_per_second, axis))
+    share, norm = Axis("percent", "positions without a token", 0), Axis("count", "before clipping", 0)
     made += [
-        _of_steps(
-            runs, runs, "rate", "Learning rate", lambda step: step.learning_rate, y=Axis("small", least=0), marks=marks
-        ),
-        _of_steps(
-            runs, runs, "padding", "Padding", lambda step: step.padding_share,
-            y=Axis("percent", "positions without a token", 0), marks=marks,
-        ),
-        _of_steps(
-            runs, runs, "norm", "Norm of the gradient", lambda step: step.grad_norm,
-            y=Axis("count", "before clipping", 0), marks=marks,
-        ),
+        of_steps(runs, "rate", "Learning rate", lambda step: step.learning_rate, Axis("small", least=0)),
+        of_steps(runs, "padding", "Padding", lambda step: step.padding_share, share),
+        of_steps(runs, "norm", "Norm of the gradient", lambda step: step.grad_norm, norm),
         _course(runs),
-    ]  # fmt: skip
+    ]
     return [chart for chart in made if not chart.is_empty]
 
 
@@ -147,34 +152,3 @@ def _course(runs: Sequence[RecordedRun]) -> Chart:
         x=Axis("count", f"{unit} since the first start"), y=Axis("count", "optimizer steps done", 0),
         marks=[mark | {"x": mark["x"] / size} for mark in marks], is_wide=True,
     )  # fmt: skip
-
-
-def _of_one_unit(
-    group: Sequence[RecordedRun], runs: Sequence[RecordedRun], which: str, of: str, marks: Sequence[dict[str, Any]]
-) -> list[Chart]:
-    """Return the charts of losses and speed of runs that count the same unit."""
-    unit = group[0].unit
-    losses = [steps_of(run, run.name, runs.index(run) + 1, lambda step: step.loss) for run in group]
-    validation = [evaluations_of(run, run.name, runs.index(run) + 1) for run in group]
-    how: dict[str, Any] = {"y": Axis(label=f"mean over {unit}"), "marks": marks}
-    if len(runs) == 1:
-        both = [losses[0].renamed("training", 1), validation[0].renamed("validation", 2)]
-        drawn = [Chart("loss", "Loss", both, is_wide=True, **how)]
-    else:
-        drawn = [
-            Chart(f"loss{which}", f"Training loss{of}", losses, is_wide=True, **how),
-            Chart(f"validation{which}", f"Validation loss{of}", validation, **how),
-        ]
-    speed = _of_steps(
-        group, runs, f"speed{which}", f"Speed{of}", lambda step: step.tokens_per_second,
-        y=Axis("count", f"{unit} a second", 0), marks=marks,
-    )  # fmt: skip
-    return [*drawn, speed]
-
-
-def _of_steps(
-    group: Sequence[RecordedRun], runs: Sequence[RecordedRun], name: str, heading: str,
-    value: Callable[[RunRecord], float | None], **how: Any,
-) -> Chart:  # fmt: skip
-    """Return a chart with one series a run."""
-    return Chart(name, heading, [steps_of(run, run.name, runs.index(run) + 1, value) for run in group], **how)

@@ -3,8 +3,7 @@
 from collections.abc import Sequence
 from datetime import UTC, datetime
 
-from frugal.html.assets import asset
-from frugal.html.document import document
+from frugal.html.document import asset, document
 from frugal.html.elements import Html, details, element, joined, table
 from frugal.report import words
 from frugal.report.charts import MOST_POINTS, charts
@@ -20,45 +19,49 @@ def page(runs: Sequence[RecordedRun]) -> str:
     is_one = len(runs) == 1
     title = f"{runs[0].name}: a training run" if is_one else f"{' and '.join(run.name for run in runs)}: compared"
     drawn = charts(runs)
+    digests = "; ".join(f"{run.name} is of plan {run.plan.digest[:12]}" for run in runs if run.plan is not None)
     body = [
-        element("h1", _headline(runs[0]) if is_one else f"{len(runs)} runs compared"),
-        *_opening(runs),
+        *(_opening(runs[0]) if is_one else _comparison(runs)),
+        *(element("p", element("strong", "note "), note, class_="small") for note in words.notes(runs)),
         *(chart.html for chart in drawn if chart.is_wide),
         element("div", *(chart.html for chart in drawn if not chart.is_wide), class_="pairs"),
         _memory(runs),
         _events(runs),
         _settings(runs),
         *([_steps_table(runs[0])] if is_one else []),
-        element("footer", _footer(runs)),
+        element(
+            "footer",
+            f"Made by `frugal report` from metrics.jsonl and plan.json. {digests}. Of runs of more than "
+            f"{MOST_POINTS:,} steps the extremes of each stretch are drawn.",
+        ),
     ]
     specs = {chart.name: chart.spec for chart in drawn}
     return document(
-        title, joined(*body), header="frugal report", data={"charts": specs}, scripts=[asset("report.js")],
+        title, joined(*body), header="frugal report", data={"charts": specs}, scripts=[asset("assets/report.js")],
         description=". ".join(f"{run.name}: {run.state_in_words}" for run in runs),
     )  # fmt: skip
 
 
-def _headline(run: RecordedRun) -> str:
+def _opening(run: RecordedRun) -> list[Html]:
+    """Return how a run ended and its main numbers."""
     model = "a model" if run.plan is None else run.plan.request.model.rpartition("/")[2]
-    devices = run.facts.get("devices")
-    return f"{run.name}: {model} on {devices}" if devices else f"{run.name}: {model}"
-
-
-def _opening(runs: Sequence[RecordedRun]) -> list[Html]:
-    """Return how a run ended and its main numbers; a table for several runs."""
-    notes = [element("p", element("strong", "note "), note, class_="small") for note in words.notes(runs)]
-    if len(runs) > 1:
-        rows = words.comparison(runs)
-        head = ["", *(run.name for run in runs)]
-        return [table("Each run in short", head, rows, numbers=range(1, len(head))), *notes]
-    run = runs[0]
-    arithmetic = [] if run.plan is None else [element("p", f"{run.plan.strategy}; {run.plan.arithmetic}")]
+    devices = f" on {run.facts['devices']}" if "devices" in run.facts else ""
     facts = [
         element("div", element("dt", name), element("dd", value, element("small", more)))
         for name, value, more in words.facts(run)
     ]
-    state = element("p", run.state_in_words[0].upper() + run.state_in_words[1:], class_="lead")
-    return [state, *arithmetic, element("dl", *facts, class_="facts"), *notes]
+    return [
+        element("h1", f"{run.name}: {model}{devices}"),
+        element("p", run.state_in_words[0].upper() + run.state_in_words[1:], class_="lead"),
+        *([] if run.plan is None else [element("p", f"{run.plan.strategy}; {run.plan.arithmetic}")]),
+        element("dl", *facts, class_="facts"),
+    ]
+
+
+def _comparison(runs: Sequence[RecordedRun]) -> list[Html]:
+    head = ["", *(run.name for run in runs)]
+    in_short = table("Each run in short", head, words.comparison(runs), numbers=range(1, len(head)))
+    return [element("h1", f"{len(runs)} runs compared"), in_short]
 
 
 def _memory(runs: Sequence[RecordedRun]) -> Html:
@@ -68,45 +71,37 @@ def _memory(runs: Sequence[RecordedRun]) -> Html:
         rows = words.phase_rows(run)
         if not rows:
             continue
-        top = max(row.largest for row in rows)
-        lines = [
-            [
-                row.name, words.size(row.planned), words.size(row.measured), row.difference,
-                *([words.size(row.reserved)] if words.has_reserved(run) else []), _bars(row, top),
-            ]
-            for row in rows
-        ]  # fmt: skip
-        reserved = ["reserved"] if words.has_reserved(run) else []
-        head = ["phase", "planned", "measured", "difference", *reserved, element("span", "bars", class_="hidden")]
-        of = "" if len(runs) == 1 else f" of {run.name}"
-        sizes = words.of_which_steps(run)
-        parts.append(table(f"Peak of live tensors{of}{sizes and ', '}{sizes}", head, lines,
-                           numbers=range(1, 4 + len(reserved))))  # fmt: skip
+        columns, sizes = words.memory_columns(run)
+        top = max(row.planned or 0 for row in rows), max(row.measured or 0 for row in rows)
+        lines = [[row.name, *size, _bars(row, max(*top, 1))] for row, size in zip(rows, sizes, strict=True)]
+        head = ["phase", *columns, element("span", "bars", class_="hidden")]
+        titles = (f"Peak of live tensors{'' if len(runs) == 1 else f' of {run.name}'}", words.of_which_steps(run))
+        parts.append(table(", ".join(filter(None, titles)), head, lines, numbers=range(1, 1 + len(columns))))
     if not parts:
         parts = [element("p", "Memory was not measured by phase.", class_="faint")]
-    note = "Planned: what the dry run says, for rank 0's largest micro-batch. Measured: rank 0's. "
-    note += "A dash: the plan has none, it was not measured, or it is of other work. Bars: outlined is planned, filled "
-    note += "measured."
+    note = (
+        "Planned: what the dry run says, for rank 0's largest micro-batch. Measured: rank 0's. A dash: the plan has "
+        "none, it was not measured, or it is of other work. Bars: outlined is planned, filled measured."
+    )
     return element("section", element("h2", "Memory by phase"), *parts, element("p", note, class_="small faint"))
 
 
 def _bars(row: words.PhaseRow, top: int) -> Html:
     """Return two bars under each other; the numbers beside them say the same."""
-    drawn = [(row.planned, "planned"), (row.measured, "measured")]
-    return element(
-        "span",
-        *(
-            element("span", class_=f"bar {kind}", style=f"width:{100 * number / top:.2f}%")
-            for number, kind in drawn if number
-        ),
-        class_="bars", aria_hidden="true",
-    )  # fmt: skip
+    bars = [
+        element("span", class_=f"bar {kind}", style=f"width:{100 * number / top:.2f}%")
+        for number, kind in ((row.planned, "planned"), (row.measured, "measured"))
+        if number
+    ]
+    return element("span", *bars, class_="bars", aria_hidden="true")
 
 
 def _events(runs: Sequence[RecordedRun]) -> Html:
     rows = [
-        [*([run.name] if len(runs) > 1 else []), words.when(event), event.kind.replace("_", " "), f"{event.step:,}",
-         event.words]
+        [
+            *([run.name] if len(runs) > 1 else []), words.shown(event.seconds, "seconds"),
+            event.kind.replace("_", " "), f"{event.step:,}", event.words,
+        ]
         for run in runs for event in run.events
     ]  # fmt: skip
     head = [*(["run"] if len(runs) > 1 else []), "time", "event", "step", "what"]
@@ -128,12 +123,9 @@ def _settings(runs: Sequence[RecordedRun]) -> Html:
         digest = [] if runs[0].plan is None else [["plan", element("code", runs[0].plan.digest)]]
         listed = details(plural(len(rows), "setting"), table("What was asked for and decided", head, rows))
         return element("section", heading, table("Versions", ["", "version"], [*versions, *digest]), listed)
-    different = words.differing(runs)
-    shown = (
-        table("Settings and versions that differ", head, different)
-        if different
-        else element("p", "No setting and no version differs.")
-    )
+    shown = element("p", "No setting and no version differs.")
+    if different := words.differing(runs):
+        shown = table("Settings and versions that differ", head, different)
     return element("section", heading, shown, details("All settings", table("All settings and versions", head, rows)))
 
 
@@ -145,18 +137,12 @@ def _steps_table(run: RecordedRun) -> Html:
     losses = {each.step: each.loss for each in run.evaluations}
     rows = [
         [
-            f"{step.step:,}", words.number(step.loss), words.number(losses.get(step.step)),
-            words.small(step.learning_rate), words.count(step.tokens_per_second), words.percent(step.padding_share),
-            words.size(step.memory_bytes),
+            f"{step.step:,}", words.shown(step.loss, "number"), words.shown(losses.get(step.step), "number"),
+            words.shown(step.learning_rate, "small"), words.shown(step.tokens_per_second, "count"),
+            words.shown(step.padding_share, "percent"), words.shown(step.memory_bytes, "bytes"),
         ]
         for step in chosen
     ]  # fmt: skip
     head = ["step", "loss", "validation", "learning rate", f"{run.unit}/s", "padding", "memory"]
     listed = details(f"Numbers of {plural(len(rows), 'step')}", table(caption, head, rows, numbers=range(1, 7)))
     return element("section", element("h2", "Numbers"), listed)
-
-
-def _footer(runs: Sequence[RecordedRun]) -> str:
-    thinned = f" Of runs of more than {MOST_POINTS:,} steps the extremes of each stretch are drawn."
-    digests = "; ".join(f"{run.name} is of plan {run.plan.digest[:12]}" for run in runs if run.plan is not None)
-    return f"Made by `frugal report` from metrics.jsonl and plan.json. {digests}.{thinned}"
