@@ -1,4 +1,4 @@
-"""The contents of a plan's page besides the plan: timelines, a grid of answers, and tables of other machines.
+"""The contents of a plan's page besides the plan: timelines, and a grid of answers for other settings.
 
 An answer is what a search finds for one strategy on one cluster (`StrategyEvaluation`): the batch it would take, its
 memory with torch's allocator replayed, and its time. A strategy whose live tensors alone are too large is not replayed;
@@ -9,9 +9,8 @@ number of GPUs: the scratch of sums depends on a card's processors, and may diff
 """
 
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import ExitStack, closing
+from contextlib import ExitStack
 from dataclasses import replace
-from functools import partial
 from itertools import accumulate
 from typing import Any
 
@@ -20,7 +19,7 @@ import msgspec
 from frugal.config.hardware.cluster import Cluster
 from frugal.config.pins import check_pins
 from frugal.config.request import Request
-from frugal.dryrun.client import DryRunSource, workers
+from frugal.dryrun.client import DryRunSource
 from frugal.errors import FrugalError, RequestError
 from frugal.planning.length_bucketing import grouping
 from frugal.planning.memory.profile import MemoryProfile
@@ -29,24 +28,9 @@ from frugal.planning.plan import Plan, binds_in_short, speed_in_words
 from frugal.planning.report import what_binds
 from frugal.planning.search.candidate import Candidate
 from frugal.planning.search.evaluate import StrategyEvaluation
-from frugal.planning.strategy import PLACES, Offload, Strategy, allowed_strategies, in_part, offload_levels
-from frugal.planning.table import Table
-from frugal.planning.what_if import (
-    NOT_DRY_RUN,
-    axes_around,
-    changes,
-    grid,
-    improvements,
-    predicted,
-    predicted_with_sharing,
-    shorter,
-    what_if_legend,
-    what_if_rows,
-    with_gpus,
-    with_memory,
-)
-from frugal.tools.plan_page.page import PageData, chosen_micro_batches
-from frugal.tools.plan_page.timelines import FEW_POINTS, MOST_POINTS, picture
+from frugal.planning.strategy import PLACES, Strategy, allowed_strategies, in_part, offload_levels
+from frugal.planning.what_if import axes_around, with_gpus, with_memory
+from frugal.tools.plan_page.timelines import FEW_POINTS, MOST_POINTS, chosen_micro_batches, picture
 from frugal.units import GIB, MIB, format_bytes, plural
 
 MEMORY_GIB = (3, 4, 6, 8, 10, 11, 12, 16, 20, 24, 32, 40, 48, 64, 80, 96, 141, 180)
@@ -55,9 +39,6 @@ MEMORY_GIB = (3, 4, 6, 8, 10, 11, 12, 16, 20, 24, 32, 40, 48, 64, 80, 96, 141, 1
 GPUS = (1, 2, 4, 8, 16)
 """The GPUs of a node that `--html` offers beside the plan's own number, its half and its double."""
 
-OpenDryRuns = Callable[[Request, Cluster], DryRunSource]
-"""Opens a source for one request on one cluster."""
-
 EVENTS_OF_A_PAGE, EVENTS_OF_A_SMALL_PAGE = 24_000_000, 5_000_000
 """The most simulated events of `--html`, and of the page beside plan.json; they limit the numbers of GPUs. A strategy
 on one number of GPUs has 6,000 to 14,000 with gpt2 (10 ms), 25,000 to 80,000 with models of 8B (30 to 60 ms)."""
@@ -65,28 +46,17 @@ on one number of GPUs has 6,000 to 14,000 with gpt2 (10 ms), 25,000 to 80,000 wi
 MORE = " The same command with --html FILE computes other sample lengths, offloading, more GPUs and cards."
 
 
-def contents(plan: Plan, in_full: bool) -> PageData:
-    """Return the contents computed anew; `in_full`: as in `frugal.tools.plan_page.make.write_page`.
-
-    Raises:
-        WorkerError: a trace crashed.
-    """
-    with closing(workers()) as pool:
-        open_source = partial(DryRunSource, pool=pool, will_dry_run=False)
-        tables = tuple(_tables(plan, open_source)) if in_full else ()
-        return PageData(answers(plan, open_source, in_full=in_full), tables)
-
-
 def is_of_one_kind(cluster: Cluster) -> bool:
     """Return whether all nodes and devices are alike, so that there is a number of GPUs to change."""
     return len(cluster.kinds) == 1 and len({len(node.devices) for node in cluster.nodes}) == 1
 
 
-def answers(plan: Plan, open_source: OpenDryRuns, *, in_full: bool) -> dict[str, Any]:
+def answers(plan: Plan, open_source: Callable[[Request, Cluster], DryRunSource], *, in_full: bool) -> dict[str, Any]:
     """Return what a page looks up, in plain types: `timelines` of the plan's strategies, and a `grid` of answers.
 
-    `in_full`: with other lengths, and more GPUs, cards and batches. The plan's strategies are traced where they were
-    not. `grid` is None where devices differ, or arithmetic is enough for no strategy.
+    `open_source`: opens a source for one request on one cluster. `in_full`: with other lengths, and more GPUs, cards
+    and batches. The plan's strategies are traced where they were not. `grid` is None where devices differ, or
+    arithmetic is enough for no strategy.
 
     Raises:
         WorkerError: a trace crashed.
@@ -202,15 +172,15 @@ class _Grid:
         sizes = [each.global_tokens or each.batch_samples for each in self.batches]
         in_tokens = plan.request.global_tokens is not None
         more = "the model takes no other" if self._in_full else "--html FILE computes others"
+        counted = [f"{n:,} {plan.counted}" if in_tokens else plural(n, "sample") for n in sizes]
+        axes: dict[str, tuple[Sequence[int], list[str], str]] = {
+            "length": (lengths, [plural(each, "token") for each in lengths], why),
+            "gpus": (gpus, [plural(each, plan.cluster.rank_noun) for each in gpus], more),
+            "card": (self.cards, list(map(format_bytes, self.cards)), more),
+            "batch": (sizes, counted, more),
+        }
         return {
-            "axes": {
-                "length": _axis(lengths, [plural(each, "token") for each in lengths], why),
-                "gpus": _axis(gpus, [plural(each, plan.cluster.rank_noun) for each in gpus], more),
-                "card": _axis(self.cards, list(map(format_bytes, self.cards)), more),
-                "batch": _axis(
-                    sizes, [f"{n:,} {plan.counted}" if in_tokens else plural(n, "sample") for n in sizes], more
-                ),
-            },
+            "axes": {name: dict(zip(("values", "words", "why"), axis, strict=True)) for name, axis in axes.items()},
             "why": more,
             "covers": f"{len(entries):,} answers, one for each combination of these.{'' if self._in_full else MORE}",
             "strategies": [_in_words(strategy) for strategy in self.profiles],
@@ -298,10 +268,6 @@ class _Grid:
         return self._answers.of(answer)
 
 
-def _axis(values: Sequence[int], words: Sequence[str], why: str) -> dict[str, Any]:
-    return {"values": values, "words": words, "why": why}
-
-
 def _with_batch(request: Request, quarters: int) -> Request:
     """Return the request with a global batch that is a number of quarters of its own."""
     if request.global_tokens is not None:
@@ -321,7 +287,8 @@ def _on_ranks(strategy: Strategy, facts: ModelFacts, world_size: int) -> Strateg
 
 def _in_words(strategy: Strategy) -> dict[str, str]:
     """Return a strategy by the controls that choose it, with its name and the flags of `frugal plan` that pin it."""
-    level = offload_level(strategy)
+    places = strategy.offload_optimizer, strategy.offload_parameters
+    level = next(level for level, allowed in PLACES.items() if places in allowed)
     more = {"optimizer": f":{strategy.offload_ratio:g}", "nvme": f":{strategy.nvme_path}"}.get(level, "")
     ends = [*accumulate(count for _, count in strategy.layer_modes)]
     modes = [f"{mode}:{end - count}-{end - 1}" for (mode, count), end in zip(strategy.layer_modes, ends, strict=True)]
@@ -342,12 +309,6 @@ def _in_words(strategy: Strategy) -> dict[str, str]:
         "offload": ", ".join(moved) or "nothing",
         "loss": ", ".join([f"{strategy.loss} loss", *rest]),
     }
-
-
-def offload_level(strategy: Strategy) -> Offload:
-    """Return the level of offloading a strategy belongs to."""
-    own = strategy.offload_optimizer, strategy.offload_parameters
-    return next(level for level, places in PLACES.items() if own in places)
 
 
 def _profile(source: DryRunSource, strategy: Strategy, accumulates: bool) -> MemoryProfile | None:
@@ -389,28 +350,3 @@ def _timeline(plan: Plan, source: DryRunSource, number: int) -> dict[str, Any] |
         "microBatch": micro_batch,
         "total": memory.total_bytes,
     }
-
-
-def _tables(plan: Plan, dry_run: OpenDryRuns) -> list[Table]:
-    """Return the tables of what would help, and of other GPUs, cards and lengths."""
-    cases = [*changes(plan), *shorter(plan)]
-    tables = []
-    if cases:
-        rows = improvements(plan, cases, predicted(cases, dry_run))
-        head = ("change", "a step", "", "micro-batch x steps", "strategy")
-        tables.append(Table(title=rows.title, rows=(head, *rows.rows), has_head=True))
-    return [*tables, *_what_if(plan, dry_run)] if is_of_one_kind(plan.cluster) else tables
-
-
-def _what_if(plan: Plan, dry_run: OpenDryRuns) -> list[Table]:
-    with dry_run(plan.request, plan.cluster) as source:
-        longest = source.facts().max_positions
-    axes = axes_around(plan, longest)
-    cases = grid(plan, axes)
-    predictions = dict(zip(cases, predicted_with_sharing(list(cases.values()), dry_run), strict=True))
-    tables = []
-    for seq_len in axes["seq-len"]:
-        rows = what_if_rows(plan, axes, predictions, seq_len)
-        title = f"what if: samples of {seq_len} tokens ({NOT_DRY_RUN})"
-        tables.append(Table(title=title, rows=tuple(rows), note=what_if_legend(predictions), has_head=True))
-    return tables

@@ -1,6 +1,6 @@
 """Live bytes over an optimizer step as a page draws them: down-sampled, with the peak of each phase."""
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import numpy as np
@@ -8,6 +8,8 @@ import numpy as np
 from frugal.planning.memory.breakdown import MemoryBreakdown
 from frugal.planning.memory.profile import RankMemory
 from frugal.planning.memory.timeline import CATEGORIES, OPTIMIZER_STEP, Timeline
+from frugal.planning.plan import Plan
+from frugal.planning.strategy import Strategy
 
 MOST_POINTS, FEW_POINTS = 400, 160
 """Points of the plan's picture, and of another strategy's; at least one of each phase."""
@@ -20,6 +22,15 @@ STEPS_OF_AN_AXIS = 1 << 12
 
 PLACES_BACK = 400
 """Events before the peak among which a module is looked for. Backward runs in none."""
+
+
+def chosen_micro_batches(plan: Plan) -> Iterator[tuple[Strategy, int]]:
+    """Yield every strategy of the plan with the micro-batch it was weighed at, the chosen one first."""
+    own = plan.memory.device_in(plan.cluster)
+    sizes = zip(plan.cluster.devices, plan.batch.cap_of_rank, strict=True)
+    yield plan.strategy, max(size for device, size in sizes if device == own)
+    for each in plan.rejected:
+        yield each.strategy, max(1, each.micro_batch)
 
 
 def picture(

@@ -19,8 +19,8 @@ from frugal.planning.plan import Plan
 from frugal.planning.search.candidate import Candidate
 from frugal.planning.search.search import Search
 from frugal.tools.plan_page.answers import GridAnswer, answers
-from frugal.tools.plan_page.make import write_page
-from frugal.tools.plan_page.page import chosen_micro_batches, plan_page
+from frugal.tools.plan_page.page import plan_page, write_page
+from frugal.tools.plan_page.timelines import chosen_micro_batches
 from frugal.units import GIB, MIB, format_bytes, format_seconds
 from tests.browser import Browser
 
