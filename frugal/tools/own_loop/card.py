@@ -9,7 +9,7 @@ It does not see functions that C++ calls itself; they work on the tensors they g
 
 import sys
 from collections.abc import Callable, Iterator
-from contextlib import ExitStack, contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any
 from unittest.mock import patch
 
@@ -241,54 +241,51 @@ _ONLY_NAMES_A_DEVICE = ("device", "_parse_to")  # `torch.device`, and what `Modu
 
 @contextmanager
 def pretended_card(tracker: LoopTracker, *, name: str, total_bytes: int, capability: tuple[int, int]) -> Iterator[None]:
-    """Run a script inside the `with` block on a card of `total_bytes`."""
-    answers = torch_cuda.answers(tracker, name=name, total_bytes=total_bytes, capability=capability)
-    with ExitStack() as stack:
-        stack.enter_context(torch_cuda.on_pretended_card(answers, tracker))
-        stack.enter_context(_default_devices(tracker))
-        stack.enter_context(_grouping())
-        stack.enter_context(_moving_modules())
-        stack.enter_context(_phases(tracker))
-        stack.enter_context(_attention())
-        stack.enter_context(patch.dict(torch_internals.DETERMINISM_CHECKS, default=_shape_and_type))
-        stack.enter_context(autocast.on_meta())
-        stack.enter_context(tracker)
-        stack.enter_context(PretendedCard(tracker))
+    """Run a script inside the `with` block on a card of `total_bytes`.
+
+    `Module.cuda` keeps its parameters, so that ties and optimizers hold, as from a host to a GPU: between a host and a
+    meta device torch makes new ones, unless it is to swap.
+    """
+    autograd = torch.autograd
+    phases = {"backward": _marked(tracker, autograd.backward), "grad": _marked(tracker, autograd.grad)}
+    with (
+        torch_cuda.on_pretended_card(tracker, name=name, total_bytes=total_bytes, capability=capability),
+        _default_devices(tracker),
+        _grouping(),
+        patch.object(torch.__future__, "get_swap_module_params_on_conversion", lambda: True),
+        patch.object(torch.utils, "swap_tensors", _move),
+        patch.multiple(autograd, **phases),
+        _attention(),
+        patch.dict(torch_internals.DETERMINISM_CHECKS, default=_shape_and_type),
+        autocast.on_meta(),
+        tracker,
+        PretendedCard(tracker),
+    ):
         yield
 
 
-@contextmanager
-def _default_devices(tracker: LoopTracker) -> Iterator[None]:
+def _default_devices(tracker: LoopTracker) -> AbstractContextManager[Any]:
     """Patch the mode of `with torch.device(...)` and `torch.set_default_device`, which torch asks after ours."""
     context = torch_internals.DEVICE_CONTEXT
     begin, enter, leave = context.__init__, context.__enter__, context.__exit__
 
     def init(self: Any, device: Any) -> None:
         begin(self, DEFAULT if is_card(device) else device)
-        self.elsewhere = (
-            tracker.elsewhere() if _is_elsewhere(device) and not asks_for_deepspeed(sys._getframe(1)) else None
-        )
+        is_elsewhere = _is_elsewhere(device) and not asks_for_deepspeed(sys._getframe(1))
+        self.elsewhere = tracker.elsewhere() if is_elsewhere else nullcontext()
 
     def enter_elsewhere(self: Any) -> Any:
-        if self.elsewhere is not None:
-            self.elsewhere.__enter__()
+        self.elsewhere.__enter__()
         return enter(self)
 
     def leave_elsewhere(self: Any, *exception: Any) -> Any:
-        if self.elsewhere is not None:
-            self.elsewhere.__exit__(None, None, None)
+        self.elsewhere.__exit__(None, None, None)
         return leave(self, *exception)
 
-    with (
-        patch.object(context, "__init__", init),
-        patch.object(context, "__enter__", enter_elsewhere),
-        patch.object(context, "__exit__", leave_elsewhere),
-    ):
-        yield
+    return patch.multiple(context, __init__=init, __enter__=enter_elsewhere, __exit__=leave_elsewhere)
 
 
-@contextmanager
-def _grouping() -> Iterator[None]:
+def _grouping() -> AbstractContextManager[Any]:
     """Patch the grouping of tensors by device, which optimizers and clipping do in C++."""
     group = torch_internals.grouped
 
@@ -298,47 +295,24 @@ def _grouping() -> Iterator[None]:
             for (device, dtype), value in group(*args, **kwargs).items()
         }
 
-    with patch(torch_internals.GROUPING, grouped):
-        yield
+    return patch(torch_internals.GROUPING, grouped)
 
 
-@contextmanager
-def _moving_modules() -> Iterator[None]:
-    """Make `Module.cuda` keep its parameters, so that ties and optimizers hold, as from a host to a GPU.
-
-    Between a host and a meta device torch makes new ones, unless it is to swap; but from one type to another on a
-    device the old tensor ends at once, as in `param.data = ...`.
-    """
-
-    def move(old: Tensor, new: Tensor) -> None:
-        if old.device.type == new.device.type:
-            old.data = new
-        else:
-            torch_internals.exchange(old, new)
-
-    before = torch.__future__.get_swap_module_params_on_conversion()
-    torch.__future__.set_swap_module_params_on_conversion(True)
-    try:
-        with patch.object(torch.utils, "swap_tensors", move):
-            yield
-    finally:
-        torch.__future__.set_swap_module_params_on_conversion(before)
+def _move(old: Tensor, new: Tensor) -> None:
+    """Make a parameter that was moved the new tensor. On one device, from a type to another, the old tensor ends at
+    once, as in `param.data = ...`."""
+    if old.device.type == new.device.type:
+        old.data = new
+    else:
+        torch_internals.exchange(old, new)
 
 
-@contextmanager
-def _phases(tracker: LoopTracker) -> Iterator[None]:
-    run, gradients = torch.autograd.backward, torch.autograd.grad
-
-    def backward(*args: Any, **kwargs: Any) -> None:
+def _marked(tracker: LoopTracker, run: Callable[..., Any]) -> Callable[..., Any]:
+    def backward(*args: Any, **kwargs: Any) -> Any:
         with tracker.backward():
-            run(*args, **kwargs)
+            return run(*args, **kwargs)
 
-    def grad(*args: Any, **kwargs: Any) -> Any:
-        with tracker.backward():
-            return gradients(*args, **kwargs)
-
-    with patch.object(torch.autograd, "backward", backward), patch.object(torch.autograd, "grad", grad):
-        yield
+    return backward
 
 
 def _shape_and_type(tensor: Tensor) -> dict[str, Any]:
@@ -347,8 +321,7 @@ def _shape_and_type(tensor: Tensor) -> dict[str, Any]:
     return {"shape": tensor.shape, "dtype": tensor.dtype}
 
 
-@contextmanager
-def _attention() -> Iterator[None]:
+def _attention() -> AbstractContextManager[Any]:
     """Cast the inputs of attention under autocast, whichever kernel it calls."""
     chosen = F.scaled_dot_product_attention
 
@@ -364,5 +337,4 @@ def _attention() -> Iterator[None]:
         with torch_internals.without_autocast():
             return chosen(query, key, value, attn_mask, *args, **kw)
 
-    with patch.object(F, "scaled_dot_product_attention", attention):
-        yield
+    return patch.object(F, "scaled_dot_product_attention", attention)

@@ -3,7 +3,7 @@
 import gc
 import re
 from collections.abc import Callable
-from dataclasses import dataclass, fields
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -79,19 +79,14 @@ def dry_run(
         settings["mem"] = "80G"
     _, cluster, _ = understand({name: value for name, value in settings.items() if value is not None})
     name = getattr(step, "__module__", None) or "the script"
-    build = {"expandable_segments": expandable_segments, "torch_version": version_of(torch_version)}
+    build = {"expandable_segments": expandable_segments, "torch_version": _version_of(torch_version)}
     runs = dry_runs(lambda: Script(name, step, parts), cluster, steps, **build)
-    return loop_figures(runs, cluster, expandable_segments=expandable_segments)
-
-
-def loop_figures(runs: list[DryRun], cluster: Cluster, *, expandable_segments: bool = False) -> LoopFigures:
-    """Return the fullest rank's figures and the assumptions."""
-    result = predicted(runs, cluster, expandable_segments=expandable_segments)
+    result = predicted(runs, cluster, expandable_segments=expandable_segments)  # of the fullest rank
     notes = tuple(dict.fromkeys(note for each in runs for note in each.notes))
-    return LoopFigures(**{field.name: getattr(result, field.name) for field in fields(result)}, notes=notes)
+    return LoopFigures(**vars(result), notes=notes)
 
 
-def version_of(torch_version: str | None) -> tuple[int, int] | None:
+def _version_of(torch_version: str | None) -> tuple[int, int] | None:
     """Return the major and minor number of a version.
 
     Raises:
@@ -111,14 +106,23 @@ def dry_runs(load: Callable[[], Script], cluster: Cluster, num_steps: int, **bui
     world_size = cluster.world_size
     ranks = range(world_size) if world_size <= MAX_RANKS else (0, world_size // 2, world_size - 1)
     device = min(cluster.devices, key=lambda device: device.usable_bytes)
-    trackers = (LoopTracker(_capability(device), device.resident_threads, **build) for _ in ranks)
-    return [_dry_run(load, device, rank, world_size, num_steps, next(trackers)) for rank in ranks]
+    capability = device.compute_capability or ASSUMED_CAPABILITY
+    return [
+        _dry_run(load, device, rank, world_size, num_steps, LoopTracker(capability, device.resident_threads, **build))
+        for rank in ranks
+    ]
 
 
 def _dry_run(
     load: Callable[[], Script], device: Device, rank: int, world_size: int, num_steps: int, tracker: LoopTracker
 ) -> DryRun:
-    card = pretended_card(tracker, name=device.name, total_bytes=device.memory_bytes, capability=_capability(device))
+    capability = device.compute_capability or ASSUMED_CAPABILITY
+    card = pretended_card(tracker, name=device.name, total_bytes=device.memory_bytes, capability=capability)
+
+    def begin() -> None:
+        gc.collect()
+        tracker.mark(FORWARD)
+
     with (
         pretend(
             rank=rank,
@@ -134,7 +138,7 @@ def _dry_run(
     ):
         script = load()
         _follow(tracker, script.prepare())
-        script.run(num_steps, before_each=lambda: _begin(tracker), batching=tracker.on_host)
+        script.run(num_steps, before_each=begin, batching=tracker.on_host)
         tracker.mark(FORWARD)
         if not tracker.timeline().fixed:
             raise RequestError(
@@ -154,11 +158,6 @@ def _dry_run(
     return result
 
 
-def _begin(tracker: LoopTracker) -> None:
-    gc.collect()
-    tracker.mark(FORWARD)
-
-
 def _follow(tracker: LoopTracker, part: Any) -> None:
     """Let the tracker know the purpose of a part's tensors, and of the items of lists and dictionaries."""
     if isinstance(part, dict):
@@ -172,7 +171,3 @@ def _follow(tracker: LoopTracker, part: Any) -> None:
         tracker.keep(lambda: stages.kept_by(part) or kept_by_model(part))
     elif isinstance(part, torch.optim.Optimizer):
         tracker.keep(lambda: kept_by_optimizer(part))
-
-
-def _capability(device: Device) -> tuple[int, int]:
-    return device.compute_capability or ASSUMED_CAPABILITY

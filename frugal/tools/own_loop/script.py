@@ -68,9 +68,7 @@ class Script:
         Raises:
             RequestError: one is missing, or cannot be made.
         """
-        for name in self._wanted(self._step):
-            if name != BATCH:
-                self._part(name)
+        self._arguments(self._step, but=BATCH)
         if BATCH in self._wanted(self._step) and BATCH not in self._parts:
             raise self._missing(BATCH)
         return self._made
@@ -87,15 +85,17 @@ class Script:
                     made = self._make(BATCH)
                 self._made[BATCH] = made
                 del made
-            arguments = {name: self._made[name] for name in self._wanted(self._step)}
+            arguments = self._arguments(self._step)
             with failures(self.name, getattr(self._step, "__name__", None)):
                 self._step(**arguments)
             del arguments
 
-    def _part(self, name: str) -> Any:
-        if name not in self._made:
-            self._made[name] = self._make(name)
-        return self._made[name]
+    def _arguments(self, function: Callable[..., Any], but: str = "") -> dict[str, Any]:
+        """Return the parts that a function wants, made where they are not yet."""
+        for name in self._wanted(function):
+            if name not in self._made and name != but:
+                self._made[name] = self._make(name)
+        return {name: self._made[name] for name in self._wanted(function) if name != but}
 
     def _make(self, name: str) -> Any:
         if name not in self._parts:
@@ -108,7 +108,7 @@ class Script:
             raise RequestError(f"the parts of {self.name} need each other in a circle", because=circle)
         self._making.append(name)
         try:
-            arguments = {each: self._part(each) for each in self._wanted(part)}
+            arguments = self._arguments(part)
             with failures(self.name, name):
                 return part(**arguments)
         finally:
@@ -165,17 +165,14 @@ def failures(script: str, part: str | None) -> Iterator[None]:
         frames = traceback.extract_tb(error.__traceback__)
         if isinstance(error, _OURS) and Path(frames[-1].filename).is_relative_to(package_folder("frugal") / "dryrun"):
             raise
-        because = [first_line(error), *_lines_of(frames)]
+        text, hints = str(error), _HINTS
+        if isinstance(error, ValuesNeededError | NotImplementedError) or any(words in text for words in _NO_VALUES):
+            hints = {"": _VALUES_HINT}
         raise RequestError(
-            f"{f'`{part}` of ' * bool(part)}{script} fails in a dry run", because=because, hint=_hint(error)
+            f"{f'`{part}` of ' * bool(part)}{script} fails in a dry run",
+            because=[first_line(error), *_lines_of(frames)],
+            hint=next((hint for words, hint in hints.items() if words in text), None),
         ) from None
-
-
-def _hint(error: BaseException) -> str | None:
-    text = str(error)
-    if isinstance(error, (ValuesNeededError, NotImplementedError)) or any(words in text for words in _NO_VALUES):
-        return _VALUES_HINT
-    return next((hint for words, hint in _HINTS.items() if words in text), None)
 
 
 def _lines_of(frames: list[traceback.FrameSummary]) -> list[str]:

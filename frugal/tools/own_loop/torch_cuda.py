@@ -66,8 +66,11 @@ class PretendedGenerator(torch.Generator):
     device = property(lambda self: self.named)
 
 
-def answers(tracker: LoopTracker, *, name: str, total_bytes: int, capability: tuple[int, int]) -> dict[str, Any]:
-    """Return replacements for names of `torch.cuda`."""
+@contextmanager
+def on_pretended_card(
+    tracker: LoopTracker, *, name: str, total_bytes: int, capability: tuple[int, int]
+) -> Iterator[None]:
+    """Replace names of `torch.cuda`, and others of torch, inside the `with` block."""
 
     def free_and_total(*_: Any) -> tuple[int, int]:
         return total_bytes - tracker.replays().under().peak_reserved_bytes, total_bytes
@@ -110,16 +113,6 @@ def answers(tracker: LoopTracker, *, name: str, total_bytes: int, capability: tu
         "Stream": PretendedStream, "Event": PretendedStream, "device": PretendedStream, "stream": PretendedStream,
         "current_stream": PretendedStream, "default_stream": PretendedStream,
     }  # fmt: skip
-    return table
-
-
-def _always(value: Any) -> Callable[..., Any]:
-    return lambda *_, **__: value
-
-
-@contextmanager
-def on_pretended_card(table: dict[str, Any], tracker: LoopTracker) -> Iterator[None]:
-    """Replace names of `torch.cuda` by those in `table`, and others of torch, inside the `with` block."""
 
     def compile_nothing(model: Any = None, **_: Any) -> Any:
         if not asks_for_deepspeed(sys._getframe(1)):  # which compiles small functions of its own
@@ -159,3 +152,7 @@ def on_pretended_card(table: dict[str, Any], tracker: LoopTracker) -> Iterator[N
         for owner, names in replaced.items():
             stack.enter_context(patch.multiple(owner, create=owner == "torch._C", **names))
         yield
+
+
+def _always(value: Any) -> Callable[..., Any]:
+    return lambda *_, **__: value
