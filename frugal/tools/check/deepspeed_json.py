@@ -132,10 +132,8 @@ def resolve(settings: Settings, world_size: int, hidden_size: Callable[[], int |
             f"{precision} at stage 0 with DeepSpeed's own Adam keeps what no other stage does (FP16_Optimizer)",
             settings.place("json.zero_optimization.stage", f"json.{precision}"),
         )
-    overlap = zero.get("overlap_comm")
-    if overlap == AUTO:
-        filled.append(Filled(name="zero_optimization.overlap_comm", value=stage == 3, by=""))
-    zero["overlap_comm"] = stage == 3 if overlap in (None, AUTO) else bool(overlap)
+    overlap = _fill(filled, "zero_optimization.overlap_comm", zero.get("overlap_comm"), stage == 3, "")
+    zero["overlap_comm"] = stage == 3 if overlap is None else bool(overlap)
     return Resolved(precision=precision, batch=batch, filled=tuple(filled), zero=zero)
 
 
@@ -161,9 +159,7 @@ def _batch(settings: Settings, world_size: int, filled: list[Filled]) -> tuple[i
                 because="only transformers' Trainer and accelerate replace it; DeepSpeed itself takes numbers",
                 hint="give the Trainer's arguments, too, or --micro-batch and --accumulation-steps",
             )
-        if said == AUTO:
-            filled.append(Filled(name=name, value=value, by=by))
-            said = value
+        said = _fill(filled, name, said, value, by)
         values.append(None if said is None else _whole(settings, name, said))
     return values[0], values[1], values[2]
 
@@ -172,14 +168,20 @@ def _precision(settings: Settings, filled: list[Filled]) -> Precision:
     config = settings.deepspeed or {}
     if "bf16" not in config and "fp16" not in config and settings.fills_auto and settings.precision:
         return settings.precision  # accelerate's `DeepSpeedPlugin.set_mixed_precision`, which Trainer calls, too
-    enabled = {}
-    for name in ("bf16", "fp16"):
-        enabled[name] = settings.block(name).get("enabled", False)
-        if enabled[name] == AUTO:
-            enabled[name] = settings.precision == name
-            by = settings.tool if settings.fills_auto else ""
-            filled.append(Filled(name=f"{name}.enabled", value=enabled[name], by=by))
+    by = settings.tool if settings.fills_auto else ""
+    enabled = {
+        name: _fill(filled, f"{name}.enabled", settings.block(name).get("enabled"), settings.precision == name, by)
+        for name in ("bf16", "fp16")
+    }
     return "bf16" if enabled["bf16"] else "fp16" if enabled["fp16"] else "fp32"
+
+
+def _fill(filled: list[Filled], name: str, said: Any, value: Any, by: str) -> Any:
+    """Return what is said, or the value that is filled in for `auto`."""
+    if said != AUTO:
+        return said
+    filled.append(Filled(name=name, value=value, by=by))
+    return value
 
 
 def _whole(settings: Settings, name: str, value: Any) -> int:

@@ -5,6 +5,7 @@ script: its flags are the values, and the launcher's flags stand under `launcher
 """
 
 import json
+from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -117,12 +118,10 @@ def _not_swift(path: Path, is_what: str) -> RequestError:
 
 def _without_duplicates(pairs: Sequence[tuple[str, Any]]) -> dict[str, Any]:
     """Build a dictionary, refusing duplicates as DeepSpeed does (`dict_raise_error_on_duplicate_keys`)."""
-    content: dict[str, Any] = {}
-    for key, value in pairs:
-        if key in content:
-            raise RequestError(f"`{key}` is given twice", because="DeepSpeed refuses that, other tools take the last")
-        content[key] = value
-    return content
+    twice = [key for key, count in Counter(key for key, _ in pairs).items() if count > 1]
+    if twice:
+        raise RequestError(f"`{twice[0]}` is given twice", because="DeepSpeed refuses that, other tools take the last")
+    return dict(pairs)
 
 
 def _lines(text: str) -> Iterator[tuple[tuple[str, ...], int]]:

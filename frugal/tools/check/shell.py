@@ -198,8 +198,6 @@ class _Script:
         value: str | list[str] | None = None
         if kind == "sum":
             value = self._arithmetic(body)
-        elif kind in ("command", "ticks") and body.split()[:1] == ["expr"]:
-            value = self._arithmetic(body.strip().removeprefix("expr").replace("\\*", "*"))
         elif kind == "braces":
             value = self._parameter(body)
         elif kind == "name":
