@@ -43,19 +43,6 @@ def steps_of(run: RecordedRun, label: str, number: int, value: Callable[[RunReco
     return Series(label, number, thinned({step.step: y for step in run.steps if (y := value(step)) is not None}))
 
 
-def course(run: RecordedRun, label: str, number: int, unit_seconds: int = 1) -> Series:
-    """Return the curve of steps over time since the first start, in units; a restart goes back to its checkpoint."""
-    records = [*run.steps, *run.starts, *run.history.of("end")]
-    timed = sorted((seconds, each.step) for each in records if (seconds := run.since_begin(each)) is not None)
-    begins = {run.since_begin(each) for each in run.starts}
-    points: Points = {}
-    for seconds, step in timed:
-        if seconds in begins and points:  # until then it stood still
-            points[round(seconds - 0.001, 3) / unit_seconds] = next(reversed(points.values()))
-        points[round(seconds, 3) / unit_seconds] = step
-    return Series(label, number, thinned(points))
-
-
 def thinned(points: Points, most: int = MOST_POINTS) -> Points:
     """Return at most `most` points: of each stretch the lowest, the highest and both ends."""
     if len(points) <= most:
@@ -89,7 +76,6 @@ class Chart:
         xs = sorted({point for each in series for point in each.points})
         self.name = name
         self.is_wide = is_wide
-        self.is_empty = not series
         says = " ".join([f"{heading}.", *(each.in_words(words.FORMATS[y.format]) for each in series)])
         self.html = figure(name, heading, says=says)
         self.spec = {
@@ -137,7 +123,7 @@ def charts(runs: Sequence[RecordedRun]) -> list[Chart]:
         of_steps(runs, "norm", "Norm of the gradient", lambda step: step.grad_norm, norm),
         _course(runs),
     ]
-    return [chart for chart in made if not chart.is_empty]
+    return [chart for chart in made if chart.spec["series"]]
 
 
 def _course(runs: Sequence[RecordedRun]) -> Chart:
@@ -145,10 +131,20 @@ def _course(runs: Sequence[RecordedRun]) -> Chart:
     longest = max((run.seconds or 0.0 for run in runs), default=0.0)
     unit = next((name for name, size in reversed(_CLOCKS.items()) if longest >= 2 * size), "seconds")
     size = _CLOCKS[unit]
+    series = []
+    for number, run in enumerate(runs, 1):
+        records = [*run.steps, *run.starts, *run.history.of("end")]
+        timed = sorted((seconds, each.step) for each in records if (seconds := run.since_begin(each)) is not None)
+        begins = {run.since_begin(each) for each in run.starts}
+        points: Points = {}
+        for seconds, step in timed:
+            if seconds in begins and points:  # until then it stood still
+                points[round(seconds - 0.001, 3) / size] = next(reversed(points.values()))
+            points[round(seconds, 3) / size] = step
+        series.append(Series(run.name, number, thinned(points)))
     marks = words.marks(runs[0], over_time=True) if len(runs) == 1 else []
     return Chart(
-        "course", "Course of the run" if len(runs) == 1 else "Course of the runs",
-        [course(run, run.name, number, size) for number, run in enumerate(runs, 1)],
+        "course", "Course of the run" if len(runs) == 1 else "Course of the runs", series,
         x=Axis("count", f"{unit} since the first start"), y=Axis("count", "optimizer steps done", 0),
         marks=[mark | {"x": mark["x"] / size} for mark in marks], is_wide=True,
     )  # fmt: skip

@@ -40,30 +40,21 @@ class RunEvent:
 class RecordedRun:
     """A run. `plan` is its last plan, None where it cannot be read; `notes` say what is missing.
 
-    `settings`: the user's, by name. `is_locked`: a process holds the folder, as a run does.
+    `steps` has the record of each step; `starts` is empty in runs of earlier versions; `evaluations` are on the
+    validation samples; `recoveries` from out of memory. `settings`: the user's, by name. `is_locked`: a process holds
+    the folder, as a run does.
     """
 
     name: str
     history: History
+    steps: tuple[RunRecord, ...]
+    starts: list[RunRecord]
+    evaluations: list[RunRecord]
+    recoveries: list[RunRecord]
     plan: Plan | None
     settings: dict[str, Any]
     notes: tuple[str, ...]
     is_locked: bool = False
-
-    @property
-    def steps(self) -> tuple[RunRecord, ...]:
-        """The record of each step."""
-        return self.history.steps
-
-    @property
-    def starts(self) -> list[RunRecord]:
-        """The records of starts; runs of earlier versions have none."""
-        return self.history.of("start")
-
-    @property
-    def evaluations(self) -> list[RunRecord]:
-        """The records of evaluations on the validation samples."""
-        return self.history.of("evaluation")
 
     @property
     def last_step(self) -> int:
@@ -151,11 +142,6 @@ class RecordedRun:
     def restarts(self) -> list[RunRecord]:
         """The starts after the first."""
         return self.starts[1:]
-
-    @property
-    def recoveries(self) -> list[RunRecord]:
-        """The recoveries from out of memory."""
-        return [each for each in self.history.of("recovery") if each.phase is not None]
 
     @cached_property
     def _times(self) -> list[float]:
@@ -288,8 +274,10 @@ def read_run(folder: Path) -> RecordedRun:
     if history.steps and not history.of("memory"):
         notes.append("memory was not measured yet: it is after the second step")
     return RecordedRun(
-        name=folder.resolve().name, history=history, plan=plan, settings=settings, notes=tuple(notes),
-        is_locked=_is_locked(folder),
+        name=folder.resolve().name, history=history, steps=history.steps, starts=history.of("start"),
+        evaluations=history.of("evaluation"),
+        recoveries=[each for each in history.of("recovery") if each.phase is not None],
+        plan=plan, settings=settings, notes=tuple(notes), is_locked=_is_locked(folder),
     )  # fmt: skip
 
 

@@ -71,14 +71,6 @@ class Check:
 STOPS = ("batch-mismatch", "trainer-mismatch", "removed-block")
 """Rules whose findings keep a run from starting."""
 
-SHARING = ("sequence_parallel", "tensor", "pipeline", "context")
-"""Sizes of groups of GPUs that have the same samples."""
-
-AUTOCAST = (
-    "it does not use DeepSpeed, and mixed precision without DeepSpeed keeps fp32 weights under autocast: "
-    "`frugal dryrun SCRIPT.py:step` measures such a loop"
-)
-
 
 def check(
     settings: Settings,
@@ -107,7 +99,11 @@ def check(
     if deepspeed is None and settings.sequence_parallel > 1 and sharing is not None:
         settings.refuse("samples that GPUs share are checked under DeepSpeed alone", sharing)
     if deepspeed is None and settings.lora is None and settings.precision != "fp32":
-        settings.refuse(AUTOCAST, settings.place("precision"))
+        settings.refuse(
+            "it does not use DeepSpeed, and mixed precision without DeepSpeed keeps fp32 weights under autocast: "
+            "`frugal dryrun SCRIPT.py:step` measures such a loop",
+            settings.place("precision"),
+        )
     done = Check(
         settings=settings, documents=documents, cluster=cluster, deepspeed=deepspeed, arithmetic=arithmetic,
         findings=traps.traps(settings, deepspeed, arithmetic), out_of_memory=message,
@@ -135,9 +131,10 @@ def resolved(settings: Settings, world_size: int) -> tuple[Resolved | None, Arit
     """
     deepspeed, shared_by = None, settings.sequence_parallel
     if world_size % shared_by:
+        sharing = settings.place("sequence_parallel", "tensor", "pipeline", "context")
         raise RequestError(
             f"{shared_by} GPUs cannot share samples on {world_size} GPUs",
-            because=f"{settings.place(*SHARING)} names {shared_by}, and {world_size} is no multiple of it",
+            because=f"{sharing} names {shared_by}, and {world_size} is no multiple of it",
             hint=f"check on {shared_by * max(1, world_size // shared_by)}, for instance with --gpus",
         )
     if settings.deepspeed is not None:

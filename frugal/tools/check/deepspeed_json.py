@@ -93,7 +93,7 @@ def read(document: Document, settings: Settings) -> None:
     if not block:
         return
     place, params = document.place("optimizer", "type"), block.get("params") or {}
-    take_optimizer(settings, str(block.get("type", "")), place, of_deepspeed=True)
+    take_optimizer(settings, str(block.get("type", "")), place, of="deepspeed")
     if params.get("torch_adam") and settings.optimizer is not None and settings.optimizer.name == "adamw":
         where = (settings.block("zero_optimization").get("offload_optimizer") or {}).get("device")
         unfused: OptimizerImplementation = "foreach" if where in (None, "none") else "for-loop"  # torch's own choices

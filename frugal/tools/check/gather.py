@@ -44,7 +44,13 @@ def gather(
     trainer, launcher, config = (by_kind.get(kind) for kind in ("trainer", "accelerate", "deepspeed"))
     settings = tools.read(trainer) if trainer else Settings(tool="accelerate" if launcher else "DeepSpeed")
     if trainer is not None and (launch := command_line.of_accelerate(trainer.content)):
-        launcher = _launched(trainer, launch, launcher)
+        below = {} if launcher is None else launcher.content
+        content = {**below, **launch, _SECTION: (below.get(_SECTION) or {}) | launch[_SECTION]}
+        known = {
+            key: value for key, value in content.items() if value is not None
+        }  # what a flag leaves unknown is dropped
+        lines = {**trainer.lines, **{(_SECTION, *key): line for key, line in trainer.lines.items()}}
+        launcher = Document(trainer.path, "accelerate", known, lines, launcher)
     if launcher is not None:
         documents += _of_accelerate(launcher, settings)
     elif trainer is not None and (name := trainer.content.get(command_line.LAUNCHER, {}).get("config_file")):
@@ -78,15 +84,6 @@ def _with_files(document: Document) -> list[Document]:
         document = Document(document.path, under.tool, {**under.content, **content}, document.lines, under)
     path = command_line.beside(document.path, content.get(command_line.LAUNCHER, {}).get("config_file"))
     return [document, *([read(path, "accelerate")] if path is not None else [])]
-
-
-def _launched(script: Document, flags: Mapping[str, Any], file: Document | None) -> Document:
-    """Return the flags of `accelerate launch` over its file. What they leave unknown is dropped, also from the file."""
-    below = {} if file is None else file.content
-    content = {**below, **flags, _SECTION: (below.get(_SECTION) or {}) | flags[_SECTION]}
-    lines = {**script.lines, **{(_SECTION, *key): line for key, line in script.lines.items()}}
-    known = {key: value for key, value in content.items() if value is not None}
-    return Document(script.path, "accelerate", known, lines, file)
 
 
 def _named(document: Document, said: Any, settings: Settings) -> Document:

@@ -14,7 +14,7 @@ from typing import Any
 import msgspec
 
 from frugal.config.adapters import ALL_LINEAR, Lora
-from frugal.config.optimizers import Optimizer, OptimizerImplementation, OptimizerName
+from frugal.config.optimizers import Optimizer
 from frugal.errors import RequestError
 from frugal.tools.check import command_line
 from frugal.tools.check.document import NAMES, Document, Place, Tool
@@ -25,12 +25,16 @@ PEFTS_OWN = "(peft's own)"
 
 
 @cache
+def tables() -> Mapping[str, Any]:
+    """Return `tools.toml`."""
+    return tomllib.loads(files("frugal.tools.check").joinpath("tools.toml").read_text())
+
+
 def table_of(tool: Tool) -> Mapping[str, Any]:
     """Return the section of a tool in `tools.toml`, added to that of the tool it is `under`."""
-    tables = tomllib.loads(files("frugal.tools.check").joinpath("tools.toml").read_text())
-    table = tables[tool]
+    table = tables()[tool]
     if "under" in table:
-        under = tables[table["under"]]
+        under = tables()[table["under"]]
         sections = {*under, *table} - {"under", "no_effect"}
         no_effect = " ".join((under["no_effect"], table["no_effect"]))
         table = {name: under.get(name, {}) | table.get(name, {}) for name in sections} | {"no_effect": no_effect}
@@ -293,50 +297,13 @@ def _fused_losses(settings: Settings) -> None:
             settings.refuse(f"`plugins`: frugal does not follow {name}", settings.place("plugins"))
 
 
-def _near(
-    name: OptimizerName, implementation: OptimizerImplementation | None = None, momentum: float = 0.0, how: str = ""
-) -> tuple[Optimizer, str]:
-    """Return the optimizer that is evaluated instead, and the difference; empty where there is none."""
-    return Optimizer(name=name, implementation=implementation, momentum=momentum), how
-
-
-_PAGED = "its paged states may move to the host where the device is full; they are counted on the device"
-_ONE_STATE = "evaluated as SGD with momentum, which also keeps one fp32 tensor of each parameter"
-
-_OF_TRAINER = {
-    "adamw_torch": _near("adamw", "foreach"),
-    "adamw_torch_fused": _near("adamw", "fused"),
-    "adamw_apex_fused": _near("adamw", "fused"),
-    "adamw_hf": _near("adamw", "for-loop"),
-    "adamw_torch_8bit": _near("adamw-8bit", how="evaluated as bitsandbytes', whose moments take a byte each, too"),
-    "adamw_bnb_8bit": _near("adamw-8bit"),
-    "adamw_8bit": _near("adamw-8bit"),
-    "paged_adamw": _near("adamw", "fused", how=_PAGED),
-    "paged_adamw_32bit": _near("adamw", "fused", how=_PAGED),
-    "paged_adamw_8bit": _near("adamw-8bit", how=_PAGED),
-    "sgd": _near("sgd", "foreach"),
-    "adagrad": _near("sgd", "foreach", 0.9, _ONE_STATE),
-    "rmsprop": _near("sgd", "foreach", 0.9, _ONE_STATE),
-    "lion_32bit": _near("sgd", "fused", 0.9, _ONE_STATE),
-}
-"""transformers' `optim`, which axolotl and LLaMA-Factory pass on."""
-
-_OF_DEEPSPEED = {
-    "adam": _near("adamw", "deepspeed"),
-    "adamw": _near("adamw", "deepspeed"),
-    "sgd": _near("sgd", "foreach"),
-    "lamb": _near("adamw", "deepspeed", how="evaluated as AdamW, which keeps two fp32 tensors a parameter, too"),
-    "lion": _near("sgd", "foreach", 0.9, _ONE_STATE),
-    "adagrad": _near("sgd", "foreach", 0.9, _ONE_STATE),
-}
-
-
-def take_optimizer(settings: Settings, name: str, place: Place | None, *, of_deepspeed: bool = False) -> None:
-    """Set the optimizer of `settings`, or refuse one that resembles none of frugal's."""
-    near = (_OF_DEEPSPEED if of_deepspeed else _OF_TRAINER).get(name.lower())
+def take_optimizer(settings: Settings, name: str, place: Place | None, of: str = "trainer") -> None:
+    """Set the optimizer of `settings`, or refuse one that resembles none of frugal's. `of`: whose name it is, a table
+    in `tools.toml`."""
+    near = tables()["optimizers"][of].get(name.lower())
     if near is None:
         settings.refuse(f"the optimizer {name} keeps states that frugal does not know", place)
         return
-    settings.optimizer, how = near
-    if how:
-        settings.deviate(f"{name}: {how}", place)
+    settings.optimizer = Optimizer(**{key: value for key, value in near.items() if key != "how"})
+    if "how" in near:
+        settings.deviate(f"{name}: {near['how']}", place)

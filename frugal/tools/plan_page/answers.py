@@ -1,4 +1,4 @@
-"""The contents of a plan's page besides the plan: timelines, and a grid of answers for other settings.
+"""The contents of a plan's page besides the plan: timelines of live bytes, and a grid of answers for other settings.
 
 An answer is what a search finds for one strategy on one cluster (`StrategyEvaluation`): the batch it would take, its
 memory with torch's allocator replayed, and its time. A strategy whose live tensors alone are too large is not replayed;
@@ -15,6 +15,7 @@ from itertools import accumulate
 from typing import Any
 
 import msgspec
+import numpy as np
 
 from frugal.config.hardware.cluster import Cluster
 from frugal.config.pins import check_pins
@@ -22,7 +23,9 @@ from frugal.config.request import Request
 from frugal.dryrun.client import DryRunSource
 from frugal.errors import FrugalError, RequestError
 from frugal.planning.length_bucketing import grouping
-from frugal.planning.memory.profile import MemoryProfile
+from frugal.planning.memory.breakdown import MemoryBreakdown
+from frugal.planning.memory.profile import MemoryProfile, RankMemory
+from frugal.planning.memory.timeline import CATEGORIES, OPTIMIZER_STEP, Timeline
 from frugal.planning.model_facts import ModelFacts
 from frugal.planning.plan import Plan, binds_in_short, speed_in_words
 from frugal.planning.report import what_binds
@@ -30,7 +33,6 @@ from frugal.planning.search.candidate import Candidate
 from frugal.planning.search.evaluate import StrategyEvaluation
 from frugal.planning.strategy import PLACES, Strategy, allowed_strategies, in_part, offload_levels
 from frugal.planning.what_if import axes_around, with_gpus, with_memory
-from frugal.tools.plan_page.timelines import FEW_POINTS, MOST_POINTS, chosen_micro_batches, picture
 from frugal.units import GIB, MIB, format_bytes, plural
 
 MEMORY_GIB = (3, 4, 6, 8, 10, 11, 12, 16, 20, 24, 32, 40, 48, 64, 80, 96, 141, 180)
@@ -43,7 +45,28 @@ EVENTS_OF_A_PAGE, EVENTS_OF_A_SMALL_PAGE = 24_000_000, 5_000_000
 """The most simulated events of `--html`, and of the page beside plan.json; they limit the numbers of GPUs. A strategy
 on one number of GPUs has 6,000 to 14,000 with gpt2 (10 ms), 25,000 to 80,000 with models of 8B (30 to 60 ms)."""
 
+MOST_POINTS, FEW_POINTS = 400, 160
+"""Points of the plan's picture, and of another strategy's; at least one of each phase."""
+
+NEAR = 40
+"""Events before and after the peak that the zoom shows, one by one."""
+
+STEPS_OF_AN_AXIS = 1 << 12
+"""Bytes are rounded to so many parts of the peak, finer than a pixel; the peak itself and the tables are exact."""
+
+PLACES_BACK = 400
+"""Events before the peak among which a module is looked for. Backward runs in none."""
+
 MORE = " The same command with --html FILE computes other sample lengths, offloading, more GPUs and cards."
+
+
+def chosen_micro_batches(plan: Plan) -> Iterator[tuple[Strategy, int]]:
+    """Yield every strategy of the plan with the micro-batch it was weighed at, the chosen one first."""
+    own = plan.memory.device_in(plan.cluster)
+    sizes = zip(plan.cluster.devices, plan.batch.cap_of_rank, strict=True)
+    yield plan.strategy, max(size for device, size in sizes if device == own)
+    for each in plan.rejected:
+        yield each.strategy, max(1, each.micro_batch)
 
 
 def is_of_one_kind(cluster: Cluster) -> bool:
@@ -132,8 +155,13 @@ class _Grid:
         cards = sorted({memory, *(gib * GIB for gib in MEMORY_GIB if memory <= 4 * gib * GIB <= 16 * memory)})
         own, beside = cards.index(memory), 4 if in_full else 2
         self.cards = cards[max(0, own - beside) : own + beside + 1]
-        quarters = (2, 4, 8) if in_full or plan.request.lengths is None else (4,)
-        self.batches = list(dict.fromkeys(_with_batch(source.request, number) for number in quarters))
+        request, quarters = source.request, (2, 4, 8) if in_full or plan.request.lengths is None else (4,)
+        if request.global_tokens is not None:
+            tokens = dict.fromkeys(max(request.seq_len, request.global_tokens * number // 4) for number in quarters)
+            self.batches = [replace(request, global_tokens=number) for number in tokens]
+        else:
+            samples = dict.fromkeys(max(1, request.batch_samples * number // 4) for number in quarters)
+            self.batches = [replace(request, global_batch=number) for number in samples]
         self.profiles = {
             strategy: profile
             for strategy in self._allowed()
@@ -268,13 +296,6 @@ class _Grid:
         return self._answers.of(answer)
 
 
-def _with_batch(request: Request, quarters: int) -> Request:
-    """Return the request with a global batch that is a number of quarters of its own."""
-    if request.global_tokens is not None:
-        return replace(request, global_tokens=max(request.seq_len, request.global_tokens * quarters // 4))
-    return replace(request, global_batch=max(1, request.batch_samples * quarters // 4))
-
-
 def _on_ranks(strategy: Strategy, facts: ModelFacts, world_size: int) -> Strategy:
     """Return the strategy with the sizes that depend on the number of ranks."""
     if strategy.offload_parameters == "nvme":
@@ -350,3 +371,80 @@ def _timeline(plan: Plan, source: DryRunSource, number: int) -> dict[str, Any] |
         "microBatch": micro_batch,
         "total": memory.total_bytes,
     }
+
+
+def picture(
+    ranks: Sequence[RankMemory], memory: MemoryBreakdown, micro_batch: int, most: int = MOST_POINTS
+) -> dict[str, Any]:
+    """Return the timeline of the fullest of `ranks`, whose peak is `memory`, in plain types.
+
+    `step` and `zoom`, which has every event near the peak: `x`: events. `live`: by category, in units of `unit` bytes;
+    one number where it never changes. `modules`: of each point, an index into `names`. `second`: the first point of
+    the second optimizer step, which is like all later ones; 0 where the peak is before it. `peak`: bytes of live
+    tensors, the event, operator, phase and module. `parts` and `phases`: bytes by category, and live at the fullest
+    moment of each phase.
+    """
+    timeline = max(ranks, key=lambda each: each.timeline.peak_bytes(micro_batch) == memory.live_bytes).timeline
+    changes = timeline.changes(micro_batch)
+    total = changes.cumsum()
+    categories = np.asarray(timeline.categories)[np.asarray(timeline.events)]
+    of_categories = {
+        name: np.where(categories == number, changes, 0).cumsum()
+        for number, name in enumerate(CATEGORIES)
+        if (categories == number).any()
+    }
+    unit = 1 << max(0, memory.live_bytes.bit_length() - STEPS_OF_AN_AXIS.bit_length() + 1)
+    events = _fullest_moments(timeline, total, most)
+    peak = next(e for e in events if total[e] == memory.live_bytes and timeline.phase_of(e) == memory.phase)
+    near = list(range(max(0, peak - NEAR), min(len(total), peak + NEAR + 1)))
+    names: dict[str, int] = {}
+
+    def drawn(events: list[int]) -> dict[str, Any]:
+        live = {name: (so_far[events] // unit).tolist() for name, so_far in of_categories.items()}
+        modules = [timeline.names[timeline.modules[timeline.events[event]]] for event in events]
+        return {
+            "x": events,
+            "live": {k: v if len(set(v)) > 1 else v[0] for k, v in live.items() if any(v)},
+            "modules": [names.setdefault(name, len(names)) for name in modules],
+        }
+
+    ends = [i for i, (name, _) in enumerate(timeline.phases[:-1]) if name == OPTIMIZER_STEP]
+    second = timeline.phases[ends[0] + 1][1] if ends else 0
+    return {
+        "unit": unit,
+        "step": drawn(events),
+        "zoom": drawn(near),
+        "names": list(names),
+        "marks": [[name, first] for name, first in timeline.phases],
+        "second": next((i for i, event in enumerate(events) if event >= second), 0) if peak >= second else 0,
+        "peak": {
+            "event": peak,
+            "bytes": memory.live_bytes,
+            "operator": memory.operator.removeprefix("aten.").removesuffix(".default"),
+            "phase": memory.phase,
+            "where": _where(timeline, peak),
+        },
+        "parts": {name: getattr(memory, name) for name in memory.CATEGORIES},
+        "phases": timeline.phase_peaks(micro_batch),
+    }
+
+
+def _fullest_moments(timeline: Timeline, total: "np.ndarray[Any, Any]", most: int) -> list[int]:
+    """Return events: of each stretch of a phase the fullest one."""
+    chosen = []
+    for _, events in timeline.phase_ranges:
+        if not events:
+            continue
+        share = round(most * len(events) / len(total))
+        for stretch in np.array_split(np.arange(events.start, events.stop), min(max(1, share), len(events))):
+            chosen.append(int(stretch[total[stretch].argmax()]))
+    return chosen
+
+
+def _where(timeline: Timeline, event: int) -> str:
+    """Return the module running at an event, or that of the last tensor before it that was made or freed in one."""
+    for place in range(event, max(0, event - PLACES_BACK) - 1, -1):
+        name = timeline.names[timeline.modules[timeline.events[place]]]
+        if name:
+            return name if place == event else f"near {name}"
+    return ""

@@ -21,7 +21,6 @@ from frugal.planning.plan import Plan
 from frugal.planning.report import strategy_table
 from frugal.planning.strategy import short_name
 from frugal.planning.verdict import bar
-from frugal.tools.plan_page.timelines import chosen_micro_batches
 from frugal.units import format_bytes, format_seconds, plural
 
 
@@ -99,9 +98,8 @@ def _chosen(plan: Plan) -> dict[str, Any]:
     """Return where the page starts, the rows of the table of strategies, and the points of their chart."""
     device = plan.memory.device_in(plan.cluster)
     rows = []
-    for (strategy, _), (step, _, batch, peak, headroom, _) in zip(
-        chosen_micro_batches(plan), strategy_table(plan).rows[1:], strict=True
-    ):
+    strategies = [plan.strategy, *(each.strategy for each in plan.rejected)]
+    for strategy, (step, _, batch, peak, headroom, _) in zip(strategies, strategy_table(plan).rows[1:], strict=True):
         says = [f"{step} a step"] if step != "-" else []
         for name, value in (("micro-batch x steps", batch), ("peak", peak), ("headroom", headroom)):
             says += [f"{name} {value}"] if value else []
