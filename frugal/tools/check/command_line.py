@@ -66,7 +66,7 @@ def parsed_script(path: Path, text: str) -> tuple[dict[str, Any], dict[tuple[str
             words = rest if _first(rest) < len(rest) else words
         first = _first(words)
         if first < len(words) and "-c" not in words[first : first + 3]:
-            known = {name: value for name, value in variables.items() if isinstance(value, str)}
+            known = {name: value[0] for name, value in variables.items() if len(value) == 1}
             started.append((words[first:], known | _tasks(words[:first])))
     if started:
         large = (each for each in started if sum(word.startswith("--") for word in each[0]) >= _MANY_FLAGS)

@@ -81,11 +81,9 @@ def is_card(device: Any) -> bool:
     """Return whether `device` names the card."""
     if isinstance(device, torch.device):
         return device.type == "cuda" or device == DEFAULT
-    return device is not None and not isinstance(device, bool) and (isinstance(device, int) or _is_name(device))
-
-
-def _is_name(value: Any) -> bool:
-    return isinstance(value, str) and (value == "cuda" or value.startswith("cuda:"))
+    if isinstance(device, str):
+        return device == "cuda" or device.startswith("cuda:")
+    return isinstance(device, int) and not isinstance(device, bool)
 
 
 def _is_elsewhere(device: Any) -> bool:
@@ -102,7 +100,7 @@ def placed(device: Any) -> Any:
 
 def _placed(value: Any) -> Any:
     """Replace a positional argument that names the card. Numbers are not devices there."""
-    return META if (isinstance(value, torch.device) and is_card(value)) or _is_name(value) else value
+    return META if isinstance(value, torch.device | str) and is_card(value) else value
 
 
 # Functions with a rule of their own

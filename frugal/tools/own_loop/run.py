@@ -33,7 +33,7 @@ import torch._dynamo  # imported by the first operator that needs it, it would k
 from torch import nn
 from torch.optim.optimizer import register_optimizer_step_post_hook
 
-from frugal.config.hardware.cluster import ASSUMED_CAPABILITY, Cluster, Device
+from frugal.config.hardware.cluster import ASSUMED_CAPABILITY, Cluster
 from frugal.config.schema import understand
 from frugal.deepspeed_adapter import stages
 from frugal.deepspeed_adapter.simulate.fake_device import pretend
@@ -101,25 +101,18 @@ def dry_run(
         settings["mem"] = "80G"
     _, cluster, _ = understand({name: value for name, value in settings.items() if value is not None})
     name = getattr(step, "__module__", None) or "the script"
-    build = {"expandable_segments": expandable_segments, "torch_version": _version_of(torch_version)}
+    build: dict[str, Any] = {"expandable_segments": expandable_segments}
+    if torch_version is not None:
+        numbers = re.match(r"(\d{1,4})\.(\d{1,4})(?!\d)", torch_version)
+        if numbers is None:
+            raise RequestError(
+                f"torch_version={torch_version!r} is no version of torch", hint="write it as 2.6 or 2.6.0"
+            )
+        build["torch_version"] = int(numbers[1]), int(numbers[2])
     runs = dry_runs(lambda: Script(name, step, parts), cluster, steps, **build)
     result = predicted(runs, cluster, expandable_segments=expandable_segments)  # of the fullest rank
     notes = tuple(dict.fromkeys(note for each in runs for note in each.notes))
     return LoopFigures(**vars(result), notes=notes)
-
-
-def _version_of(torch_version: str | None) -> tuple[int, int] | None:
-    """Return the major and minor number of a version.
-
-    Raises:
-        RequestError: it is none.
-    """
-    if torch_version is None:
-        return None
-    numbers = re.match(r"(\d{1,4})\.(\d{1,4})(?!\d)", torch_version)
-    if numbers is None:
-        raise RequestError(f"torch_version={torch_version!r} is no version of torch", hint="write it as 2.6 or 2.6.0")
-    return int(numbers[1]), int(numbers[2])
 
 
 def dry_runs(load: Callable[[], "Script"], cluster: Cluster, num_steps: int, **build: Any) -> list[DryRun]:
@@ -129,55 +122,48 @@ def dry_runs(load: Callable[[], "Script"], cluster: Cluster, num_steps: int, **b
     ranks = range(world_size) if world_size <= MAX_RANKS else (0, world_size // 2, world_size - 1)
     device = min(cluster.devices, key=lambda device: device.usable_bytes)
     capability = device.compute_capability or ASSUMED_CAPABILITY
-    return [
-        _dry_run(load, device, rank, world_size, num_steps, LoopTracker(capability, device.resident_threads, **build))
-        for rank in ranks
-    ]
+    runs = []
+    for rank in ranks:
+        tracker = LoopTracker(capability, device.resident_threads, **build)
 
+        def begin(tracker: LoopTracker = tracker) -> None:
+            gc.collect()
+            tracker.mark(FORWARD)
 
-def _dry_run(
-    load: Callable[[], "Script"], device: Device, rank: int, world_size: int, num_steps: int, tracker: LoopTracker
-) -> DryRun:
-    capability = device.compute_capability or ASSUMED_CAPABILITY
-    card = pretended_card(tracker, name=device.name, total_bytes=device.memory_bytes, capability=capability)
-
-    def begin() -> None:
-        gc.collect()
-        tracker.mark(FORWARD)
-
-    with (
-        pretend(
-            rank=rank,
-            world_size=world_size,
-            side_stream=tracker.side_stream,
-            pinning=tracker.host.pinning,
-            empty_cache=tracker.empty_cache,
-        ),
-        kernels_of("cuda", tracker.capability),
-        not_collected(),
-        register_optimizer_step_post_hook(tracker.stepped),
-        card,
-    ):
-        script = load()
-        _follow(tracker, script.prepare())
-        script.run(num_steps, before_each=begin, batching=tracker.on_host)
-        tracker.mark(FORWARD)
-        if not tracker.timeline().fixed:
-            raise RequestError(
-                f"{script.name} puts nothing on the card",
-                because=f"after {num_steps} calls of its step no tensor was there",
-                hint="move the model and the batch to it: model.cuda(), batch.cuda()",
+        with (
+            pretend(
+                rank=rank,
+                world_size=world_size,
+                side_stream=tracker.side_stream,
+                pinning=tracker.host.pinning,
+                empty_cache=tracker.empty_cache,
+            ),
+            kernels_of("cuda", tracker.capability),
+            not_collected(),
+            register_optimizer_step_post_hook(tracker.stepped),
+            pretended_card(tracker, name=device.name, total_bytes=device.memory_bytes, capability=capability),
+        ):
+            script = load()
+            _follow(tracker, script.prepare())
+            script.run(num_steps, before_each=begin, batching=tracker.on_host)
+            tracker.mark(FORWARD)
+            if not tracker.timeline().fixed:
+                raise RequestError(
+                    f"{script.name} puts nothing on the card",
+                    because=f"after {num_steps} calls of its step no tensor was there",
+                    hint="move the model and the batch to it: model.cuda(), batch.cuda()",
+                )
+            made = DryRun(
+                timeline=tracker.timeline(),
+                micro_batch=1,
+                host_bytes=tracker.host.peak_bytes,
+                notes=tracker.notes,
+                counts=tracker.counts,
             )
-        result = DryRun(
-            timeline=tracker.timeline(),
-            micro_batch=1,
-            host_bytes=tracker.host.peak_bytes,
-            notes=tracker.notes,
-            counts=tracker.counts,
-        )
-        del script
-    gc.collect()
-    return result
+            runs.append(made)
+            del script
+        gc.collect()
+    return runs
 
 
 def _follow(tracker: LoopTracker, part: Any) -> None:
@@ -190,9 +176,9 @@ def _follow(tracker: LoopTracker, part: Any) -> None:
     elif isinstance(part, nn.Module):
         tracker.follow(part)
         tracker.overlaps |= stages.overlaps(part)
-        tracker.keep(lambda: stages.kept_by(part) or kept_by_model(part))
+        tracker.kept.append(lambda: stages.kept_by(part) or kept_by_model(part))
     elif isinstance(part, torch.optim.Optimizer):
-        tracker.keep(lambda: kept_by_optimizer(part))
+        tracker.kept.append(lambda: kept_by_optimizer(part))
 
 
 BATCH = "batch"  # the one part that is made for every step
@@ -333,21 +319,17 @@ def failures(script: str, part: str | None) -> Iterator[None]:
         text, hints = str(error), _HINTS
         if isinstance(error, ValuesNeededError | NotImplementedError) or any(words in text for words in _NO_VALUES):
             hints = {"": _VALUES_HINT}
+        packages = [package_folder(name) for name in ("torch", "frugal", "deepspeed", "transformers")]
+        own = [
+            frame
+            for frame in frames
+            if not any(Path(frame.filename).is_relative_to(folder) for folder in packages)
+            and not frame.filename.startswith("<")
+            and "site-packages" not in frame.filename
+        ]
+        lines = [f"{Path(each.filename).name}, line {each.lineno}, runs `{each.line}`" for each in own[-_SHOWN_FRAMES:]]
         raise RequestError(
             f"{f'`{part}` of ' * bool(part)}{script} fails in a dry run",
-            because=[first_line(error), *_lines_of(frames)],
+            because=[first_line(error), *lines],
             hint=next((hint for words, hint in hints.items() if words in text), None),
         ) from None
-
-
-def _lines_of(frames: list[traceback.FrameSummary]) -> list[str]:
-    """Return the innermost lines of the user's own code."""
-    packages = [package_folder(name) for name in ("torch", "frugal", "deepspeed", "transformers")]
-    own = [
-        frame
-        for frame in frames
-        if not any(Path(frame.filename).is_relative_to(folder) for folder in packages)
-        and not frame.filename.startswith("<")
-        and "site-packages" not in frame.filename
-    ]
-    return [f"{Path(each.filename).name}, line {each.lineno}, runs `{each.line}`" for each in own[-_SHOWN_FRAMES:]]

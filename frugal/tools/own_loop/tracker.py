@@ -118,7 +118,8 @@ class LoopTracker(Tracker):
         self._in_backward = False
         self._has_workspace: set[bool] = set()  # for threads: autograd's has a cuBLAS handle of its own
         self._stepped: WeakSet[torch.optim.Optimizer] = WeakSet()  # wherever the script made them
-        self._kept: list[Kept] = [lambda: (pair for each in self._stepped for pair in kept_by_optimizer(each))]
+        # functions that yield tensors with their categories
+        self.kept: list[Kept] = [lambda: (pair for each in self._stepped for pair in kept_by_optimizer(each))]
         self._shapes = Shapes(nn.Module())  # until a model is followed
         self._models: list[nn.Module] = []
         self._peaks_from = 0, 0  # events and emptied caches until then
@@ -227,10 +228,6 @@ class LoopTracker(Tracker):
 
     # Phases
 
-    def keep(self, kept: Kept) -> None:
-        """Add a function that yields tensors with their categories."""
-        self._kept.append(kept)
-
     def follow(self, model: nn.Module) -> None:
         """Name a model's modules in the recording, and recognise its gradients and logits by shape. Its forward ends an
         optimizer step."""
@@ -264,7 +261,7 @@ class LoopTracker(Tracker):
     def mark(self, phase: str) -> None:
         """Begin `phase`, and relabel live tensors by their purpose."""
         with torch_internals.without_functions():
-            self.relabel(pair for kept in self._kept for pair in kept())
+            self.relabel(pair for kept in self.kept for pair in kept())
         if phase != self.phase:
             super().mark(phase)
 
