@@ -273,6 +273,7 @@ def _packing(settings: Settings, tool: Tool) -> None:
 def refuse_other_splits(settings: Settings, said: Mapping[str, Any]) -> None:
     """Count GPUs that split the model, whose samples are the same ones, and refuse sizes of data parallelism without
     shared samples: they are FSDP's."""
+    settings.sequence_parallel = max(1, settings.sequence_parallel)
     for name in ("tensor", "pipeline", "context"):
         settings.sequence_parallel *= max(1, said.get(name, 1))
     for name in ("replicas", "shards"):
