@@ -31,9 +31,8 @@ from frugal.planning.strategy import Strategy
 from frugal.planning.what_if import with_gpus
 from frugal.tools.check import deepspeed_json, traps
 from frugal.tools.check.deepspeed_json import UNKNOWN, Arithmetic, Resolved, arithmetic_of
-from frugal.tools.check.document import Document
+from frugal.tools.check.document import Document, Finding, Settings
 from frugal.tools.check.out_of_memory import Asked, OutOfMemoryMessage, askers
-from frugal.tools.check.settings import Finding, Settings
 from frugal.tools.check.tools import PEFTS_OWN
 from frugal.tools.check.verdict import Change, Subject, Verdict, smallest, verdict_of
 

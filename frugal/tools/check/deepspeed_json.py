@@ -22,8 +22,7 @@ from frugal.deepspeed_adapter.json_config import MICRO_BATCH
 from frugal.errors import RequestError
 from frugal.planning.strategy import Place as Where
 from frugal.planning.strategy import Strategy
-from frugal.tools.check.document import Document, Place
-from frugal.tools.check.settings import AUTO, Settings
+from frugal.tools.check.document import AUTO, Document, Place, Settings
 from frugal.tools.check.tools import table_of, take, take_optimizer
 from frugal.units import plural
 

@@ -13,8 +13,7 @@ import msgspec
 from frugal.deepspeed_adapter.json_config import MICRO_BATCH
 from frugal.errors import RequestError
 from frugal.tools.check import command_line, deepspeed_json, tools
-from frugal.tools.check.document import NAMES, Document, Tool, read
-from frugal.tools.check.settings import AUTO, Settings
+from frugal.tools.check.document import AUTO, NAMES, Document, Settings, Tool, read
 
 FLAGS = ("model", "task", "seq_len", "micro_batch", "accumulation_steps", "precision", "lora")
 """Settings of frugal's own that a command may give, for what the files leave open; they win over the files."""

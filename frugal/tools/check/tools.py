@@ -17,8 +17,7 @@ from frugal.config.adapters import ALL_LINEAR, Lora
 from frugal.config.optimizers import Optimizer
 from frugal.errors import RequestError
 from frugal.tools.check import command_line
-from frugal.tools.check.document import NAMES, Document, Place, Tool
-from frugal.tools.check.settings import MAY_DECIDE_MEMORY, Settings
+from frugal.tools.check.document import MAY_DECIDE_MEMORY, NAMES, Document, Place, Settings, Tool
 
 PEFTS_OWN = "(peft's own)"
 """A placeholder for the target modules that peft chooses where none are named."""
@@ -70,17 +69,17 @@ def take(document: Document, settings: Settings, table: Mapping[str, Any], *pref
     for kind in KINDS:
         for name, row in table.get(kind, {}).items():
             known |= set(row.split())
-            if (key := _first_set(row, content, (None,))) is not None:
-                settings.places[name] = place_of(key)
-                said[name] = _converted(content[key], kind, key, settings.places[name])
+            if (found := _first_set(row, content, (None,))) is not None:
+                settings.places[name] = place_of(found)
+                said[name] = _converted(content[found], kind, found, settings.places[name])
     for row, why in table.get("deviations", {}).items():
         known |= {each.partition("=")[0] for each in row.split()}
-        if (key := _first_set(row, content)) is not None:
-            settings.deviate(f"{_written(key, content[key])} is not followed: {why.strip()}", place_of(key))
+        if (found := _first_set(row, content)) is not None:
+            settings.deviate(f"{_written(found, content[found])} is not followed: {why.strip()}", place_of(found))
     for why, row in table.get("refusals", {}).items():
         known |= {each.partition("=")[0] for each in row.split()}
-        if (key := _first_set(row, content)) is not None:
-            settings.refuse(why.format(field=_written(key, content[key])), place_of(key))
+        if (found := _first_set(row, content)) is not None:
+            settings.refuse(why.format(field=_written(found, content[found])), place_of(found))
     for key, (followed, why) in table.get("only", {}).items():
         value = content.get(key)
         if value is not None and str(value).lower() not in followed.split():
@@ -99,7 +98,7 @@ def take(document: Document, settings: Settings, table: Mapping[str, Any], *pref
     return said
 
 
-_OFF = (None, False, 0, "none", "", [], {})
+_OFF: tuple[Any, ...] = (None, False, 0, "none", "", [], {})
 
 
 def _first_set(row: str, content: Mapping[str, Any], off: Sequence[Any] = _OFF) -> str | None:

@@ -7,7 +7,7 @@ named (the first that was read), and the remedy.
 from frugal.config.hardware import local_host
 from frugal.tools.check import known_faults
 from frugal.tools.check.deepspeed_json import REMOVED, REMOVED_OF_ZERO, Arithmetic, Resolved
-from frugal.tools.check.settings import AUTO, Finding, Level, Settings
+from frugal.tools.check.document import AUTO, Finding, Level, Settings
 from frugal.units import format_bytes, plural
 
 LARGE_BUCKET_BYTES = 500_000_000

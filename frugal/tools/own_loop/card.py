@@ -249,15 +249,17 @@ def pretended_card(tracker: LoopTracker, *, name: str, total_bytes: int, capabil
     `Module.cuda` keeps its parameters, so that ties and optimizers hold, as from a host to a GPU: between a host and a
     meta device torch makes new ones, unless it is to swap.
     """
-    autograd = torch.autograd
-    phases = {"backward": _marked(tracker, autograd.backward), "grad": _marked(tracker, autograd.grad)}
     with (
         _on_torch_cuda(tracker, name=name, total_bytes=total_bytes, capability=capability),
         _default_devices(tracker),
         _grouping(),
         patch.object(torch.__future__, "get_swap_module_params_on_conversion", lambda: True),
         patch.object(torch.utils, "swap_tensors", _move),
-        patch.multiple(autograd, **phases),
+        patch.multiple(
+            torch.autograd,
+            backward=_marked(tracker, torch.autograd.backward),
+            grad=_marked(tracker, torch.autograd.grad),
+        ),
         _attention(),
         patch.dict(torch_internals.DETERMINISM_CHECKS, default=_shape_and_type),
         autocast.on_meta(),

@@ -104,7 +104,7 @@ def _chosen(plan: Plan) -> dict[str, Any]:
         for name, value in (("micro-batch x steps", batch), ("peak", peak), ("headroom", headroom)):
             says += [f"{name} {value}"] if value else []
         rows.append({"name": str(strategy), "says": ", ".join(says)})
-    points = [(plan.strategy, plan.time.total_seconds, plan.memory.total_bytes, "chosen")]
+    points: list[tuple[Any, ...]] = [(plan.strategy, plan.time.total_seconds, plan.memory.total_bytes, "chosen")]
     for each in plan.rejected:
         kind = "lower bound" if each.is_bound else "fits"
         kind = "does not fit" if each.headroom_bytes is not None and each.headroom_bytes < 0 else kind

@@ -422,8 +422,7 @@ def test_every_field_of_training_arguments_is_known_or_read() -> None:
 
     from transformers import TrainingArguments
 
-    from frugal.tools.check.document import Document
-    from frugal.tools.check.settings import Settings
+    from frugal.tools.check.document import Document, Settings
     from frugal.tools.check.tools import table_of, take
 
     names = [each.name for each in fields(TrainingArguments) if each.init]

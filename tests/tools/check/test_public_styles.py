@@ -13,8 +13,8 @@ from hypothesis import strategies as st
 from frugal.errors import RequestError
 from frugal.tools.check.checked import resolved
 from frugal.tools.check.deepspeed_json import REMOVED, REMOVED_OF_ZERO
+from frugal.tools.check.document import Settings
 from frugal.tools.check.gather import gather
-from frugal.tools.check.settings import Settings
 from frugal.tools.check.traps import traps
 
 TINY = str(Path(__file__).parent / "configs" / "tiny-llama.json")
