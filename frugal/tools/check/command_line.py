@@ -106,20 +106,14 @@ def _flags(words: Sequence[str], variables: dict[str, str], text: str) -> tuple[
     launcher = [word for word in words[1:start] if word not in _MODULES]
     content[LAUNCHER] = {name: value for name, value in _named(launcher).items() if name in _OF_LAUNCHERS}
     content[ENVIRONMENT] = {name: value for name, value in variables.items() if name.isupper()}
-    numbered = list(enumerate(text.splitlines(), 1))
-    lines = {
-        (name,): next(number for number, line in numbered if _is_named(name, line))
-        for name in content
-        if any(_is_named(name, line) for _, line in numbered)
-    }
+    lines: dict[tuple[str, ...], int] = {}
+    for number, line in enumerate(text.splitlines(), 1):
+        for flag in re.findall(r"--([\w-]+)", line):
+            lines.setdefault((flag.replace("-", "_"),), number)
     config = content.get("config")
     if isinstance(config, str):  # `--config FILE` of TRL's scripts
         content[FILES] = [*content[FILES], config]
     return content, lines
-
-
-def _is_named(flag: str, line: str) -> bool:
-    return bool(re.search(rf"--{re.escape(flag).replace('_', '[-_]')}\b", line))
 
 
 def _named(words: Sequence[str]) -> dict[str, Any]:
@@ -136,10 +130,11 @@ def _named(words: Sequence[str]) -> dict[str, Any]:
             values.append(word)
         elif word.endswith((".yaml", ".yml", ".json")):
             files.append(word)
-    read = {name: [_value(word) for word in words] for name, words in found.items()}
-    return {name: (each[0] if len(each) == 1 else each) if each else True for name, each in read.items()} | {
-        FILES: files
-    }
+    content: dict[str, Any] = {FILES: files}
+    for name, given in found.items():
+        read = [_value(word) for word in given] or [True]
+        content[name] = read[0] if len(read) == 1 else read
+    return content
 
 
 def _value(word: str) -> Any:

@@ -15,6 +15,7 @@ from frugal.config.hardware import local_host
 from frugal.errors import FrugalError
 from frugal.tools.check.checked import Check
 from frugal.tools.check.document import NAMES, Place
+from frugal.tools.check.out_of_memory import OutOfMemoryMessage
 from frugal.tools.check.verdict import Verdict
 from frugal.units import format_bytes, plural
 
@@ -31,34 +32,20 @@ def report(check: Check) -> str:
     """Return the whole check as text, the verdict first."""
     settings, verdict, change = check.settings, check.verdict, check.change
     files = ", ".join(f"{document.path} ({NAMES[document.tool]})" for document in check.documents)
-    blocks = {headline(check): [f"of {files}"]}
+    opening = [f"of {files}"]
     if verdict is not None:
         request = verdict.subject.request
         lora = f", LoRA {request.lora}" if request.lora is not None else ""
         assumed = " (assumed: no file gives their length, see --seq-len)" if settings.seq_len is None else ""
-        blocks[headline(check)] += [
+        opening += [
             f"{request.model} in {request.precision}{lora}, samples of {request.seq_len} tokens{assumed}",
             str(verdict.subject.strategy),
         ]
     gpus = plural(check.cluster.world_size, check.cluster.rank_noun)
-    blocks[headline(check)].append(f"on {gpus}: {check.cluster.devices[0].name}")
+    blocks = {headline(check): [*opening, f"on {gpus}: {check.cluster.devices[0].name}"]}
     if check.out_of_memory is not None:
-        message = check.out_of_memory
-        sizes = {
-            "allocated": message.allocated_bytes,
-            "reserved besides": message.unallocated_bytes,
-            "free": message.free_bytes,
-            "in all": message.total_bytes,
-        }
-        said = ", ".join(f"{format_bytes(size)} {name}" for name, size in sizes.items() if size is not None)
-        numbers = {"rank": message.rank, "GPU": message.gpu}
-        who = ", ".join(f"{name} {number}" for name, number in numbers.items() if number is not None)
-        where = f" in {message.phase}" if message.phase else ""
-        more = f"; {message.num_ranks} ranks have such a message" if message.num_ranks > 1 else ""
-        blocks[f"out of memory, {message.place}: {who}"] = [
-            f"{format_bytes(message.requested_bytes)} were requested from the driver{where}: {said}{more}",
-            *out_of_memory_lines(check),
-        ]
+        title, said = _message(check.out_of_memory)
+        blocks[title] = [said, *out_of_memory_lines(check)]
     blocks["batch"] = [str(check.arithmetic)] + [
         f"{each.name}: auto is {each.value}, {f'by {each.by}' if each.by else 'which is the default'}"
         for each in (check.deepspeed.filled if check.deepspeed is not None else ())
@@ -100,6 +87,23 @@ def report(check: Check) -> str:
     blocks["what frugal would do with the same batch"] = str(check.plan).splitlines() if check.plan is not None else []
     blocks["frugal has no plan for it"] = check.no_plan.splitlines()
     return "\n\n".join("\n  ".join([title, *lines]) for title, lines in blocks.items() if lines)
+
+
+def _message(message: OutOfMemoryMessage) -> tuple[str, str]:
+    """Return where torch's message stands, and what it says."""
+    sizes = {
+        "allocated": message.allocated_bytes,
+        "reserved besides": message.unallocated_bytes,
+        "free": message.free_bytes,
+        "in all": message.total_bytes,
+    }
+    said = ", ".join(f"{format_bytes(size)} {name}" for name, size in sizes.items() if size is not None)
+    numbers = {"rank": message.rank, "GPU": message.gpu}
+    who = ", ".join(f"{name} {number}" for name, number in numbers.items() if number is not None)
+    where = f" in {message.phase}" if message.phase else ""
+    more = f"; {message.num_ranks} ranks have such a message" if message.num_ranks > 1 else ""
+    requested = f"{format_bytes(message.requested_bytes)} were requested from the driver{where}"
+    return f"out of memory, {message.place}: {who}", f"{requested}: {said}{more}"
 
 
 def headline(check: Check) -> str:
