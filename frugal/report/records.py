@@ -55,7 +55,6 @@ class RunRecord(msgspec.Struct, kw_only=True):
     # recovery, left_out, end
     message: str = ""
     phase: str | None = None
-    ranks: list[int] = []
     why: str = ""
     status: str = ""
     # tuned

@@ -6,8 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from frugal.html.document import document, json_in_html
-from frugal.html.elements import element, figure, joined, table
+from frugal.html.document import document, element, figure, joined, json_in_html, table
 from tests.browser import Browser
 
 HOSTILE = "</script><script>document.title = 'taken'</script><img src=x onerror=\"document.title='taken'\">'\"&<!--"

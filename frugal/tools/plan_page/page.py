@@ -14,8 +14,7 @@ from frugal.config.hardware.cluster import CARDS
 from frugal.deepspeed_adapter.json_config import write_files
 from frugal.dryrun.cache import Cache, digest, model_key
 from frugal.dryrun.client import DryRunSource, workers
-from frugal.html.document import asset, document
-from frugal.html.elements import Html, details, element, figure, joined, table
+from frugal.html.document import Html, asset, details, document, element, figure, joined, table
 from frugal.planning.memory_report import assumptions
 from frugal.planning.plan import Plan
 from frugal.planning.report import strategy_table
