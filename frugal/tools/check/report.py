@@ -197,8 +197,9 @@ def as_json(check: Check) -> bytes:
         "read": [_at(place) for place in settings.read],
         "unknown": [_at(place) for place in settings.unknown],
         "out_of_memory": message,
-        "change": change
-        and {"text": change.words, "fields": dict(change.fields), "memory": _memory(change.verdict)},
+        "change": None if change is None else {
+            "text": change.words, "fields": dict(change.fields), "memory": _memory(change.verdict),
+        },
         "plan": None if check.plan is None else msgspec.Raw(check.plan.to_json()),
         "no_plan": check.no_plan or None,
     })  # fmt: skip

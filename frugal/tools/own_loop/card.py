@@ -22,7 +22,7 @@ from torch.overrides import TorchFunctionMode
 
 from frugal import torch_internals
 from frugal.tools.own_loop import autocast
-from frugal.tools.own_loop.tracker import LoopTracker, asks_for_deepspeed, is_deepspeed, package_of
+from frugal.tools.own_loop.tracker import LoopTracker, asks_for_deepspeed, package_of
 
 CARD = torch.device("cuda", 0)
 META = torch.device("meta")
@@ -64,9 +64,10 @@ class PretendedCard(TorchFunctionMode):
         if not named and not (args and any(isinstance(value, str) for value in args)):
             return func(*args, **kwargs)
         is_elsewhere = any(map(_is_elsewhere, (*named, *args)))  # before they are replaced
-        args = tuple(map(_placed, args))
-        if "device" in kwargs:
-            kwargs = kwargs | {"device": placed(kwargs["device"])}
+        # numbers that are given by position are no devices
+        args = tuple(META if isinstance(each, (torch.device, str)) and is_card(each) else each for each in args)
+        if is_card(kwargs.get("device")):
+            kwargs = kwargs | {"device": META}
         if is_elsewhere and not asks_for_deepspeed(sys._getframe(1)):
             with self.tracker.elsewhere():
                 return func(*args, **kwargs)
@@ -93,22 +94,13 @@ def _is_elsewhere(device: Any) -> bool:
     return isinstance(device, str) and device == "meta"
 
 
-def placed(device: Any) -> Any:
-    """Return the device that stands for the named one."""
-    return META if is_card(device) else device
-
-
-def _placed(value: Any) -> Any:
-    """Replace a positional argument that names the card. Numbers are not devices there."""
-    return META if isinstance(value, torch.device | str) and is_card(value) else value
-
-
 # Functions with a rule of their own
 
 
 def _device(card: PretendedCard, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     real = func(*args)
-    return CARD if real.type == "meta" and not is_deepspeed(sys._getframe(2)) and card.is_on_card(args[0]) else real
+    is_shown = real.type == "meta" and package_of(sys._getframe(2)) != "deepspeed"
+    return CARD if is_shown and card.is_on_card(args[0]) else real
 
 
 def _is_cuda(card: PretendedCard, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
@@ -116,7 +108,7 @@ def _is_cuda(card: PretendedCard, func: Any, args: tuple[Any, ...], kwargs: dict
 
 
 def _is_meta(card: PretendedCard, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
-    on_card = card.is_on_card(args[0]) and not is_deepspeed(sys._getframe(2))
+    on_card = card.is_on_card(args[0]) and package_of(sys._getframe(2)) != "deepspeed"
     return bool(func(*args)) and not on_card
 
 

@@ -71,20 +71,16 @@ _PACKAGE_OF: dict[Any, str] = {}
 Kept = Callable[[], Iterable[tuple[Tensor, int]]]
 
 
-def is_deepspeed(frame: FrameType) -> bool:
-    """Return whether a frame runs DeepSpeed's code, for which the card is a meta device."""
-    return package_of(frame) == "deepspeed"
-
-
 def asks_for_deepspeed(frame: FrameType | None) -> bool:
     """Return whether DeepSpeed runs a frame, directly or through torch and transformers, as in `Module.to`."""
     while frame is not None and package_of(frame) in ("torch", "transformers", "frugal"):
         frame = frame.f_back
-    return frame is not None and is_deepspeed(frame)
+    return frame is not None and package_of(frame) == "deepspeed"
 
 
 def package_of(frame: FrameType) -> str:
-    """Return the package of a frame's code, if it matters here; empty for others, such as a script."""
+    """Return the package of a frame's code, if it matters here; empty for others, such as a script. For DeepSpeed's own
+    code the card is a meta device."""
     code = frame.f_code
     if code not in _PACKAGE_OF:
         file = Path(code.co_filename)
