@@ -118,20 +118,20 @@ def _flags(words: Sequence[str], variables: dict[str, str], text: str) -> tuple[
 
 def _named(words: Sequence[str]) -> dict[str, Any]:
     """Return flags with their values parsed as YAML, and under `FILES` those that are given without a flag."""
-    found: dict[str, list[str]] = {}
+    flags: dict[str, list[str]] = {}
     files: list[str] = []
     values = None
     for word in words:
         if word.startswith("--"):
             name, is_given, value = word.removeprefix("--").partition("=")
-            found[name.replace("-", "_")] = values = [value] if is_given else []
+            flags[name.replace("-", "_")] = values = [value] if is_given else []
             values = None if is_given else values
         elif values is not None:
             values.append(word)
         elif word.endswith((".yaml", ".yml", ".json")):
             files.append(word)
     content: dict[str, Any] = {FILES: files}
-    for name, given in found.items():
+    for name, given in flags.items():
         read = [_value(word) for word in given] or [True]
         content[name] = read[0] if len(read) == 1 else read
     return content

@@ -69,17 +69,17 @@ def take(document: Document, settings: Settings, table: Mapping[str, Any], *pref
     for kind in KINDS:
         for name, row in table.get(kind, {}).items():
             known |= set(row.split())
-            if (found := _first_set(row, content, (None,))) is not None:
-                settings.places[name] = place_of(found)
-                said[name] = _converted(content[found], kind, found, settings.places[name])
+            if (field := _first_set(row, content, (None,))) is not None:
+                settings.places[name] = place_of(field)
+                said[name] = _converted(content[field], kind, field, settings.places[name])
     for row, why in table.get("deviations", {}).items():
         known |= {each.partition("=")[0] for each in row.split()}
-        if (found := _first_set(row, content)) is not None:
-            settings.deviate(f"{_written(found, content[found])} is not followed: {why.strip()}", place_of(found))
+        if (field := _first_set(row, content)) is not None:
+            settings.deviate(f"{_written(field, content[field])} is not followed: {why.strip()}", place_of(field))
     for why, row in table.get("refusals", {}).items():
         known |= {each.partition("=")[0] for each in row.split()}
-        if (found := _first_set(row, content)) is not None:
-            settings.refuse(why.format(field=_written(found, content[found])), place_of(found))
+        if (field := _first_set(row, content)) is not None:
+            settings.refuse(why.format(field=_written(field, content[field])), place_of(field))
     for key, (followed, why) in table.get("only", {}).items():
         value = content.get(key)
         if value is not None and str(value).lower() not in followed.split():

@@ -22,13 +22,13 @@ def traps(settings: Settings, deepspeed: Resolved | None, arithmetic: Arithmetic
     rows = _of_any(settings, arithmetic)
     if deepspeed is not None:
         rows += _of_numbers(settings, deepspeed, arithmetic) + _of_options(settings, arithmetic)
-    found = [
+    shown = [
         Finding(rule, level, text, settings.place(*names), hint or None)
         for applies, rule, level, text, names, hint in rows
         if applies
     ]
     order = ("error", "warning", "note")
-    return sorted([*settings.findings, *found], key=lambda finding: order.index(finding.level))
+    return sorted([*settings.findings, *shown], key=lambda finding: order.index(finding.level))
 
 
 def _of_any(settings: Settings, arithmetic: Arithmetic) -> list[Row]:
