@@ -10,8 +10,7 @@ import sys
 
 import torch
 
-from frugal.tools.own_loop.run import NUM_STEPS
-from frugal.tools.own_loop.script import Script
+from frugal.tools.own_loop.run import NUM_STEPS, Script
 
 
 def main() -> None:

@@ -16,11 +16,10 @@ from frugal.config.hardware.cluster import CARDS
 from frugal.config.request import Request
 from frugal.distributed.env import silence_libraries
 from frugal.errors import FrugalError, RequestError
-from frugal.tools.check import out_of_memory, records
+from frugal.tools.check import out_of_memory
 from frugal.tools.check.checked import Check, check
 from frugal.tools.check.document import Tool
 from frugal.tools.check.gather import FLAGS, gather
-from frugal.tools.check.report import report
 
 
 class _Documented(SettingsCommand):
@@ -40,9 +39,9 @@ class _Documented(SettingsCommand):
 def _print_error(error: FrugalError, path: Path, *words: str) -> None:
     """Print an error as the document that `words` ask for, if they do."""
     if "--json" in words:
-        click.echo(records.error_as_json(error).decode())
+        click.echo(report.error_as_json(error).decode())
     elif "--sarif" in words:
-        click.echo(records.error_as_sarif(error, path).decode())
+        click.echo(report.error_as_sarif(error, path).decode())
 
 
 @click.command("check", cls=_Documented)
@@ -89,9 +88,9 @@ def command(
         _print_error(error, next(iter((*paths, *more)), Path()), *asked)
         raise
     if as_json or as_sarif:
-        click.echo((records.as_sarif if as_sarif else records.as_json)(done).decode())
+        click.echo((report.as_sarif if as_sarif else report.as_json)(done).decode())
     else:
-        click.echo(report(done))
+        click.echo(report.report(done))
     click.get_current_context().exit(done.exit_code)
 
 

@@ -175,8 +175,7 @@ def _own_step(what: str, num_steps: int | None, values: dict[str, Any]) -> _DryR
         raise RequestError(f"{what} was given together with --device cpu", because="a step is dry-run for a GPU")
     os.environ.setdefault("DS_ACCELERATOR", "cpu")  # else DeepSpeed says that it chose so
     silence_libraries()
-    from frugal.tools.own_loop.run import NUM_STEPS, dry_runs  # torch and DeepSpeed take seconds
-    from frugal.tools.own_loop.script import Script
+    from frugal.tools.own_loop.run import NUM_STEPS, Script, dry_runs  # torch and DeepSpeed take seconds
 
     num_steps = num_steps or (1 if what.endswith(".py") else NUM_STEPS)  # a script has a loop of its own
     with waiting(f"dry-running {what}"), redirect_stdout(sys.stderr):  # what a script prints is not the answer

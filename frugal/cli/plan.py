@@ -164,7 +164,7 @@ def _write_pages(plan: Plan, folder: Path | None, html: Path | None, helps: str 
     """Write the pages that are asked for; their paths."""
     if folder is None and html is None:
         return ()
-    from frugal.tools.plan_page.make import write_page  # brings the search along, which a kept plan does not need
+    from frugal.tools.plan_page.page import write_page  # brings the search along, which a kept plan does not need
 
     with waiting("making the page"):
         pages = [write_page(plan, folder / "plan.html", in_full=False, helps=helps)] if folder is not None else []

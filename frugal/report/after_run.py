@@ -43,14 +43,10 @@ def note_end(folder: Path, since: float, why: str) -> None:
     """
     try:
         history = read_history(folder)
-        last = next((each for each in reversed(history.others) if each.event in ("start", "end")), None)
-        if (
-            last is None
-            or (last.event == "end" and last.status != "lost")
-            or (last.time or 0.0) < since - _CLOCKS_SECONDS
-        ):
+        last = history.of("start", "end")[-1:]
+        if not last or last[0].status not in ("", "lost") or (last[0].time or 0.0) < since - _CLOCKS_SECONDS:
             return
-        step = history.steps[-1].step if history.steps else last.step
+        step = history.steps[-1].step if history.steps else last[0].step
         status, why = (INTERRUPTED, "") if why == INTERRUPTED else ("failed", why)
         record = {"event": "end", "step": step, "status": status, "why": why, "time": round(time.time(), 3)}
         files.append_lines(folder / METRICS, msgspec.json.encode(record) + b"\n")

@@ -5,7 +5,7 @@ A line that cannot be read, half written by a killed run or of a later version, 
 
 from collections import deque
 from collections.abc import Iterator
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from math import prod
 from pathlib import Path
 
@@ -55,7 +55,6 @@ class RunRecord(msgspec.Struct, kw_only=True):
     # recovery, left_out, end
     message: str = ""
     phase: str | None = None
-    ranks: list[int] = []
     why: str = ""
     status: str = ""
     # tuned
@@ -100,11 +99,10 @@ class History:
     others: tuple[RunRecord, ...]
     num_broken: int = 0
     num_left_out: int = 0
-    by_event: dict[str, list[RunRecord]] = field(default_factory=dict)
 
-    def of(self, event: str) -> list[RunRecord]:
-        """Return the records of one event other than `step`."""
-        return self.by_event.get(event, [])
+    def of(self, *events: str) -> list[RunRecord]:
+        """Return the records of events other than `step`."""
+        return [each for each in self.others if each.event in events]
 
 
 MOST_RECORDS = 100_000
@@ -146,14 +144,11 @@ def read_history(folder: Path) -> History:
         steps[last.step] = last
     elif not others and path.stat().st_size:
         raise RequestError(f"no line of {path} is a record of a run", hint="see `frugal report --help`")
-    by_event: dict[str, list[RunRecord]] = {}
-    for record in others:
-        by_event.setdefault(record.event, []).append(record)
-    ordered = tuple(steps[step] for step in sorted(steps))
     num_left_out = num_others - len(others) + (num_steps - len(steps) if stride > 1 else 0)
     return History(
-        steps=ordered, others=tuple(others), num_broken=num_broken, num_left_out=num_left_out, by_event=by_event
-    )
+        steps=tuple(steps[step] for step in sorted(steps)), others=tuple(others), num_broken=num_broken,
+        num_left_out=num_left_out,
+    )  # fmt: skip
 
 
 def _decoded(path: Path) -> Iterator[RunRecord | None]:

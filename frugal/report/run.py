@@ -1,5 +1,6 @@
 """A run as its folder records it: settings, plan, measurements and events."""
 
+from collections import Counter
 from dataclasses import dataclass, fields
 from functools import cached_property
 from pathlib import Path
@@ -39,30 +40,21 @@ class RunEvent:
 class RecordedRun:
     """A run. `plan` is its last plan, None where it cannot be read; `notes` say what is missing.
 
-    `settings`: the user's, by name. `is_locked`: a process holds the folder, as a run does.
+    `steps` has the record of each step; `starts` is empty in runs of earlier versions; `evaluations` are on the
+    validation samples; `recoveries` from out of memory. `settings`: the user's, by name. `is_locked`: a process holds
+    the folder, as a run does.
     """
 
     name: str
     history: History
+    steps: tuple[RunRecord, ...]
+    starts: list[RunRecord]
+    evaluations: list[RunRecord]
+    recoveries: list[RunRecord]
     plan: Plan | None
     settings: dict[str, Any]
     notes: tuple[str, ...]
     is_locked: bool = False
-
-    @property
-    def steps(self) -> tuple[RunRecord, ...]:
-        """The record of each step."""
-        return self.history.steps
-
-    @property
-    def starts(self) -> list[RunRecord]:
-        """The records of starts; runs of earlier versions have none."""
-        return self.history.of("start")
-
-    @property
-    def evaluations(self) -> list[RunRecord]:
-        """The records of evaluations on the validation samples."""
-        return self.history.of("evaluation")
 
     @property
     def last_step(self) -> int:
@@ -77,33 +69,28 @@ class RecordedRun:
     @cached_property
     def state(self) -> str:
         """`done`, `stopped`, `interrupted`, `failed`, `lost`, `running`, or `unknown`: nothing recorded its end."""
-        last = next((each for each in reversed(self.history.others) if each.event in ("start", "end")), None)
-        if last is not None and last.event == "end":
-            return last.status
+        last = self.history.of("start", "end")[-1:]
+        if last and last[0].event == "end":
+            return last[0].status
         return RUNNING if self.is_locked else UNKNOWN
 
     @property
     def state_in_words(self) -> str:
         """The state as a sentence: how the run ended, and after which step."""
-        total = self.total_steps
-        after = f"after step {self.last_step:,}" + (f" of {total:,}" if total else "")
-        ends = self.history.of("end")
-        why = ends[-1].why if ends and self.state not in (RUNNING, UNKNOWN) else ""
-        words = {"lost": "failed", RUNNING: "still running"}
+        after = f"after step {self.last_step:,}" + (f" of {self.total_steps:,}" if self.total_steps else "")
         if self.state == UNKNOWN:
             return f"{after}; no end was recorded: it was killed, or is of an earlier version"
-        return f"{words.get(self.state, self.state)} {after}" + (f": {why}" if why and self.state != "done" else "")
+        if self.state == RUNNING:
+            return f"still running {after}"
+        why = self.history.of("end")[-1].why
+        state = "failed" if self.state == "lost" else self.state
+        return f"{state} {after}: {why}" if why and state != "done" else f"{state} {after}"
 
     @property
     def unit(self) -> str:
         """The unit that losses are means over and speeds count."""
         task = self.starts[-1].task if self.starts else "" if self.plan is None else self.plan.model.task
         return UNITS.get(task, "target tokens" if task in ("causal-lm", "masked-lm", "seq2seq") else "targets")
-
-    @property
-    def final_loss(self) -> float | None:
-        """The loss of the last step."""
-        return self.steps[-1].loss if self.steps else None
 
     @property
     def best_evaluation(self) -> RunRecord | None:
@@ -114,7 +101,8 @@ class RecordedRun:
     @cached_property
     def speed(self) -> float | None:
         """The median of `unit` a second; the first steps of a start are slower."""
-        return median([each.tokens_per_second for each in self.steps if each.tokens_per_second] or [0.0]) or None
+        speeds = [each.tokens_per_second for each in self.steps if each.tokens_per_second]
+        return median(speeds) if speeds else None
 
     @property
     def padding_share(self) -> float | None:
@@ -151,31 +139,23 @@ class RecordedRun:
         return self.plan.memory.live_bytes or None if self.plan is not None else None
 
     @property
-    def measured_bytes(self) -> int | None:
-        """The measured peak of rank 0: of the first steps, or a later higher one."""
-        sizes = [each.memory_bytes for each in self.steps[-1:]] + [self.memory.measured_bytes if self.memory else None]
-        return max((size for size in sizes if size), default=None)
-
-    @property
     def restarts(self) -> list[RunRecord]:
         """The starts after the first."""
         return self.starts[1:]
 
-    @property
-    def recoveries(self) -> list[RunRecord]:
-        """The recoveries from out of memory."""
-        return [each for each in self.history.of("recovery") if each.phase is not None]
-
     @cached_property
+    def _times(self) -> list[float]:
+        return [each.time for each in (*self.history.others, *self.steps) if each.time]
+
+    @property
     def begin(self) -> float | None:
         """The time of the first record, Unix seconds."""
-        return min([each.time for each in (*self.history.others, *self.steps) if each.time], default=None)
+        return min(self._times, default=None)
 
     @property
     def seconds(self) -> float | None:
         """The time from the first record to the last, with idle time."""
-        times = [each.time for each in (*self.history.others, *self.steps) if each.time]
-        return max(times) - min(times) if times else None
+        return max(self._times) - min(self._times) if self._times else None
 
     def since_begin(self, record: RunRecord) -> float | None:
         """Return the seconds from the first record to this one."""
@@ -184,24 +164,21 @@ class RecordedRun:
     @cached_property
     def events(self) -> list[RunEvent]:
         """The events in order of time."""
-        ordered = sorted(enumerate(self.history.others), key=lambda pair: (pair[1].time or 0.0, pair[0]))
-        seen = 0
+        num_starts = 0
         events: list[RunEvent] = []
-        for _, record in ordered:
-            seen += record.event == "start"
+        for record in sorted(self.history.others, key=lambda record: record.time or 0.0):
+            num_starts += record.event == "start"
             if record.event not in _WORDS:
                 continue
-            kind = "restart" if record.event == "start" and seen > 1 else record.event
-            if record.event == "recovery" and record.phase is None:
+            kind = record.status if record.event == "end" else record.event
+            if record.event == "start" and num_starts > 1:
+                kind = "restart"
+            elif record.event == "recovery" and record.phase is None:
                 kind = "note"
             if events and events[-1].kind == "lost":  # what came of it is known better
                 events.pop()
-            events.append(
-                RunEvent(
-                    kind=record.status if kind == "end" else kind, step=record.step,
-                    seconds=self.since_begin(record), words=_WORDS[record.event](record),
-                )
-            )  # fmt: skip
+            words, seconds = _WORDS[record.event](record), self.since_begin(record)
+            events.append(RunEvent(kind=kind, step=record.step, seconds=seconds, words=words))
         return events
 
     @cached_property
@@ -217,10 +194,9 @@ class RecordedRun:
         told: dict[str, Any] = {}
         if self.plan is not None:
             request = self.plan.request
-            told |= {f.name: getattr(request, f.name) for f in fields(Request) if f.name not in _NOT_SETTINGS}
-            names = [device.name for device in self.plan.cluster.devices]
-            told |= {
-                "devices": ", ".join(f"{names.count(name)} x {name}" for name in dict.fromkeys(names)),
+            names = Counter(device.name for device in self.plan.cluster.devices)
+            told = {f.name: getattr(request, f.name) for f in fields(Request) if f.name not in _NOT_SETTINGS} | {
+                "devices": ", ".join(f"{number} x {name}" for name, number in names.items()),
                 "learning_rate": request.scaled_learning_rate,
                 "strategy": str(self.plan.strategy),
                 "batch": self.plan.arithmetic,
@@ -276,32 +252,18 @@ def read_run(folder: Path) -> RecordedRun:
             hint="give the --out of a run that has begun to train",
         )
     history = read_history(folder)
-    plan, notes = _read_plan(folder)
+    plan, settings, notes = None, {}, []
+    try:
+        plan = Plan.read(folder / PLAN)
+    except (FrugalError, msgspec.DecodeError) as error:
+        what = error.what if isinstance(error, FrugalError) else "it cannot be read"
+        notes.append(f"{PLAN}: {what}; what was planned is missing")
     try:
         settings = earlier_settings(folder)
     except RequestError as error:
-        settings = {}
         notes.append(str(error).replace("\n  ", ", "))
-    return RecordedRun(
-        name=folder.resolve().name, history=history, plan=plan, settings=settings,
-        notes=(*notes, *_missing(history)), is_locked=_is_locked(folder),
-    )  # fmt: skip
-
-
-def _read_plan(folder: Path) -> tuple[Plan | None, list[str]]:
-    try:
-        return Plan.read(folder / PLAN), []
-    except (FrugalError, msgspec.DecodeError) as error:
-        what = error.what if isinstance(error, FrugalError) else "it cannot be read"
-        return None, [f"{PLAN}: {what}; what was planned is missing"]
-
-
-def _missing(history: History) -> list[str]:
-    """Return what the records lack, and how many cannot be read."""
-    notes = []
     if history.num_broken:
-        lines = "line" if history.num_broken == 1 else "lines"
-        notes.append(f"{history.num_broken} {lines} of {METRICS} cannot be read, and are left out")
+        notes.append(f"{plural(history.num_broken, 'line')} of {METRICS} cannot be read, and are left out")
     if history.num_left_out:
         notes.append(
             f"{METRICS} has {history.num_left_out:,} records more than are kept in memory: sums, medians and curves "
@@ -311,7 +273,12 @@ def _missing(history: History) -> list[str]:
         notes.append("the run is of a version that did not record starts, ends, recoveries and padding")
     if history.steps and not history.of("memory"):
         notes.append("memory was not measured yet: it is after the second step")
-    return notes
+    return RecordedRun(
+        name=folder.resolve().name, history=history, steps=history.steps, starts=history.of("start"),
+        evaluations=history.of("evaluation"),
+        recoveries=[each for each in history.of("recovery") if each.phase is not None],
+        plan=plan, settings=settings, notes=tuple(notes), is_locked=_is_locked(folder),
+    )  # fmt: skip
 
 
 def _is_locked(folder: Path) -> bool:

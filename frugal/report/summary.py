@@ -21,51 +21,39 @@ def summary(runs: Sequence[RecordedRun]) -> list[Block]:
 
 
 def _of_one(run: RecordedRun) -> list[Block]:
-    facts = tuple((name, value, more) for name, value, more in words.facts(run))
-    versions = ", ".join(f"{name} {value}" for name, value in run.versions.items())
+    blocks: list[Block] = [[f"{run.name}: {run.state_in_words}"], Table(title="in short", rows=tuple(words.facts(run)))]
+    if run.plan is not None:
+        blocks[0] = [f"{run.name}: {run.state_in_words}", str(run.plan.strategy), run.plan.arithmetic]
+    columns, rows = words.memory_columns(run)
+    if rows:
+        named = [(*row, phase.name) for row, phase in zip(rows, words.phase_rows(run), strict=True)]
+        note = words.of_which_steps(run)
+        blocks.append(Table(title="peak memory", rows=((*columns, "phase"), *named), has_head=True, note=note))
     events = tuple(
-        (words.when(event), event.kind.replace("_", " "), f"step {event.step:,}", event.words) for event in run.events
+        (words.shown(event.seconds, "seconds"), event.kind.replace("_", " "), f"step {event.step:,}", event.words)
+        for event in run.events
     )
     shown = (*events[: MOST_EVENTS - 1], events[-1]) if len(events) > MOST_EVENTS else events
     note = f"{len(events) - len(shown)} more are in the page" if len(events) > len(shown) else ""
-    return [
-        [
-            f"{run.name}: {run.state_in_words}",
-            *([] if run.plan is None else [str(run.plan.strategy), run.plan.arithmetic]),
-        ],
-        Table(title="in short", rows=facts),
-        *([_memory(run)] if words.phase_rows(run) else []),
-        *([Table(title="starts, tuning, restarts and recoveries", rows=shown, note=note)] if shown else []),
-        *([[f"with   {versions}"]] if versions else []),
-    ]
-
-
-def _memory(run: RecordedRun) -> Block:
-    """Return planned and measured memory by phase."""
-    reserved = words.has_reserved(run)
-    head = ("planned", "measured", "difference", *(["reserved"] if reserved else []), "phase")
-    rows = [
-        (
-            words.size(row.planned), words.size(row.measured), row.difference,
-            *([words.size(row.reserved)] if reserved else []), row.name,
-        )
-        for row in words.phase_rows(run)
-    ]  # fmt: skip
-    return Table(title="peak memory", rows=(head, *rows), has_head=True, note=words.of_which_steps(run))
+    if shown:
+        blocks.append(Table(title="starts, tuning, restarts and recoveries", rows=shown, note=note))
+    if run.versions:
+        blocks.append([f"with   {', '.join(f'{name} {value}' for name, value in run.versions.items())}"])
+    return blocks
 
 
 def _of_several(runs: Sequence[RecordedRun]) -> list[Block]:
     head = (*(run.name for run in runs), "")
     rows = [(*row[1:], row[0]) for row in words.comparison(runs)]
-    blocks: list[Block] = [Table(title=f"{len(runs)} runs", rows=(head, *rows), has_head=True)]
-    different = [(*map(_short, row[1:]), row[0]) for row in words.differing(runs)]
-    if not different:
-        return [*blocks, ["no setting and no version differs"]]
-    return [*blocks, Table(title="what differs", rows=(head, *different), has_head=True)]
-
-
-def _short(text: str) -> str:
-    return text if len(text) <= WIDEST else f"{text[: WIDEST - 3]}..."
+    different = [
+        (*(text if len(text) <= WIDEST else f"{text[: WIDEST - 3]}..." for text in row[1:]), row[0])
+        for row in words.differing(runs)
+    ]
+    differing: Block = Table(title="what differs", rows=(head, *different), has_head=True)
+    return [
+        Table(title=f"{len(runs)} runs", rows=(head, *rows), has_head=True),
+        differing if different else ["no setting and no version differs"],
+    ]
 
 
 def as_data(runs: Sequence[RecordedRun]) -> dict[str, Any]:
@@ -85,7 +73,7 @@ def _data(run: RecordedRun) -> dict[str, Any]:
         "steps": run.last_step,
         "total_steps": run.total_steps,
         "unit": run.unit,
-        "loss": run.final_loss,
+        "loss": run.steps[-1].loss if run.steps else None,
         "best_validation_loss": None if best is None else best.loss,
         "best_validation_step": None if best is None else best.step,
         "units_per_second": run.speed,

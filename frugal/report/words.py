@@ -1,52 +1,33 @@
 """Numbers and events of runs as text, for the page and for the terminal."""
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, fields
+from dataclasses import asdict, dataclass
 from typing import Any
 
 from frugal.errors import RequestError
 from frugal.planning.memory.timeline import BACKWARD, FORWARD
-from frugal.report.run import RecordedRun, RunEvent
+from frugal.report.run import RecordedRun
 from frugal.units import format_bytes, format_seconds, plural
 
 NONE = "-"
 """For a number that there is not."""
 
 
-def number(value: float | None) -> str:
-    """Format a loss."""
-    return NONE if value is None else f"{value:.4f}"
+FORMATS: dict[str, Callable[[Any], str]] = {
+    "number": "{:.4f}".format,
+    "small": "{:.2e}".format,
+    "count": lambda value: f"{value:,.0f}" if value >= 100 else f"{value:.3g}",
+    "percent": lambda share: f"{100 * share:.1f} %",
+    "seconds": format_seconds,
+    "bytes": format_bytes,
+}
+"""Formats of losses, learning rates, speeds and steps, shares, durations and sizes, by the names that the page's
+script knows."""
 
 
-def small(value: float | None) -> str:
-    """Format a learning rate."""
-    return NONE if value is None else f"{value:.2e}"
-
-
-def count(value: float | None) -> str:
-    """Format a speed, or steps."""
-    return NONE if value is None else f"{value:,.0f}" if value >= 100 else f"{value:.3g}"
-
-
-def percent(value: float | None) -> str:
-    """Format a share."""
-    return NONE if value is None else f"{100 * value:.1f} %"
-
-
-def size(value: int | None) -> str:
-    """Format bytes."""
-    return NONE if value is None else format_bytes(value)
-
-
-def duration(value: float | None) -> str:
-    """Format seconds."""
-    return NONE if value is None else format_seconds(value)
-
-
-FORMATS: dict[str, Callable[[float], str]] = {
-    "number": number, "small": small, "count": count, "percent": percent, "seconds": duration,
-}  # fmt: skip
-"""By the names that the page's script knows."""
+def shown(value: float | None, kind: str) -> str:
+    """Format a number by one of `FORMATS`; `NONE` where there is none."""
+    return NONE if value is None else FORMATS[kind](value)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -58,11 +39,6 @@ class PhaseRow:
     measured: int | None
     reserved: int | None
     is_of_less: bool = False
-
-    @property
-    def largest(self) -> int:
-        """The larger of both, for the scale of bars; at least 1."""
-        return max(self.planned or 0, self.measured or 0, 1)
 
     @property
     def difference(self) -> str:
@@ -82,17 +58,23 @@ def phase_rows(run: RecordedRun) -> list[PhaseRow]:
         )
         for name, phase in run.phases.items()
     ]  # fmt: skip
-    reserved = max((step.reserved_bytes or 0 for step in run.steps[-1:]), default=0) or None
+    last = run.steps[-1] if run.steps else None
+    peaks = [last.memory_bytes if last else None, run.memory.measured_bytes if run.memory else None]
     whole = PhaseRow(
-        name="whole run", planned=run.planned_bytes, measured=run.measured_bytes, reserved=reserved,
-        is_of_less=is_of_less,
+        name="whole run", planned=run.planned_bytes, measured=max((each for each in peaks if each), default=None),
+        reserved=last.reserved_bytes or None if last else None, is_of_less=is_of_less,
     )  # fmt: skip
     return [*rows, whole] if rows or whole.planned or whole.measured else []
 
 
-def has_reserved(run: RecordedRun) -> bool:
-    """Return whether an allocator's reserved memory was measured."""
-    return any(row.reserved is not None for row in phase_rows(run))
+def memory_columns(run: RecordedRun) -> tuple[list[str], list[list[str]]]:
+    """Return the memory of each phase in columns, which have names, apart from the phases' own."""
+    rows = phase_rows(run)
+    has_reserved = any(row.reserved is not None for row in rows)  # an allocator's
+    names = ["planned", "measured", "difference", *(["reserved"] if has_reserved else [])]
+    sizes = [(shown(row.planned, "bytes"), shown(row.measured, "bytes"), row.difference) for row in rows]
+    reserved = [[shown(row.reserved, "bytes")] if has_reserved else [] for row in rows]
+    return names, [[*size, *more] for size, more in zip(sizes, reserved, strict=True)]
 
 
 def of_which_steps(run: RecordedRun) -> str:
@@ -119,32 +101,26 @@ def notes(runs: Sequence[RecordedRun]) -> list[str]:
 def facts(run: RecordedRun) -> list[tuple[str, str, str]]:
     """Return the main numbers: name, number and remark."""
     best, phases = run.best_evaluation, phase_rows(run)
-    first = run.steps[0].loss if run.steps else None
+    first, last = (run.steps[0].loss, run.steps[-1].loss) if run.steps else (None, None)
     whole = phases[-1] if phases else None
+    planned = "no prediction in the plan"
+    if whole is not None and whole.planned is not None:
+        compared = f" ({whole.difference})" if whole.measured else ""
+        planned = f"planned {shown(whole.planned, 'bytes')}"
+        planned += ", for larger micro-batches" if whole.is_of_less else compared
+    recoveries = f"{len(run.recoveries)} {'recovery' if len(run.recoveries) == 1 else 'recoveries'}"
+    interruptions = f"{plural(len(run.restarts), 'restart')}, {recoveries}"
     return [
-        ("loss", number(run.final_loss), f"from {number(first)}, a mean over {run.unit}"),
+        ("loss", shown(last, "number"), f"from {shown(first, 'number')}, a mean over {run.unit}"),
         (
-            "best validation loss", number(best.loss if best else None),
+            "best validation loss", shown(best.loss if best else None, "number"),
             f"after step {best.step:,}" if best else "never evaluated",
         ),
-        ("speed", count(run.speed), f"{run.unit} a second, median"),
-        ("memory", size(whole.measured if whole else None), _planned(whole)),
-        ("padding", percent(run.padding_share), "of all positions"),
-        ("time", duration(run.seconds), _interruptions(run)),
+        ("speed", shown(run.speed, "count"), f"{run.unit} a second, median"),
+        ("memory", shown(whole.measured if whole else None, "bytes"), planned),
+        ("padding", shown(run.padding_share, "percent"), "of all positions"),
+        ("time", shown(run.seconds, "seconds"), interruptions if run.starts else "restarts were not recorded"),
     ]  # fmt: skip
-
-
-def _planned(whole: PhaseRow | None) -> str:
-    if whole is None or whole.planned is None:
-        return "no prediction in the plan"
-    if whole.is_of_less:
-        return f"planned {size(whole.planned)}, for larger micro-batches"
-    return f"planned {size(whole.planned)} ({whole.difference})" if whole.measured else f"planned {size(whole.planned)}"
-
-
-def _interruptions(run: RecordedRun) -> str:
-    recoveries = f"{len(run.recoveries)} {'recovery' if len(run.recoveries) == 1 else 'recoveries'}"
-    return f"{plural(len(run.restarts), 'restart')}, {recoveries}" if run.starts else "restarts were not recorded"
 
 
 def comparison(runs: Sequence[RecordedRun]) -> list[list[str]]:
@@ -153,40 +129,28 @@ def comparison(runs: Sequence[RecordedRun]) -> list[list[str]]:
     rows.append(["steps", *(f"{run.last_step:,}" for run in runs)])
     for each in zip(*map(facts, runs), strict=True):
         rows.append([each[0][0], *(value for _, value, _ in each)])
-    rows.insert(6, ["memory planned", *(size(run.planned_bytes) for run in runs)])
+    rows.insert(6, ["memory planned", *(shown(run.planned_bytes, "bytes") for run in runs)])
     rows += [["loss and speed per", *(run.unit for run in runs)]] if not speaks_one_unit(runs) else []
     rows.append(["restarts", *(str(len(run.restarts)) for run in runs)])
     rows.append(["recoveries", *(str(len(run.recoveries)) for run in runs)])
     return rows
 
 
-def when(event: RunEvent) -> str:
-    """Format the time of an event since the first start."""
-    return NONE if event.seconds is None else format_seconds(event.seconds)
-
-
-_MARKS = {
-    "restart": "restart",
-    "recovery": "out of memory",
-    "left_out": "left out",
-    "tuned": "tuned",
-    "failed": "failed",
-    "interrupted": "interrupted",
+_MARKS: dict[str, tuple[str, list[int]]] = {
+    "restart": ("restart", [6, 3]),
+    "recovery": ("out of memory", [2, 3]),
+    "left_out": ("left out", [1, 4]),
+    "tuned": ("tuned", [4, 2]),
+    "failed": ("failed", []),
+    "interrupted": ("interrupted", []),
 }
-_DASHES = {
-    "restart": [6, 3],
-    "recovery": [2, 3],
-    "left_out": [1, 4],
-    "tuned": [4, 2],
-    "failed": [],
-    "interrupted": [],
-}
+"""The events that charts mark, in words and in dashes."""
 
 
 def marks(run: RecordedRun, *, over_time: bool = False) -> list[dict[str, Any]]:
     """Return the vertical lines of a chart: events of the run."""
     return [
-        {"x": event.seconds if over_time else event.step, "label": _MARKS[event.kind], "dash": _DASHES[event.kind]}
+        {"x": event.seconds if over_time else event.step, "label": _MARKS[event.kind][0], "dash": _MARKS[event.kind][1]}
         for event in run.events
         if event.kind in _MARKS
         and (event.seconds is not None if over_time else event.kind not in ("failed", "interrupted"))
@@ -228,23 +192,12 @@ def differing(runs: Sequence[RecordedRun]) -> list[list[str]]:
 
 def everything(runs: Sequence[RecordedRun]) -> list[list[str]]:
     """Return rows of all settings and versions: the name, and its value in each run."""
-    sources = [
-        {
-            **run.facts,
-            **(_decided(run) if len(runs) > 1 else {}),
-            **{f"version of {name}": value for name, value in run.versions.items()},
-        }
-        for run in runs
-    ]
+    sources = []
+    for run in runs:
+        facts = dict(run.facts)
+        if run.plan is not None and len(runs) > 1:
+            decided = asdict(run.plan.strategy) | {"activation_checkpointing": run.plan.strategy.checkpointing}
+            facts |= {f"planned {name}": str(value) for name, value in decided.items() if name != "layer_modes"}
+        sources.append(facts | {f"version of {name}": value for name, value in run.versions.items()})
     names = list(dict.fromkeys(name for facts in sources for name in facts))
     return [[name.replace("_", " "), *(facts.get(name, "-") for facts in sources)] for name in names]
-
-
-def _decided(run: RecordedRun) -> dict[str, str]:
-    """Return each choice of the planned strategy by name."""
-    if run.plan is None:
-        return {}
-    strategy = run.plan.strategy
-    decided = {field.name: getattr(strategy, field.name) for field in fields(strategy)}
-    decided["activation_checkpointing"] = strategy.checkpointing  # with its layers
-    return {f"planned {name}": str(value) for name, value in decided.items() if name != "layer_modes"}

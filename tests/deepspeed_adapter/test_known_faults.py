@@ -26,8 +26,8 @@ from frugal.engine.engine import initialize
 from frugal.errors import RequestError
 from frugal.models.objectives import SummedLoss
 from frugal.tools.check import known_faults, traps
+from frugal.tools.check.checked import resolved
 from frugal.tools.check.gather import gather
-from frugal.tools.check.verdict import resolved
 from tests.engine.gradients import SGD, Gradient, applied, relative_error, weights
 
 TINY = str(Path(__file__).parents[1] / "tools" / "check" / "configs" / "tiny-llama.json")

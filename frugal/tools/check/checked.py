@@ -1,38 +1,40 @@
-"""The whole check of a configuration, from files to `Check`."""
+"""The whole check of a configuration, from files to `Check`.
+
+Runs without DeepSpeed are checked as far as a dry run matches them:
+
+    fp32        torch's optimizer on every GPU equals stage 0; DDP's buckets, of the gradients' size, are taken to be
+                the copy of all gradients that stage 0 makes to average them
+    adapters    the frozen base decides: evaluated on one GPU under stage 2, as every GPU holds all of it under DDP
+
+Mixed precision over fp32 weights (autocast) is neither: it is refused.
+"""
 
 from collections.abc import Mapping, Sequence
 from contextlib import closing, nullcontext
 from dataclasses import dataclass, replace
-from functools import partial
+from functools import cache, partial
 from typing import Any
 
 from frugal.config.hardware.calibration import Calibration
 from frugal.config.hardware.cluster import GENERIC, Card, Cluster
+from frugal.config.optimizers import Optimizer
 from frugal.config.request import Request
 from frugal.config.schema import understand
+from frugal.dryrun.cache import presets
 from frugal.dryrun.client import DryRunSource, workers
 from frugal.dryrun.pool import Pool
 from frugal.errors import FrugalError, NothingFitsError, RequestError
+from frugal.planning.batch import BatchPlan
 from frugal.planning.model_facts import ModelFacts
 from frugal.planning.plan import Plan
-from frugal.tools.check import traps
-from frugal.tools.check.batch import Arithmetic
-from frugal.tools.check.changes import Change, smallest
-from frugal.tools.check.deepspeed_json import Resolved
-from frugal.tools.check.document import Document
+from frugal.planning.strategy import Strategy
+from frugal.planning.what_if import with_gpus
+from frugal.tools.check import deepspeed_json, traps
+from frugal.tools.check.deepspeed_json import UNKNOWN, Arithmetic, Resolved, arithmetic_of
+from frugal.tools.check.document import Document, Finding, Settings
 from frugal.tools.check.out_of_memory import Asked, OutOfMemoryMessage, askers
-from frugal.tools.check.settings import Finding, Settings
-from frugal.tools.check.verdict import (
-    Subject,
-    Verdict,
-    readable,
-    refuse_autocast,
-    refuse_model,
-    request_of,
-    resolved,
-    subject_of,
-    verdict_of,
-)
+from frugal.tools.check.tools import PEFTS_OWN
+from frugal.tools.check.verdict import Change, Subject, Verdict, smallest, verdict_of
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -42,7 +44,6 @@ class Check:
     `verdict`: None where memory could not be checked, see `settings.refusals`. `change`: the smallest that fits, None
     if none was searched or none fits. `plan`: frugal's own; if there is none, `no_plan` gives the reason.
     `out_of_memory`: torch's message, and `askers` the dry run's requests of that size.
-    `seq_len_is_assumed`: no file and no flag gives the length of samples.
     """
 
     settings: Settings
@@ -57,7 +58,6 @@ class Check:
     no_plan: str = ""
     out_of_memory: OutOfMemoryMessage | None = None
     askers: Sequence[Asked] = ()
-    seq_len_is_assumed: bool = False
 
     @property
     def exit_code(self) -> int:
@@ -90,31 +90,159 @@ def check(
     Raises:
         RequestError: the files and flags are incomplete or contradict each other.
     """
-    of_files = {"gpus": settings.gpus, "nodes": settings.nodes}
+    of_files = {"gpus": settings.gpus, "nodes": settings.nodes, "precision": settings.precision}
     described = {name: value for name, value in [*of_files.items(), *hardware.items()] if value is not None}
-    precision = {"precision": settings.precision} if settings.precision else {}
-    _, cluster, _ = understand(described | precision, calibration, unnamed)
+    _, cluster, _ = understand(described, calibration, unnamed)
     deepspeed, arithmetic = resolved(settings, cluster.world_size)
-    if deepspeed is None:
-        refuse_autocast(settings)
+    sharing = settings.place("sequence_parallel")
+    if deepspeed is None and settings.sequence_parallel > 1 and sharing is not None:
+        settings.refuse("samples that GPUs share are checked under DeepSpeed alone", sharing)
+    if deepspeed is None and settings.lora is None and settings.precision != "fp32":
+        settings.refuse(
+            "it does not use DeepSpeed, and mixed precision without DeepSpeed keeps fp32 weights under autocast: "
+            "`frugal dryrun SCRIPT.py:step` measures such a loop",
+            settings.place("precision"),
+        )
     done = Check(
         settings=settings, documents=documents, cluster=cluster, deepspeed=deepspeed, arithmetic=arithmetic,
-        findings=traps.traps(settings, deepspeed, arithmetic), seq_len_is_assumed=settings.seq_len is None,
-        out_of_memory=message,
+        findings=traps.traps(settings, deepspeed, arithmetic), out_of_memory=message,
     )  # fmt: skip
-    if deepspeed is not None and not deepspeed.is_known:
+    if deepspeed is not None and any(each.value == UNKNOWN for each in deepspeed.filled):
         return done
     with nullcontext(pool) if pool is not None else closing(workers()) as pool:
         try:
             request = request_of(settings, deepspeed, arithmetic)
             with DryRunSource(request, cluster, pool=pool) as source:
-                request = readable(request, _facts(source, settings, pool), settings)
+                request = _readable(request, _facts(source, settings, pool), settings)
         except RequestError as error:
-            refuse_model(settings, error)
+            _refuse_model(settings, error)
             return done
         if not settings.refusals:
             done = _evaluated(done, request, pool)
         return _planned(done, request, pool) if with_plan else done
+
+
+def resolved(settings: Settings, world_size: int) -> tuple[Resolved | None, Arithmetic]:
+    """Return DeepSpeed's JSON without `auto`, and the batch.
+
+    Raises:
+        RequestError: it cannot be resolved; see `frugal.tools.check.deepspeed_json.resolve`.
+    """
+    deepspeed, shared_by = None, settings.sequence_parallel
+    if world_size % shared_by:
+        sharing = settings.place("sequence_parallel", "tensor", "pipeline", "context")
+        raise RequestError(
+            f"{shared_by} GPUs cannot share samples on {world_size} GPUs",
+            because=f"{sharing} names {shared_by}, and {world_size} is no multiple of it",
+            hint=f"check on {shared_by * max(1, world_size // shared_by)}, for instance with --gpus",
+        )
+    if settings.deepspeed is not None:
+        hidden_size = cache(partial(_hidden_size, settings))
+        deepspeed = deepspeed_json.resolve(settings, world_size // shared_by, hidden_size)
+    return deepspeed, arithmetic_of(settings, deepspeed, world_size)
+
+
+def _hidden_size(settings: Settings) -> int | None:
+    """Return the model's width, found as transformers' Trainer does; None if it has none, 0 if the model is not at
+    hand."""
+    try:
+        config = _config_of(_model_of(settings), settings.task)
+    except RequestError as error:
+        _refuse_model(settings, error)
+        return 0
+    sizes = [getattr(config, "hidden_size", None), *(getattr(config, "hidden_sizes", None) or [])]
+    return max((size for size in sizes if size is not None), default=None)
+
+
+def request_of(settings: Settings, deepspeed: Resolved | None, arithmetic: Arithmetic) -> Request:
+    """Return the configuration's model, samples, precision and optimizer as a request that leaves the strategy open.
+
+    Raises:
+        RequestError: no file and no flag names the model, or frugal has nothing like it.
+    """
+    model, optimizer, lora = _model_of(settings), settings.optimizer, settings.lora
+    if lora is not None and lora.targets == (PEFTS_OWN,):
+        lora = replace(lora, targets=_targets_of_peft(model, settings.task))
+    half = settings.block("bf16")
+    both = [bool(half.get(name)) for name in ("bf16_master_weights_and_grads", "bf16_optimizer_states")]
+    if all(both):
+        optimizer = replace(optimizer or Optimizer(), states="bf16")
+    elif any(both):
+        settings.deviate("states in bf16 are evaluated in fp32: only both kinds together are followed")
+    clipping = (settings.deepspeed or {}).get("gradient_clipping")
+    if not isinstance(clipping, int | float):
+        clipping = settings.gradient_clipping
+    values = {
+        "model": model,
+        "task": settings.task,
+        "seq_len": settings.seq_len,
+        "global_batch": arithmetic.global_batch,
+        "precision": deepspeed.precision if deepspeed is not None else settings.precision,
+        "optimizer": optimizer,
+        "learning_rate": settings.learning_rate,
+        "weight_decay": settings.weight_decay,
+        "gradient_clipping": 1.0 if clipping is None else float(clipping),
+        "lora": lora,
+        "sequence_parallel": settings.sequence_parallel if settings.sequence_parallel > 1 else None,
+    }
+    given: dict[str, Any] = {name: value for name, value in values.items() if value is not None}
+    if settings.quantize == "nf4":
+        try:
+            return Request(**given | {"quantize": settings.quantize})
+        except RequestError as error:
+            settings.refuse(f"the base in {settings.quantize}: {error.what}", settings.place("quantize"))
+    elif settings.quantize == "int8":
+        settings.refuse(
+            "the base in int8: columns of activations with an outlier are computed apart, so memory depends on data",
+            settings.place("quantize"),
+        )
+    return Request(**given)
+
+
+def _model_of(settings: Settings) -> str:
+    """Return the model as `--model` takes it: for a hub name the preset with its configuration, which saves a download.
+
+    Raises:
+        RequestError: no file and no flag names it.
+    """
+    if not settings.model:
+        raise RequestError(
+            "no file names the model",
+            because="memory depends on the model",
+            hint="add --model, a preset such as llama-3.1-8b, a model folder or a config.json",
+        )
+    page = f"huggingface.co/{settings.model}/blob/"
+    return next((name for name, preset in presets().items() if page in preset["source"]), settings.model)
+
+
+def _config_of(reference: str, task: str | None) -> Any:
+    from frugal.models.resolve import resolve  # torch takes seconds
+
+    return resolve(reference, task).config
+
+
+def _targets_of_peft(reference: str, task: str | None) -> tuple[str, ...]:
+    """Return the modules to which peft attaches adapters where none are named.
+
+    Raises:
+        RequestError: peft has no such table for this type of model.
+    """
+    from peft.utils.constants import TRANSFORMERS_MODELS_TO_LORA_TARGET_MODULES_MAPPING as TABLE
+
+    kind = getattr(_config_of(reference, task), "model_type", "")
+    if kind not in TABLE:
+        raise RequestError(
+            f"no file says which modules of {reference} get adapters",
+            because=f"peft has no default for {kind or 'it'}",
+            hint="name them, or say --lora r=16,targets=all-linear",
+        )
+    return tuple(TABLE[kind])
+
+
+def _refuse_model(settings: Settings, error: RequestError) -> None:
+    """Note that the model is not at hand, or is none that can be trained like that."""
+    why = ": ".join((error.what, *error.because))
+    settings.refuse(f"{why}; {error.hint}" if error.hint else why, settings.place("model"))
 
 
 def _facts(source: DryRunSource, settings: Settings, pool: Pool) -> ModelFacts:
@@ -129,23 +257,37 @@ def _facts(source: DryRunSource, settings: Settings, pool: Pool) -> ModelFacts:
         return whole.facts()
 
 
-def _verdict(subject: Subject, source: DryRunSource, settings: Settings) -> Verdict:
-    """Return the verdict, with whole MLPs where a trial shows that the model cannot take tiled ones."""
-    try:
-        return verdict_of(subject, source)
-    except RequestError as error:
-        if subject.strategy.mlp != "tiled":
-            raise
-        settings.deviate(f"evaluated with whole MLPs: {error.what}", settings.place("tiled_mlp"))
-    return verdict_of(replace(subject, strategy=replace(subject.strategy, mlp="plain")), source)
+def _readable(request: Request, facts: ModelFacts, settings: Settings) -> Request:
+    """Return the request with samples that the model can read: a length that was not given is shortened.
+
+    Raises:
+        RequestError: a length that was named is too long.
+    """
+    if facts.max_positions is None or request.seq_len <= facts.max_positions:
+        return request
+    if settings.seq_len is not None:
+        raise RequestError(
+            f"samples of {request.seq_len} tokens are longer than {request.model} can read",
+            because=f"it has {facts.max_positions} positions",
+            hint=f"use --seq-len {facts.max_positions}",
+        )
+    return replace(request, seq_len=facts.max_positions)
 
 
 def _evaluated(done: Check, request: Request, pool: Pool) -> Check:
+    """Add the verdict, with whole MLPs where a trial shows that the model cannot take tiled ones."""
+    settings = done.settings
     with DryRunSource(request, done.cluster, pool=pool) as source:
-        subject = subject_of(done.settings, done.deepspeed, done.arithmetic, request, done.cluster, source.facts())
+        subject = _subject_of(done, request, source.facts())
     with DryRunSource(request, subject.cluster, pool=pool) as source:
-        verdict = _verdict(subject, source, done.settings)
-        subject = verdict.subject
+        try:
+            verdict = verdict_of(subject, source)
+        except RequestError as error:
+            if subject.strategy.mlp != "tiled":
+                raise
+            settings.deviate(f"evaluated with whole MLPs: {error.what}", settings.place("tiled_mlp"))
+            subject = replace(subject, strategy=replace(subject.strategy, mlp="plain"))
+            verdict = verdict_of(subject, source)
         change = None if verdict.fits else smallest(subject, source)
         asked: Sequence[Asked] = ()
         if done.out_of_memory is not None:
@@ -155,16 +297,47 @@ def _evaluated(done: Check, request: Request, pool: Pool) -> Check:
     return replace(done, verdict=verdict, change=change, askers=asked)
 
 
+def _subject_of(done: Check, request: Request, facts: ModelFacts) -> Subject:
+    """Return the subject of the dry run. Settings that frugal cannot follow are noted."""
+    settings, arithmetic, cluster, micro = done.settings, done.arithmetic, done.cluster, done.arithmetic.micro_batch
+    caps = (micro,) * arithmetic.num_takers
+    batch = BatchPlan.of(arithmetic.global_batch, caps, sequence_parallel=arithmetic.shared_by)
+    if done.deepspeed is not None:
+        strategy = deepspeed_json.strategy(settings, done.deepspeed)
+    else:
+        strategy = Strategy(
+            zero_stage=0 if request.precision == "fp32" else 2,
+            activation_checkpointing="full" if settings.activation_checkpointing else "off",
+            loss="tiled" if settings.tiled_loss else "plain",
+            reduce_bucket_elements=max(2, facts.trainable_parameters + facts.trainable_parameters % 2),
+            expandable_segments=bool(settings.expandable_segments),
+        )
+        if request.precision != "fp32":
+            settings.deviate(
+                "without DeepSpeed: adapters are evaluated under ZeRO-2 on one GPU, with 18 bytes for each of their "
+                "parameters instead of 16 to 20; the inputs that peft copies for adapters in fp32 are not counted"
+            )
+            batch = BatchPlan.of(micro * arithmetic.accumulation_steps, (micro,))
+            cluster = with_gpus(replace(cluster, nodes=cluster.nodes[:1]), 1)
+        elif arithmetic.world_size > 1:
+            settings.deviate("without DeepSpeed: DDP is evaluated as stage 0, which averages all gradients at once")
+    if strategy.loss == "tiled" and not facts.can_tile:
+        settings.deviate("evaluated with whole logits: this model cannot take the tiled loss")
+        strategy = replace(strategy, loss="plain")
+    if strategy.activation_checkpointing != "off" and not facts.can_recompute:
+        settings.deviate("evaluated without activation checkpointing, which this model does not take")
+        strategy = replace(strategy, activation_checkpointing="off")
+    if settings.tiled_mlp:
+        strategy = replace(strategy, mlp="tiled")
+    return Subject(request=request, cluster=cluster, strategy=strategy, batch=batch)
+
+
 def _planned(done: Check, request: Request, pool: Pool) -> Check:
     """Add frugal's own plan for the same model, batch, precision, optimizer and adapters."""
     from frugal.dryrun.planner import make_plan
 
+    free = replace(request, optimizer=replace(request.optimizer, implementation=None), sequence_parallel=None)
     try:
-        plan = make_plan(
-            replace(request, optimizer=replace(request.optimizer, implementation=None), sequence_parallel=None),
-            done.cluster,
-            dry_run=partial(DryRunSource, pool=pool),
-        )
+        return replace(done, plan=make_plan(free, done.cluster, dry_run=partial(DryRunSource, pool=pool)))
     except FrugalError as error:
         return replace(done, no_plan=str(error))
-    return replace(done, plan=plan)

@@ -6,7 +6,7 @@ run` and others. `shell` expands the words, and runs nothing.
 
 import os
 import re
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -66,7 +66,7 @@ def parsed_script(path: Path, text: str) -> tuple[dict[str, Any], dict[tuple[str
             words = rest if _first(rest) < len(rest) else words
         first = _first(words)
         if first < len(words) and "-c" not in words[first : first + 3]:
-            known = {name: value for name, value in variables.items() if isinstance(value, str)}
+            known = {name: value[0] for name, value in variables.items() if len(value) == 1}
             started.append((words[first:], known | _tasks(words[:first])))
     if started:
         large = (each for each in started if sum(word.startswith("--") for word in each[0]) >= _MANY_FLAGS)
@@ -101,45 +101,40 @@ def _program(words: Sequence[str]) -> int:
 def _flags(words: Sequence[str], variables: dict[str, str], text: str) -> tuple[dict[str, Any], Any]:
     """Return the flags of the command (the launcher's stand before the script's name) and their lines."""
     start = _program(words)
-    content = dict(_named(words[start + 1 :]))
+    content = _named(words[start + 1 :])
     content[PROGRAM] = "/".join((Path(words[0]).name, words[start])) if words[0] in _SUBCOMMANDS else words[start]
     launcher = [word for word in words[1:start] if word not in _MODULES]
-    content[LAUNCHER] = {name: value for name, value in _named(launcher) if name in _OF_LAUNCHERS}
+    content[LAUNCHER] = {name: value for name, value in _named(launcher).items() if name in _OF_LAUNCHERS}
     content[ENVIRONMENT] = {name: value for name, value in variables.items() if name.isupper()}
-    numbered = list(enumerate(text.splitlines(), 1))
-    lines = {
-        (name,): next(number for number, line in numbered if _is_named(name, line))
-        for name in content
-        if any(_is_named(name, line) for _, line in numbered)
-    }
+    lines: dict[tuple[str, ...], int] = {}
+    for number, line in enumerate(text.splitlines(), 1):
+        for flag in re.findall(r"--([\w-]+)", line):
+            lines.setdefault((flag.replace("-", "_"),), number)
     config = content.get("config")
     if isinstance(config, str):  # `--config FILE` of TRL's scripts
         content[FILES] = [*content[FILES], config]
     return content, lines
 
 
-def _is_named(flag: str, line: str) -> bool:
-    return bool(re.search(rf"--{re.escape(flag).replace('_', '[-_]')}\b", line))
-
-
-def _named(words: Sequence[str]) -> Iterator[tuple[str, Any]]:
-    """Yield flags with their values parsed as YAML, and finally the files that are given without a flag."""
-    files, i = [], 0
-    while i < len(words):
-        if not words[i].startswith("--"):
-            if words[i].endswith((".yaml", ".yml", ".json")):
-                files.append(words[i])
-            i += 1
-            continue
-        name, is_given, value = words[i].removeprefix("--").partition("=")
-        values = [value] if is_given else []
-        i += 1
-        while not is_given and i < len(words) and not words[i].startswith("--"):
-            values.append(words[i])
-            i += 1
-        read = [_value(word) for word in values]
-        yield name.replace("-", "_"), True if not read else read[0] if len(read) == 1 else read
-    yield FILES, files
+def _named(words: Sequence[str]) -> dict[str, Any]:
+    """Return flags with their values parsed as YAML, and under `FILES` those that are given without a flag."""
+    flags: dict[str, list[str]] = {}
+    files: list[str] = []
+    values = None
+    for word in words:
+        if word.startswith("--"):
+            name, is_given, value = word.removeprefix("--").partition("=")
+            flags[name.replace("-", "_")] = values = [value] if is_given else []
+            values = None if is_given else values
+        elif values is not None:
+            values.append(word)
+        elif word.endswith((".yaml", ".yml", ".json")):
+            files.append(word)
+    content: dict[str, Any] = {FILES: files}
+    for name, given in flags.items():
+        read = [_value(word) for word in given] or [True]
+        content[name] = read[0] if len(read) == 1 else read
+    return content
 
 
 def _value(word: str) -> Any:
@@ -156,7 +151,7 @@ _OF_SRUN = {"nodes": "SLURM_NNODES", "ntasks": "SLURM_NTASKS", "ntasks_per_node"
 
 def _tasks(before: Sequence[str]) -> dict[str, str]:
     """Return the variables that srun sets, if it is in the words before a command."""
-    said = dict(_named(before)) if "srun" in before else {}
+    said = _named(before) if "srun" in before else {}
     return {name: str(said[flag]) for flag, name in _OF_SRUN.items() if type(said.get(flag)) is int}
 
 

@@ -12,8 +12,9 @@ Keys and defaults are those of DeepSpeed 0.19.8 (`runtime/config.py`, `runtime/z
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
-from math import isfinite
-from typing import Any
+from typing import Any, get_args
+
+import msgspec
 
 from frugal.config.optimizers import OptimizerImplementation
 from frugal.config.request import Precision
@@ -21,9 +22,9 @@ from frugal.deepspeed_adapter.json_config import MICRO_BATCH
 from frugal.errors import RequestError
 from frugal.planning.strategy import Place as Where
 from frugal.planning.strategy import Strategy
-from frugal.tools.check.document import Document, Place
-from frugal.tools.check.settings import AUTO, Fields, Settings
+from frugal.tools.check.document import AUTO, Document, Place, Settings
 from frugal.tools.check.tools import table_of, take, take_optimizer
+from frugal.units import plural
 
 BUCKET, PREFETCH, LIVE, PERSISTENT, SUB_GROUP = 500_000_000, 50_000_000, 1_000_000_000, 100_000, 1_000_000_000
 """DeepSpeed's own sizes, in elements."""
@@ -76,11 +77,6 @@ class Resolved:
     filled: tuple[Filled, ...]
     zero: Mapping[str, Any]
 
-    @property
-    def is_known(self) -> bool:
-        """Return whether the model was at hand where `auto` needed it."""
-        return all(each.value != UNKNOWN for each in self.filled)
-
 
 def read(document: Document, settings: Settings) -> None:
     """Keep the JSON in `settings`, with the places of its values, unknown fields, and its optimizer.
@@ -90,15 +86,15 @@ def read(document: Document, settings: Settings) -> None:
     """
     settings.deepspeed = document.content
     settings.places |= {".".join(("json", *keys)): document.place(*keys) for keys in document.lines}
-    said = take(Fields(document, settings), table_of("deepspeed"))
+    said = take(document, settings, table_of("deepspeed"))
     settings.sequence_parallel = said.get("sequence_parallel") or settings.sequence_parallel
     block = document.content.get("optimizer") or {}
     if not block:
         return
     place, params = document.place("optimizer", "type"), block.get("params") or {}
-    take_optimizer(settings, str(block.get("type", "")), place, of_deepspeed=True)
+    take_optimizer(settings, str(block.get("type", "")), place, of="deepspeed")
     if params.get("torch_adam") and settings.optimizer is not None and settings.optimizer.name == "adamw":
-        where = ((document.content.get("zero_optimization") or {}).get("offload_optimizer") or {}).get("device")
+        where = (settings.block("zero_optimization").get("offload_optimizer") or {}).get("device")
         unfused: OptimizerImplementation = "foreach" if where in (None, "none") else "for-loop"  # torch's own choices
         settings.optimizer = replace(settings.optimizer, implementation="fused" if params.get("fused") else unfused)
     if isinstance(params.get("lr"), int | float):
@@ -112,12 +108,11 @@ def resolve(settings: Settings, world_size: int, hidden_size: Callable[[], int |
     Raises:
         RequestError: a value is no number, or no tool fills in an `auto` that DeepSpeed requires.
     """
-    config = settings.deepspeed or {}
     filled: list[Filled] = []
-    batch = _batch(config, settings, world_size, filled)
-    precision = _precision(config, settings, filled)
-    zero = dict(config.get("zero_optimization") or {})
-    zero["stage"] = stage = int(_number(settings, "zero_optimization.stage", zero.get("stage", 0)))
+    batch = _batch(settings, world_size, filled)
+    precision = _precision(settings, filled)
+    zero = dict(settings.block("zero_optimization"))
+    zero["stage"] = stage = _whole(settings, "zero_optimization.stage", zero.get("stage", 0))
     if stage not in (0, 1, 2, 3):
         where = settings.places.get("json.zero_optimization.stage", "the DeepSpeed JSON")
         raise RequestError(f"`zero_optimization.stage` in {where} is {stage}", because="ZeRO has the stages 0 to 3")
@@ -129,70 +124,163 @@ def resolve(settings: Settings, world_size: int, hidden_size: Callable[[], int |
             value = default if of_hidden is None or hidden is None else of_hidden(hidden)
             by = f"{settings.tool}, from the hidden size {hidden or 'of the model'}" if hidden is not None else ""
             filled.append(Filled(name=f"zero_optimization.{name}", value=value if hidden != 0 else UNKNOWN, by=by))
-        zero[name] = int(_number(settings, f"zero_optimization.{name}", value))
+        zero[name] = _whole(settings, f"zero_optimization.{name}", value)
     has_deepspeeds = settings.optimizer is not None and settings.optimizer.implementation == "deepspeed"
     if stage == 0 and precision != "fp32" and has_deepspeeds:
         settings.refuse(
             f"{precision} at stage 0 with DeepSpeed's own Adam keeps what no other stage does (FP16_Optimizer)",
             settings.place("json.zero_optimization.stage", f"json.{precision}"),
         )
-    overlap = zero.get("overlap_comm")
-    if overlap == AUTO:
-        filled.append(Filled(name="zero_optimization.overlap_comm", value=stage == 3, by=""))
-    zero["overlap_comm"] = stage == 3 if overlap in (None, AUTO) else bool(overlap)
+    overlap = _fill(filled, "zero_optimization.overlap_comm", zero.get("overlap_comm"), stage == 3, "")
+    zero["overlap_comm"] = stage == 3 if overlap is None else bool(overlap)
     return Resolved(precision=precision, batch=batch, filled=tuple(filled), zero=zero)
 
 
-def _batch(
-    config: Mapping[str, Any], settings: Settings, world_size: int, filled: list[Filled]
-) -> tuple[int | None, int | None, int | None]:
+def _batch(settings: Settings, world_size: int, filled: list[Filled]) -> tuple[int | None, int | None, int | None]:
     """Return `train_batch_size`, micro-batch and accumulation steps."""
+    config = settings.deepspeed or {}
     micro, steps = settings.micro_batch, settings.accumulation_steps
     said_steps = config.get("gradient_accumulation_steps")
+    in_all = steps or (said_steps if isinstance(said_steps, int) else 1)
     by = settings.tool if settings.fills_auto else "your flags"
     if settings.tool == "accelerate" and steps is None:
         steps, by = 1, "accelerate, where the script does not tell it otherwise"
-    in_all = settings.accumulation_steps or (said_steps if isinstance(said_steps, int) else 1)
-    theirs = (None if micro is None else micro * in_all * world_size, micro, steps)
-    names = ("train_batch_size", MICRO_BATCH, "gradient_accumulation_steps")
+    whole = None if micro is None else micro * in_all * world_size
     values: list[int | None] = []
-    for name, value in zip(names, theirs, strict=True):
+    for name, value in (
+        ("train_batch_size", whole), (MICRO_BATCH, micro), ("gradient_accumulation_steps", steps)
+    ):  # fmt: skip
         said = config.get(name)
-        if said == AUTO:
-            if value is None:
-                raise RequestError(
-                    f"`{name}` in {settings.places.get(f'json.{name}', 'the DeepSpeed JSON')} is auto, and no "
-                    "tool fills it in",
-                    because="only transformers' Trainer and accelerate replace it; DeepSpeed itself takes numbers",
-                    hint="give the Trainer's arguments, too, or --micro-batch and --accumulation-steps",
-                )
-            filled.append(Filled(name=name, value=value, by=by))
-            said = value
-        values.append(None if said is None else int(_number(settings, name, said)))
+        if said == AUTO and value is None:
+            raise RequestError(
+                f"`{name}` in {settings.places.get(f'json.{name}', 'the DeepSpeed JSON')} is auto, and no "
+                "tool fills it in",
+                because="only transformers' Trainer and accelerate replace it; DeepSpeed itself takes numbers",
+                hint="give the Trainer's arguments, too, or --micro-batch and --accumulation-steps",
+            )
+        said = _fill(filled, name, said, value, by)
+        values.append(None if said is None else _whole(settings, name, said))
     return values[0], values[1], values[2]
 
 
-def _precision(config: Mapping[str, Any], settings: Settings, filled: list[Filled]) -> Precision:
-    enabled = {}
-    for name in ("bf16", "fp16"):
-        said = (config.get(name) or {}).get("enabled", False)
-        if said == AUTO:
-            said = settings.precision == name
-            filled.append(Filled(name=f"{name}.enabled", value=said, by=settings.tool if settings.fills_auto else ""))
-        enabled[name] = bool(said)
+def _precision(settings: Settings, filled: list[Filled]) -> Precision:
+    config = settings.deepspeed or {}
     if "bf16" not in config and "fp16" not in config and settings.fills_auto and settings.precision:
         return settings.precision  # accelerate's `DeepSpeedPlugin.set_mixed_precision`, which Trainer calls, too
+    by = settings.tool if settings.fills_auto else ""
+    enabled = {
+        name: _fill(filled, f"{name}.enabled", settings.block(name).get("enabled"), settings.precision == name, by)
+        for name in ("bf16", "fp16")
+    }
     return "bf16" if enabled["bf16"] else "fp16" if enabled["fp16"] else "fp32"
 
 
-def _number(settings: Settings, name: str, value: Any) -> float:
+def _fill(filled: list[Filled], name: str, said: Any, value: Any, by: str) -> Any:
+    """Return what is said, or the value that is filled in for `auto`."""
+    if said != AUTO:
+        return said
+    filled.append(Filled(name=name, value=value, by=by))
+    return value
+
+
+def _whole(settings: Settings, name: str, value: Any) -> int:
     try:
-        if isinstance(value, bool | list | dict) or not isfinite(float(value)):
-            raise ValueError
-        return float(value)
-    except (TypeError, ValueError):
+        return msgspec.convert(value, int, strict=False)
+    except msgspec.ValidationError:
         where = settings.places.get(f"json.{name}", "the DeepSpeed JSON")
-        raise RequestError(f"`{name}` in {where} is {value!r}", because="it must be a number") from None
+        raise RequestError(f"`{name}` in {where} is {value!r}", because="it must be a whole number") from None
+
+
+@dataclass(frozen=True, kw_only=True)
+class Arithmetic:
+    """The batch that a run really gets, whatever was intended: samples of one optimizer step.
+
+    `shared_by`: GPUs that share each sample; such a group takes the place of a GPU.
+    """
+
+    micro_batch: int
+    accumulation_steps: int
+    world_size: int
+    shared_by: int = 1
+
+    @property
+    def num_takers(self) -> int:
+        """Return the number of GPUs, or of groups of GPUs that share their samples."""
+        return self.world_size // self.shared_by
+
+    @property
+    def global_batch(self) -> int:
+        """Return the samples of one optimizer step."""
+        return self.micro_batch * self.accumulation_steps * self.num_takers
+
+    def __str__(self) -> str:
+        steps = plural(self.accumulation_steps, "accumulation step")
+        gpus = plural(self.world_size, "GPU")
+        if self.shared_by > 1:
+            gpus = f"{plural(self.num_takers, 'group')} of {plural(self.shared_by, 'GPU')}"
+        return f"{plural(self.global_batch, 'sample')} = {gpus} x micro-batch {self.micro_batch} x {steps}"
+
+
+def arithmetic_of(settings: Settings, resolved: Resolved | None, world_size: int) -> Arithmetic:
+    """Return the batch on `world_size` ranks. Contradictions are added to the findings of `settings`.
+
+    Ranks that share samples count once: DeepSpeed divides their number out (`runtime/config.py`).
+
+    Raises:
+        RequestError: nothing says how large a micro-batch is, or it comes out below one sample.
+    """
+    num_takers = world_size // settings.sequence_parallel
+    stated, micro, steps = None, settings.micro_batch, settings.accumulation_steps
+    if resolved is not None:
+        _, json_micro, json_steps = resolved.batch
+        for what, own, said, names in (
+            ("micro-batch", micro, json_micro, ("micro_batch",)),
+            ("accumulation", steps, json_steps, ("json.gradient_accumulation_steps", "accumulation_steps")),
+        ):
+            if settings.fills_auto and None not in (own, said) and own != said:
+                settings.find(
+                    "trainer-mismatch",
+                    "error",
+                    f"the {what} is {said} in DeepSpeed's JSON and {own} in the arguments of {settings.tool}, "
+                    "which stops with `Please correct the following DeepSpeed config values`",
+                    settings.place(*names),
+                    "write auto into the JSON",
+                )
+        if resolved.batch[:2] != (None, None):
+            stated, micro, steps = resolved.batch
+    if stated is None and micro is None:
+        raise RequestError(
+            "no file says how large the micro-batch is",
+            because="a script with fields of its own may have other defaults than transformers' Trainer"
+            if resolved is None or settings.fills_auto
+            else "DeepSpeed refuses a JSON with neither `train_batch_size` nor a micro-batch",
+            hint="add --micro-batch 4, and --accumulation-steps 8 where there is more than one",
+        )
+    if micro is None:
+        assert stated is not None
+        steps = steps or 1
+        micro = stated // num_takers // steps
+    elif steps is None:
+        steps = stated // micro // num_takers if stated is not None and micro else 1
+    if micro < 1 or steps < 1:
+        raise RequestError(
+            f"a global batch of {stated} leaves a GPU without a sample",
+            because=f"{stated} samples on {plural(world_size, 'GPU')} in {plural(max(steps, 1), 'accumulation step')}",
+            hint=f"use at least {num_takers * max(steps, 1) * max(micro, 1)} samples, or fewer GPUs",
+        )
+    arithmetic = Arithmetic(
+        micro_batch=micro, accumulation_steps=steps, world_size=world_size, shared_by=settings.sequence_parallel
+    )
+    if stated is not None and stated != arithmetic.global_batch:
+        settings.find(
+            "batch-mismatch",
+            "error",
+            f"train_batch_size {stated} is not {micro} x {steps} x {num_takers} = {arithmetic.global_batch}: "
+            "DeepSpeed stops with `Check batch related parameters`",
+            settings.place("json.train_batch_size"),
+            f"set it to {arithmetic.global_batch}, or leave it out",
+        )
+    return arithmetic
 
 
 def strategy(settings: Settings, resolved: Resolved) -> Strategy:
@@ -200,7 +288,6 @@ def strategy(settings: Settings, resolved: Resolved) -> Strategy:
     `settings`."""
     zero, stage = resolved.zero, resolved.zero["stage"]
     optimizer, parameters, nvme = _offload(settings, zero, stage)
-    accumulation = _accumulation_dtype(settings, resolved, stage)
     if stage == 3 and zero["stage3_max_reuse_distance"] != zero["stage3_max_live_parameters"]:
         settings.deviate(
             f"`stage3_max_reuse_distance` is evaluated as {zero['stage3_max_live_parameters']}, as the most that live",
@@ -222,7 +309,7 @@ def strategy(settings: Settings, resolved: Resolved) -> Strategy:
         offload_ratio=float(ratio) if is_in_part else 1.0,
         offload_parameters=parameters,
         nvme_path=nvme,
-        gradient_accumulation_dtype=accumulation,
+        gradient_accumulation_dtype=_accumulation_dtype(settings, resolved, stage),
         reduce_bucket_elements=max(1, zero["reduce_bucket_size"]),
         prefetch_bucket_elements=zero["stage3_prefetch_bucket_size"],
         max_live_elements=zero["stage3_max_live_parameters"],
@@ -235,7 +322,7 @@ def strategy(settings: Settings, resolved: Resolved) -> Strategy:
 
 def _accumulation_dtype(settings: Settings, resolved: Resolved, stage: int) -> Any:
     """Return the dtype of summed gradients: the model's, unless `data_types.grad_accum_dtype` names another."""
-    said = ((settings.deepspeed or {}).get("data_types") or {}).get("grad_accum_dtype")
+    said = settings.block("data_types").get("grad_accum_dtype")
     words = {"float32": "fp32", "float": "fp32", "bfloat16": "bf16", "float16": "fp16", "half": "fp16"}
     dtype = resolved.precision if said is None else words.get(str(said), str(said))
     place = settings.place("json.data_types.grad_accum_dtype")
@@ -255,20 +342,17 @@ def _accumulation_dtype(settings: Settings, resolved: Resolved, stage: int) -> A
 
 def _offload(settings: Settings, zero: Mapping[str, Any], stage: int) -> tuple[Where, Where, str | None]:
     """Return the places of optimizer and parameters, and the folder of the optimizer on NVMe."""
-    optimizer = _device(settings, zero, "offload_optimizer", is_old=bool(zero.get("cpu_offload")))
-    parameters = _device(settings, zero, "offload_param", is_old=bool(zero.get("cpu_offload_param")))
+    optimizer = _device(settings, "offload_optimizer", is_old=bool(zero.get("cpu_offload")))
+    parameters = _device(settings, "offload_param", is_old=bool(zero.get("cpu_offload_param")))
     path = (zero.get("offload_optimizer") or {}).get("nvme_path") or (zero.get("offload_param") or {}).get("nvme_path")
     if optimizer != "none" and stage == 0:
         settings.deviate("`offload_optimizer` does nothing at stage 0", _at(settings, "offload_optimizer"))
         optimizer = "none"
-    if parameters != "none" and stage != 3:
-        settings.deviate(f"`offload_param` does nothing at stage {stage}", _at(settings, "offload_param"))
-        parameters = "none"
-    if parameters != "none" and optimizer == "none":
-        settings.deviate(
-            "evaluated with the parameters on the GPUs: frugal moves them only together with the optimizer",
-            _at(settings, "offload_param"),
-        )
+    if parameters != "none" and (stage != 3 or optimizer == "none"):
+        why = f"`offload_param` does nothing at stage {stage}"
+        if stage == 3:
+            why = "evaluated with the parameters on the GPUs: frugal moves them only together with the optimizer"
+        settings.deviate(why, _at(settings, "offload_param"))
         parameters = "none"
     if parameters == "nvme":
         settings.deviate(
@@ -282,16 +366,15 @@ def _offload(settings: Settings, zero: Mapping[str, Any], stage: int) -> tuple[W
     return optimizer, parameters, str(path) if optimizer == "nvme" else None
 
 
-def _device(settings: Settings, zero: Mapping[str, Any], block: str, *, is_old: bool) -> Where:
-    said = (zero.get(block) or {}).get("device", "none")
+def _device(settings: Settings, block: str, *, is_old: bool) -> Where:
+    said: Any = (settings.block("zero_optimization").get(block) or {}).get("device", "none")
     if said in (None, "none", AUTO):
         return "cpu" if is_old else "none"
-    if said not in ("cpu", "nvme"):
+    if said not in get_args(Where):
         raise RequestError(
             f"`{block}.device` in {_at(settings, block, 'device')} is {said!r}", because="it is cpu, nvme or none"
         )
-    where: Where = said
-    return where
+    return said
 
 
 def _at(settings: Settings, *keys: str) -> Place | None:

@@ -13,8 +13,7 @@ import msgspec
 from frugal.deepspeed_adapter.json_config import MICRO_BATCH
 from frugal.errors import RequestError
 from frugal.tools.check import command_line, deepspeed_json, tools
-from frugal.tools.check.document import NAMES, Document, Tool, read
-from frugal.tools.check.settings import AUTO, Fields, Settings
+from frugal.tools.check.document import AUTO, NAMES, Document, Settings, Tool, read
 
 FLAGS = ("model", "task", "seq_len", "micro_batch", "accumulation_steps", "precision", "lora")
 """Settings of frugal's own that a command may give, for what the files leave open; they win over the files."""
@@ -44,7 +43,13 @@ def gather(
     trainer, launcher, config = (by_kind.get(kind) for kind in ("trainer", "accelerate", "deepspeed"))
     settings = tools.read(trainer) if trainer else Settings(tool="accelerate" if launcher else "DeepSpeed")
     if trainer is not None and (launch := command_line.of_accelerate(trainer.content)):
-        launcher = _launched(trainer, launch, launcher)
+        below = {} if launcher is None else launcher.content
+        content = {**below, **launch, _SECTION: (below.get(_SECTION) or {}) | launch[_SECTION]}
+        known = {
+            key: value for key, value in content.items() if value is not None
+        }  # what a flag leaves unknown is dropped
+        lines = {**trainer.lines, **{(_SECTION, *key): line for key, line in trainer.lines.items()}}
+        launcher = Document(trainer.path, "accelerate", known, lines, launcher)
     if launcher is not None:
         documents += _of_accelerate(launcher, settings)
     elif trainer is not None and (name := trainer.content.get(command_line.LAUNCHER, {}).get("config_file")):
@@ -74,18 +79,10 @@ def _with_files(document: Document) -> list[Document]:
     names = (name for name in content.get(command_line.FILES, ()) if name != content.get("deepspeed"))
     path = next(filter(None, (command_line.beside(document.path, name) for name in names)), None)
     if path is not None:
-        document = document.over(read(path, document.tool if document.tool == "trl" else None))
+        under = read(path, document.tool if document.tool == "trl" else None)
+        document = Document(document.path, under.tool, {**under.content, **content}, document.lines, under)
     path = command_line.beside(document.path, content.get(command_line.LAUNCHER, {}).get("config_file"))
     return [document, *([read(path, "accelerate")] if path is not None else [])]
-
-
-def _launched(script: Document, flags: Mapping[str, Any], file: Document | None) -> Document:
-    """Return the flags of `accelerate launch` over its file. What they leave unknown is dropped, also from the file."""
-    below = {} if file is None else file.content
-    content = {**below, **flags, _SECTION: (below.get(_SECTION) or {}) | flags[_SECTION]}
-    lines = {**script.lines, **{(_SECTION, *key): line for key, line in script.lines.items()}}
-    known = {key: value for key, value in content.items() if value is not None}
-    return Document(script.path, "accelerate", known, lines, file)
 
 
 def _named(document: Document, said: Any, settings: Settings) -> Document:
@@ -118,7 +115,7 @@ def _of_accelerate(document: Document, settings: Settings) -> list[Document]:
     Raises:
         RequestError: a value is of the wrong kind, or the file that it names is not there.
     """
-    said = tools.take(Fields(document, settings), tools.table_of("accelerate"))
+    said = tools.take(document, settings, tools.table_of("accelerate"))
     if "gpus" in said:
         settings.nodes = max(1, said.get("nodes", 1))
         settings.gpus = max(1, said["gpus"] // settings.nodes)
@@ -140,7 +137,19 @@ def _of_accelerate(document: Document, settings: Settings) -> list[Document]:
     lines = {to: line for to, line in keys if line is not None}
     if (_SECTION,) in document.lines:
         lines["zero_optimization",] = document.lines[_SECTION,]  # for what it leaves to defaults
-    deepspeed_json.read(Document(document.path, "deepspeed", _json_of(said), lines), settings)
+    devices = {name: str(said.get(f"json_{name}", "none")).lower() for name in ("offload_optimizer", "offload_param")}
+    blocks = {
+        name: {"device": device, **({"nvme_path": said.get(f"json_{name}_path")} if device == "nvme" else {})}
+        for name, device in devices.items()
+    }
+    content = {  # that `DeepSpeedPlugin.__post_init__` builds where no file is named
+        **({"gradient_clipping": said["json_clipping"]} if "json_clipping" in said else {}),
+        "train_batch_size": AUTO,
+        MICRO_BATCH: AUTO,
+        "gradient_accumulation_steps": said.get("json_steps") or AUTO,
+        "zero_optimization": {"stage": said.get("json_stage", 2), **blocks},
+    }
+    deepspeed_json.read(Document(document.path, "deepspeed", content, lines), settings)
     return []
 
 
@@ -153,23 +162,3 @@ _KEYS = {
     "offload_optimizer_nvme_path": "zero_optimization.offload_optimizer.nvme_path",
     "offload_param_nvme_path": "zero_optimization.offload_param.nvme_path",
 }
-
-
-def _json_of(said: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the JSON that `DeepSpeedPlugin.__post_init__` builds where no file is named."""
-    clipping = {"gradient_clipping": said["json_clipping"]} if "json_clipping" in said else {}
-    return clipping | {
-        "train_batch_size": AUTO,
-        MICRO_BATCH: AUTO,
-        "gradient_accumulation_steps": said.get("json_steps") or AUTO,
-        "zero_optimization": {
-            "stage": said.get("json_stage", 2),
-            "offload_optimizer": _place(said, "json_optimizer"),
-            "offload_param": _place(said, "json_parameters"),
-        },
-    }
-
-
-def _place(said: Mapping[str, Any], name: str) -> dict[str, Any]:
-    device = str(said.get(name, "none")).lower()
-    return {"device": device, **({"nvme_path": said.get(f"{name}_path")} if device == "nvme" else {})}

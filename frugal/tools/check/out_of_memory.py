@@ -117,15 +117,10 @@ def read(path: Path) -> OutOfMemoryMessage:
             because="no line says `out of memory. Tried to allocate ...`",
             hint="give the log with the whole traceback, of all ranks",
         )
-    ranks = {match[1] for number in numbers if (match := _RANK.match(lines[number]))}
-    return _message(path, lines, numbers[0], max(1, len(ranks)))
-
-
-def _message(path: Path, lines: Sequence[str], number: int, num_ranks: int) -> OutOfMemoryMessage:
+    number = numbers[0]
     text = " ".join(lines[number : number + 3])  # a terminal may have cut it
-    request = _REQUEST.search(lines[number])
+    request, rank, gpu = _REQUEST.search(text), _RANK.match(lines[number]), _GPU.search(text)
     assert request is not None
-    rank, gpu = _RANK.match(lines[number]), _GPU.search(text)
     sizes = {name: _size(match) for name, pattern in _SIZES.items() if (match := re.search(pattern, text))}
     if {"allocated", "unallocated"} <= sizes.keys():
         sizes.setdefault("reserved", sizes["allocated"] + sizes["unallocated"])
@@ -142,7 +137,7 @@ def _message(path: Path, lines: Sequence[str], number: int, num_ranks: int) -> O
         rank=int(rank[1]) if rank else None,
         phase=_phase(lines[max(0, number - _LINES_OF_TRACEBACK) : number], rank[0] if rank else ""),
         place=Place(path, "", number + 1),
-        num_ranks=num_ranks,
+        num_ranks=max(1, len({match[1] for each in numbers if (match := _RANK.match(lines[each]))})),
     )
 
 
@@ -187,7 +182,8 @@ def askers(message: OutOfMemoryMessage, dry_runs: Sequence[DryRun]) -> list[Aske
         for phase, events in timeline.phase_ranges:
             for event in events:
                 size = changes[event]
-                if is_birth[event] and _is_printed_alike(size, message):
+                asked = segment_bytes(-(-size // SMALLEST_BLOCK) * SMALLEST_BLOCK) if is_birth[event] and size else 0
+                if asked and abs(asked - message.requested_bytes) <= message.rounding_bytes:
                     storage = timeline.events[event]
                     module = _NUMBER.sub(".*", timeline.names[timeline.modules[storage]])
                     key = (phase, timeline.names[timeline.operators[storage]], module)
@@ -200,10 +196,3 @@ def askers(message: OutOfMemoryMessage, dry_runs: Sequence[DryRun]) -> list[Aske
         return asked.phase != message.phase, abs(asked.live_bytes - (message.allocated_bytes or asked.live_bytes))
 
     return sorted(groups.values(), key=distance)
-
-
-def _is_printed_alike(size: int, message: OutOfMemoryMessage) -> bool:
-    if not size:
-        return False
-    asked = segment_bytes(-(-size // SMALLEST_BLOCK) * SMALLEST_BLOCK)
-    return abs(asked - message.requested_bytes) <= message.rounding_bytes

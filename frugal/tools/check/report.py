@@ -1,11 +1,21 @@
-"""The text report of a check."""
+"""A check as text; as JSON; and as SARIF 2.1.0, which code hosts show beside the lines.
 
-from collections.abc import Sequence
+SARIF: https://docs.oasis-open.org/sarif/sarif/v2.1.0/. A result is a trap, an unknown field, a deviation, or the
+verdict where it is not that it fits; its rule is the trap's name.
+"""
 
-from frugal.planning.memory.breakdown import MemoryBreakdown
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+from urllib.parse import quote
+
+import msgspec
+
+from frugal.config.hardware import local_host
+from frugal.errors import FrugalError
 from frugal.tools.check.checked import Check
-from frugal.tools.check.document import NAMES
-from frugal.tools.check.settings import Finding
+from frugal.tools.check.document import NAMES, Place
+from frugal.tools.check.out_of_memory import OutOfMemoryMessage
 from frugal.tools.check.verdict import Verdict
 from frugal.units import format_bytes, plural
 
@@ -14,80 +24,73 @@ SHOWN_ASKERS = 3
 USUAL_CONTEXT_BYTES = 500 << 20
 """The approximate difference between real and planned CUDA contexts (docs/facts/cuda.md)."""
 
+SCHEMA = 1
+SARIF_SCHEMA = "https://docs.oasis-open.org/sarif/sarif/v2.1.0/errata01/os/schemas/sarif-schema-2.1.0.json"
+
 
 def report(check: Check) -> str:
     """Return the whole check as text, the verdict first."""
-    blocks = [
-        [headline(check), *_what(check)],
-        _out_of_memory(check) if check.out_of_memory is not None else [],
-        ["batch", *_batch(check)],
-        _memory(check.verdict) if check.verdict is not None else [],
-        _listed("traps", [line for finding in check.findings for line in finding_lines(finding)]),
-        _listed("evaluated differently than written", list(deviations(check))),
-        _listed("read", _read(check)),
-        _listed("unknown to frugal, and ignored", [f"{place}: {place.key}" for place in check.settings.unknown]),
-        _change(check),
-        _plan(check),
-    ]
-    return "\n\n".join("\n".join(block) for block in blocks if block)
-
-
-def headline(check: Check) -> str:
-    """Return the verdict in one line."""
-    verdict = check.verdict
-    stops = [finding for finding in check.findings if finding.level == "error"]
-    if verdict is None:
-        why = "; ".join(refusal.text for refusal in check.settings.refusals)
-        return f"not checked: {why}"
-    memory = verdict.memory
-    device = memory.device_in(check.cluster)
-    of = f"{format_bytes(memory.total_bytes)} of {format_bytes(device.memory_bytes)}"
-    if not verdict.fits:
-        missing, where = _missing(verdict)
-        text = f"does not fit: {format_bytes(missing)} short{where}: {of}"
-    else:
-        text = f"fits: {of}, {format_bytes(memory.headroom_bytes)} of headroom"
-    return f"{text}; {plural(len(stops), 'error')} below" if stops else text
-
-
-def _missing(verdict: Verdict) -> tuple[int, str]:
-    if verdict.host_shortfall_bytes:
-        return verdict.host_shortfall_bytes, " of a node's host memory"
-    if verdict.disk_shortfall_bytes:
-        return verdict.disk_shortfall_bytes, " of a node's disk"
-    return -verdict.memory.headroom_bytes, ""
-
-
-def _what(check: Check) -> list[str]:
+    settings, verdict, change = check.settings, check.verdict, check.change
     files = ", ".join(f"{document.path} ({NAMES[document.tool]})" for document in check.documents)
-    lines = [f"  of {files}"]
-    gpus = plural(check.cluster.world_size, check.cluster.rank_noun)
-    device = check.cluster.devices[0].name
-    if check.verdict is not None:
-        request = check.verdict.subject.request
+    opening = [f"of {files}"]
+    if verdict is not None:
+        request = verdict.subject.request
         lora = f", LoRA {request.lora}" if request.lora is not None else ""
-        assumed = " (assumed: no file gives their length, see --seq-len)" if check.seq_len_is_assumed else ""
-        lines += [
-            f"  {request.model} in {request.precision}{lora}, samples of {request.seq_len} tokens{assumed}",
-            f"  {check.verdict.subject.strategy}",
+        assumed = " (assumed: no file gives their length, see --seq-len)" if settings.seq_len is None else ""
+        opening += [
+            f"{request.model} in {request.precision}{lora}, samples of {request.seq_len} tokens{assumed}",
+            str(verdict.subject.strategy),
         ]
-    return [*lines, f"  on {gpus}: {device}"]
+    gpus = plural(check.cluster.world_size, check.cluster.rank_noun)
+    blocks = {headline(check): [*opening, f"on {gpus}: {check.cluster.devices[0].name}"]}
+    if check.out_of_memory is not None:
+        title, said = _message(check.out_of_memory)
+        blocks[title] = [said, *out_of_memory_lines(check)]
+    blocks["batch"] = [str(check.arithmetic)] + [
+        f"{each.name}: auto is {each.value}, {f'by {each.by}' if each.by else 'which is the default'}"
+        for each in (check.deepspeed.filled if check.deepspeed is not None else ())
+    ]
+    if verdict is not None:
+        memory = verdict.memory
+        operator = memory.operator.removeprefix("aten.").removesuffix(".default")
+        rows = {name: getattr(memory, name) for name in memory.CATEGORIES if getattr(memory, name) >= SHOWN_BYTES}
+        rows |= {"total": memory.total_bytes, "may be used": memory.usable_bytes + memory.context}
+        if verdict.subject.strategy.offload_optimizer != "none":
+            rows["host, a node"] = memory.host_bytes_per_node
+        title = f"memory of the fullest GPU at its peak, in {memory.phase}{f' ({operator})' if operator else ''}"
+        blocks[title] = [f"{name:<14} {format_bytes(size):>12}" for name, size in rows.items()]
+    traps = blocks["traps"] = []
+    for finding in check.findings:
+        where = f"{finding.place}: " if finding.place is not None else ""
+        traps.append(f"{finding.level}: {where}{finding.text}  [{finding.rule}]")
+        traps += [f"  {finding.hint}"] if finding.hint else []
+    blocks["evaluated differently than written"] = [
+        f"{each.place}: {each.text}" if each.place is not None else each.text
+        for each in (*settings.refusals, *settings.deviations)
+    ] + list(verdict.notes if verdict is not None else ())
+    blocks["read"] = [
+        f"{path}: {', '.join(each.key for each in settings.read if each.path == path)}"
+        for path in dict.fromkeys(place.path for place in settings.read)
+    ]
+    blocks["unknown to frugal, and ignored"] = [f"{place}: {place.key}" for place in settings.unknown]
+    if change is not None:
+        after = change.verdict.memory
+        blocks[f"smallest change that fits: {change.words}"] = [
+            *(
+                f"{name}: {str(value).lower() if isinstance(value, bool) else value}"
+                for name, value in change.fields.items()
+            ),
+            f"it then takes {format_bytes(after.total_bytes)}, {format_bytes(after.headroom_bytes)} of headroom",
+        ]
+    elif verdict is not None and not verdict.fits:
+        blocks["smallest change that fits"] = ["none that keeps the batch and what is trained"]
+    blocks["what frugal would do with the same batch"] = str(check.plan).splitlines() if check.plan is not None else []
+    blocks["frugal has no plan for it"] = check.no_plan.splitlines()
+    return "\n\n".join("\n  ".join([title, *lines]) for title, lines in blocks.items() if lines)
 
 
-def _batch(check: Check) -> list[str]:
-    filled = check.deepspeed.filled if check.deepspeed is not None else ()
-    lines = [f"  {check.arithmetic}"]
-    for each in filled:
-        lines.append(f"  {each.name}: auto is {each.value}, {f'by {each.by}' if each.by else 'which is the default'}")
-    return lines
-
-
-def _out_of_memory(check: Check) -> list[str]:
-    """Compare torch's message with the dry run."""
-    message = check.out_of_memory
-    assert message is not None
-    who = [f"rank {message.rank}"] if message.rank is not None else []
-    who += [f"GPU {message.gpu}"] if message.gpu is not None else []
+def _message(message: OutOfMemoryMessage) -> tuple[str, str]:
+    """Return where torch's message stands, and what it says."""
     sizes = {
         "allocated": message.allocated_bytes,
         "reserved besides": message.unallocated_bytes,
@@ -95,20 +98,38 @@ def _out_of_memory(check: Check) -> list[str]:
         "in all": message.total_bytes,
     }
     said = ", ".join(f"{format_bytes(size)} {name}" for name, size in sizes.items() if size is not None)
+    numbers = {"rank": message.rank, "GPU": message.gpu}
+    who = ", ".join(f"{name} {number}" for name, number in numbers.items() if number is not None)
     where = f" in {message.phase}" if message.phase else ""
     more = f"; {message.num_ranks} ranks have such a message" if message.num_ranks > 1 else ""
-    return [
-        f"out of memory, {message.place}: {', '.join(who)}",
-        f"  {format_bytes(message.requested_bytes)} were requested from the driver{where}: {said}{more}",
-        *(f"  {line}" for line in out_of_memory_lines(check)),
-    ]
+    requested = f"{format_bytes(message.requested_bytes)} were requested from the driver{where}"
+    return f"out of memory, {message.place}: {who}", f"{requested}: {said}{more}"
+
+
+def headline(check: Check) -> str:
+    """Return the verdict in one line."""
+    verdict = check.verdict
+    if verdict is None:
+        return f"not checked: {'; '.join(refusal.text for refusal in check.settings.refusals)}"
+    memory = verdict.memory
+    of = f"{format_bytes(memory.total_bytes)} of {format_bytes(memory.device_in(check.cluster).memory_bytes)}"
+    if verdict.fits:
+        text = f"fits: {of}, {format_bytes(memory.headroom_bytes)} of headroom"
+    else:
+        missing, where = -memory.headroom_bytes, ""
+        if verdict.host_shortfall_bytes:
+            missing, where = verdict.host_shortfall_bytes, " of a node's host memory"
+        elif verdict.disk_shortfall_bytes:
+            missing, where = verdict.disk_shortfall_bytes, " of a node's disk"
+        text = f"does not fit: {format_bytes(missing)} short{where}: {of}"
+    num_errors = sum(finding.level == "error" for finding in check.findings)
+    return f"{text}; {plural(num_errors, 'error')} below" if num_errors else text
 
 
 def out_of_memory_lines(check: Check) -> list[str]:
     """Return the dry run's requests of the message's size, and what they suggest."""
     message, verdict = check.out_of_memory, check.verdict
-    assert message is not None
-    if verdict is None:
+    if message is None or verdict is None:
         return []
     live = verdict.memory.live_bytes
     lines = [f"the dry run of these settings has {format_bytes(live)} of live tensors at its peak"]
@@ -134,64 +155,126 @@ def out_of_memory_lines(check: Check) -> list[str]:
     return lines
 
 
-def _memory(verdict: Verdict) -> list[str]:
+def as_json(check: Check) -> bytes:
+    """Return the whole check as JSON. Sizes are bytes; `exit_code` is the command's.
+
+    Keys: `verdict` (`fits`, `does not fit`, `not checked`), `files`, `batch`, `auto`, `subject`, `memory`, `findings`,
+    `deviations`, `refusals`, `read`, `unknown`, `out_of_memory`, `change`, `plan`, `no_plan`.
+    """
+    verdict, change, arithmetic, settings = check.verdict, check.change, check.arithmetic, check.settings
+    subject = None
+    if verdict is not None:
+        request = verdict.subject.request
+        subject = {
+            "model": request.model,
+            "precision": request.precision,
+            "seq_len": request.seq_len,
+            "optimizer": request.optimizer.name,
+            "lora": None if request.lora is None else str(request.lora),
+            "strategy": verdict.subject.strategy,
+        }
+    message = None
+    if check.out_of_memory is not None:
+        message = _placed(check.out_of_memory) | {"text": out_of_memory_lines(check), "askers": check.askers}
+    return _encoded({
+        "schema": SCHEMA,
+        "verdict": "not checked" if verdict is None else "fits" if verdict.fits else "does not fit",
+        "exit_code": check.exit_code,
+        "files": [{"path": str(each.path), "tool": each.tool} for each in check.documents],
+        "batch": {
+            "global_batch": arithmetic.global_batch,
+            "world_size": arithmetic.world_size,
+            "micro_batch": arithmetic.micro_batch,
+            "accumulation_steps": arithmetic.accumulation_steps,
+            "sequence_parallel": arithmetic.shared_by,
+        },
+        "auto": check.deepspeed.filled if check.deepspeed is not None else (),
+        "subject": subject,
+        "memory": None if verdict is None else _memory(verdict),
+        "findings": [_placed(each) for each in check.findings],
+        "deviations": [_placed(each) for each in settings.deviations],
+        "refusals": [_placed(each) for each in settings.refusals],
+        "read": [_at(place) for place in settings.read],
+        "unknown": [_at(place) for place in settings.unknown],
+        "out_of_memory": message,
+        "change": None if change is None else {
+            "text": change.words, "fields": dict(change.fields), "memory": _memory(change.verdict),
+        },
+        "plan": None if check.plan is None else msgspec.Raw(check.plan.to_json()),
+        "no_plan": check.no_plan or None,
+    })  # fmt: skip
+
+
+def _memory(verdict: Verdict) -> dict[str, Any]:
     memory = verdict.memory
-    operator = memory.operator.removeprefix("aten.").removesuffix(".default")
-    lines = [f"memory of the fullest GPU at its peak, in {memory.phase}{f' ({operator})' if operator else ''}"]
-    rows = {name: size for name, size in categories(memory).items() if size >= SHOWN_BYTES}
-    rows |= {"total": memory.total_bytes, "may be used": memory.usable_bytes + memory.context}
-    if verdict.subject.strategy.offload_optimizer != "none":
-        rows["host, a node"] = memory.host_bytes_per_node
-    return [*lines, *(f"  {name:<14} {format_bytes(size):>12}" for name, size in rows.items())]
+    names = ("total_bytes", "usable_bytes", "headroom_bytes", "host_bytes_per_node", "phase", "operator")
+    shortfalls = {name: getattr(verdict, name) for name in ("host_shortfall_bytes", "disk_shortfall_bytes")}
+    return {name: getattr(memory, name) for name in (*memory.CATEGORIES, *names)} | shortfalls
 
 
-def categories(memory: MemoryBreakdown) -> dict[str, int]:
-    """Return the bytes by category, slack and context included."""
-    return {name: getattr(memory, name) for name in memory.CATEGORIES}
+def _placed(each: Any) -> dict[str, Any]:
+    """Return the fields of something that has a place, and the place."""
+    return {name: value for name, value in vars(each).items() if name != "place"} | _at(each.place)
 
 
-def finding_lines(finding: Finding) -> list[str]:
-    """Return a trap, its place and its remedy."""
-    where = f"{finding.place}: " if finding.place is not None else ""
-    lines = [f"{finding.level}: {where}{finding.text}  [{finding.rule}]"]
-    return [*lines, f"  {finding.hint}"] if finding.hint else lines
+def _at(place: Place | None) -> dict[str, Any]:
+    if place is None:
+        return {"file": None, "line": None, "key": None}
+    return {"file": str(place.path), "line": place.line, "key": place.key}
 
 
-def deviations(check: Check) -> Sequence[str]:
-    """Return what is evaluated differently than written; refusals come first."""
-    both = (*check.settings.refusals, *check.settings.deviations)
-    lines = [f"{each.place}: {each.text}" if each.place is not None else each.text for each in both]
-    return [*lines, *(check.verdict.notes if check.verdict is not None else ())]
+def error_as_json(error: FrugalError) -> bytes:
+    """Return an error that ended the check as JSON, with the keys `verdict` and `exit_code` of a check."""
+    content = {"schema": SCHEMA, "verdict": "error", "exit_code": error.exit_code, "error": error.what}
+    return _encoded(content | {"because": error.because, "hint": error.hint})
 
 
-def _listed(title: str, lines: Sequence[str]) -> list[str]:
-    return [title, *(f"  {line}" for line in lines)] if lines else []
+def as_sarif(check: Check) -> bytes:
+    """Return the check as a SARIF log with one run."""
+    first = Place(check.documents[0].path, "")
+    results = []
+    if check.verdict is None or not check.verdict.fits:
+        rule = "not-checked" if check.verdict is None else "does-not-fit"
+        change = f"; it would fit: {check.change.words}" if check.change is not None else ""
+        results.append(_result(rule, "error", headline(check) + change, first))
+    for finding in check.findings:
+        hint = f": {finding.hint}" if finding.hint else ""
+        results.append(_result(finding.rule, finding.level, finding.text + hint, finding.place or first))
+    for each in check.settings.deviations:
+        results.append(_result("evaluated-otherwise", "note", each.text, each.place or first))
+    for place in check.settings.unknown:
+        results.append(_result("unknown-field", "note", f"`{place.key}` is unknown to frugal, and ignored", place))
+    return _sarif(results, {document.path: NAMES[document.tool] for document in check.documents})
 
 
-def _read(check: Check) -> list[str]:
-    """Return the fields whose values were read, a line for each file."""
-    files = dict.fromkeys(place.path for place in check.settings.read)
-    return [f"{path}: {', '.join(each.key for each in check.settings.read if each.path == path)}" for path in files]
+def error_as_sarif(error: FrugalError, path: Path) -> bytes:
+    """Return an error that ended the check of a file as a SARIF log with one result."""
+    return _sarif([_result("error", "error", str(error), Place(path, ""))], {})
 
 
-def _change(check: Check) -> list[str]:
-    if check.verdict is None or check.verdict.fits:
-        return []
-    if check.change is None:
-        return ["smallest change that fits", "  none that keeps the batch and what is trained"]
-    change = check.change
-    assert change.verdict is not None
-    memory = change.verdict.memory
-    lines = [f"  {name}: {_written(value)}" for name, value in change.fields.items()]
-    room = f"{format_bytes(memory.total_bytes)}, {format_bytes(memory.headroom_bytes)} of headroom"
-    return [f"smallest change that fits: {change.words}", *lines, f"  it then takes {room}"]
+def _sarif(results: Sequence[Mapping[str, Any]], kinds: Mapping[Path, str]) -> bytes:
+    rules = [{"id": rule} for rule in sorted({result["ruleId"] for result in results})]
+    driver = {"name": "frugal check", "version": local_host.versions()["frugal"], "rules": rules}
+    run = {
+        "tool": {"driver": driver},
+        "artifacts": [{"location": _location(path), "description": {"text": kind}} for path, kind in kinds.items()],
+        "results": results,
+        "columnKind": "unicodeCodePoints",
+    }
+    return _encoded({"$schema": SARIF_SCHEMA, "version": "2.1.0", "runs": [run]})
 
 
-def _written(value: object) -> str:
-    return str(value).lower() if isinstance(value, bool) else str(value)
+def _result(rule: str, level: str, text: str, place: Place) -> dict[str, Any]:
+    physical: dict[str, Any] = {"artifactLocation": _location(place.path)}
+    if place.line is not None:
+        physical["region"] = {"startLine": place.line}
+    return {"ruleId": rule, "level": level, "message": {"text": text}, "locations": [{"physicalLocation": physical}]}
 
 
-def _plan(check: Check) -> list[str]:
-    if check.plan is not None:
-        return ["what frugal would do with the same batch", *(f"  {line}" for line in str(check.plan).splitlines())]
-    return ["frugal has no plan for it", *(f"  {line}" for line in check.no_plan.splitlines())] if check.no_plan else []
+def _location(path: Path) -> dict[str, str]:
+    """Return a SARIF location. Relative paths stay relative: code hosts resolve them in the repository."""
+    return {"uri": path.as_uri() if path.is_absolute() else quote(path.as_posix())}
+
+
+def _encoded(content: Mapping[str, Any]) -> bytes:
+    return msgspec.json.format(msgspec.json.encode(content), indent=2)

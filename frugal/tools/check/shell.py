@@ -12,7 +12,8 @@ GPL; tree-sitter-bash has no expansions, which are most of this.
 import re
 from collections.abc import Iterator
 
-Variables = dict[str, str | list[str]]
+Variables = dict[str, list[str]]
+"""The items of each array; of a variable that is none, its one value."""
 
 _NESTED = r"(?:[^()]|\((?:[^()]|\((?:[^()]|\([^()]*\))*+\))*+\))*+"
 _SUM, _COMMAND, _TICKS = rf"\$\(\((?P<sum>{_NESTED})\)\)", rf"\$\((?P<command>{_NESTED})\)", r"`(?P<ticks>[^`]*)`"
@@ -100,7 +101,7 @@ class _Script:
                 items = self._list(_BLANK)
                 self.variables.pop(name := loop.split()[0], None)
                 if len(items) == 1:
-                    self.variables[name] = items[0]
+                    self.variables[name] = items
             return []
         return [] if words and words[0] in _DECLARES and (len(words) == 1 or words[-1].startswith("-")) else words
 
@@ -117,21 +118,13 @@ class _Script:
     def _assign(self, assigned: re.Match[str]) -> None:
         name, adds = assigned[1], bool(assigned[2])
         self.at = assigned.end()
-        value: str | list[str]
+        before = self.variables.get(name, [])
         if self._match(r"\("):
-            value = self._list(r"(?:\s|\\[ \t]*\n|(?<=\s)#[^\n]*\n)+")
+            value = before * adds + self._list(r"(?:\s|\\[ \t]*\n|(?<=\s)#[^\n]*\n)+")
             self._match(r"\)")
-        else:
-            value = " ".join(self._word(splits=False))
-        before = self.variables.get(name)
-        if isinstance(value, list):
-            begin = [before] if isinstance(before, str) else before or []
-            value = [*begin, *value] if adds else value
-        elif isinstance(before, list):  # the first item stands for all
-            value = [_text(before[:1]) * adds + value, *before[1:]]
-        elif adds:
-            value = (before or "") + value
-        if adds or not (self.branches and before) or "$" in _text(before):
+        else:  # the first item stands for all
+            value = ["".join(before[:1]) * adds + " ".join(self._word(splits=False)), *before[1:]]
+        if adds or not (self.branches and any(before)) or "$" in " ".join(before):
             self.variables[name] = value
 
     def _redirect(self, operator: str, words: list[str]) -> None:
@@ -143,7 +136,7 @@ class _Script:
         if words[:1] == ["read"]:
             self.reads = words[-1]
             if operator.endswith("<<<"):
-                self.variables[self.reads] = target
+                self.variables[self.reads] = [target]
 
     def _skip_documents(self) -> None:
         """Go behind the here documents that began in the line before; `read` takes one as its variable's value."""
@@ -152,7 +145,7 @@ class _Script:
             body = self.text[self.at : end.start() if end else len(self.text)]
             self.at = end.end() if end else len(self.text)
             if self.reads:
-                self.variables[self.reads] = self._plain(body.replace("\\\n", " ")) if expands else body
+                self.variables[self.reads] = [self._plain(body.replace("\\\n", " ")) if expands else body]
         self.documents, self.reads = [], ""
 
     def _word(self, *, splits: bool = True) -> list[str]:
@@ -195,54 +188,42 @@ class _Script:
         match = _EXPANSION.fullmatch(expansion)
         assert match is not None
         kind, body = match.lastgroup or "", match[match.lastgroup or 0]
-        value: str | list[str] | None = None
         if kind == "sum":
             value = self._arithmetic(body)
-        elif kind in ("command", "ticks") and body.split()[:1] == ["expr"]:
-            value = self._arithmetic(body.strip().removeprefix("expr").replace("\\*", "*"))
-        elif kind == "braces":
-            value = self._parameter(body)
-        elif kind == "name":
-            value = self.variables.get(body)
-            value = _text(value[:1]) if isinstance(value, list) else value
-        return [value] if isinstance(value, str) else value
+            return None if value is None else [value]
+        if kind == "name" and body in self.variables:
+            return ["".join(self.variables[body][:1])]
+        return self._parameter(body) if kind == "braces" else None
 
     def _plain(self, text: str) -> str:
         return " ".join(self._inside(text))
 
-    def _parameter(self, body: str) -> str | list[str] | None:
+    def _parameter(self, body: str) -> list[str] | None:
         match = _PARAMETER.fullmatch(body)
         if match is None:
             return None
         counts, name, index, operator, word = match.groups()
         value = self.variables.get(name)
-        if index is not None or isinstance(value, list):
-            items = [value] if isinstance(value, str) else value
-            if items is not None and index not in ("@", "*"):
-                items = items[int(index or 0) : int(index or 0) + 1]
-            value = items
-        if counts:
-            return None if value is None else str(len(value))
-        is_set = value is not None and (value or not (operator or "").startswith(":"))
+        if value is not None and index not in ("@", "*"):
+            value = value[int(index or 0) : int(index or 0) + 1]
+        if counts and value is not None:
+            return [str(len(value) if index in ("@", "*") else len("".join(value)))]
+        is_set = value is not None and (any(value) or not (operator or "").startswith(":"))
         if operator and operator.endswith("+"):
-            return self._plain(word) if is_set else ""
-        if is_set or not operator:
+            return [self._plain(word) if is_set else ""]
+        if is_set or not operator or counts:
             return value
         default = self._plain(word)
         if operator.endswith("="):
-            self.variables[name] = default
-        return default
+            self.variables[name] = [default]
+        return [default]
 
     def _arithmetic(self, formula: str) -> str | None:
         """Return the value of a formula of whole numbers; None where one of them is not known."""
-        plain = _NAME.sub(lambda name: _text(self.variables.get(name[0], name[0])), self._plain(formula))
+        plain = _NAME.sub(lambda name: " ".join(self.variables.get(name[0], [name[0]])), self._plain(formula))
         if not re.fullmatch(r"[\d\s+*/%()-]{1,200}", plain) or "**" in plain:
             return None
         try:
             return str(eval(re.sub(r"/", "//", plain)))  # digits and operators alone
         except (SyntaxError, ArithmeticError, TypeError):
             return None
-
-
-def _text(value: str | list[str]) -> str:
-    return value if isinstance(value, str) else " ".join(value)

@@ -5,72 +5,123 @@
 
 import re
 import tomllib
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import fields
-from functools import cache
+from functools import cache, partial
 from importlib.resources import files
 from typing import Any
 
+import msgspec
+
 from frugal.config.adapters import ALL_LINEAR, Lora
-from frugal.config.optimizers import Optimizer, OptimizerImplementation, OptimizerName
+from frugal.config.optimizers import Optimizer
 from frugal.errors import RequestError
 from frugal.tools.check import command_line
-from frugal.tools.check.document import NAMES, Document, Place, Tool
-from frugal.tools.check.settings import KINDS, MAY_DECIDE_MEMORY, Fields, Settings
+from frugal.tools.check.document import MAY_DECIDE_MEMORY, NAMES, Document, Place, Settings, Tool
 
 PEFTS_OWN = "(peft's own)"
 """A placeholder for the target modules that peft chooses where none are named."""
 
 
 @cache
+def tables() -> Mapping[str, Any]:
+    """Return `tools.toml`."""
+    return tomllib.loads(files("frugal.tools.check").joinpath("tools.toml").read_text())
+
+
 def table_of(tool: Tool) -> Mapping[str, Any]:
     """Return the section of a tool in `tools.toml`, added to that of the tool it is `under`."""
-    tables = tomllib.loads(files("frugal.tools.check").joinpath("tools.toml").read_text())
-    table = tables[tool]
+    table = tables()[tool]
     if "under" in table:
-        under = tables[table["under"]]
+        under = tables()[table["under"]]
         sections = {*under, *table} - {"under", "no_effect"}
         no_effect = " ".join((under["no_effect"], table["no_effect"]))
         table = {name: under.get(name, {}) | table.get(name, {}) for name in sections} | {"no_effect": no_effect}
     return {"default": {}} | table
 
 
-def take(fields: Fields, table: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the values of a document, or of a block in it, by the names of the table. Note the fields that frugal
-    does not follow, and list those that are in no table."""
-    settings = fields.settings
-    said = {
-        name: value
-        for kind in KINDS
-        for name, keys in table.get(kind, {}).items()
-        if (value := fields.get(kind, *keys.split(), of=name)) is not None
-    }
-    for key, value, why in _set(fields, table.get("deviations", {}).items()):
-        settings.deviate(f"{_written(key, value)} is not followed: {why}", fields.place(key))
-    for key, value, why in _set(fields, ((row, why) for why, row in table.get("refusals", {}).items())):
-        settings.refuse(why.format(field=_written(key, value)), fields.place(key))
+KINDS: Mapping[str, tuple[Any, str]] = {
+    "whole": (int, "a whole number"),
+    "number": (float, "a number"),
+    "text": (str, "text"),
+    "flag": (bool, "true or false"),
+    "names": (list[str], "a list of names"),
+    "value": (Any, ""),
+}
+"""The types of values, and what a message calls them."""
+
+
+def take(document: Document, settings: Settings, table: Mapping[str, Any], *prefix: str) -> dict[str, Any]:
+    """Return the values of a document, or of the block `prefix` in it, by the names of the table. Note the fields that
+    frugal does not follow, and list those that are in no table.
+
+    Raises:
+        RequestError: a value is of the wrong kind.
+    """
+    content: Any = document.content
+    for key in prefix:
+        content = content.get(key) or {}
+    if not isinstance(content, dict):
+        name, place = ".".join(prefix), document.place(*prefix)
+        raise RequestError(f"`{name}` in {place} is {content!r}", because="it must be a mapping")
+    place_of = partial(document.place, *prefix)
+    said, known = {}, {*table.get("elsewhere", "").split(), *table.get("only", {}), *table.get("block", {})}
+    for kind in KINDS:
+        for name, row in table.get(kind, {}).items():
+            known |= set(row.split())
+            if (field := _first_set(row, content, (None,))) is not None:
+                settings.places[name] = place_of(field)
+                said[name] = _converted(content[field], kind, field, settings.places[name])
+    for row, why in table.get("deviations", {}).items():
+        known |= {each.partition("=")[0] for each in row.split()}
+        if (field := _first_set(row, content)) is not None:
+            settings.deviate(f"{_written(field, content[field])} is not followed: {why.strip()}", place_of(field))
+    for why, row in table.get("refusals", {}).items():
+        known |= {each.partition("=")[0] for each in row.split()}
+        if (field := _first_set(row, content)) is not None:
+            settings.refuse(why.format(field=_written(field, content[field])), place_of(field))
     for key, (followed, why) in table.get("only", {}).items():
-        value = fields.value(key)
+        value = content.get(key)
         if value is not None and str(value).lower() not in followed.split():
-            settings.refuse(why.format(field=_written(key, value), value=value), fields.place(key))
+            settings.refuse(why.format(field=_written(key, value), value=value), place_of(key))
     for name, block in table.get("block", {}).items():
-        if fields.value(name) is not None:
-            said |= take(fields.inside(name), block)
-    fields.known(*table.get("elsewhere", "").split())
-    fields.list_unknown(table["no_effect"].split())
+        if content.get(name) is not None:
+            said |= take(document, settings, block, *prefix, name)
+    own = [key for key in content if not key.startswith("(")]
+    settings.read += [place_of(key) for key in own if key in known and not isinstance(content[key], dict)]
+    unknown = [key for key in own if key not in known.union(table["no_effect"].split())]
+    settings.unknown += map(place_of, unknown)
+    decisive = [key for key in unknown if content[key] and MAY_DECIDE_MEMORY.search(key)]
+    if decisive:
+        names = ", ".join(f"`{key}`" for key in decisive)
+        settings.refuse(f"{names}: unknown to frugal, and may decide memory", place_of(decisive[0]))
     return said
 
 
-def _set(fields: Fields, rows: Iterable[tuple[str, str]]) -> Iterator[tuple[str, Any, str]]:
-    """Yield the first field of each row that is set, or set as after `=`, with its value and the row's text."""
-    for row, why in rows:
-        parts = [each.partition("=") for each in row.split()]
-        fields.known(*(key for key, _, _ in parts))
-        for key, _, wanted in parts:
-            value = fields.value(key)
-            if str(value).lower() == wanted if wanted else value not in (None, False, 0, "none", "", [], {}):
-                yield key, value, why.strip()
-                break
+_OFF: tuple[Any, ...] = (None, False, 0, "none", "", [], {})
+
+
+def _first_set(row: str, content: Mapping[str, Any], off: Sequence[Any] = _OFF) -> str | None:
+    """Return the first field of a row that is set, or set as after `=`; None if none is."""
+    for each in row.split():
+        key, _, wanted = each.partition("=")
+        value = content.get(key)
+        if str(value).lower() == wanted if wanted else value not in off:
+            return key
+    return None
+
+
+def _converted(value: Any, kind: str, key: str, place: Place) -> Any:
+    """Return a value as one of `KINDS`, also where a number is given as text: YAML 1.1 reads `2e-5` as text."""
+    wanted, must_be = KINDS[kind]
+    if kind == "text":
+        return str(value)
+    if kind == "names" and isinstance(value, str):
+        return value.replace(",", " ").split()
+    try:
+        return msgspec.convert(value, wanted, strict=False)
+    except msgspec.ValidationError:
+        raise RequestError(f"`{key}` in {place} is {value!r}", because=f"it must be {must_be}") from None
 
 
 def _written(key: str, value: Any) -> str:
@@ -88,7 +139,7 @@ def read(document: Document) -> Settings:
     settings.expandable_segments = command_line.expandable_segments(document.content)
     _refuse_other_work(document)
     table = table_of(document.tool)
-    given = take(Fields(document, settings), table)
+    given = take(document, settings, table)
     if given.get("deepspeed_file") in (True, False, "") and given.pop("deepspeed_file"):
         where = settings.place("deepspeed_file")
         settings.refuse("`deepspeed` names no file: the script itself decides how DeepSpeed runs", where)
@@ -111,8 +162,19 @@ def read(document: Document) -> Settings:
     settings.use_reentrant = bool(more.get("use_reentrant", False)) if isinstance(more, dict) else None
     _adapters(settings)
     _packing(settings, document.tool)
-    _evaluation(settings)
-    _long_samples(settings)
+    evaluates = bool(said.get("do_eval")) or said.get("eval_strategy", "no") not in ("no", "False")
+    keeps = not said.get("prediction_loss_only") and said.get("eval_accumulation_steps") is None
+    said["eval_micro_batch"] = said.get("eval_micro_batch") if evaluates else None
+    said["eval_keeps_logits"] = evaluates and keeps
+    if (place := settings.place("eval_micro_batch", "eval_strategy", "do_eval")) is not None:
+        settings.places["eval_micro_batch"] = place
+    if settings.sequence_parallel > 1 and document.tool == "axolotl":
+        settings.deviate(
+            "the attention of shared samples is evaluated with all-to-alls, as in DeepSpeed-Ulysses; axolotl's passes "
+            "keys and values around a ring, in buffers of other sizes",
+            settings.place("sequence_parallel"),
+        )
+    refuse_other_splits(settings, said)
     if document.tool == "axolotl":
         _fused_losses(settings)
     if document.tool in ("transformers", "trl"):
@@ -207,33 +269,10 @@ def _packing(settings: Settings, tool: Tool) -> None:
     settings.packs_apart = keeps_apart
 
 
-def _evaluation(settings: Settings) -> None:
-    """Read the batch size of evaluations during training, and whether they keep logits."""
-    said = settings.raw
-    evaluates = bool(said.get("do_eval")) or said.get("eval_strategy", "no") not in ("no", "False")
-    keeps = not said.get("prediction_loss_only") and said.get("eval_accumulation_steps") is None
-    settings.raw |= {
-        "eval_micro_batch": said.get("eval_micro_batch") if evaluates else None,
-        "eval_keeps_logits": evaluates and keeps,
-    }
-    if (place := settings.place("eval_micro_batch", "eval_strategy", "do_eval")) is not None:
-        settings.places["eval_micro_batch"] = place
-
-
-def _long_samples(settings: Settings) -> None:
-    """Note how samples that GPUs share are evaluated."""
-    if settings.sequence_parallel > 1 and settings.tool == NAMES["axolotl"]:
-        settings.deviate(
-            "the attention of shared samples is evaluated with all-to-alls, as in DeepSpeed-Ulysses; axolotl's passes "
-            "keys and values around a ring, in buffers of other sizes",
-            settings.place("sequence_parallel"),
-        )
-    refuse_other_splits(settings, settings.raw)
-
-
 def refuse_other_splits(settings: Settings, said: Mapping[str, Any]) -> None:
     """Count GPUs that split the model, whose samples are the same ones, and refuse sizes of data parallelism without
     shared samples: they are FSDP's."""
+    settings.sequence_parallel = max(1, settings.sequence_parallel)
     for name in ("tensor", "pipeline", "context"):
         settings.sequence_parallel *= max(1, said.get(name, 1))
     for name in ("replicas", "shards"):
@@ -258,50 +297,13 @@ def _fused_losses(settings: Settings) -> None:
             settings.refuse(f"`plugins`: frugal does not follow {name}", settings.place("plugins"))
 
 
-def _near(
-    name: OptimizerName, implementation: OptimizerImplementation | None = None, momentum: float = 0.0, how: str = ""
-) -> tuple[Optimizer, str]:
-    """Return the optimizer that is evaluated instead, and the difference; empty where there is none."""
-    return Optimizer(name=name, implementation=implementation, momentum=momentum), how
-
-
-_PAGED = "its paged states may move to the host where the device is full; they are counted on the device"
-_ONE_STATE = "evaluated as SGD with momentum, which also keeps one fp32 tensor of each parameter"
-
-_OF_TRAINER = {
-    "adamw_torch": _near("adamw", "foreach"),
-    "adamw_torch_fused": _near("adamw", "fused"),
-    "adamw_apex_fused": _near("adamw", "fused"),
-    "adamw_hf": _near("adamw", "for-loop"),
-    "adamw_torch_8bit": _near("adamw-8bit", how="evaluated as bitsandbytes', whose moments take a byte each, too"),
-    "adamw_bnb_8bit": _near("adamw-8bit"),
-    "adamw_8bit": _near("adamw-8bit"),
-    "paged_adamw": _near("adamw", "fused", how=_PAGED),
-    "paged_adamw_32bit": _near("adamw", "fused", how=_PAGED),
-    "paged_adamw_8bit": _near("adamw-8bit", how=_PAGED),
-    "sgd": _near("sgd", "foreach"),
-    "adagrad": _near("sgd", "foreach", 0.9, _ONE_STATE),
-    "rmsprop": _near("sgd", "foreach", 0.9, _ONE_STATE),
-    "lion_32bit": _near("sgd", "fused", 0.9, _ONE_STATE),
-}
-"""transformers' `optim`, which axolotl and LLaMA-Factory pass on."""
-
-_OF_DEEPSPEED = {
-    "adam": _near("adamw", "deepspeed"),
-    "adamw": _near("adamw", "deepspeed"),
-    "sgd": _near("sgd", "foreach"),
-    "lamb": _near("adamw", "deepspeed", how="evaluated as AdamW, which keeps two fp32 tensors a parameter, too"),
-    "lion": _near("sgd", "foreach", 0.9, _ONE_STATE),
-    "adagrad": _near("sgd", "foreach", 0.9, _ONE_STATE),
-}
-
-
-def take_optimizer(settings: Settings, name: str, place: Place | None, *, of_deepspeed: bool = False) -> None:
-    """Set the optimizer of `settings`, or refuse one that resembles none of frugal's."""
-    near = (_OF_DEEPSPEED if of_deepspeed else _OF_TRAINER).get(name.lower())
+def take_optimizer(settings: Settings, name: str, place: Place | None, of: str = "trainer") -> None:
+    """Set the optimizer of `settings`, or refuse one that resembles none of frugal's. `of`: whose name it is, a table
+    in `tools.toml`."""
+    near = tables()["optimizers"][of].get(name.lower())
     if near is None:
         settings.refuse(f"the optimizer {name} keeps states that frugal does not know", place)
         return
-    settings.optimizer, how = near
-    if how:
-        settings.deviate(f"{name}: {how}", place)
+    settings.optimizer = Optimizer(**{key: value for key, value in near.items() if key != "how"})
+    if "how" in near:
+        settings.deviate(f"{name}: {near['how']}", place)

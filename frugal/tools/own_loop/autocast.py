@@ -11,8 +11,9 @@ weights the half-precision copies of all of them live through forward, and those
 
 import warnings
 import weakref
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from functools import partial
 from typing import Any
 from unittest.mock import patch
 
@@ -92,38 +93,28 @@ class Autocast:
 
     def kernels(self) -> Iterator[tuple[str, Kernel]]:
         """Yield each operator's kernel under autocast; it runs with autocast switched off."""
-        for name in LOWER_PRECISION:
-            yield name, self._cast_to(_operator(name), lower_precision)
-        for name in FLOAT:
-            yield name, self._cast_to(_operator(name), lambda: torch.float32)
-        for name in FLOAT_RESULT:
-            yield name, _with_float_result(_operator(name))
-        for name in FLOAT_NORMS:
-            yield name, _norm
-        for name in WIDEST:
-            yield name, self._widened(_operator(name))
-        for name in REFUSED:
-            yield name, _refused
+        makers: tuple[tuple[Sequence[str], Callable[[Any], Kernel]], ...] = (
+            (LOWER_PRECISION, partial(self._cast_to, lambda _: lower_precision())),
+            (FLOAT, partial(self._cast_to, lambda _: torch.float32)),
+            (FLOAT_RESULT, _with_float_result),
+            (FLOAT_NORMS, lambda _: _norm),
+            (WIDEST, partial(self._cast_to, _widest)),
+            (REFUSED, lambda _: _refused),
+        )
+        for names, make in makers:
+            for name in names:
+                packet, _, overload = name.partition(".")
+                yield name, make(getattr(getattr(aten, packet), overload or "default"))
 
-    def _cast_to(self, operator: Any, dtype: Callable[[], torch.dtype]) -> Kernel:
+    def _cast_to(self, dtype: Callable[[tuple[Any, ...]], torch.dtype], operator: Any) -> Kernel:
         def kernel(*args: Any, **kwargs: Any) -> Any:
-            to = dtype()
+            to = dtype(args)
             kwargs = {name: self.cast(value, to) for name, value in kwargs.items()}
-            return operator(*self._from_the_last(args, to), **kwargs)
+            # in the order in which the compiler of torch's wheels evaluates arguments
+            cast = [self.cast(value, to) for value in reversed(args)]
+            return operator(*reversed(cast), **kwargs)
 
         return kernel
-
-    def _widened(self, operator: Any) -> Kernel:
-        def kernel(*args: Any, **kwargs: Any) -> Any:
-            types = {value.dtype for value in _flat(args) if _is_eligible(value)}
-            widest = torch.float32 if torch.float32 in types else lower_precision()
-            return operator(*self._from_the_last(args, widest), **kwargs)
-
-        return kernel
-
-    def _from_the_last(self, args: tuple[Any, ...], dtype: torch.dtype) -> list[Any]:
-        """Cast arguments in the order in which the compiler of torch's wheels evaluates them."""
-        return [self.cast(value, dtype) for value in reversed(args)][::-1]
 
 
 def lower_precision() -> torch.dtype:
@@ -131,21 +122,13 @@ def lower_precision() -> torch.dtype:
     return torch.get_autocast_dtype("cuda")
 
 
-def _operator(name: str) -> Any:
-    packet, _, overload = name.partition(".")
-    return getattr(getattr(aten, packet), overload or "default")
-
-
 def _is_eligible(value: Any) -> bool:
     return isinstance(value, Tensor) and value.is_meta and value.is_floating_point() and value.dtype != torch.float64
 
 
-def _flat(values: Any) -> Iterator[Any]:
-    for value in values:
-        if isinstance(value, (list, tuple)):
-            yield from _flat(value)
-        else:
-            yield value
+def _widest(args: tuple[Any, ...]) -> torch.dtype:
+    eligible = [tensor.dtype for tensor in torch_internals.tensors_in(args) if _is_eligible(tensor)]
+    return torch.float32 if torch.float32 in eligible else lower_precision()
 
 
 def _with_float_result(operator: Any) -> Kernel:

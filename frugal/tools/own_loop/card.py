@@ -8,8 +8,10 @@ It does not see functions that C++ calls itself; they work on the tensors they g
 """
 
 import sys
+from collections import defaultdict
 from collections.abc import Callable, Iterator
-from contextlib import ExitStack, contextmanager
+from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
+from types import SimpleNamespace
 from typing import Any
 from unittest.mock import patch
 
@@ -19,14 +21,17 @@ from torch import Tensor
 from torch.overrides import TorchFunctionMode
 
 from frugal import torch_internals
-from frugal.tools.own_loop import autocast, torch_cuda
-from frugal.tools.own_loop.tracker import LoopTracker, asks_for_deepspeed, is_deepspeed
+from frugal.tools.own_loop import autocast
+from frugal.tools.own_loop.tracker import LoopTracker, asks_for_deepspeed, package_of
 
 CARD = torch.device("cuda", 0)
 META = torch.device("meta")
 DEFAULT = torch.device("meta", 0)
 """Stands for the card where a default device is asked for: torch passes it on to us as if the script had named it, and
 ignores the index. A script that names the meta device gives none."""
+
+SIDE_STREAMS = "work on side streams is counted as if all of it were on one"
+COMPILED = "torch.compile is counted as eager: compiled kernels may take less"
 
 Rule = Callable[["PretendedCard", Any, tuple[Any, ...], dict[str, Any]], Any]
 
@@ -59,9 +64,10 @@ class PretendedCard(TorchFunctionMode):
         if not named and not (args and any(isinstance(value, str) for value in args)):
             return func(*args, **kwargs)
         is_elsewhere = any(map(_is_elsewhere, (*named, *args)))  # before they are replaced
-        args = tuple(map(_placed, args))
-        if "device" in kwargs:
-            kwargs = kwargs | {"device": placed(kwargs["device"])}
+        # numbers that are given by position are no devices
+        args = tuple(META if isinstance(each, (torch.device, str)) and is_card(each) else each for each in args)
+        if is_card(kwargs.get("device")):
+            kwargs = kwargs | {"device": META}
         if is_elsewhere and not asks_for_deepspeed(sys._getframe(1)):
             with self.tracker.elsewhere():
                 return func(*args, **kwargs)
@@ -76,11 +82,9 @@ def is_card(device: Any) -> bool:
     """Return whether `device` names the card."""
     if isinstance(device, torch.device):
         return device.type == "cuda" or device == DEFAULT
-    return device is not None and not isinstance(device, bool) and (isinstance(device, int) or _is_name(device))
-
-
-def _is_name(value: Any) -> bool:
-    return isinstance(value, str) and (value == "cuda" or value.startswith("cuda:"))
+    if isinstance(device, str):
+        return device == "cuda" or device.startswith("cuda:")
+    return isinstance(device, int) and not isinstance(device, bool)
 
 
 def _is_elsewhere(device: Any) -> bool:
@@ -90,22 +94,13 @@ def _is_elsewhere(device: Any) -> bool:
     return isinstance(device, str) and device == "meta"
 
 
-def placed(device: Any) -> Any:
-    """Return the device that stands for the named one."""
-    return META if is_card(device) else device
-
-
-def _placed(value: Any) -> Any:
-    """Replace a positional argument that names the card. Numbers are not devices there."""
-    return META if (isinstance(value, torch.device) and is_card(value)) or _is_name(value) else value
-
-
 # Functions with a rule of their own
 
 
 def _device(card: PretendedCard, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     real = func(*args)
-    return CARD if real.type == "meta" and not is_deepspeed(sys._getframe(2)) and card.is_on_card(args[0]) else real
+    is_shown = real.type == "meta" and package_of(sys._getframe(2)) != "deepspeed"
+    return CARD if is_shown and card.is_on_card(args[0]) else real
 
 
 def _is_cuda(card: PretendedCard, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
@@ -113,7 +108,7 @@ def _is_cuda(card: PretendedCard, func: Any, args: tuple[Any, ...], kwargs: dict
 
 
 def _is_meta(card: PretendedCard, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
-    on_card = card.is_on_card(args[0]) and not is_deepspeed(sys._getframe(2))
+    on_card = card.is_on_card(args[0]) and package_of(sys._getframe(2)) != "deepspeed"
     return bool(func(*args)) and not on_card
 
 
@@ -181,7 +176,7 @@ def _itself(card: PretendedCard, func: Any, args: tuple[Any, ...], kwargs: dict[
 
 
 def _nothing(card: PretendedCard, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-    card.tracker.note(torch_cuda.SIDE_STREAMS)
+    card.tracker.note(SIDE_STREAMS)
 
 
 def _softmax(card: PretendedCard, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
@@ -241,54 +236,53 @@ _ONLY_NAMES_A_DEVICE = ("device", "_parse_to")  # `torch.device`, and what `Modu
 
 @contextmanager
 def pretended_card(tracker: LoopTracker, *, name: str, total_bytes: int, capability: tuple[int, int]) -> Iterator[None]:
-    """Run a script inside the `with` block on a card of `total_bytes`."""
-    answers = torch_cuda.answers(tracker, name=name, total_bytes=total_bytes, capability=capability)
-    with ExitStack() as stack:
-        stack.enter_context(torch_cuda.on_pretended_card(answers, tracker))
-        stack.enter_context(_default_devices(tracker))
-        stack.enter_context(_grouping())
-        stack.enter_context(_moving_modules())
-        stack.enter_context(_phases(tracker))
-        stack.enter_context(_attention())
-        stack.enter_context(patch.dict(torch_internals.DETERMINISM_CHECKS, default=_shape_and_type))
-        stack.enter_context(autocast.on_meta())
-        stack.enter_context(tracker)
-        stack.enter_context(PretendedCard(tracker))
+    """Run a script inside the `with` block on a card of `total_bytes`.
+
+    `Module.cuda` keeps its parameters, so that ties and optimizers hold, as from a host to a GPU: between a host and a
+    meta device torch makes new ones, unless it is to swap.
+    """
+    with (
+        _on_torch_cuda(tracker, name=name, total_bytes=total_bytes, capability=capability),
+        _default_devices(tracker),
+        _grouping(),
+        patch.object(torch.__future__, "get_swap_module_params_on_conversion", lambda: True),
+        patch.object(torch.utils, "swap_tensors", _move),
+        patch.multiple(
+            torch.autograd,
+            backward=_marked(tracker, torch.autograd.backward),
+            grad=_marked(tracker, torch.autograd.grad),
+        ),
+        _attention(),
+        patch.dict(torch_internals.DETERMINISM_CHECKS, default=_shape_and_type),
+        autocast.on_meta(),
+        tracker,
+        PretendedCard(tracker),
+    ):
         yield
 
 
-@contextmanager
-def _default_devices(tracker: LoopTracker) -> Iterator[None]:
+def _default_devices(tracker: LoopTracker) -> AbstractContextManager[Any]:
     """Patch the mode of `with torch.device(...)` and `torch.set_default_device`, which torch asks after ours."""
     context = torch_internals.DEVICE_CONTEXT
     begin, enter, leave = context.__init__, context.__enter__, context.__exit__
 
     def init(self: Any, device: Any) -> None:
         begin(self, DEFAULT if is_card(device) else device)
-        self.elsewhere = (
-            tracker.elsewhere() if _is_elsewhere(device) and not asks_for_deepspeed(sys._getframe(1)) else None
-        )
+        is_elsewhere = _is_elsewhere(device) and not asks_for_deepspeed(sys._getframe(1))
+        self.elsewhere = tracker.elsewhere() if is_elsewhere else nullcontext()
 
     def enter_elsewhere(self: Any) -> Any:
-        if self.elsewhere is not None:
-            self.elsewhere.__enter__()
+        self.elsewhere.__enter__()
         return enter(self)
 
     def leave_elsewhere(self: Any, *exception: Any) -> Any:
-        if self.elsewhere is not None:
-            self.elsewhere.__exit__(None, None, None)
+        self.elsewhere.__exit__(None, None, None)
         return leave(self, *exception)
 
-    with (
-        patch.object(context, "__init__", init),
-        patch.object(context, "__enter__", enter_elsewhere),
-        patch.object(context, "__exit__", leave_elsewhere),
-    ):
-        yield
+    return patch.multiple(context, __init__=init, __enter__=enter_elsewhere, __exit__=leave_elsewhere)
 
 
-@contextmanager
-def _grouping() -> Iterator[None]:
+def _grouping() -> AbstractContextManager[Any]:
     """Patch the grouping of tensors by device, which optimizers and clipping do in C++."""
     group = torch_internals.grouped
 
@@ -298,47 +292,24 @@ def _grouping() -> Iterator[None]:
             for (device, dtype), value in group(*args, **kwargs).items()
         }
 
-    with patch(torch_internals.GROUPING, grouped):
-        yield
+    return patch(torch_internals.GROUPING, grouped)
 
 
-@contextmanager
-def _moving_modules() -> Iterator[None]:
-    """Make `Module.cuda` keep its parameters, so that ties and optimizers hold, as from a host to a GPU.
-
-    Between a host and a meta device torch makes new ones, unless it is to swap; but from one type to another on a
-    device the old tensor ends at once, as in `param.data = ...`.
-    """
-
-    def move(old: Tensor, new: Tensor) -> None:
-        if old.device.type == new.device.type:
-            old.data = new
-        else:
-            torch_internals.exchange(old, new)
-
-    before = torch.__future__.get_swap_module_params_on_conversion()
-    torch.__future__.set_swap_module_params_on_conversion(True)
-    try:
-        with patch.object(torch.utils, "swap_tensors", move):
-            yield
-    finally:
-        torch.__future__.set_swap_module_params_on_conversion(before)
+def _move(old: Tensor, new: Tensor) -> None:
+    """Make a parameter that was moved the new tensor. On one device, from a type to another, the old tensor ends at
+    once, as in `param.data = ...`."""
+    if old.device.type == new.device.type:
+        old.data = new
+    else:
+        torch_internals.exchange(old, new)
 
 
-@contextmanager
-def _phases(tracker: LoopTracker) -> Iterator[None]:
-    run, gradients = torch.autograd.backward, torch.autograd.grad
-
-    def backward(*args: Any, **kwargs: Any) -> None:
+def _marked(tracker: LoopTracker, run: Callable[..., Any]) -> Callable[..., Any]:
+    def backward(*args: Any, **kwargs: Any) -> Any:
         with tracker.backward():
-            run(*args, **kwargs)
+            return run(*args, **kwargs)
 
-    def grad(*args: Any, **kwargs: Any) -> Any:
-        with tracker.backward():
-            return gradients(*args, **kwargs)
-
-    with patch.object(torch.autograd, "backward", backward), patch.object(torch.autograd, "grad", grad):
-        yield
+    return backward
 
 
 def _shape_and_type(tensor: Tensor) -> dict[str, Any]:
@@ -347,8 +318,7 @@ def _shape_and_type(tensor: Tensor) -> dict[str, Any]:
     return {"shape": tensor.shape, "dtype": tensor.dtype}
 
 
-@contextmanager
-def _attention() -> Iterator[None]:
+def _attention() -> AbstractContextManager[Any]:
     """Cast the inputs of attention under autocast, whichever kernel it calls."""
     chosen = F.scaled_dot_product_attention
 
@@ -364,5 +334,143 @@ def _attention() -> Iterator[None]:
         with torch_internals.without_autocast():
             return chosen(query, key, value, attn_mask, *args, **kw)
 
-    with patch.object(F, "scaled_dot_product_attention", attention):
+    return patch.object(F, "scaled_dot_product_attention", attention)
+
+
+# `torch.cuda`: fixed answers that need no driver. Other names stay torch's own, which fail on a build without CUDA.
+
+
+class PretendedStream:
+    """A CUDA stream, or an event on one, that never waits."""
+
+    cuda_stream = 0
+    device_index = 0
+
+    def __init__(self, *_: Any, **__: Any) -> None:
+        self.device = torch.device("cuda", 0)
+
+    def __enter__(self) -> "PretendedStream":
+        return self
+
+    def __exit__(self, *_: Any) -> None:
+        return None
+
+    def elapsed_time(self, _end: Any) -> float:
+        """Return milliseconds."""
+        return 1.0
+
+    def query(self) -> bool:
+        """Return True: all work is done."""
+        return True
+
+    def _nothing(self, *_: Any, **__: Any) -> None:
+        return None
+
+    record = wait = synchronize = wait_event = wait_stream = is_capturing = _nothing
+
+    def record_event(self, event: Any = None) -> Any:
+        """Return an event."""
+        return event or PretendedStream()
+
+
+class PretendedGenerator(torch.Generator):
+    """A generator of random numbers, which is the host's whatever device it says."""
+
+    def __new__(cls, device: Any = "cpu") -> Any:
+        """Make one; torch's own would ask for a driver."""
+        return super().__new__(cls)
+
+    def __init__(self, device: Any = "cpu") -> None:
+        self.named = torch.device("cuda", 0) if str(device).partition(":")[0] == "cuda" else torch.device(device)
+
+    device = property(lambda self: self.named)
+
+
+@contextmanager
+def _on_torch_cuda(tracker: LoopTracker, *, name: str, total_bytes: int, capability: tuple[int, int]) -> Iterator[None]:
+    """Replace names of `torch.cuda`, and others of torch, inside the `with` block."""
+
+    def free_and_total(*_: Any) -> tuple[int, int]:
+        return total_bytes - tracker.replays().under().peak_reserved_bytes, total_bytes
+
+    properties = SimpleNamespace(
+        name=name, total_memory=total_bytes, major=capability[0], minor=capability[1], multi_processor_count=108,
+        gcnArchName="", warp_size=32, max_threads_per_multi_processor=2048, regs_per_multiprocessor=65536,
+        shared_memory_per_block=48 << 10, shared_memory_per_multiprocessor=164 << 10, is_integrated=0,
+        L2_cache_size=40 << 20,
+    )  # fmt: skip
+    constant: dict[str, Any] = {
+        "is_available": True, "is_initialized": True, "device_count": 1, "current_device": 0, "get_device_name": name,
+        "get_device_capability": capability, "get_device_properties": properties,
+        "init": None, "synchronize": None, "set_device": None,
+        "ipc_collect": None, "manual_seed": None, "manual_seed_all": None, "seed": None,
+        "reset_max_memory_allocated": None, "set_per_process_memory_fraction": None,
+        "reset_accumulated_memory_stats": None, "memory_summary": "", "get_arch_list": ["sm_80", "sm_90"],
+        "utilization": 0, "set_rng_state": None, "_lazy_init": None, "set_stream": None,
+        "is_current_stream_capturing": False, "can_device_access_peer": False, "mem_get_info": None,
+    }  # fmt: skip
+    table: dict[str, Any] = {key: _always(value) for key, value in constant.items()}
+    table |= {
+        "is_bf16_supported": lambda including_emulation=True: including_emulation or capability >= (8, 0),
+        "mem_get_info": free_and_total,
+        "empty_cache": tracker.empty_cache,
+        "memory_allocated": lambda *_: tracker.allocated_bytes,
+        "max_memory_allocated": lambda *_: tracker.peaks[0],
+        "memory_reserved": lambda *_: tracker.replays().under().peak_reserved_bytes,
+        "max_memory_reserved": lambda *_: tracker.peaks[1],
+        "reset_peak_memory_stats": tracker.reset_peaks,
+        "memory_stats": lambda *_: defaultdict(int, {
+            f"{what}_bytes.all.{when}": value
+            for when, *values in (
+                ("current", tracker.allocated_bytes, tracker.replays().under().peak_reserved_bytes),
+                ("peak", *tracker.peaks),
+            )
+            for what, value in zip(("allocated", "reserved"), values, strict=True)
+        }),
+        "get_rng_state": lambda *_: torch.zeros(16, dtype=torch.uint8),
+        "Stream": PretendedStream, "Event": PretendedStream, "device": PretendedStream, "stream": PretendedStream,
+        "current_stream": PretendedStream, "default_stream": PretendedStream,
+    }  # fmt: skip
+
+    def compile_nothing(model: Any = None, **_: Any) -> Any:
+        if not asks_for_deepspeed(sys._getframe(1)):  # which compiles small functions of its own
+            tracker.note(COMPILED)
+        return model if model is not None else lambda function: function
+
+    loading = torch.load
+
+    def load(file: Any, map_location: Any = None, *args: Any, **kwargs: Any) -> Any:
+        """Load onto a meta device what goes to the card, and record it."""
+        is_card = isinstance(map_location, str | torch.device) and str(map_location).startswith("cuda")
+        loaded = loading(file, "meta" if is_card else map_location, *args, **kwargs)
+        with torch_internals.without_functions():
+            torch_internals.tree_map(
+                lambda each: tracker.hold([each] if getattr(each, "is_meta", False) else []), loaded
+            )
+        return loaded
+
+    def has_accelerator() -> bool:
+        """Answer no to torch itself, whose threads cannot pin memory for the card."""
+        return package_of(sys._getframe(1)) != "torch"
+
+    accelerator = {
+        "current_accelerator": torch.device("cuda"), "device_count": 1, "current_device_index": 0, "synchronize": None,
+        "set_device_index": None, "current_stream": PretendedStream(),
+    }  # fmt: skip
+    replaced: dict[Any, dict[str, Any]] = {
+        torch.cuda: table,
+        torch.cuda.nvtx: dict.fromkeys(("range_push", "range_pop", "range_start", "range_end", "mark"), _always(0)),
+        torch.accelerator: {name: _always(value) for name, value in accelerator.items()}
+        | {"is_available": has_accelerator},
+        torch: {"compile": compile_nothing, "Generator": PretendedGenerator, "load": load},
+        torch.nn.Module: {"compile": lambda *_, **__: tracker.note(COMPILED)},
+        "torch._C": {"_cuda_getCurrentRawStream": _always(0)},  # bitsandbytes takes it at import where there is a card
+    }
+    with ExitStack() as stack:
+        for owner, names in replaced.items():
+            stack.enter_context(patch.multiple(owner, create=owner == "torch._C", **names))
         yield
+
+
+def _always(value: Any) -> Callable[..., Any]:
+    return lambda *_, **__: value

@@ -19,6 +19,7 @@ from contextlib import AbstractContextManager, contextmanager, nullcontext
 from pathlib import Path
 from types import FrameType
 from typing import Any
+from unittest.mock import patch
 from weakref import WeakSet
 
 import torch
@@ -39,10 +40,18 @@ from frugal.planning.memory.timeline import (
     PARAMETERS,
     TEMPORARY,
 )
-from frugal.tools.own_loop.kernels import PRODUCTS, kernel_workspace
 from frugal.torch_internals import tensors_in
 
 aten = torch.ops.aten
+
+PRODUCTS = {
+    aten.mm.default, aten.addmm.default, aten.bmm.default, aten.baddbmm.default, aten.addmv.default, aten.mv.default,
+    aten.addbmm.default, aten._addmm_activation.default,
+}  # fmt: skip
+"""A loop may multiply before its first forward, and run backward where it likes: cuBLAS's workspaces are recorded when
+the first product of a thread runs."""
+
+CHUNK_ELEMENTS = 65536  # of a tensor, of one block of threads (MultiTensorApply.cuh, ForeachReduceOp.cu)
 
 VALUES_ARE_ZERO = "values are copied from the card to the host: counted as if they were zero"
 
@@ -62,20 +71,16 @@ _PACKAGE_OF: dict[Any, str] = {}
 Kept = Callable[[], Iterable[tuple[Tensor, int]]]
 
 
-def is_deepspeed(frame: FrameType) -> bool:
-    """Return whether a frame runs DeepSpeed's code, for which the card is a meta device."""
-    return package_of(frame) == "deepspeed"
-
-
 def asks_for_deepspeed(frame: FrameType | None) -> bool:
     """Return whether DeepSpeed runs a frame, directly or through torch and transformers, as in `Module.to`."""
     while frame is not None and package_of(frame) in ("torch", "transformers", "frugal"):
         frame = frame.f_back
-    return frame is not None and is_deepspeed(frame)
+    return frame is not None and package_of(frame) == "deepspeed"
 
 
 def package_of(frame: FrameType) -> str:
-    """Return the package of a frame's code, if it matters here; empty for others, such as a script."""
+    """Return the package of a frame's code, if it matters here; empty for others, such as a script. For DeepSpeed's own
+    code the card is a meta device."""
     code = frame.f_code
     if code not in _PACKAGE_OF:
         file = Path(code.co_filename)
@@ -109,7 +114,8 @@ class LoopTracker(Tracker):
         self._in_backward = False
         self._has_workspace: set[bool] = set()  # for threads: autograd's has a cuBLAS handle of its own
         self._stepped: WeakSet[torch.optim.Optimizer] = WeakSet()  # wherever the script made them
-        self._kept: list[Kept] = [lambda: (pair for each in self._stepped for pair in kept_by_optimizer(each))]
+        # functions that yield tensors with their categories
+        self.kept: list[Kept] = [lambda: (pair for each in self._stepped for pair in kept_by_optimizer(each))]
         self._shapes = Shapes(nn.Module())  # until a model is followed
         self._models: list[nn.Module] = []
         self._peaks_from = 0, 0  # events and emptied caches until then
@@ -121,23 +127,13 @@ class LoopTracker(Tracker):
         """Return whether a tensor is on the card, not on torch's own meta device. No function mode may be active."""
         return tensor.is_meta and torch_internals.address(tensor) not in self._elsewhere
 
-    @contextmanager
-    def elsewhere(self) -> Iterator[None]:
+    def elsewhere(self) -> AbstractContextManager[Any]:
         """Count meta tensors that are made inside the `with` block as not on the card."""
-        before, self._is_elsewhere = self._is_elsewhere, True
-        try:
-            yield
-        finally:
-            self._is_elsewhere = before
+        return patch.object(self, "_is_elsewhere", True)
 
-    @contextmanager
-    def on_host(self) -> Iterator[None]:
+    def on_host(self) -> AbstractContextManager[Any]:
         """Run operators on the host for real inside the `with` block, such as those that make a batch from data."""
-        self._host_runs = True
-        try:
-            yield
-        finally:
-            self._host_runs = False
+        return patch.object(self, "_host_runs", True)
 
     def born(self, address: int, size_bytes: int, tensor: Tensor, operator: Any) -> None:
         """Record a new storage, unless it is on torch's own meta device."""
@@ -169,7 +165,9 @@ class LoopTracker(Tracker):
             if not self._is_elsewhere and inputs and not any(map(self.is_on_card, inputs)):
                 with self.elsewhere():
                     return super().__torch_dispatch__(func, types, args, kwargs)
-            inside = kernel_workspace(func, args)
+            inside = 0
+            if func is aten._foreach_norm.Scalar:  # partial sums: for each tensor as many as the largest has chunks
+                inside = 4 * len(args[0]) * max(-(-tensor.numel() // CHUNK_ELEMENTS) for tensor in args[0])
             index = self._record(inside, TEMPORARY, func) if inside else None
             out = super().__torch_dispatch__(func, types, args, kwargs)
             if index is not None:
@@ -193,38 +191,25 @@ class LoopTracker(Tracker):
             target = kwargs.get("device")
             if target is None or torch.device(target).type == "cpu":
                 return func(*args, **kwargs)
-        self._refuse_two_devices(func, args)
-        if (
-            func is aten._to_copy.default
-            and args[0].is_meta
-            and torch.device(kwargs.get("device") or "meta").type == "cpu"
-        ):
-            return self._copied_to_host(func, args, kwargs)
+        tensors = list(tensors_in(args)) if func not in _BETWEEN_DEVICES else []
+        if any(t.is_meta for t in tensors) and any(t.dim() and not t.is_meta for t in tensors):
+            raise RuntimeError(  # as CUDA does; single numbers may come from the host
+                "Expected all tensors to be on the same device, but found at least two devices, cuda:0 and cpu! "
+                f"({torch_internals.packet(func)})"
+            )
+        is_copy = func is aten._to_copy.default and args[0].is_meta
         out = super().execute(func, args, kwargs)
+        if is_copy and torch.device(kwargs.get("device") or "meta").type == "cpu":
+            if not operators.is_untouched(out):
+                out.zero_()
+            if asker(sys._getframe()) != DEEPSPEED:
+                self._assume(VALUES_ARE_ZERO)
+            return out
         if func is aten.native_dropout.default:
             self._see(out[1], func, args)  # CUDA makes the mask first (Dropout.cu)
         if self._own_metadata and asker(sys._getframe()) != DEEPSPEED:
             self._own_metadata = False
         return out
-
-    def _copied_to_host(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Tensor:
-        copied: Tensor = super().execute(func, args, kwargs)
-        if not operators.is_untouched(copied):
-            copied.zero_()
-        if asker(sys._getframe()) != DEEPSPEED:
-            self._assume(VALUES_ARE_ZERO)
-        return copied
-
-    def _refuse_two_devices(self, func: Any, args: tuple[Any, ...]) -> None:
-        """Raise as CUDA does for tensors on two devices. Single numbers may come from the host."""
-        if func in _BETWEEN_DEVICES or func in _UNSCALING:
-            return
-        tensors = list(tensors_in(args))
-        if len(tensors) > 1 and any(t.is_meta for t in tensors) and any(t.dim() and not t.is_meta for t in tensors):
-            raise RuntimeError(
-                "Expected all tensors to be on the same device, but found at least two devices, cuda:0 and cpu! "
-                f"({torch_internals.packet(func)})"
-            )
 
     def _scalar(self, tensor: Tensor) -> bool | int | float:
         """Answer as `Tracker`, but report no infinite gradient to `GradScaler`, which reads a float, no NaN to scripts,
@@ -233,15 +218,11 @@ class LoopTracker(Tracker):
             return False
         if tensor.dtype == torch.bool and asked_by_transformers(sys._getframe(1)):
             return True
-        if tensor.dtype.is_floating_point and _asks(_GRAD_SCALER, sys._getframe(1)):
+        if tensor.dtype.is_floating_point and _asked_by_grad_scaler(sys._getframe(1)):
             return 0.0
         return super()._scalar(tensor)
 
     # Phases
-
-    def keep(self, kept: Kept) -> None:
-        """Add a function that yields tensors with their categories."""
-        self._kept.append(kept)
 
     def follow(self, model: nn.Module) -> None:
         """Name a model's modules in the recording, and recognise its gradients and logits by shape. Its forward ends an
@@ -276,7 +257,7 @@ class LoopTracker(Tracker):
     def mark(self, phase: str) -> None:
         """Begin `phase`, and relabel live tensors by their purpose."""
         with torch_internals.without_functions():
-            self.relabel(pair for kept in self._kept for pair in kept())
+            self.relabel(pair for kept in self.kept for pair in kept())
         if phase != self.phase:
             super().mark(phase)
 
@@ -319,10 +300,7 @@ class LoopTracker(Tracker):
 
 def kept_by_model(model: nn.Module) -> Iterator[tuple[Tensor, int]]:
     """Yield a model's parameters, their gradients and its buffers, with categories."""
-    for parameter in model.parameters():
-        yield parameter.data, PARAMETERS
-        if parameter.grad is not None:
-            yield parameter.grad, GRADIENTS
+    yield from _with_gradients(model.parameters())
     for buffer in model.buffers():
         yield buffer, PARAMETERS
 
@@ -330,21 +308,23 @@ def kept_by_model(model: nn.Module) -> Iterator[tuple[Tensor, int]]:
 def kept_by_optimizer(optimizer: torch.optim.Optimizer) -> Iterator[tuple[Tensor, int]]:
     """Yield an optimizer's parameters, their gradients and its states, with categories."""
     for group in optimizer.param_groups:
-        for parameter in group["params"]:
-            yield parameter.data, PARAMETERS
-            if parameter.grad is not None:
-                yield parameter.grad, GRADIENTS
+        yield from _with_gradients(group["params"])
     for state in optimizer.state.values():
         if isinstance(state, dict):
             yield from ((value, OPTIMIZER) for value in state.values() if isinstance(value, Tensor))
 
 
-def _asks(file: Path, frame: FrameType | None) -> bool:
-    """Return whether code of `file` runs a frame, directly or through torch."""
-    while frame is not None and Path(frame.f_code.co_filename) != file:
-        if not Path(frame.f_code.co_filename).is_relative_to(package_folder("torch")) and not Path(
-            frame.f_code.co_filename
-        ).is_relative_to(package_folder("frugal")):
-            return False
+def _with_gradients(parameters: Iterable[Tensor]) -> Iterator[tuple[Tensor, int]]:
+    for parameter in parameters:
+        yield parameter.data, PARAMETERS
+        if parameter.grad is not None:
+            yield parameter.grad, GRADIENTS
+
+
+def _asked_by_grad_scaler(frame: FrameType | None) -> bool:
+    """Return whether torch's `GradScaler` runs a frame, directly or through torch."""
+    while frame is not None and package_of(frame) in ("torch", "frugal"):
+        if Path(frame.f_code.co_filename) == _GRAD_SCALER:
+            return True
         frame = frame.f_back
-    return frame is not None
+    return False

@@ -1,4 +1,4 @@
-"""The contents of a plan's page besides the plan: timelines, a grid of answers, and tables of other machines.
+"""The contents of a plan's page besides the plan: timelines of live bytes, and a grid of answers for other settings.
 
 An answer is what a search finds for one strategy on one cluster (`StrategyEvaluation`): the batch it would take, its
 memory with torch's allocator replayed, and its time. A strategy whose live tensors alone are too large is not replayed;
@@ -9,44 +9,30 @@ number of GPUs: the scratch of sums depends on a card's processors, and may diff
 """
 
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import ExitStack, closing
+from contextlib import ExitStack
 from dataclasses import replace
-from functools import partial
 from itertools import accumulate
 from typing import Any
 
 import msgspec
+import numpy as np
 
 from frugal.config.hardware.cluster import Cluster
 from frugal.config.pins import check_pins
 from frugal.config.request import Request
-from frugal.dryrun.client import DryRunSource, workers
+from frugal.dryrun.client import DryRunSource
 from frugal.errors import FrugalError, RequestError
 from frugal.planning.length_bucketing import grouping
-from frugal.planning.memory.profile import MemoryProfile
+from frugal.planning.memory.breakdown import MemoryBreakdown
+from frugal.planning.memory.profile import MemoryProfile, RankMemory
+from frugal.planning.memory.timeline import CATEGORIES, OPTIMIZER_STEP, Timeline
 from frugal.planning.model_facts import ModelFacts
 from frugal.planning.plan import Plan, binds_in_short, speed_in_words
-from frugal.planning.report import Table
 from frugal.planning.search.candidate import Candidate
 from frugal.planning.search.evaluate import StrategyEvaluation
-from frugal.planning.strategy import PLACES, Offload, Strategy, allowed_strategies, in_part, offload_levels
-from frugal.planning.what_if import (
-    NOT_DRY_RUN,
-    axes_around,
-    changes,
-    grid,
-    improvements,
-    predicted,
-    predicted_with_sharing,
-    shorter,
-    what_if_legend,
-    what_if_rows,
-    with_gpus,
-    with_memory,
-)
+from frugal.planning.strategy import PLACES, Strategy, allowed_strategies, in_part, offload_levels
+from frugal.planning.what_if import axes_around, with_gpus, with_memory
 from frugal.planning.why import what_binds
-from frugal.tools.plan_page.page import PageData, chosen_micro_batches
-from frugal.tools.plan_page.timelines import FEW_POINTS, MOST_POINTS, picture
 from frugal.units import GIB, MIB, format_bytes, plural
 
 MEMORY_GIB = (3, 4, 6, 8, 10, 11, 12, 16, 20, 24, 32, 40, 48, 64, 80, 96, 141, 180)
@@ -55,26 +41,32 @@ MEMORY_GIB = (3, 4, 6, 8, 10, 11, 12, 16, 20, 24, 32, 40, 48, 64, 80, 96, 141, 1
 GPUS = (1, 2, 4, 8, 16)
 """The GPUs of a node that `--html` offers beside the plan's own number, its half and its double."""
 
-OpenDryRuns = Callable[[Request, Cluster], DryRunSource]
-"""Opens a source for one request on one cluster."""
-
 EVENTS_OF_A_PAGE, EVENTS_OF_A_SMALL_PAGE = 24_000_000, 5_000_000
 """The most simulated events of `--html`, and of the page beside plan.json; they limit the numbers of GPUs. A strategy
 on one number of GPUs has 6,000 to 14,000 with gpt2 (10 ms), 25,000 to 80,000 with models of 8B (30 to 60 ms)."""
 
+MOST_POINTS, FEW_POINTS = 400, 160
+"""Points of the plan's picture, and of another strategy's; at least one of each phase."""
+
+NEAR = 40
+"""Events before and after the peak that the zoom shows, one by one."""
+
+STEPS_OF_AN_AXIS = 1 << 12
+"""Bytes are rounded to so many parts of the peak, finer than a pixel; the peak itself and the tables are exact."""
+
+PLACES_BACK = 400
+"""Events before the peak among which a module is looked for. Backward runs in none."""
+
 MORE = " The same command with --html FILE computes other sample lengths, offloading, more GPUs and cards."
 
 
-def contents(plan: Plan, in_full: bool) -> PageData:
-    """Return the contents computed anew; `in_full`: as in `frugal.tools.plan_page.make.write_page`.
-
-    Raises:
-        WorkerError: a trace crashed.
-    """
-    with closing(workers()) as pool:
-        open_source = partial(DryRunSource, pool=pool, will_dry_run=False)
-        tables = tuple(_tables(plan, open_source)) if in_full else ()
-        return PageData(answers(plan, open_source, in_full=in_full), tables)
+def chosen_micro_batches(plan: Plan) -> Iterator[tuple[Strategy, int]]:
+    """Yield every strategy of the plan with the micro-batch it was weighed at, the chosen one first."""
+    own = plan.memory.device_in(plan.cluster)
+    sizes = zip(plan.cluster.devices, plan.batch.cap_of_rank, strict=True)
+    yield plan.strategy, max(size for device, size in sizes if device == own)
+    for each in plan.rejected:
+        yield each.strategy, max(1, each.micro_batch)
 
 
 def is_of_one_kind(cluster: Cluster) -> bool:
@@ -82,11 +74,12 @@ def is_of_one_kind(cluster: Cluster) -> bool:
     return len(cluster.kinds) == 1 and len({len(node.devices) for node in cluster.nodes}) == 1
 
 
-def answers(plan: Plan, open_source: OpenDryRuns, *, in_full: bool) -> dict[str, Any]:
+def answers(plan: Plan, open_source: Callable[[Request, Cluster], DryRunSource], *, in_full: bool) -> dict[str, Any]:
     """Return what a page looks up, in plain types: `timelines` of the plan's strategies, and a `grid` of answers.
 
-    `in_full`: with other lengths, and more GPUs, cards and batches. The plan's strategies are traced where they were
-    not. `grid` is None where devices differ, or arithmetic is enough for no strategy.
+    `open_source`: opens a source for one request on one cluster. `in_full`: with other lengths, and more GPUs, cards
+    and batches. The plan's strategies are traced where they were not. `grid` is None where devices differ, or
+    arithmetic is enough for no strategy.
 
     Raises:
         WorkerError: a trace crashed.
@@ -162,8 +155,13 @@ class _Grid:
         cards = sorted({memory, *(gib * GIB for gib in MEMORY_GIB if memory <= 4 * gib * GIB <= 16 * memory)})
         own, beside = cards.index(memory), 4 if in_full else 2
         self.cards = cards[max(0, own - beside) : own + beside + 1]
-        quarters = (2, 4, 8) if in_full or plan.request.lengths is None else (4,)
-        self.batches = list(dict.fromkeys(_with_batch(source.request, number) for number in quarters))
+        request, quarters = source.request, (2, 4, 8) if in_full or plan.request.lengths is None else (4,)
+        if request.global_tokens is not None:
+            tokens = dict.fromkeys(max(request.seq_len, request.global_tokens * number // 4) for number in quarters)
+            self.batches = [replace(request, global_tokens=number) for number in tokens]
+        else:
+            samples = dict.fromkeys(max(1, request.batch_samples * number // 4) for number in quarters)
+            self.batches = [replace(request, global_batch=number) for number in samples]
         self.profiles = {
             strategy: profile
             for strategy in self._allowed()
@@ -202,15 +200,15 @@ class _Grid:
         sizes = [each.global_tokens or each.batch_samples for each in self.batches]
         in_tokens = plan.request.global_tokens is not None
         more = "the model takes no other" if self._in_full else "--html FILE computes others"
+        counted = [f"{n:,} {plan.counted}" if in_tokens else plural(n, "sample") for n in sizes]
+        axes: dict[str, tuple[Sequence[int], list[str], str]] = {
+            "length": (lengths, [plural(each, "token") for each in lengths], why),
+            "gpus": (gpus, [plural(each, plan.cluster.rank_noun) for each in gpus], more),
+            "card": (self.cards, list(map(format_bytes, self.cards)), more),
+            "batch": (sizes, counted, more),
+        }
         return {
-            "axes": {
-                "length": _axis(lengths, [plural(each, "token") for each in lengths], why),
-                "gpus": _axis(gpus, [plural(each, plan.cluster.rank_noun) for each in gpus], more),
-                "card": _axis(self.cards, list(map(format_bytes, self.cards)), more),
-                "batch": _axis(
-                    sizes, [f"{n:,} {plan.counted}" if in_tokens else plural(n, "sample") for n in sizes], more
-                ),
-            },
+            "axes": {name: dict(zip(("values", "words", "why"), axis, strict=True)) for name, axis in axes.items()},
             "why": more,
             "covers": f"{len(entries):,} answers, one for each combination of these.{'' if self._in_full else MORE}",
             "strategies": [_in_words(strategy) for strategy in self.profiles],
@@ -298,17 +296,6 @@ class _Grid:
         return self._answers.of(answer)
 
 
-def _axis(values: Sequence[int], words: Sequence[str], why: str) -> dict[str, Any]:
-    return {"values": values, "words": words, "why": why}
-
-
-def _with_batch(request: Request, quarters: int) -> Request:
-    """Return the request with a global batch that is a number of quarters of its own."""
-    if request.global_tokens is not None:
-        return replace(request, global_tokens=max(request.seq_len, request.global_tokens * quarters // 4))
-    return replace(request, global_batch=max(1, request.batch_samples * quarters // 4))
-
-
 def _on_ranks(strategy: Strategy, facts: ModelFacts, world_size: int) -> Strategy:
     """Return the strategy with the sizes that depend on the number of ranks."""
     if strategy.offload_parameters == "nvme":
@@ -321,7 +308,8 @@ def _on_ranks(strategy: Strategy, facts: ModelFacts, world_size: int) -> Strateg
 
 def _in_words(strategy: Strategy) -> dict[str, str]:
     """Return a strategy by the controls that choose it, with its name and the flags of `frugal plan` that pin it."""
-    level = offload_level(strategy)
+    places = strategy.offload_optimizer, strategy.offload_parameters
+    level = next(level for level, allowed in PLACES.items() if places in allowed)
     more = {"optimizer": f":{strategy.offload_ratio:g}", "nvme": f":{strategy.nvme_path}"}.get(level, "")
     ends = [*accumulate(count for _, count in strategy.layer_modes)]
     modes = [f"{mode}:{end - count}-{end - 1}" for (mode, count), end in zip(strategy.layer_modes, ends, strict=True)]
@@ -342,12 +330,6 @@ def _in_words(strategy: Strategy) -> dict[str, str]:
         "offload": ", ".join(moved) or "nothing",
         "loss": ", ".join([f"{strategy.loss} loss", *rest]),
     }
-
-
-def offload_level(strategy: Strategy) -> Offload:
-    """Return the level of offloading a strategy belongs to."""
-    own = strategy.offload_optimizer, strategy.offload_parameters
-    return next(level for level, places in PLACES.items() if own in places)
 
 
 def _profile(source: DryRunSource, strategy: Strategy, accumulates: bool) -> MemoryProfile | None:
@@ -391,26 +373,78 @@ def _timeline(plan: Plan, source: DryRunSource, number: int) -> dict[str, Any] |
     }
 
 
-def _tables(plan: Plan, dry_run: OpenDryRuns) -> list[Table]:
-    """Return the tables of what would help, and of other GPUs, cards and lengths."""
-    cases = [*changes(plan), *shorter(plan)]
-    tables = []
-    if cases:
-        rows = improvements(plan, cases, predicted(cases, dry_run))
-        head = ("change", "a step", "", "micro-batch x steps", "strategy")
-        tables.append(Table(title=rows.title, rows=(head, *rows.rows), has_head=True))
-    return [*tables, *_what_if(plan, dry_run)] if is_of_one_kind(plan.cluster) else tables
+def picture(
+    ranks: Sequence[RankMemory], memory: MemoryBreakdown, micro_batch: int, most: int = MOST_POINTS
+) -> dict[str, Any]:
+    """Return the timeline of the fullest of `ranks`, whose peak is `memory`, in plain types.
+
+    `step` and `zoom`, which has every event near the peak: `x`: events. `live`: by category, in units of `unit` bytes;
+    one number where it never changes. `modules`: of each point, an index into `names`. `second`: the first point of
+    the second optimizer step, which is like all later ones; 0 where the peak is before it. `peak`: bytes of live
+    tensors, the event, operator, phase and module. `parts` and `phases`: bytes by category, and live at the fullest
+    moment of each phase.
+    """
+    timeline = max(ranks, key=lambda each: each.timeline.peak_bytes(micro_batch) == memory.live_bytes).timeline
+    changes = timeline.changes(micro_batch)
+    total = changes.cumsum()
+    categories = np.asarray(timeline.categories)[np.asarray(timeline.events)]
+    of_categories = {
+        name: np.where(categories == number, changes, 0).cumsum()
+        for number, name in enumerate(CATEGORIES)
+        if (categories == number).any()
+    }
+    unit = 1 << max(0, memory.live_bytes.bit_length() - STEPS_OF_AN_AXIS.bit_length() + 1)
+    events = _fullest_moments(timeline, total, most)
+    peak = next(e for e in events if total[e] == memory.live_bytes and timeline.phase_of(e) == memory.phase)
+    near = list(range(max(0, peak - NEAR), min(len(total), peak + NEAR + 1)))
+    names: dict[str, int] = {}
+
+    def drawn(events: list[int]) -> dict[str, Any]:
+        live = {name: (so_far[events] // unit).tolist() for name, so_far in of_categories.items()}
+        modules = [timeline.names[timeline.modules[timeline.events[event]]] for event in events]
+        return {
+            "x": events,
+            "live": {k: v if len(set(v)) > 1 else v[0] for k, v in live.items() if any(v)},
+            "modules": [names.setdefault(name, len(names)) for name in modules],
+        }
+
+    ends = [i for i, (name, _) in enumerate(timeline.phases[:-1]) if name == OPTIMIZER_STEP]
+    second = timeline.phases[ends[0] + 1][1] if ends else 0
+    return {
+        "unit": unit,
+        "step": drawn(events),
+        "zoom": drawn(near),
+        "names": list(names),
+        "marks": [[name, first] for name, first in timeline.phases],
+        "second": next((i for i, event in enumerate(events) if event >= second), 0) if peak >= second else 0,
+        "peak": {
+            "event": peak,
+            "bytes": memory.live_bytes,
+            "operator": memory.operator.removeprefix("aten.").removesuffix(".default"),
+            "phase": memory.phase,
+            "where": _where(timeline, peak),
+        },
+        "parts": {name: getattr(memory, name) for name in memory.CATEGORIES},
+        "phases": timeline.phase_peaks(micro_batch),
+    }
 
 
-def _what_if(plan: Plan, dry_run: OpenDryRuns) -> list[Table]:
-    with dry_run(plan.request, plan.cluster) as source:
-        longest = source.facts().max_positions
-    axes = axes_around(plan, longest)
-    cases = grid(plan, axes)
-    predictions = dict(zip(cases, predicted_with_sharing(list(cases.values()), dry_run), strict=True))
-    tables = []
-    for seq_len in axes["seq-len"]:
-        rows = what_if_rows(plan, axes, predictions, seq_len)
-        title = f"what if: samples of {seq_len} tokens ({NOT_DRY_RUN})"
-        tables.append(Table(title=title, rows=tuple(rows), note=what_if_legend(predictions), has_head=True))
-    return tables
+def _fullest_moments(timeline: Timeline, total: "np.ndarray[Any, Any]", most: int) -> list[int]:
+    """Return events: of each stretch of a phase the fullest one."""
+    chosen = []
+    for _, events in timeline.phase_ranges:
+        if not events:
+            continue
+        share = round(most * len(events) / len(total))
+        for stretch in np.array_split(np.arange(events.start, events.stop), min(max(1, share), len(events))):
+            chosen.append(int(stretch[total[stretch].argmax()]))
+    return chosen
+
+
+def _where(timeline: Timeline, event: int) -> str:
+    """Return the module running at an event, or that of the last tensor before it that was made or freed in one."""
+    for place in range(event, max(0, event - PLACES_BACK) - 1, -1):
+        name = timeline.names[timeline.modules[timeline.events[place]]]
+        if name:
+            return name if place == event else f"near {name}"
+    return ""

@@ -1,78 +1,111 @@
-"""The page of a plan: one file with the verdict, memory over a step, answers for other settings, the strategies that
-were weighed, and what other machines would come to.
+"""The page of a plan: one file with the verdict, memory over a step, answers for other settings, and the strategies
+that were weighed.
 
 Two kinds of numbers are on it, and it says which is which: the plan's memory, proven by a dry run of DeepSpeed's own
 code, and those computed when the page is made, which are the arithmetic of `frugal plan --draft`.
 """
 
-from collections.abc import Iterator, Sequence
+from contextlib import closing
+from functools import partial
+from pathlib import Path
 from typing import Any
 
-import msgspec
-
 from frugal.config.hardware.cluster import CARDS
-from frugal.html.assets import asset
-from frugal.html.document import document
-from frugal.html.elements import Html, details, element, figure, joined, table
-from frugal.planning.plan import Plan, Rejected
-from frugal.planning.report import Table, assumptions, bar, strategy_table
-from frugal.planning.strategy import Strategy, short_name
+from frugal.deepspeed_adapter.json_config import write_files
+from frugal.dryrun.cache import Cache, digest, model_key
+from frugal.dryrun.client import DryRunSource, workers
+from frugal.html.document import Html, asset, details, document, element, figure, joined, table
+from frugal.planning.plan import Plan
+from frugal.planning.report import assumptions, bar, strategy_table
+from frugal.planning.strategy import short_name
 from frugal.units import format_bytes, format_seconds, plural
 
 
-class PageData(msgspec.Struct, frozen=True):
-    """The contents of a page besides its plan, as they are kept.
+def write_page(plan: Plan, path: Path, *, in_full: bool, helps: str = "") -> Path:
+    """Write the page of `plan` to `path`, atomically, and return the path. Makes its folder.
 
-    `answers`: see `frugal.tools.plan_page.answers`. `tables`: what other machines would come to.
+    `in_full`: with more answers, also for other lengths, which takes from ten seconds to a minute the first time:
+    answers are kept in the user's cache; otherwise with what takes a few seconds. `helps`: the change that would help
+    most, in words.
+
+    Raises:
+        RequestError: it cannot be written.
+        WorkerError: a trace crashed.
     """
+    cache = Cache.of_user()
+    key = digest("answers of a page", model_key(plan.request), plan.digest, in_full)
+    answers = cache.read(key, dict[str, Any])
+    if answers is None:
+        from frugal.tools.plan_page import answers as made  # brings the simulation along
 
-    answers: dict[str, Any]
-    tables: tuple[Table, ...] = ()
+        with closing(workers()) as pool:
+            answers = made.answers(plan, partial(DryRunSource, pool=pool, will_dry_run=False), in_full=in_full)
+        cache.write(key, answers)
+    (written,) = write_files(path.parent, {path.name: plan_page(plan, answers, helps=helps).encode()})
+    return written
 
 
-def plan_page(plan: Plan, answers: dict[str, Any], *, helps: str = "", tables: Sequence[Table] = ()) -> str:
-    """Return the page as HTML.
+WHENCE = (
+    "The plan's memory is of a dry run of DeepSpeed's own code. The chart and the answers are the arithmetic of "
+    "`frugal plan --draft`, done when this page was made: every storage of the recorded step grows by a fixed number "
+    "of bytes with each sample, and torch's allocator is replayed on them; where live tensors alone are too large it "
+    "is not, and bytes are the least it takes. For another card than the plan's they may differ by 0.3 %."
+)
+"""The page says of its numbers which is which."""
 
-    `answers`: of `frugal.tools.plan_page.answers`. `helps`: the change that would help most. `tables`: predictions for
-    other machines.
-    """
+
+def plan_page(plan: Plan, answers: dict[str, Any], *, helps: str = "") -> str:
+    """Return the page as HTML. `answers`: of `frugal.tools.plan_page.answers`. `helps`: the change that would help
+    most."""
+    no_chart = f"Only dry runs can tell what {plan.request.model} takes under this strategy: it has no chart."
+    memory = element("section", element("h2", "Memory"), element("p", no_chart, class_="small"))
+    if any(answers["timelines"]):
+        memory = _memory(plan)
+    tables = details("The chart as tables", element("div", id="breakdown"), element("div", id="phases"))
     body = joined(
         _verdict(plan, helps),
         element(
             "div",
-            _memory(plan) if any(answers["timelines"]) else _no_arithmetic(plan),
+            memory,
             _settings(plan, answers["grid"]),
             class_="desk",
         ),
-        _tables_of_chart(),
+        element("div", tables, details("Which number is which", element("p", WHENCE))),
         _strategies(plan),
-        *(_what_if(each) for each in tables),
         _reasons(plan),
-        _footer(plan),
-    )
+        element(
+            "footer",
+            element("p", "This page is one file and asks no network. The plan is known by its digest, which plan.json "
+                    "has, and every rank checks: ", element("code", plan.digest)),
+            element("p", f"frugal {plan.frugal_version}. Charts: uPlot (MIT)."),
+        ),
+    )  # fmt: skip
+    seconds = format_seconds(plan.time.total_seconds)
     return document(
         f"{plan.request.model}: {plan.arithmetic}",
         body,
         header=f"frugal plan {plan.digest[:12]}",
-        description=f"{plan.strategy}: {format_bytes(plan.memory.total_bytes)}, {_seconds(plan)} a step",
+        description=f"{plan.strategy}: {format_bytes(plan.memory.total_bytes)}, {seconds} a step",
         data={"answers": answers, "plan": _chosen(plan)},
-        scripts=[asset("plan_page.js")],
+        scripts=[asset("assets/plan_page.js")],
     )
-
-
-def chosen_micro_batches(plan: Plan) -> Iterator[tuple[Strategy, int]]:
-    """Yield every strategy of the plan with the micro-batch it was weighed at, the chosen one first."""
-    own = plan.memory.device_in(plan.cluster)
-    sizes = zip(plan.cluster.devices, plan.batch.cap_of_rank, strict=True)
-    yield plan.strategy, max(size for device, size in sizes if device == own)
-    for each in plan.rejected:
-        yield each.strategy, max(1, each.micro_batch)
 
 
 def _chosen(plan: Plan) -> dict[str, Any]:
     """Return where the page starts, the rows of the table of strategies, and the points of their chart."""
     device = plan.memory.device_in(plan.cluster)
-    weighed = zip(chosen_micro_batches(plan), strategy_table(plan).rows[1:], strict=True)
+    rows = []
+    strategies = [plan.strategy, *(each.strategy for each in plan.rejected)]
+    for strategy, (step, _, batch, peak, headroom, _) in zip(strategies, strategy_table(plan).rows[1:], strict=True):
+        says = [f"{step} a step"] if step != "-" else []
+        for name, value in (("micro-batch x steps", batch), ("peak", peak), ("headroom", headroom)):
+            says += [f"{name} {value}"] if value else []
+        rows.append({"name": str(strategy), "says": ", ".join(says)})
+    points: list[tuple[Any, ...]] = [(plan.strategy, plan.time.total_seconds, plan.memory.total_bytes, "chosen")]
+    for each in plan.rejected:
+        kind = "lower bound" if each.is_bound else "fits"
+        kind = "does not fit" if each.headroom_bytes is not None and each.headroom_bytes < 0 else kind
+        points.append((each.strategy, each.step_seconds, each.peak_bytes, kind))
     return {
         "own": {
             "gpus": len(plan.cluster.nodes[0].devices),
@@ -91,47 +124,34 @@ def _chosen(plan: Plan) -> dict[str, Any]:
         "total": plan.memory.total_bytes,
         "context": plan.memory.context,
         "limit": plan.memory.usable_bytes + plan.memory.context,
-        "rows": [{"name": str(strategy), "says": _says(row)} for (strategy, _), row in weighed],
-        "points": [_point(1, short_name(plan.strategy), plan.time.total_seconds, plan.memory.total_bytes, "chosen")]
-        + [
-            _point(number, short_name(each.strategy), each.step_seconds, each.peak_bytes, _kind(each))
-            for number, each in enumerate(plan.rejected, 2)
-            if each.step_seconds is not None and each.peak_bytes is not None
+        "rows": rows,
+        "points": [
+            {
+                "number": number,
+                "says": f"{number}: {short_name(strategy)}, {kind}, {format_seconds(seconds)}, {format_bytes(total)}",
+                "seconds": seconds,
+                "bytes": total,
+                "kind": kind,
+            }
+            for number, (strategy, seconds, total, kind) in enumerate(points, 1)
+            if seconds is not None and total is not None
         ],
     }
-
-
-def _says(row: Sequence[str]) -> str:
-    """Return the numbers of a row of the table of strategies in a sentence."""
-    step, _, batch, peak, headroom, _ = row
-    parts = [(f"{step} a step", step != "-"), (f"micro-batch x steps {batch}", batch), (f"peak {peak}", peak)]
-    parts.append((f"headroom {headroom}", headroom))
-    return ", ".join(words for words, known in parts if known)
-
-
-def _point(number: int, name: str, seconds: float, total: int, kind: str) -> dict[str, Any]:
-    says = f"{number}: {name}, {kind}, {format_seconds(seconds)}, {format_bytes(total)}"
-    return {"number": number, "says": says, "seconds": seconds, "bytes": total, "kind": kind}
-
-
-def _kind(rejected: Rejected) -> str:
-    if rejected.headroom_bytes is not None and rejected.headroom_bytes < 0:
-        return "does not fit"
-    return "lower bound" if rejected.is_bound else "fits"
-
-
-def _seconds(plan: Plan) -> str:
-    return format_seconds(plan.time.total_seconds)
 
 
 def _verdict(plan: Plan, helps: str) -> Html:
     runs, *others = plan.verdict
     rows = [runs, ("batch", plan.arithmetic), *others, *([("helps", helps)] if helps else [])]
     rows += [("note", note) for note in plan.warnings]
-    badge = element("strong", "fits", class_="badge good")
+    devices, noun = plan.cluster.devices, plan.cluster.rank_noun
+    cards = f"{plural(len(devices), noun)} of {format_bytes(devices[0].memory_bytes)}"
+    if len(set(devices)) > 1:
+        cards = plural(len(devices), noun)
+    elif devices[0].name in CARDS:
+        cards = f"{len(devices)} x {devices[0].name}"
     return element(
         "section",
-        element("h1", badge, f" {plan.request.model} on {_cards(plan)}"),
+        element("h1", element("strong", "fits", class_="badge good"), f" {plan.request.model} on {cards}"),
         _bar(plan),
         element("dl", *(element("div", element("dt", name), element("dd", words)) for name, words in rows),
                 class_="verdict-rows wide"),
@@ -159,16 +179,6 @@ def _bar(plan: Plan) -> Html:
     )
 
 
-def _cards(plan: Plan) -> str:
-    """Return the devices: `4 GPUs of 12.00 GiB`, `8 x h100-80g`."""
-    devices, noun = plan.cluster.devices, plan.cluster.rank_noun
-    if len(set(devices)) > 1:
-        return plural(len(devices), noun)
-    if devices[0].name in CARDS:
-        return f"{len(devices)} x {devices[0].name}"
-    return f"{plural(len(devices), noun)} of {format_bytes(devices[0].memory_bytes)}"
-
-
 VIEWS = {"step": "a step", "peak": "near the peak", "start": "from the start"}
 """The stretches that the chart of memory can show, in words."""
 
@@ -182,17 +192,6 @@ def _memory(plan: Plan) -> Html:
     below = joined(choice, element("p", id="shown", class_="small faint"))
     says = "Memory by category over an optimizer step; the tables below have its peak"
     return figure("memory", f"Memory of a {plan.cluster.rank_noun} over a step", says=says, below=below)
-
-
-def _tables_of_chart() -> Html:
-    whence = (
-        "The plan's memory is of a dry run of DeepSpeed's own code. The chart and the answers are the arithmetic of "
-        "`frugal plan --draft`, done when this page was made: every storage of the recorded step grows by a fixed "
-        "number of bytes with each sample, and torch's allocator is replayed on them; where live tensors alone are too "
-        "large it is not, and bytes are the least it takes. For another card than the plan's they may differ by 0.3 %."
-    )
-    tables = details("The chart as tables", element("div", id="breakdown"), element("div", id="phases"))
-    return element("div", tables, details("Which number is which", element("p", whence)))
 
 
 def _settings(plan: Plan, grid: dict[str, Any] | None) -> Html:
@@ -233,11 +232,6 @@ def _settings(plan: Plan, grid: dict[str, Any] | None) -> Html:
     )
 
 
-def _no_arithmetic(plan: Plan) -> Html:
-    words = f"Only dry runs can tell what {plan.request.model} takes under this strategy: it has no chart."
-    return element("section", element("h2", "Memory"), element("p", words, class_="small"))
-
-
 def _strategies(plan: Plan) -> Html:
     rows = strategy_table(plan).rows[1:]
     body = []
@@ -252,14 +246,6 @@ def _strategies(plan: Plan) -> Html:
         element("p", note, class_="small faint")))  # fmt: skip
 
 
-def _what_if(what: Table) -> Html:
-    columns = what.rows[0] if what.has_head else [""] * len(what.rows[0])
-    rows = what.rows[1:] if what.has_head else what.rows
-    note = [element("p", what.note, class_="small faint")] if what.note else []
-    title = what.title[:1].upper() + what.title[1:]
-    return element("section", element("h2", title), table(title, columns, rows), *note)
-
-
 def _reasons(plan: Plan) -> Html:
     lists = [
         details("What is assumed", element("ul", *(element("li", line) for line in assumptions(plan)))),
@@ -267,12 +253,3 @@ def _reasons(plan: Plan) -> Html:
     ]
     why = [element("li", sentence) for sentence in plan.why if sentence]
     return element("section", element("h2", "Why this plan"), element("ul", *why), *lists)
-
-
-def _footer(plan: Plan) -> Html:
-    return element(
-        "footer",
-        element("p", "This page is one file and asks no network. The plan is known by its digest, which plan.json has, "
-                "and every rank checks: ", element("code", plan.digest)),
-        element("p", f"frugal {plan.frugal_version}. Charts: uPlot (MIT)."),
-    )  # fmt: skip

@@ -7,17 +7,19 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
 
 from frugal.config.optimizers import Optimizer
 from frugal.config.schema import understand
 from frugal.dryrun.client import DryRunSource
 from frugal.dryrun.pool import Pool
+from frugal.planning.batch import BatchPlan
 from frugal.planning.strategy import Strategy
-from frugal.tools.check import deepspeed_json
-from frugal.tools.check.checked import Check, check
+from frugal.tools.check import deepspeed_json, verdict
+from frugal.tools.check.checked import Check, check, resolved
 from frugal.tools.check.gather import gather
 from frugal.tools.check.report import report
-from frugal.tools.check.verdict import resolved
 from tests.commands import frugal
 
 CONFIGS = Path(__file__).parent / "configs"
@@ -280,6 +282,19 @@ def test_of_transformers_parallelism_all_sizes_count_in_the_batch_and_shared_sam
     assert (settings.sequence_parallel, len(settings.refusals), settings.unknown) == (shared_by, refusals, [])
 
 
+@pytest.mark.parametrize(
+    ("name", "text"),
+    [
+        ("accelerate.yaml", "distributed_type: MULTI_GPU\nparallelism_config:\n  parallelism_config_sp_size: 0\n"),
+        ("axolotl.yaml", "base_model: base\nmicro_batch_size: 1\ncontext_parallel_size: 0\n"),
+    ],
+)
+def test_a_group_of_no_gpus_shares_nothing(name: str, text: str, tmp_path: Path) -> None:
+    (tmp_path / name).write_text(text)
+    read, _ = gather([tmp_path / name], {"model": TINY, "micro_batch": 1})
+    assert resolved(read, 4)[1].num_takers == 4
+
+
 def test_gpus_that_do_not_divide_into_groups_are_refused(capsys: pytest.CaptureFixture[str]) -> None:
     file = str(CONFIGS / "axolotl" / "long-context.yml")
     code, _, err = frugal(capsys, "check", file, "--model", TINY, "--gpus", "3", "--mem", "6G")
@@ -407,13 +422,12 @@ def test_every_field_of_training_arguments_is_known_or_read() -> None:
 
     from transformers import TrainingArguments
 
-    from frugal.tools.check.document import Document
-    from frugal.tools.check.settings import Settings
-    from frugal.tools.check.tools import Fields, table_of, take
+    from frugal.tools.check.document import Document, Settings
+    from frugal.tools.check.tools import table_of, take
 
     names = [each.name for each in fields(TrainingArguments) if each.init]
     settings = Settings()
-    take(Fields(Document(Path("all.yaml"), "transformers", dict.fromkeys(names)), settings), table_of("transformers"))
+    take(Document(Path("all.yaml"), "transformers", dict.fromkeys(names)), settings, table_of("transformers"))
     assert names and not settings.unknown
 
 
@@ -511,3 +525,31 @@ def step(engine, batch):
         engine.backward(engine(input_ids=ids, labels=ids).loss)
         engine.step()
 """
+
+
+@given(
+    stage=st.integers(0, 3), offload=st.sampled_from(("none", "cpu")), micro=st.sampled_from((1, 4, 6)),
+    gpus=st.integers(1, 3), overlap=st.booleans(),
+)  # fmt: skip
+@settings(max_examples=40, deadline=None)
+def test_the_fields_of_a_change_are_those_of_the_strategy_that_is_evaluated(
+    stage: int, offload: Any, micro: int, gpus: int, overlap: bool
+) -> None:
+    """Also where two changes name the same field; and no change touches the global batch."""
+    request, cluster, _ = understand({"model": TINY, "gpus": gpus, "mem": "6G", "seq_len": 64})
+    strategy = Strategy(
+        zero_stage=stage, offload_optimizer=offload if stage else "none", reduce_bucket_elements=500_000_000,
+        overlap_comm=overlap and stage > 0,
+    )  # fmt: skip
+    batch = BatchPlan.of(12 * micro * gpus, (micro,) * gpus)
+    subject = verdict.Subject(request=request, cluster=cluster, strategy=strategy, batch=batch)
+    all_changes = list(verdict._changed(subject))
+    assert len(all_changes) >= 4
+    for words, changed in all_changes:
+        fields, now = verdict._fields(subject, changed), changed.strategy
+        assert words and fields and changed.batch.global_batch == batch.global_batch
+        assert fields.get("zero_optimization.stage", stage) == now.zero_stage
+        assert fields.get("zero_optimization.offload_optimizer.device", strategy.offload_optimizer) == (
+            now.offload_optimizer
+        )
+        assert fields.get("train_micro_batch_size_per_gpu", micro) == changed.batch.largest_micro_batch

@@ -11,11 +11,11 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from frugal.errors import RequestError
+from frugal.tools.check.checked import resolved
 from frugal.tools.check.deepspeed_json import REMOVED, REMOVED_OF_ZERO
+from frugal.tools.check.document import Settings
 from frugal.tools.check.gather import gather
-from frugal.tools.check.settings import Settings
 from frugal.tools.check.traps import traps
-from frugal.tools.check.verdict import resolved
 
 TINY = str(Path(__file__).parent / "configs" / "tiny-llama.json")
 TRAINS = "--model_name_or_path base --output_dir out --learning_rate 1e-4 --per_device_train_batch_size 4"

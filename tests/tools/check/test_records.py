@@ -10,8 +10,7 @@ import pytest
 from frugal.dryrun.pool import Pool
 from frugal.tools.check.checked import Check, check
 from frugal.tools.check.gather import gather
-from frugal.tools.check.records import as_json, as_sarif
-from frugal.tools.check.report import report
+from frugal.tools.check.report import as_json, as_sarif, report
 from tests.commands import Capture, frugal
 
 HERE = Path(__file__).parent
@@ -61,10 +60,15 @@ def test_sarif_has_what_its_specification_requires(log: Any) -> None:
     assert {"does-not-fit", "large-bucket"} <= {result["ruleId"] for result in run["results"]}
 
 
-def test_sarif_is_valid_by_its_own_schema(log: Any) -> None:
+def validate(log: Any) -> None:
+    """Hold a log to SARIF's own schema."""
     jsonschema = pytest.importorskip("jsonschema", reason="checks SARIF against its schema")
     schema = json.loads(lzma.decompress((HERE / "sarif-schema-2.1.0.json.xz").read_bytes()))
     jsonschema.validators.validator_for(schema)(schema).validate(log)
+
+
+def test_sarif_is_valid_by_its_own_schema(log: Any) -> None:
+    validate(log)
 
 
 @pytest.mark.parametrize("words", ["nope.yaml", "a.yaml --gpus x", "a.yaml --bogus", "a.yaml --batch-size 4", ""])
@@ -74,4 +78,6 @@ def test_an_error_is_a_document_also_where_it_is_in_the_words_of_the_command(wor
     assert (code, content["verdict"], content["exit_code"]) == (2, "error", 2) and errors.startswith("error: ")
     code, output, errors = frugal(capsys, "check", *words.split(), "--sarif")
     (result,) = json.loads(output)["runs"][0]["results"]
+    if words == "nope.yaml":
+        validate(json.loads(output))
     assert (code, result["ruleId"]) == (2, "error") and content["error"] in result["message"]["text"]

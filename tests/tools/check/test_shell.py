@@ -43,7 +43,8 @@ SCRIPTS = [
     "started a; started b # started c\nif true; then started d; else :; fi\nfor x in one; do started $x; done\n",
     "X=\nstarted ${X:-empty} ${X-unset} ${Y-unset} ${Y:=set} $Y ${X:+no} ${Y:+yes} \"$X\" $X ${Z:-${Y:-4}}\n",
     "bash() { while [ $# -gt 1 ]; do shift; done; eval \"$1\"; }\nbash -c 'started \"inner word\" $((2*3))'\n",
-    "N=$(expr 32 / 4 / 2)\nstarted $N `expr 3 + 4`\nstarted a\\\nb c\\ d $'x' x$ $\"y\"\n",
+    "started a\\\nb c\\ d $'x' x$ $\"y\"\n",
+    "A=(one three)\nB=four\nstarted ${#A} ${#A[1]} ${#A[@]} ${#B} ${A} ${A[5]:-none} ${B[0]}\n",
     "export A=1 B='2 3'\nA+=4\nstarted \"$A\" $B -- 2 --x=\"$B\"'c'$A\n",
 ]  # fmt: skip
 

@@ -18,9 +18,8 @@ from frugal.dryrun.planner import _plans
 from frugal.planning.plan import Plan
 from frugal.planning.search.candidate import Candidate
 from frugal.planning.search.search import Search
-from frugal.tools.plan_page.answers import GridAnswer, answers
-from frugal.tools.plan_page.make import write_page
-from frugal.tools.plan_page.page import chosen_micro_batches, plan_page
+from frugal.tools.plan_page.answers import GridAnswer, answers, chosen_micro_batches
+from frugal.tools.plan_page.page import plan_page, write_page
 from frugal.units import GIB, MIB, format_bytes, format_seconds
 from tests.browser import Browser
 
