@@ -16,7 +16,7 @@ from frugal.config.hardware.cluster import CARDS
 from frugal.config.request import Request
 from frugal.distributed.env import silence_libraries
 from frugal.errors import FrugalError, RequestError
-from frugal.tools.check import out_of_memory
+from frugal.tools.check import out_of_memory, report
 from frugal.tools.check.checked import Check, check
 from frugal.tools.check.document import Tool
 from frugal.tools.check.gather import FLAGS, gather
