@@ -89,8 +89,8 @@ def find_named(names: Sequence[str], *, from_hub: bool = True) -> list[list[Data
     refuse((not names, "no data was given", "", f"pass --data PATH, or --data {STDLIB} for Python's own library"))
     listed = [_listed(name) for name in names]
     every = list(chain.from_iterable(listed))
-    found = dict(zip(every, all_or_problems([_or_problem(_find, each, from_hub) for each in every]), strict=True))
-    named = [list(chain.from_iterable(map(found.__getitem__, part))) for part in listed]
+    by_name = dict(zip(every, all_or_problems([_or_problem(_find, each, from_hub) for each in every]), strict=True))
+    named = [list(chain.from_iterable(map(by_name.__getitem__, part))) for part in listed]
     flat = chain.from_iterable(named)
     times = Counter(each.path.resolve() / each.member for each in flat if isinstance(each, DataFile))
     if repeated := [path for path, number in times.items() if number > 1]:

@@ -392,13 +392,13 @@ def refuse_other_model(plan: Plan, model: nn.Module) -> None:
         PlanMismatchError: the plan was made for another one.
     """
     sizes = [(quantised.elements(parameter), parameter.requires_grad) for parameter in model.parameters()]
-    number, trained = sum(size for size, _ in sizes), sum(size for size, is_trained in sizes if is_trained)
+    has = sum(size for size, _ in sizes), sum(size for size, is_trained in sizes if is_trained)
     planned = plan.model.parameters, plan.model.trainable_parameters
-    if planned[0] and planned != (number, trained):
+    if planned[0] and planned != has:
+        of_plan, of_model = (f"{number:,} parameters, {trained:,} trained" for number, trained in (planned, has))
         raise PlanMismatchError(
             f"the plan is for another model than {plan.request.model} is now",
-            because=f"it was made for {planned[0]:,} parameters, {planned[1]:,} trained; the model has {number:,} and "
-            f"{trained:,}",
+            because=f"it was made for {of_plan}; the model has {of_model}",
             hint="plan again",
         )
 

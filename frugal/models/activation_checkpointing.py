@@ -242,18 +242,18 @@ def apply(
     Raises:
         RequestError: the model has no layers that could be recomputed, or another number of them.
     """
-    found = layers(model)
-    modes = layer_modes if mode == "budget" else [(mode, len(found))]
+    layers_of_model = layers(model)
+    modes = layer_modes if mode == "budget" else [(mode, len(layers_of_model))]
     of_layers: list[LayerMode] = [each for each, count in modes for _ in range(count)]
     refuse(
         (
-            len(of_layers) != len(found),
-            f"{type(model).__name__} has {plural(len(found), 'layer')} that can be recomputed",
+            len(of_layers) != len(layers_of_model),
+            f"{type(model).__name__} has {plural(len(layers_of_model), 'layer')} that can be recomputed",
             f"the strategy says what {plural(len(of_layers), 'layer')} do",
             "plan again for this model",
         ),
         (
-            not found and mode != "off" and not _has_switch(model),
+            not layers_of_model and mode != "off" and not _has_switch(model),
             f"{type(model).__name__} does not support activation checkpointing",
             "it has neither gradient_checkpointing_enable() nor a list of layers of one class",
             "plan with --activation-checkpointing off, or put its layers into an nn.ModuleList",
@@ -262,7 +262,7 @@ def apply(
     if _has_switch(model):
         _switch(model, mode, of_layers, watch)
         return
-    for number, (layer, of_layer) in enumerate(zip(found, of_layers, strict=True)):
+    for number, (layer, of_layer) in enumerate(zip(layers_of_model, of_layers, strict=True)):
         if isinstance(layer.forward, partial) and layer.forward.func is _recomputed:  # from another mode
             layer.forward = layer.forward.args[1]
         if of_layer != "off":

@@ -217,8 +217,15 @@ def notes(cluster: Cluster) -> list[str]:
 
 
 def calibration_folder() -> Path:
-    """Return the folder of calibrations: the user's configuration folder, as nothing repeats them automatically."""
-    return platformdirs.user_config_path("frugal") / "calibration"
+    """Return the folder of calibrations: the user's configuration folder, as nothing repeats them automatically.
+
+    Raises:
+        RequestError: this user has none.
+    """
+    try:
+        return platformdirs.user_config_path("frugal") / "calibration"
+    except RuntimeError as error:
+        raise RequestError("there is no folder for calibrations", because=str(error)) from None
 
 
 def chosen(settings: Mapping[str, Any], gpu_name: str | None = None) -> tuple[Calibration | None, list[str]]:
@@ -227,7 +234,10 @@ def chosen(settings: Mapping[str, Any], gpu_name: str | None = None) -> tuple[Ca
     It was made on this device under this driver and torch. `gpu_name` is the driver's name of the GPUs found here;
     without it the card that `settings` name is looked up.
     """
-    known, notes = read_all(calibration_folder())
+    try:
+        known, notes = read_all(calibration_folder())
+    except RequestError:  # a user without a home
+        return None, []
     kind, card, torch = settings.get("device") or "cuda", settings.get("gpu"), library_versions()["torch"]
     here = (cpu_name(), "") if kind == "cpu" else (gpu_name, cuda_driver())
     matching = [

@@ -13,7 +13,6 @@ from typing import Any
 from frugal.config.hardware.cluster import CARDS
 from frugal.deepspeed_adapter.json_config import write_files
 from frugal.dryrun.cache import Cache, digest, model_key
-from frugal.dryrun.client import DryRunSource, workers
 from frugal.html.document import Html, asset, details, document, element, figure, joined, table
 from frugal.planning.plan import Plan
 from frugal.planning.report import assumptions, bar, strategy_table
@@ -36,7 +35,8 @@ def write_page(plan: Plan, path: Path, *, in_full: bool, helps: str = "") -> Pat
     key = digest("answers of a page", model_key(plan.request), plan.digest, in_full)
     answers = cache.read(key, dict[str, Any])
     if answers is None:
-        from frugal.tools.plan_page import answers as made  # brings the simulation along
+        from frugal.dryrun.client import DryRunSource, workers  # brings the simulation along, as the answers do
+        from frugal.tools.plan_page import answers as made
 
         with closing(workers()) as pool:
             answers = made.answers(plan, partial(DryRunSource, pool=pool, will_dry_run=False), in_full=in_full)
