@@ -28,9 +28,9 @@ def with_formulas(folder: Path, monkeypatch: pytest.MonkeyPatch, **model: int | 
     """`folder` to run in, formulas in place of dry runs, and a cache that knows no other plans."""
     monkeypatch.chdir(folder)
     monkeypatch.setenv("XDG_CACHE_HOME", str(folder / "cache"))
-    users = ("frugal.dryrun.client", "frugal.cli.explain", "frugal.tools.plan_page.page")
+    users = ("frugal.dryrun.client", "frugal.cli.explain", "frugal.tools.plan_page.answers")
     modules = list(map(import_module, users))  # before any is changed: one imported later would keep the formulas
     for user in modules:
-        of_page = {"drafts": False} if user.__name__.endswith("page") else {}  # its charts are of real timelines
+        of_page = {"drafts": False} if user.__name__.endswith("answers") else {}  # its charts are of real timelines
         monkeypatch.setattr(user, "DryRunSource", dry_running(**model | of_page))
     return folder

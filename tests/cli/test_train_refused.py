@@ -172,7 +172,8 @@ def test_missing_data_a_full_disk_and_another_model_are_said_by_the_run_itself(f
         "error: cannot write to /proc/frugal\n  because /proc/frugal: No such file or directory\n\n"
         "hint: see to it that it can be written, or choose another folder with --out\n"
         f"error: the plan is for another model than {tmp_path}/config.json is now\n"
-        "  because it was made for 1 parameters, 0 trained; the model has 35,840 parameters, 35,840 trained\n\nhint: plan again\n"
+        "  because it was made for 1 parameters, 0 trained; the model has 35,840 parameters, 35,840 trained\n"
+        "\nhint: plan again\n"
     )
     assert done.stdout == "[2, 2, 4]\n"
 

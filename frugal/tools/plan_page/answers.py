@@ -9,8 +9,9 @@ number of GPUs: the scratch of sums depends on a card's processors, and may diff
 """
 
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import ExitStack
+from contextlib import ExitStack, closing
 from dataclasses import replace
+from functools import partial
 from itertools import accumulate
 from typing import Any
 
@@ -20,7 +21,7 @@ import numpy as np
 from frugal.config.hardware.cluster import Cluster
 from frugal.config.pins import check_pins
 from frugal.config.request import Request
-from frugal.dryrun.client import DryRunSource
+from frugal.dryrun.client import DryRunSource, workers
 from frugal.errors import FrugalError, RequestError
 from frugal.planning.length_bucketing import grouping
 from frugal.planning.memory.breakdown import MemoryBreakdown
@@ -72,6 +73,12 @@ def chosen_micro_batches(plan: Plan) -> Iterator[tuple[Strategy, int]]:
 def is_of_one_kind(cluster: Cluster) -> bool:
     """Return whether all nodes and devices are alike, so that there is a number of GPUs to change."""
     return len(cluster.kinds) == 1 and len({len(node.devices) for node in cluster.nodes}) == 1
+
+
+def answers_here(plan: Plan, *, in_full: bool) -> dict[str, Any]:
+    """Return the `answers` of this machine's worker processes."""
+    with closing(workers()) as pool:
+        return answers(plan, partial(DryRunSource, pool=pool, will_dry_run=False), in_full=in_full)
 
 
 def answers(plan: Plan, open_source: Callable[[Request, Cluster], DryRunSource], *, in_full: bool) -> dict[str, Any]:

@@ -5,8 +5,6 @@ Two kinds of numbers are on it, and it says which is which: the plan's memory, p
 code, and those computed when the page is made, which are the arithmetic of `frugal plan --draft`.
 """
 
-from contextlib import closing
-from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -35,11 +33,9 @@ def write_page(plan: Plan, path: Path, *, in_full: bool, helps: str = "") -> Pat
     key = digest("answers of a page", model_key(plan.request), plan.digest, in_full)
     answers = cache.read(key, dict[str, Any])
     if answers is None:
-        from frugal.dryrun.client import DryRunSource, workers  # brings the simulation along, as the answers do
-        from frugal.tools.plan_page import answers as made
+        from frugal.tools.plan_page.answers import answers_here  # brings the simulation along
 
-        with closing(workers()) as pool:
-            answers = made.answers(plan, partial(DryRunSource, pool=pool, will_dry_run=False), in_full=in_full)
+        answers = answers_here(plan, in_full=in_full)
         cache.write(key, answers)
     (written,) = write_files(path.parent, {path.name: plan_page(plan, answers, helps=helps).encode()})
     return written
