@@ -8,13 +8,15 @@ whose most frugal end has a known batch, no mixture inside is faster than that b
 where this is no gain over the best so far, the interval is left out, otherwise it is halved. What is left out could be
 faster by `GAP` at most.
 
-All pairs of modes are mixed. Left out: mixtures of three modes, which could use the memory of a part of a layer; and
-mixtures beside a share of the optimizer on the host, unless that is pinned.
+Of more than two modes, only neighbours on the lower convex hull of bytes and seconds are mixed: layers are alike, so a
+mode on the line between two others is no better than a mixture of these. With few layers one layer is too much for
+that, so there all pairs of modes are mixed. Left out: mixtures of three modes, which could use the memory of a part of
+a layer; and mixtures beside a share of the optimizer on the host, unless that is pinned.
 """
 
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
-from itertools import combinations
+from itertools import combinations, pairwise
 
 from frugal.config.layers import FLAG, LayerModes
 from frugal.errors import RequestError, refuse
@@ -30,6 +32,13 @@ GAP = 1.005
 
 Runs = tuple[tuple[LayerMode, int], ...]
 """`Strategy.layer_modes`."""
+
+
+FEW_LAYERS = 7
+"""Up to so many layers a mode on the line between two others may be better than a mixture of its neighbours."""
+
+Point = tuple[int, float, LayerMode]
+"""Bytes, seconds, and the mode that takes them."""
 
 
 def base_of(strategy: Strategy) -> Strategy:
@@ -129,7 +138,9 @@ class Mixtures:
         num_layers = self.source.num_layers(several)
         if num_layers < 2:
             return []
-        pairs = [pair for pair in combinations(modes.values(), 2) if self._may_gain(*pair, enough)]
+        names = combinations(modes, 2) if num_layers <= FEW_LAYERS else pairwise(self._hull(base, modes))
+        pairs = [(modes[frugal], modes[generous]) for frugal, generous in names]
+        pairs = [pair for pair in pairs if self._may_gain(*pair, enough)]
         if pairs and (why_not := self.source.why_not_mixed(several)):
             self.why_none = why_not
             return []
@@ -138,6 +149,27 @@ class Mixtures:
             draft = self._of_pair(frugal, generous, min(enough, fastest_seconds(drafts)))
             drafts += [] if draft is None else [draft]
         return drafts
+
+    def _hull(self, base: Strategy, modes: dict[LayerMode, Candidate]) -> list[LayerMode]:
+        """Return the modes on the lower hull of bytes and seconds of a large micro-batch, the most frugal first."""
+        micro = max(1, *(draft.largest_micro_batch for draft in modes.values()))
+        device = self.evaluation.fitting.devices[0]
+        batch = self.evaluation.fitting.unlimited()
+        points: list[Point] = []
+        for mode in modes:
+            strategy = mixture(base, ((mode, 1),))
+            profile = self.source.draft(strategy, True)
+            assert profile is not None, "drafted before, but no more"
+            grown = profile.memory(2 * micro, device).total_bytes - profile.memory(micro, device).total_bytes
+            points.append((grown, self.evaluation.time(profile.costs, strategy, batch).total_seconds, mode))
+        hull: list[Point] = []
+        for point in sorted(points):
+            if hull and point[1] >= hull[-1][1]:
+                continue  # more bytes, and no faster
+            while len(hull) > 1 and _is_above(hull[-1], hull[-2], point):
+                hull.pop()
+            hull.append(point)
+        return [mode for _, _, mode in hull]
 
     def _may_gain(self, frugal: Candidate, generous: Candidate, enough: float) -> bool:
         """Return whether the batch of a mode with the work of one that keeps more takes less than `enough`."""
@@ -283,3 +315,9 @@ def _faster_shares(evaluation: StrategyEvaluation, before: Sequence[Candidate]) 
             batches = fitting.batches(fit) if min(fit.values()) >= 1 else []
             if batches and (seconds := evaluation.fastest(profile, part, batches)[0].total_seconds) < enough:
                 yield seconds, part
+
+
+def _is_above(point: Point, left: Point, right: Point) -> bool:
+    """Return whether a point is not below the line through two others."""
+    along = (point[0] - left[0]) * (right[1] - left[1])
+    return (point[1] - left[1]) * (right[0] - left[0]) >= along
