@@ -14,6 +14,7 @@ from frugal.config.hardware.cluster import Cluster
 from frugal.config.pins import check_pins
 from frugal.config.request import Request
 from frugal.errors import RequestError, refuse
+from frugal.imports import collected_seldom
 from frugal.planning.plan import ModelSummary
 from frugal.planning.search.candidate import (
     TIE,
@@ -156,6 +157,7 @@ class Search:
             tiled_mlp=tiled_mlp,
         )
 
+    @collected_seldom()  # the collector took an eighth of a search's time, which makes no cycles
     def candidates(self, level: Offload, *, drafts_only: bool = False) -> list[Candidate]:
         """Return all strategies of a level, evaluated as far as they could win; `drafts_only`: those with a draft.
 
