@@ -110,11 +110,11 @@ def append_lines(path: Path, lines: bytes, *, durable: bool = False) -> None:
         try:
             while rest:
                 rest = rest[os.write(descriptor, rest) :]
+            if durable:
+                os.fsync(descriptor)
         except OSError:
             os.ftruncate(descriptor, size)
             raise
-        if durable:
-            os.fsync(descriptor)
     finally:
         os.close(descriptor)
 

@@ -195,15 +195,16 @@ def _normalised(word: str) -> str:
     return word.replace("_", "-")
 
 
-def read_settings(values: Mapping[str, Any], *below: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the settings that a command's `values` are: flags win over `--set`, then frugal.toml, then `below`.
+def read_settings(values: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the settings that a command's `values` are: flags win over `--set`, then frugal.toml.
 
     Raises:
         RequestError: the file cannot be read, a setting in it is wrong, or flags contradict it.
     """
     flags = {name: value for name, value in values.items() if name in SETTINGS}
-    settings = merged(*below, read_toml(values.get("config"), values.get("overrides", ())), flags)
-    if flags.get("data") and flags.get("lengths") is None:
+    overrides = values.get("overrides", ())
+    settings = merged(read_toml(values.get("config"), overrides), flags)
+    if flags.get("data") and merged(settings_of_toml({}, overrides), flags).get("lengths") is None:
         settings.pop("lengths", None)  # of the file, which the flag overrules
     elif flags.get("data"):
         raise RequestError(

@@ -27,26 +27,32 @@ def show(number: int, request: Request, settings: RunSettings) -> None:
     Raises: as `frugal.data.corpus.read_samples`.
     """
     with_colour = sys.stdout.isatty() and not os.environ.get("NO_COLOR")
+    for line in _lines(number, request, settings, with_colour):  # what precedes a broken sample is seen
+        click.echo(line, color=with_colour)
+
+
+def _lines(number: int, request: Request, settings: RunSettings, with_colour: bool) -> Iterator[str]:
     with waiting(f"tokenising {names_of(settings.data)}"):
         (tokenizer, words), corpus = read_training_data(request, settings)
     report, total = corpus.report, len(corpus.train)
-    lines = [words]
+    yield words
     if settings.stream:
         chosen, place_in = range(min(number, total)), "the stream"
     else:
-        lines += [report.in_words()] if report.formats else []
-        lines += [corpus.train.in_words()] if isinstance(corpus.train, Mixture) else []
-        lines += report.left_out(settings.too_long)
+        if report.formats:
+            yield report.in_words()
+        if isinstance(corpus.train, Mixture):
+            yield corpus.train.in_words()
+        yield from report.left_out(settings.too_long)
         first = GlobalBatches(corpus.train, global_batch=min(number, total), seed=settings.seed).at()
         chosen, place_in = first.indices.tolist(), str(total)
-    lines.append(">>>trained on<<<, context only")
     if with_colour:
-        lines[-1] = f"{_styled('trained on', True, False)}, context only, {_styled('special token', False, True)}"
+        yield f"{_styled('trained on', True, False)}, context only, {_styled('special token', False, True)}"
+    else:
+        yield ">>>trained on<<<, context only"
     for place, index in enumerate(chosen, 1):
-        lines.append("")
-        lines += _sample(tokenizer, corpus.train[index], report, f"sample {place} of {place_in}", with_colour)
-    for line in lines:
-        click.echo(line, color=with_colour)
+        yield ""
+        yield from _sample(tokenizer, corpus.train[index], report, f"sample {place} of {place_in}", with_colour)
 
 
 def _sample(

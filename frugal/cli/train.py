@@ -78,6 +78,8 @@ def command(
     plan_path: Path | None, ranks: int | None, printed: commands.Launcher | None, preview: int | None, **values: Any
 ) -> int:
     """Train with a plan; without one, plan first, as `frugal plan` with the same flags does."""
+    if plan_path is not None and plan_path.is_dir():
+        plan_path /= PLAN
     if preview is not None:
         _preview(preview, plan_path, read_settings(values))
         return 0
@@ -167,7 +169,7 @@ def _job(values: dict[str, Any], ranks: int | None) -> _Job:
     if settings.resume:
         if newest is None:
             raise CheckpointError(f"there is no checkpoint in {settings.checkpoints}", hint="start without --resume")
-        settings = build(RunSettings, read_settings(values, earlier_settings(settings.out)))
+        settings = build(RunSettings, merged(earlier_settings(settings.out), asked))
     elif newest is not None:
         raise holds_a_run(settings.out, newest)
     return _Job(values=values, asked=asked, ranks=ranks, settings=settings, how=how, hosts=named)

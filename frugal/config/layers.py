@@ -35,10 +35,10 @@ class LayerModes:
     runs: tuple[tuple[LayerMode, int], ...]
 
     def __post_init__(self) -> None:
-        unknown = next((mode for mode, _ in self.runs if mode not in get_args(LayerMode)), "")
+        unknown = next((f"`{mode}`" for mode, _ in self.runs if mode not in get_args(LayerMode)), "")
         empty = next((mode for mode, count in self.runs if count < 1), "")
         refuse(
-            (unknown, _WRONG, f"`{unknown}` is no mode: there are {', '.join(get_args(LayerMode))}", _HINT),
+            (unknown, _WRONG, f"{unknown} is no mode: there are {', '.join(get_args(LayerMode))}", _HINT),
             (empty, _WRONG, f"{empty} has no layers, and 1 is the least", _HINT),
             (
                 not 1 <= self.num_layers <= MOST_LAYERS,

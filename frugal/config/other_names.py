@@ -41,10 +41,16 @@ _QUANTISED = (
 )
 
 
+SCHEDULES = (
+    "cosine", "linear", "constant", "constant_with_warmup", "cosine_with_min_lr", "polynomial", "inverse_sqrt",
+    "warmup_stable_decay",
+)  # fmt: skip
+"""`ScheduleName` of `frugal.config.learning_rate`, which needs this module."""
+
+
 def _schedule(name: str) -> str:
     """Return our schedule for one of HF Trainer's; those that it alone has are kinds of cosine, or nearest to it."""
-    others = ("cosine_with_restarts", "cosine_warmup_with_min_lr", "reduce_lr_on_plateau", "greedy")
-    return {"wsd": "warmup_stable_decay", **dict.fromkeys(others, "cosine")}.get(name, name)
+    return {"wsd": "warmup_stable_decay"}.get(name, name if name in SCHEDULES else "cosine")
 
 
 def _percent(ratio: str) -> str:

@@ -178,7 +178,7 @@ def _underscored(table: Mapping[str, Any]) -> dict[str, Any]:
 def _override(line: str) -> dict[str, Any]:
     """Return the TOML of one line of `--set`, whose value is text where it is no TOML."""
     key, is_given, value = line.partition("=")
-    for each in (value, json.dumps(value.strip())) if is_given else ():
+    for each in (value, json.dumps(value.strip(), ensure_ascii=False)) if is_given else ():
         with suppress(*_NO_TOML):
             return dict(msgspec.toml.decode(f"{key} = {each}"))
     raise RequestError(f"--set {line} sets nothing", hint="write --set optimizer.beta2=0.99")

@@ -118,7 +118,7 @@ class SampleMaker:
             named = {role: column for role, column in self.columns.renamed.items() if role in required}
             needed = named or needed if its_format is None else needed
             hint += ", or of a question and its answer: --columns prompt=NAME,response=NAME"
-        others = [column for column in row_columns if column is not None]
+        others = [str(column) for column in row_columns if column is not None]
         if len(others) == 1 and ";" in others[0]:
             hint = "its fields are separated by `;`: save it with commas, or with tabs as .tsv"
         because = f"its columns are {', '.join(others)}" if others else "it has no columns"

@@ -14,10 +14,12 @@ import glob
 import hashlib
 import logging
 import os
+import stat
 import sysconfig
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from functools import partial
 from itertools import chain, dropwhile
@@ -255,9 +257,10 @@ def _fail(error: OSError) -> NoReturn:
 def _each_once(source: str, paths: Iterable[Path]) -> list[Path]:
     """Return the regular files among `paths`, sorted, each under one name: not that of a link, if it has another."""
     by_file: dict[tuple[int, int], list[Path]] = {}
-    for path in filter(Path.is_file, paths):  # which no link is that leads nowhere
-        status = path.stat()
-        by_file.setdefault((status.st_dev, status.st_ino), []).append(path)
+    for path in paths:
+        with suppress(OSError):  # a link that leads nowhere, or where this user may not look
+            if stat.S_ISREG((status := path.stat()).st_mode):
+                by_file.setdefault((status.st_dev, status.st_ino), []).append(path)
     same = [sorted(names, key=lambda path: (path.is_symlink(), path)) for names in by_file.values()]
     repeated = [names for names in same if len(names) > 1]
     if repeated:

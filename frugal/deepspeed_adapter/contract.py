@@ -71,6 +71,11 @@ NAMES = (
         "stage 0 in half precision, in dry runs",
         "optimizer",
     ),
+    *needed(
+        f"{_SPLITTING}:InsertPostInitMethodToModuleSubClasses",
+        "F.linear is given back, which ZeRO-3 replaces for good",
+        "_enable_mem_efficient_linear:linear_bk",
+    ),
     *needed(f"{_SPLITTING}:Init", "buffers of a partitioned model go there", "local_device"),
     *needed(f"{_RUNTIME}.compiler", "replaced while Muon is imported, which would compile", "compile"),
     *needed(f"{_RUNTIME}.zero.muon.muon_optimizer", "imported without compiling it", ""),

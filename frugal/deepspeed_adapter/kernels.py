@@ -14,7 +14,7 @@ import secrets
 import socket
 import time
 from collections.abc import Callable, Sequence
-from contextlib import suppress
+from contextlib import ExitStack, suppress
 from pathlib import Path
 from typing import Any
 from unittest.mock import patch
@@ -230,9 +230,10 @@ def _load(builder_name: str, what: str, hint: str) -> None:
     try:
         builder = get_accelerator().create_op_builder(builder_name)
         root = Path(os.environ.get("TORCH_EXTENSIONS_DIR") or get_default_build_root())
-        root.mkdir(parents=True, exist_ok=True)
-        with (root / f".frugal-{builder.name}").open("w") as ours:
-            with suppress(OSError):  # a file system without locks
+        with ExitStack() as held:
+            with suppress(OSError):  # no locks, or nothing can be written there: then all is compiled
+                root.mkdir(parents=True, exist_ok=True)
+                ours = held.enter_context((root / f".frugal-{builder.name}").open("w"))
                 fcntl.flock(ours, fcntl.LOCK_EX)  # ranks come here one by one
             for lock in root.glob(f"**/{builder.name}/lock"):
                 wait_for_compiler(lock)
@@ -254,6 +255,8 @@ def wait_for_compiler(lock: Path, quiet_seconds: float = QUIET_SECONDS) -> None:
     silently and without a limit. A process that is killed meanwhile leaves it behind. Other ranks of a run do not
     compile meanwhile, other programs or hosts with the same home may.
     """
+    if lock.exists():
+        logger.warning("waiting for another process to compile %s", lock.parent)
     while lock.exists():
         last = 0.0
         for each in lock.parent.iterdir():

@@ -29,7 +29,7 @@ from deepspeed.accelerator import get_accelerator
 from deepspeed.ops.adam import DeepSpeedCPUAdam, FusedAdam
 from deepspeed.runtime.fp16.unfused_optimizer import FP16_UnfusedOptimizer
 from deepspeed.runtime.zero import parameter_offload
-from deepspeed.runtime.zero.partition_parameters import ZeroParamStatus
+from deepspeed.runtime.zero.partition_parameters import InsertPostInitMethodToModuleSubClasses, ZeroParamStatus
 from deepspeed.runtime.zero.stage3 import DeepSpeedZeroOptimizer_Stage3
 from deepspeed.runtime.zero.stage_1_and_2 import DeepSpeedZeroOptimizer
 from torch import Tensor, nn
@@ -44,8 +44,6 @@ Wrap = Callable[[Callable[..., Any]], Callable[..., Any]]
 
 CopyElements = Callable[[str, int, Tensor, bool], None]
 """Fills a tensor with a parameter's saved elements: its name, the first of them, the tensor, whether it is frozen."""
-
-_LINEAR = F.linear
 
 _COUNTERS = ("global_steps", "global_samples", "skipped_steps")
 
@@ -275,7 +273,9 @@ class Zero(ABC):
         """Free the engine's hooks and buffers, so that another can follow in this process."""
         self.engine.destroy()
         if self.strategy.zero_stage == 3:
-            F.linear = _LINEAR  # DeepSpeed's keeps inputs of frozen layers, too
+            F.linear = (
+                InsertPostInitMethodToModuleSubClasses.linear_bk
+            )  # DeepSpeed's keeps inputs of frozen layers, too
 
     def _names(self) -> dict[int, str]:
         return {id(parameter): name for name, parameter in self.engine.module.named_parameters()}

@@ -192,7 +192,9 @@ def _may_print(error: BaseException) -> bool:
 def _claim_first_failure() -> bool | None:
     """Return whether no other rank has failed before; None where the store does not answer."""
     rendezvous = sys.modules.get("frugal.distributed.rendezvous")  # not imported for this: it brings torch
-    store = getattr(rendezvous, "joined", None)
+    store, dist = getattr(rendezvous, "joined", None), sys.modules.get("torch.distributed")
+    if store is None and dist is not None and dist.group.WORLD is not None:  # the user's own process group
+        store = dist.group.WORLD.get_group_store()
     if store is None:
         return env.local_rank() == 0  # before ranks met: all of a node read the same files and flags
     own = str(env.rank())

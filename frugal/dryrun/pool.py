@@ -57,10 +57,11 @@ class Pool:
             FrugalError: the request is wrong.
             WorkerError: a worker crashed.
         """
-        answers = self.attempt(questions)
-        for answer in answers:
+        answers = []
+        for answer in self._threads.map(self._ask, questions):
             if isinstance(answer, FrugalError):
-                raise answer
+                raise answer  # questions that have not begun are dropped
+            answers.append(answer)
         return answers
 
     def attempt(self, questions: "Sequence[Question]") -> list[Any]:

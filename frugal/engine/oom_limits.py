@@ -94,7 +94,7 @@ def report_of(error: BaseException, rank: int) -> OutOfMemoryReport:
     phase = "backward" if any(frame.name == "backward" for frame in frames) else "forward"
     if "update" in running:  # Update.update in oom_retry
         phase = UPDATE
-    elif "evaluate" in running:  # evaluate in train_step
+    elif "_evaluated" in running:  # in train_step; what called it is not in the traceback
         phase = "evaluation"
     own = [frame for frame in frames if not set(Path(frame.filename).parts) & set(_OTHERS_CODE)] or list(frames)
     where = "an unknown place"

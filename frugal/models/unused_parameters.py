@@ -95,9 +95,9 @@ class UnusedParameters:
             if dist.get_rank() == 0:
                 logger.warning(
                     "%s got no gradient on any rank in this step (%s): PyTorch leaves them as they are, but "
-                    "under ZeRO-%d %s go on. Freeze them if they are never used, or use --zero-stage 0",
+                    "under ZeRO-%d %s %s on. Freeze them if they are never used, or use --zero-stage 0",
                     plural(len(unused), "trained parameter"), _few([name for name, _ in unused]), self._stage,
-                    " and ".join(self._goes_on),
+                    " and ".join(self._goes_on), "go" if len(self._goes_on) > 1 else "goes",
                 )  # fmt: skip
 
 

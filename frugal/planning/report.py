@@ -17,7 +17,7 @@ from frugal.planning.plan import Plan, Rejected, StepTime
 from frugal.planning.strategy import MODES_NOTE, brief_name
 from frugal.units import GIB, format_bytes, format_count, format_seconds, plural
 
-NARROW, WIDE = 80, 100
+WIDE = 100
 """Columns of plain text that a table may take."""
 
 

@@ -147,7 +147,7 @@ class RecordedRun:
     def _times(self) -> list[float]:
         return [each.time for each in (*self.history.others, *self.steps) if each.time]
 
-    @property
+    @cached_property
     def begin(self) -> float | None:
         """The time of the first record, Unix seconds."""
         return min(self._times, default=None)

@@ -37,6 +37,9 @@ WRONG: dict[str, tuple[list[str], int, str]] = {
     "a token cap below one sample": (
         [*CARDS, "--max-tokens-per-gpu", "512"], 2, "error: --max-tokens-per-gpu 512 is less than one sample",
     ),
+    "lengths beside data, also in --set": (
+        [*CARDS, "--data", "x.jsonl", "--set", "lengths=[100, 200]"], 2, "--data was given together with --lengths",
+    ),
     "packing documents of which only the lengths are known": (
         [*CARDS, "--pack", "--lengths", "lengths.json"], 2, "error: --pack was given together with --lengths",
     ),

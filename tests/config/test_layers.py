@@ -46,6 +46,7 @@ def test_one_layer_needs_one_number() -> None:
         ("full:0-9999999999", "`full:0-9999999999` is no mode with the numbers of layers, below 10000"),
         ("full:0-10000", "`full:0-10000` is no mode with the numbers of layers, below 10000"),
         ("", "it names 0 layers; there may be 1 to 10000"),
+        ([["", 3]], "`` is no mode: there are off, selective, full, offloaded"),
         ([["full", 0]], "full has no layers, and 1 is the least"),
         ([["full", True]], "runs are pairs of a mode and a whole number of layers"),
         (["full"], "runs are pairs of a mode and a whole number of layers"),

@@ -1,11 +1,12 @@
 """Learning rates rise to their peak and fall from it."""
 
 from dataclasses import replace
-from typing import Any
+from typing import Any, get_args
 
 import pytest
 
-from frugal.config.learning_rate import Curve, Schedule
+from frugal.config.learning_rate import Curve, Schedule, ScheduleName
+from frugal.config.other_names import SCHEDULES, answer
 
 
 def curve(total_steps: int, **changes: Any) -> Curve:
@@ -114,3 +115,11 @@ def test_linear_and_cosine_fall_from_the_peak_and_never_reach_zero_in_a_step() -
 
 def test_steps_beyond_the_end_keep_the_last_value() -> None:
     assert curve(5, schedule="cosine").factor(9) == 0.0
+
+
+def test_a_schedule_of_other_trainers_is_answered_with_one_of_ours() -> None:
+    assert get_args(ScheduleName) == SCHEDULES
+    names = [*SCHEDULES, "wsd", "cosine_with_restarts", "rex", "one_cycle"]
+    hints = [error.hint for name in names if (error := answer("lr_scheduler_type", name, name)) is not None]
+    assert hints[:-3] == [f"--schedule {name}" for name in (*SCHEDULES, "warmup_stable_decay")]
+    assert hints[-3:] == ["--schedule cosine"] * 3

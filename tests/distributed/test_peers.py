@@ -1,5 +1,6 @@
 """Ranks connect to rank 0 by the run's secret; strangers neither get in nor keep ranks out."""
 
+import asyncio
 import contextlib
 import pickle
 import secrets
@@ -54,6 +55,15 @@ class Opened:
 def opened(monkeypatch: pytest.MonkeyPatch) -> Iterator[Opened]:
     monkeypatch.setenv("MASTER_ADDR", "127.0.0.1")
     yield Opened()
+
+
+def test_ranks_meet_from_inside_an_event_loop_too(opened: Opened) -> None:
+    """As in a cell of a notebook, where a loop runs already."""
+
+    async def cell() -> None:
+        opened.all_ranks_get_in()
+
+    asyncio.run(cell())
 
 
 def is_dropped(sock: socket.socket) -> bool:

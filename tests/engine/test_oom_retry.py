@@ -16,7 +16,7 @@ from bench.runs import records
 from frugal.config.optimizers import Optimizer
 from frugal.config.run_settings import RunSettings
 from frugal.data.batches import GlobalBatches
-from frugal.engine import oom_limits
+from frugal.engine import oom_limits, train_step
 from frugal.engine.engine import Engine
 from frugal.engine.oom_limits import AdaptiveLimits, LearntLimits, OutOfMemory, OutOfMemoryReport, report_of
 from frugal.engine.oom_retry import CachedBlocks
@@ -62,6 +62,17 @@ def test_the_request_is_read_from_the_error(text: str, number: int | None) -> No
     report = report_of(raised(RuntimeError(text)), rank=3)
     assert (report.rank, report.request_bytes, report.phase) == (3, number, "forward")
     assert report.where.startswith("engine/test_oom_retry.py:")
+
+
+def test_memory_that_runs_out_in_an_evaluation_is_said_to() -> None:
+    class Full:
+        @property
+        def device(self) -> torch.device:
+            raise RuntimeError("CUDA out of memory")
+
+    with pytest.raises(RuntimeError) as caught:
+        train_step._evaluated(Full(), [], [], None)  # type: ignore[arg-type]
+    assert report_of(caught.value, rank=0).phase == "evaluation"
 
 
 def test_the_allocators_own_error_on_a_cpu_is_understood() -> None:

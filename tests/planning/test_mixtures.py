@@ -7,6 +7,7 @@ import pytest
 from bench.plans import all_mixtures
 from frugal.config.schema import understand
 from frugal.errors import RequestError
+from frugal.planning.memory.profile import largest_near
 from frugal.planning.plan import Plan
 from frugal.planning.search.candidate import TIE
 from frugal.planning.search.evaluate import StrategyEvaluation
@@ -146,3 +147,9 @@ def test_pinned_modes_that_the_model_cannot_have_are_refused(
         planned(model={**DEEP, **model}, gpus=4, mem="24G", activation_checkpointing=modes)
     assert (caught.value.what, tuple(caught.value.because)) == (what, (because,))
     assert caught.value.hint
+
+
+def test_the_largest_that_holds_is_found_however_few_do() -> None:
+    for most in range(40):
+        for right in range(most + 1):
+            assert largest_near(most, right.__ge__) == right

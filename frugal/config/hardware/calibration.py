@@ -184,7 +184,11 @@ class Calibration:
 def read_all(folder: Path) -> tuple[list[Calibration], list[str]]:
     """Return the calibrations in `folder`, and a note for each damaged file."""
     calibrations, notes = [], []
-    for path in sorted(folder.glob("*.json")):
+    try:
+        paths = sorted(folder.glob("*.json"))
+    except OSError as error:
+        return [], [f"the calibrations in {folder} cannot be read and are ignored: {error.strerror}"]
+    for path in paths:
         try:
             calibrations.append(msgspec.json.decode(files.read_regular(path), type=Calibration))
         except (OSError, msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:

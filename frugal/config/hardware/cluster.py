@@ -41,13 +41,10 @@ ASSUMED_CAPABILITY: Capability = (8, 6)
 """Assumed of a GPU of which only the memory is known."""
 
 
-KERNEL_CLASSES: tuple[Capability, ...] = ((7, 5), (8, 0), (8, 6), (9, 0), (10, 0))
-
-
 def kernel_class(capability: Capability) -> Capability:
     """The capability that stands for all whose attention kernels are chosen alike and take the same memory.
 
-    Dry runs are made for one of these five and kept under it. Tests hold it to torch's answers on ten capabilities.
+    Dry runs are made for one of five and kept under it. Tests hold it to torch's answers on ten capabilities.
     """
     if capability < (8, 0):
         return (7, 5)

@@ -438,8 +438,10 @@ def _work(template: ChatTemplate, connection: Connection) -> NoReturn:
         signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is the parent's, which then ends this one
         for number in (signal.SIGTERM, signal.SIGPROF):
             signal.signal(number, signal.SIG_DFL)
-        os.closerange(3, connection.fileno())  # the parent's locks end with it
-        os.closerange(connection.fileno() + 1, resource.getrlimit(resource.RLIMIT_NOFILE)[0])
+        for descriptor in [int(each.name) for each in Path("/proc/self/fd").iterdir()]:
+            if descriptor not in (0, 1, 2, connection.fileno()):  # the parent's locks end with it
+                with suppress(OSError):  # the listing's own
+                    os.close(descriptor)
         while True:
             chats, train_on_all = connection.recv()
             for where, chat in chats:

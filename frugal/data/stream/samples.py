@@ -370,13 +370,16 @@ class StreamBatches:
         """Yield batches from `start` on, without end. Raises as `SampleStream.iterate`, and for a sample too large."""
         drawn = start.stream.drawn if start.stream is not None else 0
         coming = self.samples.iterate(start)
-        sample, place = next(coming)
+        ahead: list[Drawn] = []  # a sample that was too much for the batch before
         while True:
             taken, end, room = [], start, self.global_batch or self.global_tokens or 0
-            while (size := self._size(sample)) <= room:
+            while room:  # nothing behind a full batch is read
+                sample, place = ahead.pop() if ahead else next(coming)
+                if (size := self._size(sample)) > room:
+                    ahead.append((sample, place))
+                    break
                 taken.append(sample)
                 end, room = place, room - size
-                sample, place = next(coming)
             dataset = SamplesInMemory(taken, drawn)
             yield GlobalBatch(dataset, np.arange(drawn, drawn + len(taken)), start, end, drawn, dataset.lengths)
             start, drawn = end, drawn + len(taken)

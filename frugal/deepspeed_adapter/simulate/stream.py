@@ -196,18 +196,18 @@ class SimulatedOptimizer:
 
     def gradient(self, parameter: int, storage: int) -> None:
         """Handle the finished gradient of a trainable parameter; to keep it, hold `storage`."""
-        raise NotImplementedError
+        raise NotImplementedError  # each stage has its own
 
     def module(self, kind: MarkKind, number: int, hold: int) -> None:
         """Handle one of the marks of ZeRO-3; other stages have all parameters at hand."""
 
     def end(self) -> None:
         """End a backward."""
-        raise NotImplementedError
+        raise NotImplementedError  # each stage has its own
 
     def step(self) -> None:
         """Take the optimizer step."""
-        raise NotImplementedError
+        raise NotImplementedError  # each stage has its own
 
 
 class MicroStep:

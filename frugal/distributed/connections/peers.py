@@ -24,6 +24,7 @@ import struct
 import time
 from collections import Counter
 from collections.abc import Callable, Coroutine
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from functools import partial
 from typing import Any, TypeVar
@@ -234,9 +235,14 @@ async def _receive(sock: socket.socket, number: int) -> bytes:
 
 
 def _run(work: Coroutine[Any, Any, T]) -> T:
-    """Run a coroutine on an event loop of its own, which leaves the process's as it is."""
-    with asyncio.Runner(loop_factory=asyncio.new_event_loop) as runner:
-        return runner.run(work)
+    """Run a coroutine on an event loop of its own, which leaves the process's as it is, also where that runs."""
+    try:
+        asyncio.get_running_loop()
+    except RuntimeError:
+        with asyncio.Runner(loop_factory=asyncio.new_event_loop) as runner:
+            return runner.run(work)
+    with ThreadPoolExecutor(1) as threads:  # a thread has one loop
+        return threads.submit(asyncio.run, work).result()
 
 
 def keep_alive(sock: socket.socket) -> None:

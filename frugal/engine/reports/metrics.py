@@ -126,6 +126,8 @@ class Records:
             return not os.path.samestat(self._path.parent.stat(), self._folder)
         except (FileNotFoundError, NotADirectoryError):
             return True
+        except OSError:  # it is not known: the next write says why
+            return False
 
     def add(self, line: bytes) -> None:
         """Append a record, or keep it until there is room."""

@@ -64,7 +64,7 @@ def library() -> SimpleNamespace:
 
 IN_PLACE = {
     "_swiglu_backward_kernel": ("a_ptr", "b_ptr"), "_geglu_tanh_backward_kernel": ("a", "b"),
-    "_triton_rope": ("q_ptr", "k_ptr"),
+    "_swiglu_backward_kernel_tiled": ("a_ptr", "b_ptr"), "_triton_rope": ("q_ptr", "k_ptr"),
 }  # fmt: skip
 """The parameters that a kernel reads and writes; every other tensor it reads or writes once."""
 

@@ -367,7 +367,7 @@ def check_packing(spec: ModelSpec) -> None:
     except NoSmallModelError as error:
         reason = f"whether it keeps documents apart could not be tried: {error}"
     else:
-        if leak > MOST_LEAKAGE:
+        if not leak <= MOST_LEAKAGE:  # NaN is none
             reason = f"what it says of a document depends on the one before it, to {100 * leak:.1f} % of the whole"
     refuse((reason, f"--pack is impossible for {spec.reference}", reason or "", _PACKING_HINT))
 

@@ -42,6 +42,7 @@ class Fitting:
         self._kinds = cluster.kind_of_rank[:: self.sequence_parallel]
         self._speeds = tuple(device.matrix_flops for device in self.devices)
         self._counts = tuple(map(self._kinds.count, range(len(self.devices))))
+        self._nodes = tuple(dict.fromkeys(cluster.nodes))
 
     @property
     def samples_per_rank(self) -> int:
@@ -158,7 +159,7 @@ class Fitting:
         return max(
             (
                 needed_host_bytes(memory, node, self.cluster) - node.host_memory_bytes
-                for node in set(self.cluster.nodes)
+                for node in self._nodes
                 if node.host_memory_bytes is not None
             ),
             default=0,
@@ -169,7 +170,7 @@ class Fitting:
         return max(
             (
                 nvme_bytes(self.request, strategy, facts, node, self.cluster) - node.host_disk_bytes
-                for node in set(self.cluster.nodes)
+                for node in self._nodes
                 if node.host_disk_bytes is not None
             ),
             default=0,

@@ -118,6 +118,8 @@ def _converted(value: Any, kind: str, key: str, place: Place) -> Any:
         return str(value)
     if kind == "names" and isinstance(value, str):
         return value.replace(",", " ").split()
+    if kind == "flag" and str(value).lower() in ("yes", "no"):
+        return str(value).lower() == "yes"
     try:
         return msgspec.convert(value, wanted, strict=False)
     except msgspec.ValidationError:

@@ -172,4 +172,6 @@ def _fields(before: Subject, after: Subject) -> dict[str, Any]:
         value = getattr(after.strategy, name)
         if value != getattr(before.strategy, name):
             fields[field] = written.get(value, value)
+    if any("offload" in field for field in fields):  # DeepSpeed's own default is stage 0, which offloads nothing
+        fields["zero_optimization.stage"] = after.strategy.zero_stage
     return fields

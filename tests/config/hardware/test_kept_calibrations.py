@@ -3,6 +3,7 @@
 import os
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -47,6 +48,15 @@ def test_a_calibration_that_is_no_file_or_nested_too_deep_is_told(tmp_path: Path
     assert [note.split(" cannot be read")[0] for note in notes] == [
         f"the calibration {folder / name}" for name in ("deep.json", "pipe.json")
     ]
+
+
+def test_a_folder_of_calibrations_that_may_not_be_read_is_told(monkeypatch: pytest.MonkeyPatch) -> None:
+    def refuse(*_: Any) -> Any:
+        raise PermissionError(13, "Permission denied")
+
+    monkeypatch.setattr(Path, "glob", refuse)  # root may read all folders
+    known, (note,) = calibration.read_all(calibration.calibration_folder())
+    assert not known and note.endswith("cannot be read and are ignored: Permission denied")
 
 
 def test_the_driver_names_its_version_and_no_driver_names_none(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

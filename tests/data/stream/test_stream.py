@@ -147,6 +147,17 @@ def told(batch: GlobalBatch) -> Any:
     return batch.draw, batch.indices.tolist(), [sample["input_ids"].tolist() for sample in batch[:]]
 
 
+def test_nothing_behind_a_full_batch_is_read(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    stream, iterate = stream_of("chats.jsonl"), SampleStream.iterate
+
+    def four(self: SampleStream, start: Position) -> Any:
+        yield from islice(iterate(self, start), 4)
+        raise AssertionError("a fifth is read")
+
+    monkeypatch.setattr(SampleStream, "iterate", four)
+    assert len(next(iter(batches_of(stream, global_batch=4).iterate(Position()))).indices) == 4
+
+
 _WEIGHTED = ("chats.jsonl:0.7", "more.jsonl:0.3")
 
 

@@ -169,7 +169,7 @@ def test_the_result_is_that_of_ligers_own_patch_of_a_llama(monkeypatch: pytest.M
 @pytest.mark.parametrize("name", ["rms_norm", "swiglu", "geglu", "rope"])
 def test_the_parameters_that_kernels_change_in_place_are_those_of_their_source(name: str) -> None:
     module = importlib.import_module(f"liger_kernel.ops.{name}")
-    kernels = {key: each.fn for key, each in vars(module).items() if key.endswith(("_kernel", "_rope"))}
+    kernels = {key: each.fn for key, each in vars(module).items() if key.endswith(("_kernel", "_tiled", "_rope"))}
     for key, function in kernels.items():
         source, parameters = inspect.getsource(function), set(inspect.signature(function).parameters)
         read, written = (set(re.findall(rf"tl\.{way}\(\s*(\w+)", source)) for way in ("load", "store"))

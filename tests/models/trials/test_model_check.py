@@ -115,6 +115,40 @@ def test_what_mixes_the_samples_of_a_micro_batch_is_named(layer: nn.Module) -> N
     assert note.startswith(f"{SPLIT_MATTERS}: in {kind} `1` samples of a micro-batch change each other; ")
 
 
+class Bank(nn.Module):
+    """Keeps what it has seen in a buffer that grows."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(4, 4)
+        self.register_buffer("seen", torch.ones(1, 4))
+
+    def forward(self, x: Tensor) -> Tensor:
+        hidden = self.linear(x)
+        away: Tensor = hidden - self.seen.mean(0)
+        self.seen.data = torch.cat([self.seen, hidden.detach()])
+        return away
+
+
+def test_a_buffer_that_grows_is_named_and_put_back() -> None:
+    model = Bank()
+    (note,) = check_model(alone(model))
+    assert "in Bank a forward changes what the next one computes" in note
+    with probe.restored(model):
+        model(torch.randn(16, 4))
+    assert model.seen.shape == (1, 4)
+
+
+def test_where_only_samples_that_are_all_alike_run_batch_norm_is_still_named() -> None:
+    def of_pixels(model: nn.Module, batch: dict[str, Tensor]) -> Tensor:
+        if not ((batch["x"] == 0) | (batch["x"] == 1)).all():
+            raise ValueError("pixels are 0 or 1")
+        return squares(model, batch)
+
+    notes = check_model(of_factory(network(nn.BatchNorm1d(8)), of_pixels, {"x": torch.zeros(4)}))
+    assert any("BatchNorm1d `1`" in note for note in notes)
+
+
 def test_random_numbers_of_any_kind_are_no_mixture_of_samples() -> None:
     assert DRAWS in (notes := check_model(alone(network(Noisy())))) and set(notes) <= {DROPOUT, DRAWS}
     assert DRAWS not in check_model(alone(network(nn.Dropout(0.5))))
