@@ -58,12 +58,12 @@ def opened(monkeypatch: pytest.MonkeyPatch) -> Iterator[Opened]:
 
 
 def test_ranks_meet_from_inside_an_event_loop_too(opened: Opened) -> None:
-    """As in a cell of a notebook, where a loop runs already."""
+    """As in a notebook, where a loop runs already."""
 
-    async def cell() -> None:
+    async def meet() -> None:
         opened.all_ranks_get_in()
 
-    asyncio.run(cell())
+    asyncio.run(meet())
 
 
 def is_dropped(sock: socket.socket) -> bool:
