@@ -120,6 +120,8 @@ def test_processes_are_those_that_start_the_script(script: str, ranks: int | Non
         ("j.sh", f"deepspeed main.py {TRAINS} --deepspeed 1", "the script itself decides how DeepSpeed runs"),
         ("k.yaml", "per_device_train_batch_size: 2\ndeepspeed: false\n", ""),
         ("c.sh", f"accelerate launch --config_file none.yaml x.py {TRAINS}", "`--config_file none.yaml` is not there"),
+        ("l.sh", f"accelerate launch --config_file n.yaml --zero_stage 3 x.py {TRAINS}", "n.yaml` is not there"),
+        ("m.sh", "deepspeed x.py --finetuning_type full --train_micro_batch 4 --max_steps 9", "`train_micro_batch`"),
         ("d.yaml", "distributed_type: MULTI_CPU\nuse_cpu: true\n", "it trains on no GPU"),
         ("e.yaml", "per_device_train_batch_size: 2\nuse_cpu: true\n", "it trains on the CPU"),
         ("f.json", '{"train_batch_size": 8, "data_efficiency": {"enabled": true}}', "`data_efficiency` changes"),
