@@ -152,12 +152,12 @@ def read(document: Document) -> Settings:
         settings.refuse("`deepspeed` names no file: the script itself decides how DeepSpeed runs", where)
     settings.raw = said = table["default"] | given
     of_others = (each.key for each in settings.unknown if "batch" in each.key and MAY_DECIDE_MEMORY.search(each.key))
-    if document.tool != "axolotl" and any(of_others):  # a script with other names, and so with other defaults
+    if any(of_others):  # a script with other names, and so with other defaults
         said["micro_batch"] = given.get("micro_batch")
     for name in said.keys() & {each.name for each in fields(Settings)}:
         setattr(settings, name, said[name])
     if settings.accumulation_steps is None:  # axolotl's `batch_size` is that of a GPU in all its forwards
-        settings.accumulation_steps = max(1, said.get("batch_of_gpu", 0) // max(1, said["micro_batch"]))
+        settings.accumulation_steps = max(1, said.get("batch_of_gpu", 0) // (said["micro_batch"] or 1))
     bf16 = str(said.get("bf16", said["precision"] != "fp32")).lower()  # axolotl's is true, false, auto or full
     settings.precision = "fp16" if said.get("fp16") else "fp32" if bf16 == "false" else "bf16"
     if said.get("pure_bf16"):
