@@ -5,7 +5,6 @@
 """
 
 from collections.abc import Callable, Generator, Iterable, Mapping, Sequence
-from dataclasses import replace
 from pathlib import Path
 from typing import Any, get_args
 
@@ -18,10 +17,10 @@ from frugal.config.hardware.cluster import GENERIC, Card, Cluster, of_driver, re
 from frugal.config.hardware.local_host import held_on_gpus
 from frugal.config.other_names import answer
 from frugal.config.request import Request
-from frugal.config.run_settings import SAMPLE_NAMES, RunSettings
+from frugal.config.run_settings import SAMPLE_NAMES
 from frugal.config.schema import PLAN_SETTINGS, SETTINGS, merged, read_toml, settings_of_toml, understand
-from frugal.config.setting import Group, SettingRow, build, flag_of, settings_of
-from frugal.dryrun.planner import plans_here
+from frugal.config.setting import Group, SettingRow, flag_of, settings_of
+from frugal.dryrun.planner import plans_here, with_lengths
 from frugal.errors import RequestError
 from frugal.planning.plan import Plan
 from frugal.units import parse_count
@@ -249,7 +248,11 @@ def collect(settings: Mapping[str, Any], *, asks_data: bool = True) -> tuple[Req
     is_described = is_described or "," in str(asked.get("mem", "")) or asked.get("device", "cuda") != "cuda"
     asked, calibration, unnamed = with_devices(asked, None if is_described else this_machine(asked.get("gpus")))
     request, cluster, defaults = understand(asked, calibration, unnamed)
-    return _with_lengths(request, settings, defaults) if asks_data else request, cluster, defaults
+    samples = {name: settings[name] for name in SAMPLE_NAMES if name in settings}
+    if asks_data and samples:
+        with waiting("tokenising the data"):
+            request = with_lengths(request, samples, defaults)
+    return request, cluster, defaults
 
 
 Here = tuple[dict[str, Any], str | None, Card]
@@ -312,30 +315,6 @@ def described(cards: Sequence[Any], held: Mapping[str, int], num_gpus: int | Non
     if all(names):
         settings["gpu"] = names[0] if len(set(names)) == 1 else ",".join(map(str, names))
     return settings, cards[0].name if len({card.name for card in cards}) == 1 else None, unnamed
-
-
-def _with_lengths(request: Request, settings: Mapping[str, Any], defaults: Sequence[str]) -> Request:
-    """Return the request with the lengths of the training samples, if settings name the data.
-
-    A maximum of tokens that is one of the `defaults` becomes that of the data, where these are much shorter. Lengths
-    that the request has win over data that the file names; --too-long holds for both.
-
-    Raises:
-        RequestError: the data cannot be used, or has samples that are too long.
-    """
-    samples = build(RunSettings, {name: settings[name] for name in SAMPLE_NAMES if name in settings})
-    if request.lengths is not None and "too_long" in settings:
-        return replace(request, lengths=replace(request.lengths, too_long=samples.too_long))
-    if request.lengths is not None or "data" not in settings:
-        return request
-    from frugal.data import corpus  # torch takes seconds
-    from frugal.data.sources import names_of
-    from frugal.distributed.env import silence_libraries
-
-    silence_libraries()
-    with waiting(f"tokenising {names_of(samples.data)}"):
-        lengths, seq_len, document_tokens = corpus.lengths_of(request, samples, defaults)
-        return replace(request, lengths=lengths, seq_len=seq_len, document_tokens=document_tokens)
 
 
 def planning_flags(values: Mapping[str, Any], *others: str) -> list[str]:

@@ -3,7 +3,6 @@
 from collections.abc import Mapping
 from contextlib import closing
 from dataclasses import replace
-from math import ceil
 from pathlib import Path
 from typing import Any
 
@@ -37,8 +36,7 @@ from frugal.config.setting import build
 from frugal.deepspeed_adapter.json_config import write_plan
 from frugal.dryrun.planner import what_helps
 from frugal.dryrun.pool import shared_workers
-from frugal.errors import refuse
-from frugal.planning.plan import Plan, RunLength
+from frugal.planning.plan import Plan
 from frugal.planning.report import summary_blocks
 
 
@@ -97,7 +95,8 @@ def command(
     draft: Plan | None = None  # the last that was shown
     with closing(plans(*collect(settings))) as made:
         plan = next(made)
-        run = _run(plan, values, settings)
+        run = _run(values, settings)
+        length = plan.run_length(**run) if run else None
         while plan.is_draft and not only_draft:
             if is_watched:
                 show_draft(plan, draft)
@@ -113,51 +112,26 @@ def command(
         from frugal.cli.explain import table  # the search behind it takes a while to import
 
         with waiting("predicting"):
-            blocks.append(table(plan, named, run))
+            blocks.append(table(plan, named, length))
     if blocks:
         show(blocks)
         click.echo()
     if draft is None:
         show_verdict(replace(plan, warnings=()) if verbose else plan)
     proof = "" if draft is None else conclude_draft(plan, draft)
-    if run is not None:
-        show_row("run", run.in_words(plan.time.total_seconds, plan.step_tokens, plan.cluster))
+    if run:
+        show_row("run", str(plan.cost(**run)))
     _conclude(plan, output, html, written, proof, verbose=verbose)
 
 
-def _run(plan: Plan, values: Mapping[str, Any], settings: Mapping[str, Any]) -> RunLength | None:
-    """Return the run that flags and frugal.toml ask for; None where its length is not given.
-
-    Raises:
-        RequestError: they contradict each other, or nothing is known of what they count.
-    """
-    tokens, price = values["train_tokens"], values["gpu_hour_price"]
+def _run(values: Mapping[str, Any], settings: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the length and price of a run that flags and frugal.toml ask for, as `Plan.cost` takes them."""
+    tokens = values["train_tokens"]
     given = settings if tokens is None else values
     asked = build(RunSettings, {name: given.get(name) for name in ("stream", *LENGTH_NAMES)})
-    flag = next((f"--{name}" for name in LENGTH_NAMES if getattr(asked, name) is not None), None)
-    steps, epochs, grouping = asked.steps, asked.epochs, plan.grouping
-    has_length = tokens is not None or flag is not None
-    refuse(
-        (tokens is not None and flag, f"--train-tokens and {flag} were both given", "", "leave one of them out"),
-        (tokens is not None and tokens < 1, f"--train-tokens is {tokens}", "it must be at least 1", None),
-        (
-            price is not None and not has_length,
-            "--gpu-hour-price was given without the length of a run",
-            "",
-            "add --steps N, --epochs N or --train-tokens N",
-        ),
-        (
-            epochs is not None and grouping is None,
-            "--epochs was given without --data",
-            "how many samples an epoch has is not known",
-            "add --data PATH, or use --steps N or --train-tokens N",
-        ),
-    )
-    if not has_length:
-        return None
-    if epochs is not None and grouping is not None:
-        steps = ceil(epochs * grouping.num_samples / grouping.step_samples)
-    return RunLength(steps=steps, tokens=tokens, gpu_hour_price=price)
+    price = values["gpu_hour_price"]
+    length = {"steps": asked.steps, "epochs": asked.epochs, "train_tokens": tokens, "gpu_hour_price": price}
+    return {name: value for name, value in length.items() if value is not None}
 
 
 def _write_pages(plan: Plan, folder: Path | None, html: Path | None, helps: str = "") -> tuple[Path, ...]:

@@ -26,7 +26,7 @@ from frugal.config.hardware.cluster import GENERIC, Card, Cluster
 from frugal.config.layers import LayerModes
 from frugal.config.other_names import unknown_setting
 from frugal.config.request import Request
-from frugal.config.run_settings import LaunchSettings, RunSettings
+from frugal.config.run_settings import SAMPLE_NAMES, LaunchSettings, RunSettings
 from frugal.config.sample_lengths import Lengths
 from frugal.config.setting import SettingRow, build, flag_of, owned, settings_of
 from frugal.errors import RequestError
@@ -199,7 +199,7 @@ def signature(function: Callable[..., Any]) -> inspect.Signature:
     named = [each for each in own.parameters.values() if each.kind is not inspect.Parameter.VAR_KEYWORD]
     named += [
         inspect.Parameter(name, inspect.Parameter.KEYWORD_ONLY, default=row.default)
-        for name, row in PLAN_SETTINGS.items()
+        for name, row in {**PLAN_SETTINGS, **{name: TRAIN_SETTINGS[name] for name in SAMPLE_NAMES}}.items()
     ]
     return own.replace(parameters=named)
 

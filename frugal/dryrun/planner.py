@@ -2,7 +2,7 @@
 
 import logging
 import os
-from collections.abc import Generator, Iterator
+from collections.abc import Generator, Iterator, Mapping, Sequence
 from contextlib import closing
 from dataclasses import replace
 from functools import partial
@@ -14,7 +14,9 @@ from frugal.config.hardware.calibration import chosen
 from frugal.config.hardware.cluster import Cluster
 from frugal.config.hardware.local_host import library_versions
 from frugal.config.request import Request
+from frugal.config.run_settings import SAMPLE_NAMES, RunSettings
 from frugal.config.schema import in_full, signature, understand
+from frugal.config.setting import build
 from frugal.dryrun.cache import Cache, digest, model_key
 from frugal.errors import RequestError
 from frugal.planning.plan import Plan
@@ -34,12 +36,15 @@ def plan(*, objective: "Objective | None" = None, draft: bool = False, **setting
     or a class or function that makes one without arguments, wherever it was defined. `objective` says how it is
     trained, where that is not the task of a model of transformers. `draft` does not wait for the dry run that proves
     the plan: its memory is then what arithmetic says, and `Plan.is_draft` is True unless a proven plan was kept.
+    `data` and what says how it is read (`columns`, `format`, `tokenizer`, `validation_data`, ...) are those of
+    `frugal train`: the plan is then for samples of these lengths.
 
     Raises:
-        RequestError: a setting is unknown or wrong, or settings contradict each other.
+        RequestError: a setting is unknown or wrong, settings contradict each other, or the data cannot be used.
         NothingFitsError: no strategy fits.
     """
     settings = in_full(settings)
+    samples = {name: settings.pop(name) for name in SAMPLE_NAMES if name in settings}
     model = settings.get("model")
     if objective is not None or not isinstance(model, str | None):
         from frugal.dryrun.model_object import reference_of
@@ -53,11 +58,34 @@ def plan(*, objective: "Objective | None" = None, draft: bool = False, **setting
     calibration, notes = chosen(settings)
     for note in notes:
         logger.warning(note)
-    with closing(plans_here(*understand(settings, calibration))) as made:
+    request, cluster, defaults = understand(settings, calibration)
+    with closing(plans_here(with_lengths(request, samples, defaults), cluster, defaults)) as made:
         return next(made) if draft else list(made)[-1]
 
 
 plan.__signature__ = signature(plan)  # type: ignore[attr-defined]  # for help() and completion
+
+
+def with_lengths(request: Request, samples: Mapping[str, Any], defaults: Sequence[str]) -> Request:
+    """Return the request with the lengths of the training samples, if the settings of `samples` name the data.
+
+    A maximum of tokens that is one of the `defaults` becomes that of the data, where these are much shorter. Lengths
+    that the request has win over data that the file names; --too-long holds for both.
+
+    Raises:
+        RequestError: the data cannot be used, or has samples that are too long.
+    """
+    asked = build(RunSettings, samples)
+    if request.lengths is not None and "too_long" in samples:
+        return replace(request, lengths=replace(request.lengths, too_long=asked.too_long))
+    if request.lengths is not None or not asked.data:
+        return request
+    from frugal.data import corpus  # torch takes seconds
+    from frugal.distributed.env import silence_libraries
+
+    silence_libraries()
+    lengths, seq_len, document_tokens = corpus.lengths_of(request, asked, defaults)
+    return replace(request, lengths=lengths, seq_len=seq_len, document_tokens=document_tokens)
 
 
 def plans_here(request: Request, cluster: Cluster, defaults: tuple[str, ...]) -> Generator[Plan]:

@@ -21,7 +21,8 @@ import msgspec
 from frugal import files
 from frugal.config.hardware.cluster import CARDS, MOST_RANKS, Cluster
 from frugal.config.request import Request, Task
-from frugal.errors import PlanMismatchError, RequestError
+from frugal.config.setting import flag_of
+from frugal.errors import PlanMismatchError, RequestError, refuse
 from frugal.planning.batch import BatchPlan
 from frugal.planning.memory.breakdown import MemoryBreakdown
 from frugal.planning.model_facts import ModelSummary
@@ -151,6 +152,63 @@ class Alternative:
 
 
 @dataclass(frozen=True, kw_only=True)
+class RunCost:
+    """The predicted time of a run's steps, without its start, evaluations and checkpoints.
+
+    Attributes:
+        steps: optimizer steps.
+        tokens: in all of them, without padding.
+        seconds: wall time.
+        device_hours: hours of all devices together.
+        cost: in the currency of the price; None where there is none.
+        device: the word for a device.
+    """
+
+    steps: int
+    tokens: int
+    seconds: float
+    device_hours: float
+    cost: float | None
+    device: str = "GPU"
+
+    def __str__(self) -> str:
+        """Return `1000 steps of 524,288 tokens, 524.3M in all: 50 min, 3.33 GPU hours, cost 6.66 (predicted)`."""
+        time, *cost = self.in_brief
+        shown = f"{self.device_hours:,.0f}" if self.device_hours >= 100 else f"{self.device_hours:.3g}"
+        parts = ", ".join([time, f"{shown} {self.device} hours", *cost])
+        a_step = f"{plural(self.steps, 'step')} of {self.tokens // self.steps:,} tokens"
+        return f"{a_step}, {format_count(self.tokens)} in all: {parts} (predicted)"
+
+    @property
+    def in_brief(self) -> list[str]:
+        """The time, and the cost where a price is known."""
+        cost = [] if self.cost is None else [f"cost {self.cost:,.2f}"]
+        return [format_seconds(self.seconds), *cost]
+
+
+@dataclass(frozen=True, kw_only=True)
+class RunLength:
+    """The length of a run: `steps`, or as many as `tokens` take; and the price of a GPU hour, None: not known."""
+
+    steps: int | None = None
+    tokens: int | None = None
+    gpu_hour_price: float | None = None
+
+    def cost(self, step_seconds: float, step_tokens: int, num_devices: int, device: str = "GPU") -> RunCost:
+        """Return the cost of the run by what one of its optimizer steps takes."""
+        steps = self.steps or ceil((self.tokens or 0) / step_tokens)
+        hours = steps * step_seconds / 3600 * num_devices
+        return RunCost(
+            steps=steps,
+            tokens=steps * step_tokens,
+            seconds=steps * step_seconds,
+            device_hours=hours,
+            cost=None if self.gpu_hour_price is None else hours * self.gpu_hour_price,
+            device=device,
+        )
+
+
+@dataclass(frozen=True, kw_only=True)
 class Plan:
     """A decision with its prediction and its reasons.
 
@@ -203,6 +261,47 @@ class Plan:
     def step_tokens(self) -> int:
         """Tokens of one optimizer step without padding; of the data's, where their lengths are known."""
         return self.batch.global_batch * self.request.seq_len if self.grouping is None else self.grouping.step_tokens
+
+    def run_length(
+        self,
+        *,
+        steps: int | None = None,
+        epochs: float | None = None,
+        train_tokens: int | None = None,
+        gpu_hour_price: float | None = None,
+    ) -> RunLength:
+        """Return a run of this plan that is so long; exactly one of `steps`, `epochs` and `train_tokens` says it.
+
+        Raises:
+            RequestError: none or several do, or the plan does not know how many samples an epoch has.
+        """
+        lengths = {"steps": steps, "epochs": epochs, "train_tokens": train_tokens}
+        given = {flag_of(name): number for name, number in lengths.items() if number is not None}
+        flags = [*given]
+        refuse(
+            (not given, "the length of a run is not known", "", "add --steps N, --epochs N or --train-tokens N"),
+            (len(flags) > 1, f"{' and '.join(flags)} were both given", "", "leave one of them out"),
+            *((number <= 0, f"{flag} is {number}", "it must be more than 0", None) for flag, number in given.items()),
+            (
+                epochs is not None and self.grouping is None,
+                "--epochs was given without --data",
+                "how many samples an epoch has is not known",
+                "add --data PATH, or use --steps N or --train-tokens N",
+            ),
+        )
+        if epochs is not None and self.grouping is not None:
+            steps = ceil(epochs * self.grouping.num_samples / self.grouping.step_samples)
+        return RunLength(steps=steps, tokens=train_tokens, gpu_hour_price=gpu_hour_price)
+
+    def cost(self, **length: Any) -> RunCost:
+        """Return the predicted time of a run and its cost: `plan.cost(steps=1000, gpu_hour_price=2.5)`.
+
+        `length` is that of `run_length`. Raises as it.
+        """
+        cluster = self.cluster
+        return self.run_length(**length).cost(
+            self.time.total_seconds, self.step_tokens, cluster.world_size, cluster.rank_noun
+        )
 
     @property
     def is_draft(self) -> bool:
@@ -386,36 +485,3 @@ def _expanded(raw: Any) -> Any:
             nodes.append(node)
     batch = {name: value for name, value in batch.items() if name != "micro_batch_sizes"}
     return raw | {"cluster": cluster | {"nodes": nodes}, "batch": batch}
-
-
-@dataclass(frozen=True, kw_only=True)
-class RunLength:
-    """The length of a run: `steps`, or as many as `tokens` take; and the price of a GPU hour, None: not known.
-
-    A run is its steps, without its start, evaluations and checkpoints.
-    """
-
-    steps: int | None = None
-    tokens: int | None = None
-    gpu_hour_price: float | None = None
-
-    def num_steps(self, step_tokens: int) -> int:
-        """Return the optimizer steps, of `step_tokens` each."""
-        return self.steps or ceil((self.tokens or 0) / step_tokens)
-
-    def in_brief(self, step_seconds: float, step_tokens: int, num_devices: int) -> list[str]:
-        """Return the time of the run, and its cost where a price is known."""
-        seconds = self.num_steps(step_tokens) * step_seconds
-        hours = seconds / 3600 * num_devices
-        cost = [] if self.gpu_hour_price is None else [f"cost {hours * self.gpu_hour_price:,.2f}"]
-        return [format_seconds(seconds), *cost]
-
-    def in_words(self, step_seconds: float, step_tokens: int, cluster: Cluster) -> str:
-        """Return the steps, the time, the GPU hours and the cost of the run."""
-        steps, noun = self.num_steps(step_tokens), cluster.rank_noun
-        hours = steps * step_seconds / 3600 * cluster.world_size
-        time, *cost = self.in_brief(step_seconds, step_tokens, cluster.world_size)
-        total = format_count(steps * step_tokens)
-        shown = f"{hours:,.0f}" if hours >= 100 else f"{hours:.3g}"
-        parts = ", ".join([time, f"{shown} {noun} hours", *cost])
-        return f"{plural(steps, 'step')} of {step_tokens:,} tokens, {total} in all: {parts} (predicted)"

@@ -435,7 +435,7 @@ def _entry(plan: Plan, point: GridCase, candidate: Candidate | None, run: RunLen
     rate = tokens / candidate.seconds / world_size
     words = f"{rate / 1000:.1f}k/s" if rate >= 1000 else f"{rate:.0f}/s"
     strategy = f"Z{candidate.strategy.zero_stage}{_letters(candidate.strategy)}"
-    of_run = [] if run is None else run.in_brief(candidate.seconds, tokens, world_size)
+    of_run = [] if run is None else run.cost(candidate.seconds, tokens, world_size).in_brief
     return ", ".join([f"{format_seconds(candidate.seconds)} {words} {strategy}", *of_run])
 
 

@@ -71,6 +71,19 @@ def test_python_takes_a_draft_as_the_command_does_until_a_proven_plan_is_kept(
     assert not proven.is_draft and frugal.plan(gpus=4, mem="12G", draft=True) == proven
 
 
+def test_python_plans_for_data_as_the_command_does(capsys: pytest.CaptureFixture[str], here: Path) -> None:
+    rows = [{"body": "x" * (20 + number % 200)} for number in range(400)]
+    Path("rows.jsonl").write_text("\n".join(map(json.dumps, rows)))
+    made = frugal.plan(gpus=4, mem="12G", data="rows.jsonl", columns={"text": "body"}, tokenizer="byte")
+    assert made.grouping is not None and made.grouping.num_samples == 380, "5 % are for validation"
+    assert made.request.seq_len < 1024, "that of the data, which is shorter than the default"
+    flags = ["--data", "rows.jsonl", "--columns", "text=body", "--tokenizer", "byte"]
+    code, out, err = frugal_plan(capsys, *CARDS, *flags, "--json")
+    assert (code, out) == (0, made.to_json().decode()), err
+    with pytest.raises(frugal.RequestError, match="no data at"):
+        frugal.plan(gpus=4, mem="12G", data=["nowhere.jsonl"])
+
+
 def test_with_v_it_prints_the_whole_plan(capsys: pytest.CaptureFixture[str]) -> None:
     code, out, err = frugal_plan(capsys, *CARDS, "-v")
     assert (code, err) == (0, "")

@@ -13,6 +13,7 @@ from frugal.config.adapters import Lora
 from frugal.config.hardware import cluster as cards
 from frugal.config.hardware.context import NCCL_ALONE, NCCL_PCIE
 from frugal.config.optimizers import Optimizer
+from frugal.config.run_settings import SAMPLE_NAMES
 from frugal.config.schema import (
     PLAN_SETTINGS,
     SETTINGS,
@@ -324,7 +325,7 @@ def test_a_flag_wins_over_the_file_key_by_key(tmp_path: Path) -> None:
 
 def test_a_notebook_completes_every_setting() -> None:
     parameters = inspect.signature(frugal.plan).parameters
-    assert set(parameters) == {"objective", "draft", *PLAN_SETTINGS}
+    assert set(parameters) == {"objective", "draft", *PLAN_SETTINGS, *SAMPLE_NAMES}
     assert parameters["seq_len"].default == PLAN_SETTINGS["seq_len"].default
 
 

@@ -1,10 +1,12 @@
 """Tokens a second, the share of the peak, and the time of a run follow from the seconds of a step."""
 
+from math import ceil
 from typing import Any
 
 import pytest
 
 from frugal.config.hardware.cluster import CARDS
+from frugal.errors import RequestError
 from frugal.planning.plan import Plan, RunLength
 from frugal.planning.what_if import grid, parse_axes, predicted, what_if_table
 from tests.planning.synthetic import SMALL, dry_running, planned
@@ -55,15 +57,37 @@ def test_a_batch_asked_in_tokens_is_answered_in_tokens() -> None:
 
 
 def test_a_run_is_its_steps() -> None:
-    made = plan(mem="12G")
-    cluster = made.cluster
-    run = RunLength(steps=1000, gpu_hour_price=2.5)
-    assert run.in_words(3.6, 524_288, cluster) == (
-        "1000 steps of 524,288 tokens, 524.29M in all: 1 h 00 min, 4 GPU hours, cost 10.00 (predicted)"
-    )
-    assert RunLength(tokens=2 * 10**9).in_words(3.6, 2**20, cluster) == (
+    run = RunLength(steps=1000, gpu_hour_price=2.5).cost(3.6, 524_288, 4)
+    assert str(run) == "1000 steps of 524,288 tokens, 524.29M in all: 1 h 00 min, 4 GPU hours, cost 10.00 (predicted)"
+    assert str(RunLength(tokens=2 * 10**9).cost(3.6, 2**20, 4)) == (
         "1908 steps of 1,048,576 tokens, 2.00B in all: 1 h 54 min, 7.63 GPU hours (predicted)"
     )
+
+
+def test_a_plan_answers_what_a_run_costs() -> None:
+    made = plan(mem="12G", lengths=[100] * 5000 + [300] * 5000)
+    run = made.cost(epochs=1.5, gpu_hour_price=3)
+    assert run.steps == ceil(15_000 / 512)
+    assert run.seconds == run.steps * made.time.total_seconds
+    assert run.device_hours == pytest.approx(run.seconds / 900)
+    assert run.cost == pytest.approx(3 * run.device_hours)
+    assert made.cost(train_tokens=run.tokens).steps == made.cost(steps=run.steps).steps == run.steps
+
+
+@pytest.mark.parametrize(
+    ("length", "problem"),
+    [
+        ({}, "the length of a run is not known"),
+        ({"gpu_hour_price": 2.0}, "the length of a run is not known"),
+        ({"steps": 10, "train_tokens": 10}, "--steps and --train-tokens were both given"),
+        ({"train_tokens": 0}, "--train-tokens is 0"),
+        ({"epochs": 1}, "--epochs was given without --data"),
+    ],
+)
+def test_a_run_of_no_length_is_refused(length: dict[str, Any], problem: str) -> None:
+    with pytest.raises(RequestError) as refused:
+        plan(mem="12G").cost(**length)
+    assert refused.value.what == problem
 
 
 def test_the_table_of_what_if_has_the_time_and_the_cost_of_the_run() -> None:

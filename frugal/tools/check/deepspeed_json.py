@@ -251,7 +251,7 @@ def arithmetic_of(settings: Settings, resolved: Resolved | None, world_size: int
     if stated is None and micro is None:
         raise RequestError(
             "no file says how large the micro-batch is",
-            because="a script with fields of its own may have other defaults than transformers' Trainer"
+            because="fields of its own say it, and may have other defaults than the tool's"
             if resolved is None or settings.fills_auto
             else "DeepSpeed refuses a JSON with neither `train_batch_size` nor a micro-batch",
             hint="add --micro-batch 4, and --accumulation-steps 8 where there is more than one",

@@ -274,7 +274,7 @@ def _tool_of(path: Path, keys: Iterable[str], tools: Iterable[Tool] = tuple(NAME
     raise RequestError(
         f"{path} is no configuration that frugal knows",
         because=f"it has no key by which a file of {', '.join(NAMES.values())} is recognised",
-        hint="give the file, or the script, that starts the training",
+        hint="give the file or script that starts the training; a loop of your own: frugal dryrun SCRIPT.py:step",
     )
 
 

@@ -42,6 +42,11 @@ def gather(
             )
     trainer, launcher, config = (by_kind.get(kind) for kind in ("trainer", "accelerate", "deepspeed"))
     settings = tools.read(trainer) if trainer else Settings(tool="accelerate" if launcher else "DeepSpeed")
+    named = None if trainer is None else trainer.content.get(command_line.LAUNCHER, {}).get("config_file")
+    if trainer is not None and named and launcher is None:
+        settings.refuse(
+            f"accelerate's `--config_file {named}` is not there; give it, too", trainer.place("config_file")
+        )
     if trainer is not None and (launch := command_line.of_accelerate(trainer.content)):
         below = {} if launcher is None else launcher.content
         content = {**below, **launch, _SECTION: (below.get(_SECTION) or {}) | launch[_SECTION]}
@@ -52,8 +57,6 @@ def gather(
         launcher = Document(trainer.path, "accelerate", known, lines, launcher)
     if launcher is not None:
         documents += _of_accelerate(launcher, settings)
-    elif trainer is not None and (name := trainer.content.get(command_line.LAUNCHER, {}).get("config_file")):
-        settings.refuse(f"accelerate's `--config_file {name}` is not there; give it, too", trainer.place("config_file"))
     if config is None and trainer is not None and settings.raw.get("deepspeed_file") is not None:
         config = _named(trainer, settings.raw["deepspeed_file"], settings)
         documents += [config] * (config.path != trainer.path)

@@ -131,12 +131,19 @@ class _Script:
         self._match(r"[ \t]+")
         begin = self.at
         target = " ".join(self._word(splits=False))
-        if operator.endswith(("<<", "<<-")):
+        is_document = operator.lstrip("0123456789") in ("<<", "<<-")
+        if is_document:
             self.documents.append((target, not set("'\"\\") & set(self.text[begin : self.at])))
-        if words[:1] == ["read"]:
-            self.reads = words[-1]
-            if operator.endswith("<<<"):
-                self.variables[self.reads] = [target]
+        if words[:1] != ["read"]:
+            return
+        names = [word for word in words[1:] if _NAME.fullmatch(word)]
+        if len(names) != 1:  # which word of the line each takes is not followed
+            for name in names:
+                self.variables.pop(name, None)
+        elif is_document:
+            self.reads = names[0]
+        elif operator.endswith("<<<"):
+            self.variables[names[0]] = [target]
 
     def _skip_documents(self) -> None:
         """Go behind the here documents that began in the line before; `read` takes one as its variable's value."""

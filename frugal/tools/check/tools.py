@@ -123,7 +123,12 @@ def _converted(value: Any, kind: str, key: str, place: Place) -> Any:
     try:
         return msgspec.convert(value, wanted, strict=False)
     except msgspec.ValidationError:
-        raise RequestError(f"`{key}` in {place} is {value!r}", because=f"it must be {must_be}") from None
+        is_open = "$" in str(value)
+        raise RequestError(
+            f"`{key}` in {place} is {value!r}",
+            because="its value is only known when the script runs" if is_open else f"it must be {must_be}",
+            hint="write the value into a copy of the script" if is_open else None,
+        ) from None
 
 
 def _written(key: str, value: Any) -> str:
@@ -147,12 +152,12 @@ def read(document: Document) -> Settings:
         settings.refuse("`deepspeed` names no file: the script itself decides how DeepSpeed runs", where)
     settings.raw = said = table["default"] | given
     of_others = (each.key for each in settings.unknown if "batch" in each.key and MAY_DECIDE_MEMORY.search(each.key))
-    if document.tool == "transformers" and any(of_others):  # a script with other names, and so with other defaults
+    if any(of_others):  # a script with other names, and so with other defaults
         said["micro_batch"] = given.get("micro_batch")
     for name in said.keys() & {each.name for each in fields(Settings)}:
         setattr(settings, name, said[name])
     if settings.accumulation_steps is None:  # axolotl's `batch_size` is that of a GPU in all its forwards
-        settings.accumulation_steps = max(1, said.get("batch_of_gpu", 0) // max(1, said["micro_batch"]))
+        settings.accumulation_steps = max(1, said.get("batch_of_gpu", 0) // (said["micro_batch"] or 1))
     bf16 = str(said.get("bf16", said["precision"] != "fp32")).lower()  # axolotl's is true, false, auto or full
     settings.precision = "fp16" if said.get("fp16") else "fp32" if bf16 == "false" else "bf16"
     if said.get("pure_bf16"):
@@ -197,7 +202,11 @@ def _refuse_other_work(document: Document) -> None:
     if only_predicts or not (says or {"output_dir", "deepspeed"} <= document.content.keys()):
         names = document.content.get(command_line.FILES, ())
         missing = [name for name in names if command_line.beside(document.path, name) is None]
-        without = f"{', '.join(missing)} is not there" if missing else "it has no batch, learning rate or duration"
+        without = (
+            f"{', '.join(missing)} is not there"
+            if missing
+            else f"it has no batch, learning rate or duration of {NAMES[document.tool]}"
+        )
         raise RequestError(
             f"{document.path} trains nothing",
             because="it predicts without `do_train`" if only_predicts else without,

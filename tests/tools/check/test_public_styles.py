@@ -120,6 +120,7 @@ def test_processes_are_those_that_start_the_script(script: str, ranks: int | Non
         ("j.sh", f"deepspeed main.py {TRAINS} --deepspeed 1", "the script itself decides how DeepSpeed runs"),
         ("k.yaml", "per_device_train_batch_size: 2\ndeepspeed: false\n", ""),
         ("c.sh", f"accelerate launch --config_file none.yaml x.py {TRAINS}", "`--config_file none.yaml` is not there"),
+        ("l.sh", f"accelerate launch --config_file n.yaml --zero_stage 3 x.py {TRAINS}", "n.yaml` is not there"),
         ("d.yaml", "distributed_type: MULTI_CPU\nuse_cpu: true\n", "it trains on no GPU"),
         ("e.yaml", "per_device_train_batch_size: 2\nuse_cpu: true\n", "it trains on the CPU"),
         ("f.json", '{"train_batch_size": 8, "data_efficiency": {"enabled": true}}', "`data_efficiency` changes"),
@@ -168,11 +169,18 @@ def test_every_key_that_deepspeed_removed_is_found(tmp_path: Path) -> None:
     assert len(found) == len(REMOVED) + len(REMOVED_OF_ZERO) and not read.unknown
 
 
-def test_a_batch_by_another_name_has_no_default_of_the_trainer(tmp_path: Path) -> None:
-    script = "python x.py --model_name_or_path base --output_dir out --learning_rate 1e-4 --train_batch_size 1"
+@pytest.mark.parametrize(
+    ("name", "text"),
+    [
+        ("a.sh", "python x.py --model_name_or_path m --output_dir o --learning_rate 1e-4 --train_batch_size 1"),
+        ("b.sh", "deepspeed x.py --finetuning_type full --train_micro_batch_size_per_gpu 4 --max_steps 9"),
+        ("c.yaml", "base_model: gpt2\nnum_epochs: 1\nper_device_train_batch_size: 4\n"),
+    ],
+)
+def test_a_batch_by_another_name_has_no_default_of_the_tool(name: str, text: str, tmp_path: Path) -> None:
     with pytest.raises(RequestError, match="no file says how large the micro-batch is") as error:
-        resolved(of(tmp_path, ("a.sh", script)), 4)
-    assert "other defaults than transformers' Trainer" in error.value.because[0]
+        resolved(of(tmp_path, (name, text)), 4)
+    assert "other defaults than the tool's" in error.value.because[0]
 
 
 def test_a_file_that_a_script_reads_and_that_is_not_there_is_named(tmp_path: Path) -> None:

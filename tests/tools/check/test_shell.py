@@ -45,6 +45,7 @@ SCRIPTS = [
     "bash() { while [ $# -gt 1 ]; do shift; done; eval \"$1\"; }\nbash -c 'started \"inner word\" $((2*3))'\n",
     "started a\\\nb c\\ d $'x' x$ $\"y\"\n",
     "A=(one three)\nB=four\nstarted ${#A} ${#A[1]} ${#A[@]} ${#B} ${A} ${A[5]:-none} ${B[0]}\n",
+    "read -r A <<< \"b c\"\nstarted $A\nif read -r D E <<< \"f g\"; then started last; fi\n",
     "export A=1 B='2 3'\nA+=4\nstarted \"$A\" $B -- 2 --x=\"$B\"'c'$A\n",
 ]  # fmt: skip
 
@@ -73,6 +74,7 @@ ASSIGNED = st.one_of(
     st.tuples(NAMES, WORDS).map("+=".join),
     st.tuples(NAMES, st.lists(WORDS, max_size=3).map(" ".join)).map(lambda each: f"{each[0]}=({each[1]})"),
     st.lists(WORDS, min_size=1, max_size=4).map(lambda words: f"started {' '.join(words)}"),
+    st.tuples(NAMES, WORDS).map(lambda each: f"read -r {each[0]} <<< {each[1]}"),
     st.lists(WORDS, min_size=1, max_size=4).map(lambda words: "if true; then started " + " \\\n ".join(words) + "; fi"),
 )
 
