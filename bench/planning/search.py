@@ -124,7 +124,8 @@ def measured(repeats: int, model: str, global_batch: int, *cards: str) -> dict[s
             search = Search(request, cluster, source)
             with timed("search", runs):
                 with timed("ranking", runs):
-                    drafts = [draft for strategy in strategies for draft in search._draft(strategy)]
+                    attempts = [search._attempt(strategy, search.evaluation.draft) for strategy in strategies]
+                    drafts = [draft for draft in attempts if draft is not None]
                 with timed("full evaluation", runs):
                     fitting = {draft.strategy for draft in drafts if draft.fits}
                     options = search.candidates(next(level for level in levels if fitting & {*levels[level]}))

@@ -70,11 +70,14 @@ def backend() -> Any:
     return deepspeed_comm.cdb
 
 
-def guard(guarded: Callable[[Collective], Collective]) -> None:
-    """Replace each of the process's collectives by `guarded` of it, instead of an earlier guard."""
+def guard(guarded: Callable[[str, Collective], Collective]) -> None:
+    """Replace each of the process's collectives by `guarded` of its name and it, instead of an earlier guard.
+
+    The function itself may have the name of DeepSpeed's wrapper around it.
+    """
     for name in collectives_of(type(backend())):
         vars(backend()).pop(name, None)  # an earlier one's, in front of the class's method
-        put(backend(), name, guarded(getattr(backend(), name)))
+        put(backend(), name, guarded(name, getattr(backend(), name)))
 
 
 def collectives_of(kind: type) -> list[str]:

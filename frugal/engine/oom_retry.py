@@ -191,12 +191,12 @@ class Guard:
 
         return voting_once
 
-    def _guarded(self, collective: Callable[..., Any]) -> Callable[..., Any]:
+    def _guarded(self, name: str, collective: Callable[..., Any]) -> Callable[..., Any]:
         @functools.wraps(collective)
         def guarded(*args: Any, **kwargs: Any) -> Any:
             if not self.watching or self._is_agreed:
                 return collective(*args, **kwargs)
-            self.agree(*collectives.entered(collective.__name__, (*args, *kwargs.values())))
+            self.agree(*collectives.entered(name, (*args, *kwargs.values())))
             self._is_agreed = True
             try:
                 return collective(*args, **kwargs)

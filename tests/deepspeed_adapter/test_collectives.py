@@ -3,11 +3,14 @@
 from collections.abc import Callable
 from typing import Any
 
+import torch
+import torch.distributed as dist
 from deepspeed.comm.torch import TorchBackend
 
 from bench.ranks import Ranks
 from frugal.deepspeed_adapter import collectives
 from frugal.deepspeed_adapter.collectives import DIRECT, Collective, collectives_of
+from frugal.engine.oom_retry import Guard, RanksDifferError
 
 IN_STEPS = {
     "all_reduce", "all_reduce_coalesced", "reduce", "reduce_scatter", "reduce_scatter_tensor", "broadcast",
@@ -36,16 +39,14 @@ def test_the_backend_has_no_collective_that_ranks_do_not_vote_on() -> None:
     assert public - NO_COLLECTIVES - NOT_CALLED == set(collectives_of(TorchBackend)) == IN_STEPS
 
 
-def guarded_twice() -> tuple[list[str], bool]:
+def guarded_twice() -> tuple[list[tuple[str, str]], bool]:
     """What the guards of a backend note of one collective, and whether its own calls are still there; on a rank."""
-    import torch
+    noted: list[tuple[str, str]] = []
 
-    noted: list[str] = []
-
-    def guard(who: str) -> Callable[[Collective], Collective]:
-        def guarded(collective: Collective) -> Collective:
+    def guard(who: str) -> Callable[[str, Collective], Collective]:
+        def guarded(name: str, collective: Collective) -> Collective:
             def call(*args: Any, **kwargs: Any) -> Any:
-                noted.append(who)
+                noted.append((who, name))
                 return collective(*args, **kwargs)
 
             return call
@@ -59,4 +60,32 @@ def guarded_twice() -> tuple[list[str], bool]:
 
 
 def test_a_guard_takes_the_place_of_the_one_before(two_ranks: Ranks) -> None:
-    assert two_ranks.run(guarded_twice) == [(["second"], True)] * 2
+    assert two_ranks.run(guarded_twice) == [([("second", "all_reduce")], True)] * 2
+
+
+def exchanged_in_groups_of_their_own() -> bool:
+    """Exchange another length on each rank, alone in its group; return whether that was done. Runs on ranks."""
+    exchange, sent = collectives.exchange_within(1), torch.arange(1.0, 2 + dist.get_rank())
+    received = torch.zeros_like(sent)
+    Guard(None).attempt(lambda: exchange(received, sent))
+    return received.equal(sent)
+
+
+def test_groups_of_ranks_exchange_other_lengths_at_once(two_ranks: Ranks) -> None:
+    assert two_ranks.run(exchanged_in_groups_of_their_own) == [True, True]
+
+
+def said_of_two_collectives() -> str:
+    """What is said where rank 0 is about to enter another collective of as many elements. Runs on ranks."""
+    tensor, backend = torch.ones(1), collectives.backend()
+    guard = Guard(None)
+    try:
+        guard.attempt(lambda: backend.broadcast(tensor, 0) if dist.get_rank() else backend.all_reduce(tensor))
+    except RanksDifferError as error:
+        return str(error)
+    return "nothing"
+
+
+def test_ranks_that_are_about_to_enter_different_collectives_name_them(two_ranks: Ranks) -> None:
+    for said in two_ranks.run(said_of_two_collectives):
+        assert "rank 0 calls all_reduce" in said and "rank 1 calls broadcast" in said

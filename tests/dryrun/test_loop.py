@@ -12,6 +12,7 @@ from torch import Tensor, nn
 import frugal as package
 from frugal.errors import RequestError
 from frugal.tools.own_loop import autocast
+from frugal.tools.own_loop.card import COMPILED
 from frugal.tools.own_loop.reference import names_a_step
 from tests.commands import Capture, frugal
 
@@ -249,6 +250,28 @@ def test_a_script_that_fails_is_named_with_its_line(here: Path, capsys: Capture)
     assert err.startswith(
         "error: loop.py fails in a dry run\n  because KeyError: 'missing'\n  because loop.py, line 4,"
     )
+
+
+def test_what_a_script_compiles_is_said_to_be_counted_as_eager_and_not_what_a_library_does_when_imported(
+    here: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    packages = here / "site-packages"
+    packages.mkdir()
+    monkeypatch.syspath_prepend(packages)
+    compiled = "import torch\n@torch.compile\ndef function(): ...\ndef compiles(model): torch.compile(model)\n"
+    (packages / "compiled_when_imported.py").write_text(compiled)
+    (here / "compiled_in_a_script.py").write_text(compiled)
+
+    def notes(*lines: str) -> tuple[str, ...]:
+        def step(x: Tensor) -> None:
+            exec("\n".join(lines))
+
+        return package.dry_run(**parts(step, x=lambda: torch.ones(4, device="cuda"))).notes
+
+    monkeypatch.syspath_prepend(here)
+    assert notes("import compiled_when_imported") == ()
+    assert notes("import compiled_when_imported as library", "library.compiles(lambda: 0)") == (COMPILED,)
+    assert notes("import compiled_in_a_script") == (COMPILED,)
 
 
 def test_values_come_to_the_host_as_zeros_and_that_is_said() -> None:

@@ -196,7 +196,8 @@ def judge(case: Case, ranks: Ranks, timeout: float = 120) -> Verdict:
             for place in zip(planned.starts_of(rank), planned.sizes_of(rank), strict=True)
         )
         sizes = [size for _, size in cut if size]
-        has_own_state = "spectral norm" in case.parts and split  # each rank's vectors are its own
+        not_reached = any("got no gradient from a batch" in note for note in notes)  # so the trial knows no cut of it
+        has_own_state = "spectral norm" in case.parts and (split or not_reached)  # each rank's vectors are its own
         order = sizes if split else together
         if has_own_state or compare(case, runs[0], [order], zeros=bool(unused)) is None:
             return Verdict(case.seed, "said", (*split, *unused)[0])

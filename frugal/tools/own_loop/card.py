@@ -22,7 +22,7 @@ from torch.overrides import TorchFunctionMode
 
 from frugal import torch_internals
 from frugal.tools.own_loop import autocast
-from frugal.tools.own_loop.tracker import LoopTracker, asks_for_deepspeed, package_of
+from frugal.tools.own_loop.tracker import LoopTracker, asks_for_deepspeed, imports_a_library, package_of
 
 CARD = torch.device("cuda", 0)
 META = torch.device("meta")
@@ -204,7 +204,6 @@ def _set_data(card: PretendedCard, func: Any, args: tuple[Any, ...], kwargs: dic
     if isinstance(tensor, torch.nn.Parameter):
         value = torch.nn.Parameter(value, requires_grad=tensor.requires_grad)
     torch_internals.exchange(tensor, value)
-    return None
 
 
 def _getter(name: str) -> Any:
@@ -433,7 +432,7 @@ def _on_torch_cuda(tracker: LoopTracker, *, name: str, total_bytes: int, capabil
     }  # fmt: skip
 
     def compile_nothing(model: Any = None, **_: Any) -> Any:
-        if not asks_for_deepspeed(sys._getframe(1)):  # which compiles small functions of its own
+        if not imports_a_library(sys._getframe(1)):  # which compiles functions of its own
             tracker.note(COMPILED)
         return model if model is not None else lambda function: function
 

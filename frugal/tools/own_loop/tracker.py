@@ -65,8 +65,8 @@ _BETWEEN_DEVICES = {
     aten.copy_.default, aten._to_copy.default, aten.index.Tensor, aten.index_put.default, aten.index_put_.default,
     aten._pack_padded_sequence.default,
 }  # fmt: skip
-_GRAD_SCALER = Path(torch.amp.grad_scaler.__file__)
-_PACKAGE_OF: dict[Any, str] = {}
+_GRAD_SCALER = torch.amp.grad_scaler.__file__
+_PACKAGE_OF: dict[str, str] = {}
 
 Kept = Callable[[], Iterable[tuple[Tensor, int]]]
 
@@ -78,15 +78,21 @@ def asks_for_deepspeed(frame: FrameType | None) -> bool:
     return frame is not None and package_of(frame) == "deepspeed"
 
 
+def imports_a_library(frame: FrameType | None) -> bool:
+    """Return whether an installed package runs a frame while it is imported, and no line of a script asks for it."""
+    while frame is not None and "-packages" in frame.f_code.co_filename:
+        frame = frame.f_back
+    return frame is not None and frame.f_code.co_filename.startswith("<frozen importlib")
+
+
 def package_of(frame: FrameType) -> str:
     """Return the package of a frame's code, if it matters here; empty for others, such as a script. For DeepSpeed's own
     code the card is a meta device."""
-    code = frame.f_code
-    if code not in _PACKAGE_OF:
-        file = Path(code.co_filename)
+    file = frame.f_code.co_filename
+    if file not in _PACKAGE_OF:
         packages = ("deepspeed", "torch", "transformers", "frugal")
-        _PACKAGE_OF[code] = next((name for name in packages if file.is_relative_to(package_folder(name))), "")
-    return _PACKAGE_OF[code]
+        _PACKAGE_OF[file] = next((name for name in packages if Path(file).is_relative_to(package_folder(name))), "")
+    return _PACKAGE_OF[file]
 
 
 class LoopTracker(Tracker):
@@ -323,8 +329,6 @@ def _with_gradients(parameters: Iterable[Tensor]) -> Iterator[tuple[Tensor, int]
 
 def _asked_by_grad_scaler(frame: FrameType | None) -> bool:
     """Return whether torch's `GradScaler` runs a frame, directly or through torch."""
-    while frame is not None and package_of(frame) in ("torch", "frugal"):
-        if Path(frame.f_code.co_filename) == _GRAD_SCALER:
-            return True
+    while frame is not None and package_of(frame) in ("torch", "frugal") and frame.f_code.co_filename != _GRAD_SCALER:
         frame = frame.f_back
-    return False
+    return frame is not None and frame.f_code.co_filename == _GRAD_SCALER
