@@ -47,21 +47,22 @@ faults: setup
 	$(PYTEST) -m "" tests/faults
 
 # Other versions: `make contract TORCH=2.15.0 DEEPSPEED=0.19.7 TRANSFORMERS=5.24.0 PYTHON=python3.12`, in an environment
-# of its own. First the names that are missing and the mirrored functions that changed, with their differences to the
-# DeepSpeed of $(VENV): what is to be done. Then simulation (where DeepSpeed is what is simulated), exactness, dry runs
-# against measurements, faults.
+# of its own, with torch's build for CPUs where pip finds one, else its CUDA build over emulated libraries. First the names
+# that are missing and the mirrored functions that changed, with their differences to the DeepSpeed of $(VENV): what is to
+# be done. Then simulation (where DeepSpeed is what is simulated), exactness, dry runs against measurements, faults.
 TORCH        ?= 2.13.0
 DEEPSPEED    ?= 0.19.8
 TRANSFORMERS ?= 5.23.0
 CONTRACT     := .venv-contract
+contract: export EMULATED_GPU_COUNT := 0
 contract: setup
 	$(PYTHON) -m venv --clear $(CONTRACT)
-	sed -E '/^(torch|triton|transformers|deepspeed)==/d' constraints.txt > $(CONTRACT)/constraints.txt
-	$(CONTRACT)/bin/pip install --quiet -c $(CONTRACT)/constraints.txt setuptools torch==$(TORCH)
-	DS_BUILD_OPS=0 $(CONTRACT)/bin/pip install --quiet -c $(CONTRACT)/constraints.txt -e '.[dev]' \
-	  torch==$(TORCH) transformers==$(TRANSFORMERS)
-	DS_BUILD_OPS=0 $(CONTRACT)/bin/pip install --quiet --no-deps --no-build-isolation deepspeed==$(DEEPSPEED)
-	$(CONTRACT)/bin/python -m frugal.deepspeed_adapter.contract $(VENV)/lib/python*/site-packages/deepspeed
+	sed -E '/^(torch|triton)==/d' constraints.txt > $(CONTRACT)/constraints.txt
+	$(BIN)/python -m bench.emulated_gpu.setup --folder $(CONTRACT) --only-torch torch==$(TORCH)
+	DS_BUILD_OPS=0 $(CONTRACT)/bin/pip install --quiet -c $(CONTRACT)/constraints.txt setuptools -e '.[dev]'
+	DS_BUILD_OPS=0 $(CONTRACT)/bin/pip install --quiet --no-deps --no-build-isolation \
+	  deepspeed==$(DEEPSPEED) transformers==$(TRANSFORMERS)
+	$(CONTRACT)/bin/python -m frugal.deepspeed_adapter.contract $(wildcard $(VENV)/lib/python*/site-packages/deepspeed)
 	$(call pytest_in,$(CONTRACT)/bin) tests/test_internals.py tests/deepspeed_adapter/test_contract.py
 	$(call pytest_in,$(CONTRACT)/bin) tests/deepspeed_adapter/test_simulate.py tests/deepspeed_adapter/test_zero3_graph.py
 	$(call pytest_in,$(CONTRACT)/bin) tests/engine/test_exactness.py tests/dryrun/test_truth.py

@@ -4,6 +4,10 @@ It gets torch's CUDA build (527 MB) without NVIDIA's packages, its Triton (190 M
 `constraints.txt`, and the emulated libraries, compiled here in seconds. `--liger` adds Liger's kernels, which the tiled
 loss then takes. It needs gcc, g++ and nm, and CUDA's headers: of an installed toolkit
 (CUDA_HOME, /usr/local/cuda), else from NVIDIA's packages. A second call brings both up to date.
+
+`--only-torch torch==2.15.0` installs just that into an environment that exists, for `make contract` and `make release`:
+a build for CPUs where pip finds one, else the CUDA build over emulated libraries. It then requires no package of
+NVIDIA's, so that pip can install others beside it.
 """
 
 import argparse
@@ -13,7 +17,6 @@ import shutil
 import subprocess
 import sys
 import tempfile
-from importlib.metadata import distributions
 from pathlib import Path
 
 from bench.emulated_gpu.environment import FOLDER, ROOT
@@ -27,10 +30,8 @@ LIGER = "liger-kernel==0.8.5"
 HEADER_PACKAGES = ("nvidia-cuda-runtime==13.0.*", "nvidia-cuda-crt==13.0.*")
 HEADERS = ("cuda.h", "cuda_runtime_api.h", "crt/host_defines.h")
 HERE = Path(__file__).parent
-REPLACED = re.compile(r"nvidia|cuda|triton")
-"""Packages that the emulation replaces, or that are installed apart."""
-
-INSTALLED_APART = {"frugal-trainer", "torch", "deepspeed"}
+REPLACED = re.compile(r"^Requires-Dist: (nvidia|cuda)-.*\n", re.MULTILINE)
+"""Lines of torch's metadata with packages that the emulation replaces."""
 
 
 class SetUpError(Exception):
@@ -42,9 +43,13 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--folder", type=Path, default=FOLDER, help=f"of the environment  [default: {FOLDER.name}]")
     parser.add_argument("--liger", action="store_true", help="also Liger's kernels")
+    parser.add_argument("--only-torch", metavar="torch==VERSION", help="nothing else, in an environment that exists")
     asked = parser.parse_args()
     folder = asked.folder.absolute()
     try:
+        if asked.only_torch:
+            install_torch(folder, asked.only_torch)
+            return
         set_up(folder, with_liger=asked.liger)
     except SetUpError as error:
         raise SystemExit(str(error)) from None
@@ -63,11 +68,26 @@ def set_up(folder: Path, *, with_liger: bool = False) -> None:
     Raises:
         SetUpError: a compiler or CUDA's headers are missing.
     """
-    check_tools()
     if not (folder / "bin" / "python").exists():
         subprocess.run([sys.executable, "-m", "venv", folder], check=True)
-    install_packages(folder, [LIGER] if with_liger else [])
+    install_torch(folder, TORCH)
+    pip_install(folder, "-c", ROOT / "constraints.txt", "setuptools", "wheel", "ninja", "-e", ROOT)
+    if with_liger:
+        pip_install(folder, "--no-deps", LIGER)
+
+
+def install_torch(folder: Path, torch: str) -> None:
+    """Install a torch in the environment `folder`, and emulated libraries if it is a CUDA build.
+
+    Raises:
+        SetUpError: a compiler or CUDA's headers are missing.
+    """
+    pip_install(folder, "--no-deps", torch)
     site = next(folder.glob("lib/python3.*/site-packages"))
+    if not (site / "torch" / "lib" / "libtorch_cuda.so").exists():
+        return
+    check_tools()
+    require_nothing_of_nvidia(next(site.glob("torch-*.dist-info/METADATA")))
     with tempfile.TemporaryDirectory() as scratch:
         headers = installed_headers() or downloaded_headers(Path(scratch) / "headers")
         for line in build(site, headers, Path(scratch) / "build"):
@@ -85,57 +105,15 @@ def check_tools() -> None:
         )
 
 
-def requirements() -> list[str]:
-    """Every package that the project's own environment has for frugal, pinned to the version it has there.
-
-    They are installed one by one without what they depend on, as that would be NVIDIA's packages.
-
-    Raises:
-        SetUpError: this process does not run in that environment.
-    """
-    installed = {_plain(each.metadata["Name"]): each for each in distributions()}
-    if not {"frugal-trainer", "peft"} <= installed.keys():
-        raise SetUpError(
-            "error: this Python does not have frugal and its packages\n  because their versions are taken from it\n\n"
-            "hint: make emulated"
-        )
-    versions: dict[str, str] = {}
-    waiting = ["frugal-trainer", "peft", "setuptools", "wheel", "ninja"]
-    while waiting:
-        name = waiting.pop()
-        if name in versions or name not in installed or REPLACED.match(name):
-            continue
-        versions[name] = installed[name].version
-        lines = [line for line in installed[name].requires or [] if "extra ==" not in line]
-        waiting += [_plain(re.split(r"[^\w.-]", line)[0]) for line in lines]
-    return [f"{name}=={version}" for name, version in sorted(versions.items()) if name not in INSTALLED_APART]
+def require_nothing_of_nvidia(metadata: Path) -> None:
+    """Remove from torch's `metadata` the packages that the emulation replaces: pip would install gigabytes."""
+    metadata.write_text(REPLACED.sub("", metadata.read_text()))
 
 
-def _plain(name: str) -> str:
-    return re.sub(r"[-_.]+", "-", name).lower()
-
-
-def install_packages(folder: Path, more: list[str]) -> None:
-    """torch's CUDA build and its Triton, DeepSpeed without compiled operators, what they need, `more`, and frugal."""
-    pip = [folder / "bin" / "python", "-m", "pip", "install", "--quiet", "--disable-pip-version-check", "--no-deps"]
-    deepspeed = _pinned("deepspeed")
-    environment = os.environ | {"DS_BUILD_OPS": "0"}
-    subprocess.run([*pip, *requirements()], check=True)
-    subprocess.run([*pip, TORCH], check=True)
-    subprocess.run([*pip, triton_of_torch(folder), *more], check=True)
-    subprocess.run([*pip, "--no-build-isolation", deepspeed], check=True, env=environment)
-    subprocess.run([*pip, "--no-build-isolation", "-e", ROOT], check=True)
-
-
-def triton_of_torch(folder: Path) -> str:
-    """The Triton that the environment's torch was made for, pinned, as torch's wheel requires it."""
-    metadata = next(folder.glob("lib/python3.*/site-packages/torch-*.dist-info/METADATA")).read_text()
-    return re.findall(r"^Requires-Dist: (triton==[\d.]+)", metadata, re.MULTILINE)[0]
-
-
-def _pinned(name: str) -> str:
-    lines = (ROOT / "constraints.txt").read_text().splitlines()
-    return next(line for line in lines if line.startswith(f"{name}=="))
+def pip_install(folder: Path, *arguments: str | Path) -> None:
+    """Install packages in the environment `folder`, DeepSpeed without compiled operators."""
+    pip = [folder / "bin" / "python", "-m", "pip", "install", "--quiet", "--disable-pip-version-check"]
+    subprocess.run([*pip, *arguments], check=True, env=os.environ | {"DS_BUILD_OPS": "0"})
 
 
 def installed_headers() -> tuple[Path, ...] | None:
