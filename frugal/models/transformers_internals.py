@@ -15,8 +15,7 @@ from frugal.required import needed
 NAMES = (
     *needed(
         "transformers.masking_utils", "attention masks are always used",
-        "ALL_MASK_ATTENTION_FUNCTIONS", "sdpa_mask:allow_is_bidirectional_skip",
-        "eager_mask:allow_is_bidirectional_skip",
+        "sdpa_mask:allow_is_bidirectional_skip", "eager_mask:allow_is_bidirectional_skip",
     ),
     *needed("transformers.masking_utils", "packed documents", "find_packed_sequence_indices(position_ids)"),
     *needed(
@@ -38,7 +37,6 @@ NAMES = (
     ),
     *needed(
         "transformers.modeling_utils", "weights are read one by one",
-        "load_state_dict(checkpoint_file, map_location, weights_only, disable_mmap)",
         "PreTrainedModel._load_pretrained_model(model, state_dict, checkpoint_files, load_config, expected_keys)",
         "PreTrainedModel._finalize_model_loading(model, load_config, loading_info)",
         "PreTrainedModel.all_tied_weights_keys",
@@ -66,7 +64,8 @@ def always_use() -> None:
     that is not documented. Causal masks are not touched.
     """
     _verify(NAMES)
-    from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS, eager_mask, sdpa_mask
+    from transformers import AttentionMaskInterface
+    from transformers.masking_utils import eager_mask, sdpa_mask
 
     for name, make_mask in (("sdpa", sdpa_mask), ("eager", eager_mask)):
 
@@ -81,7 +80,7 @@ def always_use() -> None:
                 return make()
             return _lazy(make, within, options)
 
-        ALL_MASK_ATTENTION_FUNCTIONS.register(name, with_padding)
+        AttentionMaskInterface.register(name, with_padding)
 
 
 _WITHIN = "frugal_within_documents"
@@ -278,10 +277,3 @@ def quantising(device: Any, pack: Callable[[Any, Any], Any]) -> AbstractContextM
         return packed
 
     return patch.object(Bnb4bitQuantize, "convert", convert)
-
-
-def read_weights(path: Any, map_location: str = "cpu") -> Mapping[str, Any]:
-    """Return the tensors in a file by name: mapped into memory where its format allows, otherwise read; or on meta."""
-    from transformers.modeling_utils import load_state_dict
-
-    return load_state_dict(str(path), map_location)
