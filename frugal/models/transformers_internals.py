@@ -2,7 +2,7 @@
 resolved or built, those of quantising when it is."""
 
 import functools
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager
 from typing import Any
 from unittest.mock import patch
@@ -24,11 +24,6 @@ NAMES = (
     ),
     *needed(
         "transformers.modeling_layers:GradientCheckpointingLayer", "which layers recompute", "gradient_checkpointing"
-    ),
-    *needed(
-        "transformers.models.auto.modeling_auto", "types of models with a head for a task",
-        "MODEL_MAPPING_NAMES", "MODEL_FOR_CAUSAL_LM_MAPPING_NAMES", "MODEL_FOR_MASKED_LM_MAPPING_NAMES",
-        "MODEL_FOR_SEQ_TO_SEQ_CAUSAL_LM_MAPPING_NAMES", "MODEL_FOR_SEQUENCE_CLASSIFICATION_MAPPING_NAMES",
     ),
     *needed(
         "transformers.core_model_loading", "weights are read one by one, and each goes where it is trained",
@@ -159,16 +154,6 @@ def attention_by(name: str, run: Callable[..., Any]) -> None:
 
     through.runs = (*runs, run)  # type: ignore[attr-defined]  # a mark
     AttentionInterface.register(name, through)
-
-
-@functools.cache
-def heads(mapping: str) -> Mapping[str, tuple[str, ...]]:
-    """Return the class names by model type of one of transformers' `MODEL_FOR_..._NAMES`."""
-    _verify(NAMES)
-    from transformers.models.auto import modeling_auto
-
-    names = getattr(modeling_auto, mapping)
-    return {kind: (each,) if isinstance(each, str) else tuple(each) for kind, each in names.items()}
 
 
 def checkpointed_layers(model: nn.Module) -> list[nn.Module]:
