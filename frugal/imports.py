@@ -1,8 +1,10 @@
-"""Work that makes many objects and no garbage: importing torch, DeepSpeed and transformers, and a search."""
+"""Imports of large libraries without what takes longest in them, and a search, which makes no garbage either."""
 
 import gc
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
+from typing import Any
+from unittest.mock import patch
 
 _THRESHOLDS = (100_000, 50, 1000)
 """Objects made before the youngest are looked at, and of the older generations how often; Python's: 700, 10, 10."""
@@ -21,3 +23,16 @@ def collected_seldom() -> Iterator[None]:
         yield
     finally:
         gc.set_threshold(*before)
+
+
+def uncompiled() -> AbstractContextManager[Any]:
+    """Leave functions as they are that libraries compile when they are imported inside the `with` block.
+
+    torch.compile imports Inductor: a second of a planner's start, three of a rank's, for functions that none runs.
+    """
+    import torch
+
+    def leave(function: Any = None, **_options: Any) -> Any:
+        return leave if function is None else function
+
+    return patch.object(torch, "compile", leave)

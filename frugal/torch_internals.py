@@ -1,18 +1,16 @@
 """torch's private names: nothing else uses them. They are checked, in one table, when this module is first imported."""
 
+import copy
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager
 from functools import partial
 from typing import Any, Self
 
 import torch
-import torch._prims_common
 import torch.autograd.graph
-import torch.library
 import torch.testing._internal.distributed.fake_pg
 import torch.utils._device
 import torch.utils._python_dispatch
-import torch.utils._pytree
 import torch.utils.checkpoint
 from torch import Tensor
 
@@ -32,20 +30,16 @@ NAMES = (
         "_C.DispatchKey.AutocastCUDA", "_C._IncludeDispatchKeyGuard", "_C.DisableTorchFunction",
         "_C._group_tensors_by_device_and_dtype", "_C._swap_tensor_impl",
     ),
-    *needed("torch", "masks of packs are made where they are read", "Tensor._make_wrapper_subclass",
-            "_C.DisableTorchFunctionSubclass"),
-    *needed("torch.library:Library", "kernels are taken back", "_destroy(self)"),
+    *needed("torch", "masks of packs are made where they are read", "Tensor._make_wrapper_subclass"),
     *needed("torch.utils._device:DeviceContext", "default devices", "__init__(self, device)"),
     *needed("torch", "operators made of others", "_C.DispatchKey.CompositeImplicitAutograd"),
-    *needed("torch._ops:OpOverload", "operators", "_schema", "_overloadpacket", "has_kernel_for_dispatch_key"),
-    *needed("torch._prims_common", "what autograd adds in place", "is_non_overlapping_and_dense_or_false"),
+    *needed("torch._ops:OpOverload", "operators", "_schema", "has_kernel_for_dispatch_key"),
     *needed("torch.autograd.graph", "autograd's own frame", "_engine_run_backward"),
     *needed("torch.utils.checkpoint", "comparing recomputed tensors", "_allowed_determinism_checks_to_fns"),
     *needed(
         "torch.utils._python_dispatch", "every operator is seen",
         "TorchDispatchMode.__torch_dispatch__", "TorchDispatchMode._should_skip_dynamo", "_disable_current_modes()",
     ),
-    *needed("torch.utils._pytree", "copies of nested states", "tree_map"),
     *needed("torch.testing._internal.distributed.fake_pg", "a process group of any size", "FakeStore"),
     *needed(
         "torch.cuda.memory", "measured timelines",
@@ -80,9 +74,8 @@ required.verify("torch", NAMES)
 
 DispatchMode = torch.utils._python_dispatch.TorchDispatchMode
 FakeStore = torch.testing._internal.distributed.fake_pg.FakeStore
-tree_map = torch.utils._pytree.tree_map
 DETERMINISM_CHECKS = torch.utils.checkpoint._allowed_determinism_checks_to_fns
-is_dense = torch._prims_common.is_non_overlapping_and_dense_or_false
+is_dense: Callable[[Tensor], bool] = torch.ops.aten.is_non_overlapping_and_dense.default
 
 VARLEN = "torch_attn"
 """The namespace of the operators of `torch.nn.attention.varlen`."""
@@ -126,10 +119,10 @@ class LazyTensor(Tensor):
     @classmethod
     def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         """Run `func` on the plain tensor, unless it asks for no values."""
-        with torch._C.DisableTorchFunctionSubclass():
-            if getattr(func, "__name__", "") not in _WITHOUT_VALUES:
-                args, kwargs = tree_map(_plain, (args, kwargs or {}))
-            return func(*args, **(kwargs or {}))
+        if getattr(func, "__name__", "") in _WITHOUT_VALUES:
+            return Tensor.__torch_function__(func, (), args, kwargs)
+        args, kwargs = tree_map(_plain, (args, kwargs or {}))
+        return func(*args, **kwargs)
 
     @classmethod
     def __torch_dispatch__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:  # type: ignore[override]
@@ -184,6 +177,18 @@ def saved_buffers(module: torch.nn.Module) -> dict[str, Tensor]:
     }
 
 
+def tree_map(function: Callable[[Any], Any], values: Any) -> Any:
+    """Return nested dicts, lists and tuples with each of their leaves as `function` makes it."""
+    if isinstance(values, dict):
+        changed = copy.copy(values)
+        changed.update((key, tree_map(function, value)) for key, value in values.items())
+        return changed
+    if not isinstance(values, (list, tuple)):
+        return function(values)
+    mapped = [tree_map(function, value) for value in values]
+    return type(values)(*mapped) if hasattr(values, "_fields") else type(values)(mapped)
+
+
 def tensors_in(values: Any) -> Iterator[Tensor]:
     """Yield every tensor in an operator's arguments or results: lists of tensors are the deepest they go."""
     if isinstance(values, Tensor):
@@ -196,11 +201,6 @@ def tensors_in(values: Any) -> Iterator[Tensor]:
 def schema(operator: Any) -> Any:
     """Return an operator's schema: its arguments, results and writes."""
     return operator._schema
-
-
-def packet(operator: Any) -> Any:
-    """Return the packet of overloads to which an overload belongs."""
-    return operator._overloadpacket
 
 
 def is_composite(operator: Any) -> bool:
@@ -249,9 +249,6 @@ autocast_on_every_tensor: Context = partial(torch._C._IncludeDispatchKeyGuard, t
 
 without_autocast: Context = partial(torch._C._SetExcludeDispatchKeyGuard, torch._C.DispatchKey.AutocastCUDA, True)
 """A context, for use in one of autocast's kernels, in which they do not apply."""
-
-unregister: Callable[[torch.library.Library], None] = torch.library.Library._destroy
-"""The function that restores the kernels that a library replaced."""
 
 
 def make_adam_states(optimizer: torch.optim.Adam, group: dict[str, Any]) -> None:

@@ -35,6 +35,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from transformers import CONFIG_MAPPING
+from transformers.models.auto import modeling_auto
 
 from bench.environment import environment
 from bench.goals import report_goals
@@ -45,7 +46,7 @@ from frugal.errors import FrugalError
 from frugal.models import resolve, tiled_loss, transformers_internals
 from frugal.models.losses.decoder_inputs import decoder_inputs
 from frugal.models.objectives import Objective, Sample
-from frugal.models.spec import TASKS, ModelSpec, heads
+from frugal.models.spec import _AUTO, TASKS, ModelSpec
 from frugal.models.trials.model_check import check_model
 
 RESULTS = Path(__file__).parents[1] / "results" / "architectures-cpu.json"
@@ -63,7 +64,7 @@ Sums = tuple[float, int, dict[str, Tensor]]
 def pairs(model_types: Sequence[str] = ()) -> Iterator[tuple[str, str, bool]]:
     """Every task and kind of model with a head for it, and whether its routers add to the loss."""
     for task in TASKS:
-        for model_type in heads(task):
+        for model_type in getattr(modeling_auto, f"{_AUTO[task][1]}_NAMES"):
             if not model_types or model_type in model_types:
                 yield task, model_type, False
                 if task in ("causal-lm", "seq2seq") and _has_routers(model_type):

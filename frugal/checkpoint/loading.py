@@ -26,7 +26,6 @@ which only DeepSpeed reads.
 
 import logging
 from collections import defaultdict
-from contextlib import nullcontext
 from dataclasses import dataclass, replace
 from functools import cache, partial
 from pathlib import Path
@@ -231,7 +230,8 @@ def _restore(engine: Trained, path: Path, refused: tuple[str, ...]) -> Loaded:
             else:
                 _fill(engine, saved, is_same=is_same, writes=False)
 
-        with nullcontext() if on_nvme else engine.zero.opened(), torch.no_grad():
+        engine.deepspeed.empty_partition_cache()  # parameters that ZeRO-3 has gathered are gathered again
+        with torch.no_grad():
             wrong = gather(other_states.first_wrong(check), str | None, engine.votes)
             if reasons := [reason for reason in wrong if reason]:
                 raise other_states.refusal(path, reasons[0])
@@ -263,7 +263,7 @@ def _fits(engine: Trained, path: Path, made_by: Manifest, this: Manifest) -> boo
 def _check_counters(engine: Trained, saved: "Saved") -> None:
     for name in ("global_steps", "global_samples", "skipped_steps"):
         other_states.check_count(saved.common.get(name), name)
-    if engine.deepspeed.lr_scheduler is not None:
+    if engine.zero.schedule is not None:
         schedule = saved.common.get("lr_scheduler") or {}
         other_states.check_count(schedule.get("last_epoch"), "last_epoch of the learning rate's schedule")
     if engine.plan.strategy.zero_stage and (scaler := saved.files[0].scaler()):
@@ -275,7 +275,7 @@ def _follow_plan(engine: Trained, saved_schedule: dict[str, Any] | None) -> None
 
     Of the saved schedule only the number of its step is used.
     """
-    request, scheduler, factor = engine.plan.request, engine.deepspeed.lr_scheduler, 1.0
+    request, scheduler, factor = engine.plan.request, engine.zero.schedule, 1.0
     groups, settings = engine.zero.inner.param_groups, engine.group_settings
     if engine.own_optimizer is None:
         groups = engine.deepspeed.optimizer.param_groups

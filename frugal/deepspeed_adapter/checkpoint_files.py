@@ -176,20 +176,22 @@ def whole(parameters: Iterable[Any], names: dict[int, str]) -> tuple[Piece, ...]
     return tuple(Piece(names[id(each)], 0, each.numel(), 0) for each in parameters)
 
 
-def linked(group: Iterable[Any], names: dict[int, str]) -> tuple[Piece, ...]:
-    """Return the pieces of a slot at stages 1 and 2, by DeepSpeed's own record."""
-    links = [(names[id(each)], each._hp_mapping) for each in group if each._hp_mapping is not None]
-    return tuple(
-        Piece(name, link.lp_fragment_address.start, link.lp_fragment_address.numel, link.hp_fragment_address.start)
-        for name, link in links
-    )
+def cut(group: Iterable[Any], names: dict[int, str], rank: int, size: int) -> tuple[Piece, ...]:
+    """Return the pieces of a slot of `size` elements at stages 1 and 2: this rank's part of all parameters."""
+    pieces, start = [], -rank * size
+    for each in group:
+        first, end = max(start, 0), min(start + each.numel(), size)
+        if first < end:
+            pieces.append(Piece(names[id(each)], first - start, end - first, first))
+        start += each.numel()
+    return tuple(pieces)
 
 
-def parts(group: Iterable[Any], names: dict[int, str], rank: int) -> tuple[Piece, ...]:
+def parts(group: Iterable[Any], names: dict[int, str], rank: int, world_size: int) -> tuple[Piece, ...]:
     """Return the pieces of a slot at stage 3: this rank's part of each parameter, the last ranks' with padding."""
     pieces, place = [], 0
     for each in group:
-        share = each.partition_numel()
+        share = -(-each.ds_numel // world_size)
         number = min(share, each.ds_numel - rank * share)
         if number > 0:
             pieces.append(Piece(names[id(each)], rank * share, number, place))
@@ -210,12 +212,13 @@ class CheckpointWriter(CheckpointEngine):
         self._later = later
         self._copies: list[tuple[Any, Path]] = []
         self._written: list[Path] = []
+        self._left_out: set[str] = set()
 
     def collect(self, deepspeed_engine: Any, folder: Path, *, without_frozen: bool = False) -> None:
         """Collect the engine's states, for files in `folder`. `without_frozen`: without untrained parameters."""
-        states = deepspeed_engine.module_state_dict
+        named = deepspeed_engine.module.named_parameters(remove_duplicate=False) if without_frozen else ()
+        self._left_out = {name for name, parameter in named if not parameter.requires_grad}
         with (
-            patch.object(deepspeed_engine, "module_state_dict", lambda **how: _trained(deepspeed_engine, states, how)),
             patch.object(deepspeed_engine, "checkpoint_engine", self),
             patch.object(deepspeed_engine, "_copy_recovery_script", lambda _path: None),
         ):
@@ -226,10 +229,18 @@ class CheckpointWriter(CheckpointEngine):
     def save(self, state_dict: Any, path: str | Path) -> None:
         """Save with torch.save, but remember the first failure instead of raising it."""
         if self.failure is None:
+            self._leave_out(state_dict.get("module"))
             try:
                 self._save(state_dict, Path(path))
             except OSError as error:
                 self.failure = error
+
+    def _leave_out(self, module: Any) -> None:
+        """Remove frozen tensors that DeepSpeed leaves in: second names, as of tied heads, and what belongs to a frozen
+        parameter, such as scales of quantised weights."""
+        for name in list(module or ()):
+            if {name, name.rpartition(".weight.")[0] + ".weight"} & self._left_out:
+                del module[name]
 
     def write(self, data: bytes, path: Path) -> None:
         """Write a file that is not torch's."""
@@ -270,19 +281,6 @@ class CheckpointWriter(CheckpointEngine):
     def commit(self, info: Any) -> bool:
         """Do nothing: the checkpoint is published later."""
         return True
-
-
-def _trained(deepspeed_engine: Any, states: Callable[..., Any], how: dict[str, bool]) -> Any:
-    """Return the module's states without frozen ones that DeepSpeed leaves in: second names, as of tied heads, and
-    tensors that belong to a frozen parameter, such as scales of quantised weights."""
-    module = states(**how)
-    if how.get("exclude_frozen_parameters"):
-        named = deepspeed_engine.module.named_parameters(remove_duplicate=False)
-        frozen = {name for name, parameter in named if not parameter.requires_grad}
-        for name in list(module):
-            if name in frozen or name.rpartition(".weight.")[0] + ".weight" in frozen:
-                del module[name]
-    return module
 
 
 def _cause(error: RuntimeError, path: Path) -> OSError:

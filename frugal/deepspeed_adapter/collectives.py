@@ -4,11 +4,13 @@ DeepSpeed is imported when a function is called, not with this module: a parent 
 """
 
 import hashlib
+import os
 import sys
 from array import array
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
+from datetime import timedelta
 from typing import TYPE_CHECKING, Any
 
 from frugal.required import parameters, put
@@ -18,6 +20,9 @@ if TYPE_CHECKING:
 
 ON_CPU = {"DS_ACCELERATOR": "cpu"}
 """Environment variables of ranks whose device is the host."""
+
+TIMEOUT = timedelta(minutes=int(os.environ.get("DEEPSPEED_TIMEOUT", 30)))
+"""The time that a rank waits for the others before it gives up, which DeepSpeed's variable sets."""
 
 DIRECT = ("all_gather_function", "reduce_scatter_function")
 """Functions of torch.distributed that the backend calls by names of its own."""
@@ -36,7 +41,7 @@ def init_distributed(method: str) -> None:
 
     # Not `deepspeed.comm.torch.build_shm_op`: that attribute is torch itself.
     put(sys.modules["deepspeed.comm.torch"], "build_shm_op", lambda: None)
-    deepspeed.init_distributed(auto_mpi_discovery=False, init_method=method)
+    deepspeed.init_distributed(auto_mpi_discovery=False, init_method=method, timeout=TIMEOUT)
 
 
 def exchange_within(size: int) -> "Callable[[Tensor, Tensor], None]":
@@ -53,13 +58,6 @@ def exchange_within(size: int) -> "Callable[[Tensor, Tensor], None]":
         comm.all_to_all_single(received, sent, group=own)
 
     return exchange
-
-
-def timeout_seconds() -> float:
-    """Return the time that a rank waits for the others before it gives up."""
-    from deepspeed.constants import default_pg_timeout
-
-    return float(default_pg_timeout.total_seconds())
 
 
 def backend() -> Any:

@@ -10,6 +10,7 @@ from unittest.mock import patch
 import deepspeed
 import torch
 import torch.distributed as dist
+from deepspeed.accelerator import get_accelerator
 from deepspeed.runtime.zero.partition_parameters import Init
 from torch import Tensor, nn
 
@@ -17,6 +18,7 @@ from frugal.config.request import Request
 from frugal.deepspeed_adapter import gradients, kernels, placement, refusals, stages
 from frugal.deepspeed_adapter.json_config import batch_config, strategy_config
 from frugal.deepspeed_adapter.stages import Zero
+from frugal.imports import uncompiled
 from frugal.planning.batch import BatchPlan
 from frugal.planning.strategy import Strategy
 from frugal.required import in_place_of
@@ -47,7 +49,6 @@ def initialize(
     if kernels.uses_nvme(strategy):
         strategy = replace(strategy, nvme_path=str(kernels.own_nvme_folder(strategy, votes)))
     config = batch_config(batch) | strategy_config(request, strategy)
-    kernels.leave_muon_uncompiled()
     optimizer = make_optimizer or kernels.ready_made(request, strategy)
     if make_optimizer is not None:
         config.pop("optimizer", None)
@@ -65,14 +66,14 @@ def initialize(
             return torch.optim.lr_scheduler.LambdaLR(optimizer, learning_rate_schedule)
 
     trainable: list[Any] = [parameter for parameter in model.parameters() if parameter.requires_grad]
-    with _scalars_sent():
-        engine, *_ = deepspeed.initialize(
+    with _scalars_sent(), uncompiled():  # DeepSpeed's Muon, imported whatever the optimizer is, asks for compiling
+        engine, _, _, schedule = deepspeed.initialize(
             model=model, optimizer=optimizer, model_parameters=groups or trainable, lr_scheduler=scheduler,
             config=config,
         )  # fmt: skip
     if strategy.offload_ratio < 1:
         kernels.mend_partial_offload(engine.optimizer)
-    gradients.mend(engine.optimizer)
+    gradients.mend(engine.optimizer, model)
     if strategy.zero_stage == 0:
 
         @in_place_of(engine, "clip_fp32_gradients")
@@ -81,7 +82,7 @@ def initialize(
             with placement.as_vectors([each.grad for each in model.parameters() if each.grad is not None]):
                 clip()
 
-    zero = stages.of(engine, strategy)
+    zero = stages.of(engine, strategy, schedule)
     refusals.refuse_while_running(zero)
     return zero
 
@@ -110,10 +111,10 @@ def _partition(model: nn.Module, config: dict[str, Any], dtype: torch.dtype) -> 
     `deepspeed.initialize` alone would move all of it to every device first.
     """
     with placement.as_vectors(model.parameters()):
-        zero = placement.splitting(model, config, dtype)
+        placement.splitting(model, config, dtype)
     for module in model.modules():  # DeepSpeed leaves the buffers of a partitioned model where they are
         for name, buffer in module.named_buffers(recurse=False):
-            module._buffers[name] = buffer.to(zero.local_device)
+            module._buffers[name] = buffer.to(get_accelerator().current_device_name())
     split: list[Any] = list(model.parameters())
     numbers = sorted(parameter.ds_id for parameter in split)
     for number, parameter in zip(numbers, split, strict=True):  # not in the order in which they were read

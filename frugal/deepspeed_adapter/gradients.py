@@ -7,20 +7,20 @@ A parameter without a gradient is updated with the wrong one:
 - An optimizer in host memory gets a gradient only in the last micro-step, and only of parameters used in it. Others
   keep an earlier step's there, and lose the gradients of earlier micro-steps. At ZeRO 1 and 2 their sum continues.
 
+`mend` gives a parameter that a micro-step did not use a gradient of zeros, which goes the way of all others: so
+gradients are the sum over the micro-steps of this global batch for every caller of the engine (our own step, a
+recovery, transformers' Trainer). Where all are used it takes no memory and writes nothing.
+
 And gradients of different parameters meet: ZeRO-2 reduces a bucket when it is full, in the order in which gradients
 arrive, so where micro-batches use other parameters, or in another order, ranks add up gradients of different ones.
 `announce` makes each collective name the parameters it takes, so that ranks can compare before they enter it;
 `reduce_in_order` makes them reduce all gradients in one order, at the end of backward.
-
-`mend` makes them the sum over the micro-steps of this global batch, and zero where there is none, for every caller of
-the engine: our own step, a recovery, transformers' Trainer. It takes no memory and writes nothing where all are used.
 """
 
 from collections.abc import Callable
 from typing import Any
 
 import torch
-from deepspeed.accelerator import get_accelerator
 from deepspeed.runtime.zero import partitioned_param_coordinator
 from deepspeed.runtime.zero.partition_parameters import ZeroParamStatus
 from deepspeed.runtime.zero.stage3 import DeepSpeedZeroOptimizer_Stage3
@@ -36,82 +36,47 @@ _REDUCES = "reduces gradients of"
 Call = Callable[..., None]
 
 
-def mend(optimizer: Any) -> None:
-    """Make DeepSpeed's `optimizer` update parameters with this global batch's gradients alone."""
-    if isinstance(optimizer, DeepSpeedZeroOptimizer_Stage3):
-        _mend_stage_3(optimizer)
-    elif isinstance(optimizer, DeepSpeedZeroOptimizer):
-        if optimizer.cpu_offload:
-            _mend_host_optimizer(optimizer)
-        if optimizer.overlap_comm and not optimizer.partition_gradients:
-            _mend_overlapped_stage_1(optimizer)
+def mend(optimizer: Any, module: nn.Module) -> None:
+    """Make DeepSpeed's `optimizer` update the parameters of `module` with this global batch's gradients alone."""
+    is_split = isinstance(optimizer, DeepSpeedZeroOptimizer_Stage3)
+    is_whole = isinstance(optimizer, DeepSpeedZeroOptimizer) and (optimizer.cpu_offload or optimizer.overlap_comm)
+    if not is_split and not is_whole:
+        return
+    reduced: set[int] = set()  # ids of parameters, since this micro-step's forward began
+    module.register_forward_pre_hook(lambda *_: reduced.clear())
 
-
-def _mend_stage_3(optimizer: Any) -> None:
-    parts = optimizer._DeepSpeedZeroOptimizer_Stage3__param_id_to_grad_partition
+    @in_place_of(optimizer, _REDUCE)
+    def note_and_reduce(reduce: Call, parameter: Any, *group: int) -> None:
+        reduced.add(id(parameter))
+        reduce(parameter, *group)
 
     @in_place_of(optimizer, _END_BACKWARD)
-    def zero_unused_after_backward(end_backward: Call) -> None:
-        end_backward()
-        if optimizer.micro_step_id == 0:  # has overwritten what it used
-            for number in parts.keys() - optimizer._offload_boundary_param_ids:  # kept without offloading, too
-                parts[number].zero_()
-
-    @in_place_of(optimizer, "_pre_step")
-    def send_rest_and_begin_step(begin_step: Call) -> None:
-        """Give the host's or the disk's optimizer what the last micro-step did not send; one at a time."""
-        unsent = [each for group in optimizer.fp16_groups for each in group] if optimizer.offload_optimizer else []
-        for parameter in unsent:
-            if optimizer.get_param_id(parameter) not in optimizer.norm_for_param_grads:
-                gradients: dict[int, list[Tensor]] = {}
-                offsets: dict[int, list[int]] = {}
-                on_device = parts[parameter.ds_id].to(get_accelerator().current_device_name())
-                optimizer._offload_grad_partition_at_boundary(parameter, on_device, gradients, offsets)
-                optimizer._swap_out_offload_fp32_gradients(gradients, offsets)
-        begin_step()
-
-
-def _mend_host_optimizer(optimizer: Any) -> None:
-    @in_place_of(optimizer, "async_accumulate_grad_in_cpu_via_gpu")
-    def add_to_this_batch(add: Call, parameter: Any) -> None:
-        number = optimizer.get_param_id(parameter)
-        summed = optimizer.accumulated_grads_in_cpu
-        is_first = number not in optimizer._offload_accumulated_param_ids
-        if optimizer.micro_step_id > 0 and is_first and number in summed:
-            summed[number].zero_()
-        add(parameter)
-
-    @in_place_of(optimizer, "step")
-    def send_rest_and_step(step: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-        used, unsent = optimizer._offload_accumulated_param_ids, set()
-        for flat, parameters in zip(
-            optimizer.single_partition_of_fp32_groups, optimizer.params_in_partition, strict=True
-        ):
-            for number in map(optimizer.get_param_id, parameters):
-                if number in optimizer.norm_for_param_grads:
-                    continue
-                if number in used:
-                    unsent.add(number)
-                else:
-                    _, _, first, length = optimizer.grad_position[number]
-                    flat.grad.view(-1).narrow(0, first, length).zero_()
-        if unsent:
-            put(optimizer, "_offload_accumulated_param_ids", unsent)
-            optimizer._finalize_cpu_offload_gradient_accumulation()
-        return step(*args, **kwargs)
-
-
-def _mend_overlapped_stage_1(optimizer: Any) -> None:
-    @in_place_of(optimizer, _END_BACKWARD)
-    def reduce_rest_and_end(end_backward: Call) -> None:
-        """Reduce also gradients that only earlier micro-steps produced: the last one's hooks reduce."""
-        waiting = {number for bucket in optimizer.ipg_buckets.values() for *_, number in bucket.params}
+    def reduce_zeros_and_end(end_backward: Call) -> None:
         for i, parameter in _trained(optimizer):
-            number = optimizer.get_param_id(parameter)
-            is_reduced = number in waiting or optimizer.params_already_reduced[number]
-            if not is_reduced and optimizer.get_gradient_for_reduction(parameter) is not None:
-                optimizer.reduce_ready_partitions_and_remove_grads(parameter, i)
+            if id(parameter) not in reduced:
+                _give_gradient(optimizer, parameter)
+                getattr(optimizer, _REDUCE)(parameter, *(() if is_split else (i,)))
         end_backward()
+
+
+def _trained(optimizer: Any) -> list[tuple[int, Any]]:
+    """Return ZeRO's trained parameters with the number of their group."""
+    groups = optimizer.fp16_groups if isinstance(optimizer, DeepSpeedZeroOptimizer_Stage3) else optimizer.bit16_groups
+    return [(i, parameter) for i, group in enumerate(groups) for parameter in group if parameter.requires_grad]
+
+
+def _give_gradient(optimizer: Any, parameter: Any) -> None:
+    """Make a gradient of zeros, unless there is one."""
+    if isinstance(optimizer, DeepSpeedZeroOptimizer_Stage3):
+        at_rest = parameter.data  # torch compares the shapes of a gradient and its parameter when it is set
+        parameter.data = torch.zeros(parameter.ds_shape, dtype=at_rest.dtype, device=at_rest.device)
+        parameter.grad = parameter.data
+        parameter.data = at_rest
+    elif optimizer.get_gradient_for_reduction(parameter) is None:
+        if optimizer.use_grad_accum_attribute:
+            parameter.grad_accum = torch.zeros_like(parameter, dtype=optimizer.gradient_accumulation_dtype)
+        else:
+            parameter.grad = torch.zeros_like(parameter)
 
 
 def reduce_in_order(optimizer: Any) -> int | None:
@@ -120,28 +85,23 @@ def reduce_in_order(optimizer: Any) -> int | None:
     Where this rank has none of a parameter, it is zero. Returns the bytes that gradients take at most meanwhile; None
     where they are reduced so already, or it would not help.
     """
-    if not isinstance(optimizer, DeepSpeedZeroOptimizer) or _REDUCE in vars(optimizer):
+    if not isinstance(optimizer, DeepSpeedZeroOptimizer) or vars(optimizer).get(_REDUCE) is _leave_for_the_end:
         return None
     reduce = getattr(optimizer, _REDUCE)
-    put(optimizer, _REDUCE, lambda parameter, i: None)
+    put(optimizer, _REDUCE, _leave_for_the_end)
 
     @in_place_of(optimizer, _END_BACKWARD)
     def reduce_and_end(end_backward: Call) -> None:
         for i, parameter in _trained(optimizer):
-            if optimizer.get_gradient_for_reduction(parameter) is None:
-                if optimizer.use_grad_accum_attribute:
-                    parameter.grad_accum = torch.zeros_like(parameter, dtype=optimizer.gradient_accumulation_dtype)
-                else:
-                    parameter.grad = torch.zeros_like(parameter)
+            _give_gradient(optimizer, parameter)
             reduce(parameter, i)
         end_backward()
 
     return sum(parameter.numel() * parameter.element_size() for _, parameter in _trained(optimizer))
 
 
-def _trained(optimizer: Any) -> list[tuple[int, Any]]:
-    """Return ZeRO-1's or 2's parameters with the number of their group."""
-    return [(i, parameter) for i, group in enumerate(optimizer.bit16_groups) for parameter in group]
+def _leave_for_the_end(_parameter: Any, _group: int) -> None:
+    """Reduce no gradient when it arrives."""
 
 
 def announce(optimizer: Any, module: nn.Module) -> None:

@@ -17,12 +17,10 @@ from collections.abc import Callable, Sequence
 from contextlib import ExitStack, suppress
 from pathlib import Path
 from typing import Any
-from unittest.mock import patch
 
 import torch
 import torch.distributed as dist
 from deepspeed.accelerator import get_accelerator
-from deepspeed.runtime import compiler
 from torch import Tensor
 
 from frugal import torch_internals
@@ -54,15 +52,6 @@ def ready_made(request: Request, strategy: Strategy) -> MakeOptimizer | None:
     if optimizer_implementation(request, strategy) == "deepspeed":
         compile_adam(on_host=strategy.offload_optimizer != "none", in_part=strategy.offload_ratio < 1)
     return None
-
-
-def leave_muon_uncompiled() -> None:
-    """Import DeepSpeed's Muon without compiling it: ZeRO looks for it whatever the optimizer is.
-
-    It asks for torch.compile when imported, and that for Inductor: some three seconds of every rank's start.
-    """
-    with patch.object(compiler, "compile", lambda *_args, **_kwargs: lambda function: function):
-        import deepspeed.runtime.zero.muon.muon_optimizer  # noqa: F401  # for what the import leaves behind
 
 
 def adamw_8bit() -> Callable[..., torch.optim.Optimizer]:

@@ -43,7 +43,7 @@ class Placement:
         with as_vectors([parameter]):
             self._splitting._convert_to_deepspeed_param(parameter)
             parameter.partition()  # type: ignore[attr-defined]  # DeepSpeed's
-        parameter.data = parameter.data.to(self._splitting.local_device)  # it is empty, and only its device counts
+        parameter.data = parameter.data.to(self._device)  # it is empty, and only its device counts
 
     @contextmanager
     def told(self) -> Iterator[None]:

@@ -16,10 +16,10 @@ they are the same. The inner one updates flat fp32 tensors, the masters: see `ch
 import functools
 from abc import ABC, abstractmethod
 from collections import deque
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import AbstractContextManager, contextmanager
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager
 from enum import Enum
-from typing import Any, ClassVar, TypeVar
+from typing import Any, TypeVar
 
 import deepspeed
 import torch
@@ -29,7 +29,7 @@ from deepspeed.accelerator import get_accelerator
 from deepspeed.ops.adam import DeepSpeedCPUAdam, FusedAdam
 from deepspeed.runtime.fp16.unfused_optimizer import FP16_UnfusedOptimizer
 from deepspeed.runtime.zero import parameter_offload
-from deepspeed.runtime.zero.partition_parameters import InsertPostInitMethodToModuleSubClasses, ZeroParamStatus
+from deepspeed.runtime.zero.partition_parameters import ZeroParamStatus
 from deepspeed.runtime.zero.stage3 import DeepSpeedZeroOptimizer_Stage3
 from deepspeed.runtime.zero.stage_1_and_2 import DeepSpeedZeroOptimizer
 from torch import Tensor, nn
@@ -44,6 +44,9 @@ Wrap = Callable[[Callable[..., Any]], Callable[..., Any]]
 
 CopyElements = Callable[[str, int, Tensor, bool], None]
 """Fills a tensor with a parameter's saved elements: its name, the first of them, the tensor, whether it is frozen."""
+
+_LINEAR = F.linear
+"""As it is before ZeRO-3 replaces it for good."""
 
 _COUNTERS = ("global_steps", "global_samples", "skipped_steps")
 
@@ -107,15 +110,13 @@ def within(kind: type[T], root: Any, *, apart: Any = None) -> Iterator[T]:
 class Zero(ABC):
     """A DeepSpeed engine under the strategy it was made for."""
 
-    _kind: ClassVar[type[Any]]
-    """The type of `optimizer`."""
-
-    def __init__(self, engine: Any, strategy: Strategy) -> None:
+    def __init__(self, engine: Any, strategy: Strategy, schedule: Any = None) -> None:
         self.engine = engine
         self.strategy = strategy
+        self.schedule = schedule  # of learning rates, torch's; None: there is none
         self.optimizer: Any = engine.optimizer
-        assert isinstance(self.optimizer, self._kind), f"{type(self.optimizer)} at stage {strategy.zero_stage}"
-        self.inner: Any = self.optimizer if self._kind is torch.optim.Optimizer else self.optimizer.optimizer
+        is_plain = isinstance(self.optimizer, torch.optim.Optimizer)
+        self.inner: Any = self.optimizer if is_plain else self.optimizer.optimizer
 
     # Tensors
 
@@ -190,8 +191,8 @@ class Zero(ABC):
 
     def step_schedule(self) -> None:
         """Advance to the learning rate of the next step."""
-        if self.engine.lr_scheduler is not None:
-            self.engine.lr_scheduler.step()
+        if self.schedule is not None:
+            self.schedule.step()
 
     # The model's parameters
 
@@ -212,11 +213,6 @@ class Zero(ABC):
     @abstractmethod
     def flat_tensors(self) -> list[Any]:
         """Return the fp32 tensors that the inner optimizer updates, in the order of the layout's slots."""
-
-    @contextmanager
-    def opened(self) -> Iterator[None]:
-        """Allow writing to the model's weights inside the `with` block. Collective."""
-        yield
 
     def fill_weights(self, copy: CopyElements) -> None:
         """Fill the model's own weights, after those of the optimizer."""
@@ -256,10 +252,7 @@ class Zero(ABC):
     def _is_of_device(self, flat: Any) -> bool:
         """Return whether it is updated on the device while others are on the host, see
         `kernels.mend_partial_offload`."""
-        if self.strategy.offload_ratio == 1:
-            return False
-        places = self.optimizer.subgroup_to_device
-        return any(places[i] != "cpu" and flat is each for i, each in enumerate(self.flat_tensors()))
+        return self.strategy.offload_ratio < 1 and flat.device.type != "cpu"
 
     def put_counters(self, counters: dict[str, Any], scaler: dict[str, Any]) -> None:
         """Restore the engine's counters, and the state of fp16's loss scale."""
@@ -273,9 +266,7 @@ class Zero(ABC):
         """Free the engine's hooks and buffers, so that another can follow in this process."""
         self.engine.destroy()
         if self.strategy.zero_stage == 3:
-            F.linear = (
-                InsertPostInitMethodToModuleSubClasses.linear_bk
-            )  # DeepSpeed's keeps inputs of frozen layers, too
+            F.linear = _LINEAR  # DeepSpeed's keeps inputs of frozen layers, too
 
     def _names(self) -> dict[int, str]:
         return {id(parameter): name for name, parameter in self.engine.module.named_parameters()}
@@ -285,9 +276,8 @@ class Zero(ABC):
 
 
 class Zero0(Zero):
-    """Stage 0: every rank keeps all states, in fp32, and torch's optimizer updates the parameters themselves."""
-
-    _kind = torch.optim.Optimizer
+    """Stage 0: every rank keeps all states, in fp32, and torch's optimizer updates the parameters themselves; in bf16
+    or fp16, which only dry runs do, fp32 copies beside them."""
 
     def masters(self) -> list[Tensor]:
         return [parameter for parameter in self.flat_tensors() if parameter.requires_grad]
@@ -303,22 +293,15 @@ class Zero0(Zero):
         return [parameter for group in self.optimizer.param_groups for parameter in group["params"]]
 
 
-class Zero0Half(Zero0):
-    """Stage 0 in bf16 or fp16, with fp32 copies beside the weights. Only dry runs use it; no plan trains so."""
-
-    _kind = FP16_UnfusedOptimizer
-
-
 class Zero12(Zero):
     """Stages 1 and 2: each rank updates its part of the parameters; at stage 2 it keeps only its part of the gradients,
     too."""
 
-    _kind = DeepSpeedZeroOptimizer
-
     def layout(self) -> StateLayout:
         names = self._names()
+        groups = zip(self.optimizer.bit16_groups, self.flat_tensors(), strict=True)
         return StateLayout(
-            slots=tuple(checkpoint_files.linked(group, names) for group in self.optimizer.bit16_groups),
+            slots=tuple(checkpoint_files.cut(group, names, dist.get_rank(), flat.numel()) for group, flat in groups),
             frozen=checkpoint_files.whole(self._frozen(), names),
         )
 
@@ -332,8 +315,6 @@ class Zero12(Zero):
 
 class Zero3(Zero):
     """Stage 3: each rank keeps its part of each parameter, and gathers the whole for its use."""
-
-    _kind = DeepSpeedZeroOptimizer_Stage3
 
     def _of_parameter(self, parameter: nn.Parameter) -> Iterator[tuple[Tensor, int]]:
         yield parameter.ds_tensor, PARAMETERS  # type: ignore[attr-defined]  # DeepSpeed's
@@ -408,44 +389,31 @@ class Zero3(Zero):
         put(self.optimizer, "_post_step", wrap(self.optimizer._post_step))
 
     def layout(self) -> StateLayout:
-        names, rank = self._names(), dist.get_rank()
+        parts = functools.partial(
+            checkpoint_files.parts, names=self._names(), rank=dist.get_rank(), world_size=dist.get_world_size()
+        )
         return StateLayout(
-            slots=tuple(checkpoint_files.parts(group, names, rank) for group in self.optimizer.fp16_groups),
-            frozen=tuple(piece for each in self._frozen() for piece in checkpoint_files.parts([each], names, rank)),
+            slots=tuple(map(parts, self.optimizer.fp16_groups)),
+            frozen=tuple(piece for each in self._frozen() for piece in parts([each])),
         )
 
     def flat_tensors(self) -> list[Any]:
         return list(self.optimizer.fp32_partitioned_groups_flat)
 
-    @contextmanager
-    def opened(self) -> Iterator[None]:
-        optimizer = self.optimizer
-        optimizer.checkpoint_event_prologue()
-        try:
-            yield
-        finally:  # all ranks come here together, also with an error
-            if optimizer.persistent_parameters:
-                optimizer.persistent_parameters[0].partition(optimizer.persistent_parameters)
-            optimizer.checkpoint_event_epilogue()
-
     def fill_weights(self, copy: CopyElements) -> None:
         """Fill this rank's parts: rounded from the optimizer's, as in a step; those of frozen parameters are copied."""
-        optimizer = self.optimizer
-        groups: Sequence[Any] = (optimizer.fp32_partitioned_groups_flat, optimizer.fp16_partitioned_groups_flat)
-        for master, rounded, parts in zip(*groups, optimizer.fp16_partitioned_groups, strict=True):
-            rounded.data.copy_(master.data)
-            for part, elements in zip(parts, optimizer.unflatten(rounded, parts), strict=True):
-                part.data = elements.data
+        for master, group in zip(self.flat_tensors(), self.optimizer.fp16_groups, strict=True):
+            own = [parameter.ds_tensor.data for parameter in group]
+            for part, elements in zip(own, master.data.split([part.numel() for part in own]), strict=True):
+                part.copy_(elements)
         for piece, elements in self.frozen_elements():
             copy(piece.name, piece.first, elements, True)
 
 
-def of(engine: Any, strategy: Strategy) -> Zero:
+def of(engine: Any, strategy: Strategy, schedule: Any = None) -> Zero:
     """Return the stage of an engine."""
     kinds: dict[int, type[Zero]] = {0: Zero0, 1: Zero12, 2: Zero12, 3: Zero3}
-    if strategy.zero_stage == 0 and isinstance(engine.optimizer, FP16_UnfusedOptimizer):
-        return Zero0Half(engine, strategy)
-    return kinds[strategy.zero_stage](engine, strategy)
+    return kinds[strategy.zero_stage](engine, strategy, schedule)
 
 
 def kept_by(module: nn.Module) -> Iterator[tuple[Tensor, int]] | None:
@@ -462,4 +430,4 @@ def kept_by(module: nn.Module) -> Iterator[tuple[Tensor, int]] | None:
 
 def overlaps(module: nn.Module) -> bool:
     """Return whether `module` is an engine that reduces gradients on a stream of its own."""
-    return isinstance(module, deepspeed.DeepSpeedEngine) and bool(module.zero_overlap_comm())
+    return isinstance(module, deepspeed.DeepSpeedEngine) and bool(getattr(module.optimizer, "overlap_comm", False))

@@ -12,9 +12,8 @@ from torch import Tensor, nn
 from frugal import torch_internals
 from frugal.deepspeed_adapter.kernels import DTYPES
 from frugal.memory_watch import StorageWatch
-from frugal.models import transformers_internals
 from frugal.models.loading import quantised
-from frugal.models.loading.weights import load_weights
+from frugal.models.loading.weights import load_weights, read
 from frugal.models.spec import ModelSpec
 from frugal.planning.model_facts import Reading
 from frugal.torch_internals import tensors_in
@@ -104,7 +103,7 @@ class _Host(StorageWatch):
         tensors: dict[str, Any] = {}
         for path in map(Path, paths):
             with torch_internals.without_modes():
-                contents = transformers_internals.read_weights(path, map_location="meta")
+                contents = read(path, map_location="meta")
             if path.suffix != ".safetensors" and not zipfile.is_zipfile(path):
                 for tensor in contents.values():  # it can only be read at once
                     self._take(torch_internals.address(tensor), tensor.nbytes)

@@ -27,7 +27,7 @@ from frugal.dryrun.messages import (
 )
 from frugal.dryrun.pool import WorkerError
 from frugal.errors import FrugalError
-from frugal.imports import collected_seldom
+from frugal.imports import collected_seldom, uncompiled
 
 
 def main() -> None:
@@ -59,11 +59,11 @@ def _answer(question: Question) -> Any:
 
 @functools.lru_cache(maxsize=2)
 def _spec_of(model: Request) -> Any:
-    from frugal.models.loading import quantised
     from frugal.models.resolve import resolve_request
 
     if model.lora is not None:
-        quantised.import_uncompiled()
+        with uncompiled(), suppress(ImportError):
+            import bitsandbytes  # noqa: F401  # as peft does, which compiles its kernels in Python
     return resolve_request(model)
 
 

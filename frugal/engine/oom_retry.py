@@ -215,12 +215,12 @@ def abandon(zero: Zero) -> None:
 class Update:
     """One engine's optimizer step. Call it within `Guard.attempt`."""
 
-    def __init__(self, zero: Zero, guard: Guard, before_step: Callable[[], None] = lambda: None) -> None:
+    def __init__(self, zero: Zero, guard: Guard, before_step: Callable[[], None], *, scales_loss: bool) -> None:
         self.is_begun = False  # whether weights may have been written to, on any rank; equal on all
         self.grad_norm: float | None = None  # of the global gradient before clipping; None: it is not finite
         self._zero = zero
         self._engine = zero.engine
-        self._guard, self._before_step = guard, before_step
+        self._guard, self._before_step, self._scales_loss = guard, before_step, scales_loss
         self._updates = zero.updates()
         for optimizer, _ in self._updates:
             optimizer.step = self._step_by(optimizer)
@@ -229,7 +229,7 @@ class Update:
     def update(self) -> bool:
         """Do the step; False: the gradient is not finite, so nothing was changed but the count of steps. Collective."""
         self.is_begun, engine = False, self._engine
-        is_plain = self._zero.strategy.zero_stage == 0
+        is_plain, skipped_steps = self._zero.strategy.zero_stage == 0, engine.skipped_steps
         with self._groups_kept():
             if is_plain:
                 gradients = [each.grad for each in engine.module.parameters() if each.grad is not None]
@@ -238,9 +238,9 @@ class Update:
                     engine.optimizer.zero_grad()
                     return self.leave_out()
             engine.step()
-        if not engine.was_step_applied():
+        if engine.skipped_steps > skipped_steps:
             self.grad_norm = None
-            if engine.fp16_enabled():  # the loss scale was too high for this batch, and is lower now
+            if self._scales_loss:  # the loss scale was too high for this batch, and is lower now
                 return True
             self._zero.step_schedule()
             return False

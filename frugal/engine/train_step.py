@@ -116,7 +116,8 @@ class Stepper:
         self.guard = Guard(votes)
         gradients.announce(zero.engine.optimizer, zero.engine.module)
         self.unused = UnusedParameters(zero, plan.request, votes)
-        self.update = Update(zero, self.guard, weight_decay.PartialDecay(zero, plan.request).apply)
+        decay = weight_decay.PartialDecay(zero, plan.request).apply
+        self.update = Update(zero, self.guard, decay, scales_loss=plan.request.precision == "fp16")
         self.adaptive_limits = AdaptiveLimits(plan, zero.engine.module)
         self.num_recoveries = 0  # times that a step was begun again because memory ran out
         self.callbacks = callbacks

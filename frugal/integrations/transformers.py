@@ -243,7 +243,7 @@ class _WhileTraining(TrainerCallback):
         self, args: Any, state: Any, control: Any, model: Any = None, optimizer: Any = None, **others: Any
     ) -> None:
         deepspeeds = getattr(optimizer, "optimizer", optimizer)  # accelerate wraps it
-        gradients.mend(deepspeeds)
+        gradients.mend(deepspeeds, model)
         gradients.announce(deepspeeds, model)
         is_nccl = dist.get_backend() == "nccl"
         with closed_afterwards():

@@ -20,9 +20,9 @@ from torch import nn
 
 from frugal.config.request import Request
 from frugal.errors import RequestError, failure, refuse
-from frugal.models import factories, transformers_internals
+from frugal.models import factories
 from frugal.models.objectives import example_in_words
-from frugal.models.spec import OWN, TASKS, ModelSpec, heads, max_positions_of
+from frugal.models.spec import OWN, TASKS, ModelSpec, classes_in, heads, max_positions_of
 
 MOST_LAYERS = 10_000
 OWN_MODEL = "docs/tutorials/own-model.md"
@@ -82,13 +82,13 @@ def _refuse_inputs_and_packed_weights(reference: str, config: Any) -> None:
     Raises:
         RequestError: with what it reads, or what to give in its place.
     """
-    for name in transformers_internals.heads("MODEL_MAPPING_NAMES").get(config.model_type, ()):
-        reads = getattr(getattr(transformers, name, None), "main_input_name", "input_ids")
+    for kind in classes_in("MODEL_MAPPING", config.model_type):
+        reads = getattr(kind, "main_input_name", "input_ids")
         refuse(
             (
                 reads != "input_ids",
                 f"{reference} cannot be trained on text",
-                f"{name} reads `{reads}`; as a language model it would be its decoder alone",
+                f"{kind.__name__} reads `{reads}`; as a language model it would be its decoder alone",
                 f"give a factory that returns the module and its objective, see {OWN_MODEL}",
             )
         )
@@ -105,7 +105,7 @@ def _refuse_inputs_and_packed_weights(reference: str, config: Any) -> None:
 
 
 def _tasks_of(model_type: str) -> list[str]:
-    return [task for task in TASKS if model_type in heads(task)]
+    return [task for task in TASKS if heads(task, model_type)]
 
 
 def _infer_task(config: Any) -> str | None:
@@ -121,7 +121,8 @@ def _infer_task(config: Any) -> str | None:
 def _task_of_class(model_type: str, class_name: str) -> str | None:
     """Return the task that transformers has a class for, of models of this type."""
     tasks = ("seq2seq", "masked-lm", "causal-lm", "sequence-classification")
-    return next((task for task in tasks if class_name in heads(task).get(model_type, ())), None)
+    named = (task for task in tasks if class_name in [each.__name__ for each in heads(task, model_type)])
+    return next(named, None)
 
 
 def _from_config(

@@ -4,7 +4,7 @@ import copy
 import functools
 import hashlib
 import json
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, replace
 from typing import Any, get_args
@@ -28,13 +28,10 @@ TASKS: tuple[str, ...] = get_args(Task)
 OWN = "own"  # the task of a factory that brings its own objective
 
 _AUTO = {
-    "causal-lm": ("AutoModelForCausalLM", "MODEL_FOR_CAUSAL_LM_MAPPING_NAMES"),
-    "masked-lm": ("AutoModelForMaskedLM", "MODEL_FOR_MASKED_LM_MAPPING_NAMES"),
-    "seq2seq": ("AutoModelForSeq2SeqLM", "MODEL_FOR_SEQ_TO_SEQ_CAUSAL_LM_MAPPING_NAMES"),
-    "sequence-classification": (
-        "AutoModelForSequenceClassification",
-        "MODEL_FOR_SEQUENCE_CLASSIFICATION_MAPPING_NAMES",
-    ),
+    "causal-lm": ("AutoModelForCausalLM", "MODEL_FOR_CAUSAL_LM_MAPPING"),
+    "masked-lm": ("AutoModelForMaskedLM", "MODEL_FOR_MASKED_LM_MAPPING"),
+    "seq2seq": ("AutoModelForSeq2SeqLM", "MODEL_FOR_SEQ_TO_SEQ_CAUSAL_LM_MAPPING"),
+    "sequence-classification": ("AutoModelForSequenceClassification", "MODEL_FOR_SEQUENCE_CLASSIFICATION_MAPPING"),
 }
 _CASTS: dict[torch.dtype, Callable[[nn.Module], nn.Module]] = {
     torch.bfloat16: nn.Module.bfloat16, torch.float16: nn.Module.half, torch.float32: nn.Module.float,
@@ -259,7 +256,7 @@ class ModelSpec:
                 ends = self.config is not None and self.config.is_encoder_decoder
                 end_id = special("eos_token_id", pad_id) if ends else None
                 # where tokens see later ones, padding has to be masked
-                bidirectional = self.config is None or ends or self.config.model_type in heads("masked-lm")
+                bidirectional = self.config is None or ends or bool(heads("masked-lm", self.config.model_type))
                 return SequenceClassification(pad_id, bidirectional=bidirectional, end_id=end_id)
         raise AssertionError(self.task)
 
@@ -279,7 +276,7 @@ class ModelSpec:
             if getattr(config, name, None) is None:
                 setattr(config, name, token_id)
         if self.factory is None:
-            model_class = getattr(transformers, heads(self.task)[config.model_type][0])
+            model_class = heads(self.task, config.model_type)[0]
         else:
             model: Any = self.build(dtype=torch.float32, device="meta")
             model_class = type(model.get_base_model() if hasattr(model, "get_base_model") else model)  # inside adapters
@@ -339,9 +336,17 @@ def check_sequence_length(spec: ModelSpec, seq_len: int) -> None:
     )
 
 
-def heads(task: str) -> Mapping[str, tuple[str, ...]]:
-    """Return the class names for `task` by model type."""
-    return transformers_internals.heads(_AUTO[task][1])
+def heads(task: str, model_type: str) -> tuple[type[Any], ...]:
+    """Return the classes that transformers has for `task` and models of this type."""
+    return classes_in(_AUTO[task][1], model_type)
+
+
+def classes_in(mapping: str, model_type: str) -> tuple[type[Any], ...]:
+    """Return the classes of a type of model in one of transformers' mappings, such as `MODEL_MAPPING`."""
+    if model_type not in transformers.CONFIG_MAPPING:
+        return ()
+    found = getattr(transformers, mapping).get(transformers.CONFIG_MAPPING[model_type], ())
+    return found if isinstance(found, tuple) else (found,)
 
 
 def max_positions_of(config: Any) -> int | None:

@@ -2,7 +2,7 @@
 resolved or built, those of quantising when it is."""
 
 import functools
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager
 from typing import Any
 from unittest.mock import patch
@@ -15,8 +15,7 @@ from frugal.required import needed
 NAMES = (
     *needed(
         "transformers.masking_utils", "attention masks are always used",
-        "ALL_MASK_ATTENTION_FUNCTIONS", "sdpa_mask:allow_is_bidirectional_skip",
-        "eager_mask:allow_is_bidirectional_skip",
+        "sdpa_mask:allow_is_bidirectional_skip", "eager_mask:allow_is_bidirectional_skip",
     ),
     *needed("transformers.masking_utils", "packed documents", "find_packed_sequence_indices(position_ids)"),
     *needed(
@@ -27,18 +26,12 @@ NAMES = (
         "transformers.modeling_layers:GradientCheckpointingLayer", "which layers recompute", "gradient_checkpointing"
     ),
     *needed(
-        "transformers.models.auto.modeling_auto", "types of models with a head for a task",
-        "MODEL_MAPPING_NAMES", "MODEL_FOR_CAUSAL_LM_MAPPING_NAMES", "MODEL_FOR_MASKED_LM_MAPPING_NAMES",
-        "MODEL_FOR_SEQ_TO_SEQ_CAUSAL_LM_MAPPING_NAMES", "MODEL_FOR_SEQUENCE_CLASSIFICATION_MAPPING_NAMES",
-    ),
-    *needed(
         "transformers.core_model_loading", "weights are read one by one, and each goes where it is trained",
         "spawn_materialize(thread_pool, tensor, device, dtype, sharding_op, tensor_idx)",
         "set_param_for_module(model, target_name, param_value, loading_info, hf_quantizer)",
     ),
     *needed(
         "transformers.modeling_utils", "weights are read one by one",
-        "load_state_dict(checkpoint_file, map_location, weights_only, disable_mmap)",
         "PreTrainedModel._load_pretrained_model(model, state_dict, checkpoint_files, load_config, expected_keys)",
         "PreTrainedModel._finalize_model_loading(model, load_config, loading_info)",
         "PreTrainedModel.all_tied_weights_keys",
@@ -66,7 +59,8 @@ def always_use() -> None:
     that is not documented. Causal masks are not touched.
     """
     _verify(NAMES)
-    from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS, eager_mask, sdpa_mask
+    from transformers import AttentionMaskInterface
+    from transformers.masking_utils import eager_mask, sdpa_mask
 
     for name, make_mask in (("sdpa", sdpa_mask), ("eager", eager_mask)):
 
@@ -81,7 +75,7 @@ def always_use() -> None:
                 return make()
             return _lazy(make, within, options)
 
-        ALL_MASK_ATTENTION_FUNCTIONS.register(name, with_padding)
+        AttentionMaskInterface.register(name, with_padding)
 
 
 _WITHIN = "frugal_within_documents"
@@ -160,16 +154,6 @@ def attention_by(name: str, run: Callable[..., Any]) -> None:
 
     through.runs = (*runs, run)  # type: ignore[attr-defined]  # a mark
     AttentionInterface.register(name, through)
-
-
-@functools.cache
-def heads(mapping: str) -> Mapping[str, tuple[str, ...]]:
-    """Return the class names by model type of one of transformers' `MODEL_FOR_..._NAMES`."""
-    _verify(NAMES)
-    from transformers.models.auto import modeling_auto
-
-    names = getattr(modeling_auto, mapping)
-    return {kind: (each,) if isinstance(each, str) else tuple(each) for kind, each in names.items()}
 
 
 def checkpointed_layers(model: nn.Module) -> list[nn.Module]:
@@ -278,10 +262,3 @@ def quantising(device: Any, pack: Callable[[Any, Any], Any]) -> AbstractContextM
         return packed
 
     return patch.object(Bnb4bitQuantize, "convert", convert)
-
-
-def read_weights(path: Any, map_location: str = "cpu") -> Mapping[str, Any]:
-    """Return the tensors in a file by name: mapped into memory where its format allows, otherwise read; or on meta."""
-    from transformers.modeling_utils import load_state_dict
-
-    return load_state_dict(str(path), map_location)

@@ -62,7 +62,10 @@ class MetaAccelerator(CPU_Accelerator):
         self._side_stream = side_stream
         self._pinning = pinning
         self._name = "meta"
-        self._communication_backend_name = "fake"
+
+    def communication_backend_name(self) -> str:
+        """Return the name of torch's process group of any size."""
+        return "fake"
 
     def device_name(self, device_index: int | None = None) -> str:
         """Return `meta`, without an index: there is only one."""

@@ -195,12 +195,6 @@ MIRRORED = (
         "simulate.fake_device.SideStreams",
         free_param="96cebaaa66079050",
     ),
-    *_mirrored(
-        _ZERO3,
-        "stages.Zero3.fill_weights",
-        _unflatten_partitioned_parameters="00cc8a3f65af736f",
-        _reassign_or_swap_out_partitioned_parameters="af7b449bee8786ec",
-    ),
 )
 """A change here has to be looked at: ours may have to change with it."""
 

@@ -314,7 +314,7 @@ def run_cached(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tupl
 
 
 def _cost(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], out: Any) -> _Cost:
-    packet = torch_internals.packet(func)
+    packet = func.overloadpacket
     formula = _MORE_FLOPS.get(func) or flop_registry.get(packet) or _MORE_FLOPS.get(packet)
     if getattr(func, "namespace", "") == torch_internals.VARLEN:
         formula = _varlen_flops

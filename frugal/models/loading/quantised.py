@@ -26,9 +26,8 @@ import importlib.util
 import logging
 import sys
 from collections.abc import Callable, Iterator
-from contextlib import AbstractContextManager, nullcontext, suppress
+from contextlib import AbstractContextManager, nullcontext
 from typing import Any
-from unittest.mock import patch
 
 import torch
 import torch.nn.functional as F
@@ -58,7 +57,6 @@ NAMES = (
         "forward:tensors",
     ),
     *needed("bitsandbytes", "the product of a layer", "matmul_4bit(A, B, quant_state, out, bias)"),
-    *needed("bitsandbytes.functional", "the table of scales", "name2qmap", "create_dynamic_map"),
     *needed("bitsandbytes.functional:QuantState", "what each rank has whole", "to(self, device)"),
     *needed(
         "bitsandbytes.backends.default.ops",
@@ -67,15 +65,6 @@ NAMES = (
         "absmax_offset)",
     ),
 )
-
-
-def import_uncompiled() -> None:
-    """Import bitsandbytes, as peft does, without compiling its kernels in Python, of which dry runs execute none.
-
-    It calls torch.compile when imported, which imports Inductor: a second of each process that plans for adapters.
-    """
-    with patch.object(torch, "compile", lambda function, **_options: function), suppress(ImportError):
-        import bitsandbytes  # noqa: F401  # for what the import leaves behind
 
 
 @functools.cache
@@ -91,8 +80,8 @@ def library() -> Any:
     from bitsandbytes.backends.default import ops
 
     required.verify("bitsandbytes", NAMES)
-    with torch_internals.without_modes(), torch.device("cpu"):  # made once a process, also where all else is on meta
-        functional.name2qmap.setdefault("dynamic", functional.create_dynamic_map())
+    with torch_internals.without_modes(), torch.device("cpu"):  # its tables, also where all else is on meta
+        functional.quantize_4bit(torch.zeros(64), compress_statistics=True)
     product = torch.ops.bitsandbytes.gemm_4bit.default
     memory_watch.INSIDE[product] = {"cpu": ops._gemm_4bit_default_impl, "cuda": _on_gpu}
     bitsandbytes.matmul_4bit = _of_parameters(bitsandbytes.matmul_4bit)  # `Linear4bit.forward` looks it up here

@@ -38,7 +38,16 @@ class Stored:
             if self._path.suffix == ".safetensors":
                 with safe_open(self._path, framework="pt") as file:
                     return file.get_tensor(self._name)[index]
-            return transformers_internals.read_weights(self._path)[self._name][index]
+            return read(self._path)[self._name][index]
+
+
+def read(path: Path, map_location: str = "cpu") -> dict[str, Any]:
+    """Return the tensors in a file by name: mapped into memory where its format allows, otherwise read; or on meta."""
+    if path.suffix != ".safetensors":
+        is_mapped = map_location != "meta" and zipfile.is_zipfile(path)
+        return torch.load(path, map_location=map_location, weights_only=True, mmap=is_mapped)
+    with safe_open(path, framework="pt") as file:
+        return {name: file.get_tensor(name).to(map_location) for name in file.keys()}  # noqa: SIM118  # no dict
 
 
 def stored(paths: Iterable[str | Path]) -> dict[str, Any]:
@@ -49,7 +58,7 @@ def stored(paths: Iterable[str | Path]) -> dict[str, Any]:
             with safe_open(path, framework="pt") as file:
                 names: Iterable[str] = file.keys()
         else:
-            names = contents = transformers_internals.read_weights(path)
+            names = contents = read(path)
             if not zipfile.is_zipfile(path):
                 tensors.update(contents)
                 continue

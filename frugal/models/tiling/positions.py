@@ -116,7 +116,7 @@ class Follower(torch_internals.DispatchMode):
             return args[0].dtype is torch.bool  # models ask whether all is as it should be: no padding, no packs
         out = func(*args, **kwargs)
         inputs = list(tensors_in((*args, *kwargs.values())))
-        name = str(torch_internals.packet(func)).removeprefix("aten.")
+        name = str(func.overloadpacket).removeprefix("aten.")
         if torch_internals.schema(func).is_mutable and any(id(tensor) in self._buffers for tensor in inputs):
             raise PositionsMeetError(f"{name} writes to a buffer")
         if not any(id(tensor) in self.followed for tensor in inputs):
@@ -135,7 +135,7 @@ class Follower(torch_internals.DispatchMode):
         self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], inputs: list[Tensor], result: Tensor
     ) -> bool:
         """Tell whether the result's outermost dimension are the positions, which have not met."""
-        kind = torch_internals.packet(func)
+        kind = func.overloadpacket
         places = [dim for dim, size in enumerate(result.shape) if size == NUM_POSITIONS]
         strangers = [tensor for tensor in inputs if id(tensor) not in self.followed]
         if len(places) != 1 or prod(result.shape[: places[0]]) != 1:
@@ -157,7 +157,7 @@ class Follower(torch_internals.DispatchMode):
         first = next(iter(self.followed.values()))
         if torch_internals.schema(func).is_mutable:
             raise PositionsMeetError(f"{name} changes them in place")
-        is_elementwise = torch.Tag.pointwise in func.tags or torch_internals.packet(func) in _COPIES
+        is_elementwise = torch.Tag.pointwise in func.tags or func.overloadpacket in _COPIES
         if not is_elementwise or not isinstance(out, Tensor) or out.shape != first.shape:
             raise PositionsMeetError(f"{name} is not elementwise")
         for tensor in tensors_in((*args, *kwargs.values())):

@@ -325,7 +325,7 @@ def _not_causal(spec: ModelSpec, done: ModelTrial) -> RequestError:
     if done.padding:
         because.append(f"padding alone changes the gradient by {_percent(done.padding.difference)}")
     tasks = ("masked-lm", "seq2seq", "sequence-classification") if spec.factory is None else ()
-    fitting = [f"--task {task}" for task in tasks if spec.config.model_type in heads(task)]
+    fitting = [f"--task {task}" for task in tasks if heads(task, spec.config.model_type)]
     return RequestError(
         f"{spec.reference} cannot be trained as causal-lm: it sees the tokens that it is to predict",
         because=because,

@@ -185,7 +185,7 @@ def on_meta() -> Iterator[Autocast]:
             yield autocast
     finally:
         autocast.forget()
-        torch_internals.unregister(library)
+        del library  # which restores the kernels
 
 
 def _below_autocast(kernel: Kernel) -> Kernel:

@@ -201,7 +201,7 @@ class LoopTracker(Tracker):
         if any(t.is_meta for t in tensors) and any(t.dim() and not t.is_meta for t in tensors):
             raise RuntimeError(  # as CUDA does; single numbers may come from the host
                 "Expected all tensors to be on the same device, but found at least two devices, cuda:0 and cpu! "
-                f"({torch_internals.packet(func)})"
+                f"({func.overloadpacket})"
             )
         is_copy = func is aten._to_copy.default and args[0].is_meta
         out = super().execute(func, args, kwargs)
