@@ -1,6 +1,6 @@
 """torch's private names: nothing else uses them. They are checked, in one table, when this module is first imported."""
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
 from functools import partial
 from typing import Any, Self
@@ -184,13 +184,18 @@ def saved_buffers(module: torch.nn.Module) -> dict[str, Tensor]:
     }
 
 
-def tensors_in(values: Any) -> Iterator[Tensor]:
-    """Yield every tensor in an operator's arguments or results: lists of tensors are the deepest they go."""
+def tensors_in(values: Any) -> list[Tensor]:
+    """Return every tensor in an operator's arguments or results: lists of tensors are the deepest they go."""
     if isinstance(values, Tensor):
-        yield values
-    elif isinstance(values, (tuple, list)):
+        return [values]
+    found: list[Tensor] = []
+    if isinstance(values, (tuple, list)):
         for value in values:
-            yield from tensors_in(value)
+            if isinstance(value, Tensor):
+                found.append(value)  # without a call: every operator of a dry run asks several times
+            elif isinstance(value, (tuple, list)):
+                found += tensors_in(value)
+    return found
 
 
 def schema(operator: Any) -> Any:
