@@ -188,14 +188,14 @@ def tensors_in(values: Any) -> list[Tensor]:
     """Return every tensor in an operator's arguments or results: lists of tensors are the deepest they go."""
     if isinstance(values, Tensor):
         return [values]
-    found: list[Tensor] = []
+    tensors: list[Tensor] = []
     if isinstance(values, (tuple, list)):
         for value in values:
             if isinstance(value, Tensor):
-                found.append(value)  # without a call: every operator of a dry run asks several times
+                tensors.append(value)  # without a call: every operator of a dry run asks several times
             elif isinstance(value, (tuple, list)):
-                found += tensors_in(value)
-    return found
+                tensors += tensors_in(value)
+    return tensors
 
 
 def schema(operator: Any) -> Any:
