@@ -137,7 +137,7 @@ class StorageWatch(torch_internals.DispatchMode):
             return
         if known is not None:  # resized: the old one ends, a new one begins
             self.died(address, known)
-        elif any(address == torch_internals.address(other) for other in tensors_in(inputs)):
+        elif address in map(torch_internals.address, tensors_in(inputs)):
             return
         else:
             weakref.finalize(storage, self._gone, address).atexit = False

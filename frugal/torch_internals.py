@@ -1,7 +1,7 @@
 """torch's private names: nothing else uses them. They are checked, in one table, when this module is first imported."""
 
 import copy
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
 from functools import partial
 from typing import Any, Self
@@ -189,13 +189,18 @@ def tree_map(function: Callable[[Any], Any], values: Any) -> Any:
     return type(values)(*mapped) if hasattr(values, "_fields") else type(values)(mapped)
 
 
-def tensors_in(values: Any) -> Iterator[Tensor]:
-    """Yield every tensor in an operator's arguments or results: lists of tensors are the deepest they go."""
+def tensors_in(values: Any) -> list[Tensor]:
+    """Return every tensor in an operator's arguments or results: lists of tensors are the deepest they go."""
     if isinstance(values, Tensor):
-        yield values
-    elif isinstance(values, (tuple, list)):
+        return [values]
+    tensors: list[Tensor] = []
+    if isinstance(values, (tuple, list)):
         for value in values:
-            yield from tensors_in(value)
+            if isinstance(value, Tensor):
+                tensors.append(value)  # without a call: every operator of a dry run asks several times
+            elif isinstance(value, (tuple, list)):
+                tensors += tensors_in(value)
+    return tensors
 
 
 def schema(operator: Any) -> Any:

@@ -41,6 +41,12 @@ MAX_RANKS_SEARCHED, MAX_RANKS_DRY_RUN, MAX_RANKS_DRAFTED = 2, 4, 2
 are left where arithmetic tells which are the fullest (`fullest_drafted`)."""
 
 
+Outlines = dict[str, tuple[Work, tuple[RankMemory, ...]]]
+"""The work of each draft and the memory of its ranks, with the fullest moments of their timelines, by strategy."""
+
+MOST_OUTLINES = 400
+"""Drafts that are kept for the next plan of a model on as many ranks, some 10 KB each; a plan makes about thirty."""
+
 SHORT = 4
 """A model is also traced with samples of a part of the length, for what memory other lengths take."""
 
@@ -91,6 +97,11 @@ class DryRunSource:
         self._replays_key = digest("replays", self._model)
         self._replays: KnownReplays = self._cache.read(self._replays_key, KnownReplays) or {}
         self._num_kept = _number(self._replays)
+        world = (cluster.world_size, self._ranks_per_node, self.kind, *self._kernels)
+        self._outlines_key = digest("outlines", self._model, self._key(), world)
+        self._outlines: Outlines = self._cache.read(self._outlines_key, Outlines) or {}
+        self._num_outlines = len(self._outlines)
+        self._drafted: dict[str, MemoryProfile] = {}
 
     def __enter__(self) -> "DryRunSource":
         return self
@@ -104,6 +115,8 @@ class DryRunSource:
         """Cache the results of allocator replays, and end the worker processes, unless they are shared."""
         if _number(self._replays) > self._num_kept:
             self._cache.write(self._replays_key, dict(list(self._replays.items())[-MOST_REPLAYS:]))
+        if len(self._outlines) > self._num_outlines:
+            self._cache.write(self._outlines_key, dict(list(self._outlines.items())[-MOST_OUTLINES:]))
         if self._own_pool:
             self._pool.close()
 
@@ -113,8 +126,9 @@ class DryRunSource:
         It shares this one's workers, and is not closed.
         """
         assert (cluster.devices[0].kind, cluster.kernel_class) == (self.kind, self.capability), "other kernels"
-        source = DryRunSource(self.request, cluster, pool=self._pool, will_dry_run=self._will_dry_run)
-        source._cache, source._drafts, source._facts = self._cache, self._drafts, self._facts
+        cache = self._cache.folder or False
+        source = DryRunSource(self.request, cluster, cache, pool=self._pool, will_dry_run=self._will_dry_run)
+        source._drafts, source._facts = self._drafts, self._facts
         source._replays = self._replays
         return source
 
@@ -153,9 +167,19 @@ class DryRunSource:
 
     def draft(self, strategy: Strategy, accumulates: bool) -> MemoryProfile | None:
         """Return the profile without the allocator's part, where arithmetic is enough. Raises as `profile`."""
-        if strategy in self._distrusted or self._drafts.trace(strategy) is None:
+        key = digest(strategy, accumulates)
+        if strategy in self._distrusted:
             return None
-        return self.profile(strategy, accumulates).draft
+        if key not in self._outlines:
+            if self._drafts.trace(strategy) is None:
+                return None
+            full = self.profile(strategy, accumulates)
+            ranks = tuple(replace(rank, timeline=rank.timeline.outline, known={}) for rank in full.ranks)
+            self._outlines[key] = full.costs.work, ranks
+        if key not in self._drafted:
+            outlined = self._profile(strategy, *self._outlines[key])
+            self._drafted[key] = replace(outlined, loading=self._loading(strategy), counts_slack=False)
+        return self._drafted[key]
 
     def num_layers(self, strategy: Strategy) -> int:
         """Return the model's layers, as far as a trace that `strategy` needs knows of them. Raises as `profile`."""
@@ -166,7 +190,12 @@ class DryRunSource:
 
         Raises as `profile`.
         """
-        return self._drafts.why_not_mixed(strategy)
+        key = digest("why not mixed", self._model, self._key(), strategy, self.kind, self._kernels)
+        why_not = self._cache.read(key, str)
+        if why_not is None:
+            why_not = self._drafts.why_not_mixed(strategy)
+            self._cache.write(key, why_not)
+        return why_not
 
     def distrust(self, strategy: Strategy) -> bool:
         """Profile `strategy` by dry runs from now on; return False if that is so already."""

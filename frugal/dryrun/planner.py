@@ -137,7 +137,7 @@ def _plans(
 
 
 def what_helps(plan: Plan) -> str:
-    """Return the one change that would help a plan most, in words; see `frugal.planning.what_if.most_helpful`.
+    """Return the one change that would help a plan most, in words; see `frugal.planning.what_if.what_helps_most`.
 
     Predicted from drafts, which takes some seconds the first time; then it is in the user's cache.
     """
@@ -146,11 +146,9 @@ def what_helps(plan: Plan) -> str:
     kept = cache.read(key, str)
     if kept is None:
         from frugal.dryrun.client import DryRunSource, workers
-        from frugal.planning.what_if import changes, most_helpful, predicted  # the search takes a while to import
+        from frugal.planning.what_if import what_helps_most  # the search takes a while to import
 
-        cases = changes(plan)
         with closing(workers()) as pool:
-            predictions = predicted(cases, partial(DryRunSource, pool=pool, will_dry_run=False))
-        kept = most_helpful(plan, cases, predictions)
+            kept = what_helps_most(plan, partial(DryRunSource, pool=pool, will_dry_run=False))
         cache.write(key, kept)
     return kept

@@ -6,8 +6,9 @@ Cases that differ only in memory and links share one source, whose profiles depe
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, replace
-from itertools import product
+from itertools import groupby, product
 from math import prod
+from operator import attrgetter
 from textwrap import wrap
 from typing import Any
 
@@ -374,6 +375,20 @@ def most_helpful(plan: Plan, cases: Sequence[Case], predictions: Sequence[Candid
     _, seconds, name = min(gains)
     less = 100 * (1 - seconds / plan.time.total_seconds)
     return f"{name}: a step of {format_seconds(seconds)}, {less:.0f} % less (predicted)"
+
+
+def what_helps_most(plan: Plan, dry_run: OpenSource) -> str:
+    """Return `most_helpful` of all changes; none that takes more effort than one that helps is predicted."""
+    cases: list[Case] = []
+    predictions: list[Candidate | None] = []
+    helps = ""
+    for _, of_effort in groupby(sorted(changes(plan), key=attrgetter("effort")), key=attrgetter("effort")):
+        cases += of_effort
+        predictions += predicted(cases[len(predictions) :], dry_run)
+        helps = most_helpful(plan, cases, predictions)
+        if helps not in ("", NOTHING_HELPS):
+            break
+    return helps
 
 
 GridCase = tuple[int, int, int]

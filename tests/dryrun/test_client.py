@@ -134,6 +134,23 @@ def test_what_is_distrusted_is_profiled_by_dry_runs_to_the_byte(dry_runs: DryRun
     assert not made.distrust(STRATEGY)
 
 
+def test_a_draft_is_the_profile_without_the_allocator_and_is_kept_without_traces(
+    dry_runs: DryRunSource, request_: Request
+) -> None:
+    for strategy in (STRATEGY, replace(STRATEGY, zero_stage=3, activation_checkpointing="full")):
+        with DryRunSource(request_, cluster(), dry_runs._cache.folder, pool=dry_runs._pool) as made:  # type: ignore[arg-type]  # it has one
+            drafts = [made.draft(strategy, accumulates) for accumulates in (False, True)]
+        with DryRunSource(request_, cluster(), cache=dry_runs._cache.folder) as again:  # type: ignore[arg-type]  # a folder
+            assert [again.draft(strategy, accumulates) for accumulates in (False, True)] == drafts
+            assert again._drafts._traces == {} and again._pool._workers == []
+        for accumulates, draft in zip((False, True), drafts, strict=True):
+            assert draft is not None
+            profile = dry_runs.profile(strategy, accumulates)
+            assert (draft.costs, draft.attention) == (profile.costs, profile.attention)
+            for micro_batch in (1, 2, 7, 100):
+                assert draft.memory(micro_batch, device()) == profile.draft.memory(micro_batch, device())
+
+
 def test_the_layers_are_counted_whatever_their_mode(dry_runs: DryRunSource) -> None:
     for mode in ("off", "full"):
         assert dry_runs.num_layers(replace(STRATEGY, activation_checkpointing=mode)) == 2

@@ -1,11 +1,21 @@
 """Two recordings give the peak of every micro-batch, by following each storage."""
 
 from dataclasses import replace
+from random import Random
 
 import msgspec
 import pytest
 
-from frugal.planning.memory.timeline import ACTIVATIONS, GRADIENTS, PARAMETERS, TEMPORARY, NotAffineError, Timeline
+from frugal.planning.memory.timeline import (
+    ACTIVATIONS,
+    CATEGORIES,
+    GRADIENTS,
+    PARAMETERS,
+    TEMPORARY,
+    NotAffineError,
+    Timeline,
+    TimelineBuilder,
+)
 
 
 def recording(micro_batch: int, **changes: object) -> Timeline:
@@ -50,6 +60,33 @@ def test_the_categories_at_the_peak_add_up_to_it() -> None:
     assert peak.categories["activations"] == 804
     assert peak.categories["gradients"] == 500
     assert peak.operator == "mm_backward"
+
+
+def drawn(seed: int) -> Timeline:
+    """A timeline of storages of any category that end in any order or never; some are empty for one sample."""
+    draws, made = Random(seed), TimelineBuilder()
+    alive = [made.born(10**6, PARAMETERS, "empty")]
+    for phase in range(draws.randint(1, 6)):
+        made.phase(f"phase {phase % 4}")
+        for event in range(draws.randint(0, 40)):
+            if draws.random() < 0.4 and len(alive) > 1:
+                made.events.append(alive.pop(draws.randrange(1, len(alive))))
+            else:
+                slope = draws.choice((0, 0, draws.randrange(1000)))
+                fixed = draws.choice((0, -slope, draws.randrange(10**5)))
+                category = draws.randrange(len(CATEGORIES))
+                alive.append(made.born(fixed, category, f"operator {event}", f"layer.{phase}", slope))
+    return replace(made.timeline(), phases=(("initialisation", 0), *made.phases))
+
+
+@pytest.mark.parametrize("seed", range(60))
+def test_an_outline_has_the_peak_of_its_timeline_at_every_micro_batch(seed: int) -> None:
+    made = drawn(seed)
+    outline = made.outline
+    for micro_batch in (*range(1, 40), 1000, 10**6):
+        assert outline.peak(micro_batch) == made.peak(micro_batch)
+    assert outline.names == made.names
+    assert len(outline.fixed) <= len(CATEGORIES) * len(made._envelope[0])
 
 
 def test_the_holders_of_a_category_are_modules_largest_first() -> None:

@@ -5,6 +5,7 @@ from typing import Any
 
 import pytest
 
+from frugal.config.hardware.cluster import Cluster
 from frugal.config.optimizers import Optimizer
 from frugal.config.request import Request
 from frugal.config.schema import understand
@@ -22,6 +23,7 @@ from frugal.planning.what_if import (
     parse_axes,
     predicted,
     shorter,
+    what_helps_most,
     what_if_table,
     with_gpus,
     with_memory,
@@ -95,6 +97,24 @@ def test_what_helps_most_asks_least() -> None:
     others = [replace(case, effort=0) for case in changes(slower)[:1]]
     faster = replace(made, time=StepTime(**{name: part / 100 for name, part in vars(made.time).items()}))
     assert most_helpful(faster, others, predicted(others, dry_running(**SMALL))) == NOTHING_HELPS
+
+
+@pytest.mark.parametrize("settings", [{}, {"micro_batch": 1}, {"gpus": 1, "mem": "80G"}])
+def test_the_most_helpful_change_is_found_without_those_that_take_more_effort(settings: dict[str, Any]) -> None:
+    made, opened = plan(**({"gpus": 4, "mem": "12G"} | settings)), []
+    source = dry_running(**SMALL)
+
+    def opening(request: Request, cluster: Cluster) -> Any:
+        opened.append((request, cluster))
+        return source(request, cluster)
+
+    cases = changes(made)
+    helps = what_helps_most(made, opening)
+    assert helps == most_helpful(made, cases, predicted(cases, source))
+    efforts = {case.effort for case in cases if helps.startswith(f"{case.name}:")} or {2}
+    wanted = [case for case in cases if case.effort <= min(efforts)]
+    assert {request for request, _ in opened} == {case.request for case in wanted}
+    assert max(cluster.world_size for _, cluster in opened) == max(case.cluster.world_size for case in wanted)
 
 
 def test_pins_that_bind_are_named_as_help() -> None:

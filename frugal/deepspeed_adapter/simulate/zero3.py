@@ -6,7 +6,7 @@ deepspeed/runtime/zero/partitioned_param_coordinator.py; its methods are named a
 """
 
 from bisect import bisect_left
-from collections import Counter, defaultdict, deque
+from collections import defaultdict, deque
 from collections.abc import Callable, Collection
 from dataclasses import dataclass
 from itertools import accumulate, pairwise
@@ -173,9 +173,10 @@ class SimulatedPrefetch:
 
     def _buffers(self, parameters: list[int]) -> list[int]:
         """Make what parameters are gathered into together: a buffer for each size of element."""
-        sizes: Counter[int] = Counter()
+        sizes: dict[int, int] = {}
+        item_bytes, whole_bytes = self._setting.item_bytes, self._setting.whole_bytes
         for parameter in parameters:
-            sizes[self._setting.item_bytes[parameter]] += self._setting.whole_bytes[parameter]
+            sizes[item_bytes[parameter]] = sizes.get(item_bytes[parameter], 0) + whole_bytes[parameter]
         return [
             self._stream.born(size_bytes, "aten.empty.memory_format", COMMUNICATION)
             for _, size_bytes in sorted(sizes.items(), reverse=True)
@@ -196,8 +197,8 @@ class SimulatedPrefetch:
     def _gather(self, parameters: list[int]) -> None:
         """Gather split parameters together (`__all_gather_params_`)."""
         self.num_gathers += 1
-        self._available += sum(self._elements[parameter] for parameter in parameters)
-        gathered_bytes = sum(self._setting.full_bytes[parameter] for parameter in parameters)
+        self._available += sum(map(self._elements.__getitem__, parameters))
+        gathered_bytes = sum(map(self._setting.full_bytes.__getitem__, parameters))
         self.gathered_elements += gathered_bytes // self._setting.element_bytes
         buffers: list[int] = []
         if self._setting.world_size == 1:

@@ -300,16 +300,16 @@ def _varlen_flops(*args: Any, out_val: Any = None, **_: Any) -> int:
 def run_cached(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Any, _Cost]:
     """Return the operator's result and its FLOPs, or the bytes that it reads and writes where no FLOPs are counted."""
     key = _key(func, args, kwargs)
-    if key in _known:
-        outputs, cost = _known[key]
-        return torch_internals.tree_map(_like, outputs), cost
+    known = _known.get(key)
+    if known is not None:
+        return _like(known[0]), known[1]
     out = _EXACT.get(func, func)(*args, **kwargs)
     cost = _cost(func, args, kwargs, out)
     if key is not None and len(_known) < _MAX_ENTRIES:
         inputs = {torch_internals.address(tensor) for tensor in tensors_in(args)}  # `_unsafe_view`'s schema shares none
         _is_pure[func] = inputs.isdisjoint(map(torch_internals.address, tensors_in(out)))
         if _is_pure[func] and _are_plain(out):
-            _known[key] = torch_internals.tree_map(_like, out), cost
+            _known[key] = _like(out), cost
     return out, cost
 
 
@@ -358,7 +358,9 @@ def _are_plain(out: Any) -> bool:
 
 
 def _like(output: Any) -> Any:
-    """Return a tensor of the same shape, strides and type, or what is none as it is."""
+    """Return a tensor of the same shape, strides and type, or as many as there are; what is none as it is."""
+    if isinstance(output, (list, tuple)):
+        return type(output)(map(_like, output))
     if not isinstance(output, Tensor):
         return output
     return torch.empty_strided(output.size(), output.stride(), dtype=output.dtype, device="meta")

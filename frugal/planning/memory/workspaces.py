@@ -127,4 +127,5 @@ def _first_product(timeline: Timeline, phase: str) -> int | None:
     products = {number for number, name in enumerate(timeline.names) if name in _PRODUCTS}
     of_phase = (event for name, events in timeline.phase_ranges if name == phase for event in events)
     made = (event for event in of_phase if timeline.operators[timeline.events[event]] in products)
-    return next((event for event in made if timeline.is_birth[event]), None)
+    births = (event for event in made if timeline.events.index(timeline.events[event]) == event)
+    return next(births, None)  # which come soon: to find all births of a timeline takes longer
