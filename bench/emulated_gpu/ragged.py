@@ -8,7 +8,7 @@ of documents), an evaluation after every third step and two checkpoints. It runs
     free                 what is allocated, against a simulation of the very shapes that ran; what is reserved
     capped               with what the plan promises; a recovery from out of memory counts as a broken promise
     lazy                 of several ranks: capped, with device work done only when the host waits, and masks that hide
-                         something: the other end of what a card may do where communication overlaps
+                         something: the other end of what a card may do
     expandable, capped   the first two with expandable segments, of a plan for them
 
 Of several ranks each runs by itself (`bench.emulated_gpu.twins`). It needs the environment of `bench/emulated_gpu`.
@@ -97,7 +97,6 @@ def configurations() -> Iterator[tuple[Configuration, str]]:
                 accumulation_steps=generator.choice((2, 3, 4)),
                 seq_len=generator.choice((256, 384, 512)),
                 world_size=world_size,
-                overlap_comm=world_size > 1 and zero_stage == 2 and number % 2 == 0,
                 pack=task == "causal-lm" and generator.random() < 0.3,
                 lora=lora,
                 card=generator.choice(("rtx3060", "a100-40g", "l40s", "h100")),
@@ -126,8 +125,7 @@ def planned(asked: Configuration, task: str, seed: int, folder: Path, *, expanda
         "global_batch": asked.micro_batch * asked.accumulation_steps * asked.world_size,
         "max_tokens_per_gpu": asked.micro_batch * asked.seq_len, "loss": asked.loss, "kernels": "plain",
         "activation_checkpointing": asked.activation_checkpointing, "offload": "none", "lora": asked.lora,
-        "overlap_comm": asked.overlap_comm or None, "pack": asked.pack or None, "expandable_segments": expandable,
-        "calibration": False,
+        "pack": asked.pack or None, "expandable_segments": expandable, "calibration": False,
     }  # fmt: skip
     number = STEPS * settings["global_batch"]
     drawn = Samples(task, number, asked.seq_len, random.Random(seed), packed=asked.pack)
