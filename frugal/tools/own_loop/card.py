@@ -7,6 +7,7 @@ fused forms, `GradScaler` and `torch.utils.checkpoint` work for a GPU, and nothi
 It does not see functions that C++ calls itself; they work on the tensors they get.
 """
 
+import functools
 import sys
 from collections import defaultdict
 from collections.abc import Callable, Iterator
@@ -21,6 +22,7 @@ from torch import Tensor
 from torch.overrides import TorchFunctionMode
 
 from frugal import torch_internals
+from frugal.config.hardware.cluster import MOST_THREADS, PROCESSOR_THREADS, Capability, Device
 from frugal.tools.own_loop import autocast
 from frugal.tools.own_loop.tracker import LoopTracker, asks_for_deepspeed, package_of
 
@@ -235,14 +237,14 @@ _ONLY_NAMES_A_DEVICE = ("device", "_parse_to")  # `torch.device`, and what `Modu
 
 
 @contextmanager
-def pretended_card(tracker: LoopTracker, *, name: str, total_bytes: int, capability: tuple[int, int]) -> Iterator[None]:
-    """Run a script inside the `with` block on a card of `total_bytes`.
+def pretended_card(tracker: LoopTracker, device: Device, capability: Capability) -> Iterator[None]:
+    """Run a script inside the `with` block on a card like `device`.
 
     `Module.cuda` keeps its parameters, so that ties and optimizers hold, as from a host to a GPU: between a host and a
     meta device torch makes new ones, unless it is to swap.
     """
     with (
-        _on_torch_cuda(tracker, name=name, total_bytes=total_bytes, capability=capability),
+        _on_torch_cuda(tracker, device, capability),
         _default_devices(tracker),
         _grouping(),
         patch.object(torch.__future__, "get_swap_module_params_on_conversion", lambda: True),
@@ -387,20 +389,22 @@ class PretendedGenerator(torch.Generator):
 
 
 @contextmanager
-def _on_torch_cuda(tracker: LoopTracker, *, name: str, total_bytes: int, capability: tuple[int, int]) -> Iterator[None]:
+def _on_torch_cuda(tracker: LoopTracker, device: Device, capability: Capability) -> Iterator[None]:
     """Replace names of `torch.cuda`, and others of torch, inside the `with` block."""
 
     def free_and_total(*_: Any) -> tuple[int, int]:
-        return total_bytes - tracker.replays().under().peak_reserved_bytes, total_bytes
+        return device.memory_bytes - tracker.replays().under().peak_reserved_bytes, device.memory_bytes
 
     properties = SimpleNamespace(
-        name=name, total_memory=total_bytes, major=capability[0], minor=capability[1], multi_processor_count=108,
-        gcnArchName="", warp_size=32, max_threads_per_multi_processor=2048, regs_per_multiprocessor=65536,
+        name=device.name, total_memory=device.memory_bytes, major=capability[0], minor=capability[1],
+        multi_processor_count=device.multiprocessors, gcnArchName="", warp_size=32, regs_per_multiprocessor=65536,
+        max_threads_per_multi_processor=PROCESSOR_THREADS.get(capability, MOST_THREADS),
         shared_memory_per_block=48 << 10, shared_memory_per_multiprocessor=164 << 10, is_integrated=0,
         L2_cache_size=40 << 20,
     )  # fmt: skip
     constant: dict[str, Any] = {
-        "is_available": True, "is_initialized": True, "device_count": 1, "current_device": 0, "get_device_name": name,
+        "is_available": True, "is_initialized": True, "device_count": 1, "current_device": 0,
+        "get_device_name": device.name,
         "get_device_capability": capability, "get_device_properties": properties,
         "init": None, "synchronize": None, "set_device": None,
         "ipc_collect": None, "manual_seed": None, "manual_seed_all": None, "seed": None,
@@ -433,9 +437,18 @@ def _on_torch_cuda(tracker: LoopTracker, *, name: str, total_bytes: int, capabil
     }  # fmt: skip
 
     def compile_nothing(model: Any = None, **_: Any) -> Any:
-        if not asks_for_deepspeed(sys._getframe(1)):  # which compiles small functions of its own
+        if model is None:
+            return compile_nothing
+        if isinstance(model, torch.nn.Module):
             tracker.note(COMPILED)
-        return model if model is not None else lambda function: function
+            return model
+
+        def noted(*args: Any, **kwargs: Any) -> Any:  # libraries compile functions that a script may never call
+            if not asks_for_deepspeed(sys._getframe(1)):  # which compiles small functions of its own
+                tracker.note(COMPILED)
+            return model(*args, **kwargs)
+
+        return functools.wraps(model)(noted)
 
     loading = torch.load
 
