@@ -140,14 +140,10 @@ def _ctc_loss(log_probs: Tensor, targets: Tensor, *_: Any, **__: Any) -> tuple[T
     return log_probs.new_empty(samples), log_probs.new_empty(samples, times, 2 * longest + 1)
 
 
-def _masked_fill(values: Tensor, mask: Tensor, _: Tensor) -> Tensor:
-    """Fill with a tensor of one number, which may be on the host: CUDA reads it, whichever it is on (Indexing.cu)."""
-    return aten.masked_fill.Scalar(values, mask, 0)
-
-
 _EXACT: dict[Any, Callable[..., Any]] = {
-    aten.masked_fill.Tensor: _masked_fill,
-    aten.masked_fill_.Tensor: lambda *args: aten.masked_fill_.Scalar(*args[:2], 0),
+    # a tensor of one number may be on the host: CUDA reads it, wherever it is (Indexing.cu)
+    aten.masked_fill.Tensor: lambda values, mask, _: aten.masked_fill.Scalar(values, mask, 0),
+    aten.masked_fill_.Tensor: lambda values, mask, _: aten.masked_fill_.Scalar(values, mask, 0),
     aten._grouped_mm.default: _grouped_mm,
     **dict.fromkeys((aten._ctc_loss.default, aten._ctc_loss.Tensor), _ctc_loss),
     **dict.fromkeys(

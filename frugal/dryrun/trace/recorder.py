@@ -359,11 +359,13 @@ class Tracker(StorageWatch):
             raise TypesDifferError(f"matrices of a product must have the same dtype, not {' and '.join(sorted(types))}")
         if func in _FUSED_OPTIMIZERS:
             return None  # updates in place, and takes no memory
-        if func in operators.STAND_INS and operators.has_no_values(args[0]):
-            assumed = operators.STAND_INS[func](*args, **kwargs)
-            if assumed is not None:
-                self._assume(assumed[1])
-                return assumed[0]
+        if (
+            func in operators.STAND_INS
+            and operators.has_no_values(args[0])
+            and (assumed := operators.STAND_INS[func](*args, **kwargs)) is not None
+        ):
+            self._assume(assumed[1])
+            return assumed[0]
         # DeepSpeed keeps shapes as meta tensors of its own (stage_1_and_2.py), which are nothing on a real device.
         self._own_metadata = func is aten.zeros_like.default and "device" in kwargs and self.phase == INITIALISATION
         out = operators.host_stand_in(func, args, kwargs)

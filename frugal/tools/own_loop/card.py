@@ -7,7 +7,6 @@ fused forms, `GradScaler` and `torch.utils.checkpoint` work for a GPU, and nothi
 It does not see functions that C++ calls itself; they work on the tensors they get.
 """
 
-import functools
 import sys
 from collections import defaultdict
 from collections.abc import Callable, Iterator
@@ -105,21 +104,9 @@ def _device(card: PretendedCard, func: Any, args: tuple[Any, ...], kwargs: dict[
     return CARD if is_shown and card.is_on_card(args[0]) else real
 
 
-def _is_cuda(card: PretendedCard, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
-    return card.is_on_card(args[0])
-
-
 def _is_meta(card: PretendedCard, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
     on_card = card.is_on_card(args[0]) and package_of(sys._getframe(2)) != "deepspeed"
     return bool(func(*args)) and not on_card
-
-
-def _get_device(card: PretendedCard, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> int:
-    return 0 if card.is_on_card(args[0]) else -1
-
-
-def _cuda(card: PretendedCard, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Tensor:
-    return _to(card, Tensor.to, (args[0], CARD), {k: v for k, v in kwargs.items() if k in ("non_blocking",)})
 
 
 def _to(card: PretendedCard, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
@@ -173,10 +160,6 @@ def _format(card: PretendedCard, func: Any, args: tuple[Any, ...], kwargs: dict[
     return format(tensor.item(), spec) if card.is_on_card(tensor) and tensor.dim() == 0 else str(func(*args))
 
 
-def _itself(card: PretendedCard, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    return args[0]
-
-
 def _nothing(card: PretendedCard, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
     card.tracker.note(SIDE_STREAMS)
 
@@ -219,10 +202,16 @@ _NOT_FINITE = (torch.isnan, torch.isinf, Tensor.isnan, Tensor.isinf)
 
 _RULES: dict[Any, Rule] = {
     **dict.fromkeys((*_NOT_FINITE, torch.any, Tensor.any), _is_false),
-    _getter("device"): _device, _getter("is_cuda"): _is_cuda, _getter("is_meta"): _is_meta,
-    Tensor.get_device: _get_device, Tensor.cuda: _cuda, Tensor.to: _to, torch.empty_like: _empty_like,
+    _getter("is_cuda"): lambda card, _, args, __: card.is_on_card(args[0]),
+    Tensor.get_device: lambda card, _, args, __: 0 if card.is_on_card(args[0]) else -1,
+    Tensor.pin_memory: lambda _, __, args, ___: args[0],
+    _getter("device"): _device, _getter("is_meta"): _is_meta,
+    Tensor.cuda: lambda card, _, args, kwargs: _to(
+        card, Tensor.to, (args[0], CARD), {name: value for name, value in kwargs.items() if name == "non_blocking"}
+    ),
+    Tensor.to: _to, torch.empty_like: _empty_like,
     Tensor.backward: _backward, Tensor.tolist: _values, Tensor.numpy: _values, Tensor.__array__: _values,
-    Tensor.__format__: _format, Tensor.pin_memory: _itself, Tensor.record_stream: _nothing,
+    Tensor.__format__: _format, Tensor.record_stream: _nothing,
     _setter: _set_data, F.ctc_loss: _ctc_loss, F.softmax: _softmax, F.log_softmax: _softmax, torch.softmax: _softmax,
     torch.log_softmax: _softmax, Tensor.softmax: _softmax, Tensor.log_softmax: _softmax,
 }  # fmt: skip
@@ -255,7 +244,11 @@ def pretended_card(tracker: LoopTracker, device: Device, capability: Capability)
             grad=_marked(tracker, torch.autograd.grad),
         ),
         _attention(),
-        patch.dict(torch_internals.DETERMINISM_CHECKS, default=_shape_and_type),
+        # of a recomputed tensor activation checkpointing is not to compare the device, of which hooks within autograd
+        # functions, such as DeepSpeed's under ZeRO-3, see the real one
+        patch.dict(
+            torch_internals.DETERMINISM_CHECKS, default=lambda tensor: {"shape": tensor.shape, "dtype": tensor.dtype}
+        ),
         autocast.on_meta(),
         tracker,
         PretendedCard(tracker),
@@ -312,12 +305,6 @@ def _marked(tracker: LoopTracker, run: Callable[..., Any]) -> Callable[..., Any]
             return run(*args, **kwargs)
 
     return backward
-
-
-def _shape_and_type(tensor: Tensor) -> dict[str, Any]:
-    """Return what activation checkpointing compares of a recomputed tensor: not its device, of which hooks within
-    autograd functions, such as DeepSpeed's under ZeRO-3, see the real one."""
-    return {"shape": tensor.shape, "dtype": tensor.dtype}
 
 
 def _attention() -> AbstractContextManager[Any]:
@@ -391,12 +378,9 @@ class PretendedGenerator(torch.Generator):
 @contextmanager
 def _on_torch_cuda(tracker: LoopTracker, device: Device, capability: Capability) -> Iterator[None]:
     """Replace names of `torch.cuda`, and others of torch, inside the `with` block."""
-
-    def free_and_total(*_: Any) -> tuple[int, int]:
-        return device.memory_bytes - tracker.replays().under().peak_reserved_bytes, device.memory_bytes
-
+    total_bytes = device.memory_bytes
     properties = SimpleNamespace(
-        name=device.name, total_memory=device.memory_bytes, major=capability[0], minor=capability[1],
+        name=device.name, total_memory=total_bytes, major=capability[0], minor=capability[1],
         multi_processor_count=device.multiprocessors, gcnArchName="", warp_size=32, regs_per_multiprocessor=65536,
         max_threads_per_multi_processor=PROCESSOR_THREADS.get(capability, MOST_THREADS),
         shared_memory_per_block=48 << 10, shared_memory_per_multiprocessor=164 << 10, is_integrated=0,
@@ -411,12 +395,12 @@ def _on_torch_cuda(tracker: LoopTracker, device: Device, capability: Capability)
         "reset_max_memory_allocated": None, "set_per_process_memory_fraction": None,
         "reset_accumulated_memory_stats": None, "memory_summary": "", "get_arch_list": ["sm_80", "sm_90"],
         "utilization": 0, "set_rng_state": None, "_lazy_init": None, "set_stream": None,
-        "is_current_stream_capturing": False, "can_device_access_peer": False, "mem_get_info": None,
+        "is_current_stream_capturing": False, "can_device_access_peer": False,
     }  # fmt: skip
     table: dict[str, Any] = {key: _always(value) for key, value in constant.items()}
     table |= {
         "is_bf16_supported": lambda including_emulation=True: including_emulation or capability >= (8, 0),
-        "mem_get_info": free_and_total,
+        "mem_get_info": lambda *_: (total_bytes - tracker.replays().under().peak_reserved_bytes, total_bytes),
         "empty_cache": tracker.empty_cache,
         "memory_allocated": lambda *_: tracker.allocated_bytes,
         "max_memory_allocated": lambda *_: tracker.peaks[0],
@@ -437,18 +421,10 @@ def _on_torch_cuda(tracker: LoopTracker, device: Device, capability: Capability)
     }  # fmt: skip
 
     def compile_nothing(model: Any = None, **_: Any) -> Any:
-        if model is None:
-            return compile_nothing
-        if isinstance(model, torch.nn.Module):
+        """Note what a script compiles; libraries also compile functions that it may never call."""
+        if isinstance(model, torch.nn.Module) or "site-packages" not in sys._getframe(1).f_code.co_filename:
             tracker.note(COMPILED)
-            return model
-
-        def noted(*args: Any, **kwargs: Any) -> Any:  # libraries compile functions that a script may never call
-            if not asks_for_deepspeed(sys._getframe(1)):  # which compiles small functions of its own
-                tracker.note(COMPILED)
-            return model(*args, **kwargs)
-
-        return functools.wraps(model)(noted)
+        return model if model is not None else lambda function: function
 
     loading = torch.load
 
@@ -462,10 +438,6 @@ def _on_torch_cuda(tracker: LoopTracker, device: Device, capability: Capability)
             )
         return loaded
 
-    def has_accelerator() -> bool:
-        """Answer no to torch itself, whose threads cannot pin memory for the card."""
-        return package_of(sys._getframe(1)) != "torch"
-
     accelerator = {
         "current_accelerator": torch.device("cuda"), "device_count": 1, "current_device_index": 0, "synchronize": None,
         "set_device_index": None, "current_stream": PretendedStream(),
@@ -474,7 +446,7 @@ def _on_torch_cuda(tracker: LoopTracker, device: Device, capability: Capability)
         torch.cuda: table,
         torch.cuda.nvtx: dict.fromkeys(("range_push", "range_pop", "range_start", "range_end", "mark"), _always(0)),
         torch.accelerator: {name: _always(value) for name, value in accelerator.items()}
-        | {"is_available": has_accelerator},
+        | {"is_available": lambda: package_of(sys._getframe(1)) != "torch"},  # its threads cannot pin memory for it
         torch: {"compile": compile_nothing, "Generator": PretendedGenerator, "load": load},
         torch.nn.Module: {"compile": lambda *_, **__: tracker.note(COMPILED)},
         "torch._C": {"_cuda_getCurrentRawStream": _always(0)},  # bitsandbytes takes it at import where there is a card
