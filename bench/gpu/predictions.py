@@ -24,10 +24,14 @@ MOST_SAMPLES = 256  # of the largest micro-batch, so that its two steps stay sho
 
 
 class Prediction(msgspec.Struct, frozen=True, kw_only=True):
-    """What is expected of one configuration; bytes, and elements of parameters. `ranks`: those worth a run."""
+    """What is expected of one configuration; bytes, and elements of parameters. `ranks`: those worth a run.
+
+    `reserved_above_bytes`: what the allocator may reserve more in another order of samples.
+    """
 
     configuration: Configuration
     figures: Figures | None = None
+    reserved_above_bytes: int = 0
     expandable_reserved_bytes: int = 0
     expandable_capacity_bytes: int = 0
     parameters: int = 0

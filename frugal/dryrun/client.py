@@ -237,21 +237,22 @@ class DryRunSource:
 
     def of_lengths(
         self, strategy: Strategy, micro_batch: int, runs: Sequence[DrawnRun], device: Device
-    ) -> tuple[int, int] | None:
+    ) -> tuple[int, int, int] | None:
         """Return by how many bytes runs of other lengths exceed equal ones; see `Source`. Raises as `profile`."""
         equal: DrawnRun = [[((micro_batch, self.request.seq_len),) * self.cluster.world_size] * 2] * 2
         memories, expandable = self.in_lengths(strategy, [equal, *runs]), strategy.expandable_segments
-        more_bytes = more_reserved_bytes = 0
+        more_bytes = more_reserved_bytes = spread_bytes = 0
         if memories is None:
             return None
         for of_rank in zip(*memories, strict=True):
-            once, *ragged = (memory.replays(0, expandable_segments=expandable) for memory in of_rank)
-            at_once, reserved = once.smallest_capacity(), once.under().peak_reserved_bytes
+            once, *ragged = all_runs = [memory.replays(0, expandable_segments=expandable) for memory in of_rank]
+            at_once, reserved = once.smallest_capacity(), [each.under().peak_reserved_bytes for each in all_runs]
+            more_reserved_bytes = max(more_reserved_bytes, max(reserved) - reserved[0])
+            spread_bytes = max(spread_bytes, max(reserved) - min(reserved))
             for replays in ragged:
-                more_reserved_bytes = max(more_reserved_bytes, replays.under().peak_reserved_bytes - reserved)
                 if not replays.survives(at_once + more_bytes):  # though less might be enough: holes lie elsewhere then
                     more_bytes = max(more_bytes, replays.smallest_capacity(at_once + more_bytes) - at_once)
-        return more_bytes, more_reserved_bytes
+        return more_bytes, more_reserved_bytes, spread_bytes
 
     def in_lengths(self, strategy: Strategy, runs: Sequence[DrawnRun]) -> list[list[RankMemory]] | None:
         """Return the memory of each run of such micro-batches, on the ranks that `profile` knows; None where only dry

@@ -7,7 +7,7 @@ of a terminal by the command line. `bar` is a device as a bar, which a terminal 
 
 from collections import Counter
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from textwrap import wrap
 
 from frugal.config.hardware.cluster import NOMINAL_SHARE, Device, Node
@@ -257,7 +257,8 @@ def breakdown_table(plan: Plan) -> list[str]:
         rows["total"] += f"  {bounds_of(memory.interval)}"
     lines = [f"memory of {which} {cluster.rank_noun} at its peak, in {_peak(memory)}", *rows.values()]
     if memory.reserved_bytes:
-        seen = bounds_of(of_device(memory.live_bytes, memory.reserved_bytes, device))
+        bounds = of_device(memory.live_bytes, memory.reserved_bytes, device)
+        seen = bounds_of(replace(bounds, upper_bytes=bounds.upper_bytes + memory.reserved_above_bytes))
         reserved, shown = memory.reserved_bytes, memory.reserved_bytes + device.context_bytes
         steps = " over the data's lengths" if memory.counts_lengths else " for equal lengths, more for others"
         lines.append(

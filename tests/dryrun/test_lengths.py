@@ -109,11 +109,12 @@ def test_lengths_that_do_not_fit_are_a_bound_and_no_promise() -> None:
     memory = plan_of(zero_stage=2, lengths=None).memory
     more = memory.headroom_bytes + 1
     beyond, within = (
-        memory.with_lengths(more, 0, memory.usable_bytes),
-        memory.with_lengths(1000, 0, memory.usable_bytes),
+        memory.with_lengths(more, 0, 0, memory.usable_bytes),
+        memory.with_lengths(1000, 10, 20, memory.usable_bytes),
     )
     assert (beyond.total_bytes, beyond.may_exceed_with_lengths) == (memory.total_bytes, True)
     assert (within.total_bytes, within.may_exceed_with_lengths) == (memory.total_bytes + 1000, False)
+    assert (within.reserved_bytes, within.reserved_above_bytes) == (memory.reserved_bytes + 10, 20)
     assert beyond.interval is not None and memory.interval is not None
     assert beyond.interval.upper_bytes == memory.interval.upper_bytes + more
     assert replace(beyond, interval=memory.interval).fits

@@ -123,6 +123,20 @@ def step_of_speech(model: nn.Module, optimizer: Any) -> None:
     optimizer.step()
 
 
+def step_with_masks_of_the_host(model: nn.Module, optimizer: Any) -> None:
+    rows = torch.arange(8) % 2 == 0
+    x = torch.randn(8, WIDTH, device="cuda")
+    x[rows] = torch.ones(4, WIDTH, device="cuda")
+    places = rows.nonzero().squeeze(1)
+    assert x[rows].shape == x[places].shape == x[places.cuda()].shape == (4, WIDTH)
+    assert x[:, torch.arange(WIDTH) < 5].shape == (8, 5) and x[x > 0].shape == (8 * WIDTH,)
+    assert torch.arange(8).masked_select(rows).tolist() == [0, 2, 4, 6] and len(places.bincount()) == 7
+    model(x.masked_fill_(x > 1, torch.tensor(0.0)))[rows, places].masked_fill(
+        torch.ones(4, dtype=torch.bool, device="cuda"), torch.tensor(2.0)
+    ).mean().backward()
+    optimizer.step()
+
+
 STEPS = {name: value for name, value in list(globals().items()) if name.startswith("step_")}
 
 
@@ -139,6 +153,18 @@ def test_nothing_that_a_script_was_shown_is_left() -> None:
     before = torch.Generator, torch.load, torch.accelerator.is_available, torch.cuda.nvtx.range_push
     package.dry_run(lambda x: x * 2, x=lambda: torch.ones(4, device="cuda"), gpu="t4-16g", steps=1)
     assert before == (torch.Generator, torch.load, torch.accelerator.is_available, torch.cuda.nvtx.range_push)
+
+
+@pytest.mark.parametrize(("gpu", "processors", "knows_bf16"), [("t4-16g", 40, False), ("h100-80g", 132, True)])
+def test_a_script_sees_the_properties_of_the_card(gpu: str, processors: int, knows_bf16: bool) -> None:
+    seen: list[Any] = []
+
+    def step(x: Tensor) -> None:
+        seen.append(torch.cuda.get_device_properties(0).multi_processor_count)
+        seen.append(torch.cuda.is_bf16_supported(including_emulation=False))
+
+    package.dry_run(step, x=lambda: torch.ones(4, device="cuda"), gpu=gpu, steps=1)
+    assert seen == [processors, knows_bf16]
 
 
 def test_the_states_of_a_ctc_loss_are_counted() -> None:

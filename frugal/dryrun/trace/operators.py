@@ -62,16 +62,20 @@ def _masked_select(values: Tensor, mask: Tensor) -> Result:
 
 
 def _index(values: Tensor, indices: list[Tensor | None]) -> Result | None:
-    """Replace boolean indices by integer ones, one for each of their dimensions."""
-    if not any(index is not None and index.dtype in (torch.bool, torch.uint8) for index in indices):
+    """Replace boolean indices without values by integer ones, one for each of their dimensions."""
+    if not any(index is not None and _is_unknown_mask(index) for index in indices):
         return None
     integers: list[Tensor | None] = []
     for index in indices:
-        if index is None or index.dtype not in (torch.bool, torch.uint8):
+        if index is None or not _is_unknown_mask(index):
             integers.append(index)
         else:
             integers += [torch.empty(index.numel(), dtype=torch.int64, device=index.device)] * index.dim()
     return aten.index.Tensor(values, integers), EVERYTHING
+
+
+def _is_unknown_mask(index: Tensor) -> bool:
+    return index.dtype in (torch.bool, torch.uint8) and has_no_values(index)
 
 
 def _unique(values: Tensor, sorted: bool = True, return_inverse: bool = False, return_counts: bool = False) -> Result:
@@ -137,6 +141,9 @@ def _ctc_loss(log_probs: Tensor, targets: Tensor, *_: Any, **__: Any) -> tuple[T
 
 
 _EXACT: dict[Any, Callable[..., Any]] = {
+    # a tensor of one number may be on the host: CUDA reads it, wherever it is (Indexing.cu)
+    aten.masked_fill.Tensor: lambda values, mask, _: aten.masked_fill.Scalar(values, mask, 0),
+    aten.masked_fill_.Tensor: lambda values, mask, _: aten.masked_fill_.Scalar(values, mask, 0),
     aten._grouped_mm.default: _grouped_mm,
     **dict.fromkeys((aten._ctc_loss.default, aten._ctc_loss.Tensor), _ctc_loss),
     **dict.fromkeys(
@@ -164,6 +171,11 @@ _CROSSING = {aten.copy_.default, aten._to_copy.default, *_FACTORIES}  # may lead
 def is_untouched(value: Tensor) -> bool:
     """Return whether `value` is a host tensor that must be neither read nor written."""
     return value.device.type == "cpu" and value.numel() > UNTOUCHED_ELEMENTS
+
+
+def has_no_values(value: Tensor) -> bool:
+    """Return whether nothing may depend on what `value` holds."""
+    return value.is_meta or is_untouched(value)
 
 
 def host_stand_in(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:

@@ -351,7 +351,7 @@ class Tracker(StorageWatch):
 
     def execute(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Return the operator's result without touching host memory."""
-        if func is aten._local_scalar_dense.default and (args[0].is_meta or operators.is_untouched(args[0])):
+        if func is aten._local_scalar_dense.default and operators.has_no_values(args[0]):
             return self._scalar(args[0])
         if func in _IN_PLACE_IN_BACKWARD and args[0].is_meta and asker(sys._getframe()) == AUTOGRAD:
             return args[0]
@@ -359,7 +359,11 @@ class Tracker(StorageWatch):
             raise TypesDifferError(f"matrices of a product must have the same dtype, not {' and '.join(sorted(types))}")
         if func in _FUSED_OPTIMIZERS:
             return None  # updates in place, and takes no memory
-        if func in operators.STAND_INS and (assumed := operators.STAND_INS[func](*args, **kwargs)) is not None:
+        if (
+            func in operators.STAND_INS
+            and operators.has_no_values(args[0])
+            and (assumed := operators.STAND_INS[func](*args, **kwargs)) is not None
+        ):
             self._assume(assumed[1])
             return assumed[0]
         # DeepSpeed keeps shapes as meta tensors of its own (stage_1_and_2.py), which are nothing on a real device.

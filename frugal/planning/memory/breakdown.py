@@ -210,7 +210,8 @@ class MemoryBreakdown:
     bounds of `total_bytes`; None in a draft, which is a bound itself. `loading`: before the first step.
     `reserved_bytes`: the allocator's segments at their peak where the card has room for all that it would like to keep,
     which is more than is needed; 0: not known, as in a draft and on a CPU. `counts_lengths`: whether this is of
-    micro-batches of the data's lengths, not of equal ones.
+    micro-batches of the data's lengths, not of equal ones; then another order of the data may reserve up to
+    `reserved_above_bytes` more, which is by how much the drawn runs differ.
     """
 
     parameters: int
@@ -232,6 +233,7 @@ class MemoryBreakdown:
     loading: Loading | None = None
     reserved_bytes: int = 0
     counts_lengths: bool = False
+    reserved_above_bytes: int = 0
 
     CATEGORIES = (
         "parameters", "gradients", "optimizer", "activations", "logits",
@@ -266,14 +268,17 @@ class MemoryBreakdown:
         of_data = self.activations + self.temporary
         return replace(self, interval=widened(self.interval, self.total_bytes, of_data, assumptions))
 
-    def with_lengths(self, more_bytes: int, more_reserved_bytes: int, room_bytes: int) -> "MemoryBreakdown":
+    def with_lengths(
+        self, more_bytes: int, more_reserved_bytes: int, spread_bytes: int, room_bytes: int
+    ) -> "MemoryBreakdown":
         """Return the memory of micro-batches of the data's lengths, that need so many bytes more than equal ones.
 
-        Where they would need more than the device has, they are what it may come to, not the promise. `room_bytes`: the
-        most that segments can take.
+        Where they would need more than the device has, they are what it may come to, not the promise. `spread_bytes`:
+        between the segments of different runs; `room_bytes`: the most that segments can take.
         """
         needed = more_bytes if more_bytes <= self.headroom_bytes else 0
         total = self.total_bytes + needed
+        reserved = min(self.reserved_bytes + more_reserved_bytes, room_bytes)
         assert self.interval is not None, "a draft knows no lengths"
         cause = Cause(below_bytes=needed, above_bytes=more_bytes - needed)
         return replace(
@@ -281,8 +286,9 @@ class MemoryBreakdown:
             slack=self.slack + needed,
             total_bytes=total,
             interval=Bounds.around(total, self.interval.causes | {"lengths": cause}),
-            reserved_bytes=min(self.reserved_bytes + more_reserved_bytes, room_bytes),
+            reserved_bytes=reserved,
             counts_lengths=True,
+            reserved_above_bytes=min(spread_bytes, room_bytes - reserved),
         )
 
     @property

@@ -251,9 +251,10 @@ class Source(Protocol):
 
     def of_lengths(
         self, strategy: Strategy, micro_batch: int, runs: Sequence[DrawnRun], device: Device
-    ) -> tuple[int, int] | None:
+    ) -> tuple[int, int, int] | None:
         """Return by how many bytes runs of other lengths exceed equal micro-steps of full length on `device`: what is
-        needed, and what the allocator reserves with room. None where no arithmetic tells.
+        needed, and what the allocator reserves with room; and by how much the latter differs between the runs. None
+        where no arithmetic tells.
         """
 
     def distrust(self, strategy: Strategy) -> bool:

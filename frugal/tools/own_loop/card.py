@@ -21,6 +21,7 @@ from torch import Tensor
 from torch.overrides import TorchFunctionMode
 
 from frugal import torch_internals
+from frugal.config.hardware.cluster import MOST_THREADS, PROCESSOR_THREADS, Capability, Device
 from frugal.tools.own_loop import autocast
 from frugal.tools.own_loop.tracker import LoopTracker, asks_for_deepspeed, imports_a_library, package_of
 
@@ -103,21 +104,9 @@ def _device(card: PretendedCard, func: Any, args: tuple[Any, ...], kwargs: dict[
     return CARD if is_shown and card.is_on_card(args[0]) else real
 
 
-def _is_cuda(card: PretendedCard, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
-    return card.is_on_card(args[0])
-
-
 def _is_meta(card: PretendedCard, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
     on_card = card.is_on_card(args[0]) and package_of(sys._getframe(2)) != "deepspeed"
     return bool(func(*args)) and not on_card
-
-
-def _get_device(card: PretendedCard, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> int:
-    return 0 if card.is_on_card(args[0]) else -1
-
-
-def _cuda(card: PretendedCard, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Tensor:
-    return _to(card, Tensor.to, (args[0], CARD), {k: v for k, v in kwargs.items() if k in ("non_blocking",)})
 
 
 def _to(card: PretendedCard, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
@@ -171,10 +160,6 @@ def _format(card: PretendedCard, func: Any, args: tuple[Any, ...], kwargs: dict[
     return format(tensor.item(), spec) if card.is_on_card(tensor) and tensor.dim() == 0 else str(func(*args))
 
 
-def _itself(card: PretendedCard, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    return args[0]
-
-
 def _nothing(card: PretendedCard, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
     card.tracker.note(SIDE_STREAMS)
 
@@ -216,10 +201,16 @@ _NOT_FINITE = (torch.isnan, torch.isinf, Tensor.isnan, Tensor.isinf)
 
 _RULES: dict[Any, Rule] = {
     **dict.fromkeys((*_NOT_FINITE, torch.any, Tensor.any), _is_false),
-    _getter("device"): _device, _getter("is_cuda"): _is_cuda, _getter("is_meta"): _is_meta,
-    Tensor.get_device: _get_device, Tensor.cuda: _cuda, Tensor.to: _to, torch.empty_like: _empty_like,
+    _getter("is_cuda"): lambda card, _, args, __: card.is_on_card(args[0]),
+    Tensor.get_device: lambda card, _, args, __: 0 if card.is_on_card(args[0]) else -1,
+    Tensor.pin_memory: lambda _, __, args, ___: args[0],
+    _getter("device"): _device, _getter("is_meta"): _is_meta,
+    Tensor.cuda: lambda card, _, args, kwargs: _to(
+        card, Tensor.to, (args[0], CARD), {name: value for name, value in kwargs.items() if name == "non_blocking"}
+    ),
+    Tensor.to: _to, torch.empty_like: _empty_like,
     Tensor.backward: _backward, Tensor.tolist: _values, Tensor.numpy: _values, Tensor.__array__: _values,
-    Tensor.__format__: _format, Tensor.pin_memory: _itself, Tensor.record_stream: _nothing,
+    Tensor.__format__: _format, Tensor.record_stream: _nothing,
     _setter: _set_data, F.ctc_loss: _ctc_loss, F.softmax: _softmax, F.log_softmax: _softmax, torch.softmax: _softmax,
     torch.log_softmax: _softmax, Tensor.softmax: _softmax, Tensor.log_softmax: _softmax,
 }  # fmt: skip
@@ -234,14 +225,14 @@ _ONLY_NAMES_A_DEVICE = ("device", "_parse_to")  # `torch.device`, and what `Modu
 
 
 @contextmanager
-def pretended_card(tracker: LoopTracker, *, name: str, total_bytes: int, capability: tuple[int, int]) -> Iterator[None]:
-    """Run a script inside the `with` block on a card of `total_bytes`.
+def pretended_card(tracker: LoopTracker, device: Device, capability: Capability) -> Iterator[None]:
+    """Run a script inside the `with` block on a card like `device`.
 
     `Module.cuda` keeps its parameters, so that ties and optimizers hold, as from a host to a GPU: between a host and a
     meta device torch makes new ones, unless it is to swap.
     """
     with (
-        _on_torch_cuda(tracker, name=name, total_bytes=total_bytes, capability=capability),
+        _on_torch_cuda(tracker, device, capability),
         _default_devices(tracker),
         _grouping(),
         patch.object(torch.__future__, "get_swap_module_params_on_conversion", lambda: True),
@@ -252,7 +243,11 @@ def pretended_card(tracker: LoopTracker, *, name: str, total_bytes: int, capabil
             grad=_marked(tracker, torch.autograd.grad),
         ),
         _attention(),
-        patch.dict(torch_internals.DETERMINISM_CHECKS, default=_shape_and_type),
+        # of a recomputed tensor activation checkpointing is not to compare the device, of which hooks within autograd
+        # functions, such as DeepSpeed's under ZeRO-3, see the real one
+        patch.dict(
+            torch_internals.DETERMINISM_CHECKS, default=lambda tensor: {"shape": tensor.shape, "dtype": tensor.dtype}
+        ),
         autocast.on_meta(),
         tracker,
         PretendedCard(tracker),
@@ -309,12 +304,6 @@ def _marked(tracker: LoopTracker, run: Callable[..., Any]) -> Callable[..., Any]
             return run(*args, **kwargs)
 
     return backward
-
-
-def _shape_and_type(tensor: Tensor) -> dict[str, Any]:
-    """Return what activation checkpointing compares of a recomputed tensor: not its device, of which hooks within
-    autograd functions, such as DeepSpeed's under ZeRO-3, see the real one."""
-    return {"shape": tensor.shape, "dtype": tensor.dtype}
 
 
 def _attention() -> AbstractContextManager[Any]:
@@ -386,32 +375,31 @@ class PretendedGenerator(torch.Generator):
 
 
 @contextmanager
-def _on_torch_cuda(tracker: LoopTracker, *, name: str, total_bytes: int, capability: tuple[int, int]) -> Iterator[None]:
+def _on_torch_cuda(tracker: LoopTracker, device: Device, capability: Capability) -> Iterator[None]:
     """Replace names of `torch.cuda`, and others of torch, inside the `with` block."""
-
-    def free_and_total(*_: Any) -> tuple[int, int]:
-        return total_bytes - tracker.replays().under().peak_reserved_bytes, total_bytes
-
+    total_bytes = device.memory_bytes
     properties = SimpleNamespace(
-        name=name, total_memory=total_bytes, major=capability[0], minor=capability[1], multi_processor_count=108,
-        gcnArchName="", warp_size=32, max_threads_per_multi_processor=2048, regs_per_multiprocessor=65536,
+        name=device.name, total_memory=total_bytes, major=capability[0], minor=capability[1],
+        multi_processor_count=device.multiprocessors, gcnArchName="", warp_size=32, regs_per_multiprocessor=65536,
+        max_threads_per_multi_processor=PROCESSOR_THREADS.get(capability, MOST_THREADS),
         shared_memory_per_block=48 << 10, shared_memory_per_multiprocessor=164 << 10, is_integrated=0,
         L2_cache_size=40 << 20,
     )  # fmt: skip
     constant: dict[str, Any] = {
-        "is_available": True, "is_initialized": True, "device_count": 1, "current_device": 0, "get_device_name": name,
+        "is_available": True, "is_initialized": True, "device_count": 1, "current_device": 0,
+        "get_device_name": device.name,
         "get_device_capability": capability, "get_device_properties": properties,
         "init": None, "synchronize": None, "set_device": None,
         "ipc_collect": None, "manual_seed": None, "manual_seed_all": None, "seed": None,
         "reset_max_memory_allocated": None, "set_per_process_memory_fraction": None,
         "reset_accumulated_memory_stats": None, "memory_summary": "", "get_arch_list": ["sm_80", "sm_90"],
         "utilization": 0, "set_rng_state": None, "_lazy_init": None, "set_stream": None,
-        "is_current_stream_capturing": False, "can_device_access_peer": False, "mem_get_info": None,
+        "is_current_stream_capturing": False, "can_device_access_peer": False,
     }  # fmt: skip
     table: dict[str, Any] = {key: _always(value) for key, value in constant.items()}
     table |= {
         "is_bf16_supported": lambda including_emulation=True: including_emulation or capability >= (8, 0),
-        "mem_get_info": free_and_total,
+        "mem_get_info": lambda *_: (total_bytes - tracker.replays().under().peak_reserved_bytes, total_bytes),
         "empty_cache": tracker.empty_cache,
         "memory_allocated": lambda *_: tracker.allocated_bytes,
         "max_memory_allocated": lambda *_: tracker.peaks[0],
@@ -448,10 +436,6 @@ def _on_torch_cuda(tracker: LoopTracker, *, name: str, total_bytes: int, capabil
             )
         return loaded
 
-    def has_accelerator() -> bool:
-        """Answer no to torch itself, whose threads cannot pin memory for the card."""
-        return package_of(sys._getframe(1)) != "torch"
-
     accelerator = {
         "current_accelerator": torch.device("cuda"), "device_count": 1, "current_device_index": 0, "synchronize": None,
         "set_device_index": None, "current_stream": PretendedStream(),
@@ -460,7 +444,7 @@ def _on_torch_cuda(tracker: LoopTracker, *, name: str, total_bytes: int, capabil
         torch.cuda: table,
         torch.cuda.nvtx: dict.fromkeys(("range_push", "range_pop", "range_start", "range_end", "mark"), _always(0)),
         torch.accelerator: {name: _always(value) for name, value in accelerator.items()}
-        | {"is_available": has_accelerator},
+        | {"is_available": lambda: package_of(sys._getframe(1)) != "torch"},  # its threads cannot pin memory for it
         torch: {"compile": compile_nothing, "Generator": PretendedGenerator, "load": load},
         torch.nn.Module: {"compile": lambda *_, **__: tracker.note(COMPILED)},
         "torch._C": {"_cuda_getCurrentRawStream": _always(0)},  # bitsandbytes takes it at import where there is a card

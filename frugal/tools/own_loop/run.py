@@ -140,7 +140,7 @@ def dry_runs(load: Callable[[], "Script"], cluster: Cluster, num_steps: int, **b
             kernels_of("cuda", tracker.capability),
             not_collected(),
             register_optimizer_step_post_hook(tracker.stepped),
-            pretended_card(tracker, name=device.name, total_bytes=device.memory_bytes, capability=capability),
+            pretended_card(tracker, device, capability),
         ):
             script = load()
             _follow(tracker, script.prepare())
