@@ -68,7 +68,7 @@ class ModelTrial:
         later_tokens: see `probe.on_later_tokens`; None: nothing that predicts the next token.
         random: notes on what training draws at random: dropout's masks, and other numbers, such as noise.
         unused: trained parameters of an own model that get no gradient from a batch.
-        missing: values of an own model's samples that they may not lack, see `probe.lacking`.
+        missing: values of samples that they may not lack where forward returns a mean, see `probe.lacking`.
     """
 
     split: Dependence
@@ -93,7 +93,8 @@ def trial(
     """Run `model`, which is on the CPU and small, for `task`. Its weights stay as they are."""
     transformers_internals.always_use()
     tokens = _tokens(vocab_size, max_positions)
-    if is_own := task == OWN:
+    takes_means, is_own = isinstance(objective, MeanLoss), task == OWN
+    if is_own:
         objective = probe.by_samples(objective)
         batches = probe.examples(model, objective, tokens.shape[1])
     else:
@@ -119,7 +120,7 @@ def trial(
         unused=[name for name, number in arrived.items() if number == 0],
         missing=[
             name
-            for name, changed in (probe.lacking(model, objective, batch) if is_own and not split else ())
+            for name, changed in (probe.lacking(model, objective, batch) if takes_means and not split else ())
             if probe.on_split(model, objective, changed)
         ],
     )
@@ -326,7 +327,7 @@ def _notes_of_forwards(done: ModelTrial) -> list[str]:
     if done.missing:
         names = " or ".join(f"`{name}`" for name in done.missing)
         notes.append(
-            f"{SPLIT_MATTERS} where samples lack {names} ({IGNORED} or NaN): a mean then leaves out others than the "
+            f"where samples lack {names} ({IGNORED} or NaN), {SPLIT_MATTERS}: a mean then leaves out others than the "
             "count of targets; divide each sum by all samples, and count these"
         )
     return notes
