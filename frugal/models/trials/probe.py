@@ -499,12 +499,17 @@ def gradient(
 
 
 def difference(one: Gradient, other: Gradient) -> float:
-    """Return the norm of the difference of two gradients, divided by that of the larger."""
+    """Return the norm of the difference of two gradients, divided by that of the larger.
+
+    Raises:
+        RuntimeError: both are zero, which shows nothing.
+    """
     zero = torch.zeros(())
-    names = one.keys() | other.keys()
-    apart = sum(float((one.get(name, zero) - other.get(name, zero)).square().sum()) for name in names)
+    apart = sum(float((one.get(n, zero) - other.get(n, zero)).square().sum()) for n in one.keys() | other.keys())
     largest = max(sum(float(tensor.square().sum()) for tensor in gradient.values()) for gradient in (one, other))
-    return (apart / largest) ** 0.5 if largest else 0.0
+    if not largest:
+        raise RuntimeError("the loss of random samples has no gradient")
+    return (apart / largest) ** 0.5
 
 
 def _responsible(

@@ -254,6 +254,14 @@ def bernoulli_paths(model: nn.Module, batch: Batch) -> Tensor:
     return (model(batch["a"]) * kept / 0.8).square().sum()
 
 
+def test_a_loss_that_random_samples_do_not_move_is_not_said_to_be_fine() -> None:
+    def far_apart(model: nn.Module, batch: Batch) -> Tensor:
+        return F.relu(1e-6 - F.pdist(model(batch["a"]))).square().sum() + 0 * model(batch["a"]).sum()
+
+    (note,) = notes(encoder(), far_apart, PAIR)
+    assert note.endswith("a small one fails: RuntimeError: the loss of random samples has no gradient")
+
+
 ORDINARY: list[tuple[Callable[[], nn.Module], Loss, Mapping[str, Tensor]]] = [
     *((encoder, loss, PAIR) for loss in (squares, diffusion, variational, cosine, bernoulli_paths)),
     (encoder, classes, LABELLED),
