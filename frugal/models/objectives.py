@@ -124,8 +124,8 @@ class SummedLoss:
 
     def _batch(self, samples: list[Any]) -> Batch:
         """Return what `collate` makes of samples. Raises: RequestError: that is no dict of tensors."""
-        batch: Any = self._collate(samples)
-        named = batch if isinstance(batch, Mapping) else {"the whole": batch}
+        batch = self._collate(samples)
+        named: Any = batch if isinstance(batch, Mapping) else {"the whole": batch}
         others = [f"{name} is a {type(each).__name__}" for name, each in named.items() if not isinstance(each, Tensor)]
         refuse(
             (

@@ -315,16 +315,18 @@ def _notes_of_forwards(done: ModelTrial) -> list[str]:
     """Return what is to be said of forwards that change the next one, or that leave parameters or samples out."""
     notes = []
     if done.forwards.modules is not None:
+        what = "what the next one computes" if done.forwards.difference > probe.MOST_CARRIED else "parameters"
         notes.append(
-            f"{SPLIT_MATTERS}: in {_which(*done.forwards.modules)} a forward changes what the next one computes, so "
+            f"{SPLIT_MATTERS}: in {_which(*done.forwards.modules)} a forward changes {what}, so "
             "the number of micro-batches matters; the gradient of the same samples and weights in a small model of "
             f"this kind differs by {_percent(done.forwards.difference)} after {NUM_SAMPLES // FEW_SAMPLES} of them"
         )
     if done.drawn:
-        others = f" and {len(done.drawn) - 1} more" if len(done.drawn) > 1 else ""
         notes.append(
-            f"{DRAWN_PARTS}: each rank leaves out `{done.drawn[0]}`{others} or not in each micro-batch; ZeRO-2 and 3 "
-            "need the same parameters on all ranks: draw from the batch, or use --zero-stage 1 --precision fp32"
+            f"{DRAWN_PARTS}: each rank leaves out `{done.drawn[0]}`"
+            + f" and {len(done.drawn) - 1} more" * (len(done.drawn) > 1)
+            + " or not in each micro-batch; ZeRO-2 and 3 need the same parameters on all ranks: draw from the batch, or "
+            "use --zero-stage 1 --precision fp32"
         )
     if done.missing:
         names = " or ".join(f"`{name}`" for name in done.missing)

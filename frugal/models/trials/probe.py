@@ -282,7 +282,8 @@ def on_split(model: nn.Module, objective: Objective, batch: Batch) -> Dependence
 def on_forwards(model: nn.Module, objective: Objective, batch: Batch) -> Dependence:
     """Compare the gradients of a micro-batch before and after those of others, with the same weights.
 
-    Where nothing that a module keeps changes in a forward they are not computed again.
+    Where nothing that a module keeps changes in a forward they are not computed again. Modules whose parameters a
+    forward changes are named also where the gradient does not depend on them.
     """
     generator, first, *others = torch.Generator().manual_seed(0), *_parts(batch)
     with restored(model):
@@ -304,7 +305,8 @@ def on_forwards(model: nn.Module, objective: Objective, batch: Batch) -> Depende
                 put(module, (after if name in alike else before)[name])
             if difference(was, gradient(model, objective, [first])) > MOST_CARRIED:
                 return Dependence(apart, (alike[0], kind.__name__, len(alike)))
-    return Dependence(apart)
+    moved = [name for name in changed if differs(before[name][:1], after[name][:1])]  # parameters, such as averages
+    return Dependence(apart, (moved[0], type(modules[moved[0]]).__name__, len(moved)) if moved else None)
 
 
 def on_draws(model: nn.Module, objective: Objective, batch: Batch) -> list[str]:
@@ -533,10 +535,9 @@ def _responsible(
 def _outputs(model: nn.Module, objective: Objective, batch: Batch) -> dict[tuple[str, int], list[Tensor]]:
     """Return the outputs of every call of every module, by its name and number, in the order in which they end."""
     outputs: dict[tuple[str, int], list[Tensor]] = {}
-    calls: dict[str, int] = {}
 
     def keep(name: str, _module: nn.Module, _inputs: Any, returned: Any) -> None:
-        number = calls[name] = calls.get(name, -1) + 1
+        number = sum(each == name for each, _ in outputs)
         values = list(returned.values()) if isinstance(returned, dict) else returned  # an output of transformers
         outputs[name, number] = [tensor.detach().double().clone() for tensor in tensors_in(values)]
 
