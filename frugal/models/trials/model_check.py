@@ -325,8 +325,8 @@ def _notes_of_forwards(done: ModelTrial) -> list[str]:
         notes.append(
             f"{DRAWN_PARTS}: each rank leaves out `{done.drawn[0]}`"
             + f" and {len(done.drawn) - 1} more" * (len(done.drawn) > 1)
-            + " or not in each micro-batch; ZeRO-2 and 3 need the same parameters on all ranks: draw from the batch, or "
-            "use --zero-stage 1 --precision fp32"
+            + " or not in each micro-batch; ZeRO-2 and 3 need the same parameters on all ranks: draw from the batch, "
+            "or use --zero-stage 1 --precision fp32"
         )
     if done.missing:
         names = " or ".join(f"`{name}`" for name in done.missing)
