@@ -369,9 +369,9 @@ def examples(model: nn.Module, objective: Objective, seq_len: int) -> list[Batch
     """
     generator, example = torch.Generator().manual_seed(0), objective.example(NUM_SAMPLES, seq_len)
     numbers_of_samples = {name: each for name, each in example.items() if each.is_floating_point() and each.ndim}
-    batch = example
     # some losses take numbers from 0 to 1 alone, and masks are of zeros and ones, here three of four
-    for draw in (torch.randn, torch.rand, lambda *shape, **how: torch.rand(*shape, **how).sqrt().round()):
+    draws: list[Callable[..., Tensor]] = [torch.randn, torch.rand, lambda *a, **b: torch.rand(*a, **b).sqrt().round()]
+    for draw in draws:
         noisy = {
             name: tensor + draw(tensor.shape, generator=generator, dtype=torch.float32).to(tensor.dtype)
             for name, tensor in numbers_of_samples.items()
