@@ -269,7 +269,11 @@ class MeanLoss(SummedLoss):
         `left_out`: values of labels that are no targets; `names`: of values of which 0 may be none, as in a mask.
         """
         labels = self._labels
-        pairs = [*((labels, each) for each in left_out if labels), *((name, 0) for name in names)]
+        pairs = [
+            *((labels, each) for each in left_out if labels),
+            *((name, 0) for name in names),
+            *((name, each) for name in names for each in left_out),
+        ]
         counts: dict[str, Callable[[Batch], Any]] = {
             f'(batch["{name}"]{"[:, 1:]" * begin} != {value}).sum()': functools.partial(_others, name, value, begin)
             for name, value in pairs

@@ -181,6 +181,21 @@ class TwoTasks(Weighted):
         return nn.functional.cross_entropy(codes, y) + error.sum() / known.sum().clamp(min=1)
 
 
+class Regions(Weighted):
+    """Leaves out what is of no region, under a name that is none of labels."""
+
+    def forward(self, x: Tensor, region: Tensor) -> Tensor:
+        return nn.functional.cross_entropy(self.layer(x).transpose(1, 2), region, ignore_index=255)
+
+
+class Rooted(Weighted):
+    """Takes the root of a mean, beside a mean of each sample that weighs more."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        codes = self.layer(x)
+        return codes.tanh().mean() + 0.1 * codes.square().mean().sqrt()
+
+
 class LastOfEach(Weighted):
     """Reads each sample up to where its marks end."""
 
@@ -254,6 +269,12 @@ ONES = torch.ones(3, dtype=torch.long)
         (Decoder, {"x": X}, None),
         (SummedDecoder, {"x": X}, "hint: return their mean: divide it by the number of samples in forward"),
         (TwoTasks, {"x": X, "y": 0, "size": 0.0}, f"where samples lack `y` or `size` (-100 or NaN), {SPLIT_MATTERS}"),
+        (
+            Regions,
+            {"x": torch.zeros(6, 4), "region": torch.zeros(6, dtype=torch.long)},
+            '{}(batch["region"] != 255).sum())',
+        ),
+        (Rooted, {"x": torch.zeros(400, 4)}, SPLIT_MATTERS),
         (LastOfEach, {"x": torch.zeros(6, 4), "mask": torch.ones(6)}, None),
         (Forces, {"x": X}, None),
         (Ragged, of_ragged(padded_and_marked), None),

@@ -369,8 +369,13 @@ def examples(model: nn.Module, objective: Objective, seq_len: int) -> list[Batch
     """
     generator, example = torch.Generator().manual_seed(0), objective.example(NUM_SAMPLES, seq_len)
     numbers_of_samples = {name: each for name, each in example.items() if each.is_floating_point() and each.ndim}
+    sizes = torch.linspace(0.2, 1, NUM_SAMPLES)  # samples of one size would hide a mean under a root
     # some losses take numbers from 0 to 1 alone, and masks are of zeros and ones, here three of four
-    draws: list[Callable[..., Tensor]] = [torch.randn, torch.rand, lambda *a, **b: torch.rand(*a, **b).sqrt().round()]
+    draws: list[Callable[..., Tensor]] = [
+        lambda *a, **b: (torch.randn(*a, **b).transpose(0, -1) * sizes).transpose(0, -1),
+        lambda *a, **b: (torch.rand(*a, **b).transpose(0, -1) * sizes).transpose(0, -1),
+        lambda *a, **b: torch.rand(*a, **b).sqrt().round(),
+    ]
     for draw in draws:
         noisy = {
             name: tensor + draw(tensor.shape, generator=generator, dtype=torch.float32).to(tensor.dtype)
@@ -408,9 +413,8 @@ def lacking(model: nn.Module, objective: Objective, batch: Batch) -> Iterator[tu
     for name, tensor in batch.items():
         is_class = name in whole_numbers(batch) and tensor.ndim == 1
         if is_class or (tensor.is_floating_point() and tensor.ndim):
-            none = torch.full_like(tensor[1:3], IGNORED if is_class else torch.nan)
-            without = {name: torch.cat([tensor[:1], none, tensor[3:]])}
-            if (changed := _first_that_runs(model, objective, batch, [without])) is not batch:
+            without = [{name: tensor.index_fill(0, torch.tensor([1, 2]), IGNORED if is_class else torch.nan)}]
+            if (changed := _first_that_runs(model, objective, batch, without)) is not batch:
                 yield name, changed
 
 
