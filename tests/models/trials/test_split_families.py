@@ -380,6 +380,10 @@ def test_layer_drop_of_any_model_of_transformers_is_off(name: str) -> None:
 # From Python, under a plan for another task
 
 
+def normalised() -> nn.Module:
+    return nn.Sequential(encoder(), nn.BatchNorm1d(8))
+
+
 def said_by_initialize(make: Callable[[], nn.Module], loss: Loss) -> list[str]:
     """Runs on ranks."""
     said: list[str] = []
@@ -404,5 +408,7 @@ def test_an_objective_of_ones_own_under_a_plan_for_another_task_is_tried(one_ran
     ((note,),) = one_rank.run(said_by_initialize, encoder, in_batch_negatives)
     assert note.startswith(f"{SPLIT_MATTERS}: its loss is not a sum over samples; ")
     assert one_rank.run(said_by_initialize, encoder, cosine) == [[]]
+    ((of_norms,),) = one_rank.run(said_by_initialize, normalised, squares)
+    assert of_norms.startswith(f"{SPLIT_MATTERS}: 1 BatchNorm modules take statistics")
     ((refusal,),) = one_rank.run(said_by_initialize, recomputed_twice, squares)
     assert refusal.startswith("Twice cannot be trained under ZeRO-2 or 3\n")
