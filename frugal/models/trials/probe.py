@@ -305,8 +305,10 @@ def on_forwards(model: nn.Module, objective: Objective, batch: Batch) -> Depende
                 put(module, (after if name in alike else before)[name])
             if difference(was, gradient(model, objective, [first])) > MOST_CARRIED:
                 return Dependence(apart, (alike[0], kind.__name__, len(alike)))
-    moved = [name for name in changed if differs(before[name][:1], after[name][:1])]  # parameters, such as averages
-    return Dependence(apart, (moved[0], type(modules[moved[0]]).__name__, len(moved)) if moved else None)
+    moved = [  # whose parameters change, such as averages
+        (name, type(modules[name]).__name__) for name in changed if differs(before[name][:1], after[name][:1])
+    ]
+    return Dependence(apart, (*moved[0], sum(kind == moved[0][1] for _, kind in moved)) if moved else None)
 
 
 def on_draws(model: nn.Module, objective: Objective, batch: Batch) -> list[str]:
