@@ -315,11 +315,11 @@ def _notes_of_forwards(done: ModelTrial) -> list[str]:
     """Return what is to be said of forwards that change the next one, or that leave parameters or samples out."""
     notes = []
     if done.forwards.modules is not None:
-        what = "what the next one computes" if done.forwards.difference > probe.MOST_CARRIED else "parameters"
         notes.append(
-            f"{SPLIT_MATTERS}: in {_which(*done.forwards.modules)} a forward changes {what}, so "
-            "the number of micro-batches matters; the gradient of the same samples and weights in a small model of "
-            f"this kind differs by {_percent(done.forwards.difference)} after {NUM_SAMPLES // FEW_SAMPLES} of them"
+            f"{SPLIT_MATTERS}: in {_which(*done.forwards.modules)} a forward changes "
+            + ("parameters" if done.forwards.difference <= probe.MOST_CARRIED else "what the next one computes")
+            + ", so the number of micro-batches matters; the gradient of the same samples and weights in a small model "
+            f"of this kind differs by {_percent(done.forwards.difference)} after {NUM_SAMPLES // FEW_SAMPLES} of them"
         )
     if done.drawn:
         notes.append(
