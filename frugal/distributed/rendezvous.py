@@ -142,7 +142,7 @@ def _connect(world_size: int, seconds: float) -> TCPStore:
 def _settle(connected: Future[TCPStore], connect: Callable[[], TCPStore]) -> None:
     try:
         connected.set_result(connect())
-    except RuntimeError as error:
+    except Exception as error:  # raised again where the result is waited for
         connected.set_exception(error)
 
 

@@ -2,7 +2,7 @@
 
 Launchers do not always pass on how a rank ended, so a run is judged by what its ranks reported (`first_failure`) before
 the exit code counts. Not started again: runs that are done or were asked to stop, that ended with a message for the
-user, or that ended at the same step in the same way as the time before.
+user (but for a port that was taken), or that ended at the same step in the same way as the time before.
 """
 
 import signal

@@ -267,9 +267,9 @@ def say_of_objective(model: nn.Module, objective: Objective, plan: Plan, rank: i
         return
     if plan.strategy.zero_stage > 1:
         _refuse_reuse(type(model).__name__, done)
-    # of BatchNorm `batch_norm.apply_planned` says it
-    for note in [_split_note(done.split)] * bool(done.split and not batch_norm.modules(model)) + _notes_of_forwards(
-        done
+    for note in (
+        *[_split_note(done.split)] * bool(done.split and not batch_norm.modules(model)),  # `apply_planned` says it
+        *_notes_of_forwards(done),
     ):
         if rank == 0:
             logger.warning(note)

@@ -370,7 +370,9 @@ def examples(model: nn.Module, objective: Objective, seq_len: int) -> list[Batch
     A second one has targets of `IGNORED` in some samples, where they are taken.
     """
     generator, example = torch.Generator().manual_seed(0), objective.example(NUM_SAMPLES, seq_len)
-    numbers_of_samples = {name: each for name, each in example.items() if each.is_floating_point() and each.ndim}
+    numbers_of_samples = {
+        name: each for name, each in example.items() if each.is_floating_point() and each.shape[:1] == (NUM_SAMPLES,)
+    }
     sizes = torch.linspace(0.2, 1, NUM_SAMPLES)  # samples of one size would hide a mean under a root
     # some losses take numbers from 0 to 1 alone, and masks are of zeros and ones, here three of four
     draws: list[Callable[..., Tensor]] = [
@@ -414,7 +416,7 @@ def lacking(model: nn.Module, objective: Objective, batch: Batch) -> Iterator[tu
     """Yield each value that some samples may lack, `IGNORED` or NaN, with a batch in which they do."""
     for name, tensor in batch.items():
         is_class = name in whole_numbers(batch) and tensor.ndim == 1
-        if is_class or (tensor.is_floating_point() and tensor.ndim):
+        if is_class or (tensor.is_floating_point() and tensor.shape[:1] == (NUM_SAMPLES,)):
             without = [{name: tensor.index_fill(0, torch.tensor([1, 2]), IGNORED if is_class else torch.nan)}]
             if (changed := _first_that_runs(model, objective, batch, without)) is not batch:
                 yield name, changed
