@@ -30,7 +30,7 @@ from frugal.config.hardware.cluster import Cluster
 from frugal.config.request import Request
 from frugal.config.run_settings import LaunchSettings, RunSettings, earlier_settings
 from frugal.config.schema import merged, requested
-from frugal.config.setting import build
+from frugal.config.setting import build, settings_of
 from frugal.deepspeed_adapter.json_config import write_plan
 from frugal.distributed.env import DEFAULT_PORT, silence_libraries
 from frugal.dryrun.pool import shared_workers
@@ -194,10 +194,17 @@ def _is_for(plan: Plan, ranks: int) -> bool:
 
 
 def _new_plan(job: _Job) -> Plan:
-    """Return a new plan, which keeps the request of a run that is resumed; `ranks` stands for this machine's CPU."""
+    """Return a new plan; `ranks` stands for this machine's CPU.
+
+    That of a run that is resumed keeps the request, and the devices where nothing is said of them.
+    """
     asked, earlier = job.asked, job.settings.out / PLAN
     if job.settings.resume and earlier.exists():
-        asked = merged(_trained(Plan.read(earlier)), asked)
+        before = Plan.read(earlier)
+        asked = merged(_trained(before), asked)
+        if job.ranks is None and settings_of(ClusterSettings).keys().isdisjoint(job.asked):  # on the same devices
+            request, defaults = requested(asked)
+            return planned(request, before.cluster, defaults)
     if job.ranks is not None:
         given = next((name for name in ("gpus", "nodes", "gpu", "device") if job.values.get(name) is not None), "")
         if given:

@@ -23,7 +23,7 @@ from frugal.data.chat import formats
 from frugal.data.chat.formats import Chat, Prompted, TokenIds, Trained, Whole
 from frugal.data.chat.template import process_for
 from frugal.data.report import NAMED, BuildReport
-from frugal.data.rows import NEEDED, BadRow, Columns, Row, type_in_words
+from frugal.data.rows import NEEDED, BadRow, Columns, Row, flat, type_in_words
 from frugal.data.sources import DocumentSource, names_of, together
 from frugal.data.store.arrow_store import ArrowWriter
 from frugal.errors import RequestError, refuse
@@ -130,7 +130,7 @@ class SampleMaker:
     def documents(self, rows: Iterable[Row]) -> Iterator[Document]:
         """Yield each row that can be read and has text; the others are counted."""
         for where, row in rows:
-            fields = row if isinstance(row, BadRow) else self._fields(row)
+            fields = row if isinstance(row, BadRow) else self._fields(flat(row))
             if isinstance(fields, BadRow):
                 self.report.add_bad(f"{where}: {fields.reason}")
             elif "" in fields:
@@ -161,10 +161,16 @@ class SampleMaker:
     def _label(self, value: Any) -> int | BadRow:
         """Return the number of a class. Numbers stand for themselves, names are numbered as they come."""
         column, names = self.columns.label, self.report.label_names
-        if isinstance(value, str) and value.isascii() and value.isdigit() and value not in self.known_labels:
-            value = value if self.labels_are_text else int(value)
+        digits = value.removesuffix(".0") if isinstance(value, str) else ""
+        if digits.isascii() and digits.isdigit() and value not in self.known_labels:
+            value = value if self.labels_are_text else int(digits)
+        elif isinstance(value, float) and value.is_integer():  # as pandas writes them where some are missing
+            value = int(value)
         if not isinstance(value, int | str):
-            return BadRow(f"`{column}` is {type_in_words(value)}, not a class: a whole number from 0, or a name")
+            return BadRow(
+                f"`{column}` is {type_in_words(value)}, not a class: a whole number from 0, or a name (regression "
+                "needs a model of your own)"
+            )
         if self.labels_are_text is None:
             self.labels_are_text = isinstance(value, str)
         if isinstance(value, str) != self.labels_are_text:
@@ -377,7 +383,7 @@ def _checked_rows(maker: SampleMaker, sources: Sequence[DocumentSource]) -> Iter
             rows = source.rows(maker.columns)
             for where, row in rows:
                 if isinstance(row, dict):
-                    maker.check_columns(source.name, source.columns or tuple(row))
+                    maker.check_columns(source.name, source.columns or tuple(flat(row)))
                     if source.fingerprint.startswith("text:"):
                         maker.report.running = [*maker.report.running, source.name][:NAMED]
                     yield from () if problems else chain([(where, row)], rows)

@@ -239,17 +239,21 @@ def read_samples(plan: Plan, settings: RunSettings) -> RunData:
 
 
 def _of_samples(spec: ModelSpec, settings: RunSettings) -> list[DocumentSource]:
-    """Return the sources of a run's data where their rows are samples of its own objective as they are: without text.
+    """Return the sources of a run's data where their rows are samples of its own objective as they are.
 
-    Otherwise return none. Raises as `read_samples`.
+    Not where they have text, and its samples none. Raises as `read_samples`.
     """
-    if not hasattr(spec.own_objective, "names") or settings.stream:
+    if (names := getattr(spec.own_objective, "names", None)) is None or settings.stream:
         return []
     sources, columns = find_sources(settings.data), Columns.of(settings.named_columns())
     with failure(f"{sources[0].name} failed"):
         rows = (row for _, row in sources[0].rows(columns)) if (make := sources[0].make) is None else iter(make())
         first = next(rows, None)
-    return sources if isinstance(first, Mapping | tuple | list) and columns.text not in first else []
+    return (
+        sources
+        if isinstance(first, Mapping | tuple | list) and (columns.text in names or columns.text not in first)
+        else []
+    )
 
 
 def _of_own_rows(spec: ModelSpec, sources: Sequence[DocumentSource], settings: RunSettings) -> RunData:

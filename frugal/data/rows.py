@@ -160,8 +160,9 @@ class Columns:
 
     @property
     def names(self) -> set[str]:
-        """The names that were given, or are usual."""
-        return {self.text, self.label, self.source, self.target, *self.renamed.values()}
+        """The names that were given, or are usual; of `translation.en` also `translation`."""
+        named = (self.text, self.label, self.source, self.target, *self.renamed.values())
+        return {part for name in named for part in (name, name.partition(".")[0])}
 
     def options(self) -> dict[str, Any]:
         """Return them for a record of how samples are made."""
@@ -197,6 +198,17 @@ class Columns:
             if isinstance(said := made.get(key), str):
                 made[key] = words.get(said, said)
         return made
+
+
+def flat(row: dict[str, Any]) -> dict[str, Any]:
+    """Return a row whose objects' fields are columns, too: `translation.en` of `{"translation": {"en": ...}}`."""
+    objects = {name: fields for name, fields in row.items() if isinstance(fields, dict)}
+    return row | {f"{name}.{key}": value for name, fields in objects.items() for key, value in fields.items()} | row
+
+
+def column_names(schema: Any) -> tuple[str, ...]:
+    """Return the names of an arrow schema's columns, and those of the fields of its structs as `flat` makes them."""
+    return tuple(dict.fromkeys((*schema.names, *schema.empty_table().flatten().column_names)))
 
 
 @dataclass(frozen=True)
@@ -450,7 +462,7 @@ def parquet_schema(file: DataFile) -> tuple[tuple[str, ...], int]:
     """
     with failure(f"{file.name} is not a parquet file"):
         metadata = pq.read_metadata(_parquet(file))
-        return tuple(metadata.schema.to_arrow_schema().names), int(metadata.num_row_groups)
+        return column_names(metadata.schema.to_arrow_schema()), int(metadata.num_row_groups)
 
 
 def type_in_words(value: Any) -> str:

@@ -35,6 +35,7 @@ from frugal.data.rows import (
     Columns,
     DataFile,
     Row,
+    column_names,
     files_at,
     parquet_schema,
     read,
@@ -394,7 +395,7 @@ def _dataset(name: str, dataset: Any) -> DocumentSource:
             yield f"{name}:row {number}", row
 
     label_names = [tuple(feature.names) for feature in dataset.features.values() if hasattr(feature, "names")]
-    columns = tuple(dataset.column_names)
+    columns = column_names(dataset.features.arrow_schema)
     return DocumentSource(name, f"dataset:{dataset._fingerprint}", rows, columns, next(iter(label_names), ()))
 
 

@@ -59,6 +59,12 @@ def refuse(model: nn.Module, zero_stage: int) -> None:
                 "it is a wrapper that torch.compile made, whose parameters DeepSpeed's hooks do not find",
                 f"compile it in place: module.compile() instead of torch.compile(module); or {_LOWER}",
             ),
+            (
+                isinstance(module, torch.jit.ScriptModule),
+                f"the memory of `{name or 'the model'}` cannot be dry-run",
+                "torch.jit has scripted or traced it, and it takes no hooks",
+                "leave torch.jit out; module.compile() fuses kernels, too",
+            ),
         )
     for one, other in _overlapping(model):
         raise RequestError(
@@ -125,16 +131,13 @@ def refuse_while_running(zero: Zero) -> None:
                 because="vmap, grad and their like do not see the hooks that gather its parameters",
                 hint=_LOWER,
             )
-        try:
-            return gather(module)
-        except AttributeError:
-            if all(hasattr(each, "ds_status") for each in module.parameters(recurse=False)):
-                raise
-            raise RequestError(
-                f"ZeRO-3 cannot run {_named(zero, module)} with other tensors than its parameters",
-                because="torch.func.functional_call has put some in their place, and DeepSpeed gathers only parameters",
-                hint=_LOWER,
-            ) from None
+        _refuse_others(zero, module)
+        return gather(module)
+
+    @in_place_of(offload, "post_sub_module_forward_function")
+    def release_after_forward(release: Callable[[nn.Module], Any], module: nn.Module) -> Any:
+        _refuse_others(zero, module)
+        return release(module)
 
     @in_place_of(offload, "pre_sub_module_backward_function")
     def gather_for_backward(gather: Callable[[nn.Module], Any], module: nn.Module) -> Any:
@@ -145,6 +148,17 @@ def refuse_while_running(zero: Zero) -> None:
                 hint=_LOWER,
             )
         return gather(module)
+
+
+def _refuse_others(zero: Zero, module: nn.Module) -> None:
+    """Refuse a module that has other parameters than when the engine was made. Raises: RequestError."""
+    if any(not hasattr(each, "ds_status") for each in module.parameters(recurse=False)):
+        raise RequestError(
+            f"ZeRO-3 cannot run {_named(zero, module)} with other tensors than its parameters",
+            because="forward has made some, or torch.func.functional_call has put them there, and DeepSpeed gathers "
+            "only those of which the engine was made",
+            hint=f"make them in __init__, or {_LOWER}",
+        )
 
 
 def _named(zero: Zero, module: nn.Module) -> str:

@@ -192,14 +192,15 @@ def adopt_segments(cluster: Cluster, expandable_segments: bool) -> None:
 def choose_interfaces() -> None:
     """Have gloo and NCCL listen on this host's loopback alone where all ranks are on it.
 
-    Of several hosts gloo uses the interface that leads to rank 0, unless GLOO_SOCKET_IFNAME names one. Otherwise it
-    takes the one with the address of this host's name, which Debian and Ubuntu say is 127.0.1.1: ranks of several nodes
-    then wait for each other until the timeout. NCCL looks for interfaces itself.
+    Of several hosts gloo uses the interface that leads to rank 0, unless GLOO_SOCKET_IFNAME names one; `lo`, which an
+    engine of this process alone has left there, leads to none. Otherwise it takes the one with the address of this
+    host's name, which Debian and Ubuntu say is 127.0.1.1: ranks of several nodes then wait for each other until the
+    timeout. NCCL looks for interfaces itself.
     """
     if is_on_one_host():
         os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
         os.environ.setdefault("NCCL_SOCKET_IFNAME", "lo")
-    elif "GLOO_SOCKET_IFNAME" not in os.environ:
+    elif os.environ.get("GLOO_SOCKET_IFNAME", "lo") == "lo":
         interface = interface_towards(os.environ["MASTER_ADDR"]) or interface_towards(_UNUSED_ADDRESS)
         if interface is not None:
             os.environ["GLOO_SOCKET_IFNAME"] = interface

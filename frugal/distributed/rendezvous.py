@@ -15,10 +15,13 @@ import hmac
 import math
 import os
 import socket
+import threading
 import time
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from concurrent.futures import Future
 from contextlib import contextmanager, suppress
 from datetime import timedelta
+from functools import partial
 from typing import Any
 
 import msgspec
@@ -55,7 +58,6 @@ METHOD = "frugal://"
 
 _PRESENT = "frugal/rank 0 is here"
 _LOST = "Connection to rank 0 was lost before all ranks had come"
-_ATTEMPT_SECONDS = 5.0  # torch's attempt to connect hears no Ctrl-C
 _POLL_SECONDS = 0.1
 _READ_SECONDS = 5.0
 _HEX_BYTES = 64  # of a SHA-256
@@ -105,7 +107,6 @@ def _connect(world_size: int, seconds: float) -> TCPStore:
     """Serve the store on rank 0, connect to it on the others. Raises as `join_store`."""
     global server
     address, port = peers.address_of_rank_0(), int(os.environ["MASTER_PORT"])
-    end = time.monotonic() + seconds
     listening: int | None = None
     if _is_of_torchrun():
         address = os.environ["MASTER_ADDR"]
@@ -122,22 +123,27 @@ def _connect(world_size: int, seconds: float) -> TCPStore:
             ) from None  # fmt: skip
         listening, bound = os.dup(server.fileno()), server.getsockname()[0]
         address = {"0.0.0.0": "127.0.0.1", "::": "::1"}.get(bound, bound)
-    # Rank 0 has one attempt, which a flood of its port may hold up.
-    attempt = timedelta(seconds=seconds if listening is not None else min(_ATTEMPT_SECONDS, seconds))
-    while True:
-        try:
-            return TCPStore(
-                address, port, world_size, listening is not None, attempt, wait_for_workers=False,
-                master_listen_fd=listening, use_libuv=True,
-            )  # fmt: skip
-        except RuntimeError as error:
-            if listening is not None or time.monotonic() >= end:
-                raise RequestError(
-                    f"{socket.gethostname()} does not reach rank 0 at {address}:{port}",
-                    because=f"it tried for {seconds:.0f} s: {str(error).splitlines()[0]}",
-                    hint="is rank 0 running, and its port open in the firewall? GLOO_SOCKET_IFNAME names a network",
-                ) from None
-            time.sleep(_POLL_SECONDS)
+    connected = Future[TCPStore]()
+    connect = partial(
+        TCPStore, address, port, world_size, listening is not None, timedelta(seconds=seconds),
+        wait_for_workers=False, master_listen_fd=listening, use_libuv=True,
+    )  # fmt: skip
+    threading.Thread(target=_settle, args=(connected, connect), name="frugal rendezvous", daemon=True).start()
+    try:
+        return connected.result()  # torch's own attempt hears no Ctrl-C
+    except RuntimeError as error:
+        raise RequestError(
+            f"{socket.gethostname()} does not reach rank 0 at {address}:{port}",
+            because=f"it tried for {seconds:.0f} s: {str(error).splitlines()[0]}",
+            hint="is rank 0 running, and its port open in the firewall? GLOO_SOCKET_IFNAME names a network",
+        ) from None
+
+
+def _settle(connected: Future[TCPStore], connect: Callable[[], TCPStore]) -> None:
+    try:
+        connected.set_result(connect())
+    except Exception as error:  # raised again where the result is waited for
+        connected.set_exception(error)
 
 
 def _rendezvous_of_torch(_url: str, **_more: Any) -> Iterator[tuple[Store, int, int]]:

@@ -6,7 +6,7 @@ Where the model's forward fails on the inputs of a dry run, the error names the 
 import gc
 import traceback
 from collections.abc import Callable
-from contextlib import ExitStack
+from contextlib import ExitStack, nullcontext
 from pathlib import Path
 
 from msgspec.structs import replace
@@ -16,6 +16,7 @@ from frugal import torch_internals
 from frugal.deepspeed_adapter.engine import destroy, told_of_arrivals
 from frugal.deepspeed_adapter.simulate.fake_device import pretend
 from frugal.deepspeed_adapter.stages import Zero
+from frugal.deepspeed_adapter.zero3_graph import SplitReads
 from frugal.distributed import process_group
 from frugal.dryrun.messages import AskDryRun, DryRun
 from frugal.dryrun.trace.cuda_kernels import kernels_of
@@ -25,7 +26,7 @@ from frugal.engine.train_step import accumulate, wrap
 from frugal.errors import RequestError, first_line
 from frugal.models.fused import liger_internals
 from frugal.models.loading import quantised
-from frugal.models.objectives import Objective
+from frugal.models.objectives import Objective, SummedLoss
 from frugal.models.sequence_parallel import parts_of
 from frugal.planning.batch import BatchPlan
 from frugal.planning.cost import Counts
@@ -35,7 +36,8 @@ def dry_run(build: Callable[[], nn.Module], objective: Objective, asked: AskDryR
     """Dry-run the rank that is asked for. `build` makes the model on meta, anew because ZeRO-3 takes models apart.
 
     A model that reads an integer from its data gets the longest dimension of a batch, and 1 if it rejects that; a
-    model that rejects both gets "no" where it asks whether a condition on its data is true (LED: a global attention).
+    model that rejects both gets "no" where it asks whether a condition on its data is true (LED: a global attention;
+    others raise an error where a number is NaN).
     """
     objective = parts_of(objective, asked.strategy.sequence_parallel, asked.rank)
     if asked.kind == "cpu":
@@ -52,9 +54,9 @@ def dry_run(build: Callable[[], nn.Module], objective: Objective, asked: AskDryR
         )
         try:
             return _dry_run(tracker, build, objective, asked)
-        except (AssertionError, IndexError, RuntimeError) as error:
+        except (ArithmeticError, AssertionError, IndexError, RuntimeError, ValueError) as error:
             failure = failure or error
-            if not tracker.was_asked_for_integers:
+            if not tracker.was_asked:
                 break
     assert failure is not None  # the loop returns otherwise
     raise failure
@@ -122,7 +124,12 @@ def _train(tracker: Tracker, zero: Zero, objective: Objective, asked: AskDryRun)
         if tracker.kind == "cpu":  # there the host is the device, and holds all of them
             batches = [{name: tensor.to("meta") for name, tensor in batch.items()} for batch in batches]
         before = tracker.counts
-        with liger_internals.noted(asked.strategy.kernels, asked.multiprocessors, tracker.launched):
+        with (
+            liger_internals.noted(asked.strategy.kernels, asked.multiprocessors, tracker.launched),
+            SplitReads(zero.engine.module)
+            if asked.strategy.zero_stage == 3 and isinstance(objective, SummedLoss)  # a model of the user's own
+            else nullcontext(),
+        ):
             accumulate(zero.engine, marked, batches, targets=1)
         done = tracker.counts.minus(before)
         del batches

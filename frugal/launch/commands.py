@@ -89,7 +89,7 @@ class LaunchRequest:
     def environment(self) -> dict[str, str]:
         """Return the variables that every rank needs."""
         variables = {"DS_ACCELERATOR": "cpu"} if self.is_cpu else {}
-        variables |= {name: os.environ[name] for name in NETWORK if name in os.environ}
+        variables |= {name: os.environ[name] for name in NETWORK if os.environ.get(name, "lo") != "lo"}
         return variables | cuda_allocator.settings(
             self.plan.cluster, os.environ, self.plan.strategy.expandable_segments
         )

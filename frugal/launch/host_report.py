@@ -203,10 +203,16 @@ def command(words: Sequence[str]) -> str:
 def environment() -> dict[str, str]:
     """Return the environment of ranks on every node: variables that are passed on, then those of DeepSpeed's file.
 
+    An engine of this process alone has named the interface `lo`, which leads to no other host.
+
     Raises:
         RequestError: a line of the file is no NAME=VALUE.
     """
-    variables = {name: value for name, value in os.environ.items() if name.startswith(PASSED)}
+    variables = {
+        name: value
+        for name, value in os.environ.items()
+        if name.startswith(PASSED) and not (name in NETWORK and value == "lo")
+    }
     for folder in (Path.home(), Path()):
         path = folder / os.environ.get("DS_ENV_FILE", ".deepspeed_env")
         for number, line in enumerate(path.read_text().splitlines() if path.is_file() else [], start=1):

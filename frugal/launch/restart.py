@@ -2,7 +2,7 @@
 
 Launchers do not always pass on how a rank ended, so a run is judged by what its ranks reported (`first_failure`) before
 the exit code counts. Not started again: runs that are done or were asked to stop, that ended with a message for the
-user, or that ended at the same step in the same way as the time before.
+user (but for a port that was taken), or that ended at the same step in the same way as the time before.
 """
 
 import signal
@@ -65,7 +65,12 @@ def supervise(
             after_run.note_end(settings.out, began, end.why)
         if end.is_final:
             return end.code
-        hint = f"\n\nhint: continue from {end.checkpoint} with --resume" if end.checkpoint else ""
+        hint = (
+            "\n  because somebody sent it, or Linux: `dmesg` says which processes it ended for want of host memory"
+            if end.code == 128 + signal.SIGKILL
+            else ""
+        )
+        hint += f"\n\nhint: continue from {end.checkpoint} with --resume" if end.checkpoint else ""
         if stop.requested() is not None or not max_restarts:
             if report is None or stop.requested() is not None:  # otherwise the rank has reported it
                 to_console(f"error: {end.why}{hint}")
@@ -89,7 +94,8 @@ def judge(code: int, report: FailureReport | None, settings: RunSettings) -> Run
     saved = newest_checkpoint(settings.checkpoints)
     number, is_final = _signal_of(code), code == 0
     if report is not None and (report.code in FINAL_CODES or report.code > 128):  # a signal to stop, or a second one
-        code, why, is_final = report.code, _why(report), True
+        code, why = report.code, _why(report)
+        is_final = not report.text.startswith("error: port ")  # the next start chooses another
     elif number is not None:
         named = [each.name for each in signal.Signals if each == number]
         code, why = 128 + number, f"a rank was ended by {named[0] if named else f'signal {number}'}"

@@ -74,7 +74,7 @@ def apply_planned(model: nn.Module, plan: Plan) -> None:
     """Apply the planned choice; warn where BatchNorm makes the gradient depend on the split. Raises as `apply`."""
     choice = plan.request.batch_norm
     notes = [note for note in plan.warnings if note.startswith((SPLIT_MATTERS, DRAWN_PARTS))]
-    said_elsewhere = notes and plan.model.task != "own"  # by `frugal train`, which trains the other tasks
+    said_elsewhere = bool(notes) and plan.model.task != "own"  # by `frugal train`, in its opening
     if choice is None and not notes and (own := modules(model)):
         notes.append(
             f"{SPLIT_MATTERS}: {len(own)} BatchNorm modules take statistics over a micro-batch, which the plan does "

@@ -18,7 +18,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from frugal.config.sample_lengths import DOCUMENT_TOKENS
-from frugal.errors import RequestError, failure
+from frugal.errors import RequestError, failure, refuse
 from frugal.models import packs, tiled_loss
 from frugal.models.losses import own_loss, predictions
 from frugal.units import IGNORED
@@ -64,9 +64,18 @@ class SummedLoss:
         collate: Callable[[list[Any]], Batch] = torch.utils.data.default_collate,
         count: Callable[[Batch], int] | None = None,
     ) -> None:
+        refuse(
+            (
+                not (callable(example) or isinstance(example, Mapping)),
+                f"the example of a sample is of type {type(example).__name__}",
+                "its values need names, those of forward's parameters",
+                'give a dict: example={"x": torch.zeros(SHAPE), "y": 0}; samples may be tuples in its order',
+            )
+        )
         self._loss = loss
         self._example = example
         self._collate = collate
+        self.collates = collate is not torch.utils.data.default_collate  # in a way of its own
         self._count = count
 
     def collate(self, samples: Sequence[Sample]) -> Batch:
@@ -77,21 +86,21 @@ class SummedLoss:
         real = not isinstance(samples[0], _Dummy)
         named = [each if isinstance(each, Mapping) else dict(zip(self.names, each, strict=False)) for each in samples]
         plain = [{name: value for name, value in sample.items() if name != "draw"} for sample in named]
-        if self._collate is torch.utils.data.default_collate:
+        if not self.collates:
             plain = list(map(self._like_example, plain))
         with failure(
             "samples cannot be put into one batch",
             hint="pad them in a function: frugal.MeanLoss(example=..., collate=...)",
         ):
-            return {**self._collate(plain), "real": torch.tensor(float(real))}
+            return {**self._batch(plain), "real": torch.tensor(float(real))}
 
     def dummy(self) -> Sample:
         """Return the example, marked."""
-        return _Dummy(self._sample(2))
+        return _Dummy(self.sample(2))
 
     def example(self, num_samples: int, seq_len: int) -> Batch:
         """Return `num_samples` copies of the example."""
-        return self.collate([self._sample(seq_len)] * num_samples)
+        return self.collate([self.sample(seq_len)] * num_samples)
 
     def count(self, batch: Batch) -> int:
         """Count the targets; none in the dummy."""
@@ -107,11 +116,26 @@ class SummedLoss:
     @property
     def names(self) -> tuple[str, ...]:
         """Return the names of a sample's values, in the order of the example."""
-        return tuple(self._sample(2))
+        return tuple(self.sample(2))
 
     @functools.cached_property
     def _values(self) -> Batch:
-        return self._collate([self._sample(2)])
+        return self._batch([self.sample(2)])
+
+    def _batch(self, samples: list[Any]) -> Batch:
+        """Return what `collate` makes of samples. Raises: RequestError: that is no dict of tensors."""
+        batch = self._collate(samples)
+        named: Any = batch if isinstance(batch, Mapping) else {"the whole": batch}
+        others = [f"{name} is a {type(each).__name__}" for name, each in named.items() if not isinstance(each, Tensor)]
+        refuse(
+            (
+                others or named is not batch,
+                "a batch is no dict of tensors",
+                f"of what samples are collated to, {', '.join(others) or 'the whole is a tensor'}",
+                "give each tensor a name of its own: in the example and samples, or in the dict that `collate` makes",
+            )
+        )
+        return batch
 
     def _like_example(self, sample: Sample) -> dict[str, Any]:
         """Return the values that the example has, of its types.
@@ -140,7 +164,8 @@ class SummedLoss:
                 values[name] = value.to(shown.dtype)
         return values
 
-    def _sample(self, seq_len: int) -> Sample:
+    def sample(self, seq_len: int) -> Sample:
+        """Return the example, on the CPU."""
         sample = self._example(seq_len) if callable(self._example) else self._example
         return {  # factories run with meta as default device, and samples need values
             name: torch.zeros_like(value, device="cpu") if isinstance(value, Tensor) and value.is_meta else value
@@ -233,16 +258,26 @@ class MeanLoss(SummedLoss):
         labels = "samples" if self._labels is None else f"the entries of `{self._labels}` that are not {IGNORED}"
         return labels if self._count is None else "what its count says"
 
+    @property
+    def summed(self) -> SummedLoss:
+        """The same loss, taken as a sum."""
+        return SummedLoss(self._loss, example=self._example, collate=self._collate)
+
     def recounted(self, left_out: Iterable[int], names: Iterable[str]) -> dict[str, "MeanLoss"]:
         """Return the same loss with other counts of its targets, by their code.
 
         `left_out`: values of labels that are no targets; `names`: of values of which 0 may be none, as in a mask.
         """
         labels = self._labels
-        pairs = [*((labels, each) for each in left_out if labels), *((name, 0) for name in names)]
+        pairs = [
+            *((labels, each) for each in left_out if labels),
+            *((name, 0) for name in names),
+            *((name, each) for name in names for each in left_out),
+        ]
         counts: dict[str, Callable[[Batch], Any]] = {
             f'(batch["{name}"]{"[:, 1:]" * begin} != {value}).sum()': functools.partial(_others, name, value, begin)
             for name, value in pairs
+            if name in self._values
             for begin in range(min(self._values[name].dim(), 2))
         }
         alone = {f'len(batch["{labels}"])': lambda batch: len(batch[labels])} if labels else {}

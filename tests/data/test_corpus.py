@@ -10,6 +10,8 @@ from typing import Any
 import datasets
 import msgspec
 import numpy as np
+import pyarrow as pa  # type: ignore[import-untyped]  # it has no type hints
+import pyarrow.parquet as pq  # type: ignore[import-untyped]  # as above
 import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
@@ -19,6 +21,7 @@ from frugal.data.batches import GlobalBatches
 from frugal.data.rows import Columns
 from frugal.data.sources import Provenance
 from frugal.data.tokenizer import byte_tokenizer, load_tokenizer
+from frugal.errors import RequestError
 from frugal.models.objectives import CausalLM, Seq2Seq, SequenceClassification
 from tests.engine.corpora import ROWS, TEXTS, Load, refusal, texts, write, write_jsonl
 
@@ -102,9 +105,23 @@ def test_windows_of_a_masked_model_do_not_overlap(load: Load, tmp_path: Path) ->
     assert samples == [[BOS, *range(a, a + 4), EOS], [BOS, *range(a + 4, a + 8), EOS], [BOS, a + 8, a + 9, EOS]]
 
 
-def test_pairs_are_source_and_target(load: Load, tmp_path: Path) -> None:
-    write_jsonl(tmp_path / "a.jsonl", [{"de": "ja", "en": "yes!"}])
-    corpus = load("a.jsonl", task="seq2seq", columns=Columns(source="de", target="en"))
+@pytest.mark.parametrize("kind", ["jsonl", "parquet", "dataset"])
+@pytest.mark.parametrize("inside", ["", "translation."])
+def test_pairs_are_source_and_target(kind: str, inside: str, load: Load, tmp_path: Path) -> None:
+    """Also inside one column, as those of `datasets`."""
+    pair = {"de": "ja", "en": "yes!"}
+    rows = [{"translation": pair} if inside else pair]
+    if kind == "jsonl":
+        write_jsonl(tmp_path / "a.jsonl", rows)
+    elif kind == "parquet":
+        pq.write_table(pa.Table.from_pylist(rows), tmp_path / "a.parquet")
+    else:
+        datasets.Dataset.from_list(rows).save_to_disk(tmp_path / "a.dataset")
+    with pytest.raises(RequestError) as caught:
+        load(f"a.{kind}", task="seq2seq")
+    assert f"{inside}de, {inside}en\n\nhint: if another one has it: --columns source=NAME" in str(caught.value)
+    columns = Columns(source=f"{inside}de", target=f"{inside}en")
+    corpus = load(f"a.{kind}", task="seq2seq", columns=columns)
     batch = Seq2Seq(PAD, start_id=PAD).collate([corpus.train[0]])
     assert byte_tokenizer().decode(batch["input_ids"][0]) == "ja<eos>"
     assert byte_tokenizer().decode(batch["labels"][0]) == "yes!<eos>"

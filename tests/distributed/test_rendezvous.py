@@ -1,6 +1,9 @@
 """Ranks that are not alike are told apart before they form a process group, by host and rank."""
 
+import os
+import signal
 import socket
+import threading
 from dataclasses import replace
 
 import pytest
@@ -63,6 +66,23 @@ def test_a_rank_that_does_not_come_is_named_with_its_node(monkeypatch: pytest.Mo
         "not all ranks came within 1 s\n  because node 1 of the plan: ranks 1-2\n\n"
         "hint: start the command on every node; the output of these ranks is in logs/ of the run's folder on their host"
     )
+
+
+def test_ctrl_c_is_heard_while_rank_0_does_not_answer(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(rendezvous, "joined", None)
+    with socket.create_server(("127.0.0.1", 0)) as silent:
+        port = silent.getsockname()[1]
+        place = {"RANK": "1", "WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
+        for name, value in place.items():
+            monkeypatch.setenv(name, value)
+
+        def interrupt() -> None:
+            with silent.accept()[0]:
+                os.kill(os.getpid(), signal.SIGINT)
+
+        threading.Thread(target=interrupt, daemon=True).start()
+        with pytest.raises(KeyboardInterrupt):
+            rendezvous.join_store(600)  # longer than a test may take
 
 
 def test_nothing_that_was_written_without_the_secret_is_parsed(monkeypatch: pytest.MonkeyPatch) -> None:

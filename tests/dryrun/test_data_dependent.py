@@ -62,6 +62,18 @@ def counted(x: Tensor) -> Tensor:
     return x * (counts > 0)
 
 
+def unless_a_number_is_nan(x: Tensor) -> Tensor:
+    if x.isnan().any():
+        raise ValueError("NaN")
+    return x
+
+
+def packed_by_lengths(x: Tensor) -> Tensor:
+    lengths = (x[..., 0] > -100).sum(1).cpu()
+    packed = nn.utils.rnn.pack_padded_sequence(x, lengths, batch_first=True, enforce_sorted=False)
+    return nn.utils.rnn.pad_packed_sequence(packed, batch_first=True)[0]
+
+
 def an_expert_chosen_by_data(x: Tensor) -> Tensor:
     return x * (torch.ones(2, 64, device=x.device, dtype=x.dtype)[x.isnan().sum()] + x)
 
@@ -81,8 +93,10 @@ CASES = {
     unique: operators.ALL_DIFFERENT,
     under_a_condition: "an `if` depends on data: counted as if its condition were true",
     with_positions_that_all_attend_to: "an `if` depends on data: counted as if its condition were false",
+    unless_a_number_is_nan: "an `if` depends on data: counted as if its condition were false",
     as_long_as_data_says: "an integer is read from data: counted as if it were 64",
     counted: operators.AS_MANY_BINS,
+    packed_by_lengths: operators.FULL_LENGTH,
     an_expert_chosen_by_data: "an integer is read from data: counted as if it were 1",
 }
 

@@ -137,6 +137,18 @@ def step_with_masks_of_the_host(model: nn.Module, optimizer: Any) -> None:
     optimizer.step()
 
 
+def step_of_words(model: nn.Module, optimizer: Any) -> None:
+    """Of unknown lengths, which an LSTM takes on the host."""
+    lstm, lengths = nn.LSTM(WIDTH, WIDTH, batch_first=True).cuda(), torch.randint(1, 20, (8,), device="cuda")
+    words = model(torch.randn(8, 20, WIDTH, device="cuda"))
+    packed = nn.utils.rnn.pack_padded_sequence(words, lengths.cpu(), batch_first=True, enforce_sorted=False)
+    out, (last, _) = lstm(packed)
+    padded, _ = nn.utils.rnn.pad_packed_sequence(out, batch_first=True)
+    assert padded.is_cuda and padded.shape == words.shape
+    (padded.mean() + last.mean()).backward()
+    optimizer.step()
+
+
 STEPS = {name: value for name, value in list(globals().items()) if name.startswith("step_")}
 
 

@@ -172,6 +172,23 @@ class Compiled(WithInner):
         self.inner = torch.compile(self.inner, backend="eager")  # type: ignore[assignment]  # a wrapper of it
 
 
+class Scripted(WithInner):
+    """With a part that torch.jit has compiled."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.inner = torch.jit.script(self.inner)
+
+
+class MadeInForward(Plain):
+    """A parameter that the first forward makes."""
+
+    def between(self, x: Tensor) -> Tensor:
+        if not hasattr(self, "late"):
+            self.late = nn.Parameter(torch.ones(8, device=x.device))
+        return x * self.late
+
+
 class CompiledInPlace(WithInner):
     """Compiled without a wrapper."""
 

@@ -164,6 +164,7 @@ def test_what_hosts_lack_is_said_of_each(monkeypatch: pytest.MonkeyPatch) -> Non
 
 def test_rank_0_is_met_on_the_network_the_others_are_on(monkeypatch: pytest.MonkeyPatch) -> None:
     """Not at what its name means there, 127.0.1.1 on Debian, nor on a network of containers."""
+    monkeypatch.setenv("GLOO_SOCKET_IFNAME", "lo")  # left by an engine of this process
     first = report(address="127.0.1.1", networks={"docker0": ["172.17.0.1/16"], "eth0": ["10.0.0.1/24"]})
     other = report(address="10.0.0.2", networks={"eth0": ["10.0.0.2/24"]})
     assert host_report.rendezvous_address([first, other]) == "10.0.0.1"

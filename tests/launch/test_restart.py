@@ -21,6 +21,7 @@ def said(rank: int, code: int, text: str) -> FailureReport:
 BUG = said(1, 1, "Traceback (most recent call last):\n  File\nKeyError: 3\n(rank 1 on here)")
 LOST = said(0, 1, "error: rank 1 is gone\n  because its connection is closed")
 FULL = said(1, 6, "error: cannot write the checkpoint")
+TAKEN = said(0, 2, "error: port 29501 cannot be used\n  because Address already in use")
 
 
 @pytest.mark.parametrize(
@@ -38,6 +39,7 @@ FULL = said(1, 6, "error: cannot write the checkpoint")
         (1, BUG, (1, "rank 1 failed (KeyError: 3)", False)),
         (1, LOST, (1, "rank 1 is gone", False)),
         (1, FULL, (6, "cannot write the checkpoint", True)),
+        (2, TAKEN, (2, "port 29501 cannot be used", False)),
         (130, None, (130, "interrupted", True)),
         (2, None, (2, "exit code 2", True)),
     ],
@@ -74,7 +76,10 @@ def again(number: int, after: int, then: str = "resuming from step-000002") -> s
     return f"restart {number} of 2: {GONE} after step {after}; {then}"
 
 
-USED_UP = f"error: {GONE}, and all 2 restarts are used up\n\nhint: continue from step-000002 with --resume"
+USED_UP = (
+    f"error: {GONE}, and all 2 restarts are used up\n  because somebody sent it, or Linux: `dmesg` says which "
+    "processes it ended for want of host memory\n\nhint: continue from step-000002 with --resume"
+)
 
 
 @pytest.mark.parametrize(

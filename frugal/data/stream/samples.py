@@ -38,7 +38,7 @@ from frugal.config.run_settings import Format
 from frugal.data.batches import GlobalBatch, Position, StreamPlace, mixed, permutation
 from frugal.data.build import Document, SampleMaker, grouped
 from frugal.data.report import BuildReport
-from frugal.data.rows import CUT_AT_LINES, Columns, DataFile, Row, parquet_schema, read, shown
+from frugal.data.rows import CUT_AT_LINES, Columns, DataFile, Row, flat, parquet_schema, read, shown
 from frugal.data.sources import DocumentSource, find_named
 from frugal.data.store.arrow_store import as_sample
 from frugal.data.store.packing import Packer
@@ -157,7 +157,7 @@ def formats_of(sources: Sequence[StreamSource], new_maker: Callable[[], SampleMa
         first = None if shard.part in formats else next((r for _, r in shard.rows() if isinstance(r, dict)), None)
         if first is not None:
             maker = new_maker()
-            maker.check_columns(shard.name, list(first))
+            maker.check_columns(shard.name, list(flat(first)))
             formats[shard.part] = maker.format
     return [formats.get(number, "text") for number in range(sources[-1].shards[-1].part + 1)]
 

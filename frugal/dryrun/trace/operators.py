@@ -50,6 +50,7 @@ Result = tuple[Any, str]  # the result of an operator, and its assumption
 EVERYTHING = "what a mask selects depends on data: counted as if it selected everything"
 ALL_DIFFERENT = "how many different values there are depends on data: counted as if all were different"
 ALL_EQUAL = "how many runs of equal values there are depends on data: counted as if all values were equal"
+FULL_LENGTH = "how long packed sequences are depends on data: counted as if all were of full length"
 AS_MANY_BINS = "how many bins there are depends on data: counted as many as asked for (minlength)"
 
 
@@ -104,6 +105,14 @@ def _bincount(values: Tensor, weights: Tensor | None = None, minlength: int = 0)
     return torch.empty(minlength, dtype=dtype, device=values.device), AS_MANY_BINS
 
 
+def _pack_padded_sequence(values: Tensor, lengths: Tensor, batch_first: bool) -> Result | None:
+    """Pack whole samples where the lengths came from the card, whose values nobody knows."""
+    if int(lengths.min()) > 0:
+        return None
+    sizes = torch.full(values.shape[batch_first : batch_first + 1], values.shape[not batch_first])
+    return (values.new_empty(values.flatten(0, 1).shape), sizes), FULL_LENGTH
+
+
 STAND_INS: dict[Any, Callable[..., Result | None]] = {
     aten.nonzero.default: _nonzero,
     aten.masked_select.default: _masked_select,
@@ -112,6 +121,7 @@ STAND_INS: dict[Any, Callable[..., Result | None]] = {
     aten.unique_dim.default: _unique_of_dimension,
     aten.unique_consecutive.default: _unique_consecutive,
     aten.bincount.default: _bincount,
+    aten._pack_padded_sequence.default: _pack_padded_sequence,
 }
 """Functions that return the result of an operator that meta tensors reject; None if they take it."""
 
@@ -225,14 +235,15 @@ RESERVED_BYTES = 1 << 30
 
 
 def untouched_host_tensor(size: Sequence[int], stride: Sequence[int] | None, dtype: torch.dtype) -> Tensor:
-    """Return an uninitialised tensor of this shape on the host. It must not be read or written."""
+    """Return a tensor of this shape on the host: of zeros, or a large one which must not be read or written."""
     with torch_internals.without_dispatch():
         on_meta = torch.empty(tuple(size), dtype=dtype, device="meta")
         if stride is not None:
             on_meta = torch.empty_strided(tuple(size), tuple(stride), dtype=dtype, device="meta")
         num_bytes = on_meta.untyped_storage().nbytes()
         if num_bytes < RESERVED_BYTES:
-            return torch.empty_strided(on_meta.size(), on_meta.stride(), dtype=dtype, device="cpu")
+            made = torch.empty_strided(on_meta.size(), on_meta.stride(), dtype=dtype, device="cpu")
+            return made if is_untouched(made) else made.zero_()
         pages = mmap.mmap(-1, num_bytes, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS | MAP_NORESERVE)
         storage = torch.frombuffer(pages, dtype=torch.uint8).untyped_storage()
         return torch.empty(0, dtype=dtype).set_(storage, 0, on_meta.size(), on_meta.stride())

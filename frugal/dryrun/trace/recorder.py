@@ -196,7 +196,7 @@ class Tracker(StorageWatch):
         self._own_metadata = False
         self._assumptions: dict[str, str] = {}  # an assumption -> the first module that needs it
         self._integer = integer
-        self.was_asked_for_integers = False
+        self.was_asked = False  # in forward, for numbers or conditions that depend on data
         self._assumed_condition = assumed_condition
         self._building = kind == "cuda" or builds_elsewhere  # and arrives later
         self._forward_from = 0  # operators before the phase
@@ -450,12 +450,12 @@ class Tracker(StorageWatch):
         frame = sys._getframe(1)  # its own would be a reference cycle, which keeps tensors alive
         if self.phase != FORWARD and not (self.phase == BACKWARD and asker(frame) == MODEL):
             return False if tensor.dtype == torch.bool else 0
+        self.was_asked = True
         if tensor.dtype == torch.bool:
             if not self._assumed_condition or not asked_by_transformers(frame):
                 words = "true" if self._assumed_condition else "false"
                 self._assume(f"an `if` depends on data: counted as if its condition were {words}")
             return self._assumed_condition
-        self.was_asked_for_integers = True
         integer = self._integer or 1
         self._assume(f"an integer is read from data: counted as if it were {integer}")
         return integer

@@ -16,7 +16,7 @@ from frugal.config.sample_lengths import TooLong
 from frugal.data.corpus import RunData
 from frugal.data.mixture import Mixture, epoch_indices
 from frugal.data.stream.samples import SampleStream
-from frugal.models.spec import random_weights
+from frugal.models.spec import OWN, random_weights
 from frugal.planning.plan import Plan
 from frugal.planning.report import DRAWN_PARTS, LAYER_DROP, PADDING_MATTERS, SPLIT_MATTERS
 from frugal.units import format_count, plural
@@ -100,7 +100,7 @@ def remarks(plan: Plan, data: RunData, device: torch.device, rank: int) -> Itera
         yield ("of the first rows: " if is_stream else "") + data.report.in_words()
     if isinstance(data.training, Mixture):
         yield data.training.in_words()
-    said = (SPLIT_MATTERS, PADDING_MATTERS, LAYER_DROP, DRAWN_PARTS)
+    said = (PADDING_MATTERS, LAYER_DROP, *(SPLIT_MATTERS, DRAWN_PARTS) * (plan.model.task != OWN))  # else by the engine
     yield from (f"note: {note}" for note in plan.warnings if note.startswith(said))
     if others := local_host.other_versions(plan.all_versions):
         yield f"{others}: memory may differ; where `frugal train --plan` starts the ranks, it dry-runs the plan again"

@@ -68,6 +68,7 @@ class ModelTrial:
         later_tokens: see `probe.on_later_tokens`; None: nothing that predicts the next token.
         random: notes on what training draws at random: dropout's masks, and other numbers, such as noise.
         unused: trained parameters of an own model that get no gradient from a batch.
+        missing: values of samples that they may not lack where forward returns a mean, see `probe.lacking`.
     """
 
     split: Dependence
@@ -78,6 +79,7 @@ class ModelTrial:
     padding: Dependence | None
     later_tokens: float | None
     unused: Sequence[str]
+    missing: Sequence[str]
 
     @property
     def is_causal(self) -> bool:
@@ -91,7 +93,9 @@ def trial(
     """Run `model`, which is on the CPU and small, for `task`. Its weights stay as they are."""
     transformers_internals.always_use()
     tokens = _tokens(vocab_size, max_positions)
-    if is_own := task == OWN:
+    takes_means, is_own = isinstance(objective, MeanLoss), task == OWN
+    if is_own:
+        objective = probe.by_samples(objective)
         batches = probe.examples(model, objective, tokens.shape[1])
     else:
         batches = [objective.collate([_sample(task, objective, row) for row in tokens])]
@@ -114,6 +118,11 @@ def trial(
         padding=padding,
         later_tokens=later_tokens,
         unused=[name for name, number in arrived.items() if number == 0],
+        missing=[
+            name
+            for name, changed in (probe.lacking(model, objective, batch) if takes_means and not split else ())
+            if probe.on_split(model, objective, changed)
+        ],
     )
 
 
@@ -175,8 +184,7 @@ def check_model(
             notes.append(f"{SPLIT_MATTERS}: {which} normalise by statistics of the samples of a micro-batch")
         if not normalising:
             notes.append(f"whether the gradient depends on the split or on padding could not be tried: {error}")
-        draws = any(isinstance(module, _DROPOUTS) and module.p for module in whole.modules())
-        return (*notes, *[DROPOUT] * draws)
+        return (*notes, *[DROPOUT] * any(isinstance(each, _DROPOUTS) and each.p for each in whole.modules()))
     if not done.is_causal:
         raise _not_causal(spec, done)
     if not has_low_stage:
@@ -211,16 +219,32 @@ def _refuse_other_means(reference: str, model: nn.Module, objective: MeanLoss) -
     Raises:
         RequestError: how to count them.
     """
-    batches = probe.examples(model, objective, probe.MOST_TOKENS)
+    own = probe.by_samples(objective)
+    batches = probe.examples(model, own, probe.MOST_TOKENS)
+
+    def adds_up(other: Objective) -> bool:
+        return not any(probe.on_split(model, probe.by_samples(other), batch) for batch in batches)
+
+    refuse(
+        (
+            adds_up(objective.summed),
+            f"the loss that {reference} returns is a sum over samples",
+            f"the loss of {NUM_SAMPLES} samples is that of micro-batches of {FEW_SAMPLES}, added up",
+            "return their mean: divide it by the number of samples in forward",
+        )
+    )
     for words, other in objective.recounted(
-        probe.left_out(model, objective, batches[0]), probe.whole_numbers(batches[0])
+        probe.left_out(model, own, batches[0]),
+        probe.whole_numbers(objective.example(NUM_SAMPLES, probe.MOST_TOKENS)),
     ).items():
-        if not any(probe.on_split(model, other, batch) for batch in batches):
-            raise RequestError(
+        refuse(
+            (
+                adds_up(other),
                 f"the loss that {reference} returns is no mean over {objective.counted}",
-                because=f"micro-batches of {FEW_SAMPLES} samples then have another gradient than one of {NUM_SAMPLES}",
-                hint=f"return module, frugal.MeanLoss(example=..., count=lambda batch: {words})",
+                f"micro-batches of {FEW_SAMPLES} samples then have another gradient than one of {NUM_SAMPLES}",
+                f"return module, frugal.MeanLoss(example=..., count=lambda batch: {words})",
             )
+        )
 
 
 def say_of_objective(model: nn.Module, objective: Objective, plan: Plan, rank: int) -> None:
@@ -236,14 +260,17 @@ def say_of_objective(model: nn.Module, objective: Objective, plan: Plan, rank: i
     if is_known or {parameter.device.type for parameter in parameters} != {"cpu"} or not is_small(model):
         return
     try:
-        own = copy.deepcopy(model).float().train()
-        done = trial(own, objective, task=OWN, vocab_size=2, max_positions=plan.request.seq_len)
+        done = trial(
+            copy.deepcopy(model).float().train(), objective, task=OWN, vocab_size=2, max_positions=plan.request.seq_len
+        )
     except Exception:  # whatever a model trips over; its training will say it better
         return
     if plan.strategy.zero_stage > 1:
         _refuse_reuse(type(model).__name__, done)
-    is_said = bool(batch_norm.modules(model))  # by `batch_norm.apply_planned`
-    for note in [_split_note(done.split)] * bool(done.split and not is_said) + _notes_of_forwards(done):
+    for note in (
+        *[_split_note(done.split)] * bool(done.split and not batch_norm.modules(model)),  # `apply_planned` says it
+        *_notes_of_forwards(done),
+    ):
         if rank == 0:
             logger.warning(note)
 
@@ -285,19 +312,27 @@ def _split_note(split: Dependence) -> str:
 
 
 def _notes_of_forwards(done: ModelTrial) -> list[str]:
-    """Return what is to be said of forwards that change the next one, or that leave parameters out."""
+    """Return what is to be said of forwards that change the next one, or that leave parameters or samples out."""
     notes = []
     if done.forwards.modules is not None:
         notes.append(
-            f"{SPLIT_MATTERS}: in {_which(*done.forwards.modules)} a forward changes what the next one computes, so "
-            "the number of micro-batches matters; the gradient of the same samples and weights in a small model of "
-            f"this kind differs by {_percent(done.forwards.difference)} after {NUM_SAMPLES // FEW_SAMPLES} of them"
+            f"{SPLIT_MATTERS}: in {_which(*done.forwards.modules)} a forward changes "
+            + ("parameters" if done.forwards.difference <= probe.MOST_CARRIED else "what the next one computes")
+            + ", so the number of micro-batches matters; the gradient of the same samples and weights in a small model "
+            f"of this kind differs by {_percent(done.forwards.difference)} after {NUM_SAMPLES // FEW_SAMPLES} of them"
         )
     if done.drawn:
-        others = f" and {len(done.drawn) - 1} more" if len(done.drawn) > 1 else ""
         notes.append(
-            f"{DRAWN_PARTS}: each rank leaves out `{done.drawn[0]}`{others} or not in each micro-batch; ZeRO-2 and 3 "
-            "need the same parameters on all ranks: draw from the batch, or use --zero-stage 1 --precision fp32"
+            f"{DRAWN_PARTS}: each rank leaves out `{done.drawn[0]}`"
+            + f" and {len(done.drawn) - 1} more" * (len(done.drawn) > 1)
+            + " or not in each micro-batch; ZeRO-2 and 3 need the same parameters on all ranks: draw from the batch, "
+            "or use --zero-stage 1 --precision fp32"
+        )
+    if done.missing:
+        names = " or ".join(f"`{name}`" for name in done.missing)
+        notes.append(
+            f"where samples lack {names} ({IGNORED} or NaN), {SPLIT_MATTERS}: a mean then leaves out others than the "
+            "count of targets; divide each sum by all samples, and count these"
         )
     return notes
 
@@ -469,12 +504,16 @@ def check_loss(spec: ModelSpec, model: nn.Module, objective: Objective, sample: 
     if not hasattr(model, "config"):
         return
     what = f"{spec.reference} cannot be trained as {spec.task}"
-    is_masked_pair = spec.task == "masked-lm" and getattr(model.config, "is_encoder_decoder", False)
-    why = "its decoder reads the targets, and of masked text most are none"
-    refuse((is_masked_pair, what, why, "use --task seq2seq"))
+    refuse(
+        (
+            spec.task == "masked-lm" and getattr(model.config, "is_encoder_decoder", False),
+            what,
+            "its decoder reads the targets, and of masked text most are none",
+            "use --task seq2seq",
+        )
+    )
     batch = objective.collate([sample])
-    names = ("input_ids", "attention_mask", "labels")
-    ways: list[Batch] = [{name: batch[name] for name in names if name in batch}]
+    ways: list[Batch] = [{n: batch[n] for n in ("input_ids", "attention_mask", "labels") if n in batch}]
     if spec.task == "causal-lm":  # decoders of encoder-decoders want labels that are moved already
         ways.append(ways[0] | {"labels": nn.functional.pad(batch["labels"][:, 1:], (0, 1), value=IGNORED)})
     if spec.task == "seq2seq" and hasattr(model, "prepare_decoder_input_ids_from_labels"):

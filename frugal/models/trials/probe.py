@@ -15,7 +15,7 @@ import copy
 import random
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import ExitStack, contextmanager, suppress
+from contextlib import ExitStack, contextmanager, nullcontext, suppress
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
@@ -27,7 +27,7 @@ from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 from torch.utils.flop_counter import FlopCounterMode
 
-from frugal.models.objectives import TARGETS, Batch, Objective, Sample
+from frugal.models.objectives import TARGETS, Batch, Objective, Sample, SummedLoss
 from frugal.torch_internals import tensors_in
 from frugal.units import IGNORED
 
@@ -267,7 +267,7 @@ def on_split(model: nn.Module, objective: Objective, batch: Batch) -> Dependence
         RuntimeError: that takes more than `MOST_FLOPS`.
     """
     parts = _parts(batch)
-    with FlopCounterMode(display=False) as counter:
+    with FlopCounterMode(display=False) as counter, suppress(RuntimeError):  # it bears no `autograd.grad` in a forward
         _forward(model, objective, parts[0])
     # every sample twice, forward and backward, which takes twice as long
     flops = counter.get_total_flops() * 3 * 2 * NUM_SAMPLES / FEW_SAMPLES
@@ -282,7 +282,8 @@ def on_split(model: nn.Module, objective: Objective, batch: Batch) -> Dependence
 def on_forwards(model: nn.Module, objective: Objective, batch: Batch) -> Dependence:
     """Compare the gradients of a micro-batch before and after those of others, with the same weights.
 
-    Where nothing that a module keeps changes in a forward they are not computed again.
+    Where nothing that a module keeps changes in a forward they are not computed again. Modules whose parameters a
+    forward changes are named also where the gradient does not depend on them.
     """
     generator, first, *others = torch.Generator().manual_seed(0), *_parts(batch)
     with restored(model):
@@ -304,7 +305,10 @@ def on_forwards(model: nn.Module, objective: Objective, batch: Batch) -> Depende
                 put(module, (after if name in alike else before)[name])
             if difference(was, gradient(model, objective, [first])) > MOST_CARRIED:
                 return Dependence(apart, (alike[0], kind.__name__, len(alike)))
-    return Dependence(apart)
+    moved = [  # whose parameters change, such as averages
+        (name, type(modules[name]).__name__) for name in changed if differs(before[name][:1], after[name][:1])
+    ]
+    return Dependence(apart, (*moved[0], sum(kind == moved[0][1] for _, kind in moved)) if moved else None)
 
 
 def on_draws(model: nn.Module, objective: Objective, batch: Batch) -> list[str]:
@@ -355,8 +359,7 @@ def arrivals(model: nn.Module, objective: Objective, batch: Batch) -> dict[str, 
     arrived: list[str] = []
     with ExitStack() as hooks:
         for name, parameter in trained.items():
-            note = partial(lambda name, _: arrived.append(name), name)
-            hooks.enter_context(parameter.register_post_accumulate_grad_hook(note))
+            hooks.enter_context(parameter.register_post_accumulate_grad_hook(lambda _, name=name: arrived.append(name)))
         gradient(model, objective, [batch])
     return {name: arrived.count(name) for name in trained}
 
@@ -367,9 +370,17 @@ def examples(model: nn.Module, objective: Objective, seq_len: int) -> list[Batch
     A second one has targets of `IGNORED` in some samples, where they are taken.
     """
     generator, example = torch.Generator().manual_seed(0), objective.example(NUM_SAMPLES, seq_len)
-    numbers_of_samples = {name: each for name, each in example.items() if each.is_floating_point() and each.ndim}
-    batch = example
-    for draw in (torch.randn, torch.rand):  # the second: some losses take numbers from 0 to 1 alone
+    numbers_of_samples = {
+        name: each for name, each in example.items() if each.is_floating_point() and each.shape[:1] == (NUM_SAMPLES,)
+    }
+    sizes = torch.linspace(0.2, 1, NUM_SAMPLES)  # samples of one size would hide a mean under a root
+    # some losses take numbers from 0 to 1 alone, and masks are of zeros and ones, here three of four
+    draws: list[Callable[..., Tensor]] = [
+        lambda *a, **b: (torch.randn(*a, **b).transpose(0, -1) * sizes).transpose(0, -1),
+        lambda *a, **b: (torch.rand(*a, **b).transpose(0, -1) * sizes).transpose(0, -1),
+        lambda *a, **b: torch.rand(*a, **b).sqrt().round(),
+    ]
+    for draw in draws:
         noisy = {
             name: tensor + draw(tensor.shape, generator=generator, dtype=torch.float32).to(tensor.dtype)
             for name, tensor in numbers_of_samples.items()
@@ -382,7 +393,7 @@ def examples(model: nn.Module, objective: Objective, seq_len: int) -> list[Batch
         tensor = batch[name]
         numbers = torch.randint(0, 16, tensor.shape, generator=generator)
         if tensor.ndim == 1:  # a class or a mark, so that micro-batches have other shares of them
-            numbers = torch.tensor([0, 1, 0, 0] * (NUM_SAMPLES // 4))
+            numbers = torch.tensor(([0, 1, 1, 1] if name == PART else [0, 1, 0, 0]) * (NUM_SAMPLES // 4))
         ways = [tensor + added.to(tensor.dtype) for added in (numbers, numbers % 2, -(numbers % 2))]
         # ones may be a mask, and a number of a sample its length, of which the example has the largest
         if (tensor == 1).all() or (tensor.ndim == 1 and (tensor > 1).all()):
@@ -399,6 +410,46 @@ def examples(model: nn.Module, objective: Objective, seq_len: int) -> list[Batch
                 changes.append({name: tensor})
         ignoring = _first_that_runs(model, objective, ignoring, changes)
     return [batch] if ignoring is batch else [batch, ignoring]
+
+
+def lacking(model: nn.Module, objective: Objective, batch: Batch) -> Iterator[tuple[str, Batch]]:
+    """Yield each value that some samples may lack, `IGNORED` or NaN, with a batch in which they do."""
+    for name, tensor in batch.items():
+        is_class = name in whole_numbers(batch) and tensor.ndim == 1
+        if is_class or (tensor.is_floating_point() and tensor.shape[:1] == (NUM_SAMPLES,)):
+            without = [{name: tensor.index_fill(0, torch.tensor([1, 2]), IGNORED if is_class else torch.nan)}]
+            if (changed := _first_that_runs(model, objective, batch, without)) is not batch:
+                yield name, changed
+
+
+PART = "frugal part"
+"""The name of a number by which the length of a sample is divided, where an objective collates samples itself."""
+
+
+def by_samples(objective: Objective) -> Objective:
+    """Return the objective, or where it collates samples itself one whose batches are those samples, stacked.
+
+    So each micro-batch is made of its samples as in training, whatever shape that gives it.
+    """
+    if not isinstance(objective, SummedLoss) or not objective.collates:
+        return objective
+    shown = objective.sample(MOST_TOKENS)
+
+    def loss(model: nn.Module, batch: Batch) -> Tensor:
+        rows = [dict(zip(batch, row, strict=True)) for row in zip(*batch.values(), strict=True)]
+        return objective.loss_sum(model, objective.collate([_sample(row, shown) for row in rows]))
+
+    with suppress(TypeError, ValueError, RuntimeError):  # of what is no number
+        return SummedLoss(loss, example={n: torch.as_tensor(each) for n, each in ({PART: 1} | shown).items()})
+    return objective
+
+
+def _sample(row: Batch, shown: Sample) -> dict[str, Any]:
+    """Return a sample of a row's values, of the types that they have in the one `shown`, cut to its part."""
+    longest = max((len(each) for each in row.values() if each.ndim), default=0)
+    length = longest // int(row.pop(PART))
+    cut = {name: each[:length] if each.ndim and len(each) == longest else each for name, each in row.items()}
+    return {name: each if isinstance(shown[name], Tensor) else each.tolist() for name, each in cut.items()}
 
 
 def _first_that_runs(model: nn.Module, objective: Objective, batch: Batch, changes: Iterable[Batch]) -> Batch:
@@ -448,10 +499,7 @@ def gradient(
     """
     model.zero_grad(set_to_none=True)
     for batch in batches:
-        with ExitStack() as stack:
-            if restore:
-                stack.enter_context(restored(model))
-            stack.enter_context(without_randomness(share))
+        with restored(model) if restore else nullcontext(), without_randomness(share):
             objective.loss_sum(model, batch).backward()
     gradient = {
         name: parameter.grad.double() for name, parameter in model.named_parameters() if parameter.grad is not None
@@ -461,12 +509,17 @@ def gradient(
 
 
 def difference(one: Gradient, other: Gradient) -> float:
-    """Return the norm of the difference of two gradients, divided by that of the larger."""
+    """Return the norm of the difference of two gradients, divided by that of the larger.
+
+    Raises:
+        RuntimeError: both are zero, which shows nothing.
+    """
     zero = torch.zeros(())
-    names = one.keys() | other.keys()
-    apart = sum(float((one.get(name, zero) - other.get(name, zero)).square().sum()) for name in names)
+    apart = sum(float((one.get(n, zero) - other.get(n, zero)).square().sum()) for n in one.keys() | other.keys())
     largest = max(sum(float(tensor.square().sum()) for tensor in gradient.values()) for gradient in (one, other))
-    return (apart / largest) ** 0.5 if largest else 0.0
+    if not largest:
+        raise RuntimeError("the loss of random samples has no gradient")
+    return (apart / largest) ** 0.5
 
 
 def _responsible(
@@ -490,10 +543,9 @@ def _responsible(
 def _outputs(model: nn.Module, objective: Objective, batch: Batch) -> dict[tuple[str, int], list[Tensor]]:
     """Return the outputs of every call of every module, by its name and number, in the order in which they end."""
     outputs: dict[tuple[str, int], list[Tensor]] = {}
-    calls: dict[str, int] = {}
 
     def keep(name: str, _module: nn.Module, _inputs: Any, returned: Any) -> None:
-        number = calls[name] = calls.get(name, -1) + 1
+        number = sum(each == name for each, _ in outputs)
         values = list(returned.values()) if isinstance(returned, dict) else returned  # an output of transformers
         outputs[name, number] = [tensor.detach().double().clone() for tensor in tensors_in(values)]
 

@@ -27,7 +27,6 @@ from torch import Tensor, nn
 
 from frugal import torch_internals
 from frugal.config.hardware.cluster import kernel_class
-from frugal.dryrun.trace import operators
 from frugal.dryrun.trace.recorder import DEEPSPEED, Shapes, Tracker, asked_by_transformers, asker, package_folder
 from frugal.planning.memory import workspaces
 from frugal.planning.memory.allocator import Replays
@@ -206,8 +205,6 @@ class LoopTracker(Tracker):
         is_copy = func is aten._to_copy.default and args[0].is_meta
         out = super().execute(func, args, kwargs)
         if is_copy and torch.device(kwargs.get("device") or "meta").type == "cpu":
-            if not operators.is_untouched(out):
-                out.zero_()
             if asker(sys._getframe()) != DEEPSPEED:
                 self._assume(VALUES_ARE_ZERO)
             return out

@@ -170,6 +170,14 @@ class Teacher(nn.Module):
         return self.student(x) - self.teacher(x)
 
 
+class Average(Teacher):
+    """One that nothing reads until training is over."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        super().forward(x)
+        return self.student(x)
+
+
 class Annealed(nn.Module):
     """A factor that grows with the number of forwards."""
 
@@ -190,6 +198,7 @@ class Annealed(nn.Module):
         (Queue(), "Queue `1`"),
         (Centre(), "Centre `1`"),
         (Teacher(), "Linear `1.teacher`"),
+        (Average(), "Linear `1.teacher`"),
         (Annealed(), "Annealed `1`"),
     ],
 )
@@ -198,9 +207,8 @@ def test_a_module_that_a_forward_changes_is_named(layer: nn.Module, cause: str) 
     model = nn.Sequential(nn.Linear(6, 8), layer)
     before = copy.deepcopy(model.state_dict())
     said = notes(model, lambda model, batch: model(batch["a"]).square().sum(), PAIR)
-    assert any(
-        note.startswith(f"{SPLIT_MATTERS}: in {cause} a forward changes what the next one computes") for note in said
-    ), said
+    what = "parameters" if isinstance(layer, Average) else "what the next one computes"
+    assert any(note.startswith(f"{SPLIT_MATTERS}: in {cause} a forward changes {what}") for note in said), said
     assert all(torch.equal(value, before[name]) for name, value in model.state_dict().items())
 
 
@@ -252,6 +260,14 @@ def next_words(model: nn.Module, batch: Batch) -> Tensor:
 def bernoulli_paths(model: nn.Module, batch: Batch) -> Tensor:
     kept = batch["a"].new_empty(len(batch["a"]), 1).bernoulli_(0.8)
     return (model(batch["a"]) * kept / 0.8).square().sum()
+
+
+def test_a_loss_that_random_samples_do_not_move_is_not_said_to_be_fine() -> None:
+    def far_apart(model: nn.Module, batch: Batch) -> Tensor:
+        return F.relu(1e-6 - F.pdist(model(batch["a"]))).square().sum() + 0 * model(batch["a"]).sum()
+
+    (note,) = notes(encoder(), far_apart, PAIR)
+    assert note.endswith("a small one fails: RuntimeError: the loss of random samples has no gradient")
 
 
 ORDINARY: list[tuple[Callable[[], nn.Module], Loss, Mapping[str, Tensor]]] = [
@@ -364,6 +380,10 @@ def test_layer_drop_of_any_model_of_transformers_is_off(name: str) -> None:
 # From Python, under a plan for another task
 
 
+def normalised() -> nn.Module:
+    return nn.Sequential(encoder(), nn.BatchNorm1d(8))
+
+
 def said_by_initialize(make: Callable[[], nn.Module], loss: Loss) -> list[str]:
     """Runs on ranks."""
     said: list[str] = []
@@ -388,5 +408,7 @@ def test_an_objective_of_ones_own_under_a_plan_for_another_task_is_tried(one_ran
     ((note,),) = one_rank.run(said_by_initialize, encoder, in_batch_negatives)
     assert note.startswith(f"{SPLIT_MATTERS}: its loss is not a sum over samples; ")
     assert one_rank.run(said_by_initialize, encoder, cosine) == [[]]
+    ((of_norms,),) = one_rank.run(said_by_initialize, normalised, squares)
+    assert of_norms.startswith(f"{SPLIT_MATTERS}: 1 BatchNorm modules take statistics")
     ((refusal,),) = one_rank.run(said_by_initialize, recomputed_twice, squares)
     assert refusal.startswith("Twice cannot be trained under ZeRO-2 or 3\n")
