@@ -4,7 +4,7 @@ VENV   ?= .venv
 BIN    := $(VENV)/bin
 SHELL  := /bin/bash
 
-.PHONY: setup demo test test-all faults contract mutation trl emulated renew kernels lint docs release clean
+.PHONY: setup demo test test-all faults contract mutation trl emulated renew kernels packages lint docs release clean
 
 setup: $(VENV)/.ready
 
@@ -28,16 +28,14 @@ pytest_in = PATH="$(CURDIR)/$(1):$$PATH" $(1)/python -m pytest -n auto --maxproc
 PYTEST := $(call pytest_in,$(BIN))
 
 test: setup
-	.ci/packages
-	$(MAKE) --no-print-directory -j2 lint kernels
+	$(MAKE) --no-print-directory -j3 packages lint kernels
 	$(PYTEST)
 
 # Also what `make test` leaves out to stay within a quarter of an hour; then the files that compare what PyTorch computes
 # once more, with kernels as on a processor without vector instructions.
 PLAIN_KERNELS := ATEN_CPU_CAPABILITY=default ONEDNN_MAX_CPU_ISA=SSE41 MKL_CBWR=COMPATIBLE
 test-all: setup
-	.ci/packages
-	$(MAKE) --no-print-directory -j2 lint kernels
+	$(MAKE) --no-print-directory -j3 packages lint kernels
 	$(PYTEST) -m ""
 	$(PLAIN_KERNELS) $(PYTEST) tests/dryrun/test_truth.py \
 	  $$(grep -rl --include='test_*.py' 'from tests.engine.gradients import' tests | sort)
@@ -91,6 +89,10 @@ renew: setup
 # Of DeepSpeed, those that tests need: minutes on the first time.
 kernels: setup
 	PATH="$(CURDIR)/$(BIN):$$PATH" $(BIN)/python -m tests.kernels
+
+# Programs that tests start and pip does not have.
+packages:
+	.ci/packages
 
 lint: setup
 	$(BIN)/ruff check .

@@ -1,7 +1,7 @@
-"""Processes of `python -m frugal...`, and ranks of tests: forked from one that has done their imports, for seconds.
+"""Processes of `python -m frugal...` and scripts, and ranks of tests: forked from one that has done their imports.
 
-A command that is no `python -m frugal...`, or that runs with other settings of the interpreter or of torch than this
-process, is started as users start it.
+Another command, or one that runs with other settings of the interpreter or of torch than this process, is started as
+users start it.
 
 The process that forks is started once a session (`python -m tests.forked SOCKET PIPE`), for all of xdist's workers, and
 ends with it. A request is JSON over its socket: the words, environment and folder, and with it the descriptors that the
@@ -11,6 +11,7 @@ process is to have. The answer is the process's number, and once it has ended it
 import array
 import atexit
 import contextlib
+import ctypes
 import fcntl
 import gc
 import json
@@ -31,9 +32,11 @@ import threading
 import time
 from collections.abc import Callable
 from contextvars import ContextVar
+from functools import partial
 from importlib import import_module
 from multiprocessing.connection import Connection
 from pathlib import Path
+from types import ModuleType
 from typing import Any
 
 from bench import ranks
@@ -45,7 +48,7 @@ SOCKET = "FRUGAL_TESTS_FORK"
 PRELOADED = (
     "deepspeed", "datasets", "transformers.modeling_utils", "peft", "transformers.models.gpt2.modeling_gpt2",
     "frugal.cli.train", "frugal.engine.engine", "frugal.engine.training", "frugal.dryrun.run",
-    "frugal.dryrun.trace.trace",
+    "frugal.dryrun.trace.trace", "pytest",
 )  # fmt: skip
 
 READ_AT_START = ("CUDA_", "DS_", "HF_", "LANG", "LC_", "LD_", "PYTHON", "TORCH", "TRANSFORMERS_")
@@ -62,26 +65,35 @@ _AT_START: dict[str, str] = {}
 
 _Popen, _run, _started = subprocess.Popen, subprocess.run, pool.started
 
-_may_fork = ContextVar("_may_fork", default=False)
+_may_fork = ContextVar("_may_fork", default="")
 """Set in a thread while it starts a process that may be forked; other threads start theirs as users do."""
+
+_PR_SET_CHILD_SUBREAPER = 36
 
 
 def use() -> None:
     """From now on fork what `subprocess.run` starts here, the processes of dry runs, and ranks.
 
-    What a test starts with `subprocess.Popen`, to disturb it, has its processes as users have them.
+    What a test starts with `subprocess.Popen` has its processes as users have them; `popen` forks them, too.
     """
     _AT_START.update(_read_at_start(dict(os.environ)))
     subprocess.Popen = Forked  # type: ignore[misc]
-    subprocess.run = _with_forks(_run)
-    pool.started = _with_forks(_started)
+    subprocess.run = _with_forks("run", _run)
+    pool.started = _with_forks("run", _started)
     environment = dict(os.environ)  # before any test changes it: ranks stay from test to test
     ranks.started = lambda *arguments: ForkedRank(environment, *arguments)
 
 
-def _with_forks(start: Callable[..., Any]) -> Callable[..., Any]:
+def popen(words: list[str], **how: Any) -> subprocess.Popen[Any]:
+    """Start a command that a test disturbs: forked, and the parent of the processes that it starts."""
+    process: subprocess.Popen[Any] = _with_forks("parent", subprocess.Popen)(words, **how)
+    assert isinstance(process, Forked) and process._connection is not None, f"not forked: {words}"
+    return process
+
+
+def _with_forks(way: str, start: Callable[..., Any]) -> Callable[..., Any]:
     def starting(*args: Any, **kwargs: Any) -> Any:
-        before = _may_fork.set(True)
+        before = _may_fork.set(way)
         try:
             return start(*args, **kwargs)
         finally:
@@ -95,6 +107,7 @@ class Forked(_Popen):  # type: ignore[type-arg]
 
     _connection: socket.socket | None = None
     _always = False
+    _own: socket.socket | None = None  # to the process that forks children of this one
 
     def _execute_child(self, *args: Any) -> None:  # the parameters of 3.11 to 3.13
         words, pass_fds, cwd, env = args[0], args[4], args[5], args[6]
@@ -108,11 +121,16 @@ class Forked(_Popen):  # type: ignore[type-arg]
         request = {
             "words": list(map(os.fsdecode, words)), "environment": env, "folder": os.fsdecode(cwd or Path.cwd()),
             "descriptors": list(descriptors), "new_session": bool(new_session),
+            "ignored": [number for number in _CAN_BE_IGNORED if signal.getsignal(number) is signal.SIG_IGN],
+            "is_parent": _may_fork.get() == "parent",
         }  # fmt: skip
-        self._connection = _connect()
+        if self._own is None:
+            self._connection = _connect()
+        asked = self._own or self._connection
+        assert asked is not None
         env[SOCKET] = os.environ[SOCKET]  # which this process may have started only now
-        _send(self._connection, request, list(descriptors.values()))
-        self.pid = _receive(self._connection)[0]["pid"]
+        _send(asked, request, list(descriptors.values()))
+        self.pid = _receive(asked)[0]["pid"]
         self._child_created = True
         self._close_pipe_fds(p2cread, p2cwrite, c2pread, c2pwrite, errread, errwrite)  # type: ignore[attr-defined]
 
@@ -145,6 +163,10 @@ class Forked(_Popen):  # type: ignore[type-arg]
                     self.returncode = answer.get("code", -signal.SIGKILL)
 
 
+_CAN_BE_IGNORED = (signal.SIGHUP, signal.SIGINT, signal.SIGTERM)
+"""Signals that a process ignores where the one that started it did."""
+
+
 class ForkedRank(Forked):
     """A rank of `bench.ranks`."""
 
@@ -163,10 +185,10 @@ class ForkedRank(Forked):
 def _can_be_forked(words: Any, environment: dict[str, str]) -> bool:
     if not isinstance(words, list | tuple) or not words or words[0] != sys.executable:
         return False
-    rest = [word for word in words[1:3] if word != "-u"]
-    module = words[words.index("-m") + 1] if rest[:1] == ["-m"] else ""
-    is_ours = str(module).split(".")[0] == "frugal" or module == ranks.__name__
-    return is_ours and _read_at_start(environment) == _AT_START
+    first, second = ([str(word) for word in words[1:] if word != "-u"] + ["", ""])[:2]
+    is_ours = first == "-m" and (second.split(".")[0] == "frugal" or second == ranks.__name__)
+    is_script = first == "-" or first.endswith(".py")
+    return (is_ours or is_script) and _read_at_start(environment) == _AT_START
 
 
 def _read_at_start(environment: dict[str, str]) -> dict[str, str]:
@@ -198,7 +220,7 @@ def start() -> None:
     theirs, ours = os.pipe()  # ends when this process does
     os.environ[SOCKET] = str(folder / "socket")
     _Popen(
-        [sys.executable, "-m", "tests.forked", os.environ[SOCKET], str(theirs)], pass_fds=[theirs],
+        [sys.executable, "-m", "tests.forked", os.environ[SOCKET], str(theirs), _ROOM_FOR_WORDS], pass_fds=[theirs],
         start_new_session=True, stdin=subprocess.DEVNULL, cwd=Path(__file__).parents[1],
     )  # fmt: skip
     os.close(theirs)
@@ -208,6 +230,7 @@ def start() -> None:
 
 
 _PIPES: list[int] = []
+_ROOM_FOR_WORDS = " " * 4000
 
 
 def _send(connection: socket.socket, message: dict[str, Any], descriptors: list[int]) -> None:
@@ -277,12 +300,56 @@ def _descriptors(watched: selectors.DefaultSelector) -> list[int]:
     return [key.fd for key in watched.get_map().values() if key.data is not None] + others
 
 
+def _serve_parent(connection: socket.socket) -> None:
+    """Fork children of the process that forked this one, which knows nothing of its state, as long as it lives."""
+    parent = os.getppid()
+    while True:
+        request, descriptors = _receive(connection)
+        if not request:
+            os._exit(0)
+        read, write = os.pipe()
+        if (between := os.fork()) == 0:
+            if (pid := os.fork()) == 0:
+                while os.getppid() != parent:  # which adopts it once the process in between has ended
+                    time.sleep(0.001)
+                _be(request, descriptors, [connection.fileno(), read, write])
+            os.write(write, str(pid).encode())
+            os._exit(0)
+        os.waitpid(between, 0)  # before that its parent cannot wait for it
+        _send(connection, {"pid": int(os.read(read, 20))}, [])
+        for number in (read, write, *descriptors):
+            os.close(number)
+
+
+def _start_own() -> None:
+    """Have what this process starts be its own children."""
+    ctypes.CDLL(None).prctl(_PR_SET_CHILD_SUBREAPER, 1)
+    ours, theirs = socket.socketpair()
+    if os.fork() == 0:
+        ours.close()
+        nowhere = os.open(os.devnull, os.O_RDWR)
+        for number in (0, 1, 2):
+            os.dup2(nowhere, number)
+        _serve_parent(theirs)
+    theirs.close()
+    Forked._own = ours
+
+
+def _be_listed_as(words: list[str]) -> None:
+    """Write the words of this process where the kernel has those of the process that forks."""
+    fields = Path("/proc/self/stat").read_text().rpartition(")")[2].split()
+    start, end = int(fields[45]), int(fields[46])
+    content = "\0".join(words).encode()[: end - start - 1]
+    ctypes.memmove(start, content.ljust(end - start, b"\0"), end - start)
+
+
 def _be(request: dict[str, Any], descriptors: list[int], not_ours: list[int]) -> None:
     """Become the process that was asked for; does not return."""
     code = 1
     try:
         for number in not_ours:
             os.close(number)
+        _be_listed_as(request["words"])
         high = [fcntl.fcntl(number, fcntl.F_DUPFD_CLOEXEC, HIGH) for number in descriptors]
         for number in descriptors:
             os.close(number)
@@ -296,7 +363,12 @@ def _be(request: dict[str, Any], descriptors: list[int], not_ours: list[int]) ->
         os.chdir(request["folder"])
         random.seed()
         sys.modules["numpy"].random.seed()
-        code = _be_module(request["words"])
+        signal.signal(signal.SIGINT, signal.default_int_handler)
+        for number in request["ignored"]:
+            signal.signal(number, signal.SIG_IGN)
+        if request["is_parent"]:
+            _start_own()
+        code = _be_program([word for word in request["words"][1:] if word != "-u"])
     except BaseException:
         import traceback
 
@@ -305,20 +377,29 @@ def _be(request: dict[str, Any], descriptors: list[int], not_ours: list[int]) ->
         os._exit(code)
 
 
-def _be_module(words: list[str]) -> int:
-    at = words.index("-m")
-    module, sys.argv = words[at + 1], [words[0], *words[at + 2 :]]
-    sys.path.insert(0, str(Path.cwd()))
-    signal.signal(signal.SIGINT, signal.default_int_handler)
+def _program(words: list[str]) -> Callable[[], Any]:
+    sys.argv, name = words, words[0]
+    sys.path.insert(0, str(Path.cwd() if name.startswith("-") else Path(name).absolute().parent))
+    if name == "-m":
+        del sys.argv[0]
+        sys.modules.pop(sys.argv[0], None)
+        return partial(runpy.run_module, sys.argv[0], run_name="__main__", alter_sys=True)
+    if name == "-":
+        main = sys.modules["__main__"] = ModuleType("__main__")
+        return lambda: exec(compile(sys.stdin.read(), "<stdin>", "exec"), main.__dict__)
+    return partial(runpy.run_path, name, run_name="__main__")
+
+
+def _be_program(words: list[str]) -> int:
     sys.stdin = os.fdopen(0, closefd=False)
     sys.stdout = os.fdopen(1, "w", buffering=1, closefd=False)
     sys.stderr = os.fdopen(2, "w", buffering=1, closefd=False)
-    sys.modules.pop(module, None)
+    run = _program(words)
     Forked._always = True  # ranks, and processes of dry runs
     subprocess.Popen = Forked  # type: ignore[misc]
     code = 0
     try:
-        runpy.run_module(module, run_name="__main__", alter_sys=True)
+        run()
     except SystemExit as end:
         code = end.code if isinstance(end.code, int) else int(end.code is not None)
         if isinstance(end.code, str):

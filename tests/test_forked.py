@@ -2,10 +2,12 @@
 
 import os
 import re
+import signal
 import subprocess
 import sys
 from pathlib import Path
 
+import psutil  # type: ignore[import-untyped]  # has no types
 import pytest
 
 from tests import forked
@@ -28,6 +30,35 @@ def test_it_is_the_command_s_own_process_with_its_input_output_and_code() -> Non
     words = [sys.executable, "-m", "frugal", "explain", "--no-such-flag"]
     done = subprocess.run(words, capture_output=True, text=True, input="", timeout=120)
     assert (done.returncode, done.stdout) == (2, "") and "--no-such-flag" in done.stderr
+
+
+def test_a_script_is_the_main_program_with_its_arguments_beside_its_modules(tmp_path: Path) -> None:
+    (tmp_path / "beside.py").write_text("number = 7")
+    text = "import sys, beside; print(__name__, sys.argv[1:], beside.number); sys.exit(3)"
+    (tmp_path / "script.py").write_text(text)
+    done = subprocess.run([sys.executable, tmp_path / "script.py", "a b"], capture_output=True, text=True)
+    assert (done.returncode, done.stdout, done.stderr) == (3, "__main__ ['a b'] 7\n", "")
+
+
+PARENT = """
+import os, subprocess, sys
+child = "import os, time; print(os.getppid(), flush=True); time.sleep(600)"
+open("child.py", "w").write(child)
+process = subprocess.Popen([sys.executable, "child.py"], stdout=subprocess.PIPE, text=True)
+print(os.getpid() == int(process.stdout.readline()), process.pid, flush=True)
+print(process.wait())
+"""
+
+
+def test_a_command_that_is_disturbed_is_the_parent_of_what_it_starts(tmp_path: Path) -> None:
+    (tmp_path / "parent.py").write_text(PARENT)
+    process = forked.popen([sys.executable, "parent.py"], cwd=tmp_path, stdout=subprocess.PIPE, text=True)
+    is_parent, number = process.stdout.readline().split()
+    assert is_parent == "True"
+    child = psutil.Process(int(number))
+    assert child in psutil.Process(process.pid).children() and "child.py" in child.cmdline()
+    child.kill()
+    assert process.communicate(timeout=60) == (f"{-signal.SIGKILL}\n", None)
 
 
 DIES = """

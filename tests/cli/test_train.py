@@ -23,6 +23,7 @@ from frugal.config.request import Request
 from frugal.dryrun import compare
 from frugal.planning.plan import Plan
 from frugal.report.run import read_run
+from tests import forked
 from tests.commands import Capture
 from tests.engine.gradients import bound_of_losses
 from tests.engine.reports.test_trackers import curves
@@ -172,7 +173,7 @@ def test_a_run_goes_on_with_what_there_is(folder: Path, on_two_ranks: tuple[int,
 
 def in_its_seventh_step(folder: Path, run: str) -> subprocess.Popen[str]:
     """A run that goes on from its sixth step and would not end by itself."""
-    process = subprocess.Popen(
+    process = forked.popen(
         command("--resume", "--out", run, "--steps", 100_000, "--save-every", 0), cwd=folder, env=environment(folder),
         stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True,
     )  # fmt: skip
@@ -219,7 +220,7 @@ def test_a_killed_rank_ends_the_run_and_is_named(folder: Path, on_two_ranks: tup
 
 @pytest.mark.exhaustive
 def test_ctrl_c_while_ranks_start_is_an_interrupt_too(folder: Path) -> None:
-    process = subprocess.Popen(
+    process = forked.popen(
         command("--plan", "plan2.json", "--data", "text.jsonl", "--steps", 9, "--out", "early"),
         cwd=folder, env=environment(folder), stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True,
     )  # fmt: skip

@@ -1,8 +1,8 @@
 """Whatever comes to whichever port of a run, from whoever does not know its secret: the run goes on, and is right."""
 
-import multiprocessing.process
 import os
 import signal
+import subprocess
 import sys
 import time
 from collections import Counter
@@ -11,46 +11,29 @@ from pathlib import Path
 
 import pytest
 
-from bench.ranks import forks, free_port
-from bench.runs import prepared, records
+from bench.ranks import free_port
+from bench.runs import environment, prepared, records
+from tests import forked
 from tests.fuzz.packets import attack
 
 LISTENING = "0A"  # TCP_LISTEN of the kernel
 
 
-def rank(number: int, port: int, folder: Path, out: str) -> None:
+def start(number: int, port: int, folder: Path, out: str) -> subprocess.Popen[bytes]:
     """A rank of a run on two, as `frugal train` starts it."""
-    os.environ.update(
-        RANK=str(number), LOCAL_RANK=str(number), WORLD_SIZE="2", LOCAL_SIZE="2", MASTER_ADDR="127.0.0.1",
-        MASTER_PORT=str(port), FRUGAL_SECRET="known to the ranks alone", XDG_CACHE_HOME=str(folder / "cache"),
-        OMP_NUM_THREADS="1",
-    )  # fmt: skip
-    os.chdir(folder)
-    with (folder / f"{out}-{number}").open("wb") as said:
-        for stream in (1, 2):
-            os.dup2(said.fileno(), stream)
-    sys.argv[1:] = [
-        "--plan", "plan2.json", "--data", "text.jsonl", "--steps", "2", "--save-every", "0", "--eval-every", "0",
-        "--out", out,
+    of_rank = {
+        "RANK": str(number), "LOCAL_RANK": str(number), "WORLD_SIZE": "2", "LOCAL_SIZE": "2",
+        "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port), "FRUGAL_SECRET": "known to the ranks alone",
+    }  # fmt: skip
+    words = [
+        sys.executable, "-m", "frugal.engine.run", "--plan", "plan2.json", "--data", "text.jsonl", "--steps", "2",
+        "--save-every", "0", "--eval-every", "0", "--out", out,
     ]  # fmt: skip
-    from frugal.distributed import first_failure
-    from frugal.engine import run
-
-    first_failure.run_command(run.command)
+    with (folder / f"{out}-{number}").open("wb") as said:
+        return forked.popen(words, cwd=folder, env=environment(folder) | of_rank, stdout=said, stderr=said)
 
 
-def start(number: int, *about: object) -> multiprocessing.process.BaseProcess:
-    process = forks().Process(target=rank, args=(number, *about), daemon=True)
-    process.start()
-    return process
-
-
-def tell(process: multiprocessing.process.BaseProcess, number: signal.Signals) -> None:
-    with suppress(ProcessLookupError):  # it has ended
-        os.kill(process.pid or 0, number)
-
-
-def listening(process: multiprocessing.process.BaseProcess) -> set[int]:
+def listening(process: subprocess.Popen[bytes]) -> set[int]:
     """Return the ports at which a rank listens, without gloo's: a process that connects there until a group is formed
     can take a rank's place (`frugal.distributed.connections.listeners`). Only gloo's sockets are not closed by exec."""
     inodes = set()
@@ -78,9 +61,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = prepared(tmp_path_factory.mktemp("ports"), 2)
     port = free_port()
     ranks = [start(number, port, folder, "undisturbed") for number in range(2)]
-    for each in ranks:
-        each.join(300)
-    assert [each.exitcode for each in ranks] == [0, 0], said(folder, "undisturbed")
+    assert [each.wait(300) for each in ranks] == [0, 0], said(folder, "undisturbed")
     return folder
 
 
@@ -92,17 +73,17 @@ def test_a_run_whose_ports_are_attacked_is_the_undisturbed_one(number: int, fold
     ranks = [start(0, port, folder, out)]
     end = time.monotonic() + 300
     while port not in listening(ranks[0]):
-        assert ranks[0].is_alive() and time.monotonic() < end, (folder / f"{out}-0").read_text()
+        assert ranks[0].poll() is None and time.monotonic() < end, (folder / f"{out}-0").read_text()
         time.sleep(0.01)
     taken[port] = attack(port, number)
     assert taken[port] == number, (folder / f"{out}-0").read_text()
     ranks.append(start(1, port, folder, out))
-    while any(each.is_alive() for each in ranks):
-        tell(ranks[1], signal.SIGSTOP)
+    while any(each.poll() is None for each in ranks):
+        ranks[1].send_signal(signal.SIGSTOP)
         for new in listening(ranks[0]) - set(taken):
             taken[new] = attack(new, number, seed=new)
-        tell(ranks[1], signal.SIGCONT)
+        ranks[1].send_signal(signal.SIGCONT)
         time.sleep(0.003 if is_long and len(taken) == 1 else 0.03)
     print(f"packets taken by port: {dict(taken)}; the first is where ranks meet")
-    assert [each.exitcode for each in ranks] == [0, 0], said(folder, out)
+    assert [each.returncode for each in ranks] == [0, 0], said(folder, out)
     assert losses(folder / out) == losses(folder / "undisturbed")

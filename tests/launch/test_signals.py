@@ -18,6 +18,7 @@ import pytest
 
 from bench.runs import TINY, command, environment, prepared, records
 from frugal.planning.plan import Plan
+from tests import forked
 
 SLOW_MODEL = f"""
 import time
@@ -88,9 +89,8 @@ class Run:
 
 def start(folder: Path, out: str, words: Sequence[str], *more: object, **how: Any) -> Run:
     how = {"stdout": subprocess.DEVNULL, "stderr": subprocess.PIPE} | how
-    process = subprocess.Popen(
-        [*words, *map(str, (*ENDLESS, "--out", out, *more))], cwd=folder, env=environment(folder), **how
-    )
+    start = forked.popen if words[:2] == [sys.executable, "-m"] and "frugal" in words[2] else subprocess.Popen
+    process = start([*words, *map(str, (*ENDLESS, "--out", out, *more))], cwd=folder, env=environment(folder), **how)
     return Run(process, folder / out)
 
 
@@ -129,11 +129,9 @@ def test_a_single_rank_saves_its_step_and_ends_with_0(how: str, number: signal.S
 def test_a_run_outlives_its_terminal_and_saves_its_step_when_all_processes_are_asked_to_stop(folder: Path) -> None:
     """Started as `nohup` does, with a terminal that is closed; then SIGTERM to all of its processes."""
     ours, theirs = pty.openpty()
-
-    def ignore_hangup() -> None:
-        signal.signal(signal.SIGHUP, signal.SIG_IGN)
-
-    run = start(folder, "ordeal", command("--plan", "plan2.json"), stdout=theirs, preexec_fn=ignore_hangup)
+    before = signal.signal(signal.SIGHUP, signal.SIG_IGN)
+    run = start(folder, "ordeal", command("--plan", "plan2.json"), stdout=theirs)
+    signal.signal(signal.SIGHUP, before)
     os.close(theirs)
     run.come_to(2)
     signal_all(run, signal.SIGHUP)

@@ -1,13 +1,17 @@
 """Jobs of real SLURM on several hosts: the script of launch/, the printed line, nodes that differ, requeued jobs."""
 
+import subprocess
 import sys
 from collections.abc import Iterator
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
 
-from bench.reliability.hosts import Hosts, environment, plan, until
+from bench.reliability.hosts import Hosts, plan, until
 from bench.reliability.slurm import Slurm, why_not
+from bench.runs import environment, prepared
 from frugal.errors import PlanMismatchError, RequestError
 from tests.multinode.conftest import RUN, frugal, losses
 
@@ -36,6 +40,7 @@ def submitted(slurm: Slurm, path: Path, out: str, *words: object) -> str:
     return slurm.submit(*options, SCRIPT, "--plan", path, *RUN, "--out", out, *words, given=given)
 
 
+@pytest.mark.exhaustive  # another launcher of what tests/multinode/test_nodes.py shows
 def test_the_script_trains_on_two_nodes_as_on_one(slurm: Slurm, hosts: Hosts, on_one_host: list[float]) -> None:
     job = submitted(slurm, plan(hosts, 1, 1), "job")
     assert slurm.wait(job) == "COMPLETED", (hosts.folder / "job.log").read_text()
@@ -81,8 +86,9 @@ def test_the_printed_line_starts_nodes_that_differ(slurm: Slurm, hosts: Hosts) -
         ({"NODE_RANK": "1"}, "MASTER_ADDR is not set"),
     ],
 )
-def test_a_node_that_has_no_place_in_the_plan_is_refused(hosts: Hosts, given: dict[str, str], said: str) -> None:
-    words = (sys.executable, "-m", "frugal.launch.one_node", "--plan", plan(hosts, 1, 1), *RUN, "--out", "none")
-    done = hosts.run("n1", *words, env=environment(hosts) | given, text=True)
+def test_a_node_that_has_no_place_in_the_plan_is_refused(tmp_path: Path, given: dict[str, str], said: str) -> None:
+    two: Any = SimpleNamespace(folder=prepared(tmp_path), names=("n1", "n2"))
+    words = [sys.executable, "-m", "frugal.launch.one_node", "--plan", str(plan(two, 1, 1)), *RUN, "--out", "none"]
+    done = subprocess.run(words, cwd=tmp_path, env=environment(tmp_path) | given, text=True, capture_output=True)
     assert done.returncode in (RequestError.exit_code, PlanMismatchError.exit_code)
     assert done.stderr.startswith(f"error: {said}\n  because ")
