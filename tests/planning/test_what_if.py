@@ -101,7 +101,8 @@ def test_what_helps_most_asks_least() -> None:
 
 @pytest.mark.parametrize("settings", [{}, {"micro_batch": 1}, {"gpus": 1, "mem": "80G"}])
 def test_the_most_helpful_change_is_found_without_those_that_take_more_effort(settings: dict[str, Any]) -> None:
-    made, opened = plan(**({"gpus": 4, "mem": "12G"} | settings)), []
+    asked: dict[str, Any] = {"gpus": 4, "mem": "12G"} | settings
+    made, opened = plan(**asked), []
     source = dry_running(**SMALL)
 
     def opening(request: Request, cluster: Cluster) -> Any:

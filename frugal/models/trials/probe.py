@@ -440,7 +440,7 @@ def by_samples(objective: Objective) -> Objective:
         return objective.loss_sum(model, objective.collate([_sample(row, shown) for row in rows]))
 
     with suppress(TypeError, ValueError, RuntimeError):  # of what is no number
-        return SummedLoss(loss, example={n: torch.as_tensor(each) for n, each in ({PART: 1} | shown).items()})
+        return SummedLoss(loss, example={n: torch.as_tensor(each) for n, each in {PART: 1, **shown}.items()})
     return objective
 
 
