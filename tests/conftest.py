@@ -1,5 +1,6 @@
 """Fixtures shared by all tests."""
 
+import gc
 import os
 import signal
 import sys
@@ -22,6 +23,7 @@ hypothesis.settings.register_profile("any machine", deadline=None)  # tests say 
 hypothesis.settings.load_profile("any machine")
 
 forked.use()
+gc.set_threshold(700, 10, 100)  # a whole collection, which looks at a million objects, a tenth as often
 
 
 def pytest_configure(config: pytest.Config) -> None:
@@ -42,12 +44,14 @@ def pytest_configure(config: pytest.Config) -> None:
 signal.signal(signal.SIGINT, signal.default_int_handler)  # a shell's background jobs ignore Ctrl-C, and so would ours
 
 SLOWEST = (
-    "test_tutorials.py", "multinode/test_restarts.py", "cli/test_train.py", "multinode/test_nodes.py",
-    "engine/measure/test_tuned_strategies.py", "engine/measure/test_tuner.py", "launch/test_signals.py",
-    "engine/test_oom_retry.py", "cli/test_export.py", "test_docs.py", "multinode/test_strangers.py",
-    "models/trials/test_images.py", "dryrun/test_shipped.py", "test_ds_configs.py", "faults/test_out_of_memory.py",
+    "multinode/test_restarts.py", "multinode/test_strangers.py", "models/fused/test_kernels.py", "test_tutorials.py",
+    "multinode/test_nodes.py", "cli/test_train.py", "cli/test_export.py", "engine/test_adapters.py",
+    "multinode/test_doctor.py", "deepspeed_adapter/test_simulate.py", "engine/test_exactness.py",
+    "engine/measure/test_tuned_strategies.py", "dryrun/test_truth.py", "dryrun/test_frozen.py",
+    "checkpoint/test_mirror.py", "engine/measure/test_tuner.py", "dryrun/test_loop.py", "launch/test_signals.py",
+    "engine/test_oom_retry.py", "dryrun/test_shipped.py", "test_ds_configs.py", "faults/test_out_of_memory.py",
 )  # fmt: skip
-"""Files that take half a minute and more; the first to begin, so that none is left for one worker at the end."""
+"""The slowest files, here or in `make test-all`; the first to begin, so that none is left for one worker at the end."""
 
 FASTEST = ("config", "planning", "html", "report")
 """Folders whose tests start no process: they fill the end."""
@@ -61,6 +65,7 @@ def pytest_collection_finish() -> None:
     os.environ.update({name: value for name, value in BEFORE_COLLECTION.items() if os.environ.get(name) != value})
     for name in os.environ.keys() - BEFORE_COLLECTION.keys() - {forked.SOCKET, "PYTEST_CURRENT_TEST"}:
         del os.environ[name]
+    gc.freeze()  # what was imported: collections need not look at it again, as in ranks
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:

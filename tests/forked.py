@@ -185,10 +185,14 @@ class ForkedRank(Forked):
 def _can_be_forked(words: Any, environment: dict[str, str]) -> bool:
     if not isinstance(words, list | tuple) or not words or words[0] != sys.executable:
         return False
-    first, second = ([str(word) for word in words[1:] if word != "-u"] + ["", ""])[:2]
+    first, second = [*map(str, _without_python(words)), "", ""][:2]
     is_ours = first == "-m" and (second.split(".")[0] == "frugal" or second == ranks.__name__)
     is_script = first == "-" or first.endswith(".py")
     return (is_ours or is_script) and _read_at_start(environment) == _AT_START
+
+
+def _without_python(words: Any) -> list[Any]:
+    return list(words[2:] if words[1:2] == ["-u"] else words[1:])
 
 
 def _read_at_start(environment: dict[str, str]) -> dict[str, str]:
@@ -368,7 +372,7 @@ def _be(request: dict[str, Any], descriptors: list[int], not_ours: list[int]) ->
             signal.signal(number, signal.SIG_IGN)
         if request["is_parent"]:
             _start_own()
-        code = _be_program([word for word in request["words"][1:] if word != "-u"])
+        code = _be_program(_without_python(request["words"]))
     except BaseException:
         import traceback
 

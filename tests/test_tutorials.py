@@ -19,7 +19,8 @@ def followed(line: str, folder: Path) -> str:
 
     `frugal` is started as `python -m frugal`, which `tests.forked` has at hand.
     """
-    line = line.replace("--steps 40 --out base", "--steps 2 --warmup 1 --out base").replace("--steps 40", "--steps 2")
+    shorter = "--steps 2 --warmup 1 --set train.validation-samples=8"
+    line = line.replace("--steps 40 --out base", f"{shorter} --out base").replace("--steps 40", "--steps 2")
     line = line.replace("--steps 20 --out speech", "--steps 4 --out speech")
     command, _, out = line.partition(" > ")
     program, *arguments = shlex.split(command)

@@ -16,6 +16,7 @@ from frugal import cli
 from frugal.checkpoint import in_use
 from frugal.config.hardware.cluster import Cluster, Node
 from frugal.planning.plan import Plan
+from tests import forked
 from tests.commands import Capture
 
 
@@ -145,7 +146,7 @@ def test_two_runs_in_one_folder(folder: Path, tmp_path: Path) -> None:
 
 
 def test_a_run_keeps_its_folder_also_when_memory_has_been_measured(folder: Path, tmp_path: Path) -> None:
-    process = subprocess.Popen(
+    process = forked.popen(
         command("--plan", "plan1.json", "--data", "text.jsonl", "--steps", 100, "--save-every", 0, "--out", tmp_path),
         cwd=folder, env=environment(folder), stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, text=True,
     )  # fmt: skip
@@ -161,9 +162,8 @@ def test_a_run_keeps_its_folder_also_when_memory_has_been_measured(folder: Path,
 
 
 def test_missing_data_a_full_disk_and_another_model_are_said_by_the_run_itself(folder: Path, tmp_path: Path) -> None:
-    """One process for all three, because each needs torch."""
     done = subprocess.run(
-        [sys.executable, "-c", _THREE, str(folder), str(tmp_path)], cwd=folder, env=environment(folder),
+        [sys.executable, "-", folder, tmp_path], cwd=folder, env=environment(folder), input=_THREE,
         capture_output=True, text=True, timeout=200,
     )  # fmt: skip
     assert done.returncode == 0, done.stderr

@@ -118,14 +118,18 @@ def patched(tree: ast.Module) -> Iterator[str]:
             yield str(node.value)
 
 
+PATHS = {f"{each.module}.{each.path}".rstrip(".") for each in TABLE}
+NAMES = {path.partition(":")[0] for path in PATHS} | {
+    re.sub(r"\w+:", "", path)
+    for path in PATHS  # what a class's method gives counts as the class's
+}
+
+
 def is_in_table(name: str) -> bool:
     """Whether a full name is in the table, or a module of one that is, or below one that is."""
-    paths = {f"{each.module}.{each.path}".rstrip(".") for each in TABLE}
-    given = {re.sub(r"\w+:", "", path) for path in paths}  # what a class's method gives counts as the class's
-    names = {path.partition(":")[0] for path in paths} | given
     parts = name.split(".")
-    return any(other.startswith(f"{name}.") or other == name for other in names) or any(
-        ".".join(parts[:n]) in names for n in range(3, len(parts))
+    return any(other.startswith(f"{name}.") or other == name for other in NAMES) or any(
+        ".".join(parts[:n]) in NAMES for n in range(3, len(parts))
     )
 
 

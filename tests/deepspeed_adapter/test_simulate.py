@@ -1,6 +1,7 @@
 """DeepSpeed by arithmetic takes the memory that a dry run of DeepSpeed takes, in every phase."""
 
 from collections.abc import Callable
+from functools import cache
 from typing import Any
 
 import pytest
@@ -16,6 +17,7 @@ from frugal.dryrun.messages import AskDryRun, AskTrace
 from frugal.dryrun.run import dry_run
 from frugal.dryrun.trace.trace import built, trace
 from frugal.models.objectives import CausalLM, MaskedLM, Seq2Seq, SummedLoss
+from frugal.planning.memory.timeline import ModelTrace
 from frugal.planning.strategy import Strategy
 
 pytestmark = pytest.mark.skipif(not mirrored.verify_simulation(), reason="this DeepSpeed is dry-run instead")
@@ -93,6 +95,13 @@ def asked_trace(strategy: Strategy, kind: str = "cuda") -> AskTrace:
     )  # fmt: skip
 
 
+@cache
+def traced(family: str, precision: str, lora: str | None, strategy: Strategy, kind: str) -> ModelTrace:
+    """The trace of a model, which rows share that differ only in what DeepSpeed does."""
+    model, building_bytes = built(builder(family, precision, lora))
+    return trace(model, FAMILIES[family][1](), asked_trace(strategy, kind), building_bytes=building_bytes)
+
+
 def compare(
     family: str,
     zero_stage: int,
@@ -120,8 +129,10 @@ def compare(
             rank=rank, kind=kind,
         ),
     )  # fmt: skip
-    model, building_bytes = built(build)
-    alone = trace(model, objective(), asked_trace(way, kind), building_bytes=building_bytes)
+    of_model = Strategy(
+        zero_stage=zero_stage, activation_checkpointing=way.activation_checkpointing, loss=way.loss, mlp=way.mlp
+    )
+    alone = traced(family, precision, lora, of_model, kind)
     assert covers(asked, way, alone)
     simulated = simulate(alone, asked, way, world_size=world_size, rank=rank, kind=kind, steps=equal_steps(steps > 1))
     expected = dry_run_result.timeline.intervals(MICRO_BATCH)
@@ -171,35 +182,44 @@ QUICK: list[Row] = [
     *(("llama", stage, {"precision": precision, **how})
       for stage, precision in ((0, "fp32"), (2, "bf16"), (3, "bf16")) for name, how in LAYOUTS.items()
       if stage == 3 or name in ("alone", "one in between")),
-    ("llama", 0, {"precision": "fp32", "rank": 1, **FULL, "mlp": "tiled"}),
-    ("llama", 2, {"rank": 1, "steps": 2, "mlp": "tiled"}),
     ("llama", 3, {"rank": 1, "steps": 2, **FULL, "mlp": "tiled"}),
     *((family, stage, {**layout(4, 3, 2), **FULL, **SMALL_BUCKETS}) for family, stage in (("bert", 2), ("t5", 3))),
     *(("gpt2", stage, {**layout(3, 1, 2, "cpu"), "precision": precision})  # where it is trained, it is built
-      for stage, precision in ((0, "fp32"), (2, "fp16"), (3, "fp32"))),
-    *(("llama", 3, part_on_host(*each, 0.25)) for each in ((1, 0, 2), (8, 3, 1))),
-    *(("llama", stage, {"precision": "fp32", **UNCLIPPED_SGD, **SMALL_BUCKETS}) for stage in (1, 3)),
-    ("llama", 0, {"precision": "fp32", "kind": "cpu", "steps": 2, **EIGHT_BIT, **SMALL_BUCKETS}),
-    *(("llama", stage, {"steps": 2, **EIGHT_BIT, **SMALL_BUCKETS}) for stage in (2, 3)),
-    ("llama", 2, {"steps": 2, **EIGHT_BIT, **OPTIMIZER_ON_HOST, **SMALL_BUCKETS}),
+      for stage, precision in ((2, "fp16"), (3, "fp32"))),
+    ("llama", 3, part_on_host(8, 3, 1, 0.25)),
+    ("llama", 1, {"precision": "fp32", **UNCLIPPED_SGD, **SMALL_BUCKETS}),
+    *(("llama", stage, {"steps": 2, **EIGHT_BIT, **where, **SMALL_BUCKETS})
+      for stage, where in ((3, {}), (2, OPTIMIZER_ON_HOST))),
     *(("llama", stage, {**layout(*where), **offload, **SMALL_BUCKETS}) for stage, where, offload in (
-        (2, (2, 1, 2), OPTIMIZER_ON_HOST), (3, (8, 7, 2), OPTIMIZER_ON_HOST), (3, (2, 0, 2), ALL_ON_HOST),
-        (3, (2, 1, 1, "cpu"), ALL_ON_HOST),
+        (2, (2, 1, 2), OPTIMIZER_ON_HOST), (3, (2, 0, 2), ALL_ON_HOST), (3, (2, 1, 1, "cpu"), ALL_ON_HOST),
     )),
     *(("llama", stage, {**layout(*where), **offload, **BF16_STATES, **SMALL_BUCKETS}) for stage, where, offload in (
-        (2, (2, 1, 2), {}), (3, (8, 3, 2), {}), (2, (2, 1, 2), OPTIMIZER_ON_HOST), (3, (2, 0, 2), ALL_ON_HOST),
+        (3, (8, 3, 2), {}), (2, (2, 1, 2), OPTIMIZER_ON_HOST),
     )),
     *(("llama", stage, {**layout(4, 3), "activation_checkpointing": mode, **SMALL_BUCKETS})
-      for stage, mode in ((2, "selective"), (3, "selective"), (3, "offloaded"))),
+      for stage, mode in ((2, "selective"), (3, "offloaded"))),
     *(("llama", 3, {**layout(*where), "lora": "r=4", **how}) for where, how in (
-        ((8, 3, 2), {**FULL, "loss": "tiled"}), ((4, 3, 1), {"activation_checkpointing": "selective", **SMALL_BUCKETS}),
-        ((8, 7, 2), {**OPTIMIZER_ON_HOST, **SMALL_BUCKETS}), ((2, 0, 2), {**ALL_ON_HOST, **FULL, **SMALL_BUCKETS}),
+        ((8, 3, 2), {**FULL, "loss": "tiled"}), ((2, 0, 2), {**ALL_ON_HOST, **FULL, **SMALL_BUCKETS}),
     )),
-    ("llama", 2, {**layout(2, 1, 2), "lora": f"{NF4}r=4"}),
     ("llama", 3, {**layout(2, 1, 2), "lora": f"{NF4}r=4", **FULL, **SMALL_BUCKETS}),
-    *(("llama", stage, {"lora": FROZEN, **SMALL_BUCKETS}) for stage in (2, 3)),
+    ("llama", 3, {"lora": FROZEN, **SMALL_BUCKETS}),
 ]  # fmt: skip
 RARE: list[Row] = [
+    ("gpt2", 0, {**layout(3, 1, 2, "cpu"), "precision": "fp32"}),
+    *(("llama", stage, {"precision": precision, "rank": 1, "mlp": "tiled", **how})
+      for stage, precision, how in ((0, "fp32", FULL), (2, "bf16", {"steps": 2}))),
+    ("llama", 3, part_on_host(1, 0, 2, 0.25)),
+    ("llama", 3, {"precision": "fp32", **UNCLIPPED_SGD, **SMALL_BUCKETS}),
+    ("llama", 0, {"precision": "fp32", "kind": "cpu", "steps": 2, **EIGHT_BIT, **SMALL_BUCKETS}),
+    ("llama", 2, {"steps": 2, **EIGHT_BIT, **SMALL_BUCKETS}),
+    ("llama", 3, {**layout(8, 7, 2), **OPTIMIZER_ON_HOST, **SMALL_BUCKETS}),
+    ("llama", 2, {**layout(2, 1, 2), **BF16_STATES, **SMALL_BUCKETS}),
+    ("llama", 3, {**layout(2, 0, 2), **ALL_ON_HOST, **BF16_STATES, **SMALL_BUCKETS}),
+    ("llama", 3, {**layout(4, 3), "activation_checkpointing": "selective", **SMALL_BUCKETS}),
+    ("llama", 3, {**layout(4, 3), "activation_checkpointing": "selective", "lora": "r=4", **SMALL_BUCKETS}),
+    ("llama", 3, {**layout(8, 7, 2), "lora": "r=4", **OPTIMIZER_ON_HOST, **SMALL_BUCKETS}),
+    ("llama", 2, {**layout(2, 1, 2), "lora": f"{NF4}r=4"}),
+    ("llama", 2, {"lora": FROZEN, **SMALL_BUCKETS}),
     *(("llama", stage, {"precision": precision, **LAYOUTS[name]})
       for stage, precision in ((0, "fp32"), (2, "bf16"))
       for name in ("the last of two", "more ranks than a part needs")),

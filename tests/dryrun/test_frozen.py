@@ -94,8 +94,9 @@ def test_frozen_parameters_are_as_dry_run(
     assert_as_dry_run(plan, ranks, MODELS[name])
 
 
-def trained(name: str, zero_stage: int) -> tuple[list[float], set[str], int]:
-    """Losses, the names of what changed, and the elements with optimizer states on this rank. Runs on ranks."""
+def trained(name: str, zero_stage: int) -> tuple[list[float], set[str], int, bool]:
+    """Losses, the names of what changed, the elements with optimizer states on this rank, and whether `F.linear` is
+    torch's own once the engine is gone. Runs on ranks."""
     import deepspeed
 
     torch.manual_seed(0)
@@ -103,12 +104,12 @@ def trained(name: str, zero_stage: int) -> tuple[list[float], set[str], int]:
     before = {key: value.detach().clone() for key, value in model.named_parameters()}
     plan = plan_for(torch.distributed.get_world_size(), 2, 2, zero_stage, "fp32", "selective")
     engine = initialize(model, plan, CausalLM())
-    losses = [engine.train_step(ragged_samples(8, seed=0)).loss for _ in range(4)]
+    losses = [engine.train_step(ragged_samples(8, seed=0)).loss for _ in range(3)]
     with deepspeed.zero.GatheredParameters(list(engine.module.parameters()), enabled=zero_stage == 3):
         changed = {key for key, value in engine.module.named_parameters() if not torch.equal(value, before[key])}
     states = [state["exp_avg"] for state in engine.deepspeed.optimizer.optimizer.state.values()]
     engine.destroy()
-    return losses, changed, sum(state.numel() for state in states)
+    return losses, changed, sum(state.numel() for state in states), F.linear is torch._C._nn.linear
 
 
 @pytest.mark.parametrize(
@@ -120,21 +121,13 @@ def trained(name: str, zero_stage: int) -> tuple[list[float], set[str], int]:
     ],
 )
 def test_only_what_is_trainable_is_trained_and_has_states(name: str, zero_stage: int, two_ranks: Ranks) -> None:
+    """And nothing is left behind that keeps the inputs of frozen layers, as ZeRO-3 does."""
     trainable = {key: value for key, value in MODELS[name]().named_parameters() if value.requires_grad}
-    for losses, changed, elements in two_ranks.run(trained, name, zero_stage):
+    for losses, changed, elements, is_linear_torchs in two_ranks.run(trained, name, zero_stage):
         assert losses == sorted(losses, reverse=True)
         assert changed == trainable.keys()
         assert elements == sum(parameter.numel() for parameter in trainable.values()) / 2
-
-
-def linear_after(zero_stage: int) -> bool:
-    """Whether `F.linear` is torch's own once an engine is gone. Runs on ranks."""
-    trained("adapted", zero_stage)
-    return F.linear is torch._C._nn.linear
-
-
-def test_zero_3_leaves_nothing_behind_that_keeps_the_inputs_of_frozen_layers(two_ranks: Ranks) -> None:
-    assert two_ranks.run(linear_after, 3) == [True, True]
+        assert is_linear_torchs
 
 
 def test_the_task_of_an_adapted_model_is_that_of_the_model_inside() -> None:

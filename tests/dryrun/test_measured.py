@@ -91,7 +91,7 @@ KNOWN: dict[str, dict[str, float]] = {
 }
 """Records that are off by more: the bounds of these phases, or of `reserved`."""
 
-EVERY = 6
+EVERY = 10
 """Of so many records `make test` predicts one; a dry run takes a second or two."""
 
 

@@ -23,7 +23,7 @@ from tests.engine.engines import losses_of, plan_here, running
 from tests.engine.gradients import plain_loss, with_bound
 from tests.engine.small_models import ragged_samples, tiny_gpt2
 
-NUMBERS = (1, 7, 64)
+NUMBERS = (1, 7, 23)
 
 
 class Counted(list):  # type: ignore[type-arg]  # a list of samples
@@ -82,7 +82,7 @@ def trajectory(zero_stage: int, evaluating: bool) -> list[float]:
     losses = []
     with running(plan_here(zero_stage, 6), tiny_gpt2(resid_pdrop=0.1)) as engine:
         torch.manual_seed(dist.get_rank())
-        for step in range(4):
+        for step in range(3):
             losses += losses_of(engine, step, step + 1)
             if evaluating:
                 evaluate(engine, ragged_samples(5))
@@ -100,15 +100,15 @@ def peaks(zero_stage: int, strategy: dict[str, Any], model: dict[str, Any]) -> t
     And what the evaluated model returns as its keys and values.
     """
     caches = set()
-    plan = plan_here(zero_stage, 64, 32, **strategy)
+    plan = plan_here(zero_stage, 16, 8, **strategy)
     with gauge("cpu") as memory, settled_collectives(), running(plan, tiny_gpt2(**model)) as engine:
         for step in range(2):
             memory.mark("training")
-            engine.train_step(ragged_samples(64, seed=step, shortest=64))
+            engine.train_step(ragged_samples(16, seed=step, shortest=64))
         gc.collect()
         memory.mark("evaluation")
         engine.module.register_forward_hook(lambda _model, _inputs, outputs: caches.add(outputs.past_key_values))
-        evaluate(engine, ragged_samples(65, seed=5, shortest=64))
+        evaluate(engine, ragged_samples(17, seed=5, shortest=64))
         assert engine.module.config.use_cache == model.get("use_cache", False)
         return dict(memory.phases), caches
 

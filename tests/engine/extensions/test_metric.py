@@ -9,11 +9,11 @@ import torch.distributed as dist
 
 from bench.ranks import Ranks
 from frugal.engine.engine import Engine
-from frugal.engine.evaluation import Evaluation
 from frugal.engine.extensions.metric import Metric
 from frugal.errors import RequestError
 from frugal.models.losses import predictions
 from frugal.models.objectives import SequenceClassification, SummedLoss
+from frugal.planning.plan import Plan
 from tests.engine.engines import plan_here, running
 from tests.engine.gradients import with_bound
 from tests.engine.small_models import SkipNet, points, ragged_samples, squared_error, tiny, tiny_gpt2
@@ -43,14 +43,21 @@ def classes() -> list[dict[str, Any]]:
     return [{"input_ids": each["input_ids"], "label": i % 3} for i, each in enumerate(ragged_samples(NUMBER))]
 
 
-def evaluated(task: str, *, loss: str = "plain", zero_stage: int = 2) -> Evaluation:
+def plan(zero_stage: int = 2, loss: str = "plain") -> Plan:
+    return plan_here(zero_stage, 16, tuple(range(3, 3 + dist.get_world_size())), loss=loss)
+
+
+def evaluated(loss: str, zero_stage: int) -> dict[str, float]:
     """On as many samples as do not divide; runs on ranks."""
-    plan = plan_here(zero_stage, 16, tuple(range(3, 3 + dist.get_world_size())), loss=loss)
-    if task == "classes":
-        with running(plan, tiny("sequence-classification", "bert"), SequenceClassification()) as engine:
-            return engine.evaluate(classes(), accuracy)
-    with running(plan) as engine:
-        return engine.evaluate(ragged_samples(NUMBER), Entropy() if task == "entropy" else accuracy)
+    with running(plan(zero_stage, loss)) as engine:
+        of_both = [engine.evaluate(ragged_samples(NUMBER), metric).metrics for metric in (accuracy, Entropy())]
+    return of_both[0] | of_both[1]
+
+
+def evaluated_classes() -> dict[str, float]:
+    """The same of a classifier; runs on ranks."""
+    with running(plan(), tiny("sequence-classification", "bert"), SequenceClassification()) as engine:
+        return engine.evaluate(classes(), accuracy).metrics
 
 
 def by_hand(dtype: torch.dtype) -> tuple[float, float, float]:
@@ -82,19 +89,17 @@ def test_predictions_are_those_of_plain_transformers_on_any_number_of_ranks(
     assert 0 < right < 1
     ranks: Ranks = request.getfixturevalue(fixture)
     for loss in ("plain", "tiled"):
-        for each in ranks.run(evaluated, "tokens", loss=loss, zero_stage=zero_stage):
-            assert each.metrics == {"accuracy": pytest.approx(right)}
-        for each in ranks.run(evaluated, "entropy", loss=loss, zero_stage=zero_stage):
-            assert each.metrics == {
-                "entropy": pytest.approx(entropy, rel=bound),
+        for metrics in ranks.run(evaluated, loss, zero_stage):
+            assert metrics == {
+                "accuracy": pytest.approx(right), "entropy": pytest.approx(entropy, rel=bound),
                 "first": pytest.approx(first, rel=bound),
-            }
+            }  # fmt: skip
 
 
 def test_classes_have_one_prediction_a_sample_and_ranks_change_nothing(one_rank: Ranks, two_ranks: Ranks) -> None:
-    (alone,) = one_rank.run(evaluated, "classes")
-    assert 0 < alone.metrics["accuracy"] < 1
-    assert [each.metrics for each in two_ranks.run(evaluated, "classes")] == [alone.metrics] * 2
+    (alone,) = one_rank.run(evaluated_classes)
+    assert 0 < alone["accuracy"] < 1
+    assert two_ranks.run(evaluated_classes) == [alone] * 2
 
 
 def fails(_predicted: list[np.ndarray], _labels: list[np.ndarray]) -> float:

@@ -2,6 +2,7 @@
 
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -63,6 +64,12 @@ def bound(steps: int) -> float:
     return bound_of_losses(lambda: runs.model("llama"), batches, learning_rate=1e-2)
 
 
+@pytest.fixture(scope="module")
+def whole(one_rank: Ranks) -> Any:
+    """The losses of four steps of one process."""
+    return pytest.approx(one_rank.run(runs.losses, 1, 1, 0, steps=4)[0], rel=bound(4))
+
+
 @pytest.mark.parametrize(
     ("zero_stage", "how"),
     [
@@ -85,21 +92,18 @@ def test_recomputation_tiled_loss_and_adapters_change_nothing(
 
 
 def test_without_memory_on_one_rank_all_run_the_same_samples_in_smaller_micro_batches(
-    two_ranks: Ranks, one_rank: Ranks
+    two_ranks: Ranks, whole: Any
 ) -> None:
-    assert two_ranks.run(runs.interrupted, 2)[0] == pytest.approx(
-        one_rank.run(runs.losses, 1, 1, 0, steps=4)[0], rel=bound(4)
-    )
+    assert two_ranks.run(runs.interrupted, 2)[0] == whole
 
 
 @pytest.mark.parametrize(
     ("first", "then", "zero_stages"), [(2, 1, (3, 2)), pytest.param(1, 2, (1, 3), marks=pytest.mark.exhaustive)]
 )
 def test_a_run_goes_on_where_other_numbers_of_ranks_share_samples(
-    first: int, then: int, zero_stages: tuple[int, int], tmp_path: Path, two_ranks: Ranks, one_rank: Ranks
+    first: int, then: int, zero_stages: tuple[int, int], tmp_path: Path, two_ranks: Ranks, whole: Any
 ) -> None:
-    whole = one_rank.run(runs.losses, 1, 1, 0, steps=4)[0]
-    assert two_ranks.run(runs.resumed, tmp_path, first, then, zero_stages)[0] == pytest.approx(whole, rel=bound(4))
+    assert two_ranks.run(runs.resumed, tmp_path, first, then, zero_stages)[0] == whole
 
 
 def test_a_metric_sees_each_sample_whole(two_ranks: Ranks, one_rank: Ranks) -> None:
