@@ -74,6 +74,7 @@ NAMES = (
     ),
     # Back to the state before a global batch that ran out of memory
     *needed(_OFFLOAD, _RESET, "FWD_MODULE_STACK"),
+    *needed(_SPLITTING, _RESET, "_init_external_params:_external_params"),
     *needed(_COORDINATOR, _RESET, "reset_step(self)"),
     *needed(
         "deepspeed.utils",

@@ -344,7 +344,8 @@ class Zero3(Zero):
         self._is_recording = True
 
     def _own_states(self) -> Iterator[Any]:
-        """Yield also what it gives modules: sets, and containers of parameters with attributes."""
+        """Yield also what it gives modules: sets, the parameters of others that they use, and containers of parameters
+        with attributes."""
         yield from super()._own_states()
         yield from self._of_modules
 
@@ -353,7 +354,11 @@ class Zero3(Zero):
         modules = list(self.engine.module.modules())
         sets = (vars(each)[name] for each in modules for name in vars(each) if name.startswith("ds_"))
         containers = (getattr(each._parameters, "__dict__", ()) for each in modules)
-        return [*containers, *(each for each in sets if isinstance(each, set))]
+        return [
+            *containers,
+            *(vars(each).get("_external_params", {}) for each in modules),
+            *(each for each in sets if isinstance(each, set)),
+        ]
 
     def _coordinator(self) -> Any:
         return self.optimizer.parameter_offload.get_param_coordinator()

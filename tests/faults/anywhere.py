@@ -26,12 +26,13 @@ class RunsOut(TorchDispatchMode):
     Attributes:
         at: the number of that operator; None: none.
         seen: the number of such operators so far.
+        times: how often memory has run out.
     """
 
     def __init__(self, engine: Engine) -> None:
         super().__init__()
         self.at: int | None = None
-        self.seen = 0
+        self.seen = self.times = 0
         self._engine = engine
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
@@ -39,6 +40,7 @@ class RunsOut(TorchDispatchMode):
         if guard.watching and not guard._is_agreed and not self._engine.update.is_begun:
             self.seen += 1
             if self.seen - 1 == self.at:
+                self.times += 1
                 raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 GiB")
         return func(*args, **(kwargs or {}))
 
@@ -52,7 +54,8 @@ def run(zero_stage: int, options: dict[str, Any], counts: list[int] | None, seed
     """Take some steps, in each of which memory runs out on one of the ranks as often as `TIMES` says; without `counts`,
     the number of operators of each undisturbed step, it never does.
 
-    Return also these numbers, and how often a step was begun again.
+    Return also these numbers, and how often memory ran out on this rank. A step is not begun again where it did while
+    the optimizer's states were made, which is tried twice.
     """
     strategy, world_size, draw = dict(options), dist.get_world_size(), random.Random(seed)
     request = {name: strategy.pop(name) for name in ("precision", "lora") if name in strategy}
@@ -79,4 +82,4 @@ def run(zero_stage: int, options: dict[str, Any], counts: list[int] | None, seed
             left += [place if rank == engine.rank else None for rank, place in places]
             losses.append(engine.train_step(ragged_samples(samples, seed=step)).loss)
             seen.append(out.seen)
-        return Result(whole(engine), losses, []), seen, engine.num_recoveries
+        return Result(whole(engine), losses, []), seen, out.times

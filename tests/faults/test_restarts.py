@@ -13,7 +13,6 @@ import pytest
 from bench.runs import command, environment, frugal_train, prepared, records
 from frugal.report.run import read_run
 from tests.disks import small_disk
-from tests.engine.gradients import bound_of_command
 
 pytestmark = pytest.mark.exhaustive  # each starts several runs
 
@@ -22,8 +21,8 @@ RUN = ("--data", "text.jsonl", "--steps", 30, "--save-every", 5, "--validation-d
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A tiny model without dropout, whose masks would depend on the ranks; text, and a plan for two CPU ranks."""
-    return prepared(tmp_path_factory.mktemp("restarts"), 2, resid_pdrop=0, embd_pdrop=0, attn_pdrop=0)
+    """A tiny model without dropout, whose masks would depend on the ranks; text, and plans for one CPU rank and two."""
+    return prepared(tmp_path_factory.mktemp("restarts"), 1, 2, resid_pdrop=0, embd_pdrop=0, attn_pdrop=0)
 
 
 def losses(run: Path) -> list[tuple[int, float]]:
@@ -74,6 +73,12 @@ ON_ONE = (
 )
 
 
+def apart(run: list[tuple[int, float]], whole: list[tuple[int, float]]) -> float:
+    """Return how far the losses of two runs are apart at most, relative."""
+    assert [step for step, _ in run] == [step for step, _ in whole]
+    return max(abs(loss / expected - 1) for (_, loss), (_, expected) in zip(run, whole, strict=True))
+
+
 def test_elastic_goes_on_with_the_devices_that_are_left(folder: Path, whole: list[tuple[int, float]]) -> None:
     supervised = command("--plan", "plan2.json", *RUN, "--out", "elastic", "--max-restarts", 2, "--elastic")
     supervised[1:3] = ["-c", ON_ONE]
@@ -81,10 +86,11 @@ def test_elastic_goes_on_with_the_devices_that_are_left(folder: Path, whole: lis
     assert code == 0, output + errors
     assert errors.splitlines()[1] == "1 of 2 devices are left: planning again"
     assert "2 ranks -> 1 rank" in output
-    restarted = losses(folder / "elastic")
-    assert [step for step, _ in restarted] == [step for step, _ in whole]
-    apart = [abs(loss / expected - 1) for (_, loss), (_, expected) in zip(restarted, whole, strict=True)]
-    assert max(apart) < bound_of_command(30, 1e-2)
+    code, _, errors = frugal_train(folder, "--plan", "plan1.json", *RUN, "--out", "one")
+    assert (code, errors) == (0, "")
+    # sums over one rank are rounded otherwise than over two, and how these samples amplify that no formula says
+    bound = 4 * apart(losses(folder / "one"), whole)
+    assert apart(losses(folder / "elastic"), whole) < bound < 0.01
 
 
 @pytest.fixture

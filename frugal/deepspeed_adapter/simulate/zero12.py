@@ -70,7 +70,7 @@ class SimulatedZero12(SimulatedOptimizer):
         master = host.born(self._part * state_bytes, "aten._to_copy.default", OPTIMIZER)
         stream.dies(clone)
         host.pinned(master)
-        copy = host.born(self._part * size, "aten.full.default", PARAMETERS)
+        copy = host.born(self._part * size, "aten.full.default", GRADIENTS)  # as all that `Zero.kept` knows by no name
         pinned_copy = host.pinned(copy, keep=True)
         largest = max(setting.elements) * size
         host.pinned(host.born(largest, "aten.zeros.default", GRADIENTS))
