@@ -345,8 +345,8 @@ def classes_in(mapping: str, model_type: str) -> tuple[type[Any], ...]:
     """Return the classes of a type of model in one of transformers' mappings, such as `MODEL_MAPPING`."""
     if model_type not in transformers.CONFIG_MAPPING:
         return ()
-    found = getattr(transformers, mapping).get(transformers.CONFIG_MAPPING[model_type], ())
-    return found if isinstance(found, tuple) else (found,)
+    classes = getattr(transformers, mapping).get(transformers.CONFIG_MAPPING[model_type], ())
+    return classes if isinstance(classes, tuple) else (classes,)
 
 
 def max_positions_of(config: Any) -> int | None:
