@@ -4,7 +4,6 @@ DeepSpeed is imported when a function is called, not with this module: a parent 
 """
 
 import hashlib
-import os
 import sys
 from array import array
 from collections.abc import Callable, Iterable, Iterator, Sequence
@@ -21,17 +20,16 @@ if TYPE_CHECKING:
 ON_CPU = {"DS_ACCELERATOR": "cpu"}
 """Environment variables of ranks whose device is the host."""
 
-TIMEOUT = timedelta(minutes=int(os.environ.get("DEEPSPEED_TIMEOUT", 30)))
-"""The time that a rank waits for the others before it gives up, which DeepSpeed's variable sets."""
-
 DIRECT = ("all_gather_function", "reduce_scatter_function")
 """Functions of torch.distributed that the backend calls by names of its own."""
 
 Collective = Callable[..., Any]
 
 
-def init_distributed(method: str) -> None:
+def init_distributed(method: str, timeout: timedelta) -> None:
     """Make the process group that torch's rendezvous `method` leads to, or stay in the one there is. Collective.
+
+    `timeout`: of a rank that waits for the others.
 
     Without DeepSpeed's shared-memory kernel for CPU ranks, which costs more than it saves: it is compiled when first
     used, a process killed while loading it leaves a lock on which later runs wait forever, and its buffers (66 MiB a
@@ -41,7 +39,7 @@ def init_distributed(method: str) -> None:
 
     # Not `deepspeed.comm.torch.build_shm_op`: that attribute is torch itself.
     put(sys.modules["deepspeed.comm.torch"], "build_shm_op", lambda: None)
-    deepspeed.init_distributed(auto_mpi_discovery=False, init_method=method, timeout=TIMEOUT)
+    deepspeed.init_distributed(auto_mpi_discovery=False, init_method=method, timeout=timeout)
 
 
 def exchange_within(size: int) -> "Callable[[Tensor, Tensor], None]":

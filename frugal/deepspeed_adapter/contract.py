@@ -125,6 +125,7 @@ NAMES = (
         "optimizer",
     ),
     *needed(_ZERO12, "torch's own is inside", "optimizer"),
+    *needed(_ZERO12, "half precision is averaged right under ZeRO-2, see deepspeed#8224", "gradient_average"),
     *needed(
         _ZERO3,
         "torch's AdamW for a part of the sub-groups, beside the host's",

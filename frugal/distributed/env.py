@@ -9,6 +9,7 @@ import os
 import resource
 import socket
 import warnings
+from datetime import timedelta
 from typing import NoReturn
 
 import psutil  # type: ignore[import-untyped]  # has no types
@@ -235,3 +236,8 @@ def silence_libraries() -> None:
     from transformers.utils.logging import disable_progress_bar
 
     disable_progress_bar()
+
+
+def timeout() -> timedelta:
+    """Return the time that a rank waits for the others before it gives up, which DeepSpeed's variable sets."""
+    return timedelta(minutes=int(os.environ.get("DEEPSPEED_TIMEOUT", 30)))

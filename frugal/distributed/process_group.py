@@ -110,7 +110,7 @@ def form() -> None:
         rendezvous.join_store()
     is_gloo = collectives.ON_CPU.items() <= os.environ.items()
     with nullcontext() if is_formed or not is_gloo else listeners.closed_afterwards(rendezvous.server):
-        collectives.init_distributed(rendezvous.METHOD)
+        collectives.init_distributed(rendezvous.METHOD, env.timeout())
 
 
 def free_port() -> int:

@@ -17,7 +17,7 @@ import struct
 
 import torch.distributed as dist
 
-from frugal.deepspeed_adapter.collectives import TIMEOUT
+from frugal.distributed import env
 from frugal.distributed.connections import peers
 from frugal.distributed.exchange import from_rank_0
 
@@ -45,7 +45,7 @@ class Vote:
         self._counts = rank == 0
         self._peers = peers.connect_ranks(rank, world_size, lambda port: from_rank_0(port, peers.PeerPort, group))
         for peer in self._peers:
-            peer.settimeout(TIMEOUT.total_seconds())
+            peer.settimeout(env.timeout().total_seconds())
 
     def any(self, mine: bool, what: int = 0) -> bool:
         """Return whether any rank says yes. `what`, of at most 62 bits, is for what this rank is about to do.

@@ -57,6 +57,7 @@ NAMES = (
         "forward:tensors",
     ),
     *needed("bitsandbytes", "the product of a layer", "matmul_4bit(A, B, quant_state, out, bias)"),
+    *needed("bitsandbytes.functional", "the table of scales", "name2qmap", "create_dynamic_map"),
     *needed("bitsandbytes.functional:QuantState", "what each rank has whole", "to(self, device)"),
     *needed(
         "bitsandbytes.backends.default.ops",
@@ -80,8 +81,8 @@ def library() -> Any:
     from bitsandbytes.backends.default import ops
 
     required.verify("bitsandbytes", NAMES)
-    with torch_internals.without_modes(), torch.device("cpu"):  # its tables, also where all else is on meta
-        functional.quantize_4bit(torch.zeros(64), compress_statistics=True)
+    with torch_internals.without_modes(), torch.device("cpu"):  # made once a process, also where all else is on meta
+        functional.name2qmap.setdefault("dynamic", functional.create_dynamic_map())
     product = torch.ops.bitsandbytes.gemm_4bit.default
     memory_watch.INSIDE[product] = {"cpu": ops._gemm_4bit_default_impl, "cuda": _on_gpu}
     bitsandbytes.matmul_4bit = _of_parameters(bitsandbytes.matmul_4bit)  # `Linear4bit.forward` looks it up here
