@@ -17,7 +17,17 @@ from pathlib import Path
 from typing import Any
 
 from bench.environment import environment
-from bench.recordings.loops import adapters, course, own_decoder, small_decoder, toy_decoder, turing, zero3
+from bench.recordings.loops import (
+    adapters,
+    course,
+    kernels,
+    litgpt,
+    own_decoder,
+    small_decoder,
+    toy_decoder,
+    turing,
+    zero3,
+)
 from bench.recordings.recording import FOLDER, SUFFIX, Recording
 from frugal.tools.own_loop.run import dry_run
 
@@ -113,20 +123,28 @@ PUBLISHED = {
 """`accelerator_memory_max` of results in huggingface/peft at 5d602fdbf, method_comparison/MetaMathQA, on an L40S."""
 
 
+def with_errors(
+    facts: dict[str, Any], found: course.Peaks, allocated: int | None, reserved: int | None
+) -> dict[str, Any]:
+    """Return a row of `facts` with predicted and published bytes in blocks and in segments, and the errors."""
+    made: dict[str, Any] = {**facts, "made_bytes": None}
+    for what, predicted, published in (("allocated", found[0], allocated), ("reserved", found[1], reserved)):
+        made[f"{what}_bytes"], made[f"predicted_{what}_bytes"] = published, predicted
+        made[f"{what}_error"] = None if published is None else predicted / published - 1
+    return made
+
+
 def of_adapters(method: str) -> dict[str, Any]:
     """Dry-run a method of peft's comparison and return its segments beside the published ones."""
     found: list[course.Peaks] = []
     dry_run(lambda: found.append(adapters.steps(method, LONGEST)), gpu="l40s-48g", steps=1)
-    return {
+    facts = {
         "name": f"l40s-llama-3.2-3b-{method}", "card": "l40s-48g", "torch": "2.13.0+cu130",
         "repository": "huggingface/peft",
         "known": "Llama 3.2 3B in bf16, 4 samples, 5000 steps of batches sorted by length, the cache emptied every 10",
         "assumed": f"the longest batch, {LONGEST} tokens, from `lora-rank32`, which is no row; those around it",
-        "made_bytes": None,
-        "allocated_bytes": None, "predicted_allocated_bytes": found[0][0], "allocated_error": None,
-        "reserved_bytes": PUBLISHED[method], "predicted_reserved_bytes": found[0][1],
-        "reserved_error": found[0][1] / PUBLISHED[method] - 1,
     }  # fmt: skip
+    return with_errors(facts, found[0], None, PUBLISHED[method])
 
 
 UNDER_ZERO3 = {"fp32-states": 31.38, "bf16-states": 18.93}
@@ -138,19 +156,23 @@ def under_zero3(states: str) -> dict[str, Any]:
     """Dry-run DeepSpeed's example under ZeRO-3 and return its blocks beside those that were printed, to 0.01 GiB."""
     found: list[course.Peaks] = []
     dry_run(lambda: found.append(zero3.steps(states == "bf16-states")), gpu="h100-80g", gpus=4, steps=1)
-    allocated = max(peaks[0] for peaks in found)
-    printed = UNDER_ZERO3[states]
-    return {
+    fullest = max(peaks[0] for peaks in found), max(peaks[1] for peaks in found)
+    facts = {
         "name": f"h100-zero3-6.9b-{states}", "card": "h100-80g", "torch": "not stated",
         "repository": "deepspeedai/DeepSpeedExamples",
         "known": "an encoder of 32 layers, width 4096, 1 sample of 512 tokens, layers checkpointed, ZeRO-3 on 4 GPUs "
         f"with overlapped communication and buckets of 5e7 elements, {states.replace('-', ' ')}: steps with FusedAdam",
         "assumed": "DeepSpeed 0.19.8; three steps for all; printed to 0.01 GiB, so equal figures count as exact",
-        "made_bytes": None,
-        "allocated_bytes": round(printed * 2**30), "predicted_allocated_bytes": allocated,
-        "allocated_error": 0.0 if round(allocated / 2**30, 2) == printed else allocated / 2**30 / printed - 1,
-        "reserved_bytes": None, "predicted_reserved_bytes": max(peaks[1] for peaks in found), "reserved_error": None,
     }  # fmt: skip
+    return as_printed(facts, fullest, UNDER_ZERO3[states], 2**30)
+
+
+def as_printed(facts: dict[str, Any], found: course.Peaks, printed: float, unit: int) -> dict[str, Any]:
+    """Return a row of bytes in blocks that were printed in `unit`s to two digits: exact where these are the same."""
+    made = with_errors(facts, found, round(printed * unit), None)
+    if round(found[0] / unit, 2) == printed:
+        made["allocated_error"] = 0.0
+    return made
 
 
 ADAPTED = {
@@ -198,15 +220,11 @@ def on_turing(row: tuple[Any, ...]) -> dict[str, Any]:
         known = f"{row[0]} in fp32 under autocast"
         assumed = "bf16, as torch says that a T4 has it; the transformers of that day; that rows before left nothing"
     dry_run(lambda: found.append(loop(*row)), gpu="t4-16g", steps=1, torch_version=version)
-    return {
+    facts = {
         "name": turing_name(row), "card": "t4-16g", "torch": version, "repository": repository,
         "known": f"{known}, {row[-2]} samples of {row[-1]} tokens, AdamW, the second step", "assumed": assumed,
-        "made_bytes": None,
-        "allocated_bytes": allocated, "predicted_allocated_bytes": found[0][0],
-        "allocated_error": found[0][0] / allocated - 1,
-        "reserved_bytes": reserved, "predicted_reserved_bytes": found[0][1],
-        "reserved_error": found[0][1] / reserved - 1,
     }  # fmt: skip
+    return with_errors(facts, found[0], allocated, reserved)
 
 
 def turing_name(row: tuple[Any, ...]) -> str:
@@ -226,16 +244,70 @@ def compared(row: Row) -> dict[str, Any]:
         expandable_segments=stream.expandable_segments,
         torch_version=stream.versions["torch"],
     )
-    allocated, reserved = found[0]
-    return {
+    facts = {
         "name": row.name, "card": stream.device, "torch": stream.versions["torch"],
         "repository": recording.source.repository, "known": recording.script, "assumed": row.assumed,
-        "made_bytes": recording.made_bytes,
-        "allocated_bytes": recording.peak_allocated_bytes, "predicted_allocated_bytes": allocated,
-        "allocated_error": allocated / recording.peak_allocated_bytes - 1,
-        "reserved_bytes": stream.reserved_bytes, "predicted_reserved_bytes": reserved,
-        "reserved_error": reserved / stream.reserved_bytes - 1,
     }  # fmt: skip
+    made = with_errors(facts, found[0], recording.peak_allocated_bytes, stream.reserved_bytes)
+    return made | {"made_bytes": recording.made_bytes}
+
+
+LITGPT = {
+    ("phi-1.5", 1): 4.82, ("phi-1.5", 2): 6.76, ("phi-1.5", 4): 10.68, ("stablelm-alpha-3b", 1): 9.69,
+    ("stablelm-alpha-3b", 2): 12.10, ("stablelm-alpha-3b", 4): 16.92, ("llama-2-7b", 1): 21.30,
+    ("llama-2-7b", 2): 29.07, ("llama-2-13b", 1): 38.12,
+}  # fmt: skip
+"""GB of `max_memory_allocated`, by model and samples of a micro-batch: all rows of LoRA on one GPU without quantization
+in tutorials/resource-tables.md of Lightning-AI/litgpt at 0cc02afa."""
+
+
+def of_litgpt(name: str, samples: int) -> dict[str, Any]:
+    """Dry-run the fullest micro-step of Lit-GPT's LoRA and return its blocks beside the printed ones."""
+    found: list[course.Peaks] = []
+    loop = partial(litgpt.micro_step, name, samples)
+    dry_run(lambda: found.append(loop()), gpu="a100-40g", steps=1, torch_version="2.1")
+    facts = {
+        "name": f"a100-litgpt-{name}-{samples}", "card": "a100-40g", "torch": "2.1.0+cu121",
+        "repository": "Lightning-AI/litgpt",
+        "known": f"{name} in bf16, LoRA of rank 8 on queries and values, {samples} samples of the length of the "
+        f"longest, {litgpt.SIZES[name].longest} tokens, the head in chunks of 128 tokens",
+        "assumed": "that no later micro-step is fuller; no flash-attn; printed to 0.01 GB, so equal figures are exact",
+    }  # fmt: skip
+    return as_printed(facts, found[0], LITGPT[name, samples], 10**9)
+
+
+KERNELS: dict[str, tuple[str, Callable[[], course.Peaks], float]] = {
+    "fused_add_rms_norm": ("h100-80g", partial(kernels.fused_add_rms_norm, 2048), 208.05517578125),
+    "fused_linear_cpo_loss": ("a100-80g", partial(kernels.preference, 4, 1024, by_odds=False), 12184.330078125),
+    "multi_token_attention": ("rtx3090-24g", partial(kernels.multi_token_attention, 64), 1.4814453125),
+    "rms_norm": ("a100-80g", partial(kernels.rms_norm, 1024), 80.01953125),
+    "fused_linear_cross_entropy": ("a100-80g", partial(kernels.fused_linear_cross_entropy, 32_768), 27582.5),
+    "fused_linear_orpo_loss": ("a100-80g", partial(kernels.preference, 16, 1024, by_odds=True), 33418.421875),
+    "swiglu": ("a100-80g", partial(kernels.swiglu, 1024), 1294.25),
+    "kl_div": ("h100-80g", partial(kernels.kl_div, 32_768), 14336.0),
+    "tvd": ("h100-80g", partial(kernels.tvd, 16_384), 8192.0009765625),
+    "layer_norm": ("h100-80g", partial(kernels.layer_norm, 2048), 160.09375),
+    "embedding": ("a100-80g", partial(kernels.embedding, 32_768), 12773.6875),
+    "fused_linear_jsd": ("h100-80g", partial(kernels.fused_linear_jsd, 4096), 30220.017578125),
+    "jsd": ("h100-80g", partial(kernels.jsd, 65_536), 26624.0),
+}  # fmt: skip
+"""Card, loop and MiB in blocks: 13 of the 24 pairs of a comparison and a card whose other side is plain torch, and one
+size of each, in benchmark/data/all_benchmark_data.csv of linkedin/Liger-Kernel at 2120862b, drawn with
+`random.Random(28)`. A 14th, `kto_loss`, keeps what random labels choose; the script of `fused_linear_orpo_loss` is kept
+for 1024 tokens, not for the 4096 that were drawn."""
+
+
+def of_kernels(name: str) -> dict[str, Any]:
+    """Dry-run the plain side of a comparison of kernels and return its blocks beside the published ones."""
+    found: list[course.Peaks] = []
+    card, loop, mebibytes = KERNELS[name]
+    dry_run(lambda: found.append(loop()), gpu=card, steps=1)
+    facts = {
+        "name": f"liger-{name}", "card": card, "torch": "not stated", "repository": "linkedin/Liger-Kernel",
+        "known": f"forward and backward of the plain modules that {name} is compared with, repeated",
+        "assumed": "that rows before left nothing but workspaces",
+    }  # fmt: skip
+    return with_errors(facts, found[0], round(mebibytes * 2**20), None)
 
 
 def summary(made: Sequence[dict[str, Any]]) -> dict[str, Any]:
@@ -269,6 +341,8 @@ def all_makers() -> dict[str, Callable[[], dict[str, Any]]]:
     makers |= {f"l40s-llama-3.2-3b-{method}": partial(of_adapters, method) for method in PUBLISHED}
     makers |= {f"h100-zero3-6.9b-{states}": partial(under_zero3, states) for states in UNDER_ZERO3}
     makers |= {turing_name(row): partial(on_turing, row) for row in (*ADAPTED, *UNDER_AUTOCAST)}
+    makers |= {f"a100-litgpt-{name}-{samples}": partial(of_litgpt, name, samples) for name, samples in LITGPT}
+    makers |= {f"liger-{name}": partial(of_kernels, name) for name in KERNELS}
     return makers
 
 

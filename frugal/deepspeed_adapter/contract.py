@@ -41,11 +41,6 @@ NAMES = (
     *needed(
         _ENGINE, "a gradient of the model's output is refused", "_backward_prologue(self)", "_running_engine_backward"
     ),
-    *needed(
-        _ENGINE,
-        "older ones lose a part of the gradient of a module that is used twice (deepspeed#8224)",
-        "_running_engine_backward_count",
-    ),
     *needed("deepspeed.utils.torch", "transforms of torch.func are refused", "is_functorch_transforming()"),
     *needed(
         f"{_OFFLOAD}:DeepSpeedZeRoOffload",

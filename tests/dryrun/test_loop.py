@@ -413,3 +413,26 @@ def test_layers_checkpointed_under_zero_3_are_recomputed_alike() -> None:
 
     package.dry_run(**parts(step, gpu="rtx3060-12g"))
     assert peaks
+
+
+def test_autocast_of_deepspeeds_device_is_the_cards() -> None:
+    """ZeRO-3's linear layers run backward under forward's autocast, and cast fp32 inputs; nothing else may be seen."""
+    deepspeed = pytest.importorskip("deepspeed")
+    seen: list[tuple[bool, torch.dtype]] = []
+
+    def step() -> None:
+        model = nn.Sequential(nn.LayerNorm(64), nn.Linear(64, 64))
+        config = {
+            "train_micro_batch_size_per_gpu": 1, "torch_autocast": {"enabled": True, "dtype": "torch.bfloat16"},
+            "bf16": {"enabled": True, "bf16_master_weights_and_grads": True, "bf16_optimizer_states": True},
+            "zero_optimization": {"stage": 3}, "optimizer": {"type": "AdamW", "params": {"torch_adam": True}},
+        }  # fmt: skip
+        engine, *_ = deepspeed.initialize(model=model, model_parameters=model.parameters(), config=config)
+        with torch.autocast("cuda", torch.bfloat16):
+            seen.append((torch.is_autocast_enabled("meta"), torch.get_autocast_dtype("meta")))
+            loss = engine(torch.ones(1, 8, 64, device="cuda", requires_grad=True)).sum()
+        loss.backward()
+        engine.step()
+
+    package.dry_run(**parts(step, gpu="rtx3060-12g"))
+    assert seen == [(True, torch.bfloat16)] * 2

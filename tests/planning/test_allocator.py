@@ -26,10 +26,12 @@ def replay(
     empties: tuple[int, ...] = (),
     limit_bytes: int = ENDLESS,
     expandable_segments: bool = False,
+    top_down: bool = False,
 ) -> Replay:
     """What both ways to replay agree on."""
-    found = Replays(sizes, events, empties, expandable_segments=expandable_segments).under(limit_bytes)
-    assert found == in_python(sizes, events, limit_bytes, empties=empties, expandable_segments=expandable_segments)
+    how: dict[str, Any] = {"expandable_segments": expandable_segments, "top_down": top_down}
+    found = Replays(sizes, events, empties, **how).under(limit_bytes)
+    assert found == in_python(sizes, events, limit_bytes, empties=empties, **how)
     return found
 
 
@@ -40,10 +42,20 @@ def in_python(
     *,
     empties: tuple[int, ...] = (),
     expandable_segments: bool = False,
+    top_down: bool = False,
 ) -> Replay:
     """The same without the compiled module."""
     stream = array("q", sizes), array("q", events), array("q", empties)
-    return Replay(*caching_allocator.replay_in_python(*stream, expandable_segments, limit_bytes))
+    return Replay(*caching_allocator.replay_in_python(*stream, expandable_segments, limit_bytes, None, top_down))
+
+
+@pytest.mark.parametrize(("top_down", "reserved"), [(False, 100), (True, 60)])
+def test_of_two_free_blocks_of_one_length_the_driver_decides_which_is_taken(top_down: bool, reserved: int) -> None:
+    """Half of the first segment and all of the second are free: the one at the lower address is taken, and with the
+    first in pieces a request of all of it needs a third segment."""
+    sizes = [each * MIB for each in (40, 20, 20, 20, 20, 40)]
+    events = [0, 0, 1, 2, 3, 2, 3, 4, 1, 5]
+    assert replay(sizes, events, top_down=top_down).peak_reserved_bytes == reserved * MIB
 
 
 def test_the_compiled_allocator_is_used_where_there_is_a_compiler() -> None:
@@ -228,8 +240,9 @@ def test_the_capacity_found_is_the_nearest_to_the_wanted_one_although_higher_lim
 @pytest.mark.parametrize("seed", range(5))
 def test_blocks_never_overlap_and_bytes_are_never_lost(seed: int, expandable: bool) -> None:
     sizes, events = stream(seed, 1000)
+    how: dict[str, Any] = {"expandable_segments": expandable, "top_down": seed % 2 == 0}
     for limit in (120 * MIB, ENDLESS):
-        allocator = CachingAllocator(limit, expandable_segments=expandable)
+        allocator = CachingAllocator(limit, **how)
         blocks: dict[int, LinkedBlock] = {}
         taken = [0] * len(sizes)
         for storage in events:
@@ -243,7 +256,7 @@ def test_blocks_never_overlap_and_bytes_are_never_lost(seed: int, expandable: bo
             assert allocator.allocated_bytes == sum(end - start for start, end in spans)
             assert allocator.allocated_bytes + free == allocator.reserved_bytes
             assert allocator.reserved_bytes <= limit or (expandable and allocator.reserved_bytes < 140 * MIB)
-    assert Replays(sizes, events, expandable_segments=expandable).block_bytes() == tuple(taken)
+    assert Replays(sizes, events, **how).block_bytes() == tuple(taken)
 
 
 @pytest.mark.parametrize("expandable", [False, True])

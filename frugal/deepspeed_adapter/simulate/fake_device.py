@@ -143,7 +143,7 @@ def pretend(
     contract.verify()  # before anything of it is replaced
     environment = {"RANK": str(rank), "LOCAL_RANK": "0", "WORLD_SIZE": str(world_size), "LOCAL_SIZE": "1"}
     swapping = "deepspeed.runtime.swap_tensor"
-    with ExitStack() as stack:
+    with ExitStack() as stack, patch.object(sys, "excepthook", sys.excepthook):  # torch's names the rank
         folder = stack.enter_context(temporary.folder())  # DeepSpeed makes and removes folders
         stack.enter_context(patch.dict(os.environ, environment))
         stack.callback(real_accelerator.set_accelerator, real_accelerator.get_accelerator())

@@ -47,6 +47,7 @@ typedef struct {
     bool expandable;
     int64_t limit, allocated, reserved, most_allocated, most_reserved, most_granted, least_refused;
     Blocks free[2];     /* by size, then address; [1]: small */
+    bool top_down;      /* whether segments go to the highest address with room */
     Blocks segments;    /* the first block of each segment, by address */
     Block *first[2];    /* of the expandable segments */
     Chunk *chunks;
@@ -173,14 +174,23 @@ static void reserve(Allocator *a, int64_t size) {
     if (a->reserved > a->most_reserved) a->most_reserved = a->reserved;
 }
 
-/* A segment of its own at the lowest address with room, as drivers choose that take the first fit. */
+/* A segment of its own at the lowest address with room, or at the highest. */
 static Block *new_segment(Allocator *a, int64_t size, bool small) {
-    size_t place = 0;
-    int64_t address = 0;
-    for (; place < a->segments.number; place++) {
-        Block *first = a->segments.items[place];
-        if (first->address - address >= size) break;
-        address = first->segment_end;
+    size_t place = a->top_down ? a->segments.number : 0;
+    int64_t address = a->top_down ? ENDLESS : 0;
+    if (a->top_down) {
+        for (; place > 0; place--) {
+            Block *first = a->segments.items[place - 1];
+            if (address - first->segment_end >= size) break;
+            address = first->address;
+        }
+        address -= size;
+    } else {
+        for (; place < a->segments.number; place++) {
+            Block *first = a->segments.items[place];
+            if (first->address - address >= size) break;
+            address = first->segment_end;
+        }
     }
     Block *block = new_block(a, address, size, small);
     block->segment_end = address + size;
@@ -354,9 +364,10 @@ static bool view_int64s(PyObject *object, Int64s *into, int flags) {
 
 static PyObject *replay(PyObject *module, PyObject *args) {
     PyObject *objects[4] = {NULL, NULL, NULL, Py_None};
-    int expandable;
+    int expandable, top_down = 0;
     long long limit;
-    if (!PyArg_ParseTuple(args, "OOOpL|O", &objects[0], &objects[1], &objects[2], &expandable, &limit, &objects[3]))
+    if (!PyArg_ParseTuple(args, "OOOpL|Op", &objects[0], &objects[1], &objects[2], &expandable, &limit, &objects[3],
+                          &top_down))
         return NULL;
     Int64s views[4] = {{{0}}};
     bool has_blocks = objects[3] != Py_None, is_read = true;
@@ -370,7 +381,8 @@ static PyObject *replay(PyObject *module, PyObject *args) {
     Block **live = is_read ? calloc((size_t)views[0].number + 1, sizeof *live) : NULL;
     if (is_read && live == NULL) PyErr_NoMemory();
     if (live != NULL) {
-        Allocator a = {.expandable = expandable, .limit = limit, .least_refused = ENDLESS + SMALLEST_BLOCK};
+        Allocator a = {.expandable = expandable, .limit = limit, .least_refused = ENDLESS + SMALLEST_BLOCK,
+                       .top_down = top_down};
         int outcome;
         Py_BEGIN_ALLOW_THREADS
         outcome = play(&a, live, &views[0], &views[1], &views[2], has_blocks ? views[3].items : NULL);

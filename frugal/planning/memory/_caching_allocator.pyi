@@ -7,4 +7,5 @@ def replay(
     expandable_segments: bool,
     limit_bytes: int,
     blocks: array[int] | None = None,
+    top_down: bool = False,
 ) -> tuple[int, int, bool, int, int]: ...

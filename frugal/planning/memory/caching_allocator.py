@@ -11,6 +11,11 @@ live blocks are lost. A block that ends where the segment can grow is taken last
 to what a request would take of segments (`alloc_block`), but it is pages that are mapped: what is reserved may exceed
 `set_per_process_memory_fraction` by less than a page.
 
+Of free blocks of one length the one at the lowest address is taken, so where a driver puts segments decides which. Of
+854 segments of 32 MiB and more in nine snapshots from Linux 730 were put below all others, 121 in a hole between them,
+3 above (`top_down`). A block in the middle of a segment keeps a request of all of it from fitting: with attention's
+scores in memory up to 9 % of segments depend on it.
+
 Left out: more than one stream (frugal's engine uses one; NCCL's buffers are part of the context), a limit to
 splitting, rounding to powers of two, and garbage collection thresholds, which are off by default; that the address
 space of an expandable segment ends at 9/8 of the device's memory.
@@ -60,6 +65,7 @@ def replay_in_python(
     expandable_segments: bool,
     limit_bytes: int,
     blocks: "array[int] | None" = None,
+    top_down: bool = False,
 ) -> Outcome:
     """Play storages of `sizes` bytes that begin and end as `events` says, an index at birth and again at death.
 
@@ -70,8 +76,9 @@ def replay_in_python(
         expandable_segments: whether the allocator has them.
         limit_bytes: the most that segments may take.
         blocks: is given the bytes of each storage's block; as long as `sizes`.
+        top_down: whether a segment goes to the highest address with room, not the lowest.
     """
-    allocator = CachingAllocator(limit_bytes, expandable_segments=expandable_segments)
+    allocator = CachingAllocator(limit_bytes, expandable_segments=expandable_segments, top_down=top_down)
     live: dict[int, LinkedBlock] = {}
     emptied, survived = set(empties), True
     for number, storage in enumerate(events):
@@ -109,8 +116,11 @@ class LinkedBlock:
 class CachingAllocator:
     """The allocator of one device with `limit_bytes` for segments."""
 
-    def __init__(self, limit_bytes: int = ENDLESS, *, expandable_segments: bool = False) -> None:
+    def __init__(
+        self, limit_bytes: int = ENDLESS, *, expandable_segments: bool = False, top_down: bool = False
+    ) -> None:
         self.limit_bytes = limit_bytes
+        self.top_down = top_down
         self.expandable_segments = expandable_segments
         self.allocated_bytes = self.reserved_bytes = 0
         self.peak_allocated_bytes = self.peak_reserved_bytes = 0
@@ -236,12 +246,19 @@ class CachingAllocator:
         self.peak_reserved_bytes = max(self.peak_reserved_bytes, self.reserved_bytes)
 
     def _new_address(self, size: int) -> int:
-        """Return the lowest with room, as drivers do that take the first fit."""
+        """Return the lowest with room, or the highest."""
         address = 0
-        for start, end in self._segments:
+        for start, end in [] if self.top_down else self._segments:
             if start - address >= size:
                 break
             address = end
+        if self.top_down:
+            highest = ENDLESS
+            for start, end in reversed(self._segments):
+                if highest - end >= size:
+                    break
+                highest = start
+            address = highest - size
         insort(self._segments, (address, address + size))
         return address
 

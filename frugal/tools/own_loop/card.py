@@ -445,7 +445,8 @@ def _on_torch_cuda(tracker: LoopTracker, device: Device, capability: Capability)
         torch.cuda.nvtx: dict.fromkeys(("range_push", "range_pop", "range_start", "range_end", "mark"), _always(0)),
         torch.accelerator: {name: _always(value) for name, value in accelerator.items()}
         | {"is_available": lambda: package_of(sys._getframe(1)) != "torch"},  # its threads cannot pin memory for it
-        torch: {"compile": compile_nothing, "Generator": PretendedGenerator, "load": load},
+        torch: {"compile": compile_nothing, "Generator": PretendedGenerator, "load": load}
+        | {name: _asked_of_card(getattr(torch, name)) for name in _OF_AUTOCAST},
         torch.nn.Module: {"compile": lambda *_, **__: tracker.note(COMPILED)},
         "torch._C": {"_cuda_getCurrentRawStream": _always(0)},  # bitsandbytes takes it at import where there is a card
     }
@@ -453,6 +454,19 @@ def _on_torch_cuda(tracker: LoopTracker, device: Device, capability: Capability)
         for owner, names in replaced.items():
             stack.enter_context(patch.multiple(owner, create=owner == "torch._C", **names))
         yield
+
+
+_OF_AUTOCAST = ("autocast", "is_autocast_enabled", "get_autocast_dtype")
+
+
+def _asked_of_card(function: Callable[..., Any]) -> Callable[..., Any]:
+    """Return a function of autocast for which DeepSpeed's device, meta, is the card: it runs under the script's."""
+
+    def ask(*args: Any, **kwargs: Any) -> Any:
+        named = {name: "cuda" if value == "meta" else value for name, value in kwargs.items()}
+        return function(*("cuda" if each == "meta" else each for each in args), **named)
+
+    return ask
 
 
 def _always(value: Any) -> Callable[..., Any]:

@@ -286,10 +286,10 @@ class LoopTracker(Tracker):
         return live + len(self._has_workspace) * self._workspace_bytes
 
     def replays(self) -> Replays:
-        """Return replays of the allocator, with everything until now."""
+        """Return replays of the allocator, with everything until now, on a driver of Linux."""
         timeline = self.timeline()
         expandable = self._expandable_segments
-        return Replays(timeline.fixed, timeline.events, timeline.empties, expandable_segments=expandable)
+        return Replays(timeline.fixed, timeline.events, timeline.empties, expandable_segments=expandable, top_down=True)
 
     def reset_peaks(self, *_: Any) -> None:
         """Let `peaks` count from here, as `torch.cuda.reset_peak_memory_stats`."""
