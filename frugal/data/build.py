@@ -21,7 +21,7 @@ from frugal.config.sample_lengths import TooLong
 from frugal.data import tokenizer
 from frugal.data.chat import formats
 from frugal.data.chat.formats import Chat, Prompted, TokenIds, Trained, Whole
-from frugal.data.chat.template import process_for
+from frugal.data.chat.template import ChatTemplate
 from frugal.data.report import NAMED, BuildReport
 from frugal.data.rows import NEEDED, BadRow, Columns, Row, flat, type_in_words
 from frugal.data.sources import DocumentSource, names_of, together
@@ -82,6 +82,7 @@ class SampleMaker:
     def __post_init__(self) -> None:
         self.task, self.seq_len, self.columns = self.settings.task, self.settings.seq_len, self.settings.columns
         self._trains_on_all = self.settings.train_on == "all"
+        self._template: ChatTemplate | None = None
         self.report.label_names = list(self.known_labels)
         self.report.num_labels = len(self.known_labels)
         special, end = self.tokenizer, self.tokenizer.eos_token_id
@@ -224,9 +225,11 @@ class SampleMaker:
         chats = [(where, row) for where, (row, *_) in documents if isinstance(row, Chat)]
         rendered: Iterator[Trained | BadRow] = iter(())
         if chats:
-            process = process_for(self.tokenizer, chats[0][0])
-            rendered = iter(process.encode(chats, train_on_all=self._trains_on_all))
-            self.report.template = process.template.in_words
+            self._template = self._template or ChatTemplate(self.tokenizer, chats[0][0])
+            rendered = iter(
+                [self._template.encode(chat, where, train_on_all=self._trains_on_all) for where, chat in chats]
+            )
+            self.report.template = self._template.in_words
         for where, (row, *kind) in documents:
             match row:
                 case str():

@@ -31,7 +31,7 @@ from frugal.config.sample_lengths import DOCUMENT_TOKENS, Lengths, of_counts
 from frugal.data import tokenizer as tokenizing
 from frugal.data.batches import permutation
 from frugal.data.build import SampleMaker, SampleSettings, write_samples
-from frugal.data.chat.template import BUILT_IN, end_all, marked, missing_tokens, read_template
+from frugal.data.chat.template import BUILT_IN, marked, missing_tokens, read_template
 from frugal.data.mixture import Mixture, WeightedSource, epoch_indices, shares
 from frugal.data.report import BuildReport, joined
 from frugal.data.rows import Columns
@@ -145,10 +145,7 @@ def load_corpus(
     key = hashlib.sha256(json.dumps(options, sort_keys=True).encode()).hexdigest()
 
     def write(folder: Path) -> BuildReport:
-        try:
-            return write_samples(origins, SampleMaker(tokenizer, settings, label_names), folder, held_out)
-        finally:
-            end_all()
+        return write_samples(origins, SampleMaker(tokenizer, settings, label_names), folder, held_out)
 
     with failure("the tokenised data cannot be written", hint=_OTHER_FOLDER, of=RuntimeError):  # without a home
         folder = (cache_dir or platformdirs.user_cache_path("frugal") / "data") / f"{key[:32]}-{_FORMAT}"
