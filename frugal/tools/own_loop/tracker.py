@@ -95,7 +95,12 @@ def package_of(frame: FrameType) -> str:
 
 
 class LoopTracker(Tracker):
-    """A tracker of a user's loop instead of frugal's own step."""
+    """A tracker of a user's loop instead of frugal's own step.
+
+    `top_down`: where drivers put segments, as on Linux; see `caching_allocator`.
+    """
+
+    top_down = True
 
     def __init__(
         self,
@@ -286,10 +291,10 @@ class LoopTracker(Tracker):
         return live + len(self._has_workspace) * self._workspace_bytes
 
     def replays(self) -> Replays:
-        """Return replays of the allocator, with everything until now, on a driver of Linux."""
+        """Return replays of the allocator, with everything until now."""
         timeline = self.timeline()
-        expandable = self._expandable_segments
-        return Replays(timeline.fixed, timeline.events, timeline.empties, expandable_segments=expandable, top_down=True)
+        stream = timeline.fixed, timeline.events, timeline.empties
+        return Replays(*stream, expandable_segments=self._expandable_segments, top_down=self.top_down)
 
     def reset_peaks(self, *_: Any) -> None:
         """Let `peaks` count from here, as `torch.cuda.reset_peak_memory_stats`."""
