@@ -69,7 +69,7 @@ def main() -> None:
         with closing(Pool(2)) as pool:
             for mode in shipped.MODES:
                 shipment = make(model, mode, pool)
-                path = shipped.FOLDER / shipped._file_name(model, mode)
+                path = shipped.FOLDER / f"{model}-{mode}.json.xz"
                 path.write_bytes(lzma.compress(msgspec.json.encode(shipment), preset=9))
                 sys.stderr.write(f"{path.name}: {len(shipment.traces)} traces, {path.stat().st_size >> 10} KiB\n")
 

@@ -373,7 +373,7 @@ def _saved(source: str) -> DocumentSource:
 def _hub_dataset(source: str) -> DocumentSource:
     import datasets
 
-    if not factories.hub_is_reachable():
+    if factories.hub_unreachable_because() is not None:
         factories.use_hub_cache_only()
     name, _, configuration = source.partition(":")
     try:

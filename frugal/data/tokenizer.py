@@ -34,7 +34,9 @@ def load_tokenizer(reference: str = BYTE) -> Any:
         )
     try:
         return AutoTokenizer.from_pretrained(
-            reference, trust_remote_code=False, local_files_only=is_folder or not factories.hub_is_reachable()
+            reference,
+            trust_remote_code=False,
+            local_files_only=is_folder or factories.hub_unreachable_because() is not None,
         )
     except Exception as error:  # each tokenizer class fails in its own way
         raise RequestError(

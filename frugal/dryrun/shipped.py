@@ -63,7 +63,7 @@ def trace(question: AskTrace) -> Traced | None:
 
 @functools.lru_cache(maxsize=len(MODES))
 def _shipment(model: str, mode: ActivationCheckpointing) -> Shipment | None:
-    path = FOLDER / _file_name(model, mode)
+    path = FOLDER / f"{model}-{mode}.json.xz"  # one a mode: most plans need few
     if model not in presets() or not path.is_file():
         return None
     try:
@@ -72,11 +72,6 @@ def _shipment(model: str, mode: ActivationCheckpointing) -> Shipment | None:
         logger.warning("%s is damaged (%s): the model is traced here; installing frugal anew repairs it", path, error)
         return None
     return shipment if (shipment.versions, shipment.definition) == (_versions(), _definition(model)) else None
-
-
-def _file_name(model: str, mode: ActivationCheckpointing) -> str:
-    """Return a file's name. Each mode has its own file, because most plans need few modes."""
-    return f"{model}-{mode}.json.xz"
 
 
 def _definition(model: str) -> str:

@@ -172,54 +172,6 @@ def refuse_shapes_only(reference: str, module: nn.Module) -> None:
     )
 
 
-def hub_is_reachable() -> bool:
-    """Tell whether the hub can be asked; from then on it is given up where it does not answer."""
-    is_reachable = hub_unreachable_because() is None
-    if is_reachable:
-        _limit_patience()
-    return is_reachable
-
-
-_silent: list[str] = []
-"""A message that the hub did not answer in time, once it has not."""
-
-
-@functools.cache
-def _limit_patience() -> None:
-    """Have the hub's client wait for a connection, and for more of an answer, for a limited time only.
-
-    Its own waits for ever. The hub's library has a limit on each read of a download, HF_HUB_DOWNLOAD_TIMEOUT: 10
-    seconds; here it is three times that. Left out: uploads, and answers that come byte by byte.
-    """
-    from huggingface_hub import constants, get_session, set_client_factory
-
-    usual, seconds = get_session(), 3.0 * constants.HF_HUB_DOWNLOAD_TIMEOUT
-    kind, hooks = type(usual), usual.event_hooks
-
-    def make_client() -> Any:
-        client: Any = kind(event_hooks=hooks, follow_redirects=True, timeout=None)
-        client.send = functools.partial(_send_within, seconds, client.send)
-        return client
-
-    set_client_factory(make_client)
-
-
-def _send_within(seconds: float, send: Callable[..., Any], request: Any, **options: Any) -> Any:
-    """Return `send(request, **options)`, or give the hub up where nothing comes for this time."""
-    from huggingface_hub.errors import OfflineModeIsEnabled
-
-    if request.method not in ("GET", "HEAD"):
-        return send(request, **options)
-    if not _silent:
-        request.extensions["timeout"] = dict.fromkeys(("connect", "read", "write", "pool"), seconds)
-        try:
-            return send(request, **options)
-        except sys.modules[type(request).__module__.partition(".")[0]].TimeoutException:  # httpx, or its successor
-            remedy = f"HF_HUB_DOWNLOAD_TIMEOUT={seconds:.0f} waits longer"
-            _silent.append(f"{request.url.host} does not answer within {seconds:.0f} s; {remedy}")
-    raise OfflineModeIsEnabled(_silent[0])
-
-
 @functools.cache
 def hub_unreachable_because() -> str | None:
     """Return why the hub cannot be asked: it is switched off, or its host has no address here and there is no proxy."""
@@ -246,7 +198,7 @@ def use_hub_cache_only() -> None:
 
 def why_hub_failed(error: Exception) -> str:
     """Describe a failed look-up in one line."""
-    reason = _silent[0] if _silent else hub_unreachable_because()
+    reason = hub_unreachable_because()
     if reason is None:
         return f"the hub answers: {first_line(error)}"
     return f"the hub cannot be asked ({reason}), and its local cache does not have it"

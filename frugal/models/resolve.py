@@ -220,7 +220,7 @@ def _infinite(value: dict[str, Any]) -> Any:
 def _from_hub(reference: str, task: str | None, num_labels: int | None) -> ModelSpec:
     try:
         config = transformers.AutoConfig.from_pretrained(
-            reference, trust_remote_code=False, local_files_only=not factories.hub_is_reachable()
+            reference, trust_remote_code=False, local_files_only=factories.hub_unreachable_because() is not None
         )
     except (OSError, ValueError) as error:
         raise RequestError(

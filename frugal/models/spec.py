@@ -187,7 +187,7 @@ class ModelSpec:
             config=self._config_to_build(),
             dtype=dtype,
             trust_remote_code=False,
-            local_files_only=not (may_download and factories.hub_is_reachable()),
+            local_files_only=not may_download or factories.hub_unreachable_because() is not None,
             output_loading_info=True,
             **options,
         )

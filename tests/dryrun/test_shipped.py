@@ -34,7 +34,7 @@ def _fresh() -> None:
 def test_a_damaged_trace_is_told_and_the_model_is_traced_here(
     damage: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    name = shipped._file_name("gpt2", "off")
+    name = "gpt2-off.json.xz"
     data = (shipped.FOLDER / name).read_bytes()
     middle = len(data) // 2
     (tmp_path / name).write_bytes(
