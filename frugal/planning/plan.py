@@ -277,10 +277,9 @@ class Plan:
         """
         lengths = {"steps": steps, "epochs": epochs, "train_tokens": train_tokens}
         given = {flag_of(name): number for name, number in lengths.items() if number is not None}
-        flags = [*given]
         refuse(
             (not given, "the length of a run is not known", "", "add --steps N, --epochs N or --train-tokens N"),
-            (len(flags) > 1, f"{' and '.join(flags)} were both given", "", "leave one of them out"),
+            (len(given) > 1, f"{' and '.join(given)} were both given", "", "leave one of them out"),
             *((number <= 0, f"{flag} is {number}", "it must be more than 0", None) for flag, number in given.items()),
             (
                 epochs is not None and self.grouping is None,
@@ -298,9 +297,8 @@ class Plan:
 
         `length` is that of `run_length`. Raises as it.
         """
-        cluster = self.cluster
         return self.run_length(**length).cost(
-            self.time.total_seconds, self.step_tokens, cluster.world_size, cluster.rank_noun
+            self.time.total_seconds, self.step_tokens, self.cluster.world_size, self.cluster.rank_noun
         )
 
     @property

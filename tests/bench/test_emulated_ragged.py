@@ -19,7 +19,7 @@ def test_every_kind_of_run_is_drawn_and_one_family_in_four_is_in_no_table() -> N
     drawn = [row for row, _ in ROWS]
     assert 12 <= len({row.name for row in drawn}) == len(drawn) <= 16
     assert {row.zero_stage for row in drawn} == {0, 2, 3} and {row.world_size for row in drawn} == {1, 2, 4}
-    assert {row.pack for row in drawn} == {row.overlap_comm for row in drawn} == {True, False}
+    assert {row.pack for row in drawn} == {True, False}
     assert {row.lora for row in drawn} == {None, "r=8"} and len({task for _, task in ROWS}) >= 2
     known = {*FAMILIES.values(), *(kind for kinds in ragged.KNOWN.values() for kind in kinds)}
     unseen = drawn[ragged.UNSEEN - 1 :: ragged.UNSEEN]

@@ -215,7 +215,7 @@ def test_a_killed_rank_ends_the_run_and_is_named(folder: Path, on_two_ranks: tup
         "error: a rank was ended by SIGKILL\n  because somebody sent it, or Linux: `dmesg` says which processes it "
         "ended for want of host memory\n\nhint: continue from step-000006 with --resume\n"
     )
-    assert not any(each.is_running() for each in family)
+    assert psutil.wait_procs(family, timeout=30)[1] == [], "all have ended"
 
 
 @pytest.mark.exhaustive
