@@ -258,7 +258,8 @@ def breakdown_table(plan: Plan) -> list[str]:
     lines = [f"memory of {which} {cluster.rank_noun} at its peak, in {_peak(memory)}", *rows.values()]
     if memory.reserved_bytes:
         bounds = of_device(memory.live_bytes, memory.reserved_bytes, device)
-        seen = bounds_of(replace(bounds, upper_bytes=bounds.upper_bytes + memory.reserved_above_bytes))
+        most = min(bounds.upper_bytes + memory.reserved_above_bytes, device.memory_bytes)
+        seen = bounds_of(replace(bounds, upper_bytes=max(bounds.upper_bytes, most)))
         reserved, shown = memory.reserved_bytes, memory.reserved_bytes + device.context_bytes
         steps = " over the data's lengths" if memory.counts_lengths else " for equal lengths, more for others"
         lines.append(
