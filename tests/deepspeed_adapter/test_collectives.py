@@ -10,6 +10,7 @@ from deepspeed.comm.torch import TorchBackend
 from bench.ranks import Ranks
 from frugal.deepspeed_adapter import collectives
 from frugal.deepspeed_adapter.collectives import DIRECT, Collective, collectives_of
+from frugal.distributed.connections.listeners import closed_afterwards
 from frugal.engine.oom_retry import Guard, RanksDifferError
 
 IN_STEPS = {
@@ -65,7 +66,8 @@ def test_a_guard_takes_the_place_of_the_one_before(two_ranks: Ranks) -> None:
 
 def exchanged_in_groups_of_their_own() -> bool:
     """Exchange another length on each rank, alone in its group; return whether that was done. Runs on ranks."""
-    exchange, sent = collectives.exchange_within(1), torch.arange(1.0, 2 + dist.get_rank())
+    with closed_afterwards():
+        exchange, sent = collectives.exchange_within(1), torch.arange(1.0, 2 + dist.get_rank())
     received = torch.zeros_like(sent)
     Guard(None).attempt(lambda: exchange(received, sent))
     return received.equal(sent)
