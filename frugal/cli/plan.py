@@ -129,8 +129,12 @@ def _run(values: Mapping[str, Any], settings: Mapping[str, Any]) -> dict[str, An
     tokens = values["train_tokens"]
     given = settings if tokens is None else values
     asked = build(RunSettings, {name: given.get(name) for name in ("stream", *LENGTH_NAMES)})
-    price = values["gpu_hour_price"]
-    length = {"steps": asked.steps, "epochs": asked.epochs, "train_tokens": tokens, "gpu_hour_price": price}
+    length = {
+        "steps": asked.steps,
+        "epochs": asked.epochs,
+        "train_tokens": tokens,
+        "gpu_hour_price": values["gpu_hour_price"],
+    }
     return {name: value for name, value in length.items() if value is not None}
 
 

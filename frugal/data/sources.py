@@ -374,7 +374,9 @@ def _hub_dataset(source: str) -> DocumentSource:
     import datasets
 
     if factories.hub_unreachable_because() is not None:
-        factories.use_hub_cache_only()
+        from huggingface_hub import constants
+
+        constants.HF_HUB_OFFLINE = datasets.config.HF_HUB_OFFLINE = True  # no call has an option for its cache alone
     name, _, configuration = source.partition(":")
     try:
         loaded = datasets.load_dataset(name, configuration or None, split="train")

@@ -229,18 +229,14 @@ class CheckpointWriter(CheckpointEngine):
     def save(self, state_dict: Any, path: str | Path) -> None:
         """Save with torch.save, but remember the first failure instead of raising it."""
         if self.failure is None:
-            self._leave_out(state_dict.get("module"))
+            # DeepSpeed leaves in second names, as of tied heads, and what belongs to a frozen parameter, such as scales
+            for name in list(state_dict.get("module") or ()):
+                if {name, name.rpartition(".weight.")[0] + ".weight"} & self._left_out:
+                    del state_dict["module"][name]
             try:
                 self._save(state_dict, Path(path))
             except OSError as error:
                 self.failure = error
-
-    def _leave_out(self, module: Any) -> None:
-        """Remove frozen tensors that DeepSpeed leaves in: second names, as of tied heads, and what belongs to a frozen
-        parameter, such as scales of quantised weights."""
-        for name in list(module or ()):
-            if {name, name.rpartition(".weight.")[0] + ".weight"} & self._left_out:
-                del module[name]
 
     def write(self, data: bytes, path: Path) -> None:
         """Write a file that is not torch's."""

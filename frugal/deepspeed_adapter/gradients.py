@@ -28,6 +28,7 @@ from deepspeed.runtime.zero.stage_1_and_2 import DeepSpeedZeroOptimizer
 from torch import Tensor, nn
 
 from frugal.deepspeed_adapter.collectives import entering
+from frugal.errors import refuse
 from frugal.required import in_place_of, put
 
 _END_BACKWARD, _REDUCE = "independent_gradient_partition_epilogue", "reduce_ready_partitions_and_remove_grads"
@@ -42,8 +43,13 @@ def mend(optimizer: Any, module: nn.Module) -> None:
     is_whole = isinstance(optimizer, DeepSpeedZeroOptimizer) and (optimizer.cpu_offload or optimizer.overlap_comm)
     if not is_split and not is_whole:
         return
-    reduced: set[int] = set()  # ids of parameters, since this micro-step's forward began
-    module.register_forward_pre_hook(lambda *_: reduced.clear())
+    reduced: set[int] = set()  # ids of parameters, in this micro-step
+    forwards: list[nn.Module] = []  # of the whole model, in this micro-step
+
+    @module.register_forward_pre_hook
+    def begin(module: nn.Module, _inputs: Any) -> None:
+        reduced.clear()  # of a backward that failed
+        forwards.append(module)
 
     @in_place_of(optimizer, _REDUCE)
     def note_and_reduce(reduce: Call, parameter: Any, *group: int) -> None:
@@ -52,11 +58,19 @@ def mend(optimizer: Any, module: nn.Module) -> None:
 
     @in_place_of(optimizer, _END_BACKWARD)
     def reduce_zeros_and_end(end_backward: Call) -> None:
+        refuse((
+            is_split and not forwards,
+            "ZeRO-3 trains only what the model's forward computes",
+            "the loss calls a method or a part of the model alone, where DeepSpeed begins and ends no forward",
+            "have forward do it, and call model(...); or use --zero-stage 2 or lower",
+        ))  # fmt: skip
         for i, parameter in _trained(optimizer):
             if id(parameter) not in reduced:
                 _give_gradient(optimizer, parameter)
                 getattr(optimizer, _REDUCE)(parameter, *(() if is_split else (i,)))
         end_backward()
+        reduced.clear()
+        forwards.clear()
 
 
 def _trained(optimizer: Any) -> list[tuple[int, Any]]:

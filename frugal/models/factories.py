@@ -188,14 +188,6 @@ def hub_unreachable_because() -> str | None:
     return None
 
 
-def use_hub_cache_only() -> None:
-    """Make `datasets` look into its local cache only, for the whole process: no call has an option for that."""
-    import datasets
-    from huggingface_hub import constants
-
-    constants.HF_HUB_OFFLINE = datasets.config.HF_HUB_OFFLINE = True
-
-
 def why_hub_failed(error: Exception) -> str:
     """Describe a failed look-up in one line."""
     reason = hub_unreachable_because()

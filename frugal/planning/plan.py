@@ -21,7 +21,6 @@ import msgspec
 from frugal import files
 from frugal.config.hardware.cluster import CARDS, MOST_RANKS, Cluster
 from frugal.config.request import Request, Task
-from frugal.config.setting import flag_of
 from frugal.errors import PlanMismatchError, RequestError, refuse
 from frugal.planning.batch import BatchPlan
 from frugal.planning.memory.breakdown import MemoryBreakdown
@@ -275,8 +274,8 @@ class Plan:
         Raises:
             RequestError: none or several do, or the plan does not know how many samples an epoch has.
         """
-        lengths = {"steps": steps, "epochs": epochs, "train_tokens": train_tokens}
-        given = {flag_of(name): number for name, number in lengths.items() if number is not None}
+        numbers = (("--steps", steps), ("--epochs", epochs), ("--train-tokens", train_tokens))
+        given = {flag: number for flag, number in numbers if number is not None}
         refuse(
             (not given, "the length of a run is not known", "", "add --steps N, --epochs N or --train-tokens N"),
             (len(given) > 1, f"{' and '.join(given)} were both given", "", "leave one of them out"),

@@ -94,6 +94,28 @@ def test_an_unused_parameter_gets_no_gradient_of_an_earlier_step(
     assert_exact(one_rank, *cases)
 
 
+def by_a_method(model: Any, batch: dict[str, torch.Tensor]) -> torch.Tensor:
+    """Return the loss of what the module's own function computes, past its hooks and the engine's."""
+    module = getattr(model, "module", model)
+    return squared_error(lambda *inputs: type(module).forward(module, *inputs), batch)  # type: ignore[arg-type]
+
+
+def routed_by_a_method(*of: Any) -> Case:
+    return replace(routed(*of), loss=by_a_method)
+
+
+@pytest.mark.parametrize(("zero_stage", "place"), [(1, OFFLOADED), (2, {}), (2, OFFLOADED), (3, {})])
+def test_a_loss_that_calls_a_method_is_exact_or_refused(
+    zero_stage: int, place: dict[str, Any], one_rank: Ranks
+) -> None:
+    of = ("heads", (*ALIKE, IN_TURNS, IN_TURNS[::-1]), "sgd", 1, zero_stage, 4, place)
+    (run,) = one_rank.run(train, routed_by_a_method, *of)
+    if zero_stage == 3:
+        assert run.refusal is not None and "ZeRO-3 trains only what the model's forward computes" in run.refusal
+    else:
+        assert error_of(routed_by_a_method(*of), run) is None
+
+
 @pytest.mark.parametrize(
     ("zero_stage", "fixture", "kinds"),
     [
