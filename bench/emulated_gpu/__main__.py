@@ -29,7 +29,7 @@ import msgspec
 
 from bench.emulated_gpu.cards import CARDS
 from bench.emulated_gpu.table import OF_CARD, configurations
-from bench.gpu.configurations import Configuration
+from bench.gpu.configurations import Configuration, device
 from bench.gpu.predictions import Prediction, predict
 from bench.gpu.records import records
 from bench.gpu.report import Row, table
@@ -114,7 +114,7 @@ def _predictions(
         of_card = [each for each in chosen if each.card == card]
         missing = [each for each in of_card if each.name not in by_name]
         memory = int(find_card(CARDS[card].frugal_name).memory_bytes)
-        for each in told(predict(missing, "cuda", memory, folder)):
+        for each in told(predict(missing, device("cuda", memory), folder)):
             by_name[each.configuration.name] = each
             if given is not None:
                 given.write_bytes(msgspec.json.encode(list(by_name.values())))
@@ -149,7 +149,7 @@ def _measured(predictions: Sequence[Prediction], asked: Any, folder: Path, old: 
         if asked.record is not None:
             head = bench.head | {"device": f"emulated {card}"}
             mine = [row for row in rows if row.prediction in of_card]
-            for record in records(mine, "cuda", bench.device_bytes, head, folder):
+            for record in records(mine, device("cuda", bench.device_bytes), head, folder):
                 print(f"recorded {record.write(asked.record)}")
     return rows
 

@@ -11,7 +11,7 @@ from bench.emulated_gpu.cards import CARDS
 from bench.gpu import models
 from bench.plans import plan_by_hand
 from frugal.config.adapters import Lora
-from frugal.config.hardware.cluster import Cluster, Device, DeviceKind, Node, find_card
+from frugal.config.hardware.cluster import GENERIC, Card, Cluster, Device, DeviceKind, Node, find_card
 from frugal.config.request import Precision, Request
 from frugal.planning.batch import BatchPlan
 from frugal.planning.plan import Plan
@@ -96,10 +96,10 @@ class Configuration:
             lora=None if self.lora is None else Lora.of(self.lora),
         )
 
-    def device(self, kind: DeviceKind, memory_bytes: int) -> Device:
-        """What is measured: a device of so much memory, or the emulated card, with nothing kept free."""
+    def device(self, here: Device) -> Device:
+        """What is measured: the emulated card with nothing kept free, or `here`."""
         if self.card is None:
-            return device(kind, memory_bytes, 0)
+            return here
         card = find_card(CARDS[self.card].frugal_name).device(self.precision, num_gpus=1)
         return replace(card, context_bytes=0, margin_bytes=0)
 
@@ -146,11 +146,13 @@ def cluster(device: Device, world_size: int = 1) -> Cluster:
     return Cluster(nodes=(Node(devices=(device,) * world_size),), intra_bandwidth=1e9, inter_bandwidth=1e9)
 
 
-def device(kind: DeviceKind, memory_bytes: int, context_bytes: int) -> Device:
-    """A device without a margin: what is asked here is how much it takes, not how much to keep free."""
+def device(kind: DeviceKind, memory_bytes: int, card: Card = GENERIC) -> Device:
+    """A device without context and margin: what is asked here is how much tensors take, not how much to keep free."""
     return Device(
-        name="measured", kind=kind, memory_bytes=memory_bytes, context_bytes=context_bytes, margin_bytes=0,
+        name="measured", kind=kind, memory_bytes=memory_bytes, context_bytes=0, margin_bytes=0,
         matrix_flops=1e14, memory_bandwidth=1e12,
+        compute_capability=card.compute_capability if kind == "cuda" else None,
+        resident_threads=card.threads(memory_bytes) if kind == "cuda" else 0,
     )  # fmt: skip
 
 

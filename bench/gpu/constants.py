@@ -26,6 +26,7 @@ def constants() -> dict[str, Any]:
         "device": properties.name,
         "device_bytes": total,
         "compute_capability": f"{properties.major}.{properties.minor}",
+        "resident_threads": properties.multi_processor_count * properties.max_threads_per_multi_processor,
         "context_bytes": {"empty": _outside()},
         "workspace_bytes": {},
     }

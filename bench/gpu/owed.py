@@ -7,11 +7,14 @@ torch's own, and values and times mean nothing.
 
     python -m bench.gpu.owed --minutes 25
     python -m bench.gpu.owed --only offload --only measure        (checks whose names have one of these words)
+    python -m bench.gpu.owed --processes 5        (so many beside each other: times mean less)
 
 1. `truth`: the table of `bench.gpu.truth`.
-2. `calibrate`, `measure`: a plan, measured free and capped at its promise; with the figure that nvidia-smi shows.
+2. `context`, `calibrate`, `measure`: memory beyond tensors, part by part; a plan, measured free and capped at its
+   promise, with the figure that nvidia-smi shows.
 3. `allocator`: random requests through torch's allocator and through the replay, plain and with expandable segments.
-4. `attention`, `reductions`, `requests`: which kernels this card takes, and what they ask of the allocator.
+4. `attention`, `reductions`, `requests`, `numerics`: which kernels this card takes, what they ask of the allocator,
+   how far fused ones are from fp64.
 5. `train: ...`: runs of `frugal train` in every way that one GPU allows: promised and measured bytes, recoveries,
    predicted and measured tokens per second.
 6. `same: ...`: two runs that must have the same losses: other micro-batches; interrupted, and resumed.
@@ -24,7 +27,8 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass
+from concurrent.futures import ThreadPoolExecutor, as_completed
+from dataclasses import dataclass, replace
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any
@@ -36,8 +40,10 @@ from bench.gpu.truth import RESULTS, environment
 from frugal.planning.plan import Plan
 
 STEPS = 8
-PLANNED = ("--model", "gpt2", "--gpus", "1", "--mem", "10G", "--seq-len", "512", "--global-batch", "32")
+PLANNED = ("--model", "gpt2", "--gpus", "1", "--seq-len", "512", "--global-batch", "32")
 LORA = ("--lora", "r=16")
+PRETRAINED = "from transformers import GPT2Config as C, GPT2LMHeadModel as M; M(C()).save_pretrained(r'{}')"
+"""Makes the weights that adapters are put around: frugal refuses to freeze random ones."""
 PLAIN_SEGMENTS = "PYTORCH_ALLOC_CONF=expandable_segments:False"  # in the environment, not a flag
 TRAINED: dict[str, tuple[str, ...]] = {
     "as planned": (),
@@ -54,7 +60,7 @@ TRAINED: dict[str, tuple[str, ...]] = {
     "packed": ("--pack",),
     "whole logits": ("--loss", "plain"),
     "LoRA": LORA,
-    "QLoRA": (*LORA, "--quantize"),
+    "QLoRA": (*LORA, "--quantize", "nf4"),
 }
 """Flags of a plan, by what is tried. gpt2 is small: what a way costs beside it shows."""
 
@@ -66,11 +72,15 @@ SAME: dict[str, tuple[str, ...]] = {
 
 @dataclass(frozen=True)
 class Check:
-    """One check: its name, the most minutes it may take, and what runs it in a folder and returns its facts."""
+    """One check: its name, the most minutes it may take, and what runs it in a folder and returns its facts.
+
+    `alone`: it measures the whole device, and runs before those that run beside each other.
+    """
 
     name: str
     minutes: float
     run: Callable[["Runner", Path], dict[str, Any]]
+    alone: bool = False
 
 
 @dataclass
@@ -112,6 +122,7 @@ def main() -> int:
     parser.add_argument("--minutes", type=float, default=25.0, help="when to be done  [default: 25]")
     parser.add_argument("--only", action="append", default=[], metavar="WORD", help="checks whose names have this word")
     parser.add_argument("--emulated", metavar="CARD", help="run on an emulated card, such as t4")
+    parser.add_argument("--processes", type=int, default=1, help="checks beside each other  [default: 1]")
     parser.add_argument("--out", type=Path, help="[default: bench/results/gpu-owed-DEVICE.json]")
     asked = parser.parse_args()
     end = time.monotonic() + 60 * asked.minutes
@@ -121,17 +132,24 @@ def main() -> int:
     runner = Runner(python, given | {"HF_HUB_OFFLINE": "1"}, end)
     device = _device(runner)
     out = asked.out or RESULTS / f"gpu-owed-{device.lower().replace(' ', '-')}.json"
+    chosen = [each for each in checks(out.with_suffix("")) if _is_asked_for(each, asked.only)]
     rows: dict[str, Any] = {}
-    for check in checks(out.with_suffix("")):
-        if asked.only and not any(word in check.name for word in asked.only):
-            continue
-        rows[check.name] = _checked(check, runner, end)
-        print(f"{check.name:32} {msgspec.json.encode(rows[check.name]).decode()[:300]}", flush=True)
-        head = environment(device, "cuda", "bench.gpu.owed")
-        out.parent.mkdir(parents=True, exist_ok=True)
-        out.write_bytes(msgspec.json.format(msgspec.json.encode(head | {"checks": rows})) + b"\n")
+    for alone in (True, False):
+        with ThreadPoolExecutor(1 if alone else asked.processes) as pool:
+            results = {pool.submit(_checked, each, runner, end): each for each in chosen if each.alone == alone}
+            for result in as_completed(results):
+                name = results[result].name
+                rows[name] = result.result()
+                print(f"{name:32} {msgspec.json.encode(rows[name]).decode()[:300]}", flush=True)
+                head = environment(device, "cuda", "bench.gpu.owed") | {"processes": asked.processes}
+                out.parent.mkdir(parents=True, exist_ok=True)
+                out.write_bytes(msgspec.json.format(msgspec.json.encode(head | {"checks": rows})) + b"\n")
     print(f"\nwrote {out}")
     return int(any("failure" in row for row in rows.values()))
+
+
+def _is_asked_for(check: Check, words: list[str]) -> bool:
+    return not words or any(word in check.name for word in words)
 
 
 def _checked(check: Check, runner: Runner, end: float) -> dict[str, Any]:
@@ -139,7 +157,7 @@ def _checked(check: Check, runner: Runner, end: float) -> dict[str, Any]:
     begun = time.monotonic()
     if begun >= end:
         return {"not_run": "no time was left"}
-    runner.deadline = min(end, begun + 60 * check.minutes)
+    runner = replace(runner, deadline=min(end, begun + 60 * check.minutes))
     with TemporaryDirectory(prefix="gpu-owed-") as folder:
         try:
             facts = check.run(runner, Path(folder))
@@ -150,10 +168,13 @@ def _checked(check: Check, runner: Runner, end: float) -> dict[str, Any]:
 
 def checks(folder: Path) -> Iterator[Check]:
     """Yield the checks in order of worth; `folder` keeps the files that some of them write."""
+    folder.mkdir(parents=True, exist_ok=True)
     yield Check(
-        "truth", 9.5, lambda run, _: _output(run("bench.gpu.truth", "--minutes", 9, "--out", folder / "truth.json"))
-    )
-    yield Check("measure", 4, _measured)
+        "truth", 9.5, lambda run, _: _output(run("bench.gpu.truth", "--minutes", 9, "--out", folder / "truth.json")),
+        alone=True,
+    )  # fmt: skip
+    yield Check("context", 1, lambda run, _: _output(run("bench.gpu.context", folder / "context.json")), alone=True)
+    yield Check("measure", 4, _measured, alone=True)
     for name, flags in TRAINED.items():
         yield Check(f"train: {name}", 4, lambda run, here, flags=flags: _trained(run, here, flags))
     yield Check("same: other micro-batches", 5, _same_micro_batches)
@@ -163,8 +184,9 @@ def checks(folder: Path) -> Iterator[Check]:
     for name in ("attention", "reductions", "requests"):
         file = folder / f"{name}.json.xz"
         yield Check(name, 2, lambda run, _, name=name, file=file: _output(run(f"bench.kernels.{name}", file)))
+    yield Check("numerics", 2, lambda run, _: _output(run("bench.kernels.numerics")))
     yield Check(
-        "calibrate", 3, lambda run, _: msgspec.json.decode(_ended(run("frugal", "measure", "--calibrate", "--json")))
+        "calibrate", 3, lambda run, _: _answer(_ended(run("frugal", "measure", "--calibrate", "--json"))), alone=True
     )
 
 
@@ -193,6 +215,11 @@ def _output(done: tuple[int, str]) -> dict[str, Any]:
     return {"output": _ended(done).splitlines()[-30:]}
 
 
+def _answer(output: str) -> Any:
+    """The JSON in a command's output, among its notes."""
+    return msgspec.json.decode(output[output.index("{") : output.rindex("}") + 1])
+
+
 def _allocator(run: Runner, segments: str) -> dict[str, Any]:
     setting = {"PYTORCH_ALLOC_CONF": f"expandable_segments:{segments == 'expandable'}"}
     return _output(Runner(run.python, {**run.environment, **setting}, run.deadline)("bench.gpu.allocator"))
@@ -202,15 +229,18 @@ def _planned(run: Runner, folder: Path, *flags: str) -> Plan:
     folder.mkdir(exist_ok=True)
     setting = dict(flag.split("=", 1) for flag in flags if flag == PLAIN_SEGMENTS)
     planner = Runner(run.python, {**run.environment, **setting}, run.deadline)
-    _ended(planner("frugal", "plan", *PLANNED, *(flag for flag in flags if flag != PLAIN_SEGMENTS), "-o", folder))
+    asked = [*PLANNED, *(flag for flag in flags if flag != PLAIN_SEGMENTS)]
+    if LORA[0] in flags:
+        subprocess.run([run.python, "-c", PRETRAINED.format(folder / "model")], env=dict(run.environment), check=True)
+        asked += ["--model", str(folder / "model")]
+    _ended(planner("frugal", "plan", *asked, "-o", folder))
     return Plan.read(folder / "plan.json")
 
 
 def _measured(run: Runner, folder: Path) -> dict[str, Any]:
     """A plan measured free and capped; memory may end at the cap, which is a fact and no failure."""
     plan = _planned(run, folder)
-    output = _ended(run("frugal", "measure", folder / "plan.json", "--capped", "--json"), (0, 5))
-    found = msgspec.json.decode(output[output.index("{") : output.rindex("}") + 1])
+    found = _answer(_ended(run("frugal", "measure", folder / "plan.json", "--capped", "--json"), (0, 5)))
     promised = {"needed": plan.memory.total_bytes, "reserved_with_room": plan.memory.reserved_bytes}
     return {"promised_bytes": promised, "context_bytes_assumed": plan.memory.context, "measured": found}
 
@@ -231,7 +261,8 @@ def _train(run: Runner, folder: Path, out: str, *flags: object, **options: Any) 
 def _trained(run: Runner, folder: Path, flags: tuple[str, ...]) -> dict[str, Any]:
     """A run beside its plan. The peak is of steps, an evaluation and a save."""
     plan = _planned(run, folder, *flags)
-    steps = _train(run, folder, "run")
+    tokenizer = ("--tokenizer", "byte") if LORA[0] in flags else ()  # random weights know no tokens
+    steps = _train(run, folder, "run", *tokenizer)
     later = steps[STEPS // 2 :] or steps
     positions = plan.batch.global_batch * plan.request.seq_len
     return {

@@ -9,7 +9,7 @@ from typing import Any
 import msgspec
 
 from bench.gpu.configurations import Configuration, cluster
-from frugal.config.hardware.cluster import DeviceKind
+from frugal.config.hardware.cluster import Device
 from frugal.dryrun.client import DryRunSource, likely_fullest, workers
 from frugal.dryrun.compare import Figures, predicted
 from frugal.dryrun.messages import DryRun
@@ -42,14 +42,16 @@ class Prediction(msgspec.Struct, frozen=True, kw_only=True):
     failure: str | None = None
 
 
-def predict(chosen: list[Configuration], kind: DeviceKind, memory_bytes: int, folder: Path) -> Iterator[Prediction]:
-    """Dry-run every configuration; a micro-batch of 0 becomes the largest that fits."""
+def predict(chosen: list[Configuration], here: Device, folder: Path) -> Iterator[Prediction]:
+    """Dry-run every configuration on its emulated card, or else `here`; a micro-batch of 0 becomes the largest that
+    fits.
+    """
     pool = workers()
     try:
         for each in chosen:
             start = time.perf_counter()
             try:
-                found = _predict(each, each.device(kind, memory_bytes), folder, pool)
+                found = _predict(each, each.device(here), folder, pool)
                 yield msgspec.structs.replace(found, seconds=time.perf_counter() - start)
             except (FrugalError, RuntimeError) as error:  # a failure is a result
                 yield Prediction(configuration=each, failure=str(error).strip().splitlines()[-1])
@@ -57,7 +59,7 @@ def predict(chosen: list[Configuration], kind: DeviceKind, memory_bytes: int, fo
         pool.close()
 
 
-def _predict(asked: Configuration, here: Any, folder: Path, pool: Any) -> Prediction:
+def _predict(asked: Configuration, here: Device, folder: Path, pool: Any) -> Prediction:
     with DryRunSource(asked.request(folder), cluster(here, asked.world_size), pool=pool) as source:
         facts = source.facts()
         strategy = asked.strategy(facts.trainable_parameters)

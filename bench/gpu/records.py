@@ -7,7 +7,7 @@ from typing import Any
 
 from bench.gpu.configurations import cluster
 from bench.gpu.report import Row
-from frugal.config.hardware.cluster import DeviceKind
+from frugal.config.hardware.cluster import Device
 from frugal.dryrun.compare import Measurement
 from frugal.engine.measure.record import Capped, Measured, RankMeasurement
 
@@ -18,9 +18,7 @@ LARGEST = 250_000_000
 """Parameters (elements) of a recorded model, so that its dry run takes a second or two."""
 
 
-def records(
-    rows: Sequence[Row], kind: DeviceKind, device_bytes: int, head: Mapping[str, Any], folder: Path
-) -> list[Measurement]:
+def records(rows: Sequence[Row], here: Device, head: Mapping[str, Any], folder: Path) -> list[Measurement]:
     """The measured rows of small models that are to be kept; `folder` is where their models were written."""
     small = [row for row in rows if row.measured and row.prediction.parameters <= LARGEST]
     stages = sorted({row.prediction.configuration.zero_stage for row in small})
@@ -28,13 +26,12 @@ def records(
     chosen: list[Row] = []
     while len(chosen) < MOST and any(of_stage.values()):
         chosen += [waiting.pop(0) for waiting in of_stage.values() if waiting][: MOST - len(chosen)]
-    return [_record(row, kind, device_bytes, head, folder) for row in chosen]
+    return [_record(row, row.prediction.configuration.device(here), head, folder) for row in chosen]
 
 
-def _record(row: Row, kind: DeviceKind, device_bytes: int, head: Mapping[str, Any], folder: Path) -> Measurement:
+def _record(row: Row, here: Device, head: Mapping[str, Any], folder: Path) -> Measurement:
     configuration, figures, answer = row.prediction.configuration, row.prediction.figures, row.runs["free"].answer
     assert figures is not None and answer.model is not None
-    here = configuration.device(kind, device_bytes)
     plan = configuration.plan(folder, here, row.prediction.trainable_parameters)
     rank = RankMeasurement(
         phases=answer.phases,
@@ -51,7 +48,7 @@ def _record(row: Row, kind: DeviceKind, device_bytes: int, head: Mapping[str, An
         strategy=plan.strategy,
         batch=plan.batch,
         predicted=figures,
-        measured=Measured.of([rank], kind),
+        measured=Measured.of([rank], here.kind),
         capped=None
         if capped is None or capped.cap_bytes is None
         else Capped(limit_bytes=capped.cap_bytes, survived=capped.answer.survived),

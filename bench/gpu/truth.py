@@ -1,9 +1,10 @@
 """`python -m bench.gpu.truth`: predicted memory against a real GPU, in one call of under ten minutes.
 
-On a machine with a CPU:      python -m bench.gpu.truth --predict predictions.json --memory 139.8G
+On a machine with a CPU:      python -m bench.gpu.truth --predict predictions.json --card h200-141g
 On the machine with the GPU:  python -m bench.gpu.truth --predictions predictions.json --minutes 9
 Without predictions they are made first, on the same machine, which takes some minutes of its cores. With --record
-tests/measured the small models become records, against which predictions are tested for ever without a GPU.
+tests/measured the small models become records, against which predictions are tested for ever without a GPU. With
+--go-on RESULT the runs are made that an earlier result lacks, and those capped at another promise.
 
 Needs on both: torch, deepspeed, transformers, accelerate, msgspec, click, rich, psutil, platformdirs, numpy.
 
@@ -24,7 +25,7 @@ import platform
 import sys
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from datetime import UTC, datetime
@@ -37,7 +38,7 @@ import msgspec
 
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
 
-from bench.gpu.configurations import configurations
+from bench.gpu.configurations import configurations, device
 from bench.gpu.predictions import Prediction, predict
 from bench.gpu.process import Process, Traits
 from bench.gpu.records import records
@@ -45,8 +46,8 @@ from bench.gpu.report import CAPPED_EXPANDABLE, Finished, Row, summary, table
 from bench.gpu.streams import Stream
 from bench.gpu.worker import Answer, Constants, Run
 from frugal.config.hardware import local_host
-from frugal.config.hardware.cluster import DeviceKind
-from frugal.units import GIB, MIB, parse_bytes
+from frugal.config.hardware.cluster import Device, DeviceKind, find_card, of_driver
+from frugal.units import MIB, parse_bytes
 
 RESULTS = Path(__file__).parents[1] / "results"
 SHARE = 0.95  # of a device's memory that runs may take together
@@ -249,30 +250,34 @@ def main() -> int:
     with TemporaryDirectory(prefix="gpu-truth-") as name:
         folder = Path(name)
         if asked.predict is not None:
-            found = list(told(predict(chosen, kind, asked.memory, folder)))
+            found = list(told(predict(chosen, _expected(kind, asked), folder)))
             asked.predict.write_bytes(msgspec.json.format(msgspec.json.encode(found)) + b"\n")
             return int(any(each.failure for each in found))
         with _measuring(kind) as (constants, device_name):
-            memory = constants.get("device_bytes", asked.memory)
+            here = _found(constants) if constants else _expected(kind, asked)
+            old = msgspec.json.decode(asked.go_on.read_bytes())["rows"] if asked.go_on is not None else []
+            rows = [Row.read(content) for content in old]
             if asked.predictions is not None:
                 found = msgspec.json.decode(asked.predictions.read_bytes(), type=list[Prediction])[: asked.first]
             else:
-                found = list(told(predict(chosen, kind, memory, folder)))
+                found = list(told(predict(chosen, here, folder)))
             bench = Bench(
                 kind=kind,
                 folder=folder,
-                device_bytes=memory,
+                device_bytes=here.memory_bytes,
+                rows=rows,
                 deadline=start + 60 * asked.minutes - LAST_SECONDS,
                 limit=start + 60 * asked.minutes - LAST_SECONDS / 8,
                 out=asked.out or RESULTS / f"gpu-truth-{device_name.lower().replace(' ', '-')}.json",
                 head=environment(device_name, kind) | {"constants": constants},
                 streams=asked.streams,
             )
+            known = {row.prediction.configuration.name: row for row in rows}
             for each in found:
-                bench.add(each)
+                bench.add(each, known.get(each.configuration.name))
             bench.work(asked.processes or (3 if kind == "cuda" else 1))
             if asked.record is not None:
-                for record in records(bench.rows, kind, memory, bench.head, folder):
+                for record in records(bench.rows, here, bench.head, folder):
                     print(f"recorded {record.write(asked.record)}")
     print("\n" + "\n".join(table(bench.rows)))
     if constants:
@@ -287,13 +292,27 @@ def _arguments() -> argparse.Namespace:
     parser.add_argument("--minutes", type=float, default=9.0, help="when to be done  [default: 9]")
     parser.add_argument("--predict", type=Path, metavar="FILE", help="only predict, into this file")
     parser.add_argument("--predictions", type=Path, metavar="FILE", help="predictions made before")
-    parser.add_argument("--memory", type=parse_bytes, default=80 * GIB, help="of the GPU, for --predict")
+    parser.add_argument("--memory", type=parse_bytes, help="of the GPU, for --predict  [default: the card's]")
+    parser.add_argument("--card", type=find_card, default="a100-80g", help="that GPU  [default: a100-80g]")
+    parser.add_argument("--go-on", type=Path, metavar="RESULT", help="keep the runs of an earlier result")
     parser.add_argument("--processes", type=int, help="that share the GPU  [default: 3, on a CPU 1]")
     parser.add_argument("--first", type=int, metavar="N", help="only the first N configurations")
     parser.add_argument("--record", type=Path, metavar="FOLDER", help="keep small models as records: tests/measured")
     parser.add_argument("--streams", type=Path, metavar="FOLDER", help="keep what was asked of the allocator")
     parser.add_argument("--out", type=Path, help="[default: bench/results/gpu-truth-DEVICE.json]")
     return parser.parse_args()
+
+
+def _expected(kind: DeviceKind, asked: argparse.Namespace) -> Device:
+    """The device of the command line."""
+    return device(kind, asked.memory or asked.card.memory_bytes, asked.card)
+
+
+def _found(constants: Mapping[str, Any]) -> Device:
+    """The GPU of this machine."""
+    major, minor = map(int, constants["compute_capability"].split("."))
+    card = of_driver(constants["device"], (major, minor), constants["resident_threads"])
+    return device("cuda", constants["device_bytes"], card)
 
 
 def told(predictions: Iterator[Prediction]) -> Iterator[Prediction]:

@@ -170,7 +170,7 @@ def _run_rank(question: Run, kind: str, rank: int) -> Answer:
         total = torch.cuda.mem_get_info(here)[1]
         torch.cuda.set_per_process_memory_fraction((question.cap_bytes or total) / total, here)
     process_group.form()
-    blank = device("cuda" if kind == "cuda" else "cpu", 1 << 50, 0)
+    blank = device("cuda" if kind == "cuda" else "cpu", 1 << 50)
     plan = question.configuration.plan(Path(question.folder), blank, question.trainable_parameters)
     segments = replace(plan.strategy, expandable_segments=bool(cuda_allocator.expandable(os.environ)))
     plan = replace(plan, strategy=segments).sealed()

@@ -1,9 +1,10 @@
 """`python -m bench.kernels.numerics`: how far fused kernels in bf16 are from fp64, beside torch's own operators.
 
-The kernels run by Triton's interpreter on the CPU, which rounds after each operation (`bench.kernels.interpreter`); a
-GPU may round less often, as where it takes a product and a sum in one. torch runs what transformers' models do. Shapes,
-scales and numbers are drawn from seeds. Errors are relative to fp64, by norms, of the output and of all gradients.
-Needs liger-kernel and triton; kept in `bench/results/numerics.json`, shown in docs/kernels.md.
+On a machine with a GPU the kernels run there; elsewhere by Triton's interpreter on the CPU, which rounds after each
+operation (`bench.kernels.interpreter`): a GPU may round less often, as where it takes a product and a sum in one.
+torch runs what transformers' models do. Shapes, scales and numbers are drawn from seeds. Errors are relative to fp64,
+by norms, of the output and of all gradients. Needs liger-kernel and triton; kept in `bench/results/numerics.json`,
+which docs/kernels.md shows, those of a GPU in `numerics-gpu.json`.
 """
 
 import json
@@ -21,13 +22,16 @@ from transformers.models.gemma.modeling_gemma import GemmaRMSNorm
 from transformers.models.llama.modeling_llama import LlamaRMSNorm, apply_rotary_pos_emb
 
 from bench.environment import environment
-from bench.kernels import interpreter  # noqa: F401 - has what Triton's interpreter lacks
 from bench.kernels.roofline import PAGE
 from frugal.models.fused import liger_internals, replacement
 from frugal.models.losses import cross_entropy
 from frugal.units import IGNORED
 
-RESULTS = Path(__file__).parents[1] / "results" / "numerics.json"
+DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
+if DEVICE == "cpu":
+    from bench.kernels import interpreter  # noqa: F401 - before Triton's kernels are imported
+
+RESULTS = Path(__file__).parents[1] / "results" / ("numerics.json" if DEVICE == "cpu" else "numerics-gpu.json")
 SEEDS = 50
 
 Function = Callable[..., Tensor]
@@ -138,7 +142,7 @@ def scaled(draw: torch.Generator, *shape: int) -> Tensor:
 
 def errors(name: str, seed: int) -> tuple[tuple[float, float], tuple[float, float]]:
     """Of output and of gradients: the error of torch's operators in bf16, and that of the kernel."""
-    draw = torch.Generator().manual_seed(seed)
+    draw = torch.Generator(DEVICE).manual_seed(seed)
     theirs, ours, tensors = CASES[name](draw)
     tensors = tuple(each.to(torch.bfloat16).float() for each in tensors)
     shape = theirs(*tensors).shape
@@ -177,12 +181,16 @@ def table(kept: dict[str, list[list[list[float]]]]) -> str:
 
 def main() -> int:
     """Draw, compute, keep, and write the table into the page."""
+    torch.set_default_device(DEVICE)
     kept = {name: [errors(name, seed) for seed in range(SEEDS)] for name in CASES}
     result = environment("python -m bench.kernels.numerics") | {"errors": kept}
+    if DEVICE == "cuda":
+        result["device"] = torch.cuda.get_device_properties(0).name
     RESULTS.write_text(json.dumps(result, indent=1) + "\n")
     text = table(json.loads(RESULTS.read_text())["errors"])
-    page = PAGE.read_text()
-    PAGE.write_text(re.sub(r"(<!-- table: numerics -->\n\n).*?\n(?=\n|$)", rf"\g<1>{text}\n", page, flags=re.DOTALL))
+    if DEVICE == "cpu":
+        table_of_page, page = re.compile(r"(<!-- table: numerics -->\n\n).*?\n(?=\n|$)", re.DOTALL), PAGE.read_text()
+        PAGE.write_text(table_of_page.sub(rf"\g<1>{text}\n", page))
     print(text)
     return 0
 

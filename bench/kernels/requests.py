@@ -64,7 +64,7 @@ Call = Attention | Operator | Documents
 
 
 class Requests(msgspec.Struct):
-    """For each compute capability the requests of each call."""
+    """For each compute capability the requests of each call; none where the card has no kernel for it."""
 
     torch: str
     command: str
@@ -220,9 +220,15 @@ def main(path: Path) -> None:
     events: dict[str, list[list[Event]]] = {}
     if path.exists():
         kept = msgspec.json.decode(lzma.decompress(path.read_bytes()), type=Requests)
-        events = kept.events if (kept.torch, kept.calls) == (str(torch.__version__), wanted) else {}
+        is_the_same = msgspec.json.encode(kept.calls) == msgspec.json.encode(wanted)  # lists or tuples
+        events = kept.events if is_the_same and kept.torch == str(torch.__version__) else {}
     capability = ".".join(map(str, torch.cuda.get_device_capability()))
-    events[capability] = [recorded(call) for call in wanted]
+    events.pop(capability, None)
+    for call in wanted:
+        try:
+            events.setdefault(capability, []).append(recorded(call))
+        except RuntimeError:  # a card without this kernel
+            events[capability].append([])
     data = Requests(str(torch.__version__), "python -m bench.kernels.requests FILE", wanted, events)
     path.write_bytes(lzma.compress(msgspec.json.encode(data), preset=9))
     print(f"{torch.cuda.get_device_name()} ({capability}): {sum(map(len, events[capability]))} requests")

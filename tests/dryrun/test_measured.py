@@ -130,6 +130,29 @@ def test_allocated_and_reserved_bytes_are_predicted_today(path: Path, pool: Pool
     assert off(record, record.predict(pool)) == []
 
 
+REAL = sorted((FOLDER / "h200").glob("*.json"))
+"""Runs on an H200 (`python -m bench.gpu.truth`), predicted before they ran."""
+
+
+@pytest.mark.parametrize(
+    "path",
+    [
+        pytest.param(path, marks=[pytest.mark.exhaustive] * (number % EVERY != 0), id=path.stem)
+        for number, path in enumerate(REAL)
+    ],
+)
+def test_a_real_cards_bytes_are_predicted_exactly(path: Path, pool: Pool) -> None:
+    record = read(path)
+    found, measured = record.predict(pool), record.measured
+    assert found.phases == measured.phases
+    assert (found.peak_reserved_bytes, found.smallest_capacity_bytes) == (
+        measured.peak_reserved_bytes,
+        record.predicted.smallest_capacity_bytes,
+    )
+    assert record.capped is not None and record.capped.limit_bytes == found.smallest_capacity_bytes
+    assert record.capped.survived
+
+
 @pytest.mark.parametrize("path", EMULATED[:1] + EMULATED[-1:], ids=lambda path: path.stem)
 def test_a_prediction_beyond_its_bound_is_noticed(path: Path) -> None:
     record = read(path)

@@ -240,7 +240,7 @@ class Card:
 
     def context_range(self, memory_bytes: int, num_ranks: int) -> Range:
         """Return the memory beyond tensors on one of `num_ranks` such cards of `memory_bytes`."""
-        nccl = self.nccl if num_ranks > 1 else context.NCCL_ALONE
+        nccl = self.nccl if num_ranks > 1 else context.of_one_rank(self.nccl)
         return context.driver_and_kernels(self.threads(memory_bytes)) + nccl
 
     def device(self, precision: Precision, *, num_gpus: int, memory_bytes: int | None = None) -> Device:

@@ -57,6 +57,10 @@ LATER_KERNELS_BYTES = 64 * MIB
 NCCL_ALONE = Range(least=0, planned=128 * MIB, most=224 * MIB)
 """The kernels. One rank of an RTX 3090 had 484 MiB in all (NVIDIA/nccl#2366), 174 above driver and kernels."""
 
+NCCL_HOPPER_ALONE = Range(least=384 * MIB, planned=560 * MIB, most=1120 * MIB)
+"""One rank of an H200 under NCCL 2.29.7: 558 MiB at the first collective, 948 with a second communicator, and a bare
+context 91 MiB above what threads give (`python -m bench.gpu.context`)."""
+
 NCCL_PCIE = Range(least=64 * MIB, planned=240 * MIB, most=384 * MIB)
 """Eight RTX 3080: 100 to 165 MiB (huggingface/trl#3436); eight cards of 24 GB: about 177 (torchtune#2071)."""
 
@@ -75,12 +79,18 @@ def driver_and_kernels(resident_threads: int) -> Range:
     return Range(least=int(1.8 * stack), planned=2 * stack, most=2 * stack + 16 * MIB) + KERNELS
 
 
+def of_one_rank(nccl: Range) -> Range:
+    """Return what NCCL takes of a GPU that trains alone, where communicators of several take `nccl`."""
+    return NCCL_HOPPER_ALONE if nccl == NCCL_HOPPER else NCCL_ALONE
+
+
 def added_by_ranks(num_ranks: int, nccl: Range) -> Range:
     """Return what `num_ranks` take more of each GPU than one does."""
     if num_ranks == 1:
         return NOTHING
+    alone = of_one_rank(nccl)
     return Range(
-        least=max(0, nccl.least - NCCL_ALONE.most),
-        planned=nccl.planned - NCCL_ALONE.planned,
-        most=nccl.most - NCCL_ALONE.least,
+        least=max(0, nccl.least - alone.most),
+        planned=nccl.planned - alone.planned,
+        most=nccl.most - alone.least,
     )

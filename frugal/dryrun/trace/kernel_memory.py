@@ -1,8 +1,8 @@
 """Memory that CUDA kernels take from the allocator inside one call, besides their outputs: the blocks, in order.
 
-Found by looking at every request of single calls on an emulated card (`bench.kernels.requests`), and read in the
-sources named below (`aten/src/ATen/native/`, torch 2.13). Left out: sorting of several rows and the accumulating
-`index_put`, which take a few times their indices; the workspaces of cuDNN's convolutions.
+Found by looking at every request of single calls on emulated cards and on an H200 (`bench.kernels.requests`), and
+read in the sources named below (`aten/src/ATen/native/`, torch 2.13). Left out: sorting of several rows and the
+accumulating `index_put`, which take a few times their indices; the workspaces of cuDNN's convolutions.
 """
 
 from collections.abc import Callable, Iterable, Sequence
@@ -23,6 +23,8 @@ Steps = tuple[int, ...]
 block, counted from 1. The rest is freed at the end of the call, last taken first."""
 
 NO_STEPS: Steps = (OUTPUTS,)
+
+_CUDNN_BYTES = 16  # of its engine for attention
 
 
 def steps(
@@ -64,14 +66,26 @@ def in_order(operator: object, outputs: Iterable[Tensor]) -> Iterable[Tensor]:
     return outputs
 
 
+def _cudnn(*_: Any) -> Steps:
+    """Return the steps of cuDNN's forward: its engine takes a few bytes, as recorded on an H200."""
+    return (OUTPUTS, _CUDNN_BYTES)
+
+
 def _cudnn_backward(args: tuple[Any, ...], *_: Any) -> Steps:
     """Return the steps of cudnn-frontend's `scaled_dot_product_flash_attention.h`: an fp32 gradient of q, and row sums.
 
-    Left out: further memory of cuDNN's engine, which no emulated card knows.
+    The engine takes a few bytes more, and with groups the gradients of k and v for every head of q: 15 shapes recorded
+    on an H200 under cuDNN 9.19.
     """
-    query = args[1]
+    query, key, value = args[1:4]
     rows = query.shape[:-1].numel()
-    return (OUTPUTS, 4 * rows * (query.shape[-1] + 1))
+    return (OUTPUTS, 4 * rows * (query.shape[-1] + 1) + sum(_for_all_heads(query, (key, value))) + _CUDNN_BYTES)
+
+
+def _for_all_heads(query: Tensor, states: Sequence[Tensor]) -> list[int]:
+    """Return the bytes of k and v, had each its part for every head of q; nothing where they do. Heads come second."""
+    heads = query.shape[1]
+    return [heads * each.nbytes // each.shape[1] for each in states if each.shape[1] != heads]
 
 
 def _flash(args: tuple[Any, ...], *_: Any) -> Steps:
@@ -139,7 +153,7 @@ def _efficient_backward(args: tuple[Any, ...], capability: Capability, any_size:
     copies = _copies(gradient)
     first = len(copies) + 1
     sums = 4 * batch * heads * rows
-    workspace = _efficient_workspace(query, key, value, args[10], capability, any_size)
+    workspace = _efficient_workspace(query, key, value, args[9], capability, any_size)
     if query.element_size() == 2:
         return (*copies, OUTPUTS, sums, workspace, -first)
     product = 4 * batch * heads * rows * value.shape[-1]
@@ -278,6 +292,7 @@ def _ctc_backward(args: tuple[Any, ...], *_: Any) -> Steps:
 
 
 _STEPS: dict[object, Callable[[tuple[Any, ...], Capability, bool], Steps]] = {
+    aten._scaled_dot_product_cudnn_attention.default: _cudnn,
     aten._scaled_dot_product_cudnn_attention_backward.default: _cudnn_backward,
     aten._scaled_dot_product_flash_attention.default: _flash,
     aten._scaled_dot_product_flash_attention_backward.default: _flash_backward,

@@ -355,7 +355,7 @@ class _Trial:
         """Return whether two functions of tensors of these shapes have the same results and gradients."""
         state, alike = torch.default_generator.get_state(), False  # of which a dropout draws
         # a module may trip over what it does not expect
-        with suppress(Exception), torch_internals.without_modes(), torch.enable_grad():
+        with suppress(Exception), torch_internals.without_modes(), torch.device("cpu"), torch.enable_grad():
             alike = all(self._are_alike(theirs, ours, scale, shapes) for scale in _SCALES)
         torch.default_generator.set_state(state)
         return alike

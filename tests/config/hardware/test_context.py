@@ -25,11 +25,14 @@ WITHOUT_NCCL: list[tuple[str | int, int, str]] = [
     ("l40s-48g", 513, "huggingface/sentence-transformers#3214"),
     ("a100-80g", 409, "HiDream-ai/VAREdit#6"),
     ("h100-80g", 540, "OEvortex/unsloth#20, bare"),
+    ("h200-141g", 619, "bench.gpu.context, bare"),
 ]
 """Card or threads, MiB, source. `bare`: processes that did nothing."""
 
 WITH_NCCL = [
     ("rtx3090-24g", 1, 484, "NVIDIA/nccl#2366"),
+    ("h200-141g", 1, 1309, "frugal measure, gpt2"),
+    ("h200-141g", 1, 1717, "bench.gpu.context, two communicators"),
     ("rtx3080-10g", 8, 369, "huggingface/trl#3436"),
     ("rtx4090-24g", 8, 625, "meta-pytorch/torchtune#2071"),
     ("a100-80g", 2, 903, "meta-pytorch/torchrec#3580"),
