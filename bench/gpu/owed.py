@@ -13,7 +13,7 @@ torch's own, and values and times mean nothing.
 2. `context`, `calibrate`, `measure`: memory beyond tensors, part by part; a plan, measured free and capped at its
    promise, with the figure that nvidia-smi shows.
 3. `allocator`: random requests through torch's allocator and through the replay, plain and with expandable segments.
-4. `attention`, `reductions`, `requests`, `numerics`: which kernels this card takes, what they ask of the allocator,
+4. `attention`, `reductions`, `requests`, `products`, `numerics`: which kernels this card takes, what they ask for,
    how far fused ones are from fp64.
 5. `train: ...`: runs of `frugal train` in every way that one GPU allows: promised and measured bytes, recoveries,
    predicted and measured tokens per second.
@@ -181,7 +181,7 @@ def checks(folder: Path) -> Iterator[Check]:
     yield Check("same: interrupted and resumed", 5, _same_resumed)
     for segments in ("plain", "expandable"):
         yield Check(f"allocator, {segments} segments", 2, lambda run, _, s=segments: _allocator(run, s))
-    for name in ("attention", "reductions", "requests"):
+    for name in ("attention", "reductions", "requests", "products"):
         file = folder / f"{name}.json.xz"
         yield Check(name, 2, lambda run, _, name=name, file=file: _output(run(f"bench.kernels.{name}", file)))
     yield Check("numerics", 2, lambda run, _: _output(run("bench.kernels.numerics")))

@@ -120,6 +120,7 @@ NAMES = (
         "optimizer",
     ),
     *needed(_ZERO12, "torch's own is inside", "optimizer"),
+    *needed(_ZERO12, "gradients are checked once, by their norm", "check_overflow(self, partition_gradients)"),
     *needed(_ZERO12, "half precision is averaged right under ZeRO-2, see deepspeed#8224", "gradient_average"),
     *needed(
         _ZERO3,

@@ -73,6 +73,16 @@ def mend(optimizer: Any, module: nn.Module) -> None:
         forwards.clear()
 
 
+def check_once(optimizer: Any) -> None:
+    """Leave out the search of each gradient for NaN and infinity, a dozen kernels a parameter, at ZeRO-1 and 2.
+
+    DeepSpeed's optimizer also leaves out a step whose gradients have no finite norm, which it computes anyway, in fp64.
+    With gradients in host memory that search is part of copying them.
+    """
+    if isinstance(optimizer, DeepSpeedZeroOptimizer) and optimizer.compute_grad_norm and not optimizer.cpu_offload:
+        put(optimizer, "check_overflow", lambda partition_gradients: None)
+
+
 def _trained(optimizer: Any) -> list[tuple[int, Any]]:
     """Return ZeRO's trained parameters with the number of their group."""
     groups = optimizer.fp16_groups if isinstance(optimizer, DeepSpeedZeroOptimizer_Stage3) else optimizer.bit16_groups

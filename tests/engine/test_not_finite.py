@@ -1,5 +1,6 @@
 """A loss or a gradient that is not finite: nothing is updated, and the run stops or leaves the batch out."""
 
+from collections import Counter
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -7,6 +8,7 @@ from typing import Any
 
 import pytest
 import torch
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from bench.ranks import Ranks
 from bench.runs import records
@@ -87,15 +89,18 @@ def never_spoilt(zero_stage: int, options: dict[str, Any]) -> list[Any]:
 NAN, INF = float("nan"), float("inf")
 IN_BF16, ON_HOST = {"request": {"precision": "bf16"}}, {"strategy": {"offload_optimizer": "cpu"}}
 
+UNCLIPPED = {"request": {"gradient_clipping": 0.0}}
+
 
 @pytest.mark.parametrize(
     ("zero_stage", "options", "spoilt", "gradient_only"),
     [
-        (0, {"request": {"gradient_clipping": 0.0}}, INF, True),
+        (0, UNCLIPPED, INF, True),
         pytest.param(0, {}, NAN, True, marks=pytest.mark.exhaustive),
         pytest.param(1, {}, INF, False, marks=pytest.mark.exhaustive),
         (2, IN_BF16, NAN, True),
         (3, ON_HOST, NAN, True),
+        pytest.param(1, UNCLIPPED, INF, True, marks=pytest.mark.exhaustive),
         pytest.param(2, ON_HOST, INF, False, marks=pytest.mark.exhaustive),
         pytest.param(3, IN_BF16, NAN, False, marks=pytest.mark.exhaustive),
     ],
@@ -108,6 +113,43 @@ def test_a_batch_whose_numbers_are_not_finite_changes_nothing_on_any_rank(
         assert is_untouched
         assert results == [first, (False, results[1][1], None, None), last]
         assert results[1][1] == first[1] / 2  # the learning rate is that of the step, spoilt or not
+
+
+class Counting(TorchDispatchMode):
+    """Counts the operators that run."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.counts: Counter[str] = Counter()
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        """Count and run."""
+        self.counts[str(func)] += 1
+        return func(*args, **(kwargs or {}))
+
+
+def searches(zero_stage: int, options: dict[str, Any]) -> tuple[int, int]:
+    """Searches of one gradient for what is not finite in an optimizer step, and norms of one."""
+    with engine_of(zero_stage, options, CausalLM()) as engine:
+        update = engine.update.update
+
+        def counted() -> bool:
+            with counting:
+                return update()
+
+        counting = Counting()
+        engine.update.update = counted  # type: ignore[method-assign]
+        engine.train_step(ragged_samples(8))
+    return counting.counts["aten.amax.default"], counting.counts["aten.linalg_vector_norm.default"]
+
+
+@pytest.mark.parametrize(("zero_stage", "options"), [(2, IN_BF16), pytest.param(1, {}, marks=pytest.mark.exhaustive)])
+def test_the_norm_of_gradients_is_the_only_search_for_what_is_not_finite(
+    zero_stage: int, options: dict[str, Any], two_ranks: Ranks
+) -> None:
+    for searched, norms in two_ranks.run(searches, zero_stage, options):
+        assert searched == 0
+        assert norms > 1
 
 
 # In a run.
