@@ -37,7 +37,7 @@ from frugal.dryrun.pool import shared_workers
 from frugal.engine.reports import trackers
 from frugal.engine.run import run
 from frugal.errors import CheckpointError, PlanMismatchError, RequestError, refuse
-from frugal.launch import alternatives, commands, hosts, local, restart
+from frugal.launch import commands, hosts, local, restart
 from frugal.planning.plan import Plan
 
 PLAN = "plan.json"
@@ -94,14 +94,13 @@ def command(
             plan = _new_plan(job)
             show_verdict(plan, err=printed is not None)
             click.echo(err=printed is not None)
-            plan = alternatives.for_run(plan, job.settings)
         if printed is not None:
             plan_path, _ = write_plan(plan, job.settings.out)
     else:
         if printed is None:
             from frugal.dryrun.compare import proven_here  # a tenth of a second that a new plan does not need
 
-            plan = alternatives.for_run(proven_here(plan), job.settings)
+            plan = proven_here(plan)
         for note in cuda_allocator.notes(plan.strategy.expandable_segments, plan.cluster, os.environ):
             click.echo(f"note: {note}", err=True)
     if ranks is not None and not _is_for(plan, ranks):

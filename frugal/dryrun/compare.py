@@ -76,7 +76,7 @@ def proven_here(plan: Plan) -> Plan:
         )
     to_console(f"note: {others}; a dry run with these needs {needed}")
     here = local_host.versions()
-    return replace(plan, frugal_version=here.pop("frugal"), versions=here, memory=memory, alternatives=()).sealed()
+    return replace(plan, frugal_version=here.pop("frugal"), versions=here, memory=memory).sealed()
 
 
 def as_run(plan: Plan, folder: Path) -> str | None:

@@ -15,7 +15,6 @@ import psutil  # type: ignore[import-untyped]  # has no types
 import pytest
 import torch
 
-from bench.planning import choice_models
 from bench.runs import command, environment, frugal_train, plan, prepared, records, torchrun
 from frugal import cli
 from frugal.cli import train
@@ -25,7 +24,6 @@ from frugal.planning.plan import Plan
 from frugal.report.run import read_run
 from tests import forked
 from tests.commands import Capture
-from tests.engine.gradients import bound_of_losses
 from tests.engine.reports.test_trackers import curves
 
 
@@ -329,32 +327,3 @@ def test_a_new_plan_for_a_run_keeps_all_of_its_request_that_changes_numbers() ->
     }  # fmt: skip
     assert {field.name for field in dataclasses.fields(Request)} == ways | set(train._TRAINED)
     assert not ways & set(train._TRAINED)
-
-
-@pytest.mark.exhaustive
-def test_a_run_that_is_asked_to_is_tuned_and_resumed_with_what_it_found(folder: Path) -> None:
-    model = Path(cli.__file__).parents[2] / "bench" / "planning" / "choice_models.py"
-    run = (
-        "--model", f"{model}:vocabulary", "--ranks", 2, "--mem", "2G", "--seq-len", 64, "--global-batch", 8,
-        "--tokenizer", "byte", "--data", "text.jsonl", "--precision", "fp32", "--steps", 44,
-        "--set", "train.validation-samples=8",
-    )  # fmt: skip
-    code, output, error = frugal_train(folder, *run, "--tune", "--out", "tuned")
-    assert code == 0 and "tuning: trying " in output, error
-    kept = Plan.read(folder / "tuned" / "plan.json")
-    assert kept.tuned_from and not kept.alternatives
-    (end,) = (record for record in records(folder / "tuned") if record["event"] == "tuned")
-    assert end["plan_digest"] == kept.digest
-    assert frugal_train(folder, *run, "--no-tune", "--out", "untuned")[0] == 0
-    assert not Plan.read(folder / "untuned" / "plan.json").tuned_from
-    losses, untuned = (
-        [record["loss"] for record in records(folder / name) if record["event"] == "step"]
-        for name in ("tuned", "untuned")
-    )
-    torch.manual_seed(0)
-    batches = [[{"input_ids": row} for row in torch.randint(260, (8, 64)).tolist()] for _ in untuned]
-    rate = kept.request.learning_rate
-    assert losses == pytest.approx(untuned, rel=bound_of_losses(choice_models.vocabulary, batches, learning_rate=rate))
-    code, output, _ = frugal_train(folder, "--resume", "--steps", 46, "--out", "tuned")
-    assert code == 0 and "tuning" not in output
-    assert Plan.read(folder / "tuned" / "plan.json").digest == kept.digest
