@@ -112,13 +112,7 @@ def command(
     if job.hosts:
         hosts.check_nodes(plan, job.hosts)
     if printed is None:
-        code = _start(job, plan)
-        if code == 0 and not job.settings.resume:
-            from frugal.dryrun.compare import as_run  # after the run, which needs its memory
-
-            if (said := as_run(plan, job.settings.out)) is not None:
-                click.echo(said)
-        return code
+        return _start(job, plan)
     launch_request = commands.LaunchRequest(
         plan=plan, plan_path=plan_path or job.settings.out / PLAN, hosts=job.hosts, settings=job.settings,
         hostfile=Path(job.asked["hostfile"]) if job.hosts else None, port=job.how.master_port or DEFAULT_PORT,

@@ -19,7 +19,6 @@ from bench.runs import command, environment, frugal_train, plan, prepared, recor
 from frugal import cli
 from frugal.cli import train
 from frugal.config.request import Request
-from frugal.dryrun import compare
 from frugal.planning.plan import Plan
 from frugal.report.run import read_run
 from tests import forked
@@ -249,29 +248,6 @@ def test_without_a_plan_it_plans_first_and_memory_comes_out_as_predicted(folder:
     assert list(phases) == ["initialisation", "forward", "backward", "optimizer step"]
     for name, phase in phases.items():
         assert phase.measured_bytes == pytest.approx(phase.planned_bytes, rel=0.01), name
-
-
-@pytest.mark.exhaustive
-def test_short_samples_are_compared_with_the_prediction_for_what_was_run(
-    folder: Path, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
-) -> None:
-    (folder / "short.jsonl").write_text("".join(f'{{"text": "number {n * n}"}}\n' for n in range(60)))
-    plan = folder / "plan1.json"
-    code, output, errors = frugal_train(folder, "--plan", plan, "--data", "short.jsonl", "--steps", 3, "--out", "short")
-    assert (code, errors) == (0, "")
-    assert "; largest micro-batch so far " in output and "memory for " not in output
-    monkeypatch.chdir(folder)
-    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
-    assert compare.as_run(Plan.read(plan), folder / "short") is None, "a short run is not worth a dry run"
-    monkeypatch.setattr(compare, "_LONG_SECONDS", 0.0)
-    said = compare.as_run(Plan.read(plan), folder / "short")
-    assert said is not None
-    assert re.fullmatch(
-        r"memory for \d+ x \d+ tokens, the largest micro-batch of the first steps: predicted \S+ MiB, measured \S+ MiB "
-        r"\([+-]\d+\.\d %\)",
-        said,
-    )
-    assert abs(float(re.findall(r"([+-]\d+\.\d) %", said)[0])) <= 2.0
 
 
 def test_the_plan_it_makes_is_that_of_frugal_plan_for_the_lengths_of_the_data(
