@@ -155,7 +155,7 @@ OTHER_NAMES = {
     "zero_quantized_weights": OtherName(_DEEPSPEED, "leave it out", _QUANTISED),
     "zero_quantized_gradients": OtherName(_DEEPSPEED, "leave it out", _QUANTISED),
     "zero_quantized_nontrainable_weights": OtherName(_DEEPSPEED, "--quantize nf4, for the base under --lora"),
-    "nproc_per_node": OtherName("torchrun's", "--gpus {}, or --ranks {} for CPU processes"),
+    "nproc_per_node": OtherName("torchrun's", "--gpus {}, with --device cpu for CPU processes"),
     "num_gpus": OtherName(_DEEPSPEED, "--gpus {}"),
     "expandable_segments": OtherName(
         _FORMER,
@@ -207,6 +207,7 @@ OTHER_NAMES = {
     "max_samples_per_gpu": OtherName(_FORMER, "--micro-batch {}"),
     "secondary_partition": OtherName(_FORMER, "leave it out", "frugal has no secondary partition of parameters"),
     "tune": OtherName(_FORMER, "leave it out", "in 32 of 32 unseen cases tuning kept the plan"),
+    "ranks": OtherName(_FORMER, "--device cpu --gpus {} --mem 2G"),
     "calibrate": OtherName(_FORMER, "leave it out", "only `frugal measure --calibrate` measures a machine"),
     "frontier": OtherName(_FORMER, "leave it out", "`frugal explain --what-if` shows what other settings come to"),
     "dataset_name": OtherName(_HF, "--data {}", stand_in="NAME"),

@@ -25,6 +25,8 @@ from tests import forked
 from tests.commands import Capture
 from tests.engine.reports.test_trackers import curves
 
+ONE = ("--device", "cpu", "--gpus", "1")
+
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
@@ -118,6 +120,7 @@ def test_names_beyond_ascii_under_the_posix_locale(folder: Path) -> None:
     assert [record["step"] for record in records(out) if record["event"] == "step"] == [1, 2, 3]
 
 
+@pytest.mark.exhaustive  # `frugal export` has torchrun start ranks in every run
 def test_torchrun_gives_the_same_run(folder: Path, on_two_ranks: tuple[int, str, str]) -> None:
     done = torchrun(
         folder, "--plan", "plan2.json", "--data", "text.jsonl", "--steps", 6, "--eval-every", 3, "--save-every", 0,
@@ -150,7 +153,7 @@ def test_a_run_that_is_further_than_it_is_to_go_is_refused_and_stays_as_it_was(
 def test_a_run_goes_on_with_what_there_is(folder: Path, on_two_ranks: tuple[int, str, str]) -> None:
     shutil.copytree(folder / "two", folder / "elsewhere")
     code, output, errors = frugal_train(
-        folder, "--resume", "--out", "elsewhere", "--ranks", 1, "--mem", "1G", "--zero-stage", 3, "--steps", 7
+        folder, "--resume", "--out", "elsewhere", *ONE, "--mem", "1G", "--zero-stage", 3, "--steps", 7
     )
     assert (code, errors) == (0, "")
     assert (
@@ -237,7 +240,7 @@ PLANNING = (
 
 
 def test_without_a_plan_it_plans_first_and_memory_comes_out_as_predicted(folder: Path) -> None:
-    code, output, errors = frugal_train(folder, "--ranks", 1, *PLANNING, "--steps", 3, "--out", "one")
+    code, output, errors = frugal_train(folder, *ONE, *PLANNING, "--steps", 3, "--out", "one")
     assert (code, errors) == (0, "")
     assert "8 samples = " in output
     measured = re.search(r"memory: planned (\S+) MiB, measured (\S+) MiB \(([+-]\d+\.\d) %\)", output)
@@ -258,10 +261,10 @@ def test_the_plan_it_makes_is_that_of_frugal_plan_for_the_lengths_of_the_data(
     monkeypatch.setenv("XDG_CACHE_HOME", str(folder / "cache"))
     monkeypatch.setattr("frugal.cli.train.run", lambda plan, asked: made.append(plan))  # it would join a group here
     (folder / "data.toml").write_text('[train]\ndata = "text.jsonl"\n')
-    assert cli.run(["train", "--ranks", "1", *PLANNING, "--out", "new"]) == 0
-    assert cli.run(["train", "--ranks", "1", *PLANNING[:-2], "--config", "data.toml", "--out", "new"]) == 0
+    assert cli.run(["train", *ONE, *PLANNING, "--out", "new"]) == 0
+    assert cli.run(["train", *ONE, *PLANNING[:-2], "--config", "data.toml", "--out", "new"]) == 0
     for where in (PLANNING[-2:], ("--config", "data.toml")):
-        assert cli.run(["plan", "--device", "cpu", "--gpus", "1", *PLANNING[:-2], *where, "-o", "made", "-v"]) == 0
+        assert cli.run(["plan", *ONE, *PLANNING[:-2], *where, "-o", "made", "-v"]) == 0
         made.append(Plan.read(folder / "made" / "plan.json"))
     assert "data " in capsys.readouterr().out
     assert len({plan.digest for plan in made}) == 1
