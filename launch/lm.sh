@@ -30,7 +30,7 @@ fi
 if [ "$gpus" -gt 0 ]; then
   say frugal train "${config[@]}" --gpus "${ranks:-$gpus}" --out "runs/lm-$size" "$@"
 elif [ "$size" = small ]; then
-  say frugal train "${config[@]}" --ranks "${ranks:-2}" --precision fp32 --out "runs/lm-small-${ranks:-2}" "$@"
+  say frugal train "${config[@]}" --device cpu --gpus "${ranks:-2}" --precision fp32 --out "runs/lm-small-${ranks:-2}" "$@"
 else
   say frugal plan "${config[@]}" "${machine[@]}"
   printf '\nThere is no GPU here to train it on.\n'

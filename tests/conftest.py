@@ -47,8 +47,8 @@ SLOWEST = (
     "multinode/test_restarts.py", "multinode/test_strangers.py", "models/fused/test_kernels.py", "test_tutorials.py",
     "multinode/test_nodes.py", "cli/test_train.py", "cli/test_export.py", "engine/test_adapters.py",
     "multinode/test_doctor.py", "deepspeed_adapter/test_simulate.py", "engine/test_exactness.py",
-    "engine/measure/test_tuned_strategies.py", "dryrun/test_truth.py", "dryrun/test_frozen.py",
-    "checkpoint/test_mirror.py", "engine/measure/test_tuner.py", "dryrun/test_loop.py", "launch/test_signals.py",
+    "dryrun/test_truth.py", "dryrun/test_frozen.py",
+    "checkpoint/test_mirror.py", "dryrun/test_loop.py", "launch/test_signals.py",
     "engine/test_oom_retry.py", "dryrun/test_shipped.py", "test_ds_configs.py", "faults/test_out_of_memory.py",
 )  # fmt: skip
 """The slowest files, here or in `make test-all`; the first to begin, so that none is left for one worker at the end."""

@@ -15,11 +15,11 @@ FINE_TUNING = DOCS / "tutorials" / "fine-tuning.md"
 
 
 def followed(line: str, folder: Path) -> str:
-    """What a command of a tutorial prints; of its 40 steps two are made.
+    """What a command of a tutorial prints; of its 40 steps two are made, and the base has few samples and much memory.
 
     `frugal` is started as `python -m frugal`, which `tests.forked` has at hand.
     """
-    shorter = "--steps 2 --warmup 1 --set train.validation-samples=8"
+    shorter = "--steps 2 --warmup 1 --mem 1G --set train.validation-samples=8 --set train.limit=40"
     line = line.replace("--steps 40 --out base", f"{shorter} --out base").replace("--steps 40", "--steps 2")
     line = line.replace("--steps 20 --out speech", "--steps 4 --out speech")
     command, _, out = line.partition(" > ")

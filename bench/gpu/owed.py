@@ -247,7 +247,7 @@ def _measured(run: Runner, folder: Path) -> dict[str, Any]:
 
 def _train(run: Runner, folder: Path, out: str, *flags: object, **options: Any) -> list[dict[str, Any]]:
     """The records of steps of a run of `folder`'s plan, with what it said in `output` of the first."""
-    words = ["train", "--plan", folder / "plan.json", "--data", "stdlib", "--steps", STEPS, "--no-tune"]
+    words = ["train", "--plan", folder / "plan.json", "--data", "stdlib", "--steps", STEPS]
     words += ["--eval-every", STEPS // 2, "--save-every", STEPS // 2, "--out", folder / out, *flags]
     code, output = run("frugal", *words, **options)
     if not options:

@@ -2,18 +2,16 @@
 
 The plans of a job take turns, a few optimizer steps each, so that whatever else the machine does meets all of them;
 those near the fastest take more. Each turn makes its engine anew, because several engines in one process change each
-other: ZeRO-3 replaces functions of torch. A step is timed from a barrier to a barrier. Where the first plan of a job
-lists alternatives, a run with it is tuned, too. At last the first plan, the fastest other and what tuning went on with
-take turns once more: who seems the fastest of many is partly so by chance.
+other: ZeRO-3 replaces functions of torch. A step is timed from a barrier to a barrier. At last the first plan and the
+fastest other take turns once more: who seems the fastest of many is partly so by chance.
 """
 
 import gc
-import random
 import sys
 import time
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any, Literal
+from typing import Literal
 
 import msgspec
 import torch
@@ -24,7 +22,6 @@ from frugal.deepspeed_adapter.kernels import DTYPES
 from frugal.distributed import first_failure, process_group
 from frugal.distributed.exchange import from_rank_0
 from frugal.engine.engine import Engine, initialize
-from frugal.engine.measure.tuner import steps_needed
 from frugal.models.objectives import Batch
 from frugal.models.resolve import resolve
 from frugal.models.spec import ModelSpec
@@ -40,8 +37,7 @@ Again = Literal["no", "too", "only"]
 class Job(msgspec.Struct, frozen=True):
     """One case: the text of `plan.json` of each strategy.
 
-    `again`: whether the first, the fastest other and what tuning went on with also take turns at the end, or all plans
-    only these.
+    `again`: whether the first and the fastest other also take turns at the end, or all plans only these.
     """
 
     name: str
@@ -49,23 +45,14 @@ class Job(msgspec.Struct, frozen=True):
     again: Again = "no"
 
 
-class Tuned(msgspec.Struct, frozen=True):
-    """What tuning found: the number of a plan, after so many steps, which took so much longer than as planned."""
-
-    plan: int
-    steps: int
-    lost_seconds: float
-
-
 class Timed(msgspec.Struct, frozen=True):
-    """What became of a job: seconds of every timed step of every plan, and of tuning where there was any.
+    """What became of a job: seconds of every timed step of every plan.
 
     `again`: number of a plan -> seconds of its best step in each turn at the end, all in the same turns.
     """
 
     name: str
     seconds: tuple[tuple[float, ...], ...]
-    tuned: Tuned | None = None
     again: dict[int, tuple[float, ...]] = {}
 
 
@@ -98,12 +85,12 @@ def _measured(job: Job) -> Timed:
     plans = [Plan.from_json(text.encode()) for text in job.plans]
     if job.again == "only":
         return Timed(job.name, (), again=timed_again(plans, range(len(plans))))
-    seconds, kept = timed(plans), tuned(plans)
+    seconds = timed(plans)
     if job.again == "no":
-        return Timed(job.name, tuple(map(tuple, seconds)), kept)
+        return Timed(job.name, tuple(map(tuple, seconds)))
     fastest_other = min(range(1, len(plans)), key=lambda number: min(seconds[number]), default=0)
-    numbers = sorted({0, fastest_other, 0 if kept is None else kept.plan})
-    return Timed(job.name, tuple(map(tuple, seconds)), kept, timed_again(plans, from_rank_0(numbers, list[int])))
+    numbers = sorted({0, fastest_other})
+    return Timed(job.name, tuple(map(tuple, seconds)), timed_again(plans, from_rank_0(numbers, list[int])))
 
 
 def _turn(spec: ModelSpec, plan: Plan, device: torch.device, steps: int) -> list[float]:
@@ -121,35 +108,6 @@ def _turn(spec: ModelSpec, plan: Plan, device: torch.device, steps: int) -> list
     del engine
     gc.collect()
     return found
-
-
-def tuned(plans: Sequence[Plan]) -> Tuned | None:
-    """What a run with the first plan, tuned without regard to its length, goes on with. Collective."""
-    plan, ends = plans[0], list[dict[str, Any]]()
-    if not plan.alternatives:
-        return None
-    torch.manual_seed(0)
-    spec = resolve(plan.request.model, plan.request.task)
-    engine = initialize(spec.build(dtype=DTYPES[plan.request.precision]), plan, spec.objective())
-    chance = random.Random(0)
-    samples = [
-        {name: [chance.randrange(2, 250) for _ in range(plan.request.seq_len)] for name in _NAMES[plan.model.task]}
-        for _ in range(plan.batch.global_batch)
-    ]
-    engine.tune(steps_needed(1 + len(plan.alternatives)), ends.append)
-    while engine.tuner is not None:
-        engine.train_step(samples)
-    ways, now = ends[0]["ways"], engine.plan
-    timed_ways = [way for way in ways if way["seconds"] is not None]
-    engine.destroy()
-    return Tuned(
-        plan=next(i for i, p in enumerate(plans) if (p.strategy, p.batch) == (now.strategy, now.batch)),
-        steps=sum(way["num_steps"] for way in ways),
-        lost_seconds=sum(way["num_steps"] * (way["seconds"] - timed_ways[0]["seconds"]) for way in timed_ways),
-    )
-
-
-_NAMES = {"causal-lm": ("input_ids",), "masked-lm": ("input_ids",), "seq2seq": ("input_ids", "labels")}
 
 
 def _random(batch: Batch) -> Batch:

@@ -32,7 +32,7 @@ RESULTS = Path(__file__).parents[1] / "results" / "faults-cpu.json"
 MODEL = {"model_type": "gpt2", "n_layer": 2, "n_embd": 64, "n_head": 2, "vocab_size": 260, "n_positions": 128}
 STEPS, SAVE_EVERY, FAULT_AFTER = 40, 5, 12
 FLAGS = (
-    "--model", "config.json", "--precision", "fp32", "--seq-len", "128", "--global-batch", "16",
+    "--model", "config.json", "--mem", "2G", "--precision", "fp32", "--seq-len", "128", "--global-batch", "16",
     "--data", "text.jsonl", "--steps", str(STEPS), "--save-every", str(SAVE_EVERY), "--validation-data", "10%",
 )  # fmt: skip
 PATIENCE_SECONDS = 300
@@ -70,7 +70,20 @@ class Run:
         self, folder: Path, out: Path, *more: str, ranks: int = 2, ignored: signal.Signals | None = None
     ) -> None:
         self.folder, self.out = folder, out
-        command = [sys.executable, "-m", "frugal", "train", *FLAGS, "--ranks", str(ranks), "--out", str(out), *more]
+        command = [
+            sys.executable,
+            "-m",
+            "frugal",
+            "train",
+            *FLAGS,
+            "--device",
+            "cpu",
+            "--gpus",
+            str(ranks),
+            "--out",
+            str(out),
+            *more,
+        ]
         environment = {**os.environ, "XDG_CACHE_HOME": str(folder / "cache"), "OMP_NUM_THREADS": "1", "COLUMNS": "200"}
         self.process = subprocess.Popen(
             command, cwd=folder, env=environment, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True,

@@ -102,7 +102,8 @@ def prepare(folder: Path) -> None:
 def frugal(folder: Path, name: str, *words: object) -> list[dict[str, Any]]:
     """`frugal train` on one CPU rank; its steps."""
     command = [
-        sys.executable, "-m", "frugal", "train", "--ranks", 1, "--mem", "4G", "--precision", "fp32", "--seq-len",
+        sys.executable, "-m", "frugal", "train", "--device", "cpu", "--gpus", 1, "--mem", "4G",
+        "--precision", "fp32", "--seq-len",
         SEQ_LEN, "--validation-data", "0%", "--schedule", "constant", "--weight-decay", 0, "--optimizer",
         "adamw,beta2=0.999",
         "--eval-every", 0, "--out", folder / name, *words,

@@ -60,7 +60,6 @@ class Trained(Protocol):
     zero: Zero
     deepspeed: Any
     plan: Plan
-    recorded_plan: Plan
     votes: dist.ProcessGroup | None
     rank: int
     world_size: int
@@ -188,7 +187,7 @@ def _give_away(folder: Path, names: list[str]) -> None:
 
 def origin(engine: Trained, step: int, listed: dict[str, File]) -> Manifest:
     """Return the manifest of a checkpoint that `engine` writes after `step` steps."""
-    plan = engine.recorded_plan
+    plan = engine.plan
     own = None if engine.own_optimizer is None else engine.own_optimizer.name
     shapes = [(name, engine.zero.shape(p)) for name, p in engine.module.named_parameters()]
     return Manifest(

@@ -26,7 +26,7 @@ from frugal.config.request import Request
 from frugal.dryrun.client import DryRunSource, workers
 from frugal.dryrun.pool import Pool, shared_workers
 from frugal.errors import RequestError
-from frugal.planning.plan import Plan, RunLength
+from frugal.planning.plan import Plan, RunCost
 from frugal.planning.report import explanation
 from frugal.planning.search.candidate import OpenSource
 from frugal.planning.what_if import (
@@ -77,7 +77,7 @@ def command(words: tuple[str, ...], verbose: bool, with_table: bool, **values: A
     show(blocks)
 
 
-def table(plan: Plan, given: dict[str, tuple[int, ...]], run: RunLength | None = None) -> list[str]:
+def table(plan: Plan, given: dict[str, tuple[int, ...]], run: RunCost | None = None) -> list[str]:
     """Return the what-if table; axes that are not `given` lie around the plan. With a `run` it has its time, too."""
     with closing(workers()) as pool:
         dry_run = _arithmetic(pool)

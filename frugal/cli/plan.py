@@ -96,7 +96,7 @@ def command(
     with closing(plans(*collect(settings))) as made:
         plan = next(made)
         run = _run(values, settings)
-        length = plan.run_length(**run) if run else None
+        cost = plan.cost(**run) if run else None
         while plan.is_draft and not only_draft:
             if is_watched:
                 show_draft(plan, draft)
@@ -112,7 +112,7 @@ def command(
         from frugal.cli.explain import table  # the search behind it takes a while to import
 
         with waiting("predicting"):
-            blocks.append(table(plan, named, length))
+            blocks.append(table(plan, named, cost))
     if blocks:
         show(blocks)
         click.echo()

@@ -9,7 +9,6 @@ from pathlib import Path
 from typing import Any
 
 import click
-import psutil  # type: ignore[import-untyped]  # has no types
 
 from frugal.checkpoint import manifest
 from frugal.checkpoint.run_folder import holds_a_run
@@ -36,8 +35,8 @@ from frugal.distributed.env import DEFAULT_PORT, silence_libraries
 from frugal.dryrun.pool import shared_workers
 from frugal.engine.reports import trackers
 from frugal.engine.run import run
-from frugal.errors import CheckpointError, PlanMismatchError, RequestError, refuse
-from frugal.launch import alternatives, commands, hosts, local, restart
+from frugal.errors import CheckpointError, refuse
+from frugal.launch import commands, hosts, local, restart
 from frugal.planning.plan import Plan
 
 PLAN = "plan.json"
@@ -55,7 +54,6 @@ class _Job:
 
     values: dict[str, Any]
     asked: dict[str, Any]
-    ranks: int | None
     settings: RunSettings
     how: LaunchSettings
     hosts: Sequence[HostfileEntry]
@@ -63,7 +61,6 @@ class _Job:
 
 @click.command("train", cls=SettingsCommand)
 @click.option("--plan", "plan_path", type=click.Path(path_type=Path), help="A plan.json, instead of planning flags.")
-@click.option("--ranks", type=int, hidden=True, help="Train on N CPU processes; short for --device cpu --gpus N.")
 @click.option(
     "--print", "printed", type=click.Choice(list(commands.LAUNCHERS)), hidden=True,
     help="Print the commands that start the run instead of starting it.",
@@ -74,16 +71,14 @@ class _Job:
 )  # fmt: skip
 @options(Request, ClusterSettings, RunSettings, LaunchSettings)
 @config_option
-def command(
-    plan_path: Path | None, ranks: int | None, printed: commands.Launcher | None, preview: int | None, **values: Any
-) -> int:
+def command(plan_path: Path | None, printed: commands.Launcher | None, preview: int | None, **values: Any) -> int:
     """Train with a plan; without one, plan first, as `frugal plan` with the same flags does."""
     if plan_path is not None and plan_path.is_dir():
         plan_path /= PLAN
     if preview is not None:
         _preview(preview, plan_path, read_settings(values))
         return 0
-    job = _job(values, ranks)
+    job = _job(values)
     plan = _given_plan(job, plan_path)
     _check_data(job.settings)
     job.settings.check_length()
@@ -94,32 +89,19 @@ def command(
             plan = _new_plan(job)
             show_verdict(plan, err=printed is not None)
             click.echo(err=printed is not None)
-            plan = alternatives.for_run(plan, job.settings)
         if printed is not None:
             plan_path, _ = write_plan(plan, job.settings.out)
     else:
         if printed is None:
             from frugal.dryrun.compare import proven_here  # a tenth of a second that a new plan does not need
 
-            plan = alternatives.for_run(proven_here(plan), job.settings)
+            plan = proven_here(plan)
         for note in cuda_allocator.notes(plan.strategy.expandable_segments, plan.cluster, os.environ):
             click.echo(f"note: {note}", err=True)
-    if ranks is not None and not _is_for(plan, ranks):
-        kind = "CPU ranks" if plan.cluster.devices[0].kind == "cpu" else "GPUs"
-        raise PlanMismatchError(
-            f"the plan is for {plan.batch.world_size} {kind}, this run has {ranks} CPU ranks",
-            hint=f"leave --ranks out, or plan again: frugal plan --device cpu --gpus {ranks}",
-        )
     if job.hosts:
         hosts.check_nodes(plan, job.hosts)
     if printed is None:
-        code = _start(job, plan)
-        if code == 0 and not job.settings.resume:
-            from frugal.dryrun.compare import as_run  # after the run, which needs its memory
-
-            if (said := as_run(plan, job.settings.out)) is not None:
-                click.echo(said)
-        return code
+        return _start(job, plan)
     launch_request = commands.LaunchRequest(
         plan=plan, plan_path=plan_path or job.settings.out / PLAN, hosts=job.hosts, settings=job.settings,
         hostfile=Path(job.asked["hostfile"]) if job.hosts else None, port=job.how.master_port or DEFAULT_PORT,
@@ -149,7 +131,7 @@ def _check_data(settings: RunSettings) -> None:
     )
 
 
-def _job(values: dict[str, Any], ranks: int | None) -> _Job:
+def _job(values: dict[str, Any]) -> _Job:
     """Read the files that flags name, and the record of a run that is resumed.
 
     Raises:
@@ -172,7 +154,7 @@ def _job(values: dict[str, Any], ranks: int | None) -> _Job:
         settings = build(RunSettings, merged(earlier_settings(settings.out), asked))
     elif newest is not None:
         raise holds_a_run(settings.out, newest)
-    return _Job(values=values, asked=asked, ranks=ranks, settings=settings, how=how, hosts=named)
+    return _Job(values=values, asked=asked, settings=settings, how=how, hosts=named)
 
 
 def _given_plan(job: _Job, path: Path | None) -> Plan | None:
@@ -185,37 +167,19 @@ def _given_plan(job: _Job, path: Path | None) -> Plan | None:
         return None
     plan = Plan.read(earlier)
     is_for_others = job.hosts and [len(node.devices) for node in plan.cluster.nodes] != [h.slots for h in job.hosts]
-    return None if is_for_others or (job.ranks is not None and not _is_for(plan, job.ranks)) else plan
-
-
-def _is_for(plan: Plan, ranks: int) -> bool:
-    """Return True if a plan is for this number of CPU ranks."""
-    return plan.batch.world_size == ranks and plan.cluster.devices[0].kind == "cpu"
+    return None if is_for_others else plan
 
 
 def _new_plan(job: _Job) -> Plan:
-    """Return a new plan; `ranks` stands for this machine's CPU.
-
-    That of a run that is resumed keeps the request, and the devices where nothing is said of them.
-    """
+    """Return a new plan; that of a run that is resumed keeps the request, and the devices where nothing is said of
+    them."""
     asked, earlier = job.asked, job.settings.out / PLAN
     if job.settings.resume and earlier.exists():
         before = Plan.read(earlier)
         asked = merged(_trained(before), asked)
-        if job.ranks is None and settings_of(ClusterSettings).keys().isdisjoint(job.asked):  # on the same devices
+        if settings_of(ClusterSettings).keys().isdisjoint(job.asked):  # on the same devices
             request, defaults = requested(asked)
             return planned(request, before.cluster, defaults)
-    if job.ranks is not None:
-        given = next((name for name in ("gpus", "nodes", "gpu", "device") if job.values.get(name) is not None), "")
-        if given:
-            raise RequestError(
-                f"--ranks was given together with --{given}",
-                because=f"--ranks {job.ranks} means {job.ranks} processes on this machine's CPU",
-                hint="leave one of them out",
-            )
-        asked = {name: value for name, value in asked.items() if name not in ("gpu", "nodes")}
-        asked |= {"device": "cpu", "gpus": job.ranks}
-        asked.setdefault("mem", psutil.virtual_memory().available // max(job.ranks, 1))
     return planned(*collect(asked, asks_data=not job.settings.resume))
 
 

@@ -134,10 +134,6 @@ class RunSettings:
         "0", "Optimizer steps until the peak learning rate, or a part of the schedule such as 5%.", "optimizer",
         kind=WARMUP, metavar="STEPS",
     )  # fmt: skip
-    tune: bool | None = setting(
-        None, "Take the first steps in several ways (micro-batches, activation checkpointing, tiled loss) and continue "
-        "in the fastest; --no-tune: as planned.", "run", shown_default="if the run is long enough to gain by it",
-    )  # fmt: skip
     eval_every: int | None = setting(
         None, "Optimizer steps between evaluations; 0: never.", "run", least=0, shown_default="at the end"
     )

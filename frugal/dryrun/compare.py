@@ -18,7 +18,7 @@ from frugal.dryrun.client import DryRunSource
 from frugal.dryrun.messages import DryRun
 from frugal.dryrun.pool import Pool
 from frugal.engine.measure.record import Capped, Measured, ModelDefinition
-from frugal.errors import FrugalError, PlanMismatchError, RequestError
+from frugal.errors import PlanMismatchError, RequestError
 from frugal.planning.batch import BatchPlan
 from frugal.planning.length_bucketing import most_samples
 from frugal.planning.memory import breakdown
@@ -27,16 +27,12 @@ from frugal.planning.memory.breakdown import Bounds, MemoryBreakdown, of_device,
 from frugal.planning.plan import Plan
 from frugal.planning.search.evaluate import Fitting
 from frugal.planning.strategy import Strategy
-from frugal.report.records import read_history
 from frugal.units import format_bytes
 
-_LONG_SECONDS = 600.0
-"""The duration of a run from which on the seconds of a dry run do not matter."""
 
-
-def memory_as_run(plan: Plan, samples: int, tokens: int, device: Device | None = None) -> MemoryBreakdown:
+def memory_as_run(plan: Plan, samples: int, tokens: int, device: Device) -> MemoryBreakdown:
     """Return the memory of a dry run of the plan with micro-batches of `samples` samples of `tokens` tokens (of one
-    rank's part, where ranks share samples) on `device`; None: the smallest.
+    rank's part, where ranks share samples) on `device`.
 
     Raises:
         FrugalError: the model cannot be trained like that.
@@ -76,30 +72,7 @@ def proven_here(plan: Plan) -> Plan:
         )
     to_console(f"note: {others}; a dry run with these needs {needed}")
     here = local_host.versions()
-    return replace(plan, frugal_version=here.pop("frugal"), versions=here, memory=memory, alternatives=()).sealed()
-
-
-def as_run(plan: Plan, folder: Path) -> str | None:
-    """Compare measured and predicted memory of the batches that ran, where these were smaller than planned (short
-    samples); else None, and after a short run, which is not worth the seconds of a dry run.
-    """
-    try:
-        history = read_history(folder)
-        record = next((each for each in reversed(history.of("memory")) if each.measured_bytes), None)
-        if record is None or not record.is_of_less or not record.largest_micro_batch or not record.measured_bytes:
-            return None
-        times = [each.time for each in (*history.others, *history.steps) if each.time is not None]
-        if max(times, default=0.0) - min(times, default=0.0) < _LONG_SECONDS:
-            return None
-        samples, tokens = record.largest_micro_batch
-        predicted = memory_as_run(plan, samples, tokens)
-    except FrugalError:  # such as a model that cannot read samples that short; the run itself is done
-        return None
-    difference = (record.measured_bytes / predicted.live_bytes - 1) * 100
-    return (
-        f"memory for {samples} x {tokens} tokens, the largest micro-batch of the first steps: predicted "
-        f"{format_bytes(predicted.live_bytes)}, measured {format_bytes(record.measured_bytes)} ({difference:+.1f} %)"
-    )
+    return replace(plan, frugal_version=here.pop("frugal"), versions=here, memory=memory).sealed()
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -4,7 +4,6 @@ import socket
 from collections.abc import Callable, Sequence
 from contextlib import nullcontext
 from dataclasses import replace
-from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -22,10 +21,9 @@ from frugal.engine.evaluation import Evaluation
 from frugal.engine.extensions.callbacks import Callbacks
 from frugal.engine.extensions.metric import Metric
 from frugal.engine.extensions.optimizer import MakeOptimizer, OwnOptimizer, ParameterGroups
-from frugal.engine.measure.tuner import Tuner
 from frugal.engine.train_step import Prepared, Stepper, StepResult, evaluate, wrap
 from frugal.errors import PlanMismatchError
-from frugal.models import adapters, batch_norm, tiled_loss
+from frugal.models import adapters, batch_norm
 from frugal.models.loading import quantised
 from frugal.models.objectives import Objective
 from frugal.models.sequence_parallel import parts_of
@@ -36,29 +34,11 @@ from frugal.planning.plan import Plan
 class Engine(Stepper):
     """A model under a plan. Make it with `initialize`."""
 
-    tuner: Tuner | None = None
-
     def train_step(self, batch: Given | Prepared) -> StepResult:
         """Take one optimizer step on a global batch; see `frugal.engine.train_step.Stepper.train_step`."""
-        if (tuner := self.tuner) is None:
-            result = super().train_step(batch)
-        else:
-            batch = batch if isinstance(batch, Prepared) else self.prepare(as_samples(batch, self.objective))
-            result = tuner.step(batch.samples, partial(super().train_step, batch))
-            self.tuner = None if tuner.is_over else tuner
+        result = super().train_step(batch)
         self.callbacks.call("on_step", self, self.deepspeed.global_steps, result)
         return result
-
-    def tune(self, most_steps: int, on_end: Callable[[dict[str, Any]], None] = lambda _: None) -> None:
-        """Take the next steps, at most `most_steps` and two, in several ways and continue in the fastest. Collective.
-
-        The plan must list alternatives, see `frugal.launch.alternatives.for_run`; afterwards `plan` is the
-        one found. `on_end` receives what was found; see `frugal.engine.measure.tuner`.
-
-        Raises:
-            RequestError: the plan lists no alternatives, or the steps are too few.
-        """
-        self.tuner = Tuner(self, most_steps, on_end)
 
     def evaluate(self, samples: Given, metric: Metric | Callable[..., Any] | None = None) -> Evaluation:
         """Return the mean loss on `samples`, the same on every rank; see `frugal.engine.train_step.evaluate`.
@@ -147,8 +127,6 @@ def initialize(
     batch_norm.apply_planned(model, plan)
     if not is_tried:
         model_check.say_of_objective(model, objective, plan, dist.get_rank())
-    if any(other.strategy.loss == "tiled" for other in plan.alternatives):
-        tiled_loss.prepare(model)
     own = OwnOptimizer.of(model, plan, optimizer, parameter_groups)
     with nullcontext() if is_nccl else closed_afterwards():
         zero = wrap(

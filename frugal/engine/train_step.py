@@ -76,7 +76,7 @@ class StepResult:
 
 @dataclass(frozen=True)
 class Prepared:
-    """A global batch, and what this rank takes of it under `limits`, cut as `planned`: micro-batches, and targets.
+    """A global batch, and what this rank takes of it under `limits`: micro-batches, and targets.
 
     `tokens` of its samples are in `positions` positions of its micro-batches (of pairs on both sides); the rest is
     padding, and dummies. Both are 0 where samples are not of tokens.
@@ -84,7 +84,6 @@ class Prepared:
 
     samples: Sequence[Sample]
     limits: MicroBatchLimits
-    planned: BatchPlan
     batches: list[Batch]
     targets: int
     tokens: int = 0
@@ -110,7 +109,7 @@ class Stepper:
     ) -> None:  # fmt: skip
         self.zero = zero
         self.deepspeed = zero.engine
-        self.plan = self.recorded_plan = plan  # while a run is tuned, what the next step takes, and what is kept
+        self.plan = plan
         self.objective = objective
         self.votes = votes  # a gloo group: small sums between hosts, without touching the device
         self.guard = Guard(votes)
@@ -149,15 +148,15 @@ class Stepper:
 
         A micro-batch of this rank without samples becomes a dummy without targets.
         """
-        limits, planned = self.limits, self.plan.batch
+        limits = self.limits
         batches, tokens, positions = [], 0, 0
-        for places in share(samples, limits, self.group, planned).places:
+        for places in share(samples, limits, self.group, self.plan.batch).places:
             own = [samples[place] for place in places]
             batch = self.objective.collate(own or [self.objective.dummy()])
             held, taken = tokens_and_positions(self.objective, own, batch)
             tokens, positions = tokens + held, positions + taken
             batches.append(pin(batch, self.device))
-        return Prepared(samples, limits, planned, batches, sum(map(self.objective.count, batches)), tokens, positions)
+        return Prepared(samples, limits, batches, sum(map(self.objective.count, batches)), tokens, positions)
 
     def train_step(self, batch: Given | Prepared) -> StepResult:
         """Take one optimizer step on the samples of a global batch, the same on every rank, or prepared.
@@ -178,8 +177,8 @@ class Stepper:
         samples = batch.samples if isinstance(batch, Prepared) else as_samples(batch, self.objective)
         if len(samples) == 0:
             raise RequestError("the global batch is empty", hint="pass at least one sample")
-        if not isinstance(batch, Prepared) or (batch.limits, batch.planned) != (self.limits, self.plan.batch):
-            batch = self.prepare(samples)  # anew: since then memory ran out, or another cut is tried
+        if not isinstance(batch, Prepared) or batch.limits != self.limits:
+            batch = self.prepare(samples)  # anew where memory ran out since then
         (targets,) = self._sum(batch.targets)
         if targets == 0:
             raise RequestError(

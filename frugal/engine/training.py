@@ -1,14 +1,14 @@
 """The training of one rank, from a plan and data to a model: data, model, engine, loop, final model."""
 
 from collections.abc import Iterator, Sequence
-from contextlib import ExitStack, contextmanager, nullcontext, suppress
+from contextlib import ExitStack, contextmanager, nullcontext
 from functools import partial
 from pathlib import Path
 from typing import Any
 
 import torch
 
-from frugal import file_errors, memory_watch
+from frugal import memory_watch
 from frugal.checkpoint import loading, manifest, mirror, random_state, resume_checks, run_folder, saving
 from frugal.checkpoint.progress import Progress
 from frugal.config.learning_rate import Curve
@@ -19,27 +19,21 @@ from frugal.data.corpus import RunData, Subset
 from frugal.data.sources import Provenance
 from frugal.data.stream.samples import SampleStream, StreamBatches
 from frugal.distributed import env, rank_logs, rendezvous
-from frugal.distributed.exchange import from_rank_0
 from frugal.engine import loop
 from frugal.engine.engine import Engine, initialize
 from frugal.engine.evaluation import Best
 from frugal.engine.extensions.callbacks import Callbacks
 from frugal.engine.extensions.metric import Metric
 from frugal.engine.measure.run_gauge import RunGauge
-from frugal.engine.measure.tuner import FIRST_STEPS, Tuner
 from frugal.engine.reports import opening, trackers
 from frugal.engine.reports.metrics import Log, PlannedMemory
 from frugal.engine.train_step import evaluate, refuse_other_model
-from frugal.errors import FrugalError, RequestError
+from frugal.errors import RequestError
 from frugal.imports import collected_seldom
 from frugal.models import factories
 from frugal.models.loading import placed
 from frugal.planning.plan import Plan
-from frugal.planning.search.alternatives import is_worth_it
 from frugal.report import after_run
-
-SHARE, SHARE_ASKED = 0.1, 0.5
-"""Part of a run's steps that tuning may take at most; with --tune."""
 
 
 def train(plan: Plan, settings: RunSettings, device: torch.device) -> None:
@@ -55,7 +49,6 @@ def train(plan: Plan, settings: RunSettings, device: torch.device) -> None:
         rendezvous.wait_for_all("mirror")
     metric, callbacks = Metric.load(settings.metric), Callbacks.load(settings.callback)
     settings = run_folder.create(settings)
-    plan = plan_to_resume(plan, settings.out) if settings.resume else plan
     run_folder.check_space(plan, settings)
     with collected_seldom():  # reading brings transformers and datasets along
         data = corpus.read_samples(plan, settings)
@@ -105,7 +98,6 @@ def train(plan: Plan, settings: RunSettings, device: torch.device) -> None:
                 run_gauge = RunGauge(engine)
             else:
                 run_gauge = RunGauge(engine, gauge, measuring)
-            engine.tuner = tuner_of_run(engine, settings, log, total_steps - start.step)
             done = loop.train(
                 engine, batches, settings, log, start=start, total_steps=total_steps, gauge=run_gauge,
                 evaluate=partial(engine.evaluate, data.validation, metric) if len(data.validation) else None,
@@ -198,43 +190,3 @@ def _start(
     start, data_changes = resume_checks.on_data(loaded.progress, data, settings)
     start, rate_changes = resume_checks.on_curve(start, curve)
     return start, loaded.changes + data_changes + rate_changes
-
-
-def plan_to_resume(plan: Plan, out: Path) -> Plan:
-    """Return the plan in the folder of a run that is resumed, if it was tuned from `plan`; else `plan`. Collective.
-
-    A launcher restarts a run with the plan that it started with.
-    """
-    kept = None
-    if env.rank() == 0:
-        with suppress(FrugalError):  # it cannot be read, and is written anew
-            tuned = Plan.read(out / "plan.json")
-            kept = tuned.to_json().decode() if tuned.tuned_from == plan.digest else None
-    kept = from_rank_0(kept, str | None)
-    return plan if kept is None else Plan.from_json(kept.encode())
-
-
-def tuner_of_run(engine: Engine, settings: RunSettings, log: Log, steps_left: int) -> Tuner | None:
-    """Return a tuner of the steps to come if --tune asks for it or the run is long enough to gain by it. Collective.
-
-    The plan found goes into the run's folder. A run that is resumed before tuning has ended tunes again.
-    """
-    plan, asked = engine.plan, settings.tune
-    if asked is False or plan.tuned_from or not (asked or is_worth_it(plan, steps_left)):
-        return None
-
-    def on_end(values: dict[str, Any]) -> None:
-        log.event(**values)
-        if not log.is_rank_0:
-            return
-        try:
-            run_folder.write_record(engine.plan, settings)
-        except OSError as error:
-            because, _ = file_errors.explain(error, settings.out)
-            log.say(f"the tuned plan is not saved, a resumed run tunes again: {because}")
-
-    try:
-        return Tuner(engine, int(steps_left * (SHARE_ASKED if asked else SHARE)) - FIRST_STEPS, on_end)
-    except RequestError as error:
-        log.say(f"tuning: {error.because[0]}, so nothing is tried")
-        return None

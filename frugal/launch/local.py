@@ -42,7 +42,7 @@ def check_machine(plan: Plan, master_port: int | None) -> None:
         if num_gpus < plan.batch.world_size:
             raise PlanMismatchError(
                 f"the plan is for {plan.batch.world_size} GPUs, there are {num_gpus} here",
-                hint="plan for what is here: frugal plan --gpus N, or frugal train --ranks N for CPU processes",
+                hint="plan for what is here: frugal plan --gpus N, or --device cpu --gpus N --mem 2G for CPU processes",
             )
     env.raise_descriptors(plan.batch.world_size)
     if master_port is not None:

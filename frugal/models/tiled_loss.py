@@ -48,40 +48,14 @@ def apply(model: nn.Module, kernels: Kernels = "plain") -> None:
     Raises:
         RequestError: the model has no linear output head, or what it does to its logits cannot be done to a slice.
     """
-    prepared = _prepared(model)
-    prepared.kernels = kernels
-    prepared.head.forward = prepared  # type: ignore[method-assign, assignment]  # ZeRO-3's hooks still run
-
-
-def prepare(model: nn.Module) -> None:
-    """Have `apply` find what it needs later, when the model is an engine's, whose hooks are not to be copied."""
-    if is_supported(model):
-        _prepared(model)
-
-
-def _prepared(model: nn.Module) -> "_TiledHead":
-    """Return what replaces the head's forward, found once. Raises as `apply`."""
     head = _head(model)
     if head is None:
         raise _refusal(model, "it has no linear output head (get_output_embeddings() gives none)")
-    if _PREPARED not in vars(head):
-        try:
-            finish = logits_end(model)
-        except positions.PositionsMeetError as error:
-            raise _refusal(model, f"{_CHANGED}: {error}") from None
-        vars(head)[_PREPARED] = _TiledHead(head, finish)
-    prepared: _TiledHead = vars(head)[_PREPARED]
-    return prepared
-
-
-_PREPARED = "frugal_tiled_head"
-"""The attribute in which a head keeps its other forward."""
-
-
-def remove(model: nn.Module) -> None:
-    """Give the output head its own forward back."""
-    if (tiled := applied_to(model)) is not None:
-        del tiled.head.forward
+    try:
+        finish = logits_end(model)
+    except positions.PositionsMeetError as error:
+        raise _refusal(model, f"{_CHANGED}: {error}") from None
+    head.forward = _TiledHead(head, finish, kernels)  # type: ignore[method-assign, assignment]  # ZeRO-3's hooks still run
 
 
 def is_supported(model: nn.Module) -> bool:
@@ -201,10 +175,10 @@ class _TiledHead:
     `finish`: what the model does to its logits `(samples, positions, classes)` after the head; None: nothing.
     """
 
-    def __init__(self, head: nn.Linear, finish: Callable[[Tensor], Tensor] | None) -> None:
+    def __init__(self, head: nn.Linear, finish: Callable[[Tensor], Tensor] | None, kernels: Kernels) -> None:
         self.head = head
         self.finish = finish
-        self.kernels: Kernels = "plain"
+        self.kernels = kernels
         self.targets: Tensor | None = None
         self.loss: Tensor | None = None
 

@@ -28,7 +28,7 @@ from frugal.planning.model_facts import ModelSummary
 from frugal.planning.strategy import Strategy
 from frugal.units import format_bytes, format_count, format_seconds, plural
 
-SCHEMA = 5
+SCHEMA = 6
 
 NAME_WIDTH = 7
 """Columns of the name of a row in a printed plan, with the space behind it; a longer name takes one more."""
@@ -134,48 +134,58 @@ class Rejected:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Alternative:
-    """Another way to take the same optimizer steps: it fits, and may turn out faster than the plan.
-
-    It differs from its plan in micro-batches, in the mode of activation checkpointing, or in the loss. `memory` and
-    `time` are predicted like the plan's. See `frugal.planning.search.alternatives`.
-    """
-
-    strategy: Strategy
-    batch: BatchPlan
-    memory: MemoryBreakdown
-    time: StepTime
-
-    def __post_init__(self) -> None:
-        assert self.memory.fits, "an alternative that does not fit is none"
-
-
-@dataclass(frozen=True, kw_only=True)
 class RunCost:
-    """The predicted time of a run's steps, without its start, evaluations and checkpoints.
+    """The predicted time of a run's steps, without its start, evaluations and checkpoints; see `Plan.cost`.
 
     Attributes:
-        steps: optimizer steps.
-        tokens: in all of them, without padding.
-        seconds: wall time.
-        device_hours: hours of all devices together.
-        cost: in the currency of the price; None where there is none.
+        length_steps: the length in optimizer steps, if it was given so.
+        length_tokens: the length in tokens, if it was given so.
+        gpu_hour_price: in any currency; None where there is none.
+        step_seconds: time of an optimizer step.
+        step_tokens: tokens of an optimizer step, without padding.
+        num_devices: all of them.
         device: the word for a device.
     """
 
-    steps: int
-    tokens: int
-    seconds: float
-    device_hours: float
-    cost: float | None
+    length_steps: int | None = None
+    length_tokens: int | None = None
+    gpu_hour_price: float | None = None
+    step_seconds: float
+    step_tokens: int
+    num_devices: int
     device: str = "GPU"
+
+    @property
+    def steps(self) -> int:
+        """The optimizer steps."""
+        return self.length_steps or ceil((self.length_tokens or 0) / self.step_tokens)
+
+    @property
+    def tokens(self) -> int:
+        """The tokens of all steps, without padding."""
+        return self.steps * self.step_tokens
+
+    @property
+    def seconds(self) -> float:
+        """The wall time."""
+        return self.steps * self.step_seconds
+
+    @property
+    def device_hours(self) -> float:
+        """The hours of all devices together."""
+        return self.seconds / 3600 * self.num_devices
+
+    @property
+    def cost(self) -> float | None:
+        """The cost in the currency of the price; None where there is none."""
+        return None if self.gpu_hour_price is None else self.device_hours * self.gpu_hour_price
 
     def __str__(self) -> str:
         """Return `1000 steps of 524,288 tokens, 524.3M in all: 50 min, 3.33 GPU hours, cost 6.66 (predicted)`."""
         time, *cost = self.in_brief
         shown = f"{self.device_hours:,.0f}" if self.device_hours >= 100 else f"{self.device_hours:.3g}"
         parts = ", ".join([time, f"{shown} {self.device} hours", *cost])
-        a_step = f"{plural(self.steps, 'step')} of {self.tokens // self.steps:,} tokens"
+        a_step = f"{plural(self.steps, 'step')} of {self.step_tokens:,} tokens"
         return f"{a_step}, {format_count(self.tokens)} in all: {parts} (predicted)"
 
     @property
@@ -186,36 +196,12 @@ class RunCost:
 
 
 @dataclass(frozen=True, kw_only=True)
-class RunLength:
-    """The length of a run: `steps`, or as many as `tokens` take; and the price of a GPU hour, None: not known."""
-
-    steps: int | None = None
-    tokens: int | None = None
-    gpu_hour_price: float | None = None
-
-    def cost(self, step_seconds: float, step_tokens: int, num_devices: int, device: str = "GPU") -> RunCost:
-        """Return the cost of the run by what one of its optimizer steps takes."""
-        steps = self.steps or ceil((self.tokens or 0) / step_tokens)
-        hours = steps * step_seconds / 3600 * num_devices
-        return RunCost(
-            steps=steps,
-            tokens=steps * step_tokens,
-            seconds=steps * step_seconds,
-            device_hours=hours,
-            cost=None if self.gpu_hour_price is None else hours * self.gpu_hour_price,
-            device=device,
-        )
-
-
-@dataclass(frozen=True, kw_only=True)
 class Plan:
     """A decision with its prediction and its reasons.
 
     `memory` is the fullest rank's. `defaults` names the request's fields that the user did not set.
     `why` is for people, in order of importance. `grouping`: what the data comes to, None where nothing is known of it;
-    the time is then that of a step of full-length samples. `digest` is the SHA-256 of all the rest. `alternatives` are
-    what a run may try in its first steps, fastest by prediction first; `tuned_from` is the digest of the plan that a
-    run began with, where this one is what it found to be fastest.
+    the time is then that of a step of full-length samples. `digest` is the SHA-256 of all the rest.
     """
 
     schema: int = SCHEMA
@@ -234,8 +220,6 @@ class Plan:
     warnings: tuple[str, ...]
     rejected: tuple[Rejected, ...]
     grouping: Grouping | None = None
-    alternatives: tuple[Alternative, ...] = ()
-    tuned_from: str = ""
 
     def __post_init__(self) -> None:
         assert self.batch.world_size == self.cluster.world_size
@@ -261,15 +245,17 @@ class Plan:
         """Tokens of one optimizer step without padding; of the data's, where their lengths are known."""
         return self.batch.global_batch * self.request.seq_len if self.grouping is None else self.grouping.step_tokens
 
-    def run_length(
+    def cost(
         self,
         *,
         steps: int | None = None,
         epochs: float | None = None,
         train_tokens: int | None = None,
         gpu_hour_price: float | None = None,
-    ) -> RunLength:
-        """Return a run of this plan that is so long; exactly one of `steps`, `epochs` and `train_tokens` says it.
+    ) -> RunCost:
+        """Return the predicted time of a run and its cost: `plan.cost(steps=1000, gpu_hour_price=2.5)`.
+
+        Exactly one of `steps`, `epochs` and `train_tokens` says its length.
 
         Raises:
             RequestError: none or several do, or the plan does not know how many samples an epoch has.
@@ -289,16 +275,11 @@ class Plan:
         )
         if epochs is not None and self.grouping is not None:
             steps = ceil(epochs * self.grouping.num_samples / self.grouping.step_samples)
-        return RunLength(steps=steps, tokens=train_tokens, gpu_hour_price=gpu_hour_price)
-
-    def cost(self, **length: Any) -> RunCost:
-        """Return the predicted time of a run and its cost: `plan.cost(steps=1000, gpu_hour_price=2.5)`.
-
-        `length` is that of `run_length`. Raises as it.
-        """
-        return self.run_length(**length).cost(
-            self.time.total_seconds, self.step_tokens, self.cluster.world_size, self.cluster.rank_noun
-        )
+        return RunCost(
+            length_steps=steps, length_tokens=train_tokens, gpu_hour_price=gpu_hour_price,
+            step_seconds=self.time.total_seconds, step_tokens=self.step_tokens, num_devices=self.cluster.world_size,
+            device=self.cluster.rank_noun,
+        )  # fmt: skip
 
     @property
     def is_draft(self) -> bool:

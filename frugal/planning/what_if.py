@@ -16,7 +16,7 @@ from frugal.config.hardware.cluster import Cluster, resized
 from frugal.config.request import Request
 from frugal.errors import FrugalError, RequestError, refuse
 from frugal.planning.memory.profile import VARLEN
-from frugal.planning.plan import KERNELS, Plan, RunLength
+from frugal.planning.plan import KERNELS, Plan, RunCost
 from frugal.planning.report import WIDE, Table, aligned, select_texts
 from frugal.planning.search.candidate import TIE, Candidate, OpenSource
 from frugal.planning.search.search import Search
@@ -398,7 +398,7 @@ Predictions = Mapping[GridCase, Candidate | None]
 
 
 def what_if_table(
-    plan: Plan, axes: Mapping[str, Sequence[int]], predictions: Predictions, run: RunLength | None = None
+    plan: Plan, axes: Mapping[str, Sequence[int]], predictions: Predictions, run: RunCost | None = None
 ) -> list[str]:
     """Return a table a sample length, memory by GPUs: seconds a step, tokens/s of a GPU, and the strategy's letters.
 
@@ -414,7 +414,7 @@ def what_if_table(
 
 
 def what_if_rows(
-    plan: Plan, axes: Mapping[str, Sequence[int]], predictions: Predictions, seq_len: int, run: RunLength | None = None
+    plan: Plan, axes: Mapping[str, Sequence[int]], predictions: Predictions, seq_len: int, run: RunCost | None = None
 ) -> list[tuple[str, ...]]:
     """Return the rows of one sample length; the first names the columns."""
     per_node = " a node" if len(plan.cluster.nodes) > 1 else ""
@@ -426,7 +426,7 @@ def what_if_rows(
     return rows
 
 
-def what_if_legend(predictions: Predictions, run: RunLength | None = None) -> str:
+def what_if_legend(predictions: Predictions, run: RunCost | None = None) -> str:
     """Explain the entries of the table."""
     used = {letter for each in predictions.values() if each is not None for letter in _letters(each.strategy)}
     legend = select_texts(
@@ -437,7 +437,7 @@ def what_if_legend(predictions: Predictions, run: RunLength | None = None) -> st
     return "; ".join(legend)
 
 
-def _entry(plan: Plan, point: GridCase, candidate: Candidate | None, run: RunLength | None) -> str:
+def _entry(plan: Plan, point: GridCase, candidate: Candidate | None, run: RunCost | None) -> str:
     if candidate is None:
         return "?"
     if not candidate.fits:
@@ -450,7 +450,9 @@ def _entry(plan: Plan, point: GridCase, candidate: Candidate | None, run: RunLen
     rate = tokens / candidate.seconds / world_size
     words = f"{rate / 1000:.1f}k/s" if rate >= 1000 else f"{rate:.0f}/s"
     strategy = f"Z{candidate.strategy.zero_stage}{_letters(candidate.strategy)}"
-    of_run = [] if run is None else run.cost(candidate.seconds, tokens, world_size).in_brief
+    of_run = []
+    if run is not None:
+        of_run = replace(run, step_seconds=candidate.seconds, step_tokens=tokens, num_devices=world_size).in_brief
     return ", ".join([f"{format_seconds(candidate.seconds)} {words} {strategy}", *of_run])
 
 

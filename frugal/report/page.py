@@ -106,7 +106,7 @@ def _events(runs: Sequence[RecordedRun]) -> Html:
         for run in runs for event in run.events
     ]  # fmt: skip
     head = [*(["run"] if len(runs) > 1 else []), "time", "event", "step", "what"]
-    heading = element("h2", "Starts, tuning, restarts and recoveries")
+    heading = element("h2", "Starts, restarts and recoveries")
     if not rows:
         return element("section", heading, element("p", "None were recorded.", class_="faint"))
     first = min((run.begin for run in runs if run.begin is not None), default=None)

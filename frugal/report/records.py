@@ -57,10 +57,6 @@ class RunRecord(msgspec.Struct, kw_only=True):
     phase: str | None = None
     why: str = ""
     status: str = ""
-    # tuned
-    micro_batch: int | None = None
-    accumulation_steps: int | None = None
-    gain: float | None = None
     # memory
     planned_bytes: int | None = None
     measured_bytes: int | None = None

@@ -222,15 +222,9 @@ def _start_words(record: RunRecord) -> str:
     return "; ".join([words, *record.changes])
 
 
-def _tuned_words(record: RunRecord) -> str:
-    way = f"continues with {record.strategy}, micro-batch {record.micro_batch} x {record.accumulation_steps}"
-    return f"{way}: {100 * record.gain:.0f} % less time a step" if record.gain else f"{way}, as planned"
-
-
 _WORDS = {
     "start": _start_words,
     "recovery": lambda record: record.message + (f" (in {record.phase})" if record.phase else ""),
-    "tuned": _tuned_words,
     "left_out": lambda record: f"nothing was updated: {record.why}",
     "end": lambda record: record.why,
 }

@@ -36,7 +36,7 @@ def _of_one(run: RecordedRun) -> list[Block]:
     shown = (*events[: MOST_EVENTS - 1], events[-1]) if len(events) > MOST_EVENTS else events
     note = f"{len(events) - len(shown)} more are in the page" if len(events) > len(shown) else ""
     if shown:
-        blocks.append(Table(title="starts, tuning, restarts and recoveries", rows=shown, note=note))
+        blocks.append(Table(title="starts, restarts and recoveries", rows=shown, note=note))
     if run.versions:
         blocks.append([f"with   {', '.join(f'{name} {value}' for name, value in run.versions.items())}"])
     return blocks

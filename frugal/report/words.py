@@ -140,7 +140,6 @@ _MARKS: dict[str, tuple[str, list[int]]] = {
     "restart": ("restart", [6, 3]),
     "recovery": ("out of memory", [2, 3]),
     "left_out": ("left out", [1, 4]),
-    "tuned": ("tuned", [4, 2]),
     "failed": ("failed", []),
     "interrupted": ("interrupted", []),
 }

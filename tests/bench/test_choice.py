@@ -1,6 +1,5 @@
 """What `bench.planning.choice` measures: real steps of every plan, in turns, on real ranks."""
 
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -9,11 +8,11 @@ import torch
 
 from bench.planning import choice_random
 from bench.planning.choice import measured_again
-from bench.planning.choice_worker import timed, timed_again, tuned
+from bench.planning.choice_worker import timed, timed_again
 from bench.plans import plan_by_hand
 from bench.ranks import Ranks
 from frugal.models.factories import import_callable
-from frugal.planning.plan import Alternative, Plan
+from frugal.planning.plan import Plan
 
 
 def plan(micro_batch: int, **strategy: Any) -> Plan:
@@ -39,22 +38,11 @@ def test_the_chosen_and_the_fastest_other_take_turns_once_more(two_ranks: Ranks)
 
 
 def test_ratios_are_those_of_the_turns_at_the_end() -> None:
-    row = {"ratio": 1.3, "tuned_ratio": 1.2, "tuning": {"plan": 4}}
+    row = {"ratio": 1.3}
     again = measured_again(row, {0: (2.0, 4.0, 1.0), 3: (1.0, 2.0, 5.0), 4: (1.5, 3.0, 0.75)})
-    assert (again["ratio"], again["tuned_ratio"]) == (2.0, 1.5)
-    assert (again["ratio_at_first"], again["tuned_ratio_at_first"]) == (1.3, 1.2)
+    assert (again["ratio"], again["ratio_at_first"]) == (2.0, 1.3)
     assert measured_again(row, {0: (1.0,), 4: (2.0,)})["ratio"] == 1.0  # the chosen one is faster now
     assert measured_again(row, {}) == row
-
-
-@pytest.mark.exhaustive
-def test_a_tuned_run_is_told_by_the_plan_it_goes_on_with(two_ranks: Ranks) -> None:
-    own, other = plan(1), plan(4)
-    way = Alternative(strategy=other.strategy, batch=other.batch, memory=other.memory, time=other.time)
-    done, on_other_rank = two_ranks.run(tuned, [replace(own, alternatives=(way,)).sealed(), other])
-    assert done == on_other_rank
-    assert done.plan in (0, 1) and done.steps >= 6
-    assert two_ranks.run(tuned, [own, other]) == [None, None]
 
 
 def test_a_days_models_are_the_same_again(tmp_path: Path) -> None:

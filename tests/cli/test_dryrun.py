@@ -128,7 +128,7 @@ def test_what_does_not_fit_is_dry_run_all_the_same_and_what_is_assumed_is_said(c
 
 
 WRONG: dict[str, tuple[list[str], int, str]] = {
-    "a plan of another schema": (["other.json"], 4, "other.json has schema 9, this frugal reads schema 5"),
+    "a plan of another schema": (["other.json"], 4, "other.json has schema 9, this frugal reads schema 6"),
     "a plan and a flag": (["other.json", "--gpus", "3"], 2, "other.json was given together with --gpus"),
     "two models": (["gpt2", "--model", "t5-small"], 2, "gpt2 was given together with --model"),
     "a timeline of another kind": (

@@ -18,7 +18,8 @@ from tests.commands import Capture
 
 TEMPLATE = "{% for m in messages %}<|{{ m.role }}|>{{ m.content }}{% endfor %}"
 TEXTS = [f"line {n} of what a model may learn about the number {n * n}" for n in range(120)]
-RUN = ("--ranks", 1, "--global-batch", 4, "--seq-len", 32, "--steps", 2, "--data", "text.jsonl", *PINNED)
+ONE = ("--device", "cpu", "--gpus", 1, "--mem", "4G")
+RUN = (*ONE, "--global-batch", 4, "--seq-len", 32, "--steps", 2, "--data", "text.jsonl", *PINNED)
 
 
 def subword_tokenizer() -> Any:
@@ -107,7 +108,7 @@ def refusal(folder: Path, monkeypatch: pytest.MonkeyPatch, capsys: Capture) -> C
 
 
 def test_no_data_is_refused(folder: Path, refusal: Callable[..., str]) -> None:
-    said = refusal("--model", "chat", "--ranks", 1, "--out", "none")
+    said = refusal("--model", "chat", *ONE, "--out", "none")
     assert said.startswith("error: no data was given\n") and "--data PATH" in said
     assert not (folder / "none").exists()
 

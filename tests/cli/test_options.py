@@ -35,7 +35,7 @@ ANSWERS = {
     },
     "Megatron's": {"--adam-eps 1e-6": "--optimizer adamw,epsilon=1e-6"},
     "torchtitan's": {"--optimizer.beta2 0.999": "--optimizer adamw,beta2=0.999"},
-    "torchrun's": {"--nproc-per-node 2": "--gpus 2, or --ranks 2 for CPU processes"},
+    "torchrun's": {"--nproc-per-node 2": "--gpus 2, with --device cpu for CPU processes"},
 }
 
 
@@ -79,7 +79,7 @@ def test_names_that_mean_the_same_everywhere_are_ours(name: str) -> None:
 
 def test_no_other_name_is_ours_and_no_hint_names_a_flag_that_there_is_not() -> None:
     assert not OTHER_NAMES.keys() & {name for name, row in SETTINGS.items() if row.is_flag}
-    ours = {row.flag for row in SETTINGS.values() if row.is_flag} | {"--ranks", "--set"}
+    ours = {row.flag for row in SETTINGS.values() if row.is_flag} | {"--set"}
     paths = {row.flag for row in SETTINGS.values()}
     for other in OTHER_NAMES.values():
         words = [word.strip(",;:") for word in other.hint.split()]

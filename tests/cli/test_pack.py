@@ -29,7 +29,8 @@ def trajectory(path: Path) -> list[tuple[Any, ...]]:
 def test_a_packed_run_that_was_stopped_goes_on_under_torchrun_as_if_it_had_not_been(tmp_path: Path) -> None:
     prepared(tmp_path, documents=300)
     code, output, errors = frugal_train(
-        tmp_path, "--ranks", 2, "--mem", "1G", "--model", "config.json", "--seq-len", 64, "--global-batch", 8,
+        tmp_path, "--device", "cpu", "--gpus", 2, "--mem", "1G",
+        "--model", "config.json", "--seq-len", 64, "--global-batch", 8,
         "--precision", "fp32", "--pack", *RUN, "--out", "whole",
     )  # fmt: skip
     assert (code, errors) == (0, "")

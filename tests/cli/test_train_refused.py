@@ -39,8 +39,8 @@ def message(capsys: Capture, *arguments: object) -> str:
     [
         ("--plan plan2.json --global-batch 4", 2, "--plan was given together with --global-batch", "leave one"),
         ("--plan plan2.json --set optimizer.beta2=0.9", 2, "--plan was given together with --set", "leave one"),
-        ("--ranks 2 --gpus 2 --out new", 2, "--ranks was given together with --gpus", "leave one"),
-        ("--plan plan2.json --ranks 3 --out new", 4, "the plan is for 2 CPU ranks", "--device cpu --gpus 3"),
+        ("--ranks 2 --out new", 2, "--ranks is frugal's former name", "--device cpu --gpus 2 --mem 2G"),
+        ("--plan plan2.json --gpus 3 --out new", 2, "--plan was given together with --gpus", "leave one"),
         ("--master-port 99999", 2, "--master-port is 99999", "from 1 to 65535"),
         ("--plan plan2.json --out used", 2, "used holds a run already", "--resume"),
         ("--resume --out new", 6, "there is no checkpoint in new/checkpoints", "without --resume"),
@@ -110,7 +110,7 @@ def test_a_plan_for_gpus_or_for_several_nodes(folder: Path, tmp_path: Path, caps
     if torch.cuda.device_count() < 2:
         said = message(capsys, "--plan", path, "--out", tmp_path / "new")
         assert said.startswith(f"4: error: the plan is for 2 GPUs, there are {torch.cuda.device_count()} here\n")
-        assert "frugal plan --gpus N, or frugal train --ranks N" in said
+        assert "frugal plan --gpus N, or --device cpu --gpus N --mem 2G" in said
     path.write_bytes(_on(made, (Node(devices=(device,)),) * 2).to_json())
     said = message(capsys, "--plan", path, "--out", tmp_path / "new")
     assert said.startswith("4: error: the plan is for 2 nodes, and nothing names them\n")

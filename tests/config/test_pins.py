@@ -5,7 +5,7 @@ from contextlib import suppress
 from typing import Any
 
 import pytest
-from hypothesis import assume, given
+from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 
 from frugal.deepspeed_adapter.json_config import batch_config
@@ -46,6 +46,7 @@ def test_a_micro_batch_that_is_never_full_is_told() -> None:
     global_batch=st.integers(1, 700), gpus=st.integers(1, 8), micro=st.none() | st.integers(1, 9),
     steps=st.none() | st.integers(1, 9),
 )  # fmt: skip
+@settings(max_examples=40)  # each makes up to three plans
 def test_even_micro_batches_are_the_global_batch_or_are_refused_with_those_next_to_it(
     global_batch: int, gpus: int, micro: int | None, steps: int | None
 ) -> None:

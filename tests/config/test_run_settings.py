@@ -19,7 +19,7 @@ SOME = RunSettings(
     save_every=5, keep=5, async_save=True, on_nan="skip", seed=9, out=Path("there"), validation_samples=12,
     resume=True, accept_changed_data=True, grace=75, columns="text=t,label=l",
     track=("wandb",), format="messages", chat_template="chatml", train_on="all", callback=("c.py:C",),
-    metric="m.py:f1", best="f1:max", patience=3, tune=False, mirror="s3://bucket/run",
+    metric="m.py:f1", best="f1:max", patience=3, mirror="s3://bucket/run",
 )  # fmt: skip
 
 

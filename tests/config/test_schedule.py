@@ -4,9 +4,10 @@ from dataclasses import replace
 from typing import Any, get_args
 
 import pytest
+from transformers import SchedulerType
 
 from frugal.config.learning_rate import Curve, Schedule, ScheduleName
-from frugal.config.other_names import SCHEDULES, answer
+from frugal.config.other_names import answer
 
 
 def curve(total_steps: int, **changes: Any) -> Curve:
@@ -118,8 +119,11 @@ def test_steps_beyond_the_end_keep_the_last_value() -> None:
 
 
 def test_a_schedule_of_other_trainers_is_answered_with_one_of_ours() -> None:
-    assert get_args(ScheduleName) == SCHEDULES
-    names = [*SCHEDULES, "wsd", "cosine_with_restarts", "rex", "one_cycle"]
-    hints = [error.hint for name in names if (error := answer("lr_scheduler_type", name, name)) is not None]
-    assert hints[:-3] == [f"--schedule {name}" for name in (*SCHEDULES, "warmup_stable_decay")]
-    assert hints[-3:] == ["--schedule cosine"] * 3
+    ours = get_args(ScheduleName)
+    hints = {}
+    for name in [*ours, *(each.value for each in SchedulerType), "wsd", "rex", "one_cycle"]:
+        error = answer("lr_scheduler_type", name, name)
+        assert error is not None and error.hint is not None
+        hints[name] = error.hint.removeprefix("--schedule ")
+    assert all(hints[name] == name for name in ours) and hints["wsd"] == "warmup_stable_decay"
+    assert set(hints.values()) == set(ours)

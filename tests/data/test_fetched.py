@@ -160,9 +160,8 @@ def test_data_that_is_not_there_is_one_message(
     address: str, because: str, storage: Any, tmp_path: Path, capsys: Capture
 ) -> None:
     prepared(tmp_path)
-    plan = ("plan", "--device", "cpu", "--gpus", "1", "--mem", "1G", "--model", str(tmp_path / "config.json"))
-    train = ("train", "--ranks", "1", "--model", str(tmp_path / "config.json"), "--out", str(tmp_path / "run"))
-    for words in (plan, train):
+    asked = ("--device", "cpu", "--gpus", "1", "--mem", "1G", "--model", str(tmp_path / "config.json"))
+    for words in (("plan", *asked), ("train", *asked, "--out", str(tmp_path / "run"))):
         assert cli.run([*words, "--data", address]) == 2
         said = capsys.readouterr()
         assert (said.out, said.err.count("error: ")) == ("", 1)

@@ -64,7 +64,7 @@ CHANGES: list[tuple[tuple[str | int, ...], Any, type[FrugalError], str]] = [
     (("cluster", "nodes", 0, "count"), -1, PlanMismatchError, "was changed after it was made"),
     (("cluster", "nodes", 0, "count"), 1 << 40, PlanMismatchError, "was changed after it was made"),
     (("cluster", "nodes", 0, "count"), "two", PlanMismatchError, "was changed after it was made"),
-    (("schema",), 99, PlanMismatchError, "has schema 99, this frugal reads schema 5"),
+    (("schema",), 99, PlanMismatchError, "has schema 99, this frugal reads schema 6"),
     (("batch", "micro_steps", 0, "count"), 9, RequestError,
      "contradicts itself\n  because the micro-batch sizes do not add up to the global batch"),
     (("memory", "total_bytes"), 1, RequestError, "contradicts itself\n  because the parts are not the whole"),

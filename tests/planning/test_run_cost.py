@@ -7,7 +7,7 @@ import pytest
 
 from frugal.config.hardware.cluster import CARDS
 from frugal.errors import RequestError
-from frugal.planning.plan import Plan, RunLength
+from frugal.planning.plan import Plan, RunCost
 from frugal.planning.what_if import grid, parse_axes, predicted, what_if_table
 from tests.planning.synthetic import SMALL, dry_running, planned
 
@@ -57,9 +57,9 @@ def test_a_batch_asked_in_tokens_is_answered_in_tokens() -> None:
 
 
 def test_a_run_is_its_steps() -> None:
-    run = RunLength(steps=1000, gpu_hour_price=2.5).cost(3.6, 524_288, 4)
+    run = RunCost(length_steps=1000, gpu_hour_price=2.5, step_seconds=3.6, step_tokens=524_288, num_devices=4)
     assert str(run) == "1000 steps of 524,288 tokens, 524.29M in all: 1 h 00 min, 4 GPU hours, cost 10.00 (predicted)"
-    assert str(RunLength(tokens=2 * 10**9).cost(3.6, 2**20, 4)) == (
+    assert str(RunCost(length_tokens=2 * 10**9, step_seconds=3.6, step_tokens=2**20, num_devices=4)) == (
         "1908 steps of 1,048,576 tokens, 2.00B in all: 1 h 54 min, 7.63 GPU hours (predicted)"
     )
 
@@ -95,7 +95,7 @@ def test_the_table_of_what_if_has_the_time_and_the_cost_of_the_run() -> None:
     axes = parse_axes(["gpus=4,8", "mem=12G", "seq-len=1k"])
     cases = grid(made, axes)
     found = predicted(list(cases.values()), dry_running(**MODEL))
-    run = RunLength(tokens=10**9, gpu_hour_price=2.0)
+    run = made.cost(train_tokens=10**9, gpu_hour_price=2.0)
     text = "\n".join(what_if_table(made, axes, dict(zip(cases, found, strict=True)), run))
     for candidate, num_gpus in zip(found, (4, 8), strict=True):
         assert candidate is not None

@@ -51,7 +51,8 @@ def trained(folder: Path) -> Path:
     (folder / "text.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
     (folder / "refusing.py").write_text(CALLBACK)
     words = (
-        "train --ranks 2 --model tiny-gpt2.json --global-batch 16 --seq-len 256 --data text.jsonl --save-every 10 "
+        "train --device cpu --gpus 2 --model tiny-gpt2.json --global-batch 16 --seq-len 256 --data text.jsonl "
+        "--save-every 10 "
         "--eval-every 5 --learning-rate 2e-3 --warmup 6 --validation-data 2% --mem 900M --max-restarts 2 "
         f"--set train.callback=refusing.py:Once --steps {STEPS} --out run"
     )

@@ -81,24 +81,6 @@ def train(
     return folder
 
 
-def tuned(folder: Path) -> Path:
-    """A run that tries other ways until step 11 and keeps one."""
-    made = plan()
-    folder.mkdir(parents=True)
-    run_folder.write_record(made, RunSettings(out=folder, steps=12, data=("text.jsonl",)))
-    with log_of(folder, made, 12) as log:
-        log.start(**opening.record(made, (), is_resumed=False))
-        for step in range(1, 12):
-            log.step(step, result(step), seconds=0.4)
-        log.event(
-            event="tuned", step=11, gain=0.25, plan_digest="", strategy="ZeRO-2, tiled loss", micro_batch=4,
-            accumulation_steps=1, ways=[],
-        )  # fmt: skip
-        log.step(12, result(12), seconds=0.3)
-        log.ends("done")
-    return folder
-
-
 def interrupted(folder: Path) -> Path:
     """A run that recovers in step 6, is killed after step 10, and is started again from step 8."""
     began = time.time()

@@ -11,7 +11,7 @@ from frugal.report import after_run
 from frugal.report.page import page
 from frugal.report.run import read_run
 from tests.browser import Browser
-from tests.report.recorded import interrupted, plan, train, tuned
+from tests.report.recorded import interrupted, plan, train
 
 CHARTS = ["loss", "speed", "rate", "padding", "norm", "course"]
 
@@ -51,13 +51,6 @@ def test_all_charts_are_drawn_without_a_complaint_or_a_request(folder: Path, bro
     assert sorted(name for name, _, _ in sizes) == sorted(CHARTS)
     assert all(width > 200 and "lowest" in label for _, width, label in sizes)
     assert browser.requests() == [(folder / "report.html").as_uri()]
-    assert browser.complaints() == []
-
-
-def test_tuning_is_on_the_time_axis(tmp_path: Path, browser: Browser) -> None:
-    after_run.write_page(tuned(tmp_path / "run"))
-    browser.open(tmp_path / "run" / "report.html")
-    assert [mark["label"] for mark in drawn(browser, "course")["marks"]] == ["tuned"]
     assert browser.complaints() == []
 
 

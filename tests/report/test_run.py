@@ -18,7 +18,7 @@ from frugal.report.page import thinned
 from frugal.report.run import read_run
 from frugal.report.words import differing
 from tests.commands import Capture, frugal
-from tests.report.recorded import MIB, PLANNED, interrupted, plan, train, tuned
+from tests.report.recorded import MIB, PLANNED, interrupted, plan, train
 
 
 def kinds(folder: Path) -> list[tuple[str, int]]:
@@ -45,13 +45,6 @@ def test_memory_is_told_by_phase_as_it_was_recorded(tmp_path: Path) -> None:
             planned, planned + MIB, planned + 9 * MIB
         )  # fmt: skip
     assert (run.phases["evaluation"].measured_bytes, run.phases["checkpoint"].planned_bytes) == (150 * MIB, None)
-
-
-def test_a_tuned_run_is_reported_with_the_way_that_it_kept(tmp_path: Path) -> None:
-    folder = tuned(tmp_path / "run")
-    assert kinds(folder) == [("start", 0), ("tuned", 11), ("done", 12)]
-    (event,) = [each for each in read_run(folder).events if each.kind == "tuned"]
-    assert "ZeRO-2, tiled loss, micro-batch 4 x 1: 25 % less" in event.words
 
 
 def test_lines_that_cannot_be_read_are_left_out_and_counted(tmp_path: Path) -> None:

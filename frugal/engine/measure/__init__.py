@@ -1,1 +1,1 @@
-"""Measure a real run on this machine, in bytes and seconds, and tune it."""
+"""Measure a real run on this machine, in bytes and seconds."""

@@ -17,9 +17,6 @@ Each line of `metrics.jsonl` is one JSON object with an `event`:
     memory       step, planned_bytes, measured_bytes (rank 0's peak over initialisation and two steps),
                  planned_micro_batch, largest_micro_batch (samples and tokens: planned, and run so far), phases (by
                  name: planned_bytes, null where the plan has none; measured_bytes, reserved_bytes), time
-    tuned        step, gain (part of the planned step's seconds), strategy, micro_batch, accumulation_steps,
-                 plan_digest, time: the way in which the run continues; ways (each way that was tried, the plan's first:
-                 strategy, micro_batch, accumulation_steps, num_steps, seconds of a step or null, is_kept, dropped: why)
     end          step (the last that was done), status (done, stopped, interrupted, failed; lost: another rank was,
                  whoever started the run knows why and adds its own), why, time
 

@@ -258,6 +258,7 @@ def of_documents(tokens: int, **settings: Any) -> Plan:
     return make_plan(replace(request, document_tokens=tokens), cluster, defaults)
 
 
+@pytest.mark.exhaustive
 def test_each_kind_of_kernel_is_said_to_bring_what_a_plan_without_it_lacks(config: str) -> None:
     asked = ASKED | {"model": config, "pack": True, "zero_stage": 2, "activation_checkpointing": "off"}
     fused = of_documents(16, **asked)
@@ -271,25 +272,23 @@ def test_each_kind_of_kernel_is_said_to_bring_what_a_plan_without_it_lacks(confi
             assert said.startswith(f"{kind}: {less:.0f} % less time, ") and said.endswith(" MiB less (predicted)")
 
 
-def test_arithmetic_and_a_dry_run_with_them_have_the_same_peak_and_less_traffic(config: str) -> None:
-    works = {}
+@pytest.mark.parametrize(
+    ("zero_stage", "mode"), [(3, "selective"), pytest.param(2, "off", marks=pytest.mark.exhaustive)]
+)
+def test_arithmetic_and_a_dry_run_with_them_have_the_same_peak_and_less_traffic(
+    zero_stage: int, mode: Any, config: str
+) -> None:
+    traffic = {}
+    kernels: Any
     for kernels in ("plain", "liger"):
         request, cluster, _ = understand({"model": config, "kernels": kernels, **ASKED})
         with DryRunSource(request, cluster) as source:
-            for zero_stage, mode in ((2, "off"), (3, "selective")):
-                strategy = Strategy(
-                    zero_stage=zero_stage,
-                    activation_checkpointing=mode,  # type: ignore[arg-type]  # one of them
-                    kernels=kernels,  # type: ignore[arg-type]  # as above
-                )
-                profile = source.profile(strategy, True)
-                works[kernels, mode] = profile.costs.work.traffic.at(8)
-                drafted = profile.memory(8, cluster.devices[0]).live_bytes
-                assert kernels == "plain" or drafted == pytest.approx(
-                    source.dry_run(strategy, 8, 2).live_bytes, abs=100
-                )
-    for mode in ("off", "selective"):
-        assert works["liger", mode] < 0.8 * works["plain", mode]
+            strategy = Strategy(zero_stage=zero_stage, activation_checkpointing=mode, kernels=kernels)
+            profile = source.profile(strategy, True)
+            traffic[kernels] = profile.costs.work.traffic.at(8)
+            drafted = profile.memory(8, cluster.devices[0]).live_bytes
+            assert kernels == "plain" or drafted == pytest.approx(source.dry_run(strategy, 8, 2).live_bytes, abs=100)
+    assert traffic["liger"] < 0.8 * traffic["plain"]
 
 
 # On real ranks.
@@ -300,7 +299,11 @@ MIXED = {"activation_checkpointing": "budget", "layer_modes": (("selective", 1),
 
 
 @pytest.mark.parametrize(
-    ("zero_stage", "strategy", "lora"), [(0, {}, None), (3, SMALL | MIXED, None), (3, {"mlp": "tiled"}, "r=4")]
+    ("zero_stage", "strategy", "lora"),
+    [
+        (3, SMALL | MIXED, None),
+        *(pytest.param(*row, marks=pytest.mark.exhaustive) for row in ((0, {}, None), (3, {"mlp": "tiled"}, "r=4"))),
+    ],
 )
 def test_deepspeed_applies_the_gradient_of_plain_pytorch(
     zero_stage: int, strategy: dict[str, Any], lora: str | None, two_ranks: Ranks
