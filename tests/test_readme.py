@@ -52,6 +52,42 @@ def test_what_is_shown_of_planning_is_what_is_printed(command: str) -> None:
             assert readme.shortened(output, each.output) == each.output, each.page.name
 
 
+def test_figures_of_the_real_card() -> None:
+    found = measured("gpu-truth-nvidia-h200")
+    rows = found["rows"]
+    exact = [are_exact(each) for each in rows]
+    capped = [each["runs"]["capped"]["answer"]["survived"] for each in rows if "capped" in each["runs"]]
+    worst = found["summary"]["reserved_error"]["lowest"]
+    shown = (
+        f"{len(rows)} configurations of {found['summary']['families']} families",
+        f"allocated: {sum(each for each, _ in exact)} of {len(rows)} to the byte",
+        f"reserved: {sum(each for _, each in exact)} of {len(rows)}, worst {worst:+.2%}".replace("%", " %"),
+        f"promised size: {capped.count(False)} of {len(capped)}",
+    )
+    for each in shown:
+        assert each in row("memory on a real card")
+
+
+def are_exact(content: dict[str, Any]) -> tuple[bool, bool]:
+    """Whether allocated and reserved bytes of a run on a GPU are the predicted ones."""
+    figures, answer = content["prediction"]["figures"], content["runs"]["free"]["answer"]
+    return (
+        max(answer["phases"].values()) == figures["peak_allocated_bytes"],
+        answer["of_gpu"]["reserved_bytes"] == figures["peak_reserved_bytes"],
+    )
+
+
+def test_speeds_of_the_real_card() -> None:
+    cases = measured("gpu-speed-nvidia-h200")["cases"]
+    pairs = [(cases[each]["frugal, liger"], cases[each]["trainer, liger"]) for each in cases]
+    speeds = [ours["tokens_per_second"] / theirs["tokens_per_second"] for ours, theirs in pairs]
+    sizes = [ours["allocated_bytes"] / theirs["allocated_bytes"] for ours, theirs in pairs]
+    order = [list(cases).index(each) for each in ("qwen3-0.6b", "gpt2", "llama-3.1-8b LoRA")]
+    line = row("one H200")
+    assert "per second " + ", ".join(f"{speeds[i]:.2f}" for i in order) in line
+    assert "memory " + ", ".join(f"{sizes[i]:.2f}" for i in order) in line
+
+
 def test_the_cases_that_readers_rely_on_are_shown() -> None:
     assert "$ frugal plan --gpus 4 --mem 12G\n" in README
     assert sum(command.startswith("frugal explain ") for command in COMMANDS) >= 3
