@@ -22,6 +22,7 @@ from unittest.mock import patch
 import msgspec
 
 from frugal.planning.memory.allocator import Replays
+from frugal.planning.memory.caching_allocator import ENDLESS, RESERVATION
 from frugal.planning.memory.timeline import BACKWARD, FORWARD, INITIALISATION, OPTIMIZER_STEP
 
 SUFFIX = ".json.xz"
@@ -42,6 +43,7 @@ class Stream(msgspec.Struct, frozen=True, kw_only=True):
         command: what made the stream.
         world_size: number of ranks; `rank`: this one.
         expandable_segments: whether the allocator had them.
+        addresses_fall: whether new reservations of addresses lay below the others, not above.
         cap_bytes: what the allocator was allowed; None: all of the card.
         sizes: of every request, in order, bytes.
         cuda_streams: of every request the CUDA stream, 0 the default one; empty: all of them are on that.
@@ -61,6 +63,7 @@ class Stream(msgspec.Struct, frozen=True, kw_only=True):
     world_size: int = 1
     rank: int = 0
     expandable_segments: bool = False
+    addresses_fall: bool = False
     cap_bytes: int | None = None
     sizes: list[int]
     cuda_streams: list[int] = []
@@ -88,7 +91,14 @@ class Stream(msgspec.Struct, frozen=True, kw_only=True):
 
     def replays(self) -> Replays:
         """The requests for frugal's model of the allocator."""
-        return Replays(self.sizes, self.lifetimes, self.empties, expandable_segments=self.expandable_segments)
+        stream = self.sizes, self.lifetimes, self.empties
+        expandable, reservation = self.expandable_segments, self.reservation_bytes
+        return Replays(*stream, expandable_segments=expandable, reservation_bytes=reservation)
+
+    @property
+    def reservation_bytes(self) -> int:
+        """As the replay takes it."""
+        return RESERVATION if self.addresses_fall else ENDLESS
 
     def numbered(self) -> Iterator[tuple[int, str]]:
         """Of every event the number of the request and what happens: `requested`, `released` or `returned`."""
