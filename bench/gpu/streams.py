@@ -22,7 +22,7 @@ from unittest.mock import patch
 import msgspec
 
 from frugal.planning.memory.allocator import Replays
-from frugal.planning.memory.caching_allocator import ENDLESS, RESERVATION
+from frugal.planning.memory.caching_allocator import ENDLESS, RESERVATION, SMALL_SEGMENT
 from frugal.planning.memory.timeline import BACKWARD, FORWARD, INITIALISATION, OPTIMIZER_STEP
 
 SUFFIX = ".json.xz"
@@ -137,6 +137,7 @@ class Requests:
     events: list[int] = field(default_factory=list)
     empty_caches: list[int] = field(default_factory=list)
     phases: list[tuple[str, int]] = field(default_factory=list)
+    addresses_fall: bool = False
     is_whole: bool = True
 
     def read(self, history: list[dict[str, Any]]) -> None:
@@ -163,6 +164,14 @@ class Requests:
                 self.events.append(len(self.sizes) - live.pop(address))
         if not any(self.cuda_streams):
             self.cuda_streams.clear()
+
+
+def addresses_fall(history: list[dict[str, Any]]) -> bool:
+    """Return whether more new segments lay below all before them than above, in a history from an empty allocator."""
+    made = [entry["addr"] for entry in history if entry["action"] == "segment_alloc" and entry["size"] > SMALL_SEGMENT]
+    lowest, highest = accumulate(made, min), accumulate(made, max)
+    trend = sum((address == low) - (address == high) for address, low, high in zip(made, lowest, highest, strict=True))
+    return trend > 0
 
 
 @contextmanager
@@ -196,7 +205,9 @@ def recording() -> Iterator[Requests]:
             patch.object(torch.cuda.memory, "empty_cache", emptied),
         ):
             yield found
-        found.read(torch.cuda.memory._snapshot()["device_traces"][torch.cuda.current_device()])
+        history = torch.cuda.memory._snapshot()["device_traces"][torch.cuda.current_device()]
+        found.read(history)
+        found.addresses_fall = addresses_fall(history)
     finally:
         torch.cuda.memory._record_memory_history(enabled=None)
         torch.cuda.memory._set_memory_metadata("")

@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 
+from bench.gpu import streams
 from bench.recordings import __main__ as table
 from bench.recordings import addresses
 from bench.recordings.recording import FOLDER, Recording, kept
@@ -108,6 +109,13 @@ def test_new_segments_are_compared_with_where_the_model_puts_them(tmp_path: Path
     (tmp_path / "s.pickle").write_bytes(snapshot([*history, event("alloc", top, 44 * mib)], segments))
     found = addresses.compared(tmp_path / "s.pickle")
     assert found == {"as planned": (3, 3), "down": (2, 3), "up": (1, 3)}
+
+
+@pytest.mark.parametrize(("placed", "fall"), [((9, 5, 2), True), ((2, 5, 9), False), ((9, 5, 6, 1), True), ((), False)])
+def test_a_stream_says_whether_its_addresses_fall(placed: tuple[int, ...], fall: bool) -> None:
+    history = [event("segment_alloc", address << 25, 20 << 20) for address in placed]
+    small = [event("segment_alloc", address << 21, 2 << 20) for address in range(8)]
+    assert streams.addresses_fall([*small, *history]) == fall
 
 
 class Harmful:
