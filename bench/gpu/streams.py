@@ -22,6 +22,7 @@ from unittest.mock import patch
 import msgspec
 
 from frugal.planning.memory.allocator import Replays
+from frugal.planning.memory.caching_allocator import ENDLESS, RESERVATION, SMALL_SEGMENT
 from frugal.planning.memory.timeline import BACKWARD, FORWARD, INITIALISATION, OPTIMIZER_STEP
 
 SUFFIX = ".json.xz"
@@ -42,6 +43,7 @@ class Stream(msgspec.Struct, frozen=True, kw_only=True):
         command: what made the stream.
         world_size: number of ranks; `rank`: this one.
         expandable_segments: whether the allocator had them.
+        addresses_fall: whether new reservations of addresses lay below the others, not above.
         cap_bytes: what the allocator was allowed; None: all of the card.
         sizes: of every request, in order, bytes.
         cuda_streams: of every request the CUDA stream, 0 the default one; empty: all of them are on that.
@@ -61,6 +63,7 @@ class Stream(msgspec.Struct, frozen=True, kw_only=True):
     world_size: int = 1
     rank: int = 0
     expandable_segments: bool = False
+    addresses_fall: bool = False
     cap_bytes: int | None = None
     sizes: list[int]
     cuda_streams: list[int] = []
@@ -88,7 +91,14 @@ class Stream(msgspec.Struct, frozen=True, kw_only=True):
 
     def replays(self) -> Replays:
         """The requests for frugal's model of the allocator."""
-        return Replays(self.sizes, self.lifetimes, self.empties, expandable_segments=self.expandable_segments)
+        stream = self.sizes, self.lifetimes, self.empties
+        expandable, reservation = self.expandable_segments, self.reservation_bytes
+        return Replays(*stream, expandable_segments=expandable, reservation_bytes=reservation)
+
+    @property
+    def reservation_bytes(self) -> int:
+        """As the replay takes it."""
+        return RESERVATION if self.addresses_fall else ENDLESS
 
     def numbered(self) -> Iterator[tuple[int, str]]:
         """Of every event the number of the request and what happens: `requested`, `released` or `returned`."""
@@ -127,6 +137,7 @@ class Requests:
     events: list[int] = field(default_factory=list)
     empty_caches: list[int] = field(default_factory=list)
     phases: list[tuple[str, int]] = field(default_factory=list)
+    addresses_fall: bool = False
     is_whole: bool = True
 
     def read(self, history: list[dict[str, Any]]) -> None:
@@ -153,6 +164,14 @@ class Requests:
                 self.events.append(len(self.sizes) - live.pop(address))
         if not any(self.cuda_streams):
             self.cuda_streams.clear()
+
+
+def addresses_fall(history: list[dict[str, Any]]) -> bool:
+    """Return whether more new segments lay below all before them than above, in a history from an empty allocator."""
+    made = [entry["addr"] for entry in history if entry["action"] == "segment_alloc" and entry["size"] > SMALL_SEGMENT]
+    lowest, highest = accumulate(made, min), accumulate(made, max)
+    trend = sum((address == low) - (address == high) for address, low, high in zip(made, lowest, highest, strict=True))
+    return trend > 0
 
 
 @contextmanager
@@ -186,7 +205,9 @@ def recording() -> Iterator[Requests]:
             patch.object(torch.cuda.memory, "empty_cache", emptied),
         ):
             yield found
-        found.read(torch.cuda.memory._snapshot()["device_traces"][torch.cuda.current_device()])
+        history = torch.cuda.memory._snapshot()["device_traces"][torch.cuda.current_device()]
+        found.read(history)
+        found.addresses_fall = addresses_fall(history)
     finally:
         torch.cuda.memory._record_memory_history(enabled=None)
         torch.cuda.memory._set_memory_metadata("")

@@ -20,8 +20,9 @@ def recording_of(snapshot: Snapshot, asked: argparse.Namespace) -> Recording:
     stream = Stream(
         name=asked.name, device=asked.card, is_emulated=False, versions={"torch": asked.torch},
         date=datetime.now(UTC).date().isoformat(), command=f"python -m bench.recordings.keep {asked.path}",
-        expandable_segments=snapshot.expandable_segments, sizes=requests.sizes, cuda_streams=requests.cuda_streams,
-        events=requests.events, empty_caches=requests.empty_caches, phases=[("recording", 0)],
+        expandable_segments=snapshot.expandable_segments, addresses_fall=snapshot.addresses_fall,
+        sizes=requests.sizes, cuda_streams=requests.cuda_streams, events=requests.events,
+        empty_caches=requests.empty_caches, phases=[("recording", 0)],
         allocated_bytes={"recording": 0}, reserved_bytes=snapshot.reserved_bytes,
     )  # fmt: skip
     return Recording(

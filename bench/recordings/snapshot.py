@@ -7,24 +7,27 @@ Most recordings begin late: there are segments and blocks already. Which segment
 the end and from what was made and given back since; where their blocks were, from the addresses of what was freed later
 or is still there. What lies between two blocks was free, but for a rest of up to 1 MiB behind a block of more than
 1 MiB, which the allocator does not split off: the first request in the memory behind shows it. So the start is known,
-and a stream begins with requests that make just these segments, in the order of their addresses, and fill them; those
-that stand for free memory are freed before the recording begins. Not known is only how addresses of later segments lie
-among the others, which decides between two free blocks of one length.
+and a stream begins with requests that make just these segments, in an order that brings them to about these addresses,
+and fill them; those that stand for free memory are freed before the recording begins.
 """
 
 import pickle
 from bisect import bisect
 from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
 from bench.gpu.streams import GIVEN_BACK, Requests
+from frugal.planning.memory.caching_allocator import RESERVATION
 
 MOST_BYTES = 1 << 28
 ROUNDING, SMALL, SMALL_SEGMENT = 512, 1 << 20, 2 << 20
 """Of torch's allocator, bytes: blocks are multiples of the first, and up to the second they lie in such segments."""
+LOW = 1 << 40
+"""An address: where all segments of a recording lie below, new ones were put above the others, elsewhere below."""
 
 
 class SnapshotError(Exception):
@@ -44,6 +47,7 @@ class Snapshot:
         allocated_at_end_bytes: in blocks at the end, as `memory_allocated`.
         reserved_at_end_bytes: in segments at the end, as `memory_reserved`.
         expandable_segments: whether the allocator had them.
+        addresses_fall: whether new reservations of addresses lay below the others, not above.
     """
 
     requests: Requests
@@ -54,6 +58,7 @@ class Snapshot:
     allocated_at_end_bytes: int
     reserved_at_end_bytes: int
     expandable_segments: bool
+    addresses_fall: bool
 
 
 class _Plain(pickle.Unpickler):
@@ -69,6 +74,17 @@ def read(path: Path) -> Snapshot:
     Raises:
         SnapshotError: it is none, with the reason.
     """
+    with opened(path) as (history, segments, is_expandable):
+        return _facts(history, segments, is_expandable)
+
+
+@contextmanager
+def opened(path: Path) -> Iterator[tuple[list[dict[str, Any]], list[dict[str, Any]], bool]]:
+    """Give history and segments of a snapshot's first device with requests, and whether these are expandable.
+
+    Raises:
+        SnapshotError: it is none, as found here or in the block, with the reason.
+    """
     if path.stat().st_size > MOST_BYTES:
         raise SnapshotError(f"{path}: it has {path.stat().st_size:,} bytes, and {MOST_BYTES:,} are the most")
     try:
@@ -80,8 +96,7 @@ def read(path: Path) -> Snapshot:
         )
         history = [{"user_metadata": "", **entry} for entry in traces[device] if entry["action"] != "snapshot"]
         segments = [segment for segment in segments if segment.get("device", device) == device]
-        expandable = any(segment.get("is_expandable", False) for segment in segments)
-        return _facts(history, segments, expandable)
+        yield history, segments, any(segment.get("is_expandable", False) for segment in segments)
     except SnapshotError as error:
         raise SnapshotError(f"{path}: {error}") from None
     except StopIteration:
@@ -99,7 +114,10 @@ def _facts(history: list[dict[str, Any]], segments: list[dict[str, Any]], expand
         reserved += growth
         most = max(most, reserved)
     before = _alive_before(history, segments)
-    start = list(_blocks_at_start(before) if expandable else _start(_segments_before(history, segments), before))
+    at_start = segments_before(history, segments)
+    fall = not expandable and max(segment["address"] for segment in segments) > LOW
+    made = {base: at_start[base] for base in sorted(at_start, key=_as_reserved)} if fall else at_start
+    start = list(_blocks_at_start(before) if expandable else _start(made, before))
     marked = [{**entry, "user_metadata": "/empty_cache" if entry["action"] in GIVEN_BACK else ""} for entry in history]
     requests = Requests()
     requests.read([*start, *marked])
@@ -112,7 +130,13 @@ def _facts(history: list[dict[str, Any]], segments: list[dict[str, Any]], expand
         allocated_at_end_bytes=sum(segment["allocated_size"] for segment in segments),
         reserved_at_end_bytes=reserved_at_end,
         expandable_segments=expandable,
+        addresses_fall=fall,
     )
+
+
+def _as_reserved(address: int) -> tuple[int, int]:
+    """Return a key that sorts addresses as most cards take them: reservations go down, and up inside each."""
+    return -(address // RESERVATION), address
 
 
 def _growth(entry: dict[str, Any]) -> int:
@@ -122,7 +146,7 @@ def _growth(entry: dict[str, Any]) -> int:
     return -int(entry["size"]) if entry["action"] in GIVEN_BACK else 0
 
 
-def _segments_before(history: list[dict[str, Any]], segments: list[dict[str, Any]]) -> dict[int, int]:
+def segments_before(history: list[dict[str, Any]], segments: list[dict[str, Any]]) -> dict[int, int]:
     """Return the bytes of each segment at the start, by address, in the order of addresses."""
     found = {segment["address"]: segment["total_size"] for segment in segments}
     for entry in reversed(history):

@@ -7,7 +7,9 @@ from typing import Any
 
 import pytest
 
+from bench.gpu import streams
 from bench.recordings import __main__ as table
+from bench.recordings import addresses
 from bench.recordings.recording import FOLDER, Recording, kept
 from bench.recordings.snapshot import Snapshot, SnapshotError, read
 
@@ -95,6 +97,25 @@ def test_what_was_given_back_before_the_first_request_was_there_and_the_cache_is
     assert (found.requests.sizes, found.num_before, found.is_clean) == ([20 << 20, 20 << 20, 700], 2, False)
     assert found.requests.empty_caches == [4]
     assert found.reserved_bytes == 20 << 20
+
+
+def test_new_segments_are_compared_with_where_the_model_puts_them(tmp_path: Path) -> None:
+    """44 MiB, 44 below, and 20 behind the lower ones: neither all down nor all up."""
+    mib = 1 << 20
+    top = 1 << 46
+    placed = [(44, top), (44, top - 64 * mib), (20, top - 20 * mib)]
+    history = [event("segment_alloc", address, size * mib) for size, address in placed]
+    segments = [{**SEGMENT, "address": address, "total_size": size * mib} for size, address in placed]
+    (tmp_path / "s.pickle").write_bytes(snapshot([*history, event("alloc", top, 44 * mib)], segments))
+    found = addresses.compared(tmp_path / "s.pickle")
+    assert found == {"as planned": (3, 3), "down": (2, 3), "up": (1, 3)}
+
+
+@pytest.mark.parametrize(("placed", "fall"), [((9, 5, 2), True), ((2, 5, 9), False), ((9, 5, 6, 1), True), ((), False)])
+def test_a_stream_says_whether_its_addresses_fall(placed: tuple[int, ...], fall: bool) -> None:
+    history = [event("segment_alloc", address << 25, 20 << 20) for address in placed]
+    small = [event("segment_alloc", address << 21, 2 << 20) for address in range(8)]
+    assert streams.addresses_fall([*small, *history]) == fall
 
 
 class Harmful:

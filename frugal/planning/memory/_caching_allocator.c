@@ -1,7 +1,7 @@
 /* CUDA's caching allocator replayed in C: the same as `caching_allocator.py` beside this, which explains it and which
    the tests hold this to.
 
-   replay(sizes, events, empties, expandable_segments, limit_bytes, blocks=None)
+   replay(sizes, events, empties, expandable_segments, limit_bytes, blocks=None, reservation_bytes=ENDLESS)
      -> (peak_allocated_bytes, peak_reserved_bytes, survived, granted_bytes, refused_bytes)
 
    `sizes`, `events` and `empties` are buffers of int64; `blocks` is a writable one, as long as `sizes`, for the bytes of
@@ -47,7 +47,7 @@ typedef struct {
     bool expandable;
     int64_t limit, allocated, reserved, most_allocated, most_reserved, most_granted, least_refused;
     Blocks free[2];     /* by size, then address; [1]: small */
-    bool top_down;      /* whether segments go to the highest address with room */
+    int64_t reservation; /* bytes of addresses that the driver takes at once */
     Blocks segments;    /* the first block of each segment, by address */
     Block *first[2];    /* of the expandable segments */
     Chunk *chunks;
@@ -57,6 +57,9 @@ typedef struct {
 } Allocator;
 
 static int64_t rounded_up(int64_t size, int64_t unit) { return (size + unit - 1) / unit * unit; }
+
+static int64_t least(int64_t a, int64_t b) { return a < b ? a : b; }
+static int64_t most(int64_t a, int64_t b) { return a > b ? a : b; }
 
 static int64_t segment_bytes(int64_t size) {
     if (size <= SMALL_REQUEST) return SMALL_SEGMENT;
@@ -174,23 +177,25 @@ static void reserve(Allocator *a, int64_t size) {
     if (a->reserved > a->most_reserved) a->most_reserved = a->reserved;
 }
 
-/* A segment of its own at the lowest address with room, or at the highest. */
+/* A segment of its own at the lowest address with room in reservations, otherwise in a new one at the highest. */
 static Block *new_segment(Allocator *a, int64_t size, bool small) {
-    size_t place = a->top_down ? a->segments.number : 0;
-    int64_t address = a->top_down ? ENDLESS : 0;
-    if (a->top_down) {
-        for (; place > 0; place--) {
-            Block *first = a->segments.items[place - 1];
-            if (address - first->segment_end >= size) break;
-            address = first->address;
+    int64_t needed = rounded_up(size, a->reservation), address = 0, before = 0;
+    size_t place = 0;
+    for (size_t i = 0; i <= a->segments.number; i++) {
+        const Block *first = i < a->segments.number ? a->segments.items[i] : NULL;
+        int64_t after = first != NULL ? first->address : ENDLESS;
+        int64_t low = least(rounded_up(before, a->reservation), after); /* reserved are the addresses from `before` to */
+        int64_t high = most(after / a->reservation * a->reservation, before); /* `low`, and from `high` to `after` */
+        if (low - before >= size || after - high >= size) {
+            address = low - before >= size ? before : high;
+            place = i;
+            break;
         }
-        address -= size;
-    } else {
-        for (; place < a->segments.number; place++) {
-            Block *first = a->segments.items[place];
-            if (first->address - address >= size) break;
-            address = first->segment_end;
+        if (high - low >= needed) {
+            address = high - needed;
+            place = i;
         }
+        if (first != NULL) before = first->segment_end;
     }
     Block *block = new_block(a, address, size, small);
     block->segment_end = address + size;
@@ -364,10 +369,10 @@ static bool view_int64s(PyObject *object, Int64s *into, int flags) {
 
 static PyObject *replay(PyObject *module, PyObject *args) {
     PyObject *objects[4] = {NULL, NULL, NULL, Py_None};
-    int expandable, top_down = 0;
-    long long limit;
-    if (!PyArg_ParseTuple(args, "OOOpL|Op", &objects[0], &objects[1], &objects[2], &expandable, &limit, &objects[3],
-                          &top_down))
+    int expandable;
+    long long limit, reservation = ENDLESS;
+    if (!PyArg_ParseTuple(args, "OOOpL|OL", &objects[0], &objects[1], &objects[2], &expandable, &limit, &objects[3],
+                          &reservation))
         return NULL;
     Int64s views[4] = {{{0}}};
     bool has_blocks = objects[3] != Py_None, is_read = true;
@@ -382,7 +387,7 @@ static PyObject *replay(PyObject *module, PyObject *args) {
     if (is_read && live == NULL) PyErr_NoMemory();
     if (live != NULL) {
         Allocator a = {.expandable = expandable, .limit = limit, .least_refused = ENDLESS + SMALLEST_BLOCK,
-                       .top_down = top_down};
+                       .reservation = reservation};
         int outcome;
         Py_BEGIN_ALLOW_THREADS
         outcome = play(&a, live, &views[0], &views[1], &views[2], has_blocks ? views[3].items : NULL);

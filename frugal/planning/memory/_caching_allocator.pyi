@@ -7,5 +7,5 @@ def replay(
     expandable_segments: bool,
     limit_bytes: int,
     blocks: array[int] | None = None,
-    top_down: bool = False,
+    reservation_bytes: int = ...,
 ) -> tuple[int, int, bool, int, int]: ...

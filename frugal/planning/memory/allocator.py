@@ -43,7 +43,8 @@ KnownReplays = dict[str, list[Replay]]
 class Replays:
     """Storages of `sizes` bytes that live and die as `events` says: an index at birth, again at death.
 
-    `empties`: numbers of the events before which the cache is emptied, in order. `top_down`: see `replay_in_python`.
+    `empties`: numbers of the events before which the cache is emptied, in order. `reservation_bytes`: see
+    `segment_address`.
     """
 
     def __init__(
@@ -53,16 +54,16 @@ class Replays:
         empties: Sequence[int] = (),
         *,
         expandable_segments: bool = False,
-        top_down: bool = False,
+        reservation_bytes: int = ENDLESS,
         known: KnownReplays | None = None,
     ) -> None:
         self._stream = array("q", sizes), array("q", events), array("q", empties)
-        self._expandable_segments, self._top_down = expandable_segments, top_down
+        self._expandable_segments, self._reservation_bytes = expandable_segments, reservation_bytes
         self._all_known: KnownReplays = {} if known is None else known
 
     @cached_property
     def _known(self) -> list[Replay]:
-        stream = sha256(b"expandable" * self._expandable_segments + b"top down" * self._top_down)
+        stream = sha256(f"{self._expandable_segments} {self._reservation_bytes} ".encode())
         for part in self._stream:
             stream.update(f"{len(part)} ".encode())
             stream.update(part)
@@ -73,7 +74,7 @@ class Replays:
         for known in self._known:
             if known.granted_bytes <= limit_bytes < known.refused_bytes:  # the same are granted and refused
                 return known
-        outcome = replay(*self._stream, self._expandable_segments, limit_bytes, None, self._top_down)
+        outcome = replay(*self._stream, self._expandable_segments, limit_bytes, None, self._reservation_bytes)
         self._known.append(Replay(*outcome))
         return self._known[-1]
 
@@ -85,7 +86,7 @@ class Replays:
     def block_bytes(self) -> tuple[int, ...]:
         """Return the block of every storage where nothing limits the device; 0 for an empty one."""
         blocks = array("q", bytes(8 * len(self._stream[0])))
-        replay(*self._stream, self._expandable_segments, ENDLESS, blocks, self._top_down)
+        replay(*self._stream, self._expandable_segments, ENDLESS, blocks, self._reservation_bytes)
         return tuple(blocks)
 
     def peaks_from(self, first: int, num_empties: int) -> tuple[int, int]:
@@ -115,7 +116,7 @@ class Replays:
             [*events[:event], len(sizes)],
             empties[:num_empties],
             expandable_segments=self._expandable_segments,
-            top_down=self._top_down,
+            reservation_bytes=self._reservation_bytes,
         )
         return told.under().peak_reserved_bytes - huge
 

@@ -11,14 +11,13 @@ live blocks are lost. A block that ends where the segment can grow is taken last
 to what a request would take of segments (`alloc_block`), but it is pages that are mapped: what is reserved may exceed
 `set_per_process_memory_fraction` by less than a page.
 
-Of free blocks of one length the one at the lowest address is taken, so where a driver puts segments decides which. Of
-854 segments of 32 MiB and more in nine snapshots from Linux 730 were put below all others, 121 in a hole between them,
-3 above (`top_down`). A block in the middle of a segment keeps a request of all of it from fitting: with attention's
-scores in memory up to 9 % of segments depend on it.
+Of free blocks of one length the one at the lowest address is taken, so where a driver puts segments decides which
+(`segment_address`). A block in the middle of a segment keeps a request of all of it from fitting: with attention's
+scores in memory up to 9 % of segments depend on it. docs/recordings.md has what real cards show.
 
 Left out: more than one stream (frugal's engine uses one; NCCL's buffers are part of the context), a limit to
 splitting, rounding to powers of two, and garbage collection thresholds, which are off by default; that the address
-space of an expandable segment ends at 9/8 of the device's memory.
+space of an expandable segment ends at 9/8 of the device's memory; what else a process has mapped.
 
 `replay` is `_caching_allocator.c` beside this, the same and much faster, where it was compiled. Tests hold it to the
 classes here, `python -m bench.recordings` to recordings of real cards, and `python -m bench.gpu.allocator` to torch's
@@ -42,6 +41,7 @@ SMALL_SEGMENT = 2 * MIB
 LARGE_SEGMENT = 20 * MIB
 OWN_SEGMENT = 10 * MIB  # from this size on a request gets a segment of its own
 SEGMENT_ROUNDING = 2 * MIB
+RESERVATION = 32 * MIB  # of addresses, by drivers of most cards that were recorded
 ENDLESS = 1 << 60  # bytes; the address space of an expandable segment, and a device without a limit
 
 Outcome = tuple[int, int, bool, int, int]
@@ -58,6 +58,30 @@ def segment_bytes(size: int) -> int:
     return -(-size // SEGMENT_ROUNDING) * SEGMENT_ROUNDING
 
 
+def segment_address(segments: list[tuple[int, int]], size: int, reservation: int) -> int:
+    """Return where a driver puts a segment of `size` bytes: at the lowest address with room in what it has reserved.
+
+    Where none has room, the driver reserves at the highest free address, whole multiples of `reservation` bytes.
+
+    Args:
+        segments: start and end of each, in order.
+        size: bytes.
+        reservation: bytes; with `ENDLESS` all is reserved, so segments go to the lowest free address.
+    """
+    needed = -(-size // reservation) * reservation
+    address = before = 0
+    for start, end in [*segments, (ENDLESS, ENDLESS)]:
+        low = min(-(-before // reservation) * reservation, start)
+        high = max(start // reservation * reservation, before)
+        for first, last in ((before, low), (high, start)):  # what is reserved between two segments
+            if last - first >= size:
+                return first
+        if high - low >= needed:
+            address = high - needed
+        before = end
+    return address
+
+
 def replay_in_python(
     sizes: "array[int]",
     events: "array[int]",
@@ -65,7 +89,7 @@ def replay_in_python(
     expandable_segments: bool,
     limit_bytes: int,
     blocks: "array[int] | None" = None,
-    top_down: bool = False,
+    reservation_bytes: int = ENDLESS,
 ) -> Outcome:
     """Play storages of `sizes` bytes that begin and end as `events` says, an index at birth and again at death.
 
@@ -76,9 +100,9 @@ def replay_in_python(
         expandable_segments: whether the allocator has them.
         limit_bytes: the most that segments may take.
         blocks: is given the bytes of each storage's block; as long as `sizes`.
-        top_down: whether a segment goes to the highest address with room, not the lowest.
+        reservation_bytes: see `segment_address`.
     """
-    allocator = CachingAllocator(limit_bytes, expandable_segments=expandable_segments, top_down=top_down)
+    allocator = CachingAllocator(limit_bytes, expandable_segments=expandable_segments, reservation=reservation_bytes)
     live: dict[int, LinkedBlock] = {}
     emptied, survived = set(empties), True
     for number, storage in enumerate(events):
@@ -117,10 +141,9 @@ class CachingAllocator:
     """The allocator of one device with `limit_bytes` for segments."""
 
     def __init__(
-        self, limit_bytes: int = ENDLESS, *, expandable_segments: bool = False, top_down: bool = False
+        self, limit_bytes: int = ENDLESS, *, expandable_segments: bool = False, reservation: int = ENDLESS
     ) -> None:
-        self.limit_bytes = limit_bytes
-        self.top_down = top_down
+        self.limit_bytes, self.reservation = limit_bytes, reservation
         self.expandable_segments = expandable_segments
         self.allocated_bytes = self.reserved_bytes = 0
         self.peak_allocated_bytes = self.peak_reserved_bytes = 0
@@ -239,28 +262,13 @@ class CachingAllocator:
         if self.expandable_segments:
             return self._expand(size, small)
         self._reserve(segment)
-        return LinkedBlock(self._new_address(segment), segment, small)
+        address = segment_address(self._segments, segment, self.reservation)
+        insort(self._segments, (address, address + segment))
+        return LinkedBlock(address, segment, small)
 
     def _reserve(self, size: int) -> None:
         self.reserved_bytes += size
         self.peak_reserved_bytes = max(self.peak_reserved_bytes, self.reserved_bytes)
-
-    def _new_address(self, size: int) -> int:
-        """Return the lowest with room, or the highest."""
-        address = 0
-        for start, end in [] if self.top_down else self._segments:
-            if start - address >= size:
-                break
-            address = end
-        if self.top_down:
-            highest = ENDLESS
-            for start, end in reversed(self._segments):
-                if highest - end >= size:
-                    break
-                highest = start
-            address = highest - size
-        insort(self._segments, (address, address + size))
-        return address
 
     def _expand(self, size: int, small: bool) -> LinkedBlock:
         """Map pages at the lowest address where, with the free blocks around, there is room for `size`."""

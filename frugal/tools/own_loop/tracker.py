@@ -30,6 +30,7 @@ from frugal.config.hardware.cluster import kernel_class
 from frugal.dryrun.trace.recorder import DEEPSPEED, Shapes, Tracker, asked_by_transformers, asker, package_folder
 from frugal.planning.memory import workspaces
 from frugal.planning.memory.allocator import Replays
+from frugal.planning.memory.caching_allocator import RESERVATION
 from frugal.planning.memory.timeline import (
     BACKWARD,
     FORWARD,
@@ -97,10 +98,10 @@ def package_of(frame: FrameType) -> str:
 class LoopTracker(Tracker):
     """A tracker of a user's loop instead of frugal's own step.
 
-    `top_down`: where drivers put segments, as on Linux; see `caching_allocator`.
+    `reservation_bytes`: of a driver; see `segment_address`.
     """
 
-    top_down = True
+    reservation_bytes = RESERVATION
 
     def __init__(
         self,
@@ -293,8 +294,13 @@ class LoopTracker(Tracker):
     def replays(self) -> Replays:
         """Return replays of the allocator, with everything until now."""
         timeline = self.timeline()
-        stream = timeline.fixed, timeline.events, timeline.empties
-        return Replays(*stream, expandable_segments=self._expandable_segments, top_down=self.top_down)
+        return Replays(
+            timeline.fixed,
+            timeline.events,
+            timeline.empties,
+            expandable_segments=self._expandable_segments,
+            reservation_bytes=self.reservation_bytes,
+        )
 
     def reset_peaks(self, *_: Any) -> None:
         """Let `peaks` count from here, as `torch.cuda.reset_peak_memory_stats`."""
