@@ -214,12 +214,16 @@ def read_settings(values: Mapping[str, Any]) -> dict[str, Any]:
     return settings
 
 
-def plans(request: Request, cluster: Cluster, defaults: tuple[str, ...]) -> Generator[Plan]:
+def plans(
+    request: Request, cluster: Cluster, defaults: tuple[str, ...], *, will_dry_run: bool = True
+) -> Generator[Plan]:
     """Yield drafts and last the plan for a request, with a line on the terminal while the user waits.
+
+    `will_dry_run`: whether more than the first is wanted.
 
     Raises: as `frugal.dryrun.planner.plan`.
     """
-    made, plan = plans_here(request, cluster, defaults), None
+    made, plan = plans_here(request, cluster, defaults, will_dry_run=will_dry_run), None
     what = f"{request.model}{' with LoRA' if request.lora is not None else ''}"
     doing = f"tracing {what} and searching; its trace is kept for other plans"
     while plan is None or plan.is_draft:
@@ -231,8 +235,7 @@ def plans(request: Request, cluster: Cluster, defaults: tuple[str, ...]) -> Gene
 
 def planned(request: Request, cluster: Cluster, defaults: tuple[str, ...]) -> Plan:
     """Return the plan for a request."""
-    *_, plan = plans(request, cluster, defaults)
-    return plan
+    return list(plans(request, cluster, defaults))[-1]
 
 
 def collect(settings: Mapping[str, Any], *, asks_data: bool = True) -> tuple[Request, Cluster, tuple[str, ...]]:

@@ -93,7 +93,7 @@ def command(
     settings = read_settings(values)
     is_watched = is_terminal() and not (as_json or verbose or with_table)
     draft: Plan | None = None  # the last that was shown
-    with closing(plans(*collect(settings))) as made:
+    with closing(plans(*collect(settings), will_dry_run=not only_draft)) as made:
         plan = next(made)
         run = _run(values, settings)
         cost = plan.cost(**run) if run else None

@@ -190,7 +190,8 @@ class DryRunSource:
 
         Raises as `profile`.
         """
-        key = digest("why not mixed", self._model, self._key(), strategy, self.kind, self._kernels)
+        of_kernels = self.capability, self._multiprocessors if strategy.kernels == "liger" else 1  # as of traces
+        key = digest("why not mixed", self._model, self._key(), strategy, self.kind, of_kernels)
         why_not = self._cache.read(key, str)
         if why_not is None:
             why_not = self._drafts.why_not_mixed(strategy)

@@ -59,7 +59,9 @@ def plan(*, objective: "Objective | None" = None, draft: bool = False, **setting
     for note in notes:
         logger.warning(note)
     request, cluster, defaults = understand(settings, calibration)
-    with closing(plans_here(with_lengths(request, samples, defaults), cluster, defaults)) as made:
+    with closing(
+        plans_here(with_lengths(request, samples, defaults), cluster, defaults, will_dry_run=not draft)
+    ) as made:
         return next(made) if draft else list(made)[-1]
 
 
@@ -88,15 +90,17 @@ def with_lengths(request: Request, samples: Mapping[str, Any], defaults: Sequenc
     return replace(request, lengths=lengths, seq_len=seq_len, document_tokens=document_tokens)
 
 
-def plans_here(request: Request, cluster: Cluster, defaults: tuple[str, ...]) -> Generator[Plan]:
+def plans_here(
+    request: Request, cluster: Cluster, defaults: tuple[str, ...], *, will_dry_run: bool = True
+) -> Generator[Plan]:
     """Yield drafts and last the plan, with this environment's settings of torch's allocator; warnings about them, and
-    about versions that were not tested."""
+    about versions that were not tested. `will_dry_run`: whether more than the first is wanted."""
     request = cuda_allocator.planned(request, cluster, os.environ)
     notes = (
         *cuda_allocator.notes(request.expandable_segments is not False, cluster, os.environ),
         *required.untested(library_versions()),
     )
-    for made in _plans(request, cluster, defaults):
+    for made in _plans(request, cluster, defaults, will_dry_run=will_dry_run):
         yield replace(made, warnings=(*made.warnings, *notes)).sealed() if notes else made
 
 
@@ -117,7 +121,12 @@ def make_plan(
 
 
 def _plans(
-    request: Request, cluster: Cluster, defaults: tuple[str, ...], dry_run: "OpenSource | None" = None
+    request: Request,
+    cluster: Cluster,
+    defaults: tuple[str, ...],
+    dry_run: "OpenSource | None" = None,
+    *,
+    will_dry_run: bool = True,
 ) -> Iterator[Plan]:
     """Yield drafts and last the plan: the one in the user's cache, or a new one."""
     cache = Cache.of_user() if dry_run is None else Cache(None)
@@ -130,7 +139,8 @@ def _plans(
     from frugal.planning.planner import decide  # a tenth of a second that a cached plan does not need
 
     with closing(workers()) as pool:
-        for made in decide(request, cluster, defaults, dry_run or partial(DryRunSource, pool=pool)):
+        dry_run = dry_run or partial(DryRunSource, pool=pool, will_dry_run=will_dry_run)
+        for made in decide(request, cluster, defaults, dry_run):
             if not made.is_draft:
                 cache.write(key, made)
             yield made

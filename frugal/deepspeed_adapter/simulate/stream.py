@@ -1,6 +1,6 @@
 """A stream of births and deaths while it is simulated, the micro-steps of a trace in it, and one rank's optimizer."""
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 
 from frugal.config.hardware.cluster import DeviceKind
 from frugal.config.optimizers import EIGHT_BIT_BLOCK, SMALLEST_EIGHT_BIT, OptimizerImplementation, OptimizerName
@@ -181,9 +181,12 @@ class SimulatedOptimizer:
     Attributes:
         is_boundary: whether the optimizer step comes after this backward.
         gathers: ZeRO-3, the all-gathers of the last micro-step and the elements they brought.
+        at_marks: ZeRO-3, what handles each kind of mark, given its number and hold; other stages have all parameters at
+            hand.
     """
 
     gathers: tuple[int, int] | None = None
+    at_marks: Mapping[MarkKind, Callable[[int, int], None]] = {}
 
     def __init__(self, stream: Stream, host: PinnedBlocks, setting: Setting) -> None:
         self._stream, self._host, self._setting = stream, host, setting
@@ -197,9 +200,6 @@ class SimulatedOptimizer:
     def gradient(self, parameter: int, storage: int) -> None:
         """Handle the finished gradient of a trainable parameter; to keep it, hold `storage`."""
         raise NotImplementedError  # each stage has its own
-
-    def module(self, kind: MarkKind, number: int, hold: int) -> None:
-        """Handle one of the marks of ZeRO-3; other stages have all parameters at hand."""
 
     def end(self) -> None:
         """End a backward."""
@@ -224,7 +224,7 @@ class MicroStep:
     def play(self, phase: str, optimizer: SimulatedOptimizer) -> None:
         """Play all events of one of the trace's phases; `optimizer` handles the marks."""
         position, end = self._ranges[phase].start, self._ranges[phase].stop
-        stream, events = self._stream, self._events
+        stream, events, at_marks = self._stream, self._events, optimizer.at_marks
         death, gradient = MarkKind.DEATH, MarkKind.GRADIENT  # looking up a member takes as long as the rest of the loop
         for event, kind, number, storage in self._stops[phase]:
             if event > position:
@@ -235,6 +235,6 @@ class MicroStep:
                 position += 1
             elif kind is gradient:
                 optimizer.gradient(number, storage if storage < 0 else storage + self._first)
-            else:
-                optimizer.module(kind, number, storage)
+            elif kind in at_marks:
+                at_marks[kind](number, storage)
         stream.events += events[position:end]

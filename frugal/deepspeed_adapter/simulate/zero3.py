@@ -7,8 +7,9 @@ deepspeed/runtime/zero/partitioned_param_coordinator.py; its methods are named a
 
 from bisect import bisect_left
 from collections import defaultdict, deque
-from collections.abc import Callable, Collection
+from collections.abc import Collection
 from dataclasses import dataclass
+from functools import partial
 from itertools import accumulate, pairwise
 
 from frugal.deepspeed_adapter.simulate.stream import PinnedBlocks, Setting, SimulatedOptimizer, Stream
@@ -44,6 +45,7 @@ class SimulatedPrefetch:
     def __init__(self, stream: Stream, setting: Setting, trace: ModelTrace) -> None:
         self._stream = stream
         self._setting = setting
+        self._limits = setting.strategy
         self._gathered_as_one = trace.gathered_as_one
         self._own = list(trace.gathered)
         self._seen = list(trace.own_parameters), list(trace.parameters_within)  # with those of others that it reads
@@ -67,7 +69,7 @@ class SimulatedPrefetch:
         self._recomputed: dict[int, set[int]] = defaultdict(set)  # module -> frozen parameters kept for its backward
         self.num_gathers = self.gathered_elements = 0  # since the last forward began
 
-    def forward_begins(self) -> None:
+    def forward_begins(self, *_: int) -> None:
         """Begin a forward of the whole model (`reset_step`, `construct_parameter_trace_from_module_trace`)."""
         for parameter in list(self._in_flight):
             self._land(parameter)
@@ -83,7 +85,7 @@ class SimulatedPrefetch:
         self._step = 0
         self._available = 0
 
-    def fetch(self, module: int, *, in_backward: bool) -> None:
+    def fetch(self, module: int, _hold: int = -1, *, in_backward: bool = False) -> None:
         """Gather what a module needs before it runs (`fetch_sub_module`)."""
         if self._runs == 1:
             self._order.append(module)
@@ -109,7 +111,7 @@ class SimulatedPrefetch:
             self._prefetch(own)
         self._step += 1
 
-    def read(self, parameter: int) -> None:
+    def read(self, parameter: int, _hold: int = -1) -> None:
         """Gather a parameter by itself that is looked at while it is split; the module that runs gathers it from then
         on (`ZeROOrderedDict.__getitem__`)."""
         if self._status[parameter] == SPLIT:
@@ -120,7 +122,7 @@ class SimulatedPrefetch:
             self._land(parameter)
             self._available -= self._elements[parameter]  # the coordinator does not count it
 
-    def release(self, module: int, *, in_backward: bool) -> None:
+    def release(self, module: int, _hold: int = -1, *, in_backward: bool = False) -> None:
         """Release what a module no longer needs after it ran (`release_sub_module`)."""
         own = self._own[module]
         going: Collection[int] = own
@@ -186,8 +188,10 @@ class SimulatedPrefetch:
         """Copy own parts from the host, to be gathered."""
         if not self._setting.offloads_parameters:
             return []
-        parts = [self._setting.part_bytes[parameter] for parameter in parameters]
-        return [self._stream.born(part_bytes, "aten._to_copy.default", COMMUNICATION) for part_bytes in parts]
+        return [
+            self._stream.born(self._setting.part_bytes[parameter], "aten._to_copy.default", COMMUNICATION)
+            for parameter in parameters
+        ]
 
     def _take_whole(self, parameters: list[int]) -> None:
         """Take the part as the whole, or its copy from the host: on one rank nothing is gathered."""
@@ -246,9 +250,7 @@ class SimulatedPrefetch:
                 parameter, step = queue.popleft()
                 fetched_for[parameter] = step
                 passed.add(parameter)
-        most = min(
-            self._setting.strategy.max_live_elements - self._available, self._setting.strategy.prefetch_bucket_elements
-        )
+        most = min(self._limits.max_live_elements - self._available, self._limits.prefetch_bucket_elements)
         wanted: dict[int, None] = {}
         elements = 0
         while queue and elements < most:
@@ -276,7 +278,7 @@ class SimulatedPrefetch:
             # DeepSpeed asks of every module that comes what this one gathers: what it owns, or all within
             seen = self._seen[module in self._gathered_as_one]
             for step in range(self._step, len(self._order)):
-                if passed >= self._setting.strategy.max_live_elements or not going:
+                if passed >= self._limits.max_live_elements or not going:
                     break
                 for parameter in seen[self._order[step]]:
                     going.discard(parameter)
@@ -291,7 +293,7 @@ class SimulatedZero3(SimulatedOptimizer):
     def __init__(self, stream: Stream, host: PinnedBlocks, setting: Setting, trace: ModelTrace) -> None:
         super().__init__(stream, host, setting)
         self._micro_step = 0
-        self._gathering = SimulatedPrefetch(stream, setting, trace)
+        self._gathering = gathering = SimulatedPrefetch(stream, setting, trace)
         self._parts = [-(-n // setting.world_size) for n in setting.elements]
         self._groups = sub_groups(self._parts, setting.strategy.sub_group_elements)
         sums = list(accumulate(self._parts))
@@ -300,16 +302,15 @@ class SimulatedZero3(SimulatedOptimizer):
         on_device = num_groups_on_device(len(self._groups), setting.strategy.offload_ratio)
         self._places = [stream if number < on_device else host for number in range(len(self._groups))]  # if offloaded
         self._held: dict[int, deque[int]] = defaultdict(deque)  # number of a hold -> storages of gathered parameters
-        gathering = self._gathering
-        self._at_marks: dict[MarkKind, Callable[[int, int], None]] = {
-            MarkKind.FORWARD_BEGINS: lambda *_: gathering.forward_begins(),
-            MarkKind.FETCH: lambda module, _: gathering.fetch(module, in_backward=False),
-            MarkKind.RELEASE: lambda module, _: gathering.release(module, in_backward=False),
-            MarkKind.FETCH_IN_BACKWARD: lambda module, _: gathering.fetch(module, in_backward=True),
-            MarkKind.RELEASE_IN_BACKWARD: lambda module, _: gathering.release(module, in_backward=True),
+        self.at_marks = {
+            MarkKind.FORWARD_BEGINS: gathering.forward_begins,
+            MarkKind.FETCH: gathering.fetch,
+            MarkKind.RELEASE: gathering.release,
+            MarkKind.FETCH_IN_BACKWARD: partial(gathering.fetch, in_backward=True),
+            MarkKind.RELEASE_IN_BACKWARD: partial(gathering.release, in_backward=True),
             MarkKind.HOLD: self._hold,
             MarkKind.LET_GO: self._let_go,
-            MarkKind.READ: lambda parameter, _: gathering.read(parameter),
+            MarkKind.READ: gathering.read,
         }
 
     def initialise(self, *, one_by_one: bool) -> None:
@@ -387,10 +388,6 @@ class SimulatedZero3(SimulatedOptimizer):
                 stream.born(group * state_bytes, "aten._to_copy.default", GRADIENTS)
                 copied = gradient
         host.dies(shared)
-
-    def module(self, kind: MarkKind, number: int, hold: int) -> None:
-        """Handle a mark of ZeRO-3."""
-        self._at_marks[kind](number, hold)
 
     def _hold(self, parameter: int, hold: int) -> None:
         self._held[hold].append(self._gathering.storage[parameter])
