@@ -28,6 +28,6 @@ def attach() -> None:
     ctypes.CDLL(str(libraries / "libemulated_gpu_tracker.so")).emulated_gpu_attach()
 
 
-torch.Tensor.__bool__ = answer
-if torch.cuda.is_available():
+if torch.cuda.is_available():  # without a card dry runs may run in this process, and look at who asks
+    torch.Tensor.__bool__ = answer
     attach()

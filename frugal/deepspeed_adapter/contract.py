@@ -48,6 +48,7 @@ NAMES = (
         "pre_sub_module_forward_function(self, sub_module)",
         "pre_sub_module_backward_function(self, sub_module)",
     ),
+    *needed(_OFFLOAD, "finds tensors in objects that modules return", "apply_to_tensors_only(function, value)"),
     *needed(
         f"{_RUNTIME}.fp16.unfused_optimizer:FP16_UnfusedOptimizer",
         "stage 0 in half precision, in dry runs",

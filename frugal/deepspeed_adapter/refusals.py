@@ -5,18 +5,20 @@ hooks run. `tests/deepspeed_adapter/test_refusals.py` shows the effect of each b
 """
 
 from collections.abc import Callable, Iterator
+from functools import partial
 from itertools import combinations
 from typing import Any
 
 import torch
+from deepspeed.runtime.zero import parameter_offload
 from deepspeed.utils.torch import is_functorch_transforming
 from torch import Tensor, nn
 
 from frugal import errors, torch_internals
-from frugal.deepspeed_adapter import placement
+from frugal.deepspeed_adapter import placement, zero3_graph
 from frugal.deepspeed_adapter.stages import Zero
 from frugal.errors import RequestError
-from frugal.required import in_place_of
+from frugal.required import in_place_of, put
 
 _LOWER = "use --zero-stage 2 or lower"
 
@@ -121,7 +123,10 @@ def refuse_while_running(zero: Zero) -> None:
 
     if zero.strategy.zero_stage != 3:
         return
+    put(parameter_offload, "apply_to_tensors_only", zero3_graph.apply_to_tensors)
     offload = zero.optimizer.parameter_offload
+    for each in zero3_graph.gathering(engine.module):
+        each.register_forward_hook(partial(_refuse_after_forward, zero), prepend=True)
 
     @in_place_of(offload, "pre_sub_module_forward_function")
     def gather_for_forward(gather: Callable[[nn.Module], Any], module: nn.Module) -> Any:
@@ -134,11 +139,6 @@ def refuse_while_running(zero: Zero) -> None:
         _refuse_others(zero, module)
         return gather(module)
 
-    @in_place_of(offload, "post_sub_module_forward_function")
-    def release_after_forward(release: Callable[[nn.Module], Any], module: nn.Module) -> Any:
-        _refuse_others(zero, module)
-        return release(module)
-
     @in_place_of(offload, "pre_sub_module_backward_function")
     def gather_for_backward(gather: Callable[[nn.Module], Any], module: nn.Module) -> Any:
         if torch.is_grad_enabled() and not engine._running_engine_backward:
@@ -148,6 +148,17 @@ def refuse_while_running(zero: Zero) -> None:
                 hint=_LOWER,
             )
         return gather(module)
+
+
+def _refuse_after_forward(zero: Zero, module: nn.Module, _inputs: Any, output: Any) -> None:
+    """Refuse new parameters, and an output in which DeepSpeed cannot look for tensors. Raises: RequestError."""
+    _refuse_others(zero, module)
+    if output is not None and not isinstance(output, tuple | list | dict) and not hasattr(output, "__dict__"):
+        raise RequestError(
+            f"ZeRO-3 cannot run {_named(zero, module)}, which returns a {type(output).__name__}",
+            because="DeepSpeed looks for tensors in tuples, lists, dicts and attributes of objects",
+            hint=f"return one of these, such as a dataclass without slots, or {_LOWER}",
+        )
 
 
 def _refuse_others(zero: Zero, module: nn.Module) -> None:

@@ -191,11 +191,29 @@ class _Module:
     def before_forward(self, _module: nn.Module, inputs: Any) -> Any:
         self.mark(MarkKind.FETCH)
         self.gradients_to_come = 0
-        return apply_to_tensors_only(lambda tensor: _AfterBackward.apply(tensor, self), inputs)
+        return apply_to_tensors(lambda tensor: _AfterBackward.apply(tensor, self), inputs)
 
     def after_forward(self, _module: nn.Module, _inputs: Any, output: Any) -> Any:
         self.mark(MarkKind.RELEASE)
-        return apply_to_tensors_only(lambda tensor: _BeforeBackward.apply(tensor, self), output)
+        return apply_to_tensors(lambda tensor: _BeforeBackward.apply(tensor, self), output)
+
+
+def apply_to_tensors(function: Callable[[Tensor], Tensor], value: Any, warning_msg_fn: Any = None) -> Any:
+    """Replace DeepSpeed's `apply_to_tensors_only`, which finds no tensor in the attributes of an object.
+
+    A module that returned a dataclass would run backward while its parameters are split. The tensors of an object are
+    replaced in place, also where it is frozen.
+    """
+    inside: list[Any] = [value]
+    while inside:
+        each = inside.pop()
+        if isinstance(each, tuple | list | dict):
+            inside += each.values() if isinstance(each, dict) else each
+        elif isinstance(getattr(each, "__dict__", None), dict) and not isinstance(each, Tensor | nn.Module):
+            for name, held in vars(each).items():
+                if isinstance(held, Tensor | tuple | list | dict):
+                    object.__setattr__(each, name, apply_to_tensors_only(function, held))
+    return apply_to_tensors_only(function, value)
 
 
 class _BeforeBackward(torch.autograd.Function):

@@ -233,6 +233,8 @@ def silence_libraries() -> None:
     warnings.filterwarnings("ignore")
     for name in ("DeepSpeed", "transformers", "datasets", "accelerate", "bitsandbytes", "torch.distributed"):
         logging.getLogger(name).setLevel(logging.ERROR)
+    # DeepSpeed sets its level when it is imported, and prints to the standard output, where --json has its own.
+    logging.getLogger("DeepSpeed").addFilter(lambda record: record.levelno >= logging.ERROR)
     from transformers.utils.logging import disable_progress_bar
 
     disable_progress_bar()

@@ -82,10 +82,11 @@ def with_lengths(request: Request, samples: Mapping[str, Any], defaults: Sequenc
         return replace(request, lengths=replace(request.lengths, too_long=asked.too_long))
     if request.lengths is not None or not asked.data:
         return request
-    from frugal.data import corpus  # torch takes seconds
     from frugal.distributed.env import silence_libraries
 
     silence_libraries()
+    from frugal.data import corpus  # DeepSpeed, which prints when it is imported, and torch: they take seconds
+
     lengths, seq_len, document_tokens = corpus.lengths_of(request, asked, defaults)
     return replace(request, lengths=lengths, seq_len=seq_len, document_tokens=document_tokens)
 

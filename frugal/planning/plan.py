@@ -12,7 +12,7 @@ import hashlib
 from collections import Counter
 from dataclasses import dataclass, replace
 from html import escape
-from math import ceil
+from math import ceil, inf
 from pathlib import Path
 from typing import Any, get_args
 
@@ -265,6 +265,12 @@ class Plan:
         refuse(
             (not given, "the length of a run is not known", "", "add --steps N, --epochs N or --train-tokens N"),
             (len(given) > 1, f"{' and '.join(given)} were both given", "", "leave one of them out"),
+            (
+                not 0 <= (gpu_hour_price or 0) < inf,
+                f"--gpu-hour-price is {gpu_hour_price}",
+                "a price is 0 or more",
+                None,
+            ),
             *((number <= 0, f"{flag} is {number}", "it must be more than 0", None) for flag, number in given.items()),
             (
                 epochs is not None and self.grouping is None,

@@ -31,7 +31,7 @@ WRONG: dict[str, tuple[list[str], int, str]] = {
     "GPUs beyond counting": (["--gpus", "1000000", "--mem", "12G"], 2, "can do so for 65,536"),
     "several amounts for one host": ([*CARDS, "--host-mem", "1G,2G"], 2, "`host-mem` names 2 amounts"),
     "CPU ranks without memory": (
-        ["--device", "cpu", "--gpus", "2"], 2, "hint: frugal plan --device cpu --gpus 2 --mem 2G",
+        ["--device", "cpu", "--gpus", "2"], 2, "hint: add --mem 2G",
     ),
     "an empty model name": ([*CARDS, "--model", ""], 2, "error: --model is empty"),
     "a token cap below one sample": (

@@ -128,8 +128,9 @@ BAD: dict[str, tuple[dict[str, Any], str, str]] = {
     "true as a number": ({"gpus": True}, "`gpus` is True", "a whole number"),
     "no such choice": ({"precision": "fp8"}, "`precision` is 'fp8'", "one of bf16, fp16, fp32"),
     "no GPUs": ({"gpus": 0, "mem": "12G"}, "--gpus is 0", "at least 1"),
-    "no memory": ({"gpus": 4}, "the memory of a GPU is not known", "frugal plan --gpus 4 --mem 12G"),
-    "no number of GPUs": ({"mem": "12G"}, "the number of GPUs is not known", "frugal plan --gpus 4 --mem 12G"),
+    "no memory": ({"gpus": 4}, "the memory of a GPU is not known", "add --mem 12G"),
+    "no GPUs at all": ({}, "the memory of a GPU is not known", "add --gpus 4 --mem 12G"),
+    "no number of GPUs": ({"mem": "12G"}, "the number of GPUs is not known", "add --gpus 4"),
     "amounts of another number": (
         {"gpus": 3, "mem": "12G,24G"}, "--gpus 3 does not go with 2 values of --mem", "one for each",
     ),

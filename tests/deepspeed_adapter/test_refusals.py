@@ -29,6 +29,7 @@ CASES = [
     ("TwiceDifferentiated", 3, "ZeRO-3 cannot differentiate `inner` \\(Sequential\\) twice"),
     ("Compiled", 3, "ZeRO-3 cannot gather the parameters of `inner`"),
     ("Scripted", 0, "the memory of `inner` cannot be dry-run"),
+    ("InSlots", 3, "ZeRO-3 cannot run `part` \\(Returning\\), which returns a Slots"),
     ("MadeInForward", 3, "ZeRO-3 cannot run the model \\(MadeInForward\\) with other tensors than its parameters"),
 ]
 

@@ -10,6 +10,7 @@ from pathlib import Path
 import msgspec
 import pytest
 import torch
+from deepspeed.utils.logging import LoggerFactory
 
 from bench.plans import plan_by_hand
 from frugal.config.schema import understand
@@ -174,3 +175,14 @@ def test_torch_is_told_of_the_segments_where_it_uses_a_gpu_already(bare: pytest.
     finally:
         torch._C._accelerator_setAllocatorSettings(before)
         os.environ.pop("PYTORCH_ALLOC_CONF", None)
+
+
+def test_deepspeed_prints_nothing_where_answers_are_printed_also_if_it_is_imported_later(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    """`frugal plan --data ... --json` on a machine without a GPU: DeepSpeed warns that it chose the CPU."""
+    env.silence_libraries()
+    logger = LoggerFactory.create_logger("DeepSpeed")  # as its import does
+    logger.warning("chose the CPU")
+    logger.removeHandler(logger.handlers[-1])
+    assert capsys.readouterr() == ("", "")

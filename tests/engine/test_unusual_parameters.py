@@ -58,8 +58,8 @@ def test_they_are_trained_exactly(zero_stage: int, precision: str, two_ranks: Ra
             assert relative_error({name: gradient[name]}, {name: value}) < bound, name
 
 
-EVERYWHERE, COMPILED = ("FrozenComplex", "SameFunctional"), ("CompiledInPlace",)
-BELOW_ZERO3 = ("Empty", "OtherFunctional", "Vmapped", "TwiceDifferentiated")
+EVERYWHERE, COMPILED = ("FrozenComplex", "SameFunctional", "InObjects"), ("CompiledInPlace",)
+BELOW_ZERO3 = ("Empty", "InSlots", "OtherFunctional", "Vmapped", "TwiceDifferentiated")
 
 
 @pytest.mark.parametrize(

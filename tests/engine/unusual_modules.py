@@ -1,6 +1,8 @@
 """Modules whose parameters are not what most are: shapes, strides, dtypes, names and ways of use."""
 
 from collections.abc import Callable
+from dataclasses import dataclass, field
+from types import SimpleNamespace
 from typing import Any
 
 import torch
@@ -195,6 +197,62 @@ class CompiledInPlace(WithInner):
     def __init__(self) -> None:
         super().__init__()
         self.inner.compile(backend="eager")
+
+
+@dataclass(frozen=True)
+class Output:
+    """The output of `InObjects`, frozen."""
+
+    value: Tensor
+    places: dict[str, Tensor] = field(default_factory=dict)
+
+
+@dataclass(slots=True)
+class Slots:
+    """The output of `InSlots`: without attributes by name."""
+
+    value: Tensor
+
+
+class Returning(nn.Module):
+    """A weight, and a product with it that is returned in what `put` makes of it."""
+
+    def __init__(self, put: Callable[[Tensor], Any]) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.randn(8, 8) / 3)
+        self.put = put
+
+    def forward(self, x: Tensor) -> Any:
+        """`(samples, 8)` to the same, in an object."""
+        return self.put(torch.tanh(x @ self.weight))
+
+
+class InObjects(Plain):
+    """Parts that return objects with tensors in their attributes, also inside of containers."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.frozen = Returning(Output)
+        self.plain = Returning(lambda value: SimpleNamespace(value=value))
+        self.listed = Returning(lambda value: {"outputs": [Output(value), None]})
+        self.deep = Returning(lambda value: Output(value.detach(), {"value": value}))
+        self.drawn = Returning(lambda value: torch.distributions.Normal(value, 1.0))
+
+    def between(self, x: Tensor) -> Tensor:
+        x = self.plain(self.frozen(x).value).value
+        x = self.listed(x)["outputs"][0].value
+        return self.drawn(self.deep(x).places["value"]).mean
+
+
+class InSlots(Plain):
+    """A part that returns an object whose attributes have no names to be found by."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.part = Returning(Slots)
+
+    def between(self, x: Tensor) -> Tensor:
+        return self.part(x).value
 
 
 def loss(model: Any, batch: dict[str, Tensor]) -> Tensor:

@@ -1,6 +1,6 @@
 """Tokens a second, the share of the peak, and the time of a run follow from the seconds of a step."""
 
-from math import ceil
+from math import ceil, inf, nan
 from typing import Any
 
 import pytest
@@ -81,10 +81,11 @@ def test_a_plan_answers_what_a_run_costs() -> None:
         ({"gpu_hour_price": 2.0}, "the length of a run is not known"),
         ({"steps": 10, "train_tokens": 10}, "--steps and --train-tokens were both given"),
         ({"train_tokens": 0}, "--train-tokens is 0"),
+        *(({"steps": 1, "gpu_hour_price": price}, f"--gpu-hour-price is {price}") for price in (-2.5, inf, nan)),
         ({"epochs": 1}, "--epochs was given without --data"),
     ],
 )
-def test_a_run_of_no_length_is_refused(length: dict[str, Any], problem: str) -> None:
+def test_a_run_of_no_length_or_price_is_refused(length: dict[str, Any], problem: str) -> None:
     with pytest.raises(RequestError) as refused:
         plan(mem="12G").cost(**length)
     assert refused.value.what == problem

@@ -222,21 +222,26 @@ def _each_node(settings: ClusterSettings) -> HostfileEntry:
     several = {name: number for name, number in numbers.items() if number > 1}
     num_gpus = settings.gpus or next(iter(several.values()), 0)
     wrong = next((name for name, number in several.items() if number != num_gpus), "")
-    example = "frugal plan --gpus 4 --mem 12G"
+    number = "" if num_gpus else " --gpus 4"
     refuse(
         (
             settings.mem is None and settings.device == "cpu",
             "the memory of a CPU rank is not known",
             "--mem was not given",
-            f"frugal plan --device cpu --gpus {settings.gpus or 2} --mem 2G",
+            f"add{number} --mem 2G",
         ),
         (
             settings.mem is None and settings.gpu is None,
             "the memory of a GPU is not known",
             "--mem was not given, and no GPU was found here",
-            example,
+            f"add{number} --mem 12G",
         ),
-        (not num_gpus, "the number of GPUs is not known", "--gpus was not given, and no GPU was found here", example),
+        (
+            not num_gpus,
+            "the number of GPUs is not known",
+            "--gpus was not given, and no GPU was found here",
+            f"add{number}",
+        ),
         (
             wrong,
             f"--gpus {num_gpus} does not go with {several.get(wrong)} values of --{wrong}",
