@@ -86,6 +86,14 @@ def test_speeds_of_the_real_card() -> None:
     line = row("one H200")
     assert "per second " + ", ".join(f"{speeds[i]:.2f}" for i in order) in line
     assert "memory " + ", ".join(f"{sizes[i]:.2f}" for i in order) in line
+    with_kernels, without = (cases["qwen3-0.6b"][f"frugal, {kernels}"] for kernels in ("liger", "plain"))
+    brought = with_kernels["tokens_per_second"] / without["tokens_per_second"]
+    less = (without["allocated_bytes"] - with_kernels["allocated_bytes"]) / 1e9
+    page = " ".join(readme.text("fused-kernels").split())
+    assert f"at {brought:.2f} of the tokens per second without them, in {less:.1f} GB less" in page
+    for name, case in cases.items():
+        shown = [f"{each['tokens_per_second']:,}" for each in case.values()]
+        assert all(speed in readme.text("kernels") for speed in shown), name
 
 
 def test_the_cases_that_readers_rely_on_are_shown() -> None:

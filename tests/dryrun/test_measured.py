@@ -8,6 +8,7 @@ from collections.abc import Iterator
 from dataclasses import replace
 from importlib.metadata import version
 from pathlib import Path
+from typing import Any
 
 import msgspec
 import pytest
@@ -95,6 +96,12 @@ EVERY = 10
 """Of so many records `make test` predicts one; a dry run takes a second or two."""
 
 
+def one_in_every(paths: list[Path]) -> list[Any]:
+    """All records, of which most are predicted by `make test-all` only."""
+    marks = [[pytest.mark.exhaustive] * (number % EVERY != 0) for number in range(len(paths))]
+    return [pytest.param(path, marks=each, id=path.stem) for path, each in zip(paths, marks, strict=True)]
+
+
 def off(record: Measurement, found: Figures) -> list[str]:
     """What is further off than its bound."""
     measured = record.measured
@@ -118,29 +125,17 @@ def test_there_are_records_of_several_families_cards_stages_and_worlds() -> None
     assert {path.stem for path in EMULATED} == {each.name for each in records} >= KNOWN.keys()
 
 
-@pytest.mark.parametrize(
-    "path",
-    [
-        pytest.param(path, marks=[pytest.mark.exhaustive] * (number % EVERY != 0), id=path.stem)
-        for number, path in enumerate(EMULATED)
-    ],
-)
+@pytest.mark.parametrize("path", one_in_every(EMULATED))
 def test_allocated_and_reserved_bytes_are_predicted_today(path: Path, pool: Pool) -> None:
     record = read(path)
     assert off(record, record.predict(pool)) == []
 
 
 REAL = sorted((FOLDER / "h200").glob("*.json"))
-"""Runs on an H200 (`python -m bench.gpu.truth`), predicted before they ran."""
+"""Runs on an H200 (`python -m bench.gpu.truth`), with predictions that were made without one."""
 
 
-@pytest.mark.parametrize(
-    "path",
-    [
-        pytest.param(path, marks=[pytest.mark.exhaustive] * (number % EVERY != 0), id=path.stem)
-        for number, path in enumerate(REAL)
-    ],
-)
+@pytest.mark.parametrize("path", one_in_every(REAL))
 def test_a_real_cards_bytes_are_predicted_exactly(path: Path, pool: Pool) -> None:
     record = read(path)
     found, measured = record.predict(pool), record.measured
