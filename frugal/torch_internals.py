@@ -73,6 +73,10 @@ Operators of the Core ATen IR, which torch documents, are none: https://pytorch.
 required.verify("torch", NAMES)
 
 DispatchMode = torch.utils._python_dispatch.TorchDispatchMode
+ALONE = "fake"
+"""The backend, registered by the module of `FakeStore`, whose collectives do what is right among one rank, and nothing
+between several (tests/test_internals.py)."""
+
 FakeStore = torch.testing._internal.distributed.fake_pg.FakeStore
 DETERMINISM_CHECKS = torch.utils.checkpoint._allowed_determinism_checks_to_fns
 is_dense: Callable[[Tensor], bool] = torch.ops.aten.is_non_overlapping_and_dense.default

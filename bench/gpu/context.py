@@ -1,8 +1,8 @@
 """`python -m bench.gpu.context FILE`: GPU memory beyond tensors, and what each part of a training process adds to it.
 
 Memory in use on the device, less the reserved bytes of this process, after each step in one process that has the GPU
-for itself: a context, kernels of products and attention, NCCL's first collective, frugal's engine with the communicator
-that DeepSpeed splits off, two training steps. `frugal.config.hardware.context` assumes them.
+for itself: a context, kernels of products and attention, frugal's engine, which starts no NCCL for one rank, two
+training steps, then two communicators of NCCL. `frugal.config.hardware.context` assumes them.
 """
 
 import json
@@ -39,9 +39,6 @@ def measured() -> dict[str, Any]:
     F.scaled_dot_product_attention(*(x.view(4, 8, 512, 64),) * 3, is_causal=True).float().sum().backward()
     found["attention"] = outside()
     process_group.form()
-    found["process group"] = outside()
-    dist.all_reduce(torch.ones(1024, device="cuda"))
-    found["NCCL, after a collective"] = outside()
     plan = plan_by_hand(
         world_size=1, global_batch=4, micro_batch=2, zero_stage=2, request={"precision": "bf16", "seq_len": 512}
     )
@@ -51,6 +48,9 @@ def measured() -> dict[str, Any]:
     for number in (1, 2):
         engine.train_step(samples)
         found[f"after {number} steps"] = outside()
+    for number in (1, 2):
+        dist.all_reduce(torch.ones(1024, device="cuda"), group=dist.new_group(backend="nccl"))
+        found[f"after {number} communicators of NCCL"] = outside()
     return found
 
 

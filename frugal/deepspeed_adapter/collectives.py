@@ -26,6 +26,19 @@ DIRECT = ("all_gather_function", "reduce_scatter_function")
 Collective = Callable[..., Any]
 
 
+def init_alone() -> None:
+    """Make the process group of a run of one rank.
+
+    Its collectives copy tensors, if they do anything. NCCL's would do so as well, after it has taken 0.2 to 0.9 GiB of
+    the GPU for kernels and buffers (docs/facts/cuda.md).
+    """
+    import torch.distributed as dist
+
+    from frugal import torch_internals
+
+    dist.init_process_group(torch_internals.ALONE, store=dist.HashStore(), rank=0, world_size=1)
+
+
 def init_distributed(method: str, timeout: timedelta) -> None:
     """Make the process group that torch's rendezvous `method` leads to, or stay in the one there is. Collective.
 

@@ -100,16 +100,16 @@ def form() -> None:
 
     if not (is_formed := dist.is_initialized()):
         env.check()
-    alone = {
-        "RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": "1", "LOCAL_SIZE": os.environ.get("LOCAL_WORLD_SIZE", "1"),
-        "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port()),
-    }  # fmt: skip
+    alone = {"RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": "1", "LOCAL_SIZE": os.environ.get("LOCAL_WORLD_SIZE", "1")}
     for name, value in alone.items():
         os.environ.setdefault(name, value)
-    if not is_formed:
+    if not is_formed and os.environ["WORLD_SIZE"] == "1":
+        env.choose_interfaces()
+        collectives.init_alone()
+    elif not is_formed:
         rendezvous.join_store()
-    is_gloo = collectives.ON_CPU.items() <= os.environ.items()
-    with nullcontext() if is_formed or not is_gloo else listeners.closed_afterwards(rendezvous.server):
+    is_gloo = not dist.is_initialized() and collectives.ON_CPU.items() <= os.environ.items()
+    with listeners.closed_afterwards(rendezvous.server) if is_gloo else nullcontext():
         collectives.init_distributed(rendezvous.METHOD, env.timeout())
 
 

@@ -296,6 +296,7 @@ def assumptions(plan: Plan) -> list[str]:
     """List what no dry run can know."""
     device, cluster = plan.cluster.devices[0], plan.cluster
     is_gpu, is_measured = device.kind == "cuda", device.measured_on is not None
+    parts = "driver, kernels" + (", NCCL" if cluster.world_size > 1 else "")
     least = format_bytes(device.context_bytes - device.context_below_bytes)
     most = format_bytes(device.context_bytes + device.context_above_bytes)
     speed = f"{device.matrix_flops / 1e12:.3g} TFLOP/s reached, {device.memory_bandwidth / 1e9:.0f} GB/s of memory"
@@ -304,8 +305,8 @@ def assumptions(plan: Plan) -> list[str]:
     return select_texts(
         (
             is_gpu and not is_measured,
-            f"context {format_bytes(device.context_bytes)} ({least} to {most}: driver, kernels, NCCL), not measured on "
-            "your card: `frugal measure --calibrate` does",
+            f"context {format_bytes(device.context_bytes)} ({least} to {most}: {parts}), not measured on your "
+            "card: `frugal measure --calibrate` does",
         ),
         (is_gpu, _margin(device)),
         (not is_measured, f"{device.name}: {speed}, {inside}{between}; only the seconds depend on it"),

@@ -12,7 +12,7 @@ import platformdirs
 
 from frugal import files
 from frugal.config.hardware.cluster import CARDS, GENERIC, Capability, Cluster, Device, DeviceKind, margin_bytes
-from frugal.config.hardware.context import LATER_KERNELS_BYTES, added_by_ranks
+from frugal.config.hardware.context import LATER_KERNELS_BYTES, among_ranks
 from frugal.config.hardware.local_host import cpu_name, cuda_driver, library_versions
 from frugal.config.request import Precision
 from frugal.errors import RequestError
@@ -139,7 +139,7 @@ class Calibration:
         probe = self.probe
         share = self.num_ranks / ranks_per_node if self.kind == "cpu" else 1.0
         if probe.context_bytes is not None:
-            nccl = added_by_ranks(num_ranks if self.num_ranks == 1 else 1, CARDS.get(device.name, GENERIC).nccl)
+            nccl = among_ranks(num_ranks if self.num_ranks == 1 else 1, CARDS.get(device.name, GENERIC).nccl)
             above = LATER_KERNELS_BYTES + nccl.most - nccl.planned
             device = replace(
                 device,

@@ -208,7 +208,7 @@ class Card:
     `link_bandwidth` is what one GPU sends to another of the same node in a ring: NVLink, or PCIe x16.
     `host_link_bandwidth` is what it exchanges with its host.
     `resident_threads`: that it can hold at once, multiprocessors x threads of each; None: as many as the largest known
-    card with no more memory. `nccl`: what a communicator takes.
+    card with no more memory. `kernels` and `nccl`: memory that they take beyond tensors.
     """
 
     name: str
@@ -221,6 +221,7 @@ class Card:
     host_link_bandwidth: float = HOST_LINK_BANDWIDTH
     matrix_share: float = MATRIX_SHARE
     resident_threads: int | None = None
+    kernels: Range = context.KERNELS
     nccl: Range = context.NCCL_PCIE
 
     @property
@@ -240,8 +241,8 @@ class Card:
 
     def context_range(self, memory_bytes: int, num_ranks: int) -> Range:
         """Return the memory beyond tensors on one of `num_ranks` such cards of `memory_bytes`."""
-        nccl = self.nccl if num_ranks > 1 else context.of_one_rank(self.nccl)
-        return context.driver_and_kernels(self.threads(memory_bytes)) + nccl
+        nccl = context.among_ranks(num_ranks, self.nccl)
+        return context.driver_and_kernels(self.threads(memory_bytes), self.kernels) + nccl
 
     def device(self, precision: Precision, *, num_gpus: int, memory_bytes: int | None = None) -> Device:
         """Return this card as a device among `num_gpus`; `memory_bytes` replaces the card's own.
@@ -312,6 +313,7 @@ def _card(
         host_link_bandwidth=pcie,
         matrix_share=HOPPER_SHARE if is_hopper else MATRIX_SHARE,
         resident_threads=processors * PROCESSOR_THREADS.get(capability, MOST_THREADS) or None,
+        kernels=context.KERNELS_HOPPER if is_hopper else context.KERNELS,
         nccl=context.NCCL_PCIE if not nvlink else context.NCCL_HOPPER if is_hopper else context.NCCL_NVLINK,
     )
 
@@ -373,8 +375,8 @@ def resized(device: Device, *, memory_bytes: int, num_ranks: tuple[int, int]) ->
     card = {**CARDS, GENERIC.name: GENERIC}.get(device.name, card)  # that the device was made of
     old = card.context_range(device.memory_bytes, num_ranks[0])
     new = card.context_range(memory_bytes, num_ranks[1])
-    if device.measured_on is not None:  # only what NCCL takes beyond one rank is assumed
-        old, new = (context.added_by_ranks(number, card.nccl) for number in num_ranks)
+    if device.measured_on is not None:  # only what NCCL takes is assumed
+        old, new = (context.among_ranks(number, card.nccl) for number in num_ranks)
     above = device.context_above_bytes + (new.most - new.planned) - (old.most - old.planned)
     below = device.context_below_bytes + (new.planned - new.least) - (old.planned - old.least)
     is_known_card = device.name in CARDS

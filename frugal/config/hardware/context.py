@@ -18,7 +18,8 @@ and about as much again. So it grows with multiprocessors x threads: 2 KiB a thr
 NVLink 16 to 32. Beyond two nodes it does not grow any more (NVIDIA/nccl#864). Connections are made when an algorithm is
 first used. frugal's engine has two communicators beyond one rank: that of the process group, on which it only waits
 at barriers, and DeepSpeed's copy of it, split off, which ZeRO talks through. Published figures are of processes with
-one or two. NCCL's own kernels come to it; they are all there is with one rank, whose communicator has no neighbour.
+one or two. NCCL's own kernels come to it. A GPU that trains alone has none of this: see
+`frugal.deepspeed_adapter.collectives.init_alone`.
 
 Left out: cuDNN, whose workspaces torch's allocator holds and whose kernels are those of the table; all-to-all, which
 connects every pair of ranks (3.3 GB on eight H100, NVIDIA/nccl#1685) and which frugal's engine does not use; a
@@ -48,50 +49,34 @@ class Range:
 
 NOTHING = Range(least=0, planned=0, most=0)
 
-KERNELS = Range(least=0, planned=64 * MIB, most=160 * MIB)
+KERNELS = Range(least=0, planned=128 * MIB, most=160 * MIB)
 """Modules of torch, cuBLAS and DeepSpeed. Measured 4 MiB (RTX 6000 Ada), 73 to 136 (RTX 4090), 130 (RTX 4080 class)."""
+
+KERNELS_HOPPER = Range(least=0, planned=240 * MIB, most=272 * MIB)
+"""On an H200: 146 MiB after products and attention, and a bare context 91 above what its threads give
+(`python -m bench.gpu.context`)."""
 
 LATER_KERNELS_BYTES = 64 * MIB
 """Kernels that evaluation, saving and rarer shapes may load after a calibration: as much as a training step loads."""
 
-NCCL_ALONE = Range(least=0, planned=128 * MIB, most=224 * MIB)
-"""The kernels. One rank of an RTX 3090 had 484 MiB in all (NVIDIA/nccl#2366), 174 above driver and kernels."""
-
-NCCL_HOPPER_ALONE = Range(least=384 * MIB, planned=720 * MIB, most=1120 * MIB)
-"""One rank of an H200 under NCCL 2.29.7: 558 MiB at the first collective, 948 with a second communicator
-(`python -m bench.gpu.context`). Planned so that driver, kernels and NCCL together are the 1309 MiB of a training run,
-whose bare context was 91 above what threads give."""
-
-NCCL_PCIE = Range(least=64 * MIB, planned=240 * MIB, most=384 * MIB)
+NCCL_PCIE = Range(least=64 * MIB, planned=176 * MIB, most=384 * MIB)
 """Eight RTX 3080: 100 to 165 MiB (huggingface/trl#3436); eight cards of 24 GB: about 177 (torchtune#2071)."""
 
-NCCL_NVLINK = Range(least=384 * MIB, planned=1024 * MIB, most=1472 * MIB)
+NCCL_NVLINK = Range(least=384 * MIB, planned=960 * MIB, most=1472 * MIB)
 """Before Hopper. A100: 544 MiB a communicator of two, 688 of four (NVIDIA/nccl#964), 400 to 590 in all between two
 (torchrec#3580), 700 to 820 under DeepSpeed between eight cards of 80 GB (LLaMA-Factory#9510)."""
 
-NCCL_HOPPER = Range(least=512 * MIB, planned=1344 * MIB, most=2176 * MIB)
+NCCL_HOPPER = Range(least=512 * MIB, planned=1168 * MIB, most=2064 * MIB)
 """Eight H100: 1.60 GiB in all, of which 540 MiB are the bare context of the same machine (unsloth, DDP). The most are
 two such communicators."""
 
 
-def driver_and_kernels(resident_threads: int) -> Range:
+def driver_and_kernels(resident_threads: int, kernels: Range = KERNELS) -> Range:
     """Return the memory beyond tensors of a process without NCCL."""
     stack = resident_threads * KIB
-    return Range(least=int(1.8 * stack), planned=2 * stack, most=2 * stack + 16 * MIB) + KERNELS
+    return Range(least=int(1.8 * stack), planned=2 * stack, most=2 * stack + 16 * MIB) + kernels
 
 
-def of_one_rank(nccl: Range) -> Range:
-    """Return what NCCL takes of a GPU that trains alone, where communicators of several take `nccl`."""
-    return NCCL_HOPPER_ALONE if nccl == NCCL_HOPPER else NCCL_ALONE
-
-
-def added_by_ranks(num_ranks: int, nccl: Range) -> Range:
-    """Return what `num_ranks` take more of each GPU than one does."""
-    if num_ranks == 1:
-        return NOTHING
-    alone = of_one_rank(nccl)
-    return Range(
-        least=max(0, nccl.least - alone.most),
-        planned=nccl.planned - alone.planned,
-        most=nccl.most - alone.least,
-    )
+def among_ranks(num_ranks: int, nccl: Range) -> Range:
+    """Return what NCCL takes of each of `num_ranks` GPUs, where communicators of several take `nccl`."""
+    return nccl if num_ranks > 1 else NOTHING

@@ -16,7 +16,7 @@ from functools import cache, partial
 from typing import Any
 
 from frugal.config.hardware.calibration import Calibration
-from frugal.config.hardware.cluster import GENERIC, Card, Cluster
+from frugal.config.hardware.cluster import GENERIC, Card, Cluster, resized
 from frugal.config.optimizers import Optimizer
 from frugal.config.request import Request
 from frugal.config.schema import understand
@@ -94,6 +94,9 @@ def check(
     described = {name: value for name, value in [*of_files.items(), *hardware.items()] if value is not None}
     _, cluster, _ = understand(described, calibration, unnamed)
     deepspeed, arithmetic = resolved(settings, cluster.world_size)
+    if deepspeed is not None and cluster.world_size == 1:  # NCCL, which other tools start for one GPU, too
+        device = resized(cluster.devices[0], memory_bytes=cluster.devices[0].memory_bytes, num_ranks=(1, 2))
+        cluster = replace(cluster, nodes=(replace(cluster.nodes[0], devices=(device,)),))
     sharing = settings.place("sequence_parallel")
     if deepspeed is None and settings.sequence_parallel > 1 and sharing is not None:
         settings.refuse("samples that GPUs share are checked under DeepSpeed alone", sharing)

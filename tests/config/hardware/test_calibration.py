@@ -9,7 +9,7 @@ import pytest
 
 from frugal.config.hardware import calibration
 from frugal.config.hardware.calibration import Calibration, Probe, chosen, notes, read_all
-from frugal.config.hardware.context import LATER_KERNELS_BYTES, NCCL_ALONE, NCCL_NVLINK
+from frugal.config.hardware.context import LATER_KERNELS_BYTES, NCCL_NVLINK
 from frugal.config.schema import understand
 from frugal.units import GIB, MIB
 
@@ -46,7 +46,7 @@ def test_each_precision_has_its_own_speed() -> None:
 
 def test_nccl_is_still_assumed_where_one_gpu_was_measured() -> None:
     gpu = understand({"gpus": 4, "gpu": "a100-80g"}, GPU)[1].devices[0]
-    assert gpu.context_bytes == 523 * MIB + NCCL_NVLINK.planned - NCCL_ALONE.planned
+    assert gpu.context_bytes == 523 * MIB + NCCL_NVLINK.planned
     assert gpu.context_below_bytes > 0 and gpu.context_above_bytes > LATER_KERNELS_BYTES
     gpu = understand({"gpus": 4, "gpu": "a100-80g"}, replace(GPU, num_ranks=4))[1].devices[0]
     assert (gpu.context_bytes, gpu.context_below_bytes) == (523 * MIB, 0)
