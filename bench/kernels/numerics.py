@@ -4,11 +4,10 @@ On a machine with a GPU the kernels run there; elsewhere by Triton's interpreter
 operation (`bench.kernels.interpreter`): a GPU may round less often, as where it takes a product and a sum in one.
 torch runs what transformers' models do. Shapes, scales and numbers are drawn from seeds. Errors are relative to fp64,
 by norms, of the output and of all gradients. Needs liger-kernel and triton; kept in `bench/results/numerics.json`,
-which docs/kernels.md shows, those of a GPU in `numerics-gpu.json`.
+those of a GPU in `numerics-gpu.json`.
 """
 
 import json
-import re
 import statistics
 import sys
 from collections.abc import Callable
@@ -22,7 +21,6 @@ from transformers.models.gemma.modeling_gemma import GemmaRMSNorm
 from transformers.models.llama.modeling_llama import LlamaRMSNorm, apply_rotary_pos_emb
 
 from bench.environment import environment
-from bench.kernels.roofline import PAGE
 from frugal.models.fused import liger_internals, replacement
 from frugal.models.losses import cross_entropy
 from frugal.units import IGNORED
@@ -171,7 +169,7 @@ def _distance(result: Tensor, exact: Tensor) -> float:
 
 
 def table(kept: dict[str, list[list[list[float]]]]) -> str:
-    """That of docs/kernels.md: medians of the errors, and of the kernel's by torch's."""
+    """Medians of the errors, torch's and the kernel's."""
     lines = ["| kernel | output: torch | kernel | gradients: torch | kernel |", "| --- | --- | --- | --- | --- |"]
     for name, of_seeds in kept.items():
         columns = [statistics.median(seed[part][who] for seed in of_seeds) for part in (0, 1) for who in (0, 1)]
@@ -180,18 +178,14 @@ def table(kept: dict[str, list[list[list[float]]]]) -> str:
 
 
 def main() -> int:
-    """Draw, compute, keep, and write the table into the page."""
+    """Draw, compute, keep, and print the table."""
     torch.set_default_device(DEVICE)
     kept = {name: [errors(name, seed) for seed in range(SEEDS)] for name in CASES}
     result = environment("python -m bench.kernels.numerics") | {"errors": kept}
     if DEVICE == "cuda":
         result["device"] = torch.cuda.get_device_properties(0).name
     RESULTS.write_text(json.dumps(result, indent=1) + "\n")
-    text = table(json.loads(RESULTS.read_text())["errors"])
-    if DEVICE == "cpu":
-        table_of_page, page = re.compile(r"(<!-- table: numerics -->\n\n).*?\n(?=\n|$)", re.DOTALL), PAGE.read_text()
-        PAGE.write_text(table_of_page.sub(rf"\g<1>{text}\n", page))
-    print(text)
+    print(table(json.loads(RESULTS.read_text())["errors"]))
     return 0
 
 

@@ -14,7 +14,7 @@ number of CPU ranks; a part of the commands restart by themselves (`--max-restar
 
 The run goes on until there were as many kills as asked for; how many steps that takes depends on the machine.
 
-Results go to `bench/results/kills-cpu.json`; the table of docs/reliability.md is printed.
+Results go to `bench/results/kills-cpu.json`; a table of what was killed and when is printed.
 """
 
 import argparse
@@ -373,7 +373,7 @@ def proof(num_kills: int, seed: int, minutes: float) -> dict[str, Any]:
 
 
 def table(kills: Sequence[Kill]) -> str:
-    """That of docs/reliability.md: by what was killed and when."""
+    """By what was killed and when."""
     lines = [
         "| SIGKILL of | while it starts | between two steps | in a save | over after, median and longest |",
         "|---|---|---|---|---|",
