@@ -80,7 +80,7 @@ def test_few_of_many_mixtures_are_drafted(monkeypatch: pytest.MonkeyPatch) -> No
 
 
 def mixed() -> Plan:
-    return planned(model=DEEP, gpus=1, mem="22G", global_batch=16)
+    return planned(model=DEEP, gpus=1, mem="21.4G", global_batch=16)
 
 
 def test_layers_that_keep_more_come_last_and_the_plan_says_how_many() -> None:
@@ -93,20 +93,20 @@ def test_layers_that_keep_more_come_last_and_the_plan_says_how_many() -> None:
 
 
 def test_budget_is_what_auto_does() -> None:
-    asked = planned(model=DEEP, gpus=1, mem="22G", global_batch=16, activation_checkpointing="budget")
+    asked = planned(model=DEEP, gpus=1, mem="21.4G", global_batch=16, activation_checkpointing="budget")
     assert asked.strategy == mixed().strategy
 
 
 def test_a_mixture_that_a_dry_run_refutes_is_replaced_by_one_that_keeps_less() -> None:
     """Dry runs that find activations 4 % larger than profiles do."""
-    trusting, refuted = mixed(), planned(error=1.04, model=DEEP, gpus=1, mem="22G", global_batch=16)
+    trusting, refuted = mixed(), planned(error=1.04, model=DEEP, gpus=1, mem="21.4G", global_batch=16)
     assert refuted.memory.fits
     assert refuted.strategy.share("off") < trusting.strategy.share("off") or refuted.batch != trusting.batch
 
 
 def test_a_plan_says_where_a_mixture_might_have_been_faster_but_modes_cannot_be_mixed() -> None:
     model = {**DEEP, "why_not_mixed": "a layer runs more than once"}
-    made = planned(model=model, gpus=1, mem="22G", global_batch=16)
+    made = planned(model=model, gpus=1, mem="21.4G", global_batch=16)
     assert made.strategy.layer_modes == ()
     assert made.warnings[-1].endswith("because those of this model cannot be mixed: a layer runs more than once")
     roomy = planned(model=model, gpus=8, mem="80G", global_batch=8)
