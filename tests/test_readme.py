@@ -167,7 +167,7 @@ def test_how_true_dry_runs_of_strangers_loops_are() -> None:
     reserved_errors = [abs(each["reserved_error"]) for each in made["rows"] if each["reserved_error"] is not None]
     allocated, reserved = kept["allocated_error"], kept["reserved_error"]
     said = row("measured on real cards, by others")
-    assert f"dry runs of {kept['rows']} loops of {kept['repository']} strangers" in said and kept["card"] == 6
+    assert f"dry runs of {kept['rows']} loops of {kept['repository']} strangers" in said and kept["card"] == 8
     for each, what in ((allocated, "allocated"), (reserved, "reserved")):
         digits = 2 if what == "allocated" else 1
         figures = f"{what}: median {100 * each['median']:.3f} %, worst {100 * each['worst']:.{digits}f} %"

@@ -96,6 +96,45 @@ def test_a_weights_cast_is_kept_until_autocast_ends_and_made_once() -> None:
     assert [size - workspace for size in inside] == [weight_bytes, weight_bytes]
 
 
+@pytest.mark.parametrize(("torch_version", "kept_mib"), [("2.13", [0, 0, 0]), ("2.11", [1, 0, 1]), ("2.4", [0, 0, 0])])
+def test_products_with_a_bias_keep_a_workspace_of_cublaslt_for_each_thread(
+    torch_version: str, kept_mib: list[int]
+) -> None:
+    kept: list[int] = []
+
+    def step(weight: torch.Tensor, bias: torch.Tensor) -> None:
+        def plain(x: torch.Tensor) -> int:
+            before = torch.cuda.memory_allocated()
+            F.linear(x, weight)
+            return torch.cuda.memory_allocated() - before
+
+        def biased(x: torch.Tensor) -> int:
+            before = torch.cuda.memory_allocated()
+            F.linear(x, weight, bias)
+            return torch.cuda.memory_allocated() - before
+
+        class InBackward(torch.autograd.Function):
+            @staticmethod
+            def forward(_: Any, x: torch.Tensor) -> torch.Tensor:
+                return x.clone()
+
+            @staticmethod
+            def backward(_: Any, gradient: torch.Tensor) -> torch.Tensor:
+                plain(gradient)
+                kept.append(biased(gradient))
+                return gradient
+
+        x = torch.ones(16, 64, device="cuda", requires_grad=True)
+        with torch.no_grad():
+            plain(x)
+            kept.extend((biased(x), biased(x)))
+        InBackward.apply(x).sum().backward()
+
+    made = parts(step, weight=lambda: torch.ones(64, 64, device="cuda"), bias=lambda: torch.ones(64, device="cuda"))
+    package.dry_run(**made, torch_version=torch_version)
+    assert kept[:3] == [each << 20 for each in kept_mib]
+
+
 def test_a_model_moved_to_the_card_keeps_its_ties_and_its_optimizer() -> None:
     def model() -> nn.Module:
         first, second = nn.Linear(64, 64, bias=False), nn.Linear(64, 64, bias=False)

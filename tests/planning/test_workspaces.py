@@ -8,7 +8,14 @@ import torch
 from frugal.config.hardware.cluster import CARDS
 from frugal.dryrun.trace.kernel_memory import scratch
 from frugal.planning.memory.timeline import BACKWARD, FORWARD, INITIALISATION, Timeline, TimelineBuilder
-from frugal.planning.memory.workspaces import WORKSPACE, scratch_bytes, with_scratch, with_workspaces, workspace_bytes
+from frugal.planning.memory.workspaces import (
+    WORKSPACE,
+    lt_workspace_bytes,
+    scratch_bytes,
+    with_scratch,
+    with_workspaces,
+    workspace_bytes,
+)
 from frugal.units import MIB
 
 
@@ -62,6 +69,11 @@ def test_hopper_and_blackwell_have_32_mib(capability: tuple[int, int], size_byte
 def test_up_to_torch_2_11_hopper_alone_has_them() -> None:
     assert workspace_bytes((9, 0), (2, 6)) == 32 * MIB
     assert workspace_bytes((10, 0), (2, 11)) == workspace_bytes((12, 0), (2, 11)) == 8_519_680
+
+
+def test_cublaslt_takes_the_workspace_of_cublas_in_torch_2_13_only() -> None:
+    assert lt_workspace_bytes() == lt_workspace_bytes((2, 13)) == 0
+    assert lt_workspace_bytes((2, 11)) == lt_workspace_bytes((2, 14)) == MIB
 
 
 def test_of_any_number_of_rows_the_most_is_taken_that_keeps_the_card_busy() -> None:

@@ -1,12 +1,12 @@
 /* libcudnn.so.9: the graph interface (backend descriptors), as far as cudnn-frontend asks while torch builds and
- * executes attention. Descriptors are opaque to it: what it sets is kept from nobody, and what it gets is answered
- * below. There is one engine, which supports everything, so that what torch refuses is refused by torch's own rules
- * only.
+ * executes attention. Descriptors are opaque to it: of what it sets, the shapes of tensors are kept, and what it gets is
+ * answered below. There is one engine, which supports everything, so that what torch refuses is refused by torch's own
+ * rules only.
  *
  * Workspace. What the frontend itself asks for (sums of the softmax, fp32 gradients of the queries) is added up by the
  * frontend, in torch. The engine of an H200 under cuDNN 9.19 asked for 16 bytes on top, which are the default of
- * EMULATED_GPU_CUDNN_WORKSPACE, and in the backward of grouped keys and values for their gradients in full heads, which
- * are left out here: a graph's tensors are not looked at. */
+ * EMULATED_GPU_CUDNN_WORKSPACE, and in the backward of grouped keys and values for their gradients in full heads: in the
+ * graph they are the tensors that are summed over heads. */
 #include "device.h"
 #include <stdlib.h>
 #include <string.h>
@@ -19,8 +19,20 @@ enum {
   ENGINECFG_SHARED_MEMORY_USED = 304,
   EXECUTION_PLAN_WORKSPACE_SIZE = 402,
   OPERATIONGRAPH_ENGINE_GLOBAL_COUNT = 802,
+  TENSOR_DIMENSIONS = 902,
   ENGINE_GLOBAL_INDEX = 1301,
+  OPERATION_REDUCTION_XDESC = 1610,
+  OPERATION_REDUCTION_YDESC = 1611,
 };
+
+/* A tensor has dimensions: samples, heads, rows, size; a sum has tensors. */
+struct descriptor {
+  int64_t dimensions[4];
+  struct descriptor *summed, *sum;
+};
+
+static _Thread_local int64_t full_heads; /* bytes of the graph that is being built */
+static _Thread_local int is_built;
 
 /* 9.20.0, as the wheel requires; built for CUDA 13.0. */
 EXPORT size_t cudnnGetVersion(void) { return 92000; }
@@ -41,12 +53,27 @@ EXPORT int cudnnDestroy(void *handle) {
 }
 
 EXPORT int cudnnBackendCreateDescriptor(int type, void **descriptor) {
-  *descriptor = calloc(1, 64);
+  *descriptor = calloc(1, sizeof(struct descriptor));
   return 0;
 }
 
 EXPORT int cudnnBackendDestroyDescriptor(void *descriptor) {
   free(descriptor);
+  return 0;
+}
+
+EXPORT int cudnnBackendSetAttribute(void *pointer, int name, int type, int64_t num, const void *values) {
+  struct descriptor *descriptor = pointer;
+  if (name == TENSOR_DIMENSIONS && num == 4) {
+    if (is_built) full_heads = is_built = 0; /* the first tensor of another graph */
+    memcpy(descriptor->dimensions, values, sizeof descriptor->dimensions);
+  }
+  if (name != OPERATION_REDUCTION_XDESC && name != OPERATION_REDUCTION_YDESC) return 0;
+  *(name == OPERATION_REDUCTION_XDESC ? &descriptor->summed : &descriptor->sum) = *(struct descriptor *const *)values;
+  if (descriptor->summed && descriptor->sum) {
+    const int64_t *from = descriptor->summed->dimensions, *to = descriptor->sum->dimensions;
+    if (to[1] < from[1] && to[3] == from[3]) full_heads += 2 * from[0] * from[1] * from[2] * from[3]; /* of 16 bits */
+  }
   return 0;
 }
 
@@ -59,7 +86,8 @@ EXPORT int cudnnBackendGetAttribute(void *descriptor, int name, int type, int64_
     case EXECUTION_PLAN_WORKSPACE_SIZE:
     case ENGINECFG_WORKSPACE_SIZE:
       answered = 1;
-      if (values) *(int64_t *)values = (int64_t)emu_size_setting("CUDNN_WORKSPACE", 16);
+      is_built = 1;
+      if (values) *(int64_t *)values = (int64_t)emu_size_setting("CUDNN_WORKSPACE", 16) + full_heads;
       break;
     case OPERATIONGRAPH_ENGINE_GLOBAL_COUNT:
       answered = 1;

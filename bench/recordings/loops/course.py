@@ -184,3 +184,16 @@ def kept_forwards(length: int) -> Peaks:
         logits = model(x)
     del logits, y
     return peaks()
+
+
+def kept_gradients(samples: int, length: int) -> Peaks:
+    """Run forwards and backwards of the small decoder, gradients never cleared; five to warm up and one recorded."""
+    model = Decoder(SIZES["small"], length, 2026).to("cuda")
+    x, y = (torch.randint(0, 10_000, (samples, length)).to("cuda") for _ in range(2))
+    for number in range(6):
+        if number == 5:
+            torch.cuda.reset_peak_memory_stats()
+        logits = model(x)
+        loss = cross_entropy(logits, y)
+        loss.backward()
+    return peaks()

@@ -1,8 +1,7 @@
-"""Steps on a T4 that two other estimators of memory were calibrated with, one to warm up and one measured.
+"""Steps on a T4 that fitcheck was calibrated with, one to warm up and one measured.
 
-fitcheck's: LoRA of rank 32 on all projections of attention, weights in fp16, adapters and states in fp32, layers
-checkpointed, the loss of transformers. torch-preflight's: small models of transformers in fp32 under autocast, the loss
-of the head or the mean square of what an encoder returns.
+LoRA of rank 32 on all projections of attention, weights in fp16, adapters and states in fp32, layers checkpointed, the
+loss of transformers.
 """
 
 from collections.abc import Callable
@@ -13,14 +12,8 @@ from unittest.mock import patch
 import torch
 import torch.nn.functional as F
 from peft import LoraConfig, get_peft_model
-from torch import Tensor, nn
+from torch import Tensor
 from transformers import (
-    BertConfig,
-    BertModel,
-    DistilBertConfig,
-    DistilBertModel,
-    GPT2Config,
-    GPT2LMHeadModel,
     LlamaConfig,
     LlamaForCausalLM,
     Qwen2Config,
@@ -99,31 +92,3 @@ def _equal_heads() -> Any:
         return attend(query, key, value, *args, **kwargs)
 
     return patch.object(F, "scaled_dot_product_attention", attention)
-
-
-SMALL: dict[str, Callable[[], nn.Module]] = {
-    "gpt2": lambda: GPT2LMHeadModel(GPT2Config()),
-    "distilbert-base": lambda: DistilBertModel(DistilBertConfig()),
-    "bert-base": lambda: BertModel(BertConfig()),
-}
-
-
-def under_autocast(name: str, samples: int, length: int) -> Peaks:
-    """Run two steps of a small model and return the peaks of the second."""
-    model: Any = SMALL[name]().cuda()
-    model.train()
-    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-5)
-    tokens = torch.randint(0, model.config.vocab_size - 1, (samples, length), device="cuda")
-
-    def step() -> None:
-        optimizer.zero_grad(set_to_none=True)
-        with torch.autocast("cuda", dtype=torch.bfloat16):
-            out = model(input_ids=tokens, labels=tokens) if name == "gpt2" else model(input_ids=tokens)
-            loss = out.loss if name == "gpt2" else out.last_hidden_state.float().pow(2).mean()
-        loss.backward()
-        optimizer.step()
-
-    step()
-    torch.cuda.reset_peak_memory_stats()
-    step()
-    return peaks()

@@ -1,9 +1,10 @@
 """Memory that CUDA's libraries and kernels request from torch's allocator, and that depends on the card.
 
 **cuBLAS's workspaces**, which torch takes for the first product of a thread and keeps. After
-aten/src/ATen/cuda/CublasHandlePool.cpp: a workspace for each handle and stream, and a handle for each thread; cuBLASLt
-takes the same one. A training step multiplies on two threads: forward on the main one, backward on autograd's own,
-activations that are recomputed included. Each asks right after the first product's result was allocated.
+aten/src/ATen/cuda/CublasHandlePool.cpp: a workspace for each handle and stream, and a handle for each thread; cuBLASLt,
+which adds biases, takes the same one in torch 2.13 and has its own in others. A training step multiplies on two
+threads: forward on the main one, backward on autograd's own, activations that are recomputed included. Each asks right
+after the first product's result was allocated.
 
 **Sums over rows**, such as the gradient of a bias of `width` elements over all tokens. Where one block of threads
 would add too many, several share a column, and meet in scratch memory that lives inside the kernel. A dry run of one
@@ -21,11 +22,13 @@ from itertools import compress
 from frugal.planning.memory.timeline import BACKWARD, FORWARD, TEMPORARY, Timeline
 from frugal.units import KIB, MIB
 
-WORKSPACE, SCRATCH = "cuBLAS workspace", "scratch of a sum"
+WORKSPACE, LT_WORKSPACE, SCRATCH = "cuBLAS workspace", "cuBLASLt workspace", "scratch of a sum"
 _PRODUCTS = frozenset(f"aten.{name}.default" for name in ("mm", "addmm", "bmm", "baddbmm", "mv", "addmv", "dot"))
 _SUMS = frozenset(("aten.sum.dim_IntList",))
 _WITH_32_MIB = (9, 10, 12)  # Hopper and Blackwell, major compute capability
 _HOPPER_ALONE = (2, 11)  # the last torch under which recordings of B200 and RTX PRO 6000 have the smaller ones
+_WITH_ONE_FOR_ALL = (2, 13)  # recordings under 2.4, 2.9, 2.11 and 2.14 have 1 MiB of cuBLASLt's
+LAST_WITH_LT_IN_A_CALL = (2, 6)  # until then it lives inside a call
 _OUTPUTS_OF_A_BLOCK, _THREADS_OF_A_BLOCK = 128, 128
 _FEWEST_ROWS, _ROWS_ALONE = 4 * 16, 4 * 255  # of a block that shares its columns at least, of one that does not at most
 ANY_ROWS = 1 << 62
@@ -38,6 +41,14 @@ def workspace_bytes(compute_capability: tuple[int, int], torch_version: tuple[in
     is_older = torch_version is not None and torch_version <= _HOPPER_ALONE
     large = _WITH_32_MIB[:1] if is_older else _WITH_32_MIB
     return 32 * MIB if compute_capability[0] in large else 2 * 4096 * KIB + 8 * 16 * KIB
+
+
+def lt_workspace_bytes(torch_version: tuple[int, int] | None = None) -> int:
+    """Return the bytes of cuBLASLt's own workspace (`parseCUDABlasLtWorkspaceSize`), 0 where it takes cuBLAS's.
+
+    `torch_version`: None is the one that frugal is made for.
+    """
+    return 0 if torch_version in (None, _WITH_ONE_FOR_ALL) else MIB
 
 
 def scratch_bytes(width: int, resident_threads: int, most_rows: int = ANY_ROWS) -> int:

@@ -51,6 +51,9 @@ PRODUCTS = {
 """A loop may multiply before its first forward, and run backward where it likes: cuBLAS's workspaces are recorded when
 the first product of a thread runs."""
 
+BIASED = {aten.addmm.default, aten._addmm_activation.default}
+"""Products that cuBLASLt computes where what they add is a bias."""
+
 CHUNK_ELEMENTS = 65536  # of a tensor, of one block of threads (MultiTensorApply.cuh, ForeachReduceOp.cu)
 
 VALUES_ARE_ZERO = "values are copied from the card to the host: counted as if they were zero"
@@ -118,12 +121,15 @@ class LoopTracker(Tracker):
         self._alone = True
         self._expandable_segments = expandable_segments
         self._workspace_bytes = workspaces.workspace_bytes(capability, torch_version)
+        self._lt_bytes = workspaces.lt_workspace_bytes(torch_version)
+        self._keeps_lt = torch_version is None or torch_version > workspaces.LAST_WITH_LT_IN_A_CALL
         self._elsewhere: set[int] = set()  # addresses of storages on torch's own meta device
         self._is_elsewhere = False
         self.false: set[int] = set()  # addresses of storages of which every value is false
         self._host_runs = False  # whether operators on the host really run, however large
         self._in_backward = False
         self._has_workspace: set[bool] = set()  # for threads: autograd's has a cuBLAS handle of its own
+        self._has_lt: set[bool] = set()  # likewise
         self._stepped: WeakSet[torch.optim.Optimizer] = WeakSet()  # wherever the script made them
         # functions that yield tensors with their categories
         self.kept: list[Kept] = [lambda: (pair for each in self._stepped for pair in kept_by_optimizer(each))]
@@ -186,7 +192,19 @@ class LoopTracker(Tracker):
             if func in PRODUCTS and args[0].is_meta and self._in_backward not in self._has_workspace:
                 self._has_workspace.add(self._in_backward)
                 self._record(self._workspace_bytes, TEMPORARY, workspaces.WORKSPACE)
+            if func in BIASED and self._lt_bytes and args[0].is_meta and args[0].dim() == 1:
+                self._take_lt()
             return out
+
+    def _take_lt(self) -> None:
+        """Record cuBLASLt's own workspace for a product with a bias: the first of a thread, or inside each call."""
+        if self._in_backward in self._has_lt:
+            return
+        index = self._record(self._lt_bytes, TEMPORARY, workspaces.LT_WORKSPACE)
+        if self._keeps_lt:
+            self._has_lt.add(self._in_backward)
+        else:
+            self._timeline.events.append(index)
 
     def side_stream(self, name: str) -> AbstractContextManager[Any]:
         """Return a context for a stream that DeepSpeed names, which may be the computing one."""
@@ -289,7 +307,7 @@ class LoopTracker(Tracker):
     def allocated_bytes(self) -> int:
         """Return `torch.cuda.memory_allocated`."""
         live = sum(-(-self._timeline.fixed[index] // 512) * 512 for index in self._storage.values())
-        return live + len(self._has_workspace) * self._workspace_bytes
+        return live + len(self._has_workspace) * self._workspace_bytes + len(self._has_lt) * self._lt_bytes
 
     def replays(self) -> Replays:
         """Return replays of the allocator, with everything until now."""
