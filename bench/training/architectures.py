@@ -24,11 +24,10 @@ import random
 import re
 import sys
 import tempfile
-import textwrap
 import time
 import warnings
 from collections import Counter
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -323,25 +322,17 @@ task, its errors, and the reason of a refusal.
 
 With the tiled loss {tiled} pairs are exact; where it is refused, the plain loss is planned. On two ranks, under ZeRO-2
 and ZeRO-3, {ranks} pairs were measured: {exact_on_ranks} are exact; {dry_runs} of {all_dry_runs} dry runs run.
-
-## Refused
-
-{refused}
 """
 
 
 def table(records: list[Record]) -> str:
-    """Return the page of the documentation: counts by task, worst errors, and the models that are refused."""
+    """Return the page of the documentation: counts by task, and the worst errors."""
     verdicts = ("exact", "exact alone", "refused", "not run", "not built")
     counts = Counter((record["task"], record["verdict"]) for record in records)
     rows = [[task, *(str(counts[task, verdict]) for verdict in verdicts)] for task in TASKS]
     exact = [record for record in records if record["verdict"] == "exact"]
     on_ranks = [record["ranks"] for record in records if "ranks" in record]
     dry_runs = [stage.get("dry_run", "runs") for stages in on_ranks for stage in stages.values()]
-    refused = [
-        f"- {task}: {_names(record for record in records if (record['task'], record['verdict']) == (task, 'refused'))}"
-        for task in TASKS
-    ]
     return _PAGE.format(
         version=environment("")["versions"]["transformers"],
         summary="\n".join(f"| {' | '.join(row)} |" for row in (("task", *verdicts), ["---"] * 6, *rows)),
@@ -352,12 +343,7 @@ def table(records: list[Record]) -> str:
         exact_on_ranks=sum(all(stage["verdict"] == "exact" for stage in stages.values()) for stages in on_ranks),
         dry_runs=dry_runs.count("runs"),
         all_dry_runs=len(dry_runs),
-        refused="\n".join(textwrap.fill(line, 118, subsequent_indent="  ", break_on_hyphens=False) for line in refused),
     )
-
-
-def _names(records: Iterable[Record]) -> str:
-    return ", ".join(sorted({record["model_type"] for record in records}))
 
 
 def _on_ranks(record: Record) -> str:
