@@ -169,7 +169,7 @@ class Saver:
                     *failed.reasons,
                     f"the last good checkpoint is {last.name}" if last else "there is no earlier checkpoint",
                 ],
-                hint=(file_errors.then_resume if last else file_errors.or_elsewhere)(failed.remedy),
+                hint=(file_errors.THEN_RESUME if last else file_errors.OR_ELSEWHERE).format(failed.remedy),
             ) from None
 
 
@@ -271,7 +271,7 @@ def save_model(engine: Trained, folder: Path, tokenizer: Any = None, *, uses_cac
         raise CheckpointError(
             f"cannot write the model to {folder}",
             because=failed.reasons,
-            hint=file_errors.then_resume(failed.remedy),
+            hint=file_errors.THEN_RESUME.format(failed.remedy),
         ) from None
     return folder
 

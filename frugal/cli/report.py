@@ -7,7 +7,6 @@ import click
 
 from frugal import file_errors, files
 from frugal.cli.terminal import print_json, show
-from frugal.errors import RequestError
 from frugal.report import words
 from frugal.report.after_run import PAGE
 from frugal.report.page import page
@@ -36,13 +35,8 @@ def command(folders: tuple[Path, ...], output: Path | None, as_json: bool) -> No
     if output is None and len(runs) == 1 and not as_json:
         output = folders[0] / PAGE
     if output is not None:
-        try:
+        with file_errors.failure(f"cannot write the page {output}", output, "{}, or name another with -o"):
             files.write_file(output, page(runs).encode(), durable=False)
-        except OSError as error:
-            because, remedy = file_errors.explain(error, output)
-            raise RequestError(
-                f"cannot write the page {output}", because=because, hint=f"{remedy}, or name another with -o"
-            ) from None
     if as_json:
         print_json(as_data(runs))
         return

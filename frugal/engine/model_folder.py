@@ -23,7 +23,7 @@ from frugal.config.setting import build
 from frugal.data import corpus
 from frugal.deepspeed_adapter.kernels import DTYPES
 from frugal.engine.evaluation import Criterion
-from frugal.errors import CheckpointError, PlanMismatchError, RequestError, refuse
+from frugal.errors import CheckpointError, PlanMismatchError, RequestError, failure, refuse
 from frugal.models.loading import quantised
 from frugal.models.resolve import resolve_request
 from frugal.models.spec import ModelSpec
@@ -121,23 +121,18 @@ def write(checkpoint: Path, out: Path, *, merge: bool = False) -> str:
         kind += f" into what {spec.quantize} made of its base" if spec.quantize else ""
     elif not is_adapter:
         kind = f"the model of step {run.made_by.step}"
-    try:
+    with file_errors.failure(f"cannot write the model to {out}", out, raises=CheckpointError):
         saving.write_model(module, weights, out, tokenizer, uses_cache=spec.uses_cache, place=files.name_folder)
-    except OSError as error:
-        because, remedy = file_errors.explain(error, out)
-        raise CheckpointError(f"cannot write the model to {out}", because=because, hint=remedy) from None
     return kind
 
 
 def _run_of(checkpoint: Path) -> Run:
     """Verify the checkpoint's files, and read the plan and the settings of its run."""
-    try:
+    unusable, hint = f"{checkpoint} cannot be used", "choose another with --step"
+    with failure(unusable, ValueError, hint=hint, raises=CheckpointError):
         made_by = manifest.read(checkpoint)
         if (damage := loading.first_damage(checkpoint, made_by)) is not None:
             raise ValueError(damage)
-    except ValueError as error:
-        unusable = f"{checkpoint} cannot be used"
-        raise CheckpointError(unusable, because=str(error), hint="choose another with --step") from None
     out = checkpoint.absolute().parents[1]
     if not (out / PLAN).is_file():
         raise CheckpointError(

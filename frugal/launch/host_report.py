@@ -34,7 +34,7 @@ from frugal.config.run_settings import RunSettings
 from frugal.config.schema import parse
 from frugal.distributed import env
 from frugal.distributed.process_group import free_port
-from frugal.errors import RequestError
+from frugal.errors import RequestError, failure
 from frugal.units import MIB, format_bytes, plural
 
 _OWN_LINK = ("127.", "::1", "fe80:")
@@ -318,12 +318,8 @@ def _token(folder: Path) -> Iterator[Path]:
     while not path.is_dir():
         path = path.parent
     path = path / f".frugal-{secrets.token_hex(8)}"
-    try:
+    with failure(f"cannot write to {path.parent}", OSError, hint="choose another folder with --out"):
         path.write_text(path.name)
-    except OSError as error:
-        raise RequestError(
-            f"cannot write to {path.parent}", because=str(error.strerror), hint="choose another folder with --out"
-        ) from None
     try:
         yield path
     finally:
