@@ -16,8 +16,6 @@ from torch import Tensor, nn
 
 from frugal import file_errors, files
 from frugal.checkpoint import frozen_base, loading, manifest, other_states, saving
-from frugal.checkpoint.loading import FROZEN, MASTER, Saved
-from frugal.checkpoint.manifest import Manifest
 from frugal.config.run_settings import RunSettings, earlier_settings
 from frugal.config.setting import build
 from frugal.data import corpus
@@ -40,7 +38,7 @@ class Run:
     plan: Plan
     settings: RunSettings
     path: Path
-    made_by: Manifest
+    made_by: manifest.Manifest
 
 
 def find(given: Path, which: str | None) -> Path:
@@ -109,7 +107,7 @@ def write(checkpoint: Path, out: Path, *, merge: bool = False) -> str:
     dtype: torch.dtype = own if is_kept else DTYPES[run.plan.request.precision]
     tokenizer, _ = corpus.tokenizer_for(spec, run.settings.tokenizer, run.settings.chat_template)
     with other_states.named(checkpoint):
-        saved = Saved(checkpoint, run.made_by, DTYPES[run.plan.request.optimizer.states or "fp32"])
+        saved = loading.Saved(checkpoint, run.made_by, DTYPES[run.plan.request.optimizer.states or "fp32"])
         spec, module = _empty(spec.for_tokenizer(tokenizer), run, saved)
         weights = _weights(module, saved)
     kind = f"the adapters of step {run.made_by.step}, whose base is {spec.weights or spec.reference}"
@@ -143,7 +141,7 @@ def _run_of(checkpoint: Path) -> Run:
     return Run(Plan.read(out / PLAN), build(RunSettings, earlier_settings(out)), checkpoint, made_by)
 
 
-def _empty(spec: ModelSpec, run: Run, saved: Saved) -> tuple[ModelSpec, nn.Module]:
+def _empty(spec: ModelSpec, run: Run, saved: loading.Saved) -> tuple[ModelSpec, nn.Module]:
     """Build the model on meta, with as many classes as the checkpoint has."""
     dtype = DTYPES[run.plan.request.precision]
     module = spec.build(dtype=dtype, device="meta")
@@ -165,14 +163,14 @@ def _empty(spec: ModelSpec, run: Run, saved: Saved) -> tuple[ModelSpec, nn.Modul
     return spec, module
 
 
-def _weights(module: nn.Module, saved: Saved) -> dict[str, Tensor]:
+def _weights(module: nn.Module, saved: loading.Saved) -> dict[str, Tensor]:
     """Return the saved tensors of the module, which is on meta, by name; tied parameters are one tensor."""
     trained, frozen = saved.parameters(frozen=False), saved.parameters(frozen=True) if saved.has_base else {}
     whole: dict[int, Tensor] = {}
     for name, parameter in module.named_parameters():
         if name in trained or name in frozen:
             flat = torch.empty(parameter.numel(), dtype=parameter.dtype, device="cpu")
-            saved.copy(name, 0, flat, MASTER if name in trained else FROZEN, casts=name not in trained)
+            saved.copy(name, 0, flat, loading.MASTER if name in trained else loading.FROZEN, casts=name not in trained)
             whole[id(parameter)] = flat.view(parameter.shape)
     if not saved.has_base:
         return {name: whole[id(p)] for name, p in module.named_parameters(remove_duplicate=False) if id(p) in whole}
