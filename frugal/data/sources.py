@@ -21,8 +21,9 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from dataclasses import dataclass, field, replace
+from fnmatch import fnmatch
 from functools import partial
-from itertools import chain, dropwhile
+from itertools import chain
 from pathlib import Path, PurePosixPath
 from typing import Any, NoReturn, Self, TypeVar
 
@@ -184,15 +185,17 @@ def _find(source: str, from_hub: bool) -> list[DataFile | DocumentSource]:
     if path.is_dir():
         if any((path / name).exists() for name in _OF_SAVED):
             return [_saved(str(path))]
-        below = _folders(str(path), set(), follows_links=False)
-        inside = (Path(entry) for folder in below for entry in os.scandir(folder) if not entry.name.startswith("."))
+        inside: list[Path] = []
+        for folder, below, names in os.walk(path, onerror=_fail):
+            below[:] = [name for name in below if not name.startswith(".")]
+            inside += [Path(folder, name) for name in names if not name.startswith(".")]
         within = _each_once(source, inside)
         refuse((not within, f"the folder {source} is empty", "it has no file that is not hidden", None))
         return _each_file(within)
     if path.exists():
         raise _not_a_file(source, "a device" if path.is_char_device() or path.is_block_device() else "a pipe or socket")
     if glob.has_magic(source):
-        matches = _each_once(source, map(Path, set(_matches(str(path)))))
+        matches = _each_once(source, set(_matches(path)))
         refuse((not matches, f"no file matches {source}", f"it was looked for from {Path.cwd()}", None))
         return _each_file(matches)
     if source.rpartition(":")[0].endswith(".py"):
@@ -219,36 +222,13 @@ def _not_a_file(source: str, kind: str) -> RequestError:
     )
 
 
-def _matches(pattern: str) -> Iterator[str]:
-    """Yield the paths that a pattern matches. Below `**` each folder is entered once, however many links lead to it."""
-    parts = pattern.split("/")
-    if "**" not in parts:
-        yield from glob.iglob(pattern)  # noqa: PTH207  # absolute patterns
-        return
-    place = parts.index("**")
-    after = list(dropwhile("**".__eq__, parts[place:])) or ["*"]
-    bases = sorted(glob.iglob("/".join(parts[:place]) + "/")) if place else ["./"]  # noqa: PTH207  # as above
-    seen: set[tuple[int, int]] = set()
-    for folder in chain.from_iterable(_folders(base, seen) for base in bases):
-        yield from _matches("/".join([glob.escape(folder.rstrip("/")), *after]))
-
-
-def _folders(base: str, seen: set[tuple[int, int]], *, follows_links: bool = True) -> Iterator[str]:
-    """Yield a folder and those below it that are not hidden and not `seen`; of a folder, those that links lead to last.
-
-    Raises:
-        OSError: without links, a folder cannot be read.
-    """
-    # With links one that cannot be read is left out, as glob does: it was not named, and may be lost+found.
-    for folder, below, _ in os.walk(base, followlinks=follows_links, onerror=None if follows_links else _fail):
-        status = Path(folder).stat()
-        if (identity := (status.st_dev, status.st_ino)) in seen:
-            below.clear()
-            continue
-        seen.add(identity)
-        visible = sorted(name for name in below if not name.startswith("."))
-        below[:] = sorted(visible, key=lambda name: Path(folder, name).is_symlink())
-        yield folder
+def _matches(pattern: Path) -> Iterator[Path]:
+    """Yield the paths that a pattern matches; hidden ones where it names them, and none through a link below `**`."""
+    pattern = pattern / "*" if pattern.name == "**" else pattern
+    hidden = [part for part in pattern.parts if part.startswith(".")]
+    for path in Path(pattern.anchor).glob(str(pattern.relative_to(pattern.anchor))):
+        if all(not part.startswith(".") or any(fnmatch(part, each) for each in hidden) for part in path.parts):
+            yield path
 
 
 def _fail(error: OSError) -> NoReturn:

@@ -11,6 +11,7 @@ one that has fallen off the bus may still be counted by the driver, and a call t
 
 import os
 import platform
+import re
 import secrets
 import shlex
 import shutil
@@ -129,13 +130,10 @@ def collect(folder: Path, token: Path | None, *, cuda: bool, probe: bool = False
 
 
 def _gpus() -> list[Gpu]:
-    query = ["nvidia-smi", "--query-gpu=name,memory.total,memory.free", "--format=csv,noheader,nounits"]
-    gpus = []
-    with suppress(OSError, subprocess.SubprocessError, ValueError):
-        for line in subprocess.run(query, capture_output=True, text=True, timeout=20, check=True).stdout.splitlines():
-            name, total, free = (word.strip() for word in line.rsplit(",", 2))
-            gpus.append(Gpu(name, int(total) * MIB, int(free) * MIB))
-    return gpus
+    lines = re.findall(
+        r"^(.+), (\d+), (\d+)$", local_host.asked_of_driver("name,memory.total,memory.free"), re.MULTILINE
+    )
+    return [Gpu(name, int(total) * MIB, int(free) * MIB) for name, total, free in lines]
 
 
 def _gpus_of_torch() -> list[Gpu]:
