@@ -155,7 +155,7 @@ def write_files(folder: Path, texts: Mapping[str, bytes]) -> tuple[Path, ...]:
         RequestError: as `write_plan`.
     """
     written = tuple(folder / name for name in texts)
-    with file_errors.failure(f"cannot write to {folder}", folder, "{}, or choose another folder with -o"):
+    with file_errors.failure(f"cannot write {folder}", folder, "{}, or choose another folder with -o"):
         folder.mkdir(parents=True, exist_ok=True)
         for path, text in zip(written, texts.values(), strict=True):
             files.write_file(path, text)

@@ -117,7 +117,7 @@ def read_history(folder: Path) -> History:
     last: RunRecord | None = None
     num_broken = num_steps = num_others = 0  # in the file
     stride = 1
-    with failure(f"cannot read {path}", OSError, hint="is it a run's folder?"):
+    with failure(f"cannot read the records of {folder}, {path.name}", OSError, hint="is it a run's folder?"):
         for record in _decoded(path):
             if record is None:
                 num_broken += 1
