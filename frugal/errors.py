@@ -92,23 +92,29 @@ def refuse(*cases: tuple[object, str, str, str | None]) -> None:
 
 
 @contextmanager
-def failure(what: str, *, hint: str | None = None, of: type[Exception] = Exception) -> Iterator[None]:
-    """Turn any error that a user's code or a library's checks raise inside the `with` block into a RequestError.
+def failure(
+    what: str, *of: type[Exception], hint: str | None = None, raises: type[FrugalError] = RequestError
+) -> Iterator[None]:
+    """Turn the errors `of` these types, raised inside the `with` block, into one of a user; a FrugalError stays.
 
-    So it does with an exit, which scripts end with. A FrugalError stays as it is. The hint is to install what a script
-    lacks, if `what` does not name it.
+    Without types it is any error that a user's code or a library's checks raise, and the exit that scripts end with.
+    The hint is to install what a script lacks, if `what` does not name it.
 
     Raises:
-        RequestError: `what`, because of the error's first line.
+        FrugalError: of the type `raises`: `what`, because of the error's first line, or of the system's reason.
     """
+    types = of or (Exception, SystemExit)
     try:
         yield
     except FrugalError:
         raise
-    except (of, SystemExit) as error:
+    except types as error:
+        because = first_line(error)
+        if of:  # what failed is known: the error's type says no more
+            because = getattr(error, "strerror", None) or because.removeprefix(f"{type(error).__name__}: ")
         missing = (error.name or "").partition(".")[0] if isinstance(error, ModuleNotFoundError) else ""
         hint = f"install it into this Python: pip install {missing}" if missing and missing not in what else hint
-        raise RequestError(what, because=first_line(error), hint=hint) from None
+        raise raises(what, because=because, hint=hint) from None
 
 
 def first_line(error: BaseException) -> str:

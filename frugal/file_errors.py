@@ -7,10 +7,12 @@ import errno
 import os
 import pwd
 import stat
-from contextlib import suppress
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import NamedTuple
 
+from frugal.errors import FrugalError, RequestError
 from frugal.units import format_bytes
 
 
@@ -52,14 +54,25 @@ def explain(error: OSError, path: Path | None = None) -> Explanation:
     return Explanation(because, remedy)
 
 
-def or_elsewhere(remedy: str) -> str:
-    """Return the hint of a run that has not begun."""
-    return f"{remedy}, or choose another folder with --out"
+OR_ELSEWHERE = "{}, or choose another folder with --out"
+"""The hint of a run that has not begun, around the remedy."""
+
+THEN_RESUME = "{}, then continue with --resume"
+"""The hint of a run that can be resumed, around the remedy."""
 
 
-def then_resume(remedy: str) -> str:
-    """Return the hint of a run that can be resumed."""
-    return f"{remedy}, then continue with --resume"
+@contextmanager
+def failure(what: str, path: Path, hint: str = "{}", *, raises: type[FrugalError] = RequestError) -> Iterator[None]:
+    """Turn an OSError inside the `with` block into one of a user, with its reason, and the remedy within `hint`.
+
+    Raises:
+        FrugalError: of the type `raises`.
+    """
+    try:
+        yield
+    except OSError as error:
+        because, remedy = explain(error, path)
+        raise raises(what, because=because, hint=hint.format(remedy)) from None
 
 
 def _cause(number: int | None, path: Path, remedy: str) -> tuple[str, str]:

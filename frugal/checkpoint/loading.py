@@ -42,7 +42,6 @@ from frugal.checkpoint.manifest import File, Manifest, OutOfReachError
 from frugal.checkpoint.progress import EXTRA, TRAINING, Progress, read_progress
 from frugal.config.hardware import local_host
 from frugal.deepspeed_adapter import checkpoint_files, kernels
-from frugal.deepspeed_adapter.checkpoint_files import Piece, StateFiles, StateLayout
 from frugal.deepspeed_adapter.stages import Zero
 from frugal.distributed.exchange import from_rank_0, gather
 from frugal.errors import CheckpointError
@@ -300,9 +299,9 @@ def file_name(rank: int) -> str:
     return f"layout_rank_{rank}.json"
 
 
-def read_layout(folder: Path, rank: int) -> StateLayout:
+def read_layout(folder: Path, rank: int) -> checkpoint_files.StateLayout:
     """Return the layout of one of the ranks that wrote the checkpoint."""
-    return msgspec.json.decode(files.read_regular(folder / file_name(rank)), type=StateLayout)
+    return msgspec.json.decode(files.read_regular(folder / file_name(rank)), type=checkpoint_files.StateLayout)
 
 
 class Saved:
@@ -327,9 +326,9 @@ class Saved:
             return checkpoint_files.read(paths[rank, kind], mmap=True)
 
         num_writers = made_by.world_size if self._stage else 1
-        self.files = [StateFiles(self._stage, partial(content, rank)) for rank in range(num_writers)]
+        self.files = [checkpoint_files.StateFiles(self._stage, partial(content, rank)) for rank in range(num_writers)]
         self._layouts = [read_layout(folder, rank) for rank in range(num_writers)]
-        self._pieces: dict[tuple[str, bool], list[tuple[Piece, int, int]]] = defaultdict(list)
+        self._pieces: dict[tuple[str, bool], list[tuple[checkpoint_files.Piece, int, int]]] = defaultdict(list)
         for rank, layout in enumerate(self._layouts):
             for slot, pieces in enumerate(layout.slots):
                 for piece in pieces:

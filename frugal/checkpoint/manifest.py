@@ -10,6 +10,7 @@ import hashlib
 import os
 import re
 from collections.abc import Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -102,13 +103,10 @@ def checkpoints_in(folder: Path) -> list[Path]:
     Raises:
         CheckpointError: the folder cannot be looked into.
     """
-    try:
+    entries: list[Path] = []
+    failing = file_errors.failure(f"cannot look for checkpoints in {folder}", folder, raises=CheckpointError)
+    with failing, suppress(FileNotFoundError):
         entries = list(folder.iterdir())
-    except FileNotFoundError:
-        return []
-    except OSError as error:
-        because, remedy = file_errors.explain(error, folder)
-        raise CheckpointError(f"cannot look for checkpoints in {folder}", because=because, hint=remedy) from None
     steps = {entry: step for entry in entries if (step := step_of(entry.name)) is not None}
     paths = sorted(steps, key=lambda path: (-steps[path], path.suffix))
     try:

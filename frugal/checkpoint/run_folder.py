@@ -9,7 +9,7 @@ import shutil
 import socket
 import time
 from collections.abc import Iterator
-from contextlib import ExitStack, contextmanager
+from contextlib import AbstractContextManager, ExitStack, contextmanager
 from dataclasses import replace
 from pathlib import Path
 
@@ -19,7 +19,7 @@ from frugal.config.hardware.local_host import available_bytes
 from frugal.config.run_settings import METRICS, RECORD, RunSettings
 from frugal.deepspeed_adapter.json_config import plan_files
 from frugal.distributed import env, first_failure, parent
-from frugal.errors import CheckpointError, FrugalError, NothingFitsError, RequestError
+from frugal.errors import CheckpointError, NothingFitsError, RequestError
 from frugal.planning.memory import breakdown
 from frugal.planning.plan import Plan
 from frugal.units import format_bytes
@@ -58,17 +58,12 @@ def _refuse_links(out: Path, checkpoints: Path) -> None:
 
     The run's folder itself may be reached through any link. A file that is replaced as a whole replaces a link, too.
     """
-    try:
+    with file_errors.failure(f"what is written to {out} would go elsewhere", out, file_errors.OR_ELSEWHERE):
         for appended in (out / METRICS, *(out / "logs").glob("rank_*.log")):
             if appended.is_symlink():
                 raise OSError(errno.ELOOP, f"it is a symbolic link to {appended.readlink()}", str(appended))
         for folder in (out / "logs", checkpoints, out / "model"):
             files.refuse_foreign_link(folder)
-    except OSError as error:
-        because, remedy = file_errors.explain(error, out)
-        raise RequestError(
-            f"what is written to {out} would go elsewhere", because=because, hint=file_errors.or_elsewhere(remedy)
-        ) from None
 
 
 def make_folder(settings: RunSettings, folder: Path) -> None:
@@ -77,10 +72,8 @@ def make_folder(settings: RunSettings, folder: Path) -> None:
     Raises:
         RequestError: it cannot be made.
     """
-    try:
+    with _writing(settings):
         folder.mkdir(parents=True, exist_ok=True)
-    except OSError as error:
-        raise _cannot_write(settings, error) from None
 
 
 def holds_a_run(out: Path, newest: Path) -> RequestError:
@@ -105,14 +98,13 @@ def locked(settings: RunSettings) -> Iterator[None]:
         end = time.monotonic() + LEAVE_SECONDS
         while True:
             try:
-                marked.enter_context(in_use.marked(settings.out))
+                with _writing(settings):
+                    marked.enter_context(in_use.marked(settings.out))
                 break
             except RequestError:
                 if not (settings.resume and parent.is_over_ssh()) or time.monotonic() > end:
                     raise
                 time.sleep(1)
-            except OSError as error:
-                raise _cannot_write(settings, error) from None
         # Leftovers of killed starts are nobody's now.
         temporary.remove_abandoned(settings.out, START, but=first_failure.report_folder())
         files.remove_unfinished(settings.out, _FILES)
@@ -126,24 +118,16 @@ def record(plan: Plan, settings: RunSettings) -> None:
     Raises:
         RequestError: it cannot be written; CheckpointError, if the run is to be resumed.
     """
-    try:
-        write_record(plan, settings)
-    except OSError as error:
-        raise _cannot_write(settings, error) from None
+    with _writing(settings):
+        for name, text in (plan_files(plan) | {RECORD: settings.record()}).items():
+            files.write_file(settings.out / name, text)
 
 
-def write_record(plan: Plan, settings: RunSettings) -> None:
-    """Write as `record` does, but raise OSError."""
-    for name, text in (plan_files(plan) | {RECORD: settings.record()}).items():
-        files.write_file(settings.out / name, text)
-
-
-def _cannot_write(settings: RunSettings, error: OSError) -> FrugalError:
-    what = f"cannot write to {settings.out}"
-    because, remedy = file_errors.explain(error, settings.out)
+def _writing(settings: RunSettings) -> AbstractContextManager[None]:
+    what, out = f"cannot write to {settings.out}", settings.out
     if settings.resume:
-        return CheckpointError(what, because=because, hint=file_errors.then_resume(remedy))
-    return RequestError(what, because=because, hint=file_errors.or_elsewhere(remedy))
+        return file_errors.failure(what, out, file_errors.THEN_RESUME, raises=CheckpointError)
+    return file_errors.failure(what, out, file_errors.OR_ELSEWHERE)
 
 
 def check_space(plan: Plan, settings: RunSettings) -> None:

@@ -25,8 +25,6 @@ from torch import Tensor, nn
 
 from frugal import file_errors, files
 from frugal.checkpoint import frozen_base, loading, manifest, other_states, random_state
-from frugal.checkpoint.loading import Trained, origin
-from frugal.checkpoint.manifest import File, Manifest, OutOfReachError
 from frugal.checkpoint.progress import EXTRA, TRAINING, Progress, finite, read_progress
 from frugal.deepspeed_adapter.checkpoint_files import CheckpointWriter
 from frugal.deepspeed_adapter.stages import Zero
@@ -48,7 +46,7 @@ class Saver:
 
     def __init__(
         self,
-        engine: Trained,
+        engine: loading.Trained,
         folder: Path,
         *,
         keep: int = 2,
@@ -95,7 +93,7 @@ class Saver:
             together(lambda: self._make_room(aside) if engine.rank == 0 else None, engine.votes)
             together(lambda: _find(aside) if engine.rank != 0 else None, engine.votes)
             together(lambda: _collect(engine, writer, aside, progress), engine.votes)
-        made_by = origin(engine, progress.step, {})
+        made_by = loading.origin(engine, progress.step, {})
         if self._in_background:
             self._writing = threading.Thread(target=self._publish_later, args=(aside, writer, made_by), daemon=True)
             self._writing.start()
@@ -131,23 +129,23 @@ class Saver:
         files.record_written(aside.parent, {*ours, aside.name})
         aside.mkdir()
 
-    def _publish(self, aside: Path, writer: CheckpointWriter, made_by: Manifest) -> None:
+    def _publish(self, aside: Path, writer: CheckpointWriter, made_by: manifest.Manifest) -> None:
         rank = self._engine.rank
 
-        def name_it(listed: dict[str, File]) -> None:
+        def name_it(listed: dict[str, manifest.File]) -> None:
             _prune(manifest.publish(aside, replace(made_by, files=listed)), self._keep, self._score)
 
         with self._explained(aside):
             shares = together(
                 lambda: {path.name: manifest.file_entry(path, rank) for path in writer.finish()},
-                self._votes, dict[str, File] | None,
+                self._votes, dict[str, manifest.File] | None,
             )  # fmt: skip
             listed = {name: file for share in shares for name, file in share.items()}
             together(lambda: name_it(listed) if rank == 0 else None, self._votes)
         self._complete = (made_by.step, aside.with_suffix(""))
         self._published()
 
-    def _publish_later(self, aside: Path, writer: CheckpointWriter, made_by: Manifest) -> None:
+    def _publish_later(self, aside: Path, writer: CheckpointWriter, made_by: manifest.Manifest) -> None:
         """Publish on a thread. All ranks fail together, and end together after the step that they are in."""
         try:
             self._publish(aside, writer, made_by)
@@ -169,11 +167,11 @@ class Saver:
                     *failed.reasons,
                     f"the last good checkpoint is {last.name}" if last else "there is no earlier checkpoint",
                 ],
-                hint=(file_errors.then_resume if last else file_errors.or_elsewhere)(failed.remedy),
+                hint=(file_errors.THEN_RESUME if last else file_errors.OR_ELSEWHERE).format(failed.remedy),
             ) from None
 
 
-def save(engine: Trained, folder: Path, progress: Progress, *, keep: int = 2) -> Path:
+def save(engine: loading.Trained, folder: Path, progress: Progress, *, keep: int = 2) -> Path:
     """Write one checkpoint into `folder`; see `Saver`. Collective."""
     return Saver(engine, folder, keep=keep).save(progress)
 
@@ -195,7 +193,7 @@ def _find(aside: Path) -> None:
     )
 
 
-def _collect(engine: Trained, writer: CheckpointWriter, aside: Path, progress: Progress) -> None:
+def _collect(engine: loading.Trained, writer: CheckpointWriter, aside: Path, progress: Progress) -> None:
     """Give this rank's states to the writer."""
     writer.collect(engine.deepspeed, aside, without_frozen=frozen_base.is_left_out(engine.plan))
     writer.save(random_state.generator_states(engine.device), aside / f"rng_rank_{engine.rank}.pt")
@@ -226,7 +224,7 @@ def _prune(current: Path, keep: int, score: Score) -> None:
     for path in (folder / name for name in ours if name not in steps or folder / name not in kept):
         try:
             read_progress(path)
-        except OutOfReachError:
+        except manifest.OutOfReachError:
             continue
         except ValueError:
             pass
@@ -244,7 +242,7 @@ def best_of(checkpoints: Iterable[Path], score: Score) -> Path | None:
     return min(scores, key=lambda path: scores[path], default=None)
 
 
-def save_model(engine: Trained, folder: Path, tokenizer: Any = None, *, uses_cache: bool | None = None) -> Path:
+def save_model(engine: loading.Trained, folder: Path, tokenizer: Any = None, *, uses_cache: bool | None = None) -> Path:
     """Write the model in the precision it was trained in, and the tokenizer, to `folder`. Collective.
 
     `uses_cache`: what its configuration said of `use_cache`, which is off in training. A transformers model becomes
@@ -271,7 +269,7 @@ def save_model(engine: Trained, folder: Path, tokenizer: Any = None, *, uses_cac
         raise CheckpointError(
             f"cannot write the model to {folder}",
             because=failed.reasons,
-            hint=file_errors.then_resume(failed.remedy),
+            hint=file_errors.THEN_RESUME.format(failed.remedy),
         ) from None
     return folder
 

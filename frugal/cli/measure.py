@@ -21,7 +21,7 @@ from frugal.config.hardware.cluster import DeviceKind, recognise_card
 from frugal.dryrun.client import DryRunSource, workers
 from frugal.dryrun.compare import Measurement, SharedRow, fullest, host_bytes_per_node, predicted
 from frugal.engine.measure.record import Capped, Measured, Trial, timeline_name
-from frugal.errors import FrugalError, OutOfMemoryError, RequestError, refuse
+from frugal.errors import FrugalError, OutOfMemoryError, RequestError, failure, refuse
 from frugal.launch import local
 from frugal.planning.memory import timeline_files
 from frugal.planning.memory.timeline import Timeline
@@ -213,10 +213,8 @@ def _shared(measurement: Measurement, path: Path) -> bool:
     click.echo(f"{row.decode()}this is all of the row; a pull request can add it to bench/recordings/rows/", err=True)
     if sys.stdin.isatty() and not click.confirm(f"write it to {path}?", err=True):
         return False
-    try:
+    with failure(f"cannot write {path}", OSError):
         files.write_file(path, row)
-    except OSError as error:
-        raise RequestError(f"cannot write {path}", because=str(error.strerror)) from None
     return True
 
 

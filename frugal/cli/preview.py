@@ -2,23 +2,33 @@
 
 import os
 import sys
-from collections.abc import Iterable, Iterator, Mapping
-from itertools import groupby
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from itertools import groupby, pairwise
 from typing import Any
 
 import click
 import numpy as np
+from numpy.typing import NDArray
 
 from frugal.cli.terminal import waiting
 from frugal.config.request import Request
 from frugal.config.run_settings import RunSettings
 from frugal.data.batches import GlobalBatches
-from frugal.data.chat.stretches import Stretch, of_documents, of_tokens
 from frugal.data.corpus import read_training_data
 from frugal.data.mixture import Mixture
 from frugal.data.report import BuildReport
 from frugal.data.sources import names_of
-from frugal.units import plural
+from frugal.units import IGNORED, plural
+
+
+@dataclass(frozen=True)
+class _Stretch:
+    """Text of tokens that follow each other. `num_targets`: how many of them are trained on, which is all or none."""
+
+    text: str
+    num_targets: int = 0
+    is_special: bool = False
 
 
 def show(number: int, request: Request, settings: RunSettings) -> None:
@@ -63,7 +73,7 @@ def _sample(
     ids = sample["input_ids"]
     head = f"{name}: {plural(len(ids), 'token')}"
     if report.formats:
-        documents = of_documents(tokenizer, sample)
+        documents = _of_documents(tokenizer, sample)
         num_targets = sum(piece.num_targets for pieces in documents for piece in pieces)
         packed = f" in {plural(len(documents), 'document')}" if "documents" in sample else ""
         yield f"{head}{packed}, {num_targets} trained on"
@@ -71,19 +81,19 @@ def _sample(
             yield _shown(pieces, with_colour)
         return
     yield head
-    yield _shown(of_tokens(tokenizer, ids, np.zeros(len(ids), bool)), with_colour)
+    yield _shown(_of_tokens(tokenizer, ids, np.zeros(len(ids), bool)), with_colour)
     if "label" in sample:
         label = sample["label"]
         named = f" ({report.label_names[label]})" if label < len(report.label_names) else ""
-        yield _shown([Stretch(f"class {label}{named}", num_targets=1)], with_colour)
+        yield _shown([_Stretch(f"class {label}{named}", num_targets=1)], with_colour)
     elif "labels" in sample:
         target = sample["labels"]
-        yield _shown(of_tokens(tokenizer, target, np.ones(len(target), bool)), with_colour)
+        yield _shown(_of_tokens(tokenizer, target, np.ones(len(target), bool)), with_colour)
     else:
         yield "some of its tokens are masked, and predicted, anew in each epoch"
 
 
-def _shown(pieces: Iterable[Stretch], with_colour: bool) -> str:
+def _shown(pieces: Iterable[_Stretch], with_colour: bool) -> str:
     if with_colour:
         return "".join(_styled(each.text, bool(each.num_targets), each.is_special) for each in pieces)
     runs = groupby(pieces, key=lambda piece: piece.num_targets > 0)
@@ -93,3 +103,36 @@ def _shown(pieces: Iterable[Stretch], with_colour: bool) -> str:
 
 def _styled(text: str, is_target: bool, is_special: bool) -> str:
     return click.style(text, fg="green" if is_target else None, bold=is_special or None, reset=is_target or is_special)
+
+
+def _of_documents(tokenizer: Any, sample: Mapping[str, Any]) -> list[list[_Stretch]]:
+    """Return the pieces of each document in a language model's sample; the first token of each is no target."""
+    ids = sample["input_ids"]
+    labels = sample.get("labels", ids)
+    ends = np.cumsum(sample.get("documents", [len(ids)]))
+    made = []
+    for begin, end in zip([0, *ends[:-1]], ends, strict=True):
+        trained = labels[begin:end] != IGNORED
+        trained[:1] = False
+        made.append(_of_tokens(tokenizer, ids[begin:end], trained))
+    return made
+
+
+def _of_tokens(tokenizer: Any, ids: NDArray[np.int32], trained: NDArray[np.bool_]) -> list[_Stretch]:
+    """Return the pieces of some tokens, of which `trained` are targets; both of shape `(tokens,)`."""
+    added = [token for token, what in tokenizer.added_tokens_decoder.items() if what.special]
+    special = np.isin(ids, [*tokenizer.all_special_ids, *added])
+    kinds = trained * 2 + special
+    borders = [0, *(np.flatnonzero(kinds[1:] != kinds[:-1]) + 1).tolist(), len(ids)]
+    pieces, before = [], ""
+    for begin, end in pairwise(borders):
+        whole = _text(tokenizer, ids[:end])
+        # A token alone may lose the space in front of it, so what it adds to all before it is shown.
+        text = whole[len(before) :] if whole.startswith(before) else _text(tokenizer, ids[begin:end])
+        pieces.append(_Stretch(text, (end - begin) * int(trained[begin]), bool(special[begin])))
+        before = whole
+    return pieces
+
+
+def _text(tokenizer: Any, ids: Sequence[int] | NDArray[np.int32]) -> str:
+    return str(tokenizer.decode(ids, skip_special_tokens=False, clean_up_tokenization_spaces=False))

@@ -1,18 +1,25 @@
-"""`frugal report`."""
+"""`frugal report`: runs in a few lines for a terminal of 80 columns, and all of their numbers for programs."""
 
+from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import click
 
 from frugal import file_errors, files
 from frugal.cli.terminal import print_json, show
-from frugal.errors import RequestError
+from frugal.planning.report import Block, Table
 from frugal.report import words
 from frugal.report.after_run import PAGE
 from frugal.report.page import page
-from frugal.report.run import read_run
-from frugal.report.summary import as_data, summary
+from frugal.report.run import RecordedRun, read_run
+
+MOST_EVENTS = 12
+"""In the summary; the page has all."""
+
+WIDEST = 28
+"""Characters of a setting's value beside others."""
 
 
 @click.command("report")
@@ -36,14 +43,90 @@ def command(folders: tuple[Path, ...], output: Path | None, as_json: bool) -> No
     if output is None and len(runs) == 1 and not as_json:
         output = folders[0] / PAGE
     if output is not None:
-        try:
+        with file_errors.failure(f"cannot write the page {output}", output, "{}, or name another with -o"):
             files.write_file(output, page(runs).encode(), durable=False)
-        except OSError as error:
-            because, remedy = file_errors.explain(error, output)
-            raise RequestError(
-                f"cannot write the page {output}", because=because, hint=f"{remedy}, or name another with -o"
-            ) from None
     if as_json:
-        print_json(as_data(runs))
+        print_json(_as_data(runs))
         return
-    show([*summary(runs), [f"page   {output}"] if output is not None else ["page   none; -o FILE writes one"]])
+    show([*_summary(runs), [f"page   {output}"] if output is not None else ["page   none; -o FILE writes one"]])
+
+
+def _summary(runs: Sequence[RecordedRun]) -> list[Block]:
+    """Return a summary of the page."""
+    blocks = _of_one(runs[0]) if len(runs) == 1 else _of_several(runs)
+    return [*blocks, [f"note   {note}" for note in words.notes(runs)]]
+
+
+def _of_one(run: RecordedRun) -> list[Block]:
+    blocks: list[Block] = [[f"{run.name}: {run.state_in_words}"], Table(title="in short", rows=tuple(words.facts(run)))]
+    if run.plan is not None:
+        blocks[0] = [f"{run.name}: {run.state_in_words}", str(run.plan.strategy), run.plan.arithmetic]
+    columns, rows = words.memory_columns(run)
+    if rows:
+        named = [(*row, phase.name) for row, phase in zip(rows, words.phase_rows(run), strict=True)]
+        note = words.of_which_steps(run)
+        blocks.append(Table(title="peak memory", rows=((*columns, "phase"), *named), has_head=True, note=note))
+    events = tuple(
+        (words.shown(event.seconds, "seconds"), event.kind.replace("_", " "), f"step {event.step:,}", event.words)
+        for event in run.events
+    )
+    shown = (*events[: MOST_EVENTS - 1], events[-1]) if len(events) > MOST_EVENTS else events
+    note = f"{len(events) - len(shown)} more are in the page" if len(events) > len(shown) else ""
+    if shown:
+        blocks.append(Table(title="starts, restarts and recoveries", rows=shown, note=note))
+    if run.versions:
+        blocks.append([f"with   {', '.join(f'{name} {value}' for name, value in run.versions.items())}"])
+    return blocks
+
+
+def _of_several(runs: Sequence[RecordedRun]) -> list[Block]:
+    head = (*(run.name for run in runs), "")
+    rows = [(*row[1:], row[0]) for row in words.comparison(runs)]
+    different = [
+        (*(text if len(text) <= WIDEST else f"{text[: WIDEST - 3]}..." for text in row[1:]), row[0])
+        for row in words.differing(runs)
+    ]
+    differing: Block = Table(title="what differs", rows=(head, *different), has_head=True)
+    return [
+        Table(title=f"{len(runs)} runs", rows=(head, *rows), has_head=True),
+        differing if different else ["no setting and no version differs"],
+    ]
+
+
+def _as_data(runs: Sequence[RecordedRun]) -> dict[str, Any]:
+    """Return all numbers for programs, as recorded, in bytes and seconds."""
+    return {
+        "runs": [_data(run) for run in runs],
+        "differing": [{"name": row[0], "values": row[1:]} for row in words.differing(runs)] if len(runs) > 1 else [],
+        "notes": words.notes(runs),
+    }
+
+
+def _data(run: RecordedRun) -> dict[str, Any]:
+    best = run.best_evaluation
+    return {
+        "name": run.name,
+        "state": run.state,
+        "steps": run.last_step,
+        "total_steps": run.total_steps,
+        "unit": run.unit,
+        "loss": run.steps[-1].loss if run.steps else None,
+        "best_validation_loss": None if best is None else best.loss,
+        "best_validation_step": None if best is None else best.step,
+        "units_per_second": run.speed,
+        "padding_share": run.padding_share,
+        "seconds": run.seconds,
+        "memory": [
+            {"phase": row.name, "planned_bytes": row.planned, "measured_bytes": row.measured,
+             "reserved_bytes": row.reserved}
+            for row in words.phase_rows(run)
+        ],
+        "restarts": len(run.restarts),
+        "recoveries": len(run.recoveries),
+        "events": [
+            {"kind": each.kind, "step": each.step, "seconds": each.seconds, "words": each.words} for each in run.events
+        ],
+        "versions": run.versions,
+        "plan_digest": None if run.plan is None else run.plan.digest,
+        "settings": run.facts,
+    }  # fmt: skip

@@ -8,9 +8,7 @@ from typing import Literal, get_args
 
 from frugal.config import layers, sample_lengths
 from frugal.config.adapters import LORA, Lora
-from frugal.config.layers import LayerModes
 from frugal.config.optimizers import OPTIMIZER, SOURCES, Optimizer, OptimizerName, Rule
-from frugal.config.sample_lengths import DOCUMENT_TOKENS, Lengths
 from frugal.config.setting import LENGTH, Kind, check_sizes, setting
 from frugal.errors import RequestError, refuse
 
@@ -31,7 +29,7 @@ MOST_SAMPLES = 10_000_000
 LENGTHS = Kind(
     str,
     "a file, a list of tokens or a table of tokens and samples",
-    lambda value: isinstance(value, str | list | tuple | Mapping | Lengths),
+    lambda value: isinstance(value, str | list | tuple | Mapping | sample_lengths.Lengths),
     make=sample_lengths.of,
 )
 
@@ -41,7 +39,7 @@ CHECKPOINTING = Kind(
     f"one of {', '.join(get_args(ActivationCheckpointingChoice))}, or modes of layers such as full:0-19,off:20-31",
     lambda value: (
         value in get_args(ActivationCheckpointingChoice)
-        or isinstance(value, list | tuple | LayerModes)
+        or isinstance(value, list | tuple | layers.LayerModes)
         or (isinstance(value, str) and ":" in value)
     ),
 )
@@ -104,7 +102,7 @@ class Request:
         "`budget`: in the layers where it is needed or pays. `full:0-19,off:20-31` pins the mode of each layer.",
         "memory and speed", kind=CHECKPOINTING, metavar="MODE",
     )  # fmt: skip
-    layer_modes: LayerModes | None = None
+    layer_modes: layers.LayerModes | None = None
     """Pinned by `activation_checkpointing`, whose value is `auto` then."""
     loss: LossChoice = setting(
         "auto",
@@ -163,7 +161,7 @@ class Request:
     )  # fmt: skip
     expandable_segments: bool | None = None
     """Segments of torch's allocator, as PYTORCH_ALLOC_CONF asks where the plan is made; None: expandable on GPUs."""
-    lengths: Lengths | None = setting(
+    lengths: sample_lengths.Lengths | None = setting(
         None, "Plan for samples of these lengths: JSON, tokens of each or `{tokens: samples}`.", "model and batch",
         kind=LENGTHS, metavar="FILE", is_expert=True,
     )  # fmt: skip
@@ -171,7 +169,7 @@ class Request:
         None, "Pack several documents into one sample of --seq-len tokens; none attends to another.", "model and batch",
         shown_default="no",
     )  # fmt: skip
-    document_tokens: int = DOCUMENT_TOKENS
+    document_tokens: int = sample_lengths.DOCUMENT_TOKENS
     """Mean tokens of a pack's documents, at least; 0: attention takes masks. With --data that of the data."""
     batch_norm: BatchNormChoice | None = setting(
         None,

@@ -12,7 +12,7 @@ from typing import Any, Literal
 import msgspec
 
 from frugal import files
-from frugal.errors import RequestError, refuse
+from frugal.errors import RequestError, failure, refuse
 from frugal.units import plural
 
 TooLong = Literal["error", "truncate", "skip"]
@@ -160,12 +160,9 @@ def of(value: Any, *, too_long: TooLong = "error", source: str = "") -> Lengths:
     if isinstance(value, Lengths):
         return value
     if isinstance(value, str | Path) and not source:
-        try:
+        not_json = failure(f"the lengths {value} are no JSON", msgspec.DecodeError, ValueError, RecursionError)
+        with failure(f"cannot read the lengths {value}", OSError), not_json:
             content = msgspec.json.decode(files.without_bom(Path(value).read_bytes()))
-        except OSError as error:
-            raise RequestError(f"cannot read the lengths {value}", because=str(error.strerror)) from None
-        except (msgspec.DecodeError, ValueError, RecursionError) as error:
-            raise RequestError(f"the lengths {value} are no JSON", because=str(error)) from None
         return of(content, too_long=too_long, source=str(value))
     place = f" in {source}" if source else ""
     form = 'it must be {"tokens": samples, ...} or a list with the tokens of each sample'

@@ -29,7 +29,7 @@ from frugal.config.request import Request
 from frugal.config.run_settings import SAMPLE_NAMES, LaunchSettings, RunSettings
 from frugal.config.sample_lengths import Lengths
 from frugal.config.setting import SettingRow, build, flag_of, owned, settings_of
-from frugal.errors import RequestError
+from frugal.errors import RequestError, failure
 
 PLAN_SETTINGS: Mapping[str, SettingRow] = {**settings_of(Request), **settings_of(ClusterSettings)}
 TRAIN_SETTINGS: Mapping[str, SettingRow] = {**settings_of(RunSettings), **settings_of(LaunchSettings)}
@@ -137,12 +137,8 @@ def read_toml(path: Path | None, overrides: Sequence[str] = ()) -> dict[str, Any
     if path is None and Path(FILE_NAME).is_file():
         path = Path(FILE_NAME)
     if path is not None:
-        try:
+        with failure(f"cannot read {path}", OSError), failure(f"{path} is not TOML", *_NO_TOML):
             content = msgspec.toml.decode(files.without_bom(path.read_bytes()))
-        except OSError as error:
-            raise RequestError(f"cannot read {path}", because=str(error.strerror)) from None
-        except _NO_TOML as error:
-            raise RequestError(f"{path} is not TOML", because=str(error)) from None
     return settings_of_toml(content, overrides, str(path))
 
 

@@ -147,14 +147,10 @@ def load_corpus(
     def write(folder: Path) -> BuildReport:
         return write_samples(origins, SampleMaker(tokenizer, settings, label_names), folder, held_out)
 
-    with failure("the tokenised data cannot be written", hint=_OTHER_FOLDER, of=RuntimeError):  # without a home
+    with failure("the tokenised data cannot be written", RuntimeError, hint=_OTHER_FOLDER):  # without a home
         folder = (cache_dir or platformdirs.user_cache_path("frugal") / "data") / f"{key[:32]}-{_FORMAT}"
-    try:
+    with file_errors.failure("the tokenised data cannot be written", folder.parent, f"{{}}, or {_OTHER_FOLDER}"):
         report = cache.read_or_build(folder, write)
-    except OSError as error:
-        because, remedy = file_errors.explain(error, folder.parent)
-        hint = f"{remedy}, or {_OTHER_FOLDER}"
-        raise RequestError("the tokenised data cannot be written", because=because, hint=hint) from None
     files.touch(folder)
     files.prune(folder.parent, CACHE_BYTES)
     report.refuse_rows(settings.skip_bad_rows, settings.too_long, settings.seq_len)

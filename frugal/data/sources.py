@@ -146,7 +146,7 @@ def _listed(source: str) -> list[str]:
     """Return the names in the file that `@FILE` stands for, or the name itself."""
     if not source.startswith("@"):
         return [source]
-    with failure(f"cannot read the list of data {shown(source[1:])}", of=OSError):
+    with failure(f"cannot read the list of data {shown(source[1:])}", OSError):
         lines = files.read_regular(Path(source[1:]).expanduser()).removeprefix(codecs.BOM_UTF8).splitlines()
     names = [os.fsdecode(line.strip()) for line in lines if line.strip()]
     refuse((

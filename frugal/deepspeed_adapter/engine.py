@@ -17,7 +17,6 @@ from torch import Tensor, nn
 from frugal.config.request import Request
 from frugal.deepspeed_adapter import gradients, kernels, placement, refusals, stages
 from frugal.deepspeed_adapter.json_config import batch_config, strategy_config
-from frugal.deepspeed_adapter.stages import Zero
 from frugal.imports import uncompiled
 from frugal.planning.batch import BatchPlan
 from frugal.planning.strategy import Strategy
@@ -34,7 +33,7 @@ def initialize(
     votes: dist.ProcessGroup | None = None,
     make_optimizer: kernels.MakeOptimizer | None = None,
     groups: list[dict[str, Any]] | None = None,
-) -> Zero:
+) -> stages.Zero:
     """Return DeepSpeed's engine around `model`, which then has rank 0's weights on all ranks. Collective.
 
     `learning_rate_schedule`: a factor on the learning rate by the number of optimizer steps done. `votes`: a gloo group
@@ -88,7 +87,7 @@ def initialize(
     return zero
 
 
-def destroy(zero: Zero) -> None:
+def destroy(zero: stages.Zero) -> None:
     """Free the engine's hooks and buffers and its files, so that another can follow in this process."""
     zero.destroy()
     if kernels.uses_nvme(zero.strategy):  # other ranks of the node may do the same

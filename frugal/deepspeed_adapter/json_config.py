@@ -11,9 +11,8 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from frugal import files
+from frugal import file_errors, files
 from frugal.config.request import Request
-from frugal.errors import RequestError
 from frugal.planning.batch import BatchPlan
 from frugal.planning.plan import Plan
 from frugal.planning.strategy import Strategy, optimizer_implementation
@@ -156,14 +155,8 @@ def write_files(folder: Path, texts: Mapping[str, bytes]) -> tuple[Path, ...]:
         RequestError: as `write_plan`.
     """
     written = tuple(folder / name for name in texts)
-    try:
+    with file_errors.failure(f"cannot write {folder}", folder, "{}, or choose another folder with -o"):
         folder.mkdir(parents=True, exist_ok=True)
         for path, text in zip(written, texts.values(), strict=True):
             files.write_file(path, text)
-    except OSError as error:
-        raise RequestError(
-            f"cannot write {error.filename or folder}",
-            because=(error.strerror or str(error)).lower(),
-            hint="choose another folder with -o",
-        ) from None
     return written

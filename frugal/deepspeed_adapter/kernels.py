@@ -25,7 +25,7 @@ from torch import Tensor
 
 from frugal import torch_internals
 from frugal.config.request import Request
-from frugal.errors import RequestError
+from frugal.errors import RequestError, failure
 from frugal.planning.strategy import Strategy, optimizer_implementation
 
 logger = logging.getLogger("frugal")
@@ -60,14 +60,9 @@ def adamw_8bit() -> Callable[..., torch.optim.Optimizer]:
     Raises:
         RequestError: the library is not installed.
     """
-    try:
+    hint = "pip install bitsandbytes, or use --optimizer adamw"
+    with failure("--optimizer adamw-8bit needs bitsandbytes", ImportError, hint=hint):
         from bitsandbytes.optim import AdamW8bit  # optional: adamw-8bit alone needs it
-    except ImportError as error:
-        raise RequestError(
-            "--optimizer adamw-8bit needs bitsandbytes",
-            because=str(error),
-            hint="pip install bitsandbytes, or use --optimizer adamw",
-        ) from None
     return AdamW8bit
 
 
@@ -127,14 +122,9 @@ def own_nvme_folder(strategy: Strategy, votes: dist.ProcessGroup | None) -> Path
     number = torch.tensor(secrets.randbits(48))
     dist.broadcast(number, src=0, group=votes)
     folder = Path(str(strategy.nvme_path)).expanduser() / f"frugal-{number.item():012x}"
-    try:
+    hint = "name a folder on a local disk of each node"
+    with failure(f"cannot write to {strategy.nvme_path} of --offload", OSError, hint=hint):
         folder.mkdir(parents=True, exist_ok=True)
-    except OSError as error:
-        raise RequestError(
-            f"cannot write to {strategy.nvme_path} of --offload",
-            because=str(error.strerror),
-            hint="name a folder on a local disk of each node",
-        ) from None
     return folder
 
 
@@ -216,7 +206,8 @@ def _load(builder_name: str, what: str, hint: str) -> None:
     """Compile one of DeepSpeed's kernels, or load what was compiled before: minutes the first time on a machine."""
     from torch.utils.cpp_extension import get_default_build_root  # needed only to compile
 
-    try:
+    # Whatever a compiler, a linker, or a missing library or toolkit makes torch raise.
+    with failure(f"{what} cannot be compiled here", Exception, hint=hint):
         builder = get_accelerator().create_op_builder(builder_name)
         root = Path(os.environ.get("TORCH_EXTENSIONS_DIR") or get_default_build_root())
         with ExitStack() as held:
@@ -227,10 +218,6 @@ def _load(builder_name: str, what: str, hint: str) -> None:
             for lock in root.glob(f"**/{builder.name}/lock"):
                 wait_for_compiler(lock)
             builder.load(verbose=False)
-    except Exception as error:  # whatever a compiler, a linker, or a missing library or toolkit makes torch raise
-        raise RequestError(
-            f"{what} cannot be compiled here", because=str(error).strip().splitlines()[0], hint=hint
-        ) from None
 
 
 QUIET_SECONDS = 180.0

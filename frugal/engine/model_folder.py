@@ -16,14 +16,12 @@ from torch import Tensor, nn
 
 from frugal import file_errors, files
 from frugal.checkpoint import frozen_base, loading, manifest, other_states, saving
-from frugal.checkpoint.loading import FROZEN, MASTER, Saved
-from frugal.checkpoint.manifest import Manifest
 from frugal.config.run_settings import RunSettings, earlier_settings
 from frugal.config.setting import build
 from frugal.data import corpus
 from frugal.deepspeed_adapter.kernels import DTYPES
 from frugal.engine.evaluation import Criterion
-from frugal.errors import CheckpointError, PlanMismatchError, RequestError, refuse
+from frugal.errors import CheckpointError, PlanMismatchError, RequestError, failure, refuse
 from frugal.models.loading import quantised
 from frugal.models.resolve import resolve_request
 from frugal.models.spec import ModelSpec
@@ -40,7 +38,7 @@ class Run:
     plan: Plan
     settings: RunSettings
     path: Path
-    made_by: Manifest
+    made_by: manifest.Manifest
 
 
 def find(given: Path, which: str | None) -> Path:
@@ -109,7 +107,7 @@ def write(checkpoint: Path, out: Path, *, merge: bool = False) -> str:
     dtype: torch.dtype = own if is_kept else DTYPES[run.plan.request.precision]
     tokenizer, _ = corpus.tokenizer_for(spec, run.settings.tokenizer, run.settings.chat_template)
     with other_states.named(checkpoint):
-        saved = Saved(checkpoint, run.made_by, DTYPES[run.plan.request.optimizer.states or "fp32"])
+        saved = loading.Saved(checkpoint, run.made_by, DTYPES[run.plan.request.optimizer.states or "fp32"])
         spec, module = _empty(spec.for_tokenizer(tokenizer), run, saved)
         weights = _weights(module, saved)
     kind = f"the adapters of step {run.made_by.step}, whose base is {spec.weights or spec.reference}"
@@ -121,23 +119,18 @@ def write(checkpoint: Path, out: Path, *, merge: bool = False) -> str:
         kind += f" into what {spec.quantize} made of its base" if spec.quantize else ""
     elif not is_adapter:
         kind = f"the model of step {run.made_by.step}"
-    try:
+    with file_errors.failure(f"cannot write the model to {out}", out, raises=CheckpointError):
         saving.write_model(module, weights, out, tokenizer, uses_cache=spec.uses_cache, place=files.name_folder)
-    except OSError as error:
-        because, remedy = file_errors.explain(error, out)
-        raise CheckpointError(f"cannot write the model to {out}", because=because, hint=remedy) from None
     return kind
 
 
 def _run_of(checkpoint: Path) -> Run:
     """Verify the checkpoint's files, and read the plan and the settings of its run."""
-    try:
+    unusable, hint = f"{checkpoint} cannot be used", "choose another with --step"
+    with failure(unusable, ValueError, hint=hint, raises=CheckpointError):
         made_by = manifest.read(checkpoint)
         if (damage := loading.first_damage(checkpoint, made_by)) is not None:
             raise ValueError(damage)
-    except ValueError as error:
-        unusable = f"{checkpoint} cannot be used"
-        raise CheckpointError(unusable, because=str(error), hint="choose another with --step") from None
     out = checkpoint.absolute().parents[1]
     if not (out / PLAN).is_file():
         raise CheckpointError(
@@ -148,7 +141,7 @@ def _run_of(checkpoint: Path) -> Run:
     return Run(Plan.read(out / PLAN), build(RunSettings, earlier_settings(out)), checkpoint, made_by)
 
 
-def _empty(spec: ModelSpec, run: Run, saved: Saved) -> tuple[ModelSpec, nn.Module]:
+def _empty(spec: ModelSpec, run: Run, saved: loading.Saved) -> tuple[ModelSpec, nn.Module]:
     """Build the model on meta, with as many classes as the checkpoint has."""
     dtype = DTYPES[run.plan.request.precision]
     module = spec.build(dtype=dtype, device="meta")
@@ -170,14 +163,14 @@ def _empty(spec: ModelSpec, run: Run, saved: Saved) -> tuple[ModelSpec, nn.Modul
     return spec, module
 
 
-def _weights(module: nn.Module, saved: Saved) -> dict[str, Tensor]:
+def _weights(module: nn.Module, saved: loading.Saved) -> dict[str, Tensor]:
     """Return the saved tensors of the module, which is on meta, by name; tied parameters are one tensor."""
     trained, frozen = saved.parameters(frozen=False), saved.parameters(frozen=True) if saved.has_base else {}
     whole: dict[int, Tensor] = {}
     for name, parameter in module.named_parameters():
         if name in trained or name in frozen:
             flat = torch.empty(parameter.numel(), dtype=parameter.dtype, device="cpu")
-            saved.copy(name, 0, flat, MASTER if name in trained else FROZEN, casts=name not in trained)
+            saved.copy(name, 0, flat, loading.MASTER if name in trained else loading.FROZEN, casts=name not in trained)
             whole[id(parameter)] = flat.view(parameter.shape)
     if not saved.has_base:
         return {name: whole[id(p)] for name, p in module.named_parameters(remove_duplicate=False) if id(p) in whole}

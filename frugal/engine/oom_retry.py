@@ -34,7 +34,6 @@ import torch.distributed as dist
 from torch import Tensor
 
 from frugal.deepspeed_adapter import collectives, kernels
-from frugal.deepspeed_adapter.collectives import Entering
 from frugal.deepspeed_adapter.stages import Zero
 from frugal.distributed.exchange import gather
 from frugal.distributed.vote import DifferentError, Vote
@@ -69,7 +68,7 @@ class RanksDifferError(RequestError):
 
 
 _NAMED = 4
-_END, _STEP = Entering("has ended its micro-batches"), Entering("is at the optimizer step")
+_END, _STEP = collectives.Entering("has ended its micro-batches"), collectives.Entering("is at the optimizer step")
 
 
 def clean() -> None:
@@ -163,11 +162,11 @@ class Guard:
         """Return what each rank's last vote was for. Collective."""
         return gather((self._next.what, self._next.names), tuple[str, list[str]], self._group)
 
-    def _vote(self, is_failed: bool, next_: Entering, signature: int) -> bool:
+    def _vote(self, is_failed: bool, next_: collectives.Entering, signature: int) -> bool:
         self._next = next_
         return self.vote.any(is_failed, signature)
 
-    def agree(self, next_: Entering = _STEP, signature: int = _STEP.signature()) -> None:
+    def agree(self, next_: collectives.Entering = _STEP, signature: int = _STEP.signature()) -> None:
         """Return on every rank, or where one ran out of memory on none: `attempt` ends."""
         try:
             is_failed = self._vote(False, next_, signature)

@@ -15,7 +15,6 @@ from frugal.config.learning_rate import Curve
 from frugal.config.run_settings import RunSettings
 from frugal.data import corpus
 from frugal.data.batches import GlobalBatches
-from frugal.data.corpus import RunData, Subset
 from frugal.data.sources import Provenance
 from frugal.data.stream.samples import SampleStream, StreamBatches
 from frugal.distributed import env, rank_logs, rendezvous
@@ -138,20 +137,20 @@ def _load_best(engine: Engine, checkpoints: Path, best: Best, log: Log) -> int:
 
 
 def evaluate_at_the_end(
-    engine: Engine, data: RunData, total_steps: int, log: Log, metric: Metric | None = None
+    engine: Engine, data: corpus.RunData, total_steps: int, log: Log, metric: Metric | None = None
 ) -> None:
     """Evaluate the test data, and as many training samples as there were for validation."""
     if len(data.test) == 0:
         return
     known: Sequence[Any] = ()
     if not isinstance(data.training, SampleStream):  # which is read once
-        known = Subset.drawn_from(data.training, len(data.validation) or len(data.test))
+        known = corpus.Subset.drawn_from(data.training, len(data.validation) or len(data.test))
     for name, samples in (("train", known), ("test", data.test)):
         if len(samples) > 0:
             log.evaluation(total_steps, evaluate(engine, samples, metric), of=name)
 
 
-def _global_batches(plan: Plan, settings: RunSettings, data: RunData) -> GlobalBatches | StreamBatches:
+def _global_batches(plan: Plan, settings: RunSettings, data: corpus.RunData) -> GlobalBatches | StreamBatches:
     tokens = plan.batch.global_tokens
     samples = plan.batch.global_batch if tokens is None else None
     if settings.stream:
@@ -159,7 +158,7 @@ def _global_batches(plan: Plan, settings: RunSettings, data: RunData) -> GlobalB
     return GlobalBatches(data.training, global_batch=samples, global_tokens=tokens, seed=settings.seed)
 
 
-def _check_validation(settings: RunSettings, data: RunData) -> None:
+def _check_validation(settings: RunSettings, data: corpus.RunData) -> None:
     asked = {"--metric": settings.metric, "--patience": settings.patience, "--best": settings.best}
     flag = next((flag for flag, value in asked.items() if value), None)
     if flag is not None and len(data.validation) == 0:

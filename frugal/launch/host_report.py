@@ -11,6 +11,7 @@ one that has fallen off the bus may still be counted by the driver, and a call t
 
 import os
 import platform
+import re
 import secrets
 import shlex
 import shutil
@@ -34,7 +35,7 @@ from frugal.config.run_settings import RunSettings
 from frugal.config.schema import parse
 from frugal.distributed import env
 from frugal.distributed.process_group import free_port
-from frugal.errors import RequestError
+from frugal.errors import RequestError, failure
 from frugal.units import MIB, format_bytes, plural
 
 _OWN_LINK = ("127.", "::1", "fe80:")
@@ -129,13 +130,10 @@ def collect(folder: Path, token: Path | None, *, cuda: bool, probe: bool = False
 
 
 def _gpus() -> list[Gpu]:
-    query = ["nvidia-smi", "--query-gpu=name,memory.total,memory.free", "--format=csv,noheader,nounits"]
-    gpus = []
-    with suppress(OSError, subprocess.SubprocessError, ValueError):
-        for line in subprocess.run(query, capture_output=True, text=True, timeout=20, check=True).stdout.splitlines():
-            name, total, free = (word.strip() for word in line.rsplit(",", 2))
-            gpus.append(Gpu(name, int(total) * MIB, int(free) * MIB))
-    return gpus
+    lines = re.findall(
+        r"^(.+), (\d+), (\d+)$", local_host.asked_of_driver("name,memory.total,memory.free"), re.MULTILINE
+    )
+    return [Gpu(name, int(total) * MIB, int(free) * MIB) for name, total, free in lines]
 
 
 def _gpus_of_torch() -> list[Gpu]:
@@ -318,12 +316,8 @@ def _token(folder: Path) -> Iterator[Path]:
     while not path.is_dir():
         path = path.parent
     path = path / f".frugal-{secrets.token_hex(8)}"
-    try:
+    with failure(f"cannot write to {path.parent}", OSError, hint="choose another folder with --out"):
         path.write_text(path.name)
-    except OSError as error:
-        raise RequestError(
-            f"cannot write to {path.parent}", because=str(error.strerror), hint="choose another folder with --out"
-        ) from None
     try:
         yield path
     finally:

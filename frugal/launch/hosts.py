@@ -64,11 +64,7 @@ def require_ready(
         raise RequestError(
             "not all hosts are ready", because=problems, hint="frugal doctor --hostfile HOSTS shows what each host has"
         )
-    return [
-        ReadyHost(host, report, tuple(range(host.slots)))
-        for host, report in zip(named, reports, strict=True)
-        if not isinstance(report, UnreachableHost)
-    ]
+    return usable_hosts(named, reports, kind)[0]
 
 
 def _start(plan: Plan, hosts: Sequence[ReadyHost], port: int, arguments: list[str], variables: dict[str, str]) -> int:

@@ -17,7 +17,6 @@ from frugal.distributed.process_group import hold_port
 from frugal.errors import PlanMismatchError, RequestError
 from frugal.launch import node
 from frugal.launch.host_report import working_gpus
-from frugal.launch.node import Launch
 from frugal.planning.plan import Plan
 
 RANK_MODULE = "frugal.engine.run"
@@ -98,7 +97,7 @@ def start_ranks(
     """
     environment = rank_environment(kind, num_ranks, {**(variables or {}), secret.SECRET: secret.make()})
     devices: list[int | str] = [*range(num_ranks)] if kind == "cpu" else [*visible_gpus()[:num_ranks]]
-    launch = Launch(
+    launch = node.Launch(
         devices=[devices], port=master_port or 0, module=module, arguments=[*arguments], environment=environment
     )
     return node.run(launch, to_stderr=to_stderr)

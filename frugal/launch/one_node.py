@@ -22,7 +22,6 @@ from frugal.distributed import env, stop
 from frugal.distributed.rank_logs import to_console
 from frugal.errors import FrugalError, PlanMismatchError, RequestError
 from frugal.launch import local, node
-from frugal.launch.node import Launch
 from frugal.planning.plan import Plan
 
 NUMBERS = ("NODE_RANK", "SLURM_NODEID", "JOB_COMPLETION_INDEX")
@@ -61,7 +60,7 @@ def run(words: Sequence[str]) -> int:
         to_console(f"resuming from {newest}: the run's folder has it")
         words = [*words, "--resume"]
     allocator = cuda_allocator.settings(plan.cluster, os.environ, plan.strategy.expandable_segments)
-    launch = Launch(
+    launch = node.Launch(
         devices=devices,
         number=number,
         address=address or env.LOOPBACK,

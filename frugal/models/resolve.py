@@ -141,7 +141,7 @@ def _from_config(
         )
     _refuse_inputs_and_packed_weights(reference, config)
     hint = f"give a factory that returns the module and its objective, see {OWN_MODEL}"
-    with failure(f"{reference} is no single model for text", hint=hint, of=ValueError):
+    with failure(f"{reference} is no single model for text", ValueError, hint=hint):
         text = config.get_text_config()
     layers = getattr(text, "num_hidden_layers", None)
     if isinstance(layers, int) and layers > MOST_LAYERS:
@@ -186,12 +186,10 @@ def _without_layer_drop(config: Any) -> tuple[tuple[str, float], ...]:
 
 def _from_path(reference: str, path: Path, task: str | None, num_labels: int | None) -> ModelSpec:
     file = path / "config.json" if path.is_dir() else path
-    try:
-        raw = json.loads(file.read_text(encoding="utf-8"), object_hook=_infinite)
-    except OSError as error:
-        raise RequestError(f"{reference} is no model folder", because=f"{file}: {error.strerror}") from None
-    except (ValueError, RecursionError) as error:
-        raise RequestError(f"{file} is not a model's configuration", because=f"it is no JSON: {error}") from None
+    with failure(f"{reference} is no model folder, {file} cannot be read", OSError):
+        text = file.read_bytes()
+    with failure(f"{file} is no JSON", ValueError, RecursionError):
+        raw = json.loads(text, object_hook=_infinite)
     model_type = raw.get("model_type") if isinstance(raw, dict) else None
     if not isinstance(model_type, str):
         raise RequestError(

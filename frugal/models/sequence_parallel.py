@@ -30,7 +30,6 @@ from torch import Tensor, nn
 from frugal import errors
 from frugal.deepspeed_adapter import collectives
 from frugal.distributed.connections.listeners import closed_afterwards
-from frugal.errors import RequestError
 from frugal.models import packs, transformers_internals
 from frugal.models.objectives import Batch, CausalLM, Objective, Sample, TextObjective, token_loss_sum
 from frugal.units import IGNORED
@@ -213,7 +212,7 @@ def parts_of(objective: Objective, size: int, rank: int) -> Objective:
         return objective
     if type(objective) is CausalLM and not objective.own_loss:
         return SequenceParts(objective, size, rank % size)
-    raise RequestError(
+    raise errors.RequestError(
         "--sequence-parallel cannot split the samples of this objective",
         because="its loss is the model's own, of whole sequences"
         if isinstance(objective, CausalLM)

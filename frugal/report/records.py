@@ -13,7 +13,7 @@ import msgspec
 
 from frugal import files
 from frugal.config.run_settings import METRICS
-from frugal.errors import RequestError
+from frugal.errors import RequestError, failure
 
 
 class PhaseRecord(msgspec.Struct, kw_only=True):
@@ -117,7 +117,7 @@ def read_history(folder: Path) -> History:
     last: RunRecord | None = None
     num_broken = num_steps = num_others = 0  # in the file
     stride = 1
-    try:
+    with failure(f"cannot read the records of {folder}, {path.name}", OSError, hint="is it a run's folder?"):
         for record in _decoded(path):
             if record is None:
                 num_broken += 1
@@ -132,10 +132,6 @@ def read_history(folder: Path) -> History:
                 while len(steps) > MOST_RECORDS:
                     stride *= 2
                     steps = {step: kept for step, kept in steps.items() if (step - 1) % stride == 0}
-    except OSError as error:
-        raise RequestError(
-            f"cannot read the records of {folder}", because=f"{path}: {error.strerror}", hint="is it a run's folder?"
-        ) from None
     if last is not None:
         steps[last.step] = last
     elif not others and path.stat().st_size:

@@ -48,7 +48,7 @@ def run(base: Path, out: Path, zero_stage: int, precision: str, lora: str | None
     with running(plan, spec.build(dtype=DTYPES[precision])) as engine:
         if engine.rank == 0:
             out.mkdir()
-            run_folder.write_record(plan, RunSettings(out=out))
+            run_folder.record(plan, RunSettings(out=out))
         for step, loss in enumerate((3.0, 1.0, 2.0), start=1):
             engine.train_step(DATA)
             saving.save(engine, out / "checkpoints", Progress(step=step, validation_loss=loss), keep=3)

@@ -121,9 +121,9 @@ def test_a_full_disk_leaves_the_old_plan_and_no_rubbish(tmp_path: Path, monkeypa
     monkeypatch.setattr(os, "fsync", full)
     with pytest.raises(RequestError) as caught:
         write_plan(new, tmp_path)
-    assert str(caught.value) == (
-        f"cannot write {tmp_path}/plan.json\n  because no space left on device\n\nhint: choose another folder with -o"
-    )
+    assert caught.value.what == f"cannot write {tmp_path}"
+    assert caught.value.because[0].startswith(f"{tmp_path}/plan.json: No space left on device (")
+    assert caught.value.hint is not None and caught.value.hint.endswith(", or choose another folder with -o")
     assert Plan.read(path) == old
     assert len(list(tmp_path.iterdir())) == 2
 

@@ -58,7 +58,7 @@ def train(
 ) -> Path:
     """Records of the steps in `steps`, with an evaluation and a checkpoint each fourth; resumed if they begin later."""
     folder.mkdir(parents=True, exist_ok=True)
-    run_folder.write_record(made, RunSettings(out=folder, steps=total_steps, data=("text.jsonl",)))
+    run_folder.record(made, RunSettings(out=folder, steps=total_steps, data=("text.jsonl",)))
     log = log_of(folder, made, total_steps, steps.start - 1)
     with log:
         log.start(**opening.record(made, (), is_resumed=steps.start > 1))

@@ -21,7 +21,7 @@ from frugal.config.hardware.calibration import Calibration
 from frugal.config.hardware.cluster import CARDS, MOST_RANKS, Card, Cluster, DeviceKind, Node
 from frugal.config.request import Precision
 from frugal.config.setting import SIZE, SIZES, check_sizes, setting
-from frugal.errors import RequestError, refuse
+from frugal.errors import RequestError, failure, refuse
 from frugal.units import MIB, parse_bytes
 
 _NAME = re.compile(r"(\w[\w.-]*@)?(\w[\w.-]*|[\da-fA-F]*:[\da-fA-F]*:[\da-fA-F:.]*(%\w[\w.-]*)?)", re.ASCII)
@@ -51,11 +51,8 @@ def read_hostfile(path: Path) -> tuple[HostfileEntry, ...]:
     Raises:
         RequestError: it cannot be read, or a line is wrong.
     """
-    try:
+    with failure(f"cannot read the hostfile {path}", OSError, ValueError):
         text = files.without_bom(path.read_bytes()).decode()
-    except (OSError, ValueError) as error:
-        why = error.strerror if isinstance(error, OSError) else str(error)
-        raise RequestError(f"cannot read the hostfile {path}", because=str(why)) from None
     return parse_hostfile(text, source=str(path))
 
 

@@ -15,7 +15,7 @@ from frugal.config.hardware.cluster import CARDS, GENERIC, Capability, Cluster, 
 from frugal.config.hardware.context import LATER_KERNELS_BYTES, among_ranks
 from frugal.config.hardware.local_host import cpu_name, cuda_driver, library_versions
 from frugal.config.request import Precision
-from frugal.errors import RequestError
+from frugal.errors import RequestError, failure
 from frugal.units import GIB, format_bytes
 
 MOST_CONTEXT_BYTES = 8 * GIB
@@ -173,11 +173,9 @@ class Calibration:
             RequestError: the folder cannot be written to.
         """
         path = folder / self.file_name
-        try:
+        with failure(f"cannot keep the calibration in {folder}", OSError):
             folder.mkdir(parents=True, exist_ok=True)
             files.write_file(path, msgspec.json.format(msgspec.json.encode(self), indent=2) + b"\n")
-        except OSError as error:
-            raise RequestError(f"cannot keep the calibration in {folder}", because=str(error.strerror)) from None
         return path
 
 
@@ -226,10 +224,8 @@ def calibration_folder() -> Path:
     Raises:
         RequestError: this user has none.
     """
-    try:
+    with failure("there is no folder for calibrations", RuntimeError):
         return platformdirs.user_config_path("frugal") / "calibration"
-    except RuntimeError as error:
-        raise RequestError("there is no folder for calibrations", because=str(error)) from None
 
 
 def chosen(settings: Mapping[str, Any], gpu_name: str | None = None) -> tuple[Calibration | None, list[str]]:

@@ -11,7 +11,6 @@ from functools import cached_property
 from typing import Literal
 
 from frugal.config.hardware import context
-from frugal.config.hardware.context import Range
 from frugal.config.request import Precision
 from frugal.errors import RequestError
 from frugal.units import GIB, MIB, format_bytes
@@ -221,8 +220,8 @@ class Card:
     host_link_bandwidth: float = HOST_LINK_BANDWIDTH
     matrix_share: float = MATRIX_SHARE
     resident_threads: int | None = None
-    kernels: Range = context.KERNELS
-    nccl: Range = context.NCCL_PCIE
+    kernels: context.Range = context.KERNELS
+    nccl: context.Range = context.NCCL_PCIE
 
     @property
     def has_bf16(self) -> bool:
@@ -239,7 +238,7 @@ class Card:
         known = [card for card in CARDS.values() if card.memory_bytes <= max(memory_bytes, least)]
         return self.resident_threads or max(card.resident_threads or 0 for card in known)
 
-    def context_range(self, memory_bytes: int, num_ranks: int) -> Range:
+    def context_range(self, memory_bytes: int, num_ranks: int) -> context.Range:
         """Return the memory beyond tensors on one of `num_ranks` such cards of `memory_bytes`."""
         nccl = context.among_ranks(num_ranks, self.nccl)
         return context.driver_and_kernels(self.threads(memory_bytes), self.kernels) + nccl

@@ -106,10 +106,15 @@ def held_on_gpus() -> dict[str, int]:
 
     Asked of the tool, because asking CUDA makes a context on each GPU, which then holds some itself.
     """
-    question = ["nvidia-smi", "--query-gpu=uuid,memory.used", "--format=csv,noheader,nounits"]
+    return held(asked_of_driver("uuid,memory.used"))
+
+
+def asked_of_driver(fields: str) -> str:
+    """Return a line for each GPU with these fields, sizes in MiB, as nvidia-smi says it; empty if it does not."""
+    question = ["nvidia-smi", f"--query-gpu={fields}", "--format=csv,noheader,nounits"]
     with suppress(OSError, subprocess.SubprocessError):
-        return held(subprocess.run(question, capture_output=True, text=True, timeout=20, check=True).stdout)
-    return {}
+        return subprocess.run(question, capture_output=True, text=True, timeout=20, check=True).stdout
+    return ""
 
 
 def held(answer: str) -> dict[str, int]:

@@ -82,7 +82,7 @@ class Shard:
         Raises:
             RequestError: they cannot be read.
         """
-        with failure(f"cannot read {self.name}", of=OSError):
+        with failure(f"cannot read {self.name}", OSError):
             if self.file is not None:
                 rows = read(self.file, self.columns, self.begin, self.end)
             else:
@@ -130,7 +130,7 @@ def _shards_of(each: DataFile | DocumentSource, part: int, columns: Columns) -> 
     """Return the shards of a file or another source, and what tells it from others."""
     if isinstance(each, DocumentSource):
         return [Shard(part, each.name, None, 0, None, columns)], each.fingerprint
-    with failure(f"cannot read {shown(each.path)}", of=OSError), each.path.open("rb") as file:
+    with failure(f"cannot read {shown(each.path)}", OSError), each.path.open("rb") as file:
         size = each.path.stat().st_size
         ends = file.read(_LOOKED_AT)
         file.seek(max(0, size - _LOOKED_AT))

@@ -15,7 +15,7 @@ from pathlib import Path
 import platformdirs
 
 from frugal.distributed import env
-from frugal.errors import RequestError
+from frugal.errors import RequestError, failure
 
 SECRET, SECRET_FILE = "FRUGAL_SECRET", "FRUGAL_SECRET_FILE"
 """Variables of the environment: the secret itself, and the file that holds it."""
@@ -46,12 +46,8 @@ def of_run() -> bytes | None:
 
 def read(path: Path) -> bytes:
     """Return the secret in a file. Raises as `of_run`."""
-    try:
+    with failure(f"cannot read {SECRET_FILE} {path}", OSError, hint=f"make one: {_MAKE_ONE}"):
         descriptor = os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC)  # a fifo would be waited for
-    except OSError as error:
-        raise RequestError(
-            f"cannot read {SECRET_FILE} {path}", because=str(error.strerror), hint=f"make one: {_MAKE_ONE}"
-        ) from None
     with open(descriptor, "rb") as file:  # noqa: PTH123  # the file that is checked must be the one that is read
         status = os.fstat(descriptor)
         if not stat.S_ISREG(status.st_mode):

@@ -34,7 +34,6 @@ from frugal.engine.engine import initialize
 from frugal.engine.measure.record import ModelDefinition, RankMeasurement, Trial, timeline_name
 from frugal.engine.measure.run_gauge import NUM_STEPS, mark_phases
 from frugal.errors import OutOfMemoryError
-from frugal.memory_watch import gauge
 from frugal.models.loading import placed
 from frugal.models.objectives import Objective, SummedLoss
 from frugal.models.resolve import resolve_request
@@ -89,7 +88,7 @@ def watched(
     micro_steps = min(plan.batch.accumulation_steps, most_micro_steps or plan.batch.accumulation_steps)
     gc.freeze()  # a collection that visits all of transformers takes longer than a phase
     settled = settled_collectives() if device.type == "cpu" else nullcontext()
-    with settled, gauge(device, keeps_timeline=keeps_timeline) as memory:
+    with settled, memory_watch.gauge(device, keeps_timeline=keeps_timeline) as memory:
 
         def mark(phase: str) -> None:
             gc.collect()

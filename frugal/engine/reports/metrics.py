@@ -36,7 +36,7 @@ import stat
 import time
 from collections import deque
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import suppress
+from contextlib import AbstractContextManager, nullcontext, suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 from types import TracebackType
@@ -90,13 +90,11 @@ class Records:
         self._path = path = path.absolute()
         self._unwritten: list[bytes] = []
         self._is_failing = False
-        try:
+        with self._writing():
             self._append()
             self._folder = path.parent.stat()
             if sum(map(len, self._kept(last_step))) != path.stat().st_size:
                 files.write_file(path, self._kept(last_step))
-        except OSError as error:
-            raise self._cannot_write(error) from None
         if self._num_broken:
             number = plural(self._num_broken, "line")
             logger.warning("%s: %s of it cannot be read as records, and are left out", path, number)
@@ -155,12 +153,9 @@ class Records:
 
     def close(self, *, in_error: bool) -> None:
         """Write what was kept. `in_error`: another error is on its way, which is reported."""
-        try:
+        with suppress(CheckpointError) if in_error else nullcontext(), self._writing():
             if not self.is_folder_gone:
                 self._append()
-        except OSError as error:
-            if not in_error:
-                raise self._cannot_write(error) from None
 
     def _append(self, *, durable: bool = False) -> None:
         """Append all that is unwritten or nothing of it; what is no file in the place of one is moved aside."""
@@ -170,9 +165,10 @@ class Records:
         self._unwritten.clear()
         self._is_failing = False
 
-    def _cannot_write(self, error: OSError) -> CheckpointError:
-        because, remedy = file_errors.explain(error, self._path)
-        return CheckpointError(f"cannot write {self._path}", because=because, hint=file_errors.then_resume(remedy))
+    def _writing(self) -> AbstractContextManager[None]:
+        return file_errors.failure(
+            f"cannot write {self._path}", self._path, file_errors.THEN_RESUME, raises=CheckpointError
+        )
 
 
 @dataclass(frozen=True)

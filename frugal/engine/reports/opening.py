@@ -12,7 +12,6 @@ from frugal.config import sample_lengths
 from frugal.config.hardware import local_host
 from frugal.config.hardware.cluster import unlike
 from frugal.config.run_settings import RunSettings
-from frugal.config.sample_lengths import TooLong
 from frugal.data.corpus import RunData
 from frugal.data.mixture import Mixture, epoch_indices
 from frugal.data.stream.samples import SampleStream
@@ -40,7 +39,7 @@ def origin(data: RunData, model: nn.Module) -> str:
     return f"{weights}; {data.tokens}"
 
 
-def describe(plan: Plan, too_long: TooLong, data: RunData, total_steps: int, steps_done: int) -> str:
+def describe(plan: Plan, too_long: sample_lengths.TooLong, data: RunData, total_steps: int, steps_done: int) -> str:
     """Describe how long a run trains, on how many ranks and samples, and what is left out of these."""
     batch = plan.batch
     size = plural(batch.global_batch, "sample")

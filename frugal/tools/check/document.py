@@ -23,7 +23,7 @@ from frugal.config.adapters import Lora
 from frugal.config.optimizers import Optimizer
 from frugal.config.request import Precision, Task
 from frugal.deepspeed_adapter.json_config import MICRO_BATCH
-from frugal.errors import RequestError
+from frugal.errors import RequestError, failure
 from frugal.tools.check.command_line import FILES, PROGRAM, parsed_script
 
 Tool = Literal["deepspeed", "transformers", "trl", "axolotl", "llama-factory", "accelerate"]
@@ -208,12 +208,8 @@ def read(path: Path, tool: Tool | None = None) -> Document:
     Raises:
         RequestError: it cannot be read, its content does not match its name, or no tool has such keys.
     """
-    try:
+    with failure(f"cannot read {path}", OSError), failure(f"{path} is not text", ValueError):
         text = files.without_bom(files.read_regular(path)).decode()
-    except OSError as error:
-        raise RequestError(f"cannot read {path}", because=str(error.strerror)) from None
-    except ValueError as error:
-        raise RequestError(f"{path} is not text", because=str(error)) from None
     is_yaml = path.suffix in (".yaml", ".yml")
     if not is_yaml and path.suffix != ".json" and tool != "deepspeed":
         return _script(path, text, tool)

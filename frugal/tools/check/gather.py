@@ -11,7 +11,7 @@ from typing import Any
 import msgspec
 
 from frugal.deepspeed_adapter.json_config import MICRO_BATCH
-from frugal.errors import RequestError
+from frugal.errors import RequestError, failure
 from frugal.tools.check import command_line, deepspeed_json, tools
 from frugal.tools.check.document import AUTO, NAMES, Document, Settings, Tool, read
 
@@ -92,10 +92,8 @@ def _named(document: Document, said: Any, settings: Settings) -> Document:
     """Return DeepSpeed's JSON, a file that is named or a section of the trainer's own file."""
     place = settings.places["deepspeed_file"]
     if isinstance(said, str) and said.lstrip().startswith("{"):
-        try:
+        with failure(f"`{place.key}` in {place} is no JSON", msgspec.DecodeError):
             said = msgspec.json.decode(said)
-        except msgspec.DecodeError as error:
-            raise RequestError(f"`{place.key}` in {place} is no JSON", because=str(error)) from None
     if isinstance(said, dict):
         lines = {keys[1:]: line for keys, line in document.lines.items() if keys[0] == place.key and keys[1:]}
         return Document(document.path, "deepspeed", said, lines)

@@ -19,7 +19,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from frugal.dryrun.messages import DryRun
-from frugal.errors import RequestError
+from frugal.errors import RequestError, failure
 from frugal.planning.memory.caching_allocator import SMALLEST_BLOCK, segment_bytes
 from frugal.planning.memory.timeline import BACKWARD, FORWARD, INITIALISATION, OPTIMIZER_STEP
 from frugal.tools.check.document import Place
@@ -106,10 +106,8 @@ def read(path: Path) -> OutOfMemoryMessage:
     Raises:
         RequestError: it cannot be read, or has none.
     """
-    try:
+    with failure(f"cannot read {path}", OSError):
         lines = path.read_text(errors="replace").splitlines()
-    except OSError as error:
-        raise RequestError(f"cannot read {path}", because=str(error.strerror)) from None
     numbers = [number for number, line in enumerate(lines) if _REQUEST.search(line)]
     if not numbers:
         raise RequestError(

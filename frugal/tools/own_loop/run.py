@@ -43,6 +43,7 @@ from frugal.dryrun.trace.cuda_kernels import kernels_of
 from frugal.dryrun.trace.recorder import not_collected, package_folder
 from frugal.errors import FrugalError, RequestError, first_line
 from frugal.models import factories
+from frugal.models.objectives import required
 from frugal.planning.memory.timeline import FORWARD
 from frugal.tools.own_loop.card import ValuesNeededError, pretended_card
 from frugal.tools.own_loop.tracker import LoopTracker, kept_by_model, kept_by_optimizer
@@ -219,7 +220,7 @@ class Script:
             RequestError: one is missing, or cannot be made.
         """
         self._arguments(self._step, but=BATCH)
-        if BATCH in self._wanted(self._step) and BATCH not in self._parts:
+        if BATCH in required(self._step) and BATCH not in self._parts:
             raise self._missing(BATCH)
         return self._made
 
@@ -227,7 +228,7 @@ class Script:
         self, num_steps: int, before_each: Callable[[], None] = lambda: None, batching: Guard = nullcontext
     ) -> None:
         """Run all steps. `batching`: a context in which batches are made."""
-        takes_batch = BATCH in self._wanted(self._step)
+        takes_batch = BATCH in required(self._step)
         for _ in range(num_steps):
             before_each()
             if takes_batch:
@@ -242,10 +243,10 @@ class Script:
 
     def _arguments(self, function: Callable[..., Any], but: str = "") -> dict[str, Any]:
         """Return the parts that a function wants, made where they are not yet."""
-        for name in self._wanted(function):
+        for name in required(function):
             if name not in self._made and name != but:
                 self._made[name] = self._make(name)
-        return {name: self._made[name] for name in self._wanted(function) if name != but}
+        return {name: self._made[name] for name in required(function) if name != but}
 
     def _make(self, name: str) -> Any:
         if name not in self._parts:
@@ -264,19 +265,10 @@ class Script:
         finally:
             self._making.pop()
 
-    def _wanted(self, function: Callable[..., Any]) -> list[str]:
-        """Return the names of a function's parameters without a default."""
-        kinds = (inspect.Parameter.POSITIONAL_OR_KEYWORD, inspect.Parameter.KEYWORD_ONLY)
-        return [
-            parameter.name
-            for parameter in inspect.signature(function).parameters.values()
-            if parameter.kind in kinds and parameter.default is inspect.Parameter.empty
-        ]
-
     def _missing(self, name: str) -> RequestError:
         takers = [self._step, *(part for key, part in self._parts.items() if key in self._making and callable(part))]
-        taker = next(each for each in reversed(takers) if name in self._wanted(each))
-        wanted = ", ".join(self._wanted(taker))
+        taker = next(each for each in reversed(takers) if name in required(each))
+        wanted = ", ".join(required(taker))
         return RequestError(
             f"{self.name} has no `{name}`",
             because=f"`{getattr(taker, '__name__', 'step')}({wanted})` takes it",
