@@ -13,11 +13,15 @@ thousand ranks. The functions here allocate and free the same storages in the sa
 Reads of a parameter while it is split are refused: see `SplitReads`.
 """
 
+import gc
 import math
 import sys
 import weakref
+from collections import deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager
+from functools import partial
+from types import FrameType, FunctionType, ModuleType
 from typing import Any
 from unittest.mock import patch
 
@@ -195,25 +199,52 @@ class _Module:
 
     def after_forward(self, _module: nn.Module, _inputs: Any, output: Any) -> Any:
         self.mark(MarkKind.RELEASE)
-        return apply_to_tensors(lambda tensor: _BeforeBackward.apply(tensor, self), output)
+        apply_to_kept(self._before_backward, self.module)
+        return apply_to_tensors(self._before_backward, output)
+
+    def _before_backward(self, tensor: Tensor) -> Any:
+        return _BeforeBackward.apply(tensor, self)
 
 
 def apply_to_tensors(function: Callable[[Tensor], Tensor], value: Any, warning_msg_fn: Any = None) -> Any:
-    """Replace DeepSpeed's `apply_to_tensors_only`, which finds no tensor in the attributes of an object.
+    """Replace DeepSpeed's `apply_to_tensors_only`, which finds no tensor in objects and closures.
 
-    A module that returned a dataclass would run backward while its parameters are split. The tensors of an object are
-    replaced in place, also where it is frozen.
+    A module that returned a dataclass would run backward while its parameters are split.
     """
-    inside: list[Any] = [value]
-    while inside:
-        each = inside.pop()
-        if isinstance(each, tuple | list | dict):
-            inside += each.values() if isinstance(each, dict) else each
-        elif isinstance(getattr(each, "__dict__", None), dict) and not isinstance(each, Tensor | nn.Module):
-            for name, held in vars(each).items():
-                if isinstance(held, Tensor | tuple | list | dict):
-                    object.__setattr__(each, name, apply_to_tensors_only(function, held))
+    _apply_to_hidden(function, value, is_hidden=False)
     return apply_to_tensors_only(function, value)
+
+
+def apply_to_kept(function: Callable[[Tensor], Tensor], module: nn.Module) -> None:
+    """Apply `function` to the tensors that a forward left in attributes of `module`, such as a router's loss."""
+    for name, kept in list(vars(module).items()):  # `function` may set one
+        if name[0] != "_" and isinstance(kept, Tensor | tuple | list | dict):
+            _apply_to_hidden(function, kept, is_hidden=True)
+
+
+def _apply_to_hidden(function: Callable[[Tensor], Tensor], value: Any, *, is_hidden: bool) -> None:
+    """Run the backward of `function` when the gradient of a tensor in an object arrives. The object stays as it is."""
+    seen, inside = set[int](), deque([(value, is_hidden)])
+    while inside and len(seen) < _MOST_OBJECTS and torch.is_grad_enabled():
+        each, is_hidden = inside.popleft()
+        if is_hidden and isinstance(each, Tensor) and each.grad_fn is not None:
+            node: Any = function(each.detach().requires_grad_()).grad_fn  # of another tensor: no circle of references
+            each.register_hook(partial(_run_backward, node))
+        elif id(each) not in seen and not isinstance(each, _NOT_SEARCHED):
+            seen.add(id(each))
+            of = (each.__closure__,) if isinstance(each, FunctionType) else (each,)  # not its module's globals
+            is_hidden |= not isinstance(each, tuple | list | dict)
+            inside.extend((part, is_hidden) for part in gc.get_referents(*of))
+
+
+def _run_backward(node: Any, gradient: Tensor) -> None:
+    node.apply(gradient)
+
+
+_MOST_OBJECTS = 1000
+"""The most objects in which tensors are looked for: some lead to all that a program has."""
+
+_NOT_SEARCHED = (Tensor, nn.Module, type, ModuleType, FrameType)
 
 
 class _BeforeBackward(torch.autograd.Function):
@@ -377,5 +408,6 @@ _NO_VALUES = frozenset(
 
 
 def _asks_itself() -> bool:
-    """Return whether DeepSpeed's or our own code runs the operation."""
-    return sys._getframe(2).f_globals.get("__name__", "").startswith(("deepspeed.", "frugal."))
+    """Return whether DeepSpeed's or our own code runs the operation, and not its linear function for a module."""
+    caller = sys._getframe(2).f_globals.get("__name__", "")
+    return caller != zero3_linear_wrap.__module__ and caller.startswith(("deepspeed.", "frugal."))
