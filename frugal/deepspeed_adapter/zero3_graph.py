@@ -21,6 +21,7 @@ from collections import deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from functools import partial
+from traceback import walk_tb
 from types import FrameType, FunctionType, ModuleType
 from typing import Any
 from unittest.mock import patch
@@ -38,7 +39,7 @@ from torch.overrides import TorchFunctionMode
 
 from frugal import torch_internals
 from frugal.deepspeed_adapter.simulate import mirrored
-from frugal.errors import RequestError
+from frugal.errors import RequestError, first_line
 from frugal.planning.memory.timeline import MarkKind
 from frugal.required import put
 
@@ -207,34 +208,41 @@ class _Module:
 
 
 def apply_to_tensors(function: Callable[[Tensor], Tensor], value: Any, warning_msg_fn: Any = None) -> Any:
-    """Replace DeepSpeed's `apply_to_tensors_only`, which finds no tensor in objects and closures.
+    """Replace DeepSpeed's `apply_to_tensors_only`, which finds no tensor in objects and closures, and copies lists.
 
-    A module that returned a dataclass would run backward while its parameters are split.
+    A module that returned a dataclass would run backward while its parameters are split, and what a module adds to a
+    list would be lost. Only tensors and tuples are replaced: what the rest holds is its maker's.
     """
-    _apply_to_hidden(function, value, is_hidden=False)
-    return apply_to_tensors_only(function, value)
+    if isinstance(value, Tensor):
+        return apply_to_tensors_only(function, value)
+    if isinstance(value, tuple):
+        parts = [apply_to_tensors(function, each) for each in value]
+        return type(value)(*parts) if hasattr(value, "_fields") else type(value)(parts)
+    _apply_to_hidden(function, value)
+    return value
 
 
 def apply_to_kept(function: Callable[[Tensor], Tensor], module: nn.Module) -> None:
     """Apply `function` to the tensors that a forward left in attributes of `module`, such as a router's loss."""
     for name, kept in list(vars(module).items()):  # `function` may set one
         if name[0] != "_" and isinstance(kept, Tensor | tuple | list | dict):
-            _apply_to_hidden(function, kept, is_hidden=True)
+            _apply_to_hidden(function, kept)
 
 
-def _apply_to_hidden(function: Callable[[Tensor], Tensor], value: Any, *, is_hidden: bool) -> None:
-    """Run the backward of `function` when the gradient of a tensor in an object arrives. The object stays as it is."""
-    seen, inside = set[int](), deque([(value, is_hidden)])
+def _apply_to_hidden(function: Callable[[Tensor], Tensor], value: Any) -> None:
+    """Run the backward of `function` when the gradient of a tensor within `value` arrives, which stays as it is."""
+    seen, inside = set[int](), deque([value])
     while inside and len(seen) < _MOST_OBJECTS and torch.is_grad_enabled():
-        each, is_hidden = inside.popleft()
-        if is_hidden and isinstance(each, Tensor) and each.grad_fn is not None:
+        each = inside.popleft()
+        if id(each) in seen:
+            continue
+        seen.add(id(each))
+        if isinstance(each, Tensor) and each.grad_fn is not None:
             node: Any = function(each.detach().requires_grad_()).grad_fn  # of another tensor: no circle of references
             each.register_hook(partial(_run_backward, node))
-        elif id(each) not in seen and not isinstance(each, _NOT_SEARCHED):
-            seen.add(id(each))
-            of = (each.__closure__,) if isinstance(each, FunctionType) else (each,)  # not its module's globals
-            is_hidden |= not isinstance(each, tuple | list | dict)
-            inside.extend((part, is_hidden) for part in gc.get_referents(*of))
+        elif not isinstance(each, _NOT_SEARCHED):
+            # of a function not the globals of its module
+            inside.extend(gc.get_referents(each.__closure__ if isinstance(each, FunctionType) else each))
 
 
 def _run_backward(node: Any, gradient: Tensor) -> None:
@@ -374,6 +382,20 @@ class SplitReads(TorchFunctionMode):
     def __init__(self, model: nn.Module) -> None:
         super().__init__()
         self._model = model
+
+    def __exit__(self, kind: Any, error: Any, trace: Any) -> None:
+        """End the step. Raises: RequestError: an operation of its backward failed, as on a split parameter."""
+        super().__exit__(kind, error, trace)
+        names = [frame.f_globals.get("__name__", "") for frame, _ in walk_tb(trace)]
+        if type(error) is not RuntimeError or torch_internals.is_out_of_memory(error):
+            return
+        if "torch.autograd.graph" in names and not any(name.startswith("deepspeed.") for name in names[-2:]):
+            raise RequestError(
+                "the backward pass of the model fails under ZeRO-3",
+                because=f"{first_line(error)}; DeepSpeed gathers a module's parameters when a gradient arrives at what "
+                "its forward returned or left in its attributes, not at what it wrote into a dict or object of others",
+                hint="return all that later parts use; or use --zero-stage 2 or lower, where another cause shows, too",
+            )
 
     def __torch_function__(self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
