@@ -143,7 +143,8 @@ def refuse_while_running(zero: Zero) -> None:
                 because="what is gathered there can be used in no backward",
                 hint=f"use torch.no_grad instead, or {_LOWER}",
             )
-        if isinstance(module, nn.Linear) and module.bias is not None and _is_kept_by_torch():
+        is_kept = any(type(mode).__module__ == checkpoint.__name__ for mode in torch_internals.modes())
+        if is_kept and isinstance(module, nn.Linear) and module.bias is not None:
             raise RequestError(
                 f"ZeRO-3 cannot run {_named(zero, module)} under torch's selective activation checkpointing",
                 because="it adds the bias to a kept product in place, and again when the layer is recomputed",
@@ -163,15 +164,10 @@ def refuse_while_running(zero: Zero) -> None:
         return gather(module)
 
 
-def _is_kept_by_torch() -> bool:
-    """Return whether `torch.utils.checkpoint.create_selective_checkpoint_contexts` keeps or returns results."""
-    return any(type(mode).__module__ == checkpoint.__name__ for mode in torch_internals.modes())
-
-
 def _refuse_after_forward(zero: Zero, module: nn.Module, _inputs: Any, output: Any) -> None:
     """Refuse new parameters, and an output in which DeepSpeed cannot look for tensors. Raises: RequestError."""
     _refuse_others(zero, module)
-    zero3_graph.apply_to_kept(module.pre_bwd_fn.apply, module)  # type: ignore[union-attr]  # DeepSpeed's class
+    zero3_graph.apply_to_kept(module.pre_bwd_fn.apply, module)  # type: ignore[union-attr, arg-type]  # DeepSpeed's
     if output is not None and not isinstance(output, tuple | list | dict) and not hasattr(output, "__dict__"):
         raise RequestError(
             f"ZeRO-3 cannot run {_named(zero, module)}, which returns a {type(output).__name__}",

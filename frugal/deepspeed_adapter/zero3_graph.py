@@ -20,7 +20,6 @@ import weakref
 from collections import deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager
-from functools import partial
 from traceback import walk_tb
 from types import FrameType, FunctionType, ModuleType
 from typing import Any
@@ -234,19 +233,14 @@ def _apply_to_hidden(function: Callable[[Tensor], Tensor], value: Any) -> None:
     seen, inside = set[int](), deque([value])
     while inside and len(seen) < _MOST_OBJECTS and torch.is_grad_enabled():
         each = inside.popleft()
-        if id(each) in seen:
-            continue
+        is_new = id(each) not in seen
         seen.add(id(each))
-        if isinstance(each, Tensor) and each.grad_fn is not None:
+        if is_new and isinstance(each, Tensor) and each.grad_fn is not None:
             node: Any = function(each.detach().requires_grad_()).grad_fn  # of another tensor: no circle of references
-            each.register_hook(partial(_run_backward, node))
-        elif not isinstance(each, _NOT_SEARCHED):
+            each.register_hook(lambda gradient, node=node: node.apply(gradient)[0])
+        elif is_new and not isinstance(each, _NOT_SEARCHED):
             # of a function not the globals of its module
             inside.extend(gc.get_referents(each.__closure__ if isinstance(each, FunctionType) else each))
-
-
-def _run_backward(node: Any, gradient: Tensor) -> None:
-    node.apply(gradient)
 
 
 _MOST_OBJECTS = 1000
@@ -387,9 +381,9 @@ class SplitReads(TorchFunctionMode):
         """End the step. Raises: RequestError: an operation of its backward failed, as on a split parameter."""
         super().__exit__(kind, error, trace)
         names = [frame.f_globals.get("__name__", "") for frame, _ in walk_tb(trace)]
-        if type(error) is not RuntimeError or torch_internals.is_out_of_memory(error):
-            return
-        if "torch.autograd.graph" in names and not any(name.startswith("deepspeed.") for name in names[-2:]):
+        is_of_tensors = type(error) is RuntimeError and not torch_internals.is_out_of_memory(error)
+        is_ours = any(name.startswith("deepspeed.") for name in names[-2:])
+        if is_of_tensors and "torch.autograd.graph" in names and not is_ours:
             raise RequestError(
                 "the backward pass of the model fails under ZeRO-3",
                 because=f"{first_line(error)}; DeepSpeed gathers a module's parameters when a gradient arrives at what "
