@@ -39,6 +39,7 @@ NAMES = (
     *needed(
         "torch.utils._python_dispatch", "every operator is seen",
         "TorchDispatchMode.__torch_dispatch__", "TorchDispatchMode._should_skip_dynamo", "_disable_current_modes()",
+        "_get_current_dispatch_mode_stack()",
     ),
     *needed("torch.testing._internal.distributed.fake_pg", "a process group of any size", "FakeStore"),
     *needed(
@@ -94,6 +95,8 @@ Context = Callable[[], AbstractContextManager[Any]]
 
 without_modes: Context = torch.utils._python_dispatch._disable_current_modes
 """A context in which no `TorchDispatchMode` is active."""
+
+modes = torch.utils._python_dispatch._get_current_dispatch_mode_stack
 
 without_dispatch: Context = torch._C._DisableTorchDispatch
 """A context in which operators reach no `TorchDispatchMode`: the cheapest way past one."""

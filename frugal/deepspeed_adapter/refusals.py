@@ -13,6 +13,7 @@ import torch
 from deepspeed.runtime.zero import parameter_offload
 from deepspeed.utils.torch import is_functorch_transforming
 from torch import Tensor, nn
+from torch.utils import checkpoint
 
 from frugal import errors, torch_internals
 from frugal.deepspeed_adapter import placement, zero3_graph
@@ -136,6 +137,19 @@ def refuse_while_running(zero: Zero) -> None:
                 because="vmap, grad and their like do not see the hooks that gather its parameters",
                 hint=_LOWER,
             )
+        if torch.is_inference_mode_enabled():
+            raise RequestError(
+                f"ZeRO-3 cannot run {_named(zero, module)} in torch.inference_mode",
+                because="what is gathered there can be used in no backward",
+                hint=f"use torch.no_grad instead, or {_LOWER}",
+            )
+        is_kept = any(type(mode).__module__ == checkpoint.__name__ for mode in torch_internals.modes())
+        if is_kept and isinstance(module, nn.Linear) and module.bias is not None:
+            raise RequestError(
+                f"ZeRO-3 cannot run {_named(zero, module)} under torch's selective activation checkpointing",
+                because="it adds the bias to a kept product in place, and again when the layer is recomputed",
+                hint="leave context_fn out: --activation-checkpointing selective keeps the products, too; or " + _LOWER,
+            )
         _refuse_others(zero, module)
         return gather(module)
 
@@ -153,6 +167,7 @@ def refuse_while_running(zero: Zero) -> None:
 def _refuse_after_forward(zero: Zero, module: nn.Module, _inputs: Any, output: Any) -> None:
     """Refuse new parameters, and an output in which DeepSpeed cannot look for tensors. Raises: RequestError."""
     _refuse_others(zero, module)
+    zero3_graph.apply_to_kept(module.pre_bwd_fn.apply, module)  # type: ignore[union-attr, arg-type]  # DeepSpeed's
     if output is not None and not isinstance(output, tuple | list | dict) and not hasattr(output, "__dict__"):
         raise RequestError(
             f"ZeRO-3 cannot run {_named(zero, module)}, which returns a {type(output).__name__}",

@@ -13,11 +13,15 @@ thousand ranks. The functions here allocate and free the same storages in the sa
 Reads of a parameter while it is split are refused: see `SplitReads`.
 """
 
+import gc
 import math
 import sys
 import weakref
+from collections import deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager
+from traceback import walk_tb
+from types import FrameType, FunctionType, ModuleType
 from typing import Any
 from unittest.mock import patch
 
@@ -34,7 +38,7 @@ from torch.overrides import TorchFunctionMode
 
 from frugal import torch_internals
 from frugal.deepspeed_adapter.simulate import mirrored
-from frugal.errors import RequestError
+from frugal.errors import RequestError, first_line
 from frugal.planning.memory.timeline import MarkKind
 from frugal.required import put
 
@@ -195,25 +199,54 @@ class _Module:
 
     def after_forward(self, _module: nn.Module, _inputs: Any, output: Any) -> Any:
         self.mark(MarkKind.RELEASE)
-        return apply_to_tensors(lambda tensor: _BeforeBackward.apply(tensor, self), output)
+        apply_to_kept(self._before_backward, self.module)
+        return apply_to_tensors(self._before_backward, output)
+
+    def _before_backward(self, tensor: Tensor) -> Any:
+        return _BeforeBackward.apply(tensor, self)
 
 
 def apply_to_tensors(function: Callable[[Tensor], Tensor], value: Any, warning_msg_fn: Any = None) -> Any:
-    """Replace DeepSpeed's `apply_to_tensors_only`, which finds no tensor in the attributes of an object.
+    """Replace DeepSpeed's `apply_to_tensors_only`, which finds no tensor in objects and closures, and copies lists.
 
-    A module that returned a dataclass would run backward while its parameters are split. The tensors of an object are
-    replaced in place, also where it is frozen.
+    A module that returned a dataclass would run backward while its parameters are split, and what a module adds to a
+    list would be lost. Only tensors and tuples are replaced: what the rest holds is its maker's.
     """
-    inside: list[Any] = [value]
-    while inside:
-        each = inside.pop()
-        if isinstance(each, tuple | list | dict):
-            inside += each.values() if isinstance(each, dict) else each
-        elif isinstance(getattr(each, "__dict__", None), dict) and not isinstance(each, Tensor | nn.Module):
-            for name, held in vars(each).items():
-                if isinstance(held, Tensor | tuple | list | dict):
-                    object.__setattr__(each, name, apply_to_tensors_only(function, held))
-    return apply_to_tensors_only(function, value)
+    if isinstance(value, Tensor):
+        return apply_to_tensors_only(function, value)
+    if isinstance(value, tuple):
+        parts = [apply_to_tensors(function, each) for each in value]
+        return type(value)(*parts) if hasattr(value, "_fields") else type(value)(parts)
+    _apply_to_hidden(function, value)
+    return value
+
+
+def apply_to_kept(function: Callable[[Tensor], Tensor], module: nn.Module) -> None:
+    """Apply `function` to the tensors that a forward left in attributes of `module`, such as a router's loss."""
+    for name, kept in list(vars(module).items()):  # `function` may set one
+        if name[0] != "_" and isinstance(kept, Tensor | tuple | list | dict):
+            _apply_to_hidden(function, kept)
+
+
+def _apply_to_hidden(function: Callable[[Tensor], Tensor], value: Any) -> None:
+    """Run the backward of `function` when the gradient of a tensor within `value` arrives, which stays as it is."""
+    seen, inside = set[int](), deque([value])
+    while inside and len(seen) < _MOST_OBJECTS and torch.is_grad_enabled():
+        each = inside.popleft()
+        is_new = id(each) not in seen
+        seen.add(id(each))
+        if is_new and isinstance(each, Tensor) and each.grad_fn is not None:
+            node: Any = function(each.detach().requires_grad_()).grad_fn  # of another tensor: no circle of references
+            each.register_hook(lambda gradient, node=node: node.apply(gradient)[0])
+        elif is_new and not isinstance(each, _NOT_SEARCHED):
+            # of a function not the globals of its module
+            inside.extend(gc.get_referents(each.__closure__ if isinstance(each, FunctionType) else each))
+
+
+_MOST_OBJECTS = 1000
+"""The most objects in which tensors are looked for: some lead to all that a program has."""
+
+_NOT_SEARCHED = (Tensor, nn.Module, type, ModuleType, FrameType)
 
 
 class _BeforeBackward(torch.autograd.Function):
@@ -344,6 +377,20 @@ class SplitReads(TorchFunctionMode):
         super().__init__()
         self._model = model
 
+    def __exit__(self, kind: Any, error: Any, trace: Any) -> None:
+        """End the step. Raises: RequestError: an operation of its backward failed, as on a split parameter."""
+        super().__exit__(kind, error, trace)
+        names = [frame.f_globals.get("__name__", "") for frame, _ in walk_tb(trace)]
+        is_of_tensors = type(error) is RuntimeError and not torch_internals.is_out_of_memory(error)
+        is_ours = any(name.startswith("deepspeed.") for name in names[-2:])
+        if is_of_tensors and "torch.autograd.graph" in names and not is_ours:
+            raise RequestError(
+                "the backward pass of the model fails under ZeRO-3",
+                because=f"{first_line(error)}; DeepSpeed gathers a module's parameters when a gradient arrives at what "
+                "its forward returned or left in its attributes, not at what it wrote into a dict or object of others",
+                hint="return all that later parts use; or use --zero-stage 2 or lower, where another cause shows, too",
+            )
+
     def __torch_function__(self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
         if torch.compiler.is_compiling():
@@ -377,5 +424,6 @@ _NO_VALUES = frozenset(
 
 
 def _asks_itself() -> bool:
-    """Return whether DeepSpeed's or our own code runs the operation."""
-    return sys._getframe(2).f_globals.get("__name__", "").startswith(("deepspeed.", "frugal."))
+    """Return whether DeepSpeed's or our own code runs the operation, and not its linear function for a module."""
+    caller = sys._getframe(2).f_globals.get("__name__", "")
+    return caller != zero3_linear_wrap.__module__ and caller.startswith(("deepspeed.", "frugal."))

@@ -9,6 +9,7 @@ from collections.abc import Callable
 from contextlib import ExitStack, nullcontext
 from pathlib import Path
 
+import torch
 from msgspec.structs import replace
 from torch import nn
 
@@ -78,6 +79,7 @@ def _dry_run(tracker: Tracker, build: Callable[[], nn.Module], objective: Object
         ),
         kernels_of(kind, tracker.capability),
         not_collected(),
+        torch.compiler.set_stance("force_eager"),  # nothing can be compiled for tensors without storage
     ):
         with ExitStack() as engines:  # one that is refused in its forward leaves nothing behind in this process
             with tracker:

@@ -134,6 +134,7 @@ def initialize(
     batch_norm.apply_planned(model, plan)
     if not is_tried:
         model_check.say_of_objective(model, objective, plan, dist.get_rank())
+    model.zero_grad()  # of what its user tried before, or of a closure in the copy that was tried
     own = OwnOptimizer.of(model, plan, optimizer, parameter_groups)
     with nullcontext() if is_nccl else closed_afterwards():
         zero = wrap(

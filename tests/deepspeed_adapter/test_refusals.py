@@ -30,6 +30,10 @@ CASES = [
     ("Compiled", 3, "ZeRO-3 cannot gather the parameters of `inner`"),
     ("Scripted", 0, "the memory of `inner` cannot be dry-run"),
     ("InSlots", 3, "ZeRO-3 cannot run `part` \\(Returning\\), which returns a Slots"),
+    ("ByName", 3, "ZeRO-3 has the parameter `inner.0.weight` split where it is read"),
+    ("InferenceMode", 3, "ZeRO-3 cannot run `inner` \\(Sequential\\) in torch.inference_mode"),
+    ("KeptProducts", 3, "ZeRO-3 cannot run `inner.0` \\(Linear\\) under torch's selective activation checkpointing"),
+    ("WrittenElsewhere", 3, "the backward pass of the model fails under ZeRO-3"),
     ("MadeInForward", 3, "ZeRO-3 cannot run the model \\(MadeInForward\\) with other tensors than its parameters"),
 ]
 

@@ -58,8 +58,18 @@ def test_they_are_trained_exactly(zero_stage: int, precision: str, two_ranks: Ra
             assert relative_error({name: gradient[name]}, {name: value}) < bound, name
 
 
-EVERYWHERE, COMPILED = ("FrozenComplex", "SameFunctional", "InObjects"), ("CompiledInPlace",)
-BELOW_ZERO3 = ("Empty", "InSlots", "OtherFunctional", "Vmapped", "TwiceDifferentiated")
+EVERYWHERE, COMPILED = ("FrozenComplex", "SameFunctional", "InObjects", "Hidden", "OutsideItself"), ("CompiledInPlace",)
+BELOW_ZERO3 = (
+    "ByName",
+    "KeptProducts",
+    "InferenceMode",
+    "WrittenElsewhere",
+    "Empty",
+    "InSlots",
+    "OtherFunctional",
+    "Vmapped",
+    "TwiceDifferentiated",
+)
 
 
 @pytest.mark.parametrize(

@@ -2,12 +2,14 @@
 
 from collections.abc import Callable
 from dataclasses import dataclass, field
+from functools import partial
 from types import SimpleNamespace
 from typing import Any
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint, create_selective_checkpoint_contexts
 
 from frugal.models.objectives import SummedLoss
 from tests.engine.small_models import points
@@ -242,6 +244,96 @@ class InObjects(Plain):
         x = self.plain(self.frozen(x).value).value
         x = self.listed(x)["outputs"][0].value
         return self.drawn(self.deep(x).places["value"]).mean
+
+
+class Hidden(Plain):
+    """Parts whose results reach others in objects within objects, closures, attributes, and a list of the caller's."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.deep = Returning(lambda value: SimpleNamespace(inner=[SimpleNamespace(value=value)]))
+        self.closure = Returning(lambda value: lambda: value)
+        self.partial = Returning(lambda value: partial(torch.mul, value))
+        self.distribution = Returning(
+            lambda value: torch.distributions.Independent(torch.distributions.Normal(value, 1.0), 1)
+        )
+        self.keeping, self.adding = Keeping(), Adding()
+
+    def between(self, x: Tensor) -> Tensor:
+        x = self.distribution(self.partial(self.closure(self.deep(x).inner[0].value)())(1.5)).mean
+        self.keeping(x)
+        added: list[Tensor] = []
+        return self.adding(self.keeping.kept, added) + added[0]
+
+
+class Keeping(Returning):
+    """A part that leaves its result in an attribute."""
+
+    def __init__(self) -> None:
+        super().__init__(lambda value: setattr(self, "kept", value))
+
+
+class Adding(Returning):
+    """A part that adds to a list."""
+
+    def __init__(self) -> None:
+        super().__init__(lambda value: value)
+
+    def forward(self, x: Tensor, added: list[Tensor]) -> Tensor:
+        """Return the product, and add its double to `added`."""
+        added.append(2 * x)
+        return super().forward(x)
+
+
+class OutsideItself(WithInner):
+    """A part that runs a module which is not its own, in a closure."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.part = Returning(lambda value: value + self.inner(value))
+
+    def between(self, x: Tensor) -> Tensor:
+        return self.part(x)
+
+
+class WrittenElsewhere(Plain):
+    """A part whose result goes into a dict that it is given by name."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.part = Returning(lambda value: value)
+
+    def between(self, x: Tensor) -> Tensor:
+        found: dict[str, Tensor] = {}
+        self.part.put = lambda value: found.update(value=value)
+        self.part(x)
+        return found["value"]
+
+
+class ByName(WithInner):
+    """Parameters of a part, found by their names."""
+
+    def between(self, x: Tensor) -> Tensor:
+        named = dict(self.inner.named_parameters())
+        return F.linear(x, named["0.weight"], named["0.bias"])
+
+
+class InferenceMode(WithInner):
+    """A part that runs in inference mode."""
+
+    def between(self, x: Tensor) -> Tensor:
+        with torch.inference_mode():
+            scale = self.inner(x)
+        return x * scale.clone()
+
+
+class KeptProducts(WithInner):
+    """A part under torch's own selective activation checkpointing."""
+
+    def between(self, x: Tensor) -> Tensor:
+        products = [torch.ops.aten.mm.default, torch.ops.aten.addmm.default]
+        kept = partial(create_selective_checkpoint_contexts, products)
+        return checkpoint(self.inner, x[:, None], use_reentrant=False, context_fn=kept)[:, 0]
 
 
 class InSlots(Plain):

@@ -311,13 +311,16 @@ def _split_note(split: Dependence) -> str:
     return f"{SPLIT_MATTERS}: in {_which(*split.modules)} samples of a micro-batch change each other; {apart}"
 
 
+_PARAMETERS = "parameters (it lasts at ZeRO-0 only, of frozen ones below ZeRO-3)"
+
+
 def _notes_of_forwards(done: ModelTrial) -> list[str]:
     """Return what is to be said of forwards that change the next one, or that leave parameters or samples out."""
     notes = []
     if done.forwards.modules is not None:
         notes.append(
             f"{SPLIT_MATTERS}: in {_which(*done.forwards.modules)} a forward changes "
-            + ("parameters" if done.forwards.difference <= probe.MOST_CARRIED else "what the next one computes")
+            + (_PARAMETERS if done.forwards.difference <= probe.MOST_CARRIED else "what the next one computes")
             + ", so the number of micro-batches matters; the gradient of the same samples and weights in a small model "
             f"of this kind differs by {_percent(done.forwards.difference)} after {NUM_SAMPLES // FEW_SAMPLES} of them"
         )
