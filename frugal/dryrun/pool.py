@@ -90,7 +90,7 @@ class Pool:
 
     def _started(self) -> "_ForkServer":
         with self._starting:
-            if self._server is None or self._server.has_ended:
+            if self._server is None or self._server.process.poll() is not None:
                 self._server = _ForkServer()
                 self._processes.insert(0, self._server)
             return self._server
@@ -103,7 +103,7 @@ class Pool:
                 self._processes.append(worker)
             return worker.ask(question)
         except BaseException:
-            if worker is not None and worker.has_ended:
+            if worker is not None and worker.code is not None:
                 self._processes.remove(worker)
                 worker = None
             raise
@@ -153,43 +153,31 @@ class _ForkServer:
             "CUDA_VISIBLE_DEVICES": "",
             "OMP_NUM_THREADS": "1",  # also because threads do not survive a fork
         }
-        self._control, theirs = socket.socketpair()
-        self._process = started(environment, theirs.fileno(), self._stderr)
-        theirs.close()
         self._asking = threading.Lock()
+        self._control, theirs = socket.socketpair()
+        with theirs:
+            self.process = started(environment, theirs.fileno(), self._stderr)
 
-    @property
-    def has_ended(self) -> bool:
-        """Return whether the process is gone."""
-        return self._process.poll() is not None
-
-    def fork(self, *descriptors: int) -> int:
-        """Fork a worker with these descriptors as standard input and error, and return its number.
+    def ask(self, what: bytes, descriptors: Sequence[int] = ()) -> int:
+        """Return the number of a worker that is forked with `descriptors` as its standard input and error, or the exit
+        code of one whose number is asked for, once it has ended.
 
         Raises:
-            WorkerError: the imports failed.
+            WorkerError: this process has ended, and all workers with it.
         """
-        answer = self._ask(b"fork", descriptors)
+        answer = b""
+        with self._asking, suppress(ConnectionError):
+            socket.send_fds(self._control, [what], descriptors)
+            answer = self._control.recv(16)
         if not answer:
-            raise WorkerError(_last_words(self._process.wait(), self._stderr))
+            raise WorkerError(_last_words(self.process.wait(), self._stderr))
         return int(answer)
-
-    def exit_code(self, pid: int) -> int:
-        """Wait for a worker that ends, and return its exit code; that of this process, which takes workers along."""
-        return int(self._ask(str(pid).encode()) or self._process.wait())
 
     def end(self) -> None:
         """End the process, and with it all workers."""
-        self._process.kill()
-        self._process.wait()
+        self.process.kill()
+        self.process.wait()
         self._control.close()
-        self._stderr.close()
-
-    def _ask(self, what: bytes, descriptors: Sequence[int] = ()) -> bytes:
-        with self._asking, suppress(ConnectionError):
-            socket.send_fds(self._control, [what], descriptors)
-            return self._control.recv(16)
-        return b""
 
 
 class _Worker:
@@ -200,14 +188,9 @@ class _Worker:
         self._stderr: IO[bytes] = tempfile.TemporaryFile()  # noqa: SIM115 - lives as long as the process
         ours, theirs = socket.socketpair()
         with ours, theirs:
-            self.pid = server.fork(theirs.fileno(), self._stderr.fileno())
+            self.pid = server.ask(b"fork", (theirs.fileno(), self._stderr.fileno()))
             self._connection = Connection(ours.detach())
-        self._code: int | None = None
-
-    @property
-    def has_ended(self) -> bool:
-        """Return whether the process is gone."""
-        return self._code is not None
+        self.code: int | None = None  # its exit code
 
     def ask(self, question: "Question") -> Any:
         try:
@@ -225,13 +208,14 @@ class _Worker:
         return answer
 
     def end(self) -> int:
-        """End the process, unless it has, and return its exit code."""
-        if self._code is None:
+        """End the process, unless it has, and return its exit code. Raises as `_ForkServer.ask`."""
+        if self.code is None:
+            self.code = -SIGKILL
             with suppress(ProcessLookupError):  # it ended with its server
                 os.kill(self.pid, SIGKILL)
             self._connection.close()
-            self._code = self._server.exit_code(self.pid)
-        return self._code
+            self.code = self._server.ask(str(self.pid).encode())
+        return self.code
 
 
 def _last_words(code: int, stderr: IO[bytes]) -> str:
@@ -249,4 +233,5 @@ def started(environment: dict[str, str], control: int, stderr: IO[bytes]) -> "su
 
 def _end_all(processes: "list[_ForkServer | _Worker]") -> None:
     while processes:
-        processes.pop().end()
+        with suppress(WorkerError):  # the server of these workers had ended
+            processes.pop().end()

@@ -13,6 +13,7 @@ from collections.abc import Callable
 from contextlib import suppress
 from importlib import import_module
 from multiprocessing.connection import Connection
+from signal import SIGKILL
 from typing import Any
 
 from frugal.config.request import Request
@@ -54,13 +55,9 @@ def main() -> None:
 
 def _serve(connection: int, stderr: int) -> None:
     """Answer every question that comes over `connection`."""
-    os.dup2(connection, 0)
-    os.dup2(stderr, 1)  # output of libraries, too
-    os.dup2(stderr, 2)
-    os.close(connection)
-    os.close(stderr)
-    os.environ[parent.PIPE] = "0"
-    parent.end_with_parent()
+    for number, target in ((connection, 0), (stderr, 1), (stderr, 2)):  # output of libraries is an error, too
+        os.dup2(number, target)
+    parent.set_death_signal(SIGKILL)
     asking = Connection(0)
     with suppress(EOFError):
         while True:

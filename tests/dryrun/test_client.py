@@ -260,6 +260,6 @@ def test_closing_ends_the_processes(request_: Request) -> None:
     made.facts()
     server, worker = made._pool._processes
     made.close()
-    for process in (server._process, worker):
+    for process in (server.process, worker):
         with pytest.raises(ProcessLookupError):
             os.kill(process.pid, 0)

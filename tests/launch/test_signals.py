@@ -234,7 +234,7 @@ pool = Pool(1)
 threading.Thread(target=pool.ask, args=([AskFacts(Request(model="gpt2"))],), daemon=True).start()
 while len(pool._processes) < 2: time.sleep(0.01)
 server, worker = pool._processes
-print(server._process.pid, worker.pid, flush=True)
+print(server.process.pid, worker.pid, flush=True)
 time.sleep(600)
 """
 
