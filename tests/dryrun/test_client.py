@@ -12,6 +12,7 @@ from frugal.config.hardware.cluster import Cluster, Device, Node
 from frugal.config.request import Request
 from frugal.dryrun import client, pool
 from frugal.dryrun.client import DryRunSource
+from frugal.dryrun.messages import AskFacts
 from frugal.dryrun.pool import WorkerError
 from frugal.errors import RequestError
 from frugal.planning.memory.profile import MemoryProfile
@@ -252,6 +253,18 @@ def test_a_worker_that_dies_tells_its_last_words_and_is_replaced(folder: Path) -
         for _ in range(2):
             with pytest.raises(WorkerError, match=r"ended with exit code 9\n(.*\n)*.*last words"):
                 made.profile(STRATEGY, True)
+
+
+@pytest.mark.usefixtures("one_worker")
+def test_a_killed_process_that_forks_workers_is_replaced_with_them(request_: Request) -> None:
+    with DryRunSource(request_, cluster(), cache=False) as made:
+        (facts,) = made._pool.ask([AskFacts(request_)])
+        server = made._pool._processes[0].process
+        server.kill()
+        server.wait()
+        with pytest.raises(WorkerError, match="ended with exit code -9"):
+            made._pool.ask([AskFacts(request_)])
+        assert made._pool.ask([AskFacts(request_)]) == [facts]
 
 
 @pytest.mark.usefixtures("one_worker")
