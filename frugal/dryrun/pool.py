@@ -19,7 +19,6 @@ from pickle import UnpicklingError
 from signal import SIGKILL
 from typing import IO, TYPE_CHECKING, Any
 
-from frugal.distributed import parent
 from frugal.errors import FrugalError, RequestError
 
 if TYPE_CHECKING:
@@ -148,7 +147,6 @@ class _ForkServer:
         environment = {
             **os.environ,
             MARK: "1",
-            parent.PIPE: "0",  # its standard input
             "DS_ACCELERATOR": "cpu",
             "CUDA_VISIBLE_DEVICES": "",
             "OMP_NUM_THREADS": "1",  # also because threads do not survive a fork

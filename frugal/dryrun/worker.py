@@ -34,15 +34,15 @@ from frugal.imports import collected_seldom, uncompiled
 
 def main() -> None:
     """Fork a process for each pair of descriptors that comes over standard input, and return their exit codes."""
-    parent.end_with_parent()
     with collected_seldom():  # a dry run itself says when to collect
-        for module in ("frugal.dryrun.run", "frugal.dryrun.trace.trace", "transformers.modeling_utils"):
-            import_module(module)
+        for module in ("frugal.dryrun.trace.trace", "frugal.dryrun.run", "transformers.modeling_utils"):
+            with suppress(Exception):  # a question that needs it answers with what is wrong
+                import_module(module)
         gc.freeze()  # so that collections write to no memory that is shared
         control = socket.socket(fileno=0)
         while True:
             asked, descriptors, _, _ = socket.recv_fds(control, 16, 2)
-            if not asked:
+            if not asked:  # the process that asks has ended, and workers end with this one
                 os._exit(0)
             if not descriptors:
                 answer = os.waitstatus_to_exitcode(os.waitpid(int(asked), 0)[1])
