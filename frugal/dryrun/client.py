@@ -18,7 +18,7 @@ from frugal.config.request import Request
 from frugal.deepspeed_adapter.simulate.engine import Steps, equal_steps, simulate
 from frugal.dryrun import shipped
 from frugal.dryrun.cache import Cache, digest, facts_key, model_key
-from frugal.dryrun.messages import AskCheck, AskDryRun, AskFacts, AskFused, AskTrace, DryRun, WarmUp
+from frugal.dryrun.messages import AskCheck, AskDryRun, AskFacts, AskFused, AskTrace, DryRun
 from frugal.dryrun.pool import Pool, workers
 from frugal.dryrun.trace.drafts import Drafts
 from frugal.errors import RequestError
@@ -135,9 +135,9 @@ class DryRunSource:
     def prepare(self, strategies: Sequence[Strategy]) -> None:
         """Make everything that profiles of these strategies need, in parallel. Raises as `profile`."""
         self._drafts.prepare([strategy for strategy in strategies if strategy not in self._distrusted])
-        if self._will_dry_run and not self._cache.has(self._kept_key()):
-            free = (os.cpu_count() or 1) - 1  # the arithmetic has a core to itself
-            self._pool.tell(WarmUp(), min(self.cluster.world_size, MAX_RANKS_DRAFTED, free))  # the winner is dry-run
+        is_free = (os.cpu_count() or 1) > 1  # the arithmetic has a core to itself
+        if self._will_dry_run and is_free and not self._cache.has(self._kept_key()):
+            self._pool.warm_up()  # the winner is dry-run
 
     def profile(self, strategy: Strategy, accumulates: bool) -> MemoryProfile:
         """Return the costs of `strategy` for every micro-batch; `accumulates`: with more than one micro-step.

@@ -108,11 +108,7 @@ class AskTrace(msgspec.Struct, frozen=True, kw_only=True):
     multiprocessors: int = 1
 
 
-class WarmUp(msgspec.Struct, frozen=True):
-    """A request to prepare for a dry run; its answer is None."""
-
-
-Question = AskFacts | AskCheck | AskFused | AskDryRun | AskTrace | WarmUp
+Question = AskFacts | AskCheck | AskFused | AskDryRun | AskTrace
 
 
 class Traced(msgspec.Struct, frozen=True):

@@ -1,19 +1,24 @@
-"""Worker processes for dry runs: started when first needed, kept, and always ended."""
+"""Worker processes for dry runs: started when first needed, kept, and always ended.
 
-import contextlib
+They are forked from a process that has imported torch, transformers and DeepSpeed, which takes four CPU seconds.
+"""
+
 import os
-import pickle
 import queue
+import socket
 import subprocess
 import sys
 import tempfile
+import threading
 import weakref
 from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
+from multiprocessing.connection import Connection
+from pickle import UnpicklingError
+from signal import SIGKILL
 from typing import IO, TYPE_CHECKING, Any
 
-from frugal.distributed import parent
 from frugal.errors import FrugalError, RequestError
 
 if TYPE_CHECKING:
@@ -23,7 +28,7 @@ MARK = "FRUGAL_DRY_RUN"
 """Set in a worker's environment: it refuses dry runs inside dry runs, which would never end."""
 
 MAX_WORKERS = 8
-"""The most workers; each takes half a GiB."""
+"""The most workers."""
 
 STDERR_LINES = 20
 """Lines of a dead worker's standard error that are reported."""
@@ -40,15 +45,16 @@ class Pool:
         self._idle: queue.LifoQueue[_Worker | None] = queue.LifoQueue()
         for _ in range(max_workers):
             self._idle.put(None)  # a place for a worker not yet started
-        self._workers: list[_Worker] = []
+        self._processes: list[_ForkServer | _Worker] = []
+        self._server: _ForkServer | None = None
+        self._starting = threading.Lock()
         self._threads = ThreadPoolExecutor(max_workers, thread_name_prefix="dry run")
-        self._end = weakref.finalize(self, _end_all, self._workers)  # also at exit
+        self._end = weakref.finalize(self, _end_all, self._processes)  # also at exit
         self._num_holders = 1
 
-    def tell(self, question: "Question", most: int) -> None:
-        """Ask up to `most` processes that are idle, and do not wait for their answers."""
-        for _ in range(min(most, self._idle.qsize())):
-            self._threads.submit(self._ask, question)
+    def warm_up(self) -> None:
+        """Start the imports of workers to come, and do not wait for them."""
+        self._threads.submit(self._started)
 
     def ask(self, questions: "Sequence[Question]") -> list[Any]:
         """Return the answers in order; the questions are worked on in parallel.
@@ -81,16 +87,23 @@ class Pool:
         self._threads.shutdown(wait=False, cancel_futures=True)
         self._end()
 
+    def _started(self) -> "_ForkServer":
+        with self._starting:
+            if self._server is None or self._server.process.poll() is not None:
+                self._server = _ForkServer()
+                self._processes.insert(0, self._server)
+            return self._server
+
     def _ask(self, question: "Question") -> Any:
         worker = self._idle.get()
         try:
             if worker is None:
-                worker = _Worker()
-                self._workers.append(worker)
+                worker = _Worker(self._started())
+                self._processes.append(worker)
             return worker.ask(question)
         except BaseException:
-            if worker is not None and worker._process.poll() is not None:
-                self._workers.remove(worker)
+            if worker is not None and worker.code is not None:
+                self._processes.remove(worker)
                 worker = None
             raise
         finally:
@@ -120,8 +133,8 @@ def shared_workers() -> Iterator[None]:
         pool.close()
 
 
-class _Worker:
-    """A process that answers one question at a time."""
+class _ForkServer:
+    """The process that has done the imports, and forks workers."""
 
     def __init__(self) -> None:
         if MARK in os.environ:
@@ -134,24 +147,55 @@ class _Worker:
         environment = {
             **os.environ,
             MARK: "1",
-            parent.PIPE: "0",  # its standard input
             "DS_ACCELERATOR": "cpu",
             "CUDA_VISIBLE_DEVICES": "",
-            "OMP_NUM_THREADS": "1",
+            "OMP_NUM_THREADS": "1",  # also because threads do not survive a fork
         }
-        self._process = started(environment, self._stderr)
+        self._asking = threading.Lock()
+        self._control, theirs = socket.socketpair()
+        with theirs:
+            self.process = started(environment, theirs.fileno(), self._stderr)
+
+    def ask(self, what: bytes, descriptors: Sequence[int] = ()) -> int:
+        """Return the number of a worker that is forked with `descriptors` as its standard input and error, or the exit
+        code of one whose number is asked for, once it has ended.
+
+        Raises:
+            WorkerError: this process has ended, and all workers with it.
+        """
+        answer = b""
+        with self._asking, suppress(ConnectionError):
+            socket.send_fds(self._control, [what], descriptors)
+            answer = self._control.recv(16)
+        if not answer:
+            raise WorkerError(_last_words(self.process.wait(), self._stderr))
+        return int(answer)
+
+    def end(self) -> None:
+        """End the process, and with it all workers."""
+        self.process.kill()
+        self.process.wait()
+        self._control.close()
+
+
+class _Worker:
+    """A process that answers one question at a time."""
+
+    def __init__(self, server: _ForkServer) -> None:
+        self._server = server
+        self._stderr: IO[bytes] = tempfile.TemporaryFile()  # noqa: SIM115 - lives as long as the process
+        ours, theirs = socket.socketpair()
+        with ours, theirs:
+            self.pid = server.ask(b"fork", (theirs.fileno(), self._stderr.fileno()))
+            self._connection = Connection(ours.detach())
+        self.code: int | None = None  # its exit code
 
     def ask(self, question: "Question") -> Any:
-        assert self._process.stdin is not None and self._process.stdout is not None
         try:
-            pickle.dump(question, self._process.stdin)
-            self._process.stdin.flush()
-            answer = pickle.load(self._process.stdout)
-        except (BrokenPipeError, EOFError, pickle.UnpicklingError):
-            code = self._process.wait()
-            self._stderr.seek(0)
-            last_words = self._stderr.read().decode(errors="replace").splitlines()[-STDERR_LINES:]
-            raise WorkerError("\n".join((f"the dry run's process ended with exit code {code}", *last_words))) from None
+            self._connection.send(question)
+            answer = self._connection.recv()
+        except (ConnectionError, EOFError, UnpicklingError):
+            raise WorkerError(_last_words(self.end(), self._stderr)) from None
         except BaseException:  # interrupted: an answer would still come, and be taken for that to the next question
             self.end()
             raise
@@ -161,26 +205,31 @@ class _Worker:
             answer.args = (answer.render(),)  # unpickling takes the text for one line, and cuts a long one
         return answer
 
-    def end(self) -> None:
-        self._process.kill()
-        self._process.wait()
-        for stream in (self._process.stdin, self._process.stdout, self._stderr):
-            if stream is not None:
-                with contextlib.suppress(BrokenPipeError):
-                    stream.close()
+    def end(self) -> int:
+        """End the process, unless it has, and return its exit code. Raises as `_ForkServer.ask`."""
+        if self.code is None:
+            self.code = -SIGKILL
+            with suppress(ProcessLookupError):  # it ended with its server
+                os.kill(self.pid, SIGKILL)
+            self._connection.close()
+            self.code = self._server.ask(str(self.pid).encode())
+        return self.code
 
 
-def started(environment: dict[str, str], stderr: IO[bytes]) -> "subprocess.Popen[bytes]":
-    """Start the process of a worker."""
+def _last_words(code: int, stderr: IO[bytes]) -> str:
+    stderr.seek(0)
+    lines = stderr.read().decode(errors="replace").splitlines()[-STDERR_LINES:]
+    return "\n".join((f"the dry run's process ended with exit code {code}", *lines))
+
+
+def started(environment: dict[str, str], control: int, stderr: IO[bytes]) -> "subprocess.Popen[bytes]":
+    """Start the process that forks workers."""
     return subprocess.Popen(
-        [sys.executable, "-m", "frugal.dryrun.worker"],
-        stdin=subprocess.PIPE,
-        stdout=subprocess.PIPE,
-        stderr=stderr,
-        env=environment,
+        [sys.executable, "-m", "frugal.dryrun.worker"], stdin=control, stdout=stderr, stderr=stderr, env=environment
     )
 
 
-def _end_all(workers: list[_Worker]) -> None:
-    while workers:
-        workers.pop().end()
+def _end_all(processes: "list[_ForkServer | _Worker]") -> None:
+    while processes:
+        with suppress(WorkerError):  # the server of these workers had ended
+            processes.pop().end()

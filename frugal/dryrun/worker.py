@@ -1,16 +1,19 @@
-"""`python -m frugal.dryrun.worker`: a process that dry-runs on request, until its input ends.
+"""`python -m frugal.dryrun.worker`: a process that forks processes that dry-run on request, until its input ends.
 
-Pickled questions come in, pickled answers or errors go out. A process of its own, because a dry run gives DeepSpeed a
-pretended device, and the caller may train for real afterwards.
+Pickled questions come to these, pickled answers or errors go back. Processes of their own, because a dry run gives
+DeepSpeed a pretended device, and the caller may train for real afterwards; forked, because imports take seconds.
 """
 
 import functools
+import gc
 import os
-import pickle
-import sys
+import socket
 import traceback
 from collections.abc import Callable
 from contextlib import suppress
+from importlib import import_module
+from multiprocessing.connection import Connection
+from signal import SIGKILL
 from typing import Any
 
 from frugal.config.request import Request
@@ -23,7 +26,6 @@ from frugal.dryrun.messages import (
     AskTrace,
     Question,
     Traced,
-    WarmUp,
 )
 from frugal.dryrun.pool import WorkerError
 from frugal.errors import FrugalError
@@ -31,16 +33,35 @@ from frugal.imports import collected_seldom, uncompiled
 
 
 def main() -> None:
-    """Answer every question on standard input."""
-    parent.end_with_parent()
-    answers = os.fdopen(os.dup(1), "wb")
-    os.dup2(2, 1)  # output of libraries goes to standard error
-    with collected_seldom(), suppress(EOFError):  # a dry run itself says when to collect
-        import frugal.dryrun.trace.trace  # noqa: F401 - takes seconds, in which the first question is still on its way
-
+    """Fork a process for each pair of descriptors that comes over standard input, and return their exit codes."""
+    with collected_seldom():  # a dry run itself says when to collect
+        for module in ("frugal.dryrun.trace.trace", "frugal.dryrun.run", "transformers.modeling_utils"):
+            with suppress(Exception):  # a question that needs it answers with what is wrong
+                import_module(module)
+        gc.freeze()  # so that collections write to no memory that is shared
+        control = socket.socket(fileno=0)
         while True:
-            pickle.dump(_answer(pickle.load(sys.stdin.buffer)), answers)
-            answers.flush()
+            asked, descriptors, _, _ = socket.recv_fds(control, 16, 2)
+            if not asked:  # the process that asks has ended, and workers end with this one
+                os._exit(0)
+            if not descriptors:
+                answer = os.waitstatus_to_exitcode(os.waitpid(int(asked), 0)[1])
+            elif not (answer := os.fork()):
+                _serve(*descriptors)
+            control.send(str(answer).encode())
+            for each in descriptors:
+                os.close(each)
+
+
+def _serve(connection: int, stderr: int) -> None:
+    """Answer every question that comes over `connection`."""
+    for number, target in ((connection, 0), (stderr, 1), (stderr, 2)):  # output of libraries is an error, too
+        os.dup2(number, target)
+    parent.set_death_signal(SIGKILL)
+    asking = Connection(0)
+    with suppress(EOFError):
+        while True:
+            asking.send(_answer(asking.recv()))
     os._exit(0)  # a second of taking torch apart is saved
 
 
@@ -53,7 +74,7 @@ def _answer(question: Question) -> Any:
     except Exception as error:
         from frugal.dryrun.run import failure_in_forward
 
-        mistake = None if isinstance(question, WarmUp) else failure_in_forward(question.request.model, error)
+        mistake = failure_in_forward(question.request.model, error)
         return mistake or WorkerError(f"the dry run crashed\n{traceback.format_exc()}")
 
 
@@ -168,17 +189,12 @@ def _run(question: AskDryRun) -> Any:
     return dry_run(lambda: spec.build(dtype=dtype, device="meta"), objective, question)
 
 
-def _warm_up(_: WarmUp) -> None:
-    import frugal.dryrun.run  # noqa: F401 - DeepSpeed takes seconds
-
-
 _ANSWERS: dict[type[Question], Callable[[Any], Any]] = {
     AskFacts: _describe,
     AskCheck: _check,
     AskFused: _fused,
     AskTrace: _trace,
     AskDryRun: _run,
-    WarmUp: _warm_up,
 }
 
 

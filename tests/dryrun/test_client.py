@@ -12,6 +12,7 @@ from frugal.config.hardware.cluster import Cluster, Device, Node
 from frugal.config.request import Request
 from frugal.dryrun import client, pool
 from frugal.dryrun.client import DryRunSource
+from frugal.dryrun.messages import AskFacts
 from frugal.dryrun.pool import WorkerError
 from frugal.errors import RequestError
 from frugal.planning.memory.profile import MemoryProfile
@@ -142,7 +143,7 @@ def test_a_draft_is_the_profile_without_the_allocator_and_is_kept_without_traces
             drafts = [made.draft(strategy, accumulates) for accumulates in (False, True)]
         with DryRunSource(request_, cluster(), cache=dry_runs._cache.folder) as again:  # type: ignore[arg-type]  # a folder
             assert [again.draft(strategy, accumulates) for accumulates in (False, True)] == drafts
-            assert again._drafts._traces == {} and again._pool._workers == []
+            assert again._drafts._traces == {} and again._pool._processes == []
         for accumulates, draft in zip((False, True), drafts, strict=True):
             assert draft is not None
             profile = dry_runs.profile(strategy, accumulates)
@@ -213,7 +214,7 @@ def test_what_is_known_needs_no_worker(dry_runs: DryRunSource, profile: MemoryPr
     longer = replace(request_, seq_len=2 * request_.seq_len)
     other = DryRunSource(longer, cluster(), cache=dry_runs._cache.folder)  # type: ignore[arg-type]  # a folder
     assert other.facts() == dry_runs.facts()
-    assert again._pool._workers == other._pool._workers == []
+    assert again._pool._processes == other._pool._processes == []
 
 
 def test_the_model_file_is_part_of_the_key(tmp_path: Path, request_: Request) -> None:
@@ -255,12 +256,23 @@ def test_a_worker_that_dies_tells_its_last_words_and_is_replaced(folder: Path) -
 
 
 @pytest.mark.usefixtures("one_worker")
+def test_a_killed_process_that_forks_workers_is_replaced_with_them(request_: Request) -> None:
+    with DryRunSource(request_, cluster(), cache=False) as made:
+        (facts,) = made._pool.ask([AskFacts(request_)])
+        server = made._pool._processes[0].process
+        server.kill()
+        server.wait()
+        with pytest.raises(WorkerError, match="ended with exit code -9"):
+            made._pool.ask([AskFacts(request_)])
+        assert made._pool.ask([AskFacts(request_)]) == [facts]
+
+
+@pytest.mark.usefixtures("one_worker")
 def test_closing_ends_the_processes(request_: Request) -> None:
     made = DryRunSource(request_, cluster(), cache=False)
     made.facts()
-    pids = [worker._process.pid for worker in made._pool._workers]
+    server, worker = made._pool._processes
     made.close()
-    assert pids
-    for pid in pids:
+    for process in (server.process, worker):
         with pytest.raises(ProcessLookupError):
-            os.kill(pid, 0)
+            os.kill(process.pid, 0)

@@ -106,7 +106,7 @@ def test_a_preset_is_drafted_without_a_worker(tmp_path: Path) -> None:
     with DryRunSource(request, cluster, tmp_path) as made:
         drafted = made.draft(Strategy(zero_stage=2), True)
         assert drafted is not None and drafted.costs.facts.parameters == 124_439_808
-        assert made._pool._workers == []
+        assert made._pool._processes == []
 
 
 @pytest.mark.parametrize(

@@ -217,7 +217,7 @@ class MicroStep:
         """Begin one; `sizes`: the bytes of its storages, where it is not of the micro-batch that is asked for."""
         self._stream = stream
         self._first = stream.add(trace.stream, sizes)
-        self._events = [event + self._first for event in trace.stream.events]
+        self._events = trace.stream.events_from(self._first)
         self._stops = trace.stops
         self._ranges = dict(trace.stream.phase_ranges)
 

@@ -123,6 +123,10 @@ class Timeline:
         """Return the bytes of every storage, in order of birth."""
         return [fixed + slope * micro_batch for fixed, slope in zip(self.fixed, self.per_sample, strict=True)]
 
+    def events_from(self, first: int) -> list[int]:
+        """Return the events, where storages are counted from `first` on."""
+        return (self._arrays["events"] + first).tolist()
+
     def peak_bytes(self, micro_batch: int) -> int:
         """Return the bytes alive at the fullest moment."""
         _, fixed, slope = self._fullest(micro_batch)
@@ -149,15 +153,20 @@ class Timeline:
         `peak` at every micro-batch. In each moment a storage a category is born, and all of them die.
         """
         events = self._envelope[0]
-        is_of = self._arrays["categories"][self._arrays["events"]]
-        changes = [self._signed(self._arrays[name]) for name in ("fixed", "per_sample")]
-        alive = [[np.where(is_of == n, each, 0).cumsum()[events] for each in changes] for n in range(len(CATEGORIES))]
+        moments, begins = np.sort(events), np.zeros(len(self.events) + 1, dtype=np.int64)
+        begins[moments + 1] = 1
+        group = begins[:-1].cumsum() * len(CATEGORIES) + self._arrays["categories"][self._arrays["events"]]
+        alive = []
+        for name in ("fixed", "per_sample"):
+            changes = np.zeros((len(moments) + 1) * len(CATEGORIES), dtype=np.int64)
+            np.add.at(changes, group, self._signed(self._arrays[name]))
+            alive.append(changes.reshape(-1, len(CATEGORIES)).cumsum(axis=0)[np.searchsorted(moments, events)].tolist())
         builder = TimelineBuilder(self.names)
         for moment, event in enumerate(events.tolist()):
             builder.phase(self.phase_of(event))
             operator, first = self.names[self.operators[self.events[event]]], len(builder.fixed)
             # The least fixed bytes first: where they are negative, no part of the moment exceeds the whole.
-            parts = [(int(fixed[moment]), int(slope[moment]), n) for n, (fixed, slope) in enumerate(alive)]
+            parts = zip(*(each[moment] for each in alive), range(len(CATEGORIES)), strict=True)
             for fixed_bytes, per_sample, category in sorted(parts):
                 if fixed_bytes or per_sample:
                     builder.born(fixed_bytes, category, operator, per_sample=per_sample)
