@@ -165,18 +165,6 @@ MUTANTS = (
         "the allocator wastes nothing",
     ),
     Mutant(
-        "planning/memory/caching_allocator.py",
-        "SMALLEST_BLOCK = 512",
-        "SMALLEST_BLOCK = 256",
-        "requests are rounded to 256 bytes",
-    ),
-    Mutant(
-        "planning/memory/caching_allocator.py",
-        "self.expandable_segments or rest > SMALL_REQUEST)",
-        "self.expandable_segments or rest > 0)",
-        "the tail of a large block is split off however small it is",
-    ),
-    Mutant(
         "planning/memory/breakdown.py",
         "a_rank += (states + 4) * model.trainable_parameters",
         "a_rank += states * model.trainable_parameters",

@@ -15,8 +15,9 @@ from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
+from bench.caching_allocator import segment_address
 from bench.recordings.snapshot import SMALL_SEGMENT, SnapshotError, opened, segments_before
-from frugal.planning.memory.caching_allocator import ENDLESS, RESERVATION, SEGMENT_ROUNDING, segment_address
+from frugal.planning.memory.caching_allocator import ENDLESS, RESERVATION, SEGMENT_ROUNDING
 
 RULES = {"as planned": RESERVATION, "down": SEGMENT_ROUNDING, "up": ENDLESS}
 """Bytes of a reservation. One of a segment's own rounding leaves no room to others, so segments go down."""

@@ -1,7 +1,8 @@
 """CUDA's caching allocator, one behaviour a test: request by request, and a whole stream at once, compiled."""
 
 import random
-import shutil
+import subprocess
+import sys
 from array import array
 from bisect import insort
 from collections.abc import Iterator
@@ -12,17 +13,13 @@ from typing import Any
 import msgspec
 import pytest
 
+from bench import caching_allocator
+from bench.caching_allocator import CachingAllocator, LinkedBlock, segment_address
 from bench.gpu.streams import Stream
 from frugal.planning.memory import allocator as product
-from frugal.planning.memory import caching_allocator
 from frugal.planning.memory.allocator import Replay, Replays
-from frugal.planning.memory.caching_allocator import (
-    ENDLESS,
-    RESERVATION,
-    CachingAllocator,
-    LinkedBlock,
-    segment_address,
-)
+from frugal.planning.memory.caching_allocator import ENDLESS, RESERVATION
+from frugal.planning.memory.caching_allocator import replay as compiled
 from frugal.planning.memory.host_allocator import HostAllocator
 from frugal.units import KIB, MIB
 
@@ -36,7 +33,7 @@ def replay(
     expandable_segments: bool = False,
     reservation_bytes: int = ENDLESS,
 ) -> Replay:
-    """What both ways to replay agree on."""
+    """What both allocators agree on."""
     how: dict[str, Any] = {"expandable_segments": expandable_segments, "reservation_bytes": reservation_bytes}
     found = Replays(sizes, events, empties, **how).under(limit_bytes)
     assert found == in_python(sizes, events, limit_bytes, empties=empties, **how)
@@ -52,11 +49,9 @@ def in_python(
     expandable_segments: bool = False,
     reservation_bytes: int = ENDLESS,
 ) -> Replay:
-    """The same without the compiled module."""
+    """The same by the allocator in Python."""
     stream = array("q", sizes), array("q", events), array("q", empties)
-    return Replay(
-        *caching_allocator.replay_in_python(*stream, expandable_segments, limit_bytes, None, reservation_bytes)
-    )
+    return Replay(*caching_allocator.replay(*stream, expandable_segments, limit_bytes, None, reservation_bytes))
 
 
 @pytest.mark.parametrize(
@@ -121,17 +116,22 @@ def reserved_pages(taken: set[int], pages: int) -> Iterator[int]:
                 yield first
 
 
-def test_the_compiled_allocator_is_used_where_there_is_a_compiler() -> None:
-    assert caching_allocator.compiled is not None or shutil.which("cc") is None, "`make setup` compiles it"
+def test_where_it_was_not_compiled_a_plan_says_what_is_missing() -> None:
+    without = f"import sys; sys.modules[{'frugal.planning.memory._caching_allocator'!r}] = None; import frugal.cli"
+    done = subprocess.run(
+        [sys.executable, "-c", f"{without}; sys.exit(frugal.cli.run(['plan', '--gpus', '1', '--mem', '12G']))"],
+        capture_output=True, text=True, check=False,
+    )  # fmt: skip
+    assert (done.returncode, "Traceback" in done.stderr) == (2, False)
+    assert "hint: install one (gcc)" in done.stderr
 
 
 @pytest.mark.parametrize(("sizes", "events"), [(array("q", [1]), array("q", [1])), (array("q", [1]), array("q", [-1]))])
 def test_an_event_of_no_storage_is_an_error(sizes: "array[int]", events: "array[int]") -> None:
-    if caching_allocator.compiled is not None:
-        with pytest.raises(IndexError):
-            caching_allocator.compiled.replay(sizes, events, array("q"), False, ENDLESS, None)
-        with pytest.raises(TypeError):
-            caching_allocator.compiled.replay(array("i", [1]), array("q"), array("q"), False, ENDLESS, None)
+    with pytest.raises(IndexError):
+        compiled(sizes, events, array("q"), False, ENDLESS, None)
+    with pytest.raises(TypeError):
+        compiled(array("i", [1]), array("q"), array("q"), False, ENDLESS, None)
 
 
 def lives(*sizes: int) -> tuple[list[int], list[int]]:
@@ -334,7 +334,7 @@ def test_limits_under_which_the_same_happens_share_a_replay(
 
     def counted(*stream: Any) -> caching_allocator.Outcome:
         done.append(stream[-1])
-        return caching_allocator.replay(*stream)
+        return compiled(*stream)
 
     monkeypatch.setattr(product, "replay", counted)
     replays = Replays(sizes, events, expandable_segments=expandable)

@@ -44,7 +44,7 @@ class Replays:
     """Storages of `sizes` bytes that live and die as `events` says: an index at birth, again at death.
 
     `empties`: numbers of the events before which the cache is emptied, in order. `reservation_bytes`: see
-    `segment_address`.
+    `caching_allocator`.
     """
 
     def __init__(

@@ -101,7 +101,7 @@ def package_of(frame: FrameType) -> str:
 class LoopTracker(Tracker):
     """A tracker of a user's loop instead of frugal's own step.
 
-    `reservation_bytes`: of a driver; see `segment_address`.
+    `reservation_bytes`: of a driver; see `frugal.planning.memory.caching_allocator`.
     """
 
     reservation_bytes = RESERVATION
