@@ -210,13 +210,17 @@ def apply_to_tensors(function: Callable[[Tensor], Tensor], value: Any, warning_m
     """Replace DeepSpeed's `apply_to_tensors_only`, which finds no tensor in objects and closures, and copies lists.
 
     A module that returned a dataclass would run backward while its parameters are split, and what a module adds to a
-    list would be lost. Only tensors and tuples are replaced: what the rest holds is its maker's.
+    list would be lost. Only tensors, and what is in tuples and dicts, are replaced: the rest is its maker's.
     """
     if isinstance(value, Tensor):
         return apply_to_tensors_only(function, value)
     if isinstance(value, tuple):
         parts = [apply_to_tensors(function, each) for each in value]
         return type(value)(*parts) if hasattr(value, "_fields") else type(value)(parts)
+    if isinstance(value, dict):  # transformers' outputs
+        for key, each in value.items():
+            value[key] = apply_to_tensors(function, each)
+        return value
     _apply_to_hidden(function, value)
     return value
 
