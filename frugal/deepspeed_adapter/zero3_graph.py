@@ -22,7 +22,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from traceback import walk_tb
 from types import FrameType, FunctionType, ModuleType
-from typing import Any
+from typing import Any, Self
 from unittest.mock import patch
 
 import torch
@@ -374,16 +374,23 @@ class SplitReads(TorchFunctionMode):
 
     A module's parameters are whole in its forward. A loss that adds the norm of `model.parameters()`, or multiplies by
     one's norm or size, would be trained without it: DeepSpeed 0.19.8 says nothing, or dies in backward. Each operation
-    takes microseconds more, so it is for a first step.
+    takes microseconds more, so it is for a first step, in which functions from torch.compile run eagerly: compiled ones
+    compute something else under a mode that they were not compiled under.
     """
 
     def __init__(self, model: nn.Module) -> None:
         super().__init__()
         self._model = model
 
+    def __enter__(self) -> Self:
+        """Begin the step."""
+        self._eagerly = torch.compiler.set_stance("force_eager")
+        return super().__enter__()
+
     def __exit__(self, kind: Any, error: Any, trace: Any) -> None:
         """End the step. Raises: RequestError: an operation of its backward failed, as on a split parameter."""
         super().__exit__(kind, error, trace)
+        self._eagerly.__exit__(kind, error, trace)
         names = [frame.f_globals.get("__name__", "") for frame, _ in walk_tb(trace)]
         is_of_tensors = type(error) is RuntimeError and not torch_internals.is_out_of_memory(error)
         is_ours = any(name.startswith("deepspeed.") for name in names[-2:])

@@ -58,7 +58,10 @@ def test_they_are_trained_exactly(zero_stage: int, precision: str, two_ranks: Ra
             assert relative_error({name: gradient[name]}, {name: value}) < bound, name
 
 
-EVERYWHERE, COMPILED = ("FrozenComplex", "SameFunctional", "InObjects", "Hidden", "OutsideItself"), ("CompiledInPlace",)
+EVERYWHERE, COMPILED = (
+    ("FrozenComplex", "SameFunctional", "InObjects", "Hidden", "OutsideItself"),
+    ("CompiledInPlace", "CompiledFunction"),
+)
 BELOW_ZERO3 = (
     "ByName",
     "KeptProducts",
@@ -76,7 +79,7 @@ BELOW_ZERO3 = (
     ("zero_stage", "kinds"),
     [
         (2, EVERYWHERE + BELOW_ZERO3 + ("Compiled",)),
-        (3, EVERYWHERE),
+        (3, (*EVERYWHERE, "CompiledFunction")),
         pytest.param(0, EVERYWHERE + COMPILED + BELOW_ZERO3 + ("Compiled",), marks=pytest.mark.exhaustive),
         *(pytest.param(stage, COMPILED, marks=pytest.mark.exhaustive) for stage in (2, 3)),
     ],
