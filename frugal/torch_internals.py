@@ -76,7 +76,7 @@ required.verify("torch", NAMES)
 DispatchMode = torch.utils._python_dispatch.TorchDispatchMode
 ALONE = "fake"
 """The backend, registered by the module of `FakeStore`, whose collectives do what is right among one rank, and nothing
-between several (tests/test_internals.py)."""
+between several (tests/distributed/test_alone.py)."""
 
 FakeStore = torch.testing._internal.distributed.fake_pg.FakeStore
 DETERMINISM_CHECKS = torch.utils.checkpoint._allowed_determinism_checks_to_fns

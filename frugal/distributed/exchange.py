@@ -26,7 +26,7 @@ def gather(value: T, kind: Any, group: dist.ProcessGroup | None = None) -> list[
         RuntimeError: what a rank sent is something else.
     """
     world_size = dist.get_world_size(group)
-    if dist.get_backend(group) == "fake":  # of a dry run: all ranks are like this one
+    if dist.get_backend(group) == "fake":  # of a dry run, whose ranks are all like this one, or of one rank
         return [value] * world_size
     message = msgspec.msgpack.encode(value)
     device = "cuda" if dist.get_backend(group) == "nccl" else "cpu"

@@ -100,7 +100,10 @@ def form() -> None:
 
     if not (is_formed := dist.is_initialized()):
         env.check()
-    alone = {"RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": "1", "LOCAL_SIZE": os.environ.get("LOCAL_WORLD_SIZE", "1")}
+    alone = {
+        "RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": "1", "LOCAL_SIZE": os.environ.get("LOCAL_WORLD_SIZE", "1"),
+        "MASTER_ADDR": "127.0.0.1",
+    }  # fmt: skip
     for name, value in alone.items():
         os.environ.setdefault(name, value)
     if not is_formed and os.environ["WORLD_SIZE"] == "1":

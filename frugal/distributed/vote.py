@@ -39,7 +39,7 @@ class Vote:
         self._peers: list[socket.socket] = []
         self._counts = True
         world_size = dist.get_world_size(group)
-        if world_size == 1 or dist.get_backend(group) == "fake":  # of a dry run: this rank alone
+        if world_size == 1 or dist.get_backend(group) == "fake":  # of a dry run
             return
         rank = dist.get_rank(group)
         self._counts = rank == 0
