@@ -261,6 +261,12 @@ def test_the_figures_between_the_tables_of_the_benchmarks_are_those_that_were_me
     of_all = f"{low} of {true['configurations']} low on CPU ranks, by at most {-100 * true['lowest_error']:.3f} %"
     assert f"{of_all} | {llama:.0f} s for all strategies" in said
     assert f"{llama / tracker:.2f} x MemTracker" in said and f"{tracker:.0f} s in that run" in said
+    adapters = [latency[f"{kind} of llama-3.1-8b on 4 x {mem}G, nothing kept"] for kind, mem in ADAPTERS]
+    figures = [
+        f"on 4 x {mem}G {each['verdict_cpu_seconds']:.1f} and {each['cpu_seconds']:.1f}"
+        for each, (_, mem) in zip(adapters, ADAPTERS, strict=True)
+    ]
+    assert all(each in said for each in figures), figures
     assert f"its verdict after {latency[UNSEEN]['verdict_seconds']:.1f} s" in said
     assert f"{again['seconds']:.1f} s when asked again" in said
     assert f"trains every strategy that fits, {chosen['strategies_timed']} in all" in said
@@ -302,4 +308,5 @@ def test_how_close_training_is_to_trl_with_ligers_kernels() -> None:
 
 
 TRACKER = "memtracker, one configuration of llama-3.1-8b"
+ADAPTERS = (("LoRA", 24), ("QLoRA", 12))
 UNSEEN = "an 8B model never seen on 8 x 24G, nothing kept"
