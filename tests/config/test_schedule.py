@@ -104,7 +104,13 @@ def test_what_a_schedule_is_is_said_in_words() -> None:
     assert str(powered.curve(1.0, 100, "0")) == "polynomial of power 2 over 100 steps"
 
 
-def test_cosine_never_reaches_zero_in_a_step() -> None:
+def test_warmup_rises_evenly_to_the_peak_and_wastes_no_step() -> None:
+    assert rates("constant", 4, 6) == [0.25, 0.5, 0.75, 1.0, 1.0, 1.0]
+
+
+def test_linear_and_cosine_fall_from_the_peak_and_never_reach_zero_in_a_step() -> None:
+    assert rates("linear", 0, 4) == [1.0, 0.75, 0.5, 0.25]
+    assert rates("cosine", 1, 5) == pytest.approx([1.0, 1.0, 0.853553, 0.5, 0.146447], abs=1e-6)
     assert all(rate > 0 for rate in rates("cosine", 3, 200))
 
 
