@@ -27,6 +27,7 @@ from frugal.planning.length_bucketing import DrawnRun
 from frugal.planning.memory.allocator import KnownReplays
 from frugal.planning.memory.any_length import AnyLength
 from frugal.planning.memory.breakdown import Loading, MemoryBreakdown, loading_of
+from frugal.planning.memory.caching_allocator import SMALLEST_BLOCK
 from frugal.planning.memory.profile import MemoryProfile, RankMemory, fullest, reserved_with_room
 from frugal.planning.memory.timeline import MICRO_BATCHES, ModelTrace, NotAffineError, Timeline
 from frugal.planning.memory.workspaces import ANY_ROWS, with_scratch, with_workspaces, workspace_bytes
@@ -36,9 +37,9 @@ from frugal.planning.strategy import Strategy
 SAMPLED_MICRO_BATCHES = (1, 2, 4, 8, 16, 32)
 """Samples; dry-run one by one for a model whose storages are no affine functions of the micro-batch."""
 
-MAX_RANKS_SEARCHED, MAX_RANKS_DRY_RUN, MAX_RANKS_DRAFTED = 2, 4, 2
-"""Ranks that a profile is made of, those of one exact dry run (see `likely_fullest`), and how many of these
-are left where arithmetic tells which are the fullest (`fullest_drafted`)."""
+MAX_RANKS_SEARCHED, MAX_RANKS_DRY_RUN = 2, 4
+"""Ranks that a profile is made of, and those of one exact dry run (see `likely_fullest`), of which one or two are left
+where arithmetic tells which are the fullest (`fullest_drafted`)."""
 
 
 Outlines = dict[str, tuple[Work, tuple[RankMemory, ...]]]
@@ -310,12 +311,29 @@ class DryRunSource:
         )
 
     def dry_runs(self, strategy: Strategy, micro_batch: int, accumulation_steps: int) -> list[DryRun]:
-        """Return the dry runs of the ranks that may be the fullest. Raises as `profile`."""
+        """Return the dry runs of the ranks that may be the fullest. Raises as `profile`.
+
+        One is enough where arithmetic finds no rank fuller, and the dry run needs just what arithmetic says of it.
+        """
         steps = min(accumulation_steps, 2)
         ranks = self._ranks(strategy, MAX_RANKS_DRY_RUN)
-        drafted = self._simulated(strategy, steps > 1, ranks) if len(ranks) > MAX_RANKS_DRAFTED else None
-        if drafted is not None and strategy not in self._distrusted:
-            ranks = fullest_drafted(drafted, micro_batch)
+        drafted = None
+        if len(ranks) > 1 and strategy not in self._distrusted:
+            drafted = self._simulated(strategy, steps > 1, ranks)
+        if drafted is None:
+            return self._exact(strategy, micro_batch, steps, ranks)
+        first, second = fullest_drafted(drafted, micro_batch)
+        if second.timeline.peak_bytes(micro_batch) > first.timeline.peak_bytes(micro_batch):
+            return self._exact(strategy, micro_batch, steps, (first.rank, second.rank))
+        dry_runs = self._exact(strategy, micro_batch, steps, (first.rank,))
+        (as_run,) = rank_memories(dry_runs, (first.rank,))
+        needed = [needed_bytes(rank, drafted, micro_batch) for rank in (first, as_run)]
+        if abs(needed[0] - needed[1]) > SMALLEST_BLOCK:
+            dry_runs += self._exact(strategy, micro_batch, steps, (second.rank,))
+        return dry_runs
+
+    def _exact(self, strategy: Strategy, micro_batch: int, steps: int, ranks: Sequence[int]) -> list[DryRun]:
+        """Dry-run these ranks, with what libraries allocate beside the operators."""
         dry_runs = self._dry_run(strategy, (micro_batch,), steps, ranks, exact=self.kind == "cuda")
         if self.kind == "cpu":
             return dry_runs
@@ -518,22 +536,27 @@ def likely_fullest(parameters: Sequence[int], world_size: int, most: int) -> tup
     return tuple(sorted(wanted[:most]))
 
 
-def fullest_drafted(drafted: MemoryProfile, micro_batch: int) -> tuple[int, ...]:
-    """Return the rank with most live bytes, and of the others the one whose allocator needs most, in order. Of ranks
-    that arithmetic finds alike the last, as in `likely_fullest`: dry runs tell them apart.
+def fullest_drafted(drafted: MemoryProfile, micro_batch: int) -> tuple[RankMemory, RankMemory]:
+    """Return the rank whose allocator needs most, and of the others the one with most live bytes; of ranks that
+    arithmetic finds alike the last, as in `likely_fullest`.
 
     These are two: where a cut goes through a huge embedding, the first rank's largest request, probably for the norm
     of its gradient, comes when the allocator has no segment for it.
     """
 
-    def needed_bytes(rank: RankMemory) -> int:
-        if drafted.kind == "cpu":
-            return rank.timeline.peak_bytes(micro_batch)
-        return rank.replays(micro_batch, expandable_segments=drafted.strategy.expandable_segments).smallest_capacity()
+    def live_bytes(rank: RankMemory) -> int:
+        return rank.timeline.peak_bytes(micro_batch)
 
-    fullest_live = max(drafted.ranks, key=lambda rank: rank.timeline.peak_bytes(micro_batch))
-    others = [rank for rank in drafted.ranks if rank is not fullest_live]
-    return tuple(sorted((fullest_live.rank, max(reversed(others), key=needed_bytes).rank)))
+    ranks = drafted.ranks[::-1]
+    first = max(ranks, key=lambda rank: (needed_bytes(rank, drafted, micro_batch), live_bytes(rank)))
+    return first, max((rank for rank in ranks if rank is not first), key=live_bytes)
+
+
+def needed_bytes(rank: RankMemory, drafted: MemoryProfile, micro_batch: int) -> int:
+    """Return the bytes that a rank needs on a device of the kind and with the allocator of `drafted`."""
+    if drafted.kind == "cpu":
+        return rank.timeline.peak_bytes(micro_batch)
+    return rank.replays(micro_batch, expandable_segments=drafted.strategy.expandable_segments).smallest_capacity()
 
 
 def rank_memories(dry_runs: Sequence[DryRun], ranks: Sequence[int]) -> tuple[RankMemory, ...]:
