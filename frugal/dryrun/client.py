@@ -8,6 +8,7 @@ simulation does not cover, and models without a trace, have no draft; they are d
 import os
 from collections.abc import Sequence
 from dataclasses import replace
+from functools import partial
 from math import prod
 from pathlib import Path
 from types import TracebackType
@@ -317,27 +318,19 @@ class DryRunSource:
         """
         steps = min(accumulation_steps, 2)
         ranks = self._ranks(strategy, MAX_RANKS_DRY_RUN)
-        drafted = None
-        if len(ranks) > 1 and strategy not in self._distrusted:
-            drafted = self._simulated(strategy, steps > 1, ranks)
+        dry_run = partial(self._dry_run, strategy, (micro_batch,), steps, exact=self.kind == "cuda")
+        is_known = len(ranks) > 1 and strategy not in self._distrusted
+        drafted = self._simulated(strategy, steps > 1, ranks) if is_known else None
         if drafted is None:
-            return self._exact(strategy, micro_batch, steps, ranks)
+            return dry_run(ranks)
         first, second = fullest_drafted(drafted, micro_batch)
         if second.timeline.peak_bytes(micro_batch) > first.timeline.peak_bytes(micro_batch):
-            return self._exact(strategy, micro_batch, steps, (first.rank, second.rank))
-        dry_runs = self._exact(strategy, micro_batch, steps, (first.rank,))
-        (as_run,) = rank_memories(dry_runs, (first.rank,))
-        needed = [needed_bytes(rank, drafted, micro_batch) for rank in (first, as_run)]
-        if abs(needed[0] - needed[1]) > SMALLEST_BLOCK:
-            dry_runs += self._exact(strategy, micro_batch, steps, (second.rank,))
-        return dry_runs
-
-    def _exact(self, strategy: Strategy, micro_batch: int, steps: int, ranks: Sequence[int]) -> list[DryRun]:
-        """Dry-run these ranks, with what libraries allocate beside the operators."""
-        dry_runs = self._dry_run(strategy, (micro_batch,), steps, ranks, exact=self.kind == "cuda")
-        if self.kind == "cpu":
-            return dry_runs
-        return [replace(each, timeline=with_workspaces(each.timeline, self._workspace_bytes)) for each in dry_runs]
+            return dry_run((first.rank, second.rank))
+        dry_runs = dry_run((first.rank,))
+        both = (first, *rank_memories(dry_runs, (first.rank,)))
+        by_arithmetic, as_run = (needed_bytes(each, drafted, micro_batch) for each in both)
+        is_confirmed = abs(by_arithmetic - as_run) <= SMALLEST_BLOCK
+        return dry_runs if is_confirmed else dry_runs + dry_run((second.rank,))
 
     def facts(self) -> ModelFacts:
         """Return the facts of the model that are known before it runs. Raises as `profile`."""
@@ -433,7 +426,7 @@ class DryRunSource:
         """Dry-run each micro-batch and rank, micro-batches outermost.
 
         `exact`: with the scratch of each sum, which is no affine function of the micro-batch, and with all micro-steps
-        of the first optimizer step: they decide which segments the allocator has.
+        of the first optimizer step: they decide which segments the allocator has; and with libraries' workspaces.
         """
         questions = [
             AskDryRun(
@@ -453,7 +446,10 @@ class DryRunSource:
             for micro_batch in micro_batches
             for rank in ranks
         ]
-        return self._pool.ask(questions)
+        dry_runs = self._pool.ask(questions)
+        if not exact:
+            return dry_runs
+        return [replace(each, timeline=with_workspaces(each.timeline, self._workspace_bytes)) for each in dry_runs]
 
     @property
     def _is_by_tensor(self) -> bool:

@@ -137,6 +137,7 @@ class Setting:
         state_bytes: of a master weight, and of a state where it is not in blocks.
         offloads_optimizer: whether optimizer states live on the host.
         offloads_parameters: whether parameters live on the host, too, between uses.
+        is_fp16: whether losses are scaled, so that gradients may be infinite.
     """
 
     def __init__(self, trace: ModelTrace, request: Request, strategy: Strategy, *, world_size: int, rank: int) -> None:
@@ -151,7 +152,7 @@ class Setting:
         self.whole_bytes = [part_bytes * world_size for part_bytes in self.part_bytes]
         self.offloads_optimizer = strategy.offload_optimizer == "cpu"
         self.offloads_parameters = strategy.offload_parameters == "cpu"
-        self._optimizer = request.optimizer.name
+        self._optimizer, self.is_fp16 = request.optimizer.name, request.precision == "fp16"
 
     def make_states(self, elements: int, place: Stream | PinnedBlocks) -> None:
         """Make the states of a tensor, as at the optimizer's first step.

@@ -419,6 +419,11 @@ class SimulatedZero3(SimulatedOptimizer):
         stream, setting = self._stream, self._setting
         self._gathering.split_all()
         self._micro_step = 0
+        if setting.is_fp16:  # infinities are looked for (`has_overflow`)
+            place = self._host if setting.offloads_optimizer else stream
+            values = place.born(sum(self._parts) * 4, "aten.isinf.default")
+            place.dies(place.born(sum(self._parts), "aten.isinf.default"))
+            place.dies(values)
         if setting.offloads_optimizer:
             for group, place in zip(self._groups, self._places, strict=True):
                 if not self._has_states:
