@@ -167,7 +167,11 @@ def _precision(settings: Settings, filled: list[Filled]) -> Precision:
     config = settings.deepspeed or {}
     if "bf16" not in config and "fp16" not in config and settings.fills_auto and settings.precision:
         return settings.precision  # accelerate's `DeepSpeedPlugin.set_mixed_precision`, which Trainer calls, too
-    by = settings.tool if settings.fills_auto else ""
+    by = settings.tool if settings.fills_auto else "--precision" if settings.precision else ""
+    of_nobody = next((name for name in ("bf16", "fp16") if not by and settings.block(name).get("enabled") == AUTO), "")
+    if of_nobody:
+        where = settings.place(f"json.{of_nobody}.enabled")
+        settings.refuse(f"`{of_nobody}.enabled` is auto, which no tool fills in here: say --precision", where)
     enabled = {
         name: _fill(filled, f"{name}.enabled", settings.block(name).get("enabled"), settings.precision == name, by)
         for name in ("bf16", "fp16")

@@ -221,7 +221,8 @@ def read(path: Path, tool: Tool | None = None) -> Document:
         kind = "YAML" if is_yaml else "JSON"
         raise RequestError(f"{path} is not {kind}", because=" ".join(str(error).split())) from None
     if not isinstance(content, dict):
-        raise RequestError(f"{path} holds no settings", because=f"it is a {type(content).__name__}, not a mapping")
+        kind = "empty" if content is None else f"a {type(content).__name__}, not a mapping"
+        raise RequestError(f"{path} holds no settings", because=f"it is {kind}")
     content = {str(key): value for key, value in content.items()}
     if tool is None and _OF_SWIFT & content.keys():
         raise _not_swift(path, "is a file of")

@@ -29,9 +29,9 @@ def gather(
         RequestError: a file cannot be read or is of no tool that is known, two are of the same kind, or one that they
             name is not there.
     """
-    documents = [
-        each for number, path in enumerate(paths) for each in _with_files(read(path, None if number else tool))
-    ]
+    documents = _joined(
+        [each for number, path in enumerate(paths) for each in _with_files(read(path, None if number else tool))]
+    )
     by_kind: dict[str, Document] = {}
     for document in documents:
         kind = document.tool if document.tool in ("deepspeed", "accelerate") else "trainer"
@@ -83,9 +83,25 @@ def _with_files(document: Document) -> list[Document]:
     path = next(filter(None, (command_line.beside(document.path, name) for name in names)), None)
     if path is not None:
         under = read(path, document.tool if document.tool == "trl" else None)
-        document = Document(document.path, under.tool, {**under.content, **content}, document.lines, under)
+        document = _over(document, under)
     path = command_line.beside(document.path, content.get(command_line.LAUNCHER, {}).get("config_file"))
     return [document, *([read(path, "accelerate")] if path is not None else [])]
+
+
+def _over(script: Document, under: Document) -> Document:
+    """Return a script with a file of settings that it reads, of which its flags win."""
+    return Document(script.path, under.tool, {**under.content, **script.content}, script.lines, under)
+
+
+def _joined(documents: list[Document]) -> list[Document]:
+    """Return the files of a run, of which one may be a script's settings that it knows by a name of its caller's,
+    such as `$1`."""
+    given = [each for each in documents if not {"deepspeed", "accelerate"} & {each.tool}]
+    scripts = [each for each in given if command_line.missing(each.path, each.content)]
+    if len(given) == 2 and len(scripts) == 1:
+        (under,) = (each for each in given if each is not scripts[0])
+        return [_over(scripts[0], under), *(each for each in documents if each not in given)]
+    return documents
 
 
 def _named(document: Document, said: Any, settings: Settings) -> Document:

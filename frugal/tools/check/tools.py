@@ -15,7 +15,7 @@ import msgspec
 
 from frugal.config.adapters import ALL_LINEAR, Lora
 from frugal.config.optimizers import Optimizer
-from frugal.errors import RequestError
+from frugal.errors import RequestError, refuse
 from frugal.tools.check import command_line
 from frugal.tools.check.document import MAY_DECIDE_MEMORY, NAMES, Document, Place, Settings, Tool
 
@@ -182,6 +182,10 @@ def read(document: Document) -> Settings:
             settings.place("sequence_parallel"),
         )
     refuse_other_splits(settings, said)
+    init = said.get("model_init_kwargs")
+    said["dtype"] = init.get("dtype", said.get("dtype")) if isinstance(init, dict) else said.get("dtype")
+    if document.tool == "trl":
+        settings.deviate("TRL's loss, which never holds whole logits, is evaluated as frugal's tiled loss")
     if document.tool == "axolotl":
         _fused_losses(settings)
     if document.tool in ("transformers", "trl"):
@@ -200,18 +204,15 @@ def _refuse_other_work(document: Document) -> None:
     says = {key for key in _OF_TRAINING.split() if document.content.get(key) is not None}
     only_predicts = document.content.get("do_predict") and not document.content.get("do_train")
     if only_predicts or not (says or {"output_dir", "deepspeed"} <= document.content.keys()):
-        names = document.content.get(command_line.FILES, ())
-        missing = [name for name in names if command_line.beside(document.path, name) is None]
-        without = (
-            f"{', '.join(missing)} is not there"
-            if missing
-            else f"it has no batch, learning rate or duration of {NAMES[document.tool]}"
-        )
-        raise RequestError(
-            f"{document.path} trains nothing",
-            because="it predicts without `do_train`" if only_predicts else without,
-            hint="give the file, or the script, that starts the training",
-        )
+        missing = " or ".join(command_line.missing(document.path, document.content))
+        refuse(
+            (missing, f"{document.path} reads its settings from {missing}, which is not there",
+             "it has no batch, learning rate or duration itself", f"give both: frugal check {document.path} FILE"),
+            (True, f"{document.path} trains nothing",
+             "it predicts without `do_train`" if only_predicts
+             else f"it has no batch, learning rate or duration of {NAMES[document.tool]}",
+             "give the file, or the script, that starts the training"),
+        )  # fmt: skip
 
 
 _METHOD = re.compile(
