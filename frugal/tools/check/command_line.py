@@ -111,6 +111,7 @@ def _flags(words: Sequence[str], variables: dict[str, str], text: str) -> tuple[
         for flag in re.findall(r"--([\w-]+)", line):
             lines.setdefault((flag.replace("-", "_"),), number)
     config = content.get("config")
+    config = config[0] if isinstance(config, list) else config
     if isinstance(config, str):  # `--config FILE` of TRL's scripts
         content[FILES] = [*content[FILES], config]
     return content, lines

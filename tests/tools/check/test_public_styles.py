@@ -190,7 +190,7 @@ def test_a_file_that_a_script_reads_and_that_is_not_there_is_named(tmp_path: Pat
             of(tmp_path, ("a.sh", f"axolotl train {name}"), ("b.yaml", ""))
 
 
-@pytest.mark.parametrize("config", ["$1", "recipes/$NAME.yaml"])
+@pytest.mark.parametrize("config", ["$1", "recipes/$NAME.yaml", "$1 $MORE"])
 @pytest.mark.parametrize("is_first", [True, False])
 def test_settings_that_a_scripts_caller_names_are_those_that_are_given_with_it(
     config: str, is_first: bool, tmp_path: Path
