@@ -19,7 +19,8 @@ from frugal.errors import FrugalError, RequestError
 from frugal.tools.check import out_of_memory, report
 from frugal.tools.check.checked import Check, check
 from frugal.tools.check.document import Tool
-from frugal.tools.check.gather import FLAGS, gather
+from frugal.tools.check.gather import gather
+from frugal.tools.check.tools import FLAGS
 
 
 class _Documented(SettingsCommand):

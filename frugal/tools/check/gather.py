@@ -15,9 +15,6 @@ from frugal.errors import RequestError, failure
 from frugal.tools.check import command_line, deepspeed_json, tools
 from frugal.tools.check.document import AUTO, NAMES, Document, Settings, Tool, read
 
-FLAGS = ("model", "task", "seq_len", "micro_batch", "accumulation_steps", "precision", "lora")
-"""Settings of frugal's own that a command may give, for what the files leave open; they win over the files."""
-
 
 def gather(
     paths: Sequence[Path], flags: Mapping[str, Any], tool: Tool | None = None
@@ -40,8 +37,9 @@ def gather(
                 f"{other.path} and {document.path} are both files of {NAMES[document.tool]}",
                 hint="check them one by one: of each kind a run has one",
             )
+    given = [name for name in tools.FLAGS if flags.get(name) is not None]
     trainer, launcher, config = (by_kind.get(kind) for kind in ("trainer", "accelerate", "deepspeed"))
-    settings = tools.read(trainer) if trainer else Settings(tool="accelerate" if launcher else "DeepSpeed")
+    settings = tools.read(trainer, given) if trainer else Settings(tool="accelerate" if launcher else "DeepSpeed")
     named = None if trainer is None else trainer.content.get(command_line.LAUNCHER, {}).get("config_file")
     if trainer is not None and named and launcher is None:
         settings.refuse(
@@ -68,10 +66,9 @@ def gather(
                 hint="leave one of them out",
             )
         deepspeed_json.read(config, settings)
-    for name in FLAGS:
-        if flags.get(name) is not None:
-            setattr(settings, name, flags[name])
-            settings.places.pop(name, None)
+    for name in given:
+        setattr(settings, name, flags[name])
+        settings.places.pop(name, None)
     return settings, documents
 
 

@@ -5,7 +5,7 @@
 
 import re
 import tomllib
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import fields
 from functools import cache, partial
 from importlib.resources import files
@@ -18,6 +18,9 @@ from frugal.config.optimizers import Optimizer
 from frugal.errors import RequestError, refuse
 from frugal.tools.check import command_line
 from frugal.tools.check.document import MAY_DECIDE_MEMORY, NAMES, Document, Place, Settings, Tool
+
+FLAGS = ("model", "task", "seq_len", "micro_batch", "accumulation_steps", "precision", "lora")
+"""Settings of frugal's own that a command may give, for what the files leave open; they win over the files."""
 
 PEFTS_OWN = "(peft's own)"
 """A placeholder for the target modules that peft chooses where none are named."""
@@ -69,9 +72,12 @@ def take(document: Document, settings: Settings, table: Mapping[str, Any], *pref
     for kind in KINDS:
         for name, row in table.get(kind, {}).items():
             known |= set(row.split())
-            if (field := _first_set(row, content, (None,))) is not None:
+            if (field := _first_set(row, content, (None,))) is not None and name not in settings.given:
                 settings.places[name] = place_of(field)
-                said[name] = _converted(content[field], kind, field, settings.places[name])
+                flag = (
+                    f"say --{name.replace('_', '-')}" if name in FLAGS else "write the value into a copy of the script"
+                )
+                said[name] = _converted(content[field], kind, field, settings.places[name], flag)
     for row, why in table.get("deviations", {}).items():
         known |= {each.partition("=")[0] for each in row.split()}
         if (field := _first_set(row, content)) is not None:
@@ -111,7 +117,7 @@ def _first_set(row: str, content: Mapping[str, Any], off: Sequence[Any] = _OFF) 
     return None
 
 
-def _converted(value: Any, kind: str, key: str, place: Place) -> Any:
+def _converted(value: Any, kind: str, key: str, place: Place, way_out: str) -> Any:
     """Return a value as one of `KINDS`, also where a number is given as text: YAML 1.1 reads `2e-5` as text."""
     wanted, must_be = KINDS[kind]
     if kind == "text":
@@ -127,7 +133,7 @@ def _converted(value: Any, kind: str, key: str, place: Place) -> Any:
         raise RequestError(
             f"`{key}` in {place} is {value!r}",
             because="its value is only known when the script runs" if is_open else f"it must be {must_be}",
-            hint="write the value into a copy of the script" if is_open else None,
+            hint=way_out if is_open else None,
         ) from None
 
 
@@ -135,13 +141,13 @@ def _written(key: str, value: Any) -> str:
     return f"`{key}`" if isinstance(value, bool | dict | list) else f"`{key}: {value}`"
 
 
-def read(document: Document) -> Settings:
-    """Return the settings in a trainer's file.
+def read(document: Document, given: Collection[str] = ()) -> Settings:
+    """Return the settings in a trainer's file, but for those of `FLAGS` that are `given` otherwise.
 
     Raises:
         RequestError: a value is of the wrong kind.
     """
-    settings = Settings(tool=NAMES[document.tool], fills_auto=True)
+    settings = Settings(tool=NAMES[document.tool], fills_auto=True, given=given)
     settings.gpus, settings.nodes = command_line.num_processes(document.content)
     settings.expandable_segments = command_line.expandable_segments(document.content)
     _refuse_other_work(document)

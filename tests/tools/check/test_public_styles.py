@@ -207,6 +207,15 @@ def test_settings_that_a_scripts_caller_names_are_those_that_are_given_with_it(
     assert (made.tool, made.micro_batch, made.gpus) == ("TRL", 3, 4) and "run_grpo.py says GRPO" in why(made)
 
 
+def test_a_size_that_is_known_when_the_script_runs_is_asked_for_and_taken_from_the_flag(tmp_path: Path) -> None:
+    (tmp_path / "a.sh").write_text(f"python x.py {TRAINS} --per_device_train_batch_size $2 --max_length $N\n")
+    with pytest.raises(RequestError, match="'\\$N'") as error:
+        gather([tmp_path / "a.sh"], {"micro_batch": 4})
+    assert error.value.hint == "say --seq-len"
+    made, _ = gather([tmp_path / "a.sh"], {"micro_batch": 4, "seq_len": 9})
+    assert (made.micro_batch, made.seq_len) == (4, 9)
+
+
 @pytest.mark.parametrize("key", ["dataset_num_proc: 4", "dataset_train_split: train", "max_prompt_length: 512"])
 def test_trl_is_known_by_fields_that_trainer_lacks(key: str, tmp_path: Path) -> None:
     assert of(tmp_path, ("a.yaml", f"model_name_or_path: base\nper_device_train_batch_size: 2\n{key}\n")).tool == "TRL"
