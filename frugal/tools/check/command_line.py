@@ -82,8 +82,8 @@ def _first(words: Sequence[str]) -> int:
     names = [re.sub(r"^(python)[\d.]+$", r"\1", Path(word).name) for word in words]
     first = next((i for i, word in enumerate(words) if not re.match(r"[A-Za-z_]\w*=", word)), len(words))
     if names[first:] and names[first] not in (*_STARTS, *_PRINTS):  # of srun, uv run, timeout, a function's "$@"
-        starts = (i for i in range(first + 1, len(words)) if names[i] in _STARTS)
-        return next((i for i in starts if _TRAINS.search(" ".join(words[i:]))), len(words))
+        later = range(first + 1, len(words))
+        return next((i for i in later if names[i] in _STARTS and _TRAINS.search(" ".join(words[i:]))), len(words))
     return first if names[first:] and names[first] in _STARTS else len(words)
 
 

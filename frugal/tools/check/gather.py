@@ -96,8 +96,7 @@ def _joined(documents: list[Document]) -> list[Document]:
     given = [each for each in documents if not {"deepspeed", "accelerate"} & {each.tool}]
     scripts = [each for each in given if command_line.missing(each.path, each.content)]
     if len(given) == 2 and len(scripts) == 1:
-        (under,) = (each for each in given if each is not scripts[0])
-        return [_over(scripts[0], under), *(each for each in documents if each not in given)]
+        return [_over(scripts[0], given[given[0] is scripts[0]]), *(each for each in documents if each not in given)]
     return documents
 
 

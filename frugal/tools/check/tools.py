@@ -15,6 +15,7 @@ import msgspec
 
 from frugal.config.adapters import ALL_LINEAR, Lora
 from frugal.config.optimizers import Optimizer
+from frugal.config.request import Precision
 from frugal.errors import RequestError, refuse
 from frugal.tools.check import command_line
 from frugal.tools.check.document import MAY_DECIDE_MEMORY, NAMES, Document, Place, Settings, Tool
@@ -165,9 +166,8 @@ def read(document: Document, given: Collection[str] = ()) -> Settings:
     if settings.accumulation_steps is None:  # axolotl's `batch_size` is that of a GPU in all its forwards
         settings.accumulation_steps = max(1, said.get("batch_of_gpu", 0) // (said["micro_batch"] or 1))
     bf16 = str(said.get("bf16", said["precision"] != "fp32")).lower()  # axolotl's is true, false, auto or full
-    settings.precision = "fp16" if said.get("fp16") else "fp32" if bf16 == "false" else "bf16"
-    if said.get("pure_bf16"):
-        settings.precision = "bf16"
+    of_flags: Precision = "fp16" if said.get("fp16") else "fp32" if bf16 == "false" else "bf16"
+    settings.precision = "bf16" if said.get("pure_bf16") else of_flags
     take_optimizer(settings, said["optim"], settings.place("optim"))
     recomputes = str(said.get("activation_checkpointing", False)).lower() != "false"  # axolotl's may be a word
     settings.activation_checkpointing = recomputes and not said.get("keeps_activations")
@@ -245,11 +245,8 @@ def _adapters(settings: Settings) -> None:
     """Set the adapters and the quantisation of the base weights. No targets leave them to peft."""
     said = settings.raw
     adapter, bits = str(said.get("adapter")).lower(), said.get("bits")
-    settings.quantize = "nf4" if said.get("four_bits") or bits == 4 else None
-    if settings.quantize is None and (said.get("eight_bits") or bits == 8):
-        settings.quantize = "int8"
-    elif adapter == "qlora":
-        settings.quantize = "nf4"
+    has_four, has_eight = said.get("four_bits") or bits == 4, said.get("eight_bits") or bits == 8
+    settings.quantize = "nf4" if has_four else "int8" if has_eight else "nf4" if adapter == "qlora" else None
     if settings.quantize == "nf4" and said.get("nested") is False:
         settings.deviate(
             "scales of 4 bits are evaluated quantised, which takes 0.37 bits a weight less",
