@@ -170,7 +170,9 @@ def _own_step(what: str, num_steps: int | None, values: dict[str, Any]) -> _DryR
                 hint="leave it out, and write it into the script",
             )
     precision = {"precision": "fp32"}  # the script's own is not known; old cards refuse bf16
-    _, cluster, _ = collect(read_settings(values) | precision, asks_data=False)
+    names_card = (values.get("gpu") or values.get("mem")) and not values.get("hostfile")
+    alone = {"gpus": 1} if names_card else {}  # as `python SCRIPT.py` runs it
+    _, cluster, _ = collect(alone | read_settings(values) | precision, asks_data=False)
     if cluster.devices[0].kind != "cuda":
         raise RequestError(f"{what} was given together with --device cpu", because="a step is dry-run for a GPU")
     os.environ.setdefault("DS_ACCELERATOR", "cpu")  # else DeepSpeed says that it chose so
