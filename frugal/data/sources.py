@@ -214,9 +214,9 @@ def _each_file(paths: Iterable[Path]) -> list[DataFile | DocumentSource]:
     return _with_rows(chain.from_iterable(all_or_problems([_or_problem(files_at, path) for path in paths])))
 
 
-def _with_rows(found: Iterable[DataFile]) -> list[DataFile | DocumentSource]:
+def _with_rows(every: Iterable[DataFile]) -> list[DataFile | DocumentSource]:
     """Return files without those that tell of the rows beside them, as a data set's README.md and its licence."""
-    listed = [*found]
+    listed = [*every]
     about = [each for each in listed if each.kind == "text" and _ABOUT.match(Path(each.name).name)]
     if not about or {each.kind for each in listed} <= {"text", "source"}:
         return [*listed]
