@@ -334,9 +334,11 @@ def problems(
         if isinstance(report, UnreachableHost):
             lines.append(f"{host.name} {report.why}")
             continue
-        for name, version in ours.items():
-            if report.versions.get(name) != version:
-                lines.append(f"{host.name} has {name} {report.versions.get(name)}; {here}, this machine, has {version}")
+        lines += [
+            f"{host.name} has {name} {report.versions.get(name)}; {here}, this machine, has {version}"
+            for name, version in ours.items()
+            if report.versions.get(name) != version
+        ]
         lines += [f"{host.name} {text}" for text in _shortages(host, report, kind)]
         if nics is not None and not set(nics.split(",")) <= set(report.networks):
             others = ", ".join(report.networks) or "none"
