@@ -311,7 +311,7 @@ def _compared(one: list[float], other: list[float]) -> dict[str, Any]:
     """
     if len(one) != len(other):
         raise RuntimeError(f"{len(one)} steps and {len(other)}")
-    differences = [abs(a - b) / abs(a) for a, b in zip(one, other, strict=True)]
+    differences = [abs(a - b) / (abs(a) or 1.0) for a, b in zip(one, other, strict=True)]  # emulated losses are 0
     return {"losses": [one, other], "largest_relative_difference": max(differences)}
 
 
