@@ -357,8 +357,10 @@ def _shortages(host: HostfileEntry, report: HostReport, kind: DeviceKind) -> Ite
         memories = host.memory * host.slots if len(host.memory) == 1 else host.memory
         for number, (gpu, memory) in enumerate(zip(report.gpus, memories, strict=False)):
             if gpu.memory_bytes < 0.9 * memory:
-                has = format_bytes(gpu.memory_bytes)
-                yield f"has {has} on GPU {number} ({gpu.name}), its line says {format_bytes(memory)}"
+                yield (
+                    f"has {format_bytes(gpu.memory_bytes)} on GPU {number} ({gpu.name}), "
+                    f"its line says {format_bytes(memory)}"
+                )
     for what, actual, stated in (
         ("host memory", report.memory_bytes, host.host_memory_bytes),
         ("free disk", report.free_disk_bytes, host.disk_bytes),
