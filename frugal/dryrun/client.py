@@ -93,7 +93,6 @@ class DryRunSource:
         self._drafts = self._traces_of(request)
         self._model = model_key(request)
         self._facts: ModelFacts | None = None
-        self._distrusted: set[Strategy] = set()
         self.notes: tuple[str, ...] = ()
         self._profiles: dict[tuple[Strategy, bool], MemoryProfile] = {}
         self._replays_key = digest("replays", self._model)
@@ -103,7 +102,6 @@ class DryRunSource:
         self._outlines_key = digest("outlines", self._model, self._key(), world)
         self._outlines: Outlines = self._cache.read(self._outlines_key, Outlines) or {}
         self._num_outlines = len(self._outlines)
-        self._drafted: dict[str, MemoryProfile] = {}
 
     def __enter__(self) -> "DryRunSource":
         return self
@@ -136,7 +134,7 @@ class DryRunSource:
 
     def prepare(self, strategies: Sequence[Strategy]) -> None:
         """Make everything that profiles of these strategies need, in parallel. Raises as `profile`."""
-        self._drafts.prepare([strategy for strategy in strategies if strategy not in self._distrusted])
+        self._drafts.prepare(strategies)
         is_free = (os.cpu_count() or 1) > 1  # the arithmetic has a core to itself
         if self._will_dry_run and is_free and not self._cache.has(self._kept_key()):
             self._pool.warm_up()  # the winner is dry-run
@@ -149,9 +147,7 @@ class DryRunSource:
             WorkerError: the dry run crashed.
         """
         if (strategy, accumulates) not in self._profiles:
-            costs = None
-            if strategy not in self._distrusted:
-                costs = self._simulated(strategy, accumulates, self._ranks(strategy, MAX_RANKS_SEARCHED))
+            costs = self._simulated(strategy, accumulates, self._ranks(strategy, MAX_RANKS_SEARCHED))
             if costs is None:
                 world = (self.cluster.world_size, self.kind, *self._kernels)
                 key = digest("profile", self._model, self._key(), strategy, accumulates, world)
@@ -170,18 +166,14 @@ class DryRunSource:
     def draft(self, strategy: Strategy, accumulates: bool) -> MemoryProfile | None:
         """Return the profile without the allocator's part, where arithmetic is enough. Raises as `profile`."""
         key = digest(strategy, accumulates)
-        if strategy in self._distrusted:
-            return None
         if key not in self._outlines:
             if self._drafts.trace(strategy) is None:
                 return None
             full = self.profile(strategy, accumulates)
-            ranks = tuple(replace(rank, timeline=rank.timeline.outline, known={}) for rank in full.ranks)
-            self._outlines[key] = full.costs.work, ranks
-        if key not in self._drafted:
-            outlined = self._profile(strategy, *self._outlines[key])
-            self._drafted[key] = replace(outlined, loading=self._loading(strategy), counts_slack=False)
-        return self._drafted[key]
+            ranks = (replace(rank, timeline=rank.timeline.outline, known={}) for rank in full.ranks)
+            self._outlines[key] = full.costs.work, tuple(ranks)
+        outlined = self._profile(strategy, *self._outlines[key])
+        return replace(outlined, loading=self._loading(strategy), counts_slack=False)
 
     def num_layers(self, strategy: Strategy) -> int:
         """Return the model's layers, as far as a trace that `strategy` needs knows of them. Raises as `profile`."""
@@ -199,15 +191,6 @@ class DryRunSource:
             why_not = self._drafts.why_not_mixed(strategy)
             self._cache.write(key, why_not)
         return why_not
-
-    def distrust(self, strategy: Strategy) -> bool:
-        """Profile `strategy` by dry runs from now on; return False if that is so already."""
-        if strategy in self._distrusted or self._drafts.trace(strategy) is None:
-            return False
-        self._distrusted.add(strategy)
-        for accumulates in (False, True):
-            self._profiles.pop((strategy, accumulates), None)
-        return True
 
     def dry_run(
         self, strategy: Strategy, micro_batch: int, accumulation_steps: int, device: Device | None = None
@@ -319,16 +302,15 @@ class DryRunSource:
         steps = min(accumulation_steps, 2)
         ranks = self._ranks(strategy, MAX_RANKS_DRY_RUN)
         dry_run = partial(self._dry_run, strategy, (micro_batch,), steps, exact=self.kind == "cuda")
-        is_known = len(ranks) > 1 and strategy not in self._distrusted
-        drafted = self._simulated(strategy, steps > 1, ranks) if is_known else None
+        drafted = self._simulated(strategy, steps > 1, ranks) if len(ranks) > 1 else None
         if drafted is None:
             return dry_run(ranks)
         first, second = fullest_drafted(drafted, micro_batch)
         if second.timeline.peak_bytes(micro_batch) > first.timeline.peak_bytes(micro_batch):
             return dry_run((first.rank, second.rank))
         dry_runs = dry_run((first.rank,))
-        both = (first, *rank_memories(dry_runs, (first.rank,)))
-        by_arithmetic, as_run = (needed_bytes(each, drafted, micro_batch) for each in both)
+        (run,) = rank_memories(dry_runs, (first.rank,))
+        by_arithmetic, as_run = (needed_bytes(each, drafted, micro_batch) for each in (first, run))
         is_confirmed = abs(by_arithmetic - as_run) <= SMALLEST_BLOCK
         return dry_runs if is_confirmed else dry_runs + dry_run((second.rank,))
 
@@ -543,9 +525,12 @@ def fullest_drafted(drafted: MemoryProfile, micro_batch: int) -> tuple[RankMemor
     def live_bytes(rank: RankMemory) -> int:
         return rank.timeline.peak_bytes(micro_batch)
 
-    ranks = drafted.ranks[::-1]
-    first = max(ranks, key=lambda rank: (needed_bytes(rank, drafted, micro_batch), live_bytes(rank)))
-    return first, max((rank for rank in ranks if rank is not first), key=live_bytes)
+    first, *others = sorted(
+        drafted.ranks,
+        key=lambda rank: (needed_bytes(rank, drafted, micro_batch), live_bytes(rank), rank.rank),
+        reverse=True,
+    )
+    return first, max(others, key=live_bytes)
 
 
 def needed_bytes(rank: RankMemory, drafted: MemoryProfile, micro_batch: int) -> int:

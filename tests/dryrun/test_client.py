@@ -125,16 +125,6 @@ def test_so_it_is_under_other_strategies(dry_runs: DryRunSource, strategy: Strat
     assert fitted.host_bytes_per_node == pytest.approx(direct.host_bytes_per_node, rel=SCALARS)
 
 
-def test_what_is_distrusted_is_profiled_by_dry_runs_to_the_byte(dry_runs: DryRunSource, request_: Request) -> None:
-    made = DryRunSource(request_, dry_runs.cluster, dry_runs._cache.folder, pool=dry_runs._pool)  # type: ignore[arg-type]  # it has one
-    assert made.draft(STRATEGY, True) is not None
-    assert made.distrust(STRATEGY)
-    direct = made.dry_run(STRATEGY, 4, accumulation_steps=8)
-    assert made.profile(STRATEGY, True).memory(4, device()).live_bytes == direct.live_bytes
-    assert made.draft(STRATEGY, True) is None
-    assert not made.distrust(STRATEGY)
-
-
 def test_a_draft_is_the_profile_without_the_allocator_and_is_kept_without_traces(
     dry_runs: DryRunSource, request_: Request
 ) -> None:

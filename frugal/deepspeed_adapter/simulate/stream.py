@@ -83,13 +83,13 @@ class PinnedBlocks:
 
     def __init__(self, stream: Stream, kind: DeviceKind) -> None:
         self._stream = stream
-        self._is_device = kind == "cpu"
+        self.is_device = kind == "cpu"
         self.allocator = HostAllocator()
         self._storages: list[tuple[int, bool]] = []  # bytes, and whether they are pinned
 
     def born(self, size_bytes: int, operator: str, category: int = TEMPORARY, *, pinned: bool = False) -> int:
         """Begin a storage and return its number."""
-        if self._is_device:
+        if self.is_device:
             return self._stream.born(size_bytes, operator, category)
         self.allocator.allocate(size_bytes, pinned=pinned)
         self._storages.append((size_bytes, pinned))
@@ -97,11 +97,11 @@ class PinnedBlocks:
 
     def beside(self, size_bytes: int) -> int:
         """Begin a storage on the host of a device; -1 where the host is the device, which has it already."""
-        return -1 if self._is_device else self.born(size_bytes, "aten.empty.memory_format")
+        return -1 if self.is_device else self.born(size_bytes, "aten.empty.memory_format")
 
     def dies(self, storage: int) -> None:
         """End a storage; -1: there is none."""
-        if self._is_device:
+        if self.is_device:
             self._stream.dies(storage)
         elif storage >= 0:
             size_bytes, pinned = self._storages[storage]
@@ -109,7 +109,7 @@ class PinnedBlocks:
 
     def pinned(self, storage: int, *, keep: bool = False) -> int:
         """Return a copy of a storage in pinned memory, in place of it unless it is kept; on a CPU itself."""
-        if self._is_device:
+        if self.is_device:
             return storage
         copy = self.born(HostAllocator.pinned_bytes(self._storages[storage][0]), "pin memory", pinned=True)
         if not keep:
