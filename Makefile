@@ -63,7 +63,7 @@ contract: setup
 	$(CONTRACT)/bin/python -m frugal.deepspeed_adapter.contract $(wildcard $(VENV)/lib/python*/site-packages/deepspeed)
 	$(call pytest_in,$(CONTRACT)/bin) tests/test_internals.py tests/deepspeed_adapter/test_contract.py
 	$(call pytest_in,$(CONTRACT)/bin) tests/deepspeed_adapter/test_simulate.py tests/deepspeed_adapter/test_zero3_graph.py
-	$(call pytest_in,$(CONTRACT)/bin) tests/engine/test_exactness.py tests/dryrun/test_truth.py
+	$(call pytest_in,$(CONTRACT)/bin) tests/engine/test_exactness.py tests/engine/test_not_finite.py tests/dryrun/test_truth.py
 	$(call pytest_in,$(CONTRACT)/bin) -m "" tests/faults
 
 # Whether the tests of planning notice when its arithmetic is wrong; with WORDS only some of the mutants.

@@ -48,7 +48,7 @@ class StorageWatch(torch_internals.DispatchMode):
 
     A storage that existed before the mode is not born, whatever views of it appear: an output is new only if no
     input has its storage. The mode changes no value and no lifetime, with one correction: while any mode is active
-    autograd sums gradients out of place, which `_added_in_place` undoes.
+    autograd writes some results out of place, which `_is_in_place` undoes.
     """
 
     def __init__(self) -> None:
@@ -57,6 +57,7 @@ class StorageWatch(torch_internals.DispatchMode):
         self.looks_inside = True
         self.num_operators = 0
         self._known: dict[int, int] = {}  # address of a live storage -> its bytes
+        self._zeros = 0  # address of the storage that was born last, if it is of zeros
         self._random_states = (
             patch.object(torch, "get_rng_state", partial(self._random_state, torch.get_rng_state)),
             patch.object(torch.random, "fork_rng", partial(_forked, torch.random.fork_rng)),
@@ -118,8 +119,8 @@ class StorageWatch(torch_internals.DispatchMode):
         self.num_operators += 1
         if func in _VIEWS or (func not in _OTHERS and _is_view(func)):
             return func(*args, **(kwargs or {}))
-        if func is aten.add.Tensor and _added_in_place(args, _caller(sys._getframe(1))):
-            return aten.add_.Tensor(args[0], args[1])
+        if func in _IN_PLACE_IN_BACKWARD and self._is_in_place(func, args, _caller(sys._getframe(1))):
+            return _IN_PLACE_IN_BACKWARD[func](*args, **(kwargs or {}))
         out = self.execute(func, args, kwargs or {})
         if isinstance(out, Tensor):
             self._see(out, func, args)
@@ -142,7 +143,20 @@ class StorageWatch(torch_internals.DispatchMode):
         else:
             weakref.finalize(storage, self._gone, address).atexit = False
         self._known[address] = size
+        self._zeros = address if operator in _ZEROS else 0
         self.born(address, size, tensor, operator)
+
+    def _is_in_place(self, func: Any, args: tuple[Any, ...], caller: Any) -> bool:
+        """Return whether autograd would write the result into its first input where no mode is active: a sum of two
+        gradients into a buffer nobody else holds, both conditions of a clamp, parts of a gradient into zeros.
+
+        The caller must be the engine: what a hook in Python runs is out of place.
+        """
+        if caller.f_code is not torch_internals.RUN_BACKWARD or torch.is_grad_enabled():
+            return False
+        if func is aten.add.Tensor:
+            return _has_one_owner(args[0], args[1])
+        return func is aten.logical_and.default or torch_internals.address(args[0]) == self._zeros
 
     def _gone(self, address: int) -> None:
         self.died(address, self._known.pop(address))
@@ -173,16 +187,22 @@ def _caller(frame: Any) -> Any:
     return frame
 
 
-def _added_in_place(args: tuple[Any, ...], caller: Any) -> bool:
-    """Return whether `args[0] + args[1]` is autograd's own sum of two gradients, into a buffer nobody else holds.
+_IN_PLACE_IN_BACKWARD = {
+    aten.add.Tensor: aten.add_.Tensor, aten.logical_and.default: aten.logical_and_.default,
+    aten.scatter_add.default: aten.scatter_add_.default, aten.scatter.src: aten.scatter_.src,
+    aten.scatter.value: aten.scatter_.value, aten.index_put.default: aten.index_put_.default,
+}  # fmt: skip
+"""Operators that autograd runs in place where no mode is active (FunctionsManual.cpp), and how."""
 
-    Without a dispatch mode `InputBuffer::accumulate` would then add in place (torch/csrc/autograd/input_buffer.cpp),
-    if tensor and storage have one reference each. Here Python adds one reference to the storage, and the call three
-    to the tensor. The caller must be the engine: a hook in Python that adds two tensors has as many references.
+_ZEROS = {aten.zeros.default, aten.new_zeros.default, aten.zeros_like.default}
+
+
+def _has_one_owner(buffer: Tensor, other: Any) -> bool:
+    """Return whether `buffer + other` are two gradients of which the first is held by autograd alone.
+
+    `InputBuffer::accumulate` (torch/csrc/autograd/input_buffer.cpp) then adds in place: tensor and storage have one
+    reference each. Here Python adds one reference to the storage, and the call three to the tensor.
     """
-    if caller.f_code is not torch_internals.RUN_BACKWARD or torch.is_grad_enabled():
-        return False
-    buffer, other = args[0], args[1]
     return (
         isinstance(other, Tensor)
         and buffer.shape == other.shape

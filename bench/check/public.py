@@ -78,11 +78,12 @@ class Reading(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
         return tuple(None if part.strip() == "?" else int(part) for part in self.batch.partition("/")[0].split("x"))
 
     @property
-    def flags(self) -> dict[str, int]:
+    def flags(self) -> dict[str, Any]:
         """Settings that a user has to give."""
         micro, steps, _ = self.parts
         of_nobody = not self.batch and self.outcome == "verdict"
         return {
+            **({"precision": "bf16"} if self.tool == "DeepSpeed" else {}),  # of an `auto` that no tool fills in
             **({"micro_batch": MICRO_BATCH} if micro is None and ("x" in self.batch or of_nobody) else {}),
             **({"accumulation_steps": STEPS} if steps is None and ("x" in self.batch or of_nobody) else {}),
         }

@@ -85,11 +85,15 @@ class Check:
 
 @dataclass
 class Runner:
-    """Starts commands of this project on the GPU, each of which ends at the deadline of its check."""
+    """Starts commands of this project on the GPU, each of which ends at the deadline of its check.
+
+    `precision`: of plans that ask for none.
+    """
 
     python: str
     environment: Mapping[str, str]
     deadline: float = 0.0
+    precision: str = "bf16"
 
     def __call__(self, *words: object, until: Callable[[], bool] | None = None) -> tuple[int, str]:
         """Run `python -m WORDS`; return its exit code and output. `until`: when to interrupt it, as Ctrl-C does.
@@ -130,7 +134,8 @@ def main() -> int:
     if asked.emulated:
         python, given = emulated.python(), emulated.environment(asked.emulated)
     runner = Runner(python, given | {"HF_HUB_OFFLINE": "1"}, end)
-    device = _device(runner)
+    device, capability = _device(runner)
+    runner.precision = "bf16" if capability >= 8 else "fp16"
     out = asked.out or RESULTS / f"gpu-owed-{device.lower().replace(' ', '-')}.json"
     chosen = [each for each in checks(out.with_suffix("")) if _is_asked_for(each, asked.only)]
     rows: dict[str, Any] = {}
@@ -190,12 +195,14 @@ def checks(folder: Path) -> Iterator[Check]:
     )
 
 
-def _device(runner: Runner) -> str:
-    code = "import torch; print(torch.cuda.get_device_properties(0).name)"
+def _device(runner: Runner) -> tuple[str, int]:
+    """The GPU's name, and its compute capability's first number: bf16 needs 8."""
+    code = "import torch; found = torch.cuda.get_device_properties(0); print(found.name); print(found.major)"
     done = subprocess.run([runner.python, "-c", code], env=dict(runner.environment), capture_output=True, text=True)
     if done.returncode:
         raise SystemExit(f"error: no GPU\n  because {done.stderr.strip().splitlines()[-1]}")
-    return done.stdout.strip().splitlines()[-1]
+    name, major = done.stdout.strip().splitlines()[-2:]
+    return name, int(major)
 
 
 def _ended(done: tuple[int, str], codes: tuple[int, ...] = (0,)) -> str:
@@ -229,7 +236,7 @@ def _planned(run: Runner, folder: Path, *flags: str) -> Plan:
     folder.mkdir(exist_ok=True)
     setting = dict(flag.split("=", 1) for flag in flags if flag == PLAIN_SEGMENTS)
     planner = Runner(run.python, {**run.environment, **setting}, run.deadline)
-    asked = [*PLANNED, *(flag for flag in flags if flag != PLAIN_SEGMENTS)]
+    asked = [*PLANNED, "--precision", run.precision, *(flag for flag in flags if flag != PLAIN_SEGMENTS)]
     if LORA[0] in flags:
         subprocess.run([run.python, "-c", PRETRAINED.format(folder / "model")], env=dict(run.environment), check=True)
         asked += ["--model", str(folder / "model")]
@@ -304,7 +311,7 @@ def _compared(one: list[float], other: list[float]) -> dict[str, Any]:
     """
     if len(one) != len(other):
         raise RuntimeError(f"{len(one)} steps and {len(other)}")
-    differences = [abs(a - b) / abs(a) for a, b in zip(one, other, strict=True)]
+    differences = [abs(a - b) / (abs(a) or 1.0) for a, b in zip(one, other, strict=True)]  # emulated losses are 0
     return {"losses": [one, other], "largest_relative_difference": max(differences)}
 
 

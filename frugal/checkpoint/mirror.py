@@ -136,8 +136,9 @@ class Mirror:
             except Exception as error:  # a storage's library may raise anything
                 why = storages.explained(error)
                 if why != self._why:
-                    said = f"warning: the mirror {self._address} cannot be written ({why}); training goes on"
-                    rank_logs.to_console(said)
+                    rank_logs.to_console(
+                        f"warning: the mirror {self._address} cannot be written ({why}); training goes on"
+                    )
                 self._why = why
                 wait = RETRY_SECONDS[0] if is_last else min(2 * wait, RETRY_SECONDS[1])
                 continue

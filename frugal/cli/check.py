@@ -12,14 +12,14 @@ from frugal.cli.terminal import waiting
 from frugal.config.adapters import Lora
 from frugal.config.hardware import cuda_allocator
 from frugal.config.hardware.build_cluster import ClusterSettings
-from frugal.config.hardware.cluster import CARDS
 from frugal.config.request import Request
 from frugal.distributed.env import silence_libraries
 from frugal.errors import FrugalError, RequestError
 from frugal.tools.check import out_of_memory, report
 from frugal.tools.check.checked import Check, check
 from frugal.tools.check.document import Tool
-from frugal.tools.check.gather import FLAGS, gather
+from frugal.tools.check.gather import gather
+from frugal.tools.check.tools import FLAGS
 
 
 class _Documented(SettingsCommand):
@@ -104,8 +104,6 @@ def _checked(paths: Sequence[Path], tool: Tool | None, log: Path | None, values:
     if settings.expandable_segments is None:
         settings.expandable_segments = cuda_allocator.expandable(os.environ)
     hardware = {name: value for name, value in values.items() if value is not None}
-    if "gpu" in hardware:
-        hardware["gpu"] = ",".join(map(_card, hardware["gpu"].split(",")))
     message = None if log is None else out_of_memory.read(log)
     here = None
     if not {"gpu", "mem", "hostfile"} & hardware.keys():
@@ -119,9 +117,3 @@ def _checked(paths: Sequence[Path], tool: Tool | None, log: Path | None, values:
             settings, documents, hardware, calibration=calibration, unnamed=unnamed, with_plan=with_plan,
             message=message,
         )  # fmt: skip
-
-
-def _card(name: str) -> str:
-    """Return a known card, if its name without the memory is that of one card only."""
-    known = [card for card in CARDS if card.startswith(f"{name}-")]
-    return known[0] if name not in CARDS and len(known) == 1 else name

@@ -3,7 +3,8 @@
 What cannot be a sample is counted, and reported with the samples.
 """
 
-from collections.abc import Iterable, Iterator, Sequence
+import re
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, field
 from fractions import Fraction
@@ -30,6 +31,9 @@ from frugal.errors import RequestError, refuse
 from frugal.units import plural
 
 _FLUSH_CHARACTERS = 1 << 20  # tokenised and written together
+
+_WORD = re.compile(r"[^\W\d_]{2}")
+_SHOWN = 4  # columns that a hint names
 
 Document = tuple[str, tuple[Any, ...]]
 """Where it is (`file:line`), and the values of its columns: texts and a class, or one row of a format and its name."""
@@ -103,8 +107,10 @@ class SampleMaker:
              "take the byte tokenizer, or the model's own"),
         )  # fmt: skip
 
-    def check_columns(self, name: str, row_columns: Sequence[str]) -> None:
+    def check_columns(self, name: str, row_columns: Sequence[str], first: Mapping[str, Any] = {}) -> None:
         """Refuse a source that lacks a needed column. For language models, set `format` by the columns.
+
+        Of the `first` row only the columns with words are told, the longest first.
 
         Raises:
             RequestError: it lacks one, or its rows fit several formats.
@@ -122,6 +128,9 @@ class SampleMaker:
         others = [str(column) for column in row_columns if column is not None]
         if len(others) == 1 and ";" in others[0]:
             hint = "its fields are separated by `;`: save it with commas, or with tabs as .tsv"
+        words = [column for column, value in first.items() if isinstance(value, str) and _WORD.search(value)]
+        words = sorted(words, key=lambda column: len(first[column]), reverse=True)
+        hint += f"; there is text in {', '.join(words[:_SHOWN])}" if words else ""
         because = f"its columns are {', '.join(others)}" if others else "it has no columns"
         refuse(*(
             (column not in row_columns, f"{name} has no column `{column}`", because, hint.format(role=role))
@@ -386,7 +395,7 @@ def _checked_rows(maker: SampleMaker, sources: Sequence[DocumentSource]) -> Iter
             rows = source.rows(maker.columns)
             for where, row in rows:
                 if isinstance(row, dict):
-                    maker.check_columns(source.name, source.columns or tuple(flat(row)))
+                    maker.check_columns(source.name, source.columns or tuple(flat(row)), flat(row))
                     if source.fingerprint.startswith("text:"):
                         maker.report.running = [*maker.report.running, source.name][:NAMED]
                     yield from () if problems else chain([(where, row)], rows)

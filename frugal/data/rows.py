@@ -21,7 +21,7 @@ from dataclasses import dataclass, field
 from os import fsencode
 from pathlib import Path, PurePosixPath
 from typing import IO, Any, AnyStr
-from zipfile import BadZipFile, ZipFile
+from zipfile import BadZipFile, ZipFile, is_zipfile
 
 import msgspec
 import pyarrow as pa  # type: ignore[import-untyped]  # it has no type hints
@@ -98,7 +98,7 @@ class DataFile:
         try:
             with ExitStack() as opened:
                 file: Any = opened.enter_context(self.path.open("rb"))
-                if self.member:
+                if self.member or self.path.suffix.lower() == ARCHIVE:
                     file = opened.enter_context(opened.enter_context(ZipFile(file)).open(self.member))
                 if self._reader is not None:
                     file = opened.enter_context(self._reader(file))
@@ -112,10 +112,12 @@ class DataFile:
 def files_at(path: Path) -> list[DataFile]:
     """Return the file at `path`, or those in an archive: sorted, without hidden ones, as in a folder.
 
+    What is no archive is told where it is opened, as other files that are damaged are.
+
     Raises:
-        RequestError: it is no archive, or an empty one.
+        RequestError: it is an empty archive.
     """
-    if path.suffix.lower() != ARCHIVE:
+    if path.suffix.lower() != ARCHIVE or not is_zipfile(path):
         return [DataFile(path)]
     with failure(f"the archive {shown(path)} cannot be read"), ZipFile(path) as archive:
         names = [each.filename for each in archive.infolist() if not each.is_dir()]

@@ -14,6 +14,7 @@ import glob
 import hashlib
 import logging
 import os
+import re
 import stat
 import sysconfig
 from collections import Counter
@@ -51,6 +52,8 @@ logger = logging.getLogger("frugal")
 STDLIB = "stdlib"
 
 MAX_THREADS = 8  # that read files for their hashes
+
+_ABOUT = re.compile(r"(readme|licen[cs]e|notice|citation|changelog)(\.(md|txt|rst))?$", re.IGNORECASE)
 
 _OF_SAVED = ("state.json", "dataset_dict.json")  # a dataset that `datasets` saved has one of these files
 
@@ -164,7 +167,7 @@ def _find(source: str, from_hub: bool) -> list[DataFile | DocumentSource]:
         copies = fetch(source)
         if copies is None:
             return [_saved(source)]
-        return [replace(each, address=name) for name, copy in copies.items() for each in files_at(copy)]
+        return _with_rows(replace(each, address=name) for name, copy in copies.items() for each in files_at(copy))
     if source == STDLIB and not path.exists():
         root = Path(sysconfig.get_path("stdlib"))
         left_out = {
@@ -180,7 +183,7 @@ def _find(source: str, from_hub: bool) -> list[DataFile | DocumentSource]:
     if path.is_file():
         if path.is_relative_to("/dev") or path.is_relative_to("/proc"):
             raise _not_a_file(source, "this process's own")
-        return [*files_at(path)]
+        return _each_file([path])
     if path.is_dir():
         if any((path / name).exists() for name in _OF_SAVED):
             return [_saved(str(path))]
@@ -208,7 +211,17 @@ def _find(source: str, from_hub: bool) -> list[DataFile | DocumentSource]:
 
 
 def _each_file(paths: Iterable[Path]) -> list[DataFile | DocumentSource]:
-    return [*chain.from_iterable(all_or_problems([_or_problem(files_at, path) for path in paths]))]
+    return _with_rows(chain.from_iterable(all_or_problems([_or_problem(files_at, path) for path in paths])))
+
+
+def _with_rows(every: Iterable[DataFile]) -> list[DataFile | DocumentSource]:
+    """Return files without those that tell of the rows beside them, as a data set's README.md and its licence."""
+    listed = [*every]
+    about = [each for each in listed if each.kind == "text" and _ABOUT.match(Path(each.name).name)]
+    if not about or {each.kind for each in listed} <= {"text", "source"}:
+        return [*listed]
+    logger.warning("left out, beside files of rows: %s", names_of([each.name for each in about]))
+    return [each for each in listed if each not in about]
 
 
 def _not_a_file(source: str, kind: str) -> RequestError:

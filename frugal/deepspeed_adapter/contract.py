@@ -121,7 +121,13 @@ NAMES = (
         "optimizer",
     ),
     *needed(_ZERO12, "torch's own is inside", "optimizer"),
-    *needed(_ZERO12, "gradients are checked once, by their norm", "check_overflow(self, partition_gradients)"),
+    *needed(
+        _ZERO12,
+        "gradients are checked once, by their norm",
+        "check_overflow(self, partition_gradients)",
+        "check_grad_overflow",
+    ),
+    *needed(_ZERO3, "the same before 0.19.8", "check_overflow(self)", "_overflow_check_and_loss_scale_update(self)"),
     *needed(_ZERO12, "half precision is averaged right under ZeRO-2, see deepspeed#8224", "gradient_average"),
     *needed(
         _ZERO3,

@@ -21,7 +21,7 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
-from deepspeed.runtime.zero import partitioned_param_coordinator
+from deepspeed.runtime.zero import partitioned_param_coordinator, stage3
 from deepspeed.runtime.zero.partition_parameters import ZeroParamStatus
 from deepspeed.runtime.zero.stage3 import DeepSpeedZeroOptimizer_Stage3
 from deepspeed.runtime.zero.stage_1_and_2 import DeepSpeedZeroOptimizer
@@ -74,13 +74,21 @@ def mend(optimizer: Any, module: nn.Module) -> None:
 
 
 def check_once(optimizer: Any) -> None:
-    """Leave out the search of each gradient for NaN and infinity, a dozen kernels a parameter, at ZeRO-1 and 2.
+    """Have a step whose gradients are not finite change nothing, and search them once.
 
-    DeepSpeed's optimizer also leaves out a step whose gradients have no finite norm, which it computes anyway, in fp64.
-    With gradients in host memory that search is part of copying them.
+    DeepSpeed 0.19.8 leaves out a step without a finite norm, which it computes anyway, in fp64: so its search of each
+    gradient at ZeRO-1 and 2, a dozen kernels a parameter, is left out, unless gradients are in host memory, where it is
+    part of copying them. Before 0.19.8 only that search decides, and is not made in fp32, nor by ZeRO-3 in bf16.
     """
-    if isinstance(optimizer, DeepSpeedZeroOptimizer) and optimizer.compute_grad_norm and not optimizer.cpu_offload:
-        put(optimizer, "check_overflow", lambda partition_gradients: None)
+    norm_decides = hasattr(stage3, "is_invalid_grad_norm")
+    if isinstance(optimizer, DeepSpeedZeroOptimizer):
+        if not norm_decides:
+            put(optimizer, "check_grad_overflow", True)
+        elif not optimizer.cpu_offload:
+            put(optimizer, "check_overflow", lambda partition_gradients: None)
+    elif isinstance(optimizer, DeepSpeedZeroOptimizer_Stage3) and not norm_decides:
+        search_first = in_place_of(optimizer, "_overflow_check_and_loss_scale_update")
+        search_first(lambda update: optimizer.check_overflow() or update())
 
 
 def _trained(optimizer: Any) -> list[tuple[int, Any]]:

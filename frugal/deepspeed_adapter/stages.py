@@ -387,8 +387,8 @@ class Zero3(Zero):
         self._without_trace = PythonState(coordinator)
 
     def masters(self) -> list[Tensor]:
-        on_disk = self.strategy.offload_optimizer == "nvme"  # they come from it and go back there, one by one
-        return [] if on_disk else self.flat_tensors()
+        # from a disk they come, and go back there, one by one
+        return [] if self.strategy.offload_optimizer == "nvme" else self.flat_tensors()
 
     def gathers_by(self, wrap: Wrap) -> None:
         put(self.optimizer, "_post_step", wrap(self.optimizer._post_step))

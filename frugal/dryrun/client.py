@@ -8,6 +8,7 @@ simulation does not cover, and models without a trace, have no draft; they are d
 import os
 from collections.abc import Sequence
 from dataclasses import replace
+from functools import partial
 from math import prod
 from pathlib import Path
 from types import TracebackType
@@ -27,6 +28,7 @@ from frugal.planning.length_bucketing import DrawnRun
 from frugal.planning.memory.allocator import KnownReplays
 from frugal.planning.memory.any_length import AnyLength
 from frugal.planning.memory.breakdown import Loading, MemoryBreakdown, loading_of
+from frugal.planning.memory.caching_allocator import SMALLEST_BLOCK
 from frugal.planning.memory.profile import MemoryProfile, RankMemory, fullest, reserved_with_room
 from frugal.planning.memory.timeline import MICRO_BATCHES, ModelTrace, NotAffineError, Timeline
 from frugal.planning.memory.workspaces import ANY_ROWS, with_scratch, with_workspaces, workspace_bytes
@@ -36,9 +38,9 @@ from frugal.planning.strategy import Strategy
 SAMPLED_MICRO_BATCHES = (1, 2, 4, 8, 16, 32)
 """Samples; dry-run one by one for a model whose storages are no affine functions of the micro-batch."""
 
-MAX_RANKS_SEARCHED, MAX_RANKS_DRY_RUN, MAX_RANKS_DRAFTED = 2, 4, 2
-"""Ranks that a profile is made of, those of one exact dry run (see `likely_fullest`), and how many of these
-are left where arithmetic tells which are the fullest (`fullest_drafted`)."""
+MAX_RANKS_SEARCHED, MAX_RANKS_DRY_RUN = 2, 4
+"""Ranks that a profile is made of, and those of one exact dry run (see `likely_fullest`), of which one or two are left
+where arithmetic tells which are the fullest (`fullest_drafted`)."""
 
 
 Outlines = dict[str, tuple[Work, tuple[RankMemory, ...]]]
@@ -91,7 +93,6 @@ class DryRunSource:
         self._drafts = self._traces_of(request)
         self._model = model_key(request)
         self._facts: ModelFacts | None = None
-        self._distrusted: set[Strategy] = set()
         self.notes: tuple[str, ...] = ()
         self._profiles: dict[tuple[Strategy, bool], MemoryProfile] = {}
         self._replays_key = digest("replays", self._model)
@@ -101,7 +102,6 @@ class DryRunSource:
         self._outlines_key = digest("outlines", self._model, self._key(), world)
         self._outlines: Outlines = self._cache.read(self._outlines_key, Outlines) or {}
         self._num_outlines = len(self._outlines)
-        self._drafted: dict[str, MemoryProfile] = {}
 
     def __enter__(self) -> "DryRunSource":
         return self
@@ -134,7 +134,7 @@ class DryRunSource:
 
     def prepare(self, strategies: Sequence[Strategy]) -> None:
         """Make everything that profiles of these strategies need, in parallel. Raises as `profile`."""
-        self._drafts.prepare([strategy for strategy in strategies if strategy not in self._distrusted])
+        self._drafts.prepare(strategies)
         is_free = (os.cpu_count() or 1) > 1  # the arithmetic has a core to itself
         if self._will_dry_run and is_free and not self._cache.has(self._kept_key()):
             self._pool.warm_up()  # the winner is dry-run
@@ -147,9 +147,7 @@ class DryRunSource:
             WorkerError: the dry run crashed.
         """
         if (strategy, accumulates) not in self._profiles:
-            costs = None
-            if strategy not in self._distrusted:
-                costs = self._simulated(strategy, accumulates, self._ranks(strategy, MAX_RANKS_SEARCHED))
+            costs = self._simulated(strategy, accumulates, self._ranks(strategy, MAX_RANKS_SEARCHED))
             if costs is None:
                 world = (self.cluster.world_size, self.kind, *self._kernels)
                 key = digest("profile", self._model, self._key(), strategy, accumulates, world)
@@ -168,18 +166,14 @@ class DryRunSource:
     def draft(self, strategy: Strategy, accumulates: bool) -> MemoryProfile | None:
         """Return the profile without the allocator's part, where arithmetic is enough. Raises as `profile`."""
         key = digest(strategy, accumulates)
-        if strategy in self._distrusted:
-            return None
         if key not in self._outlines:
             if self._drafts.trace(strategy) is None:
                 return None
             full = self.profile(strategy, accumulates)
-            ranks = tuple(replace(rank, timeline=rank.timeline.outline, known={}) for rank in full.ranks)
-            self._outlines[key] = full.costs.work, ranks
-        if key not in self._drafted:
-            outlined = self._profile(strategy, *self._outlines[key])
-            self._drafted[key] = replace(outlined, loading=self._loading(strategy), counts_slack=False)
-        return self._drafted[key]
+            ranks = (replace(rank, timeline=rank.timeline.outline, known={}) for rank in full.ranks)
+            self._outlines[key] = full.costs.work, tuple(ranks)
+        outlined = self._profile(strategy, *self._outlines[key])
+        return replace(outlined, loading=self._loading(strategy), counts_slack=False)
 
     def num_layers(self, strategy: Strategy) -> int:
         """Return the model's layers, as far as a trace that `strategy` needs knows of them. Raises as `profile`."""
@@ -197,15 +191,6 @@ class DryRunSource:
             why_not = self._drafts.why_not_mixed(strategy)
             self._cache.write(key, why_not)
         return why_not
-
-    def distrust(self, strategy: Strategy) -> bool:
-        """Profile `strategy` by dry runs from now on; return False if that is so already."""
-        if strategy in self._distrusted or self._drafts.trace(strategy) is None:
-            return False
-        self._distrusted.add(strategy)
-        for accumulates in (False, True):
-            self._profiles.pop((strategy, accumulates), None)
-        return True
 
     def dry_run(
         self, strategy: Strategy, micro_batch: int, accumulation_steps: int, device: Device | None = None
@@ -310,16 +295,24 @@ class DryRunSource:
         )
 
     def dry_runs(self, strategy: Strategy, micro_batch: int, accumulation_steps: int) -> list[DryRun]:
-        """Return the dry runs of the ranks that may be the fullest. Raises as `profile`."""
+        """Return the dry runs of the ranks that may be the fullest. Raises as `profile`.
+
+        One is enough where arithmetic finds no rank fuller, and the dry run needs just what arithmetic says of it.
+        """
         steps = min(accumulation_steps, 2)
         ranks = self._ranks(strategy, MAX_RANKS_DRY_RUN)
-        drafted = self._simulated(strategy, steps > 1, ranks) if len(ranks) > MAX_RANKS_DRAFTED else None
-        if drafted is not None and strategy not in self._distrusted:
-            ranks = fullest_drafted(drafted, micro_batch)
-        dry_runs = self._dry_run(strategy, (micro_batch,), steps, ranks, exact=self.kind == "cuda")
-        if self.kind == "cpu":
-            return dry_runs
-        return [replace(each, timeline=with_workspaces(each.timeline, self._workspace_bytes)) for each in dry_runs]
+        dry_run = partial(self._dry_run, strategy, (micro_batch,), steps, exact=self.kind == "cuda")
+        drafted = self._simulated(strategy, steps > 1, ranks) if len(ranks) > 1 else None
+        if drafted is None:
+            return dry_run(ranks)
+        first, second = fullest_drafted(drafted, micro_batch)
+        if second.timeline.peak_bytes(micro_batch) > first.timeline.peak_bytes(micro_batch):
+            return dry_run((first.rank, second.rank))
+        dry_runs = dry_run((first.rank,))
+        (run,) = rank_memories(dry_runs, (first.rank,))
+        by_arithmetic, as_run = (needed_bytes(each, drafted, micro_batch) for each in (first, run))
+        is_confirmed = abs(by_arithmetic - as_run) <= SMALLEST_BLOCK
+        return dry_runs if is_confirmed else dry_runs + dry_run((second.rank,))
 
     def facts(self) -> ModelFacts:
         """Return the facts of the model that are known before it runs. Raises as `profile`."""
@@ -415,7 +408,7 @@ class DryRunSource:
         """Dry-run each micro-batch and rank, micro-batches outermost.
 
         `exact`: with the scratch of each sum, which is no affine function of the micro-batch, and with all micro-steps
-        of the first optimizer step: they decide which segments the allocator has.
+        of the first optimizer step: they decide which segments the allocator has; and with libraries' workspaces.
         """
         questions = [
             AskDryRun(
@@ -435,7 +428,10 @@ class DryRunSource:
             for micro_batch in micro_batches
             for rank in ranks
         ]
-        return self._pool.ask(questions)
+        dry_runs = self._pool.ask(questions)
+        if not exact:
+            return dry_runs
+        return [replace(each, timeline=with_workspaces(each.timeline, self._workspace_bytes)) for each in dry_runs]
 
     @property
     def _is_by_tensor(self) -> bool:
@@ -518,22 +514,30 @@ def likely_fullest(parameters: Sequence[int], world_size: int, most: int) -> tup
     return tuple(sorted(wanted[:most]))
 
 
-def fullest_drafted(drafted: MemoryProfile, micro_batch: int) -> tuple[int, ...]:
-    """Return the rank with most live bytes, and of the others the one whose allocator needs most, in order. Of ranks
-    that arithmetic finds alike the last, as in `likely_fullest`: dry runs tell them apart.
+def fullest_drafted(drafted: MemoryProfile, micro_batch: int) -> tuple[RankMemory, RankMemory]:
+    """Return the rank whose allocator needs most, and of the others the one with most live bytes; of ranks that
+    arithmetic finds alike the last, as in `likely_fullest`.
 
     These are two: where a cut goes through a huge embedding, the first rank's largest request, probably for the norm
     of its gradient, comes when the allocator has no segment for it.
     """
 
-    def needed_bytes(rank: RankMemory) -> int:
-        if drafted.kind == "cpu":
-            return rank.timeline.peak_bytes(micro_batch)
-        return rank.replays(micro_batch, expandable_segments=drafted.strategy.expandable_segments).smallest_capacity()
+    def live_bytes(rank: RankMemory) -> int:
+        return rank.timeline.peak_bytes(micro_batch)
 
-    fullest_live = max(drafted.ranks, key=lambda rank: rank.timeline.peak_bytes(micro_batch))
-    others = [rank for rank in drafted.ranks if rank is not fullest_live]
-    return tuple(sorted((fullest_live.rank, max(reversed(others), key=needed_bytes).rank)))
+    first, *others = sorted(
+        drafted.ranks,
+        key=lambda rank: (needed_bytes(rank, drafted, micro_batch), live_bytes(rank), rank.rank),
+        reverse=True,
+    )
+    return first, max(others, key=live_bytes)
+
+
+def needed_bytes(rank: RankMemory, drafted: MemoryProfile, micro_batch: int) -> int:
+    """Return the bytes that a rank needs on a device of the kind and with the allocator of `drafted`."""
+    if drafted.kind == "cpu":
+        return rank.timeline.peak_bytes(micro_batch)
+    return rank.replays(micro_batch, expandable_segments=drafted.strategy.expandable_segments).smallest_capacity()
 
 
 def rank_memories(dry_runs: Sequence[DryRun], ranks: Sequence[int]) -> tuple[RankMemory, ...]:

@@ -185,8 +185,7 @@ def _run(question: AskDryRun) -> Any:
     from frugal.dryrun.run import dry_run
 
     spec, objective = _resolved(question)
-    dtype = DTYPES[question.request.precision]
-    return dry_run(lambda: spec.build(dtype=dtype, device="meta"), objective, question)
+    return dry_run(lambda: spec.build(dtype=DTYPES[question.request.precision], device="meta"), objective, question)
 
 
 _ANSWERS: dict[type[Question], Callable[[Any], Any]] = {

@@ -109,16 +109,10 @@ class LaunchRequest:
 
 
 def _deepspeed(launch: LaunchRequest) -> str:
-    words = [
-        "deepspeed",
-        "--hostfile",
-        str(launch.hostfile),
-        "--master_port",
-        str(launch.port),
-        "--module",
-        RANK_MODULE,
-    ]
-    return launch.shell_line([*words, *launch.rank_arguments])
+    return launch.shell_line([
+        "deepspeed", "--hostfile", str(launch.hostfile), "--master_port", str(launch.port), "--module", RANK_MODULE,
+        *launch.rank_arguments,
+    ])  # fmt: skip
 
 
 def _no_ssh(launch: LaunchRequest) -> str:

@@ -334,9 +334,11 @@ def problems(
         if isinstance(report, UnreachableHost):
             lines.append(f"{host.name} {report.why}")
             continue
-        for name, version in ours.items():
-            if report.versions.get(name) != version:
-                lines.append(f"{host.name} has {name} {report.versions.get(name)}; {here}, this machine, has {version}")
+        lines += [
+            f"{host.name} has {name} {report.versions.get(name)}; {here}, this machine, has {version}"
+            for name, version in ours.items()
+            if report.versions.get(name) != version
+        ]
         lines += [f"{host.name} {text}" for text in _shortages(host, report, kind)]
         if nics is not None and not set(nics.split(",")) <= set(report.networks):
             others = ", ".join(report.networks) or "none"
@@ -355,8 +357,10 @@ def _shortages(host: HostfileEntry, report: HostReport, kind: DeviceKind) -> Ite
         memories = host.memory * host.slots if len(host.memory) == 1 else host.memory
         for number, (gpu, memory) in enumerate(zip(report.gpus, memories, strict=False)):
             if gpu.memory_bytes < 0.9 * memory:
-                has = format_bytes(gpu.memory_bytes)
-                yield f"has {has} on GPU {number} ({gpu.name}), its line says {format_bytes(memory)}"
+                yield (
+                    f"has {format_bytes(gpu.memory_bytes)} on GPU {number} ({gpu.name}), "
+                    f"its line says {format_bytes(memory)}"
+                )
     for what, actual, stated in (
         ("host memory", report.memory_bytes, host.host_memory_bytes),
         ("free disk", report.free_disk_bytes, host.disk_bytes),

@@ -107,8 +107,9 @@ class RestartableHosts:
 
     def start(self, plan: Plan, settings: RunSettings) -> tuple[int, FailureReport | None]:
         """Train on the hosts that were ready when last checked; see `run_reported`."""
-        port = self._port or self._ready[0].report.free_port
-        return run_reported(plan, settings, partial(_start, plan, self._ready, port))
+        return run_reported(
+            plan, settings, partial(_start, plan, self._ready, self._port or self._ready[0].report.free_port)
+        )
 
     def plan_for_restart(self, before: Plan) -> Plan:
         """Check the hosts again; return the plan for those that are ready: `before` where they are the same.

@@ -200,8 +200,7 @@ def _written(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[T
     """Return the tensors that `func` changes in place."""
     if not torch_internals.schema(func).is_mutable:
         return []
-    written = [value for argument, value in _arguments(func, args, kwargs) if argument.is_write]
-    return list(tensors_in(written))
+    return list(tensors_in([value for argument, value in _arguments(func, args, kwargs) if argument.is_write]))
 
 
 def _arguments(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Iterator[tuple[Any, Any]]:

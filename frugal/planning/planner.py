@@ -295,8 +295,8 @@ def _request_notes(request: Request, largest: int) -> Iterator[str]:
         ),
         (
             request.micro_batch is not None and largest < request.micro_batch,
-            f"--micro-batch {request.micro_batch} exceeds the largest per-GPU micro-batch of this global "
-            f"batch ({largest})",
+            f"--micro-batch {request.micro_batch} comes to {largest}: the global batch is spread evenly over its "
+            "micro-steps",
         ),
     )
     if request.optimizer.states == "bf16" and request.optimizer.name == "adamw":

@@ -63,7 +63,7 @@ def predicted(cases: Sequence[Case], dry_run: OpenSource) -> list[Candidate | No
         groups.setdefault((case.request, tuple(len(node.devices) for node in case.cluster.nodes)), []).append(i)
     predictions: list[Candidate | None] = [None] * len(cases)
     for indices in groups.values():
-        first = cases[indices[0]]
+        first = min((cases[i] for i in indices), key=lambda case: case.cluster.devices[0].memory_bytes)
         with dry_run(first.request, first.cluster) as source:
             for i in indices:
                 with suppress(FrugalError):  # the model cannot take it, or pins contradict each other
@@ -137,9 +137,14 @@ def what_changes(request: Request) -> str:
 
 
 def changes(plan: Plan) -> list[Case]:
-    """Return changes that could make the step shorter: no pins, more GPUs, memory and bandwidth, cheaper states."""
+    """Return changes that could make the step shorter: no pins, more GPUs, memory and bandwidth, cheaper states.
+
+    With a tiled loss, which takes no longer than a plain one, no other is looked at.
+    """
     request, cluster = plan.request, plan.cluster
     cases = [Case(name=name, request=free, cluster=cluster, effort=0) for name, free in without_pins(request)]
+    if plan.strategy.loss == "tiled":
+        request = replace(request, loss="tiled")
     num_gpus = len(cluster.nodes[0].devices)
     per_node = " in each node" if len(cluster.nodes) > 1 else ""
     if len(set(cluster.devices)) == 1:

@@ -127,8 +127,8 @@ def what_binds(request: Request, cluster: Cluster, candidate: Candidate) -> str:
     if request.micro_batch is not None or request.accumulation_steps is not None:
         if micro < (request.micro_batch or 0):
             return (
-                f"the global batch binds: it has {micro} samples for each {cluster.rank_noun}, and "
-                f"{request.micro_batch} were asked for"
+                f"the global batch binds: spread evenly it is {micro} samples a micro-step for each "
+                f"{cluster.rank_noun}, and {request.micro_batch} were asked for"
             )
         pinned = "micro-batch" if request.micro_batch is not None else "number of accumulation steps"
         return f"the {pinned} is as asked"

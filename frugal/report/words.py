@@ -125,15 +125,18 @@ def facts(run: RecordedRun) -> list[tuple[str, str, str]]:
 
 def comparison(runs: Sequence[RecordedRun]) -> list[list[str]]:
     """Return rows of the main numbers, one column a run."""
-    rows: list[list[str]] = [["state", *(run.state for run in runs)]]
-    rows.append(["steps", *(f"{run.last_step:,}" for run in runs)])
-    for each in zip(*map(facts, runs), strict=True):
-        rows.append([each[0][0], *(value for _, value, _ in each)])
+    rows = [
+        ["state", *(run.state for run in runs)],
+        ["steps", *(f"{run.last_step:,}" for run in runs)],
+        *([each[0][0], *(value for _, value, _ in each)] for each in zip(*map(facts, runs), strict=True)),
+    ]
     rows.insert(6, ["memory planned", *(shown(run.planned_bytes, "bytes") for run in runs)])
     rows += [["loss and speed per", *(run.unit for run in runs)]] if not speaks_one_unit(runs) else []
-    rows.append(["restarts", *(str(len(run.restarts)) for run in runs)])
-    rows.append(["recoveries", *(str(len(run.recoveries)) for run in runs)])
-    return rows
+    return [
+        *rows,
+        ["restarts", *(str(len(run.restarts)) for run in runs)],
+        ["recoveries", *(str(len(run.recoveries)) for run in runs)],
+    ]
 
 
 _MARKS: dict[str, tuple[str, list[int]]] = {

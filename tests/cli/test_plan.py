@@ -85,68 +85,18 @@ def test_python_plans_for_data_as_the_command_does(capsys: pytest.CaptureFixture
 
 
 def test_with_v_it_prints_the_whole_plan(capsys: pytest.CaptureFixture[str]) -> None:
+    """Shown in docs/tutorials/first-plan.md; the table of strategies is that of tests/planning/test_report.py."""
     code, out, err = frugal_plan(capsys, *CARDS, "-v")
-    assert (code, err) == (0, "")
-    assert (
-        out
-        == """\
-512 samples = 4 GPUs x 13 micro-steps of 9 or 10 samples
-
-model      gpt2, causal-lm, 124.00M parameters, samples of 1024 tokens
-cluster    4 x generic card with 12.00 GiB
-strategy   ZeRO-2, activation checkpointing off
-numbers    bf16, gradients summed in fp32
-optimizer  adamw, learning rate 0.0003, betas 0.9 and 0.95, epsilon 1e-08, weight decay 0.01, gradient norm at most 1
-step       2.3 s estimated: compute 1.9 s, communication 422 ms, optimizer 3 ms
-
-memory of each GPU at its peak, in backward (mm)
-  parameters       236.5 MiB
-  gradients        118.3 MiB
-  optimizer        354.8 MiB
-  activations       9.54 GiB
-  communication     38.1 MiB
-  context          508.0 MiB
-  total            10.76 GiB
-  headroom         577.5 MiB
-  margin           689.2 MiB
-  device           12.00 GiB
-
-why
-  activation checkpointing is off: it is not needed, and a step would take 278 ms longer
-  ZeRO-2: the lowest stage that sums bf16 gradients in fp32
-  memory binds: micro-batch 11 would be about 399.1 MiB short
-
-note
-  ds_config.json alone would train 520 samples per step, not 512: DeepSpeed cannot express uneven micro-batches; use \
-plan.json, or `frugal export`, which plans equal ones
-
-strategies
-    step           batch       peak   headroom
-   2.3 s  1.00x  10 x 13  10.76 GiB  577.5 MiB  ZeRO-2: chosen
-  >2.5 s  1.05x      128                        ZeRO-3, selective: recompute +551 ms
-   2.5 s  1.08x  10 x 13  10.59 GiB  754.9 MiB  ZeRO-3: communication +193 ms
-  >2.6 s  1.11x      128                        ZeRO-2, offloaded: recompute +676 ms
-  >2.6 s  1.11x      128                        ZeRO-3, full: recompute +676 ms
-  >2.6 s  1.11x      128                        ZeRO-3, offloaded: recompute +676 ms
-   2.6 s  1.12x   64 x 2   7.33 GiB   4.00 GiB  ZeRO-2, full: recompute +676 ms
-   2.8 s  1.20x  13 x 10  11.14 GiB  186.9 MiB  ZeRO-2, selective: recompute +559 ms
-  > lower bound, < upper bound: pruned, not fully evaluated; full, selective, offloaded: activation
-  checkpointing
-
-defaults
-  model gpt2, global batch 512, seq len 1024, activation checkpointing auto, loss auto, mlp auto, kernels auto, \
-offload auto, precision bf16, optimizer adamw, learning rate 0.0003, weight decay 0.01, gradient clipping 1
-
-assumed
-  context 508.0 MiB (247.6 MiB to 764.0 MiB: driver, kernels, NCCL), not measured on your card: `frugal measure \
---calibrate` does
-  margin 689.2 MiB: a larger context 256.0 MiB, a driver that reports less than the box 245.8 MiB, \
-fragmentation and kernels 187.5 MiB
-  generic card: 70 TFLOP/s reached, 595 GB/s of memory, 12 GB/s between GPUs; only the seconds depend on it
-
-"""
-        + VERDICT
-    )
+    assert (code, err) == (0, "") and out.endswith("\n\n" + VERDICT)
+    parts = {part.splitlines()[0]: part.splitlines()[1:] for part in out.removesuffix(VERDICT).strip().split("\n\n")}
+    assert list(parts) == [
+        VERDICT.splitlines()[0], "model      gpt2, causal-lm, 124.00M parameters, samples of 1024 tokens",
+        "memory of each GPU at its peak, in backward (mm)", "why", "note", "strategies", "defaults", "assumed",
+    ]  # fmt: skip
+    memory = dict(line.split(maxsplit=1) for line in parts["memory of each GPU at its peak, in backward (mm)"])
+    assert memory | {"total": "10.76 GiB", "headroom": "577.5 MiB", "margin": "689.2 MiB"} == memory
+    assert "  memory binds: micro-batch 11 would be about 399.1 MiB short" in parts["why"]
+    assert parts["assumed"][-1].startswith("  generic card: 70 TFLOP/s reached, 595 GB/s of memory, 12 GB/s between")
 
 
 def headline(out: str) -> str:

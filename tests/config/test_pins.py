@@ -39,7 +39,7 @@ def test_pinned_micro_batch_and_steps_are_kept() -> None:
 
 def test_a_micro_batch_that_is_never_full_is_told() -> None:
     made = planned(gpus=4, mem="24G", micro_batch=16, global_batch=32, model=SMALL)
-    assert made.warnings == ("--micro-batch 16 exceeds the largest per-GPU micro-batch of this global batch (8)",)
+    assert made.warnings == ("--micro-batch 16 comes to 8: the global batch is spread evenly over its micro-steps",)
 
 
 @given(

@@ -141,6 +141,7 @@ BAD: dict[str, tuple[dict[str, Any], str, str]] = {
     "memory below the context": (
         {"gpus": 4, "mem": "700M"}, "700.0 MiB is less than a cuda device needs", "context takes 508.0 MiB",
     ),
+    "a card of two sizes": ({"gpus": 1, "gpu": "a100"}, "--gpu a100 is no known card", "a100-40g or a100-80g,"),
     "an unknown card": ({"gpus": 1, "gpu": "a100-80"}, "--gpu a100-80 is no known card", "--gpu a100-80g"),
     "a negative batch": ({"gpus": 1, "mem": "12G", "global_batch": -4}, "--global-batch is -4", "leave --global-batch"),
     "a token target below one sample": (

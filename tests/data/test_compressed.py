@@ -122,7 +122,7 @@ def test_archives_that_cannot_be_read_are_named(load: Load, tmp_path: Path) -> N
     for begin in (data.index(b"PK\x03\x04") + 6, data.index(b"PK\x01\x02") + 8):
         data[begin] |= 1  # encrypted
     (tmp_path / "c.zip").write_bytes(data)
-    assert refusal(lambda: load("a.zip")).startswith("the archive a.zip cannot be read\n")
+    assert refusal(lambda: load("a.zip")).startswith("a.zip cannot be decompressed\n")
     assert refusal(lambda: load("b.zip")) == "the archive b.zip is empty\n  because it has no file that is not hidden"
     assert refusal(lambda: load("c.zip")).startswith("c.zip/a.txt cannot be decompressed\n") and "password" in refusal(
         lambda: load("c.zip")
@@ -142,7 +142,7 @@ def test_all_problems_of_a_folder_come_in_one_error(load: Load, tmp_path: Path) 
         "  because d/a.jsonl:2: `text` is a number, not text\n"
         "\n"
         "hint: if another one has it: --columns text=NAME, or of a question and its answer: --columns "
-        "prompt=NAME,response=NAME"
+        "prompt=NAME,response=NAME; there is text in body"
     )
     for number in range(3):
         (tmp_path / f"d/{number}.txt.gz").write_bytes(b"plain")

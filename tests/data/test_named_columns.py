@@ -63,7 +63,7 @@ def test_a_named_column_that_is_not_there_or_not_read_is_refused(load_rows: Any)
     assert said.startswith("--columns system=s says nothing of the rows of a.jsonl\n  because read as prompt-")
 
 
-def test_files_that_became_running_text_are_named_where_others_did_not_or_their_names_do_not_say_it(
+def test_running_text_is_named_where_others_are_not_or_its_name_does_not_say_it_and_a_readme_beside_rows_is_none(
     load: Load, tmp_path: Path
 ) -> None:
     (tmp_path / "d").mkdir()
@@ -72,4 +72,7 @@ def test_files_that_became_running_text_are_named_where_others_did_not_or_their_
     (tmp_path / "d/chat.jsonl.bak").write_text('{"prompt": "a", "completion": "b"}\n')
     assert "(read as running text: d/chat.jsonl.bak)" in load("d").report.in_words()
     write_jsonl(tmp_path / "d/chat.jsonl", [{"prompt": "a", "completion": "b"}])
-    assert "(read as running text: d/README.md, d/chat.jsonl.bak)" in load("d").report.in_words()
+    (tmp_path / "d/notes.md").write_text("Read as well.")
+    report = load("d").report
+    assert "(read as running text: d/chat.jsonl.bak, d/notes.md)" in report.in_words() and report.documents == 3
+    assert load("d/README.md").report.documents == 1

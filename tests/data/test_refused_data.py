@@ -32,7 +32,7 @@ def test_a_missing_column_is_answered_with_those_there_are(kind: str, load: Load
         f"{name} has no column `content`\n"
         f"  because its columns are {columns}\n"
         "\n"
-        f"hint: if another one has it: --columns text=NAME"
+        "hint: if another one has it: --columns text=NAME; there is text in text"
     )
 
 

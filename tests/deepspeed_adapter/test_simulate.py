@@ -1,6 +1,8 @@
 """DeepSpeed by arithmetic takes the memory that a dry run of DeepSpeed takes, in every phase."""
 
+import random
 from collections.abc import Callable
+from contextlib import suppress
 from functools import cache
 from typing import Any
 
@@ -16,6 +18,7 @@ from frugal.deepspeed_adapter.simulate.engine import covers, equal_steps, simula
 from frugal.dryrun.messages import AskDryRun, AskTrace
 from frugal.dryrun.run import dry_run
 from frugal.dryrun.trace.trace import built, trace
+from frugal.errors import RequestError
 from frugal.models.objectives import CausalLM, MaskedLM, Seq2Seq, SummedLoss
 from frugal.planning.memory.timeline import ModelTrace
 from frugal.planning.strategy import Strategy
@@ -154,6 +157,7 @@ def compare(
 
 OPTIMIZER_ON_HOST = {"offload_optimizer": "cpu"}
 ALL_ON_HOST = {**OPTIMIZER_ON_HOST, "offload_parameters": "cpu"}
+PART_ON_HOST = {**OPTIMIZER_ON_HOST, "offload_ratio": 0.25}
 FULL = {"activation_checkpointing": "full"}
 
 LAYOUTS: dict[str, dict[str, Any]] = {
@@ -162,100 +166,70 @@ LAYOUTS: dict[str, dict[str, Any]] = {
     "one in between": {"world_size": 8, "rank": 3, "steps": 2, **FULL, "loss": "tiled"},
     "more ranks than a part needs": {"world_size": 64, "rank": 63, **FULL, **SMALL_BUCKETS},
 }
+OPTIMIZERS = (
+    Optimizer(), Optimizer(states="bf16"), Optimizer(name="adamw-8bit"), Optimizer(name="sgd"),
+)  # fmt: skip
 
 
-def layout(world_size: int = 2, rank: int = 0, steps: int = 1, kind: str = "cuda") -> dict[str, Any]:
-    return {"world_size": world_size, "rank": rank, "steps": steps, "kind": kind}
+def drawn(seed: int) -> tuple[str, int, dict[str, Any]]:
+    """Return a family, a ZeRO stage and how it is trained: any that the simulation says it covers."""
+    draw = random.Random(seed)
+    while True:
+        family, zero_stage = draw.choice(("llama", "llama", "llama", *FAMILIES)), draw.choice((0, 1, 2, 2, 3, 3, 3, 3))
+        world_size, kind = draw.choice((1, 2, 3, 4, 8, 64)), draw.choice(("cuda", "cuda", "cpu"))
+        request: dict[str, Any] = {
+            "optimizer": draw.choice(OPTIMIZERS),
+            "gradient_clipping": draw.choice((0.0, 1.0, 1.0)),
+        }
+        strategy: dict[str, Any] = {"activation_checkpointing": draw.choice(("off", "full", "full", "selective"))}
+        strategy |= draw.choice(({}, SMALL_BUCKETS)) | draw.choice(({}, {}, OPTIMIZER_ON_HOST, ALL_ON_HOST))
+        lora = draw.choice((None, None, "r=4", *((f"{NF4}r=4", FROZEN) if (family, kind) == ("llama", "cuda") else ())))
+        if family in ("llama", "gpt2"):
+            strategy |= draw.choice(({}, {"loss": "tiled"}, {} if lora or family == "gpt2" else {"mlp": "tiled"}))
+        ratio = draw.choice((0.25, 0.5, 0.875))
+        if zero_stage == 3 and OPTIMIZER_ON_HOST.items() <= strategy.items() and draw.random() < 0.5:
+            strategy |= {
+                "offload_parameters": "none",
+                "offload_ratio": ratio,
+                "sub_group_elements": 20_000 // world_size,
+            }
+            request |= {"offload": "optimizer", "offload_ratio": ratio}
+        precision = draw.choice(("bf16", "bf16", "fp16", "fp32"))
+        with suppress(RequestError, AssertionError):  # which no request and no strategy is
+            asked = Request(precision=precision, seq_len=SEQ_LEN, **request)
+            if covers(asked, Strategy(zero_stage=zero_stage, **strategy)):
+                where: dict[str, Any] = {
+                    "world_size": world_size,
+                    "rank": draw.randrange(world_size),
+                    "steps": draw.choice((1, 2)),
+                }
+                return (
+                    family,
+                    zero_stage,
+                    where | {"kind": kind, "precision": precision, "lora": lora} | strategy | {"request": request},
+                )
 
 
-def part_on_host(world_size: int, rank: int, steps: int, ratio: float, elements: int = 20_000) -> dict[str, Any]:
-    """With a part of the optimizer on the host."""
-    buckets = {**SMALL_BUCKETS, "sub_group_elements": elements // world_size}
-    return layout(world_size, rank, steps) | buckets | {"offload_optimizer": "cpu", "offload_ratio": ratio}
-
-
-Row = tuple[str, int, dict[str, Any]]  # family, ZeRO stage, and how
-UNCLIPPED_SGD = {"request": {"optimizer": Optimizer(name="sgd"), "gradient_clipping": 0.0}}
-BF16_STATES = {"request": {"optimizer": Optimizer(states="bf16")}}
-EIGHT_BIT = {"request": {"optimizer": Optimizer(name="adamw-8bit")}}
-QUICK: list[Row] = [
-    *(("llama", stage, {"precision": precision, **how})
-      for stage, precision in ((0, "fp32"), (2, "bf16"), (3, "bf16")) for name, how in LAYOUTS.items()
-      if stage == 3 or name in ("alone", "one in between")),
-    ("llama", 3, {"rank": 1, "steps": 2, **FULL, "mlp": "tiled"}),
-    *((family, stage, {**layout(4, 3, 2), **FULL, **SMALL_BUCKETS}) for family, stage in (("bert", 2), ("t5", 3))),
-    *(("gpt2", stage, {**layout(3, 1, 2, "cpu"), "precision": precision})  # where it is trained, it is built
-      for stage, precision in ((2, "fp16"), (3, "fp32"))),
-    ("llama", 3, part_on_host(8, 3, 1, 0.25)),
-    ("llama", 1, {"precision": "fp32", **UNCLIPPED_SGD, **SMALL_BUCKETS}),
-    *(("llama", stage, {"steps": 2, **EIGHT_BIT, **where, **SMALL_BUCKETS})
-      for stage, where in ((3, {}), (2, OPTIMIZER_ON_HOST))),
-    *(("llama", stage, {**layout(*where), **offload, **SMALL_BUCKETS}) for stage, where, offload in (
-        (2, (2, 1, 2), OPTIMIZER_ON_HOST), (3, (2, 0, 2), ALL_ON_HOST), (3, (2, 1, 1, "cpu"), ALL_ON_HOST),
-    )),
-    *(("llama", stage, {**layout(*where), **offload, **BF16_STATES, **SMALL_BUCKETS}) for stage, where, offload in (
-        (3, (8, 3, 2), {}), (2, (2, 1, 2), OPTIMIZER_ON_HOST),
-    )),
-    *(("llama", stage, {**layout(4, 3), "activation_checkpointing": mode, **SMALL_BUCKETS})
-      for stage, mode in ((2, "selective"), (3, "offloaded"))),
-    *(("llama", 3, {**layout(*where), "lora": "r=4", **how}) for where, how in (
-        ((8, 3, 2), {**FULL, "loss": "tiled"}), ((2, 0, 2), {**ALL_ON_HOST, **FULL, **SMALL_BUCKETS}),
-    )),
-    ("llama", 3, {**layout(2, 1, 2), "lora": f"{NF4}r=4", **FULL, **SMALL_BUCKETS}),
-    ("llama", 3, {"lora": FROZEN, **SMALL_BUCKETS}),
-]  # fmt: skip
-RARE: list[Row] = [
-    ("gpt2", 0, {**layout(3, 1, 2, "cpu"), "precision": "fp32"}),
-    *(("llama", stage, {"precision": precision, "rank": 1, "mlp": "tiled", **how})
-      for stage, precision, how in ((0, "fp32", FULL), (2, "bf16", {"steps": 2}))),
-    ("llama", 3, part_on_host(1, 0, 2, 0.25)),
-    ("llama", 3, {"precision": "fp32", **UNCLIPPED_SGD, **SMALL_BUCKETS}),
-    ("llama", 0, {"precision": "fp32", "kind": "cpu", "steps": 2, **EIGHT_BIT, **SMALL_BUCKETS}),
-    ("llama", 2, {"steps": 2, **EIGHT_BIT, **SMALL_BUCKETS}),
-    ("llama", 3, {**layout(8, 7, 2), **OPTIMIZER_ON_HOST, **SMALL_BUCKETS}),
-    ("llama", 2, {**layout(2, 1, 2), **BF16_STATES, **SMALL_BUCKETS}),
-    ("llama", 3, {**layout(2, 0, 2), **ALL_ON_HOST, **BF16_STATES, **SMALL_BUCKETS}),
-    ("llama", 3, {**layout(4, 3), "activation_checkpointing": "selective", **SMALL_BUCKETS}),
-    ("llama", 3, {**layout(4, 3), "activation_checkpointing": "selective", "lora": "r=4", **SMALL_BUCKETS}),
-    ("llama", 3, {**layout(8, 7, 2), "lora": "r=4", **OPTIMIZER_ON_HOST, **SMALL_BUCKETS}),
-    ("llama", 2, {**layout(2, 1, 2), "lora": f"{NF4}r=4"}),
-    ("llama", 2, {"lora": FROZEN, **SMALL_BUCKETS}),
-    *(("llama", stage, {"precision": precision, **LAYOUTS[name]})
-      for stage, precision in ((0, "fp32"), (2, "bf16"))
-      for name in ("the last of two", "more ranks than a part needs")),
-    *((family, stage, {**layout(4, 3, 2), **FULL, **SMALL_BUCKETS}) for family, stage in (("bert", 3), ("t5", 2))),
-    *((family, stage, {"precision": precision, **how})
-      for family, precision, stages in (("llama", "fp32", (1, 2)), ("gpt2", "bf16", (2, 3)))
-      for stage in stages for how in LAYOUTS.values()),
-    *(("llama", stage, {"precision": precision, "rank": 1, "steps": steps, "mlp": "tiled", **more})
-      for stage, precision, steps, more in (
-          (1, "fp32", 2, {}), (3, "fp32", 1, {}), (3, "bf16", 2, {}), (3, "bf16", 1, FULL))),
-    *(("llama", 3, part_on_host(*each, ratio) | {"request": {"optimizer": Optimizer(states=states)}})
-      for each in ((1, 0, 2), (8, 3, 1)) for ratio, states in ((0.875, "fp32"), (0.25, "bf16"), (0.875, "bf16"))),
-    *(("llama", 3, part_on_host(*each, 0.5, elements) | FULL | {"lora": lora})
-      for each in ((4, 3, 2), (64, 5, 1)) for lora, elements in ((None, 20_000), ("r=4", 2_000))),
-    ("llama", 2, {**layout(1, 0, 1, "cpu"), **OPTIMIZER_ON_HOST, **SMALL_BUCKETS}),
-    ("llama", 3, {**layout(1), **ALL_ON_HOST, **SMALL_BUCKETS}),
-    *(("llama", stage, {**layout(*where), **offload, **BF16_STATES, **SMALL_BUCKETS}) for stage, where, offload in (
-        (2, (3, 1, 1, "cpu"), {}), (3, (1, 0, 1, "cpu"), {}), (2, (1, 0, 1, "cpu"), OPTIMIZER_ON_HOST),
-        (3, (2, 1, 1), OPTIMIZER_ON_HOST), (3, (2, 1, 2, "cpu"), ALL_ON_HOST),
-    )),
-    *((family, 3, {**layout(*where), "lora": "r=4", **how}) for family, where, how in (
-        ("llama", (2,), {}), ("gpt2", (4, 1, 2), {**FULL, "loss": "tiled", **SMALL_BUCKETS}), ("llama", (1,), {}),
-        ("llama", (2, 1, 1, "cpu"), {**ALL_ON_HOST, **SMALL_BUCKETS}), ("bert", (4, 3, 2), FULL),
-        ("t5", (4, 3, 2), FULL), ("gpt2", (3, 2, 2, "cpu"), SMALL_BUCKETS),
-    )),
-    *((family, 3, {**layout(*where), "lora": f"{NF4}r=4", **how}) for family, where, how in (
-        ("gpt2", (3, 2, 1, "cpu"), SMALL_BUCKETS), ("llama", (2, 0, 2), {**ALL_ON_HOST, **SMALL_BUCKETS}),
-        ("llama", (1, 0, 2), {}),
-    )),
-]  # fmt: skip
+IN_EVERY_RUN, NUMBER = 24, 120
 
 
 @pytest.mark.parametrize(
-    ("family", "zero_stage", "how"), [*QUICK, *(pytest.param(*row, marks=pytest.mark.exhaustive) for row in RARE)]
-)
-def test_every_phase_is_as_dry_run(family: str, zero_stage: int, how: dict[str, Any]) -> None:
+    "row",
+    [
+        *(("llama", stage, {"precision": precision, **LAYOUTS[name]})
+          for stage, precision, names in ((0, "fp32", ("alone", "one in between")), (2, "bf16", ("one in between",)),
+                                          (3, "bf16", LAYOUTS)) for name in names),
+        ("llama", 3, {"world_size": 4, "rank": 3, "activation_checkpointing": "offloaded", **SMALL_BUCKETS}),
+        ("llama", 3, {"rank": 1, "steps": 2, **FULL, "mlp": "tiled"}),
+        *(("bert", 3, {"kind": "cpu", "precision": precision, **SMALL_BUCKETS}) for precision in ("bf16", "fp32")),
+        ("gpt2", 2, {"world_size": 3, "rank": 1, "steps": 2, "kind": "cpu", "precision": "fp16"}),
+        ("llama", 3, {"world_size": 8, "rank": 3, **SMALL_BUCKETS, "sub_group_elements": 2_500, **PART_ON_HOST}),
+        *map(drawn, range(IN_EVERY_RUN)),
+        *(pytest.param(drawn(seed), marks=pytest.mark.exhaustive) for seed in range(IN_EVERY_RUN, NUMBER)),
+    ], ids=str,
+)  # fmt: skip
+def test_every_phase_is_as_dry_run(row: tuple[str, int, dict[str, Any]]) -> None:
+    family, zero_stage, how = row
     compare(family, zero_stage, **how)
 
 

@@ -125,16 +125,6 @@ def test_so_it_is_under_other_strategies(dry_runs: DryRunSource, strategy: Strat
     assert fitted.host_bytes_per_node == pytest.approx(direct.host_bytes_per_node, rel=SCALARS)
 
 
-def test_what_is_distrusted_is_profiled_by_dry_runs_to_the_byte(dry_runs: DryRunSource, request_: Request) -> None:
-    made = DryRunSource(request_, dry_runs.cluster, dry_runs._cache.folder, pool=dry_runs._pool)  # type: ignore[arg-type]  # it has one
-    assert made.draft(STRATEGY, True) is not None
-    assert made.distrust(STRATEGY)
-    direct = made.dry_run(STRATEGY, 4, accumulation_steps=8)
-    assert made.profile(STRATEGY, True).memory(4, device()).live_bytes == direct.live_bytes
-    assert made.draft(STRATEGY, True) is None
-    assert not made.distrust(STRATEGY)
-
-
 def test_a_draft_is_the_profile_without_the_allocator_and_is_kept_without_traces(
     dry_runs: DryRunSource, request_: Request
 ) -> None:
@@ -173,7 +163,22 @@ def test_the_ranks_dry_run_are_the_fullest_in_live_bytes_and_in_the_allocator(
     needed = [each.replays(1, expandable_segments=True).smallest_capacity() for each in drafted.ranks]
     assert live[0] == min(live) < max(live)
     assert needed[0] == max(needed) > 1.2 * max(needed[1:])
-    assert client.fullest_drafted(drafted, 1) == (0, live.index(max(live)))
+    assert [each.rank for each in client.fullest_drafted(drafted, 1)] == [0, live.index(max(live))]
+
+
+@pytest.mark.parametrize("is_off", [False, True])
+def test_one_rank_is_dry_run_where_arithmetic_finds_none_fuller_and_it_is_confirmed(
+    dry_runs: DryRunSource, monkeypatch: pytest.MonkeyPatch, is_off: bool
+) -> None:
+    """Where it is off by more than a block, another rank is dry-run as well."""
+    needed_bytes = client.needed_bytes
+
+    def needed(rank: client.RankMemory, drafted: MemoryProfile, micro_batch: int) -> int:
+        is_of_the_dry_run = not any(rank is each for each in drafted.ranks)
+        return needed_bytes(rank, drafted, micro_batch) + (1024 if is_off and is_of_the_dry_run else 0)
+
+    monkeypatch.setattr(client, "needed_bytes", needed)
+    assert len(dry_runs.dry_runs(STRATEGY, 2, 1)) == 1 + is_off
 
 
 def test_a_profile_knows_its_model(profile: MemoryProfile) -> None:

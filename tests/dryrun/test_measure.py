@@ -119,15 +119,37 @@ def test_a_gradient_that_someone_keeps_is_not_added_to() -> None:
     assert all(torch.equal(a, b) for a, b in zip(plain, watched, strict=True))
 
 
-def test_autograd_sums_gradients_in_place_as_it_does_unwatched() -> None:
-    x = torch.ones(1000, requires_grad=True)
+WHERE, ROWS = torch.randint(0, 70, (50, 30)), torch.tensor([1, 1, 3])
+
+
+@pytest.mark.parametrize(
+    "function",
+    [
+        lambda x: sum((x * float(i)).sum() for i in range(4)),
+        lambda x: x.gather(1, WHERE).square().sum(),
+        lambda x: x.topk(2).values.square().sum(),
+        lambda x: x.max(1).values.square().sum(),
+        lambda x: x.clamp(-0.5, 0.5).square().sum(),
+        lambda x: x[ROWS].square().sum(),
+        lambda x: x.index_put((ROWS,), torch.zeros(70)).square().sum(),  # the gradient that is written to is another's
+        lambda x: x.scatter(1, WHERE, torch.ones(50, 30)).square().sum() + (x**3).sum(),
+        lambda x: (x.scatter(1, WHERE, 0.0) + x).square().sum(),
+        lambda x: x.scatter_add(1, WHERE, torch.ones(50, 30)).square().sum(),
+        lambda x: x.cummax(1).values.square().sum(),
+    ],
+)  # fmt: skip
+def test_autograd_writes_in_place_what_it_does_unwatched(function: Any) -> None:
+    x = torch.randn(50, 70, requires_grad=True)
+    gradients = []
 
     def step() -> None:
-        y = x * 1.0
-        sum((y * float(i)).sum() for i in range(4)).backward()  # type: ignore[union-attr]  # a tensor, not 0
+        function(x * 1.0).backward()
+        assert x.grad is not None
+        gradients.append(x.grad.sum())
         x.grad = None
 
     assert watched_peak(step) == pytest.approx(profiled_peak(step), abs=100)  # numbers become tensors of 8 bytes
+    assert gradients[0] == gradients[1]
 
 
 def watched_peak(step: Any) -> int:

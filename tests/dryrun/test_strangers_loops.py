@@ -222,7 +222,7 @@ def test_a_script_finds_its_arguments_and_its_files(
     monkeypatch.chdir(tmp_path)
     Path("train.py").write_text(SCRIPT)
     Path("config.json").write_text('{"mib": 3}')
-    asked = ["dryrun", "train.py:step", "--gpus", "1", "--gpu", "t4-16g", "--json"]
+    asked = ["dryrun", "train.py:step", "--gpu", "t4", "--json"]  # one GPU, of the only card of that name
     code, out, error = frugal(capsys, *asked, "--", "--config", "config.json", "--size", "2")
     assert code == 0, error
     assert json.loads(out)["peak_allocated_bytes"] == 6 * MIB

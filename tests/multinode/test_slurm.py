@@ -2,7 +2,7 @@
 
 import subprocess
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -32,10 +32,10 @@ def slurm(hosts: Hosts) -> Iterator[Slurm]:
         up.close()
 
 
-def submitted(slurm: Slurm, path: Path, out: str, *words: object) -> str:
+def submitted(slurm: Slurm, path: Path, out: str, *words: object, nodes: int = 2, options: Sequence[str] = ()) -> str:
     """The number of a job that trains by launch/slurm.sh; its output is in OUT.log of the hosts' folder."""
     log = slurm.hosts.folder / f"{out}.log"
-    options = ("--nodes", 2, "--gpus-per-node=0", "--cpus-per-task", 1, "--output", log)
+    options = ("--nodes", str(nodes), "--gpus-per-node=0", "--cpus-per-task", "1", "--output", str(log), *options)
     given = {"FRUGAL_SECRET_FILE": str(slurm.hosts.folder / "secret")}
     return slurm.submit(*options, SCRIPT, "--plan", path, *RUN, "--out", out, *words, given=given)
 
@@ -61,6 +61,36 @@ def test_a_job_that_is_asked_to_stop_saves_is_requeued_and_resumes(slurm: Slurm,
     said = (hosts.folder / "stopped.log").read_text()
     assert "asked to stop by SIGUSR1" in said and "resuming from" in said
     assert losses(folder) == losses(hosts.folder / "long")
+
+
+@pytest.mark.exhaustive
+def test_a_job_that_lost_a_node_is_requeued_and_resumes(slurm: Slurm, hosts: Hosts) -> None:
+    """As SLURM does it: the node is down once slurmd has not answered for SlurmdTimeout, 10 s here."""
+    longer = ("--steps", "60", "--save-every", "5")
+    job, folder = submitted(slurm, plan(hosts, 1, 1), "lost", *longer), hosts.folder / "lost"
+    until(lambda: (folder / "metrics.jsonl").exists() and len(losses(folder)) >= 11, 120)
+    hosts.link("n2", "down")
+    try:
+        until(lambda: slurm.field(job, "Restarts") == "1", 120)
+    finally:
+        hosts.link("n2", "up")
+    assert slurm.wait(job, "COMPLETED", "FAILED") == "COMPLETED", (hosts.folder / "lost.log").read_text()
+    assert "resuming from" in (hosts.folder / "lost.log").read_text()
+    code, _, errors = frugal(hosts, "train", "--plan", plan(hosts, 2), *RUN, *longer, "--out", "kept")
+    assert (code, errors) == (0, "")
+    assert losses(folder) == losses(hosts.folder / "kept")
+
+
+@pytest.mark.exhaustive
+def test_an_array_is_one_run_a_task(slurm: Slurm, hosts: Hosts) -> None:
+    path = plan(hosts, 1)
+    job = submitted(slurm, path, "array-%a", nodes=1, options=("--array=0-1", "--nodelist=n2"))
+    for task in range(2):
+        log = hosts.folder / f"array-{task}.log"
+        assert slurm.wait(f"{job}_{task}", "COMPLETED", "FAILED") == "COMPLETED", log.read_text()
+    code, _, errors = frugal(hosts, "train", "--plan", path, *RUN, "--out", "alone")
+    assert (code, errors) == (0, "")
+    assert [losses(hosts.folder / f"array-{task}") for task in range(2)] == [losses(hosts.folder / "alone")] * 2
 
 
 @pytest.mark.exhaustive

@@ -187,9 +187,6 @@ class SyntheticSource:
     def of_lengths(self, *_: Any) -> None:
         """Formulas know no order of requests."""
 
-    def distrust(self, strategy: Strategy) -> bool:
-        return False
-
     def profile(self, strategy: Strategy, accumulates: bool) -> Any:
         self.profiled.append(strategy)
         profile = self._checked(strategy)

@@ -20,20 +20,12 @@ class DraftingSource(SyntheticSource):
 
     drafted: float = 0.9
     wrong: dict[Strategy, float] = field(default_factory=dict)
-    distrusted: list[Strategy] = field(default_factory=list)
 
     def draft(self, strategy: Strategy, accumulates: bool) -> Any:
-        return None if strategy in self.distrusted else self._profile(strategy, error=self.drafted)
+        return self._profile(strategy, error=self.drafted)
 
     def profile(self, strategy: Strategy, accumulates: bool) -> Any:
-        found = super().profile(strategy, accumulates)
-        return found if strategy in self.distrusted else replace(found, error=self.wrong.get(strategy, 1.0))
-
-    def distrust(self, strategy: Strategy) -> bool:
-        if strategy in self.distrusted:
-            return False
-        self.distrusted.append(strategy)
-        return True
+        return replace(super().profile(strategy, accumulates), error=self.wrong.get(strategy, 1.0))
 
 
 def search(
@@ -76,15 +68,24 @@ def test_a_mode_that_has_nothing_to_gain_is_not_even_traced() -> None:
     assert {candidate.strategy.activation_checkpointing for candidate in found.candidates} > {"off"}
 
 
-def test_a_wrong_profile_is_found_out_and_dry_run_ones_take_its_place() -> None:
+def test_a_profile_that_says_too_little_is_found_out_and_what_it_led_to_is_not_chosen() -> None:
     _, first = search()
     assert isinstance(first, SearchResult)
-    source, found = search(wrong={first.chosen.strategy: 0.5})
-    assert isinstance(found, SearchResult) and isinstance(source, DraftingSource)
-    assert source.distrusted == [first.chosen.strategy]
-    assert (found.chosen.strategy, found.chosen.batch) == (first.chosen.strategy, first.chosen.batch)
-    (warning,) = found.warnings
-    assert "off the dry run; it was profiled by dry runs instead" in warning
+    _, found = search(wrong={first.chosen.strategy: 0.5})
+    assert isinstance(found, SearchResult)
+    assert found.memory.fits and found.chosen.seconds >= first.chosen.seconds
+    assert found.warnings[0].endswith("off the dry run; it does not fit, and was not chosen")
+
+
+def test_a_profile_that_says_too_much_is_found_out() -> None:
+    _, first = search()
+    assert isinstance(first, SearchResult)
+    _, found = search(wrong={first.chosen.strategy: 1.1})
+    assert isinstance(found, SearchResult)
+    assert found.memory.fits and found.chosen.seconds >= first.chosen.seconds
+    assert found.chosen.strategy != first.chosen.strategy or found.warnings[0].endswith(
+        "off the dry run; it still fits"
+    )
 
 
 @pytest.mark.parametrize("memory", ["2G", "3G"])

@@ -398,19 +398,22 @@ INTER_NODE_BANDWIDTH = 10e9
 
 
 def find_card(name: str) -> Card:
-    """Return the card called `name`.
+    """Return the card called `name`; without its memory if only one is called so.
 
     Raises:
-        RequestError: no such card.
+        RequestError: no such card, or several.
     """
-    if name not in CARDS:
-        close = get_close_matches(name, CARDS, n=1)
+    of_name = [card for card in CARDS if f"{card}-".startswith(f"{name}-")]
+    if len(of_name) != 1:
+        close = of_name or get_close_matches(name, CARDS, n=1)
         raise RequestError(
             f"--gpu {name} is no known card",
             because=f"known are {', '.join(CARDS)}",
-            hint=f"use --gpu {close[0]}, or give its memory: --mem 24G" if close else "give its memory: --mem 24G",
+            hint=f"use --gpu {' or '.join(close)}, or give its memory: --mem 24G"
+            if close
+            else "give its memory: --mem 24G",
         )
-    return CARDS[name]
+    return CARDS[of_name[0]]
 
 
 def unlike(planned: Device, name: str, capability: Capability, resident_threads: int) -> str | None:

@@ -159,7 +159,7 @@ def _as(kind: Any, value: Any, where: str) -> Any:
     try:
         return msgspec.convert(value, kind)
     except msgspec.ValidationError as error:
-        raise _WrongError(f"{where}: {error}") from None
+        raise _WrongError(f"{where}: {'missing, or null' if value is None else error}") from None
 
 
 def _text(row: Mapping[str, Any], column: str) -> str:

@@ -157,7 +157,7 @@ def formats_of(sources: Sequence[StreamSource], new_maker: Callable[[], SampleMa
         first = None if shard.part in formats else next((r for _, r in shard.rows() if isinstance(r, dict)), None)
         if first is not None:
             maker = new_maker()
-            maker.check_columns(shard.name, list(flat(first)))
+            maker.check_columns(shard.name, list(flat(first)), flat(first))
             formats[shard.part] = maker.format
     return [formats.get(number, "text") for number in range(sources[-1].shards[-1].part + 1)]
 

@@ -152,15 +152,16 @@ def _initialised(
     """Bring the model to the device, or build it there, and return the initialised optimizer."""
     if not arrives:
         stream.flash(trace.building_bytes, "building", PARAMETERS)
-    if setting.strategy.zero_stage == 3:
-        split = SimulatedZero3(stream, host, setting, trace)
-        split.initialise(one_by_one=arrives)
-        for size_bytes in trace.buffer_bytes:
-            stream.born(size_bytes, "to device", PARAMETERS)
-        return split
-    arrived = [stream.born(size_bytes, "to device", PARAMETERS) for size_bytes in trace.sizes_bytes]
+    split = SimulatedZero3(stream, host, setting, trace) if setting.strategy.zero_stage == 3 else None
+    if split is not None and arrives:
+        split.initialise(one_by_one=True)
+    arrived = [stream.born(size_bytes, "to device", PARAMETERS) for size_bytes in trace.sizes_bytes if split is None]
     for size_bytes in trace.buffer_bytes:
         stream.born(size_bytes, "to device", PARAMETERS)
+    if split is not None:
+        if not arrives:  # it was built with its buffers
+            split.initialise(one_by_one=False)
+        return split
     if setting.strategy.zero_stage == 0:
         return SimulatedZero0(stream, host, setting)
     optimizer = SimulatedZero12(stream, host, setting)

@@ -83,13 +83,13 @@ class PinnedBlocks:
 
     def __init__(self, stream: Stream, kind: DeviceKind) -> None:
         self._stream = stream
-        self._is_device = kind == "cpu"
+        self.is_device = kind == "cpu"
         self.allocator = HostAllocator()
         self._storages: list[tuple[int, bool]] = []  # bytes, and whether they are pinned
 
     def born(self, size_bytes: int, operator: str, category: int = TEMPORARY, *, pinned: bool = False) -> int:
         """Begin a storage and return its number."""
-        if self._is_device:
+        if self.is_device:
             return self._stream.born(size_bytes, operator, category)
         self.allocator.allocate(size_bytes, pinned=pinned)
         self._storages.append((size_bytes, pinned))
@@ -97,11 +97,11 @@ class PinnedBlocks:
 
     def beside(self, size_bytes: int) -> int:
         """Begin a storage on the host of a device; -1 where the host is the device, which has it already."""
-        return -1 if self._is_device else self.born(size_bytes, "aten.empty.memory_format")
+        return -1 if self.is_device else self.born(size_bytes, "aten.empty.memory_format")
 
     def dies(self, storage: int) -> None:
         """End a storage; -1: there is none."""
-        if self._is_device:
+        if self.is_device:
             self._stream.dies(storage)
         elif storage >= 0:
             size_bytes, pinned = self._storages[storage]
@@ -109,7 +109,7 @@ class PinnedBlocks:
 
     def pinned(self, storage: int, *, keep: bool = False) -> int:
         """Return a copy of a storage in pinned memory, in place of it unless it is kept; on a CPU itself."""
-        if self._is_device:
+        if self.is_device:
             return storage
         copy = self.born(HostAllocator.pinned_bytes(self._storages[storage][0]), "pin memory", pinned=True)
         if not keep:
@@ -137,6 +137,7 @@ class Setting:
         state_bytes: of a master weight, and of a state where it is not in blocks.
         offloads_optimizer: whether optimizer states live on the host.
         offloads_parameters: whether parameters live on the host, too, between uses.
+        is_fp16: whether losses are scaled, so that gradients may be infinite.
     """
 
     def __init__(self, trace: ModelTrace, request: Request, strategy: Strategy, *, world_size: int, rank: int) -> None:
@@ -151,7 +152,7 @@ class Setting:
         self.whole_bytes = [part_bytes * world_size for part_bytes in self.part_bytes]
         self.offloads_optimizer = strategy.offload_optimizer == "cpu"
         self.offloads_parameters = strategy.offload_parameters == "cpu"
-        self._optimizer = request.optimizer.name
+        self._optimizer, self.is_fp16 = request.optimizer.name, request.precision == "fp16"
 
     def make_states(self, elements: int, place: Stream | PinnedBlocks) -> None:
         """Make the states of a tensor, as at the optimizer's first step.

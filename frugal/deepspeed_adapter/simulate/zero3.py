@@ -419,6 +419,12 @@ class SimulatedZero3(SimulatedOptimizer):
         stream, setting = self._stream, self._setting
         self._gathering.split_all()
         self._micro_step = 0
+        if setting.is_fp16:  # infinities are looked for (`has_overflow`): on a GPU in a copy of absolute values
+            number, on_host = sum(self._parts), setting.offloads_optimizer or self._host.is_device
+            values = -1 if on_host else stream.born(number * 4, "aten.isinf.default")
+            place = self._host if on_host else stream
+            place.dies(place.born(number, "aten.isinf.default"))
+            stream.dies(values)
         if setting.offloads_optimizer:
             for group, place in zip(self._groups, self._places, strict=True):
                 if not self._has_states:

@@ -139,11 +139,6 @@ _FUSED_OPTIMIZERS = {
 _PRODUCTS = {getattr(aten, name).default for name in ("mm", "addmm", "bmm", "baddbmm", "mv", "addmv")}
 """Operators of which meta tensors, other than a device's, take matrices of several types."""
 
-_IN_PLACE_IN_BACKWARD = {
-    aten.logical_and.default, aten.scatter_add.default, aten.scatter.src, aten.scatter.value, aten.index_put.default
-}  # fmt: skip
-"""Operators that autograd runs in place where no mode is active, as in `clamp_backward` (FunctionsManual.cpp)."""
-
 
 class TypesDifferError(RuntimeError):
     """An error of a forward that multiplies matrices of several types."""
@@ -353,8 +348,6 @@ class Tracker(StorageWatch):
         """Return the operator's result without touching host memory."""
         if func is aten._local_scalar_dense.default and operators.has_no_values(args[0]):
             return self._scalar(args[0])
-        if func in _IN_PLACE_IN_BACKWARD and args[0].is_meta and asker(sys._getframe()) == AUTOGRAD:
-            return args[0]
         if func in _PRODUCTS and len(types := {str(each.dtype) for each in tensors_in(args)}) > 1:
             raise TypesDifferError(f"matrices of a product must have the same dtype, not {' and '.join(sorted(types))}")
         if func in _FUSED_OPTIMIZERS:

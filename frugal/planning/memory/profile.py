@@ -41,11 +41,10 @@ class RankMemory:
         """Return replays of the step with `micro_batch` samples through CUDA's caching allocator."""
         key = (micro_batch, expandable_segments)
         if key not in self._replays:
-            timeline = self.timeline
             self._replays[key] = Replays(
-                timeline.sizes(micro_batch),
-                timeline.events,
-                timeline.empties,
+                self.timeline.sizes(micro_batch),
+                self.timeline.events,
+                self.timeline.empties,
                 expandable_segments=expandable_segments,
                 known=self.known,
             )

@@ -100,8 +100,7 @@ def fastest_seconds(candidates: Iterable[Candidate]) -> float:
 
 
 TRUST = 0.01
-"""A profile that is further than this from the dry run is wrong, and the plan says so. In live bytes: what the
-allocator wastes may change by as much with the order of a few small blocks."""
+"""A profile that is further than this from the dry run is wrong, and the plan says so."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -256,9 +255,6 @@ class Source(Protocol):
         needed, and what the allocator reserves with room; and by how much the latter differs between the runs. None
         where no arithmetic tells.
         """
-
-    def distrust(self, strategy: Strategy) -> bool:
-        """Profile a strategy by dry runs from now on; return False if it already is."""
 
     def profile(self, strategy: Strategy, accumulates: bool) -> MemoryProfile:
         """Return the costs of a strategy for every micro-batch."""

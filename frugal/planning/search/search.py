@@ -83,21 +83,20 @@ class Search:
                 yield draft
                 assert winner.batch is not None
                 memory = self.evaluation.dry_run(winner.strategy, winner.batch)
-                live_error = draft.memory.live_bytes / memory.live_bytes - 1
-                total_error = draft.memory.total_bytes / memory.total_bytes - 1
-                if abs(live_error) > TRUST and self.source.distrust(winner.strategy):
-                    warnings.append(_warning(winner, live_error, "it was profiled by dry runs instead"))
-                elif memory.fits:
-                    if abs(total_error) > TRUST:
-                        warnings.append(_warning(winner, total_error, "it still fits"))
+                error = draft.memory.total_bytes / memory.total_bytes - 1
+                outcome = "it still fits" if memory.fits else "it does not fit, and was not chosen"
+                if not memory.fits or abs(error) > TRUST:
+                    warnings.append(
+                        f"{winner.strategy}, micro-batch {winner.micro_batch}: the profile was {100 * error:+.1f} % "
+                        f"off the dry run; {outcome}"
+                    )
+                if memory.fits:
                     warnings += [f"assumed, because it depends on data: {note}" for note in self.source.notes]
                     if self.mixtures.why_none and not winner.strategy.layer_modes:
                         warnings.append(f"{ONE_MODE}: {self.mixtures.why_none}")
                     yield replace(draft, memory=memory, warnings=tuple(warnings), is_proven=True)
                     return
-                else:
-                    warnings.append(_warning(winner, total_error, "it does not fit, and was not chosen"))
-                    self.evaluation.refute(winner, memory)
+                self.evaluation.refute(winner, memory)
                 candidates = self.candidates(level)
             of_levels_before += candidates
         yield Infeasible(candidates=tuple(of_levels_before), nearest_first=self._nearest_first(of_levels_before))
@@ -277,10 +276,3 @@ class Search:
             if headroom(bound) > max(map(headroom, exact), default=-float("inf")):
                 exact.append(self.evaluation.evaluate(bound.strategy))
         return tuple(sorted(exact, key=headroom, reverse=True))
-
-
-def _warning(winner: Candidate, error: float, outcome: str) -> str:
-    return (
-        f"{winner.strategy}, micro-batch {winner.micro_batch}: the profile was {100 * error:+.1f} % off the dry run; "
-        f"{outcome}"
-    )

@@ -102,9 +102,15 @@ def check(
         settings.refuse("samples that GPUs share are checked under DeepSpeed alone", sharing)
     if deepspeed is None and settings.lora is None and settings.precision != "fp32":
         settings.refuse(
-            "it does not use DeepSpeed, and mixed precision without DeepSpeed keeps fp32 weights under autocast: "
-            "`frugal dryrun SCRIPT.py:step` measures such a loop",
+            "it does not use DeepSpeed, and mixed precision without DeepSpeed has fp32 weights under autocast, or bf16 "
+            "weights without fp32 copies: `frugal dryrun SCRIPT.py:step` measures such a loop",
             settings.place("precision"),
+        )
+    if deepspeed is None and settings.precision != "fp32" and settings.raw.get("dtype") == "float32" and settings.lora:
+        settings.refuse(
+            f"`dtype` is float32, {settings.tool}'s default: without DeepSpeed the frozen weights stay in fp32, under "
+            "autocast (`dtype: bfloat16` takes half, and is evaluated)",
+            settings.place("dtype"),
         )
     done = Check(
         settings=settings, documents=documents, cluster=cluster, deepspeed=deepspeed, arithmetic=arithmetic,
@@ -208,9 +214,11 @@ def _model_of(settings: Settings) -> str:
     Raises:
         RequestError: no file and no flag names it.
     """
-    if not settings.model:
+    if not settings.model or "$" in settings.model:
         raise RequestError(
-            "no file names the model",
+            f"the model is {settings.model}, known when the script runs"
+            if settings.model
+            else "no file names the model",
             because="memory depends on the model",
             hint="add --model, a preset such as llama-3.1-8b, a model folder or a config.json",
         )

@@ -1,7 +1,7 @@
 """The command line that starts a training script, taken out of a shell script: its flags, and those of the launcher.
 
 Read are `deepspeed`, `torchrun`, `accelerate launch`, `python` and the tools' own commands, also behind `srun`, `uv
-run` and others. `shell` expands the words, and runs nothing.
+run` and any other that starts what it names. `shell` expands the words, and runs nothing.
 """
 
 import os
@@ -20,15 +20,14 @@ LAUNCHER, ENVIRONMENT, FILES, PROGRAM = "(launcher)", "(environment)", "(files)"
 beside its flags."""
 
 _STARTS = ("deepspeed", "torchrun", "accelerate", "python", "trl", "axolotl", "llamafactory-cli", "swift", "megatron")
-_WRAPPERS = (
-    "srun", "uv", "env", "nohup", "sudo", "exec", "command", "numactl", "poetry", "pdm", "conda", "stdbuf", "nsys",
-    "ray",
-)  # fmt: skip
-"""Commands that start what is named behind their own flags."""
+_PRINTS = ("echo", "printf", "cat", "logger")
+"""Commands that start nothing of what they name."""
 
 _SUBCOMMANDS = ("trl", "swift", "megatron")
 _MODULES = ("-m", "--module")
 _LAUNCHING_MODULES = ("torch.distributed.run", "torch.distributed.launch", "accelerate.commands.launch", "deepspeed")
+_TRAINS = re.compile(r"\.py\b|\s(-m|--module|launch|train|sft|pt|rlhf)\s|\.ya?ml\b")
+"""Words of a command that starts a script, unlike those of one that installs or looks for what has its name."""
 _MANY_FLAGS = 5
 """A command with fewer flags prepares something, if a later one has as many."""
 
@@ -82,8 +81,9 @@ def _first(words: Sequence[str]) -> int:
     """Return the index of the word that starts a script, behind what starts it; the number of words if none does."""
     names = [re.sub(r"^(python)[\d.]+$", r"\1", Path(word).name) for word in words]
     first = next((i for i, word in enumerate(words) if not re.match(r"[A-Za-z_]\w*=", word)), len(words))
-    if names[first:] and names[first] in _WRAPPERS:
-        return next((i for i in range(first + 1, len(words)) if names[i] in _STARTS), len(words))
+    if names[first:] and names[first] not in (*_STARTS, *_PRINTS):  # of srun, uv run, timeout, a function's "$@"
+        later = range(first + 1, len(words))
+        return next((i for i in later if names[i] in _STARTS and _TRAINS.search(" ".join(words[i:]))), len(words))
     return first if names[first:] and names[first] in _STARTS else len(words)
 
 
@@ -111,6 +111,7 @@ def _flags(words: Sequence[str], variables: dict[str, str], text: str) -> tuple[
         for flag in re.findall(r"--([\w-]+)", line):
             lines.setdefault((flag.replace("-", "_"),), number)
     config = content.get("config")
+    config = config[0] if isinstance(config, list) else config
     if isinstance(config, str):  # `--config FILE` of TRL's scripts
         content[FILES] = [*content[FILES], config]
     return content, lines
@@ -130,7 +131,7 @@ def _named(words: Sequence[str]) -> dict[str, Any]:
             values.append(word)
         elif word.endswith((".yaml", ".yml", ".json")):
             files.append(word)
-    content: dict[str, Any] = {FILES: files}
+    content: dict[str, Any] = {FILES: files if flags or files else [word for word in words if "$" in word]}
     for name, given in flags.items():
         read = [_value(word) for word in given] or [True]
         content[name] = read[0] if len(read) == 1 else read
@@ -193,6 +194,12 @@ def expandable_segments(content: Mapping[str, Any]) -> bool | None:
     variables = content.get(ENVIRONMENT, {})
     said = variables.get("PYTORCH_CUDA_ALLOC_CONF", variables.get("PYTORCH_ALLOC_CONF"))
     return None if said is None else "expandable_segments:True" in said
+
+
+def missing(path: Path, content: Mapping[str, Any]) -> list[str]:
+    """Return the names of files with settings that a script reads, and that are not there; none if it has one."""
+    names = content.get(FILES, ())
+    return [] if any(beside(path, name) for name in names) else list(dict.fromkeys(names))
 
 
 def beside(path: Path, name: Any) -> Path | None:

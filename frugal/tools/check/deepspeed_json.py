@@ -167,7 +167,13 @@ def _precision(settings: Settings, filled: list[Filled]) -> Precision:
     config = settings.deepspeed or {}
     if "bf16" not in config and "fp16" not in config and settings.fills_auto and settings.precision:
         return settings.precision  # accelerate's `DeepSpeedPlugin.set_mixed_precision`, which Trainer calls, too
-    by = settings.tool if settings.fills_auto else ""
+    by = settings.tool if settings.fills_auto else "--precision" if settings.precision else ""
+    of_nobody = next((name for name in ("bf16", "fp16") if not by and settings.block(name).get("enabled") == AUTO), "")
+    if of_nobody:
+        settings.refuse(
+            f"`{of_nobody}.enabled` is auto, which no tool fills in here: say --precision",
+            settings.place(f"json.{of_nobody}.enabled"),
+        )
     enabled = {
         name: _fill(filled, f"{name}.enabled", settings.block(name).get("enabled"), settings.precision == name, by)
         for name in ("bf16", "fp16")
@@ -349,9 +355,8 @@ def _offload(settings: Settings, zero: Mapping[str, Any], stage: int) -> tuple[W
         settings.deviate("`offload_optimizer` does nothing at stage 0", _at(settings, "offload_optimizer"))
         optimizer = "none"
     if parameters != "none" and (stage != 3 or optimizer == "none"):
-        why = f"`offload_param` does nothing at stage {stage}"
-        if stage == 3:
-            why = "evaluated with the parameters on the GPUs: frugal moves them only together with the optimizer"
+        alone = "evaluated with the parameters on the GPUs: frugal moves them only together with the optimizer"
+        why = alone if stage == 3 else f"`offload_param` does nothing at stage {stage}"
         settings.deviate(why, _at(settings, "offload_param"))
         parameters = "none"
     if parameters == "nvme":

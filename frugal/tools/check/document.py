@@ -11,7 +11,7 @@ follow are a deviation, or a reason not to check at all (`refusals`).
 import json
 import re
 from collections import Counter
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Literal
@@ -144,6 +144,7 @@ class Settings:
         places: where each of these was read, by name; those of DeepSpeed's JSON as `json.` and their dotted names.
         read: the fields whose values were read.
         unknown: fields that frugal does not know.
+        given: the settings that a flag gives, which are not read.
         raw: all values that were read, by the names of `tools.toml`; a trap asks for some.
     """
 
@@ -173,6 +174,7 @@ class Settings:
     expandable_segments: bool | None = None
     deepspeed: Mapping[str, Any] | None = None
     fills_auto: bool = False
+    given: Collection[str] = ()
     raw: dict[str, Any] = field(default_factory=dict)
     places: dict[str, Place] = field(default_factory=dict)
     deviations: list[Deviation] = field(default_factory=list)
@@ -221,7 +223,8 @@ def read(path: Path, tool: Tool | None = None) -> Document:
         kind = "YAML" if is_yaml else "JSON"
         raise RequestError(f"{path} is not {kind}", because=" ".join(str(error).split())) from None
     if not isinstance(content, dict):
-        raise RequestError(f"{path} holds no settings", because=f"it is a {type(content).__name__}, not a mapping")
+        kind = "empty" if content is None else f"a {type(content).__name__}, not a mapping"
+        raise RequestError(f"{path} holds no settings", because=f"it is {kind}")
     content = {str(key): value for key, value in content.items()}
     if tool is None and _OF_SWIFT & content.keys():
         raise _not_swift(path, "is a file of")

@@ -15,9 +15,6 @@ from frugal.errors import RequestError, failure
 from frugal.tools.check import command_line, deepspeed_json, tools
 from frugal.tools.check.document import AUTO, NAMES, Document, Settings, Tool, read
 
-FLAGS = ("model", "task", "seq_len", "micro_batch", "accumulation_steps", "precision", "lora")
-"""Settings of frugal's own that a command may give, for what the files leave open; they win over the files."""
-
 
 def gather(
     paths: Sequence[Path], flags: Mapping[str, Any], tool: Tool | None = None
@@ -29,9 +26,9 @@ def gather(
         RequestError: a file cannot be read or is of no tool that is known, two are of the same kind, or one that they
             name is not there.
     """
-    documents = [
-        each for number, path in enumerate(paths) for each in _with_files(read(path, None if number else tool))
-    ]
+    documents = _joined(
+        [each for number, path in enumerate(paths) for each in _with_files(read(path, None if number else tool))]
+    )
     by_kind: dict[str, Document] = {}
     for document in documents:
         kind = document.tool if document.tool in ("deepspeed", "accelerate") else "trainer"
@@ -40,8 +37,9 @@ def gather(
                 f"{other.path} and {document.path} are both files of {NAMES[document.tool]}",
                 hint="check them one by one: of each kind a run has one",
             )
+    given = [name for name in tools.FLAGS if flags.get(name) is not None]
     trainer, launcher, config = (by_kind.get(kind) for kind in ("trainer", "accelerate", "deepspeed"))
-    settings = tools.read(trainer) if trainer else Settings(tool="accelerate" if launcher else "DeepSpeed")
+    settings = tools.read(trainer, given) if trainer else Settings(tool="accelerate" if launcher else "DeepSpeed")
     named = None if trainer is None else trainer.content.get(command_line.LAUNCHER, {}).get("config_file")
     if trainer is not None and named and launcher is None:
         settings.refuse(
@@ -68,10 +66,9 @@ def gather(
                 hint="leave one of them out",
             )
         deepspeed_json.read(config, settings)
-    for name in FLAGS:
-        if flags.get(name) is not None:
-            setattr(settings, name, flags[name])
-            settings.places.pop(name, None)
+    for name in given:
+        setattr(settings, name, flags[name])
+        settings.places.pop(name, None)
     return settings, documents
 
 
@@ -83,9 +80,24 @@ def _with_files(document: Document) -> list[Document]:
     path = next(filter(None, (command_line.beside(document.path, name) for name in names)), None)
     if path is not None:
         under = read(path, document.tool if document.tool == "trl" else None)
-        document = Document(document.path, under.tool, {**under.content, **content}, document.lines, under)
+        document = _over(document, under)
     path = command_line.beside(document.path, content.get(command_line.LAUNCHER, {}).get("config_file"))
     return [document, *([read(path, "accelerate")] if path is not None else [])]
+
+
+def _over(script: Document, under: Document) -> Document:
+    """Return a script with a file of settings that it reads, of which its flags win."""
+    return Document(script.path, under.tool, {**under.content, **script.content}, script.lines, under)
+
+
+def _joined(documents: list[Document]) -> list[Document]:
+    """Return the files of a run, of which one may be a script's settings that it knows by a name of its caller's,
+    such as `$1`."""
+    given = [each for each in documents if not {"deepspeed", "accelerate"} & {each.tool}]
+    scripts = [each for each in given if command_line.missing(each.path, each.content)]
+    if len(given) == 2 and len(scripts) == 1:
+        return [_over(scripts[0], given[given[0] is scripts[0]]), *(each for each in documents if each not in given)]
+    return documents
 
 
 def _named(document: Document, said: Any, settings: Settings) -> Document:

@@ -13,6 +13,7 @@ import msgspec
 
 from frugal.config.hardware import local_host
 from frugal.errors import FrugalError
+from frugal.planning.report import select_texts
 from frugal.tools.check.checked import Check
 from frugal.tools.check.document import NAMES, Place
 from frugal.tools.check.out_of_memory import OutOfMemoryMessage
@@ -52,18 +53,18 @@ def report(check: Check) -> str:
     ]
     if verdict is not None:
         memory = verdict.memory
-        operator = memory.operator.removeprefix("aten.").removesuffix(".default")
+        operator = _short(memory.operator)
         rows = {name: getattr(memory, name) for name in memory.CATEGORIES if getattr(memory, name) >= SHOWN_BYTES}
         rows |= {"total": memory.total_bytes, "may be used": memory.usable_bytes + memory.context}
         if verdict.subject.strategy.offload_optimizer != "none":
             rows["host, a node"] = memory.host_bytes_per_node
         title = f"memory of the fullest GPU at its peak, in {memory.phase}{f' ({operator})' if operator else ''}"
         blocks[title] = [f"{name:<14} {format_bytes(size):>12}" for name, size in rows.items()]
-    traps = blocks["traps"] = []
-    for finding in check.findings:
-        where = f"{finding.place}: " if finding.place is not None else ""
-        traps.append(f"{finding.level}: {where}{finding.text}  [{finding.rule}]")
-        traps += [f"  {finding.hint}"] if finding.hint else []
+    blocks["traps"] = [
+        f"{each.level}: {f'{each.place}: ' if each.place is not None else ''}{each.text}  [{each.rule}]"
+        + (f"\n    {each.hint}" if each.hint else "")
+        for each in check.findings
+    ]
     blocks["evaluated differently than written"] = [
         f"{each.place}: {each.text}" if each.place is not None else each.text
         for each in (*settings.refusals, *settings.deviations)
@@ -106,6 +107,10 @@ def _message(message: OutOfMemoryMessage) -> tuple[str, str]:
     return f"out of memory, {message.place}: {who}", f"{requested}: {said}{more}"
 
 
+def _short(operator: str) -> str:
+    return operator.removeprefix("aten.").removesuffix(".default")
+
+
 def headline(check: Check) -> str:
     """Return the verdict in one line."""
     verdict = check.verdict
@@ -116,11 +121,11 @@ def headline(check: Check) -> str:
     if verdict.fits:
         text = f"fits: {of}, {format_bytes(memory.headroom_bytes)} of headroom"
     else:
-        missing, where = -memory.headroom_bytes, ""
-        if verdict.host_shortfall_bytes:
-            missing, where = verdict.host_shortfall_bytes, " of a node's host memory"
-        elif verdict.disk_shortfall_bytes:
-            missing, where = verdict.disk_shortfall_bytes, " of a node's disk"
+        shortfalls = {
+            " of a node's host memory": verdict.host_shortfall_bytes, " of a node's disk": verdict.disk_shortfall_bytes,
+            "": -memory.headroom_bytes,
+        }  # fmt: skip
+        where, missing = next((where, missing) for where, missing in shortfalls.items() if missing > 0)
         text = f"does not fit: {format_bytes(missing)} short{where}: {of}"
     num_errors = sum(finding.level == "error" for finding in check.findings)
     return f"{text}; {plural(num_errors, 'error')} below" if num_errors else text
@@ -132,27 +137,29 @@ def out_of_memory_lines(check: Check) -> list[str]:
     if message is None or verdict is None:
         return []
     live = verdict.memory.live_bytes
-    lines = [f"the dry run of these settings has {format_bytes(live)} of live tensors at its peak"]
-    if not check.askers:
-        lines.append(
-            "nothing in it requests that many bytes: other settings, longer samples or another model ran; or it was "
-            "loading, evaluating or saving"
-        )
-    for asked in check.askers[:SHOWN_ASKERS]:
-        operator = asked.operator.removeprefix("aten.").removesuffix(".default")
-        module = f" of {asked.module}" if asked.module else ""
-        lines.append(f"{operator}{module} in {asked.phase} requests that, with {format_bytes(asked.live_bytes)} alive")
     pieces, others = message.unallocated_bytes or 0, message.others_bytes or 0
-    if pieces >= message.requested_bytes:
-        lines.append(
+    return select_texts(
+        (True, f"the dry run of these settings has {format_bytes(live)} of live tensors at its peak"),
+        (
+            not check.askers,
+            "nothing in it requests that many bytes: other settings, longer samples or another model ran; or it was "
+            "loading, evaluating or saving",
+        ),
+        *(
+            (True, f"{_short(asked.operator)}{f' of {asked.module}' if asked.module else ''} in {asked.phase} "
+             f"requests that, with {format_bytes(asked.live_bytes)} alive")
+            for asked in check.askers[:SHOWN_ASKERS]
+        ),
+        (
+            pieces >= message.requested_bytes,
             f"{format_bytes(pieces)} that torch had reserved were free, but fragmented: set "
-            "PYTORCH_CUDA_ALLOC_CONF=expandable_segments:True"
-        )
-    if others > verdict.memory.context + USUAL_CONTEXT_BYTES:
-        lines.append(
-            f"{format_bytes(others)} of the card were neither torch's nor free: other processes, or a large context"
-        )
-    return lines
+            "PYTORCH_CUDA_ALLOC_CONF=expandable_segments:True",
+        ),
+        (
+            others > verdict.memory.context + USUAL_CONTEXT_BYTES,
+            f"{format_bytes(others)} of the card were neither torch's nor free: other processes, or a large context",
+        ),
+    )  # fmt: skip
 
 
 def as_json(check: Check) -> bytes:
@@ -173,9 +180,7 @@ def as_json(check: Check) -> bytes:
             "lora": None if request.lora is None else str(request.lora),
             "strategy": verdict.subject.strategy,
         }
-    message = None
-    if check.out_of_memory is not None:
-        message = _placed(check.out_of_memory) | {"text": out_of_memory_lines(check), "askers": check.askers}
+    message = {"text": out_of_memory_lines(check), "askers": check.askers}
     return _encoded({
         "schema": SCHEMA,
         "verdict": "not checked" if verdict is None else "fits" if verdict.fits else "does not fit",
@@ -196,7 +201,7 @@ def as_json(check: Check) -> bytes:
         "refusals": [_placed(each) for each in settings.refusals],
         "read": [_at(place) for place in settings.read],
         "unknown": [_at(place) for place in settings.unknown],
-        "out_of_memory": message,
+        "out_of_memory": None if check.out_of_memory is None else _placed(check.out_of_memory) | message,
         "change": None if change is None else {
             "text": change.words, "fields": dict(change.fields), "memory": _memory(change.verdict),
         },
@@ -225,25 +230,26 @@ def _at(place: Place | None) -> dict[str, Any]:
 
 def error_as_json(error: FrugalError) -> bytes:
     """Return an error that ended the check as JSON, with the keys `verdict` and `exit_code` of a check."""
-    content = {"schema": SCHEMA, "verdict": "error", "exit_code": error.exit_code, "error": error.what}
-    return _encoded(content | {"because": error.because, "hint": error.hint})
+    return _encoded({
+        "schema": SCHEMA, "verdict": "error", "exit_code": error.exit_code, "error": error.what,
+        "because": error.because, "hint": error.hint,
+    })  # fmt: skip
 
 
 def as_sarif(check: Check) -> bytes:
     """Return the check as a SARIF log with one run."""
     first = Place(check.documents[0].path, "")
-    results = []
-    if check.verdict is None or not check.verdict.fits:
-        rule = "not-checked" if check.verdict is None else "does-not-fit"
-        change = f"; it would fit: {check.change.words}" if check.change is not None else ""
-        results.append(_result(rule, "error", headline(check) + change, first))
-    for finding in check.findings:
-        hint = f": {finding.hint}" if finding.hint else ""
-        results.append(_result(finding.rule, finding.level, finding.text + hint, finding.place or first))
-    for each in check.settings.deviations:
-        results.append(_result("evaluated-otherwise", "note", each.text, each.place or first))
-    for place in check.settings.unknown:
-        results.append(_result("unknown-field", "note", f"`{place.key}` is unknown to frugal, and ignored", place))
+    rule = "not-checked" if check.verdict is None else "" if check.verdict.fits else "does-not-fit"
+    change = f"; it would fit: {check.change.words}" if check.change is not None else ""
+    rows: list[tuple[str, str, str, Place | None]] = [
+        (rule, "error", headline(check) + change, None),
+        *((each.rule, each.level, ": ".join(filter(None, (each.text, each.hint))), each.place)
+          for each in check.findings),
+        *(("evaluated-otherwise", "note", each.text, each.place) for each in check.settings.deviations),
+        *(("unknown-field", "note", f"`{place.key}` is unknown to frugal, and ignored", place)
+          for place in check.settings.unknown),
+    ]  # fmt: skip
+    results = [_result(rule, level, text, place or first) for rule, level, text, place in rows if rule]
     return _sarif(results, {document.path: NAMES[document.tool] for document in check.documents})
 
 
@@ -265,9 +271,8 @@ def _sarif(results: Sequence[Mapping[str, Any]], kinds: Mapping[Path, str]) -> b
 
 
 def _result(rule: str, level: str, text: str, place: Place) -> dict[str, Any]:
-    physical: dict[str, Any] = {"artifactLocation": _location(place.path)}
-    if place.line is not None:
-        physical["region"] = {"startLine": place.line}
+    region = {} if place.line is None else {"region": {"startLine": place.line}}
+    physical = {"artifactLocation": _location(place.path), **region}
     return {"ruleId": rule, "level": level, "message": {"text": text}, "locations": [{"physicalLocation": physical}]}
 
 

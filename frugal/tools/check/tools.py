@@ -5,7 +5,7 @@
 
 import re
 import tomllib
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import fields
 from functools import cache, partial
 from importlib.resources import files
@@ -15,9 +15,13 @@ import msgspec
 
 from frugal.config.adapters import ALL_LINEAR, Lora
 from frugal.config.optimizers import Optimizer
-from frugal.errors import RequestError
+from frugal.config.request import Precision
+from frugal.errors import RequestError, refuse
 from frugal.tools.check import command_line
 from frugal.tools.check.document import MAY_DECIDE_MEMORY, NAMES, Document, Place, Settings, Tool
+
+FLAGS = ("model", "task", "seq_len", "micro_batch", "accumulation_steps", "precision", "lora")
+"""Settings of frugal's own that a command may give, for what the files leave open; they win over the files."""
 
 PEFTS_OWN = "(peft's own)"
 """A placeholder for the target modules that peft chooses where none are named."""
@@ -69,9 +73,12 @@ def take(document: Document, settings: Settings, table: Mapping[str, Any], *pref
     for kind in KINDS:
         for name, row in table.get(kind, {}).items():
             known |= set(row.split())
-            if (field := _first_set(row, content, (None,))) is not None:
+            if (field := _first_set(row, content, (None,))) is not None and name not in settings.given:
                 settings.places[name] = place_of(field)
-                said[name] = _converted(content[field], kind, field, settings.places[name])
+                flag = (
+                    f"say --{name.replace('_', '-')}" if name in FLAGS else "write the value into a copy of the script"
+                )
+                said[name] = _converted(content[field], kind, field, settings.places[name], flag)
     for row, why in table.get("deviations", {}).items():
         known |= {each.partition("=")[0] for each in row.split()}
         if (field := _first_set(row, content)) is not None:
@@ -111,7 +118,7 @@ def _first_set(row: str, content: Mapping[str, Any], off: Sequence[Any] = _OFF) 
     return None
 
 
-def _converted(value: Any, kind: str, key: str, place: Place) -> Any:
+def _converted(value: Any, kind: str, key: str, place: Place, way_out: str) -> Any:
     """Return a value as one of `KINDS`, also where a number is given as text: YAML 1.1 reads `2e-5` as text."""
     wanted, must_be = KINDS[kind]
     if kind == "text":
@@ -127,7 +134,7 @@ def _converted(value: Any, kind: str, key: str, place: Place) -> Any:
         raise RequestError(
             f"`{key}` in {place} is {value!r}",
             because="its value is only known when the script runs" if is_open else f"it must be {must_be}",
-            hint="write the value into a copy of the script" if is_open else None,
+            hint=way_out if is_open else None,
         ) from None
 
 
@@ -135,13 +142,13 @@ def _written(key: str, value: Any) -> str:
     return f"`{key}`" if isinstance(value, bool | dict | list) else f"`{key}: {value}`"
 
 
-def read(document: Document) -> Settings:
-    """Return the settings in a trainer's file.
+def read(document: Document, given: Collection[str] = ()) -> Settings:
+    """Return the settings in a trainer's file, but for those of `FLAGS` that are `given` otherwise.
 
     Raises:
         RequestError: a value is of the wrong kind.
     """
-    settings = Settings(tool=NAMES[document.tool], fills_auto=True)
+    settings = Settings(tool=NAMES[document.tool], fills_auto=True, given=given)
     settings.gpus, settings.nodes = command_line.num_processes(document.content)
     settings.expandable_segments = command_line.expandable_segments(document.content)
     _refuse_other_work(document)
@@ -159,9 +166,8 @@ def read(document: Document) -> Settings:
     if settings.accumulation_steps is None:  # axolotl's `batch_size` is that of a GPU in all its forwards
         settings.accumulation_steps = max(1, said.get("batch_of_gpu", 0) // (said["micro_batch"] or 1))
     bf16 = str(said.get("bf16", said["precision"] != "fp32")).lower()  # axolotl's is true, false, auto or full
-    settings.precision = "fp16" if said.get("fp16") else "fp32" if bf16 == "false" else "bf16"
-    if said.get("pure_bf16"):
-        settings.precision = "bf16"
+    of_flags: Precision = "fp16" if said.get("fp16") else "fp32" if bf16 == "false" else "bf16"
+    settings.precision = "bf16" if said.get("pure_bf16") else of_flags
     take_optimizer(settings, said["optim"], settings.place("optim"))
     recomputes = str(said.get("activation_checkpointing", False)).lower() != "false"  # axolotl's may be a word
     settings.activation_checkpointing = recomputes and not said.get("keeps_activations")
@@ -182,6 +188,10 @@ def read(document: Document) -> Settings:
             settings.place("sequence_parallel"),
         )
     refuse_other_splits(settings, said)
+    init = said.get("model_init_kwargs")
+    said["dtype"] = init.get("dtype", said.get("dtype")) if isinstance(init, dict) else said.get("dtype")
+    if document.tool == "trl":
+        settings.deviate("TRL's loss, which never holds whole logits, is evaluated as frugal's tiled loss")
     if document.tool == "axolotl":
         _fused_losses(settings)
     if document.tool in ("transformers", "trl"):
@@ -200,18 +210,15 @@ def _refuse_other_work(document: Document) -> None:
     says = {key for key in _OF_TRAINING.split() if document.content.get(key) is not None}
     only_predicts = document.content.get("do_predict") and not document.content.get("do_train")
     if only_predicts or not (says or {"output_dir", "deepspeed"} <= document.content.keys()):
-        names = document.content.get(command_line.FILES, ())
-        missing = [name for name in names if command_line.beside(document.path, name) is None]
-        without = (
-            f"{', '.join(missing)} is not there"
-            if missing
-            else f"it has no batch, learning rate or duration of {NAMES[document.tool]}"
-        )
-        raise RequestError(
-            f"{document.path} trains nothing",
-            because="it predicts without `do_train`" if only_predicts else without,
-            hint="give the file, or the script, that starts the training",
-        )
+        missing = " or ".join(command_line.missing(document.path, document.content))
+        refuse(
+            (missing, f"{document.path} reads its settings from {missing}, which is not there",
+             "it has no batch, learning rate or duration itself", f"give both: frugal check {document.path} FILE"),
+            (True, f"{document.path} trains nothing",
+             "it predicts without `do_train`" if only_predicts
+             else f"it has no batch, learning rate or duration of {NAMES[document.tool]}",
+             "give the file, or the script, that starts the training"),
+        )  # fmt: skip
 
 
 _METHOD = re.compile(
@@ -238,11 +245,8 @@ def _adapters(settings: Settings) -> None:
     """Set the adapters and the quantisation of the base weights. No targets leave them to peft."""
     said = settings.raw
     adapter, bits = str(said.get("adapter")).lower(), said.get("bits")
-    settings.quantize = "nf4" if said.get("four_bits") or bits == 4 else None
-    if settings.quantize is None and (said.get("eight_bits") or bits == 8):
-        settings.quantize = "int8"
-    elif adapter == "qlora":
-        settings.quantize = "nf4"
+    has_four, has_eight = said.get("four_bits") or bits == 4, said.get("eight_bits") or bits == 8
+    settings.quantize = "nf4" if has_four else "int8" if has_eight else "nf4" if adapter == "qlora" else None
     if settings.quantize == "nf4" and said.get("nested") is False:
         settings.deviate(
             "scales of 4 bits are evaluated quantised, which takes 0.37 bits a weight less",

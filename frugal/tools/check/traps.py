@@ -27,8 +27,7 @@ def traps(settings: Settings, deepspeed: Resolved | None, arithmetic: Arithmetic
         for applies, rule, level, text, names, hint in rows
         if applies
     ]
-    order = ("error", "warning", "note")
-    return sorted([*settings.findings, *shown], key=lambda finding: order.index(finding.level))
+    return sorted([*settings.findings, *shown], key=lambda finding: ("error", "warning", "note").index(finding.level))
 
 
 def _of_any(settings: Settings, arithmetic: Arithmetic) -> list[Row]:

@@ -443,8 +443,8 @@ def _fullest_moments(timeline: Timeline, total: "np.ndarray[Any, Any]", most: in
         if not events:
             continue
         share = round(most * len(events) / len(total))
-        for stretch in np.array_split(np.arange(events.start, events.stop), min(max(1, share), len(events))):
-            chosen.append(int(stretch[total[stretch].argmax()]))
+        stretches = np.array_split(np.arange(events.start, events.stop), min(max(1, share), len(events)))
+        chosen += [int(stretch[total[stretch].argmax()]) for stretch in stretches]
     return chosen
 
 

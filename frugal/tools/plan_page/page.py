@@ -93,9 +93,8 @@ def _chosen(plan: Plan) -> dict[str, Any]:
     rows = []
     strategies = [plan.strategy, *(each.strategy for each in plan.rejected)]
     for strategy, (step, _, batch, peak, headroom, _) in zip(strategies, strategy_table(plan).rows[1:], strict=True):
-        says = [f"{step} a step"] if step != "-" else []
-        for name, value in (("micro-batch x steps", batch), ("peak", peak), ("headroom", headroom)):
-            says += [f"{name} {value}"] if value else []
+        named = (("micro-batch x steps", batch), ("peak", peak), ("headroom", headroom))
+        says = [f"{step} a step"] * (step != "-") + [f"{name} {value}" for name, value in named if value]
         rows.append({"name": str(strategy), "says": ", ".join(says)})
     points: list[tuple[Any, ...]] = [(plan.strategy, plan.time.total_seconds, plan.memory.total_bytes, "chosen")]
     for each in plan.rejected:

@@ -167,6 +167,7 @@ def test_a_tokenizer_without_a_template_or_with_one_that_rewrites_earlier_turns_
 @pytest.mark.parametrize(
     ("row", "reason"),
     [
+        ({"messages": None}, "`messages`: missing, or null"),
         ({"messages": "hello"}, "`messages`: Expected `array`, got `str`"),
         ({"messages": []}, "`messages` has no message"),
         ({"messages": [3]}, "`messages`: Expected `object`, got `int` - at `$[0]`"),

@@ -92,7 +92,7 @@ def test_tokens_come_as_they_are(load_rows: Any) -> None:  # noqa: F811
         ),
         ({"prompt": "a", "completion": 3}, "`completion`: Expected `str`, got `int`"),
         ({"prompt": ["a"], "completion": [CHAT[2]]}, "`prompt`: Expected `object`, got `str` - at `$[0]`"),
-        ({"instruction": "a", "output": None}, "`output`: Expected `str`, got `null`"),
+        ({"instruction": "a", "output": None}, "`output`: missing, or null"),
     ],
 )
 def test_rows_that_cannot_be_read(row: dict[str, Any], reason: str, load_rows: Any) -> None:  # noqa: F811

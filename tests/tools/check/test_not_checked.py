@@ -5,7 +5,9 @@ from pathlib import Path
 
 import pytest
 
+from frugal.dryrun.pool import Pool
 from frugal.errors import RequestError
+from frugal.tools.check.checked import check
 from frugal.tools.check.gather import gather
 from tests.commands import frugal
 
@@ -113,6 +115,40 @@ def test_a_tool_is_known_by_what_it_alone_has(name: str, text: str, tool: str, t
 def test_files_that_merge_evaluate_or_preprocess_are_no_training(text: str, tmp_path: Path) -> None:
     with pytest.raises(RequestError, match="trains nothing"):
         refusals(tmp_path, text)
+
+
+@pytest.mark.parametrize(
+    ("line", "is_checked"),
+    [("", False), ("dtype: auto", True), ("model_init_kwargs: {dtype: bfloat16}", True), ("load_in_4bit: true", False)],
+)
+def test_trls_loss_holds_no_whole_logits_and_its_frozen_weights_are_fp32_by_default(
+    line: str, is_checked: bool, tmp_path: Path, pool: Pool
+) -> None:
+    """TRL 1.16: `add_fused_lm_head` in `SFTTrainer`, `ModelConfig.dtype`."""
+    (tmp_path / "sft.yaml").write_text(ADAPTERS.format(model=TINY) + line)
+    made, documents = gather([tmp_path / "sft.yaml"], {})
+    done = check(made, documents, {"gpus": 1, "mem": "6G"}, with_plan=False, pool=pool)
+    assert ("`dtype` is float32" not in "; ".join(each.text for each in made.refusals)) is is_checked
+    assert made.tiled_loss and (done.verdict is not None) is is_checked
+
+
+def test_an_auto_of_precision_that_nobody_fills_in_is_asked_for(tmp_path: Path) -> None:
+    from frugal.tools.check.checked import resolved
+
+    file = tmp_path / "ds.json"
+    file.write_text('{"train_micro_batch_size_per_gpu": 1, "bf16": {"enabled": "auto"}}')
+    for precision, wanted in ((None, "fp32"), ("bf16", "bf16"), ("fp16", "fp32")):
+        settings, _ = gather([file], {"precision": precision})
+        deepspeed, _ = resolved(settings, 1)
+        assert deepspeed is not None and deepspeed.precision == wanted
+        asks = any("`bf16.enabled` is auto" in each.text for each in settings.refusals)
+        assert asks is (precision is None)
+
+
+def test_a_model_that_a_scripts_caller_names_is_asked_for(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    (tmp_path / "a.sh").write_text("python x.py --model_name_or_path $MODEL --output_dir o --max_steps 9\n")
+    code, out, _ = frugal(capsys, "check", str(tmp_path / "a.sh"), "--gpus", "1", "--mem", "6G")
+    assert code == 2 and "the model is $MODEL, known when the script runs" in out and "add --model" in out
 
 
 def test_both_names_of_a_size_of_zero_3_count(tmp_path: Path) -> None:

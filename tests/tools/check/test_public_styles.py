@@ -1,6 +1,7 @@
 """Files in the style of public ones that `frugal check` once misread (`bench.check.public`)."""
 
 import json
+import re
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any
@@ -184,9 +185,35 @@ def test_a_batch_by_another_name_has_no_default_of_the_tool(name: str, text: str
 
 
 def test_a_file_that_a_script_reads_and_that_is_not_there_is_named(tmp_path: Path) -> None:
-    with pytest.raises(RequestError, match="trains nothing") as error:
-        of(tmp_path, ("a.sh", "axolotl train train.yaml"), ("b.yaml", ""))
-    assert error.value.because == ("train.yaml is not there",)
+    for name in ("train.yaml", "$1"):
+        with pytest.raises(RequestError, match=re.escape(f"reads its settings from {name}, which is not there")):
+            of(tmp_path, ("a.sh", f"axolotl train {name}"), ("b.yaml", ""))
+
+
+@pytest.mark.parametrize("config", ["$1", "recipes/$NAME.yaml", "$1 $MORE"])
+@pytest.mark.parametrize("is_first", [True, False])
+def test_settings_that_a_scripts_caller_names_are_those_that_are_given_with_it(
+    config: str, is_first: bool, tmp_path: Path
+) -> None:
+    recipe = (
+        "recipe.yaml",
+        "model_name_or_path: base\nper_device_train_batch_size: 3\nlearning_rate: 1\nuse_peft: on\n",
+    )
+    launch = (
+        "a.sh",
+        f"C={config}\nL='accelerate launch --num_processes 4'\nsrun bash -c \"$L run_grpo.py --config $C\"",
+    )
+    made = of(tmp_path, *((launch, recipe) if is_first else (recipe, launch)), given=2)
+    assert (made.tool, made.micro_batch, made.gpus) == ("TRL", 3, 4) and "run_grpo.py says GRPO" in why(made)
+
+
+def test_a_size_that_is_known_when_the_script_runs_is_asked_for_and_taken_from_the_flag(tmp_path: Path) -> None:
+    (tmp_path / "a.sh").write_text(f"python x.py {TRAINS} --per_device_train_batch_size $2 --max_length $N\n")
+    with pytest.raises(RequestError, match="'\\$N'") as error:
+        gather([tmp_path / "a.sh"], {"micro_batch": 4})
+    assert error.value.hint == "say --seq-len"
+    made, _ = gather([tmp_path / "a.sh"], {"micro_batch": 4, "seq_len": 9})
+    assert (made.micro_batch, made.seq_len) == (4, 9)
 
 
 @pytest.mark.parametrize("key", ["dataset_num_proc: 4", "dataset_train_split: train", "max_prompt_length: 512"])

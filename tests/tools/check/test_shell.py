@@ -122,6 +122,8 @@ def test_a_variable_keeps_the_value_it_had_before_a_branch_and_a_loop_of_several
         ("uv run accelerate launch --num_processes 4 src/sft.py", "src/sft.py", 4),
         ("CUDA_VISIBLE_DEVICES=0,1 nohup python3.11 -u train.py", "train.py", 2),
         ("srun bash -c \"python -m torch.distributed.run --nproc_per_node 2 train.py", "train.py", 2),
+        ("timeout 9h torchrun --nproc_per_node 2 train.py", "train.py", 2),
+        ('run() { echo "$@"; "$@"; }\nrun uv run torchrun --nproc_per_node 2 train.py', "train.py", 2),
         ("deepspeed --num_gpus 2 --module pkg.train", "pkg.train", 2),
         ("torchrun --nproc_per_node 8 -m pkg.finetune --reward own.py", "pkg.finetune", 8),
         ("python launch_jobs.py --cluster c -- torchrun --nproc_per_node 2 train.py", "train.py", 2),
@@ -147,4 +149,6 @@ def test_ms_swift_is_named(tmp_path: Path) -> None:
 
 def test_a_script_that_trains_nothing_says_so() -> None:
     with pytest.raises(RequestError, match="starts no training script"):
-        parsed_script(Path("a.sh"), "echo python\nfunction f() {\n ls\n}\n")
+        parsed_script(
+            Path("a.sh"), "echo python x.py\nconda create -n e python\nwhich accelerate deepspeed\nf() {\n ls\n}\n"
+        )
