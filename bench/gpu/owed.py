@@ -17,7 +17,8 @@ torch's own, and values and times mean nothing.
    how far fused ones are from fp64.
 5. `train: ...`: runs of `frugal train` in every way that one GPU allows: promised and measured bytes, recoveries,
    predicted and measured tokens per second.
-6. `same: ...`: two runs that must have the same losses: other micro-batches; interrupted, and resumed.
+6. `same: ...`: two runs that must have the same losses: other micro-batches; interrupted, and resumed, also under
+   another ZeRO stage; killed, and restarted; short of memory, in plain and in expandable segments.
 """
 
 import argparse
@@ -34,6 +35,7 @@ from tempfile import TemporaryDirectory
 from typing import Any
 
 import msgspec
+import psutil
 
 from bench.emulated_gpu import environment as emulated
 from bench.gpu.truth import RESULTS, environment
@@ -64,6 +66,12 @@ TRAINED: dict[str, tuple[str, ...]] = {
 }
 """Flags of a plan, by what is tried. gpt2 is small: what a way costs beside it shows."""
 
+TRAINED_WITH: dict[str, tuple[str, ...]] = {"saved in the background": ("--set", "train.async-save=true")}
+"""Flags of `frugal train`, with the plan that is made without flags."""
+
+SHORT_OF = 0.3
+"""A share of what a plan needs without the context, which a run then lacks."""
+
 SAME: dict[str, tuple[str, ...]] = {
     "micro-batch of 1": ("--micro-batch", "1"),
     "micro-batch of 8": ("--micro-batch", "8"),
@@ -87,16 +95,23 @@ class Check:
 class Runner:
     """Starts commands of this project on the GPU, each of which ends at the deadline of its check.
 
-    `precision`: of plans that ask for none.
+    `precision`: of plans that ask for none. `memory_bytes`: of the GPU.
     """
 
     python: str
     environment: Mapping[str, str]
     deadline: float = 0.0
     precision: str = "bf16"
+    memory_bytes: int = 0
 
-    def __call__(self, *words: object, until: Callable[[], bool] | None = None) -> tuple[int, str]:
-        """Run `python -m WORDS`; return its exit code and output. `until`: when to interrupt it, as Ctrl-C does.
+    def __call__(
+        self,
+        *words: object,
+        until: Callable[[], bool] | None = None,
+        then: Callable[[psutil.Process], None] = lambda process: process.send_signal(signal.SIGINT),
+    ) -> tuple[int, str]:
+        """Run `python -m WORDS`; return its exit code and output. `until`: when `then` is done to it; Ctrl-C if not
+        said.
 
         Raises:
             TimeoutError: it was not done at the deadline, and was ended with all that it had started.
@@ -113,7 +128,7 @@ class Runner:
                     output.seek(0)
                     raise TimeoutError(f"not done in time; its last words: {output.read()[-500:]}")
                 if until is not None and until():
-                    process.send_signal(signal.SIGINT)
+                    then(psutil.Process(process.pid))
                     until = None
                 time.sleep(0.2)
             output.seek(0)
@@ -134,7 +149,7 @@ def main() -> int:
     if asked.emulated:
         python, given = emulated.python(), emulated.environment(asked.emulated)
     runner = Runner(python, given | {"HF_HUB_OFFLINE": "1"}, end)
-    device, capability = _device(runner)
+    device, capability, runner.memory_bytes = _device(runner)
     runner.precision = "bf16" if capability >= 8 else "fp16"
     out = asked.out or RESULTS / f"gpu-owed-{device.lower().replace(' ', '-')}.json"
     chosen = [each for each in checks(out.with_suffix("")) if _is_asked_for(each, asked.only)]
@@ -182,8 +197,14 @@ def checks(folder: Path) -> Iterator[Check]:
     yield Check("measure", 4, _measured, alone=True)
     for name, flags in TRAINED.items():
         yield Check(f"train: {name}", 4, lambda run, here, flags=flags: _trained(run, here, flags))
+    for name, of_run in TRAINED_WITH.items():
+        yield Check(f"train: {name}", 4, lambda run, here, of_run=of_run: _trained(run, here, (), of_run))
     yield Check("same: other micro-batches", 5, _same_micro_batches)
     yield Check("same: interrupted and resumed", 5, _same_resumed)
+    yield Check("same: resumed under ZeRO-3", 5, lambda run, here: _same_resumed(run, here, "--zero-stage", "3"))
+    yield Check("same: killed and restarted", 5, _same_restarted)
+    for segments in ("plain", "expandable"):
+        yield Check(f"same: short of memory, {segments}", 5, lambda run, here, s=segments: _same_short(run, here, s))
     for segments in ("plain", "expandable"):
         yield Check(f"allocator, {segments} segments", 2, lambda run, _, s=segments: _allocator(run, s))
     for name in ("attention", "reductions", "requests", "products"):
@@ -195,14 +216,16 @@ def checks(folder: Path) -> Iterator[Check]:
     )
 
 
-def _device(runner: Runner) -> tuple[str, int]:
-    """The GPU's name, and its compute capability's first number: bf16 needs 8."""
-    code = "import torch; found = torch.cuda.get_device_properties(0); print(found.name); print(found.major)"
+def _device(runner: Runner) -> tuple[str, int, int]:
+    """The GPU's name, its compute capability's first number, since bf16 needs 8, and its bytes."""
+    code = (
+        "import torch; at = torch.cuda.get_device_properties(0); print(at.name, at.major, at.total_memory, sep='\\n')"
+    )
     done = subprocess.run([runner.python, "-c", code], env=dict(runner.environment), capture_output=True, text=True)
     if done.returncode:
         raise SystemExit(f"error: no GPU\n  because {done.stderr.strip().splitlines()[-1]}")
-    name, major = done.stdout.strip().splitlines()[-2:]
-    return name, int(major)
+    name, major, total = done.stdout.strip().splitlines()[-3:]
+    return name, int(major), int(total)
 
 
 def _ended(done: tuple[int, str], codes: tuple[int, ...] = (0,)) -> str:
@@ -227,9 +250,14 @@ def _answer(output: str) -> Any:
     return msgspec.json.decode(output[output.index("{") : output.rindex("}") + 1])
 
 
+def _with_segments(run: Runner, segments: str, *settings: str) -> Runner:
+    """The same with these segments and other settings of torch's allocator."""
+    said = ",".join((f"expandable_segments:{segments == 'expandable'}", *settings))
+    return replace(run, environment={**run.environment, "PYTORCH_ALLOC_CONF": said})
+
+
 def _allocator(run: Runner, segments: str) -> dict[str, Any]:
-    setting = {"PYTORCH_ALLOC_CONF": f"expandable_segments:{segments == 'expandable'}"}
-    return _output(Runner(run.python, {**run.environment, **setting}, run.deadline)("bench.gpu.allocator"))
+    return _output(_with_segments(run, segments)("bench.gpu.allocator"))
 
 
 def _planned(run: Runner, folder: Path, *flags: str) -> Plan:
@@ -265,11 +293,11 @@ def _train(run: Runner, folder: Path, out: str, *flags: object, **options: Any) 
     return [{**steps[0], "output": output}, *steps[1:]]
 
 
-def _trained(run: Runner, folder: Path, flags: tuple[str, ...]) -> dict[str, Any]:
+def _trained(run: Runner, folder: Path, flags: tuple[str, ...], of_run: tuple[str, ...] = ()) -> dict[str, Any]:
     """A run beside its plan. The peak is of steps, an evaluation and a save."""
     plan = _planned(run, folder, *flags)
     tokenizer = ("--tokenizer", "byte") if LORA[0] in flags else ()  # random weights know no tokens
-    steps = _train(run, folder, "run", *tokenizer)
+    steps = _train(run, folder, "run", *tokenizer, *of_run)
     later = steps[STEPS // 2 :] or steps
     positions = plan.batch.global_batch * plan.request.seq_len
     return {
@@ -293,14 +321,51 @@ def _same_micro_batches(run: Runner, folder: Path) -> dict[str, Any]:
     return _compared(*losses)
 
 
-def _same_resumed(run: Runner, folder: Path) -> dict[str, Any]:
-    """A run beside one that is interrupted once its first checkpoint is there, and resumed."""
+def _same_resumed(run: Runner, folder: Path, *then: str) -> dict[str, Any]:
+    """A run beside one that is interrupted once its first checkpoint is there, and resumed, with `then` in its plan."""
     _planned(run, folder)
     whole = _train(run, folder, "whole")
-    records = folder / "broken" / "metrics.jsonl"
-    _train(run, folder, "broken", until=lambda: records.exists() and b'"checkpoint"' in records.read_bytes())
+    _train(run, folder, "broken", until=_is_saved(folder / "broken"))
+    _planned(run, folder, *then)
     resumed = _train(run, folder, "broken", "--resume")
     return _compared([step["loss"] for step in whole], [step["loss"] for step in resumed])
+
+
+def _same_restarted(run: Runner, folder: Path) -> dict[str, Any]:
+    """A run beside one whose rank is killed once its first checkpoint is there, and the memory before and after."""
+    _planned(run, folder)
+    whole = _train(run, folder, "whole")
+    killed = _train(run, folder, "killed", "--max-restarts", 1, until=_is_saved(folder / "killed"), then=_kill_ranks)
+    reserved = [step["reserved_bytes"] for step in killed]
+    facts = {"reserved_bytes": reserved, "restarts": killed[0]["output"].count("restart 1 of 1")}
+    return facts | _compared([step["loss"] for step in whole], [step["loss"] for step in killed])
+
+
+def _same_short(run: Runner, folder: Path, segments: str) -> dict[str, Any]:
+    """A run beside one for which torch's allocator may not have all that its plan needs, which has to recover."""
+    plain = _with_segments(run, segments)
+    memory = _planned(plain, folder, *([PLAIN_SEGMENTS] if segments == "plain" else [])).memory
+    whole = _train(plain, folder, "whole")
+    cap_bytes = round((1 - SHORT_OF) * (memory.total_bytes - memory.context))
+    share = f"per_process_memory_fraction:{cap_bytes / run.memory_bytes:.6f}"
+    short = _train(_with_segments(run, segments, share), folder, "short")
+    recoveries = short[0]["output"].count("out of memory")
+    if not recoveries:
+        raise RuntimeError(f"{cap_bytes} bytes were enough: {short[0]['output'][-800:]}")
+    facts = {"cap_bytes": cap_bytes, "recoveries": recoveries, "output": short[0]["output"].splitlines()[-12:]}
+    return facts | _compared([step["loss"] for step in whole], [step["loss"] for step in short])
+
+
+def _is_saved(out: Path) -> Callable[[], bool]:
+    """Whether a run has its first checkpoint."""
+    records = out / "metrics.jsonl"
+    return lambda: records.exists() and b'"checkpoint"' in records.read_bytes()
+
+
+def _kill_ranks(command: psutil.Process) -> None:
+    for each in command.children(recursive=True):
+        if "frugal.engine.run" in each.cmdline():
+            each.kill()
 
 
 def _compared(one: list[float], other: list[float]) -> dict[str, Any]:
