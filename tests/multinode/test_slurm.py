@@ -40,7 +40,6 @@ def submitted(slurm: Slurm, path: Path, out: str, *words: object, nodes: int = 2
     return slurm.submit(*options, SCRIPT, "--plan", path, *RUN, "--out", out, *words, given=given)
 
 
-@pytest.mark.exhaustive  # another launcher of what tests/multinode/test_nodes.py shows
 def test_the_script_trains_on_two_nodes_as_on_one(slurm: Slurm, hosts: Hosts, on_one_host: list[float]) -> None:
     job = submitted(slurm, plan(hosts, 1, 1), "job")
     assert slurm.wait(job) == "COMPLETED", (hosts.folder / "job.log").read_text()
