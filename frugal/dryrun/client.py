@@ -302,16 +302,15 @@ class DryRunSource:
         steps = min(accumulation_steps, 2)
         ranks = self._ranks(strategy, MAX_RANKS_DRY_RUN)
         dry_run = partial(self._dry_run, strategy, (micro_batch,), steps, exact=self.kind == "cuda")
-        drafted = self._simulated(strategy, steps > 1, ranks) if len(ranks) > 1 else None
-        if drafted is None:
+        if len(ranks) == 1 or (drafted := self._simulated(strategy, steps > 1, ranks)) is None:
             return dry_run(ranks)
         first, second = fullest_drafted(drafted, micro_batch)
-        if second.timeline.peak_bytes(micro_batch) > first.timeline.peak_bytes(micro_batch):
+        of_first, of_second = (fullness(each, drafted, micro_batch) for each in (first, second))
+        if any(more > most for more, most in zip(of_second, of_first, strict=True)):
             return dry_run((first.rank, second.rank))
         dry_runs = dry_run((first.rank,))
         (run,) = rank_memories(dry_runs, (first.rank,))
-        by_arithmetic, as_run = (needed_bytes(each, drafted, micro_batch) for each in (first, run))
-        is_confirmed = abs(by_arithmetic - as_run) <= SMALLEST_BLOCK
+        is_confirmed = abs(fullness(run, drafted, micro_batch)[0] - of_first[0]) <= SMALLEST_BLOCK
         return dry_runs if is_confirmed else dry_runs + dry_run((second.rank,))
 
     def facts(self) -> ModelFacts:
@@ -521,23 +520,19 @@ def fullest_drafted(drafted: MemoryProfile, micro_batch: int) -> tuple[RankMemor
     These are two: where a cut goes through a huge embedding, the first rank's largest request, probably for the norm
     of its gradient, comes when the allocator has no segment for it.
     """
-
-    def live_bytes(rank: RankMemory) -> int:
-        return rank.timeline.peak_bytes(micro_batch)
-
-    first, *others = sorted(
-        drafted.ranks,
-        key=lambda rank: (needed_bytes(rank, drafted, micro_batch), live_bytes(rank), rank.rank),
-        reverse=True,
-    )
-    return first, max(others, key=live_bytes)
+    of_ranks = {rank.rank: fullness(rank, drafted, micro_batch) for rank in drafted.ranks}
+    first, *others = sorted(drafted.ranks, key=lambda rank: (of_ranks[rank.rank], rank.rank), reverse=True)
+    return first, max(others, key=lambda rank: of_ranks[rank.rank][1:])
 
 
-def needed_bytes(rank: RankMemory, drafted: MemoryProfile, micro_batch: int) -> int:
-    """Return the bytes that a rank needs on a device of the kind and with the allocator of `drafted`."""
+def fullness(rank: RankMemory, drafted: MemoryProfile, micro_batch: int) -> tuple[int, int, int]:
+    """Return the bytes that a rank needs on a device of the kind and with the allocator of `drafted`, those alive at
+    its fullest moment, and those reserved where there is room."""
+    live_bytes = rank.timeline.peak_bytes(micro_batch)
     if drafted.kind == "cpu":
-        return rank.timeline.peak_bytes(micro_batch)
-    return rank.replays(micro_batch, expandable_segments=drafted.strategy.expandable_segments).smallest_capacity()
+        return live_bytes, live_bytes, live_bytes
+    replays = rank.replays(micro_batch, expandable_segments=drafted.strategy.expandable_segments)
+    return replays.smallest_capacity(), live_bytes, replays.under().peak_reserved_bytes
 
 
 def rank_memories(dry_runs: Sequence[DryRun], ranks: Sequence[int]) -> tuple[RankMemory, ...]:

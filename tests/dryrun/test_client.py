@@ -171,13 +171,14 @@ def test_one_rank_is_dry_run_where_arithmetic_finds_none_fuller_and_it_is_confir
     dry_runs: DryRunSource, monkeypatch: pytest.MonkeyPatch, is_off: bool
 ) -> None:
     """Where it is off by more than a block, another rank is dry-run as well."""
-    needed_bytes = client.needed_bytes
+    fullness = client.fullness
 
-    def needed(rank: client.RankMemory, drafted: MemoryProfile, micro_batch: int) -> int:
+    def with_error(rank: client.RankMemory, drafted: MemoryProfile, micro_batch: int) -> tuple[int, int, int]:
+        needed, *others = fullness(rank, drafted, micro_batch)
         is_of_the_dry_run = not any(rank is each for each in drafted.ranks)
-        return needed_bytes(rank, drafted, micro_batch) + (1024 if is_off and is_of_the_dry_run else 0)
+        return needed + (1024 if is_off and is_of_the_dry_run else 0), *others
 
-    monkeypatch.setattr(client, "needed_bytes", needed)
+    monkeypatch.setattr(client, "fullness", with_error)
     assert len(dry_runs.dry_runs(STRATEGY, 2, 1)) == 1 + is_off
 
 
