@@ -22,6 +22,7 @@ def plan(micro_batch: int, **strategy: Any) -> Plan:
     )  # fmt: skip
 
 
+@pytest.mark.exhaustive  # 10 s of real steps
 def test_every_plan_is_trained_and_timed_on_all_ranks(two_ranks: Ranks) -> None:
     plans = [plan(4), plan(1, activation_checkpointing="selective")]
     for found in two_ranks.run(timed, plans, turns=1, steps=1):

@@ -224,8 +224,9 @@ IN_EVERY_RUN, NUMBER = 24, 120
         *(("bert", 3, {"kind": "cpu", "precision": precision, **SMALL_BUCKETS}) for precision in ("bf16", "fp32")),
         ("gpt2", 2, {"world_size": 3, "rank": 1, "steps": 2, "kind": "cpu", "precision": "fp16"}),
         ("llama", 3, {"world_size": 8, "rank": 3, **SMALL_BUCKETS, "sub_group_elements": 2_500, **PART_ON_HOST}),
-        *map(drawn, range(IN_EVERY_RUN)),
-        *(pytest.param(drawn(seed), marks=pytest.mark.exhaustive) for seed in range(IN_EVERY_RUN, NUMBER)),
+        *(pytest.param(drawn(seed), id=f"seed {seed}") for seed in range(IN_EVERY_RUN)),
+        *(pytest.param(drawn(seed), id=f"seed {seed}", marks=pytest.mark.exhaustive)
+          for seed in range(IN_EVERY_RUN, NUMBER)),
     ], ids=str,
 )  # fmt: skip
 def test_every_phase_is_as_dry_run(row: tuple[str, int, dict[str, Any]]) -> None:
