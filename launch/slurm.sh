@@ -13,7 +13,7 @@
 # In an array each task is a run, `%a` in the words its number: sbatch --array 0-1 launch/slurm.sh ... --out run-%a
 set -eu
 if [ -n "${SLURM_ARRAY_TASK_ID:-}" ]; then
-  export MASTER_PORT=$((${MASTER_PORT:-29500} + SLURM_ARRAY_TASK_ID)) # tasks may share a node
+  export MASTER_PORT=$((${MASTER_PORT:-29500} + SLURM_ARRAY_TASK_ID % 1000)) # tasks may share a node
   for word; do
     shift
     set -- "$@" "$(printf '%s\n' "$word" | sed "s/%a/$SLURM_ARRAY_TASK_ID/g")"

@@ -257,6 +257,7 @@ def test_the_figures_between_the_tables_of_the_benchmarks_are_those_that_were_me
     latency = {each["what"]: each for each in measured("latency")["results"]}
     (llama, tracker), again = (latency[what]["seconds"] for what in (UNSEEN, TRACKER)), latency["the same once more"]
     assert f"| frugal | 0 (worst +{100 * true['worst_error']:.3f} %) on CPU ranks" in said
+    assert f"{true['exact']} exact, worst +{100 * true['worst_error']:.3f} % (bf16" in said
     assert f"none low on CPU ranks | {llama:.0f} s for all strategies" in said
     assert f"{llama / tracker:.2f} x MemTracker" in said and f"{tracker:.0f} s in that run" in said
     adapters = [latency[f"{kind} of llama-3.1-8b on 4 x {mem}G, nothing kept"] for kind, mem in ADAPTERS]

@@ -169,11 +169,11 @@ def _own_step(what: str, num_steps: int | None, values: dict[str, Any]) -> _DryR
                 because="the script says what its step does",
                 hint="leave it out, and write it into the script",
             )
-    precision = {"precision": "fp32"}  # the script's own is not known; old cards refuse bf16
-    cards = [str(values[name]) for name in ("gpu", "mem") if values.get(name)]
-    is_one = cards and not values.get("hostfile") and not any("," in each for each in cards)
-    alone = {"gpus": 1} if is_one else {}  # as `python SCRIPT.py` runs it
-    _, cluster, _ = collect(alone | read_settings(values) | precision, asks_data=False)
+    settings = read_settings(values) | {"precision": "fp32"}  # the script's own is not known; old cards refuse bf16
+    cards = [str(settings[name]) for name in ("gpu", "mem") if settings.get(name)]
+    if cards and not settings.get("hostfile") and not any("," in each for each in cards):
+        settings.setdefault("gpus", 1)  # as `python SCRIPT.py` runs it
+    _, cluster, _ = collect(settings, asks_data=False)
     if cluster.devices[0].kind != "cuda":
         raise RequestError(f"{what} was given together with --device cpu", because="a step is dry-run for a GPU")
     os.environ.setdefault("DS_ACCELERATOR", "cpu")  # else DeepSpeed says that it chose so

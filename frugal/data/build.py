@@ -128,12 +128,12 @@ class SampleMaker:
         others = [str(column) for column in row_columns if column is not None]
         if len(others) == 1 and ";" in others[0]:
             hint = "its fields are separated by `;`: save it with commas, or with tabs as .tsv"
-        words = [column for column, value in first.items() if isinstance(value, str) and _WORD.search(value)]
-        words = sorted(words, key=lambda column: len(first[column]), reverse=True)
-        hint += f"; there is text in {', '.join(words[:_SHOWN])}" if words else ""
+        with_words = (column for column, value in first.items() if isinstance(value, str) and _WORD.search(value))
+        words = sorted(with_words, key=lambda column: len(first[column]), reverse=True)
+        text = f"; there is text in {', '.join(words[:_SHOWN])}" if words else ""
         because = f"its columns are {', '.join(others)}" if others else "it has no columns"
         refuse(*(
-            (column not in row_columns, f"{name} has no column `{column}`", because, hint.format(role=role))
+            (column not in row_columns, f"{name} has no column `{column}`", because, hint.format(role=role) + text)
             for role, column in needed.items()
         ))  # fmt: skip
 

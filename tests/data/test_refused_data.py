@@ -23,6 +23,12 @@ def test_a_name_that_is_neither_a_file_nor_known_to_the_hub(load: Load) -> None:
     )
 
 
+@pytest.mark.parametrize("name", ["{role}", "{0}", "a {", "%s"])
+def test_a_column_may_have_any_name(name: str, load: Load, tmp_path: Path) -> None:
+    write_jsonl(tmp_path / "a.jsonl", [{name: "some words", "b": 3}])
+    assert refusal(lambda: load("a.jsonl")).endswith(f"; there is text in {name}")
+
+
 @pytest.mark.parametrize("kind", ["jsonl", "csv", "parquet", "saved"])
 def test_a_missing_column_is_answered_with_those_there_are(kind: str, load: Load, tmp_path: Path) -> None:
     name = write(kind, tmp_path)

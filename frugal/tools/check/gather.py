@@ -79,8 +79,7 @@ def _with_files(document: Document) -> list[Document]:
     names = (name for name in content.get(command_line.FILES, ()) if name != content.get("deepspeed"))
     path = next(filter(None, (command_line.beside(document.path, name) for name in names)), None)
     if path is not None:
-        under = read(path, document.tool if document.tool == "trl" else None)
-        document = _over(document, under)
+        document = _over(document, read(path, document.tool if document.tool == "trl" else None))
     path = command_line.beside(document.path, content.get(command_line.LAUNCHER, {}).get("config_file"))
     return [document, *([read(path, "accelerate")] if path is not None else [])]
 
@@ -95,8 +94,9 @@ def _joined(documents: list[Document]) -> list[Document]:
     such as `$1`."""
     given = [each for each in documents if not {"deepspeed", "accelerate"} & {each.tool}]
     scripts = [each for each in given if command_line.missing(each.path, each.content)]
-    if len(given) == 2 and len(scripts) == 1:
-        return [_over(scripts[0], given[given[0] is scripts[0]]), *(each for each in documents if each not in given)]
+    others = [each for each in given if each not in scripts]
+    if len(scripts) == len(others) == 1:
+        return [_over(scripts[0], others[0]), *(each for each in documents if each not in given)]
     return documents
 
 
