@@ -112,6 +112,7 @@ class _Parameters:
         self._users: dict[int, int] = {}  # parameter -> modules that use it
         self._uses: dict[int, Any] = {}  # parameter -> a finalizer of its present memory
         self._num_uses = 0
+        self._running: list[nn.Module] = []  # in forward, the innermost last
         self._in_forward = False
         self._holds: dict[int, int] = {}  # number of a use -> that of its hold
 
@@ -120,18 +121,27 @@ class _Parameters:
         own = module.parameters(recurse=z3_leaf_module(module))
         self._own[module] = [(self._numbers[id(parameter)], parameter) for parameter in own]
 
-    def fetch(self, module: nn.Module) -> None:
+    def fetch(self, module: nn.Module, *, in_forward: bool) -> None:
+        """Fetch what a module gathers before it runs."""
+        if in_forward:
+            self._running.append(module)
         for number, parameter in self._own[module]:
-            if number not in self._uses:
-                with torch_internals.without_modes():
-                    data = torch.empty_like(self._at_rest[number])
-                    self._uses[number] = weakref.finalize(data.untyped_storage(), self._gone, number, self._num_uses)
-                    self._num_uses += 1
-                    parameter.data = data
-                    del data
-            self._users[number] = self._users.get(number, 0) + 1
+            self._fetch(number, parameter)
 
-    def release(self, module: nn.Module) -> None:
+    def _fetch(self, number: int, parameter: nn.Parameter) -> None:
+        if number not in self._uses:
+            with torch_internals.without_modes():
+                data = torch.empty_like(self._at_rest[number])
+                self._uses[number] = weakref.finalize(data.untyped_storage(), self._gone, number, self._num_uses)
+                self._num_uses += 1
+                parameter.data = data
+                del data
+        self._users[number] = self._users.get(number, 0) + 1
+
+    def release(self, module: nn.Module, *, in_forward: bool) -> None:
+        """Release what a module gathers after it ran."""
+        if in_forward:
+            self._running.pop()
         for number, parameter in self._own[module]:
             self._users[number] -= 1
             if self._users[number] == 0:
@@ -150,9 +160,12 @@ class _Parameters:
         self._in_forward = False
 
     def read(self, parameter: nn.Parameter) -> None:
-        """Mark that a parameter is looked at in forward while no module has fetched it."""
+        """Mark that a parameter is looked at in forward while no module has fetched it, and fetch it for the module
+        that runs, which gathers it from then on (`ZeROOrderedDict.__getitem__`)."""
         if self._in_forward and (number := self._numbers[id(parameter)]) not in self._uses:
             self._mark(MarkKind.READ, number, -1)
+            self._own[self._running[-1]].append((number, parameter))
+            self._fetch(number, parameter)
 
     def _gone(self, number: int, use: int) -> None:
         if use in self._holds:
@@ -186,10 +199,11 @@ class _Module:
 
     def mark(self, kind: MarkKind) -> None:
         """Mark the beginning or end of this module."""
+        in_forward = kind in (MarkKind.FETCH, MarkKind.RELEASE)
         if kind in (MarkKind.FETCH, MarkKind.FETCH_IN_BACKWARD):
-            self.parameters.fetch(self.module)
+            self.parameters.fetch(self.module, in_forward=in_forward)
         else:
-            self.parameters.release(self.module)
+            self.parameters.release(self.module, in_forward=in_forward)
         self._mark(kind, self.number, -1)
 
     def before_forward(self, _module: nn.Module, inputs: Any) -> Any:

@@ -162,10 +162,6 @@ def pretend(
             # Ranks agree: all are like this one.
             patch.object(dist, "new_group", partial(_new_group, dist.new_group)),
             patch.object(partitioned_param_coordinator, "assert_ints_same_as_other_ranks", lambda _: None),
-            # torch refuses autocast on meta; frugal trains without it, and DeepSpeed only turns it off.
-            patch.object(torch, "autocast", partial(_on_meta, torch.autocast, nullcontext())),
-            patch.object(torch, "is_autocast_enabled", partial(_on_meta, torch.is_autocast_enabled, False)),
-            patch.object(torch, "get_autocast_dtype", partial(_on_meta, torch.get_autocast_dtype, torch.bfloat16)),
             # Neither a library nor a compiler is needed: the tracker stands for kernels of optimizers.
             patch(torch_internals.FUSED_DEVICES, lambda: ["cpu", "cuda", "meta"]),
             patch.object(kernels, "adamw_8bit", lambda: AdamW8bit),
@@ -182,11 +178,6 @@ def pretend(
 
 def _new_group(make: Callable[..., Any], *args: Any, backend: Any = None, **kwargs: Any) -> Any:
     return dist.group.WORLD if backend == "gloo" else make(*args, **kwargs)
-
-
-def _on_meta(usual: Callable[..., Any], answer: Any, *args: Any, **kwargs: Any) -> Any:
-    """Return `answer` where a function is asked about meta."""
-    return answer if "meta" in (*args[:1], *kwargs.values()) else usual(*args, **kwargs)
 
 
 class AdamW8bit(torch.optim.Optimizer):

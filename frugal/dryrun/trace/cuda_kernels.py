@@ -18,8 +18,8 @@ attention) take math. No kernel but math broadcasts heads: fewer of them for key
 """
 
 import math
-from collections.abc import Iterator
-from contextlib import contextmanager
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
 from functools import partial
 from typing import Any, Literal
@@ -70,7 +70,8 @@ class AttentionCall:
 
 @contextmanager
 def kernels_of(kind: DeviceKind, capability: Capability = ASSUMED_CAPABILITY) -> Iterator[None]:
-    """Run attention, dropout and the tiled loss on meta with the kernels of a `kind` device inside the `with` block.
+    """Run attention, dropout and the tiled loss on meta with the kernels of a `kind` device inside the `with` block,
+    and autocast of meta tensors as switched off.
 
     `capability`: of a `cuda` device, whose packs attend document by document, or with a mask.
     """
@@ -81,8 +82,17 @@ def kernels_of(kind: DeviceKind, capability: Capability = ASSUMED_CAPABILITY) ->
         patch.object(F, "dropout", fused_dropout if is_cuda else _dropout),
         patch.object(packs, "capability_of", lambda _device: capability if is_cuda else None),
         patch.object(cross_entropy, "meta_stands_for", kind),
+        # torch refuses autocast on meta; frugal trains without it, and DeepSpeed and peft only turn it off.
+        patch.object(torch, "autocast", partial(_on_meta, torch.autocast, nullcontext())),
+        patch.object(torch, "is_autocast_enabled", partial(_on_meta, torch.is_autocast_enabled, False)),
+        patch.object(torch, "get_autocast_dtype", partial(_on_meta, torch.get_autocast_dtype, torch.bfloat16)),
     ):
         yield
+
+
+def _on_meta(usual: Callable[..., Any], answer: Any, *args: Any, **kwargs: Any) -> Any:
+    """Return `answer` where a function is asked about meta."""
+    return answer if "meta" in (*args[:1], *kwargs.values()) else usual(*args, **kwargs)
 
 
 def chosen_kernel(call: AttentionCall, capability: Capability) -> Kernel:
