@@ -109,6 +109,8 @@ def _serve(rank: int, world_size: int, port: int, connection: Connection) -> Non
     torch.set_num_threads(1)
     process_group.form()
     while True:
+        gc.collect()
+        gc.freeze()  # likewise what the last call imported
         try:
             function, args, kwargs = connection.recv()
         except EOFError:
