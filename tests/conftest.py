@@ -11,7 +11,7 @@ from pathlib import Path
 import hypothesis
 import pytest
 
-from bench.ranks import Ranks
+from bench.ranks import Ranks, freeze_what_was_imported
 from tests import forked, kernels
 from tests.browser import browser  # noqa: F401 - a fixture
 
@@ -65,7 +65,7 @@ def pytest_collection_finish() -> None:
     os.environ.update({name: value for name, value in BEFORE_COLLECTION.items() if os.environ.get(name) != value})
     for name in os.environ.keys() - BEFORE_COLLECTION.keys() - {forked.SOCKET, "PYTEST_CURRENT_TEST"}:
         del os.environ[name]
-    gc.freeze()  # what was imported: collections need not look at it again, as in ranks
+    freeze_what_was_imported()
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
