@@ -23,6 +23,7 @@ hypothesis.settings.register_profile("any machine", deadline=None)  # tests say 
 hypothesis.settings.load_profile("any machine")
 
 forked.use()
+gc.disable()  # until the tests begin: what is imported stays
 gc.set_threshold(700, 10, 100)  # a whole collection, which looks at a million objects, a tenth as often
 
 
@@ -66,6 +67,7 @@ def pytest_collection_finish() -> None:
     for name in os.environ.keys() - BEFORE_COLLECTION.keys() - {forked.SOCKET, "PYTEST_CURRENT_TEST"}:
         del os.environ[name]
     freeze_what_was_imported()
+    gc.enable()
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
