@@ -11,7 +11,7 @@ from pathlib import Path
 import hypothesis
 import pytest
 
-from bench.ranks import Ranks
+from bench.ranks import Ranks, freeze_what_was_imported
 from tests import forked, kernels
 from tests.browser import browser  # noqa: F401 - a fixture
 
@@ -23,6 +23,7 @@ hypothesis.settings.register_profile("any machine", deadline=None)  # tests say 
 hypothesis.settings.load_profile("any machine")
 
 forked.use()
+gc.disable()  # until the tests begin: what is imported stays
 gc.set_threshold(700, 10, 100)  # a whole collection, which looks at a million objects, a tenth as often
 
 
@@ -65,7 +66,8 @@ def pytest_collection_finish() -> None:
     os.environ.update({name: value for name, value in BEFORE_COLLECTION.items() if os.environ.get(name) != value})
     for name in os.environ.keys() - BEFORE_COLLECTION.keys() - {forked.SOCKET, "PYTEST_CURRENT_TEST"}:
         del os.environ[name]
-    gc.freeze()  # what was imported: collections need not look at it again, as in ranks
+    freeze_what_was_imported()
+    gc.enable()
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:

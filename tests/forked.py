@@ -1,4 +1,4 @@
-"""Processes of `python -m frugal...` and scripts, and ranks of tests: forked from one that has done their imports.
+"""Processes of `python -m frugal...`, scripts, torchrun, and ranks of tests: forked from one that did their imports.
 
 Another command, or one that runs with other settings of the interpreter or of torch than this process, is started as
 users start it.
@@ -53,6 +53,9 @@ PRELOADED = (
 
 READ_AT_START = ("CUDA_", "DS_", "HF_", "LANG", "LC_", "LD_", "PYTHON", "TORCH", "TRANSFORMERS_")
 """Variables that the interpreter or a library reads when it starts; OMP_NUM_THREADS is one for all of the tests."""
+
+SET_BY_TORCHRUN = ("TORCHELASTIC_", "TORCH_NCCL_")
+"""Those that it gives its ranks, which read them when they meet."""
 
 SET_BY_IMPORTS = ("TORCHINDUCTOR_CACHE_DIR", "TRANSFORMERS_VERBOSITY", "HF_DATASETS_DISABLE_PROGRESS_BARS")
 """Those that torch, and frugal for a rank, set where they are imported: where, and that libraries do not talk."""
@@ -187,17 +190,17 @@ def _can_be_forked(words: Any, environment: dict[str, str]) -> bool:
         return False
     first, second = [*map(str, _without_python(words)), "", ""][:2]
     is_ours = first == "-m" and (second.split(".")[0] == "frugal" or second == ranks.__name__)
-    is_script = first == "-" or first.endswith(".py")
+    is_script = first == "-" or first.endswith(".py") or Path(first).parent == Path(sys.executable).parent
     return (is_ours or is_script) and _read_at_start(environment) == _AT_START
 
 
 def _without_python(words: Any) -> list[Any]:
-    return list(words[2:] if words[1:2] == ["-u"] else words[1:])
+    return list(words[2:] if "-u" in words[1:2] else words[1:])
 
 
 def _read_at_start(environment: dict[str, str]) -> dict[str, str]:
-    names = [name for name in environment if name.startswith(READ_AT_START) and name not in SET_BY_IMPORTS]
-    ours = {name: environment[name] for name in names}
+    names = {name for name in environment if name.startswith(READ_AT_START) and not name.startswith(SET_BY_TORCHRUN)}
+    ours = {name: environment[name] for name in names.difference(SET_BY_IMPORTS)}
     return ours | {"CUDA_VISIBLE_DEVICES": "", "DS_ACCELERATOR": "cpu"}
 
 
@@ -261,6 +264,7 @@ def _receive(connection: socket.socket) -> tuple[dict[str, Any], list[int]]:
 def serve(address: str, pipe: int) -> None:
     """Fork on request until the write end of `pipe` is closed."""
     _AT_START.update(_read_at_start(dict(os.environ)))
+    subprocess.Popen = Forked  # type: ignore[misc]  # before others import it by its name
     listener = socket.socket(socket.AF_UNIX)
     listener.bind(address)
     logging.getLogger("bitsandbytes.backends.cpu.ops").setLevel(logging.ERROR)  # as frugal does: peft imports it
@@ -400,7 +404,6 @@ def _be_program(words: list[str]) -> int:
     sys.stderr = os.fdopen(2, "w", buffering=1, closefd=False)
     run = _program(words)
     Forked._always = True  # ranks, and processes of dry runs
-    subprocess.Popen = Forked  # type: ignore[misc]
     code = 0
     try:
         run()

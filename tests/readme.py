@@ -14,11 +14,7 @@ from pathlib import Path
 
 ROOT = Path(__file__).parents[1]
 README = ROOT / "README.md"
-PAGES = (
-    README,
-    *(ROOT / name for name in ("CONTRIBUTING.md", "SECURITY.md")),
-    *sorted((ROOT / "docs").rglob("*.md")),
-)
+PAGES = (README, *(ROOT / name for name in ("CONTRIBUTING.md", "SECURITY.md")), *sorted((ROOT / "docs").rglob("*.md")))
 _BLOCK = re.compile(r"(?<=```console\n)\$ (frugal (?:plan|explain) [^\n]*)\n((?:(?!\$ |```).*\n)+)(?=```)")
 _LEFT_OUT = "...\n"
 

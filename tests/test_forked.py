@@ -1,5 +1,6 @@
-"""Commands that tests start have their imports done."""
+"""Commands that tests start have their imports done, and what was imported is not looked at again and again."""
 
+import gc
 import os
 import re
 import signal
@@ -38,6 +39,19 @@ def test_a_script_is_the_main_program_with_its_arguments_beside_its_modules(tmp_
     (tmp_path / "script.py").write_text(text)
     done = subprocess.run([sys.executable, tmp_path / "script.py", "a b"], capture_output=True, text=True)
     assert (done.returncode, done.stdout, done.stderr) == (3, "__main__ ['a b'] 7\n", "")
+
+
+def test_torchrun_and_its_ranks_are_forked_too(tmp_path: Path) -> None:
+    (tmp_path / "rank.py").write_text("import os, sys; print(os.environ['RANK'], 'peft' in sys.modules)")
+    words = [sys.executable, Path(sys.executable).with_name("torchrun"), "--standalone", "rank.py"]
+    done = subprocess.run(words, cwd=tmp_path, capture_output=True, text=True, timeout=120)
+    assert done.stdout == "0 True\n", done.stderr
+
+
+def test_collections_do_not_visit_what_was_imported_after_a_dry_run_has_unfrozen_it() -> None:
+    imported = gc.get_freeze_count()
+    gc.unfreeze()
+    assert gc.get_freeze_count() > 0.9 * imported > 0
 
 
 PARENT = """

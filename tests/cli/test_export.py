@@ -1,6 +1,7 @@
 """`frugal export`: each foreign trainer is really started on two ranks, and trains as frugal does."""
 
 import dataclasses
+import itertools
 import json
 import os
 import random
@@ -13,7 +14,6 @@ from typing import Any
 import msgspec
 import pytest
 
-import frugal as frugal_package
 from bench.plans import plan_by_hand
 from bench.ranks import Ranks, free_port
 from frugal import cli
@@ -23,7 +23,6 @@ from tests.commands import Capture, frugal, with_formulas
 from tests.engine.gradients import bound_of_losses
 from tests.planning.synthetic import SMALL
 
-ROOT = str(Path(frugal_package.__file__).parents[1])
 TINY = {
     "model_type": "gpt2", "n_layer": 2, "n_embd": 32, "n_head": 2, "vocab_size": 260, "n_positions": 64,
     "resid_pdrop": 0.0, "embd_pdrop": 0.0, "attn_pdrop": 0.0, "bos_token_id": 0, "eos_token_id": 0,
@@ -172,11 +171,13 @@ def started(folder: Path, capsys: Capture, target: str, made: Plan, changes: dic
         assert old in command
         command = command.replace(old, new)
     record = folder / f"{target}-record.json"
+    words, programs = shlex.split(command), Path(sys.executable).parent
+    given = dict(word.split("=", 1) for word in itertools.takewhile(lambda word: "=" in word, words))
+    program, *arguments = words[len(given) :]
     done = subprocess.run(
-        ["env", *shlex.split(command)], cwd=folder, capture_output=True, text=True, timeout=280,
-        env={
-            **os.environ, "RECORD": str(record), "LOCAL_SIZE": "2", "PYTHONPATH": ROOT,
-            "PATH": f"{Path(sys.executable).parent}:{os.environ['PATH']}",
+        [sys.executable, str(programs / program), *arguments], cwd=folder, capture_output=True, text=True, timeout=280,
+        env=os.environ | given | {
+            "RECORD": str(record), "LOCAL_SIZE": "2", "PATH": f"{programs}:{os.environ['PATH']}",
         },
     )  # fmt: skip
     assert done.returncode == 0, done.stderr

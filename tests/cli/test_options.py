@@ -104,9 +104,7 @@ def test_a_former_flag_is_answered_with_what_it_is_now(capsys: Capture, flag: st
     assert code == 2 and said.endswith(f"hint: {hint}\n")
 
 
-def test_a_flag_may_be_written_with_underscores_and_a_length_as_in_the_names_of_models(
-    capsys: Capture,
-) -> None:
+def test_a_flag_may_be_written_with_underscores_and_a_length_as_in_the_names_of_models(capsys: Capture) -> None:
     words = ["plan", "--gpus", "4", "--mem", "12G", "--seq-len", "4k", "--global_tokens", "100"]
     assert "a sample has up to 4096 tokens" in frugal(capsys, *words)[2]
 

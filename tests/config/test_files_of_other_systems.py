@@ -15,10 +15,7 @@ from frugal.errors import RequestError
 from frugal.planning.plan import Plan
 
 FILES: dict[str, tuple[str, Callable[[Path], object]]] = {
-    "frugal.toml": (
-        'model = "gpt2"\n[train]\ndata = ["ü"]\n',
-        read_toml,
-    ),
+    "frugal.toml": ('model = "gpt2"\n[train]\ndata = ["ü"]\n', read_toml),
     "hosts": ("n1 slots=1  # mem=12G\nn2 slots=2\n", read_hostfile),
     "lengths.json": ('{"7": 100,\n"12": 3}\n', lambda path: sample_lengths.of(path, source="").num_tokens),
     "plan.json": (

@@ -16,10 +16,7 @@ USUAL = [
     {"role": "user", "content": "Where is it?"},
     {"role": "assistant", "content": "Here."},
 ]
-OWN = [
-    {"who": "customer", "said": "Where is it?", "role": 7},
-    {"who": "agent", "said": "Here.", "role": 7},
-]
+OWN = [{"who": "customer", "said": "Where is it?", "role": 7}, {"who": "agent", "said": "Here.", "role": 7}]
 ROWS: list[tuple[str, dict[str, Any]]] = [
     ("prompt=question,response=reply,system=sys", {"sys": "Be kind.", "question": "Where is it?", "reply": "Here."}),
     (

@@ -95,10 +95,7 @@ def test_what_is_no_file_is_refused_and_not_waited_for(load: Load, tmp_path: Pat
     ("names", "said"),
     [
         (["@gone"], "cannot read the list of data gone\n  because No such file or directory"),
-        (
-            ["@pipe"],
-            "cannot read the list of data pipe\n  because it is a named pipe, and not a file",
-        ),
+        (["@pipe"], "cannot read the list of data pipe\n  because it is a named pipe, and not a file"),
         (["@empty"], "empty is no list of data\n  because it is empty\n\nhint: write one file, glob or folder a line"),
         (["@nested"], "nested is no list of data\n  because a line is no name of a file\n\nhint: write one file, glob"),
         (["x" * 5000 + "/a.txt"], f"cannot read {'x' * 5000}"),

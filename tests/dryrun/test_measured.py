@@ -88,7 +88,7 @@ ALLOCATED, RESERVED = 0.001, 0.01
 
 KNOWN: dict[str, dict[str, float]] = {
     # blocks that another stream still uses are replayed as free
-    "gpt2-cuda-zero2-on-8-9b46cb94": {"optimizer step": 0.0012, "reserved": 0.022},
+    "gpt2-cuda-zero2-on-8-9b46cb94": {"optimizer step": 0.0012, "reserved": 0.022}
 }
 """Records that are off by more: the bounds of these phases, or of `reserved`."""
 

@@ -383,11 +383,7 @@ def _ways(draw: random.Random, zero_stage: int) -> tuple[dict[str, Any], dict[st
     if name == "sgd":
         optimizer = {**optimizer, "weight_decay": decay}
     half = draw.random() < 0.1 and zero_stage in (2, 3)
-    request = {
-        **optimizer,
-        "gradient_clipping": draw.choice((0.0, 0.0, 1.0)),
-        "precision": "bf16" if half else "fp32",
-    }
+    request = {**optimizer, "gradient_clipping": draw.choice((0.0, 0.0, 1.0)), "precision": "bf16" if half else "fp32"}
     strategy: dict[str, Any] = {"reduce_bucket_elements": draw.choice((1_000_000, 2000, 300))}
     if half:
         strategy["gradient_accumulation_dtype"] = "fp32"

@@ -254,8 +254,7 @@ def test_statistics_of_the_own_micro_batch_depend_on_the_split(one_rank: Ranks) 
 
 
 @pytest.mark.parametrize(
-    ("micro_batch", "zero_stage"),
-    [(4, 0), (8, 3), *(pytest.param(8, stage, marks=EXHAUSTIVE) for stage in (0, 1, 2))],
+    ("micro_batch", "zero_stage"), [(4, 0), (8, 3), *(pytest.param(8, stage, marks=EXHAUSTIVE) for stage in (0, 1, 2))]
 )
 def test_synchronised_statistics_are_those_of_one_rank_with_the_same_micro_steps(
     micro_batch: int, zero_stage: int, one_rank: Ranks, two_ranks: Ranks

@@ -79,11 +79,7 @@ def assert_exact(ranks: Ranks, *cases: tuple[Any, ...]) -> None:
 
 @pytest.mark.parametrize(
     ("zero_stage", "kinds"),
-    [
-        (2, ("heads",)),
-        (3, ("skip",)),
-        *(pytest.param(stage, KINDS, marks=EXHAUSTIVE) for stage in range(4)),
-    ],
+    [(2, ("heads",)), (3, ("skip",)), *(pytest.param(stage, KINDS, marks=EXHAUSTIVE) for stage in range(4))],
 )
 def test_an_unused_parameter_gets_no_gradient_of_an_earlier_step(
     zero_stage: int, kinds: tuple[str, ...], one_rank: Ranks

@@ -108,12 +108,7 @@ def test_other_launchers_are_told_the_segments_beside_the_users_options(
 @pytest.mark.parametrize(
     ("words", "code", "because", "hint"),
     [
-        (
-            "--print kubernetes",
-            2,
-            "they have 1, 2 GPUs, and all pods of a Job are",
-            "plan for nodes that are alike",
-        ),
+        ("--print kubernetes", 2, "they have 1, 2 GPUs, and all pods of a Job are", "plan for nodes that are alike"),
         ("--print no-ssh", 2, "this launcher reads there which nodes there are", "--hostfile HOSTS, with a line `NAME"),
         ("--hostfile equal", 4, "for 2 nodes with 1, 2 GPUs, and the hostfile has 2 nodes with 2, 2", "plan for it: "),
     ],

@@ -27,12 +27,7 @@ def falling(step: int) -> float:
 
 
 def losses(
-    world_size: int,
-    zero_stage: int,
-    strategy: dict[str, Any],
-    *,
-    decay_norms: bool = False,
-    folder: Path | None = None,
+    world_size: int, zero_stage: int, strategy: dict[str, Any], *, decay_norms: bool = False, folder: Path | None = None
 ) -> list[float]:
     """Of a few steps with a falling rate, with a resume in the middle if there is a folder; runs on ranks."""
     plan = plan_by_hand(

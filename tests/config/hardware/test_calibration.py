@@ -125,8 +125,7 @@ def test_a_damaged_file_is_a_note_and_the_others_are_read(content: bytes, tmp_pa
 
 
 @pytest.mark.parametrize(
-    ("name", "value", "said"),
-    [("memory_bandwidth", b"5e13", "50,000 GB/s"), ("bf16", b"6.3e15", "6,300 TFLOP/s")],
+    ("name", "value", "said"), [("memory_bandwidth", b"5e13", "50,000 GB/s"), ("bf16", b"6.3e15", "6,300 TFLOP/s")]
 )
 def test_a_calibration_that_no_device_reaches_is_ignored_with_its_numbers(
     name: str, value: bytes, said: str, tmp_path: Path

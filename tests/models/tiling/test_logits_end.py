@@ -15,16 +15,7 @@ from frugal.engine.engine import initialize
 from frugal.errors import RequestError
 from frugal.models import tiled_loss, transformers_internals
 from frugal.models.objectives import CausalLM, Objective, Seq2Seq
-from tests.engine.gradients import (
-    SGD,
-    Gradient,
-    applied,
-    bound_by,
-    in_dtype,
-    relative_error,
-    weights,
-    with_bound,
-)
+from tests.engine.gradients import SGD, Gradient, applied, bound_by, in_dtype, relative_error, weights, with_bound
 from tests.engine.small_models import TINY, VOCABULARY, ragged_samples, tiny
 
 DECODER = {

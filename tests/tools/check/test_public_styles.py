@@ -52,9 +52,7 @@ BATCHES: dict[str, dict[str, Any]] = {
 
 
 @given(
-    file=st.sampled_from(sorted(SHARED)),
-    sizes=st.tuples(*[st.sampled_from((1, 2, 4))] * 3),
-    replicas=st.integers(1, 4),
+    file=st.sampled_from(sorted(SHARED)), sizes=st.tuples(*[st.sampled_from((1, 2, 4))] * 3), replicas=st.integers(1, 4)
 )
 @settings(max_examples=30, deadline=None)
 def test_gpus_that_split_the_model_or_a_sample_have_the_same_samples(
@@ -98,10 +96,7 @@ def test_accelerates_flags_alone_say_how_deepspeed_runs(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("script", "ranks"),
     [
-        (
-            "N=${N:-32}\nsrun --nodes=$((N / 8)) --ntasks=$N --ntasks-per-node=8 python x.py",
-            32,
-        ),
+        ("N=${N:-32}\nsrun --nodes=$((N / 8)) --ntasks=$N --ntasks-per-node=8 python x.py", 32),
         ("srun --nodes=2 --ntasks=8 python -u x.py", 8),
         ("srun --ntasks=1 python x.py", None),
         ("srun --nodes=4 --ntasks-per-node=1 torchrun --nproc_per_node 2 --nnodes 4 x.py", 8),
