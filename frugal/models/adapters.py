@@ -7,11 +7,13 @@ them their activations.) Their first weights depend on the seed, not on how the 
 
 import difflib
 import warnings
+from collections.abc import Sequence
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from frugal.config.adapters import ALL_LINEAR, Lora
 from frugal.deepspeed_adapter.kernels import DTYPES
@@ -41,7 +43,8 @@ def add(
             because=f"its factory makes a {type(model).__name__} with peft's adapters",
             hint="leave --lora out: what its factory leaves trainable is trained",
         )
-    _check_targets(model, lora)
+    not_adaptable = _without_tensor_outputs(model)
+    _check_targets(model, lora, not_adaptable)
     torch.manual_seed(seed)
     alpha: Any = int(lora.alpha) if float(lora.alpha).is_integer() else lora.alpha  # peft says int, and takes any
     what = f"peft cannot make the adapters of --lora {lora} for {type(model).__name__}"
@@ -53,6 +56,7 @@ def add(
             lora_alpha=alpha,
             lora_dropout=lora.dropout,
             target_modules=ALL_LINEAR if lora.targets == (ALL_LINEAR,) else list(lora.targets),
+            exclude_modules=not_adaptable or None,
             use_dora=lora.dora,
             task_type=TASK_TYPES.get(task),
         )
@@ -84,8 +88,22 @@ def are_in(model: nn.Module) -> bool:
     return hasattr(model, "peft_config") or any(isinstance(module, BaseTunerLayer) for module in model.modules())
 
 
-def _check_targets(model: nn.Module, lora: Lora) -> None:
-    """Refuse names that no module has, of which peft would only warn.
+def _without_tensor_outputs(model: nn.Module) -> list[str]:
+    """Return the names of linear layers whose forward returns no tensor, such as routers of experts."""
+    kinds: dict[type[nn.Module], bool] = {nn.Linear: False}
+    found = []
+    for name, module in model.named_modules():
+        if isinstance(module, nn.Linear) and module.weight.is_floating_point():  # not quantised
+            if type(module) not in kinds:
+                kinds[type(module)] = False
+                with torch.no_grad(), suppress(Exception):  # its forward may take more
+                    kinds[type(module)] = not isinstance(module(module.weight[:1]), Tensor)
+            found += [name] * kinds[type(module)]
+    return found
+
+
+def _check_targets(model: nn.Module, lora: Lora, not_adaptable: Sequence[str]) -> None:
+    """Refuse names that no module has, of which peft would only warn, and those of layers that it cannot adapt.
 
     Raises:
         RequestError: the first of them, with names that are near.
@@ -97,6 +115,12 @@ def _check_targets(model: nn.Module, lora: Lora) -> None:
     modules = dict(model.named_modules())
     last = {name: name if (end := name.rpartition(".")[2]).isdigit() else end for name in modules}
     for target in lora.targets:
+        if name := next((name for name in not_adaptable if f".{name}".endswith(f".{target}")), None):
+            raise RequestError(
+                f"`{target}`, a target of --lora, cannot have adapters",
+                because=f"the forward of {name}, a {type(modules[name]).__name__}, returns no tensor",
+                hint=f"name other modules, or --lora r={lora.rank}: {ALL_LINEAR} leaves such layers out",
+            )
         if target not in modules and not any(name.endswith(f".{target}") for name in modules):
             known = sorted({last[name] for name, module in modules.items() if isinstance(module, nn.Linear | Conv1D)})
             near = difflib.get_close_matches(target, known, n=1) or known[:8]

@@ -228,6 +228,7 @@ IN_EVERY_RUN, NUMBER = 24, 120
         ("llama", 3, {"world_size": 4, "rank": 3, "activation_checkpointing": "offloaded", **SMALL_BUCKETS}),
         ("llama", 3, {"rank": 1, "steps": 2, **FULL, "mlp": "tiled"}),
         ("gpt2", 3, {"world_size": 3, "rank": 2, "kind": "cpu", "lora": f"{NF4}r=4", **SMALL_BUCKETS}),
+        *(("llama", 3, {"lora": "r=4,dora", "world_size": ranks, **FULL, **SMALL_BUCKETS}) for ranks in (1, 3)),
         *(("bert", 3, {"kind": "cpu", "precision": precision, **SMALL_BUCKETS}) for precision in ("bf16", "fp32")),
         ("gpt2", 2, {"world_size": 3, "rank": 1, "steps": 2, "kind": "cpu", "precision": "fp16"}),
         ("llama", 3, {"world_size": 8, "rank": 3, **SMALL_BUCKETS, "sub_group_elements": 2_500, **PART_ON_HOST}),

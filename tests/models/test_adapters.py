@@ -78,6 +78,26 @@ def test_what_cannot_be_adapted_is_refused(targets: str, said: tuple[str, ...], 
     assert all(part in str(error.value) for part in said)
 
 
+ROUTERS = {
+    "phimoe": {"num_local_experts": 4},
+    "llama4_text": {"num_local_experts": 4, "intermediate_size_mlp": 64, "head_dim": 8},
+}  # whose forwards return pairs
+
+
+@pytest.mark.parametrize("family", ROUTERS)
+def test_layers_that_return_no_tensor_have_no_adapters(family: str, tmp_path: Path) -> None:
+    path = tmp_path / "config.json"
+    path.write_text(json.dumps({"model_type": family, **TINY["llama"], **ROUTERS[family]}))
+    spec = replace(resolve(str(path), "causal-lm"), lora=Lora.of("r=4"))
+    model = spec.build(dtype=torch.float32)
+    adapted = {name for name, module in model.named_modules() if hasattr(module, "lora_A")}
+    assert adapted
+    assert not any("router" in name for name in adapted)
+    model(input_ids=torch.arange(8)[None]).logits.sum().backward()
+    with pytest.raises(RequestError, match="`router`, a target of --lora, cannot have adapters"):
+        replace(spec, lora=Lora.of("r=4,targets=router")).build(dtype=torch.float32, device="meta")
+
+
 def test_a_model_that_has_adapters_is_refused_with_others() -> None:
     spec = replace(resolve("tests.dryrun.test_frozen:lora"), lora=Lora.of("r=4"))
     with pytest.raises(RequestError, match="a model that has adapters already"):
