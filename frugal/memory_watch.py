@@ -110,10 +110,13 @@ class StorageWatch(torch_internals.DispatchMode):
 
     def __torch_dispatch__(self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None) -> Any:
         """Run one operator and look at what it returns."""
-        if func in INSIDE and self.looks_inside:
+        inside = INSIDE[func][self.device_kind] if func in INSIDE and self.looks_inside else None
+        if inside is None and torch_internals.is_composite(func):
+            inside = func.decompose  # where autograd takes no part: in such a function, and in `inference_mode`
+        if inside is not None:
             torch_internals.DispatchMode.__enter__(self)  # to see the operators that this one calls
             try:
-                return INSIDE[func][self.device_kind](*args, **(kwargs or {}))
+                return inside(*args, **(kwargs or {}))
             finally:
                 torch_internals.DispatchMode.__exit__(self, None, None, None)
         self.num_operators += 1
@@ -167,10 +170,9 @@ _OTHERS: set[Any] = set()
 
 
 def _is_view(operator: Any) -> bool:
-    """Return whether the operator always returns its input's storage unchanged; `reshape` and its like may copy."""
+    """Return whether the operator always returns its input's storage unchanged."""
     returns = torch_internals.schema(operator).returns
     views = bool(returns) and all(value.alias_info and not value.alias_info.is_write for value in returns)
-    views = views and not torch_internals.is_composite(operator)
     (_VIEWS if views else _OTHERS).add(operator)
     return views
 

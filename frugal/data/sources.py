@@ -82,12 +82,14 @@ class DocumentSource:
 def find_sources(names: Sequence[str]) -> list[DocumentSource]:
     """Return everything the user named, in order; files of a folder or glob are sorted. `@FILE` has a name a line.
 
+    The rows of a file that cannot be read raise the reason, so that it is told with what is wrong in other files.
+
     Raises:
-        RequestError: nothing was named, or it cannot be read.
+        RequestError: nothing was named, or nothing is there.
     """
     named = find_named(names)
     with ThreadPoolExecutor(min(len(os.sched_getaffinity(0)), MAX_THREADS)) as pool:  # reading files for their hashes
-        return all_or_problems(pool.map(partial(_or_problem, _hashed), chain.from_iterable(named)))
+        return list(pool.map(_hashed_or_unreadable, chain.from_iterable(named)))
 
 
 def find_named(names: Sequence[str], *, from_hub: bool = True) -> list[list[DataFile | DocumentSource]]:
@@ -332,6 +334,16 @@ def _hashed(each: DataFile | DocumentSource) -> DocumentSource:
         digest = hashlib.file_digest(file, "blake2b").hexdigest()
     columns = parquet_schema(each)[0] if each.kind == "parquet" else None
     return DocumentSource(each.name, f"{each.kind}:{digest}", partial(read, each), columns)
+
+
+def _hashed_or_unreadable(each: DataFile | DocumentSource) -> DocumentSource:
+    source = _or_problem(_hashed, each)
+
+    def rows(_: Columns) -> Iterator[Row]:
+        assert isinstance(source, RequestError)
+        raise source
+
+    return DocumentSource(each.name, "unreadable:", rows) if isinstance(source, RequestError) else source
 
 
 def _user_function(source: str) -> DocumentSource:
