@@ -110,13 +110,12 @@ class StorageWatch(torch_internals.DispatchMode):
 
     def __torch_dispatch__(self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None) -> Any:
         """Run one operator and look at what it returns."""
-        inside = INSIDE[func][self.device_kind] if func in INSIDE and self.looks_inside else None
-        if inside is None and torch_internals.is_composite(func):
-            inside = func.decompose  # where autograd takes no part: in such a function, and in `inference_mode`
-        if inside is not None:
+        is_inside = func in INSIDE and self.looks_inside
+        # composite operators come here whole where autograd takes no part: in such a function, and in `inference_mode`
+        if is_inside or torch_internals.is_composite(func):
             torch_internals.DispatchMode.__enter__(self)  # to see the operators that this one calls
             try:
-                return inside(*args, **(kwargs or {}))
+                return (INSIDE[func][self.device_kind] if is_inside else func.decompose)(*args, **(kwargs or {}))
             finally:
                 torch_internals.DispatchMode.__exit__(self, None, None, None)
         self.num_operators += 1

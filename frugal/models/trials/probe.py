@@ -407,8 +407,7 @@ def examples(model: nn.Module, objective: Objective, seq_len: int) -> list[Batch
             tensor = batch[name].clone(memory_format=torch.contiguous_format)
             rows = tensor.view(NUM_SAMPLES, -1)
             few = min(4, rows.shape[1] // 2)  # many would hide a count that leaves the first one out
-            rows[: NUM_SAMPLES // 2, few:] = value
-            rows[NUM_SAMPLES // 2 :, 2 * few or rows.shape[1] :] = value
+            rows[: NUM_SAMPLES // 2, few:] = rows[NUM_SAMPLES // 2 :, 2 * few or rows.shape[1] :] = value
             if value != IGNORED or (tensor.ndim > 1 and (name in TARGETS or not (example[name] == 1).all())):
                 changes.append({name: tensor})
         ignoring = _first_that_runs(model, objective, ignoring, changes)
