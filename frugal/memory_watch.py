@@ -110,10 +110,12 @@ class StorageWatch(torch_internals.DispatchMode):
 
     def __torch_dispatch__(self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None) -> Any:
         """Run one operator and look at what it returns."""
-        if func in INSIDE and self.looks_inside:
+        is_inside = func in INSIDE and self.looks_inside
+        # composite operators come here whole where autograd takes no part: in such a function, and in `inference_mode`
+        if is_inside or torch_internals.is_composite(func):
             torch_internals.DispatchMode.__enter__(self)  # to see the operators that this one calls
             try:
-                return INSIDE[func][self.device_kind](*args, **(kwargs or {}))
+                return (INSIDE[func][self.device_kind] if is_inside else func.decompose)(*args, **(kwargs or {}))
             finally:
                 torch_internals.DispatchMode.__exit__(self, None, None, None)
         self.num_operators += 1
@@ -167,10 +169,9 @@ _OTHERS: set[Any] = set()
 
 
 def _is_view(operator: Any) -> bool:
-    """Return whether the operator always returns its input's storage unchanged; `reshape` and its like may copy."""
+    """Return whether the operator always returns its input's storage unchanged."""
     returns = torch_internals.schema(operator).returns
     views = bool(returns) and all(value.alias_info and not value.alias_info.is_write for value in returns)
-    views = views and not torch_internals.is_composite(operator)
     (_VIEWS if views else _OTHERS).add(operator)
     return views
 

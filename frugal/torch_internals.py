@@ -1,6 +1,7 @@
 """torch's private names: nothing else uses them. They are checked, in one table, when this module is first imported."""
 
 import copy
+import functools
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
 from functools import partial
@@ -33,7 +34,7 @@ NAMES = (
     *needed("torch", "masks of packs are made where they are read", "Tensor._make_wrapper_subclass"),
     *needed("torch.utils._device:DeviceContext", "default devices", "__init__(self, device)"),
     *needed("torch", "operators made of others", "_C.DispatchKey.CompositeImplicitAutograd"),
-    *needed("torch._ops:OpOverload", "operators", "_schema", "has_kernel_for_dispatch_key"),
+    *needed("torch._ops:OpOverload", "operators", "_schema", "decompose", "has_kernel_for_dispatch_key"),
     *needed("torch.autograd.graph", "autograd's own frame", "_engine_run_backward"),
     *needed("torch.utils.checkpoint", "comparing recomputed tensors", "_allowed_determinism_checks_to_fns"),
     *needed(
@@ -215,6 +216,7 @@ def schema(operator: Any) -> Any:
     return operator._schema
 
 
+@functools.cache
 def is_composite(operator: Any) -> bool:
     """Return whether autograd sees an operator's parts instead of itself."""
     return operator.has_kernel_for_dispatch_key(torch._C.DispatchKey.CompositeImplicitAutograd)

@@ -31,7 +31,7 @@ from frugal.cli.terminal import (
 )
 from frugal.config.hardware.build_cluster import ClusterSettings
 from frugal.config.request import Request
-from frugal.config.run_settings import DATA_NAMES, LENGTH_NAMES, RunSettings
+from frugal.config.run_settings import LENGTH_NAMES, SAMPLE_NAMES, RunSettings
 from frugal.config.setting import build
 from frugal.deepspeed_adapter.json_config import write_plan
 from frugal.dryrun.planner import what_helps
@@ -43,7 +43,7 @@ from frugal.planning.report import summary_blocks
 @click.command("plan", cls=SettingsCommand)
 @click.argument("axes", nargs=-1, metavar="[AXIS=...]")
 @options(Request, ClusterSettings)
-@options(RunSettings, names=(*DATA_NAMES, *LENGTH_NAMES))
+@options(RunSettings, names=(*SAMPLE_NAMES, *LENGTH_NAMES))
 @config_option
 @click.option(
     "--train-tokens",
@@ -126,14 +126,12 @@ def command(
 
 def _run(values: Mapping[str, Any], settings: Mapping[str, Any]) -> dict[str, Any]:
     """Return the length and price of a run that flags and frugal.toml ask for, as `Plan.cost` takes them."""
-    tokens = values["train_tokens"]
-    given = settings if tokens is None else values
+    given = settings if values["train_tokens"] is None else values
     asked = build(RunSettings, {name: given.get(name) for name in ("stream", *LENGTH_NAMES)})
     length = {
         "steps": asked.steps,
         "epochs": asked.epochs,
-        "train_tokens": tokens,
-        "gpu_hour_price": values["gpu_hour_price"],
+        **{name: values[name] for name in ("train_tokens", "gpu_hour_price")},
     }
     return {name: value for name, value in length.items() if value is not None}
 
@@ -145,8 +143,11 @@ def _write_pages(plan: Plan, folder: Path | None, html: Path | None, helps: str 
     from frugal.tools.plan_page.page import write_page  # brings the search along, which a kept plan does not need
 
     with waiting("making the page"):
-        pages = [write_page(plan, folder / "plan.html", in_full=False, helps=helps)] if folder is not None else []
-        pages += [write_page(plan, html, in_full=True, helps=helps)] if html is not None else []
+        pages = [
+            write_page(plan, path, in_full=path is html, helps=helps)
+            for path in (folder and folder / "plan.html", html)
+            if path is not None
+        ]
     return tuple(pages)
 
 

@@ -106,7 +106,11 @@ class DataFile:
         except (EOFError, zlib.error, lzma.LZMAError, BadZipFile, RuntimeError, KeyError, OSError) as error:
             if isinstance(error, OSError) and error.errno is not None:
                 raise
-            raise RequestError(f"{self.name} cannot be decompressed", because=first_line(error)) from None
+            raise RequestError(
+                f"{self.name} cannot be decompressed",
+                because=first_line(error),
+                hint="fetch or compress it again, or leave it out of --data",
+            ) from None
 
 
 def files_at(path: Path) -> list[DataFile]:

@@ -82,12 +82,13 @@ class DocumentSource:
 def find_sources(names: Sequence[str]) -> list[DocumentSource]:
     """Return everything the user named, in order; files of a folder or glob are sorted. `@FILE` has a name a line.
 
+    The rows of a file that cannot be read raise the reason, so that it is told with what is wrong in other files.
+
     Raises:
-        RequestError: nothing was named, or it cannot be read.
+        RequestError: nothing was named, or nothing is there.
     """
-    named = find_named(names)
     with ThreadPoolExecutor(min(len(os.sched_getaffinity(0)), MAX_THREADS)) as pool:  # reading files for their hashes
-        return all_or_problems(pool.map(partial(_or_problem, _hashed), chain.from_iterable(named)))
+        return list(pool.map(_hashed_or_unreadable, chain.from_iterable(find_named(names))))
 
 
 def find_named(names: Sequence[str], *, from_hub: bool = True) -> list[list[DataFile | DocumentSource]]:
@@ -97,8 +98,9 @@ def find_named(names: Sequence[str], *, from_hub: bool = True) -> list[list[Data
     every = list(chain.from_iterable(listed))
     by_name = dict(zip(every, all_or_problems([_or_problem(_find, each, from_hub) for each in every]), strict=True))
     named = [list(chain.from_iterable(map(by_name.__getitem__, part))) for part in listed]
-    flat = chain.from_iterable(named)
-    times = Counter(each.path.resolve() / each.member for each in flat if isinstance(each, DataFile))
+    times = Counter(
+        each.path.resolve() / each.member for each in chain.from_iterable(named) if isinstance(each, DataFile)
+    )
     if repeated := [path for path, number in times.items() if number > 1]:
         logger.warning("named several times, and read as often: %s", names_of([*map(shown, repeated)]))
     return named
@@ -135,8 +137,10 @@ def together(problems: Sequence[RequestError], more: Sequence[str] = ()) -> Requ
     """Return one error of several, and of rows that cannot be read: a line each, and the first way out."""
     if len(problems) == 1 and not more:
         return problems[0]
-    lines = [f"{each.what} ({'; '.join(each.because)})" if each.because else each.what for each in problems]
-    lines += more
+    lines = [
+        *(f"{each.what} ({'; '.join(each.because)})" if each.because else each.what for each in problems),
+        *more,
+    ]
     left = len(lines) - _MOST_SAID
     return RequestError(
         f"the data has {plural(len(lines), 'problem')}",
@@ -264,7 +268,7 @@ def _folders(base: str, seen: set[tuple[int, int]], *, follows_links: bool = Tru
         yield folder
 
 
-def _fail(error: OSError) -> NoReturn:
+def _fail(error: Exception, *_: Any) -> NoReturn:
     raise error
 
 
@@ -330,8 +334,17 @@ def _hashed(each: DataFile | DocumentSource) -> DocumentSource:
         return each
     with each.open() as file:  # of what it holds: compressed or not, the samples are the same
         digest = hashlib.file_digest(file, "blake2b").hexdigest()
-    columns = parquet_schema(each)[0] if each.kind == "parquet" else None
-    return DocumentSource(each.name, f"{each.kind}:{digest}", partial(read, each), columns)
+    return DocumentSource(
+        each.name,
+        f"{each.kind}:{digest}",
+        partial(read, each),
+        columns=parquet_schema(each)[0] if each.kind == "parquet" else None,
+    )
+
+
+def _hashed_or_unreadable(each: DataFile | DocumentSource) -> DocumentSource:
+    made = _or_problem(_hashed, each)
+    return DocumentSource(each.name, "unreadable:", partial(_fail, made)) if isinstance(made, RequestError) else made
 
 
 def _user_function(source: str) -> DocumentSource:

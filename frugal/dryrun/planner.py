@@ -6,6 +6,7 @@ from collections.abc import Generator, Iterator, Mapping, Sequence
 from contextlib import closing
 from dataclasses import replace
 from functools import partial
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from frugal import required
@@ -17,7 +18,7 @@ from frugal.config.request import Request
 from frugal.config.run_settings import SAMPLE_NAMES, RunSettings
 from frugal.config.schema import in_full, signature, understand
 from frugal.config.setting import build
-from frugal.dryrun.cache import Cache, digest, model_key
+from frugal.dryrun.cache import Cache, digest, model_key, presets
 from frugal.errors import RequestError
 from frugal.planning.plan import Plan
 
@@ -96,6 +97,11 @@ def plans_here(
 ) -> Generator[Plan]:
     """Yield drafts and last the plan, with this environment's settings of torch's allocator; warnings about them, and
     about versions that were not tested. `will_dry_run`: whether more than the first is wanted."""
+    if Path(request.model, "config.json").is_file():
+        from transformers import CONFIG_MAPPING  # torch and more
+
+        if request.model in presets() or request.model in CONFIG_MAPPING:
+            logger.warning("--model %s is not the folder %s here, which is --model ./%s", *[request.model] * 3)
     request = cuda_allocator.planned(request, cluster, os.environ)
     notes = (
         *cuda_allocator.notes(request.expandable_segments is not False, cluster, os.environ),

@@ -5,6 +5,7 @@ import os
 import subprocess
 import sys
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -71,17 +72,31 @@ def test_python_takes_a_draft_as_the_command_does_until_a_proven_plan_is_kept(
     assert not proven.is_draft and frugal.plan(gpus=4, mem="12G", draft=True) == proven
 
 
-def test_python_plans_for_data_as_the_command_does(capsys: pytest.CaptureFixture[str], here: Path) -> None:
+@pytest.mark.parametrize(("more", "num_samples"), [([], 380), (["--validation-data", "0%"], 400)])
+def test_python_plans_for_data_as_the_command_does(
+    more: list[str], num_samples: int, capsys: pytest.CaptureFixture[str], here: Path
+) -> None:
     rows = [{"body": "x" * (20 + number % 200)} for number in range(400)]
     Path("rows.jsonl").write_text("\n".join(map(json.dumps, rows)))
-    made = frugal.plan(gpus=4, mem="12G", data="rows.jsonl", columns={"text": "body"}, tokenizer="byte")
-    assert made.grouping is not None and made.grouping.num_samples == 380, "5 % are for validation"
+    asked: dict[str, Any] = {"gpus": 4, "mem": "12G", "data": "rows.jsonl", "columns": {"text": "body"}}
+    made = frugal.plan(**asked, tokenizer="byte", **({"validation_data": "0%"} if more else {}))
+    assert made.grouping is not None and made.grouping.num_samples == num_samples, "5 % are for validation"
     assert made.request.seq_len < 1024, "that of the data, which is shorter than the default"
     flags = ["--data", "rows.jsonl", "--columns", "text=body", "--tokenizer", "byte"]
-    code, out, err = frugal_plan(capsys, *CARDS, *flags, "--json")
+    code, out, err = frugal_plan(capsys, *CARDS, *flags, *more, "--json")
     assert (code, out) == (0, made.to_json().decode()), err
     with pytest.raises(frugal.RequestError, match="no data at"):
         frugal.plan(gpus=4, mem="12G", data=["nowhere.jsonl"])
+
+
+def test_a_folder_that_has_the_name_of_a_preset_is_said_not_to_be_taken(
+    capsys: pytest.CaptureFixture[str], caplog: pytest.LogCaptureFixture, here: Path
+) -> None:
+    Path("gpt2").mkdir()
+    assert frugal_plan(capsys, *CARDS)[0] == 0 and not caplog.messages
+    Path("gpt2/config.json").write_text("{}")
+    assert frugal_plan(capsys, *CARDS)[0] == 0
+    assert caplog.messages == ["--model gpt2 is not the folder gpt2 here, which is --model ./gpt2"]
 
 
 def test_with_v_it_prints_the_whole_plan(capsys: pytest.CaptureFixture[str]) -> None:

@@ -79,7 +79,9 @@ def leaving_out(seed: int) -> tuple[Any, str]:
     value, begin = draw.choice((-1, 0, 7, 19)), draw.randrange(2)
 
     def mean(logits: Tensor, labels: Tensor) -> Tensor:
-        return nn.functional.cross_entropy(logits[..., : 8 - begin], labels[:, begin:], ignore_index=value)
+        return nn.functional.cross_entropy(
+            logits[..., : labels.shape[1] - begin], labels[:, begin:], ignore_index=value
+        )
 
     return mean, f'(batch["labels"]{"[:, 1:]" * begin} != {value}).sum()'
 
@@ -102,11 +104,13 @@ EXAMPLE = {"input_ids": torch.zeros(8, dtype=torch.long), "labels": torch.zeros(
         *(pytest.param(*leaving_out(seed), marks=pytest.mark.exhaustive) for seed in range(3, 20)),
     ],
 )
+@pytest.mark.parametrize("length", [8, 1024])
 def test_a_mean_over_other_targets_is_refused_with_the_count_that_is_right(
-    mean: Any, count: str | None, tmp_path: Any, monkeypatch: pytest.MonkeyPatch
+    length: int, mean: Any, count: str | None, tmp_path: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The count of the hint is taken as it is written, and accepted."""
-    monkeypatch.setattr("tests.engine.test_mean_losses.made", lambda: (Tokens(mean), EXAMPLE))
+    """The count of the hint is taken as it is written, and accepted; also of samples where one target hardly counts."""
+    example = {name: torch.zeros(length, dtype=torch.long) for name in EXAMPLE}
+    monkeypatch.setattr("tests.engine.test_mean_losses.made", lambda: (Tokens(mean), example))
     spec = resolve("tests.engine.test_mean_losses:made")
     if count is None:
         assert check_model(spec) == (COUNTED.format("the entries of `labels` that are not -100"),)
@@ -114,7 +118,7 @@ def test_a_mean_over_other_targets_is_refused_with_the_count_that_is_right(
     with pytest.raises(RequestError) as caught:
         check_model(spec)
     assert str(caught.value).endswith(f"frugal.MeanLoss(example=..., count=lambda batch: {count})")
-    right = MeanLoss(example=EXAMPLE, count=eval(f"lambda batch: {count}"))
+    right = MeanLoss(example=example, count=eval(f"lambda batch: {count}"))
     monkeypatch.setattr("tests.engine.test_mean_losses.made", lambda: (Tokens(mean), right))
     spec = resolve("tests.engine.test_mean_losses:made")
     assert check_model(spec) == (COUNTED.format("what its count says"),)

@@ -41,7 +41,7 @@
     const kinds = Object.keys(SHAPES).filter((kind) => points.some((point) => point.kind === kind));
     frugal.chart(place, {
       x: points.map((point) => point.seconds),
-      xLabel: "seconds of a step", xFormat: (value) => String(+value.toPrecision(3)), yFormat: bytes, yMin: 0,
+      xLabel: "seconds of a step", xFormat: (value) => String(+value.toPrecision(6)), yFormat: bytes, yMin: 0,
       series: kinds.map((kind, i) => ({
         label: kind, kind: "points", shape: SHAPES[kind], colour: [1, 3, 8, 2][i],
         values: points.map((point) => (point.kind === kind ? point.bytes : null)),

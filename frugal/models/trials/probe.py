@@ -367,7 +367,7 @@ def arrivals(model: nn.Module, objective: Objective, batch: Batch) -> dict[str, 
 def examples(model: nn.Module, objective: Objective, seq_len: int) -> list[Batch]:
     """Return batches of `NUM_SAMPLES` that differ in their numbers, as far as the model and its loss take them.
 
-    A second one has targets of `IGNORED` in some samples, where they are taken.
+    A second one has few targets, in half of the samples twice as many as in the others, where `IGNORED` is taken.
     """
     generator, example = torch.Generator().manual_seed(0), objective.example(NUM_SAMPLES, seq_len)
     numbers_of_samples = {
@@ -405,7 +405,9 @@ def examples(model: nn.Module, objective: Objective, seq_len: int) -> list[Batch
         changes = []
         for value in values:
             tensor = batch[name].clone(memory_format=torch.contiguous_format)
-            tensor.view(NUM_SAMPLES, -1)[1:3, tensor[0].numel() // 2 :] = value
+            rows = tensor.view(NUM_SAMPLES, -1)
+            few = min(4, rows.shape[1] // 2)  # many would hide a count that leaves the first one out
+            rows[: NUM_SAMPLES // 2, few:] = rows[NUM_SAMPLES // 2 :, 2 * few or rows.shape[1] :] = value
             if value != IGNORED or (tensor.ndim > 1 and (name in TARGETS or not (example[name] == 1).all())):
                 changes.append({name: tensor})
         ignoring = _first_that_runs(model, objective, ignoring, changes)

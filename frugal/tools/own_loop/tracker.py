@@ -169,12 +169,6 @@ class LoopTracker(Tracker):
 
     def __torch_dispatch__(self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None) -> Any:
         """Run one operator. Results of tensors that are not on the card are not on it either."""
-        if torch.is_inference_mode_enabled() and torch_internals.is_composite(func):
-            torch_internals.DispatchMode.__enter__(self)
-            try:  # composite operators come here whole: see the others that they are made of
-                return func.decompose(*args, **(kwargs or {}))
-            finally:
-                torch_internals.DispatchMode.__exit__(self, None, None, None)
         with torch_internals.without_functions():
             if func is aten.lift_fresh.default:  # `torch.tensor(..., device="cuda")`
                 self.hold(args)

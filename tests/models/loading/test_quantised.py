@@ -11,6 +11,7 @@ import pytest
 import torch
 import transformers
 
+import frugal
 from bench.plans import plan_by_hand
 from bench.ranks import Ranks
 from frugal.config.adapters import Lora
@@ -175,3 +176,11 @@ def test_the_product_has_the_bits_of_bitsandbytes_own_and_keeps_the_parameter_al
     output.backward(grad)
     assert torch.equal(output, expected)
     assert torch.equal(mine.grad, same.grad)
+
+
+def test_products_with_packed_weights_are_counted_as_those_with_whole_ones(folders: Path) -> None:
+    asked: dict[str, Any] = {"model": str(folders / "llama"), "lora": "r=4", "gpus": 1, "mem": "8G", "draft": True}
+    asked |= {"seq_len": 32, "global_batch": 4, "activation_checkpointing": "full"}
+    whole, packed = frugal.plan(**asked), frugal.plan(**asked, quantize="nf4")
+    assert whole.model.flops_per_sample == packed.model.flops_per_sample > 0
+    assert packed.time.compute_seconds >= whole.time.compute_seconds
