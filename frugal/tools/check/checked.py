@@ -1,12 +1,7 @@
 """The whole check of a configuration, from files to `Check`.
 
-Runs without DeepSpeed are checked as far as a dry run matches them:
-
-    fp32        torch's optimizer on every GPU equals stage 0; DDP's buckets, of the gradients' size, are taken to be
-                the copy of all gradients that stage 0 makes to average them
-    adapters    the frozen base decides: evaluated on one GPU under stage 2, as every GPU holds all of it under DDP
-
-Mixed precision over fp32 weights (autocast) is neither: it is refused.
+Runs without DeepSpeed are dry runs of transformers' Trainer (`without_deepspeed`), but for adapters of a base in half
+precision or 4 bits. There the frozen base decides, and GPUs are alike: they are evaluated on one, under stage 2.
 """
 
 from collections.abc import Mapping, Sequence
@@ -35,6 +30,7 @@ from frugal.tools.check.document import Document, Finding, Settings
 from frugal.tools.check.out_of_memory import Asked, OutOfMemoryMessage, askers
 from frugal.tools.check.tools import PEFTS_OWN
 from frugal.tools.check.verdict import Change, Subject, Verdict, smallest, verdict_of
+from frugal.tools.check.without_deepspeed import TrainerSource, weights_of
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -100,17 +96,11 @@ def check(
     sharing = settings.place("sequence_parallel")
     if deepspeed is None and settings.sequence_parallel > 1 and sharing is not None:
         settings.refuse("samples that GPUs share are checked under DeepSpeed alone", sharing)
-    if deepspeed is None and settings.lora is None and settings.precision != "fp32":
+    if deepspeed is None and weights_of(settings) is None:
         settings.refuse(
-            "it does not use DeepSpeed, and mixed precision without DeepSpeed has fp32 weights under autocast, or bf16 "
-            "weights without fp32 copies: `frugal dryrun SCRIPT.py:step` measures such a loop",
-            settings.place("precision"),
-        )
-    if deepspeed is None and settings.precision != "fp32" and settings.raw.get("dtype") == "float32" and settings.lora:
-        settings.refuse(
-            f"`dtype` is float32, {settings.tool}'s default: without DeepSpeed the frozen weights stay in fp32, under "
-            "autocast (`dtype: bfloat16` takes half, and is evaluated)",
-            settings.place("dtype"),
+            "it does not use DeepSpeed, and no field says in which type its script loads the weights; `dtype: bfloat16` "
+            "does, where the script knows it",
+            settings.place("precision", "bf16", "fp16"),
         )
     done = Check(
         settings=settings, documents=documents, cluster=cluster, deepspeed=deepspeed, arithmetic=arithmetic,
@@ -123,11 +113,11 @@ def check(
             request = request_of(settings, deepspeed, arithmetic)
             with DryRunSource(request, cluster, pool=pool) as source:
                 request = _readable(request, _facts(source, settings, pool), settings)
+            if not settings.refusals:
+                done = _evaluated(done, request, pool)
         except RequestError as error:
             _refuse_model(settings, error)
             return done
-        if not settings.refusals:
-            done = _evaluated(done, request, pool)
         return _planned(done, request, pool) if with_plan else done
 
 
@@ -287,10 +277,12 @@ def _readable(request: Request, facts: ModelFacts, settings: Settings) -> Reques
 
 def _evaluated(done: Check, request: Request, pool: Pool) -> Check:
     """Add the verdict, with whole MLPs where a trial shows that the model cannot take tiled ones."""
-    settings = done.settings
-    with DryRunSource(request, done.cluster, pool=pool) as source:
+    settings, opened = done.settings, partial(DryRunSource, pool=pool)
+    with opened(request, done.cluster) as source:
         subject = _subject_of(done, request, source.facts())
-    with DryRunSource(request, subject.cluster, pool=pool) as source:
+    if done.deepspeed is None and subject.strategy.zero_stage == 0:
+        opened = partial(TrainerSource, settings=settings, pool=pool)
+    with opened(request, subject.cluster) as source:
         try:
             verdict = verdict_of(subject, source)
         except RequestError as error:
@@ -316,14 +308,15 @@ def _subject_of(done: Check, request: Request, facts: ModelFacts) -> Subject:
     if done.deepspeed is not None:
         strategy = deepspeed_json.strategy(settings, done.deepspeed)
     else:
+        weights = weights_of(settings)
         strategy = Strategy(
-            zero_stage=0 if request.precision == "fp32" else 2,
+            zero_stage=0 if request.lora is None or weights == "fp32" else 2,
             activation_checkpointing="full" if settings.activation_checkpointing else "off",
             loss="tiled" if settings.tiled_loss else "plain",
             reduce_bucket_elements=max(2, facts.trainable_parameters + facts.trainable_parameters % 2),
             expandable_segments=bool(settings.expandable_segments),
         )
-        if request.precision != "fp32":
+        if strategy.zero_stage == 2:
             settings.deviate(
                 "without DeepSpeed: adapters are evaluated under ZeRO-2 on one GPU, with 18 bytes for each of their "
                 "parameters instead of 16 to 20; the inputs that peft copies for adapters in fp32 are not counted"
@@ -331,7 +324,7 @@ def _subject_of(done: Check, request: Request, facts: ModelFacts) -> Subject:
             batch = BatchPlan.of(micro * arithmetic.accumulation_steps, (micro,))
             cluster = with_gpus(replace(cluster, nodes=cluster.nodes[:1]), 1)
         elif arithmetic.world_size > 1:
-            settings.deviate("without DeepSpeed: DDP is evaluated as stage 0, which averages all gradients at once")
+            settings.deviate("without DeepSpeed: DDP's buckets, of the gradients' size, are counted among activations")
     if strategy.loss == "tiled" and not facts.can_tile:
         settings.deviate("evaluated with whole logits: this model cannot take the tiled loss")
         strategy = replace(strategy, loss="plain")

@@ -190,6 +190,8 @@ def read(document: Document, given: Collection[str] = ()) -> Settings:
     refuse_other_splits(settings, said)
     init = said.get("model_init_kwargs")
     said["dtype"] = init.get("dtype", said.get("dtype")) if isinstance(init, dict) else said.get("dtype")
+    if document.tool == "llama-factory":  # `init_adapter` of its `model/adapter.py` casts what is trained
+        said["dtype"] = "float32" if said["adapter"] == "full" and not said.get("pure_bf16") else "same"
     if document.tool == "trl":
         settings.deviate("TRL's loss, which never holds whole logits, is evaluated as frugal's tiled loss")
     if document.tool == "axolotl":
@@ -319,6 +321,7 @@ def take_optimizer(settings: Settings, name: str, place: Place | None, of: str =
     if near is None:
         settings.refuse(f"the optimizer {name} keeps states that frugal does not know", place)
         return
-    settings.optimizer = Optimizer(**{key: value for key, value in near.items() if key != "how"})
+    settings.optimizer = Optimizer(**{key: value for key, value in near.items() if key not in ("how", "runs")})
+    settings.raw["optim"] = near.get("runs", name)
     if "how" in near:
         settings.deviate(f"{name}: {near['how']}", place)
