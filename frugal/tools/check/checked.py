@@ -4,7 +4,7 @@ Runs without DeepSpeed are dry runs of transformers' Trainer (`without_deepspeed
 precision or 4 bits. There the frozen base decides, and GPUs are alike: they are evaluated on one, under stage 2.
 """
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import closing, nullcontext
 from dataclasses import dataclass, replace
 from functools import cache, partial
@@ -93,15 +93,27 @@ def check(
     if deepspeed is not None and cluster.world_size == 1:  # NCCL, which other tools start for one GPU, too
         device = resized(cluster.devices[0], memory_bytes=cluster.devices[0].memory_bytes, num_ranks=(1, 2))
         cluster = replace(cluster, nodes=(replace(cluster.nodes[0], devices=(device,)),))
-    sharing = settings.place("sequence_parallel")
-    if deepspeed is None and settings.sequence_parallel > 1 and sharing is not None:
-        settings.refuse("samples that GPUs share are checked under DeepSpeed alone", sharing)
-    if deepspeed is None and weights_of(settings) is None:
-        settings.refuse(
-            "it does not use DeepSpeed, and no field says in which type its script loads the weights; `dtype: bfloat16` "
-            "does, where the script knows it",
-            settings.place("precision", "bf16", "fp16"),
-        )
+    of_trainer = (
+        (
+            settings.sequence_parallel > 1,
+            "samples that GPUs share are checked under DeepSpeed alone",
+            "sequence_parallel",
+        ),
+        (
+            weights_of(settings) is None,
+            "it does not use DeepSpeed, and no field says in which type its script loads the weights that run under "
+            "autocast: add `dtype: bfloat16`, or float32",
+            "bf16",
+        ),
+        (
+            settings.quantize == "nf4" and weights_of(settings) != settings.precision,
+            "fp32 weights beside a base in 4 bits, without DeepSpeed (`dtype: bfloat16` is evaluated)",
+            "dtype",
+        ),
+    )
+    for applies, why, name in of_trainer:
+        if applies and deepspeed is None and not settings.refusals:
+            settings.refuse(why, settings.place(name))
     done = Check(
         settings=settings, documents=documents, cluster=cluster, deepspeed=deepspeed, arithmetic=arithmetic,
         findings=traps.traps(settings, deepspeed, arithmetic), out_of_memory=message,
@@ -112,7 +124,7 @@ def check(
         try:
             request = request_of(settings, deepspeed, arithmetic)
             with DryRunSource(request, cluster, pool=pool) as source:
-                request = _readable(request, _facts(source, settings, pool), settings)
+                request = _readable(request, source.facts(), settings)
             if not settings.refusals:
                 done = _evaluated(done, request, pool)
         except RequestError as error:
@@ -182,15 +194,11 @@ def request_of(settings: Settings, deepspeed: Resolved | None, arithmetic: Arith
         "weight_decay": settings.weight_decay,
         "gradient_clipping": 1.0 if clipping is None else float(clipping),
         "lora": lora,
+        "quantize": "nf4" if settings.quantize == "nf4" else None,
         "sequence_parallel": settings.sequence_parallel if settings.sequence_parallel > 1 else None,
     }
     given: dict[str, Any] = {name: value for name, value in values.items() if value is not None}
-    if settings.quantize == "nf4":
-        try:
-            return Request(**given | {"quantize": settings.quantize})
-        except RequestError as error:
-            settings.refuse(f"the base in {settings.quantize}: {error.what}", settings.place("quantize"))
-    elif settings.quantize == "int8":
+    if settings.quantize == "int8":
         settings.refuse(
             "the base in int8: columns of activations with an outlier are computed apart, so memory depends on data",
             settings.place("quantize"),
@@ -246,18 +254,6 @@ def _refuse_model(settings: Settings, error: RequestError) -> None:
     settings.refuse(f"{why}; {error.hint}" if error.hint else why, settings.place("model"))
 
 
-def _facts(source: DryRunSource, settings: Settings, pool: Pool) -> ModelFacts:
-    """Return the facts of the model. If GPUs cannot share its samples, note that its memory is not checked."""
-    try:
-        return source.facts()
-    except RequestError as error:
-        if settings.sequence_parallel == 1:
-            raise
-        settings.refuse(": ".join((error.what, *error.because)), settings.place("sequence_parallel"))
-    with DryRunSource(replace(source.request, sequence_parallel=None), source.cluster, pool=pool) as whole:
-        return whole.facts()
-
-
 def _readable(request: Request, facts: ModelFacts, settings: Settings) -> Request:
     """Return the request with samples that the model can read: a length that was not given is shortened.
 
@@ -276,21 +272,15 @@ def _readable(request: Request, facts: ModelFacts, settings: Settings) -> Reques
 
 
 def _evaluated(done: Check, request: Request, pool: Pool) -> Check:
-    """Add the verdict, with whole MLPs where a trial shows that the model cannot take tiled ones."""
-    settings, opened = done.settings, partial(DryRunSource, pool=pool)
+    """Add the verdict, and the smallest change. Raises as `Source.dry_run`."""
+    settings = done.settings
+    opened: Callable[[Request, Cluster], DryRunSource] = partial(DryRunSource, pool=pool)
     with opened(request, done.cluster) as source:
         subject = _subject_of(done, request, source.facts())
     if done.deepspeed is None and subject.strategy.zero_stage == 0:
         opened = partial(TrainerSource, settings=settings, pool=pool)
     with opened(request, subject.cluster) as source:
-        try:
-            verdict = verdict_of(subject, source)
-        except RequestError as error:
-            if subject.strategy.mlp != "tiled":
-                raise
-            settings.deviate(f"evaluated with whole MLPs: {error.what}", settings.place("tiled_mlp"))
-            subject = replace(subject, strategy=replace(subject.strategy, mlp="plain"))
-            verdict = verdict_of(subject, source)
+        verdict = verdict_of(subject, source)
         change = None if verdict.fits else smallest(subject, source)
         asked: Sequence[Asked] = ()
         if done.out_of_memory is not None:
@@ -308,9 +298,8 @@ def _subject_of(done: Check, request: Request, facts: ModelFacts) -> Subject:
     if done.deepspeed is not None:
         strategy = deepspeed_json.strategy(settings, done.deepspeed)
     else:
-        weights = weights_of(settings)
         strategy = Strategy(
-            zero_stage=0 if request.lora is None or weights == "fp32" else 2,
+            zero_stage=2 if settings.lora and (settings.quantize or weights_of(settings) != "fp32") else 0,
             activation_checkpointing="full" if settings.activation_checkpointing else "off",
             loss="tiled" if settings.tiled_loss else "plain",
             reduce_bucket_elements=max(2, facts.trainable_parameters + facts.trainable_parameters % 2),
@@ -325,12 +314,16 @@ def _subject_of(done: Check, request: Request, facts: ModelFacts) -> Subject:
             cluster = with_gpus(replace(cluster, nodes=cluster.nodes[:1]), 1)
         elif arithmetic.world_size > 1:
             settings.deviate("without DeepSpeed: DDP's buckets, of the gradients' size, are counted among activations")
-    if strategy.loss == "tiled" and not facts.can_tile:
-        settings.deviate("evaluated with whole logits: this model cannot take the tiled loss")
-        strategy = replace(strategy, loss="plain")
-    if strategy.activation_checkpointing != "off" and not facts.can_recompute:
-        settings.deviate("evaluated without activation checkpointing, which this model does not take")
-        strategy = replace(strategy, activation_checkpointing="off")
+    rows: list[tuple[bool, str, dict[str, Any]]] = [
+        (strategy.loss == "tiled" and not facts.can_tile, "with whole logits: this model cannot take the tiled loss",
+         {"loss": "plain"}),
+        (strategy.activation_checkpointing != "off" and not facts.can_recompute,
+         "without activation checkpointing, which this model does not take", {"activation_checkpointing": "off"}),
+    ]  # fmt: skip
+    for applies, how, change in rows:
+        if applies:
+            settings.deviate(f"evaluated {how}")
+            strategy = replace(strategy, **change)
     if settings.tiled_mlp:
         strategy = replace(strategy, mlp="tiled")
     return Subject(request=request, cluster=cluster, strategy=strategy, batch=batch)
