@@ -231,8 +231,10 @@ _METHOD = re.compile(
 def _method(document: Document, settings: Settings) -> None:
     """Refuse a training against a reference or rewards that its names tell: the arguments may be those of SFT."""
     keys = ("output_dir", "run_name", "hub_model_id", "trainer_type", command_line.PROGRAM)
-    named = {key: str(document.content.get(key)) for key in keys}
-    for key, name in (*named.items(), ("the file's name", document.path.stem)):
+    for key, name in (
+        *((key, str(document.content.get(key))) for key in keys),
+        ("the file's name", document.path.stem),
+    ):
         if match := _METHOD.search(name):
             text = {command_line.PROGRAM: name, "the file's name": key}.get(key, f"`{key}: {name}`")
             settings.refuse(
