@@ -93,6 +93,8 @@ def test_the_name_of_a_script_tells_its_method(command: str, method: str, tmp_pa
         ("b.sh", "python x.py --output_dir out --per_device_train_batch_size 2 --cutoff_len 9\n", "transformers"),
         ("c.sh", "python x.py --output_dir out --per_device_train_batch_size 2 --lora_r 8\n", "transformers"),
         ("d.sh", "trl sft --output_dir out --per_device_train_batch_size 2\n", "trl"),
+        ("g.sh", "python src/sft_train.py --output_dir out --per_device_train_batch_size 2\n", "transformers"),
+        ("h.sh", "python examples/scripts/sft_vlm.py --output_dir out --per_device_train_batch_size 2\n", "trl"),
         ("e.yaml", "model_name_or_path: llama\nmicro_batch_size: 1\nlearning_rate: 1e-4\n", "transformers"),
         ("f.yaml", "output_dir: out\nfinetuning_type: full\nlearning_rate: 1e-4\n", "llama-factory"),
     ],
