@@ -1,4 +1,4 @@
-"""Wrong gradients that DeepSpeed is known for are absent from the pinned version, and versions that have them named.
+"""Wrong gradients that older versions of DeepSpeed are known for are absent from the pinned version.
 
 The same code shows #7718 and accelerate#3877 on 0.18.2 (84 and 92 % off), #7837 there, too (a norm of 49,377 for
 0.756), and #8224 on 0.19.5 (91 % off).
@@ -178,6 +178,3 @@ def test_a_gradient_that_arrives_twice_is_no_silent_fault(measured: list[dict[st
     assert all("Gradient computed twice" in of_rank[RAISES][2] for of_rank in measured)
     with pytest.raises(RequestError, match="--precision bf16 with --zero-stage 0 is not trained right by DeepSpeed"):
         Request(model="gpt2", seq_len=64, global_batch=8, precision="bf16", zero_stage=0)
-
-
-# Versions that have them

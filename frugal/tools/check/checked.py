@@ -299,7 +299,9 @@ def _subject_of(done: Check, request: Request, facts: ModelFacts) -> Subject:
         strategy = deepspeed_json.strategy(settings, done.deepspeed)
     else:
         strategy = Strategy(
-            zero_stage=2 if settings.lora and (settings.quantize or weights_of(settings) != "fp32") else 0,
+            zero_stage=2
+            if settings.lora and (settings.quantize or weights_of(settings) == settings.precision != "fp32")
+            else 0,
             activation_checkpointing="full" if settings.activation_checkpointing else "off",
             loss="tiled" if settings.tiled_loss else "plain",
             reduce_bucket_elements=max(2, facts.trainable_parameters + facts.trainable_parameters % 2),
