@@ -89,6 +89,8 @@ def main() -> None:
             done, _ = checked(each, folder, models["large" if names_no_model else "small"], pool)
             if done.verdict is None or not can_be_pinned(done.verdict.subject.strategy):
                 continue
+            if done.deepspeed is None and done.verdict.subject.strategy.zero_stage == 0:  # Trainer's loop, not frugal's
+                continue
             try:
                 made = row(done.verdict, pool)
             except FrugalError as error:

@@ -18,7 +18,6 @@ from frugal.distributed import env
 from frugal.errors import RequestError
 from frugal.launch import host_report
 from frugal.launch.host_report import HostReport, UnreachableHost
-from frugal.tools.check import known_faults
 from frugal.units import format_bytes
 
 NOT_READY = RequestError.exit_code
@@ -61,13 +60,6 @@ def command(
         here = host_report.collect(folder, None, cuda=kind == "cuda")
         named, reports = [HostfileEntry(name=here.host, slots=1)], [here]
     problems = host_report.problems(named, reports, kind)
-    for host, report in zip(named, reports, strict=True):
-        version = "" if isinstance(report, UnreachableHost) else report.versions.get("deepspeed", "")
-        problems += [
-            f"{host.name} has DeepSpeed {version}, which computes wrong gradients ({fault.thread}, {fault.versions}): "
-            f"{fault.what}; {fault.remedy}"
-            for fault in known_faults.of_version(version)
-        ]
     if as_json:
         by_host = {
             host.name: {"why": report.why} if isinstance(report, UnreachableHost) else report

@@ -384,7 +384,7 @@ def write_samples(
 def _checked_rows(maker: SampleMaker, sources: Sequence[DocumentSource]) -> Iterator[Row]:
     """Yield the rows of all sources; each source's columns are checked before its first good row.
 
-    After a source without a needed column, of the others only the columns are looked at.
+    After a source without a needed column, of the others only the columns are looked at, and rows that cannot be read.
 
     Raises:
         RequestError: with all sources that lack a column.
@@ -398,7 +398,9 @@ def _checked_rows(maker: SampleMaker, sources: Sequence[DocumentSource]) -> Iter
                     maker.check_columns(source.name, source.columns or tuple(flat(row)), flat(row))
                     if source.fingerprint.startswith("text:"):
                         maker.report.running = [*maker.report.running, source.name][:NAMED]
-                    yield from () if problems else chain([(where, row)], rows)
+                    yield from (
+                        each for each in chain([(where, row)], rows) if not (problems and isinstance(each[1], dict))
+                    )
                     break
                 yield where, row
             else:

@@ -144,6 +144,9 @@ def test_all_problems_of_a_folder_come_in_one_error(load: Load, tmp_path: Path) 
         "hint: if another one has it: --columns text=NAME, or of a question and its answer: --columns "
         "prompt=NAME,response=NAME; there is text in body"
     )
+    (tmp_path / "d/e.jsonl").write_text('{"text": "good"}\n{"text": "good"\n')
+    said = refusal(lambda: load("d"))
+    assert "the data has 4 problems" in said and "d/e.jsonl:2: " in said
     for number in range(3):
         (tmp_path / f"d/{number}.txt.gz").write_bytes(b"plain")
     said = refusal(lambda: load("d", "gone.jsonl"))

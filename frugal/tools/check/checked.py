@@ -1,15 +1,10 @@
 """The whole check of a configuration, from files to `Check`.
 
-Runs without DeepSpeed are checked as far as a dry run matches them:
-
-    fp32        torch's optimizer on every GPU equals stage 0; DDP's buckets, of the gradients' size, are taken to be
-                the copy of all gradients that stage 0 makes to average them
-    adapters    the frozen base decides: evaluated on one GPU under stage 2, as every GPU holds all of it under DDP
-
-Mixed precision over fp32 weights (autocast) is neither: it is refused.
+Runs without DeepSpeed are dry runs of transformers' Trainer (`without_deepspeed`), but for adapters of a base in half
+precision or 4 bits. There the frozen base decides, and GPUs are alike: they are evaluated on one, under stage 2.
 """
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import closing, nullcontext
 from dataclasses import dataclass, replace
 from functools import cache, partial
@@ -35,6 +30,7 @@ from frugal.tools.check.document import Document, Finding, Settings
 from frugal.tools.check.out_of_memory import Asked, OutOfMemoryMessage, askers
 from frugal.tools.check.tools import PEFTS_OWN
 from frugal.tools.check.verdict import Change, Subject, Verdict, smallest, verdict_of
+from frugal.tools.check.without_deepspeed import TrainerSource, weights_of
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -97,21 +93,27 @@ def check(
     if deepspeed is not None and cluster.world_size == 1:  # NCCL, which other tools start for one GPU, too
         device = resized(cluster.devices[0], memory_bytes=cluster.devices[0].memory_bytes, num_ranks=(1, 2))
         cluster = replace(cluster, nodes=(replace(cluster.nodes[0], devices=(device,)),))
-    sharing = settings.place("sequence_parallel")
-    if deepspeed is None and settings.sequence_parallel > 1 and sharing is not None:
-        settings.refuse("samples that GPUs share are checked under DeepSpeed alone", sharing)
-    if deepspeed is None and settings.lora is None and settings.precision != "fp32":
-        settings.refuse(
-            "it does not use DeepSpeed, and mixed precision without DeepSpeed has fp32 weights under autocast, or bf16 "
-            "weights without fp32 copies: `frugal dryrun SCRIPT.py:step` measures such a loop",
-            settings.place("precision"),
-        )
-    if deepspeed is None and settings.precision != "fp32" and settings.raw.get("dtype") == "float32" and settings.lora:
-        settings.refuse(
-            f"`dtype` is float32, {settings.tool}'s default: without DeepSpeed the frozen weights stay in fp32, under "
-            "autocast (`dtype: bfloat16` takes half, and is evaluated)",
-            settings.place("dtype"),
-        )
+    of_trainer = (
+        (
+            settings.sequence_parallel > 1,
+            "samples that GPUs share are checked under DeepSpeed alone",
+            "sequence_parallel",
+        ),
+        (
+            weights_of(settings) is None,
+            "it does not use DeepSpeed, and no field says in which type its script loads the weights that run under "
+            "autocast: add `dtype: bfloat16`, or float32",
+            "bf16",
+        ),
+        (
+            settings.quantize == "nf4" and weights_of(settings) != settings.precision,
+            "fp32 weights beside a base in 4 bits, without DeepSpeed (`dtype: bfloat16` is evaluated)",
+            "dtype",
+        ),
+    )
+    for applies, why, name in of_trainer:
+        if applies and deepspeed is None and not settings.refusals:
+            settings.refuse(why, settings.place(name))
     done = Check(
         settings=settings, documents=documents, cluster=cluster, deepspeed=deepspeed, arithmetic=arithmetic,
         findings=traps.traps(settings, deepspeed, arithmetic), out_of_memory=message,
@@ -122,12 +124,12 @@ def check(
         try:
             request = request_of(settings, deepspeed, arithmetic)
             with DryRunSource(request, cluster, pool=pool) as source:
-                request = _readable(request, _facts(source, settings, pool), settings)
+                request = _readable(request, source.facts(), settings)
+            if not settings.refusals:
+                done = _evaluated(done, request, pool)
         except RequestError as error:
             _refuse_model(settings, error)
             return done
-        if not settings.refusals:
-            done = _evaluated(done, request, pool)
         return _planned(done, request, pool) if with_plan else done
 
 
@@ -192,15 +194,11 @@ def request_of(settings: Settings, deepspeed: Resolved | None, arithmetic: Arith
         "weight_decay": settings.weight_decay,
         "gradient_clipping": 1.0 if clipping is None else float(clipping),
         "lora": lora,
+        "quantize": "nf4" if settings.quantize == "nf4" else None,
         "sequence_parallel": settings.sequence_parallel if settings.sequence_parallel > 1 else None,
     }
     given: dict[str, Any] = {name: value for name, value in values.items() if value is not None}
-    if settings.quantize == "nf4":
-        try:
-            return Request(**given | {"quantize": settings.quantize})
-        except RequestError as error:
-            settings.refuse(f"the base in {settings.quantize}: {error.what}", settings.place("quantize"))
-    elif settings.quantize == "int8":
+    if settings.quantize == "int8":
         settings.refuse(
             "the base in int8: columns of activations with an outlier are computed apart, so memory depends on data",
             settings.place("quantize"),
@@ -256,18 +254,6 @@ def _refuse_model(settings: Settings, error: RequestError) -> None:
     settings.refuse(f"{why}; {error.hint}" if error.hint else why, settings.place("model"))
 
 
-def _facts(source: DryRunSource, settings: Settings, pool: Pool) -> ModelFacts:
-    """Return the facts of the model. If GPUs cannot share its samples, note that its memory is not checked."""
-    try:
-        return source.facts()
-    except RequestError as error:
-        if settings.sequence_parallel == 1:
-            raise
-        settings.refuse(": ".join((error.what, *error.because)), settings.place("sequence_parallel"))
-    with DryRunSource(replace(source.request, sequence_parallel=None), source.cluster, pool=pool) as whole:
-        return whole.facts()
-
-
 def _readable(request: Request, facts: ModelFacts, settings: Settings) -> Request:
     """Return the request with samples that the model can read: a length that was not given is shortened.
 
@@ -286,19 +272,15 @@ def _readable(request: Request, facts: ModelFacts, settings: Settings) -> Reques
 
 
 def _evaluated(done: Check, request: Request, pool: Pool) -> Check:
-    """Add the verdict, with whole MLPs where a trial shows that the model cannot take tiled ones."""
+    """Add the verdict, and the smallest change. Raises as `Source.dry_run`."""
     settings = done.settings
-    with DryRunSource(request, done.cluster, pool=pool) as source:
+    opened: Callable[[Request, Cluster], DryRunSource] = partial(DryRunSource, pool=pool)
+    with opened(request, done.cluster) as source:
         subject = _subject_of(done, request, source.facts())
-    with DryRunSource(request, subject.cluster, pool=pool) as source:
-        try:
-            verdict = verdict_of(subject, source)
-        except RequestError as error:
-            if subject.strategy.mlp != "tiled":
-                raise
-            settings.deviate(f"evaluated with whole MLPs: {error.what}", settings.place("tiled_mlp"))
-            subject = replace(subject, strategy=replace(subject.strategy, mlp="plain"))
-            verdict = verdict_of(subject, source)
+    if done.deepspeed is None and subject.strategy.zero_stage == 0:
+        opened = partial(TrainerSource, settings=settings, pool=pool)
+    with opened(request, subject.cluster) as source:
+        verdict = verdict_of(subject, source)
         change = None if verdict.fits else smallest(subject, source)
         asked: Sequence[Asked] = ()
         if done.out_of_memory is not None:
@@ -317,13 +299,15 @@ def _subject_of(done: Check, request: Request, facts: ModelFacts) -> Subject:
         strategy = deepspeed_json.strategy(settings, done.deepspeed)
     else:
         strategy = Strategy(
-            zero_stage=0 if request.precision == "fp32" else 2,
+            zero_stage=2
+            if settings.lora and (settings.quantize or weights_of(settings) == settings.precision != "fp32")
+            else 0,
             activation_checkpointing="full" if settings.activation_checkpointing else "off",
             loss="tiled" if settings.tiled_loss else "plain",
             reduce_bucket_elements=max(2, facts.trainable_parameters + facts.trainable_parameters % 2),
             expandable_segments=bool(settings.expandable_segments),
         )
-        if request.precision != "fp32":
+        if strategy.zero_stage == 2:
             settings.deviate(
                 "without DeepSpeed: adapters are evaluated under ZeRO-2 on one GPU, with 18 bytes for each of their "
                 "parameters instead of 16 to 20; the inputs that peft copies for adapters in fp32 are not counted"
@@ -331,13 +315,17 @@ def _subject_of(done: Check, request: Request, facts: ModelFacts) -> Subject:
             batch = BatchPlan.of(micro * arithmetic.accumulation_steps, (micro,))
             cluster = with_gpus(replace(cluster, nodes=cluster.nodes[:1]), 1)
         elif arithmetic.world_size > 1:
-            settings.deviate("without DeepSpeed: DDP is evaluated as stage 0, which averages all gradients at once")
-    if strategy.loss == "tiled" and not facts.can_tile:
-        settings.deviate("evaluated with whole logits: this model cannot take the tiled loss")
-        strategy = replace(strategy, loss="plain")
-    if strategy.activation_checkpointing != "off" and not facts.can_recompute:
-        settings.deviate("evaluated without activation checkpointing, which this model does not take")
-        strategy = replace(strategy, activation_checkpointing="off")
+            settings.deviate("without DeepSpeed: DDP's buckets, of the gradients' size, are counted among activations")
+    rows: list[tuple[bool, str, dict[str, Any]]] = [
+        (strategy.loss == "tiled" and not facts.can_tile, "with whole logits: this model cannot take the tiled loss",
+         {"loss": "plain"}),
+        (strategy.activation_checkpointing != "off" and not facts.can_recompute,
+         "without activation checkpointing, which this model does not take", {"activation_checkpointing": "off"}),
+    ]  # fmt: skip
+    for applies, how, change in rows:
+        if applies:
+            settings.deviate(f"evaluated {how}")
+            strategy = replace(strategy, **change)
     if settings.tiled_mlp:
         strategy = replace(strategy, mlp="tiled")
     return Subject(request=request, cluster=cluster, strategy=strategy, batch=batch)

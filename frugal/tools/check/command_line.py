@@ -23,7 +23,6 @@ _STARTS = ("deepspeed", "torchrun", "accelerate", "python", "trl", "axolotl", "l
 _PRINTS = ("echo", "printf", "cat", "logger")
 """Commands that start nothing of what they name."""
 
-_SUBCOMMANDS = ("trl", "swift", "megatron")
 _MODULES = ("-m", "--module")
 _LAUNCHING_MODULES = ("torch.distributed.run", "torch.distributed.launch", "accelerate.commands.launch", "deepspeed")
 _TRAINS = re.compile(r"\.py\b|\s(-m|--module|launch|train|sft|pt|rlhf)\s|\.ya?ml\b")
@@ -102,7 +101,9 @@ def _flags(words: Sequence[str], variables: dict[str, str], text: str) -> tuple[
     """Return the flags of the command (the launcher's stand before the script's name) and their lines."""
     start = _program(words)
     content = _named(words[start + 1 :])
-    content[PROGRAM] = "/".join((Path(words[0]).name, words[start])) if words[0] in _SUBCOMMANDS else words[start]
+    content[PROGRAM] = (
+        "/".join((Path(words[0]).name, words[start])) if words[0] in ("trl", "swift", "megatron") else words[start]
+    )
     launcher = [word for word in words[1:start] if word not in _MODULES]
     content[LAUNCHER] = {name: value for name, value in _named(launcher).items() if name in _OF_LAUNCHERS}
     content[ENVIRONMENT] = {name: value for name, value in variables.items() if name.isupper()}

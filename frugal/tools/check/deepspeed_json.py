@@ -52,7 +52,6 @@ _FROM_HIDDEN_SIZE: dict[str, Callable[[int], int]] = {
     "stage3_prefetch_bucket_size": lambda hidden: int(0.9 * hidden * hidden),
     "stage3_param_persistence_threshold": lambda hidden: 10 * hidden,
 }
-_OF_ZERO_3 = ("stage3_prefetch_bucket_size", "stage3_param_persistence_threshold")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -84,7 +83,8 @@ def read(document: Document, settings: Settings) -> None:
     Raises:
         RequestError: a part of it is no mapping.
     """
-    settings.deepspeed = document.content
+    has_old = "bfloat16" in document.content and not settings.fills_auto  # accelerate adds the newer name
+    settings.deepspeed = ({"bf16": document.content["bfloat16"]} if has_old else {}) | {**document.content}
     settings.places |= {".".join(("json", *keys)): document.place(*keys) for keys in document.lines}
     said = take(document, settings, table_of("deepspeed"))
     settings.sequence_parallel = said.get("sequence_parallel") or settings.sequence_parallel
@@ -120,7 +120,7 @@ def resolve(settings: Settings, world_size: int, hidden_size: Callable[[], int |
         value = zero.get(name, zero.get(name.removeprefix("stage3_"), default))  # DeepSpeed takes either name
         if value == AUTO:
             of_hidden = _FROM_HIDDEN_SIZE.get(name) if settings.fills_auto else None
-            hidden = hidden_size() if of_hidden is not None and (stage == 3 or name not in _OF_ZERO_3) else None
+            hidden = hidden_size() if of_hidden is not None and (stage == 3 or not name.startswith("stage3_")) else None
             value = default if of_hidden is None or hidden is None else of_hidden(hidden)
             by = f"{settings.tool}, from the hidden size {hidden or 'of the model'}" if hidden is not None else ""
             filled.append(Filled(name=f"zero_optimization.{name}", value=value if hidden != 0 else UNKNOWN, by=by))
@@ -165,7 +165,7 @@ def _batch(settings: Settings, world_size: int, filled: list[Filled]) -> tuple[i
 
 def _precision(settings: Settings, filled: list[Filled]) -> Precision:
     config = settings.deepspeed or {}
-    if "bf16" not in config and "fp16" not in config and settings.fills_auto and settings.precision:
+    if settings.fills_auto and settings.precision and settings.precision not in ("fp32", *config):
         return settings.precision  # accelerate's `DeepSpeedPlugin.set_mixed_precision`, which Trainer calls, too
     by = settings.tool if settings.fills_auto else "--precision" if settings.precision else ""
     of_nobody = next((name for name in ("bf16", "fp16") if not by and settings.block(name).get("enabled") == AUTO), "")

@@ -86,7 +86,7 @@ class Document:
 Level = Literal["error", "warning", "note"]
 
 MAY_DECIDE_MEMORY = re.compile(
-    r"^(?!(data|preproc|eval|test|val|log|save|hub|wandb|swanlab|trackio|mlflow|comet|tokenizer|report)[a-z]*_)(\w+_)?("
+    r"^(?!(data(?!\w*_(max|seq)_?len)|preproc|eval|test|val|log|save|hub|wandb|swanlab|trackio|mlflow|comet|tokenizer|report)[a-z]*_)(\w+_)?("
     r"q?lora|dora|oft|vera|peft|adapt|modules|layers|rank|r$|freeze|frozen|unfr|tune|trainable|"  # adapters
     r"quant|double_quant|bits?(_|$)|load_in|\d+_?bit|n?v?fp\d|int\d|gptq|awq|aqlm|hqq|eetq|bnb|qat|onebit|dtype|precision|"
     r"batch|len|max_?len|seq|tokens?(_|$)|pack|multipack|cutoff|context|"
@@ -95,7 +95,7 @@ MAY_DECIDE_MEMORY = re.compile(
     r"vision|visual|image|video|audio|speech|pixel|mm_|multi_?modal|tower|projector|vit(_|$)|"
     r"ref(_|$)|reference|reward|rl(_|$)|dpo|kto|grpo|ppo|pref(?!ix|etch)|teacher|distil|kd_|critic|rollout|vllm|ebft|diffusion|hatchery|"
     r"kernel|sonicmoe|scattermoe|attn|attention|flash|unsloth|liger|compile|checkpointing(?!_steps)|recompute|"
-    r"galore|apollo|badam|lisa|relora|muon|asft|optim|embed|vocab|head|model_config|model_args"
+    r"galore|apollo|badam|lisa|relora|muon|asft|loss$|optim|embed|vocab|head|model_config|model_args"
     r")"
 )
 """Names of fields that are of adapters, quantisation, lengths, parallelism, images, references, kernels or states."""
@@ -277,17 +277,13 @@ def _tool_of(path: Path, keys: Iterable[str], tools: Iterable[Tool] = tuple(NAME
     )
 
 
-_OF_SCRIPTS: tuple[Tool, ...] = ("llama-factory", "transformers")
-"""Tools whose scripts' flags tell; TRL's scripts are known by their names."""
-
-
 def _script(path: Path, text: str, tool: Tool | None) -> Document:
     content, lines = parsed_script(path, text)
     program = f"/{content[PROGRAM]}"
     if program.startswith(("/swift/", "/megatron/")) or "/swift/cli/" in program:
         raise _not_swift(path, "starts")
-    if tool is None and ("/trl/" in program or Path(program).name.startswith("sft")):
+    if tool is None and re.search(r"/trl/|/scripts/sft\w*\.py|/sft\.py", program):
         tool = "trl"
     if tool is None and content[FILES]:
         tool = "transformers"
-    return Document(path, tool or _tool_of(path, content, _OF_SCRIPTS), content, lines)
+    return Document(path, tool or _tool_of(path, content, ("llama-factory", "transformers")), content, lines)

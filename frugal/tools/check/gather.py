@@ -23,8 +23,7 @@ def gather(
     first file, where its keys do not tell.
 
     Raises:
-        RequestError: a file cannot be read or is of no tool that is known, two are of the same kind, or one that they
-            name is not there.
+        RequestError: a file cannot be read or is of no tool that is known, or two are of the same kind.
     """
     documents = _joined(
         [each for number, path in enumerate(paths) for each in _with_files(read(path, None if number else tool))]
@@ -57,7 +56,7 @@ def gather(
         documents += _of_accelerate(launcher, settings)
     if config is None and trainer is not None and settings.raw.get("deepspeed_file") is not None:
         config = _named(trainer, settings.raw["deepspeed_file"], settings)
-        documents += [config] * (config.path != trainer.path)
+        documents += [config] if config is not None and config.path != trainer.path else []
     if config is not None:
         if settings.deepspeed is not None:
             raise RequestError(
@@ -100,8 +99,9 @@ def _joined(documents: list[Document]) -> list[Document]:
     return documents
 
 
-def _named(document: Document, said: Any, settings: Settings) -> Document:
-    """Return DeepSpeed's JSON, a file that is named or a section of the trainer's own file."""
+def _named(document: Document, said: Any, settings: Settings) -> Document | None:
+    """Return DeepSpeed's JSON, a file that is named or a section of the trainer's own file. If it is not there, note
+    that memory is not checked."""
     place = settings.places["deepspeed_file"]
     if isinstance(said, str) and said.lstrip().startswith("{"):
         with failure(f"`{place.key}` in {place} is no JSON", msgspec.DecodeError):
@@ -110,13 +110,10 @@ def _named(document: Document, said: Any, settings: Settings) -> Document:
         lines = {keys[1:]: line for keys, line in document.lines.items() if keys[0] == place.key and keys[1:]}
         return Document(document.path, "deepspeed", said, lines)
     path = command_line.beside(document.path, said)
-    if path is None:
-        raise RequestError(
-            f"`{place.key.rpartition('.')[2]}` in {place} is {said}, which is not there",
-            because="it is looked for from here, and beside the file",
-            hint=f"give it, too: frugal check {document.path} {said}",
-        )
-    return read(path, "deepspeed")
+    if path is not None:
+        return read(path, "deepspeed")
+    settings.refuse(f"`{place.key.rpartition('.')[2]}: {said}` is not there; give it, too", place)
+    return None
 
 
 _SECTION = "deepspeed_config"
@@ -126,7 +123,7 @@ def _of_accelerate(document: Document, settings: Settings) -> list[Document]:
     """Add the settings of accelerate's file, and return the DeepSpeed JSON that it names.
 
     Raises:
-        RequestError: a value is of the wrong kind, or the file that it names is not there.
+        RequestError: a value is of the wrong kind.
     """
     said = tools.take(document, settings, tools.table_of("accelerate"))
     if "gpus" in said:
@@ -143,7 +140,8 @@ def _of_accelerate(document: Document, settings: Settings) -> list[Document]:
     if str(said.get("kind")).upper() != "DEEPSPEED":
         return []
     if "deepspeed_file" in said:
-        config = _named(document, said["deepspeed_file"], settings)
+        if (config := _named(document, said["deepspeed_file"], settings)) is None:
+            return []
         deepspeed_json.read(config, settings)
         return [config]
     keys = ((tuple(to.split(".")), document.lines.get((_SECTION, key))) for key, to in _KEYS.items())

@@ -40,7 +40,7 @@ def report(check: Check) -> str:
         assumed = " (assumed: no file gives their length, see --seq-len)" if settings.seq_len is None else ""
         opening += [
             f"{request.model} in {request.precision}{lora}, samples of {request.seq_len} tokens{assumed}",
-            str(verdict.subject.strategy),
+            str(verdict.subject.strategy).replace("ZeRO-0", "ZeRO-0" if check.deepspeed else "without DeepSpeed"),
         ]
     gpus = plural(check.cluster.world_size, check.cluster.rank_noun)
     blocks = {headline(check): [*opening, f"on {gpus}: {check.cluster.devices[0].name}"]}

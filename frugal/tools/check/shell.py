@@ -6,7 +6,7 @@ unknown: it stays as it is written, with its `$`. Nor is it known which branch i
 keeps the value that it had before; that of a loop has one if the loop has one round.
 
 Grammar: https://pubs.opengroup.org/onlinepubs/9799919799/utilities/V3_chap02.html. bashlex has it all and is under the
-GPL; tree-sitter-bash has no expansions, which are most of this.
+GPL; tree-sitter-bash has no expansions, which are most of this (docs/check.md has a comparison).
 """
 
 import re

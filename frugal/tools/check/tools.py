@@ -190,6 +190,8 @@ def read(document: Document, given: Collection[str] = ()) -> Settings:
     refuse_other_splits(settings, said)
     init = said.get("model_init_kwargs")
     said["dtype"] = init.get("dtype", said.get("dtype")) if isinstance(init, dict) else said.get("dtype")
+    if document.tool == "llama-factory":  # `init_adapter` of its `model/adapter.py` casts what is trained
+        said["dtype"] = "float32" if said["adapter"] == "full" and not said.get("pure_bf16") else "same"
     if document.tool == "trl":
         settings.deviate("TRL's loss, which never holds whole logits, is evaluated as frugal's tiled loss")
     if document.tool == "axolotl":
@@ -226,13 +228,13 @@ _METHOD = re.compile(
 )
 
 
-_NAMING = ("output_dir", "run_name", "hub_model_id", "trainer_type", command_line.PROGRAM)
-
-
 def _method(document: Document, settings: Settings) -> None:
     """Refuse a training against a reference or rewards that its names tell: the arguments may be those of SFT."""
-    named = {key: str(document.content.get(key)) for key in _NAMING} | {"the file's name": document.path.stem}
-    for key, name in named.items():
+    keys = ("output_dir", "run_name", "hub_model_id", "trainer_type", command_line.PROGRAM)
+    for key, name in (
+        *((key, str(document.content.get(key))) for key in keys),
+        ("the file's name", document.path.stem),
+    ):
         if match := _METHOD.search(name):
             text = {command_line.PROGRAM: name, "the file's name": key}.get(key, f"`{key}: {name}`")
             settings.refuse(
@@ -319,6 +321,7 @@ def take_optimizer(settings: Settings, name: str, place: Place | None, of: str =
     if near is None:
         settings.refuse(f"the optimizer {name} keeps states that frugal does not know", place)
         return
-    settings.optimizer = Optimizer(**{key: value for key, value in near.items() if key != "how"})
+    settings.optimizer = Optimizer(**{key: value for key, value in near.items() if key not in ("how", "runs")})
+    settings.raw["optim"] = near.get("runs", name)
     if "how" in near:
         settings.deviate(f"{name}: {near['how']}", place)

@@ -4,8 +4,6 @@ A row of a table has a condition, and what is found where it is true: rule, leve
 named (the first that was read), and the remedy.
 """
 
-from frugal.config.hardware import local_host
-from frugal.tools.check import known_faults
 from frugal.tools.check.deepspeed_json import REMOVED, REMOVED_OF_ZERO, Arithmetic, Resolved
 from frugal.tools.check.document import AUTO, Finding, Level, Settings
 from frugal.units import format_bytes, plural
@@ -95,17 +93,12 @@ def _of_any(settings: Settings, arithmetic: Arithmetic) -> list[Row]:
 def _of_numbers(settings: Settings, deepspeed: Resolved, arithmetic: Arithmetic) -> list[Row]:
     """Return traps of DeepSpeed's numbers and buffers.
 
-    Wrong gradients are those of `frugal.tools.check.known_faults`, in the installed version. docs/facts/deepspeed.md
-    has low stages (Precision), long sums in bf16 (Exactness) and large buffers (Where memory goes). DeepSpeed 0.19.8
-    drops an `auto` that nobody fills in (`runtime/config_utils.py`) and skips steps (`runtime/fp16/loss_scaler.py`).
+    docs/facts/deepspeed.md has low stages (Precision), long sums in bf16 (Exactness) and large buffers (Where memory
+    goes). DeepSpeed 0.19.8 drops an `auto` that nobody fills in (`runtime/config_utils.py`) and skips steps
+    (`runtime/fp16/loss_scaler.py`).
     """
-    version = local_host.versions()["deepspeed"]
     zero, steps = deepspeed.zero, arithmetic.accumulation_steps
     stage, is_bf16 = zero["stage"], deepspeed.precision == "bf16"
-    has = {
-        "half": is_bf16, "accumulation": steps > 1, "ranks": arithmetic.world_size > 1,
-        "overlap": bool(zero["overlap_comm"]),
-    }  # fmt: skip
     sums = settings.block("data_types").get("grad_accum_dtype")
     element = 4 if deepspeed.precision == "fp32" else 2
     is_double = zero["overlap_comm"] and stage in (1, 2)
@@ -125,15 +118,6 @@ def _of_numbers(settings: Settings, deepspeed: Resolved, arithmetic: Arithmetic)
             "schedule advances"
         )
     return [
-        *(
-            (
-                stage in fault.stages and all(has[need] for need in fault.needs), "wrong-gradients", "error",
-                f"DeepSpeed {version} computes wrong gradients here ({fault.thread}): {fault.what}",
-                (f"{_ZERO}.stage", _ZERO),
-                fault.remedy + (f"; fixed in DeepSpeed {fault.until}" if fault.until else ""),
-            )
-            for fault in known_faults.of_version(version)
-        ),
         (
             stage == 0 and deepspeed.precision != "fp32", "half-precision-stage-0", "error",
             f"{deepspeed.precision} at stage 0 starts Adam at its second step: after ten steps the change of the "

@@ -80,10 +80,11 @@ def smallest(subject: Subject, source: Source) -> Change | None:
     fitting = Fitting(subject.request, subject.cluster)
     for words, changed in _changed(subject):
         try:
-            profile = source.profile(changed.strategy, changed.batch.accumulation_steps > 1)
-            drafts = [profile.memory(micro, device) for device, micro in fitting.loads(changed.batch)]
-            if any(not each.fits or fitting.host_shortfall_bytes(each) > 0 for each in drafts):
-                continue
+            if changed.strategy.zero_stage:  # stage 0 may be a run without DeepSpeed, which has no profile
+                profile = source.profile(changed.strategy, changed.batch.accumulation_steps > 1)
+                drafts = [profile.memory(micro, device) for device, micro in fitting.loads(changed.batch)]
+                if any(not each.fits or fitting.host_shortfall_bytes(each) > 0 for each in drafts):
+                    continue
             verdict = verdict_of(changed, source)
         except FrugalError:  # the model cannot be trained like that
             continue

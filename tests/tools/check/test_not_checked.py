@@ -38,7 +38,8 @@ def refusals(tmp_path: Path, text: str, name: str = "train.yaml") -> str:
     [
         "use_peft_lora: true", "lora_enable: true", "use_lora: true", "bits: 4", "modules_to_save: [embed_tokens]",
         "lora_modules_to_save: [lm_head]", "source_max_len: 512", "tensor_model_parallel_size: 2", "vision_tower: clip",
-        "freeze_backbone: true", "ref_model_path: llama", "reward_model: llama", "use_vllm: true", "num_experts: 8",
+        "data_max_length: 512", "use_eaft_loss: true", "freeze_backbone: true",
+        "ref_model_path: llama", "reward_model: llama", "use_vllm: true", "num_experts: 8",
         "label_smoothing_factor: 0.1", "fsdp: full_shard", "micro_batch_size: 3",
     ],
 )  # fmt: skip
@@ -92,6 +93,8 @@ def test_the_name_of_a_script_tells_its_method(command: str, method: str, tmp_pa
         ("b.sh", "python x.py --output_dir out --per_device_train_batch_size 2 --cutoff_len 9\n", "transformers"),
         ("c.sh", "python x.py --output_dir out --per_device_train_batch_size 2 --lora_r 8\n", "transformers"),
         ("d.sh", "trl sft --output_dir out --per_device_train_batch_size 2\n", "trl"),
+        ("g.sh", "python src/sft_train.py --output_dir out --per_device_train_batch_size 2\n", "transformers"),
+        ("h.sh", "python examples/scripts/sft_vlm.py --output_dir out --per_device_train_batch_size 2\n", "trl"),
         ("e.yaml", "model_name_or_path: llama\nmicro_batch_size: 1\nlearning_rate: 1e-4\n", "transformers"),
         ("f.yaml", "output_dir: out\nfinetuning_type: full\nlearning_rate: 1e-4\n", "llama-factory"),
     ],
@@ -119,7 +122,7 @@ def test_files_that_merge_evaluate_or_preprocess_are_no_training(text: str, tmp_
 
 @pytest.mark.parametrize(
     ("line", "is_checked"),
-    [("", False), ("dtype: auto", True), ("model_init_kwargs: {dtype: bfloat16}", True), ("load_in_4bit: true", False)],
+    [("", True), ("dtype: auto", True), ("model_init_kwargs: {dtype: bfloat16}", True), ("load_in_4bit: true", False)],
 )
 def test_trls_loss_holds_no_whole_logits_and_its_frozen_weights_are_fp32_by_default(
     line: str, is_checked: bool, tmp_path: Path, pool: Pool
@@ -128,7 +131,10 @@ def test_trls_loss_holds_no_whole_logits_and_its_frozen_weights_are_fp32_by_defa
     (tmp_path / "sft.yaml").write_text(ADAPTERS.format(model=TINY) + line)
     made, documents = gather([tmp_path / "sft.yaml"], {})
     done = check(made, documents, {"gpus": 1, "mem": "6G"}, with_plan=False, pool=pool)
-    assert ("`dtype` is float32" not in "; ".join(each.text for each in made.refusals)) is is_checked
+    assert ("fp32 weights beside a base in 4 bits" in "; ".join(each.text for each in made.refusals)) is not is_checked
+    if is_checked:
+        weights = json.loads(Path(TINY).read_text())["vocab_size"] * 64 * (2 if line else 4)
+        assert done.verdict is not None and done.verdict.memory.parameters >= weights
     assert made.tiled_loss and (done.verdict is not None) is is_checked
 
 
@@ -160,6 +166,25 @@ def test_both_names_of_a_size_of_zero_3_count(tmp_path: Path) -> None:
     settings, _ = gather([file], {})
     deepspeed, _ = resolved(settings, 2)
     assert deepspeed is not None and deepspeed.zero["stage3_max_live_parameters"] == 5 and not settings.unknown
+
+
+@pytest.mark.parametrize("is_launchers", [False, True])
+def test_a_deepspeed_json_that_is_not_there_leaves_batch_and_fields(
+    is_launchers: bool, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (tmp_path / "train.yaml").write_text(
+        "learning_rate: 1e-4\nbf16: true\nper_device_train_batch_size: 3\n"
+        + "deepspeed: ds.json\n" * (not is_launchers)
+    )
+    (tmp_path / "a.yaml").write_text(
+        "distributed_type: DEEPSPEED\nnum_processes: 2\ndeepspeed_config:\n  deepspeed_config_file: ds.json\n"
+    )
+    files = [str(tmp_path / name) for name in ("train.yaml", "a.yaml")[: 1 + is_launchers]]
+    code, out, _ = frugal(capsys, "check", *files, "--model", TINY, "--gpus", "2", "--mem", "6G", "--json")
+    content = json.loads(out)
+    assert (code, content["verdict"], content["batch"]["global_batch"]) == (2, "not checked", 6)
+    (refusal,) = content["refusals"]
+    assert "ds.json` is not there; give it, too" in refusal["text"] and refusal["line"] == 4
 
 
 def test_a_model_that_is_not_at_hand_leaves_batch_traps_and_fields(

@@ -156,6 +156,28 @@ def test_torchs_adam_updates_one_tensor_at_a_time_on_the_host(device: str, kerne
     assert of(tmp_path, ("ds.json", json.dumps(content))).optimizer.implementation == kernels
 
 
+@pytest.mark.parametrize("bf16", ["bf16", "bfloat16"])
+@pytest.mark.parametrize("fp16", [None, "auto", False])
+@pytest.mark.parametrize("asked", ["bf16", None])
+def test_bf16_by_either_name_is_what_deepspeed_and_accelerate_make_of_it(
+    bf16: str, fp16: Any, asked: str | None, tmp_path: Path
+) -> None:
+    """Alone DeepSpeed takes the old name, too; accelerate always adds the new one, by its own precision."""
+    from accelerate import DeepSpeedPlugin
+
+    block = {bf16: {"enabled": "auto" if asked else True}, **({} if fp16 is None else {"fp16": {"enabled": fp16}})}
+    text = json.dumps({"train_batch_size": 8, "zero_optimization": {"stage": 2}, **block})
+    if asked:
+        plugin = DeepSpeedPlugin(hf_ds_config=json.loads(text) | {"gradient_accumulation_steps": 1})
+        plugin.set_mixed_precision(asked)
+        theirs = deepspeeds.get_bfloat16_config(plugin.deepspeed_config)
+        files = (("a.yaml", f"per_device_train_batch_size: 4\n{asked}: true\ndeepspeed: ds.json\n"), ("ds.json", text))
+    else:
+        theirs, files = deepspeeds.get_bfloat16_config(json.loads(text)), (("ds.json", text),)
+    deepspeed, _ = resolved(of(tmp_path, *files), 2)
+    assert theirs.enabled and deepspeed is not None and deepspeed.precision == "bf16"
+
+
 def test_every_key_that_deepspeed_removed_is_found(tmp_path: Path) -> None:
     assert set(REMOVED) == deepspeeds._REMOVED_TOP_LEVEL_CONFIG_KEYS.keys()
     assert set(REMOVED_OF_ZERO) == deepspeeds._REMOVED_ZERO_CONFIG_KEYS.keys()
