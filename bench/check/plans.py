@@ -2,9 +2,9 @@
 
 Of the files that get a verdict under ZeRO 0 to 2 (a plan can pin all that decides memory there, but sums in fp16;
 sizes of ZeRO-3's buffers it cannot), a plan with the same batch, stage, buckets, offloading, activation checkpointing,
-loss, optimizer and adapters has to come to the same bytes. DeepSpeed's and accelerate's files, which name no model, are
-checked with a wide Llama of two layers: a plan takes no bucket that is larger than the model. The others have the small
-one of `bench.check.public`. Results go to `bench/results/check-plans.json`.
+loss, optimizer and adapters has to come to the same bytes. Half precision below ZeRO-2 is left out, which frugal
+refuses to train, and so are runs without DeepSpeed that are dry-run in Trainer. The model is a wide Llama of two
+layers: a plan takes no bucket that is larger than the model. Results go to `bench/results/check-plans.json`.
 """
 
 import argparse
@@ -24,7 +24,6 @@ from frugal.dryrun.client import DryRunSource, workers
 from frugal.dryrun.planner import make_plan
 from frugal.dryrun.pool import Pool
 from frugal.errors import FrugalError
-from frugal.planning.strategy import Strategy
 from frugal.tools.check.verdict import Subject, Verdict
 
 RESULTS = Path(__file__).parents[1] / "results" / "check-plans.json"
@@ -33,10 +32,13 @@ LARGE = MODEL | {"hidden_size": 4096, "intermediate_size": 11008, "num_attention
 """1.2 billion parameters, most of them embeddings: more than the largest bucket of these files."""
 
 
-def can_be_pinned(strategy: Strategy) -> bool:
+def can_be_pinned(subject: Subject) -> bool:
     """Return whether a plan can be told all that decides memory: it never sums in fp16, nor overlaps communication."""
-    sums = strategy.gradient_accumulation_dtype
-    return strategy.zero_stage == 0 or (strategy.zero_stage < 3 and sums != "fp16" and not strategy.overlap_comm)
+    strategy, is_half = subject.strategy, subject.request.precision != "fp32"
+    sums_otherwise = strategy.gradient_accumulation_dtype == "fp16" or strategy.overlap_comm
+    if strategy.zero_stage == 0:
+        return not is_half
+    return strategy.zero_stage < 3 and not sums_otherwise and not (is_half and strategy.zero_stage == 1)
 
 
 def pinned(subject: Subject) -> Request:
@@ -78,16 +80,14 @@ def main() -> None:
     folder = parser.parse_args().folder.resolve()
     listed, rows = Listed.kept(), []
     with TemporaryDirectory() as scratch, closing(workers()) as pool:
-        models = {name: Path(scratch) / f"{name}.json" for name in ("small", "large")}
-        models["small"].write_text(json.dumps(MODEL))
-        models["large"].write_text(json.dumps(LARGE))
+        model = Path(scratch) / "large.json"
+        model.write_text(json.dumps(LARGE))
         for each in listed.rows:
             if each.reading.outcome != "verdict" or len(rows) == WANTED:
                 continue
             fetched(folder, each.repository, listed.repositories[each.repository], each.paths)
-            names_no_model = each.reading.tool in ("DeepSpeed", "accelerate")
-            done, _ = checked(each, folder, models["large" if names_no_model else "small"], pool)
-            if done.verdict is None or not can_be_pinned(done.verdict.subject.strategy):
+            done, _ = checked(each, folder, model, pool)
+            if done.verdict is None or not can_be_pinned(done.verdict.subject):
                 continue
             if done.deepspeed is None and done.verdict.subject.strategy.zero_stage == 0:  # Trainer's loop, not frugal's
                 continue
