@@ -74,6 +74,7 @@ def initialize(
         kernels.mend_partial_offload(engine.optimizer)
     gradients.mend(engine.optimizer, model)
     gradients.check_once(engine.optimizer)
+    gradients.sum_in_few_kernels(engine.optimizer)
     if strategy.zero_stage == 0:
 
         @in_place_of(engine, "clip_fp32_gradients")

@@ -166,6 +166,12 @@ class Setting:
             place.born(size_bytes, "aten.zeros_like.default", OPTIMIZER)
 
 
+def elements_of_a_norm(elements: int) -> int:
+    """Return how many of all `elements` of gradients in fp32 one norm takes at once, from a copy in fp64: 32 MiB, or an
+    eighth of them, so that few parameters need no more than their gradients take already."""
+    return min(1 << 22, max(1, -(-elements // 8)))
+
+
 def reduced_together(elements: Sequence[int], most: int) -> Iterator[range]:
     """Yield the positions of consecutive gradients that travel together: one that exceeds `most` elements ends them."""
     first = total = 0

@@ -14,6 +14,7 @@ from frugal.deepspeed_adapter.simulate.stream import (
     Setting,
     SimulatedOptimizer,
     Stream,
+    elements_of_a_norm,
     reduced_together,
 )
 from frugal.planning.memory.timeline import COMMUNICATION, GRADIENTS, OPTIMIZER, PARAMETERS, TEMPORARY
@@ -129,7 +130,9 @@ class SimulatedZero12(SimulatedOptimizer):
             stream.dies(*self._norms)
             self._norms.clear()
         else:
-            stream.dies(*[stream.norm(n) for n in self._own.values()])
+            piece = elements_of_a_norm(self._part)
+            pieces = [min(piece, self._part - start) for start in range(0, self._part, piece)] if self._own else []
+            stream.dies(*[stream.norm(n) for n in (pieces if self._compact else self._own.values())])
             if not self._compact:
                 pieces = len(self._own) + (self._padding_zeros >= 0)
                 gradient = stream.born(self._part * 4, "aten.cat.default", GRADIENTS) if pieces > 1 else -1
@@ -186,9 +189,6 @@ class SimulatedZero12(SimulatedOptimizer):
             if len(group) > 1:
                 num_bytes = sum(slices[i][0] for i in group) * setting.element_bytes
                 together = stream.born(num_bytes, "aten.cat.default", COMMUNICATION)
-            for n, is_own in slices[group.start : group.stop]:
-                if is_own and self._compact:
-                    stream.flash(n * 4, "aten._to_copy.default", COMMUNICATION)
             stream.dies(together)
         for parameter in self._bucket_parameters:
             if parameter in self._own:
