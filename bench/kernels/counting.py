@@ -61,7 +61,8 @@ class Moved(torch_internals.DispatchMode):
         out = func(*args, **(kwargs or {}))
         if "frugal" not in str(func):
             is_attention = any(word in str(func) for word in ATTENTION)
-            kind = "products" if torch_internals.packet(func) in PRODUCTS else "attention" if is_attention else "others"
+            is_product = getattr(func, "overloadpacket", func) in PRODUCTS
+            kind = "products" if is_product else "attention" if is_attention else "others"
             self.by_kind[kind] += traffic(func, args, kwargs or {}, out)
         return out
 

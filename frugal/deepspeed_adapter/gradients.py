@@ -28,7 +28,7 @@ from deepspeed.runtime.zero.stage_1_and_2 import DeepSpeedZeroOptimizer
 from torch import Tensor, nn
 
 from frugal.deepspeed_adapter.collectives import entering
-from frugal.deepspeed_adapter.simulate.stream import elements_of_a_norm
+from frugal.deepspeed_adapter.simulate.stream import pieces_of_a_norm
 from frugal.errors import refuse
 from frugal.required import in_place_of, put
 
@@ -100,21 +100,28 @@ def sum_in_few_kernels(optimizer: Any) -> None:
     which is the same sum, and the norm is that of pieces of all sums. Sums are one tensor from 0.19.8 on.
     """
     is_of_stage = isinstance(optimizer, DeepSpeedZeroOptimizer) and hasattr(stage_1_and_2, "GradPartitionBufferGroup")
-    if not is_of_stage or not all(map(optimizer._use_compact_grad_partition_buffer, range(len(optimizer.bit16_groups)))):
+    if not is_of_stage or optimizer.dtype == torch.float32 or optimizer.gradient_accumulation_dtype != torch.float32:
         return
 
     @in_place_of(optimizer, "get_grad_norm_direct")
     def take_norm(norm: Callable[..., Tensor], gradients: Any, parameters: list[Any]) -> Tensor:
-        pieces = gradients.flat_partition.split(elements_of_a_norm(gradients.flat_partition.numel()))
+        pieces = gradients.flat_partition.split(pieces_of_a_norm(gradients.flat_partition.numel()))
         return norm(pieces, parameters[:1] * len(pieces))  # of no parameters: 0
 
     if not optimizer.overlap_comm:
 
         @in_place_of(optimizer, "allreduce_and_copy_with_multiple_ranks")
-        def reduce_and_add(_theirs: Call, bucket: list[Tensor], dtype: torch.dtype, **given: Any) -> None:
-            sums, _ranks = given.pop("output_bucket"), given.pop("bucket_ranks")
-            reduced = optimizer.unflatten(optimizer.allreduce_bucket(bucket, dtype, **given), bucket)
-            for own, gradient in zip(sums, reduced, strict=True):
+        def reduce_and_add(
+            _theirs: Call,
+            bucket: list[Tensor],
+            dtype: torch.dtype,
+            *,
+            output_bucket: Any,
+            bucket_ranks: Any,
+            **how: Any,
+        ) -> None:
+            reduced = optimizer.unflatten(optimizer.allreduce_bucket(bucket, dtype, **how), bucket)
+            for own, gradient in zip(output_bucket, reduced, strict=True):
                 if own is not None:
                     own.add_(gradient)
 

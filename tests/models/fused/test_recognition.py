@@ -55,13 +55,15 @@ def test_what_computes_something_else_is_no_norm(module: nn.Module) -> None:
 class Gated(nn.Module):
     """A user's own gated MLP."""
 
-    def __init__(self, activation: Any = F.silu, *, width: int = 16, inside: int = 40, least: float = -1e9) -> None:
+    def __init__(
+        self, activation: Any = F.silu, *, width: int = 16, inside: int = 40, least: float = -1e9, dropout: float = 0.0
+    ) -> None:
         super().__init__()
         self.out, self.a, self.b = nn.Linear(inside, width), nn.Linear(width, inside), nn.Linear(width, inside)
-        self.activation, self.least = activation, least
+        self.activation, self.limits, self.dropout = activation, [least], nn.Dropout(dropout)
 
     def forward(self, x: Tensor) -> Tensor:
-        return self.out(self.a(x).clamp(self.least) * self.activation(self.b(x)))
+        return self.out(self.dropout(self.a(x).clamp(self.limits[0]) * self.activation(self.b(x))))
 
 
 def tanh_gelu(x: Tensor) -> Tensor:
@@ -76,8 +78,17 @@ def test_a_gated_mlp_of_the_user_is_taken_by_the_part_of_each_projection() -> No
 def test_another_mlp_is_not() -> None:
     hooked = Gated()
     hooked.a.register_forward_hook(lambda *_: None)
-    for module in (Gated(F.gelu), Gated(F.relu), Gated(least=-20.0), hooked, nn.Sequential(*Gated().children())):
+    in_evaluation = Gated(dropout=0.5).eval()  # as transformers loads a model
+    others = (Gated(F.gelu), Gated(F.relu), Gated(least=-20.0), Gated(least=-500.0), in_evaluation, hooked)
+    for module in (*others, nn.Sequential(*Gated().children())):
         assert replacement.gated_mlp(module) is None
+    assert not in_evaluation.dropout.training
+
+
+@pytest.mark.parametrize("another", [{"activation": F.relu}, {"least": -20.0}], ids=["a function", "a list"])
+def test_one_that_differs_in_what_is_no_number_is_tried_itself(another: dict[str, Any]) -> None:
+    for parts in ((Gated(), Gated(**another)), (Gated(**another), Gated())):
+        assert replacement.names(nn.ModuleList(parts)) == ("1 SwiGLU",)
 
 
 def test_a_trial_draws_none_of_the_numbers_that_training_draws() -> None:
