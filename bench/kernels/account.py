@@ -129,6 +129,8 @@ def of_losses(family: Family) -> dict[str, Any]:
             return hidden, lambda given: loss(given, targets)
 
         found[way] = _counted(once, *((graphs, losses.CHUNKS) if way == losses.TORCHTUNE else ()))
+        if way == losses.TORCHTUNE:  # autograd adds up the weight's gradients, outside the graphs
+            found[way]["bytes_beside_products"] += 3 * (losses.CHUNKS - 1) * head.weight.nbytes
         del head, loss, once
         gc.collect()
     return found

@@ -25,8 +25,9 @@ PASSES = {
     "_swiglu_backward_kernel": {"a_ptr": 2, "b_ptr": 2},
     "_geglu_tanh_backward_kernel": {"a": 2, "b": 2},
     "element_mul_kernel": {"X_ptr": 2},
+    "_backward_kernel": {"mm_ptr": 2},
 }
-"""Passes over an argument of Liger's kernels that is read and written, or read twice; over all others it is one."""
+"""Passes over an argument of Liger's and TRL's kernels that is read and written, or read twice; of others it is one."""
 
 EXPERT_PRODUCTS = {
     "_fused_up_proj_swiglu_kernel", "_fused_down_proj_kernel", "_moe_bwd_down_proj_kernel", "_moe_bwd_dW2_kernel",
