@@ -76,8 +76,11 @@ class GatedMLP:
     activation: Activation
 
 
-Fused = RMSNorm | GatedMLP | str
-"""A norm, a gated MLP, or the name of the function by which a forward rotates."""
+TANH_GELU = partial(F.gelu, approximate="tanh")
+"""The activation `x / 2 * (1 + tanh(sqrt(2 / pi) * (x + 0.044715 * x^3)))`, torch's one kernel for it."""
+
+Fused = RMSNorm | GatedMLP | partial[Tensor] | str
+"""A norm, a gated MLP, an activation, or the name of the function by which a forward rotates."""
 
 
 def apply(model: nn.Module) -> None:
@@ -87,18 +90,17 @@ def apply(model: nn.Module) -> None:
         RequestError: Liger is not installed, or lacks what is used of it.
     """
     liger_internals.library()
-    runs: dict[type, Callable[..., Any]] = {RMSNorm: _norm, GatedMLP: _gated, str: _rotating}
+    runs: dict[type, Callable[..., Any]] = {
+        RMSNorm: _norm, GatedMLP: _gated, str: _rotating, partial: lambda _own, _module, gelu, x: gelu(x),
+    }  # fmt: skip
     for module, fused in _recognised(model):
         module.forward = partial(runs[type(fused)], module.forward, module, fused)
 
 
 def names(model: nn.Module) -> tuple[str, ...]:
     """Return what `apply` would replace, in words: `33 RMSNorm`, `16 SwiGLU`, `16 RoPE`."""
-    known = {"silu": "SwiGLU", "gelu": "GeGLU"}
-    counted = Counter(
-        known[fused.activation] if isinstance(fused, GatedMLP) else "RMSNorm" if isinstance(fused, RMSNorm) else "RoPE"
-        for _, fused in _recognised(model)
-    )
+    known = {RMSNorm: "RMSNorm", partial: "GELU", str: "RoPE", "silu": "SwiGLU", "gelu": "GeGLU"}
+    counted = Counter(known[getattr(fused, "activation", type(fused))] for _, fused in _recognised(model))
     return tuple(f"{number} {name}" for name, number in counted.items())
 
 
@@ -109,7 +111,9 @@ def _recognised(model: nn.Module) -> Iterator[tuple[nn.Module, Fused]]:
     for module in model.modules():
         key = kind(module)
         if key not in known:
-            known[key] = rms_norm(module) or gated_mlp(module) or (rotation(module) if can_rotate else None)
+            known[key] = (
+                rms_norm(module) or gated_mlp(module) or tanh_gelu(module) or (rotation(module) if can_rotate else None)
+            )
         if (recognised := known[key]) is not None:
             yield module, recognised
 
@@ -149,9 +153,8 @@ def _rotating(own: Callable[..., Any], module: nn.Module, name: str, *inputs: An
 def _rotated(theirs: Callable[..., Any], q: Tensor, k: Tensor, cos: Tensor, sin: Tensor, *options: Any) -> Any:
     """Rotate queries and keys `(samples, heads, positions, size)`."""
     is_usual = not options and q.dim() == 4 and cos.dim() == 3 and q.shape[-1] == k.shape[-1] == cos.shape[-1]
-    if is_usual and q.dtype == k.dtype == cos.dtype and q.shape[2] == cos.shape[1] and liger_internals.can_launch(q):
-        return _Rotation.apply(q, k, cos, sin)
-    return theirs(q, k, cos, sin, *options)
+    fits = is_usual and q.dtype == k.dtype == cos.dtype and q.shape[2] == cos.shape[1] and liger_internals.can_launch(q)
+    return _Rotation.apply(q, k, cos, sin) if fits else theirs(q, k, cos, sin, *options)
 
 
 class _Rotation(torch.autograd.Function):
@@ -181,19 +184,15 @@ def _copied(tensor: Tensor) -> Tensor:
 
 def activated(activation: Activation, gate: Tensor) -> Tensor:
     """Return the activation of a gate."""
-    return F.silu(gate) if activation == "silu" else F.gelu(gate, approximate="tanh")
+    return F.silu(gate) if activation == "silu" else TANH_GELU(gate)
 
 
 def rotated(q: Tensor, k: Tensor, cos: Tensor, sin: Tensor) -> tuple[Tensor, Tensor]:
     """Return `(samples, heads, positions, size)` rotated by angles `(samples or 1, positions, size)`, whose halves are
     the same: the first half of each head with the second."""
     cos, sin = cos.unsqueeze(1), sin.unsqueeze(1)
-
-    def turned(x: Tensor) -> Tensor:
-        first, second = x.chunk(2, -1)
-        return x * cos + torch.cat((-second, first), -1) * sin
-
-    return turned(q), turned(k)
+    (q, q_1, q_2), (k, k_1, k_2) = ((x, *x.chunk(2, -1)) for x in (q, k))
+    return q * cos + torch.cat((-q_2, q_1), -1) * sin, k * cos + torch.cat((-k_2, k_1), -1) * sin
 
 
 _OF_EVERY_MODULE = vars(nn.Module())
@@ -275,10 +274,9 @@ def gated_mlp(module: nn.Module) -> GatedMLP | None:
     sizes = {name: size for name, child in children.items() if (size := _sizes(child))}
     others = {name: child for name, child in children.items() if name not in sizes}
     alone = _like(module, _modules=others)
-    tensors = [*alone.parameters(), *alone.buffers()]
     if (
         len(sizes) != 3
-        or tensors
+        or [*alone.parameters(), *alone.buffers()]
         or "forward" in vars(module)
         or any(_has_hooks(each) for each in module.modules() if each is not module)
     ):
@@ -304,6 +302,17 @@ def gated_mlp(module: nn.Module) -> GatedMLP | None:
             if trial.are_alike(theirs, partial(formula, mlp), (2, 3, shapes[gate][1]), *shapes.values()):
                 return mlp
     return None
+
+
+def tanh_gelu(module: nn.Module) -> partial[Tensor] | None:
+    """Return the activation that a module is in many operators; None: another one, or one kernel already."""
+
+    def theirs(x: Tensor) -> Any:
+        result = _run(_like(module), x)
+        return None if type(result.grad_fn).__name__ == "GeluBackward0" else result
+
+    is_bare = not [*module.parameters(), *module.buffers(), *module.children()] and "forward" not in vars(module)
+    return TANH_GELU if is_bare and _Trial().are_alike(theirs, TANH_GELU, (4, 32)) else None
 
 
 def rotation(module: nn.Module) -> str | None:

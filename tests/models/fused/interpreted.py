@@ -80,6 +80,7 @@ NAMES = {
     "llama": ("2 RoPE", "2 SwiGLU", "5 RMSNorm"),
     "gemma": ("2 RoPE", "2 GeGLU", "5 RMSNorm"),
     "qwen3": ("2 RoPE", "9 RMSNorm", "2 SwiGLU"),
+    "gpt2": ("2 GELU",),
 }
 MODES = [("llama", mode) for mode in ("off", "full", "selective", "offloaded")]
 

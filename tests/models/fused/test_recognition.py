@@ -6,6 +6,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
+from transformers.activations import ACT2FN
 
 from frugal.config import kernels
 from frugal.errors import RequestError
@@ -101,9 +102,21 @@ def test_a_trial_draws_none_of_the_numbers_that_training_draws() -> None:
     assert torch.equal(torch.get_rng_state(), before)
 
 
-def test_a_llama_on_meta_in_bf16_is_recognised_and_a_gpt2_has_nothing_to_fuse() -> None:
+def test_a_llama_on_meta_in_bf16_is_recognised_and_of_a_gpt2_its_activations() -> None:
     assert replacement.names(tiny("causal-lm", "llama").bfloat16().to("meta")) == ("2 RoPE", "2 SwiGLU", "5 RMSNorm")
-    assert replacement.names(tiny("causal-lm", "gpt2")) == ()
+    assert replacement.names(tiny("causal-lm", "gpt2")) == ("2 GELU",)
+
+
+@pytest.mark.parametrize("name", ["gelu_new", "gelu_fast", "gelu_accurate", "gelu_python_tanh"])
+def test_an_activation_of_many_operators_is_torchs_one(name: str) -> None:
+    own: Any = ACT2FN[name]
+    assert replacement.tanh_gelu(own) is replacement.TANH_GELU
+    assert replacement.names(nn.Sequential(own)) == ("1 GELU",)
+
+
+@pytest.mark.parametrize("name", ["gelu", "gelu_pytorch_tanh", "gelu_10", "quick_gelu", "mish", "relu2", "silu"])
+def test_another_activation_or_one_kernel_already_is_left(name: str) -> None:
+    assert replacement.tanh_gelu(ACT2FN[name]) is None
 
 
 def test_a_plan_with_them_on_a_machine_without_them_is_one_message(monkeypatch: pytest.MonkeyPatch) -> None:
