@@ -169,6 +169,8 @@ _FUSED: dict[str, tuple[_Row, ...]] = {
         ("gemma2-0.4b", "fp16", 3, "full", "tiled", 2, 1, 2048, {"world_size": 4}),
     ),
     "a100-80g": (
+        ("gpt2", "bf16", 2, "off", "tiled", 8, 1, 1024),
+        ("gpt2", "bf16", 2, "selective", "plain", 8, 1, 1024, {"world_size": 2}),
         ("qwen3_moe-0.3b", "bf16", 2, "off", "tiled", 4, 2, 1024),
         ("olmo2-0.4b", "bf16", 2, "off", "tiled", 4, 1, 2048, {"pack": True}),
         ("mistral-0.4b", "bf16", 2, "off", "plain", 2, 1, 4096, {"pack": True}),

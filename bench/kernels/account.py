@@ -1,7 +1,7 @@
 """`python -m bench.kernels.account`: kernels, bytes and memory of a layer and of a loss, each way, on an emulated card.
 
 It needs the environment of `python -m bench.emulated_gpu.setup --liger`, whose torch allocates and launches as on a
-card and computes nothing. For each family one layer runs plain, with Liger's kernels, and compiled by torch.compile;
+card and computes nothing. For each family one layer runs plain, by Liger's patch, with frugal's kernels, and compiled;
 then the loss of its head, each way, those of TRL and torchtune among them. Counted are launches, bytes moved beside
 products and attention (operators by `frugal.memory_watch.traffic`, Triton's kernels by their arguments, compiled ones
 by Inductor's own count), bytes kept for backward, and the allocator's peak in backward, weight gradients included.
@@ -28,7 +28,7 @@ from bench.kernels.layers import FAMILIES, Family, Way
 
 RESULTS = Path(__file__).parents[1] / "results" / "kernels.json"
 CARD = "a100-80g"
-WAYS: tuple[Way, ...] = ("plain", "liger", "compile")
+WAYS: tuple[Way, ...] = ("plain", "liger", "frugal", "compile")
 PATIENCE_SECONDS = 900
 
 

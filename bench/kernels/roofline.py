@@ -31,7 +31,7 @@ WAYS = {
     "frugal before": ("plain", "tiled before"),
     "frugal": ("plain", "tiled now, plain"),
     "frugal, Liger's loss kernel": ("plain", "tiled now, liger"),
-    "frugal, Liger's layers": ("liger", "tiled now, liger"),
+    "frugal, fused layers": ("frugal", "tiled now, liger"),
     "TRL": ("plain", TRL),
     "TRL + Liger": ("liger", TRL),
     "torchtune, compiled": ("compile", TORCHTUNE),
