@@ -12,9 +12,9 @@ in fp32 inside a model in bf16), the module's own forward runs.
 
 Names of classes say nothing: a user's own norm is recognised, and one that is called like Llama's and computes
 something else is not. A norm is tried with a random weight of its width, an MLP with small projections in the place of
-its own, a rotation as the function that it is; all on the CPU, forward and gradients, in training and evaluation, with
-inputs from small to large, so that dropout, a clamp or another epsilon shows. The formulas are those of Liger's
-kernels, which tests hold to them.
+its own, an activation as it is, a rotation as the function that it is; all on the CPU, forward and gradients, in
+training and evaluation, with inputs from small to large, so that dropout, a clamp or another epsilon shows. The
+formulas are those of Liger's kernels, which tests hold to them, and of torch's one kernel for GELU with tanh.
 
 Not recognised, and left as they are: `LayerNorm` and torch's own `RMSNorm`, which are one kernel in torch already;
 modules with hooks on their parts, which would see what a kernel overwrites; GELU that is not approximated by tanh.
