@@ -17,7 +17,7 @@ def test_the_page_shows_the_tables_that_the_command_prints() -> None:
     assert [name for name in ("layers", "losses") if tables[name] not in page] == []
     assert "{} on an RTX 3090, {} on an A100, {} on an H100".format(*speeds["frugal, fused layers"]) in page
     assert ", ".join(speeds["TRL + Liger"]) in page
-    assert speeds["compiled layers"] == speeds["frugal, fused layers"]
+    assert ", ".join(speeds["compiled layers"]) in page
 
 
 def test_every_family_has_its_ways_and_its_losses() -> None:
