@@ -70,6 +70,8 @@ def _fused() -> Iterator[Configuration]:
     for each in (*configurations(strategies=False), *configurations(strategies=True)):
         if any(name in each.model for name in FUSED) and each.card != "t4":
             yield replace(each, kernels="liger")
+    for each in configurations(fused=True):
+        yield replace(each, kernels="liger")
 
 
 def _arguments() -> argparse.Namespace:

@@ -25,7 +25,8 @@ from bench.emulated_gpu.libraries import build
 TORCH = "torch===2.13.0"
 """Arbitrary equality: a local version such as 2.13.0+cpu is not meant."""
 
-LIGER = "liger-kernel==0.8.5"
+LIGER = ("liger-kernel==0.8.5", "trl==1.16.0")
+"""Liger's kernels, and TRL's loss, which `bench.kernels.account` counts."""
 
 HEADER_PACKAGES = ("nvidia-cuda-runtime==13.0.*", "nvidia-cuda-crt==13.0.*")
 HEADERS = ("cuda.h", "cuda_runtime_api.h", "crt/host_defines.h")
@@ -73,7 +74,7 @@ def set_up(folder: Path, *, with_liger: bool = False) -> None:
     install_torch(folder, TORCH)
     pip_install(folder, "-c", ROOT / "constraints.txt", "setuptools", "wheel", "ninja", "-e", ROOT)
     if with_liger:
-        pip_install(folder, "--no-deps", LIGER)
+        pip_install(folder, "--no-deps", *LIGER)
 
 
 def install_torch(folder: Path, torch: str) -> None:

@@ -162,13 +162,35 @@ _STRATEGIES: dict[str, tuple[_Row, ...]] = {
     ),
 }  # fmt: skip
 
+_FUSED: dict[str, tuple[_Row, ...]] = {
+    "rtx3060": (
+        ("phi3-0.4b", "bf16", 2, "full", "tiled", 4, 1, 1024, {"world_size": 2}),
+        ("stablelm-0.4b", "bf16", 2, "selective", "tiled", 2, 2, 1024, {"lora": "r=16"}),
+        ("gemma2-0.4b", "fp16", 3, "full", "tiled", 2, 1, 2048, {"world_size": 4}),
+    ),
+    "a100-80g": (
+        ("gpt2", "bf16", 2, "off", "tiled", 8, 1, 1024),
+        ("gpt2", "bf16", 2, "selective", "plain", 8, 1, 1024, {"world_size": 2}),
+        ("qwen3_moe-0.3b", "bf16", 2, "off", "tiled", 4, 2, 1024),
+        ("olmo2-0.4b", "bf16", 2, "off", "tiled", 4, 1, 2048, {"pack": True}),
+        ("mistral-0.4b", "bf16", 2, "off", "plain", 2, 1, 4096, {"pack": True}),
+    ),
+    "h100": (
+        ("granite-0.4b", "bf16", 2, "off", "tiled", 4, 1, 2048),
+        ("qwen3_moe-0.3b", "bf16", 3, "selective", "plain", 4, 1, 1024, {"world_size": 2}),
+        ("gemma2-0.4b", "bf16", 2, "off", "tiled", 4, 1, 2048),
+    ),
+}
+"""Families that came after Liger's kernels, for `--kernels` alone."""
+
 OF_CARD = {"rtx3060": _RTX3060, "t4": _T4, "a100-80g": _A100, "h100": _H100}
 """Rows of each emulated card."""
 
 
-def configurations(*, strategies: bool = False) -> Iterator[Configuration]:
-    """Card by card, what needs the same process together. `strategies`: the other table, of `--strategies`."""
-    for card, rows in (_STRATEGIES if strategies else OF_CARD).items():
+def configurations(*, strategies: bool = False, fused: bool = False) -> Iterator[Configuration]:
+    """Card by card, what needs the same process together. `strategies`, `fused`: the other tables, of `--strategies`
+    and of `--kernels`."""
+    for card, rows in (_STRATEGIES if strategies else _FUSED if fused else OF_CARD).items():
         of_card = []
         for model, precision, zero_stage, mode, loss, micro_batch, steps, seq_len, *more in rows:
             of_card.append(

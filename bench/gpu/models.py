@@ -28,6 +28,33 @@ CONFIGURATIONS: dict[str, dict[str, Any]] = {
         **_DECODER, "model_type": "mistral", "hidden_size": 1536, "intermediate_size": 4096, "num_hidden_layers": 10,
         "num_attention_heads": 16, "num_key_value_heads": 4, "sliding_window": 2048, "vocab_size": 32000,
     },
+    "qwen3_moe-0.3b": {
+        **_DECODER, "model_type": "qwen3_moe", "hidden_size": 1024, "num_hidden_layers": 6, "num_attention_heads": 16,
+        "num_key_value_heads": 4, "head_dim": 128, "num_experts": 8, "num_experts_per_tok": 2,
+        "moe_intermediate_size": 1024, "vocab_size": 32000,
+    },
+    "gemma2-0.4b": {
+        **_DECODER, "model_type": "gemma2", "hidden_size": 1152, "intermediate_size": 4608, "num_hidden_layers": 8,
+        "num_attention_heads": 8, "num_key_value_heads": 4, "head_dim": 256, "sliding_window": 1024,
+        "attn_logit_softcapping": 50.0, "final_logit_softcapping": 30.0, "pad_token_id": 0, "vocab_size": 64000,
+    },
+    "phi3-0.4b": {
+        **_DECODER, "model_type": "phi3", "hidden_size": 1536, "intermediate_size": 4096, "num_hidden_layers": 10,
+        "num_attention_heads": 16, "num_key_value_heads": 16, "pad_token_id": 0, "vocab_size": 32064,
+    },
+    "olmo2-0.4b": {
+        **_DECODER, "model_type": "olmo2", "hidden_size": 1536, "intermediate_size": 4096, "num_hidden_layers": 8,
+        "num_attention_heads": 16, "num_key_value_heads": 16, "pad_token_id": 0, "vocab_size": 50304,
+    },
+    "granite-0.4b": {
+        **_DECODER, "model_type": "granite", "hidden_size": 1536, "intermediate_size": 4096, "num_hidden_layers": 10,
+        "num_attention_heads": 24, "num_key_value_heads": 8, "attention_multiplier": 0.015625,
+        "residual_multiplier": 0.22, "embedding_multiplier": 12.0, "logits_scaling": 8.0, "vocab_size": 49155,
+    },
+    "stablelm-0.4b": {
+        **_DECODER, "model_type": "stablelm", "hidden_size": 1536, "intermediate_size": 4096, "num_hidden_layers": 10,
+        "num_attention_heads": 24, "num_key_value_heads": 24, "partial_rotary_factor": 0.25, "vocab_size": 50304,
+    },
     "falcon-0.3b": {
         **_DECODER, "model_type": "falcon", "hidden_size": 1024, "num_hidden_layers": 12, "num_attention_heads": 16,
         "multi_query": True, "new_decoder_architecture": False, "parallel_attn": True, "bias": False,

@@ -24,7 +24,7 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from importlib.metadata import version
 from pathlib import Path
 from typing import Any
@@ -54,12 +54,12 @@ def flags(case: str, kernels: str) -> list[str]:
     return [*CASES[case], *fixed, "--micro-batch", batch, "--kernels", kernels]
 
 
-def make_plans(folder: Path) -> None:
-    """Write each case's plans into `folder`."""
-    for case in CASES:
+def make_plans(folder: Path, python: str = sys.executable, cases: Iterable[str] = CASES) -> None:
+    """Write the plans of `cases` into `folder`."""
+    for case in cases:
         for kernels in ("plain", "liger"):
             out = folder / f"{case} {kernels}"
-            command = [sys.executable, "-m", "frugal", "plan", *flags(case, kernels), "-o", str(out)]
+            command = [python, "-m", "frugal", "plan", *flags(case, kernels), "-o", str(out)]
             subprocess.run(command, check=True)
 
 

@@ -1,11 +1,11 @@
 """`python -m bench.kernels.account`: kernels, bytes and memory of a layer and of a loss, each way, on an emulated card.
 
 It needs the environment of `python -m bench.emulated_gpu.setup --liger`, whose torch allocates and launches as on a
-card and computes nothing. For each family one layer runs plain, with Liger's kernels, and compiled by torch.compile;
-then the loss of its head, each way. Counted are launches, bytes moved beside products and attention (operators by
-`frugal.memory_watch.traffic`, Liger's kernels by their arguments, compiled ones by Inductor's own count), bytes kept
-for backward, and the allocator's peak in backward, weight gradients included. `bench.kernels.roofline` makes times of
-them.
+card and computes nothing. For each family one layer runs plain, by Liger's patch, with frugal's kernels, and compiled;
+then the loss of its head, each way, those of TRL and torchtune among them. Counted are launches, bytes moved beside
+products and attention (operators by `frugal.memory_watch.traffic`, Triton's kernels by their arguments, compiled ones
+by Inductor's own count), bytes kept for backward, and the allocator's peak in backward, weight gradients included.
+`bench.kernels.roofline` makes times of them.
 
     python -m bench.kernels.account [--only GPT-2] [--folder .venv-emulated]
 
@@ -15,6 +15,7 @@ Results are kept in `bench/results/kernels.json`; docs/kernels.md shows them.
 import argparse
 import gc
 import json
+import os
 import subprocess
 from collections import Counter
 from collections.abc import Callable
@@ -28,7 +29,7 @@ from bench.kernels.layers import FAMILIES, Family, Way
 
 RESULTS = Path(__file__).parents[1] / "results" / "kernels.json"
 CARD = "a100-80g"
-WAYS: tuple[Way, ...] = ("plain", "liger", "compile")
+WAYS: tuple[Way, ...] = ("plain", "liger", "frugal", "compile")
 PATIENCE_SECONDS = 900
 
 
@@ -41,8 +42,8 @@ def main() -> None:
     asked = parser.parse_args()
     if asked.measure:
         family, way = FAMILIES[asked.measure[0]], asked.measure[1]
-        print(json.dumps(of_losses(family) if way == "losses" else of_layer(family, way)))
-        return
+        print(json.dumps(of_losses(family) if way == "losses" else of_layer(family, way)), flush=True)
+        os._exit(0)  # threads of the emulated driver may still run, which ends a process with an error
     kept = json.loads(RESULTS.read_text()) if RESULTS.exists() else {"layers": {}, "losses": {}}
     for name, family in FAMILIES.items():
         if asked.only not in (None, name):
@@ -82,7 +83,7 @@ def _measured(family: str, way: str, folder: Path | None) -> dict[str, Any]:
 def _versions(folder: Path | None) -> dict[str, str]:
     """Versions of what is installed in the emulated environment alone."""
     code = "import json; from importlib.metadata import version as v; print(json.dumps({n: v(n) for n in "
-    code += "('torch', 'triton', 'liger-kernel')}))"
+    code += "('torch', 'triton', 'liger-kernel', 'trl')}))"
     done = subprocess.run([environment.python(folder), "-c", code], check=True, capture_output=True, text=True)
     versions: dict[str, str] = json.loads(done.stdout)
     return versions
@@ -117,6 +118,7 @@ def of_losses(family: Family) -> dict[str, Any]:
     from bench.kernels import losses
 
     found = {}
+    graphs = _inductor_bytes()  # of torchtune's, alone
     targets = torch.zeros((family.samples, family.positions), dtype=torch.int64, device="cuda")
     for way in losses.WAYS:
         head, loss = losses.loss(family, way)
@@ -127,16 +129,20 @@ def of_losses(family: Family) -> dict[str, Any]:
             hidden = torch.empty(shape, device="cuda", dtype=torch.bfloat16, requires_grad=True)
             return hidden, lambda given: loss(given, targets)
 
-        found[way] = _counted(once)
+        found[way] = _counted(once, *((graphs, losses.CHUNKS) if way == losses.TORCHTUNE else ()))
+        if way == losses.TORCHTUNE:  # autograd adds up the weight's gradients, outside the graphs
+            found[way]["bytes_beside_products"] += 3 * (losses.CHUNKS - 1) * head.weight.nbytes
         del head, loss, once
         gc.collect()
     return found
 
 
-def _counted(once: Callable[[], tuple[Any, Any]], graphs: list[Counter[str]] | None = None) -> dict[str, Any]:
+def _counted(
+    once: Callable[[], tuple[Any, Any]], graphs: list[Counter[str]] | None = None, runs: int = 1
+) -> dict[str, Any]:
     """Run it to compile, then for launches and memory, then for bytes.
 
-    `graphs`: Inductor's bytes of forward and backward, where it compiles.
+    `graphs`: Inductor's bytes of forward and backward, where it compiles, which take place `runs` times.
     """
     import torch
 
@@ -170,7 +176,9 @@ def _counted(once: Callable[[], tuple[Any, Any]], graphs: list[Counter[str]] | N
     if graphs is not None:
         assert len(graphs) == 2, "one graph forward and one backward"
         kinds = graphs[0] + graphs[1]
-        return found | {"bytes_beside_products": kinds["others"], "bytes_in_products": kinds["products"]}
+        return found | {
+            "bytes_beside_products": runs * kinds["others"], "bytes_in_products": runs * kinds["products"],
+        }  # fmt: skip
     with moved() as counted:
         run(hidden).backward(gradient)
     return found | {

@@ -25,8 +25,9 @@ PASSES = {
     "_swiglu_backward_kernel": {"a_ptr": 2, "b_ptr": 2},
     "_geglu_tanh_backward_kernel": {"a": 2, "b": 2},
     "element_mul_kernel": {"X_ptr": 2},
+    "_backward_kernel": {"mm_ptr": 2},
 }
-"""Passes over an argument of Liger's kernels that is read and written, or read twice; over all others it is one."""
+"""Passes over an argument of Liger's and TRL's kernels that is read and written, or read twice; of others it is one."""
 
 EXPERT_PRODUCTS = {
     "_fused_up_proj_swiglu_kernel", "_fused_down_proj_kernel", "_moe_bwd_down_proj_kernel", "_moe_bwd_dW2_kernel",
@@ -61,7 +62,8 @@ class Moved(torch_internals.DispatchMode):
         out = func(*args, **(kwargs or {}))
         if "frugal" not in str(func):
             is_attention = any(word in str(func) for word in ATTENTION)
-            kind = "products" if torch_internals.packet(func) in PRODUCTS else "attention" if is_attention else "others"
+            is_product = getattr(func, "overloadpacket", func) in PRODUCTS
+            kind = "products" if is_product else "attention" if is_attention else "others"
             self.by_kind[kind] += traffic(func, args, kwargs or {}, out)
         return out
 

@@ -1,5 +1,5 @@
-"""One layer of six families as transformers has it, in bf16 on this process's card, plain, with Liger's kernels or
-compiled."""
+"""One layer of six families as transformers has it, in bf16 on this process's card, plain, with Liger's own patch,
+with frugal's replacements or compiled."""
 
 import importlib
 from collections.abc import Callable
@@ -9,7 +9,9 @@ from typing import Any, Literal
 import torch
 from torch import Tensor, nn
 
-Way = Literal["plain", "liger", "compile"]
+from frugal.models.fused import replacement
+
+Way = Literal["plain", "liger", "frugal", "compile"]
 
 
 @dataclass(frozen=True)
@@ -84,6 +86,8 @@ def layer(family: Family, way: Way) -> tuple[nn.Module, Callable[[Tensor], Tenso
     if way == "liger":
         patching = importlib.import_module("liger_kernel.transformers.monkey_patch")
         getattr(patching, f"apply_liger_kernel_to_{family.liger}")(model=model, **LIGER_OPTIONS)
+    if way == "frugal":
+        replacement.apply(model)
     inputs = _inputs(model, family)
     own = _layers(model)[0]
     if way == "compile":

@@ -1,6 +1,8 @@
-"""The loss of a head by each way: whole logits, frugal's tiled loss before and now, Liger's fused linear cross entropy.
+"""The loss of a head by each way: whole logits, frugal's tiled loss before and now, and those of others.
 
-The tiled loss before is that of revision `BEFORE`, read from git.
+The tiled loss before is that of revision `BEFORE`, read from git. Liger's is its fused linear cross entropy; TRL's the
+one that SFTTrainer 1.16 computes, with Liger's layers and without, which runs the head's product once more in backward;
+torchtune's runs the head and cross entropy in `CHUNKS` parts of the tokens, compiled.
 """
 
 import subprocess
@@ -18,7 +20,11 @@ from frugal.models import tiled_loss
 
 BEFORE = "3a219e7e"
 ROOT = Path(__file__).parents[2]
-WAYS = ("plain", "tiled before", "tiled now, plain", "tiled now, liger", "Liger's fused linear")
+CHUNKS = 8
+"""torchtune's `num_output_chunks`."""
+
+TRL, TORCHTUNE = "TRL's", "torchtune's"
+WAYS = ("plain", "tiled before", "tiled now, plain", "tiled now, liger", "Liger's fused linear", TRL, TORCHTUNE)
 
 
 class _Model(nn.Module):
@@ -53,6 +59,28 @@ def loss(family: Family, way: str) -> tuple[nn.Linear, Callable[[Tensor, Tensor]
             return made
 
         return head, fused
+    if way == TRL:
+        from trl.kernels import ChunkedLogProbFunction  # type: ignore[import-not-found]  # in the emulated environment
+
+        def of_trl(hidden: Tensor, targets: Tensor) -> Tensor:
+            given = hidden.view(-1, family.width), head.weight, None, targets.view(-1)
+            # temperature, classes at once, no soft cap, no scale, and what SFTTrainer logs beside the loss
+            logged = ("log_probs", "entropy", "is_top1")
+            made: Tensor = ChunkedLogProbFunction.apply(*given, 1.0, 32768, None, 1.0, logged)[0]
+            return -made.sum()
+
+        return head, of_trl
+    if way == TORCHTUNE:
+
+        @torch.compile(dynamic=False)
+        def of_chunk(hidden: Tensor, targets: Tensor) -> Tensor:
+            return F.cross_entropy(head(hidden).float(), targets, reduction="sum")
+
+        def of_torchtune(hidden: Tensor, targets: Tensor) -> Tensor:
+            parts = zip(hidden.view(-1, family.width).chunk(CHUNKS), targets.view(-1).chunk(CHUNKS), strict=True)
+            return torch.stack([of_chunk(*part) for part in parts]).sum()
+
+        return head, of_torchtune
     if way == "tiled before":
         _before().apply(model)
     else:

@@ -14,6 +14,7 @@ from typing import Any
 
 from bench.kernels.account import RESULTS
 from bench.kernels.layers import FAMILIES, Family
+from bench.kernels.losses import TORCHTUNE, TRL
 
 PAGE = Path(__file__).parents[2] / "docs" / "kernels.md"
 
@@ -30,9 +31,10 @@ WAYS = {
     "frugal before": ("plain", "tiled before"),
     "frugal": ("plain", "tiled now, plain"),
     "frugal, Liger's loss kernel": ("plain", "tiled now, liger"),
-    "frugal, Liger's layers": ("liger", "tiled now, liger"),
-    "TRL": ("plain", "plain"),
-    "TRL + Liger": ("liger", "Liger's fused linear"),
+    "frugal, fused layers": ("frugal", "tiled now, liger"),
+    "TRL": ("plain", TRL),
+    "TRL + Liger": ("liger", TRL),
+    "torchtune, compiled": ("compile", TORCHTUNE),
     "compiled layers": ("compile", "tiled now, liger"),
 }
 """What runs the layers, and the loss: frugal's, and what others do by default."""
@@ -46,7 +48,7 @@ def milliseconds(family: Family, account: dict[str, Any], card: str, layers: str
     flops, bandwidth = CARDS[card]
     tokens = family.samples * family.positions
     elements = layer["weights_bytes"] / 2 * family.num_active
-    head = 6 * tokens * family.vocabulary * family.width
+    head = (8 if loss == TRL else 6) * tokens * family.vocabulary * family.width  # TRL's recomputes its logits
     rate, bytes_per_second = flops * PRODUCTS[card][family.width < 2048], bandwidth * BANDWIDTH
     products = 6 * tokens * elements * family.num_layers / rate
     products += max(head / rate, of_loss["bytes_in_products"] / bytes_per_second)

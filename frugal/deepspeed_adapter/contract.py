@@ -127,6 +127,15 @@ NAMES = (
         "check_overflow(self, partition_gradients)",
         "check_grad_overflow",
     ),
+    *needed(
+        _ZERO12,
+        "gradients are summed by few kernels",
+        "dtype",
+        "get_grad_norm_direct(self, gradients, params)",
+        "allreduce_and_copy_with_multiple_ranks(self, small_bucket, communication_data_type)",
+        "allreduce_bucket(self, bucket, communication_data_type)",
+        "unflatten",
+    ),
     *needed(_ZERO3, "the same before 0.19.8", "check_overflow(self)", "_overflow_check_and_loss_scale_update(self)"),
     *needed(_ZERO12, "half precision is averaged right under ZeRO-2, see deepspeed#8224", "gradient_average"),
     *needed(

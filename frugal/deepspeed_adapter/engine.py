@@ -4,6 +4,7 @@ import shutil
 from collections.abc import Callable
 from contextlib import AbstractContextManager
 from dataclasses import replace
+from functools import partial
 from typing import Any
 from unittest.mock import patch
 
@@ -58,12 +59,11 @@ def initialize(
             parameter.data = (parameter.data.to(dtype) if takes_dtype else parameter.data).contiguous()
     if strategy.zero_stage == 3:
         _partition(model, config, dtype)
-    scheduler = None
-    if learning_rate_schedule is not None:
-
-        def scheduler(optimizer: torch.optim.Optimizer) -> torch.optim.lr_scheduler.LRScheduler:
-            return torch.optim.lr_scheduler.LambdaLR(optimizer, learning_rate_schedule)
-
+    scheduler: Any = (
+        None
+        if learning_rate_schedule is None
+        else partial(torch.optim.lr_scheduler.LambdaLR, lr_lambda=learning_rate_schedule)
+    )
     trainable: list[Any] = [parameter for parameter in model.parameters() if parameter.requires_grad]
     with _scalars_sent(), uncompiled():  # DeepSpeed's Muon, imported whatever the optimizer is, asks for compiling
         engine, _, _, schedule = deepspeed.initialize(
@@ -74,6 +74,7 @@ def initialize(
         kernels.mend_partial_offload(engine.optimizer)
     gradients.mend(engine.optimizer, model)
     gradients.check_once(engine.optimizer)
+    gradients.sum_in_few_kernels(engine.optimizer)
     if strategy.zero_stage == 0:
 
         @in_place_of(engine, "clip_fp32_gradients")

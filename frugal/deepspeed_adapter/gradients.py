@@ -21,13 +21,14 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
-from deepspeed.runtime.zero import partitioned_param_coordinator, stage3
+from deepspeed.runtime.zero import partitioned_param_coordinator, stage3, stage_1_and_2
 from deepspeed.runtime.zero.partition_parameters import ZeroParamStatus
 from deepspeed.runtime.zero.stage3 import DeepSpeedZeroOptimizer_Stage3
 from deepspeed.runtime.zero.stage_1_and_2 import DeepSpeedZeroOptimizer
 from torch import Tensor, nn
 
 from frugal.deepspeed_adapter.collectives import entering
+from frugal.deepspeed_adapter.simulate.stream import pieces_of_a_norm
 from frugal.errors import refuse
 from frugal.required import in_place_of, put
 
@@ -89,6 +90,40 @@ def check_once(optimizer: Any) -> None:
     elif isinstance(optimizer, DeepSpeedZeroOptimizer_Stage3) and not norm_decides:
         search_first = in_place_of(optimizer, "_overflow_check_and_loss_scale_update")
         search_first(lambda update: optimizer.check_overflow() or update())
+
+
+def sum_in_few_kernels(optimizer: Any) -> None:
+    """Have sums of gradients in fp32 take one kernel a parameter, where ZeRO-1 and 2 take five.
+
+    DeepSpeed 0.19.8 makes a copy of a reduced gradient in fp32 and adds it, writes the gradient back into its bucket,
+    where nothing reads it again, and takes the norm of each sum from a copy in fp64. Here a gradient is added as it is,
+    which is the same sum, and the norm is that of pieces of all sums. Sums are one tensor from 0.19.8 on.
+    """
+    is_of_stage = isinstance(optimizer, DeepSpeedZeroOptimizer) and hasattr(stage_1_and_2, "GradPartitionBufferGroup")
+    if not is_of_stage or optimizer.dtype == torch.float32 or optimizer.gradient_accumulation_dtype != torch.float32:
+        return
+
+    @in_place_of(optimizer, "get_grad_norm_direct")
+    def take_norm(norm: Callable[..., Tensor], gradients: Any, parameters: list[Any]) -> Tensor:
+        pieces = gradients.flat_partition.split(pieces_of_a_norm(gradients.flat_partition.numel()))
+        return norm(pieces, parameters[:1] * len(pieces))  # of no parameters: 0
+
+    if not optimizer.overlap_comm:
+
+        @in_place_of(optimizer, "allreduce_and_copy_with_multiple_ranks")
+        def reduce_and_add(
+            _theirs: Call,
+            bucket: list[Tensor],
+            dtype: torch.dtype,
+            *,
+            output_bucket: Any,
+            bucket_ranks: Any,
+            **how: Any,
+        ) -> None:
+            reduced = optimizer.unflatten(optimizer.allreduce_bucket(bucket, dtype, **how), bucket)
+            for own, gradient in zip(output_bucket, reduced, strict=True):
+                if own is not None:
+                    own.add_(gradient)
 
 
 def _trained(optimizer: Any) -> list[tuple[int, Any]]:

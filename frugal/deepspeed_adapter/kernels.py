@@ -60,8 +60,11 @@ def adamw_8bit() -> Callable[..., torch.optim.Optimizer]:
     Raises:
         RequestError: the library is not installed.
     """
-    hint = "pip install bitsandbytes, or use --optimizer adamw"
-    with failure("--optimizer adamw-8bit needs bitsandbytes", ImportError, hint=hint):
+    with failure(
+        "--optimizer adamw-8bit needs bitsandbytes",
+        ImportError,
+        hint="pip install bitsandbytes, or use --optimizer adamw",
+    ):
         from bitsandbytes.optim import AdamW8bit  # optional: adamw-8bit alone needs it
     return AdamW8bit
 
@@ -122,8 +125,9 @@ def own_nvme_folder(strategy: Strategy, votes: dist.ProcessGroup | None) -> Path
     number = torch.tensor(secrets.randbits(48))
     dist.broadcast(number, src=0, group=votes)
     folder = Path(str(strategy.nvme_path)).expanduser() / f"frugal-{number.item():012x}"
-    hint = "name a folder on a local disk of each node"
-    with failure(f"cannot write to {strategy.nvme_path} of --offload", OSError, hint=hint):
+    with failure(
+        f"cannot write to {strategy.nvme_path} of --offload", OSError, hint="name a folder on a local disk of each node"
+    ):
         folder.mkdir(parents=True, exist_ok=True)
     return folder
 

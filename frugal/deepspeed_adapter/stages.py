@@ -95,10 +95,7 @@ class PythonState:
         """Make the state what it was. Tensors keep the elements that they have."""
         for held, copy in self._copies:
             held.clear()
-            if isinstance(held, dict | set):
-                held.update(copy)
-            else:
-                held.extend(copy)
+            (held.update if isinstance(held, dict | set) else held.extend)(copy)
 
 
 def within(kind: type[T], root: Any, *, apart: Any = None) -> Iterator[T]:
@@ -417,8 +414,7 @@ class Zero3(Zero):
 
 def of(engine: Any, strategy: Strategy, schedule: Any = None) -> Zero:
     """Return the stage of an engine."""
-    kinds: dict[int, type[Zero]] = {0: Zero0, 1: Zero12, 2: Zero12, 3: Zero3}
-    return kinds[strategy.zero_stage](engine, strategy, schedule)
+    return (Zero0, Zero12, Zero12, Zero3)[strategy.zero_stage](engine, strategy, schedule)
 
 
 def kept_by(module: nn.Module) -> Iterator[tuple[Tensor, int]] | None:
@@ -428,9 +424,7 @@ def kept_by(module: nn.Module) -> Iterator[tuple[Tensor, int]] | None:
     optimizer = module.optimizer
     stages = {DeepSpeedZeroOptimizer_Stage3: 3, DeepSpeedZeroOptimizer: 2, FP16_UnfusedOptimizer: 0}
     stage = stages.get(type(optimizer), 0 if isinstance(optimizer, torch.optim.Optimizer) else None)
-    if stage is None:
-        return None
-    return of(module, Strategy(zero_stage=stage)).kept()
+    return None if stage is None else of(module, Strategy(zero_stage=stage)).kept()
 
 
 def overlaps(module: nn.Module) -> bool:

@@ -59,9 +59,8 @@ class Criterion:
                     because=f"there is {', '.join([LOSS, *metrics])}",
                 )
             value = metrics.get(self.name)
-        if value is None or math.isnan(value):
-            return None
-        return value if self.mode == "min" else -value
+        sign = 1 if self.mode == "min" else -1
+        return None if value is None or math.isnan(value) else sign * value
 
     def __str__(self) -> str:
         return f"{self.mode} {self.name or 'metric'}"

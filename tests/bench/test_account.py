@@ -15,9 +15,9 @@ def test_the_page_shows_the_tables_that_the_command_prints() -> None:
     tables = roofline.tables(ACCOUNT)
     speeds = {way: speeds for name, way, *speeds in roofline.rows(ACCOUNT) if name == "Llama-3.1-8B"}
     assert [name for name in ("layers", "losses") if tables[name] not in page] == []
-    assert "{} on an RTX 3090, {} on an A100, {} on an H100".format(*speeds["frugal, Liger's layers"]) in page
+    assert "{} on an RTX 3090, {} on an A100, {} on an H100".format(*speeds["frugal, fused layers"]) in page
     assert ", ".join(speeds["TRL + Liger"]) in page
-    assert speeds["compiled layers"] == speeds["frugal, Liger's layers"]
+    assert ", ".join(speeds["compiled layers"]) in page
 
 
 def test_every_family_has_its_ways_and_its_losses() -> None:

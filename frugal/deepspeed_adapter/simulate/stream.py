@@ -25,9 +25,7 @@ class Stream:
 
     def born(self, size_bytes: int, operator: str, category: int = TEMPORARY) -> int:
         """Begin a storage and return its number."""
-        if size_bytes == 0:
-            return -1
-        return self._timeline.born(size_bytes, category, operator)
+        return self._timeline.born(size_bytes, category, operator) if size_bytes else -1
 
     def dies(self, *storages: int) -> None:
         """End storages, each as soon as nothing holds it."""
@@ -164,6 +162,13 @@ class Setting:
             sizes = [elements, -(-elements // EIGHT_BIT_BLOCK) * 4]
         for size_bytes in 2 * sizes:
             place.born(size_bytes, "aten.zeros_like.default", OPTIMIZER)
+
+
+def pieces_of_a_norm(elements: int) -> list[int]:
+    """Cut `elements` of gradients in fp32 into the pieces of which one norm each is taken, from a copy in fp64: of 32
+    MiB, or an eighth of all, so that the copy of a small model takes no more than a quarter of its gradients."""
+    most = min(1 << 22, -(-elements // 8))
+    return [min(most, elements - start) for start in range(0, elements, most)]
 
 
 def reduced_together(elements: Sequence[int], most: int) -> Iterator[range]:

@@ -14,6 +14,7 @@ from frugal.deepspeed_adapter.simulate.stream import (
     Setting,
     SimulatedOptimizer,
     Stream,
+    pieces_of_a_norm,
     reduced_together,
 )
 from frugal.planning.memory.timeline import COMMUNICATION, GRADIENTS, OPTIMIZER, PARAMETERS, TEMPORARY
@@ -82,10 +83,8 @@ class SimulatedZero12(SimulatedOptimizer):
     def gradient(self, parameter: int, storage: int) -> None:
         """Handle a gradient (`process_gradients`)."""
         if self._bucket < 0:
-            size = self._setting.element_bytes
-            self._bucket = self._stream.born(
-                self._setting.strategy.reduce_bucket_elements * size, "aten.empty.memory_format", COMMUNICATION
-            )
+            bucket_bytes = self._setting.strategy.reduce_bucket_elements * self._setting.element_bytes
+            self._bucket = self._stream.born(bucket_bytes, "aten.empty.memory_format", COMMUNICATION)
         if self._setting.strategy.zero_stage == 2:
             self._stream.hold(storage)
             self._into_bucket(parameter, storage)
@@ -107,8 +106,8 @@ class SimulatedZero12(SimulatedOptimizer):
             if self.is_boundary and not self._setting.offloads_optimizer:
                 self._make_compact_buffer()
         elif self.is_boundary:
-            missing = self._part - sum(self._own.values())
-            self._padding_zeros = self._stream.born(missing * 4, "aten.zeros.default", GRADIENTS)
+            missing_bytes = 4 * (self._part - sum(self._own.values()))
+            self._padding_zeros = self._stream.born(missing_bytes, "aten.zeros.default", GRADIENTS)
         for storage in self._oversized.values():
             self._stream.release(storage)
         self._oversized.clear()
@@ -129,7 +128,8 @@ class SimulatedZero12(SimulatedOptimizer):
             stream.dies(*self._norms)
             self._norms.clear()
         else:
-            stream.dies(*[stream.norm(n) for n in self._own.values()])
+            together = self._compact and self._own
+            stream.dies(*map(stream.norm, pieces_of_a_norm(self._part) if together else self._own.values()))
             if not self._compact:
                 pieces = len(self._own) + (self._padding_zeros >= 0)
                 gradient = stream.born(self._part * 4, "aten.cat.default", GRADIENTS) if pieces > 1 else -1
@@ -186,9 +186,6 @@ class SimulatedZero12(SimulatedOptimizer):
             if len(group) > 1:
                 num_bytes = sum(slices[i][0] for i in group) * setting.element_bytes
                 together = stream.born(num_bytes, "aten.cat.default", COMMUNICATION)
-            for n, is_own in slices[group.start : group.stop]:
-                if is_own and self._compact:
-                    stream.flash(n * 4, "aten._to_copy.default", COMMUNICATION)
             stream.dies(together)
         for parameter in self._bucket_parameters:
             if parameter in self._own:

@@ -12,8 +12,9 @@ in fp32 inside a model in bf16), the module's own forward runs.
 
 Names of classes say nothing: a user's own norm is recognised, and one that is called like Llama's and computes
 something else is not. A norm is tried with a random weight of its width, an MLP with small projections in the place of
-its own, a rotation as the function that it is; all on the CPU, forward and gradients, with inputs from small to large,
-so that a clamp or another epsilon shows. The formulas are those of Liger's kernels, which tests hold to them.
+its own, an activation as it is, a rotation as the function that it is; all on the CPU, forward and gradients, in
+training and evaluation, with inputs from small to large, so that dropout, a clamp or another epsilon shows. The
+formulas are those of Liger's kernels, which tests hold to them, and of torch's one kernel for GELU with tanh.
 
 Not recognised, and left as they are: `LayerNorm` and torch's own `RMSNorm`, which are one kernel in torch already;
 modules with hooks on their parts, which would see what a kernel overwrites; GELU that is not approximated by tanh.
@@ -45,7 +46,7 @@ MOST_COLUMNS = 65536
 """The widest row that Liger's kernels take."""
 
 _TOLERANCE = 1e-5
-_SCALES = (1e-3, 1.0, 30.0)
+_SCALES = (1e-3, 1.0, 30.0, 1e4)
 
 
 @dataclass(frozen=True)
@@ -75,8 +76,11 @@ class GatedMLP:
     activation: Activation
 
 
-Fused = RMSNorm | GatedMLP | str
-"""A norm, a gated MLP, or the name of the function by which a forward rotates."""
+TANH_GELU = partial(F.gelu, approximate="tanh")
+"""The activation `x / 2 * (1 + tanh(sqrt(2 / pi) * (x + 0.044715 * x^3)))`, torch's one kernel for it."""
+
+Fused = RMSNorm | GatedMLP | partial[Tensor] | str
+"""A norm, a gated MLP, an activation, or the name of the function by which a forward rotates."""
 
 
 def apply(model: nn.Module) -> None:
@@ -86,18 +90,17 @@ def apply(model: nn.Module) -> None:
         RequestError: Liger is not installed, or lacks what is used of it.
     """
     liger_internals.library()
-    runs: dict[type, Callable[..., Any]] = {RMSNorm: _norm, GatedMLP: _gated, str: _rotating}
+    runs: dict[type, Callable[..., Any]] = {
+        RMSNorm: _norm, GatedMLP: _gated, str: _rotating, partial: lambda _own, _module, gelu, x: gelu(x),
+    }  # fmt: skip
     for module, fused in _recognised(model):
         module.forward = partial(runs[type(fused)], module.forward, module, fused)
 
 
 def names(model: nn.Module) -> tuple[str, ...]:
     """Return what `apply` would replace, in words: `33 RMSNorm`, `16 SwiGLU`, `16 RoPE`."""
-    known = {"silu": "SwiGLU", "gelu": "GeGLU"}
-    counted = Counter(
-        known[fused.activation] if isinstance(fused, GatedMLP) else "RMSNorm" if isinstance(fused, RMSNorm) else "RoPE"
-        for _, fused in _recognised(model)
-    )
+    known = {RMSNorm: "RMSNorm", partial: "GELU", str: "RoPE", "silu": "SwiGLU", "gelu": "GeGLU"}
+    counted = Counter(known[getattr(fused, "activation", type(fused))] for _, fused in _recognised(model))
     return tuple(f"{number} {name}" for name, number in counted.items())
 
 
@@ -108,33 +111,32 @@ def _recognised(model: nn.Module) -> Iterator[tuple[nn.Module, Fused]]:
     for module in model.modules():
         key = kind(module)
         if key not in known:
-            fused = rms_norm(module) or gated_mlp(module)
-            known[key] = fused or (rotation(module) if can_rotate else None)
+            known[key] = (
+                rms_norm(module) or gated_mlp(module) or tanh_gelu(module) or (rotation(module) if can_rotate else None)
+            )
         if (recognised := known[key]) is not None:
             yield module, recognised
 
 
-def _norm(own: Callable[..., Tensor], module: nn.Module, norm: RMSNorm, x: Tensor) -> Tensor:
+def _norm(own: Callable[..., Tensor], module: nn.Module, norm: RMSNorm, *given: Any, **named: Any) -> Any:
+    x, *others = (*given, *named.values())
     (weight,) = module.parameters(recurse=False)
-    if not liger_internals.can_launch(x) or weight.dtype != x.dtype:
-        return own(x)
-    is_in_place = False  # the gradient may be another module's, too, as where a residual is added
-    library = liger_internals.library()
-    result: Tensor = library.rms_norm(x, weight, norm.epsilon, norm.offset, norm.casting, is_in_place)
-    return result
+    fits = weight.dtype == x.dtype and x.shape[-1:] == weight.shape  # not heads that the module divides itself
+    if others or not fits or not liger_internals.can_launch(x):
+        return own(*given, **named)
+    # not in place: the gradient may be another module's, too, as where a residual is added
+    return liger_internals.library().rms_norm(x, weight, norm.epsilon, norm.offset, norm.casting, False)
 
 
-def _gated(own: Callable[..., Tensor], module: nn.Module, mlp: GatedMLP, x: Tensor) -> Tensor:
-    if not liger_internals.can_launch(x):
-        return own(x)
+def _gated(own: Callable[..., Tensor], module: nn.Module, mlp: GatedMLP, *given: Any, **named: Any) -> Any:
+    x, *others = (*given, *named.values())
+    if others or not liger_internals.can_launch(x):
+        return own(*given, **named)
     gate, up = (module.get_submodule(name)(x) for name in (mlp.gate, mlp.up))
-    if gate.dtype == up.dtype:
-        product = getattr(liger_internals.library(), mlp.activation)(gate, up)
-    else:
-        product = activated(mlp.activation, gate) * up
+    fused = getattr(liger_internals.library(), mlp.activation)
+    product = fused(gate, up) if gate.dtype == up.dtype else activated(mlp.activation, gate) * up
     del gate, up
-    result: Tensor = module.get_submodule(mlp.down)(product)
-    return result
+    return module.get_submodule(mlp.down)(product)
 
 
 def _rotating(own: Callable[..., Any], module: nn.Module, name: str, *inputs: Any, **options: Any) -> Any:
@@ -151,9 +153,8 @@ def _rotating(own: Callable[..., Any], module: nn.Module, name: str, *inputs: An
 def _rotated(theirs: Callable[..., Any], q: Tensor, k: Tensor, cos: Tensor, sin: Tensor, *options: Any) -> Any:
     """Rotate queries and keys `(samples, heads, positions, size)`."""
     is_usual = not options and q.dim() == 4 and cos.dim() == 3 and q.shape[-1] == k.shape[-1] == cos.shape[-1]
-    if is_usual and q.dtype == k.dtype == cos.dtype and q.shape[2] == cos.shape[1] and liger_internals.can_launch(q):
-        return _Rotation.apply(q, k, cos, sin)
-    return theirs(q, k, cos, sin, *options)
+    fits = is_usual and q.dtype == k.dtype == cos.dtype and q.shape[2] == cos.shape[1] and liger_internals.can_launch(q)
+    return _Rotation.apply(q, k, cos, sin) if fits else theirs(q, k, cos, sin, *options)
 
 
 class _Rotation(torch.autograd.Function):
@@ -183,29 +184,35 @@ def _copied(tensor: Tensor) -> Tensor:
 
 def activated(activation: Activation, gate: Tensor) -> Tensor:
     """Return the activation of a gate."""
-    return F.silu(gate) if activation == "silu" else F.gelu(gate, approximate="tanh")
+    return F.silu(gate) if activation == "silu" else TANH_GELU(gate)
 
 
 def rotated(q: Tensor, k: Tensor, cos: Tensor, sin: Tensor) -> tuple[Tensor, Tensor]:
     """Return `(samples, heads, positions, size)` rotated by angles `(samples or 1, positions, size)`, whose halves are
     the same: the first half of each head with the second."""
     cos, sin = cos.unsqueeze(1), sin.unsqueeze(1)
+    (q, q_1, q_2), (k, k_1, k_2) = ((x, *x.chunk(2, -1)) for x in (q, k))
+    return q * cos + torch.cat((-q_2, q_1), -1) * sin, k * cos + torch.cat((-k_2, k_1), -1) * sin
 
-    def turned(x: Tensor) -> Tensor:
-        first, second = x.chunk(2, -1)
-        return x * cos + torch.cat((-second, first), -1) * sin
 
-    return turned(q), turned(k)
+_OF_EVERY_MODULE = vars(nn.Module())
 
 
 def kind(module: nn.Module) -> tuple[Any, ...]:
-    """Return a value that is equal for modules of the same classes, sizes, settings and hooks."""
+    """Return a value that is equal for modules of the same classes, sizes, settings and hooks.
+
+    Settings that are no numbers or words, such as an activation, are the same if they are the same object.
+    """
     return tuple(
         (
             name,
             type(each),
             tuple((key, _shape(p), p.dtype) for key, p in each.named_parameters(recurse=False)),
-            tuple((key, value) for key, value in sorted(vars(each).items()) if isinstance(value, int | float | str)),
+            tuple(
+                (key, value if isinstance(value, int | float | str) else id(value))
+                for key, value in vars(each).items()
+                if key not in _OF_EVERY_MODULE
+            ),
             "forward" in vars(each),
             _has_hooks(each),
         )
@@ -250,8 +257,9 @@ def _with_casting(
     One in fp32 is tried in bf16, which DeepSpeed may turn it into.
     """
     dtype = torch.bfloat16 if dtype == torch.float32 else dtype
-    x, weight = (trial.random(shape, 1.0).to(dtype) for shape in ((8, width), (width,)))
-    with torch.no_grad():
+    # a module may trip over half precision
+    with suppress(Exception), torch_internals.without_modes(), torch.device("cpu"), torch.no_grad():
+        x, weight = (trial.random(shape, 1.0).to(dtype) for shape in ((8, width), (width,)))
         result = theirs(x, nn.Parameter(weight))
         for casting in get_args(Casting):
             rounding = replace(norm, casting=casting)
@@ -264,11 +272,14 @@ def gated_mlp(module: nn.Module) -> GatedMLP | None:
     """Return the gated MLP that a module is; None: none of those that Liger has."""
     children = dict(module.named_children())
     sizes = {name: size for name, child in children.items() if (size := _sizes(child))}
-    others = [child for name, child in children.items() if name not in sizes]
-    tensors = [*module.parameters(recurse=False), *module.buffers(recurse=False)]
-    tensors += [tensor for each in others for tensor in (*each.parameters(), *each.buffers())]
-    has_hooks = any(_has_hooks(each) for each in module.modules() if each is not module)
-    if len(sizes) != 3 or tensors or has_hooks or "forward" in vars(module):
+    others = {name: child for name, child in children.items() if name not in sizes}
+    alone = _like(module, _modules=others)
+    if (
+        len(sizes) != 3
+        or [*alone.parameters(), *alone.buffers()]
+        or "forward" in vars(module)
+        or any(_has_hooks(each) for each in module.modules() if each is not module)
+    ):
         return None
     widths = sorted({size for pair in sizes.values() for size in pair})
     shapes = {name: tuple(8 + 4 * widths.index(size) for size in pair[::-1]) for name, pair in sizes.items()}
@@ -276,7 +287,7 @@ def gated_mlp(module: nn.Module) -> GatedMLP | None:
 
     def theirs(x: Tensor, *weights: Tensor) -> Any:
         projections = {name: _projection(weight) for name, weight in zip(sizes, weights, strict=True)}
-        return _run(_like(module, _modules=children | projections), x)
+        return _run(_like(module, _modules=copy.deepcopy(others) | projections), x)
 
     def formula(mlp: GatedMLP, x: Tensor, *weights: Tensor) -> Tensor:
         by_name = dict(zip(sizes, weights, strict=True))
@@ -293,6 +304,17 @@ def gated_mlp(module: nn.Module) -> GatedMLP | None:
     return None
 
 
+def tanh_gelu(module: nn.Module) -> partial[Tensor] | None:
+    """Return the activation that a module is in many operators; None: another one, or one kernel already."""
+
+    def theirs(x: Tensor) -> Any:
+        result = _run(_like(module), x)
+        return None if type(result.grad_fn).__name__ == "GeluBackward0" else result
+
+    is_bare = not [*module.parameters(), *module.buffers(), *module.children()] and "forward" not in vars(module)
+    return TANH_GELU if is_bare and _Trial().are_alike(theirs, TANH_GELU, (4, 32)) else None
+
+
 def rotation(module: nn.Module) -> str | None:
     """Return the name of the function in its file by which a module's forward rotates queries and keys; None: none."""
     if "forward" in vars(module):
@@ -306,9 +328,8 @@ def rotation(module: nn.Module) -> str | None:
             continue
         if [each.name for each in parameters if each.default is each.empty] != ["q", "k", "cos", "sin"]:
             continue
-
-        shapes = ((2, 4, 3, 8), (2, 2, 3, 8), (2, 3, 4))
-        if _Trial().are_alike(partial(_rotated_by, function), partial(_rotated_by, rotated), *shapes):
+        both = partial(_rotated_by, function), partial(_rotated_by, rotated)
+        if _Trial().are_alike(*both, (2, 4, 3, 8), (2, 2, 3, 8), (2, 3, 4)):
             return name
     return None
 
@@ -380,14 +401,15 @@ class _Trial:
 
 
 def _run(module: nn.Module, *inputs: Tensor) -> Any:
-    """Run a module's own forward, without its hooks."""
-    return type(module).forward(module, *inputs)
+    """Run a module's own forward, without its hooks; None if training and evaluation differ, as with dropout."""
+    results = [type(module).forward(module.train(is_training), *inputs) for is_training in (True, False)]
+    return results[0] if isinstance(results[0], tuple) or torch.equal(*results) else None
 
 
 def _like(module: nn.Module, **replaced: dict[str, Any]) -> nn.Module:
-    """Return a shallow copy of a module with others of its parts."""
+    """Return a shallow copy of a module with others of its parts, and copies of its children unless they are given."""
     copied = copy.copy(module)
-    vars(copied).update(replaced)
+    vars(copied).update(replaced if "_modules" in replaced else {"_modules": copy.deepcopy(module._modules)} | replaced)
     return copied
 
 

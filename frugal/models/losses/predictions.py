@@ -45,9 +45,7 @@ class Keeper:
         by_position = shown[0][1].dim() > 1
         kept, labels = (torch.cat(parts, dim=1) if by_position else parts[0] for parts in zip(*shown, strict=True))
         kept = kept.float() if kept.is_floating_point() else kept
-        kept, labels = kept.cpu(), labels.cpu()
-        if not by_position:
-            kept, labels = kept[:, None], labels[:, None]
+        kept, labels = (each.cpu() if by_position else each.cpu()[:, None] for each in (kept, labels))
         are_targets = labels != IGNORED
         return [
             (kept[i][are_targets[i]].numpy(), labels[i][are_targets[i]].numpy().astype(np.int32))

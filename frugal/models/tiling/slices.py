@@ -28,9 +28,7 @@ def length(num_positions: int, model_width: int, min_slices: int = MIN_SLICES) -
 def starts(values: Tensor, dim: int, rows: int) -> Iterable[int]:
     """Return where slices of `rows` along `dim` of `values` begin."""
     all_of_them = range(0, values.shape[dim], rows)
-    if _watch is None or rows * values.stride(dim) % ALIGNMENT:
-        return all_of_them
-    return _watch(all_of_them)
+    return all_of_them if _watch is None or rows * values.stride(dim) % ALIGNMENT else _watch(all_of_them)
 
 
 def watch(by: Watch | None) -> Watch | None:

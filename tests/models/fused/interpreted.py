@@ -80,6 +80,7 @@ NAMES = {
     "llama": ("2 RoPE", "2 SwiGLU", "5 RMSNorm"),
     "gemma": ("2 RoPE", "2 GeGLU", "5 RMSNorm"),
     "qwen3": ("2 RoPE", "9 RMSNorm", "2 SwiGLU"),
+    "gpt2": ("2 GELU",),
 }
 MODES = [("llama", mode) for mode in ("off", "full", "selective", "offloaded")]
 
@@ -309,3 +310,27 @@ def test_deepspeed_applies_the_gradient_of_plain_pytorch(
     reference = {name: part / targets for name, part in reference.items()}
     for gradient in two_ranks.run(measured_gradient, zero_stage, strategy, lora, timeout=900):
         assert relative_error(gradient, reference) < bound
+
+
+class Summing(nn.Module):
+    """A norm of the sum of what it takes, in heads as wide as its weight."""
+
+    def __init__(self, width: int = 8) -> None:
+        super().__init__()
+        self.weight, self.epsilon = nn.Parameter(torch.rand(width)), 1e-6
+
+    def forward(self, x: Tensor, residual: Tensor | None = None) -> Tensor:
+        heads = (x if residual is None else x + residual).unflatten(-1, (-1, len(self.weight)))
+        scale = torch.rsqrt(heads.float().square().mean(-1, keepdim=True) + self.epsilon)
+        return (self.weight * (heads.float() * scale).to(x.dtype)).flatten(-2)
+
+
+@pytest.mark.parametrize(
+    "given", [{}, {"residual": torch.ones(3, 8)}, {"width": 16}], ids=["usual", "two inputs", "heads"]
+)
+def test_a_norm_that_is_called_otherwise_than_it_was_tried_runs_as_before(given: dict[str, Any]) -> None:
+    norm, x = Summing(), torch.randn(3, given.pop("width", 8), generator=torch.Generator().manual_seed(0))
+    expected = norm(x, **given)
+    assert replacement.names(norm) == ("1 RMSNorm",)
+    replacement.apply(norm)
+    assert torch.allclose(norm(x, **given), expected, rtol=1e-6)  # a few roundings in fp32

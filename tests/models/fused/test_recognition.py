@@ -6,6 +6,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
+from transformers.activations import ACT2FN
 
 from frugal.config import kernels
 from frugal.errors import RequestError
@@ -55,13 +56,15 @@ def test_what_computes_something_else_is_no_norm(module: nn.Module) -> None:
 class Gated(nn.Module):
     """A user's own gated MLP."""
 
-    def __init__(self, activation: Any = F.silu, *, width: int = 16, inside: int = 40, least: float = -1e9) -> None:
+    def __init__(
+        self, activation: Any = F.silu, *, width: int = 16, inside: int = 40, least: float = -1e9, dropout: float = 0.0
+    ) -> None:
         super().__init__()
         self.out, self.a, self.b = nn.Linear(inside, width), nn.Linear(width, inside), nn.Linear(width, inside)
-        self.activation, self.least = activation, least
+        self.activation, self.limits, self.dropout = activation, [least], nn.Dropout(dropout)
 
     def forward(self, x: Tensor) -> Tensor:
-        return self.out(self.a(x).clamp(self.least) * self.activation(self.b(x)))
+        return self.out(self.dropout(self.a(x).clamp(self.limits[0]) * self.activation(self.b(x))))
 
 
 def tanh_gelu(x: Tensor) -> Tensor:
@@ -76,8 +79,17 @@ def test_a_gated_mlp_of_the_user_is_taken_by_the_part_of_each_projection() -> No
 def test_another_mlp_is_not() -> None:
     hooked = Gated()
     hooked.a.register_forward_hook(lambda *_: None)
-    for module in (Gated(F.gelu), Gated(F.relu), Gated(least=-20.0), hooked, nn.Sequential(*Gated().children())):
+    in_evaluation = Gated(dropout=0.5).eval()  # as transformers loads a model
+    others = (Gated(F.gelu), Gated(F.relu), Gated(least=-20.0), Gated(least=-500.0), in_evaluation, hooked)
+    for module in (*others, nn.Sequential(*Gated().children())):
         assert replacement.gated_mlp(module) is None
+    assert not in_evaluation.dropout.training
+
+
+@pytest.mark.parametrize("another", [{"activation": F.relu}, {"least": -20.0}], ids=["a function", "a list"])
+def test_one_that_differs_in_what_is_no_number_is_tried_itself(another: dict[str, Any]) -> None:
+    for parts in ((Gated(), Gated(**another)), (Gated(**another), Gated())):
+        assert replacement.names(nn.ModuleList(parts)) == ("1 SwiGLU",)
 
 
 def test_a_trial_draws_none_of_the_numbers_that_training_draws() -> None:
@@ -90,9 +102,21 @@ def test_a_trial_draws_none_of_the_numbers_that_training_draws() -> None:
     assert torch.equal(torch.get_rng_state(), before)
 
 
-def test_a_llama_on_meta_in_bf16_is_recognised_and_a_gpt2_has_nothing_to_fuse() -> None:
+def test_a_llama_on_meta_in_bf16_is_recognised_and_of_a_gpt2_its_activations() -> None:
     assert replacement.names(tiny("causal-lm", "llama").bfloat16().to("meta")) == ("2 RoPE", "2 SwiGLU", "5 RMSNorm")
-    assert replacement.names(tiny("causal-lm", "gpt2")) == ()
+    assert replacement.names(tiny("causal-lm", "gpt2")) == ("2 GELU",)
+
+
+@pytest.mark.parametrize("name", ["gelu_new", "gelu_fast", "gelu_accurate", "gelu_python_tanh"])
+def test_an_activation_of_many_operators_is_torchs_one(name: str) -> None:
+    own: Any = ACT2FN[name]
+    assert replacement.tanh_gelu(own) is replacement.TANH_GELU
+    assert replacement.names(nn.Sequential(own)) == ("1 GELU",)
+
+
+@pytest.mark.parametrize("name", ["gelu", "gelu_pytorch_tanh", "gelu_10", "quick_gelu", "mish", "relu2", "silu"])
+def test_another_activation_or_one_kernel_already_is_left(name: str) -> None:
+    assert replacement.tanh_gelu(ACT2FN[name]) is None
 
 
 def test_a_plan_with_them_on_a_machine_without_them_is_one_message(monkeypatch: pytest.MonkeyPatch) -> None:

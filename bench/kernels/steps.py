@@ -1,0 +1,94 @@
+"""`python -m bench.kernels.steps`: kernels that an optimizer step launches on an emulated card, by contender.
+
+The cases and contenders are those of `bench.gpu.speed`; an emulated card launches what a real one does, and times
+nothing. It needs the environment of `python -m bench.emulated_gpu.setup --liger`. A host that cannot launch kernels as
+fast as the card runs them slows down the step, as many small ones do: under LoRA most kernels are small.
+
+    python -m bench.kernels.steps [--only CASE] [--names CASE CONTENDER] [--folder .venv-emulated]
+
+`--names` lists the kernels of one contender by name. Counts are kept in `bench/results/steps.json`.
+"""
+
+import argparse
+import json
+import subprocess
+import sys
+from collections import Counter
+from pathlib import Path
+from tempfile import TemporaryDirectory
+from typing import Any
+
+from bench import environment as measured_on
+from bench.emulated_gpu import environment
+from bench.gpu import speed
+
+RESULTS = Path(__file__).parents[1] / "results" / "steps.json"
+CARD = "h100"
+
+
+def main() -> int:
+    """Count each contender in a process of its own; 1 if one failed."""
+    parser = argparse.ArgumentParser(prog="python -m bench.kernels.steps", description=__doc__.splitlines()[0])
+    parser.add_argument("--only", action="append", choices=speed.CASES, help="these cases; the others' counts are kept")
+    parser.add_argument("--names", nargs=2, metavar=("CASE", "CONTENDER"), help="print one contender's kernels by name")
+    parser.add_argument("--folder", type=Path, help="of the emulated environment")
+    parser.add_argument("--count", nargs=3, metavar=("CASE", "CONTENDER", "PLANS"), help="used by the command itself")
+    asked = parser.parse_args()
+    if asked.count:
+        print(json.dumps(count(*asked.count)))
+        return 0
+    with TemporaryDirectory() as name:
+        plans = Path(name)
+        cases = asked.names[:1] if asked.names else asked.only or list(speed.CASES)
+        speed.make_plans(plans, environment.python(asked.folder), cases)
+        if asked.names:
+            for kernel, number in Counter(_in_a_process(*asked.names, plans, asked.folder)).most_common():
+                print(f"{number:6} {kernel}")
+            return 0
+        kept = json.loads(RESULTS.read_text())["cases"] if RESULTS.exists() else {}
+        for case in cases:
+            kept[case] = {}
+            for contender in speed.CONTENDERS:
+                found = _in_a_process(case, contender, plans, asked.folder)
+                kept[case][contender] = sum(found.values()) if "failure" not in found else found
+                print(f"{case:20} {contender:16} {kept[case][contender]}", flush=True)
+            head = measured_on.environment("python -m bench.kernels.steps") | {"device": f"emulated {CARD}"}
+            RESULTS.write_text(json.dumps(head | {"cases": kept}, indent=1) + "\n")
+    return int(any(isinstance(found, dict) for row in kept.values() for found in row.values()))
+
+
+def count(case: str, contender: str, plans: str) -> Counter[str]:
+    """Train in this process; return the kernels of its last step, by name."""
+    import emulated_gpu_answers  # noqa: F401  # new blocks read as zeros
+
+    from bench.kernels.counting import launches
+
+    found: list[Counter[str]] = []
+
+    class Counting(speed.Timing):
+        def begin(self) -> None:
+            super().begin()
+            launches()
+
+        def end(self) -> None:
+            found.append(launches())
+            super().end()
+
+    speed.WARM_UP, speed.STEPS = 2, 2
+    speed.Timing = Counting
+    speed.train(case, contender, Path(plans))
+    return found[-1]
+
+
+def _in_a_process(case: str, contender: str, plans: Path, folder: Path | None) -> dict[str, Any]:
+    made = environment.environment(CARD, kernels=plans / "kernels")
+    command = [environment.python(folder), "-m", __spec__.name, "--count", case, contender, str(plans)]
+    done = subprocess.run(command, env=made, check=False, capture_output=True, text=True)
+    if done.returncode:
+        return {"failure": done.stderr.strip()[-1500:]}
+    found: dict[str, Any] = json.loads(done.stdout.strip().splitlines()[-1])
+    return found
+
+
+if __name__ == "__main__":
+    sys.exit(main())
