@@ -218,8 +218,9 @@ def schema(operator: Any) -> Any:
 
 @functools.cache
 def is_composite(operator: Any) -> bool:
-    """Return whether autograd sees an operator's parts instead of itself."""
-    return operator.has_kernel_for_dispatch_key(torch._C.DispatchKey.CompositeImplicitAutograd)
+    """Return whether a device runs an operator's parts instead of itself: unlike `silu_backward`, it has no kernel."""
+    has_kernel, keys = operator.has_kernel_for_dispatch_key, torch._C.DispatchKey
+    return has_kernel(keys.CompositeImplicitAutograd) and not has_kernel(keys.CPU)
 
 
 counting_versions: Context = partial(torch._C._SetExcludeDispatchKeyGuard, torch._C.DispatchKey.ADInplaceOrView, False)
