@@ -107,12 +107,11 @@ class _Parameters:
         self._mark = mark
         self._numbers = {id(parameter): number for number, parameter in enumerate(model.parameters())}
         self._at_rest = [parameter.data for parameter in model.parameters()]
-        self.addresses_at_rest = {torch_internals.address(data) for data in self._at_rest}
         self._own: dict[nn.Module, list[tuple[int, nn.Parameter]]] = {}  # module -> what it gathers
         self._users: dict[int, int] = {}  # parameter -> modules that use it
         self._uses: dict[int, Any] = {}  # parameter -> a finalizer of its present memory
         self._num_uses = 0
-        self._running: list[nn.Module] = []  # in forward, the innermost last
+        self.running: list[nn.Module] = []  # in forward, the innermost last
         self._in_forward = False
         self._holds: dict[int, int] = {}  # number of a use -> that of its hold
 
@@ -121,10 +120,7 @@ class _Parameters:
         own = module.parameters(recurse=z3_leaf_module(module))
         self._own[module] = [(self._numbers[id(parameter)], parameter) for parameter in own]
 
-    def fetch(self, module: nn.Module, *, in_forward: bool) -> None:
-        """Fetch what a module gathers before it runs."""
-        if in_forward:
-            self._running.append(module)
+    def fetch(self, module: nn.Module) -> None:
         for number, parameter in self._own[module]:
             self._fetch(number, parameter)
 
@@ -138,10 +134,7 @@ class _Parameters:
                 del data
         self._users[number] = self._users.get(number, 0) + 1
 
-    def release(self, module: nn.Module, *, in_forward: bool) -> None:
-        """Release what a module gathers after it ran."""
-        if in_forward:
-            self._running.pop()
+    def release(self, module: nn.Module) -> None:
         for number, parameter in self._own[module]:
             self._users[number] -= 1
             if self._users[number] == 0:
@@ -164,7 +157,7 @@ class _Parameters:
         that runs, which gathers it from then on (`ZeROOrderedDict.__getitem__`)."""
         if self._in_forward and (number := self._numbers[id(parameter)]) not in self._uses:
             self._mark(MarkKind.READ, number, -1)
-            self._own[self._running[-1]].append((number, parameter))
+            self._own[self.running[-1]].append((number, parameter))
             self._fetch(number, parameter)
 
     def _gone(self, number: int, use: int) -> None:
@@ -199,19 +192,20 @@ class _Module:
 
     def mark(self, kind: MarkKind) -> None:
         """Mark the beginning or end of this module."""
-        in_forward = kind in (MarkKind.FETCH, MarkKind.RELEASE)
         if kind in (MarkKind.FETCH, MarkKind.FETCH_IN_BACKWARD):
-            self.parameters.fetch(self.module, in_forward=in_forward)
+            self.parameters.fetch(self.module)
         else:
-            self.parameters.release(self.module, in_forward=in_forward)
+            self.parameters.release(self.module)
         self._mark(kind, self.number, -1)
 
     def before_forward(self, _module: nn.Module, inputs: Any) -> Any:
         self.mark(MarkKind.FETCH)
+        self.parameters.running.append(self.module)
         self.gradients_to_come = 0
         return apply_to_tensors(lambda tensor: _AfterBackward.apply(tensor, self), inputs)
 
     def after_forward(self, _module: nn.Module, _inputs: Any, output: Any) -> Any:
+        self.parameters.running.pop()
         self.mark(MarkKind.RELEASE)
         apply_to_kept(self._before_backward, self.module)
         return apply_to_tensors(self._before_backward, output)
@@ -304,12 +298,8 @@ class _AfterBackward(torch.autograd.Function):
         return (*grads, None)
 
 
-def install(model: nn.Module, mark: Marker) -> set[int]:
-    """Make every module of `model` that gathers parameters mark when it fetches and releases them.
-
-    The result: addresses of the parameters' storages while no module has fetched them. An operator that reads one uses
-    a parameter outside its module; DeepSpeed gathers that in a way of its own.
-    """
+def install(model: nn.Module, mark: Marker) -> None:
+    """Make every module of `model` that gathers parameters mark when it fetches and releases them."""
     parameters = _Parameters(model, mark)
     model.register_forward_pre_hook(parameters.begin_forward)
     numbers = {module: number for number, module in enumerate(model.modules())}
@@ -321,7 +311,6 @@ def install(model: nn.Module, mark: Marker) -> set[int]:
     for module in model.modules():
         module._parameters = _Owned(module._parameters, parameters.read)
     model.register_forward_hook(parameters.end_forward)
-    return parameters.addresses_at_rest
 
 
 @contextmanager

@@ -90,15 +90,12 @@ def are_in(model: nn.Module) -> bool:
 
 def _without_tensor_outputs(model: nn.Module) -> list[str]:
     """Return the names of linear layers whose forward returns no tensor, such as routers of experts."""
-    kinds: dict[type[nn.Module], bool] = {nn.Linear: False}
     found = []
     for name, module in model.named_modules():
-        if isinstance(module, nn.Linear) and module.weight.is_floating_point():  # not quantised
-            if type(module) not in kinds:
-                kinds[type(module)] = False
-                with torch.no_grad(), suppress(Exception):  # its forward may take more
-                    kinds[type(module)] = not isinstance(module(module.weight[:1]), Tensor)
-            found += [name] * kinds[type(module)]
+        is_own = isinstance(module, nn.Linear) and type(module).forward is not nn.Linear.forward
+        with torch.no_grad(), suppress(Exception):  # one of bitsandbytes; its forward may take more
+            if is_own and not isinstance(module(module.weight[:1]), Tensor):
+                found.append(name)
     return found
 
 

@@ -136,6 +136,8 @@ WHERE, ROWS = torch.randint(0, 70, (50, 30)), torch.tensor([1, 1, 3])
         lambda x: (x.scatter(1, WHERE, 0.0) + x).square().sum(),
         lambda x: x.scatter_add(1, WHERE, torch.ones(50, 30)).square().sum(),
         lambda x: x.cummax(1).values.square().sum(),
+        lambda x: torch.nn.functional.silu(x).square().sum(),  # its backward is made of others, and has a kernel
+        lambda x: torch.nn.functional.mish(x).square().sum(),
     ],
 )  # fmt: skip
 def test_autograd_writes_in_place_what_it_does_unwatched(function: Any) -> None:

@@ -88,7 +88,9 @@ ALLOCATED, RESERVED = 0.001, 0.01
 
 KNOWN: dict[str, dict[str, float]] = {
     # blocks that another stream still uses are replayed as free
-    "gpt2-cuda-zero2-on-8-9b46cb94": {"optimizer step": 0.0012, "reserved": 0.022}
+    "gpt2-cuda-zero2-on-8-9b46cb94": {"optimizer step": 0.0012, "reserved": 0.022},
+    # of the rank that is dry-run, the fullest at the peak; here the other one takes more
+    "gpt2-cuda-zero1-on-2-13114df5": {"optimizer step": 0.03},
 }
 """Records that are off by more: the bounds of these phases, or of `reserved`."""
 
@@ -103,13 +105,14 @@ def one_in_every(paths: list[Path]) -> list[Any]:
 
 
 SMALLER_SINCE = "optimizer step"
-"""The phase that takes less than in these records under ZeRO-1 and 2 in half precision: their engine took the norm of
-each gradient from a copy in fp64, today's that of pieces."""
+"""The phase that takes less than in records of before 27 November under ZeRO-1 and 2 in half precision: their engine
+took the norm of each gradient from a copy in fp64, today's that of pieces."""
 
 
 def is_smaller_since(record: Measurement) -> bool:
     """Return whether a run of today takes less in `SMALLER_SINCE`."""
-    return record.strategy.zero_stage in (1, 2) and record.request.precision != "fp32"
+    is_of_before = record.strategy.zero_stage in (1, 2) and record.request.precision != "fp32"
+    return is_of_before and record.date < "2026-11-27"
 
 
 def off(record: Measurement, found: Figures) -> list[str]:

@@ -113,15 +113,13 @@ class SimulatedPrefetch:
 
     def read(self, parameter: int, _hold: int = -1) -> None:
         """Gather a parameter by itself that is looked at while it is split; the module that runs gathers it from then
-        on (`ZeROOrderedDict.__getitem__`). The coordinator does not count it."""
+        on (`ZeROOrderedDict.__getitem__`). The coordinator counts none of it."""
         if self._status[parameter] == SPLIT:
-            module = self._running[-1]
             for of_modules in (self._own, *filter(None, self._seen)):
-                of_modules[module] = tuple(sorted({*of_modules[module], parameter}))
+                of_modules[self._running[-1]] = tuple(sorted({*of_modules[self._running[-1]], parameter}))
             (self.storage[parameter],) = self._buffers([parameter])  # on one rank, too
             self._stream.dies(*self._copies([parameter]))
             self._status[parameter] = GATHERED
-            self._count_gather([parameter])
 
     def release(self, module: int, _hold: int = -1, *, in_backward: bool = False) -> None:
         """Release what a module no longer needs after it ran (`release_sub_module`)."""
@@ -201,7 +199,9 @@ class SimulatedPrefetch:
 
     def _gather(self, parameters: list[int]) -> None:
         """Gather split parameters together (`__all_gather_params_`)."""
-        self._count_gather(parameters)
+        self.num_gathers += 1
+        gathered_bytes = sum(map(self._setting.full_bytes.__getitem__, parameters))
+        self.gathered_elements += gathered_bytes // self._setting.element_bytes
         self._available += sum(map(self._elements.__getitem__, parameters))
         buffers: list[int] = []
         if self._setting.world_size == 1:
@@ -215,11 +215,6 @@ class SimulatedPrefetch:
             self._in_flight[parameter] = gather
         if len(parameters) == 1 and buffers:
             (self.storage[parameters[0]],) = buffers  # used as it is
-
-    def _count_gather(self, parameters: list[int]) -> None:
-        self.num_gathers += 1
-        gathered_bytes = sum(map(self._setting.full_bytes.__getitem__, parameters))
-        self.gathered_elements += gathered_bytes // self._setting.element_bytes
 
     def _land(self, parameter: int) -> None:
         """Wait for the gather of a parameter; the others in it come along (`AllGatherCoalescedHandle.wait`)."""

@@ -159,6 +159,7 @@ class Tracker(StorageWatch):
         resident_threads: int = 0,
         *,
         builds_elsewhere: bool = False,
+        alone: bool = False,
         assumed_condition: bool = True,
         first_phase: str = INITIALISATION,
     ) -> None:
@@ -167,6 +168,7 @@ class Tracker(StorageWatch):
 
         `capability`: the compute capability of a `cuda` device; `resident_threads`: that it holds at once, 0 leaves
         out memory that depends on them; `builds_elsewhere`: the model comes to a CPU rank parameter by parameter;
+        `alone`: it is there already, and there is no DeepSpeed whose operators are not to be counted;
         `assumed_condition`: the answer where a model asks whether a condition on its data is true; `first_phase`: the
         one that recording begins in.
         """
@@ -193,9 +195,9 @@ class Tracker(StorageWatch):
         self._integer = integer
         self.was_asked = False  # in forward, for numbers or conditions that depend on data
         self._assumed_condition = assumed_condition
-        self._building = kind == "cuda" or builds_elsewhere  # and arrives later
+        self._building = not alone and (kind == "cuda" or builds_elsewhere)  # and arrives later
         self._forward_from = 0  # operators before the phase
-        self._alone = False  # whether there is no DeepSpeed whose operators are not to be counted
+        self._alone = alone
         self._watch_before: slices.Watch | None = None
 
     def __enter__(self) -> Self:

@@ -49,7 +49,6 @@ from frugal.planning.memory.timeline import (
     Timeline,
 )
 from frugal.planning.strategy import LayerMode
-from frugal.torch_internals import tensors_in
 
 FEW_PERIODS = 5
 """Periods of layers that stand for many."""
@@ -57,27 +56,15 @@ FEW_PERIODS = 5
 _ALIKE_WHEN_LONGER: WeakSet[nn.Module] = WeakSet()
 """Models of which a longer trace was compared with a spliced one."""
 
-USED_OUTSIDE = "a parameter is used while its module does not run"
-
 
 class Recorder(Tracker):
     """A tracker that also marks when gradients are complete."""
 
     def __init__(self, kind: DeviceKind, capability: Capability = ASSUMED_CAPABILITY) -> None:
-        super().__init__(kind, capability=capability, first_phase=ARRIVAL)
+        super().__init__(kind, capability=capability, alone=True, first_phase=ARRIVAL)
         self._is_for_any_size = True
-        self._building = False
-        self._alone = True
         self.counts_at: dict[tuple[MarkKind, int], Counts] = {}
-        self.addresses_at_rest: set[int] = set()  # ZeRO-3: storages of parameters that no module has fetched
         self.gathered_as_one: tuple[int, ...] = ()  # ZeRO-3: modules whose parameters are gathered at once
-
-    def execute(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        """Return the operator's result, noting a use of parameters that no module has fetched."""
-        is_looked_for = self.addresses_at_rest and USED_OUTSIDE not in self._assumptions
-        if is_looked_for and not self.addresses_at_rest.isdisjoint(map(torch_internals.address, tensors_in(args))):
-            self._assumptions[USED_OUTSIDE] = ""
-        return super().execute(func, args, kwargs)
 
     def take_gradients(self, model: nn.Module) -> None:
         """Mark and drop the gradient of every parameter of `model` when it is complete."""
@@ -279,7 +266,7 @@ def _record(
     recorder.take_gradients(model)
     recorder.mark_layers(layers)
     if asked.zero_stage == 3:
-        recorder.addresses_at_rest = zero3_graph.install(model, recorder.add_mark)
+        zero3_graph.install(model, recorder.add_mark)
         recorder.gathered_as_one = zero3_graph.gathered_as_one(model)
     gc.freeze()  # the model: collections of a micro-step look for its own cycles
     with recorder, liger_internals.noted(asked.kernels, asked.multiprocessors, recorder.launched):

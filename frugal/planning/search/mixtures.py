@@ -88,22 +88,17 @@ def _bases(candidates: Sequence[Candidate]) -> list[Strategy]:
 
 
 class Mixtures:
-    """Mixtures for one request on one cluster, on top of strategies with one mode that were evaluated.
-
-    `why_none`: why modes could not be mixed where that might have been faster; otherwise empty.
-    """
+    """Mixtures for one request on one cluster, on top of strategies with one mode that were evaluated."""
 
     def __init__(self, evaluation: StrategyEvaluation) -> None:
         self.evaluation = evaluation
         self.source = evaluation.source
-        self.why_none = ""
 
     def faster(self, candidates: Sequence[Candidate]) -> list[Candidate]:
         """Return mixtures that fit, evaluated in full, and are faster than all `candidates` by more than a tie.
 
         None where a mode was pinned.
         """
-        self.why_none = ""
         request = self.evaluation.request
         is_pinned = request.activation_checkpointing not in ("auto", "budget") or request.layer_modes is not None
         if is_pinned or not self.evaluation.facts.can_recompute:
@@ -141,8 +136,7 @@ class Mixtures:
         names = combinations(modes, 2) if num_layers <= FEW_LAYERS else pairwise(self._hull(base, modes))
         pairs = [(modes[frugal], modes[generous]) for frugal, generous in names]
         pairs = [pair for pair in pairs if self._may_gain(*pair, enough)]
-        if pairs and (why_not := self.source.why_not_mixed(several)):
-            self.why_none = why_not
+        if pairs and self.source.why_not_mixed(several):
             return []
         drafts: list[Candidate] = []
         for frugal, generous in pairs:

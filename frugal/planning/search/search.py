@@ -35,9 +35,6 @@ MOST_OF_IT = 0.7
 """A share: where parameters and optimizer states make up as much of what is lacking without activations, their excess
 says it, and no mode of activation checkpointing is profiled."""
 
-ONE_MODE = "all layers have one mode of activation checkpointing, because those of this model cannot be mixed"
-"""How the note of a plan begins for which a mixture might have been faster."""
-
 
 class Search:
     """A search for one request on one cluster. Profiles are taken from `source` only when they are needed.
@@ -92,8 +89,6 @@ class Search:
                     )
                 if memory.fits:
                     warnings += [f"assumed, because it depends on data: {note}" for note in self.source.notes]
-                    if self.mixtures.why_none and not winner.strategy.layer_modes:
-                        warnings.append(f"{ONE_MODE}: {self.mixtures.why_none}")
                     yield replace(draft, memory=memory, warnings=tuple(warnings), is_proven=True)
                     return
                 self.evaluation.refute(winner, memory)

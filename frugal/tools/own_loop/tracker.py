@@ -116,9 +116,7 @@ class LoopTracker(Tracker):
     ) -> None:
         """Make a tracker for a card. `capability` and `torch_version` (None: this one) decide cuBLAS's workspaces;
         `resident_threads`: see `Tracker`."""
-        super().__init__("cuda", capability=kernel_class(capability), resident_threads=resident_threads)
-        self._building = False
-        self._alone = True
+        super().__init__("cuda", capability=kernel_class(capability), resident_threads=resident_threads, alone=True)
         self._expandable_segments = expandable_segments
         self._workspace_bytes = workspaces.workspace_bytes(capability, torch_version)
         self._lt_bytes = workspaces.lt_workspace_bytes(torch_version)
