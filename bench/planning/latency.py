@@ -4,8 +4,8 @@ Each command is a process of its own, from its start to its end, imports include
 medians and ratios. `frugal plan` runs on a terminal, as people see it: the verdict is there when its line `fits` is,
 the proof when the dry run of the winner by DeepSpeed on meta is done. It plans over all strategies it knows:
 
-- a preset, adapters of an 8B preset (LoRA, and QLoRA on small cards), and a model that nobody has traced before, each
-  with an empty cache;
+- a preset, adapters of an 8B preset (LoRA, and QLoRA on small cards) and of larger ones, a mixture of experts, and a
+  model that nobody has traced before, each with an empty cache;
 - then with the cache of the latter, one change each: another global batch, more cards, more memory, and another length
   of samples, of which there are traces;
 - the same once more.
@@ -17,7 +17,8 @@ needs the hub).
 CPU seconds are of all processes of a command, to the verdict and in all; a row says what their imports alone take.
 
 Goals on two quiet cores, to the verdict: a preset <= 2 s, an 8B model never seen <= 10 s, a change <= 0.5 s, the same
-once more <= 0.3 s; CPU seconds beyond imports of LoRA and QLoRA of an 8B model: <= 8 to the verdict, <= 20 in all.
+once more <= 0.3 s; CPU seconds beyond imports of LoRA and QLoRA of an 8B model: <= 8 to the verdict, <= 20 in all; of
+a 70B model and of mixtures of experts <= 15 and <= 40.
 """
 
 import argparse
@@ -62,6 +63,13 @@ ADAPTERS = {
         "12G",
     ],
 }
+LARGE = {
+    "QLoRA of llama-3.1-70b on 4 x 24G, nothing kept": "llama-3.1-70b --lora r=16 --quantize nf4 --gpus 4 --mem 24G",
+    "LoRA of mixtral-8x7b on 8 x 80G, nothing kept": "mixtral-8x7b --lora r=16 --gpus 8 --mem 80G",
+    "LoRA of qwen3-30b-a3b on 4 x 80G, nothing kept": "qwen3-30b-a3b --lora r=16 --gpus 4 --mem 80G",
+    "qwen3-30b-a3b on 8 x 80G, nothing kept": "qwen3-30b-a3b --gpus 8 --mem 80G",
+}
+"""Models and flags."""
 IMPORTS = "import torch, transformers, peft, frugal.dryrun.trace.trace"
 VERDICT, BLOCK = b"fits ", 1 << 12
 
@@ -91,6 +99,9 @@ def _round(run: int) -> list[dict[str, Any]]:
     for name, flags in ADAPTERS.items():
         with tempfile.TemporaryDirectory() as cache:
             rows.append({"what": name, **_planned(["--model", ONE, *flags], cache)})
+    for name, words in LARGE.items():
+        with tempfile.TemporaryDirectory() as cache:
+            rows.append({"what": name, **_planned(["--model", *words.split()], cache)})
     with tempfile.TemporaryDirectory() as folder:
         model = ["--model", _unseen(Path(folder), run)]
         rows.append({"what": "an 8B model never seen on 8 x 24G, nothing kept", **_planned([*model, *UNSEEN], folder)})

@@ -90,13 +90,13 @@ def are_in(model: nn.Module) -> bool:
 
 def _without_tensor_outputs(model: nn.Module) -> list[str]:
     """Return the names of linear layers whose forward returns no tensor, such as routers of experts."""
-    found = []
+    without = []
     for name, module in model.named_modules():
         is_own = isinstance(module, nn.Linear) and type(module).forward is not nn.Linear.forward
         with torch.no_grad(), suppress(Exception):  # one of bitsandbytes; its forward may take more
             if is_own and not isinstance(module(module.weight[:1]), Tensor):
-                found.append(name)
-    return found
+                without.append(name)
+    return without
 
 
 def _check_targets(model: nn.Module, lora: Lora, not_adaptable: Sequence[str]) -> None:

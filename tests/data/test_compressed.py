@@ -156,5 +156,5 @@ def test_all_problems_of_a_folder_come_in_one_error(load: Load, tmp_path: Path) 
         "the data has 2 problems\n  because there is no data at gone.jsonl (no such file or folder)\n"
     )
     said = refusal(lambda: load("d"))
-    assert said.startswith("the data has 5 problems\n  because d/0.txt.gz cannot be decompressed (")
+    assert said.startswith("the data has 6 problems\n  because d/0.txt.gz cannot be decompressed (")
     assert "  because d/b.csv has no column `text`" in said

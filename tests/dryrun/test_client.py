@@ -150,20 +150,20 @@ def test_the_layers_are_counted_whatever_their_mode(dry_runs: DryRunSource) -> N
 def test_the_ranks_dry_run_are_the_fullest_in_live_bytes_and_in_the_allocator(
     dry_runs: DryRunSource, tmp_path: Path
 ) -> None:
-    """Rank 0's part is of the embedding: its gradient's norm is its largest request, when little else is alive."""
+    """In fp32 the norm of a gradient is of a whole copy in fp64, when little else is alive, but in large segments."""
     config = tmp_path / "config.json"
-    sizes = {"n_layer": 12, "n_embd": 256, "n_head": 4, "vocab_size": 16_000, "n_positions": 1024}
+    sizes = {"n_layer": 12, "n_embd": 256, "n_head": 4, "vocab_size": 32_000, "n_positions": 1024}
     config.write_bytes(msgspec.json.encode(CONFIG | sizes))
-    request = Request(model=str(config), seq_len=128)
+    request = Request(model=str(config), seq_len=128, precision="fp32")
     strategy = replace(STRATEGY, activation_checkpointing="full", expandable_segments=True)
     made = DryRunSource(request, dry_runs.cluster, cache=False, pool=dry_runs._pool)
     drafted = made._simulated(strategy, False, range(4))
     assert drafted is not None
     live = [each.timeline.peak_bytes(1) for each in drafted.ranks]
     needed = [each.replays(1, expandable_segments=True).smallest_capacity() for each in drafted.ranks]
-    assert live[0] == min(live) < max(live)
-    assert needed[0] == max(needed) > 1.2 * max(needed[1:])
-    assert [each.rank for each in client.fullest_drafted(drafted, 1)] == [0, live.index(max(live))]
+    fullest = [each.index(max(each)) for each in (needed, live)]
+    assert len(set(fullest)) == 2, "ranks of which one needs more and another has more alive"
+    assert [each.rank for each in client.fullest_drafted(drafted, 1)] == fullest
 
 
 @pytest.mark.parametrize("is_off", [False, True])
