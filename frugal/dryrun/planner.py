@@ -97,7 +97,7 @@ def plans_here(
 ) -> Generator[Plan]:
     """Yield drafts and last the plan, with this environment's settings of torch's allocator; warnings about them, and
     about versions that were not tested. `will_dry_run`: whether more than the first is wanted."""
-    if Path(request.model, "config.json").is_file():
+    if "/" not in request.model and Path(request.model, "config.json").is_file():
         from transformers import CONFIG_MAPPING  # torch and more
 
         if request.model in presets() or request.model in CONFIG_MAPPING:
