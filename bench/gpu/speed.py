@@ -229,8 +229,12 @@ def main() -> int:
 
 
 def _in_a_process(case: str, contender: str, plans: Path) -> dict[str, Any]:
-    command = [sys.executable, "-m", "bench.gpu.speed", "--only", case, contender, "--plans", str(plans)]
-    done = subprocess.run(command, capture_output=True, text=True)
+    return answered([sys.executable, "-m", "bench.gpu.speed", "--only", case, contender, "--plans", str(plans)])
+
+
+def answered(command: list[str], environment: dict[str, str] | None = None) -> dict[str, Any]:
+    """Return the JSON of a command's last line, or its `failure`."""
+    done = subprocess.run(command, env=environment, capture_output=True, text=True)
     if done.returncode:
         return {"failure": done.stderr.strip()[-1500:]}
     found: dict[str, Any] = json.loads(done.stdout.strip().splitlines()[-1])

@@ -11,7 +11,6 @@ fast as the card runs them slows down the step, as many small ones do: under LoR
 
 import argparse
 import json
-import subprocess
 import sys
 from collections import Counter
 from pathlib import Path
@@ -82,12 +81,9 @@ def count(case: str, contender: str, plans: str) -> Counter[str]:
 
 def _in_a_process(case: str, contender: str, plans: Path, folder: Path | None) -> dict[str, Any]:
     made = environment.environment(CARD, kernels=plans / "kernels")
-    command = [environment.python(folder), "-m", __spec__.name, "--count", case, contender, str(plans)]
-    done = subprocess.run(command, env=made, check=False, capture_output=True, text=True)
-    if done.returncode:
-        return {"failure": done.stderr.strip()[-1500:]}
-    found: dict[str, Any] = json.loads(done.stdout.strip().splitlines()[-1])
-    return found
+    return speed.answered(
+        [environment.python(folder), "-m", __spec__.name, "--count", case, contender, str(plans)], made
+    )
 
 
 if __name__ == "__main__":

@@ -339,6 +339,12 @@ def problems(
             for name, version in ours.items()
             if report.versions.get(name) != version
         ]
+        lines += [
+            f"{host.name} has DeepSpeed {version}, which computes wrong gradients (deepspeed#8224): "
+            "pip install 'deepspeed>=0.19.6'"
+            for version in [report.versions.get("deepspeed", "")]
+            if (0,) < tuple(map(int, re.findall(r"\d+", version)[:3])) < (0, 19, 6)
+        ]
         lines += [f"{host.name} {text}" for text in _shortages(host, report, kind)]
         if nics is not None and not set(nics.split(",")) <= set(report.networks):
             others = ", ".join(report.networks) or "none"

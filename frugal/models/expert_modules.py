@@ -66,9 +66,11 @@ def _run(experts: Any, hidden: Tensor, chosen: Tensor, weights: Tensor) -> Tenso
     num_experts, _, num_tokens = chosen.shape
     expert = torch.where(chosen.any(0), chosen.argmax(0), num_experts)  # those that no expert has room for come last
     by_expert = expert.flatten().argsort(stable=True)
-    # on meta together as many rows, whichever they choose
-    equal = torch.tensor_split(torch.arange(len(by_expert), device="cpu"), num_experts)
-    sizes = list(map(len, equal)) if hidden.is_meta else chosen.sum((1, 2)).tolist()
+    sizes = (
+        list(map(len, torch.tensor_split(torch.arange(len(by_expert), device="cpu"), num_experts)))
+        if hidden.is_meta  # together as many rows, whichever they choose
+        else chosen.sum((1, 2)).tolist()
+    )
     result, dropped = torch.zeros_like(hidden), getattr(experts, "moe_token_dropout", 0)
     for number, places in enumerate(by_expert[: sum(sizes)].split(sizes)):
         choice, token = places // num_tokens, places % num_tokens

@@ -12,18 +12,20 @@ from typing import Any
 
 import pytest
 import torch
+from click.testing import CliRunner
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 from bench.plans import plan_by_hand
 from bench.ranks import Ranks
+from frugal.cli import doctor
+from frugal.config.hardware import local_host
 from frugal.config.request import Request
 from frugal.engine.engine import initialize
 from frugal.errors import RequestError
 from frugal.models.objectives import SummedLoss
 from tests.engine.gradients import SGD, Gradient, applied, relative_error, weights
 
-TINY = str(Path(__file__).parents[1] / "tools" / "check" / "configs" / "tiny-llama.json")
 WIDTH, NUM_SAMPLES = 16, 16
 
 
@@ -178,3 +180,16 @@ def test_a_gradient_that_arrives_twice_is_no_silent_fault(measured: list[dict[st
     assert all("Gradient computed twice" in of_rank[RAISES][2] for of_rank in measured)
     with pytest.raises(RequestError, match="--precision bf16 with --zero-stage 0 is not trained right by DeepSpeed"):
         Request(model="gpt2", seq_len=64, global_batch=8, precision="bf16", zero_stage=0)
+
+
+@pytest.mark.parametrize(
+    ("version", "is_wrong"), [("0.18.4", True), ("0.19.5+cu128", True), ("0.19.6", False), ("none", False)]
+)
+def test_doctor_names_a_version_that_has_them(
+    version: str, is_wrong: bool, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    installed = local_host.versions()
+    monkeypatch.setattr(local_host, "versions", lambda: installed | {"deepspeed": version})
+    told = CliRunner().invoke(doctor.command, ["--device", "cpu", "--out", str(tmp_path)], standalone_mode=False)
+    assert (told.return_value == doctor.NOT_READY) is is_wrong
+    assert (f" has DeepSpeed {version}, which computes wrong gradients (deepspeed#8224)" in told.output) is is_wrong
