@@ -68,8 +68,13 @@ class Ranks:
         """
         if not self._processes:
             self._start()
-        for connection in self._connections:
-            connection.send((function, args, kwargs))
+        try:
+            for connection in self._connections:
+                connection.send((function, args, kwargs))
+        except OSError:
+            ended = [each.poll() if hasattr(each, "poll") else each.exitcode for each in self._processes]
+            self.close()
+            raise AssertionError(f"a rank has died since the call before; exit codes {ended}") from None
         waiting, results = dict(enumerate(self._connections)), dict[int, Any]()
         until = time.monotonic() + timeout
         while waiting:  # whoever answers first: a rank that failed leaves the others waiting for it
