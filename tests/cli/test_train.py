@@ -7,6 +7,7 @@ import shutil
 import signal
 import subprocess
 import time
+from contextlib import suppress
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -187,7 +188,7 @@ def test_ctrl_c_ends_all_ranks_with_130(folder: Path, on_two_ranks: tuple[int, s
     process = in_its_seventh_step(folder, "two")
     process.send_signal(signal.SIGINT)
     _, errors = process.communicate(timeout=60)
-    assert (process.returncode, errors) == (130, "interrupted\n")
+    assert (process.returncode, errors) == (130, "interrupted\n"), errors
     assert (folder / "two" / "checkpoints" / "latest").read_text() == "step-000006\n"
 
 
@@ -208,7 +209,7 @@ def test_a_killed_rank_ends_the_run_and_is_named(folder: Path, on_two_ranks: tup
     shutil.copytree(folder / "two", folder / "killed")
     process = in_its_seventh_step(folder, "killed")
     family = psutil.Process(process.pid).children(recursive=True)
-    next(rank for rank in family if "--local_rank=1" in rank.cmdline()).kill()
+    next(rank for rank in _ranks_of(process) if "--local_rank=1" in rank.cmdline()).kill()
     _, errors = process.communicate(timeout=60)
     assert process.returncode == 128 + signal.SIGKILL
     assert errors.endswith(
@@ -224,13 +225,20 @@ def test_ctrl_c_while_ranks_start_is_an_interrupt_too(folder: Path) -> None:
         command("--plan", "plan2.json", "--data", "text.jsonl", "--steps", 9, "--out", "early"),
         cwd=folder, env=environment(folder), stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True,
     )  # fmt: skip
-    while not (children := psutil.Process(process.pid).children()):
+    while not (ranks := _ranks_of(process)):
         assert process.poll() is None
         time.sleep(0.01)
     process.send_signal(signal.SIGINT)
     _, errors = process.communicate(timeout=60)
-    assert (process.returncode, errors) == (130, "interrupted\n")
-    assert not any(child.is_running() for child in children)
+    assert (process.returncode, errors) == (130, "interrupted\n"), errors
+    assert psutil.wait_procs(ranks, timeout=30)[1] == [], "all have ended"
+
+
+def _ranks_of(process: subprocess.Popen[str]) -> list[psutil.Process]:
+    with suppress(psutil.NoSuchProcess):  # one may end while it is looked at
+        family = psutil.Process(process.pid).children(recursive=True)
+        return [each for each in family if any("--local_rank=" in word for word in each.cmdline())]
+    return []
 
 
 PLANNING = (
