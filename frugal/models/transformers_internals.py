@@ -2,8 +2,9 @@
 resolved or built, those of quantising when it is."""
 
 import functools
+import sys
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import AbstractContextManager, ExitStack, contextmanager
+from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from typing import Any
 from unittest.mock import patch
 
@@ -16,6 +17,10 @@ NAMES = (
     *needed(
         "transformers.masking_utils", "attention masks are always used",
         "sdpa_mask:allow_is_bidirectional_skip", "eager_mask:allow_is_bidirectional_skip",
+    ),
+    *needed(
+        "transformers.masking_utils:AttentionMaskInterface", "loops without frugal's engine have masks of their own",
+        "_global_mapping",
     ),
     *needed("transformers.masking_utils", "packed documents", "find_packed_sequence_indices(position_ids)"),
     *needed(
@@ -76,6 +81,16 @@ def always_use() -> None:
             return _lazy(make, within, options)
 
         AttentionMaskInterface.register(name, with_padding)
+
+
+def as_imported() -> AbstractContextManager[Any]:
+    """Have transformers make masks as without `always_use` inside the `with` block: a loop without frugal's engine may
+    follow one with it in this process."""
+    masking = sys.modules.get("transformers.masking_utils")
+    if masking is None:
+        return nullcontext()
+    own = masking.AttentionMaskInterface._global_mapping
+    return patch.dict(own, sdpa=masking.sdpa_mask, eager=masking.eager_mask)
 
 
 _WITHIN = "frugal_within_documents"

@@ -42,7 +42,7 @@ from frugal.dryrun.messages import DryRun
 from frugal.dryrun.trace.cuda_kernels import kernels_of
 from frugal.dryrun.trace.recorder import not_collected, package_folder
 from frugal.errors import FrugalError, RequestError, first_line
-from frugal.models import factories
+from frugal.models import factories, transformers_internals
 from frugal.models.objectives import required
 from frugal.planning.memory.timeline import FORWARD
 from frugal.tools.own_loop.card import ValuesNeededError, pretended_card
@@ -139,6 +139,7 @@ def dry_runs(load: Callable[[], "Script"], cluster: Cluster, num_steps: int, **b
                 empty_cache=tracker.empty_cache,
             ),
             kernels_of("cuda", tracker.capability),
+            transformers_internals.as_imported(),
             not_collected(),
             register_optimizer_step_post_hook(tracker.stepped),
             pretended_card(tracker, device, capability),
