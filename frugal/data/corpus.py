@@ -47,7 +47,7 @@ from frugal.data.stream.samples import (
 from frugal.distributed import env, exchange, rendezvous
 from frugal.errors import RequestError, failure, refuse
 from frugal.models import resolve
-from frugal.models.spec import ModelSpec
+from frugal.models.spec import ModelSpec, check_sequence_length
 from frugal.planning.plan import Plan
 from frugal.units import GIB
 
@@ -444,6 +444,15 @@ def tokenizer_for(spec: ModelSpec, name: str | None, chat_template: str | None) 
     return tokenizer, words
 
 
+def check_tokenizer(spec: ModelSpec, settings: RunSettings) -> None:
+    """Refuse a tokenizer that does not fit the model, without reading more of the data than a first row.
+
+    Raises: as `tokenizer_for` and `ModelSpec.for_tokenizer`.
+    """
+    if not _of_samples(spec, settings):
+        spec.for_tokenizer(tokenizer_for(spec, settings.tokenizer, settings.chat_template)[0])
+
+
 def lengths_of(
     request: Request, settings: RunSettings, defaults: Collection[str] = ()
 ) -> tuple[Lengths | None, int, int]:
@@ -459,8 +468,11 @@ def lengths_of(
 
     Raises: as `read_samples`.
     """
-    if _of_samples(resolve.resolve_request(request), settings):
+    spec = resolve.resolve_request(request)
+    if _of_samples(spec, settings):
         return None, request.seq_len, request.document_tokens
+    if "seq_len" not in defaults:
+        check_sequence_length(spec, request.seq_len)
     _, corpus = read_training_data(request, settings)
     of_stream = [f"the first {FIRST_ROWS:,} rows of the stream"]
     notes = of_stream if settings.stream else corpus.report.left_out(settings.too_long)

@@ -12,6 +12,7 @@ from frugal import memory_watch
 from frugal.checkpoint import loading, manifest, mirror, random_state, resume_checks, run_folder, saving
 from frugal.checkpoint.progress import Progress
 from frugal.config.learning_rate import Curve
+from frugal.config.request import Request
 from frugal.config.run_settings import RunSettings
 from frugal.data import corpus
 from frugal.data.batches import GlobalBatches
@@ -29,10 +30,36 @@ from frugal.engine.reports.metrics import Log, PlannedMemory
 from frugal.engine.train_step import evaluate, refuse_other_model
 from frugal.errors import RequestError
 from frugal.imports import collected_seldom
-from frugal.models import factories
+from frugal.models import factories, resolve
 from frugal.models.loading import placed
 from frugal.planning.plan import Plan
 from frugal.report import after_run
+
+
+def check(request: Request, settings: RunSettings) -> None:
+    """Refuse, before a plan is computed, what `train` refuses whatever the plan is, and no row of the data decides.
+
+    Raises:
+        RequestError: the model, its tokenizer, or the user's metric or callbacks cannot be trained with.
+    """
+    for reference in filter(None, (settings.metric, *settings.callback)):
+        factories.import_callable(reference)
+    spec = resolve.resolve_request(request)
+    spec.refuse_random_base()
+    corpus.check_tokenizer(spec, settings)
+
+
+def check_schedule(request: Request, settings: RunSettings) -> None:
+    """Refuse, before a plan is computed, a schedule that is longer than the run: the data say how long an epoch is.
+
+    Raises:
+        RequestError: the data cannot be used, or have too few samples.
+    """
+    if settings.steps is None and request.lengths is not None:
+        train, in_samples = corpus.read_training_data(request, settings)[1].train, request.global_tokens is None
+        samples = request.batch_samples if in_samples else None
+        batches = GlobalBatches(train, global_batch=samples, global_tokens=request.global_tokens)
+        settings.schedule.curve(request.scaled_learning_rate, loop.num_steps(batches, settings), settings.warmup)
 
 
 def train(plan: Plan, settings: RunSettings, device: torch.device) -> None:

@@ -122,7 +122,7 @@ def gpu(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> dict[str, int]:
         categories={"parameters": 3 * GIB}, phases={"forward": 3 * GIB}, host_bytes_per_node=GIB, operator="mm",
         phase="forward",
     )  # fmt: skip
-    monkeypatch.setattr(local, "check_machine", lambda plan, port: None)
+    monkeypatch.setattr(local, "check_machine", lambda cluster, port: None)
     monkeypatch.setattr(local, "start", start)
     monkeypatch.setattr(measure.DryRunSource, "dry_runs", lambda *_: [])
     monkeypatch.setattr(measure, "predicted", lambda *_, **__: figures)
