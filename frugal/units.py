@@ -89,17 +89,29 @@ def format_count(number: int) -> str:
     return str(number)
 
 
+def format_number(value: float, decimals: int = 4) -> str:
+    """Return a number with so many decimals, from a million on as a power of ten: `5.3314`, `3.21e+26`, `inf`."""
+    return f"{value:.{decimals}f}" if abs(value) < 1e6 else f"{value:.2e}"
+
+
+def format_rate(value: float) -> str:
+    """Return a number of things a second: `4,148`, `36.4`, `0.126`."""
+    return f"{value:,.0f}" if value >= 100 else f"{value:.3g}"
+
+
 def plural(number: int, noun: str) -> str:
     """Return a count with its noun: `1 GPU`, `4 GPUs`."""
     return f"{number} {noun}" if number == 1 else f"{number} {noun}s"
 
 
 def format_seconds(seconds: float) -> str:
-    """Return a duration as text: `85 ms`, `12.3 s`, `4 min 05 s`, `3 h 20 min`."""
+    """Return a duration as text: `85 ms`, `12.3 s`, `4 min 05 s`, `3 h 20 min`, `11 d 17 h`."""
     if seconds < 1:
         return f"{seconds * 1000:.0f} ms"
     if seconds < 60:
         return f"{seconds:.1f} s"
     if seconds < 3600:
         return f"{int(seconds) // 60} min {int(seconds) % 60:02d} s"
-    return f"{int(seconds) // 3600} h {int(seconds) % 3600 // 60:02d} min"
+    if seconds < 100 * 3600:
+        return f"{int(seconds) // 3600} h {int(seconds) % 3600 // 60:02d} min"
+    return f"{int(seconds) // 86400:,} d {int(seconds) % 86400 // 3600:02d} h"
