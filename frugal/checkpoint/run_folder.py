@@ -5,7 +5,6 @@ checkpoint. What is free is known only here, on each node.
 """
 
 import errno
-import os
 import shutil
 import socket
 import time
@@ -65,20 +64,6 @@ def _refuse_links(out: Path, checkpoints: Path) -> None:
                 raise OSError(errno.ELOOP, f"it is a symbolic link to {appended.readlink()}", str(appended))
         for folder in (out / "logs", checkpoints, out / "model"):
             files.refuse_foreign_link(folder)
-
-
-def check_writable(settings: RunSettings) -> None:
-    """Refuse a run's folder that could not be written to, and make nothing.
-
-    Raises:
-        RequestError: as `make_folder`; CheckpointError, if the run is to be resumed.
-    """
-    with _writing(settings):
-        place = next(each for each in (settings.out, *settings.out.absolute().parents) if each.exists())
-        if not place.is_dir():
-            raise NotADirectoryError(errno.ENOTDIR, os.strerror(errno.ENOTDIR), str(place))
-        with temporary.folder(place, START):
-            pass
 
 
 def make_folder(settings: RunSettings, folder: Path) -> None:

@@ -183,7 +183,6 @@ def _new_plan(job: _Job, *, starts_here: bool) -> Plan:
     request, cluster, defaults = collect(asked, asks_data=False)
     if starts_here:
         local.check_machine(cluster, job.how.master_port)
-        run_folder.check_writable(job.settings)
     if not job.settings.resume:
         silence_libraries()
         from frugal.engine import training  # DeepSpeed and torch take seconds
@@ -191,6 +190,7 @@ def _new_plan(job: _Job, *, starts_here: bool) -> Plan:
         training.check(request, job.settings)
         request = with_data(request, asked, defaults)
         training.check_schedule(request, job.settings)
+    run_folder.make_folder(job.settings, job.settings.out)
     return planned(request, cluster, defaults)
 
 

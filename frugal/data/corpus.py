@@ -200,7 +200,7 @@ def read_samples(plan: Plan, settings: RunSettings) -> RunData:
         RequestError: the data, the tokenizer or the model cannot be used, or nodes have different data.
     """
     spec = resolve.resolve_request(plan.request)
-    if sources := _of_samples(spec, settings):
+    if sources := samples_in(spec, settings):
         return _of_own_rows(spec, sources, settings)
     tokenizer, tokens = tokenizer_for(spec, settings.tokenizer, settings.chat_template)
     how = sample_settings(spec, plan.request, settings)
@@ -231,7 +231,7 @@ def read_samples(plan: Plan, settings: RunSettings) -> RunData:
     )
 
 
-def _of_samples(spec: ModelSpec, settings: RunSettings) -> list[DocumentSource]:
+def samples_in(spec: ModelSpec, settings: RunSettings) -> list[DocumentSource]:
     """Return the sources of a run's data where their rows are samples of its own objective as they are.
 
     Not where they have text, and its samples none. Raises as `read_samples`.
@@ -444,15 +444,6 @@ def tokenizer_for(spec: ModelSpec, name: str | None, chat_template: str | None) 
     return tokenizer, words
 
 
-def check_tokenizer(spec: ModelSpec, settings: RunSettings) -> None:
-    """Refuse a tokenizer that does not fit the model, without reading more of the data than a first row.
-
-    Raises: as `tokenizer_for` and `ModelSpec.for_tokenizer`.
-    """
-    if not _of_samples(spec, settings):
-        spec.for_tokenizer(tokenizer_for(spec, settings.tokenizer, settings.chat_template)[0])
-
-
 def lengths_of(
     request: Request, settings: RunSettings, defaults: Collection[str] = ()
 ) -> tuple[Lengths | None, int, int]:
@@ -469,14 +460,12 @@ def lengths_of(
     Raises: as `read_samples`.
     """
     spec = resolve.resolve_request(request)
-    if _of_samples(spec, settings):
+    if samples_in(spec, settings):
         return None, request.seq_len, request.document_tokens
-    if "seq_len" not in defaults:
-        check_sequence_length(spec, request.seq_len)
+    check_sequence_length(spec, 0 if "seq_len" in defaults else request.seq_len)
     _, corpus = read_training_data(request, settings)
-    of_stream = [f"the first {FIRST_ROWS:,} rows of the stream"]
-    notes = of_stream if settings.stream else corpus.report.left_out(settings.too_long)
-    lengths = lengths_of_corpus(corpus, names_of(settings.data), notes)
+    of_stream = [f"the first {FIRST_ROWS:,} rows of the stream"] * settings.stream
+    lengths = lengths_of_corpus(corpus, names_of(settings.data), of_stream or corpus.report.left_out(settings.too_long))
     longest = max(int(each.lengths.max()) for each in (corpus.train, corpus.validation, *corpus.given) if each)
     is_shorter = "seq_len" in defaults and not settings.stream and 2 * longest <= request.seq_len
     seq_len = -(-longest // 8) * 8 if is_shorter else request.seq_len

@@ -143,9 +143,8 @@ def _train(tracker: Tracker, zero: Zero, objective: Objective, asked: AskDryRun)
 
 _RUNS_A_FORWARD = ("loss_sum", "recompute_fn")  # of an objective, and of torch's activation checkpointing
 _READ_THE_OUTPUT = ("objectives.py",)  # of ours the only file that a model's outputs can make fail
-_RAISED = "raise "  # at the beginning of a line of the model's own code
 _HINTS = {
-    (_RAISED,): (
+    ("raise ",): (
         "the model's own code refuses this: change what it names with --seq-len or in its config.json; if it takes "
         "other inputs or must be made ready first, give a factory, FILE.py:NAME, that returns (module, objective)"
     ),
@@ -176,11 +175,11 @@ def failure_in_forward(model: str, error: Exception) -> RequestError | None:
     is_theirs = isinstance(error, TypesDifferError) or Path(frames[-1].filename).name in _READ_THE_OUTPUT
     if _is_of("frugal", frames[-1]) and not is_theirs:
         return None
-    text = "NotImplementedError" if isinstance(error, NotImplementedError) else str(error)
     because = [first_line(error)]
     theirs = [each for each in frames[runs[0] + 1 :] if not any(_is_of(name, each) for name in _PACKAGES)]
-    if theirs and theirs[-1] is frames[-1] and (theirs[-1].line or "").startswith(_RAISED):
-        text = _RAISED
+    text = "NotImplementedError: " * isinstance(error, NotImplementedError) + str(error)
+    if theirs and theirs[-1] is frames[-1]:
+        text = f"{theirs[-1].line} {text}"  # `raise ...` where the model's own code refuses
     hint = next((hint for words, hint in _HINTS.items() if any(each in text for each in words)), None)
     if theirs:
         because.append(f"{Path(theirs[-1].filename).name}, line {theirs[-1].lineno}, runs `{theirs[-1].line}`")

@@ -46,7 +46,8 @@ def check(request: Request, settings: RunSettings) -> None:
         factories.import_callable(reference)
     spec = resolve.resolve_request(request)
     spec.refuse_random_base()
-    corpus.check_tokenizer(spec, settings)
+    if not corpus.samples_in(spec, settings):
+        spec.for_tokenizer(corpus.tokenizer_for(spec, settings.tokenizer, settings.chat_template)[0])
 
 
 def check_schedule(request: Request, settings: RunSettings) -> None:
@@ -56,9 +57,10 @@ def check_schedule(request: Request, settings: RunSettings) -> None:
         RequestError: the data cannot be used, or have too few samples.
     """
     if settings.steps is None and request.lengths is not None:
-        train, in_samples = corpus.read_training_data(request, settings)[1].train, request.global_tokens is None
-        samples = request.batch_samples if in_samples else None
-        batches = GlobalBatches(train, global_batch=samples, global_tokens=request.global_tokens)
+        batches = GlobalBatches(
+            corpus.read_training_data(request, settings)[1].train, global_tokens=request.global_tokens,
+            global_batch=request.batch_samples if request.global_tokens is None else None,
+        )  # fmt: skip
         settings.schedule.curve(request.scaled_learning_rate, loop.num_steps(batches, settings), settings.warmup)
 
 
@@ -79,7 +81,6 @@ def train(plan: Plan, settings: RunSettings, device: torch.device) -> None:
     with collected_seldom():  # reading brings transformers and datasets along
         data = corpus.read_samples(plan, settings)
     data.spec.refuse_random_base()
-    _check_validation(settings, data)
     batches = _global_batches(plan, settings, data)
     total_steps = loop.num_steps(batches, settings)
     curve = settings.schedule.curve(plan.request.scaled_learning_rate, total_steps, settings.warmup)
@@ -183,17 +184,6 @@ def _global_batches(plan: Plan, settings: RunSettings, data: corpus.RunData) -> 
     if settings.stream:
         return StreamBatches(data.training, plan.model.task, global_batch=samples, global_tokens=tokens)
     return GlobalBatches(data.training, global_batch=samples, global_tokens=tokens, seed=settings.seed)
-
-
-def _check_validation(settings: RunSettings, data: corpus.RunData) -> None:
-    asked = {"--metric": settings.metric, "--patience": settings.patience, "--best": settings.best}
-    flag = next((flag for flag, value in asked.items() if value), None)
-    if flag is not None and len(data.validation) == 0:
-        raise RequestError(
-            f"{flag} was given, and no sample is kept for validation",
-            because=f"--validation-data is {', '.join(settings.validation_data)}",
-            hint="give validation data, or a larger part of the data",
-        )
 
 
 def _start(

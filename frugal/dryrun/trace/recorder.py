@@ -48,8 +48,6 @@ from frugal.planning.memory.timeline import (
 )
 from frugal.torch_internals import tensors_in
 
-_name_of = functools.cache(str)  # of operators, which make theirs anew each time
-
 AUTOGRAD, DEEPSPEED, MODEL = "autograd", "DeepSpeed", "model"
 
 
@@ -314,7 +312,7 @@ class Tracker(StorageWatch):
             self._timeline.events.append(index)
 
     def _record(self, size_bytes: int, category: int, operator: Any) -> int:
-        return self._timeline.born(size_bytes, category, _name_of(operator), self._running[-1])
+        return self._timeline.born(size_bytes, category, str(operator), self._running[-1])
 
     # Slices
 
