@@ -112,5 +112,5 @@ def format_seconds(seconds: float) -> str:
         return f"{seconds:.1f} s"
     if seconds < 3600:
         return f"{int(seconds) // 60} min {int(seconds) % 60:02d} s"
-    in_hours = f"{int(seconds) // 3600} h {int(seconds) % 3600 // 60:02d} min"
-    return in_hours if seconds < 360_000 else f"{int(seconds) // 86400:,} d {int(seconds) % 86400 // 3600:02d} h"
+    days, hours = divmod(int(seconds) // 3600, 24)
+    return f"{days:,} d {hours:02d} h" if days > 4 else f"{24 * days + hours} h {int(seconds) % 3600 // 60:02d} min"

@@ -5,6 +5,7 @@
 """
 
 from collections.abc import Callable, Generator, Iterable, Mapping, Sequence
+from contextlib import nullcontext
 from pathlib import Path
 from typing import Any, get_args
 
@@ -257,9 +258,7 @@ def collect(settings: Mapping[str, Any], *, asks_data: bool = True) -> tuple[Req
 def with_data(request: Request, settings: Mapping[str, Any], defaults: tuple[str, ...]) -> Request:
     """Return the request with the lengths of the data that settings name, if any. Raises as `collect`."""
     samples = {name: settings[name] for name in SAMPLE_NAMES if name in settings}
-    if not samples:
-        return request
-    with waiting("tokenising the data"):
+    with waiting("tokenising the data") if samples else nullcontext():
         return with_lengths(request, samples, defaults)
 
 

@@ -467,14 +467,13 @@ def lengths_of(
     of_stream = [f"the first {FIRST_ROWS:,} rows of the stream"] * settings.stream
     lengths = lengths_of_corpus(corpus, names_of(settings.data), of_stream or corpus.report.left_out(settings.too_long))
     longest = max(int(each.lengths.max()) for each in (corpus.train, corpus.validation, *corpus.given) if each)
-    is_shorter = "seq_len" in defaults and not settings.stream and 2 * longest <= request.seq_len
-    seq_len = -(-longest // 8) * 8 if is_shorter else request.seq_len
+    is_kept = "seq_len" not in defaults or settings.stream or 2 * longest > request.seq_len
+    seq_len = request.seq_len if is_kept else -(-longest // 8) * 8
     packs: list[Any] = [
         getattr(part, "most_documents", None) for part in getattr(corpus.train, "parts", [corpus.train])
     ]
-    if "document_tokens" not in defaults or None in packs:  # samples are not packed, or it is not known
-        return lengths, seq_len, request.document_tokens
-    return lengths, seq_len, _document_tokens(seq_len // max(packs))
+    is_given = "document_tokens" not in defaults or None in packs  # None: samples are not packed, or it is not known
+    return lengths, seq_len, request.document_tokens if is_given else _document_tokens(seq_len // max(packs))
 
 
 def _document_tokens(mean: int) -> int:

@@ -143,10 +143,9 @@ def together(problems: Sequence[RequestError], more: Sequence[str] = ()) -> Requ
         *more,
     ]
     hints = (*(each.hint for each in problems), f"of rows: {REPAIR}" if more else None)
-    left = len(lines) - _MOST_SAID
     return RequestError(
         f"the data has {plural(len(lines), 'problem')}",
-        because=[*lines[:_MOST_SAID], *([f"of {left:,} more"] if left > 0 else [])],
+        because=[*lines[:_MOST_SAID], *([f"of {left:,} more"] if (left := len(lines) - _MOST_SAID) > 0 else [])],
         hint="\nhint: ".join([*dict.fromkeys(filter(None, hints))][:_MOST_SAID]) or None,
     )
 
