@@ -256,8 +256,8 @@ def _of_own_rows(spec: ModelSpec, sources: Sequence[DocumentSource], settings: R
         _chain(map(rows_of, each)) if each else ()
         for each in (sources, *(find_sources(names) if names else () for names in evaluated))
     )
-    count, every = min(len(rows), settings.limit or len(rows)), round(1 / (settings.validation_fraction or 1))
-    held = range(0, count, every) if every > 1 and not settings.validation_files else range(0)
+    count, fraction = min(len(rows), settings.limit or len(rows)), settings.validation_fraction
+    held = range(0, count, max(2, round(1 / fraction))) if fraction else range(0)
     fingerprints = {source.name: source.fingerprint for source in sources}
     whole = hashlib.sha256(json.dumps(fingerprints).encode()).hexdigest()
     provenance = Provenance.of(fingerprints, {"limit": settings.limit}, whole, documents=count, samples=count)

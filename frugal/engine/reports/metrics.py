@@ -329,9 +329,9 @@ class Log(logging.Handler):
             perplexity=evaluation.perplexity, targets=evaluation.targets, samples=evaluation.samples,
             reserved_bytes=self.reserved_bytes, **values, **measured,
         )  # fmt: skip
+        # of a loss with one target a sample, such as of classes or images, it says nothing
         perplexity = f"  perplexity {format_number(evaluation.perplexity, 2)}" * (
-            evaluation.targets
-            > evaluation.samples  # of one target a sample, such as a class or an image, it says nothing
+            evaluation.targets > evaluation.samples
         )
         numbers = "".join(f"  {name} {value:.4g}" for name, value in evaluation.metrics.items())
         self.say(
