@@ -17,6 +17,7 @@ import pytest
 from bench.plans import plan_by_hand
 from bench.recordings import shared
 from frugal.cli import measure, run
+from frugal.config.adapters import Lora
 from frugal.config.hardware import local_host
 from frugal.config.hardware.cluster import Node
 from frugal.dryrun.compare import Figures, Measurement, SharedRow, _numbers
@@ -71,6 +72,18 @@ def test_two_ranks_take_what_was_planned_and_it_is_recorded(tmp_path: Path) -> N
         live = accumulate(entry["size"] if entry["action"] == "alloc" else -entry["size"] for entry in entries)
         peaks.append(max(live))
     assert peaks == [found["predicted"]["peak_allocated_bytes"], found["peak_allocated_bytes"]]
+
+
+def test_adapters_of_a_quantised_base_are_measured_on_a_cpu_rank(tmp_path: Path) -> None:
+    (tmp_path / "config.json").write_text(json.dumps(CONFIG | {"n_layer": 1}))
+    request = {"model": "config.json", "seq_len": 32, "lora": Lora(rank=2, alpha=4.0), "quantize": "nf4"}
+    plan = plan_by_hand(world_size=1, global_batch=4, micro_batch=4, zero_stage=2, request=request)
+    (tmp_path / "plan.json").write_bytes(plan.to_json())
+    command = [sys.executable, "-m", "frugal", "measure", "plan.json", "--json"]
+    done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, timeout=300)
+    assert done.returncode == 0, done.stderr
+    found = json.loads(done.stdout)
+    assert found["predicted"]["peak_allocated_bytes"] == pytest.approx(found["peak_allocated_bytes"], rel=0.005)
 
 
 def test_a_shared_row_has_no_word_that_a_user_chose(gpu: dict[str, int]) -> None:
