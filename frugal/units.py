@@ -105,12 +105,11 @@ def plural(number: int, noun: str) -> str:
 
 
 def format_seconds(seconds: float) -> str:
-    """Return a duration as text: `85 ms`, `12.3 s`, `4 min 05 s`, `3 h 20 min`, `11 d 17 h`."""
+    """Return a duration as text: `85 ms`, `12.3 s`, `4 min 05 s`, `3 h 20 min`."""
     if seconds < 1:
         return f"{seconds * 1000:.0f} ms"
     if seconds < 60:
         return f"{seconds:.1f} s"
     if seconds < 3600:
         return f"{int(seconds) // 60} min {int(seconds) % 60:02d} s"
-    days, hours = divmod(int(seconds) // 3600, 24)
-    return f"{days:,} d {hours:02d} h" if days > 4 else f"{24 * days + hours} h {int(seconds) % 3600 // 60:02d} min"
+    return f"{int(seconds) // 3600:,} h {int(seconds) % 3600 // 60:02d} min"

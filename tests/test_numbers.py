@@ -31,8 +31,7 @@ def test_a_rate_is_never_printed_as_nothing(value: float) -> None:
 
 @pytest.mark.parametrize(
     ("seconds", "text"),
-    [(0.0845, "84 ms"), (12.34, "12.3 s"), (245, "4 min 05 s"), (12_000, "3 h 20 min"), (431_999, "119 h 59 min"),
-     (432_000, "5 d 00 h"), (1_011_600, "11 d 17 h"), (4e9, "46,296 d 07 h")],
+    [(0.0845, "84 ms"), (12.34, "12.3 s"), (245, "4 min 05 s"), (12_000, "3 h 20 min"), (4e9, "1,111,111 h 06 min")],
 )  # fmt: skip
 def test_durations(seconds: float, text: str) -> None:
     assert format_seconds(seconds) == text

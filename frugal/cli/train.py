@@ -183,6 +183,14 @@ def _new_plan(job: _Job, *, starts_here: bool) -> Plan:
     request, cluster, defaults = collect(asked, asks_data=False)
     if starts_here:
         local.check_machine(cluster, job.how.master_port)
+        # not Path.exists, which fails where we may not look
+        out = next(filter(os.path.exists, (job.settings.out, *job.settings.out.absolute().parents)))
+        refuse((
+            not os.access(out, os.W_OK | os.X_OK),
+            f"cannot write to {job.settings.out}",
+            f"{out} is no folder that may be written to",
+            "see to it that it can be written, or choose another folder with --out",
+        ))  # fmt: skip
     if not job.settings.resume:
         silence_libraries()
         from frugal.engine import training  # DeepSpeed and torch take seconds
@@ -190,7 +198,6 @@ def _new_plan(job: _Job, *, starts_here: bool) -> Plan:
         training.check(request, job.settings)
         request = with_data(request, asked, defaults)
         training.check_schedule(request, job.settings)
-    run_folder.make_folder(job.settings, job.settings.out)
     return planned(request, cluster, defaults)
 
 

@@ -142,11 +142,11 @@ def together(problems: Sequence[RequestError], more: Sequence[str] = ()) -> Requ
         *(f"{each.what} ({'; '.join(each.because)})" if each.because else each.what for each in problems),
         *more,
     ]
-    hints = (*(each.hint for each in problems), f"of rows: {REPAIR}" if more else None)
+    hints = dict.fromkeys([*filter(None, (each.hint for each in problems)), *[f"of rows: {REPAIR}"] * bool(more)])
     return RequestError(
         f"the data has {plural(len(lines), 'problem')}",
         because=[*lines[:_MOST_SAID], *([f"of {left:,} more"] if (left := len(lines) - _MOST_SAID) > 0 else [])],
-        hint="\nhint: ".join([*dict.fromkeys(filter(None, hints))][:_MOST_SAID]) or None,
+        hint="\nhint: ".join([*hints][:_MOST_SAID]) or None,
     )
 
 

@@ -330,12 +330,12 @@ class Log(logging.Handler):
             reserved_bytes=self.reserved_bytes, **values, **measured,
         )  # fmt: skip
         # of a loss with one target a sample, such as of classes or images, it says nothing
-        perplexity = f"  perplexity {format_number(evaluation.perplexity, 2)}" * (
-            evaluation.targets > evaluation.samples
+        numbers = "".join(
+            [f"  perplexity {format_number(evaluation.perplexity, 2)}"] * (evaluation.targets > evaluation.samples)
+            + [f"  {name} {value:.4g}" for name, value in evaluation.metrics.items()]
         )
-        numbers = "".join(f"  {name} {value:.4g}" for name, value in evaluation.metrics.items())
         self.say(
-            f"step {step}/{self._total_steps}  {of} loss {format_number(evaluation.loss)}{perplexity}{numbers}"
+            f"step {step}/{self._total_steps}  {of} loss {format_number(evaluation.loss)}{numbers}"
             f"  ({evaluation.samples} samples)"
         )
 
