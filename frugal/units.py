@@ -89,6 +89,16 @@ def format_count(number: int) -> str:
     return str(number)
 
 
+def format_number(value: float, decimals: int = 4) -> str:
+    """Return a number with so many decimals, from a million on as a power of ten: `5.3314`, `3.21e+26`, `inf`."""
+    return f"{value:.{decimals}f}" if abs(value) < 1e6 else f"{value:.2e}"
+
+
+def format_rate(value: float) -> str:
+    """Return a number of things a second: `4,148`, `36.4`, `0.126`."""
+    return f"{value:,.0f}" if value >= 100 else f"{value:.3g}"
+
+
 def plural(number: int, noun: str) -> str:
     """Return a count with its noun: `1 GPU`, `4 GPUs`."""
     return f"{number} {noun}" if number == 1 else f"{number} {noun}s"
@@ -102,4 +112,4 @@ def format_seconds(seconds: float) -> str:
         return f"{seconds:.1f} s"
     if seconds < 3600:
         return f"{int(seconds) // 60} min {int(seconds) % 60:02d} s"
-    return f"{int(seconds) // 3600} h {int(seconds) % 3600 // 60:02d} min"
+    return f"{int(seconds) // 3600:,} h {int(seconds) % 3600 // 60:02d} min"

@@ -105,7 +105,7 @@ def checkpoints_in(folder: Path) -> list[Path]:
     """
     entries: list[Path] = []
     failing = file_errors.failure(f"cannot look for checkpoints in {folder}", folder, raises=CheckpointError)
-    with failing, suppress(FileNotFoundError):
+    with failing, suppress(FileNotFoundError, NotADirectoryError):
         entries = list(folder.iterdir())
     steps = {entry: step for entry in entries if (step := step_of(entry.name)) is not None}
     paths = sorted(steps, key=lambda path: (-steps[path], path.suffix))

@@ -125,7 +125,7 @@ def _measured(
             because="only the caching allocator of a GPU can be given less memory than there is",
             hint="leave --capped out",
         )
-    local.check_machine(plan, None)
+    local.check_machine(plan.cluster, None)
     with closing(workers()) as pool:
         with waiting(f"dry-running {model}"), DryRunSource(plan.request, plan.cluster, pool=pool) as source:
             dry_runs = source.dry_runs(plan.strategy, plan.batch.largest_micro_batch, plan.batch.accumulation_steps)

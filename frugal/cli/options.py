@@ -5,6 +5,7 @@
 """
 
 from collections.abc import Callable, Generator, Iterable, Mapping, Sequence
+from contextlib import nullcontext
 from pathlib import Path
 from typing import Any, get_args
 
@@ -251,11 +252,14 @@ def collect(settings: Mapping[str, Any], *, asks_data: bool = True) -> tuple[Req
     is_described = is_described or "," in str(asked.get("mem", "")) or asked.get("device", "cuda") != "cuda"
     asked, calibration, unnamed = with_devices(asked, None if is_described else this_machine(asked.get("gpus")))
     request, cluster, defaults = understand(asked, calibration, unnamed)
+    return with_data(request, settings, defaults) if asks_data else request, cluster, defaults
+
+
+def with_data(request: Request, settings: Mapping[str, Any], defaults: tuple[str, ...]) -> Request:
+    """Return the request with the lengths of the data that settings name, if any. Raises as `collect`."""
     samples = {name: settings[name] for name in SAMPLE_NAMES if name in settings}
-    if asks_data and samples:
-        with waiting("tokenising the data"):
-            request = with_lengths(request, samples, defaults)
-    return request, cluster, defaults
+    with waiting("tokenising the data") if samples else nullcontext():
+        return with_lengths(request, samples, defaults)
 
 
 Here = tuple[dict[str, Any], str | None, Card]

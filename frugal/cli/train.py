@@ -10,8 +10,7 @@ from typing import Any
 
 import click
 
-from frugal.checkpoint import manifest
-from frugal.checkpoint.run_folder import holds_a_run
+from frugal.checkpoint import manifest, run_folder
 from frugal.cli.options import (
     SettingsCommand,
     collect,
@@ -21,6 +20,7 @@ from frugal.cli.options import (
     planning_flags,
     read_plan,
     read_settings,
+    with_data,
 )
 from frugal.cli.terminal import show_verdict
 from frugal.config.hardware import cuda_allocator
@@ -86,7 +86,7 @@ def command(plan_path: Path | None, printed: commands.Launcher | None, preview: 
         trackers.check(job.settings.track)
     if plan is None:
         with shared_workers():
-            plan = _new_plan(job)
+            plan = _new_plan(job, starts_here=printed is None and not job.hosts)
             show_verdict(plan, err=printed is not None)
             click.echo(err=printed is not None)
         if printed is not None:
@@ -153,7 +153,7 @@ def _job(values: dict[str, Any]) -> _Job:
             raise CheckpointError(f"there is no checkpoint in {settings.checkpoints}", hint="start without --resume")
         settings = build(RunSettings, merged(earlier_settings(settings.out), asked))
     elif newest is not None:
-        raise holds_a_run(settings.out, newest)
+        raise run_folder.holds_a_run(settings.out, newest)
     return _Job(values=values, asked=asked, settings=settings, how=how, hosts=named)
 
 
@@ -170,9 +170,9 @@ def _given_plan(job: _Job, path: Path | None) -> Plan | None:
     return None if is_for_others else plan
 
 
-def _new_plan(job: _Job) -> Plan:
+def _new_plan(job: _Job, *, starts_here: bool) -> Plan:
     """Return a new plan; that of a run that is resumed keeps the request, and the devices where nothing is said of
-    them."""
+    them. What the run would refuse anyhow is refused before a second of planning is spent."""
     asked, earlier = job.asked, job.settings.out / PLAN
     if job.settings.resume and earlier.exists():
         before = Plan.read(earlier)
@@ -180,7 +180,25 @@ def _new_plan(job: _Job) -> Plan:
         if settings_of(ClusterSettings).keys().isdisjoint(job.asked):  # on the same devices
             request, defaults = requested(asked)
             return planned(request, before.cluster, defaults)
-    return planned(*collect(asked, asks_data=not job.settings.resume))
+    request, cluster, defaults = collect(asked, asks_data=False)
+    if starts_here:
+        local.check_machine(cluster, job.how.master_port)
+        # not Path.exists, which fails where we may not look
+        out = next(filter(os.path.exists, (job.settings.out, *job.settings.out.absolute().parents)))
+        refuse((
+            not os.access(out, os.W_OK | os.X_OK),
+            f"cannot write to {job.settings.out}",
+            f"{out} is no folder that may be written to",
+            "see to it that it can be written, or choose another folder with --out",
+        ))  # fmt: skip
+    if not job.settings.resume:
+        silence_libraries()
+        from frugal.engine import training  # DeepSpeed and torch take seconds
+
+        training.check(request, job.settings)
+        request = with_data(request, asked, defaults)
+        training.check_schedule(request, job.settings)
+    return planned(request, cluster, defaults)
 
 
 def _trained(plan: Plan) -> dict[str, Any]:
@@ -197,7 +215,7 @@ def _start(job: _Job, plan: Plan) -> int:
         plan_for = partial(_plan_on, job, before=plan) if job.how.elastic else None
         on = hosts.RestartableHosts(plan, job.hosts, settings, port, plan_for)
         return restart.supervise(on.start, plan, settings, restarts, on.plan_for_restart)
-    local.check_machine(plan, port)
+    local.check_machine(plan.cluster, port)
     if plan.batch.world_size == 1 and not restarts:
         run(plan, settings)
         return 0

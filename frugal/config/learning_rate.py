@@ -133,7 +133,7 @@ class Schedule:
             decay_steps=math.ceil(ratio * total) if self.name == "warmup_stable_decay" else 0,
             power=1.0 if self.power is None else self.power,
         )  # fmt: skip
-        flag = "--steps" if self.steps is None else "`steps` of --schedule"
+        whole = f"the {total} steps of the run" if self.steps is None else f"`steps` of --schedule, {total}"
         refuse(
             (
                 total < steps and not self.min_lr_ratio and self.name not in ENDLESS,
@@ -143,13 +143,13 @@ class Schedule:
             ),
             (
                 curve.warmup_steps > total,
-                f"--warmup {curve.warmup_steps} is more than {flag} {total}",
+                f"--warmup {curve.warmup_steps} is more than {whole}",
                 "the learning rate would never reach its peak",
-                None,
+                "give --warmup a part, such as 5%",
             ),
             (
                 curve.warmup_steps + curve.decay_steps > total,
-                f"{curve.warmup_steps} steps of warmup and {curve.decay_steps} of decay are more than {flag} {total}",
+                f"{curve.warmup_steps} steps of warmup and {curve.decay_steps} of decay are more than {whole}",
                 "the learning rate would fall before it has reached its peak",
                 "shorten --warmup or `decay-ratio`",
             ),

@@ -73,8 +73,8 @@ class Request:
         "model and batch", least=1,
     )  # fmt: skip
     seq_len: int = setting(
-        1024, "Maximum tokens per sample (for pairs: of the longer side). 128k is 131072.", "model and batch", least=1,
-        is_first=True, kind=LENGTH,
+        1024, "Maximum tokens per sample (for pairs: of the longer side). 4k is 4096 here, and 4000 in other counts.",
+        "model and batch", least=1, is_first=True, kind=LENGTH,
     )  # fmt: skip
     max_tokens_per_gpu: int | None = setting(
         None,

@@ -230,6 +230,12 @@ class RunSettings:
                 None,
             ),
             (
+                flag is not None and not self.validation_files and not self.validation_fraction,
+                f"{flag} was given, and no sample is kept for validation",
+                f"--validation-data is {', '.join(self.validation_data)}",
+                "give validation data, or a part of the data such as 5%",
+            ),
+            (
                 self.patience is not None and self.eval_every is None,
                 "--patience was given without --eval-every",
                 "the only evaluation is at the end",

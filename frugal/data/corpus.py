@@ -47,7 +47,7 @@ from frugal.data.stream.samples import (
 from frugal.distributed import env, exchange, rendezvous
 from frugal.errors import RequestError, failure, refuse
 from frugal.models import resolve
-from frugal.models.spec import ModelSpec
+from frugal.models.spec import ModelSpec, check_sequence_length
 from frugal.planning.plan import Plan
 from frugal.units import GIB
 
@@ -200,7 +200,7 @@ def read_samples(plan: Plan, settings: RunSettings) -> RunData:
         RequestError: the data, the tokenizer or the model cannot be used, or nodes have different data.
     """
     spec = resolve.resolve_request(plan.request)
-    if sources := _of_samples(spec, settings):
+    if sources := samples_in(spec, settings):
         return _of_own_rows(spec, sources, settings)
     tokenizer, tokens = tokenizer_for(spec, settings.tokenizer, settings.chat_template)
     how = sample_settings(spec, plan.request, settings)
@@ -231,7 +231,7 @@ def read_samples(plan: Plan, settings: RunSettings) -> RunData:
     )
 
 
-def _of_samples(spec: ModelSpec, settings: RunSettings) -> list[DocumentSource]:
+def samples_in(spec: ModelSpec, settings: RunSettings) -> list[DocumentSource]:
     """Return the sources of a run's data where their rows are samples of its own objective as they are.
 
     Not where they have text, and its samples none. Raises as `read_samples`.
@@ -256,8 +256,8 @@ def _of_own_rows(spec: ModelSpec, sources: Sequence[DocumentSource], settings: R
         _chain(map(rows_of, each)) if each else ()
         for each in (sources, *(find_sources(names) if names else () for names in evaluated))
     )
-    count, every = min(len(rows), settings.limit or len(rows)), round(1 / (settings.validation_fraction or 1))
-    held = range(0, count, every) if every > 1 and not settings.validation_files else range(0)
+    count, fraction = min(len(rows), settings.limit or len(rows)), settings.validation_fraction
+    held = range(0, count, max(2, round(1 / fraction))) if fraction else range(0)
     fingerprints = {source.name: source.fingerprint for source in sources}
     whole = hashlib.sha256(json.dumps(fingerprints).encode()).hexdigest()
     provenance = Provenance.of(fingerprints, {"limit": settings.limit}, whole, documents=count, samples=count)
@@ -459,21 +459,21 @@ def lengths_of(
 
     Raises: as `read_samples`.
     """
-    if _of_samples(resolve.resolve_request(request), settings):
+    spec = resolve.resolve_request(request)
+    if samples_in(spec, settings):
         return None, request.seq_len, request.document_tokens
+    check_sequence_length(spec, 0 if "seq_len" in defaults else request.seq_len)
     _, corpus = read_training_data(request, settings)
-    of_stream = [f"the first {FIRST_ROWS:,} rows of the stream"]
-    notes = of_stream if settings.stream else corpus.report.left_out(settings.too_long)
-    lengths = lengths_of_corpus(corpus, names_of(settings.data), notes)
+    of_stream = [f"the first {FIRST_ROWS:,} rows of the stream"] * settings.stream
+    lengths = lengths_of_corpus(corpus, names_of(settings.data), of_stream or corpus.report.left_out(settings.too_long))
     longest = max(int(each.lengths.max()) for each in (corpus.train, corpus.validation, *corpus.given) if each)
-    is_shorter = "seq_len" in defaults and not settings.stream and 2 * longest <= request.seq_len
-    seq_len = -(-longest // 8) * 8 if is_shorter else request.seq_len
+    is_kept = "seq_len" not in defaults or settings.stream or 2 * longest > request.seq_len
+    seq_len = request.seq_len if is_kept else -(-longest // 8) * 8
     packs: list[Any] = [
         getattr(part, "most_documents", None) for part in getattr(corpus.train, "parts", [corpus.train])
     ]
-    if "document_tokens" not in defaults or None in packs:  # samples are not packed, or it is not known
-        return lengths, seq_len, request.document_tokens
-    return lengths, seq_len, _document_tokens(seq_len // max(packs))
+    is_given = "document_tokens" not in defaults or None in packs  # None: samples are not packed, or it is not known
+    return lengths, seq_len, request.document_tokens if is_given else _document_tokens(seq_len // max(packs))
 
 
 def _document_tokens(mean: int) -> int:

@@ -13,6 +13,9 @@ from frugal.units import plural
 NAMED = 10
 """Files and rows that a report names at most."""
 
+REPAIR = "repair them, or leave them out with --skip-bad-rows"
+"""The hint of rows that cannot be read."""
+
 _SHOWN = 3  # in a message
 
 _OF_TEXT = tuple(
@@ -116,7 +119,7 @@ class BuildReport:
                     *self.first_bad,
                     *([f"of {more:,} more"] if (more := self.bad_rows - len(self.first_bad)) else []),
                 ],
-                hint="repair them, or leave them out with --skip-bad-rows",
+                hint=REPAIR,
             )
         if self.masked_rows and not skip_bad_rows:
             raise RequestError(

@@ -30,6 +30,7 @@ from typing import Any, NoReturn, Self, TypeVar
 import platformdirs
 
 from frugal import files, storages
+from frugal.data.report import REPAIR
 from frugal.data.rows import (
     SUFFIXES,
     BadRow,
@@ -134,18 +135,18 @@ def all_or_problems(results: Iterable[Result | RequestError]) -> list[Result]:
 
 
 def together(problems: Sequence[RequestError], more: Sequence[str] = ()) -> RequestError:
-    """Return one error of several, and of rows that cannot be read: a line each, and the first way out."""
+    """Return one error of several, and of rows that cannot be read: a line each, and each way out once."""
     if len(problems) == 1 and not more:
         return problems[0]
     lines = [
         *(f"{each.what} ({'; '.join(each.because)})" if each.because else each.what for each in problems),
         *more,
     ]
-    left = len(lines) - _MOST_SAID
+    hints = dict.fromkeys([*filter(None, (each.hint for each in problems)), *[f"of rows: {REPAIR}"] * bool(more)])
     return RequestError(
         f"the data has {plural(len(lines), 'problem')}",
-        because=[*lines[:_MOST_SAID], *([f"of {left:,} more"] if left > 0 else [])],
-        hint=next((each.hint for each in problems if each.hint), None),
+        because=[*lines[:_MOST_SAID], *([f"of {left:,} more"] if (left := len(lines) - _MOST_SAID) > 0 else [])],
+        hint="\nhint: ".join([*hints][:_MOST_SAID]) or None,
     )
 
 

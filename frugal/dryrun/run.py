@@ -144,6 +144,10 @@ def _train(tracker: Tracker, zero: Zero, objective: Objective, asked: AskDryRun)
 _RUNS_A_FORWARD = ("loss_sum", "recompute_fn")  # of an objective, and of torch's activation checkpointing
 _READ_THE_OUTPUT = ("objectives.py",)  # of ours the only file that a model's outputs can make fail
 _HINTS = {
+    ("\nraise ",): (
+        "the model's own code refuses this: change what it names with --seq-len or in its config.json; if it takes "
+        "other inputs or must be made ready first, give a factory, FILE.py:NAME, that returns (module, objective)"
+    ),
     ("NotImplementedError", "meta tensor", "Meta tensor", "meta device", "register_meta"): (
         "a dry run knows shapes, not values: tensors that depend on values must come with the batch"
     ),
@@ -159,7 +163,7 @@ _HINTS = {
         "frugal.SummedLoss(loss, example=...)"
     ),
 }
-"""Hints by words of an error; the last, whatever it says."""
+"""Hints by words of an error, the first where the model's own code raises it; the last, whatever it says."""
 
 
 def failure_in_forward(model: str, error: Exception) -> RequestError | None:
@@ -171,10 +175,11 @@ def failure_in_forward(model: str, error: Exception) -> RequestError | None:
     is_theirs = isinstance(error, TypesDifferError) or Path(frames[-1].filename).name in _READ_THE_OUTPUT
     if _is_of("frugal", frames[-1]) and not is_theirs:
         return None
-    text = "NotImplementedError" if isinstance(error, NotImplementedError) else str(error)
-    hint = next((hint for words, hint in _HINTS.items() if any(each in text for each in words)), None)
     because = [first_line(error)]
     theirs = [each for each in frames[runs[0] + 1 :] if not any(_is_of(name, each) for name in _PACKAGES)]
+    is_refused = theirs[-1:] == frames[-1:] and (frames[-1].line or "").startswith("raise ")
+    text = "\nraise " * is_refused + "NotImplementedError: " * isinstance(error, NotImplementedError) + str(error)
+    hint = next((hint for words, hint in _HINTS.items() if any(each in text for each in words)), None)
     if theirs:
         because.append(f"{Path(theirs[-1].filename).name}, line {theirs[-1].lineno}, runs `{theirs[-1].line}`")
     return RequestError(f"the forward of {model} fails in a dry run", because=because, hint=hint)

@@ -12,6 +12,7 @@ from frugal import memory_watch
 from frugal.checkpoint import loading, manifest, mirror, random_state, resume_checks, run_folder, saving
 from frugal.checkpoint.progress import Progress
 from frugal.config.learning_rate import Curve
+from frugal.config.request import Request
 from frugal.config.run_settings import RunSettings
 from frugal.data import corpus
 from frugal.data.batches import GlobalBatches
@@ -29,10 +30,37 @@ from frugal.engine.reports.metrics import Log, PlannedMemory
 from frugal.engine.train_step import evaluate, refuse_other_model
 from frugal.errors import RequestError
 from frugal.imports import collected_seldom
-from frugal.models import factories
+from frugal.models import factories, resolve
 from frugal.models.loading import placed
 from frugal.planning.plan import Plan
 from frugal.report import after_run
+
+
+def check(request: Request, settings: RunSettings) -> None:
+    """Refuse, before a plan is computed, what `train` refuses whatever the plan is, and no row of the data decides.
+
+    Raises:
+        RequestError: the model, its tokenizer, or the user's metric or callbacks cannot be trained with.
+    """
+    list(map(factories.import_callable, filter(None, (settings.metric, *settings.callback))))
+    spec = resolve.resolve_request(request)
+    spec.refuse_random_base()
+    if not corpus.samples_in(spec, settings):
+        spec.for_tokenizer(corpus.tokenizer_for(spec, settings.tokenizer, settings.chat_template)[0])
+
+
+def check_schedule(request: Request, settings: RunSettings) -> None:
+    """Refuse, before a plan is computed, a schedule that is longer than the run: the data say how long an epoch is.
+
+    Raises:
+        RequestError: the data cannot be used, or have too few samples.
+    """
+    if settings.steps is None and request.lengths is not None:
+        batches = GlobalBatches(
+            corpus.read_training_data(request, settings)[1].train, global_tokens=request.global_tokens,
+            global_batch=request.batch_samples if request.global_tokens is None else None,
+        )  # fmt: skip
+        settings.schedule.curve(request.scaled_learning_rate, loop.num_steps(batches, settings), settings.warmup)
 
 
 def train(plan: Plan, settings: RunSettings, device: torch.device) -> None:
@@ -52,7 +80,6 @@ def train(plan: Plan, settings: RunSettings, device: torch.device) -> None:
     with collected_seldom():  # reading brings transformers and datasets along
         data = corpus.read_samples(plan, settings)
     data.spec.refuse_random_base()
-    _check_validation(settings, data)
     batches = _global_batches(plan, settings, data)
     total_steps = loop.num_steps(batches, settings)
     curve = settings.schedule.curve(plan.request.scaled_learning_rate, total_steps, settings.warmup)
@@ -156,17 +183,6 @@ def _global_batches(plan: Plan, settings: RunSettings, data: corpus.RunData) -> 
     if settings.stream:
         return StreamBatches(data.training, plan.model.task, global_batch=samples, global_tokens=tokens)
     return GlobalBatches(data.training, global_batch=samples, global_tokens=tokens, seed=settings.seed)
-
-
-def _check_validation(settings: RunSettings, data: corpus.RunData) -> None:
-    asked = {"--metric": settings.metric, "--patience": settings.patience, "--best": settings.best}
-    flag = next((flag for flag, value in asked.items() if value), None)
-    if flag is not None and len(data.validation) == 0:
-        raise RequestError(
-            f"{flag} was given, and no sample is kept for validation",
-            because=f"--validation-data is {', '.join(settings.validation_data)}",
-            hint="give validation data, or a larger part of the data",
-        )
 
 
 def _start(

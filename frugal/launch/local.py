@@ -7,7 +7,7 @@ from functools import partial
 from frugal import temporary
 from frugal.checkpoint.run_folder import START, make_folder
 from frugal.config.hardware import cuda_allocator
-from frugal.config.hardware.cluster import DeviceKind
+from frugal.config.hardware.cluster import Cluster, DeviceKind
 from frugal.config.run_settings import RunSettings
 from frugal.deepspeed_adapter import collectives
 from frugal.deepspeed_adapter.json_config import write_plan
@@ -23,27 +23,27 @@ RANK_MODULE = "frugal.engine.run"
 """The module that every rank runs, under every launcher."""
 
 
-def check_machine(plan: Plan, master_port: int | None) -> None:
-    """Refuse what could not start here.
+def check_machine(cluster: Cluster, master_port: int | None) -> None:
+    """Refuse a plan for `cluster` that could not start here.
 
     Raises:
         PlanMismatchError: the plan is for other machines than this one.
         RequestError: the port is taken, or too few files may be open.
     """
-    if len(plan.cluster.nodes) > 1:
+    if len(cluster.nodes) > 1:
         raise PlanMismatchError(
-            f"the plan is for {len(plan.cluster.nodes)} nodes, and nothing names them",
+            f"the plan is for {len(cluster.nodes)} nodes, and nothing names them",
             hint="name them with --hostfile HOSTS, a line `NAME slots=GPUS` for each; or start the ranks yourself: "
             "--print slurm, or torchrun, openmpi, no-ssh",
         )
-    if plan.cluster.devices[0].kind == "cuda":
+    if cluster.devices[0].kind == "cuda":
         num_gpus = len(visible_gpus())
-        if num_gpus < plan.batch.world_size:
+        if num_gpus < cluster.world_size:
             raise PlanMismatchError(
-                f"the plan is for {plan.batch.world_size} GPUs, there are {num_gpus} here",
+                f"the plan is for {cluster.world_size} GPU{'s' * (cluster.world_size > 1)}, there are {num_gpus} here",
                 hint="plan for what is here: frugal plan --gpus N, or --device cpu --gpus N --mem 2G for CPU processes",
             )
-    env.raise_descriptors(plan.batch.world_size)
+    env.raise_descriptors(cluster.world_size)
     if master_port is not None:
         hold_port("", master_port).close()
 

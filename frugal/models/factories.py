@@ -36,7 +36,7 @@ PICKLED = ".cloudpickle"
 """The suffix of a file with a pickled callable, as `frugal.dryrun.model_object` writes it."""
 
 
-def import_callable(reference: str, hint: str = "a factory is package.module:name or path/to/file.py:name") -> Factory:
+def import_callable(reference: str, hint: str = "name it as package.module:name or path/to/file.py:name") -> Factory:
     """Return the callable behind `package.module:name` or `path/to/file.py:name`; `hint`: if it cannot be imported."""
     where, _, name = reference.rpartition(":")
     with failure(f"cannot import {where}", hint=hint), _importable(Path.cwd()):

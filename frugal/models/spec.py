@@ -148,7 +148,7 @@ class ModelSpec:
                 self.lora is not None and self.origin == "random",
                 "--lora would freeze random weights",
                 f"{self.kind_of_reference} {self.reference} names an architecture without weights",
-                "give a model folder or a hub name; `frugal measure` tries how much memory this plan takes",
+                "give a model folder or a hub name; `frugal plan` and `frugal measure` need no weights",
             )
         )
 

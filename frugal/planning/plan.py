@@ -26,7 +26,7 @@ from frugal.planning.batch import BatchPlan
 from frugal.planning.memory.breakdown import MemoryBreakdown
 from frugal.planning.model_facts import ModelSummary
 from frugal.planning.strategy import Strategy
-from frugal.units import format_bytes, format_count, format_seconds, plural
+from frugal.units import format_bytes, format_count, format_rate, format_seconds, plural
 
 SCHEMA = 6
 
@@ -361,8 +361,8 @@ class Plan:
         if self.model.task not in get_args(Task):  # samples of an own objective may be of anything
             return ""
         tokens_per_second, devices = self.step_tokens / self.time.total_seconds, self.cluster.devices
-        a_device = f"{tokens_per_second / len(devices):,.0f} a {self.cluster.rank_noun}"
-        rate = f"{tokens_per_second:,.0f} tokens/s, {a_device}"
+        a_device = f"{format_rate(tokens_per_second / len(devices))} a {self.cluster.rank_noun}"
+        rate = f"{format_rate(tokens_per_second)} tokens/s, {a_device}"
         if any(device.name not in CARDS for device in devices):
             return f"{rate} (predicted)"
         flops_per_token = self.model.flops_per_sample / self.request.seq_len

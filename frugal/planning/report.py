@@ -356,7 +356,7 @@ def binding(plan: Plan) -> list[str]:
         *(f"  {sentence}" for sentence in plan.why[-1:]),
         f"  the peak of a {plan.cluster.rank_noun} is in {_peak(memory)}: {total} of {limit} that may be used",
     ]
-    if memory.interval is not None:
+    if memory.interval is not None and len(set(bounds_of(memory.interval)[1:-1].split(" to "))) > 1:
         causes = ", ".join(
             f"{name} -{format_bytes(cause.below_bytes)} +{format_bytes(cause.above_bytes)}"
             for name, cause in memory.interval.causes.items()

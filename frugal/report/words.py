@@ -7,16 +7,16 @@ from typing import Any
 from frugal.errors import RequestError
 from frugal.planning.memory.timeline import BACKWARD, FORWARD
 from frugal.report.run import RecordedRun
-from frugal.units import format_bytes, format_seconds, plural
+from frugal.units import format_bytes, format_number, format_rate, format_seconds, plural
 
 NONE = "-"
 """For a number that there is not."""
 
 
 FORMATS: dict[str, Callable[[Any], str]] = {
-    "number": "{:.4f}".format,
+    "number": format_number,
     "small": "{:.2e}".format,
-    "count": lambda value: f"{value:,.0f}" if value >= 100 else f"{value:.3g}",
+    "count": format_rate,
     "percent": lambda share: f"{100 * share:.1f} %",
     "seconds": format_seconds,
     "bytes": format_bytes,

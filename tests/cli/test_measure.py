@@ -17,6 +17,7 @@ import pytest
 from bench.plans import plan_by_hand
 from bench.recordings import shared
 from frugal.cli import measure, run
+from frugal.config.adapters import Lora
 from frugal.config.hardware import local_host
 from frugal.config.hardware.cluster import Node
 from frugal.dryrun.compare import Figures, Measurement, SharedRow, _numbers
@@ -73,6 +74,18 @@ def test_two_ranks_take_what_was_planned_and_it_is_recorded(tmp_path: Path) -> N
     assert peaks == [found["predicted"]["peak_allocated_bytes"], found["peak_allocated_bytes"]]
 
 
+def test_adapters_of_a_quantised_base_are_measured_on_a_cpu_rank(tmp_path: Path) -> None:
+    (tmp_path / "config.json").write_text(json.dumps(CONFIG | {"n_layer": 1}))
+    request = {"model": "config.json", "seq_len": 32, "lora": Lora(rank=2, alpha=4.0), "quantize": "nf4"}
+    plan = plan_by_hand(world_size=1, global_batch=4, micro_batch=4, zero_stage=2, request=request)
+    (tmp_path / "plan.json").write_bytes(plan.to_json())
+    command = [sys.executable, "-m", "frugal", "measure", "plan.json", "--json"]
+    done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, timeout=300)
+    assert done.returncode == 0, done.stderr
+    found = json.loads(done.stdout)
+    assert found["predicted"]["peak_allocated_bytes"] == pytest.approx(found["peak_allocated_bytes"], rel=0.005)
+
+
 def test_a_shared_row_has_no_word_that_a_user_chose(gpu: dict[str, int]) -> None:
     secret = {"model_type": "gpt2", "n_layer": 2, "_name_or_path": "/home/ada/secret", "id2label": {"0": "secret"}}
     assert run(["measure", "plan.json", "--share", "row.json"]) == 0
@@ -122,7 +135,7 @@ def gpu(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> dict[str, int]:
         categories={"parameters": 3 * GIB}, phases={"forward": 3 * GIB}, host_bytes_per_node=GIB, operator="mm",
         phase="forward",
     )  # fmt: skip
-    monkeypatch.setattr(local, "check_machine", lambda plan, port: None)
+    monkeypatch.setattr(local, "check_machine", lambda cluster, port: None)
     monkeypatch.setattr(local, "start", start)
     monkeypatch.setattr(measure.DryRunSource, "dry_runs", lambda *_: [])
     monkeypatch.setattr(measure, "predicted", lambda *_, **__: figures)

@@ -1,5 +1,6 @@
 """What `frugal train` refuses, and with which words."""
 
+import copy
 import fcntl
 import os
 import socket
@@ -10,11 +11,14 @@ from pathlib import Path
 import msgspec
 import pytest
 import torch
+from transformers import GPT2Config
 
 from bench.runs import command, environment, frugal_train, plan, prepared
 from frugal import cli
 from frugal.checkpoint import in_use
+from frugal.cli import train
 from frugal.config.hardware.cluster import Cluster, Node
+from frugal.data.tokenizer import load_tokenizer
 from frugal.planning.plan import Plan
 from tests import forked
 from tests.commands import Capture
@@ -26,9 +30,9 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return prepared(tmp_path_factory.mktemp("train"), 1, 2)
 
 
-def message(capsys: Capture, *arguments: object) -> str:
+def message(capsys: Capture, *arguments: object, data: str = "stdlib") -> str:
     """Exit code and message of a call that fails before anything is started."""
-    code = cli.run(["train", "--data", "stdlib", *map(str, arguments)])
+    code = cli.run(["train", "--data", data, *map(str, arguments)])
     printed = capsys.readouterr()
     assert printed.out == ""
     return f"{code}: {printed.err}"
@@ -56,6 +60,40 @@ def test_what_contradicts_itself_or_is_there_already(
     Path("wrong.toml").write_text("[train]\nstep = 3\n")
     said = message(capsys, *words.split())
     assert said.startswith(f"{code}: error: {what}") and hint in said
+
+
+@pytest.mark.parametrize(
+    ("words", "what"),
+    [
+        ("--lora r=2", "2: error: --lora would freeze random weights\n"),
+        ("--tokenizer large", "2: error: the tokenizer has 300 tokens, model has embeddings for 260\n"),
+        ("--metric nowhere.py:f1", "2: error: cannot import nowhere.py\n"),
+        ("--set train.callback=nowhere.py:Seen", "2: error: cannot import nowhere.py\n"),
+        ("--out text.jsonl", "2: error: cannot write to text.jsonl\n"),
+        ("--out text.jsonl/run", "2: error: cannot write to text.jsonl/run\n"),
+        ("--seq-len 65", "2: error: --seq-len 65 is longer than model can read\n"),
+        ("--epochs 1 --warmup 500", "2: error: --warmup 500 is more than the "),
+        ("--device cuda --gpus 99 --mem 24G", "4: error: the plan is for 99 GPUs, there are "),
+    ],
+)
+def test_what_no_plan_changes_is_refused_before_one_is_computed(
+    words: str, what: str, folder: Path, capsys: Capture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(folder)
+    monkeypatch.setattr(train, "planned", lambda *_: pytest.fail("a plan is computed"))
+    Path("model").mkdir(exist_ok=True)
+    config = GPT2Config(
+        vocab_size=260, n_positions=64, n_embd=16, n_layer=1, n_head=2, architectures=["GPT2LMHeadModel"]
+    )
+    config.save_pretrained("model")
+    tokenizer = load_tokenizer()
+    larger = copy.deepcopy(tokenizer)
+    larger.add_tokens([f"<{number}>" for number in range(300 - len(tokenizer))])
+    larger.save_pretrained("large")
+    given = ["--out", "new", "--device", "cpu", "--gpus", "1", "--mem", "1G", "--model", "model", *words.split()]
+    said = message(capsys, *given, data="text.jsonl")
+    assert said.startswith(what), said
+    assert not Path("new").exists()
 
 
 def test_a_plan_that_is_a_pipe_or_a_device_is_named_and_not_waited_for(

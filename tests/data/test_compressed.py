@@ -142,7 +142,10 @@ def test_all_problems_of_a_folder_come_in_one_error(load: Load, tmp_path: Path) 
         "  because d/a.jsonl:2: `text` is a number, not text\n"
         "\n"
         "hint: if another one has it: --columns text=NAME, or of a question and its answer: --columns "
-        "prompt=NAME,response=NAME; there is text in body"
+        "prompt=NAME,response=NAME; there is text in body\n"
+        "hint: if another one has it: --columns text=NAME, or of a question and its answer: --columns "
+        "prompt=NAME,response=NAME; there is text in words\n"
+        "hint: of rows: repair them, or leave them out with --skip-bad-rows"
     )
     (tmp_path / "d/e.jsonl").write_text('{"text": "good"}\n{"text": "good"\n')
     said = refusal(lambda: load("d"))

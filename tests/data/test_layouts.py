@@ -65,7 +65,8 @@ def test_an_endless_stream_is_limited_and_a_broken_one_told_and_other_code_is_an
     told = (
         "the data has 2 problems\n"
         "  because stream.py:broken failed (OSError: the link is down)\n"
-        "  because stream.py:broken:row 2: a number, not an object"
+        "  because stream.py:broken:row 2: a number, not an object\n"
+        "\nhint: of rows: repair them, or leave them out with --skip-bad-rows"
     )
     assert refusal(lambda: load("stream.py:broken")) == told
     assert "hint: did you mean stream.py:rows?" in refusal(lambda: load("stream.py:row"))

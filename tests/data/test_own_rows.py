@@ -1,12 +1,14 @@
 """Rows of numbers are the samples of a module with a loss of its own, as they are; texts become tokens as before."""
 
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 
 from frugal.config.request import Request
 from frugal.config.run_settings import RunSettings
+from frugal.data import corpus
 from frugal.data.corpus import lengths_of
 from frugal.data.sources import find_sources, rows_of
 from frugal.errors import RequestError
@@ -86,3 +88,15 @@ def test_tuples_are_rows_and_texts_become_tokens() -> None:
 def test_a_function_that_fails_is_named() -> None:
     with pytest.raises(RequestError, match=r"mine.py:fails failed\n  because KeyError: 'wav'"):
         lengths("mine.py:fails")
+
+
+@pytest.mark.parametrize("percent", [0, 1, 5, 34, 50, 67, 70, 99])
+def test_a_part_of_rows_is_kept_for_validation_if_one_is_asked_for(
+    percent: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(corpus, "_refuse_different_data", lambda own: None)  # there are no other ranks
+    settings = RunSettings(data=("mine.py:Rows",), validation_data=(f"{percent}%",))
+    plan: Any = SimpleNamespace(request=Request(model="mine.py:model", seq_len=64))
+    data = corpus.read_samples(plan, settings)
+    assert (len(data.validation) > 0) == (percent > 0)
+    assert len(data.training) + len(data.validation) == 3 and len(data.training) > 0

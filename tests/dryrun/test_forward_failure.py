@@ -49,6 +49,10 @@ def two_devices(x: Tensor) -> Any:
     return x + ON_THE_HOST
 
 
+def refuses(x: Tensor) -> Any:
+    raise ValueError("tokens must be padded to a multiple of 4096")
+
+
 ON_THE_HOST = torch.ones(8)
 
 
@@ -63,6 +67,7 @@ TYPES = "hint: give numbers that are multiplied with weights as floating-point n
 DEVICES = (
     "hint: a model moves its parameters and buffers alone: keep other tensors with self.register_buffer(name, tensor)"
 )
+REFUSES = "hint: the model's own code refuses this: change what it names with --seq-len or in its config.json; if"
 VALUES = "hint: a dry run knows shapes, not values: tensors that depend on values must come with the batch"
 
 
@@ -80,8 +85,10 @@ def where(body: Callable[..., Any], line: str) -> str:
          where(repeats_by_value, "return x.repeat_interleave(x.sum((1, 2)).long(), 0)"), VALUES),
         (lambda: Model(two_types), where(two_types, "return x.half() @ x.transpose(1, 2)"), TYPES),
         (lambda: Model(two_devices), where(two_devices, "return x + ON_THE_HOST"), DEVICES),
+        (lambda: Model(refuses),
+         where(refuses, 'raise ValueError("tokens must be padded to a multiple of 4096")'), REFUSES),
     ],
-    ids=["other inputs", "other outputs", "wrong shapes", "values", "two types", "two devices"],
+    ids=["other inputs", "other outputs", "wrong shapes", "values", "two types", "two devices", "a check of its own"],
 )  # fmt: skip
 def test_a_failing_forward_is_told_with_its_line(build: Callable[[], nn.Module], because: str, hint: str) -> None:
     told = str(failure_in_forward("mine.py:model", failure(build)))

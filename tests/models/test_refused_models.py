@@ -22,7 +22,7 @@ def message(reference: str, task: str | None = None) -> str:
     return str(caught.value)
 
 
-IMPORT = "hint: a factory is package.module:name or path/to/file.py:name"
+IMPORT = "hint: name it as package.module:name or path/to/file.py:name"
 MODULE = "hint: return a torch.nn.Module, or (module, objective)"
 OF_TEXT = "hint: give a factory that returns a module and its objective"
 ON_META = "also called with torch.device('meta') as default"

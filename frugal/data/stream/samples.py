@@ -308,12 +308,22 @@ class SampleStream:
         return SamplesInMemory([sample for *_, sample in self._of_rows(rows, self.new_maker())])
 
     def first(self, number: int) -> tuple[SamplesInMemory, BuildReport]:
-        """Return the samples of the first epoch's first `number` rows alone, and a report of them."""
+        """Return the samples of the first epoch's first `number` rows alone, and a report of them.
+
+        Raises:
+            RequestError: there are none, or as the data is read.
+        """
         maker = self.new_maker()
         rows = list(islice(chain.from_iterable(block for *_, block in self.blocks(0)), number))
         samples = [sample for *_, sample in self._of_rows(rows, maker)]
         tokens = sum(len(sample["input_ids"]) for sample in samples)
         report = replace(maker.report, documents=len(rows), samples=len(samples), tokens=tokens)
+        refuse((
+            not samples,
+            "the stream has no sample to train on",
+            " and ".join(report.left_out(maker.settings.too_long)) or "all of its rows are kept for validation",
+            "--validation-data 0% trains on all rows, --validation-data PATH validates on other data",
+        ))  # fmt: skip
         return SamplesInMemory(samples), report
 
     def _of_rows(self, rows: Examples, maker: SampleMaker, first: int = 0) -> Iterator[tuple[int, int, Sample]]:

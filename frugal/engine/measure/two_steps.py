@@ -200,7 +200,8 @@ def _load_libraries(plan: Plan, device: torch.device) -> None:
         lambda model, batch: model(batch["x"]).square().sum(), example={"x": torch.ones(8, dtype=dtype)}
     )
     layer = nn.Linear(8, 8, dtype=dtype)
-    watched(lambda: layer, objective, replace(plan, strategy=small, batch=batch), device, 1)
+    plain = replace(plan, request=replace(plan.request, lora=None, quantize=None), strategy=small, batch=batch)
+    watched(lambda: layer, objective, plain, device, 1)
 
 
 def definition(spec: ModelSpec) -> ModelDefinition:

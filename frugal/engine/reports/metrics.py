@@ -57,7 +57,7 @@ from frugal.engine.reports.trackers import Trackers
 from frugal.engine.train_step import StepResult
 from frugal.errors import CheckpointError, FrugalError, first_line
 from frugal.report.records import has_fewer_tokens
-from frugal.units import format_bytes, format_seconds, plural
+from frugal.units import format_bytes, format_number, format_rate, format_seconds, plural
 
 PLAIN_LINES = 40  # about as many lines of progress where there is no terminal
 WINDOW = 20  # steps over which the speed is averaged
@@ -329,11 +329,13 @@ class Log(logging.Handler):
             perplexity=evaluation.perplexity, targets=evaluation.targets, samples=evaluation.samples,
             reserved_bytes=self.reserved_bytes, **values, **measured,
         )  # fmt: skip
-        numbers = "".join(f"  {name} {value:.4g}" for name, value in evaluation.metrics.items())
+        # of a loss with one target a sample, such as of classes or images, it says nothing
+        numbers = "".join(
+            [f"  perplexity {format_number(evaluation.perplexity, 2)}"] * (evaluation.targets > evaluation.samples)
+            + [f"  {name} {value:.4g}" for name, value in evaluation.metrics.items()]
+        )
         self.say(
-            f"step {step}/{self._total_steps}  {of} loss {evaluation.loss:.4f}"
-            # of a loss with one target a sample, such as of classes or images, it says nothing
-            f"{f'  perplexity {evaluation.perplexity:.2f}' if evaluation.targets > evaluation.samples else ''}{numbers}"
+            f"step {step}/{self._total_steps}  {of} loss {format_number(evaluation.loss)}{numbers}"
             f"  ({evaluation.samples} samples)"
         )
 
@@ -439,12 +441,12 @@ def progress_lines(
     `result` is that of the last step, `tokens_per_second` all that ranks process, without padding (0: samples are not
     of tokens), `targets_per_second` those with a loss, `measured_bytes` rank 0's peak so far.
     """
-    processed = f"{tokens_per_second:,.0f} tokens/s, " if tokens_per_second else ""
+    processed = f"{format_rate(tokens_per_second)} tokens/s, " if tokens_per_second else ""
     memory = "" if measured_bytes is None else f"{format_bytes(measured_bytes)} of "
     numbers = [
-        f"loss {result.loss:.4f}",
+        f"loss {format_number(result.loss)}",
         f"{format_seconds(seconds_left)} left",
-        f"{processed}{targets_per_second:,.0f} target tokens/s",
+        f"{processed}{format_rate(targets_per_second)} target tokens/s",
         f"memory {memory}{format_bytes(planned_bytes)}",
         f"lr {result.learning_rate:.2e}",
     ]

@@ -244,3 +244,21 @@ def test_what_cannot_be_streamed_is_refused(folder: Path) -> None:
     assert "there is no text in empty.jsonl" in refusal(lambda: stream_of("empty.jsonl"))
     assert "--epochs was given with --stream" in refusal(lambda: RunSettings(stream=True, epochs=1))
     assert "--stream was given without --steps" in refusal(lambda: RunSettings(stream=True).check_length())
+
+
+@pytest.mark.parametrize(
+    ("num_rows", "row", "more", "because"),
+    [
+        (1, {"text": "some words"}, {"validation_data": ("5%",)}, "all of its rows are kept for validation"),
+        (1, {"text": ""}, {}, "1 row without text left out"),
+        (3, {"text": ""}, {}, "3 rows without text left out"),
+        (3, {"text": 5}, {"skip_bad_rows": True}, "3 rows that cannot be read left out"),
+        (2, chats(1, "x" * 300)[0], {"too_long": "skip"}, "2 rows longer than --seq-len left out"),
+    ],
+)
+def test_a_stream_without_a_sample_is_refused(
+    num_rows: int, row: dict[str, Any], more: dict[str, Any], because: str, tmp_path: Path
+) -> None:
+    write_jsonl(tmp_path / "rows.jsonl", [row] * num_rows)
+    said = refusal(lambda: stream_of(str(tmp_path / "rows.jsonl"), **more).first(corpus.FIRST_ROWS))
+    assert said.startswith("the stream has no sample to train on\n  because ") and because in said
