@@ -144,7 +144,7 @@ def _train(tracker: Tracker, zero: Zero, objective: Objective, asked: AskDryRun)
 _RUNS_A_FORWARD = ("loss_sum", "recompute_fn")  # of an objective, and of torch's activation checkpointing
 _READ_THE_OUTPUT = ("objectives.py",)  # of ours the only file that a model's outputs can make fail
 _HINTS = {
-    ("\nraise ",): (
+    ("raised by the model: ",): (
         "the model's own code refuses this: change what it names with --seq-len or in its config.json; if it takes "
         "other inputs or must be made ready first, give a factory, FILE.py:NAME, that returns (module, objective)"
     ),
@@ -154,7 +154,7 @@ _HINTS = {
     ("expected device meta", "same device"): (
         "a model moves its parameters and buffers alone: keep other tensors with self.register_buffer(name, tensor)"
     ),
-    ("dtype", "scalar type"): (
+    ("dtype", "scalar type", " type (", "the type "): (
         "give numbers that are multiplied with weights as floating-point numbers, and cast them to the type of the "
         "weights, x.to(self.layer.weight.dtype); whole numbers are for embeddings and classes"
     ),
@@ -178,7 +178,7 @@ def failure_in_forward(model: str, error: Exception) -> RequestError | None:
     because = [first_line(error)]
     theirs = [each for each in frames[runs[0] + 1 :] if not any(_is_of(name, each) for name in _PACKAGES)]
     is_refused = theirs[-1:] == frames[-1:] and (frames[-1].line or "").startswith("raise ")
-    text = "\nraise " * is_refused + "NotImplementedError: " * isinstance(error, NotImplementedError) + str(error)
+    text = f"{'raised by the model: ' if is_refused else ''}{type(error).__name__}: {error}"
     hint = next((hint for words, hint in _HINTS.items() if any(each in text for each in words)), None)
     if theirs:
         because.append(f"{Path(theirs[-1].filename).name}, line {theirs[-1].lineno}, runs `{theirs[-1].line}`")

@@ -45,6 +45,20 @@ def two_types(x: Tensor) -> Any:
     return x.half() @ x.transpose(1, 2)
 
 
+def two_types_of_images(x: Tensor) -> Any:
+    return IMAGES(x[:, None].half())
+
+
+IMAGES = nn.Conv2d(1, 1, 1, device="meta")
+
+
+def two_types_in_time(x: Tensor) -> Any:
+    return RECURRENT(x.half())
+
+
+RECURRENT = nn.LSTM(8, 8, device="meta")
+
+
 def two_devices(x: Tensor) -> Any:
     return x + ON_THE_HOST
 
@@ -84,11 +98,14 @@ def where(body: Callable[..., Any], line: str) -> str:
         (lambda: Model(repeats_by_value),
          where(repeats_by_value, "return x.repeat_interleave(x.sum((1, 2)).long(), 0)"), VALUES),
         (lambda: Model(two_types), where(two_types, "return x.half() @ x.transpose(1, 2)"), TYPES),
+        (lambda: Model(two_types_of_images), where(two_types_of_images, "return IMAGES(x[:, None].half())"), TYPES),
+        (lambda: Model(two_types_in_time), where(two_types_in_time, "return RECURRENT(x.half())"), TYPES),
         (lambda: Model(two_devices), where(two_devices, "return x + ON_THE_HOST"), DEVICES),
         (lambda: Model(refuses),
          where(refuses, 'raise ValueError("tokens must be padded to a multiple of 4096")'), REFUSES),
     ],
-    ids=["other inputs", "other outputs", "wrong shapes", "values", "two types", "two devices", "a check of its own"],
+    ids=["other inputs", "other outputs", "wrong shapes", "values", "two types", "two types of images",
+         "two types in time", "two devices", "a check of its own"],
 )  # fmt: skip
 def test_a_failing_forward_is_told_with_its_line(build: Callable[[], nn.Module], because: str, hint: str) -> None:
     told = str(failure_in_forward("mine.py:model", failure(build)))
