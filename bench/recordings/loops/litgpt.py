@@ -46,16 +46,18 @@ SIZES = {
 
 
 class Norm(nn.Module):
-    """RMSNorm in the type of its input."""
+    """RMSNorm, computed in fp32."""
 
     def __init__(self, width: int) -> None:
         super().__init__()
         self.weight = nn.Parameter(torch.ones(width))
 
     def forward(self, x: Tensor) -> Tensor:
+        dtype = x.dtype
+        x = x.float()
         mean = torch.mean(x * x, dim=-1, keepdim=True)
         normed = x * torch.rsqrt(mean + 1e-5)
-        return self.weight * normed
+        return (self.weight * normed).to(dtype)
 
 
 class Projection(nn.Module):
