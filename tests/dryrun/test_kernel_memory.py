@@ -183,7 +183,7 @@ def test_softmax_copies_its_input_except_from_fp16_to_fp32(
 
 @pytest.mark.parametrize("form", FORMS)
 def test_a_cpu_copies_fp16_before_its_softmax(form: Callable[..., Tensor]) -> None:
-    """So does torch itself, outside of a dry run of a card."""
+    """Also after a dry run of a card, which leaves torch's own kernels behind."""
     values = torch.empty(8, 64, dtype=torch.float16, device="meta")
     with kernels_of("cuda"):
         pass
