@@ -2,8 +2,9 @@
 
 import copy
 import functools
-from collections.abc import Callable, Sequence
-from contextlib import AbstractContextManager
+import warnings
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager
 from functools import partial
 from typing import Any, Self
 
@@ -243,8 +244,32 @@ def memory_history(device: torch.device) -> list[dict[str, Any]]:
 AUTOCAST = "AutocastCUDA"
 """The dispatch key of the kernels of `torch.autocast("cuda")`."""
 
+COMPOSITE = "CompositeImplicitAutograd"
+"""The dispatch key of operators made of others, on all devices."""
+
 without_functions: Context = torch._C.DisableTorchFunction
 """A context in which no `TorchFunctionMode` sees calls."""
+
+
+@contextmanager
+def with_kernels(key: str, kernels: Iterable[tuple[str, Callable[..., Any]]]) -> Iterator[None]:
+    """Run torch's own operators with other kernels at a dispatch key inside the `with` block: (`name.overload`, kernel)
+    each. What these call reaches no `TorchFunctionMode`."""
+
+    def call(kernel: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+        with without_functions():
+            return kernel(*args, **kwargs)
+
+    library = torch.library.Library("aten", "IMPL", key)
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # that kernels are replaced
+        for name, kernel in kernels:
+            library.impl(name, partial(call, kernel))
+    try:
+        yield
+    finally:
+        del library  # which restores the kernels
+
 
 DEVICE_CONTEXT = torch.utils._device.DeviceContext
 """The mode behind `with torch.device(...)` and `torch.set_default_device`."""

@@ -427,7 +427,8 @@ def all_makers() -> dict[str, Callable[[], dict[str, Any]]]:
 
 
 BLIND = ("a100-litgpt-", "liger-")
-"""Rows of a test whose loops were written before any prediction, and not mended since: apart from the table."""
+"""Rows of a test whose loops were written before any prediction, apart from the table. Only Lit-GPT's norm was mended
+since."""
 
 
 def main(names: Sequence[str]) -> None:

@@ -13,7 +13,7 @@ from frugal.planning.memory.breakdown import (
     needed_host_bytes,
     training_host_bytes,
 )
-from frugal.planning.memory.profile import VARLEN
+from frugal.planning.memory.profile import GROUPED, VARLEN
 from frugal.planning.model_facts import FUSED_LOSS
 from frugal.planning.plan import KERNELS
 from frugal.planning.report import loading_in_words, select_texts
@@ -46,20 +46,27 @@ def reasons(request: Request, cluster: Cluster, result: SearchResult) -> Iterato
 
 
 def _kernels(request: Request, cluster: Cluster, result: SearchResult) -> Iterator[str]:
-    """Yield which kernels are fused, and which ones attention takes."""
+    """Yield which kernels are fused, and which ones attention and experts take.
+
+    torch multiplies experts in one kernel in bf16 on capability 9.x and 10.x (`GroupedBlas.cpp`), else one by one.
+    """
     strategy = result.chosen.strategy
     names, modules = [], ""
     if strategy.kernels == "liger":
         fused = ", ".join(each for each in result.fused if each != FUSED_LOSS or strategy.loss == "tiled")
         names.append("liger")
         modules = f"; Liger's run {fused}" + (", as asked" if request.kernels == "liger" else "")
-    if VARLEN in result.attention:
+    if VARLEN in result.kernels:
         names.append(f"{VARLEN} attention")
     if names:
         yield f"{KERNELS} {', '.join(names)}{modules}"
-    if attention := " and ".join(each for each in result.attention if each != VARLEN):
-        number = "{}.{}".format(*min(device.compute_capability or ASSUMED_CAPABILITY for device in cluster.kinds))
-        yield f"attention is {attention}: torch's choice for {request.precision} on capability {number}"
+    capability = min(device.compute_capability or ASSUMED_CAPABILITY for device in cluster.kinds)
+    because = "torch's choice for {} on capability {}.{}".format(request.precision, *capability)
+    if attention := " and ".join(each for each in result.kernels if each not in (VARLEN, GROUPED)):
+        yield f"attention is {attention}: {because}"
+    if GROUPED in result.kernels:
+        is_one = request.precision == "bf16" and capability[0] in (9, 10)
+        yield f"experts are multiplied {'in one kernel' if is_one else 'one by one'} ({GROUPED}): {because}"
 
 
 def _activation_checkpointing(request: Request, result: SearchResult) -> str:

@@ -137,7 +137,7 @@ def test_a_draft_is_the_profile_without_the_allocator_and_is_kept_without_traces
         for accumulates, draft in zip((False, True), drafts, strict=True):
             assert draft is not None
             profile = dry_runs.profile(strategy, accumulates)
-            assert (draft.costs, draft.attention) == (profile.costs, profile.attention)
+            assert (draft.costs, draft.kernels) == (profile.costs, profile.kernels)
             for micro_batch in (1, 2, 7, 100):
                 assert draft.memory(micro_batch, device()) == profile.draft.memory(micro_batch, device())
 

@@ -2,12 +2,14 @@
 
 import lzma
 from collections.abc import Callable
+from contextlib import AbstractContextManager
 from pathlib import Path
 from typing import TypeVar
 
 import msgspec
 import pytest
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
 from bench.gpu.constants import peak_inside
@@ -39,7 +41,11 @@ SMALL = 64 << 10
 
 def recorded(call: Call, capability: Capability, kind: type[Tracker] = Tracker) -> list[Event]:
     """Blocks of a dry run as the allocator rounds them, taken and given back."""
-    run = prepare(call, "meta")
+    return requests(prepare(call, "meta"), capability, kind)
+
+
+def requests(run: Callable[[], object], capability: Capability, kind: type[Tracker] = Tracker) -> list[Event]:
+    """Blocks that a function takes and gives back, as the allocator rounds them."""
     tracker = kind("cuda", capability=capability)
     tracker._building = False  # as after a model was built
     with kernels_of("cuda", capability), tracker:
@@ -129,6 +135,62 @@ def test_what_the_emulated_card_is_asked_for_in_masks_and_clamps_of_t5() -> None
 
     columns = torch.empty(512, dtype=torch.int64, device="meta")
     assert births(mask, columns)[-3:] == [65536, 65536, 8192]
+
+
+SOFTMAX = {
+    ("float16", None): ([2], [2, 2, 2, -2], [2, 2, -2]),
+    ("float16", "float32"): ([4], [4, 2, 4, -4], [4, 2, -4]),
+    ("float16", "float64"): ([8, 8, -8], [8, 8, 8, -8, 2, -8], [8, 8, 2, -8]),
+    ("bfloat16", None): ([2], [2, 2, 2, -2], [2, 2, -2]),
+    ("bfloat16", "float32"): ([4, 4, -4], [4, 4, 4, -4, 2, -4], [4, 4, 2, -4]),
+    ("float32", "float32"): ([4], [4, 4, 4, -4], [4, 4, -4]),
+    ("float32", "float64"): ([8, 8, -8], [8, 8, 8, -8, 4, -8], [8, 8, 4, -8]),
+}
+"""Bytes an element that softmax takes and gives back on an emulated A100, from a type to another: in forward, in its
+backward from the gradient of its result on, and in that of its logarithm."""
+FORMS = (
+    F.softmax, F.log_softmax, torch.softmax, torch.log_softmax, torch.special.softmax, torch.special.log_softmax,
+    Tensor.softmax, Tensor.log_softmax,
+)  # fmt: skip
+ELEMENTS = 1 << 18
+
+
+@pytest.mark.parametrize(("read", "written"), SOFTMAX)
+@pytest.mark.parametrize("mode", [torch.enable_grad, torch.no_grad, torch.inference_mode])
+@pytest.mark.parametrize("form", FORMS)
+def test_softmax_copies_its_input_except_from_fp16_to_fp32(
+    form: Callable[..., Tensor], mode: Callable[[], AbstractContextManager[object]], read: str, written: str | None
+) -> None:
+    """CUDA has a kernel for these two types alone. The last blocks may be given back in any order."""
+    forward, *backwards = SOFTMAX[read, written]
+    values = torch.empty(ELEMENTS // 64, 64, dtype=getattr(torch, read), device="meta", requires_grad=True)
+    out: list[Tensor] = []
+
+    def run() -> None:
+        with mode():
+            out.append(form(values, dim=-1, dtype=written and getattr(torch, written)))
+
+    def run_both() -> None:
+        run()
+        out[-1].backward(torch.ones_like(out[-1]))
+
+    taken = requests(run, (8, 0))
+    assert [each / ELEMENTS for each in taken] == forward
+    if mode is torch.enable_grad:
+        expected = [*forward, *backwards["log" in form.__name__]]
+        assert [each / ELEMENTS for each in requests(run_both, (8, 0))][: len(expected)] == expected
+
+
+@pytest.mark.parametrize("form", FORMS)
+def test_a_cpu_copies_fp16_before_its_softmax(form: Callable[..., Tensor]) -> None:
+    """Also after a dry run of a card, which leaves torch's own kernels behind."""
+    values = torch.empty(8, 64, dtype=torch.float16, device="meta")
+    with kernels_of("cuda"):
+        pass
+    with kernels_of("cpu"), Tracker("cpu") as tracker:
+        tracker._building = False
+        form(values, dim=-1, dtype=torch.float32)
+    assert list(tracker.timeline().fixed) == [4 * values.numel()] * 2
 
 
 @pytest.fixture(scope="module")

@@ -14,8 +14,8 @@ from frugal.dryrun.messages import AskTrace
 from frugal.dryrun.trace import trace as tracing
 from frugal.dryrun.trace.trace import repetition, trace
 from frugal.models.objectives import CausalLM, MaskedLM, Objective, Seq2Seq, SummedLoss
-from frugal.planning.memory.profile import attention_kernels
-from frugal.planning.memory.timeline import ModelTrace, NotAffineError
+from frugal.planning.memory.profile import kernels_in
+from frugal.planning.memory.timeline import MarkKind, ModelTrace, NotAffineError
 
 SEQ_LEN = 40
 
@@ -239,14 +239,33 @@ def test_a_cpu_is_slowed_by_what_is_computed_a_gpu_by_bytes_alone() -> None:
         ("gpt2", (9, 0), ("flash",)),  # cuDNN drops out sixteenths, and this model a tenth
         ("bert", (8, 9), ("memory-efficient",)),  # a mask
         ("t5", (8, 0), ("memory-efficient",)),  # a bias
-        ("gpt_oss", (8, 0), ()),  # computes attention itself
+        ("gpt_oss", (8, 0), ("grouped_mm",)),  # computes attention itself
+        ("qwen3_moe", (9, 0), ("cuDNN", "grouped_mm")),
+        ("looped qwen3_moe", (9, 0), ("cuDNN",)),
         ("packed llama", (8, 0), ("varlen",)),
         ("packed llama", (7, 5), ("math",)),
     ],
 )
-def test_a_trace_tells_which_attention_kernels_ran(
+def test_a_trace_tells_which_kernels_of_attention_and_experts_ran(
     family: str, capability: tuple[int, int], kernels: tuple[str, ...]
 ) -> None:
-    kind, goal = family.removeprefix("packed "), CausalLM(packed=True) if " " in family else objective(family)
-    stream = traced(build(kind), goal, capability=capability).stream
-    assert attention_kernels(stream) == kernels
+    *how, kind = family.split()
+    model = build(kind)
+    if how == ["looped"]:
+        model.set_experts_implementation("eager")
+    goal = CausalLM(packed=True) if how == ["packed"] else objective(kind)
+    stream = traced(model, goal, capability=capability).stream
+    assert kernels_in(stream) == kernels
+
+
+@pytest.mark.parametrize("family", ["qwen3_moe", "gpt_oss"])
+def test_experts_in_a_loop_run_and_take_no_less_than_in_groups(family: str) -> None:
+    """transformers' loop skips the number that stands for tokens without an expert; each expert is counted as if it
+    got all tokens, and the note says so."""
+    grouped, looped = build(family), build(family)
+    looped.set_experts_implementation("eager")
+    of_groups, of_loop = (traced(each, CausalLM()) for each in (grouped, looped))
+    finished = [mark.number for phase in of_loop.marks for mark in phase if mark.kind == MarkKind.GRADIENT]
+    assert len(finished) == len(list(looped.parameters()))
+    assert not of_groups.notes and "selected everything" in of_loop.notes[0]
+    assert of_groups.stream.peak_bytes(2) < of_loop.stream.peak_bytes(2)

@@ -71,13 +71,14 @@ class SyntheticProfile:
     can_be_split: bool = False
     mask_bytes_per_token: int | None = None  # None: attention never runs document by document
     by_document: bool = False
+    own_kernels: tuple[str, ...] = ()
 
     def __post_init__(self) -> None:
         self.trainable_parameters = self.trainable_parameters or self.parameters
 
     @property
-    def attention(self) -> tuple[str, ...]:
-        return ("varlen",) if self.mask_bytes_per_token is not None and self.by_document else ()
+    def kernels(self) -> tuple[str, ...]:
+        return self.own_kernels + (("varlen",) if self.mask_bytes_per_token is not None and self.by_document else ())
 
     @property
     def trainable_sizes(self) -> tuple[int, ...]:

@@ -118,6 +118,27 @@ def test_a_plan_with_fused_kernels_says_what_they_bring(
     assert ("kernels", f"varlen attention: {said}") in made.verdict
 
 
+CAPABILITIES = {
+    "t4-16g": 7.5, "a100-80g": 8.0, "rtx3060-12g": 8.6, "l40s-48g": 8.9, "h100-80g": 9.0, "h200-141g": 9.0,
+}  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    ("gpu", "precision"),
+    [(gpu, each) for gpu in CAPABILITIES for each in ("bf16", "fp16", "fp32") if (gpu, each) != ("t4-16g", "bf16")],
+)
+def test_a_plan_tells_how_experts_are_multiplied(gpu: str, precision: str) -> None:
+    """As emulated cards answered `torch.nn.functional.grouped_mm` of four experts: one kernel, or four products."""
+    number = CAPABILITIES[gpu]
+    model = {"parameters": 10_000_000, "own_kernels": ("flash", "grouped_mm")}
+    why = planned(model=model, gpus=1, gpu=gpu, global_batch=8, precision=precision).why
+    how = "in one kernel" if number == 9.0 and precision == "bf16" else "one by one"
+    because = f"torch's choice for {precision} on capability {number}"
+    assert f"attention is flash: {because}" in why
+    assert f"experts are multiplied {how} (grouped_mm): {because}" in why
+    assert not any("experts" in each for each in planned(gpus=1, gpu=gpu, global_batch=8, precision=precision).why)
+
+
 @pytest.mark.parametrize("width", [20, 73, 113])
 def test_the_bar_is_as_wide_as_asked_and_true_to_a_column(plan: Plan, width: int) -> None:
     device = plan.cluster.devices[0].memory_bytes

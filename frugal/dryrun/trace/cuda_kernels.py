@@ -1,7 +1,8 @@
 """The kernels that the target device chooses, for operators where meta tensors would choose others.
 
-Attention and dropout keep different tensors for backward, depending on the kernel; `frugal.dryrun.trace.kernel_memory`
-has the memory that it takes inside. On CUDA the first kernel that can take a call gets it:
+Attention, dropout and softmax keep different tensors for backward, depending on the kernel;
+`frugal.dryrun.trace.kernel_memory` has the memory that it takes inside. On CUDA attention gets the first that can take
+the call:
 
 | kernel    | cards                         | takes                                                                  |
 |-----------|-------------------------------|------------------------------------------------------------------------|
@@ -29,6 +30,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from frugal import torch_internals
 from frugal.config.hardware.cluster import ASSUMED_CAPABILITY, Capability, DeviceKind
 from frugal.models import packs
 from frugal.models.losses import cross_entropy
@@ -70,8 +72,8 @@ class AttentionCall:
 
 @contextmanager
 def kernels_of(kind: DeviceKind, capability: Capability = ASSUMED_CAPABILITY) -> Iterator[None]:
-    """Run attention, dropout and the tiled loss on meta with the kernels of a `kind` device inside the `with` block,
-    and autocast of meta tensors as switched off.
+    """Run attention, dropout, softmax and the tiled loss on meta with the kernels of a `kind` device inside the `with`
+    block, and autocast of meta tensors as switched off.
 
     `capability`: of a `cuda` device, whose packs attend document by document, or with a mask.
     """
@@ -80,6 +82,7 @@ def kernels_of(kind: DeviceKind, capability: Capability = ASSUMED_CAPABILITY) ->
     with (
         patch.object(F, "scaled_dot_product_attention", attention),
         patch.object(F, "dropout", fused_dropout if is_cuda else _dropout),
+        torch_internals.with_kernels(torch_internals.COMPOSITE, _SOFTMAX if is_cuda else ()),
         patch.object(packs, "capability_of", lambda _device: capability if is_cuda else None),
         patch.object(cross_entropy, "meta_stands_for", kind),
         # torch refuses autocast on meta; frugal trains without it, and DeepSpeed and peft only turn it off.
@@ -287,3 +290,17 @@ def fused_dropout(input: Tensor, p: float = 0.5, training: bool = True, inplace:
     if not training or inplace or p in (0, 1) or input.numel() == 0:
         return _dropout(input, p, training, inplace)
     return aten.native_dropout(input, p, True)[0]
+
+
+def softmax(kernel: Callable[..., Tensor], values: Tensor, dim: int, dtype: torch.dtype | None = None) -> Tensor:
+    """Run softmax or its logarithm as CUDA does (`SoftMax.cpp`): one kernel reads fp16 and writes fp32. All other types
+    are copied first, as on a CPU."""
+    if values.is_meta and values.dtype == torch.float16 and dtype == torch.float32:
+        return kernel(values, dim, True)
+    return kernel(values if dtype is None else values.to(dtype), dim, False)
+
+
+_SOFTMAX = (
+    ("softmax.int", partial(softmax, aten._softmax.default)),
+    ("log_softmax.int", partial(softmax, aten._log_softmax.default)),
+)

@@ -194,6 +194,8 @@ class Tracker(StorageWatch):
         self._assumptions: dict[str, str] = {}  # an assumption -> the first module that needs it
         self._integer = integer
         self.was_asked = False  # in forward, for numbers or conditions that depend on data
+        self.false: set[int] = set()  # addresses of storages of which every value is false
+        self._places: set[int] = set()  # addresses of results of `nonzero`
         self._assumed_condition = assumed_condition
         self._building = not alone and (kind == "cuda" or builds_elsewhere)  # and arrives later
         self._forward_from = 0  # operators before the phase
@@ -305,6 +307,8 @@ class Tracker(StorageWatch):
 
     def died(self, address: int, size_bytes: int) -> None:
         """Record the end of a storage."""
+        self.false.discard(address)
+        self._places.discard(address)
         index = self._storage.pop(address, None)
         if index is None:
             self.host.died(address, size_bytes)
@@ -360,6 +364,8 @@ class Tracker(StorageWatch):
             and (assumed := operators.STAND_INS[func](*args, **kwargs)) is not None
         ):
             self._assume(assumed[1])
+            if func is aten.nonzero.default:
+                self._places.add(torch_internals.address(assumed[0]))
             return assumed[0]
         # DeepSpeed keeps shapes as meta tensors of its own (stage_1_and_2.py), which are nothing on a real device.
         self._own_metadata = func is aten.zeros_like.default and "device" in kwargs and self.phase == INITIALISATION
@@ -368,6 +374,8 @@ class Tracker(StorageWatch):
             self._counted["moved"] += self._moved_bytes(func, args, out)
         if out is NotImplemented:
             out, (flops, traffic) = operators.run_cached(func, args, kwargs)
+            if func is aten.eq.Scalar and not args[0].dim() and torch_internals.address(args[0]) in self._places:
+                self.false.add(torch_internals.address(out))
             if self.phase in (FORWARD, BACKWARD):
                 self._count(flops, int(traffic * cpu_pace(func)) if self.kind == "cpu" else traffic)
         if self.kind == "cuda" and not self._building:
@@ -437,7 +445,10 @@ class Tracker(StorageWatch):
 
         In forward: every mask is full and nothing is packed, so that the kernels without a mask are taken; other
         answers are assumptions, see `frugal.dryrun.trace.operators`. After it: nothing overflowed, and norms are 1.
+        A place that `nonzero` names is the first, and none that is looked for: a loop over experts runs them all.
         """
+        if torch_internals.address(tensor) in self.false | self._places:
+            return False if tensor.dtype == torch.bool else 0
         if tensor.dtype.is_floating_point:
             return 1.0
         if self.phase == INITIALISATION:

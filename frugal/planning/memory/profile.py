@@ -54,19 +54,24 @@ class RankMemory:
 VARLEN = "varlen"
 """The kernel of packs whose attention runs document by document: flash attention without a mask."""
 
-ATTENTION = {
+GROUPED = "grouped_mm"
+"""The operator that multiplies the rows of each expert with its matrix."""
+
+KERNELS = {
     "torch_attn._varlen_attn.default": VARLEN,
     "aten._scaled_dot_product_cudnn_attention.default": "cuDNN",
     "aten._scaled_dot_product_flash_attention.default": "flash",
     "aten._scaled_dot_product_efficient_attention.default": "memory-efficient",
     "aten._safe_softmax.default": "math",
+    "aten._grouped_mm.default": GROUPED,
 }
-"""The words for torch's attention kernels on GPUs, by the operator that only they run."""
+"""The words for torch's kernels of attention and experts on GPUs, by the operator that only they run."""
 
 
-def attention_kernels(timeline: Timeline) -> tuple[str, ...]:
-    """Return the attention kernels of a step on a GPU, in words; none where the model computes attention itself."""
-    return tuple(word for operator, word in ATTENTION.items() if operator in timeline.names)
+def kernels_in(timeline: Timeline) -> tuple[str, ...]:
+    """Return the kernels of attention and experts in a step on a GPU, in words; none of what the model computes
+    itself, such as experts in a loop."""
+    return tuple(word for operator, word in KERNELS.items() if operator in timeline.names)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -102,9 +107,9 @@ class MemoryProfile:
         return replace(memory, loading=self.loading)
 
     @property
-    def attention(self) -> tuple[str, ...]:
-        """As `attention_kernels`; none on CPU ranks."""
-        return attention_kernels(self.ranks[0].timeline) if self.kind == "cuda" else ()
+    def kernels(self) -> tuple[str, ...]:
+        """As `kernels_in`; none on CPU ranks."""
+        return kernels_in(self.ranks[0].timeline) if self.kind == "cuda" else ()
 
     @property
     def draft(self) -> "MemoryProfile":

@@ -108,7 +108,7 @@ class SearchResult:
     """The strategy that was chosen, among all `candidates`.
 
     `memory` is that of its dry run; of a draft (`is_proven` is False) it is arithmetic. `shared_because`: why ranks
-    share samples, where nobody asked for it. `fused`: as `ModelFacts.fused`. `attention`: as `MemoryProfile.attention`.
+    share samples, where nobody asked for it. `fused`: as `ModelFacts.fused`. `kernels`: as `MemoryProfile.kernels`.
     """
 
     chosen: Candidate
@@ -119,7 +119,7 @@ class SearchResult:
     is_proven: bool
     shared_because: str = ""
     fused: tuple[str, ...] = ()
-    attention: tuple[str, ...] = ()
+    kernels: tuple[str, ...] = ()
 
     @property
     def rejected(self) -> tuple[Rejected, ...]:

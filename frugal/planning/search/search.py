@@ -114,7 +114,7 @@ class Search:
             warnings=tuple(warnings),
             is_proven=False,
             fused=facts.fused,
-            attention=profile.attention,
+            kernels=profile.kernels,
         )
 
     def predicted(self) -> Candidate | None:

@@ -9,7 +9,6 @@ A cast weight is kept until the outermost `with torch.autocast` ends (`cached_ca
 weights the half-precision copies of all of them live through forward, and those that autograd saved through backward.
 """
 
-import warnings
 import weakref
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
@@ -104,7 +103,7 @@ class Autocast:
         for names, make in makers:
             for name in names:
                 packet, _, overload = name.partition(".")
-                yield name, make(getattr(getattr(aten, packet), overload or "default"))
+                yield name, _below_autocast(make(getattr(getattr(aten, packet), overload or "default")))
 
     def _cast_to(self, dtype: Callable[[tuple[Any, ...]], torch.dtype], operator: Any) -> Kernel:
         def kernel(*args: Any, **kwargs: Any) -> Any:
@@ -137,20 +136,9 @@ def _with_float_result(operator: Any) -> Kernel:
         names_a_type = kwargs.get("dtype") is not None or any(isinstance(each, torch.dtype) for each in args[1:])
         if _is_eligible(value) and not names_a_type:
             kwargs["dtype"] = torch.float32
-        if operator in HALF_TO_FLOAT and is_half_to_float(value, kwargs.get("dtype")):
-            return HALF_TO_FLOAT[operator](value, args[1] if len(args) > 1 else kwargs["dim"], True)
         return operator(*args, **kwargs)
 
     return kernel
-
-
-HALF_TO_FLOAT = {aten.softmax.int: aten._softmax.default, aten.log_softmax.int: aten._log_softmax.default}
-"""CUDA's kernels read fp16 and write fp32; meta tensors, as those of a CPU, would be copied first (SoftMax.cpp)."""
-
-
-def is_half_to_float(value: Tensor, dtype: torch.dtype | None) -> bool:
-    """Return whether CUDA has a kernel that reads `value` and writes `dtype`."""
-    return value.is_meta and value.dtype == torch.float16 and dtype == torch.float32
 
 
 def _norm(value: Tensor, p: Any = 2, dim: Any = (), keepdim: bool = False) -> Tensor:
@@ -175,22 +163,20 @@ def on_meta() -> Iterator[Autocast]:
         autocast.forget()
         clear()
 
-    library = torch.library.Library("aten", "IMPL", torch_internals.AUTOCAST)
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")  # that kernels are replaced, once for each
-        for name, kernel in autocast.kernels():
-            library.impl(name, _below_autocast(kernel))
     try:
-        with torch_internals.autocast_on_every_tensor(), patch.object(torch, "clear_autocast_cache", clear_all):
+        with (
+            torch_internals.with_kernels(torch_internals.AUTOCAST, autocast.kernels()),
+            torch_internals.autocast_on_every_tensor(),
+            patch.object(torch, "clear_autocast_cache", clear_all),
+        ):
             yield autocast
     finally:
         autocast.forget()
-        del library  # which restores the kernels
 
 
 def _below_autocast(kernel: Kernel) -> Kernel:
     def call(*args: Any, **kwargs: Any) -> Any:
-        with torch_internals.without_autocast(), torch_internals.without_functions():
+        with torch_internals.without_autocast():
             return kernel(*args, **kwargs)
 
     return call

@@ -164,17 +164,6 @@ def _nothing(card: PretendedCard, func: Any, args: tuple[Any, ...], kwargs: dict
     card.tracker.note(SIDE_STREAMS)
 
 
-def _softmax(card: PretendedCard, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    """Run fp16 to fp32 in one kernel, see `autocast.HALF_TO_FLOAT`."""
-    value, dtype = args[0], kwargs.get("dtype") or next((v for v in args if isinstance(v, torch.dtype)), None)
-    dim = kwargs.get("dim", args[1] if len(args) > 1 else None)
-    if card.is_on_card(value) and autocast.is_half_to_float(value, dtype) and dim is not None:
-        is_log = func in (F.log_softmax, Tensor.log_softmax, torch.log_softmax)
-        kernel = torch.ops.aten._log_softmax.default if is_log else torch.ops.aten._softmax.default
-        return kernel(value, dim, True)
-    return card.on_card(func, args, kwargs)
-
-
 def _ctc_loss(card: PretendedCard, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     """Run the loss with lengths that may be on the host."""
     return card.on_card(func, tuple(each.to(META) if isinstance(each, Tensor) else each for each in args), kwargs)
@@ -211,8 +200,7 @@ _RULES: dict[Any, Rule] = {
     Tensor.to: _to, torch.empty_like: _empty_like,
     Tensor.backward: _backward, Tensor.tolist: _values, Tensor.numpy: _values, Tensor.__array__: _values,
     Tensor.__format__: _format, Tensor.record_stream: _nothing,
-    _setter: _set_data, F.ctc_loss: _ctc_loss, F.softmax: _softmax, F.log_softmax: _softmax, torch.softmax: _softmax,
-    torch.log_softmax: _softmax, Tensor.softmax: _softmax, Tensor.log_softmax: _softmax,
+    _setter: _set_data, F.ctc_loss: _ctc_loss,
 }  # fmt: skip
 
 _PROPERTIES = {_getter(name) for name in ("shape", "dtype", "grad", "requires_grad", "is_leaf", "data", "grad_fn")}

@@ -123,7 +123,6 @@ class LoopTracker(Tracker):
         self._keeps_lt = torch_version is None or torch_version > workspaces.LAST_WITH_LT_IN_A_CALL
         self._elsewhere: set[int] = set()  # addresses of storages on torch's own meta device
         self._is_elsewhere = False
-        self.false: set[int] = set()  # addresses of storages of which every value is false
         self._host_runs = False  # whether operators on the host really run, however large
         self._in_backward = False
         self._has_workspace: set[bool] = set()  # for threads: autograd's has a cuBLAS handle of its own
@@ -159,7 +158,6 @@ class LoopTracker(Tracker):
 
     def died(self, address: int, size_bytes: int) -> None:
         """Record the end of a storage."""
-        self.false.discard(address)
         if address in self._elsewhere:
             self._elsewhere.discard(address)
         else:
@@ -233,9 +231,8 @@ class LoopTracker(Tracker):
     def _scalar(self, tensor: Tensor) -> bool | int | float:
         """Answer as `Tracker`, but report no infinite gradient to `GradScaler`, which reads a float, no NaN to scripts,
         and full masks to transformers also where a loop's next forward is not known from its optimizer step."""
-        if tensor.dtype == torch.bool and torch_internals.address(tensor) in self.false:
-            return False
-        if tensor.dtype == torch.bool and asked_by_transformers(sys._getframe(1)):
+        is_false = torch_internals.address(tensor) in self.false
+        if tensor.dtype == torch.bool and not is_false and asked_by_transformers(sys._getframe(1)):
             return True
         if tensor.dtype.is_floating_point and _asked_by_grad_scaler(sys._getframe(1)):
             return 0.0
