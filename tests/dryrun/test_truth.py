@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 import torch
+from torch import nn
 
 from bench.plans import plan_by_hand
 from bench.ranks import Ranks
@@ -17,7 +18,7 @@ from frugal.deepspeed_adapter.kernels import DTYPES
 from frugal.dryrun.messages import AskDryRun, DryRun
 from frugal.dryrun.run import dry_run
 from frugal.engine.measure.two_steps import trial
-from frugal.models.objectives import CausalLM, MaskedLM, Seq2Seq
+from frugal.models.objectives import CausalLM, MaskedLM, Seq2Seq, SummedLoss
 from frugal.planning.plan import Plan
 from tests.engine.small_models import tiny_gpt2
 
@@ -214,3 +215,15 @@ def test_so_it_is_where_zero_3_gathers_a_tiled_mlp_at_once(
     ranks: Ranks = request.getfixturevalue({1: "one_rank", 2: "two_ranks"}[world_size])
     plan = plan_for(world_size, 4, 3, 3, "bf16", mode, {"mlp": "tiled", **strategy})
     assert_as_dry_run(plan, ranks, LLAMA)
+
+
+@pytest.mark.parametrize("kind", ["cuda", "cpu"])
+def test_batch_norm_over_all_ranks_is_dry_run_as_that_over_one(kind: DeviceKind) -> None:
+    def peaks(norm: nn.Module) -> list[int]:
+        model = nn.Sequential(nn.Conv2d(3, 8, 3), norm, nn.Flatten(), nn.Linear(8 * 14 * 14, 1))
+        objective = SummedLoss(lambda model, batch: model(batch["x"]).sum(), example={"x": torch.zeros(3, 16, 16)})
+        plan = plan_for(2, 4, 1, 2, "fp32", "off")
+        found = dry_run_of(plan, lambda: model.to("meta"), lambda: objective, rank=1, kind=kind)
+        return [interval.peak_bytes for interval in found.timeline.intervals(plan.batch.largest_micro_batch)]
+
+    assert peaks(nn.SyncBatchNorm(8)) == peaks(nn.BatchNorm2d(8))

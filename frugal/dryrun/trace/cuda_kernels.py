@@ -28,7 +28,7 @@ from unittest.mock import patch
 
 import torch
 import torch.nn.functional as F
-from torch import Tensor
+from torch import Tensor, nn
 
 from frugal import torch_internals
 from frugal.config.hardware.cluster import ASSUMED_CAPABILITY, Capability, DeviceKind
@@ -83,6 +83,8 @@ def kernels_of(kind: DeviceKind, capability: Capability = ASSUMED_CAPABILITY) ->
         patch.object(F, "scaled_dot_product_attention", attention),
         patch.object(F, "dropout", fused_dropout if is_cuda else _dropout),
         torch_internals.with_kernels(torch_internals.COMPOSITE, _SOFTMAX if is_cuda else ()),
+        # torch's own takes no meta tensors; it keeps what BatchNorm keeps, and sums of a few bytes between ranks
+        patch.object(nn.SyncBatchNorm, "forward", nn.BatchNorm1d.forward),
         patch.object(packs, "capability_of", lambda _device: capability if is_cuda else None),
         patch.object(cross_entropy, "meta_stands_for", kind),
         # torch refuses autocast on meta; frugal trains without it, and DeepSpeed and peft only turn it off.
