@@ -17,7 +17,7 @@ Precision = Literal["bf16", "fp16", "fp32"]
 ActivationCheckpointingChoice = Literal["auto", "off", "selective", "full", "offloaded", "budget"]
 LossChoice = Literal["auto", "plain", "tiled"]
 KernelsChoice = Literal["auto", "liger", "plain"]
-BatchNormChoice = Literal["local", "frozen", "sync"]
+BatchNormChoice = Literal["local", "frozen"]
 OffloadChoice = Literal["auto", "none", "optimizer", "all", "nvme"]
 Quantization = Literal["nf4"]
 
@@ -173,8 +173,8 @@ class Request:
     """Mean tokens of a pack's documents, at least; 0: attention takes masks. With --data that of the data."""
     batch_norm: BatchNormChoice | None = setting(
         None,
-        "BatchNorm statistics: `local` micro-batch, `sync` across ranks, or `frozen` running statistics, with which "
-        "the gradient is exact however a batch is split.",
+        "BatchNorm statistics: `local` micro-batch, or `frozen` running statistics, with which the gradient is exact "
+        "however a batch is split.",
         "model and batch", shown_default="local", is_expert=True,
     )  # fmt: skip
 
@@ -316,12 +316,6 @@ class Request:
                 f"--global-tokens {tokens} is less than one sample",
                 f"a sample has up to {self.seq_len} tokens",
                 f"ask for at least {self.seq_len} tokens, or shorten --seq-len",
-            ),
-            (
-                tokens is not None and self.batch_norm == "sync",
-                "--batch-norm sync is impossible with --global-tokens",
-                "a rank that gets no sample in a micro-step has no statistics to add",
-                "use --global-batch, or --batch-norm frozen",
             ),
             (
                 tokens is not None and self.even,

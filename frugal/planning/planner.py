@@ -48,17 +48,6 @@ def decide(request: Request, cluster: Cluster, defaults: tuple[str, ...], dry_ru
                 yield _plan(search, result, defaults, [UNPROVEN, *notes])
         if request.lengths is not None:
             result = _with_short_samples(search, result, dry_run)
-        batch = result.chosen.batch
-        assert batch is not None
-        refuse(
-            (
-                request.batch_norm == "sync" and any(0 in sizes for sizes in batch.sizes),
-                f"--batch-norm sync is impossible for {plural(batch.global_batch, 'sample')} in "
-                f"{plural(batch.accumulation_steps, 'micro-step')} on {plural(cluster.world_size, cluster.rank_noun)}",
-                "a rank that gets no sample in a micro-step has no statistics to add",
-                f"use a --global-batch that is a multiple of {cluster.world_size}",
-            )
-        )
         plan = _plan(search, result, defaults, [*notes, *_offload_by_pins(search, result)])
         yield with_gain(plan, dry_run) if plan.kernels else plan
 

@@ -159,8 +159,8 @@ def check_model(
         drops = spec.lora.dropout > 0 and DROPOUT not in notes_of_base
         return (*notes_of_base, DROPOUT) if drops else notes_of_base
     whole = spec.build(dtype=torch.float32, device="meta")
-    if choice is not None:
-        batch_norm.check(whole, choice)
+    if choice == "frozen":
+        batch_norm.check(whole)
     encoders = {"vision_config": "images", "audio_config": "sound"}
     others = [what for name, what in encoders.items() if getattr(spec.config, name, None) is not None]
     notes = []
@@ -290,8 +290,7 @@ def _trial(spec: ModelSpec, choice: BatchNormChoice | None = None) -> tuple[Mode
     """Return what the smallest model of the kind that runs has shown, and that model. Raises as `tried`."""
 
     def run(small: ModelSpec, model: nn.Module) -> tuple[ModelTrial, ModelSpec, nn.Module]:
-        if choice == "frozen":
-            batch_norm.apply(model, choice)
+        batch_norm.apply(model, choice)
         done = trial(
             model, small.objective(), task=small.task, vocab_size=small.vocab_size or 2,
             max_positions=small.max_positions,
@@ -346,8 +345,6 @@ def _which(name: str, kind: str, number: int) -> str:
 
 def _remedy(spec: ModelSpec, choice: BatchNormChoice | None) -> str:
     """Name the setting of BatchNorm that helps, where it was tried and does."""
-    if choice == "sync":
-        return "; --batch-norm sync takes them over all ranks, so that only the micro-steps matter"
     try:
         helps = choice is None and not _trial(spec, "frozen")[0].split
     except NoSmallModelError:

@@ -191,8 +191,6 @@ def test_a_remedy_is_named_where_it_was_tried_and_helps() -> None:
     (note,) = check_model(spec)
     assert note.endswith("; with --batch-norm frozen, which uses running statistics, they do not")
     assert check_model(spec, "frozen") == ()
-    (note,) = check_model(spec, "sync")
-    assert note.endswith("; --batch-norm sync takes them over all ranks, so that only the micro-steps matter")
     (note,) = check_model(alone(network(nn.BatchNorm1d(8), Centred())))
     assert "frozen" not in note
 
