@@ -1,5 +1,6 @@
 """Where profiles can be drafted at once, all strategies are ranked and few are evaluated in full."""
 
+import random
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -92,3 +93,24 @@ def test_what_a_dry_run_assumed_is_told() -> None:
     _, found = search(notes=("every token is selected",))
     assert isinstance(found, SearchResult)
     assert found.warnings == ("assumed, because it depends on data: every token is selected",)
+
+
+@pytest.mark.parametrize("seed", range(20))
+def test_of_equally_fast_and_simple_strategies_the_smaller_is_chosen(seed: int) -> None:
+    draw = random.Random(seed)
+    model = MODEL | {
+        "can_tile": True, "logits_bytes_per_token": draw.choice((1_000, 200_000, 1_000_000)),
+        "bytes_per_token": draw.choice((100_000, 1_000_000)),
+    }  # fmt: skip
+    settings = {"gpus": draw.choice((1, 2, 4)), "mem": draw.choice(("12G", "24G", "80G")), "global_batch": 64}
+    request, cluster, _ = understand(settings)
+    found = last(Search(request, cluster, DraftingSource(request, cluster, model)))
+    assert isinstance(found, SearchResult) and found.chosen.memory is not None
+    for other in found.candidates:
+        is_as_fast = other.fits and other.seconds <= TIE * min(each.seconds for each in found.candidates if each.fits)
+        if is_as_fast and other.simplicity[:2] == found.chosen.simplicity[:2] and other.memory is not None:
+            assert other.memory.total_bytes >= found.chosen.memory.total_bytes
+    if settings["mem"] == "80G":  # all of the batch fits either way
+        assert found.chosen.strategy.loss == "tiled"
+        plain = next(each for each in found.rejected if each.strategy == replace(found.chosen.strategy, loss="plain"))
+        assert plain.reason in ("not faster by 2 %, and larger", "cannot be faster")

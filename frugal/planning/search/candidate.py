@@ -79,9 +79,14 @@ class Candidate:
         return self.time.total_seconds if self.time else float("inf")
 
     @property
-    def simplicity(self) -> tuple[int, bool, float]:
-        """Sort key of equally fast candidates: fewer mechanisms, then equal micro-batches, then time."""
-        return self.strategy.num_mechanisms, not (self.batch and self.batch.is_uniform), self.seconds
+    def simplicity(self) -> tuple[int, bool, int, float]:
+        """Sort key of equally fast candidates: fewer mechanisms, then equal micro-batches, less memory, less time."""
+        return (
+            self.strategy.num_mechanisms,
+            not (self.batch and self.batch.is_uniform),
+            self.memory.total_bytes if self.memory else 0,
+            self.seconds,
+        )
 
     def may_fit_if_shared(self, number: int) -> bool:
         """Return whether a candidate that lacks device memory might fit if `number` ranks shared each sample."""
@@ -89,9 +94,9 @@ class Candidate:
         return of_step - of_step // number > -(self.headroom_bytes or 0)
 
     def dominates(self, draft: "Candidate") -> bool:
-        """Return whether this candidate, which fits, is no slower and no less simple than `draft` at its best."""
-        at_best = (draft.strategy.num_mechanisms, False)
-        return self.seconds <= draft.seconds and self.simplicity[:2] <= at_best
+        """Return whether this candidate, which fits, is no slower than `draft` and comes before it at its best."""
+        at_best = (draft.strategy.num_mechanisms, False, draft.simplicity[2], draft.seconds)
+        return self.seconds <= draft.seconds and self.simplicity <= at_best
 
 
 def fastest_seconds(candidates: Iterable[Candidate]) -> float:
@@ -152,7 +157,8 @@ class SearchResult:
             return f"does not fit{where[candidate.scarce]}"
         if candidate.seconds > self.chosen.seconds * TIE:
             return "slower"
-        return f"not faster by {100 * (TIE - 1):.0f} %, and less simple"
+        than_chosen = "less simple" if candidate.simplicity[:2] > self.chosen.simplicity[:2] else "larger"
+        return f"not faster by {100 * (TIE - 1):.0f} %, and {than_chosen}"
 
 
 @dataclass(frozen=True, kw_only=True)
