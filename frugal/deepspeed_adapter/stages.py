@@ -156,7 +156,11 @@ class Zero(ABC):
 
     def _own_states(self) -> Iterator[Any]:
         """Yield the attributes that DeepSpeed gives the model's parameters."""
-        yield from map(vars, self.engine.module.parameters())
+        yield from map(vars, self._parameters)
+
+    @functools.cached_property
+    def _parameters(self) -> list[nn.Parameter]:
+        return list(self.engine.module.parameters())
 
     def _coordinator(self) -> Any:
         """Return the object that has a state of its own, which `reset` does not go back to."""
