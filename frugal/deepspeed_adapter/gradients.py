@@ -125,14 +125,14 @@ def sum_in_few_kernels(optimizer: Any) -> None:
         def put_into_bucket(put_or_reduce: Call, parameter: Any, group: int) -> None:
             bucket = optimizer.ipg_buckets[optimizer.get_param_comm_dtype(parameter)]
             fits = 0 < parameter.numel() <= optimizer.reduce_bucket_size - bucket.elements
-            if not fits or optimizer.cpu_offload or hasattr(parameter, "ds_grad_is_ready"):
+            if fits and not optimizer.cpu_offload and not hasattr(parameter, "ds_grad_is_ready"):
+                gradient = optimizer.get_gradient_for_reduction(parameter)
+                place = bucket.buffer[bucket.index].narrow(0, bucket.elements, parameter.numel())
+                gradient.data = place.copy_(gradient.view(-1)).view_as(gradient)
+                bucket.elements += parameter.numel()
+                bucket.params.append((group, parameter.param_idx_in_group, optimizer.get_param_id(parameter)))
+            else:
                 put_or_reduce(parameter, group)
-                return
-            gradient = optimizer.get_gradient_for_reduction(parameter)
-            place = bucket.buffer[bucket.index].narrow(0, bucket.elements, parameter.numel())
-            gradient.data = place.copy_(gradient.view(-1)).view_as(gradient)
-            bucket.elements += parameter.numel()
-            bucket.params.append((group, parameter.param_idx_in_group, optimizer.get_param_id(parameter)))
 
         @in_place_of(optimizer, "allreduce_and_copy_with_multiple_ranks")
         def reduce_and_add(
