@@ -4,8 +4,8 @@ processor time of the host.
 The cases and contenders are those of `bench.gpu.speed`; an emulated card launches what a real one does, and computes
 nothing. It needs the environment of `python -m bench.emulated_gpu.setup --liger`. A host that cannot launch kernels as
 fast as the card runs them slows down the step, as many small ones do: under LoRA most kernels are small. So does what
-the host does while the card waits. Its milliseconds are those of this machine: compare those of one call. They are the
-median of `ROUNDS` processes of the least of `STEPS` steps each: other work on the machine makes a step longer only.
+the host does while the card waits. Its milliseconds are the least of `STEPS` steps, because other work on the machine
+only makes a step longer, and those of this machine: compare those of one call.
 
     python -m bench.kernels.steps [--only CASE] [--names CASE CONTENDER] [--folder .venv-emulated]
 
@@ -14,7 +14,6 @@ median of `ROUNDS` processes of the least of `STEPS` steps each: other work on t
 
 import argparse
 import json
-import statistics
 import sys
 import time
 from collections import Counter
@@ -28,7 +27,7 @@ from bench.gpu import speed
 
 RESULTS = Path(__file__).parents[1] / "results" / "steps.json"
 CARD = "h100"
-ROUNDS, STEPS = 3, 10
+STEPS = 10
 
 
 def main() -> int:
@@ -53,17 +52,12 @@ def main() -> int:
         kept = json.loads(RESULTS.read_text())["cases"] if RESULTS.exists() else {}
         for case in cases:
             kept[case] = {}
-            rounds = [
-                {each: _in_a_process(case, each, plans, asked.folder) for each in speed.CONTENDERS}
-                for _ in range(ROUNDS)
-            ]
             for contender in speed.CONTENDERS:
-                found = [each[contender] for each in rounds]
-                kept[case][contender] = next((each for each in found if "failure" in each), None) or {
-                    "kernels": sum(found[0]["kernels"].values()),
-                    "host_milliseconds": round(statistics.median(each["host_milliseconds"] for each in found), 1),
-                }
-                print(f"{case:20} {contender:16} {kept[case][contender]}", flush=True)
+                found = _in_a_process(case, contender, plans, asked.folder)
+                if "kernels" in found:
+                    found["kernels"] = sum(found["kernels"].values())
+                kept[case][contender] = found
+                print(f"{case:20} {contender:16} {found}", flush=True)
             head = measured_on.environment("python -m bench.kernels.steps") | {"device": f"emulated {CARD}"}
             RESULTS.write_text(json.dumps(head | {"cases": kept}, indent=1) + "\n")
     return int(any("failure" in found for row in kept.values() for found in row.values()))
@@ -92,7 +86,7 @@ def count(case: str, contender: str, plans: str) -> dict[str, Any]:
     speed.WARM_UP, speed.STEPS = 2, STEPS
     speed.Timing = Counting
     speed.train(case, contender, Path(plans))
-    return {"kernels": found[-1], "host_milliseconds": 1000 * min(seconds[speed.WARM_UP :])}
+    return {"kernels": found[-1], "host_milliseconds": round(1000 * min(seconds[speed.WARM_UP :]), 1)}
 
 
 def _in_a_process(case: str, contender: str, plans: Path, folder: Path | None) -> dict[str, Any]:
