@@ -19,8 +19,9 @@ TIE = 1.02
 """Times within 2 % are equal: the cost model is no better than that."""
 
 SAME = 1.01
-"""Of equally simple strategies within 1 % the smallest is taken. With 2 %, three of the 56 that `bench.planning.choice`
-measured would have been 5 to 7 % slower; with 1 % two are others, 4.5 % faster and 2.6 % slower."""
+"""Times within 1 % are the same where memory decides, between equally simple strategies. With 2 %, three of the 56
+choices that `bench.planning.choice` measured would be 5 to 7 % slower; with 1 % two are others, 4.5 % faster and 2.6 %
+slower."""
 
 
 @dataclass(frozen=True, kw_only=True)
