@@ -239,8 +239,8 @@ def _between(question: Run, spec: Any) -> Iterator[None]:
         return
     initialize, steps = two_steps.initialize, 0
 
-    def initialized(model: Any, plan: Any, objective: Any) -> Any:
-        engine = initialize(model, plan, objective)
+    def initialized(model: Any, plan: Any, objective: Any, **how: Any) -> Any:
+        engine = initialize(model, plan, objective, **how)
         accumulate = engine.accumulate
 
         def after_the_first(batches: Any, targets: int) -> Any:

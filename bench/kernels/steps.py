@@ -1,17 +1,21 @@
-"""`python -m bench.kernels.steps`: kernels that an optimizer step launches on an emulated card, by contender.
+"""`python -m bench.kernels.steps`: kernels that an optimizer step launches on an emulated card, by contender, and the
+processor time of the host.
 
-The cases and contenders are those of `bench.gpu.speed`; an emulated card launches what a real one does, and times
+The cases and contenders are those of `bench.gpu.speed`; an emulated card launches what a real one does, and computes
 nothing. It needs the environment of `python -m bench.emulated_gpu.setup --liger`. A host that cannot launch kernels as
-fast as the card runs them slows down the step, as many small ones do: under LoRA most kernels are small.
+fast as the card runs them slows down the step, as many small ones do: under LoRA most kernels are small. So does what
+the host does while the card waits. Its milliseconds are the least of `STEPS` steps, because other work on the machine
+only makes a step longer, and those of this machine: compare those of one call.
 
     python -m bench.kernels.steps [--only CASE] [--names CASE CONTENDER] [--folder .venv-emulated]
 
-`--names` lists the kernels of one contender by name. Counts are kept in `bench/results/steps.json`.
+`--names` lists the kernels of one contender by name. Both numbers are kept in `bench/results/steps.json`.
 """
 
 import argparse
 import json
 import sys
+import time
 from collections import Counter
 from pathlib import Path
 from tempfile import TemporaryDirectory
@@ -23,6 +27,7 @@ from bench.gpu import speed
 
 RESULTS = Path(__file__).parents[1] / "results" / "steps.json"
 CARD = "h100"
+STEPS = 10
 
 
 def main() -> int:
@@ -41,7 +46,7 @@ def main() -> int:
         cases = asked.names[:1] if asked.names else asked.only or list(speed.CASES)
         speed.make_plans(plans, environment.python(asked.folder), cases)
         if asked.names:
-            for kernel, number in Counter(_in_a_process(*asked.names, plans, asked.folder)).most_common():
+            for kernel, number in Counter(_in_a_process(*asked.names, plans, asked.folder)["kernels"]).most_common():
                 print(f"{number:6} {kernel}")
             return 0
         kept = json.loads(RESULTS.read_text())["cases"] if RESULTS.exists() else {}
@@ -49,34 +54,39 @@ def main() -> int:
             kept[case] = {}
             for contender in speed.CONTENDERS:
                 found = _in_a_process(case, contender, plans, asked.folder)
-                kept[case][contender] = sum(found.values()) if "failure" not in found else found
-                print(f"{case:20} {contender:16} {kept[case][contender]}", flush=True)
+                if "kernels" in found:
+                    found["kernels"] = sum(found["kernels"].values())
+                kept[case][contender] = found
+                print(f"{case:20} {contender:16} {found}", flush=True)
             head = measured_on.environment("python -m bench.kernels.steps") | {"device": f"emulated {CARD}"}
             RESULTS.write_text(json.dumps(head | {"cases": kept}, indent=1) + "\n")
-    return int(any(isinstance(found, dict) for row in kept.values() for found in row.values()))
+    return int(any("failure" in found for row in kept.values() for found in row.values()))
 
 
-def count(case: str, contender: str, plans: str) -> Counter[str]:
-    """Train in this process; return the kernels of its last step, by name."""
+def count(case: str, contender: str, plans: str) -> dict[str, Any]:
+    """Train in this process; return the kernels of its last step, by name, and the host's least milliseconds."""
     import emulated_gpu_answers  # noqa: F401  # new blocks read as zeros
 
     from bench.kernels.counting import launches
 
     found: list[Counter[str]] = []
+    seconds: list[float] = []
 
     class Counting(speed.Timing):
         def begin(self) -> None:
             super().begin()
             launches()
+            self._processor_seconds = time.process_time()  # of all threads: backward has its own
 
         def end(self) -> None:
+            seconds.append(time.process_time() - self._processor_seconds)
             found.append(launches())
             super().end()
 
-    speed.WARM_UP, speed.STEPS = 2, 2
+    speed.WARM_UP, speed.STEPS = 2, STEPS
     speed.Timing = Counting
     speed.train(case, contender, Path(plans))
-    return found[-1]
+    return {"kernels": found[-1], "host_milliseconds": round(1000 * min(seconds[speed.WARM_UP :]), 1)}
 
 
 def _in_a_process(case: str, contender: str, plans: Path, folder: Path | None) -> dict[str, Any]:

@@ -110,6 +110,7 @@ class Zero(ABC):
     def __init__(self, engine: Any, strategy: Strategy, schedule: Any = None) -> None:
         self.engine = engine
         self.strategy = strategy
+        self._parameters: list[Any] = list(engine.module.parameters())  # finding them takes long, in every step
         self.schedule = schedule  # of learning rates, torch's; None: there is none
         self.optimizer: Any = engine.optimizer
         is_plain = isinstance(self.optimizer, torch.optim.Optimizer)
@@ -156,7 +157,7 @@ class Zero(ABC):
 
     def _own_states(self) -> Iterator[Any]:
         """Yield the attributes that DeepSpeed gives the model's parameters."""
-        yield from map(vars, self.engine.module.parameters())
+        yield from map(vars, self._parameters)
 
     def _coordinator(self) -> Any:
         """Return the object that has a state of its own, which `reset` does not go back to."""
@@ -328,11 +329,10 @@ class Zero3(Zero):
         """Also end every gather, and forget the order in which modules used their parameters."""
         for work in within(dist.Work, self._coordinator()):
             work.wait()
-        parameters: list[Any] = list(self.engine.module.parameters())
-        gathered = [each for each in parameters if each.ds_status != ZeroParamStatus.NOT_AVAILABLE]
+        gathered = [each for each in self._parameters if each.ds_status != ZeroParamStatus.NOT_AVAILABLE]
         super().reset()
         self._without_trace.put_back()
-        for each in parameters:  # also those that were whole
+        for each in self._parameters:  # also those that were whole
             put(each, "ds_status", ZeroParamStatus.NOT_AVAILABLE)
         for each in gathered:
             put(each, "ds_status", ZeroParamStatus.AVAILABLE)

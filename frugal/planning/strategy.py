@@ -119,14 +119,13 @@ class Strategy:
         """A measure of complexity: each kind of state that is split or moved, and recomputation, counts one.
 
         Moving inputs to the host, or choosing what to recompute, counts one more, and so does each change of the mode
-        from one layer to the next.
+        from one layer to the next. A tiled loss does none of this, so it is as simple as whole logits.
         """
         return (
             self.zero_stage
             + sum({"off": 0, "selective": 2, "full": 1, "offloaded": 2}[mode] for mode in self.modes)
             + len(self.layer_modes[1:])
             + (self.sequence_parallel > 1)
-            + (self.loss == "tiled")
             + (self.mlp == "tiled")
             + (self.offload_optimizer != "none")
             + (self.offload_ratio < 1)

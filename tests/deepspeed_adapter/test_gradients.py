@@ -1,5 +1,6 @@
-"""Gradients are summed with few kernels, to the same sums."""
+"""Gradients are summed with few kernels and less Python, to the same sums."""
 
+import cProfile
 from collections import Counter
 from contextlib import nullcontext
 from typing import Any
@@ -45,7 +46,12 @@ def trained(precision: str, *, in_few_kernels: bool) -> tuple[list[list[float]],
     return masters, norm, number, counting.counts
 
 
-@pytest.mark.skipif(not hasattr(stage_1_and_2, "GradPartitionBufferGroup"), reason="sums are one tensor from 0.19.8 on")
+SINCE = pytest.mark.skipif(
+    not hasattr(stage_1_and_2, "GradPartitionBufferGroup"), reason="sums are one tensor from 0.19.8 on"
+)
+
+
+@SINCE
 @pytest.mark.parametrize("precision", ["bf16", pytest.param("fp16", marks=pytest.mark.exhaustive)])
 def test_sums_are_deepspeeds_with_a_fraction_of_its_kernels(precision: str, two_ranks: Ranks) -> None:
     ours = two_ranks.run(trained, precision, in_few_kernels=True)
@@ -57,3 +63,41 @@ def test_sums_are_deepspeeds_with_a_fraction_of_its_kernels(precision: str, two_
         micro_steps = 2
         assert their_counts["copy_"] - counts["copy_"] >= micro_steps * number
         assert their_counts["_to_copy"] - counts["_to_copy"] >= micro_steps * number
+
+
+def called(zero_stage: int, precision: str, bucket: int, *, is_ours: bool) -> tuple[list[Any], int, int, Counter[str]]:
+    """This rank's master weights after two steps of two micro-steps, between which a weight is moved; of the last step
+    the calls of Python's functions, the number of parameters, and the operators. Runs on ranks."""
+    plan = plan_here(zero_stage, 8, 2, {"precision": precision, "seq_len": 128}, reduce_bucket_elements=bucket)
+    left = {"reduce_independent_p_g_buckets_and_remove_grads", "_update_model_bit16_weights"} if not is_ours else set()
+    in_place = gradients.in_place_of
+    ours = patch.object(gradients, "in_place_of", lambda o, name: (lambda f: f) if name in left else in_place(o, name))
+    with ours, running(plan, None, CausalLM()) as engine:
+        engine.train_step(ragged_samples(8))
+        weight = next(engine.module.parameters())
+        weight.data = weight.data.clone()
+        with cProfile.Profile() as profile, Counting() as counting:
+            engine.train_step(ragged_samples(8, seed=2))
+        (flat,) = engine.deepspeed.optimizer.bit16_groups_flat
+        assert weight.untyped_storage().data_ptr() == flat.untyped_storage().data_ptr()
+        masters = [master.flatten().tolist() for master in engine.zero.masters()]
+        number = len(list(engine.module.parameters()))
+    return masters, sum(each.callcount for each in profile.getstats()), number, counting.counts
+
+
+@SINCE
+@pytest.mark.parametrize("bucket", [1_000_000, 3_000], ids=["of all", "smaller than some"])
+@pytest.mark.parametrize(
+    ("zero_stage", "precision"), [(2, "bf16"), (2, "fp16"), pytest.param(1, "bf16", marks=pytest.mark.exhaustive)]
+)
+def test_less_python_for_each_parameter_sums_the_same(
+    zero_stage: int, precision: str, bucket: int, two_ranks: Ranks
+) -> None:
+    ours = two_ranks.run(called, zero_stage, precision, bucket, is_ours=True)
+    theirs = two_ranks.run(called, zero_stage, precision, bucket, is_ours=False)
+    for (masters, calls, number, counts), (their_masters, their_calls, _, their_counts) in zip(
+        ours, theirs, strict=True
+    ):
+        assert masters == their_masters
+        assert set((counts - their_counts) + (their_counts - counts)) <= {"detach"}  # which starts no kernel
+        assert calls < their_calls - 5 * number

@@ -1,12 +1,13 @@
 """Where profiles can be drafted at once, all strategies are ranked and few are evaluated in full."""
 
+import random
 from dataclasses import dataclass, field, replace
 from typing import Any
 
 import pytest
 
 from frugal.config.schema import understand
-from frugal.planning.search.candidate import TIE, Infeasible, SearchResult
+from frugal.planning.search.candidate import SAME, TIE, Infeasible, SearchResult
 from frugal.planning.search.search import Search
 from frugal.planning.strategy import Strategy
 from tests.planning.synthetic import SyntheticSource, last
@@ -92,3 +93,25 @@ def test_what_a_dry_run_assumed_is_told() -> None:
     _, found = search(notes=("every token is selected",))
     assert isinstance(found, SearchResult)
     assert found.warnings == ("assumed, because it depends on data: every token is selected",)
+
+
+@pytest.mark.parametrize("seed", range(20))
+def test_of_equally_fast_and_simple_strategies_the_smaller_is_chosen(seed: int) -> None:
+    draw = random.Random(seed)
+    model = MODEL | {
+        "can_tile": True, "logits_bytes_per_token": draw.choice((1_000, 200_000, 1_000_000)),
+        "bytes_per_token": draw.choice((100_000, 1_000_000)),
+    }  # fmt: skip
+    settings = {"gpus": draw.choice((1, 2, 4)), "mem": draw.choice(("12G", "24G", "80G")), "global_batch": 64}
+    request, cluster, _ = understand(settings)
+    found = last(Search(request, cluster, DraftingSource(request, cluster, model)))
+    assert isinstance(found, SearchResult)
+    alike = [each for each in found.candidates if each.fits and each.simplicity[:2] == found.chosen.simplicity[:2]]
+    fastest = min(each.seconds for each in alike)
+    assert found.chosen.seconds <= SAME * fastest
+    for other in alike:
+        assert other.needed_bytes >= found.chosen.needed_bytes or other.seconds > SAME * fastest
+    if settings["mem"] == "80G":  # all of the batch fits either way
+        assert found.chosen.strategy.loss == "tiled"
+        plain = next(each for each in found.rejected if each.strategy == replace(found.chosen.strategy, loss="plain"))
+        assert plain.reason in ("not faster by 1 %, and larger", "cannot be faster")

@@ -1,10 +1,11 @@
 """The fastest plan that fits, or the proof that none does. Arithmetic over profiles; the winner is dry-run.
 
 For every strategy the request allows: the largest micro-batch that fits each device, how that cuts the global batch,
-and the seconds a step would take. The fastest wins; within 2 % of it, the simplest. Where a profile can be drafted at
-once, all strategies are ranked by drafts, which leave the allocator out, and only those that could still win are
-evaluated in full. Between modes of activation checkpointing lie mixtures of them (`mixtures`). Then the winner is
-dry-run as a whole; where that does not confirm it, the choice is made again with what the dry run has shown.
+and the seconds a step would take. The fastest wins; within 2 % of it, the simplest, and of equally simple ones within
+1 % the smallest. Where a profile can be drafted at once, all strategies are ranked by drafts, which leave the
+allocator out, and only those that could still win are evaluated in full. Between modes of activation checkpointing lie
+mixtures of them (`mixtures`). Then the winner is dry-run as a whole; where that does not confirm it, the choice is made
+again with what the dry run has shown.
 """
 
 from collections.abc import Callable, Iterator, Sequence
@@ -17,6 +18,7 @@ from frugal.errors import RequestError, refuse
 from frugal.imports import collected_seldom
 from frugal.planning.plan import ModelSummary
 from frugal.planning.search.candidate import (
+    SAME,
     TIE,
     TRUST,
     Candidate,
@@ -131,11 +133,15 @@ class Search:
         return max(evaluated, key=lambda candidate: candidate.headroom_bytes or 0, default=None)
 
     def _winner(self, candidates: list[Candidate]) -> Candidate | None:
-        """Return the simplest of those that are as fast as the fastest; None if none fits."""
+        """Return the simplest of those that are as fast as the fastest, the smallest of several; None if none fits."""
         fitting = [candidate for candidate in candidates if candidate.fits and not candidate.is_draft]
         enough = fastest_seconds(fitting) * TIE
         fast = [candidate for candidate in fitting if candidate.seconds <= enough]
-        return min(fast, key=lambda candidate: candidate.simplicity, default=None)
+        first = min(fast, key=lambda candidate: candidate.simplicity, default=None)
+        return first and min(
+            (each for each in fast if each.simplicity <= (*first.simplicity[:2], first.seconds * SAME)),
+            key=lambda candidate: candidate.needed_bytes,
+        )
 
     def strategies(
         self, level: Offload, *, small_buckets: bool = False, tiled_mlp: bool = False

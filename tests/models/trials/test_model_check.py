@@ -12,7 +12,9 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from bench.plans import plan_by_hand
 from frugal.errors import RequestError
+from frugal.models import batch_norm
 from frugal.models.objectives import SummedLoss
 from frugal.models.resolve import presets, resolve
 from frugal.models.spec import OWN, ModelSpec
@@ -206,6 +208,12 @@ def test_what_cannot_be_frozen_is_refused(layer: nn.Module, said: str) -> None:
     with pytest.raises(RequestError) as caught:
         check_model(alone(network(layer)), "frozen")
     assert str(caught.value).startswith(said)
+
+
+def test_torchs_synchronised_batch_norm_is_refused_on_cpu_ranks() -> None:
+    plan = plan_by_hand(world_size=2, global_batch=4, micro_batch=2, zero_stage=0)
+    with pytest.raises(RequestError, match="SyncBatchNorm runs on GPUs alone\n  because `1` is one"):
+        batch_norm.apply_planned(nn.Sequential(nn.Linear(2, 2), nn.SyncBatchNorm(2)), plan)
 
 
 def test_the_size_is_that_of_fp64_gradients() -> None:
