@@ -46,7 +46,11 @@ def command(folders: tuple[Path, ...], output: Path | None, as_json: bool) -> No
         with file_errors.failure(f"cannot write the page {output}", output, "{}, or name another with -o"):
             files.write_file(output, page(runs).encode(), durable=False)
     if as_json:
-        print_json(_as_data(runs))
+        print_json({
+            "runs": [_data(run) for run in runs],  # as recorded, in bytes and seconds
+            "differing": [{"name": row[0], "values": row[1:]} for row in words.differing(runs)],
+            "notes": words.notes(runs),
+        })  # fmt: skip
         return
     show([*_summary(runs), [f"page   {output}"] if output is not None else ["page   none; -o FILE writes one"]])
 
@@ -91,15 +95,6 @@ def _of_several(runs: Sequence[RecordedRun]) -> list[Block]:
         Table(title=f"{len(runs)} runs", rows=(head, *rows), has_head=True),
         differing if different else ["no setting and no version differs"],
     ]
-
-
-def _as_data(runs: Sequence[RecordedRun]) -> dict[str, Any]:
-    """Return all numbers for programs, as recorded, in bytes and seconds."""
-    return {
-        "runs": [_data(run) for run in runs],
-        "differing": [{"name": row[0], "values": row[1:]} for row in words.differing(runs)] if len(runs) > 1 else [],
-        "notes": words.notes(runs),
-    }
 
 
 def _data(run: RecordedRun) -> dict[str, Any]:

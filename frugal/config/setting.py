@@ -315,14 +315,11 @@ def build(owner: type[Owner], settings: Mapping[str, Any]) -> Owner:
     return owner(**given)
 
 
-def _is_given(value: Any) -> bool:
-    return value is not None and not (isinstance(value, tuple) and not value)  # an array is not compared
-
-
 def owned(owner: type, settings: Mapping[str, Any]) -> dict[str, Any]:
     """Return those of `settings` that are fields of a dataclass and given."""
     names = [each.name for each in dataclasses.fields(owner)]
-    return {name: value for name, value in settings.items() if name in names and _is_given(value)}
+    given = ((name, value) for name, value in settings.items() if name in names and value is not None)
+    return {name: value for name, value in given if not isinstance(value, tuple) or value}
 
 
 def check_sizes(asked: Any, hint: str | None = None) -> None:

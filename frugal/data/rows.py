@@ -41,11 +41,10 @@ _KINDS = {
 ARCHIVE = ".zip"
 
 
-def _zstd(file: IO[bytes]) -> Any:
-    return io.BufferedReader(pa.CompressedInputStream(pa.PythonFile(file, mode="r"), "zstd"))
-
-
-_READERS: dict[str, Callable[[Any], Any]] = {".gz": gzip.open, ".bz2": bz2.open, ".xz": lzma.open, ".zst": _zstd}
+_READERS: dict[str, Callable[[Any], Any]] = {
+    ".gz": gzip.open, ".bz2": bz2.open, ".xz": lzma.open,
+    ".zst": lambda file: io.BufferedReader(pa.CompressedInputStream(pa.PythonFile(file, mode="r"), "zstd")),
+}  # fmt: skip
 
 SUFFIXES = frozenset((*_KINDS, *_READERS, ARCHIVE, ".txt"))
 """Ends of names that only files with rows have."""

@@ -97,7 +97,7 @@ NAMES = (
     *needed(_COORDINATOR, _OWN, "__all_gather_params(self, params, forward)"),
     *needed(f"{_OFFLOAD}:DeepSpeedZeRoOffload", _OWN, "get_param_coordinator(self)"),
     *needed(f"{_RUNTIME}.zero.stage3:IPGBucketZ3", _OWN, "params"),
-    *needed(f"{_RUNTIME}.zero.stage_1_and_2:IPGBucket", _OWN, "params", "elements", "buffer", "index"),
+    *needed(f"{_RUNTIME}.zero.stage_1_and_2:IPGBucket", _OWN, "params"),
     *needed(
         _ZERO12,
         _OWN,
@@ -138,10 +138,7 @@ NAMES = (
     ),
     *needed(
         _ZERO12,
-        "less Python for each parameter",
-        "reduce_independent_p_g_buckets_and_remove_grads(self, param, i)",
-        "get_param_comm_dtype(self, param)",
-        "reduce_bucket_size",
+        "less Python after a step",
         "_update_model_bit16_weights(self, group_index)",
         "bit16_groups_flat",
     ),

@@ -99,8 +99,7 @@ def sum_in_few_kernels(optimizer: Any) -> None:
     where nothing reads it again, and takes the norm of each sum from a copy in fp64. Here a gradient is added as it is,
     which is the same sum, and the norm is that of pieces of all sums. Sums are one tensor from 0.19.8 on.
 
-    It also looks for the device's stream at every gradient, which one stream needs not, and after each step points
-    every weight at its place, where it is already.
+    After each step it also points every weight at its place, where it is already.
     """
     is_of_stage = isinstance(optimizer, DeepSpeedZeroOptimizer) and hasattr(stage_1_and_2, "GradPartitionBufferGroup")
     if not is_of_stage or optimizer.dtype == torch.float32 or optimizer.gradient_accumulation_dtype != torch.float32:
@@ -120,19 +119,6 @@ def sum_in_few_kernels(optimizer: Any) -> None:
             places[group] = [each.data_ptr() for each in weights]
 
     if not optimizer.overlap_comm:
-
-        @in_place_of(optimizer, "reduce_independent_p_g_buckets_and_remove_grads")
-        def put_into_bucket(put_or_reduce: Call, parameter: Any, group: int) -> None:
-            bucket = optimizer.ipg_buckets[optimizer.get_param_comm_dtype(parameter)]
-            fits = 0 < parameter.numel() <= optimizer.reduce_bucket_size - bucket.elements
-            if fits and not optimizer.cpu_offload and not hasattr(parameter, "ds_grad_is_ready"):
-                gradient = optimizer.get_gradient_for_reduction(parameter)
-                place = bucket.buffer[bucket.index].narrow(0, bucket.elements, parameter.numel())
-                gradient.data = place.copy_(gradient.view(-1)).view_as(gradient)
-                bucket.elements += parameter.numel()
-                bucket.params.append((group, parameter.param_idx_in_group, optimizer.get_param_id(parameter)))
-            else:
-                put_or_reduce(parameter, group)
 
         @in_place_of(optimizer, "allreduce_and_copy_with_multiple_ranks")
         def reduce_and_add(

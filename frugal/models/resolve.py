@@ -189,7 +189,8 @@ def _from_path(reference: str, path: Path, task: str | None, num_labels: int | N
     with failure(f"{reference} is no model folder, {file} cannot be read", OSError):
         text = file.read_bytes()
     with failure(f"{file} is no JSON", ValueError, RecursionError):
-        raw = json.loads(text, object_hook=_infinite)
+        # transformers writes infinity as `{"__float__": "Infinity"}`
+        raw = json.loads(text, object_hook=lambda each: float(each["__float__"]) if [*each] == ["__float__"] else each)
     model_type = raw.get("model_type") if isinstance(raw, dict) else None
     if not isinstance(model_type, str):
         raise RequestError(
@@ -208,11 +209,6 @@ def _from_path(reference: str, path: Path, task: str | None, num_labels: int | N
         config = transformers.CONFIG_MAPPING[model_type].from_dict(raw)
     own_tokenizer = str(file.parent) if any((file.parent / name).exists() for name in _TOKENIZERS) else None
     return _from_config(reference, config, task, num_labels, weights=weights, own_tokenizer=own_tokenizer)
-
-
-def _infinite(value: dict[str, Any]) -> Any:
-    """Read infinity as transformers writes it, `{"__float__": "Infinity"}`."""
-    return float(value["__float__"]) if value.keys() == {"__float__"} else value
 
 
 def _from_hub(reference: str, task: str | None, num_labels: int | None) -> ModelSpec:

@@ -89,8 +89,7 @@ def as_imported() -> AbstractContextManager[Any]:
     masking = sys.modules.get("transformers.masking_utils")
     if masking is None:
         return nullcontext()
-    own = masking.AttentionMaskInterface._global_mapping
-    return patch.dict(own, sdpa=masking.sdpa_mask, eager=masking.eager_mask)
+    return patch.dict(masking.AttentionMaskInterface._global_mapping, sdpa=masking.sdpa_mask, eager=masking.eager_mask)
 
 
 _WITHIN = "frugal_within_documents"

@@ -308,7 +308,8 @@ class SimulatedZero3(SimulatedOptimizer):
             MarkKind.FETCH_IN_BACKWARD: partial(gathering.fetch, in_backward=True),
             MarkKind.RELEASE_IN_BACKWARD: partial(gathering.release, in_backward=True),
             MarkKind.HOLD: self._hold,
-            MarkKind.LET_GO: self._let_go,
+            # of the earlier micro-step, whose graph may end after forward
+            MarkKind.LET_GO: lambda _parameter, hold: self._stream.release(self._held[hold].popleft()),
             MarkKind.READ: gathering.read,
         }
 
@@ -391,9 +392,6 @@ class SimulatedZero3(SimulatedOptimizer):
     def _hold(self, parameter: int, hold: int) -> None:
         self._held[hold].append(self._gathering.storage[parameter])
         self._stream.hold(self._held[hold][-1])
-
-    def _let_go(self, _parameter: int, hold: int) -> None:
-        self._stream.release(self._held[hold].popleft())  # of the earlier micro-step, whose graph may end after forward
 
     def gradient(self, parameter: int, storage: int) -> None:
         """Handle a gradient (`reduce_independent_p_g_buckets_and_remove_grads`, `__add_grad_to_ipg_bucket`)."""

@@ -46,7 +46,8 @@ def steps(
         return (OUTPUTS, *taken)
     of_operator = _STEPS.get(operator)
     if of_operator is None and getattr(operator, "namespace", "") == torch_internals.VARLEN:
-        of_operator = _varlen_backward if "backward" in str(operator) else _varlen
+        # `flash_api.cpp`, `mha_varlen_fwd`, makes a random state that `torch/nn/attention/varlen.py` replaces
+        of_operator = _varlen_backward if "backward" in str(operator) else lambda *_: (OUTPUTS, 16)
     if of_operator is None or args[0].device.type == "cpu":
         return NO_STEPS
     return of_operator(args, capability, any_size)
@@ -66,11 +67,6 @@ def in_order(operator: object, outputs: Iterable[Tensor]) -> Iterable[Tensor]:
     return outputs
 
 
-def _cudnn(*_: Any) -> Steps:
-    """Return the steps of cuDNN's forward: its engine takes a few bytes, as recorded on an H200."""
-    return (OUTPUTS, _CUDNN_BYTES)
-
-
 def _cudnn_backward(args: tuple[Any, ...], *_: Any) -> Steps:
     """Return the steps of cudnn-frontend's `scaled_dot_product_flash_attention.h`: an fp32 gradient of q, and row sums.
 
@@ -86,11 +82,6 @@ def _for_all_heads(query: Tensor, states: Sequence[Tensor]) -> list[int]:
     """Return the bytes of k and v, had each its part for every head of q; nothing where they do. Heads come second."""
     heads = query.shape[1]
     return [heads * each.nbytes // each.shape[1] for each in states if each.shape[1] != heads]
-
-
-def _flash(args: tuple[Any, ...], *_: Any) -> Steps:
-    """Return the steps of `flash_attn/flash_api.cpp`, `mha_fwd`: dropout's random state is made twice."""
-    return (OUTPUTS, 16) if len(args) > 3 and args[3] else NO_STEPS
 
 
 def _flash_backward(args: tuple[Any, ...], *_: Any) -> Steps:
@@ -112,12 +103,6 @@ def _flash_inside(rows: int, tokens: int, query: Tensor, key: Tensor, value: Ten
     if heads != key.shape[1]:
         inside += [tokens * heads * each.shape[-1] * each.element_size() for each in (key, value)]
     return inside
-
-
-def _varlen(*_: Any) -> Steps:
-    """Return the steps of attention document by document: `flash_api.cpp`, `mha_varlen_fwd`, makes a random state that
-    `torch/nn/attention/varlen.py` replaces."""
-    return (OUTPUTS, 16)
 
 
 def _varlen_backward(args: tuple[Any, ...], *_: Any) -> Steps:
@@ -239,11 +224,6 @@ def _convolution_backward(args: tuple[Any, ...], resident_threads: int) -> Steps
     return (*copies, OUTPUTS, *([-1] if copies else []), *taken)
 
 
-def _softmax_backward(args: tuple[Any, ...], *_: Any) -> Steps:
-    """Return the steps of `cuda/SoftMax.cu`, `softmax_backward_cuda_out`: the product of gradient and output."""
-    return (OUTPUTS, args[0].nbytes)
-
-
 def _safe_softmax(args: tuple[Any, ...], *_: Any) -> Steps:
     """Return the steps of `transformers/attention.cpp`, `_safe_softmax`: masked elements, fully masked rows, and a
     zero."""
@@ -273,12 +253,6 @@ def _index(args: tuple[Any, ...], _: Capability, any_size: bool) -> Steps:
     return (*(each.nbytes for each in expanded if not each.is_contiguous()), OUTPUTS)
 
 
-def _is_infinite(args: tuple[Any, ...], *_: Any) -> Steps:
-    """Return the steps of `TensorCompare.cpp`, `isinf`: absolute values first. DeepSpeed runs it on all gradients under
-    fp16 and ZeRO-3."""
-    return (args[0].nbytes, OUTPUTS) if args[0].dtype.is_floating_point else NO_STEPS
-
-
 def _sort(args: tuple[Any, ...], *_: Any) -> Steps:
     """Return the steps of `cuda/Sort.cpp` for one long row: initial indices, then CUB's radix sort, which copies
     both."""
@@ -292,18 +266,24 @@ def _ctc_backward(args: tuple[Any, ...], *_: Any) -> Steps:
 
 
 _STEPS: dict[object, Callable[[tuple[Any, ...], Capability, bool], Steps]] = {
-    aten._scaled_dot_product_cudnn_attention.default: _cudnn,
+    # cuDNN's engine takes a few bytes, as recorded on an H200
+    aten._scaled_dot_product_cudnn_attention.default: lambda *_: (OUTPUTS, _CUDNN_BYTES),
     aten._scaled_dot_product_cudnn_attention_backward.default: _cudnn_backward,
-    aten._scaled_dot_product_flash_attention.default: _flash,
+    # `flash_attn/flash_api.cpp`, `mha_fwd`: dropout's random state is made twice
+    aten._scaled_dot_product_flash_attention.default: (
+        lambda args, *_: (OUTPUTS, 16) if len(args) > 3 and args[3] else NO_STEPS
+    ),
     aten._scaled_dot_product_flash_attention_backward.default: _flash_backward,
     aten._scaled_dot_product_efficient_attention.default: _efficient,
     aten._scaled_dot_product_efficient_attention_backward.default: _efficient_backward,
     aten.embedding_dense_backward.default: _embedding_backward,
-    aten._softmax_backward_data.default: _softmax_backward,
+    # `cuda/SoftMax.cu`, `softmax_backward_cuda_out`: the product of gradient and output
+    aten._softmax_backward_data.default: lambda args, *_: (OUTPUTS, args[0].nbytes),
     aten._safe_softmax.default: _safe_softmax,
     aten.cumsum.default: _cumulative_sum,
     aten.index.Tensor: _index,
-    aten.isinf.default: _is_infinite,
+    # `TensorCompare.cpp`: absolute values first; DeepSpeed runs it on all gradients under fp16 and ZeRO-3
+    aten.isinf.default: lambda args, *_: (args[0].nbytes, OUTPUTS) if args[0].dtype.is_floating_point else NO_STEPS,
     aten.sort.default: _sort,
     aten.sort.stable: _sort,
     aten._ctc_loss_backward.default: _ctc_backward,

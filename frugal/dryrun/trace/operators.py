@@ -54,14 +54,6 @@ FULL_LENGTH = "how long packed sequences are depends on data: counted as if all 
 AS_MANY_BINS = "how many bins there are depends on data: counted as many as asked for (minlength)"
 
 
-def _nonzero(mask: Tensor) -> Result:
-    return torch.empty((mask.numel(), mask.dim()), dtype=torch.int64, device=mask.device), EVERYTHING
-
-
-def _masked_select(values: Tensor, mask: Tensor) -> Result:
-    return values.new_empty(torch.broadcast_shapes(values.shape, mask.shape).numel()), EVERYTHING
-
-
 def _index(values: Tensor, indices: list[Tensor | None]) -> Result | None:
     """Replace boolean indices without values by integer ones, one for each of their dimensions."""
     if not any(index is not None and _is_unknown_mask(index) for index in indices):
@@ -114,8 +106,11 @@ def _pack_padded_sequence(values: Tensor, lengths: Tensor, batch_first: bool) ->
 
 
 STAND_INS: dict[Any, Callable[..., Result | None]] = {
-    aten.nonzero.default: _nonzero,
-    aten.masked_select.default: _masked_select,
+    aten.nonzero.default: lambda mask: (mask.new_empty((mask.numel(), mask.dim()), dtype=torch.int64), EVERYTHING),
+    aten.masked_select.default: lambda values, mask: (
+        values.new_empty(torch.broadcast_shapes(values.shape, mask.shape).numel()),
+        EVERYTHING,
+    ),
     aten.index.Tensor: _index,
     aten._unique2.default: _unique,
     aten.unique_dim.default: _unique_of_dimension,
@@ -211,15 +206,13 @@ def host_stand_in(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> A
         return args[0] if schema.returns else None  # nothing from updates of a list, as `_foreach_mul_`
     if any(argument.alias_info is not None for argument in arguments):
         return NotImplemented  # a view
-    args, kwargs = torch_internals.tree_map(_to_meta, (args, kwargs))
+    args, kwargs = torch_internals.tree_map(
+        lambda value: value.to("meta") if isinstance(value, Tensor) else value, (args, kwargs)
+    )
     on_meta = func(*args, **(kwargs | {"device": "meta"} if "device" in kwargs else kwargs))
     if not isinstance(on_meta, (Tensor, list)):
         return NotImplemented
     return torch_internals.tree_map(partial(_made, torch.device("cpu" if target is None else target)), on_meta)
-
-
-def _to_meta(value: Any) -> Any:
-    return value.to("meta") if isinstance(value, Tensor) else value
 
 
 def _made(device: torch.device, on_meta: Tensor) -> Tensor:
