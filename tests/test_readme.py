@@ -172,10 +172,9 @@ def test_how_true_dry_runs_of_strangers_loops_are() -> None:
         digits = 2 if what == "allocated" else 1
         figures = f"{what}: median {100 * each['median']:.3f} %, worst {100 * each['worst']:.{digits}f} %"
         assert f"{figures}, {each['exact']} of {each['rows']} exact" in said
-    benchmarks, recordings = (" ".join(readme.text(page).split()) for page in ("benchmarks", "recordings"))
+    recordings = " ".join(readme.text("recordings").split())
     off = sum(error > 0.015 for error in reserved_errors)
-    assert f"worst {100 * reserved['worst']:.1f} %, exact in {reserved['exact']} of {reserved['rows']}" in benchmarks
-    assert f"above 1.5 % in {off}" in benchmarks and f"above 1.5 % in {off}" in recordings
+    assert f"above 1.5 % in {off}" in recordings
     assert f"| allocated | {allocated['rows']} | {allocated['exact']} |" in recordings
     assert f"| reserved | {reserved['rows']} | {reserved['exact']} |" in recordings
     assert f"stated in {kept['with_stated_card']} of {kept['rows']} rows" in recordings
@@ -256,9 +255,8 @@ def test_the_figures_between_the_tables_of_the_benchmarks_are_those_that_were_me
     true, chosen = measured("accuracy-cpu"), measured("choice-cpu")
     latency = {each["what"]: each for each in measured("latency")["results"]}
     (llama, tracker), again = (latency[what]["seconds"] for what in (UNSEEN, TRACKER)), latency["the same once more"]
-    assert f"| frugal | 0 (worst +{100 * true['worst_error']:.3f} %) on CPU ranks" in said
     assert f"{true['exact']} exact, worst +{100 * true['worst_error']:.3f} % (bf16" in said
-    assert f"none low on CPU ranks | {llama:.0f} s for all strategies" in said
+    assert f"{llama:.0f} s for all strategies" in said
     assert f"{llama / tracker:.2f} x MemTracker" in said and f"{tracker:.0f} s in that run" in said
     adapters = [latency[f"{kind} of llama-3.1-8b on 4 x {mem}G, nothing kept"] for kind, mem in ADAPTERS]
     figures = [
