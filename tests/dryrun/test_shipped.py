@@ -83,6 +83,15 @@ def test_a_trace_made_here_is_the_shipped_one(model: str, mode: ActivationCheckp
         assert made == shipped.trace(each), "`python -m bench.planning.shipped`"
 
 
+def test_so_is_one_with_the_attention_of_a_hopper(pool: Pool) -> None:
+    kept = shipped._shipment("tinyllama-1.1b", "off")
+    assert kept is not None
+    asked = next(questions(Request(model="tinyllama-1.1b"), kept.facts, "off", (9, 0)))
+    (made,) = pool.ask([asked])
+    assert "aten._scaled_dot_product_cudnn_attention.default" in made.trace.stream.names
+    assert made == shipped.trace(asked), "`python -m bench.planning.shipped`"
+
+
 def question(**changes: object) -> AskTrace:
     request = Request(**({"model": "gpt2"} | changes))  # type: ignore[arg-type]  # fields of a request
     return AskTrace(request=request, activation_checkpointing="off", loss="plain", zero_stage=2, kind="cuda")
