@@ -318,8 +318,11 @@ def build(owner: type[Owner], settings: Mapping[str, Any]) -> Owner:
 def owned(owner: type, settings: Mapping[str, Any]) -> dict[str, Any]:
     """Return those of `settings` that are fields of a dataclass and given."""
     names = [each.name for each in dataclasses.fields(owner)]
-    given = ((name, value) for name, value in settings.items() if name in names and value is not None)
-    return {name: value for name, value in given if not isinstance(value, tuple) or value}
+    return {
+        name: value
+        for name, value in settings.items()
+        if name in names and value is not None and (not isinstance(value, tuple) or value)  # an array is not compared
+    }
 
 
 def check_sizes(asked: Any, hint: str | None = None) -> None:

@@ -93,13 +93,14 @@ def check_once(optimizer: Any) -> None:
 
 
 def sum_in_few_kernels(optimizer: Any) -> None:
-    """Have sums of gradients in fp32 take one kernel a parameter, where ZeRO-1 and 2 take five, and less Python.
+    """Have sums of gradients in fp32 take one kernel a parameter, where ZeRO-1 and 2 take five.
 
     DeepSpeed 0.19.8 makes a copy of a reduced gradient in fp32 and adds it, writes the gradient back into its bucket,
     where nothing reads it again, and takes the norm of each sum from a copy in fp64. Here a gradient is added as it is,
     which is the same sum, and the norm is that of pieces of all sums. Sums are one tensor from 0.19.8 on.
 
-    After each step it also points every weight at its place, where it is already.
+    After each step DeepSpeed also points every weight at its place in a flat tensor, where it is already: milliseconds
+    in which the device waits.
     """
     is_of_stage = isinstance(optimizer, DeepSpeedZeroOptimizer) and hasattr(stage_1_and_2, "GradPartitionBufferGroup")
     if not is_of_stage or optimizer.dtype == torch.float32 or optimizer.gradient_accumulation_dtype != torch.float32:

@@ -42,7 +42,8 @@ def check(request: Request, settings: RunSettings) -> None:
     Raises:
         RequestError: the model, its tokenizer, or the user's metric or callbacks cannot be trained with.
     """
-    list(map(factories.import_callable, filter(None, (settings.metric, *settings.callback))))
+    for reference in filter(None, (settings.metric, *settings.callback)):
+        factories.import_callable(reference)
     spec = resolve.resolve_request(request)
     spec.refuse_random_base()
     if not corpus.samples_in(spec, settings):

@@ -18,6 +18,7 @@ from frugal.errors import PlanMismatchError, RequestError
 from frugal.launch import node
 from frugal.launch.host_report import working_gpus
 from frugal.planning.plan import Plan
+from frugal.units import plural
 
 RANK_MODULE = "frugal.engine.run"
 """The module that every rank runs, under every launcher."""
@@ -40,7 +41,7 @@ def check_machine(cluster: Cluster, master_port: int | None) -> None:
         num_gpus = len(visible_gpus())
         if num_gpus < cluster.world_size:
             raise PlanMismatchError(
-                f"the plan is for {cluster.world_size} GPU{'s' * (cluster.world_size > 1)}, there are {num_gpus} here",
+                f"the plan is for {plural(cluster.world_size, 'GPU')}, there are {num_gpus} here",
                 hint="plan for what is here: frugal plan --gpus N, or --device cpu --gpus N --mem 2G for CPU processes",
             )
     env.raise_descriptors(cluster.world_size)

@@ -356,13 +356,13 @@ def binding(plan: Plan) -> list[str]:
         *(f"  {sentence}" for sentence in plan.why[-1:]),
         f"  the peak of a {plan.cluster.rank_noun} is in {_peak(memory)}: {total} of {limit} that may be used",
     ]
-    if memory.interval is not None and len(set(bounds_of(memory.interval)[1:-1].split(" to "))) > 1:
+    if (bounds := memory.interval) is not None and format_bytes(bounds.lower_bytes) != format_bytes(bounds.upper_bytes):
         causes = ", ".join(
             f"{name} -{format_bytes(cause.below_bytes)} +{format_bytes(cause.above_bytes)}"
-            for name, cause in memory.interval.causes.items()
+            for name, cause in bounds.causes.items()
             if max(cause.below_bytes, cause.above_bytes) >= SHOWN_BYTES
         )
-        lines.append(f"  it may come to {bounds_of(memory.interval)[1:-1]}{f': {causes}' if causes else ''}")
+        lines.append(f"  it may come to {bounds_of(bounds)[1:-1]}{f': {causes}' if causes else ''}")
     lines.append(f"  most of it: {largest}")
     phases = sorted(memory.phase_peaks.items(), key=lambda phase: -phase[1])
     below = [

@@ -447,7 +447,7 @@ class Tracker(StorageWatch):
         answers are assumptions, see `frugal.dryrun.trace.operators`. After it: nothing overflowed, and norms are 1.
         A place that `nonzero` names is the first, and none that is looked for: a loop over experts runs them all.
         """
-        if torch_internals.address(tensor) in self.false | self._places:
+        if (address := torch_internals.address(tensor)) in self.false or address in self._places:
             return False if tensor.dtype == torch.bool else 0
         if tensor.dtype.is_floating_point:
             return 1.0

@@ -200,8 +200,13 @@ def _load_libraries(plan: Plan, device: torch.device) -> None:
         lambda model, batch: model(batch["x"]).square().sum(), example={"x": torch.ones(8, dtype=dtype)}
     )
     layer = nn.Linear(8, 8, dtype=dtype)
-    request = replace(plan.request, lora=None, quantize=None)
-    watched(lambda: layer, objective, replace(plan, request=request, strategy=small, batch=batch), device, 1)
+    watched(
+        lambda: layer,
+        objective,
+        replace(plan, request=replace(plan.request, lora=None, quantize=None), strategy=small, batch=batch),
+        device,
+        1,
+    )
 
 
 def definition(spec: ModelSpec) -> ModelDefinition:
