@@ -105,8 +105,7 @@ class _Keep(torch_internals.DispatchMode):
         if self._of_storage:
             self._note_uses(func, args, kwargs, out)
         if _is_expensive(func):
-            draws = any(value for argument, value in _arguments(func, args, kwargs) if argument.name == "dropout_p")
-            call = _Call(None if draws else torch_internals.tree_map(_detached, out))
+            call = _Call(None if _draws(func, args, kwargs) else torch_internals.tree_map(_detached, out))
             self._calls.append(call)
             for result in tensors_in(call.result):
                 self._of_storage[torch_internals.address(result)] = call
@@ -190,6 +189,11 @@ class _Return(torch_internals.DispatchMode):
             if left:
                 return True
         return False
+
+
+def _draws(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
+    """Return whether it takes random numbers: attention with dropout."""
+    return any(value for argument, value in _arguments(func, args, kwargs) if argument.name == "dropout_p")
 
 
 def _written(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[Tensor]:

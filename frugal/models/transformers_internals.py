@@ -87,9 +87,9 @@ def as_imported() -> AbstractContextManager[Any]:
     """Have transformers make masks as without `always_use` inside the `with` block: a loop without frugal's engine may
     follow one with it in this process."""
     masking = sys.modules.get("transformers.masking_utils")
-    if masking is None:
-        return nullcontext()
-    return patch.dict(masking.AttentionMaskInterface._global_mapping, sdpa=masking.sdpa_mask, eager=masking.eager_mask)
+    return nullcontext() if masking is None else patch.dict(
+        masking.AttentionMaskInterface._global_mapping, sdpa=masking.sdpa_mask, eager=masking.eager_mask
+    )  # fmt: skip
 
 
 _WITHIN = "frugal_within_documents"

@@ -84,20 +84,14 @@ def test_lengths_and_ragged_samples() -> None:
 
 
 def test_the_language_model() -> None:
-    said, runs = on_one_line(BENCHMARKS), kept(language_model)["ranks"].values()
+    runs = kept(language_model)["ranks"].values()
     assert {f"{run['perplexity']['test']:.4f}" for run in runs} == {"10.8707"}
-    assert "perplexity of 10.8707 on one rank and on two" in said
-    seconds = [f"{run['seconds']:.0f}" for run in runs]
-    assert f"train it in {' and '.join(seconds)} s" in said
     assert max(max(run["perplexity"].values()) for run in runs) < 20, "260 tokens to choose from"
 
 
 def test_scaling() -> None:
-    said, stages = on_one_line(BENCHMARKS), kept(scaling)["stages"]
-    *most, last = (f"{stage['speed_up']['median']:.2f}" for stage in stages.values())
-    assert f"two ranks are {', '.join(most)} and {last} times as fast" in said
-    perplexities = {f"{each:.3f}" for stage in stages.values() for each in stage["perplexity"].values()}
-    assert perplexities == {"48.502"} and "all eight validation perplexities are 48.502" in said
+    stages = kept(scaling)["stages"]
+    assert {f"{each:.3f}" for stage in stages.values() for each in stage["perplexity"].values()} == {"48.502"}
     assert list(stages) == [str(stage) for stage in scaling.STAGES]
 
 
