@@ -184,7 +184,8 @@ def _compared(result: SearchResult, trait: Callable[[Strategy], bool], words: st
     if not other.fits:
         return f": {_does_not_fit(others)} {words}"
     at_most, at_least = ("at most ", "at least ") if other.is_draft else ("", "")
-    seconds = f"a step takes {at_least}{format_seconds(other.seconds)} instead of {format_seconds(taken.seconds)}"
+    here, there = format_seconds(taken.seconds), format_seconds(other.seconds)
+    seconds = f"a step takes {at_least}{'as long' if here == there else f'{there} instead of {here}'}"
     if taken.needed_bytes < other.needed_bytes and other.seconds <= TIE * taken.seconds:
         seconds += f", and {at_least}{format_bytes(other.needed_bytes)} instead of {format_bytes(taken.needed_bytes)}"
     if other.micro_batch == taken.micro_batch:
