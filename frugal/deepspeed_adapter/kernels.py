@@ -90,7 +90,8 @@ def mend_partial_offload(optimizer: Any) -> None:
         for ours, theirs in zip(device.param_groups, host.param_groups, strict=True):
             ours.update({name: theirs[name] for name in _FOLLOWED})
             for state in (device.state[parameter] for parameter in ours["params"] if device.state[parameter]):
-                state["step"] = state["step"].to(state["exp_avg"].device)  # a file was read to the host
+                # read from a checkpoint it is on the host, or a number
+                state["step"] = torch.as_tensor(state["step"], dtype=torch.float32, device=state["exp_avg"].device)
 
     share_states()
     host.register_load_state_dict_post_hook(share_states)  # reading puts another table in its place
