@@ -167,5 +167,6 @@ def test_any_change_is_refused_or_has_no_effect(
     one_rank.run(save, tmp_path, saved_stage)
     ((refused, *wrong),) = one_rank.run(outcomes, tmp_path, zero_stage, None, 300, timeout=1800)
     assert wrong == []
-    assert int(refused.split()[0]) >= 5  # most of what DeepSpeed saves is not read on another layout
+    is_little_read = zero_stage == 0 < saved_stage  # masters and moments of all that DeepSpeed saves
+    assert int(refused.split()[0]) > (5 if is_little_read else 50)
     shutil.rmtree(tmp_path)
