@@ -48,7 +48,7 @@ class StorageWatch(torch_internals.DispatchMode):
 
     A storage that existed before the mode is not born, whatever views of it appear: an output is new only if no
     input has its storage. The mode changes no value and no lifetime, with one correction: while any mode is active
-    autograd writes some results out of place, which `_is_in_place` undoes.
+    autograd and `linear` write some results out of place, which `_is_in_place` and `_adds_bias` undo.
     """
 
     def __init__(self) -> None:
@@ -58,6 +58,7 @@ class StorageWatch(torch_internals.DispatchMode):
         self.num_operators = 0
         self._known: dict[int, int] = {}  # address of a live storage -> its bytes
         self._zeros = 0  # address of the storage that was born last, if it is of zeros
+        self._product = 0, 0, 0  # the last product: its number among operators, and the call that asked for it
         self._random_states = (
             patch.object(torch, "get_rng_state", partial(self._random_state, torch.get_rng_state)),
             patch.object(torch.random, "fork_rng", partial(_forked, torch.random.fork_rng)),
@@ -123,6 +124,11 @@ class StorageWatch(torch_internals.DispatchMode):
             return func(*args, **(kwargs or {}))
         if func in _IN_PLACE_IN_BACKWARD and self._is_in_place(func, args, _caller(sys._getframe(1))):
             return _IN_PLACE_IN_BACKWARD[func](*args, **(kwargs or {}))
+        if func is aten.add.Tensor and self._adds_bias(_caller(sys._getframe(1))):
+            return aten.alias.default(aten.add_.Tensor(args[0], args[1]))  # autograd writes to a result of its own
+        if func is aten._unsafe_view.default:
+            caller = _caller(sys._getframe(1))
+            self._product = self.num_operators, id(caller), caller.f_lasti
         out = self.execute(func, args, kwargs or {})
         if isinstance(out, Tensor):
             self._see(out, func, args)
@@ -160,6 +166,11 @@ class StorageWatch(torch_internals.DispatchMode):
             return _has_one_owner(args[0], args[1])
         return func is aten.logical_and.default or torch_internals.address(args[0]) == self._zeros
 
+    def _adds_bias(self, caller: Any) -> bool:
+        """Return whether a sum follows a product within one call from Python: `linear` of an input that is not
+        contiguous adds its bias in place where no mode is active (Linear.cpp)."""
+        return self._product == (self.num_operators - 1, id(caller), caller.f_lasti)
+
     def _gone(self, address: int) -> None:
         self.died(address, self._known.pop(address))
 
@@ -182,8 +193,8 @@ def _forked(fork: Callable[..., Any], *args: Any, device_type: str | None = None
 
 
 def _caller(frame: Any) -> Any:
-    """Return the frame that called an operator, below the frames of subclasses of this mode."""
-    while frame.f_code.co_name == "__torch_dispatch__":
+    """Return the frame that called an operator, below those of this mode and its subclasses and of composites."""
+    while frame.f_code.co_name in ("__torch_dispatch__", "decompose"):
         frame = frame.f_back
     return frame
 
@@ -192,6 +203,7 @@ _IN_PLACE_IN_BACKWARD = {
     aten.add.Tensor: aten.add_.Tensor, aten.logical_and.default: aten.logical_and_.default,
     aten.scatter_add.default: aten.scatter_add_.default, aten.scatter.src: aten.scatter_.src,
     aten.scatter.value: aten.scatter_.value, aten.index_put.default: aten.index_put_.default,
+    aten.masked_scatter.default: aten.masked_scatter_.default, aten.put.default: aten.put_.default,
 }  # fmt: skip
 """Operators that autograd runs in place where no mode is active (FunctionsManual.cpp), and how."""
 

@@ -120,6 +120,7 @@ def test_a_gradient_that_someone_keeps_is_not_added_to() -> None:
 
 
 WHERE, ROWS = torch.randint(0, 70, (50, 30)), torch.tensor([1, 1, 3])
+MOST = torch.arange(3500).view(50, 70) % 10 > 0
 
 
 @pytest.mark.parametrize(
@@ -136,6 +137,8 @@ WHERE, ROWS = torch.randint(0, 70, (50, 30)), torch.tensor([1, 1, 3])
         lambda x: (x.scatter(1, WHERE, 0.0) + x).square().sum(),
         lambda x: x.scatter_add(1, WHERE, torch.ones(50, 30)).square().sum(),
         lambda x: x.cummax(1).values.square().sum(),
+        lambda x: x.masked_select(MOST).square().square().sum(),
+        lambda x: x.take(WHERE).square().sum(),
         lambda x: torch.nn.functional.silu(x).square().sum(),  # its backward is made of others, and has a kernel
         lambda x: torch.nn.functional.mish(x).square().sum(),
     ],
@@ -152,6 +155,31 @@ def test_autograd_writes_in_place_what_it_does_unwatched(function: Any) -> None:
 
     assert watched_peak(step) == pytest.approx(profiled_peak(step), abs=100)  # numbers become tensors of 8 bytes
     assert gradients[0] == gradients[1]
+
+
+@pytest.mark.parametrize("is_trained", [False, True])
+@pytest.mark.parametrize(
+    "function",
+    [
+        lambda linear, x: linear(x),
+        lambda linear, x: linear(x.transpose(0, 1)),
+        lambda linear, x: linear(x[:, 1:]),
+        lambda linear, x: linear(x.view(5, 2, 5, 70).transpose(1, 2)),
+        lambda linear, x: x.transpose(0, 1) @ linear.weight.t() + linear.bias,
+        lambda linear, x: [part @ linear.weight.t() + linear.bias for part in (x, x.transpose(0, 1))][1],
+    ],
+)
+def test_a_bias_is_added_in_place_where_it_is_unwatched(function: Any, is_trained: bool) -> None:
+    linear, x, results = torch.nn.Linear(70, 200), torch.randn(5, 10, 70), []
+
+    def step() -> None:
+        with torch.set_grad_enabled(is_trained):
+            y = function(linear, x)
+        gradients = torch.autograd.grad(y.square().sum(), [*linear.parameters()]) if is_trained else ()
+        results.append([each.sum() for each in (y, *gradients)])
+
+    assert watched_peak(step) == pytest.approx(profiled_peak(step), abs=100)
+    assert all(torch.equal(*each) for each in zip(*results, strict=True))
 
 
 def watched_peak(step: Any) -> int:

@@ -120,12 +120,12 @@ class Mixtures:
         """Return the fastest mixture of every pair of modes, as far as it may be faster than `enough`."""
         if self.evaluation.best_case(base).seconds >= enough:
             return []
-        evaluated = {candidate.strategy for candidate in candidates if candidate.memory is not None}
+        evaluated = [candidate.strategy for candidate in candidates if candidate.memory is not None]
         modes = {
             mode: draft
             for mode in LAYER_MODES
-            if (strategy := mixture(base, ((mode, 1),))) in evaluated
-            and (draft := self.evaluation.draft(strategy)) is not None
+            if mode in {strategy.activation_checkpointing for strategy in evaluated}
+            and (draft := self.evaluation.draft(mixture(base, ((mode, 1),)))) is not None
         }
         if len(modes) < 2 or not any(draft.fits for draft in modes.values()):
             return []
