@@ -168,5 +168,5 @@ def test_any_change_is_refused_or_has_no_effect(
     ((refused, *wrong),) = one_rank.run(outcomes, tmp_path, zero_stage, None, 300, timeout=1800)
     assert wrong == []
     is_little_read = zero_stage == 0 < saved_stage  # masters and moments of all that DeepSpeed saves
-    assert int(refused.split()[0]) > (5 if is_little_read else 50)
+    assert int(refused.split()[0]) > (5 if is_little_read else 15)
     shutil.rmtree(tmp_path)
