@@ -187,6 +187,10 @@ class Zero(ABC):
         put(self.engine, "skipped_steps", self.engine.skipped_steps + 1)
         self.step_schedule()
 
+    def norm(self) -> Tensor | float | None:
+        """Return the norm of the gradient of an optimizer step that is under way; None: this stage takes none."""
+        return self.optimizer._global_grad_norm if self.strategy.zero_stage else None
+
     def step_schedule(self) -> None:
         """Advance to the learning rate of the next step."""
         if self.schedule is not None:

@@ -48,6 +48,10 @@ class _PeerFailedError(Exception):
     """Another rank is out of memory."""
 
 
+class _LossError(Exception):
+    """The loss is not finite, on all ranks."""
+
+
 _MENDS = "use --zero-stage 2, 1 or 0, where each micro-batch may use its own parameters"
 _LEAF = "have ZeRO-3 gather what is chosen from at once: deepspeed.utils.set_z3_leaf_modules(model, [ClassAroundIt])"
 
@@ -225,28 +229,41 @@ class Update:
             optimizer.step = self._step_by(optimizer)
         zero.gathers_by(guard.with_one_vote)  # first the memory for all, then one by one
 
-    def update(self) -> bool:
-        """Do the step; False: the gradient is not finite, so nothing was changed but the count of steps. Collective."""
+    def update(self, is_finite: Callable[[], bool]) -> bool:
+        """Do the step; False: loss or gradient is not finite, so only the count of steps has changed. Collective.
+
+        `is_finite` reads the loss from the device. It is asked once DeepSpeed has waited for the gradient's norm, so
+        that the device waits for the host once a step; under a loss scale before, for the scale follows the gradient.
+        """
         self.is_begun, engine = False, self._engine
+        self._is_finite = is_finite
         is_plain, skipped_steps = self._zero.strategy.zero_stage == 0, engine.skipped_steps
-        with self._groups_kept():
-            if is_plain:
-                gradients = [each.grad for each in engine.module.parameters() if each.grad is not None]
-                self.grad_norm = float(torch.nn.utils.get_total_norm(gradients))
-                if not math.isfinite(self.grad_norm):
-                    engine.optimizer.zero_grad()
-                    return self.leave_out()
-            engine.step()
+        try:
+            if self._scales_loss:
+                self._refuse_loss()
+            with self._groups_kept():
+                if is_plain:
+                    gradients = [each.grad for each in engine.module.parameters() if each.grad is not None]
+                    self.grad_norm = float(torch.nn.utils.get_total_norm(gradients))
+                    if not math.isfinite(self.grad_norm):
+                        engine.optimizer.zero_grad()
+                        return self.leave_out()
+                engine.step()
+        except _LossError:
+            abandon(self._zero)
+            return self.leave_out()
         if engine.skipped_steps > skipped_steps:
             self.grad_norm = None
             if self._scales_loss:  # the loss scale was too high for this batch, and is lower now
                 return True
             self._zero.step_schedule()
             return False
-        if not is_plain:
-            norm = engine.get_global_grad_norm()
-            self.grad_norm = None if norm is None else float(norm)
         return True
+
+    def _refuse_loss(self) -> None:
+        """Raise `_LossError` on all ranks where the loss is not finite. Collective."""
+        if not self._is_finite():
+            raise _LossError
 
     def leave_out(self) -> bool:
         """Count a step that changes nothing; False. The learning rate follows the number of the step."""
@@ -265,6 +282,9 @@ class Update:
             if not self.is_begun:
                 again_after_cleaning(self._make_states)
                 self._guard.agree()
+                self._refuse_loss()
+                if (norm := self._zero.norm()) is not None:
+                    self.grad_norm = float(norm)  # here the device has it: after the update it would be waited for
                 self.is_begun = True
             self._before_step()  # allocates nothing, and so is done once
             before = kernels.versions(optimizer)
