@@ -4,8 +4,9 @@ the host waits for the card, and the processor time of the host.
 The cases and contenders are those of `bench.gpu.speed`; an emulated card launches what a real one does, and computes
 nothing. It needs the environment of `python -m bench.emulated_gpu.setup --liger`. A host that cannot launch kernels as
 fast as the card runs them slows down the step, as many small ones do: under LoRA most kernels are small. So does what
-the host does while the card waits: after each wait of the host until enough is launched again. Its milliseconds are the least of `STEPS` steps, because other work on the machine
-only makes a step longer, and those of this machine: compare those of one call.
+the host does while the card waits: after each wait of the host until enough is launched again. Its milliseconds are the
+least of `STEPS` steps, because other work on the machine only makes a step longer, and those of this machine: compare
+those of one call.
 
     python -m bench.kernels.steps [--only CASE] [--names CASE CONTENDER] [--folder .venv-emulated]
 
@@ -83,7 +84,7 @@ def count(case: str, contender: str, plans: str) -> dict[str, Any]:
             found.append(launches_and_waits())
             super().end()
 
-    speed.WARM_UP, speed.STEPS = 2, STEPS
+    speed.WARM_UP, speed.STEPS, speed.RECORDED = 2, STEPS, 0
     speed.Timing = Counting
     speed.train(case, contender, Path(plans))
     kernels, waits = found[-1]

@@ -48,8 +48,13 @@ class _PeerFailedError(Exception):
     """Another rank is out of memory."""
 
 
-class _LossError(Exception):
-    """The loss is not finite, on all ranks."""
+class _NotFiniteError(Exception):
+    """The loss or the gradient is not finite, on all ranks."""
+
+
+def _refuse_unless_finite(number: float) -> None:
+    if not math.isfinite(number):
+        raise _NotFiniteError
 
 
 _MENDS = "use --zero-stage 2, 1 or 0, where each micro-batch may use its own parameters"
@@ -229,41 +234,31 @@ class Update:
             optimizer.step = self._step_by(optimizer)
         zero.gathers_by(guard.with_one_vote)  # first the memory for all, then one by one
 
-    def update(self, is_finite: Callable[[], bool]) -> bool:
+    def update(self, loss: Callable[[], float]) -> bool:
         """Do the step; False: loss or gradient is not finite, so only the count of steps has changed. Collective.
 
-        `is_finite` reads the loss from the device. It is asked once DeepSpeed has waited for the gradient's norm, so
-        that the device waits for the host once a step; under a loss scale before, for the scale follows the gradient.
+        `loss` reads the loss from the device. It is called once DeepSpeed has waited for the gradient's norm, so that
+        the device waits for the host once a step; in fp16 before, for the loss scale is to follow the gradient alone.
         """
-        self.is_begun, engine = False, self._engine
-        self._is_finite = is_finite
-        is_plain, skipped_steps = self._zero.strategy.zero_stage == 0, engine.skipped_steps
+        self._loss, engine, skipped_steps = loss, self._engine, self._engine.skipped_steps
         try:
             if self._scales_loss:
-                self._refuse_loss()
+                _refuse_unless_finite(loss())
             with self._groups_kept():
-                if is_plain:
+                if self._zero.strategy.zero_stage == 0:
                     gradients = [each.grad for each in engine.module.parameters() if each.grad is not None]
                     self.grad_norm = float(torch.nn.utils.get_total_norm(gradients))
-                    if not math.isfinite(self.grad_norm):
-                        engine.optimizer.zero_grad()
-                        return self.leave_out()
+                    _refuse_unless_finite(self.grad_norm)
                 engine.step()
-        except _LossError:
+        except _NotFiniteError:
             abandon(self._zero)
             return self.leave_out()
-        if engine.skipped_steps > skipped_steps:
-            self.grad_norm = None
-            if self._scales_loss:  # the loss scale was too high for this batch, and is lower now
-                return True
+        if engine.skipped_steps == skipped_steps:
+            return True
+        self.grad_norm = None
+        if not self._scales_loss:  # else the loss scale was too high for this batch, and is lower now
             self._zero.step_schedule()
-            return False
-        return True
-
-    def _refuse_loss(self) -> None:
-        """Raise `_LossError` on all ranks where the loss is not finite. Collective."""
-        if not self._is_finite():
-            raise _LossError
+        return self._scales_loss
 
     def leave_out(self) -> bool:
         """Count a step that changes nothing; False. The learning rate follows the number of the step."""
@@ -276,15 +271,11 @@ class Update:
         step = optimizer.step
 
         def guarded(*args: Any, **kwargs: Any) -> Any:
-            if not self._guard.watching:
-                self._before_step()
-                return step(*args, **kwargs)
-            if not self.is_begun:
+            if self._guard.watching and not self.is_begun:
                 again_after_cleaning(self._make_states)
                 self._guard.agree()
-                self._refuse_loss()
-                if (norm := self._zero.norm()) is not None:
-                    self.grad_norm = float(norm)  # here the device has it: after the update it would be waited for
+                _refuse_unless_finite(self._loss())
+                self.grad_norm = self._zero.norm(self.grad_norm)  # after the update it would be waited for
                 self.is_begun = True
             self._before_step()  # allocates nothing, and so is done once
             before = kernels.versions(optimizer)

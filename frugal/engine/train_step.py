@@ -230,7 +230,7 @@ class Stepper:
         if not use_all:
             self.unused.leave_alone()
         loss_sum = cache(lambda: self._sum(local_loss.item())[0])  # waits for the device
-        is_finite = self.guard.attempt(lambda: self.update.update(lambda: math.isfinite(loss_sum())))
+        is_finite = self.guard.attempt(lambda: self.update.update(loss_sum))
         if isinstance(is_finite, OutOfMemory):
             return is_finite
         self.update.is_begun = False

@@ -134,9 +134,9 @@ def searches(zero_stage: int, options: dict[str, Any]) -> tuple[int, int]:
     with engine_of(zero_stage, options, CausalLM()) as engine:
         update = engine.update.update
 
-        def counted(is_finite: Callable[[], bool]) -> bool:
+        def counted(loss: Callable[[], float]) -> bool:
             with counting:
-                return update(is_finite)
+                return update(loss)
 
         counting = Counting()
         engine.update.update = counted  # type: ignore[method-assign]
