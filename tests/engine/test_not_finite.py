@@ -39,7 +39,7 @@ class Spoiling(CausalLM):
         if batch["input_ids"].shape[1] != SPOILT_LENGTH:
             return loss
         if not self.gradient_only:
-            return loss * self.spoilt
+            return loss + self.spoilt  # the gradient stays finite
         loss.register_hook(lambda gradient: gradient * self.spoilt)
         return loss
 
