@@ -188,9 +188,9 @@ class Zero(ABC):
         put(self.engine, "skipped_steps", self.engine.skipped_steps + 1)
         self.step_schedule()
 
-    def norm(self, of_stage_0: float | None) -> float:
+    def norm(self, of_stage_0: float | None) -> float | None:
         """Return the norm that DeepSpeed took of the gradient in an optimizer step under way; stage 0 takes none."""
-        return float(self.optimizer._global_grad_norm if self.strategy.zero_stage else of_stage_0)
+        return float(self.optimizer._global_grad_norm) if self.strategy.zero_stage else of_stage_0
 
     def step_schedule(self) -> None:
         """Advance to the learning rate of the next step."""

@@ -238,7 +238,7 @@ class Update:
         """Do the step; False: loss or gradient is not finite, so only the count of steps has changed. Collective.
 
         `loss` reads the loss from the device. It is called once DeepSpeed has waited for the gradient's norm, so that
-        the device waits for the host once a step; in fp16 before, for the loss scale is to follow the gradient alone.
+        the device has no pause before; in fp16 first of all, for the loss scale is to follow the gradient alone.
         """
         self._loss, engine, skipped_steps = loss, self._engine, self._engine.skipped_steps
         try:
