@@ -38,11 +38,18 @@ EXPERT_PRODUCTS = {
 
 def launches() -> Counter[str]:
     """Kernels that this process has launched since the last call, by name; needs EMULATED_GPU_KERNELS."""
+    return launches_and_waits()[0]
+
+
+def launches_and_waits() -> tuple[Counter[str], Counter[str]]:
+    """Also how often the host has waited for the card, by the function of CUDA's that did."""
     driver = Path(torch.__file__).parents[1] / "nvidia" / "cu13" / "lib" / "libcuda.so.1"
     with tempfile.NamedTemporaryFile() as file:
         ctypes.CDLL(str(driver)).emulated_gpu_kernels(file.name.encode())
         lines = [line.partition(" ") for line in Path(file.name).read_text().splitlines()]
-    return Counter({name: int(count) for count, _, name in lines})
+    found = Counter({name: int(count) for count, _, name in lines})
+    waits = Counter({name: count for name, count in found.items() if name.startswith("wait:")})
+    return found - waits, waits
 
 
 class Moved(torch_internals.DispatchMode):

@@ -1,15 +1,16 @@
-"""`python -m bench.kernels.steps`: kernels that an optimizer step launches on an emulated card, by contender, and the
-processor time of the host.
+"""`python -m bench.kernels.steps`: kernels that an optimizer step launches on an emulated card, by contender, how often
+the host waits for the card, and the processor time of the host.
 
 The cases and contenders are those of `bench.gpu.speed`; an emulated card launches what a real one does, and computes
 nothing. It needs the environment of `python -m bench.emulated_gpu.setup --liger`. A host that cannot launch kernels as
 fast as the card runs them slows down the step, as many small ones do: under LoRA most kernels are small. So does what
-the host does while the card waits. Its milliseconds are the least of `STEPS` steps, because other work on the machine
-only makes a step longer, and those of this machine: compare those of one call.
+the host does while the card waits: after each wait of the host until enough is launched again. Its milliseconds are the
+least of `STEPS` steps, because other work on the machine only makes a step longer, and those of this machine: compare
+those of one call.
 
     python -m bench.kernels.steps [--only CASE] [--names CASE CONTENDER] [--folder .venv-emulated]
 
-`--names` lists the kernels of one contender by name. Both numbers are kept in `bench/results/steps.json`.
+`--names` lists the kernels of one contender by name. All numbers are kept in `bench/results/steps.json`.
 """
 
 import argparse
@@ -64,29 +65,31 @@ def main() -> int:
 
 
 def count(case: str, contender: str, plans: str) -> dict[str, Any]:
-    """Train in this process; return the kernels of its last step, by name, and the host's least milliseconds."""
+    """Train in this process; return its last step's kernels, by name, and waits, and the host's least milliseconds."""
     import emulated_gpu_answers  # noqa: F401  # new blocks read as zeros
 
-    from bench.kernels.counting import launches
+    from bench.kernels.counting import launches_and_waits
 
-    found: list[Counter[str]] = []
+    found: list[tuple[Counter[str], Counter[str]]] = []
     seconds: list[float] = []
 
     class Counting(speed.Timing):
         def begin(self) -> None:
             super().begin()
-            launches()
+            launches_and_waits()
             self._processor_seconds = time.process_time()  # of all threads: backward has its own
 
         def end(self) -> None:
             seconds.append(time.process_time() - self._processor_seconds)
-            found.append(launches())
+            found.append(launches_and_waits())
             super().end()
 
-    speed.WARM_UP, speed.STEPS = 2, STEPS
+    speed.WARM_UP, speed.STEPS, speed.RECORDED = 2, STEPS, 0
     speed.Timing = Counting
     speed.train(case, contender, Path(plans))
-    return {"kernels": found[-1], "host_milliseconds": round(1000 * min(seconds[speed.WARM_UP :]), 1)}
+    kernels, waits = found[-1]
+    milliseconds = round(1000 * min(seconds[speed.WARM_UP :]), 1)
+    return {"kernels": kernels, "waits": waits.total(), "host_milliseconds": milliseconds}
 
 
 def _in_a_process(case: str, contender: str, plans: Path, folder: Path | None) -> dict[str, Any]:

@@ -30,7 +30,9 @@ _AT_ONCE = "no loops over ranks in dry runs"
 
 NAMES = (
     # An engine, from its beginning to its end
-    *needed(_ENGINE, "one global batch", "get_global_grad_norm(self)", "destroy(self)"),
+    *needed(_ENGINE, "one global batch", "destroy(self)"),
+    *needed(_ZERO12, "the norm is read before the update", "_global_grad_norm"),
+    *needed(_ZERO3, "the norm is read before the update", "_global_grad_norm"),
     *needed(_ENGINE, "in checkpoints, and counted on by steps that are left out", "global_steps", "skipped_steps"),
     *needed(
         _ENGINE,

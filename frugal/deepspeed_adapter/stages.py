@@ -113,8 +113,9 @@ class Zero(ABC):
         self._parameters: list[Any] = list(engine.module.parameters())  # finding them takes long, in every step
         self.schedule = schedule  # of learning rates, torch's; None: there is none
         self.optimizer: Any = engine.optimizer
-        is_plain = isinstance(self.optimizer, torch.optim.Optimizer)
-        self.inner: Any = self.optimizer if is_plain else self.optimizer.optimizer
+        self.inner: Any = (
+            self.optimizer if isinstance(self.optimizer, torch.optim.Optimizer) else self.optimizer.optimizer
+        )
 
     # Tensors
 
@@ -186,6 +187,10 @@ class Zero(ABC):
         put(self.engine, "global_steps", self.engine.global_steps + 1)
         put(self.engine, "skipped_steps", self.engine.skipped_steps + 1)
         self.step_schedule()
+
+    def norm(self, of_stage_0: float | None) -> float | None:
+        """Return the norm that DeepSpeed took of the gradient in an optimizer step under way; stage 0 takes none."""
+        return float(self.optimizer._global_grad_norm) if self.strategy.zero_stage else of_stage_0
 
     def step_schedule(self) -> None:
         """Advance to the learning rate of the next step."""

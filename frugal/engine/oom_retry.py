@@ -48,6 +48,15 @@ class _PeerFailedError(Exception):
     """Another rank is out of memory."""
 
 
+class _NotFiniteError(Exception):
+    """The loss or the gradient is not finite, on all ranks."""
+
+
+def _refuse_unless_finite(number: float) -> None:
+    if not math.isfinite(number):
+        raise _NotFiniteError
+
+
 _MENDS = "use --zero-stage 2, 1 or 0, where each micro-batch may use its own parameters"
 _LEAF = "have ZeRO-3 gather what is chosen from at once: deepspeed.utils.set_z3_leaf_modules(model, [ClassAroundIt])"
 
@@ -225,28 +234,31 @@ class Update:
             optimizer.step = self._step_by(optimizer)
         zero.gathers_by(guard.with_one_vote)  # first the memory for all, then one by one
 
-    def update(self) -> bool:
-        """Do the step; False: the gradient is not finite, so nothing was changed but the count of steps. Collective."""
-        self.is_begun, engine = False, self._engine
-        is_plain, skipped_steps = self._zero.strategy.zero_stage == 0, engine.skipped_steps
-        with self._groups_kept():
-            if is_plain:
-                gradients = [each.grad for each in engine.module.parameters() if each.grad is not None]
-                self.grad_norm = float(torch.nn.utils.get_total_norm(gradients))
-                if not math.isfinite(self.grad_norm):
-                    engine.optimizer.zero_grad()
-                    return self.leave_out()
-            engine.step()
-        if engine.skipped_steps > skipped_steps:
-            self.grad_norm = None
-            if self._scales_loss:  # the loss scale was too high for this batch, and is lower now
-                return True
+    def update(self, loss: Callable[[], float]) -> bool:
+        """Do the step; False: loss or gradient is not finite, so only the count of steps has changed. Collective.
+
+        `loss` reads the loss from the device. It is called once DeepSpeed has waited for the gradient's norm, so that
+        the device has no pause before; in fp16 first of all, for the loss scale is to follow the gradient alone.
+        """
+        self._loss, engine, skipped_steps = loss, self._engine, self._engine.skipped_steps
+        try:
+            if self._scales_loss:
+                _refuse_unless_finite(loss())
+            with self._groups_kept():
+                if self._zero.strategy.zero_stage == 0:
+                    gradients = [each.grad for each in engine.module.parameters() if each.grad is not None]
+                    self.grad_norm = float(torch.nn.utils.get_total_norm(gradients))
+                    _refuse_unless_finite(self.grad_norm)
+                engine.step()
+        except _NotFiniteError:
+            abandon(self._zero)
+            return self.leave_out()
+        if engine.skipped_steps == skipped_steps:
+            return True
+        self.grad_norm = None
+        if not self._scales_loss:  # else the loss scale was too high for this batch, and is lower now
             self._zero.step_schedule()
-            return False
-        if not is_plain:
-            norm = engine.get_global_grad_norm()
-            self.grad_norm = None if norm is None else float(norm)
-        return True
+        return self._scales_loss
 
     def leave_out(self) -> bool:
         """Count a step that changes nothing; False. The learning rate follows the number of the step."""
@@ -259,12 +271,11 @@ class Update:
         step = optimizer.step
 
         def guarded(*args: Any, **kwargs: Any) -> Any:
-            if not self._guard.watching:
-                self._before_step()
-                return step(*args, **kwargs)
-            if not self.is_begun:
+            if self._guard.watching and not self.is_begun:
                 again_after_cleaning(self._make_states)
                 self._guard.agree()
+                _refuse_unless_finite(self._loss())
+                self.grad_norm = self._zero.norm(self.grad_norm)  # after the update it would be waited for
                 self.is_begun = True
             self._before_step()  # allocates nothing, and so is done once
             before = kernels.versions(optimizer)

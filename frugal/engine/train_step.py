@@ -11,7 +11,7 @@ import math
 from collections.abc import Callable, Sequence
 from contextlib import closing, nullcontext
 from dataclasses import dataclass
-from functools import partial
+from functools import cache, partial
 from typing import Any
 
 import torch
@@ -223,22 +223,19 @@ class Stepper:
             return difference
         if isinstance(local_loss, OutOfMemory):
             return local_loss
-        loss_sum, num_told, use_all, tokens, positions = self._sum(
-            local_loss.item(), self._is_asked_to_stop, self.unused.uses_all, batch.tokens, batch.positions
+        num_told, use_all, tokens, positions = self._sum(
+            self._is_asked_to_stop, self.unused.uses_all, batch.tokens, batch.positions
         )
         self.is_to_stop = num_told > 0
-        if math.isfinite(loss_sum):
-            if not use_all:
-                self.unused.leave_alone()
-            is_finite = self.guard.attempt(self.update.update)
-            if isinstance(is_finite, OutOfMemory):
-                return is_finite
-            self.update.is_begun = False
-        else:
-            abandon(self.zero)
-            is_finite = self.update.leave_out()
+        if not use_all:
+            self.unused.leave_alone()
+        loss_sum = cache(lambda: self._sum(local_loss.item())[0])  # waits for the device
+        is_finite = self.guard.attempt(lambda: self.update.update(loss_sum))
+        if isinstance(is_finite, OutOfMemory):
+            return is_finite
+        self.update.is_begun = False
         return StepResult(
-            loss=loss_sum / targets,
+            loss=loss_sum() / targets,
             targets=targets,
             samples=len(batch.samples),
             grad_norm=self.update.grad_norm,

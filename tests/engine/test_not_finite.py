@@ -1,7 +1,7 @@
 """A loss or a gradient that is not finite: nothing is updated, and the run stops or leaves the batch out."""
 
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -39,7 +39,7 @@ class Spoiling(CausalLM):
         if batch["input_ids"].shape[1] != SPOILT_LENGTH:
             return loss
         if not self.gradient_only:
-            return loss * self.spoilt
+            return loss + self.spoilt  # the gradient stays finite
         loss.register_hook(lambda gradient: gradient * self.spoilt)
         return loss
 
@@ -134,9 +134,9 @@ def searches(zero_stage: int, options: dict[str, Any]) -> tuple[int, int]:
     with engine_of(zero_stage, options, CausalLM()) as engine:
         update = engine.update.update
 
-        def counted() -> bool:
+        def counted(loss: Callable[[], float]) -> bool:
             with counting:
-                return update()
+                return update(loss)
 
         counting = Counting()
         engine.update.update = counted  # type: ignore[method-assign]

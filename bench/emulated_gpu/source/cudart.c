@@ -12,7 +12,10 @@
 
 /* Events are done at once, or with EMULATED_GPU_EVENTS=lazy only when the host waits for something. */
 static uint64_t recorded, completed;
-static void wait_for_all(void) { completed = recorded; }
+static void wait_for_all(const char *caller) {
+  emu_launched("wait:", caller);
+  completed = recorded;
+}
 static bool is_done(uint64_t number) {
   static int lazy = -1;
   if (lazy < 0) lazy = emu_setting("EVENTS") && !strcmp(emu_setting("EVENTS"), "lazy");
@@ -75,7 +78,7 @@ API cudaRuntimeGetVersion(int *version) {
   return 0;
 }
 API cudaDeviceSynchronize(void) {
-  wait_for_all();
+  wait_for_all(__func__);
   return 0;
 }
 API cudaDeviceCanAccessPeer(int *can, int a, int b) {
@@ -165,7 +168,7 @@ API cudaDeviceGetAttribute(int *value, enum cudaDeviceAttr attribute, int device
 /* Memory. */
 API cudaMalloc(void **p, size_t size) { return failed(emu_malloc(emu_current_device(), size, p)); }
 API cudaFree(void *p) {
-  wait_for_all();
+  wait_for_all(__func__);
   return failed(emu_free(p));
 }
 API cudaMallocAsync(void **p, size_t size, cudaStream_t stream) { return cudaMalloc(p, size); }
@@ -192,7 +195,7 @@ API cudaPointerGetAttributes(struct cudaPointerAttributes *a, const void *p) {
   return 0;
 }
 API cudaMemcpy(void *to, const void *from, size_t size, enum cudaMemcpyKind kind) {
-  wait_for_all();
+  wait_for_all(__func__);
   emu_copy(to, from, size);
   return 0;
 }
@@ -238,7 +241,7 @@ API cudaStreamCreateWithFlags(cudaStream_t *stream, unsigned flags) {
 API cudaStreamDestroy(cudaStream_t stream) { return 0; }
 API cudaStreamQuery(cudaStream_t stream) { return 0; }
 API cudaStreamSynchronize(cudaStream_t stream) {
-  wait_for_all();
+  wait_for_all(__func__);
   return 0;
 }
 API cudaStreamWaitEvent(cudaStream_t stream, cudaEvent_t event, unsigned flags) { return 0; }
@@ -276,7 +279,7 @@ API cudaEventRecordWithFlags(cudaEvent_t event, cudaStream_t stream, unsigned fl
 }
 API cudaEventQuery(cudaEvent_t event) { return is_done(*(uint64_t *)event) ? 0 : failed(cudaErrorNotReady); }
 API cudaEventSynchronize(cudaEvent_t event) {
-  wait_for_all();
+  wait_for_all(__func__);
   return 0;
 }
 API cudaEventElapsedTime(float *ms, cudaEvent_t a, cudaEvent_t b) {

@@ -45,8 +45,8 @@ EXPORT void emu_copy(void *to, const void *from, size_t size);
 EXPORT void emu_set(void *to, int value, size_t size);
 EXPORT void emu_forget(void *p, size_t size); /* a fresh block begins there: it reads as zero */
 
-/* Launches of kernels, counted by kind and name if EMULATED_GPU_KERNELS names a file, which is written at the end; or
- * when a program calls emulated_gpu_kernels, which then begins to count anew. */
+/* Launches of kernels, and waits of the host, counted by kind and name if EMULATED_GPU_KERNELS names a file, which is
+ * written at the end; or when a program calls emulated_gpu_kernels, which then begins to count anew. */
 EXPORT bool emu_counts(void);
 EXPORT void emu_launched(const char *kind, const char *name);
 EXPORT void emulated_gpu_kernels(const char *path);
