@@ -10,6 +10,7 @@ import hashlib
 import logging
 import sys
 import tomllib
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -59,6 +60,14 @@ class Cache:
             return value
         except (OSError, msgspec.DecodeError, UnicodeDecodeError, RecursionError, AssertionError):
             return None
+
+    def read_or_make(self, key: str, kind: type[T], make: Callable[[], T]) -> T:
+        """Return the value under `key`; where there is none, what `make` returns, which is kept."""
+        value = self.read(key, kind)
+        if value is None:
+            value = make()
+            self.write(key, value)
+        return value
 
     def has(self, key: str) -> bool:
         """Return whether something was written under `key`."""

@@ -103,9 +103,15 @@ def _fill(module: "nn.Module", device: Any) -> None:
     module.to_empty(device=device)
     with torch.no_grad():
         for parameter in module.parameters():
-            parameter.normal_(std=0.02) if parameter.is_floating_point() else parameter.zero_()
+            if parameter.is_floating_point():
+                parameter.normal_(std=0.02)
+            else:
+                parameter.zero_()
         for name, buffer in module.named_buffers():
-            buffer.copy_(buffers[name]) if name in buffers else buffer.zero_()
+            if name in buffers:
+                buffer.copy_(buffers[name])
+            else:
+                buffer.zero_()
         for part in module.modules():
             if type(part).__module__.startswith("torch.nn") and hasattr(part, "reset_parameters"):
                 part.reset_parameters()  # type: ignore[operator]  # a method

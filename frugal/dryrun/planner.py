@@ -158,14 +158,12 @@ def what_helps(plan: Plan) -> str:
 
     Predicted from drafts, which takes some seconds the first time; then it is in the user's cache.
     """
-    cache = Cache.of_user()
-    key = digest("what helps", model_key(plan.request), plan.digest)
-    kept = cache.read(key, str)
-    if kept is None:
+
+    def predict() -> str:
         from frugal.dryrun.client import DryRunSource, workers
         from frugal.planning.what_if import what_helps_most  # the search takes a while to import
 
         with closing(workers()) as pool:
-            kept = what_helps_most(plan, partial(DryRunSource, pool=pool, will_dry_run=False))
-        cache.write(key, kept)
-    return kept
+            return what_helps_most(plan, partial(DryRunSource, pool=pool, will_dry_run=False))
+
+    return Cache.of_user().read_or_make(digest("what helps", model_key(plan.request), plan.digest), str, predict)

@@ -92,11 +92,15 @@ class Prepared:
     @property
     def largest(self) -> tuple[int, int] | None:
         """Return samples and tokens (of pairs on the longer side) of the largest micro-batch; None: not of tokens."""
-        sizes = [
-            (len(tokens), max(batch[name].shape[1] for name in ("input_ids", "labels") if batch[name].dim() > 1))
-            for batch in self.batches
-            if (tokens := batch.get("input_ids")) is not None and tokens.dim() == 2 and "labels" in batch
-        ]
+        sizes = []
+        for batch in self.batches:
+            tokens, labels = batch.get("input_ids"), batch.get("labels")
+            if tokens is None or tokens.dim() != 2 or labels is None:
+                continue
+            longest = tokens.shape[1]
+            if labels.dim() > 1:
+                longest = max(longest, labels.shape[1])
+            sizes.append((len(tokens), longest))
         return max(sizes, key=math.prod, default=None)
 
 

@@ -384,7 +384,11 @@ def _more_memory(search: Search, nearest: Candidate) -> list[str]:
     ranks = (cluster.world_size, cluster.world_size)
     share = ALLOCATOR_SHARE if device.kind == "cuda" else 0.0
     needed = (nearest.memory.total_bytes + device.context_above_bytes) / (1 - share)
-    grain = GIB // 2 if needed > 2 * GIB else 64 * MIB if needed > GIB // 2 else MIB
+    grain = MIB
+    if needed > 2 * GIB:
+        grain = GIB // 2
+    elif needed > GIB // 2:
+        grain = 64 * MIB
     size = int(needed // grain) * grain
     for _ in range(8):  # slack, context and margin depend on the size, so the first may be short
         size += grain

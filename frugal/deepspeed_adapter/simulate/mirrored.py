@@ -208,10 +208,13 @@ def verify_simulation() -> bool:
 def _is_simulated(folder: Path) -> bool:
     different = changed(folder, "simulate.") + changed(folder, "zero3_graph.")  # traces rest on the second
     if different:
+        names = [each.qualified for each in different[:3]]
+        if len(different) > 3:
+            names.append("...")
         logger.warning(
             "DeepSpeed %s is not what is simulated, so all strategies are dry-run, which takes longer: %s changed",
             version("deepspeed"),
-            ", ".join(each.qualified for each in different[:3]) + ", ..." * (len(different) > 3),
+            ", ".join(names),
         )
     return not different
 

@@ -329,11 +329,11 @@ class Log(logging.Handler):
             perplexity=evaluation.perplexity, targets=evaluation.targets, samples=evaluation.samples,
             reserved_bytes=self.reserved_bytes, **values, **measured,
         )  # fmt: skip
-        # of a loss with one target a sample, such as of classes or images, it says nothing
-        numbers = "".join(
-            [f"  perplexity {format_number(evaluation.perplexity, 2)}"] * (evaluation.targets > evaluation.samples)
-            + [f"  {name} {value:.4g}" for name, value in evaluation.metrics.items()]
-        )
+        numbers = ""
+        if evaluation.targets > evaluation.samples:  # with one target a sample, as of classes, it says nothing
+            numbers += f"  perplexity {format_number(evaluation.perplexity, 2)}"
+        for name, value in evaluation.metrics.items():
+            numbers += f"  {name} {value:.4g}"
         self.say(
             f"step {step}/{self._total_steps}  {of} loss {format_number(evaluation.loss)}{numbers}"
             f"  ({evaluation.samples} samples)"

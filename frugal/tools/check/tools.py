@@ -247,8 +247,12 @@ def _adapters(settings: Settings) -> None:
     """Set the adapters and the quantisation of the base weights. No targets leave them to peft."""
     said = settings.raw
     adapter, bits = str(said.get("adapter")).lower(), said.get("bits")
-    has_four, has_eight = said.get("four_bits") or bits == 4, said.get("eight_bits") or bits == 8
-    settings.quantize = "nf4" if has_four else "int8" if has_eight else "nf4" if adapter == "qlora" else None
+    if said.get("four_bits") or bits == 4:
+        settings.quantize = "nf4"
+    elif said.get("eight_bits") or bits == 8:
+        settings.quantize = "int8"
+    elif adapter == "qlora":
+        settings.quantize = "nf4"
     if settings.quantize == "nf4" and said.get("nested") is False:
         settings.deviate(
             "scales of 4 bits are evaluated quantised, which takes 0.37 bits a weight less",
