@@ -21,7 +21,6 @@ import contextlib
 import errno
 import fcntl
 import json
-import logging
 import os
 import re
 import secrets
@@ -33,7 +32,7 @@ from io import BufferedReader
 from pathlib import Path
 from typing import IO
 
-logger = logging.getLogger("frugal")
+from frugal.errors import logger
 
 WRITTEN = "written.json"
 """The record of the names in its folder that frugal wrote."""

@@ -12,7 +12,6 @@ same is not fetched again. Copies are removed as tokenised data is: after 90 day
 import codecs
 import glob
 import hashlib
-import logging
 import os
 import re
 import stat
@@ -44,11 +43,9 @@ from frugal.data.rows import (
     shown,
     type_in_words,
 )
-from frugal.errors import RequestError, failure, refuse
+from frugal.errors import RequestError, failure, logger, refuse
 from frugal.models import factories
 from frugal.units import GIB, plural
-
-logger = logging.getLogger("frugal")
 
 STDLIB = "stdlib"
 

@@ -7,7 +7,6 @@ number.
 
 import functools
 import hashlib
-import logging
 import sys
 import tomllib
 from collections.abc import Callable
@@ -20,9 +19,8 @@ import platformdirs
 from frugal import files
 from frugal.config.hardware.local_host import fused_kernels, versions
 from frugal.config.request import Request
+from frugal.errors import logger
 from frugal.units import MIB
-
-logger = logging.getLogger("frugal")
 
 T = TypeVar("T")
 

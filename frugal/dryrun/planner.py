@@ -1,6 +1,5 @@
 """Settings to a plan: one from the cache, or a new one."""
 
-import logging
 import os
 from collections.abc import Generator, Iterator, Mapping, Sequence
 from contextlib import closing
@@ -19,14 +18,12 @@ from frugal.config.run_settings import SAMPLE_NAMES, RunSettings
 from frugal.config.schema import in_full, signature, understand
 from frugal.config.setting import build
 from frugal.dryrun.cache import Cache, digest, model_key, presets
-from frugal.errors import RequestError
+from frugal.errors import RequestError, logger
 from frugal.planning.plan import Plan
 
 if TYPE_CHECKING:
     from frugal.models.objectives import Objective
     from frugal.planning.search.candidate import OpenSource
-
-logger = logging.getLogger("frugal")
 
 
 def plan(*, objective: "Objective | None" = None, draft: bool = False, **settings: Any) -> Plan:

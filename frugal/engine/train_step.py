@@ -6,7 +6,6 @@ gradients over ranks, so the W cancels and what remains is the exact mean over T
 What the random number generators would have drawn next is put back after an evaluation.
 """
 
-import logging
 import math
 from collections.abc import Callable, Sequence
 from contextlib import closing, nullcontext
@@ -33,7 +32,7 @@ from frugal.engine.extensions.metric import Metric
 from frugal.engine.extensions.optimizer import OwnOptimizer
 from frugal.engine.oom_limits import UPDATE, AdaptiveLimits, OutOfMemory, recovery
 from frugal.engine.oom_retry import CachedBlocks, Guard, RanksDifferError, Update, abandon
-from frugal.errors import PlanMismatchError, RequestError
+from frugal.errors import PlanMismatchError, RequestError, logger
 from frugal.models import (
     activation_checkpointing,
     expert_modules,
@@ -52,8 +51,6 @@ from frugal.planning.batch import BatchPlan
 from frugal.planning.plan import Plan
 from frugal.planning.strategy import Strategy
 from frugal.units import format_bytes
-
-logger = logging.getLogger("frugal")
 
 
 @dataclass(frozen=True)

@@ -6,14 +6,13 @@ No torch and no DeepSpeed here: sources are read as text.
 import functools
 import hashlib
 import importlib.util
-import logging
 import re
 from collections.abc import Iterator
 from dataclasses import dataclass
 from importlib.metadata import version
 from pathlib import Path
 
-logger = logging.getLogger("frugal")
+from frugal.errors import logger
 
 _ENGINE = "engine:DeepSpeedEngine"
 _ZERO12 = "zero.stage_1_and_2:DeepSpeedZeroOptimizer"

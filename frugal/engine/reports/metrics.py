@@ -55,14 +55,13 @@ from frugal.engine.evaluation import Evaluation
 from frugal.engine.measure.run_gauge import EVALUATION, PhasePeak
 from frugal.engine.reports.trackers import Trackers
 from frugal.engine.train_step import StepResult
-from frugal.errors import CheckpointError, FrugalError, first_line
+from frugal.errors import CheckpointError, FrugalError, first_line, logger
 from frugal.report.records import has_fewer_tokens
 from frugal.units import format_bytes, format_number, format_rate, format_seconds, plural
 
 PLAIN_LINES = 40  # about as many lines of progress where there is no terminal
 WINDOW = 20  # steps over which the speed is averaged
 BAR_WIDTH = 20
-logger = logging.getLogger("frugal")
 
 
 class _Record(msgspec.Struct):

@@ -13,7 +13,6 @@ Of a model of text it is also asked:
 """
 
 import copy
-import logging
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import Any
@@ -23,7 +22,7 @@ import torch
 from torch import Tensor, nn
 
 from frugal.config.request import BatchNormChoice
-from frugal.errors import RequestError, first_line, refuse
+from frugal.errors import RequestError, first_line, logger, refuse
 from frugal.models import batch_norm, packs, sequence_parallel, transformers_internals
 from frugal.models.losses import own_loss
 from frugal.models.objectives import (
@@ -45,8 +44,6 @@ from frugal.planning.report import DRAWN_PARTS, DRAWS, DROPOUT, LAYER_DROP, PADD
 from frugal.units import IGNORED, plural
 
 _NAMED = 4
-
-logger = logging.getLogger("frugal")
 
 _DROPOUTS = (nn.Dropout, nn.Dropout1d, nn.Dropout2d, nn.Dropout3d, nn.AlphaDropout)
 
