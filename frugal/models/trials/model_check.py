@@ -106,14 +106,10 @@ def trial(
         padding = probe.on_padding(model, objective, ragged)
     watched = probe.watch(model, objective, batch)
     arrived = probe.arrivals(model, objective, batch) if is_own else {}
-    random = []
-    if watched.has_dropout:
-        random.append(DROPOUT)
-    if watched.has_draws:
-        random.append(DRAWS)
+    notes = {DROPOUT: watched.has_dropout, DRAWS: watched.has_draws}
     return ModelTrial(
         split=split,
-        random=random,
+        random=[note for note, holds in notes.items() if holds],
         forwards=probe.on_forwards(model, objective, batch),
         drawn=probe.on_draws(model, objective, batch),
         reused=[name for name, number in arrived.items() if number > 1],

@@ -247,11 +247,10 @@ def _adapters(settings: Settings) -> None:
     """Set the adapters and the quantisation of the base weights. No targets leave them to peft."""
     said = settings.raw
     adapter, bits = str(said.get("adapter")).lower(), said.get("bits")
-    if said.get("four_bits") or bits == 4:
-        settings.quantize = "nf4"
-    elif said.get("eight_bits") or bits == 8:
+    has_four = said.get("four_bits") or bits == 4
+    if not has_four and (said.get("eight_bits") or bits == 8):
         settings.quantize = "int8"
-    elif adapter == "qlora":
+    elif has_four or adapter == "qlora":
         settings.quantize = "nf4"
     if settings.quantize == "nf4" and said.get("nested") is False:
         settings.deviate(
