@@ -517,10 +517,9 @@ def histogram(lengths: NDArray[Any], name: str, notes: Sequence[str]) -> Lengths
     stride = -(-len(lengths) // MOST_LENGTHS)
     numbers = np.bincount(lengths[::stride])
     counts = {int(tokens): int(numbers[tokens]) for tokens in np.flatnonzero(numbers)}
-    words = [name]
     if stride > 1:
-        words.append(f"lengths of one sample in {stride}")
-    return of_counts(counts, source="; ".join([*words, *notes]))
+        name = f"{name}; lengths of one sample in {stride}"
+    return of_counts(counts, source="; ".join([name, *notes]))
 
 
 class Subset(_part, Sequence[Any]):
