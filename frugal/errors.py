@@ -8,9 +8,11 @@
     ├── CheckpointError      6    a checkpoint cannot be read or written
     └── NumbersError         7    the loss or the gradient is not a number
 
-An interrupted run exits with 130. Any other exception is a bug of ours and keeps its traceback.
+An interrupted run exits with 130. Any other exception is a bug of ours and keeps its traceback. What is no error, and
+the user should know, is logged with `logger`.
 """
 
+import logging
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from typing import ClassVar
@@ -19,6 +21,9 @@ INTERRUPTED = 130
 """Exit code of an interrupted run, as shells give it for SIGINT."""
 
 LONGEST_LINE = 1000  # characters
+
+logger = logging.getLogger("frugal")
+"""The logger of the whole package, to which applications attach handlers."""
 
 
 class FrugalError(Exception):

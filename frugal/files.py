@@ -21,7 +21,6 @@ import contextlib
 import errno
 import fcntl
 import json
-import logging
 import os
 import re
 import secrets
@@ -33,7 +32,7 @@ from io import BufferedReader
 from pathlib import Path
 from typing import IO
 
-logger = logging.getLogger("frugal")
+from frugal.errors import logger
 
 WRITTEN = "written.json"
 """The record of the names in its folder that frugal wrote."""
@@ -318,8 +317,8 @@ def lock(file: Path) -> IO[bytes]:
     return locked
 
 
-def prune(folder: Path, limit_bytes: int, unused_seconds: float = UNUSED_SECONDS) -> None:
-    """Remove the entries of `folder` that were not used for `unused_seconds`, or are beyond `limit_bytes`.
+def prune(folder: Path, limit_bytes: int) -> None:
+    """Remove the entries of `folder` that were not used for `UNUSED_SECONDS`, or are beyond `limit_bytes`.
 
     The least recently used go first. Done at most once a day; a failure to write is no error.
     """
@@ -334,7 +333,7 @@ def prune(folder: Path, limit_bytes: int, unused_seconds: float = UNUSED_SECONDS
         for entry in sorted(last_used, key=lambda entry: -last_used[entry]):
             unused = now - last_used[entry]
             total += sum(file.stat().st_size for file in _files(entry))
-            if unused > DAY and (unused > unused_seconds or total > limit_bytes) and not _is_locked(entry):
+            if unused > DAY and (unused > UNUSED_SECONDS or total > limit_bytes) and not _is_locked(entry):
                 removed = entry.with_name(f".{entry.name}.removed")
                 entry.rename(removed)  # a folder disappears at once, not file by file
                 remove(removed)

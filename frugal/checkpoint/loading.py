@@ -24,7 +24,6 @@ which only DeepSpeed reads.
 `resume_checks` checks what a resumed run may change, and describes it.
 """
 
-import logging
 from collections import defaultdict
 from dataclasses import dataclass, replace
 from functools import cache, partial
@@ -44,13 +43,12 @@ from frugal.config.hardware import local_host
 from frugal.deepspeed_adapter import checkpoint_files, kernels
 from frugal.deepspeed_adapter.stages import Zero
 from frugal.distributed.exchange import from_rank_0, gather
-from frugal.errors import CheckpointError
+from frugal.errors import CheckpointError, logger
 from frugal.planning.plan import Plan
 
 MASTER = "master"  # among the names of a slot's states: the weights themselves
 FROZEN = "frozen"
 STATES = ("model_states", "optim_states")  # the ends of the names of DeepSpeed's files
-logger = logging.getLogger("frugal")
 
 
 class Trained(Protocol):

@@ -17,7 +17,7 @@ from collections.abc import Callable, Iterable, Iterator
 from dataclasses import replace
 from pathlib import Path
 from types import TracebackType
-from typing import Any, Self, cast
+from typing import Any, cast
 
 import msgspec
 import torch.distributed as dist
@@ -36,7 +36,7 @@ Score = Callable[[Progress], float | None]
 """The number by which checkpoints are compared, the smaller the better; None if it was not measured."""
 
 
-class Saver:
+class Saver(contextlib.AbstractContextManager["Saver"]):
     """A writer of one run's checkpoints into `folder`, of which it keeps the `keep` newest and the best, by `score`.
 
     Its methods are collective. `before` is called on rank 0 before each checkpoint, and raises OSError where it cannot
@@ -64,10 +64,6 @@ class Saver:
         self._writing: threading.Thread | None = None
         self._failure: BaseException | None = None
         self._complete: tuple[int, Path] | None = None  # a checkpoint that callbacks do not know yet
-
-    def __enter__(self) -> Self:
-        """Return the saver."""
-        return self
 
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None

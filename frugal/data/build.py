@@ -421,7 +421,10 @@ def grouped(documents: Iterable[Document]) -> Iterator[list[Document]]:
     for document in documents:
         group.append(document)
         for value in document[1]:
-            num_characters += value.size if isinstance(value, Whole) else len(value) if isinstance(value, str) else 0
+            if isinstance(value, Whole):
+                num_characters += value.size
+            elif isinstance(value, str):
+                num_characters += len(value)
         if num_characters > _FLUSH_CHARACTERS:
             yield group
             group, num_characters = [], 0

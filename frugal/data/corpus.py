@@ -517,8 +517,9 @@ def histogram(lengths: NDArray[Any], name: str, notes: Sequence[str]) -> Lengths
     stride = -(-len(lengths) // MOST_LENGTHS)
     numbers = np.bincount(lengths[::stride])
     counts = {int(tokens): int(numbers[tokens]) for tokens in np.flatnonzero(numbers)}
-    sampled = [f"lengths of one sample in {stride}"] * (stride > 1)
-    return of_counts(counts, source="; ".join([name, *sampled, *notes]))
+    if stride > 1:
+        name = f"{name}; lengths of one sample in {stride}"
+    return of_counts(counts, source="; ".join([name, *notes]))
 
 
 class Subset(_part, Sequence[Any]):

@@ -95,7 +95,8 @@ class BuildReport:
         # Files became running text where their names do not say it or others did not.
         running = [name for name in self.running if len(self.formats) > 1 or not name.endswith(_OF_TEXT)]
         if running and "text" in self.formats:
-            kinds += f" (read as running text: {', '.join(running[:_SHOWN])}{' and others' * (len(running) > _SHOWN)})"
+            others = " and others" if len(running) > _SHOWN else ""
+            kinds += f" (read as running text: {', '.join(running[:_SHOWN])}{others})"
         share = 100 * self.targets / self.tokens
         words = f"{kinds} ({self.template})" if self.template else kinds
         words += f"; {self.targets:,} of {self.tokens:,} tokens are trained on ({share:.1f} %)"

@@ -12,7 +12,6 @@ same is not fetched again. Copies are removed as tokenised data is: after 90 day
 import codecs
 import glob
 import hashlib
-import logging
 import os
 import re
 import stat
@@ -44,11 +43,9 @@ from frugal.data.rows import (
     shown,
     type_in_words,
 )
-from frugal.errors import RequestError, failure, refuse
+from frugal.errors import RequestError, failure, logger, refuse
 from frugal.models import factories
 from frugal.units import GIB, plural
-
-logger = logging.getLogger("frugal")
 
 STDLIB = "stdlib"
 
@@ -142,11 +139,16 @@ def together(problems: Sequence[RequestError], more: Sequence[str] = ()) -> Requ
         *(f"{each.what} ({'; '.join(each.because)})" if each.because else each.what for each in problems),
         *more,
     ]
-    hints = dict.fromkeys([*filter(None, (each.hint for each in problems)), *[f"of rows: {REPAIR}"] * bool(more)])
+    hints = [each.hint for each in problems if each.hint]
+    if more:
+        hints.append(f"of rows: {REPAIR}")
+    shown = lines[:_MOST_SAID]
+    if len(lines) > _MOST_SAID:
+        shown.append(f"of {len(lines) - _MOST_SAID:,} more")
     return RequestError(
         f"the data has {plural(len(lines), 'problem')}",
-        because=[*lines[:_MOST_SAID], *([f"of {left:,} more"] if (left := len(lines) - _MOST_SAID) > 0 else [])],
-        hint="\nhint: ".join([*hints][:_MOST_SAID]) or None,
+        because=shown,
+        hint="\nhint: ".join(list(dict.fromkeys(hints))[:_MOST_SAID]) or None,
     )
 
 

@@ -8,7 +8,6 @@
 """
 
 import fcntl
-import logging
 import os
 import secrets
 import socket
@@ -25,10 +24,8 @@ from torch import Tensor
 
 from frugal import torch_internals
 from frugal.config.request import Request
-from frugal.errors import RequestError, failure
+from frugal.errors import RequestError, failure, logger
 from frugal.planning.strategy import Strategy, optimizer_implementation
-
-logger = logging.getLogger("frugal")
 
 MakeOptimizer = Callable[[Any], torch.optim.Optimizer]
 """Makes an optimizer of parameters, or of a list of groups of them."""

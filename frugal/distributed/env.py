@@ -16,15 +16,13 @@ import psutil  # type: ignore[import-untyped]  # has no types
 
 from frugal.config.hardware import cuda_allocator
 from frugal.config.hardware.cluster import MOST_RANKS, Cluster
-from frugal.errors import RequestError
+from frugal.errors import RequestError, logger
 
 _LAUNCHERS = (  # variables for: rank, world size, rank on its node, ranks on its node
     ("OMPI_COMM_WORLD_RANK", "OMPI_COMM_WORLD_SIZE", "OMPI_COMM_WORLD_LOCAL_RANK", "OMPI_COMM_WORLD_LOCAL_SIZE"),
     ("PMI_RANK", "PMI_SIZE", "MPI_LOCALRANKID", "MPI_LOCALNRANKS"),
     ("SLURM_PROCID", "SLURM_STEP_NUM_TASKS", "SLURM_LOCALID", "SLURM_STEP_TASKS_PER_NODE"),  # of srun's tasks alone
 )
-logger = logging.getLogger("frugal")
-
 DEFAULT_PORT = 29500
 """The port of the rendezvous, if none is given; torch's and DeepSpeed's default, too."""
 

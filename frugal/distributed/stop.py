@@ -12,7 +12,6 @@ passes on the SIGHUP that its jobs got from the kernel. So the same signal count
 `REPEATED_SECONDS`.
 """
 
-import logging
 import math
 import os
 import signal
@@ -24,6 +23,7 @@ from contextlib import contextmanager, suppress
 from types import FrameType
 
 from frugal.distributed import env, rank_logs
+from frugal.errors import logger
 
 SIGNALS = (signal.SIGTERM, signal.SIGUSR1, signal.SIGHUP)
 
@@ -33,8 +33,6 @@ REPEATED_SECONDS = 5.0
 
 OTHER_FAILED = 0
 """The number that `deliver` takes in place of a signal's number: another rank has failed, and this one is to end."""
-
-_log = logging.getLogger("frugal")
 
 _requested: signal.Signals | None = None  # signals are the process's, and so is this
 _has_other_failed = False
@@ -138,7 +136,7 @@ def _listen(heard: socket.socket, grace_seconds: float, end: Callable[[str, str,
             elif times == 1 and deadline == math.inf:
                 deadline = time.monotonic() + grace_seconds
                 text = f"asked to stop by {name}: saving after this step, at most {grace_seconds} s"
-                say = _log.warning if env.rank() == 0 else rank_logs.to_file
+                say = logger.warning if env.rank() == 0 else rank_logs.to_file
                 try:
                     say(text)
                 finally:

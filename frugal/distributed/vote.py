@@ -58,8 +58,11 @@ class Vote:
         try:
             if self._counts:
                 votes = [own, *(_receive(peer, _VOTE.size) for peer in self._peers)]
-                is_yes = any(vote[:1] == _YES for vote in votes)
-                answer = _YES if is_yes else _NO if all(vote == own for vote in votes) else _DIFFERENT
+                answer = _NO
+                if any(vote[:1] == _YES for vote in votes):
+                    answer = _YES
+                elif any(vote != own for vote in votes):
+                    answer = _DIFFERENT
                 for peer in self._peers:
                     peer.sendall(answer)
             else:

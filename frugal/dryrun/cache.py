@@ -7,9 +7,9 @@ number.
 
 import functools
 import hashlib
-import logging
 import sys
 import tomllib
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -19,9 +19,8 @@ import platformdirs
 from frugal import files
 from frugal.config.hardware.local_host import fused_kernels, versions
 from frugal.config.request import Request
+from frugal.errors import logger
 from frugal.units import MIB
-
-logger = logging.getLogger("frugal")
 
 T = TypeVar("T")
 
@@ -59,6 +58,14 @@ class Cache:
             return value
         except (OSError, msgspec.DecodeError, UnicodeDecodeError, RecursionError, AssertionError):
             return None
+
+    def read_or_make(self, key: str, kind: type[T], make: Callable[[], T]) -> T:
+        """Return the value under `key`; where there is none, what `make` returns, which is kept."""
+        value = self.read(key, kind)
+        if value is None:
+            value = make()
+            self.write(key, value)
+        return value
 
     def has(self, key: str) -> bool:
         """Return whether something was written under `key`."""

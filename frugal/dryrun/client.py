@@ -7,6 +7,7 @@ simulation does not cover, and models without a trace, have no draft; they are d
 
 import os
 from collections.abc import Sequence
+from contextlib import AbstractContextManager
 from dataclasses import replace
 from functools import partial
 from math import prod
@@ -56,7 +57,7 @@ MOST_REPLAYS = 2000
 """Streams whose replays are kept for the next plan of a model, some 200 bytes each; a plan takes about thirty."""
 
 
-class DryRunSource:
+class DryRunSource(AbstractContextManager["DryRunSource"]):
     """Dry runs of one request's model on one cluster. Close it, or use it as a context manager.
 
     `notes`: assumptions of the last dry run.
@@ -103,9 +104,6 @@ class DryRunSource:
         self._outlines: Outlines = self._cache.read(self._outlines_key, Outlines) or {}
         self._num_outlines = len(self._outlines)
 
-    def __enter__(self) -> "DryRunSource":
-        return self
-
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
@@ -151,10 +149,8 @@ class DryRunSource:
             if costs is None:
                 world = (self.cluster.world_size, self.kind, *self._kernels)
                 key = digest("profile", self._model, self._key(), strategy, accumulates, world)
-                costs = self._cache.read(key, MemoryProfile)
-                if costs is None:
-                    costs = self._profile_by_dry_runs(strategy, accumulates)
-                    self._cache.write(key, costs)
+                by_dry_runs = partial(self._profile_by_dry_runs, strategy, accumulates)
+                costs = self._cache.read_or_make(key, MemoryProfile, by_dry_runs)
             self._profiles[strategy, accumulates] = replace(
                 costs,
                 ranks=tuple(replace(rank, known=self._replays) for rank in costs.ranks),
@@ -186,11 +182,7 @@ class DryRunSource:
         """
         of_kernels = self.capability, self._multiprocessors if strategy.kernels == "liger" else 1  # as of traces
         key = digest("why not mixed", self._model, self._key(), strategy, self.kind, of_kernels)
-        why_not = self._cache.read(key, str)
-        if why_not is None:
-            why_not = self._drafts.why_not_mixed(strategy)
-            self._cache.write(key, why_not)
-        return why_not
+        return self._cache.read_or_make(key, str, lambda: self._drafts.why_not_mixed(strategy))
 
     def dry_run(
         self, strategy: Strategy, micro_batch: int, accumulation_steps: int, device: Device | None = None
@@ -332,11 +324,9 @@ class DryRunSource:
         if not kernels.are_to_be_fused(self.request, self.cluster):
             return ()
         key = digest("fused", facts_key(self.request), self.request.precision)
-        fused = self._cache.read(key, tuple[str, ...])
-        if fused is None:
-            (fused,) = self._pool.ask([AskFused(self.request)])
-            self._cache.write(key, fused)
-        kernels.refuse_none(self.request, fused := (*fused, *more))
+        modules = self._cache.read_or_make(key, tuple[str, ...], lambda: self._pool.ask([AskFused(self.request)])[0])
+        fused = (*modules, *more)
+        kernels.refuse_none(self.request, fused)
         return fused
 
     def _simulated(self, strategy: Strategy, accumulates: bool, ranks: Sequence[int]) -> MemoryProfile | None:

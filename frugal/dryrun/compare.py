@@ -18,7 +18,7 @@ from frugal.dryrun.client import DryRunSource
 from frugal.dryrun.messages import DryRun
 from frugal.dryrun.pool import Pool
 from frugal.engine.measure.record import Capped, Measured, ModelDefinition
-from frugal.errors import PlanMismatchError, RequestError
+from frugal.errors import PlanMismatchError, failure
 from frugal.planning.batch import BatchPlan
 from frugal.planning.length_bucketing import most_samples
 from frugal.planning.memory import breakdown
@@ -219,11 +219,9 @@ class Measurement:
             RequestError: the folder cannot be written to.
         """
         path = folder / f"{self.name}.json"
-        try:
+        with failure(f"cannot write to {folder}", OSError):
             folder.mkdir(parents=True, exist_ok=True)
             path.write_bytes(self.encode())
-        except OSError as error:
-            raise RequestError(f"cannot write to {folder}", because=str(error.strerror)) from None
         return path
 
 

@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING, Any
 import platformdirs
 
 from frugal import files
-from frugal.errors import RequestError
+from frugal.errors import RequestError, failure
 from frugal.units import MIB
 
 if TYPE_CHECKING:
@@ -103,9 +103,12 @@ def _fill(module: "nn.Module", device: Any) -> None:
     module.to_empty(device=device)
     with torch.no_grad():
         for parameter in module.parameters():
-            parameter.normal_(std=0.02) if parameter.is_floating_point() else parameter.zero_()
+            if parameter.is_floating_point():
+                parameter.normal_(std=0.02)
+            else:
+                parameter.zero_()
         for name, buffer in module.named_buffers():
-            buffer.copy_(buffers[name]) if name in buffers else buffer.zero_()
+            buffer.copy_(buffers.get(name, torch.zeros(())))
         for part in module.modules():
             if type(part).__module__.startswith("torch.nn") and hasattr(part, "reset_parameters"):
                 part.reset_parameters()  # type: ignore[operator]  # a method
@@ -136,14 +139,9 @@ def _pickled(make: Callable[[], Any], name: str) -> str:
 
     from frugal.models.factories import PICKLED
 
-    try:
+    hint = "give a function that makes it, in a file: model='path/to/file.py:name'"
+    with failure(f"{name} cannot be handed to the process of a dry run", hint=hint):
         data = cloudpickle.dumps(make)
-    except Exception as error:  # each object has its own reason
-        raise RequestError(
-            f"{name} cannot be handed to the process of a dry run",
-            because=f"{type(error).__name__}: {error}",
-            hint="give a function that makes it, in a file: model='path/to/file.py:name'",
-        ) from None
     label = "".join(letter for letter in name if letter.isalnum()) or "model"
     return f"{_written(label, data, PICKLED)}:{label}"
 

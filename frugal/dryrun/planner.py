@@ -1,6 +1,5 @@
 """Settings to a plan: one from the cache, or a new one."""
 
-import logging
 import os
 from collections.abc import Generator, Iterator, Mapping, Sequence
 from contextlib import closing
@@ -19,14 +18,12 @@ from frugal.config.run_settings import SAMPLE_NAMES, RunSettings
 from frugal.config.schema import in_full, signature, understand
 from frugal.config.setting import build
 from frugal.dryrun.cache import Cache, digest, model_key, presets
-from frugal.errors import RequestError
+from frugal.errors import RequestError, logger
 from frugal.planning.plan import Plan
 
 if TYPE_CHECKING:
     from frugal.models.objectives import Objective
     from frugal.planning.search.candidate import OpenSource
-
-logger = logging.getLogger("frugal")
 
 
 def plan(*, objective: "Objective | None" = None, draft: bool = False, **settings: Any) -> Plan:
@@ -158,14 +155,12 @@ def what_helps(plan: Plan) -> str:
 
     Predicted from drafts, which takes some seconds the first time; then it is in the user's cache.
     """
-    cache = Cache.of_user()
-    key = digest("what helps", model_key(plan.request), plan.digest)
-    kept = cache.read(key, str)
-    if kept is None:
+
+    def predict() -> str:
         from frugal.dryrun.client import DryRunSource, workers
         from frugal.planning.what_if import what_helps_most  # the search takes a while to import
 
         with closing(workers()) as pool:
-            kept = what_helps_most(plan, partial(DryRunSource, pool=pool, will_dry_run=False))
-        cache.write(key, kept)
-    return kept
+            return what_helps_most(plan, partial(DryRunSource, pool=pool, will_dry_run=False))
+
+    return Cache.of_user().read_or_make(digest("what helps", model_key(plan.request), plan.digest), str, predict)

@@ -133,12 +133,12 @@ def _train(tracker: Tracker, zero: Zero, objective: Objective, asked: AskDryRun)
             else nullcontext(),
         ):
             accumulate(zero.engine, marked, batches, targets=1)
-        done = tracker.counts.minus(before)
+        done = tracker.counts - before
         del batches
         zero.engine.step()
     gc.collect()
     tracker.relabel(zero.kept())
-    return done.divided(num_micro_steps)
+    return Counts({name: count // num_micro_steps for name, count in done.items()})
 
 
 _RUNS_A_FORWARD = ("loss_sum", "recompute_fn")  # of an objective, and of torch's activation checkpointing

@@ -5,7 +5,6 @@ the model is traced here, as any model is. `python -m bench.planning.shipped [PR
 """
 
 import functools
-import logging
 import lzma
 from pathlib import Path
 
@@ -16,10 +15,9 @@ from frugal.config.hardware import local_host
 from frugal.config.request import Request
 from frugal.dryrun.cache import presets
 from frugal.dryrun.messages import AskTrace, Traced
+from frugal.errors import logger
 from frugal.planning.model_facts import ModelFacts
 from frugal.planning.strategy import ActivationCheckpointing
-
-logger = logging.getLogger("frugal")
 
 FOLDER = Path(__file__).parent / "shipped_traces"
 MODES: tuple[ActivationCheckpointing, ...] = ("off", "selective", "full", "offloaded")  # those that `auto` tries

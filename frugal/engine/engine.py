@@ -1,6 +1,5 @@
 """The engine: a model under a plan, with all that can be done to it."""
 
-import logging
 import socket
 from collections.abc import Callable, Sequence
 from contextlib import nullcontext
@@ -23,15 +22,13 @@ from frugal.engine.extensions.callbacks import Callbacks
 from frugal.engine.extensions.metric import Metric
 from frugal.engine.extensions.optimizer import MakeOptimizer, OwnOptimizer, ParameterGroups
 from frugal.engine.train_step import Prepared, Stepper, StepResult, evaluate, wrap
-from frugal.errors import PlanMismatchError
+from frugal.errors import PlanMismatchError, logger
 from frugal.models import adapters, batch_norm
 from frugal.models.loading import quantised
 from frugal.models.objectives import Objective
 from frugal.models.sequence_parallel import parts_of
 from frugal.models.trials import model_check
 from frugal.planning.plan import Plan
-
-logger = logging.getLogger("frugal")
 
 
 class Engine(Stepper):

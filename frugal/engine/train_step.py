@@ -6,7 +6,6 @@ gradients over ranks, so the W cancels and what remains is the exact mean over T
 What the random number generators would have drawn next is put back after an evaluation.
 """
 
-import logging
 import math
 from collections.abc import Callable, Sequence
 from contextlib import closing, nullcontext
@@ -33,7 +32,7 @@ from frugal.engine.extensions.metric import Metric
 from frugal.engine.extensions.optimizer import OwnOptimizer
 from frugal.engine.oom_limits import UPDATE, AdaptiveLimits, OutOfMemory, recovery
 from frugal.engine.oom_retry import CachedBlocks, Guard, RanksDifferError, Update, abandon
-from frugal.errors import PlanMismatchError, RequestError
+from frugal.errors import PlanMismatchError, RequestError, logger
 from frugal.models import (
     activation_checkpointing,
     expert_modules,
@@ -52,8 +51,6 @@ from frugal.planning.batch import BatchPlan
 from frugal.planning.plan import Plan
 from frugal.planning.strategy import Strategy
 from frugal.units import format_bytes
-
-logger = logging.getLogger("frugal")
 
 
 @dataclass(frozen=True)
@@ -92,11 +89,15 @@ class Prepared:
     @property
     def largest(self) -> tuple[int, int] | None:
         """Return samples and tokens (of pairs on the longer side) of the largest micro-batch; None: not of tokens."""
-        sizes = [
-            (len(tokens), max(batch[name].shape[1] for name in ("input_ids", "labels") if batch[name].dim() > 1))
-            for batch in self.batches
-            if (tokens := batch.get("input_ids")) is not None and tokens.dim() == 2 and "labels" in batch
-        ]
+        sizes = []
+        for batch in self.batches:
+            tokens, labels = batch.get("input_ids"), batch.get("labels")
+            if tokens is None or tokens.dim() != 2 or labels is None:
+                continue
+            longest = tokens.shape[1]
+            if labels.dim() > 1:
+                longest = max(longest, labels.shape[1])
+            sizes.append((len(tokens), longest))
         return max(sizes, key=math.prod, default=None)
 
 

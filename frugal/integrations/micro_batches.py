@@ -43,12 +43,21 @@ def lengths_of(dataset: Any, seq_len: int) -> NDArray[np.int64] | None:
 
 
 def _lengths(dataset: Any) -> NDArray[np.int64] | None:
+    """Return the number of tokens of each sample, shape `(samples,)`; None where they cannot be counted.
+
+    `dataset` has columns, as a `datasets.Dataset`, or is a sequence of samples.
+    """
     names = getattr(dataset, "column_names", None)
-    if names is not None and "length" in names:
+    if names is None:
+        if not isinstance(dataset[0], dict) or "input_ids" not in dataset[0]:
+            return None
+        tokens = (dataset[index]["input_ids"] for index in range(len(dataset)))
+    elif "length" in names:
         return np.asarray(dataset["length"], dtype=np.int64)
-    if "input_ids" not in (names if names is not None else dataset[0] if isinstance(dataset[0], dict) else ()):
+    elif "input_ids" in names:
+        tokens = dataset["input_ids"]
+    else:
         return None
-    tokens = dataset["input_ids"] if names is not None else (dataset[i]["input_ids"] for i in range(len(dataset)))
     return np.fromiter(map(len, tokens), dtype=np.int64, count=len(dataset))
 
 

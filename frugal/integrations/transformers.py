@@ -14,7 +14,6 @@ of activation checkpointing of a plan work; the first steps' memory is compared 
 of memory ends the run, `evaluate` averages over batches.
 """
 
-import logging
 from collections.abc import Callable
 from contextlib import nullcontext
 from dataclasses import fields
@@ -34,7 +33,7 @@ from frugal.distributed import env, process_group
 from frugal.distributed.connections.listeners import closed_afterwards
 from frugal.engine.oom_retry import Guard
 from frugal.engine.train_step import change, refuse_other_model
-from frugal.errors import PlanMismatchError, RequestError, refuse
+from frugal.errors import PlanMismatchError, RequestError, logger, refuse
 from frugal.integrations.micro_batches import Packs, PlannedBatches, PlannedSamples, collate_packs
 from frugal.models import adapters, batch_norm, packs, tiled_loss
 from frugal.models.losses import decoder_inputs
@@ -44,7 +43,6 @@ from frugal.units import IGNORED, format_bytes
 
 __all__ = ["PlannedMixin", "PlannedTrainer", "training_arguments"]
 
-logger = logging.getLogger("frugal")
 Arguments = TypeVar("Arguments", bound=TrainingArguments)
 
 _OF_THE_LOSS = {

@@ -5,18 +5,15 @@ it is exact for any split. torch's SyncBatchNorm takes those of all ranks' micro
 micro-steps still matters.
 """
 
-import logging
 from typing import Any
 
 import torch.distributed as dist
 from torch import nn
 
 from frugal.config.request import BatchNormChoice
-from frugal.errors import refuse
+from frugal.errors import logger, refuse
 from frugal.planning.plan import Plan
 from frugal.planning.report import DRAWN_PARTS, SPLIT_MATTERS
-
-logger = logging.getLogger("frugal")
 
 KINDS = (nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d, nn.SyncBatchNorm)
 

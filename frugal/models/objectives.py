@@ -221,7 +221,11 @@ def _loss_in(module: nn.Module, returned: Any) -> Tensor:
     named = returned if isinstance(returned, Mapping) else getattr(returned, "__dict__", {})
     loss = named.get("loss", getattr(returned, "loss", None))
     several = list(returned if isinstance(returned, tuple | list) else named.values() or [returned])
-    values = [loss] if isinstance(loss, Tensor) else [returned] if isinstance(returned, Tensor) else several
+    values = several
+    if isinstance(loss, Tensor):
+        values = [loss]
+    elif isinstance(returned, Tensor):
+        values = [returned]
     numbers = [each for each in values if isinstance(each, Tensor) and not each.dim() and each.is_floating_point()]
     trained = [each for each in numbers if each.requires_grad]
     if numbers and (not torch.is_grad_enabled() or (len(trained) == 1 and trained[0] is numbers[0])):

@@ -7,7 +7,6 @@ Adam counts the step. That is said once, with their names. SGD without either ch
 Which there are costs one number more in the sum that a step takes over the ranks anyway: how many ranks have used all.
 """
 
-import logging
 from functools import partial
 
 import torch
@@ -16,10 +15,8 @@ from torch import Tensor
 
 from frugal.config.request import Request
 from frugal.deepspeed_adapter.stages import Zero
-from frugal.errors import RequestError
+from frugal.errors import RequestError, logger
 from frugal.units import plural
-
-logger = logging.getLogger("frugal")
 
 _NAMED = 4
 

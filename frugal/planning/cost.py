@@ -5,6 +5,7 @@ Left out of all of them: data loading, stragglers, clocks that fall under load, 
 meant to rank strategies; absolute seconds are good to a factor of two until a machine has been calibrated.
 """
 
+from collections import Counter
 from dataclasses import dataclass, fields
 from math import log2
 from typing import Any
@@ -79,32 +80,10 @@ class Work:
         return Work(**values)
 
 
-@dataclass(frozen=True, kw_only=True)
-class Counts:
-    """Raw counts recorded for one micro-step at one micro-batch size."""
-
-    flops: int = 0
-    recompute_flops: int = 0
-    traffic: int = 0
-    recompute_traffic: int = 0
-    num_operators: int = 0
-    num_forward: int = 0
-    num_recomputed: int = 0
-    moved: int = 0
-    exchanged: int = 0
-    num_exchanges: int = 0
-
-    def plus(self, other: "Counts", times: int = 1) -> "Counts":
-        """Return these counts plus `times` the other ones."""
-        return Counts(**{f.name: getattr(self, f.name) + times * getattr(other, f.name) for f in fields(self)})
-
-    def minus(self, other: "Counts") -> "Counts":
-        """Return these counts less the other ones."""
-        return self.plus(other, -1)
-
-    def divided(self, number: int) -> "Counts":
-        """Return the counts per micro-step (integer division by `number`)."""
-        return Counts(**{f.name: getattr(self, f.name) // number for f in fields(self)})
+Counts = Counter[str]
+"""Raw counts recorded for one micro-step at one micro-batch size, by name: `flops` and `recompute_flops`, `traffic`,
+`recompute_traffic`, `moved` and `exchanged` in bytes, `num_operators`, `num_forward`, `num_recomputed`,
+`num_exchanges`; see `Work`."""
 
 
 def between(first: Counts, second: Counts, num_samples: tuple[int, int]) -> Work:
@@ -112,23 +91,23 @@ def between(first: Counts, second: Counts, num_samples: tuple[int, int]) -> Work
     small, large = num_samples
 
     def slope(name: str) -> float:
-        return float(getattr(second, name) - getattr(first, name)) / (large - small)
+        return float(second[name] - first[name]) / (large - small)
 
     def line(name: str) -> Line:
         per_sample = max(0.0, slope(name))
-        return Line(max(0.0, getattr(first, name) - per_sample * small), per_sample)
+        return Line(max(0.0, first[name] - per_sample * small), per_sample)
 
     return Work(
         flops_per_sample=slope("flops"),
         recompute_flops_per_sample=slope("recompute_flops"),
         traffic=line("traffic"),
         recompute_traffic=line("recompute_traffic"),
-        num_operators=first.num_operators,
-        num_forward=first.num_forward,
-        num_recomputed=first.num_recomputed,
+        num_operators=first["num_operators"],
+        num_forward=first["num_forward"],
+        num_recomputed=first["num_recomputed"],
         moved_per_sample=slope("moved"),
         exchanged_per_sample=slope("exchanged"),
-        num_exchanges=first.num_exchanges,
+        num_exchanges=first["num_exchanges"],
     )
 
 

@@ -21,7 +21,7 @@ import msgspec
 from frugal import files
 from frugal.config.hardware.cluster import CARDS, MOST_RANKS, Cluster
 from frugal.config.request import Request, Task
-from frugal.errors import PlanMismatchError, RequestError, refuse
+from frugal.errors import PlanMismatchError, RequestError, failure, refuse
 from frugal.planning.batch import BatchPlan
 from frugal.planning.memory.breakdown import MemoryBreakdown
 from frugal.planning.model_facts import ModelSummary
@@ -404,12 +404,8 @@ class Plan:
             RequestError: no such file, no JSON, or not a plan.
             PlanMismatchError: another schema, or changed by hand.
         """
-        try:
+        with failure(f"cannot read the plan {path}", OSError, hint="make one with `frugal plan -o DIR`"):
             data = files.read_regular(path)
-        except OSError as error:
-            raise RequestError(
-                f"cannot read the plan {path}", because=str(error.strerror), hint="make one with `frugal plan -o DIR`"
-            ) from None
         return cls.from_json(data, source=str(path))
 
     @classmethod

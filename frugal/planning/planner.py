@@ -59,7 +59,9 @@ def _offload_by_pins(search: Search, result: SearchResult) -> list[str]:
         return []
     on_gpus = replace(request, offload="none")
     flags = [flag for flag in pins_to_drop(on_gpus, search.cluster, search.source, strategy) if "offload" not in flag]
-    return [f"offloads because of what is pinned; on the GPUs alone it fits with {' or '.join(flags)}"] * bool(flags)
+    if not flags:
+        return []
+    return [f"offloads because of what is pinned; on the GPUs alone it fits with {' or '.join(flags)}"]
 
 
 Results = Generator[tuple[Search, SearchResult], None, Infeasible | None]

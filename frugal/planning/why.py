@@ -373,6 +373,10 @@ def _more_host_memory(search: Search, result: Infeasible) -> list[str]:
     return [_host_flag(search.cluster, least.memory)] if larger.evaluation.evaluate(least.strategy).fits else []
 
 
+_GRAINS = ((2 * GIB, GIB // 2), (GIB // 2, 64 * MIB), (-1, MIB))
+"""Bytes of memory that a hint names in multiples of the second, where they are more than the first."""
+
+
 def _more_memory(search: Search, nearest: Candidate) -> list[str]:
     """Return the memory that the nearest candidate needs, rounded up: the host's, where that is lacking."""
     cluster, device = search.cluster, search.cluster.devices[0]
@@ -384,7 +388,7 @@ def _more_memory(search: Search, nearest: Candidate) -> list[str]:
     ranks = (cluster.world_size, cluster.world_size)
     share = ALLOCATOR_SHARE if device.kind == "cuda" else 0.0
     needed = (nearest.memory.total_bytes + device.context_above_bytes) / (1 - share)
-    grain = GIB // 2 if needed > 2 * GIB else 64 * MIB if needed > GIB // 2 else MIB
+    grain = next(grain for above, grain in _GRAINS if needed > above)
     size = int(needed // grain) * grain
     for _ in range(8):  # slack, context and margin depend on the size, so the first may be short
         size += grain

@@ -1,7 +1,6 @@
 """The host that this process runs on: installed versions, processor, GPU driver, and host memory. No torch here."""
 
 import ctypes
-import logging
 import platform
 import re
 import resource
@@ -13,6 +12,7 @@ from pathlib import Path
 
 import psutil  # type: ignore[import-untyped]  # has no types
 
+from frugal.errors import logger
 from frugal.units import MIB
 
 _CGROUP = Path("/sys/fs/cgroup")
@@ -134,8 +134,6 @@ def forget_peak_rss() -> int:
         _CLEAR_REFS.write_text("5")  # man 5 proc: resets VmHWM
     return int(psutil.Process().memory_info().rss)
 
-
-logger = logging.getLogger("frugal")
 
 MMAP_THRESHOLD, TRIM_THRESHOLD = -3, -1  # parameters of mallopt, from malloc.h
 LARGE_BYTES = 1 << 20

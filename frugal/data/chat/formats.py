@@ -115,7 +115,10 @@ def recognised(columns: Sequence[str], named: Columns, source: str, asked: Forma
     else:
         fitting = [name for name, needed in NEEDED.items() if set(needed) <= here.keys()]
         meant = [name for name in fitting if named.renamed.keys() & NEEDED[name]]
-        fitting = meant or (fitting + ["text"] * (named.text in columns))
+        if meant:
+            fitting = meant
+        elif named.text in columns:
+            fitting.append("text")
         if len(fitting) > 1:  # many rows with these two have text for other formats
             fitting = [name for name in fitting if name != "prompt-response"]
     if len(fitting) > 1:

@@ -1,8 +1,9 @@
 """Samples as an Arrow file: appended in batches, memory-mapped when they are read."""
 
 from collections.abc import Iterable, Mapping, Sequence
+from contextlib import AbstractContextManager
 from pathlib import Path
-from typing import Any, Self
+from typing import Any
 
 import numpy as np
 import pyarrow as pa  # type: ignore[import-untyped]  # it has no type hints
@@ -76,7 +77,7 @@ _OF_TASK = {
 }
 
 
-class ArrowWriter:
+class ArrowWriter(AbstractContextManager["ArrowWriter"]):
     """Appends samples to an Arrow stream, which `datasets` can open too; in packs of `packs_of` tokens if given."""
 
     def __init__(self, path: Path, task: str, packs_of: int | None = None) -> None:
@@ -115,9 +116,6 @@ class ArrowWriter:
             sample["trained"] = () if trained is None or trained.all() else trained
         self._stream.write_batch(pa.RecordBatch.from_pylist(self._pending, schema=self._schema))
         self._pending, self._pending_tokens = [], 0
-
-    def __enter__(self) -> Self:
-        return self
 
     def __exit__(self, kind: object, *_: object) -> None:
         with self._file:

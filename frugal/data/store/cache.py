@@ -12,7 +12,6 @@ renamed.
 import contextlib
 import fcntl
 import hashlib
-import logging
 import os
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -22,10 +21,9 @@ import xxhash
 
 from frugal import files, temporary
 from frugal.data.report import BuildReport
+from frugal.errors import logger
 
 REPORT, CHECKSUMS = "report.json", "checksums.json"
-
-logger = logging.getLogger("frugal")
 
 
 class DamagedError(Exception):

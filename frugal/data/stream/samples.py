@@ -22,7 +22,6 @@ from a random source; a source that ends begins again, until all were read to th
 
 import hashlib
 import json
-import logging
 import pickle
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
@@ -43,15 +42,13 @@ from frugal.data.sources import DocumentSource, find_named
 from frugal.data.store.arrow_store import as_sample
 from frugal.data.store.packing import Packer
 from frugal.distributed import env
-from frugal.errors import RequestError, failure, refuse
+from frugal.errors import RequestError, failure, logger, refuse
 from frugal.models.objectives import Sample
 
 SHARD_BYTES = 64 << 20
 _LOOKED_AT = 64 << 10  # bytes of each end of a file that its fingerprint is of: reading all of it takes hours
 _TOKENISED = 64  # rows at once
 _APART = 1_000_003  # between the seeds of sources, so that two with as many shards have different orders
-
-logger = logging.getLogger("frugal")
 
 
 @dataclass(frozen=True)

@@ -6,14 +6,13 @@ No torch and no DeepSpeed here: sources are read as text.
 import functools
 import hashlib
 import importlib.util
-import logging
 import re
 from collections.abc import Iterator
 from dataclasses import dataclass
 from importlib.metadata import version
 from pathlib import Path
 
-logger = logging.getLogger("frugal")
+from frugal.errors import logger
 
 _ENGINE = "engine:DeepSpeedEngine"
 _ZERO12 = "zero.stage_1_and_2:DeepSpeedZeroOptimizer"
@@ -208,10 +207,13 @@ def verify_simulation() -> bool:
 def _is_simulated(folder: Path) -> bool:
     different = changed(folder, "simulate.") + changed(folder, "zero3_graph.")  # traces rest on the second
     if different:
+        names = [each.qualified for each in different[:3]]
+        if len(different) > 3:
+            names.append("...")
         logger.warning(
             "DeepSpeed %s is not what is simulated, so all strategies are dry-run, which takes longer: %s changed",
             version("deepspeed"),
-            ", ".join(each.qualified for each in different[:3]) + ", ..." * (len(different) > 3),
+            ", ".join(names),
         )
     return not different
 

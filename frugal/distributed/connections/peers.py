@@ -71,17 +71,15 @@ class PeerPort(msgspec.Struct):
     nonce: bytes
 
 
-def connect_ranks(
-    rank: int, world_size: int, share: Callable[[PeerPort], PeerPort], seconds: float = CONNECT_SECONDS
-) -> list[socket.socket]:
+def connect_ranks(rank: int, world_size: int, share: Callable[[PeerPort], PeerPort]) -> list[socket.socket]:
     """Return rank 0's connections to all other ranks in rank order, or another rank's one to rank 0. Collective.
 
     `share` sends rank 0's value to all ranks.
 
     Raises:
-        RuntimeError: a rank did not connect within `seconds`.
+        RuntimeError: a rank did not connect within `CONNECT_SECONDS`.
     """
-    end = time.monotonic() + seconds
+    end = time.monotonic() + CONNECT_SECONDS
     try:
         if rank == 0:
             with listen(0) as server:

@@ -186,7 +186,7 @@ class Tracker(StorageWatch):
         self._timeline = TimelineBuilder()
         self._timeline.phase(first_phase)
         self._storage: dict[int, int] = {}  # address of a live device storage -> its index
-        self._counted: Counter[str] = Counter()  # fields of `Counts`, but for operators
+        self._counted = Counts()  # but for operators, which are counted in `num_operators`
         self._recomputed_from: int | None = None  # operators before the layer that is now recomputed
         self._shapes: Shapes | None = None
         self._running: list[str] = [""]  # names of the modules that run now, innermost last
@@ -435,10 +435,11 @@ class Tracker(StorageWatch):
     @property
     def counts(self) -> Counts:
         """Return the counts of forward and backward so far."""
-        counted = dict(self._counted)
+        counted = Counts(self._counted)
+        counted["num_operators"] = self.num_operators
         if self.phase == FORWARD:
-            counted["num_forward"] = counted.get("num_forward", 0) + self.num_operators - self._forward_from
-        return Counts(**counted, num_operators=self.num_operators)
+            counted["num_forward"] += self.num_operators - self._forward_from
+        return counted
 
     def _scalar(self, tensor: Tensor) -> bool | int | float:
         """Return the answer to `.item()`, which decides how the program continues.

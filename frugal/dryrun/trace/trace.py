@@ -221,13 +221,14 @@ def _spliced(model: nn.Module, record: Record) -> Recorded | None:
     except Exception:  # a model may count its layers itself; tracing the whole one reports what is wrong
         return None
     more = repeated.num_periods - FEW_PERIODS
-    small, large = (each.counts.plus(_of_a_period(each, layers), more) for each in (first, second))
+    small, large = (each.counts + _of_periods(each, layers, more) for each in (first, second))
     as_one = layers.module_numbers(first.gathered_as_one, repeated.num_periods)
     return first, stream, marks, (small, large), as_one
 
 
-def _of_a_period(raw: Recorder, layers: LayerLayout) -> Counts:
-    """Return the counts of one period in the middle: its forward, and from its last gradient to the one before.
+def _of_periods(raw: Recorder, layers: LayerLayout, number: int) -> Counts:
+    """Return `number` times the counts of a period in the middle: its forward, and from its last gradient to the one
+    before.
 
     Only called where splicing has found the periods alike.
     """
@@ -238,7 +239,8 @@ def _of_a_period(raw: Recorder, layers: LayerLayout) -> Counts:
     )
     parameter = next(number for number in own if (MarkKind.GRADIENT, number) in raw.counts_at)
     ends = [raw.counts_at[MarkKind.GRADIENT, number] for number in (parameter + layers.parameters, parameter)]
-    return begins[1].minus(begins[0]).plus(ends[1].minus(ends[0]))
+    of_one = (begins[1] - begins[0]) + (ends[1] - ends[0])
+    return Counts({name: number * count for name, count in of_one.items()})
 
 
 def _record(

@@ -33,7 +33,7 @@ from frugal.distributed.exchange import gather
 from frugal.engine.engine import initialize
 from frugal.engine.measure.record import ModelDefinition, RankMeasurement, Trial, timeline_name
 from frugal.engine.measure.run_gauge import NUM_STEPS, mark_phases
-from frugal.errors import OutOfMemoryError
+from frugal.errors import OutOfMemoryError, failure
 from frugal.models.loading import placed
 from frugal.models.objectives import Objective, SummedLoss
 from frugal.models.resolve import resolve_request
@@ -155,13 +155,11 @@ def measure(plan: Plan, cap_bytes: int | None = None, timelines: Path | None = N
     gc.collect()
     before = local_host.forget_peak_rss()
     objective = spec.objective(pack=bool(plan.request.pack), document_tokens=plan.request.document_tokens)
-    try:
+    with failure("out of memory while measuring", torch.OutOfMemoryError, raises=OutOfMemoryError):
         watching = watched(
             lambda: placed.build(spec, plan, device, seed=0), objective, plan, device, 2,
             keeps_timeline=timelines is not None,
         )  # fmt: skip
-    except torch.OutOfMemoryError as error:
-        raise OutOfMemoryError("out of memory while measuring", because=str(error).splitlines()[0]) from None
     if timelines is not None:
         (timelines / timeline_name(dist.get_rank())).write_bytes(msgspec.json.encode(watching.timeline))
     measurement = RankMeasurement(

@@ -55,14 +55,13 @@ from frugal.engine.evaluation import Evaluation
 from frugal.engine.measure.run_gauge import EVALUATION, PhasePeak
 from frugal.engine.reports.trackers import Trackers
 from frugal.engine.train_step import StepResult
-from frugal.errors import CheckpointError, FrugalError, first_line
+from frugal.errors import CheckpointError, FrugalError, first_line, logger
 from frugal.report.records import has_fewer_tokens
 from frugal.units import format_bytes, format_number, format_rate, format_seconds, plural
 
 PLAIN_LINES = 40  # about as many lines of progress where there is no terminal
 WINDOW = 20  # steps over which the speed is averaged
 BAR_WIDTH = 20
-logger = logging.getLogger("frugal")
 
 
 class _Record(msgspec.Struct):
@@ -329,11 +328,11 @@ class Log(logging.Handler):
             perplexity=evaluation.perplexity, targets=evaluation.targets, samples=evaluation.samples,
             reserved_bytes=self.reserved_bytes, **values, **measured,
         )  # fmt: skip
-        # of a loss with one target a sample, such as of classes or images, it says nothing
-        numbers = "".join(
-            [f"  perplexity {format_number(evaluation.perplexity, 2)}"] * (evaluation.targets > evaluation.samples)
-            + [f"  {name} {value:.4g}" for name, value in evaluation.metrics.items()]
-        )
+        numbers = ""
+        if evaluation.targets > evaluation.samples:  # with one target a sample, as of classes, it says nothing
+            numbers += f"  perplexity {format_number(evaluation.perplexity, 2)}"
+        for name, value in evaluation.metrics.items():
+            numbers += f"  {name} {value:.4g}"
         self.say(
             f"step {step}/{self._total_steps}  {of} loss {format_number(evaluation.loss)}{numbers}"
             f"  ({evaluation.samples} samples)"

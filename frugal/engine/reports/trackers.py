@@ -23,7 +23,7 @@ import msgspec
 
 from frugal import files
 from frugal.config.run_settings import RunSettings
-from frugal.errors import RequestError, failure, first_line, refuse
+from frugal.errors import RequestError, failure, first_line, logger, refuse
 from frugal.planning.plan import Plan
 
 RECORD = "trackers.json"
@@ -32,7 +32,6 @@ RECORD = "trackers.json"
 _GROUPS = {"step": "train", "evaluation": "eval", "test": "test", "train": "final_train"}
 _CURVES = ("loss", "perplexity", "learning_rate", "grad_norm", "tokens_per_second", "memory_bytes")
 _OF_ONE_START = ("resume", "accept_changed_data", "out", "track", "grace")
-logger = logging.getLogger("frugal")
 
 
 def check(names: Sequence[str]) -> None:

@@ -13,7 +13,6 @@ Of a model of text it is also asked:
 """
 
 import copy
-import logging
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import Any
@@ -23,7 +22,7 @@ import torch
 from torch import Tensor, nn
 
 from frugal.config.request import BatchNormChoice
-from frugal.errors import RequestError, first_line, refuse
+from frugal.errors import RequestError, first_line, logger, refuse
 from frugal.models import batch_norm, packs, sequence_parallel, transformers_internals
 from frugal.models.losses import own_loss
 from frugal.models.objectives import (
@@ -45,8 +44,6 @@ from frugal.planning.report import DRAWN_PARTS, DRAWS, DROPOUT, LAYER_DROP, PADD
 from frugal.units import IGNORED, plural
 
 _NAMED = 4
-
-logger = logging.getLogger("frugal")
 
 _DROPOUTS = (nn.Dropout, nn.Dropout1d, nn.Dropout2d, nn.Dropout3d, nn.AlphaDropout)
 
@@ -109,9 +106,10 @@ def trial(
         padding = probe.on_padding(model, objective, ragged)
     watched = probe.watch(model, objective, batch)
     arrived = probe.arrivals(model, objective, batch) if is_own else {}
+    notes = {DROPOUT: watched.has_dropout, DRAWS: watched.has_draws}
     return ModelTrial(
         split=split,
-        random=[DROPOUT] * watched.has_dropout + [DRAWS] * watched.has_draws,
+        random=[note for note, holds in notes.items() if holds],
         forwards=probe.on_forwards(model, objective, batch),
         drawn=probe.on_draws(model, objective, batch),
         reused=[name for name, number in arrived.items() if number > 1],
@@ -267,12 +265,12 @@ def say_of_objective(model: nn.Module, objective: Objective, plan: Plan, rank: i
         return
     if plan.strategy.zero_stage > 1:
         _refuse_reuse(type(model).__name__, done)
-    for note in (
-        *[_split_note(done.split)] * bool(done.split and not batch_norm.modules(model)),  # `apply_planned` says it
-        *_notes_of_forwards(done),
-    ):
-        if rank == 0:
-            logger.warning(note)
+    if rank != 0:
+        return
+    if done.split and not batch_norm.modules(model):  # of these `apply_planned` says it
+        logger.warning(_split_note(done.split))
+    for note in _notes_of_forwards(done):
+        logger.warning(note)
 
 
 def _refuse_reuse(reference: str, done: ModelTrial) -> None:
@@ -324,11 +322,10 @@ def _notes_of_forwards(done: ModelTrial) -> list[str]:
             f"of this kind differs by {_percent(done.forwards.difference)} after {NUM_SAMPLES // FEW_SAMPLES} of them"
         )
     if done.drawn:
+        more = f" and {len(done.drawn) - 1} more" if len(done.drawn) > 1 else ""
         notes.append(
-            f"{DRAWN_PARTS}: each rank leaves out `{done.drawn[0]}`"
-            + f" and {len(done.drawn) - 1} more" * (len(done.drawn) > 1)
-            + " or not in each micro-batch; ZeRO-2 and 3 need the same parameters on all ranks: draw from the batch, "
-            "or use --zero-stage 1 --precision fp32"
+            f"{DRAWN_PARTS}: each rank leaves out `{done.drawn[0]}`{more} or not in each micro-batch; ZeRO-2 and 3 "
+            "need the same parameters on all ranks: draw from the batch, or use --zero-stage 1 --precision fp32"
         )
     if done.missing:
         names = " or ".join(f"`{name}`" for name in done.missing)
@@ -340,7 +337,10 @@ def _notes_of_forwards(done: ModelTrial) -> list[str]:
 
 
 def _which(name: str, kind: str, number: int) -> str:
-    return f"{kind} `{name}`" * bool(name) or kind if number == 1 else f"{number} {kind} (the first is `{name}`)"
+    """Name the modules of one kind, of which `name` is the first; it is empty for the model itself."""
+    if number > 1:
+        return f"{number} {kind} (the first is `{name}`)"
+    return f"{kind} `{name}`" if name else kind
 
 
 def _remedy(spec: ModelSpec, choice: BatchNormChoice | None) -> str:

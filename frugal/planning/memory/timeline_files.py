@@ -15,7 +15,7 @@ from itertools import accumulate
 from pathlib import Path
 from typing import Any
 
-from frugal.errors import RequestError, refuse
+from frugal.errors import failure, refuse
 from frugal.planning.memory.timeline import CATEGORIES, Timeline
 
 COLUMNS = ("event", "phase", "operator", "module", *CATEGORIES, "total")
@@ -45,7 +45,7 @@ def write(path: Path, timelines: Mapping[str, Timeline]) -> None:
     Raises:
         RequestError: it cannot be written.
     """
-    try:
+    with failure(f"a timeline cannot be written to {path}", OSError):
         if path.suffix == SNAPSHOT:
             path.write_bytes(pickle.dumps(snapshot(timelines)))
             return
@@ -53,8 +53,6 @@ def write(path: Path, timelines: Mapping[str, Timeline]) -> None:
             writer = csv.writer(file, lineterminator="\n")
             writer.writerow(COLUMNS)
             writer.writerows(_rows(next(iter(timelines.values()))))
-    except OSError as error:
-        raise RequestError(f"a timeline cannot be written to {path}", because=str(error.strerror)) from None
 
 
 def _rows(timeline: Timeline) -> Iterator[tuple[Any, ...]]:

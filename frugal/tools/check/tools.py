@@ -247,8 +247,11 @@ def _adapters(settings: Settings) -> None:
     """Set the adapters and the quantisation of the base weights. No targets leave them to peft."""
     said = settings.raw
     adapter, bits = str(said.get("adapter")).lower(), said.get("bits")
-    has_four, has_eight = said.get("four_bits") or bits == 4, said.get("eight_bits") or bits == 8
-    settings.quantize = "nf4" if has_four else "int8" if has_eight else "nf4" if adapter == "qlora" else None
+    has_four = said.get("four_bits") or bits == 4
+    if not has_four and (said.get("eight_bits") or bits == 8):
+        settings.quantize = "int8"
+    elif has_four or adapter == "qlora":
+        settings.quantize = "nf4"
     if settings.quantize == "nf4" and said.get("nested") is False:
         settings.deviate(
             "scales of 4 bits are evaluated quantised, which takes 0.37 bits a weight less",

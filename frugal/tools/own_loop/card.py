@@ -316,7 +316,7 @@ def _attention() -> AbstractContextManager[Any]:
 # `torch.cuda`: fixed answers that need no driver. Other names stay torch's own, which fail on a build without CUDA.
 
 
-class PretendedStream:
+class PretendedStream(AbstractContextManager["PretendedStream"]):
     """A CUDA stream, or an event on one, that never waits."""
 
     cuda_stream = 0
@@ -324,9 +324,6 @@ class PretendedStream:
 
     def __init__(self, *_: Any, **__: Any) -> None:
         self.device = torch.device("cuda", 0)
-
-    def __enter__(self) -> "PretendedStream":
-        return self
 
     def __exit__(self, *_: Any) -> None:
         return None

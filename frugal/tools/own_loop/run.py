@@ -320,8 +320,9 @@ def failures(script: str, part: str | None) -> Iterator[None]:
             and "site-packages" not in frame.filename
         ]
         lines = [f"{Path(each.filename).name}, line {each.lineno}, runs `{each.line}`" for each in own[-_SHOWN_FRAMES:]]
+        where = f"`{part}` of {script}" if part else str(script)
         raise RequestError(
-            f"{f'`{part}` of ' * bool(part)}{script} fails in a dry run",
+            f"{where} fails in a dry run",
             because=[first_line(error), *lines],
             hint=next((hint for words, hint in hints.items() if words in text), None),
         ) from None

@@ -29,14 +29,14 @@ def write_page(plan: Plan, path: Path, *, in_full: bool, helps: str = "") -> Pat
         RequestError: it cannot be written.
         WorkerError: a trace crashed.
     """
-    cache = Cache.of_user()
-    key = digest("answers of a page", model_key(plan.request), plan.digest, in_full)
-    answers = cache.read(key, dict[str, Any])
-    if answers is None:
+
+    def answer() -> dict[str, Any]:
         from frugal.tools.plan_page.answers import answers_here  # brings the simulation along
 
-        answers = answers_here(plan, in_full=in_full)
-        cache.write(key, answers)
+        return answers_here(plan, in_full=in_full)
+
+    key = digest("answers of a page", model_key(plan.request), plan.digest, in_full)
+    answers = Cache.of_user().read_or_make(key, dict[str, Any], answer)
     (written,) = write_files(path.parent, {path.name: plan_page(plan, answers, helps=helps).encode()})
     return written
 
@@ -94,7 +94,9 @@ def _chosen(plan: Plan) -> dict[str, Any]:
     strategies = [plan.strategy, *(each.strategy for each in plan.rejected)]
     for strategy, (step, _, batch, peak, headroom, _) in zip(strategies, strategy_table(plan).rows[1:], strict=True):
         named = (("micro-batch x steps", batch), ("peak", peak), ("headroom", headroom))
-        says = [f"{step} a step"] * (step != "-") + [f"{name} {value}" for name, value in named if value]
+        says = [f"{name} {value}" for name, value in named if value]
+        if step != "-":
+            says.insert(0, f"{step} a step")
         rows.append({"name": str(strategy), "says": ", ".join(says)})
     points: list[tuple[Any, ...]] = [(plan.strategy, plan.time.total_seconds, plan.memory.total_bytes, "chosen")]
     for each in plan.rejected:

@@ -242,7 +242,6 @@ def test_what_cannot_be_streamed_is_refused(folder: Path) -> None:
     assert "there is no data to stream at gone" in refusal(lambda: stream_of("gone"))
     (folder / "empty.jsonl").write_text("")
     assert "there is no text in empty.jsonl" in refusal(lambda: stream_of("empty.jsonl"))
-    assert "--epochs was given with --stream" in refusal(lambda: RunSettings(stream=True, epochs=1))
     assert "--stream was given without --steps" in refusal(lambda: RunSettings(stream=True).check_length())
 
 
