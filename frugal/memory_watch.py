@@ -48,7 +48,7 @@ class StorageWatch(torch_internals.DispatchMode):
 
     A storage that existed before the mode is not born, whatever views of it appear: an output is new only if no
     input has its storage. The mode changes no value and no lifetime, with one correction: while any mode is active
-    autograd and `linear` write some results out of place, which `_is_in_place` and `_adds_bias` undo.
+    autograd and `linear` write some results out of place, which `_is_in_place` undoes.
     """
 
     def __init__(self) -> None:
@@ -58,7 +58,7 @@ class StorageWatch(torch_internals.DispatchMode):
         self.num_operators = 0
         self._known: dict[int, int] = {}  # address of a live storage -> its bytes
         self._zeros = 0  # address of the storage that was born last, if it is of zeros
-        self._product = 0, 0, 0  # the last product: its number among operators, and the call that asked for it
+        self._product: tuple[int, Any] = 0, None  # the last product's number among operators, and its call
         self._random_states = (
             patch.object(torch, "get_rng_state", partial(self._random_state, torch.get_rng_state)),
             patch.object(torch.random, "fork_rng", partial(_forked, torch.random.fork_rng)),
@@ -122,13 +122,11 @@ class StorageWatch(torch_internals.DispatchMode):
         self.num_operators += 1
         if func in _VIEWS or (func not in _OTHERS and _is_view(func)):
             return func(*args, **(kwargs or {}))
-        if func in _IN_PLACE_IN_BACKWARD and self._is_in_place(func, args, _caller(sys._getframe(1))):
-            return _IN_PLACE_IN_BACKWARD[func](*args, **(kwargs or {}))
-        if func is aten.add.Tensor and self._adds_bias(_caller(sys._getframe(1))):
-            return aten.alias.default(aten.add_.Tensor(args[0], args[1]))  # autograd writes to a result of its own
+        if func in _IN_PLACE and self._is_in_place(func, args, _call(sys._getframe(1))):
+            out = _IN_PLACE[func](*args, **(kwargs or {}))
+            return aten.alias.default(out) if torch.is_grad_enabled() else out  # autograd notes a result of its own
         if func is aten._unsafe_view.default:
-            caller = _caller(sys._getframe(1))
-            self._product = self.num_operators, id(caller), caller.f_lasti
+            self._product = self.num_operators, _call(sys._getframe(1))
         out = self.execute(func, args, kwargs or {})
         if isinstance(out, Tensor):
             self._see(out, func, args)
@@ -154,22 +152,19 @@ class StorageWatch(torch_internals.DispatchMode):
         self._zeros = address if operator in _ZEROS else 0
         self.born(address, size, tensor, operator)
 
-    def _is_in_place(self, func: Any, args: tuple[Any, ...], caller: Any) -> bool:
-        """Return whether autograd would write the result into its first input where no mode is active: a sum of two
-        gradients into a buffer nobody else holds, both conditions of a clamp, parts of a gradient into zeros.
+    def _is_in_place(self, func: Any, args: tuple[Any, ...], call: tuple[Any, int, int]) -> bool:
+        """Return whether the result is written into the first input where no mode is active.
 
-        The caller must be the engine: what a hook in Python runs is out of place.
+        `linear` adds its bias so to the product of an input that is not contiguous (Linear.cpp): a sum right after a
+        product, in one call from Python. Autograd does so with a sum of two gradients in a buffer nobody else holds,
+        both conditions of a clamp, and parts of a gradient in zeros. There the engine must be the caller: what a hook
+        in Python runs is out of place.
         """
-        if caller.f_code is not torch_internals.RUN_BACKWARD or torch.is_grad_enabled():
-            return False
+        is_of_autograd = call[0] is torch_internals.RUN_BACKWARD and not torch.is_grad_enabled()
         if func is aten.add.Tensor:
-            return _has_one_owner(args[0], args[1])
-        return func is aten.logical_and.default or torch_internals.address(args[0]) == self._zeros
-
-    def _adds_bias(self, caller: Any) -> bool:
-        """Return whether a sum follows a product within one call from Python: `linear` of an input that is not
-        contiguous adds its bias in place where no mode is active (Linear.cpp)."""
-        return self._product == (self.num_operators - 1, id(caller), caller.f_lasti)
+            adds_bias = self._product == (self.num_operators - 1, call)
+            return adds_bias or (is_of_autograd and _has_one_owner(args[0], args[1]))
+        return is_of_autograd and (func is aten.logical_and.default or torch_internals.address(args[0]) == self._zeros)
 
     def _gone(self, address: int) -> None:
         self.died(address, self._known.pop(address))
@@ -192,20 +187,21 @@ def _forked(fork: Callable[..., Any], *args: Any, device_type: str | None = None
     return fork(*args, device_type="cpu" if device_type == "meta" else device_type, **kwargs)
 
 
-def _caller(frame: Any) -> Any:
-    """Return the frame that called an operator, below those of this mode and its subclasses and of composites."""
+def _call(frame: Any) -> tuple[Any, int, int]:
+    """Return which call from Python ran an operator: code, frame and instruction, below those of this mode and its
+    subclasses and of composites."""
     while frame.f_code.co_name in ("__torch_dispatch__", "decompose"):
         frame = frame.f_back
-    return frame
+    return frame.f_code, id(frame), frame.f_lasti
 
 
-_IN_PLACE_IN_BACKWARD = {
+_IN_PLACE = {
     aten.add.Tensor: aten.add_.Tensor, aten.logical_and.default: aten.logical_and_.default,
     aten.scatter_add.default: aten.scatter_add_.default, aten.scatter.src: aten.scatter_.src,
     aten.scatter.value: aten.scatter_.value, aten.index_put.default: aten.index_put_.default,
     aten.masked_scatter.default: aten.masked_scatter_.default, aten.put.default: aten.put_.default,
 }  # fmt: skip
-"""Operators that autograd runs in place where no mode is active (FunctionsManual.cpp), and how."""
+"""Operators that autograd (FunctionsManual.cpp) and `linear` run in place where no mode is active, and how."""
 
 _ZEROS = {aten.zeros.default, aten.new_zeros.default, aten.zeros_like.default}
 

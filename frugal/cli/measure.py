@@ -276,7 +276,8 @@ def calibrate(kind: DeviceKind, num_ranks: int, of_plan: Measurement | None = No
         properties = torch.cuda.get_device_properties(0)
         device, capability = properties.name, (properties.major, properties.minor)
         card = recognise_card(device, properties.total_memory)
-    try:
+    what = f"the calibration of {device} is implausible and not kept, and plans go on without it"
+    with failure(what, ValueError, hint="calibrate a real card, when nothing else runs on it", raises=FrugalError):
         calibrated = Calibration(
             kind=kind,
             device=device,
@@ -289,12 +290,6 @@ def calibrate(kind: DeviceKind, num_ranks: int, of_plan: Measurement | None = No
             date=datetime.now(UTC).strftime("%Y-%m-%d"),
             command=shlex.join(["frugal", *sys.argv[1:]]),
         )
-    except ValueError as error:
-        raise FrugalError(
-            f"the calibration of {device} is not kept, and plans go on without it",
-            because=f"it is implausible: {error}",
-            hint="calibrate a real card, when nothing else runs on it",
-        ) from None
     before = [each for each in read_all(calibration_folder())[0] if each.file_name == calibrated.file_name]
     calibrated = replace(calibrated, slack_bytes=max((each.slack_bytes for each in before), default=0))
     if of_plan is None or of_plan.measured.context_bytes is None:

@@ -152,12 +152,10 @@ def _written(label: str, data: bytes, suffix: str) -> Path:
     except RuntimeError:  # a user without a home
         folder = Path(tempfile.gettempdir()) / "frugal-models"
     path = folder / f"{label}-{hashlib.sha256(data).hexdigest()[:16]}{suffix}"
-    try:
+    with failure(f"cannot write {path}", OSError):
         folder.mkdir(parents=True, exist_ok=True, mode=0o700)
         if not path.exists():
             files.write_file(path, data)
         files.touch(path)
         files.prune(folder, LIMIT_BYTES)
-    except OSError as error:
-        raise RequestError(f"cannot write {path}", because=str(error.strerror)) from None
     return path

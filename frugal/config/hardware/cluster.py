@@ -301,9 +301,7 @@ def _card(
     """
     pcie = PCIE[capability[0]]
     is_hopper = capability[0] in (9, 10)
-    nccl = context.NCCL_PCIE
-    if nvlink:
-        nccl = context.NCCL_HOPPER if is_hopper else context.NCCL_NVLINK
+    nccl_of_nvlink = context.NCCL_HOPPER if is_hopper else context.NCCL_NVLINK
     return Card(
         name=name,
         memory_bytes=int(gib * GIB),
@@ -316,7 +314,7 @@ def _card(
         matrix_share=HOPPER_SHARE if is_hopper else MATRIX_SHARE,
         resident_threads=processors * PROCESSOR_THREADS.get(capability, MOST_THREADS) or None,
         kernels=context.KERNELS_HOPPER if is_hopper else context.KERNELS,
-        nccl=nccl,
+        nccl=nccl_of_nvlink if nvlink else context.NCCL_PCIE,
     )
 
 
