@@ -160,11 +160,18 @@ class StorageWatch(torch_internals.DispatchMode):
         both conditions of a clamp, and parts of a gradient in zeros. There the engine must be the caller: what a hook
         in Python runs is out of place.
         """
-        is_of_autograd = call[0] is torch_internals.RUN_BACKWARD and not torch.is_grad_enabled()
-        if func is aten.add.Tensor:
-            adds_bias = self._product == (self.num_operators - 1, call)
-            return adds_bias or (is_of_autograd and _has_one_owner(args[0], args[1]))
-        return is_of_autograd and (func is aten.logical_and.default or torch_internals.address(args[0]) == self._zeros)
+        is_of_autograd = call[0] is torch_internals.RUN_BACKWARD
+        if func is aten.add.Tensor and not is_of_autograd:
+            return self._product == (self.num_operators - 1, call)
+        return (
+            is_of_autograd
+            and not torch.is_grad_enabled()
+            and (
+                _has_one_owner(args[0], args[1])
+                if func is aten.add.Tensor
+                else func is aten.logical_and.default or torch_internals.address(args[0]) == self._zeros
+            )
+        )
 
     def _gone(self, address: int) -> None:
         self.died(address, self._known.pop(address))

@@ -276,7 +276,7 @@ def calibrate(kind: DeviceKind, num_ranks: int, of_plan: Measurement | None = No
         properties = torch.cuda.get_device_properties(0)
         device, capability = properties.name, (properties.major, properties.minor)
         card = recognise_card(device, properties.total_memory)
-    what = f"the calibration of {device} is implausible and not kept, and plans go on without it"
+    what = f"the calibration of {device} is not kept, and plans go on without it"
     with failure(what, ValueError, hint="calibrate a real card, when nothing else runs on it", raises=FrugalError):
         calibrated = Calibration(
             kind=kind,

@@ -127,9 +127,11 @@ class Mixtures:
             if mode in {strategy.activation_checkpointing for strategy in evaluated}
             and (draft := self.evaluation.draft(mixture(base, ((mode, 1),)))) is not None
         }
+        if len(modes) < 2 or not any(draft.fits for draft in modes.values()):
+            return []
         several = mixture(base, tuple((mode, 1) for mode in modes))
-        num_layers = self.source.num_layers(several) if len(modes) > 1 else 0
-        if num_layers < 2 or not any(draft.fits for draft in modes.values()):
+        num_layers = self.source.num_layers(several)
+        if num_layers < 2:
             return []
         names = combinations(modes, 2) if num_layers <= FEW_LAYERS else pairwise(self._hull(base, modes))
         pairs = [(modes[frugal], modes[generous]) for frugal, generous in names]
