@@ -140,10 +140,10 @@ def test_weights_of_another_model_are_refused(folder: Path, monkeypatch: pytest.
 def test_loading_that_a_host_has_no_memory_for_is_no_plan(
     folder: Path, monkeypatch: pytest.MonkeyPatch, capsys: Capture
 ) -> None:
-    """With what it takes and what would do, by exit code 3."""
+    """With what it takes and what would do, by exit code 3; nothing is written."""
     monkeypatch.chdir(folder)
     asked = (*RUN[2:], "--zero-stage", 3, "--model", "chat", "--lora", "r=4", "--gpus", 2, "--gpu", "rtx3060-12g")
-    assert cli.run(["plan", *map(str, asked), "--host-mem", "8M"]) == 3
+    assert cli.run(["plan", *map(str, asked), "--host-mem", "8M", "-o", "too-large"]) == 3
     errors = capsys.readouterr().err
     assert errors.startswith(
         "error: chat does not fit into a node's host memory\n  because on the GPUs alone ZeRO-3 lacks "
@@ -152,3 +152,4 @@ def test_loading_that_a_host_has_no_memory_for_is_no_plan(
     assert (needed := re.search(rf"\n  because {reason}\n", errors)) is not None, errors
     assert (hint := re.search(r"\n\nhint: this would fit: --host-mem (\w+)\n$", errors)) is not None, errors
     assert parse_bytes("8M") < parse_bytes(needed[1].replace(" ", "")) <= parse_bytes(hint[1])
+    assert not (folder / "too-large").exists()

@@ -147,6 +147,13 @@ def test_a_token_target_is_never_exceeded() -> None:
     )
 
 
+def test_a_profile_that_promises_too_much_is_found_out_and_the_choice_made_again() -> None:
+    honest, corrected = planned(gpus=4, mem="12G", model=SMALL), planned(gpus=4, mem="12G", error=1.5, model=SMALL)
+    assert max(corrected.batch.micro_batch) < max(honest.batch.micro_batch)
+    assert corrected.memory.fits
+    assert "it does not fit, and was not chosen" in corrected.warnings[0]
+
+
 def test_each_choice_is_a_draft_before_it_is_dry_run_with_the_memory_of_its_profile() -> None:
     *drafts, made = decide(*understand({"gpus": 4, "mem": "12G"}), dry_running(1.5, **SMALL))
     assert all(draft.is_draft for draft in drafts) and not made.is_draft

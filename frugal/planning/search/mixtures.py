@@ -120,12 +120,11 @@ class Mixtures:
         """Return the fastest mixture of every pair of modes, as far as it may be faster than `enough`."""
         if self.evaluation.best_case(base).seconds >= enough:
             return []
-        evaluated = [candidate.strategy for candidate in candidates if candidate.memory is not None]
+        evaluated = {each.strategy.activation_checkpointing for each in candidates if each.memory is not None}
         modes = {
             mode: draft
             for mode in LAYER_MODES
-            if mode in {strategy.activation_checkpointing for strategy in evaluated}
-            and (draft := self.evaluation.draft(mixture(base, ((mode, 1),)))) is not None
+            if mode in evaluated and (draft := self.evaluation.draft(mixture(base, ((mode, 1),)))) is not None
         }
         if len(modes) < 2 or not any(draft.fits for draft in modes.values()):
             return []
