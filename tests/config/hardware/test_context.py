@@ -1,4 +1,4 @@
-"""What others measured of contexts lies in the range that is planned with. docs/facts/cuda.md has the same figures."""
+"""Contexts that others measured lie in the range that is planned with; docs/facts/cuda.md has the figures from here."""
 
 from collections.abc import Iterator
 
