@@ -4,7 +4,6 @@ from typing import Any
 
 import pytest
 
-from frugal.config.optimizers import Optimizer
 from frugal.config.request import Request
 from frugal.deepspeed_adapter.json_config import deepspeed_config
 from frugal.errors import RequestError
@@ -16,22 +15,6 @@ from tests.planning.synthetic import planned
 def plan(**settings: Any) -> Plan:
     asked: dict[str, Any] = {"gpus": 4, "mem": "24G"}
     return planned(**(asked | settings))
-
-
-@pytest.mark.parametrize(
-    ("rule", "batch", "rate"),
-    [
-        ("linear", 1024, 1.2e-3),
-        ("linear", 128, 1.5e-4),
-        ("sqrt", 1024, 6e-4),
-        ("sqrt", 64, 1.5e-4),
-        ("sqrt", 256, 3e-4),
-    ],
-)
-def test_the_rules(rule: Any, batch: int, rate: float) -> None:
-    scaled = Optimizer(reference_batch=256, lr_rule=rule)
-    request = Request(learning_rate=3e-4, global_batch=batch, optimizer=scaled)
-    assert request.scaled_learning_rate == pytest.approx(rate, rel=1e-12)
 
 
 def test_without_a_reference_the_rate_is_the_one_given() -> None:

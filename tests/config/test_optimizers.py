@@ -1,7 +1,6 @@
 """What optimizers go with, and what they take by arithmetic."""
 
 import random
-from dataclasses import replace
 from typing import Any, get_args
 
 import pytest
@@ -78,16 +77,6 @@ def test_counts_and_other_trainers_names_are_read() -> None:
     assert Optimizer.of("adamw,reference-batch=4M,lr-rule=sqrt").reference_batch == 4_000_000
     assert Optimizer.of("adamw,eps=1e-6,adam_beta1=0.8") == Optimizer(epsilon=1e-6, beta1=0.8)
     assert Optimizer.of("adamw-8bit,decay-norms=false").decay_norms is False
-
-
-def test_every_adamw_is_told_its_numbers() -> None:
-    optimizer = Optimizer(beta2=0.999, epsilon=1e-6)
-    assert (optimizer.betas, optimizer.epsilon) == ((0.9, 0.999), 1e-6)
-    assert (Optimizer().betas, Optimizer().epsilon) == ((0.9, 0.95), 1e-8)
-    for kernels in IMPLEMENTATIONS["adamw"]:
-        asked = Request(optimizer=replace(optimizer, implementation=kernels))
-        told = strategy_config(asked, Strategy(zero_stage=2))["optimizer"]["params"]
-        assert (told["betas"], told["eps"]) == ([0.9, 0.999], 1e-6)
 
 
 @pytest.mark.parametrize(

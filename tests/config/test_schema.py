@@ -20,7 +20,6 @@ from frugal.config.schema import (
     TRAIN_SETTINGS,
     in_full,
     merged,
-    read_toml,
     requested,
     settings_of_toml,
     understand,
@@ -43,12 +42,6 @@ def test_what_others_hold_of_a_gpu_is_not_planned_with(memory: Any) -> None:
     first, second = understand({"mem": memory})[1].devices
     assert (first.memory_bytes, first.held_bytes, second.held_bytes) == (12 * GIB, GIB, 0)
     assert understand({"mem": "12G,24G"})[1].devices[0].usable_bytes - first.usable_bytes == GIB
-
-
-@pytest.mark.parametrize("memory", ["12G,24G", [12 * GIB, "24G"], [12 * GIB, 24 * GIB]])
-def test_memory_may_differ_and_be_bytes_or_text(memory: Any) -> None:
-    _, cluster, _ = understand({"mem": memory})
-    assert [device.memory_bytes for device in cluster.devices] == [12 * GIB, 24 * GIB]
 
 
 def test_context_and_margin_come_off_a_gpu_and_not_off_a_cpu_rank() -> None:
@@ -190,19 +183,6 @@ def test_planning_commands_have_the_flags_of_planning() -> None:
     of_plan = {name for name, row in PLAN_SETTINGS.items() if row.is_flag}
     for command in (plan.command, explain.command, dryrun.command):
         assert of_plan <= {parameter.name for parameter in command.params}
-
-
-def test_tables_and_overrides_are_settings_by_their_names(tmp_path: Path) -> None:
-    file = tmp_path / "frugal.toml"
-    file.write_text(
-        'gpus = 4\n[optimizer]\nname = "sgd"\nmomentum = 0.9\n[schedule]\nname = "polynomial"\npower = 2\n'
-        "[train]\nsteps = 9\n"
-    )
-    made = read_toml(file, ["schedule.warmup=5%", "train.limit=7", "gpus=2", "optimizer.decay-norms=false"])
-    assert made == {
-        "gpus": 2, "optimizer": {"name": "sgd", "momentum": 0.9, "decay_norms": False},
-        "schedule": {"name": "polynomial", "power": 2}, "warmup": "5%", "limit": 7, "steps": 9,
-    }  # fmt: skip
 
 
 @pytest.mark.parametrize(

@@ -6,7 +6,6 @@ import sys
 from array import array
 from bisect import insort
 from collections.abc import Iterator
-from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -14,7 +13,7 @@ import msgspec
 import pytest
 
 from bench import caching_allocator
-from bench.caching_allocator import CachingAllocator, LinkedBlock, segment_address
+from bench.caching_allocator import CachingAllocator, segment_address
 from bench.gpu.streams import Stream
 from frugal.planning.memory import allocator as product
 from frugal.planning.memory.allocator import Replay, Replays
@@ -298,30 +297,6 @@ def test_the_capacity_found_is_the_nearest_to_the_wanted_one_although_higher_lim
             return product.Replay(100 * MIB, reserved, survived, reserved, limit_bytes + 1)
 
     assert 103 * MIB <= Uneven([], []).smallest_capacity(101 * MIB) <= 105 * MIB
-
-
-@pytest.mark.parametrize("expandable", [False, True])
-@pytest.mark.parametrize("seed", range(5))
-def test_blocks_never_overlap_and_bytes_are_never_lost(seed: int, expandable: bool) -> None:
-    sizes, events = stream(seed, 1000)
-    reservation = ENDLESS if seed % 2 else RESERVATION
-    for limit in (120 * MIB, ENDLESS):
-        allocator = CachingAllocator(limit, expandable_segments=expandable, reservation=reservation)
-        blocks: dict[int, LinkedBlock] = {}
-        taken = [0] * len(sizes)
-        for storage in events:
-            if storage in blocks:
-                allocator.release(blocks.pop(storage))
-            elif sizes[storage] and (block := allocator.allocate(sizes[storage])) is not None:
-                blocks[storage], taken[storage] = block, block.size
-            spans = sorted((block.address, block.address + block.size) for block in blocks.values())
-            assert all(end <= start for (_, end), (start, _) in pairwise(spans))
-            free = sum(size for pool in allocator._free.values() for size, *_ in pool)
-            assert allocator.allocated_bytes == sum(end - start for start, end in spans)
-            assert allocator.allocated_bytes + free == allocator.reserved_bytes
-            assert allocator.reserved_bytes <= limit or (expandable and allocator.reserved_bytes < 140 * MIB)
-    replays = Replays(sizes, events, expandable_segments=expandable, reservation_bytes=reservation)
-    assert replays.block_bytes() == tuple(taken)
 
 
 @pytest.mark.parametrize("expandable", [False, True])

@@ -69,26 +69,6 @@ def test_a_mode_that_has_nothing_to_gain_is_not_even_traced() -> None:
     assert {candidate.strategy.activation_checkpointing for candidate in found.candidates} > {"off"}
 
 
-@pytest.mark.parametrize(("error", "outcome"), [(0.5, "it does not fit, and was not chosen"), (1.02, "it still fits")])
-def test_a_profile_that_is_off_is_found_out(error: float, outcome: str) -> None:
-    _, first = search()
-    assert isinstance(first, SearchResult)
-    _, found = search(wrong={first.chosen.strategy: error})
-    assert isinstance(found, SearchResult)
-    assert found.memory.fits and found.chosen.seconds >= first.chosen.seconds
-    assert found.warnings[0].endswith(f"off the dry run; {outcome}")
-
-
-@pytest.mark.parametrize("memory", ["2G", "3G"])
-def test_where_nothing_fits_the_nearest_is_known_exactly(memory: str) -> None:
-    request, cluster, _ = understand({"gpus": 1, "mem": memory, "offload": "none"})
-    source = DraftingSource(request, cluster, MODEL | {"parameters": 1_000_000_000})
-    found = last(Search(request, cluster, source))
-    assert isinstance(found, Infeasible)
-    assert not found.nearest.is_draft
-    assert found.nearest.strategy in source.profiled
-
-
 def test_what_a_dry_run_assumed_is_told() -> None:
     _, found = search(notes=("every token is selected",))
     assert isinstance(found, SearchResult)

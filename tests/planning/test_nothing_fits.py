@@ -7,7 +7,7 @@ import pytest
 
 from frugal.config.schema import understand
 from frugal.errors import NothingFitsError
-from frugal.planning.search.candidate import Infeasible, SearchResult
+from frugal.planning.search.candidate import SearchResult
 from frugal.planning.search.search import Search
 from frugal.units import GIB
 from tests.planning.synthetic import SMALL, SyntheticSource, last, planned
@@ -62,15 +62,6 @@ def test_activation_checkpointing_is_not_tried_where_the_states_alone_are_too_mu
     hopeless = [rejected for rejected in found.rejected if rejected.reason.startswith("cannot fit")]
     assert {rejected.strategy.activation_checkpointing for rejected in hopeless} == {"full", "selective", "offloaded"}
     assert not {rejected.strategy for rejected in hopeless} & set(source.profiled)
-
-
-def test_the_nearest_option_of_a_proof_is_really_the_nearest() -> None:
-    request, cluster, _ = understand({"gpus": 4, "mem": "4G", "offload": "none"})
-    found = last(Search(request, cluster, SyntheticSource(request, cluster)))
-    assert isinstance(found, Infeasible)
-    assert found.nearest.strategy.activation_checkpointing == "offloaded"
-    assert found.nearest.strategy.zero_stage == 3
-    assert len(found.candidates) == 8
 
 
 def test_nothing_fits_is_told_as_a_proof() -> None:

@@ -113,16 +113,6 @@ def test_cards_of_another_speed_take_samples_in_proportion_and_are_done_together
     assert min(seconds) > 0.9 * max(seconds)
 
 
-def test_a_fast_card_takes_no_more_than_it_holds() -> None:
-    made = planned(gpu="rtx3060-12g,rtx4090-24g", mem="24G,12G", global_batch=100, model=SMALL)
-    alone = planned(
-        gpu="rtx4090-24g", mem="12G", gpus=2, global_batch=100, micro_batch=made.batch.micro_batch[1], model=SMALL
-    )
-    assert alone.memory.fits
-    assert made.batch.micro_batch[0] < made.batch.micro_batch[1]
-    assert sum(map(sum, made.batch.sizes)) == 100
-
-
 def test_what_could_not_be_checked_is_said() -> None:
     made = planned(gpus=2, mem="4G", offload="optimizer")
     assert made.warnings == ("each host must have 14.90 GiB of memory free; give --host-mem to have that checked",)
