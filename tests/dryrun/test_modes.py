@@ -4,44 +4,14 @@ from collections.abc import Callable
 from functools import partial
 from typing import Any
 
-import pytest
 import torch
 from torch import Tensor, nn
 
-from bench.ranks import Ranks
 from frugal.dryrun.messages import DryRun
 from frugal.dryrun.trace.recorder import Tracker
 from frugal.memory_watch import gauge
 from frugal.models import activation_checkpointing
-from tests.dryrun.test_truth import FAMILIES, LLAMA, assert_as_dry_run, dry_run_of, plan_for
-
-
-@pytest.mark.parametrize(
-    ("family", "zero_stage", "precision", "steps", "layer_modes"),
-    [
-        ("llama", 2, "bf16", 1, ()),
-        ("gpt2", 2, "fp32", 3, (("full", 1), ("off", 1))),
-        ("t5", 3, "bf16", 1, (("full", 2), ("selective", 1), ("off", 1))),
-        *(
-            pytest.param(*case, marks=pytest.mark.exhaustive)
-            for case in (
-                ("t5", 3, "bf16", 3, ()),
-                ("gpt2", 0, "fp32", 3, ()),
-                ("bert", 3, "fp32", 1, ()),
-                ("llama", 0, "fp32", 1, (("selective", 1), ("off", 1))),
-                ("bert", 1, "fp32", 3, (("full", 1), ("selective", 1))),
-                ("llama", 3, "fp32", 3, (("full", 1), ("off", 1))),
-                ("t5", 2, "fp32", 3, (("full", 3), ("off", 1))),
-            )
-        ),
-    ],
-)
-def test_selective_and_mixtures_are_as_dry_run(
-    family: str, zero_stage: int, precision: str, steps: int, layer_modes: tuple[Any, ...], two_ranks: Ranks
-) -> None:
-    mode = "budget" if layer_modes else "selective"
-    plan = plan_for(2, 4, steps, zero_stage, precision, mode, {"layer_modes": layer_modes})
-    assert_as_dry_run(plan, two_ranks, *FAMILIES[family])
+from tests.dryrun.test_truth import LLAMA, dry_run_of, plan_for
 
 
 def on_gpu(mode: Any, build: Callable[[], Any] = LLAMA, kind: Any = "cuda") -> DryRun:

@@ -1,4 +1,4 @@
-"""Every optimizer takes the memory that was dry-run, and every implementation of it computes the same."""
+"""Every implementation of an optimizer computes the same, and keeps as many bytes of states as it is said to."""
 
 from dataclasses import replace
 from importlib.util import find_spec
@@ -13,55 +13,18 @@ from frugal.config.optimizers import Optimizer
 from frugal.engine.engine import initialize
 from frugal.models.objectives import CausalLM
 from frugal.planning.plan import Plan
-from tests.dryrun.test_truth import SMALL_BUCKETS, assert_as_dry_run, dry_run_of, exhaustive
+from tests.dryrun.test_truth import dry_run_of, plan_for
 from tests.engine.gradients import bounds_of_run, relative_error
 from tests.engine.small_models import ragged_samples, tiny_gpt2
 from tests.kernels import needs_adams, needs_cpu_adam
 
-needs_bitsandbytes = pytest.mark.skipif(find_spec("bitsandbytes") is None, reason="bitsandbytes is not installed")
-
-
-def plan_of(zero_stage: int = 2, offload: str = "none", **request: Any) -> Plan:
-    return plan_by_hand(
-        world_size=1, global_batch=4, micro_batch=4, zero_stage=zero_stage, request={"precision": "bf16", **request},
-        strategy={**SMALL_BUCKETS, "offload_optimizer": offload},
-    )  # fmt: skip
-
-
-HOST_ADAM: dict[str, Any] = {"offload": "cpu", "optimizer": Optimizer(implementation="deepspeed")}
-
-
-@pytest.mark.parametrize(
-    "asked",
-    [
-        {"optimizer": Optimizer(implementation="foreach")},
-        {"optimizer": Optimizer(implementation="for-loop"), "zero_stage": 3},
-        {"optimizer": Optimizer(name="sgd", momentum=0.9)},
-        {"optimizer": Optimizer(states="bf16"), "zero_stage": 3},
-        pytest.param({"optimizer": Optimizer(implementation="deepspeed")}, marks=needs_adams),
-        pytest.param({**HOST_ADAM, "zero_stage": 3}, marks=needs_adams),
-        pytest.param({"offload": "cpu", "optimizer": Optimizer(states="bf16")}, marks=needs_cpu_adam),
-        pytest.param({"offload": "cpu", "optimizer": Optimizer(states="bf16"), "zero_stage": 3}, marks=needs_cpu_adam),
-        pytest.param({"optimizer": Optimizer(name="adamw-8bit"), "zero_stage": 3}, marks=needs_bitsandbytes),
-        pytest.param({"optimizer": Optimizer(name="adamw-8bit"), "offload": "cpu"}, marks=needs_bitsandbytes),
-        pytest.param({"optimizer": Optimizer(name="sgd"), "zero_stage": 3}, marks=exhaustive),
-        pytest.param({"optimizer": Optimizer(states="bf16")}, marks=exhaustive),
-        pytest.param({"optimizer": Optimizer(states="bf16", name="sgd", momentum=0.9)}, marks=exhaustive),
-        pytest.param(
-            {"optimizer": Optimizer(implementation="deepspeed"), "zero_stage": 3}, marks=[needs_adams, exhaustive]
-        ),
-        pytest.param(HOST_ADAM, marks=[needs_adams, exhaustive]),
-        pytest.param({"optimizer": Optimizer(name="adamw-8bit")}, marks=[needs_bitsandbytes, exhaustive]),
-    ],
-    ids=str,
-)
-def test_an_optimizer_takes_what_was_dry_run(asked: dict[str, Any], one_rank: Ranks) -> None:
-    assert_as_dry_run(plan_of(**asked), one_rank)
+AS_PLANNED: Any = (1, 4, 1, 2, "bf16", "off")
+"""One rank, four samples, one step, ZeRO-2."""
 
 
 def states(**request: Any) -> tuple[int, int]:
     """Bytes that live before the first step, and those that it leaves behind."""
-    intervals = dry_run_of(plan_of(**request)).timeline.intervals(4)
+    intervals = dry_run_of(plan_for(*AS_PLANNED, **request)).timeline.intervals(4)
     return intervals[0].live_bytes, intervals[3].live_bytes - intervals[0].live_bytes
 
 
@@ -180,7 +143,7 @@ def mistake_of(plan: Plan) -> str:
 
 @pytest.mark.skipif(find_spec("bitsandbytes") is not None, reason="bitsandbytes is installed")
 def test_training_without_the_library_says_how_to_get_it(one_rank: Ranks) -> None:
-    (said,) = one_rank.run(mistake_of, plan_of(optimizer=Optimizer(name="adamw-8bit")))
+    (said,) = one_rank.run(mistake_of, plan_for(*AS_PLANNED, optimizer=Optimizer(name="adamw-8bit")))
     assert "--optimizer adamw-8bit needs bitsandbytes" in said
     assert "pip install bitsandbytes" in said
 
@@ -199,6 +162,8 @@ def mistake_without_a_compiler(plan: Plan) -> str:
 
 
 def test_training_without_a_compiler_says_what_needs_none(one_rank: Ranks) -> None:
-    (said,) = one_rank.run(mistake_without_a_compiler, plan_of(optimizer=Optimizer(implementation="deepspeed")))
+    (said,) = one_rank.run(
+        mistake_without_a_compiler, plan_for(*AS_PLANNED, optimizer=Optimizer(implementation="deepspeed"))
+    )
     assert "DeepSpeed's FusedAdam cannot be compiled here" in said
     assert "leave out optimizer.implementation" in said

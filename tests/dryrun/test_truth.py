@@ -1,10 +1,10 @@
 """A dry run on meta tensors takes the memory of the real run: real weights, real DeepSpeed, real ranks."""
 
 import functools
-import itertools
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from contextlib import suppress
 from functools import partial
+from importlib.util import find_spec
 from typing import Any
 
 import pytest
@@ -14,6 +14,7 @@ from torch import nn
 from bench.plans import plan_by_hand
 from bench.ranks import Ranks
 from frugal.config.hardware.cluster import DeviceKind
+from frugal.config.optimizers import Optimizer
 from frugal.deepspeed_adapter.kernels import DTYPES
 from frugal.dryrun.messages import AskDryRun, DryRun
 from frugal.dryrun.run import dry_run
@@ -21,6 +22,9 @@ from frugal.engine.measure.two_steps import trial
 from frugal.models.objectives import CausalLM, MaskedLM, Seq2Seq, SummedLoss
 from frugal.planning.plan import Plan
 from tests.engine.small_models import tiny_gpt2
+from tests.kernels import needs_adams, needs_cpu_adam
+
+needs_bitsandbytes = pytest.mark.skipif(find_spec("bitsandbytes") is None, reason="bitsandbytes is not installed")
 
 
 def made(auto: str, model_type: str, **config: Any) -> Any:
@@ -63,22 +67,14 @@ SMALL_BUCKETS = {
 
 
 def plan_for(
-    world_size: int,
-    micro_batch: int,
-    accumulation_steps: int,
-    zero_stage: int,
-    precision: str,
-    mode: str,
-    strategy: dict[str, Any] | None = None,
-) -> Plan:
+    world_size: int, micro_batch: int, accumulation_steps: int, zero_stage: int, precision: str, mode: str,
+    strategy: dict[str, Any] | None = None, **request: Any,
+) -> Plan:  # fmt: skip
     return plan_by_hand(
-        world_size=world_size,
-        global_batch=world_size * micro_batch * accumulation_steps,
-        micro_batch=micro_batch,
-        zero_stage=zero_stage,
-        request={"precision": precision, "seq_len": SEQ_LEN},
+        world_size=world_size, global_batch=world_size * micro_batch * accumulation_steps, micro_batch=micro_batch,
+        zero_stage=zero_stage, request={"precision": precision, "seq_len": SEQ_LEN, **request},
         strategy={"activation_checkpointing": mode, **SMALL_BUCKETS, **(strategy or {})},
-    )
+    )  # fmt: skip
 
 
 def measured(plan: Plan, build: Callable[[], Any], objective: Callable[[], Any]) -> list[tuple[str, int, int]]:
@@ -138,83 +134,102 @@ def assert_as_dry_run(
     return found
 
 
-CASES = [
-    *((stage, "fp32", mode, steps) for stage in (0, 1, 2, 3) for mode in ("off", "full") for steps in (1, 3)),
-    *((stage, "bf16", mode, steps) for stage in (2, 3) for mode in ("off", "full") for steps in (1, 3)),
-]
-IN_EVERY_RUN = [
-    *((0, "fp32", "off", 3), (1, "fp32", "full", 3)),
-    *((2, "fp32", "full", 3), (2, "bf16", "off", 3), (3, "fp32", "off", 3), (3, "bf16", "full", 3)),
-]
-"""Each stage, and each mode with and without gradients in parts."""
+MIXED = "budget"
+FULL_OFF, FULL_SELECTIVE = (("full", 1), ("off", 1)), (("full", 1), ("selective", 1))
+ON_HOST, OVERLAPPED, TILED = {"offload_optimizer": "cpu"}, {"overlap_comm": True}, {"mlp": "tiled"}
+HALF, FEW, MANY = Optimizer(states="bf16"), {"reduce_bucket_elements": 2_000}, {"reduce_bucket_elements": 400_000}
+EIGHT_BIT, COMPILED = Optimizer(name="adamw-8bit"), Optimizer(implementation="deepspeed")
 
 
-@pytest.mark.parametrize(
-    ("world_size", "zero_stage", "precision", "mode", "accumulation_steps"),
-    [
-        pytest.param(world_size, *case, marks=[] if world_size == 2 and case in IN_EVERY_RUN else exhaustive)
-        for world_size in (1, 2)
-        for case in CASES
-    ],
-)
-def test_every_phase_of_every_rank_is_as_dry_run(
-    world_size: int, zero_stage: int, precision: str, mode: str, accumulation_steps: int, request: pytest.FixtureRequest
-) -> None:
-    ranks: Ranks = request.getfixturevalue({1: "one_rank", 2: "two_ranks"}[world_size])
-    plan = plan_for(world_size, 4, accumulation_steps, zero_stage, precision, mode)
-    assert_as_dry_run(plan, ranks)
-
-
-def test_a_rank_in_the_middle_is_as_dry_run_too(three_ranks: Ranks) -> None:
-    assert_as_dry_run(plan_for(3, 4, 1, 2, "bf16", "full"), three_ranks, LLAMA)
-
-
-@pytest.mark.parametrize(
-    ("family", "precision", "mode"),
-    [
-        pytest.param(*case, marks=[] if case in (("llama", "bf16", "full"), ("bert", "bf16", "off")) else exhaustive)
-        for case in itertools.product(("llama", "packed llama", "bert", "t5"), ("fp32", "bf16"), ("off", "full"))
-    ],
-)
-def test_so_it_is_for_other_families(family: str, precision: str, mode: str, one_rank: Ranks) -> None:
-    """T5 is among the mixtures of `test_modes.py` in every run."""
-    assert_as_dry_run(plan_for(1, 4, 1, 2, precision, mode), one_rank, *FAMILIES[family])
-
-
-@pytest.mark.parametrize("accumulation_steps", [pytest.param(1, marks=exhaustive), 3])
-@pytest.mark.parametrize("zero_stage", [2, 3])
-def test_so_it_is_where_optimizer_states_are_on_the_host(
-    zero_stage: int, accumulation_steps: int, one_rank: Ranks
-) -> None:
-    """Not so for parameters: a CPU rank is its own host, and what would be a copy to the device is none there."""
-    assert_as_dry_run(
-        plan_for(1, 4, accumulation_steps, zero_stage, "bf16", "off", {"offload_optimizer": "cpu"}), one_rank
+def row(
+    family: str, ranks: int, steps: int, zero_stage: int, precision: str, mode: str = "off",
+    strategy: dict[str, Any] | None = None, *, marks: Any = (), **request: Any,
+) -> Any:  # fmt: skip
+    """A model, and the plan that it is trained with in micro-batches of 4."""
+    how = f"{family} x{ranks} {steps} steps zero{zero_stage} {precision} {mode} {strategy or ''} {request or ''}"
+    return pytest.param(
+        family, plan_for(ranks, 4, steps, zero_stage, precision, mode, strategy, **request), marks=marks, id=how
     )
+
+
+def tried(optimizer: Optimizer, zero_stage: int, strategy: dict[str, Any] | None = None, *marks: Any) -> Any:
+    """The row of an optimizer on one rank."""
+    return row("gpt2", 1, 1, zero_stage, "bf16", "off", strategy, marks=marks, optimizer=optimizer)
+
+
+IN_EVERY_RUN = [
+    *(row("gpt2", 2, 3, stage, "fp32", mode) for stage, mode in ((0, "off"), (1, "full"), (2, "full"), (3, "off"))),
+    *(row("gpt2", 2, 3, stage, "bf16", mode) for stage, mode in ((2, "off"), (3, "full"))),
+    row("llama", 3, 1, 2, "bf16", "full"),  # with a rank in the middle
+    row("llama", 1, 1, 2, "bf16", "full"),
+    row("bert", 1, 1, 2, "bf16"),
+    # Not so for parameters: a CPU rank is its own host, and what would be a copy to the device is none there.
+    *(row("gpt2", 1, 3, stage, "bf16", "off", ON_HOST) for stage in (2, 3)),
+    row("llama", 2, 3, 3, "bf16", "full", TILED),  # ZeRO-3 gathers the MLP at once
+    row("gpt2", 2, 3, 2, "bf16", "off", OVERLAPPED),
+    row("gpt2", 2, 1, 3, "bf16", "off", FEW | OVERLAPPED),
+    row("llama", 2, 1, 2, "bf16", "selective"),
+    row("gpt2", 2, 3, 2, "fp32", MIXED, {"layer_modes": FULL_OFF}),
+    row("t5", 2, 1, 3, "bf16", MIXED, {"layer_modes": (("full", 2), ("selective", 1), ("off", 1))}),
+    tried(Optimizer(implementation="foreach"), 2),
+    tried(Optimizer(implementation="for-loop"), 3),
+    tried(Optimizer(name="sgd", momentum=0.9), 2),
+    tried(HALF, 3),
+    tried(COMPILED, 2, None, needs_adams),
+    tried(COMPILED, 3, ON_HOST, needs_adams),
+    *(tried(HALF, stage, ON_HOST, needs_cpu_adam) for stage in (2, 3)),
+    tried(EIGHT_BIT, 3, None, needs_bitsandbytes),
+    tried(EIGHT_BIT, 2, ON_HOST, needs_bitsandbytes),
+]
+IN_TEST_ALL = [
+    *(row("gpt2", ranks, steps, stage, precision, mode)
+      for precision, stages in (("fp32", (0, 1, 2, 3)), ("bf16", (2, 3))) for stage in stages
+      for ranks in (1, 2) for steps in (1, 3) for mode in ("off", "full")),
+    *(row(family, 1, 1, 2, precision, mode) for family in ("llama", "packed llama", "bert", "t5")
+      for precision in ("fp32", "bf16") for mode in ("off", "full")),
+    *(row("gpt2", 1, 1, stage, "bf16", "off", ON_HOST) for stage in (2, 3)),
+    *(row("llama", 1, 3, 3, "bf16", mode, TILED) for mode in ("off", "full")),
+    row("llama", 2, 3, 3, "bf16", "off", TILED | {"max_live_elements": 1_000_000, "prefetch_bucket_elements": 100_000}),
+    row("llama", 2, 3, 3, "bf16", MIXED, TILED | {"layer_modes": FULL_OFF}),
+    row("llama", 2, 3, 3, "bf16", "full", TILED | {"sequence_parallel": 2}),
+    *(row("gpt2", 2, steps, 1, "fp32", "off", OVERLAPPED) for steps in (1, 3)),
+    *(row("gpt2", 2, steps, stage, "bf16", "off", OVERLAPPED) for stage, steps in ((2, 1), (3, 1), (3, 3))),
+    row("gpt2", 2, 2, 0, "fp32", gradient_clipping=0.0),
+    *(row("gpt2", 2, 2, stage, "bf16", gradient_clipping=0.0) for stage in (2, 3)),
+    *(row("gpt2", 2, 1, stage, "bf16", "off", more) for stage, more in ((2, FEW), (2, MANY | OVERLAPPED), (3, MANY))),
+    row("t5", 2, 3, 3, "bf16", "selective"),
+    row("gpt2", 2, 3, 0, "fp32", "selective"),
+    row("bert", 2, 1, 3, "fp32", "selective"),
+    row("llama", 2, 1, 0, "fp32", MIXED, {"layer_modes": (("selective", 1), ("off", 1))}),
+    row("bert", 2, 3, 1, "fp32", MIXED, {"layer_modes": FULL_SELECTIVE}),
+    row("llama", 2, 3, 3, "fp32", MIXED, {"layer_modes": FULL_OFF}),
+    row("t5", 2, 3, 2, "fp32", MIXED, {"layer_modes": (("full", 3), ("off", 1))}),
+    tried(Optimizer(name="sgd"), 3),
+    tried(HALF, 2),
+    tried(Optimizer(states="bf16", name="sgd", momentum=0.9), 2),
+    tried(COMPILED, 3, None, needs_adams),
+    tried(COMPILED, 2, ON_HOST, needs_adams),
+    tried(EIGHT_BIT, 2, None, needs_bitsandbytes),
+]  # fmt: skip
+
+
+def more_of(rows: list[Any], known: list[Any]) -> Iterator[Any]:
+    """Those that are not in every run, marked so."""
+    ids = {each.id for each in known}
+    yield from (pytest.param(*each.values, marks=(*each.marks, exhaustive), id=each.id)
+                for each in rows if each.id not in ids)  # fmt: skip
+
+
+@pytest.mark.parametrize(("family", "plan"), [*IN_EVERY_RUN, *more_of(IN_TEST_ALL, IN_EVERY_RUN)])
+def test_every_phase_of_every_rank_is_as_dry_run(family: str, plan: Plan, request: pytest.FixtureRequest) -> None:
+    ranks: Ranks = request.getfixturevalue({1: "one_rank", 2: "two_ranks", 3: "three_ranks"}[plan.batch.world_size])
+    assert_as_dry_run(plan, ranks, *FAMILIES[family])
 
 
 def test_the_mask_that_keeps_packed_documents_apart_is_counted(one_rank: Ranks) -> None:
     plan = plan_for(1, 4, 1, 2, "bf16", "off")
     packed = assert_as_dry_run(plan, one_rank, *FAMILIES["packed llama"])
     assert max(packed.phases.values()) > max(dry_run_of(plan, LLAMA).phases.values())
-
-
-@pytest.mark.parametrize(
-    ("world_size", "mode", "strategy"),
-    [
-        (2, "full", {}),
-        pytest.param(1, "off", {}, marks=exhaustive),
-        pytest.param(1, "full", {}, marks=exhaustive),
-        pytest.param(2, "off", {"max_live_elements": 1_000_000, "prefetch_bucket_elements": 100_000}, marks=exhaustive),
-        pytest.param(2, "budget", {"layer_modes": (("full", 1), ("off", 1))}, marks=exhaustive),
-        pytest.param(2, "full", {"sequence_parallel": 2}, marks=exhaustive),
-    ],
-)
-def test_so_it_is_where_zero_3_gathers_a_tiled_mlp_at_once(
-    world_size: int, mode: str, strategy: dict[str, Any], request: pytest.FixtureRequest
-) -> None:
-    ranks: Ranks = request.getfixturevalue({1: "one_rank", 2: "two_ranks"}[world_size])
-    plan = plan_for(world_size, 4, 3, 3, "bf16", mode, {"mlp": "tiled", **strategy})
-    assert_as_dry_run(plan, ranks, LLAMA)
 
 
 @pytest.mark.parametrize("kind", ["cuda", "cpu"])
@@ -227,3 +242,19 @@ def test_batch_norm_over_all_ranks_is_dry_run_as_that_over_one(kind: DeviceKind)
         return [interval.peak_bytes for interval in found.timeline.intervals(plan.batch.largest_micro_batch)]
 
     assert peaks(nn.SyncBatchNorm(8)) == peaks(nn.BatchNorm2d(8))
+
+
+@pytest.mark.parametrize("zero_stage", [2, 3])
+def test_on_a_gpu_side_streams_hold_what_a_cpu_would_have_freed(zero_stage: int) -> None:
+    """DeepSpeed's second bucket is in both; what CUDA adds is what the work before the last has not yet let go."""
+    bucket_bytes = 2 * SMALL_BUCKETS["reduce_bucket_elements"]
+
+    def backward_bytes(kind: DeviceKind, *, overlap_comm: bool) -> int:
+        plan = plan_for(2, 1, 1, zero_stage, "bf16", "off", {"overlap_comm": overlap_comm}, seq_len=8)
+        return dry_run_of(plan, kind=kind).phases["backward"]
+
+    kinds: tuple[DeviceKind, ...] = ("cuda", "cpu")
+    on_gpu, on_cpu = (
+        backward_bytes(kind, overlap_comm=True) - backward_bytes(kind, overlap_comm=False) for kind in kinds
+    )
+    assert on_cpu + bucket_bytes // 2 <= on_gpu <= on_cpu + 6 * bucket_bytes
