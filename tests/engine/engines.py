@@ -1,7 +1,7 @@
 """Engines of tests, under plans by hand: what a function that runs on ranks begins with."""
 
 import gc
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
 
@@ -19,6 +19,7 @@ from frugal.engine.reports.metrics import Log, PlannedMemory
 from frugal.errors import FrugalError
 from frugal.models.objectives import CausalLM, Objective
 from frugal.planning.plan import Plan
+from tests.engine.gradients import Gradient, applied, weights
 from tests.engine.small_models import ragged_samples, tiny_gpt2
 
 
@@ -49,6 +50,16 @@ def running(
     engine.destroy()
     del engine
     gc.collect()
+
+
+def gradient_of_step(
+    plan: Plan, model: nn.Module, samples: Sequence[Any], objective: Objective | None = None
+) -> Gradient:
+    """Return what a step of SGD has applied. Runs on ranks."""
+    before = weights(model)
+    with running(plan, model, objective) as engine:
+        engine.train_step(samples)
+        return applied(engine, before)
 
 
 def losses_of(engine: Engine, first: int, last: int) -> list[float]:

@@ -6,6 +6,9 @@ from typing import Any
 import torch
 from torch import nn
 
+from frugal.config.adapters import Lora
+from frugal.models import adapters
+
 VOCABULARY = 256
 
 
@@ -63,6 +66,18 @@ TINY: dict[str, dict[str, Any]] = {
     "marian": {**_ENCODER_DECODER, "decoder_vocab_size": VOCABULARY},
     "bart": _ENCODER_DECODER,
 }  # fmt: skip
+
+
+def with_adapters(model: nn.Module, lora: str | None) -> nn.Module:
+    """Return a language model with adapters that do something, if asked."""
+    if lora is None:
+        return model
+    model = adapters.add(model, Lora.of(lora), "causal-lm", dtype=torch.float32, device=torch.device("cpu")).train()
+    random = torch.Generator().manual_seed(1)
+    for name, parameter in model.named_parameters():
+        if "lora_B" in name:
+            nn.init.normal_(parameter, std=0.1, generator=random)
+    return model
 
 
 def ragged_samples(number: int, seed: int = 123, shortest: int = 4, longest: int = 64) -> list[dict[str, list[int]]]:

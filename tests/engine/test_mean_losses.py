@@ -13,8 +13,8 @@ from frugal.models.objectives import MeanLoss, SummedLoss
 from frugal.models.resolve import resolve
 from frugal.models.trials.model_check import check_model
 from frugal.planning.report import SPLIT_MATTERS
-from tests.engine.engines import plan_here, running
-from tests.engine.gradients import SGD, Gradient, applied, relative_error, weights, with_bound
+from tests.engine.engines import gradient_of_step, plan_here
+from tests.engine.gradients import SGD, Gradient, relative_error, with_bound
 from tests.engine.mean_modules import REFUSED, draw_mean
 
 IN_EVERY_RUN, NUMBER = range(8), 100
@@ -27,10 +27,7 @@ def stepped(seeds: range) -> list[Gradient]:
         case = draw_mean(seed)
         objective = MeanLoss(example=case.samples[0])
         plan = plan_here(seed % 4, len(case.samples), 1 + seed % 3, SGD)
-        before = weights(case.make())
-        with running(plan, case.make(), objective) as engine:
-            engine.train_step(case.samples)
-            found.append(applied(engine, before))
+        found.append(gradient_of_step(plan, case.make(), case.samples, objective))
     return found
 
 

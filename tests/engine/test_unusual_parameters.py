@@ -14,7 +14,7 @@ from frugal.dryrun.run import dry_run
 from frugal.engine.measure.two_steps import trial
 from frugal.planning.plan import Plan
 from tests.engine import unusual_modules
-from tests.engine.engines import running
+from tests.engine.engines import gradient_of_step, running
 from tests.engine.gradients import SGD, Gradient, applied, bound_by, relative_error, weights, with_bound
 from tests.engine.small_models import points
 from tests.engine.unusual_modules import OBJECTIVE, Unusual, reference
@@ -37,14 +37,8 @@ def plan_for(zero_stage: int, precision: str, world_size: int = 2) -> Plan:
 
 def trained(kinds: tuple[str, ...], zero_stage: int, precision: str, world_size: int = 2) -> list[Gradient]:
     """The gradients that are applied to some modules. Runs on ranks."""
-    gradients = []
-    for kind in kinds:
-        model = getattr(unusual_modules, kind)()
-        before = weights(model)
-        with running(plan_for(zero_stage, precision, world_size), model, OBJECTIVE) as engine:
-            engine.train_step(points(8))
-            gradients.append(applied(engine, before))
-    return gradients
+    plan = plan_for(zero_stage, precision, world_size)
+    return [gradient_of_step(plan, getattr(unusual_modules, kind)(), points(8), OBJECTIVE) for kind in kinds]
 
 
 @pytest.mark.parametrize(("zero_stage", "precision"), CASES)

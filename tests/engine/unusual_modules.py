@@ -381,8 +381,3 @@ def reference(make: Callable[[], nn.Module], number: int, dtype: torch.dtype = t
         batch = {name: value[None].to(dtype) for name, value in sample.items()}
         (loss(model, batch) / number).backward()
     return {name: parameter.grad for name, parameter in model.named_parameters() if parameter.grad is not None}
-
-
-def unusual() -> tuple[nn.Module, SummedLoss]:
-    """A factory."""
-    return Unusual(), OBJECTIVE

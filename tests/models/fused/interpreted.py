@@ -17,7 +17,6 @@ from typing import Any
 
 import pytest
 import torch
-import torch.distributed as dist
 import transformers
 from torch import Tensor, nn
 
@@ -25,22 +24,21 @@ from bench.kernels import (
     interpreter,  # noqa: F401 - has what Triton's interpreter lacks
     numerics,
 )
-from bench.plans import plan_by_hand
 from bench.ranks import Ranks
 from frugal.config.adapters import Lora
 from frugal.config.schema import understand
 from frugal.dryrun.client import DryRunSource
 from frugal.dryrun.planner import make_plan, plan
 from frugal.dryrun.pool import shared_workers, workers
-from frugal.engine.engine import initialize
-from frugal.models import activation_checkpointing, adapters
+from frugal.models import activation_checkpointing
 from frugal.models.fused import liger_internals, replacement
 from frugal.models.objectives import CausalLM
 from frugal.planning.plan import Plan
 from frugal.planning.strategy import Strategy
 from frugal.planning.what_if import kernels_bring
-from tests.engine.gradients import SGD, Gradient, applied, relative_error, weights, with_bound
-from tests.engine.small_models import TINY, tiny
+from tests.engine.engines import gradient_of_step, plan_here
+from tests.engine.gradients import SGD, Gradient, relative_error, with_bound
+from tests.engine.small_models import TINY, tiny, with_adapters
 from tests.models.losses.test_cross_entropy import hold
 
 SAMPLES = [
@@ -192,29 +190,13 @@ def test_losses_and_gradients_of_rows_are_those_of_fp64_rounded_once() -> None:
 
 def adapted(lora: str | None) -> nn.Module:
     """A small Llama; with adapters that do something, if asked."""
-    model = model_of("llama")
-    if lora is not None:
-        model = adapters.add(model, Lora.of(lora), "causal-lm", dtype=torch.float32, device=torch.device("cpu"))
-        random = torch.Generator().manual_seed(1)
-        for name, parameter in model.named_parameters():
-            if "lora_B" in name:
-                nn.init.normal_(parameter, std=0.1, generator=random)
-    return model.train()
+    return with_adapters(model_of("llama"), lora).train()
 
 
 def measured_gradient(zero_stage: int, strategy: dict[str, Any], lora: str | None) -> Gradient:
     """What DeepSpeed applies of `SAMPLES`. Runs on ranks."""
-    planned = plan_by_hand(
-        world_size=dist.get_world_size(), global_batch=3, micro_batch=2, zero_stage=zero_stage,
-        request=SGD | {"lora": None if lora is None else Lora.of(lora)}, strategy={"kernels": "liger", **strategy},
-    )  # fmt: skip
-    model = adapted(lora)
-    before = weights(model)
-    engine = initialize(model, planned, CausalLM())
-    engine.train_step(SAMPLES)
-    gradient = applied(engine, before)
-    engine.destroy()
-    return gradient
+    request = SGD | {"lora": None if lora is None else Lora.of(lora)}
+    return gradient_of_step(plan_here(zero_stage, 3, 2, request, kernels="liger", **strategy), adapted(lora), SAMPLES)
 
 
 # In plans.

@@ -9,13 +9,12 @@ import torch
 import transformers
 from torch import Tensor, nn
 
-from bench.plans import plan_by_hand
 from bench.ranks import Ranks
-from frugal.engine.engine import initialize
 from frugal.errors import RequestError
 from frugal.models import tiled_loss, transformers_internals
 from frugal.models.objectives import CausalLM, Objective, Seq2Seq
-from tests.engine.gradients import SGD, Gradient, applied, bound_by, in_dtype, relative_error, weights, with_bound
+from tests.engine.engines import gradient_of_step, plan_here
+from tests.engine.gradients import SGD, Gradient, bound_by, in_dtype, relative_error, with_bound
 from tests.engine.small_models import TINY, VOCABULARY, ragged_samples, tiny
 
 DECODER = {
@@ -165,17 +164,9 @@ FAMILY_OF_STAGE = {0: "cohere", 1: "granite", 2: "gemma2", 3: "gemma2"}
 
 
 def measured_gradient(zero_stage: int) -> Gradient:
-    """What DeepSpeed applies of seven ragged samples on two ranks, with the tiled loss. Runs on ranks."""
-    plan = plan_by_hand(
-        world_size=2, global_batch=7, micro_batch=2, zero_stage=zero_stage, request=SGD, strategy={"loss": "tiled"}
-    )
-    model = small(FAMILY_OF_STAGE[zero_stage])
-    before = weights(model)
-    engine = initialize(model, plan, CausalLM())
-    engine.train_step(ragged_samples(7))
-    gradient = applied(engine, before)
-    engine.destroy()
-    return gradient
+    """What DeepSpeed applies of seven ragged samples, with the tiled loss. Runs on ranks."""
+    plan = plan_here(zero_stage, 7, 2, SGD, loss="tiled")
+    return gradient_of_step(plan, small(FAMILY_OF_STAGE[zero_stage]), ragged_samples(7))
 
 
 def gradient_of_plain_pytorch(zero_stage: int, dtype: torch.dtype) -> Gradient:

@@ -4,19 +4,17 @@ from typing import Any
 
 import pytest
 import torch
-import torch.distributed as dist
 from torch import Tensor
 
-from bench.plans import plan_by_hand
 from bench.ranks import Ranks
 from frugal.config.adapters import Lora
-from frugal.engine.engine import initialize
 from frugal.errors import RequestError
-from frugal.models import activation_checkpointing, adapters
+from frugal.models import activation_checkpointing
 from frugal.models.objectives import CausalLM
 from frugal.models.tiling import tiled_mlp
+from tests.engine.engines import plan_here, running
 from tests.engine.gradients import ROUNDINGS, SGD, ULP, Gradient, applied, relative_error, weights, with_bound
-from tests.engine.small_models import ragged_samples, skip_net, tiny, tiny_gpt2
+from tests.engine.small_models import ragged_samples, skip_net, tiny, tiny_gpt2, with_adapters
 
 
 def loss_and_gradient(model: torch.nn.Module, samples: list[dict[str, list[int]]]) -> tuple[float, dict[str, Tensor]]:
@@ -111,30 +109,18 @@ FULL = {"activation_checkpointing": "full"}
 
 def adapted(lora: str | None = None) -> torch.nn.Module:
     """A small Llama; with adapters that do something, if asked."""
-    model = tiny("causal-lm", "llama")
-    if lora is not None:
-        model = adapters.add(model, Lora.of(lora), "causal-lm", dtype=torch.float32, device=torch.device("cpu")).train()
-        random = torch.Generator().manual_seed(1)
-        for name, parameter in model.named_parameters():
-            if "lora_B" in name:
-                torch.nn.init.normal_(parameter, std=0.1, generator=random)
-    return model
+    return with_adapters(tiny("causal-lm", "llama"), lora)
 
 
 def measured_gradient(zero_stage: int, strategy: dict[str, Any], lora: str | None = None) -> tuple[Gradient, int]:
     """What DeepSpeed applies of seven ragged samples, with tiled MLPs; the parameters still gathered. Runs on ranks."""
-    plan = plan_by_hand(
-        world_size=dist.get_world_size(), global_batch=7, micro_batch=2, zero_stage=zero_stage,
-        request=SGD | {"lora": None if lora is None else Lora.of(lora)}, strategy={"mlp": "tiled", **strategy},
-    )  # fmt: skip
-    model = adapted(lora)
+    model, request = adapted(lora), SGD | {"lora": None if lora is None else Lora.of(lora)}
     before = weights(model)
-    engine = initialize(model, plan, CausalLM())
-    engine.train_step(ragged_samples(7))
-    gradient = applied(engine, before)
-    states = [(p.ds_persist, p.ds_status.name) for p in engine.module.parameters() if hasattr(p, "ds_status")]
-    engine.destroy()
-    return gradient, sum(not stays and status == "AVAILABLE" for stays, status in states)
+    with running(plan_here(zero_stage, 7, 2, request, mlp="tiled", **strategy), model) as engine:
+        engine.train_step(ragged_samples(7))
+        gradient = applied(engine, before)
+        states = [(p.ds_persist, p.ds_status.name) for p in engine.module.parameters() if hasattr(p, "ds_status")]
+        return gradient, sum(not stays and status == "AVAILABLE" for stays, status in states)
 
 
 HIDDEN = "r=4,targets=gate_proj,up_proj,down_proj"  # the first MLP's input needs no gradient
