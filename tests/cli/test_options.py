@@ -1,7 +1,6 @@
 """Help that people can read, and other trainers' names answered with ours."""
 
 from itertools import pairwise
-from pathlib import Path
 
 import pytest
 
@@ -54,22 +53,6 @@ def test_a_flag_of_training_alone_is_said_to_be_one(capsys: Capture) -> None:
     assert frugal(capsys, "plan", "--eval-steps", "3")[2] == (
         "error: --eval-steps is HF Trainer's name\n\nhint: --eval-every 3, which `frugal train` has\n"
     )
-
-
-def test_an_optimizer_that_is_asked_for_and_cannot_be_is_refused_with_the_reason(
-    capsys: Capture, tmp_path: Path
-) -> None:
-    for command in ("plan", "train"):
-        code, _, said = frugal(capsys, command, "--optimizer", "Muon")
-        assert code == 2 and said.startswith(
-            "error: --optimizer Muon is impossible\n  because updates of DeepSpeed 0.19.8's"
-        )
-        assert "those of one rank and of two differ by 95 %" in said and said.endswith("hint: use --optimizer adamw\n")
-    file = tmp_path / "frugal.toml"
-    file.write_text('optimizer = "muon"\n')
-    said = frugal(capsys, "plan", "--config", str(file))[2]
-    assert said.startswith(f"error: --optimizer muon is impossible in {file}\n")
-    assert "it must be one of adamw, sgd, adamw-8bit" in frugal(capsys, "plan", "--optimizer", "lion")[2]
 
 
 @pytest.mark.parametrize("name", ["learning_rate", "seed", "weight_decay", "zero_stage"])

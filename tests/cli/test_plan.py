@@ -164,19 +164,6 @@ def test_a_page_that_cannot_be_written_is_an_error(capsys: pytest.CaptureFixture
     assert code == 2 and err.startswith("error: cannot write pages")
 
 
-def test_flags_win_over_the_file_and_the_file_over_defaults(capsys: pytest.CaptureFixture[str], here: Path) -> None:
-    (here / "frugal.toml").write_text('gpus = 2\nmem = "12G"\nglobal-batch = 64\nseq_len = 512\n\n[train]\nsteps = 9\n')
-    _, out, _ = frugal_plan(capsys, "--global-batch", "96", "--json")
-    plan = Plan.from_json(out.encode())
-    assert (plan.cluster.world_size, plan.batch.global_batch, plan.request.seq_len) == (2, 96, 512)
-    assert "global_batch" not in plan.defaults
-    assert "seq_len" not in plan.defaults
-    assert "model" in plan.defaults
-    (here / "other.toml").write_text('gpus = 3\nmem = "12G"\n')
-    _, out, _ = frugal_plan(capsys, "--config", "other.toml", "--json")
-    assert Plan.from_json(out.encode()).cluster.world_size == 3
-
-
 def test_a_default_length_gives_way_to_what_the_model_can_read(
     capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
