@@ -1,5 +1,6 @@
 """Whole runs that end early: a killed rank, fewer devices, a full disk. They go on from what was saved, exactly."""
 
+import re
 import signal
 import subprocess
 import time
@@ -10,6 +11,7 @@ import psutil  # type: ignore[import-untyped]  # has no types
 import pytest
 
 from bench.runs import command, environment, frugal_train, prepared, records
+from frugal.report.run import read_run
 from tests.disks import small_disk
 
 pytestmark = pytest.mark.exhaustive  # each starts several runs
@@ -49,6 +51,21 @@ def whole(folder: Path) -> list[tuple[int, float]]:
     code, _, errors = frugal_train(folder, "--plan", "plan2.json", *RUN, "--out", "whole")
     assert (code, errors) == (0, "")
     return losses(folder / "whole")
+
+
+def test_a_killed_rank_costs_the_steps_since_the_last_checkpoint_and_nothing_else(
+    folder: Path, whole: list[tuple[int, float]]
+) -> None:
+    supervised = command("--plan", "plan2.json", *RUN, "--out", "killed", "--max-restarts", 2)
+    code, output, errors = run_and_kill(supervised, folder, folder / "killed", after=7)
+    assert code == 0, output + errors
+    line = r"restart 1 of 2: a rank was ended by SIGKILL after step \d+; resuming from step-0000(05|10|15|20|25|30)\n"
+    assert re.fullmatch(line, errors), errors
+    assert losses(folder / "killed") == whole
+    events = read_run(folder / "killed").events
+    assert [event.kind for event in events] == ["start", "failed", "restart", "done"]
+    assert events[1].words == "a rank was ended by SIGKILL"
+    assert (folder / "killed" / "report.html").exists()
 
 
 ON_ONE = (
