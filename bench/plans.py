@@ -71,7 +71,7 @@ def plan_by_hand(
 
 
 def all_mixtures(modes: Sequence[LayerMode], num_layers: int) -> Iterator[Runs]:
-    """Those in which layers that keep more come last; `modes`: the least kept first."""
+    """Yield those in which layers that keep more come last; `modes`: the least kept first."""
     if len(modes) == 1:
         yield ((modes[0], num_layers),)
         return

@@ -61,7 +61,7 @@ class Ranks:
         self._connections: list[Connection] = []
 
     def run(self, function: Callable[..., Any], *args: Any, timeout: float = 300, **kwargs: Any) -> list[Any]:
-        """What `function(*args, **kwargs)` returns on each rank, in rank order.
+        """Return what `function(*args, **kwargs)` returns on each rank, in rank order.
 
         A rank that raises or does not answer within `timeout` seconds is an error and ends all processes; the
         next call starts new ones.

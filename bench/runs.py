@@ -60,12 +60,12 @@ def frugal_train(folder: Path, *arguments: object) -> tuple[int, str, str]:
 
 
 def without_waiting(said: str) -> str:
-    """What a command said, without lines about what takes more than three seconds, which a slow machine has."""
+    """Return what a command said, without lines about what takes more than three seconds, which a slow machine has."""
     return re.sub(r"^.* \.\.\.\n", "", said, flags=re.MULTILINE)
 
 
 def records(path: Path) -> list[dict[str, Any]]:
-    """What a run has logged for programs."""
+    """Return what a run has logged for programs."""
     return [json.loads(line) for line in (path / "metrics.jsonl").read_text().splitlines()]
 
 

@@ -48,7 +48,7 @@ class Browser:
         self.run("for (let i = 0; i < 2; i++) await new Promise(requestAnimationFrame)")  # charts are drawn in frames
 
     def run(self, script: str, *arguments: Any) -> Any:
-        """What a script returns; `arguments[0]` and so on are the arguments. A promise is waited for."""
+        """Return what a script returns; `arguments[0]` and so on are the arguments. A promise is waited for."""
         waited = "const done = arguments[arguments.length - 1]; Promise.resolve((async function() { %s }).apply(null, arguments)).then(value => done([value, null]), error => done([null, String(error)]));"  # noqa: E501
         value, error = self.driver.execute_async_script(waited % script, *arguments)
         assert error is None, error
@@ -64,7 +64,8 @@ class Browser:
         actions.perform()
 
     def complaints(self) -> list[str]:
-        """What the console was told since the page was opened: errors of scripts, and requests that were refused."""
+        """Return what the console was told since the page was opened: errors of scripts, and requests that were
+        refused."""
         return [entry["message"] for entry in self.driver.get_log("browser") if entry["level"] != "INFO"]
 
     def requests(self) -> list[str]:

@@ -15,7 +15,7 @@ FOLDER = Path(sys.prefix) / "torch_extensions"
 
 
 def is_compiled(*names: str) -> bool:
-    """Whether all of them are."""
+    """Return whether all of them are."""
     return all(any(FOLDER.rglob(f"{name}.so")) for name in names)
 
 

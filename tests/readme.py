@@ -39,7 +39,7 @@ def text(*pages: str) -> str:
 
 
 def printed(command: str) -> str:
-    """What the command prints today, whether it is a plan or the proof that there is none."""
+    """Return what the command prints today, whether it is a plan or the proof that there is none."""
     done = subprocess.run(
         [sys.executable, "-m", *command.split()],
         stdout=subprocess.PIPE,

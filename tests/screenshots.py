@@ -28,7 +28,7 @@ _FETCHED_FONT = re.compile(r"@font-face \{\{.*?\}\}\n", re.DOTALL)
 
 
 def shown(command: str, columns: int) -> str:
-    """What the command writes to a terminal of so many columns, with its escape codes."""
+    """Return what the command writes to a terminal of so many columns, with its escape codes."""
     ours, theirs = os.openpty()
     environment = os.environ | {"COLUMNS": str(columns), "TERM": "xterm-256color", "XDG_CONFIG_HOME": os.devnull}
     environment = {name: value for name, value in environment.items() if name not in ("NO_COLOR", "FORCE_COLOR")}
@@ -46,7 +46,7 @@ def shown(command: str, columns: int) -> str:
 
 
 def picture(command: str, columns: int, written: str) -> str:
-    """What was written, as SVG."""
+    """Return what was written, as SVG."""
     console = Console(record=True, width=columns, file=io.StringIO(), force_terminal=True)
     console.print(Text.from_ansi(f"$ {command}\n{written.rstrip()}"))
     frame = inspect.signature(Console.export_svg).parameters["code_format"].default

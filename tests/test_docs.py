@@ -50,7 +50,7 @@ def prose(text: str) -> str:
 
 
 def anchors(page: Path) -> set[str]:
-    """What MkDocs makes of the headings."""
+    """Return what MkDocs makes of the headings."""
     names: list[str] = []
     for heading in re.findall(r"^#+ (.*)$", prose(whole(page)), flags=re.MULTILINE):
         plain = re.sub(r"\[([^\]]*)\]\([^)]*\)|[`*]", r"\1", heading)

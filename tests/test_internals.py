@@ -144,5 +144,5 @@ def test_private_operators_are_in_the_table() -> None:
 
 
 def _is_core(packet: Any) -> bool:
-    """Whether an operator is in the Core ATen IR, which torch documents and keeps."""
+    """Return whether an operator is in the Core ATen IR, which torch documents and keeps."""
     return any(torch.Tag.core in getattr(packet, name).tags for name in packet.overloads())

@@ -23,7 +23,7 @@ def row(begin: str) -> str:
 
 
 def measured(name: str) -> Any:
-    """What a benchmark kept."""
+    """Return what a benchmark kept."""
     return json.loads((readme.ROOT / "bench" / "results" / f"{name}.json").read_text())
 
 
@@ -69,7 +69,7 @@ def test_figures_of_the_real_card() -> None:
 
 
 def are_exact(content: dict[str, Any]) -> tuple[bool, bool]:
-    """Whether allocated and reserved bytes of a run on a GPU are the predicted ones."""
+    """Return whether allocated and reserved bytes of a run on a GPU are the predicted ones."""
     figures, answer = content["prediction"]["figures"], content["runs"]["free"]["answer"]
     return (
         max(answer["phases"].values()) == figures["peak_allocated_bytes"],

@@ -139,7 +139,8 @@ def test_config_and_planning_know_no_torch_and_planning_neither_clock_nor_chance
 
 
 def names_deepspeed(tree: ast.Module) -> bool:
-    """Whether DeepSpeed is imported, anywhere, or one of its modules is named in a string, for whoever imports it."""
+    """Return whether DeepSpeed is imported, anywhere, or one of its modules is named in a string, for whoever imports
+    it."""
     for node in ast.walk(tree):
         match node:
             case ast.Import(names=names) if any(alias.name.split(".")[0] == "deepspeed" for alias in names):

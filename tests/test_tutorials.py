@@ -15,7 +15,8 @@ FINE_TUNING = DOCS / "tutorials" / "fine-tuning.md"
 
 
 def followed(line: str, folder: Path) -> str:
-    """What a command of a tutorial prints; of its 40 steps two are made, and the base has few samples and much memory.
+    """Return what a command of a tutorial prints; of its 40 steps two are made, and the base has few samples and much
+    memory.
 
     `frugal` is started as `python -m frugal`, which `tests.forked` has at hand.
     """

@@ -106,7 +106,7 @@ def _finished(path: Path, today: set[str]) -> list[Row]:
 def _predictions(
     chosen: list[Configuration], known: dict[str, Prediction], given: Path | None, folder: Path
 ) -> list[Prediction]:
-    """Those that are known or in a file, and what is missing then, which the file gets as it is made."""
+    """Return those that are known or in a file, and what is missing then, which the file gets as it is made."""
     by_name = dict(known)
     if given is not None and given.exists():
         kept = msgspec.json.decode(given.read_bytes(), type=list[Prediction])

@@ -23,7 +23,8 @@ class NotSetUpError(RuntimeError):
 
 
 def is_emulated(prefix: Path) -> bool:
-    """Whether a virtual environment has the emulated driver in the place where torch looks for CUDA's libraries."""
+    """Return whether a virtual environment has the emulated driver in the place where torch looks for CUDA's
+    libraries."""
     return any(prefix.glob("lib/python3.*/site-packages/nvidia/cu13/lib/libcuda.so.1"))
 
 

@@ -161,7 +161,7 @@ def _keep(out: Path, rows: dict[str, Any]) -> None:
 
 
 def _is_kept(row: dict[str, Any]) -> bool:
-    """Whether measured and trained memory was inside the promise, and never ran out."""
+    """Return whether measured and trained memory was inside the promise, and never ran out."""
     trained = [row[on] for on in ("card", "promise") if on in row]
     return bool(row["measured"]["capped"]["survived"]) and all(
         not each["recoveries"] and not each["exit_code"] for each in trained

@@ -153,7 +153,7 @@ def _config(model_type: str, task: str) -> Any:
 
 
 def predict(asked: Configuration, plans: Sequence[Plan], seed: int) -> Prediction:
-    """What both plans promise, and what is allocated in the run's own shapes."""
+    """Return what both plans promise, and what is allocated in the run's own shapes."""
     plan, expandable = plans
     ranks = tuple(range(plan.batch.world_size)) if plan.strategy.zero_stage in (1, 2) else (0,)
     allocated = as_run(plan, seed)
@@ -319,7 +319,7 @@ def _row(asked: Configuration, task: str, seed: int, folder: Path, runs: dict[st
 
 
 def is_kept(row: Row) -> bool:
-    """Whether every capped run went through."""
+    """Return whether every capped run went through."""
     return all(each.answer.survived for name, each in row.runs.items() if name in PROMISED)
 
 
@@ -332,7 +332,8 @@ def _summary(rows: Sequence[Row]) -> dict[str, Any]:
 
 
 def _is_above_bounds(row: Row) -> bool:
-    """Whether the free run reserved more than the plan says, and than its bounds of the allocator are above that."""
+    """Return whether the free run reserved more than the plan says, and than its bounds of the allocator are above
+    that."""
     figures = row.prediction.figures
     assert figures is not None
     above = ALLOCATOR_BYTES + ALLOCATOR_SHARE * figures.smallest_capacity_bytes

@@ -62,7 +62,7 @@ def _length(seq_len: int, generator: random.Random) -> int:
 
 
 def samples(plan: Plan, seed: int) -> tuple[Samples, Samples]:
-    """What the run trains on and is evaluated on."""
+    """Return what the run trains on and is evaluated on."""
     generator, task, packed = random.Random(seed), str(plan.model.task), bool(plan.request.pack)
     number, seq_len = STEPS * plan.request.batch_samples, plan.request.seq_len
     training = Samples(task, number, seq_len, generator, packed=packed)

@@ -32,7 +32,7 @@ class _AnsweringStore(dist.Store):
         self._values[key] = value if isinstance(value, bytes) else str(value).encode()
 
     def get(self, key: str) -> bytes:
-        """What is kept, or what another rank would have said."""
+        """Return what is kept, or what another rank would have said."""
         return self._values.get(key, bytes(NCCL_IDENTIFIER_BYTES))
 
     def add(self, key: str, amount: int) -> int:

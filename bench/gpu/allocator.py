@@ -81,7 +81,7 @@ def _size(generator: random.Random) -> int:
 
 
 def on_device(asked: Requests, cap_bytes: int | None, kept: list[torch.Tensor]) -> Outcome:
-    """What torch's allocator does with them, of which the first are `kept` already."""
+    """Return what torch's allocator does with them, of which the first are `kept` already."""
     torch.cuda.empty_cache()
     total = torch.cuda.get_device_properties(0).total_memory
     torch.cuda.set_per_process_memory_fraction(1.0 if cap_bytes is None else (cap_bytes + 0.5) / total, 0)
@@ -103,7 +103,7 @@ def on_device(asked: Requests, cap_bytes: int | None, kept: list[torch.Tensor]) 
 
 
 def replayed(replays: Replays, cap_bytes: int | None) -> Outcome:
-    """What the replay says of them."""
+    """Return what the replay says of them."""
     replay = replays.under() if cap_bytes is None else replays.under(cap_bytes)
     return Outcome(replay.peak_allocated_bytes, replay.peak_reserved_bytes, replay.survived)
 

@@ -64,17 +64,17 @@ class Configuration:
 
     @property
     def num_groups(self) -> int:
-        """Of ranks that share samples; ranks, where none do."""
+        """The number of groups of ranks that share samples; that of ranks, where none do."""
         return self.world_size // self.sequence_parallel
 
     @property
     def offloads(self) -> bool:
-        """Whether anything lives in host memory."""
+        """True if anything lives in host memory."""
         return self.offload != "none"
 
     @property
     def family(self) -> str:
-        """Of its model, or of adapters on whichever."""
+        """The family of its model, or of adapters on whichever."""
         return models.family(self.model) if self.lora is None else "lora"
 
     def request(self, folder: Path) -> Request:
@@ -97,7 +97,7 @@ class Configuration:
         )
 
     def device(self, here: Device) -> Device:
-        """What is measured: the emulated card with nothing kept free, or `here`."""
+        """Return what is measured: the emulated card with nothing kept free, or `here`."""
         if self.card is None:
             return here
         card = find_card(CARDS[self.card].frugal_name).device(self.precision, num_gpus=1)

@@ -59,7 +59,7 @@ def _outside() -> int:
 
 
 def _flash_backward() -> dict[str, int]:
-    """Of 4 samples, 16 heads (4 of keys) beside each other as models have them, 1000 tokens, head size 96."""
+    """Run it for 4 samples, 16 heads (4 of keys) beside each other as models have them, 1000 tokens, head size 96."""
     aten = torch.ops.aten
     query = torch.randn(4, 1000, 16, 96, device="cuda", dtype=torch.bfloat16).transpose(1, 2)
     key, value = (torch.randn(4, 1000, 4, 96, device="cuda", dtype=torch.bfloat16).transpose(1, 2) for _ in range(2))
@@ -73,7 +73,7 @@ def _flash_backward() -> dict[str, int]:
 
 
 def _embedding_backward() -> dict[str, int]:
-    """Of 8192 tokens in a vocabulary of 50,000."""
+    """Run it for 8192 tokens in a vocabulary of 50,000."""
     gradient = torch.ones(8, 1024, 768, device="cuda", dtype=torch.bfloat16)
     indices = torch.randint(0, 50_000, (8, 1024), device="cuda")
     return _inside(torch.ops.aten.embedding_dense_backward.default, (gradient, indices, 50_000, -1, False))

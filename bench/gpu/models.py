@@ -86,11 +86,11 @@ TASKS: dict[str, Any] = {"vit_base": None, "resnet50": None}
 
 
 def family(model: str) -> str:
-    """Of a model's name; a model type of transformers that is in no table is its own."""
+    """Return the family of a model's name; a model type of transformers that is in no table is its own."""
     name = model.removeprefix("tiny-")
     return next((family for start, family in FAMILIES.items() if name.startswith(start)), model)
 
 
 def reference(model: str) -> str | None:
-    """What `--model` calls a factory; None where there is none of this name."""
+    """Return what `--model` calls a factory; None where there is none of this name."""
     return f"{FACTORIES}:{model}" if model in TASKS else None

@@ -357,7 +357,7 @@ def _same_short(run: Runner, folder: Path, segments: str) -> dict[str, Any]:
 
 
 def _is_saved(out: Path) -> Callable[[], bool]:
-    """Whether a run has its first checkpoint."""
+    """Return whether a run has its first checkpoint."""
     records = out / "metrics.jsonl"
     return lambda: records.exists() and b'"checkpoint"' in records.read_bytes()
 

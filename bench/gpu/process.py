@@ -55,7 +55,7 @@ class Process:
         )
 
     def ask(self, question: Constants | Run, *, seconds: float) -> Answer:
-        """What came of it; a failure if the process died or took longer."""
+        """Return what came of it; a failure if the process died or took longer."""
         assert self._process.stdin is not None and self._process.stdout is not None
         try:
             self._process.stdin.write(msgspec.json.encode(question) + b"\n")

@@ -51,13 +51,14 @@ class Row:
 
     @property
     def error(self) -> float | None:
-        """Of the allocated bytes."""
+        """The error of the allocated bytes."""
         figures = self.prediction.figures
         return figures.peak_allocated_bytes / self.measured - 1 if figures is not None and self.measured else None
 
     @property
     def reserved_error(self) -> float | None:
-        """Of the reserved bytes. None where the device is too small for all segments: then some are given back."""
+        """The error of the reserved bytes. None where the device is too small for all segments: then some are given
+        back."""
         figures, answer = self.prediction.figures, self._answer("free")
         if figures is None or answer is None or "reserved_bytes" not in answer.of_gpu:
             return None
@@ -67,7 +68,7 @@ class Row:
 
     @property
     def expandable_error(self) -> float | None:
-        """Of the reserved bytes with expandable segments."""
+        """The error of the reserved bytes with expandable segments."""
         answer = self._answer("expandable")
         if answer is None:
             return None
@@ -83,7 +84,7 @@ class Row:
 
     @property
     def usable(self) -> bool | None:
-        """Whether the run went through when capped at the estimate; on a CPU whether the estimate was enough."""
+        """True if the run went through when capped at the estimate; on a CPU whether the estimate was enough."""
         if "capped" in self.runs:
             finished = self.runs["capped"].answer
             return None if finished.failure is not None else finished.survived
@@ -98,7 +99,7 @@ class Row:
         return None if finished is None or finished.answer.failure is not None else finished.answer.survived
 
     def error_of(self, peer: str) -> float:
-        """Of a peer's estimate of the same."""
+        """Return the error of a peer's estimate of the same."""
         return float(getattr(self.runs["free"].answer, peer) / self.measured - 1)
 
     def content(self) -> dict[str, Any]:
@@ -138,13 +139,13 @@ class Row:
         return f"{head} {predicted:>16,} {error or 0.0:>+9.3%}  {answer.seconds:5.1f} s"
 
     def _answer(self, what: str) -> Answer | None:
-        """Of a run that went well."""
+        """Return the answer of a run that went well."""
         finished = self.runs.get(what)
         return finished.answer if finished is not None and finished.answer.phases else None
 
 
 def quantiles(errors: Sequence[float]) -> dict[str, float]:
-    """Of absolute values, but for the lowest."""
+    """Return quantiles of absolute values, but for the lowest."""
     sizes = sorted(map(abs, errors))
     if not sizes:
         return {}

@@ -101,7 +101,7 @@ class Stream(msgspec.Struct, frozen=True, kw_only=True):
         return RESERVATION if self.addresses_fall else ENDLESS
 
     def numbered(self) -> Iterator[tuple[int, str]]:
-        """Of every event the number of the request and what happens: `requested`, `released` or `returned`."""
+        """Yield of every event the number of the request and what happens: `requested`, `released` or `returned`."""
         made = 0
         for event in self.events:
             if event == 0:

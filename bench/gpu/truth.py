@@ -119,7 +119,7 @@ class Bench:
 
     @staticmethod
     def _promise(row: Row) -> int:
-        """What the allocator may take."""
+        """Return what the allocator may take."""
         assert row.prediction.figures is not None
         return row.prediction.figures.smallest_capacity_bytes
 
@@ -203,7 +203,7 @@ class Bench:
                 self._queue.insert(0, (row, msgspec.structs.replace(run, cap_bytes=cap), f"capped x {raised:.2f}"))
 
     def _read_streams(self, row: Row, run: Run, what: str, answer: Answer) -> None:
-        """What the run asked of the allocator: kept if that is wanted, and the least it needs."""
+        """Return what the run asked of the allocator: kept if that is wanted, and the least it needs."""
         for file in answer.requests:
             path = Path(file)
             requests = msgspec.json.decode(path.read_bytes())
@@ -235,7 +235,7 @@ class Bench:
 
 
 def _traits(job: tuple[Row, Run, str]) -> Traits:
-    """Of the process that a run needs."""
+    """Return the traits of the process that a run needs."""
     configuration = job[1].configuration
     is_expandable = job[2].startswith("expandable")
     return Traits(configuration.zero_stage == 3, is_expandable, configuration.world_size, configuration.card)
@@ -340,7 +340,7 @@ def _measuring(kind: DeviceKind) -> Iterator[tuple[dict[str, Any], str]]:
 
 
 def environment(device_name: str, kind: DeviceKind, program: str = "bench.gpu.truth") -> dict[str, Any]:
-    """What was measured on, with what, when and by which command."""
+    """Return on what was measured, with what, when and by which command."""
     versions = {"python": platform.python_version()}
     for name in ("frugal-trainer", "torch", "deepspeed", "transformers", "accelerate"):
         try:

@@ -207,7 +207,7 @@ def _run_rank(question: Run, kind: str, rank: int) -> Answer:
 
 @contextmanager
 def _keeping_requests(question: Run) -> Iterator[Any]:
-    """What is asked of the allocator, where that is to be kept."""
+    """Yield what is asked of the allocator, where that is to be kept."""
     if not question.keeps_requests:
         yield None
         return
@@ -363,7 +363,7 @@ def _deepspeed(question: Run) -> int:
 
 
 def _accelerate(question: Run) -> int:
-    """What `accelerate estimate-memory` prints as `Training w/ Adam`: it knows the model, not the batch."""
+    """Return what `accelerate estimate-memory` prints as `Training w/ Adam`: it knows the model, not the batch."""
     from accelerate.commands.estimate import estimate_training_usage
 
     names = {"bf16": "bfloat16", "fp16": "float16", "fp32": "float32"}

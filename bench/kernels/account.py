@@ -58,7 +58,7 @@ def main() -> None:
 
 
 def _measured(family: str, way: str, folder: Path | None) -> dict[str, Any]:
-    """What a process on an emulated card found, or why it failed."""
+    """Return what a process on an emulated card found, or why it failed."""
     with TemporaryDirectory() as scratch:
         made = environment.environment(CARD, kernels=Path(scratch) / "kernels")
         made |= {

@@ -109,7 +109,8 @@ def arguments(case: Case, device: str) -> tuple[Tensor, Tensor, Tensor, Tensor |
 
 
 def _tensor(shape: tuple[int, int, int, int], layout: str, dtype: torch.dtype, device: str) -> Tensor:
-    """Of `shape`, laid out as a model would have it: heads beside each other, q, k and v of one product, and worse."""
+    """Return one of `shape`, laid out as models have it: heads beside each other, q, k and v of one product, and
+    worse."""
     batch, heads, length, size = shape
     if layout == "transposed":
         return torch.empty(batch, length, heads, size, dtype=dtype, device=device).transpose(1, 2)
@@ -123,7 +124,7 @@ def _tensor(shape: tuple[int, int, int, int], layout: str, dtype: torch.dtype, d
 
 
 def choices(cases: list[Case]) -> str:
-    """What torch takes on the current device."""
+    """Return what torch takes on the current device."""
     letters = {backend.value: name[0] for name, backend in torch.nn.attention.SDPBackend.__members__.items()}
     answers = []
     for each in cases:

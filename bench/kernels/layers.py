@@ -111,7 +111,7 @@ def _layers(model: Any) -> nn.ModuleList:
 
 
 def _inputs(model: Any, family: Family) -> dict[str, Any]:
-    """What the model gives each layer beside hidden states: positions as rotations, no mask."""
+    """Return what the model gives each layer beside hidden states: positions as rotations, no mask."""
     if not hasattr(model, "rotary_emb"):
         return {}
     # an emulated card computes no rotations: their frequencies only have to have the right shape

@@ -139,7 +139,7 @@ def scaled(draw: torch.Generator, *shape: int) -> Tensor:
 
 
 def errors(name: str, seed: int) -> tuple[tuple[float, float], tuple[float, float]]:
-    """Of output and of gradients: the error of torch's operators in bf16, and that of the kernel."""
+    """Return, of output and of gradients, the error of torch's operators in bf16, and that of the kernel."""
     draw = torch.Generator(DEVICE).manual_seed(seed)
     theirs, ours, tensors = CASES[name](draw)
     tensors = tuple(each.to(torch.bfloat16).float() for each in tensors)

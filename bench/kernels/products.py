@@ -24,7 +24,7 @@ CLASSES, WIDTH, ROWS, REPEATS = (50_257, 32_001, 32_000), 768, 4096, 20
 
 
 def milliseconds(run: Callable[[], object]) -> float:
-    """Those of the median of `REPEATS` runs."""
+    """Return the milliseconds of the median of `REPEATS` runs."""
     times = []
     for _ in range(REPEATS + 3):
         begin, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)

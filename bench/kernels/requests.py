@@ -73,7 +73,7 @@ class Requests(msgspec.Struct):
 
 
 def calls() -> list[Call]:
-    """What is recorded: every kernel on every card, at its edges."""
+    """Return what is recorded: every kernel on every card, at its edges."""
     half, full, gqa = "bfloat16", "float32", {"is_causal": True, "enable_gqa": True}
     masked: dict[str, Any] = {"mask_dtype": "bool", "mask_shape": (2, 1, 1000, 1000)}
     attention = [
@@ -199,7 +199,7 @@ def _documents(call: Documents, device: str) -> Callable[[], None]:
 
 
 def recorded(call: Call) -> list[Event]:
-    """What the second call of its kind asks of the allocator; the first one may set up more."""
+    """Return what the second call of its kind asks of the allocator; the first one may set up more."""
     for _ in range(2):
         run = prepare(call, "cuda")
         torch.cuda.synchronize()

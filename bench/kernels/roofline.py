@@ -41,7 +41,9 @@ WAYS = {
 
 
 def milliseconds(family: Family, account: dict[str, Any], card: str, layers: str, loss: str) -> float | None:
-    """Of a micro-step, forward and backward without recomputation; None where the account has no such way."""
+    """Return those of a micro-step, forward and backward; None where the account has no such way.
+
+    Nothing is recomputed."""
     layer, of_loss = account["layers"][family.name].get(layers), account["losses"][family.name].get(loss)
     if layer is None or of_loss is None or "failed" in layer:
         return None

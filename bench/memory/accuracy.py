@@ -165,7 +165,7 @@ def spec(model: str, lora: Lora | None = None, quantize: Quantization | None = N
 
 
 def measure(plan: Plan) -> list[Interval]:
-    """What one rank measures. Runs on ranks."""
+    """Return what one rank measures. Runs on ranks."""
     found = spec(plan.request.model, plan.request.lora, plan.request.quantize)
     dtype = DTYPES[plan.request.precision]
     return trial(lambda: found.build(dtype=dtype), found.objective(), plan)

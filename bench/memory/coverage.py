@@ -34,12 +34,12 @@ class Row:
 
     @property
     def is_inside(self) -> bool:
-        """Whether it is within the bounds."""
+        """True if it is within the bounds."""
         return self.interval.lower_bytes <= self.needed_bytes <= self.interval.upper_bytes
 
     @property
     def width(self) -> float:
-        """Of the bounds, as a share of what was needed."""
+        """The width of the bounds, as a share of what was needed."""
         return (self.interval.upper_bytes - self.interval.lower_bytes) / self.needed_bytes
 
 
@@ -72,7 +72,7 @@ def of_gpu(row: dict[str, Any], *, is_known_card: bool) -> Row | None:
 
 
 def rows(content: dict[str, Any]) -> Iterator[Row]:
-    """Those of a file of results."""
+    """Yield the rows of a file of results."""
     for row in content["rows"]:
         if "predicted_bytes" in row and row.get("measured_bytes"):
             yield of_cpu(row)

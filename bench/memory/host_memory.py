@@ -148,7 +148,7 @@ def in_fork(function: Callable[..., Any], *args: Any) -> int:
 
 
 def received(reader: int) -> Any:
-    """What a fork sent."""
+    """Return what a fork sent."""
     with os.fdopen(reader, "rb") as pipe:
         found = pickle.loads(pipe.read())
     os.wait()

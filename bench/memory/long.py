@@ -191,7 +191,8 @@ def last(look: Look, start: int) -> int:
 
 
 def planned(settings: dict[str, Any], place: int, asked: Asked, file: Path) -> dict[str, Any]:
-    """What a plan of samples of that length says, dry-run; of the next shorter one where the dry run refuses it."""
+    """Return what a plan of samples of that length says, dry-run; of the next shorter one where the dry run refuses
+    it."""
     refused = []
     dry_run = partial(DryRunSource, pool=asked.pool, will_dry_run=not asked.only_drafts)
     for i in range(place, max(place - 3, -1), -1):

@@ -64,7 +64,7 @@ def main() -> int:
 
 
 def in_process(file: Path, plan: Plan, seq_len: int) -> str:
-    """What `run` prints, in a process of its own with the plan's card."""
+    """Return what `run` prints, in a process of its own with the plan's card."""
     memory_bytes = plan.cluster.devices[0].memory_bytes
     card = next(name for name, card in CARDS.items() if card.frugal_name == plan.cluster.devices[0].name)
     variables = of_card(

@@ -195,7 +195,7 @@ def compare(case: Case, ranks: Ranks, folder: Path, pool: Pool) -> dict[str, Any
 
 
 def is_shown(row: dict[str, Any]) -> bool:
-    """Whether the row shows what it is there for."""
+    """Return whether the row shows what it is there for."""
     return (
         row["full_activation_checkpointing"] is not None
         and row["measured_bytes"] <= row["budget_bytes"]

@@ -230,7 +230,7 @@ def again(rows: Sequence[dict[str, Any]], decisions: Sequence[Decision], kind: D
 
 
 def _calibrations(kind: DeviceKind, before: dict[str, Any]) -> dict[int, Calibration]:
-    """What the plans of a file of results were made with."""
+    """Return what the plans of a file of results were made with."""
     own = {name: before["device"] if name == "device" else "" for name in ("device", "driver", "torch", "command")}
     return {
         int(ranks): Calibration(
@@ -264,7 +264,7 @@ def summary(rows: Sequence[dict[str, Any]]) -> dict[str, Any]:
 
 
 def environment(kind: DeviceKind, calibrations: dict[int, Calibration], command: str) -> dict[str, Any]:
-    """What a file of results begins with."""
+    """Return the head of a file of results."""
     return {
         "date": datetime.now(UTC).strftime("%Y-%m-%d"),
         "command": command,

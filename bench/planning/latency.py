@@ -251,7 +251,7 @@ def _memtracker(model: str) -> dict[str, Any]:
 
 
 def _accelerate(model: str) -> dict[str, Any]:
-    """What `accelerate estimate-memory` does once it has the configuration."""
+    """Do what `accelerate estimate-memory` does once it has the configuration."""
     import transformers
     from accelerate import init_empty_weights
     from accelerate.utils import calculate_maximum_sizes
@@ -266,7 +266,7 @@ def _accelerate(model: str) -> dict[str, Any]:
 
 
 def _imports() -> dict[str, Any]:
-    """What each worker of a plan imports before it traces."""
+    """Import what each worker of a plan imports before it traces."""
     exec(IMPORTS)
     return {}
 

@@ -167,7 +167,7 @@ def beyond_tracing(repeats: int, case: dict[str, Any]) -> dict[str, Any]:
 
 
 def _chosen(search: Search) -> tuple[Candidate, list[Candidate]]:
-    """What a search has dry-run first, and all that it looked at until then."""
+    """Return what a search has dry-run first, and all that it looked at until then."""
     looked_at: list[Candidate] = []
     for level in search.levels:
         candidates = search.candidates(level)
@@ -184,7 +184,7 @@ def forget_replays(source: DryRunSource) -> None:
 
 
 def deepspeed_estimates(search: Search) -> dict[str, Any]:
-    """What DeepSpeed says of the same model on as many GPUs, and how long that takes."""
+    """Return what DeepSpeed says of the same model on as many GPUs, and how long that takes."""
     from deepspeed.runtime.zero.stage3 import estimate_zero3_model_states_mem_needs_all_cold as zero_3
     from deepspeed.runtime.zero.stage_1_and_2 import estimate_zero2_model_states_mem_needs_all_cold as zero_2
 
@@ -200,7 +200,7 @@ Seconds = dict[str, list[tuple[float, float]]]
 
 
 def medians(seconds: Seconds) -> dict[str, dict[str, float]]:
-    """Of each part, over its runs."""
+    """Return the median of each part over its runs."""
     return {
         name: {
             "cpu_seconds": statistics.median(cpu for cpu, _ in runs),

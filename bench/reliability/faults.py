@@ -123,7 +123,7 @@ def losses(out: Path) -> dict[int, float]:
 
 
 def is_after(run: Run, step: int) -> Callable[[], bool]:
-    """Whether a run has logged so many steps."""
+    """Return whether a run has logged so many steps."""
     return lambda: (run.out / "metrics.jsonl").exists() and len(losses(run.out)) >= step
 
 

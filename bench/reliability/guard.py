@@ -136,7 +136,7 @@ def in_turns(plan: Plan, turns: int) -> dict[str, list[Any]]:
 
 
 def summary(ranks: Sequence[dict[str, list[Any]]]) -> dict[str, Any]:
-    """What is kept of one case, from what each rank measured."""
+    """Return what is kept of one case, from what each rank measured."""
     steps = ranks[0]["guarded"]
     ratios = [with_votes / without for with_votes, without in zip(steps, ranks[0]["unguarded"], strict=True)]
     of_votes, costs = [], []

@@ -61,11 +61,11 @@ class Hosts:
             until(lambda name=name: _listens(self, name))
 
     def address(self, name: str) -> str:
-        """Of a host, on the network they share."""
+        """Return the address of a host on the network they share."""
         return f"10.77.0.{name.removeprefix('n')}"
 
     def address6(self, name: str) -> str:
-        """Of a host, in IPv6."""
+        """Return the address of a host in IPv6."""
         return f"fd77::{name.removeprefix('n')}"
 
     def inside(self, name: str, *words: object) -> list[str]:

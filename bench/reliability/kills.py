@@ -91,7 +91,7 @@ class Kill:
 
     @property
     def is_restarted(self) -> bool:
-        """Whether the command went on after it."""
+        """True if the command went on after it."""
         return self.restarts and self.target != "command"
 
 
@@ -124,7 +124,7 @@ class Run:
 
     @property
     def is_over(self) -> bool:
-        """Whether the command has ended."""
+        """True if the command has ended."""
         return self.process.poll() is not None
 
     def step(self) -> int:
@@ -305,7 +305,7 @@ def part(folder: Path, step: int, of: int) -> None:
 
 
 def step_records(out: Path) -> list[dict[str, Any]]:
-    """Of metrics.jsonl, in its order."""
+    """Return the records of steps in metrics.jsonl, in its order."""
     return [record for record in records(out) if record["event"] == "step"]
 
 
@@ -315,7 +315,7 @@ def losses(out: Path) -> list[tuple[int, float]]:
 
 
 def largest_difference(ours: Sequence[tuple[int, float]], others: Sequence[tuple[int, float]]) -> float:
-    """Of losses at the same step, as a part of them."""
+    """Return the largest difference of losses at the same step, as a part of them."""
     return max(abs(mine / other - 1) for (_, mine), (_, other) in zip(ours, others, strict=True))
 
 
@@ -329,7 +329,7 @@ def stray(folder: Path) -> list[str]:
 
 
 def plan(folder: Path, ranks: int) -> Plan:
-    """Of the tiny model on so many CPU ranks."""
+    """Return a plan of the tiny model on so many CPU ranks."""
     made = plan_by_hand(
         world_size=ranks, global_batch=8, micro_batch=2, zero_stage=2,
         request={"model": str(folder / "config.json"), **TAME},

@@ -80,7 +80,7 @@ def disturbed(hosts: Hosts, fault: str) -> Outcome:
 
 
 def table(outcomes: list[Outcome]) -> str:
-    """That of docs/reliability.md."""
+    """Return the table of docs/reliability.md."""
     lines = ["| fault on two hosts | command ends after | no rank is left after | exit code |", "|---|---|---|---|"]
     for each in outcomes:
         lines.append(f"| {each.fault} | {each.ended_seconds:.0f} s | {each.gone_seconds:.0f} s | {each.exit_code} |")

@@ -109,7 +109,7 @@ def last_step(metrics: Path) -> int:
 
 
 def look(folder: Path, pid: int) -> dict[str, Sample]:
-    """What the command and each rank hold now."""
+    """Return what the command and each rank hold now."""
     parent = psutil.Process(pid)
     tree = {"command": parent}
     for child in parent.children(recursive=True):
@@ -120,7 +120,7 @@ def look(folder: Path, pid: int) -> dict[str, Sample]:
 
 
 def held(process: psutil.Process) -> dict[str, float]:
-    """What the kernel knows of a process."""
+    """Return what the kernel knows of a process."""
     with process.oneshot():
         return {
             "resident_bytes": process.memory_info().rss, "descriptors": process.num_fds(),
@@ -130,7 +130,7 @@ def held(process: psutil.Process) -> dict[str, float]:
 
 
 def counted(folder: Path, process: psutil.Process, name: str) -> dict[str, float]:
-    """What CPython knows of a rank.
+    """Return what CPython knows of a rank.
 
     Raises:
         TimeoutError: it does not answer.
@@ -150,7 +150,7 @@ def counted(folder: Path, process: psutil.Process, name: str) -> dict[str, float
 
 
 def shared_bytes(pid: int) -> int:
-    """Of shared memory that a process holds: /dev/shm and anonymous."""
+    """Return the bytes of shared memory that a process holds: /dev/shm and anonymous."""
     status = dict(line.split(":", 1) for line in Path(f"/proc/{pid}/status").read_text().splitlines())
     return int(status["RssShmem"].split()[0]) * 1024
 
@@ -173,7 +173,7 @@ def _compared(second: float, last: float) -> dict[str, float]:
 
 
 def is_flat(grown: Mapping[str, Mapping[str, Mapping[str, float]]]) -> bool:
-    """Whether nothing has grown by more than it may."""
+    """Return whether nothing has grown by more than it may."""
     return all(
         entry["growth"] <= TOLERANCE[quantity] for entries in grown.values() for quantity, entry in entries.items()
     )

@@ -100,7 +100,7 @@ def samples_of(task: str) -> list[Sample]:
 
 
 def measure(task: str, model_type: str, *, routers: bool = False) -> Record:
-    """What was asked, and what came out."""
+    """Return what was asked, and what came out."""
     begin = time.perf_counter()
     record = _measured(task, model_type, routers)
     return record | {"seconds": round(time.perf_counter() - begin, 2)}
@@ -206,7 +206,7 @@ def _ways(task: str, model: Any) -> list[tuple[bool, bool]]:
 
 
 def _inputs(task: str, samples: Sequence[Sample], *, moved: bool) -> tuple[dict[str, Any], int]:
-    """What is given to transformers, padded where there are several samples, and the number of targets."""
+    """Return what is given to transformers, padded where there are several samples, and the number of targets."""
 
     def padded(name: str, fill: int) -> Tensor:
         rows = [torch.tensor(sample[name]) for sample in samples]
@@ -226,7 +226,7 @@ def _inputs(task: str, samples: Sequence[Sample], *, moved: bool) -> tuple[dict[
 
 
 def ours(model: nn.Module, objective: Objective, micro_batches: Sequence[Sequence[Sample]]) -> Sums:
-    """What frugal trains."""
+    """Return what frugal trains."""
     model.zero_grad()
     total, count = 0.0, 0
     for samples in micro_batches:

@@ -116,7 +116,7 @@ def frugal(folder: Path, name: str, *words: object) -> list[dict[str, Any]]:
 
 
 def sft(folder: Path, data: str, *, steps: int, batch: int, adapter: bool = False, **others: Any) -> dict[str, Any]:
-    """What a process with TRL's SFTTrainer reports of itself."""
+    """Return what a process with TRL's SFTTrainer reports of itself."""
     asked = {"folder": str(folder), "data": data, "steps": steps, "batch": batch, "adapter": adapter, "others": others}
     command = [sys.executable, "-m", "bench.training.fine_tuning", "--side", json.dumps(asked)]
     done = subprocess.run(command, capture_output=True, text=True, env=_environment())

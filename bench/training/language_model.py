@@ -29,7 +29,7 @@ ALIKE = 1e-4  # relative, of perplexities
 
 
 def trained(ranks: int, folder: Path, flags: Sequence[str] = ()) -> dict[str, Any]:
-    """What one run comes to: steps, seconds of all of them, and the perplexities at the end."""
+    """Return what one run comes to: steps, seconds of all of them, and the perplexities at the end."""
     subprocess.run(
         [ROOT / "launch" / "lm.sh", "small", str(ranks), "--out", folder, *flags],
         check=True,

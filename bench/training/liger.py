@@ -53,7 +53,7 @@ def model(folder: Path) -> Any:
 
 
 def frugals(folder: Path, kernels: str) -> Steps:
-    """Those of frugal's engine. Runs on a rank."""
+    """Return the steps of frugal's engine. Runs on a rank."""
     from frugal.engine.engine import initialize
     from frugal.models.objectives import CausalLM
 
@@ -69,7 +69,7 @@ def frugals(folder: Path, kernels: str) -> Steps:
 
 
 def sft_trainers(folder: Path) -> Steps:
-    """Those that SFTTrainer logs in this process."""
+    """Return the steps that SFTTrainer logs in this process."""
     from datasets import Dataset
     from trl import SFTConfig, SFTTrainer
 

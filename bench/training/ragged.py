@@ -99,7 +99,7 @@ def steps(plan: Plan) -> Iterator[tuple[list[Any], Any]]:
 
 
 def in_turns(plan: Plan) -> list[dict[str, Any]]:
-    """What both engines take for each step; runs on ranks."""
+    """Return what both engines take for each step; runs on ranks."""
     import torch.distributed as dist
 
     from frugal.data.batches import share
@@ -170,7 +170,8 @@ def under_a_limit(plan: Plan, limit_bytes: int, is_full: bool) -> dict[str, Any]
 
 
 def summary(plan: Plan, text: Text, by_rank: list[Any], limits: list[Any]) -> dict[str, Any]:
-    """What both engines made of the epoch, of every rank's steps; and what it took under a limit, spread and full."""
+    """Return what both engines made of the epoch, of every rank's steps; and what it took under a limit, spread and
+    full."""
     median, percentile_99 = (float(np.percentile(text.lengths, share)) for share in (50, 99))
     padded = {
         name: sum(rows * width for rank in by_rank for step in rank for rows, width in step[name]["shapes"])

@@ -57,7 +57,7 @@ Prepared = list[tuple[list[int], list[int]]]
 
 
 def of_trl(rows: list[dict[str, Any]], tokenizer: Any, *, assistant_only: bool) -> Prepared:
-    """What SFTTrainer trains on."""
+    """Return what SFTTrainer trains on."""
     import datasets
     from transformers import LlamaConfig, LlamaForCausalLM
     from trl import SFTConfig, SFTTrainer  # type: ignore[import-not-found]  # installed for this alone
@@ -78,7 +78,7 @@ def of_trl(rows: list[dict[str, Any]], tokenizer: Any, *, assistant_only: bool) 
 
 
 def of_frugal(rows: list[dict[str, Any]], tokenizer: Any, **options: Any) -> Prepared:
-    """What frugal trains on.
+    """Return what frugal trains on.
 
     Raises:
         RequestError: it refuses them.
@@ -96,7 +96,7 @@ def of_frugal(rows: list[dict[str, Any]], tokenizer: Any, **options: Any) -> Pre
 
 
 def formats() -> list[dict[str, Any]]:
-    """Whether both make the same of each format."""
+    """Return whether both make the same of each format."""
     results = []
     chatml, llama = tokenizers.make(tokenizers.MARKED), tokenizers.llama()
     for name, rows in ROWS.items():

@@ -82,7 +82,7 @@ def in_turns(
 
 
 def summary(found: list[dict[Configuration, float]], perplexities: dict[Configuration, float]) -> dict[str, Any]:
-    """What is kept: for each stage the seconds and perplexities of one and of two ranks."""
+    """Return what is kept: for each stage the seconds and perplexities of one and of two ranks."""
     stages = {}
     for stage in sorted({stage for stage, _ in perplexities}):
         speed_ups = [turn[stage, 1] / turn[stage, 2] for turn in found]

@@ -113,7 +113,7 @@ def planned(folder: Path, samples: Docstrings, ranks: int, shape: dict[str, Any]
 def rounds(
     plan: Plan, ranks: Ranks, samples: Docstrings, shape: dict[str, Any], setting: Setting, number: int
 ) -> list[dict[str, list[dict[str, Any]]]]:
-    """Of each round what each contender took, by rank. A round before them, of one step, is thrown away."""
+    """Return of each round what each contender took, by rank. A round before them, of one step, is thrown away."""
     names, found = ["frugal", *setting.goals], []
     for name in names:
         ranks.run(run, name, plan, shape, samples, 1, 0, timeout=900)
@@ -206,7 +206,7 @@ def summary(
 
 
 def table(kept: dict[str, Any]) -> str:
-    """That of docs/benchmarks.md, of the records for one rank and for two."""
+    """Return the table of docs/benchmarks.md, of the records for one rank and for two."""
     lines = ["| room for | | padded positions a token | 1 rank | 2 ranks |", "|---|---|---|---|---|"]
     for room, setting in SETTINGS.items():
         records = [kept[f"{ranks} ranks, room for {room}"] for ranks in (1, 2)]

@@ -247,7 +247,7 @@ CONTENDERS = {
 
 
 def run(name: str, plan: Plan, shape: dict[str, Any], samples: Any, steps: int, seed: int) -> dict[str, Any]:
-    """What one contender takes on this rank."""
+    """Return what one contender takes on this rank."""
     from accelerate.state import AcceleratorState, GradientState
 
     meter = Meter()

@@ -66,7 +66,7 @@ def written(folder: Path, files: int | None = None, *, seq_len: int = SEQ_LEN) -
 
 
 def planned(folder: Path, ranks: int, lengths: Lengths) -> Plan:
-    """What frugal makes of the request."""
+    """Return what frugal makes of the request."""
     config = folder / "config.json"
     config.write_text(json.dumps(MODEL))
     without_calibration()
@@ -85,7 +85,7 @@ def trained(plan: Plan, ranks: Ranks, text: Text, steps: int) -> list[list[dict[
 
 
 def summary(runs: dict[int, list[list[dict[str, Any]]]], longest: int) -> dict[str, Any]:
-    """What the runs on so many ranks come to; `longest` has the tokens of the longest target."""
+    """Return what the runs on so many ranks come to; `longest` has the tokens of the longest target."""
     reference = runs[min(runs)][0]
     rows = {}
     for world_size, by_rank in runs.items():

@@ -8,7 +8,7 @@ from bench.reliability import soak
 
 
 def sampled(resident: list[int], descriptors: list[int]) -> list[dict[str, Any]]:
-    """What one rank held, sample by sample."""
+    """Return what one rank held, sample by sample."""
     return [
         {"step": step, "processes": {"rank 0": {"resident_bytes": size, "descriptors": number}}}
         for step, (size, number) in enumerate(zip(resident, descriptors, strict=True))

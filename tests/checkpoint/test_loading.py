@@ -79,7 +79,7 @@ def test_a_resumed_run_is_the_uninterrupted_one_bit_for_bit(
 
 
 def numbers_after_loading(folder: Path) -> list[tuple[Any, ...]]:
-    """What the optimizer goes on with on the layout that saved, and on another one; runs on ranks."""
+    """Return what the optimizer goes on with on the layout that saved, and on another one; runs on ranks."""
     numbers, request = [], {"weight_decay": 0.5, "optimizer": Optimizer(beta1=0.8, beta2=0.999, epsilon=1e-6)}
     for zero_stage in (2, 3):
         with started(plan_here(zero_stage, GLOBAL_BATCH, 2, request)) as engine:
@@ -204,7 +204,7 @@ def test_nothing_whole_is_an_error_that_names_everything(saved: Path, tmp_path: 
 
 
 def load_elsewhere(folder: Path, changes: list[dict[str, Any]]) -> list[str]:
-    """What loading into other runs says; runs on ranks."""
+    """Return what loading into other runs says; runs on ranks."""
     answers = []
     for change in changes:
         width, batch = change.pop("n_embd", 64), change.pop("global_batch", GLOBAL_BATCH)

@@ -66,7 +66,7 @@ def contents(folder: Path) -> dict[str, bytes]:
 
 @pytest.fixture
 def store() -> Iterator[dict[str, Any]]:
-    """What is in the storage in memory."""
+    """Yield what is in the storage in memory."""
     yield MemoryFileSystem.store
     for thread in threading.enumerate():
         if thread.name == "mirror":

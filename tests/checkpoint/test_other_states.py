@@ -112,7 +112,7 @@ def outcomes(folder: Path, zero_stage: int, only: list[tuple[str, Place, str]] |
 
 
 def load(engine: Engine, path: Path) -> Outcome:
-    """What comes of a checkpoint: the next step and all states, or why it is refused."""
+    """Return what comes of a checkpoint: the next step and all states, or why it is refused."""
     try:
         loading.load(engine, path)
     except CheckpointError as error:

@@ -23,7 +23,7 @@ from tests.engine.checkpoints import started, steps
 
 
 def an_error_while_it_is_written(folder: Path) -> bool:
-    """Whether a checkpoint that was begun is there once an error has passed; runs on ranks."""
+    """Return whether a checkpoint that was begun is there once an error has passed; runs on ranks."""
     finish = CheckpointWriter.finish
 
     def finish_slowly(writer: CheckpointWriter) -> list[Path]:

@@ -35,7 +35,7 @@ def plan_of(world_size: int, *, tensors: int = 0, parameters: int = 0, **strateg
 
 
 def refusal(plan: Plan, asked: RunSettings) -> str:
-    """What the check says; runs on ranks."""
+    """Return what the check says; runs on ranks."""
     try:
         run_folder.check_space(plan, asked)
     except NothingFitsError as error:

@@ -59,7 +59,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="module")
 def trained(folder: Path) -> str:
-    """What a run from the pretrained folder prints."""
+    """Return what a run from the pretrained folder prints."""
     code, output, errors = frugal_train(folder, *RUN, "--model", "chat", "--out", "run")
     assert (code, errors) == (0, "")
     return output
@@ -97,7 +97,7 @@ def test_training_began_at_the_pretrained_weights(folder: Path, trained: str) ->
 
 @pytest.fixture
 def refusal(folder: Path, monkeypatch: pytest.MonkeyPatch, capsys: Capture) -> Callable[..., str]:
-    """What is said in the folder to a request that cannot be right."""
+    """Return what is said in the folder to a request that cannot be right."""
 
     def refused(*words: object) -> str:
         assert cli.run(["train", *map(str, words)]) == 2

@@ -17,7 +17,7 @@ RUN = (
 
 
 def trajectory(path: Path) -> list[tuple[Any, ...]]:
-    """What was measured of each step and evaluation, to the last bit."""
+    """Return what was measured of each step and evaluation, to the last bit."""
     return [
         (record["event"], record["step"], record["loss"], record["targets"], record.get("grad_norm"))
         for record in records(path)

@@ -54,7 +54,7 @@ def on_terminal(monkeypatch: pytest.MonkeyPatch) -> Callable[..., str]:
 
 
 def _read(terminal: int) -> str:
-    """What is written to it up to an end of transmission."""
+    """Return what is written to it up to an end of transmission."""
     written = b""
     while b"\x04" not in written:
         written += os.read(terminal, 1 << 12)

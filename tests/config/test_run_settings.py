@@ -24,12 +24,12 @@ SOME = RunSettings(
 
 
 def parsed(arguments: list[str]) -> RunSettings:
-    """What the ranks understand."""
+    """Return what the ranks understand."""
     return build(RunSettings, parse(arguments, {}, settings_of(RunSettings)))
 
 
 def of_file(train: dict[str, Any]) -> RunSettings:
-    """What [train] of a frugal.toml asks for."""
+    """Return what [train] of a frugal.toml asks for."""
     return build(RunSettings, settings_of_toml({"train": train}, []))
 
 

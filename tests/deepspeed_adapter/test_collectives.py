@@ -41,7 +41,8 @@ def test_the_backend_has_no_collective_that_ranks_do_not_vote_on() -> None:
 
 
 def guarded_twice() -> tuple[list[tuple[str, str]], bool]:
-    """What the guards of a backend note of one collective, and whether its own calls are still there; on a rank."""
+    """Return what the guards of a backend note of one collective, and whether its own calls are still there; on a
+    rank."""
     noted: list[tuple[str, str]] = []
 
     def guard(who: str) -> Callable[[str, Collective], Collective]:
@@ -78,7 +79,7 @@ def test_groups_of_ranks_exchange_other_lengths_at_once(two_ranks: Ranks) -> Non
 
 
 def said_of_two_collectives() -> str:
-    """What is said where rank 0 is about to enter another collective of as many elements. Runs on ranks."""
+    """Return what is said where rank 0 is about to enter another collective of as many elements. Runs on ranks."""
     tensor, backend = torch.ones(1), collectives.backend()
     guard = Guard(None)
     try:

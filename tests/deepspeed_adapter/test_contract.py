@@ -126,7 +126,7 @@ NAMES = {path.partition(":")[0] for path in PATHS} | {
 
 
 def is_in_table(name: str) -> bool:
-    """Whether a full name is in the table, or a module of one that is, or below one that is."""
+    """Return whether a full name is in the table, or a module of one that is, or below one that is."""
     parts = name.split(".")
     return any(other.startswith(f"{name}.") or other == name for other in NAMES) or any(
         ".".join(parts[:n]) in NAMES for n in range(3, len(parts))
@@ -158,7 +158,7 @@ _OURSELVES = ("self", "cls")
 
 
 def own_names() -> set[str]:
-    """What the adapter itself calls so."""
+    """Return what the adapter itself calls so."""
     names = set()
     for path in ADAPTER.rglob("*.py"):
         for node in ast.walk(ast.parse(path.read_text())):
@@ -191,7 +191,7 @@ DEEPSPEEDS = re.compile(r"(self\.|deepspeed_)?(engine|optimizer|zero|coordinator
 
 
 def attributes_of_deepspeed(tree: ast.Module) -> set[str]:
-    """What a module reads of DeepSpeed's objects, and sets in them with `put` or `in_place_of`."""
+    """Return what a module reads of DeepSpeed's objects, and sets in them with `put` or `in_place_of`."""
     names = set()
     for node in ast.walk(tree):
         if isinstance(node, ast.Attribute) and DEEPSPEEDS.fullmatch(ast.unparse(node.value)):

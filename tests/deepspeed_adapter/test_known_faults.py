@@ -67,7 +67,8 @@ def reference(*, twice: bool = False) -> Gradient:
 def by_deepspeed(
     stage: int, *, steps: int, twice: bool = False, bf16: bool = False, bucket: int = 10_000, reentrant: bool = False
 ) -> tuple[Gradient, float]:
-    """What DeepSpeed alone applies, and the norm that it tells; plain SGD, the mean over the samples. Runs on ranks."""
+    """Return what DeepSpeed alone applies, and the norm that it tells; plain SGD, the mean over the samples. Runs on
+    ranks."""
     import deepspeed
     from deepspeed.utils import safe_get_full_fp32_param
 
@@ -108,7 +109,7 @@ def summed(model: nn.Module, batch: dict[str, Tensor], *, twice: bool) -> Tensor
 
 
 def by_frugal(stage: int, *, steps: int, twice: bool = False, bf16: bool = False, bucket: int = 10_000) -> Gradient:
-    """What frugal's engine applies. Runs on ranks."""
+    """Return what frugal's engine applies. Runs on ranks."""
     plan = plan_by_hand(
         world_size=2, global_batch=NUM_SAMPLES, micro_batch=NUM_SAMPLES // 2 // steps, zero_stage=stage,
         request={**SGD, "precision": "bf16" if bf16 else "fp32"}, strategy={"reduce_bucket_elements": bucket},

@@ -47,7 +47,7 @@ def graph(draw: random.Random, size: int) -> list[Any]:
 
 
 def described(nodes: list[Any]) -> list[list[tuple[str, int]]]:
-    """What each holds, by identity, with its order."""
+    """Return what each holds, by identity, with its order."""
     held = [each if isinstance(each, dict | list | deque | set) else vars(each) for each in nodes]
     return [
         [(str(key), id(value)) for key, value in each.items()] if isinstance(each, dict) else
@@ -57,7 +57,7 @@ def described(nodes: list[Any]) -> list[list[tuple[str, int]]]:
 
 
 def reached(root: Any) -> list[Any]:
-    """What is to be put back: all that `root` reaches, found in another way."""
+    """Return what is to be put back: all that `root` reaches, found in another way."""
     found: list[Any] = []
     todo = [root]
     while todo:

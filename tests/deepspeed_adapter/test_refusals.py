@@ -58,7 +58,7 @@ def test_a_dry_run_refuses_it(kind: str, zero_stage: int, message: str) -> None:
 
 
 def refused(kinds: list[tuple[str, int]]) -> list[str]:
-    """What training says of each, under a stage. Runs on ranks."""
+    """Return what training says of each, under a stage. Runs on ranks."""
     said = []
     for kind, zero_stage in kinds:
         try:

@@ -45,7 +45,7 @@ def differences(before: PythonState, after: PythonState) -> Iterator[str]:
 
 
 def is_same(one: Any, other: Any) -> bool:
-    """Whether two values are the same object, or equal numbers."""
+    """Return whether two values are the same object, or equal numbers."""
     return one is other or (isinstance(one, (int, float, str)) and type(one) is type(other) and one == other)
 
 

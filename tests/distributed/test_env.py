@@ -59,7 +59,7 @@ HINT = "\n\nhint: leave it to the launcher (frugal train, torchrun, deepspeed, s
 
 
 def refusal(variables: dict[str, str], bare: pytest.MonkeyPatch) -> str:
-    """What is said of these variables."""
+    """Return what is said of these variables."""
     for name, value in variables.items():
         bare.setenv(name, value)
     with pytest.raises(RequestError) as caught:

@@ -38,7 +38,8 @@ def test_every_rank_gets_every_ranks_value(three_ranks: Ranks) -> None:
 
 
 def waited() -> bool:
-    """Whether this rank went on only after the last one, which comes late, longer than its sockets wait otherwise."""
+    """Return whether this rank went on only after the last one, which comes late, longer than its sockets wait
+    otherwise."""
     rank, store = dist.get_rank(), rendezvous.joined
     assert store is not None
     store.set_timeout(timedelta(seconds=0.1))
@@ -64,7 +65,7 @@ class Payload:
 
 
 def error_where_rank_1_sends(message: bytes) -> str:
-    """What a rank says of a message of rank 1's which `gather` did not make; runs on ranks."""
+    """Return what a rank says of a message of rank 1's which `gather` did not make; runs on ranks."""
     if dist.get_rank() == 1:
         sizes = [torch.empty(1, dtype=torch.int64) for _ in range(dist.get_world_size())]
         dist.all_gather(sizes, torch.tensor([len(message)]))

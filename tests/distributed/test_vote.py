@@ -20,7 +20,7 @@ def test_one_yes_is_a_yes_on_all_ranks(three_ranks: Ranks) -> None:
 
 
 def error_where_a_rank_is_gone(gone: int) -> str:
-    """What a rank is told; runs on ranks."""
+    """Return what a rank is told; runs on ranks."""
     with closing(Vote(None)) as vote:
         if dist.get_rank() == gone:
             return ""
@@ -36,8 +36,8 @@ def test_a_rank_that_is_gone_is_no_answer(gone: int, three_ranks: Ranks) -> None
 
 
 def outcomes_of_different_aims() -> list[str]:
-    """What comes of votes in which ranks are about to do the same, different things, and different ones but one has
-    failed; runs on ranks."""
+    """Return what comes of votes in which ranks are about to do the same, different things, and different ones but one
+    has failed; runs on ranks."""
     outcomes, rank = [], dist.get_rank()
     with closing(Vote(None)) as vote:
         for mine, what in ((False, 2**61), (False, 2**61 + rank), (rank == 1, rank)):

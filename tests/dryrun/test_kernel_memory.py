@@ -27,7 +27,7 @@ T = TypeVar("T")
 
 
 def answers(name: str, kind: type[T]) -> T:
-    """What was recorded of CUDA."""
+    """Return what was recorded of CUDA."""
     return msgspec.json.decode(lzma.decompress((Path(__file__).parent / f"{name}.json.xz").read_bytes()), type=kind)
 
 

@@ -53,7 +53,7 @@ def test_autocasts_lists_are_those_of_the_installed_torch() -> None:
 
 
 def parts(step: Any, **more: Any) -> dict[str, Any]:
-    """What `frugal.dry_run` is told of a small step."""
+    """Return what `frugal.dry_run` is told of a small step."""
     return {"step": step, "mem": "4G", "steps": 1} | more
 
 

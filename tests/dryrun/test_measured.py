@@ -116,7 +116,7 @@ def is_smaller_since(record: Measurement) -> bool:
 
 
 def off(record: Measurement, found: Figures) -> list[str]:
-    """What is further off than its bound."""
+    """Return what is further off than its bound."""
     measured = record.measured
     errors = {name: found.phases[name] / size - 1 for name, size in measured.phases.items()}
     bounds = dict.fromkeys(errors, ALLOCATED) | {"reserved": RESERVED} | KNOWN.get(record.name, {})

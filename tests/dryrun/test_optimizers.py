@@ -131,7 +131,7 @@ def test_on_the_host_states_in_bf16_go_the_same_way(zero_stage: int, one_rank: R
 
 
 def mistake_of(plan: Plan) -> str:
-    """What a rank says instead of training. Runs on ranks."""
+    """Return what a rank says instead of training. Runs on ranks."""
     from frugal.errors import FrugalError
 
     try:

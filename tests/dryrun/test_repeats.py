@@ -31,7 +31,8 @@ FAMILIES: dict[str, dict[str, Any]] = {
 
 
 def both(make: Callable[[], Any], monkeypatch: pytest.MonkeyPatch) -> tuple[Any, Any]:
-    """What is made with slices that are written, and with all of them run; a fourth as many are run for the first."""
+    """Yield what is made with slices that are written, and with all of them run; a fourth as many are run for the
+    first."""
     num_run = []
 
     def counted(starts: range, watch: slices.Watch) -> Any:

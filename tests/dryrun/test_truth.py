@@ -214,7 +214,7 @@ IN_TEST_ALL = [
 
 
 def more_of(rows: list[Any], known: list[Any]) -> Iterator[Any]:
-    """Those that are not in every run, marked so."""
+    """Yield those that are not in every run, marked so."""
     ids = {each.id for each in known}
     yield from (pytest.param(*each.values, marks=(*each.marks, exhaustive), id=each.id)
                 for each in rows if each.id not in ids)  # fmt: skip

@@ -111,7 +111,7 @@ def build(plan: Plan, base: Path, seed: int = 0) -> torch.nn.Module:
 def measured_gradient(
     kind: str, bases: Path, zero_stage: int, split: Any, strategy: dict[str, Any]
 ) -> tuple[Gradient, list[str]]:
-    """What one SGD step has taken off of adapters, by its gradient; and what else has changed. Runs on ranks."""
+    """Return what one SGD step has taken off of adapters, by its gradient; and what else has changed. Runs on ranks."""
     plan, samples = plan_for(kind, zero_stage, split, SGD, **strategy), ragged_samples(split[0])
     model = build(plan, bases / KINDS[kind][0])
     begin_anywhere(model)
@@ -231,7 +231,7 @@ def test_a_run_goes_on_from_a_checkpoint_without_the_base_on_any_layout(
 
 
 def on_other_models(kind: str, folder: Path, bases: Path, changes: list[tuple[str, dict[str, Any]]]) -> list[str]:
-    """What loading says to each base and request; runs on ranks."""
+    """Return what loading says to each base and request; runs on ranks."""
     messages = []
     for base, request in changes:
         plan = plan_for(kind, 3, request=request)

@@ -133,7 +133,7 @@ def test_evaluating_takes_no_more_memory_than_training(
 
 
 def nothing_to_evaluate() -> list[str]:
-    """What evaluating nothing and evaluating prompts says; runs on ranks."""
+    """Return what evaluating nothing and evaluating prompts says; runs on ranks."""
     messages = []
     with running(plan_here(2, 2)) as engine:
         for samples in ([], [{"input_ids": [1, 2, 3], "labels": [-100] * 3}]):
@@ -150,7 +150,7 @@ def test_nothing_to_evaluate_is_said(one_rank: Ranks) -> None:
 
 
 def at_the_end(folder: Path) -> list[dict[str, Any]]:
-    """What a run records at its end that has data kept for it; runs on one rank."""
+    """Return what a run records at its end that has data kept for it; runs on one rank."""
     data: Any = SimpleNamespace(
         training=ragged_samples(64), validation=ragged_samples(9), test=ragged_samples(7, seed=1)
     )

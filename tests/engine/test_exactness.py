@@ -141,7 +141,7 @@ SCALED_RATE = 1e-2  # for batches of 6
 
 
 def differences(engine: Engine) -> list[str]:
-    """What DeepSpeed's engine does not do as the strategy says. Runs on ranks."""
+    """Return what DeepSpeed's engine does not do as the strategy says. Runs on ranks."""
     strategy, inner = engine.plan.strategy, engine.deepspeed
     zero = inner._config.zero_config
     checks: dict[str, tuple[Any, Any]] = {
@@ -271,7 +271,7 @@ def test_activation_checkpointing_does_not_change_the_losses(zero_stage: int, dr
 
 
 def messages_of_steps(batches: list[list[dict[str, list[int]]]]) -> list[str]:
-    """What train_step says about samples it cannot use. Runs on ranks."""
+    """Return what train_step says about samples it cannot use. Runs on ranks."""
     messages = []
     with running(plan_here(0, 2)) as engine:
         for samples in batches:
@@ -289,7 +289,7 @@ def test_a_batch_without_targets_is_refused(one_rank: Ranks) -> None:
 
 
 def message_of_a_wrong_plan(world_size: int) -> str:
-    """What initialize says about a plan for another world, or another plan on each rank. Runs on ranks."""
+    """Return what initialize says about a plan for another world, or another plan on each rank. Runs on ranks."""
     global_batch = 8 if world_size != 2 else 8 + dist.get_rank()
     plan = plan_by_hand(world_size=world_size, global_batch=global_batch, micro_batch=2, zero_stage=0)
     with pytest.raises(FrugalError) as raised:

@@ -180,8 +180,8 @@ def starting(*of: Any) -> Iterator[tuple[Case, Engine]]:
 
 
 def refused(*of: Any) -> tuple[str, bool, Trained]:
-    """What the first step under ZeRO-3 is refused with, whether the weights are as before, and what comes of the steps
-    after it. Runs on ranks."""
+    """Return what the first step under ZeRO-3 is refused with, whether the weights are as before, and what comes of the
+    steps after it. Runs on ranks."""
     with starting(*of) as (case, engine):
         before = whole(engine)
         with pytest.raises(RequestError) as error:
@@ -215,7 +215,7 @@ def test_under_zero_3_ranks_that_use_other_parameters_are_refused_by_name_on_all
 
 
 def error_of_freezing(zero_stage: int) -> str:
-    """What a step says after a parameter was frozen. Runs on ranks."""
+    """Return what a step says after a parameter was frozen. Runs on ranks."""
     with starting("heads", ALIKE, "sgd", 1, zero_stage, 12, {}) as (case, engine):
         engine.train_step(case.steps[0])
         engine.module.heads[1].requires_grad_(False)

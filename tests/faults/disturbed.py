@@ -73,7 +73,7 @@ class Fault:
                 hidden.register_hook(lambda _gradient: self._fail() if self.is_armed else None)
 
     def _is_second_state(self) -> bool:
-        """Whether the optimizer is about to make its second moment; others make zeros, too."""
+        """Return whether the optimizer is about to make its second moment; others make zeros, too."""
         self._states += sys._getframe(3).f_code.co_name == "_init_group"
         return self._states == 2
 

@@ -51,7 +51,7 @@ class Snapshots:
         self.take("torch.save")
 
     def take(self, event: str) -> None:
-        """What a crash here would leave."""
+        """Return what a crash here would leave."""
         if self._is_busy:
             return
         self._is_busy = True

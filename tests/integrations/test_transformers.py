@@ -134,8 +134,8 @@ def nothing_left() -> Iterator[None]:
 
 
 def refused_in_trainer(folder: str, made: Plan, out: str) -> tuple[str, bool]:
-    """What a rank is told of which another half of the model's ways is taken, and whether its weights are as they
-    were."""
+    """Return what a rank is told of which another half of the model's ways is taken, and whether its weights are as
+    they were."""
     from transformers import AutoModelForCausalLM, TrainingArguments
 
     from frugal.integrations.transformers import PlannedTrainer

@@ -54,7 +54,7 @@ def model(kind: str, *, attn_pdrop: float = 0.0) -> nn.Module:
 
 
 def attended_alone(query: Tensor, key: Tensor, value: Tensor, mask: packs.LazyMask, scale: float | None) -> Tensor:
-    """What `packs.attend` computes, one document after the other, without its kernel."""
+    """Return what `packs.attend` computes, one document after the other, without its kernel."""
     offsets, out = mask.offsets.tolist(), torch.zeros_like(query)
     assert offsets[0] == 0 and offsets[-1] == len(query)
     assert mask.longest == max(end - start for start, end in pairwise(offsets))

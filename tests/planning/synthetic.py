@@ -221,7 +221,7 @@ class SyntheticSource:
 
 
 def dry_running(error: float = 1.0, **model: int | float) -> OpenSource:
-    """What `make_plan` takes as `dry-run`."""
+    """Yield what `make_plan` takes as `dry-run`."""
 
     @contextmanager
     def dry_run(

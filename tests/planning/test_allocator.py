@@ -32,7 +32,7 @@ def replay(
     expandable_segments: bool = False,
     reservation_bytes: int = ENDLESS,
 ) -> Replay:
-    """What both allocators agree on."""
+    """Return what both allocators agree on."""
     how: dict[str, Any] = {"expandable_segments": expandable_segments, "reservation_bytes": reservation_bytes}
     found = Replays(sizes, events, empties, **how).under(limit_bytes)
     assert found == in_python(sizes, events, limit_bytes, empties=empties, **how)

@@ -38,7 +38,7 @@ class Failing:
 
 
 def told(folder: Path) -> tuple[list[tuple[Any, ...]], str]:
-    """What a callback hears of an engine in Python, and what is said of one that fails. Runs on ranks."""
+    """Return what a callback hears of an engine in Python, and what is said of one that fails. Runs on ranks."""
     diary, samples = Diary(), ragged_samples(6)
     with running(plan_here(2, 6), callbacks=[diary]) as engine:
         targets = engine.train_step(samples).targets

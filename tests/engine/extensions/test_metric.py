@@ -111,7 +111,7 @@ def returns_text(_predicted: list[np.ndarray], _labels: list[np.ndarray]) -> str
 
 
 def refusals() -> list[str]:
-    """What is said of metrics that do not work; runs on ranks."""
+    """Return what is said of metrics that do not work; runs on ranks."""
     said = []
 
     def refused(engine: Engine, samples: list[Any], metric: Any) -> None:

@@ -159,7 +159,7 @@ def adafactor(groups: list[dict[str, Any]]) -> torch.optim.Optimizer:
 
 
 def said(zero_stage: int, make: Any, groups: Any, free_bytes: int | None = None, **request: Any) -> str:
-    """What initialize says instead of making an engine. Runs on ranks."""
+    """Return what initialize says instead of making an engine. Runs on ranks."""
     plan = plan_for(1, zero_stage, **request)
     if free_bytes is not None:
         memory = replace(plan.memory, usable_bytes=free_bytes)

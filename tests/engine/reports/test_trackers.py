@@ -28,7 +28,7 @@ def curves(folder: Path) -> dict[str, list[tuple[int, float]]]:
 
 
 def hyperparameters(folder: Path) -> dict[str, Any]:
-    """What TensorBoard shows in its tab of hyper-parameters, of the only start that stored any."""
+    """Return what TensorBoard shows in its tab of hyper-parameters, of the only start that stored any."""
     (kept,) = folder.glob("*/events*")
     metadata = EventAccumulator(str(kept.parent)).Reload().SummaryMetadata("_hparams_/session_start_info")
     values = HParamsPluginData.FromString(metadata.plugin_data.content).session_start_info.hparams

@@ -63,7 +63,7 @@ def plan(world_size: int, sequence_parallel: int, zero_stage: int, request: Any 
 def gradient(
     kind: str, world_size: int, sequence_parallel: int, zero_stage: int, *, packed: bool = False
 ) -> tuple[Gradient, float, float]:
-    """What one step of SGD applied, its loss, and the loss of an evaluation before. Runs on ranks."""
+    """Return what one step of SGD applied, its loss, and the loss of an evaluation before. Runs on ranks."""
     before = weights(model(kind))
     with running(plan(world_size, sequence_parallel, zero_stage, SGD), model(kind), CausalLM(packed=packed)) as engine:
         evaluated = engine.evaluate(samples(packed, seed=7)).loss
@@ -148,7 +148,7 @@ def _weighed(predictions: list[np.ndarray], labels: list[np.ndarray]) -> dict[st
 
 
 def refusal(kind: str, sequence_parallel: int, **changes: Any) -> str:
-    """What is said of a plan that cannot be run. Runs on ranks."""
+    """Return what is said of a plan that cannot be run. Runs on ranks."""
     made = model(kind)
     for name, value in changes.items():
         setattr(made.config, name, value)

@@ -194,7 +194,7 @@ def adapted(lora: str | None) -> nn.Module:
 
 
 def measured_gradient(zero_stage: int, strategy: dict[str, Any], lora: str | None) -> Gradient:
-    """What DeepSpeed applies of `SAMPLES`. Runs on ranks."""
+    """Return what DeepSpeed applies of `SAMPLES`. Runs on ranks."""
     request = SGD | {"lora": None if lora is None else Lora.of(lora)}
     return gradient_of_step(plan_here(zero_stage, 3, 2, request, kernels="liger", **strategy), adapted(lora), SAMPLES)
 

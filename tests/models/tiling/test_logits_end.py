@@ -164,7 +164,7 @@ FAMILY_OF_STAGE = {0: "cohere", 1: "granite", 2: "gemma2", 3: "gemma2"}
 
 
 def measured_gradient(zero_stage: int) -> Gradient:
-    """What DeepSpeed applies of seven ragged samples, with the tiled loss. Runs on ranks."""
+    """Return what DeepSpeed applies of seven ragged samples, with the tiled loss. Runs on ranks."""
     plan = plan_here(zero_stage, 7, 2, SGD, loss="tiled")
     return gradient_of_step(plan, small(FAMILY_OF_STAGE[zero_stage]), ragged_samples(7))
 

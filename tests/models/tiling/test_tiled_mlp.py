@@ -113,7 +113,8 @@ def adapted(lora: str | None = None) -> torch.nn.Module:
 
 
 def measured_gradient(zero_stage: int, strategy: dict[str, Any], lora: str | None = None) -> tuple[Gradient, int]:
-    """What DeepSpeed applies of seven ragged samples, with tiled MLPs; the parameters still gathered. Runs on ranks."""
+    """Return what DeepSpeed applies of seven ragged samples, with tiled MLPs; the parameters still gathered. Runs on
+    ranks."""
     model, request = adapted(lora), SGD | {"lora": None if lora is None else Lora.of(lora)}
     before = weights(model)
     with running(plan_here(zero_stage, 7, 2, request, mlp="tiled", **strategy), model) as engine:

@@ -93,7 +93,7 @@ def network(*between: nn.Module) -> nn.Module:
 
 
 def of_factory(model: nn.Module, loss: Callable[[nn.Module, Any], Tensor], example: Mapping[str, Tensor]) -> ModelSpec:
-    """What `resolve` makes of a factory that returns these."""
+    """Return what `resolve` makes of a factory that returns these."""
     objective = SummedLoss(loss, example=example)
     return ModelSpec(
         reference="own.py:model", task=OWN, max_positions=None, vocab_size=None,

@@ -36,7 +36,7 @@ TAGGED = {"ids": torch.zeros(5, dtype=torch.long), "labels": torch.zeros(5, dtyp
 
 
 def notes(model: nn.Module, loss: Loss, example: Mapping[str, Tensor]) -> tuple[str, ...]:
-    """What a plan says of it."""
+    """Return what a plan says of it."""
     return check_model(of_factory(model, loss, example))
 
 

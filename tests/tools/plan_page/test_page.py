@@ -34,7 +34,7 @@ def drafted(**settings: Any) -> Plan:
 
 
 def answered(plan: Plan, *, in_full: bool = False) -> dict[str, Any]:
-    """What the page of a plan looks up, as it reads it."""
+    """Return what the page of a plan looks up, as it reads it."""
     with closing(workers()) as pool:
         made = answers(plan, partial(DryRunSource, pool=pool, will_dry_run=False), in_full=in_full)
     read: dict[str, Any] = msgspec.json.decode(msgspec.json.encode(made))
@@ -85,7 +85,7 @@ def said(browser: Browser) -> str:
 
 
 def asked(browser: Browser, page: Path, **choice: int) -> str:
-    """What the page says of a choice in its address."""
+    """Return what the page says of a choice in its address."""
     browser.driver.get("about:blank")
     browser.driver.get(f"{page.as_uri()}#" + "&".join(f"{name}={value}" for name, value in choice.items()))
     return said(browser)
@@ -110,7 +110,7 @@ def test_the_grid_has_every_strategy_of_the_table_and_no_hole(plan: Plan, comput
 
 
 def searched(**settings: Any) -> Candidate:
-    """What a search finds: the fastest that fits, or the smallest shortfall."""
+    """Return what a search finds: the fastest that fits, or the smallest shortfall."""
     request, cluster, *_ = understand({"model": MODEL} | settings)
     with closing(workers()) as pool, DryRunSource(request, cluster, pool=pool, will_dry_run=False) as source:
         found = Search(request, cluster, source).predicted()
