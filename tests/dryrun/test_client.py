@@ -108,23 +108,6 @@ def test_a_profile_by_arithmetic_is_a_direct_dry_run(
     assert fitted.host_bytes_per_node == pytest.approx(direct.host_bytes_per_node, rel=SCALARS)
 
 
-@pytest.mark.parametrize(
-    "strategy",
-    [
-        Strategy(zero_stage=3, activation_checkpointing="full", reduce_bucket_elements=100_000),
-        Strategy(zero_stage=2, offload_optimizer="cpu", reduce_bucket_elements=100_000),
-        Strategy(zero_stage=3, offload_optimizer="cpu", offload_parameters="cpu", reduce_bucket_elements=100_000),
-        Strategy(zero_stage=2, loss="tiled", reduce_bucket_elements=100_000),
-    ],
-    ids=str,
-)
-def test_so_it_is_under_other_strategies(dry_runs: DryRunSource, strategy: Strategy) -> None:
-    direct = dry_runs.dry_run(strategy, 5, accumulation_steps=1)
-    fitted = dry_runs.profile(strategy, False).memory(5, device())
-    assert fitted.live_bytes == pytest.approx(direct.live_bytes, rel=SCALARS)
-    assert fitted.host_bytes_per_node == pytest.approx(direct.host_bytes_per_node, rel=SCALARS)
-
-
 def test_a_draft_is_the_profile_without_the_allocator_and_is_kept_without_traces(
     dry_runs: DryRunSource, request_: Request
 ) -> None:
