@@ -111,55 +111,10 @@ def traced(family: str, precision: str, lora: str | None, strategy: Strategy, ki
     return trace(model, FAMILIES[family][1](), asked_trace(strategy, kind), building_bytes=building_bytes)
 
 
-def compare(
-    family: str,
-    zero_stage: int,
-    *,
-    precision: str = "bf16",
-    world_size: int = 2,
-    rank: int = 0,
-    steps: int = 1,
-    kind: str = "cuda",
-    request: dict[str, Any] | None = None,
-    lora: str | None = None,
-    **strategy: Any,
-) -> None:
-    """Peak and live bytes of every phase, host bytes, and the categories at the peak."""
-    asked = Request(precision=precision, seq_len=SEQ_LEN, **(request or {}))
-    way, build, objective = (
-        Strategy(zero_stage=zero_stage, **strategy),
-        builder(family, precision, lora),
-        FAMILIES[family][1],
-    )
-    dry_run_result = dry_run(
-        build, objective(),
-        AskDryRun(
-            request=asked, strategy=way, micro_batch=MICRO_BATCH, accumulation_steps=steps, world_size=world_size,
-            rank=rank, kind=kind,
-        ),
-    )  # fmt: skip
-    of_model = Strategy(
-        zero_stage=zero_stage, activation_checkpointing=way.activation_checkpointing, loss=way.loss, mlp=way.mlp
-    )
-    alone = traced(family, precision, lora, of_model, kind)
-    assert covers(asked, way, alone)
-    simulated = simulate(alone, asked, way, world_size=world_size, rank=rank, kind=kind, steps=equal_steps(steps > 1))
-    expected = dry_run_result.timeline.intervals(MICRO_BATCH)
-    found = simulated.timeline.intervals(MICRO_BATCH)
-    assert [interval.phase for interval in found] == [interval.phase for interval in expected]
-    for one, other in zip(found, expected, strict=True):
-        left_out = TOLERANCE * other.peak_bytes + (EIGHT_BIT_MAPS if asked.optimizer.name == "adamw-8bit" else 0)
-        assert one.peak_bytes == pytest.approx(other.peak_bytes, abs=left_out), other.phase
-        assert one.live_bytes == pytest.approx(other.live_bytes, abs=left_out), other.phase
-    assert simulated.host_bytes == pytest.approx(dry_run_result.host_bytes, rel=TOLERANCE, abs=RANDOM_STATES)
-    if kind == "cuda":
-        emptied = [len(each.timeline.empties) for each in (simulated, dry_run_result)]
-        assert emptied[0] == emptied[1] == (zero_stage > 0 and strategy.get("offload_parameters") != "cpu")
-    peak = dry_run_result.timeline.peak(MICRO_BATCH)
-    for name, size_bytes in simulated.timeline.peak(MICRO_BATCH).categories.items():
-        slack = max(left_out, TOLERANCE * peak.total_bytes)
-        assert size_bytes == pytest.approx(peak.categories[name], abs=slack), name
-
+USUAL: dict[str, Any] = {
+    "precision": "bf16", "world_size": 2, "rank": 0, "steps": 1, "kind": "cuda", "request": {}, "lora": None,
+}  # fmt: skip
+"""What a row says beside its strategy."""
 
 OPTIMIZER_ON_HOST = {"offload_optimizer": "cpu"}
 ALL_ON_HOST = {**OPTIMIZER_ON_HOST, "offload_parameters": "cpu"}
@@ -241,8 +196,36 @@ IN_EVERY_RUN, NUMBER = 24, 120
     ], ids=str,
 )  # fmt: skip
 def test_every_phase_is_as_dry_run(row: tuple[str, int, dict[str, Any]]) -> None:
-    family, zero_stage, how = row
-    compare(family, zero_stage, **how)
+    """Peak and live bytes of every phase, host bytes, and the categories at the peak."""
+    family, zero_stage, given = row
+    how = USUAL | given
+    precision, kind, lora, steps = (how[name] for name in ("precision", "kind", "lora", "steps"))
+    where = {name: how[name] for name in ("world_size", "rank", "kind")}
+    asked = Request(precision=precision, seq_len=SEQ_LEN, **how["request"])
+    way = Strategy(zero_stage=zero_stage, **{name: value for name, value in how.items() if name not in USUAL})
+    as_run = AskDryRun(request=asked, strategy=way, micro_batch=MICRO_BATCH, accumulation_steps=steps, **where)
+    dry_run_result = dry_run(builder(family, precision, lora), FAMILIES[family][1](), as_run)
+    of_model = Strategy(
+        zero_stage=zero_stage, activation_checkpointing=way.activation_checkpointing, loss=way.loss, mlp=way.mlp
+    )
+    alone = traced(family, precision, lora, of_model, kind)
+    assert covers(asked, way, alone)
+    simulated = simulate(alone, asked, way, steps=equal_steps(steps > 1), **where)
+    expected = dry_run_result.timeline.intervals(MICRO_BATCH)
+    found = simulated.timeline.intervals(MICRO_BATCH)
+    assert [interval.phase for interval in found] == [interval.phase for interval in expected]
+    for one, other in zip(found, expected, strict=True):
+        left_out = TOLERANCE * other.peak_bytes + (EIGHT_BIT_MAPS if asked.optimizer.name == "adamw-8bit" else 0)
+        assert one.peak_bytes == pytest.approx(other.peak_bytes, abs=left_out), other.phase
+        assert one.live_bytes == pytest.approx(other.live_bytes, abs=left_out), other.phase
+    assert simulated.host_bytes == pytest.approx(dry_run_result.host_bytes, rel=TOLERANCE, abs=RANDOM_STATES)
+    if kind == "cuda":
+        emptied = [len(each.timeline.empties) for each in (simulated, dry_run_result)]
+        assert emptied[0] == emptied[1] == (zero_stage > 0 and way.offload_parameters != "cpu")
+    peak = dry_run_result.timeline.peak(MICRO_BATCH)
+    for name, size_bytes in simulated.timeline.peak(MICRO_BATCH).categories.items():
+        slack = max(left_out, TOLERANCE * peak.total_bytes)
+        assert size_bytes == pytest.approx(peak.categories[name], abs=slack), name
 
 
 @pytest.mark.parametrize(
