@@ -177,10 +177,10 @@ def _new_plan(job: _Job, *, starts_here: bool) -> Plan:
     if job.settings.resume and earlier.exists():
         before = Plan.read(earlier)
         asked = merged(_trained(before), asked)
-        if settings_of(ClusterSettings).keys().isdisjoint(job.asked):  # on the same devices
-            request, defaults = requested(asked)
-            return planned(request, before.cluster, defaults)
-    request, cluster, defaults = collect(asked, asks_data=False)
+    if job.settings.resume and earlier.exists() and settings_of(ClusterSettings).keys().isdisjoint(job.asked):
+        (request, defaults), cluster = requested(asked), before.cluster  # on the same devices
+    else:
+        request, cluster, defaults = collect(asked, asks_data=False)
     if starts_here:
         local.check_machine(cluster, job.how.master_port)
         # not Path.exists, which fails where we may not look
@@ -191,11 +191,11 @@ def _new_plan(job: _Job, *, starts_here: bool) -> Plan:
             f"{out} is no folder that may be written to",
             "see to it that it can be written, or choose another folder with --out",
         ))  # fmt: skip
-    if not job.settings.resume:
-        silence_libraries()
-        from frugal.engine import training  # DeepSpeed and torch take seconds
+    silence_libraries()
+    from frugal.engine import training  # DeepSpeed and torch take seconds
 
-        training.check(request, job.settings)
+    training.check(request, job.settings)
+    if not job.settings.resume:
         request = with_data(request, asked, defaults)
         training.check_schedule(request, job.settings)
     return planned(request, cluster, defaults)

@@ -10,14 +10,16 @@ import torch
 
 from frugal import memory_watch
 from frugal.checkpoint import loading, manifest, mirror, random_state, resume_checks, run_folder, saving
-from frugal.checkpoint.progress import Progress
+from frugal.checkpoint.progress import Progress, read_progress
 from frugal.config.learning_rate import Curve
+from frugal.config.optimizers import IMPLEMENTATIONS
 from frugal.config.request import Request
 from frugal.config.run_settings import RunSettings
 from frugal.data import corpus
 from frugal.data.batches import GlobalBatches
 from frugal.data.sources import Provenance
 from frugal.data.stream.samples import SampleStream, StreamBatches
+from frugal.deepspeed_adapter import kernels
 from frugal.distributed import env, rank_logs, rendezvous
 from frugal.engine import loop
 from frugal.engine.engine import Engine, initialize
@@ -28,10 +30,10 @@ from frugal.engine.measure.run_gauge import RunGauge
 from frugal.engine.reports import opening, trackers
 from frugal.engine.reports.metrics import Log, PlannedMemory
 from frugal.engine.train_step import evaluate, refuse_other_model
-from frugal.errors import RequestError
 from frugal.imports import collected_seldom
 from frugal.models import factories, resolve
 from frugal.models.loading import placed
+from frugal.models.spec import ModelSpec
 from frugal.planning.plan import Plan
 from frugal.report import after_run
 
@@ -41,13 +43,46 @@ def check(request: Request, settings: RunSettings) -> None:
 
     Raises:
         RequestError: the model, its tokenizer, or the user's metric or callbacks cannot be trained with.
+        PlanMismatchError: the run to resume is of another model, or was trained in another way.
     """
     for reference in filter(None, (settings.metric, *settings.callback)):
         factories.import_callable(reference)
     spec = resolve.resolve_request(request)
     spec.refuse_random_base()
     if not corpus.samples_in(spec, settings):
-        spec.for_tokenizer(corpus.tokenizer_for(spec, settings.tokenizer, settings.chat_template)[0])
+        spec = spec.for_tokenizer(corpus.tokenizer_for(spec, settings.tokenizer, settings.chat_template)[0])
+    checkpoint = _check_resumed(request, settings)
+    if checkpoint is not None and spec.task != "sequence-classification":  # the number of classes comes from the data
+        _check_shapes(*checkpoint, spec, request)
+
+
+def _check_resumed(request: Request, settings: RunSettings) -> tuple[Path, manifest.Manifest] | None:
+    """Refuse what the newest checkpoint of a run to resume does not continue with, as far as its records say.
+
+    Returns:
+        Its path and manifest; None without one that can be read.
+
+    Raises: as `resume_checks.check_progress`, `resume_checks.check_recipe`.
+    """
+    path = manifest.newest_checkpoint(settings.checkpoints) if settings.resume else None
+    if path is None:
+        return None
+    try:
+        made_by, progress = manifest.read(path), read_progress(path)
+    except ValueError:  # an older one is loaded then
+        return None
+    resume_checks.check_progress(progress, settings, settings.steps)
+    own = made_by.recipe.get("optimizer")  # of the model's own file, which is made with the engine
+    asked = resume_checks.recipe(request) | ({} if own in IMPLEMENTATIONS else {"optimizer": own})
+    resume_checks.check_recipe(path, made_by, asked)
+    return path, made_by
+
+
+def _check_shapes(path: Path, made_by: manifest.Manifest, spec: ModelSpec, request: Request) -> None:
+    """Compare parameters without building them. Raises as `resume_checks.check_shapes`."""
+    module = spec.build(dtype=kernels.DTYPES[request.precision], device="meta")
+    shapes = [(name, tuple(parameter.shape)) for name, parameter in module.named_parameters()]
+    resume_checks.check_shapes(path, made_by, request.model, manifest.digest_of(shapes))
 
 
 def check_schedule(request: Request, settings: RunSettings) -> None:
@@ -75,12 +110,15 @@ def train(plan: Plan, settings: RunSettings, device: torch.device) -> None:
         mirror.fetch_if_empty(settings)
     if settings.mirror is not None:
         rendezvous.wait_for_all("mirror")
+    checkpoint = _check_resumed(plan.request, settings)
     metric, callbacks = Metric.load(settings.metric), Callbacks.load(settings.callback)
     settings = run_folder.create(settings)
     run_folder.check_space(plan, settings)
     with collected_seldom():  # reading brings transformers and datasets along
         data = corpus.read_samples(plan, settings)
     data.spec.refuse_random_base()
+    if checkpoint is not None and checkpoint[1].plan_digest != plan.digest:
+        _check_shapes(*checkpoint, data.spec, plan.request)  # before the weights are loaded
     batches = _global_batches(plan, settings, data)
     total_steps = loop.num_steps(batches, settings)
     curve = settings.schedule.curve(plan.request.scaled_learning_rate, total_steps, settings.warmup)
@@ -192,17 +230,12 @@ def _start(
     """Return where to begin, and what is not as it was when the run stopped.
 
     Raises:
-        RequestError: it is further than it is to go; and as `loading.load`, `resume_checks.on_data`.
+        FrugalError: as `loading.load`, `resume_checks.check_progress` and `resume_checks.on_data`.
     """
     if not settings.resume:
         return Progress(step=0, seed=settings.seed, data=data, learning_rate=curve), ()
     loaded = loading.load(engine, settings.checkpoints)
-    if loaded.progress.step > total_steps:
-        raise RequestError(
-            f"the run in {settings.out} is at step {loaded.progress.step} already",
-            because=f"it was to end at step {total_steps}",
-            hint=f"resume with --steps {loaded.progress.step + 1} or more; `frugal export` writes its model",
-        )
+    resume_checks.check_progress(loaded.progress, settings, total_steps)
     start, data_changes = resume_checks.on_data(loaded.progress, data, settings)
     start, rate_changes = resume_checks.on_curve(start, curve)
     return start, loaded.changes + data_changes + rate_changes
