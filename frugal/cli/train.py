@@ -13,6 +13,7 @@ import click
 from frugal.checkpoint import manifest, run_folder
 from frugal.cli.options import (
     SettingsCommand,
+    check_folder,
     collect,
     config_option,
     options,
@@ -84,6 +85,10 @@ def command(plan_path: Path | None, printed: commands.Launcher | None, preview: 
     job.settings.check_length()
     if not job.hosts:
         trackers.check(job.settings.track)
+        if job.settings.mirror and printed is None:
+            from frugal.checkpoint import mirror  # torch takes seconds
+
+            mirror.warn_if_unreachable(job.settings.mirror)
     if plan is None:
         with shared_workers():
             plan = _new_plan(job, starts_here=printed is None and not job.hosts)
@@ -183,14 +188,7 @@ def _new_plan(job: _Job, *, starts_here: bool) -> Plan:
         request, cluster, defaults = collect(asked, asks_data=False)
     if starts_here:
         local.check_machine(cluster, job.how.master_port)
-        # not Path.exists, which fails where we may not look
-        out = next(filter(os.path.exists, (job.settings.out, *job.settings.out.absolute().parents)))
-        refuse((
-            not os.access(out, os.W_OK | os.X_OK),
-            f"cannot write to {job.settings.out}",
-            f"{out} is no folder that may be written to",
-            "see to it that it can be written, or choose another folder with --out",
-        ))  # fmt: skip
+        check_folder(job.settings.out, "--out")
     silence_libraries()
     from frugal.engine import training  # DeepSpeed and torch take seconds
 

@@ -371,7 +371,8 @@ def write_samples(
     left_out = " and ".join(report.left_out(settings.too_long)) or "no rows"
     refuse(
         (report.samples == 0, "there is no text in the data",
-         f"{names_of([source.name for source in sources])}: {left_out}", None),
+         f"{names_of([source.name for source in sources])}: {left_out}",
+         "give data with text, or name the column that has it: --columns text=NAME"),
         (maker.task == "sequence-classification" and report.num_labels == 1, "the data have one class",
          f"all {plural(report.samples, 'sample')} are of it", None),
         (train.num_samples == 0, "the data cannot be divided into training and validation",

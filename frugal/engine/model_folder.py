@@ -65,7 +65,7 @@ def find(given: Path, which: str | None) -> Path:
     folder = given / "checkpoints" if (given / "checkpoints").is_dir() else given
     there = manifest.checkpoints_in(folder)
     if not there:
-        raise CheckpointError(f"there is no checkpoint in {folder}")
+        raise CheckpointError(f"there is no checkpoint in {folder}", hint="give the --out of a run that saved one")
     reason = f"there is no checkpoint of step {which} in {folder}"
     if which == BEST:
         settings = build(RunSettings, earlier_settings(folder.parent))

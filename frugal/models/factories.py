@@ -53,7 +53,9 @@ def import_callable(reference: str, hint: str = "name it as package.module:name 
         public = [n for n, value in vars(module).items() if callable(value) and not n.startswith("_")]
         similar = difflib.get_close_matches(name, public, n=1)
         raise RequestError(
-            f"{where} has no `{name}`", hint=f"did you mean {where}:{similar[0]}?" if similar else None
+            f"{where} has no `{name}`",
+            because=f"it has {', '.join(public) or 'no function or class'}",
+            hint=f"did you mean {where}:{(similar or public)[0]}?" if public else f"define `{name}` in it",
         ) from None
     if not callable(factory):
         raise RequestError(f"{reference} cannot be called", because=f"its type is {type(factory).__name__}")

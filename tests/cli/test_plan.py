@@ -161,7 +161,7 @@ def test_the_page_of_a_plan_names_it_and_says_where_it_is(capsys: pytest.Capture
 def test_a_page_that_cannot_be_written_is_an_error(capsys: pytest.CaptureFixture[str], here: Path) -> None:
     (here / "pages").touch()
     code, _, err = frugal_plan(capsys, *CARDS, "--html", "pages/gpt2.html")
-    assert code == 2 and err.startswith("error: cannot write pages")
+    assert code == 2 and err.startswith("error: cannot write to pages\n")
 
 
 def test_flags_win_over_the_file_and_the_file_over_defaults(capsys: pytest.CaptureFixture[str], here: Path) -> None:
