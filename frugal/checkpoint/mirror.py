@@ -20,6 +20,8 @@ import shutil
 import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
+from functools import partial
+from multiprocessing.pool import ThreadPool
 from pathlib import Path
 from urllib.parse import urlsplit
 
@@ -66,10 +68,8 @@ class _Storage:
 
     def probe(self) -> None:
         """Raise what the storage's library raises where nothing can be kept: no server, no bucket, no folder."""
-        if self._has_folders:
-            self.fs.makedirs(self.root, exist_ok=True)
-        else:
-            self.fs.ls(self.root.partition("/")[0])
+        look = partial(self.fs.makedirs, exist_ok=True) if self._has_folders else self.fs.ls
+        look(self.root if self._has_folders else self.root.partition("/")[0])
 
     def sizes(self, *names: str) -> dict[str, int]:
         """Return the bytes of what is in a folder, by name; 0 for folders."""
@@ -126,7 +126,7 @@ class Mirror:
     def close(self, seconds: float) -> None:
         """Copy what is left, for `seconds` at most; say what could not be."""
         self._is_ending = True
-        stop.wait_for(f"the copy to the mirror {self._address}")
+        stop.under_way = f"the copy to the mirror {self._address}"
         self._due.set()
         self._thread.join(first := min(seconds, QUIET_SECONDS))
         if self._thread.is_alive() and seconds > first:
@@ -259,22 +259,12 @@ def beside(settings: RunSettings, rank: int) -> Iterator[Callable[[], None]]:
 
 def warn_if_unreachable(address: str) -> None:
     """Say if a storage cannot be used now. It may answer later, so a run is not refused for it."""
-    why = [f"no answer in {PROBE_SECONDS:.0f} s"]
-
-    def ask() -> None:
-        try:
-            _Storage(address).probe()
-            why.clear()
-        except Exception as error:  # a storage's library may raise anything
-            why[:] = [storages.explained(error)]
-
-    asking = threading.Thread(target=ask, name="mirror probe", daemon=True)
-    asking.start()
-    asking.join(PROBE_SECONDS)
-    if why:
+    try:
+        ThreadPool(1).apply_async(_Storage(address).probe).get(PROBE_SECONDS)
+    except Exception as error:  # a storage's library may raise anything
         rank_logs.to_console(
-            f"warning: the mirror {address} cannot be used now ({why[0]}); the run goes on, and tries it after each "
-            "checkpoint"
+            f"warning: the mirror {address} cannot be used now ({storages.explained(error)}; it has "
+            f"{PROBE_SECONDS:.0f} s to answer): the run goes on, and tries it after each checkpoint"
         )
 
 

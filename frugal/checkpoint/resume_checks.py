@@ -60,43 +60,25 @@ def check_resume(path: Path, made_by: Manifest, this: Manifest) -> None:
     Raises:
         PlanMismatchError: it is of another model, or was trained in a way that this run does not continue.
     """
-    check_recipe(path, made_by, this.recipe)
-    check_shapes(path, made_by, this.model, this.shapes)
+    for name, word in _FIXED.items():
+        before, now = made_by.recipe.get(name), this.recipe.get(name)
+        if before != now:
+            raise PlanMismatchError(
+                f"{path} was made with {_value(word, before)}, this run has {_value(word, now)}",
+                hint=f"resume with {_value(word, before)}, or start anew with another --out",
+            )
+    if made_by.shapes != this.shapes:
+        raise PlanMismatchError(
+            f"{path} is of another model",
+            because=f"it was made with {made_by.model}, this run trains {this.model}; its parameters differ",
+            hint="resume with the plan the run was started with, or start anew with another --out",
+        )
     if made_by.base != this.base:
         raise PlanMismatchError(
             f"{path} holds adapters of another base model",
             because=f"the frozen weights of {this.model} are not those that they were trained with",
             hint="give the base model as it was, or start anew with another --out",
         )
-
-
-def check_shapes(path: Path, made_by: Manifest, model: str, shapes: str) -> None:
-    """Refuse a checkpoint whose parameters have other names or shapes than `model`, which has `Manifest.shapes`.
-
-    Raises:
-        PlanMismatchError: they differ.
-    """
-    if made_by.shapes != shapes:
-        raise PlanMismatchError(
-            f"{path} is of another model",
-            because=f"it was made with {made_by.model}, this run trains {model}; its parameters differ",
-            hint="resume with the plan the run was started with, or start anew with another --out",
-        )
-
-
-def check_recipe(path: Path, made_by: Manifest, asked: Recipe) -> None:
-    """Refuse a checkpoint that was trained in a way that a run with the recipe `asked` does not continue.
-
-    Raises:
-        PlanMismatchError: the message names the first setting that differs.
-    """
-    for name, word in _FIXED.items():
-        before, now = made_by.recipe.get(name), asked.get(name)
-        if before != now:
-            raise PlanMismatchError(
-                f"{path} was made with {_value(word, before)}, this run has {_value(word, now)}",
-                hint=f"resume with {_value(word, before)}, or start anew with another --out",
-            )
 
 
 def check_other_layout(path: Path, made_by: Manifest, this: Manifest) -> None:

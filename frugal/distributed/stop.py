@@ -34,9 +34,9 @@ REPEATED_SECONDS = 5.0
 OTHER_FAILED = 0
 """The number that `deliver` takes in place of a signal's number: another rank has failed, and this one is to end."""
 
-_STEP = "the step"
+under_way = "the step"
+"""Work that a request to stop waits for; whoever does other work names it here."""
 
-_under_way = _STEP  # what a request to stop waits for
 _requested: signal.Signals | None = None  # signals are the process's, and so is this
 _has_other_failed = False
 _wakeup: socket.socket | None = None  # through which numbers of signals come to the thread
@@ -56,12 +56,6 @@ def note(number: int) -> None:
     """Record that this process was asked to stop by the signal of this number."""
     global _requested
     _requested = _requested or signal.Signals(number)
-
-
-def wait_for(what: str) -> None:
-    """Name what a request to stop waits for from now on, in place of a step."""
-    global _under_way
-    _under_way = what
 
 
 def deliver(number: int) -> None:
@@ -88,7 +82,6 @@ def heed_stop_signals(
     """
     global _requested, _wakeup
     _requested = None
-    wait_for(_STEP)
     heard, wakeup = socket.socketpair()
     with heard, wakeup:
         wakeup.setblocking(False)
@@ -133,7 +126,7 @@ def _listen(heard: socket.socket, grace_seconds: float, end: Callable[[str, str,
         except TimeoutError:
             assert _requested is not None
             what = f"not done within {grace_seconds} s after {_requested.name}"
-            end(what, f"{_under_way} under way takes longer", 128 + _requested)
+            end(what, f"{under_way} under way takes longer", 128 + _requested)
             return
         if not numbers:
             return
@@ -142,10 +135,10 @@ def _listen(heard: socket.socket, grace_seconds: float, end: Callable[[str, str,
                 continue
             times, name = received.add(number), signal.Signals(number).name
             if times == 2:
-                end(f"ended by a second {name}", f"{_under_way} under way was not waited for", 128 + number)
+                end(f"ended by a second {name}", f"{under_way} under way was not waited for", 128 + number)
             elif times == 1 and deadline == math.inf:
                 deadline = time.monotonic() + grace_seconds
-                then = "saving after this step" if _under_way is _STEP else f"waiting for {_under_way}"
+                then = "saving after this step" if under_way == "the step" else f"waiting for {under_way}"
                 text = f"asked to stop by {name}: {then}, at most {grace_seconds} s"
                 say = logger.warning if env.rank() == 0 else rank_logs.to_file
                 try:

@@ -2,6 +2,7 @@
 
 from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, contextmanager, nullcontext
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -51,38 +52,31 @@ def check(request: Request, settings: RunSettings) -> None:
     spec.refuse_random_base()
     if not corpus.samples_in(spec, settings):
         spec = spec.for_tokenizer(corpus.tokenizer_for(spec, settings.tokenizer, settings.chat_template)[0])
-    checkpoint = _check_resumed(request, settings)
-    if checkpoint is not None and spec.task != "sequence-classification":  # the number of classes comes from the data
-        _check_shapes(*checkpoint, spec, request)
+    _check_resumed(spec, request, settings)
 
 
-def _check_resumed(request: Request, settings: RunSettings) -> tuple[Path, manifest.Manifest] | None:
-    """Refuse what the newest checkpoint of a run to resume does not continue with, as far as its records say.
+def _check_resumed(spec: ModelSpec, request: Request, settings: RunSettings, plan_digest: str = "") -> None:
+    """Refuse what the newest checkpoint of a run to resume does not continue with, before any weights are loaded.
 
-    Returns:
-        Its path and manifest; None without one that can be read.
+    Without a plan the number of classes is not known, so the shapes of a classifier are not compared.
 
-    Raises: as `resume_checks.check_progress`, `resume_checks.check_recipe`.
+    Raises: as `resume_checks.check_progress`, `resume_checks.check_resume`.
     """
     path = manifest.newest_checkpoint(settings.checkpoints) if settings.resume else None
     if path is None:
-        return None
+        return
     try:
         made_by, progress = manifest.read(path), read_progress(path)
     except ValueError:  # an older one is loaded then
-        return None
+        return
     resume_checks.check_progress(progress, settings, settings.steps)
-    own = made_by.recipe.get("optimizer")  # of the model's own file, which is made with the engine
-    asked = resume_checks.recipe(request) | ({} if own in IMPLEMENTATIONS else {"optimizer": own})
-    resume_checks.check_recipe(path, made_by, asked)
-    return path, made_by
-
-
-def _check_shapes(path: Path, made_by: manifest.Manifest, spec: ModelSpec, request: Request) -> None:
-    """Compare parameters without building them. Raises as `resume_checks.check_shapes`."""
-    module = spec.build(dtype=kernels.DTYPES[request.precision], device="meta")
-    shapes = [(name, tuple(parameter.shape)) for name, parameter in module.named_parameters()]
-    resume_checks.check_shapes(path, made_by, request.model, manifest.digest_of(shapes))
+    recipe, shapes = resume_checks.recipe(request), made_by.shapes
+    if made_by.recipe.get("optimizer") not in IMPLEMENTATIONS:  # of the model's own file, which is made with the engine
+        recipe["optimizer"] = made_by.recipe.get("optimizer")
+    if plan_digest != made_by.plan_digest and (plan_digest or spec.task != "sequence-classification"):
+        module = spec.build(dtype=kernels.DTYPES[request.precision], device="meta")
+        shapes = manifest.digest_of([(name, tuple(parameter.shape)) for name, parameter in module.named_parameters()])
+    resume_checks.check_resume(path, made_by, replace(made_by, model=request.model, recipe=recipe, shapes=shapes))
 
 
 def check_schedule(request: Request, settings: RunSettings) -> None:
@@ -110,15 +104,13 @@ def train(plan: Plan, settings: RunSettings, device: torch.device) -> None:
         mirror.fetch_if_empty(settings)
     if settings.mirror is not None:
         rendezvous.wait_for_all("mirror")
-    checkpoint = _check_resumed(plan.request, settings)
     metric, callbacks = Metric.load(settings.metric), Callbacks.load(settings.callback)
     settings = run_folder.create(settings)
     run_folder.check_space(plan, settings)
     with collected_seldom():  # reading brings transformers and datasets along
         data = corpus.read_samples(plan, settings)
     data.spec.refuse_random_base()
-    if checkpoint is not None and checkpoint[1].plan_digest != plan.digest:
-        _check_shapes(*checkpoint, data.spec, plan.request)  # before the weights are loaded
+    _check_resumed(data.spec, plan.request, settings, plan.digest)
     batches = _global_batches(plan, settings, data)
     total_steps = loop.num_steps(batches, settings)
     curve = settings.schedule.curve(plan.request.scaled_learning_rate, total_steps, settings.warmup)

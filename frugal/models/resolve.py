@@ -188,8 +188,7 @@ def _from_path(reference: str, path: Path, task: str | None, num_labels: int | N
     file = path / "config.json" if path.is_dir() else path
     with failure(f"{reference} is no model folder, {file} cannot be read", OSError):
         text = file.read_bytes()
-    hint = f"a function in it is named {file}:NAME" if file.suffix == ".py" else "give a config.json or a model folder"
-    with failure(f"{file} is no JSON", ValueError, RecursionError, hint=hint):
+    with failure(f"{file} is no JSON", ValueError, RecursionError, hint="give a config.json, or FILE.py:FUNCTION"):
         # transformers writes infinity as `{"__float__": "Infinity"}`
         raw = json.loads(text, object_hook=lambda each: float(each["__float__"]) if [*each] == ["__float__"] else each)
     model_type = raw.get("model_type") if isinstance(raw, dict) else None

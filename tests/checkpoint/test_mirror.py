@@ -212,18 +212,17 @@ def test_a_storage_without_an_answer_is_not_waited_for_and_what_it_lacks_is_said
     settings, forever = run_in(tmp_path), threading.Event()
     monkeypatch.setattr(MemoryFileSystem, "put_file", lambda *_, **__: forever.wait(60))
     checkpoint(settings, 100)
-    awaited: list[str] = []
-    monkeypatch.setattr(stop, "wait_for", awaited.append)
+    monkeypatch.setattr(stop, "under_way", "the step")
     with mirror.beside(run_in(tmp_path, grace=1), rank=0) as copy:
         copy()
-    assert awaited == [f"the copy to the mirror {ADDRESS}"], "for a signal that comes now"
+    assert stop.under_way == f"the copy to the mirror {ADDRESS}", "for a signal that comes now"
     forever.set()
     said = capsys.readouterr().err
     assert "is not complete, lacks step-000100 (it took longer than 1 s)" in said
 
 
 @pytest.mark.parametrize(
-    ("address", "why"), [("file:///dev/null/run", "NotADirectoryError"), (ADDRESS, "no answer in")]
+    ("address", "why"), [("file:///dev/null/run", "NotADirectoryError"), (ADDRESS, "TimeoutError")]
 )
 def test_a_storage_that_cannot_be_used_is_told_before_the_run(
     address: str, why: str, store: dict[str, Any], monkeypatch: pytest.MonkeyPatch, capsys: Capture

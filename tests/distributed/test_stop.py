@@ -86,7 +86,7 @@ def test_a_long_operation_is_left_by_a_second_signal_or_when_the_grace_is_over(i
 
 
 def test_a_signal_after_the_last_step_is_told_what_it_waits_for() -> None:
-    with process("stop.wait_for('the copy')\n    busy()", grace=1) as asked:
+    with process("stop.under_way = 'the copy'\n    busy()", grace=1) as asked:
         time.sleep(0.3)
         asked.send_signal(signal.SIGTERM)
         _, errors = asked.communicate(timeout=60)

@@ -282,10 +282,14 @@ _VALUES_HINT = (
     "a dry run knows shapes, not values: `.item()` is answered; leave `.tolist()` and code that depends on it out of "
     "the step, or run it on the host with the batch"
 )
+_ONE_GPU = "a dry run has no DistributedDataParallel and no FSDP: run the script as on one GPU, without them"
 _HINTS = {
     "on the same device": "a dry run moves nothing by itself: move the model and the batch to the card, as on a GPU",
     "not compiled with CUDA": "this name of torch.cuda is not available in a dry run: leave it out of the step",
-    "process group": "a dry run has no DistributedDataParallel and no FSDP: run the script as on one GPU, without them",
+    "You requested gpu": _ONE_GPU,  # Lightning with several devices
+    "process group": _ONE_GPU,
+    "DDP expects": _ONE_GPU,
+    "Cannot access accelerator": _ONE_GPU,  # FSDP
 }
 _OURS = (AssertionError, AttributeError, KeyError, NameError, TypeError)
 _SHOWN_FRAMES = 3
