@@ -14,7 +14,7 @@ from frugal.config.request import Request
 from frugal.config.run_settings import RunSettings
 from frugal.data.batches import Position
 from frugal.data.sources import Provenance
-from frugal.errors import PlanMismatchError, RequestError
+from frugal.errors import PlanMismatchError, refuse
 from frugal.units import plural
 
 _FIXED = {
@@ -131,18 +131,20 @@ def check_progress(progress: Progress, settings: RunSettings, total_steps: int |
     Raises:
         RequestError: the seed is another one, or there are more steps already.
     """
-    if total_steps is not None and progress.step > total_steps:
-        raise RequestError(
+    refuse(
+        (
+            total_steps is not None and progress.step > total_steps,
             f"the run in {settings.out} is at step {progress.step} already",
-            because=f"it was to end at step {total_steps}",
-            hint=f"resume with --steps {progress.step + 1} or more; `frugal export` writes its model",
-        )
-    if progress.seed != settings.seed:
-        raise RequestError(
+            f"it was to end at step {total_steps}",
+            f"resume with --steps {progress.step + 1} or more; `frugal export` writes its model",
+        ),
+        (
+            progress.seed != settings.seed,
             f"the run in {settings.out} was started with another seed",
-            because=f"its seed is {progress.seed}, this one is {settings.seed}",
-            hint="resume with the same --seed, or start anew with another --out",
-        )
+            f"its seed is {progress.seed}, this one is {settings.seed}",
+            "resume with the same --seed, or start anew with another --out",
+        ),
+    )
 
 
 def on_data(progress: Progress, data: Provenance, settings: RunSettings) -> tuple[Progress, tuple[str, ...]]:

@@ -391,12 +391,14 @@ def _saved(source: str) -> DocumentSource:
     with failure(f"the dataset {source} cannot be opened"):  # a damaged dataset fails in many ways
         loaded = datasets.load_from_disk(source)
     if isinstance(loaded, datasets.DatasetDict):
-        if "train" not in loaded:
-            raise RequestError(
+        refuse(
+            (
+                "train" not in loaded,
                 f"the dataset {source} has no split `train`",
-                because=f"its splits are {', '.join(loaded)}",
-                hint=f"give one of them: --data {source.rstrip('/')}/{next(iter(loaded))}",
+                f"its splits are {', '.join(loaded)}",
+                f"give one of them: --data {source.rstrip('/')}/{next(iter(loaded))}",
             )
+        )
         loaded = loaded["train"]
     return _dataset(source, loaded)
 

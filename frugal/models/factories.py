@@ -100,11 +100,14 @@ def make_model(reference: str, factory: Factory, device: torch.device) -> tuple[
             )
         returned = factory()
     module, objective = returned if isinstance(returned, tuple) and len(returned) == 2 else (returned, None)
-    if not isinstance(module, nn.Module):
-        raise RequestError(
+    refuse(
+        (
+            not isinstance(module, nn.Module),
             f"{reference} returned {'None' if module is None else f'an object of type {type(module).__name__}'}",
-            hint="return a torch.nn.Module, or (module, objective)",
+            "",
+            "return a torch.nn.Module, or (module, objective)",
         )
+    )
     if isinstance(objective, Mapping):
         objective = MeanLoss(example=objective)
     if objective is not None and not hasattr(objective, "loss_sum"):

@@ -62,10 +62,14 @@ def resolve(reference: str, task: str | None = None, *, num_labels: int | None =
     path = Path(reference).expanduser()
     if path.exists():
         return _from_path(reference, path, task, num_labels)
-    if reference.startswith((".", "/", "~")) or reference.endswith(".json") or reference.count("/") > 1:
-        raise RequestError(
-            f"there is no model at {reference}", hint="give a config.json, a model folder, or a preset such as gpt2"
+    refuse(
+        (
+            reference.startswith((".", "/", "~")) or reference.endswith(".json") or reference.count("/") > 1,
+            f"there is no model at {reference}",
+            "",
+            "give a config.json, a model folder, or a preset such as gpt2",
         )
+    )
     return _from_hub(reference, task, num_labels)
 
 
