@@ -11,7 +11,7 @@ from typing import Any
 import msgspec
 
 from frugal.deepspeed_adapter.json_config import MICRO_BATCH
-from frugal.errors import RequestError, failure, refuse
+from frugal.errors import RequestError, failure
 from frugal.tools.check import command_line, deepspeed_json, tools
 from frugal.tools.check.document import AUTO, NAMES, Document, Settings, Tool, read
 
@@ -58,14 +58,12 @@ def gather(
         config = _named(trainer, settings.raw["deepspeed_file"], settings)
         documents += [config] if config is not None and config.path != trainer.path else []
     if config is not None:
-        refuse(
-            (
-                settings.deepspeed is not None,
+        if settings.deepspeed is not None:
+            raise RequestError(
                 f"{config.path} and {by_kind['accelerate'].path} both say how DeepSpeed is to run",
-                "accelerate takes its own configuration, and transformers refuses both together",
-                "leave one of them out",
+                because="accelerate takes its own configuration, and transformers refuses both together",
+                hint="leave one of them out",
             )
-        )
         deepspeed_json.read(config, settings)
     for name in given:
         setattr(settings, name, flags[name])
