@@ -176,8 +176,8 @@ class Mirror:
         for path in here:
             try:
                 self._copy_checkpoint(storage, path)
-            except FileNotFoundError:
-                if path.exists():  # else it was removed meanwhile
+            except (FileNotFoundError, ValueError):  # the latter of a manifest that cannot be read
+                if (path / MANIFEST).exists():  # else it was removed meanwhile
                     raise
         names = {path.name for path in here}
         if here and here[0].name in self._whole:

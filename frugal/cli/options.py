@@ -5,6 +5,7 @@
 """
 
 import os
+import tempfile
 from collections.abc import Callable, Generator, Iterable, Mapping, Sequence
 from contextlib import nullcontext
 from pathlib import Path
@@ -23,7 +24,7 @@ from frugal.config.run_settings import SAMPLE_NAMES
 from frugal.config.schema import PLAN_SETTINGS, SETTINGS, merged, read_toml, settings_of_toml, understand
 from frugal.config.setting import Group, SettingRow, flag_of, settings_of
 from frugal.dryrun.planner import plans_here, with_lengths
-from frugal.errors import RequestError, refuse
+from frugal.errors import RequestError, failure
 from frugal.planning.plan import Plan
 from frugal.units import parse_count
 
@@ -333,14 +334,9 @@ def check_folder(folder: Path, flag: str) -> None:
     """
     # not Path.exists, which fails where we may not look
     there = next(filter(os.path.exists, (folder, *folder.absolute().parents)))
-    refuse(
-        (
-            not (there.is_dir() and os.access(there, os.W_OK | os.X_OK)),
-            f"cannot write to {folder}",
-            f"{there} is no folder that may be written to",
-            f"see to it that it can be written, or choose another folder with {flag}",
-        )
-    )
+    hint = f"see to it that it can be written, or choose another folder with {flag}"
+    with failure(f"cannot write to {folder}", OSError, hint=hint):
+        tempfile.TemporaryFile(dir=there).close()  # os.access would say that the root user may write to /proc
 
 
 def planning_flags(values: Mapping[str, Any], *others: str) -> list[str]:

@@ -206,6 +206,24 @@ def test_a_slow_storage_gets_all_of_a_checkpoint_that_is_removed_meanwhile(
     assert not (settings.out / ".mirror").exists()
 
 
+def test_a_checkpoint_that_is_removed_before_it_has_a_second_name_is_passed_over(
+    tmp_path: Path, store: dict[str, Any], monkeypatch: pytest.MonkeyPatch, capsys: Capture
+) -> None:
+    settings, mkdir = run_in(tmp_path), Path.mkdir
+    checkpoint(settings, 200)
+    first = checkpoint(settings, 100)
+
+    def remove_first(folder: Path, *arguments: Any, **options: Any) -> None:
+        if folder.parent.name == ".mirror":
+            (first / MANIFEST).unlink(missing_ok=True)
+        mkdir(folder, *arguments, **options)
+
+    monkeypatch.setattr(Path, "mkdir", remove_first)
+    copied(settings)
+    assert capsys.readouterr().err == ""
+    assert any(name.endswith(f"step-000200/{MANIFEST}") for name in store)
+
+
 def test_a_storage_without_an_answer_is_not_waited_for_and_what_it_lacks_is_said(
     tmp_path: Path, store: dict[str, Any], monkeypatch: pytest.MonkeyPatch, capsys: Capture
 ) -> None:

@@ -162,6 +162,8 @@ def test_a_page_that_cannot_be_written_is_an_error(capsys: pytest.CaptureFixture
     (here / "pages").touch()
     code, _, err = frugal_plan(capsys, *CARDS, "--html", "pages/gpt2.html")
     assert code == 2 and err.startswith("error: cannot write to pages\n")
+    code, _, err = frugal_plan(capsys, *CARDS, "-o", "/proc/plan")  # where the root user may write, too
+    assert (code, err.partition("\n")[0]) == (2, "error: cannot write to /proc/plan") and err.endswith("with -o\n")
 
 
 def test_flags_win_over_the_file_and_the_file_over_defaults(capsys: pytest.CaptureFixture[str], here: Path) -> None:

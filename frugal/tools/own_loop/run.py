@@ -313,7 +313,9 @@ def failures(script: str, part: str | None) -> Iterator[None]:
         if isinstance(error, _OURS) and Path(frames[-1].filename).is_relative_to(package_folder("frugal") / "dryrun"):
             raise
         text, hints = str(error), _HINTS
-        if isinstance(error, ValuesNeededError | NotImplementedError) or any(words in text for words in _NO_VALUES):
+        if isinstance(error, SystemExit):
+            hints = {"": "the script ended itself; its own arguments follow `--`"}
+        elif isinstance(error, ValuesNeededError | NotImplementedError) or any(words in text for words in _NO_VALUES):
             hints = {"": _VALUES_HINT}
         packages = [package_folder(name) for name in ("torch", "frugal", "deepspeed", "transformers")]
         own = [
