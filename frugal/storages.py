@@ -6,7 +6,7 @@ Credentials come from the storage's own files and variables, never from the addr
 import os
 from urllib.parse import urlsplit
 
-from frugal.errors import RequestError, first_line
+from frugal.errors import RequestError, first_line, refuse
 
 _EXTRAS = {"s3": "frugal-trainer[s3]", "s3a": "frugal-trainer[s3]"}
 _SECRET = ("KEY", "SECRET", "TOKEN", "PASSWORD", "CREDENTIAL")
@@ -25,12 +25,14 @@ def check(flag: str, *addresses: str) -> None:
     """
     for address in addresses:
         parts = urlsplit(address)
-        if parts.password is not None or parts.query:
-            raise RequestError(
+        refuse(
+            (
+                parts.password is not None or parts.query,
                 f"{flag} {parts.scheme}://... has credentials in its address",
-                because="it is kept in the run's record, and shown in lists of processes",
-                hint="put them where the storage's library looks, such as AWS_ACCESS_KEY_ID and AWS_SECRET_ACCESS_KEY",
+                "it is kept in the run's record, and shown in lists of processes",
+                "put them where the storage's library looks, such as AWS_ACCESS_KEY_ID and AWS_SECRET_ACCESS_KEY",
             )
+        )
         import fsspec  # type: ignore[import-untyped]  # it has no type hints
 
         try:

@@ -196,7 +196,7 @@ def origin(engine: Trained, step: int, listed: dict[str, File]) -> Manifest:
         optimizer=kernels.describe_optimizer(plan.request, plan.strategy) if own is None else own,
         model=plan.request.model,
         shapes=manifest.digest_of(shapes),
-        recipe=resume_checks.recipe(plan) | ({} if own is None else {"optimizer": own}),
+        recipe=resume_checks.recipe(plan.request) | ({} if own is None else {"optimizer": own}),
         plan_digest=plan.digest,
         versions=local_host.library_versions(),
         files=listed,

@@ -20,6 +20,8 @@ import shutil
 import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
+from functools import partial
+from multiprocessing.pool import ThreadPool
 from pathlib import Path
 from urllib.parse import urlsplit
 
@@ -30,7 +32,7 @@ from frugal.checkpoint import manifest
 from frugal.checkpoint.manifest import MANIFEST, POINTER
 from frugal.checkpoint.progress import read_progress
 from frugal.config.run_settings import METRICS, RECORD, RunSettings
-from frugal.distributed import rank_logs
+from frugal.distributed import rank_logs, stop
 from frugal.errors import CheckpointError, first_line
 
 _OWNER = "mirror.json"
@@ -43,6 +45,12 @@ _OBJECT_STORES = ("s3", "s3a", "gs", "gcs", "az", "abfs", "abfss", "oss", "hf")
 
 RETRY_SECONDS = (5.0, 300.0)
 """The first wait after a failure, which doubles up to the second."""
+
+PROBE_SECONDS = 5.0
+"""Time for the first answer of a storage, before a run is planned."""
+
+QUIET_SECONDS = 3.0
+"""Time for the last copy before it is said that the run waits for it."""
 
 ENDING_SECONDS = 60.0
 """Time for what is left to copy when a run has failed; one that is done or told to stop has its grace."""
@@ -57,6 +65,11 @@ class _Storage:
         self.fs, root = url_to_fs(address)
         self.root = root.rstrip("/")
         self._has_folders = urlsplit(address).scheme not in _OBJECT_STORES
+
+    def probe(self) -> None:
+        """Raise what the storage's library raises where nothing can be kept: no server, no bucket, no folder."""
+        look = partial(self.fs.makedirs, exist_ok=True) if self._has_folders else self.fs.ls
+        look(self.root if self._has_folders else self.root.partition("/")[0])
 
     def sizes(self, *names: str) -> dict[str, int]:
         """Return the bytes of what is in a folder, by name; 0 for folders."""
@@ -113,8 +126,12 @@ class Mirror:
     def close(self, seconds: float) -> None:
         """Copy what is left, for `seconds` at most; say what could not be."""
         self._is_ending = True
+        stop.under_way = f"the copy to the mirror {self._address}"
         self._due.set()
-        self._thread.join(seconds)
+        self._thread.join(first := min(seconds, QUIET_SECONDS))
+        if self._thread.is_alive() and seconds > first:
+            rank_logs.to_console(f"copying to the mirror {self._address}, for at most {seconds - first:.0f} s more")
+            self._thread.join(seconds - first)
         newest = manifest.newest_checkpoint(self._checkpoints)
         if self._thread.is_alive() and not self._is_refused:
             lacks = f" lacks {newest.name}" if newest is not None and newest.name not in self._whole else ""
@@ -159,8 +176,8 @@ class Mirror:
         for path in here:
             try:
                 self._copy_checkpoint(storage, path)
-            except FileNotFoundError:
-                if path.exists():  # else it was removed meanwhile
+            except (FileNotFoundError, ValueError):  # the latter of a manifest that cannot be read
+                if (path / MANIFEST).exists():  # else it was removed meanwhile
                     raise
         names = {path.name for path in here}
         if here and here[0].name in self._whole:
@@ -238,6 +255,17 @@ def beside(settings: RunSettings, rank: int) -> Iterator[Callable[[], None]]:
         mirror.close(min(ENDING_SECONDS, settings.grace))
         raise
     mirror.close(settings.grace)
+
+
+def warn_if_unreachable(address: str) -> None:
+    """Say if a storage cannot be used now. It may answer later, so a run is not refused for it."""
+    try:
+        ThreadPool(1).apply_async(_Storage(address).probe).get(PROBE_SECONDS)
+    except Exception as error:  # a storage's library may raise anything
+        rank_logs.to_console(
+            f"warning: the mirror {address} cannot be used now ({storages.explained(error)}; it has "
+            f"{PROBE_SECONDS:.0f} s to answer): the run goes on, and tries it after each checkpoint"
+        )
 
 
 def fetch_if_empty(settings: RunSettings) -> None:

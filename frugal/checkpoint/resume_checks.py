@@ -10,11 +10,11 @@ from pathlib import Path
 from frugal.checkpoint.manifest import Manifest
 from frugal.checkpoint.progress import Progress
 from frugal.config.learning_rate import Curve
+from frugal.config.request import Request
 from frugal.config.run_settings import RunSettings
 from frugal.data.batches import Position
 from frugal.data.sources import Provenance
-from frugal.errors import PlanMismatchError, RequestError
-from frugal.planning.plan import Plan
+from frugal.errors import PlanMismatchError, refuse
 from frugal.units import plural
 
 _FIXED = {
@@ -32,9 +32,9 @@ _ALL = "all parameters"
 Recipe = dict[str, bool | int | float | str | None]
 
 
-def recipe(plan: Plan) -> Recipe:
+def recipe(request: Request) -> Recipe:
     """Return what decides which weights come out, by name."""
-    request, batch, optimizer = plan.request, plan.batch, plan.request.optimizer
+    optimizer, tokens = request.optimizer, request.global_tokens
     numbers = ("momentum",) if optimizer.name == "sgd" else ("beta1", "beta2", "epsilon")
     return {
         "precision": request.precision,
@@ -44,8 +44,8 @@ def recipe(plan: Plan) -> Recipe:
         "pack": request.pack or None,
         "lora": None if request.lora is None else str(request.lora),
         **({} if request.quantize is None else {"quantize": request.quantize}),
-        "global_batch": batch.global_batch if batch.global_tokens is None else None,
-        "global_tokens": batch.global_tokens,
+        "global_batch": request.batch_samples if tokens is None else None,
+        "global_tokens": tokens,
         "learning_rate": request.scaled_learning_rate,
         "decaying": _ALL if request.decays_all else "all but norms and biases",
         "weight_decay": request.weight_decay,
@@ -60,22 +60,6 @@ def check_resume(path: Path, made_by: Manifest, this: Manifest) -> None:
     Raises:
         PlanMismatchError: it is of another model, or was trained in a way that this run does not continue.
     """
-    if made_by.recipe.get("quantize") == this.recipe.get("quantize") and made_by.shapes != this.shapes:
-        raise PlanMismatchError(
-            f"{path} is of another model",
-            because=f"it was made with {made_by.model}, this run trains {this.model}; its parameters differ",
-            hint="resume with the plan the run was started with, or start anew with another --out",
-        )
-    if (
-        made_by.shapes == this.shapes
-        and made_by.base != this.base
-        and made_by.recipe.get("lora") == this.recipe["lora"]
-    ):
-        raise PlanMismatchError(
-            f"{path} holds adapters of another base model",
-            because=f"the frozen weights of {this.model} are not those that they were trained with",
-            hint="give the base model as it was, or start anew with another --out",
-        )
     for name, word in _FIXED.items():
         before, now = made_by.recipe.get(name), this.recipe.get(name)
         if before != now:
@@ -83,6 +67,18 @@ def check_resume(path: Path, made_by: Manifest, this: Manifest) -> None:
                 f"{path} was made with {_value(word, before)}, this run has {_value(word, now)}",
                 hint=f"resume with {_value(word, before)}, or start anew with another --out",
             )
+    if made_by.shapes != this.shapes:
+        raise PlanMismatchError(
+            f"{path} is of another model",
+            because=f"it was made with {made_by.model}, this run trains {this.model}; its parameters differ",
+            hint="resume with the plan the run was started with, or start anew with another --out",
+        )
+    if made_by.base != this.base:
+        raise PlanMismatchError(
+            f"{path} holds adapters of another base model",
+            because=f"the frozen weights of {this.model} are not those that they were trained with",
+            hint="give the base model as it was, or start anew with another --out",
+        )
 
 
 def check_other_layout(path: Path, made_by: Manifest, this: Manifest) -> None:
@@ -127,21 +123,38 @@ def _value(word: str, value: object) -> str:
     return f"no {word}" if value is None else f"{word} {value}"
 
 
+def check_progress(progress: Progress, settings: RunSettings, total_steps: int | None) -> None:
+    """Refuse to go on from this progress with another seed, or to a number of steps that is behind it.
+
+    `total_steps`: None where they are not known.
+
+    Raises:
+        RequestError: the seed is another one, or there are more steps already.
+    """
+    refuse(
+        (
+            total_steps is not None and progress.step > total_steps,
+            f"the run in {settings.out} is at step {progress.step} already",
+            f"it was to end at step {total_steps}",
+            f"resume with --steps {progress.step + 1} or more; `frugal export` writes its model",
+        ),
+        (
+            progress.seed != settings.seed,
+            f"the run in {settings.out} was started with another seed",
+            f"its seed is {progress.seed}, this one is {settings.seed}",
+            "resume with the same --seed, or start anew with another --out",
+        ),
+    )
+
+
 def on_data(progress: Progress, data: Provenance, settings: RunSettings) -> tuple[Progress, tuple[str, ...]]:
     """Return the progress with which a run is resumed on data of this provenance, and what has changed, in words.
 
     On other data the place in the order means nothing, so an epoch begins, in which each sample comes once.
 
     Raises:
-        RequestError: the seed is another one.
         PlanMismatchError: the data has changed, and that was not accepted.
     """
-    if progress.seed != settings.seed:
-        raise RequestError(
-            f"the run in {settings.out} was started with another seed",
-            because=f"its seed is {progress.seed}, this one is {settings.seed}",
-            hint="resume with the same --seed, or start anew with another --out",
-        )
     if progress.data.fingerprint == data.fingerprint:
         return progress, ()
     changes = progress.data.changes(data)

@@ -14,7 +14,7 @@ from frugal.config.hardware import cuda_allocator
 from frugal.config.hardware.build_cluster import ClusterSettings
 from frugal.config.request import Request
 from frugal.distributed.env import silence_libraries
-from frugal.errors import FrugalError, RequestError
+from frugal.errors import FrugalError, RequestError, refuse
 from frugal.tools.check import out_of_memory, report
 from frugal.tools.check.checked import Check, check
 from frugal.tools.check.document import Tool
@@ -78,11 +78,9 @@ def command(
     os.environ.setdefault("DS_ACCELERATOR", "cpu")  # else DeepSpeed says that it chose so
     silence_libraries()
     asked = ["--json"] * as_json + ["--sarif"] * as_sarif
-    if as_json and as_sarif:
-        raise RequestError("--json was given together with --sarif", hint="leave one of them out")
+    refuse((as_json and as_sarif, "--json was given together with --sarif", "", "leave one of them out"))
     try:
-        if not (paths or more):
-            raise RequestError("no file was given", hint="see `frugal check --help`")
+        refuse((not (paths or more), "no file was given", "", "see `frugal check --help`"))
         done = _checked((*paths, *more), tool, log, values)
     except FrugalError as error:
         _print_error(error, next(iter((*paths, *more)), Path()), *asked)

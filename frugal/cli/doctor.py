@@ -15,7 +15,7 @@ from frugal.config.hardware.cluster import DeviceKind
 from frugal.config.run_settings import RunSettings
 from frugal.config.schema import read_toml
 from frugal.distributed import env
-from frugal.errors import RequestError
+from frugal.errors import RequestError, refuse
 from frugal.launch import host_report
 from frugal.launch.host_report import HostReport, UnreachableHost
 from frugal.units import format_bytes
@@ -43,8 +43,7 @@ def command(
     folder = out or Path(settings.get("out", RunSettings.out))
     named: Sequence[HostfileEntry] = () if path is None else build_cluster.read_hostfile(path)
     if is_printed:
-        if not named:
-            raise RequestError("--print needs a hostfile", because="its lines name the hosts", hint="--hostfile HOSTS")
+        refuse((not named, "--print needs a hostfile", "its lines name the hosts", "--hostfile HOSTS"))
         click.echo(
             host_report.lines_without_ssh([host.name for host in named], ["--out", str(folder), "--device", kind])
         )

@@ -34,7 +34,7 @@ from frugal.distributed.env import silence_libraries
 from frugal.dryrun.client import DryRunSource
 from frugal.dryrun.compare import fullest, interval, predicted
 from frugal.dryrun.messages import DryRun
-from frugal.errors import RequestError, refuse
+from frugal.errors import refuse
 from frugal.planning.batch import BatchPlan
 from frugal.planning.memory import timeline_files
 from frugal.planning.memory.timeline import CATEGORIES
@@ -163,19 +163,27 @@ def _own_step(what: str, num_steps: int | None, values: dict[str, Any]) -> _DryR
     """Dry-run the user's own training step, with the segments that torch would make here, or those asked for."""
     overridden = settings_of_toml({}, values["overrides"])
     for name, row in settings_of(Request).items():
-        if values.get(name) not in (None, ()) or name in overridden:
-            raise RequestError(
+        refuse(
+            (
+                values.get(name) not in (None, ()) or name in overridden,
                 f"{what} was given together with {row.flag}",
-                because="the script says what its step does",
-                hint="leave it out, and write it into the script",
+                "the script says what its step does",
+                "leave it out, and write it into the script",
             )
+        )
     settings = read_settings(values) | {"precision": "fp32"}  # the script's own is not known; old cards refuse bf16
     cards = [str(settings[name]) for name in ("gpu", "mem") if settings.get(name)]
     if cards and not settings.get("hostfile") and not any("," in each for each in cards):
         settings.setdefault("gpus", 1)  # as `python SCRIPT.py` runs it
     _, cluster, _ = collect(settings, asks_data=False)
-    if cluster.devices[0].kind != "cuda":
-        raise RequestError(f"{what} was given together with --device cpu", because="a step is dry-run for a GPU")
+    refuse(
+        (
+            cluster.devices[0].kind != "cuda",
+            f"{what} was given together with --device cpu",
+            "a step is dry-run for a GPU",
+            None,
+        )
+    )
     os.environ.setdefault("DS_ACCELERATOR", "cpu")  # else DeepSpeed says that it chose so
     silence_libraries()
     from frugal.tools.own_loop.run import NUM_STEPS, Script, dry_runs  # torch and DeepSpeed take seconds
@@ -201,8 +209,7 @@ def _is_plan(path: Path) -> bool:
 
 def _model(what: str, values: dict[str, Any]) -> _DryRuns:
     """Dry-run the first strategy that the search would look at, with one sample per micro-step unless pinned."""
-    if values.get("model") is not None:
-        raise RequestError(f"{what} was given together with --model", hint="leave one of them out")
+    refuse((values.get("model") is not None, f"{what} was given together with --model", "", "leave one of them out"))
     request, cluster, defaults = collect(read_settings(values) | {"model": what}, asks_data=False)
     request = cuda_allocator.planned(request, cluster, os.environ)
     with DryRunSource(request, cluster) as source:

@@ -11,7 +11,7 @@ from frugal.deepspeed_adapter.export import AUTO_CLASSES, Target, check, evened,
 from frugal.deepspeed_adapter.json_config import write_files
 from frugal.distributed.env import silence_libraries
 from frugal.dryrun.cache import presets
-from frugal.errors import RequestError
+from frugal.errors import RequestError, refuse
 from frugal.planning.plan import Plan
 
 _WEIGHTS = ("*.safetensors*", "pytorch_model*.bin*")
@@ -52,8 +52,7 @@ def command(
         kind = model_folder.write(model_folder.find(path, which), output, merge=merge)
         click.echo(f"wrote {output}: {kind}")
         return
-    if which is not None or merge:
-        raise RequestError("--step and --merge are for --to model", hint="leave them out")
+    refuse((which is not None or merge, "--step and --merge are for --to model", "", "leave them out"))
     plan = _as_cut(read_plan(path), target)
     if target != "hf" and plan.cluster.world_size == 1 and plan.cluster.devices[0].kind == "cuda":
         click.echo(

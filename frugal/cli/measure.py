@@ -119,12 +119,14 @@ def _measured(
         click.exceptions.Exit: the ranks failed, and have reported why.
     """
     kind, model, written = plan.cluster.devices[0].kind, plan.request.model, []
-    if capped and kind == "cpu":
-        raise RequestError(
+    refuse(
+        (
+            capped and kind == "cpu",
             "--capped was given, but the plan is for CPU ranks",
-            because="only the caching allocator of a GPU can be given less memory than there is",
-            hint="leave --capped out",
+            "only the caching allocator of a GPU can be given less memory than there is",
+            "leave --capped out",
         )
+    )
     local.check_machine(plan.cluster, None)
     with closing(workers()) as pool:
         with waiting(f"dry-running {model}"), DryRunSource(plan.request, plan.cluster, pool=pool) as source:
@@ -164,13 +166,17 @@ def _measured(
             measurement = replace(measurement, capped=_capped(plan, path, expected.smallest_capacity_bytes))
         if record is not None:
             again = measurement.predict(pool).peak_allocated_bytes
-            if again != expected.peak_allocated_bytes:
-                raise RequestError(
+            refuse(
+                (
+                    again != expected.peak_allocated_bytes,
                     "the measurement cannot be recorded",
-                    because=f"from the record alone its peak is {again:,} bytes, "
-                    f"from the plan {expected.peak_allocated_bytes:,}",
-                    hint="a factory must be whole in one file, and give the same model every time",
+                    (
+                        f"from the record alone its peak is {again:,} bytes, "
+                        f"from the plan {expected.peak_allocated_bytes:,}"
+                    ),
+                    "a factory must be whole in one file, and give the same model every time",
                 )
+            )
             written.append(measurement.write(record))
     return measurement, written
 

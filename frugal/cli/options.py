@@ -4,6 +4,8 @@
 `plans` searches.
 """
 
+import os
+import tempfile
 from collections.abc import Callable, Generator, Iterable, Mapping, Sequence
 from contextlib import nullcontext
 from pathlib import Path
@@ -22,7 +24,7 @@ from frugal.config.run_settings import SAMPLE_NAMES
 from frugal.config.schema import PLAN_SETTINGS, SETTINGS, merged, read_toml, settings_of_toml, understand
 from frugal.config.setting import Group, SettingRow, flag_of, settings_of
 from frugal.dryrun.planner import plans_here, with_lengths
-from frugal.errors import RequestError
+from frugal.errors import RequestError, failure
 from frugal.planning.plan import Plan
 from frugal.units import parse_count
 
@@ -322,6 +324,19 @@ def described(cards: Sequence[Any], held: Mapping[str, int], num_gpus: int | Non
     if all(names):
         settings["gpu"] = names[0] if len(set(names)) == 1 else ",".join(map(str, names))
     return settings, cards[0].name if len({card.name for card in cards}) == 1 else None, unnamed
+
+
+def check_folder(folder: Path, flag: str) -> None:
+    """Refuse a folder that cannot be made or written to, before anything is computed for it.
+
+    Raises:
+        RequestError: it cannot; `flag` names another.
+    """
+    # not Path.exists, which fails where we may not look
+    there = next(filter(os.path.exists, (folder, *folder.absolute().parents)))
+    hint = f"see to it that it can be written, or choose another folder with {flag}"
+    with failure(f"cannot write to {folder}", OSError, hint=hint):
+        tempfile.TemporaryFile(dir=there).close()  # os.access would say that the root user may write to /proc
 
 
 def planning_flags(values: Mapping[str, Any], *others: str) -> list[str]:

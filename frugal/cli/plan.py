@@ -11,6 +11,7 @@ import click
 from frugal.cli.options import (
     Count,
     SettingsCommand,
+    check_folder,
     collect,
     config_option,
     options,
@@ -91,6 +92,9 @@ def command(
 
         named = parse_axes(axes)
     settings = read_settings(values)
+    for folder, flag in ((output, "-o"), (html and html.parent, "--html")):
+        if folder is not None:
+            check_folder(folder, flag)
     is_watched = is_terminal() and not (as_json or verbose or with_table)
     draft: Plan | None = None  # the last that was shown
     with closing(plans(*collect(settings), will_dry_run=not only_draft)) as made:

@@ -13,6 +13,7 @@ import click
 from frugal.checkpoint import manifest, run_folder
 from frugal.cli.options import (
     SettingsCommand,
+    check_folder,
     collect,
     config_option,
     options,
@@ -84,6 +85,10 @@ def command(plan_path: Path | None, printed: commands.Launcher | None, preview: 
     job.settings.check_length()
     if not job.hosts:
         trackers.check(job.settings.track)
+        if job.settings.mirror and printed is None:
+            from frugal.checkpoint import mirror  # torch takes seconds
+
+            mirror.warn_if_unreachable(job.settings.mirror)
     if plan is None:
         with shared_workers():
             plan = _new_plan(job, starts_here=printed is None and not job.hosts)
@@ -177,25 +182,18 @@ def _new_plan(job: _Job, *, starts_here: bool) -> Plan:
     if job.settings.resume and earlier.exists():
         before = Plan.read(earlier)
         asked = merged(_trained(before), asked)
-        if settings_of(ClusterSettings).keys().isdisjoint(job.asked):  # on the same devices
-            request, defaults = requested(asked)
-            return planned(request, before.cluster, defaults)
-    request, cluster, defaults = collect(asked, asks_data=False)
+    if job.settings.resume and earlier.exists() and settings_of(ClusterSettings).keys().isdisjoint(job.asked):
+        (request, defaults), cluster = requested(asked), before.cluster  # on the same devices
+    else:
+        request, cluster, defaults = collect(asked, asks_data=False)
     if starts_here:
         local.check_machine(cluster, job.how.master_port)
-        # not Path.exists, which fails where we may not look
-        out = next(filter(os.path.exists, (job.settings.out, *job.settings.out.absolute().parents)))
-        refuse((
-            not os.access(out, os.W_OK | os.X_OK),
-            f"cannot write to {job.settings.out}",
-            f"{out} is no folder that may be written to",
-            "see to it that it can be written, or choose another folder with --out",
-        ))  # fmt: skip
-    if not job.settings.resume:
-        silence_libraries()
-        from frugal.engine import training  # DeepSpeed and torch take seconds
+        check_folder(job.settings.out, "--out")
+    silence_libraries()
+    from frugal.engine import training  # DeepSpeed and torch take seconds
 
-        training.check(request, job.settings)
+    training.check(request, job.settings)
+    if not job.settings.resume:
         request = with_data(request, asked, defaults)
         training.check_schedule(request, job.settings)
     return planned(request, cluster, defaults)

@@ -12,7 +12,7 @@ from math import isfinite
 from typing import Any
 
 from frugal.config.setting import KeyTable
-from frugal.errors import RequestError, refuse
+from frugal.errors import refuse
 
 ALL_LINEAR = "all-linear"
 """peft's name of all linear layers except the output head."""
@@ -85,8 +85,7 @@ class Lora:
         if isinstance(value, Lora):
             return value
         given = LORA.read(value)
-        if "r" not in given:
-            raise RequestError("--lora was given without a rank", hint="write --lora r=16")
+        refuse(("r" not in given, "--lora was given without a rank", "", "write --lora r=16"))
         rank = given.pop("r")
         return cls(
             rank=rank,

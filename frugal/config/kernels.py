@@ -9,7 +9,7 @@ from pathlib import Path
 from frugal.config.hardware.cluster import ASSUMED_CAPABILITY, Capability, Cluster
 from frugal.config.hardware.local_host import fused_kernels
 from frugal.config.request import Request
-from frugal.errors import RequestError
+from frugal.errors import refuse
 
 LEAST_CAPABILITY: Capability = (8, 0)
 """The oldest GPUs that are planned for: Triton and Liger test on these and newer ones."""
@@ -33,8 +33,7 @@ def are_to_be_fused(request: Request, cluster: Cluster) -> bool:
         obstacle = "" if are_interpreted() else "its kernels run on GPUs alone"
     elif capability < LEAST_CAPABILITY:
         obstacle = "they need compute capability 8.0 or newer, and there are GPUs of {}.{}".format(*capability)
-    if obstacle and request.kernels == "liger":
-        raise RequestError("--kernels liger is impossible here", because=obstacle, hint=hint)
+    refuse((obstacle and request.kernels == "liger", "--kernels liger is impossible here", obstacle, hint))
     return not obstacle
 
 
@@ -62,9 +61,11 @@ def refuse_none(request: Request, fused: Sequence[str]) -> None:
     Raises:
         RequestError: it is one.
     """
-    if request.kernels == "liger" and not fused:
-        raise RequestError(
+    refuse(
+        (
+            request.kernels == "liger" and not fused,
             f"--kernels liger changes nothing of {request.model}",
-            because="none of its modules computes what one of Liger's kernels does",
-            hint="leave --kernels out",
+            "none of its modules computes what one of Liger's kernels does",
+            "leave --kernels out",
         )
+    )

@@ -92,8 +92,7 @@ def _parsed(text: str) -> list[tuple[str, int]]:
                 _WRONG, because=f"`{word}` is no mode with the numbers of layers, below {MOST_LAYERS}", hint=_HINT
             )
         for layer in range(int(match[2]), last + 1):
-            if layer in modes:
-                raise RequestError(_WRONG, because=f"layer {layer} has two modes", hint=_HINT)
+            refuse((layer in modes, _WRONG, f"layer {layer} has two modes", _HINT))
             modes[layer] = match[1]
     if missing := set(range(len(modes))) - modes.keys():
         raise RequestError(_WRONG, because=f"layer {min(missing)} has no mode", hint=_HINT)

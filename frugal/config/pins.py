@@ -1,7 +1,7 @@
 """Checks that the pins of a batch do not contradict each other on a number of ranks."""
 
 from frugal.config.request import Request
-from frugal.errors import RequestError, refuse
+from frugal.errors import refuse
 from frugal.units import plural
 
 
@@ -18,10 +18,14 @@ def check_pins(request: Request, world_size: int) -> None:
     gpus, shared_by = plural(world_size, "GPU"), request.sequence_parallel or 1
     if shared_by > 1:
         ways = [f"--sequence-parallel {n}" for n in range(2, world_size + 1) if world_size % n == 0]
-        if world_size % shared_by:
-            raise RequestError(
-                f"--sequence-parallel {shared_by} does not divide {gpus}", hint=f"use {', '.join(ways) or 'none'}"
+        refuse(
+            (
+                world_size % shared_by,
+                f"--sequence-parallel {shared_by} does not divide {gpus}",
+                "",
+                f"use {', '.join(ways) or 'none'}",
             )
+        )
         world_size //= shared_by
         gpus = f"{plural(world_size, 'group')} of {plural(shared_by, 'GPU')}"
     unit, parts = world_size, [gpus]
@@ -70,9 +74,11 @@ def check_pins(request: Request, world_size: int) -> None:
         ways.insert(0, f"--accumulation-steps {fewest}")
     if -(-batch // (needed * world_size)) == steps:
         ways.insert(0, f"--micro-batch {needed}")
-    if (steps, micro) != (fewest, needed):
-        raise RequestError(
+    refuse(
+        (
+            (steps, micro) != (fewest, needed),
             f"--micro-batch {micro} --accumulation-steps {steps} on {gpus} is {capacity}, not {batch}",
-            because=f"{micro} x {steps} x {world_size} = {capacity} samples, and the global batch is {batch}",
-            hint=f"use {', or '.join(ways)}" if ways else "leave one of the two out",
+            f"{micro} x {steps} x {world_size} = {capacity} samples, and the global batch is {batch}",
+            f"use {', or '.join(ways)}" if ways else "leave one of the two out",
         )
+    )

@@ -10,7 +10,7 @@ from frugal.config import layers, sample_lengths
 from frugal.config.adapters import LORA, Lora
 from frugal.config.optimizers import OPTIMIZER, SOURCES, Optimizer, OptimizerName, Rule
 from frugal.config.setting import LENGTH, Kind, check_sizes, setting
-from frugal.errors import RequestError, refuse
+from frugal.errors import refuse
 
 Task = Literal["causal-lm", "masked-lm", "seq2seq", "sequence-classification"]
 Precision = Literal["bf16", "fp16", "fp32"]
@@ -397,11 +397,13 @@ class Request:
         """
         if self.max_tokens_per_gpu is None:
             return self.micro_batch
-        if self.max_tokens_per_gpu < self.seq_len:
-            raise RequestError(
+        refuse(
+            (
+                self.max_tokens_per_gpu < self.seq_len,
                 f"--max-tokens-per-gpu {self.max_tokens_per_gpu} is less than one sample",
-                because=f"a sample has up to {self.seq_len} tokens",
-                hint=f"allow at least {self.seq_len} tokens, or shorten --seq-len",
+                f"a sample has up to {self.seq_len} tokens",
+                f"allow at least {self.seq_len} tokens, or shorten --seq-len",
             )
+        )
         most = self.max_tokens_per_gpu // self.seq_len
         return most if self.micro_batch is None else min(most, self.micro_batch)

@@ -275,12 +275,14 @@ class RunSettings:
         Raises:
             RequestError: it is not.
         """
-        if self.stream and self.steps is None:
-            raise RequestError(
+        refuse(
+            (
+                self.stream and self.steps is None,
                 "--stream was given without --steps",
-                because="how many samples a stream has is known when all of it was read",
-                hint="say how long to train: --steps N",
+                "how many samples a stream has is known when all of it was read",
+                "say how long to train: --steps N",
             )
+        )
 
     def named_columns(self) -> dict[str, str]:
         """Return the names that --columns gives, by role: of columns, and of what is in a message.
@@ -291,12 +293,7 @@ class RunSettings:
         parts = re.split(r",(?=\s*\w+=)", self.columns)  # a name may have commas itself
         given = dict(part.strip().partition("=")[::2] for part in filter(None, parts))
         wrong = [name for name, column in given.items() if name not in _COLUMNS or not column]
-        if wrong:
-            raise RequestError(
-                f"--columns is {self.columns}",
-                because=f"it names {', '.join(_COLUMNS)}",
-                hint="write --columns text=body",
-            )
+        refuse((wrong, f"--columns is {self.columns}", f"it names {', '.join(_COLUMNS)}", "write --columns text=body"))
         return given
 
     @property
@@ -374,8 +371,14 @@ class LaunchSettings:
 
     def __post_init__(self) -> None:
         check_sizes(self)
-        if self.elastic and not self.max_restarts:
-            raise RequestError("--elastic was given without --max-restarts", hint="add --max-restarts 3")
+        refuse(
+            (
+                self.elastic and not self.max_restarts,
+                "--elastic was given without --max-restarts",
+                "",
+                "add --max-restarts 3",
+            )
+        )
 
 
 def earlier_settings(folder: Path) -> dict[str, Any]:

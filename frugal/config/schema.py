@@ -137,7 +137,10 @@ def read_toml(path: Path | None, overrides: Sequence[str] = ()) -> dict[str, Any
     if path is None and Path(FILE_NAME).is_file():
         path = Path(FILE_NAME)
     if path is not None:
-        with failure(f"cannot read {path}", OSError), failure(f"{path} is not TOML", *_NO_TOML):
+        with (
+            failure(f"cannot read {path}", OSError, hint="give a settings file with --config"),
+            failure(f"{path} is not TOML", *_NO_TOML),
+        ):
             content = msgspec.toml.decode(files.without_bom(path.read_bytes()))
     return settings_of_toml(content, overrides, str(path))
 

@@ -115,7 +115,7 @@ class SampleMaker:
         Raises:
             RequestError: it lacks one, or its rows fit several formats.
         """
-        needed, hint = self.columns.needed(self.task), "if another one has it: --columns {role}=NAME"
+        needed, hint = self.columns.needed(self.task), "if another one has it: --columns {roles}"
         if self.task == "causal-lm":
             its_format = formats.recognised(row_columns, self.columns, name, self.settings.format)
             self.format = its_format or "text"
@@ -132,9 +132,10 @@ class SampleMaker:
         words = sorted(with_words, key=lambda column: len(first[column]), reverse=True)
         text = f"; there is text in {', '.join(words[:_SHOWN])}" if words else ""
         because = f"its columns are {', '.join(others)}" if others else "it has no columns"
+        roles = ",".join(f"{role}=NAME" for role, column in needed.items() if column not in row_columns)
         refuse(*(
-            (column not in row_columns, f"{name} has no column `{column}`", because, hint.format(role=role) + text)
-            for role, column in needed.items()
+            (column not in row_columns, f"{name} has no column `{column}`", because, hint.format(roles=roles) + text)
+            for column in needed.values()
         ))  # fmt: skip
 
     def documents(self, rows: Iterable[Row]) -> Iterator[Document]:
@@ -371,7 +372,8 @@ def write_samples(
     left_out = " and ".join(report.left_out(settings.too_long)) or "no rows"
     refuse(
         (report.samples == 0, "there is no text in the data",
-         f"{names_of([source.name for source in sources])}: {left_out}", None),
+         f"{names_of([source.name for source in sources])}: {left_out}",
+         "give data with text, or name the column that has it: --columns text=NAME"),
         (maker.task == "sequence-classification" and report.num_labels == 1, "the data have one class",
          f"all {plural(report.samples, 'sample')} are of it", None),
         (train.num_samples == 0, "the data cannot be divided into training and validation",

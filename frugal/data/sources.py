@@ -197,7 +197,8 @@ def _find(source: str, from_hub: bool) -> list[DataFile | DocumentSource]:
         below = _folders(str(path), set(), follows_links=False)
         inside = (Path(entry) for folder in below for entry in os.scandir(folder) if not entry.name.startswith("."))
         within = _each_once(source, inside)
-        refuse((not within, f"the folder {source} is empty", "it has no file that is not hidden", None))
+        refuse((not within, f"the folder {source} is empty", "it has no file that is not hidden",
+                "put the data into it, or name another with --data"))  # fmt: skip
         return _each_file(within)
     if path.exists():
         raise _not_a_file(source, "a device" if path.is_char_device() or path.is_block_device() else "a pipe or socket")
@@ -209,7 +210,8 @@ def _find(source: str, from_hub: bool) -> list[DataFile | DocumentSource]:
         return [_user_function(source)]
     is_path = source.startswith((".", "/", "~")) or source.count("/") > 1 or path.suffix in SUFFIXES
     refuse(
-        (is_path, f"there is no data at {shown(source)}", "no such file or folder", None),
+        (is_path, f"there is no data at {shown(source)}", "no such file or folder",
+         "give a file, a folder, a pattern such as 'corpus/*.jsonl', or a data set of the hub as OWNER/NAME"),
         (not from_hub, f"there is no data to stream at {source}",
          "no such file or folder, and --stream reads no data set of the hub itself",
          "name a function that returns load_dataset(..., streaming=True): --data file.py:function"),
@@ -389,12 +391,14 @@ def _saved(source: str) -> DocumentSource:
     with failure(f"the dataset {source} cannot be opened"):  # a damaged dataset fails in many ways
         loaded = datasets.load_from_disk(source)
     if isinstance(loaded, datasets.DatasetDict):
-        if "train" not in loaded:
-            raise RequestError(
+        refuse(
+            (
+                "train" not in loaded,
                 f"the dataset {source} has no split `train`",
-                because=f"its splits are {', '.join(loaded)}",
-                hint=f"give one of them: --data {source.rstrip('/')}/{next(iter(loaded))}",
+                f"its splits are {', '.join(loaded)}",
+                f"give one of them: --data {source.rstrip('/')}/{next(iter(loaded))}",
             )
+        )
         loaded = loaded["train"]
     return _dataset(source, loaded)
 

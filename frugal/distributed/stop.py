@@ -34,6 +34,9 @@ REPEATED_SECONDS = 5.0
 OTHER_FAILED = 0
 """The number that `deliver` takes in place of a signal's number: another rank has failed, and this one is to end."""
 
+under_way = "the step"
+"""Work that a request to stop waits for; whoever does other work names it here."""
+
 _requested: signal.Signals | None = None  # signals are the process's, and so is this
 _has_other_failed = False
 _wakeup: socket.socket | None = None  # through which numbers of signals come to the thread
@@ -123,7 +126,7 @@ def _listen(heard: socket.socket, grace_seconds: float, end: Callable[[str, str,
         except TimeoutError:
             assert _requested is not None
             what = f"not done within {grace_seconds} s after {_requested.name}"
-            end(what, "the step under way takes longer", 128 + _requested)
+            end(what, f"{under_way} under way takes longer", 128 + _requested)
             return
         if not numbers:
             return
@@ -132,10 +135,11 @@ def _listen(heard: socket.socket, grace_seconds: float, end: Callable[[str, str,
                 continue
             times, name = received.add(number), signal.Signals(number).name
             if times == 2:
-                end(f"ended by a second {name}", "the step under way was not waited for", 128 + number)
+                end(f"ended by a second {name}", f"{under_way} under way was not waited for", 128 + number)
             elif times == 1 and deadline == math.inf:
                 deadline = time.monotonic() + grace_seconds
-                text = f"asked to stop by {name}: saving after this step, at most {grace_seconds} s"
+                then = "saving after this step" if under_way == "the step" else f"waiting for {under_way}"
+                text = f"asked to stop by {name}: {then}, at most {grace_seconds} s"
                 say = logger.warning if env.rank() == 0 else rank_logs.to_file
                 try:
                     say(text)

@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING, Any
 import platformdirs
 
 from frugal import files
-from frugal.errors import RequestError, failure
+from frugal.errors import RequestError, failure, refuse
 from frugal.units import MIB
 
 if TYPE_CHECKING:
@@ -44,12 +44,14 @@ def reference_of(model: Any, objective: "Objective | None" = None) -> str:
     import torch
 
     if hasattr(model, "to_json_string") and hasattr(model, "model_type"):
-        if objective is not None:
-            raise RequestError(
+        refuse(
+            (
+                objective is not None,
                 "a configuration was given together with an objective",
-                because="it is trained by the objective of its task",
-                hint="give a function that returns the model, and the objective",
+                "it is trained by the objective of its task",
+                "give a function that returns the model, and the objective",
             )
+        )
         text = json.dumps(model.to_dict(), sort_keys=True, default=str).encode()
         return str(_written(model.model_type, text, ".json"))
     if isinstance(model, torch.nn.Module):
@@ -116,10 +118,7 @@ def _fill(module: "nn.Module", device: Any) -> None:
 
 def _made(factory: Callable[[], Any], objective: "Objective") -> Any:
     made = factory()
-    if isinstance(made, tuple):
-        raise RequestError(
-            "two objectives were given", because="the model's function returns one", hint="leave one out"
-        )
+    refuse((isinstance(made, tuple), "two objectives were given", "the model's function returns one", "leave one out"))
     return made, objective
 
 

@@ -19,7 +19,7 @@ from pickle import UnpicklingError
 from signal import SIGKILL
 from typing import IO, TYPE_CHECKING, Any
 
-from frugal.errors import FrugalError, RequestError
+from frugal.errors import FrugalError, refuse
 
 if TYPE_CHECKING:
     from frugal.dryrun.messages import Question
@@ -137,12 +137,14 @@ class _ForkServer:
     """The process that has done the imports, and forks workers."""
 
     def __init__(self) -> None:
-        if MARK in os.environ:
-            raise RequestError(
+        refuse(
+            (
+                MARK in os.environ,
                 "the model's file makes a plan while it is imported",
-                because="a dry run imports that file to build the model, and would never end",
-                hint='put everything but the factory under `if __name__ == "__main__":`',
+                "a dry run imports that file to build the model, and would never end",
+                'put everything but the factory under `if __name__ == "__main__":`',
             )
+        )
         self._stderr: IO[bytes] = tempfile.TemporaryFile()  # noqa: SIM115 - lives as long as the process
         environment = {
             **os.environ,

@@ -5,7 +5,7 @@ from dataclasses import dataclass, field, replace
 
 from frugal.checkpoint.progress import BestSoFar, Progress
 from frugal.config.run_settings import BestMode, RunSettings
-from frugal.errors import RequestError
+from frugal.errors import refuse
 
 LOSS = "loss"
 
@@ -53,11 +53,14 @@ class Criterion:
         if self.name is None:
             value = next(iter(metrics.values()), None)
         elif self.name != LOSS:
-            if metrics and self.name not in metrics:
-                raise RequestError(
+            refuse(
+                (
+                    metrics and self.name not in metrics,
                     f"--best {self.name} is nothing that was measured",
-                    because=f"there is {', '.join([LOSS, *metrics])}",
+                    f"there is {', '.join([LOSS, *metrics])}",
+                    None,
                 )
+            )
             value = metrics.get(self.name)
         sign = 1 if self.mode == "min" else -1
         return None if value is None or math.isnan(value) else sign * value

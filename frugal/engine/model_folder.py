@@ -21,7 +21,7 @@ from frugal.config.setting import build
 from frugal.data import corpus
 from frugal.deepspeed_adapter.kernels import DTYPES
 from frugal.engine.evaluation import Criterion
-from frugal.errors import CheckpointError, PlanMismatchError, RequestError, failure, refuse
+from frugal.errors import CheckpointError, PlanMismatchError, failure, refuse
 from frugal.models.loading import quantised
 from frugal.models.resolve import resolve_request
 from frugal.models.spec import ModelSpec
@@ -65,7 +65,7 @@ def find(given: Path, which: str | None) -> Path:
     folder = given / "checkpoints" if (given / "checkpoints").is_dir() else given
     there = manifest.checkpoints_in(folder)
     if not there:
-        raise CheckpointError(f"there is no checkpoint in {folder}")
+        raise CheckpointError(f"there is no checkpoint in {folder}", hint="give the --out of a run that saved one")
     reason = f"there is no checkpoint of step {which} in {folder}"
     if which == BEST:
         settings = build(RunSettings, earlier_settings(folder.parent))
@@ -90,16 +90,17 @@ def write(checkpoint: Path, out: Path, *, merge: bool = False) -> str:
         CheckpointError: the checkpoint is damaged, not of a run, or `out` cannot be written.
         PlanMismatchError: model or base have changed.
     """
-    if out.exists():
-        raise RequestError(f"{out} is there already", hint="choose another folder with -o")
+    refuse((out.exists(), f"{out} is there already", "", "choose another folder with -o"))
     run = _run_of(checkpoint)
     is_adapter = run.plan.request.lora is not None
-    if merge and not is_adapter:
-        raise RequestError(
+    refuse(
+        (
+            merge and not is_adapter,
             "--merge was given for a run without adapters",
-            because=f"{run.plan.request.model} was trained itself",
-            hint="leave it out",
+            f"{run.plan.request.model} was trained itself",
+            "leave it out",
         )
+    )
     spec = resolve_request(run.plan.request)
     own: Any = getattr(spec.config, "dtype", None) if spec.weights else None  # of pretrained weights, before building
     own = getattr(torch, own, None) if isinstance(own, str) else own

@@ -131,9 +131,8 @@ class Guard:
     def __init__(self, group: dist.ProcessGroup | None) -> None:
         self.vote = Vote(group)
         self._group = group
-        self.watching = False
+        self.watching = self._votes_once = False
         self._is_agreed = False  # that the collectives which follow will be entered by all ranks
-        self._votes_once = False
         self._next = _END  # what the last vote was for
         self._remedy: str | None = None  # of somebody else's loop
         collectives.guard(self._guarded)

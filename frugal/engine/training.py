@@ -2,6 +2,7 @@
 
 from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, contextmanager, nullcontext
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -10,14 +11,16 @@ import torch
 
 from frugal import memory_watch
 from frugal.checkpoint import loading, manifest, mirror, random_state, resume_checks, run_folder, saving
-from frugal.checkpoint.progress import Progress
+from frugal.checkpoint.progress import Progress, read_progress
 from frugal.config.learning_rate import Curve
+from frugal.config.optimizers import IMPLEMENTATIONS
 from frugal.config.request import Request
 from frugal.config.run_settings import RunSettings
 from frugal.data import corpus
 from frugal.data.batches import GlobalBatches
 from frugal.data.sources import Provenance
 from frugal.data.stream.samples import SampleStream, StreamBatches
+from frugal.deepspeed_adapter import kernels
 from frugal.distributed import env, rank_logs, rendezvous
 from frugal.engine import loop
 from frugal.engine.engine import Engine, initialize
@@ -28,10 +31,10 @@ from frugal.engine.measure.run_gauge import RunGauge
 from frugal.engine.reports import opening, trackers
 from frugal.engine.reports.metrics import Log, PlannedMemory
 from frugal.engine.train_step import evaluate, refuse_other_model
-from frugal.errors import RequestError
 from frugal.imports import collected_seldom
 from frugal.models import factories, resolve
 from frugal.models.loading import placed
+from frugal.models.spec import ModelSpec
 from frugal.planning.plan import Plan
 from frugal.report import after_run
 
@@ -41,13 +44,39 @@ def check(request: Request, settings: RunSettings) -> None:
 
     Raises:
         RequestError: the model, its tokenizer, or the user's metric or callbacks cannot be trained with.
+        PlanMismatchError: the run to resume is of another model, or was trained in another way.
     """
     for reference in filter(None, (settings.metric, *settings.callback)):
         factories.import_callable(reference)
     spec = resolve.resolve_request(request)
     spec.refuse_random_base()
     if not corpus.samples_in(spec, settings):
-        spec.for_tokenizer(corpus.tokenizer_for(spec, settings.tokenizer, settings.chat_template)[0])
+        spec = spec.for_tokenizer(corpus.tokenizer_for(spec, settings.tokenizer, settings.chat_template)[0])
+    _check_resumed(spec, request, settings)
+
+
+def _check_resumed(spec: ModelSpec, request: Request, settings: RunSettings, plan_digest: str = "") -> None:
+    """Refuse what the newest checkpoint of a run to resume does not continue with, before any weights are loaded.
+
+    Without a plan the number of classes is not known, so the shapes of a classifier are not compared.
+
+    Raises: as `resume_checks.check_progress`, `resume_checks.check_resume`.
+    """
+    path = manifest.newest_checkpoint(settings.checkpoints) if settings.resume else None
+    if path is None:
+        return
+    try:
+        made_by, progress = manifest.read(path), read_progress(path)
+    except ValueError:  # an older one is loaded then
+        return
+    resume_checks.check_progress(progress, settings, settings.steps)
+    recipe, shapes = resume_checks.recipe(request), made_by.shapes
+    if made_by.recipe.get("optimizer") not in IMPLEMENTATIONS:  # of the model's own file, which is made with the engine
+        recipe["optimizer"] = made_by.recipe.get("optimizer")
+    if plan_digest != made_by.plan_digest and (plan_digest or spec.task != "sequence-classification"):
+        module = spec.build(dtype=kernels.DTYPES[request.precision], device="meta")
+        shapes = manifest.digest_of([(name, tuple(parameter.shape)) for name, parameter in module.named_parameters()])
+    resume_checks.check_resume(path, made_by, replace(made_by, model=request.model, recipe=recipe, shapes=shapes))
 
 
 def check_schedule(request: Request, settings: RunSettings) -> None:
@@ -81,6 +110,7 @@ def train(plan: Plan, settings: RunSettings, device: torch.device) -> None:
     with collected_seldom():  # reading brings transformers and datasets along
         data = corpus.read_samples(plan, settings)
     data.spec.refuse_random_base()
+    _check_resumed(data.spec, plan.request, settings, plan.digest)
     batches = _global_batches(plan, settings, data)
     total_steps = loop.num_steps(batches, settings)
     curve = settings.schedule.curve(plan.request.scaled_learning_rate, total_steps, settings.warmup)
@@ -192,17 +222,12 @@ def _start(
     """Return where to begin, and what is not as it was when the run stopped.
 
     Raises:
-        RequestError: it is further than it is to go; and as `loading.load`, `resume_checks.on_data`.
+        FrugalError: as `loading.load`, `resume_checks.check_progress` and `resume_checks.on_data`.
     """
     if not settings.resume:
         return Progress(step=0, seed=settings.seed, data=data, learning_rate=curve), ()
     loaded = loading.load(engine, settings.checkpoints)
-    if loaded.progress.step > total_steps:
-        raise RequestError(
-            f"the run in {settings.out} is at step {loaded.progress.step} already",
-            because=f"it was to end at step {total_steps}",
-            hint=f"resume with --steps {loaded.progress.step + 1} or more; `frugal export` writes its model",
-        )
+    resume_checks.check_progress(loaded.progress, settings, total_steps)
     start, data_changes = resume_checks.on_data(loaded.progress, data, settings)
     start, rate_changes = resume_checks.on_curve(start, curve)
     return start, loaded.changes + data_changes + rate_changes

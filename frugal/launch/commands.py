@@ -15,7 +15,7 @@ from frugal.config.hardware.build_cluster import HostfileEntry
 from frugal.config.run_settings import RunSettings
 from frugal.distributed.connections.secret import SECRET_FILE
 from frugal.distributed.env import DEFAULT_PORT
-from frugal.errors import RequestError
+from frugal.errors import refuse
 from frugal.launch.host_report import NETWORK
 from frugal.launch.local import RANK_MODULE
 from frugal.planning.plan import Plan
@@ -158,12 +158,14 @@ def _kubernetes(launch: LaunchRequest) -> str:
     Raises:
         RequestError: its nodes differ.
     """
-    if len(set(launch.slots)) > 1:
-        raise RequestError(
+    refuse(
+        (
+            len(set(launch.slots)) > 1,
             "one Job cannot start this plan's nodes",
-            because=f"they have {', '.join(map(str, launch.slots))} GPUs, and all pods of a Job are alike",
-            hint="plan for nodes that are alike: frugal plan --nodes N --gpus M",
+            f"they have {', '.join(map(str, launch.slots))} GPUs, and all pods of a Job are alike",
+            "plan for nodes that are alike: frugal plan --nodes N --gpus M",
         )
+    )
     return manifests(
         ["python", *launch.node_words],
         launch.environment() | {"MASTER_PORT": str(launch.port)},
@@ -256,10 +258,12 @@ def printed(launcher: Launcher, launch: LaunchRequest) -> str:
     Raises:
         RequestError: the launcher needs to know more, or cannot do what is planned.
     """
-    if launcher in ("no-ssh", "deepspeed", "openmpi") and launch.hostfile is None:
-        raise RequestError(
+    refuse(
+        (
+            launcher in ("no-ssh", "deepspeed", "openmpi") and launch.hostfile is None,
             f"--print {launcher} needs a hostfile",
-            because="this launcher reads there which nodes there are",
-            hint="--hostfile HOSTS, with a line `NAME slots=GPUS` for each node",
+            "this launcher reads there which nodes there are",
+            "--hostfile HOSTS, with a line `NAME slots=GPUS` for each node",
         )
+    )
     return LAUNCHERS[launcher](launch)

@@ -14,7 +14,7 @@ from frugal.deepspeed_adapter.json_config import write_plan
 from frugal.distributed import env, first_failure
 from frugal.distributed.connections import secret
 from frugal.distributed.process_group import hold_port
-from frugal.errors import PlanMismatchError, RequestError
+from frugal.errors import PlanMismatchError, refuse
 from frugal.launch import node
 from frugal.launch.host_report import working_gpus
 from frugal.planning.plan import Plan
@@ -130,7 +130,6 @@ def working_devices(plan: Plan) -> list[int]:
         return [*range(plan.batch.world_size)]
     gpus = visible_gpus()[: plan.batch.world_size]
     working = working_gpus(gpus)
-    if not working:
-        raise RequestError("no GPU of this machine works any more", hint="continue with --resume later")
+    refuse((not working, "no GPU of this machine works any more", "", "continue with --resume later"))
     os.environ["CUDA_VISIBLE_DEVICES"] = ",".join(working)
     return [number for number, gpu in enumerate(gpus) if gpu in working]

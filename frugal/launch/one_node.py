@@ -20,7 +20,7 @@ from frugal.config.schema import parse
 from frugal.config.setting import build, settings_of
 from frugal.distributed import env, stop
 from frugal.distributed.rank_logs import to_console
-from frugal.errors import FrugalError, PlanMismatchError, RequestError
+from frugal.errors import FrugalError, PlanMismatchError, refuse
 from frugal.launch import local, node
 from frugal.planning.plan import Plan
 
@@ -49,12 +49,14 @@ def run(words: Sequence[str]) -> int:
             )
         devices[number] = [*visible[:wanted]]
     address = os.environ.get("MASTER_ADDR", "").strip()
-    if len(devices) > 1 and not address:
-        raise RequestError(
+    refuse(
+        (
+            len(devices) > 1 and not address,
             "MASTER_ADDR is not set",
-            because=f"the plan has {len(devices)} nodes, whose ranks meet on the first",
-            hint="export MASTER_ADDR=HOST, the first node's address, on all of them",
+            f"the plan has {len(devices)} nodes, whose ranks meet on the first",
+            "export MASTER_ADDR=HOST, the first node's address, on all of them",
         )
+    )
     newest = newest_checkpoint(settings.checkpoints)
     if newest is not None and not settings.resume:
         to_console(f"resuming from {newest}: the run's folder has it")
@@ -75,12 +77,14 @@ def run(words: Sequence[str]) -> int:
 
 def _number(num_nodes: int) -> int:
     name = next((name for name in NUMBERS if name in os.environ), None)
-    if name is None and num_nodes > 1:
-        raise RequestError(
+    refuse(
+        (
+            name is None and num_nodes > 1,
             "the number of this node is not known",
-            because=f"the plan has {num_nodes} nodes, and none of {', '.join(NUMBERS)} is in the environment",
-            hint="export NODE_RANK=0 on the first node, 1 on the second, and so on",
+            f"the plan has {num_nodes} nodes, and none of {', '.join(NUMBERS)} is in the environment",
+            "export NODE_RANK=0 on the first node, 1 on the second, and so on",
         )
+    )
     text = "0" if name is None else os.environ[name].strip()
     if not text.isdecimal() or int(text) >= num_nodes:
         raise PlanMismatchError(

@@ -53,7 +53,9 @@ def import_callable(reference: str, hint: str = "name it as package.module:name 
         public = [n for n, value in vars(module).items() if callable(value) and not n.startswith("_")]
         similar = difflib.get_close_matches(name, public, n=1)
         raise RequestError(
-            f"{where} has no `{name}`", hint=f"did you mean {where}:{similar[0]}?" if similar else None
+            f"{where} has no `{name}`",
+            because=f"it has {', '.join(public) or 'no function or class'}",
+            hint=f"did you mean {where}:{(similar or public)[0]}?" if public else f"define `{name}` in it",
         ) from None
     if not callable(factory):
         raise RequestError(f"{reference} cannot be called", because=f"its type is {type(factory).__name__}")
@@ -98,11 +100,14 @@ def make_model(reference: str, factory: Factory, device: torch.device) -> tuple[
             )
         returned = factory()
     module, objective = returned if isinstance(returned, tuple) and len(returned) == 2 else (returned, None)
-    if not isinstance(module, nn.Module):
-        raise RequestError(
+    refuse(
+        (
+            not isinstance(module, nn.Module),
             f"{reference} returned {'None' if module is None else f'an object of type {type(module).__name__}'}",
-            hint="return a torch.nn.Module, or (module, objective)",
+            "",
+            "return a torch.nn.Module, or (module, objective)",
         )
+    )
     if isinstance(objective, Mapping):
         objective = MeanLoss(example=objective)
     if objective is not None and not hasattr(objective, "loss_sum"):

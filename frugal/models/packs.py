@@ -65,8 +65,7 @@ def by_document(documents: Sequence[Sequence[int]], length: int, document_tokens
 
 def numbers_of_documents(position_ids: Tensor) -> Tensor:
     """Return the document of each token, counted from 0 in each row; both of shape `(samples, positions)`."""
-    begins = torch.diff(position_ids, prepend=position_ids[:, :1] - 1, dim=-1) != 1
-    return begins.cumsum(-1)
+    return (torch.diff(position_ids, prepend=position_ids[:, :1] - 1, dim=-1) != 1).cumsum(-1)
 
 
 def starts(documents: Sequence[int]) -> NDArray[np.int64]:

@@ -62,10 +62,14 @@ def resolve(reference: str, task: str | None = None, *, num_labels: int | None =
     path = Path(reference).expanduser()
     if path.exists():
         return _from_path(reference, path, task, num_labels)
-    if reference.startswith((".", "/", "~")) or reference.endswith(".json") or reference.count("/") > 1:
-        raise RequestError(
-            f"there is no model at {reference}", hint="give a config.json, a model folder, or a preset such as gpt2"
+    refuse(
+        (
+            reference.startswith((".", "/", "~")) or reference.endswith(".json") or reference.count("/") > 1,
+            f"there is no model at {reference}",
+            "",
+            "give a config.json, a model folder, or a preset such as gpt2",
         )
+    )
     return _from_hub(reference, task, num_labels)
 
 
@@ -188,7 +192,7 @@ def _from_path(reference: str, path: Path, task: str | None, num_labels: int | N
     file = path / "config.json" if path.is_dir() else path
     with failure(f"{reference} is no model folder, {file} cannot be read", OSError):
         text = file.read_bytes()
-    with failure(f"{file} is no JSON", ValueError, RecursionError):
+    with failure(f"{file} is no JSON", ValueError, RecursionError, hint="give a config.json, or FILE.py:FUNCTION"):
         # transformers writes infinity as `{"__float__": "Infinity"}`
         raw = json.loads(text, object_hook=lambda each: float(each["__float__"]) if [*each] == ["__float__"] else each)
     model_type = raw.get("model_type") if isinstance(raw, dict) else None

@@ -254,8 +254,10 @@ def charts(runs: Sequence[RecordedRun]) -> list[Chart]:
             both = [replace(losses[0], label="training"), replace(validation[0], label="validation", colour=2)]
             made.append(Chart("loss", "Loss", both, is_wide=True, **how))
         else:
-            made.append(Chart(f"loss{which}", f"Training loss{of}", losses, is_wide=True, **how))
-            made.append(Chart(f"validation{which}", f"Validation loss{of}", validation, **how))
+            made += [
+                Chart(f"loss{which}", f"Training loss{of}", losses, is_wide=True, **how),
+                Chart(f"validation{which}", f"Validation loss{of}", validation, **how),
+            ]
         axis = Axis("count", f"{unit} a second", 0)
         made.append(of_steps(group, f"speed{which}", f"Speed{of}", lambda step: step.tokens_per_second, axis))
     share, norm = Axis("percent", "positions without a token", 0), Axis("count", "before clipping", 0)

@@ -11,7 +11,7 @@ import msgspec
 
 from frugal.config.request import Request
 from frugal.config.run_settings import METRICS, earlier_settings
-from frugal.errors import FrugalError, RequestError
+from frugal.errors import FrugalError, RequestError, refuse
 from frugal.planning.plan import Plan
 from frugal.report.records import History, PhaseRecord, RunRecord, read_history
 from frugal.units import plural
@@ -239,12 +239,14 @@ def read_run(folder: Path) -> RecordedRun:
     if not folder.is_dir():
         because = "it is a file" if folder.exists() else "there is no such folder"
         raise RequestError(f"there is no run in {folder}", because=because, hint="give the --out of a run")
-    if not (folder / METRICS).exists():
-        raise RequestError(
+    refuse(
+        (
+            not (folder / METRICS).exists(),
             f"{folder} is not a run's folder",
-            because=f"it has no {METRICS}",
-            hint="give the --out of a run that has begun to train",
+            f"it has no {METRICS}",
+            "give the --out of a run that has begun to train",
         )
+    )
     history = read_history(folder)
     plan, settings, notes = None, {}, []
     try:

@@ -4,7 +4,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass
 from typing import Any
 
-from frugal.errors import RequestError
+from frugal.errors import refuse
 from frugal.planning.memory.timeline import BACKWARD, FORWARD
 from frugal.report.run import RecordedRun
 from frugal.units import format_bytes, format_number, format_rate, format_seconds, plural
@@ -169,12 +169,14 @@ def check(runs: Sequence[RecordedRun]) -> None:
     Raises:
         RequestError: there are too many.
     """
-    if len(runs) > MOST_RUNS:
-        raise RequestError(
+    refuse(
+        (
+            len(runs) > MOST_RUNS,
             f"{len(runs)} runs are too many for one page",
-            because=f"a chart has colours and dashes for {MOST_RUNS} of them",
-            hint="compare fewer at a time",
+            f"a chart has colours and dashes for {MOST_RUNS} of them",
+            "compare fewer at a time",
         )
+    )
 
 
 def speaks_one_unit(runs: Sequence[RecordedRun]) -> bool:

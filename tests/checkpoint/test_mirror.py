@@ -17,6 +17,7 @@ from frugal import files, storages
 from frugal.checkpoint import manifest, mirror
 from frugal.checkpoint.manifest import MANIFEST, Manifest, file_entry, publish
 from frugal.config.run_settings import RunSettings
+from frugal.distributed import stop
 from frugal.errors import CheckpointError
 from tests.commands import Capture
 from tests.engine.corpora import refusal
@@ -205,17 +206,54 @@ def test_a_slow_storage_gets_all_of_a_checkpoint_that_is_removed_meanwhile(
     assert not (settings.out / ".mirror").exists()
 
 
+def test_a_checkpoint_that_is_removed_before_it_has_a_second_name_is_passed_over(
+    tmp_path: Path, store: dict[str, Any], monkeypatch: pytest.MonkeyPatch, capsys: Capture
+) -> None:
+    settings, mkdir = run_in(tmp_path), Path.mkdir
+    checkpoint(settings, 200)
+    first = checkpoint(settings, 100)
+
+    def remove_first(folder: Path, *arguments: Any, **options: Any) -> None:
+        if folder.parent.name == ".mirror":
+            (first / MANIFEST).unlink(missing_ok=True)
+        mkdir(folder, *arguments, **options)
+
+    monkeypatch.setattr(Path, "mkdir", remove_first)
+    copied(settings)
+    assert capsys.readouterr().err == ""
+    assert any(name.endswith(f"step-000200/{MANIFEST}") for name in store)
+
+
 def test_a_storage_without_an_answer_is_not_waited_for_and_what_it_lacks_is_said(
     tmp_path: Path, store: dict[str, Any], monkeypatch: pytest.MonkeyPatch, capsys: Capture
 ) -> None:
     settings, forever = run_in(tmp_path), threading.Event()
     monkeypatch.setattr(MemoryFileSystem, "put_file", lambda *_, **__: forever.wait(60))
     checkpoint(settings, 100)
+    monkeypatch.setattr(stop, "under_way", "the step")
     with mirror.beside(run_in(tmp_path, grace=1), rank=0) as copy:
         copy()
+    assert stop.under_way == f"the copy to the mirror {ADDRESS}", "for a signal that comes now"
     forever.set()
     said = capsys.readouterr().err
     assert "is not complete, lacks step-000100 (it took longer than 1 s)" in said
+
+
+@pytest.mark.parametrize(
+    ("address", "why"), [("file:///dev/null/run", "NotADirectoryError"), (ADDRESS, "TimeoutError")]
+)
+def test_a_storage_that_cannot_be_used_is_told_before_the_run(
+    address: str, why: str, store: dict[str, Any], monkeypatch: pytest.MonkeyPatch, capsys: Capture
+) -> None:
+    monkeypatch.setattr(mirror, "PROBE_SECONDS", 0.2)
+    forever = threading.Event()
+    if address == ADDRESS:
+        mirror.warn_if_unreachable(address)
+        assert capsys.readouterr().err == "", "it answers"
+        monkeypatch.setattr(MemoryFileSystem, "makedirs", lambda *_, **__: forever.wait(60))
+    mirror.warn_if_unreachable(address)
+    forever.set()
+    assert capsys.readouterr().err.startswith(f"warning: the mirror {address} cannot be used now ({why}")
 
 
 def test_a_storage_that_keeps_less_than_it_was_given_is_found_out(
@@ -397,5 +435,6 @@ def test_a_run_without_its_storage_ends_as_if_it_had_none(problem: str, s3: int,
             "--set", "train.grace=2",
         )  # fmt: skip
     assert code == 0 and "model written to" in output
+    assert errors.startswith(f"warning: the mirror {address} cannot be used now ("), "before anything is read"
     assert f"warning: the mirror {address} " in errors and "step-000002" in errors
     assert "a-secret-of-the-storage" not in output + errors

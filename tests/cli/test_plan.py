@@ -161,7 +161,9 @@ def test_the_page_of_a_plan_names_it_and_says_where_it_is(capsys: pytest.Capture
 def test_a_page_that_cannot_be_written_is_an_error(capsys: pytest.CaptureFixture[str], here: Path) -> None:
     (here / "pages").touch()
     code, _, err = frugal_plan(capsys, *CARDS, "--html", "pages/gpt2.html")
-    assert code == 2 and err.startswith("error: cannot write pages")
+    assert code == 2 and err.startswith("error: cannot write to pages\n")
+    code, _, err = frugal_plan(capsys, *CARDS, "-o", "/proc/plan")  # where the root user may write, too
+    assert (code, err.partition("\n")[0]) == (2, "error: cannot write to /proc/plan") and err.endswith("with -o\n")
 
 
 def test_a_default_length_gives_way_to_what_the_model_can_read(

@@ -15,7 +15,7 @@ from typing import Any
 import psutil  # type: ignore[import-untyped]  # has no types
 import pytest
 
-from bench.runs import command, environment, frugal_train, plan, prepared, records
+from bench.runs import TINY, command, environment, frugal_train, plan, prepared, records
 from frugal import cli
 from frugal.cli import train
 from frugal.config.request import Request
@@ -144,6 +144,18 @@ def test_a_run_goes_on_with_what_there_is(folder: Path, on_two_ranks: tuple[int,
     assert sorted(path.name for path in (folder / "elsewhere" / "checkpoints").glob("step-*")) == [
         "step-000006", "step-000007",
     ]  # fmt: skip
+
+
+def test_a_run_goes_on_with_no_other_model_or_recipe_and_no_plan_is_computed_for_it(
+    folder: Path, on_two_ranks: tuple[int, str, str]
+) -> None:
+    (folder / "wide.json").write_text(json.dumps(TINY | {"n_embd": 64}))
+    for asked, said in (
+        (("--model", "wide.json"), "is of another model\n  because it was made with "),
+        (("--precision", "bf16"), "was made with precision fp32, this run has precision bf16\n"),
+    ):
+        code, output, errors = frugal_train(folder, "--resume", "--out", "two", *ONE, "--mem", "1G", *asked)
+        assert (code, output) == (4, "") and errors.startswith(f"error: two/checkpoints/step-000006 {said}"), errors
 
 
 def in_its_seventh_step(folder: Path, run: str) -> subprocess.Popen[str]:

@@ -206,7 +206,8 @@ def test_missing_data_a_full_disk_and_another_model_are_said_by_the_run_itself(f
     )  # fmt: skip
     assert done.returncode == 0, done.stderr
     assert done.stderr == (
-        "error: there is no data at nowhere.jsonl\n  because no such file or folder\n"
+        "error: there is no data at nowhere.jsonl\n  because no such file or folder\n\n"
+        "hint: give a file, a folder, a pattern such as 'corpus/*.jsonl', or a data set of the hub as OWNER/NAME\n"
         "error: cannot write to /proc/frugal\n  because /proc/frugal: No such file or directory\n\n"
         "hint: see to it that it can be written, or choose another folder with --out\n"
         f"error: the plan is for another model than {tmp_path}/config.json is now\n"

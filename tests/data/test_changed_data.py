@@ -70,6 +70,7 @@ PROGRESS = Progress(step=40, position=Position(2, 5), data=DATA, seed=1)
 
 def go_on(now: Provenance, *, seed: int = 1, accept: bool = False) -> tuple[Progress, tuple[str, ...]]:
     settings = RunSettings(seed=seed, accept_changed_data=accept, out=Path("run"), resume=True)
+    resume_checks.check_progress(PROGRESS, settings, None)
     return resume_checks.on_data(PROGRESS, now, settings)
 
 

@@ -119,7 +119,9 @@ def test_pairs_are_source_and_target(kind: str, inside: str, load: Load, tmp_pat
         datasets.Dataset.from_list(rows).save_to_disk(tmp_path / "a.dataset")
     with pytest.raises(RequestError) as caught:
         load(f"a.{kind}", task="seq2seq")
-    assert f"{inside}de, {inside}en\n\nhint: if another one has it: --columns source=NAME" in str(caught.value)
+    assert f"{inside}de, {inside}en\n\nhint: if another one has it: --columns source=NAME,target=NAME" in (
+        str(caught.value)
+    )
     columns = Columns(source=f"{inside}de", target=f"{inside}en")
     corpus = load(f"a.{kind}", task="seq2seq", columns=columns)
     batch = Seq2Seq(PAD, start_id=PAD).collate([corpus.train[0]])

@@ -43,7 +43,10 @@ def test_a_missing_column_is_answered_with_those_there_are(kind: str, load: Load
 
 
 BAD_ROW = "1 row of the data cannot be read\n  because {}\n\nhint: repair them, or leave them out with --skip-bad-rows"
-NO_TEXT = "there is no text in the data\n  because {}"
+NO_TEXT = (
+    "there is no text in the data\n  because {}\n\n"
+    "hint: give data with text, or name the column that has it: --columns text=NAME"
+)
 UTF_16 = "not UTF-8 text but UTF-16; iconv -f UTF-16 -t UTF-8 converts it"
 NUL = "a NUL byte, which text has not: a binary file, or UTF-16"
 TOO_DEEP = "maximum recursion depth exceeded while deserializing an object"

@@ -85,6 +85,17 @@ def test_a_long_operation_is_left_by_a_second_signal_or_when_the_grace_is_over(i
     )
 
 
+def test_a_signal_after_the_last_step_is_told_what_it_waits_for() -> None:
+    with process("stop.under_way = 'the copy'\n    busy()", grace=1) as asked:
+        time.sleep(0.3)
+        asked.send_signal(signal.SIGTERM)
+        _, errors = asked.communicate(timeout=60)
+    assert errors.splitlines() == [
+        "asked to stop by SIGTERM: waiting for the copy, at most 1 s",
+        "error: not done within 1 s after SIGTERM", "  because the copy under way takes longer",
+    ]  # fmt: skip
+
+
 def test_a_process_that_forks_off_ends_by_its_own_signals_and_does_not_stop_the_rank() -> None:
     fork = """pid = os.fork()
     if pid == 0:

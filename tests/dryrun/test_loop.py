@@ -202,6 +202,11 @@ REFUSED: dict[str, tuple[str, str, str]] = {
         "import sys\nwidth = int(sys.argv[1])\ndef step(model): ...\n",
         "cannot import loop.py", "hint: the script's own arguments follow `--`",
     ),
+    "ends": (
+        "import sys\ndef model(): sys.exit('no data at /data')\ndef step(model): ...\n",
+        "`model` of loop.py fails in a dry run",
+        "hint: the script ended itself; its own arguments follow `--`\n",
+    ),
     "raises": (
         "def helper(): return {}['n_layers']\ndef model():\n    return helper()\ndef step(model): ...\n",
         "`model` of loop.py fails in a dry run",

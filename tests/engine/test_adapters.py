@@ -249,7 +249,9 @@ OTHERS: dict[str, dict[str, tuple[str, dict[str, Any]]]] = {
         "4 IT was made with adapters r=4,alpha=8,targets=all-linear, this run has adapters r=4,alpha=9": (
             "llama", {"lora": Lora.of("r=4,alpha=9")}
         ),
-        "4 IT is of another model": ("llama", {"lora": Lora.of("r=5")}),
+        "4 IT was made with adapters r=4,alpha=8,targets=all-linear, this run has adapters r=5": (
+            "llama", {"lora": Lora.of("r=5")}
+        ),
     },
     "nf4": {
         "4 IT was made with quantised weights nf4, this run has no quantised": ("llama", {"quantize": None}),

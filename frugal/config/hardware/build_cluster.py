@@ -74,8 +74,7 @@ def parse_hostfile(text: str, *, source: str = "hostfile") -> tuple[HostfileEntr
             place = f"{source}, line {number}"
             raise RequestError(f"{place}: {error.what}", because=error.because, hint=error.hint) from None
         hosts[host.name] = (number, host)
-    if not hosts:
-        raise RequestError(f"{source} names no host", hint="write a line `NAME slots=GPUS` for each node")
+    refuse((not hosts, f"{source} names no host", "", "write a line `NAME slots=GPUS` for each node"))
     return tuple(host for _, host in hosts.values())
 
 
@@ -185,11 +184,14 @@ def build_cluster(
         hosts = read_hostfile(Path(settings.hostfile))
     num_nodes = settings.nodes or 1
     world_size = num_nodes * sum(host.slots for host in hosts)
-    if world_size > MOST_RANKS:
-        raise RequestError(
+    refuse(
+        (
+            world_size > MOST_RANKS,
             f"{world_size:,} GPUs are more than frugal plans for",
-            because=f"a plan names every GPU, and can do so for {MOST_RANKS:,}",
+            f"a plan names every GPU, and can do so for {MOST_RANKS:,}",
+            None,
         )
+    )
     kinds, links = {}, []
     for host in dict.fromkeys(replace(host, name="") for host in hosts):
         node = _node(host, settings, precision, world_size, unnamed)

@@ -88,9 +88,7 @@ class ArrowWriter(AbstractContextManager["ArrowWriter"]):
         self._stream = pa.ipc.new_stream(self._file, self._schema)
         self._packer = None if packs_of is None else packing.Packer(packs_of)
         self._pending: list[dict[str, Any]] = []
-        self._pending_tokens = 0
-        self.num_samples = 0
-        self.num_tokens = 0
+        self._pending_tokens = self.num_samples = self.num_tokens = 0
 
     def write(self, samples: Iterable[dict[str, Any]]) -> int:
         """Append samples, which are in the file when the `with` block ends. Return how many they are before packing."""

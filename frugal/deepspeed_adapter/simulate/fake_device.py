@@ -152,7 +152,7 @@ def pretend(
         stack.callback(vars(groups).update, {name: copy.copy(getattr(groups, name)) for name in names})
         stack.callback(setattr, deepspeed_comm, "cdb", None)
         dist.init_process_group("fake", rank=rank, world_size=world_size, store=torch_internals.FakeStore())
-        stack.callback(dist.destroy_process_group)
+        stack.callback(lambda: dist.is_initialized() and dist.destroy_process_group())  # scripts end with that
         stack.enter_context(zero3_graph.at_once())
         for replaced in (
             patch("deepspeed.comm.torch.build_shm_op", lambda: None),  # would call a compiler
@@ -160,6 +160,7 @@ def pretend(
             patch("cpuinfo.get_cpu_info", dict),  # asks the system for a second
             patch.object(F, "linear", F.linear),  # ZeRO-3 replaces it and leaves it so
             # Ranks agree: all are like this one.
+            patch.object(dist, "broadcast_object_list", lambda *_, **__: None),
             patch.object(dist, "new_group", partial(_new_group, dist.new_group)),
             patch.object(partitioned_param_coordinator, "assert_ints_same_as_other_ranks", lambda _: None),
             # Neither a library nor a compiler is needed: the tracker stands for kernels of optimizers.

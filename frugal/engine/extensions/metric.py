@@ -23,7 +23,7 @@ import torch.distributed as dist
 
 from frugal.distributed import rank_logs
 from frugal.distributed.exchange import from_rank_0, gather
-from frugal.errors import FrugalError, RequestError, first_line
+from frugal.errors import FrugalError, RequestError, first_line, refuse
 from frugal.models.factories import import_callable
 from frugal.models.losses.predictions import Keeper, Kept, OfLogits, most_probable
 
@@ -64,12 +64,14 @@ class Metric:
             RequestError: the loss has shown no logits.
         """
         kept = keeper.take(num_samples)
-        if len(kept) != num_samples:
-            raise RequestError(
+        refuse(
+            (
+                len(kept) != num_samples,
                 f"the metric {self.reference} has nothing to be computed of",
-                because="the loss of this model's factory shows it no logits",
-                hint="in the loss, call frugal.models.losses.predictions.show(logits, labels)",
+                "the loss of this model's factory shows it no logits",
+                "in the loss, call frugal.models.losses.predictions.show(logits, labels)",
             )
+        )
         return kept
 
     def compute(self, kept: Mapping[int, Kept], group: dist.ProcessGroup | None) -> dict[str, float]:

@@ -25,7 +25,7 @@ from frugal.config.schema import parse
 from frugal.deepspeed_adapter.kernels import DTYPES
 from frugal.distributed import env, first_failure, process_group
 from frugal.distributed.exchange import gather
-from frugal.errors import RequestError
+from frugal.errors import refuse
 from frugal.memory_watch import cpu_pace, outside_bytes, traffic
 from frugal.units import MIB, format_bytes
 
@@ -61,12 +61,14 @@ def probe(device: torch.device) -> Probe:
     if kind != "cuda":
         return measured
     context = outside_bytes(device)  # in use beyond the allocator's segments
-    if context > MOST_CONTEXT_BYTES:
-        raise RequestError(
+    refuse(
+        (
+            context > MOST_CONTEXT_BYTES,
             f"{torch.cuda.get_device_name(device)} is in use by others",
-            because=f"{format_bytes(context)} are in use besides our own tensors, more than any context",
-            hint="calibrate when nothing else runs on it; `nvidia-smi` names what does",
+            f"{format_bytes(context)} are in use besides our own tensors, more than any context",
+            "calibrate when nothing else runs on it; `nvidia-smi` names what does",
         )
+    )
     return replace(measured, context_bytes=context)
 
 

@@ -36,7 +36,7 @@ from torch import Tensor, nn
 
 from frugal import memory_watch, required, torch_internals
 from frugal.deepspeed_adapter.kernels import DTYPES
-from frugal.errors import PlanMismatchError, RequestError
+from frugal.errors import PlanMismatchError, RequestError, refuse
 from frugal.models import adapters, transformers_internals
 from frugal.planning.model_facts import Packed
 from frugal.planning.plan import Plan
@@ -192,12 +192,14 @@ def apply(model: Any, *, reference: str, dtype: torch.dtype) -> nn.Module:
         module.bias = original.bias
         before[name] = original.weight = None  # no longer than it is needed
     quantizer.postprocess_model(model)
-    if not are_in(model):
-        raise RequestError(
+    refuse(
+        (
+            not are_in(model),
             f"--quantize is impossible for {reference}",
-            because=f"a {type(model).__name__} has no linear layer besides its output head",
-            hint="leave --quantize out",
+            f"a {type(model).__name__} has no linear layer besides its output head",
+            "leave --quantize out",
         )
+    )
     return settle(model)
 
 

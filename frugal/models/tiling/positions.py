@@ -57,8 +57,8 @@ def meta_copy(module: nn.Module, *, without_layers: bool = False) -> Any:
 
 
 def _like(tensor: Tensor) -> Tensor:
-    shape = getattr(tensor, "ds_shape", tensor.shape)  # of a parameter that ZeRO-3 has divided
-    return torch.empty(shape, dtype=tensor.dtype, device="meta")
+    # `ds_shape`: of a parameter that ZeRO-3 has divided
+    return torch.empty(getattr(tensor, "ds_shape", tensor.shape), dtype=tensor.dtype, device="meta")
 
 
 def widths(module: nn.Module) -> tuple[int, int]:

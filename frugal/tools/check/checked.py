@@ -18,7 +18,7 @@ from frugal.config.schema import understand
 from frugal.dryrun.cache import presets
 from frugal.dryrun.client import DryRunSource, workers
 from frugal.dryrun.pool import Pool
-from frugal.errors import FrugalError, NothingFitsError, RequestError
+from frugal.errors import FrugalError, NothingFitsError, RequestError, refuse
 from frugal.planning.batch import BatchPlan
 from frugal.planning.model_facts import ModelFacts
 from frugal.planning.plan import Plan
@@ -239,12 +239,14 @@ def _targets_of_peft(reference: str, task: str | None) -> tuple[str, ...]:
     from peft.utils.constants import TRANSFORMERS_MODELS_TO_LORA_TARGET_MODULES_MAPPING as TABLE
 
     kind = getattr(_config_of(reference, task), "model_type", "")
-    if kind not in TABLE:
-        raise RequestError(
+    refuse(
+        (
+            kind not in TABLE,
             f"no file says which modules of {reference} get adapters",
-            because=f"peft has no default for {kind or 'it'}",
-            hint="name them, or say --lora r=16,targets=all-linear",
+            f"peft has no default for {kind or 'it'}",
+            "name them, or say --lora r=16,targets=all-linear",
         )
+    )
     return tuple(TABLE[kind])
 
 

@@ -19,7 +19,7 @@ import msgspec
 from frugal.config.optimizers import OptimizerImplementation
 from frugal.config.request import Precision
 from frugal.deepspeed_adapter.json_config import MICRO_BATCH
-from frugal.errors import RequestError
+from frugal.errors import RequestError, refuse
 from frugal.planning.strategy import Place as Where
 from frugal.planning.strategy import Strategy
 from frugal.tools.check.document import AUTO, Document, Place, Settings
@@ -254,26 +254,32 @@ def arithmetic_of(settings: Settings, resolved: Resolved | None, world_size: int
                 )
         if resolved.batch[:2] != (None, None):
             stated, micro, steps = resolved.batch
-    if stated is None and micro is None:
-        raise RequestError(
+    refuse(
+        (
+            stated is None and micro is None,
             "no file says how large the micro-batch is",
-            because="fields of its own say it, and may have other defaults than the tool's"
-            if resolved is None or settings.fills_auto
-            else "DeepSpeed refuses a JSON with neither `train_batch_size` nor a micro-batch",
-            hint="add --micro-batch 4, and --accumulation-steps 8 where there is more than one",
+            (
+                "fields of its own say it, and may have other defaults than the tool's"
+                if resolved is None or settings.fills_auto
+                else "DeepSpeed refuses a JSON with neither `train_batch_size` nor a micro-batch"
+            ),
+            "add --micro-batch 4, and --accumulation-steps 8 where there is more than one",
         )
+    )
     if micro is None:
         assert stated is not None
         steps = steps or 1
         micro = stated // num_takers // steps
     elif steps is None:
         steps = stated // micro // num_takers if stated is not None and micro else 1
-    if micro < 1 or steps < 1:
-        raise RequestError(
+    refuse(
+        (
+            micro < 1 or steps < 1,
             f"a global batch of {stated} leaves a GPU without a sample",
-            because=f"{stated} samples on {plural(world_size, 'GPU')} in {plural(max(steps, 1), 'accumulation step')}",
-            hint=f"use at least {num_takers * max(steps, 1) * max(micro, 1)} samples, or fewer GPUs",
+            f"{stated} samples on {plural(world_size, 'GPU')} in {plural(max(steps, 1), 'accumulation step')}",
+            f"use at least {num_takers * max(steps, 1) * max(micro, 1)} samples, or fewer GPUs",
         )
+    )
     arithmetic = Arithmetic(
         micro_batch=micro, accumulation_steps=steps, world_size=world_size, shared_by=settings.sequence_parallel
     )
@@ -332,10 +338,14 @@ def _accumulation_dtype(settings: Settings, resolved: Resolved, stage: int) -> A
     words = {"float32": "fp32", "float": "fp32", "bfloat16": "bf16", "float16": "fp16", "half": "fp16"}
     dtype = resolved.precision if said is None else words.get(str(said), str(said))
     place = settings.place("json.data_types.grad_accum_dtype")
-    if dtype not in ("fp32", "bf16", "fp16"):
-        raise RequestError(
-            f"`data_types.grad_accum_dtype` in {place} is {said!r}", because="DeepSpeed knows no such type"
+    refuse(
+        (
+            dtype not in ("fp32", "bf16", "fp16"),
+            f"`data_types.grad_accum_dtype` in {place} is {said!r}",
+            "DeepSpeed knows no such type",
+            None,
         )
+    )
     if stage <= 1 and resolved.precision != "fp32" and dtype == "fp32":
         settings.deviate(
             f"evaluated with gradients summed in {resolved.precision}: stage {stage} with fp32 sums is another "
@@ -375,10 +385,14 @@ def _device(settings: Settings, block: str, *, is_old: bool) -> Where:
     said: Any = (settings.block("zero_optimization").get(block) or {}).get("device", "none")
     if said in (None, "none", AUTO):
         return "cpu" if is_old else "none"
-    if said not in get_args(Where):
-        raise RequestError(
-            f"`{block}.device` in {_at(settings, block, 'device')} is {said!r}", because="it is cpu, nvme or none"
+    refuse(
+        (
+            said not in get_args(Where),
+            f"`{block}.device` in {_at(settings, block, 'device')} is {said!r}",
+            "it is cpu, nvme or none",
+            None,
         )
+    )
     return said
 
 

@@ -19,7 +19,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from frugal.dryrun.messages import DryRun
-from frugal.errors import RequestError, failure
+from frugal.errors import failure, refuse
 from frugal.planning.memory.caching_allocator import SMALLEST_BLOCK, segment_bytes
 from frugal.planning.memory.timeline import BACKWARD, FORWARD, INITIALISATION, OPTIMIZER_STEP
 from frugal.tools.check.document import Place
@@ -109,12 +109,14 @@ def read(path: Path) -> OutOfMemoryMessage:
     with failure(f"cannot read {path}", OSError):
         lines = path.read_text(errors="replace").splitlines()
     numbers = [number for number, line in enumerate(lines) if _REQUEST.search(line)]
-    if not numbers:
-        raise RequestError(
+    refuse(
+        (
+            not numbers,
             f"{path} has no message of torch's that a GPU is out of memory",
-            because="no line says `out of memory. Tried to allocate ...`",
-            hint="give the log with the whole traceback, of all ranks",
+            "no line says `out of memory. Tried to allocate ...`",
+            "give the log with the whole traceback, of all ranks",
         )
+    )
     number = numbers[0]
     text = " ".join(lines[number : number + 3])  # a terminal may have cut it
     request, rank, gpu = _REQUEST.search(text), _RANK.match(lines[number]), _GPU.search(text)

@@ -282,10 +282,14 @@ _VALUES_HINT = (
     "a dry run knows shapes, not values: `.item()` is answered; leave `.tolist()` and code that depends on it out of "
     "the step, or run it on the host with the batch"
 )
+_ONE_GPU = "a dry run has no DistributedDataParallel and no FSDP: run the script as on one GPU, without them"
 _HINTS = {
     "on the same device": "a dry run moves nothing by itself: move the model and the batch to the card, as on a GPU",
     "not compiled with CUDA": "this name of torch.cuda is not available in a dry run: leave it out of the step",
-    "process group": "a dry run has no DistributedDataParallel and no FSDP: run the script as on one GPU, without them",
+    "You requested gpu": _ONE_GPU,  # Lightning with several devices
+    "process group": _ONE_GPU,
+    "DDP expects": _ONE_GPU,
+    "Cannot access accelerator": _ONE_GPU,  # FSDP
 }
 _OURS = (AssertionError, AttributeError, KeyError, NameError, TypeError)
 _SHOWN_FRAMES = 3
@@ -309,7 +313,9 @@ def failures(script: str, part: str | None) -> Iterator[None]:
         if isinstance(error, _OURS) and Path(frames[-1].filename).is_relative_to(package_folder("frugal") / "dryrun"):
             raise
         text, hints = str(error), _HINTS
-        if isinstance(error, ValuesNeededError | NotImplementedError) or any(words in text for words in _NO_VALUES):
+        if isinstance(error, SystemExit):
+            hints = {"": "the script ended itself; its own arguments follow `--`"}
+        elif isinstance(error, ValuesNeededError | NotImplementedError) or any(words in text for words in _NO_VALUES):
             hints = {"": _VALUES_HINT}
         packages = [package_folder(name) for name in ("torch", "frugal", "deepspeed", "transformers")]
         own = [
