@@ -37,6 +37,7 @@ def test_lengths_of_a_usual_bucket_have_the_published_mean() -> None:
     lengths = adapters.bucket(predicted.LONGEST)
     assert len(lengths) == 20 and lengths == sorted(lengths, reverse=True)
     assert 0.95 * adapters.MEAN < sum(lengths) / 20 < 1.1 * adapters.MEAN  # of each four the longest
+    assert adapters.longest_of(predicted.LONGEST, 0.5 / 20_000) == predicted.LONGEST
 
 
 def test_the_kept_predictions_are_of_every_row_and_of_several_cards_and_versions() -> None:
