@@ -111,6 +111,9 @@ class StorageWatch(torch_internals.DispatchMode):
 
     def __torch_dispatch__(self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None) -> Any:
         """Run one operator and look at what it returns."""
+        if func in _VIEWS:  # most operators
+            self.num_operators += 1
+            return func(*args, **(kwargs or {}))
         is_inside = func in INSIDE and self.looks_inside
         # composite operators come here whole where autograd takes no part: in such a function, and in `inference_mode`
         if is_inside or torch_internals.is_composite(func):
@@ -120,7 +123,7 @@ class StorageWatch(torch_internals.DispatchMode):
             finally:
                 torch_internals.DispatchMode.__exit__(self, None, None, None)
         self.num_operators += 1
-        if func in _VIEWS or (func not in _OTHERS and _is_view(func)):
+        if func not in _OTHERS and _is_view(func):
             return func(*args, **(kwargs or {}))
         if func in _IN_PLACE and self._is_in_place(func, args, _call(sys._getframe(1))):
             out = _IN_PLACE[func](*args, **(kwargs or {}))

@@ -284,7 +284,8 @@ class HostMemory(HostAllocator):
 
 _MAX_ENTRIES = 100_000
 _Cost = tuple[int, int]  # FLOPs, and bytes read and written where there are none
-_known: dict[Any, tuple[Any, _Cost]] = {}  # tensors like the outputs
+known: dict[Any, tuple[Any, _Cost]] = {}
+"""Tensors like the outputs of operators that ran before on the same shapes of tensors on meta, and the costs."""
 _is_pure: dict[Any, bool] = {}
 
 
@@ -313,19 +314,21 @@ def _varlen_flops(*args: Any, out_val: Any = None, **_: Any) -> int:
     return sdpa_backward_flop_count(shapes[0], *shapes) if is_backward else sdpa_flop_count(*shapes)
 
 
-def run_cached(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Any, _Cost]:
-    """Return the operator's result and its FLOPs, or the bytes that it reads and writes where no FLOPs are counted."""
-    key = _key(func, args, kwargs)
-    known = _known.get(key)
-    if known is not None:
-        return _like(known[0]), known[1]
+def run_cached(key: Any, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Any, _Cost]:
+    """Return the operator's result and its FLOPs, or the bytes that it reads and writes where no FLOPs are counted.
+
+    `key`: its `key_of`.
+    """
+    before = known.get(key)
+    if before is not None:
+        return _like(before[0]), before[1]
     out = _EXACT.get(func, func)(*args, **kwargs)
     cost = _cost(func, args, kwargs, out)
-    if key is not None and len(_known) < _MAX_ENTRIES:
+    if key is not None and len(known) < _MAX_ENTRIES:
         inputs = {torch_internals.address(tensor) for tensor in tensors_in(args)}  # `_unsafe_view`'s schema shares none
         _is_pure[func] = inputs.isdisjoint(map(torch_internals.address, tensors_in(out)))
         if _is_pure[func] and _are_plain(out):
-            _known[key] = _like(out), cost
+            known[key] = _like(out), cost
     return out, cost
 
 
@@ -337,7 +340,7 @@ def _cost(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], out: Any) ->
     return (formula(*args, **kwargs, out_val=out), 0) if formula is not None else (0, traffic(func, args, kwargs, out))
 
 
-def _key(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+def key_of(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     """Return a key of the outputs; None where they share memory with an input, or depend on values."""
     pure = _is_pure.get(func)
     if pure is None:

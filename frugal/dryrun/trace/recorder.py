@@ -354,8 +354,9 @@ class Tracker(StorageWatch):
         """Return the operator's result without touching host memory."""
         if func is aten._local_scalar_dense.default and operators.has_no_values(args[0]):
             return self._scalar(args[0])
-        if func in _PRODUCTS and len(types := {str(each.dtype) for each in tensors_in(args)}) > 1:
-            raise TypesDifferError(f"matrices of a product must have the same dtype, not {' and '.join(sorted(types))}")
+        if func in _PRODUCTS and len(types := {each.dtype for each in tensors_in(args)}) > 1:
+            words = " and ".join(sorted(map(str, types)))
+            raise TypesDifferError(f"matrices of a product must have the same dtype, not {words}")
         if func in _FUSED_OPTIMIZERS:
             return None  # updates in place, and takes no memory
         if (
@@ -369,11 +370,12 @@ class Tracker(StorageWatch):
             return assumed[0]
         # DeepSpeed keeps shapes as meta tensors of its own (stage_1_and_2.py), which are nothing on a real device.
         self._own_metadata = func is aten.zeros_like.default and "device" in kwargs and self.phase == INITIALISATION
-        out = operators.host_stand_in(func, args, kwargs)
+        key = operators.key_of(func, args, kwargs)
+        out = NotImplemented if key in operators.known else operators.host_stand_in(func, args, kwargs)
         if out is not NotImplemented and self.kind == "cuda" and self.phase in (FORWARD, BACKWARD):
             self._counted["moved"] += self._moved_bytes(func, args, out)
         if out is NotImplemented:
-            out, (flops, traffic) = operators.run_cached(func, args, kwargs)
+            out, (flops, traffic) = operators.run_cached(key, func, args, kwargs)
             if func is aten.eq.Scalar and not args[0].dim() and torch_internals.address(args[0]) in self._places:
                 self.false.add(torch_internals.address(out))
             if self.phase in (FORWARD, BACKWARD):
